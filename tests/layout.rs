@@ -3,6 +3,7 @@
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 use symmalloc_core::config::{Config, PointerLookup, PoolConfig};
+use symmalloc_core::errors::OutOfMemoryCause;
 use symmalloc_core::layout::Layout;
 use symmalloc_core::lock::{Exclusive, Lock, Shared};
 use symmalloc_core::restore::LayoutError;
@@ -415,7 +416,10 @@ fn pools_are_restored_within_the_limit_over_all_of_them() {
     let made = new.allocate(private, S0, 14 * MIB).expect("fits");
     let error = refusal(&new, POOL, &layout);
     let (scope, limit_bytes) = (LimitScope::Allocator, 32 * MIB);
-    assert_eq!(error, RestoreError::Limit { scope, limit_bytes, needed_bytes: 20 * MIB });
+    assert_eq!(
+        error,
+        RestoreError::Limit { needed_bytes: 20 * MIB, cause: OutOfMemoryCause::Limit { scope, limit_bytes } }
+    );
     new.free(made.handle).expect("live");
     new.trim(Some(private)).expect("no faults");
     new.restore_layout(POOL, &layout).expect("there is room now");
@@ -530,7 +534,10 @@ fn an_observer_keeps_a_pool_from_going_back_over_births_and_growth() {
         allocator.trim(None).expect("no faults");
         let retired_bytes = 50 * MIB;
         assert_eq!(allocator.save_layout(POOL), Err(LayoutError::Retired { pool: POOL, retired_bytes }));
-        assert_eq!(refusal(&allocator, POOL, &empty), RestoreError::Retired { pool: POOL, retired_bytes });
+        assert_eq!(
+            refusal(&allocator, POOL, &empty),
+            RestoreError::State(LayoutError::Retired { pool: POOL, retired_bytes })
+        );
         allocator.forget(observer).expect("no faults");
         allocator.restore_layout(POOL, &empty).expect("nothing was there");
         assert_eq!(allocator.save_layout(POOL), Ok(empty));

@@ -54,7 +54,8 @@ fn a_pool_that_is_in_a_step_or_learns_has_no_layout_and_takes_none() {
     let is_refused = || {
         let saved = allocator.save_layout(pool);
         let restored = allocator.restore_layout(pool, &before);
-        matches!(saved, Err(LayoutError::Planned { .. })) && matches!(restored, Err(RestoreError::Planned { .. }))
+        matches!(saved, Err(LayoutError::Planned { .. }))
+            && matches!(restored, Err(RestoreError::State(LayoutError::Planned { .. })))
     };
     for _ in 0..3 {
         allocator.begin_step(pool, 0).expect("none is open");

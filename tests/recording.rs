@@ -7,7 +7,7 @@ use symmalloc_agreement::{Point, RankHistory, agree_in_lockstep};
 use symmalloc_core::config::{Config, PoolConfig, Reclaim, StreamPolicy};
 use symmalloc_core::lock::{Exclusive, Lock, Shared};
 use symmalloc_core::op::Record;
-use symmalloc_core::recording::{RecordingError, Sink, SinkError, StartRecordingError};
+use symmalloc_core::recording::{RecordingEnd, RecordingError, Sink, SinkError, StartRecordingError};
 use symmalloc_core::restore::RestoreError;
 use symmalloc_core::units::MIB;
 use symmalloc_core::{Allocator, Backend, Digest, Handle, Op, PoolId, Retry, SharedAllocator, StreamId};
@@ -327,7 +327,9 @@ fn a_sink_that_fails_disturbs_nothing() {
                 Ok(()) if room == length => assert_eq!(stopped.expect("room enough").records, length as u64),
                 Ok(()) => {
                     assert!(!was_recording);
-                    let Err(RecordingError::Sink { records, .. }) = stopped else { panic!("{stopped:?}") };
+                    let Err(RecordingError::Ended { records, source: RecordingEnd::Sink(_) }) = stopped else {
+                        panic!("{stopped:?}")
+                    };
                     assert_eq!(records, room as u64);
                     assert_eq!(sink.records(), whole.records()[..room]);
                     assert!(!*sink.is_finished.lock().unwrap(), "a sink that failed is called no more");
@@ -365,7 +367,7 @@ fn a_driver_that_fails_in_the_middle_of_an_op_ends_the_recording() {
                     replays(&sink.records(), &scenario.config, scenario.granularity_bytes, &whole);
                     went_on += 1;
                 }
-                Err(RecordingError::Driver { records, .. }) => {
+                Err(RecordingError::Ended { records, source: RecordingEnd::Driver(_) }) => {
                     assert_eq!(records, sink.records().len() as u64);
                     assert!(*sink.is_finished.lock().unwrap(), "what was recorded before is whole");
                     ended += 1;
@@ -421,7 +423,9 @@ fn a_restored_pool_ends_the_recording() {
     allocator.restore_layout(PoolId::DEFAULT, &layout).expect("nothing has changed");
     assert!(!allocator.is_recording());
     allocator.allocate(PoolId::DEFAULT, stream, 1 << 20).expect("memory");
-    let Err(RecordingError::Restored { records: 2, pool: PoolId::DEFAULT }) = allocator.stop_recording() else {
+    let Err(RecordingError::Ended { records: 2, source: RecordingEnd::Restored { pool: PoolId::DEFAULT } }) =
+        allocator.stop_recording()
+    else {
         panic!("the default pool was restored after two records");
     };
     assert_eq!(sink.records().len(), 2);
@@ -450,7 +454,13 @@ fn a_pool_that_was_restored_by_half_ends_the_recording() {
         assert!(matches!(refused, RestoreError::Backend(_) | RestoreError::Fence { .. }), "{refused}");
         assert!(!allocator.is_recording(), "{call:?}");
         let stopped = allocator.stop_recording();
-        assert!(matches!(stopped, Err(RecordingError::Restored { pool: PoolId::DEFAULT, .. })), "{stopped:?}");
+        assert!(
+            matches!(
+                stopped,
+                Err(RecordingError::Ended { source: RecordingEnd::Restored { pool: PoolId::DEFAULT }, .. })
+            ),
+            "{stopped:?}"
+        );
     }
 }
 
@@ -483,7 +493,10 @@ fn a_change_of_the_limit_ends_the_recording() {
     allocator.set_limit_bytes(Some(32 * MIB));
     assert!(!allocator.is_recording());
     assert!(allocator.allocate(PoolId::DEFAULT, stream, 40 * MIB).is_err());
-    assert!(matches!(allocator.stop_recording(), Err(RecordingError::LimitChanged { records: 2 })));
+    assert!(matches!(
+        allocator.stop_recording(),
+        Err(RecordingError::Ended { records: 2, source: RecordingEnd::LimitChanged })
+    ));
 }
 
 #[test]
@@ -498,7 +511,10 @@ fn a_segment_that_dies_under_its_observer_ends_the_recording() {
     allocator.free(a.handle).expect("live");
     allocator.trim(None).expect("no fault");
     allocator.acknowledge(observer, &unread).expect("no fault");
-    assert!(matches!(allocator.stop_recording(), Err(RecordingError::LateDeath { records: 5 })));
+    assert!(matches!(
+        allocator.stop_recording(),
+        Err(RecordingError::Ended { records: 5, source: RecordingEnd::LateDeath })
+    ));
 }
 
 /// A heap that was made after the observer read is in nothing that it read.
@@ -513,7 +529,10 @@ fn a_segment_that_dies_in_a_heap_the_observer_has_not_seen_ends_the_recording() 
     allocator.free(a.handle).expect("live");
     allocator.trim(None).expect("no fault");
     allocator.acknowledge(observer, &unread).expect("no fault");
-    assert!(matches!(allocator.stop_recording(), Err(RecordingError::LateDeath { records: 5 })));
+    assert!(matches!(
+        allocator.stop_recording(),
+        Err(RecordingError::Ended { records: 5, source: RecordingEnd::LateDeath })
+    ));
 }
 
 /// An agreement is a sync, and a recording says so.
@@ -569,5 +588,8 @@ fn an_allocation_of_zero_bytes_that_is_freed_twice_ends_the_recording() {
     allocator.free(nothing).expect("given here");
     allocator.free(nothing).expect("no handle tells");
     let ended = allocator.stop_recording();
-    assert!(matches!(ended, Err(RecordingError::FreedTwice { handle, .. }) if handle == nothing), "{ended:?}");
+    assert!(
+        matches!(ended, Err(RecordingError::Ended { source: RecordingEnd::FreedTwice { handle }, .. }) if handle == nothing),
+        "{ended:?}"
+    );
 }

@@ -1,4 +1,4 @@
-//! The names in the code are the names in `docs/observability.md`, both ways: events, spans and metrics with their levels,
+//! The names in the code are those in `docs/events.md` and `docs/metrics.md`, both ways: events, spans and metrics with their levels,
 //! fields, kinds and units. Programs, dashboards and alarms rely on them.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -132,9 +132,9 @@ fn published() -> Vocabulary {
     vocabulary
 }
 
-/// The rows of the table whose first column is headed so: the code in it, then that of the next `columns`.
-fn documented(head: &str, columns: usize) -> Vocabulary {
-    let page = fs::read_to_string(root().join("docs/observability.md")).expect("the page");
+/// The rows of the table of a page whose first column is headed so: the code in it, then that of the next `columns`.
+fn documented(page: &str, head: &str, columns: usize) -> Vocabulary {
+    let page = fs::read_to_string(root().join("docs").join(page)).expect("the page");
     let mut vocabulary = Vocabulary::new();
     let rows = page.lines().skip_while(|line| !line.starts_with(&format!("| {head} |"))).skip(2);
     for row in rows.take_while(|line| line.starts_with('|')) {
@@ -165,17 +165,17 @@ fn without_empty(mut vocabulary: Vocabulary) -> Vocabulary {
 
 #[test]
 fn every_event_is_documented_with_its_level_and_fields() {
-    assert_same(&told(""), &without_empty(documented("event", 2)));
+    assert_same(&told(""), &without_empty(documented("events.md", "event", 2)));
 }
 
 #[test]
 fn every_span_is_documented_with_its_level_and_fields() {
-    assert_same(&told("_span"), &without_empty(documented("span", 2)));
+    assert_same(&told("_span"), &without_empty(documented("events.md", "span", 2)));
 }
 
 #[test]
 fn every_metric_is_documented_with_its_kind_and_unit() {
-    assert_same(&published(), &documented("metric", 2));
+    assert_same(&published(), &documented("metrics.md", "metric", 2));
 }
 
 #[test]

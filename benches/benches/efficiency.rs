@@ -11,7 +11,7 @@
 //!    what is missing, by a model again (`moving`).
 //!
 //! Peaks are over the peak of what is live, as requested. A job is carried out six times, and in between everything is freed.
-//! Times are computed, from the counts and from what a chunk costs on an H200 (`docs/gpu.md`). The work of the device that the
+//! Times are computed, from the counts and from what a chunk costs on an H200 (`docs/measured/gpu.md`). The work of the device that the
 //! host waits for before it unmaps is in no figure.
 //!
 //! `cargo bench -p symmalloc-benches --bench efficiency`; a word keeps the jobs that contain it. With `--test` one job.
@@ -41,7 +41,7 @@ struct Chunk {
     give_back_us: f64,
 }
 
-/// Every granule that the allocator gives up goes back to the device. Growth by 2 MiB in `docs/gpu.md`.
+/// Every granule that the allocator gives up goes back to the device. Growth by 2 MiB in `docs/measured/gpu.md`.
 const GRANULES: Chunk = Chunk { size_bytes: 2 * MIB, make_us: 35.2, give_back_us: 29.2 };
 /// The default. Growth by 20 MiB.
 const LARGE_CHUNKS: Chunk = Chunk { size_bytes: 20 * MIB, make_us: 34.0, give_back_us: 32.0 };

@@ -1,4 +1,10 @@
-"""A rank of a small training job on device 0, for `symmalloc run --check -- torchrun --nproc-per-node 2 ranks.py`."""
+"""A rank of a small training job on device 0, for `symmalloc run --check -- torchrun --nproc-per-node 2 ranks.py`.
+
+It prints a digest of where its tensors lay, relative to the first one: the same on all ranks, or not.
+"""
+
+import hashlib
+import os
 
 import torch
 from torch import nn
@@ -10,6 +16,7 @@ def main() -> None:
     model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)).cuda()
     optimizer = torch.optim.AdamW(model.parameters())
     side = torch.cuda.Stream()
+    places, first = hashlib.sha256(), next(model.parameters()).data_ptr()
     for step in range(40):
         x = torch.randn(64 + 16 * (step % 5), 1024, device="cuda")
         loss = model(x).square().mean()
@@ -17,11 +24,13 @@ def main() -> None:
         with torch.cuda.stream(side):
             side.wait_stream(torch.cuda.current_stream())
             scratch = torch.empty(1 << 20, device="cuda").fill_(step)
-            scratch.record_stream(torch.cuda.current_stream())
+        scratch.record_stream(torch.cuda.current_stream())
+        for tensor in (x, loss, scratch):
+            places.update(f"{tensor.data_ptr() - first} ".encode())
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     torch.cuda.synchronize()
-    print("loss", loss.item())
+    print(f"rank {os.environ.get('RANK', 0)} loss {loss.item()} places {places.hexdigest()[:16]}")
 
 
 if __name__ == "__main__":

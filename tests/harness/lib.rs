@@ -30,18 +30,3 @@ pub mod targets;
 pub fn is_night() -> bool {
     std::env::var_os("SYMMALLOC_NIGHT").is_some()
 }
-
-/// The README's example compiles and runs.
-#[cfg(doctest)]
-#[doc = include_str!("../../README.md")]
-pub struct Readme;
-
-/// The example of the page on steps compiles and runs.
-#[cfg(doctest)]
-#[doc = include_str!("../../docs/steps.md")]
-pub struct Steps;
-
-/// The example of the page on recording compiles.
-#[cfg(doctest)]
-#[doc = include_str!("../../docs/recording.md")]
-pub struct Recording;

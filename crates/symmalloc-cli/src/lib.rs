@@ -15,6 +15,14 @@
 //!             └─ completions, man
 //! ```
 //!
+//! # Examples
+//! ```sh
+//! symmalloc replay fsdp1                        # a job that comes with the program, on eight ranks
+//! symmalloc report job.pickle.gz -o job.html    # a PyTorch snapshot: what holds memory, and settings to try
+//! symmalloc diff rank0.trace.zst rank3.trace.zst
+//! ```
+//!
+//! # Implementation
 //! What they read comes through `input` (a file, standard input, a job of `collection` by its name), and what they write goes
 //! through `destination`.
 //!

@@ -62,7 +62,7 @@
 //! The rooms form a line; each uses only those before it. `types` and `sync`; `config`, with the size rules; `streams`, the
 //! clocks and fences; `blocks`, where the block table says what lies where and the free index what is free; `history`, with
 //! digests and layouts; `stats`; `pointers`. Then `heap` composes them and makes every decision (read `heap/mod.rs` first),
-//! and `allocator` finds the heap and walks the out-of-memory path. `docs/architecture.md` lists the functions between a
+//! and `allocator` finds the heap and walks the out-of-memory path. `docs/one-allocation.md` lists the functions between a
 //! call and the free index.
 #![forbid(unsafe_code)]
 
@@ -89,28 +89,38 @@ pub mod sleep;
 
 mod heap;
 
-pub mod allocator;
+mod allocator;
 
-pub use allocator::{
-    Allocator, Retry, SegmentPosition, SharedAllocator, StepGuard, Unread, histories, recording, report,
+// What every program names.
+pub use allocator::{Allocator, SharedAllocator};
+pub use config::{Config, PoolConfig};
+pub use types::handle::{Allocation, Handle};
+#[doc(no_inline)]
+pub use types::{
+    backend::{Backend, BackendError, DeviceAddress},
+    ids::{AllocationId, ObserverId, Placement, PoolId, SegmentId, StreamId},
 };
-pub use config::errors::LimitScope;
-pub use config::op::{Op, Record};
-pub use config::size_rules::{SMALL_BYTES_MAX, SizeClass};
+
+// What some need: what goes wrong, what is told, what is kept.
+pub use allocator::{Quiesced, Remapped, Retry, SegmentPosition, StepGuard, Unread, recording, report};
+pub use config::errors::{self, LimitScope};
+pub use config::op::{self, Op, Record};
+pub use config::size_rules::SizeClass;
 pub use config::text as config_text;
-pub use config::{Config, PoolConfig, errors, op};
 pub use heap::invariants::Violation;
 pub use history::digest::Digest;
+#[doc(no_inline)]
 pub use history::layout::Layout;
 pub use history::{layout, segment_log};
 pub use sync::lock;
-pub use types::backend::{Backend, BackendError, DeviceAddress};
-pub use types::handle::{Allocation, Handle};
-pub use types::ids::{AllocationId, ObserverId, Placement, PoolId, SegmentId, StreamId};
 pub use types::{backend, ids, units};
 
 /// Restoring a [`Layout`]: the pool becomes what it was when the layout was saved.
 pub mod restore {
-    pub use crate::allocator::{LayoutError, Restored, RestoredAllocation, RestoredHeap};
-    pub use crate::config::restore_error::RestoreError;
+    pub use crate::allocator::{Restored, RestoredAllocation, RestoredHeap};
+    pub use crate::config::restore_error::{LayoutError, RestoreError};
 }
+
+// For the crates beside this one.
+#[doc(hidden)]
+pub use allocator::histories;

@@ -52,9 +52,9 @@ pub struct CudaBackendBuilder {
 
 impl CudaBackendBuilder {
     /// Size of the largest physical chunk that an expandable range grows by, in bytes; a multiple of the granularity. 20 MiB
-    /// by default, as PyTorch's expandable segments. A chunk costs the same whatever its size (`docs/gpu.md`), so larger ones
-    /// make growth faster, but trimming gives memory back in whole chunks only. What grows by more than 64 chunks at once, or wakes,
-    /// has chunks of a 64th of that. Placements do not depend on it.
+    /// by default, as PyTorch's expandable segments. A chunk costs the same whatever its size (`docs/device-memory.md`), so larger ones
+    /// make growth faster, but trimming gives memory back in whole chunks only. What is mapped at once is some 64 chunks at most,
+    /// of larger ones if need be. Placements do not depend on it.
     pub fn chunk_bytes(mut self, chunk_bytes: u64) -> Self {
         self.options.chunk_bytes = Some(chunk_bytes);
         self
@@ -70,7 +70,7 @@ impl CudaBackendBuilder {
     /// before an allocation fails because the device is full; after that nothing is made ahead until memory goes back.
     ///
     /// Chunks that are made ahead are as large as all growths of the range allow, so give expandable pools a growth step (`growth_mb`)
-    /// for few and large ones. `docs/gpu.md` has the rule. Has no effect where memory comes from `cuMemAlloc`. Dropping
+    /// for few and large ones. `docs/device-memory.md` has the rule. Has no effect where memory comes from `cuMemAlloc`. Dropping
     /// the backend waits for the driver call that the thread is in.
     pub fn prefetch_bytes(mut self, prefetch_bytes: u64) -> Self {
         self.options.prefetch_bytes = prefetch_bytes;

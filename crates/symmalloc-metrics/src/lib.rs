@@ -7,7 +7,7 @@
 //! ```
 //!
 //! An allocator counts for itself, with or without this crate. A [`Publisher`] reads these counts when the program says so
-//! and sets gauges and counters to them, so an allocation costs nothing more than it does without. `docs/observability.md`
+//! and sets gauges and counters to them, so an allocation costs nothing more than it does without. `docs/metrics.md`
 //! lists every metric, and what it tells.
 //!
 //! # Examples

@@ -110,6 +110,11 @@ impl<R: Copy + Eq> StepLearner<R> {
         }
     }
 
+    /// Whether something that was logged is live.
+    pub fn is_waiting(&self) -> bool {
+        !self.live.is_empty()
+    }
+
     /// The step ends. Returns it when the last step of its key asked for the same: what a plan has to place.
     pub fn end(&mut self) -> Option<Vec<Lived<R>>> {
         let before = self.steps.get(&self.newest_key)?;

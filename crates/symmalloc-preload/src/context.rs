@@ -9,7 +9,7 @@
 //! `contexts.rs` makes it when memory is first asked for. It lives for ever: a program may free while it ends. When the context is reset
 //! (`ending.rs`), its memory goes back, and the next one is a new context, whatever its handle.
 //!
-//! Contexts that a program made with `cuCtxCreate` are the driver's: see `docs/run.md`.
+//! Contexts that a program made with `cuCtxCreate` are the driver's: see `docs/run-calls.md`.
 
 use crate::libcuda::Driver;
 use crate::numbers::{Number, Numbers, StreamName};

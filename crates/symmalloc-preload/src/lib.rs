@@ -1,8 +1,15 @@
 //! symmalloc under any CUDA program, unchanged: a library for `LD_PRELOAD`.
 //!
 //! It stands between a program and libcuda. The program's allocations and frees are served by `symmalloc-cuda`, one allocator for
-//! each device; everything else is the driver's. `symmalloc run -- program` sets it up, and `docs/run.md` says what is served.
+//! each device; everything else is the driver's. `symmalloc run -- program` sets it up, and `docs/run-calls.md` says what is served.
 //!
+//! # Examples
+//! ```sh
+//! symmalloc run --stats -- ./program                        # served
+//! symmalloc run --record job.trace.zst -- ./program         # only watched
+//! ```
+//!
+//! # Implementation
 //! ```text
 //!             linked symbol, dlsym, cuGetProcAddress                  libcuda
 //!   program ───────── symbols/ ─────────► calls/ ─┬─ not served ──────────────► driver

@@ -6,7 +6,7 @@ use std::io;
 use symmalloc_agreement::AgreementError;
 use symmalloc_core::errors::{AllocateError, FreeError, RecordUseError, TrimError, UnknownError};
 use symmalloc_core::plans::{PlanError, StepError};
-use symmalloc_core::recording::{RecordingError, StartRecordingError};
+use symmalloc_core::recording::{RecordingEnd, RecordingError, StartRecordingError};
 use symmalloc_cuda::CudaError;
 use symmalloc_nccl::{AttachError, CommError, SyncError};
 use symmalloc_trace::plan::PlanTextError;
@@ -190,9 +190,9 @@ impl Error {
             Error::StartRecording(StartRecordingError::AlreadyRecording | StartRecordingError::InUse { .. }) => {
                 SYMMALLOC_INVALID_STATE
             }
-            Error::Recording(RecordingError::Sink { .. }) | Error::StartRecording(_) | Error::Snapshot(_) => {
-                SYMMALLOC_IO
-            }
+            Error::Recording(RecordingError::Ended { source: RecordingEnd::Sink(_), .. })
+            | Error::StartRecording(_)
+            | Error::Snapshot(_) => SYMMALLOC_IO,
             Error::Step(StepError::Unknown(error)) | Error::Plan(PlanError::Unknown(error)) => of_unknown(error),
             Error::Plan(PlanError::Memory(error)) => of_allocation(error),
             Error::Step(_) | Error::Plan(PlanError::StepOpen { .. }) => SYMMALLOC_INVALID_STATE,

@@ -79,7 +79,7 @@ stub_test!(with_libc10_it_is_pytorchs_out_of_memory_error, {
     run_with_c10("torch_error");
 });
 
-stub_test!(functions_that_pytorchs_class_refuses_are_the_librarys, ["STUB_DEVICES" = "2"], {
+stub_test!(functions_that_pytorchs_class_refuses_are_those_of_the_library, ["STUB_DEVICES" = "2"], {
     run_with_c10("virtuals");
 });
 

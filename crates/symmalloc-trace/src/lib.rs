@@ -9,7 +9,8 @@
 //! * A [`plan`] says where the allocations of a job go, and is written and followed.
 //!
 //! ```
-//! # use symmalloc_trace::{RecordLine, Trace};
+//! use symmalloc_trace::{RecordLine, Trace};
+//!
 //! let trace = Trace::parse(r#"symmalloc-trace 1
 //! config segments:expandable,limit_mb:4096      # optional: the allocator's configuration
 //! stream s0                                     # streams and pools are declared, in order
@@ -25,7 +26,7 @@
 //! # Ok::<(), symmalloc_trace::TraceError>(())
 //! ```
 //!
-//! The formats stand in `docs/trace-format.md`, `docs/layout.md` and `docs/plan.md`. A reader checks everything that a text can be
+//! The formats stand in `docs/trace-format.md`, `docs/layout-format.md` and `docs/plan-format.md`. A reader checks everything that a text can be
 //! checked for by itself ([`LineError`], [`Inconsistency`], [`LayoutTextError`](layout::LayoutTextError),
 //! [`PlanTextError`](plan::PlanTextError)); a writer refuses what a reader would refuse.
 //!

@@ -9,6 +9,27 @@
 //!                                                    FlightRecord   what a process knew of its communicators, as a file
 //!                                                    Findings       what the records of all ranks say together
 //! ```
+//!
+//! # Examples
+//! ```
+//! use std::path::Path;
+//! use symmalloc_watchdog::{Finding, Findings, FlightRecord};
+//!
+//! // What rank 0 of two left: it waits in its second collective.
+//! let record = r#"{
+//!     "symmalloc_flight_record": 1, "host": "node7", "process": 4711, "reason": "asked for",
+//!     "communicators": [{
+//!         "id": 5, "name": "world", "rank": 0, "ranks": 2, "state": "ready",
+//!         "progress": { "submitted": 2, "finished": 1 }, "collectives": []
+//!     }]
+//! }"#;
+//! let record = FlightRecord::from_reader(record.as_bytes(), Path::new("rank0.json"))?;
+//! let findings = Findings::new(&[record]);
+//! assert!(findings.is_trouble());
+//! let (_id, name, said) = &findings.communicators[0];
+//! assert_eq!((name.as_str(), &said[0]), ("world", &Finding::NoRecord { ranks: vec![1] }));
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
 
 #![forbid(unsafe_code)]
 

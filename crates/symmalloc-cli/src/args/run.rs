@@ -16,7 +16,7 @@ Examples:
 Ranks (torchrun, mpirun, srun) are recorded into a file each: job.rank0.trace.zst, job.rank1.trace.zst; `symmalloc diff` compares
 two. Of a program that is killed the recording is there up to the last second: read it with --accept-torn.
 
-What is served and what is the driver's: docs/run.md. A program with a cache of its own above cudaMalloc, as PyTorch's, gains nothing.
+What is served and what is the driver's: docs/run-calls.md. A program with a cache of its own above cudaMalloc, as PyTorch's, gains nothing.
 
 Exit codes: the program's; 128 and the signal's number if a signal ended it; 3 if --check found that ranks differ; 127 if there is no
 such program, 126 if it cannot be started; 2 bad input.";

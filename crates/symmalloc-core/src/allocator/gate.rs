@@ -1,12 +1,11 @@
 //! The gate that ops pass one at a time while they are recorded, and what is noted there. See [`super::recording`].
 
-use super::recorder::{Recording, RecordingError, StartRecordingError};
+use super::recorder::{Recording, RecordingEnd, RecordingError, StartRecordingError};
 use super::request::Request;
-use crate::config::errors::TrimError;
 use crate::config::op::{NAME_BYTES_MAX, Op, Record};
+use crate::heap::trim::Released;
 use crate::history::names::cut_name;
 use crate::sync::lock::{Guard, Lock, LockCell};
-use crate::types::backend::BackendError;
 use crate::types::handle::{Allocation, Handle};
 use crate::types::ids::{AllocationId, ObserverId, PoolId, StreamId};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -110,7 +109,7 @@ impl<L: Lock> Gate<'_, L> {
         let Some(recording) = self.recording() else { return };
         match recording.sink.record(record) {
             Ok(()) => recording.records += 1,
-            Err(source) => self.end(|records| RecordingError::Sink { records, source }),
+            Err(error) => self.end(RecordingEnd::Sink(error)),
         }
     }
 
@@ -133,7 +132,7 @@ impl<L: Lock> Gate<'_, L> {
         match recording.ids.remove(&handle) {
             Some(id) => self.note(Op::Free { id }),
             // No handle says whether an allocation of zero bytes was freed before.
-            None => self.end(|records| RecordingError::FreedTwice { records, handle }),
+            None => self.end(RecordingEnd::FreedTwice { handle }),
         }
     }
 
@@ -169,56 +168,25 @@ impl<L: Lock> Gate<'_, L> {
         }
     }
 
-    /// A segment was removed between an observer's `unread` and its `acknowledge`.
-    #[cold]
-    pub(super) fn late_death(&mut self) {
-        self.end(|records| RecordingError::LateDeath { records });
-    }
-
-    /// Ends the recording where the driver kept what a trim was to give back.
-    pub(super) fn note_failed_trim(&mut self, outcome: &Result<u64, TrimError>) {
-        if let Err(TrimError::Backend { error, .. }) = outcome {
-            self.driver_failed(error.clone());
-        }
-    }
-
-    /// The driver failed in the middle of an op: whether it left what no op leads to is not known.
-    #[cold]
-    pub(super) fn driver_failed(&mut self, source: BackendError) {
-        self.end(|records| RecordingError::Driver { records, source });
-    }
-
-    /// A pool was restored.
-    #[cold]
-    pub(super) fn restored(&mut self, pool: PoolId) {
-        self.end(|records| RecordingError::Restored { records, pool });
-    }
-
-    /// Plans of a pool are adopted or dropped.
-    #[cold]
-    pub(super) fn plans_changed(&mut self, pool: PoolId) {
-        self.end(|records| RecordingError::Planned { records, pool });
-    }
-
-    /// The limit over all pools is another one from here on.
-    pub(super) fn note_limit(&mut self) {
-        self.end(|records| RecordingError::LimitChanged { records });
+    /// Ends the recording where the driver kept what was to go back.
+    pub(super) fn note_released(&mut self, released: &Released) {
+        released.error.clone().into_iter().for_each(|error| self.end(RecordingEnd::Driver(error)));
     }
 
     /// Ends the recording early. The allocator goes on.
     #[cold]
-    fn end(&mut self, error: impl FnOnce(u64) -> RecordingError) {
+    pub(super) fn end(&mut self, end: RecordingEnd) {
         let Some(state) = self.state.as_deref_mut() else { return };
         let RecorderState::On(recording) = state else { return };
         let Recording { sink, records, .. } = &mut **recording;
-        let records = *records;
-        let mut error = error(records);
+        let (records, mut source) = (*records, end);
         // What was recorded before is whole, unless the sink failed.
-        if !matches!(error, RecordingError::Sink { .. } | RecordingError::Panicked { .. })
-            && let Err(source) = sink.finish()
+        if !matches!(source, RecordingEnd::Sink(_) | RecordingEnd::Panicked)
+            && let Err(error) = sink.finish()
         {
-            error = RecordingError::Sink { records, source };
+            source = RecordingEnd::Sink(error);
         }
+        let error = RecordingError::Ended { records, source };
         tracing::warn!(name: "recording.ended", target: "symmalloc", records, %error);
         *state = RecorderState::Ended(error);
         self.recorder.is_on.store(false, Ordering::Release);
@@ -239,7 +207,7 @@ impl<L: Lock> Drop for Gate<'_, L> {
     /// An op that panics is half recorded: the recording ends, and says so.
     fn drop(&mut self) {
         if self.state.is_some() && !self.was_panicking && std::thread::panicking() {
-            self.end(|records| RecordingError::Panicked { records });
+            self.end(RecordingEnd::Panicked);
         }
     }
 }

@@ -7,7 +7,7 @@ use crate::heap::Heap;
 use crate::heap::invariants::Violation;
 use crate::pointers::HeapHints;
 use crate::sync::lock::{Lock, LockCell};
-use crate::types::backend::{Backend, DeviceAddress};
+use crate::types::backend::{Backend, DeviceAddress, Range};
 use crate::types::handle::{Allocation, Handle};
 use crate::types::ids::{PoolId, SegmentId, StreamId};
 
@@ -90,14 +90,14 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if self.context.directory.lock().around(address) != Some(entry) {
             return None;
         }
-        let (identity, segment) = (heap.identity(), heap.segment(entry.segment));
-        let offset_bytes = address.0 - segment.range.base.0;
-        (offset_bytes < segment.size_bytes).then_some(SegmentPosition {
+        let (identity, (segment, Range { base, .. }, size_bytes)) = (heap.identity(), heap.segment(entry.segment));
+        let offset_bytes = address.0 - base.0;
+        (offset_bytes < size_bytes).then_some(SegmentPosition {
             pool: identity.pool,
             stream: identity.stream,
-            segment: segment.id,
-            base: segment.range.base,
-            size_bytes: segment.size_bytes,
+            segment,
+            base,
+            size_bytes,
             offset_bytes,
         })
     }

@@ -40,17 +40,15 @@ pub use lookup::SegmentPosition;
 pub use observers::Unread;
 pub use request::Retry;
 pub use restore::{Restored, RestoredAllocation, RestoredHeap};
-pub use save::LayoutError;
 pub use sleep::{Quiesced, Remapped};
 pub use steps::StepGuard;
 
 use crate::config::errors::{
-    AllocateError, FreeError, HandleError, OutOfMemory, RecordUseError, ReserveError, StreamError, TrimError,
-    UnknownError,
+    AllocateError, FreeError, HandleError, OutOfMemory, RecordUseError, ReserveError, TrimError, UnknownError,
 };
 use crate::config::op::Op;
-use crate::config::{Config, ConfigError, PointerLookup, StreamPolicy};
-use crate::heap::trim::{TrimFailure, TrimGoal};
+use crate::config::{Config, ConfigError, PointerLookup, StreamPolicy, in_range};
+use crate::heap::trim::Released;
 use crate::heap::{Context, Freed, Heap, HeapIdentity, is_nothing};
 use crate::history::journal::ProgramOrder;
 use crate::history::segment_log::SegmentLog;
@@ -68,10 +66,11 @@ use crate::types::units::{SEGMENT_BYTES_MAX, UNIT_BYTES, Units, bytes, units};
 use gate::{Gate, Recorder};
 use observer_list::Observers;
 use pool::{HeapCell, HeapGuard, Pool};
+use recorder::RecordingEnd;
 use request::Request;
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::AtomicU32;
 
 /// What a program is asked when an allocation is about to fail. Called without any lock; may free, trim and log.
 type FailureCallback<B, L> = Arc<dyn Fn(&Allocator<B, L>, &OutOfMemory) -> Retry + Send + Sync>;
@@ -136,14 +135,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if !granularity_bytes.is_power_of_two() {
             return Err(ConfigError::NotAPowerOfTwo { key: "granularity", value: granularity_bytes });
         }
-        if !(UNIT_BYTES..=1 << 30).contains(&granularity_bytes) {
-            return Err(ConfigError::OutOfRange {
-                key: "granularity",
-                value: granularity_bytes,
-                min: UNIT_BYTES,
-                max: 1 << 30,
-            });
-        }
+        in_range("granularity", granularity_bytes, UNIT_BYTES, 1 << 30)?;
         let can_alias = backend.can_alias();
         let pools = Registry::new();
         pools.push(|_| Box::new(Pool::new(config.default_pool().clone().that_works(can_alias))));
@@ -197,31 +189,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut gate = self.gate();
         if limit_bytes != self.limit_bytes() {
             self.context.budget.set_limit_bytes(limit_bytes);
-            gate.note_limit();
+            gate.end(RecordingEnd::LimitChanged);
         }
-    }
-
-    /// Registers the program's next stream. Register streams in the same order on every rank.
-    ///
-    /// # Errors
-    /// When all 65,535 ids are taken.
-    pub fn register_stream(&self) -> Result<StreamId, StreamError> {
-        let mut gate = self.gate();
-        let mut clocks = self.context.clocks.lock();
-        let streams = self.streams.load(Ordering::Relaxed);
-        let id = u16::try_from(streams).ok().filter(|id| *id < u16::MAX);
-        let id = id.ok_or(StreamError::TooManyStreams { streams })?;
-        clocks.register();
-        self.streams.store(streams + 1, Ordering::Release);
-        drop(clocks);
-        gate.note(Op::RegisterStream { stream: StreamId(id) });
-        tracing::debug!(name: "stream.registered", target: "symmalloc", stream = id);
-        Ok(StreamId(id))
-    }
-
-    /// Number of registered streams.
-    pub fn stream_count(&self) -> u32 {
-        self.streams.load(Ordering::Acquire)
     }
 
     /// Allocates `size_bytes` from a pool for work on a stream. Zero bytes take no memory and have address 0.
@@ -324,7 +293,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             self.usage.lock().free(freed.size, freed.requested_bytes);
         }
         if let (Some(error), Some(gate)) = (failure, gate) {
-            gate.driver_failed(error);
+            gate.end(RecordingEnd::Driver(error));
         }
     }
 
@@ -365,41 +334,6 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
     }
 
-    /// Notes that the program made `stream` wait, on the device, for all work given to `on` so far. Fences that this
-    /// covers are not waited for again. Call it before another thread gives more work to `on`, or fences of that work
-    /// count as covered too.
-    ///
-    /// # Errors
-    /// When a stream is unknown.
-    pub fn stream_waits(&self, stream: StreamId, on: StreamId) -> Result<(), UnknownError> {
-        self.known_stream(stream)?;
-        self.known_stream(on)?;
-        let mut gate = self.gate();
-        if stream != on {
-            let mut clocks = self.context.clocks.lock();
-            let moment = clocks.moment(on);
-            clocks.waits_for(stream, &moment);
-        }
-        gate.note(Op::Wait { stream, on });
-        Ok(())
-    }
-
-    /// Notes that the host waited for all work given to `stream` so far. Call it before another thread gives more work to
-    /// the stream.
-    ///
-    /// # Errors
-    /// When the stream is unknown.
-    pub fn stream_synchronized(&self, stream: StreamId) -> Result<(), UnknownError> {
-        self.known_stream(stream)?;
-        let mut gate = self.gate();
-        let mut clocks = self.context.clocks.lock();
-        let moment = clocks.moment(stream);
-        clocks.synchronized(&moment);
-        drop(clocks);
-        gate.note(Op::Synchronize { stream });
-        Ok(())
-    }
-
     /// Brings the device memory of the heap of (pool, stream) to at least `size_bytes`, so that later allocations find it.
     ///
     /// # Errors
@@ -432,35 +366,32 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn trim(&self, pool: Option<PoolId>) -> Result<u64, TrimError> {
         let mut gate = self.gate();
         let released = match pool {
-            Some(pool) => self.trim_pool(self.pool(pool)?, TrimGoal::Everything),
+            Some(pool) => self.trim_pool(self.pool(pool)?, None),
             None => {
-                let trims = self.pools.iter().map(|(_, entry)| self.trim_pool(entry, TrimGoal::Everything));
-                trims.fold(Ok(0), sum_trims)
+                let trims = self.pools.iter().map(|(_, entry)| self.trim_pool(entry, None));
+                trims.fold(Released::default(), Released::plus)
             }
         };
         gate.note(Op::Trim { pool });
-        gate.note_failed_trim(&released);
-        released
+        gate.note_released(&released);
+        released.into_result()
     }
 
-    fn trim_pool(&self, entry: &Pool<L>, goal: TrimGoal) -> Result<u64, TrimError> {
-        let (mut released, mut left) = (Ok(0), goal);
+    /// Gives a pool's free memory back, all of it or until so many bytes are given up.
+    fn trim_pool(&self, entry: &Pool<L>, goal_bytes: Option<u64>) -> Released {
+        let (mut released, mut left_bytes) = (Released::default(), goal_bytes);
         for heap in entry.heaps() {
-            if left == TrimGoal::AtLeast(0) {
+            if left_bytes == Some(0) {
                 break;
             }
             let mut heap = heap.lock();
-            if !heap.has_history() {
-                // Nothing is free in it, but the driver may have kept memory of a rejoin that was refused.
-                let (bytes, failure) = heap.release_retired(&self.context);
-                let outcome = failure.map_or(Ok(bytes), |error| Err(TrimFailure { released_bytes: bytes, error }));
-                released = sum_trims(released, outcome.map_err(TrimError::from));
-                continue;
-            }
             let mapped_bytes = heap.mapped_bytes();
-            let outcome = heap.trim(&self.context, left);
-            left = left.less(mapped_bytes - heap.mapped_bytes());
-            released = sum_trims(released, outcome.map_err(TrimError::from));
+            // In a heap without ops nothing is free, but the driver may have kept memory of a rejoin that was refused.
+            let has_history = heap.has_history();
+            let outcome =
+                if has_history { heap.trim(&self.context, left_bytes) } else { heap.release_retired(&self.context) };
+            left_bytes = left_bytes.map(|left| left.saturating_sub(mapped_bytes - heap.mapped_bytes()));
+            released = released.plus(outcome);
         }
         released
     }
@@ -476,12 +407,6 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             dropped += heap.lock().drop_completed_fences(&self.context)?;
         }
         Ok(dropped)
-    }
-
-    #[inline(always)]
-    fn known_stream(&self, stream: StreamId) -> Result<(), UnknownError> {
-        let streams = self.stream_count();
-        if u32::from(stream.0) < streams { Ok(()) } else { Err(UnknownError::Stream { stream, streams }) }
     }
 
     /// The heap that an allocation lies in.
@@ -568,23 +493,5 @@ impl<B: Backend, L: Lock> Drop for Allocator<B, L> {
         self.end_recording();
         self.all_heaps().for_each(|heap| heap.lock().abandon(&self.context));
         self.pools.iter().for_each(|(_, entry)| self.end_sleep(&mut entry.sleep.lock()));
-    }
-}
-
-/// Adds up what several trims gave back; the first failure stays, with all bytes.
-fn sum_trims(one: Result<u64, TrimError>, other: Result<u64, TrimError>) -> Result<u64, TrimError> {
-    let add = |error: TrimError, bytes: u64| match error {
-        TrimError::Backend { released_bytes, error } => {
-            TrimError::Backend { released_bytes: released_bytes + bytes, error }
-        }
-        other => other,
-    };
-    match (one, other) {
-        (Ok(one), Ok(other)) => Ok(one + other),
-        (Err(error), Ok(bytes)) | (Ok(bytes), Err(error)) => Err(add(error, bytes)),
-        (Err(first), Err(second)) => {
-            let bytes = if let TrimError::Backend { released_bytes, .. } = second { released_bytes } else { 0 };
-            Err(add(first, bytes))
-        }
     }
 }

@@ -2,7 +2,9 @@
 
 use super::Allocator;
 use super::pool::Pool;
+use super::recorder::RecordingEnd;
 use crate::config::errors::{TrimError, UnknownError};
+use crate::heap::trim::Released;
 use crate::history::segment_log::{SegmentEvent, SegmentLog};
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
@@ -83,11 +85,11 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let is_late = gate.is_recording() && self.has_death_since(observer, &unread.ends);
         let released = self.let_go(&unread.ends, |log, end| log.acknowledge(observer, end));
         if is_late {
-            gate.late_death();
+            gate.end(RecordingEnd::LateDeath);
         }
         gate.note_acknowledgement(observer);
-        gate.note_failed_trim(&released);
-        released
+        gate.note_released(&released);
+        released.into_result()
     }
 
     /// Ends an observer, as if it had acknowledged everything; returns how many bytes went back to the device.
@@ -102,8 +104,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         drop(observers);
         let released = self.let_go(&ends, |log, _| log.forget(observer));
         gate.note_forgotten(observer);
-        gate.note_failed_trim(&released);
-        released
+        gate.note_released(&released);
+        released.into_result()
     }
 
     /// Whether a segment of the observer's pool died that these ends of logs do not cover. A heap that was made since has none.
@@ -121,16 +123,14 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         heaps.map(LockCell::lock).map(|heap| (heap.identity().id, heap.log().next())).collect()
     }
 
-    fn let_go(&self, ends: &[(HeapId, u64)], change: impl Fn(&mut SegmentLog, u64)) -> Result<u64, TrimError> {
-        let (mut released_bytes, mut first_error) = (0, None);
+    fn let_go(&self, ends: &[(HeapId, u64)], change: impl Fn(&mut SegmentLog, u64)) -> Released {
+        let mut released = Released::default();
         for (id, end) in ends {
             let Some(heap) = self.heaps.get(id.index()) else { continue };
             let mut heap = heap.lock();
             change(heap.log_mut(), *end);
-            let (released, error) = heap.release_retired(&self.context);
-            released_bytes += released;
-            first_error = first_error.or(error);
+            released = released.plus(heap.release_retired(&self.context));
         }
-        first_error.map_or(Ok(released_bytes), |error| Err(TrimError::Backend { released_bytes, error }))
+        released
     }
 }

@@ -3,15 +3,13 @@
 use super::Allocator;
 use super::gate::Gate;
 use super::pool::{HeapCell, Pool};
+use super::recorder::RecordingEnd;
 use super::request::{Request, Retry};
 use crate::config::Reclaim;
-use crate::config::errors::{
-    AllocateError, LimitScope, OutOfMemory, OutOfMemoryCause, PoolSleeps, TrimError, UnknownError,
-};
+use crate::config::errors::{AllocateError, LimitScope, OutOfMemory, OutOfMemoryCause, PoolSleeps, UnknownError};
 use crate::config::op::{Op, Refusal};
-use crate::heap::trim::TrimGoal;
+use crate::heap::trim::Released;
 use crate::heap::{Heap, Shortage};
-use crate::history::digest::Mark;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
 use crate::types::ids::{PoolId, StreamId};
@@ -56,16 +54,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut unsaid: SmallVec<[u64; 2]> = SmallVec::new();
         loop {
             let (missing, cause) = match *shortage {
-                Shortage::Limit { met, missing } => {
-                    let (scope, limit_bytes) = (met.scope, met.limit_bytes);
-                    (missing, OutOfMemoryCause::Limit { scope, limit_bytes })
-                }
-                Shortage::SegmentFull { segment_bytes, missing } => {
-                    (missing, OutOfMemoryCause::SegmentFull { segment_bytes })
-                }
-                Shortage::Driver { error, missing } => (missing, OutOfMemoryCause::Driver(error)),
+                Shortage::Memory { missing, cause } => (missing, cause),
                 Shortage::Fence(error) => {
-                    gate.driver_failed(error.clone());
+                    gate.end(RecordingEnd::Driver(error.clone()));
                     return Err(AllocateError::Fence { stream: request.stream, error });
                 }
                 Shortage::Asleep => return Err(PoolSleeps { pool: request.pool }.into()),
@@ -118,14 +109,14 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Step 3: gives back what `reclaim` allows, until it is what is missing. Returns the bytes that are back. What the driver
     /// then fails to take counts as still reserved, and no more is asked of it: 0.
     fn reclaim(&self, entry: &Pool<L>, heap: &HeapCell<L>, missing_bytes: u64, gate: &mut Gate<'_, L>) -> u64 {
-        let goal = TrimGoal::AtLeast(missing_bytes);
+        let goal_bytes = Some(missing_bytes);
         let released = match entry.config.reclaim() {
-            Reclaim::Never => Ok(0),
-            Reclaim::Heap => heap.lock().trim(&self.context, goal).map_err(TrimError::from),
-            Reclaim::Pool => self.trim_pool(entry, goal),
+            Reclaim::Never => Released::default(),
+            Reclaim::Heap => heap.lock().trim(&self.context, goal_bytes),
+            Reclaim::Pool => self.trim_pool(entry, goal_bytes),
         };
-        gate.note_failed_trim(&released);
-        released.unwrap_or(0)
+        gate.note_released(&released);
+        if released.error.is_none() { released.bytes } else { 0 }
     }
 
     /// Does again what a recorded request gave back in vain: [`Op::Reclaim`].
@@ -186,12 +177,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         error: OutOfMemory,
         gate: &mut Gate<'_, L>,
     ) -> AllocateError {
-        let refusal = match error.cause {
-            OutOfMemoryCause::Limit { .. } => Refusal::Limit,
-            OutOfMemoryCause::SegmentFull { .. } => Refusal::Segment,
-            OutOfMemoryCause::Driver(_) => Refusal::Driver,
-        };
-        fold_refusal(heap, request, refusal, gate);
+        fold_refusal(heap, request, Refusal::from(&error.cause), gate);
         tracing::warn!(
             name: "memory.refused",
             target: "symmalloc",
@@ -210,12 +196,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
 /// The digest says that the request was refused, and so does the recording.
 fn fold_refusal<L: Lock>(heap: &HeapCell<L>, request: Request, refusal: Refusal, gate: &mut Gate<'_, L>) {
-    let mark = match refusal {
-        Refusal::Limit => Mark::RefusedByLimit,
-        Refusal::Segment => Mark::RefusedBySegment,
-        Refusal::Driver => Mark::RefusedByDriver,
-    };
     let Request { pool, stream, size_bytes } = request;
-    heap.lock().fold_refusal(mark, stream, size_bytes);
+    heap.lock().fold_refusal(refusal, stream, size_bytes);
     gate.note(Op::Refuse { pool, stream, size_bytes, refusal });
 }

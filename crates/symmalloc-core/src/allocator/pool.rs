@@ -8,7 +8,6 @@ use crate::stats::budget::Budget;
 use crate::sync::lock::{Guard, Lock, LockCell};
 use crate::sync::registry::Registry;
 use crate::types::ids::{PoolId, StreamId};
-use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -85,11 +84,5 @@ impl<L: Lock> Pool<L> {
     /// No heap is made any more, and none serves a request.
     pub(super) fn set_destroyed(&self) {
         self.is_destroyed.store(true, Ordering::Release);
-    }
-}
-
-impl<L: Lock> fmt::Debug for Pool<L> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Pool").field("config", &self.config).finish_non_exhaustive()
     }
 }

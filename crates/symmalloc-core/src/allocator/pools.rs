@@ -1,14 +1,16 @@
-//! Pools: policy domains that a program makes, like PyTorch's `MemPool`. Pool 0 is there from the start.
+//! Pools and streams: what a program makes, and what it says of them. Pool 0 is there from the start.
 
 use super::Allocator;
 use super::pool::Pool;
 use crate::config::PoolConfig;
-use crate::config::errors::{PoolError, UnknownError};
+use crate::config::errors::{PoolError, StreamError, UnknownError};
 use crate::config::op::Op;
+use crate::heap::trim::Released;
 use crate::sleep::state::State;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
-use crate::types::ids::PoolId;
+use crate::types::ids::{PoolId, StreamId};
+use std::sync::atomic::Ordering;
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Makes the program's next pool. Create pools in the same order on every rank.
@@ -68,19 +70,18 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             return Err(PoolError::InUse { pool, allocations, allocated_bytes });
         }
         entry.set_destroyed();
-        let mut first_error = None;
+        let mut released = Released::default();
         for heap in &mut heaps {
             heap.close();
             heap.retire_all(&self.context);
-            first_error = first_error.or(heap.release_retired(&self.context).1);
+            released = released.plus(heap.release_retired(&self.context));
         }
         self.end_sleep(&mut sleep);
         drop((heaps, sleep, observers));
         gate.note(Op::DestroyPool { pool });
         tracing::debug!(name: "pool.destroyed", target: "symmalloc", pool = pool.0);
-        let Some(error) = first_error else { return Ok(()) };
-        gate.driver_failed(error.clone());
-        Err(error.into())
+        gate.note_released(&released);
+        released.error.map_or(Ok(()), |error| Err(error.into()))
     }
 
     #[inline(always)]
@@ -90,5 +91,69 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             Some(entry) => Ok(entry),
             None => Err(UnknownError::Pool { pool, pools: self.pool_count() }),
         }
+    }
+
+    /// Registers the program's next stream. Register streams in the same order on every rank.
+    ///
+    /// # Errors
+    /// When all 65,535 ids are taken.
+    pub fn register_stream(&self) -> Result<StreamId, StreamError> {
+        let mut gate = self.gate();
+        let mut clocks = self.context.clocks.lock();
+        let streams = self.streams.load(Ordering::Relaxed);
+        let id = u16::try_from(streams).ok().filter(|id| *id < u16::MAX);
+        let id = id.ok_or(StreamError::TooManyStreams { streams })?;
+        clocks.register();
+        self.streams.store(streams + 1, Ordering::Release);
+        drop(clocks);
+        gate.note(Op::RegisterStream { stream: StreamId(id) });
+        tracing::debug!(name: "stream.registered", target: "symmalloc", stream = id);
+        Ok(StreamId(id))
+    }
+
+    /// Number of registered streams.
+    pub fn stream_count(&self) -> u32 {
+        self.streams.load(Ordering::Acquire)
+    }
+
+    /// Notes that the program made `stream` wait, on the device, for all work given to `on` so far. Fences that this
+    /// covers are not waited for again. Call it before another thread gives more work to `on`, or fences of that work
+    /// count as covered too.
+    ///
+    /// # Errors
+    /// When a stream is unknown.
+    pub fn stream_waits(&self, stream: StreamId, on: StreamId) -> Result<(), UnknownError> {
+        self.known_stream(stream)?;
+        self.known_stream(on)?;
+        let mut gate = self.gate();
+        if stream != on {
+            let mut clocks = self.context.clocks.lock();
+            let moment = clocks.moment(on);
+            clocks.waits_for(stream, &moment);
+        }
+        gate.note(Op::Wait { stream, on });
+        Ok(())
+    }
+
+    /// Notes that the host waited for all work given to `stream` so far. Call it before another thread gives more work to
+    /// the stream.
+    ///
+    /// # Errors
+    /// When the stream is unknown.
+    pub fn stream_synchronized(&self, stream: StreamId) -> Result<(), UnknownError> {
+        self.known_stream(stream)?;
+        let mut gate = self.gate();
+        let mut clocks = self.context.clocks.lock();
+        let moment = clocks.moment(stream);
+        clocks.synchronized(&moment);
+        drop(clocks);
+        gate.note(Op::Synchronize { stream });
+        Ok(())
+    }
+
+    #[inline(always)]
+    pub(super) fn known_stream(&self, stream: StreamId) -> Result<(), UnknownError> {
+        let streams = self.stream_count();
+        if u32::from(stream.0) < streams { Ok(()) } else { Err(UnknownError::Stream { stream, streams }) }
     }
 }

@@ -72,74 +72,51 @@ pub enum RecordingError {
     /// There is none.
     #[error("nothing is recorded: call start_recording first")]
     NotRecording,
-    /// The sink failed.
-    #[error("the recording ended after {records} records, because its sink failed: {source}")]
-    Sink {
+    /// It ended before it was stopped.
+    #[error("the recording ended after {records} records, because {source}")]
+    Ended {
         /// Records that the sink had got.
         records: u64,
-        /// What the sink said.
-        source: SinkError,
+        /// Why.
+        source: RecordingEnd,
     },
-    /// The driver failed in the middle of an op, and left a state that no op leads to. What was recorded before is whole.
-    #[error("the recording ended after {records} records, because the driver failed in the middle of an op: {source}")]
-    Driver {
-        /// Records that the sink had got.
-        records: u64,
-        /// What the driver said.
-        source: BackendError,
-    },
-    /// A pool was restored: no op leads to its state. What was recorded before is whole.
-    #[error(
-        "the recording ended after {records} records, because {pool} was restored: no op leads to a restored state"
-    )]
+}
+
+/// What ends a recording. What was recorded before is whole, except where it says otherwise.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum RecordingEnd {
+    /// The sink failed: what was recorded is not whole.
+    #[error("its sink failed: {0}")]
+    Sink(#[source] SinkError),
+    /// The driver failed in the middle of an op, and left a state that no op leads to.
+    #[error("the driver failed in the middle of an op: {0}")]
+    Driver(#[source] BackendError),
+    /// A pool was restored: no op leads to its state.
+    #[error("{pool} was restored: no op leads to a restored state")]
     Restored {
-        /// Records that the sink had got.
-        records: u64,
         /// The pool.
         pool: PoolId,
     },
-    /// A plan was adopted or dropped: no op says which. What was recorded before is whole.
-    #[error(
-        "the recording ended after {records} records, because plans of {pool} were adopted or dropped: no op says which; \
-         a pool with `plan:learn` records and replays"
-    )]
+    /// A plan was adopted or dropped: no op says which.
+    #[error("plans of {pool} were adopted or dropped: no op says which; a pool with `plan:learn` records and replays")]
     Planned {
-        /// Records that the sink had got.
-        records: u64,
         /// The pool.
         pool: PoolId,
     },
-    /// The limit over all pools was changed: no op says so. What was recorded before is whole.
-    #[error(
-        "the recording ended after {records} records, because the limit over all pools was changed: set it before the \
-         recording begins"
-    )]
-    LimitChanged {
-        /// Records that the sink had got.
-        records: u64,
-    },
+    /// The limit over all pools was changed: no op says so.
+    #[error("the limit over all pools was changed: set it before the recording begins")]
+    LimitChanged,
     /// A segment was removed between an observer's `unread` and its `acknowledge`: no trace can say which entries the
-    /// observer had read. What was recorded before is whole.
-    #[error(
-        "the recording ended after {records} records, because a segment died between an observer's `unread` and its \
-         `acknowledge`: trim observed pools at another time"
-    )]
-    LateDeath {
-        /// Records that the sink had got.
-        records: u64,
-    },
-    /// A sink or a backend panicked in the middle of an op. The sink was not told to finish.
-    #[error("the recording ended after {records} records, because an op panicked: what the sink has may be incomplete")]
-    Panicked {
-        /// Records that the sink had got.
-        records: u64,
-    },
-    /// An allocation of zero bytes was freed twice. Its handle does not show that, and no trace can say it. What was
-    /// recorded before is whole.
-    #[error("the recording ended after {records} records, because {handle}, of zero bytes, was freed twice")]
+    /// observer had read.
+    #[error("a segment died between an observer's `unread` and its `acknowledge`: trim observed pools at another time")]
+    LateDeath,
+    /// A sink or a backend panicked in the middle of an op: what was recorded may not be whole. The sink was not told to finish.
+    #[error("an op panicked: what the sink has may be incomplete")]
+    Panicked,
+    /// An allocation of zero bytes was freed twice. Its handle does not show that, and no trace can say it.
+    #[error("{handle}, of zero bytes, was freed twice")]
     FreedTwice {
-        /// Records that the sink had got.
-        records: u64,
         /// Its handle.
         handle: Handle,
     },

@@ -22,16 +22,15 @@
 //! | a free that crosses the release threshold, memory given back for an allocation that then fits | nothing more: replay does the same |
 //!
 //! A sink that fails ends the recording, never an op: the error waits for [`Allocator::stop_recording`], and `tracing` gets
-//! one event (`recording.ended`). The same happens when something comes that no record can say, see [`RecordingError`].
+//! one event (`recording.ended`). The same happens when something comes that no record can say, see [`RecordingEnd`].
 
-pub use super::recorder::{Recorded, RecordingError, Sink, SinkError, StartRecordingError};
+pub use super::recorder::{Recorded, RecordingEnd, RecordingError, Sink, SinkError, StartRecordingError};
 
 use super::Allocator;
 use super::gate::Gate;
 use super::observer_list::Observers;
 use super::recorder::Recording;
 use super::request::Request;
-use crate::config::Config;
 use crate::config::errors::{AllocateError, FreeError};
 use crate::config::op::{Op, Record};
 use crate::heap::Freed;
@@ -60,8 +59,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if let Some(heap) = heaps.iter().find(|heap| !heap.is_fresh()) {
             return Err(StartRecordingError::InUse { pool: heap.identity().pool, ops: heap.digest().ops });
         }
-        // With the limit that holds now: the same configuration, and so nothing to check.
-        let config = Config { limit_bytes: self.limit_bytes(), ..self.config().clone() };
+        // With the limit that holds now.
+        let config = self.config().to_builder().limit_bytes(self.limit_bytes()).build();
+        let config = config.expect("no limit is out of range");
         sink.begin(&config).map_err(StartRecordingError::Sink)?;
         let mut records = 0;
         for record in self.standing(&observers) {
@@ -85,7 +85,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// See [`RecordingError`]: what ended it before, or kept the sink from finishing. Nothing is recorded any more.
     pub fn stop_recording(&self) -> Result<Recorded, RecordingError> {
         let Recording { mut sink, records, .. } = *self.recorder.stop()?;
-        sink.finish().map_err(|source| RecordingError::Sink { records, source })?;
+        let ended = |error| RecordingError::Ended { records, source: RecordingEnd::Sink(error) };
+        sink.finish().map_err(ended)?;
         Ok(Recorded { records })
     }
 

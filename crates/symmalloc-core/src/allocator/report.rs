@@ -1,16 +1,16 @@
 //! Reports: what the allocator holds, for programs and for people. Nothing here changes anything but peaks and scopes.
 
+pub use crate::heap::view::{BlockSnapshot, BlockStateSnapshot, SegmentSnapshot};
+
 use super::Allocator;
 use super::pool::HeapCell;
-use crate::blocks::table::BlockState;
 use crate::config::errors::UnknownError;
 use crate::heap::Heap;
-use crate::heap::view::BlockView;
 use crate::history::digest::Digest;
 use crate::plans::report::StepStats;
 use crate::stats::usage::{ClassStats, Stat};
 use crate::sync::lock::{Lock, LockCell};
-use crate::types::backend::{Backend, DeviceAddress};
+use crate::types::backend::Backend;
 use crate::types::ids::{PoolId, SegmentId, StreamId};
 use std::fmt;
 
@@ -77,64 +77,6 @@ pub struct StatScope(());
 pub struct Snapshot {
     /// Live segments in (pool, stream, sequence) order.
     pub segments: Vec<SegmentSnapshot>,
-}
-
-/// A live segment.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct SegmentSnapshot {
-    /// Its pool.
-    pub pool: PoolId,
-    /// The stream of its heap; `None` when the pool's streams share.
-    pub stream: Option<StreamId>,
-    /// Birth ordinal in its heap.
-    pub segment: SegmentId,
-    /// Address of its first byte. Differs between ranks.
-    pub base: DeviceAddress,
-    /// Bytes that its blocks tile.
-    pub size_bytes: u64,
-    /// Bytes of them that are backed by memory.
-    pub mapped_bytes: u64,
-    /// Its blocks in offset order.
-    pub blocks: Vec<BlockSnapshot>,
-}
-
-/// A block.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct BlockSnapshot {
-    /// Where it starts in its segment, in bytes.
-    pub offset_bytes: u64,
-    /// Its size in bytes.
-    pub size_bytes: u64,
-    /// What it is.
-    pub state: BlockStateSnapshot,
-}
-
-/// What a block is.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub enum BlockStateSnapshot {
-    /// A live allocation.
-    Allocated {
-        /// The stream it was allocated for.
-        stream: StreamId,
-        /// Bytes that the program asked for.
-        requested_bytes: u64,
-        /// What the program called it.
-        name: Option<Box<str>>,
-        /// Other streams that use it.
-        used_by: Vec<StreamId>,
-    },
-    /// Free.
-    Free {
-        /// Streams that its next user may have to wait for.
-        fenced_by: Vec<StreamId>,
-    },
-    /// Memory that went back to the device; the addresses are kept.
-    Hole,
-    /// Memory that is in use, or free, under other addresses of the heap: a stitched range names it, or this is one.
-    Elsewhere,
 }
 
 /// Live allocations, largest first: at the end of a program, what it forgot to free.
@@ -277,7 +219,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// Every live segment and block, in (pool, stream, sequence, offset) order.
     pub fn snapshot(&self) -> Snapshot {
-        Snapshot { segments: self.all_heaps().flat_map(|heap| segments_of(&heap.lock())).collect() }
+        Snapshot { segments: self.all_heaps().flat_map(|heap| heap.lock().snapshot()).collect() }
     }
 
     /// The live allocations, largest first.
@@ -341,38 +283,4 @@ where
     }
     stats.peaks_are_exact = heap_count <= 1;
     stats
-}
-
-fn segments_of<L: Lock>(heap: &Heap<L>) -> Vec<SegmentSnapshot> {
-    let identity = heap.identity();
-    let snapshot = |slot: u32| {
-        let segment = heap.segment(slot);
-        SegmentSnapshot {
-            pool: identity.pool,
-            stream: identity.stream,
-            segment: segment.id,
-            base: segment.range.base,
-            size_bytes: segment.size_bytes,
-            mapped_bytes: segment.mapped_bytes,
-            blocks: heap.blocks(slot).map(block_snapshot).collect(),
-        }
-    };
-    heap.segments().into_iter().map(snapshot).collect()
-}
-
-fn block_snapshot(block: BlockView<'_>) -> BlockSnapshot {
-    let state = match block.state {
-        BlockState::Allocated { stream, requested, .. } => BlockStateSnapshot::Allocated {
-            stream,
-            requested_bytes: requested,
-            name: block.name.map(Into::into),
-            used_by: block.other_streams,
-        },
-        BlockState::Free { .. } => BlockStateSnapshot::Free { fenced_by: block.other_streams },
-        BlockState::Hole => BlockStateSnapshot::Hole,
-        BlockState::Planned => unreachable!("what lies in the memory of plans stands in its place"),
-        BlockState::Elsewhere => BlockStateSnapshot::Elsewhere,
-        BlockState::Vacant => unreachable!("a vacant slot is in no segment"),
-    };
-    BlockSnapshot { offset_bytes: block.offset_bytes, size_bytes: block.size_bytes, state }
 }

@@ -21,15 +21,15 @@
 
 use super::Allocator;
 use super::pool::Pool;
-use crate::blocks::table::BlockState;
-use crate::config::restore_error::RestoreError;
+use super::recorder::RecordingEnd;
+use crate::config::restore_error::{LayoutError, RestoreError};
 use crate::heap::Heap;
 use crate::history::layout::{HeapLayout, Layout};
-use crate::stats::budget::{Charge, LimitMet};
+use crate::stats::budget::Charge;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
 use crate::types::handle::{Allocation, Handle};
-use crate::types::ids::{Placement, PoolId, StreamId};
+use crate::types::ids::{Placement, PoolId, SegmentId, StreamId};
 use std::borrow::Cow;
 
 /// What a restored pool holds, with its handles.
@@ -108,7 +108,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.check_it_fits(entry, layout)?;
         entry.check_awake(pool)?;
         if entry.step.lock().is_some() || entry.heaps().any(|heap| heap.lock().remembers_steps()) {
-            return Err(RestoreError::Planned { pool });
+            return Err(LayoutError::Planned { pool }.into());
         }
         let is_fresh = entry.heaps().all(|heap| heap.lock().is_fresh());
         for saved in layout.heaps() {
@@ -123,7 +123,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             outcome.map(|()| heaps.into_iter().map(|Saved { heap, .. }| restored_heap(heap)).collect::<Vec<_>>());
         drop(guards);
         if matches!(restored, Ok(_) | Err(RestoreError::Backend { .. } | RestoreError::Fence { .. })) {
-            gate.restored(pool);
+            gate.end(RecordingEnd::Restored { pool });
         }
         let heaps = restored?;
         tracing::debug!(name: "pool.restored", target: "symmalloc", pool = pool.0, heaps = heaps.len(), is_fresh);
@@ -166,7 +166,9 @@ impl<'a, L: Lock> Saved<'a, L> {
     fn find(heap: &'a mut Heap<L>, layout: &'a Layout) -> Self {
         let stream = heap.identity().stream;
         let saved = layout.heaps().iter().find(|saved| saved.stream == stream);
-        let layout = saved.map_or_else(|| Cow::Owned(HeapLayout::of_fresh(stream, heap.first_digest())), Cow::Borrowed);
+        let (digest, next_segment) = (heap.first_digest(), SegmentId(0));
+        let fresh = || Cow::Owned(HeapLayout { stream, digest, next_segment, segments: Vec::new() });
+        let layout = saved.map_or_else(fresh, Cow::Borrowed);
         Saved { heap, layout }
     }
 }
@@ -176,18 +178,14 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     fn rejoin(&self, heaps: &mut [Saved<'_, L>]) -> Result<(), RestoreError> {
         for Saved { heap, .. } in &mut *heaps {
             // What an earlier attempt could not give back is still charged.
-            let (_, failure) = heap.release_retired(&self.context);
-            failure.map_or(Ok(()), Err)?;
+            heap.release_retired(&self.context).error.map_or(Ok(()), Err)?;
         }
         // A charge that is dropped before it is kept, because of a limit or of a backend that panics, is refunded.
         let mut charges = Vec::new();
         for Saved { heap, layout } in heaps.iter() {
             let charge = heap.charge_layout(&self.context, layout);
-            charges.push(charge.map_err(|LimitMet { scope, limit_bytes }| RestoreError::Limit {
-                scope,
-                limit_bytes,
-                needed_bytes: layout.reserved_bytes(),
-            })?);
+            let needed_bytes = layout.reserved_bytes();
+            charges.push(charge.map_err(|cause| RestoreError::Limit { needed_bytes, cause })?);
         }
         let mut obtained = Vec::new();
         let outcome = heaps.iter().try_for_each(|Saved { heap, layout }| {
@@ -230,15 +228,11 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
 fn restored_heap<L: Lock>(heap: &mut Heap<L>) -> RestoredHeap {
     let nothing = heap.nothing().handle;
-    let segments = heap.segments().into_iter();
-    let live = segments.flat_map(|segment| heap.blocks(segment)).filter_map(|block| match block.state {
-        BlockState::Allocated { stream, requested, .. } => Some(RestoredAllocation {
-            allocation: block.allocation?,
-            stream,
-            requested_bytes: requested,
-            name: block.name.map(Into::into),
-        }),
-        _ => None,
+    let live = heap.live_allocations().map(|(allocation, stream, requested_bytes, name)| RestoredAllocation {
+        allocation,
+        stream,
+        requested_bytes,
+        name: name.map(Into::into),
     });
     RestoredHeap { stream: heap.identity().stream, nothing, allocations: live.collect() }
 }

@@ -1,52 +1,15 @@
 //! Saving a [`Layout`]: everything that a pool's future depends on.
 
 use super::Allocator;
-use crate::blocks::table::BlockState;
-use crate::config::errors::{PoolSleeps, UnknownError};
 use crate::config::op::NAME_BYTES_MAX;
+use crate::config::restore_error::LayoutError;
 use crate::heap::Heap;
+use crate::heap::view::{BlockSnapshot, BlockStateSnapshot, SegmentSnapshot};
 use crate::history::layout::{AllocationLayout, Extent, HeapLayout, Layout, SegmentLayout};
 use crate::history::names::cut_name;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
 use crate::types::ids::PoolId;
-use thiserror::Error;
-
-/// Why `save_layout` failed.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[non_exhaustive]
-pub enum LayoutError {
-    /// The pool does not exist.
-    #[error(transparent)]
-    Unknown(#[from] UnknownError),
-    /// The pool sleeps.
-    #[error(transparent)]
-    Sleeps(#[from] PoolSleeps),
-    /// Large blocks are put together from pieces, and a layout cannot hold that.
-    #[error("{pool} has stitched ranges: free what lies in them, and trim the pool")]
-    Stitched {
-        /// The pool.
-        pool: PoolId,
-    },
-    /// Dead segments still count towards the limits, and a layout cannot hold them.
-    #[error(
-        "{retired_bytes} bytes of dead segments of {pool} are not back on the device: let the observers acknowledge, or trim"
-    )]
-    Retired {
-        /// The pool.
-        pool: PoolId,
-        /// Bytes of dead segments that observers hold, or that the driver did not take back.
-        retired_bytes: u64,
-    },
-    /// The pool is in a step, or has plans or learns some: a layout cannot hold that.
-    #[error(
-        "{pool} is in a step, has plans or learns some, which a layout cannot hold: end the step, and call drop_plans"
-    )]
-    Planned {
-        /// The pool.
-        pool: PoolId,
-    },
-}
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
     /// The layout of a pool as it is now. Allocations of zero bytes lie nowhere and are not in it; of a name longer than
@@ -72,12 +35,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if retired_bytes > 0 {
             return Err(LayoutError::Retired { pool, retired_bytes });
         }
-        Ok(Layout {
-            config: entry.config.clone(),
-            granularity_bytes: self.granularity_bytes,
-            total_limit_bytes: self.limit_bytes(),
-            heaps: heaps.iter().filter(|heap| !heap.is_fresh()).map(|heap| heap_layout(heap)).collect(),
-        })
+        let heaps = heaps.iter().filter(|heap| !heap.is_fresh()).map(|heap| heap_layout(heap)).collect();
+        Ok(Layout::of_parts(entry.config.clone(), self.granularity_bytes, self.limit_bytes(), heaps))
     }
 }
 
@@ -86,30 +45,31 @@ fn heap_layout<L: Lock>(heap: &Heap<L>) -> HeapLayout {
         stream: heap.identity().stream,
         digest: heap.digest(),
         next_segment: heap.next_segment(),
-        segments: heap.segments().into_iter().map(|segment| segment_layout(heap, segment)).collect(),
+        segments: heap.snapshot().into_iter().map(segment_layout).collect(),
     }
 }
 
-fn segment_layout<L: Lock>(heap: &Heap<L>, segment: u32) -> SegmentLayout {
-    let there = heap.segment(segment);
-    let mut layout = SegmentLayout { id: there.id, class: there.class, extents: Vec::new(), allocations: Vec::new() };
-    for block in heap.blocks(segment) {
-        let (offset_bytes, size_bytes) = (block.offset_bytes, block.size_bytes);
-        if block.state == BlockState::Hole {
+fn segment_layout(segment: SegmentSnapshot) -> SegmentLayout {
+    let mut layout =
+        SegmentLayout { id: segment.segment, class: segment.class, extents: Vec::new(), allocations: Vec::new() };
+    for BlockSnapshot { offset_bytes, size_bytes, state } in segment.blocks {
+        if state == BlockStateSnapshot::Hole {
             continue;
         }
         match layout.extents.last_mut() {
             Some(extent) if extent.end_bytes() == offset_bytes => extent.size_bytes += size_bytes,
             _ => layout.extents.push(Extent { offset_bytes, size_bytes }),
         }
-        if let BlockState::Allocated { stream, requested, .. } = block.state {
+        if let BlockStateSnapshot::Allocated { stream, requested_bytes, name, used_by } = state {
+            let name = name.map(|name| cut_name(&name, NAME_BYTES_MAX).into());
+            let used_by = used_by.into();
             layout.allocations.push(AllocationLayout {
                 offset_bytes,
                 size_bytes,
-                requested_bytes: requested,
+                requested_bytes,
                 stream,
-                used_by: block.other_streams.into(),
-                name: block.name.map(|name| cut_name(name, NAME_BYTES_MAX).into()),
+                used_by,
+                name,
             });
         }
     }

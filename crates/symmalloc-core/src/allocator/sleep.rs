@@ -6,10 +6,11 @@
 use super::Allocator;
 use super::pool::Pool;
 use crate::config::Tag;
-use crate::config::errors::UnknownError;
+use crate::config::errors::{OutOfMemoryCause, UnknownError};
 use crate::config::op::{Contents, Op};
 use crate::heap::Shortage;
 use crate::heap::sleep::wait_for_all;
+use crate::heap::trim::Released;
 use crate::sleep::state::{Kept, State};
 use crate::sleep::{Phase, SleepError, Slept, WakeError, Woken};
 use crate::sync::lock::{Lock, LockCell};
@@ -120,10 +121,12 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         for heap in entry.heaps() {
             let mapped = heap.lock().map_asleep(&self.context);
             remapped.woken.remapped_bytes += mapped.map_err(|shortage| match *shortage {
-                Shortage::Limit { met, .. } => {
-                    WakeError::Limit { pool, needed_bytes, scope: met.scope, limit_bytes: met.limit_bytes }
+                Shortage::Memory { cause: OutOfMemoryCause::Limit { scope, limit_bytes }, .. } => {
+                    WakeError::Limit { pool, needed_bytes, scope, limit_bytes }
                 }
-                Shortage::Driver { error, .. } => WakeError::Map { pool, needed_bytes, error },
+                Shortage::Memory { cause: OutOfMemoryCause::Driver(error), .. } => {
+                    WakeError::Map { pool, needed_bytes, error }
+                }
                 other => unreachable!("memory is mapped, or a limit or the driver refuses: {other:?}"),
             })?;
         }
@@ -212,22 +215,21 @@ impl<B: Backend, L: Lock> Change<'_, B, L> {
     fn end_asleep(&self, unmaps: bool, is_done: bool) -> Result<u64, SleepError> {
         let Change { allocator, entry, pool, asked, .. } = *self;
         let mut gate = allocator.gate();
-        let (mut released_bytes, mut first_error) = (0, None);
+        let mut released = Released::default();
         for heap in entry.heaps() {
             let mut heap = heap.lock();
             if unmaps {
-                let (bytes, error) = heap.unmap_asleep(&allocator.context);
-                released_bytes += bytes;
-                first_error = first_error.or(error);
+                released = released.plus(heap.unmap_asleep(&allocator.context));
             }
             heap.note_asked(asked);
         }
         *entry.sleep.lock() = State::Asleep(self.kept);
+        let released_bytes = released.bytes;
         let op = asked.filter(|_| is_done).map(|contents| Op::Sleep { pool, contents });
         gate.note(op.unwrap_or(Op::Stay { pool, asked }));
         tracing::debug!(name: "pool.slept", target: "symmalloc", pool = pool.0, released_bytes, is_done);
-        let Some(error) = first_error else { return Ok(released_bytes) };
-        gate.driver_failed(error.clone());
+        gate.note_released(&released);
+        let Some(error) = released.error else { return Ok(released_bytes) };
         let held_bytes = entry.heaps().map(|heap| heap.lock().dormant_bytes().0).sum();
         Err(SleepError::Held { pool, released_bytes, held_bytes, error })
     }

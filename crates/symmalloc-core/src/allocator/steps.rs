@@ -1,6 +1,7 @@
 //! Steps and plans: what a program repeats, and where it goes each time. See [`crate::plans`].
 
 use super::Allocator;
+use super::recorder::RecordingEnd;
 use super::request::Request;
 use crate::config::errors::UnknownError;
 use crate::config::op::Op;
@@ -84,7 +85,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
         entry.check_awake(pool)?;
         let plans = heap.lock().prepare_plan(plan)?;
-        gate.plans_changed(pool);
+        gate.end(RecordingEnd::Planned { pool });
         let adopted = heap.lock().adopt(&self.context, &plans);
         if let Err(shortage) = adopted {
             let request = Request { pool, stream, size_bytes: plans.memory_bytes() };
@@ -107,7 +108,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if step.is_some() {
             return Err(PlanError::StepOpen { pool });
         }
-        gate.plans_changed(pool);
+        gate.end(RecordingEnd::Planned { pool });
         entry.heaps().for_each(|heap| heap.lock().drop_plans(&self.context));
         Ok(())
     }

@@ -67,7 +67,7 @@ impl Location {
         self.0 as Units
     }
 
-    /// As a decision in a digest: see [`placement_word`](crate::history::digest::placement_word).
+    /// As a decision in a digest, see [`unpack_placement`](crate::history::digest::unpack_placement).
     #[inline(always)]
     pub(crate) fn word(self) -> u64 {
         self.0
@@ -484,20 +484,5 @@ impl Tiling<'_> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::history::digest::placement_word;
-
-    #[test]
-    fn a_block_takes_one_cache_line() {
-        assert_eq!(size_of::<Block>(), 64);
-    }
-
-    #[test]
-    fn a_location_is_the_word_that_digests_fold() {
-        let location = Location::new(SegmentId(7), 5).plus(3);
-        assert_eq!((location.sequence(), location.offset()), (SegmentId(7), 8));
-        assert_eq!(location.word(), placement_word(location.placement()));
-        assert!(location < location.plus(1) && location.plus(1) < Location::new(SegmentId(8), 0));
-    }
-}
+#[path = "../../tests/unit/table.rs"]
+mod tests;

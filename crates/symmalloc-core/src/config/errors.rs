@@ -9,7 +9,6 @@ use crate::types::backend::{BackendError, DeviceAddress};
 use crate::types::handle::Handle;
 use crate::types::ids::{ObserverId, PoolId, StreamId};
 use crate::types::units::{Amount, SEGMENT_BYTES_MAX};
-use std::fmt;
 use thiserror::Error;
 
 /// A pool or stream that does not exist: what every operation checks first.
@@ -139,7 +138,17 @@ pub enum AllocateError {
 pub type ReserveError = AllocateError;
 
 /// An allocation that could not be served, with what there was.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error(
+    "out of memory: {} on {stream} in {pool} needs {} more of device memory; the pool holds {} ({} allocated, largest free \
+     block {}); {cause}{}",
+    Amount(*requested_bytes),
+    Amount(*missing_bytes),
+    Amount(*reserved_bytes),
+    Amount(*allocated_bytes),
+    Amount(*largest_free_bytes),
+    self.in_pieces()
+)]
 #[non_exhaustive]
 pub struct OutOfMemory {
     /// The pool asked.
@@ -171,10 +180,14 @@ pub enum LimitScope {
 }
 
 /// What stood in the way of an allocation.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum OutOfMemoryCause {
     /// A configured limit: the same on every rank.
+    #[error("the {} limit is {}: raise it{}",
+        match scope { LimitScope::Pool => "pool's", LimitScope::Allocator => "allocator's" },
+        Amount(*limit_bytes),
+        match scope { LimitScope::Pool => "", LimitScope::Allocator => ", or trim other pools" })]
     Limit {
         /// Which one.
         scope: LimitScope,
@@ -182,49 +195,24 @@ pub enum OutOfMemoryCause {
         limit_bytes: u64,
     },
     /// The heap's reserved segment or address range is full: the same on every rank.
+    #[error("its segment of {} cannot grow: configure a larger one", Amount(*segment_bytes))]
     SegmentFull {
         /// Its size in bytes.
         segment_bytes: u64,
     },
     /// The driver refused. Other ranks may have been served.
+    #[error("the driver refused ({0}): trim, free what is not needed, or set a limit")]
     Driver(BackendError),
 }
 
-impl std::error::Error for OutOfMemory {}
-
-impl fmt::Display for OutOfMemory {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let OutOfMemory { pool, stream, requested_bytes, missing_bytes, .. } = self;
-        write!(
-            f,
-            "out of memory: {} on {stream} in {pool} needs {} more of device memory; the pool holds {} ({} allocated, largest \
-             free block {}); ",
-            Amount(*requested_bytes),
-            Amount(*missing_bytes),
-            Amount(self.reserved_bytes),
-            Amount(self.allocated_bytes),
-            Amount(self.largest_free_bytes)
-        )?;
+impl OutOfMemory {
+    /// What to do where the pool has enough in all, but not in one piece.
+    fn in_pieces(&self) -> String {
         let free_bytes = self.reserved_bytes - self.allocated_bytes;
-        match &self.cause {
-            OutOfMemoryCause::Limit { scope: LimitScope::Pool, limit_bytes } => {
-                write!(f, "the pool's limit is {}: raise it", Amount(*limit_bytes))?;
-            }
-            OutOfMemoryCause::Limit { scope: LimitScope::Allocator, limit_bytes } => {
-                write!(f, "the allocator's limit is {}: raise it, or trim other pools", Amount(*limit_bytes))?;
-            }
-            OutOfMemoryCause::SegmentFull { segment_bytes } => {
-                write!(f, "its segment of {} cannot grow: configure a larger one", Amount(*segment_bytes))?;
-            }
-            OutOfMemoryCause::Driver(error) => {
-                write!(f, "the driver refused ({error}): trim, free what is not needed, or set a limit")?;
-            }
+        if free_bytes < self.requested_bytes {
+            return String::new();
         }
-        if free_bytes >= *requested_bytes {
-            let free = Amount(free_bytes);
-            write!(f, "; {free} are free in pieces: try expandable segments, or trim at a quiet point")?;
-        }
-        Ok(())
+        format!("; {} are free in pieces: try expandable segments, or trim at a quiet point", Amount(free_bytes))
     }
 }
 

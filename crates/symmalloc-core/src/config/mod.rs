@@ -5,11 +5,12 @@ pub(crate) mod nearest;
 pub mod op;
 mod policy;
 pub(crate) mod restore_error;
-pub mod size_rules;
+pub(crate) mod size_rules;
 mod stitching;
 mod tag;
 pub mod text;
 
+pub(crate) use policy::in_range;
 pub use policy::{
     Config, ConfigBuilder, ConfigError, ExpandableSegments, FixedSegments, PlanPolicy, PointerLookup, PoolConfig,
     PoolConfigBuilder, Reclaim, RoundupPower2Divisions, SegmentPolicy, StreamPolicy,

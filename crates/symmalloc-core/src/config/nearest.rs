@@ -1,7 +1,6 @@
 //! The known word nearest to a misspelt one, for errors that say what was probably meant.
 //!
-//! Distance is Levenshtein's: the least number of characters to insert, delete or replace. A word is near when at most
-//! a third of it (at least one character) is wrong.
+//! A word is near when at most a third of it (at least one character) is to be inserted, deleted or replaced.
 
 use std::fmt;
 
@@ -9,13 +8,14 @@ use std::fmt;
 const WORD_BYTES_MAX: usize = 64;
 
 /// The first of the `known` words that is nearest to `word`, if any is near.
+#[doc(hidden)]
 pub fn nearest<'k>(word: &str, known: impl IntoIterator<Item = &'k str>) -> Option<&'k str> {
     if word.len() > WORD_BYTES_MAX {
         return None;
     }
     known
         .into_iter()
-        .map(|candidate| (distance(word.as_bytes(), candidate.as_bytes()), candidate))
+        .map(|candidate| (strsim::levenshtein(word, candidate), candidate))
         .filter(|(distance, candidate)| *distance <= (candidate.len() / 3).max(1) && *distance < candidate.len())
         .min_by_key(|(distance, _)| *distance)
         .map(|(_, candidate)| candidate)
@@ -23,6 +23,7 @@ pub fn nearest<'k>(word: &str, known: impl IntoIterator<Item = &'k str>) -> Opti
 
 /// The part of an error's message that says what was probably meant, if that is known.
 #[derive(Clone, Copy, Debug)]
+#[doc(hidden)]
 pub struct DidYouMean(pub Option<&'static str>);
 
 impl fmt::Display for DidYouMean {
@@ -32,19 +33,4 @@ impl fmt::Display for DidYouMean {
             None => Ok(()),
         }
     }
-}
-
-/// Levenshtein distance in bytes, one row of the table at a time.
-fn distance(from: &[u8], to: &[u8]) -> usize {
-    let mut row: Vec<usize> = (0..=to.len()).collect();
-    for (i, a) in from.iter().enumerate() {
-        let mut diagonal = row[0];
-        row[0] = i + 1;
-        for (j, b) in to.iter().enumerate() {
-            let replaced = diagonal + usize::from(a != b);
-            diagonal = row[j + 1];
-            row[j + 1] = replaced.min(diagonal + 1).min(row[j] + 1);
-        }
-    }
-    row[to.len()]
 }

@@ -7,6 +7,7 @@
 
 use std::num::NonZeroU64;
 
+use crate::config::errors::OutOfMemoryCause;
 use crate::config::policy::PoolConfig;
 use crate::types::ids::{AllocationId, ObserverId, Placement, PoolId, StreamId};
 
@@ -196,16 +197,12 @@ pub enum Refusal {
     Driver,
 }
 
-impl Refusal {
-    /// Every refusal.
-    pub const ALL: [Refusal; 3] = [Refusal::Limit, Refusal::Segment, Refusal::Driver];
-
-    /// Its word in a trace.
-    pub fn word(self) -> &'static str {
-        match self {
-            Refusal::Limit => "limit",
-            Refusal::Segment => "segment",
-            Refusal::Driver => "driver",
+impl From<&OutOfMemoryCause> for Refusal {
+    fn from(cause: &OutOfMemoryCause) -> Self {
+        match cause {
+            OutOfMemoryCause::Limit { .. } => Refusal::Limit,
+            OutOfMemoryCause::SegmentFull { .. } => Refusal::Segment,
+            OutOfMemoryCause::Driver(_) => Refusal::Driver,
         }
     }
 }

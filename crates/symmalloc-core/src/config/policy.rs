@@ -14,6 +14,19 @@ use crate::types::units::{GIB, MIB, SEGMENT_BYTES_MAX, UNIT_BYTES};
 /// PyTorch's `kLargeBuffer`: the fixed segment for requests between 1 and 10 MiB, in bytes.
 pub(crate) const LARGE_SEGMENT_BYTES: u64 = 20 * MIB;
 
+/// What a configuration says of each of these, and how its builder sets it.
+macro_rules! settings {
+    ($config:ident, $builder:ident: $($(#[$doc:meta])* $name:ident: $value:ty,)*) => {
+        impl $config {
+            $($(#[$doc])* pub fn $name(&self) -> $value { self.$name })*
+        }
+
+        impl $builder {
+            $($(#[$doc])* pub fn $name(mut self, $name: $value) -> Self { self.config.$name = $name; self })*
+        }
+    };
+}
+
 /// How a pool obtains backing memory.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -117,7 +130,7 @@ pub enum PlanPolicy {
 /// Element i is for sizes from 2^i MiB up (element 0 also for all smaller ones, the last also for all larger ones), as
 /// in PyTorch. 0 or 1: no rounding beyond 512 bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct RoundupPower2Divisions(pub(crate) [u32; 16]);
+pub struct RoundupPower2Divisions([u32; 16]);
 
 impl RoundupPower2Divisions {
     /// The same number of divisions for all sizes.
@@ -150,17 +163,17 @@ impl RoundupPower2Divisions {
 /// The policy of one pool.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct PoolConfig {
-    pub(crate) segments: SegmentPolicy,
-    pub(crate) streams: StreamPolicy,
-    pub(crate) symmetric: bool,
-    pub(crate) limit_bytes: Option<u64>,
-    pub(crate) release_threshold_bytes: Option<u64>,
-    pub(crate) reclaim: Reclaim,
-    pub(crate) roundup_power2_divisions: RoundupPower2Divisions,
-    pub(crate) plan: PlanPolicy,
+    segments: SegmentPolicy,
+    streams: StreamPolicy,
+    symmetric: bool,
+    limit_bytes: Option<u64>,
+    release_threshold_bytes: Option<u64>,
+    reclaim: Reclaim,
+    roundup_power2_divisions: RoundupPower2Divisions,
+    plan: PlanPolicy,
     /// `None` unless segments are expandable and the pool is not symmetric.
-    pub(crate) stitching: Option<Stitching>,
-    pub(crate) tag: Option<Tag>,
+    stitching: Option<Stitching>,
+    tag: Option<Tag>,
 }
 
 impl Default for PoolConfig {
@@ -196,41 +209,6 @@ impl PoolConfig {
         &self.segments
     }
 
-    /// Whether its streams share free blocks.
-    pub fn streams(&self) -> StreamPolicy {
-        self.streams
-    }
-
-    /// Whether all ranks must place alike in this pool: only symmetric pools are compared between ranks.
-    pub fn symmetric(&self) -> bool {
-        self.symmetric
-    }
-
-    /// The most device memory the pool may hold, in bytes.
-    pub fn limit_bytes(&self) -> Option<u64> {
-        self.limit_bytes
-    }
-
-    /// A heap that holds more free bytes than this after a free gives its free memory back (CUDA's release threshold).
-    pub fn release_threshold_bytes(&self) -> Option<u64> {
-        self.release_threshold_bytes
-    }
-
-    /// What happens before an allocation fails at a limit.
-    pub fn reclaim(&self) -> Reclaim {
-        self.reclaim
-    }
-
-    /// How requests are rounded beyond 512 bytes.
-    pub fn roundup_power2_divisions(&self) -> RoundupPower2Divisions {
-        self.roundup_power2_divisions
-    }
-
-    /// Whether the pool plans its steps by itself.
-    pub fn plan(&self) -> PlanPolicy {
-        self.plan
-    }
-
     /// What the pool is for: pools of one tag sleep and wake together.
     pub fn tag(&self) -> Option<Tag> {
         self.tag
@@ -246,6 +224,24 @@ impl PoolConfig {
     pub fn stitching(&self) -> Option<&Stitching> {
         self.stitching.as_ref()
     }
+}
+
+settings! {
+    PoolConfig, PoolConfigBuilder:
+    /// Whether the pool's streams share free blocks.
+    streams: StreamPolicy,
+    /// Whether all ranks place alike in this pool: only symmetric pools are compared between ranks.
+    symmetric: bool,
+    /// The most device memory the pool may hold, in bytes.
+    limit_bytes: Option<u64>,
+    /// A heap that holds more free bytes than this after a free gives its free memory back (CUDA's release threshold).
+    release_threshold_bytes: Option<u64>,
+    /// What happens before an allocation fails at a limit.
+    reclaim: Reclaim,
+    /// How requests are rounded beyond 512 bytes.
+    roundup_power2_divisions: RoundupPower2Divisions,
+    /// Whether the pool plans its steps by itself.
+    plan: PlanPolicy,
 }
 
 /// Makes a [`PoolConfig`].
@@ -276,48 +272,6 @@ impl PoolConfigBuilder {
     /// One segment of `segment_bytes` per heap, obtained up front.
     pub fn reserved(self, segment_bytes: u64) -> Self {
         self.segments(SegmentPolicy::Reserved { segment_bytes })
-    }
-
-    /// Whether the pool's streams share free blocks.
-    pub fn streams(mut self, streams: StreamPolicy) -> Self {
-        self.config.streams = streams;
-        self
-    }
-
-    /// Declares that all ranks place alike in this pool.
-    pub fn symmetric(mut self, symmetric: bool) -> Self {
-        self.config.symmetric = symmetric;
-        self
-    }
-
-    /// The most device memory the pool may hold, in bytes.
-    pub fn limit_bytes(mut self, limit_bytes: Option<u64>) -> Self {
-        self.config.limit_bytes = limit_bytes;
-        self
-    }
-
-    /// Free bytes of a heap above which a free gives memory back.
-    pub fn release_threshold_bytes(mut self, threshold_bytes: Option<u64>) -> Self {
-        self.config.release_threshold_bytes = threshold_bytes;
-        self
-    }
-
-    /// What happens before an allocation fails at a limit.
-    pub fn reclaim(mut self, reclaim: Reclaim) -> Self {
-        self.config.reclaim = reclaim;
-        self
-    }
-
-    /// How requests are rounded beyond 512 bytes.
-    pub fn roundup_power2_divisions(mut self, divisions: RoundupPower2Divisions) -> Self {
-        self.config.roundup_power2_divisions = divisions;
-        self
-    }
-
-    /// Whether the pool plans its steps by itself.
-    pub fn plan(mut self, plan: PlanPolicy) -> Self {
-        self.config.plan = plan;
-        self
     }
 
     /// Whether large blocks are put together from free pieces, and how.
@@ -375,11 +329,11 @@ impl PoolConfigBuilder {
 /// An allocator's configuration.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Config {
-    pub(crate) default_pool: PoolConfig,
-    pub(crate) limit_bytes: Option<u64>,
-    pub(crate) retries_max: u32,
-    pub(crate) pointer_lookup: PointerLookup,
-    pub(crate) history_ops: u32,
+    default_pool: PoolConfig,
+    limit_bytes: Option<u64>,
+    retries_max: u32,
+    pointer_lookup: PointerLookup,
+    history_ops: u32,
 }
 
 /// Whether allocations can be found by device pointer, and what that costs.
@@ -420,27 +374,19 @@ impl Config {
     pub fn default_pool(&self) -> &PoolConfig {
         &self.default_pool
     }
+}
 
+settings! {
+    Config, ConfigBuilder:
     /// The most device memory all pools together may hold, in bytes.
-    pub fn limit_bytes(&self) -> Option<u64> {
-        self.limit_bytes
-    }
-
+    limit_bytes: Option<u64>,
     /// How often the failure callback may ask for another attempt at one allocation.
-    pub fn retries_max(&self) -> u32 {
-        self.retries_max
-    }
-
+    retries_max: u32,
     /// Whether allocations can be found by device pointer.
-    pub fn pointer_lookup(&self) -> PointerLookup {
-        self.pointer_lookup
-    }
-
-    /// How many ops each heap of a symmetric pool remembers, for agreement to name the first that
-    /// differs.
-    pub fn history_ops(&self) -> u32 {
-        self.history_ops
-    }
+    pointer_lookup: PointerLookup,
+    /// How many ops each heap of a symmetric pool remembers, for agreement to name the first that differs: 32 bytes each, and up
+    /// to 112 more where the allocation has a name. 0: none. Decides no placement.
+    history_ops: u32,
 }
 
 /// Makes a [`Config`].
@@ -454,31 +400,6 @@ impl ConfigBuilder {
     /// The policy of pool 0.
     pub fn default_pool(mut self, pool: PoolConfig) -> Self {
         self.config.default_pool = pool;
-        self
-    }
-
-    /// The most device memory all pools together may hold, in bytes.
-    pub fn limit_bytes(mut self, limit_bytes: Option<u64>) -> Self {
-        self.config.limit_bytes = limit_bytes;
-        self
-    }
-
-    /// How often the failure callback may ask for another attempt at one allocation.
-    pub fn retries_max(mut self, retries_max: u32) -> Self {
-        self.config.retries_max = retries_max;
-        self
-    }
-
-    /// Whether allocations can be found by device pointer.
-    pub fn pointer_lookup(mut self, lookup: PointerLookup) -> Self {
-        self.config.pointer_lookup = lookup;
-        self
-    }
-
-    /// How many ops each heap of a symmetric pool remembers: 32 bytes each, and up to 112 more where the allocation has
-    /// a name. 0: none. Decides no placement.
-    pub fn history_ops(mut self, history_ops: u32) -> Self {
-        self.config.history_ops = history_ops;
         self
     }
 
@@ -538,7 +459,7 @@ pub enum ConfigError {
     },
 }
 
-fn in_range(key: &'static str, value: u64, min: u64, max: u64) -> Result<(), ConfigError> {
+pub(crate) fn in_range(key: &'static str, value: u64, min: u64, max: u64) -> Result<(), ConfigError> {
     if (min..=max).contains(&value) { Ok(()) } else { Err(ConfigError::OutOfRange { key, value, min, max }) }
 }
 

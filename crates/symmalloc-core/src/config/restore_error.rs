@@ -1,11 +1,46 @@
-//! What stands in the way of a restore.
+//! What stands in the way of a layout that is saved, or restored.
 
-use crate::config::errors::{LimitScope, PoolSleeps, UnknownError};
+use crate::config::errors::{OutOfMemoryCause, PoolSleeps, UnknownError};
 use crate::config::policy::PoolConfig;
 use crate::types::backend::BackendError;
 use crate::types::ids::{Placement, PoolId, SegmentId, StreamId};
-use std::fmt;
 use thiserror::Error;
+
+/// Why `save_layout` failed: the pool is not as a layout can be.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum LayoutError {
+    /// The pool does not exist.
+    #[error(transparent)]
+    Unknown(#[from] UnknownError),
+    /// The pool sleeps.
+    #[error(transparent)]
+    Sleeps(#[from] PoolSleeps),
+    /// Large blocks are put together from pieces, and a layout cannot hold that.
+    #[error("{pool} has stitched ranges: free what lies in them, and trim the pool")]
+    Stitched {
+        /// The pool.
+        pool: PoolId,
+    },
+    /// Dead segments still count towards the limits, and a layout cannot hold them. In a restore only where observers hold them.
+    #[error(
+        "{retired_bytes} bytes of dead segments of {pool} are not back on the device: let the observers acknowledge, or trim"
+    )]
+    Retired {
+        /// The pool.
+        pool: PoolId,
+        /// Bytes of dead segments that observers hold, or that the driver did not take back.
+        retired_bytes: u64,
+    },
+    /// The pool is in a step, or has plans or learns some: a layout cannot hold that.
+    #[error(
+        "{pool} is in a step, has plans or learns some, which a layout cannot hold: end the step, and call drop_plans"
+    )]
+    Planned {
+        /// The pool.
+        pool: PoolId,
+    },
+}
 
 /// Why `restore_layout` failed. Nothing has changed, except after [`Backend`](Self::Backend) and [`Fence`](Self::Fence).
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
@@ -36,30 +71,25 @@ pub enum RestoreError {
         here_bytes: u64,
     },
     /// The allocator has another limit over all pools.
-    #[error("the layout was saved under a total limit of {}, here it is {}: configure the saved one",
-        LimitText(*saved_bytes), LimitText(*here_bytes))]
+    #[error(
+        "the layout was saved under a total limit of {}, here it is {}: configure the saved one",
+        limit(saved_bytes),
+        limit(here_bytes)
+    )]
     TotalLimit {
         /// When the layout was saved, in bytes.
         saved_bytes: Option<u64>,
         /// Of this allocator, in bytes.
         here_bytes: Option<u64>,
     },
-    /// Large blocks are put together from pieces, which no layout has.
-    #[error(
-        "{pool} ({}) has stitched ranges, which a layout cannot have: free what lies in them, and trim the pool",
-        HeapText(*stream)
-    )]
-    Stitched {
-        /// The pool.
-        pool: PoolId,
-        /// The stream of the heap; `None` when the pool's streams share.
-        stream: Option<StreamId>,
-    },
+    /// The pool is not as a layout can be.
+    #[error(transparent)]
+    State(#[from] LayoutError),
     /// A live allocation is not in the layout, or is there with another size, request or stream.
     #[error(
         "an allocation of {requested_bytes} bytes at {placement} on {stream} in {pool}{} is live, but not as the layout \
          has it: free it first",
-        NameText(name.as_deref())
+        name.as_ref().map_or_else(String::new, |name| format!(", {name:?},"))
     )]
     UnknownLive {
         /// The pool.
@@ -77,7 +107,7 @@ pub enum RestoreError {
     #[error(
         "{size_bytes} bytes at {segment}@{offset_bytes} in {pool} ({}) are not there any more: do not trim a pool \
          that is to be restored; a restarted rank restores before its first op",
-        HeapText(*stream)
+        heap(stream)
     )]
     Gone {
         /// The pool.
@@ -95,7 +125,7 @@ pub enum RestoreError {
     #[error(
         "{segment} of {pool} ({}) was born or grew since the layout was saved, and {observers} observers know of it: \
          forget them first, and observe the pool anew afterwards",
-        HeapText(*stream)
+        heap(stream)
     )]
     Observed {
         /// The pool.
@@ -107,30 +137,15 @@ pub enum RestoreError {
         /// Number of observers of the pool.
         observers: u32,
     },
-    /// Observers hold removed segments, which count towards the limits.
-    #[error("observers hold {retired_bytes} bytes of dead segments of {pool}: let them acknowledge first")]
-    Retired {
-        /// The pool.
-        pool: PoolId,
-        /// Bytes of the removed segments.
-        retired_bytes: u64,
-    },
-    /// The pool is in a step, or has plans or learns some, which are no part of a layout.
-    #[error("{pool} is in a step, has plans or learns some: end the step, and call drop_plans before it is restored")]
-    Planned {
-        /// The pool.
-        pool: PoolId,
-    },
     /// A configured limit is lower than what the layout and the other pools hold.
-    #[error("the layout needs {needed_bytes} bytes, and the {} limit of {limit_bytes} leaves less: restore every pool \
-        before anything else is allocated", ScopeText(*scope))]
+    #[error(
+        "the layout needs {needed_bytes} bytes, and {cause}, or restore every pool before anything else is allocated"
+    )]
     Limit {
-        /// Which limit.
-        scope: LimitScope,
-        /// Its value in bytes.
-        limit_bytes: u64,
         /// Bytes of the heap that did not fit.
         needed_bytes: u64,
+        /// Which limit.
+        cause: OutOfMemoryCause,
     },
     /// A stream cannot be told to wait for the earlier users of memory that becomes its own again.
     #[error("cannot order {stream} behind the earlier users of its memory, restore again later: {error}")]
@@ -145,43 +160,11 @@ pub enum RestoreError {
     Backend(#[from] BackendError),
 }
 
-struct LimitText(Option<u64>);
-
-impl fmt::Display for LimitText {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0 {
-            Some(bytes) => write!(f, "{bytes} bytes"),
-            None => f.write_str("none"),
-        }
-    }
+/// What an error calls a heap.
+fn heap(stream: &Option<StreamId>) -> String {
+    stream.map_or_else(|| "shared".to_owned(), |stream| stream.to_string())
 }
 
-struct NameText<'a>(Option<&'a str>);
-
-impl fmt::Display for NameText<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.map_or(Ok(()), |name| write!(f, ", {name:?},"))
-    }
-}
-
-struct HeapText(Option<StreamId>);
-
-impl fmt::Display for HeapText {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0 {
-            Some(stream) => write!(f, "{stream}"),
-            None => f.write_str("shared"),
-        }
-    }
-}
-
-struct ScopeText(LimitScope);
-
-impl fmt::Display for ScopeText {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self.0 {
-            LimitScope::Pool => "pool's",
-            LimitScope::Allocator => "allocator's",
-        })
-    }
+fn limit(bytes: &Option<u64>) -> String {
+    bytes.map_or_else(|| "none".to_owned(), |bytes| format!("{bytes} bytes"))
 }

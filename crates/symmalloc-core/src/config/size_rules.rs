@@ -9,7 +9,7 @@ use crate::config::policy::{PoolConfig, RoundupPower2Divisions, SegmentPolicy};
 use crate::types::units::{MIB, SEGMENT_BYTES_MAX, UNIT_BYTES, Units, bytes, units};
 
 /// PyTorch's `kSmallSize`: the largest request of the small class, in bytes.
-pub const SMALL_BYTES_MAX: u64 = MIB;
+const SMALL_BYTES_MAX: u64 = MIB;
 /// PyTorch's `kMinLargeAlloc`: requests from here on get a segment of their own size, in bytes.
 const LARGE_BYTES_MIN: u64 = 10 * MIB;
 /// PyTorch's `kSmallBuffer` and `kRoundLarge`, in bytes.
@@ -51,7 +51,7 @@ enum Shape {
 
 impl SizeRules {
     pub(crate) fn new(config: &PoolConfig, granularity_bytes: u64) -> Self {
-        let shape = match &config.segments {
+        let shape = match config.segments() {
             SegmentPolicy::Fixed(fixed) => Shape::Fixed {
                 max_split: fixed
                     .max_split_size_bytes
@@ -61,18 +61,13 @@ impl SizeRules {
             },
             SegmentPolicy::Expandable(_) | SegmentPolicy::Reserved { .. } => Shape::Whole,
         };
-        let divisions = config.roundup_power2_divisions;
+        let divisions = config.roundup_power2_divisions();
         SizeRules {
             small_max: if matches!(shape, Shape::Fixed { .. }) { units(SMALL_BYTES_MAX) } else { 0 },
             shape,
             divisions: divisions.divisions().iter().any(|d| *d > 1).then_some(divisions),
             granule: units(
-                config
-                    .stitching
-                    .as_ref()
-                    .map_or(0, |stitching| stitching.granule_bytes)
-                    .max(1)
-                    .next_multiple_of(granularity_bytes),
+                config.stitching().map_or(1, |knobs| knobs.granule_bytes).next_multiple_of(granularity_bytes),
             ),
         }
     }

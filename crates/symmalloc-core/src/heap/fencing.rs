@@ -3,15 +3,35 @@
 //! Uses by other streams are noted while a block is allocated, become events when it is freed, travel with it while it
 //! is free, and are waited for by the stream that takes it. Only this file makes those driver calls.
 
-use super::{Context, Heap};
-use crate::blocks::table::{BlockState, Slot};
-use crate::streams::fences::{Fence, FenceSetId, Fences};
+use super::{Context, Heap, Live};
+use crate::blocks::table::{Block, BlockState, Slot};
+use crate::config::errors::HandleError;
+use crate::history::digest::{Mark, op_word};
+use crate::streams::fences::{Fence, FenceSetId, FenceTable, Fences};
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::{Backend, BackendError};
+use crate::types::handle::Handle;
 use crate::types::ids::StreamId;
 use smallvec::SmallVec;
 
 impl<L: Lock> Heap<L> {
+    /// Notes that work on `stream` uses the allocation.
+    pub(crate) fn record_use(&mut self, handle: Handle, stream: StreamId) -> Result<(), HandleError> {
+        let Live { stream: owner, .. } = self.live(handle)?;
+        let block = self.table.block_mut(handle.slot());
+        if stream != owner {
+            block.fences = self.fences.add(block.fences, Fence::of(stream));
+        }
+        let location = block.location;
+        self.fold(op_word(Mark::RecordUse, stream, 0), location.word());
+        if let Some(journal) = &mut self.journal
+            && let Some(name) = self.names.find(handle.slot())
+        {
+            journal.name_newest(name);
+        }
+        Ok(())
+    }
+
     /// Records an event on every other stream that used an allocated block, all or none.
     pub(super) fn fence_uses<B: Backend>(&mut self, context: &Context<B, L>, slot: Slot) -> Result<(), BackendError> {
         let uses = self.fences.fences(self.table.block(slot).fences);
@@ -62,6 +82,32 @@ impl<L: Lock> Heap<L> {
         }
         self.recycle_spent(context);
         Ok(())
+    }
+
+    /// What had to be waited for before one free block is used must be waited for before the other is.
+    #[inline(never)]
+    pub(super) fn hand_over(table: &mut FenceTable, blocks: &mut [Block], from: Slot, to: Slot) {
+        let (giver, taker) = (&blocks[from as usize], &blocks[to as usize]);
+        let (BlockState::Free { stream: other, since: other_since }, BlockState::Free { stream, since }) =
+            (giver.state, taker.state)
+        else {
+            unreachable!("only free blocks are merged");
+        };
+        let mut fences = table.union(taker.fences, giver.fences);
+        let state = if stream == other {
+            BlockState::Free { stream, since: since.max(other_since) }
+        } else if since == 0 {
+            // Memory that no stream used yet takes over its neighbour's owner.
+            BlockState::Free { stream: other, since: other_since }
+        } else {
+            if other_since != 0 {
+                fences = table.add(fences, Fence { stream: other, tick: other_since, event: None });
+            }
+            BlockState::Free { stream, since }
+        };
+        blocks[from as usize].fences = FenceSetId::EMPTY;
+        let taker = &mut blocks[to as usize];
+        (taker.fences, taker.state) = (fences, state);
     }
 
     /// Gives events back that no fence names any more.

@@ -15,17 +15,15 @@
 //! ```
 //!
 //! Frees are not compared. A place that is free too early does no harm, and one that is not free when its turn comes is a
-//! difference. A step without a plan has the plan memory for itself: it is an ordinary free block until a step follows a plan again.
-//! Who used a place is waited for by whoever takes what overlaps it: the plan knows who was last at each offset
-//! ([`Schedule`]), as long as steps of it follow each other. After another step, each stream of
-//! the plan waits for all places before the first request, and what is live still from then is looked at by each request.
+//! difference. A step without a plan has the plan memory for itself: it is an ordinary free block until a step follows a plan
+//! again. Who used a place is waited for by whoever takes what overlaps it: the plan knows who was last at each offset
+//! ([`Schedule`]), as long as steps of it follow each other. After another step, each stream of the plan waits for all places
+//! before the first request, and what is live still from then is looked at by each request.
 
 use super::obtain::fresh;
-use super::trim::TrimGoal;
-use super::view::BlockView;
 use super::{Context, Heap, Shortage};
 use crate::blocks::table::{Block, BlockState, NONE, Slot};
-use crate::config::{PlanPolicy, StreamPolicy};
+use crate::config::{PlanPolicy, StreamPolicy, op::Refusal};
 use crate::history::digest::{Mark, op_word};
 use crate::plans::error::PlanError;
 use crate::plans::follower::{Follower, PlanMemory, Watch};
@@ -36,7 +34,7 @@ use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::{Backend, BackendError};
 use crate::types::handle::Allocation;
 use crate::types::ids::StreamId;
-use crate::types::units::{Units, bytes};
+use crate::types::units::{SEGMENT_BYTES_MAX, Units, bytes};
 use smallvec::SmallVec;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -78,6 +76,7 @@ impl<L: Lock> Heap<L> {
         let op = op_word(Mark::Allocate, stream, requested);
         let blocks = self.table.blocks();
         if let Some((slot, earlier)) = self.course.next_if(op)
+            && self.course.tells_all()
             && earlier.iter().all(|place| blocks[*place as usize].is_ready_for(stream))
             && self.table.find(slot).is_some_and(|place| place.is_ready_for(stream))
         {
@@ -95,7 +94,8 @@ impl<L: Lock> Heap<L> {
         let block = self.table.block_mut(slot);
         block.state = BlockState::Allocated { stream, requested, serial };
         let Block { location, size, .. } = *block;
-        self.announce(slot, serial, (self.course.base(), location, size), stream, requested)
+        let address = |heap: &Self| heap.course.base().plus(bytes(location.offset()));
+        self.announce((slot, location, size), serial, stream, requested, address)
     }
 
     /// Allocates in a step what does not simply follow the plan: something is to be waited for, is placed the ordinary way, logged, or
@@ -113,19 +113,19 @@ impl<L: Lock> Heap<L> {
         }
         if self.watch == Watch::Learn {
             let allocation = self.allocate_anywhere(context, stream, requested)?;
-            if let Some(follower) = &mut self.follower {
-                follower.learner().note_allocation((stream, requested), allocation.handle.slot());
-            }
+            let follower = self.follower.as_deref_mut().expect("it learns");
+            follower.note_allocation((stream, requested), allocation.handle.slot());
+            self.watches_frees = true;
             return Ok(allocation);
         }
         let op = op_word(Mark::Allocate, stream, requested);
-        let Some((slot, mut before)) = self.course.expected_if(op) else {
+        let Some((slot, earlier)) = self.course.next_if(op) else {
             let follower = self.follower.as_deref().expect("a plan is followed");
             let cause = follower.other_request(self.course.number(), (stream, requested));
             self.differ(cause);
             return self.allocate_anywhere(context, stream, requested);
         };
-        let earlier = before.len();
+        let (earlier, mut before) = (earlier.len(), earlier.to_vec());
         let allocation = if slot == NONE {
             self.allocate_anywhere(context, stream, requested)?
         } else {
@@ -168,23 +168,20 @@ impl<L: Lock> Heap<L> {
         Ok(None)
     }
 
-    /// An allocation that may be logged is freed.
-    #[cold]
-    pub(super) fn log_free(&mut self, slot: Slot) {
-        if let Some(follower) = &mut self.follower {
-            follower.learner().note_free(slot);
-        }
-    }
-
     /// From here on the step is placed the ordinary way.
     #[cold]
     fn differ(&mut self, cause: DifferenceCause) {
-        self.watch = Watch::Nothing;
+        self.set_watch(Watch::Nothing);
         let Some(follower) = self.follower.as_deref_mut() else { return };
         let difference = follower.differ(self.course.number(), cause);
         self.fold(op_word(Mark::Differ, StreamId(0), 0), difference.number.into());
         let (pool, stream) = (self.identity.pool.0, self.identity.stream.map(|stream| stream.0));
         tracing::warn!(name: "plan.differs", target: "symmalloc", pool, stream, %difference);
+    }
+
+    pub(super) fn set_watch(&mut self, watch: Watch) {
+        self.watch = watch;
+        self.direct_bytes_max = if watch == Watch::Nothing { SEGMENT_BYTES_MAX } else { 0 };
     }
 
     /// A step begins that the program calls by this key.
@@ -194,8 +191,8 @@ impl<L: Lock> Heap<L> {
         }
         let allocations = self.usage.allocations_made();
         let learns = self.config.plan() == PlanPolicy::Learn;
-        self.watch = self.follower.get_or_insert_default().begin(key, learns, allocations);
-        self.logs_frees = self.watch == Watch::Learn;
+        let watch = self.follower.get_or_insert_default().begin(key, learns, allocations);
+        self.set_watch(watch);
         if self.watch != Watch::Plan {
             // The step has the memory of plans for itself.
             return self.dissolve_plans(context);
@@ -225,12 +222,12 @@ impl<L: Lock> Heap<L> {
         }
         let plans = self.prepare(self.plans()).expect("plans are checked before they are taken up");
         self.install(context, &plans).map_err(|shortage| {
-            let mark = match *shortage {
-                Shortage::Limit { .. } => Mark::RefusedByLimit,
-                Shortage::SegmentFull { .. } | Shortage::Closed | Shortage::Asleep => Mark::RefusedBySegment,
-                Shortage::Driver { .. } | Shortage::Fence(_) => Mark::RefusedByDriver,
+            let refusal = match &*shortage {
+                Shortage::Memory { cause, .. } => Refusal::from(cause),
+                Shortage::Closed | Shortage::Asleep => Refusal::Segment,
+                Shortage::Fence(_) => Refusal::Driver,
             };
-            self.fold_refusal(mark, plans.streams[0], plans.memory_bytes());
+            self.fold_refusal(refusal, plans.streams[0], plans.memory_bytes());
             let (pool, stream) = (self.identity.pool.0, self.identity.stream.map(|stream| stream.0));
             let size_bytes = plans.memory_bytes();
             tracing::warn!(name: "plan.refused", target: "symmalloc", pool, stream, size_bytes, cause = ?shortage);
@@ -256,7 +253,7 @@ impl<L: Lock> Heap<L> {
         let allocations = self.usage.allocations_made();
         let Some(follower) = self.follower.as_deref_mut() else { return StepReport::default() };
         let (report, learned) = follower.end(self.watch, std::mem::take(&mut self.course), allocations);
-        self.watch = Watch::Nothing;
+        self.set_watch(Watch::Nothing);
         if self.has_history() {
             self.fold(op_word(Mark::EndStep, StreamId(0), 0), report.planned);
         }
@@ -360,7 +357,7 @@ impl<L: Lock> Heap<L> {
         let fit = self.free.best_fit(self.table.blocks(), class, size);
         let fit = fit.filter(|slot| self.rules.accepts(size, self.table.block(*slot).size));
         if fit.is_none() {
-            let _kept_by_the_driver = self.trim(context, TrimGoal::Everything);
+            let _kept_by_the_driver = self.trim(context, None);
         }
         let mapped_before = self.mapped_bytes;
         let found = fit.map_or_else(|| self.obtain(context, streams[0], size), Ok);
@@ -397,6 +394,7 @@ impl<L: Lock> Heap<L> {
         let base = self.table.segment(self.table.block(memory).segment).range.base;
         let memory = PlanMemory { block: memory, base, size_bytes: bytes(size), places, streams: streams.clone() };
         self.follower.as_deref_mut().expect("it knows the plans").install(schedules, &slots, memory);
+        self.watches_frees = true;
         self.recycle_spent(context);
         Ok(())
     }
@@ -494,32 +492,11 @@ impl<L: Lock> Heap<L> {
         self.follower.as_deref().and_then(Follower::memory).map(|memory| memory.block)
     }
 
-    /// What lies in the plan memory, in offset order: live allocations, and free memory between them.
-    pub(super) fn views_of_plan_memory(&self, memory: Slot) -> Vec<BlockView<'_>> {
+    /// The slots of places with live allocations, in offset order.
+    pub(super) fn live_places(&self) -> Vec<Slot> {
         let mut live: Vec<Slot> =
             self.places().iter().copied().filter(|slot| !self.table.block(*slot).is_free()).collect();
         live.sort_unstable_by_key(|slot| self.table.block(*slot).location);
-        let whole = self.table.block(memory);
-        let (mut at, mut views) = (whole.offset(), Vec::new());
-        let gap = |from: Units, to: Units| BlockView {
-            offset_bytes: bytes(from),
-            size_bytes: bytes(to - from),
-            state: fresh(self.identity.stream.unwrap_or_default()),
-            other_streams: Vec::new(),
-            name: None,
-            allocation: None,
-        };
-        for slot in live {
-            let block = self.table.block(slot);
-            if block.offset() > at {
-                views.push(gap(at, block.offset()));
-            }
-            views.push(self.view(slot));
-            at = block.end();
-        }
-        if whole.end() > at {
-            views.push(gap(at, whole.end()));
-        }
-        views
+        live
     }
 }

@@ -201,7 +201,8 @@ fn live_ones_are_sane<L: Lock>(heap: &Heap<L>) -> bool {
     let is_named_and_live = |(slot, block): &(Slot, &Block)| {
         matches!(block.state, BlockState::Allocated { .. }) && heap.names.find(*slot).is_some()
     };
-    sane && blocks_and_places(heap).filter(is_named_and_live).count() == heap.names.len()
+    let frees_are_watched = heap.watches_frees || heap.names.is_empty() && heap.places().is_empty();
+    sane && frees_are_watched && blocks_and_places(heap).filter(is_named_and_live).count() == heap.names.len()
 }
 
 fn extents_are_granular<L: Lock>(heap: &Heap<L>) -> bool {
@@ -257,7 +258,6 @@ fn places_are_apart<L: Lock>(heap: &Heap<L>) -> bool {
             && memory.offset() <= place.offset()
             && place.end() <= memory.end()
     };
-    let mut live: Vec<&Block> = places().filter(|place| !place.is_free()).collect();
-    live.sort_unstable_by_key(|place| place.location);
+    let live: Vec<&Block> = heap.live_places().into_iter().map(|slot| heap.table.block(slot)).collect();
     places().all(lies_in_memory) && live.is_sorted_by(|lower, upper| lower.end() <= upper.offset())
 }

@@ -33,30 +33,29 @@ use crate::blocks::FreeIndex;
 use crate::blocks::stitched::StitchedRange;
 use crate::blocks::table::{Block, BlockState, BlockTable, Location, Slot};
 use crate::config::PoolConfig;
-use crate::config::errors::{FreeError, HandleError};
+use crate::config::errors::{FreeError, HandleError, OutOfMemoryCause};
 use crate::config::size_rules::SizeRules;
-use crate::history::digest::{Digest, Mark, op_word, placement_word};
-use crate::history::journal::{Journal, ProgramOrder};
+use crate::history::digest::{Digest, Mark, op_word};
+use crate::history::journal::Journal;
 use crate::history::names::Names;
 use crate::history::segment_log::SegmentLog;
 use crate::plans::course::Course;
 use crate::plans::follower::{Follower, Watch};
 use crate::pointers::{PointerMap, SegmentDirectory};
 use crate::sleep::dormant::Dormant;
-use crate::stats::budget::{Budget, Budgets, LimitMet};
+use crate::stats::budget::Budget;
 use crate::stats::usage::{RareCounts, Usage};
 use crate::streams::clocks::StreamClocks;
-use crate::streams::fences::{Fence, FenceSetId, FenceTable};
+use crate::streams::fences::{FenceSetId, FenceTable};
 use crate::sync::lock::{Lock, LockCell};
-use crate::types::backend::{Backend, BackendError, DeviceAddress, Range};
+use crate::types::backend::{Backend, BackendError, DeviceAddress};
 use crate::types::handle::{Allocation, Handle, Serials};
 use crate::types::ids::{HeapId, Placement, PoolId, SegmentId, StreamId};
-use crate::types::units::{Units, bytes};
+use crate::types::units::{SEGMENT_BYTES_MAX, Units, bytes};
 use std::num::NonZeroU64;
 use std::sync::Arc;
 
 /// What a heap needs from outside. Only the budget decides anything.
-#[derive(Debug)]
 pub(crate) struct Context<B, L: Lock> {
     pub(crate) backend: B,
     pub(crate) clocks: L::Cell<StreamClocks>,
@@ -68,24 +67,20 @@ pub(crate) struct Context<B, L: Lock> {
 /// Why a heap could not serve a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Shortage {
-    Limit {
-        met: LimitMet,
-        missing: Units,
-    },
-    SegmentFull {
-        segment_bytes: u64,
-        missing: Units,
-    },
-    Driver {
-        error: BackendError,
-        missing: Units,
-    },
+    /// So much memory was not to be had.
+    Memory { missing: Units, cause: OutOfMemoryCause },
     /// A free block was found or obtained, but the stream cannot be told to wait for its earlier users.
     Fence(BackendError),
     /// The pool was destroyed after the request had found it.
     Closed,
     /// The pool sleeps.
     Asleep,
+}
+
+impl Shortage {
+    fn of(missing: Units, cause: OutOfMemoryCause) -> Box<Self> {
+        Box::new(Shortage::Memory { missing, cause })
+    }
 }
 
 /// The slot in handles of allocations of zero bytes.
@@ -101,7 +96,6 @@ pub(crate) struct HeapIdentity {
 }
 
 /// One heap.
-#[derive(Debug)]
 pub(crate) struct Heap<L: Lock> {
     identity: HeapIdentity,
     config: PoolConfig,
@@ -123,8 +117,6 @@ pub(crate) struct Heap<L: Lock> {
     hole_count: usize,
     /// Oldest first. Empty unless the pool stitches.
     stitched: Vec<StitchedRange>,
-    /// Address ranges without memory that the driver did not take back.
-    stray_ranges: Vec<Range>,
     /// Number of ops after which the pool was destroyed: nothing is obtained any more.
     closed_after_ops: Option<u64>,
     /// All ranks agreed on the whole history up to the destruction, and compare it no more. A rank that restarts later has no
@@ -142,8 +134,10 @@ pub(crate) struct Heap<L: Lock> {
     journal: Option<Box<Journal>>,
     /// What is done with requests besides serving them: something only while a step is open.
     watch: Watch,
-    /// Whether frees are logged, to learn a plan.
-    logs_frees: bool,
+    /// Requests of 1 to so many bytes are placed where the best fit is: none while [`watch`](Self::watch) says something else.
+    direct_bytes_max: u64,
+    /// Whether frees are looked at: an allocation has a name, is logged to learn a plan, or may lie at a place of a plan.
+    watches_frees: bool,
     /// Lent by the plan that is followed, and of nothing while none is.
     course: Course,
     /// Its plans, and the step; made at the first step or plan.
@@ -188,34 +182,24 @@ impl<L: Lock> Heap<L> {
             mapped_bytes: 0,
             hole_count: 0,
             stitched: Vec::new(),
-            stray_ranges: Vec::new(),
             closed_after_ops: None,
             is_settled: false,
             usage: Usage::default(),
             rare: RareCounts::default(),
-            digest: first_digest(&config, bytes(rules.granule), identity.stream),
+            digest: Self::digest_before_ops(&config, bytes(rules.granule), identity.stream),
             rules,
             serials: Serials::default(),
             names: Names::default(),
             pointers: None,
             journal: None,
             watch: Watch::Nothing,
-            logs_frees: false,
+            direct_bytes_max: SEGMENT_BYTES_MAX,
+            watches_frees: false,
             course: Course::default(),
             follower: None,
             dormant: None,
             config,
         }
-    }
-
-    /// From now on the heap remembers its last ops, for agreement to look back on.
-    pub(crate) fn keep_journal(&mut self, history_ops: u32, order: Arc<ProgramOrder>) {
-        self.journal = Some(Box::new(Journal::new(history_ops, self.digest, order)));
-    }
-
-    /// From now on allocations are found by their address.
-    pub(crate) fn keep_pointers(&mut self) {
-        self.pointers = Some(PointerMap::new());
     }
 
     /// Allocates for work on `stream`, with a name or without. `requested` is at most
@@ -228,14 +212,13 @@ impl<L: Lock> Heap<L> {
         requested: u64,
         name: Option<&str>,
     ) -> Result<Allocation, Box<Shortage>> {
-        if requested == 0 {
+        let allocation = if requested.wrapping_sub(1) < self.direct_bytes_max {
+            self.allocate_anywhere(context, stream, requested)?
+        } else if requested > 0 {
+            self.allocate_in_step(context, stream, requested)?
+        } else {
             self.fold_nothing(stream)?;
             return Ok(self.nothing());
-        }
-        let allocation = if self.watch == Watch::Nothing {
-            self.allocate_anywhere(context, stream, requested)?
-        } else {
-            self.allocate_in_step(context, stream, requested)?
         };
         if let Some(name) = name {
             self.set_name(allocation.handle.slot(), name);
@@ -306,26 +289,26 @@ impl<L: Lock> Heap<L> {
             free
         };
         let Block { segment, location, size, .. } = tiling.blocks()[slot as usize];
-        let base = self.table.segment(segment).range.base;
-        self.announce(slot, serial, (base, location, size), stream, requested)
+        let address = |heap: &Self| heap.table.address_at(segment, location);
+        self.announce((slot, location, size), serial, stream, requested, address)
     }
 
-    /// A block of the segment with this base is an allocation now: counts it, folds the decision, and tells where it is.
+    /// A block is an allocation now: counts it, folds the decision, and tells where it is.
     #[inline(always)]
     fn announce(
         &mut self,
-        slot: Slot,
+        (slot, location, size): (Slot, Location, Units),
         serial: NonZeroU64,
-        (base, location, size): (DeviceAddress, Location, Units),
         stream: StreamId,
         requested: u64,
+        address: impl FnOnce(&Self) -> DeviceAddress,
     ) -> Allocation {
         self.usage.allocate(size, requested);
         self.fold(op_word(Mark::Allocate, stream, requested), location.word());
         self.note_pointer(slot);
         Allocation {
             handle: self.handle(slot, serial),
-            address: base.plus(bytes(location.offset())),
+            address: address(self),
             placement: location.placement(),
             size_bytes: bytes(size),
         }
@@ -408,25 +391,32 @@ impl<L: Lock> Heap<L> {
         let block = self.table.block_mut(slot);
         block.state = BlockState::Free { stream, since };
         let Block { segment, location, size, .. } = *block;
-        let is_place = block.is_place();
         if is_mapped && let Some(pointers) = &mut self.pointers {
             pointers.take(self.table.address_at(segment, location));
         }
-        if !is_place {
-            if self.logs_frees {
-                self.log_free(slot);
-            }
-            self.put_back(slot);
-        }
         self.usage.free(size, requested);
         self.fold(op_word(Mark::Free, stream, 0), location.word());
+        let is_place = self.watches_frees && self.table.block(slot).is_place();
+        if self.watches_frees && !(is_place && self.names.is_empty()) {
+            self.note_free(slot);
+        }
+        if !is_place {
+            self.put_back(slot);
+        }
+        self.recycle_spent(context);
+        Freed { size, requested_bytes: requested }
+    }
+
+    /// An allocation that may have a name, or be logged, was freed.
+    #[inline(never)]
+    fn note_free(&mut self, slot: Slot) {
         if let Some(name) = self.names.take(slot)
             && let Some(journal) = &mut self.journal
         {
             journal.name_newest(&name);
         }
-        self.recycle_spent(context);
-        Freed { size, requested_bytes: requested }
+        let is_followed = self.follower.as_deref_mut().is_some_and(|follower| follower.note_free(slot));
+        self.watches_frees = is_followed || !self.names.is_empty();
     }
 
     #[cold]
@@ -438,23 +428,6 @@ impl<L: Lock> Heap<L> {
         Ok(Freed { size: 0, requested_bytes: 0 })
     }
 
-    /// Notes that work on `stream` uses the allocation.
-    pub(crate) fn record_use(&mut self, handle: Handle, stream: StreamId) -> Result<(), HandleError> {
-        let Live { stream: owner, .. } = self.live(handle)?;
-        let block = self.table.block_mut(handle.slot());
-        if stream != owner {
-            block.fences = self.fences.add(block.fences, Fence::of(stream));
-        }
-        let location = block.location;
-        self.fold(op_word(Mark::RecordUse, stream, 0), location.word());
-        if let Some(journal) = &mut self.journal
-            && let Some(name) = self.names.find(handle.slot())
-        {
-            journal.name_newest(name);
-        }
-        Ok(())
-    }
-
     /// Folds an op and the decision about it into the digest, and notes them in the journal.
     #[inline(always)]
     fn fold(&mut self, op: u64, decision: u64) {
@@ -462,25 +435,6 @@ impl<L: Lock> Heap<L> {
         if let Some(journal) = &mut self.journal {
             journal.note(op, decision, self.digest);
         }
-    }
-
-    /// A request for so many bytes was refused.
-    pub(crate) fn fold_refusal(&mut self, mark: Mark, stream: StreamId, size_bytes: u64) {
-        self.fold(op_word(mark, stream, size_bytes), 0);
-        self.rare.refusals += 1;
-    }
-
-    pub(crate) fn count_retry(&mut self) {
-        self.rare.retries += 1;
-    }
-
-    /// Gives a live allocation a name.
-    fn set_name(&mut self, slot: Slot, name: &str) {
-        let placed = placement_word(self.placement(slot));
-        if let Some(journal) = &mut self.journal {
-            journal.name_allocation(placed, name);
-        }
-        self.names.insert(slot, name);
     }
 
     /// Puts a free block into the free index.
@@ -515,7 +469,7 @@ impl<L: Lock> Heap<L> {
                 let (giver, taker) = (&blocks[from as usize], &blocks[to as usize]);
                 // The owner of all blocks is the heap's stream, if it has one.
                 if !giver.fences.is_empty() || self.identity.stream.is_none() && giver.state != taker.state {
-                    hand_over(&mut self.fences, blocks, from, to);
+                    Self::hand_over(&mut self.fences, blocks, from, to);
                 }
                 tiling.cover(from, to);
                 merged = to;
@@ -523,11 +477,6 @@ impl<L: Lock> Heap<L> {
         }
         self.free.insert(tiling.blocks(), merged);
         merged
-    }
-
-    /// What reservations are charged to.
-    fn budgets<'a, B>(&'a self, context: &'a Context<B, L>) -> Budgets<'a, L> {
-        Budgets { heap: &self.budget, pool: &self.pool_budget, allocator: &context.budget }
     }
 
     /// The live allocation behind a handle of this heap.
@@ -546,75 +495,9 @@ impl<L: Lock> Heap<L> {
     fn handle(&self, slot: Slot, serial: NonZeroU64) -> Handle {
         Handle::new(self.identity.id, slot, serial)
     }
-
-    fn placement(&self, slot: Slot) -> Placement {
-        self.table.block(slot).location.placement()
-    }
-
-    /// Takes up a history that a digest stands for, in place of the heap's own: the ops so far are not of this heap any
-    /// more. The journal forgets its ops.
-    fn begin_history(&mut self, digest: Digest) {
-        self.digest = digest;
-        if let Some(journal) = &mut self.journal {
-            journal.begin(digest);
-        }
-    }
-
-    /// The pool is destroyed: that is the last op of the heap's history that ranks compare.
-    pub(crate) fn close(&mut self) {
-        if self.has_history() {
-            self.fold(op_word(Mark::Destroy, StreamId(0), 0), 0);
-        }
-        self.closed_after_ops = Some(self.digest.ops);
-    }
-
-    /// All ranks had this digest here: the history before it is forgotten.
-    pub(crate) fn settle(&mut self, digest: Digest) {
-        // From what was agreed on, not from what happened since on this rank alone.
-        self.is_settled = self.closed_after_ops.is_some_and(|ops| ops <= digest.ops);
-        if let Some(journal) = &mut self.journal {
-            journal.agree(digest);
-            if self.is_settled {
-                journal.close();
-            }
-        }
-    }
-}
-
-/// What had to be waited for before one free block is used must be waited for before the other is.
-#[inline(never)]
-fn hand_over(table: &mut FenceTable, blocks: &mut [Block], from: Slot, to: Slot) {
-    let (giver, taker) = (&blocks[from as usize], &blocks[to as usize]);
-    let (BlockState::Free { stream: other, since: other_since }, BlockState::Free { stream, since }) =
-        (giver.state, taker.state)
-    else {
-        unreachable!("only free blocks are merged");
-    };
-    let mut fences = table.union(taker.fences, giver.fences);
-    let state = if stream == other {
-        BlockState::Free { stream, since: since.max(other_since) }
-    } else if since == 0 {
-        // Memory that no stream used yet takes over its neighbour's owner.
-        BlockState::Free { stream: other, since: other_since }
-    } else {
-        if other_since != 0 {
-            fences = table.add(fences, Fence { stream: other, tick: other_since, event: None });
-        }
-        BlockState::Free { stream, since }
-    };
-    blocks[from as usize].fences = FenceSetId::EMPTY;
-    let taker = &mut blocks[to as usize];
-    (taker.fences, taker.state) = (fences, state);
 }
 
 /// Whether the handle is of an allocation of zero bytes.
 pub(crate) fn is_nothing(handle: Handle) -> bool {
     handle.slot() == NO_SLOT
-}
-
-/// The digest begins with all that decisions depend on besides ops, so that different configurations never agree.
-fn first_digest(config: &PoolConfig, granularity_bytes: u64, stream: Option<StreamId>) -> Digest {
-    let mut digest = Digest::new(config.digest());
-    digest.fold(granularity_bytes, stream.map_or(u64::MAX, |stream| stream.0.into()));
-    Digest { ops: 0, ..digest }
 }

@@ -12,14 +12,17 @@
 
 use super::{Context, Heap, Shortage};
 use crate::blocks::table::{BlockState, Slot};
+use crate::config::errors::OutOfMemoryCause;
 use crate::config::size_rules::SizeClass;
 use crate::config::{ExpandableSegments, SegmentPolicy};
 use crate::history::digest::{Mark, op_word};
 use crate::history::segment_log::{SegmentEvent, SegmentEventKind};
+use crate::stats::budget::Budgets;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::{Backend, BackendError, Range, Reason};
 use crate::types::ids::{SegmentId, StreamId};
 use crate::types::units::{UNIT_BYTES, Units, bytes, units};
+use smallvec::SmallVec;
 
 impl<L: Lock> Heap<L> {
     /// Makes a free block of at least `size` and returns it.
@@ -98,6 +101,11 @@ impl<L: Lock> Heap<L> {
         Ok(())
     }
 
+    /// What reservations are charged to.
+    pub(super) fn budgets<'a, B>(&'a self, context: &'a Context<B, L>) -> Budgets<'a, L> {
+        Budgets { heap: &self.budget, pool: &self.pool_budget, allocator: &context.budget }
+    }
+
     /// The one segment of a reserved heap. It is obtained once; a heap that has it has all that it will ever have.
     fn create_reserved<B: Backend>(
         &mut self,
@@ -108,7 +116,7 @@ impl<L: Lock> Heap<L> {
     ) -> Result<Slot, Box<Shortage>> {
         let whole = self.rules.whole_granules(units(segment_bytes));
         if self.table.segment_count() > 0 || size > whole {
-            return Err(Box::new(Shortage::SegmentFull { segment_bytes: bytes(whole), missing: size }));
+            return Err(Shortage::of(size, OutOfMemoryCause::SegmentFull { segment_bytes: bytes(whole) }));
         }
         self.create_segment(context, stream, SizeClass::Large, whole, whole)
     }
@@ -123,21 +131,17 @@ impl<L: Lock> Heap<L> {
         range: Units,
     ) -> Result<Slot, Box<Shortage>> {
         let size_bytes = bytes(mapped);
-        let limit = |met| Box::new(Shortage::Limit { met, missing: mapped });
-        let charge = self.budgets(context).charge(size_bytes).map_err(limit)?;
-        let reserved = self.reserve_range(context, bytes(range)).and_then(|range| {
-            let Err(error) = self.back(context, range, 0, size_bytes) else { return Ok(range) };
-            Err((error, context.backend.release(range).is_err().then_some(range)))
-        });
-        let range = match reserved {
-            Ok(range) => range,
-            Err((error, stray)) => {
-                drop(charge);
-                // An empty range that the driver does not take back costs addresses only; the next trim tries again.
-                self.stray_ranges.extend(stray);
-                return Err(Box::new(Shortage::Driver { error, missing: mapped }));
+        let charge = self.budgets(context).charge(size_bytes).map_err(|cause| Shortage::of(mapped, cause))?;
+        let driver = |error| Shortage::of(mapped, OutOfMemoryCause::Driver(error));
+        let range = self.reserve_range(context, bytes(range)).map_err(driver)?;
+        if let Err(error) = self.back(context, range, 0, size_bytes) {
+            drop(charge);
+            if context.backend.release(range).is_err() {
+                // It costs addresses only; the next trim tries again.
+                self.log.keep_stray(range, SmallVec::new(), false);
             }
-        };
+            return Err(driver(error));
+        }
         charge.confirm();
         let id = self.next_segment;
         self.next_segment = SegmentId(id.0.checked_add(1).expect("2^32 segments were created in one heap"));
@@ -155,8 +159,8 @@ impl<L: Lock> Heap<L> {
         &self,
         context: &Context<B, L>,
         size_bytes: u64,
-    ) -> Result<Range, (BackendError, Option<Range>)> {
-        let range = context.backend.reserve(size_bytes).map_err(|error| (error, None))?;
+    ) -> Result<Range, BackendError> {
+        let range = context.backend.reserve(size_bytes)?;
         let granule_bytes = context.backend.granularity_bytes();
         // Exactly as long: where a range ends decides where growth goes on, so that no backend may say it (rule D1).
         let has_size = range.size_bytes == size_bytes && range.base.0.checked_add(size_bytes).is_some();
@@ -168,7 +172,7 @@ impl<L: Lock> Heap<L> {
             let _taken_back = context.backend.release(range);
         }
         // A range that overlaps a live segment is not given back: that might end the segment.
-        Err((BackendError::new("Backend::reserve", 0, Reason::BadRange), None))
+        Err(BackendError::new("Backend::reserve", 0, Reason::BadRange))
     }
 
     /// Grows the newest range at its end, or begins a new one when there is none or it has no room. Returns the free
@@ -199,7 +203,7 @@ impl<L: Lock> Heap<L> {
                 let range = self.rules.whole_granules(units(knobs.range_bytes.next_multiple_of(UNIT_BYTES)));
                 let needed = missing.in_new_range;
                 if needed > range {
-                    return Err(Box::new(Shortage::SegmentFull { segment_bytes: bytes(range), missing: needed }));
+                    return Err(Shortage::of(needed, OutOfMemoryCause::SegmentFull { segment_bytes: bytes(range) }));
                 }
                 let growth = self.growth(context, needed, step, range)?;
                 self.create_segment(context, stream, SizeClass::Large, growth, range)
@@ -231,10 +235,9 @@ impl<L: Lock> Heap<L> {
         size: Units,
     ) -> Result<(), Box<Shortage>> {
         let size_bytes = bytes(size);
-        let limit = |met| Box::new(Shortage::Limit { met, missing: size });
-        let charge = self.budgets(context).charge(size_bytes).map_err(limit)?;
+        let charge = self.budgets(context).charge(size_bytes).map_err(|cause| Shortage::of(size, cause))?;
         let range = self.table.segment(segment).range;
-        let driver = |error| Box::new(Shortage::Driver { error, missing: size });
+        let driver = |error| Shortage::of(size, OutOfMemoryCause::Driver(error));
         self.back(context, range, bytes(offset), size_bytes).map_err(driver)?;
         charge.confirm();
         self.mapped_bytes += size_bytes;

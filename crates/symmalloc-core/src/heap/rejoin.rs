@@ -11,8 +11,9 @@ use super::obtain::{fresh, trace_segment};
 use super::{Context, Heap};
 use crate::blocks::table::{BlockState, Slot};
 use crate::config::SegmentPolicy;
-use crate::history::layout::{AllocationLayout, Content, HeapLayout, SegmentLayout};
-use crate::stats::budget::{Charge, LimitMet};
+use crate::config::errors::OutOfMemoryCause;
+use crate::history::layout::{AllocationLayout, HeapLayout, SegmentLayout};
+use crate::stats::budget::Charge;
 use crate::streams::fences::Fence;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::{Backend, BackendError, Range};
@@ -31,7 +32,7 @@ impl<L: Lock> Heap<L> {
         &'a self,
         context: &'a Context<B, L>,
         layout: &HeapLayout,
-    ) -> Result<Charge<'a, L>, LimitMet> {
+    ) -> Result<Charge<'a, L>, OutOfMemoryCause> {
         self.budgets(context).charge(layout.reserved_bytes())
     }
 
@@ -55,7 +56,7 @@ impl<L: Lock> Heap<L> {
                 }
                 SegmentPolicy::Fixed(_) | SegmentPolicy::Reserved { .. } => segment.end_bytes(),
             };
-            let range = self.reserve_range(context, range_bytes).map_err(|(error, _)| error)?;
+            let range = self.reserve_range(context, range_bytes)?;
             obtained.push(ObtainedRange { range, mapped: SmallVec::new() });
             for extent in &segment.extents {
                 self.back(context, range, extent.offset_bytes, extent.size_bytes)?;
@@ -91,38 +92,34 @@ impl<L: Lock> Heap<L> {
         layout: &HeapLayout,
         obtained: Vec<ObtainedRange>,
     ) -> Vec<(Units, u64)> {
-        let mut made = Vec::new();
         for (segment, ObtainedRange { range, .. }) in layout.segments.iter().zip(obtained) {
-            self.lay_segment(context, segment, range, &mut made);
+            self.lay_segment(context, segment, range);
         }
-        self.take_up_history(layout);
-        made
+        self.carve_layout(context, layout)
     }
 
-    fn lay_segment<B: Backend>(
-        &mut self,
-        context: &Context<B, L>,
-        saved: &SegmentLayout,
-        range: Range,
-        made: &mut Vec<(Units, u64)>,
-    ) {
+    /// Makes the memory of a saved segment free blocks, with holes between them.
+    fn lay_segment<B: Backend>(&mut self, context: &Context<B, L>, saved: &SegmentLayout, range: Range) {
         let free = fresh(self.identity.stream.unwrap_or_default());
+        let mut end_bytes = 0;
+        let parts = saved.extents.iter().flat_map(|extent| {
+            let hole_bytes = extent.offset_bytes - end_bytes;
+            end_bytes = extent.end_bytes();
+            [(BlockState::Hole, hole_bytes), (free, extent.size_bytes)]
+        });
         let mut segment = None;
-        for piece in saved.pieces() {
-            let size = units(piece.size_bytes);
+        for (state, size_bytes) in parts.filter(|(_, size_bytes)| *size_bytes > 0) {
+            let size = units(size_bytes);
             let slot = match segment {
-                None => self.table.add_segment(saved.id, range, saved.class, size, free),
-                Some(segment) => self.table.extend(segment, size, free),
+                None => self.table.add_segment(saved.id, range, saved.class, size, state),
+                Some(segment) => self.table.extend(segment, size, state),
             };
             let segment = *segment.insert(self.table.block(slot).segment);
-            match piece.content {
-                Content::Free => self.link(slot),
-                Content::Allocated(allocation) => made.push(self.make_live(slot, allocation)),
-                Content::Hole => {
-                    self.table.block_mut(slot).state = BlockState::Hole;
-                    self.table.segment_mut(segment).mapped -= size;
-                    self.hole_count += 1;
-                }
+            if state == free {
+                self.link(slot);
+            } else {
+                self.table.segment_mut(segment).mapped -= size;
+                self.hole_count += 1;
             }
         }
         let segment = segment.expect("a saved segment has an extent");
@@ -133,12 +130,6 @@ impl<L: Lock> Heap<L> {
             self.rare.growths += 1;
             self.log.append(event);
         }
-    }
-
-    /// The blocks are in place: so is the rest.
-    pub(super) fn take_up_history(&mut self, layout: &HeapLayout) {
-        self.next_segment = layout.next_segment;
-        self.begin_history(layout.digest);
     }
 
     /// A saved allocation is live in a block that has its location and size. Returns its size and requested bytes.
@@ -165,6 +156,7 @@ impl<L: Lock> Heap<L> {
             Some(name) => self.names.insert(slot, name),
             None => drop(self.names.take(slot)),
         }
+        self.watches_frees |= saved.name.is_some();
     }
 }
 

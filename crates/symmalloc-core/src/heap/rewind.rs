@@ -10,7 +10,7 @@
 use super::fencing::synchronize;
 use super::{Context, Heap};
 use crate::blocks::table::{BlockState, Slot};
-use crate::config::restore_error::RestoreError;
+use crate::config::restore_error::{LayoutError, RestoreError};
 use crate::history::layout::{AllocationLayout, Extent, HeapLayout, SegmentLayout};
 use crate::streams::fences::{Fence, FenceSetId, Fences};
 use crate::sync::lock::Lock;
@@ -41,10 +41,10 @@ impl<L: Lock> Heap<L> {
         let mut plan = RewindPlan::default();
         let retired_bytes = self.log.retired_bytes();
         if observers > 0 && retired_bytes > 0 {
-            return Err(RestoreError::Retired { pool, retired_bytes });
+            return Err(LayoutError::Retired { pool, retired_bytes }.into());
         }
         if self.has_stitched() {
-            return Err(RestoreError::Stitched { pool, stream: self.identity.stream });
+            return Err(LayoutError::Stitched { pool }.into());
         }
         let mut saved = layout.segments.iter().peekable();
         for segment in self.table.segments_in_order() {
@@ -116,7 +116,8 @@ impl<L: Lock> Heap<L> {
             }
         }
         self.recycle_spent(context);
-        self.take_up_history(layout);
+        self.next_segment = layout.next_segment;
+        self.begin_history(layout.digest);
         made
     }
 
@@ -211,8 +212,7 @@ impl<L: Lock> Heap<L> {
                 }
             }
         }
-        let (_, failure) = self.release_retired(context);
-        failure.map_or(Ok(()), Err)
+        self.release_retired(context).error.map_or(Ok(()), Err)
     }
 
     fn is_live(&self, slot: Slot) -> bool {

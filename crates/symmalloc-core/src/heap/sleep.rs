@@ -5,8 +5,10 @@
 //! is mapped, and what is not, stands in [`Dormant`].
 
 use super::fencing::synchronize;
+use super::trim::Released;
 use super::{Context, Heap, Shortage};
 use crate::blocks::table::BlockState;
+use crate::config::errors::OutOfMemoryCause;
 use crate::config::op::Contents;
 use crate::history::digest::{Mark, op_word};
 use crate::plans::follower::Watch;
@@ -32,13 +34,13 @@ impl<L: Lock> Heap<L> {
     pub(crate) fn fall_asleep(&mut self) {
         debug_assert!(self.watch == Watch::Nothing && !self.is_asleep());
         self.dormant = Some(Box::new(Dormant::new(self.mappings())));
-        self.watch = Watch::Refuse;
+        self.set_watch(Watch::Refuse);
     }
 
     /// From now on requests are served. All memory is there.
     pub(crate) fn wake_up(&mut self) {
         self.dormant = None;
-        self.watch = Watch::Nothing;
+        self.set_watch(Watch::Nothing);
     }
 
     /// All that is mapped: the memory, then what names it a second time.
@@ -96,15 +98,17 @@ impl<L: Lock> Heap<L> {
     fn live_runs(&self) -> Vec<(DeviceAddress, u64)> {
         let mut runs: Vec<(DeviceAddress, u64)> = Vec::new();
         for segment in self.segments() {
-            let mut live: Vec<_> = self.blocks(segment).filter_map(|block| block.allocation).collect();
-            live.sort_unstable_by_key(|allocation| allocation.address);
             let first_run = runs.len();
-            for allocation in live {
+            let slots = self.table.blocks_of(segment).flat_map(|slot| match self.table.block(slot).state {
+                BlockState::Planned => self.live_places(),
+                BlockState::Allocated { .. } => vec![slot],
+                _ => Vec::new(),
+            });
+            for slot in slots {
+                let (start, size) = (self.table.address(slot), bytes(self.table.block(slot).size));
                 match runs[first_run..].last_mut() {
-                    Some((address, size_bytes)) if address.plus(*size_bytes) == allocation.address => {
-                        *size_bytes += allocation.size_bytes;
-                    }
-                    _ => runs.push((allocation.address, allocation.size_bytes)),
+                    Some((address, size_bytes)) if address.plus(*size_bytes) == start => *size_bytes += size,
+                    _ => runs.push((start, size)),
                 }
             }
         }
@@ -147,19 +151,20 @@ impl<L: Lock> Heap<L> {
         self.dormant.as_ref().map(|dormant| dormant.mapped_of(segment))
     }
 
-    /// Gives the memory of a heap that sleeps back to the device. Nobody uses it. Returns the bytes that are back.
-    pub(crate) fn unmap_asleep<B: Backend>(&mut self, context: &Context<B, L>) -> (u64, Option<BackendError>) {
-        let mut released_bytes = 0;
+    /// Gives the memory of a heap that sleeps back to the device. Nobody uses it.
+    pub(crate) fn unmap_asleep<B: Backend>(&mut self, context: &Context<B, L>) -> Released {
+        let mut released = Released::default();
         while let Some(mapping) = self.dormant.as_ref().and_then(|dormant| dormant.next_to_unmap()) {
             let (range, offset_bytes) = mapping.at;
-            if let Err(error) = context.backend.unmap(range, offset_bytes, mapping.size_bytes) {
-                return (released_bytes, Some(error));
+            released.error = context.backend.unmap(range, offset_bytes, mapping.size_bytes).err();
+            if released.error.is_some() {
+                break;
             }
             self.budgets(context).refund(mapping.memory_bytes());
-            released_bytes += mapping.memory_bytes();
+            released.bytes += mapping.memory_bytes();
             self.dormant.as_mut().expect("as before").note_unmapped();
         }
-        (released_bytes, None)
+        released
     }
 
     /// Gives a heap that sleeps its memory, at its old addresses. Returns the bytes that were mapped.
@@ -169,12 +174,12 @@ impl<L: Lock> Heap<L> {
             let Mapping { at, size_bytes, .. } = mapping;
             let missing = units(size_bytes);
             let charged = self.budgets(context).charge(mapping.memory_bytes());
-            let charge = charged.map_err(|met| Box::new(Shortage::Limit { met, missing }))?;
+            let charge = charged.map_err(|cause| Shortage::of(missing, cause))?;
             let mapped = match mapping.source {
                 None => self.back(context, at.0, at.1, size_bytes),
                 Some(source) => context.backend.alias(at, source, size_bytes),
             };
-            mapped.map_err(|error| Box::new(Shortage::Driver { error, missing }))?;
+            mapped.map_err(|error| Shortage::of(missing, OutOfMemoryCause::Driver(error)))?;
             charge.confirm();
             mapped_bytes += mapping.memory_bytes();
             self.dormant.as_mut().expect("as before").note_mapped();

@@ -250,7 +250,7 @@ impl<L: Lock> Heap<L> {
         granules: &[Granule],
     ) -> Result<Range, BackendError> {
         let size_bytes = bytes(self.rules.granule);
-        let range = self.reserve_range(context, granules.len() as u64 * size_bytes).map_err(|(error, _)| error)?;
+        let range = self.reserve_range(context, granules.len() as u64 * size_bytes)?;
         for (at, Granule { segment, offset }) in granules.iter().enumerate() {
             let (home, offset_bytes) = ((self.table.segment(*segment).range, bytes(*offset)), at as u64 * size_bytes);
             if let Err(error) = context.backend.alias((range, offset_bytes), home, size_bytes) {
@@ -298,7 +298,7 @@ impl<L: Lock> Heap<L> {
                 self.retire(context, segment);
             }
         }
-        self.release_retired(context).1.map_or(Ok(()), Err)
+        self.release_retired(context).error.map_or(Ok(()), Err)
     }
 
     /// Forgets the kept ranges, and unmaps what is unused of others, so that memory can go back to the device.
@@ -308,7 +308,7 @@ impl<L: Lock> Heap<L> {
         }
         self.gather();
         self.kept().into_iter().for_each(|(segment, _)| self.retire(context, segment));
-        self.release_retired(context).1.map_or(Ok(()), Err)?;
+        self.release_retired(context).error.map_or(Ok(()), Err)?;
         let others = if self.log.is_observed() { &mut [] } else { &mut self.stitched[..] };
         for StitchedRange { segment, granules, users } in others {
             let range = self.table.segment(*segment).range;

@@ -16,56 +16,37 @@
 use super::fencing::synchronize;
 use super::obtain::trace_segment;
 use super::{Context, Heap};
-use crate::blocks::table::{BlockState, Slot};
+use crate::blocks::table::{BlockState, Location, Slot};
 use crate::config::SegmentPolicy;
 use crate::config::errors::TrimError;
-use crate::history::digest::{Mark, op_word, placement_word};
+use crate::history::digest::{Mark, op_word};
 use crate::history::segment_log::SegmentEventKind;
 use crate::stats::budget::Budgets;
 use crate::streams::clocks::Tick;
 use crate::streams::fences::FenceSetId;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::{Backend, BackendError};
-use crate::types::ids::{Placement, StreamId};
+use crate::types::ids::StreamId;
 use crate::types::units::{Units, bytes};
 use smallvec::SmallVec;
 
-/// How much a trim gives back.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum TrimGoal {
-    Everything,
-    /// Stop as soon as so many bytes are given up.
-    AtLeast(u64),
+/// What went back to the device, and why the driver took no more.
+#[derive(Debug, Default)]
+#[must_use]
+pub(crate) struct Released {
+    pub(crate) bytes: u64,
+    pub(crate) error: Option<BackendError>,
 }
 
-impl TrimGoal {
-    /// The bytes that are enough, if some are.
-    fn bytes(self) -> Option<u64> {
-        match self {
-            TrimGoal::Everything => None,
-            TrimGoal::AtLeast(wanted) => Some(wanted),
-        }
+impl Released {
+    /// With what went back after it. The first error stays.
+    pub(crate) fn plus(self, later: Released) -> Released {
+        Released { bytes: self.bytes + later.bytes, error: self.error.or(later.error) }
     }
 
-    /// What is left of the goal after so many bytes were given up.
-    pub(crate) fn less(self, given_up_bytes: u64) -> Self {
-        match self {
-            TrimGoal::Everything => TrimGoal::Everything,
-            TrimGoal::AtLeast(wanted) => TrimGoal::AtLeast(wanted.saturating_sub(given_up_bytes)),
-        }
-    }
-}
-
-/// A trim that the driver cut short.
-#[derive(Debug)]
-pub(crate) struct TrimFailure {
-    pub(crate) released_bytes: u64,
-    pub(crate) error: BackendError,
-}
-
-impl From<TrimFailure> for TrimError {
-    fn from(TrimFailure { released_bytes, error }: TrimFailure) -> Self {
-        TrimError::Backend { released_bytes, error }
+    pub(crate) fn into_result(self) -> Result<u64, TrimError> {
+        let Released { bytes: released_bytes, error } = self;
+        error.map_or(Ok(released_bytes), |error| Err(TrimError::Backend { released_bytes, error }))
     }
 }
 
@@ -80,13 +61,13 @@ impl<L: Lock> Heap<L> {
         if self.mapped_bytes.saturating_sub(in_use_bytes) <= threshold_bytes || self.is_asleep() {
             return None;
         }
-        self.trim(context, TrimGoal::Everything).err().map(|failure| failure.error)
+        self.trim(context, None).error
     }
 
-    /// Gives free memory up, and back as far as no observer holds it. Returns the bytes that are back on the device.
-    pub(crate) fn trim<B: Backend>(&mut self, context: &Context<B, L>, goal: TrimGoal) -> Result<u64, TrimFailure> {
+    /// Gives free memory up, all of it or until so many bytes are given up, and back as far as no observer holds it.
+    pub(crate) fn trim<B: Backend>(&mut self, context: &Context<B, L>, goal_bytes: Option<u64>) -> Released {
         let (pool, stream) = (self.identity.pool.0, self.identity.stream.map(|stream| stream.0));
-        let span = tracing::debug_span!(target: "symmalloc", "heap.trim", pool, stream, goal_bytes = goal.bytes());
+        let span = tracing::debug_span!(target: "symmalloc", "heap.trim", pool, stream, goal_bytes);
         let _entered = span.enter();
         self.rare.trims += 1;
         let mapped_before = self.mapped_bytes;
@@ -101,7 +82,7 @@ impl<L: Lock> Heap<L> {
         // While a stitched range names it, memory cannot go back. A heap that sleeps has none.
         let homes = if failure.is_none() && !self.is_asleep() { self.table.homes_in_order() } else { Vec::new() };
         for segment in homes {
-            if matches!(goal, TrimGoal::AtLeast(wanted) if mapped_before - self.mapped_bytes >= wanted) {
+            if goal_bytes.is_some_and(|goal_bytes| mapped_before - self.mapped_bytes >= goal_bytes) {
                 break;
             }
             if self.is_unused(segment) {
@@ -121,27 +102,24 @@ impl<L: Lock> Heap<L> {
         }
         self.fold(op_word(Mark::Trim, StreamId(0), 0), mapped_before - self.mapped_bytes);
         self.recycle_spent(context);
-        let (retired_bytes, release_failure) = self.release_retired(context);
-        if release_failure.is_some() {
+        let retired = self.release_retired(context);
+        if retired.error.is_some() {
             // What the driver keeps counts towards the limits, so that later decisions may differ from other ranks'.
             self.fold(op_word(Mark::RefusedByDriver, StreamId(0), 0), 0);
         }
-        let released_bytes = shrunk_bytes + retired_bytes;
+        let released = Released { bytes: shrunk_bytes, error: failure }.plus(retired);
         tracing::debug!(
             name: "heap.trimmed",
             target: "symmalloc",
             pool,
             stream,
-            released_bytes,
+            released_bytes = released.bytes,
             mapped_bytes = self.mapped_bytes,
         );
-        match failure.or(release_failure) {
-            Some(error) => {
-                tracing::warn!(name: "trim.failed", target: "symmalloc", pool, stream, released_bytes, %error);
-                Err(TrimFailure { released_bytes, error })
-            }
-            None => Ok(released_bytes),
+        if let Released { bytes: released_bytes, error: Some(error) } = &released {
+            tracing::warn!(name: "trim.failed", target: "symmalloc", pool, stream, released_bytes, %error);
         }
+        released
     }
 
     /// Retires every segment, reserved ones too. Nothing may be allocated.
@@ -160,20 +138,17 @@ impl<L: Lock> Heap<L> {
     pub(crate) fn abandon<B: Backend>(&mut self, context: &Context<B, L>) {
         self.dissolve_plans(context);
         for slot in self.all_blocks() {
-            self.abandon_block(slot);
+            // A live block is free without an op: its uses stay fences without events.
+            let block = self.table.block_mut(slot);
+            if let BlockState::Allocated { stream, .. } = block.state {
+                block.state = BlockState::Free { stream, since: Tick::MAX };
+                self.link(slot);
+            }
         }
         self.retire_all(context);
         self.log.forget_all();
         // A failure stops the attempt: a lost device fails every further call as well.
-        let (_, _error) = self.release_retired(context);
-    }
-
-    /// Makes a live block free without an op: its uses stay fences without events.
-    fn abandon_block(&mut self, slot: Slot) {
-        let block = self.table.block_mut(slot);
-        let BlockState::Allocated { stream, .. } = block.state else { return };
-        block.state = BlockState::Free { stream, since: Tick::MAX };
-        self.link(slot);
+        let _released = self.release_retired(context);
     }
 
     fn is_unused(&self, segment: u32) -> bool {
@@ -225,10 +200,7 @@ impl<L: Lock> Heap<L> {
         let dead = self.table.remove_segment(segment);
         context.directory.lock().remove(dead.range);
         self.mapped_bytes -= size_bytes;
-        self.fold(
-            op_word(Mark::Death, StreamId(0), size_bytes),
-            placement_word(Placement { segment: dead.id, offset_bytes: 0 }),
-        );
+        self.fold(op_word(Mark::Death, StreamId(0), size_bytes), Location::new(dead.id, 0).word());
         self.log.append_death(event, dead.range, mapped, dead.is_stitched, streams);
     }
 
@@ -244,10 +216,10 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Gives the memory of removed segments back, oldest first. What fails stays retired and is tried again.
-    pub(crate) fn release_retired<B: Backend>(&mut self, context: &Context<B, L>) -> (u64, Option<BackendError>) {
-        let mut released_bytes = 0;
-        let outcome = self.try_release_retired(context, &mut released_bytes);
-        (released_bytes, outcome.err())
+    pub(crate) fn release_retired<B: Backend>(&mut self, context: &Context<B, L>) -> Released {
+        let mut bytes = 0;
+        let error = self.try_release_retired(context, &mut bytes).err();
+        Released { bytes, error }
     }
 
     fn try_release_retired<B: Backend>(
@@ -255,10 +227,6 @@ impl<L: Lock> Heap<L> {
         context: &Context<B, L>,
         released_bytes: &mut u64,
     ) -> Result<(), BackendError> {
-        while let Some(range) = self.stray_ranges.last().copied() {
-            context.backend.release(range)?;
-            self.stray_ranges.pop();
-        }
         while let Some(retired) = self.log.first_released() {
             let released_before = *released_bytes;
             while let Some(stream) = retired.streams.last().copied() {
@@ -349,8 +317,8 @@ impl<L: Lock> Heap<L> {
         self.mapped_bytes -= bytes(to - from);
         self.hole_count += 1;
         self.log_segment(SegmentEventKind::Shrink, segment, from, bytes(to - from));
-        let word = placement_word(Placement { segment: self.table.segment(segment).id, offset_bytes: bytes(from) });
-        self.fold(op_word(Mark::Shrink, StreamId(0), bytes(to - from)), word);
+        let shrunk = Location::new(self.table.segment(segment).id, from);
+        self.fold(op_word(Mark::Shrink, StreamId(0), bytes(to - from)), shrunk.word());
         self.join_holes(hole);
     }
 

@@ -1,42 +1,82 @@
-//! What other rooms may see of a heap. Nothing here changes anything but statistics, the segment log and what agreement forgets.
+//! What other rooms may see of a heap, and the history that it keeps for ranks to compare.
 
 use super::{Heap, HeapIdentity};
 use crate::blocks::table::{Block, BlockState, Slot};
+use crate::config::PoolConfig;
 use crate::config::errors::HandleError;
+use crate::config::op::Refusal;
 use crate::config::size_rules::SizeClass;
-use crate::history::digest::Digest;
-use crate::history::journal::Journal;
+use crate::history::digest::{Digest, Mark, op_word};
+use crate::history::journal::{Journal, ProgramOrder};
 use crate::history::segment_log::{SegmentEvent, SegmentEventKind, SegmentLog};
+use crate::pointers::PointerMap;
 use crate::stats::budget::Budget;
 use crate::stats::usage::{RareCounts, Usage};
 use crate::sync::lock::Lock;
 use crate::types::backend::{DeviceAddress, Range};
 use crate::types::handle::{Allocation, Handle};
-use crate::types::ids::{SegmentId, StreamId};
+use crate::types::ids::{Placement, PoolId, SegmentId, StreamId};
 use crate::types::units::{Units, bytes};
+use std::sync::Arc;
 
-/// A live segment, for reports, layouts and look-ups.
-pub(crate) struct SegmentView {
-    pub(crate) id: SegmentId,
-    pub(crate) range: Range,
-    pub(crate) class: SizeClass,
+/// A live segment.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SegmentSnapshot {
+    /// Its pool.
+    pub pool: PoolId,
+    /// The stream of its heap; `None` when the pool's streams share.
+    pub stream: Option<StreamId>,
+    /// Birth ordinal in its heap.
+    pub segment: SegmentId,
+    /// Address of its first byte. Differs between ranks.
+    pub base: DeviceAddress,
+    /// Which requests it serves: only fixed segments keep small ones apart, all others are `Large`.
+    pub class: SizeClass,
     /// Bytes that its blocks tile.
-    pub(crate) size_bytes: u64,
+    pub size_bytes: u64,
     /// Bytes of them that are backed by memory.
-    pub(crate) mapped_bytes: u64,
+    pub mapped_bytes: u64,
+    /// Its blocks in offset order.
+    pub blocks: Vec<BlockSnapshot>,
 }
 
-/// A block of a live segment.
-pub(crate) struct BlockView<'a> {
-    pub(crate) offset_bytes: u64,
-    pub(crate) size_bytes: u64,
-    pub(crate) state: BlockState,
-    /// Allocated: other streams that use it. Free: streams that its next user may have to wait for.
-    pub(crate) other_streams: Vec<StreamId>,
-    /// What the program called the allocation.
-    pub(crate) name: Option<&'a str>,
-    /// Of a live allocation.
-    pub(crate) allocation: Option<Allocation>,
+/// A block.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct BlockSnapshot {
+    /// Where it starts in its segment, in bytes.
+    pub offset_bytes: u64,
+    /// Its size in bytes.
+    pub size_bytes: u64,
+    /// What it is.
+    pub state: BlockStateSnapshot,
+}
+
+/// What a block is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum BlockStateSnapshot {
+    /// A live allocation.
+    Allocated {
+        /// The stream it was allocated for.
+        stream: StreamId,
+        /// Bytes that the program asked for.
+        requested_bytes: u64,
+        /// What the program called it.
+        name: Option<Box<str>>,
+        /// Other streams that use it.
+        used_by: Vec<StreamId>,
+    },
+    /// Free.
+    Free {
+        /// Streams that its next user may have to wait for.
+        fenced_by: Vec<StreamId>,
+    },
+    /// Memory that went back to the device; the addresses are kept.
+    Hole,
+    /// Memory that is in use, or free, under other addresses of the heap: a stitched range names it, or this is one.
+    Elsewhere,
 }
 
 impl<L: Lock> Heap<L> {
@@ -50,7 +90,7 @@ impl<L: Lock> Heap<L> {
 
     /// The digest before the first op.
     pub(crate) fn first_digest(&self) -> Digest {
-        super::first_digest(&self.config, bytes(self.rules.granule), self.identity.stream)
+        Self::digest_before_ops(&self.config, bytes(self.rules.granule), self.identity.stream)
     }
 
     /// The handle of the live allocation whose first byte is at an address.
@@ -61,6 +101,62 @@ impl<L: Lock> Heap<L> {
             BlockState::Allocated { serial, .. } => Some(self.handle(slot, serial)),
             _ => None,
         }
+    }
+
+    /// The digest begins with all that decisions depend on besides ops, so that different configurations never agree.
+    pub(super) fn digest_before_ops(config: &PoolConfig, granularity_bytes: u64, stream: Option<StreamId>) -> Digest {
+        let mut digest = Digest::new(config.digest());
+        digest.fold(granularity_bytes, stream.map_or(u64::MAX, |stream| stream.0.into()));
+        Digest { ops: 0, ..digest }
+    }
+
+    /// From now on allocations are found by their address.
+    pub(crate) fn keep_pointers(&mut self) {
+        self.pointers = Some(PointerMap::new());
+    }
+
+    /// From now on the heap remembers its last ops, for agreement to look back on.
+    pub(crate) fn keep_journal(&mut self, history_ops: u32, order: Arc<ProgramOrder>) {
+        self.journal = Some(Box::new(Journal::new(history_ops, self.digest, order)));
+    }
+
+    /// Takes up a history that a digest stands for, in place of the heap's own: the ops so far are not of this heap any
+    /// more. The journal forgets its ops.
+    pub(super) fn begin_history(&mut self, digest: Digest) {
+        self.digest = digest;
+        if let Some(journal) = &mut self.journal {
+            journal.begin(digest);
+        }
+    }
+
+    /// The pool is destroyed: that is the last op of the heap's history that ranks compare.
+    pub(crate) fn close(&mut self) {
+        if self.has_history() {
+            self.fold(op_word(Mark::Destroy, StreamId(0), 0), 0);
+        }
+        self.closed_after_ops = Some(self.digest.ops);
+    }
+
+    /// All ranks had this digest here: the history before it is forgotten.
+    pub(crate) fn settle(&mut self, digest: Digest) {
+        // From what was agreed on, not from what happened since on this rank alone.
+        self.is_settled = self.closed_after_ops.is_some_and(|ops| ops <= digest.ops);
+        if let Some(journal) = &mut self.journal {
+            journal.agree(digest);
+            if self.is_settled {
+                journal.close();
+            }
+        }
+    }
+
+    /// A request for so many bytes was refused.
+    pub(crate) fn fold_refusal(&mut self, refusal: Refusal, stream: StreamId, size_bytes: u64) {
+        self.fold(op_word(refusal.into(), stream, size_bytes), 0);
+        self.rare.refusals += 1;
+    }
+
+    pub(crate) fn count_retry(&mut self) {
+        self.rare.retries += 1;
     }
 
     pub(crate) fn journal(&self) -> Option<&Journal> {
@@ -142,9 +238,36 @@ impl<L: Lock> Heap<L> {
 
     /// The live allocation behind a handle.
     pub(crate) fn allocation(&self, handle: Handle) -> Result<Allocation, HandleError> {
-        let slot = self.live(handle)?.slot;
+        Ok(self.allocation_in(self.live(handle)?.slot, handle))
+    }
+
+    fn allocation_in(&self, slot: Slot, handle: Handle) -> Allocation {
         let (address, placement) = (self.table.address(slot), self.placement(slot));
-        Ok(Allocation { handle, address, placement, size_bytes: bytes(self.table.block(slot).size) })
+        Allocation { handle, address, placement, size_bytes: bytes(self.table.block(slot).size) }
+    }
+
+    /// The live allocations outside of plans, in (sequence, offset) order, each with its stream, the bytes asked for and its name.
+    pub(crate) fn live_allocations(&self) -> impl Iterator<Item = (Allocation, StreamId, u64, Option<&str>)> {
+        self.all_blocks().into_iter().filter_map(|slot| match self.table.block(slot).state {
+            BlockState::Allocated { stream, requested, serial } => {
+                Some((self.allocation_in(slot, self.handle(slot, serial)), stream, requested, self.names.find(slot)))
+            }
+            _ => None,
+        })
+    }
+
+    pub(super) fn placement(&self, slot: Slot) -> Placement {
+        self.table.block(slot).location.placement()
+    }
+
+    /// Gives a live allocation a name.
+    pub(super) fn set_name(&mut self, slot: Slot, name: &str) {
+        let placed = self.table.block(slot).location.word();
+        if let Some(journal) = &mut self.journal {
+            journal.name_allocation(placed, name);
+        }
+        self.names.insert(slot, name);
+        self.watches_frees = true;
     }
 
     /// Bytes that a live allocation was asked for with.
@@ -162,46 +285,66 @@ impl<L: Lock> Heap<L> {
         self.segments().into_iter().flat_map(|segment| self.table.blocks_of(segment)).collect()
     }
 
-    pub(crate) fn segment(&self, segment: u32) -> SegmentView {
+    /// Birth ordinal and range of a live segment, and the bytes that its blocks tile.
+    pub(crate) fn segment(&self, segment: u32) -> (SegmentId, Range, u64) {
         let there = self.table.segment(segment);
-        SegmentView {
-            id: there.id,
-            range: there.range,
-            class: self.table.block(self.table.first(segment)).class,
-            size_bytes: bytes(there.end),
-            mapped_bytes: bytes(there.mapped),
-        }
+        (there.id, there.range, bytes(there.end))
+    }
+
+    /// The live segments with their blocks, in sequence order.
+    pub(crate) fn snapshot(&self) -> Vec<SegmentSnapshot> {
+        let snapshot = |slot: u32| {
+            let segment = self.table.segment(slot);
+            SegmentSnapshot {
+                pool: self.identity.pool,
+                stream: self.identity.stream,
+                segment: segment.id,
+                base: segment.range.base,
+                class: self.table.block(self.table.first(slot)).class,
+                size_bytes: bytes(segment.end),
+                mapped_bytes: bytes(segment.mapped),
+                blocks: self.blocks(slot),
+            }
+        };
+        self.segments().into_iter().map(snapshot).collect()
     }
 
     /// A segment's blocks, in offset order. What lies in the memory of plans stands in place of that memory.
-    pub(crate) fn blocks(&self, segment: u32) -> impl Iterator<Item = BlockView<'_>> {
-        self.table.blocks_of(segment).flat_map(|slot| match self.table.block(slot).state {
-            BlockState::Planned => self.views_of_plan_memory(slot),
-            _ => vec![self.view(slot)],
-        })
+    fn blocks(&self, segment: u32) -> Vec<BlockSnapshot> {
+        let mut blocks = Vec::new();
+        for slot in self.table.blocks_of(segment) {
+            let block = self.table.block(slot);
+            if block.state != BlockState::Planned {
+                blocks.push(self.block(slot));
+                continue;
+            }
+            let mut at = block.offset();
+            for place in self.live_places() {
+                let there = self.table.block(place);
+                blocks.extend(free_gap(at, there.offset()));
+                blocks.push(self.block(place));
+                at = there.end();
+            }
+            blocks.extend(free_gap(at, block.end()));
+        }
+        blocks
     }
 
     /// A block, or a place of a plan.
-    pub(super) fn view(&self, slot: Slot) -> BlockView<'_> {
+    fn block(&self, slot: Slot) -> BlockSnapshot {
         let &Block { location, size, state, fences, .. } = self.table.block(slot);
-        let (placement, size_bytes) = (location.placement(), bytes(size));
-        let allocation = |serial| Allocation {
-            handle: self.handle(slot, serial),
-            address: self.table.address(slot),
-            placement,
-            size_bytes,
+        let others = self.fences.fences(fences).iter().map(|fence| fence.stream).collect();
+        let state = match state {
+            BlockState::Allocated { stream, requested: requested_bytes, .. } => {
+                let name = self.names.find(slot).map(Into::into);
+                BlockStateSnapshot::Allocated { stream, requested_bytes, name, used_by: others }
+            }
+            BlockState::Free { .. } => BlockStateSnapshot::Free { fenced_by: others },
+            BlockState::Hole => BlockStateSnapshot::Hole,
+            BlockState::Elsewhere => BlockStateSnapshot::Elsewhere,
+            BlockState::Planned | BlockState::Vacant => unreachable!("no block that a segment shows"),
         };
-        BlockView {
-            offset_bytes: placement.offset_bytes,
-            size_bytes,
-            state,
-            other_streams: self.fences.fences(fences).iter().map(|fence| fence.stream).collect(),
-            name: self.names.find(slot),
-            allocation: match state {
-                BlockState::Allocated { serial, .. } => Some(allocation(serial)),
-                _ => None,
-            },
-        }
+        BlockSnapshot { offset_bytes: bytes(location.offset()), size_bytes: bytes(size), state }
     }
 
     /// What an observer that was there from the start would know of a live segment: a birth with the memory at its start,
@@ -220,4 +363,10 @@ impl<L: Lock> Heap<L> {
         let event = |(kind, (from, size))| self.segment_event(kind, segment, bytes(from), bytes(size));
         kinds.zip(runs).map(event).collect()
     }
+}
+
+/// What is free between places of plans.
+fn free_gap(from: Units, to: Units) -> Option<BlockSnapshot> {
+    let state = BlockStateSnapshot::Free { fenced_by: Vec::new() };
+    (from < to).then(|| BlockSnapshot { offset_bytes: bytes(from), size_bytes: bytes(to - from), state })
 }

@@ -7,6 +7,7 @@
 //! "Exactly when" is up to a collision: two different histories agree with a probability of about 2^-64. A digest is no
 //! defence against a rank that lies.
 
+use crate::config::op::Refusal;
 use crate::types::ids::{Placement, SegmentId, StreamId};
 use crate::types::units::UNIT_BYTES;
 use std::fmt;
@@ -98,6 +99,16 @@ impl Mark {
     ];
 }
 
+impl From<Refusal> for Mark {
+    fn from(refusal: Refusal) -> Self {
+        match refusal {
+            Refusal::Limit => Mark::RefusedByLimit,
+            Refusal::Segment => Mark::RefusedBySegment,
+            Refusal::Driver => Mark::RefusedByDriver,
+        }
+    }
+}
+
 // Arbitrary constants with about half of their bits set: digits of pi, as in Blowfish.
 const SEED: u64 = 0x243f_6a88_85a3_08d3;
 const DECISION_KEY: u64 = 0xa409_3822_299f_31d1;
@@ -143,13 +154,7 @@ pub fn unpack_op(word: u64) -> Option<(Mark, StreamId, u64)> {
     Some((mark, StreamId((word >> 42) as u16), word & ((1 << 42) - 1)))
 }
 
-/// A decision as one word.
-#[inline]
-pub(crate) fn placement_word(placement: Placement) -> u64 {
-    (u64::from(placement.segment.0) << 32) | (placement.offset_bytes / UNIT_BYTES)
-}
-
-/// The placement that `placement_word` made the word from.
+/// The placement that a decision's word stands for: segment and offset in units, 32 bits each.
 pub fn unpack_placement(word: u64) -> Placement {
     Placement { segment: SegmentId((word >> 32) as u32), offset_bytes: (word & u64::from(u32::MAX)) * UNIT_BYTES }
 }

@@ -2,7 +2,6 @@
 
 use crate::blocks::table::Slot;
 use ahash::RandomState;
-use std::fmt;
 
 /// A hash map with fixed seeds. Nothing iterates over it, so no decision and no report follows hash order.
 #[allow(clippy::disallowed_types, reason = "looked up by key only, with fixed seeds")]
@@ -23,23 +22,15 @@ impl Default for Names {
     }
 }
 
-impl fmt::Debug for Names {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Names({})", self.by_slot.len())
-    }
-}
-
 impl Names {
     pub(crate) fn insert(&mut self, slot: Slot, name: &str) {
         self.by_slot.insert(slot, name.into());
     }
 
-    #[inline(always)]
     pub(crate) fn is_empty(&self) -> bool {
         self.by_slot.is_empty()
     }
 
-    #[inline(always)]
     pub(crate) fn take(&mut self, slot: Slot) -> Option<Box<str>> {
         if self.is_empty() { None } else { self.by_slot.remove(&slot) }
     }

@@ -54,22 +54,18 @@ impl Course {
         }
     }
 
-    /// The slot of the next allocation's place, and those of the places that were there before, if it is expected to ask for this, and
-    /// these tell all that may be in the way. [`NONE`] when it is placed the ordinary way. In a step that follows no plan nothing
-    /// is expected.
+    /// The slot of the next allocation's place, and those of the places that were there before, if it is expected to ask for this.
+    /// [`NONE`] when it is placed the ordinary way. In a step that follows no plan nothing is expected.
     #[inline(always)]
     pub(crate) fn next_if(&self, op: u64) -> Option<(Slot, &[Slot])> {
-        let expected = self.expected.get(self.next)?;
-        if expected.op != op || self.has_late {
-            return None;
-        }
+        let expected = self.expected.get(self.next).filter(|expected| expected.op == op)?;
         Some((expected.slot, self.earlier.get(self.earlier_from..expected.earlier_end as usize)?))
     }
 
-    /// As [`next_if`](Self::next_if), whether or not the places tell all.
-    pub(crate) fn expected_if(&self, op: u64) -> Option<(Slot, Vec<Slot>)> {
-        let expected = self.expected.get(self.next).filter(|expected| expected.op == op)?;
-        Some((expected.slot, self.earlier[self.earlier_from..expected.earlier_end as usize].to_vec()))
+    /// Whether the earlier places tell all that may be in the way.
+    #[inline(always)]
+    pub(crate) fn tells_all(&self) -> bool {
+        !self.has_late
     }
 
     /// The base of the segment that all places lie in.

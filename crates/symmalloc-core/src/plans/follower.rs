@@ -104,8 +104,15 @@ impl Follower {
         &self.late
     }
 
-    pub(crate) fn learner(&mut self) -> &mut StepLearner<Request> {
-        &mut self.learner
+    /// An allocation was made in a step that is logged.
+    pub(crate) fn note_allocation(&mut self, request: Request, slot: Slot) {
+        self.learner.note_allocation(request, slot);
+    }
+
+    /// An allocation was freed, which need not be logged. Returns whether others are, or lie at places.
+    pub(crate) fn note_free(&mut self, slot: Slot) -> bool {
+        self.learner.note_free(slot);
+        self.memory.is_some() || self.learner.is_waiting()
     }
 
     pub(crate) fn memory(&self) -> Option<&PlanMemory> {
@@ -133,21 +140,12 @@ impl Follower {
         self.current = self.plans.iter().position(|known| known.plan.key() == key);
         self.last_whole = self.last_whole.filter(|last| self.current == Some(*last));
         let is_good = self.current.is_some_and(|at| self.plans[at].differences < DIFFERENCES_MAX);
-        match (learns && !is_good, self.current) {
-            _ if self.has_given_up => Watch::Nothing,
-            (true, _) => {
-                self.learner.begin(key);
-                Watch::Learn
-            }
-            (false, Some(_)) => {
-                self.learner.pause();
-                Watch::Plan
-            }
-            (false, None) => {
-                self.learner.pause();
-                Watch::Nothing
-            }
+        if learns && !is_good && !self.has_given_up {
+            self.learner.begin(key);
+            return Watch::Learn;
         }
+        self.learner.pause();
+        if self.current.is_some() && !self.has_given_up { Watch::Plan } else { Watch::Nothing }
     }
 
     /// Lends what the requests of the step are compared with. The plans are in their memory.

@@ -1,5 +1,4 @@
 //! Plans: steps whose allocations are known beforehand. Nothing here knows a heap; `heap/follow.rs` follows what is made here.
-
 //!
 //! A program says where its steps begin and end, with [`begin_step`](crate::Allocator::begin_step) and
 //! [`end_step`](crate::Allocator::end_step). A heap that has a plan for a step places its allocations where the plan says. Plans

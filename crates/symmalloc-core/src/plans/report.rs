@@ -1,7 +1,6 @@
 //! What became of a step.
 
 use crate::types::ids::StreamId;
-use std::fmt;
 
 /// A step that ended. Over the heaps of a pool, numbers are sums, and the difference is that of the first heap in stream order.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -64,7 +63,8 @@ impl StepStats {
 }
 
 /// The first allocation of a step that was not as planned. What came after it in the step was placed the ordinary way.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("allocation {number} of the step {cause}")]
 #[non_exhaustive]
 pub struct StepDifference {
     /// The number of the allocation in the step.
@@ -74,10 +74,14 @@ pub struct StepDifference {
 }
 
 /// How a step differed from its plan.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum DifferenceCause {
     /// Something else was asked for: stream and bytes.
+    #[error("asks for {} bytes on {}, and the plan expects {}", requested.1, requested.0, planned.map_or_else(
+        || "no more".to_owned(),
+        |(stream, bytes)| format!("{bytes} on {stream}"),
+    ))]
     Request {
         /// What the plan expects; `None` behind its last allocation.
         planned: Option<(StreamId, u64)>,
@@ -85,40 +89,18 @@ pub enum DifferenceCause {
         requested: (StreamId, u64),
     },
     /// The place was not free: an allocation is live that the plan expects to be freed by then.
+    #[error("has its place taken at {offset_bytes}, by one that the plan expects to be freed")]
     Occupied {
         /// Where it lies in the plan's memory, in bytes.
         offset_bytes: u64,
     },
     /// The step ended before the plan did.
+    #[error("did not come before the step ended")]
     Ended,
     /// There was no memory for the plans. None is followed any more.
+    #[error("has no place: there was no memory for the plans, and none is followed any more")]
     Memory,
     /// The driver could not order the plan's streams behind each other: this rank alone went the ordinary way.
+    #[error("has no place: the driver could not order the plan's streams")]
     Driver,
-}
-
-impl fmt::Display for StepDifference {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let StepDifference { number, cause } = self;
-        match cause {
-            DifferenceCause::Request { planned: Some((of, bytes)), requested: (stream, size) } => {
-                write!(
-                    f,
-                    "allocation {number} asked for {size} bytes on {stream}, and the plan expects {bytes} on {of}"
-                )
-            }
-            DifferenceCause::Request { planned: None, requested: (stream, size) } => {
-                write!(f, "allocation {number}, of {size} bytes on {stream}, comes behind the end of the plan")
-            }
-            DifferenceCause::Occupied { offset_bytes } => write!(
-                f,
-                "the place of allocation {number} is taken at {offset_bytes} by an allocation that the plan expects to be freed"
-            ),
-            DifferenceCause::Ended => write!(f, "the step ended before allocation {number} of the plan"),
-            DifferenceCause::Memory => write!(f, "there was no memory for the plans; none is followed any more"),
-            DifferenceCause::Driver => {
-                write!(f, "the driver could not order the plan's streams at allocation {number}")
-            }
-        }
-    }
 }

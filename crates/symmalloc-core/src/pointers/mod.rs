@@ -17,7 +17,6 @@ use crate::types::backend::{DeviceAddress, Range};
 use crate::types::ids::HeapId;
 use rustc_hash::FxBuildHasher;
 use std::collections::BTreeMap;
-use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 /// The live segments of an allocator by address.
@@ -95,12 +94,6 @@ impl PointerMap {
     }
 }
 
-impl fmt::Debug for PointerMap {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "PointerMap({})", self.len())
-    }
-}
-
 /// Addresses that differ only below this bit have one hint.
 const GRANULE_BITS: u32 = 21;
 /// Granules that share a hint push each other out.
@@ -132,11 +125,5 @@ impl HeapHints {
 
     pub(crate) fn set(&self, address: DeviceAddress, heap: HeapId) {
         self.hint(address).store(heap.0 + 1, Ordering::Relaxed);
-    }
-}
-
-impl fmt::Debug for HeapHints {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HeapHints").finish_non_exhaustive()
     }
 }

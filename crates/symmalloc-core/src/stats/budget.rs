@@ -6,17 +6,9 @@
 //! What the driver says is free plays no part: the same program meets the same limit at the same op on every rank.
 
 use crate::config::PoolConfig;
-use crate::config::errors::LimitScope;
+use crate::config::errors::{LimitScope, OutOfMemoryCause};
 use crate::stats::usage::Stat;
 use crate::sync::lock::{Lock, LockCell};
-use std::fmt;
-
-/// A limit that a request would exceed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct LimitMet {
-    pub(crate) scope: LimitScope,
-    pub(crate) limit_bytes: u64,
-}
 
 /// One limit and what is reserved under it.
 pub(crate) struct Budget<L: Lock>(L::Cell<Counts>);
@@ -70,7 +62,7 @@ impl<L: Lock> Budget<L> {
     }
 
     /// Sets bytes aside under the limit, or says which limit stands in the way.
-    fn charge(&self, size_bytes: u64, scope: LimitScope) -> Result<(), LimitMet> {
+    fn charge(&self, size_bytes: u64, scope: LimitScope) -> Result<(), OutOfMemoryCause> {
         let mut counts = self.0.lock();
         let sum = counts.reserved_bytes.checked_add(size_bytes);
         let limit_bytes = counts.limit_bytes.unwrap_or(u64::MAX);
@@ -79,7 +71,7 @@ impl<L: Lock> Budget<L> {
                 counts.reserved_bytes = sum;
                 Ok(())
             }
-            None => Err(LimitMet { scope, limit_bytes }),
+            None => Err(OutOfMemoryCause::Limit { scope, limit_bytes }),
         }
     }
 
@@ -97,14 +89,7 @@ impl<L: Lock> Budget<L> {
     }
 }
 
-impl<L: Lock> fmt::Debug for Budget<L> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.counts().fmt(f)
-    }
-}
-
 /// The three budgets that every reservation of a heap is charged to.
-#[derive(Debug)]
 pub(crate) struct Budgets<'a, L: Lock> {
     pub(crate) heap: &'a Budget<L>,
     pub(crate) pool: &'a Budget<L>,
@@ -125,7 +110,7 @@ impl<'a, L: Lock> Budgets<'a, L> {
     }
 
     /// Sets bytes aside before the driver is asked for them. Dropping the charge gives them back.
-    pub(crate) fn charge(self, size_bytes: u64) -> Result<Charge<'a, L>, LimitMet> {
+    pub(crate) fn charge(self, size_bytes: u64) -> Result<Charge<'a, L>, OutOfMemoryCause> {
         self.pool.charge(size_bytes, LimitScope::Pool)?;
         if let Err(met) = self.allocator.charge(size_bytes, LimitScope::Allocator) {
             self.pool.refund(size_bytes);

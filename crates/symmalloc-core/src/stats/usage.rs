@@ -236,7 +236,7 @@ pub(crate) struct Usage {
 impl Usage {
     #[inline]
     pub(crate) fn allocate(&mut self, size: Units, requested_bytes: u64) {
-        let [allocations, allocated, requested] = &mut self.counters[class_of(size)];
+        let [allocations, allocated, requested] = &mut self.counters[SizeClass::of(size) as usize];
         allocations.add(1);
         allocated.add(bytes(size));
         requested.add(requested_bytes);
@@ -245,7 +245,7 @@ impl Usage {
 
     #[inline]
     pub(crate) fn free(&mut self, size: Units, requested_bytes: u64) {
-        let [allocations, allocated, requested] = &mut self.counters[class_of(size)];
+        let [allocations, allocated, requested] = &mut self.counters[SizeClass::of(size) as usize];
         allocations.level.take(1);
         allocated.level.take(bytes(size));
         requested.level.take(requested_bytes);
@@ -275,9 +275,9 @@ impl Usage {
 
     /// What happened since an earlier moment. Peaks of all sizes are sums.
     fn since(&self, then: &Counters) -> ClassStats {
-        let [small, large] = [SMALL, LARGE].map(|class| {
-            let [allocations, allocated_bytes, requested_bytes] =
-                [0, 1, 2].map(|quantity| self.counters[class][quantity].since(&then[class][quantity]));
+        let [small, large] = [SizeClass::Small, SizeClass::Large].map(|class| {
+            let [allocations, allocated_bytes, requested_bytes] = [0, 1, 2]
+                .map(|quantity| self.counters[class as usize][quantity].since(&then[class as usize][quantity]));
             UsageStats { allocations, allocated_bytes, requested_bytes }
         });
         ClassStats { all: small.plus(large), small, large }
@@ -303,16 +303,5 @@ impl Usage {
             counter.level.close(outer.level);
         }
         stats
-    }
-}
-
-const SMALL: usize = 0;
-const LARGE: usize = 1;
-
-#[inline]
-fn class_of(size: Units) -> usize {
-    match SizeClass::of(size) {
-        SizeClass::Small => SMALL,
-        SizeClass::Large => LARGE,
     }
 }

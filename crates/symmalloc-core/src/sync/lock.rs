@@ -21,6 +21,7 @@ pub trait Lock: Debug + Sized + 'static {
 pub(crate) type Guard<'a, L, T> = <<L as Lock>::Cell<T> as LockCell<T>>::Guard<'a>;
 
 /// A `T` behind a lock.
+#[doc(hidden)]
 pub trait LockCell<T> {
     /// Access to the `T` for as long as it lives.
     type Guard<'a>: DerefMut<Target = T>
@@ -76,6 +77,7 @@ impl Lock for Shared {
 /// must not slow each other down. A panic under the lock does not poison it: other threads can still ask, and the next
 /// assertion stops a thread that meets the damage.
 #[derive(Debug)]
+#[doc(hidden)]
 #[repr(align(128))]
 pub struct PaddedMutex<T>(Mutex<T>);
 

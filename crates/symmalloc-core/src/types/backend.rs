@@ -106,6 +106,7 @@ impl BackendError {
 }
 
 /// Gives device memory and orders streams. See the [module documentation](self) for the contract.
+#[auto_impl::auto_impl(&)]
 pub trait Backend {
     /// The unit of mapping, in bytes: a power of two, at least 512, the same for the life of the backend.
     fn granularity_bytes(&self) -> u64;
@@ -216,59 +217,5 @@ pub trait Backend {
     /// When the driver refuses, or the backend cannot; some bytes may be zero.
     fn zero(&self, _parts: &[Part]) -> Result<(), BackendError> {
         Err(BackendError::new("Backend::zero", 0, Reason::Refused))
-    }
-}
-
-impl<B: Backend + ?Sized> Backend for &B {
-    fn granularity_bytes(&self) -> u64 {
-        (**self).granularity_bytes()
-    }
-    fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError> {
-        (**self).reserve(size_bytes)
-    }
-    fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
-        (**self).map(range, offset_bytes, size_bytes)
-    }
-    fn map_pieces(&self, at: Place, size_bytes: u64, piece_bytes: u64) -> Result<(), BackendError> {
-        (**self).map_pieces(at, size_bytes, piece_bytes)
-    }
-    fn can_alias(&self) -> bool {
-        (**self).can_alias()
-    }
-    fn alias(&self, at: Place, source: Place, piece_bytes: u64) -> Result<(), BackendError> {
-        (**self).alias(at, source, piece_bytes)
-    }
-    fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
-        (**self).unmap(range, offset_bytes, size_bytes)
-    }
-    fn release(&self, range: Range) -> Result<(), BackendError> {
-        (**self).release(range)
-    }
-    fn record(&self, stream: StreamId) -> Result<Event, BackendError> {
-        (**self).record(stream)
-    }
-    fn wait(&self, stream: StreamId, event: Event) -> Result<(), BackendError> {
-        (**self).wait(stream, event)
-    }
-    fn query(&self, event: Event) -> Result<bool, BackendError> {
-        (**self).query(event)
-    }
-    fn recycle(&self, event: Event) {
-        (**self).recycle(event);
-    }
-    fn synchronize(&self, stream: StreamId) -> Result<(), BackendError> {
-        (**self).synchronize(stream)
-    }
-    fn save(&self, parts: &[Part]) -> Result<Image, BackendError> {
-        (**self).save(parts)
-    }
-    fn load(&self, image: Image, parts: &[Part]) -> Result<(), BackendError> {
-        (**self).load(image, parts)
-    }
-    fn discard(&self, image: Image) {
-        (**self).discard(image);
-    }
-    fn zero(&self, parts: &[Part]) -> Result<(), BackendError> {
-        (**self).zero(parts)
     }
 }

@@ -6,15 +6,15 @@
 use std::fmt;
 
 macro_rules! id {
-    ($(#[$doc:meta])* $name:ident($repr:ty), $prefix:literal) => {
+    ($(#[$doc:meta])* $visible:vis struct $name:ident($repr:ty), $prefix:literal) => {
         $(#[$doc])*
         #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
-        pub struct $name(pub $repr);
+        $visible struct $name(pub $repr);
 
         impl $name {
             /// The id as an index into a dense table.
             #[inline]
-            pub fn index(self) -> usize {
+            $visible fn index(self) -> usize {
                 self.0 as usize
             }
         }
@@ -29,12 +29,12 @@ macro_rules! id {
 
 id! {
     /// A logical stream, numbered in the order in which the program registers streams; never the raw handle.
-    StreamId(u16), "s"
+    pub struct StreamId(u16), "s"
 }
 
 id! {
     /// A pool, numbered in the order in which the program creates pools. Pool 0 is the default pool. Never reused.
-    PoolId(u32), "p"
+    pub struct PoolId(u32), "p"
 }
 
 id! {
@@ -42,23 +42,23 @@ id! {
     ///
     /// When several threads make heaps at once their numbers may differ from rank to rank; nothing is ordered by
     /// them. What ranks compare names a heap by its pool and stream.
-    HeapId(u32), "h"
+    pub(crate) struct HeapId(u32), "h"
 }
 
 id! {
     /// A segment's birth ordinal in its heap. It is also the allocation-*sequence* counter of rule D2: given to
     /// backing memory when it is obtained and inherited by every block split from it. Never reused.
-    SegmentId(u32), "g"
+    pub struct SegmentId(u32), "g"
 }
 
 id! {
     /// The name of an allocation within one trace. Given by the program (or the recorder), unique in the trace.
-    AllocationId(u64), "a"
+    pub struct AllocationId(u64), "a"
 }
 
 id! {
     /// An observer of a pool's segments, numbered in the order in which observers come. Never reused.
-    ObserverId(u32), "o"
+    pub struct ObserverId(u32), "o"
 }
 
 impl PoolId {

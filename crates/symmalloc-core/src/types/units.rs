@@ -24,6 +24,7 @@ pub const GIB: u64 = 1 << 30;
 ///
 /// assert_eq!([1023, 3 << 19, 5 << 30].map(|bytes| Amount(bytes).to_string()), ["1023 B", "1.50 MiB", "5.00 GiB"]);
 /// ```
+#[doc(hidden)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Amount(
     /// Bytes.

@@ -33,8 +33,8 @@ fn words_can_be_read_back() {
         assert_eq!(unpack_op(op_word(mark, StreamId(7), 99)), Some((mark, StreamId(7), 99)));
     }
     assert_eq!((unpack_op(0), unpack_op(u64::MAX)), (None, None));
-    let placement = Placement { segment: SegmentId(3), offset_bytes: 5 << 20 };
-    assert_eq!(unpack_placement(placement_word(placement)), placement);
+    let placement = Placement { segment: SegmentId(3), offset_bytes: 5 * UNIT_BYTES };
+    assert_eq!(unpack_placement(3 << 32 | 5), placement);
 }
 
 #[test]

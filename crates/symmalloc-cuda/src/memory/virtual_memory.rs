@@ -4,9 +4,9 @@
 //! needs the handle (NCCL does) gets it with `cuMemRetainAllocationHandle`.
 //!
 //! How large chunks are: a map of a whole range (fixed and reserved segments) is one chunk, because NCCL before 2.30.3 takes
-//! one physical allocation per window. Growth of an expandable range is cut into chunks of at most `chunk_bytes`, or of a 64th of
-//! what is mapped at once, since trimming gives back whole chunks only. On an H200 a chunk of 2 to 64 MiB costs 34 to 38 us to make and 29 to 45 us to give
-//! back: their number counts, not their size, and setting access for many in one call saves nothing (`docs/gpu.md`).
+//! one physical allocation per window. Growth of an expandable range is cut into chunks of at most `chunk_bytes`, since trimming
+//! gives back whole chunks only. On an H200 a chunk of 2 to 64 MiB costs 34 to 38 us to make and 29 to 45 us to give
+//! back: their number counts, not their size, and setting access for many in one call saves nothing (`docs/device-memory.md`).
 //!
 //! What may be stitched is mapped in chunks of one piece each, and a piece is mapped into another range by its handle: a map
 //! covers a handle from its start. Memory goes back to the device with its last mapping.

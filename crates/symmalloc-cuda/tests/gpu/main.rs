@@ -1,4 +1,4 @@
-//! The CUDA backend on a device. Without one every test says so and passes. Commands and what was seen: `docs/gpu.md`.
+//! The CUDA backend on a device. Without one every test says so and passes. Commands: `docs/testing.md`; what was seen: `docs/measured/gpu.md`.
 //!
 //! Run with `--test-threads=1`: some tests look at how much memory the device has left.
 

@@ -8,7 +8,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use symmalloc_core::lock::Shared;
-use symmalloc_core::recording::RecordingError;
+use symmalloc_core::recording::{RecordingEnd, RecordingError};
 use symmalloc_core::{Allocator, Config, Op, PoolId, SharedAllocator};
 use symmalloc_import::compression::{Compression, Compressor};
 use symmalloc_import::{
@@ -223,7 +223,9 @@ fn a_full_disk_ends_the_recording_and_not_the_job() {
     allocator.start_recording(TraceFile::create("/dev/full", options).unwrap()).unwrap();
     work(&allocator, 10_000);
     assert!(!allocator.is_recording());
-    let Err(RecordingError::Sink { source, .. }) = allocator.stop_recording() else { panic!("the disk is full") };
+    let Err(RecordingError::Ended { source: RecordingEnd::Sink(source), .. }) = allocator.stop_recording() else {
+        panic!("the disk is full")
+    };
     let error = source.downcast_ref::<TraceFileError>().expect("a trace file's");
     assert!(matches!(error, TraceFileError::Write { path, .. } if path == Path::new("/dev/full")), "{error}");
     assert_eq!(allocator.stats().usage.all.allocations.allocated, 10_000);
@@ -232,7 +234,7 @@ fn a_full_disk_ends_the_recording_and_not_the_job() {
     let short = self::allocator();
     short.start_recording(TraceFile::create("/dev/full", TraceFileOptions::default()).unwrap()).unwrap();
     work(&short, 1);
-    assert!(matches!(short.stop_recording(), Err(RecordingError::Sink { .. })));
+    assert!(matches!(short.stop_recording(), Err(RecordingError::Ended { source: RecordingEnd::Sink(_), .. })));
 }
 
 #[test]
@@ -315,7 +317,10 @@ fn a_forked_child_leaves_the_file_alone() {
     if child == 0 {
         let is_ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
             work(&allocator, 5000);
-            let Err(RecordingError::Sink { source, .. }) = allocator.stop_recording() else { return false };
+            let Err(RecordingError::Ended { source: RecordingEnd::Sink(source), .. }) = allocator.stop_recording()
+            else {
+                return false;
+            };
             matches!(source.downcast_ref(), Some(TraceFileError::Forked { .. }))
         }));
         // SAFETY: ends the child without what the test's process has registered for its own end.

@@ -1,8 +1,8 @@
 //! What can be wrong with the text of a layout: a line, or a statement that contradicts those before it.
 
+use super::contradiction::Contradiction;
 use super::line::{MAGIC, VERSION};
 use crate::text::LineError;
-use symmalloc_core::layout::Contradiction;
 
 /// Why a layout could not be read.
 #[derive(Debug, thiserror::Error)]

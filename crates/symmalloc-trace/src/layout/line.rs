@@ -1,11 +1,12 @@
 //! One line of a layout, read by itself.
 
+use super::rules::LayoutItem;
 use crate::text::{Fields, LineError};
 use smallvec::SmallVec;
 use symmalloc_core::Digest;
 use symmalloc_core::SizeClass;
 use symmalloc_core::ids::SegmentId;
-use symmalloc_core::layout::{AllocationLayout, Extent, LayoutItem};
+use symmalloc_core::layout::{AllocationLayout, Extent};
 
 /// The first word of every layout's text.
 pub const MAGIC: &str = "symmalloc-layout";

@@ -1,6 +1,6 @@
 //! Layouts as text: a pool's layout is saved to a file, and restored from it in another process.
 //!
-//! What a layout is, and what a restore does, stands in [`symmalloc_core::layout`]; the format in `docs/layout.md`.
+//! What a layout is, and what a restore does, stands in [`symmalloc_core::layout`]; the format in `docs/layout-format.md`.
 //!
 //! ```
 //! use symmalloc_core::{Allocator, Config, PoolId};
@@ -22,13 +22,16 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod contradiction;
 mod error;
 mod line;
 mod reader;
+mod rules;
 #[cfg(test)]
 mod tests;
 mod writer;
 
+pub use contradiction::Contradiction;
 pub use error::LayoutTextError;
 pub use line::{MAGIC, VERSION};
 pub use reader::{parse, read};

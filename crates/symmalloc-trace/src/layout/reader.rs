@@ -2,9 +2,10 @@
 
 use super::error::LayoutTextError;
 use super::line::{self, LayoutStatement, MAGIC, VERSION};
+use super::rules::{LayoutBuilder, Misfit};
 use crate::text::{Ending, FirstLine, Lines};
 use std::io::BufRead;
-use symmalloc_core::layout::{Layout, LayoutBuilder, Misfit};
+use symmalloc_core::layout::Layout;
 
 /// Reads the text of a layout.
 ///

@@ -4,7 +4,6 @@ use super::line::KEYWORDS;
 use super::*;
 use proptest::prelude::*;
 use symmalloc_core::ids::{SegmentId, StreamId};
-use symmalloc_core::layout::Contradiction;
 use symmalloc_core::op::NAME_BYTES_MAX;
 use symmalloc_core::units::SEGMENT_BYTES_MAX;
 

@@ -1,6 +1,6 @@
 //! Plans as text: what a job was planned to, written to a file, and followed in other processes.
 //!
-//! What a plan is, and what following it does, stands in [`symmalloc_core::plans`]; the format in `docs/plan.md`.
+//! What a plan is, and what following it does, stands in [`symmalloc_core::plans`]; the format in `docs/plan-format.md`.
 //!
 //! ```
 //! use symmalloc_core::plans::{Plan, StepAllocation, Steps};

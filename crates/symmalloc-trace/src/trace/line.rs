@@ -46,6 +46,10 @@ const KEYWORDS: &[&str] = &[
     "end",
 ];
 
+/// The words for what stood in the way of a request.
+pub(super) const REFUSALS: [(Refusal, &str); 3] =
+    [(Refusal::Limit, "limit"), (Refusal::Segment, "segment"), (Refusal::Driver, "driver")];
+
 /// What a line says.
 #[derive(Debug)]
 pub(super) enum Statement {
@@ -155,8 +159,8 @@ impl Fields<'_> {
     fn refusal(&mut self) -> Result<Refusal, LineError> {
         const EXPECTED: &str = "why it was refused: limit, segment or driver";
         let field = self.expect(EXPECTED)?;
-        let refusal = Refusal::ALL.into_iter().find(|refusal| refusal.word() == field.text);
-        refusal.ok_or_else(|| self.expected(field.column, EXPECTED))
+        let refusal = REFUSALS.iter().find(|(_, word)| *word == field.text);
+        refusal.map(|(refusal, _)| *refusal).ok_or_else(|| self.expected(field.column, EXPECTED))
     }
 
     fn contents(&mut self, expected: &'static str) -> Result<Contents, LineError> {

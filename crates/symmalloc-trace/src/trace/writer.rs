@@ -8,7 +8,7 @@ use std::io::{self, Write};
 
 use super::error::TraceWriteError;
 use super::ledger::Ledger;
-use super::line::{MAGIC, VERSION};
+use super::line::{MAGIC, REFUSALS, VERSION};
 use crate::text::write_name;
 use symmalloc_core::config::Config;
 use symmalloc_core::ids::PoolId;
@@ -154,7 +154,8 @@ fn write_record(line: &mut impl fmt::Write, record: &Record) -> fmt::Result {
         Op::Refuse { pool, stream, size_bytes, refusal } => {
             write!(line, "refuse {size_bytes} {stream}")?;
             write_pool(line, *pool)?;
-            write!(line, " {}", refusal.word())
+            let word = REFUSALS.iter().find(|(known, _)| known == refusal).map_or("", |(_, word)| word);
+            write!(line, " {word}")
         }
     }
 }

@@ -3,9 +3,7 @@
 use std::fmt;
 
 use super::keys::{EXPANDABLE, FIXED, PLAN, POINTER_LOOKUP, RECLAIM, RESERVED, SEGMENTS, STREAMS};
-use crate::config::policy::{
-    Config, PlanPolicy, PointerLookup, PoolConfig, Reclaim, RoundupPower2Divisions, SegmentPolicy, StreamPolicy,
-};
+use crate::config::policy::{Config, PlanPolicy, PoolConfig, RoundupPower2Divisions, SegmentPolicy};
 use crate::types::units::MIB;
 
 impl fmt::Display for PoolConfig {
@@ -28,22 +26,13 @@ impl fmt::Display for PoolConfig {
                 write_bytes(f, "segment", Some(*segment_bytes))?;
             }
         }
-        let streams = match self.streams() {
-            StreamPolicy::Separate => STREAMS[0],
-            StreamPolicy::Shared => STREAMS[1],
-        };
-        write!(f, ",streams:{streams},symmetric:{}", self.symmetric())?;
+        write!(f, ",streams:{},symmetric:{}", STREAMS[self.streams() as usize], self.symmetric())?;
         write_bytes(f, "limit", self.limit_bytes())?;
         write_bytes(f, "release_threshold", self.release_threshold_bytes())?;
-        let reclaim = match self.reclaim() {
-            Reclaim::Never => RECLAIM[0],
-            Reclaim::Heap => RECLAIM[1],
-            Reclaim::Pool => RECLAIM[2],
-        };
-        write!(f, ",reclaim:{reclaim}")?;
+        write!(f, ",reclaim:{}", RECLAIM[self.reclaim() as usize])?;
         write_divisions(f, self.roundup_power2_divisions())?;
         if self.plan() == PlanPolicy::Learn {
-            write!(f, ",plan:{}", PLAN[1])?;
+            write!(f, ",plan:{}", PLAN[self.plan() as usize])?;
         }
         if let Some(tag) = self.tag() {
             write!(f, ",tag:{tag}")?;
@@ -61,10 +50,7 @@ impl fmt::Display for Config {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.default_pool())?;
         write_bytes(f, "total_limit", self.limit_bytes())?;
-        let lookup = match self.pointer_lookup() {
-            PointerLookup::Off => POINTER_LOOKUP[0],
-            PointerLookup::Exact => POINTER_LOOKUP[1],
-        };
+        let lookup = POINTER_LOOKUP[self.pointer_lookup() as usize];
         write!(f, ",retries_max:{},pointer_lookup:{lookup},history_ops:{}", self.retries_max(), self.history_ops())
     }
 }

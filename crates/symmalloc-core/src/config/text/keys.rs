@@ -1,55 +1,31 @@
-//! The keys: every spelling, what it says, which values it takes and where it may stand.
+//! The keys: how each is spelt, which values it takes, and what it holds for.
 
 use super::reason::{IgnoredReason, KeyRefusal};
 use crate::config::nearest::nearest;
 use crate::types::units::MIB;
 
-/// What a key says, whatever the unit it is spelt in.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Key {
-    Segments,
-    ExpandableSegments,
-    SegmentSize,
-    Range,
-    Growth,
-    Stitching,
-    StitchingGranule,
-    StitchingLeast,
-    StitchingMaps,
-    StitchingAliases,
-    LargeSegmentSize,
-    MaxSplitSize,
-    MaxNonSplitRounding,
-    RoundupPower2Divisions,
-    Streams,
-    Symmetric,
-    Limit,
-    ReleaseThreshold,
-    Reclaim,
-    Plan,
-    Tag,
-    Backend,
-    TotalLimit,
-    RetriesMax,
-    PointerLookup,
-    HistoryOps,
-    /// PyTorch's, and without a meaning here.
-    Ignored(IgnoredReason),
-    /// PyTorch's, and never taken.
-    Refused(KeyRefusal),
+/// A key.
+#[derive(Debug)]
+pub(super) struct Key {
+    /// Without its unit. So errors of values out of range name it.
+    pub(super) name: &'static str,
+    /// Each spelling, with how much one is of a number spelt so.
+    spellings: &'static [(&'static str, u64)],
+    pub(super) takes: Takes,
+    pub(super) of: Of,
 }
 
 /// Which values a key takes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug)]
 pub(super) enum Takes {
-    /// A number of so many bytes each.
-    Bytes(u64),
-    /// A number.
+    /// A number of bytes, or of MiB.
+    Bytes,
+    /// A number of 32 bits.
     Count,
     /// `true` or `false`, also as PyTorch spells them.
     Flag,
-    /// One of these words; the value is its position.
-    Word { words: &'static [&'static str], allowed: &'static str },
+    /// One of these words, which are listed for people as well.
+    Word(&'static [&'static str], &'static str),
     /// A [`Tag`](crate::config::Tag).
     Tag,
     /// PyTorch's `roundup_power2_divisions`.
@@ -58,12 +34,19 @@ pub(super) enum Takes {
     Anything,
 }
 
-/// A spelling of a key.
-#[derive(Debug)]
-pub(super) struct Spelling {
-    pub(super) name: &'static str,
-    pub(super) key: Key,
-    pub(super) takes: Takes,
+/// What a key holds for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Of {
+    /// A pool.
+    Pool,
+    /// A pool of these segments.
+    Segments(usize),
+    /// The whole allocator: a pool cannot state it.
+    Allocator,
+    /// Nothing: it is PyTorch's, and without a meaning here.
+    Nothing(IgnoredReason),
+    /// It is PyTorch's, and never taken.
+    Never(KeyRefusal),
 }
 
 pub(super) const FIXED: usize = 0;
@@ -72,125 +55,99 @@ pub(super) const RESERVED: usize = 2;
 
 /// The words of `segments`, in the order of the three constants above.
 pub(super) const SEGMENTS: &[&str] = &["fixed", "expandable", "reserved"];
-/// The words of `streams`.
+// The words of the other keys, in the order of the values that they stand for.
 pub(super) const STREAMS: &[&str] = &["separate", "shared"];
-/// The words of `reclaim`.
 pub(super) const RECLAIM: &[&str] = &["never", "heap", "pool"];
-/// The words of `plan`.
 pub(super) const PLAN: &[&str] = &["off", "learn"];
-/// The words of `pointer_lookup`.
 pub(super) const POINTER_LOOKUP: &[&str] = &["off", "exact"];
-/// The words of `backend`; the second is refused.
-pub(super) const BACKENDS: &[&str] = &["native", "cudaMallocAsync"];
+/// The second is refused.
+const BACKENDS: &[&str] = &["native", "cudaMallocAsync"];
 
-const fn spelling(name: &'static str, key: Key, takes: Takes) -> Spelling {
-    Spelling { name, key, takes }
-}
-
-const fn word(words: &'static [&'static str], allowed: &'static str) -> Takes {
-    Takes::Word { words, allowed }
-}
-
-/// Keys that this library knows a meaning for.
-static MEANT: [Spelling; 37] = {
-    use Key::*;
-    [
-        spelling("segments", Segments, word(SEGMENTS, "fixed, expandable or reserved")),
-        spelling("expandable_segments", ExpandableSegments, Takes::Flag),
-        spelling("segment_mb", SegmentSize, Takes::Bytes(MIB)),
-        spelling("segment_bytes", SegmentSize, Takes::Bytes(1)),
-        spelling("range_mb", Range, Takes::Bytes(MIB)),
-        spelling("range_bytes", Range, Takes::Bytes(1)),
-        spelling("growth_mb", Growth, Takes::Bytes(MIB)),
-        spelling("growth_bytes", Growth, Takes::Bytes(1)),
-        spelling("stitching", Stitching, Takes::Flag),
-        spelling("stitching_granule_mb", StitchingGranule, Takes::Bytes(MIB)),
-        spelling("stitching_granule_bytes", StitchingGranule, Takes::Bytes(1)),
-        spelling("stitching_least_mb", StitchingLeast, Takes::Bytes(MIB)),
-        spelling("stitching_least_bytes", StitchingLeast, Takes::Bytes(1)),
-        spelling("stitching_maps", StitchingMaps, Takes::Count),
-        spelling("stitching_aliases", StitchingAliases, Takes::Count),
-        spelling("large_segment_size_mb", LargeSegmentSize, Takes::Bytes(MIB)),
-        spelling("large_segment_size_bytes", LargeSegmentSize, Takes::Bytes(1)),
-        spelling("max_split_size_mb", MaxSplitSize, Takes::Bytes(MIB)),
-        spelling("max_split_size_bytes", MaxSplitSize, Takes::Bytes(1)),
-        spelling("max_non_split_rounding_mb", MaxNonSplitRounding, Takes::Bytes(MIB)),
-        spelling("max_non_split_rounding_bytes", MaxNonSplitRounding, Takes::Bytes(1)),
-        spelling("roundup_power2_divisions", RoundupPower2Divisions, Takes::Divisions),
-        spelling("streams", Streams, word(STREAMS, "separate or shared")),
-        spelling("symmetric", Symmetric, Takes::Flag),
-        spelling("limit_mb", Limit, Takes::Bytes(MIB)),
-        spelling("limit_bytes", Limit, Takes::Bytes(1)),
-        spelling("release_threshold_mb", ReleaseThreshold, Takes::Bytes(MIB)),
-        spelling("release_threshold_bytes", ReleaseThreshold, Takes::Bytes(1)),
-        spelling("reclaim", Reclaim, word(RECLAIM, "never, heap or pool")),
-        spelling("plan", Plan, word(PLAN, "off or learn")),
-        spelling("tag", Tag, Takes::Tag),
-        spelling("backend", Backend, word(BACKENDS, "native")),
-        spelling("total_limit_mb", TotalLimit, Takes::Bytes(MIB)),
-        spelling("total_limit_bytes", TotalLimit, Takes::Bytes(1)),
-        spelling("retries_max", RetriesMax, Takes::Count),
-        spelling("pointer_lookup", PointerLookup, word(POINTER_LOOKUP, "off or exact")),
-        spelling("history_ops", HistoryOps, Takes::Count),
-    ]
-};
-
-/// PyTorch's other keys, as of its version 2.14.
-static FOREIGN: [Spelling; 14] = {
-    const DRIVER: Key = Key::Ignored(IgnoredReason::NotPlacement);
-    const FRACTION: Key = Key::Ignored(IgnoredReason::DeviceFraction);
-    [
-        spelling("garbage_collection_threshold", Key::Refused(KeyRefusal::LocalAge), Takes::Anything),
-        spelling("per_process_memory_fraction", FRACTION, Takes::Anything),
-        spelling("throw_on_cudamalloc_oom", FRACTION, Takes::Anything),
-        spelling("expandable_segments_reserve", FRACTION, Takes::Anything),
-        spelling("expandable_segments_reserve_by_class", FRACTION, Takes::Anything),
-        spelling("graph_capture_record_stream_reuse", DRIVER, Takes::Anything),
-        spelling("release_lock_on_cudamalloc", DRIVER, Takes::Anything),
-        spelling("release_lock_on_hipmalloc", DRIVER, Takes::Anything),
-        spelling("pinned_use_cuda_host_register", DRIVER, Takes::Anything),
-        spelling("pinned_use_hip_host_register", DRIVER, Takes::Anything),
-        spelling("pinned_num_register_threads", DRIVER, Takes::Anything),
-        spelling("pinned_use_background_threads", DRIVER, Takes::Anything),
-        spelling("pinned_reserve_segment_size_mb", DRIVER, Takes::Anything),
-        spelling("pinned_free_catch_all", DRIVER, Takes::Anything),
-    ]
-};
-
-/// The spelling of this name.
-pub(super) fn find(name: &str) -> Option<&'static Spelling> {
-    MEANT.iter().chain(&FOREIGN).find(|spelling| spelling.name == name)
-}
-
-/// The name nearest to a misspelt one.
-pub(super) fn nearest_name(name: &str) -> Option<&'static str> {
-    nearest(name, MEANT.iter().chain(&FOREIGN).map(|spelling| spelling.name))
-}
-
-/// The names of all keys that have a meaning here.
-pub(super) fn names() -> impl Iterator<Item = &'static str> {
-    MEANT.iter().map(|spelling| spelling.name)
-}
-
-impl Key {
-    /// The segments that the key is for, when it is for one kind only.
-    pub(super) fn segments(self) -> Option<usize> {
-        match self {
-            Key::LargeSegmentSize | Key::MaxSplitSize | Key::MaxNonSplitRounding => Some(FIXED),
-            Key::Range
-            | Key::Growth
-            | Key::Stitching
-            | Key::StitchingGranule
-            | Key::StitchingLeast
-            | Key::StitchingMaps
-            | Key::StitchingAliases => Some(EXPANDABLE),
-            Key::SegmentSize => Some(RESERVED),
-            _ => None,
+macro_rules! key {
+    ($name:literal, Bytes, $of:expr) => {
+        Key {
+            name: $name,
+            spellings: &[(concat!($name, "_mb"), MIB), (concat!($name, "_bytes"), 1)],
+            takes: Takes::Bytes,
+            of: $of,
         }
-    }
+    };
+    ($name:literal, $takes:expr, $of:expr) => {
+        Key { name: $name, spellings: &[($name, 1)], takes: $takes, of: $of }
+    };
+}
 
-    /// Whether the key holds for the whole allocator, so that a pool cannot state it.
-    pub(super) fn is_for_the_allocator(self) -> bool {
-        matches!(self, Key::TotalLimit | Key::RetriesMax | Key::PointerLookup | Key::HistoryOps)
-    }
+/// All keys, PyTorch's as of its version 2.14.
+static KEYS: [Key; 40] = {
+    use {Of::*, Takes::*};
+    const DRIVER: Of = Nothing(IgnoredReason::NotPlacement);
+    const FRACTION: Of = Nothing(IgnoredReason::DeviceFraction);
+    [
+        key!("segments", Word(SEGMENTS, "fixed, expandable or reserved"), Pool),
+        key!("expandable_segments", Flag, Pool),
+        key!("segment", Bytes, Segments(RESERVED)),
+        key!("range", Bytes, Segments(EXPANDABLE)),
+        key!("growth", Bytes, Segments(EXPANDABLE)),
+        key!("stitching", Flag, Segments(EXPANDABLE)),
+        key!("stitching_granule", Bytes, Segments(EXPANDABLE)),
+        key!("stitching_least", Bytes, Segments(EXPANDABLE)),
+        key!("stitching_maps", Count, Segments(EXPANDABLE)),
+        key!("stitching_aliases", Count, Segments(EXPANDABLE)),
+        key!("large_segment_size", Bytes, Segments(FIXED)),
+        key!("max_split_size", Bytes, Segments(FIXED)),
+        key!("max_non_split_rounding", Bytes, Segments(FIXED)),
+        key!("roundup_power2_divisions", Divisions, Pool),
+        key!("streams", Word(STREAMS, "separate or shared"), Pool),
+        key!("symmetric", Flag, Pool),
+        key!("limit", Bytes, Pool),
+        key!("release_threshold", Bytes, Pool),
+        key!("reclaim", Word(RECLAIM, "never, heap or pool"), Pool),
+        key!("plan", Word(PLAN, "off or learn"), Pool),
+        key!("tag", Tag, Pool),
+        key!("backend", Word(BACKENDS, "native"), Pool),
+        key!("total_limit", Bytes, Allocator),
+        key!("retries_max", Count, Allocator),
+        key!("pointer_lookup", Word(POINTER_LOOKUP, "off or exact"), Allocator),
+        key!("history_ops", Count, Allocator),
+        key!("garbage_collection_threshold", Anything, Never(KeyRefusal::LocalAge)),
+        key!("per_process_memory_fraction", Anything, FRACTION),
+        key!("throw_on_cudamalloc_oom", Anything, FRACTION),
+        key!("expandable_segments_reserve", Anything, FRACTION),
+        key!("expandable_segments_reserve_by_class", Anything, FRACTION),
+        key!("graph_capture_record_stream_reuse", Anything, DRIVER),
+        key!("release_lock_on_cudamalloc", Anything, DRIVER),
+        key!("release_lock_on_hipmalloc", Anything, DRIVER),
+        key!("pinned_use_cuda_host_register", Anything, DRIVER),
+        key!("pinned_use_hip_host_register", Anything, DRIVER),
+        key!("pinned_num_register_threads", Anything, DRIVER),
+        key!("pinned_use_background_threads", Anything, DRIVER),
+        key!("pinned_reserve_segment_size_mb", Anything, DRIVER),
+        key!("pinned_free_catch_all", Anything, DRIVER),
+    ]
+};
+
+/// Whether a key has this name.
+pub(super) fn is_name(name: &str) -> bool {
+    KEYS.iter().any(|key| key.name == name)
+}
+
+/// Every spelling with its key, and how much one is.
+fn spellings() -> impl Iterator<Item = (&'static Key, &'static str, u64)> {
+    KEYS.iter().flat_map(|key| key.spellings.iter().map(move |(spelling, unit)| (key, *spelling, *unit)))
+}
+
+/// The key that is spelt so, its spelling, and how much one is.
+pub(super) fn find(name: &str) -> Option<(&'static Key, &'static str, u64)> {
+    spellings().find(|(_, spelling, _)| *spelling == name)
+}
+
+/// The spelling nearest to a misspelt one.
+pub(super) fn nearest_name(name: &str) -> Option<&'static str> {
+    nearest(name, spellings().map(|(_, spelling, _)| spelling))
+}
+
+/// The spellings of all keys that have a meaning here.
+pub(super) fn names() -> impl Iterator<Item = &'static str> {
+    let is_meant = |of: Of| !matches!(of, Of::Nothing(_) | Of::Never(_));
+    spellings().filter(move |(key, ..)| is_meant(key.of)).map(|(_, spelling, _)| spelling)
 }

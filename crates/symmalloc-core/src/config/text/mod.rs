@@ -26,7 +26,7 @@ pub use reason::{IgnoredKey, IgnoredReason, KeyRefusal};
 
 use std::str::FromStr;
 
-use self::keys::{EXPANDABLE, FIXED, Key, RESERVED, SEGMENTS};
+use self::keys::{EXPANDABLE, FIXED, Of, RESERVED, SEGMENTS};
 use self::settings::{Dialect, Settings};
 use crate::config::policy::{
     Config, ConfigError, ExpandableSegments, FixedSegments, PlanPolicy, PointerLookup, PoolConfig, Reclaim,
@@ -96,7 +96,7 @@ impl FromStr for PoolConfig {
 
     fn from_str(text: &str) -> Result<Self, ConfigTextError> {
         let mut settings = Settings::parse(text, Dialect::Strict)?;
-        match settings.stated().iter().find(|stated| stated.key.is_for_the_allocator()) {
+        match settings.stated().iter().find(|stated| stated.key.of == Of::Allocator) {
             Some(stated) => Err(ConfigTextError::Refused {
                 offset: stated.offset,
                 key: stated.name,
@@ -108,86 +108,71 @@ impl FromStr for PoolConfig {
 }
 
 fn build_config(settings: &mut Settings) -> Result<Config, ConfigTextError> {
-    let mut config = Config::builder().default_pool(build_pool(settings)?);
-    config = config.limit_bytes(settings.number(Key::TotalLimit));
-    if let Some(retries) = settings.number(Key::RetriesMax) {
-        config = config.retries_max(u32::try_from(retries).unwrap_or(u32::MAX));
-    }
-    if let Some(ops) = settings.number(Key::HistoryOps) {
-        config = config.history_ops(u32::try_from(ops).unwrap_or(u32::MAX));
-    }
-    if let Some(lookup) = settings.word(Key::PointerLookup) {
-        config = config.pointer_lookup([PointerLookup::Off, PointerLookup::Exact][lookup]);
-    }
-    config.build().map_err(|source| out_of_range(settings, source))
+    let default = Config::default();
+    let count = |key, default: u32| settings.count(key).unwrap_or(default);
+    let config = Config::builder()
+        .limit_bytes(settings.number("total_limit"))
+        .retries_max(count("retries_max", default.retries_max()))
+        .history_ops(count("history_ops", default.history_ops()))
+        .pointer_lookup(settings.one_of("pointer_lookup", [PointerLookup::Off, PointerLookup::Exact]));
+    config.default_pool(build_pool(settings)?).build().map_err(|source| out_of_range(settings, source))
 }
 
 fn build_pool(settings: &mut Settings) -> Result<PoolConfig, ConfigTextError> {
-    let mut pool = PoolConfig::builder().segments(build_segments(settings)?);
-    if let Some(streams) = settings.word(Key::Streams) {
-        pool = pool.streams([StreamPolicy::Separate, StreamPolicy::Shared][streams]);
-    }
-    if let Some(reclaim) = settings.word(Key::Reclaim) {
-        pool = pool.reclaim([Reclaim::Never, Reclaim::Heap, Reclaim::Pool][reclaim]);
-    }
-    if let Some(plan) = settings.word(Key::Plan) {
-        pool = pool.plan([PlanPolicy::Off, PlanPolicy::Learn][plan]);
-    }
-    if let Some(symmetric) = settings.flag(Key::Symmetric) {
-        pool = pool.symmetric(symmetric);
-    }
-    if let Some(divisions) = settings.divisions() {
-        pool = pool.roundup_power2_divisions(divisions);
-    }
-    pool.stitching(build_stitching(settings))
+    PoolConfig::builder()
+        .segments(build_segments(settings)?)
+        .stitching(build_stitching(settings))
         .tag(settings.tag())
-        .limit_bytes(settings.number(Key::Limit))
-        .release_threshold_bytes(settings.number(Key::ReleaseThreshold))
+        .streams(settings.one_of("streams", [StreamPolicy::Separate, StreamPolicy::Shared]))
+        .symmetric(settings.one_of("symmetric", [false, true]))
+        .limit_bytes(settings.number("limit"))
+        .release_threshold_bytes(settings.number("release_threshold"))
+        .reclaim(settings.one_of("reclaim", [Reclaim::Never, Reclaim::Heap, Reclaim::Pool]))
+        .roundup_power2_divisions(settings.divisions().unwrap_or_default())
+        .plan(settings.one_of("plan", [PlanPolicy::Off, PlanPolicy::Learn]))
         .build()
         .map_err(|source| out_of_range(settings, source))
 }
 
 /// A knob of stitching asks for it.
 fn build_stitching(settings: &Settings) -> Option<Stitching> {
+    let knobs = ["stitching_granule", "stitching_least", "stitching_maps", "stitching_aliases"];
+    let is_on = settings.number("stitching").map(|flag| flag == 1);
     let default = Stitching::default();
-    let number = |key, default| settings.number(key).unwrap_or(default);
-    let count = |key, default: u32| u32::try_from(number(key, default.into())).unwrap_or(u32::MAX);
-    let knobs = [Key::StitchingGranule, Key::StitchingLeast, Key::StitchingMaps, Key::StitchingAliases];
-    let is_on = settings.flag(Key::Stitching).unwrap_or(knobs.into_iter().any(|key| settings.find(key).is_some()));
-    is_on.then(|| Stitching {
-        granule_bytes: number(Key::StitchingGranule, default.granule_bytes),
-        least_bytes: number(Key::StitchingLeast, default.least_bytes),
-        maps_max: count(Key::StitchingMaps, default.maps_max),
-        aliases_max: count(Key::StitchingAliases, default.aliases_max),
+    is_on.unwrap_or(knobs.into_iter().any(|key| settings.find(key).is_some())).then(|| Stitching {
+        granule_bytes: settings.number("stitching_granule").unwrap_or(default.granule_bytes),
+        least_bytes: settings.number("stitching_least").unwrap_or(default.least_bytes),
+        maps_max: settings.count("stitching_maps").unwrap_or(default.maps_max),
+        aliases_max: settings.count("stitching_aliases").unwrap_or(default.aliases_max),
     })
 }
 
 fn build_segments(settings: &mut Settings) -> Result<SegmentPolicy, ConfigTextError> {
     let kind = segment_kind(settings)?;
     check_segment_keys(settings, kind)?;
+    let number = |key, default| settings.number(key).unwrap_or(default);
     Ok(match kind {
         FIXED => {
-            let default = FixedSegments::default();
-            let large_segment_bytes = settings.number(Key::LargeSegmentSize).unwrap_or(default.large_segment_bytes);
+            let large_segment_bytes = number("large_segment_size", FixedSegments::default().large_segment_bytes);
             SegmentPolicy::Fixed(FixedSegments {
-                max_split_size_bytes: settings.number(Key::MaxSplitSize),
+                max_split_size_bytes: settings.number("max_split_size"),
                 // PyTorch's default follows the large segment.
-                max_non_split_rounding_bytes: settings.number(Key::MaxNonSplitRounding).unwrap_or(large_segment_bytes),
+                max_non_split_rounding_bytes: number("max_non_split_rounding", large_segment_bytes),
                 large_segment_bytes,
             })
         }
-        RESERVED => match settings.number(Key::SegmentSize) {
+        RESERVED => match settings.number("segment") {
             Some(segment_bytes) => SegmentPolicy::Reserved { segment_bytes },
             None => {
-                let offset = settings.find(Key::Segments).map_or(0, |stated| stated.offset);
+                let offset = settings.find("segments").map_or(0, |stated| stated.offset);
                 return Err(ConfigTextError::MissingSegmentSize { offset });
             }
         },
         _ => {
-            let default = ExpandableSegments::default();
+            let ExpandableSegments { range_bytes, growth_bytes } = ExpandableSegments::default();
             SegmentPolicy::Expandable(ExpandableSegments {
-                range_bytes: settings.number(Key::Range).unwrap_or(default.range_bytes),
-                growth_bytes: settings.number(Key::Growth).unwrap_or(default.growth_bytes),
+                range_bytes: number("range", range_bytes),
+                growth_bytes: number("growth", growth_bytes),
             })
         }
     })
@@ -195,26 +180,26 @@ fn build_segments(settings: &mut Settings) -> Result<SegmentPolicy, ConfigTextEr
 
 /// Which segments are asked for, with our key or PyTorch's.
 fn segment_kind(settings: &Settings) -> Result<usize, ConfigTextError> {
-    let ours = settings.word(Key::Segments);
-    let theirs = settings.find(Key::ExpandableSegments).zip(settings.flag(Key::ExpandableSegments));
-    match (ours, theirs) {
-        (Some(kind), Some((stated, flag))) if flag != (kind == EXPANDABLE) => {
+    let ours = settings.number("segments").map(|kind| kind as usize);
+    let is_expandable = settings.number("expandable_segments").map(|flag| flag == 1);
+    match (ours, is_expandable, settings.find("expandable_segments")) {
+        (Some(kind), Some(flag), Some(stated)) if flag != (kind == EXPANDABLE) => {
             Err(ConfigTextError::Contradiction { offset: stated.offset })
         }
-        (Some(kind), _) => Ok(kind),
-        (None, Some((_, true))) => Ok(EXPANDABLE),
-        (None, Some((_, false))) => Ok(FIXED),
-        (None, None) if settings.dialect == Dialect::PyTorch => Ok(FIXED),
-        (None, None) => Ok(EXPANDABLE),
+        (Some(kind), ..) => Ok(kind),
+        (None, Some(false), _) => Ok(FIXED),
+        (None, None, _) if settings.dialect == Dialect::PyTorch => Ok(FIXED),
+        _ => Ok(EXPANDABLE),
     }
 }
 
 /// Keys for other segments are errors; in a text for PyTorch, PyTorch's own are listed instead.
 fn check_segment_keys(settings: &mut Settings, kind: usize) -> Result<(), ConfigTextError> {
-    let others = |stated: &settings::Setting| stated.key.segments().is_some_and(|segments| segments != kind);
-    let others: Vec<_> = settings.stated().iter().copied().filter(others).collect();
-    for stated in others {
-        let segments = stated.key.segments().unwrap_or(kind);
+    for stated in settings.stated().to_vec() {
+        let Of::Segments(segments) = stated.key.of else { continue };
+        if segments == kind {
+            continue;
+        }
         if settings.dialect == Dialect::PyTorch && segments == FIXED {
             settings.ignore(stated.name, stated.offset, IgnoredReason::OtherSegments)?;
         } else {
@@ -234,9 +219,6 @@ fn out_of_range(settings: &Settings, source: ConfigError) -> ConfigTextError {
         | ConfigError::NotAMultiple { key, .. }
         | ConfigError::NotAPowerOfTwo { key, .. } => key,
     };
-    let stated = settings.stated().iter().find(|stated| {
-        let unit = stated.name.strip_prefix(key);
-        matches!(unit, Some("" | "_mb" | "_bytes"))
-    });
+    let stated = settings.find(key);
     ConfigTextError::OutOfRange { offset: stated.map_or(0, |stated| stated.offset), source }
 }

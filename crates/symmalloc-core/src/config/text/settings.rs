@@ -8,7 +8,7 @@
 //! Blanks around words mean nothing, as in PyTorch.
 
 use super::error::ConfigTextError;
-use super::keys::{self, Key, Spelling, Takes};
+use super::keys::{self, Key, Of, Takes};
 use super::reason::{IgnoredKey, IgnoredReason, KeyRefusal};
 use crate::config::policy::RoundupPower2Divisions;
 use crate::config::tag::Tag;
@@ -33,22 +33,19 @@ pub(super) struct Settings {
 /// One key and its value.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Setting {
-    pub(super) key: Key,
-    /// The key as it is spelt.
+    pub(super) key: &'static Key,
+    /// As it is spelt.
     pub(super) name: &'static str,
     /// Where the key starts.
     pub(super) offset: usize,
-    pub(super) value: Value,
+    value: Value,
 }
 
 /// A value, as its key takes it.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Value {
-    /// Bytes, or a count.
+enum Value {
+    /// Bytes, a count, 1 for `true`, or the position of the word among those that the key takes.
     Number(u64),
-    Flag(bool),
-    /// The position of the word among those that the key takes.
-    Word(usize),
     Divisions(RoundupPower2Divisions),
     Tag(Tag),
 }
@@ -59,30 +56,34 @@ impl Settings {
         let mut rest = Word { text, offset: 0 }.trimmed();
         while !rest.text.is_empty() {
             let (key, value, after) = split_item(rest)?;
-            let spelling = keys::find(key.text).ok_or_else(|| ConfigTextError::UnknownKey {
+            let (known, name, unit) = keys::find(key.text).ok_or_else(|| ConfigTextError::UnknownKey {
                 offset: key.offset,
                 bytes: key.text.len(),
                 nearest: keys::nearest_name(key.text),
             })?;
-            settings.state(spelling, key.offset, value)?;
+            settings.state((known, name, unit), key.offset, value)?;
             rest = after;
         }
         Ok(settings)
     }
 
-    fn state(&mut self, spelling: &Spelling, offset: usize, value: Word<'_>) -> Result<(), ConfigTextError> {
-        let &Spelling { name, key, .. } = spelling;
-        match key {
-            Key::Refused(reason) => return Err(ConfigTextError::Refused { offset, key: name, reason }),
-            Key::Ignored(reason) => return self.ignore(name, offset, reason),
+    fn state(
+        &mut self,
+        (key, name, unit): (&'static Key, &'static str, u64),
+        offset: usize,
+        value: Word<'_>,
+    ) -> Result<(), ConfigTextError> {
+        match key.of {
+            Of::Never(reason) => return Err(ConfigTextError::Refused { offset, key: name, reason }),
+            Of::Nothing(reason) => return self.ignore(name, offset, reason),
             _ => {}
         }
-        let value = parse_value(spelling, value)?;
-        if let (Key::Backend, Value::Word(1..)) = (key, value) {
+        let value = parse_value(key.takes, name, unit, value)?;
+        if let ("backend", Value::Number(1..)) = (name, value) {
             return Err(ConfigTextError::Refused { offset, key: name, reason: KeyRefusal::OtherAllocator });
         }
         let setting = Setting { key, name, offset, value };
-        match self.stated.iter_mut().find(|stated| stated.key == key) {
+        match self.stated.iter_mut().find(|stated| stated.key.name == key.name) {
             None => self.stated.push(setting),
             Some(stated) if self.dialect == Dialect::PyTorch => *stated = setting,
             Some(stated) => return Err(ConfigTextError::Duplicate { offset, key: name, first: stated.offset }),
@@ -111,29 +112,33 @@ impl Settings {
         &self.stated
     }
 
-    /// What is stated for this key.
-    pub(super) fn find(&self, key: Key) -> Option<Setting> {
-        self.stated.iter().copied().find(|stated| stated.key == key)
+    /// What is stated for the key of this name.
+    pub(super) fn find(&self, name: &str) -> Option<Setting> {
+        debug_assert!(keys::is_name(name), "{name} is no key");
+        self.stated.iter().copied().find(|stated| stated.key.name == name)
     }
 
-    pub(super) fn number(&self, key: Key) -> Option<u64> {
-        self.find(key).and_then(|stated| if let Value::Number(number) = stated.value { Some(number) } else { None })
+    /// The number that is stated, or that stands for what is.
+    pub(super) fn number(&self, name: &str) -> Option<u64> {
+        self.find(name).and_then(|stated| if let Value::Number(number) = stated.value { Some(number) } else { None })
     }
 
-    pub(super) fn flag(&self, key: Key) -> Option<bool> {
-        self.find(key).and_then(|stated| if let Value::Flag(flag) = stated.value { Some(flag) } else { None })
+    /// As [`number`](Self::number), of a key that takes 32 bits.
+    pub(super) fn count(&self, name: &str) -> Option<u32> {
+        self.number(name).map(|count| count as u32)
     }
 
-    pub(super) fn word(&self, key: Key) -> Option<usize> {
-        self.find(key).and_then(|stated| if let Value::Word(word) = stated.value { Some(word) } else { None })
+    /// The value that the word stands for, or the flag. The default where nothing is stated.
+    pub(super) fn one_of<T: Copy + Default, const N: usize>(&self, name: &str, values: [T; N]) -> T {
+        self.number(name).map_or_else(T::default, |at| values[at as usize])
     }
 
     pub(super) fn tag(&self) -> Option<Tag> {
-        self.find(Key::Tag).and_then(|stated| if let Value::Tag(tag) = stated.value { Some(tag) } else { None })
+        self.find("tag").and_then(|stated| if let Value::Tag(tag) = stated.value { Some(tag) } else { None })
     }
 
     pub(super) fn divisions(&self) -> Option<RoundupPower2Divisions> {
-        let stated = self.find(Key::RoundupPower2Divisions)?;
+        let stated = self.find("roundup_power2_divisions")?;
         if let Value::Divisions(divisions) = stated.value { Some(divisions) } else { None }
     }
 }
@@ -202,31 +207,25 @@ fn split_item(rest: Word<'_>) -> Result<(Word<'_>, Word<'_>, Word<'_>), ConfigTe
     }
 }
 
-fn parse_value(spelling: &Spelling, value: Word<'_>) -> Result<Value, ConfigTextError> {
-    let key = spelling.name;
+fn parse_value(takes: Takes, key: &'static str, unit: u64, value: Word<'_>) -> Result<Value, ConfigTextError> {
     let refused = |allowed| ConfigTextError::Value { offset: value.offset, key, allowed };
-    match spelling.takes {
-        Takes::Bytes(unit) => {
-            let number = parse_number(key, value, u64::MAX / unit, "a whole number")?;
-            Ok(Value::Number(number * unit))
+    let number = match (takes, value.text) {
+        (Takes::Bytes, _) => unit * parse_number(key, value, u64::MAX / unit, "a whole number")?,
+        (Takes::Count, _) => parse_number(key, value, u32::MAX.into(), "a whole number")?,
+        (Takes::Flag, "false" | "False") => 0,
+        (Takes::Flag, "true" | "True") => 1,
+        (Takes::Flag, _) => return Err(refused("true or false")),
+        (Takes::Word(words, allowed), word) => {
+            words.iter().position(|known| *known == word).ok_or_else(|| refused(allowed))? as u64
         }
-        Takes::Count => parse_number(key, value, u32::MAX.into(), "a whole number").map(Value::Number),
-        Takes::Flag => match value.text {
-            "true" | "True" => Ok(Value::Flag(true)),
-            "false" | "False" => Ok(Value::Flag(false)),
-            _ => Err(refused("true or false")),
-        },
-        Takes::Word { words, allowed } => match words.iter().position(|word| *word == value.text) {
-            Some(position) => Ok(Value::Word(position)),
-            None => Err(refused(allowed)),
-        },
-        Takes::Tag => match value.text.parse() {
-            Ok(tag) => Ok(Value::Tag(tag)),
-            Err(_) => Err(refused("1 to 24 lower-case letters, digits, _ and -")),
-        },
-        Takes::Divisions => parse_divisions(key, value).map(Value::Divisions),
-        Takes::Anything => Err(refused("left out")),
-    }
+        (Takes::Tag, text) => {
+            let tag = text.parse().map_err(|_| refused("1 to 24 lower-case letters, digits, _ and -"))?;
+            return Ok(Value::Tag(tag));
+        }
+        (Takes::Divisions, _) => return parse_divisions(key, value).map(Value::Divisions),
+        (Takes::Anything, _) => return Err(refused("left out")),
+    };
+    Ok(Value::Number(number))
 }
 
 fn parse_number(key: &'static str, digits: Word<'_>, max: u64, allowed: &'static str) -> Result<u64, ConfigTextError> {

@@ -20,8 +20,8 @@
 //! live allocations and extents say where every block is. The free index follows from the blocks, budgets and thresholds
 //! from the sums. Fences are not part of it: they decide which stream waits, never a placement.
 //!
-//! A `Layout` is consistent by construction: it comes from [`save_layout`](crate::Allocator::save_layout) or from a
-//! [`LayoutBuilder`], which refuses what no heap could look like. The crate `symmalloc-trace` writes and reads it as text.
+//! A `Layout` is consistent by construction: it comes from [`save_layout`](crate::Allocator::save_layout), or from its text. The
+//! crate `symmalloc-trace` writes and reads that, and refuses what no heap could look like.
 //!
 //! # Examples
 //! ```
@@ -49,11 +49,6 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-mod contradiction;
 mod parts;
-mod rules;
 
-pub use contradiction::Contradiction;
-pub(crate) use parts::Content;
 pub use parts::{AllocationLayout, Extent, HeapLayout, Layout, SegmentLayout};
-pub use rules::{LayoutBuilder, LayoutItem, Misfit};

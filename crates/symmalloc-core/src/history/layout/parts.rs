@@ -9,15 +9,15 @@ use smallvec::SmallVec;
 /// What a pool's future depends on. See the [module documentation](crate::history::layout).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
-    pub(crate) config: PoolConfig,
-    pub(crate) granularity_bytes: u64,
-    pub(crate) total_limit_bytes: Option<u64>,
-    pub(crate) heaps: Vec<HeapLayout>,
+    config: PoolConfig,
+    granularity_bytes: u64,
+    total_limit_bytes: Option<u64>,
+    heaps: Vec<HeapLayout>,
 }
 
 /// One heap of a [`Layout`].
+#[doc(hidden)]
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
 pub struct HeapLayout {
     /// Its stream; `None` when the pool's streams share.
     pub stream: Option<StreamId>,
@@ -30,8 +30,8 @@ pub struct HeapLayout {
 }
 
 /// One live segment of a [`HeapLayout`].
+#[doc(hidden)]
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
 pub struct SegmentLayout {
     /// Birth ordinal in its heap.
     pub id: SegmentId,
@@ -44,6 +44,7 @@ pub struct SegmentLayout {
 }
 
 /// A part of a segment.
+#[doc(hidden)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
     /// Where it starts in the segment, in bytes.
@@ -53,6 +54,7 @@ pub struct Extent {
 }
 
 /// One live allocation of a [`SegmentLayout`].
+#[doc(hidden)]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AllocationLayout {
     /// Where it starts in the segment, in bytes.
@@ -70,6 +72,17 @@ pub struct AllocationLayout {
 }
 
 impl Layout {
+    /// A layout of these parts, which nothing checks: for the reader of its text. Restoring what no heap could look like panics.
+    #[doc(hidden)]
+    pub fn of_parts(
+        config: PoolConfig,
+        granularity_bytes: u64,
+        total_limit_bytes: Option<u64>,
+        heaps: Vec<HeapLayout>,
+    ) -> Self {
+        Layout { config, granularity_bytes, total_limit_bytes, heaps }
+    }
+
     /// The pool's configuration.
     pub fn config(&self) -> &PoolConfig {
         &self.config
@@ -86,6 +99,7 @@ impl Layout {
     }
 
     /// The heaps in which anything ever happened, by stream.
+    #[doc(hidden)]
     pub fn heaps(&self) -> &[HeapLayout] {
         &self.heaps
     }
@@ -107,11 +121,6 @@ impl HeapLayout {
         let extents = self.segments.iter().flat_map(|segment| &segment.extents);
         extents.fold(0, |sum, extent| sum.saturating_add(extent.size_bytes))
     }
-
-    /// Of a heap in which nothing happened yet.
-    pub(crate) fn of_fresh(stream: Option<StreamId>, digest: Digest) -> Self {
-        HeapLayout { stream, digest, next_segment: SegmentId(0), segments: Vec::new() }
-    }
 }
 
 impl SegmentLayout {
@@ -119,50 +128,18 @@ impl SegmentLayout {
     pub(crate) fn end_bytes(&self) -> u64 {
         self.extents.last().map_or(0, |extent| extent.end_bytes())
     }
-
-    /// All of its blocks, in order.
-    pub(crate) fn pieces(&self) -> Vec<Piece<'_>> {
-        let mut pieces = Vec::new();
-        let mut end = 0;
-        let fill = |pieces: &mut Vec<_>, end: &mut u64, to, content| {
-            if *end < to {
-                pieces.push(Piece { size_bytes: to - *end, content });
-                *end = to;
-            }
-        };
-        let mut allocations = self.allocations.iter().peekable();
-        for extent in &self.extents {
-            fill(&mut pieces, &mut end, extent.offset_bytes, Content::Hole);
-            while let Some(allocation) = allocations.next_if(|next| next.offset_bytes < extent.end_bytes()) {
-                fill(&mut pieces, &mut end, allocation.offset_bytes, Content::Free);
-                fill(&mut pieces, &mut end, allocation.end_bytes(), Content::Allocated(allocation));
-            }
-            fill(&mut pieces, &mut end, extent.end_bytes(), Content::Free);
-        }
-        pieces
-    }
 }
 
 impl Extent {
-    pub(crate) fn end_bytes(self) -> u64 {
+    /// The offset behind it, in bytes.
+    pub fn end_bytes(self) -> u64 {
         self.offset_bytes + self.size_bytes
     }
 }
 
 impl AllocationLayout {
-    pub(crate) fn end_bytes(&self) -> u64 {
+    /// The offset behind its block, in bytes.
+    pub fn end_bytes(&self) -> u64 {
         self.offset_bytes + self.size_bytes
     }
-}
-
-/// A block of a [`SegmentLayout`].
-pub(crate) struct Piece<'a> {
-    pub(crate) size_bytes: u64,
-    pub(crate) content: Content<'a>,
-}
-
-pub(crate) enum Content<'a> {
-    Allocated(&'a AllocationLayout),
-    Free,
-    Hole,
 }

@@ -1,13 +1,12 @@
 //! Builds a layout item by item, and refuses what no heap could look like.
 
 use super::contradiction::Contradiction;
-use super::parts::{AllocationLayout, Extent, HeapLayout, Layout, SegmentLayout};
-use crate::config::op::NAME_BYTES_MAX;
-use crate::config::size_rules::SizeClass;
-use crate::config::{PoolConfig, SegmentPolicy, StreamPolicy};
-use crate::history::digest::Digest;
-use crate::types::ids::{SegmentId, StreamId};
-use crate::types::units::{SEGMENT_BYTES_MAX, UNIT_BYTES};
+use symmalloc_core::config::{PoolConfig, SegmentPolicy, StreamPolicy};
+use symmalloc_core::ids::{SegmentId, StreamId};
+use symmalloc_core::layout::{AllocationLayout, Extent, HeapLayout, Layout, SegmentLayout};
+use symmalloc_core::op::NAME_BYTES_MAX;
+use symmalloc_core::units::{SEGMENT_BYTES_MAX, UNIT_BYTES};
+use symmalloc_core::{Digest, SizeClass};
 
 /// More ops than a heap carries out in nine years, a million a second. The sum over all heaps fits a digest's count.
 const OPS_MAX: u64 = 1 << 48;
@@ -17,7 +16,7 @@ const SEGMENTS_MAX: u32 = 1 << 31;
 
 /// A part of a layout.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum LayoutItem {
+pub(super) enum LayoutItem {
     /// The pool's configuration. It comes first.
     Pool(PoolConfig),
     /// The backend's granularity in bytes. It comes second.
@@ -50,7 +49,7 @@ pub enum LayoutItem {
 
 /// A layout that is being built. Items come in the order of [`LayoutItem`], each below the one that it belongs to.
 #[derive(Debug, Default)]
-pub struct LayoutBuilder {
+pub(super) struct LayoutBuilder {
     config: Option<PoolConfig>,
     granularity_bytes: Option<u64>,
     total_limit_bytes: Option<u64>,
@@ -59,7 +58,7 @@ pub struct LayoutBuilder {
 
 /// Why an item is not part of a layout.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Misfit {
+pub(super) enum Misfit {
     /// It stands where it cannot.
     #[error("misplaced; here must stand {expected}")]
     Misplaced {
@@ -80,7 +79,7 @@ impl LayoutBuilder {
     ///
     /// # Errors
     /// When the item cannot stand there, or contradicts those before it. It is not added then.
-    pub fn add(&mut self, item: LayoutItem) -> Result<(), Misfit> {
+    pub(super) fn add(&mut self, item: LayoutItem) -> Result<(), Misfit> {
         let (Some(config), Some(granularity_bytes)) = (&self.config, self.granularity_bytes) else {
             return self.add_head(item);
         };
@@ -149,11 +148,11 @@ impl LayoutBuilder {
     ///
     /// # Errors
     /// When something is missing.
-    pub fn finish(self) -> Result<Layout, Misfit> {
+    pub(super) fn finish(self) -> Result<Layout, Misfit> {
         close_segment(self.heaps.last())?;
         let config = self.config.ok_or(misplaced("`pool`"))?;
         let granularity_bytes = self.granularity_bytes.ok_or(misplaced("`granularity`"))?;
-        Ok(Layout { config, granularity_bytes, total_limit_bytes: self.total_limit_bytes, heaps: self.heaps })
+        Ok(Layout::of_parts(config, granularity_bytes, self.total_limit_bytes, self.heaps))
     }
 }
 
@@ -231,10 +230,10 @@ fn check_memory(
     let is_whole = before.is_none() && offset_bytes == 0;
     let (expected_bytes, fits) = match config.segments() {
         SegmentPolicy::Expandable(knobs) => (whole(knobs.range_bytes), true),
-        SegmentPolicy::Fixed(_) => (SEGMENT_BYTES_MAX, is_whole),
         SegmentPolicy::Reserved { segment_bytes } => {
             (whole(*segment_bytes), is_whole && size_bytes == whole(*segment_bytes))
         }
+        _ => (SEGMENT_BYTES_MAX, is_whole),
     };
     let end = offset_bytes.checked_add(size_bytes).filter(|end| fits && *end <= expected_bytes);
     end.map(drop).ok_or(Contradiction::MemoryOutOfRange { expected_bytes })

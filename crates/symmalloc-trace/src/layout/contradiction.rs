@@ -1,7 +1,7 @@
 //! What no heap can look like.
 
-use crate::config::op::NAME_BYTES_MAX;
-use crate::types::ids::{SegmentId, StreamId};
+use symmalloc_core::ids::{SegmentId, StreamId};
+use symmalloc_core::op::NAME_BYTES_MAX;
 
 /// Something that no heap can look like.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
