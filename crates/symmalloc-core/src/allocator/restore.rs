@@ -106,8 +106,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn restore_layout(&self, pool: PoolId, layout: &Layout) -> Result<Restored, RestoreError> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
-        self.check_it_fits(entry, layout)?;
-        entry.check_awake(pool)?;
+        self.check_it_fits(pool, entry, layout)?;
         if entry.step.lock().is_some() || entry.heaps().any(|heap| heap.lock().remembers_steps()) {
             return Err(LayoutError::Planned { pool }.into());
         }
@@ -142,7 +141,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn revive_layout(&self, pool: PoolId, layout: &Layout) -> Result<Restored, RestoreError> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
-        self.check_it_fits(entry, layout)?;
+        self.check_it_fits(pool, entry, layout)?;
         if entry.step.lock().is_some() || entry.heaps().any(|heap| heap.lock().remembers_steps()) {
             return Err(LayoutError::Planned { pool }.into());
         }
@@ -163,7 +162,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     /// What can be told without looking at blocks.
-    fn check_it_fits(&self, entry: &Pool<L>, layout: &Layout) -> Result<(), RestoreError> {
+    fn check_it_fits(&self, pool: PoolId, entry: &Pool<L>, layout: &Layout) -> Result<(), RestoreError> {
+        entry.check_awake(pool)?;
         if *layout.config() != entry.config {
             let (saved, here) = (Box::new(layout.config().clone()), Box::new(entry.config.clone()));
             return Err(RestoreError::Config { saved, here });

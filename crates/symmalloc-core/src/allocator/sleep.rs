@@ -5,12 +5,12 @@
 
 use super::Allocator;
 use super::pool::Pool;
-use super::recorder::RecordingEnd;
 use crate::config::Tag;
 use crate::config::errors::{OutOfMemoryCause, UnknownError};
 use crate::config::op::{Contents, Op};
 use crate::heap::Shortage;
 use crate::heap::sleep::wait_for_all;
+use crate::heap::trim::Released;
 use crate::sleep::state::{Kept, State};
 use crate::sleep::{Phase, SleepError, Slept, WakeError, Woken};
 use crate::sync::lock::{Lock, LockCell};
@@ -215,22 +215,21 @@ impl<B: Backend, L: Lock> Change<'_, B, L> {
     fn end_asleep(&self, unmaps: bool, is_done: bool) -> Result<u64, SleepError> {
         let Change { allocator, entry, pool, asked, .. } = *self;
         let mut gate = allocator.gate();
-        let (mut released_bytes, mut first_error) = (0, None);
+        let mut released = Released::default();
         for heap in entry.heaps() {
             let mut heap = heap.lock();
             if unmaps {
-                let (bytes, error) = heap.unmap_asleep(&allocator.context);
-                released_bytes += bytes;
-                first_error = first_error.or(error);
+                released = released.plus(heap.unmap_asleep(&allocator.context));
             }
             heap.note_asked(asked);
         }
         *entry.sleep.lock() = State::Asleep(self.kept);
+        let released_bytes = released.bytes;
         let op = asked.filter(|_| is_done).map(|contents| Op::Sleep { pool, contents });
         gate.note(op.unwrap_or(Op::Stay { pool, asked }));
         tracing::debug!(name: "pool.slept", target: "symmalloc", pool = pool.0, released_bytes, is_done);
-        let Some(error) = first_error else { return Ok(released_bytes) };
-        gate.end(RecordingEnd::Driver(error.clone()));
+        gate.note_released(&released);
+        let Some(error) = released.error else { return Ok(released_bytes) };
         let held_bytes = entry.heaps().map(|heap| heap.lock().dormant_bytes().0).sum();
         Err(SleepError::Held { pool, released_bytes, held_bytes, error })
     }

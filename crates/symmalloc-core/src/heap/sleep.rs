@@ -5,7 +5,7 @@
 //! is mapped, and what is not, stands in [`Dormant`].
 
 use super::fencing::synchronize;
-use super::view::BlockStateSnapshot;
+use super::trim::Released;
 use super::{Context, Heap, Shortage};
 use crate::blocks::table::BlockState;
 use crate::config::errors::OutOfMemoryCause;
@@ -97,16 +97,18 @@ impl<L: Lock> Heap<L> {
     /// Runs of live blocks, each in one segment, in segment order.
     fn live_runs(&self) -> Vec<(DeviceAddress, u64)> {
         let mut runs: Vec<(DeviceAddress, u64)> = Vec::new();
-        for segment in self.snapshot() {
+        for segment in self.segments() {
             let first_run = runs.len();
-            for block in segment.blocks {
-                let BlockStateSnapshot::Allocated { .. } = block.state else { continue };
-                let starts_at = segment.base.plus(block.offset_bytes);
+            let slots = self.table.blocks_of(segment).flat_map(|slot| match self.table.block(slot).state {
+                BlockState::Planned => self.live_places(),
+                BlockState::Allocated { .. } => vec![slot],
+                _ => Vec::new(),
+            });
+            for slot in slots {
+                let (start, size) = (self.table.address(slot), bytes(self.table.block(slot).size));
                 match runs[first_run..].last_mut() {
-                    Some((address, size_bytes)) if address.plus(*size_bytes) == starts_at => {
-                        *size_bytes += block.size_bytes
-                    }
-                    _ => runs.push((starts_at, block.size_bytes)),
+                    Some((address, size_bytes)) if address.plus(*size_bytes) == start => *size_bytes += size,
+                    _ => runs.push((start, size)),
                 }
             }
         }
@@ -149,19 +151,20 @@ impl<L: Lock> Heap<L> {
         self.dormant.as_ref().map(|dormant| dormant.mapped_of(segment))
     }
 
-    /// Gives the memory of a heap that sleeps back to the device. Nobody uses it. Returns the bytes that are back.
-    pub(crate) fn unmap_asleep<B: Backend>(&mut self, context: &Context<B, L>) -> (u64, Option<BackendError>) {
-        let mut released_bytes = 0;
+    /// Gives the memory of a heap that sleeps back to the device. Nobody uses it.
+    pub(crate) fn unmap_asleep<B: Backend>(&mut self, context: &Context<B, L>) -> Released {
+        let mut released = Released::default();
         while let Some(mapping) = self.dormant.as_ref().and_then(|dormant| dormant.next_to_unmap()) {
             let (range, offset_bytes) = mapping.at;
-            if let Err(error) = context.backend.unmap(range, offset_bytes, mapping.size_bytes) {
-                return (released_bytes, Some(error));
+            released.error = context.backend.unmap(range, offset_bytes, mapping.size_bytes).err();
+            if released.error.is_some() {
+                break;
             }
             self.budgets(context).refund(mapping.memory_bytes());
-            released_bytes += mapping.memory_bytes();
+            released.bytes += mapping.memory_bytes();
             self.dormant.as_mut().expect("as before").note_unmapped();
         }
-        (released_bytes, None)
+        released
     }
 
     /// Gives a heap that sleeps its memory, at its old addresses. Returns the bytes that were mapped.

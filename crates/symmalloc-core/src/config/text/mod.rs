@@ -122,6 +122,7 @@ fn build_pool(settings: &mut Settings) -> Result<PoolConfig, ConfigTextError> {
     PoolConfig::builder()
         .segments(build_segments(settings)?)
         .stitching(build_stitching(settings))
+        .tag(settings.tag())
         .streams(settings.one_of("streams", [StreamPolicy::Separate, StreamPolicy::Shared]))
         .symmetric(settings.one_of("symmetric", [false, true]))
         .limit_bytes(settings.number("limit"))
@@ -129,7 +130,6 @@ fn build_pool(settings: &mut Settings) -> Result<PoolConfig, ConfigTextError> {
         .reclaim(settings.one_of("reclaim", [Reclaim::Never, Reclaim::Heap, Reclaim::Pool]))
         .roundup_power2_divisions(settings.divisions().unwrap_or_default())
         .plan(settings.one_of("plan", [PlanPolicy::Off, PlanPolicy::Learn]))
-        .tag(settings.tag())
         .build()
         .map_err(|source| out_of_range(settings, source))
 }

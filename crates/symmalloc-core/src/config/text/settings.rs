@@ -219,7 +219,8 @@ fn parse_value(takes: Takes, key: &'static str, unit: u64, value: Word<'_>) -> R
             words.iter().position(|known| *known == word).ok_or_else(|| refused(allowed))? as u64
         }
         (Takes::Tag, text) => {
-            return text.parse().map(Value::Tag).map_err(|_| refused("1 to 24 lower-case letters, digits, _ and -"));
+            let tag = text.parse().map_err(|_| refused("1 to 24 lower-case letters, digits, _ and -"))?;
+            return Ok(Value::Tag(tag));
         }
         (Takes::Divisions, _) => return parse_divisions(key, value).map(Value::Divisions),
         (Takes::Anything, _) => return Err(refused("left out")),
