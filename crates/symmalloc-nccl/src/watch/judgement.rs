@@ -35,7 +35,8 @@ impl Judgement {
         let has_come = behind.is_empty();
         let is_open = |it: &&Member| it.progress.finished < standing.last;
         let waited_for = if has_come { others().filter(is_open).collect() } else { behind };
-        let still: Vec<&Member> = waited_for.iter().copied().filter(|it| stillness(it) >= identity.deadline).collect();
+        let mut still: Vec<&Member> =
+            waited_for.iter().copied().filter(|it| stillness(it) >= identity.deadline).collect();
         // When all have come, each that gets on may be in kernels of its own before it. When some have not, one that stands still is
         // enough.
         let moving = waited_for.iter().filter(|it| stillness(it) < identity.deadline);
@@ -43,6 +44,10 @@ impl Judgement {
             && (has_come || still.is_empty())
         {
             return Judgement::Wait(identity.deadline.saturating_sub(longest));
+        }
+        if has_come {
+            // One that is done and was stopped then may not have sent all that others wait for.
+            still.extend(others().filter(|it| !is_open(it) && is_silent(it)));
         }
         Judgement::End(cause(identity, standing, members, &still, has_come))
     }
@@ -145,6 +150,12 @@ mod tests {
         let silent = Duration::from_secs(9);
         let came = [member(0, 5, 0), member(1, 5, 9000)];
         assert_eq!(cause(&came), FailureCause::RankStopped { rank: 1, silent, submitted: 5 });
+        let done = Member { progress: Progress { submitted: 6, finished: 6 }, still_ms: 1_000, ..member(1, 6, 9000) };
+        assert_eq!(
+            cause(&[member(0, 5, 0), done.clone()]),
+            FailureCause::RankStopped { rank: 1, silent, submitted: 6 }
+        );
+        assert_eq!(cause(&[member(0, 5, 0), Member { silent_ms: 90, ..done }]), FailureCause::Hanging);
         let left = Member { has_left: true, ..member(1, 4, 0) };
         assert_eq!(cause(&[member(0, 5, 0), left.clone()]), FailureCause::RankLeft { rank: 1 });
         let gone = Member { departure: Some(Departure::Closed), ..member(2, 5, 9000) };
