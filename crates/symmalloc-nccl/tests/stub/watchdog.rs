@@ -128,7 +128,10 @@ nccl_test!(a_process_that_is_stopped_is_named_at_the_deadline, {
             fs::write(&file, std::process::id().to_string()).expect("written");
             // SAFETY: stops this process.
             unsafe { libc::kill(libc::getpid(), libc::SIGSTOP) };
-            return;
+            // Another thread may take the signal: this one must not destroy the communicator until it is stopped as well.
+            loop {
+                std::thread::park();
+            }
         }
         let (error, took) = rank.reduce_until_failure();
         let stopped = fs::read_to_string(&file).expect("written").parse().expect("a number");
