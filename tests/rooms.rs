@@ -26,7 +26,7 @@ const ROOMS: [&str; 12] = [
 ];
 
 /// Structs of the core with fields for the whole crate, each with the reason. All others keep their fields in their file.
-const PLAIN_DATA: [(&str, &str); 17] = [
+const PLAIN_DATA: [(&str, &str); 16] = [
     ("blocks/stitched.rs Granule", "a value"),
     ("blocks/stitched.rs StitchedRange", "a row of a list, which the heap keeps in step with the table"),
     ("blocks/table.rs Block", "a row of the table, which heap and free index fill in"),
@@ -39,8 +39,7 @@ const PLAIN_DATA: [(&str, &str); 17] = [
     ("history/segment_log.rs Retired", "what is left of a dead segment"),
     ("plans/follower.rs PlanMemory", "handed over whole"),
     ("pointers/mod.rs DirectoryEntry", "a result of a look-up"),
-    ("sleep/dormant.rs Mapping", "a value"),
-    ("sleep/state.rs Kept", "a value"),
+    ("sleep/state.rs State", "what is known of a pool, behind its lock"),
     ("stats/budget.rs Budgets", "references that are handed down together"),
     ("stats/usage.rs RareCounts", "numbers that do not depend on each other"),
     ("streams/fences.rs Fence", "a value"),

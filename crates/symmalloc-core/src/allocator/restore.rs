@@ -23,7 +23,7 @@
 use super::Allocator;
 use super::pool::Pool;
 use super::recorder::RecordingEnd;
-use crate::config::restore_error::{LayoutError, RestoreError};
+use crate::config::restore_error::RestoreError;
 use crate::heap::Heap;
 use crate::history::layout::{HeapLayout, Layout};
 use crate::stats::budget::Charge;
@@ -107,9 +107,6 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
         self.check_it_fits(pool, entry, layout)?;
-        if entry.step.lock().is_some() || entry.heaps().any(|heap| heap.lock().remembers_steps()) {
-            return Err(LayoutError::Planned { pool }.into());
-        }
         let is_fresh = entry.heaps().all(|heap| heap.lock().is_fresh());
         for saved in layout.heaps() {
             self.heap_for(pool, saved.stream.unwrap_or_default())?;
@@ -142,9 +139,6 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
         self.check_it_fits(pool, entry, layout)?;
-        if entry.step.lock().is_some() || entry.heaps().any(|heap| heap.lock().remembers_steps()) {
-            return Err(LayoutError::Planned { pool }.into());
-        }
         let mut guards: Vec<_> = entry.heaps().map(LockCell::lock).collect();
         let mut heaps: Vec<_> = guards.iter_mut().map(|heap| Saved::find(heap, layout)).collect();
         // No observer minds: nothing is given back.
@@ -184,7 +178,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 allocation.used_by.iter().try_for_each(|stream| self.known_stream(*stream))?;
             }
         }
-        Ok(())
+        Ok(entry.check_unplanned(pool)?)
     }
 }
 

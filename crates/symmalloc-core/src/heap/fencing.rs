@@ -166,7 +166,7 @@ fn order_behind<B: Backend, L: Lock>(
 }
 
 /// Blocks the host until the stream's work so far is done.
-pub(super) fn synchronize<B: Backend, L: Lock>(context: &Context<B, L>, stream: StreamId) -> Result<(), BackendError> {
+pub(crate) fn synchronize<B: Backend, L: Lock>(context: &Context<B, L>, stream: StreamId) -> Result<(), BackendError> {
     let moment = context.clocks.lock().moment(stream);
     context.backend.synchronize(stream)?;
     context.clocks.lock().synchronized(&moment);

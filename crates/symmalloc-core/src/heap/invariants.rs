@@ -69,7 +69,7 @@ impl<L: Lock> Heap<L> {
                 return Err(Violation { name, meaning, pool, stream });
             }
         }
-        let live_bytes = if self.is_asleep() { self.dormant_bytes().0 } else { self.mapped_bytes };
+        let live_bytes = if self.is_asleep() { self.asleep_bytes().0 } else { self.mapped_bytes };
         let held_bytes = live_bytes + self.log.retired_bytes();
         if held_bytes != self.budget.reserved_bytes() {
             return Err(Violation::of_budgets(pool));
@@ -164,7 +164,7 @@ fn usage_adds_up<L: Lock>(heap: &Heap<L>) -> bool {
         }
     }
     let stats = heap.usage.stats();
-    let sum = stats.small.plus(stats.large);
+    let sum = stats.small + stats.large;
     let all = stats.all;
     let currents = [all.allocations.current, all.allocated_bytes.current, all.requested_bytes.current];
     currents == [count, allocated, requested_in_all]
@@ -224,7 +224,7 @@ fn extents_are_granular<L: Lock>(heap: &Heap<L>) -> bool {
 fn pointers_are_exact<L: Lock>(heap: &Heap<L>) -> bool {
     let Some(pointers) = &heap.pointers else { return true };
     let mut live = blocks_and_places(heap).filter(|(_, block)| matches!(block.state, BlockState::Allocated { .. }));
-    live.all(|(slot, _)| pointers.find(heap.table.address(slot)) == Some(slot))
+    live.all(|(slot, _)| pointers.find(heap.table.address(slot)) == Some(&slot))
         && pointers.len() as u64 == heap.usage.allocations()
 }
 

@@ -13,17 +13,17 @@ use crate::blocks::table::{BlockState, Slot};
 use crate::config::SegmentPolicy;
 use crate::config::errors::OutOfMemoryCause;
 use crate::history::layout::{AllocationLayout, HeapLayout, SegmentLayout};
+use crate::history::segment_log::Extents;
 use crate::stats::budget::Charge;
 use crate::streams::fences::Fence;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::{Backend, BackendError, Range};
 use crate::types::units::{UNIT_BYTES, Units, bytes, units};
-use smallvec::SmallVec;
 
-/// A range for a segment, with what is mapped of it so far: (offset, size) in bytes.
+/// A range for a segment, with what is mapped of it so far.
 pub(crate) struct ObtainedRange {
     range: Range,
-    mapped: SmallVec<[(u64, u64); 1]>,
+    mapped: Extents,
 }
 
 impl<L: Lock> Heap<L> {
@@ -57,7 +57,7 @@ impl<L: Lock> Heap<L> {
                 SegmentPolicy::Fixed(_) | SegmentPolicy::Reserved { .. } => segment.end_bytes(),
             };
             let range = self.reserve_range(context, range_bytes)?;
-            obtained.push(ObtainedRange { range, mapped: SmallVec::new() });
+            obtained.push(ObtainedRange { range, mapped: Extents::new() });
             for extent in &segment.extents {
                 self.back(context, range, extent.offset_bytes, extent.size_bytes)?;
                 let newest = obtained.last_mut().expect("just pushed");
@@ -153,7 +153,7 @@ impl<L: Lock> Heap<L> {
         }
         self.table.block_mut(slot).fences = fences;
         match &saved.name {
-            Some(name) => self.names.insert(slot, name),
+            Some(name) => self.names.insert(slot, name.clone()),
             None => drop(self.names.take(slot)),
         }
         self.watches_frees |= saved.name.is_some();
@@ -161,11 +161,7 @@ impl<L: Lock> Heap<L> {
 }
 
 /// Gives a range back, and tells in `mapped` what is left of it when the driver fails.
-pub(super) fn give_back<B: Backend>(
-    backend: &B,
-    range: Range,
-    mapped: &mut SmallVec<[(u64, u64); 1]>,
-) -> Result<(), BackendError> {
+pub(super) fn give_back<B: Backend>(backend: &B, range: Range, mapped: &mut Extents) -> Result<(), BackendError> {
     while let Some((offset_bytes, size_bytes)) = mapped.last().copied() {
         backend.unmap(range, offset_bytes, size_bytes)?;
         mapped.pop();

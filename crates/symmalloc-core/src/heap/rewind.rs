@@ -218,22 +218,12 @@ impl<L: Lock> Heap<L> {
             stream,
             placement: self.placement(slot),
             requested_bytes: requested,
-            name: self.names.find(slot).map(Into::into),
+            name: self.names.find(slot).cloned(),
         }
     }
 
     /// Gives back what the layout lacks. Every step leaves the heap sound, and shows in the digest.
     pub(crate) fn give_surplus_back<B: Backend>(
-        &mut self,
-        context: &Context<B, L>,
-        plan: &RewindPlan,
-    ) -> Result<(), BackendError> {
-        let outcome = self.try_give_surplus_back(context, plan);
-        self.recycle_spent(context);
-        outcome
-    }
-
-    fn try_give_surplus_back<B: Backend>(
         &mut self,
         context: &Context<B, L>,
         plan: &RewindPlan,

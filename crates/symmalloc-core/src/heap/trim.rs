@@ -122,20 +122,23 @@ impl<L: Lock> Heap<L> {
         released
     }
 
-    /// Retires every segment, reserved ones too. Nothing may be allocated.
+    /// Retires every segment, reserved ones too. Nothing may be allocated, or be mapped in a heap that sleeps.
     pub(crate) fn retire_all<B: Backend>(&mut self, context: &Context<B, L>) {
         self.dissolve_plans(context);
         // Stitched ranges first: what they name is not unmapped before them.
         let mut segments = self.table.segments_in_order();
         segments.sort_by_key(|segment| !self.table.segment(*segment).is_stitched);
         segments.into_iter().for_each(|segment| self.retire(context, segment));
-        self.dormant = None;
+        self.mapped_asleep = None;
         self.recycle_spent(context);
     }
 
     /// Gives everything back at the end of the allocator, live allocations and observed segments too. What the driver
     /// refuses is left to the end of its context.
     pub(crate) fn abandon<B: Backend>(&mut self, context: &Context<B, L>) {
+        if self.unmap_asleep(context).error.is_some() {
+            return;
+        }
         self.dissolve_plans(context);
         for slot in self.all_blocks() {
             // A live block is free without an op: its uses stay fences without events.
@@ -163,7 +166,7 @@ impl<L: Lock> Heap<L> {
 
     /// Removes a segment without live allocations. Its memory goes back when every observer has let go.
     pub(super) fn retire<B>(&mut self, context: &Context<B, L>, segment: u32) {
-        let mut mapped: SmallVec<[(u64, u64); 1]> = SmallVec::new();
+        let mut mapped = self.extents_of(segment);
         let mut streams: SmallVec<[StreamId; 2]> = SmallVec::new();
         let stitched = self.stitched.iter().position(|range| range.segment == segment);
         let stitched = stitched.map(|at| self.stitched.remove(at));
@@ -172,10 +175,6 @@ impl<L: Lock> Heap<L> {
             if block.is_hole() {
                 self.hole_count -= 1;
                 continue;
-            }
-            match mapped.last_mut() {
-                Some((offset, size)) if *offset + *size == bytes(block.offset()) => *size += bytes(block.size),
-                _ => mapped.push((bytes(block.offset()), bytes(block.size))),
             }
             if block.is_elsewhere() {
                 continue;
@@ -190,8 +189,8 @@ impl<L: Lock> Heap<L> {
             mapped = range.mapped(self.rules.granule);
             streams.extend_from_slice(&range.users);
         }
-        if let Some(still_mapped) = self.mapped_asleep(segment) {
-            mapped = still_mapped.collect();
+        if self.is_asleep() {
+            mapped.clear();
         }
         streams.sort_unstable();
         streams.dedup();
