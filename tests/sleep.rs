@@ -215,7 +215,10 @@ fn a_pool_that_sleeps_serves_nothing_and_says_so() {
         assert_eq!(job.allocator.begin_step(pool, 0), Err(StepError::Sleeps(sleeps)));
         assert_eq!(job.allocator.save_layout(pool).unwrap_err(), LayoutError::Sleeps(sleeps));
         if let Some(layout) = &layout {
-            assert_eq!(job.allocator.restore_layout(pool, layout).unwrap_err(), RestoreError::Sleeps(sleeps));
+            assert_eq!(
+                job.allocator.restore_layout(pool, layout).unwrap_err(),
+                RestoreError::State(LayoutError::Sleeps(sleeps))
+            );
         }
         assert_eq!(job.allocator.digest(pool).expect("known"), before, "{text}: what is misused leaves no trace");
         assert_eq!(job.allocator.trim(Some(pool)).expect("nothing is there"), 0);

@@ -78,8 +78,9 @@ impl<L: Lock> Pool<L> {
         if self.sleep.lock().is_awake() { Ok(()) } else { Err(PoolSleeps { pool }) }
     }
 
-    /// A layout cannot hold plans, nor a step.
-    pub(super) fn check_unplanned(&self, pool: PoolId) -> Result<(), LayoutError> {
+    /// A layout cannot hold plans, nor a step, and is of a pool that is awake.
+    pub(super) fn check_layout_holds(&self, pool: PoolId) -> Result<(), LayoutError> {
+        self.check_awake(pool)?;
         let is_planned = self.step.lock().is_some() || self.heaps().any(|heap| heap.lock().remembers_steps());
         if is_planned { Err(LayoutError::Planned { pool }) } else { Ok(()) }
     }

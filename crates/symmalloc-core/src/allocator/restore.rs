@@ -157,18 +157,17 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// What can be told without looking at blocks.
     fn check_it_fits(&self, pool: PoolId, entry: &Pool<L>, layout: &Layout) -> Result<(), RestoreError> {
-        entry.check_awake(pool)?;
+        entry.check_layout_holds(pool)?;
         if *layout.config() != entry.config {
             let (saved, here) = (Box::new(layout.config().clone()), Box::new(entry.config.clone()));
             return Err(RestoreError::Config { saved, here });
         }
-        if layout.granularity_bytes() != self.granularity_bytes {
-            let (saved_bytes, here_bytes) = (layout.granularity_bytes(), self.granularity_bytes);
-            return Err(RestoreError::Granularity { saved_bytes, here_bytes });
-        }
-        if layout.total_limit_bytes() != self.limit_bytes() {
-            let (saved_bytes, here_bytes) = (layout.total_limit_bytes(), self.limit_bytes());
-            return Err(RestoreError::TotalLimit { saved_bytes, here_bytes });
+        let granularity = (Some(layout.granularity_bytes()), Some(self.granularity_bytes));
+        let total_limit = (layout.total_limit_bytes(), self.limit_bytes());
+        for (key, (saved_bytes, here_bytes)) in [("granularity", granularity), ("total_limit", total_limit)] {
+            if saved_bytes != here_bytes {
+                return Err(RestoreError::Input { key, saved_bytes, here_bytes });
+            }
         }
         for heap in layout.heaps() {
             // Free memory of a shared heap needs an owner, too.
@@ -178,7 +177,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 allocation.used_by.iter().try_for_each(|stream| self.known_stream(*stream))?;
             }
         }
-        Ok(entry.check_unplanned(pool)?)
+        Ok(())
     }
 }
 
@@ -209,8 +208,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         // A charge that is dropped before it is kept, because of a limit or of a backend that panics, is refunded.
         let mut charges = Vec::new();
         for Saved { heap, layout } in heaps.iter() {
-            let charge = heap.charge_layout(&self.context, layout);
             let needed_bytes = layout.reserved_bytes();
+            let charge = heap.budgets(&self.context).charge(needed_bytes);
             charges.push(charge.map_err(|cause| RestoreError::Limit { needed_bytes, cause })?);
         }
         let mut obtained = Vec::new();

@@ -22,8 +22,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// When the pool is unknown, has plans or learns some, is in a step, has stitched ranges, or holds memory of dead segments.
     pub fn save_layout(&self, pool: PoolId) -> Result<Layout, LayoutError> {
         let entry = self.pool(pool)?;
-        entry.check_awake(pool)?;
-        entry.check_unplanned(pool)?;
+        entry.check_layout_holds(pool)?;
         // All heaps at once, so that the layout is of one moment.
         let heaps: Vec<_> = entry.heaps().map(LockCell::lock).collect();
         if heaps.iter().any(|heap| heap.has_stitched()) {

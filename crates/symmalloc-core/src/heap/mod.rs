@@ -112,8 +112,6 @@ pub(crate) struct Heap<L: Lock> {
     next_segment: SegmentId,
     /// Bytes backed by memory, retired segments not included.
     mapped_bytes: u64,
-    /// Number of holes in all segments.
-    hole_count: usize,
     /// Oldest first. Empty unless the pool stitches.
     stitched: Vec<StitchedRange>,
     /// Number of ops after which the pool was destroyed: nothing is obtained any more.
@@ -180,7 +178,6 @@ impl<L: Lock> Heap<L> {
             log,
             next_segment: SegmentId(0),
             mapped_bytes: 0,
-            hole_count: 0,
             stitched: Vec::new(),
             closed_after_ops: None,
             is_settled: false,

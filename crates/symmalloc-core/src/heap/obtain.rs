@@ -77,32 +77,25 @@ impl<L: Lock> Heap<L> {
         }
         let before = self.mapped_bytes;
         if self.mapped_bytes < target_bytes {
-            let missing =
-                self.rules.whole_granules(units((target_bytes - self.mapped_bytes).next_multiple_of(UNIT_BYTES)));
+            let target = units(target_bytes.next_multiple_of(UNIT_BYTES));
+            let missing = self.rules.whole_granules(target - units(before));
             match self.config.segments().clone() {
-                SegmentPolicy::Fixed(_) => {
-                    self.create_segment(context, stream, SizeClass::Large, missing, missing)?;
-                }
+                SegmentPolicy::Fixed(_) => self.create_segment(context, stream, SizeClass::Large, missing, missing),
                 SegmentPolicy::Reserved { segment_bytes } => {
-                    self.create_reserved(
-                        context,
-                        stream,
-                        segment_bytes,
-                        units(target_bytes.next_multiple_of(UNIT_BYTES)),
-                    )?;
+                    self.create_reserved(context, stream, segment_bytes, target)
                 }
                 SegmentPolicy::Expandable(knobs) => {
                     let missing = Missing { at_end: missing, in_new_range: missing };
-                    self.grow(context, stream, missing, &knobs, self.rules.granule)?;
+                    self.grow(context, stream, missing, &knobs, self.rules.granule)
                 }
-            }
+            }?;
         }
         self.fold(op_word(Mark::Reserve, stream, target_bytes), self.mapped_bytes - before);
         Ok(())
     }
 
     /// What reservations are charged to.
-    pub(super) fn budgets<'a, B>(&'a self, context: &'a Context<B, L>) -> Budgets<'a, L> {
+    pub(crate) fn budgets<'a, B>(&'a self, context: &'a Context<B, L>) -> Budgets<'a, L> {
         Budgets { heap: &self.budget, pool: &self.pool_budget, allocator: &context.budget }
     }
 
@@ -274,7 +267,6 @@ impl<L: Lock> Heap<L> {
         let filled = if missing < whole {
             self.table.tiling().cut_front(slot, missing, fresh(stream))
         } else {
-            self.hole_count -= 1;
             self.table.block_mut(slot).state = fresh(stream);
             slot
         };
@@ -284,11 +276,9 @@ impl<L: Lock> Heap<L> {
     }
 
     fn find_hole(&self, size: Units) -> Option<(Slot, u32)> {
-        // Holes exist only after a trim, so a heap that has none does not look for them.
-        if self.hole_count == 0 {
-            return None;
-        }
-        self.table.segments_in_order().into_iter().find_map(|segment| {
+        // Holes exist only after a trim: segments that are mapped to their end are not looked through.
+        let has_holes = |segment: &u32| self.table.segment(*segment).mapped < self.table.segment(*segment).end;
+        self.table.homes_in_order().into_iter().filter(has_holes).find_map(|segment| {
             let fits = |slot: &Slot| {
                 let block = self.table.block(*slot);
                 let run = self.table.free_size(block.prev) + block.size + self.table.free_size(block.next);
@@ -345,17 +335,11 @@ pub(super) fn fresh(stream: StreamId) -> BlockState {
 
 /// Tells `tracing` what happened to a segment. Names and fields are stable.
 pub(super) fn trace_segment(event: &SegmentEvent) {
+    let SegmentEvent { pool, segment, offset_bytes, size_bytes, .. } = *event;
+    let (pool, stream, segment) = (pool.0, event.stream.map(|stream| stream.0), segment.0);
     macro_rules! segment {
         ($name:literal) => {
-            tracing::debug!(
-                name: $name,
-                target: "symmalloc",
-                pool = event.pool.0,
-                stream = event.stream.map(|stream| stream.0),
-                segment = event.segment.0,
-                offset_bytes = event.offset_bytes,
-                size_bytes = event.size_bytes,
-            )
+            tracing::debug!(name: $name, target: "symmalloc", pool, stream, segment, offset_bytes, size_bytes)
         };
     }
     match event.kind {

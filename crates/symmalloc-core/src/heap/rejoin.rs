@@ -11,10 +11,8 @@ use super::obtain::{fresh, trace_segment};
 use super::{Context, Heap};
 use crate::blocks::table::{BlockState, Slot};
 use crate::config::SegmentPolicy;
-use crate::config::errors::OutOfMemoryCause;
 use crate::history::layout::{AllocationLayout, HeapLayout, SegmentLayout};
 use crate::history::segment_log::Extents;
-use crate::stats::budget::Charge;
 use crate::streams::fences::Fence;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::{Backend, BackendError, Range};
@@ -27,15 +25,6 @@ pub(crate) struct ObtainedRange {
 }
 
 impl<L: Lock> Heap<L> {
-    /// Sets the memory of a layout aside.
-    pub(crate) fn charge_layout<'a, B>(
-        &'a self,
-        context: &'a Context<B, L>,
-        layout: &HeapLayout,
-    ) -> Result<Charge<'a, L>, OutOfMemoryCause> {
-        self.budgets(context).charge(layout.reserved_bytes())
-    }
-
     /// So much of a layout's memory is there. The rest of the charge is given back.
     pub(crate) fn confirm_layout<B>(&self, context: &Context<B, L>, layout: &HeapLayout, there_bytes: u64) {
         self.budgets(context).refund(layout.reserved_bytes() - there_bytes);
@@ -119,7 +108,6 @@ impl<L: Lock> Heap<L> {
                 self.link(slot);
             } else {
                 self.table.segment_mut(segment).mapped -= size;
-                self.hole_count += 1;
             }
         }
         let segment = segment.expect("a saved segment has an extent");

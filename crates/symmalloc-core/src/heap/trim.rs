@@ -16,7 +16,7 @@
 use super::fencing::synchronize;
 use super::obtain::trace_segment;
 use super::{Context, Heap};
-use crate::blocks::table::{BlockState, Location, Slot};
+use crate::blocks::table::{Block, BlockState, Location, Slot};
 use crate::config::SegmentPolicy;
 use crate::config::errors::TrimError;
 use crate::history::digest::{Mark, op_word};
@@ -172,11 +172,7 @@ impl<L: Lock> Heap<L> {
         let stitched = stitched.map(|at| self.stitched.remove(at));
         for slot in self.table.blocks_of(segment).collect::<Vec<_>>() {
             let block = self.table.block(slot);
-            if block.is_hole() {
-                self.hole_count -= 1;
-                continue;
-            }
-            if block.is_elsewhere() {
+            if block.is_hole() || block.is_elsewhere() {
                 continue;
             }
             streams.extend(self.streams_of(slot));
@@ -314,7 +310,6 @@ impl<L: Lock> Heap<L> {
         };
         self.table.segment_mut(segment).mapped -= to - from;
         self.mapped_bytes -= bytes(to - from);
-        self.hole_count += 1;
         self.log_segment(SegmentEventKind::Shrink, segment, from, bytes(to - from));
         let shrunk = Location::new(self.table.segment(segment).id, from);
         self.fold(op_word(Mark::Shrink, StreamId(0), bytes(to - from)), shrunk.word());
@@ -322,25 +317,17 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Restores the tiling's canonical form beside a new hole: no two neighbouring holes, and none at the end.
-    fn join_holes(&mut self, slot: Slot) {
-        let (prev, next) = (self.table.block(slot).prev, self.table.block(slot).next);
-        let mut slot = slot;
+    fn join_holes(&mut self, mut slot: Slot) {
+        let Block { prev, next, segment, .. } = *self.table.block(slot);
         if self.table.block(next).is_hole() {
-            self.swallow_hole(slot, next);
+            self.table.tiling().cover(next, slot);
         }
         if self.table.block(prev).is_hole() {
-            self.swallow_hole(prev, slot);
+            self.table.tiling().cover(slot, prev);
             slot = prev;
         }
         if self.table.is_last(slot) {
-            let segment = self.table.block(slot).segment;
             self.table.shorten(segment);
-            self.hole_count -= 1;
         }
-    }
-
-    fn swallow_hole(&mut self, lower: Slot, upper: Slot) {
-        self.table.tiling().cover(upper, lower);
-        self.hole_count -= 1;
     }
 }
