@@ -497,6 +497,50 @@ fn sleeping_twice_and_waking_twice_do_nothing_but_count() {
 }
 
 #[test]
+fn waking_a_pool_that_is_awake_leaves_its_open_step_alone() {
+    let device = device();
+    let mut job: Job = Job::new(&device, "segments:expandable,plan:learn");
+    let mut step = |wakes: bool| {
+        job.allocator.begin_step(job.pool, 0).expect("none is open");
+        if wakes {
+            job.allocator.wake(job.pool).expect("it is awake");
+            drop(job.allocator.remap(job.pool).expect("it is awake"));
+        }
+        job.allocate(0, 5 * MIB);
+        job.free(0);
+        job.allocator.end_step(job.pool).expect("open").planned
+    };
+    assert_eq!([false, false, false, true, false].map(&mut step), [0, 0, 1, 1, 1]);
+    job.end();
+}
+
+#[test]
+fn a_pool_whose_memory_the_driver_holds_is_destroyed_once_that_is_back() {
+    for text in POLICIES {
+        let device = device();
+        let mut job: Job = Job::busy(&device, text);
+        let refuse = || {
+            let ordinal = device.calls().of(Call::Unmap);
+            device.inject(Some(Call::Unmap), FaultRule::At { ordinal }, Fault::Refused);
+        };
+        refuse();
+        let error = job.allocator.sleep(job.pool, Contents::Keep).unwrap_err();
+        assert!(matches!(error.cause, SleepCause::Held { .. }), "{text}: {error}");
+        while !job.live.is_empty() {
+            job.free(0);
+        }
+        refuse();
+        let held_bytes = job.reserved_bytes();
+        assert!(held_bytes > 0 && matches!(job.allocator.destroy_pool(job.pool), Err(PoolError::Backend(_))), "{text}");
+        assert_eq!((job.phase(), job.reserved_bytes()), (Phase::Failed, held_bytes), "{text}: it is as it was");
+        job.allocator.destroy_pool(job.pool).expect("nothing is live");
+        job.allocator.check().expect("sound");
+        drop(job.allocator);
+        assert!(device.leaks().is_empty(), "{text}: {}", device.leaks());
+    }
+}
+
+#[test]
 fn memory_that_a_window_holds_stays_and_the_next_sleep_gives_it_back() {
     let device = device();
     let job: Job = Job::busy(&device, "segments:reserved,segment_mb:128");

@@ -10,9 +10,6 @@ use crate::types::units::Units;
 pub(crate) struct FreeKey(u128);
 
 impl FreeKey {
-    /// Less than every key of a block: no block has the size 0.
-    pub(crate) const MIN: FreeKey = FreeKey(0);
-
     #[inline]
     pub(crate) fn of(block: &Block, slot: Slot) -> Self {
         let location = u128::from(block.location.word()) << 32;

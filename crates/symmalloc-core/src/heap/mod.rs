@@ -55,13 +55,16 @@ use std::num::NonZeroU64;
 use std::sync::Arc;
 
 /// What a heap needs from outside. Only the budget decides anything.
-pub(crate) struct Context<B, L: Lock> {
-    pub(crate) backend: B,
+pub(crate) struct Context<B: ?Sized, L: Lock> {
     pub(crate) clocks: L::Cell<StreamClocks>,
     pub(crate) directory: L::Cell<SegmentDirectory>,
     /// Over all pools.
     pub(crate) budget: Budget<L>,
+    pub(crate) backend: B,
 }
+
+/// The same, whichever backend it is: for what calls the driver anyhow.
+pub(crate) type Outside<'a, L> = Context<dyn Backend + 'a, L>;
 
 /// Why a heap could not serve a request.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -10,7 +10,7 @@
 //! budgets first and undoes everything when the driver refuses: the heap is then as it was (rule D4). A range from the
 //! backend is checked before it becomes a segment.
 
-use super::{Context, Heap, Shortage};
+use super::{Heap, Outside, Shortage};
 use crate::blocks::table::{BlockState, Slot};
 use crate::config::errors::OutOfMemoryCause;
 use crate::config::size_rules::SizeClass;
@@ -19,7 +19,7 @@ use crate::history::digest::{Mark, op_word};
 use crate::history::segment_log::{SegmentEvent, SegmentEventKind};
 use crate::stats::budget::Budgets;
 use crate::sync::lock::{Lock, LockCell};
-use crate::types::backend::{Backend, BackendError, Range, Reason};
+use crate::types::backend::{BackendError, Range, Reason};
 use crate::types::ids::{SegmentId, StreamId};
 use crate::types::units::{UNIT_BYTES, Units, bytes, units};
 use smallvec::SmallVec;
@@ -27,9 +27,9 @@ use smallvec::SmallVec;
 impl<L: Lock> Heap<L> {
     /// Makes a free block of at least `size` and returns it.
     #[cold]
-    pub(super) fn obtain<B: Backend>(
+    pub(super) fn obtain(
         &mut self,
-        context: &Context<B, L>,
+        context: &Outside<'_, L>,
         stream: StreamId,
         size: Units,
     ) -> Result<Slot, Box<Shortage>> {
@@ -66,9 +66,9 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Brings the heap's mapped memory to at least `target_bytes`.
-    pub(crate) fn reserve<B: Backend>(
+    pub(crate) fn reserve(
         &mut self,
-        context: &Context<B, L>,
+        context: &Outside<'_, L>,
         stream: StreamId,
         target_bytes: u64,
     ) -> Result<(), Box<Shortage>> {
@@ -95,14 +95,14 @@ impl<L: Lock> Heap<L> {
     }
 
     /// What reservations are charged to.
-    pub(crate) fn budgets<'a, B>(&'a self, context: &'a Context<B, L>) -> Budgets<'a, L> {
+    pub(crate) fn budgets<'a>(&'a self, context: &'a Outside<'_, L>) -> Budgets<'a, L> {
         Budgets { heap: &self.budget, pool: &self.pool_budget, allocator: &context.budget }
     }
 
     /// The one segment of a reserved heap. It is obtained once; a heap that has it has all that it will ever have.
-    fn create_reserved<B: Backend>(
+    fn create_reserved(
         &mut self,
-        context: &Context<B, L>,
+        context: &Outside<'_, L>,
         stream: StreamId,
         segment_bytes: u64,
         size: Units,
@@ -115,9 +115,9 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Obtains a new segment: `mapped` units of memory at the start of `range` units of address space.
-    fn create_segment<B: Backend>(
+    fn create_segment(
         &mut self,
-        context: &Context<B, L>,
+        context: &Outside<'_, L>,
         stream: StreamId,
         class: SizeClass,
         mapped: Units,
@@ -148,11 +148,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Reserves a range, and checks what the backend returned.
-    pub(super) fn reserve_range<B: Backend>(
-        &self,
-        context: &Context<B, L>,
-        size_bytes: u64,
-    ) -> Result<Range, BackendError> {
+    pub(super) fn reserve_range(&self, context: &Outside<'_, L>, size_bytes: u64) -> Result<Range, BackendError> {
         let range = context.backend.reserve(size_bytes)?;
         let granule_bytes = context.backend.granularity_bytes();
         // Exactly as long: where a range ends decides where growth goes on, so that no backend may say it (rule D1).
@@ -170,9 +166,9 @@ impl<L: Lock> Heap<L> {
 
     /// Grows the newest range at its end, or begins a new one when there is none or it has no room. Returns the free
     /// block that the new memory became part of.
-    pub(super) fn grow<B: Backend>(
+    pub(super) fn grow(
         &mut self,
-        context: &Context<B, L>,
+        context: &Outside<'_, L>,
         stream: StreamId,
         missing: Missing,
         knobs: &ExpandableSegments,
@@ -205,9 +201,9 @@ impl<L: Lock> Heap<L> {
     }
 
     /// How much to map when `needed` is missing: whole steps, or less where the range or a limit ends before.
-    fn growth<B: Backend>(
+    fn growth(
         &self,
-        context: &Context<B, L>,
+        context: &Outside<'_, L>,
         needed: Units,
         step: Units,
         room: Units,
@@ -220,13 +216,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Maps memory of a segment that is reserved but not backed, charging it.
-    fn map<B: Backend>(
-        &mut self,
-        context: &Context<B, L>,
-        segment: u32,
-        offset: Units,
-        size: Units,
-    ) -> Result<(), Box<Shortage>> {
+    fn map(&mut self, context: &Outside<'_, L>, segment: u32, offset: Units, size: Units) -> Result<(), Box<Shortage>> {
         let size_bytes = bytes(size);
         let charge = self.budgets(context).charge(size_bytes).map_err(|cause| Shortage::of(size, cause))?;
         let range = self.table.segment(segment).range;
@@ -238,9 +228,9 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Backs a part of a range with new memory, in pieces if they may be stitched.
-    pub(super) fn back<B: Backend>(
+    pub(super) fn back(
         &self,
-        context: &Context<B, L>,
+        context: &Outside<'_, L>,
         range: Range,
         offset_bytes: u64,
         size_bytes: u64,
@@ -253,9 +243,9 @@ impl<L: Lock> Heap<L> {
 
     /// Gives memory to the lowest hole that, with its free neighbours, then has `size` units. As little as is needed,
     /// from the hole's start.
-    fn fill_hole<B: Backend>(
+    fn fill_hole(
         &mut self,
-        context: &Context<B, L>,
+        context: &Outside<'_, L>,
         stream: StreamId,
         size: Units,
     ) -> Result<Option<Slot>, Box<Shortage>> {

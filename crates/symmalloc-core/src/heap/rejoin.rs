@@ -8,7 +8,7 @@
 //! ```
 
 use super::obtain::{fresh, trace_segment};
-use super::{Context, Heap};
+use super::{Heap, Outside};
 use crate::blocks::table::{BlockState, Slot};
 use crate::config::SegmentPolicy;
 use crate::history::layout::{AllocationLayout, HeapLayout, SegmentLayout};
@@ -26,15 +26,15 @@ pub(crate) struct ObtainedRange {
 
 impl<L: Lock> Heap<L> {
     /// So much of a layout's memory is there. The rest of the charge is given back.
-    pub(crate) fn confirm_layout<B>(&self, context: &Context<B, L>, layout: &HeapLayout, there_bytes: u64) {
+    pub(crate) fn confirm_layout(&self, context: &Outside<'_, L>, layout: &HeapLayout, there_bytes: u64) {
         self.budgets(context).refund(layout.reserved_bytes() - there_bytes);
         self.budgets(context).confirm(there_bytes);
     }
 
     /// Reserves and maps the segments of a layout, which are charged. On an error, `obtained` says what is there.
-    pub(crate) fn obtain_layout<B: Backend>(
+    pub(crate) fn obtain_layout(
         &self,
-        context: &Context<B, L>,
+        context: &Outside<'_, L>,
         layout: &HeapLayout,
         obtained: &mut Vec<ObtainedRange>,
     ) -> Result<(), BackendError> {
@@ -58,11 +58,7 @@ impl<L: Lock> Heap<L> {
 
     /// Undoes [`obtain_layout`](Self::obtain_layout). What the driver does not take back stays until a trim succeeds. Returns
     /// its bytes, which stay charged.
-    pub(crate) fn give_obtained_back<B: Backend>(
-        &mut self,
-        context: &Context<B, L>,
-        obtained: Vec<ObtainedRange>,
-    ) -> u64 {
+    pub(crate) fn give_obtained_back(&mut self, context: &Outside<'_, L>, obtained: Vec<ObtainedRange>) -> u64 {
         let mut kept_bytes = 0;
         for ObtainedRange { range, mut mapped } in obtained {
             if give_back(&context.backend, range, &mut mapped).is_err() {
@@ -75,9 +71,9 @@ impl<L: Lock> Heap<L> {
 
     /// Puts segments whose memory is there into the tables, and takes up the saved history. Returns size and requested bytes
     /// of what is live now.
-    pub(crate) fn lay_layout<B: Backend>(
+    pub(crate) fn lay_layout(
         &mut self,
-        context: &Context<B, L>,
+        context: &Outside<'_, L>,
         layout: &HeapLayout,
         obtained: Vec<ObtainedRange>,
     ) -> Vec<(Units, u64)> {
@@ -88,7 +84,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Makes the memory of a saved segment free blocks, with holes between them.
-    fn lay_segment<B: Backend>(&mut self, context: &Context<B, L>, saved: &SegmentLayout, range: Range) {
+    fn lay_segment(&mut self, context: &Outside<'_, L>, saved: &SegmentLayout, range: Range) {
         let free = fresh(self.identity.stream.unwrap_or_default());
         let mut end_bytes = 0;
         let parts = saved.extents.iter().flat_map(|extent| {
@@ -149,7 +145,7 @@ impl<L: Lock> Heap<L> {
 }
 
 /// Gives a range back, and tells in `mapped` what is left of it when the driver fails.
-pub(super) fn give_back<B: Backend>(backend: &B, range: Range, mapped: &mut Extents) -> Result<(), BackendError> {
+pub(super) fn give_back(backend: &dyn Backend, range: Range, mapped: &mut Extents) -> Result<(), BackendError> {
     while let Some((offset_bytes, size_bytes)) = mapped.last().copied() {
         backend.unmap(range, offset_bytes, size_bytes)?;
         mapped.pop();

@@ -12,14 +12,14 @@
 //! memory is there whenever something names it a second time.
 
 use super::trim::Released;
-use super::{Context, Heap, Shortage};
+use super::{Heap, Outside, Shortage};
 use crate::blocks::table::BlockState;
 use crate::config::errors::OutOfMemoryCause;
 use crate::config::op::Contents;
 use crate::history::digest::{Mark, op_word};
 use crate::plans::follower::Watch;
 use crate::sync::lock::Lock;
-use crate::types::backend::{Backend, Part, Place};
+use crate::types::backend::{Part, Place};
 use crate::types::ids::StreamId;
 use crate::types::units::bytes;
 use std::collections::BTreeSet;
@@ -101,7 +101,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Whether what is dead names memory of the heap still: an observer holds it, or the driver does.
-    pub(crate) fn has_retired_stitched<B: Backend>(&mut self, context: &Context<B, L>) -> bool {
+    pub(crate) fn has_retired_stitched(&mut self, context: &Outside<'_, L>) -> bool {
         self.log.has_stitched() && {
             let _tried = self.release_retired(context);
             self.log.has_stitched()
@@ -140,7 +140,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Gives the memory of a heap that sleeps back to the device. Nobody uses it.
-    pub(crate) fn unmap_asleep<B: Backend>(&mut self, context: &Context<B, L>) -> Released {
+    pub(crate) fn unmap_asleep(&mut self, context: &Outside<'_, L>) -> Released {
         let (mut released, mapped) = (Released::default(), self.mapped_asleep.unwrap_or(0));
         for (at, mapping) in self.mappings().iter().enumerate().take(mapped).rev() {
             let (range, offset_bytes) = mapping.at;
@@ -156,7 +156,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Gives a heap that sleeps its memory, at its old addresses. Returns the bytes that were mapped.
-    pub(crate) fn map_asleep<B: Backend>(&mut self, context: &Context<B, L>) -> Result<u64, OutOfMemoryCause> {
+    pub(crate) fn map_asleep(&mut self, context: &Outside<'_, L>) -> Result<u64, OutOfMemoryCause> {
         let Some(mapped) = self.mapped_asleep else { return Ok(0) };
         let mut mapped_bytes = 0;
         for (mapping, count) in self.mappings()[mapped..].iter().zip(mapped + 1..) {
