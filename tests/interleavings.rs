@@ -507,7 +507,7 @@ fn a_pool_is_destroyed_by_one_thread_and_used_by_another() {
 
 /// Keeps what it is told.
 #[derive(Clone, Default)]
-struct Records(std::sync::Arc<std::sync::Mutex<Vec<Record>>>);
+struct Records(Arc<std::sync::Mutex<Vec<Record>>>);
 
 impl Sink for Records {
     fn begin(&mut self, _: &Config) -> Result<(), SinkError> {
