@@ -13,7 +13,7 @@ impl<K, V> Default for LookUp<K, V> {
     }
 }
 
-impl<K: Eq + Hash, V> LookUp<K, V> {
+impl<K: Copy + Eq + Hash, V> LookUp<K, V> {
     pub(crate) fn find(&self, key: K) -> Option<&V> {
         self.0.get(&key)
     }
