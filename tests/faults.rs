@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use symmalloc_core::backend::Reason;
 use symmalloc_core::config::Reclaim;
 use symmalloc_core::errors::{AllocateError, FreeError, OutOfMemoryCause, PoolError, TrimError};
-use symmalloc_core::sleep::{SleepError, WakeError};
+use symmalloc_core::sleep::SleepCause;
 use symmalloc_core::{Allocator, Config, Digest, Op, Placement, PoolConfig, PoolId, Retry};
 use symmalloc_harness::checker::{DeviceWork, PrintOnPanic, outcome};
 use symmalloc_harness::generate::Scenario;
@@ -122,11 +122,14 @@ fn kind(error: &StepError, fault: Fault) -> &'static str {
         StepError::Free(FreeError::Fence(error)) => ("free", error),
         StepError::Trim(TrimError::Backend { error, .. }) => ("trim", error),
         StepError::Pool(PoolError::Backend(error)) => ("destroy", error),
-        StepError::Sleep(SleepError::Synchronize { error, .. }) => ("sleep: wait", error),
-        StepError::Sleep(SleepError::Save { error, .. }) => ("sleep: save", error),
-        StepError::Sleep(SleepError::Held { error, .. }) => ("sleep: unmap", error),
-        StepError::Wake(WakeError::Map { error, .. }) => ("wake: map", error),
-        StepError::Wake(WakeError::Load { error, .. }) => ("wake: load", error),
+        StepError::Sleep(error) => match &error.cause {
+            SleepCause::Synchronize { error, .. } => ("sleep: wait", error),
+            SleepCause::Save { error, .. } => ("sleep: save", error),
+            SleepCause::Held { error, .. } => ("sleep: unmap", error),
+            SleepCause::Memory { cause: OutOfMemoryCause::Driver(error), .. } => ("wake: map", error),
+            SleepCause::Load(error) => ("wake: load", error),
+            cause => panic!("the driver refused, not {cause}"),
+        },
         StepError::Backend(error) => ("program", error),
         other => panic!("{other:?} is no answer to a refused call"),
     };

@@ -14,10 +14,14 @@ use symmalloc_core::backend::Backend;
 use symmalloc_core::config::{Config, PointerLookup, PoolConfig, Reclaim, StreamPolicy};
 use symmalloc_core::errors::{AllocateError, PoolError};
 use symmalloc_core::lock::{Exclusive, Lock, LockCell};
+use symmalloc_core::op::Contents;
+use symmalloc_core::recording::{Sink, SinkError};
+use symmalloc_core::sleep::SleepCause;
 use symmalloc_core::units::{KIB, MIB};
-use symmalloc_core::{Allocation, Allocator, Digest, PoolId, Retry, StreamId};
+use symmalloc_core::{Allocation, Allocator, Digest, PoolId, Record, Retry, StreamId};
 use symmalloc_harness::hooked::{DeviceCall, Hooked};
 use symmalloc_sim::{SimBackend, SplitMix64};
+use symmalloc_trace::replay::{Program, Replay};
 
 /// The third kind of lock: shuttle's, where another thread may go on.
 #[derive(Debug)]
@@ -497,6 +501,68 @@ fn a_pool_is_destroyed_by_one_thread_and_used_by_another() {
             allocator.destroy_pool(pool).expect("nothing is live any more");
         }
         assert_eq!(allocator.backend().inner.mapped_bytes(), 0, "a destroyed pool holds memory");
+        assert_nothing_is_left(&allocator);
+    });
+}
+
+/// Keeps what it is told.
+#[derive(Clone, Default)]
+struct Records(Arc<std::sync::Mutex<Vec<Record>>>);
+
+impl Sink for Records {
+    fn begin(&mut self, _: &Config) -> Result<(), SinkError> {
+        Ok(())
+    }
+    fn record(&mut self, record: Record) -> Result<(), SinkError> {
+        self.0.lock().expect("no test panics there").push(record);
+        Ok(())
+    }
+    fn finish(&mut self) -> Result<(), SinkError> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_pool_sleeps_and_wakes_while_others_free_and_the_recording_has_their_order() {
+    explore(300, || {
+        let allocator = shared(&Config::default(), 3);
+        let records = Records::default();
+        allocator.start_recording(records.clone()).expect("nothing happened yet");
+        let allocate = |stream| allocator.allocate(PoolId::DEFAULT, StreamId(stream), 3 * MIB).expect("no limit");
+        let made = [0, 1, 0, 1].map(allocate);
+        let kept = made[2];
+        allocator.backend().inner.write(kept.address, kept.size_bytes, 7);
+        let sleepers = [Contents::Keep, Contents::Keep].map(|contents| {
+            let allocator = Arc::clone(&allocator);
+            thread::spawn(move || {
+                let outcomes =
+                    [allocator.sleep(PoolId::DEFAULT, contents).err(), allocator.wake(PoolId::DEFAULT).err()];
+                outcomes.into_iter().flatten().for_each(|error| assert_eq!(error.cause, SleepCause::Busy));
+            })
+        });
+        let freer = {
+            let allocator = Arc::clone(&allocator);
+            thread::spawn(move || {
+                made[..2].iter().for_each(|made| allocator.free(made.handle).expect("live"));
+                // Of a stream that has no heap yet.
+                match allocator.allocate(PoolId::DEFAULT, StreamId(2), 512) {
+                    Ok(made) => allocator.free(made.handle).expect("live"),
+                    Err(error) => assert!(matches!(error, AllocateError::Sleeps(_)), "{error}"),
+                }
+            })
+        };
+        sleepers.into_iter().chain([freer]).for_each(|thread| thread.join().expect("no panic"));
+        allocator.check().expect("sound");
+        allocator.wake(PoolId::DEFAULT).expect("memory");
+        assert_eq!(allocator.backend().inner.read(kept.address, kept.size_bytes), Some(7));
+        made[2..].iter().for_each(|made| allocator.free(made.handle).expect("live"));
+        allocator.stop_recording().expect("it went well");
+        let digest = allocator.digest(PoolId::DEFAULT);
+        let records = records.0.lock().expect("unpoisoned").clone();
+        let again: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("a device");
+        let program = Program::new(&records).expect("consistent");
+        Replay::new(&again, &program).run(|_, _| {}).expect("it replays");
+        assert_eq!(again.digest(PoolId::DEFAULT), digest, "frees, sleeps and wakes are recorded in their order");
         assert_nothing_is_left(&allocator);
     });
 }

@@ -392,9 +392,12 @@ fn a_layout_fits_only_where_everything_that_decides_is_the_same() {
     assert!(matches!(error, RestoreError::Config { .. }), "{error}");
     let other = SimBackend::builder().granularity_bytes(4 * MIB).build();
     let error = refusal(&rank(&other, &policy, None), POOL, &layout);
-    assert_eq!(error, RestoreError::Granularity { saved_bytes: 2 * MIB, here_bytes: 4 * MIB });
+    assert_eq!(
+        error,
+        RestoreError::Input { key: "granularity", saved_bytes: Some(2 * MIB), here_bytes: Some(4 * MIB) }
+    );
     let error = refusal(&rank(&device, &policy, Some(9)), POOL, &layout);
-    assert_eq!(error, RestoreError::TotalLimit { saved_bytes: None, here_bytes: Some(9) });
+    assert_eq!(error, RestoreError::Input { key: "total_limit", saved_bytes: None, here_bytes: Some(9) });
     let error = refusal(&rank(&device, &policy, None), PoolId(1), &layout);
     assert!(matches!(error, RestoreError::Unknown(_)), "{error}");
     let config = Config::builder().default_pool(policy).build().expect("valid");

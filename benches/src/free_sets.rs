@@ -11,7 +11,7 @@
 //! | [`Fronts`] | a map from exact size to a sorted vector | search, twice | search |
 //! | [`BinLists`] | a list through the blocks for each bin, a bitmap | walk within a bin | bit scan, walk |
 //!
-//! `symmalloc-core` has the last one, whose bins become sorted pages where they grow long.
+//! `symmalloc-core` has the last one, whose bins become trees where they grow long.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;

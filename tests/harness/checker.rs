@@ -20,7 +20,7 @@ use symmalloc_core::errors::{AllocateError, OutOfMemory, OutOfMemoryCause, PoolE
 use symmalloc_core::lock::{Exclusive, Lock};
 use symmalloc_core::op::Contents;
 use symmalloc_core::report::{BlockSnapshot, BlockStateSnapshot, SegmentSnapshot};
-use symmalloc_core::sleep::{SleepError, WakeError};
+use symmalloc_core::sleep::{SleepCause, SleepError};
 use symmalloc_core::{Allocation, AllocationId, Allocator, Digest, Op, PoolId, StreamId};
 use symmalloc_sim::SimBackend;
 use symmalloc_trace::replay::StepError;
@@ -148,8 +148,11 @@ pub fn outcome(result: Result<Option<Allocation>, StepError>) -> Outcome {
     Outcome::Refused(match error {
         StepError::NotLive { .. } => Refusal::NotLive,
         StepError::Allocate(AllocateError::Sleeps(_)) => Refusal::Sleeps,
-        StepError::Wake(WakeError::Limit { scope, .. }) => Refusal::Limit(scope),
-        StepError::Sleep(SleepError::Unknown(_)) | StepError::Wake(WakeError::Unknown(_)) => Refusal::UnknownPool,
+        StepError::Sleep(SleepError { cause: SleepCause::Unknown(_), .. }) => Refusal::UnknownPool,
+        StepError::Sleep(SleepError {
+            cause: SleepCause::Memory { cause: OutOfMemoryCause::Limit { scope, .. }, .. },
+            ..
+        }) => Refusal::Limit(scope),
         StepError::Allocate(AllocateError::TooLarge { .. }) => Refusal::TooLarge,
         StepError::Allocate(AllocateError::OutOfMemory(error)) => match error.cause {
             OutOfMemoryCause::Limit { scope, .. } => Refusal::Limit(scope),
@@ -221,7 +224,10 @@ impl<'a> DeviceWork<'a> {
             (Op::Free { id }, Ok(None)) => {
                 self.live.remove(id);
             }
-            (Op::Sleep { pool, contents }, Ok(None) | Err(StepError::Sleep(SleepError::Held { .. }))) => {
+            (
+                Op::Sleep { pool, contents },
+                Ok(None) | Err(StepError::Sleep(SleepError { cause: SleepCause::Held { .. }, .. })),
+            ) => {
                 self.asleep.entry(*pool).or_insert(*contents);
             }
             (Op::Wake { pool }, Ok(None)) => {

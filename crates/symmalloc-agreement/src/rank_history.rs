@@ -36,7 +36,7 @@ impl<'a> RankHistory<'a> {
     pub fn new<B: Backend, L: Lock>(allocator: &'a Allocator<B, L>, point: Point) -> Self {
         let source: &dyn HistorySource = allocator;
         let heaps = source.heap_histories().iter().map(HeapSummary::of).collect();
-        RankHistory { source, point, order: source.next_in_order(), heaps, pools: None }
+        RankHistory { source, point, order: source.program_order().next(), heaps, pools: None }
     }
 
     /// As [`new`](Self::new), of these pools only: for ranks that share no others, or whose other pools are in use by other
@@ -105,7 +105,7 @@ impl<'a> RankHistory<'a> {
     /// As [`settle`](Self::settle), of those symmetric pools that are chosen by their ordinals: the others are compared from
     /// where they are now with ranks that did not agree here.
     pub fn settle_pools(&self, is_chosen: impl Fn(u32) -> bool) {
-        self.source.agree_order(self.order);
+        self.source.program_order().agree(self.order);
         if self.point == Point::Sync {
             self.source.pass_sync();
         }
@@ -178,7 +178,7 @@ impl<'a> RankHistory<'a> {
         if self.heap(heap).is_none_or(|now| now.digest.ops <= ops) {
             return Answer::Ended;
         }
-        let order = |number| self.source.order_since_agreed(number);
+        let order = |number| self.source.program_order().since_agreed(number);
         let answer = self.look_back(heap, |journal| match journal.entry(ops) {
             Some(entry) => Answer::Op { op: entry.op, decision: entry.decision, order: order(entry.order) },
             None => Answer::Forgotten { order: journal.entry(journal.oldest()).map(|entry| order(entry.order)) },

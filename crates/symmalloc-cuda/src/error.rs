@@ -5,7 +5,7 @@ use symmalloc_core::backend::{BackendError, Reason};
 use symmalloc_core::config::ConfigError;
 use symmalloc_core::errors::{AllocateError, FreeError, PoolError, StreamError, TrimError, UnknownError};
 use symmalloc_core::ids::PoolId;
-use symmalloc_core::sleep::{SleepError, WakeError};
+use symmalloc_core::sleep::SleepError;
 use thiserror::Error;
 
 /// libcuda could not be used at all. Nothing was called in it.
@@ -240,12 +240,9 @@ pub enum CudaError {
     /// A pool or stream does not exist.
     #[error(transparent)]
     Unknown(#[from] UnknownError),
-    /// The pool did not fall asleep.
+    /// The pool did not fall asleep, or did not wake.
     #[error(transparent)]
     Sleep(#[from] SleepError),
-    /// The pool did not wake.
-    #[error(transparent)]
-    Wake(#[from] WakeError),
     /// Memory that the graph uses is not there.
     #[error("the graph uses memory of {pool}, which sleeps: wake it first")]
     GraphSleeps {

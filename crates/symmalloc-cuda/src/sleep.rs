@@ -4,9 +4,8 @@ use crate::allocator::CudaAllocator;
 use crate::error::CudaError;
 use crate::graphs::GraphPool;
 use symmalloc_core::PoolId;
-use symmalloc_core::config::Tag;
 use symmalloc_core::op::Contents;
-use symmalloc_core::sleep::{Phase, SleepError, Slept, Woken};
+use symmalloc_core::sleep::{Phase, SleepCause, SleepError, Slept, Woken};
 
 impl CudaAllocator {
     /// Puts a pool to sleep: its memory goes back to the device, and buffers, addresses and graphs stay what they are, to be used when
@@ -17,14 +16,14 @@ impl CudaAllocator {
     ///
     /// # Errors
     /// When the device has no virtual memory, somebody has windows on the pool's memory (then sleep by way of the registrar), or as
-    /// [`SleepError`] says. The pool is as it was, except after [`SleepError::Held`].
+    /// [`SleepError`] says. The pool is as it was, except after [`SleepCause::Held`].
     pub fn sleep(&self, pool: PoolId, contents: Contents) -> Result<Slept, CudaError> {
         if !self.core().backend().traits().virtual_memory {
             return Err(CudaError::NoSleep);
         }
         let observers = self.core().observer_count(pool) - self.state().own_observers(pool);
         if observers > 0 {
-            return Err(SleepError::Observed { pool, observers }.into());
+            return Err(SleepError { pool, cause: SleepCause::Observed { observers } }.into());
         }
         Ok(self.core().quiesce(pool, contents)?.unmap()?)
     }
@@ -32,7 +31,7 @@ impl CudaAllocator {
     /// Wakes a pool: it has memory at the addresses that it had, with what was kept.
     ///
     /// # Errors
-    /// See [`WakeError`](symmalloc_core::sleep::WakeError): the pool sleeps on, nothing is lost, and another attempt may succeed.
+    /// See [`SleepError`]: the pool sleeps on, nothing is lost, and another attempt may succeed.
     pub fn wake(&self, pool: PoolId) -> Result<Woken, CudaError> {
         Ok(self.core().wake(pool)?)
     }
@@ -41,7 +40,7 @@ impl CudaAllocator {
     ///
     /// # Errors
     /// That of the first pool that does not fall asleep, as [`sleep`](Self::sleep). Those before it sleep: another call goes on.
-    pub fn sleep_tagged(&self, tag: Tag, contents: Contents) -> Result<Vec<(PoolId, Slept)>, CudaError> {
+    pub fn sleep_tagged(&self, tag: &str, contents: Contents) -> Result<Vec<(PoolId, Slept)>, CudaError> {
         let pools = self.core().pools_tagged(tag).into_iter();
         pools.map(|pool| Ok((pool, self.sleep(pool, contents)?))).collect()
     }
@@ -50,7 +49,7 @@ impl CudaAllocator {
     ///
     /// # Errors
     /// That of the first pool that does not wake, as [`wake`](Self::wake). Those before it are awake: another call goes on.
-    pub fn wake_tagged(&self, tag: Tag) -> Result<Vec<(PoolId, Woken)>, CudaError> {
+    pub fn wake_tagged(&self, tag: &str) -> Result<Vec<(PoolId, Woken)>, CudaError> {
         let pools = self.core().pools_tagged(tag).into_iter();
         pools.map(|pool| Ok((pool, self.wake(pool)?))).collect()
     }

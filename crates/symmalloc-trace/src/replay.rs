@@ -18,7 +18,7 @@ use symmalloc_core::ids::{AllocationId, ObserverId, PoolId, StreamId};
 use symmalloc_core::lock::Lock;
 use symmalloc_core::op::{Op, Pending, Record};
 use symmalloc_core::plans::PlanError;
-use symmalloc_core::sleep::{SleepError, WakeError};
+use symmalloc_core::sleep::SleepError;
 use symmalloc_core::{Allocation, Handle};
 use thiserror::Error;
 
@@ -466,12 +466,9 @@ pub enum StepError {
     /// A plan is not followed here.
     #[error(transparent)]
     Plan(#[from] PlanError),
-    /// The pool did not fall asleep.
+    /// The pool did not fall asleep, or did not wake.
     #[error(transparent)]
     Sleep(#[from] SleepError),
-    /// The pool did not wake.
-    #[error(transparent)]
-    Wake(#[from] WakeError),
     /// The driver failed.
     #[error(transparent)]
     Trim(#[from] TrimError),

@@ -4,7 +4,7 @@ use super::recorder::{Recording, RecordingEnd, RecordingError, StartRecordingErr
 use super::request::Request;
 use crate::config::op::{NAME_BYTES_MAX, Op, Record};
 use crate::heap::trim::Released;
-use crate::history::names::cut_name;
+use crate::history::journal::cut_name;
 use crate::sync::lock::{Guard, Lock, LockCell};
 use crate::types::handle::{Allocation, Handle};
 use crate::types::ids::{AllocationId, ObserverId, PoolId, StreamId};
@@ -129,7 +129,7 @@ impl<L: Lock> Gate<'_, L> {
     /// Records the free of an allocation that was live.
     pub(super) fn note_free(&mut self, handle: Handle) {
         let Some(recording) = self.recording() else { return };
-        match recording.ids.remove(&handle) {
+        match recording.ids.take(handle) {
             Some(id) => self.note(Op::Free { id }),
             // No handle says whether an allocation of zero bytes was freed before.
             None => self.end(RecordingEnd::FreedTwice { handle }),
@@ -139,7 +139,7 @@ impl<L: Lock> Gate<'_, L> {
     /// Records the use of an allocation by another stream.
     pub(super) fn note_use(&mut self, handle: Handle, stream: StreamId) {
         let Some(recording) = self.recording() else { return };
-        if let Some(id) = recording.ids.get(&handle).copied() {
+        if let Some(id) = recording.ids.find(handle).copied() {
             self.note(Op::RecordUse { id, stream });
         }
     }

@@ -4,7 +4,7 @@
 //! agreed on. Pools are named by their ordinal among the symmetric ones, because a rank may have private pools in between.
 
 pub use crate::history::digest::{Mark, folded_multiply, op_word, unpack_op, unpack_placement};
-pub use crate::history::journal::{CHECKPOINTS_MAX, Journal, JournalEntry, NAME_BYTES_MAX};
+pub use crate::history::journal::{CHECKPOINTS_MAX, Journal, JournalEntry, NAME_BYTES_MAX, ProgramOrder};
 
 use super::Allocator;
 use super::pool::{HeapCell, Pool};
@@ -40,13 +40,8 @@ pub trait HistorySource {
     fn policy(&self, number: u32) -> Option<String>;
     /// Shows a heap's journal, if it has one.
     fn look_back(&self, pool: u32, stream: Option<StreamId>, look: &mut dyn FnMut(&Journal));
-    /// The number that the next op gets in the order of ops over all symmetric heaps.
-    fn next_in_order(&self) -> u64;
-    /// A number of that order, counted from the last agreement.
-    fn order_since_agreed(&self, number: u64) -> u64;
-    /// All ranks agreed, when the next op had this number. Ops are counted from here: a rank that joined later counts as the
-    /// others do.
-    fn agree_order(&self, next: u64);
+    /// Numbers the ops over all symmetric heaps.
+    fn program_order(&self) -> &ProgramOrder;
     /// All ranks are at this sync.
     fn pass_sync(&self);
     /// All ranks had this digest in this heap: the history before it is forgotten.
@@ -86,16 +81,8 @@ impl<B: Backend, L: Lock> HistorySource for Allocator<B, L> {
         }
     }
 
-    fn next_in_order(&self) -> u64 {
-        self.program_order.next()
-    }
-
-    fn order_since_agreed(&self, number: u64) -> u64 {
-        self.program_order.since_agreed(number)
-    }
-
-    fn agree_order(&self, next: u64) {
-        self.program_order.agree(next);
+    fn program_order(&self) -> &ProgramOrder {
+        &self.program_order
     }
 
     fn pass_sync(&self) {

@@ -53,7 +53,6 @@ use crate::heap::{Context, Freed, Heap, HeapIdentity, is_nothing};
 use crate::history::journal::ProgramOrder;
 use crate::history::segment_log::SegmentLog;
 use crate::pointers::{HeapHints, SegmentDirectory};
-use crate::sleep::state::State;
 use crate::stats::budget::Budget;
 use crate::stats::usage::TotalUsage;
 use crate::streams::clocks::StreamClocks;
@@ -458,7 +457,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 if let Some(key) = *step {
                     heap.begin_step(&self.context, key);
                 }
-                if !matches!(*sleep, State::Awake) {
+                if !sleep.is_awake() {
                     heap.fall_asleep();
                 }
                 Arc::new(LockCell::new(heap))

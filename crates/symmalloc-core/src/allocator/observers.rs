@@ -1,7 +1,7 @@
 //! Observers of a pool's segments. See [`crate::history::segment_log`] for what they read, and when.
 
 use super::Allocator;
-use super::pool::Pool;
+use super::pool::{HeapCell, HeapGuard, Pool};
 use super::recorder::RecordingEnd;
 use crate::config::errors::{TrimError, UnknownError};
 use crate::heap::trim::Released;
@@ -60,12 +60,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn unread(&self, observer: ObserverId) -> Unread {
         let mut unread = Unread { events: Vec::new(), reader: (self.number, observer), ends: Vec::new() };
         let pool = self.observers.lock().pool_of(observer);
-        if let Some(entry) = pool.and_then(|pool| self.pool(pool).ok()) {
-            for heap in entry.heaps() {
-                let heap = heap.lock();
-                unread.events.extend(heap.log().unread(observer));
-                unread.ends.push((heap.identity().id, heap.log().next()));
-            }
+        for heap in self.observed_heaps(pool) {
+            let heap = heap.lock();
+            unread.events.extend(heap.log().unread(observer));
+            unread.ends.push((heap.identity().id, heap.log().next()));
         }
         unread
     }
@@ -81,9 +79,13 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             return Err(TrimError::NotRead { observer });
         }
         let mut gate = self.gate();
+        let pool = self.observers.lock().pool_of(observer);
+        // A heap that was made since has no end.
+        let end_of = |id| unread.ends.iter().find(|(read, _)| *read == id).map_or(0, |(_, end)| *end);
+        let has_death = |heap: HeapGuard<'_, L>| heap.log().has_death_since(end_of(heap.identity().id));
         // Replay acknowledges everything that happened so far: more than this observer has read, if something came in between.
-        let is_late = gate.is_recording() && self.has_death_since(observer, &unread.ends);
-        let released = self.let_go(&unread.ends, |log, end| log.acknowledge(observer, end));
+        let is_late = gate.is_recording() && self.observed_heaps(pool).map(LockCell::lock).any(has_death);
+        let released = self.let_go(pool, |id, log| log.acknowledge(observer, end_of(id)));
         if is_late {
             gate.end(RecordingEnd::LateDeath);
         }
@@ -99,36 +101,26 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn forget(&self, observer: ObserverId) -> Result<u64, TrimError> {
         let mut gate = self.gate();
         let mut observers = self.observers.lock();
-        let ends = self.ends_of(observers.pool_of(observer));
+        let pool = observers.pool_of(observer);
         observers.remove(observer);
         drop(observers);
-        let released = self.let_go(&ends, |log, _| log.forget(observer));
+        let released = self.let_go(pool, |_, log| log.forget(observer));
         gate.note_forgotten(observer);
         gate.note_released(&released);
         released.into_result()
     }
 
-    /// Whether a segment of the observer's pool died that these ends of logs do not cover. A heap that was made since has none.
-    fn has_death_since(&self, observer: ObserverId, ends: &[(HeapId, u64)]) -> bool {
-        let pool = self.observers.lock().pool_of(observer);
-        pool.and_then(|pool| self.pool(pool).ok()).into_iter().flat_map(Pool::heaps).map(LockCell::lock).any(|heap| {
-            let end = ends.iter().find(|(id, _)| *id == heap.identity().id).map_or(0, |(_, end)| *end);
-            heap.log().has_death_since(end)
-        })
+    /// The heaps of an observer's pool, if it is there still.
+    fn observed_heaps(&self, pool: Option<PoolId>) -> impl Iterator<Item = &HeapCell<L>> {
+        pool.and_then(|pool| self.pool(pool).ok()).into_iter().flat_map(Pool::heaps)
     }
 
-    /// The heaps of a pool, with how far their logs reach.
-    fn ends_of(&self, pool: Option<PoolId>) -> Vec<(HeapId, u64)> {
-        let heaps = pool.and_then(|pool| self.pool(pool).ok()).into_iter().flat_map(Pool::heaps);
-        heaps.map(LockCell::lock).map(|heap| (heap.identity().id, heap.log().next())).collect()
-    }
-
-    fn let_go(&self, ends: &[(HeapId, u64)], change: impl Fn(&mut SegmentLog, u64)) -> Released {
+    /// Lets go of entries of logs, and so of memory.
+    fn let_go(&self, pool: Option<PoolId>, change: impl Fn(HeapId, &mut SegmentLog)) -> Released {
         let mut released = Released::default();
-        for (id, end) in ends {
-            let Some(heap) = self.heaps.get(id.index()) else { continue };
+        for heap in self.observed_heaps(pool) {
             let mut heap = heap.lock();
-            change(heap.log_mut(), *end);
+            change(heap.identity().id, heap.log_mut());
             released = released.plus(heap.release_retired(&self.context));
         }
         released

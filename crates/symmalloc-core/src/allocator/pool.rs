@@ -1,6 +1,7 @@
 //! One pool, with the heaps that serve it.
 
 use crate::config::errors::PoolSleeps;
+use crate::config::restore_error::LayoutError;
 use crate::config::{PoolConfig, StreamPolicy};
 use crate::heap::Heap;
 use crate::sleep::state::State;
@@ -43,7 +44,7 @@ impl<L: Lock> Pool<L> {
             heaps: Registry::new(),
             is_destroyed: AtomicBool::new(false),
             step: L::Cell::new(None),
-            sleep: L::Cell::new(State::Awake),
+            sleep: L::Cell::new(State::default()),
             log_entries: Arc::new(AtomicU64::new(0)),
         }
     }
@@ -74,7 +75,14 @@ impl<L: Lock> Pool<L> {
 
     /// What needs memory asks first.
     pub(super) fn check_awake(&self, pool: PoolId) -> Result<(), PoolSleeps> {
-        if matches!(*self.sleep.lock(), State::Awake) { Ok(()) } else { Err(PoolSleeps { pool }) }
+        if self.sleep.lock().is_awake() { Ok(()) } else { Err(PoolSleeps { pool }) }
+    }
+
+    /// A layout cannot hold plans, nor a step, and is of a pool that is awake.
+    pub(super) fn check_layout_holds(&self, pool: PoolId) -> Result<(), LayoutError> {
+        self.check_awake(pool)?;
+        let is_planned = self.step.lock().is_some() || self.heaps().any(|heap| heap.lock().remembers_steps());
+        if is_planned { Err(LayoutError::Planned { pool }) } else { Ok(()) }
     }
 
     pub(super) fn is_destroyed(&self) -> bool {

@@ -2,10 +2,10 @@
 
 use crate::config::Config;
 use crate::config::op::Record;
-use crate::history::names::SlotMap;
 use crate::types::backend::BackendError;
 use crate::types::handle::Handle;
 use crate::types::ids::{AllocationId, ObserverId, PoolId};
+use crate::types::look_up::LookUp;
 use std::error::Error;
 
 /// Why a sink failed, in its own words.
@@ -128,7 +128,7 @@ pub(super) struct Recording {
     pub(super) records: u64,
     pub(super) next_id: u64,
     /// What records call the live allocations.
-    pub(super) ids: SlotMap<Handle, AllocationId>,
+    pub(super) ids: LookUp<Handle, AllocationId>,
     /// The observers that came so far, and are there still. Their place is their id in the records.
     pub(super) observers: Vec<Option<ObserverId>>,
 }

@@ -34,11 +34,11 @@ use super::request::Request;
 use crate::config::errors::{AllocateError, FreeError};
 use crate::config::op::{Op, Record};
 use crate::heap::Freed;
-use crate::history::names::slot_map;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
 use crate::types::handle::{Allocation, Handle};
 use crate::types::ids::{ObserverId, PoolId, StreamId};
+use crate::types::look_up::LookUp;
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Records every op from now on, and the decision about it, into the sink: first the streams, pools and observers that there
@@ -72,7 +72,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             sink: Box::new(sink),
             records,
             next_id: 0,
-            ids: slot_map(),
+            ids: LookUp::default(),
             observers: observers.iter().map(|(observer, _)| Some(observer)).collect(),
         });
         drop((clocks, heaps, open_scopes, observers));

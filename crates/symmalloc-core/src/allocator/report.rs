@@ -1,68 +1,17 @@
 //! Reports: what the allocator holds, for programs and for people. Nothing here changes anything but peaks and scopes.
 
-pub use crate::heap::view::{BlockSnapshot, BlockStateSnapshot, SegmentSnapshot};
+pub use crate::heap::view::{BlockSnapshot, BlockStateSnapshot, MemoryStats, SegmentSnapshot};
 
 use super::Allocator;
 use super::pool::HeapCell;
 use crate::config::errors::UnknownError;
-use crate::heap::Heap;
 use crate::history::digest::Digest;
-use crate::plans::report::StepStats;
 use crate::stats::usage::{ClassStats, Stat};
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
 use crate::types::ids::{PoolId, SegmentId, StreamId};
 use std::fmt;
-
-/// Statistics of an allocator, a pool or a heap.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct MemoryStats {
-    /// What programs hold, by size class.
-    pub usage: ClassStats,
-    /// Bytes of device memory held, dead segments that observers hold included.
-    pub reserved_bytes: Stat,
-    /// Bytes of dead segments that observers hold, or that the driver did not take back yet.
-    pub retired_bytes: u64,
-    /// Number of live segments.
-    pub segment_count: u64,
-    /// Number of segments created so far.
-    pub segments_born: u64,
-    /// Number of free blocks.
-    pub free_block_count: u64,
-    /// Bytes of the largest free block.
-    pub largest_free_bytes: u64,
-    /// Number of times that memory was obtained from the device: births and growths of segments.
-    pub growth_count: u64,
-    /// Number of trims of heaps, asked for or by themselves.
-    pub trim_count: u64,
-    /// Number of times that a request was tried again, after a trim by itself or a failure callback.
-    pub retry_count: u64,
-    /// Number of requests that ended with [`OutOfMemory`](crate::config::errors::OutOfMemory).
-    pub out_of_memory_count: u64,
-    /// Steps, and how far they followed plans.
-    pub steps: StepStats,
-    /// Whether the peaks of `usage.all` are exact: of one heap, or of all heaps when one thread drives the allocator.
-    /// Otherwise, and by class, they are sums of the heaps' peaks, which need not have been at the same time: upper bounds.
-    pub peaks_are_exact: bool,
-}
-
-impl MemoryStats {
-    fn add_heap<L: Lock>(&mut self, heap: &Heap<L>) {
-        self.usage = self.usage.plus(heap.usage().stats());
-        self.retired_bytes += heap.log().retired_bytes();
-        self.segment_count += heap.segment_count();
-        self.segments_born += u64::from(heap.next_segment().0);
-        self.free_block_count += heap.free_block_count();
-        self.largest_free_bytes = self.largest_free_bytes.max(heap.largest_free_bytes());
-        self.steps = self.steps.plus(heap.step_stats());
-        let rare = heap.rare_counts();
-        self.growth_count += rare.growths;
-        self.trim_count += rare.trims;
-        self.retry_count += rare.retries;
-        self.out_of_memory_count += rare.refusals;
-    }
-}
+use std::ops::Add;
 
 /// A part of a program over which statistics are wanted. Scopes nest; close them in reverse order.
 ///
@@ -210,7 +159,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut open_scopes = self.open_scopes.lock();
         *open_scopes -= 1;
         let heaps = self.all_heaps().map(|heap| heap.lock().usage_mut().close_scope());
-        let mut stats = heaps.fold(ClassStats::default(), ClassStats::plus);
+        let mut stats = heaps.fold(ClassStats::default(), ClassStats::add);
         if L::IS_EXCLUSIVE {
             self.usage.lock().close_scope(&mut stats.all);
         }
@@ -278,7 +227,7 @@ where
     let mut stats = MemoryStats { reserved_bytes, ..MemoryStats::default() };
     let mut heap_count = 0;
     for heap in heaps {
-        stats.add_heap(&heap.lock());
+        heap.lock().add_to(&mut stats);
         heap_count += 1;
     }
     stats.peaks_are_exact = heap_count <= 1;

@@ -23,7 +23,7 @@
 use super::Allocator;
 use super::pool::Pool;
 use super::recorder::RecordingEnd;
-use crate::config::restore_error::{LayoutError, RestoreError};
+use crate::config::restore_error::RestoreError;
 use crate::heap::Heap;
 use crate::history::layout::{HeapLayout, Layout};
 use crate::stats::budget::Charge;
@@ -107,9 +107,6 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
         self.check_it_fits(pool, entry, layout)?;
-        if entry.step.lock().is_some() || entry.heaps().any(|heap| heap.lock().remembers_steps()) {
-            return Err(LayoutError::Planned { pool }.into());
-        }
         let is_fresh = entry.heaps().all(|heap| heap.lock().is_fresh());
         for saved in layout.heaps() {
             self.heap_for(pool, saved.stream.unwrap_or_default())?;
@@ -142,9 +139,6 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
         self.check_it_fits(pool, entry, layout)?;
-        if entry.step.lock().is_some() || entry.heaps().any(|heap| heap.lock().remembers_steps()) {
-            return Err(LayoutError::Planned { pool }.into());
-        }
         let mut guards: Vec<_> = entry.heaps().map(LockCell::lock).collect();
         let mut heaps: Vec<_> = guards.iter_mut().map(|heap| Saved::find(heap, layout)).collect();
         // No observer minds: nothing is given back.
@@ -163,18 +157,17 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// What can be told without looking at blocks.
     fn check_it_fits(&self, pool: PoolId, entry: &Pool<L>, layout: &Layout) -> Result<(), RestoreError> {
-        entry.check_awake(pool)?;
+        entry.check_layout_holds(pool)?;
         if *layout.config() != entry.config {
             let (saved, here) = (Box::new(layout.config().clone()), Box::new(entry.config.clone()));
             return Err(RestoreError::Config { saved, here });
         }
-        if layout.granularity_bytes() != self.granularity_bytes {
-            let (saved_bytes, here_bytes) = (layout.granularity_bytes(), self.granularity_bytes);
-            return Err(RestoreError::Granularity { saved_bytes, here_bytes });
-        }
-        if layout.total_limit_bytes() != self.limit_bytes() {
-            let (saved_bytes, here_bytes) = (layout.total_limit_bytes(), self.limit_bytes());
-            return Err(RestoreError::TotalLimit { saved_bytes, here_bytes });
+        let granularity = (Some(layout.granularity_bytes()), Some(self.granularity_bytes));
+        let total_limit = (layout.total_limit_bytes(), self.limit_bytes());
+        for (key, (saved_bytes, here_bytes)) in [("granularity", granularity), ("total_limit", total_limit)] {
+            if saved_bytes != here_bytes {
+                return Err(RestoreError::Input { key, saved_bytes, here_bytes });
+            }
         }
         for heap in layout.heaps() {
             // Free memory of a shared heap needs an owner, too.
@@ -215,8 +208,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         // A charge that is dropped before it is kept, because of a limit or of a backend that panics, is refunded.
         let mut charges = Vec::new();
         for Saved { heap, layout } in heaps.iter() {
-            let charge = heap.charge_layout(&self.context, layout);
             let needed_bytes = layout.reserved_bytes();
+            let charge = heap.budgets(&self.context).charge(needed_bytes);
             charges.push(charge.map_err(|cause| RestoreError::Limit { needed_bytes, cause })?);
         }
         let mut obtained = Vec::new();

@@ -5,8 +5,8 @@ use crate::config::op::NAME_BYTES_MAX;
 use crate::config::restore_error::LayoutError;
 use crate::heap::Heap;
 use crate::heap::view::{BlockSnapshot, BlockStateSnapshot, SegmentSnapshot};
+use crate::history::journal::cut_name;
 use crate::history::layout::{AllocationLayout, Extent, HeapLayout, Layout, SegmentLayout};
-use crate::history::names::cut_name;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
 use crate::types::ids::PoolId;
@@ -22,12 +22,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// When the pool is unknown, has plans or learns some, is in a step, has stitched ranges, or holds memory of dead segments.
     pub fn save_layout(&self, pool: PoolId) -> Result<Layout, LayoutError> {
         let entry = self.pool(pool)?;
-        entry.check_awake(pool)?;
+        entry.check_layout_holds(pool)?;
         // All heaps at once, so that the layout is of one moment.
         let heaps: Vec<_> = entry.heaps().map(LockCell::lock).collect();
-        if entry.step.lock().is_some() || heaps.iter().any(|heap| heap.remembers_steps()) {
-            return Err(LayoutError::Planned { pool });
-        }
         if heaps.iter().any(|heap| heap.has_stitched()) {
             return Err(LayoutError::Stitched { pool });
         }

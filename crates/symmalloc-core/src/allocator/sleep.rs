@@ -5,16 +5,14 @@
 
 use super::Allocator;
 use super::pool::Pool;
-use crate::config::Tag;
-use crate::config::errors::{OutOfMemoryCause, UnknownError};
+use crate::config::errors::UnknownError;
 use crate::config::op::{Contents, Op};
-use crate::heap::Shortage;
-use crate::heap::sleep::wait_for_all;
+use crate::heap::fencing::synchronize;
 use crate::heap::trim::Released;
 use crate::sleep::state::{Kept, State};
-use crate::sleep::{Phase, SleepError, Slept, WakeError, Woken};
+use crate::sleep::{Phase, SleepCause, SleepError, Slept, Woken};
 use crate::sync::lock::{Lock, LockCell};
-use crate::types::backend::Backend;
+use crate::types::backend::{Backend, Part};
 use crate::types::ids::PoolId;
 use std::collections::BTreeSet;
 
@@ -29,12 +27,12 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// An op: call it at the same point of the program on every rank. The digest says that it was asked for, whatever became of it.
     ///
     /// # Errors
-    /// See [`SleepError`]; the pool is as it was, except after [`SleepError::Held`]. Whoever observes a pool may have windows on its
+    /// See [`SleepError`]; the pool is as it was, except after [`SleepCause::Held`]. Whoever observes a pool may have windows on its
     /// memory, so that an observed pool sleeps by way of [`quiesce`](Self::quiesce).
     pub fn sleep(&self, pool: PoolId, contents: Contents) -> Result<Slept, SleepError> {
         let observers = self.observer_count(pool);
         if observers > 0 {
-            return Err(SleepError::Observed { pool, observers });
+            return Err(SleepError { pool, cause: SleepCause::Observed { observers } });
         }
         self.quiesce(pool, contents)?.unmap()
     }
@@ -45,8 +43,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// An op, as [`sleep`](Self::sleep).
     ///
     /// # Errors
-    /// See [`WakeError`]; the pool sleeps on, nothing is lost, and another attempt may succeed.
-    pub fn wake(&self, pool: PoolId) -> Result<Woken, WakeError> {
+    /// See [`SleepError`]; the pool sleeps on, nothing is lost, and another attempt may succeed.
+    pub fn wake(&self, pool: PoolId) -> Result<Woken, SleepError> {
         Ok(self.remap(pool)?.keep())
     }
 
@@ -56,46 +54,34 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// As [`sleep`](Self::sleep); the pool is as it was.
     pub fn quiesce(&self, pool: PoolId, contents: Contents) -> Result<Quiesced<'_, B, L>, SleepError> {
+        self.try_quiesce(pool, contents).map_err(|cause| SleepError { pool, cause })
+    }
+
+    fn try_quiesce(&self, pool: PoolId, contents: Contents) -> Result<Quiesced<'_, B, L>, SleepCause> {
         let entry = self.pool(pool)?;
         let step = entry.step.lock();
         if step.is_some() {
-            return Err(SleepError::StepOpen { pool });
+            return Err(SleepCause::StepOpen);
         }
-        let mut sleep = entry.sleep.lock();
-        self.pool(pool)?;
-        let earlier = match *sleep {
-            State::Changing(_) => return Err(SleepError::Busy { pool }),
-            State::Asleep(kept) => Some(kept),
-            State::Awake => None,
-        };
-        let kept = earlier.unwrap_or(Kept { contents, image: None });
-        let asked = Some(contents);
-        let change = Change { allocator: self, entry, pool, asked, kept, was_asleep: earlier.is_some() };
-        *sleep = State::Changing(change.phase());
-        let mut quiesced = Quiesced { change: Some(change), kept_bytes: 0 };
-        if earlier.is_some() {
-            return Ok(quiesced);
+        let mut change = self.begin_change(pool, Some(contents))?;
+        drop(step);
+        if change.otherwise != Phase::Awake {
+            return Ok(Quiesced { change, kept_bytes: 0 });
         }
         entry.heaps().for_each(|heap| heap.lock().fall_asleep());
-        drop((sleep, step));
         let users: BTreeSet<_> = entry.heaps().flat_map(|heap| heap.lock().users()).collect();
-        let waited = wait_for_all(&self.context, users);
-        waited.map_err(|(stream, error)| SleepError::Synchronize { pool, stream, error })?;
+        for stream in users {
+            synchronize(&self.context, stream).map_err(|error| SleepCause::Synchronize { stream, error })?;
+        }
         if entry.heaps().any(|heap| heap.lock().has_retired_stitched(&self.context)) {
-            return Err(SleepError::Retired { pool });
+            return Err(SleepCause::Retired);
         }
-        if contents == Contents::Keep {
-            let mut live_bytes = 0;
-            let mut parts = Vec::new();
-            entry.heaps().for_each(|heap| parts.extend(heap.lock().parts_to_save(&mut live_bytes)));
-            if live_bytes > 0 {
-                let image = self.context.backend.save(&parts);
-                let image = image.map_err(|error| SleepError::Save { pool, live_bytes, error })?;
-                quiesced.kept_bytes = live_bytes;
-                quiesced.change.as_mut().expect("until the end").kept.image = Some(image);
-            }
-        }
-        Ok(quiesced)
+        let parts = if contents == Contents::Keep { live_parts(entry) } else { Vec::new() };
+        let live_bytes = parts.iter().map(|part| part.size_bytes).sum();
+        let image = (live_bytes > 0).then(|| self.context.backend.save(&parts)).transpose();
+        let image = image.map_err(|error| SleepCause::Save { live_bytes, error })?;
+        change.kept = Some(Kept::new(contents, image, parts));
+        Ok(Quiesced { change, kept_bytes: live_bytes })
     }
 
     /// The first step of a wake: maps memory at the old addresses, and copies back what was kept. Allocations are refused until
@@ -103,59 +89,64 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     ///
     /// # Errors
     /// As [`wake`](Self::wake); the pool sleeps on.
-    pub fn remap(&self, pool: PoolId) -> Result<Remapped<'_, B, L>, WakeError> {
-        let entry = self.pool(pool)?;
-        let mut sleep = entry.sleep.lock();
-        self.pool(pool)?;
-        let (kept, was_asleep) = match *sleep {
-            State::Changing(_) => return Err(WakeError::Busy { pool }),
-            State::Asleep(kept) => (kept, true),
-            State::Awake => (Kept { contents: Contents::Drop, image: None }, false),
-        };
-        let change = Change { allocator: self, entry, pool, asked: None, kept, was_asleep };
-        *sleep = State::Changing(change.phase());
-        let woken = Woken { remapped_bytes: 0, loaded_bytes: 0 };
-        let mut remapped = Remapped { change: Some(change), woken };
-        drop(sleep);
-        let needed_bytes = entry.heaps().map(|heap| heap.lock().dormant_bytes().1).sum();
+    pub fn remap(&self, pool: PoolId) -> Result<Remapped<'_, B, L>, SleepError> {
+        self.try_remap(pool).map_err(|cause| SleepError { pool, cause })
+    }
+
+    fn try_remap(&self, pool: PoolId) -> Result<Remapped<'_, B, L>, SleepCause> {
+        let change = self.begin_change(pool, None)?;
+        let (entry, backend) = (change.entry, &self.context.backend);
+        let mut remapped = Remapped { change, woken: Woken::default() };
+        let needed_bytes = entry.heaps().map(|heap| heap.lock().asleep_bytes().1).sum();
         for heap in entry.heaps() {
             let mapped = heap.lock().map_asleep(&self.context);
-            remapped.woken.remapped_bytes += mapped.map_err(|shortage| match *shortage {
-                Shortage::Memory { cause: OutOfMemoryCause::Limit { scope, limit_bytes }, .. } => {
-                    WakeError::Limit { pool, needed_bytes, scope, limit_bytes }
-                }
-                Shortage::Memory { cause: OutOfMemoryCause::Driver(error), .. } => {
-                    WakeError::Map { pool, needed_bytes, error }
-                }
-                other => unreachable!("memory is mapped, or a limit or the driver refuses: {other:?}"),
-            })?;
+            remapped.woken.remapped_bytes += mapped.map_err(|cause| SleepCause::Memory { needed_bytes, cause })?;
         }
-        let parts: Vec<_> = entry.heaps().flat_map(|heap| heap.lock().parts_to_fill(kept.contents)).collect();
+        let live = live_parts(entry);
+        let fill = |kept: &Kept| (kept.image(), kept.parts_to_fill(live));
+        let (image, parts) = entry.sleep.lock().kept.as_ref().map(fill).unwrap_or_default();
         if !parts.is_empty() {
-            let backend = &self.context.backend;
-            let filled = match kept.image {
-                Some(image) => backend.load(image, &parts),
-                None => backend.zero(&parts),
-            };
-            filled.map_err(|error| WakeError::Load { pool, error })?;
-            if kept.image.is_some() {
-                remapped.woken.loaded_bytes = parts.iter().map(|part| part.size_bytes).sum();
-            }
+            let filled = image.map_or_else(|| backend.zero(&parts), |image| backend.load(image, &parts));
+            filled.map_err(SleepCause::Load)?;
+        }
+        if image.is_some() {
+            remapped.woken.loaded_bytes = parts.iter().map(|part| part.size_bytes).sum();
         }
         Ok(remapped)
     }
 
-    /// Whether a pool is awake. While it falls asleep or wakes it is what it was.
+    /// A sleep or a wake begins.
+    fn begin_change(&self, pool: PoolId, asked: Option<Contents>) -> Result<Change<'_, B, L>, SleepCause> {
+        let entry = self.pool(pool)?;
+        let mut sleep = entry.sleep.lock();
+        // It may have been destroyed meanwhile.
+        self.pool(pool)?;
+        if sleep.is_changing {
+            return Err(SleepCause::Busy);
+        }
+        sleep.is_changing = true;
+        let otherwise = match (sleep.kept.is_some(), asked) {
+            (false, _) => Phase::Awake,
+            (true, None) => Phase::Asleep,
+            (true, Some(_)) => Phase::Failed,
+        };
+        Ok(Change { allocator: self, entry, pool, asked, kept: None, otherwise, has_ended: false })
+    }
+
+    /// Whether a pool is awake. While it falls asleep it is awake still, and asleep while it wakes.
     ///
     /// # Errors
     /// When the pool is unknown.
     pub fn phase(&self, pool: PoolId) -> Result<Phase, UnknownError> {
         let entry = self.pool(pool)?;
         let sleep = entry.sleep.lock();
-        Ok(match *sleep {
-            State::Awake => Phase::Awake,
-            State::Changing(phase) => phase,
-            State::Asleep(_) => phase_asleep(entry),
+        let is_held = || !sleep.is_changing && entry.heaps().any(|heap| heap.lock().asleep_bytes().0 > 0);
+        Ok(if sleep.kept.is_none() {
+            Phase::Awake
+        } else if is_held() {
+            Phase::Failed
+        } else {
+            Phase::Asleep
         })
     }
 
@@ -165,7 +156,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     /// The pools that carry a tag, in the order of their ids: what sleeps and wakes together.
-    pub fn pools_tagged(&self, tag: Tag) -> Vec<PoolId> {
+    pub fn pools_tagged(&self, tag: &str) -> Vec<PoolId> {
         let tagged = self.pools.iter().filter(|(_, entry)| entry.config.tag() == Some(tag) && !entry.is_destroyed());
         tagged.map(|(index, _)| PoolId(index as u32)).collect()
     }
@@ -183,74 +174,84 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// The pool is no more, or its memory is: what was kept is not needed.
     pub(super) fn end_sleep(&self, state: &mut State) {
-        if let State::Asleep(Kept { image: Some(image), .. }) = std::mem::replace(state, State::Awake) {
-            self.context.backend.discard(image);
-        }
+        let image = state.kept.take().and_then(|kept| kept.image());
+        image.into_iter().for_each(|image| self.context.backend.discard(image));
     }
 }
 
-fn phase_asleep<L: Lock>(entry: &Pool<L>) -> Phase {
-    let is_held = entry.heaps().any(|heap| heap.lock().dormant_bytes().0 > 0);
-    if is_held { Phase::Failed } else { Phase::Asleep }
+/// What is live in a pool, in stream and segment order, each run of blocks behind the one before in an image.
+fn live_parts<L: Lock>(entry: &Pool<L>) -> Vec<Part> {
+    let mut parts = Vec::new();
+    entry.heaps().for_each(|heap| heap.lock().add_live_parts(&mut parts));
+    parts
 }
 
-/// A sleep or a wake that is under way. No other one begins until it ends.
+/// A sleep or a wake that is under way. No other one begins until it ends. Dropping it leaves the pool what it was.
 struct Change<'a, B: Backend, L: Lock> {
     allocator: &'a Allocator<B, L>,
     entry: &'a Pool<L>,
     pool: PoolId,
     /// `None` for a wake.
     asked: Option<Contents>,
-    kept: Kept,
-    was_asleep: bool,
+    /// Of a pool that was awake, what is known of its contents.
+    kept: Option<Kept>,
+    /// What becomes of the pool if it goes no further. See [`end`](Self::end).
+    otherwise: Phase,
+    has_ended: bool,
 }
 
 impl<B: Backend, L: Lock> Change<'_, B, L> {
-    /// What the pool was before.
-    fn phase(&self) -> Phase {
-        if self.was_asleep { phase_asleep(self.entry) } else { Phase::Awake }
-    }
-
-    /// The pool sleeps from here on. `unmaps`: its memory goes back. Says what went back, and what failed.
-    fn end_asleep(&self, unmaps: bool, is_done: bool) -> Result<u64, SleepError> {
-        let Change { allocator, entry, pool, asked, .. } = *self;
+    /// Ends it: what was asked for is done, or with `None` it did not come about. The pool is awake; or it sleeps, and its memory goes
+    /// back ([`Phase::Asleep`]) or stays where it is ([`Phase::Failed`]). Returns the bytes that went back.
+    fn end(&mut self, done: Option<Phase>) -> Result<u64, SleepCause> {
+        let Change { allocator, entry, pool, asked, otherwise, .. } = *self;
+        let (after, is_done) = (done.unwrap_or(otherwise), done.is_some());
+        self.has_ended = true;
         let mut gate = allocator.gate();
         let mut released = Released::default();
+        if after == Phase::Asleep {
+            let unmapped = entry.heaps().map(|heap| heap.lock().unmap_asleep(&allocator.context));
+            released = unmapped.fold(released, Released::plus);
+        }
+        // Held until all heaps are awake: one that is made meanwhile is so, too.
+        let mut sleep = entry.sleep.lock();
         for heap in entry.heaps() {
             let mut heap = heap.lock();
-            if unmaps {
-                released = released.plus(heap.unmap_asleep(&allocator.context));
+            if after == Phase::Awake {
+                heap.wake_up();
             }
             heap.note_asked(asked);
         }
-        *entry.sleep.lock() = State::Asleep(self.kept);
+        sleep.kept = sleep.kept.take().or(self.kept.take());
+        if after == Phase::Awake {
+            allocator.end_sleep(&mut sleep);
+        }
+        sleep.is_changing = false;
+        drop(sleep);
+        gate.note(match (asked, is_done) {
+            (Some(contents), true) => Op::Sleep { pool, contents },
+            (None, true) => Op::Wake { pool },
+            (asked, false) => Op::Stay { pool, asked },
+        });
         let released_bytes = released.bytes;
-        let op = asked.filter(|_| is_done).map(|contents| Op::Sleep { pool, contents });
-        gate.note(op.unwrap_or(Op::Stay { pool, asked }));
-        tracing::debug!(name: "pool.slept", target: "symmalloc", pool = pool.0, released_bytes, is_done);
+        match after {
+            Phase::Awake => tracing::debug!(name: "pool.woke", target: "symmalloc", pool = pool.0, is_done),
+            _ => tracing::debug!(name: "pool.slept", target: "symmalloc", pool = pool.0, released_bytes, is_done),
+        }
         gate.note_released(&released);
         let Some(error) = released.error else { return Ok(released_bytes) };
-        let held_bytes = entry.heaps().map(|heap| heap.lock().dormant_bytes().0).sum();
-        Err(SleepError::Held { pool, released_bytes, held_bytes, error })
+        let held_bytes = entry.heaps().map(|heap| heap.lock().asleep_bytes().0).sum();
+        Err(SleepCause::Held { released_bytes, held_bytes, error })
     }
+}
 
-    /// The pool is awake from here on, with all of its memory.
-    fn end_awake(&self, is_done: bool) {
-        let Change { allocator, entry, pool, asked, .. } = *self;
-        let mut gate = allocator.gate();
-        let mut sleep = entry.sleep.lock();
-        *sleep = State::Awake;
-        for heap in entry.heaps() {
-            let mut heap = heap.lock();
-            heap.wake_up();
-            heap.note_asked(asked);
+impl<B: Backend, L: Lock> Drop for Change<'_, B, L> {
+    /// What a wake has mapped goes back. What the driver does not take is held: the next sleep tries again, and the next wake makes use
+    /// of it.
+    fn drop(&mut self) {
+        if !self.has_ended {
+            let _as_it_was = self.end(None);
         }
-        drop(sleep);
-        gate.note(if is_done { Op::Wake { pool } } else { Op::Stay { pool, asked } });
-        if let Some(image) = self.kept.image {
-            allocator.context.backend.discard(image);
-        }
-        tracing::debug!(name: "pool.woke", target: "symmalloc", pool = pool.0, is_done);
     }
 }
 
@@ -258,8 +259,7 @@ impl<B: Backend, L: Lock> Change<'_, B, L> {
 /// what it was.
 #[must_use = "the pool is what it was when this is dropped"]
 pub struct Quiesced<'a, B: Backend, L: Lock> {
-    /// Until the end.
-    change: Option<Change<'a, B, L>>,
+    change: Change<'a, B, L>,
     kept_bytes: u64,
 }
 
@@ -267,62 +267,30 @@ impl<B: Backend, L: Lock> Quiesced<'_, B, L> {
     /// Gives the memory back. The pool sleeps.
     ///
     /// # Errors
-    /// [`SleepError::Held`] when the driver does not take all of it: the pool sleeps.
+    /// [`SleepCause::Held`] when the driver does not take all of it: the pool sleeps.
     pub fn unmap(mut self) -> Result<Slept, SleepError> {
-        let change = self.change.take().expect("until the end");
-        Ok(Slept { released_bytes: change.end_asleep(true, true)?, kept_bytes: self.kept_bytes })
+        let ended = self.change.end(Some(Phase::Asleep));
+        let released_bytes = ended.map_err(|cause| SleepError { pool: self.change.pool, cause })?;
+        Ok(Slept { released_bytes, kept_bytes: self.kept_bytes })
     }
 
     /// The pool sleeps, with all of its memory: a window that nobody can take away holds it. The next sleep can give it back.
     pub fn hold(mut self) {
-        let change = self.change.take().expect("until the end");
-        let _nothing_is_unmapped = change.end_asleep(false, true);
-    }
-
-    /// Bytes that were saved.
-    pub fn kept_bytes(&self) -> u64 {
-        self.kept_bytes
-    }
-}
-
-impl<B: Backend, L: Lock> Drop for Quiesced<'_, B, L> {
-    fn drop(&mut self) {
-        match self.change.take() {
-            Some(change) if change.was_asleep => drop(change.end_asleep(false, false)),
-            Some(change) => change.end_awake(false),
-            None => {}
-        }
+        let _nothing_is_unmapped = self.change.end(Some(Phase::Failed));
     }
 }
 
 /// A pool that has its memory again, and serves no allocations yet. Dropping it leaves the pool what it was: asleep.
 #[must_use = "the pool sleeps again when this is dropped"]
 pub struct Remapped<'a, B: Backend, L: Lock> {
-    /// Until the end.
-    change: Option<Change<'a, B, L>>,
+    change: Change<'a, B, L>,
     woken: Woken,
 }
 
 impl<B: Backend, L: Lock> Remapped<'_, B, L> {
     /// The pool is awake.
     pub fn keep(mut self) -> Woken {
-        self.change.take().expect("until the end").end_awake(true);
+        let _nothing_is_unmapped = self.change.end(Some(Phase::Awake));
         self.woken
-    }
-
-    /// Bytes that were mapped.
-    pub fn remapped_bytes(&self) -> u64 {
-        self.woken.remapped_bytes
-    }
-}
-
-impl<B: Backend, L: Lock> Drop for Remapped<'_, B, L> {
-    fn drop(&mut self) {
-        match self.change.take() {
-            // What the driver does not take back is held: the next sleep tries again, and the next wake makes use of it.
-            Some(change) if change.was_asleep => drop(change.end_asleep(true, false)),
-            Some(change) => change.end_awake(false),
-            None => {}
-        }
     }
 }

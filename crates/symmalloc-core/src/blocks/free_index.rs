@@ -8,24 +8,24 @@
 //!  size in units   1 2 3 ... 15 │ 16-17 18-19 ... │ 32-35 ...           8 bins per power of two, 256 per size class
 //!                  └─ one size ─┘ └─ 2 sizes a bin ┘ └─ 4 ...
 //!  occupied        one bit per bin: four words per size class
-//!  bin             short: a sorted list through the blocks themselves     long: a SortedRun of their keys
+//!  bin             short: a sorted list through the blocks themselves     long: a tree of their keys
 //!                  sentinel ◄─► 32 ◄─► 32 ◄─► 35 ◄─► sentinel
 //! ```
 //!
 //! Finding the bin is a shift and a mask; finding the next occupied one is a bit scan or two. Most bins of most programs hold
 //! one to three blocks, where a linked list costs a dozen instructions and touches only blocks that are touched anyway. A
 //! program that keeps 100,000 free blocks of one size would walk that list for ever, so a bin that grows long turns into
-//! a [`SortedRun`], which is logarithmic.
+//! a tree, which is logarithmic.
 //!
 //! A list is a ring: it begins and ends with the bin's *sentinel*, a slot of the block table that holds no block and counts as
 //! greater than all ([`SENTINELS`]). So a block always has a neighbour on both sides, and no code asks whether a bin is empty
 //! or a block is the first or the last: such branches are hard to predict.
 
 use crate::blocks::free_key::FreeKey;
-use crate::blocks::sorted_run::SortedRun;
 use crate::blocks::table::{Block, NONE, SENTINELS, Slot};
 use crate::config::size_rules::SizeClass;
 use crate::types::units::Units;
+use std::collections::BTreeSet;
 
 /// Every power of two is cut into 2^MANTISSA_BITS bins.
 const MANTISSA_BITS: u32 = 3;
@@ -35,10 +35,10 @@ const BIN_COUNT: usize = 256;
 const WORD_COUNT: usize = BIN_COUNT / 64;
 const _: () = assert!(SENTINELS == 2 * BIN_COUNT);
 
-/// An insert that has to pass more blocks than this in a list turns the list into a run ...
+/// An insert that has to pass more blocks than this in a list turns the list into a tree ...
 const WALK_MAX: u32 = 16;
-/// ... and a run that has fewer keys than this turns back. The distance keeps a bin from turning back and forth.
-const RUN_MIN: usize = 4;
+/// ... and a tree that has fewer keys than this turns back. The distance keeps a bin from turning back and forth.
+const TREE_MIN: usize = 4;
 
 /// Which of a block's links is which.
 const PREV: usize = 0;
@@ -78,8 +78,8 @@ fn bin_of(class: SizeClass, size: Units) -> Bin {
 pub(crate) struct FreeIndex {
     /// Bit b of word w is set when bin 64 w + b is not empty. The last word has no bins, so that a reader may load two words at once.
     occupied: [u64; 2 * WORD_COUNT + 1],
-    /// The keys of long bins, by bin. Empty until there is one.
-    runs: Vec<Option<Box<SortedRun>>>,
+    /// The keys of long bins, by bin; those of others are none. Empty until a bin is long.
+    trees: Vec<BTreeSet<FreeKey>>,
 }
 
 impl Block {
@@ -93,7 +93,7 @@ impl Block {
 impl FreeIndex {
     /// The least block of this class with at least `size`: the smallest, of the oldest backing memory, at the lowest offset.
     #[inline(always)]
-    pub(crate) fn best_fit(&mut self, blocks: &[Block], class: SizeClass, size: Units) -> Option<Slot> {
+    pub(crate) fn best_fit(&self, blocks: &[Block], class: SizeClass, size: Units) -> Option<Slot> {
         let bin = self.occupied_from(class, bin_in_class(size))?;
         let first = blocks[bin as usize].links[NEXT];
         // Every block of a later bin than the size's own is large enough.
@@ -106,7 +106,7 @@ impl FreeIndex {
     /// The best fit of this bin, whose first block is too small or which is long, or of those behind it.
     #[cold]
     #[inline(never)]
-    fn best_fit_from(&mut self, blocks: &[Block], class: SizeClass, bin: Bin, size: Units) -> Option<Slot> {
+    fn best_fit_from(&self, blocks: &[Block], class: SizeClass, bin: Bin, size: Units) -> Option<Slot> {
         let mut slot = blocks[bin as usize].links[NEXT];
         // The sentinel is large enough for every size.
         while let Some(block) = blocks.get(slot as usize) {
@@ -123,11 +123,11 @@ impl FreeIndex {
 
     /// The best fit of this bin if it is long, or of those behind it.
     #[inline(never)]
-    fn best_fit_beyond(&mut self, blocks: &[Block], class: SizeClass, mut bin: Bin, size: Units) -> Option<Slot> {
+    fn best_fit_beyond(&self, blocks: &[Block], class: SizeClass, mut bin: Bin, size: Units) -> Option<Slot> {
         let last = first_of(class) + BIN_COUNT as Bin - 1;
         while bin <= last {
-            let run = self.runs.get_mut(bin as usize).and_then(Option::as_mut);
-            if let Some(key) = run.and_then(|run| run.first_at_least(FreeKey::least_of(size))) {
+            let tree = self.trees.get(bin as usize);
+            if let Some(key) = tree.and_then(|tree| tree.range(FreeKey::least_of(size)..).next()) {
                 return Some(key.slot());
             }
             if bin == last {
@@ -186,7 +186,7 @@ impl FreeIndex {
                 *self.word_mut(bin) |= 1 << (bin % 64);
             }
             Some(_) => self.insert_behind(blocks, slot, bin),
-            None => self.insert_into_run(blocks, slot, bin),
+            None => self.insert_into_tree(blocks, slot, bin),
         }
     }
 
@@ -194,7 +194,7 @@ impl FreeIndex {
     #[inline(always)]
     pub(crate) fn remove(&mut self, blocks: &mut [Block], slot: Slot) {
         let [prev, next] = blocks[slot as usize].links;
-        let Some(before) = blocks.get_mut(prev as usize) else { return self.remove_from_run(blocks, slot) };
+        let Some(before) = blocks.get_mut(prev as usize) else { return self.remove_from_tree(blocks, slot) };
         before.links[NEXT] = next;
         blocks[next as usize].links[PREV] = prev;
         // A block with the same neighbour on both sides is the last of its bin, and that neighbour is the sentinel.
@@ -216,7 +216,7 @@ impl FreeIndex {
     pub(crate) fn is_linked(&self, blocks: &[Block]) -> bool {
         let links = |slot: Slot| blocks[slot as usize].links;
         (0..SENTINELS as Bin).all(|bin| {
-            let is_long = self.runs.get(bin as usize).is_some_and(Option::is_some);
+            let is_long = self.trees.get(bin as usize).is_some_and(|tree| !tree.is_empty());
             let is_occupied = self.is_occupied(bin);
             if is_long {
                 return is_occupied && links(bin) == UNLINKED;
@@ -254,66 +254,55 @@ impl FreeIndex {
             walk_left -= 1;
             prev = next;
         }
-        self.insert_into_run(blocks, slot, bin);
+        self.insert_into_tree(blocks, slot, bin);
     }
 
     #[cold]
     #[inline(never)]
-    fn insert_into_run(&mut self, blocks: &mut [Block], slot: Slot, bin: Bin) {
+    fn insert_into_tree(&mut self, blocks: &mut [Block], slot: Slot, bin: Bin) {
         if blocks[bin as usize].links != UNLINKED {
-            self.turn_into_run(blocks, bin);
+            self.turn_into_tree(blocks, bin);
         }
-        let run = self.runs[bin as usize].as_mut().expect("a long bin has a run");
         let block = &mut blocks[slot as usize];
-        run.insert(FreeKey::of(block, slot));
+        self.trees[bin as usize].insert(FreeKey::of(block, slot));
         block.links = UNLINKED;
     }
 
-    /// Makes a list a run.
-    #[cold]
-    #[inline(never)]
-    fn turn_into_run(&mut self, blocks: &mut [Block], bin: Bin) {
-        let keys: Vec<FreeKey> = self.keys_of(blocks, bin).collect();
-        let mut run = Box::<SortedRun>::default();
-        for key in keys {
-            run.insert(key);
-            blocks[key.slot() as usize].links = UNLINKED;
-        }
-        self.runs.resize_with(SENTINELS, || None);
-        self.runs[bin as usize] = Some(run);
+    /// Makes a list a tree.
+    fn turn_into_tree(&mut self, blocks: &mut [Block], bin: Bin) {
+        let tree: BTreeSet<FreeKey> = self.keys_of(blocks, bin).collect();
+        tree.iter().for_each(|key| blocks[key.slot() as usize].links = UNLINKED);
+        self.trees.resize_with(SENTINELS, BTreeSet::new);
+        self.trees[bin as usize] = tree;
         blocks[bin as usize].links = UNLINKED;
     }
 
     #[cold]
     #[inline(never)]
-    fn remove_from_run(&mut self, blocks: &mut [Block], slot: Slot) {
+    fn remove_from_tree(&mut self, blocks: &mut [Block], slot: Slot) {
         let block = &blocks[slot as usize];
         let (key, bin) = (FreeKey::of(block, slot), bin_of(block.class, block.size));
-        let run = self.runs.get_mut(bin as usize).and_then(Option::as_mut);
-        let run = run.expect("the free index lacks a block that the table calls free");
-        run.remove(key);
-        if run.is_shorter_than(RUN_MIN) {
+        let tree = &mut self.trees[bin as usize];
+        assert!(tree.remove(&key), "the free index lacks a block that the table calls free");
+        if tree.len() < TREE_MIN {
             self.turn_into_list(blocks, bin);
         }
     }
 
-    /// Makes a run a list again.
-    #[cold]
-    #[inline(never)]
+    /// Makes a tree a list again.
     fn turn_into_list(&mut self, blocks: &mut [Block], bin: Bin) {
-        let keys: Vec<FreeKey> = self.keys_of(blocks, bin).collect();
-        self.runs[bin as usize] = None;
+        let tree = std::mem::take(&mut self.trees[bin as usize]);
         blocks[bin as usize].links = [bin, bin];
         *self.word_mut(bin) &= !(1 << (bin % 64));
-        keys.into_iter().for_each(|key| self.insert(blocks, key.slot()));
+        tree.into_iter().for_each(|key| self.insert(blocks, key.slot()));
     }
 
     fn keys_of(&self, blocks: &[Block], bin: Bin) -> impl Iterator<Item = FreeKey> {
-        let run = self.runs.get(bin as usize).and_then(Option::as_deref);
         let behind =
             move |slot: Slot| Some(blocks[slot as usize].links[NEXT]).filter(|next| *next != bin && *next != NONE);
         let list = std::iter::successors(behind(bin), move |slot| behind(*slot));
-        list.map(|slot| FreeKey::of(&blocks[slot as usize], slot)).chain(run.into_iter().flat_map(SortedRun::iter))
+        let list = list.map(|slot| FreeKey::of(&blocks[slot as usize], slot));
+        list.chain(self.trees.get(bin as usize).into_iter().flatten().copied())
     }
 }
 

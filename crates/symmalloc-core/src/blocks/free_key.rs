@@ -1,36 +1,34 @@
-//! The order of rule D2 as one integer.
+//! The order of rule D2 as two integers.
 
 use crate::blocks::table::{Block, Slot};
 use crate::types::units::Units;
 
-/// A free block's place in the order of rule D2, with its slot: size, sequence, offset, slot, 32 bits each.
+/// A free block's place in the order of rule D2, with its slot: size, sequence, offset, slot, 32 bits each. In two words, because most
+/// comparisons are over with the first.
 ///
 /// The slot never decides: no two free blocks of a heap agree in (sequence, offset).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) struct FreeKey(u128);
+pub(crate) struct FreeKey(u64, u64);
 
 impl FreeKey {
-    /// Less than every key of a block: no block has the size 0.
-    pub(crate) const MIN: FreeKey = FreeKey(0);
-
     #[inline]
     pub(crate) fn of(block: &Block, slot: Slot) -> Self {
-        let location = u128::from(block.location.word()) << 32;
-        FreeKey(u128::from(block.size) << 96 | location | u128::from(slot))
+        let location = block.location.word();
+        FreeKey(u64::from(block.size) << 32 | location >> 32, location << 32 | u64::from(slot))
     }
 
     /// The least key a block of this size can have.
     #[inline]
     pub(crate) fn least_of(size: Units) -> Self {
-        FreeKey(u128::from(size) << 96)
+        FreeKey(u64::from(size) << 32, 0)
     }
 
     pub(crate) fn size(self) -> Units {
-        (self.0 >> 96) as Units
+        (self.0 >> 32) as Units
     }
 
     #[inline]
     pub(crate) fn slot(self) -> Slot {
-        self.0 as Slot
+        self.1 as Slot
     }
 }

@@ -2,8 +2,6 @@
 
 mod free_index;
 mod free_key;
-mod key_page;
-mod sorted_run;
 pub(crate) mod stitched;
 pub(crate) mod table;
 

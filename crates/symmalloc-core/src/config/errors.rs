@@ -4,7 +4,6 @@
 //! that refuses) are returned as values of these types, and the allocator is as it was before the call. *Corruption* is
 //! an assertion: an allocator that is wrong about its own blocks must not go on.
 
-use crate::config::policy::ConfigError;
 use crate::types::backend::{BackendError, DeviceAddress};
 use crate::types::handle::Handle;
 use crate::types::ids::{ObserverId, PoolId, StreamId};
@@ -63,9 +62,6 @@ pub enum StreamError {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum PoolError {
-    /// The pool's configuration does not fit the backend.
-    #[error(transparent)]
-    Config(#[from] ConfigError),
     /// The pool does not exist.
     #[error(transparent)]
     Unknown(#[from] UnknownError),

@@ -7,7 +7,6 @@ mod policy;
 pub(crate) mod restore_error;
 pub(crate) mod size_rules;
 mod stitching;
-mod tag;
 pub mod text;
 
 pub(crate) use policy::in_range;
@@ -16,4 +15,3 @@ pub use policy::{
     PoolConfigBuilder, Reclaim, RoundupPower2Divisions, SegmentPolicy, StreamPolicy,
 };
 pub use stitching::Stitching;
-pub use tag::{Tag, TagError};

@@ -2,8 +2,6 @@
 //!
 //! A word is near when at most a third of it (at least one character) is to be inserted, deleted or replaced.
 
-use std::fmt;
-
 /// The longest word that is looked at; a longer one is not a slip of the fingers.
 const WORD_BYTES_MAX: usize = 64;
 
@@ -22,15 +20,7 @@ pub fn nearest<'k>(word: &str, known: impl IntoIterator<Item = &'k str>) -> Opti
 }
 
 /// The part of an error's message that says what was probably meant, if that is known.
-#[derive(Clone, Copy, Debug)]
 #[doc(hidden)]
-pub struct DidYouMean(pub Option<&'static str>);
-
-impl fmt::Display for DidYouMean {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.0 {
-            Some(word) => write!(f, ", did you mean `{word}`?"),
-            None => Ok(()),
-        }
-    }
+pub fn did_you_mean(word: Option<&str>) -> String {
+    word.map_or_else(String::new, |word| format!(", did you mean `{word}`?"))
 }

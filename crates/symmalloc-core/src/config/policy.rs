@@ -8,18 +8,28 @@
 //! programs, which is why [`Config::digest`] exists.
 
 use crate::config::stitching::Stitching;
-use crate::config::tag::Tag;
 use crate::types::units::{GIB, MIB, SEGMENT_BYTES_MAX, UNIT_BYTES};
 
 /// PyTorch's `kLargeBuffer`: the fixed segment for requests between 1 and 10 MiB, in bytes.
 pub(crate) const LARGE_SEGMENT_BYTES: u64 = 20 * MIB;
 
-/// What a configuration says of each of these, and how its builder sets it.
+/// What a configuration says of each of these, and a builder that sets it.
 macro_rules! settings {
     ($config:ident, $builder:ident: $($(#[$doc:meta])* $name:ident: $value:ty,)*) => {
         impl $config {
+            /// Starts from the defaults.
+            pub fn builder() -> $builder { Self::default().to_builder() }
+
+            /// Starts from this one.
+            pub fn to_builder(&self) -> $builder { $builder { config: self.clone() } }
+
             $($(#[$doc])* pub fn $name(&self) -> $value { self.$name })*
         }
+
+        /// Makes a configuration.
+        #[derive(Clone, Debug)]
+        #[must_use]
+        pub struct $builder { config: $config }
 
         impl $builder {
             $($(#[$doc])* pub fn $name(mut self, $name: $value) -> Self { self.config.$name = $name; self })*
@@ -40,6 +50,12 @@ pub enum SegmentPolicy {
         /// Size of the segment in bytes; a multiple of 512, rounded up to the backend's granularity when obtained.
         segment_bytes: u64,
     },
+}
+
+impl Default for SegmentPolicy {
+    fn default() -> Self {
+        SegmentPolicy::Expandable(ExpandableSegments::default())
+    }
 }
 
 /// Knobs of [`SegmentPolicy::Fixed`], with PyTorch's names, meanings and defaults.
@@ -160,8 +176,8 @@ impl RoundupPower2Divisions {
     }
 }
 
-/// The policy of one pool.
-#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+/// The policy of one pool. The default has expandable segments, separate streams and no limit.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct PoolConfig {
     segments: SegmentPolicy,
     streams: StreamPolicy,
@@ -173,45 +189,18 @@ pub struct PoolConfig {
     plan: PlanPolicy,
     /// `None` unless segments are expandable and the pool is not symmetric.
     stitching: Option<Stitching>,
-    tag: Option<Tag>,
-}
-
-impl Default for PoolConfig {
-    fn default() -> Self {
-        PoolConfig {
-            segments: SegmentPolicy::Expandable(ExpandableSegments::default()),
-            streams: StreamPolicy::default(),
-            symmetric: false,
-            limit_bytes: None,
-            release_threshold_bytes: None,
-            reclaim: Reclaim::default(),
-            roundup_power2_divisions: RoundupPower2Divisions::default(),
-            plan: PlanPolicy::default(),
-            stitching: None,
-            tag: None,
-        }
-    }
+    tag: Option<Box<str>>,
 }
 
 impl PoolConfig {
-    /// Starts from the defaults: expandable segments, separate streams, no limit.
-    pub fn builder() -> PoolConfigBuilder {
-        PoolConfigBuilder { config: PoolConfig::default() }
-    }
-
-    /// Starts from this policy.
-    pub fn to_builder(&self) -> PoolConfigBuilder {
-        PoolConfigBuilder { config: self.clone() }
-    }
-
     /// How the pool obtains backing memory.
     pub fn segments(&self) -> &SegmentPolicy {
         &self.segments
     }
 
     /// What the pool is for: pools of one tag sleep and wake together.
-    pub fn tag(&self) -> Option<Tag> {
-        self.tag
+    pub fn tag(&self) -> Option<&str> {
+        self.tag.as_deref()
     }
 
     /// What of the policy a backend can serve. What is left out is not in the digest either.
@@ -244,13 +233,6 @@ settings! {
     plan: PlanPolicy,
 }
 
-/// Makes a [`PoolConfig`].
-#[derive(Clone, Debug)]
-#[must_use]
-pub struct PoolConfigBuilder {
-    config: PoolConfig,
-}
-
 impl PoolConfigBuilder {
     /// How the pool obtains backing memory. Only expandable segments are stitched.
     pub fn segments(mut self, segments: SegmentPolicy) -> Self {
@@ -266,7 +248,7 @@ impl PoolConfigBuilder {
 
     /// One growing range per heap with default knobs.
     pub fn expandable(self) -> Self {
-        self.segments(SegmentPolicy::Expandable(ExpandableSegments::default()))
+        self.segments(SegmentPolicy::default())
     }
 
     /// One segment of `segment_bytes` per heap, obtained up front.
@@ -280,8 +262,8 @@ impl PoolConfigBuilder {
         self
     }
 
-    /// What the pool is for: pools of one tag sleep and wake together.
-    pub fn tag(mut self, tag: Option<Tag>) -> Self {
+    /// What the pool is for, for example `weights` or `kv_cache`: 1 to 24 lower-case letters, digits, `_` and `-`.
+    pub fn tag(mut self, tag: Option<Box<str>>) -> Self {
         self.config.tag = tag;
         self
     }
@@ -322,6 +304,11 @@ impl PoolConfigBuilder {
             in_range("stitching_maps", stitching.maps_max.into(), 1, 1 << 20)?;
             in_range("stitching_aliases", stitching.aliases_max.into(), stitching.maps_max.into(), 1 << 24)?;
         }
+        let is_in_tags = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || matches!(byte, b'_' | b'-');
+        let is_tag = |tag: &str| (1..=24).contains(&tag.len()) && tag.bytes().all(is_in_tags);
+        if self.config.tag().is_some_and(|tag| !is_tag(tag)) {
+            return Err(ConfigError::NotATag);
+        }
         Ok(self.config)
     }
 }
@@ -360,16 +347,6 @@ impl Default for Config {
 }
 
 impl Config {
-    /// Starts from the defaults.
-    pub fn builder() -> ConfigBuilder {
-        ConfigBuilder { config: Config::default() }
-    }
-
-    /// Starts from this configuration.
-    pub fn to_builder(&self) -> ConfigBuilder {
-        ConfigBuilder { config: self.clone() }
-    }
-
     /// The policy of pool 0.
     pub fn default_pool(&self) -> &PoolConfig {
         &self.default_pool
@@ -387,13 +364,6 @@ settings! {
     /// How many ops each heap of a symmetric pool remembers, for agreement to name the first that differs: 32 bytes each, and up
     /// to 112 more where the allocation has a name. 0: none. Decides no placement.
     history_ops: u32,
-}
-
-/// Makes a [`Config`].
-#[derive(Clone, Debug)]
-#[must_use]
-pub struct ConfigBuilder {
-    config: Config,
 }
 
 impl ConfigBuilder {
@@ -448,6 +418,9 @@ pub enum ConfigError {
         /// The value given.
         value: u64,
     },
+    /// A tag is empty, too long, or has other characters.
+    #[error("a tag has 1 to 24 lower-case letters, digits, `_` and `-`")]
+    NotATag,
     /// Memory that may be registered, or has sizes of its own, is not stitched.
     #[error(
         "{} is not stitched: remove stitching, or use another pool, with expandable segments",

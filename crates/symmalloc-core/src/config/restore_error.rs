@@ -49,9 +49,6 @@ pub enum RestoreError {
     /// The pool, or a stream that the layout names, does not exist.
     #[error(transparent)]
     Unknown(#[from] UnknownError),
-    /// The pool sleeps.
-    #[error(transparent)]
-    Sleeps(#[from] PoolSleeps),
     /// The pool has another configuration than the saved one: its future is another.
     #[error("the layout is of a pool `{saved}`, this one is `{here}`: create it with the saved configuration")]
     Config {
@@ -60,26 +57,18 @@ pub enum RestoreError {
         /// Of this one.
         here: Box<PoolConfig>,
     },
-    /// The backend maps in other steps than the one that the layout was saved on.
+    /// The backend maps in other steps, or the allocator has another limit over all pools.
     #[error(
-        "the layout was saved at a granularity of {saved_bytes} bytes, this backend has {here_bytes}: use an equal one"
-    )]
-    Granularity {
-        /// When the layout was saved, in bytes.
-        saved_bytes: u64,
-        /// Of this backend, in bytes.
-        here_bytes: u64,
-    },
-    /// The allocator has another limit over all pools.
-    #[error(
-        "the layout was saved under a total limit of {}, here it is {}: configure the saved one",
+        "the layout was saved with a {key} of {}, here it is {}: use the saved one",
         limit(saved_bytes),
         limit(here_bytes)
     )]
-    TotalLimit {
+    Input {
+        /// `granularity`, or `total_limit`.
+        key: &'static str,
         /// When the layout was saved, in bytes.
         saved_bytes: Option<u64>,
-        /// Of this allocator, in bytes.
+        /// Here, in bytes.
         here_bytes: Option<u64>,
     },
     /// The pool is not as a layout can be.

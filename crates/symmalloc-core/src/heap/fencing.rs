@@ -3,13 +3,13 @@
 //! Uses by other streams are noted while a block is allocated, become events when it is freed, travel with it while it
 //! is free, and are waited for by the stream that takes it. Only this file makes those driver calls.
 
-use super::{Context, Heap, Live};
+use super::{Heap, Live, Outside};
 use crate::blocks::table::{Block, BlockState, Slot};
 use crate::config::errors::HandleError;
 use crate::history::digest::{Mark, op_word};
 use crate::streams::fences::{Fence, FenceSetId, FenceTable, Fences};
 use crate::sync::lock::{Lock, LockCell};
-use crate::types::backend::{Backend, BackendError};
+use crate::types::backend::BackendError;
 use crate::types::handle::Handle;
 use crate::types::ids::StreamId;
 use smallvec::SmallVec;
@@ -33,7 +33,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Records an event on every other stream that used an allocated block, all or none.
-    pub(super) fn fence_uses<B: Backend>(&mut self, context: &Context<B, L>, slot: Slot) -> Result<(), BackendError> {
+    pub(super) fn fence_uses(&mut self, context: &Outside<'_, L>, slot: Slot) -> Result<(), BackendError> {
         let uses = self.fences.fences(self.table.block(slot).fences);
         let mut fences = Fences::new();
         for stream in uses.iter().map(|fence| fence.stream) {
@@ -55,9 +55,9 @@ impl<L: Lock> Heap<L> {
 
     /// Orders `stream` behind all earlier users of the free block, on the device. On an error, what is not waited for yet
     /// is waited for by the next attempt.
-    pub(super) fn wait_for_earlier_users<B: Backend>(
+    pub(super) fn wait_for_earlier_users(
         &mut self,
-        context: &Context<B, L>,
+        context: &Outside<'_, L>,
         slot: Slot,
         stream: StreamId,
     ) -> Result<(), BackendError> {
@@ -112,12 +112,12 @@ impl<L: Lock> Heap<L> {
 
     /// Gives events back that no fence names any more.
     #[inline(always)]
-    pub(crate) fn recycle_spent<B: Backend>(&mut self, context: &Context<B, L>) {
+    pub(crate) fn recycle_spent(&mut self, context: &Outside<'_, L>) {
         self.fences.drain_spent(|event| context.backend.recycle(event));
     }
 
     /// Drops the fences that are over, asking the backend. Placement does not notice. Returns how many.
-    pub(crate) fn drop_completed_fences<B: Backend>(&mut self, context: &Context<B, L>) -> Result<u64, BackendError> {
+    pub(crate) fn drop_completed_fences(&mut self, context: &Outside<'_, L>) -> Result<u64, BackendError> {
         let mut dropped = 0;
         let places = self.places().to_vec();
         for slot in self.all_blocks().into_iter().chain(places) {
@@ -140,11 +140,7 @@ impl<L: Lock> Heap<L> {
 }
 
 /// Orders `stream` behind a fence, unless it has waited for that already.
-fn order_behind<B: Backend, L: Lock>(
-    context: &Context<B, L>,
-    stream: StreamId,
-    fence: Fence,
-) -> Result<(), BackendError> {
+fn order_behind<L: Lock>(context: &Outside<'_, L>, stream: StreamId, fence: Fence) -> Result<(), BackendError> {
     if context.clocks.lock().covers(stream, fence.stream, fence.tick) {
         return Ok(());
     }
@@ -166,7 +162,7 @@ fn order_behind<B: Backend, L: Lock>(
 }
 
 /// Blocks the host until the stream's work so far is done.
-pub(super) fn synchronize<B: Backend, L: Lock>(context: &Context<B, L>, stream: StreamId) -> Result<(), BackendError> {
+pub(crate) fn synchronize<L: Lock>(context: &Outside<'_, L>, stream: StreamId) -> Result<(), BackendError> {
     let moment = context.clocks.lock().moment(stream);
     context.backend.synchronize(stream)?;
     context.clocks.lock().synchronized(&moment);

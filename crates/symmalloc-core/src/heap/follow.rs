@@ -21,7 +21,7 @@
 //! before the first request, and what is live still from then is looked at by each request.
 
 use super::obtain::fresh;
-use super::{Context, Heap, Shortage};
+use super::{Context, Heap, Outside, Shortage};
 use crate::blocks::table::{Block, BlockState, NONE, Slot};
 use crate::config::{PlanPolicy, StreamPolicy, op::Refusal};
 use crate::history::digest::{Mark, op_word};
@@ -400,7 +400,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Takes the memory of plans away, if they have some. What is live at their places becomes ordinary blocks, and the rest is free.
-    pub(crate) fn dissolve_plans<B: Backend>(&mut self, context: &Context<B, L>) {
+    pub(crate) fn dissolve_plans(&mut self, context: &Outside<'_, L>) {
         let Some(PlanMemory { block: memory, places, streams, .. }) =
             self.follower.as_deref_mut().and_then(Follower::take_memory)
         else {
@@ -439,7 +439,7 @@ impl<L: Lock> Heap<L> {
 
     /// State and fences of memory that was used at these places, which are free: whoever takes it waits for all of their users, as
     /// they stand now. Who used it before the plans is waited for with any stream of theirs: each waited for them.
-    fn free_after<B>(&self, context: &Context<B, L>, places: &[Slot], of_plans: StreamId) -> (BlockState, Fences) {
+    fn free_after(&self, context: &Outside<'_, L>, places: &[Slot], of_plans: StreamId) -> (BlockState, Fences) {
         let mut users: SmallVec<[StreamId; 4]> = SmallVec::new();
         for slot in places {
             let block = self.table.block(*slot);

@@ -18,13 +18,13 @@
 //! Everything a decision reads is in the heap or in its pool's configuration. That is what makes heaps independent
 //! (rule D8), and the heap's lock the only lock on the way of a cache hit. The fields are private to this room.
 
-mod fencing;
+pub(crate) mod fencing;
 mod follow;
 pub(crate) mod invariants;
 mod obtain;
 mod rejoin;
 mod rewind;
-pub(crate) mod sleep;
+mod sleep;
 mod stitch;
 pub(crate) mod trim;
 pub(crate) mod view;
@@ -37,12 +37,10 @@ use crate::config::errors::{FreeError, HandleError, OutOfMemoryCause};
 use crate::config::size_rules::SizeRules;
 use crate::history::digest::{Digest, Mark, op_word};
 use crate::history::journal::Journal;
-use crate::history::names::Names;
 use crate::history::segment_log::SegmentLog;
 use crate::plans::course::Course;
 use crate::plans::follower::{Follower, Watch};
 use crate::pointers::{PointerMap, SegmentDirectory};
-use crate::sleep::dormant::Dormant;
 use crate::stats::budget::Budget;
 use crate::stats::usage::{RareCounts, Usage};
 use crate::streams::clocks::StreamClocks;
@@ -51,18 +49,22 @@ use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::{Backend, BackendError, DeviceAddress};
 use crate::types::handle::{Allocation, Handle, Serials};
 use crate::types::ids::{HeapId, Placement, PoolId, SegmentId, StreamId};
+use crate::types::look_up::LookUp;
 use crate::types::units::{SEGMENT_BYTES_MAX, Units, bytes};
 use std::num::NonZeroU64;
 use std::sync::Arc;
 
 /// What a heap needs from outside. Only the budget decides anything.
-pub(crate) struct Context<B, L: Lock> {
-    pub(crate) backend: B,
+pub(crate) struct Context<B: ?Sized, L: Lock> {
     pub(crate) clocks: L::Cell<StreamClocks>,
     pub(crate) directory: L::Cell<SegmentDirectory>,
     /// Over all pools.
     pub(crate) budget: Budget<L>,
+    pub(crate) backend: B,
 }
+
+/// The same, whichever backend it is: for what calls the driver anyhow.
+pub(crate) type Outside<'a, L> = Context<dyn Backend + 'a, L>;
 
 /// Why a heap could not serve a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -113,8 +115,6 @@ pub(crate) struct Heap<L: Lock> {
     next_segment: SegmentId,
     /// Bytes backed by memory, retired segments not included.
     mapped_bytes: u64,
-    /// Number of holes in all segments.
-    hole_count: usize,
     /// Oldest first. Empty unless the pool stitches.
     stitched: Vec<StitchedRange>,
     /// Number of ops after which the pool was destroyed: nothing is obtained any more.
@@ -127,7 +127,8 @@ pub(crate) struct Heap<L: Lock> {
     rare: RareCounts,
     digest: Digest,
     serials: Serials,
-    names: Names,
+    /// What the program called its live allocations.
+    names: LookUp<Slot, Box<str>>,
     /// Live allocations by address, where that is configured.
     pointers: Option<PointerMap>,
     /// What agreement looks back on; heaps of symmetric pools have one.
@@ -142,8 +143,8 @@ pub(crate) struct Heap<L: Lock> {
     course: Course,
     /// Its plans, and the step; made at the first step or plan.
     follower: Option<Box<Follower>>,
-    /// While the pool sleeps.
-    dormant: Option<Box<Dormant>>,
+    /// While the pool sleeps: how many of its mappings are there.
+    mapped_asleep: Option<usize>,
 }
 
 /// A live allocation, as its block knows it.
@@ -180,7 +181,6 @@ impl<L: Lock> Heap<L> {
             log,
             next_segment: SegmentId(0),
             mapped_bytes: 0,
-            hole_count: 0,
             stitched: Vec::new(),
             closed_after_ops: None,
             is_settled: false,
@@ -189,7 +189,7 @@ impl<L: Lock> Heap<L> {
             digest: Self::digest_before_ops(&config, bytes(rules.granule), identity.stream),
             rules,
             serials: Serials::default(),
-            names: Names::default(),
+            names: LookUp::default(),
             pointers: None,
             journal: None,
             watch: Watch::Nothing,
@@ -197,7 +197,7 @@ impl<L: Lock> Heap<L> {
             watches_frees: false,
             course: Course::default(),
             follower: None,
-            dormant: None,
+            mapped_asleep: None,
             config,
         }
     }

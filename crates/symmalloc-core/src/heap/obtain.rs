@@ -10,7 +10,7 @@
 //! budgets first and undoes everything when the driver refuses: the heap is then as it was (rule D4). A range from the
 //! backend is checked before it becomes a segment.
 
-use super::{Context, Heap, Shortage};
+use super::{Heap, Outside, Shortage};
 use crate::blocks::table::{BlockState, Slot};
 use crate::config::errors::OutOfMemoryCause;
 use crate::config::size_rules::SizeClass;
@@ -19,7 +19,7 @@ use crate::history::digest::{Mark, op_word};
 use crate::history::segment_log::{SegmentEvent, SegmentEventKind};
 use crate::stats::budget::Budgets;
 use crate::sync::lock::{Lock, LockCell};
-use crate::types::backend::{Backend, BackendError, Range, Reason};
+use crate::types::backend::{BackendError, Range, Reason};
 use crate::types::ids::{SegmentId, StreamId};
 use crate::types::units::{UNIT_BYTES, Units, bytes, units};
 use smallvec::SmallVec;
@@ -27,9 +27,9 @@ use smallvec::SmallVec;
 impl<L: Lock> Heap<L> {
     /// Makes a free block of at least `size` and returns it.
     #[cold]
-    pub(super) fn obtain<B: Backend>(
+    pub(super) fn obtain(
         &mut self,
-        context: &Context<B, L>,
+        context: &Outside<'_, L>,
         stream: StreamId,
         size: Units,
     ) -> Result<Slot, Box<Shortage>> {
@@ -66,9 +66,9 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Brings the heap's mapped memory to at least `target_bytes`.
-    pub(crate) fn reserve<B: Backend>(
+    pub(crate) fn reserve(
         &mut self,
-        context: &Context<B, L>,
+        context: &Outside<'_, L>,
         stream: StreamId,
         target_bytes: u64,
     ) -> Result<(), Box<Shortage>> {
@@ -77,39 +77,32 @@ impl<L: Lock> Heap<L> {
         }
         let before = self.mapped_bytes;
         if self.mapped_bytes < target_bytes {
-            let missing =
-                self.rules.whole_granules(units((target_bytes - self.mapped_bytes).next_multiple_of(UNIT_BYTES)));
+            let target = units(target_bytes.next_multiple_of(UNIT_BYTES));
+            let missing = self.rules.whole_granules(target - units(before));
             match self.config.segments().clone() {
-                SegmentPolicy::Fixed(_) => {
-                    self.create_segment(context, stream, SizeClass::Large, missing, missing)?;
-                }
+                SegmentPolicy::Fixed(_) => self.create_segment(context, stream, SizeClass::Large, missing, missing),
                 SegmentPolicy::Reserved { segment_bytes } => {
-                    self.create_reserved(
-                        context,
-                        stream,
-                        segment_bytes,
-                        units(target_bytes.next_multiple_of(UNIT_BYTES)),
-                    )?;
+                    self.create_reserved(context, stream, segment_bytes, target)
                 }
                 SegmentPolicy::Expandable(knobs) => {
                     let missing = Missing { at_end: missing, in_new_range: missing };
-                    self.grow(context, stream, missing, &knobs, self.rules.granule)?;
+                    self.grow(context, stream, missing, &knobs, self.rules.granule)
                 }
-            }
+            }?;
         }
         self.fold(op_word(Mark::Reserve, stream, target_bytes), self.mapped_bytes - before);
         Ok(())
     }
 
     /// What reservations are charged to.
-    pub(super) fn budgets<'a, B>(&'a self, context: &'a Context<B, L>) -> Budgets<'a, L> {
+    pub(crate) fn budgets<'a>(&'a self, context: &'a Outside<'_, L>) -> Budgets<'a, L> {
         Budgets { heap: &self.budget, pool: &self.pool_budget, allocator: &context.budget }
     }
 
     /// The one segment of a reserved heap. It is obtained once; a heap that has it has all that it will ever have.
-    fn create_reserved<B: Backend>(
+    fn create_reserved(
         &mut self,
-        context: &Context<B, L>,
+        context: &Outside<'_, L>,
         stream: StreamId,
         segment_bytes: u64,
         size: Units,
@@ -122,9 +115,9 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Obtains a new segment: `mapped` units of memory at the start of `range` units of address space.
-    fn create_segment<B: Backend>(
+    fn create_segment(
         &mut self,
-        context: &Context<B, L>,
+        context: &Outside<'_, L>,
         stream: StreamId,
         class: SizeClass,
         mapped: Units,
@@ -155,11 +148,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Reserves a range, and checks what the backend returned.
-    pub(super) fn reserve_range<B: Backend>(
-        &self,
-        context: &Context<B, L>,
-        size_bytes: u64,
-    ) -> Result<Range, BackendError> {
+    pub(super) fn reserve_range(&self, context: &Outside<'_, L>, size_bytes: u64) -> Result<Range, BackendError> {
         let range = context.backend.reserve(size_bytes)?;
         let granule_bytes = context.backend.granularity_bytes();
         // Exactly as long: where a range ends decides where growth goes on, so that no backend may say it (rule D1).
@@ -177,9 +166,9 @@ impl<L: Lock> Heap<L> {
 
     /// Grows the newest range at its end, or begins a new one when there is none or it has no room. Returns the free
     /// block that the new memory became part of.
-    pub(super) fn grow<B: Backend>(
+    pub(super) fn grow(
         &mut self,
-        context: &Context<B, L>,
+        context: &Outside<'_, L>,
         stream: StreamId,
         missing: Missing,
         knobs: &ExpandableSegments,
@@ -212,9 +201,9 @@ impl<L: Lock> Heap<L> {
     }
 
     /// How much to map when `needed` is missing: whole steps, or less where the range or a limit ends before.
-    fn growth<B: Backend>(
+    fn growth(
         &self,
-        context: &Context<B, L>,
+        context: &Outside<'_, L>,
         needed: Units,
         step: Units,
         room: Units,
@@ -227,13 +216,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Maps memory of a segment that is reserved but not backed, charging it.
-    fn map<B: Backend>(
-        &mut self,
-        context: &Context<B, L>,
-        segment: u32,
-        offset: Units,
-        size: Units,
-    ) -> Result<(), Box<Shortage>> {
+    fn map(&mut self, context: &Outside<'_, L>, segment: u32, offset: Units, size: Units) -> Result<(), Box<Shortage>> {
         let size_bytes = bytes(size);
         let charge = self.budgets(context).charge(size_bytes).map_err(|cause| Shortage::of(size, cause))?;
         let range = self.table.segment(segment).range;
@@ -245,9 +228,9 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Backs a part of a range with new memory, in pieces if they may be stitched.
-    pub(super) fn back<B: Backend>(
+    pub(super) fn back(
         &self,
-        context: &Context<B, L>,
+        context: &Outside<'_, L>,
         range: Range,
         offset_bytes: u64,
         size_bytes: u64,
@@ -260,9 +243,9 @@ impl<L: Lock> Heap<L> {
 
     /// Gives memory to the lowest hole that, with its free neighbours, then has `size` units. As little as is needed,
     /// from the hole's start.
-    fn fill_hole<B: Backend>(
+    fn fill_hole(
         &mut self,
-        context: &Context<B, L>,
+        context: &Outside<'_, L>,
         stream: StreamId,
         size: Units,
     ) -> Result<Option<Slot>, Box<Shortage>> {
@@ -274,7 +257,6 @@ impl<L: Lock> Heap<L> {
         let filled = if missing < whole {
             self.table.tiling().cut_front(slot, missing, fresh(stream))
         } else {
-            self.hole_count -= 1;
             self.table.block_mut(slot).state = fresh(stream);
             slot
         };
@@ -284,11 +266,9 @@ impl<L: Lock> Heap<L> {
     }
 
     fn find_hole(&self, size: Units) -> Option<(Slot, u32)> {
-        // Holes exist only after a trim, so a heap that has none does not look for them.
-        if self.hole_count == 0 {
-            return None;
-        }
-        self.table.segments_in_order().into_iter().find_map(|segment| {
+        // Holes exist only after a trim: segments that are mapped to their end are not looked through.
+        let has_holes = |segment: &u32| self.table.segment(*segment).mapped < self.table.segment(*segment).end;
+        self.table.homes_in_order().into_iter().filter(has_holes).find_map(|segment| {
             let fits = |slot: &Slot| {
                 let block = self.table.block(*slot);
                 let run = self.table.free_size(block.prev) + block.size + self.table.free_size(block.next);
@@ -345,17 +325,11 @@ pub(super) fn fresh(stream: StreamId) -> BlockState {
 
 /// Tells `tracing` what happened to a segment. Names and fields are stable.
 pub(super) fn trace_segment(event: &SegmentEvent) {
+    let SegmentEvent { pool, segment, offset_bytes, size_bytes, .. } = *event;
+    let (pool, stream, segment) = (pool.0, event.stream.map(|stream| stream.0), segment.0);
     macro_rules! segment {
         ($name:literal) => {
-            tracing::debug!(
-                name: $name,
-                target: "symmalloc",
-                pool = event.pool.0,
-                stream = event.stream.map(|stream| stream.0),
-                segment = event.segment.0,
-                offset_bytes = event.offset_bytes,
-                size_bytes = event.size_bytes,
-            )
+            tracing::debug!(name: $name, target: "symmalloc", pool, stream, segment, offset_bytes, size_bytes)
         };
     }
     match event.kind {

@@ -8,44 +8,33 @@
 //! ```
 
 use super::obtain::{fresh, trace_segment};
-use super::{Context, Heap};
+use super::{Heap, Outside};
 use crate::blocks::table::{BlockState, Slot};
 use crate::config::SegmentPolicy;
-use crate::config::errors::OutOfMemoryCause;
 use crate::history::layout::{AllocationLayout, HeapLayout, SegmentLayout};
-use crate::stats::budget::Charge;
+use crate::history::segment_log::Extents;
 use crate::streams::fences::Fence;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::{Backend, BackendError, Range};
 use crate::types::units::{UNIT_BYTES, Units, bytes, units};
-use smallvec::SmallVec;
 
-/// A range for a segment, with what is mapped of it so far: (offset, size) in bytes.
+/// A range for a segment, with what is mapped of it so far.
 pub(crate) struct ObtainedRange {
     range: Range,
-    mapped: SmallVec<[(u64, u64); 1]>,
+    mapped: Extents,
 }
 
 impl<L: Lock> Heap<L> {
-    /// Sets the memory of a layout aside.
-    pub(crate) fn charge_layout<'a, B>(
-        &'a self,
-        context: &'a Context<B, L>,
-        layout: &HeapLayout,
-    ) -> Result<Charge<'a, L>, OutOfMemoryCause> {
-        self.budgets(context).charge(layout.reserved_bytes())
-    }
-
     /// So much of a layout's memory is there. The rest of the charge is given back.
-    pub(crate) fn confirm_layout<B>(&self, context: &Context<B, L>, layout: &HeapLayout, there_bytes: u64) {
+    pub(crate) fn confirm_layout(&self, context: &Outside<'_, L>, layout: &HeapLayout, there_bytes: u64) {
         self.budgets(context).refund(layout.reserved_bytes() - there_bytes);
         self.budgets(context).confirm(there_bytes);
     }
 
     /// Reserves and maps the segments of a layout, which are charged. On an error, `obtained` says what is there.
-    pub(crate) fn obtain_layout<B: Backend>(
+    pub(crate) fn obtain_layout(
         &self,
-        context: &Context<B, L>,
+        context: &Outside<'_, L>,
         layout: &HeapLayout,
         obtained: &mut Vec<ObtainedRange>,
     ) -> Result<(), BackendError> {
@@ -57,7 +46,7 @@ impl<L: Lock> Heap<L> {
                 SegmentPolicy::Fixed(_) | SegmentPolicy::Reserved { .. } => segment.end_bytes(),
             };
             let range = self.reserve_range(context, range_bytes)?;
-            obtained.push(ObtainedRange { range, mapped: SmallVec::new() });
+            obtained.push(ObtainedRange { range, mapped: Extents::new() });
             for extent in &segment.extents {
                 self.back(context, range, extent.offset_bytes, extent.size_bytes)?;
                 let newest = obtained.last_mut().expect("just pushed");
@@ -69,11 +58,7 @@ impl<L: Lock> Heap<L> {
 
     /// Undoes [`obtain_layout`](Self::obtain_layout). What the driver does not take back stays until a trim succeeds. Returns
     /// its bytes, which stay charged.
-    pub(crate) fn give_obtained_back<B: Backend>(
-        &mut self,
-        context: &Context<B, L>,
-        obtained: Vec<ObtainedRange>,
-    ) -> u64 {
+    pub(crate) fn give_obtained_back(&mut self, context: &Outside<'_, L>, obtained: Vec<ObtainedRange>) -> u64 {
         let mut kept_bytes = 0;
         for ObtainedRange { range, mut mapped } in obtained {
             if give_back(&context.backend, range, &mut mapped).is_err() {
@@ -86,9 +71,9 @@ impl<L: Lock> Heap<L> {
 
     /// Puts segments whose memory is there into the tables, and takes up the saved history. Returns size and requested bytes
     /// of what is live now.
-    pub(crate) fn lay_layout<B: Backend>(
+    pub(crate) fn lay_layout(
         &mut self,
-        context: &Context<B, L>,
+        context: &Outside<'_, L>,
         layout: &HeapLayout,
         obtained: Vec<ObtainedRange>,
     ) -> Vec<(Units, u64)> {
@@ -99,7 +84,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Makes the memory of a saved segment free blocks, with holes between them.
-    fn lay_segment<B: Backend>(&mut self, context: &Context<B, L>, saved: &SegmentLayout, range: Range) {
+    fn lay_segment(&mut self, context: &Outside<'_, L>, saved: &SegmentLayout, range: Range) {
         let free = fresh(self.identity.stream.unwrap_or_default());
         let mut end_bytes = 0;
         let parts = saved.extents.iter().flat_map(|extent| {
@@ -119,7 +104,6 @@ impl<L: Lock> Heap<L> {
                 self.link(slot);
             } else {
                 self.table.segment_mut(segment).mapped -= size;
-                self.hole_count += 1;
             }
         }
         let segment = segment.expect("a saved segment has an extent");
@@ -153,7 +137,7 @@ impl<L: Lock> Heap<L> {
         }
         self.table.block_mut(slot).fences = fences;
         match &saved.name {
-            Some(name) => self.names.insert(slot, name),
+            Some(name) => self.names.insert(slot, name.clone()),
             None => drop(self.names.take(slot)),
         }
         self.watches_frees |= saved.name.is_some();
@@ -161,11 +145,7 @@ impl<L: Lock> Heap<L> {
 }
 
 /// Gives a range back, and tells in `mapped` what is left of it when the driver fails.
-pub(super) fn give_back<B: Backend>(
-    backend: &B,
-    range: Range,
-    mapped: &mut SmallVec<[(u64, u64); 1]>,
-) -> Result<(), BackendError> {
+pub(super) fn give_back(backend: &dyn Backend, range: Range, mapped: &mut Extents) -> Result<(), BackendError> {
     while let Some((offset_bytes, size_bytes)) = mapped.last().copied() {
         backend.unmap(range, offset_bytes, size_bytes)?;
         mapped.pop();

@@ -10,14 +10,14 @@
 //! A *revival* plans, waits and carves, but gives nothing back and goes on with its own history.
 
 use super::fencing::synchronize;
-use super::{Context, Heap};
+use super::{Heap, Outside};
 use crate::blocks::table::{BlockState, Slot};
 use crate::config::restore_error::{LayoutError, RestoreError};
 use crate::history::digest::{Mark, op_word};
 use crate::history::layout::{AllocationLayout, Extent, HeapLayout, SegmentLayout};
 use crate::streams::fences::{Fence, FenceSetId, Fences};
 use crate::sync::lock::Lock;
-use crate::types::backend::{Backend, BackendError};
+use crate::types::backend::BackendError;
 use crate::types::ids::StreamId;
 use crate::types::units::{Units, bytes, units};
 
@@ -81,11 +81,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Streams wait for the earlier users of what they get again.
-    pub(crate) fn wait_for_rewind<B: Backend>(
-        &mut self,
-        context: &Context<B, L>,
-        plan: &RewindPlan,
-    ) -> Result<(), RestoreError> {
+    pub(crate) fn wait_for_rewind(&mut self, context: &Outside<'_, L>, plan: &RewindPlan) -> Result<(), RestoreError> {
         for &(slot, stream) in &plan.waits {
             let waited = self.wait_for_earlier_users(context, slot, stream);
             waited.map_err(|error| RestoreError::Fence { stream, error })?;
@@ -95,11 +91,7 @@ impl<L: Lock> Heap<L> {
 
     /// Makes every saved allocation live that is not, and takes up the saved history. All memory of the layout is there, no
     /// other is. Returns size and requested bytes of what is live now and was not.
-    pub(crate) fn carve_layout<B: Backend>(
-        &mut self,
-        context: &Context<B, L>,
-        layout: &HeapLayout,
-    ) -> Vec<(Units, u64)> {
+    pub(crate) fn carve_layout(&mut self, context: &Outside<'_, L>, layout: &HeapLayout) -> Vec<(Units, u64)> {
         let segments = self.table.segments_in_order();
         assert_eq!(segments.len(), layout.segments.len(), "what the layout lacks was given back");
         let mut made = Vec::new();
@@ -114,11 +106,7 @@ impl<L: Lock> Heap<L> {
 
     /// As [`carve_layout`](Self::carve_layout), where there may be more memory than the layout has, and history goes on: every
     /// allocation that is made counts as one that was asked for.
-    pub(crate) fn revive_layout<B: Backend>(
-        &mut self,
-        context: &Context<B, L>,
-        layout: &HeapLayout,
-    ) -> Vec<(Units, u64)> {
+    pub(crate) fn revive_layout(&mut self, context: &Outside<'_, L>, layout: &HeapLayout) -> Vec<(Units, u64)> {
         let mut made = Vec::new();
         let mut saved = layout.segments.iter().peekable();
         for segment in self.table.segments_in_order() {
@@ -218,24 +206,14 @@ impl<L: Lock> Heap<L> {
             stream,
             placement: self.placement(slot),
             requested_bytes: requested,
-            name: self.names.find(slot).map(Into::into),
+            name: self.names.find(slot).cloned(),
         }
     }
 
     /// Gives back what the layout lacks. Every step leaves the heap sound, and shows in the digest.
-    pub(crate) fn give_surplus_back<B: Backend>(
+    pub(crate) fn give_surplus_back(
         &mut self,
-        context: &Context<B, L>,
-        plan: &RewindPlan,
-    ) -> Result<(), BackendError> {
-        let outcome = self.try_give_surplus_back(context, plan);
-        self.recycle_spent(context);
-        outcome
-    }
-
-    fn try_give_surplus_back<B: Backend>(
-        &mut self,
-        context: &Context<B, L>,
+        context: &Outside<'_, L>,
         plan: &RewindPlan,
     ) -> Result<(), BackendError> {
         for surplus in &plan.surplus {

@@ -19,7 +19,7 @@
 use super::fencing::synchronize;
 use super::obtain::Missing;
 use super::rejoin::give_back;
-use super::{Context, Heap, Shortage};
+use super::{Heap, Outside, Shortage};
 use crate::blocks::FreeKey;
 use crate::blocks::stitched::{Granule, StitchedRange};
 use crate::blocks::table::{BlockState, Slot};
@@ -29,7 +29,7 @@ use crate::history::digest::{Mark, op_word};
 use crate::history::segment_log::SegmentEventKind;
 use crate::streams::fences::FenceSetId;
 use crate::sync::lock::{Lock, LockCell};
-use crate::types::backend::{Backend, BackendError, Range};
+use crate::types::backend::{BackendError, Range};
 use crate::types::ids::{SegmentId, StreamId};
 use crate::types::units::{Units, bytes};
 use smallvec::SmallVec;
@@ -39,9 +39,9 @@ type Part = std::ops::Range<usize>;
 
 impl<L: Lock> Heap<L> {
     /// Makes a free block of at least `size` out of what is free. `None`: the heap grows as if nothing could be stitched.
-    pub(super) fn stitch<B: Backend>(
+    pub(super) fn stitch(
         &mut self,
-        context: &Context<B, L>,
+        context: &Outside<'_, L>,
         stream: StreamId,
         size: Units,
         knobs: &ExpandableSegments,
@@ -179,9 +179,9 @@ impl<L: Lock> Heap<L> {
         self.stitched.iter().position(|range| range.home(0..count).is_some_and(|home| home.iter().all(is_free)))
     }
 
-    fn stitch_again<B: Backend>(
+    fn stitch_again(
         &mut self,
-        context: &Context<B, L>,
+        context: &Outside<'_, L>,
         stream: StreamId,
         at: usize,
         count: usize,
@@ -197,12 +197,7 @@ impl<L: Lock> Heap<L> {
         Ok(slot)
     }
 
-    fn stitch_new<B: Backend>(
-        &mut self,
-        context: &Context<B, L>,
-        stream: StreamId,
-        count: usize,
-    ) -> Result<Slot, BackendError> {
+    fn stitch_new(&mut self, context: &Outside<'_, L>, stream: StreamId, count: usize) -> Result<Slot, BackendError> {
         let mut granules = self.free_granules();
         granules.truncate(count);
         let range =
@@ -221,9 +216,9 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Makes free granules at home ones that are elsewhere, once `stream` is ordered behind their earlier users and they are mapped.
-    fn take_from_home<B: Backend, T>(
+    fn take_from_home<T>(
         &mut self,
-        context: &Context<B, L>,
+        context: &Outside<'_, L>,
         stream: StreamId,
         mut granules: Vec<Granule>,
         map: impl FnOnce(&mut Self) -> Result<T, BackendError>,
@@ -244,11 +239,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Maps a new range onto granules, all or none.
-    fn map_aliases<B: Backend>(
-        &mut self,
-        context: &Context<B, L>,
-        granules: &[Granule],
-    ) -> Result<Range, BackendError> {
+    fn map_aliases(&mut self, context: &Outside<'_, L>, granules: &[Granule]) -> Result<Range, BackendError> {
         let size_bytes = bytes(self.rules.granule);
         let range = self.reserve_range(context, granules.len() as u64 * size_bytes)?;
         for (at, Granule { segment, offset }) in granules.iter().enumerate() {
@@ -265,7 +256,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// A free block whose next user need only come behind `stream`, which has waited for all others.
-    fn free_state<B>(&self, context: &Context<B, L>, stream: StreamId) -> BlockState {
+    fn free_state(&self, context: &Outside<'_, L>, stream: StreamId) -> BlockState {
         let since = if self.identity.stream.is_some() { 0 } else { context.clocks.lock().now(stream) };
         BlockState::Free { stream, since }
     }
@@ -284,12 +275,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Forgets the oldest kept ranges if `count` more granules would be too many.
-    fn make_room<B: Backend>(
-        &mut self,
-        context: &Context<B, L>,
-        most: usize,
-        count: usize,
-    ) -> Result<(), BackendError> {
+    fn make_room(&mut self, context: &Outside<'_, L>, most: usize, count: usize) -> Result<(), BackendError> {
         if self.aliases() + count <= most {
             return Ok(());
         }
@@ -302,7 +288,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Forgets the kept ranges, and unmaps what is unused of others, so that memory can go back to the device.
-    pub(super) fn forget_stitched<B: Backend>(&mut self, context: &Context<B, L>) -> Result<(), BackendError> {
+    pub(super) fn forget_stitched(&mut self, context: &Outside<'_, L>) -> Result<(), BackendError> {
         if self.config.stitching().is_none() {
             return Ok(());
         }

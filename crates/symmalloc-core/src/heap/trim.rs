@@ -15,8 +15,8 @@
 
 use super::fencing::synchronize;
 use super::obtain::trace_segment;
-use super::{Context, Heap};
-use crate::blocks::table::{BlockState, Location, Slot};
+use super::{Heap, Outside};
+use crate::blocks::table::{Block, BlockState, Location, Slot};
 use crate::config::SegmentPolicy;
 use crate::config::errors::TrimError;
 use crate::history::digest::{Mark, op_word};
@@ -25,7 +25,7 @@ use crate::stats::budget::Budgets;
 use crate::streams::clocks::Tick;
 use crate::streams::fences::FenceSetId;
 use crate::sync::lock::{Lock, LockCell};
-use crate::types::backend::{Backend, BackendError};
+use crate::types::backend::BackendError;
 use crate::types::ids::StreamId;
 use crate::types::units::{Units, bytes};
 use smallvec::SmallVec;
@@ -54,7 +54,7 @@ impl<L: Lock> Heap<L> {
     /// The configured trigger of rule D5: a heap that holds more free bytes than its threshold gives them back. Returns why the
     /// driver did not take them.
     #[inline]
-    pub(crate) fn release_above_threshold<B: Backend>(&mut self, context: &Context<B, L>) -> Option<BackendError> {
+    pub(crate) fn release_above_threshold(&mut self, context: &Outside<'_, L>) -> Option<BackendError> {
         let threshold_bytes = self.config.release_threshold_bytes()?;
         // The memory of plans is not free. What is live in it counts twice, so that a step gives back too little rather than too much.
         let in_use_bytes = self.usage.allocated_bytes() + self.plan_bytes();
@@ -65,7 +65,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Gives free memory up, all of it or until so many bytes are given up, and back as far as no observer holds it.
-    pub(crate) fn trim<B: Backend>(&mut self, context: &Context<B, L>, goal_bytes: Option<u64>) -> Released {
+    pub(crate) fn trim(&mut self, context: &Outside<'_, L>, goal_bytes: Option<u64>) -> Released {
         let (pool, stream) = (self.identity.pool.0, self.identity.stream.map(|stream| stream.0));
         let span = tracing::debug_span!(target: "symmalloc", "heap.trim", pool, stream, goal_bytes);
         let _entered = span.enter();
@@ -122,20 +122,23 @@ impl<L: Lock> Heap<L> {
         released
     }
 
-    /// Retires every segment, reserved ones too. Nothing may be allocated.
-    pub(crate) fn retire_all<B: Backend>(&mut self, context: &Context<B, L>) {
+    /// Retires every segment, reserved ones too. Nothing may be allocated, or be mapped in a heap that sleeps.
+    pub(crate) fn retire_all(&mut self, context: &Outside<'_, L>) {
         self.dissolve_plans(context);
         // Stitched ranges first: what they name is not unmapped before them.
         let mut segments = self.table.segments_in_order();
         segments.sort_by_key(|segment| !self.table.segment(*segment).is_stitched);
         segments.into_iter().for_each(|segment| self.retire(context, segment));
-        self.dormant = None;
+        self.mapped_asleep = None;
         self.recycle_spent(context);
     }
 
     /// Gives everything back at the end of the allocator, live allocations and observed segments too. What the driver
     /// refuses is left to the end of its context.
-    pub(crate) fn abandon<B: Backend>(&mut self, context: &Context<B, L>) {
+    pub(crate) fn abandon(&mut self, context: &Outside<'_, L>) {
+        if self.unmap_asleep(context).error.is_some() {
+            return;
+        }
         self.dissolve_plans(context);
         for slot in self.all_blocks() {
             // A live block is free without an op: its uses stay fences without events.
@@ -162,22 +165,14 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Removes a segment without live allocations. Its memory goes back when every observer has let go.
-    pub(super) fn retire<B>(&mut self, context: &Context<B, L>, segment: u32) {
-        let mut mapped: SmallVec<[(u64, u64); 1]> = SmallVec::new();
+    pub(super) fn retire(&mut self, context: &Outside<'_, L>, segment: u32) {
+        let mut mapped = self.extents_of(segment);
         let mut streams: SmallVec<[StreamId; 2]> = SmallVec::new();
         let stitched = self.stitched.iter().position(|range| range.segment == segment);
         let stitched = stitched.map(|at| self.stitched.remove(at));
         for slot in self.table.blocks_of(segment).collect::<Vec<_>>() {
             let block = self.table.block(slot);
-            if block.is_hole() {
-                self.hole_count -= 1;
-                continue;
-            }
-            match mapped.last_mut() {
-                Some((offset, size)) if *offset + *size == bytes(block.offset()) => *size += bytes(block.size),
-                _ => mapped.push((bytes(block.offset()), bytes(block.size))),
-            }
-            if block.is_elsewhere() {
+            if block.is_hole() || block.is_elsewhere() {
                 continue;
             }
             streams.extend(self.streams_of(slot));
@@ -190,8 +185,8 @@ impl<L: Lock> Heap<L> {
             mapped = range.mapped(self.rules.granule);
             streams.extend_from_slice(&range.users);
         }
-        if let Some(still_mapped) = self.mapped_asleep(segment) {
-            mapped = still_mapped.collect();
+        if self.is_asleep() {
+            mapped.clear();
         }
         streams.sort_unstable();
         streams.dedup();
@@ -216,17 +211,13 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Gives the memory of removed segments back, oldest first. What fails stays retired and is tried again.
-    pub(crate) fn release_retired<B: Backend>(&mut self, context: &Context<B, L>) -> Released {
+    pub(crate) fn release_retired(&mut self, context: &Outside<'_, L>) -> Released {
         let mut bytes = 0;
         let error = self.try_release_retired(context, &mut bytes).err();
         Released { bytes, error }
     }
 
-    fn try_release_retired<B: Backend>(
-        &mut self,
-        context: &Context<B, L>,
-        released_bytes: &mut u64,
-    ) -> Result<(), BackendError> {
+    fn try_release_retired(&mut self, context: &Outside<'_, L>, released_bytes: &mut u64) -> Result<(), BackendError> {
         while let Some(retired) = self.log.first_released() {
             let released_before = *released_bytes;
             while let Some(stream) = retired.streams.last().copied() {
@@ -257,7 +248,7 @@ impl<L: Lock> Heap<L> {
 
     /// Gives the memory of every whole free granule of a segment back, from its start on. The driver comes first: a
     /// block whose memory it keeps stays free.
-    fn shrink<B: Backend>(&mut self, context: &Context<B, L>, segment: u32) -> Result<(), BackendError> {
+    fn shrink(&mut self, context: &Outside<'_, L>, segment: u32) -> Result<(), BackendError> {
         let mut synchronized: SmallVec<[StreamId; 2]> = SmallVec::new();
         for slot in self.table.blocks_of(segment).filter(|slot| self.table.block(*slot).is_free()).collect::<Vec<_>>() {
             let block = self.table.block(slot);
@@ -278,9 +269,9 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Gives the memory of `from..to`, whole granules of a free block whose users are synchronized, back to the device.
-    pub(super) fn give_memory_back<B: Backend>(
+    pub(super) fn give_memory_back(
         &mut self,
-        context: &Context<B, L>,
+        context: &Outside<'_, L>,
         slot: Slot,
         from: Units,
         to: Units,
@@ -315,7 +306,6 @@ impl<L: Lock> Heap<L> {
         };
         self.table.segment_mut(segment).mapped -= to - from;
         self.mapped_bytes -= bytes(to - from);
-        self.hole_count += 1;
         self.log_segment(SegmentEventKind::Shrink, segment, from, bytes(to - from));
         let shrunk = Location::new(self.table.segment(segment).id, from);
         self.fold(op_word(Mark::Shrink, StreamId(0), bytes(to - from)), shrunk.word());
@@ -323,25 +313,17 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Restores the tiling's canonical form beside a new hole: no two neighbouring holes, and none at the end.
-    fn join_holes(&mut self, slot: Slot) {
-        let (prev, next) = (self.table.block(slot).prev, self.table.block(slot).next);
-        let mut slot = slot;
+    fn join_holes(&mut self, mut slot: Slot) {
+        let Block { prev, next, segment, .. } = *self.table.block(slot);
         if self.table.block(next).is_hole() {
-            self.swallow_hole(slot, next);
+            self.table.tiling().cover(next, slot);
         }
         if self.table.block(prev).is_hole() {
-            self.swallow_hole(prev, slot);
+            self.table.tiling().cover(slot, prev);
             slot = prev;
         }
         if self.table.is_last(slot) {
-            let segment = self.table.block(slot).segment;
             self.table.shorten(segment);
-            self.hole_count -= 1;
         }
-    }
-
-    fn swallow_hole(&mut self, lower: Slot, upper: Slot) {
-        self.table.tiling().cover(upper, lower);
-        self.hole_count -= 1;
     }
 }

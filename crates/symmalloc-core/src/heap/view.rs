@@ -8,16 +8,50 @@ use crate::config::op::Refusal;
 use crate::config::size_rules::SizeClass;
 use crate::history::digest::{Digest, Mark, op_word};
 use crate::history::journal::{Journal, ProgramOrder};
-use crate::history::segment_log::{SegmentEvent, SegmentEventKind, SegmentLog};
+use crate::history::segment_log::{Extents, SegmentEvent, SegmentEventKind, SegmentLog};
+use crate::plans::report::StepStats;
 use crate::pointers::PointerMap;
 use crate::stats::budget::Budget;
-use crate::stats::usage::{RareCounts, Usage};
+use crate::stats::usage::{ClassStats, Stat, Usage};
 use crate::sync::lock::Lock;
 use crate::types::backend::{DeviceAddress, Range};
 use crate::types::handle::{Allocation, Handle};
 use crate::types::ids::{Placement, PoolId, SegmentId, StreamId};
 use crate::types::units::{Units, bytes};
 use std::sync::Arc;
+
+/// Statistics of an allocator, a pool or a heap.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MemoryStats {
+    /// What programs hold, by size class.
+    pub usage: ClassStats,
+    /// Bytes of device memory held, dead segments that observers hold included.
+    pub reserved_bytes: Stat,
+    /// Bytes of dead segments that observers hold, or that the driver did not take back yet.
+    pub retired_bytes: u64,
+    /// Number of live segments.
+    pub segment_count: u64,
+    /// Number of segments created so far.
+    pub segments_born: u64,
+    /// Number of free blocks.
+    pub free_block_count: u64,
+    /// Bytes of the largest free block.
+    pub largest_free_bytes: u64,
+    /// Number of times that memory was obtained from the device: births and growths of segments.
+    pub growth_count: u64,
+    /// Number of trims of heaps, asked for or by themselves.
+    pub trim_count: u64,
+    /// Number of times that a request was tried again, after a trim by itself or a failure callback.
+    pub retry_count: u64,
+    /// Number of requests that ended with [`OutOfMemory`](crate::config::errors::OutOfMemory).
+    pub out_of_memory_count: u64,
+    /// Steps, and how far they followed plans.
+    pub steps: StepStats,
+    /// Whether the peaks of `usage.all` are exact: of one heap, or of all heaps when one thread drives the allocator.
+    /// Otherwise, and by class, they are sums of the heaps' peaks, which need not have been at the same time: upper bounds.
+    pub peaks_are_exact: bool,
+}
 
 /// A live segment.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -96,7 +130,7 @@ impl<L: Lock> Heap<L> {
     /// The handle of the live allocation whose first byte is at an address.
     #[inline]
     pub(crate) fn handle_at(&self, address: DeviceAddress) -> Option<Handle> {
-        let slot = self.pointers.as_ref()?.find(address)?;
+        let slot = self.pointers.as_ref()?.find(address).copied()?;
         match self.table.block(slot).state {
             BlockState::Allocated { serial, .. } => Some(self.handle(slot, serial)),
             _ => None,
@@ -112,7 +146,7 @@ impl<L: Lock> Heap<L> {
 
     /// From now on allocations are found by their address.
     pub(crate) fn keep_pointers(&mut self) {
-        self.pointers = Some(PointerMap::new());
+        self.pointers = Some(PointerMap::default());
     }
 
     /// From now on the heap remembers its last ops, for agreement to look back on.
@@ -196,8 +230,20 @@ impl<L: Lock> Heap<L> {
         &mut self.usage
     }
 
-    pub(crate) fn rare_counts(&self) -> RareCounts {
-        self.rare
+    /// Adds what the heap holds, but the bytes that it reserved.
+    pub(crate) fn add_to(&self, stats: &mut MemoryStats) {
+        let free_blocks = |class| self.free.keys(self.table.blocks(), class).count() as u64;
+        stats.usage = stats.usage + self.usage.stats();
+        stats.retired_bytes += self.log.retired_bytes();
+        stats.segment_count += self.table.segment_count() as u64;
+        stats.segments_born += u64::from(self.next_segment.0);
+        stats.free_block_count += free_blocks(SizeClass::Small) + free_blocks(SizeClass::Large);
+        stats.largest_free_bytes = stats.largest_free_bytes.max(self.largest_free_bytes());
+        stats.steps = stats.steps + self.step_stats();
+        stats.growth_count += self.rare.growths;
+        stats.trim_count += self.rare.trims;
+        stats.retry_count += self.rare.retries;
+        stats.out_of_memory_count += self.rare.refusals;
     }
 
     pub(crate) fn log(&self) -> &SegmentLog {
@@ -222,15 +268,6 @@ impl<L: Lock> Heap<L> {
         self.next_segment
     }
 
-    pub(crate) fn segment_count(&self) -> u64 {
-        self.table.segment_count() as u64
-    }
-
-    pub(crate) fn free_block_count(&self) -> u64 {
-        let count = |class| self.free.keys(self.table.blocks(), class).count() as u64;
-        count(SizeClass::Small) + count(SizeClass::Large)
-    }
-
     /// Bytes of the largest free block.
     pub(crate) fn largest_free_bytes(&self) -> u64 {
         self.free.largest(self.table.blocks()).map_or(0, bytes)
@@ -250,7 +287,8 @@ impl<L: Lock> Heap<L> {
     pub(crate) fn live_allocations(&self) -> impl Iterator<Item = (Allocation, StreamId, u64, Option<&str>)> {
         self.all_blocks().into_iter().filter_map(|slot| match self.table.block(slot).state {
             BlockState::Allocated { stream, requested, serial } => {
-                Some((self.allocation_in(slot, self.handle(slot, serial)), stream, requested, self.names.find(slot)))
+                let name = self.names.find(slot).map(AsRef::as_ref);
+                Some((self.allocation_in(slot, self.handle(slot, serial)), stream, requested, name))
             }
             _ => None,
         })
@@ -266,7 +304,7 @@ impl<L: Lock> Heap<L> {
         if let Some(journal) = &mut self.journal {
             journal.name_allocation(placed, name);
         }
-        self.names.insert(slot, name);
+        self.names.insert(slot, name.into());
         self.watches_frees = true;
     }
 
@@ -336,7 +374,7 @@ impl<L: Lock> Heap<L> {
         let others = self.fences.fences(fences).iter().map(|fence| fence.stream).collect();
         let state = match state {
             BlockState::Allocated { stream, requested: requested_bytes, .. } => {
-                let name = self.names.find(slot).map(Into::into);
+                let name = self.names.find(slot).cloned();
                 BlockStateSnapshot::Allocated { stream, requested_bytes, name, used_by: others }
             }
             BlockState::Free { .. } => BlockStateSnapshot::Free { fenced_by: others },
@@ -350,18 +388,27 @@ impl<L: Lock> Heap<L> {
     /// What an observer that was there from the start would know of a live segment: a birth with the memory at its start,
     /// and growths for what lies behind holes.
     pub(crate) fn events_of_live_segment(&self, segment: u32) -> Vec<SegmentEvent> {
-        let mut runs: Vec<(Units, Units)> = vec![(0, 0)];
         let is_stitched = self.table.segment(segment).is_stitched;
-        let blocks = self.table.blocks_of(segment).map(|slot| self.table.block(slot));
-        for block in blocks.filter(|block| !block.is_hole() && !is_stitched) {
-            match runs.last_mut() {
-                Some((from, size)) if *from + *size == block.offset() => *size += block.size,
-                _ => runs.push((block.offset(), block.size)),
-            }
+        let mut extents = if is_stitched { Extents::new() } else { self.extents_of(segment) };
+        if extents.first().is_none_or(|(from, _)| *from > 0) {
+            extents.insert(0, (0, 0));
         }
         let kinds = std::iter::once(SegmentEventKind::Birth).chain(std::iter::repeat(SegmentEventKind::Growth));
-        let event = |(kind, (from, size))| self.segment_event(kind, segment, bytes(from), bytes(size));
-        kinds.zip(runs).map(event).collect()
+        let event = |(kind, (from, size))| self.segment_event(kind, segment, from, size);
+        kinds.zip(extents).map(event).collect()
+    }
+
+    /// Where a segment is mapped, from hole to hole.
+    pub(super) fn extents_of(&self, segment: u32) -> Extents {
+        let mut extents = Extents::new();
+        for block in self.table.blocks_of(segment).map(|slot| self.table.block(slot)).filter(|block| !block.is_hole()) {
+            let (offset, size_bytes) = (bytes(block.offset()), bytes(block.size));
+            match extents.last_mut() {
+                Some((from, size)) if *from + *size == offset => *size += size_bytes,
+                _ => extents.push((offset, size_bytes)),
+            }
+        }
+        extents
     }
 }
 

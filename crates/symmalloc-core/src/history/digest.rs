@@ -27,12 +27,21 @@ impl fmt::Display for Digest {
     }
 }
 
-/// What an op was, in a digest.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[repr(u8)]
-pub enum Mark {
+macro_rules! marks {
+    ($($(#[$doc:meta])* $mark:ident,)*) => {
+        /// What an op was, in a digest.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        #[repr(u8)]
+        pub enum Mark { $($(#[$doc])* $mark,)* }
+
+        /// Every mark, in the order of its number.
+        const MARKS: &[Mark] = &[$(Mark::$mark,)*];
+    };
+}
+
+marks! {
     /// An allocation.
-    Allocate = 1,
+    Allocate,
     /// An allocation of zero bytes.
     AllocateNothing,
     /// A free.
@@ -71,32 +80,6 @@ pub enum Mark {
     Sleep,
     /// A wake that was asked for.
     Wake,
-}
-
-impl Mark {
-    /// Every mark, in the order of its number.
-    const ALL: [Mark; 20] = [
-        Mark::Allocate,
-        Mark::AllocateNothing,
-        Mark::Free,
-        Mark::FreeNothing,
-        Mark::RecordUse,
-        Mark::Reserve,
-        Mark::Trim,
-        Mark::Shrink,
-        Mark::Death,
-        Mark::RefusedByLimit,
-        Mark::RefusedByDriver,
-        Mark::RefusedBySegment,
-        Mark::Destroy,
-        Mark::Obtain,
-        Mark::Adopt,
-        Mark::BeginStep,
-        Mark::EndStep,
-        Mark::Differ,
-        Mark::Sleep,
-        Mark::Wake,
-    ];
 }
 
 impl From<Refusal> for Mark {
@@ -141,16 +124,16 @@ impl Digest {
     }
 }
 
-/// An op as one word: the mark, a stream and an amount of bytes below 2^42.
+/// An op as one word: the mark's number from 1 on, a stream and an amount of bytes below 2^42.
 #[inline]
 pub fn op_word(mark: Mark, stream: StreamId, amount_bytes: u64) -> u64 {
     debug_assert!(amount_bytes < 1 << 42);
-    ((mark as u64) << 58) | (u64::from(stream.0) << 42) | amount_bytes
+    ((mark as u64 + 1) << 58) | (u64::from(stream.0) << 42) | amount_bytes
 }
 
 /// What [`op_word`] made the word from; `None` for a word that it does not make.
 pub fn unpack_op(word: u64) -> Option<(Mark, StreamId, u64)> {
-    let mark = *Mark::ALL.get(((word >> 58) as usize).checked_sub(1)?)?;
+    let mark = *MARKS.get(((word >> 58) as usize).checked_sub(1)?)?;
     Some((mark, StreamId((word >> 42) as u16), word & ((1 << 42) - 1)))
 }
 

@@ -16,7 +16,6 @@
 //! had a name, and [`CHECKPOINTS_MAX`] checkpoints.
 
 use crate::history::digest::{Digest, Mark, unpack_op};
-use crate::history::names::cut_name;
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
@@ -33,7 +32,7 @@ const CHECKPOINT_OPS: u64 = 64;
 /// Numbers the ops of all symmetric pools of one allocator in the order in which they happen. With one host thread that
 /// is program order. It tells which of several heaps differed first, and goes into no digest.
 #[derive(Debug)]
-pub(crate) struct ProgramOrder {
+pub struct ProgramOrder {
     next: AtomicU64,
     /// The number that was next at the last agreement.
     agreed: AtomicU64,
@@ -55,17 +54,19 @@ impl ProgramOrder {
         }
     }
 
-    pub(crate) fn next(&self) -> u64 {
+    /// The number that the next op gets.
+    pub fn next(&self) -> u64 {
         self.next.load(Relaxed)
     }
 
-    /// Ops are counted from here: a rank that joined later counts as the others do.
-    pub(crate) fn agree(&self, next: u64) {
+    /// All ranks agreed, when the next op had this number. Ops are counted from here: a rank that joined later counts as the
+    /// others do.
+    pub fn agree(&self, next: u64) {
         self.agreed.store(next, Relaxed);
     }
 
-    /// The number since the last agreement.
-    pub(crate) fn since_agreed(&self, number: u64) -> u64 {
+    /// A number, counted from the last agreement.
+    pub fn since_agreed(&self, number: u64) -> u64 {
         number.saturating_sub(self.agreed.load(Relaxed))
     }
 }
@@ -250,6 +251,12 @@ impl Journal {
         let letters: usize = self.names.iter().map(|(_, name)| name.len()).sum();
         (entries + checkpoints + names + letters) as u64
     }
+}
+
+/// As many whole characters of a name as fit into so many bytes.
+pub(crate) fn cut_name(name: &str, bytes_max: usize) -> &str {
+    let end = (0..=bytes_max.min(name.len())).rev().find(|end| name.is_char_boundary(*end));
+    &name[..end.unwrap_or(0)]
 }
 
 #[cfg(test)]

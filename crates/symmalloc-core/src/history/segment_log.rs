@@ -62,14 +62,17 @@ pub struct SegmentEvent {
     pub size_bytes: u64,
 }
 
+/// Parts of a range, as offset and size in bytes.
+pub(crate) type Extents = SmallVec<[(u64, u64); 1]>;
+
 /// A removed segment whose memory is not back on the device yet.
 #[derive(Debug)]
 pub(crate) struct Retired {
     /// Length of the log after the death: free to go when all cursors have come so far.
     held_until: u64,
     pub(crate) range: Range,
-    /// What is still backed by memory: (offset, size) in bytes.
-    pub(crate) mapped: SmallVec<[(u64, u64); 1]>,
+    /// What is still backed by memory.
+    pub(crate) mapped: Extents,
     /// Addresses that name memory of other segments: it does not go back with them.
     pub(crate) is_stitched: bool,
     /// Streams whose work may still use the memory.
@@ -114,7 +117,7 @@ impl SegmentLog {
         &mut self,
         event: SegmentEvent,
         range: Range,
-        mapped: SmallVec<[(u64, u64); 1]>,
+        mapped: Extents,
         is_stitched: bool,
         streams: SmallVec<[StreamId; 2]>,
     ) {
@@ -123,7 +126,7 @@ impl SegmentLog {
     }
 
     /// Keeps a range that never became a segment, and that the driver did not take back: no observer knows of it.
-    pub(crate) fn keep_stray(&mut self, range: Range, mapped: SmallVec<[(u64, u64); 1]>, is_stitched: bool) {
+    pub(crate) fn keep_stray(&mut self, range: Range, mapped: Extents, is_stitched: bool) {
         self.retired.push_front(Retired { held_until: 0, range, mapped, is_stitched, streams: SmallVec::new() });
     }
 

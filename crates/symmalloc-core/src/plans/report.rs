@@ -1,5 +1,6 @@
 //! What became of a step.
 
+use crate::stats::usage::add_fields;
 use crate::types::ids::StreamId;
 
 /// A step that ended. Over the heaps of a pool, numbers are sums, and the difference is that of the first heap in stream order.
@@ -47,20 +48,7 @@ pub struct StepStats {
     pub plan_bytes: u64,
 }
 
-impl StepStats {
-    pub(crate) fn plus(self, other: StepStats) -> StepStats {
-        StepStats {
-            steps: self.steps + other.steps,
-            followed: self.followed + other.followed,
-            allocations: self.allocations + other.allocations,
-            planned: self.planned + other.planned,
-            plans: self.plans + other.plans,
-            learned: self.learned + other.learned,
-            placed: self.placed + other.placed,
-            plan_bytes: self.plan_bytes + other.plan_bytes,
-        }
-    }
-}
+add_fields!(StepStats { steps, followed, allocations, planned, plans, learned, placed, plan_bytes });
 
 /// The first allocation of a step that was not as planned. What came after it in the step was placed the ordinary way.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]

@@ -15,7 +15,7 @@
 use crate::blocks::table::Slot;
 use crate::types::backend::{DeviceAddress, Range};
 use crate::types::ids::HeapId;
-use rustc_hash::FxBuildHasher;
+use crate::types::look_up::LookUp;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -62,37 +62,7 @@ impl SegmentDirectory {
 }
 
 /// The live allocations of one heap by their first address. Each heap has its own, behind its lock.
-pub(crate) struct PointerMap {
-    by_address: AddressMap,
-}
-
-/// Nothing iterates over it. Addresses are the driver's, not a stranger's: the quickest hash is good enough.
-#[allow(clippy::disallowed_types, reason = "looked up by key only, with a fixed hash")]
-type AddressMap = std::collections::HashMap<u64, Slot, FxBuildHasher>;
-
-impl PointerMap {
-    pub(crate) fn new() -> Self {
-        PointerMap { by_address: AddressMap::default() }
-    }
-
-    /// The block of the live allocation that starts here.
-    pub(crate) fn find(&self, address: DeviceAddress) -> Option<Slot> {
-        self.by_address.get(&address.0).copied()
-    }
-
-    pub(crate) fn insert(&mut self, address: DeviceAddress, slot: Slot) {
-        self.by_address.insert(address.0, slot);
-    }
-
-    /// As [`find`](Self::find), and it is not known any more.
-    pub(crate) fn take(&mut self, address: DeviceAddress) -> Option<Slot> {
-        self.by_address.remove(&address.0)
-    }
-
-    pub(crate) fn len(&self) -> usize {
-        self.by_address.len()
-    }
-}
+pub(crate) type PointerMap = LookUp<DeviceAddress, Slot>;
 
 /// Addresses that differ only below this bit have one hint.
 const GRANULE_BITS: u32 = 21;

@@ -1,6 +1,6 @@
 //! What a sleep and a wake did, and what can stand in their way.
 
-use crate::config::errors::{LimitScope, UnknownError};
+use crate::config::errors::{OutOfMemoryCause, UnknownError};
 use crate::types::backend::BackendError;
 use crate::types::ids::{PoolId, StreamId};
 use crate::types::units::Amount;
@@ -29,7 +29,7 @@ pub struct Slept {
 }
 
 /// A pool is awake.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Woken {
     /// Bytes that were mapped.
@@ -38,66 +38,58 @@ pub struct Woken {
     pub loaded_bytes: u64,
 }
 
-/// Why a pool did not fall asleep. It is as it was, except after [`Held`](Self::Held).
+/// A pool did not fall asleep, or did not wake. It is as it was, except after [`Held`](SleepCause::Held): nothing is lost, and another
+/// attempt may succeed.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[error("{pool}: {cause}")]
+pub struct SleepError {
+    /// The pool.
+    pub pool: PoolId,
+    /// Why.
+    pub cause: SleepCause,
+}
+
+/// Why a pool did not fall asleep, or did not wake.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
-pub enum SleepError {
+pub enum SleepCause {
     /// The pool does not exist.
     #[error(transparent)]
     Unknown(#[from] UnknownError),
+    /// Another sleep or wake of the pool is under way.
+    #[error("another sleep or wake is under way: wait for its end")]
+    Busy,
     /// A step is open.
-    #[error("a step of {pool} is open: sleep between end_step and begin_step")]
-    StepOpen {
-        /// The pool.
-        pool: PoolId,
-    },
+    #[error("a step is open: sleep between end_step and begin_step")]
+    StepOpen,
     /// Somebody follows the pool's segments, who may have windows on its memory: they must be taken away first.
-    #[error(
-        "{pool} has {observers} observers, which may hold its memory: sleep by way of the registrar that observes it"
-    )]
+    #[error("{observers} observers may hold its memory: sleep by way of the registrar that observes it")]
     Observed {
-        /// The pool.
-        pool: PoolId,
         /// Number of observers.
         observers: u32,
     },
-    /// Another sleep or wake of the pool is under way.
-    #[error("another sleep or wake of {pool} is under way: wait for its end")]
-    Busy {
-        /// The pool.
-        pool: PoolId,
-    },
     /// Dead stitched ranges name the pool's memory.
-    #[error("dead stitched ranges of {pool} are not given back: let the observers acknowledge, and trim")]
-    Retired {
-        /// The pool.
-        pool: PoolId,
-    },
+    #[error("dead stitched ranges are not given back: let the observers acknowledge, and trim")]
+    Retired,
     /// The work of a stream that uses the pool could not be waited for.
-    #[error("the work of {stream} in {pool} cannot be waited for, a capture of it may be under way: {error}")]
+    #[error("the work of {stream} cannot be waited for, a capture of it may be under way: {error}")]
     Synchronize {
-        /// The pool.
-        pool: PoolId,
         /// The stream.
         stream: StreamId,
         /// What the driver said.
         error: BackendError,
     },
     /// The contents could not be saved.
-    #[error("{} of {pool} cannot be saved: {error}", Amount(*live_bytes))]
+    #[error("{} cannot be saved: {error}", Amount(*live_bytes))]
     Save {
-        /// The pool.
-        pool: PoolId,
         /// Bytes in live blocks.
         live_bytes: u64,
         /// What the backend said.
         error: BackendError,
     },
     /// The pool sleeps, and the driver did not take all of its memory.
-    #[error("{pool} sleeps, but the driver holds {} of it: sleep again to give them back: {error}", Amount(*held_bytes))]
+    #[error("it sleeps, but the driver holds {} of it: sleep again to give them back: {error}", Amount(*held_bytes))]
     Held {
-        /// The pool.
-        pool: PoolId,
         /// Bytes that are back on the device.
         released_bytes: u64,
         /// Bytes that are not.
@@ -105,50 +97,15 @@ pub enum SleepError {
         /// What the driver said.
         error: BackendError,
     },
-}
-
-/// Why a pool did not wake. It sleeps, nothing is lost, and another attempt may succeed.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[non_exhaustive]
-pub enum WakeError {
-    /// The pool does not exist.
-    #[error(transparent)]
-    Unknown(#[from] UnknownError),
-    /// Another sleep or wake of the pool is under way.
-    #[error("another sleep or wake of {pool} is under way: wait for its end")]
-    Busy {
-        /// The pool.
-        pool: PoolId,
-    },
-    /// A configured limit: the same on every rank.
-    #[error("{pool} sleeps on: it needs {}, and the limit is {}: free or put to sleep what others hold, or raise it",
-        Amount(*needed_bytes), Amount(*limit_bytes))]
-    Limit {
-        /// The pool.
-        pool: PoolId,
+    /// There is no memory to wake with: free it, or put to sleep what others hold, and wake the pool again.
+    #[error("waking needs {}: trim other pools, or put them to sleep; {cause}", Amount(*needed_bytes))]
+    Memory {
         /// Bytes that the pool needs.
         needed_bytes: u64,
-        /// Which limit.
-        scope: LimitScope,
-        /// Its value in bytes.
-        limit_bytes: u64,
-    },
-    /// The device has not enough memory, or the driver failed. Other ranks may have been served.
-    #[error("{pool} sleeps on: it needs {} of device memory: free memory, and wake it again: {error}", Amount(*needed_bytes))]
-    Map {
-        /// The pool.
-        pool: PoolId,
-        /// Bytes that the pool needs.
-        needed_bytes: u64,
-        /// What the driver said.
-        error: BackendError,
+        /// What stood in the way.
+        cause: OutOfMemoryCause,
     },
     /// The contents could not be copied back, or made zero.
-    #[error("{pool} sleeps on: its contents cannot be copied back: {error}")]
-    Load {
-        /// The pool.
-        pool: PoolId,
-        /// What the backend said.
-        error: BackendError,
-    },
+    #[error("its contents cannot be copied back: {0}")]
+    Load(BackendError),
 }

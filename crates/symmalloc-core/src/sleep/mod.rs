@@ -7,10 +7,9 @@
 //!  keep      serve allocations                                                    awake
 //! ```
 //! The allocator's `sleep` is quiesce and unmap in a row, its `wake` is remap and keep. Who has windows on the memory does its own
-//! between them: `docs/sleep-protocol.md`. A heap that sleeps knows what is to be mapped (`dormant`).
+//! between them: `docs/sleep-protocol.md`.
 
-pub(crate) mod dormant;
 mod error;
 pub(crate) mod state;
 
-pub use error::{Phase, SleepError, Slept, WakeError, Woken};
+pub use error::{Phase, SleepCause, SleepError, Slept, Woken};

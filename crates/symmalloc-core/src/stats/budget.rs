@@ -96,16 +96,8 @@ pub(crate) struct Budgets<'a, L: Lock> {
     pub(crate) allocator: &'a Budget<L>,
 }
 
-impl<L: Lock> Clone for Budgets<'_, L> {
-    fn clone(&self) -> Self {
-        *self
-    }
-}
-
-impl<L: Lock> Copy for Budgets<'_, L> {}
-
 impl<'a, L: Lock> Budgets<'a, L> {
-    fn all(self) -> [&'a Budget<L>; 3] {
+    fn all(&self) -> [&'a Budget<L>; 3] {
         [self.heap, self.pool, self.allocator]
     }
 
@@ -122,18 +114,18 @@ impl<'a, L: Lock> Budgets<'a, L> {
     }
 
     /// The memory that a charge was [kept](Charge::keep) for is there.
-    pub(crate) fn confirm(self, size_bytes: u64) {
+    pub(crate) fn confirm(&self, size_bytes: u64) {
         self.all().into_iter().for_each(|budget| budget.confirm(size_bytes));
     }
 
     /// The memory is back on the device, or the driver did not give what a charge was [kept](Charge::keep) for.
-    pub(crate) fn refund(self, size_bytes: u64) {
+    pub(crate) fn refund(&self, size_bytes: u64) {
         self.all().into_iter().for_each(|budget| budget.refund(size_bytes));
     }
 
     /// Bytes that a pool of this policy may count on. A symmetric pool does not look at the allocator's limit, which pools
     /// that differ between ranks use up too: that limit can refuse it memory, but not shape what it takes (rule D8).
-    pub(crate) fn headroom_bytes(self, config: &PoolConfig) -> u64 {
+    pub(crate) fn headroom_bytes(&self, config: &PoolConfig) -> u64 {
         let pool = self.pool.headroom_bytes();
         if config.symmetric() { pool } else { pool.min(self.allocator.headroom_bytes()) }
     }

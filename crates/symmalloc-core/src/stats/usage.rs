@@ -13,6 +13,20 @@
 use crate::config::size_rules::SizeClass;
 use crate::types::units::{Units, bytes};
 
+/// The sum over two parts, field by field.
+macro_rules! add_fields {
+    ($name:ident { $($field:ident),* }) => {
+        impl std::ops::Add for $name {
+            type Output = Self;
+
+            fn add(self, other: Self) -> Self {
+                $name { $($field: self.$field + other.$field),* }
+            }
+        }
+    };
+}
+pub(crate) use add_fields;
+
 /// A quantity over time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -46,23 +60,6 @@ pub struct UsageStats {
     pub requested_bytes: Stat,
 }
 
-impl UsageStats {
-    /// The sum over two parts. Its peaks are sums of peaks that need not have been at the same time: upper bounds.
-    pub(crate) fn plus(self, other: UsageStats) -> UsageStats {
-        let sum = |a: Stat, b: Stat| Stat {
-            current: a.current + b.current,
-            peak: a.peak + b.peak,
-            allocated: a.allocated + b.allocated,
-            freed: a.freed + b.freed,
-        };
-        UsageStats {
-            allocations: sum(self.allocations, other.allocations),
-            allocated_bytes: sum(self.allocated_bytes, other.allocated_bytes),
-            requested_bytes: sum(self.requested_bytes, other.requested_bytes),
-        }
-    }
-}
-
 /// Usage in all, and of the two size classes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -75,15 +72,10 @@ pub struct ClassStats {
     pub large: UsageStats,
 }
 
-impl ClassStats {
-    pub(crate) fn plus(self, other: ClassStats) -> ClassStats {
-        ClassStats {
-            all: self.all.plus(other.all),
-            small: self.small.plus(other.small),
-            large: self.large.plus(other.large),
-        }
-    }
-}
+// The sums of peaks that need not have been at the same time are upper bounds.
+add_fields!(Stat { current, peak, allocated, freed });
+add_fields!(UsageStats { allocations, allocated_bytes, requested_bytes });
+add_fields!(ClassStats { all, small, large });
 
 /// What happens seldom, counted where it happens.
 #[derive(Clone, Copy, Debug, Default)]
@@ -280,7 +272,7 @@ impl Usage {
                 .map(|quantity| self.counters[class as usize][quantity].since(&then[class as usize][quantity]));
             UsageStats { allocations, allocated_bytes, requested_bytes }
         });
-        ClassStats { all: small.plus(large), small, large }
+        ClassStats { all: small + large, small, large }
     }
 
     pub(crate) fn reset_peaks(&mut self) {

@@ -5,7 +5,7 @@ use crate::device;
 use cudarc::driver::DevicePtr;
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::op::Contents;
-use symmalloc_core::sleep::WakeError;
+use symmalloc_core::sleep::{SleepCause, SleepError};
 use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaError};
 
 const MIB: usize = 1 << 20;
@@ -39,7 +39,7 @@ fn sleeps_on(backend: CudaBackend) {
         }
         stream.synchronize().expect("done");
         let refused = allocator.wake(pool.id()).expect_err("there is no room");
-        assert!(matches!(refused, CudaError::Wake(WakeError::Map { .. })), "{refused}");
+        assert!(matches!(refused, CudaError::Sleep(SleepError { cause: SleepCause::Memory { .. }, .. })), "{refused}");
         drop(taken);
         allocator.trim().expect("taken");
         allocator.wake(pool.id()).expect("woken");

@@ -7,9 +7,9 @@ use std::sync::Arc;
 use symmalloc_core::PoolId;
 use symmalloc_core::backend::Reason;
 use symmalloc_core::config::{Config, PoolConfig};
-use symmalloc_core::errors::AllocateError;
+use symmalloc_core::errors::{AllocateError, OutOfMemoryCause};
 use symmalloc_core::op::Contents;
-use symmalloc_core::sleep::{Phase, SleepError, WakeError};
+use symmalloc_core::sleep::{Phase, SleepCause};
 use symmalloc_core::units::MIB;
 use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaError, CudaMemory, DeviceBuffer, GraphPool, Pool};
 
@@ -134,7 +134,7 @@ stub_test!(a_file_keeps_it_too_and_is_gone_afterwards, {
     let nowhere = CudaBackend::builder(&device()).images_in(&folder).build().expect("the folder is not looked for yet");
     let job = Job::new(nowhere, "segments:fixed");
     let error = job.allocator.sleep(job.id(), Contents::Keep).expect_err("there is no folder");
-    let CudaError::Sleep(SleepError::Save { error, .. }) = error else { panic!("{error}") };
+    let SleepCause::Save { error, .. } = cause_of(error) else { panic!("the host refuses") };
     assert_eq!((error.call, error.code), ("open", 2));
     job.holds_what_it_held();
     job.end();
@@ -153,6 +153,12 @@ stub_test!(what_is_dropped_or_zero_takes_no_host_memory, {
     assert_eq!(calls("cuMemHostAlloc"), 0);
     job.end();
 });
+
+#[track_caller]
+fn cause_of(error: CudaError) -> SleepCause {
+    let CudaError::Sleep(error) = error else { panic!("{error}") };
+    error.cause
+}
 
 /// The calls that a sleep and a wake make.
 const CALLS: [&str; 15] = [
@@ -178,11 +184,11 @@ fn there_and_back(job: &Job) -> u32 {
     let mut failures = 0;
     while let Err(error) = job.allocator.sleep(job.id(), Contents::Keep) {
         failures += 1;
-        match error {
-            CudaError::Sleep(SleepError::Held { held_bytes, .. }) => {
+        match cause_of(error) {
+            SleepCause::Held { held_bytes, .. } => {
                 assert!(held_bytes > 0 && job.phase() == Phase::Failed);
             }
-            CudaError::Sleep(SleepError::Synchronize { .. } | SleepError::Save { .. }) => {
+            SleepCause::Synchronize { .. } | SleepCause::Save { .. } => {
                 assert_eq!(job.phase(), Phase::Awake);
             }
             other => panic!("{other}"),
@@ -192,7 +198,7 @@ fn there_and_back(job: &Job) -> u32 {
     assert_eq!(job.phase(), Phase::Asleep);
     while let Err(error) = job.allocator.wake(job.id()) {
         failures += 1;
-        assert!(matches!(error, CudaError::Wake(WakeError::Map { .. } | WakeError::Load { .. })), "{error}");
+        assert!(matches!(cause_of(error), SleepCause::Memory { .. } | SleepCause::Load(_)));
         assert_ne!(job.phase(), Phase::Awake);
         assert!(failures < 4, "one call fails, once");
     }
@@ -237,7 +243,9 @@ stub_test!(a_device_without_room_is_a_typed_error_and_the_next_wake_succeeds, {
     fail("cuMemCreate", 0, 2);
     for _ in 0..3 {
         let error = job.allocator.wake(job.id()).expect_err("there is no room");
-        let CudaError::Wake(WakeError::Map { error, .. }) = error else { panic!("{error}") };
+        let SleepCause::Memory { cause: OutOfMemoryCause::Driver(error), .. } = cause_of(error) else {
+            panic!("it refuses")
+        };
         assert_eq!((error.call, error.reason), ("cuMemCreate", Reason::OutOfMemory));
         assert_eq!((job.phase(), live().device_bytes), (Phase::Asleep, 0));
         let inside = job.allocator.with_pool(&job.pool);
@@ -271,7 +279,6 @@ stub_test!(a_graph_is_refused_while_its_memory_sleeps_and_replays_as_it_is_after
     graph.launch(&stream).expect("launched");
     stream.synchronize().expect("done");
 
-    let tag = |text: &str| text.parse().expect("a tag");
     for contents in [Contents::Keep, Contents::Drop] {
         let slept = graphs.sleep(contents).expect("it is observed by its own graphs only");
         assert_eq!(
@@ -280,12 +287,12 @@ stub_test!(a_graph_is_refused_while_its_memory_sleeps_and_replays_as_it_is_after
         );
         let pool = graphs.id();
         assert_eq!(graph.launch(&stream).expect_err("asleep"), CudaError::GraphSleeps { pool });
-        allocator.sleep_tagged(tag("weights"), Contents::Keep).expect("slept");
+        allocator.sleep_tagged("weights", Contents::Keep).expect("slept");
         assert_eq!(live().device_bytes, 0);
-        allocator.wake_tagged(tag("activations")).expect("woken");
+        allocator.wake_tagged("activations").expect("woken");
         let pool = weights.id();
         assert_eq!(graph.launch(&stream).expect_err("what it uses is asleep"), CudaError::GraphSleeps { pool });
-        allocator.wake_tagged(tag("weights")).expect("woken");
+        allocator.wake_tagged("weights").expect("woken");
         stream.memset_zeros(&mut target).expect("set");
         graph.launch(&stream).expect("launched");
         assert!(stream.clone_dtoh(&target).expect("copied").iter().all(|byte| *byte == 7));
@@ -293,12 +300,12 @@ stub_test!(a_graph_is_refused_while_its_memory_sleeps_and_replays_as_it_is_after
     // Somebody else who observes may have windows.
     let (observer, _) = allocator.core().observe(graphs.id()).expect("known");
     let refused = graphs.sleep(Contents::Drop).expect_err("observed");
-    assert!(matches!(refused, CudaError::Sleep(SleepError::Observed { observers: 1, .. })), "{refused}");
+    assert!(matches!(cause_of(refused), SleepCause::Observed { observers: 1 }));
     allocator.core().forget(observer).expect("known");
     // Nothing sleeps in the middle of a capture.
     let capture = graphs.begin(&stream).expect("begun");
     let error = allocator.sleep(weights.id(), Contents::Drop).expect_err("its stream is being captured");
-    assert!(matches!(error, CudaError::Sleep(SleepError::Synchronize { .. })), "{error}");
+    assert!(matches!(cause_of(error), SleepCause::Synchronize { .. }));
     drop(capture);
     allocator.sleep(weights.id(), Contents::Drop).expect("slept");
     allocator.wake(weights.id()).expect("woken");

@@ -27,11 +27,11 @@ use symmalloc_agreement::{
     Disagreement, Gathered, Inquiry, Mode, Point, Progress, ProtocolError, RankHistory, RankSet, Transport,
 };
 use symmalloc_core::PoolId;
-use symmalloc_core::errors::UnknownError;
+use symmalloc_core::errors::{OutOfMemoryCause, UnknownError};
 use symmalloc_core::lock::Shared;
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep as core;
-use symmalloc_core::sleep::Phase;
+use symmalloc_core::sleep::{Phase, SleepCause};
 use symmalloc_cuda::CudaBackend;
 
 /// Why an op goes no further than `Agree`.
@@ -447,12 +447,12 @@ impl<'a> Run<'a> {
             Ok(false) => return Err(unseen(Obstacle::Work { waited })),
             Err(error) => return Err(unseen(Obstacle::Stream { code: code_of(&error) })),
         }
-        allocator.core().quiesce(pool, contents).map_err(|error| match error {
-            core::SleepError::StepOpen { .. } => unseen(Obstacle::StepOpen),
-            core::SleepError::Busy { .. } => unseen(Obstacle::Busy),
-            core::SleepError::Retired { .. } => Obstacle::Retired,
-            core::SleepError::Synchronize { error, .. } => Obstacle::Stream { code: error.code },
-            core::SleepError::Save { live_bytes, error, .. } => Obstacle::Save { live_bytes, code: error.code },
+        allocator.core().quiesce(pool, contents).map_err(|error| match error.cause {
+            SleepCause::StepOpen => unseen(Obstacle::StepOpen),
+            SleepCause::Busy => unseen(Obstacle::Busy),
+            SleepCause::Retired => Obstacle::Retired,
+            SleepCause::Synchronize { error, .. } => Obstacle::Stream { code: error.code },
+            SleepCause::Save { live_bytes, error } => Obstacle::Save { live_bytes, code: error.code },
             _ => unseen(Obstacle::Other { number: 0 }),
         })
     }
@@ -480,7 +480,7 @@ impl<'a> Run<'a> {
 
     /// `Unmap`: gives the memory back, unless a lost communicator has windows on it. Whether any of it is held.
     fn unmap(&mut self, quiesced: Quiesced<'a>, deregistrations: u64) -> (Slept, bool) {
-        let slept = Slept { deregistrations, kept_bytes: quiesced.kept_bytes(), ..Slept::default() };
+        let slept = Slept { deregistrations, ..Slept::default() };
         if self.is_held() {
             quiesced.hold();
             return (slept, true);
@@ -568,11 +568,15 @@ impl<'a> Run<'a> {
             let room = member.attachment.room_for(&member.state, pool);
             room.map_err(|needed_bytes| unseen(Obstacle::SymmetricSpace { needed_bytes }))?;
         }
-        registrar.allocator.core().remap(pool).map_err(|error| match error {
-            core::WakeError::Limit { needed_bytes, limit_bytes, .. } => Obstacle::Limit { needed_bytes, limit_bytes },
-            core::WakeError::Map { needed_bytes, error, .. } => Obstacle::Memory { needed_bytes, code: error.code },
-            core::WakeError::Load { error, .. } => Obstacle::Load { code: error.code },
-            core::WakeError::Busy { .. } => unseen(Obstacle::Busy),
+        registrar.allocator.core().remap(pool).map_err(|error| match error.cause {
+            SleepCause::Memory { needed_bytes, cause: OutOfMemoryCause::Limit { limit_bytes, .. } } => {
+                Obstacle::Limit { needed_bytes, limit_bytes }
+            }
+            SleepCause::Memory { needed_bytes, cause: OutOfMemoryCause::Driver(error) } => {
+                Obstacle::Memory { needed_bytes, code: error.code }
+            }
+            SleepCause::Load(error) => Obstacle::Load { code: error.code },
+            SleepCause::Busy => unseen(Obstacle::Busy),
             _ => unseen(Obstacle::Other { number: 0 }),
         })
     }

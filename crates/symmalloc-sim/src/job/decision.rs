@@ -3,7 +3,7 @@
 use std::fmt;
 use symmalloc_core::errors::{AllocateError, FreeError, OutOfMemoryCause, PoolError, RecordUseError, TrimError};
 use symmalloc_core::plans::StepError;
-use symmalloc_core::sleep::{SleepError, WakeError};
+use symmalloc_core::sleep::{SleepCause, SleepError};
 use symmalloc_core::{LimitScope, Placement};
 
 /// An answer. Equal on two ranks exactly when they decided alike.
@@ -134,19 +134,10 @@ impl From<&StepError> for DecidedRefusal {
 
 impl From<&SleepError> for DecidedRefusal {
     fn from(error: &SleepError) -> Self {
-        match error {
-            SleepError::Unknown(_) => DecidedRefusal::NoSuchPool,
-            SleepError::StepOpen { .. } => DecidedRefusal::StepOpen,
-            _ => DecidedRefusal::Driver,
-        }
-    }
-}
-
-impl From<&WakeError> for DecidedRefusal {
-    fn from(error: &WakeError) -> Self {
-        match error {
-            WakeError::Unknown(_) => DecidedRefusal::NoSuchPool,
-            WakeError::Limit { .. } => DecidedRefusal::LimitOverAll,
+        match error.cause {
+            SleepCause::Unknown(_) => DecidedRefusal::NoSuchPool,
+            SleepCause::StepOpen => DecidedRefusal::StepOpen,
+            SleepCause::Memory { cause: OutOfMemoryCause::Limit { .. }, .. } => DecidedRefusal::LimitOverAll,
             _ => DecidedRefusal::Driver,
         }
     }

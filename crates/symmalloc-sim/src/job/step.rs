@@ -14,7 +14,7 @@ use symmalloc_core::backend::Backend;
 use symmalloc_core::config::PoolConfig;
 use symmalloc_core::errors::{AllocateError, FreeError};
 use symmalloc_core::lock::Lock;
-use symmalloc_core::sleep::{Phase, SleepError, WakeError};
+use symmalloc_core::sleep::{Phase, SleepCause, SleepError};
 
 /// Attempts at a call that the driver refuses, before a program gives up.
 const ATTEMPTS_MAX: usize = 100;
@@ -138,7 +138,7 @@ impl<L: Lock> Rank<L> {
             }
             Op::Wake { pool } => {
                 let pool = self.pools[pool.index()];
-                match insist(|| self.allocator.wake(pool), |error| !matches!(error, WakeError::Unknown(_))) {
+                match insist(|| self.allocator.wake(pool), |error| !is_misuse(error)) {
                     Ok(_) => Decision::Done,
                     Err(error) => refused(DecidedRefusal::from(&error)),
                 }
@@ -173,7 +173,7 @@ impl<L: Lock> Rank<L> {
 }
 
 fn is_misuse(error: &SleepError) -> bool {
-    matches!(error, SleepError::Unknown(_) | SleepError::StepOpen { .. })
+    matches!(error.cause, SleepCause::Unknown(_) | SleepCause::StepOpen)
 }
 
 /// Tries again what failed for a reason that may pass.

@@ -2,7 +2,7 @@
 
 use std::io;
 use symmalloc_core::config_text::ConfigTextError;
-use symmalloc_core::config_text::DidYouMean;
+use symmalloc_core::config_text::did_you_mean;
 
 /// The longest line, in bytes, its line break included. No line needs more.
 pub const LINE_BYTES_MAX: usize = 64 << 10;
@@ -34,7 +34,7 @@ pub enum LineError {
         line: u64,
     },
     /// A line starts with a word that says nothing here.
-    #[error("line {line}, column {column}: unknown keyword{}; the keywords are {}", DidYouMean(*nearest), keywords.join(", "))]
+    #[error("line {line}, column {column}: unknown keyword{}; the keywords are {}", did_you_mean(*nearest), keywords.join(", "))]
     UnknownKeyword {
         /// The line.
         line: u64,

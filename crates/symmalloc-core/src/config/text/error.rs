@@ -2,11 +2,9 @@
 //!
 //! Every error names the byte of the text at which it was found, counted from 0, so that a program can point there.
 
-use std::fmt;
-
 use super::keys;
 use super::reason::KeyRefusal;
-use crate::config::nearest::DidYouMean;
+use crate::config::nearest::did_you_mean;
 use crate::config::policy::ConfigError;
 
 /// Why a text is not a configuration.
@@ -14,7 +12,7 @@ use crate::config::policy::ConfigError;
 #[non_exhaustive]
 pub enum ConfigTextError {
     /// No key has this name.
-    #[error("byte {offset}: unknown key{}; the keys are {}", DidYouMean(*nearest), KnownKeys)]
+    #[error("byte {offset}: unknown key{}; the keys are {}", did_you_mean(*nearest), keys::names().collect::<Vec<_>>().join(", "))]
     UnknownKey {
         /// Where the key starts.
         offset: usize,
@@ -101,16 +99,4 @@ pub enum ConfigTextError {
         /// The value and its range, in bytes.
         source: ConfigError,
     },
-}
-
-/// The names of all keys that have a meaning here, separated by commas.
-struct KnownKeys;
-
-impl fmt::Display for KnownKeys {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (i, name) in keys::names().enumerate() {
-            write!(f, "{}{name}", if i == 0 { "" } else { ", " })?;
-        }
-        Ok(())
-    }
 }

@@ -26,8 +26,8 @@ pub(super) enum Takes {
     Flag,
     /// One of these words, which are listed for people as well.
     Word(&'static [&'static str], &'static str),
-    /// A [`Tag`](crate::config::Tag).
-    Tag,
+    /// Any text, which the builder checks.
+    Text,
     /// PyTorch's `roundup_power2_divisions`.
     Divisions,
     /// Anything; it is not read.
@@ -103,7 +103,7 @@ static KEYS: [Key; 40] = {
         key!("release_threshold", Bytes, Pool),
         key!("reclaim", Word(RECLAIM, "never, heap or pool"), Pool),
         key!("plan", Word(PLAN, "off or learn"), Pool),
-        key!("tag", Tag, Pool),
+        key!("tag", Text, Pool),
         key!("backend", Word(BACKENDS, "native"), Pool),
         key!("total_limit", Bytes, Allocator),
         key!("retries_max", Count, Allocator),

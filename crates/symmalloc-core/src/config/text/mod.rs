@@ -20,7 +20,7 @@ mod keys;
 mod reason;
 mod settings;
 
-pub use crate::config::nearest::{DidYouMean, nearest};
+pub use crate::config::nearest::{did_you_mean, nearest};
 pub use error::ConfigTextError;
 pub use reason::{IgnoredKey, IgnoredReason, KeyRefusal};
 
@@ -107,7 +107,7 @@ impl FromStr for PoolConfig {
     }
 }
 
-fn build_config(settings: &mut Settings) -> Result<Config, ConfigTextError> {
+fn build_config(settings: &mut Settings<'_>) -> Result<Config, ConfigTextError> {
     let default = Config::default();
     let count = |key, default: u32| settings.count(key).unwrap_or(default);
     let config = Config::builder()
@@ -118,11 +118,11 @@ fn build_config(settings: &mut Settings) -> Result<Config, ConfigTextError> {
     config.default_pool(build_pool(settings)?).build().map_err(|source| out_of_range(settings, source))
 }
 
-fn build_pool(settings: &mut Settings) -> Result<PoolConfig, ConfigTextError> {
+fn build_pool(settings: &mut Settings<'_>) -> Result<PoolConfig, ConfigTextError> {
     PoolConfig::builder()
         .segments(build_segments(settings)?)
         .stitching(build_stitching(settings))
-        .tag(settings.tag())
+        .tag(settings.text("tag").map(Into::into))
         .streams(settings.one_of("streams", [StreamPolicy::Separate, StreamPolicy::Shared]))
         .symmetric(settings.one_of("symmetric", [false, true]))
         .limit_bytes(settings.number("limit"))
@@ -135,7 +135,7 @@ fn build_pool(settings: &mut Settings) -> Result<PoolConfig, ConfigTextError> {
 }
 
 /// A knob of stitching asks for it.
-fn build_stitching(settings: &Settings) -> Option<Stitching> {
+fn build_stitching(settings: &Settings<'_>) -> Option<Stitching> {
     let knobs = ["stitching_granule", "stitching_least", "stitching_maps", "stitching_aliases"];
     let is_on = settings.number("stitching").map(|flag| flag == 1);
     let default = Stitching::default();
@@ -147,7 +147,7 @@ fn build_stitching(settings: &Settings) -> Option<Stitching> {
     })
 }
 
-fn build_segments(settings: &mut Settings) -> Result<SegmentPolicy, ConfigTextError> {
+fn build_segments(settings: &mut Settings<'_>) -> Result<SegmentPolicy, ConfigTextError> {
     let kind = segment_kind(settings)?;
     check_segment_keys(settings, kind)?;
     let number = |key, default| settings.number(key).unwrap_or(default);
@@ -179,7 +179,7 @@ fn build_segments(settings: &mut Settings) -> Result<SegmentPolicy, ConfigTextEr
 }
 
 /// Which segments are asked for, with our key or PyTorch's.
-fn segment_kind(settings: &Settings) -> Result<usize, ConfigTextError> {
+fn segment_kind(settings: &Settings<'_>) -> Result<usize, ConfigTextError> {
     let ours = settings.number("segments").map(|kind| kind as usize);
     let is_expandable = settings.number("expandable_segments").map(|flag| flag == 1);
     match (ours, is_expandable, settings.find("expandable_segments")) {
@@ -194,7 +194,7 @@ fn segment_kind(settings: &Settings) -> Result<usize, ConfigTextError> {
 }
 
 /// Keys for other segments are errors; in a text for PyTorch, PyTorch's own are listed instead.
-fn check_segment_keys(settings: &mut Settings, kind: usize) -> Result<(), ConfigTextError> {
+fn check_segment_keys(settings: &mut Settings<'_>, kind: usize) -> Result<(), ConfigTextError> {
     for stated in settings.stated().to_vec() {
         let Of::Segments(segments) = stated.key.of else { continue };
         if segments == kind {
@@ -212,9 +212,10 @@ fn check_segment_keys(settings: &mut Settings, kind: usize) -> Result<(), Config
 
 /// Finds the key that the builder found out of range. A key that is not stated has a default that does not fit the
 /// others; the text as a whole is at fault then.
-fn out_of_range(settings: &Settings, source: ConfigError) -> ConfigTextError {
+fn out_of_range(settings: &Settings<'_>, source: ConfigError) -> ConfigTextError {
     let key = match source {
         ConfigError::NotStitched { .. } => "stitching",
+        ConfigError::NotATag => "tag",
         ConfigError::OutOfRange { key, .. }
         | ConfigError::NotAMultiple { key, .. }
         | ConfigError::NotAPowerOfTwo { key, .. } => key,

@@ -11,7 +11,6 @@ use super::error::ConfigTextError;
 use super::keys::{self, Key, Of, Takes};
 use super::reason::{IgnoredKey, IgnoredReason, KeyRefusal};
 use crate::config::policy::RoundupPower2Divisions;
-use crate::config::tag::Tag;
 
 /// Who wrote the text, and so how its slips are taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,34 +23,34 @@ pub(super) enum Dialect {
 
 /// What a text states, each key once.
 #[derive(Debug)]
-pub(super) struct Settings {
+pub(super) struct Settings<'a> {
     pub(super) dialect: Dialect,
-    stated: Vec<Setting>,
+    stated: Vec<Setting<'a>>,
     pub(super) ignored: Vec<IgnoredKey>,
 }
 
 /// One key and its value.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Setting {
+pub(super) struct Setting<'a> {
     pub(super) key: &'static Key,
     /// As it is spelt.
     pub(super) name: &'static str,
     /// Where the key starts.
     pub(super) offset: usize,
-    value: Value,
+    value: Value<'a>,
 }
 
 /// A value, as its key takes it.
 #[derive(Clone, Copy, Debug)]
-enum Value {
+enum Value<'a> {
     /// Bytes, a count, 1 for `true`, or the position of the word among those that the key takes.
     Number(u64),
     Divisions(RoundupPower2Divisions),
-    Tag(Tag),
+    Text(&'a str),
 }
 
-impl Settings {
-    pub(super) fn parse(text: &str, dialect: Dialect) -> Result<Self, ConfigTextError> {
+impl<'a> Settings<'a> {
+    pub(super) fn parse(text: &'a str, dialect: Dialect) -> Result<Self, ConfigTextError> {
         let mut settings = Settings { dialect, stated: Vec::new(), ignored: Vec::new() };
         let mut rest = Word { text, offset: 0 }.trimmed();
         while !rest.text.is_empty() {
@@ -71,7 +70,7 @@ impl Settings {
         &mut self,
         (key, name, unit): (&'static Key, &'static str, u64),
         offset: usize,
-        value: Word<'_>,
+        value: Word<'a>,
     ) -> Result<(), ConfigTextError> {
         match key.of {
             Of::Never(reason) => return Err(ConfigTextError::Refused { offset, key: name, reason }),
@@ -108,12 +107,12 @@ impl Settings {
     }
 
     /// What is stated.
-    pub(super) fn stated(&self) -> &[Setting] {
+    pub(super) fn stated(&self) -> &[Setting<'a>] {
         &self.stated
     }
 
     /// What is stated for the key of this name.
-    pub(super) fn find(&self, name: &str) -> Option<Setting> {
+    pub(super) fn find(&self, name: &str) -> Option<Setting<'a>> {
         debug_assert!(keys::is_name(name), "{name} is no key");
         self.stated.iter().copied().find(|stated| stated.key.name == name)
     }
@@ -133,8 +132,9 @@ impl Settings {
         self.number(name).map_or_else(T::default, |at| values[at as usize])
     }
 
-    pub(super) fn tag(&self) -> Option<Tag> {
-        self.find("tag").and_then(|stated| if let Value::Tag(tag) = stated.value { Some(tag) } else { None })
+    /// The text that is stated, not checked.
+    pub(super) fn text(&self, name: &str) -> Option<&'a str> {
+        self.find(name).and_then(|stated| if let Value::Text(text) = stated.value { Some(text) } else { None })
     }
 
     pub(super) fn divisions(&self) -> Option<RoundupPower2Divisions> {
@@ -207,7 +207,7 @@ fn split_item(rest: Word<'_>) -> Result<(Word<'_>, Word<'_>, Word<'_>), ConfigTe
     }
 }
 
-fn parse_value(takes: Takes, key: &'static str, unit: u64, value: Word<'_>) -> Result<Value, ConfigTextError> {
+fn parse_value<'a>(takes: Takes, key: &'static str, unit: u64, value: Word<'a>) -> Result<Value<'a>, ConfigTextError> {
     let refused = |allowed| ConfigTextError::Value { offset: value.offset, key, allowed };
     let number = match (takes, value.text) {
         (Takes::Bytes, _) => unit * parse_number(key, value, u64::MAX / unit, "a whole number")?,
@@ -218,10 +218,7 @@ fn parse_value(takes: Takes, key: &'static str, unit: u64, value: Word<'_>) -> R
         (Takes::Word(words, allowed), word) => {
             words.iter().position(|known| *known == word).ok_or_else(|| refused(allowed))? as u64
         }
-        (Takes::Tag, text) => {
-            let tag = text.parse().map_err(|_| refused("1 to 24 lower-case letters, digits, _ and -"))?;
-            return Ok(Value::Tag(tag));
-        }
+        (Takes::Text, text) => return Ok(Value::Text(text)),
         (Takes::Divisions, _) => return parse_divisions(key, value).map(Value::Divisions),
         (Takes::Anything, _) => return Err(refused("left out")),
     };

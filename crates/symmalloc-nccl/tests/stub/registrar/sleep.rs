@@ -553,6 +553,47 @@ nccl_test!(a_deregistration_that_fails_in_a_sleep_ends_its_communicator, {
     }
 });
 
+nccl_test!(a_window_that_nobody_can_take_away_holds_the_memory_until_its_communicator_has_ended, {
+    Job::new(2).impatient().run(|it| {
+        let other = it.world.split(Some(0), 0).expect("all ranks come").expect("with a color");
+        let pool = it.attached_pool();
+        it.registrar.attach(&other, &[pool.id()], Registration::Windows).expect("another communicator");
+        let mut tensors: Vec<_> = [20, 30].map(|size| it.take(&pool, size * MIB)).into();
+        it.registrar.sync(&[&it.world, &other]).expect("all ranks did the same");
+        it.meet();
+        if it.rank == 0 {
+            // The first two windows are the world's. The third is the other communicator's, whose abort takes its time then.
+            nccl::fail("ncclCommWindowDeregister", Some(1), 3, 3);
+            nccl::slow("ncclCommAbort", Some(1), 1, 4000);
+        }
+        it.meet();
+        let phase = || it.registrar.phase(pool.id()).expect("it exists");
+        let error = it.registrar.sleep(&it.world, pool.id(), Contents::Keep).expect_err("a window is left");
+        let SleepError::Held { ranks, .. } = &error else { panic!("{error}") };
+        assert_eq!(ranks.to_string(), "1");
+        let (state, held) = [(CommState::Ready, Phase::Asleep), (CommState::Lost, Phase::Failed)][it.rank];
+        assert_eq!((other.state(), phase()), (state, held));
+        // All ranks are told what stands in the way of another attempt, and nobody's pool changes.
+        let error = it.registrar.sleep(&it.world, pool.id(), Contents::Keep).expect_err("it is lost still");
+        let SleepError::Refused { ranks, .. } = &error else { panic!("{error}") };
+        assert_eq!(ranks.iter().map(|of| (of.rank, of.obstacle)).collect::<Vec<_>>(), [(1, Obstacle::Lost)]);
+        assert_eq!(phase(), held);
+        while other.state() == CommState::Lost {
+            std::thread::sleep(IMPATIENT / 10);
+        }
+        it.registrar.sweep();
+        it.meet();
+        it.registrar.sleep(&it.world, pool.id(), Contents::Keep).expect("it has ended");
+        assert_eq!(phase(), Phase::Asleep);
+        let woken = it.registrar.wake(&it.world, pool.id()).expect("the world goes on");
+        assert_eq!((phase(), woken.lost), (Phase::Awake, vec![other.name().to_owned()]));
+        tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
+        other.abort().expect("ended");
+        it.registrar.sweep();
+    });
+    nccl::assert_clean();
+});
+
 nccl_test!(driver_calls_that_fail_at_any_point_end_as_the_tables_say, {
     for call in ["cuMemCreate", "cuMemMap", "cuMemSetAccess"] {
         let ends = strike_all(|nth| Fault::Driver(call, nth));
