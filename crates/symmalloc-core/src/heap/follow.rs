@@ -16,9 +16,9 @@
 //!
 //! Frees are not compared. A place that is free too early does no harm, and one that is not free when its turn comes is a
 //! difference. A step without a plan has the plan memory for itself: it is an ordinary free block until a step follows a plan
-//! again. Who used a place is waited for by whoever takes what overlaps it: the plan knows who was last at each offset
-//! ([`Schedule`]), as long as steps of it follow each other. After another step, each stream of the plan waits for all places
-//! before the first request, and what is live still from then is looked at by each request.
+//! again. Who used a place is waited for by whoever takes what overlaps it, once for each stream: the plan knows who was last at
+//! each offset, and who looked there since ([`Schedule`]), as long as steps of it follow each other. After another step, each
+//! stream of the plan waits for all places before the first request, and what is live still from then is looked at by each request.
 
 use super::obtain::fresh;
 use super::{Context, Heap, Shortage};

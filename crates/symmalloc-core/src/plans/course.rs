@@ -19,8 +19,7 @@ struct Expected {
 #[derive(Debug, Default)]
 pub(crate) struct Course {
     expected: Vec<Expected>,
-    /// Slots of places that must be free, those of one allocation side by side: the last one is its own. One that is placed the ordinary
-    /// way has none.
+    /// Slots of places that must be free, of one allocation after the other. Its own is the last; one without a place has none.
     checks: Vec<Slot>,
     /// The base of the segment that all places lie in.
     base: DeviceAddress,
