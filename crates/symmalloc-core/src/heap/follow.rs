@@ -75,8 +75,7 @@ impl<L: Lock> Heap<L> {
     ) -> Result<Allocation, Box<Shortage>> {
         let blocks = self.table.blocks();
         let is_ready = |slot: &Slot| blocks[*slot as usize].is_ready_for(stream);
-        if let Some([others @ .., own]) = self.course.next_if(op_word(Mark::Allocate, stream, requested))
-            && self.course.tells_all()
+        if let Some([others @ .., own]) = self.course.next_if::<false>(op_word(Mark::Allocate, stream, requested))
             && others.iter().all(is_ready)
             && is_ready(own)
         {
@@ -118,7 +117,7 @@ impl<L: Lock> Heap<L> {
             self.watches_frees = true;
             return Ok(allocation);
         }
-        let Some(checks) = self.course.next_if(op_word(Mark::Allocate, stream, requested)) else {
+        let Some(checks) = self.course.next_if::<true>(op_word(Mark::Allocate, stream, requested)) else {
             let follower = self.follower.as_deref().expect("a plan is followed");
             let cause = follower.other_request(self.course.number(), (stream, requested));
             self.differ(cause);

@@ -25,13 +25,14 @@ pub(crate) struct Course {
     base: DeviceAddress,
     /// Numbers of the allocations that are placed the ordinary way, ascending.
     unplaced: Vec<u32>,
-    /// The number of the next allocation, and where its places begin.
+    /// The number of the next allocation; more by [`LATE`] in a step that begins with something live that the plan does not expect.
     next: usize,
+    /// Where its places begin.
     checks_from: usize,
-    /// Whether something is live from before the step that the plan does not expect: then the places do not tell all that may be in
-    /// the way.
-    has_late: bool,
 }
+
+/// More than any number of an allocation.
+const LATE: usize = 1 << 30;
 
 impl Course {
     /// `slot_of` gives the slot of a place by its number in the schedule.
@@ -51,17 +52,13 @@ impl Course {
     }
 
     /// The slots of the places that the next allocation needs free, if it is expected to ask for this: the last one is its own. Of none
-    /// when it is placed the ordinary way. In a step that follows no plan nothing is expected.
+    /// when it is placed the ordinary way. In a step that follows no plan nothing is expected, nor in one with something late, unless
+    /// `OR_LATE`: these places do not tell all that may be in the way then.
     #[inline(always)]
-    pub(crate) fn next_if(&self, op: u64) -> Option<&[Slot]> {
-        let expected = self.expected.get(self.next).filter(|expected| expected.op == op)?;
+    pub(crate) fn next_if<const OR_LATE: bool>(&self, op: u64) -> Option<&[Slot]> {
+        let next = if OR_LATE { self.next % LATE } else { self.next };
+        let expected = self.expected.get(next).filter(|expected| expected.op == op)?;
         self.checks.get(self.checks_from..expected.checks_end as usize)
-    }
-
-    /// Whether these places tell all that may be in the way.
-    #[inline(always)]
-    pub(crate) fn tells_all(&self) -> bool {
-        !self.has_late
     }
 
     /// The base of the segment that all places lie in.
@@ -78,24 +75,24 @@ impl Course {
     }
 
     pub(crate) fn set_late(&mut self, has_late: bool) {
-        self.has_late = has_late;
+        self.next = if has_late { LATE } else { 0 };
     }
 
     /// The number of the next allocation.
     pub(crate) fn number(&self) -> u32 {
-        self.next as u32
+        (self.next % LATE) as u32
     }
 
     pub(crate) fn is_at_end(&self) -> bool {
-        self.next == self.expected.len()
+        self.number() as usize == self.expected.len()
     }
 
     pub(crate) fn rewind(&mut self) {
-        (self.next, self.checks_from, self.has_late) = (0, 0, false);
+        (self.next, self.checks_from) = (0, 0);
     }
 
     /// How many allocations so far have a place.
     pub(crate) fn planned(&self) -> u64 {
-        (self.next - self.unplaced.partition_point(|number| *number < self.number())) as u64
+        u64::from(self.number()) - self.unplaced.partition_point(|number| *number < self.number()) as u64
     }
 }
