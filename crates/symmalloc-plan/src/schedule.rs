@@ -13,9 +13,12 @@
 //!         └──────────────────► number
 //! ```
 //!
+//! Nor does c look at a place that an allocation of its stream looked at since it was last in use: it is free still, and the stream
+//! waits for nobody twice. So a step of one stream looks at each of its places once, however many come to lie there.
+//!
 //! They are found by a sweep over two rounds of the step that remembers who was last at each offset. O(n log n).
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use thiserror::Error;
 
 /// Where an allocation goes.
@@ -32,6 +35,8 @@ pub struct Place {
 pub struct PlacedAllocation {
     /// Where it goes.
     pub place: Place,
+    /// What is allocated for one stream is used in order.
+    pub stream: u16,
     /// The number of the allocation before which it is free: more than its own, and at most one step later.
     pub until: u32,
 }
@@ -52,9 +57,9 @@ pub struct Schedule {
     places: Vec<Place>,
     place_of: Vec<Option<u32>>,
     /// Numbers of places, those of one allocation side by side.
-    earlier: Vec<u32>,
-    /// By allocation: where its earlier places end.
-    earlier_ends: Vec<u32>,
+    checks: Vec<u32>,
+    /// By allocation: where its checks end.
+    check_ends: Vec<u32>,
     carried: Vec<u32>,
 }
 
@@ -66,7 +71,7 @@ impl Schedule {
     pub fn new(step: &[Option<PlacedAllocation>]) -> Result<Self, Overlap> {
         let mut schedule = Schedule::default();
         let mut numbers: BTreeMap<Place, u32> = BTreeMap::new();
-        let mut sweep = Sweep { step, last: BTreeMap::new() };
+        let mut sweep = Sweep { step, last: BTreeMap::new(), seen: BTreeSet::new() };
         for (number, placed) in (0..).zip(step) {
             let place_of = placed.map(|PlacedAllocation { place, .. }| {
                 *numbers.entry(place).or_insert_with(|| {
@@ -76,27 +81,22 @@ impl Schedule {
             });
             schedule.place_of.push(place_of);
             if let Some(placed) = placed {
-                sweep.visit(number, placed.place, |_| {})?;
+                sweep.visit(number, placed, |_| {})?;
             }
         }
         let count = step.len() as u32;
-        // By place: the allocation whose list has it, so that it has it once.
-        let mut listed = vec![u32::MAX; schedule.places.len()];
         for (number, placed) in (0..).zip(step) {
-            if let (Some(PlacedAllocation { place, until }), Some(own)) = (placed, schedule.place_of[number as usize]) {
-                listed[own as usize] = number;
-                sweep.visit(count + number, *place, |before| {
+            if let (Some(placed), Some(own)) = (placed, schedule.place_of[number as usize]) {
+                sweep.visit(count + number, placed, |before| {
                     let there = schedule.place_of[(before % count) as usize].expect("only placed ones are visited");
-                    if listed[there as usize] != number {
-                        listed[there as usize] = number;
-                        schedule.earlier.push(there);
-                    }
+                    schedule.checks.extend((there != own).then_some(there));
                 })?;
-                if *until > count {
+                schedule.checks.push(own);
+                if placed.until > count {
                     schedule.carried.push(own);
                 }
             }
-            schedule.earlier_ends.push(schedule.earlier.len() as u32);
+            schedule.check_ends.push(schedule.checks.len() as u32);
         }
         Ok(schedule)
     }
@@ -111,14 +111,14 @@ impl Schedule {
         &self.place_of
     }
 
-    /// Numbers of the places that were there before: of the first allocation, then of the second, and so on.
-    pub fn earlier(&self) -> &[u32] {
-        &self.earlier
+    /// Numbers of the places that an allocation looks at, its own the last one: of the first allocation, then of the second, and so on.
+    pub fn checks(&self) -> &[u32] {
+        &self.checks
     }
 
-    /// By allocation: where its part of [`earlier`](Self::earlier) ends.
-    pub fn earlier_ends(&self) -> &[u32] {
-        &self.earlier_ends
+    /// By allocation: where its part of [`checks`](Self::checks) ends. One without a place has none.
+    pub fn check_ends(&self) -> &[u32] {
+        &self.check_ends
     }
 
     /// Numbers of the places of what lives on in the next step.
@@ -132,11 +132,14 @@ struct Sweep<'a> {
     step: &'a [Option<PlacedAllocation>],
     /// By beginning: the end, and the number of the allocation, counted over both rounds. Disjoint.
     last: BTreeMap<u32, (u32, u32)>,
+    /// Allocations that were looked at since, each with a stream that looked.
+    seen: BTreeSet<(u32, u16)>,
 }
 
 impl Sweep<'_> {
-    /// An allocation takes its place. Gives each one that was there to `before`.
-    fn visit(&mut self, number: u32, place: Place, mut before: impl FnMut(u32)) -> Result<(), Overlap> {
+    /// An allocation takes its place. Gives each one that was there to `before`, unless its stream looked at it already.
+    fn visit(&mut self, number: u32, placed: &PlacedAllocation, mut before: impl FnMut(u32)) -> Result<(), Overlap> {
+        let PlacedAllocation { place, stream, .. } = *placed;
         let count = self.step.len() as u32;
         let end = place.offset + place.size;
         let below = self.last.range(..place.offset).next_back().filter(|(_, (to, _))| *to > place.offset);
@@ -148,7 +151,9 @@ impl Sweep<'_> {
             if by / count * count + until > number {
                 return Err(Overlap { first: by % count, second: number % count });
             }
-            before(by);
+            if self.seen.insert((by, stream)) {
+                before(by);
+            }
             self.last.remove(&from);
             if from < place.offset {
                 self.last.insert(from, (place.offset, by));

@@ -34,7 +34,8 @@ impl<L: Lock> Heap<L> {
 
     /// Records an event on every other stream that used an allocated block, all or none.
     pub(super) fn fence_uses(&mut self, context: &Outside<'_, L>, slot: Slot) -> Result<(), BackendError> {
-        let uses = self.fences.fences(self.table.block(slot).fences);
+        let set = self.table.block(slot).fences;
+        let uses = self.fences.fences(set);
         let mut fences = Fences::new();
         for stream in uses.iter().map(|fence| fence.stream) {
             // The tick ends before the event is recorded, so that the event covers all of it.
@@ -47,9 +48,7 @@ impl<L: Lock> Heap<L> {
                 }
             }
         }
-        let block = self.table.block_mut(slot);
-        self.fences.clear(block.fences);
-        block.fences = self.fences.insert(fences);
+        self.fences.replace(set, fences);
         Ok(())
     }
 
@@ -70,8 +69,8 @@ impl<L: Lock> Heap<L> {
         };
         let set = block.fences;
         let owner = Fence { stream: owner, tick: since, event: None };
-        for at in 0..self.fences.fences(set).len() {
-            order_behind(context, stream, self.fences.fences(set)[at])?;
+        for fence in self.fences.fences(set) {
+            order_behind(context, stream, *fence)?;
         }
         if self.identity.stream.is_some() {
             // No other stream takes from this heap, so these are never waited for again.

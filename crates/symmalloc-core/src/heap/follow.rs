@@ -16,13 +16,13 @@
 //!
 //! Frees are not compared. A place that is free too early does no harm, and one that is not free when its turn comes is a
 //! difference. A step without a plan has the plan memory for itself: it is an ordinary free block until a step follows a plan
-//! again. Who used a place is waited for by whoever takes what overlaps it: the plan knows who was last at each offset
-//! ([`Schedule`]), as long as steps of it follow each other. After another step, each stream of the plan waits for all places
-//! before the first request, and what is live still from then is looked at by each request.
+//! again. Who used a place is waited for by whoever takes what overlaps it, once for each stream: the plan knows who was last at
+//! each offset, and who looked there since ([`Schedule`]), as long as steps of it follow each other. After another step, each
+//! stream of the plan waits for all places before the first request, and what is live still from then is looked at by each request.
 
 use super::obtain::fresh;
 use super::{Context, Heap, Outside, Shortage};
-use crate::blocks::table::{Block, BlockState, NONE, Slot};
+use crate::blocks::table::{Block, BlockState, Slot};
 use crate::config::{PlanPolicy, StreamPolicy, op::Refusal};
 use crate::history::digest::{Mark, op_word};
 use crate::plans::error::PlanError;
@@ -73,16 +73,15 @@ impl<L: Lock> Heap<L> {
         stream: StreamId,
         requested: u64,
     ) -> Result<Allocation, Box<Shortage>> {
-        let op = op_word(Mark::Allocate, stream, requested);
         let blocks = self.table.blocks();
-        if let Some((slot, earlier)) = self.course.next_if(op)
-            && self.course.tells_all()
-            && earlier.iter().all(|place| blocks[*place as usize].is_ready_for(stream))
-            && self.table.find(slot).is_some_and(|place| place.is_ready_for(stream))
+        let is_ready = |slot: &Slot| blocks[*slot as usize].is_ready_for(stream);
+        if let Some([others @ .., own]) = self.course.next_if::<false>(op_word(Mark::Allocate, stream, requested))
+            && others.iter().all(is_ready)
+            && is_ready(own)
         {
-            let count = earlier.len();
-            self.course.advance(count);
-            return Ok(self.take_place(slot, stream, requested));
+            let (own, checks) = (*own, others.len() + 1);
+            self.course.advance(checks);
+            return Ok(self.take_place(own, stream, requested));
         }
         self.allocate_with_care(context, stream, requested)
     }
@@ -118,54 +117,44 @@ impl<L: Lock> Heap<L> {
             self.watches_frees = true;
             return Ok(allocation);
         }
-        let op = op_word(Mark::Allocate, stream, requested);
-        let Some((slot, earlier)) = self.course.next_if(op) else {
+        let Some(checks) = self.course.next_if::<true>(op_word(Mark::Allocate, stream, requested)) else {
             let follower = self.follower.as_deref().expect("a plan is followed");
             let cause = follower.other_request(self.course.number(), (stream, requested));
             self.differ(cause);
             return self.allocate_anywhere(context, stream, requested);
         };
-        let (earlier, mut before) = (earlier.len(), earlier.to_vec());
-        let allocation = if slot == NONE {
-            self.allocate_anywhere(context, stream, requested)?
-        } else {
-            before.push(slot);
-            if let Some(taken) = self.wait_for_place(context, slot, before, stream)? {
-                self.differ(DifferenceCause::Occupied { offset_bytes: taken });
+        let count = checks.len();
+        let allocation = if let Some(own) = checks.last().copied() {
+            // Besides, what overlaps the place from before the step.
+            let (offset, end) = (self.table.block(own).offset(), self.table.block(own).end());
+            let overlaps = |late: &Block| late.offset() < end && offset < late.end();
+            let late = self.follower.as_deref().map_or(&[][..], Follower::late).iter();
+            let mut waits: SmallVec<[Slot; 4]> = SmallVec::new();
+            for slot in checks.iter().chain(late.filter(|slot| overlaps(self.table.block(**slot)))) {
+                if !self.table.block(*slot).is_ready_for(stream) {
+                    waits.push(*slot);
+                }
+            }
+            if let Some(taken) = waits.iter().find(|slot| !self.table.block(**slot).is_free()) {
+                let memory = self.plan_memory().map_or(0, |memory| self.table.block(memory).offset());
+                let offset_bytes = bytes(self.table.block(*taken).offset() - memory);
+                self.differ(DifferenceCause::Occupied { offset_bytes });
                 return self.allocate_anywhere(context, stream, requested);
             }
-            self.take_place(slot, stream, requested)
+            for slot in waits {
+                self.wait_for_earlier_users(context, slot, stream).map_err(Shortage::Fence)?;
+            }
+            let fences = std::mem::replace(&mut self.table.block_mut(own).fences, FenceSetId::EMPTY);
+            if !fences.is_empty() {
+                self.fences.clear(fences);
+                self.recycle_spent(context);
+            }
+            self.take_place(own, stream, requested)
+        } else {
+            self.allocate_anywhere(context, stream, requested)?
         };
-        self.course.advance(earlier);
+        self.course.advance(count);
         Ok(allocation)
-    }
-
-    /// Orders a stream behind all that used a place, which are the users of these and of what overlaps it from before the step. Returns
-    /// where one of them is not free, in bytes of the plan memory.
-    fn wait_for_place<B: Backend>(
-        &mut self,
-        context: &Context<B, L>,
-        place: Slot,
-        mut before: Vec<Slot>,
-        stream: StreamId,
-    ) -> Result<Option<u64>, Box<Shortage>> {
-        let (offset, end) = (self.table.block(place).offset(), self.table.block(place).end());
-        let overlaps = |slot: &&Slot| {
-            let late = self.table.block(**slot);
-            late.offset() < end && offset < late.end()
-        };
-        before.extend(self.follower.as_deref().map_or(&[][..], Follower::late).iter().filter(overlaps));
-        if let Some(taken) = before.iter().find(|slot| !self.table.block(**slot).is_free()) {
-            let memory = self.plan_memory().map_or(0, |memory| self.table.block(memory).offset());
-            return Ok(Some(bytes(self.table.block(*taken).offset() - memory)));
-        }
-        for slot in before {
-            self.wait_for_earlier_users(context, slot, stream).map_err(Shortage::Fence)?;
-        }
-        let fences = std::mem::replace(&mut self.table.block_mut(place).fences, FenceSetId::EMPTY);
-        self.fences.clear(fences);
-        self.recycle_spent(context);
-        Ok(None)
     }
 
     /// From here on the step is placed the ordinary way.

@@ -390,13 +390,13 @@ impl<L: Lock> Heap<L> {
         let since = if self.identity.stream.is_some() { 0 } else { context.clocks.lock().now(stream) };
         let block = self.table.block_mut(slot);
         block.state = BlockState::Free { stream, since };
+        let is_place = block.is_place();
         let Block { segment, location, size, .. } = *block;
         if is_mapped && let Some(pointers) = &mut self.pointers {
             pointers.take(self.table.address_at(segment, location));
         }
         self.usage.free(size, requested);
         self.fold(op_word(Mark::Free, stream, 0), location.word());
-        let is_place = self.watches_frees && self.table.block(slot).is_place();
         if self.watches_frees && !(is_place && self.names.is_empty()) {
             self.note_free(slot);
         }

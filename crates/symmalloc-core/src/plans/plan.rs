@@ -149,7 +149,7 @@ impl Plan {
         }
         let placed = self.allocations.iter().map(|PlannedAllocation { wanted, offset_bytes }| {
             let place = Place { offset: units((*offset_bytes)?), size: rules.block_size(wanted.requested_bytes) };
-            Some(PlacedAllocation { place, until: wanted.until? })
+            Some(PlacedAllocation { place, stream: wanted.stream.0, until: wanted.until? })
         });
         let overlap = |Overlap { first, second }| PlanError::Overlap { first, second };
         Schedule::new(&placed.collect::<Vec<_>>()).map_err(overlap)

@@ -110,6 +110,7 @@ impl Level {
 
     /// The distance fell below zero: the peak is higher by as much.
     #[cold]
+    #[inline(never)]
     fn raise_peak(&mut self) {
         self.peak = self.current();
         self.below_peak = 0;
@@ -151,7 +152,7 @@ pub(crate) struct TotalUsage {
 }
 
 impl TotalUsage {
-    #[inline]
+    #[inline(always)]
     pub(crate) fn allocate(&mut self, size: Units, requested_bytes: u64) {
         let [allocations, allocated, requested] = &mut self.levels;
         allocations.add(1);
@@ -199,7 +200,7 @@ struct Counter {
 }
 
 impl Counter {
-    #[inline]
+    #[inline(always)]
     fn add(&mut self, amount: u64) {
         self.allocated += amount;
         self.level.add(amount);
@@ -226,7 +227,7 @@ pub(crate) struct Usage {
 }
 
 impl Usage {
-    #[inline]
+    #[inline(always)]
     pub(crate) fn allocate(&mut self, size: Units, requested_bytes: u64) {
         let [allocations, allocated, requested] = &mut self.counters[SizeClass::of(size) as usize];
         allocations.add(1);

@@ -18,7 +18,6 @@
 use crate::streams::clocks::Tick;
 use crate::types::backend::Event;
 use crate::types::ids::StreamId;
-use slab::Slab;
 use smallvec::SmallVec;
 
 /// One use that must be over: all work that `stream` was given up to `tick`.
@@ -57,8 +56,10 @@ impl FenceSetId {
 /// The fences of one heap's blocks.
 #[derive(Debug, Default)]
 pub(crate) struct FenceTable {
-    /// No set is empty, and each belongs to one block.
-    sets: Slab<Fences>,
+    /// A set that belongs to a block is not empty, and belongs to one block.
+    sets: Vec<Fences>,
+    /// The sets that belong to none. They are empty.
+    vacant: Vec<FenceSetId>,
     /// Events that no fence names any more, for the heap to recycle.
     spent: Vec<Event>,
 }
@@ -75,14 +76,25 @@ impl FenceTable {
         if fences.is_empty() {
             return FenceSetId::EMPTY;
         }
-        let place = self.sets.insert(fences);
-        assert!(place < u32::MAX as usize, "a heap has more than four billion fenced blocks");
-        FenceSetId(place as u32)
+        if let Some(set) = self.vacant.pop() {
+            self.sets[set.0 as usize] = fences;
+            return set;
+        }
+        assert!(self.sets.len() < u32::MAX as usize, "a heap has more than four billion fenced blocks");
+        self.sets.push(fences);
+        FenceSetId(self.sets.len() as u32 - 1)
     }
 
     /// Takes a set's fences out. Their events are the caller's.
     pub(crate) fn take(&mut self, set: FenceSetId) -> Fences {
-        self.sets.try_remove(set.0 as usize).unwrap_or_default()
+        let Some(fences) = self.sets.get_mut(set.0 as usize) else { return Fences::new() };
+        self.vacant.push(set);
+        std::mem::take(fences)
+    }
+
+    /// Puts others in the place of a set's fences, which have no events.
+    pub(crate) fn replace(&mut self, set: FenceSetId, fences: Fences) {
+        self.sets[set.0 as usize] = fences;
     }
 
     /// Adds a fence to a set. Of two fences on one stream the later one covers the earlier.
@@ -113,8 +125,10 @@ impl FenceTable {
 
     /// Forgets a set. Its events are spent.
     pub(crate) fn clear(&mut self, set: FenceSetId) {
-        let fences = self.take(set);
-        self.spent.extend(fences.into_iter().filter_map(|fence| fence.event));
+        let Some(fences) = self.sets.get_mut(set.0 as usize) else { return };
+        self.vacant.push(set);
+        self.spent.extend(fences.iter().filter_map(|fence| fence.event));
+        fences.clear();
     }
 
     /// Drops the fences that `is_over` names. Returns the set that is left.
@@ -134,6 +148,6 @@ impl FenceTable {
 
     /// Number of sets, for the invariants.
     pub(crate) fn len(&self) -> usize {
-        self.sets.len()
+        self.sets.len() - self.vacant.len()
     }
 }
