@@ -111,8 +111,10 @@ pub use call_counters::DeviceCalls;
 pub use device::{CudaDevice, CurrentContext, DeviceFeatures, MemoryInfo};
 pub use error::{CudaError, DriverError, DropError, DropErrors, LoadError};
 pub use graphs::{DeviceGraph, GraphCapture, GraphPool};
-pub use memory::{Access, ExportState, ImportedMemory, MemorySource, Peer, SharedPiece};
+pub use memory::{Access, ExportState, ImportedMemory, MemorySource, Peer};
 pub use pools::{Pool, StreamAllocator, StreamAllocatorRef};
+#[doc(hidden)]
+pub use sharing::Channel;
 pub use sharing::{
     DeviceUuid, Export, ExportReport, Import, ImportError, ImportReport, ImportedAllocation, ImportedView,
     ImportedViewMut, MessageError, ShareError,
