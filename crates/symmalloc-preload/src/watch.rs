@@ -90,7 +90,7 @@ impl WatchedDevice {
     }
 }
 
-/// How many streams were destroyed: what a thread remembers of a handle holds until then.
+/// How often streams were destroyed: what a thread remembers of a handle holds until then.
 static DESTROYED: AtomicU64 = AtomicU64::new(0);
 
 /// The device of a stream: of its context, or of the current one. The thread remembers the last answer.
@@ -98,16 +98,11 @@ fn device_of(stream: Option<usize>) -> Option<c_int> {
     thread_local! {
         /// A handle of a stream, how many were destroyed then, and the device.
         static STREAM: Cell<(usize, u64, c_int)> = const { Cell::new((0, 0, 0)) };
-        /// A context, and its device.
-        static CONTEXT: Cell<(usize, c_int)> = const { Cell::new((0, 0)) };
     }
     let driver = libcuda::driver()?;
     let Some(stream) = stream.filter(|stream| *stream > streams::PER_THREAD) else {
-        let context = driver.current()?;
-        let (known, device) = CONTEXT.get();
-        let device = if known == context { device } else { driver.device_of(context)? };
-        CONTEXT.set((context, device));
-        return Some(device);
+        // Not remembered: a context of another device may get the handle of one that is gone.
+        return driver.current_device();
     };
     let destroyed = DESTROYED.load(Ordering::Acquire);
     let (known, when, device) = STREAM.get();
@@ -168,6 +163,11 @@ pub(crate) fn freed(address: u64, stream: Option<usize>, call: impl FnOnce() -> 
     }
     tally::freed(found.size_bytes);
     code
+}
+
+/// A device's streams go with its context.
+pub(crate) fn reset() {
+    DESTROYED.fetch_add(1, Ordering::AcqRel);
 }
 
 /// The program destroys a stream.
