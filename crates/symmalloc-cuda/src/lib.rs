@@ -69,7 +69,7 @@
 //!
 //! | room | what is there |
 //! |---|---|
-//! | `error.rs`, `library.rs`, `driver.rs`, `call_counters.rs`, `device.rs` | libcuda, found; its calls, resolved and counted; a device with its context |
+//! | `error.rs`, `library.rs`, `loading.rs`, `driver.rs`, `call_counters.rs`, `device.rs` | libcuda, found; its calls, resolved and counted; a device with its context |
 //! | `memory/` | where bytes come from: virtual memory in chunks, made ahead of growth where asked for, or allocations of the driver |
 //! | `streams/` | registered streams, events, captures |
 //! | `backend.rs` | memory and streams together: the core's backend |
@@ -92,6 +92,8 @@ mod driver;
 mod error;
 mod graphs;
 mod library;
+#[doc(hidden)]
+pub mod loading;
 mod memory;
 #[cfg(feature = "metrics")]
 pub mod metrics;

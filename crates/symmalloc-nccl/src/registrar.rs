@@ -48,8 +48,8 @@ pub(crate) mod stats;
 mod symmetric_space;
 #[cfg(feature = "metrics")]
 mod sync_time;
-mod watchlist;
 mod wake;
+mod watchlist;
 pub(crate) mod window;
 
 pub use builder::RegistrarBuilder;

@@ -116,8 +116,7 @@ impl<'a> Channel<'a> {
         let mut size = size_of::<libc::ucred>() as libc::socklen_t;
         let (socket, into) = (self.socket.as_raw_fd(), (&raw mut credentials).cast());
         // SAFETY: an open socket, and room for what the option has.
-        let answered =
-            unsafe { libc::getsockopt(socket, libc::SOL_SOCKET, libc::SO_PEERCRED, into, &raw mut size) };
+        let answered = unsafe { libc::getsockopt(socket, libc::SOL_SOCKET, libc::SO_PEERCRED, into, &raw mut size) };
         (answered == 0).then_some((credentials.pid as u32, credentials.uid))
     }
 

@@ -159,9 +159,7 @@ impl Export {
         let segments = &mut self.layout.segments;
         for segment in live {
             let base = segment.base.0;
-            let part = |block: &BlockSnapshot| {
-                base + block.offset_bytes..base + block.offset_bytes + block.size_bytes
-            };
+            let part = |block: &BlockSnapshot| base + block.offset_bytes..base + block.offset_bytes + block.size_bytes;
             let parts: Vec<_> = segment.blocks.iter().map(part).collect();
             let chunks = memory.chunks_behind(&parts, Some(&self.memory)).ok_or(ShareError::Changed)?;
             let chunks: Vec<_> = chunks.into_iter().map(|chunk| chunk.start - base..chunk.end - base).collect();

@@ -218,9 +218,7 @@ pub enum SleepError {
     #[error(transparent)]
     Unknown(#[from] UnknownError),
     /// The pool is not attached to the communicator. Nothing was said to other ranks.
-    #[error(
-        "{pool} is not attached to communicator \"{communicator}\": attach it on every rank, or take another one"
-    )]
+    #[error("{pool} is not attached to communicator \"{communicator}\": attach it on every rank, or take another one")]
     NotAttached {
         /// The communicator.
         communicator: String,

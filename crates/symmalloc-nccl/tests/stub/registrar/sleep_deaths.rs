@@ -7,9 +7,7 @@ use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
 use symmalloc_core::{Config, PoolConfig};
 use symmalloc_cuda::{CudaAllocator, CudaDevice};
-use symmalloc_nccl::{
-    CommState, Communicator, Launch, Registrar, Registration, SleepError, SleepStep, WatchdogMode,
-};
+use symmalloc_nccl::{CommState, Communicator, Launch, Registrar, Registration, SleepError, SleepStep, WatchdogMode};
 
 const DEADLINE: Duration = Duration::from_secs(3);
 const RANKS: usize = 3;
