@@ -380,6 +380,7 @@ impl fmt::Debug for Registrar {
         f.debug_struct("Registrar")
             .field("allocator", &self.allocator)
             .field("settings", &self.settings)
+            .field("ended", &self.ended)
             .finish_non_exhaustive()
     }
 }

@@ -107,7 +107,10 @@ impl Registrar {
             ranks: attachment.comm.ranks(),
             pools: attachment.view().pools.to_vec(),
         });
-        self.ended.lock().unwrap_or_else(PoisonError::into_inner).extend(ended);
+        let mut all = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
+        all.extend(ended);
+        // A pool that is gone neither sleeps nor wakes.
+        all.retain(|ended| ended.pools.iter().any(|pool| self.allocator.core().phase(*pool).is_ok()));
     }
 
     fn ended_of(&self, pool: PoolId) -> Vec<Ended> {

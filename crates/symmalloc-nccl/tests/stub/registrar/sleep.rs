@@ -309,6 +309,26 @@ nccl_test!(
     }
 );
 
+nccl_test!(communicators_that_ended_are_forgotten_with_their_pools, {
+    let shared = Mutex::new(None);
+    Job::new(2).run(|it| {
+        for _ in 0..4 {
+            let pool = it.pool();
+            let next = it.connect("next", &shared);
+            it.registrar.attach(&next, &[pool.id()], Registration::Windows).expect("another communicator");
+            let tensor = it.take(&pool, MIB);
+            it.registrar.sync(&[&next]).expect("all ranks did the same");
+            next.destroy().expect("in order");
+            it.registrar.sweep();
+            assert_eq!(format!("{:?}", it.registrar).matches("Ended {").count(), 1, "it may be spoken of");
+            drop((tensor, pool));
+        }
+        it.registrar.sweep();
+        assert!(!format!("{:?}", it.registrar).contains("Ended {"), "{:?}", it.registrar);
+    });
+    nothing_is_left();
+});
+
 nccl_test!(windows_that_come_back_as_others_are_told_to_all, ["STUB_NCCL_REUSE_WINDOWS" = "1"], {
     Job::new(2).run(|it| {
         let (pool, mut tensors) = registered(it);
