@@ -220,7 +220,8 @@ impl CudaBackend {
     /// The physical chunks behind some addresses of this backend, as (address, size in bytes), in order. None where memory cannot
     /// be exported as file descriptors.
     pub fn chunks_behind(&self, address: u64, size_bytes: u64) -> Vec<(u64, u64)> {
-        let chunks = self.memory.chunks_behind(&[address..address.saturating_add(size_bytes)], None);
+        let part = address..address.saturating_add(size_bytes);
+        let chunks = self.memory.chunks_behind(std::slice::from_ref(&part), None);
         let chunks = chunks.filter(|_| self.traits.posix_fd).unwrap_or_default();
         chunks.into_iter().map(|chunk| (chunk.start, chunk.end - chunk.start)).collect()
     }

@@ -45,7 +45,7 @@ impl ImportedMemory {
     ///
     /// # Errors
     /// When the driver refuses: the descriptor is of no memory, or of another size or device.
-    pub fn map_file(&mut self, chunk: &Range<u64>, file: OwnedFd) -> Result<(), DriverError> {
+    pub fn map_file(&mut self, chunk: &Range<u64>, file: &OwnedFd) -> Result<(), DriverError> {
         self.map(chunk, file.as_raw_fd() as usize as *mut c_void, HandleKind::FileDescriptor)
     }
 

@@ -167,7 +167,7 @@ impl Import {
             match self.layout.kind {
                 HandleKind::FileDescriptor => {
                     for ((segment, chunk), file) in batch.iter().zip(files) {
-                        self.segments()[*segment].map_file(chunk, file)?;
+                        self.segments()[*segment].map_file(chunk, &file)?;
                     }
                 }
                 HandleKind::Fabric => {

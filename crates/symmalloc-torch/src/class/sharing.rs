@@ -111,7 +111,7 @@ fn open(device: i32, text: &str) -> Result<Arc<OpenedMemory>, Error> {
     let mut memory = ImportedMemory::reserve(&CudaDevice::new(ordinal)?, size_bytes).map_err(CudaError::from)?;
     let mut at = 0;
     channel::fetch(socket, &tickets, |ticket, file| {
-        memory.map_file(&(at..at + ticket.bytes), file).map_err(CudaError::from)?;
+        memory.map_file(&(at..at + ticket.bytes), &file).map_err(CudaError::from)?;
         at += ticket.bytes;
         Ok(())
     })?;
