@@ -5,11 +5,12 @@ use crate::device::CudaDevice;
 use crate::driver::{HANDLE_FABRIC, HANDLE_POSIX_FD};
 use crate::error::CudaError;
 use crate::memory::{
-    AllocationKind, BackendMemory, DriverAllocations, Images, MemorySource, Prefetching, SharedPiece, VirtualMemory,
-    VirtualOptions, export,
+    AllocationKind, BackendMemory, DriverAllocations, ExportedHandle, HandleKind, Images, MemorySource, Prefetching,
+    VirtualMemory, VirtualOptions,
 };
 use crate::streams::BackendStreams;
 use std::fmt;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 use symmalloc_core::backend::{Backend, BackendError, Event, Image, Part, Place, Range};
@@ -219,16 +220,22 @@ impl CudaBackend {
     /// The physical chunks behind some addresses of this backend, as (address, size in bytes), in order. None where memory cannot
     /// be exported as file descriptors.
     pub fn chunks_behind(&self, address: u64, size_bytes: u64) -> Vec<(u64, u64)> {
-        self.memory.chunks_behind(address, size_bytes)
+        let part = address..address.saturating_add(size_bytes);
+        let chunks = self.memory.chunks_behind(std::slice::from_ref(&part), None);
+        let chunks = chunks.filter(|_| self.traits.posix_fd).unwrap_or_default();
+        chunks.into_iter().map(|chunk| (chunk.start, chunk.end - chunk.start)).collect()
     }
 
     /// Exports a chunk of [`chunks_behind`](Self::chunks_behind) for another process. The descriptor keeps the memory until it is
     /// closed.
     ///
     /// # Errors
-    /// When the driver refuses.
-    pub fn export_chunk(&self, address: u64, size_bytes: u64) -> Result<SharedPiece, CudaError> {
-        export(self.streams.device(), address, size_bytes)
+    /// When the driver refuses, or there is no such chunk any more.
+    pub fn export_chunk(&self, address: u64, size_bytes: u64) -> Result<OwnedFd, CudaError> {
+        match self.memory.export_chunk(&(address..address.saturating_add(size_bytes)), HandleKind::FileDescriptor)? {
+            ExportedHandle::FileDescriptor(file) => Ok(file),
+            ExportedHandle::Fabric(_) => unreachable!("a descriptor was asked for"),
+        }
     }
 
     fn tell(&self, is_mapped: bool, range: Range, offset_bytes: u64, size_bytes: u64) {

@@ -51,6 +51,8 @@ pub(crate) const OUT_OF_MEMORY: i32 = 2;
 pub(crate) const NOT_INITIALIZED: i32 = 3;
 /// `CUDA_ERROR_NO_DEVICE`.
 pub(crate) const NO_DEVICE: i32 = 100;
+/// `CUDA_ERROR_INVALID_DEVICE`.
+pub(crate) const INVALID_DEVICE: i32 = 101;
 /// `CUDA_ERROR_INVALID_CONTEXT`.
 pub(crate) const INVALID_CONTEXT: i32 = 201;
 /// `CUDA_ERROR_INVALID_HANDLE`.
@@ -85,7 +87,7 @@ impl DriverError {
             34 => "CUDA_ERROR_STUB_LIBRARY",
             46 => "CUDA_ERROR_DEVICE_UNAVAILABLE",
             NO_DEVICE => "CUDA_ERROR_NO_DEVICE",
-            101 => "CUDA_ERROR_INVALID_DEVICE",
+            INVALID_DEVICE => "CUDA_ERROR_INVALID_DEVICE",
             201 => "CUDA_ERROR_INVALID_CONTEXT",
             214 => "CUDA_ERROR_ECC_UNCORRECTABLE",
             220 => "CUDA_ERROR_NVLINK_UNCORRECTABLE",
@@ -121,7 +123,7 @@ impl DriverError {
             (34, _) => {
                 "the library found is the toolkit's stub: put the driver's own libcuda first on the library path"
             }
-            (NO_DEVICE | 101, _) => "check nvidia-smi and CUDA_VISIBLE_DEVICES",
+            (NO_DEVICE | INVALID_DEVICE, _) => "check nvidia-smi and CUDA_VISIBLE_DEVICES",
             (802, _) => "start nvidia-fabricmanager, or wait for it",
             (803 | 804, _) => "library and kernel module of the driver differ: update both, and restart",
             (999, _) => "check dmesg and nvidia-smi; the kernel module may need to be reloaded",

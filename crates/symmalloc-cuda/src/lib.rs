@@ -69,7 +69,7 @@
 //!
 //! | room | what is there |
 //! |---|---|
-//! | `error.rs`, `library.rs`, `driver.rs`, `call_counters.rs`, `device.rs` | libcuda, found; its calls, resolved and counted; a device with its context |
+//! | `error.rs`, `library.rs`, `loading.rs`, `driver.rs`, `call_counters.rs`, `device.rs` | libcuda, found; its calls, resolved and counted; a device with its context |
 //! | `memory/` | where bytes come from: virtual memory in chunks, made ahead of growth where asked for, or allocations of the driver |
 //! | `streams/` | registered streams, events, captures |
 //! | `backend.rs` | memory and streams together: the core's backend |
@@ -92,6 +92,8 @@ mod driver;
 mod error;
 mod graphs;
 mod library;
+#[doc(hidden)]
+pub mod loading;
 mod memory;
 #[cfg(feature = "metrics")]
 pub mod metrics;
@@ -111,8 +113,10 @@ pub use call_counters::DeviceCalls;
 pub use device::{CudaDevice, CurrentContext, DeviceFeatures, MemoryInfo};
 pub use error::{CudaError, DriverError, DropError, DropErrors, LoadError};
 pub use graphs::{DeviceGraph, GraphCapture, GraphPool};
-pub use memory::{Access, ExportState, ImportedMemory, MemorySource, Peer, SharedPiece};
+pub use memory::{Access, ExportState, ImportedMemory, MemorySource, Peer};
 pub use pools::{Pool, StreamAllocator, StreamAllocatorRef};
+#[doc(hidden)]
+pub use sharing::Channel;
 pub use sharing::{
     DeviceUuid, Export, ExportReport, Import, ImportError, ImportReport, ImportedAllocation, ImportedView,
     ImportedViewMut, MessageError, ShareError,

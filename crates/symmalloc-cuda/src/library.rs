@@ -8,8 +8,9 @@
 //! libcuda: it is taken from memory if it is there.
 
 use crate::error::LoadError;
+use crate::loading;
 use libloading::Library;
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
 /// The variable that names the file to open, in place of all others.
@@ -36,29 +37,22 @@ impl Libcuda {
     /// The file of this name. cudarc looks for its libcuda by itself, so one of the usual names must lead to one as well: to
     /// this file, once it is open, if it carries the driver's own name (`libcuda.so.1`) inside.
     fn named(path: &OsStr) -> Result<Libcuda, LoadError> {
-        let opened = open(path).map_err(|reason| LoadError::LibraryMissing { tried: vec![attempt(path, &reason)] })?;
+        // SAFETY: libcuda's initialisers may run at any time.
+        let opened = unsafe { loading::named(path) }.map_err(|tried| LoadError::LibraryMissing { tried })?;
         Self::installed()?;
         Ok(Self::of(opened, path))
     }
 
     fn installed() -> Result<Libcuda, LoadError> {
-        if let Some((library, name)) = NAMES.iter().rev().find_map(|name| Some((opened_already(name)?, *name))) {
-            return Ok(Self::of(library, OsStr::new(name)));
-        }
-        let mut tried = vec![];
-        for name in NAMES.iter().map(OsStr::new) {
-            match open(name) {
-                Ok(library) => return Ok(Self::of(library, name)),
-                Err(reason) => tried.push(attempt(name, &reason)),
-            }
-        }
-        Err(LoadError::LibraryMissing { tried })
+        // SAFETY: libcuda's initialisers may run at any time.
+        let found = unsafe { loading::first_of(NAMES.iter().rev(), NAMES) };
+        found.map(|(library, name)| Self::of(library, name)).map_err(|tried| LoadError::LibraryMissing { tried })
     }
 
     fn of(library: Library, name: &OsStr) -> Libcuda {
         // Never closed: the driver does not support it, and the calls that were resolved outlive every owner.
         let library: &'static Library = Box::leak(Box::new(library));
-        Libcuda { library, path: path_of(library).unwrap_or_else(|| PathBuf::from(name)) }
+        Libcuda { library, path: loading::path_of(library, "cuInit").unwrap_or_else(|| PathBuf::from(name)) }
     }
 
     /// The file, where the system says so; its name otherwise.
@@ -76,55 +70,4 @@ impl Libcuda {
         let missing = |_| LoadError::SymbolMissing { path: self.path.display().to_string(), symbol: name };
         symbol.map(|symbol| *symbol).map_err(missing)
     }
-}
-
-fn attempt(name: &OsStr, reason: &libloading::Error) -> String {
-    let reason = std::error::Error::source(reason).map_or_else(|| reason.to_string(), ToString::to_string);
-    if reason.contains(&*name.to_string_lossy()) { reason } else { format!("{}: {reason}", name.display()) }
-}
-
-fn open(name: &OsStr) -> Result<Library, libloading::Error> {
-    // SAFETY: runs the library's initialisers, which libcuda allows at any time.
-    unsafe { Library::new(OsString::from(name)) }
-}
-
-/// A library that is in this process already.
-#[cfg(unix)]
-fn opened_already(name: &str) -> Option<Library> {
-    use libloading::os::unix::Library;
-    // SAFETY: opens nothing: it only counts one more user of a library that is there.
-    let library = unsafe { Library::open(Some(name), libc::RTLD_NOW | libc::RTLD_NOLOAD) };
-    library.ok().map(Into::into)
-}
-
-#[cfg(not(unix))]
-fn opened_already(_name: &str) -> Option<Library> {
-    None
-}
-
-/// The file that the library's code came from.
-#[cfg(unix)]
-fn path_of(library: &Library) -> Option<PathBuf> {
-    use std::ffi::CStr;
-    use std::os::unix::ffi::OsStrExt;
-    // SAFETY: looked up only, never called through this type.
-    let symbol = unsafe { library.get::<unsafe extern "C" fn()>("cuInit") }.ok()?;
-    let mut info = std::mem::MaybeUninit::<libc::Dl_info>::uninit();
-    // SAFETY: `info` is valid for writing; any address may be asked about.
-    if unsafe { libc::dladdr(*symbol as *const libc::c_void, info.as_mut_ptr()) } == 0 {
-        return None;
-    }
-    // SAFETY: dladdr filled it.
-    let info = unsafe { info.assume_init() };
-    if info.dli_fname.is_null() {
-        return None;
-    }
-    // SAFETY: a C string that lives as long as the library, which is never closed.
-    let name = unsafe { CStr::from_ptr(info.dli_fname) };
-    Some(PathBuf::from(OsStr::from_bytes(name.to_bytes())))
-}
-
-#[cfg(not(unix))]
-fn path_of(_library: &Library) -> Option<PathBuf> {
-    None
 }

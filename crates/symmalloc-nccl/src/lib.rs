@@ -98,7 +98,7 @@ pub use registrar::plan_summary::{PlanDifference, PlanField, PlanGroup, StepDiff
 pub use registrar::segment_key::{Generation, SegmentKey};
 pub use registrar::settings::{Registration, Synced};
 pub use registrar::sleep_error::{
-    Obstacle, RankObstacle, SleepDifference, SleepError, SleepField, SleepStep, Slept, WakeError, Woken,
+    Obstacle, RankObstacle, SleepDifference, SleepError, SleepField, SleepStep, Slept, Woken,
 };
 pub use registrar::stats::{CommunicatorStats, RegistrarStats};
 pub use registrar::window::WindowSpan;

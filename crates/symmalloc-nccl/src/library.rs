@@ -8,10 +8,11 @@
 use crate::calls::Calls;
 use crate::nccl_error::LoadError;
 use crate::version::{Capability, NcclVersion};
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsStr;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
+use symmalloc_cuda::loading;
 
 /// The variable that names the library to open, in place of all others.
 const LIBRARY_VARIABLE: &str = "SYMMALLOC_NCCL_LIBRARY";
@@ -46,7 +47,8 @@ impl Nccl {
     /// When it cannot be opened or is too old.
     pub fn open(path: impl AsRef<Path>) -> Result<&'static Nccl, LoadError> {
         let path = path.as_ref().as_os_str();
-        let library = open(path).map_err(|reason| LoadError::LibraryMissing { tried: vec![attempt(path, &reason)] })?;
+        // SAFETY: NCCL's initialisers may run at any time.
+        let library = unsafe { loading::named(path) }.map_err(|tried| LoadError::LibraryMissing { tried })?;
         Nccl::resolve(library, path)
     }
 
@@ -54,23 +56,16 @@ impl Nccl {
         if let Some(path) = std::env::var_os(LIBRARY_VARIABLE).filter(|path| !path.is_empty()) {
             return Nccl::open(path);
         }
-        if let Some((library, name)) = NAMES.iter().find_map(|name| Some((opened_already(name)?, *name))) {
-            return Nccl::resolve(library, OsStr::new(name));
-        }
-        let mut tried = vec![];
-        for name in NAMES {
-            match open(OsStr::new(name)) {
-                Ok(library) => return Nccl::resolve(library, OsStr::new(name)),
-                Err(reason) => tried.push(attempt(OsStr::new(name), &reason)),
-            }
-        }
-        Err(LoadError::LibraryMissing { tried })
+        // SAFETY: NCCL's initialisers may run at any time.
+        let found = unsafe { loading::first_of(&NAMES, &NAMES) };
+        let (library, name) = found.map_err(|tried| LoadError::LibraryMissing { tried })?;
+        Nccl::resolve(library, name)
     }
 
     fn resolve(library: libloading::Library, name: &OsStr) -> Result<&'static Nccl, LoadError> {
         // Never closed: its threads and the table below outlive every owner.
         let library: &'static libloading::Library = Box::leak(Box::new(library));
-        let path = path_of(library).unwrap_or_else(|| PathBuf::from(name));
+        let path = loading::path_of(library, "ncclGetVersion").unwrap_or_else(|| PathBuf::from(name));
         let shown = path.display().to_string();
         let version = Calls::version(library, &shown)?;
         if version < NcclVersion::OLDEST {
@@ -105,57 +100,6 @@ impl fmt::Debug for Nccl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Nccl").field("version", &self.version).field("path", &self.path).finish_non_exhaustive()
     }
-}
-
-fn attempt(name: &OsStr, reason: &libloading::Error) -> String {
-    let reason = std::error::Error::source(reason).map_or_else(|| reason.to_string(), ToString::to_string);
-    if reason.contains(&*name.to_string_lossy()) { reason } else { format!("{}: {reason}", name.display()) }
-}
-
-fn open(name: &OsStr) -> Result<libloading::Library, libloading::Error> {
-    // SAFETY: runs the library's initialisers, which NCCL allows at any time.
-    unsafe { libloading::Library::new(OsString::from(name)) }
-}
-
-/// A handle of a library that is in this process already.
-#[cfg(unix)]
-fn opened_already(name: &str) -> Option<libloading::Library> {
-    use libloading::os::unix::Library;
-    // SAFETY: opens nothing: it only counts one more user of a library that is there.
-    let library = unsafe { Library::open(Some(name), libc::RTLD_NOW | libc::RTLD_NOLOAD) };
-    library.ok().map(Into::into)
-}
-
-#[cfg(not(unix))]
-fn opened_already(_name: &str) -> Option<libloading::Library> {
-    None
-}
-
-/// The file that the library's code came from.
-#[cfg(unix)]
-fn path_of(library: &libloading::Library) -> Option<PathBuf> {
-    use std::ffi::CStr;
-    use std::os::unix::ffi::OsStrExt;
-    // SAFETY: looked up only, never called through this type.
-    let symbol = unsafe { library.get::<unsafe extern "C" fn()>("ncclGetVersion") }.ok()?;
-    let mut info = std::mem::MaybeUninit::<libc::Dl_info>::uninit();
-    // SAFETY: `info` is valid for writing; any address may be asked about.
-    if unsafe { libc::dladdr(*symbol as *const libc::c_void, info.as_mut_ptr()) } == 0 {
-        return None;
-    }
-    // SAFETY: dladdr filled it.
-    let info = unsafe { info.assume_init() };
-    if info.dli_fname.is_null() {
-        return None;
-    }
-    // SAFETY: a C string that lives as long as the library, which is never closed.
-    let name = unsafe { CStr::from_ptr(info.dli_fname) };
-    Some(PathBuf::from(OsStr::from_bytes(name.to_bytes())))
-}
-
-#[cfg(not(unix))]
-fn path_of(_library: &libloading::Library) -> Option<PathBuf> {
-    None
 }
 
 #[cfg(test)]

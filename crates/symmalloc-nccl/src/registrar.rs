@@ -13,7 +13,8 @@
 //! | `watchlist.rs` | the pools that are watched for it, and what is new in their logs |
 //! | `plan.rs`, `plan_summary.rs` | what that sync is to do, and how ranks compare it |
 //! | `round.rs` | the collective in which they do |
-//! | `sleep.rs`, `sleep_message.rs`, `sleep_error.rs` | a pool that sleeps and wakes on all ranks, what they say meanwhile, and what may go wrong |
+//! | `sleep.rs`, `wake.rs`, `sleep_run.rs` | a pool that sleeps, and wakes, on all ranks; one such op on one rank |
+//! | `sleep_message.rs`, `sleep_error.rs` | what the ranks say meanwhile, and what may go wrong |
 //! | `ended.rs`, `attachment/resting.rs`, `dormant.rs` | communicators that ended; a pool's windows on one communicator, that go and come back |
 //! | `symmetric_space.rs` | NCCL's address space, counted |
 //! | `window.rs`, `segment_key.rs`, `invalidation.rs` | what a lookup gives, what to cache by, and until when |
@@ -42,10 +43,12 @@ pub(crate) mod settings;
 mod sleep;
 pub(crate) mod sleep_error;
 mod sleep_message;
+mod sleep_run;
 pub(crate) mod stats;
 mod symmetric_space;
 #[cfg(feature = "metrics")]
 mod sync_time;
+mod wake;
 mod watchlist;
 pub(crate) mod window;
 
@@ -377,6 +380,7 @@ impl fmt::Debug for Registrar {
         f.debug_struct("Registrar")
             .field("allocator", &self.allocator)
             .field("settings", &self.settings)
+            .field("ended", &self.ended)
             .finish_non_exhaustive()
     }
 }

@@ -3,7 +3,6 @@
 //! `PID.begun` is written when the process first allocates. A process that is killed leaves it, and no `PID.json`.
 
 use crate::context::Context;
-use crate::ledger::Found;
 use crate::live::LIVE;
 use crate::settings::{Settings, rank, say, settings};
 use crate::{forks, recordings, tally, watch};
@@ -121,7 +120,7 @@ fn of_context(context: &'static Context) -> Value {
         .filter(|(_, digest)| digest.ops > 0)
         .map(|(pool, digest)| json!({ "pool": pool.0, "ops": digest.ops, "digest": digest.to_string() }))
         .collect();
-    let live = LIVE.all();
+    let live = LIVE.all().into_iter();
     let stats = context.allocator().stats();
     json!({
         "device": context.device(),
@@ -130,26 +129,25 @@ fn of_context(context: &'static Context) -> Value {
         "growths": stats.growth_count,
         "refused": stats.out_of_memory_count,
         "digests": digests,
-        "leaks": leaks(live.iter().filter(|found| std::ptr::eq(found.known.context, context))),
+        "leaks": leaks(live.filter(|found| std::ptr::eq(found.known.context, context)).map(|found| found.size_bytes)),
     })
 }
 
 fn of_watched() -> Vec<Value> {
-    let live = watch::WATCHED.all();
-    let told = |device: c_int| {
+    let told = |(device, live): (c_int, Vec<u64>)| {
         json!({
             "device": device,
             "trace": recordings::file_of(device as usize),
-            "leaks": leaks(live.iter().filter(|found| found.known.device == device)),
+            "leaks": leaks(live),
         })
     };
     watch::all_devices().into_iter().map(told).collect()
 }
 
 /// What is still allocated, by size, most bytes first.
-fn leaks<'a, T: 'a>(live: impl Iterator<Item = &'a Found<T>>) -> Vec<Value> {
+fn leaks(sizes: impl IntoIterator<Item = u64>) -> Vec<Value> {
     let mut counts: BTreeMap<u64, u64> = BTreeMap::new();
-    live.for_each(|found| *counts.entry(found.size_bytes).or_default() += 1);
+    sizes.into_iter().for_each(|size_bytes| *counts.entry(size_bytes).or_default() += 1);
     let mut leaks: Vec<(u64, u64)> = counts.into_iter().collect();
     leaks.sort_by_key(|(size_bytes, count)| std::cmp::Reverse((size_bytes * count, *size_bytes)));
     let told = leaks.into_iter().take(LEAK_SIZES_MAX);

@@ -110,12 +110,18 @@ impl Driver {
         (context != 0).then_some(context)
     }
 
+    /// The device of this thread's current context, unless there is none.
+    pub(crate) fn current_device(&self) -> Option<c_int> {
+        let mut device = 0;
+        // SAFETY: valid for writing.
+        unsafe { self.context_device(&raw mut device) }.ok().map(|()| device)
+    }
+
     /// The device of a context.
     pub(crate) fn device_of(&self, context: usize) -> Option<c_int> {
         let mut device = 0;
         if self.current() == Some(context) {
-            // SAFETY: valid for writing.
-            return unsafe { self.context_device(&raw mut device) }.ok().map(|()| device);
+            return self.current_device();
         }
         // SAFETY: a context that the driver named, which is made current until it is popped.
         unsafe {

@@ -85,8 +85,7 @@ static POOLS: RwLock<Option<FxHashMap<usize, &'static MemPool>>> = RwLock::new(N
 impl MemPool {
     fn note(pool: MemPool) -> &'static MemPool {
         let pool: &'static MemPool = Box::leak(Box::new(pool));
-        let mut pools = POOLS.write().unwrap_or_else(PoisonError::into_inner);
-        pools.get_or_insert_with(FxHashMap::default).insert(pool.raw, pool);
+        pool.put_back();
         pool
     }
 
@@ -171,13 +170,21 @@ impl MemPool {
         }
     }
 
-    /// The program destroys the pool. What is allocated stays until it is freed.
-    pub(crate) fn destroy(raw: usize) {
+    /// Takes a pool out that the program destroys, before the driver can give its handle to another one.
+    pub(crate) fn take(raw: usize) -> Option<&'static MemPool> {
+        POOLS.write().unwrap_or_else(PoisonError::into_inner).as_mut()?.remove(&raw)
+    }
+
+    /// The driver did not destroy it.
+    pub(crate) fn put_back(&'static self) {
         let mut pools = POOLS.write().unwrap_or_else(PoisonError::into_inner);
-        let Some(pool) = pools.as_mut().and_then(|pools| pools.remove(&raw)) else { return };
-        drop(pools);
-        let made = pool.living();
-        pool.is_destroyed.store(true, Ordering::Relaxed);
+        pools.get_or_insert_with(FxHashMap::default).insert(self.raw, self);
+    }
+
+    /// The program destroyed the pool. What is allocated stays until it is freed.
+    pub(crate) fn end(&self) {
+        let made = self.living();
+        self.is_destroyed.store(true, Ordering::Relaxed);
         let Some(made) = made else { return };
         let owner = made.owner.lock().unwrap_or_else(PoisonError::into_inner).take();
         let _refused = made.allocator.core().trim(Some(made.id));

@@ -7,11 +7,11 @@
 //!
 //! Streams are numbered as when the program is served. What a capture allocates is a part of its graph, and no record.
 
-use crate::ledger::Ledger;
 use crate::numbers::{Number, Numbers, StreamName};
 use crate::outcome::SUCCESS;
 use crate::streams;
 use crate::{captures, forks, libcuda, recordings, settings, tally};
+use rustc_hash::{FxBuildHasher, FxHashMap};
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ffi::c_int;
@@ -24,32 +24,46 @@ use symmalloc_import::TraceFile;
 
 /// What is known of an allocation of the driver's.
 #[derive(Clone, Copy)]
-pub(crate) struct Watched {
-    pub(crate) device: c_int,
+struct Watched {
+    size_bytes: u64,
+    device: c_int,
     id: AllocationId,
     stream: StreamId,
 }
 
-/// What is allocated, over all devices.
-pub(crate) static WATCHED: Ledger<Watched> = Ledger::new();
+/// All devices.
+struct Watching {
+    devices: BTreeMap<c_int, WatchedDevice>,
+    /// What is allocated, by address. The program frees by first addresses alone.
+    live: FxHashMap<u64, Watched>,
+}
 
 struct WatchedDevice {
     /// `None`: nothing is recorded, or not any more.
     file: Option<TraceFile>,
     numbers: Numbers<StreamName>,
+    /// The stream that was asked for last, and its number.
+    last: Option<(StreamName, StreamId)>,
     streams: u16,
     allocations: u64,
 }
 
-static DEVICES: Mutex<BTreeMap<c_int, WatchedDevice>> = Mutex::new(BTreeMap::new());
+/// One lock for all: records are in one order anyway.
+static WATCHING: Mutex<Watching> =
+    Mutex::new(Watching { devices: BTreeMap::new(), live: FxHashMap::with_hasher(FxBuildHasher) });
 
-fn devices() -> MutexGuard<'static, BTreeMap<c_int, WatchedDevice>> {
-    DEVICES.lock().unwrap_or_else(PoisonError::into_inner)
+fn watching() -> MutexGuard<'static, Watching> {
+    WATCHING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The devices on which something was allocated.
-pub(crate) fn all_devices() -> Vec<c_int> {
-    devices().keys().copied().collect()
+/// The devices on which something was allocated, and the sizes of what still is.
+pub(crate) fn all_devices() -> BTreeMap<c_int, Vec<u64>> {
+    let watching = watching();
+    let mut sizes: BTreeMap<c_int, Vec<u64>> = watching.devices.keys().map(|device| (*device, Vec::new())).collect();
+    for found in watching.live.values() {
+        sizes.entry(found.device).or_default().push(found.size_bytes);
+    }
+    sizes
 }
 
 impl WatchedDevice {
@@ -62,7 +76,7 @@ impl WatchedDevice {
             begun.inspect_err(|error| settings::say(format_args!("nothing is recorded: {error}"))).ok()?;
             Some(file)
         });
-        WatchedDevice { file, numbers: Numbers::new(), streams: 0, allocations: 0 }
+        WatchedDevice { file, numbers: Numbers::new(), last: None, streams: 0, allocations: 0 }
     }
 
     fn record(&mut self, op: Op) {
@@ -75,6 +89,17 @@ impl WatchedDevice {
 
     /// The number of a stream. The last one is shared by all that come after 65,535.
     fn number(&mut self, name: StreamName) -> StreamId {
+        match self.last {
+            Some((last, stream)) if last == name => stream,
+            _ => {
+                let stream = self.find_number(name);
+                self.last = Some((name, stream));
+                stream
+            }
+        }
+    }
+
+    fn find_number(&mut self, name: StreamName) -> StreamId {
         let number = match self.numbers.number_for(name) {
             Number::Known(number) => return StreamId(number),
             Number::Reused(number) => number,
@@ -90,7 +115,7 @@ impl WatchedDevice {
     }
 }
 
-/// How many streams were destroyed: what a thread remembers of a handle holds until then.
+/// How often streams were destroyed: what a thread remembers of a handle holds until then.
 static DESTROYED: AtomicU64 = AtomicU64::new(0);
 
 /// The device of a stream: of its context, or of the current one. The thread remembers the last answer.
@@ -98,16 +123,11 @@ fn device_of(stream: Option<usize>) -> Option<c_int> {
     thread_local! {
         /// A handle of a stream, how many were destroyed then, and the device.
         static STREAM: Cell<(usize, u64, c_int)> = const { Cell::new((0, 0, 0)) };
-        /// A context, and its device.
-        static CONTEXT: Cell<(usize, c_int)> = const { Cell::new((0, 0)) };
     }
     let driver = libcuda::driver()?;
     let Some(stream) = stream.filter(|stream| *stream > streams::PER_THREAD) else {
-        let context = driver.current()?;
-        let (known, device) = CONTEXT.get();
-        let device = if known == context { device } else { driver.device_of(context)? };
-        CONTEXT.set((context, device));
-        return Some(device);
+        // Not remembered: a context of another device may get the handle of one that is gone.
+        return driver.current_device();
     };
     let destroyed = DESTROYED.load(Ordering::Acquire);
     let (known, when, device) = STREAM.get();
@@ -136,15 +156,17 @@ pub(crate) unsafe fn allocated(code: c_int, address: *mut u64, size_bytes: u64, 
     let Some(device) = device_of(stream) else { return code };
     // SAFETY: the caller's contract.
     let address = unsafe { address.read() };
-    let mut devices = devices();
+    let name = streams::name_of(stream.unwrap_or(0));
+    let mut watching = watching();
+    let Watching { devices, live } = &mut *watching;
     let known = devices.entry(device).or_insert_with(|| WatchedDevice::new(device));
-    let stream = known.number(streams::name_of(stream.unwrap_or(0)));
+    let stream = known.number(name);
     let id = AllocationId(known.allocations);
     known.allocations += 1;
     known.record(Op::Allocate { id, pool: PoolId::DEFAULT, stream, size_bytes });
     // Before another thread can free it, and before the driver can give the address again.
-    WATCHED.insert(address, size_bytes, Watched { device, id, stream });
-    drop(devices);
+    live.insert(address, Watched { size_bytes, device, id, stream });
+    drop(watching);
     tally::allocated(size_bytes);
     code
 }
@@ -152,15 +174,16 @@ pub(crate) unsafe fn allocated(code: c_int, address: *mut u64, size_bytes: u64, 
 /// The program frees. `stream` is `None` for `cuMemFree`.
 pub(crate) fn freed(address: u64, stream: Option<usize>, call: impl FnOnce() -> c_int) -> c_int {
     // Taken out before the driver can give the address to another thread.
-    let Some(found) = WATCHED.take(address) else { return call() };
+    let Some(found) = watching().live.remove(&address) else { return call() };
     let code = call();
     if code != SUCCESS {
-        WATCHED.insert(address, found.size_bytes, found.known);
+        watching().live.insert(address, found);
         return code;
     }
-    let Watched { device, id, stream: owner } = found.known;
-    if let Some(known) = devices().get_mut(&device) {
-        let user = stream.map(|stream| known.number(streams::name_of(stream)));
+    let Watched { device, id, stream: owner, .. } = found;
+    let name = stream.map(streams::name_of);
+    if let Some(known) = watching().devices.get_mut(&device) {
+        let user = name.map(|name| known.number(name));
         if let Some(user) = user.filter(|user| *user != owner) {
             known.record(Op::RecordUse { id, stream: user });
         }
@@ -170,17 +193,23 @@ pub(crate) fn freed(address: u64, stream: Option<usize>, call: impl FnOnce() -> 
     code
 }
 
+/// A device's streams go with its context.
+pub(crate) fn reset() {
+    DESTROYED.fetch_add(1, Ordering::AcqRel);
+}
+
 /// The program destroys a stream.
 pub(crate) fn destroyed(stream: usize) {
     DESTROYED.fetch_add(1, Ordering::AcqRel);
-    for device in devices().values_mut() {
+    for device in watching().devices.values_mut() {
         device.numbers.take_back(StreamName::Handle(stream));
+        device.last = None;
     }
 }
 
 /// Makes the traces whole.
 pub(crate) fn finish() {
-    for device in devices().values_mut() {
+    for device in watching().devices.values_mut() {
         if let Some(mut file) = device.file.take()
             && let Err(error) = file.finish()
         {

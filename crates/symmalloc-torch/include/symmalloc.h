@@ -913,10 +913,12 @@ symmalloc_status symmalloc_all_to_all_create(struct symmalloc_registrar *registr
 
 /**
  * Tells all ranks how many rows this one sends to each (`sent`, by rank), and writes how many it receives from each (`received`, by
- * rank). All ranks call it: when the splits of any of them changed, and at no other time. The host waits for the answer.
+ * rank). All ranks call it: when the splits of any of them changed, and at no other time. The host waits for the answer. `sent` NULL:
+ * this rank has no splits to tell, and all ranks get an error for it, in place of waiting.
  *
  * # Safety
- * `all_to_all` is live; `sent` is valid for reading as many numbers as the communicator has ranks, and `received` for writing them.
+ * `all_to_all` is live; `sent` is NULL or valid for reading as many numbers as the communicator has ranks, and `received` is valid for
+ * writing them.
  */
 symmalloc_status symmalloc_all_to_all_exchange(struct symmalloc_all_to_all *all_to_all,
                                                const uint64_t *sent,

@@ -24,21 +24,21 @@ pub(crate) struct Backing {
 pub(super) struct Backed {
     pub(super) chunks: Chunks,
     pub(super) window: PrefetchWindow,
-    /// Chunks that other processes may have, and who is to be told when they go.
+    /// What other processes may have, and who is to be told when it goes.
     exported: Vec<(Part, Weak<ExportedMemory>)>,
 }
 
 impl Backed {
-    /// Tells `memory` when one of the chunks goes.
-    pub(super) fn watch(&mut self, chunks: &[Part], memory: &Arc<ExportedMemory>) {
+    /// Tells `memory` when one of the parts goes.
+    pub(super) fn watch(&mut self, parts: impl Iterator<Item = Part>, memory: &Arc<ExportedMemory>) {
         self.exported.retain(|(_, memory)| memory.strong_count() > 0);
-        self.exported.extend(chunks.iter().map(|chunk| (chunk.clone(), Arc::downgrade(memory))));
+        self.exported.extend(parts.map(|part| (part, Arc::downgrade(memory))));
     }
 
-    /// The chunks that tile `run` are about to go.
+    /// The allocator is about to give `run` up. What else the chunks behind it hold stays as it is.
     pub(super) fn note_unmapped(&mut self, run: &Part) {
-        self.exported.retain(|(chunk, memory)| {
-            let goes = chunk.start < run.end && run.start < chunk.end;
+        self.exported.retain(|(part, memory)| {
+            let goes = part.start < run.end && run.start < part.end;
             if let Some(memory) = memory.upgrade().filter(|_| goes) {
                 memory.page().leave_live(ExportState::Unmapped);
             }

@@ -158,11 +158,6 @@ impl Chunks {
         end
     }
 
-    /// The chunks that share a byte with `part`, in order.
-    pub(crate) fn of(&self, part: &Part) -> Vec<Part> {
-        overlapping(&self.chunks, part).map(|(start, end)| start..end).collect()
-    }
-
     /// Bytes in chunks.
     pub(crate) fn backed_bytes(&self) -> u64 {
         sum(&self.chunks)

@@ -11,32 +11,37 @@ use std::os::fd::{FromRawFd, OwnedFd};
 use std::sync::Arc;
 
 impl VirtualMemory {
-    /// The chunks behind some parts of a range, in order, each once, when they cover the parts; `memory` is told when one of them goes
-    /// back to the device.
-    pub(super) fn share_parts(&self, base: u64, parts: &[Part], memory: &Arc<ExportedMemory>) -> Option<Vec<Part>> {
-        let backing = self.backing_at(base)?;
+    /// The chunks behind some parts of one range, each once, when they cover the parts, all by their addresses; `memory` is told when
+    /// one of the parts goes.
+    pub(super) fn find_chunks(&self, parts: &[Part], memory: Option<&Arc<ExportedMemory>>) -> Option<Vec<Part>> {
+        let backing = self.backing_around(parts.first()?.start)?;
+        let base = backing.range.base.0;
+        let inside = |part: &Part| Some(part.start.checked_sub(base)?..part.end.checked_sub(base)?);
+        let parts: Vec<Part> = parts.iter().map(inside).collect::<Option<_>>()?;
         let mut backed = backing.lock();
         let Backed { chunks, .. } = &*backed;
-        let mut shared: Vec<Part> = Vec::new();
-        for part in parts {
-            if !chunks.is_mapped(part) {
-                return None;
-            }
-            shared.extend(chunks.overlapping_chunks(part));
+        if !parts.iter().all(|part| chunks.is_mapped(part)) {
+            return None;
         }
-        shared.sort_by_key(|chunk| chunk.start);
-        shared.dedup();
-        backed.watch(&shared, memory);
-        Some(shared)
+        let behind = parts.iter().flat_map(|part| chunks.overlapping_chunks(part));
+        let mut found: Vec<Part> = behind.map(|chunk| base + chunk.start..base + chunk.end).collect();
+        found.sort_by_key(|chunk| chunk.start);
+        found.dedup();
+        if let Some(memory) = memory {
+            backed.watch(parts.into_iter(), memory);
+        }
+        Some(found)
     }
 
-    /// A chunk of a range as a handle for another process.
-    pub(super) fn export_one(&self, base: u64, chunk: &Part, kind: HandleKind) -> Result<ExportedHandle, DriverError> {
+    /// A chunk, by its addresses, as a handle for another process.
+    pub(super) fn export_one(&self, chunk: &Part, kind: HandleKind) -> Result<ExportedHandle, DriverError> {
         let gone = DriverError { call: "cuMemRetainAllocationHandle", code: INVALID_VALUE };
-        let backing = self.backing_at(base).ok_or(gone)?;
+        let backing = self.backing_around(chunk.start).ok_or(gone)?;
+        let base = backing.range.base.0;
         // The chunk stays where it is meanwhile.
         let backed = backing.lock();
-        if backed.chunks.overlapping_chunks(chunk).ne([chunk.clone()]) {
+        let inside = chunk.start - base..chunk.end.saturating_sub(base);
+        if backed.chunks.overlapping_chunks(&inside).ne([inside.clone()]) {
             return Err(gone);
         }
         let driver = self.device().driver();
@@ -44,7 +49,7 @@ impl VirtualMemory {
         let _relaxed = driver.relax_capture();
         let mut handle = 0;
         // SAFETY: `handle` is valid for writing; the address is only looked up.
-        unsafe { driver.retain(&raw mut handle, (base + chunk.start) as *mut c_void) }?;
+        unsafe { driver.retain(&raw mut handle, chunk.start as *mut c_void) }?;
         let exported = match kind {
             HandleKind::FileDescriptor => {
                 let mut file: c_int = -1;

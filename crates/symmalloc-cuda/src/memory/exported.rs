@@ -41,7 +41,7 @@ pub struct ExportedMemory {
     page: SharePage,
     /// First byte of each allocation, and its number in the order of the export.
     allocations: BTreeMap<u64, u32>,
-    /// Those that attached, each with a socket whose other end it holds as long as it stays.
+    /// Those that were offered it, each with a socket whose other end it holds as long as it stays.
     peers: Mutex<Vec<(Peer, OwnedFd)>>,
 }
 
@@ -65,6 +65,11 @@ impl ExportedMemory {
 
     pub(crate) fn add_peer(&self, peer: Peer, lease: OwnedFd) {
         self.attached().push((peer, lease));
+    }
+
+    /// Closes the leases of those that have left.
+    pub(crate) fn forget_gone(&self) {
+        drop(self.attached());
     }
 
     /// Those that are attached now.

@@ -28,18 +28,14 @@ pub trait BackendMemory: Send + Sync {
     fn release(&self, range: Range) -> Result<(), BackendError>;
     /// Lets another device read and write the memory, what is mapped already and what will be.
     fn grant_access(&self, peer: usize) -> Result<(), CudaError>;
-    /// The chunks behind some parts of a range, for other processes; `None` when not all of the parts is memory that has chunks. `memory`
-    /// is told when one of them goes back to the device.
-    fn share(&self, _base: u64, _parts: &[Part], _memory: &Arc<ExportedMemory>) -> Option<Vec<Part>> {
+    /// The addresses of the chunks behind some addresses of one range, in order, each once; `None` when not all of them is memory that
+    /// has chunks. `memory` is told before any of these addresses loses its memory.
+    fn chunks_behind(&self, _parts: &[Part], _memory: Option<&Arc<ExportedMemory>>) -> Option<Vec<Part>> {
         None
     }
-    /// A chunk that was shared as a handle.
-    fn export_chunk(&self, _base: u64, _chunk: &Part, _kind: HandleKind) -> Result<ExportedHandle, DriverError> {
+    /// A chunk at these addresses, as a handle for another process.
+    fn export_chunk(&self, _chunk: &Part, _kind: HandleKind) -> Result<ExportedHandle, DriverError> {
         Err(DriverError { call: "cuMemExportToShareableHandle", code: INVALID_VALUE })
-    }
-    /// The physical chunks behind some addresses, as (address, size in bytes); none for memory that cannot be exported.
-    fn chunks_behind(&self, _address: u64, _size_bytes: u64) -> Vec<(u64, u64)> {
-        Vec::new()
     }
     /// Bytes that the allocator gave up and the device could not take back yet.
     fn idle_bytes(&self) -> u64;

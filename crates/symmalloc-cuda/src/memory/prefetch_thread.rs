@@ -143,20 +143,16 @@ impl BackendMemory for Prefetching {
         self.memory.release(range)
     }
 
-    fn share(&self, base: u64, parts: &[Part], memory: &Arc<ExportedMemory>) -> Option<Vec<Part>> {
-        self.memory.share(base, parts, memory)
+    fn chunks_behind(&self, parts: &[Part], memory: Option<&Arc<ExportedMemory>>) -> Option<Vec<Part>> {
+        self.memory.chunks_behind(parts, memory)
     }
 
-    fn export_chunk(&self, base: u64, chunk: &Part, kind: HandleKind) -> Result<ExportedHandle, DriverError> {
-        self.memory.export_chunk(base, chunk, kind)
+    fn export_chunk(&self, chunk: &Part, kind: HandleKind) -> Result<ExportedHandle, DriverError> {
+        self.memory.export_chunk(chunk, kind)
     }
 
     fn grant_access(&self, peer: usize) -> Result<(), CudaError> {
         self.memory.grant_access(peer)
-    }
-
-    fn chunks_behind(&self, address: u64, size_bytes: u64) -> Vec<(u64, u64)> {
-        self.memory.chunks_behind(address, size_bytes)
     }
 
     fn idle_bytes(&self) -> u64 {

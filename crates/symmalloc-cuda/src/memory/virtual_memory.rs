@@ -24,7 +24,7 @@ use super::prefetch_window::{PrefetchRule, PrefetchWindow};
 use super::properties::{granularity_of, supported_properties};
 use super::spare::{Prefetched, with_spare};
 use crate::device::CudaDevice;
-use crate::driver::{ACCESS_READ_WRITE, HANDLE_POSIX_FD, MemAccess, MemLocation, MemProperties};
+use crate::driver::{ACCESS_READ_WRITE, MemAccess, MemLocation, MemProperties};
 use crate::error::{CudaError, DriverError, INVALID_VALUE, OUT_OF_MEMORY};
 use smallvec::SmallVec;
 use std::collections::BTreeMap;
@@ -157,8 +157,11 @@ impl VirtualMemory {
         &self.device
     }
 
-    pub(super) fn backing_at(&self, base: u64) -> Option<Arc<Backing>> {
-        self.ranges().get(&base).cloned()
+    /// The range that an address lies in.
+    pub(super) fn backing_around(&self, address: u64) -> Option<Arc<Backing>> {
+        let ranges = self.ranges();
+        let (base, backing) = ranges.range(..=address).next_back()?;
+        (address - base < backing.range.size_bytes).then(|| Arc::clone(backing))
     }
 
     /// In chunks of one piece each, if `piece_bytes` says so.
@@ -516,22 +519,12 @@ impl BackendMemory for VirtualMemory {
         Ok(set?)
     }
 
-    fn share(&self, base: u64, parts: &[Part], memory: &Arc<ExportedMemory>) -> Option<Vec<Part>> {
-        self.share_parts(base, parts, memory)
+    fn chunks_behind(&self, parts: &[Part], memory: Option<&Arc<ExportedMemory>>) -> Option<Vec<Part>> {
+        self.find_chunks(parts, memory)
     }
 
-    fn export_chunk(&self, base: u64, chunk: &Part, kind: HandleKind) -> Result<ExportedHandle, DriverError> {
-        self.export_one(base, chunk, kind)
-    }
-
-    fn chunks_behind(&self, address: u64, size_bytes: u64) -> Vec<(u64, u64)> {
-        let ranges = self.ranges();
-        let Some((&base, backing)) = ranges.range(..=address).next_back() else { return Vec::new() };
-        if self.properties.handle_types & HANDLE_POSIX_FD == 0 || address - base >= backing.range.size_bytes {
-            return Vec::new();
-        }
-        let part = address - base..address - base + size_bytes;
-        backing.look().chunks.of(&part).into_iter().map(|chunk| (base + chunk.start, chunk.end - chunk.start)).collect()
+    fn export_chunk(&self, chunk: &Part, kind: HandleKind) -> Result<ExportedHandle, DriverError> {
+        self.export_one(chunk, kind)
     }
 
     fn idle_bytes(&self) -> u64 {

@@ -11,11 +11,12 @@ use rustix::net::{
 };
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-/// Until when both processes must be done.
-pub(super) struct Channel<'a> {
+/// See the file's comment. Until when both processes must be done.
+#[derive(Debug)]
+pub struct Channel<'a> {
     socket: BorrowedFd<'a>,
     /// `None`: never.
     until: Option<Instant>,
@@ -26,12 +27,16 @@ const SPACE_BYTES: usize = cmsg_space!(ScmRights(BATCH));
 type Space = [MaybeUninit<u8>; SPACE_BYTES];
 
 impl<'a> Channel<'a> {
-    pub(super) fn new(socket: &'a impl AsFd, timeout: Duration) -> Self {
+    /// Both are done within `timeout`.
+    pub fn new(socket: &'a impl AsFd, timeout: Duration) -> Self {
         Channel { socket: socket.as_fd(), until: Instant::now().checked_add(timeout) }
     }
 
     /// Sends all bytes; the descriptors go with the first of them.
-    pub(super) fn send(&self, mut bytes: &[u8], mut descriptors: &[BorrowedFd<'_>]) -> Result<(), ShareError> {
+    ///
+    /// # Errors
+    /// When the other process is gone, or not in time.
+    pub fn send(&self, mut bytes: &[u8], mut descriptors: &[BorrowedFd<'_>]) -> Result<(), ShareError> {
         debug_assert!(descriptors.len() <= BATCH && !bytes.is_empty());
         while !bytes.is_empty() {
             let mut space: Space = [MaybeUninit::uninit(); SPACE_BYTES];
@@ -55,7 +60,10 @@ impl<'a> Channel<'a> {
     }
 
     /// Fills `bytes`, and returns the descriptors that came with them: `descriptors`, neither more nor less.
-    pub(super) fn receive(&self, bytes: &mut [u8], descriptors: usize) -> Result<Vec<OwnedFd>, ShareError> {
+    ///
+    /// # Errors
+    /// When it came with others, the other process is gone, or not in time. Descriptors that came are closed.
+    pub fn receive(&self, bytes: &mut [u8], descriptors: usize) -> Result<Vec<OwnedFd>, ShareError> {
         let received = self.receive_at_most(bytes, descriptors)?;
         if received.len() == descriptors {
             return Ok(received);
@@ -64,7 +72,10 @@ impl<'a> Channel<'a> {
     }
 
     /// As [`receive`](Self::receive), with that many descriptors or fewer.
-    pub(super) fn receive_at_most(&self, bytes: &mut [u8], descriptors: usize) -> Result<Vec<OwnedFd>, ShareError> {
+    ///
+    /// # Errors
+    /// As [`receive`](Self::receive).
+    pub fn receive_at_most(&self, bytes: &mut [u8], descriptors: usize) -> Result<Vec<OwnedFd>, ShareError> {
         let mut received = Vec::new();
         let mut filled = 0;
         while filled < bytes.len() {
@@ -96,6 +107,17 @@ impl<'a> Channel<'a> {
             filled += message.bytes;
         }
         Ok(received)
+    }
+
+    /// The process that made the other end of the socket, and its user, as the kernel knows them: process 0 is one that it does not
+    /// see, in a container beside this one.
+    pub fn peer(&self) -> Option<(u32, u32)> {
+        let mut credentials = libc::ucred { pid: 0, uid: 0, gid: 0 };
+        let mut size = size_of::<libc::ucred>() as libc::socklen_t;
+        let (socket, into) = (self.socket.as_raw_fd(), (&raw mut credentials).cast());
+        // SAFETY: an open socket, and room for what the option has.
+        let answered = unsafe { libc::getsockopt(socket, libc::SOL_SOCKET, libc::SO_PEERCRED, into, &raw mut size) };
+        (answered == 0).then_some((credentials.pid as u32, credentials.uid))
     }
 
     fn wait(&self, what: PollFlags) -> Result<(), ShareError> {

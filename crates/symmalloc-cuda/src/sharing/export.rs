@@ -8,16 +8,15 @@ use super::message::{
 };
 use crate::allocator::CudaAllocator;
 use crate::backend::sealed::BackendParts;
-use crate::error::DriverError;
 use crate::memory::{Access, ExportState, ExportedHandle, ExportedMemory, HandleKind, Peer, SharePage};
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use std::fmt;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 use symmalloc_core::PoolId;
-use symmalloc_core::report::{BlockStateSnapshot, SegmentSnapshot};
+use symmalloc_core::report::{BlockSnapshot, BlockStateSnapshot, SegmentSnapshot};
 
 /// What was allocated in a pool when it was exported, for other processes on the same device.
 ///
@@ -70,7 +69,7 @@ pub struct ExportReport {
     pub pool: PoolId,
     /// Whether it still is what it was.
     pub state: ExportState,
-    /// Processes that are attached.
+    /// Processes that are attached, or were offered the memory and have not left.
     pub peers: Vec<Peer>,
 }
 
@@ -109,7 +108,7 @@ fn live_segments(allocator: &CudaAllocator) -> Vec<SegmentSnapshot> {
 /// The allocations of segments, in order.
 fn allocations_of(segments: &[SegmentSnapshot]) -> Vec<SharedAllocation> {
     let of = |(index, segment): (usize, &SegmentSnapshot)| {
-        let block = |block: &symmalloc_core::report::BlockSnapshot| {
+        let block = |block: &BlockSnapshot| {
             let BlockStateSnapshot::Allocated { stream, requested_bytes, name, .. } = &block.state else { return None };
             Some(SharedAllocation {
                 segment: index as u32,
@@ -159,9 +158,11 @@ impl Export {
         let memory = self.allocator.core().backend().memory();
         let segments = &mut self.layout.segments;
         for segment in live {
-            let parts: Vec<_> =
-                segment.blocks.iter().map(|block| block.offset_bytes..block.offset_bytes + block.size_bytes).collect();
-            let chunks = memory.share(segment.base.0, &parts, &self.memory).ok_or(ShareError::Changed)?;
+            let base = segment.base.0;
+            let part = |block: &BlockSnapshot| base + block.offset_bytes..base + block.offset_bytes + block.size_bytes;
+            let parts: Vec<_> = segment.blocks.iter().map(part).collect();
+            let chunks = memory.chunks_behind(&parts, Some(&self.memory)).ok_or(ShareError::Changed)?;
+            let chunks: Vec<_> = chunks.into_iter().map(|chunk| chunk.start - base..chunk.end - base).collect();
             segments.push(SharedSegment { size_bytes: chunks.last().map_or(0, |chunk| chunk.end), chunks });
         }
         let is_same = live_segments(&self.allocator) == live && self.memory.state() == ExportState::Live;
@@ -176,11 +177,11 @@ impl Export {
     /// submitted to its streams is not waited for.
     ///
     /// # Errors
-    /// When the memory is stale, the other process asks for what it does not get, gives up, or is not done within `timeout`. It is
-    /// not attached then, and the export is as it was.
+    /// When the memory is stale, the other process asks for what it does not get, gives up, or is not done within `timeout`. The export
+    /// is as it was then, and the socket of no more use. A process that was offered the memory and has not left is on the list of peers.
     pub fn serve(&self, socket: &UnixStream, access: Access, timeout: Duration) -> Result<Peer, ShareError> {
         let channel = Channel::new(socket, timeout);
-        let outcome = self.serve_on(&channel, socket, access);
+        let outcome = self.serve_on(&channel, access);
         if let Err(error) = &outcome
             && let Some(refusal) = self.refusal_of(error)
         {
@@ -189,10 +190,12 @@ impl Export {
             let header = Header::new(REFUSAL, 0, &body).write();
             let _told = channel.send(&[&header[..], &body].concat(), &[]);
         }
+        // A lease that nobody got, or that was given back, is closed.
+        self.memory.forget_gone();
         outcome
     }
 
-    fn serve_on(&self, channel: &Channel<'_>, socket: &UnixStream, given: Access) -> Result<Peer, ShareError> {
+    fn serve_on(&self, channel: &Channel<'_>, given: Access) -> Result<Peer, ShareError> {
         let mut hello = [0; Hello::BYTES];
         channel.receive(&mut hello, 0)?;
         let hello = Hello::read(&hello)?;
@@ -206,7 +209,12 @@ impl Export {
             return Err(ShareError::AccessRefused { wanted: hello.access, given });
         }
         self.check()?;
+        let known = channel.peer().map(|(pid, _)| pid).filter(|pid| *pid != 0 && *pid != std::process::id());
+        let pid = known.unwrap_or(hello.pid);
+        let peer = Peer { pid, access: hello.access };
+        // Who is sent the lease may have mapped everything when this fails: it is a peer until it closes it.
         let (lease, theirs) = lease()?;
+        self.memory.add_peer(peer, lease);
         let descriptors = [self.memory.page().file(), theirs.as_fd()];
         let header = Header::new(OFFER, descriptors.len(), &self.body).write();
         channel.send(&header, &descriptors)?;
@@ -221,9 +229,6 @@ impl Export {
                 Step::Attached => break,
             }
         }
-        let pid = process_of(socket).unwrap_or(hello.pid);
-        let peer = Peer { pid, access: hello.access };
-        self.memory.add_peer(peer, lease);
         tracing::debug!(name: "memory.exported", target: "symmalloc", pid, bytes = self.layout.mapped_bytes());
         Ok(peer)
     }
@@ -249,13 +254,14 @@ impl Export {
         let (mut files, mut body): (Vec<OwnedFd>, Vec<u8>) = (Vec::new(), Vec::new());
         let memory = self.allocator.core().backend().memory();
         for (segment, chunk) in wanted {
-            match memory.export_chunk(self.bases[segment], chunk, self.layout.kind) {
+            let base = self.bases[segment];
+            match memory.export_chunk(&(base + chunk.start..base + chunk.end), self.layout.kind) {
                 Ok(ExportedHandle::FileDescriptor(file)) => files.push(file),
                 Ok(ExportedHandle::Fabric(bytes)) => body.extend(bytes.iter()),
                 Err(error) => {
                     // A chunk that is gone: the page says why.
                     self.check()?;
-                    return Err(DriverError { ..error }.into());
+                    return Err(error.into());
                 }
             }
         }
@@ -310,19 +316,6 @@ impl fmt::Debug for Export {
             .field("mapped_bytes", &self.mapped_bytes())
             .finish_non_exhaustive()
     }
-}
-
-/// The process that made the other end of a socket, where the kernel knows another one than this: not of a pair of sockets that this
-/// process made, and not of a process in a container beside this one's.
-fn process_of(socket: &UnixStream) -> Option<u32> {
-    let mut credentials = libc::ucred { pid: 0, uid: 0, gid: 0 };
-    let mut size = size_of::<libc::ucred>() as libc::socklen_t;
-    let into = (&raw mut credentials).cast();
-    // SAFETY: an open socket, and room for what the option has.
-    let answered =
-        unsafe { libc::getsockopt(socket.as_raw_fd(), libc::SOL_SOCKET, libc::SO_PEERCRED, into, &raw mut size) };
-    let pid = u32::try_from(credentials.pid).ok().filter(|pid| *pid != 0 && *pid != std::process::id());
-    pid.filter(|_| answered == 0)
 }
 
 /// Two ends of a socket: each sees when the other one is gone.

@@ -8,14 +8,13 @@ use super::message::{
 };
 use super::view::{ImportedView, ImportedViewMut};
 use crate::device::CudaDevice;
-use crate::driver::{ACCESS_READ, ACCESS_READ_WRITE, Driver, MemAccess, MemLocation, MemProperties};
+use crate::driver::{Driver, MemLocation, MemProperties};
 use crate::error::{CudaError, DriverError};
-use crate::memory::{Access, ExportState, HandleKind, SharePage, is_held};
+use crate::memory::{Access, ExportState, HandleKind, ImportedMemory, SharePage, is_held};
 use cudarc::driver::{CudaStream, DeviceRepr};
-use std::ffi::{c_ulonglong, c_void};
 use std::fmt;
 use std::ops::Range;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -50,7 +49,8 @@ use symmalloc_core::{Digest, PoolId, StreamId};
 /// ```
 pub struct Import {
     device: Arc<CudaDevice>,
-    segments: Mutex<Vec<MappedSegment>>,
+    /// As in the layout; none once this is detached.
+    segments: Mutex<Vec<ImportedMemory>>,
     layout: Layout,
     access: Access,
     page: SharePage,
@@ -94,21 +94,12 @@ pub struct ImportReport {
     pub state: ExportState,
 }
 
-/// Addresses, and what is mapped there.
-#[derive(Debug)]
-struct MappedSegment {
-    base: u64,
-    size_bytes: u64,
-    /// Chunks that are mapped, neighbours joined.
-    runs: Vec<Range<u64>>,
-}
-
 impl Import {
     /// Maps what the process at the other end of the socket exports, which calls [`Export::serve`](crate::Export::serve).
     ///
     /// # Errors
     /// When the exporter refuses, is on another device or does not answer within `timeout`, what it sends is no message of an exporter, or
-    /// the driver refuses. Nothing is mapped then.
+    /// the driver refuses. Nothing is mapped then, and the socket is of no more use: connect anew.
     pub fn attach(
         device: &Arc<CudaDevice>,
         socket: &UnixStream,
@@ -118,8 +109,10 @@ impl Import {
         let channel = Channel::new(socket, timeout);
         let uuid = device.uuid()?;
         channel.send(&Hello { version: VERSION, access, pid: std::process::id(), uuid }.write(), &[])?;
-        let (_, body, files) = receive(&channel, OFFER, 2, DeviceUuid(uuid), access)?;
-        let outcome = Self::attach_offered(device, &channel, access, &body, files, DeviceUuid(uuid));
+        let offer = receive(&channel, OFFER, 2, DeviceUuid(uuid), access);
+        let outcome = offer.and_then(|(_, body, files)| {
+            Self::attach_offered(device, &channel, access, &body, files, DeviceUuid(uuid))
+        });
         let step = match &outcome {
             Ok(_) => Step::Attached,
             Err(ShareError::Cuda(CudaError::Driver(error))) => Step::GaveUp { code: error.code },
@@ -148,27 +141,13 @@ impl Import {
         let segments = Mutex::new(Vec::new());
         let lease = Mutex::new(Some(lease));
         let import = Import { device: Arc::clone(device), segments, layout, access, page, lease };
-        {
-            let _current = device.enter()?;
-            let _relaxed = device.driver().relax_capture();
-            import.reserve(granularity_bytes)?;
-            import.map(channel, uuid)?;
-            import.set_access()?;
+        for segment in &import.layout.segments {
+            import.segments().push(ImportedMemory::reserve(device, segment.size_bytes)?);
         }
+        import.map(channel, uuid)?;
+        import.segments().iter().try_for_each(|segment| segment.set_access(access))?;
         import.is_good()?;
         Ok(import)
-    }
-
-    /// Takes addresses for every segment.
-    fn reserve(&self, granularity_bytes: u64) -> Result<(), DriverError> {
-        for segment in &self.layout.segments {
-            let mut base = 0;
-            let (size, alignment) = (segment.size_bytes as usize, granularity_bytes as usize);
-            // SAFETY: `base` is valid for writing.
-            unsafe { self.device.driver().address_reserve(&raw mut base, size, alignment, 0, 0) }?;
-            self.segments().push(MappedSegment { base, size_bytes: segment.size_bytes, runs: Vec::new() });
-        }
-        Ok(())
     }
 
     /// Asks for all handles, batch by batch, and maps each as it comes.
@@ -188,12 +167,12 @@ impl Import {
             match self.layout.kind {
                 HandleKind::FileDescriptor => {
                     for ((segment, chunk), file) in batch.iter().zip(files) {
-                        self.map_chunk(*segment, chunk, file.as_raw_fd() as usize as *mut c_void)?;
+                        self.segments()[*segment].map_file(chunk, &file)?;
                     }
                 }
                 HandleKind::Fabric => {
                     for ((segment, chunk), mut bytes) in batch.iter().zip(fabric_handles(&body, count)?) {
-                        self.map_chunk(*segment, chunk, bytes.as_mut_ptr().cast())?;
+                        self.segments()[*segment].map(chunk, bytes.as_mut_ptr().cast(), HandleKind::Fabric)?;
                     }
                 }
             }
@@ -201,57 +180,7 @@ impl Import {
         Ok(())
     }
 
-    /// Maps a handle that came into its place.
-    fn map_chunk(&self, segment: usize, chunk: &Range<u64>, shareable: *mut c_void) -> Result<(), ShareError> {
-        let driver = self.device.driver();
-        let mut handle = 0;
-        // SAFETY: `handle` is valid for writing; the other is what the kind says: a descriptor in place of a pointer, or a pointer to a
-        // fabric handle. The driver checks both.
-        unsafe { driver.import_handle(&raw mut handle, shareable, self.layout.kind.flag()) }?;
-        let mapped = self.map_handle(segment, chunk, handle);
-        // The mapping keeps the memory.
-        // SAFETY: the handle is ours, and not used again.
-        let released = unsafe { driver.release(handle) };
-        mapped?;
-        let mut segments = self.segments();
-        let runs = &mut segments[segment].runs;
-        match runs.last_mut() {
-            Some(run) if run.end == chunk.start => run.end = chunk.end,
-            _ => runs.push(chunk.clone()),
-        }
-        Ok(released?)
-    }
-
-    fn map_handle(&self, segment: usize, chunk: &Range<u64>, handle: c_ulonglong) -> Result<(), ShareError> {
-        let mut properties = properties_of(&self.device);
-        // SAFETY: valid for writing, and the handle is live.
-        unsafe { self.device.driver().handle_properties(&raw mut properties, handle) }?;
-        if properties.location != MemLocation::device(self.device.raw_device()) {
-            return Err(MessageError::Descriptor.into());
-        }
-        let (base, size) = (self.segments()[segment].base, (chunk.end - chunk.start) as usize);
-        // SAFETY: the addresses are reserved, and no other chunk of the layout has them; the driver refuses a handle of
-        // another size.
-        Ok(unsafe { self.device.driver().map(base + chunk.start, size, 0, handle, 0) }?)
-    }
-
-    fn set_access(&self) -> Result<(), DriverError> {
-        let flags = match self.access {
-            Access::Read => ACCESS_READ,
-            Access::ReadWrite => ACCESS_READ_WRITE,
-        };
-        let access = MemAccess { location: MemLocation::device(self.device.raw_device()), flags };
-        for segment in self.segments().iter() {
-            for run in &segment.runs {
-                let size = (run.end - run.start) as usize;
-                // SAFETY: the run is mapped, and the descriptor is valid for reading.
-                unsafe { self.device.driver().set_access(segment.base + run.start, size, &raw const access, 1) }?;
-            }
-        }
-        Ok(())
-    }
-
-    fn segments(&self) -> MutexGuard<'_, Vec<MappedSegment>> {
+    fn segments(&self) -> MutexGuard<'_, Vec<ImportedMemory>> {
         self.segments.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -301,7 +230,7 @@ impl Import {
         self.check()?;
         let count = self.len();
         let of = self.layout.allocations.get(number).ok_or(ImportError::NoSuchAllocation { number, count })?;
-        let base = self.segments().get(of.segment as usize).ok_or(ImportError::Detached)?.base;
+        let base = self.segments().get(of.segment as usize).ok_or(ImportError::Detached)?.address();
         let (name, stream) = (of.name.clone(), of.stream);
         Ok(ImportedAllocation { name, address: base + of.offset_bytes, size_bytes: of.size_bytes, stream })
     }
@@ -390,14 +319,13 @@ impl Import {
     /// What this import is.
     pub fn report(&self) -> ImportReport {
         let lease = self.lease.lock().unwrap_or_else(PoisonError::into_inner);
-        let mapped = |segment: &MappedSegment| segment.runs.iter().map(|run| run.end - run.start).sum::<u64>();
         ImportReport {
             exporter: self.layout.pid,
             exporter_is_alive: lease.as_ref().is_some_and(is_held),
             pool: self.layout.pool,
             digest: self.layout.digest,
             access: self.access,
-            mapped_bytes: self.segments().iter().map(mapped).sum(),
+            mapped_bytes: self.segments().iter().map(ImportedMemory::mapped_bytes).sum(),
             allocation_count: self.len(),
             state: self.page.state(),
         }
@@ -414,22 +342,8 @@ impl Import {
 
     fn unmap(&self) -> Result<(), DriverError> {
         let mut segments = self.segments();
-        if segments.is_empty() {
-            return Ok(());
-        }
-        let driver = self.device.driver();
-        let _current = self.device.enter()?;
-        let _relaxed = driver.relax_capture();
-        // SAFETY: takes no pointers, and the context is current.
-        unsafe { driver.context_synchronize() }?;
         while let Some(segment) = segments.last_mut() {
-            while let Some(run) = segment.runs.last() {
-                // SAFETY: whole chunks that are mapped, and that no work uses any more.
-                unsafe { driver.unmap(segment.base + run.start, (run.end - run.start) as usize) }?;
-                segment.runs.pop();
-            }
-            // SAFETY: reserved with this size, and nothing is mapped there.
-            unsafe { driver.address_free(segment.base, segment.size_bytes as usize) }?;
+            segment.unmap()?;
             segments.pop();
         }
         // Last, so that whom the exporter does not see has nothing mapped.
@@ -443,7 +357,9 @@ impl Drop for Import {
         if let Err(error) = self.unmap() {
             let size_bytes = self.layout.mapped_bytes();
             tracing::warn!(name: "memory.import_kept", target: "symmalloc", size_bytes, %error);
-            // The exporter must go on seeing it.
+            // It stays mapped, and the exporter must go on seeing it.
+            let segments = self.segments.get_mut().unwrap_or_else(PoisonError::into_inner);
+            segments.drain(..).for_each(std::mem::forget);
             let lease = self.lease.get_mut().unwrap_or_else(PoisonError::into_inner);
             lease.take().into_iter().for_each(std::mem::forget);
         }
@@ -491,14 +407,11 @@ fn receive(
     Ok((header, body, files))
 }
 
-fn properties_of(device: &CudaDevice) -> MemProperties {
-    MemProperties::of(MemLocation::device(device.raw_device()), 0, 0)
-}
-
 fn granularity_of(device: &CudaDevice) -> Result<u64, DriverError> {
     let _current = device.enter()?;
     let driver: &Driver = device.driver();
-    let (properties, mut bytes) = (properties_of(device), 0_usize);
+    let properties = MemProperties::of(MemLocation::device(device.raw_device()), 0, 0);
+    let mut bytes = 0_usize;
     // SAFETY: `bytes` is valid for writing, the properties for reading. 0: the least granularity.
     unsafe { driver.granularity(&raw mut bytes, &raw const properties, 0) }?;
     Ok(bytes as u64)

@@ -19,6 +19,8 @@ mod import;
 mod message;
 mod view;
 
+#[doc(hidden)]
+pub use channel::Channel;
 pub use error::{DeviceUuid, ImportError, ShareError};
 pub use export::{Export, ExportReport};
 pub use import::{Import, ImportReport, ImportedAllocation};

@@ -195,6 +195,23 @@ stub_test!(a_stale_import_is_an_error_and_its_memory_stays_mapped, {
     assert_eq!((weights.exports(), live().device_bytes), (vec![], 0));
 });
 
+stub_test!(a_trim_beside_what_is_exported_leaves_imports_good, {
+    let device = device();
+    let allocator = CudaAllocator::new(&device, Default::default()).expect("an allocator");
+    let stream = device.context().new_stream().expect("a stream");
+    // One chunk, of which the first fifth is allocated again.
+    drop(filled(&allocator, &stream, 10 * MIB, "all of it", 0));
+    let kept = filled(&allocator, &stream, 2 * MIB, "kept", 7);
+    let export = allocator.export().expect("exported");
+    assert_eq!(export.mapped_bytes(), 10 << 20, "chunks go as a whole");
+    let import = attach(&export, &device, Access::Read).expect("attached");
+    assert_eq!(allocator.trim().expect("trimmed"), 8 << 20);
+    import.check().expect("what is free in the chunk is nobody's export");
+    assert_eq!(content(&import, "kept", &stream), vec![7; 2 * MIB]);
+    drop(kept);
+    assert!(import.check().is_err());
+});
+
 stub_test!(a_pool_that_sleeps_makes_imports_stale_and_is_exported_again_when_it_is_awake, {
     let device = device();
     let allocator = allocator(&device);
@@ -415,6 +432,69 @@ stub_test!(peers_that_are_silent_or_gone_hold_nobody_up, {
     assert_eq!((descriptors(), export.report().peers.len()), (before, 0));
 });
 
+/// Receives bytes, and returns the descriptors that came with them.
+fn receive_with_files(socket: &UnixStream, bytes: &mut [u8]) -> Vec<std::os::fd::OwnedFd> {
+    use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+    let mut space = [std::mem::MaybeUninit::uninit(); 256];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let into = &mut [std::io::IoSliceMut::new(bytes)];
+    recvmsg(socket, into, &mut control, RecvFlags::CMSG_CLOEXEC).expect("a message");
+    let files = control.drain().filter_map(|part| match part {
+        RecvAncillaryMessage::ScmRights(files) => Some(files.collect::<Vec<_>>()),
+        _ => None,
+    });
+    files.flatten().collect()
+}
+
+/// What an importer says first.
+fn hello(device: &Arc<CudaDevice>) -> Vec<u8> {
+    let (near, mut far) = UnixStream::pair().expect("sockets");
+    let _gone = Import::attach(device, &near, Access::Read, Duration::from_millis(20));
+    let mut hello = vec![0; 36];
+    far.read_exact(&mut hello).expect("a hello");
+    hello
+}
+
+stub_test!(who_was_offered_the_memory_is_a_peer_and_is_told_also_when_the_exporter_gave_up, {
+    let device = device();
+    let trainer = Trainer::new(&device);
+    let export = trainer.weights.export().expect("exported");
+    let (ours, mut theirs) = UnixStream::pair().expect("sockets");
+    theirs.write_all(&hello(&device)).expect("sent");
+    // It may have mapped everything when the exporter gives up: the word that it is attached comes too late.
+    assert_eq!(export.serve(&ours, Access::Read, Duration::from_millis(50)), Err(ShareError::TimedOut));
+    let files = receive_with_files(&theirs, &mut [0; 32]);
+    assert_eq!((files.len(), export.report().peers.len()), (2, 1));
+    drop(export);
+    assert_eq!(trainer.weights.exports().len(), 1);
+    let word = || {
+        let mut word = [0; 8];
+        rustix::io::pread(&files[0], &mut word, 0).expect("the page");
+        u64::from_le_bytes(word)
+    };
+    assert_eq!(word(), 1, "live");
+    drop(trainer.layer);
+    assert_eq!(word(), 2 | 1 << 8, "the second allocation was freed");
+    drop(files);
+    assert_eq!(trainer.weights.exports(), [], "it has left");
+});
+
+stub_test!(an_exporter_whose_offer_cannot_be_taken_is_told, {
+    let device = device();
+    let trainer = Trainer::new(&device);
+    let offer = real_offer(&trainer.weights.export().expect("exported"), &device);
+    let (near, mut far) = UnixStream::pair().expect("sockets");
+    // Without its descriptors, as to a process that may have no more.
+    far.write_all(&offer).expect("sent");
+    let error = Import::attach(&device, &near, Access::Read, LONG).map(drop).expect_err("no descriptors");
+    assert_eq!(error, ShareError::Message(MessageError::Descriptors { got: 0, wanted: 2 }));
+    drop(near);
+    let mut said = Vec::new();
+    far.read_to_end(&mut said).expect("what it said");
+    assert_eq!(said[..36], hello(&device));
+    assert_eq!(said[36..], [3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], "it gave up");
+});
+
 /// What an exporter sends in an offer: header and body, and its descriptors stay here.
 fn real_offer(export: &Export, device: &Arc<CudaDevice>) -> Vec<u8> {
     let (ours, theirs) = UnixStream::pair().expect("sockets");
@@ -496,11 +576,7 @@ stub_test!(hostile_importers_are_typed_errors, {
     };
     assert_eq!(serve(&[]), ShareError::HungUp);
     assert_eq!(serve(&[0xab; 36]), ShareError::Message(MessageError::Foreign));
-    let (near, mut far) = UnixStream::pair().expect("sockets");
-    let mut hello = vec![0; 36];
-    let _gone = Import::attach(&device, &near, Access::Read, Duration::from_millis(20));
-    far.read_exact(&mut hello).expect("a hello");
-    drop((near, far));
+    let mut hello = hello(&device);
     assert_eq!(serve(&hello), ShareError::HungUp);
     let step = |words: [u32; 3]| {
         let step: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();

@@ -210,7 +210,7 @@ fn listed(ranks: &[RankObstacle]) -> String {
     ranks.iter().map(text).collect::<Vec<_>>().join("; ")
 }
 
-/// Why a pool did not fall asleep on all ranks. `docs/sleep-protocol.md` says what is known of the other ranks.
+/// Why a pool did not fall asleep, or wake, on all ranks. `docs/sleep-protocol.md` says what is known of the other ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum SleepError {
@@ -218,9 +218,7 @@ pub enum SleepError {
     #[error(transparent)]
     Unknown(#[from] UnknownError),
     /// The pool is not attached to the communicator. Nothing was said to other ranks.
-    #[error(
-        "{pool} is not attached to communicator \"{communicator}\": attach it on every rank, or sleep over another one"
-    )]
+    #[error("{pool} is not attached to communicator \"{communicator}\": attach it on every rank, or take another one")]
     NotAttached {
         /// The communicator.
         communicator: String,
@@ -231,7 +229,7 @@ pub enum SleepError {
     #[error("a graph is being captured: end the capture before the pool sleeps or wakes")]
     Capturing,
     /// The communicator had ended. The pool is as it was.
-    #[error("communicator \"{communicator}\" is {state}: connect a new one, attach the pool, and sleep over that")]
+    #[error("communicator \"{communicator}\" is {state}: connect a new one, attach the pool, and take that")]
     Gone {
         /// The communicator.
         communicator: String,
@@ -250,7 +248,8 @@ pub enum SleepError {
     },
     /// The ranks make other calls, or the pool is not the same on all of them. Nothing was done, on any rank.
     #[error(
-        "communicator \"{communicator}\": {difference}: make the same calls at the same points of the program on every rank"
+        "communicator \"{communicator}\": {difference}: make the same calls at the same points of the program on every rank; a pool \
+         that sleeps on some wakes once it sleeps on all"
     )]
     Differ {
         /// The communicator.
@@ -258,16 +257,17 @@ pub enum SleepError {
         /// What differs.
         difference: Box<SleepDifference>,
     },
-    /// Some ranks could not, and none did.
-    #[error("communicator \"{communicator}\": the pool stays awake: {}", listed(.ranks))]
+    /// Some ranks could not, and none did: another attempt may succeed.
+    #[error("communicator \"{communicator}\": the pool is as it was: {}", listed(.ranks))]
     Refused {
         /// The communicator.
         communicator: String,
         /// Which, and why.
         ranks: Vec<RankObstacle>,
     },
-    /// The communicator ended in the middle. In `Decide`, where this rank had said yes, all communicators of the pool have ended here, and
-    /// the pool is awake without windows. In `Check` the pool sleeps. Otherwise it is as it was.
+    /// The communicator ended in the middle. In `Decide` of a sleep, where this rank had said yes, and in `Register`, all communicators of the
+    /// pool have ended here, and it is awake without windows. In `Check` it sleeps, or is awake with its windows on other communicators.
+    /// Otherwise it is as it was.
     #[error("communicator \"{communicator}\" ended {step}, and the pool is {}: {error}", if *.is_asleep { "asleep" } else { "awake" })]
     Broken {
         /// The communicator.
@@ -289,77 +289,5 @@ pub enum SleepError {
         communicator: String,
         /// Which ranks.
         ranks: RankSet,
-    },
-}
-
-/// Why a pool did not wake on all ranks. `docs/sleep-protocol.md` says what is known of the other ranks.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[non_exhaustive]
-pub enum WakeError {
-    /// The pool does not exist.
-    #[error(transparent)]
-    Unknown(#[from] UnknownError),
-    /// The pool is not attached to the communicator. Nothing was said to other ranks.
-    #[error(
-        "{pool} is not attached to communicator \"{communicator}\": attach it on every rank, or wake over another one"
-    )]
-    NotAttached {
-        /// The communicator.
-        communicator: String,
-        /// The pool.
-        pool: PoolId,
-    },
-    /// A graph is being captured, into which the ranks' talk must not come. Nothing was said to other ranks, which wait for this one.
-    #[error("a graph is being captured: end the capture before the pool sleeps or wakes")]
-    Capturing,
-    /// The communicator had ended. The pool is as it was.
-    #[error("communicator \"{communicator}\" is {state}: connect a new one, attach the pool, and wake over that")]
-    Gone {
-        /// The communicator.
-        communicator: String,
-        /// What became of it.
-        state: CommState,
-        /// The error that ended it, if one did.
-        cause: Option<Arc<CommError>>,
-    },
-    /// The ranks' histories differ. Nothing was done, on any rank.
-    #[error("communicator \"{communicator}\": {disagreement}")]
-    Disagreed {
-        /// The communicator.
-        communicator: String,
-        /// The core's report.
-        disagreement: Box<Disagreement>,
-    },
-    /// The ranks make other calls, or the pool is not the same on all of them. Nothing was done, on any rank.
-    #[error(
-        "communicator \"{communicator}\": {difference}: make the same calls at the same points of the program on every rank; where the pool \
-         sleeps on some, sleep on all and wake then"
-    )]
-    Differ {
-        /// The communicator.
-        communicator: String,
-        /// What differs.
-        difference: Box<SleepDifference>,
-    },
-    /// Some ranks could not, and none did: the pool sleeps, and another attempt may succeed.
-    #[error("communicator \"{communicator}\": the pool sleeps on: {}", listed(.ranks))]
-    Refused {
-        /// The communicator.
-        communicator: String,
-        /// Which, and why.
-        ranks: Vec<RankObstacle>,
-    },
-    /// The communicator ended in the middle. In `Register` all communicators of the pool have ended here, and the pool is awake without
-    /// windows. In `Check` it is awake, with its windows on other communicators. Otherwise it sleeps.
-    #[error("communicator \"{communicator}\" ended {step}, and the pool is {}: {error}", if *.is_asleep { "asleep" } else { "awake" })]
-    Broken {
-        /// The communicator.
-        communicator: String,
-        /// When.
-        step: SleepStep,
-        /// Whether the pool sleeps on this rank.
-        is_asleep: bool,
-        /// What a sync would say.
-        error: Box<SyncError>,
     },
 }

@@ -1,12 +1,15 @@
 //! Why the watchdog ended a communicator.
 
-use super::watched::UNBORN;
 use crate::nccl_error::NcclError;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 use symmalloc_cuda::DriverError;
 use symmalloc_watchdog::{CollectiveRecord, Departure, FailureReport};
+
+/// A rank that has not come out of a split yet is known by its number in the parent, with this bit, and one that has not come out of
+/// connecting by its own. So the others know of its end, and which communicator it is the end of.
+pub(crate) const UNBORN: u32 = 1 << 31;
 
 /// Why the watchdog ended a communicator.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -28,6 +28,7 @@ mod thread;
 mod watched;
 
 pub(crate) use clock::Tick;
+pub(crate) use failure::UNBORN;
 pub use failure::{Failure, FailureCause};
 pub(crate) use flight::{EntryNumber, Work};
 pub(crate) use marker::mark;
@@ -37,4 +38,4 @@ pub use response::FAILURE_EXIT_CODE;
 pub(crate) use settings::WatchSettings;
 pub use settings::WatchdogMode;
 pub(crate) use thread::{NEWS_LIMIT, expect, fail, is_on, leave, meeting_of, met, watch, withdraw};
-pub(crate) use watched::{Identity, MeetingId, UNBORN, Watchable, Watched};
+pub(crate) use watched::{Identity, MeetingId, Watchable, Watched};

@@ -1,7 +1,7 @@
 //! A communicator as the watchdog sees it.
 
 use super::clock::Tick;
-use super::failure::{Failure, FailureCause};
+use super::failure::{Failure, FailureCause, UNBORN};
 use super::flight::Flight;
 use super::marks::Marks;
 use super::settings::WatchSettings;
@@ -32,10 +32,6 @@ pub(crate) struct MeetingId {
     pub(super) id: UniqueId,
     pub(super) own: u32,
 }
-
-/// A rank that has not come out of a split yet is known by its number in the parent, with this bit, and one that has not come out of
-/// connecting by its own. So the others know of its end, and which communicator it is the end of.
-pub(crate) const UNBORN: u32 = 1 << 31;
 
 /// What does not change of a communicator.
 #[derive(Clone, Debug)]

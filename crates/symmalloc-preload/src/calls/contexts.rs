@@ -3,7 +3,7 @@
 use crate::context::Context;
 use crate::libcuda;
 use crate::outcome::SUCCESS;
-use crate::{ending, peers, settings};
+use crate::{ending, peers, settings, watch};
 use std::ffi::{c_int, c_uint};
 use std::sync::atomic::{AtomicI64, Ordering};
 
@@ -44,7 +44,9 @@ pub(super) unsafe fn release(driver: unsafe extern "C" fn(c_int) -> c_int, devic
         }
     }
     // SAFETY: the caller's contract.
-    unsafe { driver(device) }
+    let code = unsafe { driver(device) };
+    watch::reset();
+    code
 }
 
 /// # Safety
@@ -52,7 +54,9 @@ pub(super) unsafe fn release(driver: unsafe extern "C" fn(c_int) -> c_int, devic
 pub(super) unsafe fn reset(driver: unsafe extern "C" fn(c_int) -> c_int, device: c_int) -> c_int {
     end(device);
     // SAFETY: the caller's contract.
-    unsafe { driver(device) }
+    let code = unsafe { driver(device) };
+    watch::reset();
+    code
 }
 
 fn end(device: c_int) {

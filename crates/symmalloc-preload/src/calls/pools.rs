@@ -52,13 +52,17 @@ pub(super) unsafe fn create(
 /// # Safety
 /// As the driver's call.
 pub(super) unsafe fn destroy(driver: unsafe extern "C" fn(usize) -> c_int, pool: usize) -> c_int {
+    let known = MemPool::take(pool);
     // SAFETY: the caller's contract.
     let code = unsafe { driver(pool) };
-    if code == SUCCESS {
-        let device = MemPool::find(pool).map(MemPool::device);
-        MemPool::destroy(pool);
-        // It may have been the device's current one.
-        device.into_iter().for_each(find_current);
+    match known {
+        Some(known) if code == SUCCESS => {
+            known.end();
+            // It may have been the device's current one.
+            find_current(known.device());
+        }
+        Some(known) => known.put_back(),
+        None => {}
     }
     code
 }

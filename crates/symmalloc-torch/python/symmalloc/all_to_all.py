@@ -65,12 +65,19 @@ def exchange_splits(
 
     Collective: all ranks call it when the splits of any of them changed, and at no other time. The host waits for the
     answer. The group is one on which a pool is registered. Raises `InvalidArgument` when there are not as many splits as
-    ranks, `NcclError` when a rank does not come within the deadline, `InvalidState` in a capture.
+    ranks, and `MisalignedError` on the others then; `NcclError` when a rank does not come within the deadline, `InvalidState`
+    in a capture.
     """
     registered = _found(group, comm, device_index(device))
-    sent = _numbers("input_splits", input_splits, registered.ranks)
+    all_to_all = _made(registered, 0)
     received = (c_uint64 * registered.ranks)()
-    call("all_to_all_exchange", _made(registered, 0), sent, received)
+    try:
+        sent = _numbers("input_splits", input_splits, registered.ranks)
+    except Exception:
+        # The other ranks wait for this one.
+        library().symmalloc_all_to_all_exchange(all_to_all, None, received)
+        raise
+    call("all_to_all_exchange", all_to_all, sent, received)
     return list(received)
 
 

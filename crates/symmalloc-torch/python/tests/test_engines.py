@@ -409,6 +409,10 @@ def program(rank):
         source, target, other = Tensor(rank, 16, 3), Tensor(rank, 16, 3), Tensor(rank, 16, 2)
     outside = Tensor(rank, 16, 3)
     pool.register(comm=comm)
+    # The other rank is told in place of waiting.
+    kind, says = (symmalloc.InvalidArgument, "1 numbers for 2 ranks") if me == 0 else (symmalloc.MisalignedError, "rank 0")
+    raises(kind, says, lambda: symmalloc.exchange_splits([1] * (1 + me), comm=comm, device=me))
+    assert symmalloc.exchange_splits([3, 3], comm=comm, device=me) == [3, 3]
     def run(output, input, *splits, **options):
         return lambda: symmalloc.all_to_all_single(output, input, *splits, comm=comm, **options)
     raises(symmalloc.InvalidArgument, "both sides", run(target, source, [1, 1]))

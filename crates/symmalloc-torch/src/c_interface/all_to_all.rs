@@ -60,10 +60,12 @@ pub unsafe extern "C" fn symmalloc_all_to_all_create(
 }
 
 /// Tells all ranks how many rows this one sends to each (`sent`, by rank), and writes how many it receives from each (`received`, by
-/// rank). All ranks call it: when the splits of any of them changed, and at no other time. The host waits for the answer.
+/// rank). All ranks call it: when the splits of any of them changed, and at no other time. The host waits for the answer. `sent` NULL:
+/// this rank has no splits to tell, and all ranks get an error for it, in place of waiting.
 ///
 /// # Safety
-/// `all_to_all` is live; `sent` is valid for reading as many numbers as the communicator has ranks, and `received` for writing them.
+/// `all_to_all` is live; `sent` is NULL or valid for reading as many numbers as the communicator has ranks, and `received` is valid for
+/// writing them.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_all_to_all_exchange(
     all_to_all: *mut RankAllToAll,
@@ -73,11 +75,11 @@ pub unsafe extern "C" fn symmalloc_all_to_all_exchange(
     report(|| {
         // SAFETY: the caller's contract.
         let it = unsafe { open(all_to_all) }?;
-        not_null(sent.cast_mut(), "sent")?;
         not_null(received, "received")?;
         // SAFETY: the caller's contract.
-        let sent = unsafe { slice::from_raw_parts(sent, it.ranks()) };
-        let splits = it.all_to_all.exchange_splits(sent)?;
+        let sent = unsafe { rows(sent, it.ranks()) };
+        // No numbers are too few, of which the other ranks are told.
+        let splits = it.all_to_all.exchange_splits(sent.unwrap_or_default())?;
         let rows = splits.output().rows();
         // SAFETY: the caller's contract; what is new overlaps nothing of the caller's.
         unsafe { std::ptr::copy_nonoverlapping(rows.as_ptr(), received, rows.len()) };

@@ -151,13 +151,8 @@ pub unsafe extern "C" fn symmalloc_registrar_sync(
     registered: *mut u64,
     deregistered: *mut u64,
 ) -> symmalloc_status {
-    report(|| {
-        // SAFETY: the caller's contract.
-        let counts = unsafe { open(registrar) }?.sync()?;
-        // SAFETY: the caller's contract.
-        unsafe { tell(counts, registered, deregistered) };
-        Ok(())
-    })
+    // SAFETY: the caller's contract, in both.
+    unsafe { counted(registered, deregistered, || open(registrar)?.sync()) }
 }
 
 /// As `symmalloc_registrar_sync`, and the ranks compare their histories also where `agree_every` would not have it.
@@ -170,13 +165,8 @@ pub unsafe extern "C" fn symmalloc_registrar_agree(
     registered: *mut u64,
     deregistered: *mut u64,
 ) -> symmalloc_status {
-    report(|| {
-        // SAFETY: the caller's contract.
-        let counts = unsafe { open(registrar) }?.agree()?;
-        // SAFETY: the caller's contract.
-        unsafe { tell(counts, registered, deregistered) };
-        Ok(())
-    })
+    // SAFETY: the caller's contract, in both.
+    unsafe { counted(registered, deregistered, || open(registrar)?.agree()) }
 }
 
 /// What NCCL says of the registrar's communicator: this rank, and how many ranks there are.
@@ -257,14 +247,13 @@ pub unsafe extern "C" fn symmalloc_pool_sync(
     registered: *mut u64,
     deregistered: *mut u64,
 ) -> symmalloc_status {
-    report(|| {
+    let sync = || {
         // SAFETY: the caller's contract.
         let allocator = unsafe { living(allocator) }?;
-        let counts = allocator.registrations.sync(allocator.known_pool(pool)?)?;
-        // SAFETY: the caller's contract.
-        unsafe { tell(counts, registered, deregistered) };
-        Ok(())
-    })
+        allocator.registrations.sync(allocator.known_pool(pool)?)
+    };
+    // SAFETY: the caller's contract.
+    unsafe { counted(registered, deregistered, sync) }
 }
 
 /// As `symmalloc_pool_sync`, and the ranks compare their histories.
@@ -278,14 +267,13 @@ pub unsafe extern "C" fn symmalloc_pool_agree(
     registered: *mut u64,
     deregistered: *mut u64,
 ) -> symmalloc_status {
-    report(|| {
+    let agree = || {
         // SAFETY: the caller's contract.
         let allocator = unsafe { living(allocator) }?;
-        let counts = allocator.registrations.agree(allocator.known_pool(pool)?)?;
-        // SAFETY: the caller's contract.
-        unsafe { tell(counts, registered, deregistered) };
-        Ok(())
-    })
+        allocator.registrations.agree(allocator.known_pool(pool)?)
+    };
+    // SAFETY: the caller's contract.
+    unsafe { counted(registered, deregistered, agree) }
 }
 
 /// What this thread allocates through PyTorch's entry points on the device goes to the pool until `symmalloc_scope_end`, as by
@@ -313,15 +301,14 @@ pub unsafe extern "C" fn symmalloc_scope_end(
     registered: *mut u64,
     deregistered: *mut u64,
 ) -> symmalloc_status {
-    report(|| {
+    let end = || {
         let allocator = process::allocator(device)?;
         allocator.scopes().pop_pool(allocator.ordinal())?;
         // Nothing is registered of a pool that is unknown.
-        let counts = allocator.registrations.sync_at_scope_end(PoolId(pool))?;
-        // SAFETY: the caller's contract.
-        unsafe { tell(counts, registered, deregistered) };
-        Ok(())
-    })
+        allocator.registrations.sync_at_scope_end(PoolId(pool))
+    };
+    // SAFETY: the caller's contract.
+    unsafe { counted(registered, deregistered, end) }
 }
 
 /// # Safety
@@ -332,13 +319,23 @@ unsafe fn open<'a>(registrar: *mut PoolRegistration) -> Result<&'a PoolRegistrat
     unsafe { registrar.as_ref() }.ok_or(Error::Null { argument: "registrar" })
 }
 
+/// Does something that syncs, and tells what came of it.
+///
 /// # Safety
 /// Both places are NULL or valid for writing.
-unsafe fn tell(counts: SyncCounts, registered: *mut u64, deregistered: *mut u64) {
-    for (out, count) in [(registered, counts.registered), (deregistered, counts.deregistered)] {
-        if !out.is_null() {
-            // SAFETY: the caller's contract.
-            unsafe { out.write(count) };
+unsafe fn counted(
+    registered: *mut u64,
+    deregistered: *mut u64,
+    sync: impl FnOnce() -> Result<SyncCounts, Error>,
+) -> symmalloc_status {
+    report(|| {
+        let counts = sync()?;
+        for (out, count) in [(registered, counts.registered), (deregistered, counts.deregistered)] {
+            if !out.is_null() {
+                // SAFETY: the caller's contract.
+                unsafe { out.write(count) };
+            }
         }
-    }
+        Ok(())
+    })
 }

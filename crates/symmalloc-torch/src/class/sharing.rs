@@ -21,8 +21,9 @@ use crate::shared_chunks::{self, Ticket};
 use crate::status::symmalloc_status;
 use std::collections::BTreeMap;
 use std::ffi::{c_char, c_void};
+use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
-use symmalloc_cuda::{CudaDevice, CudaError, ImportedMemory};
+use symmalloc_cuda::{Access, CudaDevice, CudaError, ImportedMemory};
 
 /// Makes a text by which another process opens the memory of a live allocation, and says where in it the allocation is. Release the
 /// text with `symmalloc_release_bytes`.
@@ -61,16 +62,6 @@ fn share(allocator: &DeviceAllocator, pointer: *mut c_void) -> Result<(String, u
 /// Memory of another process, as long as somebody here uses it.
 pub struct OpenedMemory {
     memory: ImportedMemory,
-    device: Arc<CudaDevice>,
-}
-
-impl Drop for OpenedMemory {
-    fn drop(&mut self) {
-        // It is unmapped next.
-        if let Err(error) = self.device.synchronize() {
-            tracing::warn!(name: "sharing.unsynchronized", target: "symmalloc", %error);
-        }
-    }
 }
 
 /// What is open, by its text and device.
@@ -114,10 +105,18 @@ fn open(device: i32, text: &str) -> Result<Arc<OpenedMemory>, Error> {
     }
     let socket = words.next().ok_or_else(not_ours)?;
     let tickets = words.map(str::parse::<Ticket>).collect::<Result<Vec<_>, _>>().map_err(|()| not_ours())?;
+    let size_bytes = tickets.iter().try_fold(0_u64, |sum, ticket| sum.checked_add(ticket.bytes));
+    let size_bytes = size_bytes.filter(|sum| *sum > 0).ok_or_else(not_ours)?;
     let ordinal = usize::try_from(device).map_err(|_| not_ours())?;
-    let cuda = CudaDevice::new(ordinal)?;
-    let memory = ImportedMemory::open(&cuda, channel::fetch(socket, &tickets)?)?;
-    let opened = Arc::new(OpenedMemory { memory, device: cuda });
+    let mut memory = ImportedMemory::reserve(&CudaDevice::new(ordinal)?, size_bytes).map_err(CudaError::from)?;
+    let mut at = 0;
+    channel::fetch(socket, &tickets, |ticket, file| {
+        memory.map_file(&(at..at + ticket.bytes), &file).map_err(CudaError::from)?;
+        at += ticket.bytes;
+        Ok(())
+    })?;
+    memory.set_access(Access::ReadWrite).map_err(CudaError::from)?;
+    let opened = Arc::new(OpenedMemory { memory });
     open.insert(key, Arc::downgrade(&opened));
     Ok(opened)
 }
@@ -135,9 +134,12 @@ pub unsafe extern "C" fn symmalloc_torch_close(opened: *const OpenedMemory) {
 }
 
 /// Exports a chunk that still has its number.
-fn export(ticket: Ticket) -> Result<symmalloc_cuda::SharedPiece, Error> {
-    let gone = Error::SharedMemoryGone { bytes: ticket.bytes };
-    let (device, address) = shared_chunks::find(ticket).ok_or(gone)?;
+fn export(ticket: Ticket) -> Result<OwnedFd, Error> {
+    let gone = || Error::SharedMemoryGone { bytes: ticket.bytes };
+    let (device, address) = shared_chunks::find(ticket).ok_or_else(gone)?;
     let allocator = process::allocator(device as i32)?;
-    allocator.core().backend().export_chunk(address, ticket.bytes).map_err(CudaError::into)
+    let file = allocator.core().backend().export_chunk(address, ticket.bytes)?;
+    // The number goes before the memory does: what was exported is the ticket's if it still has it.
+    shared_chunks::find(ticket).ok_or_else(gone)?;
+    Ok(file)
 }

@@ -109,6 +109,21 @@ nccl_test!(rows_arrive_as_changing_splits_say_and_nothing_is_exchanged_unasked, 
     assert_eq!(nccl::calls("ncclAllGather"), 6 * RANKS as u64);
 });
 
+nccl_test!(a_rank_without_splits_to_tell_does_not_keep_the_others_waiting, {
+    with_buffers(|rank, _, windows, _, _| {
+        let all_to_all = AllToAll::new(windows, 0);
+        let sent = if rank == 1 { null() } else { [1; RANKS].as_ptr() };
+        let mut received = [7; RANKS];
+        // SAFETY: it is live; nothing or a number for each rank, and room for one.
+        let status = unsafe { symmalloc_all_to_all_exchange(all_to_all.0, sent, received.as_mut_ptr()) };
+        let expected = if rank == 1 { SYMMALLOC_INVALID_ARGUMENT } else { SYMMALLOC_MISALIGNED };
+        assert_eq!((status, received), (expected, [7; RANKS]), "{}", message());
+        assert_eq!(message().contains("rank 1"), rank != 1, "{}", message());
+        assert_eq!(all_to_all.exchange(&[2; RANKS]), [2; RANKS], "the next one is in step");
+        all_to_all.destroy();
+    });
+});
+
 nccl_test!(without_splits_both_buffers_are_split_equally, {
     with_buffers(|rank, comm, windows, (input, output), stream| {
         let all_to_all = AllToAll::new(windows, 0);

@@ -330,12 +330,45 @@ stub_test!(memory_is_opened_by_its_text_and_ends_with_its_owner, {
     done(symmalloc_torch_trim(0, 0));
     assert_eq!(opened(&text).expect_err("it is gone"), SYMMALLOC_INVALID_STATE);
     assert!(message().contains("keep the tensor in the process that sent it"), "{}", message());
-    for wrong in ["", "symmalloc 2 x", "symmalloc 1 x 1:y", "cuda"] {
+    let too_large = format!("symmalloc 1 x 1:{} 2:{}", u64::MAX, 2 * MIB + 1);
+    for wrong in ["", "symmalloc 2 x", "symmalloc 1 x", "symmalloc 1 x 1:y", &too_large, "cuda"] {
         assert_eq!(opened(wrong).expect_err("no text of ours"), SYMMALLOC_INVALID_ARGUMENT, "{wrong}");
     }
     assert_eq!(opened("symmalloc 1 nobody 1:2097152").expect_err("nobody is there"), SYMMALLOC_IO);
     assert_eq!(shared(large).expect_err("it was freed"), SYMMALLOC_UNKNOWN_POINTER);
     free(small);
+});
+
+fn descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").expect("a list").count() - 1
+}
+
+stub_test!(memory_of_many_chunks_needs_few_descriptors_and_none_is_left_however_often_it_is_opened, {
+    let large = allocate(600 * MIB, null_mut(), 0);
+    let (text, _) = shared(large).expect("shared");
+    assert!(text.split(' ').count() > 3 + 25, "{text}");
+    let begun = std::time::Instant::now();
+    // A thread that has answered may be about to end.
+    let settle = |most: usize| {
+        while descriptors() > most && begun.elapsed() < std::time::Duration::from_secs(60) {
+            std::thread::yield_now();
+        }
+    };
+    let mut before = (usize::MAX, live());
+    for round in 0..1000 {
+        if round == 1 {
+            before = (descriptors(), live());
+            let most = libc::rlimit { rlim_cur: before.0 as u64 + 12, rlim_max: before.0 as u64 + 12 };
+            // SAFETY: a valid limit.
+            assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const most) }, 0);
+        }
+        let (_, handle) = opened(&text).unwrap_or_else(|_| panic!("{round}: {}", message()));
+        // SAFETY: opened above, and not used after this.
+        unsafe { symmalloc_torch_close(handle) };
+        settle(before.0);
+    }
+    assert!(descriptors() <= before.0, "{} and {} before", descriptors(), before.0);
+    assert_eq!(live(), before.1);
 });
 
 stub_test!(memory_without_descriptors_is_not_shared, ["STUB_NO_VMM" = "1", "SYMMALLOC_CONF" = "segments:fixed"], {

@@ -11,7 +11,7 @@ use super::ledger::Ledger;
 use super::line::{MAGIC, REFUSALS, VERSION};
 use crate::text::write_name;
 use symmalloc_core::config::Config;
-use symmalloc_core::ids::PoolId;
+use symmalloc_core::ids::{PoolId, StreamId};
 use symmalloc_core::op::{Contents, Op, Pending, Record};
 
 /// Writes a trace, checking each record as a reader would.
@@ -96,25 +96,37 @@ fn write_record(line: &mut impl fmt::Write, record: &Record) -> fmt::Result {
         Op::CreatePool { pool, config } => write!(line, "pool {pool} {config}"),
         Op::DestroyPool { pool } => write!(line, "destroy {pool}"),
         Op::Allocate { id, pool, stream, size_bytes } => {
-            write!(line, "a {} {size_bytes} {stream}", id.0)?;
+            line.write_str("a ")?;
+            write_number(line, id.0)?;
+            line.write_str(" ")?;
+            write_number(line, *size_bytes)?;
+            write_stream(line, *stream)?;
             write_pool(line, *pool)?;
             if let Some(name) = &record.name {
                 write_name(line, name)?;
             }
             if let Some(placement) = record.placement {
-                write!(line, " -> {placement}")?;
+                line.write_str(" -> ")?;
+                write_number(line, placement.segment.0.into())?;
+                line.write_str("@")?;
+                write_number(line, placement.offset_bytes)?;
             }
             Ok(())
         }
         Op::Free { id } => {
-            write!(line, "f {}", id.0)?;
+            line.write_str("f ")?;
+            write_number(line, id.0)?;
             match record.pending {
                 None => Ok(()),
                 Some(Pending::TO_THE_END) => line.write_str(" pending"),
                 Some(pending) => write!(line, " pending {}", pending.entries()),
             }
         }
-        Op::RecordUse { id, stream } => write!(line, "u {} {stream}", id.0),
+        Op::RecordUse { id, stream } => {
+            line.write_str("u ")?;
+            write_number(line, id.0)?;
+            write_stream(line, *stream)
+        }
         Op::Wait { stream, on } => write!(line, "wait {stream} {on}"),
         Op::Synchronize { stream } => write!(line, "synchronize {stream}"),
         Op::Reserve { pool, stream, size_bytes } => {
@@ -158,6 +170,16 @@ fn write_record(line: &mut impl fmt::Write, record: &Record) -> fmt::Result {
             write!(line, " {word}")
         }
     }
+}
+
+/// As `write!` would, which costs a recording as much as all the rest of a line.
+fn write_number(line: &mut impl fmt::Write, number: u64) -> fmt::Result {
+    line.write_str(itoa::Buffer::new().format(number))
+}
+
+fn write_stream(line: &mut impl fmt::Write, stream: StreamId) -> fmt::Result {
+    line.write_str(" s")?;
+    write_number(line, stream.0.into())
 }
 
 /// The pool, unless it is the default pool, which is implied.

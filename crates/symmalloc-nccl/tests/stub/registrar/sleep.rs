@@ -11,7 +11,7 @@ use symmalloc_core::sleep::Phase;
 use symmalloc_cuda::{CudaBackend, DeviceBuffer, GraphPool, Pool};
 use symmalloc_nccl::{
     CommState, Communicator, Invalidated, InvalidationCursor, LookupError, Obstacle, RankObstacle, Registration,
-    SleepError, SleepField, SleepStep, SyncError, UniqueId, WakeError, WindowHandle,
+    SleepError, SleepField, SleepStep, SyncError, UniqueId, WindowHandle,
 };
 
 fn window(it: &Rank, comm: &Communicator, buffer: &DeviceBuffer<f32>) -> WindowHandle {
@@ -164,7 +164,7 @@ nccl_test!(a_rank_whose_device_refuses_is_told_to_all_and_all_sleep_on, {
             it.meet();
             let error = it.registrar.wake(&it.world, pool.id()).expect_err("rank 1 cannot");
             let obstacle = Obstacle::Memory { needed_bytes: 90 * MIB, code: 2 };
-            let WakeError::Refused { ranks, .. } = &error else { panic!("{error}") };
+            let SleepError::Refused { ranks, .. } = &error else { panic!("{error}") };
             assert_eq!(ranks.iter().map(|of| (of.rank, of.obstacle)).collect::<Vec<_>>(), [(1, obstacle)], "{nth}");
             assert_eq!(it.registrar.phase(pool.id()), Ok(Phase::Asleep));
             it.meet();
@@ -189,7 +189,7 @@ nccl_test!(a_rank_that_works_too_long_is_told_to_all_and_all_stay_awake, {
         let capture = graphs.begin(&it.stream).expect("not under way yet");
         let error = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect_err("a capture");
         assert_eq!(error, SleepError::Capturing);
-        assert_eq!(it.registrar.wake(&it.world, pool.id()), Err(WakeError::Capturing));
+        assert_eq!(it.registrar.wake(&it.world, pool.id()), Err(SleepError::Capturing));
         drop(capture);
         let work = (it.rank == 0).then(|| cuda::hold(it.stream.cu_stream() as u64));
         let error = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect_err("rank 0 is busy");
@@ -222,7 +222,7 @@ nccl_test!(ranks_that_make_other_calls_are_told_alike_and_nothing_is_done, {
         assert_eq!(field(sleep(one, Contents::Drop).expect_err("another pool")), SleepField::Pool);
         // One sleeps, one wakes.
         let differs = if is_second {
-            matches!(it.registrar.wake(&it.world, pool.id()), Err(WakeError::Differ { .. }))
+            matches!(it.registrar.wake(&it.world, pool.id()), Err(SleepError::Differ { .. }))
         } else {
             field(sleep(pool.id(), Contents::Drop).expect_err("a wake")) == SleepField::Call
         };
@@ -309,6 +309,28 @@ nccl_test!(
     }
 );
 
+nccl_test!(communicators_that_ended_are_forgotten_with_their_pools, {
+    let shared = Mutex::new(None);
+    Job::new(2).run(|it| {
+        for _ in 0..4 {
+            let pool = it.pool();
+            let next = it.connect("next", &shared);
+            it.registrar.attach(&next, &[pool.id()], Registration::Windows).expect("another communicator");
+            let tensor = it.take(&pool, MIB);
+            it.registrar.sync(&[&next]).expect("all ranks did the same");
+            next.destroy().expect("in order");
+            it.registrar.sweep();
+            assert_eq!(format!("{:?}", it.registrar).matches("Ended {").count(), 1, "it may be spoken of");
+            drop((tensor, pool));
+            // A pool that was dropped is given up by a trim at the latest.
+            it.allocator.trim().expect("no faults");
+        }
+        it.registrar.sweep();
+        assert!(!format!("{:?}", it.registrar).contains("Ended {"), "{:?}", it.registrar);
+    });
+    nothing_is_left();
+});
+
 nccl_test!(windows_that_come_back_as_others_are_told_to_all, ["STUB_NCCL_REUSE_WINDOWS" = "1"], {
     Job::new(2).run(|it| {
         let (pool, mut tensors) = registered(it);
@@ -337,7 +359,7 @@ nccl_test!(a_pool_that_leaves_while_it_sleeps_has_nothing_left_to_register, {
         it.registrar.detach(&it.world, &[pool.id()]).expect("attached");
         assert_eq!(it.registrar.sync(&[&it.world]).expect("all ranks did the same").deregistrations, 0);
         let error = it.registrar.wake(&it.world, pool.id()).expect_err("it is not attached");
-        assert!(matches!(error, WakeError::NotAttached { .. }), "{error}");
+        assert!(matches!(error, SleepError::NotAttached { .. }), "{error}");
         it.allocator.core().wake(pool.id()).expect("its own matter");
         drop(tensors);
     });
@@ -442,15 +464,15 @@ fn sleep_and_wake(it: &Rank, other: &Communicator, pool: PoolId, fault: Fault) -
         }
         Err(error) => {
             let is_asleep = match &error {
-                WakeError::Refused { .. } | WakeError::Broken { step: SleepStep::Agree | SleepStep::Decide, .. } => {
+                SleepError::Refused { .. } | SleepError::Broken { step: SleepStep::Agree | SleepStep::Decide, .. } => {
                     true
                 }
-                WakeError::Broken { step: SleepStep::Register | SleepStep::Check, .. } => false,
-                WakeError::Gone { .. } => true,
+                SleepError::Broken { step: SleepStep::Register | SleepStep::Check, .. } => false,
+                SleepError::Gone { .. } => true,
                 error => panic!("{fault:?}: {error}"),
             };
             assert_eq!(phase() != Phase::Awake, is_asleep, "{fault:?}: {error}");
-            if let WakeError::Broken { step: SleepStep::Register, .. } = &error {
+            if let SleepError::Broken { step: SleepStep::Register, .. } = &error {
                 assert!(!is_ready(&it.world) && !is_ready(other), "{fault:?}: {error}");
             }
             End::Wake(kind_of(&error))

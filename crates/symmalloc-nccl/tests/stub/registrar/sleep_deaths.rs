@@ -7,9 +7,7 @@ use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
 use symmalloc_core::{Config, PoolConfig};
 use symmalloc_cuda::{CudaAllocator, CudaDevice};
-use symmalloc_nccl::{
-    CommState, Communicator, Launch, Registrar, Registration, SleepError, SleepStep, WakeError, WatchdogMode,
-};
+use symmalloc_nccl::{CommState, Communicator, Launch, Registrar, Registration, SleepError, SleepStep, WatchdogMode};
 
 const DEADLINE: Duration = Duration::from_secs(3);
 const RANKS: usize = 3;
@@ -81,14 +79,14 @@ fn sleep_and_wake(registrar: &Registrar, world: &Communicator, pool: symmalloc_c
             assert_eq!(phase(), Phase::Awake);
             "done".to_owned()
         }
-        Err(WakeError::Broken { step, is_asleep, error, .. }) => {
+        Err(SleepError::Broken { step, is_asleep, error, .. }) => {
             assert_eq!(phase() == Phase::Asleep, is_asleep, "{error}");
             assert_eq!(is_asleep, matches!(step, SleepStep::Agree | SleepStep::Decide), "{step:?}: {error}");
             assert_ne!(world.state(), CommState::Ready, "{error}");
             format!("wake broken in {step:?}, asleep {is_asleep}")
         }
         // The watchdog was faster than the call.
-        Err(WakeError::Gone { .. }) => {
+        Err(SleepError::Gone { .. }) => {
             assert_eq!(phase(), Phase::Asleep);
             "gone before the wake".to_owned()
         }

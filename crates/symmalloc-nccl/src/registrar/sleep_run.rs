@@ -1,0 +1,334 @@
+//! A sleep or wake that is under way on one rank: who takes part, and what the ranks say to each other.
+
+use crate::communicator::Communicator;
+use crate::registrar::attachment::{Attachment, SyncState};
+use crate::registrar::ended::Ended;
+use crate::registrar::error::SyncError;
+use crate::registrar::plan::fold;
+use crate::registrar::sleep_error::{Obstacle, RankObstacle, SleepDifference, SleepError, SleepStep};
+use crate::registrar::sleep_message::{
+    Head, Named, Row, WAKE, call_of, compare_communicators, exchange, known, read_verdict, word_of, write_verdict,
+};
+use crate::registrar::{Registrar, not_attached};
+use std::collections::BTreeSet;
+use std::sync::{Arc, MutexGuard, PoisonError};
+use symmalloc_agreement::{
+    Disagreement, Gathered, Inquiry, Mode, Point, Progress, ProtocolError, RankHistory, Transport,
+};
+use symmalloc_core::PoolId;
+use symmalloc_core::op::Contents;
+use symmalloc_core::sleep::Phase;
+
+/// Why an op goes no further than `Agree`.
+enum Stop {
+    Differ(SleepDifference),
+    Disagreed(Box<Disagreement>),
+    Broken(SyncError),
+}
+
+/// What the ranks agreed on.
+pub(super) struct Agreed {
+    pub(super) heads: Vec<Head>,
+    /// Communicators of this rank that cannot be used on all of their ranks.
+    pub(super) broken: BTreeSet<u64>,
+    /// Those that this rank has let go of.
+    pub(super) ended: Vec<Ended>,
+}
+
+impl Agreed {
+    /// Whether the pool is this on every rank.
+    pub(super) fn all_are(&self, phase: Phase) -> bool {
+        self.heads.iter().all(|head| head.phase == word_of(phase))
+    }
+}
+
+/// One communicator of the op.
+pub(super) struct Member<'a> {
+    pub(super) attachment: &'a Attachment,
+    /// By what it is named to other ranks.
+    pub(super) name: u64,
+    pub(super) state: MutexGuard<'a, SyncState>,
+}
+
+/// A sleep or wake that is under way on this rank. No sync of its communicators comes between.
+pub(super) struct Run<'a> {
+    pub(super) registrar: &'a Registrar,
+    pub(super) pool: PoolId,
+    /// What a sleep was asked to do with the contents; `None`: it is a wake.
+    asked: Option<Contents>,
+    /// The one that they talk over, then the others in their order.
+    pub(super) members: Vec<Member<'a>>,
+}
+
+impl Registrar {
+    /// Who takes part, if the call can begin: the pool's communicators, the given one first, then the others in their order.
+    pub(super) fn begin_together(
+        &self,
+        over: &Communicator,
+        pool: PoolId,
+        asked: Option<Contents>,
+    ) -> Result<Vec<Arc<Attachment>>, SleepError> {
+        self.allocator.core().phase(pool)?;
+        let members = self.members_of(over, pool).map_err(|error| match error {
+            SyncError::Gone { communicator, state, cause } => {
+                // The call counts all the same.
+                self.note(pool, asked);
+                SleepError::Gone { communicator, state, cause }
+            }
+            _ => SleepError::NotAttached { communicator: over.name().to_owned(), pool },
+        })?;
+        if self.allocator.is_capturing().unwrap_or(true) {
+            self.note(pool, asked);
+            return Err(SleepError::Capturing);
+        }
+        Ok(members)
+    }
+
+    fn members_of(&self, over: &Communicator, pool: PoolId) -> Result<Vec<Arc<Attachment>>, SyncError> {
+        let first = self.attachment(over)?;
+        if !first.view().pools.contains(&pool) {
+            return Err(SyncError::NotAttached { communicator: over.name().to_owned(), pool: Some(pool) });
+        }
+        let mut all: Vec<_> =
+            self.read().iter().filter(|other| other.view().pools.contains(&pool)).map(Arc::clone).collect();
+        all.sort_by(|one, other| one.comm.order().cmp(other.comm.order()));
+        all.sort_by_key(|other| !Arc::ptr_eq(other, &first));
+        match over.check() {
+            Ok(()) => Ok(all),
+            Err(_) => Err(not_attached(over)),
+        }
+    }
+
+    /// Notes the communicators that the list of attachments loses.
+    pub(super) fn remember(&self, gone: &[Arc<Attachment>]) {
+        let ended = gone.iter().map(|attachment| Ended {
+            name: attachment.comm.name().to_owned(),
+            communicator: name_of(&attachment.comm),
+            ranks: attachment.comm.ranks(),
+            pools: attachment.view().pools.to_vec(),
+        });
+        let mut all = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
+        all.extend(ended);
+        // A pool that is gone neither sleeps nor wakes.
+        all.retain(|ended| ended.pools.iter().any(|pool| self.allocator.core().phase(*pool).is_ok()));
+    }
+
+    fn ended_of(&self, pool: PoolId) -> Vec<Ended> {
+        let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
+        ended.iter().filter(|ended| ended.pools.contains(&pool)).cloned().collect()
+    }
+
+    /// Folds an op that the core has not seen.
+    pub(super) fn note(&self, pool: PoolId, asked: Option<Contents>) {
+        // The pool was there when the call began. If it is gone, so is its digest.
+        let _known = self.allocator.core().replay_stay(pool, asked);
+    }
+}
+
+/// What a communicator is called to other ranks.
+fn name_of(comm: &Communicator) -> u64 {
+    let bytes = comm.order().as_bytes();
+    bytes.iter().fold(bytes.len() as u64, |digest, byte| fold(digest, u64::from(*byte)))
+}
+
+impl<'a> Run<'a> {
+    /// Holds all of the pool's communicators, which are taken in one order, so that two of these do not wait for each other.
+    pub(super) fn new(
+        registrar: &'a Registrar,
+        pool: PoolId,
+        asked: Option<Contents>,
+        attachments: &'a [Arc<Attachment>],
+    ) -> Self {
+        let mut order: Vec<usize> = (0..attachments.len()).collect();
+        order.sort_by(|one, other| attachments[*one].comm.order().cmp(attachments[*other].comm.order()));
+        let mut locked: Vec<(usize, Member<'a>)> = order
+            .into_iter()
+            .map(|at| {
+                let attachment = &*attachments[at];
+                (at, Member { attachment, name: name_of(&attachment.comm), state: attachment.lock() })
+            })
+            .collect();
+        locked.sort_by_key(|(at, _)| *at);
+        Run { registrar, pool, asked, members: locked.into_iter().map(|(_, member)| member).collect() }
+    }
+
+    pub(super) fn over(&self) -> &'a Communicator {
+        &self.members[0].attachment.comm
+    }
+
+    pub(super) fn is_ready(&self, member: usize) -> bool {
+        let Member { attachment, state, .. } = &self.members[member];
+        attachment.is_ready(state)
+    }
+
+    /// One collective over the first communicator.
+    pub(super) fn all_gather(&mut self, message: &[u8]) -> Result<Gathered, SyncError> {
+        let Member { attachment, state, .. } = &mut self.members[0];
+        if !attachment.is_ready(state) {
+            return Err(attachment.gone());
+        }
+        let communicator = || attachment.comm.name().to_owned();
+        let transport = attachment.transport(state)?;
+        let gathered = transport.all_gather(message);
+        let gathered = gathered.map_err(|error| SyncError::Transport { communicator: communicator(), error })?;
+        let (messages, message_bytes, ranks) = (gathered.len(), gathered.message_bytes(), transport.ranks());
+        if messages != ranks as usize || message_bytes != message.len() {
+            let error = ProtocolError::WrongShape { messages, message_bytes, ranks };
+            return Err(SyncError::Protocol { communicator: communicator(), error });
+        }
+        self.registrar.counters.rounds.add(1);
+        Ok(gathered)
+    }
+
+    /// Ends a communicator on this rank.
+    pub(super) fn end(&mut self, member: usize) {
+        let Member { attachment, state, .. } = &mut self.members[member];
+        attachment.end(state, &self.registrar.allocator);
+    }
+
+    pub(super) fn end_all(&mut self) {
+        (0..self.members.len()).for_each(|member| self.end(member));
+    }
+
+    /// Folds the op, which the core has not seen.
+    pub(super) fn note(&self) {
+        self.registrar.note(self.pool, self.asked);
+    }
+
+    /// As [`note`](Self::note), where something stands in the way.
+    pub(super) fn unseen(&self, obstacle: Obstacle) -> Obstacle {
+        self.note();
+        obstacle
+    }
+
+    /// The op breaks off: the ranks cannot talk any more.
+    pub(super) fn broken(&mut self, step: SleepStep, error: SyncError) -> SleepError {
+        self.registrar.counters.failures.add(1);
+        let communicator = self.over().name();
+        tracing::error!(name: "sleep.failed", target: "symmalloc", communicator, pool = self.pool.0, %step, %error);
+        self.end(0);
+        let is_asleep = self.registrar.phase(self.pool).is_ok_and(|phase| phase != Phase::Awake);
+        SleepError::Broken { communicator: communicator.to_owned(), step, is_asleep, error: Box::new(error) }
+    }
+
+    /// `Agree`, or why it goes no further: the op is folded then.
+    pub(super) fn agree(&mut self) -> Result<Agreed, SleepError> {
+        self.ask().map_err(|stop| {
+            self.note();
+            let communicator = self.over().name().to_owned();
+            match stop {
+                Stop::Differ(difference) => SleepError::Differ { communicator, difference: Box::new(difference) },
+                Stop::Disagreed(disagreement) => SleepError::Disagreed { communicator, disagreement },
+                Stop::Broken(error) => self.broken(SleepStep::Agree, error),
+            }
+        })
+    }
+
+    /// The ranks say which op they are in, what the pool is, and which communicators it has.
+    fn ask(&mut self) -> Result<Agreed, Stop> {
+        let call = self.asked.map_or(WAKE, call_of);
+        let (registrar, pool) = (self.registrar, self.pool);
+        let core = registrar.allocator.core();
+        let ended = registrar.ended_of(pool);
+        let number = {
+            let Member { attachment, state, .. } = &mut self.members[0];
+            attachment.next_sleep(state)
+        };
+        let mut head = Head::new(call, number, core.symmetric_ordinal(pool).map_or(u64::MAX, u64::from));
+        head.phase = core.phase(pool).map_or(u64::MAX, word_of);
+        head.windows = self.windows_digest(0);
+        head.communicators = (self.members.len() - 1 + ended.len()) as u64;
+        let heads = self.compare(&head)?;
+        let mut broken = BTreeSet::new();
+        if heads.iter().any(|head| head.communicators > 0) {
+            let rows = self.named(&ended);
+            let told = exchange(&rows, |message| self.all_gather(message)).map_err(Stop::Broken)?;
+            if call != WAKE
+                && let Some(difference) = compare_communicators(&told)
+            {
+                return Err(Stop::Differ(difference));
+            }
+            let known = known(&told);
+            let is_broken = |name: &u64| known.get(name).is_none_or(|known| !known.is_ready());
+            broken = self.members[1..].iter().map(|member| member.name).filter(is_broken).collect();
+            let mut remembered = registrar.ended.lock().unwrap_or_else(PoisonError::into_inner);
+            // Nobody speaks of it again that all have let go of.
+            remembered.retain(|ended| known.get(&ended.communicator).is_none_or(|known| !known.is_over()));
+        }
+        Ok(Agreed { heads, broken, ended })
+    }
+
+    /// Compares what must be equal on all ranks: the call and, where histories are compared, these.
+    fn compare(&mut self, head: &Head) -> Result<Vec<Head>, Stop> {
+        let (registrar, pool) = (self.registrar, self.pool);
+        let core = registrar.allocator.core();
+        let is_compared = registrar.settings.mode != Mode::Off && core.symmetric_ordinal(pool).is_some();
+        let history = is_compared.then(|| RankHistory::of_pools(core, Point::Sync, &[pool]));
+        let mut inquiry = Inquiry::new(self.over().ranks());
+        let answer_bytes = inquiry.question().message_bytes();
+        let mut message = Vec::new();
+        match &history {
+            Some(history) => history.answer(inquiry.question(), &mut message),
+            None => message.resize(answer_bytes, 0),
+        }
+        head.write(&mut message);
+        let gathered = self.all_gather(&message).map_err(Stop::Broken)?;
+        let heads: Vec<Head> = gathered.iter().map(|message| Head::read(&message[answer_bytes..])).collect();
+        if let Some(difference) = Head::compare(&heads) {
+            return Err(Stop::Differ(difference));
+        }
+        let answers: Vec<u8> = gathered.iter().flat_map(|message| &message[..answer_bytes]).copied().collect();
+        let mut gathered = Gathered::new(answers, answer_bytes);
+        let Some(history) = history.filter(|_| gathered.iter().any(|answer| answer != &message[..answer_bytes])) else {
+            return Ok(heads);
+        };
+        loop {
+            let nonsense = |error| SyncError::Protocol { communicator: self.over().name().to_owned(), error };
+            match inquiry.advance(&gathered).map_err(nonsense).map_err(Stop::Broken)? {
+                Progress::Asked => {}
+                Progress::Disagreed(disagreement) => {
+                    disagreement.tell(self.over().rank());
+                    return Err(Stop::Disagreed(disagreement));
+                }
+                _ => return Ok(heads),
+            }
+            message.clear();
+            history.answer(inquiry.question(), &mut message);
+            gathered = self.all_gather(&message).map_err(Stop::Broken)?;
+        }
+    }
+
+    fn windows_digest(&self, member: usize) -> u64 {
+        let Member { attachment, state, .. } = &self.members[member];
+        attachment.windows_digest(state, &self.registrar.allocator, self.pool)
+    }
+
+    /// The pool's other communicators, those that are over as well.
+    fn named(&self, ended: &[Ended]) -> Vec<Row> {
+        let known = (1..self.members.len()).map(|at| {
+            let (ranks, communicator) = (self.members[at].attachment.comm.ranks(), self.members[at].name);
+            let is_ready = self.is_ready(at);
+            let windows = if is_ready { self.windows_digest(at) } else { 0 };
+            Named { communicator, ranks, is_ready, windows }
+        });
+        let over = ended.iter().map(|ended| Named {
+            communicator: ended.communicator,
+            ranks: ended.ranks,
+            is_ready: false,
+            windows: 0,
+        });
+        known.chain(over).map(|named| named.row()).collect()
+    }
+
+    /// `Decide`: says whether this rank could, and hears which could not.
+    pub(super) fn decide(&mut self, obstacle: Option<Obstacle>) -> Result<Vec<RankObstacle>, SyncError> {
+        let gathered = self.all_gather(&write_verdict(obstacle))?;
+        let verdicts = gathered.iter().map(read_verdict).zip(0..);
+        Ok(verdicts.filter_map(|(obstacle, rank)| Some(RankObstacle { rank, obstacle: obstacle? })).collect())
+    }
+
+    /// Whether a communicator that NCCL is still inside of has something of the pool.
+    pub(super) fn is_held(&self) -> bool {
+        self.members.iter().any(|member| member.attachment.holds(&member.state, self.pool))
+    }
+}
