@@ -18,6 +18,7 @@ use symmalloc_core::ids::{AllocationId, ObserverId, PoolId, StreamId};
 use symmalloc_core::lock::Lock;
 use symmalloc_core::op::{Op, Pending, Record};
 use symmalloc_core::plans::PlanError;
+use symmalloc_core::restore::{RestoreError, RevivedPlace};
 use symmalloc_core::sleep::{SleepError, WakeError};
 use symmalloc_core::{Allocation, Handle};
 use thiserror::Error;
@@ -31,6 +32,8 @@ pub struct Program {
     names: Vec<(AllocationId, Box<str>)>,
     /// Of frees that completed later in the recording, ascending by the number of their op.
     pending: Vec<(usize, Pending)>,
+    /// Where allocations were revived, ascending by id.
+    revived: Vec<(AllocationId, RevivedPlace)>,
 }
 
 impl Program {
@@ -52,6 +55,9 @@ impl Program {
                     *id = next;
                     program.allocation_count += 1;
                     program.names.extend(record.name.clone().map(|name| (next, name)));
+                    if let (Some(placement), Some(block_bytes)) = (record.placement, record.revived_bytes) {
+                        program.revived.push((next, RevivedPlace { placement, block_bytes: block_bytes.get() }));
+                    }
                 }
                 Op::Free { id } | Op::RecordUse { id, .. } => {
                     let known = dense.get(id).copied();
@@ -90,6 +96,13 @@ impl Program {
     pub fn name(&self, id: AllocationId) -> Option<&str> {
         let at = self.names.binary_search_by_key(&id, |(id, _)| *id).ok()?;
         Some(&self.names[at].1)
+    }
+
+    /// Where the program revived an allocation, if it did.
+    #[inline]
+    pub fn revived(&self, id: AllocationId) -> Option<RevivedPlace> {
+        let at = self.revived.binary_search_by_key(&id, |(id, _)| *id).ok()?;
+        Some(self.revived[at].1)
     }
 
     /// The same program without what a recording says about pending frees.
@@ -222,6 +235,11 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         match *op {
             Op::Allocate { id, pool, stream, size_bytes } => {
                 let pool = self.pool(pool)?;
+                if let Some(place) = self.program.revived(id)
+                    && let Some(allocation) = self.revive(op, pool, place)?
+                {
+                    return Ok(Some(allocation));
+                }
                 let allocation = match self.program.name(id) {
                     None => self.allocator.allocate(pool, stream, size_bytes)?,
                     Some(name) => self.allocator.allocate_named(pool, stream, size_bytes, name)?,
@@ -238,6 +256,21 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
             _ => self.step_rarely(op)?,
         }
         Ok(None)
+    }
+
+    /// Makes an allocation live where the program revived it. `None` where that place is not free on this allocator, which has another
+    /// configuration than the recorded one, or follows a plan.
+    #[cold]
+    fn revive(&mut self, op: &Op, pool: PoolId, place: RevivedPlace) -> Result<Option<Allocation>, StepError> {
+        let Op::Allocate { id, stream, size_bytes, .. } = *op else { return Ok(None) };
+        match self.allocator.replay_revival(pool, stream, size_bytes, place, self.program.name(id)) {
+            Ok(allocation) => {
+                self.live[id.0 as usize] = Some(allocation.handle);
+                Ok(Some(allocation))
+            }
+            Err(RestoreError::Gone { .. } | RestoreError::UnknownLive { .. } | RestoreError::State(_)) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
     }
 
     #[cold]
@@ -472,6 +505,9 @@ pub enum StepError {
     /// The pool did not wake.
     #[error(transparent)]
     Wake(#[from] WakeError),
+    /// An allocation was not revived.
+    #[error(transparent)]
+    Revive(#[from] RestoreError),
     /// The driver failed.
     #[error(transparent)]
     Trim(#[from] TrimError),

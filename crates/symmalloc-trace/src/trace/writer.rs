@@ -104,7 +104,10 @@ fn write_record(line: &mut impl fmt::Write, record: &Record) -> fmt::Result {
             if let Some(placement) = record.placement {
                 write!(line, " -> {placement}")?;
             }
-            Ok(())
+            match record.revived_bytes {
+                Some(block_bytes) => write!(line, " revived {block_bytes}"),
+                None => Ok(()),
+            }
         }
         Op::Free { id } => {
             write!(line, "f {}", id.0)?;
