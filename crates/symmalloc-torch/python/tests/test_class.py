@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -147,7 +148,10 @@ class Calls(Compiled):
             self.assertEqual(lines, [
                 "a 0 400 s0", f"a 1 16384 s0 {where}", 'a 2 800 s0 "step 1"', 'a 3 1200 s0 "mine"', "a 4 1600 s0",
             ])  # fmt: skip
-            self.assertIn(b"job.py:4 weights", (Path(folder) / "symmalloc-job.pickle").read_bytes())
+            # And so does a snapshot of what is live.
+            snapshot = pickle.loads((Path(folder) / "symmalloc-job.pickle").read_bytes())
+            frames = [block["frames"] for segment in snapshot["segments"] for block in segment["blocks"]]
+            self.assertIn([{"name": "weights", "filename": f"{Path(folder).name}/job.py", "line": 4}], frames)
 
     def test_annotations(self) -> None:
         self.check("annotations")
