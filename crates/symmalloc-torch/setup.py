@@ -78,12 +78,13 @@ GLIBC_MINOR_LEAST = 17
 
 
 def manylinux(library: Path, platform: str) -> str:
-    """The tag that says which glibc a library needs, from the versions of its symbols; `platform` where it needs more than that."""
-    read = lambda option: subprocess.run(["readelf", "-W", option, library], check=True, capture_output=True, text=True).stdout  # noqa: E731
+    """The tag that says which glibc a library needs, by the versions of its symbols; `platform` where it needs more than that."""
+    command = ["readelf", "-W", "-d", "-V", str(library)]
     try:
-        needed, versions = re.findall(r"\(NEEDED\).*\[(.+)\]", read("-d")), re.findall(r"Name: GLIBC_2\.(\d+)", read("-V"))
+        read = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return platform
+    needed, versions = re.findall(r"\(NEEDED\).*\[(.+)\]", read), re.findall(r"Name: GLIBC_2\.(\d+)", read)
     if not versions or not all(EVERYWHERE.fullmatch(name) for name in needed):
         return platform
     minor = max(GLIBC_MINOR_LEAST, *map(int, versions))
@@ -118,7 +119,7 @@ class WithRust(sdist):
         subprocess.run(["cargo", "metadata", "--format-version", "1"], cwd=rust, check=True, stdout=subprocess.DEVNULL)
         added = locked(rust) - locked(WORKSPACE)
         if added:
-            raise SystemExit(f"cargo took other versions than those of Cargo.lock: {sorted(added)}; run it where the registry can be reached")
+            raise SystemExit(f"cargo took others than those of Cargo.lock, {sorted(added)}: run it where there is a network")
 
 
 def crates() -> list[Path]:

@@ -3,12 +3,13 @@
     python crates/symmalloc-torch/jobs/suites --gpus 2 --out suites
     python crates/symmalloc-torch/jobs/suites --suite op_db --only 'add|matmul'
 
-    distributed    `torch.testing._internal.distributed.distributed_test`, NCCL, a rank on each GPU (SYMMALLOC_SUITES_BACKEND=gloo: on CPUs)
+    distributed    `torch.testing._internal.distributed.distributed_test`: NCCL, a rank on each GPU; with
+                   SYMMALLOC_SUITES_BACKEND=gloo on CPUs
     op_db          every operator of `op_db` with its samples, forward and backward: outcomes and bits of results
 
-A test that looks worse on symmalloc is run once more on both before it counts. What was run stays in the folder `--out`: the same command
-goes on after a crash, a kill, or `--budget` seconds. A test that crashes or hangs costs its worker, not the run. The table is printed and
-written to `OUT/suites.md`, all of it to `OUT/suites.json`.
+A test that looks worse on symmalloc is run once more on both before it counts. What was run stays in the folder `--out`: the
+same command goes on after a crash, a kill, or `--budget` seconds. A test that crashes or hangs costs its worker, not the run. The
+table is printed and written to `OUT/suites.md`, all of it to `OUT/suites.json`.
 
 Ends with 0 when nothing is worse, 1 with a regression, 2 when nothing could be run, 3 when tests are left for the next time.
 """
@@ -45,12 +46,12 @@ class Options:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", action="append", help=f"{', '.join(SUITES)}, or a file (worker.py says of what form); all of them")
+    parser.add_argument("--suite", action="append", help=f"{', '.join(SUITES)}, or a file as worker.py wants it; all")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--only", default="", metavar="REGEX", help="tests whose names it is found in")
     parser.add_argument("--out", type=Path, default=Path("suites"))
     parser.add_argument("--seconds", type=float, default=300, help="that a test may take")
-    parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="end then; the same command goes on")
+    parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="the same command goes on")
     options = Options(**vars(parser.parse_args()))
     options.out.mkdir(parents=True, exist_ok=True)
     machine = Machine(options.gpus, options.seconds, time.monotonic() + options.budget)

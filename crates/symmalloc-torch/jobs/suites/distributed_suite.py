@@ -1,4 +1,7 @@
-"""PyTorch's `DistributedTest`: collectives, DDP and their kin, a process for each rank. NCCL, unless `SYMMALLOC_SUITES_BACKEND` says otherwise."""
+"""PyTorch's `DistributedTest`: collectives, DDP and their kin, a process for each rank.
+
+With NCCL, unless `SYMMALLOC_SUITES_BACKEND` says otherwise. The allocator comes before anything that may use CUDA.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,12 @@ os.environ.setdefault("BACKEND", os.environ.get("SYMMALLOC_SUITES_BACKEND", "ncc
 os.environ.setdefault("WORLD_SIZE", "2")
 # Ranks come here, too: they are started anew, and find the test's class by the name of this file.
 import torch
-
+from results import FAILED, PASSED, SKIPPED, Outcome
 from worker import under_allocator
 
 under_allocator()
 
-from torch.testing._internal.distributed.distributed_test import DistributedTest, TestDistBackend
-
-from results import FAILED, PASSED, SKIPPED, Outcome
+from torch.testing._internal.distributed.distributed_test import DistributedTest, TestDistBackend  # noqa: E402
 
 
 class OnBothAllocators(TestDistBackend, DistributedTest._DistTestBase):  # type: ignore[misc]

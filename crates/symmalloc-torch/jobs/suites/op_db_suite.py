@@ -13,15 +13,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-
+from results import PASSED, Outcome
 from worker import under_allocator
 
+# Before anything that may use CUDA.
 under_allocator()
 
-from torch.testing._internal.common_methods_invocations import op_db
-from torch.utils._pytree import tree_flatten
-
-from results import PASSED, Outcome
+from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
+from torch.utils._pytree import tree_flatten  # noqa: E402
 
 DEVICE = os.environ.get("SYMMALLOC_SUITES_DEVICE", "cuda")
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.complex64)
@@ -65,7 +64,7 @@ def run(name: str) -> Outcome:
     return Outcome(PASSED, bits=bits.hexdigest()[:16])
 
 
-def IS_BROKEN(error: Exception) -> bool:  # noqa: N802
+def IS_BROKEN(error: Exception) -> bool:
     """After an error of the device nothing in this process means anything."""
     if DEVICE != "cuda" or isinstance(error, torch.OutOfMemoryError):
         return False

@@ -1,4 +1,4 @@
-"""What became of tests: a file for each run, which outlives the process that writes it, and what two allocators' runs say together.
+"""What became of tests: a file for each run, which outlives its process, and what the runs of two allocators say together.
 
 A run is one suite on one allocator. Its file has a line of JSON for each thing that happened, so that a crash loses nothing:
 
@@ -52,7 +52,8 @@ class RunFile:
             self._write({"run": run})
         elif known != run:
             keys = known.keys() | run.keys()
-            told = ", ".join(f"{key} {known.get(key)!r}, now {run.get(key)!r}" for key in sorted(keys) if known.get(key) != run.get(key))
+            differ = [key for key in sorted(keys) if known.get(key) != run.get(key)]
+            told = ", ".join(f"{key} {known.get(key)!r}, now {run.get(key)!r}" for key in differ)
             raise OtherRun(f"{self.path} is of another run ({told}): name another folder with --out, or remove the file")
 
     def began(self, name: str) -> None:
@@ -91,7 +92,7 @@ class RunFile:
         return lines
 
     def _write(self, line: dict[str, Any]) -> None:
-        is_cut = self.path.exists() and not self.path.read_bytes()[-1:] in (b"", b"\n")
+        is_cut = self.path.exists() and self.path.read_bytes()[-1:] not in (b"", b"\n")
         with self.path.open("a", encoding="utf-8") as file:
             file.write(("\n" if is_cut else "") + json.dumps(line) + "\n")
 
@@ -192,11 +193,14 @@ def compare(
     without_contents: Iterable[str] = (),
     retried: tuple[dict[str, Outcome], dict[str, Outcome]] = ({}, {}),
 ) -> Comparison:
-    """Judges every test. `retried`: what native and ours said when a test that looked bad was run once more; it counts as a further
-    run of both."""
+    """Judges every test. `retried`: what native and ours said when a test that looked bad was run once more; it counts as a
+    further run of both."""
     undefined = set(without_contents)
     comparison = Comparison(suite)
     for name in names:
-        runs = [[run.get(name) for run in of] + ([again[name]] if name in again else []) for of, again in zip((native, ours), retried, strict=True)]
+        runs = [
+            [run.get(name) for run in of] + ([again[name]] if name in again else [])
+            for of, again in zip((native, ours), retried, strict=True)
+        ]
         comparison.verdicts[name] = judge(*runs, has_no_contents=name in undefined)
     return comparison

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,8 +81,8 @@ class Run:
     """What the run is of: a file of another run is not gone on with."""
 
     def carry_out(self, names: list[str], machine: Machine, shares_gpus: bool) -> dict[str, Outcome]:
-        """Runs what has no outcome yet, until the machine's time is over. With `shares_gpus` each test needs one GPU alone, and GPUs
-        work side by side. Raises `OtherRun` and `WorkerFailed`."""
+        """Runs what has no outcome yet, until the machine's time is over. With `shares_gpus` each test needs one GPU alone, and
+        GPUs work side by side. Raises `OtherRun` and `WorkerFailed`."""
         parts = machine.gpus if shares_gpus else 1
         files = [RunFile(self.path.with_suffix(f".{part}.jsonl")) for part in range(parts)]
         # Also with fewer or more GPUs than before.
@@ -151,10 +152,8 @@ class Run:
 
 def _end_all(worker: subprocess.Popen[bytes]) -> None:
     """Ends the worker's session: what it started may still be there."""
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(worker.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     worker.wait()
 
 

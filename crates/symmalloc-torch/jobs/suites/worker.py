@@ -1,7 +1,7 @@
 """Runs tests of a suite in this process, one after the other, and notes what became of each: `worker.py SUITE ALLOCATOR FILE`.
 
-Names come on the standard input, one a line; with `--list`, the suite's names go to the standard output instead. A suite is a Python
-file beside this one (or any, by its path) with
+Names come on the standard input, one a line; with `--list`, the suite's names go to the file instead. A suite is a Python file
+beside this one (or any, by its path) with
 
     names() -> list[str]
     run(name) -> results.Outcome       raises what the test raises
@@ -44,13 +44,13 @@ def load(suite: str) -> ModuleType:
 
 
 def under_allocator() -> None:
-    """Puts the allocator of this run under PyTorch. Suites call it before anything uses CUDA, also in processes that they start."""
+    """Puts the allocator of this run under PyTorch. Suites call it before anything uses CUDA, in processes that they start, too."""
     if os.environ.get(ALLOCATOR) == "symmalloc":
         import symmalloc
 
         symmalloc.install()
         if not symmalloc.has_class():
-            raise SystemExit("the allocator's class for PyTorch is missing here: SYMMALLOC_TORCH_CLASS=require says why")
+            raise SystemExit("the class for PyTorch is missing here: SYMMALLOC_TORCH_CLASS=require says why")
 
 
 def main() -> None:
@@ -77,7 +77,8 @@ def main() -> None:
             told = "".join(traceback.format_exception_only(error)).strip()
             outcome = Outcome(FAILED, detail=told[-DETAIL_CHARACTERS:])
             is_broken = getattr(suite, "IS_BROKEN", lambda _: False)(error)
-        file.ended(name, Outcome(outcome.outcome, round(time.monotonic() - start, 3), outcome.detail[-DETAIL_CHARACTERS:], outcome.bits))
+        seconds = round(time.monotonic() - start, 3)
+        file.ended(name, Outcome(outcome.outcome, seconds, outcome.detail[-DETAIL_CHARACTERS:], outcome.bits))
         if is_broken:
             sys.stdout.flush()
             os._exit(BROKEN)

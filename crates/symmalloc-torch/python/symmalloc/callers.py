@@ -1,7 +1,7 @@
 """Who asks for memory: the Python frame by which an allocation is named while `torch.cuda.memory._record_memory_history` is on.
 
-The innermost frame of the program names it, `model/attention.py:88 forward`; where there is none, the innermost of PyTorch's. That is
-how `symmalloc import` names what PyTorch recorded, so that traces, reports and snapshots of both say the same.
+The innermost frame of the program names it, `model/attention.py:88 forward`; where there is none, the innermost of PyTorch's.
+That is how `symmalloc import` names what PyTorch recorded, so that traces, reports and snapshots of both say the same.
 """
 
 from __future__ import annotations

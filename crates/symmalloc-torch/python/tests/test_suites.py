@@ -1,4 +1,4 @@
-"""Comparing PyTorch's own tests on two allocators (`jobs/suites`): its verdicts, and that it goes on after whatever a test does."""
+"""Comparing PyTorch's own tests on two allocators (`jobs/suites`): its verdicts, and that it goes on whatever a test does."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ SUITES = Path(__file__).resolve().parents[2] / "jobs" / "suites"
 FAKE = Path(__file__).resolve().with_name("fakes") / "suites" / "fake_suite.py"
 sys.path.insert(0, str(SUITES))
 
-from results import (  # noqa: E402
-    BETTER, BOTH_FAIL, BOTH_SKIP, CRASHED, EQUAL, FAILED, FLAKY, NO_CONTENTS, OTHER_BITS, PASSED, REGRESSION, SKIPPED, TIMEOUT,
-    UNFINISHED, VARIES, Outcome, RunFile, compare, judge,
+import results  # noqa: E402
+from results import CRASHED, FAILED, PASSED, SKIPPED, TIMEOUT, Outcome, RunFile, compare, judge  # noqa: E402
+
+BETTER, BOTH_FAIL, BOTH_SKIP, EQUAL, FLAKY = (
+    results.BETTER, results.BOTH_FAIL, results.BOTH_SKIP, results.EQUAL, results.FLAKY,
+)  # fmt: skip
+NO_CONTENTS, OTHER_BITS, REGRESSION, UNFINISHED, VARIES = (
+    results.NO_CONTENTS, results.OTHER_BITS, results.REGRESSION, results.UNFINISHED, results.VARIES,
 )  # fmt: skip
 
 

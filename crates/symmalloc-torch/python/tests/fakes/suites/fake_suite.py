@@ -56,5 +56,5 @@ def run(name: str) -> Outcome:
     return Outcome(PASSED, bits=bits)
 
 
-def IS_BROKEN(error: Exception) -> bool:  # noqa: N802
+def IS_BROKEN(error: Exception) -> bool:
     return isinstance(error, Broken)
