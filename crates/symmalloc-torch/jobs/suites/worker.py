@@ -44,7 +44,7 @@ def load(suite: str) -> ModuleType:
 
 
 def under_allocator() -> None:
-    """Puts the allocator of this run under PyTorch. Suites call it before anything uses CUDA, in processes that they start, too."""
+    """Puts the allocator of this run under PyTorch. Suites call it first, in processes that they start, too."""
     if os.environ.get(ALLOCATOR) == "symmalloc":
         import symmalloc
 
