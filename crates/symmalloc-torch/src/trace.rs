@@ -17,12 +17,10 @@ use crate::complaints::say;
 use crate::error::Error;
 use crate::guard::guarded;
 use std::env::{self, VarError};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, Once, PoisonError};
-use symmalloc_core::config::Config;
-use symmalloc_core::op::Record;
-use symmalloc_core::recording::{RecordingError, Sink, SinkError};
+use symmalloc_core::recording::{RecordingError, SinkError, StartRecordingError};
 use symmalloc_cuda::CudaAllocator;
 use symmalloc_import::{TraceFile, TraceFileOptions, TraceNaming};
 
@@ -31,35 +29,10 @@ pub(crate) const TRACE_VARIABLE: &str = "SYMMALLOC_TRACE";
 
 /// Records every op of the allocator from now on.
 pub(crate) fn start(allocator: &CudaAllocator, path: &Path) -> Result<(), Error> {
-    allocator.core().start_recording(NewFile { path: path.to_path_buf(), file: None })?;
+    let file = TraceFile::create(path, TraceFileOptions::default()).map_err(SinkError::from);
+    let file = file.map_err(StartRecordingError::Sink)?;
+    allocator.core().start_recording(file)?;
     Ok(())
-}
-
-/// A file that is made when its recording begins: a start that is refused leaves the trace alone that lies there, maybe the one that
-/// is being written.
-struct NewFile {
-    path: PathBuf,
-    file: Option<TraceFile>,
-}
-
-impl NewFile {
-    fn file(&mut self) -> &mut TraceFile {
-        self.file.as_mut().expect("a recording has begun before it goes on")
-    }
-}
-
-impl Sink for NewFile {
-    fn begin(&mut self, config: &Config) -> Result<(), SinkError> {
-        self.file.insert(TraceFile::create(&self.path, TraceFileOptions::default())?).begin(config)
-    }
-
-    fn record(&mut self, record: Record) -> Result<(), SinkError> {
-        self.file().record(record)
-    }
-
-    fn finish(&mut self) -> Result<(), SinkError> {
-        self.file().finish()
-    }
 }
 
 /// Ends the recording: what was recorded is on disk then.
