@@ -2,13 +2,19 @@
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex};
 use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_core::ids::SegmentId;
 use symmalloc_core::layout::Layout;
-use symmalloc_core::restore::RestoreError;
+use symmalloc_core::op::{Op, Record};
+use symmalloc_core::recording::{Sink, SinkError};
+use symmalloc_core::restore::{RestoreError, RevivedPlace};
 use symmalloc_core::units::MIB;
 use symmalloc_core::{Allocation, Allocator, Digest, Placement, PoolId, StreamId};
 use symmalloc_harness::hooked::{DeviceCall, Hooked};
 use symmalloc_sim::{SimBackend, SplitMix64};
+use symmalloc_trace::replay::{Program, Replay};
+use symmalloc_trace::{RecordLine, Trace};
 
 const POOL: PoolId = PoolId::DEFAULT;
 const S0: StreamId = StreamId(0);
@@ -68,16 +74,19 @@ fn go_back(allocator: &Rank<'_>, layout: &Layout, saved: &Live, now: &Live) {
 
 /// One rank's digests on the way.
 fn history(policy: &str, device: &SimBackend, seed: u64) -> Vec<Digest> {
-    let allocator = rank(device, policy);
+    wandered(&rank(device, policy), seed)
+}
+
+fn wandered(allocator: &Rank<'_>, seed: u64) -> Vec<Digest> {
     let mut random = SplitMix64::new(seed);
     let mut digests = Vec::new();
     let mut saved = Live::new();
-    wander(&allocator, &mut random, &mut saved, 25);
+    wander(allocator, &mut random, &mut saved, 25);
     let layout = allocator.save_layout(POOL).expect("nothing is retired");
     for _ in 0..4 {
         let mut now = saved.clone();
-        wander(&allocator, &mut random, &mut now, 30);
-        go_back(&allocator, &layout, &saved, &now);
+        wander(allocator, &mut random, &mut now, 30);
+        go_back(allocator, &layout, &saved, &now);
         // Handles of what was made again are new ones.
         let again = allocator.revive_layout(POOL, &layout).expect("nothing to do");
         saved = again.allocations().map(|one| ((one.stream, one.allocation.placement), one.allocation)).collect();
@@ -99,6 +108,131 @@ fn a_pool_goes_back_any_number_of_times_and_alike_on_every_rank() {
             assert_eq!(digests[0], digests[1], "{policy}, seed {seed}");
         }
     }
+}
+
+/// Keeps what is recorded.
+#[derive(Clone, Default)]
+struct Memory(Arc<Mutex<Vec<Record>>>);
+
+impl Sink for Memory {
+    fn begin(&mut self, _: &Config) -> Result<(), SinkError> {
+        Ok(())
+    }
+
+    fn record(&mut self, record: Record) -> Result<(), SinkError> {
+        self.0.lock().expect("no panic").push(record);
+        Ok(())
+    }
+
+    fn finish(&mut self) -> Result<(), SinkError> {
+        Ok(())
+    }
+}
+
+/// The ops of a run, read back from their text.
+fn recorded(allocator: &Rank<'_>, run: impl FnOnce(&Rank<'_>)) -> Vec<Record> {
+    let sink = Memory::default();
+    allocator.start_recording(sink.clone()).expect("nothing was allocated");
+    run(allocator);
+    let count = allocator.stop_recording().expect("it did not end before").records;
+    let records = std::mem::take(&mut *sink.0.lock().expect("no panic"));
+    assert_eq!(records.len() as u64, count);
+    let text = Trace::new(None, records).expect("consistent").to_text();
+    Trace::parse(&text).expect("a trace reads what it wrote").records().to_vec()
+}
+
+#[test]
+fn a_recording_goes_on_after_a_revival_and_replays_to_the_same_digests() {
+    let mut revived = 0;
+    for policy in ["segments:expandable", "segments:fixed", "segments:fixed,max_split_size_mb:30", "streams:shared"] {
+        for seed in 0..40 {
+            let device = SimBackend::builder().rank(1).seed(seed + 7).build();
+            let allocator = rank(&device, policy);
+            let records = recorded(&allocator, |allocator| drop(wandered(allocator, seed)));
+            revived += records.iter().filter(|record| record.revived_bytes.is_some()).count();
+            let program = Program::new(&records).expect("consistent");
+            let other = SimBackend::builder().rank(2).seed(seed).build();
+            let config = allocator.config().clone();
+            let again: Rank<'_> = Allocator::new(&other, config).expect("valid");
+            let mut placements = Vec::new();
+            Replay::new(&again, &program).run(|_, made| placements.push(made.placement)).expect("it replays");
+            let expected: Vec<_> = records
+                .iter()
+                .filter(|record| matches!(record.op, Op::Allocate { .. }))
+                .map(|record| record.placement.expect("of some bytes"))
+                .collect();
+            assert_eq!(placements, expected, "{policy}, seed {seed}");
+            assert_eq!(again.digest(POOL), allocator.digest(POOL), "{policy}, seed {seed}");
+            assert_eq!(again.stats().usage, allocator.stats().usage, "{policy}, seed {seed}");
+            again.check().expect("sound");
+        }
+    }
+    assert!(revived > 1000, "{revived} were revived");
+}
+
+/// A branch of a tree of graphs takes memory between a checkpoint and the way back to it.
+fn branch(allocator: &Rank<'_>) {
+    let stem = allocator.allocate_named(POOL, S0, 3 * MIB, "stem").expect("fits");
+    allocator.record_use(stem.handle, S1).expect("live");
+    let layout = allocator.save_layout(POOL).expect("nothing is retired");
+    allocator.free(stem.handle).expect("live");
+    let branch = allocator.allocate(POOL, S0, MIB).expect("fits");
+    allocator.free(branch.handle).expect("live");
+    allocator.revive_layout(POOL, &layout).expect("all of it is there");
+    allocator.allocate(POOL, S0, MIB).expect("fits");
+}
+
+#[test]
+fn a_recorded_revival_has_its_name_its_uses_and_its_block() {
+    let device = SimBackend::builder().build();
+    let records = recorded(&rank(&device, "segments:expandable"), branch);
+    let lines: Vec<String> = records.iter().map(|record| RecordLine(record).to_string()).collect();
+    assert_eq!(
+        lines[2..],
+        [
+            "a 0 3145728 s0 \"stem\" -> 0@0",
+            "u 0 s1",
+            "f 0",
+            "a 1 1048576 s0 -> 0@0",
+            "f 1",
+            "a 2 3145728 s0 \"stem\" -> 0@0 revived 3145728",
+            "u 2 s1",
+            "a 3 1048576 s0 -> 0@3145728",
+        ]
+    );
+}
+
+#[test]
+fn where_the_place_of_a_revival_is_not_free_a_replay_allocates_it_like_any_other() {
+    let device = SimBackend::builder().build();
+    let mut records = recorded(&rank(&device, "segments:expandable"), branch);
+    let revival = records.iter().position(|record| record.revived_bytes.is_some()).expect("one");
+    let run = |records: &[Record], policy: &str| {
+        let program = Program::new(records).expect("consistent");
+        let other = SimBackend::builder().build();
+        let again = rank(&other, policy);
+        let mut placements = Vec::new();
+        Replay::new(&again, &program).run(|_, made| placements.push(made.placement)).expect("it replays");
+        again.check().expect("sound");
+        placements.remove(2)
+    };
+    let (segment, offset_bytes) = (SegmentId(0), 0);
+    assert_eq!(run(&records, "segments:fixed"), Placement { segment, offset_bytes });
+    // Places that are nowhere, crooked, or lie on what is live.
+    for (segment, offset_bytes, block_bytes) in
+        [(9, 0, 3 * MIB), (0, 100, 3 * MIB), (0, 0, 3 * MIB + 1), (0, u64::MAX - 511, 3 * MIB), (0, 600 * MIB, 3 * MIB)]
+    {
+        let place = Placement { segment: SegmentId(segment), offset_bytes };
+        records[revival] = records[revival].clone().with_revival(place, block_bytes);
+        assert_eq!(run(&records, "segments:expandable"), Placement { segment: SegmentId(0), offset_bytes: 0 });
+    }
+    let allocator = rank(&device, "segments:expandable");
+    allocator.allocate(POOL, S0, MIB).expect("fits");
+    let place = RevivedPlace { placement: Placement { segment: SegmentId(0), offset_bytes: 0 }, block_bytes: MIB };
+    let digest = allocator.digest(POOL);
+    let refused = allocator.replay_revival(POOL, S0, MIB, place, None).expect_err("something lives there");
+    assert!(matches!(refused, RestoreError::UnknownLive { .. }), "{refused}");
+    assert_eq!(allocator.digest(POOL), digest);
 }
 
 #[test]

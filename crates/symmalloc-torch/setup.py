@@ -1,8 +1,12 @@
 """Builds the wheel: cargo makes the library, setuptools puts it beside the Python files.
 
-The package is ctypes on a C interface, so one wheel fits every Python 3 (`py3-none-linux_*`). `CARGO_TARGET_DIR` is
-respected. `SYMMALLOC_CARGO_PROFILE` (default `shipped`) chooses the profile. A library that was built already is taken
-with `SYMMALLOC_LIBRARY=/path/to/libsymmalloc_torch.so pip install ./crates/symmalloc-torch`.
+The package is ctypes on a C interface, so one wheel fits every Python 3. Its tag says which C library it needs at least
+(`py3-none-manylinux_2_34_x86_64`), which follows from the machine that builds it. `CARGO_TARGET_DIR` is respected.
+`SYMMALLOC_CARGO_PROFILE` (default `shipped`) chooses the profile. A library that was built already is taken with
+`SYMMALLOC_LIBRARY=/path/to/libsymmalloc_torch.so pip install ./crates/symmalloc-torch`.
+
+    checkout  crates/symmalloc-torch/setup.py        the Rust workspace is two folders up
+    sdist     setup.py, python/, include/, rust/     the crates that the library is made of, and their Cargo.lock
 """
 
 import json
@@ -15,9 +19,12 @@ from pathlib import Path
 from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 
 CRATE = Path(__file__).resolve().parent
-WORKSPACE = CRATE.parent.parent
+RUST = CRATE / "rust"
+WORKSPACE = RUST if RUST.is_dir() else CRATE.parent.parent
+NAME = "symmalloc-torch"
 LIBRARY = "libsymmalloc_torch.so"
 HEADER = "symmalloc.h"
 
@@ -25,7 +32,7 @@ HEADER = "symmalloc.h"
 def workspace_version() -> str:
     manifest = WORKSPACE / "Cargo.toml"
     if not manifest.exists():
-        raise SystemExit(f"{manifest} is missing: install from a checkout of the whole repository")
+        raise SystemExit(f"{manifest} is missing: install from a checkout of the whole repository, or from an sdist")
     package = manifest.read_text().split("[workspace.package]", 1)[1]
     return re.search(r'^version = "(.+)"$', package, re.MULTILINE).group(1)
 
@@ -36,7 +43,7 @@ def built_library() -> Path:
         return Path(given)
     if shutil.which("cargo") is None:
         raise SystemExit("cargo is not on the PATH: install Rust (https://rustup.rs), or set SYMMALLOC_LIBRARY")
-    command = ["cargo", "rustc", "--locked", "-p", "symmalloc-torch", "--lib", "--crate-type", "cdylib"]
+    command = ["cargo", "rustc", "--locked", "-p", NAME, "--lib", "--crate-type", "cdylib"]
     command += ["--profile", os.environ.get("SYMMALLOC_CARGO_PROFILE", "shipped")]
     command += ["--message-format", "json-render-diagnostics"]
     messages = subprocess.run(command, cwd=WORKSPACE, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -59,7 +66,95 @@ class BuildWithLibrary(build_py):
 
 class PlatformWheel(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
-        return "py3", "none", super().get_tag()[2]
+        platform = super().get_tag()[2]
+        for library in Path(self.bdist_dir).rglob(LIBRARY):
+            platform = manylinux(library, platform)
+        return "py3", "none", platform
+
+
+# Libraries that every Linux with glibc has (PEP 600), and the oldest glibc that the tag knows.
+EVERYWHERE = re.compile(r"(lib(c|m|dl|pthread|rt|util|gcc_s)|ld-linux-[a-z0-9-]+)\.so\.[0-9]+")
+GLIBC_MINOR_LEAST = 17
+
+
+def manylinux(library: Path, platform: str) -> str:
+    """The tag that says which glibc a library needs, by the versions of its symbols; `platform` where it needs more than that."""
+    command = ["readelf", "-W", "-d", "-V", str(library)]
+    try:
+        read = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return platform
+    needed, versions = re.findall(r"\(NEEDED\).*\[(.+)\]", read), re.findall(r"Name: GLIBC_2\.(\d+)", read)
+    if not versions or not all(EVERYWHERE.fullmatch(name) for name in needed):
+        return platform
+    minor = max(GLIBC_MINOR_LEAST, *map(int, versions))
+    return platform.replace("linux_", f"manylinux_2_{minor}_", 1)
+
+
+class WithRust(sdist):
+    """Takes the crates along that the library is made of, so that it builds from what it holds."""
+
+    def make_release_tree(self, base_dir: str, files: list[str]) -> None:
+        super().make_release_tree(base_dir, files)
+        there, rust = Path(base_dir), Path(base_dir) / "rust"
+        (there / "include").mkdir(exist_ok=True)
+        shutil.copyfile(CRATE / "include" / HEADER, there / "include" / HEADER)
+        if RUST.is_dir():
+            shutil.copytree(RUST, rust, ignore=shutil.ignore_patterns("target"), dirs_exist_ok=True)
+            return
+        folders = crates()
+        for folder in folders:
+            target = rust / folder.relative_to(WORKSPACE)
+            shutil.copytree(folder / "src", target / "src", dirs_exist_ok=True)
+            for file in ("build.rs", "README.md", "LICENSE-MIT", "LICENSE-APACHE"):
+                if (folder / file).exists():
+                    shutil.copyfile(folder / file, target / file)
+            (target / "Cargo.toml").write_text(without_tests((folder / "Cargo.toml").read_text()))
+        root = without_members((WORKSPACE / "Cargo.toml").read_text(), [str(folder.relative_to(WORKSPACE)) for folder in folders])
+        (rust / "Cargo.toml").write_text(root)
+        # Says which CUDA headers the bindings follow.
+        shutil.copytree(WORKSPACE / ".cargo", rust / ".cargo", dirs_exist_ok=True)
+        shutil.copyfile(WORKSPACE / "Cargo.lock", rust / "Cargo.lock")
+        # Leaves packages out that nothing needs any more: a lock file that would change is an error when the wheel is built.
+        subprocess.run(["cargo", "metadata", "--format-version", "1"], cwd=rust, check=True, stdout=subprocess.DEVNULL)
+        added = locked(rust) - locked(WORKSPACE)
+        if added:
+            raise SystemExit(f"cargo took others than those of Cargo.lock, {sorted(added)}: run it where there is a network")
+
+
+def crates() -> list[Path]:
+    """The folders of the crates that the library is made of."""
+    command = ["cargo", "metadata", "--format-version", "1", "--no-deps", "--locked"]
+    packages = json.loads(subprocess.run(command, cwd=WORKSPACE, check=True, stdout=subprocess.PIPE).stdout)["packages"]
+    by_name = {package["name"]: package for package in packages}
+    found: set[str] = set()
+    left = [NAME]
+    while left:
+        name = left.pop()
+        if name not in found:
+            found.add(name)
+            dependencies = by_name[name]["dependencies"]
+            left += [one["name"] for one in dependencies if one["kind"] != "dev" and one["name"] in by_name and one.get("path")]
+    return [Path(by_name[name]["manifest_path"]).parent for name in sorted(found)]
+
+
+def without_tests(manifest: str) -> str:
+    """A crate's manifest without what its tests, examples and benchmarks need, which stay behind."""
+    sections = re.split(r"^(?=\[)", manifest, flags=re.MULTILINE)
+    is_of_tests = re.compile(r"\[(\[(test|bench|example)\]|(target\..*\.)?dev-dependencies)")
+    return "".join(section for section in sections if not is_of_tests.match(section))
+
+
+def without_members(manifest: str, members: list[str]) -> str:
+    """The workspace's manifest with these members alone."""
+    manifest = re.sub(r"^members = .*$", f"members = {json.dumps(members)}", manifest, flags=re.MULTILINE)
+    return re.sub(r"^(default-members|exclude) = .*\n", "", manifest, flags=re.MULTILINE)
+
+
+def locked(workspace: Path) -> set[tuple[str, str]]:
+    """Names and versions of the packages of a lock file."""
+    text = (workspace / "Cargo.lock").read_text()
+    return set(re.findall(r'^name = "(.+)"\nversion = "(.+)"$', text, re.MULTILINE))
 
 
 class WithLibrary(Distribution):
@@ -72,5 +167,5 @@ class WithLibrary(Distribution):
 setup(
     version=workspace_version(),
     distclass=WithLibrary,
-    cmdclass={"build_py": BuildWithLibrary, "bdist_wheel": PlatformWheel},
+    cmdclass={"build_py": BuildWithLibrary, "bdist_wheel": PlatformWheel, "sdist": WithRust},
 )

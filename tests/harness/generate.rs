@@ -278,13 +278,14 @@ pub fn scenario_bytes(ops: usize) -> impl Strategy<Value = Vec<u8>> {
 /// A pool's policy out of five bytes.
 fn pool_config(tape: &mut Tape<'_>) -> PoolConfig {
     let mut expandable = ExpandableSegments::default();
-    // Its highest bits say whether large blocks are stitched.
+    // Its highest bits say whether large blocks are stitched, or fixed segments are not split.
     let stitches = tape.bytes.first().map_or(0, |byte| byte >> 5);
     (expandable.range_bytes, expandable.growth_bytes) =
         tape.pick(&[(512 << 30, 2 * MIB), (64 * MIB, 2 * MIB), (32 * MIB, 8 * MIB), (96 * MIB, 12 * MIB)]);
     let mut fixed = FixedSegments::default();
     fixed.max_split_size_bytes = tape.pick(&[None, None, Some(20 * MIB), Some(32 * MIB)]);
     fixed.max_non_split_rounding_bytes = tape.pick(&[20 * MIB, MIB]);
+    fixed.unsplit = stitches == 5;
     let segments = tape.pick(&[
         SegmentPolicy::Expandable(expandable.clone()),
         SegmentPolicy::Fixed(fixed.clone()),

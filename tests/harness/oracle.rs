@@ -251,7 +251,10 @@ impl Oracle {
             return Err(Refusal::TooLarge);
         }
         let placed = self.retry(pool, key, |heap, config, headroom, granularity| {
-            let size = round(requested, config.roundup_power2_divisions());
+            let size = match config.segments() {
+                SegmentPolicy::Fixed(knobs) if knobs.unsplit => requested.next_multiple_of(granularity),
+                _ => round(requested, config.roundup_power2_divisions()),
+            };
             let place = match heap.best_fit(config, size).filter(|place| heap.accepts(config, size, *place)) {
                 Some(place) => place,
                 None => {

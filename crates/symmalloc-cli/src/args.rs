@@ -122,10 +122,11 @@ Examples:
 The format goes by OUT's name, .json is a time line, unless --format says it; a name that says it is something else is an error. On a time line a microsecond is an op.
 
 JSON of a time line: schema_version, trace, timeline, heaps, slices (allocations), left_out (smaller allocations), points (of counters),
-ops_per_point (each is the highest of), instants.
+ops_per_point (each is the highest of), instants, lived_before, lived_before_bytes (when the recording began).
 
 JSON of a snapshot: schema_version, trace, snapshot, entries, allocations, refused (by a limit), pending_frees (that complete later),
-segments and blocks (at the end), ops_without_entry (that PyTorch's allocator does not have).
+segments and blocks (at the end), ops_without_entry (that PyTorch's allocator does not have), lived_before, lived_before_bytes (when
+the recording began).
 
 Exit codes: 0 fine, 2 bad input.";
 

@@ -4,6 +4,7 @@ mod share;
 
 use crate::Verdict;
 use crate::args::{ChartArgs, PolicyArgs};
+use crate::beginning::lived_before;
 use crate::destination::Destination;
 use crate::diff::Diff;
 use crate::error::CliError;
@@ -121,7 +122,11 @@ pub(crate) fn chart(args: &ChartArgs) -> Result<Verdict, CliError> {
     if args.json {
         output::print_json(object(args, &timeline, op, beside.as_ref()))?;
     } else {
-        output::print(&screen(args, &timeline, op, beside.as_ref(), Palette::of_stdout()))?;
+        let mut said = screen(args, &timeline, op, beside.as_ref(), Palette::of_stdout());
+        if let Some(before) = lived_before(&recorded.recording.summary) {
+            said += &format!("{before}\n");
+        }
+        output::print(&said)?;
     }
     Ok(Verdict::Agree)
 }

@@ -5,6 +5,7 @@ mod timeline;
 
 use crate::Verdict;
 use crate::args::{ExportArgs, ExportFormat};
+use crate::beginning::lived_before;
 use crate::content::Content;
 use crate::destination::{Destination, shown};
 use crate::error::CliError;
@@ -42,9 +43,9 @@ pub(crate) fn export(args: &ExportArgs) -> Result<Verdict, CliError> {
     out.write(&snapshot)?;
     let channel = Channel::beside(&out);
     if args.json {
-        channel.print_json(object(args, &summary))?;
+        channel.print_json(object(args, &recorded, &summary))?;
     } else {
-        channel.print(&screen(args, &summary, channel.palette()))?;
+        channel.print(&screen(args, &recorded, &summary, channel.palette()))?;
     }
     Ok(Verdict::Agree)
 }
@@ -65,7 +66,7 @@ fn content(format: ExportFormat) -> Content {
 }
 
 /// What `export --json` prints. Its keys are an interface: `symmalloc export --help` lists them.
-fn object(args: &ExportArgs, summary: &ExportSummary) -> Value {
+fn object(args: &ExportArgs, recorded: &Recorded, summary: &ExportSummary) -> Value {
     json!({
         "trace": args.input.display().to_string(),
         "snapshot": args.output.display().to_string(),
@@ -76,10 +77,12 @@ fn object(args: &ExportArgs, summary: &ExportSummary) -> Value {
         "segments": summary.segments,
         "blocks": summary.blocks,
         "ops_without_entry": summary.ops_without_entry,
+        "lived_before": recorded.recording.summary.lived_before,
+        "lived_before_bytes": recorded.recording.summary.lived_before_bytes,
     })
 }
 
-fn screen(args: &ExportArgs, summary: &ExportSummary, palette: Palette) -> String {
+fn screen(args: &ExportArgs, recorded: &Recorded, summary: &ExportSummary, palette: Palette) -> String {
     let mut out = format!(
         "{}\n{} trace entries of {}; at the end {} of {}\n",
         palette.title(&args.input.display().to_string()),
@@ -96,6 +99,9 @@ fn screen(args: &ExportArgs, summary: &ExportSummary, palette: Palette) -> Strin
         if number > 0 {
             let _ = writeln!(out, "  {what}: {}", count(number));
         }
+    }
+    if let Some(before) = lived_before(&recorded.recording.summary) {
+        let _ = writeln!(out, "  {before}");
     }
     let _ = writeln!(out, "written to {}: open it at https://pytorch.org/memory_viz", shown(&args.output));
     out

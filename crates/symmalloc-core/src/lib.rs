@@ -117,7 +117,7 @@ pub use types::{backend, ids, units};
 
 /// Restoring a [`Layout`]: the pool becomes what it was when the layout was saved.
 pub mod restore {
-    pub use crate::allocator::{Restored, RestoredAllocation, RestoredHeap};
+    pub use crate::allocator::{Restored, RestoredAllocation, RestoredHeap, RevivedPlace};
     pub use crate::config::restore_error::{LayoutError, RestoreError};
 }
 

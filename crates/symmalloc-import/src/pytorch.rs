@@ -64,7 +64,7 @@ pub(crate) fn read(source: impl Read, options: &ReadOptions) -> Result<Transcrip
     let vocabulary = Vocabulary { words: VOCABULARY, texts_of: &[USER_METADATA, FILENAME, NAME], keeps: frames::keeps };
     let document = pickle::read(source, vocabulary, options.memory_limit_bytes)?;
     let traces = device_traces(&document)?;
-    let device = select_device(&traces, options.device)?;
+    let device = select_device(&document, &traces, options.device)?;
     DeviceTrace { document: &document, device, entries: traces[device] }.retell(options.memory_limit_bytes)
 }
 
@@ -85,8 +85,9 @@ fn device_traces(document: &Document) -> Result<Vec<&List>, SnapshotError> {
     traces.items.iter().map(trace).collect()
 }
 
-/// The device asked for, or the only one with a trace.
-fn select_device(traces: &[&List], wanted: Option<usize>) -> Result<usize, SnapshotError> {
+/// The device asked for, or the only one with a trace. PyTorch marks the taking of a snapshot on every device, used or not: a trace of
+/// nothing but marks is none, where another one is more.
+fn select_device(document: &Document, traces: &[&List], wanted: Option<usize>) -> Result<usize, SnapshotError> {
     let entries = || traces.iter().map(|trace| trace.len).collect::<Vec<u64>>();
     match wanted {
         Some(device) => match traces.get(device) {
@@ -94,7 +95,14 @@ fn select_device(traces: &[&List], wanted: Option<usize>) -> Result<usize, Snaps
             _ => Err(SnapshotError::NoSuchTrace { device, entries: entries() }),
         },
         None => {
-            let mut recorded = (0..traces.len()).filter(|device| traces[*device].len > 0);
+            let is_mark = |item: &Item| match item {
+                Item::Dict(dict) => document.values.field(*dict, ACTION) == Some(Value::Word(SNAPSHOT)),
+                Item::List(_) => false,
+            };
+            let is_more = |trace: &List| !trace.is_whole() || !trace.items.iter().all(is_mark);
+            let any_is_more = traces.iter().any(|trace| is_more(trace));
+            let is_recorded = |device: &usize| traces[*device].len > 0 && (!any_is_more || is_more(traces[*device]));
+            let mut recorded = (0..traces.len()).filter(is_recorded);
             match (recorded.next(), recorded.next()) {
                 (Some(device), None) => Ok(device),
                 (None, _) => Err(SnapshotError::NothingRecorded { devices: traces.len() }),

@@ -6,7 +6,7 @@
 //!                                                └─► "Thread,Time,Action"   rmm ──────► transcript ────┘
 //! ```
 //!
-//! Input is streamed; in memory are the records (72 bytes each) and, for a snapshot, what [`pickle`](crate::pickle)
+//! Input is streamed; in memory are the records (80 bytes each) and, for a snapshot, what [`pickle`](crate::pickle)
 //! keeps of it while it is read.
 
 use std::fs::File;

@@ -40,7 +40,7 @@ const CHUNK_RECORDS: usize = 4096;
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TraceFileOptions {
-    /// The most records that wait to be written, at 72 bytes each and their names; as many again may be in the hands of the
+    /// The most records that wait to be written, at 80 bytes each and their names; as many again may be in the hands of the
     /// thread that writes. The program waits when it has more.
     pub pending_records_max: usize,
     /// How long a record may be lost by a crash: what is older has been flushed. At least a millisecond.

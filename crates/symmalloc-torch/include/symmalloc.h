@@ -1172,6 +1172,20 @@ symmalloc_status symmalloc_torch_allocate(int32_t device,
                                           void **out);
 
 /**
+ * As `symmalloc_torch_allocate`, with a name for traces, snapshots and reports. A name that the thread pushed wins. What is no UTF-8 is
+ * replaced; NULL is no name.
+ *
+ * # Safety
+ * As `symmalloc_torch_allocate`, and `name` is NULL or a C string.
+ */
+symmalloc_status symmalloc_torch_allocate_named(int32_t device,
+                                                size_t bytes,
+                                                void *stream,
+                                                uint64_t inherited,
+                                                const char *name,
+                                                void **out);
+
+/**
  * Frees. `device` is where the pointer probably is, and `block_bytes`, which may be NULL, becomes the size of its block. What fails
  * is counted, and the first failure is written to the error output, as PyTorch frees in destructors.
  *
@@ -1235,6 +1249,14 @@ symmalloc_status symmalloc_torch_enable_peer(int32_t device, int32_t owner);
  * Reads the settings that hold, to find their errors early.
  */
 symmalloc_status symmalloc_torch_check(void);
+
+/**
+ * The settings of all devices' allocators, also of those that were not made yet. Release the text with `symmalloc_release_bytes`.
+ *
+ * # Safety
+ * `text` is valid for writing.
+ */
+symmalloc_status symmalloc_torch_settings(char **text);
 
 /**
  * From now on allocations on the streams that the filter takes come from the private pool of this id, which is made if there is

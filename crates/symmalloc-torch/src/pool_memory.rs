@@ -3,7 +3,7 @@
 use crate::device::{DeviceAllocator, Place, Tracing};
 use crate::error::Error;
 use crate::filter::StreamFilter;
-use crate::private_pools::{ForeignPool, MempoolId, PoolPlace, UNSPLIT_BYTES};
+use crate::private_pools::{ForeignPool, MempoolId, PoolPlace};
 use crate::scopes::ScopePurpose;
 use crate::streams::RawStream;
 use std::ffi::c_void;
@@ -25,13 +25,12 @@ impl DeviceAllocator {
         stream: RawStream,
         name: Option<&str>,
     ) -> Result<*mut c_void, Error> {
-        let (pool, size_bytes) = match place {
+        let pool = match place {
             PoolPlace::Foreign(other) => {
                 // SAFETY: the caller's contract; the allocator is of the same device.
                 return unsafe { other.allocate_at(PoolPlace::Own(PoolId::DEFAULT), size_bytes, stream, name) };
             }
-            PoolPlace::Unsplit(pool) => (pool, if size_bytes == 0 { 0 } else { size_bytes.max(UNSPLIT_BYTES) }),
-            PoolPlace::Own(pool) => (pool, size_bytes),
+            PoolPlace::Own(pool) => pool,
         };
         match name {
             // SAFETY: the caller's contract.
@@ -118,9 +117,9 @@ impl DeviceAllocator {
 }
 
 impl ForeignPool for DeviceAllocator {
-    fn over(ordinal: usize, source: Arc<dyn MemorySource>) -> Result<Self, Error> {
+    fn over(ordinal: usize, source: Arc<dyn MemorySource>, conf: &str) -> Result<Self, Error> {
         let backend = CudaBackend::builder(&CudaDevice::new(ordinal)?).source(source);
-        DeviceAllocator::with_backend(backend, "segments:fixed".parse()?, Tracing::OnRequest)
+        DeviceAllocator::with_backend(backend, conf.parse()?, Tracing::OnRequest)
     }
 
     fn trim_all(&self) -> Result<u64, TrimError> {

@@ -9,6 +9,7 @@
 //! |---|---|
 //! | a graph's | as the default pool's |
 //! | a `MemPool` | fixed segments, which libraries can register one by one |
+//! | a `MemPool(no_split)` | a segment for each allocation, of its size |
 //! | a `MemPool` with an allocator of its own | segments from that allocator's functions, cached by an allocator of ours |
 //!
 //! A graph uses its memory without the allocator's knowledge, so nothing of a pool in use goes back, and the device is waited
@@ -16,21 +17,18 @@
 
 use crate::error::Error;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use symmalloc_core::config::{FixedSegments, PoolConfig, Reclaim, SegmentPolicy};
+use symmalloc_core::config::{FixedSegments, PlanPolicy, PoolConfig, Reclaim, SegmentPolicy};
 use symmalloc_core::errors::{PoolError, TrimError};
 use symmalloc_core::{PoolId, SharedAllocator};
 use symmalloc_cuda::{CudaBackend, CudaError, CudaMemory, MemorySource};
-
-/// Blocks of this size are never split in a pool that splits none: smaller requests are raised to it.
-pub(crate) const UNSPLIT_BYTES: u64 = 12 << 20;
 
 /// PyTorch's name of a private pool.
 pub(crate) type MempoolId = (u64, u64);
 
 /// An allocator over memory of the program's. A parameter of this file and of `scopes.rs`, which know nothing else of it.
 pub(crate) trait ForeignPool: Sized {
-    /// Makes one on a device.
-    fn over(ordinal: usize, source: Arc<dyn MemorySource>) -> Result<Self, Error>;
+    /// Makes one on a device, of this configuration.
+    fn over(ordinal: usize, source: Arc<dyn MemorySource>, conf: &str) -> Result<Self, Error>;
     /// Gives all of its free memory back.
     fn trim_all(&self) -> Result<u64, TrimError>;
     /// Whether it has neither allocations nor memory.
@@ -41,8 +39,6 @@ pub(crate) trait ForeignPool: Sized {
 pub(crate) enum PoolPlace<F> {
     /// A pool of the device's allocator.
     Own(PoolId),
-    /// A pool of the device's allocator in which every allocation has a segment of its own.
-    Unsplit(PoolId),
     /// An allocator over memory of the program's.
     Foreign(Arc<F>),
 }
@@ -51,7 +47,6 @@ impl<F> Clone for PoolPlace<F> {
     fn clone(&self) -> Self {
         match self {
             PoolPlace::Own(pool) => PoolPlace::Own(*pool),
-            PoolPlace::Unsplit(pool) => PoolPlace::Unsplit(*pool),
             PoolPlace::Foreign(other) => PoolPlace::Foreign(Arc::clone(other)),
         }
     }
@@ -61,7 +56,7 @@ impl<F> PoolPlace<F> {
     /// The pool of the device's allocator.
     pub(crate) fn own(&self) -> Option<PoolId> {
         match self {
-            PoolPlace::Own(pool) | PoolPlace::Unsplit(pool) => Some(*pool),
+            PoolPlace::Own(pool) => Some(*pool),
             PoolPlace::Foreign(_) => None,
         }
     }
@@ -230,7 +225,7 @@ impl<F: ForeignPool> PrivatePools<F> {
                     given.add(allocator.trim_all());
                     !allocator.is_empty()
                 }
-                Some(PoolPlace::Own(pool) | PoolPlace::Unsplit(pool)) => {
+                Some(PoolPlace::Own(pool)) => {
                     given.add(core.trim(Some(*pool)));
                     // What is still allocated, or registered, keeps its pool for the next time.
                     matches!(core.destroy_pool(*pool), Err(PoolError::InUse { .. } | PoolError::Observed { .. }))
@@ -255,10 +250,11 @@ fn find_or_add<F>(all: &mut Vec<PrivatePool<F>>, id: MempoolId, wishes: PoolWish
 fn make<F: ForeignPool>(core: &SharedAllocator<CudaBackend>, wishes: &PoolWishes) -> Result<PoolPlace<F>, Error> {
     if let Some(source) = &wishes.source {
         let ordinal = core.backend().device().ordinal();
-        return Ok(PoolPlace::Foreign(Arc::new(F::over(ordinal, Arc::clone(source))?)));
+        let conf = if wishes.is_unsplit { "segments:fixed,unsplit:true" } else { "segments:fixed" };
+        return Ok(PoolPlace::Foreign(Arc::new(F::over(ordinal, Arc::clone(source), conf)?)));
     }
     let pool = core.create_pool(policy(core.config().default_pool(), wishes)?).map_err(CudaError::from)?;
-    Ok(if wishes.is_unsplit { PoolPlace::Unsplit(pool) } else { PoolPlace::Own(pool) })
+    Ok(PoolPlace::Own(pool))
 }
 
 /// As the default pool, but its memory stays, under the addresses that a graph has captured, and ranks may capture what they like.
@@ -269,12 +265,10 @@ fn policy(default: &PoolConfig, wishes: &PoolWishes) -> Result<PoolConfig, CudaE
         SegmentPolicy::Fixed(fixed) => fixed.clone(),
         _ => FixedSegments::default(),
     };
+    fixed.unsplit = wishes.is_unsplit;
     let policy = match wishes {
-        PoolWishes { is_unsplit: true, .. } => {
-            fixed.large_segment_bytes = UNSPLIT_BYTES;
-            fixed.max_split_size_bytes = Some(UNSPLIT_BYTES);
-            policy.segments(SegmentPolicy::Fixed(fixed))
-        }
+        // A plan puts many allocations into one segment.
+        PoolWishes { is_unsplit: true, .. } => policy.segments(SegmentPolicy::Fixed(fixed)).plan(PlanPolicy::Off),
         PoolWishes { is_mem_pool: true, .. } => policy.segments(SegmentPolicy::Fixed(fixed)),
         _ => policy,
     };

@@ -83,13 +83,13 @@ pub(crate) fn configure(text: &str) -> Result<(), Error> {
     Ok(())
 }
 
-/// Reads the settings that hold, to find their errors early.
-pub(crate) fn check_settings() -> Result<(), Error> {
+/// The settings that hold. They do so from now on.
+pub(crate) fn settings() -> Result<TorchSettings, Error> {
     let mut settings = SETTINGS.lock().unwrap_or_else(PoisonError::into_inner);
-    if settings.is_none() {
-        *settings = Some(from_environment()?);
+    match &*settings {
+        Some(settings) => Ok(settings.clone()),
+        None => Ok(settings.insert(from_environment()?).clone()),
     }
-    Ok(())
 }
 
 pub(crate) fn from_environment() -> Result<TorchSettings, Error> {

@@ -116,7 +116,7 @@ pub unsafe extern "C" fn symmalloc_torch_free(pointer: *mut c_void, _size: isize
 /// None.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn symmalloc_torch_init(_device_count: c_int) {
-    if let Err(error) = guarded(process::check_settings) {
+    if let Err(error) = guarded(process::settings) {
         // SAFETY: outside of any `catch_unwind`.
         unsafe { raise(error) };
     }

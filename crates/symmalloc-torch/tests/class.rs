@@ -92,6 +92,7 @@ fn run(built: &Built, case: &str) {
         .arg(built.folder.path().join("class.so"))
         .arg(library)
         .env("LD_LIBRARY_PATH", paths)
+        .env("STUB_DEVICES", if case == "devices" { "2" } else { "1" })
         .output()
         .expect("the program starts");
     let text = [String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr)].concat();
@@ -105,7 +106,7 @@ fn the_class_does_under_libc10_what_extensions_expect() {
         Err(reason) => return println!("skipped: {reason}"),
     };
     let built = build(&torch, &cuda);
-    for case in ["memory", "trackers", "histories", "refusals", "checkpoints", "threads"] {
+    for case in ["memory", "trackers", "histories", "refusals", "checkpoints", "threads", "devices"] {
         run(&built, case);
     }
 }

@@ -7,20 +7,21 @@
 //! A run may follow [plans](crate::plan). Each [pass](Replay::begin_pass) of the program is then a step of every pool, unless the
 //! program says itself where its steps begin and end.
 
+mod error;
+
+pub use error::{ReplayError, StepError};
+
 use crate::plan::PlanFile;
 use std::collections::BTreeMap;
 use symmalloc_core::Allocator;
-use symmalloc_core::backend::{Backend, BackendError};
-use symmalloc_core::errors::{
-    AllocateError, FreeError, PoolError, RecordUseError, StreamError, TrimError, UnknownError,
-};
+use symmalloc_core::backend::Backend;
+use symmalloc_core::errors::{FreeError, UnknownError};
 use symmalloc_core::ids::{AllocationId, ObserverId, PoolId, StreamId};
 use symmalloc_core::lock::Lock;
 use symmalloc_core::op::{Op, Pending, Record};
 use symmalloc_core::plans::PlanError;
-use symmalloc_core::sleep::SleepError;
+use symmalloc_core::restore::{RestoreError, RevivedPlace};
 use symmalloc_core::{Allocation, Handle};
-use thiserror::Error;
 
 /// Ops with dense allocation ids.
 #[derive(Clone, Debug, Default)]
@@ -31,6 +32,8 @@ pub struct Program {
     names: Vec<(AllocationId, Box<str>)>,
     /// Of frees that completed later in the recording, ascending by the number of their op.
     pending: Vec<(usize, Pending)>,
+    /// Where allocations were revived, ascending by id.
+    revived: Vec<(AllocationId, RevivedPlace)>,
 }
 
 impl Program {
@@ -52,6 +55,9 @@ impl Program {
                     *id = next;
                     program.allocation_count += 1;
                     program.names.extend(record.name.clone().map(|name| (next, name)));
+                    if let (Some(placement), Some(block_bytes)) = (record.placement, record.revived_bytes) {
+                        program.revived.push((next, RevivedPlace { placement, block_bytes: block_bytes.get() }));
+                    }
                 }
                 Op::Free { id } | Op::RecordUse { id, .. } => {
                     let known = dense.get(id).copied();
@@ -90,6 +96,13 @@ impl Program {
     pub fn name(&self, id: AllocationId) -> Option<&str> {
         let at = self.names.binary_search_by_key(&id, |(id, _)| *id).ok()?;
         Some(&self.names[at].1)
+    }
+
+    /// Where the program revived an allocation, if it did.
+    #[inline]
+    pub fn revived(&self, id: AllocationId) -> Option<RevivedPlace> {
+        let at = self.revived.binary_search_by_key(&id, |(id, _)| *id).ok()?;
+        Some(self.revived[at].1)
     }
 
     /// The same program without what a recording says about pending frees.
@@ -222,6 +235,11 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         match *op {
             Op::Allocate { id, pool, stream, size_bytes } => {
                 let pool = self.pool(pool)?;
+                if let Some(place) = self.program.revived(id)
+                    && let Some(allocation) = self.revive(op, pool, place)?
+                {
+                    return Ok(Some(allocation));
+                }
                 let allocation = match self.program.name(id) {
                     None => self.allocator.allocate(pool, stream, size_bytes)?,
                     Some(name) => self.allocator.allocate_named(pool, stream, size_bytes, name)?,
@@ -238,6 +256,21 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
             _ => self.step_rarely(op)?,
         }
         Ok(None)
+    }
+
+    /// Makes an allocation live where the program revived it. `None` where that place is not free on this allocator, which has another
+    /// configuration than the recorded one, or follows a plan.
+    #[cold]
+    fn revive(&mut self, op: &Op, pool: PoolId, place: RevivedPlace) -> Result<Option<Allocation>, StepError> {
+        let Op::Allocate { id, stream, size_bytes, .. } = *op else { return Ok(None) };
+        match self.allocator.replay_revival(pool, stream, size_bytes, place, self.program.name(id)) {
+            Ok(allocation) => {
+                self.live[id.0 as usize] = Some(allocation.handle);
+                Ok(Some(allocation))
+            }
+            Err(RestoreError::Gone { .. } | RestoreError::UnknownLive { .. } | RestoreError::State(_)) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
     }
 
     #[cold]
@@ -407,72 +440,4 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
     fn pool(&self, pool: PoolId) -> Result<PoolId, UnknownError> {
         self.pool_of(pool).ok_or(UnknownError::Pool { pool, pools: self.pools.len() as u32 })
     }
-}
-
-/// The op that stopped a replay, counted from 0, and why.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[error("op {op}: {error}")]
-#[non_exhaustive]
-pub struct ReplayError {
-    /// The op's number in the program.
-    pub op: usize,
-    /// What was wrong.
-    pub error: StepError,
-}
-
-/// Why an op could not be carried out.
-#[derive(Clone, Debug, PartialEq, Eq, Error)]
-#[non_exhaustive]
-pub enum StepError {
-    /// The allocation was never made, its allocation failed, or it is freed already.
-    #[error("allocation {} is not live", .id.0)]
-    NotLive {
-        /// The allocation.
-        id: AllocationId,
-    },
-    /// Two ops make an allocation of the same id.
-    #[error("allocation {} is made twice", .id.0)]
-    MadeTwice {
-        /// The allocation.
-        id: AllocationId,
-    },
-    /// The observer never came, or is gone already.
-    #[error("observer {observer} is not there")]
-    NotObserving {
-        /// The observer.
-        observer: ObserverId,
-    },
-    /// A pool or stream does not exist.
-    #[error(transparent)]
-    Unknown(#[from] UnknownError),
-    /// The allocator refused.
-    #[error(transparent)]
-    Allocate(#[from] AllocateError),
-    /// The allocator refused.
-    #[error(transparent)]
-    Free(#[from] FreeError),
-    /// The allocator refused.
-    #[error(transparent)]
-    RecordUse(#[from] RecordUseError),
-    /// The allocator refused.
-    #[error(transparent)]
-    Stream(#[from] StreamError),
-    /// The allocator refused.
-    #[error(transparent)]
-    Pool(#[from] PoolError),
-    /// A step is open, or none is.
-    #[error(transparent)]
-    Step(#[from] symmalloc_core::plans::StepError),
-    /// A plan is not followed here.
-    #[error(transparent)]
-    Plan(#[from] PlanError),
-    /// The pool did not fall asleep, or did not wake.
-    #[error(transparent)]
-    Sleep(#[from] SleepError),
-    /// The driver failed.
-    #[error(transparent)]
-    Trim(#[from] TrimError),
-    /// The driver failed.
-    #[error(transparent)]
-    Backend(#[from] BackendError),
 }

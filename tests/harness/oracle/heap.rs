@@ -65,6 +65,7 @@ impl Heap {
     pub(super) fn accepts(&self, config: &PoolConfig, size: u64, (s, b): (usize, usize)) -> bool {
         let block = self.segments[s].blocks[b].size;
         match config.segments() {
+            SegmentPolicy::Fixed(knobs) if knobs.unsplit => block == size,
             SegmentPolicy::Fixed(knobs) => match knobs.max_split_size_bytes {
                 Some(max_split) if size < max_split => block < max_split,
                 Some(_) => block < size + knobs.max_non_split_rounding_bytes,
@@ -86,6 +87,7 @@ impl Heap {
         let whole = segment.blocks[b].clone();
         let rest = whole.size - size;
         let is_split = match config.segments() {
+            SegmentPolicy::Fixed(knobs) if knobs.unsplit => false,
             SegmentPolicy::Fixed(knobs) if !segment.is_small => {
                 knobs.max_split_size_bytes.is_none_or(|max_split| size < max_split) && rest > MIB
             }
@@ -110,6 +112,7 @@ impl Heap {
         size: u64,
     ) -> Result<(), Shortage> {
         match config.segments() {
+            SegmentPolicy::Fixed(knobs) if knobs.unsplit => self.create_segment(headroom, size, size, false),
             SegmentPolicy::Fixed(knobs) => {
                 let segment = match size {
                     small if small <= MIB => 2 * MIB,
@@ -242,7 +245,7 @@ impl Heap {
     }
 }
 fn is_small(config: &PoolConfig, size: u64) -> bool {
-    matches!(config.segments(), SegmentPolicy::Fixed(_)) && size <= MIB
+    matches!(config.segments(), SegmentPolicy::Fixed(knobs) if !knobs.unsplit) && size <= MIB
 }
 
 /// PyTorch's `round_size`: to 512 bytes, or to a fraction of the power of two below.

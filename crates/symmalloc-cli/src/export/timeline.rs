@@ -3,6 +3,7 @@
 
 use crate::Verdict;
 use crate::args::{AtMost, ExportArgs};
+use crate::beginning::lived_before;
 use crate::destination::{Destination, shown};
 use crate::error::CliError;
 use crate::output::{Channel, Palette};
@@ -32,15 +33,15 @@ pub(super) fn export(args: &ExportArgs, recorded: &Recorded, out: &Destination) 
     file.finish().map_err(unwritten)?;
     let channel = Channel::beside(out);
     if args.json {
-        channel.print_json(object(args, &summary))?;
+        channel.print_json(object(args, recorded, &summary))?;
     } else {
-        channel.print(&screen(args, &summary, channel.palette()))?;
+        channel.print(&screen(args, recorded, &summary, channel.palette()))?;
     }
     Ok(Verdict::Agree)
 }
 
 /// What `export --json` prints for a time line. Its keys are an interface: `symmalloc export --help` lists them.
-fn object(args: &ExportArgs, summary: &TimelineSummary) -> Value {
+fn object(args: &ExportArgs, recorded: &Recorded, summary: &TimelineSummary) -> Value {
     json!({
         "trace": args.input.display().to_string(),
         "timeline": args.output.display().to_string(),
@@ -50,10 +51,12 @@ fn object(args: &ExportArgs, summary: &TimelineSummary) -> Value {
         "points": summary.points,
         "ops_per_point": summary.ops_per_point,
         "instants": summary.instants,
+        "lived_before": recorded.recording.summary.lived_before,
+        "lived_before_bytes": recorded.recording.summary.lived_before_bytes,
     })
 }
 
-fn screen(args: &ExportArgs, summary: &TimelineSummary, palette: Palette) -> String {
+fn screen(args: &ExportArgs, recorded: &Recorded, summary: &TimelineSummary, palette: Palette) -> String {
     let mut out = format!(
         "{}\n{} of {} as slices, {} of counters, {}\n",
         palette.title(&args.input.display().to_string()),
@@ -67,6 +70,9 @@ fn screen(args: &ExportArgs, summary: &TimelineSummary, palette: Palette) -> Str
     }
     if summary.ops_per_point > 1 {
         let _ = writeln!(out, "  each point is the highest of {} ops (--detail all draws each)", summary.ops_per_point);
+    }
+    if let Some(before) = lived_before(&recorded.recording.summary) {
+        let _ = writeln!(out, "  {before}");
     }
     let _ = writeln!(out, "written to {}: open it at https://ui.perfetto.dev", shown(&args.output));
     out

@@ -3,11 +3,13 @@
 use super::recorder::{Recording, RecordingEnd, RecordingError, StartRecordingError};
 use super::request::Request;
 use crate::config::op::{NAME_BYTES_MAX, Op, Record};
+use crate::heap::revive::Revived;
 use crate::heap::trim::Released;
 use crate::history::journal::cut_name;
 use crate::sync::lock::{Guard, Lock, LockCell};
 use crate::types::handle::{Allocation, Handle};
 use crate::types::ids::{AllocationId, ObserverId, PoolId, StreamId};
+use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 /// What the gate guards.
@@ -115,6 +117,16 @@ impl<L: Lock> Gate<'_, L> {
 
     /// Records an allocation.
     pub(super) fn note_allocation(&mut self, made: &Allocation, request: Request, name: Option<&str>) {
+        self.note_made(made, request, name, None);
+    }
+
+    fn note_made(
+        &mut self,
+        made: &Allocation,
+        request: Request,
+        name: Option<&str>,
+        revived_bytes: Option<NonZeroU64>,
+    ) {
         let Request { pool, stream, size_bytes } = request;
         let Some(recording) = self.recording() else { return };
         let id = AllocationId(recording.next_id);
@@ -123,7 +135,17 @@ impl<L: Lock> Gate<'_, L> {
         let op = Op::Allocate { id, pool, stream, size_bytes };
         let placement = (made.size_bytes > 0).then_some(made.placement);
         let name = name.map(|name| cut_name(name, NAME_BYTES_MAX).into());
-        self.note_record(Record { op, name, placement, pending: None });
+        self.note_record(Record { op, name, placement, pending: None, revived_bytes });
+    }
+
+    /// Records that an allocation was revived, or that of a live one more uses are known.
+    pub(super) fn note_revival(&mut self, pool: PoolId, revived: &Revived) {
+        let Revived { allocation, stream, requested_bytes: size_bytes, .. } = *revived;
+        if revived.is_made {
+            let request = Request { pool, stream, size_bytes };
+            self.note_made(&allocation, request, revived.name.as_deref(), NonZeroU64::new(allocation.size_bytes));
+        }
+        revived.uses.iter().for_each(|stream| self.note_use(allocation.handle, *stream));
     }
 
     /// Records the free of an allocation that was live.

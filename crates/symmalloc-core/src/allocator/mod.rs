@@ -39,7 +39,7 @@ mod steps;
 pub use lookup::SegmentPosition;
 pub use observers::Unread;
 pub use request::Retry;
-pub use restore::{Restored, RestoredAllocation, RestoredHeap};
+pub use restore::{Restored, RestoredAllocation, RestoredHeap, RevivedPlace};
 pub use sleep::{Quiesced, Remapped};
 pub use steps::StepGuard;
 

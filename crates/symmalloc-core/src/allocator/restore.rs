@@ -21,17 +21,30 @@
 //! gets it waits for the earlier users on the device, as in `allocate`. Nothing is unmapped before its users are synchronized.
 
 use super::Allocator;
+use super::gate::Gate;
 use super::pool::Pool;
 use super::recorder::RecordingEnd;
 use crate::config::restore_error::RestoreError;
 use crate::heap::Heap;
-use crate::history::layout::{HeapLayout, Layout};
+use crate::heap::revive::Revived;
+use crate::history::layout::{AllocationLayout, HeapLayout, Layout};
 use crate::stats::budget::Charge;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
 use crate::types::handle::{Allocation, Handle};
 use crate::types::ids::{Placement, PoolId, SegmentId, StreamId};
+use crate::types::units::units;
+use smallvec::SmallVec;
 use std::borrow::Cow;
+
+/// Where an allocation is revived.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RevivedPlace {
+    /// Its first byte in the heap.
+    pub placement: Placement,
+    /// Bytes of its block: whole units of 512, and at least what was asked for.
+    pub block_bytes: u64,
+}
 
 /// What a restored pool holds, with its handles.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -129,7 +142,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// Makes exactly the allocations of a layout live again, in memory that the pool still holds: a rewind that keeps the
     /// memory obtained since, and goes on with the pool's history. Captured graphs may use that memory, on other branches of a
-    /// tree of graphs. Each allocation that is made counts as an op of the program.
+    /// tree of graphs. Each allocation that is made counts as an op of the program, and each use that it brings; a recording has them.
     ///
     /// No other thread may use the pool meanwhile. A pool that holds nothing of the layout any more is refused.
     ///
@@ -147,12 +160,57 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         for (Saved { heap, .. }, plan) in heaps.iter_mut().zip(&plans) {
             heap.wait_for_rewind(&self.context, plan)?;
         }
-        gate.end(RecordingEnd::Restored { pool });
+        let mut revived = Vec::new();
         for Saved { heap, layout } in &mut heaps {
-            let made = heap.revive_layout(&self.context, layout);
-            made.iter().for_each(|(size, requested_bytes)| self.count_allocation(*size, *requested_bytes));
+            revived.extend(heap.revive_layout(&self.context, layout));
         }
-        Ok(Restored { heaps: heaps.into_iter().map(|Saved { heap, .. }| restored_heap(heap)).collect() })
+        let restored = heaps.into_iter().map(|Saved { heap, .. }| restored_heap(heap)).collect();
+        drop(guards);
+        revived.iter().for_each(|revived| self.note_revived(pool, revived, &mut gate));
+        Ok(Restored { heaps: restored })
+    }
+
+    /// Does again what a recorded revival did: an allocation is live at its place, in a block of `block_bytes`, and counts as one that
+    /// the program asked for.
+    ///
+    /// # Errors
+    /// [`RestoreError::Gone`] where there is no memory at the place, or it is none for such a block, [`RestoreError::UnknownLive`]
+    /// where something lives there, and others. Nothing has changed then, unless it is [`RestoreError::Fence`].
+    pub fn replay_revival(
+        &self,
+        pool: PoolId,
+        stream: StreamId,
+        size_bytes: u64,
+        place: RevivedPlace,
+        name: Option<&str>,
+    ) -> Result<Allocation, RestoreError> {
+        self.known_stream(stream)?;
+        let mut gate = self.gate();
+        let entry = self.pool(pool)?;
+        entry.check_awake(pool)?;
+        let mut heap = self.heap_for(pool, stream)?.lock();
+        if entry.step.lock().is_some() || heap.remembers_steps() || heap.has_stitched() {
+            return Err(LayoutError::Planned { pool }.into());
+        }
+        let saved = AllocationLayout {
+            offset_bytes: place.placement.offset_bytes,
+            size_bytes: place.block_bytes,
+            requested_bytes: size_bytes,
+            stream,
+            used_by: SmallVec::new(),
+            name: name.map(Into::into),
+        };
+        let revived = heap.revive(&self.context, place.placement, &saved)?;
+        drop(heap);
+        self.note_revived(pool, &revived, &mut gate);
+        Ok(revived.allocation)
+    }
+
+    fn note_revived(&self, pool: PoolId, revived: &Revived, gate: &mut Gate<'_, L>) {
+        if revived.is_made {
+            self.count_allocation(units(revived.allocation.size_bytes), revived.requested_bytes);
+        }
+        gate.note_revival(pool, revived);
     }
 
     /// What can be told without looking at blocks.

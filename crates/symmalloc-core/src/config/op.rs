@@ -219,11 +219,14 @@ pub struct Record {
     pub placement: Option<Placement>,
     /// How long the recorded allocator went on counting it after the free (free only).
     pub pending: Option<Pending>,
+    /// Bytes of its block, where the allocation was not placed anew but revived at its placement (allocate only): a pool went back
+    /// to a checkpoint. A replay makes it live there where that is free, and allocates it like any other where it is not.
+    pub revived_bytes: Option<NonZeroU64>,
 }
 
 impl From<Op> for Record {
     fn from(op: Op) -> Self {
-        Record { op, name: None, placement: None, pending: None }
+        Record { op, name: None, placement: None, pending: None, revived_bytes: None }
     }
 }
 
@@ -239,6 +242,13 @@ impl Record {
     #[must_use]
     pub fn with_placement(mut self, placement: Placement) -> Self {
         self.placement = Some(placement);
+        self
+    }
+
+    /// The same record of an allocation that was revived at its placement, in a block of so many bytes; of 0, one that was not.
+    #[must_use]
+    pub fn with_revival(mut self, placement: Placement, block_bytes: u64) -> Self {
+        (self.placement, self.revived_bytes) = (Some(placement), NonZeroU64::new(block_bytes));
         self
     }
 
@@ -280,4 +290,4 @@ impl Pending {
 }
 
 // Readers and recorders keep records by the million.
-const _: () = assert!(size_of::<Record>() == 72);
+const _: () = assert!(size_of::<Record>() == 80);

@@ -68,6 +68,9 @@ pub struct FixedSegments {
     pub max_non_split_rounding_bytes: u64,
     /// The segment for requests between 1 and 10 MiB (`large_segment_size_mb`); a multiple of 2 MiB, more than 10 MiB.
     pub large_segment_bytes: u64,
+    /// Every allocation has a segment of its own, of its size in whole granules (`unsplit`): the other knobs and PyTorch's sizes say
+    /// nothing then. A free segment serves requests of its own size alone. For memory that is registered piece by piece.
+    pub unsplit: bool,
 }
 
 impl Default for FixedSegments {
@@ -76,6 +79,7 @@ impl Default for FixedSegments {
             max_split_size_bytes: None,
             max_non_split_rounding_bytes: LARGE_SEGMENT_BYTES,
             large_segment_bytes: LARGE_SEGMENT_BYTES,
+            unsplit: false,
         }
     }
 }

@@ -38,20 +38,31 @@ pub(crate) struct SizeRules {
     shape: Shape,
     /// Blocks up to this size have segments of their own: those of the small class where segments are fixed, else none.
     small_max: Units,
-    divisions: Option<RoundupPower2Divisions>,
+    rounding: Rounding,
     /// What memory is obtained and given back in: the backend's granularity, or that of stitching.
     pub(crate) granule: Units,
+}
+
+/// What a request is rounded up to.
+#[derive(Debug)]
+enum Rounding {
+    Units,
+    Divisions(RoundupPower2Divisions),
+    /// A block is a segment.
+    Granules,
 }
 
 #[derive(Debug)]
 enum Shape {
     Fixed { max_split: Units, max_non_split_rounding: Units, large_segment_bytes: u64 },
     Whole,
+    Unsplit,
 }
 
 impl SizeRules {
     pub(crate) fn new(config: &PoolConfig, granularity_bytes: u64) -> Self {
         let shape = match config.segments() {
+            SegmentPolicy::Fixed(fixed) if fixed.unsplit => Shape::Unsplit,
             SegmentPolicy::Fixed(fixed) => Shape::Fixed {
                 max_split: fixed
                     .max_split_size_bytes
@@ -62,10 +73,15 @@ impl SizeRules {
             SegmentPolicy::Expandable(_) | SegmentPolicy::Reserved { .. } => Shape::Whole,
         };
         let divisions = config.roundup_power2_divisions();
+        let rounding = match shape {
+            Shape::Unsplit => Rounding::Granules,
+            _ if divisions.divisions().iter().any(|d| *d > 1) => Rounding::Divisions(divisions),
+            _ => Rounding::Units,
+        };
         SizeRules {
             small_max: if matches!(shape, Shape::Fixed { .. }) { units(SMALL_BYTES_MAX) } else { 0 },
             shape,
-            divisions: divisions.divisions().iter().any(|d| *d > 1).then_some(divisions),
+            rounding,
             granule: units(
                 config.stitching().map_or(1, |knobs| knobs.granule_bytes).next_multiple_of(granularity_bytes),
             ),
@@ -76,9 +92,10 @@ impl SizeRules {
     #[inline]
     pub(crate) fn block_size(&self, requested: u64) -> Units {
         debug_assert!((1..=SEGMENT_BYTES_MAX).contains(&requested));
-        match &self.divisions {
-            None => requested.div_ceil(UNIT_BYTES) as Units,
-            Some(divisions) => units(round_to_division(requested, *divisions)),
+        match &self.rounding {
+            Rounding::Units => requested.div_ceil(UNIT_BYTES) as Units,
+            Rounding::Divisions(divisions) => units(round_to_division(requested, *divisions)),
+            Rounding::Granules => self.whole_granules(requested.div_ceil(UNIT_BYTES) as Units),
         }
     }
 
@@ -93,6 +110,7 @@ impl SizeRules {
     pub(crate) fn accepts(&self, request: Units, block: Units) -> bool {
         match self.shape {
             Shape::Whole => true,
+            Shape::Unsplit => block == request,
             Shape::Fixed { max_split, max_non_split_rounding, .. } => {
                 if request < max_split {
                     block < max_split
@@ -109,6 +127,7 @@ impl SizeRules {
     pub(crate) fn splits(&self, class: SizeClass, request: Units, block: Units) -> bool {
         match self.shape {
             Shape::Whole => block > request,
+            Shape::Unsplit => false,
             Shape::Fixed { max_split, .. } => match class {
                 SizeClass::Small => block > request,
                 SizeClass::Large => request < max_split && bytes(block - request) > SMALL_BYTES_MAX,

@@ -23,6 +23,7 @@ mod follow;
 pub(crate) mod invariants;
 mod obtain;
 mod rejoin;
+pub(crate) mod revive;
 mod rewind;
 mod sleep;
 mod stitch;

@@ -7,13 +7,12 @@
 //!  carve      saved allocations out of free blocks; take up the saved history      nothing fails here
 //! ```
 //!
-//! A *revival* plans, waits and carves, but gives nothing back and goes on with its own history.
+//! A *revival* plans, waits and carves, but gives nothing back and goes on with its own history, see `revive.rs`.
 
 use super::fencing::synchronize;
 use super::{Heap, Outside};
 use crate::blocks::table::{BlockState, Slot};
 use crate::config::restore_error::{LayoutError, RestoreError};
-use crate::history::digest::{Mark, op_word};
 use crate::history::layout::{AllocationLayout, Extent, HeapLayout, SegmentLayout};
 use crate::streams::fences::{Fence, FenceSetId, Fences};
 use crate::sync::lock::Lock;
@@ -104,32 +103,8 @@ impl<L: Lock> Heap<L> {
         made
     }
 
-    /// As [`carve_layout`](Self::carve_layout), where there may be more memory than the layout has, and history goes on: every
-    /// allocation that is made counts as one that was asked for.
-    pub(crate) fn revive_layout(&mut self, context: &Outside<'_, L>, layout: &HeapLayout) -> Vec<(Units, u64)> {
-        let mut made = Vec::new();
-        let mut saved = layout.segments.iter().peekable();
-        for segment in self.table.segments_in_order() {
-            let id = self.table.segment(segment).id;
-            let Some(saved) = saved.next_if(|saved| saved.id == id) else { continue };
-            for (slot, allocation) in self.carve_segment(segment, saved, &mut made) {
-                let placed = self.table.block(slot).location.word();
-                self.fold(op_word(Mark::Allocate, allocation.stream, allocation.requested_bytes), placed);
-            }
-        }
-        assert!(saved.next().is_none(), "no memory of the layout is gone");
-        self.recycle_spent(context);
-        made
-    }
-
-    /// Makes the saved allocations of a segment live that are not. Returns those, and adds their sizes to `made`.
-    fn carve_segment<'a>(
-        &mut self,
-        segment: u32,
-        saved: &'a SegmentLayout,
-        made: &mut Vec<(Units, u64)>,
-    ) -> Vec<(Slot, &'a AllocationLayout)> {
-        let mut carved = Vec::new();
+    /// Makes the saved allocations of a segment live that are not, and adds their sizes to `made`.
+    fn carve_segment(&mut self, segment: u32, saved: &SegmentLayout, made: &mut Vec<(Units, u64)>) {
         let mut slot = self.table.first(segment);
         for allocation in &saved.allocations {
             let (offset, end) = (units(allocation.offset_bytes), units(allocation.end_bytes()));
@@ -139,12 +114,10 @@ impl<L: Lock> Heap<L> {
             if self.table.block(slot).is_free() {
                 slot = self.carve(slot, offset, end);
                 made.push(self.make_live(slot, allocation));
-                carved.push((slot, allocation));
             } else {
                 self.note_uses_and_name(slot, allocation);
             }
         }
-        carved
     }
 
     /// Walks a segment's blocks, its saved extents and its saved allocations side by side.
@@ -197,7 +170,7 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    fn unknown_live(&self, slot: Slot) -> RestoreError {
+    pub(super) fn unknown_live(&self, slot: Slot) -> RestoreError {
         let BlockState::Allocated { stream, requested, .. } = self.table.block(slot).state else {
             unreachable!("the block is live");
         };
@@ -231,7 +204,7 @@ impl<L: Lock> Heap<L> {
         self.release_retired(context).error.map_or(Ok(()), Err)
     }
 
-    fn is_live(&self, slot: Slot) -> bool {
+    pub(super) fn is_live(&self, slot: Slot) -> bool {
         matches!(self.table.block(slot).state, BlockState::Allocated { .. })
     }
 

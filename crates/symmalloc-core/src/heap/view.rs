@@ -278,7 +278,7 @@ impl<L: Lock> Heap<L> {
         Ok(self.allocation_in(self.live(handle)?.slot, handle))
     }
 
-    fn allocation_in(&self, slot: Slot, handle: Handle) -> Allocation {
+    pub(super) fn allocation_in(&self, slot: Slot, handle: Handle) -> Allocation {
         let (address, placement) = (self.table.address(slot), self.placement(slot));
         Allocation { handle, address, placement, size_bytes: bytes(self.table.block(slot).size) }
     }

@@ -48,6 +48,19 @@ fn oversize_blocks_are_neither_split_nor_given_to_small_requests() {
 }
 
 #[test]
+fn an_unsplit_block_is_a_segment_of_whole_granules_and_serves_its_own_size_alone() {
+    let rules = fixed(FixedSegments { unsplit: true, ..FixedSegments::default() });
+    for (requested, mib) in [(1, 2), (2 * MIB, 2), (2 * MIB + 1, 4), (9 * MIB, 10), (33 * MIB, 34)] {
+        let block = rules.block_size(requested);
+        assert_eq!(bytes(block), mib * MIB, "for {requested} bytes");
+        assert_eq!(rules.segment_size(block), block);
+        assert_eq!(rules.class_of(block), SizeClass::Large, "there is one class");
+        assert!(rules.accepts(block, block) && !rules.accepts(block, block + units(2 * MIB)));
+        assert!(!rules.splits(SizeClass::Large, block, block + units(2 * MIB)));
+    }
+}
+
+#[test]
 fn power_of_two_divisions_round_as_in_pytorchs_documentation() {
     // "with divisions 4, a request of 1200 is rounded up to 1280": 1024 + 256.
     let four = RoundupPower2Divisions::uniform(4).expect("valid");

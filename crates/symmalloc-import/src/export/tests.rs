@@ -60,6 +60,23 @@ fn equal_jobs_are_equal_bytes() {
 }
 
 #[test]
+fn a_python_frame_is_a_frame_again() {
+    let count = |name: &str, text: &[u8]| {
+        let (bytes, _) = exported(&["stream s0", &format!("a 0 1000 s0 \"{name}\"")], "segments:expandable");
+        assert_eq!(read(&bytes).records[1].name.as_deref(), Some(name));
+        bytes.windows(text.len()).filter(|window| *window == text).count()
+    };
+    // Once as the name, and once in parts.
+    assert_eq!(count("model/block.py:12 make", b"model/block.py:12 make"), 1);
+    assert_eq!(count("model/block.py:12 make", b"model/block.py"), 2);
+    for name in ["block.py:12", "block.py:1x make", ".py:12 make", "block.py:99999999999999999999 make", "block.py:12 "]
+    {
+        // The same text twice, of which the second one says where the first is.
+        assert_eq!(count(name, b"block.py"), usize::from(name.contains("block.py")), "{name}");
+    }
+}
+
+#[test]
 fn names_and_pools_come_back() {
     let long = format!("a 5 512 s0 p2 \"{}\"", "\u{e9}".repeat(2048));
     let lines = [

@@ -191,16 +191,31 @@ impl<W: Write> SnapshotWriter<W> {
         }
         self.pickle.open_list()?;
         self.pickle.open_dict()?;
-        self.pickle.text("name")?;
         // A stack is a line with semicolons to PyTorch's tools.
-        self.pickle.text(&name.replace(|c: char| c.is_control() || c == ';', " "))?;
+        let clean = |text: &str| text.replace(|c: char| c.is_control() || c == ';', " ");
+        let (file, line, function) = python_frame(name).map_or_else(
+            || (pool.to_string(), 0, clean(name)),
+            |(file, line, function)| (clean(file), line, clean(function)),
+        );
+        self.pickle.text("name")?;
+        self.pickle.text(&function)?;
         self.pickle.text("filename")?;
-        self.pickle.text(&pool.to_string())?;
-        self.field("line", 0)?;
+        self.pickle.text(&file)?;
+        self.field("line", line)?;
         self.pickle.close_dict()?;
         self.pickle.close_list()?;
         let memo = self.pickle.keep()?;
         self.frames.insert((pool, name.into()), memo);
         Ok(())
     }
+}
+
+/// File, line and function of a name that is a Python frame, as an import and a recording under PyTorch write it:
+/// `model/block.py:12 make`.
+fn python_frame(name: &str) -> Option<(&str, u64, &str)> {
+    let (place, function) = name.split_once(".py:")?;
+    let (line, function) = function.split_once(' ')?;
+    let is_frame = !place.is_empty() && !function.is_empty() && line.bytes().all(|byte| byte.is_ascii_digit());
+    let line = line.parse().ok().filter(|_| is_frame)?;
+    Some((&name[..place.len() + ".py".len()], line, function))
 }

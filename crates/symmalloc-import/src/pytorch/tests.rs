@@ -204,6 +204,10 @@ fn the_recorded_device_is_found_and_others_can_be_chosen() {
     };
     assert_eq!(device(&[&[], one], ReadOptions::default()).unwrap(), Some(1));
     assert_eq!(device(&[one, two], ReadOptions::default().device(1)).unwrap(), Some(1));
+    // Devices that were not used have the marks of snapshots alone.
+    let mark: &[Row] = &[("snapshot", 0, 0, 0)];
+    assert_eq!(device(&[mark, two, mark], ReadOptions::default()).unwrap(), Some(1));
+    assert_eq!(device(&[mark, &[]], ReadOptions::default()).unwrap(), Some(0));
     let several = device(&[one, &[], two], ReadOptions::default()).unwrap_err();
     assert!(matches!(&several, SnapshotError::SeveralDevices { entries } if *entries == [1, 0, 2]));
     assert!(several.to_string().contains("device 0: 1 entries, device 2: 2 entries"), "{several}");

@@ -19,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from .callers import tell
 from .library import VERSION, library_path
 
 VARIABLE = "SYMMALLOC_TORCH_CLASS"
@@ -58,6 +59,7 @@ def install(torch: Any) -> None:
         raise Unavailable(f"{path} cannot be loaded ({error}); it was removed, and is compiled anew next time") from error
     if status != 0:
         raise Unavailable("PyTorch has used CUDA already")
+    tell(compiled)
 
 
 def place(torch: Any) -> tuple[Path, str]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from ctypes import PyDLL
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from .errors import Error, InvalidState
-from .library import call, failure, library
+from .library import call, failure, library, library_path
 
 if TYPE_CHECKING:
     from .pool import MemPool
@@ -57,15 +58,19 @@ class Scope:
 
 
 class ScopeCalls:
-    """The library's calls of a scope, without types: with those, ctypes takes longer over the arguments than the calls do."""
+    """The library's calls of a scope, without types: with those, ctypes takes longer over the arguments than the calls do.
+
+    A begin, and an end that registers nothing, wait for nobody, so they keep the interpreter's lock: giving it up and asking for it
+    again costs more than they do, and far more where other threads want it. An end that registers waits for other ranks.
+    """
 
     __slots__ = ("begin", "end", "leave")
 
     def __init__(self) -> None:
-        loaded = library()
-        self.begin = loaded["symmalloc_scope_begin"]
-        self.end = loaded["symmalloc_scope_end"]
-        self.leave = loaded["symmalloc_torch_pop_pool"]
+        self.end = library()["symmalloc_scope_end"]
+        locked = PyDLL(str(library_path()))
+        self.begin = locked["symmalloc_scope_begin"]
+        self.leave = locked["symmalloc_torch_pop_pool"]
 
 
 def _are_alive(pool: MemPool) -> bool:

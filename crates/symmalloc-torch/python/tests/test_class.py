@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -116,6 +117,41 @@ class Calls(Compiled):
 
     def test_histories_with_frames_of_python_and_cxx(self) -> None:
         self.check("_record_memory_history")
+
+    def test_a_trace_names_the_frames_that_ask_while_a_history_is_on(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            script, trace = Path(folder) / "job.py", Path(folder) / "job.trace"
+            script.write_text(
+                "import gc, torch, symmalloc\n"
+                f"symmalloc.install(trace={str(trace)!r})\n"
+                "def weights():\n"
+                "    return torch.nn.Linear(64, 64, bias=False, device='cuda')\n"
+                "before = torch.empty(100, device='cuda')\n"
+                "torch.cuda.memory._record_memory_history(context='state')\n"
+                "layer = weights()\n"
+                "torch.cuda.memory._set_memory_metadata('step 1')\n"
+                "said = torch.empty(200, device='cuda')\n"
+                "torch.cuda.memory._set_memory_metadata('')\n"
+                "with symmalloc.named('mine'):\n"
+                "    named = torch.empty(300, device='cuda')\n"
+                "torch.cuda.memory._record_memory_history(enabled=None)\n"
+                "after = torch.empty(400, device='cuda')\n"
+                "symmalloc.dump_snapshot('-'.join([symmalloc.__name__, 'job.pickle']))\n"
+            )
+            environment = os.environ | {"XDG_CACHE_HOME": self.cache.name, "SYMMALLOC_TORCH_CLASS": "require"}
+            done = subprocess.run(
+                [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=280, cwd=folder
+            )
+            self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+            lines = [line.split(" -> ")[0] for line in trace.read_text().splitlines() if line.startswith("a ")]
+            where = f'"{Path(folder).name}/job.py:4 weights"'
+            self.assertEqual(lines, [
+                "a 0 400 s0", f"a 1 16384 s0 {where}", 'a 2 800 s0 "step 1"', 'a 3 1200 s0 "mine"', "a 4 1600 s0",
+            ])  # fmt: skip
+            # And so does a snapshot of what is live.
+            snapshot = pickle.loads((Path(folder) / "symmalloc-job.pickle").read_bytes())
+            frames = [block["frames"] for segment in snapshot["segments"] for block in segment["blocks"]]
+            self.assertIn([{"name": "weights", "filename": f"{Path(folder).name}/job.py", "line": 4}], frames)
 
     def test_annotations(self) -> None:
         self.check("annotations")

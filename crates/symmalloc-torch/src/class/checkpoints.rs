@@ -32,7 +32,7 @@ fn found(allocator: &'static DeviceAllocator, id: MempoolId) -> Result<(Owner, P
     let missing = Error::NoScope { device: allocator.ordinal(), scope: "private pool of this id in use" };
     let known = allocator.private_pools().list().into_iter().find(|known| known.id == id && known.uses > 0);
     match known.and_then(|known| known.place).ok_or(missing)? {
-        PoolPlace::Own(pool) | PoolPlace::Unsplit(pool) => Ok((Owner::Device(allocator), pool)),
+        PoolPlace::Own(pool) => Ok((Owner::Device(allocator), pool)),
         PoolPlace::Foreign(other) => Ok((Owner::Foreign(other), PoolId::DEFAULT)),
     }
 }

@@ -1,6 +1,6 @@
 //! Allocating, freeing, and what PyTorch asks of the caches.
 
-use crate::c_interface::arguments::write;
+use crate::c_interface::arguments::{hand_out_text, write};
 use crate::device::{DeviceAllocator, Place};
 use crate::error::Error;
 use crate::guard::{guarded, report};
@@ -8,7 +8,7 @@ use crate::private_pools::PoolPlace;
 use crate::process;
 use crate::status::symmalloc_status;
 use crate::streams::RawStream;
-use std::ffi::c_void;
+use std::ffi::{CStr, c_char, c_void};
 use symmalloc_core::PoolId;
 use symmalloc_core::config::SegmentPolicy;
 use symmalloc_cuda::CudaError;
@@ -50,6 +50,38 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_allocate(
         };
         // SAFETY: the caller's contract.
         unsafe { write(out, "out", pointer) }
+    })
+}
+
+/// As `symmalloc_torch_allocate`, with a name for traces, snapshots and reports. A name that the thread pushed wins. What is no UTF-8 is
+/// replaced; NULL is no name.
+///
+/// # Safety
+/// As `symmalloc_torch_allocate`, and `name` is NULL or a C string.
+#[unsafe(no_mangle)]
+pub unsafe extern "C-unwind" fn symmalloc_torch_allocate_named(
+    device: i32,
+    bytes: usize,
+    stream: *mut c_void,
+    inherited: u64,
+    name: *const c_char,
+    out: *mut *mut c_void,
+) -> symmalloc_status {
+    let (size_bytes, stream) = (bytes as u64, RawStream::new(stream));
+    let status = report(|| process::allocator(device).map(drop));
+    let Some(allocator) = process::existing(device) else { return status };
+    // Outside of the guard: a filter of PyTorch's may throw.
+    let place = match allocator.scopes().any() {
+        true => allocator.scopes().place_for(stream, (inherited > 0).then_some(inherited)),
+        false => PoolPlace::Own(PoolId::DEFAULT),
+    };
+    report(|| {
+        let pushed = allocator.scopes().name();
+        // SAFETY: the caller's contract.
+        let given = (!name.is_null()).then(|| unsafe { CStr::from_ptr(name) }.to_string_lossy());
+        let name = pushed.as_deref().or(given.as_deref());
+        // SAFETY: the caller's contract.
+        unsafe { write(out, "out", allocate(allocator, place, size_bytes, stream, name)?) }
     })
 }
 
@@ -268,5 +300,18 @@ pub extern "C" fn symmalloc_torch_enable_peer(device: i32, owner: i32) -> symmal
 /// Reads the settings that hold, to find their errors early.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_torch_check() -> symmalloc_status {
-    report(process::check_settings)
+    report(|| process::settings().map(drop))
+}
+
+/// The settings of all devices' allocators, also of those that were not made yet. Release the text with `symmalloc_release_bytes`.
+///
+/// # Safety
+/// `text` is valid for writing.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn symmalloc_torch_settings(text: *mut *mut c_char) -> symmalloc_status {
+    report(|| {
+        let settings = process::settings()?.to_string();
+        // SAFETY: the caller's contract.
+        unsafe { hand_out_text(text, "text", &settings) }
+    })
 }

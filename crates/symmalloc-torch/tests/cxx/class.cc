@@ -6,6 +6,8 @@
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 
+#include "symmalloc.h"
+
 #include <dlfcn.h>
 
 #include <chrono>
@@ -60,6 +62,9 @@ static void memory() {
   caching::emptyCache();
   ASSERT(caching::getDeviceStats(0).reserved_bytes[0].current == 0);
   ASSERT(caching::getDeviceStats(0).num_device_free == 1);
+  ASSERT(caching::getDeviceStats(0).segment[0].peak == 1);
+  caching::resetPeakStats(0);
+  ASSERT(caching::getDeviceStats(0).segment[0].peak == 0);
   caching::resetAccumulatedStats(0);
   ASSERT(caching::getDeviceStats(0).allocation[0].allocated == 0);
   size_t largest = 0;
@@ -99,6 +104,18 @@ static void histories() {
   struct Gathered : c10::GatheredContext {};
   const auto gather = []() -> std::shared_ptr<c10::GatheredContext> { return std::make_shared<Gathered>(); };
   void* before = caching::raw_alloc(512);
+  // What is refused changes nothing.
+  for (const char* skipped : {"snapshot", "no such action"}) {
+    try {
+      const bool is_action = std::strcmp(skipped, "snapshot") == 0;
+      caching::recordHistory(true, is_action ? nullptr : +gather, 6, caching::RecordContext::ALL, true, {skipped});
+      ASSERT(false);
+    } catch (const c10::Error&) {
+      ASSERT(!caching::isHistoryEnabled());
+    }
+    caching::recordAnnotation({{"name", "unheard"}});
+    ASSERT(caching::snapshot().external_annotations.empty());
+  }
   caching::recordHistory(true, gather, 6, caching::RecordContext::ALL, true, {"snapshot"});
   void* pointer = caching::raw_alloc(512);
   auto snapshot = caching::snapshot();
@@ -207,6 +224,45 @@ static void threads() {
   }
 }
 
+// What a profiler is told: bytes by device.
+struct Profiler : c10::MemoryReportingInfoBase {
+  void reportMemoryUsage(void*, int64_t bytes, size_t, size_t, c10::Device device) override {
+    reports.emplace_back(device.index(), bytes);
+  }
+  bool memoryProfilingEnabled() const override {
+    return true;
+  }
+  std::vector<std::pair<int, int64_t>> reports;
+};
+
+static void devices() {
+  ASSERT(c10::cuda::device_count() == 2);
+  void* second = nullptr;
+  {
+    c10::cuda::CUDAGuard guard(1);
+    second = caching::raw_alloc(kMib);
+  }
+  // A rank that uses the second device asks for what there is, as NCCL's process group does: the first one is left alone.
+  const auto snapshot = caching::snapshot();
+  ASSERT(snapshot.segments.size() == 1 && snapshot.segments[0].device == 1);
+  ASSERT(snapshot.config_metadata.expandable_segments);
+  ASSERT(snapshot.config_metadata.last_allocator_settings.find("segments:expandable") != std::string::npos);
+  symmalloc_counts counts{};
+  const auto count = reinterpret_cast<decltype(&symmalloc_torch_counts)>(dlsym(RTLD_DEFAULT, "symmalloc_torch_counts"));
+  ASSERT(count(0, &counts) == SYMMALLOC_OK && counts.total_bytes == 0);
+  ASSERT(count(1, &counts) == SYMMALLOC_OK && counts.total_bytes > 0);
+  // This thread allocated on the first device last, and frees on the second.
+  const auto profiler = std::make_shared<Profiler>();
+  {
+    c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, profiler);
+    void* first = caching::raw_alloc(kMib);
+    caching::raw_delete(second);
+    caching::raw_delete(first);
+  }
+  const auto bytes = static_cast<int64_t>(kMib);
+  ASSERT((profiler->reports == std::vector<std::pair<int, int64_t>>{{0, bytes}, {1, -bytes}, {0, -bytes}}));
+}
+
 static void speed() {
   const auto stream = c10::cuda::getCurrentCUDAStream(0).stream();
   auto* allocator = caching::get();
@@ -243,6 +299,7 @@ int main(int count, char** words) {
   if (name == "refusals") refusals();
   if (name == "checkpoints") checkpoints();
   if (name == "threads") threads();
+  if (name == "devices") devices();
   if (name == "speed" || name == "native_speed") speed();
   std::puts("passed");
 }

@@ -4,7 +4,9 @@ use crate::library::*;
 use std::ffi::{c_char, c_void};
 use std::ptr::{null, null_mut};
 use std::sync::Mutex;
+use symmalloc_import::{ReadOptions, read_path};
 use symmalloc_torch::*;
+use symmalloc_trace::RecordLine;
 
 const A: (u64, u64) = (0, 7);
 
@@ -145,8 +147,25 @@ stub_test!(an_unsplit_pool_gives_every_allocation_a_segment, {
         allocate(bytes, null_mut(), 0);
     }
     let segments = visited(A);
-    assert_eq!(segments.len(), 3);
     assert!(segments.iter().all(|(bytes, blocks)| *blocks == [(*bytes, true)]), "{segments:?}");
+    // Of what each one needs.
+    assert_eq!(segments.iter().map(|(bytes, _)| bytes >> 20).collect::<Vec<_>>(), [2, 6, 30]);
+    assert_eq!(counts().requested_bytes[0].current, 512 + (35 << 20));
+});
+
+stub_test!(an_unsplit_pool_with_a_source_asks_it_for_every_allocation, {
+    let source = symmalloc_source {
+        allocate: Some(source_allocate),
+        free: Some(source_free),
+        context: null_mut(),
+        destroy: None,
+    };
+    // SAFETY: functions that take any context.
+    done(unsafe { symmalloc_torch_retain_pool(0, A.0, A.1, &raw const source) });
+    done(symmalloc_torch_pool_unsplit(0, A.0, A.1));
+    begin(A, None, null_mut());
+    let tensors = [3, 4].map(|mib| allocate(mib * MIB, null_mut(), 0));
+    assert_eq!(SOURCE.lock().expect("no panic").1, tensors, "each at the beginning of what it gave");
 });
 
 stub_test!(a_pool_that_helps_out_serves_what_would_fail, ["SYMMALLOC_CONF" = "total_limit_mb:40"], {
@@ -263,6 +282,45 @@ stub_test!(a_private_pool_goes_back_to_its_checkpoint_and_keeps_its_memory, {
     unsafe { symmalloc_torch_checkpoint_destroy(checkpoint) };
     // SAFETY: a place for the answer.
     assert_eq!(unsafe { symmalloc_torch_checkpoint(0, 9, 9, &raw mut checkpoint) }, SYMMALLOC_INVALID_STATE);
+});
+
+stub_test!(a_trace_goes_on_after_a_pool_went_back_and_names_what_is_named, {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = folder.path().join("job.trace");
+    let outputs = stub_process::ranks(1, &[("SYMMALLOC_TRACE", path.to_str().expect("text"))], |_| {
+        begin(A, None, null_mut());
+        let stem = allocate(3 * MIB, null_mut(), 0);
+        let mut checkpoint = null_mut();
+        // SAFETY: a place for the answer.
+        done(unsafe { symmalloc_torch_checkpoint(0, A.0, A.1, &raw mut checkpoint) });
+        free(stem);
+        allocate(MIB, null_mut(), 0);
+        done(symmalloc_torch_end_scope(0, A.0, A.1));
+        // SAFETY: a live checkpoint, and nobody to tell.
+        done(unsafe { symmalloc_torch_restore(0, checkpoint, None, null_mut()) });
+        for name in [c"model.py:7 forward".as_ptr(), c"\xff".as_ptr(), null()] {
+            let mut out = null_mut();
+            // SAFETY: C strings or NULL, and a place for the answer.
+            done(unsafe { symmalloc_torch_allocate_named(0, MIB, null_mut(), 0, name, &raw mut out) });
+        }
+    });
+    assert!(outputs[0].is_success, "{}", outputs[0].text);
+    let recording = read_path(&path, &ReadOptions::default()).expect("a whole trace");
+    let lines: Vec<String> = recording.records.iter().map(|record| RecordLine(record).to_string()).collect();
+    let ops: Vec<&str> = lines.iter().map(String::as_str).filter(|line| line.starts_with(['a', 'f'])).collect();
+    assert_eq!(
+        ops,
+        [
+            "a 0 3145728 s0 p1 -> 0@0",
+            "f 0",
+            "a 1 1048576 s0 p1 -> 0@0",
+            "f 1",
+            "a 2 3145728 s0 p1 -> 0@0 revived 3145728",
+            "a 3 1048576 s0 \"model.py:7 forward\" -> 0@0",
+            "a 4 1048576 s0 \"\u{fffd}\" -> 0@1048576",
+            "a 5 1048576 s0 -> 0@2097152",
+        ]
+    );
 });
 
 static CHANGES: Mutex<Vec<(bool, u64)>> = Mutex::new(Vec::new());

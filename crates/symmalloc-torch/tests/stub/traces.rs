@@ -35,6 +35,7 @@ stub_test!(a_program_records_what_it_does, {
     // SAFETY: as above.
     assert_eq!(unsafe { symmalloc_trace_start(allocator.0, c_path.as_ptr()) }, SYMMALLOC_INVALID_STATE);
     assert!(message().contains("begin it before the first allocation"), "{}", message());
+    assert_eq!(recorded(&path), (3, 1, Some(64 << 20)), "what was refused left the trace alone");
     let other = Allocator::new("");
     // SAFETY: as above.
     let status = unsafe { symmalloc_trace_start(other.0, c"/nowhere/at/all".as_ptr()) };

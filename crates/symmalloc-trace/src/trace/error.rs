@@ -168,8 +168,18 @@ pub enum Inconsistency {
         /// Length of the name in bytes.
         bytes: usize,
     },
-    /// A record of another op than an allocation has a name or a placement.
-    #[error("only an allocation has a name and a placement; take them off")]
+    /// An allocation was revived, and the record does not say where, or its block does not hold it.
+    #[error(
+        "a revived allocation has a placement, and {size_bytes} bytes, at least 1, in a block of at least as many: not {block_bytes}"
+    )]
+    RevivedNowhere {
+        /// Bytes that were asked for.
+        size_bytes: u64,
+        /// Bytes of the block.
+        block_bytes: u64,
+    },
+    /// A record of another op than an allocation has a name or a placement, or says that it was revived.
+    #[error("only an allocation has a name and a placement, or is revived; take them off")]
     NotAnAllocation,
     /// A record of another op than a free says that memory stayed taken.
     #[error("only a free can be pending; take that off")]

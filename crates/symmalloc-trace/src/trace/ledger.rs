@@ -37,12 +37,17 @@ pub(super) struct Ledger {
 impl Ledger {
     /// Checks the record against those before it and takes it in. After an error the ledger is as before.
     pub(super) fn admit(&mut self, record: &Record) -> Result<(), Inconsistency> {
-        if let Op::Allocate { .. } = record.op {
+        if let Op::Allocate { size_bytes, .. } = record.op {
+            if let Some(block_bytes) = record.revived_bytes
+                && (record.placement.is_none() || !(1..=block_bytes.get()).contains(&size_bytes))
+            {
+                return Err(Inconsistency::RevivedNowhere { size_bytes, block_bytes: block_bytes.get() });
+            }
             let bytes = record.name.as_ref().map_or(0, |name| name.len());
             if bytes > NAME_BYTES_MAX {
                 return Err(Inconsistency::NameTooLong { bytes });
             }
-        } else if record.name.is_some() || record.placement.is_some() {
+        } else if record.name.is_some() || record.placement.is_some() || record.revived_bytes.is_some() {
             return Err(Inconsistency::NotAnAllocation);
         }
         if record.pending.is_some() && !matches!(record.op, Op::Free { .. }) {

@@ -9,6 +9,7 @@
 //! What the lines before said is the ledger's business.
 
 use crate::text::{Fields, LineError};
+use std::num::NonZeroU64;
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::ids::{AllocationId, ObserverId, Placement, PoolId, SegmentId};
 use symmalloc_core::op::{Contents, Op, Pending, Record, Refusal};
@@ -174,7 +175,7 @@ impl Fields<'_> {
         if field.text == "wake" { Ok(()) } else { Err(self.expected(field.column, "wake")) }
     }
 
-    /// `ID SIZE sN [pN] ["NAME"] [-> SEGMENT@OFFSET]`
+    /// `ID SIZE sN [pN] ["NAME"] [-> SEGMENT@OFFSET [revived SIZE]]`
     #[inline]
     fn allocation(&mut self) -> Result<Record, LineError> {
         let id = self.id()?;
@@ -183,9 +184,23 @@ impl Fields<'_> {
         let pool = self.pool_or_default()?;
         let name = if self.ahead() == Some(b'"') { Some(self.name()?) } else { None };
         let placement = if self.ahead() == Some(b'-') { Some(self.placement()?) } else { None };
+        let revived_bytes = if self.ahead() == Some(b'r') { Some(self.revived()?) } else { None };
         let mut record = Record::from(Op::Allocate { id, pool, stream, size_bytes });
-        (record.name, record.placement) = (name, placement);
+        (record.name, record.placement, record.revived_bytes) = (name, placement, revived_bytes);
         Ok(record)
+    }
+
+    #[cold]
+    fn revived(&mut self) -> Result<NonZeroU64, LineError> {
+        const WORD: &str = "revived, if anything";
+        const EXPECTED: &str = "the size of the block in bytes, at least 1";
+        let word = self.expect(WORD)?;
+        if word.text != "revived" {
+            return Err(self.expected(word.column, WORD));
+        }
+        let field = self.expect(EXPECTED)?;
+        let block_bytes = self.decimal(field.text, field.column, EXPECTED, u64::MAX)?;
+        NonZeroU64::new(block_bytes).ok_or_else(|| self.expected(field.column, EXPECTED))
     }
 
     /// `ID [pending [ENTRIES]]`

@@ -1,6 +1,7 @@
 //! Round trips of arbitrary traces, and arbitrary text.
 
 use std::collections::BTreeSet;
+use std::num::NonZeroU64;
 
 use proptest::prelude::*;
 
@@ -74,6 +75,8 @@ fn consistent_records(steps: Vec<Step>) -> Vec<Record> {
                 if let Some((name, offset_bytes)) = named {
                     record = record.with_name(&name);
                     record = record.with_placement(Placement { segment: SegmentId(a as u32), offset_bytes });
+                    record.revived_bytes =
+                        NonZeroU64::new(b.saturating_add(offset_bytes)).filter(|_| a % 4 == 0 && b > 0);
                 }
                 records.push(record);
                 continue;
@@ -100,6 +103,7 @@ fn nearly_a_trace() -> impl Strategy<Value = String> {
         Just("a".into()),
         Just("f".into()),
         Just("pending".into()),
+        Just("revived".into()),
         Just("u".into()),
         Just("pool".into()),
         Just("stream".into()),

@@ -51,7 +51,7 @@ reserve 2097152 s0 p1
 trim
 trim p1
 f 1 pending  12 # of them
-a 2 1 s0
+a 2 1 s0 -> 0@512 revived 1024
 f 2 pending
 destroy p1
 sync
@@ -80,7 +80,8 @@ end 19
         Op::Trim { pool: None }.into(),
         Op::Trim { pool: Some(p1) }.into(),
         Record::from(Op::Free { id: AllocationId(1) }).with_pending(Pending::new(12).expect("not 0")),
-        Op::Allocate { id: AllocationId(2), pool: PoolId::DEFAULT, stream: s0, size_bytes: 1 }.into(),
+        Record::from(Op::Allocate { id: AllocationId(2), pool: PoolId::DEFAULT, stream: s0, size_bytes: 1 })
+            .with_revival(Placement { segment: SegmentId(0), offset_bytes: 512 }, 1024),
         Record::from(Op::Free { id: AllocationId(2) }).with_pending(Pending::TO_THE_END),
         Op::DestroyPool { pool: p1 }.into(),
         Op::Sync.into(),
@@ -163,6 +164,9 @@ fn malformed_fields_are_located() {
         ("a 2 5 s0 -> 0@", 15),
         ("a 2 5 s0 - 0@0", 10),
         ("f 0 p1", 5),
+        ("a 0 1 s0 -> 0@0 revive 512", 17),
+        ("a 0 1 s0 -> 0@0 revived", 24),
+        ("a 0 1 s0 -> 0@0 revived 0", 25),
         ("f 0 pendings", 5),
         ("f 0 pending x", 13),
         ("f 0 pending 0", 13),
@@ -356,6 +360,10 @@ fn a_writer_refuses_what_a_reader_would_refuse_and_goes_on() {
             Inconsistency::NotAnAllocation,
         ),
         (Record::from(allocate(0)).with_pending(Pending::TO_THE_END), Inconsistency::NotAFree),
+        (
+            Record::from(allocate(0)).with_revival(Placement { segment: SegmentId(0), offset_bytes: 0 }, 511),
+            Inconsistency::RevivedNowhere { size_bytes: 512, block_bytes: 511 },
+        ),
     ];
     for (record, expected) in refused {
         match writer.write(&record) {

@@ -111,7 +111,10 @@ fn write_record(line: &mut impl fmt::Write, record: &Record) -> fmt::Result {
                 line.write_str("@")?;
                 write_number(line, placement.offset_bytes)?;
             }
-            Ok(())
+            match record.revived_bytes {
+                Some(block_bytes) => write!(line, " revived {block_bytes}"),
+                None => Ok(()),
+            }
         }
         Op::Free { id } => {
             line.write_str("f ")?;

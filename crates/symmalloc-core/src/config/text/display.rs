@@ -15,6 +15,9 @@ impl fmt::Display for PoolConfig {
                 write_bytes(f, "large_segment_size", Some(fixed.large_segment_bytes))?;
                 write_bytes(f, "max_split_size", fixed.max_split_size_bytes)?;
                 write_bytes(f, "max_non_split_rounding", Some(fixed.max_non_split_rounding_bytes))?;
+                if fixed.unsplit {
+                    f.write_str(",unsplit:true")?;
+                }
             }
             SegmentPolicy::Expandable(expandable) => {
                 write!(f, "segments:{}", SEGMENTS[EXPANDABLE])?;

@@ -78,7 +78,7 @@ macro_rules! key {
 }
 
 /// All keys, PyTorch's as of its version 2.14.
-static KEYS: [Key; 40] = {
+static KEYS: [Key; 41] = {
     use {Of::*, Takes::*};
     const DRIVER: Of = Nothing(IgnoredReason::NotPlacement);
     const FRACTION: Of = Nothing(IgnoredReason::DeviceFraction);
@@ -96,6 +96,7 @@ static KEYS: [Key; 40] = {
         key!("large_segment_size", Bytes, Segments(FIXED)),
         key!("max_split_size", Bytes, Segments(FIXED)),
         key!("max_non_split_rounding", Bytes, Segments(FIXED)),
+        key!("unsplit", Flag, Segments(FIXED)),
         key!("roundup_power2_divisions", Divisions, Pool),
         key!("streams", Word(STREAMS, "separate or shared"), Pool),
         key!("symmetric", Flag, Pool),

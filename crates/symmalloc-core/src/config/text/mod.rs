@@ -159,6 +159,7 @@ fn build_segments(settings: &mut Settings<'_>) -> Result<SegmentPolicy, ConfigTe
                 // PyTorch's default follows the large segment.
                 max_non_split_rounding_bytes: number("max_non_split_rounding", large_segment_bytes),
                 large_segment_bytes,
+                unsplit: number("unsplit", 0) == 1,
             })
         }
         RESERVED => match settings.number("segment") {

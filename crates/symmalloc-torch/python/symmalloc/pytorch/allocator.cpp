@@ -198,7 +198,10 @@ class Allocator final : public caching::CUDAAllocator {
   }
 
   void resetPeakStats(DeviceIndex device) override {
+    auto& state = memory_.of(device);
+    std::lock_guard<std::mutex> lock(mutex_);
     check(symmalloc_torch_reset_peaks(device));
+    state.segments_peak = 0;
   }
 
   std::vector<StreamSegmentSize> getExpandableSegmentSizes(DeviceIndex device) override {
@@ -261,13 +264,16 @@ class Allocator final : public caching::CUDAAllocator {
       RecordContext when,
       bool clears,
       const std::vector<std::string>& skipped) override {
+    // What can be refused comes before anything changes.
+    TORCH_CHECK(when == RecordContext::NEVER || gather, "symmalloc: a function that gathers contexts is needed");
+    const auto skipped_actions = parsed_actions(skipped);
     std::lock_guard<std::mutex> lock(mutex_);
     is_recorded_ = enabled;
     if (!enabled || clears) {
       annotations_.set_size(entries_max);
     }
     for (DeviceIndex device = 0; device < device_count_; ++device) {
-      memory_.of(device).history.record(enabled, gather, entries_max, when, clears, skipped);
+      memory_.of(device).history.record(enabled, gather, entries_max, when, clears, skipped_actions);
     }
     memory_.watch(enabled || has_trackers_);
   }
@@ -408,10 +414,9 @@ class Allocator final : public caching::CUDAAllocator {
 
  private:
   std::string settings() const {
-    symmalloc_allocator* allocator = nullptr;
+    // Of no device: to ask one's allocator would make it, and a context there.
     char* text = nullptr;
-    if (device_count_ == 0 || symmalloc_torch_allocator(0, &allocator) != SYMMALLOC_OK ||
-        symmalloc_config(allocator, &text) != SYMMALLOC_OK) {
+    if (symmalloc_torch_settings(&text) != SYMMALLOC_OK) {
       return "";
     }
     std::string settings = text;
@@ -453,7 +458,9 @@ void memory_changed(int32_t device, uint32_t is_mapped, uint64_t address, uint64
   try {
     allocator().memory().changed(static_cast<DeviceIndex>(device), is_mapped != 0, address, bytes);
   } catch (const std::exception& error) {
-    TORCH_WARN("symmalloc: a tracker of memory failed: ", error.what());
+    warn("a tracker of memory failed: ", error.what());
+  } catch (...) {
+    warn("a tracker of memory failed");
   }
 }
 
@@ -471,4 +478,9 @@ extern "C" __attribute__((visibility("default"))) int symmalloc_install_class() 
   symmalloc::caching::allocator.store(&allocator);
   c10::SetAllocator(c10::DeviceType::CUDA, &allocator);
   return 0;
+}
+
+// Names allocations, while a history is recorded, after who asks for them; a null pointer ends that.
+extern "C" __attribute__((visibility("default"))) void symmalloc_name_callers(symmalloc::CallerFn caller) {
+  symmalloc::caller_fn().store(caller);
 }

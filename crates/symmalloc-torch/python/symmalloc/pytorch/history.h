@@ -74,6 +74,26 @@ inline ThreadNotes& thread_notes() {
   return notes;
 }
 
+// Writes the name of the Python frame that calls into a buffer of so many bytes; an empty text where there is none.
+using CallerFn = void (*)(char* buffer, size_t bytes);
+
+inline std::atomic<CallerFn>& caller_fn() {
+  static std::atomic<CallerFn> fn{nullptr};
+  return fn;
+}
+
+// What an allocation of this thread is called: what the program said last, else who asks. May need the interpreter's lock.
+inline std::string caller_name() {
+  if (const auto& metadata = thread_notes().user_metadata; !metadata.empty()) {
+    return metadata;
+  }
+  char name[512] = "";
+  if (const auto caller = caller_fn().load()) {
+    caller(name, sizeof(name));
+  }
+  return name;
+}
+
 // What is known of an allocation or of a part of a segment.
 struct Noted {
   size_t bytes = 0;
@@ -82,6 +102,15 @@ struct Noted {
   Context context;
   bool is_expandable = false;
 };
+
+// Actions by their names. Throws for one that is none.
+inline std::unordered_set<int> parsed_actions(const std::vector<std::string>& names) {
+  std::unordered_set<int> actions;
+  for (const auto& name : names) {
+    actions.insert(c10::CachingDeviceAllocator::parseTraceEntryAction(name));
+  }
+  return actions;
+}
 
 class DeviceHistory {
  public:
@@ -102,15 +131,11 @@ class DeviceHistory {
       size_t entries_max,
       caching::RecordContext when,
       bool clears,
-      const std::vector<std::string>& skipped) {
+      const std::unordered_set<int>& skipped) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
-    TORCH_CHECK(when == caching::RecordContext::NEVER || gather, "a function that gathers contexts is needed");
     when_ = enabled ? when : caching::RecordContext::NEVER;
     gather_ = gather;
-    skipped_.clear();
-    for (const auto& action : skipped) {
-      skipped_.insert(c10::CachingDeviceAllocator::parseTraceEntryAction(action));
-    }
+    skipped_ = skipped;
     if (enabled || clears) {
       entries_max = std::max<size_t>(entries_max, 1);
       if (entries_max != entries_max_ || clears) {

@@ -14,6 +14,7 @@
 #include <c10/cuda/CUDAFunctions.h>
 
 #include <array>
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -35,8 +36,9 @@ constexpr size_t kDevicesMax = 128;
 struct DeviceState {
   explicit DeviceState(DeviceIndex device) : history(device) {}
   DeviceHistory history;
-  double fraction = 1.0;
+  std::atomic<double> fraction{1.0};
   caching::DeviceStats accumulated_before{};
+  // Under the allocator's lock, as what is above.
   int64_t segments_peak = 0;
 };
 
@@ -67,7 +69,7 @@ class Memory {
     } else {
       const auto status = symmalloc_torch_allocate(device, bytes, stream, scopes_.number(device), &pointer);
       if (C10_UNLIKELY(status != SYMMALLOC_OK)) {
-        pointer = refused(device, bytes, stream, status, nullptr);
+        pointer = refused(device, bytes, stream, status, nullptr, {});
       }
     }
     const auto* trace = c10::impl::GPUTrace::get_trace();
@@ -92,6 +94,8 @@ class Memory {
     }
     // A guess, which is cheaper than a question to the driver: the library looks elsewhere when it is wrong.
     const DeviceIndex device = last_device();
+    // A profiler is told which device it really is.
+    const auto owner = C10_UNLIKELY(c10::memoryProfilingEnabled()) ? symmalloc_torch_device_of(pointer) : -1;
     uint64_t bytes = 0;
     if (C10_UNLIKELY(is_watched_.load(std::memory_order_relaxed))) {
       free_watched(device, pointer, &bytes);
@@ -99,8 +103,8 @@ class Memory {
       // The library complains of what is not its own.
       (void)symmalloc_torch_deallocate(device, pointer, &bytes);
     }
-    if (C10_UNLIKELY(c10::memoryProfilingEnabled())) {
-      report(device, pointer, -static_cast<int64_t>(bytes));
+    if (C10_UNLIKELY(owner >= 0)) {
+      report(static_cast<DeviceIndex>(owner), pointer, -static_cast<int64_t>(bytes));
     }
   }
 
@@ -175,13 +179,15 @@ class Memory {
   void* allocate_watched(DeviceIndex device, size_t bytes, cudaStream_t stream) {
     auto& history = of(device).history;
     const auto context = history.gather(RecordContext::STATE);
+    // Traces and reports say it, where histories are of interest at all.
+    const auto name = context ? caller_name() : std::string();
     std::unique_lock<std::recursive_mutex> lock(history.order);
     void* pointer = nullptr;
-    const auto status = symmalloc_torch_allocate(device, bytes, stream, scopes_.number(device), &pointer);
+    const auto status = ask(device, bytes, stream, name, &pointer);
     if (status != SYMMALLOC_OK) {
-      const std::string message = symmalloc_error_message();
+      // The message is this thread's: unlocking leaves it.
       lock.unlock();
-      pointer = refused(device, bytes, stream, status, context);
+      pointer = refused(device, bytes, stream, status, context, name);
       lock.lock();
     }
     note_allocated(history, pointer, bytes, context);
@@ -229,8 +235,20 @@ class Memory {
     }
   }
 
+  symmalloc_status ask(DeviceIndex device, size_t bytes, cudaStream_t stream, const std::string& name, void** pointer) {
+    const auto scope = scopes_.number(device);
+    return name.empty() ? symmalloc_torch_allocate(device, bytes, stream, scope, pointer)
+                        : symmalloc_torch_allocate_named(device, bytes, stream, scope, name.c_str(), pointer);
+  }
+
   // What other parts of PyTorch hold may be given up: then once more. Otherwise everybody is told.
-  void* refused(DeviceIndex device, size_t bytes, cudaStream_t stream, symmalloc_status status, const Context& context) {
+  void* refused(
+      DeviceIndex device,
+      size_t bytes,
+      cudaStream_t stream,
+      symmalloc_status status,
+      const Context& context,
+      const std::string& name) {
     if (status != SYMMALLOC_OUT_OF_MEMORY) {
       fail(status);
     }
@@ -242,7 +260,7 @@ class Memory {
     }
     if (has_freed) {
       void* pointer = nullptr;
-      status = symmalloc_torch_allocate(device, bytes, stream, scopes_.number(device), &pointer);
+      status = ask(device, bytes, stream, name, &pointer);
       if (status == SYMMALLOC_OK) {
         return pointer;
       }

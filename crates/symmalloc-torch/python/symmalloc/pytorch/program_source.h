@@ -2,6 +2,7 @@
 #pragma once
 
 #include "history.h"
+#include "status.h"
 #include "symmalloc.h"
 
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -27,15 +28,19 @@ struct ProgramSource {
     try {
       return of(context).raw_alloc(bytes);
     } catch (const std::exception& error) {
-      TORCH_WARN("symmalloc: the allocator of a pool failed for ", bytes, " bytes: ", error.what());
-      return nullptr;
+      warn("the allocator of a pool failed for ", bytes, " bytes: ", error.what());
+    } catch (...) {
+      warn("the allocator of a pool failed for ", bytes, " bytes");
     }
+    return nullptr;
   }
   static void free(void* context, void* pointer) {
     try {
       of(context).raw_delete(pointer);
     } catch (const std::exception& error) {
-      TORCH_WARN("symmalloc: the allocator of a pool failed to free: ", error.what());
+      warn("the allocator of a pool failed to free: ", error.what());
+    } catch (...) {
+      warn("the allocator of a pool failed to free");
     }
   }
   static void destroy(void* context) {

@@ -16,6 +16,15 @@ namespace symmalloc {
   TORCH_CHECK(false, "symmalloc: ", message);
 }
 
+// Where nothing can be thrown: what PyTorch's handler of warnings throws is lost.
+template <typename... Words>
+void warn(const Words&... words) noexcept {
+  try {
+    TORCH_WARN("symmalloc: ", words...);
+  } catch (...) {
+  }
+}
+
 inline void check(symmalloc_status status) {
   if (C10_UNLIKELY(status != SYMMALLOC_OK)) {
     fail(status);

@@ -1,0 +1,150 @@
+//! Revival: allocations that were freed are live again, where they were. A part of [`Heap`].
+//!
+//! A tree of CUDA graphs goes back to a checkpoint: the graphs that it replays write to places that the allocator counts as free,
+//! so those become live again, and no others. The heap goes on with its own history, in which each one counts as an allocation.
+//!
+//! ```text
+//!   checkpoint  │ a │  b  │ free │ c │        │ grown since │
+//!   now         │ a │      free          │ d │
+//!   d is freed  │ a │         free           │ free        │
+//!   revived     │ a │  b  │ free │ c │  free  │ free        │     b and c: an `Allocate` each in the digest, and in a recording
+//! ```
+
+use super::{Heap, Outside};
+use crate::blocks::table::{BlockState, Slot};
+use crate::config::restore_error::RestoreError;
+use crate::history::digest::{Mark, op_word};
+use crate::history::layout::{AllocationLayout, HeapLayout};
+use crate::streams::fences::Fence;
+use crate::sync::lock::Lock;
+use crate::types::handle::Allocation;
+use crate::types::ids::{Placement, StreamId};
+use crate::types::units::{UNIT_BYTES, units};
+use smallvec::SmallVec;
+
+/// An allocation of a revived layout.
+#[derive(Debug)]
+pub(crate) struct Revived {
+    pub(crate) allocation: Allocation,
+    pub(crate) stream: StreamId,
+    pub(crate) requested_bytes: u64,
+    pub(crate) name: Option<Box<str>>,
+    /// It was not live before.
+    pub(crate) is_made: bool,
+    /// Streams that use it, as was not known before.
+    pub(crate) uses: SmallVec<[StreamId; 2]>,
+}
+
+impl<L: Lock> Heap<L> {
+    /// Makes every saved allocation live that is not, where there may be more memory than the layout has. Returns all of them, in
+    /// (sequence, offset) order.
+    pub(crate) fn revive_layout(&mut self, context: &Outside<'_, L>, layout: &HeapLayout) -> Vec<Revived> {
+        let mut revived = Vec::new();
+        let mut saved = layout.segments.iter().peekable();
+        for segment in self.table.segments_in_order() {
+            let id = self.table.segment(segment).id;
+            let Some(saved) = saved.next_if(|saved| saved.id == id) else { continue };
+            let mut slot = self.table.first(segment);
+            for allocation in &saved.allocations {
+                while self.table.block(slot).end() < units(allocation.end_bytes()) {
+                    slot = self.table.block(slot).next;
+                }
+                slot = self.revive_in(slot, allocation, &mut revived);
+            }
+        }
+        assert!(saved.next().is_none(), "no memory of the layout is gone");
+        self.recycle_spent(context);
+        revived
+    }
+
+    /// Makes one allocation live at its place, which is free. On an error nothing has changed, but that its stream may have waited.
+    pub(crate) fn revive(
+        &mut self,
+        context: &Outside<'_, L>,
+        placement: Placement,
+        saved: &AllocationLayout,
+    ) -> Result<Revived, RestoreError> {
+        let slot = self.free_block_around(placement, saved)?;
+        let waited = self.wait_for_earlier_users(context, slot, saved.stream);
+        waited.map_err(|error| RestoreError::Fence { stream: saved.stream, error })?;
+        let mut revived = Vec::with_capacity(1);
+        self.revive_in(slot, saved, &mut revived);
+        self.recycle_spent(context);
+        Ok(revived.pop().expect("just pushed"))
+    }
+
+    /// Makes a saved allocation live in the free block around it, or takes note of its uses where it is live. Returns its block.
+    fn revive_in(&mut self, slot: Slot, saved: &AllocationLayout, revived: &mut Vec<Revived>) -> Slot {
+        let is_made = self.table.block(slot).is_free();
+        let mut uses = saved.used_by.clone();
+        let slot = if is_made {
+            let slot = self.carve(slot, units(saved.offset_bytes), units(saved.end_bytes()));
+            self.make_live(slot, saved);
+            self.fold_at(slot, op_word(Mark::Allocate, saved.stream, saved.requested_bytes));
+            slot
+        } else {
+            let known = self.fences.fences(self.table.block(slot).fences);
+            uses.retain(|stream| !known.iter().any(|fence: &Fence| fence.stream == *stream));
+            self.note_uses_and_name(slot, saved);
+            slot
+        };
+        for stream in &uses {
+            self.fold_at(slot, op_word(Mark::RecordUse, *stream, 0));
+        }
+        let BlockState::Allocated { serial, .. } = self.table.block(slot).state else {
+            unreachable!("a saved allocation is live");
+        };
+        revived.push(Revived {
+            allocation: self.allocation_in(slot, self.handle(slot, serial)),
+            stream: saved.stream,
+            requested_bytes: saved.requested_bytes,
+            name: saved.name.clone(),
+            is_made,
+            uses,
+        });
+        slot
+    }
+
+    fn fold_at(&mut self, slot: Slot, op: u64) {
+        let placed = self.table.block(slot).location.word();
+        self.fold(op, placed);
+    }
+
+    /// The free block around a place, or what is in the way.
+    fn free_block_around(&self, placement: Placement, saved: &AllocationLayout) -> Result<Slot, RestoreError> {
+        let gone = || RestoreError::Gone {
+            pool: self.identity.pool,
+            stream: self.identity.stream,
+            segment: placement.segment,
+            offset_bytes: saved.offset_bytes,
+            size_bytes: saved.size_bytes,
+        };
+        let is_whole = |bytes: u64| bytes.is_multiple_of(UNIT_BYTES);
+        let end_bytes = saved.offset_bytes.checked_add(saved.size_bytes).ok_or_else(gone)?;
+        if !is_whole(saved.offset_bytes)
+            || !is_whole(end_bytes)
+            || !(1..=saved.size_bytes).contains(&saved.requested_bytes)
+        {
+            return Err(gone());
+        }
+        let segments = self.table.segments_in_order();
+        let segment = segments.into_iter().find(|segment| self.table.segment(*segment).id == placement.segment);
+        let blocks = self.table.blocks_of(segment.ok_or_else(gone)?);
+        let (from, to) = (saved.offset_bytes / UNIT_BYTES, end_bytes / UNIT_BYTES);
+        let touched = |slot: &Slot| {
+            let block = self.table.block(*slot);
+            u64::from(block.offset()) < to && from < u64::from(block.end())
+        };
+        let mut blocks = blocks.filter(touched);
+        let slot = blocks.next().ok_or_else(gone)?;
+        let block = self.table.block(slot);
+        match block.state {
+            BlockState::Free { .. } if u64::from(block.offset()) <= from && to <= u64::from(block.end()) => Ok(slot),
+            BlockState::Free { .. } => {
+                Err(blocks.find(|slot| self.is_live(*slot)).map_or_else(gone, |slot| self.unknown_live(slot)))
+            }
+            BlockState::Allocated { .. } => Err(self.unknown_live(slot)),
+            _ => Err(gone()),
+        }
+    }
+}

@@ -1,0 +1,114 @@
+"""PyTorch's own tests on PyTorch's allocator and on symmalloc, test by test: none that passes natively may fail here.
+
+    python crates/symmalloc-torch/jobs/suites --gpus 2 --out suites
+    python crates/symmalloc-torch/jobs/suites --suite op_db --only 'add|matmul'
+
+    distributed    `torch.testing._internal.distributed.distributed_test`: NCCL, a rank on each GPU; with
+                   SYMMALLOC_SUITES_BACKEND=gloo on CPUs
+    op_db          every operator of `op_db` with its samples, forward and backward: outcomes and bits of results
+
+A test that looks worse on symmalloc is run once more on both before it counts. What was run stays in the folder `--out`: the
+same command goes on after a crash, a kill, or `--budget` seconds. A test that crashes or hangs costs its worker, not the run. The
+table is printed and written to `OUT/suites.md`, all of it to `OUT/suites.json`.
+
+Ends with 0 when nothing is worse, 1 with a regression, 2 when nothing could be run, 3 when tests are left for the next time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from results import BAD, Comparison, OtherRun, Outcome, compare
+from runs import Machine, Run, WorkerFailed, listed
+
+SUITES = ("distributed", "op_db")
+# Bits are compared only where native runs agree among themselves.
+NATIVE_RUNS = {"op_db": 2}
+
+
+@dataclass
+class Options:
+    suite: list[str]
+    gpus: int
+    only: str
+    out: Path
+    seconds: float
+    budget: float
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", action="append", help=f"{', '.join(SUITES)}, or a file as worker.py wants it; all")
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--only", default="", metavar="REGEX", help="tests whose names it is found in")
+    parser.add_argument("--out", type=Path, default=Path("suites"))
+    parser.add_argument("--seconds", type=float, default=300, help="that a test may take")
+    parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="the same command goes on")
+    options = Options(**vars(parser.parse_args()))
+    options.out.mkdir(parents=True, exist_ok=True)
+    machine = Machine(options.gpus, options.seconds, time.monotonic() + options.budget)
+    try:
+        compared = [compared_suite(suite, options, machine) for suite in options.suite or SUITES]
+    except (OtherRun, WorkerFailed) as error:
+        print(error, file=sys.stderr)
+        return 2
+    table = "\n".join(one.table() for one in compared)
+    print(table)
+    (options.out / "suites.md").write_text(table)
+    (options.out / "suites.json").write_text(json.dumps([one.object() for one in compared], indent=1))
+    if any(one.bad() for one in compared):
+        return 1
+    if not any(one.verdicts for one in compared):
+        print("no test has such a name", file=sys.stderr)
+        return 2
+    return 3 if any(one.unfinished() for one in compared) else 0
+
+
+def compared_suite(suite: str, options: Options, machine: Machine) -> Comparison:
+    """Runs a suite on both allocators, and what looks bad once more."""
+    there = listed(suite, machine)
+    names = [name for name in there.names if re.search(options.only, name)]
+    stem = Path(suite).stem
+    shares_gpus = stem != "distributed"
+
+    def run(allocator: str, number: str, of: list[str]) -> dict[str, Outcome]:
+        print(f"{stem} on {allocator}, {number}: {len(of)} tests", flush=True)
+        facts = {"suite": stem, "allocator": allocator, "number": number} | versions()
+        if not shares_gpus:
+            facts["gpus"] = options.gpus
+        path = options.out / f"{stem}-{allocator}-{number}"
+        return Run(suite, allocator, path, facts).carry_out(of, machine, shares_gpus)
+
+    native = [run("native", str(number + 1), names) for number in range(NATIVE_RUNS.get(stem, 1))]
+    ours = [run("symmalloc", "1", names)]
+    first = compare(stem, names, native, ours, there.without_contents)
+    bad = [name for name, verdict in first.verdicts.items() if verdict.verdict in BAD]
+    if not bad:
+        return first
+    again = run("native", "again", bad), run("symmalloc", "again", bad)
+    return compare(stem, names, native, ours, there.without_contents, again)
+
+
+def versions() -> dict[str, str]:
+    """Of what is tested, without importing it."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for package in ("torch", "symmalloc"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "of a checkout"
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""Who asks for memory: the Python frame by which an allocation is named while `torch.cuda.memory._record_memory_history` is on.
+
+The innermost frame of the program names it, `model/attention.py:88 forward`; where there is none, the innermost of PyTorch's.
+That is how `symmalloc import` names what PyTorch recorded, so that traces, reports and snapshots of both say the same.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import sys
+from types import FrameType
+
+CALLER_FN = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t)
+"""Writes the name of who calls into a buffer of so many bytes, as a C string."""
+
+
+def caller(frame: FrameType | None = None) -> str:
+    """The name of the frame that asked for memory; empty on a thread without Python. `frame`: where to begin, None: here."""
+    frame = frame or sys._getframe(1)
+    library = None
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if is_programs(path):
+            return _name(frame)
+        if library is None and path.endswith(".py"):
+            library = frame
+        frame = frame.f_back
+    return "" if library is None else _name(library)
+
+
+def is_programs(path: str) -> bool:
+    """Whether a file is the program's: neither PyTorch's nor Python's own."""
+    if not path.endswith(".py") and not path.startswith(("<ipython", "/tmp/ipykernel")):
+        return False
+    is_installed = "site-packages/" in path or "dist-packages/" in path
+    is_torch = "/torch/" in path or path.startswith("torch/")
+    return not is_torch and (is_installed or "/lib/python3" not in path)
+
+
+def _name(frame: FrameType) -> str:
+    path = "/".join(frame.f_code.co_filename.split("/")[-2:])
+    return f"{path}:{frame.f_lineno} {frame.f_code.co_name}"
+
+
+def _write(buffer: int, size: int) -> None:
+    frame = sys._getframe().f_back
+    if frame is not None:
+        name = caller(frame).encode(errors="replace")[: size - 1].decode(errors="ignore").encode()
+        ctypes.memmove(buffer, name + b"\0", len(name) + 1)
+
+
+_function = CALLER_FN(_write)
+
+
+def tell(compiled: ctypes.CDLL) -> None:
+    """Gives the compiled class the function, until the interpreter ends."""
+    compiled.symmalloc_name_callers(_function)
+    atexit.register(compiled.symmalloc_name_callers, CALLER_FN())

@@ -1,0 +1,194 @@
+"""Comparing PyTorch's own tests on two allocators (`jobs/suites`): its verdicts, and that it goes on whatever a test does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+import needs
+
+SUITES = Path(__file__).resolve().parents[2] / "jobs" / "suites"
+FAKE = Path(__file__).resolve().with_name("fakes") / "suites" / "fake_suite.py"
+sys.path.insert(0, str(SUITES))
+
+import results  # noqa: E402
+from results import CRASHED, FAILED, PASSED, SKIPPED, TIMEOUT, Outcome, RunFile, compare, judge  # noqa: E402
+
+BETTER, BOTH_FAIL, BOTH_SKIP, EQUAL, FLAKY = (
+    results.BETTER, results.BOTH_FAIL, results.BOTH_SKIP, results.EQUAL, results.FLAKY,
+)  # fmt: skip
+NO_CONTENTS, OTHER_BITS, REGRESSION, UNFINISHED, VARIES = (
+    results.NO_CONTENTS, results.OTHER_BITS, results.REGRESSION, results.UNFINISHED, results.VARIES,
+)  # fmt: skip
+
+
+class Verdicts(unittest.TestCase):
+    def test_what_passes_natively_and_not_here_is_a_regression_whatever_it_is(self) -> None:
+        for bad in (FAILED, CRASHED, TIMEOUT, SKIPPED):
+            self.assertEqual(judge([Outcome(PASSED)], [Outcome(bad)]).verdict, REGRESSION)
+            self.assertEqual(judge([Outcome(PASSED)] * 2, [Outcome(bad), Outcome(FAILED)]).verdict, REGRESSION)
+            self.assertEqual(judge([Outcome(PASSED)] * 2, [Outcome(bad), Outcome(PASSED)]).verdict, FLAKY)
+        for bad in (FAILED, CRASHED, TIMEOUT):
+            self.assertEqual(judge([Outcome(bad)], [Outcome(PASSED)]).verdict, BETTER)
+            self.assertEqual(judge([Outcome(bad)], [Outcome(FAILED)]).verdict, BOTH_FAIL)
+        # One that passes natively now and then is no measure.
+        self.assertEqual(judge([Outcome(PASSED), Outcome(FAILED)], [Outcome(FAILED)]).verdict, BOTH_FAIL)
+        self.assertEqual(judge([Outcome(SKIPPED)], [Outcome(SKIPPED)]).verdict, BOTH_SKIP)
+
+    def test_bits_count_where_native_runs_repeat_them(self) -> None:
+        one, other = Outcome(PASSED, bits="1"), Outcome(PASSED, bits="2")
+        self.assertEqual(judge([one, one], [one]).verdict, EQUAL)
+        self.assertEqual(judge([one, one], [other]).verdict, OTHER_BITS)
+        self.assertEqual(judge([one, one], [one, other]).verdict, OTHER_BITS)
+        self.assertEqual(judge([one, other], [Outcome(PASSED, bits="3")]).verdict, VARIES)
+        self.assertEqual(judge([one, one], [other], has_no_contents=True).verdict, NO_CONTENTS)
+
+    def test_what_was_not_run_is_no_success(self) -> None:
+        self.assertEqual(judge([Outcome(PASSED)], [None]).verdict, UNFINISHED)
+        self.assertEqual(judge([None], [Outcome(PASSED)]).verdict, UNFINISHED)
+        comparison = compare("suite", ["a", "b"], [{"a": Outcome(PASSED)}], [{"a": Outcome(PASSED)}])
+        self.assertEqual((comparison.unfinished(), comparison.bad()), (1, []))
+
+    def test_a_table_names_what_is_bad_first_and_keeps_its_cells(self) -> None:
+        ours = {"a": Outcome(PASSED), "b": Outcome(FAILED, detail="1 | 2\n3"), "c": Outcome(PASSED)}
+        native = {"a": Outcome(PASSED), "b": Outcome(PASSED), "c": Outcome(FAILED)}
+        lines = compare("suite", "abc", [native], [ours]).table().splitlines()
+        self.assertIn("| REGRESSION | 1 |", lines)
+        told = [line for line in lines if line.startswith("| `")]
+        self.assertEqual(told, [
+            "| `b` | REGRESSION | passed | failed | 1 \\| 2 3 |", "| `c` | fails on native alone | failed | passed |  |",
+        ])  # fmt: skip
+
+
+class Files(unittest.TestCase):
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.path = Path(folder.name) / "run.jsonl"
+
+    def test_a_line_that_was_cut_off_costs_no_other(self) -> None:
+        file = RunFile(self.path)
+        file.began("a")
+        file.ended("a", Outcome(PASSED, 1.5))
+        with self.path.open("a") as cut:
+            cut.write('{"name": "b", "outc')
+        file.began("c")
+        self.assertEqual(file.outcomes(), {"a": Outcome(PASSED, 1.5)})
+        self.assertEqual(file.running(), "c")
+        file.ended("c", Outcome(FAILED, detail="why"))
+        self.assertEqual((file.running(), file.outcomes()["c"].detail), (None, "why"))
+
+
+class Runs(unittest.TestCase):
+    """Whole runs of a suite that fails, crashes and hangs."""
+
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.notes, self.out = Path(folder.name) / "notes", Path(folder.name) / "out"
+        self.notes.mkdir()
+
+    def suites(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(SUITES), "--suite", str(FAKE), "--out", str(self.out), "--seconds", "2", *arguments]
+        environment = os.environ | {"FAKE_SUITE_NOTES": str(self.notes)}
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+
+    def times(self, name: str, where: str) -> int:
+        noted = self.notes / f"{name}-{where}"
+        return len(noted.read_text()) if noted.exists() else 0
+
+    def test_a_run_goes_on_after_tests_that_crash_hang_and_break_their_process(self) -> None:
+        done = self.suites()
+        self.assertEqual(done.returncode, 1, done.stdout + done.stderr)
+        tests = json.loads((self.out / "suites.json").read_text())[0]["tests"]
+        verdicts = {name: one["verdict"] for name, one in tests.items()}
+        self.assertEqual(verdicts, {
+            "fine": EQUAL, "fails": BOTH_FAIL, "skips": BOTH_SKIP, "fails here": REGRESSION, "crashes here": REGRESSION,
+            "hangs here": REGRESSION, "skips here": REGRESSION, "fails there": BETTER, "once": FLAKY, "other bits": OTHER_BITS,
+            "undefined": NO_CONTENTS, "breaks": BOTH_FAIL, "last": EQUAL,
+        })  # fmt: skip
+        self.assertEqual(tests["crashes here"]["detail"], "the process died of SIGABRT")
+        self.assertEqual(tests["hangs here"]["detail"], "no end after 2 s")
+        self.assertIn("| `fails here` | REGRESSION | passed | failed | AssertionError: 1 is not \\| 2 |", done.stdout)
+        # What a test that hangs had started is gone.
+        self.assertFalse(alive(int((self.notes / "child").read_text())))
+        # What looked bad was run once more on both, and the rest once.
+        self.assertEqual((self.times("fails here", "ours"), self.times("fails here", "native")), (2, 2))
+        self.assertEqual((self.times("fine", "ours"), self.times("fine", "native")), (1, 1))
+        # The same command runs nothing again.
+        again = self.suites()
+        self.assertEqual((again.returncode, self.times("fine", "ours"), self.times("crashes here", "ours")), (1, 1, 2))
+
+    def test_what_is_left_when_the_time_is_over_is_run_by_the_same_command(self) -> None:
+        arguments = ("--only", "^fine$|^last$")
+        done = self.suites(*arguments, "--budget", "0")
+        self.assertEqual(done.returncode, 3, done.stdout + done.stderr)
+        self.assertIn("| not finished | 2 |", done.stdout)
+        # As if it had been killed in the middle of a test.
+        RunFile(self.out / "fake_suite-native-1.0.jsonl").began("fine")
+        done = self.suites(*arguments)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertIn("| equal | 2 |", done.stdout)
+        self.assertEqual((self.times("fine", "native"), self.times("fine", "ours")), (1, 1))
+
+    def test_gpus_share_the_tests(self) -> None:
+        done = self.suites("--only", "^fine$|^last$|^skips$", "--gpus", "2")
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        parts = [RunFile(self.out / f"fake_suite-native-1.{part}.jsonl").outcomes() for part in range(2)]
+        self.assertEqual([sorted(part) for part in parts], [["fine", "last"], ["skips"]])
+        # With one GPU fewer it goes on with what both have.
+        self.assertEqual(self.suites("--only", "^fine$|^last$|^skips$").returncode, 0)
+        self.assertEqual(self.times("skips", "ours"), 1)
+
+    def test_the_file_of_another_run_is_refused(self) -> None:
+        self.assertEqual(self.suites("--only", "^fine$").returncode, 0)
+        path = self.out / "fake_suite-native-1.0.jsonl"
+        path.write_text(path.read_text().replace('"torch": "', '"torch": "1.'))
+        done = self.suites("--only", "^fine$")
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("is of another run (torch '1.", done.stderr)
+
+    def test_a_suite_that_cannot_be_loaded_says_why(self) -> None:
+        command = [sys.executable, str(SUITES), "--suite", "missing", "--out", str(self.out)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("missing_suite.py", done.stderr)
+
+
+def alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@needs.torch
+@needs.device
+@needs.stand_ins
+class OfPyTorch(unittest.TestCase):
+    """PyTorch's own suites, where a device computes nothing: on the host."""
+
+    def suites(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"SYMMALLOC_SUITES_DEVICE": "cpu", "SYMMALLOC_SUITES_BACKEND": "gloo"}
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, str(SUITES), "--gpus", "2", "--out", folder, *arguments]
+            return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+
+    def test_operators(self) -> None:
+        done = self.suites("--suite", "op_db", "--only", "^(add|cumsum|empty|nn.functional.linear) (float32|int64)$")
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertRegex(done.stdout, r"\| equal \| [67] \|")
+
+    def test_collectives(self) -> None:
+        done = self.suites("--suite", "distributed", "--only", "^test_(barrier|all_reduce_sum|backend_group)$")
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        self.assertIn("| equal |", done.stdout)
+
+
+if __name__ == "__main__":
+    unittest.main()
