@@ -8,8 +8,11 @@ use symmalloc_core::errors::{AllocateError, FreeError, RecordUseError, TrimError
 use symmalloc_core::plans::{PlanError, StepError};
 use symmalloc_core::recording::{RecordingEnd, RecordingError, StartRecordingError};
 use symmalloc_core::restore::{LayoutError, RestoreError};
-use symmalloc_cuda::CudaError;
-use symmalloc_nccl::{AllToAllError, AttachError, CommError, LookupError, SplitsError, SyncError};
+use symmalloc_core::sleep::{SleepError, WakeError};
+use symmalloc_cuda::{CudaError, ResizeError};
+use symmalloc_nccl::{
+    AllToAllError, AttachError, CommError, LookupError, Obstacle, RankObstacle, SplitsError, SyncError,
+};
 use symmalloc_trace::plan::PlanTextError;
 use thiserror::Error;
 
@@ -182,6 +185,38 @@ pub(crate) enum Error {
         /// Of the chunk.
         bytes: u64,
     },
+    /// A pool did not fall asleep on all ranks.
+    #[error(transparent)]
+    Sleep(Box<symmalloc_nccl::SleepError>),
+    /// A pool did not wake on all ranks.
+    #[error(transparent)]
+    Wake(Box<symmalloc_nccl::WakeError>),
+    /// A capture is under way.
+    #[error("a stream is being captured: end the capture before the pool sleeps")]
+    Capturing,
+    /// The pool has two registrars, of which each knows its own windows.
+    #[error(
+        "pool {pool} is registered with agreement at every sync on one communicator, and otherwise on another: to sleep, register it alike on \
+        all"
+    )]
+    TwoModes {
+        /// The pool.
+        pool: u32,
+    },
+    /// A tag is none.
+    #[error("{tag:?} is no tag: use 1 to 24 lower-case letters, digits, `_` and `-`")]
+    NotATag {
+        /// The text.
+        tag: String,
+    },
+    /// No pool has the tag.
+    #[error("no pool of device {device} has the tag {tag:?}: make it with `tag:{tag}` in its configuration")]
+    UnknownTag {
+        /// The tag.
+        tag: String,
+        /// The device.
+        device: usize,
+    },
     /// An assertion failed.
     #[error("symmalloc found itself in a state that must not be, please report it: {message}")]
     Internal {
@@ -207,6 +242,14 @@ impl Error {
             Error::UnknownPointer { .. } => SYMMALLOC_UNKNOWN_POINTER,
             Error::UnknownPool { .. } => SYMMALLOC_UNKNOWN_POOL,
             Error::Allocate(error) | Error::Cuda(CudaError::Allocate(error)) => of_allocation(error),
+            Error::Cuda(CudaError::Sleep(error)) => of_sleep(error),
+            Error::Cuda(CudaError::Wake(error)) => of_wake(error),
+            Error::Cuda(CudaError::NoSleep) | Error::Capturing | Error::TwoModes { .. } => SYMMALLOC_INVALID_STATE,
+            Error::Cuda(CudaError::Resize(error)) => of_resize(error),
+            Error::Sleep(error) => of_sleep_over_ranks(error),
+            Error::Wake(error) => of_wake_over_ranks(error),
+            Error::NotATag { .. } => SYMMALLOC_INVALID_ARGUMENT,
+            Error::UnknownTag { .. } => SYMMALLOC_UNKNOWN_POOL,
             Error::Cuda(CudaError::Unknown(error)) | Error::Trim(TrimError::Unknown(error)) => of_unknown(error),
             Error::Free(FreeError::Handle(_)) | Error::RecordUse(RecordUseError::Handle(_)) => {
                 SYMMALLOC_UNKNOWN_POINTER
@@ -251,7 +294,72 @@ fn of_allocation(error: &AllocateError) -> symmalloc_status {
     match error {
         AllocateError::OutOfMemory(_) | AllocateError::TooLarge { .. } => symmalloc_status::SYMMALLOC_OUT_OF_MEMORY,
         AllocateError::Unknown(error) => of_unknown(error),
+        AllocateError::Sleeps(_) => symmalloc_status::SYMMALLOC_INVALID_STATE,
         _ => symmalloc_status::SYMMALLOC_CUDA,
+    }
+}
+
+fn of_sleep(error: &SleepError) -> symmalloc_status {
+    match error {
+        SleepError::Unknown(error) => of_unknown(error),
+        SleepError::Synchronize { .. } | SleepError::Save { .. } | SleepError::Held { .. } => {
+            symmalloc_status::SYMMALLOC_CUDA
+        }
+        _ => symmalloc_status::SYMMALLOC_INVALID_STATE,
+    }
+}
+
+fn of_wake(error: &WakeError) -> symmalloc_status {
+    match error {
+        WakeError::Unknown(error) => of_unknown(error),
+        WakeError::Limit { .. } | WakeError::Map { .. } => symmalloc_status::SYMMALLOC_OUT_OF_MEMORY,
+        WakeError::Load { .. } => symmalloc_status::SYMMALLOC_CUDA,
+        _ => symmalloc_status::SYMMALLOC_INVALID_STATE,
+    }
+}
+
+fn of_resize(error: &ResizeError) -> symmalloc_status {
+    match error {
+        ResizeError::Unknown(error) => of_unknown(error),
+        ResizeError::OutOfRange { .. } => symmalloc_status::SYMMALLOC_INVALID_ARGUMENT,
+        ResizeError::Reserve { error, .. } => of_allocation(error),
+        ResizeError::Trim(_) => symmalloc_status::SYMMALLOC_CUDA,
+        _ => symmalloc_status::SYMMALLOC_INVALID_STATE,
+    }
+}
+
+fn of_sleep_over_ranks(error: &symmalloc_nccl::SleepError) -> symmalloc_status {
+    use symmalloc_nccl::SleepError;
+    match error {
+        SleepError::Unknown(error) => of_unknown(error),
+        SleepError::Disagreed { .. } | SleepError::Differ { .. } => symmalloc_status::SYMMALLOC_MISALIGNED,
+        SleepError::Refused { ranks, .. } => of_obstacles(ranks),
+        SleepError::Held { .. } => symmalloc_status::SYMMALLOC_CUDA,
+        SleepError::NotAttached { .. } | SleepError::Capturing => symmalloc_status::SYMMALLOC_INVALID_STATE,
+        _ => symmalloc_status::SYMMALLOC_NCCL,
+    }
+}
+
+fn of_wake_over_ranks(error: &symmalloc_nccl::WakeError) -> symmalloc_status {
+    use symmalloc_nccl::WakeError;
+    match error {
+        WakeError::Unknown(error) => of_unknown(error),
+        WakeError::Disagreed { .. } | WakeError::Differ { .. } => symmalloc_status::SYMMALLOC_MISALIGNED,
+        WakeError::Refused { ranks, .. } => of_obstacles(ranks),
+        WakeError::NotAttached { .. } | WakeError::Capturing => symmalloc_status::SYMMALLOC_INVALID_STATE,
+        _ => symmalloc_status::SYMMALLOC_NCCL,
+    }
+}
+
+/// What the first of the ranks says that could not.
+fn of_obstacles(ranks: &[RankObstacle]) -> symmalloc_status {
+    match ranks.first().map(|rank| rank.obstacle) {
+        Some(Obstacle::Limit { .. } | Obstacle::Memory { .. }) => symmalloc_status::SYMMALLOC_OUT_OF_MEMORY,
+        Some(Obstacle::Stream { .. } | Obstacle::Save { .. } | Obstacle::Load { .. }) => {
+            symmalloc_status::SYMMALLOC_CUDA
+        }
+        Some(Obstacle::Lost) => symmalloc_status::SYMMALLOC_NCCL,
+        _ => symmalloc_status::SYMMALLOC_INVALID_STATE,
     }
 }
 
@@ -295,7 +403,9 @@ boxed! {
     Restore(RestoreError);
     Communicator(CommError);
     TorchSettings(SettingsError);
+    Sleep(symmalloc_nccl::SleepError);
     Sync(SyncError);
+    Wake(symmalloc_nccl::WakeError);
     Window(LookupError);
 }
 

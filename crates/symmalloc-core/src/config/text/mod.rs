@@ -217,6 +217,7 @@ fn out_of_range(settings: &Settings, source: ConfigError) -> ConfigTextError {
         ConfigError::NotStitched { .. } => "stitching",
         ConfigError::OutOfRange { key, .. }
         | ConfigError::NotAMultiple { key, .. }
+        | ConfigError::HasQuota { key }
         | ConfigError::NotAPowerOfTwo { key, .. } => key,
     };
     let stated = settings.find(key);
