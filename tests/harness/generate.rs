@@ -297,7 +297,7 @@ fn pool_config(tape: &mut Tape<'_>) -> PoolConfig {
     // A pool with a quota shares its streams, and gives nothing back by itself.
     let (is_shared, has_threshold) = (flags & 1 != 0, flags & 0x30 == 0x30);
     let segments = match segments {
-        SegmentPolicy::Expandable(mut knobs) if is_shared && !has_threshold && stitches == 7 => {
+        SegmentPolicy::Expandable(mut knobs) if is_shared && !has_threshold && flags & 0xc0 == 0x40 => {
             knobs.growth_bytes = 0;
             SegmentPolicy::Expandable(knobs)
         }

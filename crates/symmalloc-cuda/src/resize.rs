@@ -113,8 +113,8 @@ impl Held {
     }
 }
 
-/// Makes a pool with a [quota](symmalloc_core::config::PoolConfigBuilder::quota) hold so many bytes, rounded up to granules: no more and no
-/// less, whatever is allocated and freed in it until the next call. [`CudaAllocator::resize`](crate::CudaAllocator::resize) is the same with a stream of CUDA's.
+/// Makes a pool with a [quota](symmalloc_core::PoolConfig::has_quota) hold so many bytes, rounded up to granules: no more and no less,
+/// whatever is allocated and freed in it until the next call. [`CudaAllocator::resize`](crate::CudaAllocator::resize) is the same with a stream of CUDA's.
 ///
 /// A pool that shall hold less gives all of its free memory back, waiting on the host for the streams that used it, and takes what the quota
 /// leaves. Live allocations stay where they are. Memory is taken for the lowest addresses first.

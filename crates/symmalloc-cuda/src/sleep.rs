@@ -66,7 +66,7 @@ impl CudaAllocator {
         Ok(self.core().phase(pool)?)
     }
 
-    /// Makes a pool with a [quota](symmalloc_core::config::PoolConfigBuilder::quota) hold so many bytes. See [`resize`](crate::resize()).
+    /// Makes a pool with a [quota](symmalloc_core::PoolConfig::has_quota) hold so many bytes. See [`resize`](crate::resize()).
     ///
     /// Memory goes back to the device in the chunks in which it came: with `chunk_bytes` of one granule it is exactly what is given up,
     /// otherwise `CudaMemory::idle_bytes` says how much the device holds beyond.

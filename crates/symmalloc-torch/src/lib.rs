@@ -67,6 +67,7 @@ mod scopes;
 mod settings;
 mod shared_chunks;
 mod sleep;
+mod slept;
 mod statistics;
 mod status;
 mod streams;

@@ -9,7 +9,7 @@
 //! A pool may be registered on many communicators. At a scope's end all of its registrations are brought up to date, in that order.
 
 use crate::error::Error;
-use crate::sleep::{Slept, Woken};
+use crate::slept::{Slept, Woken};
 use crate::streams::RawStream;
 use smallvec::SmallVec;
 use std::ffi::c_void;

@@ -280,12 +280,6 @@ impl PoolConfigBuilder {
         self.segments(SegmentPolicy::Reserved { segment_bytes })
     }
 
-    /// A range of addresses that holds a quota of memory, for all streams of the pool. See [`ExpandableSegments::growth_bytes`].
-    pub fn quota(self, range_bytes: u64) -> Self {
-        let expandable = ExpandableSegments { range_bytes, growth_bytes: 0 };
-        self.segments(SegmentPolicy::Expandable(expandable)).streams(StreamPolicy::Shared)
-    }
-
     /// Whether large blocks are put together from free pieces, and how.
     pub fn stitching(mut self, stitching: Option<Stitching>) -> Self {
         self.config.stitching = stitching;
@@ -305,16 +299,11 @@ impl PoolConfigBuilder {
     /// stitched; when a pool with a quota shall also grow or shrink by itself.
     pub fn build(mut self) -> Result<PoolConfig, ConfigError> {
         if self.config.has_quota() {
-            let PoolConfig { stitching, plan, release_threshold_bytes, streams, reclaim, .. } = &mut self.config;
-            *reclaim = Reclaim::Never;
-            let others = [
-                ("stitching", stitching.is_some()),
-                ("plan", *plan == PlanPolicy::Learn),
-                ("release_threshold", release_threshold_bytes.is_some()),
-                ("streams", *streams == StreamPolicy::Separate),
-            ];
-            if let Some((key, _)) = others.into_iter().find(|(_, is_set)| *is_set) {
-                return Err(ConfigError::HasQuota { key });
+            self.config.reclaim = Reclaim::Never;
+            let PoolConfig { stitching, plan, release_threshold_bytes, streams, .. } = &self.config;
+            let moves = stitching.is_some() || *plan != PlanPolicy::Off || release_threshold_bytes.is_some();
+            if moves || *streams == StreamPolicy::Separate {
+                return Err(ConfigError::HasQuota);
             }
         }
         match &self.config.segments {
@@ -475,13 +464,8 @@ pub enum ConfigError {
         value: u64,
     },
     /// A pool with a quota neither grows nor shrinks by itself.
-    #[error(
-        "growth 0 gives the pool a quota: say streams:shared, and leave stitching, plan and release_threshold out ({key})"
-    )]
-    HasQuota {
-        /// What does not go with it.
-        key: &'static str,
-    },
+    #[error("growth 0 gives a quota: say streams:shared, and leave stitching, plan and release_threshold out")]
+    HasQuota,
     /// Memory that may be registered, or has sizes of its own, is not stitched.
     #[error(
         "{} is not stitched: remove stitching, or use another pool, with expandable segments",

@@ -205,7 +205,7 @@ impl Repeats {
 
     /// Lets a pool learn plans, or not.
     fn plan(&mut self, pool: PoolId, config: PoolConfig) -> PoolConfig {
-        if self.per_million == 0 || self.random.below(3) == 0 {
+        if self.per_million == 0 || self.random.below(3) == 0 || config.has_quota() {
             return config;
         }
         self.pools.push(pool);

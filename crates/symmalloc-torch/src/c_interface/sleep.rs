@@ -4,7 +4,7 @@ use super::arguments::{living, required_text, write};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
 use crate::guard::report;
-use crate::sleep::{Slept, Woken};
+use crate::slept::{Slept, Woken};
 use crate::status::symmalloc_status;
 use crate::streams::RawStream;
 use std::ffi::{c_char, c_void};

@@ -117,8 +117,8 @@ stub_test!(a_pool_sleeps_and_wakes_with_what_was_kept, {
 stub_test!(pools_of_a_tag_sleep_together, {
     let (allocator, streams) = (Allocator::new("tag:model"), Streams::new(1));
     let stream = streams.get(0);
-    let [first, other, second] = ["tag:kv_cache", "tag:weights", "segments:fixed,tag:kv_cache"]
-        .map(|conf| allocator.create_pool(Some(conf)));
+    let [first, other, second] =
+        ["tag:kv_cache", "tag:weights", "segments:fixed,tag:kv_cache"].map(|conf| allocator.create_pool(Some(conf)));
     for pool in [0, first, other, second] {
         allocator.allocate(pool, 2 * MIB, stream);
     }

@@ -215,9 +215,9 @@ fn check_segment_keys(settings: &mut Settings, kind: usize) -> Result<(), Config
 fn out_of_range(settings: &Settings, source: ConfigError) -> ConfigTextError {
     let key = match source {
         ConfigError::NotStitched { .. } => "stitching",
+        ConfigError::HasQuota => "growth",
         ConfigError::OutOfRange { key, .. }
         | ConfigError::NotAMultiple { key, .. }
-        | ConfigError::HasQuota { key }
         | ConfigError::NotAPowerOfTwo { key, .. } => key,
     };
     let stated = settings.find(key);
