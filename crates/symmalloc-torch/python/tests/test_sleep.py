@@ -171,7 +171,7 @@ def program(rank):
 
 import ctypes
 on_ranks(program)
-""")
+""", STUB_NCCL_REUSE_WINDOWS="1")  # fmt: skip
 
 
 @needs.torch

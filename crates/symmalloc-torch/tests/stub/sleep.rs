@@ -219,7 +219,7 @@ stub_test!(a_pool_with_a_quota_holds_it, {
     assert_eq!(allocator.stats()["pools"][pool as usize]["stats"]["reserved_bytes"]["all"]["current"], 64 << 20);
 });
 
-nccl_test!(a_pool_with_windows_sleeps_on_all_ranks_and_has_them_again, {
+nccl_test!(a_pool_with_windows_sleeps_on_all_ranks_and_has_them_again, ["STUB_NCCL_REUSE_WINDOWS" = "1"], {
     ranks(|rank, allocator, comm, barrier| {
         let pool = allocator.create_pool(Some(POOL));
         let windows = Windows::new(allocator, pool, comm.raw());
