@@ -203,6 +203,16 @@ pub(crate) enum Error {
         /// The pool.
         pool: u32,
     },
+    /// Ranks could not tell which of two communicators is meant.
+    #[error(
+        "pool {pool} is on two communicators named {name:?}: to sleep, register it with a name for each, the same on all of its ranks"
+    )]
+    SameName {
+        /// The pool.
+        pool: u32,
+        /// The name.
+        name: String,
+    },
     /// A tag is none.
     #[error("{tag:?} is no tag: use 1 to 24 lower-case letters, digits, `_` and `-`")]
     NotATag {
@@ -244,7 +254,8 @@ impl Error {
             Error::Allocate(error) | Error::Cuda(CudaError::Allocate(error)) => of_allocation(error),
             Error::Cuda(CudaError::Sleep(error)) => of_sleep(error),
             Error::Cuda(CudaError::Wake(error)) => of_wake(error),
-            Error::Cuda(CudaError::NoSleep) | Error::Capturing | Error::TwoModes { .. } => SYMMALLOC_INVALID_STATE,
+            Error::Cuda(CudaError::NoSleep) | Error::Capturing => SYMMALLOC_INVALID_STATE,
+            Error::TwoModes { .. } | Error::SameName { .. } => SYMMALLOC_INVALID_STATE,
             Error::Cuda(CudaError::Resize(error)) => of_resize(error),
             Error::Sleep(error) => of_sleep_over_ranks(error),
             Error::Wake(error) => of_wake_over_ranks(error),

@@ -148,9 +148,16 @@ impl Registrations {
         let over = of_pool.iter().max_by_key(|registration| registration.communicator.ranks());
         let is_other =
             |over: &Arc<OpenRegistration>| of_pool.iter().any(|other| !Arc::ptr_eq(&other.registrar, &over.registrar));
-        match over {
-            Some(over) if is_other(over) => Err(Error::TwoModes { pool: pool.0 }),
-            over => Ok(over.map(Arc::clone)),
+        if over.is_some_and(is_other) {
+            return Err(Error::TwoModes { pool: pool.0 });
+        }
+        let mut names: SmallVec<[&str; 4]> =
+            of_pool.iter().map(|registration| registration.communicator.name()).collect();
+        names.sort_unstable();
+        // A borrowed communicator's name is all by which ranks know that they mean the same one.
+        match names.windows(2).find(|pair| pair[0] == pair[1]) {
+            Some(pair) => Err(Error::SameName { pool: pool.0, name: pair[0].to_owned() }),
+            None => Ok(over.map(Arc::clone)),
         }
     }
 

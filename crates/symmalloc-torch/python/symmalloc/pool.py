@@ -231,7 +231,8 @@ class MemPool:
         meet          with `comm`: "host:port", a free port of rank 0's machine, where the ranks meet to learn which of them died.
                       None: by the store of `group`, if that is given beside `comm`; else a dead rank is noticed by the
                       deadline, without its number
-        name          in errors and flight records
+        name          in errors and flight records; None: the group's. With several raw communicators each needs one for the pool to
+                      sleep: the same on all of its ranks, and another one than that of any communicator of the job
 
         Collective: every rank calls it at the same point, with the same arguments. A pool may be registered on many groups.
         Segments that come later are registered at the next `sync()`, or at the end of a scope of
@@ -259,7 +260,7 @@ class MemPool:
             rank=rank or 0,
             world=world or 0,
             rendezvous=c_char_p(place),
-            name=c_char_p(encoded(name)),
+            name=c_char_p(encoded(name if name is not None else member.name)),
         )
         registrar = c_void_p()
         call("registrar_create_with", self._allocator._handle, self.id, pointer, byref(options), byref(registrar))

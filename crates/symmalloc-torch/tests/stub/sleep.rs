@@ -3,8 +3,9 @@
 use crate::library::*;
 use crate::registrar::{POOL, Windows, allocator_of_torch, ranks, ranks_of};
 use std::ffi::c_void;
-use std::ptr::{null_mut, with_exposed_provenance_mut};
+use std::ptr::{null, null_mut, with_exposed_provenance_mut};
 use stub_process::{nccl, nccl_test};
+use symmalloc_nccl::{Communicator, UniqueId};
 use symmalloc_torch::*;
 
 const KEEP: u32 = SYMMALLOC_CONTENTS_KEEP;
@@ -247,12 +248,17 @@ nccl_test!(a_pool_with_windows_sleeps_on_all_ranks_and_has_them_again, ["STUB_NC
 nccl_test!(a_pool_that_is_on_a_part_of_the_ranks_as_well_sleeps_over_all_of_them, {
     ranks(|rank, allocator, comm, barrier| {
         let pool = allocator.create_pool(Some(POOL));
-        let alone = symmalloc_nccl::UniqueId::new().expect("the stub gives ids");
-        let alone = symmalloc_nccl::Communicator::builder(comm.device()).connect(alone, 0, 1).expect("connected");
-        let (world, part) = (Windows::new(allocator, pool, comm.raw()), Windows::new(allocator, pool, alone.raw()));
+        let alone = alone_of(comm);
+        let world = named(allocator, pool, comm, "world", 0);
+        let unnamed = named(allocator, pool, &alone, "world", 0);
         allocator.allocate(pool, 4 * MIB, null_mut());
+        assert_eq!(allocator.try_sleep(pool, DROP), Err(SYMMALLOC_INVALID_STATE), "rank {rank}");
+        assert!(message().contains("a name for each"), "{}", message());
+        done(unnamed.destroy());
+        let alone = alone_of(comm);
+        let part = named(allocator, pool, &alone, &format!("part {rank}"), 0);
         assert_eq!((world.sync(), part.sync()), ((1, 0), (1, 0)));
-        assert_eq!(allocator.sleep(pool, DROP).deregistered, 2, "rank {rank}");
+        assert_eq!(allocator.sleep(pool, DROP).deregistered, 2);
         barrier.wait();
         assert_eq!(allocator.wake(pool).registered, 2);
         assert_eq!((part.sync(), world.sync()), ((0, 0), (0, 0)));
@@ -262,6 +268,29 @@ nccl_test!(a_pool_that_is_on_a_part_of_the_ranks_as_well_sleeps_over_all_of_them
     });
     nccl::assert_clean();
 });
+
+/// A communicator of one rank.
+fn alone_of(comm: &Communicator) -> Communicator {
+    let id = UniqueId::new().expect("the stub gives ids");
+    Communicator::builder(comm.device()).connect(id, 0, 1).expect("connected")
+}
+
+fn named(allocator: Allocator, pool: u32, comm: &Communicator, name: &str, agree_every: u32) -> Windows {
+    let name = c_text(name);
+    let options = symmalloc_registrar_options {
+        deadline_ms: 5000,
+        registration: SYMMALLOC_REGISTER_WINDOWS,
+        agree_every,
+        rank: 0,
+        world: 0,
+        rendezvous: null(),
+        name: name.as_ptr(),
+    };
+    let mut out = null_mut();
+    // SAFETY: a live allocator and communicator, options with a C string, and a place for the answer.
+    done(unsafe { symmalloc_registrar_create_with(allocator.0, pool, comm.raw(), &raw const options, &raw mut out) });
+    Windows(out)
+}
 
 nccl_test!(ranks_that_differ_stay_awake_and_are_told, {
     ranks(|rank, allocator, comm, barrier| {
@@ -274,7 +303,7 @@ nccl_test!(ranks_that_differ_stay_awake_and_are_told, {
         assert_eq!(status, Err(SYMMALLOC_MISALIGNED), "{}", message());
         assert!(message().contains("the ranks differ in the call"), "{}", message());
         assert_eq!(allocator.phase(pool), SYMMALLOC_PHASE_AWAKE);
-        done(windows.destroy());
+        assert_eq!(windows.destroy(), SYMMALLOC_MISALIGNED, "their histories differ from then on");
         barrier.wait();
     });
 });
@@ -283,27 +312,13 @@ nccl_test!(a_pool_with_two_modes_of_agreement_is_refused, {
     ranks_of(1, allocator_of_torch, |_, allocator, comm, _| {
         let pool = allocator.create_pool(Some(POOL));
         let windows = Windows::new(allocator, pool, comm.raw());
-        let other = symmalloc_nccl::UniqueId::new().expect("the stub gives ids");
-        let other = symmalloc_nccl::Communicator::builder(comm.device()).connect(other, 0, 1).expect("connected");
-        let options = symmalloc_registrar_options {
-            deadline_ms: 5000,
-            registration: SYMMALLOC_REGISTER_WINDOWS,
-            agree_every: SYMMALLOC_AGREE_BY_HAND,
-            rank: 0,
-            world: 0,
-            rendezvous: std::ptr::null(),
-            name: std::ptr::null(),
-        };
-        let mut by_hand = null_mut();
-        // SAFETY: a live allocator and communicator, options without texts, and a place for the answer.
-        done(unsafe {
-            symmalloc_registrar_create_with(allocator.0, pool, other.raw(), &raw const options, &raw mut by_hand)
-        });
+        let other = alone_of(comm);
+        let by_hand = named(allocator, pool, &other, "other", SYMMALLOC_AGREE_BY_HAND);
         allocator.allocate(pool, 4 * MIB, null_mut());
         assert_eq!(allocator.try_sleep(pool, KEEP), Err(SYMMALLOC_INVALID_STATE));
         assert!(message().contains("register it alike"), "{}", message());
         assert_eq!(allocator.phase(pool), SYMMALLOC_PHASE_AWAKE);
-        done(Windows(by_hand).destroy());
+        done(by_hand.destroy());
         allocator.sleep(pool, KEEP);
         allocator.wake(pool);
         done(windows.destroy());
