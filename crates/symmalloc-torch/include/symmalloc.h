@@ -302,7 +302,8 @@ typedef struct symmalloc_registrar_options {
    */
   const char *rendezvous;
   /**
-   * The communicator's name in errors and flight records; NULL: "borrowed".
+   * The communicator's name in errors and flight records; NULL: "borrowed". A pool that is on several communicators sleeps where each of
+   * them has a name of its own, the same on all of its ranks and another one than that of any communicator of the job.
    */
   const char *name;
 } symmalloc_registrar_options;

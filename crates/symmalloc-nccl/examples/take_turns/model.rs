@@ -140,9 +140,9 @@ impl<'a> Model<'a> {
             let embedding: Vec<f32> = (0..width).map(|at| embedded(self.seed, self.world.rank(), token, at)).collect();
             self.stream.memcpy_htod(&embedding, &mut self.windows[0])?;
             self.pass.launch(&self.stream)?;
+            self.world.synchronize(&self.stream)?;
             let row = place * width;
             self.stream.memcpy_dtod(&self.windows[0], &mut self.cache.slice_mut(row..row + width))?;
-            self.world.synchronize(&self.stream)?;
             // One number of each layer, another one for each token.
             let at = (place * 37 + token as usize) % width;
             let mut sum = 0.0;
