@@ -282,13 +282,16 @@ impl Compressor<File> {
     /// # Errors
     /// When the file cannot be created.
     pub fn create(path: &Path) -> io::Result<Self> {
+        Compressor::of_file(File::create(path)?, path)
+    }
+
+    /// Writes to a file that is open, from where it stands, compressed as the extension of its path says.
+    ///
+    /// # Errors
+    /// When the encoder cannot be made.
+    pub(crate) fn of_file(file: File, path: &Path) -> io::Result<Self> {
         let compression = Compression::of_extension(path);
-        Compressor::with_levels(
-            File::create(path)?,
-            compression,
-            ZSTD_LEVEL_BESIDE_A_PROGRAM,
-            GZIP_LEVEL_BESIDE_A_PROGRAM,
-        )
+        Compressor::with_levels(file, compression, ZSTD_LEVEL_BESIDE_A_PROGRAM, GZIP_LEVEL_BESIDE_A_PROGRAM)
     }
 }
 

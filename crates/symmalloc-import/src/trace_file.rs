@@ -17,7 +17,7 @@
 //! A child that the program forks has no such thread and does not own the file: there, the next full chunk ends the recording
 //! with [`TraceFileError::Forked`], and nothing is written.
 
-use std::fs::File;
+use std::fs::{File, OpenOptions};
 use std::io;
 use std::mem;
 use std::path::{Path, PathBuf};
@@ -129,7 +129,7 @@ pub struct TraceFile {
 
 #[derive(Debug)]
 enum FileState {
-    Created(Compressor<File>),
+    Opened(File),
     Writing(Writing),
     Done,
 }
@@ -218,14 +218,17 @@ impl Writing {
 }
 
 impl TraceFile {
-    /// Creates or replaces a file, compressed as its name says: zstd (`.zst`), gzip (`.gz`), or not at all.
+    /// Creates a file, or opens one to replace it, compressed as its name says: zstd (`.zst`), gzip (`.gz`), or not at all.
+    ///
+    /// What a file holds is lost when the recording begins, and not before: a recording that is refused, because another one
+    /// writes that file already, say, does no harm to it.
     ///
     /// # Errors
     /// When the file cannot be created.
     pub fn create(path: impl AsRef<Path>, options: TraceFileOptions) -> Result<Self, TraceFileError> {
         let path = path.as_ref().to_path_buf();
-        match Compressor::create(&path) {
-            Ok(file) => Ok(TraceFile { path, options, state: FileState::Created(file) }),
+        match OpenOptions::new().write(true).create(true).truncate(false).open(&path) {
+            Ok(file) => Ok(TraceFile { path, options, state: FileState::Opened(file) }),
             Err(source) => Err(TraceFileError::Create { path, source }),
         }
     }
@@ -287,9 +290,11 @@ impl TraceFile {
 
 impl Sink for TraceFile {
     fn begin(&mut self, config: &Config) -> Result<(), SinkError> {
-        let FileState::Created(file) = mem::replace(&mut self.state, FileState::Done) else {
+        let FileState::Opened(file) = mem::replace(&mut self.state, FileState::Done) else {
             return Err(TraceFileError::Gone { path: self.path.clone() }.into());
         };
+        let file = emptied(file).and_then(|file| Compressor::of_file(file, &self.path));
+        let file = file.map_err(|source| TraceFileError::Create { path: self.path.clone(), source })?;
         let shared = Arc::new(SharedRecords::new(CHUNK_RECORDS.min(self.options.pending_records_max).max(1)));
         let (taken, config, flush_interval) =
             (Arc::clone(&shared), config.clone(), self.options.flush_interval.max(Duration::from_millis(1)));
@@ -323,6 +328,14 @@ impl Drop for TraceFile {
     fn drop(&mut self) {
         let _error = self.close();
     }
+}
+
+/// The file without what it held. Pipes and devices hold nothing.
+fn emptied(file: File) -> io::Result<File> {
+    if file.metadata()?.is_file() {
+        file.set_len(0)?;
+    }
+    Ok(file)
 }
 
 /// Tells the program that the thread is gone, however it went.

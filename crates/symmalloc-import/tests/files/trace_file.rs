@@ -8,7 +8,7 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use symmalloc_core::lock::Shared;
-use symmalloc_core::recording::{RecordingEnd, RecordingError};
+use symmalloc_core::recording::{RecordingEnd, RecordingError, StartRecordingError};
 use symmalloc_core::{Allocator, Config, Op, PoolId, SharedAllocator};
 use symmalloc_import::compression::{Compression, Compressor};
 use symmalloc_import::{
@@ -243,6 +243,25 @@ fn a_file_that_cannot_be_created_is_said_at_once() {
     let path = folder.path().join("no").join("such").join("folder.trace");
     let error = TraceFile::create(&path, TraceFileOptions::default()).unwrap_err();
     assert!(matches!(error, TraceFileError::Create { .. }) && error.to_string().contains("folder.trace"), "{error}");
+}
+
+/// It emptied the file that the refused recording would have replaced, which may be the one that is being written.
+#[test]
+fn a_recording_that_is_refused_leaves_what_the_file_holds() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("job.trace.zst");
+    let create = || TraceFile::create(&path, TraceFileOptions::default()).unwrap();
+    let allocator = allocator();
+    allocator.start_recording(create()).unwrap();
+    work(&allocator, 5000);
+    assert!(matches!(allocator.start_recording(create()), Err(StartRecordingError::AlreadyRecording)));
+    let records = allocator.stop_recording().unwrap().records;
+    assert!(matches!(allocator.start_recording(create()), Err(StartRecordingError::InUse { .. })));
+    let recording = read_path(&path, &ReadOptions::default()).expect("a whole trace");
+    assert_eq!(recording.records.len() as u64, records);
+    // One that begins replaces it, also by what is shorter.
+    assert_eq!(recorded(&path, TraceFileOptions::default(), 1), 3);
+    assert_eq!(read_path(&path, &ReadOptions::default()).expect("a whole trace").records.len(), 3);
 }
 
 /// The program waits for a disk that is slower than it is; nothing is left out.
