@@ -114,15 +114,18 @@ fn liveness_phase(steps: &[JobStep], policies: &PoolPolicies) -> [Vec<JobStep>; 
     let end = open.into_iter().map(|pool| JobStep::new(Op::EndStep { pool }, 0));
     let free = |(id, thread): (AllocationId, u8)| JobStep::new(Op::Free { id }, thread % threads);
     let mut trims = Vec::new();
-    if steps.iter().any(|step| matches!(step.op, Op::BeginStep { pool: PoolId::DEFAULT, .. })) {
-        // A step that no plan has the key of gives the memory of plans back. Other pools are destroyed.
-        trims.extend([Op::BeginStep { pool: PoolId::DEFAULT, key: u64::MAX }, Op::EndStep { pool: PoolId::DEFAULT }]);
+    // A step that no plan has the key of gives the memory of plans back, once its pool is awake. Other pools are destroyed.
+    let has_steps = steps.iter().any(|step| matches!(step.op, Op::BeginStep { pool: PoolId::DEFAULT, .. }));
+    let step = [Op::BeginStep { pool: PoolId::DEFAULT, key: u64::MAX }, Op::EndStep { pool: PoolId::DEFAULT }];
+    if has_steps && !slept {
+        trims.extend(step.clone());
     }
     trims.push(Op::Trim { pool: None });
     trims.extend((1..policies.count() as u32).map(|pool| Op::DestroyPool { pool: PoolId(pool) }));
     if slept {
         // It has addresses to give back, and may need the memory of others to wake.
         trims.push(Op::Wake { pool: PoolId::DEFAULT });
+        trims.extend(step.into_iter().filter(|_| has_steps));
     }
     trims.push(Op::Trim { pool: None });
     if policies.of(PoolId::DEFAULT).has_quota() {
