@@ -9,7 +9,7 @@
 
 mod model;
 
-use model::{Model, Size, allocator_for};
+use model::{Model, Passes, Size, allocator_for};
 use std::error::Error;
 use std::time::{Duration, Instant};
 use symmalloc_cuda::CudaDevice;
@@ -40,7 +40,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let registrar = Registrar::builder(&allocator).build()?;
     let mut models = Vec::new();
     for seed in [3, 5] {
-        let mut model = Model::load(&allocator, &registrar, &world, size, seed)?;
+        let mut model = Model::load(&allocator, &registrar, &world, size, (seed, Passes::Captured))?;
         model.sleep()?; // so that the other one finds room
         models.push(model);
     }

@@ -49,6 +49,17 @@ impl Size {
     }
 }
 
+/// How a pass gets to the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Passes {
+    /// As a graph that is captured once.
+    Captured,
+    /// Call by call. The stub of libnccl knows the windows of a captured collective by their registration, and not by their handles: there
+    /// a graph is over with the first sleep.
+    #[cfg_attr(not(test), expect(dead_code, reason = "for the stubs"))]
+    Submitted,
+}
+
 /// An allocator with room for one model and a half: whichever is awake, the other one is asleep.
 pub(crate) fn allocator_for(device: &Arc<CudaDevice>, size: Size) -> Result<CudaAllocator, Failure> {
     let limit = size.device_bytes() * 3 / 2 + 16 * MIB;
@@ -67,10 +78,9 @@ pub(crate) struct Model<'a> {
     pools: [Pool<CudaBackend>; 3],
     windows: Vec<DeviceBuffer<f32>>,
     cache: DeviceBuffer<f32>,
-    /// A pass over all layers, captured once.
-    pass: DeviceGraph,
-    _graphs: GraphPool,
-    _weights: Vec<DeviceBuffer<f32>>,
+    weights: Vec<DeviceBuffer<f32>>,
+    /// A pass over all layers, if it is captured, with the memory of the graph.
+    pass: Option<(DeviceGraph, GraphPool)>,
 }
 
 impl<'a> Model<'a> {
@@ -80,7 +90,7 @@ impl<'a> Model<'a> {
         registrar: &'a Registrar,
         world: &'a Communicator,
         size: Size,
-        seed: u32,
+        (seed, passes): (u32, Passes),
     ) -> Result<Self, Failure> {
         let stream = allocator.device().context().new_stream()?;
         let private = |tag: &str| Ok::<_, Failure>(allocator.create_pool(format!("tag:{tag}").parse::<PoolConfig>()?)?);
@@ -102,12 +112,14 @@ impl<'a> Model<'a> {
         // Once as it is, so that NCCL has connected the ranks; then into a graph.
         pass_over(world, &weights, &mut windows, &stream)?;
         world.synchronize(&stream)?;
-        let graphs = GraphPool::new(allocator, PoolConfig::default())?;
-        let capture = graphs.begin(&stream)?;
-        pass_over(world, &weights, &mut windows, &stream)?;
-        let pass = capture.end()?;
-        let (_graphs, _weights) = (graphs, weights);
-        Ok(Model { allocator, registrar, world, stream, size, seed, pools, windows, cache, pass, _graphs, _weights })
+        let mut pass = None;
+        if passes == Passes::Captured {
+            let graphs = GraphPool::new(allocator, PoolConfig::default())?;
+            let capture = graphs.begin(&stream)?;
+            pass_over(world, &weights, &mut windows, &stream)?;
+            pass = Some((capture.end()?, graphs));
+        }
+        Ok(Model { allocator, registrar, world, stream, size, seed, pools, windows, cache, weights, pass })
     }
 
     /// Gives all device memory but the graph's back: windows first, on all ranks. Weights are kept.
@@ -139,7 +151,10 @@ impl<'a> Model<'a> {
         for place in 0..self.size.tokens {
             let embedding: Vec<f32> = (0..width).map(|at| embedded(self.seed, self.world.rank(), token, at)).collect();
             self.stream.memcpy_htod(&embedding, &mut self.windows[0])?;
-            self.pass.launch(&self.stream)?;
+            match &self.pass {
+                Some((graph, _)) => graph.launch(&self.stream)?,
+                None => pass_over(self.world, &self.weights, &mut self.windows, &self.stream)?,
+            }
             self.world.synchronize(&self.stream)?;
             let row = place * width;
             self.stream.memcpy_dtod(&self.windows[0], &mut self.cache.slice_mut(row..row + width))?;

@@ -4,7 +4,7 @@
 mod model;
 
 use crate::registrar::support::Job;
-use model::{Model, Size, allocator_for};
+use model::{Model, Passes, Size, allocator_for};
 use stub_process::cuda::live;
 use stub_process::{nccl, nccl_test};
 use symmalloc_nccl::Registrar;
@@ -16,9 +16,15 @@ nccl_test!(two_models_take_turns_and_every_answer_is_right, ["STUB_NCCL_REUSE_WI
             let size = Size::with_weights(8 << 20, 6);
             let allocator = allocator_for(device, size).expect("made");
             let registrar = Registrar::builder(&allocator).build().expect("built");
+            let load = |seed, passes| Model::load(&allocator, &registrar, world, size, (seed, passes));
+            let mut captured = load(3, Passes::Captured).expect("there is room");
+            let first = captured.answer(0).expect("right");
+            drop(captured);
+            registrar.sync(&[world]).expect("all ranks did the same");
+            allocator.trim().expect("taken");
             let mut models = Vec::new();
             for seed in [3, 5] {
-                let mut model = Model::load(&allocator, &registrar, world, size, seed).expect("there is room");
+                let mut model = load(seed, Passes::Submitted).expect("there is room");
                 model.sleep().expect("all ranks sleep");
                 models.push(model);
             }
@@ -30,7 +36,10 @@ nccl_test!(two_models_take_turns_and_every_answer_is_right, ["STUB_NCCL_REUSE_WI
                 answers.push(model.answer(turn as u32 % 2).expect("right"));
                 model.sleep().expect("all ranks sleep");
             }
-            assert!(answers[0] == answers[2] && answers[1] == answers[5] && answers[0] != answers[1], "{answers:?}");
+            assert!(
+                answers[0] == first && answers[0] == answers[2] && answers[1] == answers[5] && answers[0] != answers[1],
+                "{answers:?}"
+            );
             models[0].wake().expect("the other one sleeps");
             assert!(models[1].wake().is_err(), "there is no room for both");
             models[0].sleep().expect("all ranks sleep");
