@@ -295,15 +295,25 @@ fn pool_config(tape: &mut Tape<'_>) -> PoolConfig {
     ]);
     let flags = tape.byte();
     let divisions = if flags & 0xc0 == 0xc0 { 4 } else { 0 };
-    let may_stitch = flags & 2 == 0 && matches!(segments, SegmentPolicy::Expandable(_));
+    // A pool with a quota shares its streams, and gives nothing back by itself.
+    let (is_shared, has_threshold) = (flags & 1 != 0, flags & 0x30 == 0x30);
+    let segments = match segments {
+        SegmentPolicy::Expandable(mut knobs) if is_shared && !has_threshold && flags & 0xc0 == 0x40 => {
+            knobs.growth_bytes = 0;
+            SegmentPolicy::Expandable(knobs)
+        }
+        segments => segments,
+    };
+    let has_quota = matches!(&segments, SegmentPolicy::Expandable(knobs) if knobs.growth_bytes == 0);
+    let may_stitch = flags & 2 == 0 && matches!(segments, SegmentPolicy::Expandable(_)) && !has_quota;
     PoolConfig::builder()
         .stitching(may_stitch.then(|| stitching(stitches)).flatten())
         .segments(segments)
-        .streams(if flags & 1 == 0 { StreamPolicy::Separate } else { StreamPolicy::Shared })
+        .streams(if is_shared { StreamPolicy::Shared } else { StreamPolicy::Separate })
         .symmetric(flags & 2 != 0)
         .limit_bytes([None, None, Some(36 * MIB), Some(70 * MIB)][usize::from(flags >> 2) & 3])
         .reclaim([Reclaim::Heap, Reclaim::Pool, Reclaim::Never][usize::from(flags >> 4) % 3])
-        .release_threshold_bytes((flags & 0x30 == 0x30).then_some(24 * MIB))
+        .release_threshold_bytes(has_threshold.then_some(24 * MIB))
         .roundup_power2_divisions(RoundupPower2Divisions::uniform(divisions).expect("a power of two"))
         .build()
         .expect("valid")

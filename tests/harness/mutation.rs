@@ -311,11 +311,11 @@ impl SymmetricProgram {
         };
         let (pool, key) = match random.below(4) {
             0 => (old.to_builder().limit_bytes(Some(old.limit_bytes().unwrap_or(0) + MIB)), "limit_bytes"),
-            1 => {
+            1 if !old.has_quota() => {
                 let reclaim = if old.reclaim() == Reclaim::Never { Reclaim::Pool } else { Reclaim::Never };
                 (old.to_builder().reclaim(reclaim), "reclaim")
             }
-            2 => {
+            2 if !old.has_quota() => {
                 let is_shared = old.streams() == StreamPolicy::Shared;
                 let streams = if is_shared { StreamPolicy::Separate } else { StreamPolicy::Shared };
                 (old.to_builder().streams(streams), "streams")

@@ -331,6 +331,9 @@ impl Oracle {
                 SegmentPolicy::Fixed(_) => heap.create_segment(headroom, missing, missing, false),
                 SegmentPolicy::Reserved { .. } => heap.obtain(config, headroom, granularity, stream, target),
                 SegmentPolicy::Expandable(knobs) => {
+                    if knobs.growth_bytes == 0 && heap.fill_lowest(headroom, missing)? {
+                        return Ok(());
+                    }
                     heap.grow(headroom, granularity, knobs.range_bytes, granularity, missing)
                 }
                 _ => unimplemented_policy(),
@@ -344,7 +347,9 @@ impl Oracle {
         }
         let granularity = self.granularity;
         for (id, entry) in self.pools.iter_mut().enumerate() {
-            let is_meant = |entry: &&mut Pool| !entry.is_asleep && pool.is_none_or(|pool| pool.index() == id);
+            // A quota is given up by name alone.
+            let is_named = |entry: &Pool| pool.map_or(!entry.config.has_quota(), |pool| pool.index() == id);
+            let is_meant = |entry: &&mut Pool| !entry.is_asleep && is_named(entry);
             if let Some(entry) = entry.as_mut().filter(is_meant) {
                 for heap in entry.heaps.values_mut() {
                     heap.trim(&entry.config, granule(&entry.config, granularity), None);

@@ -1,5 +1,6 @@
 //! What can go wrong with the driver: the library, the call, the code, and what to do about it.
 
+use crate::resize::ResizeError;
 use std::fmt;
 use symmalloc_core::backend::{BackendError, Reason};
 use symmalloc_core::config::ConfigError;
@@ -245,6 +246,9 @@ pub enum CudaError {
     /// The pool did not fall asleep, or did not wake.
     #[error(transparent)]
     Sleep(#[from] SleepError),
+    /// The pool was not resized.
+    #[error(transparent)]
+    Resize(Box<ResizeError>),
     /// Memory that the graph uses is not there.
     #[error("the graph uses memory of {pool}, which sleeps: wake it first")]
     GraphSleeps {
@@ -262,6 +266,12 @@ pub enum CudaError {
         /// Size of one, in bytes.
         element_bytes: usize,
     },
+}
+
+impl From<ResizeError> for CudaError {
+    fn from(error: ResizeError) -> Self {
+        CudaError::Resize(Box::new(error))
+    }
 }
 
 /// What went wrong where no error could be returned: in a `Drop`, or while a pointer was taken.

@@ -76,6 +76,7 @@
 //! | `pools/` | the core's allocator with CUDA's streams, pools as scopes |
 //! | `allocator.rs`, `steps.rs` | the names by which programs use them; steps that follow plans |
 //! | `sleep.rs` (after `graphs/`) | pools that give their memory back for a while |
+//! | `resize.rs` | pools that hold a quota of memory |
 //! | `buffers/` | device and pinned buffers, their views, and which streams used them |
 //! | `sharing/` | memory that goes to another process, and comes from one |
 //! | `graphs/`, `metrics.rs` | captures into graphs; statistics |
@@ -98,6 +99,7 @@ mod memory;
 #[cfg(feature = "metrics")]
 pub mod metrics;
 mod pools;
+mod resize;
 mod sharing;
 mod sleep;
 mod steps;
@@ -115,6 +117,7 @@ pub use error::{CudaError, DriverError, DropError, DropErrors, LoadError};
 pub use graphs::{DeviceGraph, GraphCapture, GraphPool};
 pub use memory::{Access, ExportState, ImportedMemory, MemorySource, Peer};
 pub use pools::{Pool, StreamAllocator, StreamAllocatorRef};
+pub use resize::{ResizeError, resize};
 #[doc(hidden)]
 pub use sharing::Channel;
 pub use sharing::{

@@ -1,8 +1,11 @@
-//! Sleep and wake: a pool's device memory for others, its contents on the host, its addresses as they were.
+//! Sleep and wake: a pool's device memory for others, its contents on the host, its addresses as they were. And pools of which a part
+//! is for others.
 
 use crate::allocator::CudaAllocator;
 use crate::error::CudaError;
 use crate::graphs::GraphPool;
+use cudarc::driver::CudaStream;
+use std::sync::Arc;
 use symmalloc_core::PoolId;
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::{Phase, SleepCause, SleepError, Slept, Woken};
@@ -60,6 +63,18 @@ impl CudaAllocator {
     /// When the pool is unknown.
     pub fn phase(&self, pool: PoolId) -> Result<Phase, CudaError> {
         Ok(self.core().phase(pool)?)
+    }
+
+    /// Makes a pool with a [quota](symmalloc_core::PoolConfig::has_quota) hold so many bytes. See [`resize`](crate::resize()).
+    ///
+    /// Memory goes back to the device in the chunks in which it came: with `chunk_bytes` of one granule it is exactly what is given up,
+    /// otherwise `CudaMemory::idle_bytes` says how much the device holds beyond.
+    ///
+    /// # Errors
+    /// See [`ResizeError`](crate::ResizeError).
+    pub fn resize(&self, pool: PoolId, stream: &Arc<CudaStream>, quota_bytes: u64) -> Result<u64, CudaError> {
+        let stream = self.register_stream(stream)?;
+        Ok(crate::resize::resize(self.core(), pool, stream, quota_bytes)?)
     }
 
     /// Obtains pinned host memory for the contents of pools that will sleep, so that the first sleep does not: locking pages takes

@@ -20,6 +20,36 @@
 #define SYMMALLOC_VERSION "0.1.0"
 
 /**
+ * What becomes of the bytes in live allocations: they are copied to pinned host memory, and back.
+ */
+#define SYMMALLOC_CONTENTS_KEEP 0
+
+/**
+ * What becomes of the bytes in live allocations: they are gone, and undefined after waking.
+ */
+#define SYMMALLOC_CONTENTS_DROP 1
+
+/**
+ * What becomes of the bytes in live allocations: they are zero after waking.
+ */
+#define SYMMALLOC_CONTENTS_ZERO 2
+
+/**
+ * The pool has its memory.
+ */
+#define SYMMALLOC_PHASE_AWAKE 0
+
+/**
+ * The pool sleeps: it has no memory, and all of its addresses.
+ */
+#define SYMMALLOC_PHASE_ASLEEP 1
+
+/**
+ * The pool sleeps, but the driver or a window holds some of its memory: another sleep tries to give that back, a wake uses it.
+ */
+#define SYMMALLOC_PHASE_FAILED 2
+
+/**
  * `symmalloc_registrar_options.registration`: a symmetric window over each segment of a symmetric pool, made by all ranks together.
  */
 #define SYMMALLOC_REGISTER_WINDOWS 0
@@ -148,6 +178,46 @@ typedef struct symmalloc_all_to_all symmalloc_all_to_all;
 typedef struct symmalloc_announcement symmalloc_announcement;
 
 /**
+ * What a sleep did.
+ */
+typedef struct symmalloc_slept {
+  /**
+   * Bytes that went back to the device.
+   */
+  uint64_t released_bytes;
+  /**
+   * Bytes that were copied to the host.
+   */
+  uint64_t kept_bytes;
+  /**
+   * Windows and buffers that were taken away.
+   */
+  uint64_t deregistered;
+} symmalloc_slept;
+
+/**
+ * What a wake did.
+ */
+typedef struct symmalloc_woken {
+  /**
+   * Bytes that have memory again.
+   */
+  uint64_t remapped_bytes;
+  /**
+   * Windows and buffers that were made again.
+   */
+  uint64_t registered;
+  /**
+   * Windows that have another handle than before, on any rank: capture again what uses them.
+   */
+  uint64_t changed;
+  /**
+   * Communicators that ended since: register on new ones.
+   */
+  uint64_t lost;
+} symmalloc_woken;
+
+/**
  * What became of a step.
  */
 typedef struct symmalloc_step_report {
@@ -232,7 +302,8 @@ typedef struct symmalloc_registrar_options {
    */
   const char *rendezvous;
   /**
-   * The communicator's name in errors and flight records; NULL: "borrowed".
+   * The communicator's name in errors and flight records; NULL: "borrowed". A pool that is on several communicators sleeps where each of
+   * them has a name of its own, the same on all of its ranks and another one than that of any communicator of the job.
    */
   const char *name;
 } symmalloc_registrar_options;
@@ -644,6 +715,100 @@ symmalloc_status symmalloc_trim(struct symmalloc_allocator *allocator,
  * `allocator` is live.
  */
 symmalloc_status symmalloc_grant_access(struct symmalloc_allocator *allocator, int32_t peer);
+
+/**
+ * Puts a pool to sleep: its memory goes back to the device, and its addresses, allocations and graphs stay what they are, to be used when
+ * it is awake again. Waits for the device. `contents` is one of `SYMMALLOC_CONTENTS_...`. Until it wakes nothing may use the pool's memory,
+ * and no graph that uses it may be launched; allocating from it is an error, and freeing is not.
+ *
+ * A pool with registrars sleeps on all ranks together: call it at the same point on every rank, once no collective in its windows is
+ * running. Its windows go first. The ranks talk over the communicator with the most ranks, of those the one that was registered last; it
+ * must have all ranks of all others. `out` may be NULL.
+ *
+ * # Safety
+ * `allocator` is live; `out` is NULL or valid for writing.
+ */
+symmalloc_status symmalloc_sleep(struct symmalloc_allocator *allocator,
+                                 uint32_t pool,
+                                 uint32_t contents,
+                                 struct symmalloc_slept *out);
+
+/**
+ * Wakes a pool: it has memory at the addresses that it had, with what was kept. `SYMMALLOC_OUT_OF_MEMORY` where the device has no
+ * room: it sleeps on, nothing is lost, and another call may succeed. A pool with registrars wakes on all ranks or on none, and has its
+ * windows again. `out` may be NULL.
+ *
+ * # Safety
+ * As `symmalloc_sleep`.
+ */
+symmalloc_status symmalloc_wake(struct symmalloc_allocator *allocator,
+                                uint32_t pool,
+                                struct symmalloc_woken *out);
+
+/**
+ * As `symmalloc_sleep`, for the pools whose configuration has the tag (`tag:weights`), in the order in which they were made. When one of
+ * them fails, those before it sleep: another call goes on. `SYMMALLOC_UNKNOWN_POOL` when there are none.
+ *
+ * # Safety
+ * As `symmalloc_sleep`; `tag` is a C string.
+ */
+symmalloc_status symmalloc_sleep_tagged(struct symmalloc_allocator *allocator,
+                                        const char *tag,
+                                        uint32_t contents,
+                                        struct symmalloc_slept *out);
+
+/**
+ * As `symmalloc_wake`, for the pools whose configuration has the tag, in the order in which they were made. When one of them fails, those
+ * before it are awake: another call goes on. `SYMMALLOC_UNKNOWN_POOL` when there are none.
+ *
+ * # Safety
+ * As `symmalloc_sleep`; `tag` is a C string.
+ */
+symmalloc_status symmalloc_wake_tagged(struct symmalloc_allocator *allocator,
+                                       const char *tag,
+                                       struct symmalloc_woken *out);
+
+/**
+ * Whether a pool is awake: writes one of `SYMMALLOC_PHASE_...`.
+ *
+ * # Safety
+ * `allocator` is live; `out` is valid for writing.
+ */
+symmalloc_status symmalloc_phase(struct symmalloc_allocator *allocator, uint32_t pool, uint32_t *out);
+
+/**
+ * Makes a pool with a quota hold so many bytes, rounded up to granules: no more and no less, whatever is allocated and freed in it until
+ * the next call. A pool has a quota where it was made with `growth_mb:0,streams:shared`; `range_mb` is the most that it can hold. It holds
+ * nothing at first. Live allocations stay where they are; `SYMMALLOC_INVALID_STATE` when they need more than that, and then the pool is as
+ * it was. A pool that gets smaller waits for the streams that used its free memory. `held_bytes` may be NULL.
+ *
+ * # Safety
+ * As `symmalloc_allocate`; `held_bytes` is NULL or valid for writing.
+ */
+symmalloc_status symmalloc_resize(struct symmalloc_allocator *allocator,
+                                  uint32_t pool,
+                                  void *stream,
+                                  size_t bytes,
+                                  uint64_t *held_bytes);
+
+/**
+ * Obtains pinned host memory for what pools will keep while they sleep, so that the first sleep does not: that takes much longer than
+ * copying.
+ *
+ * # Safety
+ * `allocator` is live.
+ */
+symmalloc_status symmalloc_reserve_host_memory(struct symmalloc_allocator *allocator,
+                                               size_t bytes);
+
+/**
+ * Gives pinned host memory back that no sleeping pool needs. `released_bytes` may be NULL.
+ *
+ * # Safety
+ * `allocator` is live; `released_bytes` is NULL or valid for writing.
+ */
+symmalloc_status symmalloc_release_host_memory(struct symmalloc_allocator *allocator,
+                                               uint64_t *released_bytes);
 
 /**
  * A step of a pool begins: what the program repeats, such as a training step. In a pool with `plan:learn` a step that comes twice

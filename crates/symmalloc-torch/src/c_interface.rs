@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `memory.rs` | an allocator, and memory from it |
 //! | `pools.rs` | pools, and what holds for all of them: reserve, trim, peers |
+//! | `sleep.rs` | pools that sleep and wake, or are resized |
 //! | `steps.rs` | steps, and the plans that they follow |
 //! | `reports.rs` | placements, statistics, snapshots, traces |
 //! | `ranks.rs` | ranks compared, and what the watchdog is told |
@@ -23,6 +24,7 @@ mod ranks;
 mod registrars;
 mod reports;
 mod runtimes;
+mod sleep;
 mod steps;
 
 pub use all_to_all::*;
@@ -32,4 +34,5 @@ pub use ranks::*;
 pub use registrars::*;
 pub use reports::*;
 pub use runtimes::*;
+pub use sleep::*;
 pub use steps::*;

@@ -168,6 +168,15 @@ impl DeviceAllocator {
         }
     }
 
+    /// The number of a stream, which is registered if this is its first use.
+    ///
+    /// # Safety
+    /// As [`allocate`](Self::allocate).
+    pub(crate) unsafe fn stream_id(&self, stream: RawStream) -> Result<StreamId, Error> {
+        // SAFETY: the caller's contract.
+        Ok(unsafe { self.stream(stream) }?.id)
+    }
+
     /// Before the first stream is used.
     fn begin(&self) -> Result<(), Error> {
         match self.tracing {

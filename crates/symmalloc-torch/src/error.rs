@@ -8,8 +8,11 @@ use symmalloc_core::errors::{AllocateError, FreeError, RecordUseError, TrimError
 use symmalloc_core::plans::{PlanError, StepError};
 use symmalloc_core::recording::{RecordingEnd, RecordingError, StartRecordingError};
 use symmalloc_core::restore::{LayoutError, RestoreError};
-use symmalloc_cuda::CudaError;
-use symmalloc_nccl::{AllToAllError, AttachError, CommError, LookupError, SplitsError, SyncError};
+use symmalloc_core::sleep::{SleepCause, SleepError};
+use symmalloc_cuda::{CudaError, ResizeError};
+use symmalloc_nccl::{
+    AllToAllError, AttachError, CommError, LookupError, Obstacle, RankObstacle, SplitsError, SyncError,
+};
 use symmalloc_trace::plan::PlanTextError;
 use thiserror::Error;
 
@@ -182,6 +185,39 @@ pub(crate) enum Error {
         /// Of the chunk.
         bytes: u64,
     },
+    /// A pool did not fall asleep, or did not wake, on all ranks.
+    #[error(transparent)]
+    Sleep(Box<symmalloc_nccl::SleepError>),
+    /// A capture is under way.
+    #[error("a stream is being captured: end the capture before the pool sleeps")]
+    Capturing,
+    /// The pool has two registrars, of which each knows its own windows.
+    #[error(
+        "pool {pool} is registered with agreement at every sync on one communicator, and otherwise on another: to sleep, register it alike on \
+        all"
+    )]
+    TwoModes {
+        /// The pool.
+        pool: u32,
+    },
+    /// Ranks could not tell which of two communicators is meant.
+    #[error(
+        "pool {pool} is on two communicators named {name:?}: to sleep, register it with a name for each, the same on all of its ranks"
+    )]
+    SameName {
+        /// The pool.
+        pool: u32,
+        /// The name.
+        name: String,
+    },
+    /// No pool has the tag.
+    #[error("no pool of device {device} has the tag {tag:?}: make it with `tag:{tag}` in its configuration")]
+    UnknownTag {
+        /// The tag.
+        tag: String,
+        /// The device.
+        device: usize,
+    },
     /// An assertion failed.
     #[error("symmalloc found itself in a state that must not be, please report it: {message}")]
     Internal {
@@ -207,6 +243,12 @@ impl Error {
             Error::UnknownPointer { .. } => SYMMALLOC_UNKNOWN_POINTER,
             Error::UnknownPool { .. } => SYMMALLOC_UNKNOWN_POOL,
             Error::Allocate(error) | Error::Cuda(CudaError::Allocate(error)) => of_allocation(error),
+            Error::Cuda(CudaError::Sleep(error)) => of_sleep(error),
+            Error::Cuda(CudaError::NoSleep) | Error::Capturing => SYMMALLOC_INVALID_STATE,
+            Error::TwoModes { .. } | Error::SameName { .. } => SYMMALLOC_INVALID_STATE,
+            Error::Cuda(CudaError::Resize(error)) => of_resize(error),
+            Error::Sleep(error) => of_sleep_over_ranks(error),
+            Error::UnknownTag { .. } => SYMMALLOC_UNKNOWN_POOL,
             Error::Cuda(CudaError::Unknown(error)) | Error::Trim(TrimError::Unknown(error)) => of_unknown(error),
             Error::Free(FreeError::Handle(_)) | Error::RecordUse(RecordUseError::Handle(_)) => {
                 SYMMALLOC_UNKNOWN_POINTER
@@ -251,7 +293,53 @@ fn of_allocation(error: &AllocateError) -> symmalloc_status {
     match error {
         AllocateError::OutOfMemory(_) | AllocateError::TooLarge { .. } => symmalloc_status::SYMMALLOC_OUT_OF_MEMORY,
         AllocateError::Unknown(error) => of_unknown(error),
+        AllocateError::Sleeps(_) => symmalloc_status::SYMMALLOC_INVALID_STATE,
         _ => symmalloc_status::SYMMALLOC_CUDA,
+    }
+}
+
+fn of_sleep(error: &SleepError) -> symmalloc_status {
+    match &error.cause {
+        SleepCause::Unknown(error) => of_unknown(error),
+        SleepCause::Memory { .. } => symmalloc_status::SYMMALLOC_OUT_OF_MEMORY,
+        SleepCause::Synchronize { .. } | SleepCause::Save { .. } | SleepCause::Held { .. } | SleepCause::Load(_) => {
+            symmalloc_status::SYMMALLOC_CUDA
+        }
+        _ => symmalloc_status::SYMMALLOC_INVALID_STATE,
+    }
+}
+
+fn of_resize(error: &ResizeError) -> symmalloc_status {
+    match error {
+        ResizeError::Unknown(error) => of_unknown(error),
+        ResizeError::OutOfRange { .. } => symmalloc_status::SYMMALLOC_INVALID_ARGUMENT,
+        ResizeError::Reserve { error, .. } => of_allocation(error),
+        ResizeError::Trim(_) => symmalloc_status::SYMMALLOC_CUDA,
+        _ => symmalloc_status::SYMMALLOC_INVALID_STATE,
+    }
+}
+
+fn of_sleep_over_ranks(error: &symmalloc_nccl::SleepError) -> symmalloc_status {
+    use symmalloc_nccl::SleepError;
+    match error {
+        SleepError::Unknown(error) => of_unknown(error),
+        SleepError::Disagreed { .. } | SleepError::Differ { .. } => symmalloc_status::SYMMALLOC_MISALIGNED,
+        SleepError::Refused { ranks, .. } => of_obstacles(ranks),
+        SleepError::Held { .. } => symmalloc_status::SYMMALLOC_CUDA,
+        SleepError::NotAttached { .. } | SleepError::Capturing => symmalloc_status::SYMMALLOC_INVALID_STATE,
+        _ => symmalloc_status::SYMMALLOC_NCCL,
+    }
+}
+
+/// What the first of the ranks says that could not.
+fn of_obstacles(ranks: &[RankObstacle]) -> symmalloc_status {
+    match ranks.first().map(|rank| rank.obstacle) {
+        Some(Obstacle::Limit { .. } | Obstacle::Memory { .. }) => symmalloc_status::SYMMALLOC_OUT_OF_MEMORY,
+        Some(Obstacle::Stream { .. } | Obstacle::Save { .. } | Obstacle::Load { .. }) => {
+            symmalloc_status::SYMMALLOC_CUDA
+        }
+        Some(Obstacle::Lost) => symmalloc_status::SYMMALLOC_NCCL,
+        _ => symmalloc_status::SYMMALLOC_INVALID_STATE,
     }
 }
 
@@ -295,6 +383,7 @@ boxed! {
     Restore(RestoreError);
     Communicator(CommError);
     TorchSettings(SettingsError);
+    Sleep(symmalloc_nccl::SleepError);
     Sync(SyncError);
     Window(LookupError);
 }

@@ -24,6 +24,7 @@
 //! | `symmalloc_announce_begin`, `symmalloc_announce_end` | the watchdog learns of a collective that other code submits |
 //! | `symmalloc_flight_record` | what the process's communicators did last, for `symmalloc diff` |
 //! | `symmalloc_registrar_create` ... | NCCL windows over a symmetric pool, on a communicator of PyTorch's or an engine's |
+//! | `symmalloc_sleep`, `symmalloc_wake`, `symmalloc_resize` ... | pools give their memory back for a while, or a part of it |
 //! | `symmalloc_scope_begin`, `symmalloc_scope_end` | a thread's allocations go to a pool, and are registered at the end |
 //! | `symmalloc_all_to_all_run` ... | all-to-all-v on registered memory |
 //!
@@ -65,6 +66,8 @@ mod registrations;
 mod scopes;
 mod settings;
 mod shared_chunks;
+mod sleep;
+mod slept;
 mod statistics;
 mod status;
 mod streams;

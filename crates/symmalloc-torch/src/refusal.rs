@@ -9,7 +9,7 @@ use crate::private_pools::{ForeignPool, PrivatePools};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use symmalloc_core::errors::TrimError;
-use symmalloc_core::{PoolConfig, PoolId, Retry, SharedAllocator};
+use symmalloc_core::{PoolId, Retry, SharedAllocator};
 use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaMemory};
 
 /// How often memory was short.
@@ -54,7 +54,7 @@ impl Refusals {
     }
 }
 
-/// Gives back the free memory of all pools that are neither symmetric nor a graph's. What cannot go back stays.
+/// Gives back the free memory of all pools that are neither symmetric nor a graph's and have no quota. What cannot go back stays.
 fn trim_private<F: ForeignPool>(core: &SharedAllocator<CudaBackend>, private: &PrivatePools<F>) -> u64 {
     let is_capturing = core.backend().device().is_capturing();
     // The core told of what failed.
@@ -63,8 +63,8 @@ fn trim_private<F: ForeignPool>(core: &SharedAllocator<CudaBackend>, private: &P
     let pools = core.pool_count();
     let in_use = private.list();
     for pool in (0..pools).map(PoolId) {
-        let is_symmetric = core.pool_config(pool).is_ok_and(PoolConfig::symmetric);
-        if is_symmetric || in_use.iter().any(|entry| entry.own() == Some(pool)) {
+        let stays = core.pool_config(pool).is_ok_and(|config| config.symmetric() || config.has_quota());
+        if stays || in_use.iter().any(|entry| entry.own() == Some(pool)) {
             continue;
         }
         match core.trim(Some(pool)) {

@@ -9,6 +9,7 @@
 //! A pool may be registered on many communicators. At a scope's end all of its registrations are brought up to date, in that order.
 
 use crate::error::Error;
+use crate::slept::{Slept, Woken};
 use crate::streams::RawStream;
 use smallvec::SmallVec;
 use std::ffi::c_void;
@@ -19,6 +20,7 @@ use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 use symmalloc_agreement::Mode;
 use symmalloc_core::PoolId;
+use symmalloc_core::op::Contents;
 use symmalloc_cuda::CudaAllocator;
 use symmalloc_nccl::{
     AllToAll, Announcement, Communicator, CommunicatorBuilder, Registrar, Registration, SyncError, Synced, WindowSpan,
@@ -125,6 +127,38 @@ impl Registrations {
     /// As [`sync`](Self::sync), and the ranks compare their histories.
     pub(crate) fn agree(&self, pool: PoolId) -> Result<SyncCounts, Error> {
         self.for_each(pool, OpenRegistration::agree)
+    }
+
+    /// Puts a pool to sleep on all ranks of its communicators. `None` where it has none.
+    pub(crate) fn sleep(&self, pool: PoolId, contents: Contents) -> Result<Option<Slept>, Error> {
+        let Some(over) = self.over(pool)? else { return Ok(None) };
+        Ok(Some(over.registrar.sleep(&over.communicator, pool, contents)?.into()))
+    }
+
+    /// Wakes a pool on all ranks of its communicators. `None` where it has none.
+    pub(crate) fn wake(&self, pool: PoolId) -> Result<Option<Woken>, Error> {
+        let Some(over) = self.over(pool)? else { return Ok(None) };
+        Ok(Some(over.registrar.wake(&over.communicator, pool)?.into()))
+    }
+
+    /// Where the ranks talk of a pool: on the communicator with the most ranks, of those the one that came last, since an earlier one may
+    /// have died. The same on every rank.
+    fn over(&self, pool: PoolId) -> Result<Option<Arc<OpenRegistration>>, Error> {
+        let of_pool: SmallVec<[Arc<OpenRegistration>; 4]> = self.open.of(pool);
+        let over = of_pool.iter().max_by_key(|registration| registration.communicator.ranks());
+        let is_other =
+            |over: &Arc<OpenRegistration>| of_pool.iter().any(|other| !Arc::ptr_eq(&other.registrar, &over.registrar));
+        if over.is_some_and(is_other) {
+            return Err(Error::TwoModes { pool: pool.0 });
+        }
+        let mut names: SmallVec<[&str; 4]> =
+            of_pool.iter().map(|registration| registration.communicator.name()).collect();
+        names.sort_unstable();
+        // A borrowed communicator's name is all by which ranks know that they mean the same one.
+        match names.windows(2).find(|pair| pair[0] == pair[1]) {
+            Some(pair) => Err(Error::SameName { pool: pool.0, name: pair[0].to_owned() }),
+            None => Ok(over.map(Arc::clone)),
+        }
     }
 
     /// As [`sync`](Self::sync), but a capture may be under way as long as nothing is new: nobody talks then.

@@ -24,6 +24,7 @@ use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 use symmalloc_core::PoolId;
 use symmalloc_core::report::MemoryStats;
+use symmalloc_core::sleep::Phase;
 use symmalloc_core::stats::{Stat, UsageStats};
 use symmalloc_cuda::{CudaDevice, CudaMemory};
 
@@ -78,11 +79,22 @@ fn pools(allocator: &DeviceAllocator) -> Vec<Value> {
             "config": config.to_string(),
             "digest": digest.to_string(),
             "ops": digest.ops,
+            "tag": config.tag().map(|tag| tag.to_string()),
+            "phase": core.phase(pool).ok().map(phase),
+            "has_quota": config.has_quota(),
             "graph_uses": graph.map_or(0, |graph| graph.uses),
             "stats": nested(&stats),
         }))
     };
     (0..core.pool_count()).filter_map(|pool| describe(PoolId(pool))).collect()
+}
+
+fn phase(phase: Phase) -> &'static str {
+    match phase {
+        Phase::Awake => "awake",
+        Phase::Asleep => "asleep",
+        Phase::Failed => "failed",
+    }
 }
 
 /// As `torch.cuda.memory_stats_as_nested_dict`.

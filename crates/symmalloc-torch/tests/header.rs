@@ -15,6 +15,7 @@ fn the_header_is_what_the_sources_say() {
         "c_interface/memory.rs",
         "c_interface/runtimes.rs",
         "c_interface/pools.rs",
+        "c_interface/sleep.rs",
         "c_interface/steps.rs",
         "c_interface/reports.rs",
         "alignment.rs",

@@ -129,6 +129,7 @@ impl Heap {
                 }
                 self.create_segment(headroom, segment, segment, false)
             }
+            SegmentPolicy::Expandable(knobs) if knobs.growth_bytes == 0 => Err(Shortage::SegmentFull),
             SegmentPolicy::Expandable(knobs) => {
                 if let Some(stitching) = config.stitching()
                     && self.stitch(knobs, stitching, headroom, granularity, stream, size)?
@@ -212,9 +213,20 @@ impl Heap {
                 }
                 let filled = (size - before).next_multiple_of(granularity).min(hole.size);
                 headroom.charge(filled)?;
-                let lower = Block { size: filled, content: Content::Free, ..hole.clone() };
-                let upper = Block { offset: hole.offset + filled, size: hole.size - filled, ..hole };
-                segment.replace(index, [lower, upper]);
+                fill(segment, index, filled);
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    }
+
+    /// Gives memory to the first bytes of the lowest hole that has so many.
+    pub(super) fn fill_lowest(&mut self, headroom: Headroom, missing: u64) -> Result<bool, Shortage> {
+        for segment in &mut self.segments {
+            let has_room = |block: &Block| block.content == Content::Hole && block.size >= missing;
+            if let Some(index) = segment.blocks.iter().position(has_room) {
+                headroom.charge(missing)?;
+                fill(segment, index, missing);
                 return Ok(true);
             }
         }
@@ -262,4 +274,12 @@ pub(super) fn round(requested: u64, divisions: RoundupPower2Divisions) -> u64 {
 
 pub(super) fn unimplemented_policy() -> ! {
     panic!("the oracle does not know this segment policy: teach it")
+}
+
+/// Gives memory to the first bytes of a hole.
+fn fill(segment: &mut Segment, index: usize, filled: u64) {
+    let hole = segment.blocks[index].clone();
+    let lower = Block { size: filled, content: Content::Free, ..hole.clone() };
+    let upper = Block { offset: hole.offset + filled, size: hole.size - filled, ..hole };
+    segment.replace(index, [lower, upper]);
 }

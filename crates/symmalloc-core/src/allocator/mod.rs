@@ -358,7 +358,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// Gives the free memory of a pool, or of all pools, back to the device, in (pool, stream, sequence) order. Returns
     /// the bytes that are back. Waits on the host for streams that used the memory. Removed segments of an observed
-    /// pool stay until the observers have acknowledged; reserved segments stay.
+    /// pool stay until the observers have acknowledged; reserved segments stay, and so does a quota unless its pool is named.
     ///
     /// # Errors
     /// When the pool is unknown, or the driver fails; every heap is consistent then and the rest can be trimmed again.
@@ -367,7 +367,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let released = match pool {
             Some(pool) => self.trim_pool(self.pool(pool)?, None),
             None => {
-                let trims = self.pools.iter().map(|(_, entry)| self.trim_pool(entry, None));
+                let pools = self.pools.iter().filter(|(_, entry)| !entry.config.has_quota() || entry.is_destroyed());
+                let trims = pools.map(|(_, entry)| self.trim_pool(entry, None));
                 trims.fold(Released::default(), Released::plus)
             }
         };

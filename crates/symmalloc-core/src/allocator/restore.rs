@@ -24,7 +24,7 @@ use super::Allocator;
 use super::gate::Gate;
 use super::pool::Pool;
 use super::recorder::RecordingEnd;
-use crate::config::restore_error::RestoreError;
+use crate::config::restore_error::{LayoutError, RestoreError};
 use crate::heap::Heap;
 use crate::heap::revive::Revived;
 use crate::history::layout::{AllocationLayout, HeapLayout, Layout};
@@ -187,10 +187,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.known_stream(stream)?;
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
-        entry.check_awake(pool)?;
+        entry.check_layout_holds(pool)?;
         let mut heap = self.heap_for(pool, stream)?.lock();
-        if entry.step.lock().is_some() || heap.remembers_steps() || heap.has_stitched() {
-            return Err(LayoutError::Planned { pool }.into());
+        if heap.has_stitched() {
+            return Err(LayoutError::Stitched { pool }.into());
         }
         let saved = AllocationLayout {
             offset_bytes: place.placement.offset_bytes,

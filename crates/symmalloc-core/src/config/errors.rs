@@ -191,9 +191,9 @@ pub enum OutOfMemoryCause {
         limit_bytes: u64,
     },
     /// The heap's reserved segment or address range is full: the same on every rank.
-    #[error("its segment of {} cannot grow: configure a larger one", Amount(*segment_bytes))]
+    #[error("its segment of {} cannot grow: configure a larger one, or resize a pool with a quota", Amount(*segment_bytes))]
     SegmentFull {
-        /// Its size in bytes.
+        /// Its size in bytes; of a pool with a quota what it holds.
         segment_bytes: u64,
     },
     /// The driver refused. Other ranks may have been served.

@@ -91,7 +91,8 @@ pub struct ExpandableSegments {
     /// Address space reserved per heap, in bytes. Costs no memory; a heap cannot grow beyond it.
     pub range_bytes: u64,
     /// The range grows by multiples of this many bytes; a multiple of the backend's granularity. Larger steps make
-    /// fewer driver calls, smaller ones leave less memory unused at the end.
+    /// fewer driver calls, smaller ones leave less memory unused at the end. 0: the pool has a *quota*, which is what `reserve` made it
+    /// hold. No allocation makes it grow, and only a trim that names the pool makes it smaller.
     pub growth_bytes: u64,
 }
 
@@ -207,6 +208,11 @@ impl PoolConfig {
         self.tag.as_deref()
     }
 
+    /// Whether the pool holds what `reserve` made it hold: expandable segments with a growth of 0.
+    pub fn has_quota(&self) -> bool {
+        matches!(&self.segments, SegmentPolicy::Expandable(expandable) if expandable.growth_bytes == 0)
+    }
+
     /// What of the policy a backend can serve. What is left out is not in the digest either.
     pub(crate) fn that_works(mut self, can_alias: bool) -> Self {
         self.stitching = self.stitching.filter(|_| can_alias);
@@ -272,12 +278,20 @@ impl PoolConfigBuilder {
         self
     }
 
-    /// Checks the values.
+    /// Checks the values. A pool with a quota gives nothing back by itself: it has [`Reclaim::Never`].
     ///
     /// # Errors
     /// When a value is out of its range, with the key, the value and the range; when what is registered or fixed shall be
-    /// stitched.
-    pub fn build(self) -> Result<PoolConfig, ConfigError> {
+    /// stitched; when a pool with a quota shall also grow or shrink by itself.
+    pub fn build(mut self) -> Result<PoolConfig, ConfigError> {
+        if self.config.has_quota() {
+            self.config.reclaim = Reclaim::Never;
+            let PoolConfig { stitching, plan, release_threshold_bytes, streams, .. } = &self.config;
+            let moves = stitching.is_some() || *plan != PlanPolicy::Off || release_threshold_bytes.is_some();
+            if moves || *streams == StreamPolicy::Separate {
+                return Err(ConfigError::HasQuota);
+            }
+        }
         match &self.config.segments {
             SegmentPolicy::Fixed(fixed) => {
                 in_range("large_segment_size", fixed.large_segment_bytes, 12 * MIB, SEGMENT_BYTES_MAX)?;
@@ -289,9 +303,10 @@ impl PoolConfigBuilder {
             }
             SegmentPolicy::Expandable(expandable) => {
                 in_range("range", expandable.range_bytes, 2 * MIB, SEGMENT_BYTES_MAX)?;
-                in_range("growth", expandable.growth_bytes, UNIT_BYTES, expandable.range_bytes)?;
-                multiple_of("growth", expandable.growth_bytes, UNIT_BYTES)?;
-                multiple_of("range", expandable.range_bytes, expandable.growth_bytes)?;
+                let step_bytes = if expandable.growth_bytes == 0 { UNIT_BYTES } else { expandable.growth_bytes };
+                in_range("growth", step_bytes, UNIT_BYTES, expandable.range_bytes)?;
+                multiple_of("growth", step_bytes, UNIT_BYTES)?;
+                multiple_of("range", expandable.range_bytes, step_bytes)?;
             }
             SegmentPolicy::Reserved { segment_bytes } => {
                 in_range("segment", *segment_bytes, UNIT_BYTES, SEGMENT_BYTES_MAX)?;
@@ -425,6 +440,9 @@ pub enum ConfigError {
     /// A tag is empty, too long, or has other characters.
     #[error("a tag has 1 to 24 lower-case letters, digits, `_` and `-`")]
     NotATag,
+    /// A pool with a quota neither grows nor shrinks by itself.
+    #[error("growth 0 gives a quota: say streams:shared, and leave stitching, plan and release_threshold out")]
+    HasQuota,
     /// Memory that may be registered, or has sizes of its own, is not stitched.
     #[error(
         "{} is not stitched: remove stitching, or use another pool, with expandable segments",

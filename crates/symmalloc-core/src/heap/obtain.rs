@@ -4,6 +4,7 @@
 //! |---|---|
 //! | fixed | a segment of PyTorch's size for the request |
 //! | reserved | the one segment, at the heap's first op; after that nothing |
+//! | expandable, growth 0 | nothing: only `reserve` makes it grow, in the lowest hole or at the end of the range |
 //! | expandable | a stitched range, where the pool stitches; memory for the lowest hole that makes the request fit, else growth at the end of the range |
 //!
 //! Each ends with a free block in the index that is large enough, which the caller takes like any other. Each charges the
@@ -11,7 +12,7 @@
 //! backend is checked before it becomes a segment.
 
 use super::{Heap, Outside, Shortage};
-use crate::blocks::table::{BlockState, Slot};
+use crate::blocks::table::{Block, BlockState, Slot};
 use crate::config::errors::OutOfMemoryCause;
 use crate::config::size_rules::SizeClass;
 use crate::config::{ExpandableSegments, SegmentPolicy};
@@ -46,6 +47,9 @@ impl<L: Lock> Heap<L> {
                 self.create_segment(context, stream, class, size, size)
             }
             SegmentPolicy::Reserved { segment_bytes } => self.create_reserved(context, stream, segment_bytes, size),
+            SegmentPolicy::Expandable(_) if self.config.has_quota() => {
+                Err(Shortage::of(size, OutOfMemoryCause::SegmentFull { segment_bytes: self.mapped_bytes }))
+            }
             SegmentPolicy::Expandable(knobs) => {
                 if let Some(stitching) = self.config.stitching().cloned()
                     && let Some(slot) = self.stitch(context, stream, size, &knobs, &stitching)?
@@ -85,8 +89,15 @@ impl<L: Lock> Heap<L> {
                     self.create_reserved(context, stream, segment_bytes, target)
                 }
                 SegmentPolicy::Expandable(knobs) => {
-                    let missing = Missing { at_end: missing, in_new_range: missing };
-                    self.grow(context, stream, missing, &knobs, self.rules.granule)
+                    // A quota has room in its range as long as what is below is not left empty.
+                    let has_room = |block: &Block| self.config.has_quota() && block.size >= missing;
+                    match self.find_hole(has_room) {
+                        Some(hole) => self.fill(context, stream, hole, missing),
+                        None => {
+                            let missing = Missing { at_end: missing, in_new_range: missing };
+                            self.grow(context, stream, missing, &knobs, self.rules.granule)
+                        }
+                    }
                 }
             }?;
         }
@@ -249,9 +260,23 @@ impl<L: Lock> Heap<L> {
         stream: StreamId,
         size: Units,
     ) -> Result<Option<Slot>, Box<Shortage>> {
-        let Some((slot, segment)) = self.find_hole(size) else { return Ok(None) };
-        let hole = self.table.block(slot);
+        let fits =
+            |block: &Block| self.table.free_size(block.prev) + block.size + self.table.free_size(block.next) >= size;
+        let Some(found) = self.find_hole(fits) else { return Ok(None) };
+        let hole = self.table.block(found.0);
         let missing = self.rules.whole_granules(size - self.table.free_size(hole.prev)).min(hole.size);
+        self.fill(context, stream, found, missing).map(Some)
+    }
+
+    /// Gives memory to the first units of a hole. Returns the free block that it became part of.
+    fn fill(
+        &mut self,
+        context: &Outside<'_, L>,
+        stream: StreamId,
+        (slot, segment): (Slot, u32),
+        missing: Units,
+    ) -> Result<Slot, Box<Shortage>> {
+        let hole = self.table.block(slot);
         let (offset, whole) = (hole.offset(), hole.size);
         self.map(context, segment, offset, missing)?;
         let filled = if missing < whole {
@@ -262,19 +287,17 @@ impl<L: Lock> Heap<L> {
         };
         self.table.segment_mut(segment).mapped += missing;
         self.log_segment(SegmentEventKind::Growth, segment, offset, bytes(missing));
-        Ok(Some(self.put_back(filled)))
+        Ok(self.put_back(filled))
     }
 
-    fn find_hole(&self, size: Units) -> Option<(Slot, u32)> {
+    /// The lowest hole that fits.
+    fn find_hole(&self, fits: impl Fn(&Block) -> bool) -> Option<(Slot, u32)> {
         // Holes exist only after a trim: segments that are mapped to their end are not looked through.
         let has_holes = |segment: &u32| self.table.segment(*segment).mapped < self.table.segment(*segment).end;
         self.table.homes_in_order().into_iter().filter(has_holes).find_map(|segment| {
-            let fits = |slot: &Slot| {
-                let block = self.table.block(*slot);
-                let run = self.table.free_size(block.prev) + block.size + self.table.free_size(block.next);
-                block.is_hole() && run >= size
-            };
-            self.table.blocks_of(segment).find(fits).map(|slot| (slot, segment))
+            let mut slots = self.table.blocks_of(segment);
+            let is_meant = |block: &Block| block.is_hole() && fits(block);
+            slots.find(|slot| is_meant(self.table.block(*slot))).map(|slot| (slot, segment))
         })
     }
 

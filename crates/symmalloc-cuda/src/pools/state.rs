@@ -167,10 +167,13 @@ impl<B: CudaMemory> AllocatorState<B> {
         lock(&self.drop_errors).clone()
     }
 
-    /// Makes a pool that [`trim`](Self::trim) trims.
+    /// Makes a pool that [`trim`](Self::trim) trims, unless it has a quota.
     pub(crate) fn create_pool(&self, config: PoolConfig) -> Result<PoolId, CudaError> {
+        let has_quota = config.has_quota();
         let pool = self.create_kept_pool(config)?;
-        lock(&self.trimmable).push(pool);
+        if !has_quota {
+            lock(&self.trimmable).push(pool);
+        }
         Ok(pool)
     }
 

@@ -14,6 +14,7 @@ mod pinned;
 mod prefetch;
 mod process;
 mod recording;
+mod resize;
 mod sharing;
 mod sleep;
 mod slices;

@@ -11,4 +11,5 @@ mod stub_faults;
 mod stub_itself;
 mod stub_processes;
 mod stub_violations;
+mod take_turns;
 mod watchdog;

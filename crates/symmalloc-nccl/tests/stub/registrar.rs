@@ -10,7 +10,7 @@ mod metrics;
 mod programs;
 mod sleep;
 mod sleep_deaths;
-mod support;
+pub(crate) mod support;
 
 use std::sync::Mutex;
 use stub_process::{nccl, nccl_test};

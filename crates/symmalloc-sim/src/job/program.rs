@@ -51,7 +51,7 @@ impl JobProgram {
         let mut steps = steps.to_vec();
         let mut ranges = stretches(&steps, stretch_max);
         let liveness = ranges.len();
-        for part in liveness_phase(&steps, policies.count() as u32) {
+        for part in liveness_phase(&steps, &policies) {
             let start = steps.len();
             steps.extend(part);
             ranges.push(start..steps.len());
@@ -95,7 +95,7 @@ fn stretches(steps: &[JobStep], stretch_max: usize) -> Vec<Range<usize>> {
 }
 
 /// What ends every run: everything is freed, and everything goes back.
-fn liveness_phase(steps: &[JobStep], pools: u32) -> [Vec<JobStep>; 2] {
+fn liveness_phase(steps: &[JobStep], policies: &PoolPolicies) -> [Vec<JobStep>; 2] {
     let mut live: BTreeMap<AllocationId, u8> = BTreeMap::new();
     let (mut open, mut slept) = (BTreeSet::new(), false);
     let mut threads = 1;
@@ -114,17 +114,23 @@ fn liveness_phase(steps: &[JobStep], pools: u32) -> [Vec<JobStep>; 2] {
     let end = open.into_iter().map(|pool| JobStep::new(Op::EndStep { pool }, 0));
     let free = |(id, thread): (AllocationId, u8)| JobStep::new(Op::Free { id }, thread % threads);
     let mut trims = Vec::new();
-    if steps.iter().any(|step| matches!(step.op, Op::BeginStep { pool: PoolId::DEFAULT, .. })) {
-        // A step that no plan has the key of gives the memory of plans back. Other pools are destroyed.
-        trims.extend([Op::BeginStep { pool: PoolId::DEFAULT, key: u64::MAX }, Op::EndStep { pool: PoolId::DEFAULT }]);
+    // A step that no plan has the key of gives the memory of plans back, once its pool is awake. Other pools are destroyed.
+    let has_steps = steps.iter().any(|step| matches!(step.op, Op::BeginStep { pool: PoolId::DEFAULT, .. }));
+    let step = [Op::BeginStep { pool: PoolId::DEFAULT, key: u64::MAX }, Op::EndStep { pool: PoolId::DEFAULT }];
+    if has_steps && !slept {
+        trims.extend(step.clone());
     }
     trims.push(Op::Trim { pool: None });
-    trims.extend((1..pools).map(|pool| Op::DestroyPool { pool: PoolId(pool) }));
+    trims.extend((1..policies.count() as u32).map(|pool| Op::DestroyPool { pool: PoolId(pool) }));
     if slept {
         // It has addresses to give back, and may need the memory of others to wake.
         trims.push(Op::Wake { pool: PoolId::DEFAULT });
+        trims.extend(step.into_iter().filter(|_| has_steps));
     }
     trims.push(Op::Trim { pool: None });
+    if policies.of(PoolId::DEFAULT).has_quota() {
+        trims.push(Op::Trim { pool: Some(PoolId::DEFAULT) });
+    }
     let trims = trims.into_iter().map(|op| JobStep::new(op, 0)).collect();
     [end.chain(live.into_iter().map(free)).collect(), trims]
 }

@@ -127,15 +127,29 @@ fn pool_config(random: &mut SplitMix64) -> PoolConfig {
     let divisions = RoundupPower2Divisions::uniform(pick(random, &[0, 0, 0, 4, 8])).expect("a power of two");
     let streams = pick(random, &[StreamPolicy::Separate, StreamPolicy::Separate, StreamPolicy::Shared]);
     let is_symmetric = random.below(4) > 0;
-    let may_stitch = !is_symmetric && matches!(&segments, SegmentPolicy::Expandable(_));
+    let limit_bytes = pick(random, &[None, None, None, Some(40 * MIB), Some(100 * MIB)]);
+    let reclaim = pick(random, &[Reclaim::Heap, Reclaim::Pool, Reclaim::Never]);
+    let threshold_bytes = pick(random, &[None, None, None, Some(24 * MIB)]);
+    let segments = match segments {
+        // Reserved and trimmed by its name alone.
+        SegmentPolicy::Expandable(mut knobs)
+            if streams == StreamPolicy::Shared && reclaim == Reclaim::Never && threshold_bytes.is_none() =>
+        {
+            knobs.growth_bytes = 0;
+            SegmentPolicy::Expandable(knobs)
+        }
+        segments => segments,
+    };
+    let has_quota = matches!(&segments, SegmentPolicy::Expandable(knobs) if knobs.growth_bytes == 0);
+    let may_stitch = !is_symmetric && matches!(&segments, SegmentPolicy::Expandable(_)) && !has_quota;
     PoolConfig::builder()
         .segments(segments)
         .streams(streams)
         .symmetric(is_symmetric)
         .stitching(may_stitch.then(small_stitching))
-        .limit_bytes(pick(random, &[None, None, None, Some(40 * MIB), Some(100 * MIB)]))
-        .reclaim(pick(random, &[Reclaim::Heap, Reclaim::Pool, Reclaim::Never]))
-        .release_threshold_bytes(pick(random, &[None, None, None, Some(24 * MIB)]))
+        .limit_bytes(limit_bytes)
+        .reclaim(reclaim)
+        .release_threshold_bytes(threshold_bytes)
         .roundup_power2_divisions(divisions)
         .build()
         .expect("in range")
@@ -191,7 +205,7 @@ impl Repeats {
 
     /// Lets a pool learn plans, or not.
     fn plan(&mut self, pool: PoolId, config: PoolConfig) -> PoolConfig {
-        if self.per_million == 0 || self.random.below(3) == 0 {
+        if self.per_million == 0 || self.random.below(3) == 0 || config.has_quota() {
             return config;
         }
         self.pools.push(pool);

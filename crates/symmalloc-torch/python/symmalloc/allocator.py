@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import enum
 import json
 import os
 import pickle
@@ -11,7 +12,18 @@ from ctypes import byref, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
 from typing import Any
 
-from .library import GatherFunction, PlacementStruct, StepReportStruct, call, data, encoded, text
+from .errors import InvalidArgument
+from .library import (
+    GatherFunction,
+    PlacementStruct,
+    SleptStruct,
+    StepReportStruct,
+    WokenStruct,
+    call,
+    data,
+    encoded,
+    text,
+)
 
 DEFAULT_POOL = 0
 SHARED_STREAMS = 0xFFFF_FFFF
@@ -47,6 +59,69 @@ class StepReport:
     """Bytes of memory that the pool's plans hold."""
     differs_at: int | None
     """The number of the first allocation that was not as planned; None when all were, or there is no plan."""
+
+
+class Contents(enum.Enum):
+    """What becomes of the bytes in live allocations of a pool that sleeps."""
+
+    KEEP = 0
+    """They are copied to pinned host memory, and back when it wakes."""
+    DROP = 1
+    """They are gone, and undefined after waking."""
+    ZERO = 2
+    """They are zero after waking."""
+
+
+class Phase(enum.Enum):
+    """Whether a pool is awake."""
+
+    AWAKE = 0
+    """It has its memory."""
+    ASLEEP = 1
+    """It has no memory, and all of its addresses."""
+    FAILED = 2
+    """It sleeps, but the driver or a window holds some of its memory: another sleep tries to give that back, a wake uses it."""
+
+
+@dataclass(frozen=True)
+class Slept:
+    """What a sleep did, of one pool or of several together."""
+
+    released_bytes: int = 0
+    """Bytes that went back to the device."""
+    kept_bytes: int = 0
+    """Bytes that were copied to the host."""
+    deregistered: int = 0
+    """Windows and buffers that were taken away."""
+
+    def __add__(self, other: Slept) -> Slept:
+        return Slept(
+            self.released_bytes + other.released_bytes,
+            self.kept_bytes + other.kept_bytes,
+            self.deregistered + other.deregistered,
+        )
+
+
+@dataclass(frozen=True)
+class Woken:
+    """What a wake did, of one pool or of several together."""
+
+    remapped_bytes: int = 0
+    """Bytes that have memory again."""
+    registered: int = 0
+    """Windows and buffers that were made again."""
+    changed: int = 0
+    """Windows that have another handle than before, on any rank: capture again what uses them."""
+    lost: int = 0
+    """Groups that died since: register on new ones."""
+
+    def __add__(self, other: Woken) -> Woken:
+        return Woken(
+            self.remapped_bytes + other.remapped_bytes,
+            self.registered + other.registered,
+            self.changed + other.changed,
+            self.lost + other.lost,
+        )
 
 
 class Allocator:
@@ -136,6 +211,55 @@ class Allocator:
     def reserve(self, size_bytes: int, stream: int = 0, pool: int = DEFAULT_POOL) -> None:
         """Obtains memory for later allocations of a pool on a stream. Raises `OutOfMemory`."""
         call("reserve", self._handle, pool, stream, size_bytes)
+
+    def sleep(self, pool: int = DEFAULT_POOL, contents: Contents = Contents.KEEP) -> Slept:
+        """Puts a pool to sleep: its memory goes back to the device, its addresses and allocations stay. Waits for the device.
+
+        Until it wakes nothing may use its memory. Raises `InvalidState` while a stream is captured or a step is open,
+        `CudaError` when the host has no memory for what is kept; it is as it was then. A pool with registrars sleeps on all
+        ranks together, and raises `MisalignedError` and `NcclError` as a sync.
+        """
+        out = SleptStruct()
+        call("sleep", self._handle, pool, contents.value, byref(out))
+        return Slept(out.released_bytes, out.kept_bytes, out.deregistered)
+
+    def wake(self, pool: int = DEFAULT_POOL) -> Woken:
+        """Wakes a pool, at the addresses that it had, with what was kept.
+
+        Raises `OutOfMemory` where the device has no room: it sleeps on, nothing is lost, and another call may succeed.
+        """
+        out = WokenStruct()
+        call("wake", self._handle, pool, byref(out))
+        return Woken(out.remapped_bytes, out.registered, out.changed, out.lost)
+
+    def phase(self, pool: int = DEFAULT_POOL) -> Phase:
+        """Whether a pool is awake."""
+        out = c_uint32()
+        call("phase", self._handle, pool, byref(out))
+        return Phase(out.value)
+
+    def resize(self, size_bytes: int, pool: int, stream: int = 0) -> int:
+        """Makes a pool with a quota (`growth_mb:0,streams:shared`) hold so many bytes, rounded up to granules, no more and no less.
+
+        Live allocations stay where they are. Returns the bytes that it holds. Raises `InvalidState` when live allocations need
+        more, or the pool has no quota; `InvalidArgument` beyond its `range_mb`: it is as it was then. `OutOfMemory` when there is
+        no memory for all of it: call it again.
+        """
+        if size_bytes < 0:
+            raise InvalidArgument(f"a pool cannot hold {size_bytes} bytes")
+        out = c_uint64()
+        call("resize", self._handle, pool, stream, size_bytes, byref(out))
+        return out.value
+
+    def reserve_host_memory(self, size_bytes: int) -> None:
+        """Obtains pinned memory for what pools will keep, so that the first sleep does not. Raises `CudaError`."""
+        call("reserve_host_memory", self._handle, size_bytes)
+
+    def release_host_memory(self) -> int:
+        """Gives pinned memory back that no sleeping pool needs. Returns its bytes."""
+        out = c_uint64()
+        call("release_host_memory", self._handle, byref(out))
+        return out.value
 
     def begin_step(self, key: int = 0, pool: int = DEFAULT_POOL) -> None:
         """A step begins: what the program repeats. Raises `InvalidState` when one is open.

@@ -27,6 +27,12 @@ class Member:
         self.device = device
         self.backend = None if comm is not None else nccl_backend(group, device)
         self._pointer = None if comm is None else _pointer(comm)
+        self._name = None if comm is not None else _group_name(group)
+
+    @property
+    def name(self) -> str | None:
+        """What all ranks of the group call it, and no other group; None for a raw one, whose name is the program's to give."""
+        return self._name
 
     def is_of(self, backend: Any, pointer: int | None) -> bool:
         """Whether it is the group of this backend, or this communicator."""
@@ -88,6 +94,13 @@ def nccl_backend(group: ProcessGroup | None, device: int) -> Any:
     if not hasattr(backend, "_comm_ptr"):
         raise TorchError(f"windows need a group with NCCL; this one has {backend.name()}")
     return backend
+
+
+def _group_name(group: ProcessGroup | None) -> str | None:
+    import torch.distributed as dist
+
+    name = getattr(group if group is not None else dist.group.WORLD, "group_name", None)
+    return None if name is None else f"group {name}"
 
 
 def check_alive(backend: Any, device: int) -> None:

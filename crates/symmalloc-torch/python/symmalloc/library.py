@@ -42,6 +42,23 @@ class StepReportStruct(ctypes.Structure):
     ]
 
 
+class SleptStruct(ctypes.Structure):
+    """symmalloc_slept in the header."""
+
+    _fields_ = [("released_bytes", c_uint64), ("kept_bytes", c_uint64), ("deregistered", c_uint64)]
+
+
+class WokenStruct(ctypes.Structure):
+    """symmalloc_woken in the header."""
+
+    _fields_ = [
+        ("remapped_bytes", c_uint64),
+        ("registered", c_uint64),
+        ("changed", c_uint64),
+        ("lost", c_uint64),
+    ]
+
+
 class RegistrarOptionsStruct(ctypes.Structure):
     """symmalloc_registrar_options in the header."""
 
@@ -71,6 +88,12 @@ CALLS: dict[str, list[Any]] = {
     "pool_create": [c_void_p, c_char_p, POINTER(c_uint32)],
     "pool_destroy": [c_void_p, c_uint32],
     "reserve": [c_void_p, c_uint32, c_void_p, c_size_t],
+    "sleep": [c_void_p, c_uint32, c_uint32, POINTER(SleptStruct)],
+    "wake": [c_void_p, c_uint32, POINTER(WokenStruct)],
+    "phase": [c_void_p, c_uint32, POINTER(c_uint32)],
+    "resize": [c_void_p, c_uint32, c_void_p, c_size_t, POINTER(c_uint64)],
+    "reserve_host_memory": [c_void_p, c_size_t],
+    "release_host_memory": [c_void_p, POINTER(c_uint64)],
     "trim": [c_void_p, POINTER(c_uint64)],
     "grant_access": [c_void_p, c_int32],
     "step_begin": [c_void_p, c_uint32, c_uint64],

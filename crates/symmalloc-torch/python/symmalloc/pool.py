@@ -22,7 +22,7 @@ from ctypes import byref, c_char_p, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .allocator import Allocator
+from .allocator import Allocator, Contents, Phase, Slept, Woken
 from .communicators import Communicator, Member, check_raw, rendezvous
 from .devices import Device, device_index
 from .errors import Error, InvalidArgument, InvalidState
@@ -91,6 +91,10 @@ class Registered:
 # program lets go of them.
 _registered: dict[MemPool, None] = {}
 
+# The pools of the program, by device and number, and the devices on which it made one with a tag.
+_pools: weakref.WeakValueDictionary[tuple[int, int], MemPool] = weakref.WeakValueDictionary()
+_tagged_devices: set[int] = set()
+
 
 class MemPool:
     """A pool of device memory on one device.
@@ -102,12 +106,15 @@ class MemPool:
                registered in a capture
     stream     what `reserve` is for: a pool has segments of its own for each stream. None: the current one, and for graphs
                the one on which `torch.cuda.graph` captures by itself
+    quota      address space for the most that it will ever hold, in bytes: the pool holds what `resize` says, and nothing at first.
+               Allocations that find no room in that raise, and nothing but `resize` makes it grow or shrink
+    tag        what it is for, 1 to 24 lower-case letters, digits, `_` and `-`: `symmalloc.sleep(tag)` puts pools of a tag to sleep
     conf       further configuration of the pool, as `limit_mb:4096` or `streams:shared`
     device     None: the current one
 
     When the pool is closed or collected and its tensors are gone, its memory goes back with the next `empty_cache()`. A pool
     with windows is not collected before it is deregistered: NCCL uses its memory. Raises `NotInstalled`, `InvalidSettings`,
-    `OutOfMemory`, and `InvalidArgument` for a graph pool without memory.
+    `OutOfMemory`, and `InvalidArgument` for a graph pool without memory, and for one with both `reserve` and `quota`.
     """
 
     def __init__(
@@ -117,21 +124,28 @@ class MemPool:
         reserve: int | None = None,
         graphs: bool = False,
         stream: torch.cuda.Stream | None = None,
+        quota: int | None = None,
+        tag: str | None = None,
         conf: str | None = None,
         device: Device = None,
     ) -> None:
         if graphs and reserve is None:
             raise InvalidArgument("a pool for graphs needs its memory before the capture: give reserve")
+        if quota is not None and reserve is not None:
+            raise InvalidArgument("a pool with a quota holds what resize() says: give quota or reserve")
         self.device = device_index(device)
         self.graphs = graphs
         self._allocator = allocator(self.device)
-        self.id = self._allocator.create_pool(_pool_conf(symmetric, reserve, conf))
+        self.id = self._allocator.create_pool(_pool_conf(symmetric, reserve, quota, tag, conf))
         self._on: list[Registered] = []
         # Those of them that PyTorch may destroy.
         self._groups: list[Member] = []
         self._calls = ScopeCalls()
         self._finalizer = weakref.finalize(self, _destroy, self._allocator, self.id)
         self._finalizer.atexit = False  # the process gives everything back
+        _pools[self.device, self.id] = self
+        if tag is not None:
+            _tagged_devices.add(self.device)
         if reserve is not None:
             self.reserve(reserve, _capture_stream() if graphs and stream is None else stream)
 
@@ -140,11 +154,47 @@ class MemPool:
 
         Windows are made before a capture: reserve what it will allocate, and sync. Raises `OutOfMemory`.
         """
+        self._allocator.reserve(size_bytes, self._raw_stream(stream), self.id)
+
+    def resize(self, size_bytes: int, stream: torch.cuda.Stream | None = None) -> int:
+        """Makes a pool with a `quota` hold so many bytes, rounded up to granules (2 MiB): no more and no less, until the next call.
+
+        Tensors stay where they are. A pool that gets smaller waits for the streams that used its free memory. With
+        `SYMMALLOC_CONF=chunk_mb:2` what is given up goes back to the device exactly, otherwise in chunks of 20 MiB. Call it at
+        the same point on every rank. Returns the bytes that the pool holds.
+
+        Raises `InvalidState` when live tensors need more than that, when the pool has no quota, sleeps, or is registered and
+        would get smaller; `InvalidArgument` beyond `quota`: it is as it was then. `OutOfMemory` when there is no memory for all of
+        it: call it again.
+        """
+        return self._allocator.resize(size_bytes, self.id, self._raw_stream(stream))
+
+    def _raw_stream(self, stream: torch.cuda.Stream | None) -> int:
         if stream is None:
             import torch
 
             stream = torch.cuda.current_stream(self.device)
-        self._allocator.reserve(size_bytes, stream.cuda_stream, self.id)
+        return int(stream.cuda_stream)
+
+    def sleep(self, contents: Contents = Contents.KEEP) -> Slept:
+        """Puts the pool to sleep: its memory goes back to the device, its tensors keep their addresses.
+
+        Until it wakes no kernel may use its tensors, and no graph that uses them may be replayed. Where it has windows this is
+        collective: they are taken away first, on every group, and one of the groups must have all ranks of all others.
+        Raises as `symmalloc.sleep`.
+        """
+        self._check_groups()
+        return self._allocator.sleep(self.id, contents)
+
+    def wake(self) -> Woken:
+        """Wakes the pool, on all ranks of its groups or on none; its windows are made again. Raises as `symmalloc.wake`."""
+        self._check_groups()
+        return self._allocator.wake(self.id)
+
+    @property
+    def phase(self) -> Phase:
+        """Whether the pool is awake."""
+        return self._allocator.phase(self.id)
 
     def digest(self) -> int:
         """64 bits over the pool's history: equal on all ranks exactly when ops and placements are."""
@@ -181,7 +231,8 @@ class MemPool:
         meet          with `comm`: "host:port", a free port of rank 0's machine, where the ranks meet to learn which of them died.
                       None: by the store of `group`, if that is given beside `comm`; else a dead rank is noticed by the
                       deadline, without its number
-        name          in errors and flight records
+        name          in errors and flight records; None: the group's. With several raw communicators each needs one for the pool to
+                      sleep: the same on all of its ranks, and another one than that of any communicator of the job
 
         Collective: every rank calls it at the same point, with the same arguments. A pool may be registered on many groups.
         Segments that come later are registered at the next `sync()`, or at the end of a scope of
@@ -209,7 +260,7 @@ class MemPool:
             rank=rank or 0,
             world=world or 0,
             rendezvous=c_char_p(place),
-            name=c_char_p(encoded(name)),
+            name=c_char_p(encoded(name if name is not None else member.name)),
         )
         registrar = c_void_p()
         call("registrar_create_with", self._allocator._handle, self.id, pointer, byref(options), byref(registrar))
@@ -307,6 +358,16 @@ def use_mem_pool(pool: MemPool, *, register: bool = False) -> Scope:
     return Scope(pool, register)
 
 
+def known(device: int, pool: int) -> MemPool | None:
+    """The program's pool of this number, unless it has let go of it."""
+    return _pools.get((device, pool))
+
+
+def tagged_devices() -> list[int]:
+    """The devices on which the program made a pool with a tag."""
+    return sorted(_tagged_devices)
+
+
 def registered_first(member: Member) -> Registered:
     """What was registered on the group first, which is the same pool on every rank."""
     for pool in _registered:
@@ -316,9 +377,14 @@ def registered_first(member: Member) -> Registered:
     raise InvalidState("no pool is registered on this group: MemPool.register() comes first")
 
 
-def _pool_conf(symmetric: bool, reserve: int | None, conf: str | None) -> str:
+def _pool_conf(symmetric: bool, reserve: int | None, quota: int | None, tag: str | None, conf: str | None) -> str:
     keys = ["symmetric:true"] if symmetric else []
-    if reserve is not None:
+    if tag is not None:
+        keys += [f"tag:{tag}"]
+    if quota is not None:
+        range_bytes = -(-quota // GRANULE_BYTES) * GRANULE_BYTES
+        keys += ["segments:expandable", "growth_bytes:0", "streams:shared", f"range_bytes:{range_bytes}"]
+    elif reserve is not None:
         segment_bytes = -(-reserve // GRANULE_BYTES) * GRANULE_BYTES
         keys += ["segments:reserved", f"segment_bytes:{segment_bytes}"]
     elif "segments" not in (conf or ""):

@@ -45,7 +45,8 @@ pub struct symmalloc_registrar_options {
     /// "host:port", a free port of the machine of the communicator's rank 0: there the ranks meet, and keep connections by which each
     /// learns which rank died, is stopped or does not come. NULL: nothing tells which rank it is.
     pub rendezvous: *const c_char,
-    /// The communicator's name in errors and flight records; NULL: "borrowed".
+    /// The communicator's name in errors and flight records; NULL: "borrowed". A pool that is on several communicators sleeps where each of
+    /// them has a name of its own, the same on all of its ranks and another one than that of any communicator of the job.
     pub name: *const c_char,
 }
 

@@ -217,6 +217,7 @@ fn out_of_range(settings: &Settings<'_>, source: ConfigError) -> ConfigTextError
     let key = match source {
         ConfigError::NotStitched { .. } => "stitching",
         ConfigError::NotATag => "tag",
+        ConfigError::HasQuota => "growth",
         ConfigError::OutOfRange { key, .. }
         | ConfigError::NotAMultiple { key, .. }
         | ConfigError::NotAPowerOfTwo { key, .. } => key,

@@ -1,0 +1,51 @@
+//! The example of two models that take turns, on the stubs.
+
+#[path = "../../examples/take_turns/model.rs"]
+mod model;
+
+use crate::registrar::support::Job;
+use model::{Model, Passes, Size, allocator_for};
+use stub_process::cuda::live;
+use stub_process::{nccl, nccl_test};
+use symmalloc_nccl::Registrar;
+
+nccl_test!(two_models_take_turns_and_every_answer_is_right, ["STUB_NCCL_REUSE_WINDOWS" = "1"], {
+    for ranks in [1, 2, 4] {
+        Job::new(ranks).run(|it| {
+            let (device, world) = (&it.device, &it.world);
+            let size = Size::with_weights(8 << 20, 6);
+            let allocator = allocator_for(device, size).expect("made");
+            let registrar = Registrar::builder(&allocator).build().expect("built");
+            let load = |seed, passes| Model::load(&allocator, &registrar, world, size, (seed, passes));
+            let mut captured = load(3, Passes::Captured).expect("there is room");
+            let first = captured.answer(0).expect("right");
+            drop(captured);
+            registrar.sync(&[world]).expect("all ranks did the same");
+            allocator.trim().expect("taken");
+            let mut models = Vec::new();
+            for seed in [3, 5] {
+                let mut model = load(seed, Passes::Submitted).expect("there is room");
+                model.sleep().expect("all ranks sleep");
+                models.push(model);
+            }
+            let mut answers = Vec::new();
+            for turn in 0..6 {
+                let model = &mut models[turn % 2];
+                model.wake().expect("the other one sleeps");
+                // The same prompts again and again.
+                answers.push(model.answer(turn as u32 % 2).expect("right"));
+                model.sleep().expect("all ranks sleep");
+            }
+            assert!(
+                answers[0] == first && answers[0] == answers[2] && answers[1] == answers[5] && answers[0] != answers[1],
+                "{answers:?}"
+            );
+            models[0].wake().expect("the other one sleeps");
+            assert!(models[1].wake().is_err(), "there is no room for both");
+            models[0].sleep().expect("all ranks sleep");
+            models.into_iter().try_for_each(Model::end).expect("nothing is left");
+        });
+    }
+    nccl::assert_clean();
+    assert_eq!(live().device_bytes, 0);
+});

@@ -1,0 +1,279 @@
+"""Pools that sleep and wake, regions with torch_memory_saver's names, and pools with a quota."""
+
+from __future__ import annotations
+
+import unittest
+
+import needs
+from test_class import Compiled
+from test_engines import BEGIN
+
+ALONE = (
+    BEGIN
+    + """
+installation_of = symmalloc.installation
+installation_of._installed_with = (None, None, True)
+ours = symmalloc.Allocator.shared(0)
+
+def fill(pointer, byte, size=MIB):
+    ctypes.memset(pointer, byte, size)
+
+def holds(pointer, byte, size=MIB):
+    return set(ctypes.string_at(pointer, size)) == {byte}
+
+def inside(pool, size=MIB):
+    with use_mem_pool(pool):
+        return allocate(size, 0, None)
+
+import ctypes
+from symmalloc import Contents, Phase
+"""
+)
+
+
+@needs.device
+@needs.nccl
+class Pools(unittest.TestCase):
+    def succeeds(self, program: str, **environment: str) -> str:
+        done = needs.process(program, **environment)
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        return done.stdout
+
+    def test_pools_of_a_tag_sleep_and_wake_with_what_is_kept(self) -> None:
+        self.succeeds(ALONE + """
+weights = MemPool(symmetric=False, tag="weights", device=0)
+cache = MemPool(symmetric=False, tag="kv_cache", device=0)
+plain = MemPool(symmetric=False, device=0)
+held = {pool: inside(pool) for pool in (weights, cache, plain)}
+for pointer in held.values():
+    fill(pointer, 7)
+slept = symmalloc.sleep(["kv_cache", "weights"], keep="weights")
+assert slept.kept_bytes == MIB and slept.released_bytes >= 2 * MIB and slept.deregistered == 0, slept
+assert [pool.phase for pool in held] == [Phase.ASLEEP, Phase.ASLEEP, Phase.AWAKE]
+assert "sleeps" in str(raises(symmalloc.InvalidState, "sleeps", lambda: ours.allocate(MIB, pool=weights.id)))
+woken = symmalloc.wake("weights")
+assert woken.remapped_bytes >= MIB and (woken.registered, woken.changed, woken.lost) == (0, 0, 0), woken
+assert [pool.phase for pool in held] == [Phase.AWAKE, Phase.ASLEEP, Phase.AWAKE]
+symmalloc.wake()
+assert holds(held[weights], 7) and holds(held[plain], 7) and cache.phase is Phase.AWAKE
+assert symmalloc.sleep(keep=False).kept_bytes == 0
+assert [pool.phase for pool in held] == [Phase.ASLEEP, Phase.ASLEEP, Phase.AWAKE]
+symmalloc.wake()
+fill(held[weights], 5)
+assert symmalloc.sleep(("weights",)).kept_bytes == MIB, "contents are kept where nothing else is said"
+symmalloc.wake()
+assert holds(held[weights], 5)
+weights.sleep(Contents.ZERO); weights.wake()
+assert holds(held[weights], 0)
+""")
+
+    def test_what_is_wrong_is_said(self) -> None:
+        self.succeeds(ALONE + """
+raises(symmalloc.UnknownPool, "there is none yet", lambda: symmalloc.sleep("weights", device=0))
+raises(symmalloc.InvalidSettings, "tag", lambda: MemPool(tag="Weights!", device=0))
+pool = MemPool(symmetric=False, tag="weights", device=0)
+raises(symmalloc.UnknownPool, "no pool has the tag 'wieghts', there are ['weights']", lambda: symmalloc.sleep("wieghts"))
+raises(symmalloc.UnknownPool, "'kv'", lambda: symmalloc.wake(["weights", "kv"]))
+raises(symmalloc.InvalidArgument, "name them in tags as well", lambda: symmalloc.sleep("weights", keep="kv_cache"))
+raises(symmalloc.UnknownPool, "'kv_cache'", lambda: symmalloc.sleep(keep="kv_cache"))
+assert pool.phase is Phase.AWAKE, "nothing was done"
+ours.begin_step(pool=pool.id)
+raises(symmalloc.InvalidState, "between end_step and begin_step", lambda: symmalloc.sleep("weights"))
+ours.end_step(pool=pool.id)
+raises(symmalloc.UnknownPool, "99", lambda: ours.sleep(99))
+installation_of._installed_with = None
+raises(symmalloc.NotInstalled, "install()", lambda: symmalloc.sleep(device=0))
+""")
+
+    def test_a_device_without_room_says_so_and_nothing_is_lost(self) -> None:
+        self.succeeds(ALONE + """
+first, second = (MemPool(symmetric=False, tag="weights", device=0) for _ in range(2))
+held = [inside(pool, 100 * MIB) for pool in (first, second)]
+fill(held[0], 1); fill(held[1], 2)
+symmalloc.sleep("weights")
+other = ours.allocate(100 * MIB)
+raises(symmalloc.OutOfMemory, "sleeps on", lambda: symmalloc.wake("weights"))
+assert [first.phase, second.phase] == [Phase.AWAKE, Phase.ASLEEP]
+ours.free(other); ours.trim()
+symmalloc.wake("weights")
+assert holds(held[0], 1) and holds(held[1], 2)
+""", STUB_MEMORY_BYTES=str(256 << 20))  # fmt: skip
+
+    def test_a_pool_that_the_program_let_go_of_sleeps_by_its_tag(self) -> None:
+        self.succeeds(ALONE + """
+pool = MemPool(symmetric=False, tag="weights", device=0)
+pointer, number = inside(pool), pool.id
+fill(pointer, 3)
+del pool
+assert symmalloc.sleep("weights").kept_bytes == MIB
+assert ours.phase(number) is Phase.ASLEEP
+symmalloc.wake("weights")
+assert holds(pointer, 3)
+""")
+
+    def test_a_pool_with_a_quota_holds_it(self) -> None:
+        self.succeeds(ALONE + """
+import types
+stream = types.SimpleNamespace(cuda_stream=0)
+raises(symmalloc.InvalidArgument, "quota or reserve", lambda: MemPool(quota=MIB, reserve=MIB, device=0))
+pool = MemPool(symmetric=False, quota=64 * MIB, tag="kv_cache", device=0)
+reserved = lambda: ours.stats()["pools"][pool.id]["stats"]["reserved_bytes"]["all"]["current"]
+raises(symmalloc.OutOfMemory, "resize", lambda: ours.allocate(MIB, pool=pool.id))
+assert pool.resize(7 * MIB, stream) == 8 * MIB == reserved()
+blocks = [ours.allocate(2 * MIB, pool=pool.id) for _ in range(4)]
+fill(blocks[3], 9)
+raises(symmalloc.OutOfMemory, "resize", lambda: ours.allocate(MIB, pool=pool.id))
+ours.free(blocks[0]); ours.trim()
+assert reserved() == 8 * MIB, "a quota stays"
+raises(symmalloc.InvalidState, "free some first", lambda: pool.resize(4 * MIB, stream))
+assert reserved() == 8 * MIB
+assert pool.resize(6 * MIB, stream) == 6 * MIB == reserved()
+symmalloc.sleep("kv_cache")
+raises(symmalloc.InvalidState, "sleeps", lambda: pool.resize(8 * MIB, stream))
+symmalloc.wake("kv_cache")
+assert pool.resize(64 * MIB, stream) == 64 * MIB == reserved()
+assert ours.allocate(2 * MIB, pool=pool.id) == blocks[0] and holds(blocks[3], 9)
+raises(symmalloc.InvalidArgument, "range", lambda: pool.resize(65 * MIB, stream))
+raises(symmalloc.InvalidArgument, "-1", lambda: pool.resize(-1, stream))
+raises(symmalloc.InvalidState, "growth_mb:0", lambda: MemPool(device=0).resize(MIB, stream))
+""", SYMMALLOC_CONF="chunk_mb:2")  # fmt: skip
+
+    def test_windows_go_first_and_are_there_again_on_all_ranks(self) -> None:
+        self.succeeds(BEGIN + """
+from symmalloc import Contents, Phase
+
+def program(rank):
+    pool = MemPool(tag="weights", device=rank.number)
+    pool.register(comm=rank.connect(ids[0]), mode=Mode.OFF)
+    with use_mem_pool(pool, register=True):
+        pointer = rank.allocate(4 * MIB)
+    ctypes.memset(pointer, rank.number + 1, 4 * MIB)
+    rank.wait()
+    assert nccl.stub_nccl_live(1) == 2
+    rank.wait()
+    slept = symmalloc.sleep("weights", device=rank.number)
+    assert (slept.deregistered, slept.kept_bytes) == (1, 4 * MIB), slept
+    rank.wait()
+    assert nccl.stub_nccl_live(1) == 0, "on all ranks"
+    rank.wait()
+    woken = symmalloc.wake("weights", device=rank.number)
+    assert (woken.registered, woken.changed, woken.lost) == (1, 0, 0), woken
+    assert set(ctypes.string_at(pointer, 4 * MIB)) == {rank.number + 1}
+    assert pool.sync() == (0, 0)
+    rank.wait()
+    assert nccl.stub_nccl_live(1) == 2
+    rank.wait()
+    act = pool.sleep if rank.number == 0 else pool.wake
+    raises(symmalloc.MisalignedError, "the ranks differ in the call", act)
+    assert pool.phase is Phase.AWAKE
+    rank.wait()
+    pool.close()
+
+import ctypes
+on_ranks(program)
+""", STUB_NCCL_REUSE_WINDOWS="1")  # fmt: skip
+
+
+@needs.torch
+@needs.device
+@needs.stand_ins
+class Tensors(Compiled):
+    """A real PyTorch on the stub, with our class and with what stands in for it."""
+
+    BEGIN = """
+import ctypes, torch, symmalloc
+symmalloc.install()
+MIB = 1 << 20
+fill = lambda tensor, byte: ctypes.memset(tensor.data_ptr(), byte, tensor.nbytes)
+holds = lambda tensor, byte: set(ctypes.string_at(tensor.data_ptr(), tensor.nbytes)) == {byte}
+empty = lambda size: torch.empty(size, dtype=torch.uint8, device="cuda")
+"""
+
+    def succeeds(self, program: str, conf: str = "") -> None:
+        for mode in ("require", "off"):
+            environment = {"SYMMALLOC_TORCH_CLASS": mode, "SYMMALLOC_CONF": conf}
+            done = self.run_in(self.cache.name, self.BEGIN + program, **environment)
+            self.assertEqual(done.returncode, 0, f"{mode}: {done.stdout}{done.stderr}")
+
+    def test_regions_are_paused_and_resumed(self) -> None:
+        self.succeeds("""
+with symmalloc.region(tag="weights", enable_cpu_backup=True):
+    weights = empty(5 * MIB)
+    with symmalloc.region(tag="kv_cache"):
+        cache = empty(7 * MIB)
+    more = empty(MIB)
+outside = empty(MIB)
+for tensor in (weights, cache, more, outside):
+    fill(tensor, 6)
+pools = {symmalloc.placement(tensor).pool for tensor in (weights, more)}
+assert len(pools) == 1 and symmalloc.placement(cache).pool not in pools | {0} and symmalloc.placement(outside).pool == 0
+reserved, address = torch.cuda.memory_reserved(), weights.data_ptr()
+symmalloc.pause()
+assert reserved - torch.cuda.memory_reserved() >= 13 * MIB
+try:
+    with symmalloc.region(tag="weights", enable_cpu_backup=True):
+        empty(MIB)
+except RuntimeError as error:
+    assert "sleeps" in str(error), error
+else:
+    raise AssertionError
+empty(3 * MIB)
+symmalloc.resume("weights")
+assert holds(weights, 6) and holds(more, 6) and weights.data_ptr() == address
+symmalloc.resume()
+assert torch.cuda.memory_reserved() >= reserved and holds(outside, 6)
+symmalloc.pause("a_tag_of_nobody"); symmalloc.resume("a_tag_of_nobody")
+symmalloc.pause("weights"); symmalloc.pause("weights"); symmalloc.resume("weights"); symmalloc.resume("weights")
+assert holds(weights, 6)
+for arguments in ({"enable_disk_backup": True}, {"cpu_backup_backend": "mmap"}):
+    try:
+        symmalloc.region(**arguments).__enter__()
+    except symmalloc.InvalidArgument:
+        continue
+    raise AssertionError(arguments)
+del weights, more, cache
+torch.cuda.empty_cache()
+""")
+
+    def test_the_default_pool_and_graphs_sleep_by_its_tag(self) -> None:
+        self.succeeds("""
+tensor, graph = empty(4 * MIB), torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    inside = empty(3 * MIB)
+    try:
+        symmalloc.sleep("model")
+    except symmalloc.InvalidState as error:
+        assert "captured" in str(error), error
+    else:
+        raise AssertionError
+fill(tensor, 4); fill(inside, 5)
+symmalloc.sleep("model")
+assert torch.cuda.memory_reserved() == 0
+symmalloc.wake("model")
+assert holds(tensor, 4) and holds(inside, 5)
+graph.replay()
+""", conf="tag:model")  # fmt: skip
+
+    def test_a_pool_with_a_quota_is_resized_on_the_current_stream(self) -> None:
+        self.succeeds("""
+pool = symmalloc.MemPool(symmetric=False, quota=64 * MIB)
+pool.resize(8 * MIB)
+with symmalloc.use_mem_pool(pool):
+    blocks = [empty(2 * MIB) for _ in range(4)]
+    try:
+        empty(MIB)
+    except torch.OutOfMemoryError as error:
+        assert "resize" in str(error), error
+    else:
+        raise AssertionError
+fill(blocks[3], 8)
+torch.cuda.empty_cache()
+del blocks[0]
+torch.cuda.empty_cache()
+assert pool.resize(6 * MIB) == 6 * MIB and pool.resize(12 * MIB) == 12 * MIB
+assert holds(blocks[2], 8)
+""")
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,70 @@
+//! Pools that sleep and wake, by themselves or by the registrar that has windows on them, and pools of which a part is given up.
+
+use crate::device::DeviceAllocator;
+use crate::error::Error;
+use crate::slept::{Slept, Woken};
+use crate::streams::RawStream;
+use symmalloc_core::PoolId;
+use symmalloc_core::op::Contents;
+use symmalloc_core::sleep::Phase;
+use symmalloc_cuda::CudaError;
+
+impl DeviceAllocator {
+    /// Puts a pool to sleep, on every rank of its communicators where it is registered.
+    pub(crate) fn sleep(&self, pool: PoolId, contents: Contents) -> Result<Slept, Error> {
+        if let Some(slept) = self.registrations.sleep(pool, contents)? {
+            return Ok(slept);
+        }
+        if self.allocator().is_capturing()? {
+            return Err(Error::Capturing);
+        }
+        // A program may have used the memory on streams that it did not name.
+        self.allocator().device().synchronize().map_err(CudaError::from)?;
+        Ok(self.allocator().sleep(pool, contents)?.into())
+    }
+
+    /// Wakes a pool, on every rank of its communicators where it is registered.
+    pub(crate) fn wake(&self, pool: PoolId) -> Result<Woken, Error> {
+        match self.registrations.wake(pool)? {
+            Some(woken) => Ok(woken),
+            None => Ok(self.allocator().wake(pool)?.into()),
+        }
+    }
+
+    /// Puts the pools of a tag to sleep, in the order of their ids. Those before one that fails sleep.
+    pub(crate) fn sleep_tagged(&self, tag: &str, contents: Contents) -> Result<Slept, Error> {
+        let mut all = Slept::default();
+        self.tagged(tag)?.into_iter().try_for_each(|pool| self.sleep(pool, contents).map(|slept| all += slept))?;
+        Ok(all)
+    }
+
+    /// Wakes the pools of a tag, in the order of their ids. Those before one that fails are awake.
+    pub(crate) fn wake_tagged(&self, tag: &str) -> Result<Woken, Error> {
+        let mut all = Woken::default();
+        self.tagged(tag)?.into_iter().try_for_each(|pool| self.wake(pool).map(|woken| all += woken))?;
+        Ok(all)
+    }
+
+    fn tagged(&self, tag: &str) -> Result<Vec<PoolId>, Error> {
+        let pools = self.core().pools_tagged(tag);
+        if pools.is_empty() {
+            Err(Error::UnknownTag { tag: tag.to_owned(), device: self.ordinal() })
+        } else {
+            Ok(pools)
+        }
+    }
+
+    pub(crate) fn phase(&self, pool: PoolId) -> Result<Phase, Error> {
+        Ok(self.core().phase(pool).map_err(CudaError::from)?)
+    }
+
+    /// Makes a pool with a quota hold so many bytes. Returns how many it holds.
+    ///
+    /// # Safety
+    /// As [`allocate`](Self::allocate).
+    pub(crate) unsafe fn resize(&self, pool: PoolId, stream: RawStream, quota_bytes: u64) -> Result<u64, Error> {
+        // SAFETY: the caller's contract.
+        let stream = unsafe { self.stream_id(stream) }?;
+        Ok(symmalloc_cuda::resize(self.core(), pool, stream, quota_bytes).map_err(CudaError::from)?)
+    }
+}

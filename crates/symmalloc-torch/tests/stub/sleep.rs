@@ -1,0 +1,326 @@
+//! Pools that sleep and wake, and pools with a quota, through the C interface: alone, by tags, and with windows over two ranks.
+
+use crate::library::*;
+use crate::registrar::{POOL, Windows, allocator_of_torch, ranks, ranks_of};
+use std::ffi::c_void;
+use std::ptr::{null, null_mut, with_exposed_provenance_mut};
+use stub_process::{nccl, nccl_test};
+use symmalloc_nccl::{Communicator, UniqueId};
+use symmalloc_torch::*;
+
+const KEEP: u32 = SYMMALLOC_CONTENTS_KEEP;
+const DROP: u32 = SYMMALLOC_CONTENTS_DROP;
+const ZERO: u32 = SYMMALLOC_CONTENTS_ZERO;
+
+impl Allocator {
+    fn try_sleep(self, pool: u32, contents: u32) -> Result<symmalloc_slept, symmalloc_status> {
+        let mut out = symmalloc_slept::default();
+        // SAFETY: a live allocator, and a place for the answer.
+        match unsafe { symmalloc_sleep(self.0, pool, contents, &raw mut out) } {
+            SYMMALLOC_OK => Ok(out),
+            status => Err(status),
+        }
+    }
+
+    #[track_caller]
+    fn sleep(self, pool: u32, contents: u32) -> symmalloc_slept {
+        self.try_sleep(pool, contents).unwrap_or_else(|status| panic!("{status:?}: {}", message()))
+    }
+
+    fn try_wake(self, pool: u32) -> Result<symmalloc_woken, symmalloc_status> {
+        let mut out = symmalloc_woken::default();
+        // SAFETY: a live allocator, and a place for the answer.
+        match unsafe { symmalloc_wake(self.0, pool, &raw mut out) } {
+            SYMMALLOC_OK => Ok(out),
+            status => Err(status),
+        }
+    }
+
+    #[track_caller]
+    fn wake(self, pool: u32) -> symmalloc_woken {
+        self.try_wake(pool).unwrap_or_else(|status| panic!("{status:?}: {}", message()))
+    }
+
+    #[track_caller]
+    fn phase(self, pool: u32) -> u32 {
+        let mut out = u32::MAX;
+        // SAFETY: a live allocator, and a place for the answer.
+        done(unsafe { symmalloc_phase(self.0, pool, &raw mut out) });
+        out
+    }
+
+    fn sleep_tagged(self, tag: &str, contents: u32) -> symmalloc_status {
+        let tag = c_text(tag);
+        // SAFETY: a live allocator and a C string; no answer is wanted.
+        unsafe { symmalloc_sleep_tagged(self.0, tag.as_ptr(), contents, null_mut()) }
+    }
+
+    fn wake_tagged(self, tag: &str) -> symmalloc_status {
+        let tag = c_text(tag);
+        // SAFETY: a live allocator and a C string; no answer is wanted.
+        unsafe { symmalloc_wake_tagged(self.0, tag.as_ptr(), null_mut()) }
+    }
+
+    fn try_resize(self, pool: u32, bytes: usize, stream: *mut c_void) -> Result<u64, symmalloc_status> {
+        let mut out = 0;
+        // SAFETY: a live allocator and stream, and a place for the answer.
+        match unsafe { symmalloc_resize(self.0, pool, stream, bytes, &raw mut out) } {
+            SYMMALLOC_OK => Ok(out),
+            status => Err(status),
+        }
+    }
+}
+
+/// The stub's device memory is the host's.
+fn bytes(pointer: Pointer, size: usize) -> &'static mut [u8] {
+    // SAFETY: a live allocation of so many bytes whose pool is awake, used by one thread.
+    unsafe { std::slice::from_raw_parts_mut(with_exposed_provenance_mut(pointer), size) }
+}
+
+stub_test!(a_pool_sleeps_and_wakes_with_what_was_kept, {
+    let (allocator, streams) = (Allocator::new(""), Streams::new(1));
+    let pool = allocator.create_pool(Some("segments:expandable"));
+    let pointer = allocator.allocate(pool, 6 * MIB, streams.get(0));
+    let freed = allocator.allocate(pool, 4 * MIB, streams.get(0));
+    for contents in [KEEP, ZERO, DROP] {
+        bytes(pointer, 6 * MIB).fill(7);
+        let slept = allocator.sleep(pool, contents);
+        let kept = if contents == KEEP { 10 << 20 } else { 0 };
+        assert_eq!(slept, symmalloc_slept { released_bytes: 10 << 20, kept_bytes: kept, deregistered: 0 });
+        assert_eq!((allocator.phase(pool), live().device_bytes), (SYMMALLOC_PHASE_ASLEEP, 0));
+        assert_eq!(allocator.stats()["pools"][pool as usize]["phase"], "asleep");
+        assert_eq!(allocator.try_allocate(pool, MIB, streams.get(0)), Err(SYMMALLOC_INVALID_STATE));
+        assert!(message().contains("sleeps"), "{}", message());
+        assert_eq!(allocator.placement(pointer).offset_bytes, 0, "an address is looked up as always");
+        let woken = allocator.wake(pool);
+        assert_eq!(woken, symmalloc_woken { remapped_bytes: 10 << 20, ..symmalloc_woken::default() });
+        assert_eq!(allocator.phase(pool), SYMMALLOC_PHASE_AWAKE);
+        let expected = [Some(7), Some(0), None][[KEEP, ZERO, DROP].iter().position(|of| *of == contents).expect("one")];
+        assert!(expected.is_none_or(|byte| bytes(pointer, 6 * MIB).iter().all(|is| *is == byte)), "{contents}");
+    }
+    allocator.free(freed);
+    allocator.free(pointer);
+    assert_eq!(allocator.try_sleep(pool, 3), Err(SYMMALLOC_INVALID_ARGUMENT));
+    assert!(message().contains("SYMMALLOC_CONTENTS_KEEP"), "{}", message());
+    assert_eq!(allocator.try_sleep(99, KEEP), Err(SYMMALLOC_UNKNOWN_POOL));
+    assert_eq!(allocator.try_wake(99), Err(SYMMALLOC_UNKNOWN_POOL));
+    // SAFETY: a live allocator, or none; no answer is wanted.
+    unsafe {
+        assert_eq!(symmalloc_phase(allocator.0, pool, null_mut()), SYMMALLOC_INVALID_ARGUMENT);
+        assert_eq!(symmalloc_sleep(null_mut(), 0, KEEP, null_mut()), SYMMALLOC_INVALID_ARGUMENT);
+        done(symmalloc_sleep(allocator.0, pool, KEEP, null_mut()));
+        done(symmalloc_wake(allocator.0, pool, null_mut()));
+    }
+    allocator.destroy();
+    assert_eq!((live().device_bytes, live().ranges, live().host_bytes), (0, 0, 0));
+});
+
+stub_test!(pools_of_a_tag_sleep_together, {
+    let (allocator, streams) = (Allocator::new("tag:model"), Streams::new(1));
+    let stream = streams.get(0);
+    let [first, other, second] =
+        ["tag:kv_cache", "tag:weights", "segments:fixed,tag:kv_cache"].map(|conf| allocator.create_pool(Some(conf)));
+    for pool in [0, first, other, second] {
+        allocator.allocate(pool, 2 * MIB, stream);
+    }
+    done(allocator.sleep_tagged("kv_cache", DROP));
+    assert_eq!([0, first, other, second].map(|pool| allocator.phase(pool)), [0, 1, 0, 1]);
+    assert_eq!(allocator.stats()["pools"][second as usize]["tag"], "kv_cache");
+    done(allocator.sleep_tagged("kv_cache", KEEP));
+    done(allocator.sleep_tagged("model", KEEP));
+    assert_eq!(allocator.try_allocate(0, MIB, stream), Err(SYMMALLOC_INVALID_STATE));
+    done(allocator.wake_tagged("model"));
+    done(allocator.wake_tagged("kv_cache"));
+    assert_eq!([0, first, other, second].map(|pool| allocator.phase(pool)), [0; 4]);
+    assert_eq!(allocator.sleep_tagged("Weights", KEEP), SYMMALLOC_INVALID_ARGUMENT);
+    assert!(message().contains("1 to 24 lower-case letters"), "{}", message());
+    assert_eq!(allocator.wake_tagged("wieghts"), SYMMALLOC_UNKNOWN_POOL);
+    assert!(message().contains("tag:wieghts"), "{}", message());
+});
+
+stub_test!(a_graphs_pool_has_the_tag_of_the_default_pool, ["SYMMALLOC_CONF" = "tag:model"], {
+    let (allocator, streams) = (Allocator::of_torch(), Streams::new(1));
+    torch::begin((1, 0));
+    let pointer = torch::allocate(MIB, streams.get(0));
+    torch::end((1, 0));
+    let pool = allocator.placement(pointer).pool;
+    assert_eq!(allocator.stats()["pools"][pool as usize]["kind"], "graph");
+    bytes(pointer, MIB).fill(3);
+    done(allocator.sleep_tagged("model", KEEP));
+    assert_eq!((allocator.phase(pool), live().device_bytes), (SYMMALLOC_PHASE_ASLEEP, 0));
+    done(allocator.wake_tagged("model"));
+    assert!(bytes(pointer, MIB).iter().all(|byte| *byte == 3));
+});
+
+stub_test!(a_device_without_room_leaves_the_pool_asleep_until_there_is_some, ["STUB_MEMORY_BYTES" = "268435456"], {
+    let (allocator, streams) = (Allocator::new(""), Streams::new(1));
+    let pool = allocator.create_pool(None);
+    let pointer = allocator.allocate(pool, 160 * MIB, streams.get(0));
+    bytes(pointer, 160 * MIB).fill(9);
+    allocator.sleep(pool, KEEP);
+    let taken = allocator.allocate(0, 160 * MIB, streams.get(0));
+    assert_eq!(allocator.try_wake(pool), Err(SYMMALLOC_OUT_OF_MEMORY));
+    assert!(message().contains("sleeps on") && message().contains("wake it again"), "{}", message());
+    assert_eq!(allocator.phase(pool), SYMMALLOC_PHASE_ASLEEP);
+    allocator.free(taken);
+    allocator.trim();
+    allocator.wake(pool);
+    assert!(bytes(pointer, 160 * MIB).iter().all(|byte| *byte == 9));
+});
+
+stub_test!(host_memory_is_had_beforehand_and_given_back, {
+    let (allocator, streams) = (Allocator::new(""), Streams::new(1));
+    let pool = allocator.create_pool(None);
+    allocator.allocate(pool, 8 * MIB, streams.get(0));
+    // SAFETY: a live allocator, and a place for the answer.
+    unsafe {
+        done(symmalloc_reserve_host_memory(allocator.0, 8 * MIB));
+        let before = calls("cuMemHostAlloc");
+        allocator.sleep(pool, KEEP);
+        assert_eq!(calls("cuMemHostAlloc"), before, "the first sleep has it");
+        allocator.wake(pool);
+        let mut bytes = 0;
+        done(symmalloc_release_host_memory(allocator.0, &raw mut bytes));
+        assert!(bytes >= 8 << 20, "{bytes}");
+    }
+    assert_eq!(live().host_bytes, 0);
+});
+
+stub_test!(a_pool_with_a_quota_holds_it, {
+    let (allocator, streams) = (Allocator::new("chunk_mb:2"), Streams::new(1));
+    let stream = streams.get(0);
+    let pool = allocator.create_pool(Some("segments:expandable,growth_mb:0,streams:shared,range_mb:64"));
+    assert_eq!(allocator.stats()["pools"][pool as usize]["has_quota"], true);
+    assert_eq!(allocator.try_allocate(pool, MIB, stream), Err(SYMMALLOC_OUT_OF_MEMORY));
+    assert!(message().contains("resize"), "{}", message());
+    assert_eq!(allocator.try_resize(pool, 11 * MIB, stream), Ok(12 << 20));
+    let blocks: Vec<_> = (0..6).map(|_| allocator.allocate(pool, 2 * MIB, stream)).collect();
+    assert_eq!(allocator.try_allocate(pool, MIB, stream), Err(SYMMALLOC_OUT_OF_MEMORY));
+    bytes(blocks[4], 2 * MIB).fill(5);
+    allocator.free(blocks[0]);
+    allocator.free(blocks[2]);
+    allocator.trim();
+    assert_eq!(live().device_bytes, 12 << 20, "its free memory is its quota");
+    assert_eq!(allocator.try_resize(pool, 6 * MIB, stream), Err(SYMMALLOC_INVALID_STATE));
+    assert!(message().contains("free some first"), "{}", message());
+    assert_eq!(live().device_bytes, 12 << 20, "as it was");
+    assert_eq!(allocator.try_resize(pool, 10 * MIB, stream), Ok(10 << 20));
+    assert_eq!(live().device_bytes, 10 << 20);
+    assert_eq!(allocator.allocate(pool, 2 * MIB, stream), blocks[0], "the lowest addresses have memory");
+    assert_eq!(allocator.try_resize(pool, 64 * MIB, stream), Ok(64 << 20));
+    assert_eq!(allocator.allocate(pool, 2 * MIB, stream), blocks[2]);
+    assert!(bytes(blocks[4], 2 * MIB).iter().all(|byte| *byte == 5));
+    assert_eq!(allocator.try_resize(pool, 65 * MIB, stream), Err(SYMMALLOC_INVALID_ARGUMENT));
+    assert_eq!(allocator.try_resize(0, 65 * MIB, stream), Err(SYMMALLOC_INVALID_STATE));
+    assert!(message().contains("growth_mb:0"), "{}", message());
+    allocator.sleep(pool, KEEP);
+    assert_eq!(allocator.try_resize(pool, 64 * MIB, stream), Err(SYMMALLOC_INVALID_STATE));
+    allocator.wake(pool);
+    assert!(bytes(blocks[4], 2 * MIB).iter().all(|byte| *byte == 5));
+    assert_eq!(allocator.stats()["pools"][pool as usize]["stats"]["reserved_bytes"]["all"]["current"], 64 << 20);
+});
+
+nccl_test!(a_pool_with_windows_sleeps_on_all_ranks_and_has_them_again, ["STUB_NCCL_REUSE_WINDOWS" = "1"], {
+    ranks(|rank, allocator, comm, barrier| {
+        let pool = allocator.create_pool(Some(POOL));
+        let windows = Windows::new(allocator, pool, comm.raw());
+        let pointer = allocator.allocate(pool, 4 * MIB, null_mut());
+        assert_eq!(windows.sync(), (1, 0));
+        bytes(pointer, 4 * MIB).fill(rank as u8 + 1);
+        barrier.wait();
+        let slept = allocator.sleep(pool, KEEP);
+        assert_eq!((slept.kept_bytes, slept.deregistered), (4 << 20, 1));
+        barrier.wait();
+        assert_eq!((nccl::live().windows, live().device_bytes), (0, 0), "on all ranks");
+        barrier.wait();
+        let woken = allocator.wake(pool);
+        assert_eq!((woken.registered, woken.changed, woken.lost), (1, 0, 0));
+        assert!(bytes(pointer, 4 * MIB).iter().all(|byte| *byte == rank as u8 + 1));
+        assert_eq!(windows.sync(), (0, 0), "nothing is new");
+        barrier.wait();
+        assert_eq!(nccl::live().windows, 2);
+        barrier.wait();
+        done(windows.destroy());
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(a_pool_that_is_on_a_part_of_the_ranks_as_well_sleeps_over_all_of_them, {
+    ranks(|rank, allocator, comm, barrier| {
+        let pool = allocator.create_pool(Some(POOL));
+        let alone = alone_of(comm);
+        let world = named(allocator, pool, comm, "world", 0);
+        let unnamed = named(allocator, pool, &alone, "world", 0);
+        allocator.allocate(pool, 4 * MIB, null_mut());
+        assert_eq!(allocator.try_sleep(pool, DROP), Err(SYMMALLOC_INVALID_STATE), "rank {rank}");
+        assert!(message().contains("a name for each"), "{}", message());
+        done(unnamed.destroy());
+        let alone = alone_of(comm);
+        let part = named(allocator, pool, &alone, &format!("part {rank}"), 0);
+        assert_eq!((world.sync(), part.sync()), ((1, 0), (1, 0)));
+        assert_eq!(allocator.sleep(pool, DROP).deregistered, 2);
+        barrier.wait();
+        assert_eq!(allocator.wake(pool).registered, 2);
+        assert_eq!((part.sync(), world.sync()), ((0, 0), (0, 0)));
+        done(part.destroy());
+        done(world.destroy());
+        barrier.wait();
+    });
+    nccl::assert_clean();
+});
+
+/// A communicator of one rank.
+fn alone_of(comm: &Communicator) -> Communicator {
+    let id = UniqueId::new().expect("the stub gives ids");
+    Communicator::builder(comm.device()).connect(id, 0, 1).expect("connected")
+}
+
+fn named(allocator: Allocator, pool: u32, comm: &Communicator, name: &str, agree_every: u32) -> Windows {
+    let name = c_text(name);
+    let options = symmalloc_registrar_options {
+        deadline_ms: 5000,
+        registration: SYMMALLOC_REGISTER_WINDOWS,
+        agree_every,
+        rank: 0,
+        world: 0,
+        rendezvous: null(),
+        name: name.as_ptr(),
+    };
+    let mut out = null_mut();
+    // SAFETY: a live allocator and communicator, options with a C string, and a place for the answer.
+    done(unsafe { symmalloc_registrar_create_with(allocator.0, pool, comm.raw(), &raw const options, &raw mut out) });
+    Windows(out)
+}
+
+nccl_test!(ranks_that_differ_stay_awake_and_are_told, {
+    ranks(|rank, allocator, comm, barrier| {
+        let pool = allocator.create_pool(Some(POOL));
+        let windows = Windows::new(allocator, pool, comm.raw());
+        allocator.allocate(pool, 4 * MIB, null_mut());
+        windows.sync();
+        barrier.wait();
+        let status = allocator.try_sleep(pool, if rank == 0 { KEEP } else { DROP });
+        assert_eq!(status, Err(SYMMALLOC_MISALIGNED), "{}", message());
+        assert!(message().contains("the ranks differ in the call"), "{}", message());
+        assert_eq!(allocator.phase(pool), SYMMALLOC_PHASE_AWAKE);
+        assert_eq!(windows.destroy(), SYMMALLOC_MISALIGNED, "their histories differ from then on");
+        barrier.wait();
+    });
+});
+
+nccl_test!(a_pool_with_two_modes_of_agreement_is_refused, {
+    ranks_of(1, allocator_of_torch, |_, allocator, comm, _| {
+        let pool = allocator.create_pool(Some(POOL));
+        let windows = Windows::new(allocator, pool, comm.raw());
+        let other = alone_of(comm);
+        let by_hand = named(allocator, pool, &other, "other", SYMMALLOC_AGREE_BY_HAND);
+        allocator.allocate(pool, 4 * MIB, null_mut());
+        assert_eq!(allocator.try_sleep(pool, KEEP), Err(SYMMALLOC_INVALID_STATE));
+        assert!(message().contains("register it alike"), "{}", message());
+        assert_eq!(allocator.phase(pool), SYMMALLOC_PHASE_AWAKE);
+        done(by_hand.destroy());
+        allocator.sleep(pool, KEEP);
+        allocator.wake(pool);
+        done(windows.destroy());
+    });
+});
