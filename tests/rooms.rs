@@ -51,7 +51,7 @@ const CORE_TOP_MAX: usize = 15;
 /// Revivals, for trees of graphs, came with 70.
 /// Sleep and wake came with 1,100, and 800 were made room for: one error and one change for both, and long bins that are trees of the
 /// standard library.
-const CORE_LINES_MAX: usize = 13_057;
+const CORE_LINES_MAX: usize = 13_059;
 /// The watchdog and its flight records came with 4,400 lines, offline placement with 1,600, of which exact search
 /// and repeated steps are 900. Steps that follow plans came with 2,200; plans as files, and what the program does with them,
 /// with 2,000, of which 600 are the format with its tests; stitching with 1,000; simulated jobs that repeat steps with 250.
