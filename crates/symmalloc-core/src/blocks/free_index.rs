@@ -99,11 +99,12 @@ impl FreeIndex {
         // Every block of a later bin than the size's own is large enough.
         match blocks.get(first as usize) {
             Some(block) if block.size >= size => Some(first),
-            _ => self.best_fit_from(blocks, class, bin, size),
+            Some(_) => self.best_fit_from(blocks, class, bin, size),
+            None => self.best_fit_beyond(blocks, class, bin, size),
         }
     }
 
-    /// The best fit of this bin, whose first block is too small or which is long, or of those behind it.
+    /// The best fit of this bin, whose first block is too small, or of those behind it.
     #[cold]
     #[inline(never)]
     fn best_fit_from(&self, blocks: &[Block], class: SizeClass, bin: Bin, size: Units) -> Option<Slot> {

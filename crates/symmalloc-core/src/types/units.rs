@@ -1,8 +1,8 @@
 //! Sizes: the unit in which the allocator counts, and the limits that follow from it.
 //!
 //! Blocks start and end at multiples of [`UNIT_BYTES`], PyTorch's `kMinBlockSize`. Inside the core sizes and offsets
-//! are counted in units of 32 bits, so a free block's whole key (size, sequence, offset) and its slot fit into one
-//! 128-bit integer; at the public edge everything is bytes.
+//! are counted in units of 32 bits, so a free block's whole key (size, sequence, offset) and its slot fit into
+//! two words; at the public edge everything is bytes.
 
 use std::fmt;
 
