@@ -79,7 +79,7 @@ fn pools(allocator: &DeviceAllocator) -> Vec<Value> {
             "config": config.to_string(),
             "digest": digest.to_string(),
             "ops": digest.ops,
-            "tag": config.tag().map(|tag| tag.to_string()),
+            "tag": config.tag(),
             "phase": core.phase(pool).ok().map(phase),
             "has_quota": config.has_quota(),
             "graph_uses": graph.map_or(0, |graph| graph.uses),

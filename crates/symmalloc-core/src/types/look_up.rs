@@ -1,15 +1,16 @@
 //! Hash maps that are looked up by key only: nothing can go through one, so no decision and no report follows hash order.
 
-use rustc_hash::FxBuildHasher;
+use ahash::RandomState;
+use std::collections::HashMap;
 use std::hash::Hash;
 
-/// A hash map. Its keys are the allocator's or the driver's, not a stranger's: the quickest hash is good enough.
-#[allow(clippy::disallowed_types, reason = "looked up by key only, with a fixed hash")]
-pub(crate) struct LookUp<K, V>(std::collections::HashMap<K, V, FxBuildHasher>);
+/// A hash map with fixed seeds.
+#[allow(clippy::disallowed_types, reason = "looked up by key only, with fixed seeds")]
+pub(crate) struct LookUp<K, V>(HashMap<K, V, RandomState>);
 
 impl<K, V> Default for LookUp<K, V> {
     fn default() -> Self {
-        LookUp(Default::default())
+        LookUp(HashMap::with_hasher(RandomState::with_seeds(1, 2, 3, 4)))
     }
 }
 
