@@ -98,7 +98,7 @@ pub enum SleepCause {
         error: BackendError,
     },
     /// There is no memory to wake with: free it, or put to sleep what others hold, and wake the pool again.
-    #[error("waking needs {}: trim other pools, or put them to sleep; {cause}", Amount(*needed_bytes))]
+    #[error("it sleeps on, as it needs {}: free memory, or put other pools to sleep, and wake it again: {cause}", Amount(*needed_bytes))]
     Memory {
         /// Bytes that the pool needs.
         needed_bytes: u64,
@@ -106,6 +106,6 @@ pub enum SleepCause {
         cause: OutOfMemoryCause,
     },
     /// The contents could not be copied back, or made zero.
-    #[error("its contents cannot be copied back: {0}")]
+    #[error("it sleeps on: its contents cannot be copied back: {0}")]
     Load(BackendError),
 }

@@ -1,16 +1,17 @@
 //! Hash maps that are looked up by key only: nothing can go through one, so no decision and no report follows hash order.
 
 use ahash::RandomState;
-use std::collections::HashMap;
 use std::hash::Hash;
 
-/// A hash map with fixed seeds.
 #[allow(clippy::disallowed_types, reason = "looked up by key only, with fixed seeds")]
-pub(crate) struct LookUp<K, V>(HashMap<K, V, RandomState>);
+type Map<K, V> = std::collections::HashMap<K, V, RandomState>;
+
+/// A hash map with fixed seeds.
+pub(crate) struct LookUp<K, V>(Map<K, V>);
 
 impl<K, V> Default for LookUp<K, V> {
     fn default() -> Self {
-        LookUp(HashMap::with_hasher(RandomState::with_seeds(1, 2, 3, 4)))
+        LookUp(Map::with_hasher(RandomState::with_seeds(1, 2, 3, 4)))
     }
 }
 
