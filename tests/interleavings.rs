@@ -15,11 +15,11 @@ use symmalloc_core::config::{Config, PointerLookup, PoolConfig, Reclaim, StreamP
 use symmalloc_core::errors::{AllocateError, PoolError};
 use symmalloc_core::lock::{Exclusive, Lock, LockCell};
 use symmalloc_core::op::Contents;
-use symmalloc_core::recording::{Sink, SinkError};
 use symmalloc_core::sleep::SleepCause;
 use symmalloc_core::units::{KIB, MIB};
-use symmalloc_core::{Allocation, Allocator, Digest, PoolId, Record, Retry, StreamId};
+use symmalloc_core::{Allocation, Allocator, Digest, PoolId, Retry, StreamId};
 use symmalloc_harness::hooked::{DeviceCall, Hooked};
+use symmalloc_harness::memory::Memory;
 use symmalloc_sim::{SimBackend, SplitMix64};
 use symmalloc_trace::replay::{Program, Replay};
 
@@ -505,28 +505,11 @@ fn a_pool_is_destroyed_by_one_thread_and_used_by_another() {
     });
 }
 
-/// Keeps what it is told.
-#[derive(Clone, Default)]
-struct Records(Arc<std::sync::Mutex<Vec<Record>>>);
-
-impl Sink for Records {
-    fn begin(&mut self, _: &Config) -> Result<(), SinkError> {
-        Ok(())
-    }
-    fn record(&mut self, record: Record) -> Result<(), SinkError> {
-        self.0.lock().expect("no test panics there").push(record);
-        Ok(())
-    }
-    fn finish(&mut self) -> Result<(), SinkError> {
-        Ok(())
-    }
-}
-
 #[test]
 fn a_pool_sleeps_and_wakes_while_others_free_and_the_recording_has_their_order() {
     explore(300, || {
         let allocator = shared(&Config::default(), 3);
-        let records = Records::default();
+        let records = Memory::new();
         allocator.start_recording(records.clone()).expect("nothing happened yet");
         let allocate = |stream| allocator.allocate(PoolId::DEFAULT, StreamId(stream), 3 * MIB).expect("no limit");
         let made = [0, 1, 0, 1].map(allocate);
@@ -558,7 +541,7 @@ fn a_pool_sleeps_and_wakes_while_others_free_and_the_recording_has_their_order()
         made[2..].iter().for_each(|made| allocator.free(made.handle).expect("live"));
         allocator.stop_recording().expect("it went well");
         let digest = allocator.digest(PoolId::DEFAULT);
-        let records = records.0.lock().expect("unpoisoned").clone();
+        let records = records.records();
         let again: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("a device");
         let program = Program::new(&records).expect("consistent");
         Replay::new(&again, &program).run(|_, _| {}).expect("it replays");

@@ -14,53 +14,11 @@ use symmalloc_core::{Allocator, Backend, Digest, Handle, Op, PoolId, Retry, Shar
 use symmalloc_harness::checker::{PrintOnPanic, outcome};
 use symmalloc_harness::generate::{Scenario, scenario_bytes};
 use symmalloc_harness::jobs;
+use symmalloc_harness::memory::Memory;
 use symmalloc_harness::run::Run;
 use symmalloc_sim::{Call, Fault, FaultRule, SimBackend, SplitMix64};
 use symmalloc_trace::replay::{Program, Replay};
 use symmalloc_trace::{RecordLine, Trace};
-
-/// Records in memory, up to a number of them.
-#[derive(Clone)]
-struct Memory {
-    records: Arc<Mutex<Vec<Record>>>,
-    room: usize,
-    is_finished: Arc<Mutex<bool>>,
-}
-
-impl Memory {
-    fn new() -> Self {
-        Memory::with_room(usize::MAX)
-    }
-
-    fn with_room(room: usize) -> Self {
-        Memory { records: Arc::default(), room, is_finished: Arc::default() }
-    }
-
-    fn records(&self) -> Vec<Record> {
-        self.records.lock().unwrap().clone()
-    }
-}
-
-impl Sink for Memory {
-    fn begin(&mut self, _: &Config) -> Result<(), SinkError> {
-        if self.room == 0 { Err("no room".into()) } else { Ok(()) }
-    }
-
-    fn record(&mut self, record: Record) -> Result<(), SinkError> {
-        assert!(!*self.is_finished.lock().unwrap(), "a record after the end");
-        let mut records = self.records.lock().unwrap();
-        if records.len() == self.room {
-            return Err("no room".into());
-        }
-        records.push(record);
-        Ok(())
-    }
-
-    fn finish(&mut self) -> Result<(), SinkError> {
-        *self.is_finished.lock().unwrap() = true;
-        Ok(())
-    }
-}
 
 fn digests<B: Backend, L: Lock>(allocator: &Allocator<B, L>) -> Vec<Option<Digest>> {
     (0..allocator.pool_count()).map(|pool| allocator.digest(PoolId(pool)).ok()).collect()
@@ -145,7 +103,7 @@ fn adverse_run<L: Lock>(scenario: &Scenario, seed: u64, refusals_per_million: u3
     let recorded = allocator.stop_recording().expect("a sink with room");
     let records = sink.records();
     assert_eq!(recorded.records, records.len() as u64);
-    assert!(*sink.is_finished.lock().unwrap());
+    assert!(sink.is_finished());
     replays(&records, &scenario.config, scenario.granularity_bytes, &digests(&allocator));
     records
 }
@@ -332,7 +290,7 @@ fn a_sink_that_fails_disturbs_nothing() {
                     };
                     assert_eq!(records, room as u64);
                     assert_eq!(sink.records(), whole.records()[..room]);
-                    assert!(!*sink.is_finished.lock().unwrap(), "a sink that failed is called no more");
+                    assert!(!sink.is_finished(), "a sink that failed is called no more");
                 }
             }
         }
@@ -369,7 +327,7 @@ fn a_driver_that_fails_in_the_middle_of_an_op_ends_the_recording() {
                 }
                 Err(RecordingError::Ended { records, source: RecordingEnd::Driver(_) }) => {
                     assert_eq!(records, sink.records().len() as u64);
-                    assert!(*sink.is_finished.lock().unwrap(), "what was recorded before is whole");
+                    assert!(sink.is_finished(), "what was recorded before is whole");
                     ended += 1;
                 }
                 Err(other) => panic!("{other}"),

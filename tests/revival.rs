@@ -2,16 +2,15 @@
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex};
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::ids::SegmentId;
 use symmalloc_core::layout::Layout;
 use symmalloc_core::op::{Op, Record};
-use symmalloc_core::recording::{Sink, SinkError};
 use symmalloc_core::restore::{RestoreError, RevivedPlace};
 use symmalloc_core::units::MIB;
 use symmalloc_core::{Allocation, Allocator, Digest, Placement, PoolId, StreamId};
 use symmalloc_harness::hooked::{DeviceCall, Hooked};
+use symmalloc_harness::memory::Memory;
 use symmalloc_sim::{SimBackend, SplitMix64};
 use symmalloc_trace::replay::{Program, Replay};
 use symmalloc_trace::{RecordLine, Trace};
@@ -110,32 +109,13 @@ fn a_pool_goes_back_any_number_of_times_and_alike_on_every_rank() {
     }
 }
 
-/// Keeps what is recorded.
-#[derive(Clone, Default)]
-struct Memory(Arc<Mutex<Vec<Record>>>);
-
-impl Sink for Memory {
-    fn begin(&mut self, _: &Config) -> Result<(), SinkError> {
-        Ok(())
-    }
-
-    fn record(&mut self, record: Record) -> Result<(), SinkError> {
-        self.0.lock().expect("no panic").push(record);
-        Ok(())
-    }
-
-    fn finish(&mut self) -> Result<(), SinkError> {
-        Ok(())
-    }
-}
-
 /// The ops of a run, read back from their text.
 fn recorded(allocator: &Rank<'_>, run: impl FnOnce(&Rank<'_>)) -> Vec<Record> {
-    let sink = Memory::default();
+    let sink = Memory::new();
     allocator.start_recording(sink.clone()).expect("nothing was allocated");
     run(allocator);
     let count = allocator.stop_recording().expect("it did not end before").records;
-    let records = std::mem::take(&mut *sink.0.lock().expect("no panic"));
+    let records = sink.records();
     assert_eq!(records.len() as u64, count);
     let text = Trace::new(None, records).expect("consistent").to_text();
     Trace::parse(&text).expect("a trace reads what it wrote").records().to_vec()

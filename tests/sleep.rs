@@ -1,5 +1,10 @@
 //! Sleep and wake: memory goes back and comes again at the same addresses; what was kept is there, whatever fails on the way.
 
+#[path = "sleep/failures.rs"]
+mod failures;
+#[path = "sleep/histories.rs"]
+mod histories;
+
 use std::cell::RefCell;
 use symmalloc_core::backend::{Backend, DeviceAddress, Reason};
 use symmalloc_core::config::{Config, ConfigError, PoolConfig};
@@ -7,11 +12,10 @@ use symmalloc_core::errors::{AllocateError, OutOfMemoryCause, PoolError, PoolSle
 use symmalloc_core::lock::{Exclusive, Lock};
 use symmalloc_core::op::Contents;
 use symmalloc_core::plans::StepError;
-use symmalloc_core::recording::{Sink, SinkError};
 use symmalloc_core::restore::{LayoutError, RestoreError};
 use symmalloc_core::sleep::{Phase, SleepCause, SleepError};
 use symmalloc_core::units::MIB;
-use symmalloc_core::{Allocation, Allocator, Op, PoolId, Record, StreamId};
+use symmalloc_core::{Allocation, Allocator, Op, PoolId, StreamId};
 use symmalloc_harness::hooked::{DeviceCall, Hooked};
 use symmalloc_sim::{Addresses, Call, Fault, FaultRule, SimBackend};
 use symmalloc_trace::replay::{Program, Replay};
@@ -123,6 +127,12 @@ impl<'d, L: Lock> Job<'d, L> {
         drop(self.allocator);
         assert!(self.device.leaks().is_empty(), "{}", self.device.leaks());
     }
+}
+
+/// Heaps of the pool that have a history.
+fn heaps(job: &Job<'_>) -> u64 {
+    let config = job.allocator.pool_config(job.pool).expect("known");
+    if config.streams() == symmalloc_core::config::StreamPolicy::Shared { 1 } else { 2 }
 }
 
 fn device() -> SimBackend {
@@ -275,43 +285,6 @@ fn a_pool_of_which_all_is_freed_asleep_can_be_destroyed_asleep() {
 }
 
 #[test]
-fn a_wake_that_the_device_refuses_leaves_the_pool_asleep_and_another_one_succeeds() {
-    for text in POLICIES {
-        let sized = SimBackend::builder().seed(3).memory_bytes(256 * MIB).build();
-        let job: Job = Job::busy(&sized, text);
-        let needed_bytes = job.reserved_bytes();
-        job.allocator.sleep(job.pool, Contents::Keep).expect(text);
-        let digest = job.allocator.digest(job.pool).expect("known");
-        let other =
-            job.allocator.allocate(PoolId::DEFAULT, job.streams[0], 256 * MIB - needed_bytes / 2).expect("it is free");
-        for _ in 0..2 {
-            let error = job.allocator.wake(job.pool).unwrap_err();
-            let SleepCause::Memory { needed_bytes: said, cause: OutOfMemoryCause::Driver(error) } = error.cause else {
-                panic!("{text}: {error}")
-            };
-            assert_eq!((said, error.reason), (needed_bytes, Reason::OutOfMemory));
-            assert_eq!((job.phase(), job.reserved_bytes()), (Phase::Asleep, 0), "{text}");
-        }
-        assert_eq!(
-            job.allocator.digest(job.pool).expect("known").ops,
-            digest.ops + 2 * heaps(&job),
-            "each was asked for"
-        );
-        job.allocator.free(other.handle).expect("live");
-        job.allocator.trim(None).expect("taken");
-        job.allocator.wake(job.pool).expect(text);
-        job.holds_what_it_held();
-        job.end();
-    }
-}
-
-/// Heaps of the pool that have a history.
-fn heaps(job: &Job<'_>) -> u64 {
-    let config = job.allocator.pool_config(job.pool).expect("known");
-    if config.streams() == symmalloc_core::config::StreamPolicy::Shared { 1 } else { 2 }
-}
-
-#[test]
 fn a_pool_that_sleeps_uses_no_limit_up_and_needs_it_to_wake() {
     let device = device();
     let config = "total_limit_mb:64".parse().expect("valid");
@@ -332,110 +305,6 @@ fn a_pool_that_sleeps_uses_no_limit_up_and_needs_it_to_wake() {
     assert_eq!(device.read(first.address, first.size_bytes), Some(9));
     allocator.check().expect("sound");
     allocator.free(second.handle).expect("live");
-}
-
-/// Sleeps and wakes until both are done, whatever fails; each failure leaves the pool awake or asleep.
-fn there_and_back(job: &Job<'_>, contents: Contents) -> usize {
-    let mut failures = 0;
-    while let Err(error) = job.allocator.sleep(job.pool, contents) {
-        failures += 1;
-        match error.cause {
-            SleepCause::Held { held_bytes, .. } => {
-                assert_eq!((job.phase(), job.reserved_bytes()), (Phase::Failed, held_bytes));
-                assert!(matches!(job.allocator.allocate(job.pool, job.streams[0], 1), Err(AllocateError::Sleeps(_))));
-            }
-            SleepCause::Synchronize { .. } | SleepCause::Save { .. } => {
-                assert_eq!(job.phase(), Phase::Awake);
-                job.holds_what_it_held();
-            }
-            other => panic!("{other}"),
-        }
-        assert!(failures < 5, "one call fails, once");
-    }
-    assert_eq!((job.phase(), job.reserved_bytes()), (Phase::Asleep, 0));
-    assert_eq!(job.device.mapped_bytes(), 0);
-    while let Err(error) = job.allocator.wake(job.pool) {
-        failures += 1;
-        assert!(matches!(error.cause, SleepCause::Memory { .. } | SleepCause::Load(_)), "{error}");
-        assert_eq!((job.phase(), job.reserved_bytes()), (Phase::Asleep, 0), "an undone wake has no memory");
-        assert!(failures < 5, "one call fails, once");
-    }
-    assert_eq!(job.phase(), Phase::Awake);
-    job.allocator.check().expect("sound");
-    failures
-}
-
-#[test]
-fn whatever_call_fails_the_pool_is_awake_or_asleep_and_nothing_is_lost() {
-    let mut failed = std::collections::BTreeSet::new();
-    for text in POLICIES {
-        for contents in [Contents::Keep, Contents::Zero] {
-            let plain = device();
-            let job: Job = Job::busy(&plain, text);
-            let before = plain.calls().fallible();
-            assert_eq!(there_and_back(&job, contents), 0);
-            let after = plain.calls().fallible();
-            for ordinal in before..after {
-                let device = SimBackend::builder().seed(5).fail_at(ordinal, Fault::Refused).build();
-                let job: Job = Job::busy(&device, text);
-                assert_eq!(there_and_back(&job, contents), 1, "{text}, call {ordinal}");
-                match contents {
-                    Contents::Keep => job.holds_what_it_held(),
-                    _ => assert!(job.contents().iter().all(|held| *held == Some(0))),
-                }
-                failed.extend(Call::ALL.into_iter().filter(|call| device.calls().of(*call) > plain.calls().of(*call)));
-                job.end();
-            }
-        }
-    }
-    for call in [Call::Synchronize, Call::Save, Call::Unmap, Call::Map, Call::Load, Call::Zero] {
-        assert!(failed.contains(&call), "{call} was never refused: {failed:?}");
-    }
-}
-
-#[test]
-fn a_wake_that_cannot_be_undone_is_made_use_of_by_the_next() {
-    let device = device();
-    let job: Job = Job::busy(&device, "segments:fixed");
-    let whole = job.reserved_bytes();
-    job.allocator.sleep(job.pool, Contents::Keep).expect("nothing stands in the way");
-    let maps = device.calls().of(Call::Map);
-    device.inject(Some(Call::Map), FaultRule::At { ordinal: maps + 2 }, Fault::OutOfMemory);
-    device.inject(Some(Call::Unmap), FaultRule::Every { calls: 1 }, Fault::Refused);
-    assert!(matches!(job.allocator.wake(job.pool), Err(SleepError { cause: SleepCause::Memory { .. }, .. })));
-    assert_eq!(job.phase(), Phase::Failed);
-    let held = job.reserved_bytes();
-    assert!(held > 0 && held == device.mapped_bytes() && held < whole);
-    device.heal();
-    let woken = job.allocator.wake(job.pool).expect("healed");
-    assert_eq!(
-        (woken.remapped_bytes, device.calls().of(Call::Map) - maps),
-        (whole - held, 3 + (job_segments(&job) - 2))
-    );
-    job.holds_what_it_held();
-    job.end();
-}
-
-fn job_segments(job: &Job<'_>) -> u64 {
-    let pool = job.pool;
-    job.allocator.snapshot().segments.iter().filter(|segment| segment.pool == pool).count() as u64
-}
-
-#[test]
-fn a_lost_device_leaves_the_pool_asleep_or_awake_and_the_allocator_ends() {
-    for ordinal in 0.. {
-        let device = SimBackend::builder().seed(5).build();
-        let job: Job = Job::busy(&device, "segments:fixed");
-        let from = device.calls().fallible();
-        device.inject(None, FaultRule::At { ordinal: from + ordinal }, Fault::DeviceLost);
-        let slept = job.allocator.sleep(job.pool, Contents::Keep);
-        let woken = job.allocator.wake(job.pool);
-        job.allocator.check().expect("sound");
-        if slept.is_ok() && woken.is_ok() {
-            assert!(ordinal > 8);
-            break;
-        }
-    }
 }
 
 #[test]
@@ -511,49 +380,6 @@ fn waking_a_pool_that_is_awake_leaves_its_open_step_alone() {
         job.allocator.end_step(job.pool).expect("open").planned
     };
     assert_eq!([false, false, false, true, false].map(&mut step), [0, 0, 1, 1, 1]);
-    job.end();
-}
-
-#[test]
-fn a_pool_whose_memory_the_driver_holds_is_destroyed_once_that_is_back() {
-    for text in POLICIES {
-        let device = device();
-        let mut job: Job = Job::busy(&device, text);
-        let refuse = || {
-            let ordinal = device.calls().of(Call::Unmap);
-            device.inject(Some(Call::Unmap), FaultRule::At { ordinal }, Fault::Refused);
-        };
-        refuse();
-        let error = job.allocator.sleep(job.pool, Contents::Keep).unwrap_err();
-        assert!(matches!(error.cause, SleepCause::Held { .. }), "{text}: {error}");
-        while !job.live.is_empty() {
-            job.free(0);
-        }
-        refuse();
-        let held_bytes = job.reserved_bytes();
-        assert!(held_bytes > 0 && matches!(job.allocator.destroy_pool(job.pool), Err(PoolError::Backend(_))), "{text}");
-        assert_eq!((job.phase(), job.reserved_bytes()), (Phase::Failed, held_bytes), "{text}: it is as it was");
-        job.allocator.destroy_pool(job.pool).expect("nothing is live");
-        job.allocator.check().expect("sound");
-        drop(job.allocator);
-        assert!(device.leaks().is_empty(), "{text}: {}", device.leaks());
-    }
-}
-
-#[test]
-fn memory_that_a_window_holds_stays_and_the_next_sleep_gives_it_back() {
-    let device = device();
-    let job: Job = Job::busy(&device, "segments:reserved,segment_mb:128");
-    let whole = job.reserved_bytes();
-    job.allocator.quiesce(job.pool, Contents::Keep).expect("quiet").hold();
-    assert_eq!((job.phase(), job.reserved_bytes(), device.mapped_bytes()), (Phase::Failed, whole, whole));
-    assert!(matches!(job.allocator.allocate(job.pool, job.streams[0], 1), Err(AllocateError::Sleeps(_))));
-    drop(job.allocator.quiesce(job.pool, Contents::Keep).expect("asleep"));
-    assert_eq!(job.phase(), Phase::Failed, "as it was");
-    assert_eq!(job.allocator.sleep(job.pool, Contents::Keep).expect("taken").released_bytes, whole);
-    assert_eq!((job.phase(), device.mapped_bytes()), (Phase::Asleep, 0));
-    job.allocator.wake(job.pool).expect("memory");
-    job.holds_what_it_held();
     job.end();
 }
 
@@ -640,106 +466,6 @@ fn pools_of_a_tag_are_found_in_order() {
     }
     let error = "tag:KV".parse::<PoolConfig>().unwrap_err().to_string();
     assert!(error.contains("1 to 24 lower-case letters"), "{error}");
-}
-
-#[test]
-fn ranks_that_make_the_same_calls_have_the_same_digests_whatever_became_of_them() {
-    let run = |seed: u64, fault: Option<(Call, u64)>| {
-        let device = SimBackend::builder().seed(seed).rank(seed as u32).build();
-        let mut job: Job = Job::busy(&device, "segments:fixed");
-        if let Some((call, after)) = fault {
-            let ordinal = device.calls().of(call) + after;
-            device.inject(Some(call), FaultRule::At { ordinal }, Fault::OutOfMemory);
-        }
-        let slept = job.allocator.sleep(job.pool, Contents::Keep).is_ok();
-        let woken = job.allocator.wake(job.pool).is_ok();
-        let again = (job.allocator.sleep(job.pool, Contents::Keep), job.allocator.wake(job.pool));
-        assert!(again.0.is_ok() && again.1.is_ok());
-        let placed = job.allocate(0, 7 * MIB).placement;
-        job.holds_what_it_held();
-        (job.allocator.digest(job.pool).expect("known"), placed, [slept, woken])
-    };
-    let (digest, placed, all) = run(1, None);
-    assert_eq!(all, [true, true]);
-    for (seed, fault, done) in [
-        (2, None, [true, true]),
-        (3, Some((Call::Save, 0)), [false, true]),
-        (4, Some((Call::Unmap, 1)), [false, true]),
-        (5, Some((Call::Map, 1)), [true, false]),
-        (6, Some((Call::Load, 0)), [true, false]),
-    ] {
-        assert_eq!(run(seed, fault), (digest, placed, done), "{fault:?}");
-    }
-    let other = {
-        let device = SimBackend::builder().seed(1).rank(1).build();
-        let job: Job = Job::busy(&device, "segments:fixed");
-        job.allocator.sleep(job.pool, Contents::Drop).expect("quiet");
-        job.allocator.digest(job.pool).expect("known")
-    };
-    assert_ne!(other.value, digest.value);
-}
-
-/// Keeps what it is told.
-#[derive(Clone, Default)]
-struct Memory(std::sync::Arc<std::sync::Mutex<Vec<Record>>>);
-
-impl Sink for Memory {
-    fn begin(&mut self, _: &Config) -> Result<(), SinkError> {
-        Ok(())
-    }
-    fn record(&mut self, record: Record) -> Result<(), SinkError> {
-        self.0.lock().expect("no test panics there").push(record);
-        Ok(())
-    }
-    fn finish(&mut self) -> Result<(), SinkError> {
-        Ok(())
-    }
-}
-
-#[test]
-fn a_recording_replays_sleeps_that_came_about_and_those_that_did_not() {
-    let device = SimBackend::builder().seed(5).memory_bytes(256 * MIB).build();
-    let allocator: Allocator<_> = Allocator::new(&device, Config::default()).expect("valid");
-    let memory = Memory::default();
-    allocator.start_recording(memory.clone()).expect("nothing happened yet");
-    let stream = allocator.register_stream().expect("few");
-    let pool = allocator.create_pool(policy("segments:fixed")).expect("valid");
-    let blocks: Vec<Allocation> = (0..4).map(|_| allocator.allocate(pool, stream, 15 * MIB).expect("memory")).collect();
-    device.inject(Some(Call::Save), FaultRule::At { ordinal: 0 }, Fault::OutOfMemory);
-    assert!(matches!(allocator.sleep(pool, Contents::Keep), Err(SleepError { cause: SleepCause::Save { .. }, .. })));
-    allocator.sleep(pool, Contents::Keep).expect("quiet");
-    let other = allocator.allocate(PoolId::DEFAULT, stream, 210 * MIB).expect("memory");
-    assert!(matches!(allocator.wake(pool), Err(SleepError { cause: SleepCause::Memory { .. }, .. })));
-    allocator.free(blocks[1].handle).expect("live");
-    allocator.free(other.handle).expect("live");
-    allocator.trim(None).expect("taken");
-    drop(allocator.remap(pool).expect("memory"));
-    allocator.wake(pool).expect("memory");
-    allocator.allocate(pool, stream, 3 * MIB).expect("memory");
-    allocator.stop_recording().expect("it went well");
-    let records = memory.0.lock().expect("unpoisoned").clone();
-    let ops: Vec<&Op> = records
-        .iter()
-        .map(|record| &record.op)
-        .filter(|op| matches!(op, Op::Sleep { .. } | Op::Wake { .. } | Op::Stay { .. }))
-        .collect();
-    let (keep, stay) = (Some(Contents::Keep), |asked| Op::Stay { pool, asked });
-    let expected =
-        [&stay(keep), &Op::Sleep { pool, contents: Contents::Keep }, &stay(None), &stay(None), &Op::Wake { pool }];
-    assert_eq!(ops, expected);
-    let text = symmalloc_trace::Trace::new(Some(Config::default()), records.clone()).expect("consistent").to_text();
-    for line in ["\nstay keep p1\n", "\nsleep keep p1\n", "\nstay wake p1\n", "\nwake p1\n"] {
-        assert!(text.contains(line), "{text}");
-    }
-    let read = symmalloc_trace::Trace::parse(&text).expect("as written");
-    assert_eq!(read.records(), records);
-    let program = Program::new(read.records()).expect("consistent");
-    let idle = SimBackend::builder().seed(77).build();
-    let again: Allocator<_> = Allocator::new(&idle, Config::default()).expect("valid");
-    Replay::new(&again, &program).run(|_, _| {}).expect("it replays");
-    for pool in [PoolId::DEFAULT, pool] {
-        assert_eq!(again.digest(pool), allocator.digest(pool));
-    }
 }
 
 #[test]

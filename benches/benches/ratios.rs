@@ -29,8 +29,8 @@ use symmalloc_harness::jobs;
 const RATIO_MIN: f64 = 4.0;
 /// Instructions per op, the driver's not counted, that no job may take. In the bench profile.
 const INSTRUCTIONS_MAX: f64 = 340.0;
-/// Cost per op with 100,000 free blocks over that with 100: those are in trees, these in lists.
-const GROWTH_MAX: f64 = 2.25;
+/// Cost per op with 100,000 free blocks over that with 100.
+const GROWTH_MAX: f64 = 2.0;
 
 const REPEATS: usize = 15;
 const FREE_BLOCKS: [usize; 3] = [100, 10_000, 100_000];

@@ -45,8 +45,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Gives a pool up: all of its memory goes back to the device, reserved segments too. Its id is not reused.
     ///
     /// # Errors
-    /// When it does not exist, is the default pool, is observed, has live allocations, or sleeps and the driver holds memory of
-    /// it; it is as it was then. When the driver fails otherwise, the pool is destroyed and the next [`trim`](Self::trim) of all pools tries again.
+    /// When it does not exist, is the default pool, is observed, or has live allocations; it is as it was then. When the
+    /// driver fails, the pool is destroyed and the next [`trim`](Self::trim) of all pools tries again.
     pub fn destroy_pool(&self, pool: PoolId) -> Result<(), PoolError> {
         let mut gate = self.gate();
         let observers = self.observers.lock();
@@ -68,14 +68,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             let allocated_bytes = heaps.iter().map(|heap| heap.usage().allocated_bytes()).sum();
             return Err(PoolError::InUse { pool, allocations, allocated_bytes });
         }
-        let unmapped = heaps.iter_mut().map(|heap| heap.unmap_asleep(&self.context));
-        let mut released = unmapped.fold(Released::default(), Released::plus);
-        if released.error.is_some() {
-            drop((heaps, sleep, observers));
-            gate.note_released(&released);
-            return released.error.map_or(Ok(()), |error| Err(error.into()));
-        }
         entry.set_destroyed();
+        let mut released = Released::default();
         for heap in &mut heaps {
             heap.close();
             heap.retire_all(&self.context);

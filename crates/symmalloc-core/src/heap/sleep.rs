@@ -17,6 +17,7 @@ use crate::blocks::table::BlockState;
 use crate::config::errors::OutOfMemoryCause;
 use crate::config::op::Contents;
 use crate::history::digest::{Mark, op_word};
+use crate::history::segment_log::Extents;
 use crate::plans::follower::Watch;
 use crate::sync::lock::Lock;
 use crate::types::backend::{Part, Place};
@@ -137,6 +138,17 @@ impl<L: Lock> Heap<L> {
         let sum = |mappings: &[Mapping]| mappings.iter().map(Mapping::memory_bytes).sum();
         let mappings = self.mappings();
         (sum(&mappings[..mapped]), sum(&mappings[mapped..]))
+    }
+
+    /// What is mapped of a segment that a heap gives up while it sleeps, and is no mapping of the heap any more.
+    pub(super) fn take_held(&mut self, segment: u32) -> Option<Extents> {
+        let mapped = self.mapped_asleep?;
+        let range = self.table.segment(segment).range;
+        let mappings = self.mappings();
+        let of_segment = mappings[..mapped].iter().filter(|mapping| mapping.at.0 == range);
+        let held: Extents = of_segment.map(|mapping| (mapping.at.1, mapping.size_bytes)).collect();
+        self.mapped_asleep = Some(mapped - held.len());
+        Some(held)
     }
 
     /// Gives the memory of a heap that sleeps back to the device. Nobody uses it.

@@ -122,7 +122,7 @@ impl<L: Lock> Heap<L> {
         released
     }
 
-    /// Retires every segment, reserved ones too. Nothing may be allocated, or be mapped in a heap that sleeps.
+    /// Retires every segment, reserved ones too. Nothing may be allocated.
     pub(crate) fn retire_all(&mut self, context: &Outside<'_, L>) {
         self.dissolve_plans(context);
         // Stitched ranges first: what they name is not unmapped before them.
@@ -136,9 +136,6 @@ impl<L: Lock> Heap<L> {
     /// Gives everything back at the end of the allocator, live allocations and observed segments too. What the driver
     /// refuses is left to the end of its context.
     pub(crate) fn abandon(&mut self, context: &Outside<'_, L>) {
-        if self.unmap_asleep(context).error.is_some() {
-            return;
-        }
         self.dissolve_plans(context);
         for slot in self.all_blocks() {
             // A live block is free without an op: its uses stay fences without events.
@@ -167,6 +164,7 @@ impl<L: Lock> Heap<L> {
     /// Removes a segment without live allocations. Its memory goes back when every observer has let go.
     pub(super) fn retire(&mut self, context: &Outside<'_, L>, segment: u32) {
         let mut mapped = self.extents_of(segment);
+        let held = self.take_held(segment);
         let mut streams: SmallVec<[StreamId; 2]> = SmallVec::new();
         let stitched = self.stitched.iter().position(|range| range.segment == segment);
         let stitched = stitched.map(|at| self.stitched.remove(at));
@@ -185,9 +183,7 @@ impl<L: Lock> Heap<L> {
             mapped = range.mapped(self.rules.granule);
             streams.extend_from_slice(&range.users);
         }
-        if self.is_asleep() {
-            mapped.clear();
-        }
+        mapped = held.unwrap_or(mapped);
         streams.sort_unstable();
         streams.dedup();
         let event = self.segment_event(SegmentEventKind::Death, segment, 0, size_bytes);

@@ -1,33 +1,16 @@
 //! Pools with a quota: on simulated devices whatever a program does, and on the stub whatever call of the driver fails.
 
 use crate::process::{calls, device, fail, heal, live, stub_test};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::errors::{AllocateError, OutOfMemoryCause};
 use symmalloc_core::op::Contents;
-use symmalloc_core::recording::{Sink, SinkError};
 use symmalloc_core::units::MIB;
-use symmalloc_core::{Allocation, Allocator, PoolId, Record, StreamId};
+use symmalloc_core::{Allocation, Allocator, PoolId, StreamId};
 use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaError, CudaMemory, DeviceBuffer, ResizeError, resize};
+use symmalloc_harness::memory::Memory;
 use symmalloc_sim::{Call, Fault, FaultRule, SimBackend, SplitMix64};
 use symmalloc_trace::replay::{Program, Replay};
-
-/// A recording in memory.
-#[derive(Clone, Default)]
-struct Memory(Arc<Mutex<Vec<Record>>>);
-
-impl Sink for Memory {
-    fn begin(&mut self, _: &Config) -> Result<(), SinkError> {
-        Ok(())
-    }
-    fn record(&mut self, record: Record) -> Result<(), SinkError> {
-        self.0.lock().expect("no test panics there").push(record);
-        Ok(())
-    }
-    fn finish(&mut self) -> Result<(), SinkError> {
-        Ok(())
-    }
-}
 
 const RANGE: u64 = 96 * MIB;
 
@@ -131,7 +114,7 @@ fn a_pool_holds_its_quota_and_ranks_place_alike() {
     for seed in 0..150 {
         let devices: Vec<_> = (0..3).map(|rank| SimBackend::builder().seed(seed).rank(rank).build()).collect();
         let mut ranks: Vec<_> = devices.iter().map(|device| Rank::new(device, seed % 2 == 0)).collect();
-        let memory = Memory::default();
+        let memory = Memory::new();
         ranks[0].allocator.start_recording(memory.clone()).expect("nothing happened yet");
         for step in 0..80 {
             let random = || SplitMix64::new(seed << 16 | step);
@@ -145,7 +128,7 @@ fn a_pool_holds_its_quota_and_ranks_place_alike() {
             full += u64::from(came[0] == Came::Full);
         }
         ranks[0].allocator.stop_recording().expect("it went well");
-        let records = memory.0.lock().expect("unpoisoned").clone();
+        let records = memory.records();
         let again = SimBackend::builder().seed(!seed).build();
         let again: Allocator<_> = Allocator::new(&again, Config::default()).expect("valid");
         let program = Program::new(&records).expect("consistent");

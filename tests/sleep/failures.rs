@@ -1,0 +1,184 @@
+//! Drivers that fail, devices without room, memory that somebody holds.
+
+use super::*;
+
+#[test]
+fn a_wake_that_the_device_refuses_leaves_the_pool_asleep_and_another_one_succeeds() {
+    for text in POLICIES {
+        let sized = SimBackend::builder().seed(3).memory_bytes(256 * MIB).build();
+        let job: Job = Job::busy(&sized, text);
+        let needed_bytes = job.reserved_bytes();
+        job.allocator.sleep(job.pool, Contents::Keep).expect(text);
+        let digest = job.allocator.digest(job.pool).expect("known");
+        let other =
+            job.allocator.allocate(PoolId::DEFAULT, job.streams[0], 256 * MIB - needed_bytes / 2).expect("it is free");
+        for _ in 0..2 {
+            let error = job.allocator.wake(job.pool).unwrap_err();
+            let SleepCause::Memory { needed_bytes: said, cause: OutOfMemoryCause::Driver(error) } = error.cause else {
+                panic!("{text}: {error}")
+            };
+            assert_eq!((said, error.reason), (needed_bytes, Reason::OutOfMemory));
+            assert_eq!((job.phase(), job.reserved_bytes()), (Phase::Asleep, 0), "{text}");
+        }
+        assert_eq!(
+            job.allocator.digest(job.pool).expect("known").ops,
+            digest.ops + 2 * heaps(&job),
+            "each was asked for"
+        );
+        job.allocator.free(other.handle).expect("live");
+        job.allocator.trim(None).expect("taken");
+        job.allocator.wake(job.pool).expect(text);
+        job.holds_what_it_held();
+        job.end();
+    }
+}
+
+/// Sleeps and wakes until both are done, whatever fails; each failure leaves the pool awake or asleep.
+fn there_and_back(job: &Job<'_>, contents: Contents) -> usize {
+    let mut failures = 0;
+    while let Err(error) = job.allocator.sleep(job.pool, contents) {
+        failures += 1;
+        match error.cause {
+            SleepCause::Held { held_bytes, .. } => {
+                assert_eq!((job.phase(), job.reserved_bytes()), (Phase::Failed, held_bytes));
+                assert!(matches!(job.allocator.allocate(job.pool, job.streams[0], 1), Err(AllocateError::Sleeps(_))));
+            }
+            SleepCause::Synchronize { .. } | SleepCause::Save { .. } => {
+                assert_eq!(job.phase(), Phase::Awake);
+                job.holds_what_it_held();
+            }
+            other => panic!("{other}"),
+        }
+        assert!(failures < 5, "one call fails, once");
+    }
+    assert_eq!((job.phase(), job.reserved_bytes()), (Phase::Asleep, 0));
+    assert_eq!(job.device.mapped_bytes(), 0);
+    while let Err(error) = job.allocator.wake(job.pool) {
+        failures += 1;
+        assert!(matches!(error.cause, SleepCause::Memory { .. } | SleepCause::Load(_)), "{error}");
+        assert_eq!((job.phase(), job.reserved_bytes()), (Phase::Asleep, 0), "an undone wake has no memory");
+        assert!(failures < 5, "one call fails, once");
+    }
+    assert_eq!(job.phase(), Phase::Awake);
+    job.allocator.check().expect("sound");
+    failures
+}
+
+#[test]
+fn whatever_call_fails_the_pool_is_awake_or_asleep_and_nothing_is_lost() {
+    let mut failed = std::collections::BTreeSet::new();
+    for text in POLICIES {
+        for contents in [Contents::Keep, Contents::Zero] {
+            let plain = device();
+            let job: Job = Job::busy(&plain, text);
+            let before = plain.calls().fallible();
+            assert_eq!(there_and_back(&job, contents), 0);
+            let after = plain.calls().fallible();
+            for ordinal in before..after {
+                let device = SimBackend::builder().seed(5).fail_at(ordinal, Fault::Refused).build();
+                let job: Job = Job::busy(&device, text);
+                assert_eq!(there_and_back(&job, contents), 1, "{text}, call {ordinal}");
+                match contents {
+                    Contents::Keep => job.holds_what_it_held(),
+                    _ => assert!(job.contents().iter().all(|held| *held == Some(0))),
+                }
+                failed.extend(Call::ALL.into_iter().filter(|call| device.calls().of(*call) > plain.calls().of(*call)));
+                job.end();
+            }
+        }
+    }
+    for call in [Call::Synchronize, Call::Save, Call::Unmap, Call::Map, Call::Load, Call::Zero] {
+        assert!(failed.contains(&call), "{call} was never refused: {failed:?}");
+    }
+}
+
+#[test]
+fn a_wake_that_cannot_be_undone_is_made_use_of_by_the_next() {
+    let device = device();
+    let job: Job = Job::busy(&device, "segments:fixed");
+    let whole = job.reserved_bytes();
+    job.allocator.sleep(job.pool, Contents::Keep).expect("nothing stands in the way");
+    let maps = device.calls().of(Call::Map);
+    device.inject(Some(Call::Map), FaultRule::At { ordinal: maps + 2 }, Fault::OutOfMemory);
+    device.inject(Some(Call::Unmap), FaultRule::Every { calls: 1 }, Fault::Refused);
+    assert!(matches!(job.allocator.wake(job.pool), Err(SleepError { cause: SleepCause::Memory { .. }, .. })));
+    assert_eq!(job.phase(), Phase::Failed);
+    let held = job.reserved_bytes();
+    assert!(held > 0 && held == device.mapped_bytes() && held < whole);
+    device.heal();
+    let woken = job.allocator.wake(job.pool).expect("healed");
+    assert_eq!(
+        (woken.remapped_bytes, device.calls().of(Call::Map) - maps),
+        (whole - held, 3 + (job_segments(&job) - 2))
+    );
+    job.holds_what_it_held();
+    job.end();
+}
+
+fn job_segments(job: &Job<'_>) -> u64 {
+    let pool = job.pool;
+    job.allocator.snapshot().segments.iter().filter(|segment| segment.pool == pool).count() as u64
+}
+
+#[test]
+fn a_lost_device_leaves_the_pool_asleep_or_awake_and_the_allocator_ends() {
+    for ordinal in 0.. {
+        let device = SimBackend::builder().seed(5).build();
+        let job: Job = Job::busy(&device, "segments:fixed");
+        let from = device.calls().fallible();
+        device.inject(None, FaultRule::At { ordinal: from + ordinal }, Fault::DeviceLost);
+        let slept = job.allocator.sleep(job.pool, Contents::Keep);
+        let woken = job.allocator.wake(job.pool);
+        job.allocator.check().expect("sound");
+        if slept.is_ok() && woken.is_ok() {
+            assert!(ordinal > 8);
+            break;
+        }
+    }
+}
+
+#[test]
+fn a_pool_whose_memory_the_driver_holds_is_destroyed_and_a_trim_gives_that_back() {
+    for text in POLICIES {
+        let device = device();
+        let mut job: Job = Job::busy(&device, text);
+        let refuse = |at: u64| {
+            let ordinal = device.calls().of(Call::Unmap) + at;
+            device.inject(Some(Call::Unmap), FaultRule::At { ordinal }, Fault::Refused);
+        };
+        refuse(1);
+        let error = job.allocator.sleep(job.pool, Contents::Keep).unwrap_err();
+        assert!(matches!(error.cause, SleepCause::Held { .. }), "{text}: {error}");
+        while !job.live.is_empty() {
+            job.free(0);
+        }
+        refuse(0);
+        assert!(job.reserved_bytes() > 0, "{text}");
+        assert!(matches!(job.allocator.destroy_pool(job.pool), Err(PoolError::Backend(_))), "{text}");
+        // As a pool that is awake: it is gone on every rank, whatever one rank's driver says.
+        let gone = job.allocator.phase(job.pool);
+        assert!(matches!(gone, Err(UnknownError::DestroyedPool { .. })), "{text}: {gone:?}");
+        job.allocator.check().expect("sound");
+        job.allocator.trim(None).expect("no call is refused any more");
+        assert_eq!(job.allocator.stats().reserved_bytes.current, 0, "{text}");
+        drop(job.allocator);
+        assert!(device.leaks().is_empty(), "{text}: {}", device.leaks());
+    }
+}
+
+#[test]
+fn memory_that_a_window_holds_stays_and_the_next_sleep_gives_it_back() {
+    let device = device();
+    let job: Job = Job::busy(&device, "segments:reserved,segment_mb:128");
+    let whole = job.reserved_bytes();
+    job.allocator.quiesce(job.pool, Contents::Keep).expect("quiet").hold();
+    assert_eq!((job.phase(), job.reserved_bytes(), device.mapped_bytes()), (Phase::Failed, whole, whole));
+    assert!(matches!(job.allocator.allocate(job.pool, job.streams[0], 1), Err(AllocateError::Sleeps(_))));
+    drop(job.allocator.quiesce(job.pool, Contents::Keep).expect("asleep"));
+    assert_eq!(job.phase(), Phase::Failed, "as it was");
+    assert_eq!(job.allocator.sleep(job.pool, Contents::Keep).expect("taken").released_bytes, whole);
+    assert_eq!((job.phase(), device.mapped_bytes()), (Phase::Asleep, 0));
+    job.allocator.wake(job.pool).expect("memory");
+    job.holds_what_it_held();
+    job.end();
+}
