@@ -2,13 +2,35 @@
 
 use crate::blocks::table::{Block, Slot};
 use crate::types::units::Units;
+use std::cmp::Ordering;
 
 /// A free block's place in the order of rule D2, with its slot: size, sequence, offset, slot, 32 bits each. In two words, because most
 /// comparisons are over with the first.
 ///
 /// The slot never decides: no two free blocks of a heap agree in (sequence, offset).
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct FreeKey(u64, u64);
+
+/// As derived, but one comparison where the first words differ.
+impl Ord for FreeKey {
+    #[inline]
+    fn cmp(&self, other: &Self) -> Ordering {
+        if self.0 == other.0 {
+            self.1.cmp(&other.1)
+        } else if self.0 < other.0 {
+            Ordering::Less
+        } else {
+            Ordering::Greater
+        }
+    }
+}
+
+impl PartialOrd for FreeKey {
+    #[inline]
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
 
 impl FreeKey {
     #[inline]

@@ -36,7 +36,11 @@ fn invariants<L: Lock>() -> [(&'static str, &'static str, Check<L>); 11] {
     [
         ("I1", "the blocks of a segment tile it from 0 to its end, linked both ways", blocks_tile_their_segment),
         ("I2", "no two neighbours are both free or both holes, and no segment ends in a hole", neighbours_are_merged),
-        ("I3", "the free index holds exactly the free blocks, in key order, linked both ways", free_index_is_exact),
+        (
+            "I3",
+            "the free index holds exactly the free blocks, each once, in key order, linked both ways",
+            free_index_is_exact,
+        ),
         ("I4", "mapped bytes are those of all blocks but the holes", mapped_bytes_add_up),
         ("I5", "usage equals the sum over live allocations, and no peak is below its current value", usage_adds_up),
         ("I6", "every fence set belongs to one block and every event to one fence of a free block", fences_are_owned),

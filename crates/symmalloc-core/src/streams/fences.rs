@@ -18,6 +18,7 @@
 use crate::streams::clocks::Tick;
 use crate::types::backend::Event;
 use crate::types::ids::StreamId;
+use slab::Slab;
 use smallvec::SmallVec;
 
 /// One use that must be over: all work that `stream` was given up to `tick`.
@@ -56,10 +57,8 @@ impl FenceSetId {
 /// The fences of one heap's blocks.
 #[derive(Debug, Default)]
 pub(crate) struct FenceTable {
-    /// A set that belongs to a block is not empty, and belongs to one block.
-    sets: Vec<Fences>,
-    /// The sets that belong to none. They are empty.
-    vacant: Vec<FenceSetId>,
+    /// No set is empty, and each belongs to one block.
+    sets: Slab<Fences>,
     /// Events that no fence names any more, for the heap to recycle.
     spent: Vec<Event>,
 }
@@ -76,20 +75,14 @@ impl FenceTable {
         if fences.is_empty() {
             return FenceSetId::EMPTY;
         }
-        if let Some(set) = self.vacant.pop() {
-            self.sets[set.0 as usize] = fences;
-            return set;
-        }
-        assert!(self.sets.len() < u32::MAX as usize, "a heap has more than four billion fenced blocks");
-        self.sets.push(fences);
-        FenceSetId(self.sets.len() as u32 - 1)
+        let place = self.sets.insert(fences);
+        assert!(place < u32::MAX as usize, "a heap has more than four billion fenced blocks");
+        FenceSetId(place as u32)
     }
 
     /// Takes a set's fences out. Their events are the caller's.
     pub(crate) fn take(&mut self, set: FenceSetId) -> Fences {
-        let Some(fences) = self.sets.get_mut(set.0 as usize) else { return Fences::new() };
-        self.vacant.push(set);
-        std::mem::take(fences)
+        self.sets.try_remove(set.0 as usize).unwrap_or_default()
     }
 
     /// Puts others in the place of a set's fences, which have no events.
@@ -125,10 +118,8 @@ impl FenceTable {
 
     /// Forgets a set. Its events are spent.
     pub(crate) fn clear(&mut self, set: FenceSetId) {
-        let Some(fences) = self.sets.get_mut(set.0 as usize) else { return };
-        self.vacant.push(set);
-        self.spent.extend(fences.iter().filter_map(|fence| fence.event));
-        fences.clear();
+        let fences = self.take(set);
+        self.spent.extend(fences.into_iter().filter_map(|fence| fence.event));
     }
 
     /// Drops the fences that `is_over` names. Returns the set that is left.
@@ -148,6 +139,6 @@ impl FenceTable {
 
     /// Number of sets, for the invariants.
     pub(crate) fn len(&self) -> usize {
-        self.sets.len() - self.vacant.len()
+        self.sets.len()
     }
 }
