@@ -41,7 +41,7 @@ use crate::error::CommError;
 use crate::handles::{CommHandle, NewHandle};
 use crate::library::Nccl;
 use crate::version::Capability;
-use crate::watch::{self, Watched};
+use crate::watch::{self, ERROR_LIMIT, Watched};
 use call::{Route, perform, settle};
 use cudarc::driver::CudaStream;
 use ending::{ABORT_LIMIT, Ending, end_all};
@@ -242,10 +242,19 @@ impl Communicator {
     /// # Errors
     /// When it is [`Lost`](CommState::Lost) afterwards.
     pub fn abort(&self) -> Result<(), CommError> {
+        self.abort_within(ABORT_LIMIT)
+    }
+
+    /// As [`abort`](Self::abort), because of an error that waits for it no longer than the watchdog's do.
+    pub(crate) fn abort_for_error(&self) -> Result<(), CommError> {
+        self.abort_within(ERROR_LIMIT)
+    }
+
+    fn abort_within(&self, limit: Duration) -> Result<(), CommError> {
         self.shared.abort_asked.store(true, Ordering::Release);
-        let inner = self.shared.lock_against_waiting(ABORT_LIMIT)?;
+        let inner = self.shared.lock_against_waiting(limit)?;
         if let Ok(mut access) = self.shared.access_with(inner) {
-            end_all(from_mut(&mut access), Ending::Idle, None, ABORT_LIMIT);
+            end_all(from_mut(&mut access), Ending::Idle, None, limit);
         }
         match self.state() {
             CommState::Lost => Err(self.shared.gone()),

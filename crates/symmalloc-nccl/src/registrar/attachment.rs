@@ -425,7 +425,7 @@ impl Attachment {
     /// Aborts the communicator and lets go of everything.
     pub(crate) fn end(&self, state: &mut SyncState, allocator: &CudaAllocator) {
         if self.comm.state() == CommState::Ready
-            && let Err(error) = self.comm.abort()
+            && let Err(error) = self.comm.abort_for_error()
         {
             tracing::warn!(name: "communicator.abort_failed", target: "symmalloc", communicator = self.comm.name(), %error);
         }

@@ -22,6 +22,11 @@ under_allocator()
 from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
 from torch.utils._pytree import tree_flatten  # noqa: E402
 
+# Sums in the same order each time, as far as PyTorch offers them.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+torch.use_deterministic_algorithms(True, warn_only=True)
+torch.utils.deterministic.fill_uninitialized_memory = False
+
 DEVICE = os.environ.get("SYMMALLOC_SUITES_DEVICE", "cuda")
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.complex64)
 SAMPLES_MAX = 50
@@ -85,7 +90,8 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 def _add(bits: Any, tensor: torch.Tensor) -> None:
     for part in _strided(tensor.detach()):
-        host = part.resolve_conj().resolve_neg().cpu().contiguous()
+        # What has one element counts as contiguous whatever its strides are, so it is copied.
+        host = part.resolve_conj().resolve_neg().cpu().clone(memory_format=torch.contiguous_format)
         bits.update(repr((host.dtype, tuple(host.shape))).encode())
         bits.update(host.reshape(-1).view(torch.uint8).numpy().tobytes() if host.numel() else b"")
 

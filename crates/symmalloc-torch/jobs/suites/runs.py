@@ -54,7 +54,8 @@ class Machine:
         return time.monotonic() >= self.deadline
 
     def environment(self, gpu: int | None) -> dict[str, str]:
-        added = {"PYTHONUNBUFFERED": "1", "WORLD_SIZE": str(self.gpus)}
+        # Samples of `op_db` come in the order of sets.
+        added = {"PYTHONUNBUFFERED": "1", "WORLD_SIZE": str(self.gpus), "PYTHONHASHSEED": "0"}
         if gpu is not None and self.gpus > 1:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
             added["CUDA_VISIBLE_DEVICES"] = visible[gpu] if len(visible) >= self.gpus and visible[0] else str(gpu)

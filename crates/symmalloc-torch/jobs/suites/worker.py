@@ -75,7 +75,7 @@ def main() -> None:
             outcome = suite.run(name)
         except Exception as error:
             told = "".join(traceback.format_exception_only(error)).strip()
-            outcome = Outcome(FAILED, detail=told[-DETAIL_CHARACTERS:])
+            outcome = Outcome(FAILED, detail=told[:DETAIL_CHARACTERS])
             is_broken = getattr(suite, "IS_BROKEN", lambda _: False)(error)
         seconds = round(time.monotonic() - start, 3)
         file.ended(name, Outcome(outcome.outcome, seconds, outcome.detail[-DETAIL_CHARACTERS:], outcome.bits))
