@@ -99,6 +99,7 @@ pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option
     let started = threads::run(move || {
         // Without a context there is no device left to end anything on.
         if let Ok(_current) = device.enter() {
+            let _relaxed = device.relax_capture();
             end(ending, &remains, revokes, &device);
             for one in &remains {
                 lock(&one.life).state = CommState::Aborted;

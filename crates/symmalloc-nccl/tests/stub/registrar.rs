@@ -1,5 +1,6 @@
 //! The registrar on the stubs: what is registered when, on which communicators, and when memory goes back.
 
+mod captures;
 mod costs;
 mod divergence;
 mod events;
