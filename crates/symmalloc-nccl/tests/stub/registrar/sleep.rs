@@ -8,7 +8,7 @@ use stub_process::{cuda, nccl, nccl_test};
 use symmalloc_core::PoolId;
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
-use symmalloc_cuda::{CudaBackend, DeviceBuffer, GraphPool, Pool};
+use symmalloc_cuda::{CudaBackend, DeviceBuffer, DriverError, GraphPool, Pool};
 use symmalloc_nccl::{
     CommState, Communicator, Invalidated, InvalidationCursor, LookupError, Obstacle, RankObstacle, Registration,
     SleepError, SleepField, SleepStep, SyncError, UniqueId, WindowHandle,
@@ -173,6 +173,30 @@ nccl_test!(a_rank_whose_device_refuses_is_told_to_all_and_all_sleep_on, {
         }
         it.registrar.wake(&it.world, pool.id()).expect("now it can");
         tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
+    });
+    nothing_is_left();
+});
+
+nccl_test!(a_driver_that_does_not_say_whether_a_stream_is_captured_is_no_capture, {
+    let call = "cuStreamGetCaptureInfo_v2";
+    Job::new(1).run(|it| {
+        let (pool, _tensors) = registered(it);
+        let before = cuda::calls(call);
+        assert_eq!(it.allocator.is_capturing(), Ok(false));
+        let streams = cuda::calls(call) - before;
+        let error = DriverError { call, code: 700 };
+        cuda::fail(call, 1, 700);
+        let expected = SleepError::Cuda { communicator: it.world.name().to_owned(), error: error.into() };
+        assert_eq!(it.registrar.wake(&it.world, pool.id()), Err(expected.clone()));
+        cuda::fail(call, 1, 700);
+        assert_eq!(it.registrar.sleep(&it.world, pool.id(), Contents::Drop), Err(expected));
+        // When it is asked again, the ranks talk already: all of them hear of it.
+        cuda::fail(call, streams + 1, 700);
+        let error = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect_err("not now");
+        let SleepError::Refused { ranks, .. } = error else { panic!("{error}") };
+        assert_eq!((ranks.len(), ranks[0].obstacle), (1, Obstacle::Stream { code: 700 }));
+        cuda::heal();
+        it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
     });
     nothing_is_left();
 });
