@@ -39,6 +39,11 @@ pub(crate) fn is_captured_on(device: &CudaDevice, stream: &CudaStream) -> Result
     is_captured(stream)
 }
 
+/// Whether the driver only refuses because of a capture (900 to 908), perhaps of another library's.
+pub(crate) fn is_capture_in_the_way(error: &DriverError) -> bool {
+    matches!(error.code, 900..=908)
+}
+
 /// Ends the process at once, without the handlers of `exit`: the driver's waits for kernels that never end.
 pub(crate) fn exit_now(code: i32) -> ! {
     // SAFETY: nothing of this process runs afterwards.

@@ -62,10 +62,9 @@ fn ask(watched: &Watched) {
     }
 }
 
-/// Whether the driver only refuses for now: memory is missing (2), or a capture, perhaps of another library's, is in the way (900 to
-/// 908). The device is not lost.
+/// Whether the driver only refuses for now: memory is missing (2), or a capture is in the way. The device is not lost.
 fn is_passing(error: &DriverError) -> bool {
-    matches!(error.code, 2 | 900..=908)
+    error.code == 2 || driver::is_capture_in_the_way(error)
 }
 
 fn is_past(event: &CudaEvent) -> Result<bool, DriverError> {

@@ -77,7 +77,7 @@ stub_test!(memory_of_many_chunks_needs_few_descriptors_and_none_is_left_however_
     // A thread that has answered may be about to close its connection.
     let settle = |most: usize| {
         while descriptors() > most && begun.elapsed() < PATIENT {
-            std::thread::yield_now();
+            thread::yield_now();
         }
     };
     let mut before = (usize::MAX, live());

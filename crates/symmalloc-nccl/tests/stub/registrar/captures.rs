@@ -2,36 +2,12 @@
 //! capture is not spoilt.
 
 use super::support::{Job, MIB, Rank, nothing_is_left};
-use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
-use std::sync::Arc;
-use std::sync::mpsc::channel;
-use stub_process::nccl_test;
+use std::time::Duration;
+use stub_process::{Captured, nccl, nccl_test, while_captured};
 use symmalloc_core::op::Contents;
-use symmalloc_cuda::CudaDevice;
+use symmalloc_nccl::{CommState, Registration};
 
-/// Runs `body` while another thread captures a stream of the device that the allocator does not know.
-fn while_captured<R>(device: &Arc<CudaDevice>, body: impl FnOnce() -> R) -> R {
-    let (begun, has_begun) = channel();
-    let (end, is_over) = channel::<()>();
-    std::thread::scope(|scope| {
-        let capture = scope.spawn(move || {
-            let stream = device.context().new_stream().expect("a stream");
-            stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL).expect("begun");
-            begun.send(()).expect("somebody waits");
-            // Also when the body panics, which drops the other end.
-            let _over = is_over.recv();
-            let flags = CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
-            stream.end_capture(flags).map(drop)
-        });
-        has_begun.recv().expect("it captures");
-        let answer = body();
-        drop(end);
-        assert_eq!(capture.join().expect("no panic"), Ok(()), "the capture is spoilt");
-        answer
-    })
-}
-
-/// As [`while_captured`], on all ranks while rank 0's device has the capture: ranks are threads of one process.
+/// Runs `body` on all ranks while a stream of rank 0's device is captured: ranks are threads of one process.
 fn all_while_captured(it: &Rank, body: impl FnOnce()) {
     let body = || {
         it.meet();
@@ -39,9 +15,9 @@ fn all_while_captured(it: &Rank, body: impl FnOnce()) {
         it.meet();
     };
     if it.rank == 0 {
-        while_captured(&it.device, body)
+        assert_eq!(while_captured(0, body), ((), Captured::Graph));
     } else {
-        body()
+        body();
     }
     it.meet();
 }
@@ -84,13 +60,37 @@ nccl_test!(communicators_are_made_waited_for_and_destroyed, {
         let tensor = it.take(&pool, MIB);
         all_while_captured(it, || {
             let part = it.world.split(Some(0), 0).expect("all ranks come").expect("with a color");
-            it.registrar.attach(&part, &[pool.id()], symmalloc_nccl::Registration::Windows).expect("shareable");
+            it.registrar.attach(&part, &[pool.id()], Registration::Windows).expect("shareable");
             it.registrar.sync(&[&part]).expect("all ranks did the same");
             part.synchronize(&it.stream).expect("nothing runs");
             part.destroy().expect("ready");
         });
         it.registrar.sweep();
         drop(tensor);
+    });
+    nothing_is_left();
+});
+
+nccl_test!(an_abort_takes_no_window_away_before_the_device_can_be_waited_for, {
+    Job::new(1).run(|it| {
+        let pool = it.attached_pool();
+        let _tensor = it.take(&pool, MIB);
+        let part = it.world.split(Some(0), 0).expect("all ranks come").expect("with a color");
+        it.registrar.attach(&part, &[pool.id()], Registration::Windows).expect("shareable");
+        it.registrar.sync(&[&part]).expect("all ranks did the same");
+        let (aborting, captured) = while_captured(0, || {
+            let part = part.clone();
+            let aborting = std::thread::spawn(move || part.abort());
+            std::thread::sleep(Duration::from_millis(300));
+            assert_eq!(nccl::calls("ncclCommRevoke"), 1);
+            assert_eq!((nccl::calls("ncclCommWindowDeregister"), nccl::calls("ncclCommAbort")), (0, 0));
+            aborting
+        });
+        assert_eq!(captured, Captured::Spoilt, "waiting for a device is forbidden in every mode");
+        aborting.join().expect("no panic").expect("it ended in time");
+        assert_eq!(part.state(), CommState::Aborted);
+        assert_eq!((nccl::calls("ncclCommWindowDeregister"), nccl::calls("ncclCommAbort")), (1, 1));
+        it.registrar.sweep();
     });
     nothing_is_left();
 });
