@@ -1,4 +1,5 @@
-"""A rank of a small training job on device 0, for `symmalloc run --check -- torchrun --nproc-per-node 2 ranks.py`.
+"""A rank of a small training job, on a GPU of its own where there is one for each, for
+`symmalloc run --check -- torchrun --nproc-per-node 2 ranks.py`.
 
 It prints a digest of where its tensors lay, relative to the first one: the same on all ranks, or not.
 """
@@ -11,7 +12,7 @@ from torch import nn
 
 
 def main() -> None:
-    torch.cuda.set_device(0)
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024)).cuda()
     optimizer = torch.optim.AdamW(model.parameters())

@@ -1,26 +1,38 @@
-//! A pool with windows sleeps and wakes on all ranks, and a graph that was captured before replays right: no capture again, the same
-//! windows. In between another allocator has the memory. Everything is checked in every cycle.
+//! A pool with windows sleeps and wakes on all ranks, beside one of weights, and a graph that was captured before replays right: no
+//! capture again, the same windows. In between another process has the memory. Everything is checked in every cycle, of the weights a
+//! 64th part, in turns.
 //!
 //! ```sh
 //! cargo run --release -p symmalloc-nccl --example sleep_windows -- 100 64    # cycles, MiB of each segment
-//! torchrun --no-python --nproc-per-node 2 target/release/examples/sleep_windows 100
+//! torchrun --no-python --nproc-per-node 2 target/release/examples/sleep_windows 200 64 90
 //! ```
+//! The third argument is what the other process takes, in percent of the device. There is no room for that beside the weights.
 
-use cudarc::driver::CudaStream;
+use cudarc::driver::{CudaStream, DevicePtr};
 use std::error::Error;
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use symmalloc_core::op::Contents;
 use symmalloc_core::{Config, PoolConfig};
-use symmalloc_cuda::{CudaAllocator, CudaDevice, DeviceBuffer, GraphPool};
+use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, DeviceBuffer, GraphPool, Pool};
 use symmalloc_nccl::{Communicator, Launch, LaunchError, ReduceOp, Registrar, Registration, UniqueId};
 
 const SEGMENTS: usize = 3;
 const DEADLINE: Duration = Duration::from_secs(60);
+/// What a sleep may leave on the device.
+const LEFT_MAX: u64 = 64 << 20;
+/// Parts of the weights, of which each cycle looks at one.
+const PARTS: usize = 64;
+type Outcome<T> = Result<T, Box<dyn Error>>;
 
-fn main() -> Result<(), Box<dyn Error>> {
+fn main() -> Outcome<()> {
     let number = |at: usize, otherwise: usize| std::env::args().nth(at).map_or(Ok(otherwise), |text| text.parse());
-    let (cycles, segment) = (number(1, 20)? as u32, number(2, 64)? << 20);
+    if let Ok(device) = std::env::var(OTHER) {
+        return be_the_other(device.parse()?);
+    }
+    let (cycles, segment, percent) = (number(1, 20)? as u32, number(2, 64)? << 20, number(3, 0)?);
     let (device, world) = match Launch::from_env() {
         Ok(launch) => {
             let device = CudaDevice::new(launch.local_rank as usize)?;
@@ -41,6 +53,12 @@ fn main() -> Result<(), Box<dyn Error>> {
     let config = PoolConfig::builder().symmetric(true).fixed().build()?;
     let pool = allocator.create_pool(config)?;
     registrar.attach(&world, &[pool.id()], Registration::Windows)?;
+    let windows_bytes = SEGMENTS * segment;
+    let total = device.memory_info()?.total_bytes as usize;
+    // What the other process wants, and weights beside which there is no room for it.
+    let wanted = (total / 100 * percent).max(windows_bytes);
+    let weights = Weights::new(&allocator, &stream, (total - wanted).min(wanted).next_multiple_of(PARTS << 20))?;
+    let asleep_bytes = (windows_bytes + weights.bytes()) as u64;
     let mut buffers: Vec<DeviceBuffer<f32>> = (0..SEGMENTS)
         .map(|_| allocator.with_pool(&pool).alloc_zeroed(&stream, segment / 4))
         .collect::<Result<_, _>>()?;
@@ -62,8 +80,8 @@ fn main() -> Result<(), Box<dyn Error>> {
     let graph = capture.end()?;
     check(&world, &mut buffers, &stream, 0, |_| Ok(graph.launch(&stream)?))?;
 
-    let other = CudaAllocator::new(&device, Config::default())?;
-    let (mut asleep, mut awake, mut back) = (Duration::ZERO, Duration::ZERO, 0);
+    let mut other = OtherProcess::start(device.ordinal())?;
+    let (mut asleep, mut awake, mut least_back) = (Duration::ZERO, Duration::ZERO, u64::MAX);
     for cycle in 1..=cycles {
         let contents = if cycle % 2 == 0 { Contents::Keep } else { Contents::Drop };
         let kept: Vec<f32> = (0..1024).map(|at| (at * cycle) as f32).collect();
@@ -73,14 +91,15 @@ fn main() -> Result<(), Box<dyn Error>> {
         let begun = Instant::now();
         let slept = registrar.sleep(&world, pool.id(), contents)?;
         asleep += begun.elapsed();
-        back = device.memory_info()?.free_bytes - free;
-        assert_eq!(slept.released_bytes, (SEGMENTS * segment) as u64);
-        // Somebody else has the memory, and other bytes in it.
-        let mut others = other.alloc_zeroed::<u8>(&stream, SEGMENTS * segment)?;
-        stream.memcpy_htod(&vec![0xab; SEGMENTS * segment], &mut others)?;
-        stream.synchronize()?;
-        drop(others);
-        other.trim()?;
+        assert_eq!(slept.released_bytes, windows_bytes as u64);
+        allocator.sleep(weights.pool.id(), Contents::Keep)?;
+        // Ranks that share a device see each other's memory come and go.
+        let back = device.memory_info()?.free_bytes.saturating_sub(free);
+        assert!(back + LEFT_MAX >= asleep_bytes, "cycle {cycle}: {back} of {asleep_bytes} bytes came back");
+        least_back = least_back.min(back);
+        other.take(wanted)?;
+        other.give_back()?;
+        allocator.wake(weights.pool.id())?;
         let begun = Instant::now();
         let woken = registrar.wake(&world, pool.id())?;
         awake += begun.elapsed();
@@ -89,9 +108,11 @@ fn main() -> Result<(), Box<dyn Error>> {
         if contents == Contents::Keep {
             assert_eq!(stream.clone_dtoh(&buffers[0].slice(0..1024))?, kept, "cycle {cycle}");
         }
+        weights.check(&stream, cycle as usize % PARTS)?;
         check(&world, &mut buffers, &stream, cycle, |_| Ok(graph.launch(&stream)?))?;
         check(&world, &mut buffers, &stream, cycle, |buffers| reduce_all(&world, buffers, &stream))?;
     }
+    other.end()?;
     if world.rank() == 0 {
         let (ranks, nccl) = (world.ranks(), world.nccl().version());
         println!(
@@ -100,8 +121,14 @@ fn main() -> Result<(), Box<dyn Error>> {
         println!("windows: {}", before.join(", "));
         let each = |sum: Duration| sum / cycles.max(1);
         println!(
-            "{} MiB back on the device; sleep {:.2?}, wake {:.2?}, half of them with contents",
-            back >> 20,
+            "{} MiB of {} back on the device at least, of which another process took {} MiB",
+            least_back >> 20,
+            asleep_bytes >> 20,
+            wanted >> 20
+        );
+        let mib = windows_bytes >> 20;
+        println!(
+            "{mib} MiB of windows: sleep {:.2?}, wake {:.2?}, half of them with contents",
             each(asleep),
             each(awake)
         );
@@ -113,11 +140,103 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-fn reduce_all(
-    world: &Communicator,
-    buffers: &mut [DeviceBuffer<f32>],
-    stream: &Arc<CudaStream>,
-) -> Result<(), Box<dyn Error>> {
+/// Names the device for the process that takes memory meanwhile.
+const OTHER: &str = "SLEEP_WINDOWS_OTHER";
+
+/// Another process on the same device.
+struct OtherProcess {
+    process: Child,
+    said: BufReader<ChildStdout>,
+}
+
+impl OtherProcess {
+    fn start(device: usize) -> Outcome<Self> {
+        let mut command = Command::new(std::env::current_exe()?);
+        command.env(OTHER, device.to_string()).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut process = command.spawn()?;
+        let said = BufReader::new(process.stdout.take().ok_or("no output")?);
+        Ok(OtherProcess { process, said })
+    }
+
+    fn take(&mut self, bytes: usize) -> Outcome<()> {
+        self.tell(&bytes.to_string())
+    }
+
+    fn give_back(&mut self) -> Outcome<()> {
+        self.tell("0")
+    }
+
+    fn tell(&mut self, bytes: &str) -> Outcome<()> {
+        writeln!(self.process.stdin.as_mut().ok_or("no input")?, "{bytes}")?;
+        let mut answer = String::new();
+        self.said.read_line(&mut answer)?;
+        if answer.trim() == bytes { Ok(()) } else { Err(format!("the other process said {answer:?}").into()) }
+    }
+
+    fn end(mut self) -> Outcome<()> {
+        drop(self.process.stdin.take());
+        if self.process.wait()?.success() { Ok(()) } else { Err("the other process failed".into()) }
+    }
+}
+
+/// What the other process does: it holds as many bytes as it was told last, all of them written, and answers when it does.
+fn be_the_other(device: usize) -> Outcome<()> {
+    let device = CudaDevice::new(device)?;
+    let stream = device.context().new_stream()?;
+    let allocator = CudaAllocator::new(&device, Config::default())?;
+    for line in std::io::stdin().lines() {
+        let line = line?;
+        match line.parse()? {
+            0 => {
+                allocator.trim()?;
+            }
+            bytes => {
+                let held = allocator.alloc_zeroed::<u8>(&stream, bytes)?;
+                stream.synchronize()?;
+                drop(held);
+            }
+        }
+        println!("{line}");
+    }
+    Ok(())
+}
+
+/// Memory without windows, which sleeps and wakes with its contents: each word says where it is.
+struct Weights {
+    pool: Pool<CudaBackend>,
+    words: DeviceBuffer<u32>,
+    address: u64,
+}
+
+impl Weights {
+    fn new(allocator: &CudaAllocator, stream: &Arc<CudaStream>, size_bytes: usize) -> Outcome<Self> {
+        let pool = allocator.create_pool(PoolConfig::builder().expandable().build()?)?;
+        let mut words = allocator.with_pool(&pool).alloc_zeroed::<u32>(stream, size_bytes / 4)?;
+        let part = words.len() / PARTS;
+        for at in (0..words.len()).step_by(part) {
+            let numbers: Vec<u32> = (at as u32..).take(part).collect();
+            stream.memcpy_htod(&numbers, &mut words.slice_mut(at..at + part))?;
+        }
+        stream.synchronize()?;
+        let address = words.device_ptr(stream).0;
+        Ok(Weights { pool, words, address })
+    }
+
+    fn bytes(&self) -> usize {
+        self.words.len() * 4
+    }
+
+    fn check(&self, stream: &Arc<CudaStream>, part: usize) -> Outcome<()> {
+        assert_eq!(self.words.device_ptr(stream).0, self.address, "the weights moved");
+        let size = self.words.len() / PARTS;
+        let found = stream.clone_dtoh(&self.words.slice(part * size..(part + 1) * size))?;
+        let wrong = found.iter().zip(part as u32 * size as u32..).filter(|(word, place)| **word != *place).count();
+        assert_eq!(wrong, 0, "part {part} of the weights has other words");
+        Ok(())
+    }
+}
+
+fn reduce_all(world: &Communicator, buffers: &mut [DeviceBuffer<f32>], stream: &Arc<CudaStream>) -> Outcome<()> {
     buffers.iter_mut().try_for_each(|buffer| Ok(world.all_reduce_in_place(buffer, ReduceOp::Sum, stream)?))
 }
 
@@ -127,8 +246,8 @@ fn check(
     buffers: &mut [DeviceBuffer<f32>],
     stream: &Arc<CudaStream>,
     cycle: u32,
-    reduce: impl FnOnce(&mut [DeviceBuffer<f32>]) -> Result<(), Box<dyn Error>>,
-) -> Result<(), Box<dyn Error>> {
+    reduce: impl FnOnce(&mut [DeviceBuffer<f32>]) -> Outcome<()>,
+) -> Outcome<()> {
     let value =
         |rank: u32, buffer: usize, at: usize| ((rank + 1) as usize * (at % 251) + buffer + cycle as usize) as f32;
     for (index, buffer) in buffers.iter_mut().enumerate() {

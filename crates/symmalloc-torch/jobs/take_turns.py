@@ -56,7 +56,7 @@ def memory_saver(name: str) -> Any:
     if name == "symmalloc":
         import symmalloc
 
-        symmalloc.install("chunk_mb:2")
+        symmalloc.install()
         return symmalloc
     try:
         from torch_memory_saver import torch_memory_saver
@@ -303,10 +303,13 @@ def compare(options: argparse.Namespace) -> int:
         figures = [line for line in done.stdout.splitlines() if line.startswith("figures ")]
         if done.returncode == SKIPPED:
             print(f"{memory}: {done.stdout.strip()}")
-        elif done.returncode != 0 or not figures:
+        elif not figures or (done.returncode != 0 and memory != "torch_memory_saver"):
             print(f"{memory}: failed, {done.returncode}\n{done.stdout}")
             return 1
         else:
+            # torch_memory_saver 0.0.10 ends a process that frees its tensors while Python ends, behind all of its work.
+            if done.returncode != 0:
+                print(f"{memory}: ended with {done.returncode} after its figures")
             rows.append(json.loads(figures[0].removeprefix("figures ")))
             print(json.dumps(rows[-1], indent=1))
     plain = rows[0]

@@ -4,9 +4,10 @@
 //! needs the handle (NCCL does) gets it with `cuMemRetainAllocationHandle`.
 //!
 //! How large chunks are: a map of a whole range (fixed and reserved segments) is one chunk, because NCCL before 2.30.3 takes
-//! one physical allocation per window. Growth of an expandable range is cut into chunks of at most `chunk_bytes`, or of a 64th of
-//! what is mapped at once, since trimming gives back whole chunks only. On an H200 a chunk of 2 to 64 MiB costs 34 to 38 us to make and 29 to 45 us to give
-//! back: their number counts, not their size, and setting access for many in one call saves nothing (`docs/device-memory.md`).
+//! one physical allocation per window. Growth of an expandable range is cut into chunks, since trimming gives back whole chunks only:
+//! of what the program says, otherwise of 20 MiB or of a 64th of what is mapped at once. On an H200 a chunk of 2 to 64 MiB costs 34 to
+//! 38 us to make and 29 to 45 us to give back: their number counts, not their size, and setting access for many in one call saves
+//! nothing (`docs/device-memory.md`).
 //!
 //! What may be stitched is mapped in chunks of one piece each, and a piece is mapped into another range by its handle: a map
 //! covers a handle from its start. Memory goes back to the device with its last mapping.
@@ -37,7 +38,7 @@ use symmalloc_core::backend::{BackendError, DeviceAddress, Place, Range};
 /// What growth is cut into unless the program says otherwise: what PyTorch maps at once for its large blocks.
 const CHUNK_BYTES: u64 = 20 << 20;
 
-/// About so many chunks back what is mapped at once, however large that is: 8 GiB that wake are 64 chunks of 128 MiB.
+/// Unless the program says otherwise, about so many chunks back what is mapped at once: 8 GiB that wake are 64 chunks of 128 MiB.
 const CHUNKS_MAX: u64 = 64;
 
 pub(crate) struct VirtualMemory {
@@ -48,6 +49,8 @@ pub(crate) struct VirtualMemory {
     access: RwLock<SmallVec<[MemAccess; 1]>>,
     granularity_bytes: u64,
     chunk_bytes: u64,
+    /// `None`: chunks are of `chunk_bytes`, as the program says.
+    chunks_max: Option<u64>,
     addresses: AddressSource,
     /// `None`: nothing is made ahead.
     rule: Option<PrefetchRule>,
@@ -127,6 +130,7 @@ impl VirtualMemory {
             access: RwLock::new(access),
             granularity_bytes,
             chunk_bytes,
+            chunks_max: options.chunk_bytes.is_none().then_some(CHUNKS_MAX),
             addresses,
             rule: is_prefetched.then_some(PrefetchRule { most_bytes: prefetch_bytes, chunk_bytes }),
             paused: AtomicUsize::new(0),
@@ -200,13 +204,14 @@ impl VirtualMemory {
         Ok(())
     }
 
-    /// How large chunks are: a whole range is one, and no gap has more than some [`CHUNKS_MAX`].
+    /// How large chunks are: a whole range is one.
     fn step(&self, range: Range, gap: &Part) -> u64 {
         let size_bytes = gap.end - gap.start;
         if size_bytes == range.size_bytes {
             return size_bytes;
         }
-        self.chunk_bytes.max(size_bytes.div_ceil(CHUNKS_MAX).next_multiple_of(self.granularity_bytes))
+        let few = |chunks_max| size_bytes.div_ceil(chunks_max).next_multiple_of(self.granularity_bytes);
+        self.chunk_bytes.max(self.chunks_max.map_or(0, few))
     }
 
     /// Backs `gap` with new chunks, which are accessible and end every `step` bytes behind `cut_from`; on an error none is left,

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex};
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::errors::{AllocateError, OutOfMemory, OutOfMemoryCause};
 use symmalloc_core::{LimitScope, PoolId, Retry};
-use symmalloc_cuda::{CudaAllocator, CudaError};
+use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaError};
 
 const MIB: usize = 1 << 20;
 
@@ -89,4 +89,50 @@ fn the_failure_callback_makes_room_on_a_full_device() {
     // SAFETY: allocated above.
     unsafe { result::free_sync(others) }.expect("freed");
     assert_eq!(allocator.drop_errors().count, 0);
+}
+
+#[test]
+fn two_pools_with_quotas_hand_memory_to_each_other() {
+    let Some(device) = device() else { return };
+    let free = || device.memory_info().expect("asked").free_bytes;
+    let backend = CudaBackend::builder(&device).chunk_bytes(2 << 20).build().expect("made");
+    let allocator = CudaAllocator::with_backend(backend, Config::default()).expect("made");
+    let stream = device.context().new_stream().expect("a stream");
+    let policy: PoolConfig =
+        "segments:expandable,growth_mb:0,streams:shared,range_mb:4096".parse().expect("a configuration");
+    let [one, other] = [policy.clone(), policy].map(|config| allocator.create_pool(config).expect("made"));
+    let before = free();
+    let held = |pool: PoolId, mib: u64| allocator.resize(pool, &stream, mib << 20).expect("resized");
+    assert_eq!((held(one.id(), 3072), before - free()), (3072 << 20, 3072 << 20));
+    // Pages of a cache: a hundredth stays, all over the pool.
+    let mut pages: Vec<_> = (0..1536_u32)
+        .map(|page| {
+            let mut buffer =
+                allocator.with_pool(&one).alloc_zeroed::<u32>(&stream, MIB / 2).expect("the quota has room");
+            stream.memcpy_htod(&[page; 1024], &mut buffer.slice_mut(..1024)).expect("copied");
+            (page, buffer)
+        })
+        .collect();
+    assert!(allocator.with_pool(&one).alloc_zeroed::<u8>(&stream, 2 * MIB).is_err(), "no more than the quota");
+    pages.retain(|(page, _)| page % 100 == 7);
+    let live = pages.len() as u64 * 2;
+    for round in 0..10 {
+        let large = if round % 2 == 0 { 1024 } else { live };
+        let begun = std::time::Instant::now();
+        held(one.id(), large);
+        held(other.id(), 3072 - large);
+        let took = begun.elapsed();
+        assert_eq!(before - free(), 3072 << 20, "round {round}");
+        let filled = allocator.with_pool(&other).alloc_zeroed::<u8>(&stream, (3072 - large as usize) * MIB);
+        drop(filled.expect("what the one gave up"));
+        for (page, buffer) in &pages {
+            assert_eq!(stream.clone_dtoh(&buffer.slice(..1024)).expect("copied"), [*page; 1024], "round {round}");
+        }
+        println!("{large} MiB and {} MiB: {took:.1?}", 3072 - large);
+        held(other.id(), 0);
+        held(one.id(), 3072);
+    }
+    drop(pages);
+    held(one.id(), 0);
+    assert_eq!(free(), before);
 }

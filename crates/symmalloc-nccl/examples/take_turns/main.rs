@@ -2,7 +2,7 @@
 //! dropped, and graphs with all-reduces in windows are captured once. After each turn every number of every answer is checked.
 //!
 //! ```sh
-//! cargo run --release -p symmalloc-nccl --example take_turns -- 50 256     # turns, MiB of each model's weights
+//! cargo run --release -p symmalloc-nccl --example take_turns -- 50 32     # turns, MiB of each model's weights
 //! torchrun --no-python --nproc-per-node 2 target/release/examples/take_turns 50
 //! ```
 //! `cargo test -p symmalloc-nccl --test stub take_turns` runs the same on the stubs, with 1, 2 and 4 ranks.

@@ -17,7 +17,7 @@ use super::threads::{CallError, Kept, Waited, start, wait_for};
 use crate::backoff::Backoff;
 use crate::calls::{CallProgress, Calls, Outcome};
 use crate::error::CommError;
-use crate::watch::{END_LIMIT, NEWS_LIMIT};
+use crate::watch::{ERROR_LIMIT, NEWS_LIMIT};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -138,7 +138,7 @@ fn failed(accesses: &mut [Access<'_>], stage: Stage, error: CallError) -> CommEr
 
 /// How long an error waits for the abort that follows from it.
 fn limit(error: &CommError) -> Duration {
-    if matches!(error, CommError::Failed(_)) { END_LIMIT } else { GRACE }
+    if matches!(error, CommError::Failed(_)) { ERROR_LIMIT } else { GRACE }
 }
 
 /// What the watchdog knows of an error that NCCL reports, if it knows more: which rank is gone. NCCL may notice it first.
@@ -185,6 +185,7 @@ pub(super) fn give_up(
 /// The program or the watchdog asked for an abort.
 fn stopped(accesses: &mut [Access<'_>], ending: Ending) -> CommError {
     let failed = accesses.iter().find_map(|access| access.shared.failure());
-    end_all(accesses, ending, failed.clone().map(Arc::new).as_ref(), ABORT_LIMIT);
+    let limit = failed.as_ref().map_or(ABORT_LIMIT, limit);
+    end_all(accesses, ending, failed.clone().map(Arc::new).as_ref(), limit);
     failed.unwrap_or_else(|| accesses[0].shared.gone())
 }

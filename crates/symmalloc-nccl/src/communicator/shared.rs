@@ -13,7 +13,7 @@ use crate::backoff::Backoff;
 use crate::error::CommError;
 use crate::handles::{CommHandle, RegistrationHandle, WindowHandle};
 use crate::library::Nccl;
-use crate::watch::{self, END_LIMIT, MeetingId, WatchSettings, WatchdogMode, Watched};
+use crate::watch::{self, ERROR_LIMIT, MeetingId, WatchSettings, WatchdogMode, Watched};
 use std::ffi::CStr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -127,7 +127,7 @@ impl Shared {
     /// An error of the watchdog's waits for the end that follows from it: a program that exits at once would unload libraries under
     /// the thread that aborts. After so long the watchdog ends the process, where it must.
     pub(super) fn wait_for_end(&self) {
-        let backoff = Backoff::new(END_LIMIT);
+        let backoff = Backoff::new(ERROR_LIMIT);
         while !self.is_ended() && backoff.pause() {}
     }
 

@@ -1,6 +1,6 @@
 //! What the watchdog asks of a communicator, and what a program waits for with it.
 
-use super::ending::{ABORT_LIMIT, Ending, GRACE, end_all};
+use super::ending::{Ending, GRACE, end_all};
 use super::order::CommOrder;
 use super::shared::{FOR_EVER, Ownership, Shared};
 use crate::backoff::Backoff;
@@ -174,7 +174,8 @@ impl Watchable for Shared {
         let Ok(inner) = self.lock_against_waiting(GRACE) else { return };
         let Ok(mut access) = self.access_with(inner) else { return };
         let cause = Arc::new(CommError::Failed(Arc::clone(failure)));
-        end_all(from_mut(&mut access), Ending::Idle, Some(&cause), ABORT_LIMIT);
+        // Whoever comes meanwhile waits for the lock, to be told the same.
+        end_all(from_mut(&mut access), Ending::Idle, Some(&cause), GRACE);
     }
 
     fn examine(&self) -> Option<FailureCause> {

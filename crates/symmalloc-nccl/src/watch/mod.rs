@@ -33,7 +33,7 @@ pub use failure::{Failure, FailureCause};
 pub(crate) use flight::{EntryNumber, Work};
 pub(crate) use marker::mark;
 pub use record::{flight_record, write_flight_record};
-pub(crate) use response::END_LIMIT;
+pub(crate) use response::ERROR_LIMIT;
 pub use response::FAILURE_EXIT_CODE;
 pub(crate) use settings::WatchSettings;
 pub use settings::WatchdogMode;

@@ -16,7 +16,11 @@ use std::time::{Duration, Instant};
 pub const FAILURE_EXIT_CODE: i32 = 86;
 
 /// How long a communicator's end may take, before the process is ended.
-pub(crate) const END_LIMIT: Duration = Duration::from_secs(2);
+const END_LIMIT: Duration = Duration::from_secs(2);
+
+/// How long an error waits for the end that follows from it. NCCL's abort takes up to a second; under a kernel that it cannot stop it takes
+/// for ever.
+pub(crate) const ERROR_LIMIT: Duration = Duration::from_millis(1500);
 
 /// Responds, on threads of its own: each part may never come back.
 pub(super) fn begin(watched: &Arc<Watched>, failure: &Arc<Failure>) {

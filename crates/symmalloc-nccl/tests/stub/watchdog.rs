@@ -7,7 +7,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Barrier, Mutex};
 use std::time::{Duration, Instant};
-use stub_process::{RankOutput, cuda, nccl_test, ranks};
+use stub_process::{RankOutput, cuda, nccl, nccl_test, ranks};
 use symmalloc_core::Config;
 use symmalloc_cuda::{CudaAllocator, CudaDevice, DeviceBuffer};
 use symmalloc_nccl::{
@@ -117,6 +117,28 @@ nccl_test!(a_process_that_is_killed_is_named_by_all_others_at_once, {
     let records: Vec<_> = records.map(|path| FlightRecord::read(&path).expect("a record")).collect();
     assert_eq!(records.len(), 2);
     assert!(records.iter().all(|record| record.communicators[0].collectives.len() >= 5), "{records:?}");
+});
+
+// As under a symmetric kernel, which has no abort flag.
+nccl_test!(an_abort_that_never_comes_back_holds_nobody_up, ["SYMMALLOC_WATCHDOG" = "abort"], {
+    let folder = tempfile::tempdir().expect("a folder");
+    let outputs = run(2, folder.path(), |mut rank| {
+        nccl::hang("ncclCommAbort", Some(0), 1);
+        rank.reduce().expect("both are there");
+        if rank.comm.rank() == 1 {
+            // SAFETY: ends this process.
+            unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
+        }
+        for call in ["wait", "call behind it"] {
+            let (error, took) = rank.reduce_until_failure();
+            assert!(took < Duration::from_secs(2), "{call}: {took:?}");
+            assert!(matches!(failure(&error), FailureCause::RankGone { rank: 1, .. }), "{call}: {error:?}");
+        }
+        assert_eq!(nccl::calls("ncclCommAbort"), 1);
+        // SAFETY: the thread that aborts is still inside.
+        unsafe { libc::_exit(0) };
+    });
+    assert_success(&outputs, |rank| rank == 0);
 });
 
 nccl_test!(a_process_that_is_stopped_is_named_at_the_deadline, {

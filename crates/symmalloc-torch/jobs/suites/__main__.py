@@ -1,6 +1,6 @@
 """PyTorch's own tests on PyTorch's allocator and on symmalloc, test by test: none that passes natively may fail here.
 
-    python crates/symmalloc-torch/jobs/suites --gpus 2 --out suites
+    python crates/symmalloc-torch/jobs/suites --gpus 2 --at-once 12 --out suites
     python crates/symmalloc-torch/jobs/suites --suite op_db --only 'add|matmul'
 
     distributed    `torch.testing._internal.distributed.distributed_test`: NCCL, a rank on each GPU; with
@@ -38,6 +38,7 @@ NATIVE_RUNS = {"op_db": 2}
 class Options:
     suite: list[str]
     gpus: int
+    at_once: int
     only: str
     out: Path
     seconds: float
@@ -48,13 +49,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--suite", action="append", help=f"{', '.join(SUITES)}, or a file as worker.py wants it; all")
     parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="tests side by side; of those for one GPU, one on each at least")
     parser.add_argument("--only", default="", metavar="REGEX", help="tests whose names it is found in")
     parser.add_argument("--out", type=Path, default=Path("suites"))
     parser.add_argument("--seconds", type=float, default=300, help="that a test may take")
     parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="the same command goes on")
     options = Options(**vars(parser.parse_args()))
     options.out.mkdir(parents=True, exist_ok=True)
-    machine = Machine(options.gpus, options.seconds, time.monotonic() + options.budget)
+    machine = Machine(options.gpus, options.at_once, options.seconds, time.monotonic() + options.budget)
     try:
         compared = [compared_suite(suite, options, machine) for suite in options.suite or SUITES]
     except (OtherRun, WorkerFailed) as error:

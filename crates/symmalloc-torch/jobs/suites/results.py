@@ -70,6 +70,11 @@ class RunFile:
                 found[line["name"]] = Outcome(**{key: value for key, value in line.items() if key != "name"})
         return found
 
+    def without_outcome(self, names: list[str]) -> list[str]:
+        """Those of these tests that are left to run."""
+        known = self.outcomes()
+        return [name for name in names if name not in known]
+
     def running(self) -> str | None:
         """The test that began last, if it has no outcome."""
         running = None

@@ -43,6 +43,8 @@ class Machine:
     """How tests are run here."""
 
     gpus: int
+    at_once: int
+    """How many tests run side by side, at most. Each still has its GPUs: one, or all of them."""
     seconds: float
     """That a test may take."""
     deadline: float
@@ -83,7 +85,7 @@ class Run:
     def carry_out(self, names: list[str], machine: Machine, shares_gpus: bool) -> dict[str, Outcome]:
         """Runs what has no outcome yet, until the machine's time is over. With `shares_gpus` each test needs one GPU alone, and
         GPUs work side by side. Raises `OtherRun` and `WorkerFailed`."""
-        parts = machine.gpus if shares_gpus else 1
+        parts = max(machine.at_once, machine.gpus if shares_gpus else 1)
         files = [RunFile(self.path.with_suffix(f".{part}.jsonl")) for part in range(parts)]
         # Also with fewer or more GPUs than before.
         known = self._known()
@@ -92,7 +94,7 @@ class Run:
         left = [name for name in names if name not in known]
         with ThreadPoolExecutor(parts) as threads:
             works = [
-                threads.submit(self._work, file, left[part::parts], machine, part if shares_gpus else None)
+                threads.submit(self._work, file, left[part::parts], machine, part % machine.gpus if shares_gpus else None)
                 for part, file in enumerate(files)
             ]
             for work in works:
@@ -107,7 +109,7 @@ class Run:
 
     def _work(self, file: RunFile, names: list[str], machine: Machine, gpu: int | None) -> None:
         vain = 0
-        while left := [name for name in names if name not in file.outcomes()]:
+        while left := file.without_outcome(names):
             if machine.is_over():
                 return
             before = len(left)
@@ -117,8 +119,7 @@ class Run:
                 file.ended(running, Outcome(TIMEOUT, machine.seconds, f"no end after {machine.seconds:.0f} s"))
             elif running is not None and code is not None:
                 file.ended(running, Outcome(CRASHED, detail=_told(code)))
-            now = sum(name not in file.outcomes() for name in names)
-            vain = 0 if now < before else vain + 1
+            vain = 0 if len(file.without_outcome(names)) < before else vain + 1
             if vain > VAIN_STARTS_MAX:
                 log = file.path.with_suffix(".log")
                 raise WorkerFailed(f"workers of {self.suite} on {self.allocator} begin no test: see {log}")

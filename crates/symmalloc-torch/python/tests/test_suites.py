@@ -145,6 +145,12 @@ class Runs(unittest.TestCase):
         self.assertEqual(self.suites("--only", "^fine$|^last$|^skips$").returncode, 0)
         self.assertEqual(self.times("skips", "ours"), 1)
 
+    def test_tests_run_side_by_side_on_one_gpu(self) -> None:
+        done = self.suites("--only", "^fine$|^last$|^skips$", "--at-once", "3")
+        self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
+        parts = [RunFile(self.out / f"fake_suite-native-1.{part}.jsonl").outcomes() for part in range(3)]
+        self.assertEqual([list(part) for part in parts], [["fine"], ["skips"], ["last"]])
+
     def test_the_file_of_another_run_is_refused(self) -> None:
         self.assertEqual(self.suites("--only", "^fine$").returncode, 0)
         path = self.out / "fake_suite-native-1.0.jsonl"
