@@ -3,6 +3,7 @@
 
 use crate::process::{device, live, stub_test};
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::thread;
 use std::time::Duration;
 use stub_process::{Captured, while_captured};
@@ -15,7 +16,7 @@ const MIB: usize = 1 << 20;
 const LONG: Duration = Duration::from_secs(60);
 
 /// Everything that an allocator does with memory, from the first to the last.
-fn life(allocator: CudaAllocator) {
+fn life(allocator: &CudaAllocator) {
     let stream = allocator.device().context().default_stream();
     let other = allocator.register_host_stream().expect("ids are left");
     let small = allocator.alloc_zeroed::<u8>(&stream, MIB).expect("memory");
@@ -39,13 +40,13 @@ fn fixed() -> Config {
 }
 
 /// Each kind of backend, made and dropped.
-fn lives(device: &std::sync::Arc<CudaDevice>) {
-    life(CudaAllocator::new(device, Config::default()).expect("an allocator"));
-    life(CudaAllocator::new(device, fixed()).expect("an allocator"));
+fn lives(device: &Arc<CudaDevice>) {
+    life(&CudaAllocator::new(device, Config::default()).expect("an allocator"));
+    life(&CudaAllocator::new(device, fixed()).expect("an allocator"));
     let descending = CudaBackend::builder(device).descending_addresses(1 << 40).build().expect("a backend");
-    life(CudaAllocator::with_backend(descending, Config::default()).expect("an allocator"));
+    life(&CudaAllocator::with_backend(descending, Config::default()).expect("an allocator"));
     let ahead = CudaBackend::builder(device).prefetch_bytes(64 << 20).build().expect("a backend");
-    life(CudaAllocator::with_backend(ahead, Config::default()).expect("an allocator"));
+    life(&CudaAllocator::with_backend(ahead, Config::default()).expect("an allocator"));
     let pinned = PinnedAllocator::pinned(device, Config::default()).expect("an allocator");
     drop(pinned.alloc_host_zeroed::<u8>(MIB).expect("memory"));
 }

@@ -11,6 +11,7 @@ mod metrics;
 mod programs;
 mod sleep;
 mod sleep_deaths;
+mod sleep_faults;
 pub(crate) mod support;
 
 use std::sync::Mutex;
