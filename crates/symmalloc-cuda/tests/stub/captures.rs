@@ -1,7 +1,8 @@
 //! Another thread captures in the global mode, in which the driver forbids every thread what is no work of a stream. Memory comes and goes
 //! all the same, and the capture is not spoilt.
 
-use crate::process::{device, live, stub_test};
+use crate::process::{device, fail, heal, live, stub_test};
+use cudarc::driver::sys::{CUstreamCaptureMode, cuThreadExchangeStreamCaptureMode};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::thread;
@@ -80,4 +81,38 @@ stub_test!(memory_of_others_is_mapped_and_unmapped_while_another_device_has_the_
     };
     assert_eq!(while_captured(1, share), ((), Captured::Graph));
     assert_eq!(live().mappings, mappings);
+});
+
+/// Gives this thread a mode, and returns the one before.
+fn exchange(mut mode: CUstreamCaptureMode) -> CUstreamCaptureMode {
+    // SAFETY: valid for reading and writing.
+    unsafe { cuThreadExchangeStreamCaptureMode(&raw mut mode) }.result().expect("exchanged");
+    mode
+}
+
+stub_test!(a_thread_has_its_mode_again_also_after_calls_that_fail, {
+    let device = device();
+    let allocator = CudaAllocator::new(&device, Config::default()).expect("an allocator");
+    let stream = device.context().default_stream();
+    let _kept = allocator.alloc_zeroed::<u8>(&stream, MIB).expect("memory");
+    let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+    exchange(mode);
+    for call in ["cuMemCreate", "cuMemMap", "cuMemSetAccess"] {
+        fail(call, 0, 999);
+        allocator.allocate(&stream, 50 << 20).expect_err(call);
+        heal();
+        assert_eq!(exchange(mode), mode, "{call}");
+    }
+    fail("cuMemHostAlloc", 0, 999);
+    allocator.sleep(PoolId::DEFAULT, Contents::Keep).expect_err("no host memory");
+    fail("cuStreamSynchronize", 0, 999);
+    allocator.synchronize(&stream).expect_err("it fails");
+    fail("cuCtxSynchronize", 0, 999);
+    device.synchronize().expect_err("it fails");
+    heal();
+    {
+        let _relaxed = device.relax_capture();
+        let _again = device.relax_capture();
+    }
+    assert_eq!(exchange(mode), mode);
 });
