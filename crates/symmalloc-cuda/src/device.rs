@@ -4,7 +4,7 @@
 //! call that needs one is made inside of a [`CurrentContext`] guard, so that a thread's current context is the same before and
 //! after.
 
-use crate::driver::{Driver, attribute};
+use crate::driver::{Driver, RelaxedCapture, attribute};
 use crate::error::{CudaError, DriverError, INVALID_CONTEXT, INVALID_HANDLE, LoadError, NOT_INITIALIZED};
 use cudarc::driver::CudaContext;
 use cudarc::driver::sys::{CUcontext, CUdevice, CUstream};
@@ -180,9 +180,12 @@ impl CudaDevice {
     /// Blocks the host until all work given to the context so far is done.
     ///
     /// # Errors
-    /// When the driver refuses or reports that work failed.
+    /// When the driver refuses or reports that work failed. While a stream of the context is captured it refuses, and the capture is
+    /// invalid.
     pub fn synchronize(&self) -> Result<(), DriverError> {
         let _current = self.enter()?;
+        // For captures on other devices.
+        let _relaxed = self.relax_capture();
         // SAFETY: takes no pointers, and the context is current.
         unsafe { self.driver.context_synchronize() }
     }
@@ -232,6 +235,13 @@ impl CudaDevice {
 
     pub(crate) fn end_capture(&self) {
         self.captures.fetch_sub(1, Ordering::AcqRel);
+    }
+
+    /// Puts this thread into the relaxed capture mode until the guard is dropped. In the global mode, which threads begin in, the driver
+    /// refuses calls that are no work of a stream (to get memory, to ask or wait for an event) while any thread captures in that mode,
+    /// and the capture is invalid. So it is for calls that have nothing to do with what is captured.
+    pub fn relax_capture(&self) -> RelaxedCapture {
+        self.driver.relax_capture()
     }
 
     /// Makes the context current on this thread until the guard is dropped, for calls of other libraries that work in the

@@ -15,6 +15,8 @@ use crate::error::{DriverError, LoadError};
 use crate::library::Libcuda;
 use cudarc::driver::sys::{CUcontext, CUdevice, CUdeviceptr, CUevent, CUgraph, CUgraphExec, CUstream};
 use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
+use std::fmt;
+use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -233,24 +235,34 @@ impl Driver {
         CALLS.load(Ordering::Relaxed)
     }
 
-    /// Lets this thread make calls, until the guard is dropped, that a stream capture on it would otherwise forbid:
-    /// getting memory and events has nothing to do with what is captured.
-    pub(crate) fn relax_capture(&self) -> RelaxedCapture<'_> {
+    /// See [`CudaDevice::relax_capture`](crate::CudaDevice::relax_capture).
+    pub(crate) fn relax_capture(&'static self) -> RelaxedCapture {
         let mut mode = CAPTURE_RELAXED;
         // SAFETY: `mode` is valid for reading and writing.
         let exchanged = unsafe { self.exchange_capture_mode(&raw mut mode) };
-        RelaxedCapture { driver: self, before: exchanged.ok().map(|()| mode) }
+        // A driver that refuses this is lost, and the calls that follow say so.
+        RelaxedCapture { driver: self, before: exchanged.ok().map(|()| mode), thread: PhantomData }
     }
 }
 
-/// See [`Driver::relax_capture`].
-pub(crate) struct RelaxedCapture<'a> {
-    driver: &'a Driver,
+/// This thread makes calls that stream captures would otherwise forbid; dropped, its mode is the one before. See
+/// [`CudaDevice::relax_capture`](crate::CudaDevice::relax_capture).
+#[must_use = "the mode is relaxed only as long as this lives"]
+pub struct RelaxedCapture {
+    driver: &'static Driver,
     /// The thread's mode before; `None` when it could not be changed.
     before: Option<c_int>,
+    /// It is about this thread, and stays on it.
+    thread: PhantomData<*mut ()>,
 }
 
-impl Drop for RelaxedCapture<'_> {
+impl fmt::Debug for RelaxedCapture {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RelaxedCapture").field("before", &self.before).finish_non_exhaustive()
+    }
+}
+
+impl Drop for RelaxedCapture {
     fn drop(&mut self) {
         if let Some(mut mode) = self.before {
             // SAFETY: `mode` is valid for reading and writing, and a mode that the driver gave. It cannot fail then.

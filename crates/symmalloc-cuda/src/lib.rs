@@ -113,6 +113,7 @@ pub use buffers::{
 };
 pub use call_counters::DeviceCalls;
 pub use device::{CudaDevice, CurrentContext, DeviceFeatures, MemoryInfo};
+pub use driver::RelaxedCapture;
 pub use error::{CudaError, DriverError, DropError, DropErrors, LoadError};
 pub use graphs::{DeviceGraph, GraphCapture, GraphPool};
 pub use memory::{Access, ExportState, ImportedMemory, MemorySource, Peer};

@@ -2,9 +2,7 @@
 
 use cudarc::driver::CudaStream;
 use cudarc::driver::result;
-use cudarc::driver::sys::{
-    self, CUcontext, CUstreamCaptureMode_enum, CUstreamCaptureStatus_enum::CU_STREAM_CAPTURE_STATUS_NONE,
-};
+use cudarc::driver::sys::{CUcontext, CUstreamCaptureStatus_enum::CU_STREAM_CAPTURE_STATUS_NONE};
 use symmalloc_cuda::{CudaDevice, DriverError};
 
 /// The driver's refusal of this call.
@@ -41,11 +39,9 @@ pub(crate) fn is_captured_on(device: &CudaDevice, stream: &CudaStream) -> Result
     is_captured(stream)
 }
 
-/// Lets this thread ask the driver about events and streams while another one captures.
-pub(crate) fn relax_capture_mode() -> bool {
-    let mut mode = CUstreamCaptureMode_enum::CU_STREAM_CAPTURE_MODE_RELAXED;
-    // SAFETY: `mode` is valid for reading and writing.
-    unsafe { sys::cuThreadExchangeStreamCaptureMode(&raw mut mode) }.result().is_ok()
+/// Whether the driver only refuses because of a capture (900 to 908), perhaps of another library's.
+pub(crate) fn is_capture_in_the_way(error: &DriverError) -> bool {
+    matches!(error.code, 900..=908)
 }
 
 /// Ends the process at once, without the handlers of `exit`: the driver's waits for kernels that never end.

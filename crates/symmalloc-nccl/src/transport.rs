@@ -100,6 +100,7 @@ impl NcclTransport {
         let flight = self.comm.watched().flight();
         let end = flight.end_of(stream);
         let backoff = Backoff::new(self.comm.patience());
+        let _relaxed = self.comm.device().relax_capture();
         while !staging.event.try_is_complete().map_err(refused("cuEventQuery"))? {
             if backoff.waited() > ASK_NCCL_AFTER {
                 self.comm.check()?;

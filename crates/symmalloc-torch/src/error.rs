@@ -325,7 +325,7 @@ fn of_sleep_over_ranks(error: &symmalloc_nccl::SleepError) -> symmalloc_status {
         SleepError::Unknown(error) => of_unknown(error),
         SleepError::Disagreed { .. } | SleepError::Differ { .. } => symmalloc_status::SYMMALLOC_MISALIGNED,
         SleepError::Refused { ranks, .. } => of_obstacles(ranks),
-        SleepError::Held { .. } => symmalloc_status::SYMMALLOC_CUDA,
+        SleepError::Held { .. } | SleepError::Cuda { .. } => symmalloc_status::SYMMALLOC_CUDA,
         SleepError::NotAttached { .. } | SleepError::Capturing => symmalloc_status::SYMMALLOC_INVALID_STATE,
         _ => symmalloc_status::SYMMALLOC_NCCL,
     }

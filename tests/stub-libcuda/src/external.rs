@@ -235,10 +235,10 @@ pub extern "C" fn stub_unguard(guard: u64) {
     with(|state| state.guards.remove(&guard));
 }
 
-/// Whether a capture that this thread began forbids calls that are no work of a stream, which spoil it. 1: yes.
+/// Whether captures forbid this thread calls that are no work of a stream, which spoil them. 1: yes.
 #[unsafe(no_mangle)]
 pub extern "C" fn stub_capture_forbids() -> c_int {
-    c_int::from(with(State::spoil_capture))
+    c_int::from(with(State::spoil_captures))
 }
 
 /// Marks the keys of default streams that are one thread's own.

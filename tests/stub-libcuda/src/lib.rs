@@ -69,9 +69,10 @@ fn call_in_context(name: &'static str, mut act: impl FnMut(&mut State) -> Result
     call(name, |state| if device().is_none() { Err(INVALID_CONTEXT) } else { act(state) })
 }
 
-/// As [`call_in_context`], for calls that a thread-local capture on this thread forbids, and that spoil it.
+/// As [`call_in_context`], for calls that are unsafe during a capture: what this thread's mode does not allow is refused, and spoils the
+/// captures in the way.
 fn call_outside_capture(name: &'static str, mut act: impl FnMut(&mut State) -> Result<(), Code>) -> c_int {
-    call_in_context(name, |state| if state.spoil_capture() { Err(CAPTURE_UNSUPPORTED) } else { act(state) })
+    call_in_context(name, |state| if state.spoil_captures() { Err(CAPTURE_UNSUPPORTED) } else { act(state) })
 }
 
 /// The device of the current context.
@@ -167,6 +168,7 @@ stub! {
         Ok(())
     };
     call_outside_capture cuCtxSynchronize() |state| {
+        if state.spoil_captures_of(here()) { return Err(CAPTURE_UNSUPPORTED); }
         if !state.has_run_all(here()) { return Err(WAIT); }
         state.complete_all(here());
         Ok(())

@@ -52,7 +52,7 @@ pub struct Thread {
     pub number: u64,
     /// Stack of current contexts.
     pub contexts: Vec<usize>,
-    /// What captures forbid on this thread: 2 is nothing.
+    /// Which captures forbid this thread anything: 0, also global ones of others; 1, its own; 2, none.
     pub capture_mode: c_int,
     /// How often it made each call.
     pub calls: BTreeMap<&'static str, u64>,
@@ -346,16 +346,25 @@ impl State {
         self.next_handle
     }
 
-    /// Whether a capture on this thread forbids what is no work of a stream. It is spoilt then.
-    pub fn spoil_capture(&mut self) -> bool {
-        let is_relaxed = THREAD.with_borrow(|thread| thread.capture_mode == 2);
-        let thread = thread::current().id();
-        if is_relaxed {
-            return false;
+    /// Whether captures forbid this thread what is no work of a stream. They are spoilt then.
+    pub fn spoil_captures(&mut self) -> bool {
+        let mode = THREAD.with_borrow(|thread| thread.capture_mode);
+        let mut is_forbidden = false;
+        for capture in self.captures.values_mut().filter(|capture| capture.forbids(mode)) {
+            capture.is_valid = false;
+            is_forbidden = true;
         }
-        let Some(capture) = self.captures.values_mut().find(|capture| capture.minds(thread)) else { return false };
-        capture.is_valid = false;
-        true
+        is_forbidden
+    }
+
+    /// Whether streams of the device are captured, which nobody may wait for then, in whatever mode. Their captures are spoilt.
+    pub fn spoil_captures_of(&mut self, device: c_int) -> bool {
+        let of_device = |stream: &&Stream| stream.device == device;
+        let captures: Vec<u64> = self.streams.values().filter(of_device).filter_map(|stream| stream.capture).collect();
+        for id in &captures {
+            self.captures.get_mut(id).expect("under way").is_valid = false;
+        }
+        !captures.is_empty()
     }
 
     /// Makes a stream, and gives its handle. Work of a stream that had the handle before counts as done.

@@ -109,8 +109,8 @@ pub struct Capture {
     origin: u64,
     /// Who began it.
     thread: ThreadId,
-    /// Whether it forbids other threads, too, what it forbids its own.
-    is_global: bool,
+    /// Whom it forbids calls that are no work of a stream: 0, all threads; 1, its own; 2, nobody.
+    mode: c_int,
     /// Whether nothing forbidden happened so far.
     pub is_valid: bool,
     /// What was captured.
@@ -118,15 +118,20 @@ pub struct Capture {
 }
 
 impl Capture {
-    /// A capture of what is submitted to `origin`, by this thread. Mode 0 is global.
+    /// A capture of what is submitted to `origin`, by this thread.
     pub fn begin(origin: u64, mode: c_int) -> Self {
         let thread = std::thread::current().id();
-        Capture { origin, thread, is_global: mode == 0, is_valid: true, ops: Vec::new() }
+        Capture { origin, thread, mode, is_valid: true, ops: Vec::new() }
     }
 
-    /// Whether it minds what a thread does.
-    pub fn minds(&self, thread: ThreadId) -> bool {
-        self.is_global || self.thread == thread
+    /// Whether it forbids this thread, which is in this mode, what is no work of a stream: see `cuThreadExchangeStreamCaptureMode`.
+    pub fn forbids(&self, thread_mode: c_int) -> bool {
+        let is_own = self.thread == std::thread::current().id();
+        match thread_mode {
+            0 => self.mode == 0 || self.mode == 1 && is_own,
+            1 => self.mode != 2 && is_own,
+            _ => false,
+        }
     }
 }
 

@@ -174,7 +174,7 @@ pub fn unguard(guard: u64) {
     unsafe { (driver().unguard)(guard) };
 }
 
-/// Whether a capture on this thread forbids host calls; it is spoilt then.
+/// Whether captures forbid this thread host calls; they are spoilt then.
 pub fn capture_forbids() -> bool {
     // SAFETY: no pointers.
     unsafe { (driver().capture_forbids)() == 1 }

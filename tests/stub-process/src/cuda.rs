@@ -3,7 +3,7 @@
 use crate::library::symbol;
 use std::ffi::{CString, c_char, c_int};
 
-fn control<F: Copy>(name: &str) -> F {
+pub(crate) fn control<F: Copy>(name: &str) -> F {
     // SAFETY: the callers below name the symbols' types.
     unsafe { symbol(&["libcuda.so", "libcuda.so.1"], name) }
 }

@@ -10,11 +10,13 @@
 //!
 //! [`cuda`] and [`nccl`] are what a body asks the stubs, and tells them.
 
+mod captures;
 pub mod cuda;
 mod library;
 pub mod nccl;
 mod ranks;
 
+pub use captures::{Captured, while_captured};
 pub use library::Library;
 pub use ranks::{RankOutput, ranks};
 

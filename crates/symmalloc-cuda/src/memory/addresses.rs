@@ -61,6 +61,7 @@ impl Descending {
     pub(crate) fn new(device: Arc<CudaDevice>, size_bytes: u64, alignment_bytes: u64) -> Result<Self, DriverError> {
         let base = {
             let _current = device.enter()?;
+            let _relaxed = device.driver().relax_capture();
             reserve(&device, size_bytes, alignment_bytes)?
         };
         Ok(Descending { device, base, size_bytes, taken: Mutex::default() })
@@ -98,6 +99,7 @@ impl Descending {
 impl Drop for Descending {
     fn drop(&mut self) {
         let freed = self.device.enter().and_then(|_current| {
+            let _relaxed = self.device.driver().relax_capture();
             // SAFETY: reserved with this size. If a range was not given back, the driver refuses.
             unsafe { self.device.driver().address_free(self.base, self.size_bytes as usize) }
         });

@@ -35,6 +35,7 @@ impl ImportedMemory {
     /// When the driver refuses: sizes are multiples of its granularity.
     pub fn reserve(device: &Arc<CudaDevice>, size_bytes: u64) -> Result<Self, DriverError> {
         let _current = device.enter()?;
+        let _relaxed = device.driver().relax_capture();
         let mut base = 0;
         // SAFETY: `base` is valid for writing. 0: the driver's own alignment.
         unsafe { device.driver().address_reserve(&raw mut base, size_bytes as usize, 0, 0, 0) }?;
@@ -94,6 +95,7 @@ impl ImportedMemory {
     /// When the driver refuses.
     pub fn set_access(&self, access: Access) -> Result<(), DriverError> {
         let _current = self.device.enter()?;
+        let _relaxed = self.device.driver().relax_capture();
         let flags = match access {
             Access::Read => ACCESS_READ,
             Access::ReadWrite => ACCESS_READ_WRITE,

@@ -29,6 +29,7 @@ pub(super) fn supported_properties(
     let properties = |handle_types, gpu_direct_rdma| MemProperties::of(location, handle_types, gpu_direct_rdma);
     let candidates = [(posix_fd | fabric, rdma), (posix_fd, rdma), (posix_fd, 0), (0, 0)];
     let _current = device.enter()?;
+    let _relaxed = device.driver().relax_capture();
     let mut refusal = None;
     for (handle_types, gpu_direct_rdma) in candidates {
         let candidate = properties(handle_types, gpu_direct_rdma);

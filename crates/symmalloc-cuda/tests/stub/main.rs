@@ -3,6 +3,7 @@
 
 mod backend;
 mod buffers;
+mod captures;
 mod driver_errors;
 mod drops;
 mod graphs;

@@ -1,10 +1,11 @@
-//! Memory of one process in another one. Most tests are both in two threads; the last ones are two processes.
+//! Memory of one process in another one. Here both are threads; `processes.rs` has two processes.
+
+mod hostile;
+mod processes;
 
 use crate::process::{calls, device, fail, heal, live, stub_test};
 use cudarc::driver::{CudaStream, DevicePtr};
-use std::io::{Read, Write};
-use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::Path;
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -12,7 +13,7 @@ use symmalloc_core::config::PoolConfig;
 use symmalloc_core::op::Contents;
 use symmalloc_cuda::{
     Access, CudaAllocator, CudaBackend, CudaDevice, CudaError, DeviceBuffer, DriverError, Export, ExportState, Import,
-    ImportError, MessageError, Peer, ShareError,
+    ImportError, Peer, ShareError,
 };
 
 const LONG: Duration = Duration::from_secs(60);
@@ -432,166 +433,6 @@ stub_test!(peers_that_are_silent_or_gone_hold_nobody_up, {
     assert_eq!((descriptors(), export.report().peers.len()), (before, 0));
 });
 
-/// Receives bytes, and returns the descriptors that came with them.
-fn receive_with_files(socket: &UnixStream, bytes: &mut [u8]) -> Vec<std::os::fd::OwnedFd> {
-    use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
-    let mut space = [std::mem::MaybeUninit::uninit(); 256];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
-    let into = &mut [std::io::IoSliceMut::new(bytes)];
-    recvmsg(socket, into, &mut control, RecvFlags::CMSG_CLOEXEC).expect("a message");
-    let files = control.drain().filter_map(|part| match part {
-        RecvAncillaryMessage::ScmRights(files) => Some(files.collect::<Vec<_>>()),
-        _ => None,
-    });
-    files.flatten().collect()
-}
-
-/// What an importer says first.
-fn hello(device: &Arc<CudaDevice>) -> Vec<u8> {
-    let (near, mut far) = UnixStream::pair().expect("sockets");
-    let _gone = Import::attach(device, &near, Access::Read, Duration::from_millis(20));
-    let mut hello = vec![0; 36];
-    far.read_exact(&mut hello).expect("a hello");
-    hello
-}
-
-stub_test!(who_was_offered_the_memory_is_a_peer_and_is_told_also_when_the_exporter_gave_up, {
-    let device = device();
-    let trainer = Trainer::new(&device);
-    let export = trainer.weights.export().expect("exported");
-    let (ours, mut theirs) = UnixStream::pair().expect("sockets");
-    theirs.write_all(&hello(&device)).expect("sent");
-    // It may have mapped everything when the exporter gives up: the word that it is attached comes too late.
-    assert_eq!(export.serve(&ours, Access::Read, Duration::from_millis(50)), Err(ShareError::TimedOut));
-    let files = receive_with_files(&theirs, &mut [0; 32]);
-    assert_eq!((files.len(), export.report().peers.len()), (2, 1));
-    drop(export);
-    assert_eq!(trainer.weights.exports().len(), 1);
-    let word = || {
-        let mut word = [0; 8];
-        rustix::io::pread(&files[0], &mut word, 0).expect("the page");
-        u64::from_le_bytes(word)
-    };
-    assert_eq!(word(), 1, "live");
-    drop(trainer.layer);
-    assert_eq!(word(), 2 | 1 << 8, "the second allocation was freed");
-    drop(files);
-    assert_eq!(trainer.weights.exports(), [], "it has left");
-});
-
-stub_test!(an_exporter_whose_offer_cannot_be_taken_is_told, {
-    let device = device();
-    let trainer = Trainer::new(&device);
-    let offer = real_offer(&trainer.weights.export().expect("exported"), &device);
-    let (near, mut far) = UnixStream::pair().expect("sockets");
-    // Without its descriptors, as to a process that may have no more.
-    far.write_all(&offer).expect("sent");
-    let error = Import::attach(&device, &near, Access::Read, LONG).map(drop).expect_err("no descriptors");
-    assert_eq!(error, ShareError::Message(MessageError::Descriptors { got: 0, wanted: 2 }));
-    drop(near);
-    let mut said = Vec::new();
-    far.read_to_end(&mut said).expect("what it said");
-    assert_eq!(said[..36], hello(&device));
-    assert_eq!(said[36..], [3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], "it gave up");
-});
-
-/// What an exporter sends in an offer: header and body, and its descriptors stay here.
-fn real_offer(export: &Export, device: &Arc<CudaDevice>) -> Vec<u8> {
-    let (ours, theirs) = UnixStream::pair().expect("sockets");
-    let (near, mut far) = UnixStream::pair().expect("sockets");
-    thread::scope(|scope| {
-        let serving = scope.spawn(move || export.serve(&ours, Access::Read, LONG).expect_err("nobody attaches"));
-        // The importer's hello, as it sends it.
-        let asking = scope.spawn(move || Import::attach(device, &near, Access::Read, LONG).map(drop));
-        let mut hello = [0; 36];
-        far.read_exact(&mut hello).expect("a hello");
-        (&theirs).write_all(&hello).expect("sent");
-        let mut header = [0; 32];
-        (&theirs).read_exact(&mut header).expect("a header");
-        let length = u32::from_le_bytes(header[20..24].try_into().expect("four bytes"));
-        let mut body = vec![0; length as usize];
-        (&theirs).read_exact(&mut body).expect("a body");
-        drop((theirs, far));
-        assert_eq!(asking.join().expect("no panic"), Err(ShareError::HungUp));
-        assert_eq!(serving.join().expect("no panic"), ShareError::HungUp);
-        [&header[..], &body].concat()
-    })
-}
-
-/// What becomes of an importer that is sent these bytes with these descriptors.
-fn attach_to(bytes: &[u8], files: &[std::os::fd::BorrowedFd<'_>], device: &Arc<CudaDevice>) -> ShareError {
-    use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
-    let (near, far) = UnixStream::pair().expect("sockets");
-    let mut space = [std::mem::MaybeUninit::uninit(); 256];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    assert!(files.is_empty() || control.push(SendAncillaryMessage::ScmRights(files)));
-    let sent = sendmsg(&far, &[std::io::IoSlice::new(bytes)], &mut control, SendFlags::empty()).expect("sent");
-    assert_eq!(sent, bytes.len());
-    far.shutdown(std::net::Shutdown::Write).expect("shut");
-    Import::attach(device, &near, Access::Read, LONG).map(drop).expect_err("no exporter")
-}
-
-stub_test!(torn_and_hostile_offers_are_typed_errors_and_their_descriptors_are_closed, {
-    use std::os::fd::AsFd;
-    let device = device();
-    let trainer = Trainer::new(&device);
-    let export = trainer.weights.export().expect("exported");
-    let offer = real_offer(&export, &device);
-    let file = std::fs::File::open("/dev/null").expect("a file");
-    let (before, mappings) = (descriptors(), live());
-    let two = [file.as_fd(), file.as_fd()];
-    let mut seen = std::collections::BTreeSet::new();
-    for length in (1..offer.len()).step_by(3) {
-        assert_eq!(attach_to(&offer[..length], &two, &device), ShareError::HungUp, "{length} bytes");
-    }
-    for at in 0..offer.len() {
-        let mut changed = offer.clone();
-        changed[at] ^= 0x41;
-        let error = attach_to(&changed, &two, &device);
-        let is_typed = matches!(error, ShareError::Message(_) | ShareError::HungUp | ShareError::OtherVersion { .. });
-        assert!(is_typed, "byte {at}: {error}");
-        seen.insert(error.to_string());
-    }
-    assert!(seen.len() >= 5, "{seen:#?}");
-    // The right bytes with the wrong descriptors: too few, too many, and files that are no page.
-    let descriptors_of = |got| ShareError::Message(MessageError::Descriptors { got, wanted: 2 });
-    assert_eq!(attach_to(&offer, &[], &device), descriptors_of(0));
-    assert_eq!(attach_to(&offer, &[file.as_fd()], &device), descriptors_of(1));
-    assert_eq!(attach_to(&offer, &[file.as_fd(); 5], &device), descriptors_of(5));
-    assert_eq!(attach_to(&offer, &two, &device), ShareError::Message(MessageError::Descriptor));
-    assert_eq!(attach_to(&[0; 64], &two, &device), ShareError::Message(MessageError::Foreign));
-    assert_eq!((descriptors(), live()), (before, mappings));
-});
-
-stub_test!(hostile_importers_are_typed_errors, {
-    let device = device();
-    let trainer = Trainer::new(&device);
-    let export = trainer.weights.export().expect("exported");
-    let before = descriptors();
-    let serve = |bytes: &[u8]| {
-        let (ours, mut theirs) = UnixStream::pair().expect("sockets");
-        theirs.write_all(bytes).expect("sent");
-        theirs.shutdown(std::net::Shutdown::Write).expect("shut");
-        export.serve(&ours, Access::Read, LONG).expect_err("no importer")
-    };
-    assert_eq!(serve(&[]), ShareError::HungUp);
-    assert_eq!(serve(&[0xab; 36]), ShareError::Message(MessageError::Foreign));
-    let mut hello = hello(&device);
-    assert_eq!(serve(&hello), ShareError::HungUp);
-    let step = |words: [u32; 3]| {
-        let step: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
-        serve(&[&hello[..], &step].concat())
-    };
-    assert_eq!(step([1, 0, u32::MAX]), ShareError::Message(MessageError::Layout("batch")));
-    assert_eq!(step([1, u32::MAX, 1]), ShareError::Message(MessageError::Layout("batch")));
-    assert_eq!(step([1, 0, 0]), ShareError::Message(MessageError::Layout("batch")));
-    assert_eq!(step([7, 0, 0]), ShareError::Message(MessageError::Unexpected { kind: 7 }));
-    assert_eq!(step([3, 2, 0]), ShareError::PeerFailed { code: 2 });
-    hello[8] = 9;
-    assert_eq!(serve(&hello), ShareError::OtherVersion { theirs: 9, ours: 1 });
-    assert_eq!((descriptors(), export.report().peers.len()), (before, 0));
-});
-
 stub_test!(an_import_that_the_driver_does_not_take_back_is_kept_and_said, {
     let device = device();
     let trainer = Trainer::new(&device);
@@ -605,118 +446,4 @@ stub_test!(an_import_that_the_driver_does_not_take_back_is_kept_and_said, {
     let error = CudaError::Driver(DriverError { call: "cuCtxSynchronize", code: 719 });
     assert_eq!(import.detach(), Err(error));
     import.check().expect("still attached");
-});
-
-/// The exporter of the tests with two processes: it ends with `end` once an importer is attached.
-fn export_at(path: &Path, end: impl FnOnce(Trainer, Export)) {
-    let device = device();
-    // A channel, as a machine with a fabric shows it; where the stub has descriptors they are what is sent.
-    let channels = path.parent().expect("a folder");
-    let backend =
-        CudaBackend::builder(&device).chunk_bytes(2 << 20).imex_channels(channels).build().expect("a backend");
-    let allocator = CudaAllocator::with_backend(backend, Default::default()).expect("an allocator");
-    let trainer = Trainer::of(&allocator, PoolConfig::builder().build().expect("valid"));
-    let export = trainer.weights.export().expect("exported");
-    let waiting = path.with_extension("new");
-    let listener = UnixListener::bind(&waiting).expect("a socket");
-    std::fs::rename(&waiting, path).expect("in its place");
-    let (socket, _) = listener.accept().expect("an importer");
-    let peer = export.serve(&socket, Access::Read, LONG).expect("attached");
-    assert_ne!(peer.pid, std::process::id());
-    end(trainer, export);
-}
-
-fn import_from(path: &Path) -> (Arc<CudaDevice>, Import) {
-    let until = Instant::now() + LONG;
-    let socket = loop {
-        match UnixStream::connect(path) {
-            Ok(socket) => break socket,
-            Err(error) => assert!(Instant::now() < until, "{error}"),
-        }
-        thread::sleep(Duration::from_millis(5));
-    };
-    let device = device();
-    let import = Import::attach(&device, &socket, Access::Read, LONG).expect("attached");
-    (device, import)
-}
-
-fn until(what: impl Fn() -> bool) {
-    let until = Instant::now() + LONG;
-    while !what() {
-        assert!(Instant::now() < until, "it never comes");
-        thread::sleep(Duration::from_millis(5));
-    }
-}
-
-/// Rank 0 exports, rank 1 imports.
-fn processes(options: &[(&str, &str)], exporter: fn(&Path), importer: fn(&Path)) {
-    let folder = tempfile::tempdir().expect("a folder");
-    std::fs::write(folder.path().join("channel0"), []).expect("a file");
-    let place = folder.path().to_str().expect("plain").to_owned();
-    let options: Vec<_> = options.iter().copied().chain([("SHARE_TEST_FOLDER", &*place)]).collect();
-    let outputs = stub_process::ranks(2, &options, |rank| {
-        let folder = std::env::var("SHARE_TEST_FOLDER").expect("of the test");
-        let path = Path::new(&folder).join("socket");
-        if rank == 0 { exporter(&path) } else { importer(&path) }
-    });
-    for output in outputs.iter().filter(|output| output.rank == 1 || output.text.contains("panicked")) {
-        assert!(output.is_success, "rank {}:\n{}", output.rank, output.text);
-    }
-}
-
-fn exporter_that_is_killed(path: &Path) {
-    export_at(path, |trainer, export| {
-        std::mem::forget((trainer, export));
-        // SAFETY: this process.
-        unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
-    });
-}
-
-fn importer_that_goes_on(path: &Path) {
-    let (device, import) = import_from(path);
-    let stream = device.context().new_stream().expect("a stream");
-    assert_eq!((live().device_bytes, live().imports), (0, 5), "memory of the other process");
-    until(|| !import.report().exporter_is_alive);
-    import.check().expect("an exporter that is gone writes no more");
-    assert_eq!(content(&import, "embedding", &stream), vec![1; 3 * MIB]);
-    assert_eq!(content(&import, "layer", &stream), vec![2; 1000]);
-    drop(import);
-    assert_eq!((live().ranges, live().mappings, live().imports), (0, 0, 0));
-}
-
-stub_test!(an_importer_outlives_an_exporter_that_is_killed, {
-    processes(&[], exporter_that_is_killed, importer_that_goes_on);
-});
-
-stub_test!(fabric_handles_are_used_where_there_are_no_descriptors, ["STUB_NO_POSIX_FD" = "1"], {
-    fn exporter(path: &Path) {
-        export_at(path, |trainer, export| {
-            until(|| export.report().peers.is_empty());
-            drop(trainer);
-        });
-    }
-    fn importer(path: &Path) {
-        let (device, import) = import_from(path);
-        let stream = device.context().new_stream().expect("a stream");
-        assert_eq!(content(&import, "embedding", &stream), vec![1; 3 * MIB]);
-        assert_eq!(content(&import, "layer", &stream), vec![2; 1000]);
-    }
-    processes(&[], exporter, importer);
-});
-
-stub_test!(an_importer_in_another_process_learns_of_frees, {
-    fn exporter(path: &Path) {
-        export_at(path, |trainer, export| {
-            assert_eq!(export.report().peers.len(), 1);
-            drop(trainer.layer);
-            until(|| export.report().peers.is_empty());
-        });
-    }
-    fn importer(path: &Path) {
-        let (_device, import) = import_from(path);
-        until(|| import.check().is_err());
-        let stale = ImportError::Stale { state: ExportState::Freed(1), allocation: Some("layer".into()) };
-        assert_eq!(import.check(), Err(stale));
-    }
-    processes(&[], exporter, importer);
 });

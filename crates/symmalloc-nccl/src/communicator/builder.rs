@@ -283,6 +283,7 @@ fn abort_when_back(caller: Receiver<Answer>, device: &Arc<CudaDevice>, nccl: &'s
     let _started = threads::run(move || {
         let (_answer, comm) = (caller.recv(), new.comm());
         if let (Some(comm), Ok(_current)) = (comm, device.enter()) {
+            let _relaxed = device.relax_capture();
             let _aborted = nccl.calls().abort(comm);
         }
     });

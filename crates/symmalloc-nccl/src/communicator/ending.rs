@@ -20,6 +20,7 @@ use super::state::{CommState, Stage};
 use super::threads::{self, Answer, Kept};
 use crate::backoff::Backoff;
 use crate::calls::{CallProgress, Calls};
+use crate::driver;
 use crate::error::CommError;
 use crate::handles::{CommHandle, RegistrationHandle, WindowHandle};
 use crate::version::Capability;
@@ -27,6 +28,7 @@ use crate::watch;
 use std::ffi::CStr;
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
+use std::thread;
 use std::time::Duration;
 use symmalloc_cuda::CudaDevice;
 use symmalloc_watchdog::FailureReport;
@@ -35,6 +37,8 @@ use symmalloc_watchdog::FailureReport;
 pub(super) const ABORT_LIMIT: Duration = Duration::from_secs(5);
 /// How long an error waits for the abort that follows from it.
 pub(super) const GRACE: Duration = Duration::from_millis(250);
+/// How often it is looked whether a capture has ended.
+const LOOK: Duration = Duration::from_millis(20);
 
 /// What is going on when a communicator is ended.
 pub(super) enum Ending {
@@ -99,6 +103,7 @@ pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option
     let started = threads::run(move || {
         // Without a context there is no device left to end anything on.
         if let Ok(_current) = device.enter() {
+            let _relaxed = device.relax_capture();
             end(ending, &remains, revokes, &device);
             for one in &remains {
                 lock(&one.life).state = CommState::Aborted;
@@ -119,7 +124,7 @@ fn tell(shared: &Shared, cause: Option<&Arc<CommError>>) {
     let Some(watched) = shared.watched.get() else { return };
     let text = match cause {
         Some(cause) => cause.to_string(),
-        None if std::thread::panicking() => "its thread panicked".to_owned(),
+        None if thread::panicking() => "its thread panicked".to_owned(),
         None => "its program aborted the communicator".to_owned(),
     };
     let first_rank = match cause.map(|cause| &**cause) {
@@ -160,8 +165,10 @@ fn end(ending: Ending, remains: &[Remains], revokes: bool, device: &CudaDevice) 
     };
     if revoked && remains.iter().any(|one| !one.windows.is_empty()) {
         // The revoke has stopped all kernels but symmetric ones. While one of these waits for a dead peer, this waits as well:
-        // nothing may be taken from under it.
-        let _done = device.synchronize();
+        // nothing may be taken from under it. So it does while a stream is captured, for which the driver refuses to wait.
+        while device.synchronize().is_err_and(|error| driver::is_capture_in_the_way(&error)) {
+            thread::sleep(LOOK);
+        }
     }
     for one in remains {
         if revoked {

@@ -110,7 +110,11 @@ pub(super) fn start(
     let (device, refused) = (Arc::clone(device), sender.clone());
     let started = run(move || {
         let answer = match device.enter() {
-            Ok(_current) => call().map_err(CallError::Nccl),
+            Ok(_current) => {
+                // NCCL waits for streams of its own, before 2.30.7 in whatever mode its caller is.
+                let _relaxed = device.relax_capture();
+                call().map_err(CallError::Nccl)
+            }
             Err(error) => Err(CallError::Driver(error)),
         };
         drop(kept);

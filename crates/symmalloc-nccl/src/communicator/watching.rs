@@ -15,6 +15,7 @@ use std::borrow::Cow;
 use std::slice::from_mut;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
+use symmalloc_cuda::RelaxedCapture;
 use symmalloc_watchdog::CommunicatorId;
 
 /// Work that the program gives to a stream by itself: it is in its stream when this is dropped. See
@@ -46,6 +47,7 @@ impl Communicator {
         let end = flight.end_of(stream);
         event.record(stream).map_err(refused("cuEventRecord"))?;
         let backoff = Backoff::new(FOR_EVER);
+        let _relaxed = self.device().relax_capture();
         while !event.try_is_complete().map_err(refused("cuEventQuery"))? {
             self.check_failure()?;
             backoff.pause();
@@ -196,5 +198,9 @@ impl Watchable for Shared {
 
     fn condition(&self) -> String {
         self.state().to_string()
+    }
+
+    fn relax_capture(&self) -> RelaxedCapture {
+        self.device.relax_capture()
     }
 }

@@ -98,8 +98,10 @@ impl<'a> Run<'a> {
         if self.is_held() {
             return Err(self.unseen(Obstacle::Lost));
         }
-        if allocator.is_capturing().unwrap_or(true) {
-            return Err(self.unseen(Obstacle::Capturing));
+        match allocator.is_capturing() {
+            Ok(false) => {}
+            Ok(true) => return Err(self.unseen(Obstacle::Capturing)),
+            Err(error) => return Err(self.unseen(Obstacle::Stream { code: code_of(&error) })),
         }
         // The others wait in `Decide` meanwhile, for as long as the deadline.
         let waited = self.over().deadline() / 2;

@@ -10,6 +10,7 @@ use std::time::Duration;
 use symmalloc_agreement::{Disagreement, RankSet};
 use symmalloc_core::PoolId;
 use symmalloc_core::errors::UnknownError;
+use symmalloc_cuda::CudaError;
 use thiserror::Error;
 
 /// A pool sleeps, on all ranks.
@@ -137,8 +138,8 @@ pub enum Obstacle {
     /// Another thread does it.
     #[error("another sleep or wake of the pool is under way in another thread")]
     Busy,
-    /// A stream could not be waited for.
-    #[error("a stream could not be waited for, the driver returned {code}")]
+    /// A stream could not be asked whether it is captured, or not be waited for.
+    #[error("a stream could not be asked or waited for, the driver returned {code}")]
     Stream {
         /// The driver's code.
         code: i32,
@@ -228,6 +229,14 @@ pub enum SleepError {
     /// A graph is being captured, into which the ranks' talk must not come. Nothing was said to other ranks, which wait for this one.
     #[error("a graph is being captured: end the capture before the pool sleeps or wakes")]
     Capturing,
+    /// The driver does not say whether a graph is being captured. Nothing was said to other ranks, which wait for this one.
+    #[error("communicator \"{communicator}\": {error}")]
+    Cuda {
+        /// The communicator.
+        communicator: String,
+        /// What the driver says.
+        error: CudaError,
+    },
     /// The communicator had ended. The pool is as it was.
     #[error("communicator \"{communicator}\" is {state}: connect a new one, attach the pool, and take that")]
     Gone {

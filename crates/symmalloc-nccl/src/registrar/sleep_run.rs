@@ -77,11 +77,13 @@ impl Registrar {
             }
             _ => SleepError::NotAttached { communicator: over.name().to_owned(), pool },
         })?;
-        if self.allocator.is_capturing().unwrap_or(true) {
-            self.note(pool, asked);
-            return Err(SleepError::Capturing);
-        }
-        Ok(members)
+        let refusal = match self.allocator.is_capturing() {
+            Ok(false) => return Ok(members),
+            Ok(true) => SleepError::Capturing,
+            Err(error) => SleepError::Cuda { communicator: over.name().to_owned(), error },
+        };
+        self.note(pool, asked);
+        Err(refusal)
     }
 
     fn members_of(&self, over: &Communicator, pool: PoolId) -> Result<Vec<Arc<Attachment>>, SyncError> {

@@ -12,7 +12,7 @@ use super::registry;
 use super::watched::Watched;
 use crate::driver::{self, refused};
 use cudarc::driver::CudaEvent;
-use symmalloc_cuda::DriverError;
+use symmalloc_cuda::{DriverError, RelaxedCapture};
 
 /// Starts the thread, once.
 pub(super) fn start() {
@@ -26,12 +26,12 @@ pub(super) fn start() {
 }
 
 fn run() {
-    let mut is_relaxed = false;
+    let mut relaxed: Option<RelaxedCapture> = None;
     loop {
         std::thread::sleep(LOOK);
         for watched in registry::all() {
-            is_relaxed = is_relaxed || driver::relax_capture_mode();
-            if !is_relaxed || watched.is_over() {
+            relaxed = relaxed.or_else(|| Some(watched.communicator()?.relax_capture()));
+            if relaxed.is_none() || watched.is_over() {
                 drop(std::mem::take(&mut *watched.marks()));
                 continue;
             }
@@ -62,10 +62,9 @@ fn ask(watched: &Watched) {
     }
 }
 
-/// Whether the driver only refuses for now: memory is missing (2), or a capture, perhaps of another library's, is in the way (900 to
-/// 908). The device is not lost.
+/// Whether the driver only refuses for now: memory is missing (2), or a capture is in the way. The device is not lost.
 fn is_passing(error: &DriverError) -> bool {
-    matches!(error.code, 2 | 900..=908)
+    error.code == 2 || driver::is_capture_in_the_way(error)
 }
 
 fn is_past(event: &CudaEvent) -> Result<bool, DriverError> {

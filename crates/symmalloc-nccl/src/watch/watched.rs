@@ -9,6 +9,7 @@ use crate::unique_id::UniqueId;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
+use symmalloc_cuda::RelaxedCapture;
 use symmalloc_watchdog::{CollectiveRecord, CommunicatorId, CommunicatorRecord, Member, PeerRecord, RankId};
 
 /// What the watchdog asks of a communicator. Called on threads of its own, which it may keep for ever.
@@ -24,6 +25,9 @@ pub(crate) trait Watchable: Send + Sync {
 
     /// What became of it: "ready", "aborted".
     fn condition(&self) -> String;
+
+    /// Lets this thread ask about streams and events while another one captures.
+    fn relax_capture(&self) -> RelaxedCapture;
 }
 
 /// A meeting of processes, and one's number in it: ranks may be threads of one process.

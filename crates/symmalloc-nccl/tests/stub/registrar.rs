@@ -1,5 +1,6 @@
 //! The registrar on the stubs: what is registered when, on which communicators, and when memory goes back.
 
+mod captures;
 mod costs;
 mod divergence;
 mod events;
@@ -10,6 +11,7 @@ mod metrics;
 mod programs;
 mod sleep;
 mod sleep_deaths;
+mod sleep_faults;
 pub(crate) mod support;
 
 use std::sync::Mutex;

@@ -10,7 +10,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 use symmalloc_cuda::{Channel, ShareError};
@@ -19,6 +19,8 @@ use symmalloc_cuda::{Channel, ShareError};
 const PATIENCE: Duration = Duration::from_secs(30);
 /// How long the system is left alone that has no descriptor for a connection.
 const PAUSE: Duration = Duration::from_millis(100);
+/// Threads that answer. While each has one that is slow to read, the others wait in the socket's queue.
+const ANSWERING: usize = 8;
 const TICKET_BYTES: usize = 16;
 
 /// The name of this process's socket, and the process. A child that was forked has none.
@@ -39,21 +41,27 @@ pub(super) fn serve(export: Export) -> Result<String, Error> {
     // Nobody is to guess it, and two processes of one number in different containers have different ones.
     let name = format!("symmalloc-{process}-{:016x}", RandomState::new().build_hasher().finish());
     let listener = SocketAddr::from_abstract_name(&name).and_then(|address| UnixListener::bind_addr(&address));
-    let listener = listener.map_err(Error::Sharing)?;
-    let accept = move || answer_all(listener.incoming(), export);
-    thread::Builder::new().name("symmalloc-share".to_owned()).spawn(accept).map_err(Error::Sharing)?;
+    let listener = Arc::new(listener.map_err(Error::Sharing)?);
+    let start = || {
+        let listener = Arc::clone(&listener);
+        let accept = move || answer_all(listener.incoming(), export);
+        thread::Builder::new().name("symmalloc-share".to_owned()).spawn(accept)
+    };
+    start().map_err(Error::Sharing)?;
+    // Where the system refuses one, those before answer everybody.
+    let _started = (1..ANSWERING).try_for_each(|_| start().map(drop));
     Ok(served.insert((process, name)).1.clone())
 }
 
-/// Answers each on a thread of its own: one that does not read does not keep the others waiting.
+/// Answers one after the other, for ever.
 fn answer_all(connections: impl Iterator<Item = io::Result<UnixStream>>, export: Export) {
     for connection in connections {
-        let answering = connection.and_then(|stream| {
-            thread::Builder::new().name("symmalloc-share".to_owned()).spawn(move || answer(&stream, export))
-        });
-        if let Err(error) = answering {
-            tracing::warn!(name: "sharing.unanswered", target: "symmalloc", %error);
-            thread::sleep(PAUSE);
+        match connection {
+            Ok(stream) => answer(&stream, export),
+            Err(error) => {
+                tracing::warn!(name: "sharing.unanswered", target: "symmalloc", %error);
+                thread::sleep(PAUSE);
+            }
         }
     }
 }

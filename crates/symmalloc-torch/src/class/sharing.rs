@@ -3,7 +3,7 @@
 //! ```text
 //!  owner                                                     another process
 //!  share(pointer) ─► "symmalloc 1 SOCKET number:bytes ..."  ═══ a queue of the program's ═══►  open(text)
-//!  a thread at SOCKET  ◄─────────────────────────── numbers ──────────────────────────────────  connects
+//!  threads at SOCKET   ◄─────────────────────────── numbers ──────────────────────────────────  connects
 //!        └─ exports the chunks ─────────────────── descriptors ─────────────────────────────►  maps them
 //! ```
 //!
@@ -22,7 +22,7 @@ use crate::status::symmalloc_status;
 use std::collections::BTreeMap;
 use std::ffi::{c_char, c_void};
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use symmalloc_cuda::{Access, CudaDevice, CudaError, ImportedMemory};
 
 /// Makes a text by which another process opens the memory of a live allocation, and says where in it the allocation is. Release the
@@ -92,12 +92,29 @@ pub unsafe extern "C" fn symmalloc_torch_open(
 }
 
 fn open(device: i32, text: &str) -> Result<Arc<OpenedMemory>, Error> {
-    let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
     let key = (device, text.to_owned());
-    if let Some(opened) = open.get(&key).and_then(Weak::upgrade) {
+    if let Some(opened) = lock().get(&key).and_then(Weak::upgrade) {
         return Ok(opened);
     }
+    // Without the lock: the owner may be slow, and others need not wait for it.
+    let opened = Arc::new(OpenedMemory { memory: import(device, text)? });
+    let mut open = lock();
     open.retain(|_, opened| opened.strong_count() > 0);
+    if let Some(first) = open.get(&key).and_then(Weak::upgrade) {
+        // Another thread was faster. Giving this one back waits for the device.
+        drop(open);
+        return Ok(first);
+    }
+    open.insert(key, Arc::downgrade(&opened));
+    Ok(opened)
+}
+
+fn lock() -> MutexGuard<'static, BTreeMap<(i32, String), Weak<OpenedMemory>>> {
+    OPEN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Maps the memory of a text, which its owner is asked for.
+fn import(device: i32, text: &str) -> Result<ImportedMemory, Error> {
     let not_ours = || Error::NotSharedMemory { text: text.chars().take(40).collect() };
     let mut words = text.split(' ');
     if (words.next(), words.next()) != (Some("symmalloc"), Some("1")) {
@@ -116,9 +133,7 @@ fn open(device: i32, text: &str) -> Result<Arc<OpenedMemory>, Error> {
         Ok(())
     })?;
     memory.set_access(Access::ReadWrite).map_err(CudaError::from)?;
-    let opened = Arc::new(OpenedMemory { memory });
-    open.insert(key, Arc::downgrade(&opened));
-    Ok(opened)
+    Ok(memory)
 }
 
 /// Gives one use of opened memory up; after the last it is unmapped, when all work of the device is done.

@@ -1,7 +1,7 @@
 //! The calls of our class for PyTorch, as its C++ makes them.
 
 use crate::library::*;
-use std::ffi::{c_char, c_void};
+use std::ffi::c_void;
 use std::ptr::{null, null_mut};
 use std::sync::Mutex;
 use symmalloc_import::{ReadOptions, read_path};
@@ -11,7 +11,7 @@ use symmalloc_trace::RecordLine;
 const A: (u64, u64) = (0, 7);
 
 #[track_caller]
-fn allocate(bytes: usize, stream: *mut c_void, inherited: u64) -> Pointer {
+pub(crate) fn allocate(bytes: usize, stream: *mut c_void, inherited: u64) -> Pointer {
     let mut out = null_mut();
     // SAFETY: a stream that lives, and a place for the answer.
     done(unsafe { symmalloc_torch_allocate(0, bytes, stream, inherited, &raw mut out) });
@@ -20,7 +20,7 @@ fn allocate(bytes: usize, stream: *mut c_void, inherited: u64) -> Pointer {
 
 /// Frees, and returns the size of the block.
 #[track_caller]
-fn free(pointer: Pointer) -> u64 {
+pub(crate) fn free(pointer: Pointer) -> u64 {
     let mut bytes = 0;
     // SAFETY: a place for the answer.
     done(unsafe { symmalloc_torch_deallocate(0, pointer as *mut c_void, &raw mut bytes) });
@@ -344,95 +344,6 @@ stub_test!(a_listener_hears_of_memory_after_it_came_and_before_it_goes, {
     unsafe { symmalloc_torch_on_memory(None) };
     allocate(5 * MIB, null_mut(), 0);
     assert_eq!(CHANGES.lock().expect("no panic").len(), 3);
-});
-
-fn shared(pointer: Pointer) -> Result<(String, u64), symmalloc_status> {
-    let (mut text, mut offset) = (null_mut::<c_char>(), 0);
-    // SAFETY: places for the answers.
-    match unsafe { symmalloc_torch_share(pointer as *mut c_void, &raw mut text, &raw mut offset) } {
-        SYMMALLOC_OK => Ok((taken(text), offset)),
-        status => Err(status),
-    }
-}
-
-fn opened(text: &str) -> Result<(Pointer, *const OpenedMemory), symmalloc_status> {
-    let (text, mut base, mut opened) = (c_text(text), null_mut(), null());
-    // SAFETY: a C string, and places for the answers.
-    match unsafe { symmalloc_torch_open(0, text.as_ptr(), &raw mut base, &raw mut opened) } {
-        SYMMALLOC_OK => Ok((base as Pointer, opened)),
-        status => Err(status),
-    }
-}
-
-stub_test!(memory_is_opened_by_its_text_and_ends_with_its_owner, {
-    let small = allocate(512, null_mut(), 0);
-    let large = allocate(50 * MIB, null_mut(), 0);
-    let (text, offset) = shared(large).expect("shared");
-    let (again, _) = shared(large).expect("shared");
-    assert_eq!(text, again, "the same memory has the same name");
-    let (base, handle) = opened(&text).expect("opened");
-    let (same, second) = opened(&text).expect("opened");
-    assert_eq!((base, handle), (same, second));
-    // Three chunks one behind the other: the memory is the same at other addresses.
-    let last = 50 * MIB - 8;
-    // SAFETY: memory of the stub's, which the host can write, within what was allocated and opened.
-    unsafe { ((large + last) as *mut u64).write(0x5eed) };
-    // SAFETY: as above.
-    assert_eq!(unsafe { ((base + offset as usize + last) as *const u64).read() }, 0x5eed);
-    assert_ne!(base + offset as usize, large);
-    for handle in [handle, second] {
-        // SAFETY: opened above, and not used after this.
-        unsafe { symmalloc_torch_close(handle) };
-    }
-    free(large);
-    done(symmalloc_torch_trim(0, 0));
-    assert_eq!(opened(&text).expect_err("it is gone"), SYMMALLOC_INVALID_STATE);
-    assert!(message().contains("keep the tensor in the process that sent it"), "{}", message());
-    let too_large = format!("symmalloc 1 x 1:{} 2:{}", u64::MAX, 2 * MIB + 1);
-    for wrong in ["", "symmalloc 2 x", "symmalloc 1 x", "symmalloc 1 x 1:y", &too_large, "cuda"] {
-        assert_eq!(opened(wrong).expect_err("no text of ours"), SYMMALLOC_INVALID_ARGUMENT, "{wrong}");
-    }
-    assert_eq!(opened("symmalloc 1 nobody 1:2097152").expect_err("nobody is there"), SYMMALLOC_IO);
-    assert_eq!(shared(large).expect_err("it was freed"), SYMMALLOC_UNKNOWN_POINTER);
-    free(small);
-});
-
-fn descriptors() -> usize {
-    std::fs::read_dir("/proc/self/fd").expect("a list").count() - 1
-}
-
-stub_test!(memory_of_many_chunks_needs_few_descriptors_and_none_is_left_however_often_it_is_opened, {
-    let large = allocate(600 * MIB, null_mut(), 0);
-    let (text, _) = shared(large).expect("shared");
-    assert!(text.split(' ').count() > 3 + 25, "{text}");
-    let begun = std::time::Instant::now();
-    // A thread that has answered may be about to end.
-    let settle = |most: usize| {
-        while descriptors() > most && begun.elapsed() < std::time::Duration::from_secs(60) {
-            std::thread::yield_now();
-        }
-    };
-    let mut before = (usize::MAX, live());
-    for round in 0..1000 {
-        if round == 1 {
-            before = (descriptors(), live());
-            let most = libc::rlimit { rlim_cur: before.0 as u64 + 12, rlim_max: before.0 as u64 + 12 };
-            // SAFETY: a valid limit.
-            assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const most) }, 0);
-        }
-        let (_, handle) = opened(&text).unwrap_or_else(|_| panic!("{round}: {}", message()));
-        // SAFETY: opened above, and not used after this.
-        unsafe { symmalloc_torch_close(handle) };
-        settle(before.0);
-    }
-    assert!(descriptors() <= before.0, "{} and {} before", descriptors(), before.0);
-    assert_eq!(live(), before.1);
-});
-
-stub_test!(memory_without_descriptors_is_not_shared, ["STUB_NO_VMM" = "1", "SYMMALLOC_CONF" = "segments:fixed"], {
-    let tensor = allocate(512, null_mut(), 0);
-    assert_eq!(shared(tensor).expect_err("no descriptors"), SYMMALLOC_INVALID_STATE);
-    assert!(message().contains("file descriptors"), "{}", message());
 });
 
 stub_test!(a_device_that_was_never_used_has_counts_of_zero, {

@@ -10,6 +10,7 @@ mod pools;
 mod registrar;
 mod runtimes;
 mod scopes;
+mod sharing;
 mod sleep;
 mod steps;
 mod threads;

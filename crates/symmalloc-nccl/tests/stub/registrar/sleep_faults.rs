@@ -1,0 +1,276 @@
+//! Calls that fail or hang at any point of a sleep and a wake over ranks end as the tables of `docs/sleep-protocol.md` say.
+
+use super::support::{IMPATIENT, Job, MIB, Rank};
+use std::sync::Mutex;
+use std::time::Instant;
+use stub_process::{cuda, nccl, nccl_test};
+use symmalloc_core::PoolId;
+use symmalloc_core::op::Contents;
+use symmalloc_core::sleep::Phase;
+use symmalloc_cuda::DeviceBuffer;
+use symmalloc_nccl::{CommState, Communicator, Obstacle, Registration, SleepError, SleepStep, UniqueId};
+
+/// What strikes.
+#[derive(Clone, Copy, Debug)]
+enum Fault {
+    /// The n-th call of NCCL's on rank 1 fails.
+    Fails(&'static str, u64),
+    /// It never comes to the other ranks.
+    Hangs(&'static str, u64),
+    /// The n-th call of the driver's on rank 1 fails.
+    Driver(&'static str, u64),
+}
+
+/// How a rank came out of a sleep and a wake.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum End {
+    Done,
+    Sleep(String),
+    Wake(String),
+}
+
+/// A sleep and a wake with a fault in one of them. Each rank is where the tables say, and the pool heals over a new communicator. Says how
+/// the ranks came out; `None` when nothing failed on any.
+fn strike(fault: Fault) -> Option<Vec<End>> {
+    let (before, shared) = (cuda::live().device_bytes, Mutex::new(None));
+    let ends = Job::new(2).impatient().run(|it| {
+        let other = it.world.split(Some(0), 0).expect("all ranks come").expect("with a color");
+        let pool = it.attached_pool();
+        it.registrar.attach(&other, &[pool.id()], Registration::Windows).expect("another communicator");
+        let mut tensors: Vec<_> = [20, 30].map(|size| it.take(&pool, size * MIB)).into();
+        it.registrar.sync(&[&it.world, &other]).expect("all ranks did the same");
+        it.meet();
+        if it.rank == 0 {
+            match fault {
+                Fault::Fails(call, nth) => nccl::fail(call, Some(1), nth, 3),
+                Fault::Hangs(call, nth) => nccl::hang(call, Some(1), nth),
+                Fault::Driver(call, nth) => cuda::fail_elsewhere(call, nth, 719),
+            }
+        }
+        it.meet();
+        let begun = Instant::now();
+        let end = sleep_and_wake(it, &other, pool.id(), fault);
+        assert!(begun.elapsed() < 40 * IMPATIENT, "{fault:?}: {:?}", begun.elapsed());
+        it.check();
+        it.meet();
+        if it.rank == 0 {
+            nccl::heal();
+            cuda::heal();
+        }
+        it.meet();
+        heal(it, &other, pool.id(), &mut tensors, &shared, fault);
+        end
+    });
+    nccl::assert_clean();
+    let live = nccl::live();
+    assert_eq!((live.communicators, live.windows, live.kept_rounds), (0, 0, 0), "{fault:?}");
+    // A window that NCCL does not give back stays its own, on the one rank.
+    let is_refused = matches!(fault, Fault::Fails("ncclCommWindowDeregister", _));
+    let kept = cuda::live().device_bytes - before;
+    assert!(kept == 0 || is_refused && kept <= 50 * MIB, "{fault:?}: {kept} bytes of device memory are left");
+    ends.iter().any(|end| *end != End::Done).then_some(ends)
+}
+
+/// The two ops, and what the tables say of each rank afterwards.
+fn sleep_and_wake(it: &Rank, other: &Communicator, pool: PoolId, fault: Fault) -> End {
+    let phase = || it.registrar.phase(pool).expect("it exists");
+    let is_ready = |comm: &Communicator| comm.state() == CommState::Ready;
+    match it.registrar.sleep(&it.world, pool, Contents::Drop) {
+        Ok(_) => assert_eq!(phase(), Phase::Asleep, "{fault:?}"),
+        Err(error) => {
+            let is_asleep = match &error {
+                SleepError::Refused { .. } | SleepError::Broken { step: SleepStep::Agree | SleepStep::Decide, .. } => {
+                    false
+                }
+                SleepError::Broken { step: SleepStep::Check, .. } | SleepError::Held { .. } => true,
+                error => panic!("{fault:?}: {error}"),
+            };
+            assert_eq!(phase() != Phase::Awake, is_asleep, "{fault:?}: {error}");
+            match &error {
+                // Nothing was done.
+                SleepError::Refused { .. } => assert!(is_ready(&it.world) && is_ready(other), "{fault:?}: {error}"),
+                SleepError::Broken { step: SleepStep::Decide, .. } => {
+                    // Others may sleep: nobody may use windows that have no counterpart.
+                    assert!(!is_ready(&it.world) && !is_ready(other), "{fault:?}: {error}");
+                }
+                SleepError::Broken { .. } => assert!(!is_ready(&it.world), "{fault:?}: {error}"),
+                _ => {}
+            }
+            return End::Sleep(kind_of(&error));
+        }
+    }
+    match it.registrar.wake(&it.world, pool) {
+        Ok(woken) => {
+            assert_eq!(phase(), Phase::Awake, "{fault:?}");
+            let is_lost = !is_ready(other);
+            assert_eq!(woken.lost, if is_lost { vec![other.name().to_owned()] } else { vec![] }, "{fault:?}");
+            if is_lost { End::Wake("lost".into()) } else { End::Done }
+        }
+        Err(error) => {
+            let is_asleep = match &error {
+                SleepError::Refused { .. } | SleepError::Broken { step: SleepStep::Agree | SleepStep::Decide, .. } => {
+                    true
+                }
+                SleepError::Broken { step: SleepStep::Register | SleepStep::Check, .. } => false,
+                SleepError::Gone { .. } => true,
+                error => panic!("{fault:?}: {error}"),
+            };
+            assert_eq!(phase() != Phase::Awake, is_asleep, "{fault:?}: {error}");
+            if let SleepError::Broken { step: SleepStep::Register, .. } = &error {
+                assert!(!is_ready(&it.world) && !is_ready(other), "{fault:?}: {error}");
+            }
+            End::Wake(kind_of(&error))
+        }
+    }
+}
+
+/// The kind of an error, with its step.
+fn kind_of(error: &impl std::fmt::Debug) -> String {
+    let text = format!("{error:?}");
+    let kind = text.split([' ', '(']).next().unwrap_or_default().to_owned();
+    let step =
+        ["Agree", "Decide", "Register", "Check"].into_iter().find(|step| text.contains(&format!("step: {step}")));
+    step.map_or(kind.clone(), |step| format!("{kind} in {step}"))
+}
+
+/// Whatever became of it: over a new communicator all ranks sleep, and wake, and reduce right.
+fn heal(
+    it: &Rank,
+    other: &Communicator,
+    pool: PoolId,
+    tensors: &mut [DeviceBuffer<f32>],
+    shared: &Mutex<Option<UniqueId>>,
+    fault: Fault,
+) {
+    for comm in [other, &it.world] {
+        while comm.state() != CommState::Ready && comm.abort().is_err() {
+            it.registrar.sweep();
+            std::thread::sleep(IMPATIENT / 10);
+        }
+    }
+    it.registrar.sweep();
+    // Programs agree by other means on which are dead: here all that are not alive on both.
+    it.meet();
+    other.abort().expect("ended");
+    it.meet();
+    it.registrar.sweep();
+    let next = it.connect("next", shared);
+    it.registrar.attach(&next, &[pool], Registration::Windows).expect("another communicator");
+    if it.world.state() == CommState::Ready {
+        it.world.abort().expect("ended");
+        it.registrar.sweep();
+    }
+    it.registrar.sleep(&next, pool, Contents::Drop).unwrap_or_else(|error| panic!("{fault:?}: {error}"));
+    assert_eq!(it.registrar.phase(pool), Ok(Phase::Asleep), "{fault:?}");
+    it.registrar.wake(&next, pool).unwrap_or_else(|error| panic!("{fault:?}: {error}"));
+    it.registrar.sync(&[&next]).unwrap_or_else(|error| panic!("{fault:?}: {error}"));
+    tensors.iter_mut().for_each(|tensor| it.reduce_right(&next, tensor));
+    next.destroy().expect("in order");
+    it.registrar.sweep();
+}
+
+/// Strikes at every occurrence, and says how it came out each time.
+fn strike_all(fault: impl Fn(u64) -> Fault) -> Vec<Vec<End>> {
+    let ends: Vec<_> = (1..).map_while(|nth| strike(fault(nth))).collect();
+    for (nth, ends) in ends.iter().enumerate() {
+        println!("{:?}: {ends:?}", fault(nth as u64 + 1));
+    }
+    ends
+}
+
+nccl_test!(a_gather_that_fails_or_hangs_in_any_step_ends_as_the_tables_say, {
+    // Agree, its page, Decide and Check of the sleep; Agree, its page, Decide and Check of the wake.
+    let failed = strike_all(|nth| Fault::Fails("ncclAllGather", nth));
+    assert_eq!(failed.len(), 8);
+    let hung = strike_all(|nth| Fault::Hangs("ncclAllGather", nth));
+    assert_eq!(hung.len(), 8);
+    let step = |ends: &[Vec<End>], at: usize, rank: usize| ends[at][rank].clone();
+    for ends in [&failed, &hung] {
+        assert_eq!(step(ends, 0, 1), End::Sleep("Broken in Agree".into()));
+        assert_eq!(step(ends, 2, 1), End::Sleep("Broken in Decide".into()));
+        assert_eq!(step(ends, 3, 1), End::Sleep("Broken in Check".into()));
+        assert_eq!(step(ends, 4, 1), End::Wake("Broken in Agree".into()));
+        assert_eq!(step(ends, 6, 1), End::Wake("Broken in Decide".into()));
+        assert_eq!(step(ends, 7, 1), End::Wake("Broken in Check".into()));
+    }
+});
+
+nccl_test!(a_registration_that_fails_or_hangs_in_a_wake_ends_as_the_tables_say, {
+    for ends in [
+        strike_all(|nth| Fault::Fails("ncclCommWindowRegister", nth)),
+        strike_all(|nth| Fault::Hangs("ncclCommWindowRegister", nth)),
+    ] {
+        // Two windows on the world, which all ranks talk over, and two on the other one, which is lost alone.
+        assert_eq!(ends.len(), 4);
+        for ends in &ends[..2] {
+            assert_eq!(ends[1], End::Wake("Broken in Register".into()));
+        }
+        for ends in &ends[2..] {
+            assert_eq!(*ends, [End::Wake("lost".into()), End::Wake("lost".into())]);
+        }
+    }
+});
+
+nccl_test!(a_deregistration_that_fails_in_a_sleep_ends_its_communicator, {
+    let ends = strike_all(|nth| Fault::Fails("ncclCommWindowDeregister", nth));
+    assert_eq!(ends.len(), 4);
+    for ends in &ends[..2] {
+        assert_eq!(ends[1], End::Sleep("Broken in Check".into()));
+    }
+});
+
+nccl_test!(a_window_that_nobody_can_take_away_holds_the_memory_until_its_communicator_has_ended, {
+    Job::new(2).impatient().run(|it| {
+        let other = it.world.split(Some(0), 0).expect("all ranks come").expect("with a color");
+        let pool = it.attached_pool();
+        it.registrar.attach(&other, &[pool.id()], Registration::Windows).expect("another communicator");
+        let mut tensors: Vec<_> = [20, 30].map(|size| it.take(&pool, size * MIB)).into();
+        it.registrar.sync(&[&it.world, &other]).expect("all ranks did the same");
+        it.meet();
+        if it.rank == 0 {
+            // The first two windows are the world's. The third is the other communicator's, whose abort takes its time then.
+            nccl::fail("ncclCommWindowDeregister", Some(1), 3, 3);
+            nccl::slow("ncclCommAbort", Some(1), 1, 4000);
+        }
+        it.meet();
+        let phase = || it.registrar.phase(pool.id()).expect("it exists");
+        let error = it.registrar.sleep(&it.world, pool.id(), Contents::Keep).expect_err("a window is left");
+        let SleepError::Held { ranks, .. } = &error else { panic!("{error}") };
+        assert_eq!(ranks.to_string(), "1");
+        let (state, held) = [(CommState::Ready, Phase::Asleep), (CommState::Lost, Phase::Failed)][it.rank];
+        assert_eq!((other.state(), phase()), (state, held));
+        // All ranks are told what stands in the way of another attempt, and nobody's pool changes.
+        let error = it.registrar.sleep(&it.world, pool.id(), Contents::Keep).expect_err("it is lost still");
+        let SleepError::Refused { ranks, .. } = &error else { panic!("{error}") };
+        assert_eq!(ranks.iter().map(|of| (of.rank, of.obstacle)).collect::<Vec<_>>(), [(1, Obstacle::Lost)]);
+        assert_eq!(phase(), held);
+        while other.state() == CommState::Lost {
+            std::thread::sleep(IMPATIENT / 10);
+        }
+        it.registrar.sweep();
+        it.meet();
+        it.registrar.sleep(&it.world, pool.id(), Contents::Keep).expect("it has ended");
+        assert_eq!(phase(), Phase::Asleep);
+        let woken = it.registrar.wake(&it.world, pool.id()).expect("the world goes on");
+        assert_eq!((phase(), woken.lost), (Phase::Awake, vec![other.name().to_owned()]));
+        tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
+        other.abort().expect("ended");
+        it.registrar.sweep();
+    });
+    nccl::assert_clean();
+});
+
+nccl_test!(driver_calls_that_fail_at_any_point_end_as_the_tables_say, {
+    for call in ["cuMemCreate", "cuMemMap", "cuMemSetAccess"] {
+        let ends = strike_all(|nth| Fault::Driver(call, nth));
+        assert_eq!(ends.len(), 2, "{call}: one for each segment");
+        for ends in ends {
+            assert_eq!(ends, [End::Wake("Refused".into()), End::Wake("Refused".into())], "{call}: all ranks alike");
+        }
+    }
+    let ends = strike_all(|nth| Fault::Driver("cuMemUnmap", nth));
+    assert_eq!(ends.len(), 2);
+    for ends in ends {
+        assert_eq!(ends, [End::Sleep("Held".into()), End::Sleep("Held".into())], "all ranks alike");
+    }
+});

@@ -1,0 +1,190 @@
+//! Tensors in other processes: opened by a text, from owners that answer, are slow, or are gone.
+
+use crate::class_calls::{allocate, free};
+use crate::library::*;
+use std::ffi::{c_char, c_void};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::ptr::{null, null_mut};
+use std::sync::Barrier;
+use std::thread;
+use std::time::{Duration, Instant};
+use symmalloc_torch::*;
+
+/// Long enough for everything that is to come.
+const PATIENT: Duration = Duration::from_secs(60);
+
+fn shared(pointer: Pointer) -> Result<(String, u64), symmalloc_status> {
+    let (mut text, mut offset) = (null_mut::<c_char>(), 0);
+    // SAFETY: places for the answers.
+    match unsafe { symmalloc_torch_share(pointer as *mut c_void, &raw mut text, &raw mut offset) } {
+        SYMMALLOC_OK => Ok((taken(text), offset)),
+        status => Err(status),
+    }
+}
+
+fn opened(text: &str) -> Result<(Pointer, *const OpenedMemory), symmalloc_status> {
+    let (text, mut base, mut opened) = (c_text(text), null_mut(), null());
+    // SAFETY: a C string, and places for the answers.
+    match unsafe { symmalloc_torch_open(0, text.as_ptr(), &raw mut base, &raw mut opened) } {
+        SYMMALLOC_OK => Ok((base as Pointer, opened)),
+        status => Err(status),
+    }
+}
+
+stub_test!(memory_is_opened_by_its_text_and_ends_with_its_owner, {
+    let small = allocate(512, null_mut(), 0);
+    let large = allocate(50 * MIB, null_mut(), 0);
+    let (text, offset) = shared(large).expect("shared");
+    let (again, _) = shared(large).expect("shared");
+    assert_eq!(text, again, "the same memory has the same name");
+    let (base, handle) = opened(&text).expect("opened");
+    let (same, second) = opened(&text).expect("opened");
+    assert_eq!((base, handle), (same, second));
+    // Three chunks one behind the other: the memory is the same at other addresses.
+    let last = 50 * MIB - 8;
+    // SAFETY: memory of the stub's, which the host can write, within what was allocated and opened.
+    unsafe { ((large + last) as *mut u64).write(0x5eed) };
+    // SAFETY: as above.
+    assert_eq!(unsafe { ((base + offset as usize + last) as *const u64).read() }, 0x5eed);
+    assert_ne!(base + offset as usize, large);
+    for handle in [handle, second] {
+        // SAFETY: opened above, and not used after this.
+        unsafe { symmalloc_torch_close(handle) };
+    }
+    free(large);
+    done(symmalloc_torch_trim(0, 0));
+    assert_eq!(opened(&text).expect_err("it is gone"), SYMMALLOC_INVALID_STATE);
+    assert!(message().contains("keep the tensor in the process that sent it"), "{}", message());
+    let too_large = format!("symmalloc 1 x 1:{} 2:{}", u64::MAX, 2 * MIB + 1);
+    for wrong in ["", "symmalloc 2 x", "symmalloc 1 x", "symmalloc 1 x 1:y", &too_large, "cuda"] {
+        assert_eq!(opened(wrong).expect_err("no text of ours"), SYMMALLOC_INVALID_ARGUMENT, "{wrong}");
+    }
+    assert_eq!(opened("symmalloc 1 nobody 1:2097152").expect_err("nobody is there"), SYMMALLOC_IO);
+    assert_eq!(shared(large).expect_err("it was freed"), SYMMALLOC_UNKNOWN_POINTER);
+    free(small);
+});
+
+fn descriptors() -> usize {
+    std::fs::read_dir("/proc/self/fd").expect("a list").count() - 1
+}
+
+stub_test!(memory_of_many_chunks_needs_few_descriptors_and_none_is_left_however_often_it_is_opened, {
+    let large = allocate(600 * MIB, null_mut(), 0);
+    let (text, _) = shared(large).expect("shared");
+    assert!(text.split(' ').count() > 3 + 25, "{text}");
+    let begun = Instant::now();
+    // A thread that has answered may be about to close its connection.
+    let settle = |most: usize| {
+        while descriptors() > most && begun.elapsed() < PATIENT {
+            thread::yield_now();
+        }
+    };
+    let mut before = (usize::MAX, live());
+    for round in 0..1000 {
+        if round == 1 {
+            before = (descriptors(), live());
+            let most = libc::rlimit { rlim_cur: before.0 as u64 + 12, rlim_max: before.0 as u64 + 12 };
+            // SAFETY: a valid limit.
+            assert_eq!(unsafe { libc::setrlimit(libc::RLIMIT_NOFILE, &raw const most) }, 0);
+        }
+        let (_, handle) = opened(&text).unwrap_or_else(|_| panic!("{round}: {}", message()));
+        // SAFETY: opened above, and not used after this.
+        unsafe { symmalloc_torch_close(handle) };
+        settle(before.0);
+    }
+    assert!(descriptors() <= before.0, "{} and {} before", descriptors(), before.0);
+    assert_eq!(live(), before.1);
+});
+
+stub_test!(memory_without_descriptors_is_not_shared, ["STUB_NO_VMM" = "1", "SYMMALLOC_CONF" = "segments:fixed"], {
+    let tensor = allocate(512, null_mut(), 0);
+    assert_eq!(shared(tensor).expect_err("no descriptors"), SYMMALLOC_INVALID_STATE);
+    assert!(message().contains("file descriptors"), "{}", message());
+});
+
+/// What an abstract socket is bound to, or connected with.
+fn socket(name: &str) -> SocketAddr {
+    SocketAddr::from_abstract_name(name).expect("a name that fits")
+}
+
+/// An address, which a thread may give to another one.
+fn base_of(text: &str) -> Result<(Pointer, usize), symmalloc_status> {
+    opened(text).map(|(base, handle)| (base, handle as usize))
+}
+
+fn close(handle: usize) {
+    // SAFETY: opened by `base_of`, and not used after this.
+    unsafe { symmalloc_torch_close(handle as *const OpenedMemory) };
+}
+
+stub_test!(an_owner_that_does_not_answer_keeps_nobody_from_opening_what_others_own, {
+    let (text, _) = shared(allocate(MIB, null_mut(), 0)).expect("shared");
+    let silent = format!("symmalloc-silent-{}", std::process::id());
+    let listener = UnixListener::bind_addr(&socket(&silent)).expect("a name of our own");
+    thread::scope(|scope| {
+        let waiting = scope.spawn(|| base_of(&format!("symmalloc 1 {silent} 1:2097152")));
+        let (connection, _) = listener.accept().expect("it asks");
+        let begun = Instant::now();
+        let (_, handle) = base_of(&text).expect("its owner answers");
+        close(handle);
+        assert!(begun.elapsed() < Duration::from_secs(15), "half of what the other one waits: {:?}", begun.elapsed());
+        assert!(!waiting.is_finished());
+        drop(connection);
+        assert_eq!(waiting.join().expect("no panic").expect_err("its owner hung up"), SYMMALLOC_IO);
+    });
+});
+
+/// Threads of this process that answer.
+fn answering() -> usize {
+    let threads = std::fs::read_dir("/proc/self/task").expect("a list");
+    let name = |thread: std::io::Result<std::fs::DirEntry>| {
+        // One that ended meanwhile has none.
+        std::fs::read_to_string(thread.expect("an entry").path().join("comm")).unwrap_or_default()
+    };
+    threads.map(name).filter(|name| name.trim_end() == "symmalloc-share").count()
+}
+
+stub_test!(however_many_ask_a_few_threads_answer_and_the_others_wait_in_the_queue, {
+    let (text, _) = shared(allocate(MIB, null_mut(), 0)).expect("shared");
+    let owner = socket(text.split(' ').nth(2).expect("a name"));
+    let idle: Vec<UnixStream> = (0..50).map(|_| UnixStream::connect_addr(&owner).expect("in the queue")).collect();
+    thread::scope(|scope| {
+        let waiting = scope.spawn(|| base_of(&text));
+        thread::sleep(Duration::from_millis(300));
+        assert!(!waiting.is_finished(), "all threads have one that does not ask");
+        // A thread has its name a moment after it was started.
+        let begun = Instant::now();
+        while answering() < 8 && begun.elapsed() < PATIENT {
+            thread::yield_now();
+        }
+        assert_eq!(answering(), 8);
+        drop(idle);
+        let begun = Instant::now();
+        let (_, handle) = waiting.join().expect("no panic").expect("its turn came");
+        assert!(begun.elapsed() < Duration::from_secs(15), "nobody is waited for any more: {:?}", begun.elapsed());
+        close(handle);
+    });
+});
+
+stub_test!(threads_that_open_the_same_at_once_have_the_same, ["STUB_MAPPING_MICROSECONDS" = "2000"], {
+    let (text, _) = shared(allocate(MIB, null_mut(), 0)).expect("shared");
+    let before = live();
+    let reserved = calls("cuMemAddressReserve");
+    let (rounds, threads) = (20, 4);
+    for _ in 0..rounds {
+        let barrier = Barrier::new(threads);
+        let open = || {
+            barrier.wait();
+            base_of(&text).expect("opened")
+        };
+        let all: Vec<_> = thread::scope(|scope| {
+            let started: Vec<_> = (0..threads).map(|_| scope.spawn(open)).collect();
+            started.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+        });
+        assert!(all.iter().all(|one| *one == all[0]), "{all:?}");
+        all.iter().for_each(|(_, handle)| close(*handle));
+        assert_eq!(live(), before, "nothing is left of those that came second");
+    }
+    assert!(calls("cuMemAddressReserve") - reserved > rounds, "they never met");
+});
