@@ -155,7 +155,10 @@ impl OtherProcess {
         command.env(OTHER, device.to_string()).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut process = command.spawn()?;
         let said = BufReader::new(process.stdout.take().ok_or("no output")?);
-        Ok(OtherProcess { process, said })
+        let mut other = OtherProcess { process, said };
+        // It has its context then, which takes half a gigabyte.
+        other.give_back()?;
+        Ok(other)
     }
 
     fn take(&mut self, bytes: usize) -> Outcome<()> {

@@ -216,6 +216,7 @@ impl Communicator {
             met: shared.met,
             watch_settings: shared.watch_settings.clone(),
             watched: OnceLock::new(),
+            failed_at: OnceLock::new(),
             inner: Mutex::new(Inner::default()),
             life: Life::ready(raw),
         };

@@ -271,6 +271,7 @@ impl CommunicatorBuilder {
             met,
             watch_settings: self.watch_settings,
             watched: OnceLock::new(),
+            failed_at: OnceLock::new(),
             inner: Mutex::new(Inner::default()),
             life: Life::ready(comm),
         }

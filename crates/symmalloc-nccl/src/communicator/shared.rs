@@ -17,7 +17,7 @@ use crate::watch::{self, ERROR_LIMIT, MeetingId, WatchSettings, WatchdogMode, Wa
 use std::ffi::CStr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use symmalloc_cuda::CudaDevice;
 
 /// For longer than a program lives.
@@ -60,6 +60,8 @@ pub(super) struct Shared {
     pub(super) watch_settings: WatchSettings,
     /// Set when it is ready.
     pub(super) watched: OnceLock<Arc<Watched>>,
+    /// When an error of the watchdog's was first returned.
+    pub(super) failed_at: OnceLock<Instant>,
     pub(super) inner: Mutex<Inner>,
     pub(super) life: Arc<Mutex<Life>>,
 }
@@ -117,17 +119,22 @@ impl Shared {
 
     /// Waits until no other thread calls NCCL with it. Refuses what the watchdog has ended, or is about to.
     pub(super) fn access(&self) -> Result<Access<'_>, CommError> {
-        let access = self.access_with(lock(&self.inner))?;
-        let Some(failed) = self.failure() else { return Ok(access) };
-        drop(access);
+        if self.failure().is_none() {
+            let access = self.access_with(lock(&self.inner))?;
+            if self.failure().is_none() {
+                return Ok(access);
+            }
+        }
         self.wait_for_end();
-        Err(failed)
+        Err(self.failure().unwrap_or_else(|| self.gone()))
     }
 
-    /// An error of the watchdog's waits for the end that follows from it: a program that exits at once would unload libraries under
-    /// the thread that aborts. After so long the watchdog ends the process, where it must.
+    /// An error of the watchdog's waits for the end that follows from it, and errors behind it for what is left of that time: a program
+    /// that exits at once would unload libraries under the thread that aborts. After so long the watchdog ends the process, where it
+    /// must.
     pub(super) fn wait_for_end(&self) {
-        let backoff = Backoff::new(ERROR_LIMIT);
+        let failed_at = self.failed_at.get_or_init(Instant::now);
+        let backoff = Backoff::new(ERROR_LIMIT.saturating_sub(failed_at.elapsed()));
         while !self.is_ended() && backoff.pause() {}
     }
 

@@ -210,7 +210,8 @@ fn all_to_all_with_changing_splits_grows_nothing() {
             );
         }
         let before = before.expect("seen");
-        assert_eq!((before.0, before.1, before.2), (after.0, after.1, after.2));
+        assert_eq!(before.0, after.0, "registrations");
+        assert!(after.1 <= before.1 && after.2 <= before.2, "descriptors, device memory: {before:?}, {after:?}");
         assert!(after.3 <= before.3 + 16 * 1024, "resident KiB: {before:?}, {after:?}");
         rank.meet();
     });
