@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 use std::{env, fs, io};
 
 fn main() -> io::Result<()> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").canonicalize()?;
+    let here = env::var("CARGO_MANIFEST_DIR").expect("cargo sets it");
+    let root = Path::new(&here).join("../..").canonicalize()?;
     let mut pages = vec![root.join("README.md")];
     for folder in ["docs", "docs/measured"] {
         pages.extend(markdown(&root.join(folder))?);

@@ -71,6 +71,22 @@ stub_test!(growth_is_cut_into_chunks_of_20_mib_by_default, {
     assert_eq!((live().mappings, live().device_bytes, backend.idle_bytes()), (1, 20 * MIB, 10 * MIB));
 });
 
+stub_test!(much_growth_at_once_comes_in_64_chunks_unless_the_program_says_how_large_they_are, ["STUB_MEMORY_BYTES" = "4294967296"], {
+    let device = device();
+    let by_default = with_streams(&device, CudaBackend::builder(&device));
+    let range = by_default.reserve(4096 * MIB).expect("reserve");
+    by_default.map(range, 0, 1920 * MIB).expect("map");
+    assert_eq!(live().mappings, 64, "of 30 MiB");
+    by_default.unmap(range, 0, 1920 * MIB).expect("unmap");
+    let by_granules = with_streams(&device, CudaBackend::builder(&device).chunk_bytes(2 * MIB));
+    let range = by_granules.reserve(4096 * MIB).expect("reserve");
+    by_granules.map(range, 0, 1920 * MIB).expect("map");
+    assert_eq!(live().mappings, 960);
+    // So any granule goes back at once: quotas and limits are what the driver shows.
+    by_granules.unmap(range, 2 * MIB, 1918 * MIB).expect("unmap");
+    assert_eq!((live().device_bytes, by_granules.idle_bytes()), (2 * MIB, 0));
+});
+
 stub_test!(a_map_that_fails_at_any_call_leaves_nothing, {
     let device = device();
     let backend = with_streams(&device, CudaBackend::builder(&device).chunk_bytes(2 * MIB));
