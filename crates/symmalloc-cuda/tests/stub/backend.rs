@@ -71,7 +71,7 @@ stub_test!(growth_is_cut_into_chunks_of_20_mib_by_default, {
     assert_eq!((live().mappings, live().device_bytes, backend.idle_bytes()), (1, 20 * MIB, 10 * MIB));
 });
 
-stub_test!(much_growth_at_once_comes_in_64_chunks_unless_the_program_says_how_large_they_are, ["STUB_MEMORY_BYTES" = "4294967296"], {
+stub_test!(a_given_chunk_size_holds_for_much_growth_at_once, ["STUB_MEMORY_BYTES" = "4294967296"], {
     let device = device();
     let by_default = with_streams(&device, CudaBackend::builder(&device));
     let range = by_default.reserve(4096 * MIB).expect("reserve");
