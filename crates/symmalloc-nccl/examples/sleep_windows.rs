@@ -93,7 +93,7 @@ fn main() -> Outcome<()> {
         asleep += begun.elapsed();
         assert_eq!(slept.released_bytes, windows_bytes as u64);
         allocator.sleep(weights.pool.id(), Contents::Keep)?;
-        // Ranks that share a device see each other's memory come and go.
+        // Each rank has a device of its own, as windows want it.
         let back = device.memory_info()?.free_bytes.saturating_sub(free);
         assert!(back + LEFT_MAX >= asleep_bytes, "cycle {cycle}: {back} of {asleep_bytes} bytes came back");
         least_back = least_back.min(back);
