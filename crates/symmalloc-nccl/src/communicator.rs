@@ -255,7 +255,9 @@ impl Communicator {
         self.shared.abort_asked.store(true, Ordering::Release);
         let inner = self.shared.lock_against_waiting(limit)?;
         if let Ok(mut access) = self.shared.access_with(inner) {
-            end_all(from_mut(&mut access), Ending::Idle, None, limit);
+            // The watchdog may be about to end it: later errors say why, too.
+            let failed = self.shared.failure().map(Arc::new);
+            end_all(from_mut(&mut access), Ending::Idle, failed.as_ref(), limit);
         }
         match self.state() {
             CommState::Lost => Err(self.shared.gone()),
