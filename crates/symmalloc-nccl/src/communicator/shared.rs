@@ -60,7 +60,7 @@ pub(super) struct Shared {
     pub(super) watch_settings: WatchSettings,
     /// Set when it is ready.
     pub(super) watched: OnceLock<Arc<Watched>>,
-    /// When an error of the watchdog's was first returned.
+    /// When an error of the watchdog's first waited for the end.
     pub(super) failed_at: OnceLock<Instant>,
     pub(super) inner: Mutex<Inner>,
     pub(super) life: Arc<Mutex<Life>>,
@@ -119,20 +119,26 @@ impl Shared {
 
     /// Waits until no other thread calls NCCL with it. Refuses what the watchdog has ended, or is about to.
     pub(super) fn access(&self) -> Result<Access<'_>, CommError> {
+        // Before the lock as well, which the end that follows may hold.
+        self.check_failure()?;
+        let access = self.access_with(lock(&self.inner))?;
         if self.failure().is_none() {
-            let access = self.access_with(lock(&self.inner))?;
-            if self.failure().is_none() {
-                return Ok(access);
-            }
+            return Ok(access);
         }
+        drop(access);
+        self.access()
+    }
+
+    pub(super) fn check_failure(&self) -> Result<(), CommError> {
+        let Some(failed) = self.failure() else { return Ok(()) };
         self.wait_for_end();
-        Err(self.failure().unwrap_or_else(|| self.gone()))
+        Err(failed)
     }
 
     /// An error of the watchdog's waits for the end that follows from it, and errors behind it for what is left of that time: a program
     /// that exits at once would unload libraries under the thread that aborts. After so long the watchdog ends the process, where it
     /// must.
-    pub(super) fn wait_for_end(&self) {
+    fn wait_for_end(&self) {
         let failed_at = self.failed_at.get_or_init(Instant::now);
         let backoff = Backoff::new(ERROR_LIMIT.saturating_sub(failed_at.elapsed()));
         while !self.is_ended() && backoff.pause() {}

@@ -49,11 +49,11 @@ impl Communicator {
         let backoff = Backoff::new(FOR_EVER);
         let _relaxed = self.device().relax_capture();
         while !event.try_is_complete().map_err(refused("cuEventQuery"))? {
-            self.check_failure()?;
+            self.shared.check_failure()?;
             backoff.pause();
         }
         flight.done(end, Tick::now());
-        self.check_failure()
+        self.shared.check_failure()
     }
 
     /// Makes a wait of the program's own, and says whether the communicator failed meanwhile: what its collectives wrote is worth
@@ -63,7 +63,7 @@ impl Communicator {
     /// [`CommError::Failed`] when the watchdog ended the communicator.
     pub fn guarded<T>(&self, wait: impl FnOnce() -> T) -> Result<T, CommError> {
         let answer = wait();
-        self.check_failure()?;
+        self.shared.check_failure()?;
         Ok(answer)
     }
 
@@ -133,12 +133,6 @@ impl Communicator {
             watch::mark(self.watched(), &due);
         }
     }
-
-    fn check_failure(&self) -> Result<(), CommError> {
-        let Some(failed) = self.shared.failure() else { return Ok(()) };
-        self.shared.wait_for_end();
-        Err(failed)
-    }
 }
 
 impl Shared {
@@ -174,7 +168,7 @@ impl Watchable for Shared {
         let Ok(inner) = self.lock_against_waiting(GRACE) else { return };
         let Ok(mut access) = self.access_with(inner) else { return };
         let cause = Arc::new(CommError::Failed(Arc::clone(failure)));
-        // Whoever comes meanwhile waits for the lock, to be told the same.
+        // Errors wait for the rest without the lock.
         end_all(from_mut(&mut access), Ending::Idle, Some(&cause), GRACE);
     }
 

@@ -7,7 +7,7 @@ use stub_process::{cuda, nccl, nccl_test};
 use symmalloc_core::PoolId;
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
-use symmalloc_cuda::DeviceBuffer;
+use symmalloc_cuda::{CudaBackend, DeviceBuffer, Pool};
 use symmalloc_nccl::{CommState, Communicator, Obstacle, Registration, SleepError, SleepStep, UniqueId};
 
 /// What strikes.
@@ -29,16 +29,22 @@ enum End {
     Wake(String),
 }
 
+/// A pool with two windows on each of two communicators of all ranks. Returns the one that is not the world.
+fn with_windows(it: &Rank) -> (Communicator, Pool<CudaBackend>, Vec<DeviceBuffer<f32>>) {
+    let other = it.world.split(Some(0), 0).expect("all ranks come").expect("with a color");
+    let pool = it.attached_pool();
+    it.registrar.attach(&other, &[pool.id()], Registration::Windows).expect("another communicator");
+    let tensors = [20, 30].map(|size| it.take(&pool, size * MIB)).into();
+    it.registrar.sync(&[&it.world, &other]).expect("all ranks did the same");
+    (other, pool, tensors)
+}
+
 /// A sleep and a wake with a fault in one of them. Each rank is where the tables say, and the pool heals over a new communicator. Says how
 /// the ranks came out; `None` when nothing failed on any.
 fn strike(fault: Fault) -> Option<Vec<End>> {
     let (before, shared) = (cuda::live().device_bytes, Mutex::new(None));
     let ends = Job::new(2).impatient().run(|it| {
-        let other = it.world.split(Some(0), 0).expect("all ranks come").expect("with a color");
-        let pool = it.attached_pool();
-        it.registrar.attach(&other, &[pool.id()], Registration::Windows).expect("another communicator");
-        let mut tensors: Vec<_> = [20, 30].map(|size| it.take(&pool, size * MIB)).into();
-        it.registrar.sync(&[&it.world, &other]).expect("all ranks did the same");
+        let (other, pool, mut tensors) = with_windows(it);
         it.meet();
         if it.rank == 0 {
             match fault {
@@ -221,11 +227,7 @@ nccl_test!(a_deregistration_that_fails_in_a_sleep_ends_its_communicator, {
 
 nccl_test!(a_window_that_nobody_can_take_away_holds_the_memory_until_its_communicator_has_ended, {
     Job::new(2).impatient().run(|it| {
-        let other = it.world.split(Some(0), 0).expect("all ranks come").expect("with a color");
-        let pool = it.attached_pool();
-        it.registrar.attach(&other, &[pool.id()], Registration::Windows).expect("another communicator");
-        let mut tensors: Vec<_> = [20, 30].map(|size| it.take(&pool, size * MIB)).into();
-        it.registrar.sync(&[&it.world, &other]).expect("all ranks did the same");
+        let (other, pool, mut tensors) = with_windows(it);
         it.meet();
         if it.rank == 0 {
             // The first two windows are the world's. The third is the other communicator's, whose abort takes its time then.
