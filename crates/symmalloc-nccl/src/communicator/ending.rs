@@ -2,10 +2,10 @@
 //!
 //! Whatever is called here may hang as well: a symmetric kernel has no abort flag, and NCCL waits for its kernels. So it is called
 //! on a thread of its own, which is waited for: [`ABORT_LIMIT`] long where the program asked for an abort,
-//! [`ERROR_LIMIT`](watch::ERROR_LIMIT) where an error of the watchdog's or a registrar's waits for it, [`GRACE`] where another one does,
-//! and where the watchdog holds the call lock. If it is not through by then, the communicator is [`Lost`](CommState::Lost); when the
-//! thread comes through later, it is [`Aborted`](CommState::Aborted) from then on. (NCCL's proxy thread, which an abort joins, stays as
-//! long as peers are connected to it: behind a peer that is stuck but alive, an abort ends when that peer's does.)
+//! [`ERROR_LIMIT`](watch::ERROR_LIMIT) where an error of the watchdog's or a registrar's waits, [`GRACE`] where another one does. If it is
+//! not through by then, the communicator is [`Lost`](CommState::Lost); when the thread comes through later, it is
+//! [`Aborted`](CommState::Aborted) from then on. (NCCL's proxy thread, which an abort joins, stays as long as peers are connected to it:
+//! behind a peer that is stuck but alive, an abort ends when that peer's does.)
 //!
 //! | what NCCL is doing | what is called |
 //! |---|---|
