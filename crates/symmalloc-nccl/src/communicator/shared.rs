@@ -122,9 +122,7 @@ impl Shared {
         // Before the lock as well, which the end that follows may hold.
         self.check_failure()?;
         let access = self.access_with(lock(&self.inner))?;
-        if self.failure().is_none() {
-            return Ok(access);
-        }
+        let Some(_failed) = self.failure() else { return Ok(access) };
         drop(access);
         self.access()
     }
