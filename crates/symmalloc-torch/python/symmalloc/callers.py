@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import sys
+from functools import lru_cache
 from types import FrameType
 
 CALLER_FN = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t)
@@ -29,6 +30,7 @@ def caller(frame: FrameType | None = None) -> str:
     return "" if library is None else _name(library)
 
 
+@lru_cache(maxsize=4096)
 def is_programs(path: str) -> bool:
     """Whether a file is the program's: neither PyTorch's nor Python's own."""
     if not path.endswith(".py") and not path.startswith(("<ipython", "/tmp/ipykernel")):
@@ -39,15 +41,24 @@ def is_programs(path: str) -> bool:
 
 
 def _name(frame: FrameType) -> str:
-    path = "/".join(frame.f_code.co_filename.split("/")[-2:])
-    return f"{path}:{frame.f_lineno} {frame.f_code.co_name}"
+    return _text(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+@lru_cache(maxsize=4096)
+def _text(path: str, line: int, function: str) -> str:
+    return f"{'/'.join(path.split('/')[-2:])}:{line} {function}"
+
+
+@lru_cache(maxsize=4096)
+def _bytes(name: str, size: int) -> bytes:
+    return name.encode(errors="replace")[: size - 1].decode(errors="ignore").encode() + b"\0"
 
 
 def _write(buffer: int, size: int) -> None:
     frame = sys._getframe().f_back
     if frame is not None:
-        name = caller(frame).encode(errors="replace")[: size - 1].decode(errors="ignore").encode()
-        ctypes.memmove(buffer, name + b"\0", len(name) + 1)
+        name = _bytes(caller(frame), size)
+        ctypes.memmove(buffer, name, len(name))
 
 
 _function = CALLER_FN(_write)
