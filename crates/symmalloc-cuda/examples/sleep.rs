@@ -3,8 +3,8 @@
 //! ```text
 //! cargo run --release -p symmalloc-cuda --example sleep -- [GiB to sleep, 8] [cycles with a graph, 200]
 //! ```
-//! Prints the time of a plain copy to pinned memory beside each sleep and wake of the same bytes, what the driver says of the
-//! device's memory, and fails when a byte, an address or a digest is another one than it was.
+//! Prints the time of a plain copy to pinned memory beside sleeps and wakes of the same bytes, what the driver says of the
+//! device's memory, what chunks of other sizes would take, and fails when a byte, an address or a digest is another one than it was.
 
 use cudarc::driver::{CudaStream, DevicePtr};
 use std::error::Error;
@@ -14,12 +14,14 @@ use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::op::{Contents, Record};
 use symmalloc_core::recording::{Sink, SinkError};
 use symmalloc_core::{Allocator, PoolId};
-use symmalloc_cuda::{CudaAllocator, CudaDevice, DeviceBuffer, GraphPool, PinnedAllocator, PinnedBuffer};
+use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, DeviceBuffer, GraphPool, PinnedAllocator, PinnedBuffer};
 use symmalloc_sim::SimBackend;
 use symmalloc_trace::replay::{Program, Replay};
 
 const MIB: usize = 1 << 20;
 const BUFFER_BYTES: usize = 128 * MIB;
+/// Sleeps and wakes that keep contents.
+const ROUNDS: usize = 9;
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
 
@@ -48,6 +50,7 @@ fn main() -> Outcome<()> {
     // SAFETY: everything here runs on one stream.
     unsafe { device.context().disable_event_tracking() };
     copies(&device, gib)?;
+    chunk_sizes(&device, gib)?;
     graphs(&device, cycles)
 }
 
@@ -129,6 +132,7 @@ fn copies(device: &Arc<CudaDevice>, gib: usize) -> Outcome<()> {
         Ok(())
     })?;
     print("plain: locking pinned memory", bytes as u64, locked);
+    let mut copied = [f64::INFINITY; 2];
     for _ in 0..3 {
         let out = seconds(|| {
             for (buffer, host) in weights.buffers.iter().zip(&mut host) {
@@ -137,6 +141,7 @@ fn copies(device: &Arc<CudaDevice>, gib: usize) -> Outcome<()> {
             Ok(stream.synchronize()?)
         })?;
         print("plain: copy to pinned memory", bytes as u64, out);
+        copied[0] = copied[0].min(out);
     }
     let mut scratch = allocator.alloc_zeroed::<u8>(&stream, BUFFER_BYTES)?;
     stream.synchronize()?;
@@ -148,6 +153,7 @@ fn copies(device: &Arc<CudaDevice>, gib: usize) -> Outcome<()> {
             Ok(stream.synchronize()?)
         })?;
         print("plain: copy from pinned memory", bytes as u64, back);
+        copied[1] = copied[1].min(back);
     }
     drop((scratch, host));
     allocator.trim()?;
@@ -155,19 +161,37 @@ fn copies(device: &Arc<CudaDevice>, gib: usize) -> Outcome<()> {
 
     let locked = seconds(|| Ok(allocator.reserve_host_memory(bytes as u64)?))?;
     print("symmalloc: reserve_host_memory", bytes as u64, locked);
-    for round in 0..4 {
+    let mut kept = [Vec::new(), Vec::new()];
+    for round in 0..ROUNDS {
         let full = device.memory_info()?.free_bytes;
-        let slept = seconds(|| allocator.sleep(pool.id(), Contents::Keep).map(drop).map_err(Into::into))?;
+        let mut saved = 0.0;
+        let slept = seconds(|| {
+            let begun = Instant::now();
+            let quiesced = allocator.core().quiesce(pool.id(), Contents::Keep)?;
+            saved = begun.elapsed().as_secs_f64();
+            quiesced.unmap()?;
+            Ok(())
+        })?;
         let asleep = device.memory_info()?.free_bytes;
         let woken = seconds(|| allocator.wake(pool.id()).map(drop).map_err(Into::into))?;
         let awake = device.memory_info()?.free_bytes;
         print("symmalloc: sleep, contents kept", bytes as u64, slept);
+        print("  of that copied", bytes as u64, saved);
         print("symmalloc: wake, contents kept", bytes as u64, woken);
+        kept[0].push(slept);
+        kept[1].push(woken);
         println!(
             "  free on the device: {full} awake, {asleep} asleep ({} MiB came back), {awake} awake again",
             (asleep - full) >> 20
         );
-        weights.check(&stream, if round % 3 == 0 { 1 } else { 16 })?;
+        weights.check(&stream, if round % 4 == 0 { 1 } else { 16 })?;
+    }
+    for ((what, kept), copied) in ["sleep", "wake"].into_iter().zip(&mut kept).zip(copied) {
+        let first = kept.remove(0);
+        kept.sort_by(f64::total_cmp);
+        let median = kept[kept.len() / 2];
+        let (share_first, share) = (copied / first, copied / median);
+        println!("{what}: {share_first:.2} of the fastest copy in the first round, {share:.2} in the others (median)");
     }
     for _ in 0..4 {
         let slept = seconds(|| allocator.sleep(pool.id(), Contents::Drop).map(drop).map_err(Into::into))?;
@@ -181,6 +205,26 @@ fn copies(device: &Arc<CudaDevice>, gib: usize) -> Outcome<()> {
     print("symmalloc: wake, contents made zero", bytes as u64, woken);
     let head = stream.clone_dtoh(&weights.buffers[0].slice(0..MIB))?;
     assert!(head.iter().all(|byte| *byte == 0));
+    Ok(())
+}
+
+/// What is added to the copies, by the size of the chunks in which device memory comes.
+fn chunk_sizes(device: &Arc<CudaDevice>, gib: usize) -> Outcome<()> {
+    let stream = device.context().new_stream()?;
+    for chunk in [2, 20, 64, 128, 512, 1024] {
+        let backend = CudaBackend::builder(device).chunk_bytes((chunk * MIB) as u64).build()?;
+        let allocator = CudaAllocator::with_backend(backend, Config::default())?;
+        let pool = allocator.create_pool("segments:expandable".parse::<PoolConfig>()?)?;
+        let _buffer = allocator.with_pool(&pool).alloc_zeroed::<u8>(&stream, gib << 30)?;
+        let mut least = [f64::INFINITY; 2];
+        for _ in 0..3 {
+            let slept = seconds(|| allocator.sleep(pool.id(), Contents::Drop).map(drop).map_err(Into::into))?;
+            let woken = seconds(|| allocator.wake(pool.id()).map(drop).map_err(Into::into))?;
+            least = [least[0].min(slept), least[1].min(woken)];
+        }
+        let [slept, woken] = least.map(|seconds| seconds * 1e3);
+        println!("chunks of {chunk:4} MiB, contents dropped: sleep {slept:7.2} ms, wake {woken:7.2} ms");
+    }
     Ok(())
 }
 

@@ -185,7 +185,7 @@ impl CudaBackendBuilder {
             let memory = Box::new(DriverAllocations::new(device, AllocationKind::Device, WHOLE_GRANULARITY_BYTES));
             return Ok(CudaBackend { memory, streams, traits: none, images, listener });
         }
-        let memory = VirtualMemory::new(device, &options)?;
+        let memory = VirtualMemory::new(device, &options, Arc::clone(images.fills()))?;
         let traits = MemoryTraits {
             virtual_memory: true,
             posix_fd: memory.handle_types() & HANDLE_POSIX_FD != 0,
@@ -422,6 +422,9 @@ backend! {
     CudaBackend
     fn save(&self, parts: &[Part]) -> Result<Image, BackendError> {
         self.images.save(parts)
+    }
+    fn expect_load(&self, image: Image, parts: &[Part]) {
+        self.images.expect_load(image, parts);
     }
     fn load(&self, image: Image, parts: &[Part]) -> Result<(), BackendError> {
         self.images.load(image, parts)

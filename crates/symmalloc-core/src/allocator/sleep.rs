@@ -98,13 +98,14 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let (entry, backend) = (change.entry, &self.context.backend);
         let mut remapped = Remapped { change, woken: Woken::default() };
         let needed_bytes = entry.heaps().map(|heap| heap.lock().asleep_bytes().1).sum();
+        let live = live_parts(entry);
+        let fill = |kept: &Kept| (kept.image(), kept.parts_to_fill(live));
+        let (image, parts) = entry.sleep.lock().kept.as_ref().map(fill).unwrap_or_default();
+        image.into_iter().for_each(|image| backend.expect_load(image, &parts));
         for heap in entry.heaps() {
             let mapped = heap.lock().map_asleep(&self.context);
             remapped.woken.remapped_bytes += mapped.map_err(|cause| SleepCause::Memory { needed_bytes, cause })?;
         }
-        let live = live_parts(entry);
-        let fill = |kept: &Kept| (kept.image(), kept.parts_to_fill(live));
-        let (image, parts) = entry.sleep.lock().kept.as_ref().map(fill).unwrap_or_default();
         if !parts.is_empty() {
             let filled = image.map_or_else(|| backend.zero(&parts), |image| backend.load(image, &parts));
             filled.map_err(SleepCause::Load)?;

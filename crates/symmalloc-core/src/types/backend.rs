@@ -199,6 +199,10 @@ pub trait Backend {
         Err(BackendError::new("Backend::save", 0, Reason::Refused))
     }
 
+    /// Says what [`load`](Self::load) will be asked for, the same parts, when they are mapped. A backend may copy what it maps from now on
+    /// while it maps more. What it has begun is over before that memory is unmapped, and begins anew when it is said again.
+    fn expect_load(&self, _image: Image, _parts: &[Part]) {}
+
     /// Copies bytes of an image back, to the addresses that they came from: parts of those that were saved, in their order. Blocks
     /// until that is done. The image stays.
     ///

@@ -8,12 +8,12 @@
 //! Pinned memory is slow to obtain (some 0.3 s for a GiB), so a chunk that is not needed any more is kept for the next image until
 //! [`Images::release_idle`]. Copies go over a stream of their own, so that they wait for nobody; the caller has waited for all users.
 
+use super::copies::{CHUNK_BYTES, Chunk, Copies, Direction, Piece, pieces};
+use super::fills::Fills;
 use crate::device::CudaDevice;
-use crate::driver::{HOST_PORTABLE, STREAM_NON_BLOCKING};
+use crate::driver::HOST_PORTABLE;
 use crate::error::{DriverError, INVALID_VALUE};
-use cudarc::driver::sys::CUstream;
 use std::collections::BTreeMap;
-use std::ffi::c_void;
 use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
@@ -21,15 +21,13 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use symmalloc_core::backend::{BackendError, Image, Part, Reason};
 
-/// Large enough for the full speed of the bus.
-const CHUNK_BYTES: usize = 32 << 20;
-
 /// The images of one backend.
 pub(crate) struct Images {
     device: Arc<CudaDevice>,
     /// Where files are made; `None`: images stay in pinned memory.
     folder: Option<PathBuf>,
     kept: Mutex<KeptImages>,
+    fills: Arc<Fills>,
 }
 
 #[derive(Default)]
@@ -45,50 +43,14 @@ enum Store {
     File(File),
 }
 
-/// [`CHUNK_BYTES`] of pinned memory.
-#[derive(Clone, Copy)]
-struct Chunk(u64);
-
-impl Chunk {
-    fn at(self, offset: usize) -> *mut c_void {
-        (self.0 as usize + offset) as *mut c_void
-    }
-}
-
-/// A part of a part that lies in one chunk.
-struct Piece {
-    address: u64,
-    chunk: usize,
-    /// Offset in the chunk.
-    at: usize,
-    len: usize,
-}
-
-impl Piece {
-    fn image_offset(&self) -> u64 {
-        (self.chunk * CHUNK_BYTES + self.at) as u64
-    }
-}
-
-fn pieces(parts: &[Part]) -> Vec<Piece> {
-    let mut pieces = Vec::with_capacity(parts.len());
-    for part in parts {
-        let (mut address, mut offset) = (part.address.0, part.image_offset_bytes as usize);
-        let end = offset + part.size_bytes as usize;
-        while offset < end {
-            let (chunk, at) = (offset / CHUNK_BYTES, offset % CHUNK_BYTES);
-            let len = (end - offset).min(CHUNK_BYTES - at);
-            pieces.push(Piece { address, chunk, at, len });
-            address += len as u64;
-            offset += len;
-        }
-    }
-    pieces
-}
-
 impl Images {
     pub(crate) fn new(device: Arc<CudaDevice>, folder: Option<PathBuf>) -> Self {
-        Images { device, folder, kept: Mutex::default() }
+        Images { device, folder, kept: Mutex::default(), fills: Arc::default() }
+    }
+
+    /// What is to be told of memory that comes and goes.
+    pub(crate) fn fills(&self) -> &Arc<Fills> {
+        &self.fills
     }
 
     fn kept(&self) -> MutexGuard<'_, KeptImages> {
@@ -119,12 +81,27 @@ impl Images {
         Ok(Image(id))
     }
 
+    /// See [`Backend::expect_load`](symmalloc_core::backend::Backend::expect_load). What is in a file is left to `load`, and so is all
+    /// where the driver has no stream.
+    pub(crate) fn expect_load(&self, image: Image, parts: &[Part]) {
+        let store = self.kept().images.get(&image.0).cloned();
+        let Some(Store::Host(chunks)) = store.as_deref() else { return };
+        let Ok(_current) = self.device.enter() else { return };
+        let _relaxed = self.device.driver().relax_capture();
+        if let Ok(copies) = Copies::new(&self.device) {
+            self.fills.announce(image.0, chunks.clone(), pieces(parts), copies);
+        }
+    }
+
     /// See [`Backend::load`](symmalloc_core::backend::Backend::load).
     pub(crate) fn load(&self, image: Image, parts: &[Part]) -> Result<(), BackendError> {
         let found = self.kept().images.get(&image.0).cloned();
         let store = found.ok_or(DriverError { call: "load", code: INVALID_VALUE })?;
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver().relax_capture();
+        if let Some(filled) = self.fills.finish(image.0) {
+            return Ok(filled?);
+        }
         let pieces = pieces(parts);
         match &*store {
             Store::Host(chunks) => Ok(self.copy(&pieces, |piece| chunks[piece.chunk], Direction::ToDevice)?),
@@ -134,6 +111,8 @@ impl Images {
 
     /// The image is not needed any more; its chunks are kept for others.
     pub(crate) fn discard(&self, image: Image) {
+        let _current = self.device.enter();
+        self.fills.forget(image.0);
         let store = self.kept().images.remove(&image.0);
         if let Some(Store::Host(chunks)) = store.and_then(Arc::into_inner) {
             self.put_back(chunks);
@@ -145,10 +124,7 @@ impl Images {
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver().relax_capture();
         let copies = Copies::new(&self.device)?;
-        let set = parts.iter().try_for_each(|part| {
-            // SAFETY: the part is mapped, and by the contract of `Backend` no stream uses it.
-            unsafe { self.device.driver().memset_async(part.address.0, 0, part.size_bytes as usize, copies.stream) }
-        });
+        let set = parts.iter().try_for_each(|part| copies.zero(part));
         Ok(copies.end(set)?)
     }
 
@@ -294,58 +270,6 @@ impl Drop for Images {
             // What the driver refuses is left to the end of its context.
             let _freed = self.free(chunk);
         }
-    }
-}
-
-#[derive(Clone, Copy)]
-enum Direction {
-    ToHost,
-    ToDevice,
-}
-
-/// A stream for copies, which are over when this is gone.
-struct Copies<'a> {
-    device: &'a CudaDevice,
-    stream: CUstream,
-}
-
-impl<'a> Copies<'a> {
-    /// A context is current.
-    fn new(device: &'a CudaDevice) -> Result<Self, DriverError> {
-        let mut stream = std::ptr::null_mut();
-        // SAFETY: `stream` is valid for writing, and a context is current.
-        unsafe { device.driver().stream_create(&raw mut stream, STREAM_NON_BLOCKING) }?;
-        Ok(Copies { device, stream })
-    }
-
-    fn submit(&self, piece: &Piece, chunk: Chunk, direction: Direction) -> Result<(), DriverError> {
-        let (driver, host) = (self.device.driver(), chunk.at(piece.at));
-        match direction {
-            // SAFETY: the piece is mapped, the chunk has room for it, and both stay until the copy was waited for.
-            Direction::ToHost => unsafe { driver.copy_to_host(host, piece.address, piece.len, self.stream) },
-            // SAFETY: as above.
-            Direction::ToDevice => unsafe { driver.copy_to_device(piece.address, host, piece.len, self.stream) },
-        }
-    }
-
-    fn wait(&self) -> Result<(), DriverError> {
-        // SAFETY: the stream is ours, and alive.
-        unsafe { self.device.driver().stream_synchronize(self.stream) }
-    }
-
-    /// Waits for all of it, also after an error: the memory may go afterwards.
-    fn end<E: From<DriverError>>(&self, outcome: Result<(), E>) -> Result<(), E> {
-        let waited = self.wait();
-        outcome?;
-        Ok(waited?)
-    }
-}
-
-impl Drop for Copies<'_> {
-    fn drop(&mut self) {
-        // SAFETY: the stream is ours, and not used any more. Its work goes on if it was not waited for, and that only after an error
-        // of the wait, after which nothing works.
-        let _destroyed = unsafe { self.device.driver().stream_destroy(self.stream) };
     }
 }
 

@@ -6,7 +6,7 @@
 //! | [`Prefetching`] | the same | the same, or nothing where a thread has done it already | the same | the same |
 //! | [`DriverAllocations`] | an allocation | nothing | nothing | the allocation back |
 //!
-//! [`Images`] keep the bytes of memory that is given back for a while.
+//! [`Images`] keep the bytes of memory that is given back for a while, and `fills.rs` puts them where memory is mapped again.
 //!
 //! An allocation of the driver has no addresses without memory, so `reserve` takes what `map` would take. Pools of fixed and
 //! reserved segments map what they reserve at once and notice no difference. Expandable ones need virtual memory.
@@ -14,9 +14,11 @@
 mod addresses;
 mod backing;
 mod chunks;
+mod copies;
 mod driver_allocations;
 mod export;
 mod exported;
+mod fills;
 mod handle;
 mod images;
 mod imported;

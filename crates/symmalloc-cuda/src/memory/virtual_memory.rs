@@ -5,7 +5,7 @@
 //!
 //! How large chunks are: a map of a whole range (fixed and reserved segments) is one chunk, because NCCL before 2.30.3 takes
 //! one physical allocation per window. Growth of an expandable range is cut into chunks, since trimming gives back whole chunks only:
-//! of what the program says, otherwise of 20 MiB or of a 64th of what is mapped at once. On an H200 a chunk of 2 to 64 MiB costs 34 to
+//! of what the program says, otherwise of 20 MiB or of a 64th of what the range reaches. On an H200 a chunk of 2 to 64 MiB costs 34 to
 //! 38 us to make and 29 to 45 us to give back: their number counts, not their size, and setting access for many in one call saves
 //! nothing (`docs/device-memory.md`).
 //!
@@ -19,6 +19,7 @@ use super::addresses::{AddressSource, Descending};
 use super::backing::{Backed, Backing};
 use super::chunks::{Chunks, Part};
 use super::exported::ExportedMemory;
+use super::fills::Fills;
 use super::handle::{ExportedHandle, HandleKind};
 use super::interface::BackendMemory;
 use super::prefetch_window::{PrefetchRule, PrefetchWindow};
@@ -38,7 +39,8 @@ use symmalloc_core::backend::{BackendError, DeviceAddress, Place, Range};
 /// What growth is cut into unless the program says otherwise: what PyTorch maps at once for its large blocks.
 const CHUNK_BYTES: u64 = 20 << 20;
 
-/// Unless the program says otherwise, about so many chunks back what is mapped at once: 8 GiB that wake are 64 chunks of 128 MiB.
+/// Unless the program says otherwise, a chunk is at most this share of what the range reaches then, if that is more: 8 GiB that wake are
+/// 64 chunks of 128 MiB.
 const CHUNKS_MAX: u64 = 64;
 
 pub(crate) struct VirtualMemory {
@@ -62,6 +64,8 @@ pub(crate) struct VirtualMemory {
     ranges: Mutex<BTreeMap<u64, Arc<Backing>>>,
     /// Handles that the driver did not take back when it should have: tried again when memory goes back.
     unreleased: Mutex<Vec<c_ulonglong>>,
+    /// Told of memory that is accessible, and before it goes.
+    fills: Arc<Fills>,
 }
 
 // SAFETY: the only pointer is `properties.win32`, which is null and unused here.
@@ -96,7 +100,7 @@ impl Default for VirtualOptions {
 }
 
 impl VirtualMemory {
-    pub(crate) fn new(device: Arc<CudaDevice>, options: &VirtualOptions) -> Result<Self, CudaError> {
+    pub(crate) fn new(device: Arc<CudaDevice>, options: &VirtualOptions, fills: Arc<Fills>) -> Result<Self, CudaError> {
         let location = MemLocation::device(device.raw_device());
         let mut access = SmallVec::from_slice(&[MemAccess { location, flags: ACCESS_READ_WRITE }]);
         for &peer in &options.peers {
@@ -137,6 +141,7 @@ impl VirtualMemory {
             is_full: AtomicBool::new(false),
             ranges: Mutex::default(),
             unreleased: Mutex::default(),
+            fills,
         })
     }
 
@@ -189,7 +194,7 @@ impl VirtualMemory {
         for (index, gap) in gaps.iter().enumerate() {
             let (step, cut_from) = match piece_bytes {
                 Some(piece_bytes) => (piece_bytes, 0),
-                None => (self.step(range, gap), cut_from(gap)),
+                None => (self.step(range, chunks, gap), cut_from(gap)),
             };
             if let Err(error) = self.back(chunks, range, gap, step, cut_from) {
                 gaps[..index].iter().for_each(|gap| self.give_back(chunks, range, gap));
@@ -204,13 +209,14 @@ impl VirtualMemory {
         Ok(())
     }
 
-    /// How large chunks are: a whole range is one.
-    fn step(&self, range: Range, gap: &Part) -> u64 {
+    /// How large the chunks in a gap are: a whole range is one.
+    fn step(&self, range: Range, chunks: &Chunks, gap: &Part) -> u64 {
         let size_bytes = gap.end - gap.start;
         if size_bytes == range.size_bytes {
             return size_bytes;
         }
-        let few = |chunks_max| size_bytes.div_ceil(chunks_max).next_multiple_of(self.granularity_bytes);
+        let reach_bytes = gap.end.max(chunks.mapped_end());
+        let few = |chunks_max| reach_bytes.div_ceil(chunks_max).next_multiple_of(self.granularity_bytes);
         self.chunk_bytes.max(self.chunks_max.map_or(0, few))
     }
 
@@ -221,13 +227,14 @@ impl VirtualMemory {
         let mut outcome = Ok(());
         while at < gap.end && outcome.is_ok() {
             let chunk = at..gap.end.min(at + step - (at - cut_from) % step);
-            outcome = self.create_and_map(range, &chunk);
-            if outcome.is_ok() {
+            outcome = self.create_and_map(range, &chunk).and_then(|()| {
                 chunks.add_chunk(&chunk);
                 at = chunk.end;
-            }
+                self.set_access(range, &chunk)?;
+                self.fills.mapped(&addresses_of(range, &(gap.start..at)));
+                Ok(())
+            });
         }
-        let outcome = outcome.and_then(|()| self.set_access(range, gap));
         if outcome.is_err() && at > gap.start {
             chunks.close(&(gap.start..at));
             self.give_back(chunks, range, &(gap.start..at));
@@ -282,6 +289,7 @@ impl VirtualMemory {
     }
 
     fn unmap_run(&self, range: Range, run: &Part) -> Result<(), DriverError> {
+        self.fills.unmapping(&addresses_of(range, run));
         // SAFETY: chunks tile the run exactly, none of them is used by the allocator, and by the contract of `Backend` no
         // stream uses it any more.
         unsafe { self.device.driver().unmap(range.base.0 + run.start, (run.end - run.start) as usize) }
@@ -332,7 +340,8 @@ impl VirtualMemory {
             // What the driver did not take back lies there: growth takes it first.
             let is_free = chunks.gaps(&chunk) == [chunk.clone()];
             if is_free {
-                self.back(chunks, backing.range, &chunk, self.step(backing.range, &chunk), chunk.start).map(|()| true)
+                let step = self.step(backing.range, chunks, &chunk);
+                self.back(chunks, backing.range, &chunk, step, chunk.start).map(|()| true)
             } else {
                 Ok(false)
             }
@@ -543,6 +552,10 @@ impl BackendMemory for VirtualMemory {
     fn release_spare(&self) -> u64 {
         self.release_prefetched()
     }
+}
+
+fn addresses_of(range: Range, part: &Part) -> Part {
+    range.base.0 + part.start..range.base.0 + part.end
 }
 
 /// Access for another device's kernels and copies.

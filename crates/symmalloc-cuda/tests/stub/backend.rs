@@ -44,7 +44,7 @@ stub_test!(a_map_of_a_whole_range_is_one_chunk_and_growth_is_cut, {
     let growing = backend.reserve(64 * MIB).expect("reserve");
     backend.map(growing, 0, 16 * MIB).expect("map");
     assert_eq!(live().mappings, 1 + 8);
-    assert_eq!(calls("cuMemSetAccess"), 2, "access is set once per map");
+    assert_eq!(calls("cuMemSetAccess"), 1 + 8, "what is mapped is accessible before more is");
 
     // A part of the growing range goes back at once; of the whole one only with the rest.
     backend.unmap(growing, 4 * MIB, 6 * MIB).expect("unmap");
@@ -87,11 +87,28 @@ stub_test!(a_given_chunk_size_holds_for_much_growth_at_once, ["STUB_MEMORY_BYTES
     assert_eq!((live().device_bytes, by_granules.idle_bytes()), (2 * MIB, 0));
 });
 
+stub_test!(chunks_grow_with_what_the_range_reaches, ["STUB_MEMORY_BYTES" = "4294967296"], {
+    let device = device();
+    let backend = with_streams(&device, CudaBackend::builder(&device));
+    let range = backend.reserve(4096 * MIB).expect("reserve");
+    // From 1,280 MiB on a 64th is more than 20 MiB: pools that grow large come in few chunks, and fall asleep as fast.
+    for (at, mib, chunks) in [(0, 1120, 56), (1120, 160, 8), (1280, 640, 22), (1920, 640, 16)] {
+        let before = live().mappings;
+        backend.map(range, at * MIB, mib * MIB).expect("map");
+        assert_eq!(live().mappings - before, chunks, "{mib} MiB at {at}");
+    }
+    // A hole is filled in the chunks of the range around it.
+    backend.unmap(range, 0, 320 * MIB).expect("unmap");
+    let before = live().mappings;
+    backend.map(range, 0, 320 * MIB).expect("map");
+    assert_eq!(live().mappings - before, 8);
+});
+
 stub_test!(a_map_that_fails_at_any_call_leaves_nothing, {
     let device = device();
     let backend = with_streams(&device, CudaBackend::builder(&device).chunk_bytes(2 * MIB));
     let range = backend.reserve(64 * MIB).expect("reserve");
-    for (call, occurrences) in [("cuMemCreate", 4), ("cuMemMap", 4), ("cuMemSetAccess", 1)] {
+    for (call, occurrences) in [("cuMemCreate", 4), ("cuMemMap", 4), ("cuMemSetAccess", 4)] {
         for nth in 1..=occurrences {
             fail(call, nth, 2);
             let error = backend.map(range, 0, 8 * MIB).expect_err("a call fails");

@@ -2,10 +2,11 @@
 
 use crate::process::{calls, device, fail, heal, live, stub_test};
 use cudarc::driver::CudaStream;
+use cudarc::driver::result::{memcpy_dtoh_async, memset_d8_async};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use symmalloc_core::PoolId;
-use symmalloc_core::backend::Reason;
+use symmalloc_core::backend::{Backend, Part, Reason};
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::errors::{AllocateError, OutOfMemoryCause};
 use symmalloc_core::op::Contents;
@@ -256,6 +257,67 @@ stub_test!(a_device_without_room_is_a_typed_error_and_the_next_wake_succeeds, {
     job.allocator.wake(job.id()).expect("woken");
     job.holds_what_it_held();
     job.end();
+});
+
+stub_test!(what_was_kept_is_copied_while_more_is_mapped_and_is_over_before_memory_goes, {
+    let mut job = Job::new(backend(), "segments:expandable");
+    let streams = live().streams;
+    let made = || ["cuMemcpyHtoDAsync_v2", "cuStreamSynchronize", "cuMemCreate"].map(calls);
+    job.allocator.sleep(job.id(), Contents::Keep).expect("slept");
+    // Chunks of 20 MiB, of which the last is refused.
+    let before = made();
+    for _ in 0..2 {
+        fail("cuMemCreate", 4, 2);
+        job.allocator.wake(job.id()).expect_err("there is no room");
+        assert_eq!((job.phase(), live().device_bytes), (Phase::Asleep, 0));
+    }
+    heal();
+    let [copies, waits, chunks] = [0, 1, 2].map(|at| made()[at] - before[at]);
+    assert_eq!((chunks, copies), (2 * 4, 2 * 2));
+    assert!(waits >= 2, "the copies are waited for");
+    let [copied, ..] = made();
+    let woken = job.allocator.wake(job.id()).expect("woken");
+    assert!(woken.loaded_bytes > 64 << 20);
+    assert_eq!(made()[0] - copied, 4, "each piece once: two parts, one of them in three chunks of the image");
+    job.holds_what_it_held();
+    // A pool that is destroyed asleep leaves nothing behind either.
+    job.allocator.sleep(job.id(), Contents::Keep).expect("slept");
+    fail("cuMemCreate", 4, 2);
+    job.allocator.wake(job.id()).expect_err("there is no room");
+    heal();
+    job.buffers.clear();
+    drop(job.pool);
+    job.allocator.trim().expect("taken");
+    assert_eq!((live().device_bytes, live().ranges, live().streams), (0, 0, streams));
+});
+
+stub_test!(what_is_unmapped_again_before_the_load_is_copied_again, {
+    let (backend, device) = (backend(), device());
+    let stream = device.context().new_stream().expect("a stream");
+    let range = backend.reserve(64 * MIB).expect("reserved");
+    backend.map(range, 0, 48 * MIB).expect("mapped");
+    let len = 48 << 20;
+    // SAFETY: the memory is mapped.
+    unsafe { memset_d8_async(range.base.0, 7, len, stream.cu_stream()) }.expect("set");
+    stream.synchronize().expect("done");
+    let parts = [Part { address: range.base, size_bytes: 48 * MIB, image_offset_bytes: 0 }];
+    let image = backend.save(&parts).expect("saved");
+    backend.unmap(range, 0, 48 * MIB).expect("unmapped");
+    backend.expect_load(image, &parts);
+    for _ in 0..2 {
+        backend.map(range, 0, 48 * MIB).expect("mapped");
+        backend.unmap(range, 0, 48 * MIB).expect("unmapped");
+    }
+    backend.map(range, 0, 48 * MIB).expect("mapped");
+    backend.load(image, &parts).expect("loaded");
+    let mut bytes = vec![0_u8; len];
+    // SAFETY: the memory is mapped, and the bytes stay until it is waited for.
+    unsafe { memcpy_dtoh_async(&mut bytes, range.base.0, stream.cu_stream()) }.expect("copied");
+    stream.synchronize().expect("done");
+    assert!(bytes.iter().all(|byte| *byte == 7));
+    backend.discard(image);
+    backend.unmap(range, 0, 48 * MIB).expect("unmapped");
+    backend.release(range).expect("released");
 });
 
 stub_test!(a_graph_is_refused_while_its_memory_sleeps_and_replays_as_it_is_afterwards, {
