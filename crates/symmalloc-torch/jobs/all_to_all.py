@@ -53,12 +53,16 @@ def sizes(world: int, device: Any, turns: int) -> dict[str, list[float]]:
         plain_source, theirs = torch.empty_like(source), torch.empty_like(source)
         source.copy_(torch.arange(size // 4, device=device) % 4096).add_(4096 * dist.get_rank())
         plain_source.copy_(source)
-        calls = max(4, min(200, (64 * MIB) // size))
+        calls = max(20, min(200, (64 * MIB) // size))
+        both = (
+            lambda: symmalloc.all_to_all_single(target, source),
+            lambda: dist.all_to_all_single(theirs, plain_source),
+        )
         best = [float("inf")] * 2
-        for _ in range(turns):
-            ours = microseconds(lambda: symmalloc.all_to_all_single(target, source), calls)
-            pytorch = microseconds(lambda: dist.all_to_all_single(theirs, plain_source), calls)
-            best = [min(best[0], ours), min(best[1], pytorch)]
+        for turn in range(turns):
+            # Each goes first in every other turn.
+            for which in (turn % 2, 1 - turn % 2):
+                best[which] = min(best[which], microseconds(both[which], calls))
         assert torch.equal(target, theirs), size
         found[f"{size >> 10} KiB"] = [round(us, 1) for us in best]
         del source, target, plain_source, theirs
@@ -131,7 +135,7 @@ def calls(rank: int, world: int, device: Any, count: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--allocator", choices=("native", "symmalloc"), default="symmalloc")
-    parser.add_argument("--turns", type=int, default=4, help="how often each size is gone through")
+    parser.add_argument("--turns", type=int, default=10, help="how often each size is gone through")
     parser.add_argument("--calls", type=int, default=100_000)
     options = parser.parse_args()
     if options.allocator == "native":

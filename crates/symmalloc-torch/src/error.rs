@@ -264,6 +264,7 @@ impl Error {
                     SYMMALLOC_MISALIGNED
                 }
                 SyncError::Capturing => SYMMALLOC_INVALID_STATE,
+                SyncError::Cuda { .. } => SYMMALLOC_CUDA,
                 _ => SYMMALLOC_NCCL,
             },
             Error::Window(_) => SYMMALLOC_INVALID_STATE,

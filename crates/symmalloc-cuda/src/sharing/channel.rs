@@ -5,13 +5,15 @@ use super::message::{BATCH, MessageError};
 use rustix::cmsg_space;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, socket_with,
 };
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 /// See the file's comment. Until when both processes must be done.
@@ -30,6 +32,24 @@ impl<'a> Channel<'a> {
     /// Both are done within `timeout`.
     pub fn new(socket: &'a impl AsFd, timeout: Duration) -> Self {
         Channel { socket: socket.as_fd(), until: Instant::now().checked_add(timeout) }
+    }
+
+    /// Connects to the socket of an abstract name.
+    ///
+    /// # Errors
+    /// When nobody listens there, or the one that does is not in time: it may be stopped, and its queue full.
+    pub fn connect(name: &str, timeout: Duration) -> Result<UnixStream, ShareError> {
+        let address = SocketAddrUnix::new_abstract_name(name.as_bytes())?;
+        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+        set_socket_timeout(&socket, Timeout::Send, Some(timeout))?;
+        loop {
+            match rustix::net::connect(&socket, &address) {
+                Ok(()) => return Ok(socket.into()),
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return Err(ShareError::TimedOut),
+                Err(error) => return Err(error.into()),
+            }
+        }
     }
 
     /// Sends all bytes; the descriptors go with the first of them.
@@ -134,5 +154,26 @@ impl<'a> Channel<'a> {
             Ok(_) | Err(Errno::INTR) => Ok(()),
             Err(error) => Err(error.into()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_listener_that_is_stopped_is_given_up() {
+        let name = format!("symmalloc-test-{}", std::process::id());
+        assert!(matches!(Channel::connect(&name, Duration::from_secs(5)), Err(ShareError::Socket { .. })), "nobody listens");
+        let address = SocketAddrUnix::new_abstract_name(name.as_bytes()).expect("short");
+        let listener = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).expect("made");
+        rustix::net::bind(&listener, &address).expect("bound");
+        rustix::net::listen(&listener, 0).expect("listens");
+        let timeout = Duration::from_millis(50);
+        let begun = Instant::now();
+        // Nobody accepts: the queue takes one, and the next waits.
+        let waiting: Vec<_> = (0..4).map(|_| Channel::connect(&name, timeout)).collect();
+        assert!(waiting[0].is_ok() && matches!(waiting[3], Err(ShareError::TimedOut)), "{waiting:?}");
+        assert!((timeout..Duration::from_secs(5)).contains(&begun.elapsed()));
     }
 }

@@ -101,10 +101,9 @@ pub(super) fn fetch(
     tickets: &[Ticket],
     mut take: impl FnMut(Ticket, OwnedFd) -> Result<(), Error>,
 ) -> Result<(), Error> {
-    let address = SocketAddr::from_abstract_name(socket);
-    let stream = address.and_then(|address| UnixStream::connect_addr(&address)).map_err(Error::Sharing)?;
-    let channel = Channel::new(&stream, PATIENCE);
     let broken = |error| Error::Sharing(io::Error::other(error));
+    let stream = Channel::connect(socket, PATIENCE).map_err(broken)?;
+    let channel = Channel::new(&stream, PATIENCE);
     for &ticket in tickets {
         let request = [ticket.number.to_le_bytes(), ticket.bytes.to_le_bytes()].concat();
         channel.send(&request, &[]).map_err(broken)?;
