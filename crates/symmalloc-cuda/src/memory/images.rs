@@ -264,6 +264,7 @@ impl Drop for Images {
         let Ok(_current) = self.device.enter() else { return };
         let _relaxed = self.device.driver().relax_capture();
         let mut kept = std::mem::take(&mut *self.kept());
+        kept.images.keys().for_each(|image| self.fills.forget(*image));
         let stores = std::mem::take(&mut kept.images).into_values().filter_map(Arc::into_inner);
         kept.idle.extend(stores.flat_map(|store| if let Store::Host(chunks) = store { chunks } else { Vec::new() }));
         for chunk in kept.idle {

@@ -164,7 +164,10 @@ mod tests {
     #[test]
     fn a_listener_that_is_stopped_is_given_up() {
         let name = format!("symmalloc-test-{}", std::process::id());
-        assert!(matches!(Channel::connect(&name, Duration::from_secs(5)), Err(ShareError::Socket { .. })), "nobody listens");
+        assert!(
+            matches!(Channel::connect(&name, Duration::from_secs(5)), Err(ShareError::Socket { .. })),
+            "nobody listens"
+        );
         let address = SocketAddrUnix::new_abstract_name(name.as_bytes()).expect("short");
         let listener = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).expect("made");
         rustix::net::bind(&listener, &address).expect("bound");

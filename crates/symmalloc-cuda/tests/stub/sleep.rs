@@ -289,6 +289,21 @@ stub_test!(what_was_kept_is_copied_while_more_is_mapped_and_is_over_before_memor
     drop(job.pool);
     job.allocator.trim().expect("taken");
     assert_eq!((live().device_bytes, live().ranges, live().streams), (0, 0, streams));
+    drop((job.allocator, job.stream));
+    // Nor does an allocator that goes while its pool sleeps.
+    let mut job = Job::new(backend(), "segments:expandable");
+    job.allocator.sleep(job.id(), Contents::Keep).expect("slept");
+    fail("cuMemCreate", 1, 2);
+    job.allocator.wake(job.id()).expect_err("there is no room");
+    heal();
+    let streams = live().streams;
+    job.buffers.clear();
+    let Job { allocator, pool, stream, .. } = job;
+    // SAFETY: no context at all.
+    unsafe { cudarc::driver::result::ctx::set_current(std::ptr::null_mut()) }.expect("set");
+    drop((pool, allocator));
+    assert_eq!((live().device_bytes, live().host_bytes, live().streams), (0, 0, streams - 1));
+    drop(stream);
 });
 
 stub_test!(what_is_unmapped_again_before_the_load_is_copied_again, {
