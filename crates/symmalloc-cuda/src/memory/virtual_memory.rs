@@ -39,8 +39,8 @@ use symmalloc_core::backend::{BackendError, DeviceAddress, Place, Range};
 /// What growth is cut into unless the program says otherwise: what PyTorch maps at once for its large blocks.
 const CHUNK_BYTES: u64 = 20 << 20;
 
-/// Unless the program says otherwise, a chunk is at most this share of what the range reaches then, if that is more: 8 GiB that wake are
-/// 64 chunks of 128 MiB.
+/// Unless the program says otherwise, a range comes in about so many chunks where they are larger than that: 8 GiB that wake are 64
+/// chunks of 128 MiB.
 const CHUNKS_MAX: u64 = 64;
 
 pub(crate) struct VirtualMemory {

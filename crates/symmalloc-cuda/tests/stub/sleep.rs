@@ -306,6 +306,39 @@ stub_test!(what_was_kept_is_copied_while_more_is_mapped_and_is_over_before_memor
     drop(stream);
 });
 
+stub_test!(pools_of_one_allocator_wake_side_by_side, {
+    let allocator = CudaAllocator::with_backend(backend(), Config::default()).expect("made");
+    let others = [1_u8, 2, 3].map(|number| {
+        let allocator = allocator.clone();
+        std::thread::spawn(move || {
+            let stream = allocator.device().context().new_stream().expect("a stream");
+            let pool = allocator.create_pool(policy("segments:expandable")).expect("made");
+            let inside = allocator.with_pool(&pool);
+            let filled = |len: usize| {
+                let mut buffer = inside.alloc_zeroed::<u8>(&stream, len).expect("memory");
+                stream.memcpy_htod(&vec![number; len], &mut buffer).expect("copied");
+                buffer
+            };
+            let mut buffers: Vec<_> = [33 << 20, 5 << 20, 20 << 20, 3 << 20].map(filled).into();
+            for round in 0..6 {
+                allocator.sleep(pool.id(), Contents::Keep).expect("slept");
+                // What is freed asleep needs no bytes.
+                buffers.truncate(4 - round / 2);
+                allocator.wake(pool.id()).expect("woken");
+                for buffer in &buffers {
+                    let held = stream.clone_dtoh(buffer).expect("copied");
+                    assert!(held.iter().all(|byte| *byte == number), "pool {number}, round {round}");
+                }
+            }
+        })
+    });
+    for other in others {
+        other.join().expect("all of its bytes");
+    }
+    allocator.trim().expect("taken");
+    assert_eq!(live().device_bytes, 0);
+});
+
 stub_test!(what_is_unmapped_again_before_the_load_is_copied_again, {
     let (backend, device) = (backend(), device());
     let stream = device.context().new_stream().expect("a stream");
