@@ -42,7 +42,8 @@ impl Fill {
     fn begin_in(&mut self, mapped: &Range<u64>) {
         let whole = self.left.range(mapped.start..mapped.end).filter(|(_, piece)| piece.addresses().end <= mapped.end);
         let whole: Vec<u64> = whole.map(|(address, _)| *address).collect();
-        for piece in whole.iter().filter_map(|address| self.left.remove(address)).collect::<Vec<_>>() {
+        for address in whole {
+            let piece = self.left.remove(&address).expect("it was found");
             self.begin(&piece);
         }
     }
@@ -100,7 +101,6 @@ impl Fills {
 
     fn take(&self, image: u64) -> Option<Fill> {
         let mut fills = self.lock();
-        let at = fills.iter().position(|fill| fill.image == image)?;
-        Some(fills.swap_remove(at))
+        fills.iter().position(|fill| fill.image == image).map(|at| fills.swap_remove(at))
     }
 }

@@ -7,7 +7,7 @@
 //! one physical allocation per window. Growth of an expandable range is cut into chunks, since trimming gives back whole chunks only:
 //! of what the program says, otherwise of 20 MiB or of a 64th of what the range reaches. On an H200 a chunk of 2 to 64 MiB costs 34 to
 //! 38 us to make and 29 to 45 us to give back: their number counts, not their size, and setting access for many in one call saves
-//! nothing (`docs/device-memory.md`).
+//! nothing. On an H100 size counts as well (`docs/device-memory.md`).
 //!
 //! What may be stitched is mapped in chunks of one piece each, and a piece is mapped into another range by its handle: a map
 //! covers a handle from its start. Memory goes back to the device with its last mapping.
