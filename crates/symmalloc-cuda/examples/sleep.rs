@@ -9,7 +9,7 @@
 use cudarc::driver::{CudaStream, DevicePtr};
 use std::error::Error;
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::op::{Contents, Record};
 use symmalloc_core::recording::{Sink, SinkError};
@@ -22,6 +22,8 @@ const MIB: usize = 1 << 20;
 const BUFFER_BYTES: usize = 128 * MIB;
 /// Sleeps and wakes that keep contents.
 const ROUNDS: usize = 9;
+/// Between a sleep and a wake of every second round; in the others the pool wakes at once.
+const AWAY: Duration = Duration::from_millis(200);
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
 
@@ -161,8 +163,9 @@ fn copies(device: &Arc<CudaDevice>, gib: usize) -> Outcome<()> {
 
     let locked = seconds(|| Ok(allocator.reserve_host_memory(bytes as u64)?))?;
     print("symmalloc: reserve_host_memory", bytes as u64, locked);
-    let mut kept = [Vec::new(), Vec::new()];
+    let (mut sleeps, mut wakes) = (Vec::new(), [Vec::new(), Vec::new()]);
     for round in 0..ROUNDS {
+        let is_away = round % 2 == 0;
         let full = device.memory_info()?.free_bytes;
         let mut saved = 0.0;
         let slept = seconds(|| {
@@ -173,25 +176,29 @@ fn copies(device: &Arc<CudaDevice>, gib: usize) -> Outcome<()> {
             Ok(())
         })?;
         let asleep = device.memory_info()?.free_bytes;
+        if is_away {
+            std::thread::sleep(AWAY);
+        }
         let woken = seconds(|| allocator.wake(pool.id()).map(drop).map_err(Into::into))?;
         let awake = device.memory_info()?.free_bytes;
         print("symmalloc: sleep, contents kept", bytes as u64, slept);
         print("  of that copied", bytes as u64, saved);
-        print("symmalloc: wake, contents kept", bytes as u64, woken);
-        kept[0].push(slept);
-        kept[1].push(woken);
+        print(if is_away { "symmalloc: wake, contents kept" } else { "  the same, at once" }, bytes as u64, woken);
+        sleeps.push(slept);
+        wakes[usize::from(is_away)].push(woken);
         println!(
             "  free on the device: {full} awake, {asleep} asleep ({} MiB came back), {awake} awake again",
             (asleep - full) >> 20
         );
         weights.check(&stream, if round % 4 == 0 { 1 } else { 16 })?;
     }
-    for ((what, kept), copied) in ["sleep", "wake"].into_iter().zip(&mut kept).zip(copied) {
-        let first = kept.remove(0);
+    let [at_once, wakes] = wakes;
+    let rounds = [("sleep", sleeps, copied[0]), ("wake", wakes, copied[1]), ("wake at once", at_once, copied[1])];
+    for (what, mut kept, copied) in rounds {
+        let first = copied / kept.remove(0);
         kept.sort_by(f64::total_cmp);
-        let median = kept[kept.len() / 2];
-        let (share_first, share) = (copied / first, copied / median);
-        println!("{what}: {share_first:.2} of the fastest copy in the first round, {share:.2} in the others (median)");
+        let [median, last] = [kept[kept.len() / 2], kept[kept.len() - 1]].map(|seconds| copied / seconds);
+        println!("{what}: {first:.2} of the fastest copy at first, then {median:.2} (median) and {last:.2} (least)");
     }
     for _ in 0..4 {
         let slept = seconds(|| allocator.sleep(pool.id(), Contents::Drop).map(drop).map_err(Into::into))?;

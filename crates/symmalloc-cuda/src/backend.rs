@@ -78,9 +78,8 @@ pub struct CudaBackendBuilder {
 
 impl CudaBackendBuilder {
     /// Size of the largest physical chunk that an expandable range grows by, in bytes; a multiple of the granularity. By default
-    /// 20 MiB, as PyTorch's expandable segments, or a 64th of what the range reaches, if that is more. Larger chunks make sleeping
-    /// faster, and growth on some devices (`docs/device-memory.md`), but trimming gives memory back in whole chunks only. Placements do
-    /// not depend on it.
+    /// 32 MiB, or from 2 GiB on a power of two between a 64th and a 32nd of what the range reaches. Larger chunks make growing and
+    /// sleeping faster (`docs/device-memory.md`), but trimming gives memory back in whole chunks only. Placements do not depend on it.
     pub fn chunk_bytes(mut self, chunk_bytes: u64) -> Self {
         self.options.chunk_bytes = Some(chunk_bytes);
         self

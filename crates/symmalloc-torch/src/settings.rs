@@ -5,7 +5,7 @@
 //! | key | values | default | meaning |
 //! |---|---|---|---|
 //! | `peers` | `[1,2]`, `[]` | `[]` | Devices that may read and write the memory. |
-//! | `chunk_mb`, `chunk_bytes` | a multiple of the granularity | 20 MiB, or a 64th of what is mapped at once | Largest physical chunk by which expandable ranges grow. |
+//! | `chunk_mb`, `chunk_bytes` | a multiple of the granularity | 32 MiB, more for ranges beyond 2 GiB | Largest physical chunk by which expandable ranges grow. |
 //! | `prefetch_mb`, `prefetch_bytes` | 0, or a multiple of the granularity of a chunk at least | 0 | The most that is made ahead of growth. |
 //! | `out_of_memory` | `trim`, `fail` | `trim` | What happens before an allocation fails. |
 //!

@@ -5,9 +5,9 @@
 //!
 //! How large chunks are: a map of a whole range (fixed and reserved segments) is one chunk, because NCCL before 2.30.3 takes
 //! one physical allocation per window. Growth of an expandable range is cut into chunks, since trimming gives back whole chunks only:
-//! of what the program says, otherwise of 20 MiB or of a 64th of what the range reaches. On an H200 a chunk of 2 to 64 MiB costs 34 to
-//! 38 us to make and 29 to 45 us to give back: their number counts, not their size, and setting access for many in one call saves
-//! nothing. On an H100 size counts as well (`docs/device-memory.md`).
+//! of what the program says, otherwise of 32 MiB or of a power of two between a 64th and a 32nd of what the range reaches. On an H200 a
+//! chunk of 2 to 64 MiB costs 34 to 38 us to make and 29 to 45 us to give back: their number counts, not their size (on an H100 both,
+//! `docs/device-memory.md`). Setting access for many in one call saves nothing, nor do several threads that unmap.
 //!
 //! What may be stitched is mapped in chunks of one piece each, and a piece is mapped into another range by its handle: a map
 //! covers a handle from its start. Memory goes back to the device with its last mapping.
@@ -36,11 +36,11 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use symmalloc_core::backend::{BackendError, DeviceAddress, Place, Range};
 
-/// What growth is cut into unless the program says otherwise: what PyTorch maps at once for its large blocks.
-const CHUNK_BYTES: u64 = 20 << 20;
+/// What growth is cut into unless the program says otherwise.
+const CHUNK_BYTES: u64 = 32 << 20;
 
-/// Unless the program says otherwise, a range comes in about so many chunks where they are larger than that: 8 GiB that wake are 64
-/// chunks of 128 MiB.
+/// Unless the program says otherwise, what a range maps at once comes in so many chunks at most where they are larger than that: 8 GiB
+/// that wake are 64 chunks of 128 MiB.
 const CHUNKS_MAX: u64 = 64;
 
 pub(crate) struct VirtualMemory {
@@ -216,7 +216,7 @@ impl VirtualMemory {
             return size_bytes;
         }
         let reach_bytes = gap.end.max(chunks.mapped_end());
-        let few = |chunks_max| reach_bytes.div_ceil(chunks_max).next_multiple_of(self.granularity_bytes);
+        let few = |chunks_max| reach_bytes.div_ceil(chunks_max).next_power_of_two();
         self.chunk_bytes.max(self.chunks_max.map_or(0, few))
     }
 

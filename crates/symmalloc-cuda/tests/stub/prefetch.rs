@@ -26,7 +26,8 @@ const SEEDS: u64 = 60;
 
 /// A backend that makes up to so many MiB ahead of each range, and 20 MiB in a chunk.
 fn prefetching(device: &Arc<CudaDevice>, prefetch_mib: u64) -> CudaBackend {
-    CudaBackend::builder(device).prefetch_bytes(prefetch_mib * MIB).build().expect("the stub supports it")
+    let builder = CudaBackend::builder(device).chunk_bytes(20 * MIB);
+    builder.prefetch_bytes(prefetch_mib * MIB).build().expect("the stub supports it")
 }
 
 /// Waits until so much is ahead; the thread needs what time it needs.
@@ -131,10 +132,9 @@ stub_test!(chunks_ahead_are_as_large_as_all_growth_allows, {
 
 stub_test!(chunks_end_where_they_would_without_what_is_ahead, {
     let device = device();
-    for (builder, chunks) in [
-        (CudaBackend::builder(&device), [2, 20, 2].as_slice()),
-        (CudaBackend::builder(&device).prefetch_bytes(40 * MIB), &[2, 2, 18, 2]),
-    ] {
+    let builder = || CudaBackend::builder(&device).chunk_bytes(20 * MIB);
+    for (builder, chunks) in [(builder(), [2, 20, 2].as_slice()), (builder().prefetch_bytes(40 * MIB), &[2, 2, 18, 2])]
+    {
         let backend = builder.build().expect("the stub supports it");
         let range = backend.reserve(1 << 30).expect("reserve");
         map(&backend, range, 0, 2);

@@ -260,11 +260,12 @@ stub_test!(a_device_without_room_is_a_typed_error_and_the_next_wake_succeeds, {
 });
 
 stub_test!(what_was_kept_is_copied_while_more_is_mapped_and_is_over_before_memory_goes, {
+    // Four chunks, of which the last is refused.
+    let backend = || CudaBackend::builder(&device()).chunk_bytes(20 << 20).build().expect("the stub supports it");
     let mut job = Job::new(backend(), "segments:expandable");
     let streams = live().streams;
     let made = || ["cuMemcpyHtoDAsync_v2", "cuStreamSynchronize", "cuMemCreate"].map(calls);
     job.allocator.sleep(job.id(), Contents::Keep).expect("slept");
-    // Chunks of 20 MiB, of which the last is refused.
     let before = made();
     for _ in 0..2 {
         fail("cuMemCreate", 4, 2);
