@@ -53,7 +53,7 @@ def sizes(world: int, device: Any, turns: int) -> dict[str, list[float]]:
         plain_source, theirs = torch.empty_like(source), torch.empty_like(source)
         source.copy_(torch.arange(size // 4, device=device) % 4096).add_(4096 * dist.get_rank())
         plain_source.copy_(source)
-        calls = max(20, min(200, (64 * MIB) // size))
+        calls = max(20, min(400, (1024 * MIB) // size))
         both = (
             lambda: symmalloc.all_to_all_single(target, source),
             lambda: dist.all_to_all_single(theirs, plain_source),
@@ -135,7 +135,7 @@ def calls(rank: int, world: int, device: Any, count: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--allocator", choices=("native", "symmalloc"), default="symmalloc")
-    parser.add_argument("--turns", type=int, default=10, help="how often each size is gone through")
+    parser.add_argument("--turns", type=int, default=20, help="how often each size is gone through")
     parser.add_argument("--calls", type=int, default=100_000)
     options = parser.parse_args()
     if options.allocator == "native":
