@@ -1,4 +1,4 @@
-"""What an allocation costs from Python: `torch.empty` and its free, nanoseconds, and a process until its first tensor.
+"""What an allocation costs from Python: `torch.empty` and its free, nanoseconds.
 
     call_costs.py --allocator native
     call_costs.py --allocator symmalloc
@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 from job import Job, report
@@ -17,13 +16,6 @@ from job import Job, report
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = {"1_kib": KIB, "4_mib": 4 * MIB}
 CALLS, TURNS = 2000, 15
-
-
-def seconds_since_start() -> float:
-    """Since this process began, as Linux has it, in steps of a hundredth."""
-    with open("/proc/self/stat") as file:
-        ticks = int(file.read().rpartition(")")[2].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def nanoseconds(size: int, device: str) -> float:
@@ -45,7 +37,6 @@ def main() -> None:
 
     torch.zeros(1, device=job.device)
     figures: dict[str, object] = {"job": job.name, "allocator": job.allocator, "is_recorded": job.trace is not None}
-    figures["first_tensor_ms"] = round(seconds_since_start() * 1e3)
     for name, size in SIZES.items():
         figures[f"{name}_ns"] = nanoseconds(size, job.device)
     if job.device == "cuda":

@@ -1,0 +1,59 @@
+"""What symmalloc adds to the start of a process: milliseconds behind `import torch` until the first tensor is there.
+
+PyTorch is imported once, because that takes seconds and differs by seconds; each process is a fork of this one, native and with
+symmalloc in turns. Run it once before, so that the class is compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import time
+
+import torch
+from job import report
+
+TURNS = 15
+PARTS = ("import", "install", "cuda", "first_tensor", "all")
+
+
+def parts(is_ours: bool) -> list[float]:
+    """Of one process."""
+    moments = [time.perf_counter()]
+    if is_ours:
+        import symmalloc
+    moments.append(time.perf_counter())
+    if is_ours:
+        symmalloc.install()
+    moments.append(time.perf_counter())
+    torch.cuda.current_stream()
+    moments.append(time.perf_counter())
+    torch.zeros(1, device="cuda").item()
+    moments.append(time.perf_counter())
+    return [(end - begin) * 1e3 for begin, end in zip([*moments[:-1], moments[0]], [*moments[1:], moments[-1]])]
+
+
+def forked(is_ours: bool) -> list[float]:
+    """The same in a process of its own."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writer, json.dumps(parts(is_ours)).encode())
+        os._exit(0)
+    os.close(writer)
+    with open(reader) as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    return json.loads(said)
+
+
+def main() -> None:
+    turns = [[forked(False), forked(True)] for _ in range(TURNS)]
+    for name, of_turns in zip(("native", "symmalloc"), zip(*turns)):
+        medians = [round(statistics.median(times), 1) for times in zip(*of_turns)]
+        report({"job": "start_costs", "allocator": name, "ms": dict(zip(PARTS, medians))})
+
+
+if __name__ == "__main__":
+    main()
