@@ -160,7 +160,7 @@ class MemPool:
         """Makes a pool with a `quota` hold so many bytes, rounded up to granules (2 MiB): no more and no less, until the next call.
 
         Tensors stay where they are. A pool that gets smaller waits for the streams that used its free memory. With
-        `SYMMALLOC_CONF=chunk_mb:2` what is given up goes back to the device exactly, otherwise in chunks of 32 MiB, larger
+        `SYMMALLOC_CONF=chunk_mb:2` what is given up goes back to the device exactly, otherwise in chunks of up to 32 MiB, larger
         ones in pools beyond 2 GiB. Call it at the same point on every rank. Returns the bytes that the pool holds.
 
         Raises `InvalidState` when live tensors need more than that, when the pool has no quota, sleeps, or is registered and
