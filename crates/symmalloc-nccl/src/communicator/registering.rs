@@ -4,12 +4,12 @@ use super::Communicator;
 use super::call::{Route, perform};
 use super::host_entry::HostEntry;
 use super::registration::{BufferRegistration, Memory, Registered, WINDOW_ALIGNMENT, Window};
-use super::shared::Access;
+use super::shared::{Access, Inner};
 use super::state::{CommState, Stage};
 use super::threads::Kept;
 use crate::calls::{Calls, Outcome};
 use crate::error::CommError;
-use crate::handles::{NewHandle, RegistrationHandle, WindowHandle};
+use crate::handles::{CommHandle, NewHandle, RegistrationHandle, WindowHandle};
 use crate::version::Capability;
 use std::slice::from_mut;
 use std::sync::Arc;
@@ -60,8 +60,7 @@ impl Communicator {
     pub fn deregister_window(&self, window: Window) -> Result<(), CommError> {
         let Window { raw, memory } = window;
         self.check_owner(&memory)?;
-        let mut access = self.shared.access()?;
-        deregister_window(&mut access, raw)
+        deregister_window(&mut self.shared.access()?, raw)
     }
 
     /// Registers memory of this rank's, of any kind and size. No other rank takes part; it takes microseconds.
@@ -120,10 +119,8 @@ impl Communicator {
         if memory.owner == self.serial() {
             return Ok(());
         }
-        Err(CommError::ForeignRegistration {
-            name: Arc::clone(&self.shared.name),
-            owner: Arc::clone(&memory.owner_name),
-        })
+        let (name, owner) = (Arc::clone(&self.shared.name), Arc::clone(&memory.owner_name));
+        Err(CommError::ForeignRegistration { name, owner })
     }
 }
 
@@ -141,25 +138,29 @@ pub(super) fn deregister_all(access: &mut Access<'_>) -> Result<(), CommError> {
 }
 
 fn deregister_window(access: &mut Access<'_>, window: WindowHandle) -> Result<(), CommError> {
-    let comm = access.comm;
-    deregister(access, move |calls| calls.deregister_window(comm, window))?;
-    access.inner.windows.retain(|known| *known != window);
-    Ok(())
+    deregister(access, window, |inner| &mut inner.windows, Calls::deregister_window)
 }
 
 fn deregister_buffer(access: &mut Access<'_>, buffer: RegistrationHandle) -> Result<(), CommError> {
-    let comm = access.comm;
-    deregister(access, move |calls| calls.deregister_buffer(comm, buffer))?;
-    access.inner.buffers.retain(|known| *known != buffer);
-    Ok(())
+    deregister(access, buffer, |inner| &mut inner.buffers, Calls::deregister_buffer)
 }
 
-fn deregister(
+/// From the call on the handle is NCCL's: when the communicator ends meanwhile, nobody gives it back again. One that NCCL refuses stays.
+fn deregister<Handle: Copy + PartialEq + Send + 'static>(
     access: &mut Access<'_>,
-    call: impl FnOnce(&'static Calls) -> Outcome + Send + 'static,
+    handle: Handle,
+    known: fn(&mut Inner) -> &mut Vec<Handle>,
+    call: fn(&Calls, CommHandle, Handle) -> Outcome,
 ) -> Result<(), CommError> {
     if access.shared.state() != CommState::Ready {
         return Err(access.shared.gone());
     }
-    perform(from_mut(access), Stage::Deregister, Route::Apart, &None, call)
+    let (comm, before) = (access.comm, known(&mut access.inner).clone());
+    known(&mut access.inner).retain(|known| *known != handle);
+    let done =
+        perform(from_mut(access), Stage::Deregister, Route::Apart, &None, move |calls| call(calls, comm, handle));
+    if done.is_err() && access.shared.state() == CommState::Ready {
+        *known(&mut access.inner) = before;
+    }
+    done
 }

@@ -6,8 +6,8 @@ use stub_process::{Library, nccl, nccl_test};
 use symmalloc_agreement::{Transport, TransportError};
 use symmalloc_cuda::CudaDevice;
 use symmalloc_nccl::{
-    CommError, CommState, CommunicatorBuilder, FailureCause, NcclError, NcclTransport, ReduceOp, Stage, UniqueId,
-    WatchdogMode,
+    BufferRegistration, CommError, CommState, Communicator, CommunicatorBuilder, FailureCause, NcclError,
+    NcclTransport, ReduceOp, Stage, UniqueId, WatchdogMode, Window,
 };
 
 nccl_test!(a_rank_that_never_comes_is_an_error_within_the_deadline, {
@@ -170,6 +170,42 @@ nccl_test!(abort_gives_windows_back_where_there_is_a_revoke, {
         rank.meet();
     });
     nccl::assert_clean();
+});
+
+type GiveBack = fn(&Communicator, Window, BufferRegistration) -> Result<(), CommError>;
+
+/// An abort comes while the call is on its way to NCCL. What it gives back is not given back again.
+fn given_back_once(call: &str, give_back: GiveBack) {
+    in_both_modes(2, |rank| {
+        let (_allocation, base) = rank.segment();
+        let window = rank.register(base).expect("a window");
+        let buffer = rank.comm.register_buffer(base, 4096).expect("any memory");
+        rank.meet();
+        if rank.number() == 0 {
+            nccl::slow(call, Some(0), 1, 300);
+            std::thread::scope(|scope| {
+                let giving_back = scope.spawn(|| give_back(&rank.comm, window, buffer));
+                std::thread::sleep(Duration::from_millis(100));
+                rank.comm.abort().expect("ended");
+                let outcome = giving_back.join().expect("no panic");
+                assert!(matches!(outcome, Err(CommError::Gone { .. })), "{outcome:?}");
+            });
+        }
+        rank.meet();
+        rank.comm.abort().expect("ended");
+        rank.meet();
+        assert_eq!((nccl::live().windows, nccl::live().buffers, nccl::live().communicators), (0, 0, 0));
+        rank.meet();
+    });
+    nccl::assert_clean();
+}
+
+nccl_test!(a_window_that_is_given_back_while_its_communicator_ends_goes_once, {
+    given_back_once("ncclCommWindowDeregister", |comm, window, _| comm.deregister_window(window));
+});
+
+nccl_test!(a_buffer_that_is_given_back_while_its_communicator_ends_goes_once, {
+    given_back_once("ncclCommDeregister", |comm, _, buffer| comm.deregister_buffer(buffer));
 });
 
 /// What a rank that cannot go on says: which of them NCCL tells first is theirs to tell the others.

@@ -1,6 +1,7 @@
 //! Ranks are processes, one of which dies or gets stuck in each step of a sleep and a wake, at any call of NCCL's. The others end in time, each
 //! where the tables of `docs/sleep-protocol.md` say, and none goes on alone.
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 use stub_process::{nccl, nccl_test, ranks};
 use symmalloc_core::op::Contents;
@@ -23,7 +24,7 @@ fn body(rank: usize) {
         ("WORLD_SIZE", RANKS.to_string()),
         ("LOCAL_RANK", rank.to_string()),
         ("LOCAL_WORLD_SIZE", RANKS.to_string()),
-        ("TORCHELASTIC_RUN_ID", folder),
+        ("TORCHELASTIC_RUN_ID", folder.clone()),
     ];
     let variable = |name: &str| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| value.clone());
     let launch = Launch::from_variables(variable).expect("complete");
@@ -40,6 +41,7 @@ fn body(rank: usize) {
     let _tensors =
         [20_usize, 30].map(|size| allocator.with_pool(&pool).alloc_zeroed::<u8>(&stream, size << 20).expect("fits"));
     registrar.sync(&[&world]).expect("all ranks did the same");
+    has_synced(rank, Path::new(&folder));
     if rank == VICTIM {
         let at = std::env::var(AT).expect("set").parse().expect("a number");
         let (call, nth) = if at > 100 { ("ncclCommWindowRegister", at - 100) } else { ("ncclAllGather", at) };
@@ -60,6 +62,17 @@ fn body(rank: usize) {
     nccl::assert_clean();
     // Others are dead or stopped: NCCL need not be waited for.
     std::process::exit(0);
+}
+
+/// Rank 1 goes on when the others have heard the end of the sync as well, so that it dies under none of them there.
+fn has_synced(rank: usize, folder: &Path) {
+    let said = |rank: usize| folder.join(format!("synced-{rank}"));
+    std::fs::write(said(rank), "").expect("written");
+    let begun = Instant::now();
+    while rank == VICTIM && !(0..RANKS).all(|rank| said(rank).exists()) {
+        assert!(begun.elapsed() < Duration::from_secs(60), "the others do not say that they have synced");
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 fn sleep_and_wake(registrar: &Registrar, world: &Communicator, pool: symmalloc_core::PoolId) -> String {
