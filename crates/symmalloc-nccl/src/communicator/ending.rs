@@ -16,7 +16,7 @@
 //! Deregistration comes first because up to 2.28 an abort keeps the physical memory of windows for good. It needs a communicator
 //! whose kernels have stopped, which is what a revoke does: without one, windows are left to the abort.
 
-use super::shared::{Access, Life, Mode, Ownership, Shared, lock};
+use super::shared::{Access, Handles, Life, Mode, Ownership, Shared, lock};
 use super::state::{CommState, Stage};
 use super::threads::{self, Answer, Kept};
 use crate::backoff::Backoff;
@@ -70,8 +70,8 @@ struct Remains {
     calls: &'static Calls,
     comm: CommHandle,
     mode: Mode,
-    windows: Vec<WindowHandle>,
-    buffers: Vec<RegistrationHandle>,
+    windows: Handles<WindowHandle>,
+    buffers: Handles<RegistrationHandle>,
     life: Arc<Mutex<Life>>,
     /// NCCL points to it until the abort.
     name: Arc<CStr>,
@@ -99,7 +99,7 @@ pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option
     // Nothing gets a thread out of a call without a revoke; should it come back, the communicator is aborted then.
     let limit = if matches!(ending, Ending::Inside { .. }) && !revokes { Duration::ZERO } else { limit };
     let device = Arc::clone(&accesses[0].shared.device);
-    let remains: Vec<Remains> = accesses.iter_mut().map(remains).collect();
+    let remains: Vec<Remains> = accesses.iter().map(remains).collect();
     let (sender, through) = channel();
     let started = threads::run(move || {
         // Without a context there is no device left to end anything on.
@@ -136,13 +136,13 @@ fn tell(shared: &Shared, cause: Option<&Arc<CommError>>) {
     watch::fail(watched, FailureReport { text, first_rank });
 }
 
-fn remains(access: &mut Access<'_>) -> Remains {
+fn remains(access: &Access<'_>) -> Remains {
     Remains {
         calls: access.shared.nccl.calls(),
         comm: access.comm,
         mode: access.shared.mode,
-        windows: std::mem::take(&mut access.inner.windows),
-        buffers: std::mem::take(&mut access.inner.buffers),
+        windows: Arc::clone(&access.inner.windows),
+        buffers: Arc::clone(&access.inner.buffers),
         life: Arc::clone(&access.shared.life),
         name: Arc::clone(&access.shared.c_name),
     }
@@ -164,7 +164,7 @@ fn end(ending: Ending, remains: &[Remains], revokes: bool, device: &CudaDevice) 
         Ending::Underway { kept } => kept,
         Ending::Idle | Ending::Unborn => None,
     };
-    if revoked && remains.iter().any(|one| !one.windows.is_empty()) {
+    if revoked && remains.iter().any(|one| !lock(&one.windows).is_empty()) {
         // The revoke has stopped all kernels but symmetric ones. While one of these waits for a dead peer, this waits as well:
         // nothing may be taken from under it. So it does while a stream is captured, for which the driver refuses to wait.
         while device.synchronize().is_err_and(|error| driver::is_capture_in_the_way(&error)) {
@@ -198,11 +198,11 @@ impl Remains {
 
     /// Gives back what is registered, of which nothing runs any more. Errors change nothing: the abort follows.
     fn deregister(&self) {
-        for window in &self.windows {
-            let _given_back = self.calls.deregister_window(self.comm, *window);
+        for window in lock(&self.windows).drain(..) {
+            let _given_back = self.calls.deregister_window(self.comm, window);
         }
-        for buffer in &self.buffers {
-            let _given_back = self.calls.deregister_buffer(self.comm, *buffer);
+        for buffer in lock(&self.buffers).drain(..) {
+            let _given_back = self.calls.deregister_buffer(self.comm, buffer);
         }
     }
 

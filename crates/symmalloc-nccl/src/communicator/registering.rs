@@ -4,7 +4,7 @@ use super::Communicator;
 use super::call::{Route, perform};
 use super::host_entry::HostEntry;
 use super::registration::{BufferRegistration, Memory, Registered, WINDOW_ALIGNMENT, Window};
-use super::shared::{Access, Inner};
+use super::shared::{Access, Handles, lock};
 use super::state::{CommState, Stage};
 use super::threads::Kept;
 use crate::calls::{Calls, Outcome};
@@ -47,7 +47,7 @@ impl Communicator {
         let Some(raw) = new.window() else {
             return Ok(Registered::Plain(self.register_buffer_with(&mut access, base, size_bytes)?));
         };
-        access.inner.windows.push(raw);
+        lock(&access.inner.windows).push(raw);
         Ok(Registered::Window(Window { raw, memory: self.memory(base, size_bytes) }))
     }
 
@@ -91,7 +91,7 @@ impl Communicator {
         let raw = new.registration();
         if !raw.is_null() {
             // Null where NCCL_LOCAL_REGISTER=0: nothing was registered, and nothing is to be given back.
-            access.inner.buffers.push(raw);
+            lock(&access.inner.buffers).push(raw);
         }
         Ok(BufferRegistration { raw, memory: self.memory(base, size_bytes) })
     }
@@ -128,39 +128,36 @@ impl Communicator {
 /// all the same.
 pub(super) fn deregister_all(access: &mut Access<'_>) -> Result<(), CommError> {
     let mut outcome = Ok(());
-    for window in access.inner.windows.clone() {
+    let (windows, buffers) = (lock(&access.inner.windows).clone(), lock(&access.inner.buffers).clone());
+    for window in windows {
         outcome = outcome.and(deregister_window(access, window));
     }
-    for buffer in access.inner.buffers.clone() {
+    for buffer in buffers {
         outcome = outcome.and(deregister_buffer(access, buffer));
     }
     outcome
 }
 
 fn deregister_window(access: &mut Access<'_>, window: WindowHandle) -> Result<(), CommError> {
-    deregister(access, window, |inner| &mut inner.windows, Calls::deregister_window)
+    deregister(Arc::clone(&access.inner.windows), access, window, Calls::deregister_window)
 }
 
 fn deregister_buffer(access: &mut Access<'_>, buffer: RegistrationHandle) -> Result<(), CommError> {
-    deregister(access, buffer, |inner| &mut inner.buffers, Calls::deregister_buffer)
+    deregister(Arc::clone(&access.inner.buffers), access, buffer, Calls::deregister_buffer)
 }
 
-/// From the call on the handle is NCCL's: when the communicator ends meanwhile, nobody gives it back again. One that NCCL refuses stays.
 fn deregister<Handle: Copy + PartialEq + Send + 'static>(
+    known: Handles<Handle>,
     access: &mut Access<'_>,
     handle: Handle,
-    known: fn(&mut Inner) -> &mut Vec<Handle>,
     call: fn(&Calls, CommHandle, Handle) -> Outcome,
 ) -> Result<(), CommError> {
     if access.shared.state() != CommState::Ready {
         return Err(access.shared.gone());
     }
-    let (comm, before) = (access.comm, known(&mut access.inner).clone());
-    known(&mut access.inner).retain(|known| *known != handle);
-    let done =
-        perform(from_mut(access), Stage::Deregister, Route::Apart, &None, move |calls| call(calls, comm, handle));
-    if done.is_err() && access.shared.state() == CommState::Ready {
-        *known(&mut access.inner) = before;
-    }
-    done
+    let comm = access.comm;
+    perform(from_mut(access), Stage::Deregister, Route::Apart, &None, move |calls| {
+        // The communicator may end meanwhile: what NCCL took back is not given back again, what it refused is.
+        call(calls, comm, handle).inspect(|_| lock(&known).retain(|known| *known != handle))
+    })
 }

@@ -66,14 +66,17 @@ pub(super) struct Shared {
     pub(super) life: Arc<Mutex<Life>>,
 }
 
+/// Handles that NCCL would take back. A thread that is inside a call changes them when NCCL has answered, whoever waits for it.
+pub(super) type Handles<Handle> = Arc<Mutex<Vec<Handle>>>;
+
 /// What changes from call to call.
 #[derive(Debug, Default)]
 pub(super) struct Inner {
     pub(super) shapes: KnownShapes,
     /// Windows that are there, in the order of their registration.
-    pub(super) windows: Vec<WindowHandle>,
+    pub(super) windows: Handles<WindowHandle>,
     /// Registrations that are there, in order.
-    pub(super) buffers: Vec<RegistrationHandle>,
+    pub(super) buffers: Handles<RegistrationHandle>,
     /// Number of splits so far; equal on all ranks.
     pub(super) splits: u32,
     /// Number of gathers by transports so far; equal on all ranks.

@@ -182,10 +182,13 @@ fn given_back_once(call: &str, give_back: GiveBack) {
         let buffer = rank.comm.register_buffer(base, 4096).expect("any memory");
         rank.meet();
         if rank.number() == 0 {
-            nccl::slow(call, Some(0), 1, 300);
+            let before = nccl::calls(call);
+            nccl::slow(call, Some(0), 1, 1000);
             std::thread::scope(|scope| {
                 let giving_back = scope.spawn(|| give_back(&rank.comm, window, buffer));
-                std::thread::sleep(Duration::from_millis(100));
+                while nccl::calls(call) == before {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
                 rank.comm.abort().expect("ended");
                 let outcome = giving_back.join().expect("no panic");
                 assert!(matches!(outcome, Err(CommError::Gone { .. })), "{outcome:?}");
@@ -199,6 +202,30 @@ fn given_back_once(call: &str, give_back: GiveBack) {
     });
     nccl::assert_clean();
 }
+
+// NCCL refuses, and the communicator ends by that: the end gives back what is there still.
+nccl_test!(a_window_that_nccl_refuses_to_take_back_goes_with_its_communicator, {
+    in_both_modes(2, |rank| {
+        let (_allocation, base) = rank.segment();
+        let window = rank.register(base).expect("a window");
+        rank.meet();
+        if rank.number() == 0 {
+            nccl::fail("ncclCommWindowDeregister", Some(0), 1, 1);
+        }
+        rank.meet();
+        let outcome = rank.comm.deregister_window(window);
+        assert_eq!(outcome.is_err(), rank.number() == 0, "{outcome:?}");
+        assert_eq!(rank.comm.state() == CommState::Ready, rank.number() != 0);
+        rank.meet();
+        if rank.number() == 1 {
+            rank.comm.abort().expect("ended");
+        }
+        rank.meet();
+        assert_eq!((nccl::live().windows, nccl::live().kept_rounds, nccl::live().leaked), (0, 0, 0));
+        rank.meet();
+    });
+    nccl::assert_clean();
+});
 
 nccl_test!(a_window_that_is_given_back_while_its_communicator_ends_goes_once, {
     given_back_once("ncclCommWindowDeregister", |comm, window, _| comm.deregister_window(window));

@@ -41,7 +41,7 @@ fn body(rank: usize) {
     let _tensors =
         [20_usize, 30].map(|size| allocator.with_pool(&pool).alloc_zeroed::<u8>(&stream, size << 20).expect("fits"));
     registrar.sync(&[&world]).expect("all ranks did the same");
-    has_synced(rank, Path::new(&folder));
+    await_syncs(rank, Path::new(&folder));
     if rank == VICTIM {
         let at = std::env::var(AT).expect("set").parse().expect("a number");
         let (call, nth) = if at > 100 { ("ncclCommWindowRegister", at - 100) } else { ("ncclAllGather", at) };
@@ -65,7 +65,7 @@ fn body(rank: usize) {
 }
 
 /// Rank 1 goes on when the others have heard the end of the sync as well, so that it dies under none of them there.
-fn has_synced(rank: usize, folder: &Path) {
+fn await_syncs(rank: usize, folder: &Path) {
     let said = |rank: usize| folder.join(format!("synced-{rank}"));
     std::fs::write(said(rank), "").expect("written");
     let begun = Instant::now();
