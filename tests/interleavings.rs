@@ -4,128 +4,27 @@
 //! Every thread works on the simulated device as a correct program does, so a wait that an interleaving loses is a race
 //! that the simulator reports.
 
-use shuttle::scheduler::{PctScheduler, RandomScheduler};
-use shuttle::sync::atomic::{AtomicBool, Ordering::SeqCst};
-use shuttle::sync::{Arc, Mutex, MutexGuard, mpsc};
-use shuttle::{Config as ShuttleConfig, Runner, thread};
-use std::sync::PoisonError;
+#[path = "interleavings/explored.rs"]
+mod explored;
+#[path = "interleavings/observers.rs"]
+mod observers;
+
+use explored::{
+    Device, STREAMS, Shared, Shuttled, allocator, assert_nothing_is_left, explore, free, lend, of_pool, shared, use_it,
+};
+use shuttle::sync::{Arc, Mutex, mpsc};
+use shuttle::thread;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
-use symmalloc_core::backend::Backend;
-use symmalloc_core::config::{Config, PointerLookup, PoolConfig, Reclaim, StreamPolicy};
+use symmalloc_core::config::{Config, PoolConfig, Reclaim, StreamPolicy};
 use symmalloc_core::errors::{AllocateError, PoolError};
-use symmalloc_core::lock::{Exclusive, Lock, LockCell};
+use symmalloc_core::lock::{Exclusive, Lock};
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::SleepCause;
 use symmalloc_core::units::{KIB, MIB};
 use symmalloc_core::{Allocation, Allocator, Digest, PoolId, Retry, StreamId};
-use symmalloc_harness::hooked::{DeviceCall, Hooked};
 use symmalloc_harness::memory::Memory;
 use symmalloc_sim::{SimBackend, SplitMix64};
 use symmalloc_trace::replay::{Program, Replay};
-
-/// The third kind of lock: shuttle's, where another thread may go on.
-#[derive(Debug)]
-enum Shuttled {}
-
-#[derive(Debug)]
-struct ShuttledCell<T>(Mutex<T>);
-
-impl Lock for Shuttled {
-    const IS_EXCLUSIVE: bool = false;
-    type Cell<T> = ShuttledCell<T>;
-}
-
-impl<T> LockCell<T> for ShuttledCell<T> {
-    type Guard<'a>
-        = MutexGuard<'a, T>
-    where
-        T: 'a;
-
-    fn new(value: T) -> Self {
-        ShuttledCell(Mutex::new(value))
-    }
-
-    fn lock(&self) -> MutexGuard<'_, T> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// Another thread may go on inside of every call.
-type Device = Hooked<SimBackend, Box<dyn Fn(DeviceCall) + Send + Sync>>;
-type Shared = Arc<Allocator<Device, Shuttled>>;
-
-/// Runs `test` on `schedules` schedules of each of two kinds: random ones, and ones that preempt rarely but anywhere.
-fn explore(schedules: usize, test: impl Fn() + Send + Sync + Clone + 'static) {
-    let mut config = ShuttleConfig::new();
-    config.stack_size = 256 << 10;
-    let random = RandomScheduler::new_from_seed(0x5eed, schedules);
-    assert_eq!(Runner::new(random, config.clone()).run(test.clone()), schedules);
-    let rare = PctScheduler::new_from_seed(0x5eed, 3, schedules);
-    assert_eq!(Runner::new(rare, config).run(test), schedules);
-}
-
-const STREAMS: u16 = 3;
-
-/// An allocator whose allocations are found by address.
-fn allocator<L: Lock>(config: &Config, seed: u64) -> Allocator<Device, L> {
-    // At an atomic, another thread may go on. Yielding instead would say that one has to.
-    let turn = (!L::IS_EXCLUSIVE).then(|| AtomicBool::new(false));
-    let give_way = move |_| _ = turn.as_ref().map(|turn| turn.load(SeqCst));
-    let device = Hooked { inner: SimBackend::builder().seed(seed).build(), hook: Box::new(give_way) as Box<_> };
-    let config = config.to_builder().pointer_lookup(PointerLookup::Exact).build().expect("valid");
-    let allocator = Allocator::new(device, config).expect("a device");
-    (0..STREAMS).for_each(|stream| assert_eq!(allocator.register_stream(), Ok(StreamId(stream))));
-    allocator
-}
-
-fn of_pool(pool: PoolConfig) -> Config {
-    Config::builder().default_pool(pool).build().expect("valid")
-}
-
-fn shared(config: &Config, seed: u64) -> Shared {
-    Arc::new(allocator(config, seed))
-}
-
-/// Work on all of an allocation.
-fn use_it<L: Lock>(allocator: &Allocator<Device, L>, stream: StreamId, made: &Allocation) {
-    let used = allocator.backend().inner.submit(stream, made.address, made.size_bytes);
-    used.unwrap_or_else(|race| panic!("a wait is missing at {}: {race}", made.placement));
-}
-
-/// Work of another stream on an allocation, which waits for the owner's first.
-fn lend<L: Lock>(allocator: &Allocator<Device, L>, owner: StreamId, other: StreamId, made: &Allocation) {
-    let device = allocator.backend();
-    let event = device.record(owner).expect("no faults");
-    device.wait(other, event).expect("no faults");
-    device.recycle(event);
-    use_it(allocator, other, made);
-    match by_address(made) {
-        true => allocator.record_use_at(made.address, other).expect("live"),
-        false => allocator.record_use(made.handle, other).expect("live"),
-    }
-}
-
-/// Frees an allocation: some by handle, others by address.
-fn free<L: Lock>(allocator: &Allocator<Device, L>, made: &Allocation) {
-    match by_address(made) {
-        true => drop(allocator.free_at(made.address).expect("live")),
-        false => allocator.free(made.handle).expect("live"),
-    }
-}
-
-/// Whether the allocation is named by its address: a function of where it lies.
-fn by_address(made: &Allocation) -> bool {
-    (made.placement.offset_bytes / 512 + made.size_bytes / 512).is_multiple_of(2)
-}
-
-/// Everything is freed: nothing is left, neither on the device nor in the books.
-fn assert_nothing_is_left(allocator: &Shared) {
-    allocator.check().expect("sound");
-    assert_eq!(allocator.stats().usage.all.allocations.current, 0, "a free was lost");
-    allocator.trim(None).expect("no faults");
-    assert_eq!(allocator.stats().reserved_bytes.current, 0);
-    assert!(allocator.backend().inner.leaks().is_empty(), "{}", allocator.backend().inner.leaks());
-}
 
 /// What a thread does on its own stream. Every third free is left to `leave`.
 fn drive<L: Lock>(allocator: &Allocator<Device, L>, stream: StreamId, seed: u64, leave: impl Fn(Allocation)) {
@@ -546,72 +445,6 @@ fn a_pool_sleeps_and_wakes_while_others_free_and_the_recording_has_their_order()
         let program = Program::new(&records).expect("consistent");
         Replay::new(&again, &program).run(|_, _| {}).expect("it replays");
         assert_eq!(again.digest(PoolId::DEFAULT), digest, "frees, sleeps and wakes are recorded in their order");
-        assert_nothing_is_left(&allocator);
-    });
-}
-
-#[test]
-fn an_observer_that_comes_and_goes_misses_no_segment_and_holds_none() {
-    explore(2000, || {
-        let allocator = shared(&Config::default(), 6);
-        let using = Arc::clone(&allocator);
-        let user = thread::spawn(move || {
-            for stream in (0..STREAMS).map(StreamId) {
-                let made = using.allocate(PoolId::DEFAULT, stream, MIB).expect("no limit");
-                using.free(made.handle).expect("live");
-                using.trim(None).expect("no faults");
-            }
-        });
-        let (observer, births) = allocator.observe(PoolId::DEFAULT).expect("it exists");
-        let unread = allocator.unread(observer);
-        let mut known: Vec<_> = births.iter().chain(&unread.events).map(|event| (event.stream, event.kind)).collect();
-        allocator.acknowledge(observer, &unread).expect("no faults");
-        user.join().expect("no panic");
-        known.extend(allocator.unread(observer).events.iter().map(|event| (event.stream, event.kind)));
-        for stream in (0..STREAMS).map(StreamId) {
-            let of_stream = known.iter().filter(|(of, _)| *of == Some(stream)).count();
-            assert!(of_stream.is_multiple_of(2), "{stream}: a birth without a death, or the other way: {known:?}");
-        }
-        allocator.forget(observer).expect("no faults");
-        assert_nothing_is_left(&allocator);
-    });
-}
-
-/// Between two heaps that are there, a third is made while the observer goes through them.
-#[test]
-fn an_observer_is_known_once_to_a_heap_that_is_made_while_it_comes() {
-    explore(2000, || {
-        let allocator = shared(&Config::default(), 6);
-        let take = |allocator: &Shared, stream| {
-            let made = allocator.allocate(PoolId::DEFAULT, StreamId(stream), MIB).expect("no limit");
-            allocator.free(made.handle).expect("live");
-        };
-        take(&allocator, 0);
-        take(&allocator, 2);
-        let using = Arc::clone(&allocator);
-        let user = thread::spawn(move || take(&using, 1));
-        let (observer, _) = allocator.observe(PoolId::DEFAULT).expect("it exists");
-        user.join().expect("no panic");
-        allocator.trim(None).expect("no faults");
-        let unread = allocator.unread(observer);
-        allocator.acknowledge(observer, &unread).expect("no faults");
-        assert_eq!(allocator.stats().retired_bytes, 0, "what the observer has read is held");
-        assert_nothing_is_left(&allocator);
-    });
-}
-
-#[test]
-fn an_observer_is_forgotten_by_heaps_that_are_made_meanwhile() {
-    explore(2000, || {
-        let allocator = shared(&Config::default(), 7);
-        let (observer, _) = allocator.observe(PoolId::DEFAULT).expect("it exists");
-        let using = Arc::clone(&allocator);
-        let user = thread::spawn(move || {
-            let made = using.allocate(PoolId::DEFAULT, StreamId(1), MIB).expect("no limit");
-            using.free(made.handle).expect("live");
-        });
-        allocator.forget(observer).expect("no faults");
-        user.join().expect("no panic");
         assert_nothing_is_left(&allocator);
     });
 }

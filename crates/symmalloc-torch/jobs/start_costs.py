@@ -10,6 +10,7 @@ import json
 import os
 import statistics
 import time
+from itertools import pairwise
 
 import torch
 from job import report
@@ -31,7 +32,8 @@ def parts(is_ours: bool) -> list[float]:
     moments.append(time.perf_counter())
     torch.zeros(1, device="cuda").item()
     moments.append(time.perf_counter())
-    return [(end - begin) * 1e3 for begin, end in zip([*moments[:-1], moments[0]], [*moments[1:], moments[-1]])]
+    times = [(end - begin) * 1e3 for begin, end in pairwise(moments)]
+    return [*times, sum(times)]
 
 
 def forked(is_ours: bool) -> list[float]:
@@ -44,7 +46,8 @@ def forked(is_ours: bool) -> list[float]:
     os.close(writer)
     with open(reader) as pipe:
         said = pipe.read()
-    os.waitpid(child, 0)
+    if os.waitpid(child, 0)[1] != 0:
+        raise SystemExit("a process failed: see above")
     return json.loads(said)
 
 

@@ -6,8 +6,8 @@
 //! How large chunks are: a map of a whole range (fixed and reserved segments) is one chunk, because NCCL before 2.30.3 takes
 //! one physical allocation per window. Growth of an expandable range is cut into chunks, since trimming gives back whole chunks only:
 //! of what the program says, otherwise of 32 MiB or of a power of two between a 64th and a 32nd of what the range reaches. On an H200 a
-//! chunk of 2 to 64 MiB costs 34 to 38 us to make and 29 to 45 us to give back: their number counts, not their size (on an H100 both,
-//! `docs/device-memory.md`). Setting access for many in one call saves nothing, nor do several threads that unmap.
+//! chunk of 2 to 64 MiB costs 34 to 38 us to make and 29 to 45 us to give back: their number counts more than their size
+//! (`docs/device-memory.md`). Setting access for many in one call saves nothing, nor do several threads that unmap.
 //!
 //! What may be stitched is mapped in chunks of one piece each, and a piece is mapped into another range by its handle: a map
 //! covers a handle from its start. Memory goes back to the device with its last mapping.

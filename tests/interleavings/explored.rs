@@ -1,0 +1,117 @@
+//! An allocator that is explored: its lock, its device, which let another thread go on, and what a correct program does with it.
+
+use shuttle::scheduler::{PctScheduler, RandomScheduler};
+use shuttle::sync::atomic::{AtomicBool, Ordering::SeqCst};
+use shuttle::sync::{Arc, Mutex, MutexGuard};
+use shuttle::{Config as ShuttleConfig, Runner};
+use std::sync::PoisonError;
+use symmalloc_core::backend::Backend;
+use symmalloc_core::config::{Config, PointerLookup, PoolConfig};
+use symmalloc_core::lock::{Lock, LockCell};
+use symmalloc_core::{Allocation, Allocator, StreamId};
+use symmalloc_harness::hooked::{DeviceCall, Hooked};
+use symmalloc_sim::SimBackend;
+
+/// The third kind of lock: shuttle's, where another thread may go on.
+#[derive(Debug)]
+pub(crate) enum Shuttled {}
+
+#[derive(Debug)]
+pub(crate) struct ShuttledCell<T>(Mutex<T>);
+
+impl Lock for Shuttled {
+    const IS_EXCLUSIVE: bool = false;
+    type Cell<T> = ShuttledCell<T>;
+}
+
+impl<T> LockCell<T> for ShuttledCell<T> {
+    type Guard<'a>
+        = MutexGuard<'a, T>
+    where
+        T: 'a;
+
+    fn new(value: T) -> Self {
+        ShuttledCell(Mutex::new(value))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, T> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Another thread may go on inside of every call.
+pub(crate) type Device = Hooked<SimBackend, Box<dyn Fn(DeviceCall) + Send + Sync>>;
+pub(crate) type Shared = Arc<Allocator<Device, Shuttled>>;
+
+/// Runs `test` on `schedules` schedules of each of two kinds: random ones, and ones that preempt rarely but anywhere.
+pub(crate) fn explore(schedules: usize, test: impl Fn() + Send + Sync + Clone + 'static) {
+    let mut config = ShuttleConfig::new();
+    config.stack_size = 256 << 10;
+    let random = RandomScheduler::new_from_seed(0x5eed, schedules);
+    assert_eq!(Runner::new(random, config.clone()).run(test.clone()), schedules);
+    let rare = PctScheduler::new_from_seed(0x5eed, 3, schedules);
+    assert_eq!(Runner::new(rare, config).run(test), schedules);
+}
+
+pub(crate) const STREAMS: u16 = 3;
+
+/// An allocator whose allocations are found by address.
+pub(crate) fn allocator<L: Lock>(config: &Config, seed: u64) -> Allocator<Device, L> {
+    // At an atomic, another thread may go on. Yielding instead would say that one has to.
+    let turn = (!L::IS_EXCLUSIVE).then(|| AtomicBool::new(false));
+    let give_way = move |_| _ = turn.as_ref().map(|turn| turn.load(SeqCst));
+    let device = Hooked { inner: SimBackend::builder().seed(seed).build(), hook: Box::new(give_way) as Box<_> };
+    let config = config.to_builder().pointer_lookup(PointerLookup::Exact).build().expect("valid");
+    let allocator = Allocator::new(device, config).expect("a device");
+    (0..STREAMS).for_each(|stream| assert_eq!(allocator.register_stream(), Ok(StreamId(stream))));
+    allocator
+}
+
+pub(crate) fn of_pool(pool: PoolConfig) -> Config {
+    Config::builder().default_pool(pool).build().expect("valid")
+}
+
+pub(crate) fn shared(config: &Config, seed: u64) -> Shared {
+    Arc::new(allocator(config, seed))
+}
+
+/// Work on all of an allocation.
+pub(crate) fn use_it<L: Lock>(allocator: &Allocator<Device, L>, stream: StreamId, made: &Allocation) {
+    let used = allocator.backend().inner.submit(stream, made.address, made.size_bytes);
+    used.unwrap_or_else(|race| panic!("a wait is missing at {}: {race}", made.placement));
+}
+
+/// Work of another stream on an allocation, which waits for the owner's first.
+pub(crate) fn lend<L: Lock>(allocator: &Allocator<Device, L>, owner: StreamId, other: StreamId, made: &Allocation) {
+    let device = allocator.backend();
+    let event = device.record(owner).expect("no faults");
+    device.wait(other, event).expect("no faults");
+    device.recycle(event);
+    use_it(allocator, other, made);
+    match by_address(made) {
+        true => allocator.record_use_at(made.address, other).expect("live"),
+        false => allocator.record_use(made.handle, other).expect("live"),
+    }
+}
+
+/// Frees an allocation: some by handle, others by address.
+pub(crate) fn free<L: Lock>(allocator: &Allocator<Device, L>, made: &Allocation) {
+    match by_address(made) {
+        true => drop(allocator.free_at(made.address).expect("live")),
+        false => allocator.free(made.handle).expect("live"),
+    }
+}
+
+/// Whether the allocation is named by its address: a function of where it lies.
+pub(crate) fn by_address(made: &Allocation) -> bool {
+    (made.placement.offset_bytes / 512 + made.size_bytes / 512).is_multiple_of(2)
+}
+
+/// Everything is freed: nothing is left, neither on the device nor in the books.
+pub(crate) fn assert_nothing_is_left(allocator: &Shared) {
+    allocator.check().expect("sound");
+    assert_eq!(allocator.stats().usage.all.allocations.current, 0, "a free was lost");
+    allocator.trim(None).expect("no faults");
+    assert_eq!(allocator.stats().reserved_bytes.current, 0);
+    assert!(allocator.backend().inner.leaks().is_empty(), "{}", allocator.backend().inner.leaks());
+}

@@ -1,0 +1,74 @@
+//! Observers that come and go while other threads make and free.
+
+use super::explored::{STREAMS, Shared, assert_nothing_is_left, explore, shared};
+use shuttle::sync::Arc;
+use shuttle::thread;
+use symmalloc_core::config::Config;
+use symmalloc_core::units::MIB;
+use symmalloc_core::{PoolId, StreamId};
+
+#[test]
+fn an_observer_that_comes_and_goes_misses_no_segment_and_holds_none() {
+    explore(2000, || {
+        let allocator = shared(&Config::default(), 6);
+        let using = Arc::clone(&allocator);
+        let user = thread::spawn(move || {
+            for stream in (0..STREAMS).map(StreamId) {
+                let made = using.allocate(PoolId::DEFAULT, stream, MIB).expect("no limit");
+                using.free(made.handle).expect("live");
+                using.trim(None).expect("no faults");
+            }
+        });
+        let (observer, births) = allocator.observe(PoolId::DEFAULT).expect("it exists");
+        let unread = allocator.unread(observer);
+        let mut known: Vec<_> = births.iter().chain(&unread.events).map(|event| (event.stream, event.kind)).collect();
+        allocator.acknowledge(observer, &unread).expect("no faults");
+        user.join().expect("no panic");
+        known.extend(allocator.unread(observer).events.iter().map(|event| (event.stream, event.kind)));
+        for stream in (0..STREAMS).map(StreamId) {
+            let of_stream = known.iter().filter(|(of, _)| *of == Some(stream)).count();
+            assert!(of_stream.is_multiple_of(2), "{stream}: a birth without a death, or the other way: {known:?}");
+        }
+        allocator.forget(observer).expect("no faults");
+        assert_nothing_is_left(&allocator);
+    });
+}
+
+/// Between two heaps that are there, a third is made while the observer goes through them.
+#[test]
+fn an_observer_is_known_once_to_a_heap_that_is_made_while_it_comes() {
+    explore(2000, || {
+        let allocator = shared(&Config::default(), 6);
+        let take = |allocator: &Shared, stream| {
+            let made = allocator.allocate(PoolId::DEFAULT, StreamId(stream), MIB).expect("no limit");
+            allocator.free(made.handle).expect("live");
+        };
+        take(&allocator, 0);
+        take(&allocator, 2);
+        let using = Arc::clone(&allocator);
+        let user = thread::spawn(move || take(&using, 1));
+        let (observer, _) = allocator.observe(PoolId::DEFAULT).expect("it exists");
+        user.join().expect("no panic");
+        allocator.trim(None).expect("no faults");
+        let unread = allocator.unread(observer);
+        allocator.acknowledge(observer, &unread).expect("no faults");
+        assert_eq!(allocator.stats().retired_bytes, 0, "what the observer has read is held");
+        assert_nothing_is_left(&allocator);
+    });
+}
+
+#[test]
+fn an_observer_is_forgotten_by_heaps_that_are_made_meanwhile() {
+    explore(2000, || {
+        let allocator = shared(&Config::default(), 7);
+        let (observer, _) = allocator.observe(PoolId::DEFAULT).expect("it exists");
+        let using = Arc::clone(&allocator);
+        let user = thread::spawn(move || {
+            let made = using.allocate(PoolId::DEFAULT, StreamId(1), MIB).expect("no limit");
+            using.free(made.handle).expect("live");
+        });
+        allocator.forget(observer).expect("no faults");
+        user.join().expect("no panic");
+        assert_nothing_is_left(&allocator);
+    });
+}
