@@ -14,6 +14,8 @@ mod races;
 mod raw;
 mod sleep;
 mod slices;
+#[path = "../soak/mod.rs"]
+mod soak;
 
 use std::sync::Arc;
 use symmalloc_cuda::CudaDevice;
@@ -39,4 +41,11 @@ fn two_devices() -> Option<[Arc<CudaDevice>; 2]> {
             None
         }
     }
+}
+
+#[test]
+fn memory_descriptors_and_threads_stay_at_their_level() {
+    let Some(device) = device() else { return };
+    // The driver does not count its objects.
+    soak::run(&device, || 0);
 }

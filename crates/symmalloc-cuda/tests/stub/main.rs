@@ -19,4 +19,13 @@ mod resize;
 mod sharing;
 mod sleep;
 mod slices;
+#[path = "../soak/mod.rs"]
+mod soak;
 mod stitching;
+
+process::stub_test!(memory_descriptors_events_and_threads_stay_at_their_level, {
+    soak::run(&process::device(), || {
+        let live = process::live();
+        live.ranges + live.events + live.streams + live.graphs + live.mappings
+    });
+});

@@ -1,0 +1,295 @@
+//! A soak test: mixed use for as long as the environment asks, and resources that must stay at their level.
+//!
+//! Each round makes pools with different settings, uses them from several streams and threads, and destroys them again:
+//! buffers with checked contents, steps that learn plans, stitching, sleep and wake, captured graphs, an export, and a
+//! stream that its owner destroys. Every stretch ends with a sample of the process. The level is the maximum over the
+//! second sixth of the run (the first minute of a long run is left out); later samples may exceed it by `SLACK` only.
+
+use cudarc::driver::{CudaContext, CudaStream};
+use std::fmt;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_core::op::Contents;
+use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, DeviceBuffer, GraphPool, LentStream, Pool};
+
+/// Names how long the soak runs, in seconds.
+const SECONDS_VARIABLE: &str = "SYMMALLOC_SOAK_SECONDS";
+const SECONDS_DEFAULT: u64 = 3;
+/// Samples that a run takes.
+const SAMPLES: u32 = 60;
+/// Start-up is over after this time, or after a sixth of a short run.
+const WARM_UP: Duration = Duration::from_secs(60);
+/// Resident memory varies with the C library's arenas, by more the more threads there are.
+const SLACK_BYTES: u64 = 8 << 20;
+
+/// Settings of the pools that a round makes, in `SYMMALLOC_CONF`'s syntax.
+const POOLS: [&str; 6] = [
+    "segments:expandable",
+    "segments:fixed",
+    "segments:reserved,segment_mb:32",
+    "segments:expandable,streams:shared",
+    "segments:expandable,stitching:true",
+    "segments:expandable,plan:learn",
+];
+
+/// Resources of the process that must not grow.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Sample {
+    resident_bytes: u64,
+    descriptors: u64,
+    threads: u64,
+    /// Objects that the driver holds for the process, where it can be asked.
+    driver_objects: u64,
+}
+
+impl Sample {
+    fn take(driver_objects: u64) -> Self {
+        let status = std::fs::read_to_string("/proc/self/status").expect("Linux");
+        let field = |name: &str| {
+            let line = status.lines().find_map(|line| line.strip_prefix(name)).expect("a field of every process");
+            line.split_whitespace().next().and_then(|number| number.parse::<u64>().ok()).expect("a number")
+        };
+        Sample {
+            resident_bytes: field("VmRSS:") << 10,
+            descriptors: std::fs::read_dir("/proc/self/fd").expect("Linux").count() as u64,
+            threads: field("Threads:"),
+            driver_objects,
+        }
+    }
+
+    fn max(self, other: Self) -> Self {
+        Sample {
+            resident_bytes: self.resident_bytes.max(other.resident_bytes),
+            descriptors: self.descriptors.max(other.descriptors),
+            threads: self.threads.max(other.threads),
+            driver_objects: self.driver_objects.max(other.driver_objects),
+        }
+    }
+
+    /// Returns `true` if no resource exceeds the level.
+    fn is_within(self, level: Self) -> bool {
+        self.resident_bytes <= level.resident_bytes + SLACK_BYTES
+            && self.descriptors <= level.descriptors
+            && self.threads <= level.threads
+            && self.driver_objects <= level.driver_objects
+    }
+}
+
+impl fmt::Display for Sample {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Sample { resident_bytes, descriptors, threads, driver_objects } = self;
+        let kib = resident_bytes >> 10;
+        write!(f, "{kib} KiB resident, {descriptors} descriptors, {threads} threads, {driver_objects} driver objects")
+    }
+}
+
+/// Runs the soak. `driver_objects` counts the objects that the driver holds; return 0 where it cannot be asked.
+pub(crate) fn run(device: &Arc<CudaDevice>, driver_objects: impl Fn() -> u64) {
+    let seconds = std::env::var(SECONDS_VARIABLE).map_or(SECONDS_DEFAULT, |text| text.parse().expect("seconds"));
+    let whole = Duration::from_secs(seconds);
+    let (begun, warm_up) = (Instant::now(), WARM_UP.min(whole / 6));
+    let mut soak = Soak::new(device);
+    let (mut level, mut rounds): (Option<Sample>, u64) = (None, 0);
+    for number in 1..=SAMPLES {
+        while begun.elapsed() < whole * number / SAMPLES {
+            soak.round();
+            rounds += 1;
+        }
+        // A run of seconds ends between two samples: each has at least one round.
+        soak.round();
+        soak.settle();
+        let (elapsed, sample) = (begun.elapsed(), Sample::take(driver_objects()));
+        println!("{:6.1} s, {rounds} rounds: {sample}", elapsed.as_secs_f64());
+        match level {
+            _ if elapsed < warm_up => {}
+            Some(level) if elapsed > 2 * warm_up => {
+                assert!(
+                    sample.is_within(level),
+                    "after {rounds} rounds:\n  {sample}\n  above the level of the start:\n  {level}"
+                );
+            }
+            known => level = Some(known.map_or(sample, |known| known.max(sample))),
+        }
+    }
+    assert!(level.is_some(), "no sample was taken after the start");
+    println!("{rounds} rounds in {:.0} s", begun.elapsed().as_secs_f64());
+}
+
+/// Objects that live through the whole run.
+struct Soak {
+    allocator: CudaAllocator,
+    streams: Vec<Arc<CudaStream>>,
+    random: SplitMix,
+    /// The id of the streams that come and go, once there is one.
+    lent: Option<symmalloc_core::StreamId>,
+    rounds: u64,
+}
+
+impl Soak {
+    fn new(device: &Arc<CudaDevice>) -> Self {
+        let allocator = CudaAllocator::new(device, Config::default()).expect("an allocator");
+        let streams = (0..3).map(|_| device.context().new_stream().expect("a stream")).collect();
+        Soak { allocator, streams, random: SplitMix(1), lent: None, rounds: 0 }
+    }
+
+    fn round(&mut self) {
+        let policy: PoolConfig = POOLS[self.rounds as usize % POOLS.len()].parse().expect("valid settings");
+        let pool = self.allocator.create_pool(policy.clone()).expect("a pool");
+        self.steps(&pool, policy.plan() == symmalloc_core::config::PlanPolicy::Learn);
+        self.sleep(&pool);
+        match self.rounds % 4 {
+            0 => self.capture(),
+            1 => self.export(&pool),
+            2 => self.threads(&pool),
+            _ => self.lend_stream(&pool),
+        }
+        drop(pool);
+        if self.rounds % 8 == 7 {
+            self.allocator.trim().expect("trimmed");
+        }
+        self.rounds += 1;
+    }
+
+    /// Leaves nothing but what lives through the whole run.
+    fn settle(&mut self) {
+        self.streams.iter().for_each(|stream| self.allocator.synchronize(stream).expect("synchronized"));
+        self.allocator.trim().expect("trimmed");
+        assert_eq!(self.allocator.stats().usage.all.allocated_bytes.current, 0, "everything is freed between rounds");
+    }
+
+    /// Steps with a random replacement of buffers. Every buffer that is freed is read first, on another stream at times.
+    fn steps(&mut self, pool: &Pool<CudaBackend>, are_alike: bool) {
+        let inside = self.allocator.with_pool(pool);
+        let seed = self.random.next();
+        for step in 0..4 {
+            let open = are_alike.then(|| inside.step(0).expect("a step"));
+            let mut random = SplitMix(if are_alike { seed } else { seed + step });
+            let mut live: Vec<Filled> = Vec::new();
+            for _ in 0..24 {
+                if live.len() > 6 || (random.below(3) == 0 && !live.is_empty()) {
+                    let filled = live.swap_remove(random.below(live.len() as u64) as usize);
+                    filled.check(&self.streams[random.below(3) as usize]);
+                } else {
+                    let stream = &self.streams[random.below(3) as usize];
+                    live.push(Filled::new(&inside, stream, random.size(), random.next() as u8));
+                }
+            }
+            drop(live);
+            if let Some(open) = open {
+                open.end().expect("the step was open");
+            }
+        }
+    }
+
+    fn sleep(&mut self, pool: &Pool<CudaBackend>) {
+        let inside = self.allocator.with_pool(pool);
+        let kept: Vec<Filled> =
+            (0..3_u8).map(|salt| Filled::new(&inside, &self.streams[0], self.random.size(), salt)).collect();
+        self.allocator.sleep(pool.id(), Contents::Keep).expect("asleep");
+        self.allocator.wake(pool.id()).expect("awake");
+        kept.iter().for_each(|filled| filled.check(&self.streams[1]));
+    }
+
+    fn capture(&mut self) {
+        let pool =
+            GraphPool::new(&self.allocator, "segments:reserved,segment_mb:16".parse().expect("valid")).expect("a pool");
+        let capture = pool.begin(&self.streams[0]).expect("a capture");
+        let output = self.allocator.alloc_zeroed::<u8>(&self.streams[0], 1 << 20).expect("memory of the graph");
+        drop(self.allocator.alloc_zeroed::<u8>(&self.streams[0], 2 << 20).expect("memory of the graph"));
+        let graph = capture.end().expect("a graph");
+        graph.launch(&self.streams[1]).expect("launched");
+        assert_eq!(self.streams[1].clone_dtoh(&output.slice(..8)).expect("copied"), [0; 8]);
+    }
+
+    fn export(&mut self, pool: &Pool<CudaBackend>) {
+        let inside = self.allocator.with_pool(pool);
+        let filled = Filled::new(&inside, &self.streams[0], 3 << 20, 7);
+        let export = inside.export().expect("exportable");
+        assert_eq!(export.allocation_count(), 1);
+        filled.check(&self.streams[0]);
+        export.withdraw();
+    }
+
+    /// Three threads with a stream each, on the same pool.
+    fn threads(&mut self, pool: &Pool<CudaBackend>) {
+        let inside = self.allocator.with_pool(pool);
+        std::thread::scope(|scope| {
+            for stream in &self.streams {
+                let (inside, mut random) = (&inside, SplitMix(self.random.next()));
+                scope.spawn(move || {
+                    for salt in 0..8 {
+                        Filled::new(inside, stream, random.size(), salt).check(stream);
+                    }
+                });
+            }
+        });
+    }
+
+    /// A stream that its owner destroys while the allocator lives.
+    fn lend_stream(&mut self, pool: &Pool<CudaBackend>) {
+        let context: &Arc<CudaContext> = self.allocator.device().context();
+        let stream = context.new_stream().expect("a stream");
+        let lent = LentStream::of(stream.cu_stream());
+        // SAFETY: the stream is of the device's context, and is returned below, before it is dropped.
+        let id = unsafe {
+            match self.lent {
+                None => self.allocator.lend_stream(lent).expect("lent"),
+                Some(id) => self.allocator.relend_stream(id, lent).map(|()| id).expect("lent again"),
+            }
+        };
+        self.lent = Some(id);
+        let core = self.allocator.core();
+        let allocation = core.allocate(pool.id(), id, self.random.size() as u64).expect("memory");
+        core.free(allocation.handle).expect("live");
+        self.allocator.return_stream(id).expect("returned");
+    }
+}
+
+/// A buffer with known contents.
+struct Filled {
+    buffer: DeviceBuffer<u8>,
+    salt: u8,
+}
+
+impl Filled {
+    /// Bytes checked at either end.
+    const EDGE: usize = 256;
+
+    fn new(allocator: &CudaAllocator, stream: &Arc<CudaStream>, len: usize, salt: u8) -> Self {
+        let mut buffer = allocator.alloc_zeroed::<u8>(stream, len).expect("memory");
+        let edge = vec![salt; Self::EDGE];
+        stream.memcpy_htod(&edge, &mut buffer.slice_mut(..Self::EDGE)).expect("copied");
+        stream.memcpy_htod(&edge, &mut buffer.slice_mut(len - Self::EDGE..)).expect("copied");
+        Filled { buffer, salt }
+    }
+
+    fn check(&self, stream: &Arc<CudaStream>) {
+        let len = self.buffer.len();
+        for part in [self.buffer.slice(..Self::EDGE), self.buffer.slice(len - Self::EDGE..)] {
+            assert_eq!(stream.clone_dtoh(&part).expect("copied"), vec![self.salt; Self::EDGE]);
+        }
+    }
+}
+
+/// SplitMix64, by Steele, Lea and Flood: the same sequence in every run.
+struct SplitMix(u64);
+
+impl SplitMix {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        mixed ^ (mixed >> 31)
+    }
+
+    fn below(&mut self, bound: u64) -> u64 {
+        self.next() % bound
+    }
+
+    /// A size from 512 bytes to 4 MiB, small ones more often.
+    fn size(&mut self) -> usize {
+        512 << self.below(14)
+    }
+}
