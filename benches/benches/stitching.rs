@@ -2,7 +2,7 @@
 //!
 //! Counts on a simulated device, the same on every machine and at every run. A job is carried out six times on one allocator: the
 //! generated ones with other steps in each pass, and again with the same ones. Peaks are over the peak of what is live, as
-//! requested. Times are computed: a granule takes 45 us to map a second time, whatever its size (`docs/measured/stitching.md`).
+//! requested. Times are computed: a granule takes 45 us to map a second time, whatever its size (`docs/measured/memory.md`).
 //!
 //! `cargo bench -p symmalloc-benches --bench stitching`; a word keeps the jobs that contain it, and `--with=` replaces the
 //! configurations. With `--test` short jobs, and it fails if stitching saves nothing.
