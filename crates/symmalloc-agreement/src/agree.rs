@@ -1,4 +1,4 @@
-//! Runs an inquiry to its end: over a transport, or over all ranks in one thread.
+//! Drivers that run an inquiry to completion, over a transport or for all ranks in one thread.
 
 use super::inquiry::{Inquiry, Progress};
 use super::outcome::{Agreed, AgreementError};
@@ -9,13 +9,14 @@ use symmalloc_core::Allocator;
 use symmalloc_core::backend::Backend;
 use symmalloc_core::lock::Lock;
 
-/// Compares this rank's symmetric pools with all other ranks'. Every rank calls it, at the same point of the program.
+/// Compares this rank's symmetric pools with those of all other ranks. Every rank must call it at the same point of the
+/// program.
 ///
-/// On success the history before this point is forgotten: it is known to be equal.
+/// On success the history before this point is discarded, because it is known to be equal.
 ///
 /// # Errors
-/// [`AgreementError::Disagreed`] on every rank, with the same contents, when the ranks differ; another error when they
-/// could not find out. The allocator is as it was.
+/// Returns [`AgreementError::Disagreed`] with the same contents on every rank if the ranks differ, and another error if
+/// the comparison could not be completed. The allocator is unchanged in both cases.
 pub fn agree<B: Backend, L: Lock>(
     allocator: &Allocator<B, L>,
     transport: &impl Transport,
@@ -43,10 +44,10 @@ pub fn agree<B: Backend, L: Lock>(
     }
 }
 
-/// Compares any number of ranks in one thread: one inquiry serves them all. The n-th history is rank n's.
+/// Compares any number of ranks in one thread with a single inquiry. The n-th history belongs to rank n.
 ///
 /// # Errors
-/// As [`agree`].
+/// Fails like [`agree`], except for transport errors.
 pub fn agree_in_lockstep(histories: &[RankHistory<'_>]) -> Result<Agreed, AgreementError> {
     let mut inquiry = Inquiry::new(histories.len() as u32);
     loop {

@@ -1,13 +1,13 @@
-//! Guessing why ranks differ, from the ops around the first difference.
+//! Heuristics that guess why ranks differ from the ops around the first difference.
 //!
-//! Two histories that went apart look alike again a little later, shifted or not. Which alignment makes the longest stretch
-//! equal tells what happened:
+//! Two histories that diverge usually look alike again a little later, possibly shifted. The alignment with the longest
+//! equal stretch indicates what happened:
 //!
 //! ```text
 //!   a: x y z w     a: x y z w     a: x y z w
 //!   b: q y z w     b:   y z w     b: y x z w
-//!   another        only a did x   another order
-//!   request
+//!   different      only a did x   different
+//!   request                       order
 //! ```
 
 use super::found::{Answered, Found, is_memory_moved};
@@ -16,9 +16,9 @@ use super::report::Cause;
 use symmalloc_core::histories::{Mark, unpack_op};
 use symmalloc_core::ids::StreamId;
 
-/// The likely cause of a difference, given all that were found.
+/// Returns the likely cause of a difference, given all differences that were found.
 pub(crate) fn cause(found: &Found, all: &[Found]) -> Cause {
-    // The largest group is taken to be right, the first of equally large ones.
+    // The largest group is assumed to be correct; among equally large groups, the first.
     let Some(most) = found.answers.iter().rev().max_by_key(|answered| answered.ranks.len()) else {
         return Cause::Unknown;
     };
@@ -28,7 +28,7 @@ pub(crate) fn cause(found: &Found, all: &[Found]) -> Cause {
     if is_movable && all.iter().any(|other| is_other_stream(found, other)) { Cause::OtherStream } else { cause }
 }
 
-/// The same request went to one heap here and to another there, at the same moment of the program.
+/// Returns `true` if the same request went to one heap in `one` and to another in `other`, at the same program order.
 fn is_other_stream(one: &Found, other: &Found) -> bool {
     let requests = |found: &Found| {
         let firsts = found.answers.iter().filter_map(|answered| unpack_op(answered.window.first()?.op));
@@ -43,14 +43,14 @@ fn is_other_stream(one: &Found, other: &Found) -> bool {
         && requests(one).iter().any(|request| requests(other).contains(request))
 }
 
-/// Why two ranks differ.
+/// Returns the likely cause of a difference between two ranks.
 fn between(one: &Answered, other: &Answered) -> Cause {
     match (one.answer, other.answer) {
         (Answer::Forgotten { .. }, _) | (_, Answer::Forgotten { .. }) => Cause::OlderThanHistory,
         (Answer::Op { op, decision, .. }, Answer::Op { op: other_op, decision: other_decision, .. }) => {
             if is_obtained(op) || is_obtained(other_op) {
                 Cause::OtherGrowth
-            } else if is_of_a_plan(op) && is_of_a_plan(other_op) {
+            } else if concerns_plan(op) && concerns_plan(other_op) {
                 Cause::OtherPlan
             } else if op == other_op && Step::new(op, decision) == Step::new(other_op, other_decision) {
                 Cause::OtherDecision
@@ -66,17 +66,17 @@ fn between(one: &Answered, other: &Answered) -> Cause {
     }
 }
 
-/// Whether it is what came of the op before: memory that was obtained.
+/// Returns `true` if the op records memory obtained for the preceding op.
 fn is_obtained(op: u64) -> bool {
     matches!(unpack_op(op), Some((Mark::Obtain, _, _)))
 }
 
-/// Whether it says which step and which plan there is.
-fn is_of_a_plan(op: u64) -> bool {
+/// Returns `true` if the op adopts a plan or begins a step.
+fn concerns_plan(op: u64) -> bool {
     matches!(unpack_op(op), Some((Mark::Adopt | Mark::BeginStep, _, _)))
 }
 
-/// The other's history ends here, this one goes on with `window` ops or more.
+/// Returns the cause if one history ends here and the other continues for at least `window` ops.
 fn only_one_did(op: u64, window: usize) -> Cause {
     match window {
         _ if is_obtained(op) => Cause::OtherGrowth,
@@ -85,7 +85,7 @@ fn only_one_did(op: u64, window: usize) -> Cause {
     }
 }
 
-/// Only some ranks did this op.
+/// Returns the cause if only some ranks did this op.
 fn missing(op: u64) -> Cause {
     match unpack_op(op) {
         Some((Mark::Free | Mark::FreeNothing, _, _)) => Cause::MissingFree,
@@ -94,23 +94,23 @@ fn missing(op: u64) -> Cause {
     }
 }
 
-/// What aligns two stretches best.
+/// Returns the cause that corresponds to the best alignment of two windows.
 fn between_windows(window: &[Step], other_window: &[Step]) -> Cause {
     let (Some(first), Some(other_first)) = (window.first(), other_window.first()) else {
         let first = window.first().or(other_window.first());
         return first.map_or(Cause::OpOnSomeRanks, |first| missing(first.op));
     };
     if window == other_window {
-        // What differs is no request: memory that was given back.
+        // The requests are equal, so the difference is memory that was given back.
         return Cause::OpOnSomeRanks;
     }
     let (rest, other_rest) = (&window[1..], &other_window[1..]);
     let is_same_kind = first.op >> 58 == other_first.op >> 58;
-    // In the order of preference where several alignments are equally good.
+    // In order of preference among equally good alignments.
     let candidates = [
-        (alike(rest, other_rest) + usize::from(is_same_kind), other_request(first.op, other_first.op)),
-        (alike(rest, other_window), missing(first.op)),
-        (alike(window, other_rest), missing(other_first.op)),
+        (likeness(rest, other_rest) + usize::from(is_same_kind), other_request(first.op, other_first.op)),
+        (likeness(rest, other_window), missing(first.op)),
+        (likeness(window, other_rest), missing(other_first.op)),
         (moved(window, other_window).max(moved(other_window, window)), Cause::OtherOrder),
     ];
     let best = candidates.iter().map(|(likeness, _)| *likeness).max().unwrap_or(0);
@@ -118,7 +118,7 @@ fn between_windows(window: &[Step], other_window: &[Step]) -> Cause {
     found.map_or(Cause::Unknown, |(_, cause)| cause)
 }
 
-/// One of them was refused what the other got, or the driver stepped in.
+/// Returns `true` if one rank was refused what the other obtained, or if only one was refused by the driver.
 fn is_refusal_of_the_same(op: u64, other: u64) -> bool {
     let (Some((mark, stream, amount)), Some((other_mark, other_stream, other_amount))) =
         (unpack_op(op), unpack_op(other))
@@ -131,9 +131,10 @@ fn is_refusal_of_the_same(op: u64, other: u64) -> bool {
     is_by_driver(mark) != is_by_driver(other_mark) || is_same && (is_refused(mark) || is_refused(other_mark))
 }
 
-/// How much a difference looks like the consequence of another one at the same moment: the ranks asked for the same, as far
-/// as can be seen, and only what came of it differs. That is memory that was obtained or given back on the way, at that very
-/// moment or later, or that a limit refused to some.
+/// The likelihood that a difference is a consequence of another difference at the same program order.
+///
+/// A consequence is a difference in outcome although the ranks, as far as is known, made the same requests: memory was
+/// obtained or given back along the way, at that point or later, or a limit refused a request on some ranks only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Consequence {
     Unlikely,
@@ -161,7 +162,7 @@ pub(crate) fn consequence(found: &Found) -> Consequence {
     }
 }
 
-/// One asked for something else: the same of another stream, or another amount, or another thing.
+/// Returns the cause for two different requests: a different stream if only the stream differs, or a different request.
 fn other_request(op: u64, other: u64) -> Cause {
     match (unpack_op(op), unpack_op(other)) {
         (Some((mark, stream, amount)), Some((other_mark, other_stream, other_amount)))
@@ -173,9 +174,9 @@ fn other_request(op: u64, other: u64) -> Cause {
     }
 }
 
-/// How long two stretches are alike: 2 for a step that is the same, 1 for one that may be the same with an allocation that
-/// lies elsewhere by now, and 3 when they end together.
-fn alike(one: &[Step], other: &[Step]) -> usize {
+/// Returns the likeness of two windows from their start: 2 for each equal step, 1 for each step with an equal op whose
+/// allocation may have moved by then, and 3 more if both windows end together.
+fn likeness(one: &[Step], other: &[Step]) -> usize {
     let pairs = || one.iter().zip(other);
     let same = pairs().take_while(|(one, other)| one.op == other.op).count();
     let likeness: usize = pairs().take(same).map(|(one, other)| 1 + usize::from(one == other)).sum();
@@ -183,12 +184,12 @@ fn alike(one: &[Step], other: &[Step]) -> usize {
     likeness + if ends_together { 3 } else { 0 }
 }
 
-/// How long the stretches are alike when the first op of `late` is one that `early` did later.
+/// Returns the likeness of two windows on the assumption that `early` did the first op of `late` later.
 fn moved(early: &[Step], late: &[Step]) -> usize {
     let Some(at) = late.first().and_then(|first| early.iter().position(|step| step == first)) else { return 0 };
     let mut without = early.to_vec();
     without.remove(at);
-    // The stretch must reach beyond the place that the op was moved from.
+    // The equal stretch must extend past the position from which the op was moved.
     let same = without.iter().zip(&late[1..]).take_while(|(one, other)| one.op == other.op).count();
-    if same >= at { 2 + alike(&without, &late[1..]) } else { 0 }
+    if same >= at { 2 + likeness(&without, &late[1..]) } else { 0 }
 }

@@ -1,7 +1,7 @@
-//! Which heaps there are, and which of them differ: a merge of all ranks' lists, a page of each at a time.
+//! The list of heaps that differ, built by merging the heap lists of all ranks one page at a time.
 //!
-//! Every rank sends its next heaps in order. The lists are complete up to the least key at which a full page ends; what
-//! lies beyond is asked for again.
+//! Every rank sends its next heaps in order. The merged list is complete up to the smallest key at which a full page
+//! ends. Heaps beyond that key are requested again with the next page.
 
 use super::message::readers;
 use super::protocol::ProtocolError;
@@ -12,13 +12,13 @@ use symmalloc_core::Digest;
 
 #[derive(Debug, Default)]
 pub(crate) struct Directory {
-    /// Those that differ, so far.
+    /// Heaps that differ, ascending by key, among those merged so far.
     differing: Vec<Differing>,
-    /// The heap up to which all lists were merged.
+    /// Last heap up to which the lists of all ranks are merged; `None` before the first page.
     after: Option<HeapKey>,
 }
 
-/// One heap over all ranks.
+/// The summaries of one heap, combined over all ranks that have it.
 #[derive(Clone, Copy, Debug)]
 struct HeapTally {
     ranks: u32,
@@ -29,13 +29,13 @@ struct HeapTally {
     oldest_max: u64,
 }
 
-/// A heap whose history is not the same everywhere.
+/// A heap whose history is not the same on all ranks.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Differing {
     pub(crate) key: HeapKey,
-    /// After so many ops the histories are known to differ: their digests do, or one has ended.
+    /// A number of ops after which the histories are known to differ: either their digests differ or one has ended.
     pub(crate) differs_after: u64,
-    /// The least number of ops whose digest every journal has.
+    /// The smallest number of ops whose digest every journal still holds.
     pub(crate) oldest: u64,
 }
 
@@ -65,7 +65,7 @@ impl HeapTally {
 }
 
 impl Directory {
-    /// Takes a page of every rank's list. Returns the question for the next one, `None` after the last.
+    /// Merges one page of every rank's list. Returns the question for the next page, or `None` after the last one.
     pub(crate) fn page(&mut self, ranks: u32, gathered: &Gathered) -> Result<Option<Ask>, ProtocolError> {
         let mut tallies: BTreeMap<HeapKey, HeapTally> = BTreeMap::new();
         let mut complete_to: Option<HeapKey> = None;
@@ -91,7 +91,7 @@ impl Directory {
         Ok(complete_to.map(|to| Ask::Heaps { after: Some(to) }))
     }
 
-    /// The heaps that differ, in order, when all pages have come.
+    /// Removes and returns the heaps that differ, in order. Call it after the last page.
     pub(crate) fn take_differing(&mut self) -> Vec<Differing> {
         std::mem::take(&mut self.differing)
     }

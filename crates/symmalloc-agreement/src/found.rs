@@ -1,32 +1,36 @@
-//! A first difference, with what the ranks answered about it.
+//! The first difference in a heap, together with the ranks' answers about it.
 
 use super::question::{Answer, HeapKey, Step};
 use super::ranks::RankSet;
 use symmalloc_core::histories::{Mark, unpack_op};
 
-/// A first difference.
+/// The first difference in one heap.
 #[derive(Clone, Debug)]
 pub(crate) struct Found {
     pub(crate) heap: HeapKey,
+    /// First op that may be the first to differ.
     pub(crate) first: u64,
+    /// Last op that may be the first to differ; equal to `first` if the difference is exact.
     pub(crate) last: u64,
+    /// Earliest occurrence over all ranks; `None` if no rank remembers it.
     pub(crate) earliest: Option<Earliest>,
+    /// Groups of ranks that gave the same answer, ordered by their first rank.
     pub(crate) answers: Vec<Answered>,
 }
 
 impl Found {
-    /// Its number in program order, the least over the ranks.
+    /// Returns the number of the difference in program order, the minimum over all ranks.
     pub(crate) fn order(&self) -> Option<u64> {
         self.earliest.map(|earliest| earliest.order)
     }
 }
 
-/// When a difference shows first, over all ranks.
+/// The earliest occurrence of a difference over all ranks.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Earliest {
-    /// The number in program order.
+    /// Number in program order.
     order: u64,
-    /// What a rank did at that moment was to obtain memory, or to give it back: what came of another op.
+    /// Set if a rank obtained memory or gave it back at that point, as a consequence of another op.
     pub(crate) is_memory_moved: bool,
 }
 
@@ -47,17 +51,17 @@ impl Earliest {
     }
 }
 
-/// Ranks that answered alike.
+/// A group of ranks that gave the same answer.
 #[derive(Clone, Debug)]
 pub(crate) struct Answered {
     pub(crate) ranks: RankSet,
     pub(crate) answer: Answer,
     pub(crate) name: Option<Box<str>>,
-    /// What the ops from here on asked for.
+    /// Requests from this op on, at most [`WINDOW`](super::question::WINDOW).
     pub(crate) window: Vec<Step>,
 }
 
-/// Whether it is what came of another op: memory that was obtained or given back.
+/// Returns `true` if the op is a consequence of another op: memory was obtained or given back.
 pub(crate) fn is_memory_moved(op: u64) -> bool {
     matches!(unpack_op(op), Some((Mark::Trim | Mark::Shrink | Mark::Death | Mark::Obtain, _, _)))
 }

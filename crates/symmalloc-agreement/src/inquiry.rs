@@ -1,4 +1,4 @@
-//! The inquiry: what the ranks find out together, a question and a round at a time.
+//! The state machine of an agreement: in each round it asks all ranks one question and combines their answers.
 //!
 //! ```text
 //!  compare ──all equal──────────────────────────────────────────────► agreed
@@ -9,9 +9,9 @@
 //!                        └─────────────────► disagreed ◄────────────────────────────────────────────┘
 //! ```
 //!
-//! It is a function of the gathered messages and of nothing else, so all ranks ask the same next question and come to the
-//! same end, an error included. It keeps what all ranks share, not what each said: a few words per heap that differs,
-//! and a set of ranks per different answer.
+//! The next state depends only on the gathered messages, so all ranks ask the same next question and reach the same
+//! result, including errors. The state holds what is common to all ranks rather than each rank's answers: a few words
+//! per heap that differs, and one set of ranks per distinct answer.
 
 use super::directory::Directory;
 use super::message::readers;
@@ -26,22 +26,22 @@ use super::search::Search;
 use super::transport::Gathered;
 use std::collections::BTreeMap;
 
-/// Rounds after which something must be wrong: enough for a hundred thousand heaps.
+/// Maximum number of rounds, enough for a hundred thousand heaps. An inquiry that takes longer is faulty.
 const ROUNDS_MAX: u32 = 1 << 12;
 
-/// What a round came to.
+/// The result of a round.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Progress {
-    /// There is a next [question](Inquiry::question).
+    /// The inquiry continues with the next [question](Inquiry::question).
     Asked,
-    /// All ranks have the same history. Every rank [settles](super::RankHistory::settle).
+    /// All ranks have the same history. Every rank should now [settle](super::RankHistory::settle) it.
     Agreed(Agreed),
-    /// They do not.
+    /// The ranks differ.
     Disagreed(Box<Disagreement>),
 }
 
-/// The state machine of one agreement: the same on every rank, or one for all of them.
+/// The state machine of one agreement. Each rank runs its own copy, or one instance serves all ranks.
 #[derive(Debug)]
 pub struct Inquiry {
     ranks: u32,
@@ -53,7 +53,7 @@ pub struct Inquiry {
 }
 
 impl Inquiry {
-    /// An inquiry among so many ranks.
+    /// Creates an inquiry among `ranks` ranks.
     pub fn new(ranks: u32) -> Self {
         Inquiry {
             ranks,
@@ -65,20 +65,21 @@ impl Inquiry {
         }
     }
 
-    /// What every rank is to answer now.
+    /// Returns the question that every rank must answer in this round.
     pub fn question(&self) -> &Question {
         &self.question
     }
 
-    /// Number of rounds so far.
+    /// Returns the number of rounds completed so far.
     pub fn rounds(&self) -> u32 {
         self.rounds
     }
 
-    /// Takes the answers of all ranks to the question.
+    /// Processes the answers of all ranks to the current question.
     ///
     /// # Errors
-    /// When they make no sense; the inquiry is over then.
+    /// Returns a [`ProtocolError`] if the answers are malformed or contradictory. The inquiry cannot continue after an
+    /// error.
     pub fn advance(&mut self, gathered: &Gathered) -> Result<Progress, ProtocolError> {
         let (messages, message_bytes, ranks) = (gathered.len(), gathered.message_bytes(), self.ranks);
         if messages != ranks as usize || message_bytes != self.question.message_bytes() {
@@ -114,7 +115,7 @@ impl Inquiry {
     }
 }
 
-/// The first round, and mostly the only one.
+/// Processes the first round, which is also the last one if the ranks agree.
 fn compare(gathered: &Gathered) -> Result<Next, ProtocolError> {
     let mut points: BTreeMap<u8, RankSet> = BTreeMap::new();
     let mut first = None;

@@ -1,32 +1,34 @@
-//! Agreement: ranks compare what they did, and learn which op was the first that differed (rule D7).
+//! Agreement between ranks: ranks compare their allocator histories and identify the first op that differs (rule D7).
 //!
-//! The allocator calls no collective (rule D6). At a point of its own choosing the *program* does, on every rank: each
-//! gives a few words about its symmetric pools, and when all are equal that was it. When they differ, the ranks search
-//! their recent histories together, in O(log n) further rounds, and all come to the same [`Disagreement`]: which op of
-//! which heap, which ranks did what, and what the cause is likely to be. Pools that are not symmetric are not compared.
+//! The allocator never calls a collective (rule D6). Instead, the *program* runs an agreement at a point of its choice,
+//! on every rank. Each rank sends a short summary of its symmetric pools. If all summaries are equal, the agreement is
+//! complete. Otherwise the ranks search their recent histories together, in O(log n) further rounds, and all arrive at
+//! the same [`Disagreement`]: the op and heap that differ, which ranks did what, and the likely cause. Pools that are
+//! not symmetric are not compared.
 //!
 //! ```text
-//!   each rank                                              all ranks alike
+//!   each rank                                              identical on all ranks
 //!   allocator ─► journal ─► history ── answer ──► all-gather ──► Inquiry ─► agreed, a disagreement,
 //!                              ▲                                    │       or the next question
 //!                              └──────────── question ──────────────┘
 //! ```
 //!
-//! The parts do no input or output: [`Inquiry`] is a state machine that all ranks step alike, [`RankHistory`] answers for one
-//! rank. [`agree`] runs them over a [`Transport`]; [`agree_in_lockstep`] runs any number of ranks in one thread;
-//! [`Agreement`] does it as often as a [`Mode`] says.
+//! The parts perform no I/O. [`Inquiry`] is a state machine that advances identically on all ranks, and [`RankHistory`]
+//! answers its questions for one rank. [`agree`] runs them over a [`Transport`], [`agree_in_lockstep`] runs any number
+//! of ranks in one thread, and [`Agreement`] runs them as often as its [`Mode`] requires.
 //!
 //! # What is compared
-//! The configurations of the symmetric pools with the granularity, the limit over all pools and the number of retries;
-//! then, per heap, every op and the decision about it. Pools are matched by their ordinal *among symmetric pools*, so
-//! that a rank may have private pools in between. Streams are matched by id: register the streams of symmetric pools
-//! before a rank's private ones.
+//! Ranks first compare the configurations of their symmetric pools, together with the granularity, the limit over all
+//! pools and the number of retries. They then compare, per heap, every op and the decision about it. Pools are matched
+//! by their ordinal *among symmetric pools*, so a rank may create private pools in between. Streams are matched by id:
+//! register the streams of symmetric pools before a rank's private streams.
 //!
-//! # Ranks that come a different number of times
-//! The n-th agreement of one rank meets the n-th of every other. When a rank left one out, the next meets another
-//! rank's later one: the histories differ there (or the kind of [`Point`]), which is reported. When it comes to no
-//! further one, the others wait for it until their transport says so: a [`TransportError`] that names it. Nothing hangs
-//! as long as the transport has a timeout, and no placement depends on any of this.
+//! # Ranks that reach a different number of agreements
+//! The n-th agreement of one rank is matched with the n-th agreement of every other rank. If a rank skips one, its next
+//! agreement meets an earlier one of the other ranks. The histories or the kinds of [`Point`] then differ, and the
+//! difference is reported. If a rank reaches no further agreement, the others wait until their transport fails with a
+//! [`TransportError`] that names the rank, where the transport can identify it. No rank blocks indefinitely as long as
+//! the transport has a timeout, and no placement depends on any of this.
 //!
 //! # Examples
 //! ```
@@ -49,7 +51,7 @@
 //! let histories: Vec<_> = ranks.iter().map(|allocator| RankHistory::new(allocator, Point::Sync)).collect();
 //! let Err(AgreementError::Disagreed(disagreement)) = agree_in_lockstep(&histories) else { panic!("they differ") };
 //! let first = disagreement.first_heap().expect("a heap differs");
-//! // After the allocation of the weights, and the memory that was obtained for it.
+//! // Op 0 allocates the weights, and op 1 records the memory obtained for them.
 //! assert_eq!((first.first_op, first.groups[1].ranks.to_string().as_str()), (2, "2"));
 //! assert!(disagreement.to_string().contains("allocated 1,048,577 bytes \"gradient\""));
 //! # Ok::<(), Box<dyn std::error::Error>>(())

@@ -1,18 +1,18 @@
-//! Messages: what a rank says in one round. Little-endian words, one after another, zeros at the end.
+//! The encoding of messages: little-endian words in sequence, padded with zeros.
 //!
-//! Every message of a round has the same length, which the question decides, so that any all-gather can carry it. What
-//! comes back may be anything: reading never panics, and says what is wrong instead.
+//! All messages of a round have the same length, determined by the question, so any all-gather can carry them. Received
+//! bytes are untrusted: decoding never panics and returns an error for malformed input.
 
 use super::protocol::ProtocolError;
 use super::transport::Gathered;
 
-/// Bytes of a message, but for the first round's.
+/// Size of a message in bytes, except in the first round.
 pub(crate) const MESSAGE_BYTES: usize = 1024;
 
-/// Bytes of the first round's message, the only round when ranks agree.
+/// Size in bytes of a message of the first round, which is the only round if the ranks agree.
 pub(crate) const COMPARE_BYTES: usize = 64;
 
-/// Writes a message.
+/// Encodes one message. Dropping it pads the message with zeros.
 #[derive(Debug)]
 pub(crate) struct Writer<'a> {
     out: &'a mut Vec<u8>,
@@ -20,7 +20,7 @@ pub(crate) struct Writer<'a> {
 }
 
 impl<'a> Writer<'a> {
-    /// A message of `bytes` bytes at the end of `out`.
+    /// Starts a message of `bytes` bytes at the end of `out`.
     pub(crate) fn new(out: &'a mut Vec<u8>, bytes: usize) -> Self {
         let end = out.len() + bytes;
         Writer { out, end }
@@ -38,7 +38,8 @@ impl<'a> Writer<'a> {
         self.bytes(&value.to_le_bytes())
     }
 
-    /// A text with its length, cut off at `bytes_max`, which is at most 2^16.
+    /// Appends a string with its length, truncated at a character boundary to `bytes_max` bytes, which must be below
+    /// 2^16.
     pub(crate) fn text(&mut self, text: &str, bytes_max: usize) -> &mut Self {
         let end = (0..=bytes_max.min(text.len())).rev().find(|end| text.is_char_boundary(*end)).unwrap_or(0);
         self.bytes(&(end as u16).to_le_bytes()).bytes(&text.as_bytes()[..end])
@@ -46,7 +47,7 @@ impl<'a> Writer<'a> {
 
     fn bytes(&mut self, bytes: &[u8]) -> &mut Self {
         self.out.extend_from_slice(bytes);
-        assert!(self.out.len() <= self.end, "an answer is longer than its message");
+        assert!(self.out.len() <= self.end, "an answer exceeds its message");
         self
     }
 }
@@ -57,7 +58,7 @@ impl Drop for Writer<'_> {
     }
 }
 
-/// Reads a rank's message.
+/// Decodes one rank's message.
 #[derive(Debug)]
 pub(crate) struct Reader<'a> {
     rank: u32,
@@ -69,7 +70,7 @@ impl<'a> Reader<'a> {
         Reader { rank, bytes }
     }
 
-    /// The error for what this rank cannot have meant.
+    /// Returns the error for a malformed message from this rank.
     pub(crate) fn garbled(&self) -> ProtocolError {
         ProtocolError::Garbled { rank: self.rank }
     }
@@ -108,14 +109,14 @@ impl<'a> Reader<'a> {
         std::str::from_utf8(bytes).map_err(|_| self.garbled())
     }
 
-    /// A count of at most `max`.
+    /// Reads a count, which must be at most `max`.
     pub(crate) fn count(&mut self, max: usize) -> Result<usize, ProtocolError> {
         let count = self.u32()? as usize;
         if count <= max { Ok(count) } else { Err(self.garbled()) }
     }
 }
 
-/// A rank's number with its message.
+/// Returns a reader for each message together with its rank.
 pub(crate) fn readers(gathered: &Gathered) -> impl Iterator<Item = (u32, Reader<'_>)> {
     (0..).zip(gathered.iter()).map(|(rank, message)| (rank, Reader::new(rank, message)))
 }

@@ -1,4 +1,4 @@
-//! When to compare: what a program that wants it cheap, or wants it exact, tells its ranks.
+//! The rate at which ranks compare their histories, and a wrapper that runs agreements at that rate.
 
 use super::agree::agree;
 use super::outcome::{Agreed, AgreementError};
@@ -9,25 +9,25 @@ use symmalloc_core::Allocator;
 use symmalloc_core::backend::Backend;
 use symmalloc_core::lock::Lock;
 
-/// When ranks compare. The same on every rank.
+/// The rate at which ranks compare their histories. Must be the same on every rank.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Mode {
     /// Never.
     Off,
-    /// Where the program synchronizes its ranks.
+    /// At every point where the program synchronizes its ranks.
     #[default]
     AtSync,
-    /// There, and after every so many ops.
+    /// At every sync, and after every given number of ops.
     EveryOps(NonZeroU64),
-    /// There, and after each op: to find a bug.
+    /// At every sync, and after every op. Intended for debugging.
     EachOp,
 }
 
-/// One rank's agreements with the others, as often as its [`Mode`] says.
+/// Runs one rank's agreements with the other ranks as often as its [`Mode`] requires.
 ///
-/// The program calls [`at_sync`](Self::at_sync) and [`after_op`](Self::after_op) at the same points on every rank; this is
-/// where collectives happen, and the only place.
+/// The program must call [`at_sync`](Self::at_sync) and [`after_op`](Self::after_op) at the same points on every rank.
+/// These are the only methods that perform a collective operation.
 ///
 /// # Examples
 /// ```
@@ -45,7 +45,7 @@ pub enum Mode {
 ///             let mut agreement = Agreement::new(Mode::AtSync, transport);
 ///             let stream = allocator.register_stream().unwrap();
 ///             allocator.allocate(symmalloc_core::PoolId::DEFAULT, stream, 1 << 20).unwrap();
-///             // The allocation, and the memory that was obtained for it.
+///             // The allocation and the memory obtained for it count as two ops.
 ///             assert_eq!(agreement.at_sync(&allocator).unwrap().unwrap().ops, 2);
 ///         });
 ///     }
@@ -55,25 +55,25 @@ pub enum Mode {
 pub struct Agreement<T> {
     mode: Mode,
     transport: T,
-    /// Since the last agreement after an op.
+    /// Ops since the last agreement that followed an op.
     ops: u64,
 }
 
 impl<T: Transport> Agreement<T> {
-    /// Agreements over a transport.
+    /// Creates an agreement that compares over `transport` as often as `mode` requires.
     pub fn new(mode: Mode, transport: T) -> Self {
         Agreement { mode, transport, ops: 0 }
     }
 
-    /// When ranks compare.
+    /// Returns how often ranks compare.
     pub fn mode(&self) -> Mode {
         self.mode
     }
 
-    /// The ranks have come to a point where the program synchronizes them. `None` when the mode is off.
+    /// Compares ranks at a point where the program synchronizes them. Returns `None` if the mode is [`Mode::Off`].
     ///
     /// # Errors
-    /// As [`agree`].
+    /// Fails like [`agree`].
     pub fn at_sync<B: Backend, L: Lock>(
         &mut self,
         allocator: &Allocator<B, L>,
@@ -84,12 +84,12 @@ impl<T: Transport> Agreement<T> {
         agree(allocator, &self.transport, Point::Sync).map(Some)
     }
 
-    /// The program has carried out an op on a symmetric pool. `None` when the mode does not compare now.
+    /// Counts an op on a symmetric pool, and compares ranks if the mode requires it now. Returns `None` otherwise.
     ///
-    /// Ops in private pools, which other ranks do not carry out, must not be told here.
+    /// Do not call it for ops in private pools, because other ranks do not perform them.
     ///
     /// # Errors
-    /// As [`agree`].
+    /// Fails like [`agree`].
     #[inline]
     pub fn after_op<B: Backend, L: Lock>(
         &mut self,

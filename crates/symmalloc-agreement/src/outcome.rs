@@ -1,4 +1,4 @@
-//! What an agreement comes to.
+//! The result of an agreement.
 
 use super::protocol::ProtocolError;
 use super::question::Ask;
@@ -6,30 +6,30 @@ use super::report::{Difference, Disagreement};
 use super::transport::TransportError;
 use thiserror::Error;
 
-/// All ranks had the same history.
+/// A successful agreement: all ranks had the same history.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Agreed {
-    /// Ops in it, over all symmetric heaps.
+    /// Number of ops in the history, over all symmetric heaps.
     pub ops: u64,
 }
 
-/// Why ranks did not agree.
+/// An agreement that failed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum AgreementError {
-    /// Their programs, configurations or devices differ, and here is where.
+    /// The programs, configurations or devices of the ranks differ.
     #[error(transparent)]
     Disagreed(Box<Disagreement>),
-    /// They could not hear each other.
+    /// The ranks could not exchange messages.
     #[error(transparent)]
     Transport(#[from] TransportError),
-    /// What one of them said means nothing.
+    /// A rank sent an invalid message.
     #[error(transparent)]
     Protocol(#[from] ProtocolError),
 }
 
-/// What follows from a round.
+/// The next step of an inquiry after a round.
 pub(crate) enum Next {
     Ask(Ask),
     Agreed(Agreed),

@@ -1,15 +1,15 @@
-//! Where ranks come together.
+//! The kinds of points at which ranks run an agreement.
 
 use std::fmt;
 
-/// What kind of point of the program a rank has come to.
+/// The kind of point in the program at which a rank runs an agreement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 #[repr(u8)]
 pub enum Point {
-    /// Where the program synchronizes its ranks.
+    /// A point where the program synchronizes its ranks.
     Sync = 1,
-    /// After an op, because the [`Mode`](crate::Mode) says so.
+    /// A point after an op, because the [`Mode`](crate::Mode) requires a comparison there.
     Op = 2,
 }
 

@@ -1,4 +1,4 @@
-//! Finding the configurations that differ, key by key.
+//! Comparison of configurations that finds the keys whose values differ.
 
 use super::message::readers;
 use super::outcome::Next;
@@ -10,18 +10,18 @@ use super::transport::Gathered;
 use std::collections::{BTreeMap, VecDeque};
 use symmalloc_core::units::MIB;
 
-/// Configurations of which the texts are compared; when more differ, these are told.
-const POLICIES_TOLD: usize = 8;
+/// Maximum number of configurations whose texts are compared and reported.
+const POLICIES_REPORTED: usize = 8;
 
 #[derive(Debug, Default)]
 pub(crate) struct Policies {
-    /// Numbers of those that differ and were not looked at yet.
+    /// Numbers of the configurations that differ and whose texts were not compared yet.
     differing: VecDeque<u32>,
     found: Vec<PolicyDifference>,
 }
 
 impl Policies {
-    /// A page of digests, from the one with number `first` on.
+    /// Compares one page of digests, starting with configuration number `first`.
     pub(crate) fn page(&mut self, first: u32, gathered: &Gathered) -> Result<Next, ProtocolError> {
         let mut digests: Vec<Option<u64>> = Vec::new();
         let mut differs = [false; POLICIES_PER_PAGE];
@@ -45,11 +45,11 @@ impl Policies {
             let first = first.checked_add(POLICIES_PER_PAGE as u32).ok_or(ProtocolError::Contradiction)?;
             return Ok(Next::Ask(Ask::Policies { first }));
         }
-        self.differing.truncate(POLICIES_TOLD);
+        self.differing.truncate(POLICIES_REPORTED);
         Ok(self.next())
     }
 
-    /// The texts of one configuration.
+    /// Compares the texts of one configuration.
     pub(crate) fn texts(&mut self, number: u32, gathered: &Gathered) -> Result<Next, ProtocolError> {
         let mut texts: BTreeMap<Option<String>, RankSet> = BTreeMap::new();
         for (rank, mut reader) in readers(gathered) {
@@ -75,7 +75,7 @@ impl Policies {
     }
 }
 
-/// The keys whose values differ.
+/// Returns the keys whose values differ between ranks.
 fn differences(pool: Option<u32>, texts: &BTreeMap<Option<String>, RankSet>) -> Vec<PolicyDifference> {
     if texts.contains_key(&None) {
         let value = |text: &Option<String>| text.as_ref().map(|_| "created".into());
@@ -98,7 +98,7 @@ fn differences(pool: Option<u32>, texts: &BTreeMap<Option<String>, RankSet>) -> 
     by_name.filter(|difference| difference.values.len() > 1).collect()
 }
 
-/// The ranks by value.
+/// Groups the ranks by the value of one key.
 fn difference<'a>(
     pool: Option<u32>,
     key: &str,
@@ -112,7 +112,7 @@ fn difference<'a>(
     PolicyDifference { pool, key: key.into(), values }
 }
 
-/// The keys of a canonical text with their values, sizes in bytes.
+/// Splits a canonical configuration text into keys and values, with sizes in bytes.
 fn keys(text: &str) -> Vec<(String, String)> {
     let mut depth = 0;
     let pairs = text.split(|letter| {
@@ -131,7 +131,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_list_of_divisions_is_one_value_and_units_do_not_matter() {
+    fn a_list_of_divisions_is_one_value_and_sizes_are_converted_to_bytes() {
         let keys = keys("segments:fixed,limit_mb:2,roundup_power2_divisions:[256:1,512:2,>:8],reclaim:heap");
         let values: Vec<&str> = keys.iter().map(|(_, value)| value.as_str()).collect();
         assert_eq!(values, ["fixed", "2097152", "[256:1,512:2,>:8]", "heap"]);
@@ -139,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn only_the_keys_that_differ_are_told() {
+    fn only_keys_that_differ_are_reported() {
         let texts = [("streams:shared,limit_mb:1", [0, 2]), ("streams:shared,limit_bytes:5", [1, 3])];
         let texts = texts.map(|(text, ranks)| (Some(text.to_owned()), ranks.into_iter().collect()));
         let found = differences(Some(4), &texts.into_iter().collect());

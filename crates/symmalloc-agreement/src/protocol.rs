@@ -1,47 +1,54 @@
-//! The version of the protocol, and what a rank may say that means nothing.
+//! The protocol version and the errors for invalid messages.
 
 use thiserror::Error;
 
-/// Of the protocol and of what goes into a digest.
+/// Version of the protocol and of the data that enters a digest.
 pub(crate) const VERSION: u32 = 1;
 
-/// What a rank said means nothing. Every rank gets the same error.
+/// An invalid message or sequence of messages. Every rank receives the same error.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ProtocolError {
-    /// A round has another number of messages, or messages of another length, than was asked for.
+    /// A round has the wrong number of messages, or messages of the wrong length.
     #[error(
-        "{messages} messages of {message_bytes} bytes were gathered from {ranks} ranks: the transport mixes rounds"
+        "gathered {messages} messages of {message_bytes} bytes from {ranks} ranks: the transport mixes \
+         rounds; check that each call gathers one message per rank"
     )]
     WrongShape {
-        /// Messages that came.
+        /// Number of messages gathered.
         messages: usize,
-        /// Bytes of each.
+        /// Size of each message in bytes.
         message_bytes: usize,
         /// Number of ranks.
         ranks: u32,
     },
-    /// A rank runs another version of this library.
-    #[error("rank {rank} speaks version {version} of the agreement protocol, this one {VERSION}: run one version")]
+    /// A rank runs a different version of this library.
+    #[error(
+        "rank {rank} uses version {version} of the agreement protocol and this rank {VERSION}: run the same symmalloc \
+         version on every rank"
+    )]
     OtherVersion {
         /// The rank.
         rank: u32,
-        /// Its version.
+        /// The version that the rank uses.
         version: u32,
     },
-    /// A rank's message is no answer to the question.
-    #[error("rank {rank} sent something that is no answer: its memory or the transport is damaged")]
+    /// A rank's message is not a valid answer to the question.
+    #[error("rank {rank} sent a malformed answer: its memory or the transport corrupts data; check both")]
     Garbled {
         /// The rank.
         rank: u32,
     },
     /// The answers contradict those of earlier rounds.
-    #[error("the ranks contradict what they said before: do other threads use symmetric pools during an agreement?")]
+    #[error(
+        "the answers of the ranks contradict earlier ones: do not use symmetric pools from other threads during an \
+         agreement"
+    )]
     Contradiction,
-    /// The ranks do not come to an end.
-    #[error("no end after {rounds} rounds")]
+    /// The inquiry did not converge.
+    #[error("the agreement did not converge after {rounds} rounds: check the transport for damaged messages")]
     TooManyRounds {
-        /// Rounds so far.
+        /// Number of rounds completed.
         rounds: u32,
     },
 }

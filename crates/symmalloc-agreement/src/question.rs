@@ -1,15 +1,15 @@
-//! What the ranks ask themselves in one round, and what one rank answers. Every rank asks the same.
+//! The questions of an inquiry, one per round and the same for every rank, and the encoding of one rank's answers.
 //!
 //! | question | one rank's answer |
 //! |---|---|
 //! | compare | configuration, number of ops, one digest over all symmetric heaps |
-//! | policies | a digest per symmetric pool's configuration, a page of them |
-//! | policy | the text of one of them |
-//! | heaps | (pool, stream, ops, oldest op, digest) of each heap, a page of them |
+//! | policies | one page of digests, one per symmetric pool's configuration |
+//! | policy | the text of one configuration |
+//! | heaps | one page of (pool, stream, ops, oldest op, digest), one entry per heap |
 //! | digests | the digests after the given numbers of ops |
-//! | checkpoints | the digests that are kept of the time before the journal |
-//! | ops | the op with the given number, in each of several heaps |
-//! | details | an op's name, and the ops after it |
+//! | checkpoints | the digests retained from before the journal |
+//! | ops | the op with the given number, for each of several heaps |
+//! | details | the name of an op, and the requests that follow it |
 
 use super::message::{COMPARE_BYTES, MESSAGE_BYTES, Reader, Writer};
 use super::protocol::{ProtocolError, VERSION};
@@ -17,8 +17,8 @@ use symmalloc_core::Digest;
 use symmalloc_core::histories::{CHECKPOINTS_MAX, HeapHistory, Mark, NAME_BYTES_MAX, op_word, unpack_op};
 use symmalloc_core::ids::StreamId;
 
-/// A heap as all ranks name it: the symmetric pool's ordinal among symmetric pools, and the stream. Shared streams come
-/// last.
+/// A heap's name, common to all ranks: the symmetric pool's ordinal among symmetric pools, and the stream. Shared
+/// streams sort last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct HeapKey {
     pub(crate) pool: u32,
@@ -47,7 +47,7 @@ impl HeapKey {
     }
 }
 
-/// The number of an op in a heap, or a number of ops.
+/// The number of an op in a heap, or a number of ops. The digest after n ops precedes op n.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct OpNumber {
     pub(crate) heap: HeapKey,
@@ -58,9 +58,9 @@ pub(crate) const POLICIES_PER_PAGE: usize = 120;
 pub(crate) const POLICY_BYTES_MAX: usize = 1000;
 pub(crate) const HEAPS_PER_PAGE: usize = 31;
 pub(crate) const PROBES_MAX: usize = 96;
-/// Heaps that are searched at once.
+/// Maximum number of heaps that are searched at once.
 pub(crate) const SEARCHES_MAX: usize = 16;
-/// Ops from the first difference on that are compared to tell the cause.
+/// Number of requests, from the first difference on, that are compared to determine the cause.
 pub(crate) const WINDOW: usize = 8;
 
 const _: () = assert!(4 + 8 * POLICIES_PER_PAGE <= MESSAGE_BYTES);
@@ -70,21 +70,21 @@ const _: () = assert!(4 + 16 * (CHECKPOINTS_MAX + 3) <= MESSAGE_BYTES);
 const _: () = assert!(25 * SEARCHES_MAX <= MESSAGE_BYTES);
 const _: () = assert!(6 + 16 * WINDOW + NAME_BYTES_MAX <= MESSAGE_BYTES);
 
-/// What all ranks ask in a round.
+/// The question that all ranks answer in one round.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Question(pub(crate) Ask);
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Ask {
     Compare,
-    /// Of the policies from this one on. Number 0 is the allocator's, the others are the symmetric pools'.
+    /// Digests of the policies from this number on. Number 0 is the allocator's, the others belong to symmetric pools.
     Policies {
         first: u32,
     },
     Policy {
         number: u32,
     },
-    /// Of the heaps behind this one.
+    /// Summaries of the heaps that follow this one.
     Heaps {
         after: Option<HeapKey>,
     },
@@ -103,16 +103,16 @@ pub(crate) enum Ask {
 }
 
 impl Question {
-    /// Bytes of every rank's answer.
+    /// Returns the size in bytes of every rank's answer.
     pub fn message_bytes(&self) -> usize {
         if self.0 == Ask::Compare { COMPARE_BYTES } else { MESSAGE_BYTES }
     }
 }
 
-/// Answer to [`Ask::Compare`].
+/// The answer to [`Ask::Compare`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RankSummary {
-    /// What kind of point of the program the rank has come to.
+    /// The [`Point`](super::Point) that the rank has reached.
     pub(crate) point: u8,
     pub(crate) policies: u32,
     pub(crate) policy_digest: u64,
@@ -145,12 +145,12 @@ impl RankSummary {
     }
 }
 
-/// One heap in an answer to [`Ask::Heaps`].
+/// One heap in the answer to [`Ask::Heaps`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct HeapSummary {
     pub(crate) key: HeapKey,
     pub(crate) digest: Digest,
-    /// The least number of ops whose digest the journal has, checkpoints aside.
+    /// The smallest number of ops whose digest the journal holds, checkpoints excluded.
     pub(crate) oldest: u64,
 }
 
@@ -175,12 +175,12 @@ impl HeapSummary {
     }
 }
 
-/// One op in an answer to [`Ask::Ops`].
+/// One op in the answer to [`Ask::Ops`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Answer {
     /// The heap has fewer ops on this rank.
     Ended,
-    /// The journal does not go back so far. What it still knows begins with this number in program order.
+    /// The journal does not reach back this far. Its oldest entry has this number in program order.
     Forgotten {
         order: Option<u64>,
     },
@@ -212,7 +212,7 @@ impl Answer {
         }
     }
 
-    /// What is the same on ranks that did the same.
+    /// Returns the part of the answer that is equal on ranks that did the same.
     pub(crate) fn without_order(self) -> Self {
         match self {
             Answer::Ended => Answer::Ended,
@@ -221,7 +221,7 @@ impl Answer {
         }
     }
 
-    /// The op's number in its rank's program order, or one that is certainly not less.
+    /// Returns the op's number in its rank's program order, or an upper bound if the op is forgotten.
     pub(crate) fn order(&self) -> Option<u64> {
         match *self {
             Answer::Ended => None,
@@ -231,7 +231,7 @@ impl Answer {
     }
 }
 
-/// What the program asked for: an op, and the place of the allocation that it names.
+/// A request of the program: an op and the place of the allocation that it refers to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Step {
     pub(crate) op: u64,
@@ -239,8 +239,8 @@ pub(crate) struct Step {
 }
 
 impl Step {
-    /// What was asked for, whatever came of it; `None` for memory that was obtained or given back, which mostly nobody
-    /// asked for.
+    /// Returns the request, independent of its outcome. Returns `None` for memory that was obtained or given back,
+    /// which the program usually did not request explicitly.
     pub(crate) fn new(op: u64, decision: u64) -> Option<Self> {
         let (mark, stream, amount) = unpack_op(op)?;
         let names_allocation = matches!(mark, Mark::Free | Mark::RecordUse);

@@ -1,4 +1,4 @@
-//! One rank's side of an agreement. It answers questions about its allocator, and decides nothing.
+//! One rank's side of an agreement: it answers questions about its allocator and makes no decisions.
 
 use super::message::Writer;
 use super::point::Point;
@@ -13,15 +13,15 @@ use symmalloc_core::ids::PoolId;
 use symmalloc_core::lock::Lock;
 use symmalloc_core::{Allocator, Digest};
 
-/// A rank's history at the moment at which this was made: ops that other threads carry out meanwhile are not in it.
+/// A snapshot of one rank's history. Ops that other threads perform after its creation are not part of it.
 pub struct RankHistory<'a> {
     source: &'a dyn HistorySource,
     point: Point,
-    /// Ascending by heap.
+    /// Heaps of the compared pools, ascending by key.
     heaps: Vec<HeapSummary>,
-    /// The next number in program order.
+    /// The next number in program order when the snapshot was taken.
     order: u64,
-    /// The pools that it is about, by ordinal, ascending; `None` for all symmetric ones.
+    /// Ordinals of the compared pools, ascending; `None` for all symmetric pools.
     pools: Option<Vec<u32>>,
 }
 
@@ -32,15 +32,15 @@ impl fmt::Debug for RankHistory<'_> {
 }
 
 impl<'a> RankHistory<'a> {
-    /// The history of an allocator's symmetric pools as they are now.
+    /// Takes a snapshot of the history of an allocator's symmetric pools.
     pub fn new<B: Backend, L: Lock>(allocator: &'a Allocator<B, L>, point: Point) -> Self {
         let source: &dyn HistorySource = allocator;
         let heaps = source.heap_histories().iter().map(HeapSummary::of).collect();
         RankHistory { source, point, order: source.program_order().next(), heaps, pools: None }
     }
 
-    /// As [`new`](Self::new), of these pools only: for ranks that share no others, or whose other pools are in use by other
-    /// threads meanwhile. Every rank names the same ones. Pools that are not symmetric are ignored.
+    /// Takes a snapshot of these pools only. Use it if the ranks share no other pools, or if other threads use the
+    /// other pools at the same time. Every rank must name the same pools. Pools that are not symmetric are ignored.
     pub fn of_pools<B: Backend, L: Lock>(allocator: &'a Allocator<B, L>, point: Point, pools: &[PoolId]) -> Self {
         let mut ordinals: Vec<u32> = pools.iter().filter_map(|pool| allocator.symmetric_ordinal(*pool)).collect();
         ordinals.sort_unstable();
@@ -50,7 +50,7 @@ impl<'a> RankHistory<'a> {
         history
     }
 
-    /// Appends the answer to a question, of [`Question::message_bytes`] bytes.
+    /// Appends the answer to a question, [`Question::message_bytes`] bytes long.
     pub fn answer(&self, question: &Question, message: &mut Vec<u8>) {
         let mut writer = Writer::new(message, question.message_bytes());
         match &question.0 {
@@ -97,13 +97,13 @@ impl<'a> RankHistory<'a> {
         }
     }
 
-    /// All ranks agreed on what this one answered: the histories before it are forgotten.
+    /// Discards the histories up to this snapshot. Call it when all ranks agreed on it.
     pub fn settle(&self) {
         self.settle_pools(|_| true);
     }
 
-    /// As [`settle`](Self::settle), of those symmetric pools that are chosen by their ordinals: the others are compared from
-    /// where they are now with ranks that did not agree here.
+    /// Discards the histories of the symmetric pools selected by their ordinals. For the other pools, later agreements
+    /// still cover the history before this snapshot.
     pub fn settle_pools(&self, is_chosen: impl Fn(u32) -> bool) {
         self.source.program_order().agree(self.order);
         if self.point == Point::Sync {
@@ -113,7 +113,7 @@ impl<'a> RankHistory<'a> {
         chosen.for_each(|heap| self.source.settle(heap.key.pool, heap.key.stream(), heap.digest));
     }
 
-    /// Digests of the configurations, by number; 0 in place of those it is not about.
+    /// Returns the digests of the configurations by number, with 0 for pools that are not compared.
     fn policy_digests(&self) -> Vec<u64> {
         let mut digests = self.source.policy_digests();
         if let Some(pools) = &self.pools {
@@ -150,7 +150,7 @@ impl<'a> RankHistory<'a> {
         Some(&self.heaps[at])
     }
 
-    /// What the journal of a heap says.
+    /// Applies `look` to the journal of a heap.
     fn look_back<T>(&self, heap: HeapKey, look: impl Fn(&Journal) -> T) -> Option<T> {
         let mut found = None;
         self.source.look_back(heap.pool, heap.stream(), &mut |journal| found = Some(look(journal)));
@@ -205,6 +205,6 @@ impl<'a> RankHistory<'a> {
     }
 }
 
-// Digits of pi, like the digest's constants.
+// Digits of pi, like the constants of the digest.
 const NAME_KEY: u64 = 0x13198a2e_03707344;
 const DIGEST_KEY: u64 = 0x452821e6_38d01377;

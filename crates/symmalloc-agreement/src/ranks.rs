@@ -1,55 +1,55 @@
-//! Sets of ranks, kept and shown as ranges: `0-2,4-7`.
+//! Sets of ranks, stored and displayed as ranges: `0-2,4-7`.
 
 use std::fmt;
 
-/// A set of ranks.
+/// A set of ranks, displayed as ranges.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RankSet {
-    /// Inclusive, ascending, with gaps between them.
+    /// Inclusive ranges, ascending, with at least one missing rank between neighbors.
     ranges: Vec<(u32, u32)>,
 }
 
 impl RankSet {
-    /// Adds a rank that is greater than all others.
+    /// Adds a rank, which must be greater than all ranks in the set.
     pub(crate) fn push(&mut self, rank: u32) {
         match self.ranges.last_mut() {
             Some((_, last)) if *last + 1 == rank => *last = rank,
             last => {
-                debug_assert!(last.is_none_or(|(_, last)| *last < rank), "ranks are added in order");
+                debug_assert!(last.is_none_or(|(_, last)| *last < rank), "ranks must be added in ascending order");
                 self.ranges.push((rank, rank));
             }
         }
     }
 
-    /// Whether the rank is in the set.
+    /// Returns `true` if the set contains the rank.
     pub fn contains(&self, rank: u32) -> bool {
         let at = self.ranges.partition_point(|(_, last)| *last < rank);
         self.ranges.get(at).is_some_and(|(first, _)| *first <= rank)
     }
 
-    /// Number of ranks.
+    /// Returns the number of ranks in the set.
     pub fn len(&self) -> usize {
         self.ranges.iter().map(|(first, last)| (last - first) as usize + 1).sum()
     }
 
-    /// Whether there are none.
+    /// Returns `true` if the set contains no ranks.
     pub fn is_empty(&self) -> bool {
         self.ranges.is_empty()
     }
 
-    /// The least rank.
+    /// Returns the smallest rank.
     pub fn first(&self) -> Option<u32> {
         self.ranges.first().map(|(first, _)| *first)
     }
 
-    /// The ranks, ascending.
+    /// Returns an iterator over the ranks in ascending order.
     pub fn iter(&self) -> impl Iterator<Item = u32> + '_ {
         self.ranges.iter().flat_map(|(first, last)| *first..=*last)
     }
 }
 
 impl FromIterator<u32> for RankSet {
-    /// The set of these ranks, in any order.
+    /// Creates a set from ranks in any order. Duplicates are ignored.
     fn from_iter<I: IntoIterator<Item = u32>>(ranks: I) -> Self {
         let mut ranks: Vec<u32> = ranks.into_iter().collect();
         ranks.sort_unstable();
@@ -61,7 +61,7 @@ impl FromIterator<u32> for RankSet {
 }
 
 impl fmt::Display for RankSet {
-    /// `0-2,4-7`; after eight ranges, how many there are.
+    /// Writes the set as `0-2,4-7`. After eight ranges, the total number of ranks replaces the rest.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         const SHOWN: usize = 8;
         for (index, (first, last)) in self.ranges.iter().take(SHOWN).enumerate() {
@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn neighbours_become_a_range_and_every_rank_is_found_again() {
+    fn adjacent_ranks_form_a_range_and_contains_finds_every_rank() {
         let set: RankSet = [7, 0, 2, 1, 4, 5, 2, 6].into_iter().collect();
         assert_eq!(set.to_string(), "0-2,4-7");
         assert_eq!((set.len(), set.first()), (7, Some(0)));
@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn a_scattered_set_is_cut_short_when_shown() {
+    fn display_truncates_a_scattered_set() {
         let set: RankSet = (0..4096).step_by(2).collect();
         assert_eq!(set.to_string(), "0,2,4,6,8,10,12,14,... (2048 ranks)");
         assert!(RankSet::default().is_empty());

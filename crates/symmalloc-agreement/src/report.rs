@@ -1,4 +1,4 @@
-//! What ranks that disagree are told: for people as text, for programs as fields. The same on every rank.
+//! The report of a disagreement, as text for people and as fields for programs. It is the same on every rank.
 
 use super::point::Point;
 use super::question::Answer;
@@ -8,45 +8,45 @@ use symmalloc_core::histories::{Mark, unpack_op, unpack_placement};
 use symmalloc_core::ids::{Placement, SegmentId, StreamId};
 use symmalloc_core::op::Contents;
 
-/// How the ranks differ.
+/// A report of how the ranks differ.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Disagreement {
     /// Number of ranks.
     pub ranks: u32,
-    /// Rounds of messages that it took to find out.
+    /// Number of message rounds that the comparison took.
     pub rounds: u32,
-    /// In what.
+    /// The difference that was found.
     pub difference: Difference,
 }
 
-/// In what ranks differ.
+/// A difference between ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Difference {
-    /// In their configurations: nothing else was compared.
+    /// The configurations differ. Nothing else was compared.
     Configuration(Vec<PolicyDifference>),
-    /// In what they did.
+    /// The histories differ.
     History {
-        /// The heap that differed first in program order. With several host threads, one of the first.
+        /// The heap that differs first in program order. With several host threads, one of the first.
         first: HeapDifference,
-        /// The other heaps that differ, in program order: often a consequence.
+        /// The other heaps that differ, in program order. They are often a consequence of the first.
         others: Vec<HeapDifference>,
     },
-    /// In nothing but that they came to different kinds of points of the program: one will come to an agreement that
-    /// the others have had.
+    /// The histories are equal, but the ranks reached different kinds of points in the program. A rank has skipped an
+    /// agreement, or will run one that the others have already completed.
     Point(Vec<(RankSet, Point)>),
 }
 
-/// A key of a configuration that is not the same everywhere.
+/// A configuration key whose value is not the same on all ranks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PolicyDifference {
-    /// The symmetric pool, by ordinal; `None` for what holds over all pools.
+    /// The symmetric pool, by ordinal; `None` for a setting that applies to all pools.
     pub pool: Option<u32>,
-    /// The key, as in `docs/configuration.md`, sizes in bytes; `pool` when the pool was not created everywhere.
+    /// The key, as in `docs/configuration.md`, with sizes in bytes; `pool` if some ranks did not create the pool.
     pub key: Box<str>,
-    /// Its values, by the ranks that have them; `None` where it is not set.
+    /// The values with the ranks that have them; `None` where the key is not set.
     pub values: Vec<(RankSet, Option<Box<str>>)>,
 }
 
@@ -54,36 +54,38 @@ pub struct PolicyDifference {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct HeapDifference {
-    /// The pool's ordinal among symmetric pools, see [`Allocator::symmetric_pool`](symmalloc_core::Allocator::symmetric_pool).
+    /// The pool's ordinal among symmetric pools; see
+    /// [`Allocator::symmetric_pool`](symmalloc_core::Allocator::symmetric_pool).
     pub pool: u32,
-    /// The heap's stream; `None` when the pool's streams share.
+    /// The heap's stream; `None` if the pool shares one heap among its streams.
     pub stream: Option<StreamId>,
-    /// The first op of the heap that differs, counted from 0; or, when the histories do not go back so far, the first
-    /// that may.
+    /// The first op of the heap that differs, counted from 0. If the histories do not reach back far enough, the first
+    /// op that may differ.
     pub first_op: u64,
-    /// The same op; or the last that may be the first to differ.
+    /// Equal to `first_op` if the difference is exact; otherwise the last op that may be the first to differ.
     pub last_op: u64,
-    /// Its number in program order over all symmetric pools, counted from the last agreement, if any rank remembers.
+    /// The op's number in program order over all symmetric pools, counted from the last agreement; `None` if no rank
+    /// remembers it.
     pub order: Option<u64>,
-    /// What was done, by the ranks that did it, in the order of their first ranks.
+    /// Groups of ranks that did the same, ordered by the first rank of each group.
     pub groups: Vec<Group>,
-    /// Why, most likely.
+    /// The likely cause.
     pub cause: Cause,
 }
 
-/// Ranks that did the same.
+/// A group of ranks that did the same.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Group {
     /// The ranks.
     pub ranks: RankSet,
-    /// What they did.
+    /// The action that they performed.
     pub action: Action,
-    /// What the program called the allocation, on the first of these ranks; at most 64 bytes of it.
+    /// The program's name for the allocation on the first of these ranks, truncated to 64 bytes.
     pub name: Option<Box<str>>,
 }
 
-/// What a rank did: an op of a heap, and the decision about it. Sizes are requested bytes.
+/// An op of a heap and the decision about it. Sizes are in requested bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Action {
@@ -91,154 +93,155 @@ pub enum Action {
     Allocated {
         /// The stream.
         stream: StreamId,
-        /// Bytes.
+        /// Requested bytes.
         size_bytes: u64,
-        /// Where it lies.
+        /// The location of the allocation.
         placement: Placement,
     },
     /// A free.
     Freed {
         /// The stream.
         stream: StreamId,
-        /// Where it lies.
+        /// The location of the allocation.
         placement: Placement,
     },
-    /// The free of an allocation of zero bytes.
+    /// A free of a zero-byte allocation.
     FreedNothing,
-    /// A use of an allocation by another stream.
+    /// A recorded use of an allocation by another stream.
     RecordedUse {
-        /// The stream.
+        /// The stream that uses the allocation.
         stream: StreamId,
-        /// Where it lies.
+        /// The location of the allocation.
         placement: Placement,
     },
-    /// Memory obtained for the op before.
+    /// Memory obtained for the preceding op.
     Obtained {
         /// The stream.
         stream: StreamId,
-        /// Bytes.
+        /// Bytes obtained.
         size_bytes: u64,
     },
     /// A reservation of `target_bytes`, for which `obtained_bytes` were obtained.
     Reserved {
         /// The stream.
         stream: StreamId,
-        /// Bytes that the heap was to hold.
+        /// The number of bytes that the heap was requested to hold.
         target_bytes: u64,
-        /// Bytes that were missing.
+        /// The number of bytes that the heap lacked.
         obtained_bytes: u64,
     },
-    /// A trim, after all that it gave back.
+    /// A trim, recorded after everything that it gave back.
     Trimmed {
-        /// Bytes in all.
+        /// Total bytes given back.
         given_up_bytes: u64,
     },
-    /// Part of a trim: memory of a live segment went back.
+    /// Part of a trim: a live segment gave back some of its memory.
     Shrunk {
-        /// Where it lies.
+        /// The location of the memory.
         placement: Placement,
-        /// Bytes.
+        /// Bytes given back.
         size_bytes: u64,
     },
-    /// Part of a trim: a segment without allocations died.
+    /// Part of a trim: a segment without allocations was released.
     Died {
         /// The segment.
         segment: SegmentId,
-        /// Bytes.
+        /// Bytes of the segment.
         size_bytes: u64,
     },
     /// A configured limit refused memory.
     RefusedByLimit {
         /// The stream.
         stream: StreamId,
-        /// Bytes.
+        /// Requested bytes.
         size_bytes: u64,
     },
-    /// The driver refused memory; for 0 bytes, to take memory back.
+    /// The driver refused to allocate memory or, if the size is 0, to take memory back.
     RefusedByDriver {
         /// The stream.
         stream: StreamId,
-        /// Bytes.
+        /// Requested bytes; 0 if the driver refused to take memory back.
         size_bytes: u64,
     },
-    /// The heap's only segment, or its range, was full.
+    /// The heap's only segment or address range was full.
     RefusedBySegment {
         /// The stream.
         stream: StreamId,
-        /// Bytes.
+        /// Requested bytes.
         size_bytes: u64,
     },
     /// The pool was destroyed.
     Destroyed,
-    /// Plans were adopted, or given up for 0 bytes.
+    /// Plans were adopted or, if the size is 0, dropped.
     AdoptedPlans {
-        /// Bytes of their memory.
+        /// Bytes that the plans reserve.
         plan_bytes: u64,
     },
     /// A step began.
     BeganStep {
-        /// What the program calls it.
+        /// The key that the program gave to the step.
         key: u64,
     },
     /// A step ended.
     EndedStep {
-        /// Allocations that went where a plan says.
+        /// Number of allocations that were placed where the plan put them.
         planned: u64,
     },
-    /// It was asked to sleep.
+    /// The pool was put to sleep.
     Sleep {
-        /// What was to become of its contents: the position in [`Contents::ALL`].
+        /// The treatment of the contents, as an index into [`Contents::ALL`].
         contents: u64,
     },
-    /// It was asked to wake.
+    /// The pool was woken.
     Wake,
-    /// A step went another way than its plan.
+    /// A step deviated from its plan.
     LeftPlan {
-        /// The number of the allocation in the step.
+        /// The index of the allocation within the step.
         number: u64,
     },
-    /// Nothing: the heap has no further op on these ranks.
+    /// No op: the heap has no further op on these ranks.
     Nothing,
-    /// It is older than these ranks' histories.
+    /// The op is older than the histories of these ranks.
     Forgotten,
-    /// An op that this version does not know.
+    /// An op that this version does not recognize.
     Unknown {
-        /// The op as it is in digests.
+        /// The op, encoded as in digests.
         op: u64,
-        /// The decision as it is in digests.
+        /// The decision, encoded as in digests.
         decision: u64,
     },
 }
 
-/// Why ranks differ, most likely: a guess from the ops around the first difference.
+/// The likely cause of a difference, guessed from the ops around it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Cause {
-    /// The ranks asked for different things, such as other sizes.
+    /// The ranks made different requests, such as different sizes.
     OtherRequest,
-    /// The ranks did the same in another order.
+    /// The ranks did the same ops in a different order.
     OtherOrder,
     /// Memory was refused on some ranks.
     RefusedMemory,
-    /// Some ranks did not free an allocation, or freed it at another time.
+    /// Some ranks did not free an allocation, or freed it at a different time.
     MissingFree,
     /// Some ranks did not record that another stream uses an allocation.
     MissingRecordUse,
     /// Some ranks did an op that the others did not do.
     OpOnSomeRanks,
-    /// Some ranks did it on another stream, or have a stream more.
+    /// Some ranks did the op on a different stream, or registered an additional stream.
     OtherStream,
-    /// The same request in the same heap was placed differently: what must not happen.
+    /// The same request in the same heap was placed differently. This indicates a bug in the allocator.
     OtherDecision,
-    /// The same request obtained another amount of memory: a limit that several heaps share was used up in another order.
+    /// The same request obtained a different amount of memory, because heaps used up a shared limit in a different
+    /// order.
     OtherGrowth,
-    /// The ranks adopted other plans, or called a step by another key.
+    /// The ranks adopted different plans, or used different keys for a step.
     OtherPlan,
-    /// The histories do not go back so far.
+    /// The histories do not reach back far enough.
     OlderThanHistory,
-    /// Not looked into: another heap differed before.
+    /// Not determined, because another heap differs earlier.
     Consequence,
-    /// Nothing is known.
+    /// No cause could be determined.
     Unknown,
 }
 
@@ -277,7 +280,7 @@ impl Action {
 }
 
 impl Cause {
-    /// A short name, stable, for programs.
+    /// Returns a short, stable name for use in programs.
     pub fn name(self) -> &'static str {
         match self {
             Cause::OtherRequest => "other_request",
@@ -301,30 +304,34 @@ impl fmt::Display for Cause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Cause::OtherRequest => "the ranks asked for different things",
-            Cause::OtherOrder => "the ranks did the same ops in another order",
-            Cause::RefusedMemory => "memory was refused on some ranks: they must fail, or go on, together",
-            Cause::MissingFree => "some ranks did not free an allocation there",
+            Cause::OtherOrder => "the ranks did the same ops in a different order",
+            Cause::RefusedMemory => {
+                "memory was refused on some ranks: make all ranks handle the refusal in the same way, or fail together"
+            }
+            Cause::MissingFree => "some ranks did not free an allocation at this point",
             Cause::MissingRecordUse => "some ranks did not record the use of an allocation by another stream",
             Cause::OpOnSomeRanks => "some ranks did an op that the others did not do",
-            Cause::OtherStream => "some ranks did it on another stream; are all streams registered in the same order?",
+            Cause::OtherStream => {
+                "some ranks did it on a different stream: register all streams in the same order on every rank"
+            }
             Cause::OtherDecision => {
-                "the same request was placed differently: please report it, with the traces of two of the ranks"
+                "the same request was placed differently: please report this bug, with the traces of two of the ranks"
             }
             Cause::OtherGrowth => {
-                "the ranks obtained different amounts of memory: was a limit that several heaps share used up in another order?"
+                "the ranks obtained different amounts of memory: check whether heaps used up a shared limit in another order"
             }
             Cause::OtherPlan => {
-                "the ranks follow other plans, or call a step by another key: use the same plan file and keys on every rank"
+                "the ranks follow different plans or step keys: use the same plan file and keys on every rank"
             }
-            Cause::OlderThanHistory => "older than what is remembered: agree more often, or raise history_ops",
-            Cause::Consequence => "not looked into",
+            Cause::OlderThanHistory => "older than the recorded history: agree more often, or raise history_ops",
+            Cause::Consequence => "not determined",
             Cause::Unknown => "unknown",
         })
     }
 }
 
 impl Disagreement {
-    /// The heap that differed first, when histories differ.
+    /// Returns the heap that differs first, if the histories differ.
     pub fn first_heap(&self) -> Option<&HeapDifference> {
         match &self.difference {
             Difference::History { first, .. } => Some(first),
@@ -332,7 +339,7 @@ impl Disagreement {
         }
     }
 
-    /// Tells `tracing`, as rank `rank`. Names and fields are stable.
+    /// Emits the report as a `tracing` error event for rank `rank`. The names of the event and its fields are stable.
     pub fn tell(&self, rank: u32) {
         let first = self.first_heap();
         tracing::error!(
@@ -357,7 +364,7 @@ impl Disagreement {
 
 impl std::error::Error for Disagreement {}
 
-/// Entries of a list that are shown.
+/// Maximum number of entries that a list displays.
 const SHOWN: usize = 6;
 
 impl fmt::Display for Disagreement {
@@ -370,7 +377,7 @@ impl fmt::Display for Disagreement {
                 hidden(policies.len()).map_or(Ok(()), |hidden| write!(f, "\n  and {hidden} more"))
             }
             Difference::Point(points) => {
-                write!(f, "the {} ranks came to different points of the program", self.ranks)?;
+                write!(f, "the {} ranks reached different points of the program", self.ranks)?;
                 points.iter().try_for_each(|(ranks, point)| write!(f, "\n  {}: {point}", Ranks(ranks)))
             }
             Difference::History { first, others } => {
@@ -380,7 +387,7 @@ impl fmt::Display for Disagreement {
                     write!(f, "\n  and {hidden} more groups")?;
                 }
                 write!(f, "\nlikely cause: {}", first.cause)?;
-                others.iter().take(SHOWN).try_for_each(|other| write!(f, "\nalso, and later: {other}"))?;
+                others.iter().take(SHOWN).try_for_each(|other| write!(f, "\nlater, they also differ in {other}"))?;
                 hidden(others.len()).map_or(Ok(()), |hidden| write!(f, "\nand {hidden} more heaps"))
             }
         }
@@ -413,10 +420,10 @@ impl fmt::Display for Group {
             Action::Allocated { stream, size_bytes, placement } => {
                 write!(f, "allocated {} bytes{name} on {stream} at {placement}", Grouped(size_bytes))
             }
-            Action::Freed { placement, .. } => write!(f, "freed{name} what lay at {placement}"),
+            Action::Freed { placement, .. } => write!(f, "freed{name} the block at {placement}"),
             Action::FreedNothing => write!(f, "freed an allocation of 0 bytes"),
             Action::RecordedUse { stream, placement } => {
-                write!(f, "recorded the use{name} of what lay at {placement} by {stream}")
+                write!(f, "recorded the use{name} of the block at {placement} by {stream}")
             }
             Action::Obtained { stream, size_bytes } => write!(f, "obtained {} bytes for {stream}", Grouped(size_bytes)),
             Action::Reserved { stream, target_bytes, obtained_bytes } => {
@@ -431,7 +438,7 @@ impl fmt::Display for Group {
             Action::AdoptedPlans { plan_bytes } => write!(f, "adopted plans of {} bytes", Grouped(plan_bytes)),
             Action::BeganStep { key } => write!(f, "began step {key}"),
             Action::EndedStep { planned } => {
-                write!(f, "ended a step of which {} allocations were as planned", Grouped(planned))
+                write!(f, "ended a step with {} allocations placed as planned", Grouped(planned))
             }
             Action::Sleep { contents } => {
                 let contents = Contents::ALL.get(contents as usize).map_or("?", |contents| contents.word());
@@ -439,17 +446,19 @@ impl fmt::Display for Group {
             }
             Action::Wake => write!(f, "woke the pool"),
             Action::LeftPlan { number } => write!(f, "left the plan at allocation {} of the step", Grouped(number)),
-            Action::Trimmed { given_up_bytes } => write!(f, "trimmed, giving up {} bytes", Grouped(given_up_bytes)),
+            Action::Trimmed { given_up_bytes } => {
+                write!(f, "trimmed, giving back {} bytes in total", Grouped(given_up_bytes))
+            }
             Action::Shrunk { placement, size_bytes } => {
                 write!(f, "trimmed, giving back {} bytes at {placement}", Grouped(size_bytes))
             }
             Action::Died { segment, size_bytes } => {
-                write!(f, "trimmed, giving up segment {} with {} bytes", segment.0, Grouped(size_bytes))
+                write!(f, "trimmed, releasing segment {} of {} bytes", segment.0, Grouped(size_bytes))
             }
             Action::RefusedByLimit { stream, size_bytes } => {
                 write!(f, "were refused {} bytes for {stream} by a configured limit", Grouped(size_bytes))
             }
-            Action::RefusedByDriver { size_bytes: 0, .. } => write!(f, "were refused by the driver in a trim"),
+            Action::RefusedByDriver { size_bytes: 0, .. } => write!(f, "were refused a trim by the driver"),
             Action::RefusedByDriver { stream, size_bytes } => {
                 write!(f, "were refused {} bytes for {stream} by the driver", Grouped(size_bytes))
             }
@@ -457,9 +466,9 @@ impl fmt::Display for Group {
                 write!(f, "were refused {} bytes for {stream}: the segment is full", Grouped(size_bytes))
             }
             Action::Destroyed => write!(f, "destroyed the pool"),
-            Action::Nothing => write!(f, "did nothing more in this heap"),
-            Action::Forgotten => write!(f, "no longer know"),
-            Action::Unknown { op, decision } => write!(f, "op {op:#x} with decision {decision:#x}"),
+            Action::Nothing => write!(f, "had no further op in this heap"),
+            Action::Forgotten => write!(f, "no longer remember the op"),
+            Action::Unknown { op, decision } => write!(f, "did unknown op {op:#x} with decision {decision:#x}"),
         }
     }
 }
@@ -481,7 +490,7 @@ impl fmt::Display for PolicyDifference {
     }
 }
 
-/// `rank 3`, `ranks 0-2`.
+/// Displays `rank 3` or `ranks 0-2`.
 struct Ranks<'a>(&'a RankSet);
 
 impl fmt::Display for Ranks<'_> {
@@ -490,7 +499,7 @@ impl fmt::Display for Ranks<'_> {
     }
 }
 
-/// ` "name"`, or nothing.
+/// Displays ` "name"`, or nothing if there is no name.
 struct Name<'a>(Option<&'a str>);
 
 impl fmt::Display for Name<'_> {
@@ -499,7 +508,7 @@ impl fmt::Display for Name<'_> {
     }
 }
 
-/// A number with its thousands apart.
+/// Displays a number with thousands separators.
 struct Grouped(u64);
 
 impl fmt::Display for Grouped {

@@ -1,12 +1,12 @@
 //! The search for the first op that differs, in up to [`SEARCHES_MAX`] heaps at once.
 //!
-//! Histories that differ after n ops differ after every larger number, so the first difference is found by halving, or
-//! rather by cutting into as many parts as a message has room for: with one heap 97 at a time, with 16 heaps 7. Where the
-//! journals do not go back far enough, their checkpoints bound the difference.
+//! Histories that differ after n ops also differ after every larger number of ops, so bisection finds the first
+//! difference. Each round cuts the interval into as many parts as a message has room for: 97 with one heap, 7 with 16
+//! heaps. If the journals do not reach back far enough, their checkpoints bound the difference.
 //!
 //! ```text
 //!   equal                                         differ
-//!     low ──┬─────┬─────┬─────┬─────┬─────┬───── high        a round asks for the digest at each ┬
+//!     low ──┬─────┬─────┬─────┬─────┬─────┬───── high        a round requests the digest at each ┬
 //!                       low ──┬──┬──┬──┬─ high               until high = low + 1: op `low` is the first
 //! ```
 
@@ -23,8 +23,8 @@ use super::transport::Gathered;
 use std::collections::{BTreeMap, VecDeque};
 use symmalloc_core::histories::CHECKPOINTS_MAX;
 
-/// Heaps whose ops are told in full, names included.
-const HEAPS_TOLD: usize = 4;
+/// Maximum number of heaps whose ops are reported in full, including names.
+const HEAPS_DETAILED: usize = 4;
 
 #[derive(Debug)]
 pub(crate) struct Search {
@@ -32,13 +32,14 @@ pub(crate) struct Search {
     waiting: VecDeque<Differing>,
     open: Vec<SearchInterval>,
     found: Vec<Found>,
-    /// Of heaps whose journals do not go back far enough: the ranks by what has become of the heap by now.
+    /// For heaps whose journals do not reach back far enough: the ranks, grouped by the heap's current digest.
     lost: BTreeMap<HeapKey, Vec<RankSet>>,
-    /// Of `found`, whose details have come.
+    /// Number of leading entries of `found` whose details were gathered.
     detailed: usize,
 }
 
-/// Where the first difference of a heap lies: the histories are equal after `low` ops and differ after `high`.
+/// The interval that contains the first difference of a heap: histories are equal after `low` ops and differ after
+/// `high`.
 #[derive(Clone, Copy, Debug)]
 struct SearchInterval {
     heap: HeapKey,
@@ -49,22 +50,23 @@ struct SearchInterval {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum IntervalState {
-    /// That the histories are equal after `low` ops is only hoped for: it is the first moment that everybody remembers.
-    Hoped,
+    /// `low` is the earliest point that all ranks remember, but equality there is not confirmed yet.
+    Assumed,
+    /// Equality after `low` ops is confirmed.
     Known,
-    /// The journals do not go back far enough.
+    /// The journals do not reach back far enough.
     Lost,
-    /// As narrow as it gets.
+    /// Checkpoints have narrowed the interval as far as possible.
     Bounded,
 }
 
 impl SearchInterval {
     fn new(differing: Differing) -> Self {
         let (low, high) = (differing.oldest, differing.differs_after);
-        // Before the first op the histories are equal: the configurations are.
+        // Histories are equal before the first op, because the configurations are.
         let (low, state) = match (low, high) {
             (_, 1) | (0, _) => (0, IntervalState::Known),
-            _ if low < high => (low, IntervalState::Hoped),
+            _ if low < high => (low, IntervalState::Assumed),
             _ => (0, IntervalState::Lost),
         };
         SearchInterval { heap: differing.key, low, high, state }
@@ -72,25 +74,25 @@ impl SearchInterval {
 
     fn is_open(&self) -> bool {
         match self.state {
-            IntervalState::Hoped => true,
+            IntervalState::Assumed => true,
             IntervalState::Known => self.high - self.low > 1,
             IntervalState::Lost | IntervalState::Bounded => false,
         }
     }
 
-    /// So many numbers of ops, at which to compare.
+    /// Returns up to `count` numbers of ops at which to compare digests.
     fn probes(&self, count: u64) -> Vec<OpNumber> {
         let width = self.high - self.low;
-        let inner = count - u64::from(self.state == IntervalState::Hoped);
+        let inner = count - u64::from(self.state == IntervalState::Assumed);
         let at = |part: u64| self.low + (u128::from(width) * u128::from(part) / (u128::from(inner) + 1)) as u64;
-        let first = (self.state == IntervalState::Hoped).then_some(self.low);
+        let first = (self.state == IntervalState::Assumed).then_some(self.low);
         let mut ops: Vec<u64> = first.into_iter().chain((1..=inner).map(at).filter(|ops| *ops > self.low)).collect();
         ops.dedup();
         ops.into_iter().map(|ops| OpNumber { heap: self.heap, ops }).collect()
     }
 }
 
-/// What all ranks say about one number of ops.
+/// The digests of all ranks after one number of ops.
 #[derive(Clone, Copy, Debug, Default)]
 struct DigestTally {
     ranks: u32,
@@ -120,7 +122,7 @@ impl Search {
         }
     }
 
-    /// Begins with the heaps that differ.
+    /// Starts the search in the heaps that differ.
     pub(crate) fn begin(&mut self, differing: Vec<Differing>) -> Result<Next, ProtocolError> {
         if differing.is_empty() {
             return Err(ProtocolError::Contradiction);
@@ -173,9 +175,9 @@ impl Search {
                     break;
                 }
                 if tally.differs {
-                    let is_hope_lost = interval.state == IntervalState::Hoped;
+                    let is_low_unconfirmed = interval.state == IntervalState::Assumed;
                     interval.high = moment.ops;
-                    interval.state = if is_hope_lost { IntervalState::Lost } else { IntervalState::Known };
+                    interval.state = if is_low_unconfirmed { IntervalState::Lost } else { IntervalState::Known };
                     break;
                 }
                 (interval.low, interval.state) = (moment.ops, IntervalState::Known);
@@ -233,8 +235,8 @@ impl Search {
         }
         for ((interval, answers), earliest) in self.open.drain(..).zip(answers).zip(earliest) {
             let is_exact = interval.high - interval.low == 1;
-            let is_told = !answers.keys().any(|answer| matches!(answer, Answer::Forgotten { .. }));
-            if is_exact && is_told && answers.len() < 2 {
+            let is_remembered = !answers.keys().any(|answer| matches!(answer, Answer::Forgotten { .. }));
+            if is_exact && is_remembered && answers.len() < 2 {
                 return Err(ProtocolError::Contradiction);
             }
             let answered = |(answer, ranks)| Answered { ranks, answer, name: None, window: Vec::new() };
@@ -252,14 +254,15 @@ impl Search {
         Ok(self.next())
     }
 
-    /// When all heaps are searched: the details of the first few in program order.
+    /// Returns the question for the next details once all heaps are searched: those of the first heaps in program
+    /// order.
     fn next_details(&mut self) -> Next {
         if self.detailed == 0 {
             let order = |found: &Found| (found.order().unwrap_or(u64::MAX), cause::consequence(found), found.heap);
             self.found.sort_by_key(order);
         }
-        let told = self.found.iter().take(HEAPS_TOLD).skip(self.detailed);
-        match told.map(|found| OpNumber { heap: found.heap, ops: found.first }).next() {
+        let detailed = self.found.iter().take(HEAPS_DETAILED).skip(self.detailed);
+        match detailed.map(|found| OpNumber { heap: found.heap, ops: found.first }).next() {
             Some(at) => Next::Ask(Ask::Details { at }),
             None => Next::Disagreed(self.conclude()),
         }
@@ -270,10 +273,10 @@ impl Search {
         let mut readers = readers(gathered);
         let mut answers: Vec<&mut Answered> = self.found[self.detailed].answers.iter_mut().collect();
         answers.sort_by_key(|answered| answered.ranks.first());
-        // The first rank of each group speaks for it.
+        // The first rank of each group answers for the group.
         for answered in answers {
-            let speaks = |rank: &u32| answered.ranks.first() == Some(*rank);
-            let Some((_, mut reader)) = readers.find(|(rank, _)| speaks(rank)) else { break };
+            let answers_for_group = |rank: &u32| answered.ranks.first() == Some(*rank);
+            let Some((_, mut reader)) = readers.find(|(rank, _)| answers_for_group(rank)) else { break };
             let count = reader.count(WINDOW)?;
             answered.window = (0..count).map(|_| Step::read(&mut reader)).collect::<Result<_, _>>()?;
             answered.name = Some(reader.text()?).filter(|name| !name.is_empty()).map(Into::into);

@@ -1,4 +1,4 @@
-//! What ranks that lie, forget or send garbage get.
+//! Tests of the protocol with ranks that send wrong answers, forget their history or send garbage.
 
 use super::question::{Ask, HEAPS_PER_PAGE};
 use super::*;
@@ -26,13 +26,13 @@ fn a_limit_that_one_rank_changed_is_a_difference_of_configurations() {
 }
 
 #[test]
-fn ranks_may_agree_on_some_pools_and_leave_the_others_alone() {
+fn ranks_may_agree_on_some_pools_and_exclude_the_others() {
     let alike = PoolConfig::builder().symmetric(true).build().expect("valid");
     let ranks = [1, 2].map(|rank| {
         let allocator: Allocator<_> =
             Allocator::new(SimBackend::builder().rank(rank).build(), Config::default()).expect("valid");
         let stream = allocator.register_stream().expect("the first");
-        // A pool that only some ranks use in the same way, with another configuration, stands first.
+        // The first pool differs between ranks in both its configuration and its use.
         let other = PoolConfig::builder().symmetric(true).limit_bytes(Some(u64::from(rank) << 30)).build();
         let other = allocator.create_pool(other.expect("valid")).expect("fits");
         let shared = allocator.create_pool(alike.clone()).expect("fits");
@@ -78,8 +78,8 @@ fn symmetric_allocator(rank: u32) -> Allocator<SimBackend> {
     Allocator::new(SimBackend::builder().rank(rank).build(), config).expect("valid")
 }
 
-/// Three ranks with 40 heaps of some ops each, all of which differ on rank 1.
-fn ranks_that_differ() -> Vec<Allocator<SimBackend>> {
+/// Three ranks with 40 heaps of 20 allocations each, where rank 1 differs in every heap.
+fn differing_ranks() -> Vec<Allocator<SimBackend>> {
     let rank = |rank| {
         let allocator = symmetric_allocator(rank);
         for _ in 0..40 {
@@ -94,7 +94,7 @@ fn ranks_that_differ() -> Vec<Allocator<SimBackend>> {
     (0..3).map(rank).collect()
 }
 
-/// Runs an inquiry whose messages are tampered with. `None` when it did not end.
+/// Runs an inquiry with messages that `tamper` modifies.
 fn interrogate(
     allocators: &[Allocator<SimBackend>],
     mut tamper: impl FnMut(u32, &Question, &mut Vec<u8>),
@@ -114,15 +114,15 @@ fn interrogate(
 }
 
 #[test]
-fn more_heaps_than_a_page_holds_or_are_searched_at_once_are_all_found() {
-    let allocators = ranks_that_differ();
+fn all_differing_heaps_are_found_beyond_one_page_and_one_batch() {
+    let allocators = differing_ranks();
     let Ok(Progress::Disagreed(disagreement)) = interrogate(&allocators, |_, _, _| {}) else { panic!("they differ") };
     let Difference::History { first, others } = &disagreement.difference else { panic!("{disagreement}") };
     const { assert!(40 > HEAPS_PER_PAGE) };
     let found: Vec<_> = std::iter::once(first).chain(others).collect();
     assert_eq!(found.len(), 40);
     for (difference, stream) in found.into_iter().zip(0..) {
-        // In program order, which was stream after stream. Memory is obtained for each stream's first allocation.
+        // Program order is stream by stream. The first allocation of each stream obtains memory, which counts as an op.
         assert_eq!((difference.stream, difference.first_op, difference.last_op), (Some(StreamId(stream)), 11, 11));
         assert_eq!(difference.order, Some(u64::from(stream) * 21 + 11));
     }
@@ -130,8 +130,8 @@ fn more_heaps_than_a_page_holds_or_are_searched_at_once_are_all_found() {
 }
 
 #[test]
-fn garbage_is_a_typed_error_or_a_report_and_never_a_panic() {
-    let allocators = ranks_that_differ();
+fn garbage_yields_a_typed_error_or_a_report_and_never_a_panic() {
+    let allocators = differing_ranks();
     let (mut errors, mut reports) = (0, 0);
     for seed in 0..3000 {
         let mut random = SplitMix64::new(seed);
@@ -142,7 +142,7 @@ fn garbage_is_a_typed_error_or_a_report_and_never_a_panic() {
             }
             let bytes = question.message_bytes();
             let liar = random.below(3) as usize * bytes;
-            // A few bytes, or all of them.
+            // Overwrites a few bytes, or as many as the message has.
             let count = if random.below(8) == 0 { bytes } else { 1 + random.below(4) as usize };
             for _ in 0..count {
                 messages[liar + random.below(bytes.min(200) as u64) as usize] = random.next_u64() as u8;
@@ -161,7 +161,7 @@ fn garbage_is_a_typed_error_or_a_report_and_never_a_panic() {
 }
 
 #[test]
-fn messages_of_another_shape_or_version_are_refused() {
+fn messages_of_another_shape_or_version_are_rejected() {
     let mut inquiry = Inquiry::new(2);
     let short = Gathered::new(vec![0; 64], 64);
     assert_eq!(inquiry.advance(&short), Err(ProtocolError::WrongShape { messages: 1, message_bytes: 64, ranks: 2 }));
@@ -173,12 +173,12 @@ fn messages_of_another_shape_or_version_are_refused() {
 }
 
 #[test]
-fn a_rank_that_sends_heaps_without_end_is_stopped() {
-    let allocators = ranks_that_differ();
+fn a_rank_that_sends_endless_heaps_is_stopped() {
+    let allocators = differing_ranks();
     let mut next = 100_u32;
     let outcome = interrogate(&allocators, |_, question, messages| {
         if let Ask::Heaps { .. } = question.0 {
-            // Rank 2 answers with a full page of heaps in pools that nobody else has.
+            // Rank 2 answers with a full page of heaps in pools that no other rank has.
             let message = &mut messages[2 * question.message_bytes()..];
             message[..4].copy_from_slice(&(HEAPS_PER_PAGE as u32).to_le_bytes());
             for heap in message[4..].chunks_exact_mut(32).take(HEAPS_PER_PAGE) {
@@ -194,8 +194,8 @@ fn a_rank_that_sends_heaps_without_end_is_stopped() {
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
-    /// Whatever the two histories, whatever each rank remembers, and whatever they agreed on before: what is reported is
-    /// the first difference, or bounds it.
+    /// For any two histories, history lengths and previous agreements, the reported interval contains the first
+    /// difference.
     #[test]
     fn the_first_difference_is_found_or_bounded(
         lens in prop::array::uniform2(1..400_u64),
@@ -225,7 +225,7 @@ proptest! {
         agree_in_lockstep(&histories()).expect("nothing differs yet");
         allocate(0, agreed..lens[0]);
         allocate(1, agreed..lens[1]);
-        // Memory is obtained for the first allocation, and counts as an op.
+        // The first allocation also obtains memory, which counts as an op.
         let number = |op: u64| op + u64::from(op > 0);
         let (ends, agreed) = (lens.map(number), number(agreed));
         let first = number(if at < lens[1] { at.min(lens[0]) } else { lens[0].min(lens[1]) });
@@ -237,7 +237,7 @@ proptest! {
                 prop_assert!(heap.first_op >= agreed, "{agreed}: {disagreement}");
                 let oldest = ends[0].saturating_sub(memories[0].into()).max(ends[1].saturating_sub(memories[1].into()));
                 if oldest.max(agreed) <= first {
-                    prop_assert_eq!(heap.first_op, heap.last_op, "everybody remembers it");
+                    prop_assert_eq!(heap.first_op, heap.last_op, "all ranks remember it");
                     prop_assert!(heap.cause != Cause::OlderThanHistory);
                 }
             }

@@ -1,19 +1,19 @@
-//! A transport between threads of one process: for tests, for simulated jobs, and for programs that drive one device
-//! per thread.
+//! A transport between threads of one process, for tests, simulated jobs, and programs that drive one device per
+//! thread.
 //!
 //! ```text
 //!  open:   rank 0 ─► slot 0 ┐
-//!          rank 1 ─► slot 1 ├─ the last one closes the round ─► all read the same bytes ─► next round opens
+//!          rank 1 ─► slot 1 ├─ the last rank closes the round ─► all read the same bytes ─► next round opens
 //!          rank 2 ─► slot 2 ┘
 //! ```
-//! A rank can be at most one round ahead: nobody enters a round before having read the one before.
+//! A rank can be at most one round ahead: it enters a round only after it has read the previous one.
 
 use super::ranks::RankSet;
 use super::transport::{Gathered, Transport, TransportError};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// One rank's end. Dropping it tells the others that the rank is gone.
+/// One rank's endpoint. Dropping it notifies the other ranks that this rank is gone.
 #[derive(Debug)]
 pub struct ThreadTransport {
     rank: u32,
@@ -29,17 +29,18 @@ struct ThreadMeeting {
 
 #[derive(Debug)]
 struct RoundState {
-    /// Rounds that are complete.
+    /// Number of completed rounds.
     rounds: u64,
-    /// Messages of the open round.
+    /// Messages of the open round, indexed by rank.
     given: Vec<Option<Box<[u8]>>>,
-    /// What the last complete round came to.
+    /// Result of the last completed round.
     last: Result<Gathered, TransportError>,
+    /// First rank whose endpoint was dropped.
     gone: Option<u32>,
 }
 
 impl ThreadTransport {
-    /// The ends of `ranks` ranks. None waits longer than `timeout` for the others.
+    /// Creates the endpoints of `ranks` ranks. Each waits at most `timeout` for the other ranks in a round.
     pub fn group(ranks: u32, timeout: Duration) -> Vec<ThreadTransport> {
         let state = RoundState {
             rounds: 0,
@@ -81,7 +82,7 @@ impl Transport for ThreadTransport {
             return state.last.clone();
         }
         let missing = state.missing();
-        // A round that this rank has left must not be completed with its message.
+        // This rank leaves the round, so its message must not complete it.
         state.given[self.rank as usize] = None;
         match state.gone {
             Some(rank) => Err(TransportError::RankLost { rank }),
@@ -102,7 +103,7 @@ impl RoundState {
         self.given.iter().zip(0..).filter(|(given, _)| given.is_none()).map(|(_, rank)| rank).collect()
     }
 
-    /// Everybody gave a message: they become the round.
+    /// Completes the round once all ranks have given a message.
     fn close_round(&mut self) {
         let messages: Vec<_> = self.given.iter_mut().filter_map(Option::take).collect();
         let expected_bytes = messages.first().map_or(0, |first| first.len());
@@ -125,7 +126,7 @@ mod tests {
     const LONG: Duration = Duration::from_secs(60);
 
     #[test]
-    fn everybody_hears_everybody_round_after_round() {
+    fn every_rank_receives_every_message_in_each_round() {
         thread::scope(|scope| {
             for end in ThreadTransport::group(5, LONG) {
                 scope.spawn(move || {
@@ -141,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_is_dropped_is_named_to_the_others() {
+    fn a_dropped_rank_is_reported_to_the_others() {
         let mut ends = ThreadTransport::group(3, LONG);
         drop(ends.remove(1));
         for end in &ends {
@@ -150,16 +151,16 @@ mod tests {
     }
 
     #[test]
-    fn ranks_that_do_not_come_are_named() {
+    fn ranks_that_do_not_arrive_are_named() {
         let ends = ThreadTransport::group(4, Duration::from_millis(5));
         let Err(TransportError::TimedOut { missing, .. }) = ends[2].all_gather(&[1]) else {
-            panic!("nobody else came")
+            panic!("no other rank arrived")
         };
         assert_eq!(missing.to_string(), "0-1,3");
     }
 
     #[test]
-    fn messages_of_different_lengths_are_refused_on_every_rank() {
+    fn messages_of_different_lengths_are_rejected_on_every_rank() {
         let ends = ThreadTransport::group(2, LONG);
         let expected = Err(TransportError::UnequalLengths { rank: 1, given_bytes: 2, expected_bytes: 1 });
         thread::scope(|scope| {

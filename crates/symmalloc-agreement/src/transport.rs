@@ -1,23 +1,25 @@
-//! What carries the messages of an agreement: one collective, and nothing else.
+//! The transport of an agreement, which provides a single collective operation: an all-gather.
 
 use super::ranks::RankSet;
 use std::sync::Arc;
 use std::time::Duration;
 use thiserror::Error;
 
-/// A way for ranks to hear each other. NCCL, MPI, a TCP store or threads of one process can be one.
+/// A means for ranks to exchange messages, such as NCCL, MPI, a TCP store, or threads of one process.
 pub trait Transport {
-    /// This rank's number, below [`ranks`](Self::ranks).
+    /// Returns this rank's number, which is less than [`ranks`](Self::ranks).
     fn rank(&self) -> u32;
 
-    /// Number of ranks.
+    /// Returns the number of ranks.
     fn ranks(&self) -> u32;
 
-    /// Gives this rank's message to all, and returns everybody's, in rank order. All ranks call it, with messages of the
-    /// same length; the n-th call of one rank meets the n-th call of every other.
+    /// Sends this rank's message to all ranks and returns the messages of all ranks, in rank order. All ranks must call
+    /// it with messages of the same length. The n-th call on one rank is matched with the n-th call on every other
+    /// rank.
     ///
     /// # Errors
-    /// When another rank is lost, does not come in time, or the medium fails. The transport is not used again then.
+    /// Fails if another rank is lost or does not arrive in time, or if the medium fails. The transport must not be used
+    /// after an error.
     fn all_gather(&self, message: &[u8]) -> Result<Gathered, TransportError>;
 }
 
@@ -35,7 +37,7 @@ impl<T: Transport + ?Sized> Transport for &T {
     }
 }
 
-/// The messages of all ranks in one round, end to end in rank order. Cloning it shares them.
+/// The messages of all ranks in one round, concatenated in rank order. Clones share the messages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Gathered {
     messages: Arc<[u8]>,
@@ -43,84 +45,87 @@ pub struct Gathered {
 }
 
 impl Gathered {
-    /// Messages of `message_bytes` bytes each, end to end.
+    /// Wraps concatenated messages of `message_bytes` bytes each.
     pub fn new(messages: impl Into<Arc<[u8]>>, message_bytes: usize) -> Self {
         Gathered { messages: messages.into(), message_bytes }
     }
 
-    /// Number of whole messages.
+    /// Returns the number of complete messages.
     pub fn len(&self) -> usize {
         self.messages.len().checked_div(self.message_bytes).unwrap_or(0)
     }
 
-    /// Whether there are none.
+    /// Returns `true` if there are no messages.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Bytes of one message.
+    /// Returns the size of one message in bytes.
     pub fn message_bytes(&self) -> usize {
         self.message_bytes
     }
 
-    /// The messages in rank order.
+    /// Returns an iterator over the messages in rank order.
     pub fn iter(&self) -> impl Iterator<Item = &[u8]> {
         self.messages.chunks_exact(self.message_bytes.max(1))
     }
 }
 
-/// Why ranks could not hear each other.
+/// A failed exchange of messages.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum TransportError {
-    /// A rank died, is stopped or does not come.
+    /// A rank died, is stopped, or does not respond.
     #[error(
-        "rank {rank} is lost: it died, is stopped or does not come. Look for its error, and restart the job or go on without it"
+        "rank {rank} is lost: it died, is stopped or does not respond. Check its log for an error, then restart the job or \
+         continue without it"
     )]
     RankLost {
         /// The rank.
         rank: u32,
     },
-    /// Some ranks did not come in time.
+    /// Some ranks did not arrive in time.
     #[error(
-        "ranks {missing} did not come within {waited:?}: they died, are stuck, or reach fewer agreements than this one"
+        "ranks {missing} did not arrive within {waited:?}: they died, are stuck, or reach fewer agreements than this rank. \
+         Check their logs for the first error"
     )]
     TimedOut {
-        /// The ranks that did not come.
+        /// The ranks that did not arrive.
         missing: RankSet,
-        /// How long this rank waited.
+        /// The time that this rank waited.
         waited: Duration,
     },
-    /// Some ranks did not come in time, and the medium cannot tell which. NCCL cannot.
+    /// Some ranks did not arrive in time, and the medium cannot identify them. NCCL cannot.
     #[error(
-        "some ranks did not come within {waited:?} (the transport cannot tell which): they died, are stuck, or reach fewer \
-         agreements than this one. Look for the first error among the ranks"
+        "some ranks did not arrive within {waited:?} (the transport cannot identify them): they died, are stuck, or reach \
+         fewer agreements than this rank. Check the logs of all ranks for the first error"
     )]
     Overdue {
-        /// How long this rank waited.
+        /// The time that this rank waited.
         waited: Duration,
     },
-    /// The medium was closed or lost before.
-    #[error("the transport is closed: an earlier error or the program ended it")]
+    /// The medium was already closed or lost.
+    #[error("the transport is closed: an earlier error or the program ended it; create a new one")]
     Closed,
-    /// Ranks gave messages of different lengths: they are not in the same collective.
+    /// Ranks gave messages of different lengths, so they are not in the same collective.
     #[error(
-        "rank {rank} gave {given_bytes} bytes where others gave {expected_bytes}: the ranks are in different collectives"
+        "rank {rank} gave {given_bytes} bytes where others gave {expected_bytes}: the ranks are in different collectives; \
+         call the same agreements in the same order on every rank"
     )]
     UnequalLengths {
-        /// A rank that differs.
+        /// The first rank whose message length differs.
         rank: u32,
-        /// Bytes it gave.
+        /// Size of its message in bytes.
         given_bytes: usize,
-        /// Bytes that the first rank gave.
+        /// Size of rank 0's message in bytes.
         expected_bytes: usize,
     },
     /// The medium failed.
-    #[error("{call} failed with code {code}")]
+    #[error("{call} failed with code {code}: look up the code in the documentation of the transport")]
     Failed {
-        /// The failing call.
+        /// The call that failed.
         call: &'static str,
-        /// Its code.
+        /// The error code that it returned.
         code: i64,
     },
 }
