@@ -1,8 +1,9 @@
-//! A simulated device for `symmalloc-core`, and whole jobs of ranks that run on such devices.
+//! A simulated device for `symmalloc-core`, and simulated jobs whose ranks run on such devices.
 //!
-//! * [`SimBackend`] is a device without hardware. Its addresses, the timing of its events and its failures follow from one
-//!   seed, and it panics at the first breach of the backend contract.
-//! * [`job`] runs one program on thousands of ranks with unlucky devices, and checks that all of them place alike.
+//! * [`SimBackend`] is a device without hardware. Its addresses, event timing and failures derive from one seed. It
+//!   panics at the first violation of the backend contract.
+//! * [`job`] runs one program on thousands of ranks under adverse conditions and checks that all of them place
+//!   identically.
 //!
 //! ```
 //! use symmalloc_core::backend::Backend;

@@ -1,62 +1,62 @@
-//! The simulated virtual addresses: which ranges are reserved, where the next one lies, what is mapped.
+//! The simulated virtual address space: the reserved ranges, the mapped bytes, and the choice of the next address.
 //!
-//! A driver gives no promise about the order of addresses, and real ones differ between ranks of one job. Here each
-//! rank draws its own order from its seed:
+//! Drivers make no promise about the order of addresses, and actual addresses differ between the ranks of a job. Each
+//! simulated rank therefore draws its own order from its seed:
 //!
 //! ```text
 //! LOW                                                                     HIGH = 2^47
 //!  │      ┌─B─┐┌─C─┐          ┌─A─┐                       ┌─D─┐            │
-//!                │              first anywhere;  B anywhere;  C right behind B: neighbours in address that
-//!                                                             are no neighbours in birth;  D: a hole left by a
-//!                                                             released range, at once or much later
+//!                │              first anywhere;  B anywhere;  C directly after B: adjacent in address but
+//!                                                             not in order of creation;  D: in the hole left by a
+//!                                                             released range, immediately or much later
 //! ```
 
 use super::interval::IntervalMap;
 use super::random::SplitMix64;
 use std::collections::BTreeMap;
 
-/// The lowest address handed out: the first 8 GiB are left to the host, as real drivers do.
+/// The lowest address handed out. The first 8 GiB are left to the host, as real drivers do.
 const LOW: u64 = 1 << 33;
 /// The end of 47-bit user addresses.
 const HIGH: u64 = 1 << 47;
-/// How many places are drawn before the space is searched from its start.
+/// Number of random positions to try before searching the space from its start.
 const DRAWS: u32 = 32;
-/// How many released places are remembered for reuse.
+/// Maximum number of released ranges that are remembered for reuse.
 const HOLES: usize = 8;
 
-/// In which order a simulated driver hands out addresses.
+/// The order in which a simulated driver hands out addresses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Addresses {
-    /// Each range lies right behind the one before, and no address comes twice: the same on all ranks. What a program
-    /// sees whose only driver calls these are.
+    /// Each range directly follows the previous one, and no address is reused. The order is the same on all ranks. This
+    /// matches a program that is the only caller of the driver.
     Ascending,
-    /// Anywhere, sometimes next to another range, sometimes where a released one was. How often the latter is drawn
-    /// from the seed.
+    /// Ranges lie anywhere, sometimes next to another range and sometimes where a released one was. The rate of reuse
+    /// is drawn from the seed.
     #[default]
     Scattered,
-    /// As scattered, but with a stated rate of reuse.
+    /// Like [`Scattered`](Self::Scattered), but with the given rate of reuse.
     Reused {
-        /// How often, per million, a range is put where a released one was, if one is left that fits.
+        /// Rate, per million, at which a range takes the place of a released one, if one is left that fits.
         per_million: u32,
     },
 }
 
-/// Reserved ranges and mapped bytes of one rank.
+/// The reserved ranges and mapped bytes of one rank.
 #[derive(Clone, Debug)]
 pub(crate) struct AddressSpace {
     random: SplitMix64,
     granularity_bytes: u64,
-    /// Where the next range lies if they ascend.
+    /// Base of the next range if addresses ascend; `None` if they are scattered or exhausted.
     next: Option<u64>,
     reuse_per_million: u32,
     /// Base → size. Ranges do not overlap and lie within `LOW..HIGH`.
     ranges: BTreeMap<u64, u64>,
-    /// Bases of released ranges, the latest last; at most `HOLES`. May have been taken again since.
+    /// Bases of released ranges, most recent last; at most `HOLES`. They may have been reserved again since.
     holes: Vec<u64>,
-    /// The bytes that have memory; each lies in a range.
+    /// Bytes that are backed by memory. Each lies in a range.
     mapped: IntervalMap<()>,
-    /// Pieces that have the memory of others: start → (end, where that memory was mapped first).
+    /// Aliased pieces: start → (end, address at which their memory was mapped first).
     aliases: BTreeMap<u64, (u64, u64)>,
 }
 
@@ -79,7 +79,7 @@ impl AddressSpace {
         }
     }
 
-    /// Takes a range. `None`: no place is left for it.
+    /// Reserves a range and returns its base, or `None` if no free space is large enough.
     pub(crate) fn reserve(&mut self, size_bytes: u64) -> Option<u64> {
         let base = self.place(size_bytes)?;
         self.ranges.insert(base, size_bytes);
@@ -99,8 +99,8 @@ impl AddressSpace {
         }
         for _ in 0..DRAWS {
             let drawn = LOW + self.random.below(slots) * self.granularity_bytes;
-            let neighbour = self.ranges.range(drawn..).next().map(|(&base, &size)| (base, size));
-            let base = match (self.random.below(4), neighbour) {
+            let neighbor = self.ranges.range(drawn..).next().map(|(&base, &size)| (base, size));
+            let base = match (self.random.below(4), neighbor) {
                 (0, Some((base, size))) => base + size,
                 (1, Some((base, _))) => base.saturating_sub(size_bytes),
                 _ => drawn,
@@ -118,7 +118,7 @@ impl AddressSpace {
         self.ranges.range(..end).next_back().is_none_or(|(&other, &size)| other + size <= base)
     }
 
-    /// Gives a range up. The caller has seen that it is reserved and unmapped.
+    /// Releases a range. The caller has checked that it is reserved and unmapped.
     pub(crate) fn release(&mut self, base: u64) {
         self.ranges.remove(&base);
         if self.holes.len() == HOLES {
@@ -127,43 +127,43 @@ impl AddressSpace {
         self.holes.push(base);
     }
 
-    /// Whether exactly this range is reserved.
+    /// Returns `true` if exactly this range is reserved.
     pub(crate) fn is_reserved(&self, base: u64, size_bytes: u64) -> bool {
         self.ranges.get(&base) == Some(&size_bytes)
     }
 
-    /// How many ranges are reserved.
+    /// Returns the number of reserved ranges.
     pub(crate) fn ranges(&self) -> usize {
         self.ranges.len()
     }
 
-    /// Whether every byte has memory.
+    /// Returns `true` if every byte is backed by memory.
     pub(crate) fn is_mapped(&self, start: u64, end: u64) -> bool {
         self.mapped.covers(start, end)
     }
 
-    /// Whether any byte has memory.
+    /// Returns `true` if any byte is backed by memory.
     pub(crate) fn is_any_mapped(&self, start: u64, end: u64) -> bool {
         self.mapped.overlapping(start, end).next().is_some()
     }
 
-    /// Gives the bytes memory.
+    /// Backs the bytes with memory.
     pub(crate) fn map(&mut self, start: u64, end: u64) {
         self.mapped.insert(start, end, ());
     }
 
-    /// Gives the bytes the memory of others.
+    /// Backs the bytes with the memory mapped at `source`.
     pub(crate) fn alias(&mut self, start: u64, end: u64, source: u64) {
         self.mapped.insert(start, end, ());
         self.aliases.insert(start, (end, source));
     }
 
-    /// Whether a byte has the memory of others.
+    /// Returns `true` if any byte is an alias of memory mapped elsewhere.
     pub(crate) fn is_alias(&self, start: u64, end: u64) -> bool {
         self.pieces(start, end).next().is_some()
     }
 
-    /// Whether others have the memory of a byte.
+    /// Returns `true` if the memory of any byte is aliased elsewhere.
     pub(crate) fn has_alias(&self, start: u64, end: u64) -> bool {
         self.aliases.iter().any(|(&alias, &(alias_end, source))| source < end && start < source + (alias_end - alias))
     }
@@ -174,7 +174,7 @@ impl AddressSpace {
         all.map(|(&from, &(to, source))| (from, to, source)).filter(move |(from, to, _)| *from < end && start < *to)
     }
 
-    /// Where the memory of mapped bytes was mapped first, part by part.
+    /// Returns the addresses at which the memory of mapped bytes was mapped first, part by part.
     pub(crate) fn memory_of(&self, start: u64, end: u64) -> Vec<(u64, u64)> {
         let mut parts = Vec::new();
         let mut at = start;
@@ -192,7 +192,7 @@ impl AddressSpace {
         parts
     }
 
-    /// Takes the memory away. Returns how many bytes of it no other addresses have.
+    /// Unmaps the bytes. Returns the number of bytes of memory that are no longer mapped anywhere.
     pub(crate) fn unmap(&mut self, start: u64, end: u64) -> u64 {
         self.mapped.remove(start, end);
         let aliases: Vec<(u64, u64)> = self.pieces(start, end).map(|(from, to, _)| (from, to)).collect();
@@ -215,7 +215,7 @@ mod tests {
     }
 
     #[test]
-    fn ranges_never_overlap_and_are_aligned_while_some_are_released_again() {
+    fn ranges_are_aligned_and_never_overlap_while_some_are_released() {
         for seed in 0..20 {
             let mut space = space(seed, 500_000);
             let mut random = SplitMix64::new(seed);
@@ -248,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn ascending_addresses_ascend_without_gaps_and_are_never_given_twice() {
+    fn ascending_addresses_have_no_gaps_and_are_never_reused() {
         let mut space = AddressSpace::new(SplitMix64::new(1), 2 * MIB, Addresses::Ascending);
         let first = space.reserve(20 * MIB).unwrap();
         space.release(first);
@@ -257,14 +257,14 @@ mod tests {
     }
 
     #[test]
-    fn some_ranges_are_direct_neighbours() {
+    fn some_ranges_are_adjacent() {
         let mut space = space(3, 0);
         let bases: Vec<u64> = (0..50).map(|_| space.reserve(2 * MIB).unwrap()).collect();
         assert!(bases.iter().any(|base| bases.contains(&(base + 2 * MIB))));
     }
 
     #[test]
-    fn a_released_place_is_reused_at_once_where_the_rate_says_always_and_never_where_it_says_never() {
+    fn a_released_range_is_reused_at_the_configured_rate() {
         for (rate, reused) in [(1_000_000, true), (0, false)] {
             let mut space = space(1, rate);
             let base = space.reserve(64 * MIB).unwrap();
@@ -274,7 +274,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_space_refuses_and_the_last_place_is_found() {
+    fn a_full_space_is_reported_and_the_last_free_range_is_found() {
         let mut space = space(5, 0);
         let mut bases: Vec<u64> = std::iter::from_fn(|| space.reserve(4096 * GIB)).collect();
         assert!(space.reserve(HIGH).is_none());

@@ -1,32 +1,34 @@
-//! The simulator: a backend without a device, one instance per simulated rank, all of it from one seed.
+//! The simulated backend: one instance per simulated rank, without a device, derived from one seed.
 //!
-//! It is a test instrument with two faces. To a *correct* allocator it is an ordinary [`Backend`] that is merely
-//! unlucky in its own way on each rank. To an *incorrect* one it is merciless: it panics at the first breach of the
-//! contract in [`symmalloc_core::backend`], names the rule, and finds missing waits that a real device would punish once a week.
+//! For a *correct* allocator it is an ordinary [`Backend`] whose adverse behavior differs on each rank. For an
+//! *incorrect* one it is strict: it panics at the first violation of the contract in [`symmalloc_core::backend`] and
+//! names the rule. It also detects missing waits that corrupt memory only rarely on a real device.
 //!
 //! ```text
 //!                seed, rank
 //!        ┌───────────┼──────────────┬───────────────┐
-//!   addresses     timeline        faults         handles         each from its own random sequence
+//!   addresses     timeline        faults         handles         each with a separate random sequence
 //!   reserve       record wait     any call       raw_stream
 //!   map unmap     query           fails at k     raw events
 //!   release       synchronize
 //!        └── submit: a kernel uses these bytes ─► Ok, or Race
 //! ```
 //!
-//! What differs between ranks (addresses, event completion, raw handles, faults) is exactly what rule D1 forbids to
-//! decide a placement; what a program does is the same on all. So an allocator that places alike on many simulated
-//! ranks does so because it looks at nothing else.
+//! Addresses, event completion, raw handles and faults differ between ranks, and are exactly what rule D1 bars from
+//! deciding a placement. The program is the same on all ranks. An allocator that places identically on many simulated
+//! ranks therefore depends on the program alone.
 //!
-//! Time is counted in ticks: each call is one, [`SimBackend::tick`] adds more. No clock is read. A fresh instance takes
-//! at most [`SimBackend::FRESH_BYTES_MAX`] bytes and no heap memory, and grows with what is live only: thousands of
-//! ranks fit a laptop.
+//! Time is measured in ticks. Each call takes one tick, and [`SimBackend::tick`] adds more. No clock is read. A new
+//! instance takes at most [`SimBackend::FRESH_BYTES_MAX`] bytes and no heap memory, and grows only with live state, so
+//! thousands of ranks fit on a laptop.
 //!
-//! Aliases have the memory of what they name: a use by one address and a use by another race.
+//! Aliases share the memory of their source: unordered uses through two addresses of the same memory are a race.
 //!
-//! Bytes hold what [`SimBackend::write`] says until their memory is gone, so that a test sees whether a pool that slept has them again.
+//! Bytes hold the last value written with [`SimBackend::write`] until their memory is unmapped. Tests use this to check
+//! that a pool restores its contents after a sleep.
 //!
-//! What it leaves out: kernels write nothing, graphs do not exist, and mappings are counted, not placed.
+//! The simulation omits some aspects of a device: kernels write no data, graphs do not exist, and mapped memory is
+//! counted without being placed physically.
 
 use super::address_space::AddressSpace;
 use super::contents::{Contents, Pieces};
@@ -38,12 +40,12 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Image, Part, Place, Range};
 use symmalloc_core::ids::StreamId;
 
-/// A simulated device of one rank: addresses, handles, event timing and faults come from its seed.
+/// A simulated device of one rank. Its addresses, handles, event timing and faults derive from its seed.
 ///
 /// # Panics
-/// Every method that implements [`Backend`], and [`submit`](SimBackend::submit), panics when the caller breaches the
-/// contract of [`symmalloc_core::backend`], with the rule. While the thread is unwinding already, a breach is returned as an
-/// error instead, so that the first report is the one that is seen.
+/// [`submit`](SimBackend::submit) and every method of [`Backend`] panic if the caller violates the contract of
+/// [`symmalloc_core::backend`]. The message names the rule. If the thread is already unwinding, they return an error
+/// instead, so that the first report stays visible.
 #[derive(Debug)]
 pub struct SimBackend {
     granularity_bytes: u64,
@@ -53,9 +55,9 @@ pub struct SimBackend {
     state: Mutex<SimState>,
 }
 
-/// The two sizes of a device.
+/// The properties that a device has from its creation.
 #[derive(Clone, Copy)]
-pub(super) struct Sizes {
+pub(super) struct DeviceProperties {
     pub(super) granularity_bytes: u64,
     pub(super) memory_bytes: u64,
     pub(super) can_alias: bool,
@@ -71,22 +73,22 @@ struct SimState {
     mapped_bytes_peak: u64,
 }
 
-/// What a program left behind.
+/// Resources that a program has not released.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Leaks {
     /// Device memory still mapped, in bytes.
     pub mapped_bytes: u64,
-    /// Ranges not released.
+    /// Number of ranges that are not released.
     pub ranges: usize,
-    /// Events not recycled.
+    /// Number of events that are not recycled.
     pub events: usize,
-    /// Images not discarded.
+    /// Number of images that are not discarded.
     pub images: usize,
 }
 
 impl Leaks {
-    /// Whether nothing was left behind.
+    /// Returns `true` if every resource is released.
     pub fn is_empty(&self) -> bool {
         *self == Leaks::default()
     }
@@ -99,35 +101,42 @@ impl fmt::Display for Leaks {
     }
 }
 
-/// The caller broke a rule of the contract: stops the test with the rule.
+/// Reports a violation of the contract by panicking with the rule, or returns an error if the thread is unwinding.
 #[track_caller]
-fn breach(call: Call, rule: &str, what: fmt::Arguments<'_>) -> BackendError {
+fn violation(call: Call, rule: &str, what: fmt::Arguments<'_>) -> BackendError {
     if !std::thread::panicking() {
-        panic!("breach of the backend contract in `{call}`: {rule} ({what})");
+        panic!("violation of the backend contract in `{call}`: {rule} ({what})");
     }
     Fault::Refused.of(call)
 }
 
-const ALIGNED: &str = "offsets and sizes are multiples of the granularity, and sizes are not zero";
-const RESERVED: &str = "a range is what `reserve` returned, and is not released yet";
-const INSIDE: &str = "what is mapped or unmapped lies inside of its range";
-const MAPPED_ONCE: &str = "a granule is mapped at most once";
-const MAPPED: &str = "only what is mapped is unmapped or used";
-const UNMAPPED_FIRST: &str = "everything is unmapped before its range is released";
-const PIECE: &str = "an alias has the memory of bytes that are mapped, and are no alias themselves";
-const ALIASES_FIRST: &str = "memory is unmapped after all of its aliases";
-const SYNCHRONIZED_FIRST: &str = "every stream that may still use the bytes is synchronised before they are unmapped";
-const QUIET: &str = "no stream uses bytes that are copied";
-const IMAGE: &str = "parts follow each other in the order of their offsets, and lie in an image that is kept";
-const LIVE_EVENT: &str = "an event is recycled once and not used afterwards";
+const ALIGNED: &str = "offsets and sizes must be nonzero multiples of the granularity";
+const RESERVED: &str = "a range must be one that `reserve` returned and that is not released";
+const INSIDE: &str = "mapped and unmapped bytes must lie inside their range";
+const MAPPED_ONCE: &str = "a granule must be mapped at most once";
+const MAPPED: &str = "only mapped bytes may be unmapped or used";
+const UNMAPPED_FIRST: &str = "a range must be unmapped completely before it is released";
+const PIECE: &str = "the source of an alias must be mapped and must not be an alias";
+const ALIASES_FIRST: &str = "all aliases must be unmapped before their memory";
+const SYNCHRONIZED_FIRST: &str =
+    "every stream that may still use the bytes must be synchronized before they are unmapped";
+const QUIET: &str = "bytes must not be in use by a stream while they are copied";
+const IMAGE: &str = "parts must be sorted by offset, must not overlap, and must lie in an image that is not discarded";
+const LIVE_EVENT: &str = "an event must be recycled once and not used afterward";
 
 impl SimBackend {
-    /// No fresh instance is larger than this, in bytes, and none owns heap memory.
+    /// The maximum size of a new instance in bytes. A new instance owns no heap memory.
     pub const FRESH_BYTES_MAX: usize = 768;
 
-    /// A device without memory in use, whose raw stream handles come from a number.
-    pub(super) fn new(sizes: Sizes, handles: u64, addresses: AddressSpace, timeline: Timeline, faults: Faults) -> Self {
-        let Sizes { granularity_bytes, memory_bytes, can_alias } = sizes;
+    /// Creates a device with no memory in use, whose raw stream handles derive from `handles`.
+    pub(super) fn new(
+        sizes: DeviceProperties,
+        handles: u64,
+        addresses: AddressSpace,
+        timeline: Timeline,
+        faults: Faults,
+    ) -> Self {
+        let DeviceProperties { granularity_bytes, memory_bytes, can_alias } = sizes;
         let state = SimState {
             addresses,
             timeline,
@@ -139,31 +148,31 @@ impl SimBackend {
         SimBackend { granularity_bytes, memory_bytes, can_alias, handles, state: Mutex::new(state) }
     }
 
-    /// A panic at a breach leaves the state as it was before the call, so a poisoned lock does no harm.
+    /// Locks the state. A panic at a violation leaves the state unchanged, so a poisoned lock is safe to use.
     fn state(&self) -> MutexGuard<'_, SimState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The raw handle the simulated driver gave to a stream: a pointer-like number, another on each rank.
+    /// Returns the raw handle of a stream: a pointer-like number that differs on each rank.
     pub fn raw_stream(&self, stream: StreamId) -> u64 {
         (mix(self.handles ^ (u64::from(stream.0) + 1)) >> 17) & !0xf
     }
 
-    /// Lets simulated time pass: work and events may come to be done.
+    /// Advances simulated time, so that pending work and events may complete.
     pub fn tick(&self, ticks: u64) {
         self.state().timeline.tick(ticks);
     }
 
-    /// Pretends that a kernel on `stream` reads and writes the bytes from `address` on. Not a call of the backend: it
-    /// takes no tick and has no ordinal.
+    /// Simulates a kernel on `stream` that reads and writes the bytes starting at `address`. It is not a backend call:
+    /// it takes no tick and has no ordinal.
     ///
     /// # Errors
-    /// When an earlier use of any of the bytes on another stream does not come before this one: by a wait of `stream`
-    /// (through any number of streams), by a synchronise, or by a query that said done. The kernel is not submitted
-    /// then. Bytes are told apart in steps of 512.
+    /// Returns a [`Race`] if an earlier use of any of the bytes on another stream is not ordered before this one. A
+    /// wait of `stream` (possibly through other streams), a synchronize, or a query that returned done establishes the
+    /// order. The kernel is not submitted after an error. Uses are tracked in units of 512 bytes.
     ///
     /// # Panics
-    /// When not all of the bytes are mapped.
+    /// Panics if not all of the bytes are mapped.
     #[track_caller]
     pub fn submit(&self, stream: StreamId, address: DeviceAddress, size_bytes: u64) -> Result<(), Race> {
         let mut state = self.state();
@@ -173,7 +182,7 @@ impl SimBackend {
         }
         assert!(
             state.addresses.is_mapped(address.0, end),
-            "breach of the backend contract in `submit`: {MAPPED} ({size_bytes} bytes at {:#x} on {stream})",
+            "violation of the backend contract in `submit`: {MAPPED} ({size_bytes} bytes at {:#x} on {stream})",
             address.0
         );
         let parts = state.addresses.memory_of(address.0, end);
@@ -181,10 +190,10 @@ impl SimBackend {
         state.timeline.submit_parts(stream, &parts, name)
     }
 
-    /// Writes one value to all of these bytes, whatever a value is. Not a call of the backend.
+    /// Sets all of these bytes to one value. It is not a backend call.
     ///
     /// # Panics
-    /// When not all of the bytes are mapped.
+    /// Panics if not all of the bytes are mapped.
     #[track_caller]
     pub fn write(&self, address: DeviceAddress, size_bytes: u64, value: u64) {
         let mut state = self.state();
@@ -193,11 +202,11 @@ impl SimBackend {
         }
     }
 
-    /// What all of these bytes hold; `None` where they hold several values, or were not written since they were mapped. Not a call of
-    /// the backend.
+    /// Returns the value that all of these bytes hold, or `None` if they hold several values or any was not written
+    /// since it was mapped. It is not a backend call.
     ///
     /// # Panics
-    /// When not all of the bytes are mapped.
+    /// Panics if not all of the bytes are mapped.
     #[track_caller]
     pub fn read(&self, address: DeviceAddress, size_bytes: u64) -> Option<u64> {
         let state = self.state();
@@ -207,42 +216,42 @@ impl SimBackend {
         values.all(|other| other == Some(value)).then_some(value)
     }
 
-    /// From now on calls fail as the rule says: calls of one kind, or (`None`) of any.
+    /// Adds a fault rule for later calls of one kind, or of any kind if `call` is `None`.
     pub fn inject(&self, call: Option<Call>, rule: FaultRule, fault: Fault) {
         self.state().faults.add(call, rule, fault);
     }
 
-    /// Takes all faults away, a lost device included. What limited memory refuses, it still refuses.
+    /// Removes all faults, including the loss of the device. The limit of device memory stays in effect.
     pub fn heal(&self) {
         self.state().faults.clear();
     }
 
-    /// How often each call was made so far.
+    /// Returns the number of calls of each kind made so far.
     pub fn calls(&self) -> CallCounts {
         self.state().faults.counts
     }
 
-    /// Device memory, in bytes.
+    /// Returns the size of the device memory in bytes.
     pub fn memory_bytes(&self) -> u64 {
         self.memory_bytes
     }
 
-    /// Device memory that is not mapped, in bytes.
+    /// Returns the number of bytes of device memory that are not mapped.
     pub fn free_bytes(&self) -> u64 {
         self.memory_bytes - self.mapped_bytes()
     }
 
-    /// Device memory that is mapped, in bytes.
+    /// Returns the number of bytes of device memory that are mapped.
     pub fn mapped_bytes(&self) -> u64 {
         self.state().mapped_bytes
     }
 
-    /// The most device memory that was ever mapped at once, in bytes.
+    /// Returns the maximum number of bytes of device memory that were mapped at once.
     pub fn mapped_bytes_peak(&self) -> u64 {
         self.state().mapped_bytes_peak
     }
 
-    /// What would be left behind if the program ended now.
+    /// Returns the resources that the program has not released so far.
     pub fn leaks(&self) -> Leaks {
         let state = self.state();
         Leaks {
@@ -253,8 +262,8 @@ impl SimBackend {
         }
     }
 
-    /// Makes one fallible call: counts it, lets a tick pass, checks the contract, injects a fault, and only then acts.
-    /// A lost device answers before the contract is checked, since nothing can be done properly any more.
+    /// Runs one fallible call: checks the contract, advances time by a tick, counts the call, injects a fault, and only
+    /// then acts. A lost device skips the check, because cleanup cannot succeed on it.
     #[track_caller]
     fn call<T>(
         &self,
@@ -277,7 +286,7 @@ impl SimBackend {
         answer
     }
 
-    /// The addresses of a part of a range, if it may be named.
+    /// Returns the addresses of a part of a range, after checking that the part is valid.
     #[track_caller]
     fn part(
         &self,
@@ -288,36 +297,36 @@ impl SimBackend {
     ) -> Result<(u64, u64), BackendError> {
         let (base, of) = (range.base.0, range.size_bytes);
         if !state.addresses.is_reserved(base, of) {
-            return Err(breach(call, RESERVED, format_args!("{of} bytes at {base:#x}")));
+            return Err(violation(call, RESERVED, format_args!("{of} bytes at {base:#x}")));
         }
         let aligned = |bytes: u64| bytes.is_multiple_of(self.granularity_bytes);
         if part.is_empty() || !aligned(part.start) || !aligned(part.end) {
-            return Err(breach(
+            return Err(violation(
                 call,
                 ALIGNED,
                 format_args!("bytes {part:?} at granularity {}", self.granularity_bytes),
             ));
         }
         if part.end > of {
-            return Err(breach(call, INSIDE, format_args!("bytes {part:?} of a range of {of} bytes")));
+            return Err(violation(call, INSIDE, format_args!("bytes {part:?} of a range of {of} bytes")));
         }
         Ok((base + part.start, base + part.end))
     }
 }
 
 impl SimState {
-    /// Where the memory of mapped bytes was mapped first.
+    /// Returns the addresses at which the memory of mapped bytes was mapped first.
     #[track_caller]
     fn memory_of(&self, address: DeviceAddress, size_bytes: u64) -> Vec<(u64, u64)> {
         let (start, end) = (address.0, address.0.saturating_add(size_bytes));
         assert!(
             self.addresses.is_mapped(start, end),
-            "breach of the backend contract: {MAPPED} ({size_bytes} bytes at {start:#x})"
+            "violation of the backend contract: {MAPPED} ({size_bytes} bytes at {start:#x})"
         );
         self.addresses.memory_of(start, end)
     }
 
-    /// The parts, as they lie in memory.
+    /// Converts the parts to pieces of memory.
     fn pieces(&self, parts: &[Part]) -> Pieces {
         let mut pieces = Pieces::new();
         for part in parts {
@@ -330,22 +339,22 @@ impl SimState {
         pieces
     }
 
-    /// What every copy must keep to.
+    /// Checks the rules that apply to every copy.
     #[track_caller]
     fn check_parts(&self, call: Call, parts: &[Part]) -> Result<(), BackendError> {
         for Part { address, size_bytes, .. } in parts {
             let (start, end) = (address.0, address.0.saturating_add(*size_bytes));
             if start >= end || !self.addresses.is_mapped(start, end) {
-                return Err(breach(call, MAPPED, format_args!("{size_bytes} bytes at {start:#x}")));
+                return Err(violation(call, MAPPED, format_args!("{size_bytes} bytes at {start:#x}")));
             }
             if let Some((at, stream)) = self.timeline.pending_use(start, end) {
-                return Err(breach(call, QUIET, format_args!("{stream} uses {at:#x}")));
+                return Err(violation(call, QUIET, format_args!("{stream} uses {at:#x}")));
             }
         }
         match parts.is_sorted_by(|lower, upper| lower.image_offset_bytes + lower.size_bytes <= upper.image_offset_bytes)
         {
             true => Ok(()),
-            false => Err(breach(call, IMAGE, format_args!("{} parts", parts.len()))),
+            false => Err(violation(call, IMAGE, format_args!("{} parts", parts.len()))),
         }
     }
 }
@@ -360,7 +369,7 @@ impl Backend for SimBackend {
         let call = Call::Reserve;
         let check = |_: &SimState| match size_bytes != 0 && size_bytes.is_multiple_of(self.granularity_bytes) {
             true => Ok(()),
-            false => Err(breach(call, ALIGNED, format_args!("{size_bytes} bytes"))),
+            false => Err(violation(call, ALIGNED, format_args!("{size_bytes} bytes"))),
         };
         self.call(call, check, |state| {
             let base = state.addresses.reserve(size_bytes).ok_or_else(|| Fault::OutOfMemory.of(call))?;
@@ -375,7 +384,7 @@ impl Backend for SimBackend {
         let check = |state: &SimState| {
             let (start, end) = self.part(state, call, range, part.clone())?;
             match state.addresses.is_any_mapped(start, end) {
-                true => Err(breach(call, MAPPED_ONCE, format_args!("bytes {part:?} at {:#x}", range.base.0))),
+                true => Err(violation(call, MAPPED_ONCE, format_args!("bytes {part:?} at {:#x}", range.base.0))),
                 false => Ok(()),
             }
         };
@@ -394,7 +403,7 @@ impl Backend for SimBackend {
         self.can_alias
     }
 
-    /// A call of the kind [`Call::Map`], as it is for a driver.
+    /// Counts as a [`Call::Map`], because a driver maps memory for an alias too.
     #[track_caller]
     fn alias(&self, at: Place, source: Place, piece_bytes: u64) -> Result<(), BackendError> {
         let call = Call::Map;
@@ -403,11 +412,11 @@ impl Backend for SimBackend {
             let (start, end) = self.part(state, call, at.0, part_from(at))?;
             let (from, to) = self.part(state, call, source.0, part_from(source))?;
             if state.addresses.is_any_mapped(start, end) {
-                return Err(breach(call, MAPPED_ONCE, format_args!("{piece_bytes} bytes at {start:#x}")));
+                return Err(violation(call, MAPPED_ONCE, format_args!("{piece_bytes} bytes at {start:#x}")));
             }
             match state.addresses.is_mapped(from, to) && !state.addresses.is_alias(from, to) {
                 true => Ok(()),
-                false => Err(breach(call, PIECE, format_args!("{piece_bytes} bytes at {from:#x}"))),
+                false => Err(violation(call, PIECE, format_args!("{piece_bytes} bytes at {from:#x}"))),
             }
         };
         self.call(call, check, |state| {
@@ -424,13 +433,13 @@ impl Backend for SimBackend {
         let check = |state: &SimState| {
             let (start, end) = self.part(state, call, range, part.clone())?;
             if !state.addresses.is_mapped(start, end) {
-                return Err(breach(call, MAPPED, format_args!("bytes {part:?} at {:#x}", range.base.0)));
+                return Err(violation(call, MAPPED, format_args!("bytes {part:?} at {:#x}", range.base.0)));
             }
             if state.addresses.has_alias(start, end) {
-                return Err(breach(call, ALIASES_FIRST, format_args!("bytes {part:?} at {:#x}", range.base.0)));
+                return Err(violation(call, ALIASES_FIRST, format_args!("bytes {part:?} at {:#x}", range.base.0)));
             }
             match state.timeline.pending_use(start, end) {
-                Some((at, stream)) => Err(breach(call, SYNCHRONIZED_FIRST, format_args!("{stream} uses {at:#x}"))),
+                Some((at, stream)) => Err(violation(call, SYNCHRONIZED_FIRST, format_args!("{stream} uses {at:#x}"))),
                 None => Ok(()),
             }
         };
@@ -451,7 +460,7 @@ impl Backend for SimBackend {
         let check = |state: &SimState| {
             let (start, end) = self.part(state, call, range, 0..range.size_bytes)?;
             match state.addresses.is_any_mapped(start, end) {
-                true => Err(breach(call, UNMAPPED_FIRST, format_args!("{} bytes at {start:#x}", range.size_bytes))),
+                true => Err(violation(call, UNMAPPED_FIRST, format_args!("{} bytes at {start:#x}", range.size_bytes))),
                 false => Ok(()),
             }
         };
@@ -483,13 +492,13 @@ impl Backend for SimBackend {
         self.call(Call::Query, |state| live(state, Call::Query, event), |state| Ok(state.timeline.query(event.0)))
     }
 
-    /// Takes an event back, on a lost device too.
+    /// Recycles an event, even on a lost device.
     #[track_caller]
     fn recycle(&self, event: Event) {
         let mut state = self.state();
         assert!(
             state.timeline.is_event(event.0) || std::thread::panicking(),
-            "breach of the backend contract in `recycle`: {LIVE_EVENT} (event {:#x})",
+            "violation of the backend contract in `recycle`: {LIVE_EVENT} (event {:#x})",
             event.0
         );
         state.timeline.tick(1);
@@ -519,7 +528,7 @@ impl Backend for SimBackend {
                 sum += part.size_bytes;
                 sum != part.image_offset_bytes + part.size_bytes
             });
-            if has_gap { Err(breach(call, IMAGE, format_args!("{} parts", parts.len()))) } else { Ok(()) }
+            if has_gap { Err(violation(call, IMAGE, format_args!("{} parts", parts.len()))) } else { Ok(()) }
         };
         self.call(call, check, |state| {
             let pieces = state.pieces(parts);
@@ -534,7 +543,7 @@ impl Backend for SimBackend {
             state.check_parts(call, parts)?;
             match state.contents.has(image.0, parts) {
                 true => Ok(()),
-                false => Err(breach(call, IMAGE, format_args!("image {}", image.0))),
+                false => Err(violation(call, IMAGE, format_args!("image {}", image.0))),
             }
         };
         self.call(call, check, |state| {
@@ -547,7 +556,7 @@ impl Backend for SimBackend {
     #[track_caller]
     fn discard(&self, image: Image) {
         let is_kept = self.state().contents.discard(image.0);
-        assert!(is_kept || std::thread::panicking(), "breach of the backend contract in `discard`: {IMAGE}");
+        assert!(is_kept || std::thread::panicking(), "violation of the backend contract in `discard`: {IMAGE}");
     }
 
     #[track_caller]
@@ -556,7 +565,7 @@ impl Backend for SimBackend {
         let is_mapped = |state: &SimState| {
             let all =
                 parts.iter().all(|part| state.addresses.is_mapped(part.address.0, part.address.0 + part.size_bytes));
-            if all { Ok(()) } else { Err(breach(call, MAPPED, format_args!("{} parts", parts.len()))) }
+            if all { Ok(()) } else { Err(violation(call, MAPPED, format_args!("{} parts", parts.len()))) }
         };
         self.call(call, is_mapped, |state| {
             for (start, end, _) in state.pieces(parts) {
@@ -571,7 +580,7 @@ impl Backend for SimBackend {
 fn live(state: &SimState, call: Call, event: Event) -> Result<(), BackendError> {
     match state.timeline.is_event(event.0) {
         true => Ok(()),
-        false => Err(breach(call, LIVE_EVENT, format_args!("event {:#x}", event.0))),
+        false => Err(violation(call, LIVE_EVENT, format_args!("event {:#x}", event.0))),
     }
 }
 

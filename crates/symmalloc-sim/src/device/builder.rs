@@ -1,14 +1,14 @@
-//! How a simulated device is made.
+//! The builder of a simulated device.
 
 use super::address_space::{AddressSpace, Addresses};
-use super::backend::{SimBackend, Sizes};
+use super::backend::{DeviceProperties, SimBackend};
 use super::fault::{Call, Fault, FaultRule, Faults};
 use super::random::{SplitMix64, mix};
 use super::timeline::{Delays, Timeline};
 use symmalloc_core::units::{GIB, MIB, UNIT_BYTES};
 
-/// Makes a [`SimBackend`]. Where nothing else is said, everything that can differ between ranks is drawn from
-/// (seed, rank).
+/// A builder for [`SimBackend`]. Properties that differ between ranks are drawn from (seed, rank) unless set
+/// explicitly.
 #[derive(Clone, Debug)]
 #[must_use]
 pub struct SimBuilder {
@@ -23,7 +23,7 @@ pub struct SimBuilder {
 }
 
 impl Default for SimBuilder {
-    /// Seed 0, rank 0, 80 GiB in granules of 2 MiB, scattered addresses, delays from the seed, no faults.
+    /// Uses seed 0, rank 0, 80 GiB in granules of 2 MiB, scattered addresses, delays from the seed, and no faults.
     fn default() -> Self {
         SimBuilder {
             seed: 0,
@@ -39,68 +39,70 @@ impl Default for SimBuilder {
 }
 
 impl SimBuilder {
-    /// Names the whole simulated job: the same seed and rank behave the same for ever.
+    /// Sets the seed of the simulated job. The same seed and rank always behave identically.
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self
     }
 
-    /// Which rank of the job this device is of. Ranks of one seed have nothing in common.
+    /// Sets the rank of the job that owns this device. Ranks of one seed behave independently of each other.
     pub fn rank(mut self, rank: u32) -> Self {
         self.rank = rank;
         self
     }
 
-    /// Device memory, in bytes: `map` fails with [`Reason::OutOfMemory`](symmalloc_core::backend::Reason::OutOfMemory) beyond.
+    /// Sets the size of the device memory in bytes. Beyond it, `map` fails with
+    /// [`Reason::OutOfMemory`](symmalloc_core::backend::Reason::OutOfMemory).
     pub fn memory_bytes(mut self, memory_bytes: u64) -> Self {
         self.memory_bytes = memory_bytes;
         self
     }
 
-    /// The unit of mapping, in bytes: a power of two from 512 to 1 GiB.
+    /// Sets the unit of mapping in bytes: a power of two from 512 to 1 GiB.
     pub fn granularity_bytes(mut self, granularity_bytes: u64) -> Self {
         self.granularity_bytes = granularity_bytes;
         self
     }
 
-    /// Whether memory can be mapped at several addresses, as it can unless this says otherwise.
+    /// Sets whether memory can be mapped at several addresses. The default is `true`.
     pub fn can_alias(mut self, can_alias: bool) -> Self {
         self.can_alias = can_alias;
         self
     }
 
-    /// How long simulated work takes.
+    /// Sets how long simulated work takes.
     pub fn delays(mut self, delays: Delays) -> Self {
         self.delays = delays;
         self
     }
 
-    /// In which order addresses are handed out.
+    /// Sets the order in which addresses are handed out.
     pub fn addresses(mut self, addresses: Addresses) -> Self {
         self.addresses = addresses;
         self
     }
 
-    /// The fallible call with this ordinal (from 0, over all kinds) fails.
+    /// Makes the fallible call with this ordinal (from 0, over all kinds) fail.
     pub fn fail_at(self, ordinal: u64, fault: Fault) -> Self {
         self.fail(None, FaultRule::At { ordinal }, fault)
     }
 
-    /// Calls of one kind, or (`None`) of any, fail as the rule says. The first rule that applies decides.
+    /// Makes calls of one kind, or of any kind if `call` is `None`, fail as the rule states. The first rule that
+    /// matches applies.
     pub fn fail(mut self, call: Option<Call>, rule: FaultRule, fault: Fault) -> Self {
         self.faults.push((call, rule, fault));
         self
     }
 
-    /// The device.
+    /// Creates the device.
     ///
     /// # Panics
-    /// When the granularity is not a power of two from 512 to 1 GiB.
+    /// Panics if the granularity is not a power of two from 512 to 1 GiB.
     pub fn build(self) -> SimBackend {
         let granularity_bytes = self.granularity_bytes;
         assert!(
             granularity_bytes.is_power_of_two() && (UNIT_BYTES..=GIB).contains(&granularity_bytes),
-            "the granularity is {granularity_bytes} bytes, but must be a power of two from {UNIT_BYTES} to {GIB}"
+            "the granularity is {granularity_bytes} bytes: use a power of two from {UNIT_BYTES} to {GIB}"
         );
         let random = SplitMix64::new(mix(self.seed)).split(u64::from(self.rank));
         let [addresses, timeline, faults, handles] = [1, 2, 3, 4].map(|label| random.split(label));
@@ -109,7 +111,7 @@ impl SimBuilder {
             faults.add(call, rule, fault);
         }
         SimBackend::new(
-            Sizes { granularity_bytes, memory_bytes: self.memory_bytes, can_alias: self.can_alias },
+            DeviceProperties { granularity_bytes, memory_bytes: self.memory_bytes, can_alias: self.can_alias },
             handles.clone().next_u64(),
             AddressSpace::new(addresses, granularity_bytes, self.addresses),
             Timeline::new(timeline, self.delays),
@@ -119,7 +121,7 @@ impl SimBuilder {
 }
 
 impl SimBackend {
-    /// Starts from the defaults; see [`SimBuilder`].
+    /// Returns a builder with the default settings; see [`SimBuilder`].
     pub fn builder() -> SimBuilder {
         SimBuilder::default()
     }

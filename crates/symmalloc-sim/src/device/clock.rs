@@ -1,25 +1,26 @@
-//! Vector clocks: how much of each stream's work is known to come before something.
+//! Vector clocks, which record how much of each stream's work is known to precede a point in time.
 //!
 //! ```text
 //! clock = { stream → epoch }        a use (stream, epoch) comes before it  ⇔  clock[stream] ≥ epoch
 //! join(a, b)[s] = max(a[s], b[s])
 //! ```
 //!
-//! A stream's *epoch* counts how often its work was observed (recorded or synchronised). Work submitted between two
-//! observations has one epoch, since nothing can come between; so neighbouring uses merge and clocks advance slowly.
+//! A stream's *epoch* counts how often its work was observed (recorded or synchronized). Work submitted between two
+//! observations shares one epoch, since nothing can be ordered in between. Adjacent uses therefore merge, and clocks
+//! advance slowly.
 
 use smallvec::SmallVec;
 use symmalloc_core::ids::StreamId;
 
-/// For each stream the last epoch that is known to be done before. A stream that is absent has 0.
+/// The latest preceding epoch of each stream. The epoch of an absent stream is 0.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct VectorClock {
-    /// Ascending by stream, each stream once, no epoch 0.
+    /// Ascending by stream, with each stream at most once and no epoch 0.
     epochs: SmallVec<[(StreamId, u64); 2]>,
 }
 
 impl VectorClock {
-    /// The last epoch of `stream` that comes before.
+    /// Returns the latest epoch of `stream` that precedes this clock.
     pub(crate) fn epoch(&self, stream: StreamId) -> u64 {
         match self.epochs.binary_search_by_key(&stream, |&(s, _)| s) {
             Ok(index) => self.epochs[index].1,
@@ -27,12 +28,12 @@ impl VectorClock {
         }
     }
 
-    /// Whether work of `stream` in `epoch` comes before.
+    /// Returns `true` if the work of `stream` in `epoch` precedes this clock.
     pub(crate) fn covers(&self, stream: StreamId, epoch: u64) -> bool {
         self.epoch(stream) >= epoch
     }
 
-    /// From now on also work of `stream` up to `epoch` comes before.
+    /// Adds work of `stream` up to `epoch` to the preceding work.
     pub(crate) fn raise(&mut self, stream: StreamId, epoch: u64) {
         match self.epochs.binary_search_by_key(&stream, |&(s, _)| s) {
             Ok(index) => self.epochs[index].1 = self.epochs[index].1.max(epoch),
@@ -40,7 +41,7 @@ impl VectorClock {
         }
     }
 
-    /// From now on also everything before `other` comes before.
+    /// Adds everything that precedes `other` to the preceding work.
     pub(crate) fn join(&mut self, other: &VectorClock) {
         for &(stream, epoch) in &other.epochs {
             self.raise(stream, epoch);

@@ -1,20 +1,22 @@
-//! What the bytes hold, as far as a program wrote it, and the images that are kept of it.
+//! The values that a program wrote to memory, and the images saved from it.
 //!
-//! Bytes have one value a run: enough to see whether each is where it was. Memory that was never written holds nothing that can be
-//! read, as fresh memory of a device does.
+//! Each run of bytes holds one value, which is enough to detect moved data. Memory that was never written has no
+//! readable value, like fresh memory of a device.
 
 use super::interval::IntervalMap;
 use std::collections::BTreeMap;
 use symmalloc_core::backend::Part;
 
-/// Where parts of an image lie in memory: (first, behind the last, offset in the image).
+/// Pieces of memory that belong to an image: (start, end, offset in the image).
 pub(super) type Pieces = Vec<(u64, u64, u64)>;
 
 #[derive(Debug, Default)]
 pub(super) struct Contents {
-    /// By the address at which the memory was mapped first.
+    /// Values by the address at which the memory was mapped first.
     bytes: IntervalMap<u64>,
+    /// Saved images by number: (values by offset, size in bytes).
     images: BTreeMap<u64, (IntervalMap<u64>, u64)>,
+    /// Number of the image saved last; 0 before the first.
     next_image: u64,
 }
 
@@ -23,14 +25,14 @@ impl Contents {
         self.bytes.insert(start, end, value);
     }
 
-    /// What these bytes hold, if that is one value.
+    /// Returns the value that all of these bytes hold, or `None` if there is no single value.
     pub(super) fn read(&self, start: u64, end: u64) -> Option<u64> {
         let mut values = self.bytes.overlapping(start, end).map(|part| part.value);
         let value = values.next().filter(|_| self.bytes.covers(start, end))?;
         values.all(|other| other == value).then_some(value)
     }
 
-    /// The memory is gone.
+    /// Discards the values of memory that is unmapped.
     pub(super) fn forget(&mut self, start: u64, end: u64) {
         self.bytes.remove(start, end);
     }
@@ -48,7 +50,7 @@ impl Contents {
         self.next_image
     }
 
-    /// The pieces lie in an image that is kept.
+    /// Restores pieces from an image. They must lie within it.
     pub(super) fn load(&mut self, image: u64, pieces: &Pieces) {
         let Some((image, _)) = self.images.get(&image) else { return };
         for &(start, end, offset) in pieces {
@@ -59,13 +61,13 @@ impl Contents {
         }
     }
 
-    /// Whether an image is kept, and has these parts.
+    /// Returns `true` if the image exists and contains these parts.
     pub(super) fn has(&self, image: u64, parts: &[Part]) -> bool {
         let is_in = |size: u64, part: &Part| part.image_offset_bytes.saturating_add(part.size_bytes) <= size;
         self.images.get(&image).is_some_and(|(_, size)| parts.iter().all(|part| is_in(*size, part)))
     }
 
-    /// Whether it was kept.
+    /// Removes an image. Returns `true` if it existed.
     pub(super) fn discard(&mut self, image: u64) -> bool {
         self.images.remove(&image).is_some()
     }

@@ -1,8 +1,8 @@
-//! Calls, how often each was made, and which of them shall fail.
+//! Backend calls, their counts, and the injection of faults.
 //!
-//! Faults come in through the production trait: the simulated driver refuses a call, nothing else. Every fallible call
-//! has an ordinal, from 0, over all calls and over the calls of its kind. To try a failure everywhere, run once without
-//! faults, ask [`CallCounts::fallible`], and run again for each ordinal below it.
+//! Faults are injected through the production trait: the simulated driver refuses a call and does nothing else. Every
+//! fallible call has an ordinal, counted from 0, both over all calls and over the calls of its kind. To test a failure
+//! at every call, run once without faults, read [`CallCounts::fallible`], and run again for each ordinal below it.
 
 use super::random::SplitMix64;
 use std::fmt;
@@ -37,7 +37,7 @@ pub enum Call {
 }
 
 impl Call {
-    /// Every kind, in the order of the trait.
+    /// All kinds, in the order of the trait.
     pub const ALL: [Call; 11] = [
         Call::Reserve,
         Call::Map,
@@ -52,7 +52,7 @@ impl Call {
         Call::Zero,
     ];
 
-    /// The trait's name for it.
+    /// Returns the name of the trait method.
     pub fn name(self) -> &'static str {
         match self {
             Call::Reserve => "reserve",
@@ -76,7 +76,7 @@ impl fmt::Display for Call {
     }
 }
 
-/// How often each call was made, failed ones included.
+/// The number of times each call was made, including failed calls.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CallCounts {
     fallible: [u64; Call::ALL.len()],
@@ -85,22 +85,23 @@ pub struct CallCounts {
 }
 
 impl CallCounts {
-    /// Calls of one kind.
+    /// Returns the number of calls of one kind.
     pub fn of(&self, call: Call) -> u64 {
         self.fallible[call as usize]
     }
 
-    /// All calls that can fail: the ordinals of [`FaultRule::At`] lie below this.
+    /// Returns the number of all fallible calls. The ordinals of [`FaultRule::At`] are below this number.
     pub fn fallible(&self) -> u64 {
         self.fallible.iter().sum()
     }
 
-    /// Calls of [`Backend::recycle`](symmalloc_core::backend::Backend::recycle), which cannot fail.
+    /// Returns the number of calls of [`Backend::recycle`](symmalloc_core::backend::Backend::recycle), which cannot
+    /// fail.
     pub fn recycle(&self) -> u64 {
         self.recycle
     }
 
-    /// Calls that returned an error, whatever the cause.
+    /// Returns the number of calls that returned an error, whatever the cause.
     pub fn failed(&self) -> u64 {
         self.failed
     }
@@ -114,7 +115,7 @@ impl CallCounts {
     }
 }
 
-/// What a failing call fails with.
+/// The error that an injected fault returns.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Fault {
@@ -122,12 +123,12 @@ pub enum Fault {
     OutOfMemory,
     /// [`Reason::Refused`].
     Refused,
-    /// [`Reason::DeviceLost`]: this call and every later one fails.
+    /// [`Reason::DeviceLost`]: this call and every later call fail.
     DeviceLost,
 }
 
 impl Fault {
-    /// The error that `call` returns. The codes are CUDA's of the same meaning.
+    /// Returns the error for `call`. The codes are those of the corresponding CUDA errors.
     pub(crate) fn of(self, call: Call) -> BackendError {
         let (code, reason) = match self {
             Fault::OutOfMemory => (2, Reason::OutOfMemory),
@@ -138,31 +139,31 @@ impl Fault {
     }
 }
 
-/// When a call fails. Ordinals count from 0.
+/// A rule that selects the calls that fail. Ordinals count from 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum FaultRule {
     /// The call with this ordinal.
     At {
-        /// Ordinal of the call among all fallible calls, or among those of its kind where the fault names one.
+        /// Ordinal of the call among all fallible calls, or among those of its kind if the fault names a kind.
         ordinal: u64,
     },
-    /// Every call whose ordinal + 1 is a multiple of this; never, if 0.
+    /// Every call whose ordinal plus 1 is a multiple of `calls`; no call if it is 0.
     Every {
-        /// Calls from one failure to the next.
+        /// Interval between failures, in calls.
         calls: u64,
     },
-    /// Each call with this chance, drawn from the seed.
+    /// Each call with this probability, drawn from the seed.
     Chance {
         /// Failures per million calls.
         per_million: u32,
     },
 }
 
-/// The faults that shall happen, and what has been called so far.
+/// The configured faults and the counts of calls made so far.
 #[derive(Clone, Debug)]
 pub(crate) struct Faults {
-    /// In the order in which they were asked for: the first that applies decides.
+    /// Rules in the order in which they were added. The first one that matches applies.
     rules: Vec<(Option<Call>, FaultRule, Fault)>,
     random: SplitMix64,
     lost: bool,
@@ -178,19 +179,19 @@ impl Faults {
         self.rules.push((call, rule, fault));
     }
 
-    /// From here on no call fails by injection. A lost device works again.
+    /// Removes all fault rules. A lost device works again.
     pub(crate) fn clear(&mut self) {
         self.rules.clear();
         self.lost = false;
     }
 
-    /// Whether the device is lost.
+    /// Returns `true` if the device is lost.
     pub(crate) fn lost(&self) -> bool {
         self.lost
     }
 
-    /// Counts a call and says whether it fails. Chances are drawn in any case, so that which call fails by chance does
-    /// not depend on the other rules.
+    /// Counts a call and returns the fault to inject, if any. Random numbers are drawn for every call, so that random
+    /// failures do not depend on the other rules.
     pub(crate) fn enter(&mut self, call: Call) -> Option<Fault> {
         let (over_all, of_kind) = (self.counts.fallible(), self.counts.of(call));
         self.counts.fallible[call as usize] += 1;
@@ -224,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rule_for_all_calls_counts_all_calls_and_a_rule_for_a_kind_only_its_own() {
+    fn a_rule_for_all_calls_counts_all_calls_and_a_rule_for_one_kind_counts_that_kind() {
         let mut faults = faults();
         faults.add(None, FaultRule::At { ordinal: 2 }, Fault::Refused);
         faults.add(Some(Call::Map), FaultRule::At { ordinal: 1 }, Fault::OutOfMemory);
@@ -253,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn calls_that_fail_by_chance_depend_on_the_seed_alone() {
+    fn random_failures_depend_only_on_the_seed() {
         let run = |other_rule: bool| {
             let mut faults = faults();
             if other_rule {

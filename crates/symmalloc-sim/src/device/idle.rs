@@ -1,5 +1,5 @@
-//! A backend on which every call succeeds and costs next to nothing, to time an allocator: [`SimBackend`](super::SimBackend)
-//! takes longer than the allocator that calls it. Placements are the same on both, as on every device (rule D1).
+//! A backend for timing an allocator: every call succeeds at negligible cost. [`SimBackend`](super::SimBackend) takes
+//! longer than the allocator that calls it. Placements are the same on both, as on every device (rule D1).
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Image, Part, Place, Range};
@@ -8,10 +8,10 @@ use symmalloc_core::units::MIB;
 
 const GRANULARITY_BYTES: u64 = 2 * MIB;
 
-/// A backend on which every call succeeds and costs next to nothing, to time an allocator.
+/// A backend for timing an allocator: every call succeeds at negligible cost.
 #[derive(Debug)]
 pub struct IdleBackend {
-    /// Addresses are never handed out twice, so they must suffice: they go up to 2^64.
+    /// Base of the next range. Addresses are never reused; the 64-bit address space suffices.
     next: AtomicU64,
 }
 

@@ -1,22 +1,22 @@
-//! A map from bytes to values, kept as disjoint intervals.
+//! A map from bytes to values, stored as disjoint intervals.
 //!
 //! ```text
 //! insert [2,6) b into   [0────a────8)   gives   [0─a─2)[2─b─6)[6─a─8)
-//! insert [6,8) b                        gives   [0─a─2)[2───b───8)          (equal neighbours become one)
+//! insert [6,8) b                        gives   [0─a─2)[2───b───8)          (adjacent equal values merge)
 //! ```
 //!
-//! Empty it holds no memory; its size follows the number of differing neighbours, not the number of bytes.
+//! An empty map owns no memory. Its size depends on the number of runs of equal values and not on the number of bytes.
 
 use std::collections::BTreeMap;
 
-/// Disjoint half-open intervals, each with a value.
+/// A map of disjoint half-open intervals, each with a value.
 #[derive(Clone, Debug)]
 pub(crate) struct IntervalMap<V> {
-    /// Start → (end, value). Intervals are not empty, do not overlap, and touching ones differ in value.
+    /// Start → (end, value). Intervals are nonempty and disjoint, and adjacent ones differ in value.
     by_start: BTreeMap<u64, (u64, V)>,
 }
 
-/// One interval and its value.
+/// An interval and its value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Interval<V> {
     pub(crate) start: u64,
@@ -31,12 +31,12 @@ impl<V> Default for IntervalMap<V> {
 }
 
 impl<V: Copy + PartialEq> IntervalMap<V> {
-    /// How many intervals there are.
+    /// Returns the number of intervals.
     pub(crate) fn len(&self) -> usize {
         self.by_start.len()
     }
 
-    /// The parts of `start..end` that have a value, ascending.
+    /// Returns the parts of `start..end` that have a value, in ascending order.
     pub(crate) fn overlapping(&self, start: u64, end: u64) -> impl Iterator<Item = Interval<V>> + '_ {
         let before = self.by_start.range(..start).next_back();
         before.into_iter().chain(self.by_start.range(start..end)).filter_map(move |(&from, &(to, value))| {
@@ -45,12 +45,12 @@ impl<V: Copy + PartialEq> IntervalMap<V> {
         })
     }
 
-    /// Whether every byte of `start..end` has a value.
+    /// Returns `true` if every byte of `start..end` has a value.
     pub(crate) fn covers(&self, start: u64, end: u64) -> bool {
         self.overlapping(start, end).map(|part| part.end - part.start).sum::<u64>() == end - start
     }
 
-    /// Takes the values of `start..end` away; what lies outside stays.
+    /// Removes the values of `start..end`. Values outside it are unchanged.
     pub(crate) fn remove(&mut self, start: u64, end: u64) {
         if let Some((&from, &(to, value))) = self.by_start.range(..start).next_back()
             && to > start
@@ -69,7 +69,7 @@ impl<V: Copy + PartialEq> IntervalMap<V> {
         }
     }
 
-    /// Gives every byte of `start..end` this value, whatever it had.
+    /// Sets the value of every byte of `start..end`, replacing existing values.
     pub(crate) fn insert(&mut self, mut start: u64, mut end: u64, value: V) {
         debug_assert!(start < end);
         self.remove(start, end);
@@ -88,7 +88,7 @@ impl<V: Copy + PartialEq> IntervalMap<V> {
         self.by_start.insert(start, (end, value));
     }
 
-    /// Keeps only the intervals whose value pleases `keep`.
+    /// Keeps only the intervals whose value satisfies `keep`.
     pub(crate) fn retain(&mut self, mut keep: impl FnMut(V) -> bool) {
         self.by_start.retain(|_, (_, value)| keep(*value));
     }
@@ -99,7 +99,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// The obvious representation: a value per byte.
+    /// Sets bytes in the reference model, which stores one value per byte.
     fn apply(bytes: &mut [Option<u8>], start: u64, end: u64, value: Option<u8>) {
         bytes[start as usize..end as usize].fill(value);
     }
@@ -119,7 +119,7 @@ mod tests {
                 let seen: Vec<Option<u8>> = (0..64).map(|b| map.overlapping(b, b + 1).next().map(|i| i.value)).collect();
                 prop_assert_eq!(&seen, &bytes);
                 prop_assert_eq!(map.covers(start, end), value.is_some());
-                // As few intervals as there are runs of equal values.
+                // The map has exactly one interval per run of equal values.
                 let runs = bytes.chunk_by(|a, b| a == b).filter(|run| run[0].is_some()).count();
                 prop_assert_eq!(map.len(), runs);
             }

@@ -1,4 +1,4 @@
-//! The simulated device.
+//! The simulated device, which implements the backend trait without hardware.
 
 mod address_space;
 mod backend;

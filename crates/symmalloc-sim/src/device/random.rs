@@ -1,4 +1,4 @@
-//! The simulator's only source of chance: SplitMix64.
+//! SplitMix64, the only source of randomness in the simulator.
 //!
 //! ```text
 //! state ← state + 0x9e3779b97f4a7c15        (an odd constant: the state runs through all 2^64 values)
@@ -6,8 +6,8 @@
 //! ```
 //!
 //! Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014, with the constants of
-//! Vigna's reference code. Eight bytes of state, no dependency, and the same numbers on every platform, so that one
-//! seed names one run for ever. Not for secrets.
+//! Vigna's reference code. It has eight bytes of state and no dependencies, and produces the same numbers on every
+//! platform, so one seed always identifies one run. It is not cryptographically secure.
 
 const GAMMA: u64 = 0x9e37_79b9_7f4a_7c15;
 
@@ -18,36 +18,36 @@ pub struct SplitMix64 {
 }
 
 impl SplitMix64 {
-    /// The sequence that `seed` names.
+    /// Creates the sequence of `seed`.
     pub fn new(seed: u64) -> Self {
         SplitMix64 { state: seed }
     }
 
-    /// A sequence of its own for one purpose, so that drawing more for one purpose changes nothing for another.
-    /// Leaves `self` as it is: the same label always names the same sequence.
+    /// Returns a separate sequence for one purpose, so that drawing more numbers for one purpose does not affect
+    /// another. `self` is unchanged: the same label always returns the same sequence.
     #[must_use]
     pub fn split(&self, label: u64) -> Self {
         SplitMix64 { state: mix(self.state ^ mix(label.wrapping_add(GAMMA))) }
     }
 
-    /// The next number.
+    /// Returns the next number.
     pub fn next_u64(&mut self) -> u64 {
         self.state = self.state.wrapping_add(GAMMA);
         mix(self.state)
     }
 
-    /// A number below `bound`, or 0 if `bound` is 0. Its bias, at most `bound` / 2^64, does not matter here.
+    /// Returns a number below `bound`, or 0 if `bound` is 0. Its bias of at most `bound` / 2^64 is irrelevant here.
     pub fn below(&mut self, bound: u64) -> u64 {
         ((u128::from(self.next_u64()) * u128::from(bound)) >> 64) as u64
     }
 
-    /// True `numerator_per_million` times in a million.
+    /// Returns `true` with a probability of `numerator_per_million` in a million.
     pub fn chance(&mut self, numerator_per_million: u32) -> bool {
         self.below(1_000_000) < u64::from(numerator_per_million)
     }
 }
 
-/// A bijection of 64-bit numbers without visible order: distinct inputs give distinct outputs.
+/// Maps a 64-bit number to a scrambled one. The mapping is a bijection: distinct inputs give distinct outputs.
 pub(crate) fn mix(mut z: u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
@@ -59,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_sequence_is_that_of_the_reference_code() {
+    fn the_sequence_matches_the_reference_code() {
         let mut random = SplitMix64::new(1234567);
         let expected = [
             6457827717110365317,
@@ -80,7 +80,7 @@ mod tests {
     }
 
     #[test]
-    fn chances_are_as_stated() {
+    fn chance_returns_true_at_the_given_rate() {
         let mut random = SplitMix64::new(2);
         let hits = (0..100_000).filter(|_| random.chance(250_000)).count();
         assert!((24_000..26_000).contains(&hits), "{hits}");

@@ -1,4 +1,4 @@
-//! What a user of the simulated device sees.
+//! Tests of the simulated device through its public interface.
 
 use super::*;
 use crate::device::Delays;
@@ -21,11 +21,11 @@ fn mapped(device: &SimBackend) -> Range {
     range
 }
 
-/// Runs a breach: the message must name the rule, and nothing may have changed.
+/// Runs an action that must violate `rule`: the message must name the rule, and the state must be unchanged.
 #[track_caller]
-fn breaches(device: &SimBackend, rule: &str, act: impl FnOnce(&SimBackend)) {
+fn violates(device: &SimBackend, rule: &str, act: impl FnOnce(&SimBackend)) {
     let before = (device.leaks(), device.calls());
-    let payload = catch_unwind(AssertUnwindSafe(|| act(device))).expect_err("no breach was seen");
+    let payload = catch_unwind(AssertUnwindSafe(|| act(device))).expect_err("no violation was detected");
     let message = payload.downcast_ref::<String>().expect("a message");
     assert!(message.contains(rule), "{message}");
     assert_eq!((device.leaks(), device.calls()), before);
@@ -40,101 +40,101 @@ fn is_send_and_sync_and_small() {
 }
 
 #[test]
-fn thousands_of_ranks_live_side_by_side() {
+fn thousands_of_ranks_coexist() {
     let ranks: Vec<SimBackend> = (0..4096).map(|rank| SimBackend::builder().rank(rank).build()).collect();
     let bases: BTreeSet<u64> = ranks.iter().map(|device| device.reserve(512 * GIB).unwrap().base.0).collect();
     assert!(bases.len() > 4000, "{}", bases.len());
 }
 
 #[test]
-fn mapping_twice_is_a_breach() {
+fn mapping_twice_is_a_violation() {
     let device = device();
     let range = mapped(&device);
-    breaches(&device, MAPPED_ONCE, |d| drop(d.map(range, 3 * GRANULE, GRANULE)));
+    violates(&device, MAPPED_ONCE, |d| drop(d.map(range, 3 * GRANULE, GRANULE)));
 }
 
 #[test]
-fn unmapping_what_is_not_wholly_mapped_is_a_breach() {
+fn unmapping_partially_mapped_bytes_is_a_violation() {
     let device = device();
     let range = mapped(&device);
     device.unmap(range, GRANULE, GRANULE).unwrap();
-    breaches(&device, MAPPED, |d| drop(d.unmap(range, 0, 2 * GRANULE)));
+    violates(&device, MAPPED, |d| drop(d.unmap(range, 0, 2 * GRANULE)));
 }
 
 #[test]
-fn releasing_a_mapped_range_is_a_breach() {
+fn releasing_a_mapped_range_is_a_violation() {
     let device = device();
     let range = mapped(&device);
     device.unmap(range, 0, 3 * GRANULE).unwrap();
-    breaches(&device, UNMAPPED_FIRST, |d| drop(d.release(range)));
+    violates(&device, UNMAPPED_FIRST, |d| drop(d.release(range)));
 }
 
 #[test]
-fn naming_an_unknown_or_released_range_is_a_breach() {
+fn using_an_unknown_or_released_range_is_a_violation() {
     let device = device();
     let range = device.reserve(GRANULE).unwrap();
     let cut = Range { base: range.base, size_bytes: 2 * GRANULE };
-    breaches(&device, RESERVED, |d| drop(d.map(cut, 0, GRANULE)));
+    violates(&device, RESERVED, |d| drop(d.map(cut, 0, GRANULE)));
     device.release(range).unwrap();
-    breaches(&device, RESERVED, |d| drop(d.map(range, 0, GRANULE)));
-    breaches(&device, RESERVED, |d| drop(d.release(range)));
+    violates(&device, RESERVED, |d| drop(d.map(range, 0, GRANULE)));
+    violates(&device, RESERVED, |d| drop(d.release(range)));
 }
 
 #[test]
-fn unaligned_and_empty_sizes_are_breaches() {
+fn unaligned_and_empty_sizes_are_violations() {
     let device = device();
     let range = device.reserve(4 * GRANULE).unwrap();
-    breaches(&device, ALIGNED, |d| drop(d.reserve(GRANULE + 512)));
-    breaches(&device, ALIGNED, |d| drop(d.reserve(0)));
-    breaches(&device, ALIGNED, |d| drop(d.map(range, 512, GRANULE)));
-    breaches(&device, ALIGNED, |d| drop(d.map(range, 0, 512)));
-    breaches(&device, ALIGNED, |d| drop(d.map(range, 0, 0)));
+    violates(&device, ALIGNED, |d| drop(d.reserve(GRANULE + 512)));
+    violates(&device, ALIGNED, |d| drop(d.reserve(0)));
+    violates(&device, ALIGNED, |d| drop(d.map(range, 512, GRANULE)));
+    violates(&device, ALIGNED, |d| drop(d.map(range, 0, 512)));
+    violates(&device, ALIGNED, |d| drop(d.map(range, 0, 0)));
 }
 
 #[test]
-fn mapping_beyond_the_range_is_a_breach() {
+fn mapping_beyond_the_range_is_a_violation() {
     let device = device();
     let range = device.reserve(4 * GRANULE).unwrap();
-    breaches(&device, INSIDE, |d| drop(d.map(range, 3 * GRANULE, 2 * GRANULE)));
-    breaches(&device, INSIDE, |d| drop(d.map(range, 1 << 62, GRANULE)));
+    violates(&device, INSIDE, |d| drop(d.map(range, 3 * GRANULE, 2 * GRANULE)));
+    violates(&device, INSIDE, |d| drop(d.map(range, 1 << 62, GRANULE)));
 }
 
 #[test]
-fn an_event_is_dead_after_recycling() {
+fn an_event_is_invalid_after_recycling() {
     let device = device();
     let event = device.record(S0).unwrap();
     device.recycle(event);
-    breaches(&device, LIVE_EVENT, |d| drop(d.wait(S1, event)));
-    breaches(&device, LIVE_EVENT, |d| drop(d.query(event)));
-    breaches(&device, LIVE_EVENT, |d| d.recycle(event));
-    breaches(&device, LIVE_EVENT, |d| drop(d.query(Event(1))));
+    violates(&device, LIVE_EVENT, |d| drop(d.wait(S1, event)));
+    violates(&device, LIVE_EVENT, |d| drop(d.query(event)));
+    violates(&device, LIVE_EVENT, |d| d.recycle(event));
+    violates(&device, LIVE_EVENT, |d| drop(d.query(Event(1))));
 }
 
 #[test]
-fn unmapping_before_synchronising_is_a_breach_even_if_the_work_is_done_by_luck() {
+fn unmapping_before_synchronizing_is_a_violation_even_if_the_work_happens_to_be_done() {
     let device = SimBackend::builder().delays(Delays::Immediate).build();
     let range = mapped(&device);
     device.submit(S1, DeviceAddress(range.base.0 + GRANULE), 512).unwrap();
     device.unmap(range, 0, GRANULE).unwrap();
-    breaches(&device, SYNCHRONIZED_FIRST, |d| drop(d.unmap(range, GRANULE, GRANULE)));
+    violates(&device, SYNCHRONIZED_FIRST, |d| drop(d.unmap(range, GRANULE, GRANULE)));
     device.synchronize(S0).unwrap();
-    breaches(&device, SYNCHRONIZED_FIRST, |d| drop(d.unmap(range, GRANULE, GRANULE)));
+    violates(&device, SYNCHRONIZED_FIRST, |d| drop(d.unmap(range, GRANULE, GRANULE)));
     device.synchronize(S1).unwrap();
     device.unmap(range, GRANULE, 3 * GRANULE).unwrap();
 }
 
 #[test]
-fn using_memory_that_is_not_mapped_is_a_breach() {
+fn using_unmapped_memory_is_a_violation() {
     let device = device();
     let range = mapped(&device);
     let end = DeviceAddress(range.base.0 + 4 * GRANULE - 512);
     device.submit(S0, end, 512).unwrap();
-    breaches(&device, MAPPED, |d| assert!(d.submit(S0, end, 513).is_ok()));
+    violates(&device, MAPPED, |d| assert!(d.submit(S0, end, 513).is_ok()));
     device.submit(S1, DeviceAddress(0), 0).unwrap();
 }
 
 #[test]
-fn a_breach_during_unwinding_is_an_error_and_does_not_hide_the_first_panic() {
+fn a_violation_during_unwinding_is_an_error_and_does_not_hide_the_first_panic() {
     struct Careless<'a>(&'a SimBackend, Range);
     impl Drop for Careless<'_> {
         fn drop(&mut self) {
@@ -152,7 +152,7 @@ fn a_breach_during_unwinding_is_an_error_and_does_not_hide_the_first_panic() {
 }
 
 #[test]
-fn memory_is_limited_and_its_peak_is_known() {
+fn memory_is_limited_and_its_peak_is_reported() {
     let device = SimBackend::builder().memory_bytes(5 * GRANULE).build();
     let range = device.reserve(GIB).unwrap();
     device.map(range, 0, 4 * GRANULE).unwrap();
@@ -183,14 +183,14 @@ fn a_failed_call_changes_nothing() {
     assert_eq!(device.leaks(), before);
     assert_eq!(device.calls().failed(), 7);
     device.heal();
-    assert!(device.submit(S1, range.base, 512).is_err(), "the failed wait and synchronise ordered nothing");
-    breaches(&device, SYNCHRONIZED_FIRST, |d| drop(d.unmap(range, 0, GRANULE)));
+    assert!(device.submit(S1, range.base, 512).is_err(), "the failed wait and synchronize order nothing");
+    violates(&device, SYNCHRONIZED_FIRST, |d| drop(d.unmap(range, 0, GRANULE)));
     device.synchronize(S0).unwrap();
     device.unmap(range, 0, GRANULE).unwrap();
 }
 
 #[test]
-fn the_kth_call_of_any_kind_can_fail() {
+fn any_single_call_can_fail() {
     let run = |device: &SimBackend| -> Result<(), BackendError> {
         let range = device.reserve(GRANULE)?;
         device.map(range, 0, GRANULE)?;
@@ -224,7 +224,7 @@ fn the_kth_call_of_any_kind_can_fail() {
 }
 
 #[test]
-fn a_lost_device_refuses_everything_and_takes_events_back() {
+fn a_lost_device_refuses_every_call_but_recycles_events() {
     let device = SimBackend::builder().fail_at(2, Fault::DeviceLost).build();
     let range = device.reserve(GRANULE).unwrap();
     let event = device.record(S0).unwrap();
@@ -237,7 +237,7 @@ fn a_lost_device_refuses_everything_and_takes_events_back() {
 }
 
 #[test]
-fn leaks_say_what_is_left() {
+fn leaks_report_unreleased_resources() {
     let device = device();
     assert!(device.leaks().is_empty());
     let range = mapped(&device);
@@ -250,7 +250,7 @@ fn leaks_say_what_is_left() {
 }
 
 #[test]
-fn raw_streams_differ_between_streams_and_between_ranks_and_follow_no_order() {
+fn raw_streams_differ_between_streams_and_ranks_and_follow_no_order() {
     let ranks: Vec<SimBackend> = (0..8).map(|rank| SimBackend::builder().rank(rank).build()).collect();
     let raw = |device: &SimBackend| [0, 1, 2, 3].map(|s| device.raw_stream(StreamId(s)));
     let all: BTreeSet<u64> = ranks.iter().flat_map(raw).collect();
@@ -268,7 +268,7 @@ fn raw_streams_differ_between_streams_and_between_ranks_and_follow_no_order() {
 }
 
 #[test]
-fn the_same_seed_and_rank_behave_the_same() {
+fn the_same_seed_and_rank_behave_identically() {
     let run = |seed, rank| {
         let device = SimBackend::builder().seed(seed).rank(rank).build();
         let bases: Vec<u64> = (0..8).map(|_| device.reserve(GRANULE).unwrap().base.0).collect();
@@ -282,7 +282,7 @@ fn the_same_seed_and_rank_behave_the_same() {
 }
 
 #[test]
-fn delays_from_one_device_reach_from_immediate_to_never() {
+fn delays_on_one_device_range_from_immediate_to_never() {
     let device = device();
     let events: Vec<(StreamId, Event)> =
         (0..100).map(StreamId).map(|stream| (stream, device.record(stream).unwrap())).collect();

@@ -1,19 +1,19 @@
-//! Simulated time: what each stream still has to do, when events are done, and which uses of memory are ordered.
+//! Simulated time: the pending work of each stream, the completion of events, and the ordering of memory uses.
 //!
-//! Two questions that must not be mixed up are kept apart:
+//! The timeline answers two separate questions:
 //!
 //! ```text
-//! is it done?      now ≥ done_at,  or the host has waited for it      answers `query`; luck, different on each rank
-//! is it ordered?   by a wait, by a synchronise, by a query that said  answers `submit` and `unmap`; what the program
-//!                  "done": the vector clock of the later work covers   did, the same on each rank
-//!                  (stream, epoch) of the earlier
+//! is it done?      now ≥ done_at,  or the host has waited for it      answers `query`; random, differs between ranks
+//! is it ordered?   by a wait, a synchronize, or a query that returned  answers `submit` and `unmap`; determined by the
+//!                  done: the vector clock of the later work covers    program, the same on each rank
+//!                  (stream, epoch) of the earlier work
 //! ```
 //!
-//! A race is reported whenever uses are not *ordered*, even if by luck the earlier one was done: so every run finds a
-//! missing wait, not only the unlucky ones.
+//! A race is reported whenever uses are not *ordered*, even if the earlier one happens to be done. Every run therefore
+//! detects a missing wait, not only the unlucky ones.
 //!
-//! The host is one thread of thought: what it learnt in one call (by `synchronize`, or by a `query` that said done)
-//! comes before everything it does later, on any stream.
+//! The host is modeled as a single thread: everything that one call established (a `synchronize`, or a `query` that
+//! returned done) precedes everything that the host does later, on any stream.
 
 use super::clock::VectorClock;
 use super::interval::{Interval, IntervalMap};
@@ -23,31 +23,31 @@ use symmalloc_core::backend::DeviceAddress;
 use symmalloc_core::ids::StreamId;
 use symmalloc_core::units::UNIT_BYTES;
 
-/// Done only when the host waits for it.
+/// Completion time of work that completes only when the host waits for it.
 const NEVER: u64 = u64::MAX;
-/// Fewest uses at which those that no later work can race with are swept out.
+/// Minimum number of recorded uses before a sweep removes those that no later work can race with.
 const SWEEP_MIN: usize = 64;
 
-/// How long simulated work takes, in ticks. Each backend call is a tick.
+/// The duration of simulated work, in ticks. Each backend call takes one tick.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Delays {
-    /// Work is done when it is submitted.
+    /// Work is done as soon as it is submitted.
     Immediate,
-    /// Each piece of work is done from 0 to so many ticks after it was submitted, drawn from the seed, but not before
-    /// earlier work of its stream.
+    /// Each piece of work is done 0 to `ticks` ticks after its submission, drawn from the seed, but not before earlier
+    /// work of its stream.
     UpTo {
-        /// The most ticks.
+        /// Maximum number of ticks.
         ticks: u32,
     },
-    /// Work is done only when the host synchronises with it.
+    /// Work is done only when the host synchronizes with it.
     UntilSynchronized,
-    /// Each stream of each rank draws one of the above, so that no two ranks see events done in one order.
+    /// Each stream of each rank draws one of the other variants, so that ranks see events complete in different orders.
     #[default]
     FromSeed,
 }
 
-/// Two uses of the same bytes on two streams, of which neither comes before the other.
+/// Two uses of the same bytes on two streams without an order between them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "work on {stream} uses {size_bytes} bytes at {:#x} that earlier work on {earlier_stream} may still use: let \
@@ -58,7 +58,7 @@ pub enum Delays {
 pub struct Race {
     /// First byte that both use, rounded down to 512.
     pub address: DeviceAddress,
-    /// How many bytes from there on, all last used by that earlier work.
+    /// Number of bytes from `address` on whose last use is that earlier work.
     pub size_bytes: u64,
     /// The stream of the later work, which was not submitted.
     pub stream: StreamId,
@@ -75,15 +75,15 @@ struct Use {
 
 #[derive(Clone, Debug)]
 struct Stream {
-    /// Epoch of the work that is submitted next; from 1.
+    /// Epoch of the next submitted work; starts at 1.
     epoch: u64,
-    /// Whether anything was submitted, or waited for, in this epoch.
+    /// Set if anything was submitted or waited for in this epoch.
     open: bool,
-    /// What comes before the work that is submitted next.
+    /// Work that precedes the next submitted work.
     clock: VectorClock,
-    /// The tick at which everything submitted so far is done; `NEVER` only with such delays.
+    /// Tick at which everything submitted so far is done; `NEVER` only with such delays.
     busy_until: u64,
-    /// The most ticks from submission until work is done; `NEVER`: until the host waits.
+    /// Maximum number of ticks from submission until work is done; `NEVER` if it waits for the host.
     delay_max: u64,
     random: SplitMix64,
 }
@@ -100,14 +100,14 @@ impl Stream {
         Stream { epoch: 1, open: false, clock: VectorClock::default(), busy_until: 0, delay_max, random }
     }
 
-    /// One more piece of work: returns when it is done.
+    /// Submits one piece of work and returns the tick at which it is done.
     fn work(&mut self, now: u64) -> u64 {
         let delay = if self.delay_max == NEVER { NEVER } else { self.random.below(self.delay_max + 1) };
         self.busy_until = self.busy_until.max(now.saturating_add(delay));
         self.busy_until
     }
 
-    /// The epoch in which everything so far lies; what comes later has another.
+    /// Closes the current epoch and returns it. Later work belongs to the next epoch.
     fn observe(&mut self, stream: StreamId) -> u64 {
         let epoch = self.epoch;
         self.clock.raise(stream, epoch);
@@ -117,7 +117,7 @@ impl Stream {
     }
 }
 
-/// What an event stands for.
+/// The work that an event represents.
 #[derive(Clone, Debug)]
 struct EventState {
     at: Use,
@@ -125,22 +125,22 @@ struct EventState {
     clock: VectorClock,
 }
 
-/// Streams, events and uses of one rank.
+/// The streams, events and memory uses of one rank.
 #[derive(Clone, Debug)]
 pub(crate) struct Timeline {
     now: u64,
     delays: Delays,
     random: SplitMix64,
     streams: BTreeMap<StreamId, Stream>,
-    /// Raw event → state, of events that were not recycled.
+    /// State by raw event, for events that are not recycled.
     events: BTreeMap<u64, EventState>,
-    /// How many events were ever recorded. Raw events are a bijection of it, so none is given twice.
+    /// Number of events ever recorded. Raw events are a bijection of it, so they are unique.
     events_recorded: u64,
-    /// What the host knows to be done.
+    /// Work that the host knows to be done.
     host: VectorClock,
-    /// The last use of each byte. An earlier use of it comes before that one, or `submit` had refused.
+    /// The last use of each byte. Every earlier use of the byte precedes it, because `submit` rejects unordered uses.
     uses: IntervalMap<Use>,
-    /// At so many uses the next sweep is due.
+    /// Number of uses at which the next sweep is due.
     sweep_at: usize,
 }
 
@@ -159,7 +159,7 @@ impl Timeline {
         }
     }
 
-    /// Lets time pass.
+    /// Advances time.
     pub(crate) fn tick(&mut self, ticks: u64) {
         self.now = self.now.saturating_add(ticks).min(NEVER - 1);
     }
@@ -169,7 +169,7 @@ impl Timeline {
         self.streams.entry(stream).or_insert_with(|| Stream::new(stream, delays, random))
     }
 
-    /// Records an event after everything on `stream`.
+    /// Records an event after all work submitted to `stream`.
     pub(crate) fn record(&mut self, stream: StreamId) -> u64 {
         let now = self.now;
         let state = self.stream(stream);
@@ -182,17 +182,17 @@ impl Timeline {
         raw
     }
 
-    /// Whether the event was recorded and not recycled.
+    /// Returns `true` if the event is recorded and not recycled.
     pub(crate) fn is_event(&self, raw: u64) -> bool {
         self.events.contains_key(&raw)
     }
 
-    /// How many events are live.
+    /// Returns the number of live events.
     pub(crate) fn events(&self) -> usize {
         self.events.len()
     }
 
-    /// Makes later work on `stream` come after the event.
+    /// Orders later work on `stream` after the event.
     pub(crate) fn wait(&mut self, stream: StreamId, raw: u64) {
         let Some(event) = self.events.get(&raw).cloned() else { return };
         let done = self.is_done(&event);
@@ -208,7 +208,7 @@ impl Timeline {
         self.now >= event.done_at || self.host.covers(event.at.stream, event.at.epoch)
     }
 
-    /// Whether the event is done. If so, the host knows from then on.
+    /// Returns `true` if the event is done. The host then knows that the work it represents is done.
     pub(crate) fn query(&mut self, raw: u64) -> bool {
         let Some(event) = self.events.get(&raw) else { return false };
         let done = self.is_done(event);
@@ -219,12 +219,12 @@ impl Timeline {
         done
     }
 
-    /// Forgets the event.
+    /// Removes the event.
     pub(crate) fn recycle(&mut self, raw: u64) {
         self.events.remove(&raw);
     }
 
-    /// The host waits for everything on `stream`, and so for what that waited for.
+    /// Waits on the host for all work on `stream`, and thus for everything that `stream` waited for.
     pub(crate) fn synchronize(&mut self, stream: StreamId) {
         let state = self.stream(stream);
         state.observe(stream);
@@ -247,7 +247,7 @@ impl Timeline {
         self.submit_parts(stream, &[(start, end)], None)
     }
 
-    /// Submits work that reads and writes memory, part by part, perhaps by another name that is remembered as well.
+    /// Submits work that reads and writes memory, part by part. Uses through an alias are also recorded at its address.
     pub(crate) fn submit_parts(
         &mut self,
         stream: StreamId,
@@ -293,13 +293,13 @@ impl Timeline {
         Ok(())
     }
 
-    /// The first use of the bytes that the host does not know to be done, as (address, stream).
+    /// Returns the first use of the bytes that the host does not know to be done, as (address, stream).
     pub(crate) fn pending_use(&self, start: u64, end: u64) -> Option<(u64, StreamId)> {
         let pending = |part: &Interval<Use>| !self.host.covers(part.value.stream, part.value.epoch);
         self.uses.overlapping(start, end).find(pending).map(|part| (part.start, part.value.stream))
     }
 
-    /// Forgets the uses of bytes that are gone.
+    /// Removes the uses of bytes that are unmapped.
     pub(crate) fn forget(&mut self, start: u64, end: u64) {
         self.uses.remove(start, end);
     }
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn the_later_use_without_a_wait_is_a_race_and_with_a_wait_is_not() {
+    fn unordered_uses_are_a_race_and_a_wait_orders_them() {
         let mut time = timeline(Delays::Immediate);
         time.submit(S[0], 0, 4096).unwrap();
         let race = time.submit(S[1], 1024, 2048).unwrap_err();
@@ -325,11 +325,11 @@ mod tests {
         let event = time.record(S[0]);
         time.wait(S[1], event);
         time.submit(S[1], 1024, 2048).unwrap();
-        assert!(time.submit(S[0], 0, 4096).is_err(), "the wait orders one way only");
+        assert!(time.submit(S[0], 0, 4096).is_err(), "the wait orders one direction only");
     }
 
     #[test]
-    fn an_event_orders_what_was_submitted_before_it_and_nothing_after() {
+    fn an_event_orders_only_work_submitted_before_it() {
         let mut time = timeline(Delays::Immediate);
         time.submit(S[0], 0, 512).unwrap();
         let event = time.record(S[0]);
@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn order_is_carried_through_a_third_stream() {
+    fn order_is_transitive_through_a_third_stream() {
         let mut time = timeline(Delays::Immediate);
         time.submit(S[0], 0, 512).unwrap();
         let first = time.record(S[0]);
@@ -353,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn a_synchronised_stream_and_what_it_waited_for_come_before_everything_later() {
+    fn a_synchronized_stream_and_its_waits_precede_all_later_work() {
         let mut time = timeline(Delays::UntilSynchronized);
         time.submit(S[0], 0, 512).unwrap();
         let event = time.record(S[0]);
@@ -367,7 +367,7 @@ mod tests {
     }
 
     #[test]
-    fn a_query_that_said_done_orders_and_time_alone_does_not() {
+    fn a_query_that_returned_done_establishes_order_and_elapsed_time_does_not() {
         let mut time = timeline(Delays::Immediate);
         time.submit(S[0], 0, 512).unwrap();
         let event = time.record(S[0]);
@@ -419,11 +419,11 @@ mod tests {
             seen[usize::from(time.query(event))] = true;
             time.synchronize(S[0]);
         }
-        assert_eq!(seen, [true, true], "some are done at once and some are not");
+        assert_eq!(seen, [true, true], "some are done immediately and some are not");
     }
 
     #[test]
-    fn a_synchronised_stream_is_idle_again_and_one_with_later_work_is_not() {
+    fn a_synchronized_stream_is_idle_and_one_with_later_work_is_not() {
         let mut time = timeline(Delays::UntilSynchronized);
         let first = time.record(S[0]);
         time.wait(S[1], first);
@@ -456,7 +456,7 @@ mod tests {
     }
 
     #[test]
-    fn uses_that_nothing_can_race_with_are_swept_out() {
+    fn uses_that_cannot_race_are_swept() {
         let mut time = timeline(Delays::Immediate);
         for block in 0..100_000 {
             time.submit(S[0], block * 1024, block * 1024 + 512).unwrap();

@@ -1,11 +1,11 @@
-//! Agreement: what the ranks find out about each other at a sync, held against what the simulator knows.
+//! Verification of the agreement at each sync against the simulator's own knowledge.
 //!
-//! Ranks know of each other only what they tell each other: digests, and on demand ops of their histories. The simulator
-//! knows better, since it follows every rank to which something happened, digest by digest. At each sync
+//! Ranks know only what they exchange: digests, and on demand ops of their histories. The simulator knows more, because
+//! it follows the digests of every rank that had a fault. At each sync it checks that
 //!
-//! - whoever is reported must differ (no false alarm, whatever the context of a rank is),
-//! - whoever differs must be reported, with the op at which it began to,
-//! - and the ranks that are left must agree.
+//! - every rank that is reported differs (no false alarm, whatever the context of a rank),
+//! - every rank that differs is reported, with the op at which it began to differ,
+//! - and the remaining ranks agree.
 
 use crate::job::failure::FailureCause;
 use crate::job::journal::HeapName;
@@ -16,22 +16,23 @@ use symmalloc_agreement::{
 };
 use symmalloc_core::lock::Lock;
 
-/// A rank at its seat.
+/// A rank and its seat.
 pub(crate) type Seated<'a, L> = (usize, &'a Rank<L>);
 
-/// An agreement that is not as it should be.
+/// An agreement with a wrong result.
 #[derive(Clone, Debug)]
 pub(crate) struct Disputed {
     /// The seat of the rank.
     pub(crate) seat: usize,
-    /// The step at which it began to differ, if it does.
+    /// First step at which the rank differs, if it does.
     pub(crate) step: Option<usize>,
     pub(crate) cause: FailureCause,
+    /// The report of the agreement.
     pub(crate) report: Box<str>,
 }
 
-/// Lets the live ranks agree, as often as it takes until those that are left do. Returns the seats of those that were
-/// reported.
+/// Runs agreements among the live ranks, excluding reported ranks each time, until the remaining ones agree. Returns
+/// the seats of the reported ranks.
 pub(crate) fn agree<L: Lock>(
     job: &RankJob,
     ranks: &[Seated<'_, L>],
@@ -48,7 +49,7 @@ pub(crate) fn agree<L: Lock>(
         left.retain(|(seat, _)| !found.contains(seat));
         reported.extend(found);
     }
-    match left.iter().find_map(|(seat, rank)| Some((*seat, began_to_differ(job, rank)?))) {
+    match left.iter().find_map(|(seat, rank)| Some((*seat, first_differing_step(job, rank)?))) {
         None => Ok(reported),
         Some((seat, step)) => {
             let report = "the ranks agreed".into();
@@ -57,24 +58,24 @@ pub(crate) fn agree<L: Lock>(
     }
 }
 
-/// Lets these ranks compare what they did.
+/// Compares the histories of these ranks.
 pub(crate) fn compare<L: Lock>(ranks: &[Seated<'_, L>]) -> Result<(), Box<Disagreement>> {
     let histories: Vec<RankHistory<'_>> =
         ranks.iter().map(|(_, rank)| RankHistory::new(&rank.allocator, Point::Sync)).collect();
     match agree_in_lockstep(&histories) {
         Ok(_) => Ok(()),
         Err(AgreementError::Disagreed(disagreement)) => Err(disagreement),
-        Err(error) => panic!("in lockstep nothing is lost: {error}"),
+        Err(error) => panic!("an agreement in lockstep loses no messages: {error}"),
     }
 }
 
-/// The step at which a symmetric heap of the rank began to differ; `None` if none does.
-fn began_to_differ<L: Lock>(job: &RankJob, rank: &Rank<L>) -> Option<usize> {
+/// Returns the first step at which a symmetric heap of the rank differs, or `None` if none does.
+fn first_differing_step<L: Lock>(job: &RankJob, rank: &Rank<L>) -> Option<usize> {
     let symmetric = rank.standing.departed().filter(|(heap, _)| job.program.policies.of(heap.pool).symmetric());
     symmetric.map(|(_, departure)| departure.step).min()
 }
 
-/// The seats of the ranks that did something else than the reference, each held against what is known.
+/// Returns the seats of the ranks that did something else than the reference, after checking each against known facts.
 fn differing<L: Lock>(
     job: &RankJob,
     ranks: &[Seated<'_, L>],
@@ -105,7 +106,7 @@ fn differing<L: Lock>(
     Ok(found)
 }
 
-/// Holds what is reported of a heap of a group of ranks against what is known of one of them.
+/// Checks the report about a heap and a group of ranks against known facts about one rank of the group.
 fn check<L: Lock>(
     job: &RankJob,
     (heap, difference, group): (HeapName, &HeapDifference, &Group),
@@ -113,18 +114,19 @@ fn check<L: Lock>(
 ) -> Result<(), (Option<usize>, FailureCause)> {
     let departure = rank.standing.departure(heap).ok_or((None, FailureCause::FalseAlarm))?;
     let named = difference.first_op..difference.last_op + 1;
-    // Where heaps take memory from each other, a rank may make up, at another step, for what the reference did: then the
-    // histories part later than the steps did.
+    // If heaps take memory from each other, a rank may compensate at another step for an op of the reference. The
+    // histories then diverge later than the steps.
     let named_may_be_later = job.program.policies.reclaims_as_a_whole(heap.pool);
-    // Histories that do not go back so far tell when the first of all ranks parted, and who differs by now.
+    // If the histories do not reach back far enough, the report names the first divergence of any rank and those that
+    // differ now.
     let parted_may_be_later = group.action == Action::Forgotten;
     if (named_may_be_later || named.start < departure.ops.end)
         && (parted_may_be_later || departure.ops.start < named.end)
     {
         return Ok(());
     }
-    let tell =
+    let describe =
         |ops: &std::ops::Range<u64>| format!("ops {} to {} of the heap of {heap}", ops.start, ops.end - 1).into();
-    let cause = FailureCause::OtherOpNamed { named: tell(&named), expected: tell(&departure.ops) };
+    let cause = FailureCause::OtherOpNamed { named: describe(&named), expected: describe(&departure.ops) };
     Err((Some(departure.step), cause))
 }

@@ -1,9 +1,9 @@
-//! The body of a step: what a generated program repeats, alike each time but for an occasional change.
+//! The body of a step: ops that a generated program repeats, with an occasional variation.
 
 use crate::device::SplitMix64;
 use symmalloc_core::StreamId;
 
-/// An op of a body. Allocations are numbered from 0, in the step in which they are made.
+/// An op of a body. Allocations are numbered from 0 within each step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BodyOp {
     Allocate {
@@ -13,7 +13,7 @@ pub(crate) enum BodyOp {
     Free {
         number: usize,
     },
-    /// Of what the step before made and did not free.
+    /// Frees an allocation that the previous step made and did not free.
     FreeOfStepBefore {
         number: usize,
     },
@@ -23,15 +23,15 @@ pub(crate) enum BodyOp {
     },
 }
 
-/// A body that makes sense: what it frees and uses is made before, and freed once.
+/// A valid body: each op refers to an earlier allocation, and each allocation is freed at most once.
 #[derive(Clone, Debug)]
 pub(crate) struct Body(Vec<BodyOp>);
 
-/// The most ops of a body.
+/// Maximum number of drawn ops of a body.
 const OPS_MAX: u64 = 24;
 
 impl Body {
-    /// Draws a body on some streams, in which allocations have these sizes.
+    /// Draws a body that uses up to `streams` streams, with allocation sizes from `size`.
     pub(crate) fn draw(random: &mut SplitMix64, streams: u16, mut size: impl FnMut() -> u64) -> Self {
         let streams = 1 + random.below(streams.into()) as u16;
         let stream = |random: &mut SplitMix64| StreamId(random.below(streams.into()) as u16);
@@ -64,12 +64,12 @@ impl Body {
         Body(ops)
     }
 
-    /// How many allocations it makes.
+    /// Returns the number of allocations in the body.
     pub(crate) fn allocation_count(&self) -> usize {
         self.0.iter().filter(|op| matches!(op, BodyOp::Allocate { .. })).count()
     }
 
-    /// The ops, one time in five with a change: the step ends early, asks for another size, or leaves a free or a use out.
+    /// Returns the ops. One time in five they vary: the step ends early, a size changes, or a free or use is missing.
     pub(crate) fn ops(&self, random: &mut SplitMix64) -> Vec<BodyOp> {
         let mut ops = self.0.clone();
         if random.below(5) > 0 {

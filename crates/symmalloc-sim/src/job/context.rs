@@ -1,71 +1,71 @@
-//! RankContext: everything in which one rank differs from the next, while the program is the same.
+//! The context of a rank: everything that differs between ranks that run the same program.
 
 use crate::device::{Call, Delays, Fault, SplitMix64};
 use crate::job::schedule::Schedule;
 use std::fmt;
 use symmalloc_core::AllocationId;
 
-/// The context of one rank. What is not said here (addresses, raw handles, event timing) is drawn from
-/// (seed, rank).
+/// The context of one rank. Addresses, raw handles and event timing are not listed here; they are drawn from (seed,
+/// rank).
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RankContext {
-    /// Names the rank. Stays the same when other ranks are dropped.
+    /// The rank's number. It does not change when other ranks are removed.
     pub rank: u32,
-    /// How its threads interleave.
+    /// Interleaving of the rank's threads.
     pub schedule: Schedule,
-    /// How long its device takes.
+    /// Duration of work on its device.
     pub delays: Delays,
-    /// The most ticks that pass between two steps.
+    /// Maximum number of ticks that pass between two steps.
     pub pace_ticks: u32,
-    /// How often it asks which fences are over, per million steps.
+    /// Rate, per million steps, at which it drops completed fences.
     pub asks_per_million: u32,
-    /// Device memory, in bytes; `None`: plenty.
+    /// Device memory in bytes; `None` for ample memory.
     pub memory_bytes: Option<u64>,
-    /// Which calls of its driver fail.
+    /// Calls of its driver that fail.
     pub faults: Vec<RankFault>,
-    /// How often it works for itself, in pools of its own, per million steps.
+    /// Rate of private work in separate pools, per million steps.
     pub private_per_million: u32,
-    /// After so many syncs it restarts, without having failed.
+    /// Number of syncs after which it restarts without having failed; `None` if it does not.
     pub restart_at: Option<u32>,
-    /// What happens after its device is lost.
+    /// Reaction of the job to the loss of its device.
     pub after_loss: AfterLoss,
-    /// Where its program is another one: what must not be, and must be caught.
+    /// Deviation of its program from that of the other ranks, which the simulator must detect.
     pub deviation: Option<Deviation>,
 }
 
-/// A call of the driver that fails.
+/// A driver call that fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RankFault {
-    /// Which kind of call; `None`: any.
+    /// The kind of call; `None` for any kind.
     pub call: Option<Call>,
     /// Its ordinal among those of its kind, from 0.
     pub ordinal: u64,
-    /// How it fails.
+    /// The error that the call returns.
     pub fault: Fault,
 }
 
-/// What a job does without a rank whose device is lost.
+/// The reaction of a job to the loss of a rank's device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum AfterLoss {
-    /// It goes on without it.
+    /// The job continues without the rank.
     #[default]
     Leave,
-    /// The rank starts again at the next sync.
+    /// The rank restarts at the next sync.
     Restart,
 }
 
-/// How a rank's program differs from the others'. For tests of the simulator itself: nothing else asks for one.
+/// A deviation of a rank's program from that of the others. Only tests of the simulator use it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Deviation {
-    /// It does not free this allocation.
+    /// The rank does not free this allocation.
     KeepAllocation {
         /// The allocation.
         id: AllocationId,
     },
-    /// It asks for another size.
+    /// The rank requests a different size.
     OtherSize {
         /// The allocation.
         id: AllocationId,
@@ -75,7 +75,7 @@ pub enum Deviation {
 }
 
 impl RankContext {
-    /// Quiet ones: the program's own order, work that is done at once, no fault.
+    /// Creates a quiet context: steps in program order, work that completes immediately, and no faults.
     pub fn quiet(rank: u32) -> Self {
         RankContext {
             rank,
@@ -92,7 +92,7 @@ impl RankContext {
         }
     }
 
-    /// Adverse ones without a fault, drawn from (seed, rank).
+    /// Creates an adverse context without faults, drawn from (seed, rank).
     pub fn adverse(seed: u64, rank: u32) -> Self {
         let mut random = sequence(seed, Purpose::RankContext, rank.into());
         let mut pick = |choices: u64| random.below(choices) as usize;
@@ -106,13 +106,13 @@ impl RankContext {
         }
     }
 
-    /// Whether its driver may refuse something, or its device end.
+    /// Returns `true` if the rank may encounter a refused call, a lost device or a deviation.
     pub fn is_faulty(&self) -> bool {
         !self.faults.is_empty() || self.memory_bytes.is_some() || self.deviation.is_some()
     }
 }
 
-/// What a sequence of random numbers is drawn for, so that none depends on how many another one took.
+/// The purpose of a random sequence. Each purpose has a separate sequence, so that none affects another.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Purpose {
     JobPlan,
@@ -127,13 +127,13 @@ pub(crate) enum Purpose {
     Sleeps,
 }
 
-/// The sequence of a purpose under a seed.
+/// Returns the sequence for a purpose under a seed.
 pub(crate) fn sequence(seed: u64, purpose: Purpose, of: u64) -> SplitMix64 {
     SplitMix64::new(seed).split(purpose as u64).split(of)
 }
 
 impl fmt::Display for RankContext {
-    /// As one line of a story.
+    /// Writes the context as one line of a story.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "rank:{} schedule:{}", self.rank, self.schedule.name())?;
         match self.delays {
@@ -177,7 +177,7 @@ fn fault_name(fault: Fault) -> &'static str {
 impl std::str::FromStr for RankContext {
     type Err = BadContext;
 
-    /// Reads what `Display` writes.
+    /// Parses the output of `Display`.
     fn from_str(text: &str) -> Result<Self, BadContext> {
         let mut read = RankContext::quiet(0);
         for word in text.split_ascii_whitespace() {
@@ -218,7 +218,7 @@ impl std::str::FromStr for RankContext {
     }
 }
 
-/// `map@3=refused`
+/// Parses a fault such as `map@3=refused`.
 fn fault(text: &str) -> Option<RankFault> {
     let (call, rest) = text.split_once('@')?;
     let (ordinal, fault) = rest.split_once('=')?;
@@ -231,9 +231,9 @@ fn fault(text: &str) -> Option<RankFault> {
     Some(RankFault { call, ordinal: ordinal.parse().ok()?, fault })
 }
 
-/// A word that says nothing about a rank's context.
+/// A word that is not part of a rank's context.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("`{word}` says nothing about a rank's context")]
+#[error("invalid word `{word}` in a rank's context: use key:value words such as `rank:3` or `fault:map@1=refused`")]
 pub struct BadContext {
     /// The word.
     pub word: Box<str>,
@@ -246,7 +246,7 @@ mod tests {
     use std::num::NonZeroU32;
 
     #[test]
-    fn a_context_is_read_back_as_it_was_written() {
+    fn a_context_survives_a_round_trip_through_text() {
         let size = Size { ranks: NonZeroU32::new(64).expect("some"), ops: 10 };
         let mut faulty = 0;
         for seed in 0..50 {
@@ -262,9 +262,9 @@ mod tests {
     }
 
     #[test]
-    fn what_makes_no_sense_is_named() {
+    fn invalid_words_are_named() {
         for word in ["rank", "rank:x", "delays:soon", "fault:map@1", "fault:none@1=refused", "speed:9"] {
-            let error = format!("rank:1 {word} pace:3").parse::<RankContext>().expect_err("no sense");
+            let error = format!("rank:1 {word} pace:3").parse::<RankContext>().expect_err("the word is invalid");
             assert_eq!(&*error.word, word);
         }
     }

@@ -1,18 +1,18 @@
-//! The crew: on how many threads of this machine ranks are simulated. No outcome depends on it.
+//! The host threads that simulate the ranks. No outcome depends on their number.
 //!
-//! One thread drives allocators without locks ([`Exclusive`](symmalloc_core::lock::Exclusive)), several drive those with
-//! locks: so both kinds are simulated, and must come to the same.
+//! A single thread drives allocators without locks ([`Exclusive`](symmalloc_core::lock::Exclusive)), and several
+//! threads drive allocators with locks. Both kinds are therefore simulated, and must produce the same results.
 
 use crate::job::schedule::Scheduler;
 use std::num::NonZeroUsize;
 
-/// Runs something on every seat.
+/// Runs a function on every seat.
 pub(crate) trait Crew<S> {
-    /// The answers, by seat.
+    /// Calls `work` for each seat and returns the results by seat.
     fn each<R: Send>(&self, seats: &mut [S], work: impl Fn(&mut S, &mut Scheduler) -> R + Sync) -> Vec<R>;
 }
 
-/// This thread.
+/// The calling thread.
 pub(crate) struct Alone;
 
 impl<S> Crew<S> for Alone {
@@ -22,7 +22,7 @@ impl<S> Crew<S> for Alone {
     }
 }
 
-/// So many threads.
+/// The given number of threads.
 pub(crate) struct Workers(pub(crate) NonZeroUsize);
 
 impl<S: Send> Crew<S> for Workers {

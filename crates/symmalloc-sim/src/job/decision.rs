@@ -1,4 +1,4 @@
-//! What a rank's allocator answered to a step, in a form that ranks can compare.
+//! The decisions of a rank's allocator, in a form that can be compared between ranks.
 
 use std::fmt;
 use symmalloc_core::errors::{AllocateError, FreeError, OutOfMemoryCause, PoolError, RecordUseError, TrimError};
@@ -6,50 +6,50 @@ use symmalloc_core::plans::StepError;
 use symmalloc_core::sleep::{SleepCause, SleepError};
 use symmalloc_core::{LimitScope, Placement};
 
-/// An answer. Equal on two ranks exactly when they decided alike.
+/// A decision about a step. Two ranks have equal decisions if and only if they decided identically.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Decision {
-    /// It was done.
+    /// The op succeeded.
     Done,
-    /// The allocation lies there.
+    /// The allocation was placed at this location.
     Placed(Placement),
     /// A step of a pool ended.
     Ended {
-        /// How many allocations went where a plan says.
+        /// Number of allocations that were placed where the plan put them.
         planned: u32,
-        /// The number of the first that did not.
+        /// Index of the first allocation that was not; `None` if there is none.
         differs_at: Option<u32>,
     },
-    /// It was refused.
+    /// The op was refused.
     Refused(DecidedRefusal),
 }
 
-/// Why a step was refused.
+/// The reason why a step was refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DecidedRefusal {
-    /// The allocation is not live: it was refused itself.
+    /// The allocation is not live, because it was refused itself.
     NotLive,
-    /// More than a segment can have.
+    /// The size exceeds what a segment can hold.
     TooLarge,
-    /// The pool's limit.
+    /// The pool's limit is reached.
     PoolLimit,
-    /// The limit over all pools.
+    /// The limit over all pools is reached.
     LimitOverAll,
     /// The heap's segment or range is full.
     SegmentFull,
-    /// Not destroyed: allocations of the pool are live.
+    /// The pool cannot be destroyed because it has live allocations.
     PoolInUse,
-    /// The pool was destroyed before, or is the default one.
+    /// The pool is already destroyed, or is the default pool.
     NoSuchPool,
     /// A step of the pool is open.
     StepOpen,
     /// No step of the pool is open.
     NoStepOpen,
-    /// The pool sleeps.
+    /// The pool is asleep.
     Asleep,
-    /// The driver.
+    /// The driver refused a call.
     Driver,
 }
 
@@ -57,11 +57,13 @@ impl fmt::Display for Decision {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Decision::Done => f.write_str("done"),
-            Decision::Placed(placement) if *placement == Placement::NOWHERE => f.write_str("no bytes, nowhere"),
+            Decision::Placed(placement) if *placement == Placement::NOWHERE => {
+                f.write_str("zero bytes, without a location")
+            }
             Decision::Placed(placement) => write!(f, "at {placement}"),
-            Decision::Ended { planned, differs_at: None } => write!(f, "{planned} allocations as planned"),
+            Decision::Ended { planned, differs_at: None } => write!(f, "{planned} allocations placed as planned"),
             Decision::Ended { planned, differs_at: Some(number) } => {
-                write!(f, "{planned} allocations as planned, number {number} not")
+                write!(f, "{planned} allocations placed as planned, but not number {number}")
             }
             Decision::Refused(refusal) => write!(f, "refused: {refusal}"),
         }
@@ -73,15 +75,15 @@ impl fmt::Display for DecidedRefusal {
         f.write_str(match self {
             DecidedRefusal::NotLive => "the allocation is not live",
             DecidedRefusal::TooLarge => "too large for a segment",
-            DecidedRefusal::PoolLimit => "the pool's limit",
-            DecidedRefusal::LimitOverAll => "the limit over all pools",
+            DecidedRefusal::PoolLimit => "the pool's limit is reached",
+            DecidedRefusal::LimitOverAll => "the limit over all pools is reached",
             DecidedRefusal::SegmentFull => "the segment is full",
             DecidedRefusal::PoolInUse => "the pool is in use",
             DecidedRefusal::NoSuchPool => "no such pool",
             DecidedRefusal::StepOpen => "a step of the pool is open",
             DecidedRefusal::NoStepOpen => "no step of the pool is open",
-            DecidedRefusal::Asleep => "the pool sleeps",
-            DecidedRefusal::Driver => "the driver",
+            DecidedRefusal::Asleep => "the pool is asleep",
+            DecidedRefusal::Driver => "the driver refused a call",
         })
     }
 }

@@ -1,7 +1,7 @@
-//! What a correct program does on the device with its allocations, for the race detector to look at.
+//! Simulated device work of a correct program, as input for the race detector.
 //!
-//! Each stream that uses an allocation writes all of it, after waiting for the other users. All other order between
-//! streams is the allocator's responsibility.
+//! Each stream that uses an allocation writes all of it, after waiting for the other users. The allocator is
+//! responsible for all other ordering between streams.
 
 use crate::device::{Race, SimBackend};
 use symmalloc_core::backend::{Backend, DeviceAddress};
@@ -10,39 +10,40 @@ use symmalloc_core::{Allocation, Handle, StreamId};
 /// A live allocation of the program.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct LiveBlock {
-    /// `None` for one of zero bytes whose pool was given up before its rank started again.
+    /// `None` for a zero-byte allocation whose pool was destroyed before its rank restarted.
     pub(crate) handle: Option<Handle>,
     address: DeviceAddress,
     size_bytes: u64,
-    /// Streams that use it, one bit each. Streams from 64 on are not followed.
+    /// Streams that use it, one bit each. Streams with ids of 64 and above are not tracked.
     users: u64,
     last_user: StreamId,
 }
 
 impl LiveBlock {
-    /// Work on `stream` uses the allocation for the first time.
+    /// Submits the first work that uses the allocation.
     pub(crate) fn begin(device: &SimBackend, stream: StreamId, allocation: &Allocation) -> Result<Self, Race> {
         let Allocation { handle, address, size_bytes, .. } = *allocation;
         device.submit(stream, address, size_bytes)?;
         Ok(LiveBlock { handle: Some(handle), address, size_bytes, users: bit(stream), last_user: stream })
     }
 
-    /// The first address; `None` for an allocation of zero bytes.
+    /// Returns the first address, or `None` for a zero-byte allocation.
     pub(crate) fn address(&self) -> Option<DeviceAddress> {
         (self.size_bytes > 0).then_some(self.address)
     }
 
-    /// An allocation of zero bytes.
+    /// Creates a zero-byte allocation.
     pub(crate) fn nothing(handle: Handle) -> Self {
-        LiveBlock { handle: Some(handle), ..LiveBlock::of_a_pool_that_is_gone() }
+        LiveBlock { handle: Some(handle), ..LiveBlock::outliving_its_pool() }
     }
 
-    /// An allocation of zero bytes that outlived its pool.
-    pub(crate) fn of_a_pool_that_is_gone() -> Self {
+    /// Creates a zero-byte allocation that outlived its pool.
+    pub(crate) fn outliving_its_pool() -> Self {
         LiveBlock { handle: None, address: DeviceAddress(0), size_bytes: 0, users: 0, last_user: StreamId(0) }
     }
 
-    /// Work on `stream` uses the allocation, too. A program that cannot wait does not use it.
+    /// Submits work on `stream` that also uses the allocation. Submits nothing if `stream` cannot wait for earlier
+    /// users.
     pub(crate) fn shared(&mut self, device: &SimBackend, stream: StreamId) -> Result<(), Race> {
         if self.users & bit(stream) == 0 {
             let mut earlier = (0..64).map(StreamId).filter(|user| self.users & bit(*user) != 0);
@@ -52,7 +53,7 @@ impl LiveBlock {
             self.users |= bit(stream);
             self.last_user = stream;
         }
-        // An earlier user may not use it again without waiting for the later ones.
+        // An earlier user must not use it again without waiting for the later ones.
         if self.last_user == stream && bit(stream) != 0 {
             device.submit(stream, self.address, self.size_bytes)?;
         }
@@ -64,7 +65,7 @@ fn bit(stream: StreamId) -> u64 {
     1_u64.checked_shl(stream.0.into()).unwrap_or(0)
 }
 
-/// Makes `stream` wait for all work on `on`, behind the allocator's back. Whether it does.
+/// Makes `stream` wait for all work on `on`, without notifying the allocator. Returns `true` on success.
 pub(crate) fn waits(device: &SimBackend, stream: StreamId, on: StreamId) -> bool {
     let Ok(event) = device.record(on) else { return false };
     let waited = device.wait(stream, event);

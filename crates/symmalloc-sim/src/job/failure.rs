@@ -1,102 +1,102 @@
-//! What a run must never come to.
+//! The failures that a simulated run reports.
 
 use crate::device::{Leaks, Race};
 use crate::job::decision::Decision;
 use crate::job::journal::HeapName;
 use std::fmt;
 
-/// A run that failed: a defect in the allocator, or a rank that was made to differ by a test.
+/// A failed run: either a defect in the allocator, or a deviation that a test injected.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Failure {
     /// The seed of the plan.
     pub seed: u64,
-    /// The rank on which it showed; `None` if on no single one.
+    /// The rank that failed; `None` if the failure is not specific to one rank.
     pub rank: Option<u32>,
-    /// The step: the first one that differs, or the one at which it showed. Counted from 0, in the plan's order.
+    /// The first step that differs, or the step at which the failure appeared. Counted from 0, in the plan's order.
     pub step: Option<usize>,
     /// The op of that step as a line of a trace.
     pub op: Option<Box<str>>,
-    /// What went wrong.
+    /// The cause of the failure.
     pub cause: FailureCause,
-    /// What the ranks' agreement says about it, for people.
+    /// The report of the ranks' agreement, as text.
     pub report: Option<Box<str>>,
 }
 
-/// What went wrong.
+/// The cause of a failure.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum FailureCause {
-    /// A rank to which nothing happened decided otherwise.
-    #[error("the rank decided otherwise: {decision}, not {expected}")]
+    /// A rank without faults made a different decision.
+    #[error("the rank decided differently: {decision}; expected {expected}")]
     OtherDecision {
-        /// The rank's.
+        /// The rank's decision.
         decision: Decision,
-        /// The reference's.
+        /// The reference's decision.
         expected: Decision,
     },
-    /// A rank to which nothing happened has another digest.
-    #[error("the digest of the heap of {heap} is another one")]
+    /// A rank without faults has a different digest.
+    #[error("the digest of the heap of {heap} differs")]
     OtherDigest {
         /// The first heap that differs.
         heap: HeapName,
     },
-    /// A use of memory that nothing orders behind the one before.
+    /// A use of memory that is not ordered after an earlier use.
     #[error(transparent)]
     Race(#[from] Race),
-    /// An invariant does not hold.
+    /// A violated invariant.
     #[error("{0}")]
     Violation(Box<str>),
-    /// An assertion.
+    /// A panic, such as a failed assertion.
     #[error("panic: {0}")]
     Panic(Box<str>),
-    /// Something is left at the end.
+    /// Memory or other resources remain at the end of the run.
     #[error(
-        "at the end {allocations} allocations are live and {reserved_bytes} bytes reserved; on the device: {leaks}"
+        "at the end {allocations} allocations are live and {reserved_bytes} bytes are reserved; on the device: {leaks}"
     )]
     LeftBehind {
         /// Live allocations.
         allocations: u64,
-        /// Device memory held, in bytes.
+        /// Reserved device memory in bytes.
         reserved_bytes: u64,
-        /// What the device still has.
+        /// Resources that the device still holds.
         leaks: Leaks,
     },
-    /// A rank that started again is not like the others.
-    #[error("after its restart the rank is not like the others: the heap of {heap} differs")]
+    /// A restarted rank differs from the others.
+    #[error("the rank differs from the others after its restart: the heap of {heap} differs")]
     Rejoined {
         /// The first heap that differs.
         heap: HeapName,
     },
-    /// A rank could not start again.
-    #[error("the rank cannot start again: {0}")]
+    /// A rank could not be restarted.
+    #[error("the rank cannot be restarted: {0}")]
     NotRestored(Box<str>),
-    /// Ranks differ, and the agreement did not notice, or did not name the rank.
+    /// Ranks differ, but the agreement did not detect it or did not name the rank.
     #[error("the rank differs from this step on, and the agreement did not report it")]
     Missed,
     /// The agreement reported a rank that does not differ.
     #[error("the agreement reported the rank, but it does not differ")]
     FalseAlarm,
-    /// The agreement named another op than the one at which ranks parted.
-    #[error("the agreement named {named}, but ranks parted at {expected}")]
+    /// The agreement named a different op than the one at which the ranks diverged.
+    #[error("the agreement named {named}, but the ranks diverged at {expected}")]
     OtherOpNamed {
-        /// What it named.
+        /// Ops that the agreement named.
         named: Box<str>,
-        /// What it should have named.
+        /// Ops that it should have named.
         expected: Box<str>,
     },
-    /// The plan has no rank to which nothing happens: there is nothing to compare with.
-    #[error("something happens to every rank: leave one of them alone, to compare with")]
+    /// The plan has no rank without faults to compare with.
+    #[error("every rank has faults: leave one rank without faults, as a reference")]
     NoReference,
 }
 
 impl FailureCause {
-    /// Whether a rank differs from the others for no reason.
+    /// Returns `true` if a rank differs from the others without a fault.
     pub(crate) fn is_difference(&self) -> bool {
         matches!(self, FailureCause::OtherDecision { .. } | FailureCause::OtherDigest { .. })
     }
 
-    /// Whether two failures are of one kind, so that one may stand for the other.
+    /// Returns `true` if two failures are of the same kind, so that one can stand for the other.
     pub(crate) fn is_like(&self, other: &FailureCause) -> bool {
         self.is_difference() && other.is_difference() || std::mem::discriminant(self) == std::mem::discriminant(other)
     }

@@ -1,16 +1,16 @@
-//! The journal: what the reference rank decided between two syncs. It is all that the other ranks are compared with, and
-//! it is forgotten at the sync.
+//! The journal of the reference rank's decisions between two syncs. The other ranks are compared with it, and it is
+//! discarded at the sync.
 
 use crate::job::decision::Decision;
 use std::fmt;
 use symmalloc_core::{Digest, PoolId, StreamId};
 
-/// A heap, in the program's words.
+/// A heap, identified by the program's ids.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct HeapName {
-    /// Its pool.
+    /// The heap's pool.
     pub pool: PoolId,
-    /// Its stream; `None` where the pool's streams share.
+    /// The heap's stream; `None` if the pool shares one heap among its streams.
     pub stream: Option<StreamId>,
 }
 
@@ -23,66 +23,66 @@ impl fmt::Display for HeapName {
     }
 }
 
-/// A heap's digest.
+/// A heap and its digest.
 pub(crate) type HeapDigest = (HeapName, Digest);
 
-/// The decisions of a stretch, and the digests after each step.
+/// The decisions of a stretch, and the digests of the touched heaps after each step.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct DecisionJournal {
-    /// By step of the stretch.
+    /// Indexed by step of the stretch.
     entries: Vec<DecisionEntry>,
     digests: Vec<HeapDigest>,
-    /// Of all compared heaps, before the stretch.
+    /// Digests of all compared heaps before the stretch.
     pub(crate) first: Vec<HeapDigest>,
-    /// Of all compared heaps, after the stretch.
+    /// Digests of all compared heaps after the stretch.
     pub(crate) last: Vec<HeapDigest>,
 }
 
 #[derive(Clone, Copy, Debug)]
 struct DecisionEntry {
     decision: Decision,
-    /// Where in `digests` those of the heaps stand that the step touched.
+    /// Range in `digests` of the heaps that the step touched.
     digests: (u32, u32),
 }
 
 impl DecisionJournal {
-    /// An empty journal of a stretch of so many steps.
+    /// Creates an empty journal for a stretch of `steps` steps.
     pub(crate) fn new(steps: usize, first: Vec<HeapDigest>) -> Self {
         let entry = DecisionEntry { decision: Decision::Done, digests: (0, 0) };
         DecisionJournal { entries: vec![entry; steps], first, ..DecisionJournal::default() }
     }
 
-    /// Enters a step.
+    /// Records a step.
     pub(crate) fn enter(&mut self, step: usize, decision: Decision, digests: impl IntoIterator<Item = HeapDigest>) {
         let start = self.digests.len() as u32;
         self.digests.extend(digests);
         self.entries[step] = DecisionEntry { decision, digests: (start, self.digests.len() as u32) };
     }
 
-    /// What the reference decided.
+    /// Returns the reference's decision about a step.
     pub(crate) fn decision(&self, step: usize) -> Decision {
         self.entries[step].decision
     }
 
-    /// How many ops a heap had carried out before the step. Steps that touch one heap are in the program's order.
+    /// Returns the number of ops of a heap before the step. Steps that touch the same heap are in program order.
     pub(crate) fn ops_before(&self, heap: HeapName, step: usize) -> u64 {
         let earlier = (0..step).rev().find_map(|earlier| digest_of(self.digests(earlier), heap));
         earlier.or_else(|| digest_of(&self.first, heap)).map_or(0, |digest| digest.ops)
     }
 
-    /// The digests of the heaps that the step touched, after it.
+    /// Returns the digests of the heaps that the step touched, after the step.
     pub(crate) fn digests(&self, step: usize) -> &[HeapDigest] {
         let (start, end) = self.entries[step].digests;
         &self.digests[start as usize..end as usize]
     }
 }
 
-/// A heap's digest; `None` if it has done nothing, or its pool is gone.
+/// Returns a heap's digest, or `None` if the heap has no ops or its pool is destroyed.
 pub(crate) fn digest_of(digests: &[HeapDigest], heap: HeapName) -> Option<Digest> {
     digests.iter().find(|(name, _)| *name == heap).map(|(_, digest)| *digest)
 }
 
-/// The first heap that is not the same in both.
+/// Returns the first heap whose digest differs.
 pub(crate) fn first_difference(digests: &[HeapDigest], expected: &[HeapDigest]) -> Option<HeapName> {
     if digests == expected {
         return None;

@@ -1,8 +1,8 @@
-//! Simulates whole jobs: thousands of ranks that run one program in a context of its own, and must place alike.
+//! Simulation of whole jobs: thousands of ranks run one program, each in its own context, and must place identically.
 //!
-//! The allocator's claim is that ranks cannot drift apart. A simulated job tries to make them: every rank has other
-//! addresses, other event timing, threads that interleave differently, a driver that refuses calls, work of its own on
-//! the side; ranks die and start again. The program is drawn from a seed, or taken from a recorded job.
+//! The allocator guarantees that ranks cannot drift apart. A simulated job tries to make them: every rank has different
+//! addresses, different event timing, differently interleaved threads, a driver that refuses calls, and private work on
+//! the side. Ranks are lost and restart. The program is drawn from a seed, or taken from a recorded job.
 //!
 //! ```text
 //!  seed ──► JobPlan ──► program (steps of several threads) ──┬─► rank 0    ─┐
@@ -10,13 +10,12 @@
 //!                                                         └─► rank N-1  ─┘ digest by digest at every sync
 //! ```
 //!
-//! A run has two phases. In the *safety* phase faults happen, and whatever happens, ranks that were not touched are
-//! alike, ranks that came to differ are caught, and no invariant breaks. Then everything heals, and in the *liveness*
-//! phase everything is freed and given back: nothing stays reserved on any rank, no event is forgotten.
+//! A run has two phases. Faults happen in the *safety* phase. Ranks without faults must stay identical, ranks that come
+//! to differ must be caught, and no invariant may be violated. All faults are then removed, and in the *liveness* phase
+//! everything is freed and given back: no memory stays reserved on any rank, and no event leaks.
 //!
-//! A run is a function of its plan, and a generated plan of its seed: no clock, no thread of this machine and no hash
-//! order decides anything. A failure is [shrunk](shrink) and saved as a trace with its [story] on top, which
-//! `symmalloc simulate` runs again.
+//! A run is determined by its plan, and a generated plan by its seed. No clock, host thread or hash order affects it. A
+//! failure is [shrunk](shrink) and saved as a trace that starts with its [story]; `symmalloc simulate` runs it again.
 //!
 //! ```
 //! use std::num::{NonZeroU32, NonZeroUsize};

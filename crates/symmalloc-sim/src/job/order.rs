@@ -1,36 +1,37 @@
-//! Which ops may change places: the partial order of a program that several threads carry out.
+//! The partial order of a program that several threads run, which determines the ops that may be reordered.
 //!
-//! A program is a list of steps, each of one thread. Threads run at their own pace, so a rank may carry steps out in any
-//! order in which *dependent* steps stay as they are in the list. Rule D8 says that every such order gives the same
-//! placements and the same digests; a simulated rank takes one at random.
+//! A program is a list of steps, each of one thread. Threads run at their own pace, so a rank may run the steps in any
+//! order that keeps *dependent* steps in list order. Rule D8 requires that every such order gives the same placements
+//! and the same digests. A simulated rank picks one at random.
 //!
-//! Two steps are dependent when they touch a common one of these:
+//! Two steps are dependent if they touch a common resource:
 //!
-//! | what | touched by | because |
+//! | resource | touched by | reason |
 //! |---|---|---|
-//! | a thread | each of its steps | a thread does one thing after the other |
-//! | a heap: (pool, stream), or the pool where streams share | allocate, reserve, free, record use; trim of its pool or of all; creation and destruction of its pool; beginning and end of a step of its pool | a decision depends on the ops of its heap (D1) |
-//! | the limit of a pool, if it has one | allocate and reserve in the pool; trim and destruction; beginning and end of a step; free, where a threshold gives memory back | the heaps of the pool share the bytes |
+//! | a thread | each of its steps | a thread runs its steps in sequence |
+//! | a heap: (pool, stream), or the pool if its streams share | allocate, reserve, free, record use; trim of its pool or of all; creation and destruction of its pool; beginning and end of a step of its pool | a decision depends on the ops of its heap (D1) |
+//! | the limit of a pool, if it has one | allocate and reserve in the pool; trim and destruction; beginning and end of a step; free, if a threshold gives memory back | the heaps of the pool share the bytes |
 //! | the limit over all pools, if there is one | the same, in every pool | all heaps share the bytes |
-//! | a pool that reclaims as a whole, if a limit can make it | every step in the pool | an allocation that meets the limit takes free memory from any of its heaps |
+//! | a pool that reclaims as a whole, if a limit can trigger it | every step in the pool | an allocation that reaches the limit takes free memory from any of its heaps |
 //! | the list of pools | creation | ids are dense |
-//! | the list of streams | registration; a step that names a stream comes after its registration | ids are dense |
+//! | the list of streams | registration; a step that refers to a stream follows its registration | ids are dense |
 //!
-//! A trim touches the heaps of streams and pools that do not exist yet, too: if they came before it, it would trim them.
+//! A trim also touches the heaps of streams and pools that do not exist yet: if they were created before it, it would
+//! trim them.
 //!
-//! Not in the table, on purpose: **stream clocks**. Waits, synchronises and uses by other streams decide what a stream
-//! waits for on the device and never who gets which block, so steps of different threads that share nothing but a
-//! stream change places freely, and neither a placement nor a digest may notice. Nor may the race detector.
+//! **Stream clocks** are deliberately absent from the table. Waits, synchronizes and uses by other streams determine
+//! what a stream waits for on the device, but never who gets which block. Steps of different threads that share only a
+//! stream may therefore be reordered, which must not affect any placement, any digest or the race detector.
 
 use crate::job::steps::{JobStep, PoolPolicies};
 use std::collections::BTreeMap;
 use symmalloc_core::config::StreamPolicy;
 use symmalloc_core::{AllocationId, Op, PoolId, StreamId};
 
-/// Where each allocation lies: which heap its frees and uses touch.
+/// The heap of each allocation, which its frees and uses touch.
 pub(crate) type HeapsByAllocation = BTreeMap<AllocationId, (PoolId, StreamId)>;
 
-/// Names of what steps touch, as indices into one table.
+/// The resources that steps touch, as indices into one table.
 #[derive(Clone, Debug)]
 pub(crate) struct Resources<'a> {
     policies: &'a PoolPolicies,
@@ -47,7 +48,7 @@ impl<'a> Resources<'a> {
         self.limit_over_all() + 3
     }
 
-    /// The heap that serves a stream in a pool.
+    /// Returns the index of the heap that serves a stream in a pool.
     fn heap(&self, pool: PoolId, stream: StreamId) -> usize {
         let stream = match self.policies.of(pool).streams() {
             StreamPolicy::Shared => 0,
@@ -61,7 +62,7 @@ impl<'a> Resources<'a> {
         first..first + self.streams
     }
 
-    /// The bytes, or all of the memory, that the heaps of a pool share.
+    /// Returns the index of the resource that the heaps of a pool share: its limit, or all of its memory.
     fn shared_by_heaps(&self, pool: PoolId) -> usize {
         self.threads + self.policies.count() * self.streams + pool.index()
     }
@@ -78,7 +79,7 @@ impl<'a> Resources<'a> {
         self.limit_over_all() + 2
     }
 
-    /// Adds what a step that may take or give back device memory touches besides its heap.
+    /// Adds the resources, apart from its heap, of a step that may obtain or give back device memory.
     fn touch_memory(&self, pool: PoolId, touched: &mut Vec<usize>) {
         if self.policies.of(pool).limit_bytes().is_some() {
             touched.push(self.shared_by_heaps(pool));
@@ -88,7 +89,7 @@ impl<'a> Resources<'a> {
         }
     }
 
-    /// Adds what a step in one heap touches.
+    /// Adds the resources of a step in one heap.
     fn touch_heap(&self, pool: PoolId, stream: StreamId, touched: &mut Vec<usize>) {
         touched.push(self.heap(pool, stream));
         if self.policies.reclaims_as_a_whole(pool) {
@@ -104,7 +105,7 @@ impl<'a> Resources<'a> {
         self.touch_memory(pool, touched);
     }
 
-    /// Everything that a step touches, in `touched`, which is emptied first.
+    /// Replaces the contents of `touched` with all resources of a step.
     pub(crate) fn touched(&self, step: &JobStep, homes: &HeapsByAllocation, touched: &mut Vec<usize>) {
         touched.clear();
         touched.push(usize::from(step.thread));
@@ -140,7 +141,7 @@ impl<'a> Resources<'a> {
     }
 }
 
-/// The streams that a step names.
+/// Returns the streams that an op refers to.
 fn streams_of(op: &Op) -> [Option<StreamId>; 2] {
     match *op {
         Op::Allocate { stream, .. }
@@ -152,18 +153,18 @@ fn streams_of(op: &Op) -> [Option<StreamId>; 2] {
     }
 }
 
-/// The order of the steps between two syncs: for each, how many must come before it, and which ones it lets go.
+/// The order of the steps between two syncs: the number of direct predecessors and the successors of each step.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct JobOrder {
-    /// By step: the number of steps that must come first, transitive ones not counted.
+    /// Number of direct predecessors, by step.
     pub(crate) waits_for: Vec<u32>,
-    /// `next[first_next[i]..first_next[i + 1]]` are the steps that step i lets go.
+    /// `next[first_next[i]..first_next[i + 1]]` are the successors of step i.
     first_next: Vec<u32>,
     next: Vec<u32>,
 }
 
 impl JobOrder {
-    /// The order of these steps.
+    /// Computes the order of these steps.
     pub(crate) fn new(steps: &[JobStep], resources: &Resources<'_>, homes: &HeapsByAllocation) -> Self {
         let mut last: Vec<Option<u32>> = vec![None; resources.count()];
         let mut registered: BTreeMap<StreamId, u32> = BTreeMap::new();
@@ -195,13 +196,13 @@ impl JobOrder {
         order
     }
 
-    /// Number of steps.
+    /// Returns the number of steps.
     pub(crate) fn len(&self) -> usize {
         self.waits_for.len()
     }
 
-    /// The steps that a step lets go.
-    pub(crate) fn let_go(&self, step: u32) -> &[u32] {
+    /// Returns the direct successors of a step.
+    pub(crate) fn successors(&self, step: u32) -> &[u32] {
         let of = |index: u32| self.first_next[index as usize] as usize;
         &self.next[of(step)..of(step + 1)]
     }
@@ -222,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn no_schedule_lets_dependent_steps_change_places() {
+    fn no_schedule_reorders_dependent_steps() {
         for seed in 0..60 {
             let program = plan(seed).program();
             let threads = 5;
@@ -254,14 +255,14 @@ mod tests {
         }
     }
 
-    /// Two streams, a sync, and then these ops, each of a thread of its own.
+    /// Returns two registered streams, a sync, and then these ops, each in a separate thread.
     fn steps(ops: impl IntoIterator<Item = Op>) -> Vec<JobStep> {
         let streams = [A, B].map(|stream| Op::RegisterStream { stream });
         let ops = streams.into_iter().chain([Op::Sync]).chain(ops);
         ops.zip(0..).map(|(op, thread)| JobStep::new(op, thread)).collect()
     }
 
-    /// How many direct predecessors each step of the last stretch has.
+    /// Returns the number of direct predecessors of each step of the last stretch before the liveness phase.
     fn waits_for(config: &Config, steps: &[JobStep]) -> Vec<u32> {
         let program = crate::job::program::JobProgram::new(config, steps, 1000);
         program.stretches[program.liveness - 1].order.waits_for.clone()
@@ -295,15 +296,15 @@ mod tests {
     }
 
     #[test]
-    fn what_heaps_share_makes_them_dependent() {
+    fn shared_resources_make_heaps_dependent() {
         for shared in ["streams:shared", "limit_mb:64", "total_limit_mb:64", "limit_mb:64,reclaim:pool"] {
             assert_eq!(waits_for(&config(shared), &steps(two_heaps())), [0, 1], "{shared}");
         }
-        assert_eq!(waits_for(&config("reclaim:pool"), &steps(two_heaps())), [0, 0], "nothing makes it reclaim");
+        assert_eq!(waits_for(&config("reclaim:pool"), &steps(two_heaps())), [0, 0], "no limit triggers reclaiming");
     }
 
     #[test]
-    fn a_free_shares_memory_only_where_it_can_give_some_back_or_have_it_taken() {
+    fn a_free_depends_on_other_heaps_only_if_memory_may_move_between_them() {
         let free = |config: &Config| {
             waits_for(config, &steps([allocate(0, A), Op::Sync, allocate(1, B), Op::Free { id: AllocationId(0) }]))
         };
@@ -315,13 +316,13 @@ mod tests {
     }
 
     #[test]
-    fn a_trim_of_all_pools_comes_between_everything_before_and_after_it() {
+    fn a_trim_of_all_pools_is_ordered_with_every_step() {
         let steps = steps([allocate(0, A), allocate(1, B), Op::Trim { pool: None }, allocate(2, A), allocate(3, B)]);
         assert_eq!(waits_for(&Config::default(), &steps), [0, 0, 2, 1, 1]);
     }
 
     #[test]
-    fn a_step_of_a_pool_holds_what_its_heaps_do() {
+    fn the_step_boundaries_of_a_pool_are_ordered_with_the_ops_of_its_heaps() {
         let [begin, end] = [Op::BeginStep { pool: PoolId::DEFAULT, key: 0 }, Op::EndStep { pool: PoolId::DEFAULT }];
         let steps = steps([allocate(0, A), begin, allocate(1, A), allocate(2, B), end]);
         assert_eq!(waits_for(&Config::default(), &steps), [0, 1, 1, 1, 2]);

@@ -1,54 +1,54 @@
-//! What a run came to.
+//! The outcome of a successful run.
 
 use std::ops::AddAssign;
 
-/// The outcome of a run that is as it must be. A function of the plan alone.
+/// The outcome of a successful run, determined by the plan alone.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct JobOutcome {
     /// Ranks at the start.
     pub ranks: u64,
-    /// Ops carried out, over all ranks.
+    /// Ops that were run, over all ranks.
     pub ops: u64,
-    /// Ops that ranks carried out for themselves, in private pools.
+    /// Private ops of ranks, in private pools.
     pub private_ops: u64,
-    /// Allocations that went where a plan says, over all ranks.
+    /// Allocations that were placed where a plan put them, over all ranks.
     pub planned: u64,
-    /// Steps that were another one than their plan's, over all ranks.
+    /// Steps that deviated from their plan, over all ranks.
     pub differing: u64,
     /// Points at which all live ranks were compared.
     pub syncs: u64,
-    /// What happened to ranks.
+    /// Faults that occurred.
     pub faults: JobFaults,
-    /// Ranks that started again, for whatever reason.
+    /// Restarts of ranks, for any reason.
     pub restarts: u64,
-    /// Ranks that were lost and left the job.
+    /// Ranks that left the job: their device was lost, or they could not be restarted.
     pub left: u64,
-    /// Ranks that differed, because their driver refused memory, and were caught.
+    /// Ranks that differed because their driver refused memory, and that the agreement reported.
     pub caught: u64,
     /// Full scans of a rank's invariants.
     pub checks: u64,
-    /// The most device memory that one rank held at once, in bytes.
+    /// Maximum device memory that one rank held at once, in bytes.
     pub device_bytes_peak: u64,
-    /// Over all heaps of the reference rank, at the last sync before everything was given up.
+    /// Digest over all heaps of the reference rank, at the last sync before the liveness phase.
     pub digest: u64,
 }
 
-/// What happened to ranks, by kind.
+/// The faults that occurred, by kind.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct JobFaults {
-    /// Calls of drivers that failed, whatever the reason.
+    /// Driver calls that failed, for any reason.
     pub failed_calls: u64,
-    /// Ranks to which at least one of them happened.
+    /// Ranks with at least one failed call.
     pub ranks: u64,
-    /// Injected: the driver had no memory.
+    /// Injected faults that reported out of memory.
     pub out_of_memory: u64,
-    /// Injected: the driver refused a call.
+    /// Injected faults that refused a call.
     pub refused: u64,
-    /// Injected: devices that were lost.
+    /// Injected losses of a device.
     pub losses: u64,
-    /// Ranks whose device had less memory than the program wanted.
+    /// Ranks whose device had less memory than the program requested.
     pub small_devices: u64,
 }
 
@@ -64,7 +64,7 @@ impl AddAssign for JobFaults {
 }
 
 impl AddAssign for JobOutcome {
-    /// Adds up runs. Peaks are the larger one; digests are folded.
+    /// Sums up runs. Peaks take the maximum, and digests are folded.
     fn add_assign(&mut self, other: Self) {
         self.ranks += other.ranks;
         self.ops += other.ops;

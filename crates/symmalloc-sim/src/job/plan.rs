@@ -1,4 +1,4 @@
-//! A plan: the program of a job and the context of each of its ranks. A run is a function of its plan.
+//! The plan of a run: the program of a job and the context of each rank. A run is determined by its plan.
 
 use crate::device::{Call, Fault, SplitMix64};
 use crate::job::context::{AfterLoss, Deviation, Purpose, RankContext, RankFault, sequence};
@@ -12,37 +12,38 @@ use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::units::MIB;
 use symmalloc_core::{Op, PoolId, Record};
 
-/// How large a generated job is.
+/// The size of a generated job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Size {
     /// Number of ranks.
     pub ranks: NonZeroU32,
-    /// Number of ops of the program, before everything is freed.
+    /// Number of ops of the program, excluding the liveness phase.
     pub ops: usize,
 }
 
-/// The program of a job and the context of each of its ranks. A run is a function of its plan.
+/// The program of a job and the context of each rank. A run is determined by its plan.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobPlan {
     pub(crate) seed: u64,
     pub(crate) config: Config,
     pub(crate) granularity_bytes: u64,
     pub(crate) steps: Vec<JobStep>,
-    /// At least one, the first of which that is not faulty is the reference.
+    /// Contexts of at least one rank. The first that is not faulty, does not restart and does not starve others is the
+    /// reference.
     pub(crate) ranks: Vec<RankContext>,
 }
 
-/// Between two syncs a recorded job makes at most so many steps: it is compared at least so often.
+/// Maximum number of steps between two comparisons of a recorded job.
 pub(crate) const STRETCH_MAX: usize = 2048;
 
-/// Host threads that a program is spread over where it does not name them.
+/// Number of host threads that a program is spread over if it does not name them.
 const THREADS_BY_STREAM: u16 = 8;
 
-/// Ops that a heap of a recorded job remembers.
+/// Number of ops in the history of each heap of a recorded job.
 const RECORDED_HISTORY_OPS: u32 = 256;
 
 impl JobPlan {
-    /// The job that a seed names.
+    /// Draws a job from a seed.
     pub fn from_seed(seed: u64, size: &Size) -> Self {
         let drawn = swarm::draw(seed, size.ops);
         JobPlan {
@@ -54,8 +55,9 @@ impl JobPlan {
         }
     }
 
-    /// A recorded job on `ranks` ranks, in contexts that `seed` names. All of its pools are taken for symmetric ones,
-    /// so that the ranks agree on them, with a history of few ops: there may be thousands of ranks.
+    /// Creates a plan that runs a recorded job on `ranks` ranks, with contexts drawn from `seed`. All of its pools are
+    /// treated as symmetric, so that the ranks compare them. Their histories are short, because there may be thousands
+    /// of ranks.
     pub fn of_recorded(config: &Config, records: &[Record], seed: u64, ranks: NonZeroU32) -> Self {
         let config = with_default_pool(config, &symmetric(config.default_pool()));
         let config = config.to_builder().history_ops(RECORDED_HISTORY_OPS).build().expect("in range");
@@ -69,8 +71,8 @@ impl JobPlan {
         JobPlan::of_records(config, records, seed, ranks)
     }
 
-    /// A program on `ranks` ranks, in contexts that `seed` names. Each stream has a thread that drives it, up to eight
-    /// of them. The records must be consistent with each other, as those of a trace are.
+    /// Creates a plan that runs a program on `ranks` ranks, with contexts drawn from `seed`. Streams are distributed
+    /// over up to eight threads. The records must be consistent with each other, as those of a trace are.
     pub fn of_records(
         mut config: Config,
         records: impl IntoIterator<Item = Record>,
@@ -80,7 +82,7 @@ impl JobPlan {
         let (mut steps, mut streams) = (Vec::new(), BTreeMap::new());
         for record in records {
             let thread = match record.op {
-                // A trace may say how the default pool is configured before it uses it.
+                // A trace may configure the default pool before it uses it.
                 Op::CreatePool { pool: PoolId::DEFAULT, config: ref stated } => {
                     config = with_default_pool(&config, stated);
                     continue;
@@ -102,14 +104,14 @@ impl JobPlan {
         JobPlan { seed, config, granularity_bytes: 2 * MIB, steps, ranks }
     }
 
-    /// The same plan on devices of another granularity: a power of two from 512 bytes to 1 GiB.
+    /// Sets the granularity of the devices: a power of two from 512 bytes to 1 GiB.
     #[must_use]
     pub fn with_granularity_bytes(mut self, granularity_bytes: u64) -> Self {
         self.granularity_bytes = granularity_bytes;
         self
     }
 
-    /// The same plan with one rank that carries out another program. For tests: the run must fail.
+    /// Gives one rank a different program. For tests: the run must fail.
     #[must_use]
     pub fn with_deviation(mut self, rank: u32, deviation: Deviation) -> Self {
         if let Some(rank) = self.ranks.iter_mut().find(|context| context.rank == rank) {
@@ -118,22 +120,23 @@ impl JobPlan {
         self
     }
 
-    /// The seed.
+    /// Returns the seed.
     pub fn seed(&self) -> u64 {
         self.seed
     }
 
-    /// The program, without the liveness phase.
+    /// Returns the program, without the liveness phase.
     pub fn steps(&self) -> &[JobStep] {
         &self.steps
     }
 
-    /// The context of each rank.
+    /// Returns the context of each rank.
     pub fn ranks(&self) -> &[RankContext] {
         &self.ranks
     }
 
-    /// Which rank the others are compared with: the first one to which nothing happens.
+    /// Returns the rank that the others are compared with: the first without faults, restarts and private use of a
+    /// limit.
     pub(crate) fn reference(&self) -> Option<usize> {
         let is_private = |rank: &RankContext| rank.private_per_million > 0 && self.config.limit_bytes().is_some();
         self.ranks.iter().position(|rank| !rank.is_faulty() && rank.restart_at.is_none() && !is_private(rank))
@@ -145,18 +148,18 @@ impl JobPlan {
 }
 
 fn with_default_pool(config: &Config, pool: &PoolConfig) -> Config {
-    config.to_builder().default_pool(pool.clone()).build().expect("each part is valid, and so is the whole")
+    config.to_builder().default_pool(pool.clone()).build().expect("both parts are valid")
 }
 
-/// A symmetric pool is not stitched.
+/// Makes a pool symmetric. Symmetric pools cannot be stitched.
 fn symmetric(pool: &PoolConfig) -> PoolConfig {
     pool.to_builder().stitching(None).symmetric(true).build().expect("it was valid before")
 }
 
-/// How many ranks meet something, of one hundred.
+/// Percentages of ranks with faults, to choose from.
 const UNLUCKY_PERCENT: [u64; 4] = [0, 3, 10, 50];
 
-/// Draws the contexts of all ranks. To one of them, which anybody may be, nothing happens.
+/// Draws the contexts of all ranks. One randomly chosen rank has no faults.
 fn contexts(seed: u64, ranks: NonZeroU32, ops: u64) -> Vec<RankContext> {
     let mut random = sequence(seed, Purpose::JobFaults, 0);
     let mut choose = |choices: [u64; 4]| choices[random.below(4) as usize];
@@ -186,9 +189,9 @@ fn contexts(seed: u64, ranks: NonZeroU32, ops: u64) -> Vec<RankContext> {
     (0..ranks.get()).map(draw).collect()
 }
 
-/// What happens to one rank.
+/// Draws the faults of one rank.
 fn misfortune(context: &mut RankContext, random: &mut SplitMix64, ops: u64) {
-    // Small ordinals are as likely as large ones: what happens early is not what happens late.
+    // Small ordinals are as likely as large ones, because early and late failures differ.
     let mut ordinal = |most: u64| {
         let bits = random.below(u64::from(most.max(2).ilog2()) + 1);
         random.below(1 << (bits + 1))
@@ -221,7 +224,7 @@ fn misfortune(context: &mut RankContext, random: &mut SplitMix64, ops: u64) {
 }
 
 impl fmt::Display for JobPlan {
-    /// What the run will be, for people.
+    /// Writes a readable summary of the plan.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let JobPlan { seed, config, granularity_bytes, steps, ranks } = self;
         let threads = steps.iter().map(|step| step.thread + 1).max().unwrap_or(1);
@@ -240,19 +243,19 @@ impl fmt::Display for JobPlan {
         for (kind, count) in kinds {
             writeln!(f, "op {kind} {count}")?;
         }
-        for rank in ranks.iter().filter(|rank| has_a_story(rank)) {
+        for rank in ranks.iter().filter(|rank| is_notable(rank)) {
             writeln!(f, "{rank}")?;
         }
         Ok(())
     }
 }
 
-/// Whether more happens to a rank than that its context are its own.
-fn has_a_story(rank: &RankContext) -> bool {
+/// Returns `true` if a rank has faults, private work or a restart.
+fn is_notable(rank: &RankContext) -> bool {
     rank.is_faulty() || rank.private_per_million > 0 || rank.restart_at.is_some()
 }
 
-/// The kind of an op, in the words of the trace format.
+/// Returns the kind of an op, in the terms of the trace format.
 fn kind(op: &Op) -> &'static str {
     match op {
         Op::RegisterStream { .. } => "stream",

@@ -1,7 +1,8 @@
-//! Private work: what one rank does for itself, in pools and on streams of its own, at moments of its own.
+//! The private work of one rank, in separate pools, on separate streams and at separate times.
 //!
-//! A rank that logs, keeps a cache, or runs an evaluation is no other program: no symmetric heap may notice. What a rank
-//! makes for itself comes after everything that the program makes, so that the program's ids are the same everywhere.
+//! A rank that logs, keeps a cache or runs an evaluation still runs the same program: no symmetric heap may be
+//! affected. A rank creates its private pools and streams after all those of the program, so that the program's ids are
+//! the same on all ranks.
 
 use super::swarm::small_stitching;
 use crate::device::{Race, SimBackend, SplitMix64};
@@ -11,9 +12,9 @@ use symmalloc_core::lock::Lock;
 use symmalloc_core::units::{KIB, MIB};
 use symmalloc_core::{Allocation, Allocator, PoolId, StreamId};
 
-/// The most pools and the most streams that a rank has for itself.
-const OWN_MAX: usize = 2;
-/// The most allocations that it has at once.
+/// Maximum number of private pools, and of private streams, of a rank.
+const PRIVATE_MAX: usize = 2;
+/// Maximum number of live private allocations.
 const LIVE_MAX: usize = 40;
 const SIZES: [u64; 6] = [512, 100 * KIB, MIB + 1, 3 * MIB, 12 * MIB, 40 * MIB];
 
@@ -22,33 +23,33 @@ const SIZES: [u64; 6] = [512, 100 * KIB, MIB + 1, 3 * MIB, 12 * MIB, 40 * MIB];
 pub(crate) struct PrivateWork {
     random: SplitMix64,
     pools: Vec<PoolId>,
-    /// Streams that it works on: some of the program's, and its own.
+    /// Streams that it works on: all of the program's, followed by private ones.
     streams: Vec<StreamId>,
-    own_streams: usize,
-    live: Vec<Own>,
-    /// How much it did.
+    private_streams: usize,
+    live: Vec<PrivateAllocation>,
+    /// Number of private ops so far.
     pub(crate) ops: u64,
 }
 
-/// An allocation of its own.
+/// A live private allocation.
 #[derive(Clone, Copy, Debug)]
-struct Own {
+struct PrivateAllocation {
     allocation: Allocation,
     stream: StreamId,
     is_shared: bool,
 }
 
 impl PrivateWork {
-    /// Nothing done yet, on the first `streams` streams.
+    /// Creates private work on the first `streams` streams, without any ops yet.
     pub(crate) fn new(random: SplitMix64, streams: usize) -> Self {
         let streams = (0..streams as u16).map(StreamId).collect();
-        PrivateWork { random, pools: Vec::new(), streams, own_streams: 0, live: Vec::new(), ops: 0 }
+        PrivateWork { random, pools: Vec::new(), streams, private_streams: 0, live: Vec::new(), ops: 0 }
     }
 
-    /// Does something. What the driver refuses is not done.
+    /// Performs one random op. Ops that the driver refuses have no effect.
     pub(crate) fn work<L: Lock>(&mut self, allocator: &Allocator<SimBackend, L>) -> Result<(), Race> {
         self.ops += 1;
-        if self.pools.is_empty() || self.pools.len() < OWN_MAX && self.random.below(50) == 0 {
+        if self.pools.is_empty() || self.pools.len() < PRIVATE_MAX && self.random.below(50) == 0 {
             let streams = if self.random.below(2) == 0 { StreamPolicy::Separate } else { StreamPolicy::Shared };
             let builder = PoolConfig::builder().streams(streams);
             let is_fixed = self.random.below(2) == 0;
@@ -56,8 +57,8 @@ impl PrivateWork {
             self.pools.extend(builder.build().ok().and_then(|config| allocator.create_pool(config).ok()));
             return Ok(());
         }
-        if self.own_streams < OWN_MAX && self.random.below(20) == 0 {
-            self.own_streams += 1;
+        if self.private_streams < PRIVATE_MAX && self.random.below(20) == 0 {
+            self.private_streams += 1;
             self.streams.extend(allocator.register_stream());
             return Ok(());
         }
@@ -67,7 +68,7 @@ impl PrivateWork {
                 let size_bytes = SIZES[self.random.below(SIZES.len() as u64) as usize];
                 if let Ok(allocation) = allocator.allocate(pool, stream, size_bytes) {
                     allocator.backend().submit(stream, allocation.address, allocation.size_bytes)?;
-                    self.live.push(Own { allocation, stream, is_shared: false });
+                    self.live.push(PrivateAllocation { allocation, stream, is_shared: false });
                 }
             }
             0..12 => {
@@ -93,7 +94,7 @@ impl PrivateWork {
         self.streams[self.random.below(self.streams.len() as u64) as usize]
     }
 
-    /// Lets another stream use one of its allocations, once.
+    /// Lets another stream use one private allocation, at most once.
     fn share<L: Lock>(&mut self, allocator: &Allocator<SimBackend, L>, stream: StreamId) -> Result<(), Race> {
         let count = self.live.len() as u64;
         let Some(own) = self.live.get_mut(self.random.below(count) as usize).filter(|own| !own.is_shared) else {
@@ -109,13 +110,13 @@ impl PrivateWork {
         Ok(())
     }
 
-    /// Frees everything and gives its pools up. The driver works again.
+    /// Frees all private allocations and destroys all private pools. All faults must be removed before.
     pub(crate) fn end<L: Lock>(&mut self, allocator: &Allocator<SimBackend, L>) {
         for own in self.live.drain(..) {
-            allocator.free(own.allocation.handle).expect("it is live, and the driver works");
+            allocator.free(own.allocation.handle).expect("the allocation is live and the driver works");
         }
         for pool in self.pools.drain(..) {
-            allocator.destroy_pool(pool).expect("it is empty, and the driver works");
+            allocator.destroy_pool(pool).expect("the pool is empty and the driver works");
         }
     }
 }

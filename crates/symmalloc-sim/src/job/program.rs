@@ -1,14 +1,14 @@
-//! The program of a job: what every rank carries out, worked out once and shared by all of them.
+//! The program of a job, which every rank runs. It is computed once and shared by all ranks.
 //!
 //! ```text
 //!  steps of the plan ....... sync ....... sync ....│ liveness: end steps, free everything, trim, destroy, trim
 //!  └── stretch 0 ─────────┘└─ stretch 1 ─┘         │
-//!       each with its JobOrder: what may change places
+//!       each with its JobOrder: the steps that may be reordered
 //! ```
 //!
-//! All ranks are together at every sync. Between two syncs a rank is on its own, so what it needs there (its schedule) is
-//! worked out when it is its turn, and is gone afterwards: between stretches a rank is its allocator, its device and its
-//! live allocations, and nothing else.
+//! All ranks meet at every sync. Between two syncs a rank runs independently, so its schedule is computed when its turn
+//! comes and discarded afterward. Between stretches a rank consists only of its allocator, its device and its live
+//! allocations.
 
 use crate::job::order::{HeapsByAllocation, JobOrder, Resources};
 use crate::job::steps::{JobStep, PoolPolicies};
@@ -24,28 +24,28 @@ pub(crate) struct Stretch {
     pub(crate) order: JobOrder,
 }
 
-/// What all ranks carry out. See the [module documentation](self).
+/// The steps that all ranks run. See the [module documentation](self).
 #[derive(Clone, Debug)]
 pub(crate) struct JobProgram {
     pub(crate) steps: Vec<JobStep>,
-    /// By step: where a rank keeps the allocation that the step is about.
+    /// Slot, by step, in which a rank keeps the step's allocation.
     pub(crate) slots: Vec<u32>,
-    /// How many allocations a rank keeps at most.
+    /// Maximum number of allocations that a rank keeps.
     pub(crate) slot_count: usize,
     pub(crate) homes: HeapsByAllocation,
     pub(crate) policies: PoolPolicies,
     /// Number of streams that the program registers.
     pub(crate) streams: usize,
     pub(crate) stretches: Vec<Stretch>,
-    /// From this stretch on nothing fails any more.
+    /// Index of the first stretch of the liveness phase, in which no call fails.
     pub(crate) liveness: usize,
 }
 
-/// No slot: the step is about no allocation.
+/// The slot of a step without an allocation.
 const NO_SLOT: u32 = u32::MAX;
 
 impl JobProgram {
-    /// The program of these steps, followed by the liveness phase. A stretch has at most `stretch_max` steps.
+    /// Creates the program of these steps, followed by the liveness phase. A stretch has at most `stretch_max` steps.
     pub(crate) fn new(config: &Config, steps: &[JobStep], stretch_max: usize) -> Self {
         let policies = PoolPolicies::new(config, steps);
         let mut steps = steps.to_vec();
@@ -66,7 +66,7 @@ impl JobProgram {
         JobProgram { slots, slot_count, homes, streams, stretches, liveness, policies, steps }
     }
 
-    /// The number of pools that the program makes, the default pool included.
+    /// Returns the number of pools that the program creates, including the default pool.
     pub(crate) fn pools(&self) -> usize {
         self.policies.count()
     }
@@ -79,7 +79,7 @@ fn home(op: &Op) -> Option<(AllocationId, (PoolId, symmalloc_core::StreamId))> {
     }
 }
 
-/// Cuts a program at its syncs, and where a part is too long. The syncs themselves are in no part.
+/// Splits a program at its syncs, and splits parts that are too long. The syncs themselves belong to no part.
 fn stretches(steps: &[JobStep], stretch_max: usize) -> Vec<Range<usize>> {
     let (mut stretches, mut start) = (Vec::new(), 0);
     for (index, step) in steps.iter().enumerate() {
@@ -94,7 +94,7 @@ fn stretches(steps: &[JobStep], stretch_max: usize) -> Vec<Range<usize>> {
     stretches
 }
 
-/// What ends every run: everything is freed, and everything goes back.
+/// Returns the steps that end every run: the first part frees everything, and the second gives all memory back.
 fn liveness_phase(steps: &[JobStep], policies: &PoolPolicies) -> [Vec<JobStep>; 2] {
     let mut live: BTreeMap<AllocationId, u8> = BTreeMap::new();
     let (mut open, mut slept) = (BTreeSet::new(), false);
@@ -102,7 +102,7 @@ fn liveness_phase(steps: &[JobStep], policies: &PoolPolicies) -> [Vec<JobStep>; 
     for step in steps {
         threads = threads.max(step.thread + 1);
         match step.op {
-            // Freed by the thread after the one that allocated it.
+            // The thread after the one that allocated it frees it.
             Op::Allocate { id, .. } => drop(live.insert(id, step.thread + 1)),
             Op::Free { id } => drop(live.remove(&id)),
             Op::BeginStep { pool, .. } => drop(open.insert(pool)),
@@ -114,7 +114,7 @@ fn liveness_phase(steps: &[JobStep], policies: &PoolPolicies) -> [Vec<JobStep>; 
     let end = open.into_iter().map(|pool| JobStep::new(Op::EndStep { pool }, 0));
     let free = |(id, thread): (AllocationId, u8)| JobStep::new(Op::Free { id }, thread % threads);
     let mut trims = Vec::new();
-    // A step that no plan has the key of gives the memory of plans back, once its pool is awake. Other pools are destroyed.
+    // A step whose key has no plan gives back the memory of plans if its pool is awake. Other pools are destroyed.
     let has_steps = steps.iter().any(|step| matches!(step.op, Op::BeginStep { pool: PoolId::DEFAULT, .. }));
     let step = [Op::BeginStep { pool: PoolId::DEFAULT, key: u64::MAX }, Op::EndStep { pool: PoolId::DEFAULT }];
     if has_steps && !slept {
@@ -123,7 +123,7 @@ fn liveness_phase(steps: &[JobStep], policies: &PoolPolicies) -> [Vec<JobStep>; 
     trims.push(Op::Trim { pool: None });
     trims.extend((1..policies.count() as u32).map(|pool| Op::DestroyPool { pool: PoolId(pool) }));
     if slept {
-        // It has addresses to give back, and may need the memory of others to wake.
+        // The pool still holds addresses to give back, and may need memory of other pools to wake.
         trims.push(Op::Wake { pool: PoolId::DEFAULT });
         trims.extend(step.into_iter().filter(|_| has_steps));
     }
@@ -135,8 +135,8 @@ fn liveness_phase(steps: &[JobStep], policies: &PoolPolicies) -> [Vec<JobStep>; 
     [end.chain(live.into_iter().map(free)).collect(), trims]
 }
 
-/// Gives each allocation a slot. A slot is given again only after a sync: between two syncs ranks free and allocate in
-/// different orders.
+/// Assigns a slot to each allocation. A slot is reused only after a sync, because ranks free and allocate in different
+/// orders between two syncs.
 fn slots(steps: &[JobStep], stretches: &[Stretch]) -> (Vec<u32>, usize) {
     let mut slots = vec![NO_SLOT; steps.len()];
     let mut of: BTreeMap<AllocationId, u32> = BTreeMap::new();
@@ -174,7 +174,7 @@ mod tests {
     use std::num::NonZeroU32;
 
     #[test]
-    fn a_slot_is_given_again_only_after_a_sync() {
+    fn a_slot_is_reused_only_after_a_sync() {
         for seed in 0..40 {
             let plan = JobPlan::from_seed(seed, &Size { ranks: NonZeroU32::MIN, ops: 200 });
             let program = plan.program();
@@ -192,12 +192,12 @@ mod tests {
                 }
                 taken.retain(|slot| !freed.contains(slot));
             }
-            assert!(taken.is_empty(), "everything is freed in the end");
+            assert!(taken.is_empty(), "everything is freed at the end");
         }
     }
 
     #[test]
-    fn long_parts_are_cut_and_syncs_are_in_none() {
+    fn long_parts_are_split_and_contain_no_syncs() {
         let step = |op| JobStep::new(op, 0);
         let mut steps = vec![step(Op::Trim { pool: None }); 7];
         steps[2] = step(Op::Sync);

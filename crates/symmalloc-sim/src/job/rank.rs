@@ -1,9 +1,9 @@
-//! One rank: its allocator on its device, in its context.
+//! One rank: its allocator, its device and its context.
 //!
-//! Between syncs a rank carries the steps of a stretch out in the order of its own schedule. What it decides is compared,
-//! step by step, with what the reference rank decided; only the reference writes a [`DecisionJournal`].
+//! Between syncs a rank runs the steps of a stretch in the order of its schedule. Its decisions are compared, step by
+//! step, with those of the reference rank. Only the reference writes a [`DecisionJournal`].
 //!
-//! How it then stands to the reference is told in [`crate::job::standing`], what it does with one step in `step.rs`.
+//! [`crate::job::standing`] tracks how the rank differs from the reference, and `step.rs` runs single steps.
 
 use crate::device::{Fault, FaultRule, SimBackend, SplitMix64};
 use crate::job::context::{Purpose, RankContext, RankFault, sequence};
@@ -21,26 +21,26 @@ use symmalloc_core::config::{Config, PointerLookup, SegmentPolicy, StreamPolicy}
 use symmalloc_core::lock::Lock;
 use symmalloc_core::{Allocator, Op, PoolId, StreamId};
 
-/// What every rank of a job has in common.
+/// The properties that all ranks of a job have in common.
 #[derive(Clone, Debug)]
 pub(crate) struct RankJob {
     pub(crate) seed: u64,
     pub(crate) config: Config,
     pub(crate) granularity_bytes: u64,
     pub(crate) program: JobProgram,
-    /// Ranks may use up the limit over all pools for themselves: pools that are not symmetric may differ then.
+    /// Set if ranks may use up the limit over all pools with private work, so that nonsymmetric pools may differ.
     pub(crate) may_starve: bool,
-    /// A rank whose digests are compared after each step, while nothing happens to it: to find the step at which it parts.
+    /// Rank whose digests are compared after each step while it has no fault, to find the step at which it diverges.
     pub(crate) watched: Option<u32>,
 }
 
 impl RankJob {
-    /// Whether ranks are compared in a pool.
+    /// Returns `true` if ranks are compared in a pool.
     pub(crate) fn compares(&self, pool: PoolId) -> bool {
         !self.may_starve || self.program.policies.of(pool).symmetric()
     }
 
-    /// The pool of a step that is about one.
+    /// Returns the pool that an op acts on, if it acts on a single pool.
     fn pool_of(&self, op: &Op) -> Option<PoolId> {
         match op {
             Op::Allocate { pool, .. } | Op::Reserve { pool, .. } | Op::DestroyPool { pool } => Some(*pool),
@@ -53,12 +53,12 @@ impl RankJob {
     }
 }
 
-/// Why a rank did not get to the sync.
+/// The reason why a rank did not reach the sync.
 #[derive(Clone, Debug)]
 pub(crate) enum Stop {
     /// Its device is lost.
     Lost,
-    /// Something that must not be.
+    /// The run failed.
     Failed { step: Option<usize>, cause: FailureCause },
 }
 
@@ -66,12 +66,12 @@ pub(crate) enum Stop {
 #[derive(Debug)]
 pub(crate) struct Rank<L: Lock> {
     pub(crate) context: RankContext,
-    /// How often it was started again.
+    /// Number of restarts so far.
     pub(crate) incarnation: u32,
     pub(crate) allocator: Allocator<SimBackend, L>,
-    /// By slot.
+    /// Live allocations, by slot.
     pub(crate) live: Vec<Option<LiveBlock>>,
-    /// The allocator's pools by the program's.
+    /// The allocator's pools, by the program's pool ids.
     pub(crate) pools: Vec<PoolId>,
     /// Number of streams that the program has registered.
     pub(crate) streams: usize,
@@ -80,20 +80,20 @@ pub(crate) struct Rank<L: Lock> {
     failed_calls: u64,
     pub(crate) standing: RankStanding,
     pub(crate) ops: u64,
-    /// The step that was begun last: where it was when it panicked.
+    /// The step that began last, which locates a panic.
     pub(crate) begun: Option<usize>,
-    /// Allocations that went where a plan says.
+    /// Allocations that were placed where a plan put them.
     pub(crate) planned: u64,
-    /// Steps that were another one than their plan's.
+    /// Steps that deviated from their plan.
     pub(crate) differing: u64,
-    /// Of private work that has ended.
+    /// Private ops of completed private work.
     private_ops: u64,
-    /// What happened to it before it was healed.
+    /// Faults that occurred before the rank was healed; `None` until then.
     healed_of: Option<JobFaults>,
 }
 
 impl<L: Lock> Rank<L> {
-    /// A rank that has done nothing yet.
+    /// Creates a rank that has not run any step yet.
     pub(crate) fn new(job: &RankJob, context: RankContext, incarnation: u32) -> Self {
         let mut device = SimBackend::builder()
             .seed(job.seed.wrapping_add(u64::from(incarnation) << 32))
@@ -101,7 +101,7 @@ impl<L: Lock> Rank<L> {
             .granularity_bytes(job.granularity_bytes)
             .delays(context.delays)
             .memory_bytes(context.memory_bytes.unwrap_or(1 << 50));
-        // A lost device first: of two rules that apply, the first decides.
+        // The loss of the device comes first, because the first matching rule applies.
         let mut faults = context.faults.clone();
         faults.sort_by_key(|fault| fault.fault != Fault::DeviceLost);
         for fault in faults {
@@ -130,7 +130,7 @@ impl<L: Lock> Rank<L> {
         }
     }
 
-    /// Carries a stretch out, and enters what it decides.
+    /// Runs a stretch and records its decisions in a journal.
     pub(crate) fn lead(
         &mut self,
         job: &RankJob,
@@ -148,8 +148,8 @@ impl<L: Lock> Rank<L> {
         Ok(journal)
     }
 
-    /// Carries a stretch out, and compares what it decides with the journal. A rank that differs for no reason goes on to
-    /// the sync, for the agreement to say what it thinks of it.
+    /// Runs a stretch and compares its decisions with the journal. A rank that differs without a fault still runs to
+    /// the sync, so that the failure can include the agreement's report.
     pub(crate) fn follow(
         &mut self,
         job: &RankJob,
@@ -188,7 +188,7 @@ impl<L: Lock> Rank<L> {
             let number = steps.start + index;
             let failed = |race| Stop::Failed { step: Some(number), cause: FailureCause::Race(race) };
             self.begun = Some(number);
-            self.moment(job).map_err(failed)?;
+            self.between_steps(job).map_err(failed)?;
             let decision = self.step(job, number).map_err(failed)?;
             self.ops += 1;
             if self.is_lost() {
@@ -200,14 +200,14 @@ impl<L: Lock> Rank<L> {
         Ok(())
     }
 
-    /// What happens between two steps, on this rank alone.
-    fn moment(&mut self, job: &RankJob) -> Result<(), crate::device::Race> {
+    /// Performs the random events of this rank between two steps.
+    fn between_steps(&mut self, job: &RankJob) -> Result<(), crate::device::Race> {
         let RankContext { pace_ticks, asks_per_million, private_per_million, .. } = self.context;
         if pace_ticks > 0 {
             self.allocator.backend().tick(self.moments.below(u64::from(pace_ticks) + 1));
         }
         if asks_per_million > 0 && self.moments.chance(asks_per_million) {
-            // Whatever the driver says: nobody may notice.
+            // The answer of the driver must not affect any decision.
             let _answer = self.allocator.drop_completed_fences();
         }
         let has_all =
@@ -220,19 +220,19 @@ impl<L: Lock> Rank<L> {
         Ok(())
     }
 
-    /// Whether the device was lost.
+    /// Returns `true` if the device is lost.
     fn is_lost(&self) -> bool {
         let is_end = |fault: &RankFault| fault.fault == Fault::DeviceLost && self.has_happened(fault);
         self.healed_of.is_none() && self.context.faults.iter().any(is_end)
     }
 
-    /// Whether the call that was to fail was made.
+    /// Returns `true` if the call that the fault applies to has been made.
     fn has_happened(&self, fault: &RankFault) -> bool {
         let calls = self.allocator.backend().calls();
         fault.call.map_or(calls.fallible(), |call| calls.of(call)) > fault.ordinal
     }
 
-    /// What happened to the rank.
+    /// Returns the faults that occurred on this rank.
     pub(crate) fn faults(&self) -> JobFaults {
         if let Some(faults) = self.healed_of {
             return faults;
@@ -253,7 +253,7 @@ impl<L: Lock> Rank<L> {
         }
     }
 
-    /// A rank whose driver refused something is followed from now on.
+    /// Starts to follow the rank's digests if its driver has refused a call.
     fn notice_refusals(&mut self) {
         if !self.context.is_faulty() {
             return;
@@ -265,7 +265,7 @@ impl<L: Lock> Rank<L> {
         }
     }
 
-    /// Compares the step with this index in a stretch.
+    /// Compares the decision about the step at `index` in a stretch.
     fn compare(
         &mut self,
         job: &RankJob,
@@ -289,7 +289,7 @@ impl<L: Lock> Rank<L> {
             }
             self.standing.begin_to_follow();
         }
-        // What others of its pools hold may leave no memory for a plan, which no decision shows at once.
+        // Private use of the limit may leave no memory for a plan, which no decision shows immediately.
         if job.may_starve && matches!(op, Op::BeginStep { .. }) {
             self.standing.begin_to_follow();
         }
@@ -306,7 +306,7 @@ impl<L: Lock> Rank<L> {
             .map_or(Ok(()), |heap| Err(Stop::Failed { step: Some(number), cause: FailureCause::OtherDigest { heap } }))
     }
 
-    /// The digests of all compared heaps.
+    /// Returns the digests of all compared heaps.
     pub(crate) fn digests(&self, job: &RankJob) -> Vec<HeapDigest> {
         let mut digests = Vec::new();
         for pool in (0..self.pools.len() as u32).map(PoolId).filter(|pool| job.compares(*pool)) {
@@ -315,7 +315,7 @@ impl<L: Lock> Rank<L> {
         digests
     }
 
-    /// The digests of the compared heaps that an op touched.
+    /// Returns the digests of the compared heaps that an op touched.
     fn touched_digests(&self, job: &RankJob, op: &Op) -> Vec<HeapDigest> {
         let policies = &job.program.policies;
         let mut digests = Vec::new();
@@ -355,7 +355,7 @@ impl<L: Lock> Rank<L> {
         digests.extend(wanted.map(|(stream, digest)| (HeapName { pool, stream }, digest)));
     }
 
-    /// From here on nothing fails any more, and the rank works for itself no longer.
+    /// Removes all faults and ends private work.
     pub(crate) fn heal(&mut self) {
         self.healed_of = Some(self.faults());
         self.allocator.backend().heal();
@@ -365,23 +365,23 @@ impl<L: Lock> Rank<L> {
         }
     }
 
-    /// How much the rank did for itself.
+    /// Returns the number of private ops so far.
     pub(crate) fn private_ops(&self) -> u64 {
         self.private_ops + self.private.as_ref().map_or(0, |private| private.ops)
     }
 
-    /// Liveness: everything was freed and given back.
-    pub(crate) fn ended(&self, job: &RankJob) -> Result<(), FailureCause> {
-        // What the last users of a segment that stays have left is waited for, and then forgotten.
+    /// Checks, at the end of the liveness phase, that everything was freed and given back.
+    pub(crate) fn check_ended(&self, job: &RankJob) -> Result<(), FailureCause> {
+        // Waits for the fences of the last users of remaining segments, and then drops the fences.
         for stream in (0..self.allocator.stream_count() as u16).map(StreamId) {
             self.allocator.backend().synchronize(stream).expect("the driver works");
-            self.allocator.stream_synchronized(stream).expect("it is registered");
+            self.allocator.stream_synchronized(stream).expect("the stream is registered");
         }
         self.allocator.drop_completed_fences().expect("the driver works");
         self.allocator.check().map_err(|violation| FailureCause::Violation(violation.to_string().into()))?;
         let stats = self.allocator.stats();
         let kept = match job.program.policies.of(PoolId::DEFAULT).segments() {
-            // Such a segment is there for ever, and the default pool is never destroyed.
+            // Such a segment is never released, and the default pool is never destroyed.
             SegmentPolicy::Reserved { .. } => {
                 self.allocator.pool_stats(PoolId::DEFAULT).map_or(0, |stats| stats.reserved_bytes.current)
             }

@@ -1,12 +1,12 @@
-//! Rejoining: a rank that starts again on a new device, from layouts that were saved at the last sync, and has the same
-//! future as the others from there on.
+//! Restarts of ranks: a rank starts on a new device from layouts that were saved at the last sync, and then behaves
+//! like the other ranks.
 //!
 //! ```text
-//!  a rank at the sync ──► the layout of each pool, as text ──┐
-//!                         what the program holds, and where ─┴─► new device, new allocator ─► the rank, again
+//!  a rank at the sync ──► the layout of each pool, as text ─┐
+//!                         live allocations and locations   ─┴─► new device, new allocator ─► restarted rank
 //! ```
-//! A rank that restarts of its own accord has saved its own layouts. One that was lost, or came to differ, gets those of
-//! the reference: what a layout says is the same on all ranks.
+//! A rank with a scheduled restart saves its own layouts. A rank that was lost or that differs uses those of the
+//! reference, because layouts are the same on all ranks.
 
 use crate::job::context::RankContext;
 use crate::job::device_work::LiveBlock;
@@ -17,33 +17,33 @@ use symmalloc_core::lock::Lock;
 use symmalloc_core::{Op, Placement, PoolId, StreamId};
 use symmalloc_trace::layout;
 
-/// What a rank writes down at a sync.
+/// The state that a rank saves at a sync.
 #[derive(Clone, Debug)]
 pub(crate) struct Checkpoint {
     /// Number of streams that the program had registered.
     streams: usize,
-    /// By pool: the text of its layout; `None` if it was given up.
+    /// Layouts as text, by pool; `None` for a destroyed pool.
     layouts: Vec<Option<String>>,
-    /// By slot, of live allocations.
+    /// Live allocations, by slot.
     live: Vec<(usize, Kept)>,
 }
 
-/// A live allocation, by its home and its place.
+/// A live allocation: its heap and its location.
 #[derive(Clone, Copy, Debug)]
 struct Kept {
     pool: PoolId,
     stream: StreamId,
-    /// [`Placement::NOWHERE`] for one of zero bytes.
+    /// [`Placement::NOWHERE`] for a zero-byte allocation.
     placement: Placement,
 }
 
 impl Checkpoint {
-    /// Writes down where a rank is after so many stretches. `None` when a layout cannot be saved: the driver still has
-    /// memory of dead segments, or a pool has stitched ranges or plans.
+    /// Saves the state of a rank after `stretches` stretches. Returns `None` if a layout cannot be saved, because the
+    /// driver still holds memory of dead segments, or because a pool has stitched ranges or plans.
     pub(crate) fn take<L: Lock>(job: &RankJob, rank: &Rank<L>, stretches: usize) -> Option<Self> {
         let layouts = (0..rank.pools.len()).map(|pool| {
             let pool = rank.pools[pool];
-            // A pool that was given up has no statistics.
+            // A destroyed pool has no statistics.
             let is_there = rank.allocator.pool_stats(pool).is_ok();
             is_there.then(|| rank.allocator.save_layout(pool).map(|layout| layout::to_text(&layout))).transpose()
         });
@@ -61,7 +61,7 @@ impl Checkpoint {
         })
     }
 
-    /// Starts a rank again. Nothing happens to the new one, but that it goes on working for itself.
+    /// Restarts a rank. The new rank has no faults, but continues its private work.
     pub(crate) fn resume<L: Lock>(
         &self,
         job: &RankJob,
@@ -89,19 +89,20 @@ impl Checkpoint {
                     let begin = |allocation| LiveBlock::begin(rank.allocator.backend(), kept.stream, allocation);
                     found.map(|found| begin(&found.allocation)).transpose()?
                 };
-                let lost = || FailureCause::NotRestored(format!("nothing was restored at {}", kept.placement).into());
+                let lost =
+                    || FailureCause::NotRestored(format!("no allocation was restored at {}", kept.placement).into());
                 rank.live[*slot] = Some(live.ok_or_else(lost)?);
             }
         }
-        // An allocation of zero bytes outlives its pool, but there is nothing of it to restore.
+        // A zero-byte allocation outlives its pool, but has no state to restore.
         for (slot, _) in self.live.iter().filter(|(_, kept)| self.layouts[kept.pool.index()].is_none()) {
-            rank.live[*slot] = Some(LiveBlock::of_a_pool_that_is_gone());
+            rank.live[*slot] = Some(LiveBlock::outliving_its_pool());
         }
         Ok(rank)
     }
 }
 
-/// Which heap the allocation in each slot is of, after so many stretches.
+/// Returns the heap of the allocation in each slot after `stretches` stretches.
 fn homes_of_slots(job: &RankJob, stretches: usize) -> BTreeMap<usize, (PoolId, StreamId)> {
     let program = &job.program;
     let done = program.stretches[..stretches].last().map_or(0, |stretch| stretch.steps.end);
@@ -109,6 +110,6 @@ fn homes_of_slots(job: &RankJob, stretches: usize) -> BTreeMap<usize, (PoolId, S
         Op::Allocate { pool, stream, .. } => Some((*slot as usize, (pool, stream))),
         _ => None,
     });
-    // The last one that was given the slot is in it.
+    // The last allocation that was assigned to a slot occupies it.
     made.collect()
 }

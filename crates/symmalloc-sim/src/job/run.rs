@@ -1,11 +1,11 @@
-//! A run: all ranks of a plan, stretch by stretch, compared at every sync.
+//! A run of all ranks of a plan, stretch by stretch, with a comparison at every sync.
 //!
 //! ```text
 //!           ┌─ reference ──► journal ─┐
 //!  stretch ─┤                         ├─ compared step by step ─► sync: digests, agreement, check()
 //!           └─ the other ranks ◄──────┘                            │
-//!                                                                  ├─ departed ranks start again
-//!                                                                  └─ lost ranks start again, or leave
+//!                                                                  ├─ departed ranks restart
+//!                                                                  └─ lost ranks restart or leave
 //!  ... and after the last stretch of the safety phase: heal, free everything, give everything back
 //! ```
 
@@ -25,23 +25,23 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use symmalloc_core::lock::{Exclusive, Lock, Shared};
 use symmalloc_trace::RecordLine;
 
-/// How far a run is.
+/// The progress of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct JobProgress {
-    /// Steps of the program that every rank is through with.
+    /// Number of program steps that every rank has completed.
     pub steps: usize,
-    /// Steps of the program, those of the liveness phase included.
+    /// Number of program steps, including those of the liveness phase.
     pub steps_total: usize,
 }
 
-/// Simulates a job on so many threads of this machine. `progress` is called at every sync.
+/// Simulates a job on `workers` host threads. Calls `progress` at every sync.
 ///
 /// # Errors
-/// When something went wrong that must not: the first thing, in the order of steps between two syncs and then of ranks.
+/// Returns the first failure, ordered by step between two syncs and then by rank.
 ///
 /// # Determinism
-/// The outcome, and a failure, is a function of the plan. The number of threads decides nothing.
+/// The outcome or failure is determined by the plan. The number of threads does not affect it.
 pub fn simulate(
     plan: &JobPlan,
     workers: NonZeroUsize,
@@ -56,7 +56,8 @@ pub fn simulate(
     else {
         return Err(failure);
     };
-    // Ranks may have parted long before a decision shows it. Once more, with a look at that rank's digests after each step.
+    // The ranks may have diverged long before a decision shows it. Runs again and compares that rank's digests after
+    // each step.
     match run(plan, workers, Some(rank), &mut |_| ()) {
         Err(earlier) if earlier.rank == failure.rank && earlier.step != failure.step => Err(earlier),
         _ => Err(failure),
@@ -103,13 +104,13 @@ fn run(
     }
 }
 
-/// What a panic said.
+/// Returns the message of a panic.
 fn message(panic: &(dyn std::any::Any + Send)) -> Box<str> {
     let text = panic.downcast_ref::<String>().map(String::as_str);
     text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no message").into()
 }
 
-/// A failure before it is told to people.
+/// A failure without the fields that are common to the run.
 #[derive(Debug)]
 struct Failed {
     rank: Option<u32>,
@@ -124,22 +125,22 @@ impl Failed {
     }
 }
 
-/// A place in the job: a rank that works, or nobody any more.
+/// A position in the job that holds a rank, or is vacant.
 #[derive(Debug)]
 pub(crate) struct Seat<L: Lock>(Option<Box<Rank<L>>>);
 
-/// What became of a rank in a stretch.
+/// The result of a stretch for one seat.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Arrival {
     AtSync,
-    /// Its device is lost.
+    /// The rank's device is lost.
     Lost,
-    /// There was none.
-    Nobody,
+    /// The seat is vacant.
+    Vacant,
 }
 
 impl<L: Lock> Seat<L> {
-    /// Lets its rank carry a stretch out, if there is one.
+    /// Lets the rank, if there is one, run a stretch.
     fn follow(
         &mut self,
         job: &RankJob,
@@ -147,7 +148,7 @@ impl<L: Lock> Seat<L> {
         scheduler: &mut Scheduler,
         journal: &DecisionJournal,
     ) -> Result<Arrival, Failed> {
-        let Some(rank) = &mut self.0 else { return Ok(Arrival::Nobody) };
+        let Some(rank) = &mut self.0 else { return Ok(Arrival::Vacant) };
         let number = rank.context.rank;
         match catch_unwind(AssertUnwindSafe(|| rank.follow(job, stretch, scheduler, journal))) {
             Ok(Ok(())) => Ok(Arrival::AtSync),
@@ -158,7 +159,7 @@ impl<L: Lock> Seat<L> {
     }
 }
 
-/// Whose layouts a rank starts again from.
+/// The owner of the layouts that a rank restarts from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum LayoutSource {
     Own,
@@ -174,7 +175,7 @@ struct Run<'a, L: Lock, C> {
     outcome: JobOutcome,
 }
 
-/// One rank in so many is scanned at a sync, besides the reference.
+/// One rank in this many, in addition to the reference, is scanned at a sync.
 const CHECKED_ONE_IN: u64 = 16;
 
 impl<'a, L: Lock, C: Crew<Seat<L>>> Run<'a, L, C> {
@@ -198,7 +199,7 @@ impl<'a, L: Lock, C: Crew<Seat<L>>> Run<'a, L, C> {
         for seat in 0..self.seats.len() {
             if let Some(rank) = self.seats[seat].0.take() {
                 let failed = |cause| Failed::new(rank.context.rank, None, cause);
-                rank.ended(self.job).map_err(failed)?;
+                rank.check_ended(self.job).map_err(failed)?;
                 self.count(&rank);
             }
         }
@@ -210,17 +211,17 @@ impl<'a, L: Lock, C: Crew<Seat<L>>> Run<'a, L, C> {
     }
 
     fn reference(&mut self) -> &mut Rank<L> {
-        self.seats[self.reference].0.as_deref_mut().expect("nothing happens to the reference")
+        self.seats[self.reference].0.as_deref_mut().expect("the reference has no faults")
     }
 
-    /// Over all digests of the reference.
+    /// Returns a digest over all heaps of the reference.
     fn digest(&mut self) -> u64 {
         let job = self.job;
         let digests = self.reference().digests(job).into_iter().map(|(_, digest)| digest.value);
         digests.fold(0, |all, one| all.rotate_left(1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ one)
     }
 
-    /// Lets every rank carry a stretch out: the reference first.
+    /// Lets every rank run a stretch, the reference first.
     fn stretch(&mut self, stretch: usize) -> Result<Vec<Arrival>, Failed> {
         let job = self.job;
         let reference = self.reference();
@@ -229,7 +230,7 @@ impl<'a, L: Lock, C: Crew<Seat<L>>> Run<'a, L, C> {
         let journal = match led {
             Ok(Ok(journal)) => journal,
             Ok(Err(Stop::Failed { step, cause })) => return Err(Failed::new(number, step, cause)),
-            Ok(Err(Stop::Lost)) => unreachable!("nothing happens to the reference"),
+            Ok(Err(Stop::Lost)) => unreachable!("the reference has no faults"),
             Err(panic) => {
                 return Err(Failed::new(number, reference.begun, FailureCause::Panic(message(panic.as_ref()))));
             }
@@ -240,7 +241,7 @@ impl<'a, L: Lock, C: Crew<Seat<L>>> Run<'a, L, C> {
         self.first_failure(answers)
     }
 
-    /// The failure of the earliest step, then of the first seat: whichever thread of this machine was faster.
+    /// Returns the failure with the earliest step and then the first seat, independent of host thread timing.
     fn first_failure(&self, answers: Vec<Result<Arrival, Failed>>) -> Result<Vec<Arrival>, Failed> {
         let failed_at = |seat: usize| answers[seat].as_ref().err().map(|failed| failed.step.unwrap_or(usize::MAX));
         let first = (0..answers.len()).filter_map(|seat| Some((failed_at(seat)?, seat))).min();
@@ -248,7 +249,7 @@ impl<'a, L: Lock, C: Crew<Seat<L>>> Run<'a, L, C> {
         let is_at_sync = |seat: usize| !matches!(answers[seat], Ok(Arrival::Lost));
         let live: Vec<_> = self.live().into_iter().filter(|(seat, _)| is_at_sync(*seat)).collect();
         let mut failed = answers.into_iter().nth(first).and_then(Result::err).expect("it failed");
-        // What do the ranks at the sync think of it?
+        // Adds the agreement's report of the ranks at the sync.
         if failed.cause.is_difference() {
             failed.report = Some(match compare(&live) {
                 Ok(()) => "the ranks agree: their symmetric pools have equal histories".into(),
@@ -258,12 +259,12 @@ impl<'a, L: Lock, C: Crew<Seat<L>>> Run<'a, L, C> {
         Err(failed)
     }
 
-    /// The ranks that are left, by seat.
+    /// Returns the remaining ranks by seat.
     fn live(&self) -> Vec<Seated<'_, L>> {
         self.seats.iter().enumerate().filter_map(|(seat, rank)| Some((seat, rank.0.as_deref()?))).collect()
     }
 
-    /// All ranks are together: they are compared, and what happened to some is repaired.
+    /// Compares all ranks at a sync, and restarts or removes those that are lost or differ.
     fn sync(&mut self, stretch: usize, arrivals: &[Arrival]) -> Result<(), Failed> {
         self.outcome.syncs += 1;
         let mut restarting = BTreeMap::new();
@@ -279,7 +280,7 @@ impl<'a, L: Lock, C: Crew<Seat<L>>> Run<'a, L, C> {
             }
         }
         self.check(stretch)?;
-        // Lost ranks have nothing to say any more.
+        // Lost ranks do not take part in the agreement.
         let live: Vec<_> = self.live().into_iter().filter(|(seat, _)| !restarting.contains_key(seat)).collect();
         let reported = agree(self.job, &live, self.reference).map_err(|disputed| {
             let rank = self.seats[disputed.seat].0.as_ref().map(|rank| rank.context.rank);
@@ -287,7 +288,7 @@ impl<'a, L: Lock, C: Crew<Seat<L>>> Run<'a, L, C> {
         })?;
         let syncs = stretch as u32 + 1;
         for (seat, rank) in live {
-            // Those that differ in other pools only are nobody's business but the simulator's, which compares these, too.
+            // Only the simulator compares nonsymmetric pools. It also restarts ranks that differ there.
             if reported.contains(&seat) || rank.standing.first_departed().is_some() {
                 restarting.insert(seat, LayoutSource::Reference);
             } else if rank.context.restart_at == Some(syncs) {
@@ -298,7 +299,7 @@ impl<'a, L: Lock, C: Crew<Seat<L>>> Run<'a, L, C> {
         if restarting.is_empty() { Ok(()) } else { self.restart(&restarting, stretch + 1) }
     }
 
-    /// Scans some ranks.
+    /// Checks the invariants of some ranks.
     fn check(&mut self, stretch: usize) -> Result<(), Failed> {
         let mut random = sequence(self.job.seed, Purpose::Checks, stretch as u64);
         for (seat, rank) in self.seats.iter().enumerate().filter_map(|(seat, rank)| Some((seat, rank.0.as_ref()?))) {
@@ -311,12 +312,12 @@ impl<'a, L: Lock, C: Crew<Seat<L>>> Run<'a, L, C> {
         Ok(())
     }
 
-    /// Starts ranks again, which have the same future as the others from here on.
+    /// Restarts ranks, which then behave like the others.
     fn restart(&mut self, seats: &BTreeMap<usize, LayoutSource>, stretches: usize) -> Result<(), Failed> {
         let job = self.job;
-        let reference = self.seats[self.reference].0.as_deref().expect("nothing happens to the reference");
+        let reference = self.seats[self.reference].0.as_deref().expect("the reference has no faults");
         let Some(checkpoint) = Checkpoint::take(job, reference, stretches) else {
-            // A pool with stitched ranges or plans has no layout: who would start again from that of the reference leaves.
+            // A pool with stitched ranges or plans has no layout, so ranks that need the reference's layouts leave.
             for (seat, _) in seats.iter().filter(|(_, source)| **source == LayoutSource::Reference) {
                 let Some(rank) = self.seats[*seat].0.take() else { continue };
                 self.outcome.left += 1;
@@ -334,7 +335,7 @@ impl<'a, L: Lock, C: Crew<Seat<L>>> Run<'a, L, C> {
                 LayoutSource::Reference => None,
             };
             let (context, incarnation) = (rank.context.clone(), rank.incarnation + 1);
-            // The old process is gone before the new one begins.
+            // The old process ends before the new one starts.
             drop(rank);
             let failed = |cause| Failed::new(context.rank, None, cause);
             let mut rank = own.as_ref().unwrap_or(&checkpoint).resume(job, &context, incarnation).map_err(failed)?;
@@ -354,7 +355,7 @@ impl<'a, L: Lock, C: Crew<Seat<L>>> Run<'a, L, C> {
         })
     }
 
-    /// Adds what a rank did and what happened to it.
+    /// Adds the ops and faults of a rank to the outcome.
     fn count(&mut self, rank: &Rank<L>) {
         let outcome = &mut self.outcome;
         outcome.ops += rank.ops;

@@ -1,33 +1,33 @@
-//! Schedules: the order in which one rank carries the steps between two syncs out.
+//! Schedules: the order in which one rank runs the steps between two syncs.
 //!
 //! ```text
-//! ready ──pick one──► carried out ──► those that waited for it alone become ready
+//! ready ──pick one──► run ──► steps that waited for this one only become ready
 //! ```
-//! Every pick is drawn from (seed, rank, stretch): a rank's schedule is a random one of the orders that
-//! [`JobOrder`](crate::job::order::JobOrder) allows, and the same one in every run.
+//! Every pick is drawn from (seed, rank, stretch). A rank's schedule is a random order among those that
+//! [`JobOrder`](crate::job::order::JobOrder) allows, and is the same in every run.
 
 use crate::device::SplitMix64;
 use crate::job::order::JobOrder;
 
-/// How a rank's threads are scheduled.
+/// The order in which a rank runs ready steps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Schedule {
-    /// As the program lists the steps.
+    /// The order of the program.
     #[default]
     JobProgram,
     /// Any ready step.
     Uniform,
-    /// The ready step that the program lists last: as far from the program's order as it goes.
+    /// The ready step that is last in the program, which deviates most from program order.
     Latest,
-    /// The step that became ready last, mostly: long runs of one thread.
+    /// Usually the step that became ready last, which gives long runs of one thread.
     Runs,
 }
 
 impl Schedule {
     pub(crate) const ALL: [Schedule; 4] = [Schedule::JobProgram, Schedule::Uniform, Schedule::Latest, Schedule::Runs];
 
-    /// The name in a story.
+    /// Returns the name used in a story.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Schedule::JobProgram => "program",
@@ -38,7 +38,7 @@ impl Schedule {
     }
 }
 
-/// What a schedule is worked out in; used again for the next one.
+/// Buffers for computing schedules, reused for each one.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Scheduler {
     waits_for: Vec<u32>,
@@ -47,7 +47,7 @@ pub(crate) struct Scheduler {
 }
 
 impl Scheduler {
-    /// The steps in the order of this rank.
+    /// Returns the steps in the order of this rank.
     pub(crate) fn schedule(&mut self, order: &JobOrder, style: Schedule, mut random: SplitMix64) -> &[u32] {
         self.order.clear();
         if style == Schedule::JobProgram {
@@ -61,7 +61,7 @@ impl Scheduler {
             let pick = self.pick(style, &mut random);
             let step = self.ready.swap_remove(pick);
             self.order.push(step);
-            for later in order.let_go(step) {
+            for later in order.successors(step) {
                 let waits_for = &mut self.waits_for[*later as usize];
                 *waits_for -= 1;
                 if *waits_for == 0 {

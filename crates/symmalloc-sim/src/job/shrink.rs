@@ -1,8 +1,8 @@
-//! Shrinking: a smaller plan that still fails in the same way.
+//! Shrinking of a failing plan to a smaller one that still fails in the same way.
 //!
-//! Delta debugging (Zeller and Hildebrandt, 2002): leave parts out, large ones first, and keep what still fails. A plan has
-//! parts of five kinds, tried in turn until none gets smaller: ranks, steps, what happens to each rank, threads, and
-//! configuration. Whatever is left out, the plan stays a valid one.
+//! Uses delta debugging (Zeller and Hildebrandt, 2002): omit parts, large ones first, and keep changes that still fail.
+//! A plan has parts of five kinds: ranks, steps, the context of each rank, threads, and configuration. They are tried
+//! in turn until none shrinks further. The plan remains valid after every omission.
 
 use crate::device::Delays;
 use crate::job::context::{AfterLoss, RankContext};
@@ -15,19 +15,19 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroUsize;
 use symmalloc_core::{Config, Op, PoolConfig, PoolId, StreamId};
 
-/// A plan that fails, as small as it got.
+/// A failing plan that was shrunk as far as possible.
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub struct Shrunk {
     /// The plan.
     pub plan: JobPlan,
-    /// How it fails.
+    /// The failure of the plan.
     pub failure: Failure,
-    /// How many plans were run.
+    /// Number of runs that shrinking took.
     pub runs: usize,
 }
 
-/// Makes a failing plan smaller, with at most `runs_max` runs. A function of its arguments, like everything here.
+/// Shrinks a failing plan with at most `runs_max` runs. The result is determined by the arguments.
 pub fn shrink(plan: JobPlan, failure: Failure, runs_max: usize) -> Shrunk {
     let mut shrinker = Shrinker { best: Shrunk { plan, failure, runs: 0 }, runs_max };
     loop {
@@ -49,7 +49,7 @@ struct Shrinker {
 }
 
 impl Shrinker {
-    /// Keeps a plan if it fails as the best one does.
+    /// Keeps a plan if it fails in the same way as the best one.
     fn try_plan(&mut self, plan: JobPlan) -> bool {
         if self.best.runs >= self.runs_max || plan == self.best.plan || plan.reference().is_none() {
             return false;
@@ -64,7 +64,7 @@ impl Shrinker {
         }
     }
 
-    /// Keeps a change of the best plan if it fails as that does.
+    /// Applies a change to the best plan and keeps it if the plan fails in the same way.
     fn try_change(&mut self, change: impl FnOnce(&mut JobPlan)) -> bool {
         let mut plan = self.best.plan.clone();
         change(&mut plan);
@@ -93,13 +93,13 @@ impl Shrinker {
             |plan, from, to| {
                 let is_kept = |(index, step): (usize, &JobStep)| !(from..to).contains(&index) || declares(&step.op);
                 let kept = plan.steps.iter().enumerate().filter(|entry| is_kept((entry.0, entry.1)));
-                plan.steps = that_make_sense(kept.map(|(_, step)| step.clone()));
+                plan.steps = without_dangling_steps(kept.map(|(_, step)| step.clone()));
             },
         );
         self.try_change(|plan| plan.steps = renumbered(&plan.steps));
     }
 
-    /// Leaves out parts of a list, halves first, down to single items.
+    /// Omits parts of a list, halves first, down to single items.
     fn leave_out(&mut self, count: impl Fn(&JobPlan) -> usize, leave_out: impl Fn(&mut JobPlan, usize, usize)) {
         let mut part = count(&self.best.plan).div_ceil(2);
         while part > 0 {
@@ -161,8 +161,8 @@ fn declares(op: &Op) -> bool {
     matches!(op, Op::RegisterStream { .. } | Op::CreatePool { .. })
 }
 
-/// Leaves out what names an allocation that is not made any more, and half a step of a pool.
-fn that_make_sense(steps: impl Iterator<Item = JobStep>) -> Vec<JobStep> {
+/// Removes steps that refer to a missing allocation, and unpaired step boundaries of a pool.
+fn without_dangling_steps(steps: impl Iterator<Item = JobStep>) -> Vec<JobStep> {
     let (mut made, mut open) = (BTreeSet::new(), BTreeSet::new());
     let makes_sense = |step: &JobStep| match step.op {
         Op::Allocate { id, .. } => made.insert(id),
@@ -178,7 +178,7 @@ fn that_make_sense(steps: impl Iterator<Item = JobStep>) -> Vec<JobStep> {
     steps.filter(makes_sense).collect()
 }
 
-/// The same steps without streams and pools that nothing names; the others are numbered anew.
+/// Returns the steps without unused streams and pools, and renumbers the others.
 fn renumbered(steps: &[JobStep]) -> Vec<JobStep> {
     let (mut streams, mut pools) = (BTreeSet::new(), BTreeSet::new());
     for step in steps {

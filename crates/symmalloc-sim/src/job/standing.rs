@@ -1,33 +1,32 @@
-//! How a rank stands to the reference.
+//! The standing of a rank relative to the reference.
 //!
 //! ```text
-//!  alike ───the driver refuses something───► followed ───another digest after a step───► departed, heap by heap
-//!    │ another decision: a failure                │ the same digests: fine
+//!  alike ───the driver refuses a call────────► followed ───different digest after a step────► departed, heap by heap
+//!    │ different decision: a failure              │ same digests: no failure
 //! ```
-//! A rank to which nothing happened must decide as the reference does. A rank to which something happened may come to
-//! differ; it is followed digest by digest, so that it is known at which step each of its heaps departed. The agreement
-//! is held against that.
+//! A rank without faults must decide like the reference. A rank with faults may come to differ. The simulator follows
+//! its digests, so that it knows the step at which each heap departed, and checks the agreement's report against that.
 
 use crate::job::journal::{DecisionJournal, HeapDigest, HeapName, digest_of};
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-/// Whether a rank must be like the reference.
+/// The standing of a rank relative to the reference.
 #[derive(Clone, Debug)]
 pub(crate) enum RankStanding {
     Alike,
-    /// Something happened to it. By heap that differs now, or did when its pool was given up: since when.
+    /// A fault occurred. Holds the departures of heaps that differ now, or that differed when their pool was destroyed.
     Followed {
         departed: BTreeMap<HeapName, Departure>,
     },
 }
 
-/// Where a heap began to differ from the reference's.
+/// The point at which a heap began to differ from the reference's.
 #[derive(Clone, Debug)]
 pub(crate) struct Departure {
     /// The step of the program.
     pub(crate) step: usize,
-    /// Ops of the heap, counted from 0, among which the first that differs is: those that the step made.
+    /// Ops of the heap, counted from 0, that the step made. They include the first op that differs.
     pub(crate) ops: Range<u64>,
 }
 
@@ -36,26 +35,26 @@ impl RankStanding {
         RankStanding::Followed { departed: BTreeMap::new() }
     }
 
-    /// Something happened to the rank.
+    /// Starts to follow the rank after a fault.
     pub(crate) fn begin_to_follow(&mut self) {
         if let RankStanding::Alike = self {
             *self = RankStanding::followed();
         }
     }
 
-    /// Notes which heaps differ after the step with this index in the journal, and this number in the program.
+    /// Updates the departures after the step at `index` in the journal, which is step `number` of the program.
     pub(crate) fn follow(&mut self, digests: &[HeapDigest], journal: &DecisionJournal, index: usize, number: usize) {
         let RankStanding::Followed { departed } = self else { return };
         let expected = journal.digests(index);
         for (heap, _) in digests.iter().chain(expected) {
             let (own, theirs) = (digest_of(digests, *heap), digest_of(expected, *heap));
             if own == theirs {
-                // Its neighbour took the same from it, only at another step: its history is the same again.
+                // Another heap took the same memory from it at a different step, so its history is equal again.
                 departed.remove(heap);
             } else {
                 departed.entry(*heap).or_insert_with(|| {
                     let before = journal.ops_before(*heap, index);
-                    // A heap whose pool was given up on one side made one op more there.
+                    // A heap whose pool was destroyed on one side made one more op there.
                     let after = own.into_iter().chain(theirs).map(|digest| digest.ops).max().unwrap_or(0);
                     Departure { step: number, ops: before..after.max(before) + 1 }
                 });
@@ -63,7 +62,7 @@ impl RankStanding {
         }
     }
 
-    /// The heaps that differ, and since when.
+    /// Returns the heaps that differ, with their departures.
     pub(crate) fn departed(&self) -> impl Iterator<Item = (&HeapName, &Departure)> {
         let departed = if let RankStanding::Followed { departed } = self { Some(departed) } else { None };
         departed.into_iter().flatten()

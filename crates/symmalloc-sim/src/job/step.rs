@@ -1,7 +1,7 @@
-//! Carrying a step out: what a program does with an op on one rank, and what it does when the driver refuses.
+//! Execution of single steps on one rank, including the reaction to refused driver calls.
 //!
-//! A refusal that changed nothing (a fence that could not be recorded or waited for) is tried again, as a program would.
-//! Refused memory is a decision: the program goes on without it, and its rank is another one from then on.
+//! A refusal without an effect (a fence that could not be recorded or waited for) is retried, as a program would do.
+//! Refused memory is a decision: the program continues without it, and its rank differs from then on.
 
 use crate::device::Race;
 use crate::job::context::Deviation;
@@ -16,11 +16,11 @@ use symmalloc_core::errors::{AllocateError, FreeError};
 use symmalloc_core::lock::Lock;
 use symmalloc_core::sleep::{Phase, SleepCause, SleepError};
 
-/// Attempts at a call that the driver refuses, before a program gives up.
+/// Maximum number of attempts at a call that the driver refuses.
 const ATTEMPTS_MAX: usize = 100;
 
 impl<L: Lock> Rank<L> {
-    /// Carries one step out. A call that the driver refuses without an effect is tried again.
+    /// Runs one step. Calls that the driver refuses without an effect are retried.
     pub(crate) fn step(&mut self, job: &RankJob, number: usize) -> Result<Decision, Race> {
         let JobStep { op, name, .. } = &job.program.steps[number];
         let slot = job.program.slots[number] as usize;
@@ -37,7 +37,7 @@ impl<L: Lock> Rank<L> {
                     None => self.allocator.allocate(pool, stream, size_bytes),
                     Some(name) => self.allocator.allocate_named(pool, stream, size_bytes, name),
                 };
-                match insist(allocate, |error| matches!(error, AllocateError::Fence { .. })) {
+                match retry(allocate, |error| matches!(error, AllocateError::Fence { .. })) {
                     Err(error) => return refused(DecidedRefusal::from(&error)),
                     Ok(allocation) => {
                         self.live[slot] = Some(LiveBlock::begin(self.allocator.backend(), stream, &allocation)?);
@@ -51,20 +51,20 @@ impl<L: Lock> Rank<L> {
                     return Ok(Decision::Done);
                 }
                 if let Some(handle) = live.handle {
-                    let free = || match live.address().filter(|_| self.goes_by_address(number)) {
+                    let free = || match live.address().filter(|_| self.uses_address(number)) {
                         Some(address) => self.allocator.free_at(address).map(drop),
                         None => self.allocator.free(handle),
                     };
-                    if let Err(error) = insist(free, |error| matches!(error, FreeError::Fence(_))) {
+                    if let Err(error) = retry(free, |error| matches!(error, FreeError::Fence(_))) {
                         let is_lost = matches!(error, FreeError::Handle(_)) && live.address().is_some();
-                        assert!(!is_lost, "a live allocation is not found: {error}");
+                        assert!(!is_lost, "a live allocation was not found: {error}");
                         return refused(DecidedRefusal::from(&error));
                     }
                 }
                 self.live[slot] = None;
             }
             Op::RecordUse { id, stream } => {
-                let is_by_address = self.goes_by_address(number);
+                let is_by_address = self.uses_address(number);
                 let Some(live) = &mut self.live[slot] else { return refused(DecidedRefusal::NotLive) };
                 let noted = match (live.address().filter(|_| is_by_address), live.handle) {
                     (Some(address), _) => self.allocator.record_use_at(address, stream),
@@ -74,7 +74,7 @@ impl<L: Lock> Rank<L> {
                 if let Err(error) = noted {
                     return refused(DecidedRefusal::from(&error));
                 }
-                // Nobody uses what sleeps.
+                // Sleeping memory must not be used.
                 if self.allocator.phase(self.pools[job.program.homes[&id].0.index()]) == Ok(Phase::Awake) {
                     live.shared(self.allocator.backend(), stream)?;
                 }
@@ -82,32 +82,33 @@ impl<L: Lock> Rank<L> {
             Op::Wait { stream, on } => {
                 let backend = self.allocator.backend();
                 if (0..ATTEMPTS_MAX).any(|_| waits(backend, stream, on)) {
-                    self.allocator.stream_waits(stream, on).expect("both are registered");
+                    self.allocator.stream_waits(stream, on).expect("both streams are registered");
                 }
             }
             Op::Synchronize { stream } => {
                 let backend = self.allocator.backend();
-                if insist(|| backend.synchronize(stream), |_| true).is_ok() {
-                    self.allocator.stream_synchronized(stream).expect("it is registered");
+                if retry(|| backend.synchronize(stream), |_| true).is_ok() {
+                    self.allocator.stream_synchronized(stream).expect("the stream is registered");
                 }
             }
-            _ => return Ok(self.step_rarely(op)),
+            _ => return Ok(self.step_uncommon(op)),
         }
         Ok(Decision::Done)
     }
 
-    /// Every second op names its allocation by address, and other ones on the next rank: nobody may notice.
-    fn goes_by_address(&self, number: usize) -> bool {
+    /// Returns `true` if the op refers to its allocation by address. This alternates between ops and between ranks, and
+    /// must not affect any decision.
+    fn uses_address(&self, number: usize) -> bool {
         (number + self.context.rank as usize) % 2 == 1
     }
 
-    fn step_rarely(&mut self, op: &Op) -> Decision {
+    fn step_uncommon(&mut self, op: &Op) -> Decision {
         let refused = |refusal| Decision::Refused(refusal);
         match op {
             Op::Reserve { pool, stream, size_bytes } => {
                 let pool = self.pools[pool.index()];
                 let reserve = || self.allocator.reserve(pool, *stream, *size_bytes);
-                match insist(reserve, |error| matches!(error, AllocateError::Fence { .. })) {
+                match retry(reserve, |error| matches!(error, AllocateError::Fence { .. })) {
                     Ok(()) => Decision::Done,
                     Err(error) => refused(DecidedRefusal::from(&error)),
                 }
@@ -128,17 +129,17 @@ impl<L: Lock> Rank<L> {
                 Ok(()) => Decision::Done,
                 Err(error) => refused(DecidedRefusal::from(&error)),
             },
-            // Each attempt shows in the digest: a rank that needs several is another one.
+            // Each attempt enters the digest: a rank that needs several attempts differs.
             Op::Sleep { pool, contents } => {
                 let pool = self.pools[pool.index()];
-                match insist(|| self.allocator.sleep(pool, *contents), |error| !is_misuse(error)) {
+                match retry(|| self.allocator.sleep(pool, *contents), |error| !is_misuse(error)) {
                     Ok(_) => Decision::Done,
                     Err(error) => refused(DecidedRefusal::from(&error)),
                 }
             }
             Op::Wake { pool } => {
                 let pool = self.pools[pool.index()];
-                match insist(|| self.allocator.wake(pool), |error| !is_misuse(error)) {
+                match retry(|| self.allocator.wake(pool), |error| !is_misuse(error)) {
                     Ok(_) => Decision::Done,
                     Err(error) => refused(DecidedRefusal::from(&error)),
                 }
@@ -160,15 +161,15 @@ impl<L: Lock> Rank<L> {
         }
     }
 
-    /// The program registers its next stream.
+    /// Registers the program's next stream.
     pub(crate) fn register_stream(&mut self) {
-        self.allocator.register_stream().expect("a program has few");
+        self.allocator.register_stream().expect("a program has few streams");
         self.streams += 1;
     }
 
-    /// The program makes its next pool.
+    /// Creates the program's next pool.
     pub(crate) fn create_pool(&mut self, config: &PoolConfig) {
-        self.pools.push(self.allocator.create_pool(config.clone()).expect("it always can"));
+        self.pools.push(self.allocator.create_pool(config.clone()).expect("creating a pool cannot fail"));
     }
 }
 
@@ -176,11 +177,11 @@ fn is_misuse(error: &SleepError) -> bool {
     matches!(error.cause, SleepCause::Unknown(_) | SleepCause::StepOpen)
 }
 
-/// Tries again what failed for a reason that may pass.
-fn insist<T, E>(attempt: impl Fn() -> Result<T, E>, may_pass: impl Fn(&E) -> bool) -> Result<T, E> {
+/// Retries a failed attempt while its error may be transient.
+fn retry<T, E>(attempt: impl Fn() -> Result<T, E>, is_transient: impl Fn(&E) -> bool) -> Result<T, E> {
     for _ in 1..ATTEMPTS_MAX {
         match attempt() {
-            Err(error) if may_pass(&error) => {}
+            Err(error) if is_transient(&error) => {}
             done => return done,
         }
     }

@@ -1,27 +1,27 @@
-//! The steps of a program, and the pools that they make.
+//! The steps of a program, and the pools that they create.
 
 use symmalloc_core::config::{Config, PoolConfig, Reclaim};
 use symmalloc_core::{Op, PoolId};
 
-/// A step of a program: an op, and the host thread that carries it out.
+/// A step of a program: an op, and the host thread that runs it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JobStep {
     /// The op.
     pub op: Op,
     /// The thread, from 0.
     pub thread: u8,
-    /// What the program calls the allocation (allocate only).
+    /// The program's name for the allocation; set for allocate ops only.
     pub name: Option<Box<str>>,
 }
 
 impl JobStep {
-    /// An op of a thread.
+    /// Creates a step of a thread, without a name.
     pub fn new(op: Op, thread: u8) -> Self {
         JobStep { op, thread, name: None }
     }
 }
 
-/// The policies of all pools that the program ever makes, by their ids, and the limit over all of them.
+/// The policies of all pools that the program creates, by pool id, and the limit over all pools.
 #[derive(Clone, Debug)]
 pub(crate) struct PoolPolicies {
     pools: Vec<PoolConfig>,
@@ -50,20 +50,20 @@ impl PoolPolicies {
         (0..self.pools.len() as u32).map(PoolId)
     }
 
-    /// The pool with this ordinal among the symmetric ones, as the agreement names pools.
+    /// Returns the pool with this ordinal among the symmetric pools, as reported by the agreement.
     pub(crate) fn symmetric(&self, ordinal: u32) -> PoolId {
         let mut symmetric = self.pools().filter(|pool| self.of(*pool).symmetric());
-        symmetric.nth(ordinal as usize).expect("a rank has no symmetric pools but the program's")
+        symmetric.nth(ordinal as usize).expect("all symmetric pools of a rank belong to the program")
     }
 
     pub(crate) fn limit_bytes(&self) -> Option<u64> {
         self.limit_bytes
     }
 
-    /// Whether an allocation that meets a limit may take free memory from every heap of the pool.
+    /// Returns `true` if an allocation that reaches a limit may take free memory from every heap of the pool.
     pub(crate) fn reclaims_as_a_whole(&self, pool: PoolId) -> bool {
         let config = self.of(pool);
-        // A symmetric pool gives nothing back for the limit over all pools.
+        // A symmetric pool gives no memory back for the limit over all pools.
         let can_meet_a_limit = config.limit_bytes().is_some() || self.limit_bytes().is_some() && !config.symmetric();
         config.reclaim() == Reclaim::Pool && can_meet_a_limit
     }

@@ -1,13 +1,13 @@
-//! Stories: a failing plan as a trace, with what happened on top.
+//! Stories: a failing plan as a trace that starts with a description of the failure.
 //!
-//! A story is an ordinary trace, which `symmalloc replay` and every test runs. What a trace has no words for stands in
-//! its comments: lines that begin with `#!` say seed, granularity, ranks with their context, and threads, and
-//! `symmalloc simulate` reads them. So the file alone reproduces the failure.
+//! A story is an ordinary trace, which `symmalloc replay` and every test can run. Comments hold the information that
+//! the trace format cannot express: lines that begin with `#!` contain the seed, the granularity, the ranks with their
+//! contexts, and the threads. `symmalloc simulate` reads them, so the file alone reproduces the failure.
 //!
 //! ```text
 //! symmalloc-trace 1
 //! config segments:expandable
-//! # seed 7, rank 3, step 1 (`f 0`): the digest of the heap of p0 s0 is another one
+//! # seed 7, rank 3, step 1 (`f 0`): the digest of the heap of p0 s0 differs
 //! #! seed:7 granularity:2097152
 //! #! rank:0 schedule:program
 //! #! rank:3 schedule:program keeps:0
@@ -26,15 +26,15 @@ use std::fmt::Write;
 use symmalloc_core::Record;
 use symmalloc_trace::{Trace, TraceError, TraceWriteError};
 
-/// What a line with words of the simulator begins with.
+/// The prefix of lines that only the simulator interprets.
 const MARK: &str = "#! ";
-/// Threads on one such line.
-const THREADS_A_LINE: usize = 1000;
+/// Number of threads per line.
+const THREADS_PER_LINE: usize = 1000;
 
-/// The story of a plan that fails. `comment` is told before everything else.
+/// Writes the story of a failing plan. `comment` comes first.
 ///
 /// # Errors
-/// When the plan's steps contradict each other.
+/// Returns an error if the steps of the plan contradict each other.
 pub fn write(plan: &JobPlan, failure: &Failure, comment: &str) -> Result<String, TraceWriteError> {
     let record = |step: &JobStep| {
         let record = Record::from(step.op.clone());
@@ -46,7 +46,7 @@ pub fn write(plan: &JobPlan, failure: &Failure, comment: &str) -> Result<String,
     let trace = Trace::new(Some(plan.config.clone()), plan.steps.iter().map(record).collect())?.to_text();
     let mut story = String::new();
     let mut lines = trace.lines();
-    // The first line and the configuration.
+    // The version and the configuration.
     lines.by_ref().take(2).for_each(|line| add(&mut story, format_args!("{line}")));
     comment.lines().for_each(|line| add(&mut story, format_args!("# {line}")));
     add(&mut story, format_args!("#"));
@@ -54,7 +54,7 @@ pub fn write(plan: &JobPlan, failure: &Failure, comment: &str) -> Result<String,
     add(&mut story, format_args!("#"));
     add(&mut story, format_args!("{MARK}seed:{} granularity:{}", plan.seed, plan.granularity_bytes));
     plan.ranks.iter().for_each(|rank| add(&mut story, format_args!("{MARK}{rank}")));
-    for steps in plan.steps.chunks(THREADS_A_LINE) {
+    for steps in plan.steps.chunks(THREADS_PER_LINE) {
         let threads: String = steps.iter().map(|step| format!(" {}", step.thread)).collect();
         add(&mut story, format_args!("{MARK}threads{threads}"));
     }
@@ -63,15 +63,15 @@ pub fn write(plan: &JobPlan, failure: &Failure, comment: &str) -> Result<String,
 }
 
 fn add(story: &mut String, line: std::fmt::Arguments<'_>) {
-    // A trailing blank would be in the way of nobody but the reader of a diff.
+    // A trailing blank would only clutter a diff.
     story.push_str(line.to_string().trim_end());
     let _ = story.write_char('\n');
 }
 
-/// The plan of a story; `None` for a trace that is no story.
+/// Reads the plan of a story. Returns `None` for a trace that is not a story.
 ///
 /// # Errors
-/// When it is no trace, or its words of the simulator make no sense.
+/// Returns an error if the text is not a valid trace, or if a simulator line is invalid.
 pub fn read(text: &str) -> Result<Option<JobPlan>, StoryError> {
     let marked = || text.lines().zip(1_usize..).filter_map(|(line, number)| Some((line.strip_prefix(MARK)?, number)));
     if marked().next().is_none() {
@@ -117,27 +117,27 @@ pub fn read(text: &str) -> Result<Option<JobPlan>, StoryError> {
     Ok(Some(plan))
 }
 
-/// Why a story could not be read.
+/// An error from reading a story.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StoryError {
-    /// It is no trace.
+    /// The text is not a valid trace.
     #[error(transparent)]
     Trace(#[from] TraceError),
-    /// A word that means nothing to the simulator.
-    #[error("line {line}: `{word}` means nothing to the simulator")]
+    /// A simulator line has an invalid word.
+    #[error("line {line}: invalid simulator word `{word}`: use the words that `symmalloc simulate` writes")]
     Word {
-        /// The line, from 1.
+        /// The line number, counted from 1.
         line: usize,
         /// The word.
         word: Box<str>,
     },
-    /// More threads than steps.
-    #[error("the story gives threads to {threads} steps, but has {steps}")]
+    /// The story assigns threads to more steps than it has.
+    #[error("the story assigns threads to {threads} steps but has {steps}: remove the excess threads")]
     Threads {
-        /// Threads given.
+        /// Number of threads assigned.
         threads: usize,
-        /// Steps in the trace.
+        /// Number of steps in the trace.
         steps: usize,
     },
 }

@@ -1,11 +1,11 @@
-//! Swarm: which operations a generated program has at all, how often, and in which pools.
+//! Swarm testing: draws the kinds of ops of a generated program, their frequencies and their pools.
 //!
-//! A program in which everything is equally likely never gets into a corner: what is allocated is freed, what fills up is
-//! trimmed. So each seed first draws weights, many of them zero, and only then the steps. (Groce and others, "Swarm
-//! testing", ISSTA 2012.)
+//! A program in which every op is equally likely rarely reaches extreme states: allocations are freed soon, and memory
+//! that fills up is trimmed. Each seed therefore first draws weights, many of them zero, and only then the steps.
+//! (Groce and others, "Swarm testing", ISSTA 2012.)
 //!
-//! Half of the programs have steps as well: in pools that learn plans, a body is carried out several times. In half of them pools
-//! sleep between syncs.
+//! Half of the programs also have steps: pools that learn plans run the same body several times. In half of the
+//! programs without a limit over all pools, pools sleep between syncs.
 
 use crate::device::SplitMix64;
 use crate::job::body::{Body, BodyOp};
@@ -19,7 +19,7 @@ use symmalloc_core::op::Contents;
 use symmalloc_core::units::{KIB, MIB};
 use symmalloc_core::{AllocationId, Op, PoolId, StreamId};
 
-/// The kinds of steps that have weights.
+/// The kinds of steps with weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum StepKind {
     Allocate,
@@ -35,7 +35,7 @@ enum StepKind {
     Sync,
 }
 
-/// Every kind, with the weights that it may get: the first is as likely as each other one.
+/// All kinds, with the weights to choose from. Each of the four is equally likely.
 const KINDS: [(StepKind, [u32; 4]); 11] = [
     (StepKind::Allocate, [30, 40, 60, 100]),
     (StepKind::Free, [5, 25, 40, 60]),
@@ -50,7 +50,7 @@ const KINDS: [(StepKind, [u32; 4]); 11] = [
     (StepKind::Sync, [1, 2, 4, 8]),
 ];
 
-/// Around every boundary of the size rules.
+/// Sizes around every boundary of the size rules.
 const SIZES: [u64; 24] = [
     1,
     512,
@@ -78,19 +78,19 @@ const SIZES: [u64; 24] = [
     (1 << 40) + 1,
 ];
 
-/// The most allocations that are live at once.
+/// Maximum number of live allocations.
 const LIVE_MAX: usize = 300;
-/// The most pools besides the default one.
+/// Maximum number of pools in addition to the default pool.
 const POOLS_MAX: u32 = 6;
 
-/// A program with its configuration.
+/// A program and its configuration.
 pub(crate) struct Drawn {
     pub(crate) config: Config,
     pub(crate) granularity_bytes: u64,
     pub(crate) steps: Vec<JobStep>,
 }
 
-/// Draws the program that a seed names.
+/// Draws the program of a seed.
 pub(crate) fn draw(seed: u64, ops: usize) -> Drawn {
     let mut random = sequence(seed, Purpose::JobPlan, 0);
     let granularity_bytes = pick(&mut random, &[2 * MIB, 2 * MIB, 2 * MIB, 64 * KIB, 512, 4 * MIB]);
@@ -102,7 +102,7 @@ pub(crate) fn draw(seed: u64, ops: usize) -> Drawn {
     while writer.steps.len() < ops {
         writer.write();
     }
-    // The last step may be cut off in its course.
+    // The last step of a pool may be cut off in the middle.
     writer.steps.truncate(ops);
     Drawn { config, granularity_bytes, steps: writer.steps }
 }
@@ -111,7 +111,7 @@ fn pick<T: Clone>(random: &mut SplitMix64, choices: &[T]) -> T {
     choices[random.below(choices.len() as u64) as usize].clone()
 }
 
-/// A pool's policy.
+/// Draws a pool's policy.
 fn pool_config(random: &mut SplitMix64) -> PoolConfig {
     let mut expandable = ExpandableSegments::default();
     let ranges = [(512 << 30, 2 * MIB), (500 << 30, 20 * MIB), (64 * MIB, 4 * MIB), (96 * MIB, 12 * MIB)];
@@ -131,7 +131,7 @@ fn pool_config(random: &mut SplitMix64) -> PoolConfig {
     let reclaim = pick(random, &[Reclaim::Heap, Reclaim::Pool, Reclaim::Never]);
     let threshold_bytes = pick(random, &[None, None, None, Some(24 * MIB)]);
     let segments = match segments {
-        // Reserved and trimmed by its name alone.
+        // Memory is reserved and trimmed only by ops that name the pool.
         SegmentPolicy::Expandable(mut knobs)
             if streams == StreamPolicy::Shared && reclaim == Reclaim::Never && threshold_bytes.is_none() =>
         {
@@ -155,7 +155,7 @@ fn pool_config(random: &mut SplitMix64) -> PoolConfig {
         .expect("in range")
 }
 
-/// Bounds that a job of a few MiB comes to.
+/// Returns bounds that a job of a few MiB reaches.
 pub(super) fn small_stitching() -> Stitching {
     let mut stitching = Stitching::default();
     (stitching.granule_bytes, stitching.least_bytes) = (2 * MIB, 3 * MIB);
@@ -163,18 +163,18 @@ pub(super) fn small_stitching() -> Stitching {
     stitching
 }
 
-/// Which threads do what.
+/// The assignment of ops to threads.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Threads {
-    /// A thread per stream; frees too.
+    /// One thread per stream, which also frees.
     OfStream,
-    /// A thread per stream; any thread frees.
+    /// One thread per stream; any thread frees.
     FreedByAny,
-    /// Any thread does anything.
+    /// Any thread runs any op.
     Any,
 }
 
-/// Which allocation is freed next.
+/// The choice of the allocation to free next.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Freed {
     Any,
@@ -185,14 +185,14 @@ enum Freed {
 /// A live allocation, and its stream.
 type Live = (AllocationId, StreamId);
 
-/// Whether and where a program repeats steps.
+/// The repeated steps of a program.
 struct Repeats {
     random: SplitMix64,
-    /// How often a step begins that repeats, per million ops; 0 when the program has none.
+    /// Rate at which repeated steps begin, per million ops; 0 if the program has none.
     per_million: u32,
-    /// Pools that learn plans and are there.
+    /// Live pools that learn plans.
     pools: Vec<PoolId>,
-    /// The pool of the step that is open.
+    /// Pool of the open step.
     open: Option<PoolId>,
 }
 
@@ -203,7 +203,7 @@ impl Repeats {
         Repeats { random, per_million, pools: Vec::new(), open: None }
     }
 
-    /// Lets a pool learn plans, or not.
+    /// Decides whether a pool learns plans, and returns its configuration.
     fn plan(&mut self, pool: PoolId, config: PoolConfig) -> PoolConfig {
         if self.per_million == 0 || self.random.below(3) == 0 || config.has_quota() {
             return config;
@@ -212,30 +212,31 @@ impl Repeats {
         config.to_builder().plan(PlanPolicy::Learn).build().expect("any pool may learn")
     }
 
-    /// The pool in which a step that repeats begins now.
+    /// Returns the pool in which a repeated step begins now, if any.
     fn next(&mut self) -> Option<PoolId> {
         let begins = self.open.is_none() && !self.pools.is_empty() && self.random.chance(self.per_million);
         begins.then(|| pick(&mut self.random, &self.pools))
     }
 }
 
-/// Whether and when pools sleep.
+/// The sleeps of a program's pools.
 struct Sleeps {
     random: SplitMix64,
-    /// How often a pool falls asleep, or one that sleeps wakes, per million ops; 0 when none does.
+    /// Rate at which pools fall asleep or wake, per million ops; 0 if no pool sleeps.
     per_million: u32,
     asleep: Vec<PoolId>,
 }
 
 impl Sleeps {
-    /// Under a limit over all pools none does: it might not let a pool wake before the sync.
+    /// Draws the rate. `may_sleep` is `false` under a limit over all pools, which could keep a pool from waking before
+    /// a sync.
     fn draw(seed: u64, may_sleep: bool) -> Self {
         let mut random = sequence(seed, Purpose::Sleeps, 0);
         let per_million = pick(&mut random, &[0, 0, 0, 10_000, 30_000, 80_000]) * u32::from(may_sleep);
         Sleeps { random, per_million, asleep: Vec::new() }
     }
 
-    /// What one of these pools does now. What sleeps wakes sooner than others fall asleep.
+    /// Returns the next sleep or wake, if any. Waking is more likely than falling asleep.
     fn next(&mut self, pools: &[PoolId]) -> Option<Op> {
         let per_million = if self.asleep.is_empty() { self.per_million } else { 4 * self.per_million };
         if !self.random.chance(per_million) {
@@ -254,7 +255,7 @@ impl Sleeps {
     }
 }
 
-/// Draws steps that are valid after those before them.
+/// Draws steps that are valid after the preceding ones.
 struct Writer {
     sleeps: Sleeps,
     repeats: Repeats,
@@ -281,7 +282,7 @@ impl Writer {
             0 => SIZES.to_vec(),
             1 => SIZES[..6].to_vec(),
             2 => SIZES[5..22].to_vec(),
-            // A few sizes again and again, as in a training loop.
+            // A few recurring sizes, as in a training loop.
             _ => (0..4).map(|_| pick(random, &SIZES[..20])).collect(),
         };
         let streams_max = 1 + random.below(6) as u16;
@@ -336,7 +337,7 @@ impl Writer {
         self.repeats.pools.retain(|other| *other != pool);
         let thread = self.any_thread();
         if self.sleeps.asleep.contains(&pool) {
-            // It may be in use, and live on.
+            // If the pool is in use, it survives and must be awake.
             self.sleeps.asleep.retain(|other| *other != pool);
             self.push(Op::Wake { pool }, thread);
         }
@@ -356,7 +357,7 @@ impl Writer {
         self.random.below(self.threads.into()) as u8
     }
 
-    /// The thread of a step that drives a stream.
+    /// Returns the thread of a step on a stream.
     fn thread_of(&mut self, stream: StreamId) -> u8 {
         match self.by {
             Threads::Any => self.any_thread(),
@@ -415,14 +416,14 @@ impl Writer {
             }
             StepKind::CreatePool if self.pools_made <= POOLS_MAX => self.create_pool(),
             StepKind::CreatePool if self.streams < self.streams_max => self.register_stream(),
-            // It may still be in use: then it is refused, and lives on without being named again.
+            // If the pool is still in use, destroying it is refused, and later steps do not refer to it.
             StepKind::DestroyPool if !self.pools.is_empty() => self.destroy_pool(),
             StepKind::Sync => self.sync(),
             StepKind::Allocate | StepKind::CreatePool | StepKind::DestroyPool => self.allocate(),
         }
     }
 
-    /// A rank that starts again at a sync takes up a layout, and what sleeps has none.
+    /// Wakes all pools and adds a sync. Restarts use layouts, which sleeping pools do not have.
     fn sync(&mut self) {
         for pool in std::mem::take(&mut self.sleeps.asleep) {
             self.push(Op::Wake { pool }, 0);
@@ -433,13 +434,13 @@ impl Writer {
     fn size(&mut self) -> u64 {
         let index = self.random.below(self.sizes.len() as u64) as usize;
         match self.sizes[index] {
-            // What is no size at all is rare.
+            // Zero and oversized requests are rare.
             odd @ (0 | 0x100_0000_0001) if self.random.below(8) > 0 => odd % 512 + 2 * MIB,
             size => size,
         }
     }
 
-    /// A body several times, each one a step of a pool, with other ops in between.
+    /// Writes a body several times, each as one step of a pool, with other ops in between.
     fn repeat(&mut self, pool: PoolId) {
         let sizes: Vec<u64> = (0..3).map(|_| self.size()).collect();
         let mut repeats = self.repeats.random.split(self.made);
@@ -452,7 +453,7 @@ impl Writer {
             let thread = self.sleeps.random.below(self.threads.into()) as u8;
             self.push(Op::Wake { pool }, thread);
         }
-        // By number in the step before.
+        // Allocations of the previous step, by number.
         let mut before = vec![None; body.allocation_count()];
         for _ in 0..times {
             let thread = self.any_thread();
@@ -462,7 +463,7 @@ impl Writer {
                 if repeats.below(50) == 0 {
                     self.write();
                 }
-                self.write_of_body(pool, op, &mut made, &mut before);
+                self.write_body_op(pool, op, &mut made, &mut before);
             }
             let thread = self.any_thread();
             self.push(Op::EndStep { pool }, thread);
@@ -476,8 +477,9 @@ impl Writer {
         self.repeats.open = None;
     }
 
-    /// `made` and `before` are what this step made, and what is left of the one before, by number.
-    fn write_of_body(&mut self, pool: PoolId, op: BodyOp, made: &mut Vec<Option<Live>>, before: &mut [Option<Live>]) {
+    /// Writes one op of a body. `made` holds the allocations of this step by number, and `before` the remaining ones of
+    /// the previous step.
+    fn write_body_op(&mut self, pool: PoolId, op: BodyOp, made: &mut Vec<Option<Live>>, before: &mut [Option<Live>]) {
         match op {
             BodyOp::Allocate { stream, size_bytes } => made.push(Some(self.push_allocate(pool, stream, size_bytes))),
             BodyOp::Free { number } => {
