@@ -1,14 +1,15 @@
-//! What the [`metrics`] facade is told: names, kinds, units and labels that dashboards may rely on.
+//! Publication of allocator statistics through the [`metrics`] facade, with stable names, kinds, units and labels that
+//! dashboards can rely on.
 //!
 //! ```text
-//!  Allocator ─┐                        ┌─ Prometheus
-//!  Registrar ─┼─ Source ─► Publisher ──┼─ StatsD
-//!  your own  ─┘      when told to      └─ whatever else records
+//!  Allocator ──┐                        ┌─ Prometheus
+//!  Registrar ──┼─ Source ─► Publisher ──┼─ StatsD
+//!  your source ┘       on request       └─ any other recorder
 //! ```
 //!
-//! An allocator counts for itself, with or without this crate. A [`Publisher`] reads these counts when the program says so
-//! and sets gauges and counters to them, so an allocation costs nothing more than it does without. `docs/metrics.md`
-//! lists every metric, and what it tells.
+//! An allocator maintains its statistics with or without this crate. A [`Publisher`] reads them when the program
+//! requests it and updates gauges and counters, so publishing adds no cost to an allocation. `docs/metrics.md`
+//! describes every metric.
 //!
 //! # Examples
 //! ```
@@ -21,7 +22,7 @@
 //! allocator.allocate(PoolId::DEFAULT, stream, 3 << 20)?;
 //!
 //! let publisher = Publisher::new().with_label("rank", "3");
-//! publisher.publish(&allocator); // every few seconds, from any thread that has the allocator
+//! publisher.publish(&allocator); // call it every few seconds, from any thread that can use the allocator
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 #![forbid(unsafe_code)]
@@ -30,21 +31,21 @@ mod memory;
 
 use metrics::{Key, Label, Level, Metadata, SharedString, Unit, with_recorder};
 
-/// Whose numbers can be published.
+/// A source of metrics that can be published.
 pub trait Source {
-    /// Sets its metrics to what they are now, with the publisher's labels and its own.
+    /// Updates the metrics of this source with the publisher's labels and the source's additional labels.
     fn publish(&self, to: &Publisher);
 }
 
-/// Sets metrics to what sources say, under labels of the program's choice.
+/// Publishes the metrics of sources under labels chosen by the program.
 ///
-/// It holds nothing but the labels: whichever recorder is installed when it publishes gets the numbers.
+/// It holds only the labels. The values go to the recorder that is installed at the time of publication.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Publisher {
     labels: Vec<Label>,
 }
 
-/// A metric: its name is stable.
+/// A metric. Its name is stable.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Metric {
     name: &'static str,
@@ -61,34 +62,34 @@ enum MetricKind {
 }
 
 impl Metric {
-    /// A quantity that rises and falls. A ratio has no unit.
+    /// Creates a metric whose value rises and falls. A ratio has no unit.
     pub const fn gauge(name: &'static str, unit: Option<Unit>, help: &'static str) -> Self {
         Metric { name, kind: MetricKind::Gauge, unit, help }
     }
 
-    /// A number that only rises.
+    /// Creates a metric whose value only rises.
     pub const fn counter(name: &'static str, unit: Option<Unit>, help: &'static str) -> Self {
         Metric { name, kind: MetricKind::Counter, unit, help }
     }
 
-    /// Values of which each counts.
+    /// Creates a metric that records the distribution of individual values.
     pub const fn histogram(name: &'static str, unit: Option<Unit>, help: &'static str) -> Self {
         Metric { name, kind: MetricKind::Histogram, unit, help }
     }
 
-    /// Its name.
+    /// Returns the name of the metric.
     pub const fn name(&self) -> &'static str {
         self.name
     }
 }
 
 impl Publisher {
-    /// A publisher without labels of its own.
+    /// Creates a publisher without labels.
     pub fn new() -> Self {
         Publisher::default()
     }
 
-    /// As this one, with one more label on everything.
+    /// Returns a copy of this publisher with an additional label on all metrics.
     #[must_use]
     pub fn with_label(&self, key: impl Into<SharedString>, value: impl Into<SharedString>) -> Self {
         let mut labels = self.labels.clone();
@@ -96,12 +97,12 @@ impl Publisher {
         Publisher { labels }
     }
 
-    /// Sets the metrics of a source to what they are now.
+    /// Updates the metrics of a source.
     pub fn publish(&self, source: &(impl Source + ?Sized)) {
         source.publish(self);
     }
 
-    /// Sets a gauge to a value, brings a counter up to it, or adds it to a histogram.
+    /// Sets a gauge to `value`, raises a counter to it, or records it in a histogram.
     pub fn tell(&self, metric: &Metric, value: f64) {
         const METADATA: Metadata<'static> = Metadata::new("symmalloc", Level::INFO, Some(module_path!()));
         let Metric { name, kind, unit, help } = *metric;

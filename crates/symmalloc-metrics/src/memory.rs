@@ -1,4 +1,4 @@
-//! The metrics of an allocator: one series per heap for what adds up, and per allocator for what does not.
+//! The metrics of an allocator: one series per heap for additive values, and one per allocator for the others.
 
 use crate::{Metric, Publisher, Source};
 use metrics::Unit;
@@ -9,58 +9,56 @@ use symmalloc_core::{Allocator, Backend, PoolConfig, PoolId, StreamId};
 const BYTES: Option<Unit> = Some(Unit::Bytes);
 const COUNT: Option<Unit> = Some(Unit::Count);
 
-const RESERVED: Metric = Metric::gauge("symmalloc_reserved_bytes", BYTES, "device memory held");
-const RESERVED_PEAK: Metric = Metric::gauge("symmalloc_reserved_bytes_peak", BYTES, "the most device memory held");
-const ALLOCATED: Metric = Metric::gauge("symmalloc_allocated_bytes", BYTES, "blocks of live allocations");
+const RESERVED: Metric = Metric::gauge("symmalloc_reserved_bytes", BYTES, "reserved device memory");
+const RESERVED_PEAK: Metric = Metric::gauge("symmalloc_reserved_bytes_peak", BYTES, "peak of reserved device memory");
+const ALLOCATED: Metric = Metric::gauge("symmalloc_allocated_bytes", BYTES, "bytes in blocks of live allocations");
 const ALLOCATED_PEAK: Metric =
-    Metric::gauge("symmalloc_allocated_bytes_peak", BYTES, "the most in blocks of live allocations");
-const REQUESTED: Metric = Metric::gauge("symmalloc_requested_bytes", BYTES, "what live allocations asked for");
+    Metric::gauge("symmalloc_allocated_bytes_peak", BYTES, "peak of bytes in blocks of live allocations");
+const REQUESTED: Metric = Metric::gauge("symmalloc_requested_bytes", BYTES, "bytes requested by live allocations");
 const REQUESTED_PEAK: Metric =
-    Metric::gauge("symmalloc_requested_bytes_peak", BYTES, "the most that live allocations asked for");
+    Metric::gauge("symmalloc_requested_bytes_peak", BYTES, "peak of bytes requested by live allocations");
 const RETIRED: Metric =
-    Metric::gauge("symmalloc_retired_bytes", BYTES, "dead segments that are not back on the device yet");
-const LARGEST_FREE: Metric = Metric::gauge("symmalloc_largest_free_bytes", BYTES, "the largest free block");
+    Metric::gauge("symmalloc_retired_bytes", BYTES, "bytes of dead segments not yet returned to the device");
+const LARGEST_FREE: Metric = Metric::gauge("symmalloc_largest_free_bytes", BYTES, "size of the largest free block");
 const FRAGMENTATION: Metric =
-    Metric::gauge("symmalloc_fragmentation_ratio", None, "1 - largest free block / free bytes; 0 when nothing is free");
+    Metric::gauge("symmalloc_fragmentation_ratio", None, "1 - largest free block / free bytes; 0 if no bytes are free");
 const SEGMENTS: Metric = Metric::gauge("symmalloc_segments", COUNT, "live segments");
 const FREE_BLOCKS: Metric = Metric::gauge("symmalloc_free_blocks", COUNT, "free blocks");
 const LIVE: Metric = Metric::gauge("symmalloc_live_allocations", COUNT, "live allocations of at least one byte");
-const ALLOCATIONS: Metric =
-    Metric::counter("symmalloc_allocations_total", COUNT, "allocations of at least one byte so far");
-const FREES: Metric = Metric::counter("symmalloc_frees_total", COUNT, "frees of them so far");
-const OBTAINED: Metric =
-    Metric::counter("symmalloc_obtained_bytes_total", BYTES, "bytes obtained from the device so far");
-const RELEASED: Metric = Metric::counter("symmalloc_released_bytes_total", BYTES, "bytes given back so far");
-const GROWTHS: Metric = Metric::counter("symmalloc_growths_total", COUNT, "times that memory was obtained");
+const ALLOCATIONS: Metric = Metric::counter("symmalloc_allocations_total", COUNT, "allocations of at least one byte");
+const FREES: Metric = Metric::counter("symmalloc_frees_total", COUNT, "frees of allocations of at least one byte");
+const OBTAINED: Metric = Metric::counter("symmalloc_obtained_bytes_total", BYTES, "bytes obtained from the device");
+const RELEASED: Metric = Metric::counter("symmalloc_released_bytes_total", BYTES, "bytes returned to the device");
+const GROWTHS: Metric = Metric::counter("symmalloc_growths_total", COUNT, "times memory was obtained");
 const TRIMS: Metric = Metric::counter("symmalloc_trims_total", COUNT, "trims of the heap");
-const RETRIES: Metric = Metric::counter(
-    "symmalloc_retries_total",
-    COUNT,
-    "requests tried again after a trim by themselves or a failure callback",
-);
+const RETRIES: Metric =
+    Metric::counter("symmalloc_retries_total", COUNT, "requests retried after an automatic trim or a failure callback");
 const OUT_OF_MEMORY: Metric =
-    Metric::counter("symmalloc_out_of_memory_total", COUNT, "requests that ended without memory");
-const OPS: Metric =
-    Metric::counter("symmalloc_ops_total", COUNT, "ops in the heap's history: equal on ranks that did the same");
+    Metric::counter("symmalloc_out_of_memory_total", COUNT, "requests that failed for lack of memory");
+const OPS: Metric = Metric::counter(
+    "symmalloc_ops_total",
+    COUNT,
+    "ops in the heap's history; equal on ranks that performed the same ops",
+);
 
 const TOTAL_RESERVED_PEAK: Metric =
-    Metric::gauge("symmalloc_total_reserved_bytes_peak", BYTES, "the most device memory held over all pools");
+    Metric::gauge("symmalloc_total_reserved_bytes_peak", BYTES, "peak of reserved device memory over all pools");
 const TOTAL_ALLOCATED_PEAK: Metric = Metric::gauge(
     "symmalloc_total_allocated_bytes_peak",
     BYTES,
-    "the most in blocks over all pools, or an upper bound",
+    "peak of bytes in blocks over all pools, or an upper bound",
 );
 const TOTAL_REQUESTED_PEAK: Metric = Metric::gauge(
     "symmalloc_total_requested_bytes_peak",
     BYTES,
-    "the most asked for over all pools, or an upper bound",
+    "peak of requested bytes over all pools, or an upper bound",
 );
-const LIMIT: Metric = Metric::gauge("symmalloc_limit_bytes", BYTES, "the limit over all pools that holds now");
-const POOL_LIMIT: Metric = Metric::gauge("symmalloc_pool_limit_bytes", BYTES, "the configured limit of a pool");
+const LIMIT: Metric = Metric::gauge("symmalloc_limit_bytes", BYTES, "current limit over all pools");
+const POOL_LIMIT: Metric = Metric::gauge("symmalloc_pool_limit_bytes", BYTES, "configured limit of the pool");
 
 impl<B: Backend, L: Lock> Source for Allocator<B, L> {
-    /// The metrics of memory: of every heap, labelled `pool` and `stream` (`all` where a pool's streams share), and of all
-    /// together. Takes each heap's lock in turn, for as long as its free blocks take to be counted.
+    /// Publishes the memory metrics of every heap, labeled `pool` and `stream` (`all` if the pool's streams share a
+    /// heap), and those of the whole allocator. Locks each heap in turn while it counts the free blocks of the heap.
     fn publish(&self, to: &Publisher) {
         for (pool, stream, stats) in self.stats_by_heap() {
             publish_heap(&of_heap(to, pool, stream), &stats);

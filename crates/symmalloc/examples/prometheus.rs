@@ -1,11 +1,12 @@
-//! An allocator's statistics as Prometheus reads them:
+//! Renders an allocator's statistics in the text format of Prometheus:
 //!
 //! ```sh
 //! cargo run -p symmalloc --features metrics --example prometheus
 //! ```
 //!
-//! A program that serves them installs the exporter with its HTTP listener (`PrometheusBuilder::new().install()`, feature
-//! `http-listener`) in place of the local recorder here, and publishes from a thread of its own every few seconds.
+//! A program that serves them installs the exporter with its HTTP listener (`PrometheusBuilder::new().install()`,
+//! feature `http-listener`) instead of the local recorder used here, and publishes from a dedicated thread every few
+//! seconds.
 
 use metrics_exporter_prometheus::PrometheusBuilder;
 use symmalloc::metrics::Publisher;
