@@ -1,4 +1,5 @@
-//! An allocator that is explored: its lock, its device, which let another thread go on, and what a correct program does with it.
+//! An allocator for exploring thread interleavings: its lock and its device are points at which the scheduler may
+//! switch threads. Also contains helpers that use it as a correct program does.
 
 use shuttle::scheduler::{PctScheduler, RandomScheduler};
 use shuttle::sync::atomic::{AtomicBool, Ordering::SeqCst};
@@ -12,7 +13,7 @@ use symmalloc_core::{Allocation, Allocator, StreamId};
 use symmalloc_harness::hooked::{DeviceCall, Hooked};
 use symmalloc_sim::SimBackend;
 
-/// The third kind of lock: shuttle's, where another thread may go on.
+/// A third kind of lock, from shuttle, at which the scheduler may switch threads.
 #[derive(Debug)]
 pub(crate) enum Shuttled {}
 
@@ -39,11 +40,12 @@ impl<T> LockCell<T> for ShuttledCell<T> {
     }
 }
 
-/// Another thread may go on inside of every call.
+/// A device at whose calls the scheduler may switch threads.
 pub(crate) type Device = Hooked<SimBackend, Box<dyn Fn(DeviceCall) + Send + Sync>>;
 pub(crate) type Shared = Arc<Allocator<Device, Shuttled>>;
 
-/// Runs `test` on `schedules` schedules of each of two kinds: random ones, and ones that preempt rarely but anywhere.
+/// Runs `test` on `schedules` schedules of each of two kinds: random ones, and ones with few preemptions at arbitrary
+/// points.
 pub(crate) fn explore(schedules: usize, test: impl Fn() + Send + Sync + Clone + 'static) {
     let mut config = ShuttleConfig::new();
     config.stack_size = 256 << 10;
@@ -55,9 +57,9 @@ pub(crate) fn explore(schedules: usize, test: impl Fn() + Send + Sync + Clone + 
 
 pub(crate) const STREAMS: u16 = 3;
 
-/// An allocator whose allocations are found by address.
+/// Creates an allocator with three streams that finds allocations by address.
 pub(crate) fn allocator<L: Lock>(config: &Config, seed: u64) -> Allocator<Device, L> {
-    // At an atomic, another thread may go on. Yielding instead would say that one has to.
+    // The scheduler may switch threads at an atomic access. A yield would force a switch instead.
     let turn = (!L::IS_EXCLUSIVE).then(|| AtomicBool::new(false));
     let give_way = move |_| _ = turn.as_ref().map(|turn| turn.load(SeqCst));
     let device = Hooked { inner: SimBackend::builder().seed(seed).build(), hook: Box::new(give_way) as Box<_> };
@@ -75,13 +77,13 @@ pub(crate) fn shared(config: &Config, seed: u64) -> Shared {
     Arc::new(allocator(config, seed))
 }
 
-/// Work on all of an allocation.
+/// Submits work that uses all of an allocation.
 pub(crate) fn use_it<L: Lock>(allocator: &Allocator<Device, L>, stream: StreamId, made: &Allocation) {
     let used = allocator.backend().inner.submit(stream, made.address, made.size_bytes);
-    used.unwrap_or_else(|race| panic!("a wait is missing at {}: {race}", made.placement));
+    used.unwrap_or_else(|race| panic!("missing wait at {}: {race}", made.placement));
 }
 
-/// Work of another stream on an allocation, which waits for the owner's first.
+/// Submits work of another stream on an allocation, after making that stream wait for the owner.
 pub(crate) fn lend<L: Lock>(allocator: &Allocator<Device, L>, owner: StreamId, other: StreamId, made: &Allocation) {
     let device = allocator.backend();
     let event = device.record(owner).expect("no faults");
@@ -94,7 +96,7 @@ pub(crate) fn lend<L: Lock>(allocator: &Allocator<Device, L>, owner: StreamId, o
     }
 }
 
-/// Frees an allocation: some by handle, others by address.
+/// Frees an allocation, either by handle or by address.
 pub(crate) fn free<L: Lock>(allocator: &Allocator<Device, L>, made: &Allocation) {
     match by_address(made) {
         true => drop(allocator.free_at(made.address).expect("live")),
@@ -102,15 +104,15 @@ pub(crate) fn free<L: Lock>(allocator: &Allocator<Device, L>, made: &Allocation)
     }
 }
 
-/// Whether the allocation is named by its address: a function of where it lies.
+/// Returns `true` if the allocation is identified by its address. Depends only on its placement and size.
 pub(crate) fn by_address(made: &Allocation) -> bool {
     (made.placement.offset_bytes / 512 + made.size_bytes / 512).is_multiple_of(2)
 }
 
-/// Everything is freed: nothing is left, neither on the device nor in the books.
+/// Checks, after everything was freed, that neither the device nor the statistics show any remaining memory.
 pub(crate) fn assert_nothing_is_left(allocator: &Shared) {
     allocator.check().expect("sound");
-    assert_eq!(allocator.stats().usage.all.allocations.current, 0, "a free was lost");
+    assert_eq!(allocator.stats().usage.all.allocations.current, 0, "an allocation is still live");
     allocator.trim(None).expect("no faults");
     assert_eq!(allocator.stats().reserved_bytes.current, 0);
     assert!(allocator.backend().inner.leaks().is_empty(), "{}", allocator.backend().inner.leaks());

@@ -1,4 +1,4 @@
-//! Observers that come and go while other threads make and free.
+//! Observers that are added and removed while other threads allocate and free.
 
 use super::explored::{STREAMS, Shared, assert_nothing_is_left, explore, shared};
 use shuttle::sync::Arc;
@@ -8,7 +8,7 @@ use symmalloc_core::units::MIB;
 use symmalloc_core::{PoolId, StreamId};
 
 #[test]
-fn an_observer_that_comes_and_goes_misses_no_segment_and_holds_none() {
+fn a_temporary_observer_misses_no_segment_and_holds_none() {
     explore(2000, || {
         let allocator = shared(&Config::default(), 6);
         let using = Arc::clone(&allocator);
@@ -27,16 +27,16 @@ fn an_observer_that_comes_and_goes_misses_no_segment_and_holds_none() {
         known.extend(allocator.unread(observer).events.iter().map(|event| (event.stream, event.kind)));
         for stream in (0..STREAMS).map(StreamId) {
             let of_stream = known.iter().filter(|(of, _)| *of == Some(stream)).count();
-            assert!(of_stream.is_multiple_of(2), "{stream}: a birth without a death, or the other way: {known:?}");
+            assert!(of_stream.is_multiple_of(2), "{stream}: a birth without a death, or vice versa: {known:?}");
         }
         allocator.forget(observer).expect("no faults");
         assert_nothing_is_left(&allocator);
     });
 }
 
-/// Between two heaps that are there, a third is made while the observer goes through them.
+/// The third heap sorts between two existing heaps and is created while the observer is added to them.
 #[test]
-fn an_observer_is_known_once_to_a_heap_that_is_made_while_it_comes() {
+fn an_observer_is_added_exactly_once_to_a_heap_that_is_created_concurrently() {
     explore(2000, || {
         let allocator = shared(&Config::default(), 6);
         let take = |allocator: &Shared, stream| {
@@ -52,13 +52,13 @@ fn an_observer_is_known_once_to_a_heap_that_is_made_while_it_comes() {
         allocator.trim(None).expect("no faults");
         let unread = allocator.unread(observer);
         allocator.acknowledge(observer, &unread).expect("no faults");
-        assert_eq!(allocator.stats().retired_bytes, 0, "what the observer has read is held");
+        assert_eq!(allocator.stats().retired_bytes, 0, "memory is held although the observer has read its events");
         assert_nothing_is_left(&allocator);
     });
 }
 
 #[test]
-fn an_observer_is_forgotten_by_heaps_that_are_made_meanwhile() {
+fn an_observer_is_removed_from_heaps_that_are_created_concurrently() {
     explore(2000, || {
         let allocator = shared(&Config::default(), 7);
         let (observer, _) = allocator.observe(PoolId::DEFAULT).expect("it exists");

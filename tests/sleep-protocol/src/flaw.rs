@@ -1,43 +1,44 @@
-//! Ways to get the protocol wrong. Each breaks a property, and the checker must find it: a check that cannot fail checks nothing.
+//! Deliberate flaws in the protocol. Each violates a property, and the checker must find the violation. This guards
+//! against checks that cannot fail.
 
-/// A flaw.
+/// A deliberate flaw in the protocol.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Flaw {
     /// A sleep unmaps before it deregisters.
     UnmapFirst,
-    /// A sleep leaves the windows where they are.
+    /// A sleep does not deregister windows.
     KeepWindows,
     /// Rank 1 deregisters the last segment first.
     OtherOrder,
-    /// A sleep does not ask whether the others have quiesced.
+    /// A sleep does not check whether the other ranks have quiesced.
     SleepUnasked,
     /// A sleep unmaps memory that a lost communicator holds.
     UnmapUnderLost,
     /// A sleep does not wait until the others have deregistered.
     SleepUnchecked,
-    /// A rank whose sleep broke before it heard the decision keeps its other communicators.
+    /// A rank whose sleep breaks before it receives the decision keeps its other communicators.
     KeepCommunicators,
-    /// The ranks do not compare which op they are in.
+    /// The ranks do not compare their current ops.
     OpsUncompared,
-    /// A sleep refuses to begin where the pool sleeps on some ranks already.
+    /// A sleep fails if the pool is already asleep on some ranks.
     SleepOnce,
     /// A wake neither agrees nor decides: it remaps and registers.
     WakeUnasked,
-    /// A rank that could not remap says that it could.
+    /// A rank that could not remap reports success.
     WakeUntold,
-    /// A rank that could remap stays awake though another one could not.
+    /// A rank that could remap stays awake although another rank could not.
     WakeAlone,
     /// A refused wake leaves the memory mapped.
     KeepMemory,
-    /// A broken communicator's decision is taken for a yes.
+    /// The decision counts as a yes if the communicator broke.
     GoOn,
-    /// A wake that breaks after its decision gives the memory back.
+    /// A wake that breaks after its decision gives its memory back.
     UnmapLate,
-    /// A wake that breaks after its decision keeps the communicators that it has not come to.
+    /// A wake that breaks after its decision keeps the communicators that it has not reached.
     LeaveUnregistered,
-    /// A wake does not tell which communicators were lost on the way.
+    /// A wake does not report which communicators were lost during registration.
     LoseUntold,
-    /// A wake registers on the communicator over which the ranks agree last, not first.
+    /// A wake registers last, not first, on the communicator over which the ranks agree.
     AgreedLast,
     /// No wait has a deadline.
     NoDeadline,

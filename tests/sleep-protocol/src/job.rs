@@ -1,4 +1,4 @@
-//! What is checked: ranks, communicators, a program, and what may go wrong.
+//! The input of a check: ranks, communicators, a program, and possible faults.
 
 use crate::flaw::Flaw;
 use crate::model::State;
@@ -6,36 +6,36 @@ use crate::rank::{Health, Life, Rank, Side};
 use crate::step::{Comm, Op, Outcome, Phase, Segment, Step};
 use std::ops::Range;
 
-/// The most ranks.
+/// Maximum number of ranks.
 pub const RANKS_MAX: usize = 3;
-/// The most communicators.
+/// Maximum number of communicators.
 pub const COMMS_MAX: usize = 2;
-/// The most segments.
+/// Maximum number of segments.
 pub const SEGMENTS_MAX: usize = 2;
 
 /// A communicator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Members {
-    /// Its ranks are those below this number.
+    /// Number of ranks. The members are the ranks below this number.
     pub ranks: usize,
-    /// The first op that concerns it: it was connected, and the pool attached to it, just before.
+    /// Index of the first op that involves it. It is connected, and the pool attached to it, just before that op.
     pub from_op: u8,
 }
 
-/// How often something may go wrong, in all.
+/// The maximum number of faults of each kind, over all ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Faults {
     /// A process ends.
     pub deaths: u8,
     /// A process stops.
     pub stops: u8,
-    /// A communicator ends on one rank: the program aborts it, or NCCL fails.
+    /// A communicator ends on one rank, because the program aborts it or NCCL fails.
     pub breaks: u8,
     /// The device refuses memory in a wake.
     pub refusals: u8,
-    /// Kernels do not end in time in a sleep.
+    /// Kernels do not finish within the deadline in a sleep.
     pub delays: u8,
-    /// A rank's program leaves out an op.
+    /// A rank's program omits an op.
     pub skips: u8,
 }
 
@@ -48,20 +48,20 @@ pub struct Job {
     pub segments: usize,
     /// The communicators.
     pub comms: Vec<Members>,
-    /// What the program calls, the same on every rank.
+    /// Ops of the program, the same on every rank.
     pub program: Vec<Op>,
-    /// What may go wrong.
+    /// Maximum number of faults of each kind.
     pub faults: Faults,
-    /// Whether a deadline may pass while a rank waits.
+    /// Set if a deadline may expire while a rank waits.
     pub has_deadlines: bool,
-    /// Whether the end of a communicator may take time, in which NCCL holds its windows.
+    /// Set if a communicator may take time to end, during which NCCL holds its windows.
     pub has_lost: bool,
-    /// What is wrong with the protocol.
+    /// A deliberate flaw in the protocol.
     pub flaw: Option<Flaw>,
 }
 
 impl Job {
-    /// Ranks with one communicator, whose pool is awake and registered, and that do all this.
+    /// Creates a job of ranks with one communicator, whose pool is awake and registered, and that run `program`.
     pub fn new(ranks: usize, segments: usize, program: &[Op]) -> Self {
         assert!(ranks <= RANKS_MAX && segments <= SEGMENTS_MAX, "the model has no room for more");
         Job {
@@ -76,40 +76,40 @@ impl Job {
         }
     }
 
-    /// Adds a communicator of the first ranks.
+    /// Adds a communicator of the first `ranks` ranks, connected just before op `from_op`.
     pub fn with_communicator(mut self, ranks: usize, from_op: u8) -> Self {
         assert!(self.comms.len() < COMMS_MAX, "the model has no room for more");
         self.comms.push(Members { ranks, from_op });
         self
     }
 
-    /// Lets go wrong what may.
+    /// Allows faults.
     pub fn with_faults(self, faults: Faults) -> Self {
         Job { faults, ..self }
     }
 
-    /// Lets communicators be lost.
+    /// Allows communicators to be lost: NCCL may still hold their windows after they end.
     pub fn with_lost(self) -> Self {
         Job { has_lost: true, ..self }
     }
 
-    /// Takes all deadlines away.
+    /// Removes all deadlines.
     pub fn without_deadlines(self) -> Self {
         Job { has_deadlines: false, ..self }
     }
 
-    /// Makes the protocol wrong.
+    /// Adds a flaw to the protocol.
     pub fn with_flaw(self, flaw: Flaw) -> Self {
         Job { flaw: Some(flaw), ..self }
     }
 
-    /// Whether the protocol is wrong in this way.
+    /// Returns `true` if the protocol has this flaw.
     pub fn has(&self, flaw: Flaw) -> bool {
         self.flaw == Some(flaw)
     }
 
-    /// All ranks have the pool awake, with windows on every communicator that was there from the beginning unless the program begins
-    /// with a sync, and kernels on them.
+    /// Returns the initial state: the pool is awake on all ranks. Unless the program begins with a sync, there are
+    /// windows and running kernels on every communicator that exists from the start.
     pub fn start(&self) -> State {
         let is_registered = self.program[0] != Op::Sync;
         let mut ranks = [Rank::DEAD; RANKS_MAX];
@@ -128,17 +128,17 @@ impl Job {
         State { ranks, meetings: Default::default(), left: self.faults }
     }
 
-    /// Whether a rank is in a communicator.
+    /// Returns `true` if a rank belongs to a communicator.
     pub fn is_member(&self, comm: Comm, rank: usize) -> bool {
         rank < self.comms[comm].ranks
     }
 
-    /// The ranks of a communicator.
+    /// Returns the ranks of a communicator.
     pub fn members(&self, comm: Comm) -> Range<usize> {
         0..self.comms[comm].ranks
     }
 
-    /// The communicator over which the ranks agree in an op.
+    /// Returns the communicator over which the ranks agree in an op.
     pub fn over(&self, op: u8) -> Comm {
         match self.program[op as usize] {
             Op::Sync => 0,
@@ -146,7 +146,7 @@ impl Job {
         }
     }
 
-    /// The communicator of the collective that a rank is in.
+    /// Returns the communicator of the collective that a rank is in.
     pub fn comm_of(&self, rank: &Rank) -> Comm {
         match rank.step {
             Step::Agree(comm) | Step::Register(comm, _) => comm,
@@ -154,7 +154,8 @@ impl Job {
         }
     }
 
-    /// The communicators of an op, in the order in which this rank goes through them: that over which the ranks agree comes first.
+    /// Returns the communicators of an op in the order in which this rank processes them, starting with the one it
+    /// agrees over.
     pub fn comms_of(&self, op: u8, rank: usize) -> impl Iterator<Item = Comm> + '_ {
         let over = self.over(op);
         let (first, last) = if self.has(Flaw::AgreedLast) { (None, Some(over)) } else { (Some(over), None) };
@@ -163,12 +164,12 @@ impl Job {
         first.into_iter().chain(others).chain(last).filter(attached)
     }
 
-    /// The places for windows in an op, in order.
+    /// Returns the places for windows in an op, in order.
     pub fn places(&self, op: u8, rank: usize) -> impl Iterator<Item = (Comm, Segment)> + '_ {
         self.comms_of(op, rank).flat_map(|comm| (0..self.segments).map(move |segment| (comm, segment)))
     }
 
-    /// Whether a rank runs, and is not in the middle of an op.
+    /// Returns `true` if a rank is running and is not inside an op.
     pub fn is_between_ops(&self, rank: &Rank) -> bool {
         let is_between = match rank.step {
             Step::Agree(comm) => !rank.is_waiting && comm == self.over(rank.op),
@@ -177,7 +178,7 @@ impl Job {
         rank.life == Life::Running && is_between
     }
 
-    /// Where a rank begins an op.
+    /// Returns the first step of a rank in an op.
     pub fn first_step(&self, op: u8, rank: usize) -> Step {
         match self.program.get(op as usize) {
             None => Step::Done,

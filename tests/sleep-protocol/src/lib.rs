@@ -1,26 +1,26 @@
-//! The protocol by which the ranks of a job put a pool to sleep and wake it in place, as a model that a machine checks.
-//! `docs/sleep-protocol.md` is the protocol for readers; this is the same for [`stateright`].
+//! A model of the protocol by which the ranks of a job put a pool to sleep and wake it in place, for exhaustive
+//! checking. `docs/sleep-protocol.md` describes the protocol; this crate encodes it for [`stateright`].
 //!
-//! A model checker does what a tester with endless patience would do. It begins with the first [`State`] of a [`Job`], takes
-//! every [`Action`] that is possible there (a rank takes its next step, a message arrives, a rank dies, a deadline passes), and
-//! goes on from every state that it comes to, until it has seen all of them. In each it asks every [property](properties). So what
-//! it finds to hold holds for every order of things, and for a property that does not hold it gives a [`story`]: a list of actions
-//! that breaks it.
+//! The model checker starts with the initial [`State`] of a [`Job`] and applies every possible [`Action`]: a rank takes
+//! its next step, a collective completes, a rank dies, a deadline expires. It repeats this for every new state until it
+//! has explored all of them, and evaluates every [property](properties) in each state. A property that holds therefore
+//! holds for every order of events. For a property that does not hold, the checker gives a [`story`]: a list of actions
+//! that violates it.
 //!
-//! | file | |
+//! | file | contents |
 //! |---|---|
-//! | `step.rs` | the ops, their steps and how they end: the words that the registrar's code takes over |
-//! | `rank.rs` | what one rank has: its memory, its windows, its communicators |
-//! | `meeting.rs` | a collective: done when all ranks have come |
-//! | `protocol.rs` | what a rank does in each step. This is the protocol |
-//! | `job.rs` | how many ranks, which communicators, what the program does, what may go wrong |
-//! | `model.rs` | what can happen next: steps and faults |
-//! | `properties.rs` | what must hold |
-//! | `flaw.rs` | ways to get the protocol wrong, each of which must be found |
+//! | `step.rs` | the ops, their steps and their outcomes, in the terms that the registrar uses |
+//! | `rank.rs` | the state of one rank: its memory, its windows, its communicators |
+//! | `meeting.rs` | a collective, which completes when all ranks have joined |
+//! | `protocol.rs` | the actions of a rank in each step, which form the protocol |
+//! | `job.rs` | the number of ranks, the communicators, the program, the possible faults |
+//! | `model.rs` | the possible next actions: steps and faults |
+//! | `properties.rs` | the properties that must hold |
+//! | `flaw.rs` | deliberate flaws in the protocol, each of which must be found |
 //!
-//! What it leaves out: bytes, addresses and time. A deadline may pass at any moment at which a rank waits, also when all others
-//! were about to come; that covers ranks of any speed. A process that stops does so for good. Segments are mapped and unmapped
-//! together, since no other rank sees them one by one.
+//! The model omits bytes, addresses and time. A deadline may expire whenever a rank waits, even if all others are about
+//! to arrive, which covers ranks of any speed. A stopped process never resumes. Segments are mapped and unmapped
+//! together, because no other rank can observe them individually.
 
 pub mod flaw;
 pub mod job;
@@ -36,7 +36,7 @@ pub use job::{Faults, Job};
 pub use model::{Action, State};
 pub use step::{Op, Outcome, Phase, Step};
 
-/// A run as text: who did what, where.
+/// Formats a run as text, with one line per action.
 pub fn story(run: stateright::Path<State, Action>) -> String {
     let line = |(state, action): (State, Option<Action>)| {
         let action = action?;

@@ -1,39 +1,40 @@
-//! A collective: every rank of a communicator comes with something to say, and hears what all said once all have come.
+//! A collective: every rank of a communicator joins with a message, and receives all messages once all ranks have
+//! joined.
 //!
-//! Ranks hear it one by one: a communicator may end on one of them when others have heard already. This is why no protocol can
-//! make all ranks know the same at the same time, and what the rules for failures are about.
+//! Ranks receive the messages one by one: a communicator may end on one rank after others have already received them.
+//! No protocol can therefore make all ranks know the same at the same time. The rules for failures deal with this.
 
 use crate::job::RANKS_MAX;
 use crate::step::{Phase, Segment};
 use std::ops::Range;
 
-/// What a rank says.
+/// The message of a rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Call {
     /// In [`Step::Agree`](crate::Step::Agree).
     Agree {
         /// The number of its op.
         op: u8,
-        /// What the pool is on it.
+        /// The phase of its pool.
         phase: Phase,
-        /// In a sync, its windows on the communicator as bits.
+        /// In a sync, its windows on the communicator as a bit set.
         windows: u8,
     },
     /// In [`Step::Decide`](crate::Step::Decide).
     Decide {
-        /// Whether it could.
+        /// Set if the rank succeeded.
         could: bool,
     },
     /// `ncclCommWindowRegister`.
     Register {
-        /// Of this segment.
+        /// The segment to register.
         segment: Segment,
     },
     /// In [`Step::Check`](crate::Step::Check).
     Check {
-        /// The communicators that it lost on the way, as bits.
+        /// The communicators that it lost during registration, as a bit set.
         lost: u8,
-        /// Whether its pool has failed.
+        /// Set if its pool has failed.
         failed: bool,
     },
 }
@@ -50,14 +51,14 @@ impl Call {
 /// One collective.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Meeting {
-    /// What the ranks that have come say.
+    /// Messages of the ranks that have joined, by rank.
     pub came: [Option<Call>; RANKS_MAX],
-    /// The ranks that have heard the others.
+    /// Ranks that have received the messages.
     pub heard: [bool; RANKS_MAX],
 }
 
 impl Meeting {
-    /// Whether those of these ranks who have come are in the same collective.
+    /// Returns `true` if all of these ranks that have joined called the same collective.
     pub fn is_one_collective(&self, ranks: impl Iterator<Item = usize>) -> bool {
         let mut calls = ranks.filter_map(|rank| self.came[rank]);
         let Some(first) = calls.next() else { return true };
@@ -65,49 +66,50 @@ impl Meeting {
     }
 }
 
-/// The collectives of one communicator that are under way: at most two, since the one after the next cannot be done before all
-/// ranks have come to the next.
+/// The collectives of one communicator that are in progress. There are at most two, because a third cannot begin before
+/// all ranks have joined the second.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Meetings([Meeting; 2]);
 
 impl Meetings {
-    /// The collectives, the earlier one first.
+    /// Returns the collectives, the earlier one first.
     pub fn iter(&self) -> impl Iterator<Item = &Meeting> {
         self.0.iter()
     }
 
-    /// A rank comes to its next collective.
+    /// Joins the next collective of a rank.
     ///
     /// # Panics
-    /// When it has come to two that are not over.
+    /// Panics if the rank has joined two collectives that are still in progress.
     pub fn come(&mut self, rank: usize, call: Call) {
         let next = self.0.iter_mut().find(|meeting| meeting.came[rank].is_none());
-        next.expect("at most two are under way").came[rank] = Some(call);
+        next.expect("at most two collectives are in progress").came[rank] = Some(call);
     }
 
-    /// The collective that this rank waits in.
+    /// Returns the index of the collective that this rank waits in.
     fn of(&self, rank: usize) -> Option<usize> {
         self.0.iter().position(|meeting| meeting.came[rank].is_some() && !meeting.heard[rank])
     }
 
-    /// Whether the collective that this rank waits in is done: all these ranks have come to it, and to no other.
+    /// Returns `true` if the collective that this rank waits in is complete: all members have joined it, and no other
+    /// one.
     pub fn is_complete(&self, rank: usize, mut members: Range<usize>) -> bool {
         self.of(rank).map(|at| self.0[at]).is_some_and(|meeting| {
             meeting.is_one_collective(members.clone()) && members.all(|member| meeting.came[member].is_some())
         })
     }
 
-    /// This rank hears what all said.
+    /// Marks the messages as received by this rank and returns them.
     ///
     /// # Panics
-    /// When it waits in none.
+    /// Panics if the rank does not wait in a collective.
     pub fn hear(&mut self, rank: usize) -> impl Iterator<Item = Call> + use<> {
-        let at = self.of(rank).expect("it waits in one");
+        let at = self.of(rank).expect("the rank waits in a collective");
         self.0[at].heard[rank] = true;
         self.0[at].came.into_iter().flatten()
     }
 
-    /// Forgets collectives that nobody will hear any more.
+    /// Removes collectives from which no rank will receive messages anymore.
     pub fn forget(&mut self, is_over_for: impl Fn(usize) -> bool) {
         while self.0[0] != Meeting::default() && (0..RANKS_MAX).all(|rank| self.0[0].heard[rank] || is_over_for(rank)) {
             self.0 = [self.0[1], Meeting::default()];

@@ -1,4 +1,4 @@
-//! What can happen next: the steps of the ranks, and what goes wrong around them.
+//! The state space: the states of a job, and the steps and faults that lead from one state to the next.
 
 use crate::flaw::Flaw;
 use crate::job::{COMMS_MAX, Faults, Job, RANKS_MAX};
@@ -9,39 +9,39 @@ use crate::rank::{Health, Life, Rank, Side};
 use crate::step::{Comm, Op, Outcome, Step};
 use stateright::{Model, Property};
 
-/// Everything at one moment.
+/// A state of the whole job.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct State {
-    /// The ranks; those that the job does not have are dead.
+    /// The ranks. Entries beyond the job's ranks are dead.
     pub ranks: [Rank; RANKS_MAX],
     /// The collectives of each communicator.
     pub meetings: [Meetings; COMMS_MAX],
-    /// What may still go wrong.
+    /// Faults that may still happen.
     pub left: Faults,
 }
 
-/// What can happen. The first number is the rank.
+/// A possible action. The first field is the rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
     /// It takes its next step.
     Step(usize),
-    /// The collective that it waits in is done.
+    /// The collective that it waits in completes.
     Hear(usize),
-    /// It finds that the communicator on which it waits has ended.
+    /// It finds that the communicator that it waits on has ended.
     Fail(usize),
-    /// It has waited for as long as the deadline says, and ends the communicator.
+    /// The deadline of its wait expires, and it ends the communicator.
     Deadline(usize),
-    /// The watchdog tells it that another rank is gone or has ended the communicator, and ends it here.
+    /// The watchdog reports that another rank is gone or has ended the communicator, and ends it here.
     Told(usize, Comm),
-    /// NCCL comes out of a lost communicator.
+    /// NCCL returns from a lost communicator.
     Aborted(usize, Comm),
-    /// Its kernels do not end in time.
+    /// Its kernels do not finish within the deadline.
     Delay(usize),
-    /// The device refuses it memory.
+    /// The device refuses memory.
     Refuse(usize),
-    /// Its program leaves out an op.
+    /// Its program omits an op.
     Skip(usize),
-    /// A communicator ends on it: the program aborts it, or NCCL fails.
+    /// A communicator ends on it, because the program aborts it or NCCL fails.
     Break(usize, Comm),
     /// Its process ends.
     Die(usize),
@@ -50,7 +50,7 @@ pub enum Action {
 }
 
 impl Action {
-    /// The rank that it happens to.
+    /// Returns the rank that the action happens on.
     pub fn rank(self) -> usize {
         match self {
             Action::Step(rank) | Action::Hear(rank) | Action::Fail(rank) | Action::Deadline(rank) => rank,
@@ -69,14 +69,14 @@ impl State {
         self.ranks.iter().enumerate().filter(|(_, rank)| rank.life == Life::Running)
     }
 
-    /// Whether the watchdog has something to tell about a communicator.
+    /// Returns `true` if the watchdog can report a failure of a communicator.
     fn has_news(&self, job: &Job, comm: Comm) -> bool {
         let is_lost = |rank: usize| self.ranks[rank].life == Life::Dead || !self.ranks[rank].sides[comm].is_ready();
         job.members(comm).any(is_lost)
     }
 
-    /// Grows with every action, so that nothing goes on for ever, and a state without a next action is the end of every run that
-    /// comes there. Without that the checker's *eventually* would mean little.
+    /// Returns a number that increases with every action. It proves that every run ends, and that a state without a
+    /// next action is the end of every run that reaches it. Otherwise the checker's *eventually* would mean little.
     fn progress(&self, job: &Job) -> usize {
         let Faults { deaths, stops, breaks, refusals, delays, skips } = self.left;
         let left = usize::from(deaths + stops + breaks + refusals + delays + skips);
@@ -90,7 +90,7 @@ impl State {
     }
 }
 
-/// How far a rank is in its op.
+/// Returns how far a rank has progressed within its op.
 fn place(job: &Job, number: usize, rank: &Rank) -> usize {
     let of_window = |at| job.places(rank.op, number).position(|place| place == at).unwrap_or(0);
     let is_sync = job.program.get(usize::from(rank.op)) == Some(&Op::Sync);
@@ -109,7 +109,7 @@ fn place(job: &Job, number: usize, rank: &Rank) -> usize {
 }
 
 impl Job {
-    /// What a rank does, and what the watchdog does for it: nothing of this waits for ever.
+    /// Adds the possible steps of a rank and of its watchdog. None of them can be delayed indefinitely.
     fn steps(&self, state: &State, number: usize, rank: &Rank, actions: &mut Vec<Action>) {
         if rank.is_waiting {
             let comm = self.comm_of(rank);
@@ -130,7 +130,7 @@ impl Job {
         actions.extend(comms.filter(|comm| state.has_news(self, *comm)).map(|comm| Action::Told(number, comm)));
     }
 
-    /// What may go wrong with a rank, or not.
+    /// Adds the possible faults of a rank.
     fn faults(&self, state: &State, number: usize, rank: &Rank, actions: &mut Vec<Action>) {
         let lost = (0..self.comms.len()).filter(|comm| rank.sides[*comm].health == Health::Lost);
         actions.extend(lost.map(|comm| Action::Aborted(number, comm)));
@@ -169,7 +169,7 @@ impl Model for Job {
             self.steps(state, number, rank, actions);
         }
         if !actions.is_empty() {
-            // Where nothing goes on any more, a fault would only hide that a rank waits for ever.
+            // In a deadlocked state, a fault would only hide that a rank waits indefinitely.
             state.running().for_each(|(number, rank)| self.faults(state, number, rank, actions));
         }
     }
@@ -217,7 +217,7 @@ impl Model for Job {
         }
         assert!(
             self.flaw.is_some() || state.progress(self) > before.progress(self),
-            "{action:?} leads nowhere: {before:?}"
+            "{action:?} makes no progress: {before:?}"
         );
         Some(state)
     }

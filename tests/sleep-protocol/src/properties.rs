@@ -1,6 +1,7 @@
-//! What must hold: always, in the end, or at least in some run.
+//! The properties of the protocol: those that hold always, at the end of a run, or at least in some run.
 //!
-//! *Sometimes* is the guard against a model in which nothing happens: what is always true of a job that never wakes is worth nothing.
+//! The *sometimes* properties guard against a model in which nothing happens: a property that holds for a job that
+//! never wakes proves nothing.
 
 use crate::job::{Faults, Job};
 use crate::model::State;
@@ -8,37 +9,39 @@ use crate::rank::{Health, Life, Rank, Side};
 use crate::step::{Outcome, Phase, Step};
 use stateright::Property;
 
-/// A window that NCCL may use is on the memory that lies behind the pool's addresses now.
+/// A window that NCCL may use refers to the memory that currently backs the pool's addresses.
 pub const MAPPED: &str = "no window outlives its memory";
-/// While a kernel runs on windows, every rank of its communicator that lives has the memory that it was registered with.
+/// While a kernel uses windows, every living rank of its communicator has the memory that the windows refer to.
 pub const USED: &str = "no kernel uses memory that is gone";
-/// Ranks that meet in a communicator are in the same collective, of the same segment.
+/// Ranks that meet on a communicator call the same collective for the same segment.
 pub const MET: &str = "no rank registers what another does not";
-/// A communicator that two ranks can use has the same windows on both, once both are through with the same ops.
+/// A communicator that two ranks can use has the same windows on both, once both have completed the same ops.
 pub const EQUAL: &str = "the ranks have the same windows between ops";
-/// The windows of a communicator go from the first segment on, and come from the first segment on.
+/// The windows of a communicator are deregistered and registered in order, from the first segment on.
 pub const ORDER: &str = "windows come and go in log order";
-/// A rank that says that it cannot wake is heard by every other one before that one is awake.
+/// If a rank reports that it cannot wake, every other rank receives the report before it can be awake.
 pub const ALONE: &str = "no rank is awake while another one says that it cannot";
-/// Ranks that are through with the same ops and can still talk about it are awake together, or asleep together, or have just
-/// heard the same error.
+/// Ranks that have completed the same ops and can still communicate are both awake, both asleep, or have just received
+/// the same error.
 pub const TOGETHER: &str = "no rank goes on alone";
-/// When a sleep has ended well on one rank, no rank has a window: NCCL holds memory until all ranks have deregistered it.
+/// When a sleep has succeeded on one rank, no rank has a window: NCCL holds memory until all ranks have deregistered
+/// it.
 pub const BACK: &str = "memory is back on the device when a sleep has ended well";
-/// Between ops a pool has its memory and all windows of a communicator or none; or no memory and no window; or has failed.
+/// Between ops, a pool either has memory and all or none of the windows of each communicator, or has neither, or has
+/// failed.
 pub const WHOLE: &str = "a pool is awake, asleep or failed, and nothing between";
-/// When a wake has ended well, a communicator that it lost on one rank has ended on all.
+/// When a wake has succeeded, a communicator that it lost on one rank has ended on all ranks.
 pub const LOST: &str = "what a wake lost on one rank it lost on all";
-/// Whatever broke in the ops before: after a sleep and a wake over a new communicator that does not break, all ranks are awake.
+/// Whatever broke before, all ranks are awake after a sleep and a wake over a new communicator that does not break.
 pub const HEALS: &str = "what broke heals over a new communicator";
-/// Every rank that runs comes to the end of its program.
+/// Every running rank reaches the end of its program.
 pub const ENDS: &str = "every op ends";
 
 /// All ranks are awake with new memory and windows on all communicators.
 pub const IN_PLACE: &str = "all wake in place";
-/// A device refuses memory, and all ranks wake in the end.
+/// A device refuses memory, but all ranks wake in the end.
 pub const RETRIED: &str = "a refused wake works at another try";
-/// A communicator dies, and all ranks wake with the other one.
+/// A communicator dies, and all ranks wake with the other communicator.
 pub const FEWER: &str = "a pool wakes without a communicator that died";
 /// A wake breaks, and one rank is awake and another asleep.
 pub const SPLIT: &str = "a broken wake ends well on one rank and not on another";
@@ -57,7 +60,7 @@ pub fn all() -> Vec<Property<Job>> {
         Property::always(EQUAL, |job, state| pairs(job, state).all(|(one, other)| windows_are_equal(job, one, other))),
         Property::always(ORDER, |job, state| living(state).all(|rank| windows_are_in_order(job, rank))),
         Property::always(ALONE, |job, state| {
-            !(living(state).any(is_awake) && living(state).any(|rank| says_that_it_cannot(job, rank)))
+            !(living(state).any(is_awake) && living(state).any(|rank| reports_failure(job, rank)))
         }),
         Property::always(TOGETHER, |job, state| pairs(job, state).all(|(one, other)| are_together(job, one, other))),
         Property::always(BACK, |job, state| {
@@ -70,7 +73,8 @@ pub fn all() -> Vec<Property<Job>> {
             pairs(job, state).all(|(one, other)| what_is_lost_is_lost(job, one, other))
         }),
         Property::always(HEALS, |job, state| !should_be_healed(job, state) || are_all_awake(job, state, &[1])),
-        // Once this is so it stays so, and no run comes to a state twice (`State::progress`): the checker's answer is exact.
+        // Once it holds, it keeps holding, and no run revisits a state (`State::progress`), so the checker's answer is
+        // exact.
         Property::eventually(ENDS, |_, state| running(state).all(|rank| rank.step == Step::Done)),
         Property::sometimes(IN_PLACE, |job, state| are_all_awake(job, state, &[0, 1])),
         Property::sometimes(RETRIED, |job: &Job, state: &State| {
@@ -89,7 +93,7 @@ pub fn all() -> Vec<Property<Job>> {
     ]
 }
 
-/// Ranks whose process is there, stopped or not: a kernel of theirs may run.
+/// Returns the ranks whose process exists, stopped or not, so that their kernels may be running.
 fn living(state: &State) -> impl Iterator<Item = &Rank> {
     state.ranks.iter().filter(|rank| rank.life != Life::Dead)
 }
@@ -98,7 +102,7 @@ fn running(state: &State) -> impl Iterator<Item = &Rank> {
     state.ranks.iter().filter(|rank| rank.life == Life::Running)
 }
 
-/// Two ranks that are through with the same ops and not in the middle of another one, in both orders.
+/// Returns the pairs of ranks that have completed the same ops and are not inside another op, in both orders.
 fn pairs<'a>(job: &'a Job, state: &'a State) -> impl Iterator<Item = (&'a Rank, &'a Rank)> {
     let between = || state.ranks.iter().filter(|rank| job.is_between_ops(rank));
     between().flat_map(move |one| between().map(move |other| (one, other))).filter(|(one, other)| one.op == other.op)
@@ -147,18 +151,20 @@ fn is_awake(rank: &Rank) -> bool {
     rank.phase == Phase::Awake
 }
 
-fn says_that_it_cannot(job: &Job, rank: &Rank) -> bool {
-    let says = rank.step == Step::Decide && rank.is_waiting && !rank.could;
-    let said = job.is_between_ops(rank) && rank.last == Outcome::Refused { mine: true };
-    rank.phase == Phase::Asleep && (says || said)
+fn reports_failure(job: &Job, rank: &Rank) -> bool {
+    let is_reporting = rank.step == Step::Decide && rank.is_waiting && !rank.could;
+    let has_reported = job.is_between_ops(rank) && rank.last == Outcome::Refused { mine: true };
+    rank.phase == Phase::Asleep && (is_reporting || has_reported)
 }
 
 fn are_together(job: &Job, one: &Rank, other: &Rank) -> bool {
     let is_used = |comm: usize| job.comms[comm].from_op < one.op;
     let can_talk = |comm: usize| one.sides[comm].is_ready() && other.sides[comm].is_ready();
     let are_apart = (one.phase, other.phase) == (Phase::Awake, Phase::Asleep);
-    let is_told = |rank: &Rank| matches!(rank.last, Outcome::Differ | Outcome::Refused { .. });
-    !are_apart || (is_told(one) && is_told(other)) || !(0..job.comms.len()).any(|comm| is_used(comm) && can_talk(comm))
+    let has_error = |rank: &Rank| matches!(rank.last, Outcome::Differ | Outcome::Refused { .. });
+    !are_apart
+        || (has_error(one) && has_error(other))
+        || !(0..job.comms.len()).any(|comm| is_used(comm) && can_talk(comm))
 }
 
 fn has_slept_well(job: &Job, rank: &Rank) -> bool {
@@ -188,7 +194,8 @@ fn is_registered(job: &Job, rank: &Rank, comm: usize) -> bool {
     side.is_ready() && rank.memory > 1 && side.windows[..job.segments].iter().all(|window| *window == rank.memory)
 }
 
-/// Whether all ranks of the job are through with it and awake, with new memory and windows on these of its communicators.
+/// Returns `true` if all ranks have completed the job and are awake, with new memory and windows on the given
+/// communicators.
 fn are_all_awake(job: &Job, state: &State, comms: &[usize]) -> bool {
     state.ranks[..job.ranks].iter().enumerate().all(|(number, rank)| {
         let comms = comms.iter().filter(|comm| **comm < job.comms.len());
@@ -199,14 +206,14 @@ fn are_all_awake(job: &Job, state: &State, comms: &[usize]) -> bool {
     })
 }
 
-/// As [`are_all_awake`], with the other communicator than this one, which has ended on all ranks.
+/// Returns `true` if communicator `comm` has ended on all ranks and all are awake with the other communicator.
 fn are_all_awake_without(job: &Job, state: &State, comm: usize) -> bool {
     let is_there = comm < job.comms.len();
     is_there && running(state).all(|rank| !rank.sides[comm].is_ready()) && are_all_awake(job, state, &[1 - comm])
 }
 
-/// Whether the program has ended on all ranks, its second communicator is new and did not break, and no rank was short of memory
-/// or time.
+/// Returns `true` if the program has ended on all ranks, its second communicator is new and did not break, and no rank
+/// lacked memory or time.
 fn should_be_healed(job: &Job, state: &State) -> bool {
     let is_new = job.comms.get(1).is_some_and(|comm| comm.from_op > 0) && !job.has_lost;
     let left = |faults: &Faults| (faults.refusals, faults.delays, faults.skips);

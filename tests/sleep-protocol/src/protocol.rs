@@ -1,12 +1,16 @@
-//! What a rank does in each step. The rules for failures are few:
+//! The actions of a rank in each step. The rules for failures are:
 //!
-//! 1. Before [`Step::Decide`] is heard nothing was done that other ranks see. A rank that does not hear it does not go on: a sleep
-//!    leaves the pool awake, a wake gives the memory back and leaves it asleep.
-//! 2. After it, a sleep goes through with or without the others, and a wake keeps its memory whatever happens: another rank may be awake already.
-//! 3. A rank that leaves an op while others may go on with it ends the communicators on which they would miss it: all of the op
-//!    where it has said yes and does not hear the decision of a sleep; those that it has not come to where a wake breaks after
-//!    its decision. Then no other rank uses windows that have no counterpart, and none waits for it.
-//! 4. A communicator other than the one that the ranks agree over takes nothing else along: the wake goes on without it, on all ranks.
+//! 1. Before a rank receives the decision of [`Step::Decide`], it does nothing that other ranks can observe. A rank
+//!    that does not receive it stops there: a sleep leaves the pool awake, and a wake gives the memory back and leaves
+//!    it asleep.
+//! 2. After the decision, a sleep completes with or without the other ranks, and a wake keeps its memory whatever
+//!    happens, because another rank may already be awake.
+//! 3. A rank that leaves an op while others may continue ends the communicators on which they would wait for it. These
+//!    are all communicators of the op if it voted yes and does not receive the decision of a sleep, and those that it
+//!    has not reached if a wake breaks after its decision. No other rank then uses windows without a counterpart or
+//!    waits for it.
+//! 4. The failure of a communicator other than the one that the ranks agree over is isolated: the wake continues
+//!    without it, on all ranks.
 
 use crate::flaw::Flaw;
 use crate::job::Job;
@@ -15,7 +19,7 @@ use crate::model::State;
 use crate::rank::{Health, Rank, Side};
 use crate::step::{Comm, Op, Outcome, Phase, Segment, Step};
 
-/// A rank that acts.
+/// A rank that performs an action.
 pub struct Actor<'a> {
     job: &'a Job,
     state: &'a mut State,
@@ -23,7 +27,7 @@ pub struct Actor<'a> {
 }
 
 impl<'a> Actor<'a> {
-    /// The rank with this number.
+    /// Creates an actor for the rank with this number.
     pub fn new(job: &'a Job, state: &'a mut State, number: usize) -> Self {
         Actor { job, state, number }
     }
@@ -44,7 +48,7 @@ impl<'a> Actor<'a> {
         self.state.ranks[self.number].sides[comm].is_ready()
     }
 
-    /// Takes the step: does what concerns this rank alone, or comes to the collective.
+    /// Takes the next step: performs the rank's local part, or joins the collective.
     pub fn step(&mut self) {
         let Rank { op, step, phase, memory, could, .. } = *self.rank();
         match step {
@@ -99,7 +103,7 @@ impl<'a> Actor<'a> {
         }
     }
 
-    /// Comes to a collective, or finds that it cannot.
+    /// Joins a collective, or fails if the communicator has ended.
     fn come(&mut self, comm: Comm, call: Call) {
         if self.is_ready(comm) {
             self.state.meetings[comm].come(self.number, call);
@@ -109,19 +113,19 @@ impl<'a> Actor<'a> {
         }
     }
 
-    /// Leaves out the op that comes next.
+    /// Omits the next op.
     pub fn skip(&mut self) {
         let last = self.rank().last;
         self.finish(last);
     }
 
-    /// Kernels do not end within the deadline, and this rank says so.
+    /// Kernels do not finish within the deadline, and this rank votes no.
     pub fn delay(&mut self) {
         self.rank().could = false;
         self.rank().step = Step::Decide;
     }
 
-    /// The device refuses memory, and this rank says so.
+    /// The device refuses memory, and this rank votes no.
     pub fn refuse(&mut self) {
         self.rank().could = self.job.has(Flaw::WakeUntold);
         self.rank().step = Step::Decide;
@@ -130,7 +134,7 @@ impl<'a> Actor<'a> {
         }
     }
 
-    /// All have come to the collective in which this rank waits, and it hears what they say.
+    /// Receives the messages of the completed collective that this rank waits in.
     pub fn hear(&mut self) {
         let rank = *self.rank();
         let comm = self.job.comm_of(&rank);
@@ -156,11 +160,11 @@ impl<'a> Actor<'a> {
                 self.finish(if has_failed { Outcome::Held } else { Outcome::Done });
             }
             (Step::Check, _) => self.woken(&calls),
-            (step, _) => unreachable!("{step:?} is no collective"),
+            (step, _) => unreachable!("{step:?} is not a collective"),
         }
     }
 
-    /// In a sleep or wake, the ranks have said which op they are in and what the pool is on them.
+    /// Continues a sleep or wake after the ranks have exchanged their current op and the phase of their pool.
     fn agreed(&mut self, called: Op, calls: &[Call]) {
         let number = self.rank().op;
         let is_same = |call: &Call| matches!(call, Call::Agree { op, .. } if *op == number);
@@ -171,7 +175,7 @@ impl<'a> Actor<'a> {
             _ if !calls.iter().all(is_same) && !self.job.has(Flaw::OpsUncompared) => self.finish(Outcome::Differ),
             Op::Sleep(_) if are_asleep => self.finish(Outcome::Done),
             Op::Sleep(_) if !are_awake && self.job.has(Flaw::SleepOnce) => self.finish(Outcome::Differ),
-            // Where some ranks sleep already, this is how they all come to be asleep.
+            // If some ranks are already asleep, this sleep makes all of them sleep.
             Op::Sleep(_) => self.rank().step = Step::Quiesce,
             _ if are_awake => self.finish(Outcome::Done),
             _ if are_asleep => self.rank().step = Step::Remap,
@@ -179,7 +183,7 @@ impl<'a> Actor<'a> {
         }
     }
 
-    /// The ranks have said whether they could.
+    /// Continues after the ranks have exchanged whether they succeeded.
     fn decided(&mut self, called: Op, could_all: bool) {
         let Rank { could, memory, .. } = *self.rank();
         let has_lied = memory == 0 && self.job.has(Flaw::WakeUntold);
@@ -196,17 +200,17 @@ impl<'a> Actor<'a> {
         }
     }
 
-    /// The ranks have said which communicators they lost while they registered: what one lost is lost.
+    /// Completes a wake after the ranks have exchanged the communicators they lost: what one lost, all lose.
     fn woken(&mut self, calls: &[Call]) {
         let bits = |call: &Call| if let Call::Check { lost, .. } = call { *lost } else { 0 };
-        let told = calls.iter().map(bits).fold(0, |all, lost| all | lost);
-        let lost = if self.job.has(Flaw::LoseUntold) { self.rank().lost } else { told };
-        self.rank().lost = told;
+        let reported = calls.iter().map(bits).fold(0, |all, lost| all | lost);
+        let lost = if self.job.has(Flaw::LoseUntold) { self.rank().lost } else { reported };
+        self.rank().lost = reported;
         (0..self.job.comms.len()).filter(|comm| lost & 1 << comm != 0).for_each(|comm| self.end(comm));
         self.awake(Outcome::Done);
     }
 
-    /// The communicator of the collective has ended: while this rank waited in it, or before it came.
+    /// Handles the end of the communicator of the collective, while this rank waits in it or before it joins.
     pub fn fail(&mut self, outcome: Outcome) {
         let (Rank { step, could, .. }, is_wake) = (*self.rank(), matches!(self.op(), Op::Wake(_)));
         self.rank().is_waiting = false;
@@ -219,7 +223,7 @@ impl<'a> Actor<'a> {
                 self.finish(Outcome::Broken);
             }
             Step::Decide => {
-                // Only where this rank has said yes may others go to sleep.
+                // Other ranks may go to sleep only if this rank voted yes.
                 let may_sleep = could && outcome == Outcome::Broken;
                 if may_sleep && !self.job.has(Flaw::KeepCommunicators) {
                     self.end_all();
@@ -247,7 +251,7 @@ impl<'a> Actor<'a> {
         }
     }
 
-    /// The next window that a sleep takes away; after the last one the memory can go.
+    /// Selects the next window that a sleep deregisters. After the last one, the memory can be unmapped.
     fn deregister_next(&mut self) {
         let rank = *self.rank();
         let has_window = |(comm, segment): &(Comm, Segment)| {
@@ -267,7 +271,7 @@ impl<'a> Actor<'a> {
         }
     }
 
-    /// The next window of a wake after this one, or after none; after the last one the ranks check.
+    /// Selects the window of a wake after `last`, or the first one. After the last one, the ranks check.
     fn register_after(&mut self, last: Option<(Comm, Segment)>) {
         let op = self.rank().op;
         let mut places = self.job.places(op, self.number);
@@ -278,7 +282,7 @@ impl<'a> Actor<'a> {
         self.rank().step = next.map_or(Step::Check, |(comm, segment)| Step::Register(comm, segment));
     }
 
-    /// The next window of a sync on this communicator, or the next communicator.
+    /// Selects the next window of a sync on this communicator, or continues with the next communicator.
     fn sync_after(&mut self, comm: Comm, last: Option<Segment>) {
         let windows = self.rank().sides[comm].windows;
         let mut missing = (last.map_or(0, |last| last + 1)..self.job.segments).filter(|segment| windows[*segment] == 0);
@@ -288,7 +292,7 @@ impl<'a> Actor<'a> {
         }
     }
 
-    /// A sync goes on with its next communicator, whatever became of this one.
+    /// Continues a sync with its next communicator, whatever happened to this one.
     fn sync_next(&mut self, comm: Comm, outcome: Outcome) {
         let op = self.rank().op;
         let next = self.job.comms_of(op, self.number).skip_while(|other| *other != comm).nth(1);
@@ -298,7 +302,7 @@ impl<'a> Actor<'a> {
         }
     }
 
-    /// Ends a communicator on this rank: a deadline passed, the watchdog or the program says so, or another op of this rank's broke.
+    /// Ends a communicator on this rank, because of a deadline, the watchdog, the program, or another op that broke.
     pub fn end(&mut self, comm: Comm) {
         let has_lost = self.job.has_lost;
         let side = &mut self.rank().sides[comm];
@@ -326,7 +330,7 @@ impl<'a> Actor<'a> {
         self.finish(outcome);
     }
 
-    /// The op is over, and the program goes on: with kernels on all windows, where the pool is awake.
+    /// Ends the op and continues the program. If the pool is awake, kernels run on all windows.
     fn finish(&mut self, outcome: Outcome) {
         let (segments, op) = (self.job.segments, self.rank().op + 1);
         let step = self.job.first_step(op, self.number);

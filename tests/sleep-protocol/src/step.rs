@@ -1,4 +1,4 @@
-//! The ops of the registrar, the steps that they are made of, and how they end.
+//! The ops of the registrar, their steps, and their outcomes.
 //!
 //! ```text
 //!  sync    (Agree ─ Register ...) on each communicator
@@ -6,18 +6,18 @@
 //!  wake    Agree ─ Remap ─── Decide ─ Register ... ─────────── Check
 //! ```
 //!
-//! `Agree`, `Decide` and `Check` are all-gathers over the op's first communicator, `Register` is NCCL's own collective; all other
-//! steps concern this rank alone.
+//! `Agree`, `Decide` and `Check` are all-gathers over the op's first communicator, and `Register` is a collective of
+//! NCCL. All other steps are local to the rank.
 
-/// A communicator, by its number in the job.
+/// A communicator, identified by its index in the job.
 pub type Comm = usize;
-/// A segment of the pool, by its place in the log.
+/// A segment of the pool, identified by its position in the log.
 pub type Segment = usize;
 
-/// A call of the program's, on every rank.
+/// A call that the program makes on every rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Op {
-    /// `registrar.sync(..)`, as it is today.
+    /// `registrar.sync(..)`.
     Sync,
     /// `registrar.sleep(..)`, in which the ranks agree over this communicator.
     Sleep(Comm),
@@ -25,59 +25,60 @@ pub enum Op {
     Wake(Comm),
 }
 
-/// Where a rank is in an op.
+/// The step of an op that a rank is in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Step {
-    /// The ranks compare their ops and what state the pool is in. The first step of every op; nothing has been done yet.
+    /// Compares the ranks' ops and the phases of their pools. The first step of every op; nothing has changed yet.
     Agree(Comm),
-    /// Waits until no kernel of this rank's uses the pool.
+    /// Waits until no kernel of this rank uses the pool.
     Quiesce,
-    /// Gets memory from the device, at the old addresses, and puts back what was kept.
+    /// Obtains memory from the device, maps it at the old addresses, and restores the saved contents.
     Remap,
-    /// Says whether it could, and hears whether all could. What follows is done by all ranks or by none.
+    /// Exchanges whether each rank succeeded. All ranks perform the rest of the op, or none does.
     Decide,
-    /// A window goes, in log order.
+    /// Deregisters a window, in log order.
     Deregister(Comm, Segment),
-    /// The memory goes back to the device.
+    /// Returns the memory to the device.
     Unmap,
-    /// A window comes, in log order.
+    /// Registers a window, in log order.
     Register(Comm, Segment),
-    /// The ranks tell each other how it went: in a sleep, that no window is left, which is when the memory is back on the device; in a
-    /// wake, which windows and communicators are not what they were.
+    /// Exchanges the results. After a sleep, no window is left, which is when the memory is back on the device. After a
+    /// wake, the ranks know which windows and communicators have changed.
     Check,
     /// The program has ended.
     Done,
 }
 
-/// What a pool is on one rank, between ops.
+/// The phase of a pool on one rank, between ops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Phase {
     /// It has its memory and can be used.
     Awake,
     /// It has no memory and no window.
     Asleep,
-    /// It can neither be used nor give its memory back, because a lost communicator holds it. A later sleep may help.
+    /// It can neither be used nor give its memory back, because a lost communicator holds it. A later sleep may
+    /// succeed.
     Failed,
 }
 
-/// How a rank's last op ended.
+/// The outcome of a rank's last op.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Outcome {
-    /// There was none.
+    /// No op has ended yet.
     None,
-    /// Well.
+    /// The op succeeded.
     Done,
-    /// Some ranks could not, and all that hear it do nothing. `mine` says whether this rank is one of those that could not.
+    /// Some ranks failed, and all ranks that receive the decision do nothing.
     Refused {
-        /// Whether this rank could not.
+        /// Set if this rank failed.
         mine: bool,
     },
-    /// The ranks called different ops, or the pool is in different states. Nothing was done.
+    /// The ranks called different ops, or their pools are in different phases. Nothing was changed.
     Differ,
-    /// The communicator had ended before: nothing was done.
+    /// The communicator had already ended. Nothing was changed.
     Gone,
-    /// The communicator ended in the middle.
+    /// The communicator ended during the op.
     Broken,
-    /// A lost communicator holds the memory of some ranks, whose pool has failed; all others sleep.
+    /// A lost communicator holds the memory of some ranks, whose pool has failed. All other ranks are asleep.
     Held,
 }

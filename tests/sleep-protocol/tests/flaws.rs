@@ -1,4 +1,5 @@
-//! Every flaw is found, by the property that it stands beside, and every property finds one. `-- --nocapture` shows how.
+//! Checks that every flaw violates its property, and that every property detects a flaw. `-- --nocapture` prints the
+//! violations.
 
 use sleep_protocol::properties::{
     ALONE, BACK, ENDS, EQUAL, HEALS, KEPT, LOST, MAPPED, MET, ORDER, TOGETHER, USED, WHOLE,
@@ -12,11 +13,11 @@ const ONCE: Faults = Faults { deaths: 1, stops: 1, breaks: 1, refusals: 1, delay
 const CYCLE: [Op; 2] = [Op::Sleep(0), Op::Wake(0)];
 const HEAL: [Op; 4] = [Op::Sleep(0), Op::Wake(0), Op::Sleep(1), Op::Wake(1)];
 
-/// What is wrong, which property must notice, and in which job.
+/// Returns each flaw with the property that it must violate and the job in which it does.
 fn flaws() -> Vec<(Flaw, &'static str, Job)> {
     let two = |program: &[Op]| Job::new(2, 2, program).with_faults(ONCE);
     let two_communicators = || two(&CYCLE).with_communicator(2, 0);
-    // Where no process stops and no program differs, nothing may depend on a deadline.
+    // If no process stops and no program differs, no result may depend on a deadline.
     let undelayed = || two_communicators().with_faults(Faults { stops: 0, skips: 0, ..ONCE }).without_deadlines();
     vec![
         (Flaw::UnmapFirst, MAPPED, two(&CYCLE)),
@@ -50,18 +51,18 @@ fn every_flaw_is_found() {
         let until = HasDiscoveries::AnyOf([property].into());
         let checker = job.with_flaw(flaw).checker().finish_when(until).spawn_bfs().join();
         let run = checker.discovery(property);
-        let Some(run) = run else { panic!("{flaw:?} breaks nothing that \"{property}\" would notice") };
-        println!("{flaw:?}: not so: {property}\n{}", story(run));
+        let Some(run) = run else { panic!("{flaw:?} does not violate \"{property}\"") };
+        println!("{flaw:?}: violates: {property}\n{}", story(run));
     }
 }
 
-/// What the flaws are found in is sound without them.
+/// The jobs satisfy all properties without the flaws.
 #[test]
 fn without_a_flaw_the_same_jobs_are_sound() {
     for (flaw, _, job) in flaws() {
         let found = job.checker().spawn_dfs().join().discoveries();
         let broken: Vec<&str> = KEPT.into_iter().filter(|name| found.contains_key(name)).collect();
-        assert!(broken.is_empty(), "the job for {flaw:?}: not so: {broken:?}");
+        assert!(broken.is_empty(), "the job for {flaw:?} violates {broken:?} without the flaw");
     }
 }
 

@@ -1,6 +1,6 @@
-//! The protocol keeps its promises in every run of these jobs. Numbers of states are pinned: a fault or a step that drops out of
-//! the model would make them smaller, and every check easier. `-- --nocapture` shows how long each takes;
-//! `docs/sleep-protocol.md` has the table.
+//! Checks that the protocol satisfies its properties in every run of these jobs. The numbers of states are pinned,
+//! because a fault or step that is missing from the model would reduce them and make every check easier. `--
+//! --nocapture` prints the duration of each check; `docs/sleep-protocol.md` has the table.
 
 use Op::{Sleep, Sync, Wake};
 use sleep_protocol::properties::{FAILED, FEWER, IN_PLACE, KEPT, RETRIED, SPLIT};
@@ -8,39 +8,40 @@ use sleep_protocol::{Faults, Job, Op, story};
 use stateright::{Checker, Model};
 use std::time::Instant;
 
-/// Everything goes wrong once.
+/// Each fault happens at most once.
 const ONCE: Faults = Faults { deaths: 1, stops: 1, breaks: 1, refusals: 1, delays: 1, skips: 1 };
-/// What needs no deadline to be noticed.
+/// The faults that are detected without a deadline.
 const NOTICED: Faults = Faults { stops: 0, skips: 0, ..ONCE };
 
 const CYCLE: [Op; 2] = [Sleep(0), Wake(0)];
-/// The last wake does something only where the one before was refused.
+/// A cycle with a second wake, which has an effect only if the first one was refused.
 const AGAIN: [Op; 4] = [Sync, Sleep(0), Wake(0), Wake(0)];
-/// Once more over a communicator that is connected after the first wake.
+/// A cycle, followed by another over a communicator that is connected after the first wake.
 const HEAL: [Op; 6] = [Sync, Sleep(0), Wake(0), Sleep(1), Wake(1), Sync];
 
-/// Sees all states of a job. It keeps what it must, has so many states, and in some runs this is so.
+/// Explores all states of a job. Checks the properties, the number of states, and that each of `seen` occurs in some
+/// run.
 fn check(job: Job, threads: usize, states: usize, seen: &[&str]) {
     let begun = Instant::now();
     let checker = job.checker().threads(threads).spawn_dfs().join();
     let found = checker.discoveries();
     for name in KEPT {
         let run = found.get(name).cloned().map(story);
-        assert!(run.is_none(), "not so: {name}\n{}", run.unwrap_or_default());
+        assert!(run.is_none(), "violated: {name}\n{}", run.unwrap_or_default());
     }
     let seconds = begun.elapsed().as_secs_f64();
-    println!("{} states, {} actions at most, {seconds:.1} s", checker.unique_state_count(), checker.max_depth() - 1);
+    println!("{} states, at most {} actions, {seconds:.1} s", checker.unique_state_count(), checker.max_depth() - 1);
     for name in seen {
-        assert!(found.contains_key(name), "never so: {name}");
+        assert!(found.contains_key(name), "never occurs: {name}");
     }
     assert_eq!(
         checker.unique_state_count(),
         states,
-        "the model has other states: update the table in docs/sleep-protocol.md"
+        "the number of states of the model changed: update the table in docs/sleep-protocol.md"
     );
 }
 
-/// Jobs that take minutes.
+/// Returns `true` if the tests that take minutes should run.
 fn is_night() -> bool {
     std::env::var_os("SYMMALLOC_NIGHT").is_some()
 }
@@ -58,13 +59,13 @@ fn two_ranks_and_communicators_that_are_lost() {
 }
 
 #[test]
-fn two_ranks_that_go_on_over_a_new_communicator() {
+fn two_ranks_that_continue_over_a_new_communicator() {
     let job = Job::new(2, 2, &HEAL).with_communicator(2, 3).with_faults(ONCE);
     check(job, 1, 564_932, &[IN_PLACE, RETRIED, FEWER, SPLIT]);
 }
 
 #[test]
-fn two_ranks_that_wake_on_a_communicator_that_came_while_they_slept() {
+fn two_ranks_that_wake_on_a_communicator_connected_during_sleep() {
     let job = Job::new(2, 2, &[Sleep(0), Wake(1)]).with_communicator(2, 1).with_faults(ONCE).with_lost();
     check(job, 1, 110_446, &[IN_PLACE, FEWER]);
 }
@@ -75,7 +76,7 @@ fn three_ranks() {
 }
 
 #[test]
-fn three_ranks_of_which_two_have_a_communicator_of_their_own() {
+fn three_ranks_of_which_two_share_another_communicator() {
     let job = Job::new(3, 2, &CYCLE).with_communicator(2, 0).with_faults(ONCE);
     check(job, 1, 691_298, &[IN_PLACE, FEWER, SPLIT]);
 }
@@ -89,7 +90,7 @@ fn no_op_needs_a_deadline_where_no_process_stops() {
 }
 
 #[test]
-fn by_night_two_ranks_and_everything_goes_wrong_twice() {
+fn by_night_two_ranks_with_faults_that_happen_twice() {
     if is_night() {
         let twice = Faults { deaths: 1, stops: 1, breaks: 2, refusals: 2, delays: 2, skips: 1 };
         let job = Job::new(2, 2, &HEAL).with_communicator(2, 3).with_faults(twice).with_lost();
@@ -98,7 +99,7 @@ fn by_night_two_ranks_and_everything_goes_wrong_twice() {
 }
 
 #[test]
-fn by_night_three_ranks_that_go_on_over_a_new_communicator() {
+fn by_night_three_ranks_that_continue_over_a_new_communicator() {
     if is_night() {
         let job = Job::new(3, 1, &[Sleep(0), Wake(0), Sleep(1), Wake(1)]).with_communicator(3, 2).with_faults(ONCE);
         check(job, 2, 16_318_141, &[IN_PLACE, RETRIED, FEWER, SPLIT]);
