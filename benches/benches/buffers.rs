@@ -1,13 +1,12 @@
-//! What a program pays for a `DeviceBuffer`: allocated on a stream through a shared [`CudaAllocator`], and dropped.
+//! The cost of a `DeviceBuffer` that is allocated on a stream through a shared [`CudaAllocator`] and dropped.
 //!
-//! Runs on the stub of libcuda, so it needs no device. In steady state no driver call is made, and what is measured is
-//! ours: the way from a stream to its heap, the heap's lock, the placement, the buffer, and the way back. Only a buffer
-//! that a second stream uses takes driver calls; what the stub does in them is not counted.
+//! Runs on the stub of libcuda, so it needs no device. In steady state there are no driver calls, so the results
+//! measure symmalloc alone: the lookup of the stream's heap, the heap's lock, the placement, the buffer, and its drop.
+//! Only a buffer that a second stream uses causes driver calls; instructions in the stub are not counted.
 //!
-//! Instructions are counted by callgrind as in `ratios`, less those of the loop that walks through the steps. Times are
-//! processor time of the threads. Two more tables: threads with streams of their own, and what ten million live blocks
-//! cost the host. Exits with 1 when a bar on instructions is missed.
-//! `cargo bench -p symmalloc-benches --bench buffers`
+//! Callgrind counts instructions as in `ratios`, minus those of the loop over the steps. Times are processor time of
+//! the threads. Two more tables show threads that each use their own stream, and the host cost of ten million live
+//! blocks. Exits with 1 if a limit on instructions is exceeded. `cargo bench -p symmalloc-benches --bench buffers`
 
 use cudarc::driver::{CudaStream, DevicePtr};
 use std::hint::black_box;
@@ -24,28 +23,28 @@ use symmalloc_core::{Handle, PoolId};
 use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, DeviceBuffer};
 use symmalloc_harness::jobs;
 
-/// Instructions per op in the bench profile, the walk not counted, that a recorded job whose streams keep to themselves may take.
+/// Maximum instructions per op, without the walk, for a recorded job without cross-stream uses. In the bench profile.
 const INSTRUCTIONS_MAX: f64 = 380.0;
 
 const REPEATS: usize = 15;
-/// Replacements that a thread makes in the table of threads.
+/// Number of replacements that each thread makes in the table of threads.
 const THREAD_PAIRS: u32 = 400_000;
 
-/// Addresses that all heaps of a case share: valgrind leaves a process no more.
+/// Bytes of addresses that all heaps of a case share, limited by what valgrind leaves to a process.
 const ADDRESS_BYTES: u64 = 30 << 30;
 
-/// In front of a case's name: only the walk.
+/// Prefix of a case's name that selects the walk alone.
 const WALK: &str = "walk through ";
 const PAIR: &str = "pair on one stream";
 const SECOND: &str = "pair used by a second stream";
 const REPLACEMENT: &str = "replacement among 1,000";
 
-/// The cases of a run with `--test`.
+/// The cases that `--test` runs.
 const TEST_CASES: [&str; 3] = ["resnet50_multiscale", PAIR, SECOND];
 
-/// Tells this program that the stub is on its library path.
+/// Environment variable that is set once the stub is on the library path.
 const ON_STUB: &str = "SYMMALLOC_BUFFERS_ON_STUB";
-/// Tells it that it runs under callgrind, and on which case.
+/// Environment variable that is set under callgrind and names the case.
 const CASE: &str = "SYMMALLOC_BUFFERS_CASE";
 
 fn main() -> ExitCode {
@@ -76,7 +75,7 @@ fn main() -> ExitCode {
         }
     }
     if cfg!(debug_assertions) {
-        println!("no instructions: the bar is for a build without debug assertions");
+        println!("no instructions: the limit applies to builds without debug assertions");
     }
     if (filter.is_empty() && !is_test) || filter == "threads" {
         threads_table();
@@ -88,13 +87,14 @@ fn main() -> ExitCode {
     if misses.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Uses on other streams and free lists of a thousand sizes take more than the way through a buffer, which the bar is on.
+/// Returns `true` if the limit applies. Cross-stream uses and free lists of a thousand sizes cost more than a buffer
+/// alone.
 fn is_judged(case: &str) -> bool {
     let uses_streams = |step: &Step| matches!(step, Step::RecordUse { .. });
     case != REPLACEMENT && !workload_of(case).steps().iter().any(uses_streams)
 }
 
-/// Starts this program again where it finds the stub.
+/// Restarts this program with the stub on its library path.
 fn start_on_stub() -> ExitCode {
     let folder = stub_of_libcuda();
     let status = Command::new(env::current_exe().expect("this program"))
@@ -116,7 +116,7 @@ fn workload_of(case: &str) -> Workload {
     }
 }
 
-/// An allocator on the stub for so many streams, with large chunks: few calls to map them.
+/// Creates an allocator on the stub for `streams` streams. Its chunks are large, so that mapping takes few calls.
 fn allocator(streams: usize) -> CudaAllocator {
     let mut expandable = ExpandableSegments::default();
     expandable.range_bytes = (ADDRESS_BYTES / streams as u64) & !(expandable.growth_bytes - 1);
@@ -131,7 +131,7 @@ fn new_stream(allocator: &CudaAllocator) -> Arc<CudaStream> {
     allocator.device().context().new_stream().expect("a stream")
 }
 
-/// A workload on buffers, in steady state.
+/// A workload on buffers in steady state.
 struct Buffers {
     allocator: CudaAllocator,
     streams: Vec<Arc<CudaStream>>,
@@ -175,7 +175,7 @@ impl Buffers {
     }
 }
 
-/// As large as a buffer, and as much to drop: nothing is done in either.
+/// A stand-in of the size of a buffer, with an equally cheap drop that does nothing.
 struct Nothing {
     _words: [usize; size_of::<DeviceBuffer<u8>>() / size_of::<usize>()],
 }
@@ -187,7 +187,7 @@ impl Drop for Nothing {
     }
 }
 
-/// The steps without an allocator.
+/// The steps of a workload without an allocator.
 struct Walk {
     streams: Vec<usize>,
     workload: Workload,
@@ -223,8 +223,8 @@ impl Walk {
     }
 }
 
-/// Threads with a stream each, which replace random buffers of 1,000. What they take from each other, cache lines and turns
-/// at a lock, costs them processor time.
+/// Prints the table for threads that replace random buffers of 1,000, each on a separate stream. Contention for cache
+/// lines and locks increases their processor time.
 fn threads_table() {
     println!("\n{:<30}{:>14}{:>14}", "threads with own streams", "ns per pair", "of linear");
     let mut one = 0.0;
@@ -238,7 +238,7 @@ fn threads_table() {
     }
 }
 
-/// Made by one thread and then used by many, as a program does it: what lies next to each other stays there.
+/// The allocator is created by one thread and used by many, as in a program, which preserves the memory layout.
 fn nanoseconds_per_pair(threads: usize) -> f64 {
     let allocator = allocator(threads);
     let streams: Vec<_> = (0..threads).map(|_| new_stream(&allocator)).collect();
@@ -268,14 +268,14 @@ fn nanoseconds_per_pair(threads: usize) -> f64 {
     times.iter().sum::<f64>() / threads as f64
 }
 
-/// What ten million live blocks cost the host, and that a trim gives all device memory back after them.
+/// Prints the host cost of ten million live blocks, and checks that a trim then returns all device memory.
 fn live_blocks_table() {
     let count = 10_000_000;
     let allocator = ours(Segments::Expandable, StreamPolicy::Separate);
     let stream = allocator.register_stream().expect("few streams");
     let allocate =
         |size_bytes| allocator.allocate(PoolId::DEFAULT, stream, size_bytes).expect("memory is endless").handle;
-    // Touched, so that it is not counted.
+    // Initialized to touch the pages, so that they do not count as new resident memory.
     let first = allocate(512);
     let mut handles: Vec<Handle> = vec![first; count];
     allocator.free(first).expect("live");
@@ -288,27 +288,27 @@ fn live_blocks_table() {
     let host_bytes = (resident_bytes() - before) / count as f64;
     let freeing = nanoseconds(|| handles.iter().for_each(|handle| allocator.free(*handle).expect("live")));
     allocator.trim(None).expect("the device takes it");
-    assert_eq!(allocator.stats().reserved_bytes.current, 0, "all of it goes back");
+    assert_eq!(allocator.stats().reserved_bytes.current, 0, "all memory is returned");
     let [allocating, freeing] = [allocating, freeing].map(|time| time / count as f64);
     println!("\n{:<30}{:>14}{:>14}{:>14}", "live blocks", "ns to allocate", "ns to free", "host bytes");
     println!("{count:<30}{allocating:>14.1}{freeing:>14.1}{host_bytes:>14.1}");
 }
 
-/// Memory of this process, in bytes.
+/// Returns the resident memory of this process in bytes.
 fn resident_bytes() -> f64 {
     let pages = fs::read_to_string("/proc/self/statm").expect("Linux");
     let pages: f64 = pages.split(' ').nth(1).and_then(|pages| pages.parse().ok()).expect("a number");
     pages * 4096.0
 }
 
-/// Of 512 B to 512 KiB.
+/// Allocates a buffer of 512 B to 512 KiB.
 fn buffer(allocator: &CudaAllocator, stream: &Arc<CudaStream>, random: u32) -> Option<DeviceBuffer<u8>> {
     let len = (1 + random as usize % 1024) * 512;
     // SAFETY: nobody reads bytes, and any bits make one.
     Some(unsafe { allocator.alloc(stream, len) }.expect("memory"))
 }
 
-/// Callgrind counts from entry to exit of this function.
+/// Callgrind counts the instructions between entry and exit of this function.
 #[inline(never)]
 fn measured_part(work: &mut dyn FnMut()) {
     work();
@@ -325,8 +325,8 @@ fn count_this(case: &str) {
     }
 }
 
-/// Instructions of the measured part of a case, the stub's not counted; `None` without valgrind, and in a build with debug
-/// assertions, which the bar is not on.
+/// Returns the instructions of the measured part of a case, without those of the stub. Returns `None` without valgrind
+/// and in a build with debug assertions, to which the limit does not apply.
 fn count_under_callgrind(case: &str) -> Option<f64> {
     if cfg!(debug_assertions) {
         return None;
@@ -347,8 +347,9 @@ fn count_under_callgrind(case: &str) -> Option<f64> {
     Some(own_cost(&profile))
 }
 
-/// The cost of every object but the stub. A profile names an object once, `ob=(3) path`, and by its number then; a line
-/// of numbers is a cost, and behind `calls=` the cost of the callee, which stands with the callee as well.
+/// Returns the cost of all objects except the stub. A profile names an object once, `ob=(3) path`, and refers to it by
+/// number afterward. A line of numbers is a cost. After `calls=` it is the cost of the callee, which is also listed
+/// there.
 fn own_cost(profile: &str) -> f64 {
     let (mut stub, mut is_stub, mut is_callee, mut sum) = (None, false, false, 0_u64);
     for line in profile.lines() {

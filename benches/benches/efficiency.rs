@@ -1,20 +1,21 @@
-//! How much more than what is live is reserved on each recorded job, where that is, and what could close it.
+//! The memory that each recorded job reserves beyond its live memory: its amount, its location, and ways to reduce it.
 //!
-//! Tables of counts on a simulated device, the same on every machine and at every run:
+//! Prints tables of counts on a simulated device, which are the same on every machine and in every run:
 //!
-//! 1. what streams that share a heap save, and the events and waits that it takes;
-//! 2. rules for large blocks: those that the configuration offers, and others by a model beside the core (`fit_rules`), which
-//!    first shows that it places as the core does;
-//! 3. where the memory is that is reserved and not live when the last of it is obtained;
-//! 4. moving whole free granules: under a limit the allocator gives free granules back and maps others, so the least limit under
-//!    which a job still completes says what moving gives, and the calls until then what it takes; and a rule that moves only
-//!    what is missing, by a model again (`moving`).
+//! 1. the savings from streams that share a heap, and the events and waits that this takes;
+//! 2. rules for large blocks: those that the configuration offers, and others from a separate model (`fit_rules`), which
+//!    is first checked to place like the core;
+//! 3. the location of memory that is reserved but not live when the last memory is obtained;
+//! 4. moving whole free granules: under a limit the allocator gives free granules back and maps others, so the smallest
+//!    limit under which a job completes shows the savings from moving, and the calls until then its cost; and a rule that
+//!    moves only the missing memory, again from a model (`moving`).
 //!
-//! Peaks are over the peak of what is live, as requested. A job is carried out six times, and in between everything is freed.
-//! Times are computed, from the counts and from what a chunk costs on an H200 (`docs/measured/gpu.md`). The work of the device that the
-//! host waits for before it unmaps is in no figure.
+//! Peaks are relative to the peak of live requested bytes. A job runs six times, with everything freed in between.
+//! Times are computed from the counts and the cost of a chunk on an H200 (`docs/measured/gpu.md`). They exclude the
+//! device work that the host waits for before it unmaps.
 //!
-//! `cargo bench -p symmalloc-benches --bench efficiency`; a word keeps the jobs that contain it. With `--test` one job.
+//! `cargo bench -p symmalloc-benches --bench efficiency`; a word selects the jobs that contain it. `--test` runs one
+//! job.
 
 use std::env;
 use symmalloc_benches::fit_rules::{FitRule, GRANULE_BYTES, Large};
@@ -30,10 +31,10 @@ use symmalloc_trace::replay::{Program, Replay, StepError};
 
 const MIB: u64 = 1 << 20;
 
-/// The first pass begins without memory; the mean of the others stands for all that come after.
+/// Number of passes. The first one begins without memory; the mean of the others represents all later passes.
 const PASSES: usize = 6;
 
-/// A size of physical chunk, with what one takes to make and to give back.
+/// A size of physical chunk, with the time to create and to release one.
 #[derive(Clone, Copy)]
 struct Chunk {
     size_bytes: u64,
@@ -41,9 +42,10 @@ struct Chunk {
     give_back_us: f64,
 }
 
-/// Every granule that the allocator gives up goes back to the device. Growth by 2 MiB in `docs/measured/gpu.md`.
+/// Chunks of one granule, each returned as soon as the allocator releases it. Growth by 2 MiB in
+/// `docs/measured/gpu.md`.
 const GRANULES: Chunk = Chunk { size_bytes: 2 * MIB, make_us: 35.2, give_back_us: 29.2 };
-/// The default of ranges below 2 GiB. Growth by 128 MiB, in the same place.
+/// The default for ranges below 2 GiB. Growth by 128 MiB, from the same page.
 const LARGE_CHUNKS: Chunk = Chunk { size_bytes: 32 * MIB, make_us: 35.2, give_back_us: 35.2 };
 
 const EXPANDABLE: &str = "segments:expandable";
@@ -62,7 +64,7 @@ fn main() {
     by_need_table(&cases);
 }
 
-/// A job, with its streams' heaps apart or as one.
+/// A job with either a heap per stream or one heap for all streams.
 struct Case {
     job: &'static str,
     streams: StreamPolicy,
@@ -72,7 +74,7 @@ struct Case {
 }
 
 impl Case {
-    /// A job of several streams is two cases.
+    /// Returns the cases of a job: two if it has several streams.
     fn of(job: &'static str) -> Vec<Case> {
         let program = jobs::program(job);
         let workload = Workload::from(&program);
@@ -98,19 +100,19 @@ impl Case {
         self.is_shared() || self.workload.streams() == 1
     }
 
-    /// Over the peak of what is live.
+    /// Formats `bytes` relative to the peak of live bytes.
     fn ratio(&self, bytes: u64) -> String {
         format!("{:.3}", bytes as f64 / self.live_bytes_peak as f64)
     }
 
-    /// An allocator of these settings, with the case's streams.
+    /// Creates an allocator with these settings and the case's stream policy.
     fn allocator(&self, settings: &str, chunk: Chunk) -> Allocator<Metered> {
         let text = format!("{settings},streams:{}", if self.is_shared() { "shared" } else { "separate" });
         let config: Config = text.parse().unwrap_or_else(|error| panic!("{text}: {error}"));
         Allocator::new(Metered::new(chunk.size_bytes), config).expect("a valid granularity")
     }
 
-    /// Carries the job out, so many times, unless a limit refuses an allocation.
+    /// Runs the job `passes` times. Returns `None` if a limit refuses an allocation.
     fn carry_out(&self, allocator: &Allocator<Metered>, passes: usize) -> Option<Run> {
         let mut replay = Replay::new(allocator, &self.program);
         let mut run = Run::default();
@@ -131,14 +133,14 @@ impl Case {
         Some(run)
     }
 
-    /// Carries the job out without a limit.
+    /// Runs the job without a limit.
     fn freely(&self, settings: &str, passes: usize) -> Run {
         self.carry_out(&self.allocator(settings, GRANULES), passes).expect("no limit")
     }
 
-    /// The least granules that are enough, of which `most` are.
+    /// Returns the smallest number of granules that is enough; `most` is known to be.
     fn least(&self, most: u64, is_enough: impl Fn(u64) -> bool) -> u64 {
-        // Less than what is live is not.
+        // Fewer granules than the live bytes need are never enough.
         let (mut refused, mut enough) = (self.live_bytes_peak.div_ceil(GRANULE_BYTES) - 1, most);
         while enough - refused > 1 {
             let middle = refused.midpoint(enough);
@@ -148,22 +150,22 @@ impl Case {
     }
 }
 
-/// What it took to carry a job out.
+/// The device calls and memory that a run took.
 #[derive(Debug, Default)]
 struct Run {
     /// The first pass.
     first: Asked,
     /// All passes after it.
     further: Asked,
-    /// The most that the first pass reserved.
+    /// Peak of reserved bytes in the first pass.
     first_reserved_bytes_peak: u64,
-    /// The most that any pass reserved.
+    /// Peak of reserved bytes over all passes.
     reserved_bytes_peak: u64,
-    /// The most that the device held in chunks.
+    /// Peak of bytes that the device held in chunks.
     held_bytes_peak: u64,
 }
 
-/// A table's row: what it is about, and its cells.
+/// Prints a row of a table: its name and its cells.
 fn row(name: &str, cells: impl IntoIterator<Item = impl Into<String>>) {
     let cells: String = cells.into_iter().map(|cell| format!("{:>13}", cell.into())).collect();
     println!("{name:<38}{cells}");
@@ -173,18 +175,18 @@ fn mib(bytes: u64) -> String {
     format!("{:.1}", bytes as f64 / MIB as f64)
 }
 
-/// The mean over so many passes.
+/// Formats the mean over `passes` passes.
 fn mean(count: u64, passes: usize) -> String {
     format!("{:.1}", count as f64 / passes as f64)
 }
 
-/// Milliseconds that chunks take in each of so many passes.
+/// Returns the milliseconds per pass that creating and releasing chunks takes.
 fn chunk_ms((made, given_back): (u64, u64), chunk: Chunk, passes: usize) -> f64 {
     (made as f64 * chunk.make_us + given_back as f64 * chunk.give_back_us) / 1e3 / passes as f64
 }
 
 fn streams_table(cases: &[Case]) {
-    println!("what is reserved, MiB and over live; events and waits of a pass after the first");
+    println!("reserved memory, in MiB and relative to live; events and waits of a pass after the first");
     row("job", ["live", "first pass", "over live", "six passes", "over live", "events", "waits"]);
     for case in cases {
         let run = case.freely(EXPANDABLE, PASSES);
@@ -195,7 +197,7 @@ fn streams_table(cases: &[Case]) {
     }
 }
 
-/// Settings that say where large blocks go, or how large blocks and segments are.
+/// Settings for the placement of large blocks, or for the sizes of large blocks and segments.
 const SETTINGS: [(&str, &str); 13] = [
     ("expandable", EXPANDABLE),
     ("growth 16", "segments:expandable,growth_mb:16"),
@@ -213,7 +215,7 @@ const SETTINGS: [(&str, &str); 13] = [
 ];
 
 fn settings_table(cases: &[Case]) {
-    println!("\nreserved over live by setting, first pass; sizes in MiB");
+    println!("\nreserved relative to live by setting, first pass; sizes in MiB");
     row("job", SETTINGS.map(|(name, _)| name));
     for case in cases {
         let ratio = |settings| case.ratio(case.freely(settings, 1).first_reserved_bytes_peak);
@@ -221,7 +223,7 @@ fn settings_table(cases: &[Case]) {
     }
 }
 
-/// Rules of the model. The number is the least size of a large block.
+/// Rules of the model. The number is the minimum size of a large block.
 const RULES: [(&str, FitRule); 10] = [
     ("best fit", FitRule::BEST_FIT),
     ("lowest all", FitRule { large: Large::LowestOffset, from_bytes: 0 }),
@@ -236,33 +238,33 @@ const RULES: [(&str, FitRule); 10] = [
 ];
 
 fn rules_tables(cases: &[Case]) {
-    println!("\nreserved over live by rule, first pass, by the model; sizes in MiB");
+    println!("\nreserved relative to live by rule, first pass, from the model; sizes in MiB");
     row("job", RULES.map(|(name, _)| name));
     let mut touched = Vec::new();
     for case in cases {
         let extents = RULES.map(|(_, rule)| rule.place(&case.workload, case.streams));
         let core = case.freely(EXPANDABLE, 1).first_reserved_bytes_peak;
-        assert_eq!(extents[0].reserved_bytes, core, "{}: the model places as the core", case.name());
+        assert_eq!(extents[0].reserved_bytes, core, "{}: the model places like the core", case.name());
         row(&case.name(), extents.map(|extent| case.ratio(extent.reserved_bytes)));
         touched.push(extents.map(|extent| case.ratio(extent.touched_bytes)));
     }
-    println!("\ngranules in which something is live, over live, by rule");
+    println!("\ngranules with live bytes, relative to live, by rule");
     row("job", RULES.map(|(name, _)| name));
     cases.iter().zip(touched).for_each(|(case, cells)| row(&case.name(), cells));
 }
 
-/// Where the memory is that is reserved and not live when the last of it is obtained, in bytes.
+/// The location of memory that is reserved but not live when the last memory is obtained, in bytes.
 #[derive(Clone, Copy, Debug, Default)]
 struct Rest {
-    /// How far what is live is below its peak at that time.
+    /// Difference between the peak of live bytes and the live bytes at that time.
     below_peak: u64,
-    /// Between what was requested and the blocks.
+    /// Difference between block sizes and requested sizes.
     rounding: u64,
-    /// In the heap that grows, but for its end: free parts of granules in which something is live.
+    /// In the growing heap, except at its end: free parts of granules with live bytes.
     parts: u64,
-    /// In the heap that grows: whole free granules.
+    /// In the growing heap: whole free granules.
     whole: u64,
-    /// In the heap that grows: from its last block to the end of that granule.
+    /// In the growing heap: from its last block to the end of that granule.
     end: u64,
     /// In other heaps: free parts of granules.
     other_parts: u64,
@@ -298,7 +300,7 @@ impl Rest {
         rest
     }
 
-    /// What is reserved beyond the peak of what is live.
+    /// Returns the bytes that are reserved beyond the peak of live bytes.
     fn beyond_peak(&self) -> u64 {
         let Rest { below_peak, rounding, parts, whole, end, other_parts, other_whole } = self;
         rounding + parts + whole + end + other_parts + other_whole - below_peak
@@ -306,11 +308,11 @@ impl Rest {
 }
 
 fn rest_table(cases: &[Case]) {
-    println!("\nMiB reserved beyond the peak of what is live when the last memory of the first pass is obtained");
+    println!("\nMiB reserved beyond the peak of live bytes when the last memory of the first pass is obtained");
     println!(
         "  = in the growing heap: rounding + parts of granules + whole granules + its end; in others: parts + whole;"
     );
-    println!("    less how far what is live is below its peak then");
+    println!("    minus how far the live bytes are below their peak at that time");
     row("job", ["beyond", "rounding", "parts", "whole", "end", "others parts", "others whole", "live below"]);
     for case in cases {
         let allocator = case.allocator(EXPANDABLE, GRANULES);
@@ -324,21 +326,21 @@ fn rest_table(cases: &[Case]) {
                 rest = Rest::new(case, &allocator.snapshot(), stream);
             }
         }
-        assert_eq!(rest.beyond_peak(), reserved - case.live_bytes_peak, "{}: every byte is somewhere", case.name());
+        assert_eq!(rest.beyond_peak(), reserved - case.live_bytes_peak, "{}: every byte is accounted for", case.name());
         let Rest { below_peak, rounding, parts, whole, end, other_parts, other_whole } = rest;
         let cells = [rest.beyond_peak(), rounding, parts, whole, end, other_parts, other_whole, below_peak];
         row(&case.name(), cells.map(mib));
     }
 }
 
-/// What makes room when a limit is met.
+/// The source of free memory when a limit is reached.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Room {
     /// The free memory of the heap that needs more.
     Heap,
-    /// That of the pool's heaps, one after the other, until the request is served.
+    /// The free memory of the pool's heaps, one after another, until the request succeeds.
     Pool,
-    /// All free memory of the pool: the program's failure callback trims it.
+    /// All free memory of the pool, which the program's failure callback trims.
     Callback,
 }
 
@@ -353,7 +355,7 @@ impl Room {
         }
     }
 
-    /// Carries a job out under a limit.
+    /// Runs a job under a limit.
     fn carry_out(self, case: &Case, granules: u64, chunk: Chunk) -> Option<Run> {
         let reclaim = if self == Room::Heap { "heap" } else { "pool" };
         let limit = format!("{EXPANDABLE},reclaim:{reclaim},limit_bytes:{}", granules * GRANULE_BYTES);
@@ -368,24 +370,24 @@ impl Room {
     }
 }
 
-/// Free memory of a heap, in MiB, beyond which a free gives all of it back.
+/// Free memory of a heap, in MiB, above which a free returns all of it.
 const THRESHOLD_MIB: u64 = 256;
 
 fn moving_table(cases: &[Case]) {
     println!(
-        "\nmoving whole free granules: no limit; half of the way to the least one, and the least, by who makes room;"
+        "\nmoving whole free granules: no limit; halfway to the smallest limit, and the smallest, by source of memory;"
     );
     println!("  no limit, but a release threshold of {THRESHOLD_MIB} MiB");
+    println!("  first pass, then mean of the others: host waits for a stream, calls, MiB given back, ms for chunks");
     println!(
-        "  first pass, then mean of the others: waits of the host for a stream, calls, MiB given back, ms of chunks"
+        "  of 2 and of 32 MiB; then ns per op for chunks of 2 MiB, and bytes held by the device in chunks of 32 MiB"
     );
-    println!("  of 2 and of 32 MiB; then ns per op of chunks of 2 MiB, and what the device holds in chunks of 32 MiB");
     let cells = ["waits", "map", "unmap", "MiB back", "ms, 2 MiB", "ms, 32 MiB"];
     row("job", ["reserved", "over live"].into_iter().chain(cells).chain(cells).chain(["ns per op", "held, 32"]));
     for case in cases {
         moving_row(case, "", |chunk| case.carry_out(&case.allocator(EXPANDABLE, chunk), PASSES));
         let most = case.freely(EXPANDABLE, PASSES).reserved_bytes_peak / GRANULE_BYTES;
-        // The free memory of a heap that is alone is that of its pool.
+        // With a single heap, all sources are the same memory.
         let rooms = if case.is_one_heap() { &Room::ALL[..1] } else { &Room::ALL };
         for room in rooms {
             let least = case.least(most, |granules| room.carry_out(case, granules, GRANULES).is_some());
@@ -400,7 +402,7 @@ fn moving_table(cases: &[Case]) {
 
 fn moving_row(case: &Case, means: &str, carry_out: impl Fn(Chunk) -> Option<Run>) {
     let name = if means.is_empty() { case.name() } else { format!("{}, {means}", case.name()) };
-    // Between limits that are enough there can be one that is not: another limit is another placement.
+    // A limit between two sufficient limits can be insufficient, because each limit leads to different placements.
     let Some((small, large)) = carry_out(GRANULES).zip(carry_out(LARGE_CHUNKS)) else {
         row(&name, ["refused"]);
         return;
@@ -419,9 +421,9 @@ fn moving_row(case: &Case, means: &str, carry_out: impl Fn(Chunk) -> Option<Run>
 
 fn by_need_table(cases: &[Case]) {
     println!(
-        "\nmoving only what is missing, by the model, under its least limit; a pass after the first: waits of the host,"
+        "\nmoving only missing memory, from the model, under its smallest limit; a pass after the first: host waits,"
     );
-    println!("  MiB given back, ms of chunks of 2 MiB; granules go from the range's end, or from its start");
+    println!("  MiB given back, ms for chunks of 2 MiB; granules are taken from the range's end, or from its start");
     row("job", ["limit", "over live", "end: waits", "MiB back", "ms", "start: waits", "MiB back", "ms"]);
     for case in cases {
         let carry_out = |granules: u64, victims| {
@@ -432,7 +434,7 @@ fn by_need_table(cases: &[Case]) {
         let limit = least * GRANULE_BYTES;
         let mut cells = vec![mib(limit), case.ratio(limit)];
         for victims in [Victims::Highest, Victims::Lowest] {
-            let moves = carry_out(least, victims).expect("placement does not depend on what goes");
+            let moves = carry_out(least, victims).expect("placement does not depend on the victims");
             let sum = |count: fn(&Moves) -> u64| moves[1..].iter().map(count).sum::<u64>();
             let (mapped, unmapped) = (sum(|moves| moves.mapped), sum(|moves| moves.unmapped));
             let [waits, back] = [sum(|moves| moves.stalls), unmapped * GRANULE_BYTES / MIB];

@@ -1,8 +1,8 @@
-//! Designs of a free index by time, on what each recorded job asks of one in steady state; expandable segments.
+//! Timing of free index designs on the queries of each recorded job in steady state, with expandable segments.
 //!
-//! Nanoseconds of processor time per question (a block comes, a block goes, which fits best), medians over repeats that
-//! alternate between the designs. An allocate and its free ask about four. The walk through the questions is in all figures.
-//! `cargo bench -p symmalloc-benches --bench indexes`
+//! Reports nanoseconds of processor time per query (insert, remove, or best fit), as medians over repeats that
+//! alternate between the designs. An allocation and its free issue about four queries. All results include the loop
+//! over the queries. `cargo bench -p symmalloc-benches --bench indexes`
 
 use std::env;
 use std::hint::black_box;
@@ -14,7 +14,8 @@ use symmalloc_harness::jobs;
 
 const REPEATS: usize = 9;
 
-/// A design by name, with what asks it everything and takes the nanoseconds.
+/// The name of a design, with a function that runs all queries and returns the digest of the answers and the
+/// nanoseconds.
 type Design = (&'static str, fn(&[Vec<Question>]) -> (u64, f64));
 const DESIGNS: [Design; 5] = [
     ("tree", ask::<Tree>),
@@ -37,7 +38,7 @@ fn main() {
         let mut times = vec![Vec::new(); DESIGNS.len()];
         for _ in 0..REPEATS {
             let outcomes: Vec<_> = DESIGNS.iter().map(|(_, ask)| ask(asked)).collect();
-            assert!(outcomes.iter().all(|(answers, _)| *answers == outcomes[0].0), "all answer alike");
+            assert!(outcomes.iter().all(|(answers, _)| *answers == outcomes[0].0), "all designs give the same answers");
             outcomes.iter().zip(&mut times).for_each(|((_, time), times)| times.push(time / questions as f64));
         }
         let cells: String = times.into_iter().map(|times| format!("{:>13.1}", median(times))).collect();
@@ -45,7 +46,7 @@ fn main() {
     }
 }
 
-/// A set per heap, from empty.
+/// Runs the queries of each heap on a set that is initially empty.
 fn ask<F: FreeSet>(asked: &[Vec<Question>]) -> (u64, f64) {
     let mut sets: Vec<F> = asked.iter().map(|_| F::default()).collect();
     let (mut answers, mut time) = (0, 0.0);

@@ -1,18 +1,18 @@
-//! Per recorded job: instructions and nanoseconds per op, ours beside the reference, against the bars. One run.
+//! Instructions and nanoseconds per op of each recorded job, compared with the reference and checked against limits.
 //!
-//! Times are medians over repeats that alternate between the allocators, so that a noisy moment hits both. Instructions
-//! are counted by callgrind, in this same program started again under valgrind, between entry and exit of
-//! `measured_part`. They contain the driver that walks through the job's steps. It is counted alone as well, on a subject
-//! that allocates nothing, and the bar is on the difference. Without valgrind these columns stay empty.
+//! Times are medians over repeats that alternate between the allocators, so that noise affects both. Callgrind counts
+//! instructions between entry and exit of `measured_part`, in a copy of this program that runs under valgrind. The
+//! counts contain the driver that iterates over the job's steps. The driver is also counted alone, on a subject that
+//! allocates nothing, and the limit applies to the difference. Without valgrind these columns stay empty.
 //!
-//! A second table has the instructions on heaps that are not plain: of fixed segments, of streams that share, of a symmetric
-//! pool, and recorded into a trace file (the thread that writes it not counted); and where a pass is a step that follows a plan,
-//! on plain heaps and on streams that share.
+//! A second table shows the instructions on other kinds of heap: with fixed segments, with shared streams, in a
+//! symmetric pool, recorded into a trace file (without the thread that writes it), and with passes that are steps that
+//! follow a plan, on plain heaps and with shared streams.
 //!
-//! Exits with 1 when a bar is missed; with `--test`, for machines that are busy with other things, only when a bar on
-//! instructions is, and only on [`TEST_JOBS`]: valgrind takes seconds for each count. A build with debug assertions, as tests
-//! have it, counts no instructions: they are not what the bars are on.
-//! `cargo bench -p symmalloc-benches --bench ratios`
+//! Exits with 1 if a limit is exceeded. With `--test`, for busy machines, only the limits on instructions are checked,
+//! and only on [`TEST_JOBS`], because each count takes seconds under valgrind. A build with debug assertions, such as
+//! that of tests, counts no instructions, because the limits do not apply to it. `cargo bench -p symmalloc-benches
+//! --bench ratios`
 
 use std::process::{Command, ExitCode};
 use std::time::Instant;
@@ -25,33 +25,33 @@ use symmalloc_core::config::StreamPolicy;
 use symmalloc_core::plans::StepReport;
 use symmalloc_harness::jobs;
 
-/// How many times faster than the reference we must be.
+/// Minimum speedup over the reference.
 const RATIO_MIN: f64 = 4.0;
-/// Instructions per op, the driver's not counted, that no job may take. In the bench profile.
+/// Maximum instructions per op of any job, without the driver. In the bench profile.
 const INSTRUCTIONS_MAX: f64 = 340.0;
-/// Cost per op with 100,000 free blocks over that with 100.
+/// Maximum ratio of the cost per op with 100,000 free blocks to that with 100.
 const GROWTH_MAX: f64 = 2.0;
 
 const REPEATS: usize = 15;
 const FREE_BLOCKS: [usize; 3] = [100, 10_000, 100_000];
 
-/// The jobs of a run with `--test`: of one stream, and of several.
+/// The jobs that `--test` runs: one with a single stream, and one with several.
 const TEST_JOBS: [&str; 2] = ["resnet50_multiscale", "fsdp1_train_rank0"];
 
-/// In front of a job's name: only the driver runs it.
+/// Prefix of a job's name that selects the driver alone.
 const DRIVER: &str = "driver of ";
 
-/// Tells this program that it runs under callgrind, and on which case.
+/// Environment variable that is set under callgrind and names the case.
 const CASE: &str = "SYMMALLOC_RATIOS_CASE";
 
-/// Tells it, beside the case, on which of the [`SORTS`] of heap; on plain ones when it is not set.
+/// Environment variable that selects one of the [`SORTS`] of heap; plain heaps if it is not set.
 const HEAPS: &str = "SYMMALLOC_RATIOS_HEAPS";
 
-/// A sort of heap by name, with what makes an allocator that has such heaps.
+/// The name of a kind of heap, and a function that creates an allocator with such heaps.
 type Sort = (&'static str, fn() -> Ours);
 
 const PLAIN: &str = "plain";
-/// Plain heaps have the shortest way. Each of the others has something that makes it longer.
+/// Plain heaps have the shortest path. Each of the others has a property that lengthens it.
 const SORTS: [Sort; 7] = [
     (PLAIN, || ours(Segments::Expandable, StreamPolicy::Separate)),
     ("fixed", || ours(Segments::Fixed, StreamPolicy::Separate)),
@@ -69,7 +69,7 @@ fn main() -> ExitCode {
         count_this(&case);
         return ExitCode::SUCCESS;
     }
-    // `cargo bench -- gpt2` keeps the jobs that contain the word; cargo's own flags are not for us.
+    // `cargo bench -- gpt2` keeps the jobs that contain the word. Flags are cargo's own.
     let filter = env::args().skip(1).find(|arg| !arg.starts_with('-')).unwrap_or_default();
     let is_test = env::args().any(|arg| arg == "--test");
     let is_wanted = |job: &&str| job.contains(&filter) && (!is_test || TEST_JOBS.contains(job));
@@ -110,20 +110,20 @@ fn jobs_table(jobs: &[&str], judges_time: bool, misses: &mut Vec<String>) {
             "{job:<22}{ops:>10}{in_all:>14}{driver:>10}{shown:>10}{our_time:>12.1}{reference_time:>14.1}{ratio:>8.2}"
         );
         if judges_time && ratio < RATIO_MIN {
-            misses.push(format!("{job} is {ratio:.2} times faster than the reference, not {RATIO_MIN}"));
+            misses.push(format!("{job} is {ratio:.2} times as fast as the reference, below {RATIO_MIN}"));
         }
         if let Some(count) = instructions.filter(|count| *count > INSTRUCTIONS_MAX) {
             misses.push(format!("{job} takes {count:.1} instructions per op, more than {INSTRUCTIONS_MAX}"));
         }
     }
     if cfg!(debug_assertions) {
-        println!("no instructions: the bar is for a build without debug assertions");
+        println!("no instructions: the limit applies to builds without debug assertions");
     } else {
         println!("at most {INSTRUCTIONS_MAX} instructions per op in the column \"ours\"");
     }
 }
 
-/// Instructions per op of the allocator on heaps that are not plain. No bar: they are there to be watched.
+/// Prints the allocator's instructions per op on other kinds of heap. There is no limit; the table is for observation.
 fn heaps_table(jobs: &[&str]) {
     let sorts = || SORTS.into_iter().map(|(name, _)| name).filter(|name| *name != PLAIN);
     let columns = |cells: Vec<String>| cells.iter().map(|cell| format!("{cell:>14}")).collect::<String>();
@@ -151,13 +151,15 @@ fn free_blocks_table(free_blocks: &[usize], judges_time: bool, misses: &mut Vec<
             let instructions = count_under_callgrind(&format!("{name}/{count}"), PLAIN).map(|count| count / ops);
             let shown = instructions.map_or("-".into(), |count| format!("{count:.1}"));
             println!("{name:<22}{count:>10}{shown:>14}{time:>12.1}");
-            // Time grows with the caches' misses too; what is held against the bar is work.
+            // Time also grows with cache misses, but the limit applies to instructions.
             is_counted &= instructions.is_some();
             counts.push(instructions.unwrap_or(time));
         }
         let growth = counts[counts.len() - 1] / counts[0];
         if growth > GROWTH_MAX && (is_counted || judges_time) {
-            misses.push(format!("{name}: 100,000 free blocks cost {growth:.2} times what 100 cost, not {GROWTH_MAX}"));
+            misses.push(format!(
+                "{name}: 100,000 free blocks cost {growth:.2} times as much as 100, more than {GROWTH_MAX}"
+            ));
         }
     }
 }
@@ -173,7 +175,7 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-/// Callgrind counts from entry to exit of this function.
+/// Callgrind counts the instructions between entry and exit of this function.
 #[inline(never)]
 fn measured_part(work: &mut dyn FnMut()) {
     work();
@@ -182,7 +184,7 @@ fn measured_part(work: &mut dyn FnMut()) {
 /// Runs the measured part of a case once, in steady state.
 fn count_this(case: &str) {
     let heaps = env::var(HEAPS).unwrap_or_else(|_| PLAIN.into());
-    let (_, ours) = SORTS.into_iter().find(|(name, _)| *name == heaps).expect("a sort of heap");
+    let (_, ours) = SORTS.into_iter().find(|(name, _)| *name == heaps).expect("a kind of heap");
     let ours = ours();
     if let Some(job) = case.strip_prefix(DRIVER) {
         let mut bench = Bench::warm(Nothing::default(), Workload::from(&jobs::program(job)));
@@ -204,14 +206,15 @@ fn count_this(case: &str) {
     }
 }
 
-/// A repeat as a step of the pool.
+/// Runs one repeat as a step of the pool.
 fn step(bench: &mut Bench<Ours>) -> StepReport {
     bench.subject().begin_step(PoolId::DEFAULT, 0).expect("no step is open");
     bench.repeat();
     bench.subject().end_step(PoolId::DEFAULT).expect("a step is open")
 }
 
-/// Instructions of the measured part of a case on a sort of heap; `None` without valgrind, and in a build with debug assertions.
+/// Returns the instructions of the measured part of a case on a kind of heap, or `None` without valgrind or with debug
+/// assertions.
 fn count_under_callgrind(case: &str, heaps: &str) -> Option<f64> {
     if cfg!(debug_assertions) {
         return None;

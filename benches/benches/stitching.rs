@@ -1,11 +1,12 @@
-//! What stitching saves, and what it takes, on jobs whose steps are never the same twice (`varying`) and on the recorded ones.
+//! The savings and the cost of stitching, on jobs whose steps never repeat (`varying`) and on the recorded jobs.
 //!
-//! Counts on a simulated device, the same on every machine and at every run. A job is carried out six times on one allocator: the
-//! generated ones with other steps in each pass, and again with the same ones. Peaks are over the peak of what is live, as
-//! requested. Times are computed: a granule takes 45 us to map a second time, whatever its size (`docs/measured/memory.md`).
+//! Prints counts on a simulated device, which are the same on every machine and in every run. A job runs six times on
+//! one allocator. The generated jobs run with different steps in each pass, and again with the same steps. Peaks are
+//! relative to the peak of live requested bytes. Times are computed: mapping a granule a second time takes 45 us,
+//! whatever its size (`docs/measured/memory.md`).
 //!
-//! `cargo bench -p symmalloc-benches --bench stitching`; a word keeps the jobs that contain it, and `--with=` replaces the
-//! configurations. With `--test` short jobs, and it fails if stitching saves nothing.
+//! `cargo bench -p symmalloc-benches --bench stitching`; a word selects the jobs that contain it, and `--with=`
+//! replaces the configurations. `--test` runs short jobs, and fails if stitching increases the reserved memory.
 
 use std::env;
 use symmalloc_benches::metered::Metered;
@@ -36,16 +37,16 @@ fn main() {
         let steps = if is_test { 4 } else { 50 };
         let fresh: Vec<Workload> = (0..PASSES as u64).map(|pass| varying::job(name, pass, steps)).collect();
         let same = vec![fresh[0].clone(); PASSES];
-        let ratios = table(&format!("{name}, every pass other steps"), &fresh, &configs);
-        table(&format!("{name}, every pass the same steps"), &same, &configs);
-        assert!(!is_test || ratios[2] >= ratios[1], "{name}: stitching costs memory");
+        let ratios = table(&format!("{name}, different steps in every pass"), &fresh, &configs);
+        table(&format!("{name}, the same steps in every pass"), &same, &configs);
+        assert!(!is_test || ratios[2] >= ratios[1], "{name}: stitching increases the reserved memory");
     }
     for name in jobs::JOBS.into_iter().filter(|name| !is_test && name.contains(&filter)) {
         table(name, &vec![Workload::from(&jobs::program(name)); PASSES], &configs);
     }
 }
 
-/// Prints a row for each configuration. Returns live over reserved after all passes.
+/// Prints a row for each configuration. Returns live relative to reserved memory after all passes.
 fn table(name: &str, passes: &[Workload], configs: &[String]) -> Vec<f64> {
     let live_bytes = passes.iter().map(Workload::live_bytes_peak).max().unwrap_or(0);
     println!("\n## {name}\n\n{} MiB live at most, {} ops in the first pass\n", live_bytes / MIB, passes[0].len());
@@ -66,7 +67,7 @@ fn table(name: &str, passes: &[Workload], configs: &[String]) -> Vec<f64> {
     ratios
 }
 
-/// By pass: the peak of what was reserved so far, and the granules that were mapped a second time.
+/// For each pass, the peak of reserved bytes so far and the number of granules that were mapped a second time.
 struct Run {
     peaks: Vec<u64>,
     aliases: Vec<u64>,

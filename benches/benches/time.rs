@@ -1,6 +1,6 @@
-//! Every case by time. `cargo bench -p symmalloc-benches --bench time -- <filter>`
+//! Timing of all cases with criterion. `cargo bench -p symmalloc-benches --bench time -- <filter>`
 //!
-//! Elements are ops, so that criterion's throughput is its reciprocal: 25 Melem/s are 40 ns per op.
+//! Elements are ops, so criterion's throughput is the reciprocal of the time per op: 25 Melem/s are 40 ns per op.
 
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 use symmalloc_benches::micro::{self, ManyFree, PAIRS, Sizes};
@@ -50,7 +50,7 @@ fn many_free_blocks(criterion: &mut Criterion) {
         let mut group = criterion.benchmark_group(name);
         group.sample_size(10).throughput(Throughput::Elements((2 * PAIRS).into()));
         for count in [100, 10_000, 100_000] {
-            // A new allocator for each run: replacements move the live blocks to the front of the index.
+            // Each run uses a new allocator, because replacements move the live blocks to the front of the index.
             let setup = || ManyFree::new(ours(Segments::Expandable, Separate), count, sizes);
             let run = |mut case: ManyFree<_>| {
                 case.replace();

@@ -1,5 +1,5 @@
-// Programs that leave memory to NVIDIA's libraries: cuBLAS, which takes its workspaces itself, and a kernel that nvrtc compiles and the
-// driver API launches. Prints one line, the same with and without `symmalloc run`.
+// A program that leaves memory management to NVIDIA's libraries: cuBLAS, which allocates its own workspaces, and a
+// kernel that nvrtc compiles and the driver API launches. Prints one line, the same with and without `symmalloc run`.
 //
 //     nvcc -O2 -std=c++17 -o libraries benches/preload/libraries.cu -lcublas -lnvrtc -lcuda
 //     for under in "" "symmalloc run --stats --"; do $under ./libraries; done
@@ -45,7 +45,8 @@ int main() {
         CHECK(cublasCreate(&handles[s]));
         CHECK(cublasSetStream(handles[s], streams[s]));
     }
-    // Small whole numbers: every sum is exact, so every bit can be compared, and the host's sums of rows and columns check them.
+    // Small integers make every sum exact, so results can be compared bit by bit and checked against sums of rows and
+    // columns.
     uint64_t digest = 14695981039346656037u;
     long wrong = 0;
     for (int round = 0; round < 60; round++) {

@@ -1,4 +1,4 @@
-"""CuPy, JAX and Numba by themselves: what they compute is printed as one line each, the same with and without `symmalloc run`."""
+"""Runs CuPy, JAX or Numba and prints a digest of the results on one line, the same with and without `symmalloc run`."""
 
 import hashlib
 import os
@@ -57,7 +57,7 @@ def main() -> None:
     try:
         print(name, job())
     except ImportError as error:
-        print(name, "is not here:", error)
+        print(name, "is not available:", error)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-// cudaMallocAsync, cudaMalloc and their frees, timed and checked: run it by itself, and under `symmalloc run`.
+// Times and checks cudaMallocAsync, cudaMalloc and their frees. Run it alone, and under `symmalloc run`.
 //
 //   nvcc -O2 -std=c++17 -o pairs pairs.cu
 //   ./pairs time && symmalloc run --stats -- ./pairs time
-//   ./pairs check && symmalloc run -- ./pairs check            the same line from both
+//   ./pairs check && symmalloc run -- ./pairs check            both print the same line
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -44,7 +44,7 @@ static cudaMemPool_t pool() {
     return pool;
 }
 
-// The driver keeps what is freed, as PyTorch and CuPy ask it to.
+// Makes the driver retain freed memory, as PyTorch and CuPy do.
 static void keep_everything() {
     uint64_t all = UINT64_MAX;
     MUST(cudaMemPoolSetAttribute(pool(), cudaMemPoolAttrReleaseThreshold, &all));
@@ -79,7 +79,7 @@ static double synchronous_pair_ns(size_t size, int pairs) {
     return (now_ns() - begun) / pairs;
 }
 
-// A thousand live blocks, any of which is replaced by one of another size.
+// Keeps a thousand live blocks and replaces random ones by blocks of different sizes.
 static double replacement_ns(cudaStream_t stream, int pairs, uint64_t *live_peak) {
     std::vector<std::pair<void *, size_t>> live(1000);
     Dice dice{7};
@@ -153,7 +153,8 @@ __global__ void check(const uint32_t *p, size_t words, uint32_t value, unsigned 
         if (p[i] != value + i) atomicAdd(wrong, 1ull);
 }
 
-// Blocks on four streams, each checked before it is freed, on its own stream or, behind an event, on another one.
+// Uses blocks on four streams. Each is checked before it is freed, on its own stream or, after an event, on another
+// one.
 static void check_all(int steps) {
     cudaStream_t streams[4];
     cudaEvent_t event;
@@ -191,7 +192,7 @@ static void check_all(int steps) {
             }
             check<<<32, 256, 0, streams[on]>>>(block.p, block.words, block.value, wrong);
             words_checked += block.words;
-            // cudaFree waits for the work on memory of cudaMalloc only.
+            // cudaFree waits only for work that uses memory of cudaMalloc.
             if (block.is_plain) MUST(cudaFree(block.p));
             else MUST(cudaFreeAsync(block.p, streams[on]));
         }

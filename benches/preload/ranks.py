@@ -1,7 +1,7 @@
-"""A rank of a small training job, on a GPU of its own where there is one for each, for
+"""A rank of a small training job, on a separate GPU if there are enough, for
 `symmalloc run --check -- torchrun --nproc-per-node 2 ranks.py`.
 
-It prints a digest of where its tensors lay, relative to the first one: the same on all ranks, or not.
+Prints a digest of the locations of its tensors relative to the first one. Equal digests on all ranks mean equal placements.
 """
 
 import hashlib

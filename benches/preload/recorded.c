@@ -1,11 +1,11 @@
-// What recording costs a program: pairs of cuMemAllocAsync and cuMemFreeAsync on a libcuda that does nothing.
+// Measures the cost of recording: pairs of cuMemAllocAsync and cuMemFreeAsync on a libcuda that does nothing.
 //
 //   cc -O2 -shared -fPIC -DDRIVER -Wl,-soname,libcuda.so.1 -o libcuda.so.1 recorded.c
 //   cc -O2 -o recorded recorded.c -ldl -lpthread
 //   LD_LIBRARY_PATH=. ./recorded [THREADS [PAIRS]]
 //   LD_LIBRARY_PATH=. symmalloc run --record job.trace.zst -- ./recorded [THREADS [PAIRS]]
 //
-// It prints what a pair takes of the clock, of CPUs on the program's own threads, and of all CPUs.
+// Prints the elapsed time of a pair, the CPU time of the program's own threads, and the CPU time of all threads.
 #define _GNU_SOURCE
 #include <stdint.h>
 #include <stdlib.h>
@@ -14,7 +14,7 @@ typedef uint64_t Pointer;
 typedef void *Stream;
 
 #ifdef DRIVER
-// Addresses are those that were freed last, as a driver with a cache gives them.
+// Returns the most recently freed address, like a driver with a cache.
 static __thread Pointer next, freed[4096];
 static __thread int count;
 static int threads;
@@ -56,7 +56,7 @@ static double seconds(clockid_t clock) {
     return now.tv_sec + now.tv_nsec * 1e-9;
 }
 
-// A thousand live blocks, any of which is replaced by one of another size.
+// Keeps a thousand live blocks and replaces random ones by blocks of different sizes.
 static void *work(void *stream) {
     Pointer *live = calloc(LIVE, sizeof *live);
     uint64_t dice = (uintptr_t)stream;

@@ -1,10 +1,10 @@
-"""The time of a training step, for what `symmalloc run --record` costs: the fastest tenth and the median of 300 steps.
+"""Measures the time of a training step, to determine the cost of `symmalloc run --record`: fastest tenth and median of 300 steps.
 
     for turn in 1 2 3 4 5; do for under in "" "symmalloc run --record job.trace.zst --"; do
         PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync $under python3 benches/preload/steps.py
     done; done
 
-The machine's own spread from run to run is larger than what is measured, so compare the fastest tenth, and take turns.
+The variation between runs exceeds the measured cost, so compare the fastest tenth, and alternate the runs.
 """
 
 import time

@@ -1,72 +1,73 @@
-//! Rules by which a growing range could place large blocks: what each would give on a recorded job.
+//! Rules by which a growing range could place large blocks, and the result of each rule on a recorded job.
 //!
-//! A model beside the core: free blocks of one range in order of offset and of size, merged at once, split at 512 bytes, and
-//! growth at the end in granules. Small blocks are placed as the core places all, by best fit; a rule says what is done with
-//! blocks from some size on.
+//! This is a separate model of the core: the free blocks of one range ordered by offset and by size, merged
+//! immediately, split at 512 bytes, with growth at the end in granules. Small blocks are placed by best fit, like all
+//! blocks in the core. A rule determines the placement of blocks from a minimum size on.
 //!
 //! ```text
 //!           free      ────────         ───────────────        ─────────            range ends here ─┐
 //!  best fit           ▓▓▓▓▓▓                                                                         grows
-//!  lowest offset      ▓▓▓▓▓▓           (the first that is large enough, though another fits better)
-//!  far end                                                       ▓▓▓▓▓▓    (the last one, its back)
+//!  lowest offset      ▓▓▓▓▓▓           (the first that is large enough, even if another fits better)
+//!  far end                                                       ▓▓▓▓▓▓    (the end of the last one)
 //! ```
 //!
-//! Besides what is reserved the model counts *touched* granules: those in which something is live. It is what would be
-//! mapped if every whole free granule were given back at once and mapped again where the rule places a block.
+//! In addition to reserved memory, the model counts *touched* granules, which contain live bytes. These would be mapped
+//! if every whole free granule were given back immediately and mapped again when the rule places a block in it.
 
 use crate::workload::{Step, Workload};
 use std::collections::{BTreeMap, BTreeSet};
 use symmalloc_core::config::StreamPolicy;
 
-/// What the core rounds sizes to, in bytes.
+/// The unit to which the core rounds sizes, in bytes.
 const UNIT_BYTES: u64 = 512;
 /// The unit of mapping, in bytes.
 pub const GRANULE_BYTES: u64 = 2 << 20;
 
-/// Where a large block goes.
+/// The placement of a large block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Large {
-    /// Where all blocks go: into the smallest free block that is large enough, the lowest of these. The core's rule.
+    /// In the smallest free block that is large enough; among equals, the lowest. This is the core's rule for all
+    /// blocks.
     BestFit,
-    /// Into the free block of the lowest offset that is large enough.
+    /// In the free block with the lowest offset that is large enough.
     LowestOffset,
-    /// To the back of the free block of the highest offset that is large enough.
+    /// At the end of the free block with the highest offset that is large enough.
     FarEnd,
-    /// By best fit, in a range of its own kind.
+    /// By best fit, in a separate range for large blocks.
     Apart,
-    /// By best fit, in granules of its own: it begins with one and is rounded up to whole ones.
+    /// By best fit, in whole granules: it starts at a granule and its size is rounded up to whole granules.
     WholeGranules,
 }
 
-/// A rule: where blocks of at least so many bytes go. All others go by best fit.
+/// A rule for blocks from a minimum size on. All others are placed by best fit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FitRule {
-    /// Where large blocks go.
+    /// Placement of large blocks.
     pub large: Large,
-    /// The least size of a large block.
+    /// Minimum size of a large block in bytes.
     pub from_bytes: u64,
 }
 
-/// What a rule gives on a job.
+/// The result of a rule on a job.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Extent {
-    /// The most that all ranges grow to.
+    /// Sum of the final sizes of all ranges.
     pub reserved_bytes: u64,
-    /// The most granules at one time in which something is live, in bytes.
+    /// Peak of granules that contain live bytes, in bytes.
     pub touched_bytes: u64,
 }
 
 impl FitRule {
-    /// The core's.
+    /// The core's rule.
     pub const BEST_FIT: FitRule = FitRule { large: Large::BestFit, from_bytes: 0 };
 
-    /// Places every allocation of a job, once.
+    /// Places every allocation of a job once.
     ///
     /// # Panics
-    /// When the job frees what it did not make.
+    /// Panics if the job frees an allocation that it did not make.
     pub fn place(self, job: &Workload, streams: StreamPolicy) -> Extent {
         let heaps = if streams == StreamPolicy::Shared { 1 } else { usize::from(job.streams()) };
-        // Two ranges per heap; the second stays empty unless large blocks lie apart.
+        // Two ranges per heap. The second one stays empty unless large blocks are placed apart.
         let mut ranges = vec![Range::default(); 2 * heaps];
         let mut placed: Vec<Option<Placed>> = vec![None; job.allocations()];
         let (mut extent, mut touched) = (Extent::default(), 0_i64);
@@ -81,7 +82,7 @@ impl FitRule {
                     placed[number as usize] = Some(Placed { range, offset, size });
                 }
                 Step::Free { number, .. } => {
-                    let Placed { range, offset, size } = placed[number as usize].take().expect("made before");
+                    let Placed { range, offset, size } = placed[number as usize].take().expect("allocated before");
                     touched += ranges[range].touch(offset, size, -1);
                     ranges[range].free(offset, size);
                 }
@@ -94,7 +95,7 @@ impl FitRule {
     }
 }
 
-/// Where an allocation lies. Bytes.
+/// The location of an allocation, in bytes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Placed {
     /// Index of the range.
@@ -107,16 +108,16 @@ pub(crate) struct Placed {
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Range {
     end: u64,
-    /// Offset to size; no two touch.
+    /// Size by offset. Free blocks are never adjacent.
     free: BTreeMap<u64, u64>,
-    /// The same, as (size, offset).
+    /// The same blocks, as (size, offset).
     by_size: BTreeSet<(u64, u64)>,
-    /// How many live blocks each granule has a part of.
+    /// Number of live blocks that overlap each granule.
     pub(crate) live: Vec<i32>,
 }
 
 impl Range {
-    /// Returns where the block lies and what it takes.
+    /// Allocates a block. Returns its offset and the size that it occupies.
     pub(crate) fn allocate(&mut self, large: Large, size: u64) -> (u64, u64) {
         let (alignment, size) = match large {
             Large::WholeGranules => (GRANULE_BYTES, size.next_multiple_of(GRANULE_BYTES)),
@@ -144,7 +145,7 @@ impl Range {
         (at, size)
     }
 
-    /// Grows until the block at the end fits. Returns that free block.
+    /// Grows the range until the block fits at its end. Returns the free block there.
     fn grow(&mut self, first_place: impl Fn(u64) -> u64, size: u64) -> (u64, u64) {
         let last = self.free.last_key_value().map(|(offset, free)| (*offset, *free));
         let (offset, free) = last.filter(|(offset, free)| offset + free == self.end).unwrap_or((self.end, 0));
@@ -155,7 +156,7 @@ impl Range {
         (offset, end - offset)
     }
 
-    /// Takes `size` bytes at `at` out of a free block.
+    /// Removes `size` bytes at `at` from a free block.
     fn take(&mut self, (offset, free): (u64, u64), at: u64, size: u64) {
         self.remove(offset, free);
         self.insert(offset, at - offset);
@@ -177,7 +178,7 @@ impl Range {
         self.insert(start, end - start);
     }
 
-    /// A free block of no bytes is none.
+    /// Inserts a free block unless it is empty.
     fn insert(&mut self, offset: u64, size: u64) {
         if size > 0 {
             self.free.insert(offset, size);
@@ -191,7 +192,7 @@ impl Range {
         }
     }
 
-    /// A block comes (1) or goes (-1). Returns by how many there are more touched granules now.
+    /// Counts a block that is allocated (1) or freed (-1). Returns the change in the number of touched granules.
     pub(crate) fn touch(&mut self, offset: u64, size: u64, change: i32) -> i64 {
         let granules = granules_of(offset, size);
         if self.live.len() < granules.end {
@@ -207,7 +208,7 @@ impl Range {
     }
 }
 
-/// The granules of which a block has a part.
+/// Returns the granules that a block overlaps.
 pub(crate) fn granules_of(offset: u64, size: u64) -> std::ops::Range<usize> {
     (offset / GRANULE_BYTES) as usize..(offset + size).div_ceil(GRANULE_BYTES) as usize
 }
@@ -224,7 +225,7 @@ mod tests {
         FitRule { large, from_bytes: 4 * MIB }
     }
 
-    /// Free runs of 6, 9 and 7 MiB, each kept apart by a live MiB, and then one block of 6 MiB.
+    /// Creates free runs of 6, 9 and 7 MiB, each separated by a live MiB.
     fn runs() -> Workload {
         let mut job = Workload::default();
         for size in [6, 1, 9, 1, 7, 1] {
@@ -245,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn each_rule_takes_another_of_the_free_blocks() {
+    fn each_rule_selects_a_different_free_block() {
         assert_eq!(offset_of(Large::BestFit, 7), 17);
         assert_eq!(offset_of(Large::LowestOffset, 7), 7);
         assert_eq!(offset_of(Large::FarEnd, 6), 18);
@@ -254,18 +255,18 @@ mod tests {
     }
 
     #[test]
-    fn what_fits_nowhere_grows_the_range_behind_its_free_end() {
+    fn a_block_that_fits_nowhere_grows_the_range_at_its_free_end() {
         let mut job = runs();
         job.allocate(STREAM, 10 * MIB);
         let best = rule(Large::BestFit).place(&job, StreamPolicy::Separate);
-        // From 25 MiB on, which was in the last granule.
+        // The new block starts at 25 MiB, in what was the last granule.
         assert_eq!(best.reserved_bytes, 36 * MIB);
-        // Before the frees. At the end it is less: three granules, and five more for the new block.
+        // The peak is before the frees. At the end it is lower: three granules, and five more for the new block.
         assert_eq!(best.touched_bytes, 26 * MIB);
     }
 
     #[test]
-    fn large_blocks_apart_have_a_range_of_their_own() {
+    fn large_blocks_apart_have_a_separate_range() {
         let mut job = Workload::default();
         job.allocate(STREAM, 3 * MIB);
         job.allocate(STREAM, 5 * MIB);

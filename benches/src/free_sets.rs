@@ -1,17 +1,17 @@
-//! Designs of a free index, side by side: what each job asks of one is recorded once and asked of all.
+//! Designs of a free index. The queries of each job are recorded once and run on all designs.
 //!
-//! An index holds the free blocks in the order (size, segment, offset) and answers best fit: the least block of at least a
-//! size. Everything else of an allocator is the same whatever the index, so it is left out here.
+//! An index holds the free blocks in the order (size, segment, offset) and answers best-fit queries: the smallest block
+//! of at least a given size. The rest of an allocator does not depend on the index and is omitted here.
 //!
-//! | design | where the order lies | insert, remove | best fit |
+//! | design | representation of the order | insert, remove | best fit |
 //! |---|---|---|---|
 //! | [`Tree`] | a `BTreeSet` of keys | search, move within nodes | search |
 //! | [`Vector`] | one sorted vector | search, move half of all keys | search |
-//! | [`BinVectors`] | a sorted vector for each of 256 size bins, a bitmap of those in use | search and move within a bin | bit scan, search |
+//! | [`BinVectors`] | a sorted vector for each of 256 size bins, and a bitmap of used bins | search and move within a bin | bit scan, search |
 //! | [`Fronts`] | a map from exact size to a sorted vector | search, twice | search |
-//! | [`BinLists`] | a list through the blocks for each bin, a bitmap | walk within a bin | bit scan, walk |
+//! | [`BinLists`] | a list through the blocks of each bin, and a bitmap | walk within a bin | bit scan, walk |
 //!
-//! `symmalloc-core` has the last one, whose bins become trees where they grow long.
+//! `symmalloc-core` uses the last design, and turns long bins into trees.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
@@ -19,27 +19,27 @@ use std::fmt::Debug;
 /// (size in units, segment, offset in units) of a free block, most significant first, and the slot of the block.
 pub type Key = (u32, u32, u32, u32);
 
-/// One thing that an allocator asks of its free index.
+/// A query of an allocator to its free index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Question {
-    /// The block of this key became free.
+    /// A block with this key became free.
     Insert(Key),
-    /// It is not free any more.
+    /// The block with this key is no longer free.
     Remove(Key),
-    /// Which block fits best?
+    /// Requests the best fit for a size.
     BestFit(u32),
 }
 
 /// A design of a free index.
 pub trait FreeSet: Default + Debug {
-    /// Adds a key that is not there.
+    /// Inserts a key that is not present.
     fn insert(&mut self, key: Key);
-    /// Takes a key out that is there.
+    /// Removes a key that is present.
     fn remove(&mut self, key: Key);
-    /// The slot of the least key of at least this size.
+    /// Returns the slot of the smallest key of at least this size.
     fn best_fit(&self, size: u32) -> Option<u32>;
 
-    /// Asks everything, and adds up the answers, so that designs can be compared.
+    /// Runs all queries and returns a digest of the answers, which allows comparing designs.
     fn answer(&mut self, questions: &[Question]) -> u64 {
         let mut sum = 0_u64;
         for question in questions {
@@ -55,7 +55,7 @@ pub trait FreeSet: Default + Debug {
     }
 }
 
-/// One ordered set.
+/// A single ordered set.
 #[derive(Debug, Default)]
 pub struct Tree(BTreeSet<Key>);
 
@@ -73,7 +73,7 @@ impl FreeSet for Tree {
     }
 }
 
-/// One sorted vector.
+/// A single sorted vector.
 #[derive(Debug, Default)]
 pub struct Vector(Vec<Key>);
 
@@ -94,13 +94,13 @@ impl FreeSet for Vector {
     }
 }
 
-/// Eight bins per power of two, as the core has them.
+/// Returns the bin of a size. There are eight bins per power of two, as in the core.
 fn bin_of(size: u32) -> usize {
     let shift = (size | 8).ilog2() - 3;
     ((shift << 3) + (size >> shift)) as usize
 }
 
-/// Which bins are in use.
+/// A bitmap of the used bins.
 #[derive(Debug, Default)]
 struct Bitmap([u64; 4]);
 
@@ -113,7 +113,7 @@ impl Bitmap {
         self.0[bin / 64] &= !(1 << (bin % 64));
     }
 
-    /// The first bin in use from this one on.
+    /// Returns the first used bin at or after this one.
     fn from(&self, bin: usize) -> Option<usize> {
         let mut word = bin / 64;
         let mut bits = self.0.get(word)? & (!0 << (bin % 64));
@@ -125,7 +125,7 @@ impl Bitmap {
     }
 }
 
-/// A sorted vector per bin.
+/// One sorted vector per bin.
 #[derive(Debug)]
 pub struct BinVectors {
     used: Bitmap,
@@ -159,7 +159,7 @@ impl FreeSet for BinVectors {
     }
 }
 
-/// A sorted vector per exact size.
+/// One sorted vector per exact size.
 #[derive(Debug, Default)]
 pub struct Fronts(BTreeMap<u32, Vector>);
 
@@ -169,7 +169,7 @@ impl FreeSet for Fronts {
     }
 
     fn remove(&mut self, key: Key) {
-        let front = self.0.get_mut(&key.0).expect("there is such a size");
+        let front = self.0.get_mut(&key.0).expect("the size is present");
         front.remove(key);
         if front.0.is_empty() {
             self.0.remove(&key.0);
@@ -191,12 +191,12 @@ struct Node {
     next: u32,
 }
 
-/// A list per bin, through the blocks.
+/// One list per bin, linked through the blocks.
 #[derive(Debug)]
 pub struct BinLists {
     used: Bitmap,
     first: [u32; 256],
-    /// By slot.
+    /// Nodes by slot.
     nodes: Vec<Node>,
 }
 
@@ -260,7 +260,7 @@ mod tests {
     use super::*;
     use symmalloc_sim::SplitMix64;
 
-    /// Keys come and go at random; few sizes, so that bins hold many and few keys of one size.
+    /// Returns random queries with few distinct sizes, so that bins hold many keys and some keys share a size.
     fn questions() -> Vec<Question> {
         let mut random = SplitMix64::new(3);
         let (mut live, mut vacant) = (Vec::new(), (0..300).collect::<Vec<u32>>());

@@ -1,21 +1,21 @@
-//! What the benchmarks of symmalloc have in common: workloads, and the allocators that they run on.
+//! Common parts of the benchmarks of symmalloc: workloads, and the allocators that they run on.
 //!
 //! ```text
 //!  recorded job ─┐
 //!                ├─► Workload: dense steps ─► run on a Subject ─┬─ Allocator: ours
-//!  micro case ───┘                                              └─ Reference: the obvious way
+//!  micro case ───┘                                              └─ Reference: straightforward
 //! ```
 //!
-//! | bench | measures | needs |
+//! | bench | measures | requires |
 //! |---|---|---|
-//! | `ratios` | per recorded job: instructions and ns per op, ours beside the reference, against the bars | valgrind, else times only |
-//! | `buffers` | a `DeviceBuffer` through the CUDA allocator, on the stub of libcuda; threads | valgrind, else times only |
-//! | `indexes` | designs of a free index, on what each recorded job asks of one | |
-//! | `efficiency` | per recorded job: what is reserved beyond what is live, and what could close it | |
-//! | `time` | every case by time | |
+//! | `ratios` | instructions and ns per op of each recorded job, compared with the reference and limits | valgrind, otherwise times only |
+//! | `buffers` | a `DeviceBuffer` through the CUDA allocator, on the stub of libcuda; threads | valgrind, otherwise times only |
+//! | `indexes` | free index designs, on the queries of each recorded job | |
+//! | `efficiency` | memory that each recorded job reserves beyond its live memory, and ways to reduce it | |
+//! | `time` | all cases by time | |
 //!
-//! Steady state is measured: a workload frees everything that it allocates, and has run once before. The device costs
-//! nothing, so what is measured is the allocator's own work, on one thread with exclusive access.
+//! Benchmarks measure the steady state: a workload frees everything that it allocates, and has already run once. The
+//! device costs nothing, so the results measure the allocator's own work, on one thread with exclusive access.
 
 use crate::reference::Reference;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -34,22 +34,22 @@ pub mod reference;
 pub mod varying;
 pub mod workload;
 
-/// How backing memory is obtained, with default knobs.
+/// The policy for obtaining backing memory, with default parameters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Segments {
     /// One growing range per heap.
     Expandable,
-    /// PyTorch's sizes.
+    /// Segments of PyTorch's sizes.
     Fixed,
 }
 
-/// Our allocator.
+/// The type of our allocator.
 pub type Ours = Allocator<IdleBackend>;
 
-/// Our allocator, driven by one thread.
+/// Creates our allocator, used by one thread.
 ///
 /// # Panics
-/// Never: the default knobs are valid.
+/// Never panics, because the default parameters are valid.
 pub fn ours(segments: Segments, streams: StreamPolicy) -> Ours {
     let pool = PoolConfig::builder().streams(streams);
     ours_with(match segments {
@@ -58,32 +58,32 @@ pub fn ours(segments: Segments, streams: StreamPolicy) -> Ours {
     })
 }
 
-/// Our allocator, driven by one thread, with a symmetric pool: its heaps keep a journal.
+/// Creates our allocator, used by one thread, with a symmetric pool, whose heaps keep a journal.
 ///
 /// # Panics
-/// Never: the default knobs are valid.
+/// Never panics, because the default parameters are valid.
 pub fn ours_symmetric() -> Ours {
     ours_with(PoolConfig::builder().expandable().symmetric(true))
 }
 
-/// Our allocator, driven by one thread, that learns plans for steps.
+/// Creates our allocator, used by one thread, with a pool that learns plans for steps.
 ///
 /// # Panics
-/// Never: the default knobs are valid.
+/// Never panics, because the default parameters are valid.
 pub fn ours_learning(streams: StreamPolicy) -> Ours {
     ours_with(PoolConfig::builder().expandable().streams(streams).plan(PlanPolicy::Learn))
 }
 
-/// Our allocator, driven by one thread, that records what it does into a file, which is gone when it is closed.
+/// Creates our allocator, used by one thread, that records its ops into a file. The file disappears when it is closed.
 ///
 /// # Panics
-/// When no file can be made in the folder for temporary files.
+/// Panics if no file can be created in the folder for temporary files.
 pub fn ours_recorded() -> Ours {
     static FILES: AtomicU32 = AtomicU32::new(0);
     let name = format!("symmalloc-{}-{}.trace.zst", std::process::id(), FILES.fetch_add(1, Ordering::Relaxed));
     let path = std::env::temp_dir().join(name);
     let file = TraceFile::create(&path, TraceFileOptions::default()).expect("a folder for temporary files");
-    std::fs::remove_file(&path).expect("it was just made");
+    std::fs::remove_file(&path).expect("the file exists");
     let allocator = ours(Segments::Expandable, StreamPolicy::Separate);
     allocator.start_recording(file).expect("nothing was allocated");
     allocator
@@ -94,7 +94,7 @@ fn ours_with(default_pool: PoolConfigBuilder) -> Ours {
     Allocator::new(IdleBackend::default(), config).expect("a valid granularity")
 }
 
-/// The reference, with a heap per stream.
+/// Creates the reference allocator, with a heap per stream.
 pub fn reference(segments: Segments) -> Reference<IdleBackend> {
     Reference::new(IdleBackend::default(), segments)
 }

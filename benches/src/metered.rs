@@ -1,8 +1,8 @@
-//! A simulated device that counts what moving memory takes.
+//! A simulated device that counts the calls and bytes that moving memory takes.
 //!
-//! The simulator counts calls. What a CUDA device is asked for, and what that costs, depends on the physical chunks into which
-//! `symmalloc-cuda` cuts growth: it makes one per chunk, never cuts one, and gives one back when all of it is given up. Until
-//! then the parts that were given up are *idle*: held by the device, and used first when they are needed again.
+//! The simulator counts backend calls. The requests to a CUDA device, and their cost, depend on the physical chunks
+//! into which `symmalloc-cuda` divides growth: it creates and releases whole chunks, and releases one only when all of
+//! it is unmapped. Until then the unmapped parts are *idle*: the device holds them, and they are reused first.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -10,33 +10,33 @@ use symmalloc_core::backend::{Backend, BackendError, Event, Image, Part, Place, 
 use symmalloc_core::ids::StreamId;
 use symmalloc_sim::{Call, SimBackend};
 
-/// What a device was asked for so far, or in between.
+/// The requests to a device since its creation, or between two points in time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Asked {
     /// Calls of `map`.
     pub maps: u64,
     /// Calls of `unmap`.
     pub unmaps: u64,
-    /// Calls of `synchronize`: the host waits for a stream.
+    /// Calls of `synchronize`, by which the host waits for a stream.
     pub synchronizes: u64,
     /// Calls of `record`.
     pub records: u64,
-    /// Calls of `wait`: a stream waits for another one on the device.
+    /// Calls of `wait`, by which a stream waits for another one on the device.
     pub waits: u64,
     /// Bytes mapped.
     pub mapped_bytes: u64,
     /// Bytes unmapped.
     pub unmapped_bytes: u64,
-    /// Physical chunks made.
+    /// Physical chunks created.
     pub chunks_made: u64,
-    /// Physical chunks given back.
+    /// Physical chunks released.
     pub chunks_given_back: u64,
-    /// Calls of `alias`, which are among those of `map`.
+    /// Calls of `alias`, which are also counted as calls of `map`.
     pub aliases: u64,
 }
 
 impl Asked {
-    /// What was asked for after an earlier moment.
+    /// Returns the requests since an earlier count.
     #[must_use]
     pub fn since(self, then: Asked) -> Asked {
         Asked {
@@ -54,7 +54,7 @@ impl Asked {
     }
 }
 
-/// See the [module documentation](self).
+/// A device that counts requests. See the [module documentation](self).
 #[derive(Debug)]
 pub struct Metered {
     device: SimBackend,
@@ -73,21 +73,21 @@ pub struct Metered {
 /// The chunks of a range, in granules.
 #[derive(Debug, Default)]
 struct Chunks {
-    /// By granule, up to the last one that was ever mapped: the chunk that backs it.
+    /// Index of the chunk that backs each granule, up to the last granule that was ever mapped.
     backing: Vec<Option<usize>>,
-    /// Every chunk that was ever made.
+    /// All chunks that were ever created.
     chunks: Vec<Chunk>,
 }
 
 #[derive(Clone, Debug)]
 struct Chunk {
     granules: std::ops::Range<usize>,
-    /// How many of them are mapped.
+    /// Number of its granules that are mapped.
     mapped: usize,
 }
 
 impl Metered {
-    /// A device with endless memory, whose growing ranges are cut into chunks of at most so many bytes.
+    /// Creates a device with unlimited memory that divides growing ranges into chunks of at most `chunk_bytes` bytes.
     pub fn new(chunk_bytes: u64) -> Self {
         Metered {
             device: SimBackend::builder().memory_bytes(u64::MAX).build(),
@@ -103,7 +103,7 @@ impl Metered {
         }
     }
 
-    /// What it was asked for so far.
+    /// Returns the requests since the creation of the device.
     pub fn asked(&self) -> Asked {
         let calls = self.device.calls();
         Asked {
@@ -120,17 +120,17 @@ impl Metered {
         }
     }
 
-    /// Bytes that are mapped now.
+    /// Returns the number of bytes that are currently mapped.
     pub fn reserved_bytes(&self) -> u64 {
         self.mapped_bytes.get() - self.unmapped_bytes.get()
     }
 
-    /// The most bytes in chunks at any time: what is mapped and what is idle.
+    /// Returns the peak of bytes in chunks, both mapped and idle.
     pub fn held_bytes_peak(&self) -> u64 {
         self.held_bytes_peak.get()
     }
 
-    /// The granules of a part of a range.
+    /// Returns the granules of a part of a range.
     fn granules(&self, offset_bytes: u64, size_bytes: u64) -> std::ops::Range<usize> {
         let granule = self.device.granularity_bytes();
         (offset_bytes / granule) as usize..((offset_bytes + size_bytes) / granule) as usize
@@ -141,7 +141,7 @@ impl Metered {
         self.held_bytes_peak.set(self.held_bytes_peak.get().max(self.held_bytes.get()));
     }
 
-    fn let_go(&self, granules: usize) {
+    fn drop_held(&self, granules: usize) {
         self.held_bytes.set(self.held_bytes.get() - granules as u64 * self.device.granularity_bytes());
     }
 }
@@ -172,7 +172,7 @@ impl Backend for Metered {
         let mut ranges = self.ranges.borrow_mut();
         let chunks = ranges.get_mut(&range.base.0).expect("reserved before");
         let part = self.granules(offset_bytes, size_bytes);
-        // A map of a whole range is one chunk.
+        // Mapping a whole range creates one chunk.
         let most = if size_bytes == range.size_bytes { size_bytes } else { piece_bytes };
         let made = chunks.map(part, (most / self.granularity_bytes()) as usize);
         add(&self.chunks_made, made.len() as u64);
@@ -195,13 +195,13 @@ impl Backend for Metered {
         let mut ranges = self.ranges.borrow_mut();
         let chunks = ranges.get_mut(&range.base.0).expect("reserved before");
         if chunks.chunks.is_empty() {
-            // Nothing but aliases was ever mapped here.
+            // Only aliases were ever mapped here.
             return Ok(());
         }
         add(&self.unmapped_bytes, size_bytes);
         let given_back = chunks.unmap(self.granules(offset_bytes, size_bytes));
         add(&self.chunks_given_back, given_back.len() as u64);
-        self.let_go(given_back.iter().sum());
+        self.drop_held(given_back.iter().sum());
         Ok(())
     }
 
@@ -249,8 +249,8 @@ impl Backend for Metered {
 }
 
 impl Chunks {
-    /// Maps granules, of which those that no chunk backs get chunks of at most `most` granules. Returns the granules of each
-    /// chunk that was made.
+    /// Maps granules. Granules without a chunk get new chunks of at most `most` granules. Returns the number of
+    /// granules of each new chunk.
     fn map(&mut self, part: std::ops::Range<usize>, most: usize) -> Vec<usize> {
         if self.backing.len() < part.end {
             self.backing.resize(part.end, None);
@@ -272,7 +272,7 @@ impl Chunks {
         self.chunks[first_made..].iter().map(|chunk| chunk.granules.len()).collect()
     }
 
-    /// Unmaps granules. Returns the granules of each chunk of which nothing is mapped any more.
+    /// Unmaps granules. Returns the number of granules of each chunk that is no longer mapped at all.
     fn unmap(&mut self, part: std::ops::Range<usize>) -> Vec<usize> {
         let mut given_back = Vec::new();
         for at in part {
@@ -294,7 +294,7 @@ mod tests {
     const MIB: u64 = 1 << 20;
 
     #[test]
-    fn a_chunk_goes_back_when_all_of_it_is_given_up() {
+    fn a_chunk_is_released_when_all_of_it_is_unmapped() {
         let device = Metered::new(8 * MIB);
         let range = device.reserve(64 * MIB).expect("addresses");
         device.map(range, 0, 12 * MIB).expect("memory");

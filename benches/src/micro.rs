@@ -1,14 +1,14 @@
-//! Micro cases: workloads that go through one part of the allocator again and again.
+//! Micro cases: workloads that repeatedly exercise one part of the allocator.
 //!
-//! The cases with many free blocks are built so that the number of free blocks stays what it is called: live blocks of
-//! one unit stand between all others, so nothing can merge.
+//! The cases with many free blocks keep the number of free blocks constant: live blocks of one unit separate all other
+//! blocks, so that no free blocks can merge.
 //!
 //! ```text
 //!  a│s│ f │s│ a  │s│ f │s│ f│s│ a ...     a allocated, f free, s separator, all in random order; as many a as f
 //! ```
 //!
-//! An op pair frees a random allocated block, which puts a key into the middle of the index, and allocates again, which
-//! searches it and takes one out.
+//! A pair of ops frees a random allocated block, which inserts a key into the middle of the index, and allocates again,
+//! which searches the index and removes a key.
 
 use crate::workload::{Subject, Workload};
 use symmalloc_core::ids::StreamId;
@@ -17,7 +17,7 @@ use symmalloc_sim::SplitMix64;
 const S0: StreamId = StreamId(0);
 const S1: StreamId = StreamId(1);
 
-/// Number of op pairs in a repeat of a micro case.
+/// Number of op pairs in one repeat of a micro case.
 pub const PAIRS: u32 = 1000;
 
 /// Allocates and frees one block.
@@ -58,27 +58,27 @@ pub fn cross_stream(size_bytes: u64) -> Workload {
     workload
 }
 
-/// Which sizes blocks have.
+/// The sizes of blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Sizes {
-    /// All the same: 4 KiB.
+    /// All blocks have 4 KiB.
     One,
-    /// From 512 B to 4 MiB, every power of two equally often.
+    /// Sizes from 512 B to 4 MiB, with every power of two equally likely.
     Spread,
 }
 
-/// An allocator that holds many free blocks, with the replacements to carry out on it.
+/// An allocator with many free blocks, and the replacements to run on it.
 #[derive(Clone, Debug)]
 pub struct ManyFree<S: Subject> {
     subject: S,
     live: Vec<S::Handle>,
-    /// Which live block is freed, and how much is allocated then.
+    /// The replacements: index of the live block to free, and size in bytes to allocate instead.
     replacements: Vec<(usize, u64)>,
 }
 
 impl<S: Subject> ManyFree<S> {
-    /// `count` free blocks, and as many allocated ones, that cannot merge. As many replacements were carried out, as in a
-    /// program that has run for a while: what the frees left to the next search is done.
+    /// Creates `count` free blocks, and as many allocated ones, that cannot merge. Runs `count` replacements, so that
+    /// the state is that of a program that has run for a while, without work left over from the initial frees.
     pub fn new(mut subject: S, count: usize, sizes: Sizes) -> Self {
         let mut random = SplitMix64::new(count as u64);
         let size = |random: &mut SplitMix64| match sizes {
@@ -103,7 +103,7 @@ impl<S: Subject> ManyFree<S> {
         many
     }
 
-    /// Carries the replacements out: [`PAIRS`] frees and as many allocations. What is measured.
+    /// Runs the replacements: [`PAIRS`] frees and as many allocations. This is the measured part.
     #[inline]
     pub fn replace(&mut self) {
         for &(victim, size_bytes) in &self.replacements {
@@ -113,7 +113,7 @@ impl<S: Subject> ManyFree<S> {
     }
 }
 
-/// From 512 B to 4 MiB in steps of 512, every power of two equally often.
+/// Draws a size from 512 B to 4 MiB in steps of 512 B, with every power of two equally likely.
 fn log_uniform(random: &mut SplitMix64) -> u64 {
     let power = 512 << random.below(13);
     power + random.below(power) / 512 * 512

@@ -1,39 +1,39 @@
-//! Moving memory by need: a rule that the core does not have, as a model beside it.
+//! A model of moving memory on demand, a rule that the core does not have.
 //!
-//! The core looks for a place among what is mapped, and under a limit gives *all* whole free granules of a heap back at once
-//! before it looks again. Here addresses come first: a block is placed by best fit among all free addresses, mapped or not, and
-//! then gets what memory its granules lack. Where that would exceed the limit, free granules elsewhere are unmapped, as many as
-//! are missing.
+//! The core searches for a place within mapped memory. Under a limit it gives *all* whole free granules of a heap back
+//! at once before it searches again. In this model addresses come first: a block is placed by best fit among all free
+//! addresses, mapped or not, and then receives the memory that its granules lack. If that would exceed the limit, as
+//! many free granules as are missing are unmapped elsewhere.
 //!
 //! ```text
 //!  live      ████      ██████            ████
-//!  mapped    ██████████████████          ██████        limit: so many granules
+//!  mapped    ██████████████████          ██████        limit on the number of granules
 //!  placed                        ▓▓▓▓▓▓▓▓              two are missing: two free ones are unmapped elsewhere
 //! ```
 //!
-//! So placement does not depend on the limit, and a limit of as many granules as are touched at most is enough.
+//! Placement therefore does not depend on the limit, and the peak number of touched granules is a sufficient limit.
 
 use crate::fit_rules::{GRANULE_BYTES, Large, Placed, Range, granules_of};
 use crate::workload::{Step, Workload};
 use symmalloc_core::config::StreamPolicy;
 
-/// Which free granules are unmapped first.
+/// The free granules that are unmapped first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Victims {
-    /// Those of the lowest heap, at the lowest offset.
+    /// Granules at the lowest offset of the lowest heap.
     Lowest,
-    /// Those of the highest heap, at the highest offset.
+    /// Granules at the highest offset of the highest heap.
     Highest,
 }
 
-/// What a pass asks of the device.
+/// The requests of a pass to the device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Moves {
     /// Runs of granules mapped.
     pub maps: u64,
     /// Runs of granules unmapped.
     pub unmaps: u64,
-    /// Allocations for which the host waits for streams, to unmap what they used.
+    /// Allocations for which the host waits for streams before it unmaps memory that they used.
     pub stalls: u64,
     /// Granules mapped.
     pub mapped: u64,
@@ -41,10 +41,10 @@ pub struct Moves {
     pub unmapped: u64,
 }
 
-/// Carries a job out so many times under a limit, in bytes; `None` when the limit refuses an allocation.
+/// Runs a job `passes` times under a limit in bytes. Returns `None` if the limit refuses an allocation.
 ///
 /// # Panics
-/// When the job frees what it did not make.
+/// Panics if the job frees an allocation that it did not make.
 pub fn move_by_need(
     job: &Workload,
     streams: StreamPolicy,
@@ -69,7 +69,7 @@ pub fn move_by_need(
                         placed[number as usize] = Some(Placed { range, offset, size });
                     }
                     Step::Free { number, .. } => {
-                        let Placed { range, offset, size } = placed[number as usize].take().expect("made before");
+                        let Placed { range, offset, size } = placed[number as usize].take().expect("allocated before");
                         ranges[range].touch(offset, size, -1);
                         ranges[range].free(offset, size);
                     }
@@ -81,19 +81,19 @@ pub fn move_by_need(
         .collect()
 }
 
-/// Which granules have memory.
+/// The granules that are backed by memory.
 #[derive(Debug)]
 struct Memory {
-    /// In granules.
+    /// Maximum number of mapped granules.
     limit: u64,
     held: u64,
-    /// By range and granule.
+    /// Mapped granules, by range and granule.
     mapped: Vec<Vec<bool>>,
     victims: Victims,
 }
 
 impl Memory {
-    /// Maps what of these granules is not mapped. `None` when the limit is in the way.
+    /// Maps the granules that are not mapped. Returns `None` if the limit prevents it.
     fn back(
         &mut self,
         ranges: &[Range],
@@ -127,7 +127,7 @@ impl Memory {
         Some(())
     }
 
-    /// Unmaps so many free granules.
+    /// Unmaps `excess` free granules.
     fn unmap(&mut self, ranges: &[Range], mut excess: u64, moves: &mut Moves) -> Option<()> {
         let mapped = |range: usize| self.mapped[range].iter().enumerate().filter(|(_, is_mapped)| **is_mapped);
         let is_free = |range: &usize, at: &usize| ranges[*range].live.get(*at).is_none_or(|live| *live == 0);
@@ -160,7 +160,7 @@ mod tests {
 
     const MIB: u64 = 1 << 20;
 
-    /// 8 MiB are free between two live blocks, and 10 are wanted.
+    /// 8 MiB are free between two live blocks, and 10 MiB are requested.
     fn job() -> Workload {
         let mut job = Workload::default();
         for size in [2, 8, 2] {
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn only_what_is_missing_is_moved() {
+    fn only_missing_memory_is_moved() {
         let job = job();
         let under = |limit| move_by_need(&job, StreamPolicy::Separate, Victims::Lowest, limit * MIB, 1);
         let moved = |maps, unmaps, stalls, mapped, unmapped| Moves { maps, unmaps, stalls, mapped, unmapped };
@@ -183,14 +183,14 @@ mod tests {
     }
 
     #[test]
-    fn an_order_of_victims_decides_which_granules_go() {
+    fn the_order_of_victims_decides_which_granules_are_unmapped() {
         for (victims, gone) in [(Victims::Lowest, 1), (Victims::Highest, 4)] {
             let mut range = Range::default();
             range.touch(0, 2 * MIB, 1);
             let mut memory =
                 Memory { limit: 4, held: 4, mapped: vec![vec![true, true, false, false, true, true]], victims };
             range.touch(10 * MIB, 2 * MIB, 1);
-            memory.unmap(&[range], 1, &mut Moves::default()).expect("two are free");
+            memory.unmap(&[range], 1, &mut Moves::default()).expect("two granules are free");
             assert!(!memory.mapped[0][gone]);
         }
     }

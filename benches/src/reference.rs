@@ -1,15 +1,15 @@
-//! The reference: the same decisions, made the obvious way.
+//! The reference: an allocator that makes the same decisions with a straightforward implementation.
 //!
-//! What one would write first, and what the allocators of PyTorch and RMM are built like: a `BTreeSet` of (size,
-//! segment, offset) per heap, a `HashMap` from pointer to block, and neighbours named by their pointers.
+//! It is built like a first attempt, and like the allocators of PyTorch and RMM: a `BTreeSet` of (size, segment,
+//! offset) per heap, a `HashMap` from pointer to block, and neighbors identified by their pointers.
 //!
 //! ```text
 //!  free     BTreeSet (size, segment, offset)     best fit: the first at least (size, 0, 0)
 //!  blocks   HashMap pointer ──► Block            split, merge: follow `prev` and `next` through the map
 //! ```
 //!
-//! It has no digest, no handles that are checked, and no statistics but reserved bytes. Expandable and fixed segments
-//! with their default knobs, a heap per stream.
+//! It has no digest, no checked handles, and no statistics except reserved bytes. It supports expandable and fixed
+//! segments with their default parameters, and a heap per stream.
 
 use std::collections::{BTreeSet, HashMap};
 use std::rc::Rc;
@@ -24,11 +24,11 @@ const UNIT_BYTES: u64 = 512;
 const MIB: u64 = 1 << 20;
 const RANGE_BYTES: u64 = 512 << 30;
 
-/// A use that must be over before the block is used again.
+/// A use that must complete before the block is used again.
 #[derive(Clone, Debug)]
 struct Fence {
     stream: StreamId,
-    /// Counts events: of two on one stream the later one covers the earlier.
+    /// Sequence number of the event. Of two events on one stream, the later one covers the earlier.
     ordinal: u64,
     event: Rc<Event>,
 }
@@ -39,14 +39,14 @@ struct Block {
     /// Index in `segments`.
     segment: usize,
     offset: u64,
-    /// Pointers of the neighbours.
+    /// Pointers of the neighbors.
     prev: Option<u64>,
     next: Option<u64>,
     is_free: bool,
     stream: StreamId,
-    /// While allocated: other streams that use it.
+    /// Other streams that use it while it is allocated.
     used_by: Vec<StreamId>,
-    /// While free: what its next user waits for.
+    /// Fences that its next user must wait for while it is free.
     fences: Vec<Fence>,
 }
 
@@ -60,7 +60,8 @@ struct Segment {
     last: u64,
 }
 
-/// A heap: the free blocks of a stream, small and large ones apart with fixed segments, as (size, ordinal, offset, pointer).
+/// The free blocks of a stream as (size, ordinal, offset, pointer); small and large ones are separate with fixed
+/// segments.
 #[derive(Debug, Default)]
 struct Heap {
     small: BTreeSet<(u64, u32, u64, u64)>,
@@ -70,7 +71,7 @@ struct Heap {
     born: u32,
 }
 
-/// See the [module documentation](self).
+/// The reference allocator. See the [module documentation](self).
 #[derive(Debug)]
 pub struct Reference<B> {
     backend: B,
@@ -80,21 +81,21 @@ pub struct Reference<B> {
     blocks: HashMap<u64, Block>,
     events: u64,
     reserved_bytes: u64,
-    /// What the free sets were asked, while somebody wants to know: heap by heap.
+    /// Recorded queries to the free sets, by heap; `None` while not recording.
     asked: Option<Vec<Vec<Question>>>,
-    /// Pointers to slots, for what was asked.
+    /// Slots by pointer, for the recorded queries.
     slots: HashMap<u64, u32>,
 }
 
 impl<B: Backend> Reference<B> {
-    /// An allocator over a backend that has endless memory, with a heap per stream.
+    /// Creates an allocator over a backend with unlimited memory, with a heap per stream.
     pub fn new(backend: B, policy: Segments) -> Self {
         let (heaps, segments, blocks) = (Vec::new(), Vec::new(), HashMap::new());
         let slots = HashMap::new();
         Reference { backend, policy, heaps, segments, blocks, events: 0, reserved_bytes: 0, asked: None, slots }
     }
 
-    /// From now on it notes what its free sets are asked, after what they hold by now.
+    /// Starts to record the queries to the free sets, beginning with insertions of their current contents.
     pub fn listen(&mut self) {
         let keys: Vec<Vec<_>> =
             self.heaps.iter().map(|heap| heap.small.iter().chain(&heap.large).copied().collect()).collect();
@@ -104,7 +105,7 @@ impl<B: Backend> Reference<B> {
         }
     }
 
-    /// What was asked since it listens, heap by heap.
+    /// Returns the recorded queries, by heap.
     pub fn asked(&self) -> &[Vec<Question>] {
         self.asked.as_deref().unwrap_or_default()
     }
@@ -122,13 +123,13 @@ impl<B: Backend> Reference<B> {
         self.policy == Segments::Fixed && size <= MIB
     }
 
-    /// The free blocks of one class of a heap.
+    /// Returns the free blocks of one class of a heap.
     fn free_set(&mut self, heap: usize, is_small: bool) -> &mut BTreeSet<(u64, u32, u64, u64)> {
         let heap = &mut self.heaps[heap];
         if is_small { &mut heap.small } else { &mut heap.large }
     }
 
-    /// The set that a block lives in: decided by its segment.
+    /// Returns the set that a block belongs to, which its segment determines.
     fn home(&self, segment: usize) -> (usize, bool) {
         let Segment { heap, range, .. } = &self.segments[segment];
         (*heap, self.policy == Segments::Fixed && range.size_bytes == 2 * MIB)
@@ -200,7 +201,7 @@ impl<B: Backend> Reference<B> {
         self.put_back(pointer)
     }
 
-    /// Merges a free block with its free neighbours; returns the block that it became.
+    /// Merges a free block with its free neighbors. Returns the merged block.
     fn put_back(&mut self, pointer: u64) -> u64 {
         let Block { prev, next, .. } = self.blocks[&pointer];
         let mut pointer = pointer;
@@ -327,7 +328,7 @@ impl<B: Backend> Subject for Reference<B> {
     }
 }
 
-/// Gives the event back if no other block waits for it.
+/// Recycles the event if no other block waits for it.
 fn recycle(backend: &impl Backend, fence: Fence) {
     if let Some(event) = Rc::into_inner(fence.event) {
         backend.recycle(event);

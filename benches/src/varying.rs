@@ -1,11 +1,11 @@
-//! Jobs whose steps are never the same twice, out of a seed: what best fit in one growing range is worst at.
+//! Jobs from a seed whose steps never repeat, which is the worst case for best fit in one growing range.
 //!
-//! They have the sizes and the order of things of real jobs, and none of their code:
+//! They have the sizes and the order of events of real jobs, but none of their code:
 //!
-//! | job | streams | what |
+//! | job | streams | contents |
 //! |---|---|---|
-//! | `gnn` | 1 | training on sampled graphs: features, edges and activations of 40 MiB to 1.7 GiB, all of new sizes in every step |
-//! | `vit` | 5 | serving: requests of 1 to 24 images on five streams, whose layers take turns; two sizes of image |
+//! | `gnn` | 1 | training on sampled graphs: features, edges and activations of 40 MiB to 1.7 GiB, with new sizes in every step |
+//! | `vit` | 5 | serving: requests of 1 to 24 images on five streams with interleaved layers; two image sizes |
 //! | `lengths` | 1 | training a transformer on batches of 64 to 2,048 tokens per sequence |
 
 use crate::workload::Workload;
@@ -18,17 +18,17 @@ const MIB: u64 = 1 << 20;
 /// The names of the jobs.
 pub const JOBS: [&str; 3] = ["gnn", "vit", "lengths"];
 
-/// So many steps of a job, all different.
+/// Generates `steps` steps of a job, all different.
 ///
 /// # Panics
-/// When no job has this name.
+/// Panics if there is no job with this name.
 pub fn job(name: &str, seed: u64, steps: usize) -> Workload {
     let mut writer = Writer { workload: Workload::default(), random: SplitMix64::new(seed), made: 0 };
     match name {
         "gnn" => writer.gnn(steps),
         "vit" => writer.vit(steps),
         "lengths" => writer.lengths(steps),
-        _ => panic!("no job is called {name}"),
+        _ => panic!("there is no job {name}"),
     }
     writer.workload.close();
     writer.workload
@@ -57,13 +57,13 @@ impl Writer {
         least + self.random.below(most - least + 1)
     }
 
-    /// What is used and dropped at once.
+    /// Allocates a temporary block and frees it immediately.
     fn scratch(&mut self, stream: StreamId, size_bytes: u64) {
         let scratch = self.allocate(stream, size_bytes);
         self.free(scratch);
     }
 
-    /// Parameters with gradients and two moments each.
+    /// Allocates parameters with a gradient and two moments each.
     fn model(&mut self, parameters: usize, least: u64, most: u64) {
         for _ in 0..parameters {
             let size = self.between(least / 512, most / 512) * 512;
@@ -92,7 +92,7 @@ impl Writer {
                 kept.push((nodes, edges, [index, aggregated, linear, activated]));
             }
             self.scratch(S0, hops[0] * 188);
-            // The next batch is loaded meanwhile.
+            // The next batch is loaded in the meantime.
             next = self.sample();
             while let Some((nodes, edges, blocks)) = kept.pop() {
                 let gradient = self.allocate(S0, nodes * 1024);
@@ -106,7 +106,7 @@ impl Writer {
         }
     }
 
-    /// Nodes of a sampled graph, hop by hop, and their features: rows of 256 floats.
+    /// Draws the number of nodes of a sampled graph, hop by hop, and allocates their features: rows of 256 floats.
     fn sample(&mut self) -> ([u64; 4], u32) {
         let mut hops = [0; 4];
         hops[0] = self.between(4 << 10, 9 << 10);
@@ -120,7 +120,7 @@ impl Writer {
         for at in 0..200 {
             self.allocate(S0, [3 * MIB, 12 * MIB, 9 * KIB, 3 * KIB][at % 4]);
         }
-        // Of each stream: where its request is, and what of it is live.
+        // For each stream: the layer of its request, its tokens, and its live blocks.
         let mut requests: Vec<(usize, u64, Vec<u32>)> = vec![(0, 0, Vec::new()); 5];
         for _ in 0..steps * 60 {
             let at = self.random.below(5) as usize;
@@ -143,7 +143,7 @@ impl Writer {
             let hidden = self.allocate(stream, tokens * 12_288);
             self.free(mixed);
             let out = self.allocate(stream, tokens * 3072);
-            // The last layers of other requests lie between.
+            // Outputs of the last layers of other requests lie in between.
             live.push(out);
             self.free(live.remove(0));
             requests[at] = if layer == 12 {

@@ -1,7 +1,7 @@
-//! Workloads: ops with dense numbers, and what they run on.
+//! Workloads: ops with densely numbered allocations, and the allocators that they run on.
 //!
-//! A [`Workload`] is a program without everything rare: allocations, frees and uses on other streams, closed by freeing
-//! what is left. Running it costs a match and a table lookup per op, the same for every [`Subject`].
+//! A [`Workload`] is a program without rare ops: allocations, frees and uses on other streams, followed by frees of all
+//! remaining allocations. Running it costs a match and a table lookup per op, the same for every [`Subject`].
 
 use std::hint::black_box;
 use symmalloc_core::backend::Backend;
@@ -10,26 +10,26 @@ use symmalloc_core::op::Op;
 use symmalloc_core::{Allocator, Handle};
 use symmalloc_trace::replay::Program;
 
-/// One op.
+/// One op of a workload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Step {
-    /// Makes the allocation of this number.
+    /// Makes the allocation with this number.
     Allocate {
         /// The allocation.
         number: u32,
         /// The stream.
         stream: StreamId,
-        /// Bytes asked for.
+        /// Requested bytes.
         size_bytes: u64,
     },
-    /// Frees the allocation of this number.
+    /// Frees the allocation with this number.
     Free {
         /// The allocation.
         number: u32,
-        /// The stream that it was made for, which a runtime's buffer knows.
+        /// The stream for which it was allocated, which the buffer of a runtime knows.
         stream: StreamId,
     },
-    /// Another stream uses the allocation of this number.
+    /// Another stream uses the allocation with this number.
     RecordUse {
         /// The allocation.
         number: u32,
@@ -38,7 +38,7 @@ pub enum Step {
     },
 }
 
-/// Steps that leave nothing allocated.
+/// A list of steps that leaves nothing allocated.
 #[derive(Clone, Debug, Default)]
 pub struct Workload {
     steps: Vec<Step>,
@@ -49,30 +49,30 @@ pub struct Workload {
 
 /// An allocator under measurement.
 pub trait Subject {
-    /// How it names an allocation.
+    /// The handle of an allocation.
     type Handle: Copy;
 
-    /// Makes the next stream.
+    /// Registers the next stream.
     fn register_stream(&mut self);
 
     /// Allocates for work on a stream.
     fn allocate(&mut self, stream: StreamId, size_bytes: u64) -> Self::Handle;
 
-    /// Frees what was allocated for work on a stream.
+    /// Frees an allocation that was made for work on a stream.
     fn free(&mut self, stream: StreamId, handle: Self::Handle);
 
-    /// Notes a use on another stream.
+    /// Records a use on another stream.
     fn record_use(&mut self, handle: Self::Handle, stream: StreamId);
 
-    /// Where an allocation lies.
+    /// Returns the placement of an allocation.
     fn placement(&self, handle: Self::Handle) -> Placement;
 
-    /// Device memory held, in bytes.
+    /// Returns the reserved device memory in bytes.
     fn reserved_bytes(&self) -> u64;
 }
 
 impl Workload {
-    /// Makes the next allocation. They are numbered 0, 1, 2 ... in the order in which they are made.
+    /// Adds an allocation. Allocations are numbered 0, 1, 2, ... in order.
     pub fn allocate(&mut self, stream: StreamId, size_bytes: u64) {
         let number = self.owners.len() as u32;
         self.streams = self.streams.max(stream.0 + 1);
@@ -80,22 +80,22 @@ impl Workload {
         self.steps.push(Step::Allocate { number, stream, size_bytes });
     }
 
-    /// Frees an allocation.
+    /// Adds the free of an allocation.
     ///
     /// # Panics
-    /// When it was not made before.
+    /// Panics if there is no allocation with this number.
     pub fn free(&mut self, number: u32) {
         let stream = self.owners[number as usize];
         self.steps.push(Step::Free { number, stream });
     }
 
-    /// Uses an allocation on another stream.
+    /// Adds the use of an allocation on another stream.
     pub fn record_use(&mut self, number: u32, stream: StreamId) {
         self.streams = self.streams.max(stream.0 + 1);
         self.steps.push(Step::RecordUse { number, stream });
     }
 
-    /// Frees what is still allocated, in the order in which it was made.
+    /// Adds frees of all remaining allocations, in allocation order.
     pub fn close(&mut self) {
         let mut live = vec![false; self.owners.len()];
         for step in &self.steps {
@@ -108,22 +108,22 @@ impl Workload {
         (0..live.len()).filter(|number| live[*number]).for_each(|number| self.free(number as u32));
     }
 
-    /// The steps.
+    /// Returns the steps.
     pub fn steps(&self) -> &[Step] {
         &self.steps
     }
 
-    /// Number of ops.
+    /// Returns the number of ops.
     pub fn len(&self) -> usize {
         self.steps.len()
     }
 
-    /// Whether there is nothing to do.
+    /// Returns `true` if there are no ops.
     pub fn is_empty(&self) -> bool {
         self.steps.is_empty()
     }
 
-    /// The most bytes that are requested and not freed at any time.
+    /// Returns the peak of bytes that are requested and not yet freed.
     pub fn live_bytes_peak(&self) -> u64 {
         let mut sizes = vec![0; self.allocations()];
         let (mut live, mut peak) = (0, 0);
@@ -141,19 +141,19 @@ impl Workload {
         peak
     }
 
-    /// Number of allocations.
+    /// Returns the number of allocations.
     pub fn allocations(&self) -> usize {
         self.owners.len()
     }
 
-    /// Number of streams.
+    /// Returns the number of streams.
     pub fn streams(&self) -> u16 {
         self.streams
     }
 }
 
 impl From<&Program> for Workload {
-    /// The allocations, frees and uses of a program that has no other pool than the default one, closed.
+    /// Collects the allocations, frees and uses of a program that has only the default pool, and closes the workload.
     fn from(program: &Program) -> Self {
         let mut workload = Workload::default();
         for op in program.ops() {
@@ -169,7 +169,7 @@ impl From<&Program> for Workload {
     }
 }
 
-/// A subject with a workload and room for its handles: everything that a repeat needs, made before it is measured.
+/// A subject with a workload and space for its handles, all created before the measurement.
 #[derive(Clone, Debug)]
 pub struct Bench<S: Subject> {
     subject: S,
@@ -178,7 +178,7 @@ pub struct Bench<S: Subject> {
 }
 
 impl<S: Subject> Bench<S> {
-    /// In steady state: the streams are registered and the workload has run once.
+    /// Brings a subject to steady state: registers the streams and runs the workload once.
     pub fn warm(mut subject: S, workload: Workload) -> Self {
         (0..workload.streams()).for_each(|_| subject.register_stream());
         let handles = vec![None; workload.allocations()];
@@ -187,7 +187,7 @@ impl<S: Subject> Bench<S> {
         bench
     }
 
-    /// Runs the workload once. What is measured.
+    /// Runs the workload once. This is the measured part.
     #[inline]
     pub fn repeat(&mut self) {
         for step in &self.workload.steps {
@@ -210,7 +210,7 @@ impl<S: Subject> Bench<S> {
         black_box(&mut self.handles);
     }
 
-    /// Runs the workload once and gives the placement of each allocation, in order. Not for measuring.
+    /// Runs the workload once and returns the placement of each allocation, in order. Not for measurements.
     pub fn placements(&mut self) -> Vec<Placement> {
         let mut placements = Vec::with_capacity(self.workload.allocations());
         for step in self.workload.steps.clone() {
@@ -231,17 +231,17 @@ impl<S: Subject> Bench<S> {
         placements
     }
 
-    /// The allocator.
+    /// Returns the allocator.
     pub fn subject(&self) -> &S {
         &self.subject
     }
 
-    /// The allocator, to be told something.
+    /// Returns the allocator for modification.
     pub fn subject_mut(&mut self) -> &mut S {
         &mut self.subject
     }
 
-    /// Ops of one repeat.
+    /// Returns the number of ops of one repeat.
     pub fn ops(&self) -> usize {
         self.workload.len()
     }
@@ -278,16 +278,16 @@ impl<B: Backend> Subject for Allocator<B> {
     }
 }
 
-/// No allocator at all: what is measured on it is the driver, which the other figures contain.
+/// A subject without an allocator, on which only the driver is measured. All other results contain the driver.
 ///
-/// It does what a driver must do to reach an allocator, and has handles of the size of ours.
+/// It does the work that a driver needs to reach an allocator, and has handles of the same size as ours.
 #[derive(Clone, Debug, Default)]
 pub struct Nothing {
-    /// By stream, in place of a heap: the last handle given.
+    /// Last handle by stream, in place of a heap.
     heaps: Vec<NoHandle>,
 }
 
-/// As large as a handle.
+/// A stand-in of the size of a handle.
 pub type NoHandle = [u64; size_of::<Handle>() / size_of::<u64>()];
 
 impl Subject for Nothing {

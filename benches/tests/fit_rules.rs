@@ -1,4 +1,4 @@
-//! The model of fit rules places as the core does where the rule is the core's: only then do its figures say anything.
+//! Checks that the model of fit rules places like the core under the core's rule, which is required for valid results.
 
 use symmalloc_benches::fit_rules::FitRule;
 use symmalloc_benches::workload::{Bench, Subject, Workload};
@@ -7,7 +7,7 @@ use symmalloc_core::config::StreamPolicy;
 use symmalloc_harness::jobs;
 
 #[test]
-fn best_fit_of_the_model_reserves_what_the_core_reserves() {
+fn best_fit_of_the_model_reserves_as_much_as_the_core() {
     for job in jobs::JOBS {
         let workload = Workload::from(&jobs::program(job));
         for streams in [StreamPolicy::Separate, StreamPolicy::Shared] {

@@ -1,4 +1,4 @@
-//! The reference decides as we do: only then do its times say anything.
+//! Checks that the reference makes the same decisions as symmalloc, which is required for comparable times.
 
 use symmalloc_benches::workload::{Bench, Subject, Workload};
 use symmalloc_benches::{Segments, micro, ours, reference};
@@ -11,7 +11,7 @@ fn agrees(name: &str, workload: &Workload) {
         let mut reference = Bench::warm(reference(segments), workload.clone());
         let (one, other) = (ours.placements(), reference.placements());
         let first = one.iter().zip(&other).position(|(one, other)| one != other);
-        assert_eq!(first, None, "{name}, {segments:?}: the first allocation that is placed differently");
+        assert_eq!(first, None, "{name}, {segments:?}: an allocation is placed differently");
         assert_eq!(ours.subject().reserved_bytes(), reference.subject().reserved_bytes(), "{name}, {segments:?}");
     }
 }

@@ -1,7 +1,7 @@
-"""What the figures must be: ratios to the peers of the same run.
+"""The bars that the figures must meet: ratios to the peers of the same run.
 
-Medians are held against the limits. Beside each stands the same ratio of the best repeats: other programs of the machine only
-ever add time, so it says what the medians of a busy machine do not.
+The limits apply to medians. Next to each ratio of medians is the same ratio of the best repeats. Other programs on the
+machine only ever add time, so the best repeats are informative on a busy machine.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ EXPANDABLE = "PyTorch expandable"
 RMM = ("RMM pool", "RMM arena", "RMM async")
 THREADS = 16
 
-# The limits, and what they are over.
+# The limits, in terms of the ratios below.
 TIMES_PYTORCH, TIMES_PYTORCH_WITH_USES = 6, 4
 TIMES_RMM, TIMES_RMM_WITH_USES = 5.5, 4
 TIMES_PYTORCH_THROUGH_C = 4
@@ -26,7 +26,7 @@ MANY_FREE_BLOCKS = 1.5
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """A bar and the figure that is held against it."""
+    """A bar and the figure that is compared with it."""
 
     name: str
     at: str
@@ -44,7 +44,7 @@ class Verdict:
 
 
 def judge(found):
-    """Every bar for which both figures are there."""
+    """Returns every bar for which all figures are available."""
     return [
         Verdict(name, at, figure, best, limit, at_least)
         for (name, at, figure, limit, at_least), (_, _, best, _, _) in zip(
@@ -53,7 +53,7 @@ def judge(found):
 
 
 def ratios(found, value):
-    """Name, place, figure, limit and its direction of every bar, of the peers' medians or of their best repeats."""
+    """Returns name, place, figure, limit and direction of every bar, for medians or best repeats as `value` selects."""
     bars = []
 
     def bar(name, at, figure, limit, at_least=True):
@@ -61,7 +61,7 @@ def ratios(found, value):
             bars.append((name, str(at), figure, limit, at_least))
 
     def faster(case, at, peers, we=OURS):
-        """How many times the fastest of the peers takes what we take."""
+        """Returns how many times as fast we are as the fastest of the peers."""
         we, theirs = value(we, case, at), [value(peer, case, at) for peer in peers]
         theirs = [figure for figure in theirs if figure]
         return min(theirs) / we if we and theirs else None

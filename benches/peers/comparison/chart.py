@@ -1,4 +1,4 @@
-"""The chart of a run, as SVG: time per op of each job, threads, and memory, one mark per peer.
+"""The chart of a run as SVG: time per op of each job, threads, and memory, with one mark per peer.
 
     ┌ legend ────────────────────────────┐
     │ steady ns per op (log) │ threads    │
@@ -12,21 +12,22 @@ from xml.sax.saxutils import escape
 
 from comparison import programs
 
-# Colours that stay apart without red or green (Okabe and Ito), and marks that stay apart without colours.
+# Colors that are distinguishable without red or green (Okabe and Ito), and marks that are distinguishable without
+# colors.
 COLOURS = ("#0072b2", "#56b4e9", "#004d80", "#009e73", "#7fd1ae", "#d55e00")
 COLOURS += ("#e69f00", "#cc79a7", "#882255", "#999933", "#666", "#000")
 MARKS = ("circle", "square", "diamond", "up", "down")
 FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif"
 
 WIDTH, LABELS, ROW, GAP = 1180, 190, 22, 46
-# Where the marks of jobs end, where the lines of threads begin, and how high they are.
+# Right edge of the marks of jobs, left edge of the lines of threads, and their height.
 LEFT, RIGHT, HEIGHT = 660, 750, 420
 
 
 def svg(found):
-    """The whole chart; peers that were not measured leave no mark."""
+    """Returns the whole chart. Peers that were not measured have no marks."""
     peers = [peer for peer in found.peers() if found.peers("steady_ns_per_op").count(peer)]
-    # A peer looks the same in every chart, whichever others there are.
+    # A peer looks the same in every chart, independent of the other peers.
     order = list(dict.fromkeys([*(peer.name for peer in programs.peers(False)), *peers]))
     looks = {peer: (COLOURS[at % len(COLOURS)], MARKS[at % len(MARKS)]) for at, peer in enumerate(order)}
     style = {peer: looks[peer] for peer in peers}
@@ -71,7 +72,7 @@ def draw_legend(style):
 
 
 def dots(title, jobs, values, style, y, is_log):
-    """A row for each job, a mark for each peer."""
+    """Draws one row per job and one mark per peer."""
     low, high = bounds(values.values(), is_log)
     width = LEFT - LABELS
 
@@ -92,7 +93,7 @@ def dots(title, jobs, values, style, y, is_log):
 
 
 def lines(rates, style, y):
-    """Pairs per second over threads, a line for each peer."""
+    """Draws pairs per second over threads, one line per peer."""
     counts = sorted({count for _, count in rates})
     low, high = bounds(rates.values(), True)
     width = WIDTH - 30 - RIGHT
@@ -121,7 +122,7 @@ def lines(rates, style, y):
 
 
 def bounds(values, is_log):
-    """Where an axis begins and ends: powers of ten, or steps of 0.2."""
+    """Returns the range of an axis: powers of ten, or multiples of 0.2."""
     low, high = min(values), max(values)
     if is_log:
         return 10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high * 1.0001))

@@ -5,14 +5,14 @@ import statistics
 
 
 class Figures:
-    """Values by peer, case and place: all repeats of all rounds."""
+    """Values by peer, case and place, over all repeats of all rounds."""
 
     def __init__(self):
         self.values = {}
         self.jobs = []
 
     def add(self, line, log=None):
-        """Takes a line of JSON from a program, and keeps it in a file."""
+        """Adds a JSON line from a program, and appends it to a log file."""
         read = json.loads(line)
         key = (read["peer"], read["case"], read["at"])
         self.values.setdefault(key, []).extend(read["values"])
@@ -25,38 +25,38 @@ class Figures:
         return any(peer for peer, _, _ in self.values)
 
     def median(self, peer, case, at):
-        """The median of a figure, or None."""
+        """Returns the median of a figure, or None."""
         values = self.values.get((peer, case, str(at)))
         return statistics.median(values) if values else None
 
     def total(self, peer, case, at):
-        """The sum of a figure over all rounds."""
+        """Returns the sum of a figure over all rounds."""
         return sum(self.values.get((peer, case, str(at)), ()))
 
     def best(self, peer, case, at):
-        """The best repeat of a figure, or None: the least, but of a rate the greatest."""
+        """Returns the best repeat of a figure, or None: the minimum, or the maximum of a rate."""
         values = self.values.get((peer, case, str(at)))
         return (max if case.endswith("_per_second") else min)(values) if values else None
 
     def peers(self, case=None):
-        """Peers with figures (of a case), in the order in which they came."""
+        """Returns the peers with figures (of a case), in order of appearance."""
         return list(dict.fromkeys(peer for peer, found, _ in self.values if peer and case in (None, found)))
 
     def places(self, case):
-        """Where a case was measured, in the order in which it was."""
+        """Returns the places at which a case was measured, in order."""
         return list(dict.fromkeys(at for _, found, at in self.values if found == case))
 
     def live_peak_bytes(self, job):
         return self.median("", "live_peak_bytes", job)
 
     def reserved_over_live(self, peer, job):
-        """Peak reserved over peak live, or None."""
+        """Returns peak reserved relative to peak live, or None."""
         reserved, live = self.median(peer, "reserved_peak_bytes", job), self.live_peak_bytes(job)
         return reserved / live if reserved and live else None
 
 
 def write_results(path, host, found, verdicts, missing):
-    """Medians with the least and the greatest value, what they were measured on, the bars, and what is missing."""
+    """Writes medians with minimum and maximum, the machine, the bars, and the missing peers."""
     rows = [
         {
             "peer": peer,

@@ -1,4 +1,4 @@
-"""What the figures were measured on."""
+"""Description of the machine on which the figures were measured."""
 
 import datetime
 import os
@@ -8,7 +8,7 @@ import subprocess
 
 
 def describe():
-    """Date, processor and device, as name to text; what cannot be read is left out."""
+    """Returns date, processor and device as a dictionary of texts. Values that cannot be read are omitted."""
     found = {"date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")}
     found["processor"] = f"{processor()}, {os.cpu_count()} cores"
     found["kernel"] = platform.release()
@@ -29,7 +29,7 @@ def processor():
 
 
 def output(words):
-    """What a command prints, or nothing when it cannot be run."""
+    """Returns the output of a command, or an empty string if it cannot be run."""
     try:
         done = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):

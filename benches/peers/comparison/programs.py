@@ -1,7 +1,7 @@
-"""The programs of the peers: which there are, what they need, how they are built and run.
+"""The programs of the peers: their requirements, and how to build and run them.
 
     Peer ── a row of the comparison: a program with arguments and environment
-    Bench ─ this machine: finds, builds and runs them, and says why one is missing
+    Bench ─ this machine: finds, builds and runs the programs, and reports why one is missing
 """
 
 import concurrent.futures
@@ -22,7 +22,7 @@ QUICK = {"--cold": "1", "--steady": "1", "--repeats": "1", "--pairs": "1000", "-
 
 
 class Missing(Exception):
-    """Something that a peer needs is not here."""
+    """A requirement of a peer is not available."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,12 +33,12 @@ class Peer:
     program: str
     arguments: tuple = ()
     environment: tuple = ()
-    # Whether the program runs the cases of every peer, or those of ours alone.
+    # Subcommand of symmalloc-peers: the cases of every peer, or cases of symmalloc only.
     command: str = "measure"
-    # The most turns that it has; all when it is None. Rows that no bar is about take time from those that one is.
+    # Maximum number of turns; None for no maximum. Rows without a bar would take time from rows with one.
     turns: int | None = None
-    # Which blocks are counted, and how many. Free ones in a process of their own: what live ones leave of the host's heap
-    # would be measured with them, and the other way round.
+    # Kind and numbers of blocks to measure. Free blocks run in a separate process, because live blocks leave traces in
+    # the host's heap that would distort their results, and vice versa.
     scale: tuple = ()
 
     def is_wanted(self, words):
@@ -52,12 +52,12 @@ def ours(name, interface, conf="", prefetch_mib=0, **more):
     return Peer(name, "symmalloc-peers", arguments, **more)
 
 
-# Threads that share nothing: what is linear on this machine.
+# Threads that share nothing, which show the scaling of this machine.
 PROCESSORS = Peer("processors", "symmalloc-peers", command="processors", turns=3)
 
 
 def peers(without_device):
-    """Every peer, in the order of the table."""
+    """Returns every peer, in the order of the table."""
     if without_device:
         return [
             ours("symmalloc, simulated", "simulated"),
@@ -86,19 +86,19 @@ def peers(without_device):
 
 
 def scale(name, interface, live="1000,10000,100000,1000000,10000000", free="1000,10000,100000,1000000"):
-    """Many live and many free blocks, under one name."""
+    """Returns peers for many live and many free blocks, under one name."""
     sorts = (("--live", live), ("--free", free))
     return [ours(name, interface, command="scale", turns=1, scale=sort) for sort in sorts]
 
 
 def torch(name, conf):
-    # Each version of PyTorch reads one of the two.
+    # Each version of PyTorch reads only one of the two variables.
     return Peer(name, "torch", (), (("PYTORCH_CUDA_ALLOC_CONF", conf), ("PYTORCH_ALLOC_CONF", conf)))
 
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """What a run of a peer's program gave."""
+    """The result of one run of a peer's program."""
 
     lines: list
     seconds: float
@@ -106,7 +106,7 @@ class Turn:
 
 
 class Bench:
-    """The machine and what was built on it."""
+    """The machine and the programs built on it."""
 
     def __init__(self, out, program=None, library=None):
         self.out = out
@@ -119,14 +119,14 @@ class Bench:
     # Building
 
     def write_jobs(self, job_filter):
-        """Writes the recorded jobs for all programs; returns the figures of the jobs."""
+        """Writes the recorded jobs for all programs, and returns the figures of the jobs."""
         program = self.built.setdefault("symmalloc-peers", None) or self.cargo("symmalloc-peers", "symmalloc-peers")
         self.built["symmalloc-peers"] = program
         words = [program, "jobs", self.out / "jobs", "--filter", job_filter]
         return subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
 
     def build(self, wanted):
-        """Builds the programs of the peers side by side; returns why which peer is missing."""
+        """Builds the programs of the peers in parallel, and returns the reason for each missing peer."""
         recipes = {"torch": self.build_torch, "rmm": self.build_rmm, "cuda_async": self.build_cuda_async}
         recipes["malloc"] = lambda: self.compile("malloc", [], [])
         names = {peer.program for peer in wanted} & recipes.keys()
@@ -148,7 +148,7 @@ class Bench:
 
     def cargo(self, package, artifact):
         if not shutil.which("cargo"):
-            raise Missing(f"cargo is not here to build {package}, and no option says where {artifact} is")
+            raise Missing(f"cargo is not available to build {package}: install it, or pass the path of {artifact}")
         words = ["cargo", "build", "--profile", "shipped", "--locked", "-p", package]
         self.command(words, f"build-{package}", cwd=ROOT)
         folder = pathlib.Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
@@ -193,10 +193,10 @@ class Bench:
     def compile(self, name, includes, libraries):
         compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
         if not compiler:
-            raise Missing("no C++ compiler is here")
+            raise Missing("no C++ compiler is available: install one or set CXX")
         program = self.out / name
         words = [compiler, "-O2", "-DNDEBUG", "-std=c++20", HERE / "cpp" / f"{name}.cpp", "-o", program]
-        # As system headers: their warnings are not ours.
+        # Included as system headers to suppress their warnings.
         words += [word for folder in includes for word in ("-isystem", folder)]
         self.command([*words, *libraries, "-lpthread"], f"build-{name}")
         return program
@@ -206,12 +206,12 @@ class Bench:
         with open(log, "w", encoding="utf-8") as text:
             done = subprocess.run(words, stdout=text, stderr=subprocess.STDOUT, cwd=cwd, check=False)
         if done.returncode != 0:
-            raise Missing(f"it cannot be built: {last_line(log, 'error')}")
+            raise Missing(f"the build failed: {last_line(log, 'error')}")
 
     # Running
 
     def measure(self, peer, amounts, timeout):
-        """Gives a peer its turn."""
+        """Runs one turn of a peer."""
         words = [self.built[peer.program]]
         if peer.program == "symmalloc-peers":
             words.append(peer.command)
@@ -240,7 +240,7 @@ class Bench:
         return Turn(lines, time.monotonic() - start, failure)
 
     def choice(self, peer, amounts):
-        """What a program is to measure, in its words."""
+        """Returns the options that select what a program measures."""
         if peer.command == "processors":
             return []
         if peer.command == "scale":
@@ -253,7 +253,7 @@ def words_of(amounts):
 
 
 def package_folder(name):
-    """Where a Python package lies, without importing it."""
+    """Returns the folder of a Python package, without importing it."""
     found = importlib.util.find_spec(name)
     if not found or not found.submodule_search_locations:
         raise Missing(f"the Python package {name} is not installed (pip install {name}, or set PYTHONPATH)")
@@ -261,7 +261,7 @@ def package_folder(name):
 
 
 def cuda_folder():
-    """A folder with CUDA's headers and its runtime library: the toolkit's, or that of Python's nvidia packages."""
+    """Returns a folder with the CUDA headers and runtime library, of the toolkit or of Python's nvidia packages."""
     places = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     nvidia = importlib.util.find_spec("nvidia")
     for place in nvidia.submodule_search_locations if nvidia else ():
@@ -269,11 +269,11 @@ def cuda_folder():
     for place in filter(None, places):
         if (pathlib.Path(place) / "include" / "cuda_runtime.h").exists():
             return pathlib.Path(place)
-    raise Missing("CUDA's headers are not here: set CUDA_HOME")
+    raise Missing("the CUDA headers are not available: set CUDA_HOME")
 
 
 def runtime(cuda):
-    """How the CUDA runtime library is linked."""
+    """Returns the linker options for the CUDA runtime library."""
     for folder in (cuda / "lib64", cuda / "lib"):
         for library in sorted(folder.glob("libcudart.so*")):
             return [library, f"-Wl,-rpath,{folder}"]
@@ -281,7 +281,7 @@ def runtime(cuda):
 
 
 def text_of(printed):
-    """What was printed before a timeout: bytes, also where text was asked for."""
+    """Returns the output before a timeout as text. It is bytes even if text was requested."""
     return printed.decode(errors="replace") if isinstance(printed, bytes) else printed or ""
 
 
@@ -290,7 +290,7 @@ def text_after(text, mark):
 
 
 def last_line(log, word=""):
-    """The first line of a log with a word, or else the last line: why something failed."""
+    """Returns the first line of a log that contains a word, or else its last line, as the reason of a failure."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     named = [line for line in lines if word and word in line]
     return (named or lines[-1:] or [f"see {log}"])[0][:300]

@@ -1,6 +1,6 @@
 """The table of a run, in Markdown."""
 
-# Case, what a row is called, and how a value is shown.
+# Case, name of the row, and format of the values.
 ROWS = (
     ("steady_ns_per_op", "{at}, steady, ns per op", "{:.1f}"),
     ("cold_ns_per_op", "{at}, cold, ns per op", "{:.0f}"),
@@ -18,14 +18,14 @@ SCALE = (
     ("free_and_live_blocks_ns", "free and as many live blocks, replacement, ns per pair"),
 )
 RATE = "pairs_per_second"
-# Of threads that share nothing.
+# The rate of threads that share nothing.
 ARITHMETIC = "arithmetic_per_second"
 OF_JOBS = ("steady_ns_per_op", "cold_ns_per_op", "reserved_peak_bytes", "segments")
 SCALED = {"reserved_peak_bytes": 1 << 20, "pairs_per_second": 1e6}
 
 
 def markdown(host, found, verdicts):
-    """The machine, one table of all peers, what is linear on the machine, ours alone at scale, and the bars."""
+    """Returns the machine, a table of all peers, the scaling of the machine, symmalloc at scale, and the bars."""
     parts = [", ".join(f"{name}: {value}" for name, value in host.items() if value), peers(found)]
     if found.places(ARITHMETIC):
         parts.append(linear(found))
@@ -64,7 +64,7 @@ def cell(found, peer, case, at, style):
 
 
 def linear(found):
-    """What threads reach together of what one reaches alone, ours and those that share nothing at all."""
+    """Returns the rate of all threads relative to that of one thread, for symmalloc and for threads that share nothing."""
     rows = [(peer, ARITHMETIC) for peer in found.peers(ARITHMETIC)]
     rows += [(peer, RATE) for peer in found.peers(RATE) if peer.startswith("symmalloc")]
     counts = sorted({int(at) for at in found.places(ARITHMETIC)})

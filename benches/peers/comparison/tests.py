@@ -1,4 +1,4 @@
-"""What the script makes of figures. `python3 -m unittest comparison.tests` in benches/peers."""
+"""Tests of the script's processing of figures. Run `python3 -m unittest comparison.tests` in benches/peers."""
 
 import json
 import pathlib
@@ -10,14 +10,14 @@ from comparison import bars, chart, figures, programs, table
 
 
 def found_from(*rows):
-    """Figures of a run: (peer, case, at, values...)."""
+    """Returns the figures of a run from tuples (peer, case, at, values...)."""
     found = figures.Figures()
     for peer, case, at, *values in rows:
         found.add(json.dumps({"peer": peer, "case": case, "at": at, "values": values}))
     return found
 
 
-# A job of one stream on which we take 10 ns, PyTorch 150 and RMM's best 60.
+# A job of one stream that takes symmalloc 10 ns, PyTorch 150 ns and the best RMM resource 60 ns.
 JOB = (
     ("", "ops", "job", 100),
     ("", "streams", "job", 1),
@@ -38,7 +38,7 @@ class Figures(unittest.TestCase):
         self.assertEqual(found.median("a", "pair_ns", 1), 3)
         self.assertIsNone(found.median("b", "pair_ns", 1))
 
-    def test_what_a_job_is_counts_as_no_peer(self):
+    def test_properties_of_a_job_are_not_a_peer(self):
         self.assertEqual(found_from(JOB[0]).peers(), [])
         self.assertFalse(found_from(JOB[0]).has_any())
 
@@ -58,7 +58,7 @@ class Bars(unittest.TestCase):
     def verdicts(self, *rows):
         return {verdict.name: verdict for verdict in bars.judge(found_from(*rows))}
 
-    def test_a_bar_holds_us_against_the_best_of_the_peers(self):
+    def test_a_bar_compares_us_with_the_best_of_the_peers(self):
         verdicts = self.verdicts(*JOB)
         self.assertEqual(verdicts["steady state, times PyTorch's speed"].figure, 15)
         self.assertEqual(verdicts["steady state, times PyTorch's speed"].best, 150 / 8)
@@ -67,23 +67,23 @@ class Bars(unittest.TestCase):
         self.assertTrue(verdicts["steady state, times the speed of RMM's best"].is_met)
         self.assertEqual(verdicts["cold pass, times PyTorch expandable's speed"].figure, 0.5)
 
-    def test_a_job_with_uses_has_limits_of_its_own(self):
+    def test_a_job_with_uses_has_separate_limits(self):
         rows = [tuple("job_uses" if word == "job" else word for word in row) for row in JOB]
         limits = {name: verdict.limit for name, verdict in self.verdicts(*rows).items()}
         self.assertEqual(limits["steady state, times PyTorch's speed"], bars.TIMES_PYTORCH_WITH_USES)
         self.assertEqual(limits["steady state, times the speed of RMM's best"], bars.TIMES_RMM_WITH_USES)
 
-    def test_memory_of_one_stream_is_held_against_the_plain_pool(self):
+    def test_memory_of_one_stream_is_compared_for_the_plain_pool(self):
         verdict = self.verdicts(*JOB)["peak reserved over peak live, one stream"]
         self.assertAlmostEqual(verdict.figure, 1.1)
         self.assertFalse(verdict.is_met)
 
-    def test_memory_of_several_streams_is_held_against_shared_streams(self):
+    def test_memory_of_several_streams_is_compared_for_shared_streams(self):
         reserved = (bars.OURS_SHARED, "reserved_peak_bytes", "job", 1 << 30)
         verdict = self.verdicts(*JOB, ("", "streams", "job", 9, 9, 9), reserved)["peak reserved over peak live, shared streams"]
         self.assertEqual((verdict.figure, verdict.is_met), (1, True))
 
-    def test_threads_are_held_against_linear_and_against_the_best_of_pytorch(self):
+    def test_threads_are_compared_with_linear_scaling_and_with_the_best_of_pytorch(self):
         rates = [(peer, "pairs_per_second", str(count), rate) for peer, count, rate in (
             (bars.OURS, 1, 10), (bars.OURS, 16, 80), (bars.PYTORCH, 16, 1), (bars.EXPANDABLE, 16, 2))]
         verdicts = self.verdicts(*rates, (bars.OURS, "pairs_per_second", "16", 60), (bars.OURS, "pairs_per_second", "16", 100))
@@ -96,7 +96,7 @@ class Bars(unittest.TestCase):
 
 
 class Table(unittest.TestCase):
-    def test_a_row_for_each_figure_and_a_column_for_each_peer(self):
+    def test_the_table_has_a_row_per_figure_and_a_column_per_peer(self):
         found = found_from(*JOB, ("symmalloc scale", "growth_ns", "1000", 7), ("symmalloc scale, handles", "growth_ns", "9", 5))
         text = table.markdown({"GPU": "none", "driver": ""}, found, bars.judge(found))
         lines = text.splitlines()
@@ -117,7 +117,7 @@ class Table(unittest.TestCase):
         text = table.markdown({}, found_from(*JOB, *rows), [])
         self.assertIn("| readings, of which disturbed | 50, 7 |  |  |  |  |", text.splitlines())
 
-    def test_what_is_linear_stands_beside_what_we_reach(self):
+    def test_the_table_shows_the_scaling_of_the_machine(self):
         rates = [(peer, case, count, rate) for peer, case, count, rate in (
             (bars.OURS, table.RATE, "1", 10), (bars.OURS, table.RATE, "2", 15), (bars.PYTORCH, table.RATE, "1", 1),
             ("chained arithmetic", table.ARITHMETIC, "1", 3), ("chained arithmetic", table.ARITHMETIC, "2", 6))]
@@ -149,7 +149,7 @@ class Programs(unittest.TestCase):
         names = [peer.name for peer in programs.peers(False) if peer.is_wanted("pytorch, rmm p")]
         self.assertEqual(names, ["PyTorch", "PyTorch expandable", "RMM pool"])
 
-    def test_every_bar_names_a_peer_that_there_is(self):
+    def test_every_bar_names_an_existing_peer(self):
         names = {peer.name for peer in programs.peers(False)}
         self.assertLessEqual(
             {bars.OURS, bars.OURS_SHARED, bars.OURS_C, *bars.SCALE, bars.PYTORCH, bars.EXPANDABLE, *bars.RMM}, names

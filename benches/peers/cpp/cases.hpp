@@ -1,23 +1,23 @@
-// The cases that every peer runs, written once. A peer is a class that allocates and frees; each of its programs is
-// a few dozen lines and hands the class to `measure`.
+// The cases that every peer runs, written once. A peer is a class that allocates and frees. The program of each peer
+// has a few dozen lines and passes the class to `measure`.
 //
 //   job files ─┐
 //              ├─► cases ─► Peer ─► one JSON line per figure on stdout
 //   options  ──┘
 //
-// What a peer gives:
+// The interface of a peer:
 //
-//   static int streams(int count)                  makes that many streams; they are numbered from 0
+//   static int streams(int count)                  creates that many streams, numbered from 0
 //   static void enter_thread()                     called first in every thread that allocates
 //   Peer()                                         holds no memory yet: the next pass over a job is a cold one
 //   void *allocate(size_t bytes, int stream)
 //   void free(void *block, size_t bytes, int stream)
-//   static constexpr bool records_uses             whether `void record_use(void *block, int stream)` exists
-//   void synchronize()                             waits for the device, outside of what is measured
-//   void report(Report &, const std::string &job)  memory at the end of a job's passes
-//   ~Peer()                                        gives all memory back
+//   static constexpr bool records_uses             true if `void record_use(void *block, int stream)` exists
+//   void synchronize()                             waits for the device, outside of the measurement
+//   void report(Report &, const std::string &job)  reports the memory at the end of a job's passes
+//   ~Peer()                                        releases all memory
 //
-// The Rust program in `../src` runs the same cases with the same numbers: change both.
+// The Rust program in `../src` runs the same cases with the same numbers: change both together.
 #pragma once
 
 #include "stopwatch.hpp"
@@ -37,7 +37,7 @@
 
 namespace peers {
 
-/// How much is measured. The defaults are the ones of the Rust program.
+/// The amount of measurement. The defaults are those of the Rust program.
 struct Options {
     std::string peer;
     std::filesystem::path jobs;
@@ -48,7 +48,7 @@ struct Options {
     int thread_ms = 100;
     std::vector<int> threads = {1, 2, 4, 8, 16, 32};
 
-    /// `--name value`, as the driver script writes them.
+    /// Parses `--name value` options, as the driver script passes them.
     static Options parse(int count, char **words) {
         Options options;
         for (int at = 1; at + 1 < count; at += 2) {
@@ -74,7 +74,7 @@ struct Options {
     }
 };
 
-/// Where figures go: `{"peer": ..., "case": ..., "at": ..., "values": [...]}`, one line each.
+/// The output of figures: `{"peer": ..., "case": ..., "at": ..., "values": [...]}`, one line each.
 class Report {
 public:
     explicit Report(std::string peer) : peer_(std::move(peer)) {}
@@ -98,9 +98,9 @@ struct Step {
     size_t bytes;
 };
 
-/// A recorded job that leaves nothing allocated. The file has `a BYTES STREAM`, `f NUMBER` and `u NUMBER STREAM`, one a
-/// line; allocations are numbered in the order in which they are made. A program keeps them in places, and uses the
-/// place that was left last again.
+/// A recorded job that leaves nothing allocated. Each line of its file is `a BYTES STREAM`, `f NUMBER` or `u NUMBER
+/// STREAM`. Allocations are numbered in order. A program keeps them in places, and reuses the most recently vacated
+/// place.
 struct Job {
     std::string name;
     std::vector<Step> steps;
@@ -146,12 +146,12 @@ inline std::vector<Job> read_jobs(const std::filesystem::path &folder) {
     std::sort(paths.begin(), paths.end());
     std::vector<Job> jobs;
     for (const auto &path : paths) jobs.push_back(Job::read(path));
-    // What only some peers can do comes last.
+    // Jobs with uses, which only some peers support, come last.
     std::stable_partition(jobs.begin(), jobs.end(), [](const Job &job) { return !job.has_uses; });
     return jobs;
 }
 
-/// Marsaglia's xorshift64, the same numbers in every program.
+/// Marsaglia's xorshift64, which produces the same numbers in every program.
 struct Random {
     uint64_t state = 88172645463325252ull;
     uint64_t next() {
@@ -160,11 +160,11 @@ struct Random {
         state ^= state << 17;
         return state;
     }
-    /// 512 B to 4 MiB, every power of two equally often.
+    /// Draws a size from 512 B to 4 MiB, with every power of two equally likely.
     size_t bytes() { return size_t(512) << next() % 14; }
 };
 
-/// One pass over a job.
+/// Runs one pass over a job.
 template <class Peer>
 Reading pass(Peer &peer, const Job &job, std::vector<void *> &blocks, Stopwatch &stopwatch) {
     const Reading reading = stopwatch.time(double(job.steps.size()), [&] {
@@ -182,7 +182,7 @@ Reading pass(Peer &peer, const Job &job, std::vector<void *> &blocks, Stopwatch 
     return reading;
 }
 
-/// Passes over memory that was just obtained, and over memory that is there.
+/// Measures passes over newly obtained memory, and passes over memory that is already there.
 template <class Peer> void replay(const Options &options, Stopwatch &stopwatch, Report &report, const Job &job) {
     std::vector<void *> blocks(job.places);
     const auto cold = stopwatch.read(options.cold, [&] {
@@ -198,7 +198,7 @@ template <class Peer> void replay(const Options &options, Stopwatch &stopwatch, 
     peer.report(report, job.name);
 }
 
-/// One block, again and again.
+/// Measures repeated allocation and free of one block.
 template <class Peer> void pair(const Options &options, Stopwatch &stopwatch, Report &report, size_t bytes) {
     Peer peer;
     const auto repeat = [&] {
@@ -212,9 +212,9 @@ template <class Peer> void pair(const Options &options, Stopwatch &stopwatch, Re
     report.figure("pair_ns", std::to_string(bytes), stopwatch.read(options.repeats, repeat));
 }
 
-/// Many live blocks, of which a random one at a time is replaced by one of another size.
+/// Measures the replacement of random blocks among many live ones by blocks of different sizes.
 template <class Peer> void replacement(const Options &options, Stopwatch &stopwatch, Report &report) {
-    // A number that the compiler knows: what it divides by is not what is measured.
+    // A compile-time constant, so that the division is not part of the measurement.
     constexpr size_t LIVE = 1000;
     Peer peer;
     Random random;
@@ -241,7 +241,7 @@ template <class Peer> void replacement(const Options &options, Stopwatch &stopwa
     report.figure("replacement_ns", std::to_string(LIVE), values);
 }
 
-/// Threads with a stream each that allocate and free 4 KiB for as long as they are told to.
+/// Measures threads with separate streams that allocate and free 4 KiB until they are stopped.
 template <class Peer> void threads(const Options &options, Report &report, int count) {
     constexpr size_t bytes = 4096;
     Peer peer;
@@ -257,10 +257,10 @@ template <class Peer> void threads(const Options &options, Report &report, int c
                 for (int at = 0; at < 100; at++) peer.free(peer.allocate(bytes, stream), bytes, stream);
                 ready++;
                 while (!go) std::this_thread::yield();
-                // Of its own clock: threads do not begin at one moment.
+                // Each thread uses its own clock, because they start at different times.
                 const auto start = Clock::now();
                 uint64_t done = 0;
-                // Once at least: a thread that got no processor until it was told to stop has a rate as well.
+                // Runs the work at least once, so that a thread that gets no processor before the stop also has a rate.
                 do {
                     for (int at = 0; at < 64; at++) peer.free(peer.allocate(bytes, stream), bytes, stream);
                     done += 64;
@@ -278,7 +278,7 @@ template <class Peer> void threads(const Options &options, Report &report, int c
     report.figure("pairs_per_second", std::to_string(count), values);
 }
 
-/// All cases.
+/// Runs all cases.
 template <class Peer> int measure(const Options &options, Report &report) {
     const std::vector<Job> jobs = read_jobs(options.jobs);
     int streams = 1;

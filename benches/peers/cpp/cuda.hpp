@@ -1,4 +1,4 @@
-// What the peers on CUDA have in common: streams by number, and a driver that is awake.
+// Common parts of the peers on CUDA: numbered streams, and initialization of the driver.
 #pragma once
 
 #include "cases.hpp"
@@ -12,7 +12,7 @@ inline void check(cudaError_t status, const char *call) {
     std::exit(1);
 }
 
-/// The streams of the process, by number; made before anything is measured.
+/// The streams of the process by number, created before any measurement.
 inline std::vector<cudaStream_t> &cuda_streams() {
     static std::vector<cudaStream_t> streams;
     return streams;
@@ -32,7 +32,7 @@ struct OnCuda {
     void synchronize() { check(cudaDeviceSynchronize(), "cudaDeviceSynchronize"); }
 };
 
-/// What the driver's own pool holds. It counts no segments.
+/// The memory of the driver's own pool, which does not count segments.
 inline void report_pool(Report &report, const std::string &job, cudaMemPool_t pool) {
     uint64_t bytes = 0;
     check(cudaMemPoolGetAttribute(pool, cudaMemPoolAttrReservedMemHigh, &bytes), "cudaMemPoolGetAttribute");

@@ -1,4 +1,4 @@
-// cudaMallocAsync: the driver's own pool, which keeps what is freed.
+// cudaMallocAsync: the driver's own pool, which retains freed memory.
 #include "cuda.hpp"
 
 namespace {

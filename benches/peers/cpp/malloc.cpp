@@ -1,5 +1,6 @@
-// The C library's malloc on the same ops: what a CPU takes for them when there is no device. It needs nothing, so it
-// also shows on any machine that the driver script and the cases work. Nothing touches the memory, so no page is faulted in.
+// The C library's malloc on the same ops, which shows their cost on a CPU without a device. It has no requirements, so
+// it also checks the driver script and the cases on any machine. The memory is never touched, so there are no page
+// faults.
 #include "cases.hpp"
 
 namespace {
@@ -10,7 +11,7 @@ struct Malloc {
     static void enter_thread() {}
     void *allocate(size_t bytes, int) {
         void *block = std::malloc(bytes);
-        // Otherwise the compiler may leave out a pair.
+        // Prevents the compiler from removing a pair.
         asm volatile("" : "+r"(block) : : "memory");
         return block;
     }

@@ -1,7 +1,7 @@
 // RMM's resources through its C++ calls: `--resource pool`, `arena` or `async`.
 //
-// The pool begins with 2 MiB and grows as its own rules say. The arena takes one piece of memory at the start, large enough
-// for every job: what it holds at the peak is that choice, so it reports no memory.
+// The pool starts with 2 MiB and grows by its own rules. The arena takes a single piece of memory at the start, large
+// enough for every job. Its peak only reflects that choice, so it reports no memory.
 #include "cuda.hpp"
 #include <optional>
 #include <rmm/mr/arena_memory_resource.hpp>
@@ -14,7 +14,7 @@ namespace {
 
 constexpr size_t ALIGNMENT = 256;
 
-/// What the resources take from the device.
+/// Counts the memory that the resources take from the device.
 struct Upstream {
     rmm::mr::statistics_resource_adaptor counted{rmm::mr::cuda_memory_resource{}};
 

@@ -1,10 +1,10 @@
-// A stopwatch for machines that others use as well.
+// A stopwatch for machines that other users share.
 //
-// A processor of a guest can be half of a core, and the other half another guest's. Who keeps a core's units busy then takes longer
-// while the neighbour is busy too, up to twice as long, and no counter tells a guest. So it counts with arithmetic
-// of its own how fast a processor is, before and after what it times.
+// A processor of a virtual machine can be half of a core whose other half belongs to another guest. Work that keeps a
+// core's units busy takes up to twice as long while the neighbor is busy, and no counter reports this to the guest. The
+// stopwatch therefore measures the speed of the processor with its own arithmetic, before and after the timed work.
 //
-// `../src/stopwatch.rs` and `../src/processor.rs` have the same for the Rust program: change all.
+// `../src/stopwatch.rs` and `../src/processor.rs` implement the same for the Rust program: change all of them together.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +24,7 @@ inline double nanoseconds_since(Clock::time_point start) {
     return std::chrono::duration<double, std::nano>(Clock::now() - start).count();
 }
 
-/// Independent additions, rotations and the like: several in a cycle.
+/// Performs independent additions, rotations and similar operations, several per cycle.
 [[gnu::noinline]] inline uint64_t independent(uint64_t rounds) {
     uint64_t a = 1, b = 2, c = 3, d = 4, e = 5, f = 6;
     asm volatile("" : "+r"(a), "+r"(b), "+r"(c), "+r"(d), "+r"(e), "+r"(f));
@@ -39,7 +39,7 @@ inline double nanoseconds_since(Clock::time_point start) {
     return a ^ b ^ c ^ d ^ e ^ f;
 }
 
-/// The processors that this program may run on; one without a number where it cannot choose.
+/// The processors that this program may run on; a single one without a number if it cannot choose.
 class Processors {
 public:
 #ifdef __linux__
@@ -70,17 +70,17 @@ private:
 #endif
 };
 
-/// What a stopwatch read.
+/// One reading of a stopwatch.
 struct Reading {
     double nanoseconds;
-    /// Whether the processor was slowed, before or after.
+    /// Set if the processor was slowed before or after the work.
     bool is_disturbed;
 };
 
-/// Times work on a processor that nobody slows, where a program can choose its processor and there is one.
+/// Times work on a processor that is not slowed, if there is one and the program can choose its processor.
 class Stopwatch {
 public:
-    /// Looks at all processors that the program may run on.
+    /// Measures all processors that the program may run on.
     Stopwatch() {
         for (size_t at = 0; at < processors_.count(); at++) {
             processors_.stay_on(at);
@@ -89,8 +89,8 @@ public:
         processors_.go_anywhere();
     }
 
-    /// Times the work, divided by a number of things that it does. Other threads go where they like, and so does this one
-    /// before and after.
+    /// Times the work and divides the time by `things`. The thread is pinned to one processor during the work only;
+    /// other threads are not affected.
     template <class Work> Reading time(double things, Work work) {
         const bool was_slowed = !settle();
         const auto start = Clock::now();
@@ -101,7 +101,8 @@ public:
         return {elapsed / things, is_disturbed};
     }
 
-    /// So many readings, in nanoseconds. Disturbed ones are put aside and taken again, up to a limit; then they count.
+    /// Returns `count` readings in nanoseconds. Disturbed readings are repeated up to a limit, after which they are
+    /// used.
     template <class Read> std::vector<double> read(int count, Read reading) {
         std::vector<double> clean, disturbed;
         while (int(clean.size()) < count && int(disturbed.size()) < PATIENCE * count) {
@@ -116,18 +117,18 @@ public:
 
     /// Number of readings so far.
     int readings() const { return readings_; }
-    /// How many of them were disturbed.
+    /// Number of disturbed readings so far.
     int disturbed() const { return disturbed_; }
 
 private:
-    /// Rounds of arithmetic that say how fast a processor is: some 25 us.
+    /// Rounds of arithmetic that measure the speed of a processor, in about 25 us.
     static constexpr uint64_t ROUNDS = 20'000;
-    /// A processor is slowed if its arithmetic takes so many times what it took at best.
+    /// A processor is slowed if its arithmetic takes more than this many times the best time.
     static constexpr double SLOWED = 1.1;
-    /// Disturbed readings that are put aside, for each one that is asked for.
+    /// Maximum number of disturbed readings that are set aside, per requested reading.
     static constexpr int PATIENCE = 3;
 
-    /// Goes to a processor that nobody slows. Whether there is one; the work is timed on the last one else.
+    /// Moves to a processor that is not slowed. Returns false and uses the last processor if there is none.
     bool settle() {
         const size_t count = processors_.count();
         for (size_t step = 0; step < 2 * count; step++) {
@@ -138,7 +139,7 @@ private:
         return false;
     }
 
-    /// Whether somebody slows the processor that this runs on.
+    /// Returns true if the current processor is slowed.
     bool is_slowed() {
         const auto start = Clock::now();
         uint64_t result = independent(ROUNDS);
@@ -149,9 +150,9 @@ private:
     }
 
     Processors processors_;
-    /// What arithmetic took at best, in nanoseconds.
+    /// Best time of the arithmetic, in nanoseconds.
     double best_ = std::numeric_limits<double>::max();
-    /// The one that work is timed on, among the processors.
+    /// Index of the processor on which work is timed.
     size_t at_ = 0;
     int readings_ = 0, disturbed_ = 0;
 };

@@ -1,14 +1,15 @@
-// PyTorch's CUDACachingAllocator through the C++ calls that its own raw allocations take. Which segments it uses is said by
-// PYTORCH_CUDA_ALLOC_CONF in the environment.
+// PyTorch's CUDACachingAllocator, through the C++ calls that PyTorch's own raw allocations use. PYTORCH_CUDA_ALLOC_CONF
+// in the environment selects the kind of segments.
 //
-// It is one per process and cannot be made anew: a cold pass comes after `emptyCache`, which gives all memory back. The
-// address ranges of expandable segments stay reserved, to its advantage.
+// There is one allocator per process, and it cannot be recreated: a cold pass follows `emptyCache`, which releases all
+// memory. The address ranges of expandable segments stay reserved, which favors it.
 #include "cuda.hpp"
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAStream.h>
 
-// What libtorch_cuda tells c10 when it is loaded, which no public header declares. The allocator asks when it looks at events.
+// Hooks that libtorch_cuda registers with c10 when it is loaded, and no public header declares. The allocator uses them
+// to query events.
 namespace c10::cuda::_internal {
 void setHasPrimaryContext(bool (*has_primary_context)(DeviceIndex));
 }

@@ -1,4 +1,4 @@
-//! The cases that every peer runs. `cpp/cases.hpp` has the same for the others: change both.
+//! The cases that every peer runs. `cpp/cases.hpp` implements the same cases for the other peers: change both together.
 
 use crate::job::{Job, Move, Script};
 
@@ -10,30 +10,30 @@ use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// How much is measured.
+/// The amount of measurement.
 #[derive(Clone, Debug, Args)]
 pub(crate) struct Amounts {
-    /// First passes of a job, each on a new allocator.
+    /// Number of first passes of a job, each on a new allocator.
     #[arg(long, default_value_t = 3)]
     pub(crate) cold: usize,
-    /// Later passes.
+    /// Number of later passes.
     #[arg(long, default_value_t = 9)]
     pub(crate) steady: usize,
-    /// Repeats of the other cases.
+    /// Number of repeats of the other cases.
     #[arg(long, default_value_t = 5)]
     pub(crate) repeats: usize,
-    /// Pairs of a repeat.
+    /// Number of op pairs in a repeat.
     #[arg(long, default_value_t = 100_000)]
     pub(crate) pairs: usize,
-    /// Milliseconds of a repeat with threads.
+    /// Duration of a repeat with threads, in milliseconds.
     #[arg(long, default_value_t = 100)]
     pub(crate) thread_ms: u64,
-    /// Numbers of threads.
+    /// Numbers of threads to measure.
     #[arg(long, value_delimiter = ',', default_value = "1,2,4,8,16,32")]
     pub(crate) threads: Vec<usize>,
 }
 
-/// Marsaglia's xorshift64, the same numbers in every program.
+/// Marsaglia's xorshift64, which produces the same numbers in every program.
 pub(crate) struct Random(u64);
 
 impl Random {
@@ -54,14 +54,14 @@ impl Random {
         (self.next() % end as u64) as usize
     }
 
-    /// 512 B to 4 MiB, every power of two equally often.
+    /// Draws a size from 512 B to 4 MiB, with every power of two equally likely.
     #[inline(always)]
     fn size_bytes(&mut self) -> u64 {
         512 << (self.next() % 14)
     }
 }
 
-/// All cases.
+/// Runs all cases.
 pub(crate) fn measure<S: Subject>(amounts: &Amounts, jobs: &[Job], report: &Report, make: &dyn Fn() -> S) {
     let stopwatch = &mut Stopwatch::new();
     for size_bytes in [4096, 4 << 20] {
@@ -75,7 +75,7 @@ pub(crate) fn measure<S: Subject>(amounts: &Amounts, jobs: &[Job], report: &Repo
     report.figure("readings", &"disturbed", &[disturbed]);
 }
 
-/// A job as a subject replays it, with the blocks that are live.
+/// The replay of a job on a subject, with the blocks that are live.
 struct Replay<'s, S: Subject> {
     subject: &'s S,
     streams: Vec<S::Stream<'s>>,
@@ -112,7 +112,7 @@ fn walk<'s, S: Subject>(
         match *step {
             Move::Allocate { place, stream, size_bytes } => {
                 let allocate = || subject.allocate(&streams[usize::from(stream)], size_bytes);
-                // Made where it is kept: an assignment would make it on the stack, and copy it.
+                // Constructs the block in place. An assignment would construct it on the stack and copy it.
                 blocks[place as usize].get_or_insert_with(allocate);
             }
             Move::Free { place, stream } => {
@@ -127,7 +127,7 @@ fn walk<'s, S: Subject>(
     }
 }
 
-/// Passes over memory that was just obtained, and over memory that is there.
+/// Measures passes over newly obtained memory, and passes over memory that is already there.
 fn replay<S: Subject>(amounts: &Amounts, job: &Job, stopwatch: &mut Stopwatch, report: &Report, make: &dyn Fn() -> S) {
     let script = Script::new(job);
     let cold = stopwatch.read(amounts.cold, |stopwatch| Replay::new(&make(), job, &script).pass(stopwatch));
@@ -151,7 +151,7 @@ fn replay<S: Subject>(amounts: &Amounts, job: &Job, stopwatch: &mut Stopwatch, r
     }
 }
 
-/// One block, again and again.
+/// Measures repeated allocation and free of one block.
 fn pair<S: Subject>(
     amounts: &Amounts,
     size_bytes: u64,
@@ -175,15 +175,15 @@ fn pair<S: Subject>(
     report.figure("pair_ns", &size_bytes, &stopwatch.read(amounts.repeats, repeat));
 }
 
-/// Many live blocks, of which a random one at a time is replaced by one of another size.
+/// Measures the replacement of random blocks among many live ones by blocks of different sizes.
 fn replacement<S: Subject>(amounts: &Amounts, stopwatch: &mut Stopwatch, report: &Report, make: &dyn Fn() -> S) {
-    // A number that the compiler knows: what it divides by is not what is measured.
+    // A compile-time constant, so that the division is not part of the measurement.
     const LIVE: usize = 1000;
     let values = replace_random(amounts, &make(), LIVE, stopwatch, |random| random.below(LIVE), Random::size_bytes);
     report.figure("replacement_ns", &LIVE, &values);
 }
 
-/// Nanoseconds per pair, with `live` blocks, of which `which` says one, and of sizes that `size` gives.
+/// Returns nanoseconds per pair with `live` blocks. `which` selects the block to replace and `size` its new size.
 pub(crate) fn replace_random<S: Subject>(
     amounts: &Amounts,
     subject: &S,
@@ -214,7 +214,7 @@ pub(crate) fn replace_random<S: Subject>(
     values
 }
 
-/// Threads with a stream each that allocate and free 4 KiB for as long as they are told to.
+/// Measures threads with separate streams that allocate and free 4 KiB until they are stopped.
 fn threads<S: Subject>(amounts: &Amounts, count: usize, report: &Report, make: &dyn Fn() -> S) {
     const SIZE_BYTES: u64 = 4096;
     let subject = &make();
@@ -228,7 +228,7 @@ fn threads<S: Subject>(amounts: &Amounts, count: usize, report: &Report, make: &
     report.figure("pairs_per_second", &count, &values);
 }
 
-/// How often in a second threads together do what `make` gives each of them to do, on whatever processors they get.
+/// Returns how often per second all threads together run the work that `make` returns, on any processors.
 pub(crate) fn rates<W: FnMut()>(amounts: &Amounts, count: usize, make: impl Fn(usize) -> W + Sync) -> Vec<f64> {
     let repeat = |_| {
         let (start, stop) = (&Barrier::new(count + 1), &AtomicBool::new(false));
@@ -245,13 +245,14 @@ pub(crate) fn rates<W: FnMut()>(amounts: &Amounts, count: usize, make: impl Fn(u
     (0..amounts.repeats).map(repeat).collect()
 }
 
-/// What one thread does; how often in a second of its own clock: threads do not begin at one moment.
+/// Runs the work of one thread and returns its rate per second. Each thread uses its own clock, because they start at
+/// different times.
 fn work_until(stop: &AtomicBool, start: &Barrier, mut work: impl FnMut()) -> f64 {
     const BETWEEN_LOOKS: u32 = 64;
     (0..100).for_each(|_| work());
     start.wait();
     let (begin, mut done) = (Instant::now(), 0);
-    // Once at least: a thread that got no processor until it was told to stop has a rate as well.
+    // Runs the work at least once, so that a thread that gets no processor before the stop also has a rate.
     loop {
         (0..BETWEEN_LOOKS).for_each(|_| work());
         done += BETWEEN_LOOKS;

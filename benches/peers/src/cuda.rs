@@ -1,4 +1,4 @@
-//! Our interfaces to CUDA memory, from the safest to the shortest.
+//! Our interfaces to CUDA memory, from the safest to the fastest.
 //!
 //! | subject | allocates with | frees with |
 //! |---|---|---|
@@ -6,7 +6,7 @@
 //! | [`Borrowed`] | `StreamAllocator::alloc` | the drop of a `DeviceBuffer` |
 //! | [`Handles`] | `CudaAllocator::allocate` | `CudaAllocator::free` |
 //!
-//! A program calls them where it keeps the memory, so nothing of a subject stands between: it is inlined.
+//! They are inlined, so that the subject adds nothing to the call that a program makes.
 
 use crate::subject::{Memory, Subject};
 use cudarc::driver::CudaStream;
@@ -14,10 +14,10 @@ use std::sync::Arc;
 use symmalloc_core::{Config, Handle, StreamId};
 use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, CudaError, DeviceBuffer, StreamAllocator};
 
-const ROOM: &str = "the device has room";
-const KNOWN: &str = "the stream is of the device, and the allocation live";
+const ROOM: &str = "the device has enough memory";
+const KNOWN: &str = "the stream belongs to the device and the allocation is live";
 
-/// The device and the streams of the process, made before anything is measured.
+/// The device and the streams of the process, created before any measurement.
 #[derive(Clone, Debug)]
 pub(crate) struct Cuda {
     device: Arc<CudaDevice>,
@@ -26,25 +26,26 @@ pub(crate) struct Cuda {
 }
 
 impl Cuda {
-    /// The first device, with so many streams. Allocators make up to so much memory ahead of growth.
+    /// Opens the first device and creates `streams` streams. Allocators create up to `prefetch_bytes` of memory ahead
+    /// of growth.
     ///
     /// # Errors
-    /// When there is no device, or the driver refuses.
+    /// Returns an error if there is no device or a driver call fails.
     pub(crate) fn new(streams: usize, prefetch_bytes: u64) -> Result<Self, CudaError> {
         let device = CudaDevice::new(0)?;
         let streams = (0..streams).map(|_| device.context().new_stream().expect("the driver makes streams"));
         Ok(Cuda { streams: streams.collect(), device, prefetch_bytes })
     }
 
-    /// Waits for all work, with a call that is not counted as ours.
+    /// Waits for all work, with a driver call that is not counted as ours.
     pub(crate) fn synchronize(&self) {
         self.device.context().synchronize().expect("no work failed");
     }
 
-    /// An allocator that knows the streams and holds no memory.
+    /// Creates an allocator that has registered the streams and holds no memory.
     fn allocator(&self, config: &Config) -> CudaAllocator {
         let backend = CudaBackend::builder(&self.device).prefetch_bytes(self.prefetch_bytes).build();
-        let backend = backend.expect("what is made ahead is a multiple of a granule, and a chunk at least");
+        let backend = backend.expect("the prefetch is a multiple of a granule, and at least one chunk");
         let allocator =
             CudaAllocator::with_backend(backend, config.clone()).expect("the configuration fits the device");
         for stream in &self.streams {
@@ -89,7 +90,7 @@ impl Subject for Borrowed {
 
     #[inline(always)]
     fn free_at<'a>(&'a self, _: &&'a StreamAllocator, place: &mut Option<DeviceBuffer<u8, &'a StreamAllocator>>) {
-        // Dropped where it is: nothing moves.
+        // Drops the buffer in place, without a move.
         *place = None;
     }
 
@@ -110,7 +111,7 @@ impl Subject for Borrowed {
     }
 }
 
-/// Buffers that count their allocator, from clones of it.
+/// Buffers that hold a reference count of their allocator, used through clones of it.
 pub(crate) struct Counted {
     allocator: CudaAllocator,
     cuda: Cuda,
@@ -122,7 +123,7 @@ impl Counted {
     }
 }
 
-/// What a thread holds of an allocator and a stream.
+/// A thread's clone of the allocator with a stream.
 pub(crate) struct Registered {
     allocator: CudaAllocator,
     stream: Arc<CudaStream>,
@@ -152,7 +153,7 @@ impl Subject for Counted {
 
     #[inline(always)]
     fn free_at(&self, _: &Registered, place: &mut Option<DeviceBuffer<u8>>) {
-        // Dropped where it is: nothing moves.
+        // Drops the buffer in place, without a move.
         *place = None;
     }
 
@@ -173,7 +174,7 @@ impl Subject for Counted {
     }
 }
 
-/// Handles, from clones of the allocator.
+/// Handles, used through clones of the allocator.
 pub(crate) struct Handles(Counted);
 
 impl Handles {

@@ -3,16 +3,17 @@
 //! ```text
 //! a 4096 0      allocation 0: 4096 bytes for work on stream 0
 //! a 512 2       allocation 1
-//! u 1 0         stream 0 uses allocation 1 too
+//! u 1 0         stream 0 also uses allocation 1
 //! f 0           allocation 0 is freed
 //! f 1
 //! ```
 //!
-//! A job frees all that it allocates, so that it can be run again. Zero bytes are asked for as one, which every peer
-//! takes. Uses by other streams stand in a file of their own (`..._uses`), because not every peer has them.
+//! A job frees everything that it allocates, so that it can be repeated. Requests for zero bytes are replaced by one
+//! byte, which every peer supports. A job with uses by other streams has an additional file (`..._uses`), because not
+//! every peer supports them.
 //!
-//! A program keeps what it allocates in places of its own, and uses them again, the last one left first, as objects of a
-//! program do that come from `malloc`: see [`Script`].
+//! A program keeps its allocations in slots, called places, and reuses the most recently vacated one, like the objects
+//! of a program that uses `malloc`: see [`Script`].
 
 use crate::report::Report;
 use std::error::Error;
@@ -22,7 +23,7 @@ use std::path::Path;
 use symmalloc_core::op::Op;
 use symmalloc_harness::jobs;
 
-/// The jobs of the comparison. The other rank of the two distributed ones does the same.
+/// The jobs of the comparison. The other rank of the two distributed jobs does the same.
 const JOBS: [&str; 6] = [
     "gpt2_train_varlen",
     "moe_train",
@@ -32,7 +33,7 @@ const JOBS: [&str; 6] = [
     "fsdp1_train_rank0",
 ];
 
-/// One op. Allocations are numbered in the order in which they are made.
+/// One op. Allocations are numbered in order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Step {
     Allocate { number: usize, stream: usize, size_bytes: u64 },
@@ -45,11 +46,11 @@ pub(crate) enum Step {
 pub(crate) struct Job {
     pub(crate) name: String,
     pub(crate) steps: Vec<Step>,
-    /// The stream and the bytes of each allocation.
+    /// Stream and size in bytes of each allocation.
     allocations: Vec<(usize, u64)>,
 }
 
-/// A job's file that cannot be read.
+/// An invalid line in a job's file.
 #[derive(Debug)]
 pub(crate) struct BadLine {
     file: String,
@@ -61,14 +62,14 @@ impl std::fmt::Display for BadLine {
         let BadLine { file, line } = self;
         write!(
             f,
-            "{file}, line {line}: want `a BYTES STREAM`, or `f NUMBER` or `u NUMBER STREAM` of an earlier allocation"
+            "{file}, line {line}: expected `a BYTES STREAM`, or `f NUMBER` or `u NUMBER STREAM` of an earlier allocation"
         )
     }
 }
 
 impl Error for BadLine {}
 
-/// A job as a program runs it: steps that name the place where the program keeps an allocation.
+/// A job in executable form: steps that refer to the place of each allocation.
 #[derive(Clone, Debug)]
 pub(crate) struct Script {
     pub(crate) moves: Vec<Move>,
@@ -76,7 +77,7 @@ pub(crate) struct Script {
     pub(crate) places: usize,
 }
 
-/// One op. Small, because reading the script is part of what is measured.
+/// One op. It is small, because reading the script is part of the measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Move {
     Allocate { stream: u16, place: u32, size_bytes: u64 },
@@ -85,7 +86,7 @@ pub(crate) enum Move {
 }
 
 impl Script {
-    /// Gives allocations their places: the one that was left last, or a new one.
+    /// Assigns a place to each allocation: the most recently vacated one, or a new one.
     pub(crate) fn new(job: &Job) -> Self {
         let mut place_of = vec![0; job.allocations.len()];
         let (mut left, mut places) = (Vec::new(), 0);
@@ -126,7 +127,7 @@ impl Job {
         Some(())
     }
 
-    /// Number of streams.
+    /// Returns the number of streams.
     pub(crate) fn streams(&self) -> usize {
         let streams = self.steps.iter().map(|step| match *step {
             Step::Allocate { stream, .. } | Step::Free { stream, .. } | Step::Use { stream, .. } => stream + 1,
@@ -134,7 +135,7 @@ impl Job {
         streams.max().unwrap_or(1)
     }
 
-    /// The most bytes that are asked for at a time.
+    /// Returns the peak of bytes that are requested at the same time.
     fn live_peak_bytes(&self) -> u64 {
         let (mut live, mut peak) = (0, 0);
         for step in &self.steps {
@@ -148,7 +149,7 @@ impl Job {
         peak
     }
 
-    /// The allocations, frees and uses of a recorded job; what it leaves allocated is freed at the end.
+    /// Returns the allocations, frees and uses of a recorded job, and frees what it leaves allocated at the end.
     fn recorded(name: &str) -> Job {
         let mut job = Job { name: name.to_owned(), ..Job::default() };
         let mut is_live = Vec::new();
@@ -173,7 +174,7 @@ impl Job {
         job
     }
 
-    /// The same without uses by other streams, if it has any.
+    /// Returns the job without uses by other streams, or `None` if it has none.
     fn without_uses(&self) -> Option<Job> {
         let is_use = |step: &Step| matches!(step, Step::Use { .. });
         self.steps
@@ -190,7 +191,7 @@ impl Job {
                 Step::Free { number, .. } => writeln!(text, "f {number}"),
                 Step::Use { number, stream } => writeln!(text, "u {number} {stream}"),
             }
-            .expect("strings take text");
+            .expect("writing to a string cannot fail");
         }
         text
     }
@@ -198,7 +199,7 @@ impl Job {
     /// Reads a job's file.
     ///
     /// # Errors
-    /// When it cannot be read, or a line is no step.
+    /// Returns an error if the file cannot be read or a line is invalid.
     fn read(path: &Path) -> Result<Job, Box<dyn Error>> {
         let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
         Ok(Job::from_text(&name, &fs::read_to_string(path)?)?)
@@ -227,10 +228,10 @@ impl Job {
         }
     }
 
-    /// Reads every job of a folder, in order of names.
+    /// Reads all jobs of a folder, ordered by name.
     ///
     /// # Errors
-    /// When the folder or a file cannot be read.
+    /// Returns an error if the folder or a file cannot be read, or a line is invalid.
     pub(crate) fn read_all(folder: &Path) -> Result<Vec<Job>, Box<dyn Error>> {
         let entries = fs::read_dir(folder).map_err(|error| format!("{}: {error}", folder.display()))?;
         let mut paths: Vec<_> = entries.map(|entry| Ok(entry?.path())).collect::<Result<_, std::io::Error>>()?;
@@ -240,10 +241,10 @@ impl Job {
     }
 }
 
-/// Writes the recorded jobs into a folder, and prints what they are.
+/// Writes the recorded jobs to a folder and prints their figures.
 ///
 /// # Errors
-/// When the folder cannot be written.
+/// Returns an error if the folder cannot be written.
 pub(crate) fn write_all(folder: &Path, filter: &str) -> Result<(), Box<dyn Error>> {
     fs::create_dir_all(folder)?;
     let report = Report::new("");
@@ -268,7 +269,7 @@ mod tests {
     use super::{Job, Move, Script, Step};
 
     #[test]
-    fn a_jobs_text_reads_back_as_the_same_steps() {
+    fn a_jobs_text_parses_to_the_same_steps() {
         let job = Job::recorded("fsdp1_train_rank0");
         assert!(job.steps.iter().any(|step| matches!(step, Step::Use { .. })));
         assert_eq!(Job::from_text("again", &job.to_text()).expect("read").steps, job.steps);
@@ -278,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn a_place_is_used_again_when_it_was_left() {
+    fn a_vacated_place_is_reused() {
         let job = Job::from_text("places", "a 1 0\na 2 1\nf 0\na 3 0\nu 2 1\nf 1\nf 2").expect("steps");
         let Script { moves, places } = Script::new(&job);
         let place = |at: usize| match moves[at] {
@@ -291,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_that_is_no_step_is_named() {
+    fn an_invalid_line_is_named() {
         for (text, line) in [("a 1 0\nx 1", 2), ("f 0", 1), ("a 1 0\nu 1 0", 2), ("a 1", 1), ("a -1 0", 1)] {
             let error = Job::from_text("bad", text).expect_err("no job").to_string();
             assert!(error.starts_with(&format!("bad, line {line}: ")), "{error}");

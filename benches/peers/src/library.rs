@@ -1,4 +1,4 @@
-//! The C interface of `libsymmalloc_torch.so`, opened at run time: by raw pointer, as PyTorch and every other language calls us.
+//! The C interface of `libsymmalloc_torch.so`, loaded at run time: raw pointers, as PyTorch and other languages use it.
 
 use crate::cuda::Cuda;
 use crate::subject::{Memory, Subject};
@@ -8,10 +8,10 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::Path;
 use std::sync::Arc;
 
-/// `symmalloc_status`: 0 is success.
+/// `symmalloc_status`; 0 is success.
 type Status = c_int;
 
-/// The calls of `symmalloc.h` that are measured.
+/// The functions of `symmalloc.h` that are measured.
 pub(crate) struct Library {
     create: unsafe extern "C" fn(i32, *const c_char, *mut *mut c_void) -> Status,
     destroy: unsafe extern "C" fn(*mut c_void) -> Status,
@@ -21,17 +21,17 @@ pub(crate) struct Library {
     stats_json: unsafe extern "C" fn(*mut c_void, *mut *mut c_char) -> Status,
     release_bytes: unsafe extern "C" fn(*mut c_void),
     error_message: unsafe extern "C" fn() -> *const c_char,
-    /// The functions are its own.
+    /// The library that contains the functions. It must stay loaded.
     _library: libloading::Library,
 }
 
 impl Library {
-    /// Opens the library.
+    /// Loads the library.
     ///
     /// # Errors
-    /// When it cannot be loaded, or lacks a call.
+    /// Returns an error if it cannot be loaded or lacks a function.
     pub(crate) fn open(path: &Path) -> Result<Self, Box<dyn Error>> {
-        // SAFETY: the caller names our own library, whose initialisers do nothing.
+        // SAFETY: the caller names our own library, whose initializers do nothing.
         let library = unsafe { libloading::Library::new(path) };
         let library = library.map_err(|error| format!("{} cannot be loaded: {error}", path.display()))?;
         // SAFETY: the types are those of `symmalloc.h`.
@@ -59,7 +59,7 @@ impl Library {
 
     #[cold]
     fn refuse(&self) -> ! {
-        // SAFETY: a C string of this thread's last failure, until its next call.
+        // SAFETY: a C string with this thread's last failure, valid until the thread's next call.
         let message = unsafe { CStr::from_ptr((self.error_message)()) };
         panic!("{}", message.to_string_lossy())
     }
@@ -72,13 +72,13 @@ pub(crate) struct Pointers {
     cuda: Cuda,
 }
 
-// SAFETY: `symmalloc.h`: all functions may be called by all threads.
+// SAFETY: `symmalloc.h` allows all functions to be called from all threads.
 unsafe impl Sync for Pointers {}
 
-/// A device pointer or a stream of CUDA's, as C has them.
+/// A CUDA device pointer or stream, as in C.
 pub(crate) struct Raw(*mut c_void);
 
-// SAFETY: numbers to the host, which never reads through them.
+// SAFETY: the host treats the value as a number and never dereferences it.
 unsafe impl Send for Raw {}
 
 impl Pointers {
@@ -95,9 +95,9 @@ impl Pointers {
         let mut text = std::ptr::null_mut();
         // SAFETY: a live allocator, and a place for the result.
         self.library.check(unsafe { (self.library.stats_json)(self.raw, &raw mut text) });
-        // SAFETY: a C string that is ours until it is released.
+        // SAFETY: a C string that we own until it is released.
         let stats = serde_json::from_slice(unsafe { CStr::from_ptr(text) }.to_bytes()).ok();
-        // SAFETY: handed out by the call above, and not used any more.
+        // SAFETY: returned by the call above, and not used afterward.
         unsafe { (self.library.release_bytes)(text.cast()) };
         stats
     }
@@ -105,7 +105,7 @@ impl Pointers {
 
 impl Drop for Pointers {
     fn drop(&mut self) {
-        // SAFETY: a live allocator that nobody uses after this.
+        // SAFETY: a live allocator that is not used afterward.
         self.library.check(unsafe { (self.library.destroy)(self.raw) });
     }
 }
@@ -129,7 +129,7 @@ impl Subject for Pointers {
 
     #[inline]
     fn free(&self, _: &Raw, block: Raw) {
-        // SAFETY: a live allocator, and a pointer of its own.
+        // SAFETY: a live allocator, and a pointer that it returned.
         self.library.check(unsafe { (self.library.free)(self.raw, block.0) });
     }
 

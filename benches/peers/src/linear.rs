@@ -1,14 +1,14 @@
-//! What is linear on a machine: threads that share nothing at all, on the processors that they get.
+//! The scaling of a machine itself, measured with threads that share nothing, on the processors that they get.
 //!
-//! Where processors share cores, sixteen threads that keep a core's units busy do less than sixteen times as much as one that has a
-//! core to itself, whatever they do. Threads that wait for their own last result lose less.
+//! If processors share cores, sixteen threads that keep a core's units busy do less than sixteen times the work of one
+//! thread with a core to itself, whatever they compute. Threads that wait for their own previous result lose less.
 
 use crate::cases::{Amounts, rates};
 use crate::processor::independent;
 use crate::report::Report;
 use std::hint::black_box;
 
-/// What threads do together of either sort of arithmetic.
+/// Measures the combined rate of threads for both kinds of arithmetic.
 pub(crate) fn measure(amounts: &Amounts) {
     const ROUNDS_EACH: u64 = 100;
     for (name, arithmetic) in
@@ -22,7 +22,7 @@ pub(crate) fn measure(amounts: &Amounts) {
     }
 }
 
-/// Multiplications that wait for each other: most of a core's units idle.
+/// Performs multiplications that depend on each other, so that most units of a core are idle.
 #[inline(never)]
 fn chained(rounds: u64) -> u64 {
     (0..rounds).fold(black_box(3), |product: u64, round| (product ^ round).wrapping_mul(0x9e37_79b9_7f4a_7c15))

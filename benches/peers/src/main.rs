@@ -1,15 +1,15 @@
-//! symmalloc's side of the comparison with its peers. The command that makes the comparison is `run` beside this package.
+//! The symmalloc side of the comparison with its peers. The script `run` in this package makes the comparison.
 //!
 //! ```text
 //!  run ─┬─ symmalloc-peers jobs DIR        the recorded jobs, as files that every program reads
 //!       ├─ symmalloc-peers measure ...     this program: the cases on one of our interfaces
-//!       ├─ symmalloc-peers scale ...       many live and many free blocks, host memory: ours alone
-//!       ├─ symmalloc-peers processors ...  threads that share nothing: what the machine gives
+//!       ├─ symmalloc-peers scale ...       many live and many free blocks, host memory: symmalloc only
+//!       ├─ symmalloc-peers processors ...  threads that share nothing: the scaling of the machine
 //!       └─ cpp/*.cpp                       the same cases on PyTorch, RMM, cudaMallocAsync and malloc
 //! ```
 //!
-//! Each figure is one line of JSON on stdout, see [`report`]. On a machine without a GPU the interface `simulated` works, and
-//! with a stub of libcuda on the library path all but the library's.
+//! Each figure is one line of JSON on stdout; see [`report`]. The interface `simulated` works without a GPU, and all
+//! except `library` work with a stub of libcuda on the library path.
 
 mod cases;
 mod cuda;
@@ -38,7 +38,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use symmalloc_core::Config;
 
-/// symmalloc on the cases of the comparison with its peers.
+/// Runs symmalloc on the cases of the comparison with its peers.
 #[derive(Debug, Parser)]
 #[command(version)]
 struct Cli {
@@ -48,11 +48,11 @@ struct Cli {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Write the recorded jobs into a folder, as the programs of all peers read them, and print what they are.
+    /// Write the recorded jobs to a folder, in the format of all peer programs, and print their figures.
     Jobs {
-        /// The folder. It is made.
+        /// Folder to write to. It is created if necessary.
         folder: PathBuf,
-        /// Only jobs whose names contain this.
+        /// Write only jobs whose names contain this text.
         #[arg(long, default_value = "")]
         filter: String,
     },
@@ -60,61 +60,62 @@ enum Command {
     Measure {
         #[command(flatten)]
         subject: Which,
-        /// The folder that `jobs` wrote.
+        /// Folder that `jobs` wrote.
         #[arg(long)]
         jobs: PathBuf,
         #[command(flatten)]
         amounts: Amounts,
     },
-    /// Grow pools of live and of free blocks, and read what the host pays for a block.
+    /// Measure many live and many free blocks, and the host memory per block.
     Scale {
         #[command(flatten)]
         subject: Which,
-        /// Numbers of live blocks. None is measured without this.
+        /// Numbers of live blocks to measure. None are measured if omitted.
         #[arg(long, value_delimiter = ',')]
         live: Vec<usize>,
-        /// Numbers of free blocks. None is measured without this.
+        /// Numbers of free blocks to measure. None are measured if omitted.
         #[arg(long, value_delimiter = ',', required_unless_present = "live")]
         free: Vec<usize>,
         #[command(flatten)]
         amounts: Amounts,
     },
-    /// Let threads do arithmetic, which shares nothing: what is linear on this machine.
+    /// Measure threads that do arithmetic and share nothing: the scaling of this machine.
     Processors {
         #[command(flatten)]
         amounts: Amounts,
     },
 }
 
-/// What is measured.
+/// The interface and configuration to measure.
 #[derive(Debug, Args)]
 struct Which {
-    /// The name of the figures.
+    /// Name of the peer in the figures.
     #[arg(long, default_value = "symmalloc")]
     peer: String,
-    /// How the program calls us.
+    /// Interface through which the program calls symmalloc.
     #[arg(long, value_enum)]
     interface: Interface,
-    /// The configuration, in the syntax of docs/configuration.md.
+    /// Configuration, in the syntax of docs/configuration.md.
     #[arg(long, default_value = "")]
     conf: String,
-    /// The most MiB that are made ahead of growth, for the interfaces to CUDA memory; `library` takes it in its configuration.
+    /// Maximum MiB of memory to create ahead of growth, for the interfaces to CUDA memory. For `library`, use --conf
+    /// instead.
     #[arg(long, default_value_t = 0)]
     prefetch_mib: u64,
-    /// libsymmalloc_torch.so, for the interface `library`.
+    /// Path of libsymmalloc_torch.so, for the interface `library`.
     #[arg(long, required_if_eq("interface", "library"))]
     library: Option<PathBuf>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Interface {
-    /// `StreamAllocator`, and a `DeviceBuffer` that borrows it.
+    /// `StreamAllocator`, with a `DeviceBuffer` that borrows it.
     Buffer,
-    /// `CudaAllocator`, and a `DeviceBuffer` that counts it.
+    /// `CudaAllocator`, with a `DeviceBuffer` that holds a reference count of it.
     Counted,
     /// `CudaAllocator::allocate` and `free`, with handles.
     Handle,
-    /// The C interface, by raw pointer.
+    /// The C interface, with raw pointers.
     Library,
     /// The core with handles, on the simulated device.
     Simulated,
@@ -146,7 +147,7 @@ fn run(cli: Cli) -> Result<(), Box<dyn Error>> {
     }
 }
 
-/// Something to do with a sort of subject that is only known at run time.
+/// A task that runs on a subject whose type is known only at run time.
 trait Task {
     fn run<S: Subject>(&self, report: &Report, make: &dyn Fn() -> S);
 }
@@ -182,13 +183,16 @@ impl Which {
         let report = Report::new(&self.peer);
         let config: Config = if self.conf.is_empty() { Config::default() } else { self.conf.parse()? };
         if self.prefetch_mib > 0 && matches!(self.interface, Interface::Simulated | Interface::Library) {
-            return Err("--prefetch-mib is for the interfaces buffer, counted and handle".into());
+            return Err("--prefetch-mib is for the interfaces buffer, counted and handle: omit it".into());
         }
         let prefetch_bytes = self.prefetch_mib << 20;
         match self.interface {
             Interface::Simulated => task.run(&report, &|| Simulated::new(&config, streams)),
             Interface::Library => {
-                let path = self.library.as_ref().ok_or("--library says where libsymmalloc_torch.so is")?;
+                let path = self
+                    .library
+                    .as_ref()
+                    .ok_or("the interface `library` needs --library with the path of libsymmalloc_torch.so")?;
                 let (cuda, library) = (Cuda::new(streams, 0)?, Arc::new(Library::open(path)?));
                 task.run(&report, &|| Pointers::new(&library, &cuda, &self.conf));
             }

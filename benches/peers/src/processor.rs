@@ -1,8 +1,8 @@
-//! Processors: which there are, and what keeps one busy.
+//! The processors of the machine, and arithmetic that keeps one busy.
 
 use std::hint::black_box;
 
-/// Independent additions, rotations and the like: several in a cycle.
+/// Performs independent additions, rotations and similar operations, several per cycle.
 #[inline(never)]
 pub(crate) fn independent(rounds: u64) -> u64 {
     let [mut a, mut b, mut c, mut d, mut e, mut f] = black_box([1_u64, 2, 3, 4, 5, 6]);
@@ -41,7 +41,7 @@ impl Processors {
         let mut only = rustix::thread::CpuSet::new();
         if let Some(number) = self.numbers.get(at) {
             only.set(*number);
-            // One that was taken away meanwhile is as good as any.
+            // A processor that was taken away in the meantime is irrelevant: the thread stays where it is.
             let _moved = rustix::thread::sched_setaffinity(None, &only);
         }
     }
@@ -51,7 +51,7 @@ impl Processors {
     }
 }
 
-/// Wherever the system puts the program.
+/// A stand-in for systems where the program cannot choose its processor.
 #[cfg(not(target_os = "linux"))]
 pub(crate) struct Processors;
 

@@ -1,15 +1,15 @@
-//! Many live blocks, many free blocks, and what the host pays for one: figures that only ours has.
+//! Measurements with many live and many free blocks, and the host memory per block, for symmalloc only.
 //!
-//! Free blocks stay as many as they are called: live separators of one unit stand between all others, so nothing can
-//! merge.
+//! The number of free blocks stays constant: live separators of one unit between all other blocks prevent free blocks
+//! from merging.
 //!
 //! ```text
 //!  a│s│ f │s│ a  │s│ f │s│ f│s│ a ...     a allocated, f free, s separator, in random order
 //! ```
 //!
-//! They are asked about twice: with a program that works on 1,000 blocks whatever their number, which is what the number of
-//! free blocks costs; and with as many live blocks as free ones, all replaced at random, which is what a program costs that
-//! has no locality at all: its own table, the blocks and their neighbours leave the caches together.
+//! Free blocks are measured twice. With a program that works on 1,000 blocks, independent of the number of free blocks,
+//! the result is the cost of the free blocks. With as many live blocks as free ones, all replaced at random, the result
+//! is the cost of a program without locality: its own table, the blocks and their neighbors all exceed the caches.
 
 use crate::cases::{Amounts, Random, replace_random};
 use crate::report::Report;
@@ -19,7 +19,7 @@ use std::time::Instant;
 
 const UNIT_BYTES: u64 = 512;
 
-/// Grows to `count` live blocks, and replaces random ones.
+/// Grows to `count` live blocks, and then replaces random ones.
 pub(crate) fn live_blocks<S: Subject>(
     amounts: &Amounts,
     count: usize,
@@ -32,7 +32,7 @@ pub(crate) fn live_blocks<S: Subject>(
     let subject = make();
     {
         let stream = subject.stream(0);
-        // Room for what the program holds, touched, so that it is not counted.
+        // Space for the program's own data, initialized so that it does not count as new resident memory.
         let mut blocks: Vec<Option<S::Block<'_>>> = (0..count).map(|_| None).collect();
         let before = resident_bytes();
         let start = Instant::now();
@@ -47,10 +47,10 @@ pub(crate) fn live_blocks<S: Subject>(
     report.figure("live_blocks_ns", &count, &values);
 }
 
-/// Live blocks of a program that has locality.
+/// Number of live blocks of a program with locality.
 const WORKING_SET: usize = 1000;
 
-/// Keeps `count` free blocks and replaces random ones of a working set, and then of as many live blocks.
+/// Keeps `count` free blocks and replaces random blocks, first of a small working set and then of `count` live blocks.
 pub(crate) fn free_blocks<S: Subject>(
     amounts: &Amounts,
     count: usize,
@@ -63,7 +63,7 @@ pub(crate) fn free_blocks<S: Subject>(
     }
 }
 
-/// Nanoseconds per pair, with `live` blocks and `free` ones, none of which lies beside another.
+/// Returns nanoseconds per pair with `live` and `free` blocks that are never adjacent.
 fn replace_between<S: Subject>(
     amounts: &Amounts,
     live: usize,
@@ -99,13 +99,14 @@ fn replace_between<S: Subject>(
     values
 }
 
-/// 512 B to 64 KiB in units, every power of two equally often: two million of them fit a device.
+/// Draws a size from 512 B to 64 KiB in units, with every power of two equally likely. Two million blocks fit on a
+/// device.
 fn spread(random: &mut Random) -> u64 {
     let units = 1 << (random.next() % 7);
     UNIT_BYTES * (units + random.next() % units)
 }
 
-/// Host memory of the process; `None` where the system does not say.
+/// Returns the resident memory of the process in bytes, or `None` if the system does not report it.
 fn resident_bytes() -> Option<u64> {
     const PAGE_BYTES: u64 = 4096;
     let statm = std::fs::read_to_string("/proc/self/statm").ok()?;

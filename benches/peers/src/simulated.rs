@@ -1,4 +1,4 @@
-//! The core on the simulated device: works everywhere, and has no limit on device memory that matters.
+//! The core on the simulated device, which works on every machine with practically unlimited device memory.
 
 use crate::subject::{Memory, Subject};
 use symmalloc_core::{Config, Handle, PoolId, SharedAllocator, StreamId};

@@ -1,43 +1,44 @@
-//! A stopwatch for machines that others use as well.
+//! A stopwatch for machines that other users share.
 //!
-//! A processor of a guest can be half of a core, and the other half another guest's. Who keeps a core's units busy then takes longer
-//! while the neighbour is busy too, up to twice as long, and no counter tells a guest. So a [`Stopwatch`] counts with
-//! arithmetic of its own how fast a processor is, before and after what it times.
+//! A processor of a virtual machine can be half of a core whose other half belongs to another guest. Work that keeps a
+//! core's units busy takes up to twice as long while the neighbor is busy, and no counter reports this to the guest. A
+//! [`Stopwatch`] therefore measures the speed of the processor with its own arithmetic, before and after the timed
+//! work.
 //!
-//! `cpp/stopwatch.hpp` has the same for the other programs: change both.
+//! `cpp/stopwatch.hpp` implements the same for the other programs: change both together.
 
 use crate::processor::{Processors, independent};
 use std::hint::black_box;
 use std::time::Instant;
 
-/// Rounds of arithmetic that say how fast a processor is: some 25 us.
+/// Rounds of arithmetic that measure the speed of a processor, in about 25 us.
 const ROUNDS: u64 = 20_000;
-/// A processor is slowed if its arithmetic takes so many times what it took at best.
+/// A processor is slowed if its arithmetic takes more than this many times the best time.
 const SLOWED: f64 = 1.1;
-/// Disturbed readings that are put aside, for each one that is asked for.
+/// Maximum number of disturbed readings that are set aside, per requested reading.
 const PATIENCE: usize = 3;
 
-/// Times work on a processor that nobody slows, where a program can choose its processor and there is one.
+/// Times work on a processor that is not slowed, if there is one and the program can choose its processor.
 pub(crate) struct Stopwatch {
     processors: Processors,
-    /// What arithmetic took at best, in nanoseconds.
+    /// Best time of the arithmetic, in nanoseconds.
     best: f64,
-    /// The one that work is timed on, among the processors.
+    /// Index of the processor on which work is timed.
     at: usize,
-    /// Number of readings, and how many of them were disturbed.
+    /// Number of all readings, and number of disturbed readings.
     readings: [usize; 2],
 }
 
-/// What a stopwatch read.
+/// One reading of a stopwatch.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Reading {
     nanoseconds: f64,
-    /// Whether the processor was slowed, before or after.
+    /// Set if the processor was slowed before or after the work.
     is_disturbed: bool,
 }
 
 impl Stopwatch {
-    /// Looks at all processors that the program may run on.
+    /// Creates a stopwatch and measures all processors that the program may run on.
     pub(crate) fn new() -> Self {
         let mut stopwatch = Stopwatch { processors: Processors::allowed(), best: f64::MAX, at: 0, readings: [0; 2] };
         for at in 0..stopwatch.processors.count() {
@@ -48,8 +49,8 @@ impl Stopwatch {
         stopwatch
     }
 
-    /// Times the work, divided by a number of things that it does. Other threads go where they like, and so does this one
-    /// before and after.
+    /// Times the work and divides the time by `things`. The thread is pinned to one processor during the work only;
+    /// other threads are not affected.
     pub(crate) fn time(&mut self, things: usize, work: impl FnOnce()) -> Reading {
         let was_slowed = !self.settle();
         let start = Instant::now();
@@ -60,7 +61,8 @@ impl Stopwatch {
         Reading { nanoseconds: elapsed.as_nanos() as f64 / things as f64, is_disturbed }
     }
 
-    /// So many readings, in nanoseconds. Disturbed ones are put aside and taken again, up to a limit; then they count.
+    /// Returns `count` readings in nanoseconds. Disturbed readings are repeated up to a limit, after which they are
+    /// used.
     pub(crate) fn read(&mut self, count: usize, mut reading: impl FnMut(&mut Self) -> Reading) -> Vec<f64> {
         let (mut clean, mut disturbed) = (Vec::new(), Vec::new());
         while clean.len() < count && disturbed.len() < PATIENCE * count {
@@ -74,12 +76,12 @@ impl Stopwatch {
         clean
     }
 
-    /// Number of readings so far, and how many of them were disturbed.
+    /// Returns the number of all readings so far, and of disturbed ones.
     pub(crate) fn readings(&self) -> [usize; 2] {
         self.readings
     }
 
-    /// Goes to a processor that nobody slows. Whether there is one; the work is timed on the last one else.
+    /// Moves to a processor that is not slowed. Returns `false` and uses the last processor if there is none.
     fn settle(&mut self) -> bool {
         let count = self.processors.count();
         (0..2 * count).any(|step| {
@@ -91,7 +93,7 @@ impl Stopwatch {
         })
     }
 
-    /// Whether somebody slows the processor that this runs on.
+    /// Returns `true` if the current processor is slowed.
     fn is_slowed(&mut self) -> bool {
         let start = Instant::now();
         black_box(independent(ROUNDS));
@@ -106,7 +108,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn disturbed_readings_are_taken_again_up_to_a_limit() {
+    fn disturbed_readings_are_repeated_up_to_a_limit() {
         let mut stopwatch = Stopwatch::new();
         let mut made = 0;
         let mut every_other = |_: &mut Stopwatch| {
@@ -117,12 +119,12 @@ mod tests {
         assert_eq!(stopwatch.readings(), [6, 3]);
         let always = |_: &mut Stopwatch| Reading { nanoseconds: 7.0, is_disturbed: true };
         assert_eq!(stopwatch.read(2, always), [7.0, 7.0]);
-        assert_eq!(stopwatch.readings(), [12, 9], "it gives up");
+        assert_eq!(stopwatch.readings(), [12, 9], "repeats are limited");
     }
 
     #[test]
     #[cfg(target_os = "linux")]
-    fn work_is_timed_on_one_processor_and_the_thread_goes_on_anywhere() {
+    fn work_is_timed_on_one_processor_and_the_thread_is_unpinned_afterward() {
         let allowed = || Processors::allowed().count();
         let (before, mut stopwatch) = (allowed(), Stopwatch::new());
         let mut during = 0;

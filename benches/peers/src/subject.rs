@@ -1,10 +1,10 @@
-//! What is measured: one of our interfaces, as a program calls it.
+//! The abstraction over our interfaces that the cases measure.
 
-/// An interface of ours. Threads share it.
+/// One of our interfaces, as a program calls it. Threads share it.
 ///
-/// A subject has no other purpose than to be measured, so a call that is refused ends the program with the reason.
+/// A subject exists only for measurement, so a refused call ends the program with the reason.
 pub(crate) trait Subject: Sync + Sized {
-    /// What a thread holds to allocate for work on a stream.
+    /// The state of a thread for allocating on a stream.
     type Stream<'a>: Send
     where
         Self: 'a;
@@ -14,16 +14,16 @@ pub(crate) trait Subject: Sync + Sized {
     where
         Self: 'a;
 
-    /// One of the streams, from 0.
+    /// Returns a stream by number, starting at 0.
     fn stream(&self, number: usize) -> Self::Stream<'_>;
 
     /// Allocates for work on the stream.
     fn allocate<'a>(&'a self, stream: &Self::Stream<'a>, size_bytes: u64) -> Self::Block<'a>;
 
-    /// Frees what was allocated for work on the stream.
+    /// Frees a block that was allocated for work on the stream.
     fn free<'a>(&'a self, stream: &Self::Stream<'a>, block: Self::Block<'a>);
 
-    /// Frees what is kept at a place, if anything is.
+    /// Frees the block at a place, if there is one.
     #[inline(always)]
     fn free_at<'a>(&'a self, stream: &Self::Stream<'a>, place: &mut Option<Self::Block<'a>>) {
         if let Some(block) = place.take() {
@@ -31,24 +31,24 @@ pub(crate) trait Subject: Sync + Sized {
         }
     }
 
-    /// Notes a use by work on another stream.
+    /// Records a use by work on another stream.
     fn record_use(&self, block: &Self::Block<'_>, stream: &Self::Stream<'_>);
 
-    /// Waits for the device, outside of what is measured.
+    /// Waits for the device, outside of the measurement.
     fn synchronize(&self) {}
 
-    /// What it holds; `None` when the interface does not say.
+    /// Returns the memory that it holds, or `None` if the interface does not report it.
     fn memory(&self) -> Option<Memory>;
 
-    /// Driver calls made so far in the process; `None` when nobody counts.
+    /// Returns the number of driver calls of the process so far, or `None` if they are not counted.
     fn driver_calls(&self) -> Option<u64>;
 }
 
-/// What an allocator takes from the device.
+/// The device memory of an allocator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Memory {
-    /// The most that it held.
+    /// Peak of reserved bytes.
     pub(crate) reserved_peak_bytes: u64,
-    /// In how many pieces it is now.
+    /// Current number of segments.
     pub(crate) segments: u64,
 }

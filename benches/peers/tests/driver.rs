@@ -1,15 +1,15 @@
-//! The driver script: what it makes of figures, and a whole run without a device.
+//! Tests of the driver script: its processing of figures, and a complete run without a device.
 
 use serde_json::Value;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
-/// A tool that this machine has, or a note that it has none.
+/// Returns a command for a tool, or prints a note and returns `None` if this machine does not have it.
 fn tool(name: &str) -> Option<Command> {
     let version = Command::new(name).arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
     let is_here = version.is_ok_and(|status| status.success());
     if !is_here {
-        println!("skipped: {name} is not here");
+        println!("skipped: {name} is not available");
     }
     is_here.then(|| {
         let mut command = Command::new(name);
@@ -20,7 +20,7 @@ fn tool(name: &str) -> Option<Command> {
 
 #[track_caller]
 fn passes(command: &mut Command) -> String {
-    let output = command.output().expect("it runs");
+    let output = command.output().expect("the command runs");
     let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
     assert!(output.status.success(), "{stdout}\n{stderr}");
     stdout.into_owned()
@@ -33,7 +33,7 @@ fn the_scripts_own_tests_pass() {
 }
 
 #[test]
-fn a_run_without_a_device_makes_the_table_the_chart_and_the_results() {
+fn a_run_without_a_device_creates_the_table_the_chart_and_the_results() {
     let (Some(mut python), Some(_)) = (tool("python3"), tool("c++")) else { return };
     let folder = tempfile::tempdir().expect("a temporary folder");
     let out = folder.path().join("out");
@@ -53,7 +53,7 @@ fn a_run_without_a_device_makes_the_table_the_chart_and_the_results() {
     let figures = results["figures"].as_array().expect("figures");
     for peer in [simulated, "malloc"] {
         let readings = figures.iter().find(|it| it["peer"] == peer && it["case"] == "readings" && it["at"] == "all");
-        // Two sorts of pairs, replacement, and the first and a later pass.
+        // Two kinds of pairs, replacement, and the first and a later pass.
         assert!(readings.is_some_and(|it| it["median"].as_f64() >= Some(5.0)), "{peer}: {readings:?}");
     }
     assert!(String::from_utf8_lossy(&read(&out, "chart.svg")).starts_with("<svg"));

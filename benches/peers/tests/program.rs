@@ -1,4 +1,5 @@
-//! The program on the simulated device and on a stub of libcuda: every interface gives every figure, and the same memory.
+//! Tests of the program on the simulated device and on a stub of libcuda: all interfaces report all figures and equal
+//! memory.
 
 use serde_json::Value;
 use std::collections::BTreeSet;
@@ -6,13 +7,13 @@ use std::path::Path;
 use std::process::{Command, Output};
 use tempfile::TempDir;
 
-/// Three allocations on two streams, 3 MiB at the peak.
+/// A job with three allocations on two streams, 3 MiB at the peak.
 const JOB: &str = "a 1048576 0\na 1048576 1\nf 0\na 2097152 0\nf 1\nf 2\n";
 const JOB_WITH_USES: &str = "a 1048576 0\nu 0 1\nf 0\n";
 const QUICK: [&str; 12] =
     ["--cold", "2", "--steady", "2", "--repeats", "2", "--pairs", "100", "--thread-ms", "1", "--threads", "1,2"];
 
-/// The program, which finds the stub as libcuda. Cargo puts the stub beside the test's executable.
+/// Returns the program with the stub as libcuda. Cargo puts the stub next to the test's executable.
 fn program(folder: &TempDir) -> Command {
     let stub = std::env::current_exe().expect("this test").with_file_name("libstub_libcuda.so");
     std::fs::copy(stub, folder.path().join("libcuda.so")).expect("the stub");
@@ -49,7 +50,7 @@ fn measure(folder: &TempDir, interface: &str, options: &[&str]) -> Vec<Value> {
 }
 
 #[test]
-fn every_interface_gives_every_figure_and_the_same_memory() {
+fn every_interface_reports_every_figure_and_the_same_memory() {
     let folder = folder_with_jobs();
     let simulated = measure(&folder, "simulated", &[]);
     for interface in ["simulated", "buffer", "counted", "handle"] {
@@ -91,7 +92,7 @@ fn every_interface_gives_every_figure_and_the_same_memory() {
 }
 
 #[test]
-fn pools_of_live_and_of_free_blocks_say_what_a_block_costs() {
+fn the_scale_cases_report_the_cost_of_live_and_free_blocks() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let mut command = program(&folder);
     command.args(["scale", "--interface", "simulated", "--live", "20000", "--free", "1000"]).args(QUICK);
@@ -109,7 +110,7 @@ fn pools_of_live_and_of_free_blocks_say_what_a_block_costs() {
 }
 
 #[test]
-fn threads_that_share_nothing_say_what_is_linear() {
+fn threads_that_share_nothing_report_the_scaling_of_the_machine() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let found = figures(&program(&folder).arg("processors").args(QUICK).output().expect("it runs"));
     for arithmetic in ["independent arithmetic", "chained arithmetic"] {
@@ -137,18 +138,18 @@ fn recorded_jobs_are_written_with_and_without_uses() {
         2542.0,
         "tests/traces/README.md counts the uses"
     );
-    // As `tests/golden/jobs.txt` has it.
+    // The same value as in `tests/golden/jobs.txt`.
     assert_eq!(values(&found, "live_peak_bytes", "fsdp1_train_rank0"), [5_001_746_136.0]);
     assert_eq!(values(&found, "streams", "fsdp1_train_rank0"), [4.0]);
 }
 
 #[test]
-fn what_cannot_be_measured_is_said() {
+fn invalid_options_and_files_are_reported() {
     let folder = folder_with_jobs();
     let fails = |arguments: &[&str], words: &str| {
         let output = program(&folder).arg("measure").args(arguments).output().expect("it runs");
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(!output.status.success() && said.contains(words), "{arguments:?}: {said}");
+        let errors = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!output.status.success() && errors.contains(words), "{arguments:?}: {errors}");
     };
     fails(&["--interface", "simulated", "--jobs", "/nowhere"], "/nowhere");
     let jobs = folder.path().to_str().expect("utf-8");

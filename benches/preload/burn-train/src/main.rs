@@ -1,7 +1,7 @@
-//! A burn program that knows nothing of symmalloc: it learns to tell two spirals apart, on data that it makes, in batches of
-//! ever other sizes. `symmalloc run -- burn-train` puts the allocator under it.
+//! A burn program without any reference to symmalloc. It learns to distinguish two spirals, on generated data, in
+//! batches of varying sizes. `symmalloc run -- burn-train` runs it on the allocator.
 //!
-//! Ends with 0 when it tells at least 98 of 100 new points apart.
+//! Exits with 0 if it classifies at least 98 of 100 new points correctly.
 
 use burn::backend::{Autodiff, Cuda};
 use burn::module::{AutodiffModule, Module};
@@ -39,7 +39,7 @@ impl<B: Backend> Network<B> {
     }
 }
 
-/// Numbers that are the same in every run (SplitMix64).
+/// A random number generator that gives the same numbers in every run (SplitMix64).
 struct Random(u64);
 
 impl Random {
@@ -54,7 +54,7 @@ impl Random {
         (self.next() >> 40) as f32 / (1 << 24) as f32
     }
 
-    /// Points of two spirals, and on which of them each lies.
+    /// Generates points of two spirals, and the spiral to which each point belongs.
     fn spirals<B: Backend>(&mut self, count: usize, device: &Device<B>) -> (Tensor<B, 2>, Tensor<B, 1, Int>) {
         let (mut points, mut labels) = (Vec::new(), Vec::new());
         for _ in 0..count {
