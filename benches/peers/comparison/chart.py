@@ -14,8 +14,8 @@ from comparison import programs
 
 # Colors that are distinguishable without red or green (Okabe and Ito), and marks that are distinguishable without
 # colors.
-COLOURS = ("#0072b2", "#56b4e9", "#004d80", "#009e73", "#7fd1ae", "#d55e00")
-COLOURS += ("#e69f00", "#cc79a7", "#882255", "#999933", "#666", "#000")
+COLORS = ("#0072b2", "#56b4e9", "#004d80", "#009e73", "#7fd1ae", "#d55e00")
+COLORS += ("#e69f00", "#cc79a7", "#882255", "#999933", "#666", "#000")
 MARKS = ("circle", "square", "diamond", "up", "down")
 FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'DejaVu Sans',sans-serif"
 
@@ -29,7 +29,7 @@ def svg(found):
     peers = [peer for peer in found.peers() if found.peers("steady_ns_per_op").count(peer)]
     # A peer looks the same in every chart, independent of the other peers.
     order = list(dict.fromkeys([*(peer.name for peer in programs.peers(False)), *peers]))
-    looks = {peer: (COLOURS[at % len(COLOURS)], MARKS[at % len(MARKS)]) for at, peer in enumerate(order)}
+    looks = {peer: (COLORS[at % len(COLORS)], MARKS[at % len(MARKS)]) for at, peer in enumerate(order)}
     style = {peer: looks[peer] for peer in peers}
     legend, top = draw_legend(style)
     parts, y = [legend], top + GAP
@@ -62,11 +62,11 @@ def svg(found):
 
 def draw_legend(style):
     parts, x, y = [], 20, 24
-    for peer, (colour, form) in style.items():
+    for peer, (color, form) in style.items():
         width = 34 + 7 * len(peer)
         if x + width > WIDTH:
             x, y = 20, y + ROW
-        parts.append(mark(x + 6, y - 4, colour, form, peer) + text(x + 18, y, peer))
+        parts.append(mark(x + 6, y - 4, color, form, peer) + text(x + 18, y, peer))
         x += width
     return "".join(parts), y
 
@@ -86,9 +86,9 @@ def dots(title, jobs, values, style, y, is_log):
     for index, job in enumerate(jobs):
         middle = y + ROW * index + ROW / 2
         parts.append(text(20, middle + 4, job) + line(LABELS, middle, LABELS + width, middle))
-        for peer, (colour, form) in reversed(style.items()):
+        for peer, (color, form) in reversed(style.items()):
             if (value := values.get((peer, job))) is not None:
-                parts.append(mark(at(value), middle, colour, form, f"{peer}, {job}: {value:.4g}"))
+                parts.append(mark(at(value), middle, color, form, f"{peer}, {job}: {value:.4g}"))
     return "".join(parts)
 
 
@@ -109,13 +109,13 @@ def lines(rates, style, y):
     for count in counts:
         at, _ = place(count, low)
         parts.append(text(at, y + HEIGHT + 18, str(count), anchor="middle"))
-    for peer, (colour, form) in reversed(style.items()):
+    for peer, (color, form) in reversed(style.items()):
         points = [(count, rates[peer, count]) for count in counts if (peer, count) in rates]
         places = [place(*point) for point in points]
         path = " ".join(f"{across:.1f},{down:.1f}" for across, down in places)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="1.5"/>')
         parts += [
-            mark(across, down, colour, form, f"{peer}, {count} threads: {rate:.4g}")
+            mark(across, down, color, form, f"{peer}, {count} threads: {rate:.4g}")
             for (across, down), (count, rate) in zip(places, points)
         ]
     return "".join(parts)
@@ -151,7 +151,7 @@ def line(x1, y1, x2, y2):
     return f'<path d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}" stroke="#ddd"/>'
 
 
-def mark(x, y, colour, form, words):
+def mark(x, y, color, form, words):
     forms = {
         "square": "M-4-4h8v8h-8z",
         "diamond": "M0-5l5 5l-5 5l-5-5z",
@@ -160,6 +160,6 @@ def mark(x, y, colour, form, words):
         "circle": "M-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0-9 0z",
     }
     return (
-        f'<path transform="translate({x:.1f} {y:.1f})" d="{forms[form]}" fill="{colour}" stroke="#fff" '
+        f'<path transform="translate({x:.1f} {y:.1f})" d="{forms[form]}" fill="{color}" stroke="#fff" '
         f'stroke-width="0.7"><title>{escape(words)}</title></path>'
     )
