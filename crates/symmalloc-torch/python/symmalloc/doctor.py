@@ -140,6 +140,8 @@ def _class() -> str:
         if version(torch) < CLASS_MINIMUM:
             raise pytorch_class.Unavailable(f"PyTorch {torch.__version__} is older than {'.'.join(map(str, CLASS_MINIMUM))}")
         path, compiler = pytorch_class.place(torch)
+    except pytorch_class.NoCache as why:
+        return f"install() compiles it in every process: {why}"
     except pytorch_class.Unavailable as why:
         raise _Missing(f"{why}; until then PyTorch's class for pluggable allocators stands in, which lacks {LACKS}") from why
     return f"compiled, {path}" if path.is_file() else f"install() compiles it once, with {compiler}, to {path}"

@@ -1,9 +1,13 @@
-"""The allocator as a class of PyTorch's: C++ that is compiled against the PyTorch that is installed, once, and kept.
+"""The allocator as a class of PyTorch's: C++ that is compiled against the installed PyTorch once, and kept.
 
-PyTorch's allocators have no stable binary form, so no wheel can bring one that fits every PyTorch. `pytorch/allocator.cpp` is
-compiled at the first `install()` with a PyTorch, which takes some seconds. From then on it lies in `$XDG_CACHE_HOME/symmalloc`
-(`~/.cache/symmalloc`), under a name of PyTorch, compiler and sources. Needed are a C++ compiler (`CXX`, or `c++`, `g++`,
+PyTorch's allocators have no stable binary interface, so no wheel can bring one that fits every PyTorch. The first `install()` with a
+PyTorch compiles `pytorch/allocator.cpp`, which takes some seconds. It keeps the result in `$XDG_CACHE_HOME/symmalloc`
+(`~/.cache/symmalloc`), under a name made from PyTorch, compiler and sources. It needs a C++ compiler (`CXX`, or `c++`, `g++`,
 `clang++`) and CUDA's headers, which come with PyTorch's wheels.
+
+Whoever can write that folder decides which code runs here. `private_folder` opens it and refuses one that another user can change.
+The compiler's output is checked through an open descriptor and loaded through the same descriptor, so nobody can exchange it in
+between. Without such a folder every process compiles into a folder of its own, and a warning says so.
 """
 
 from __future__ import annotations
@@ -11,9 +15,12 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+import secrets
 import shutil
+import stat
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,6 +28,7 @@ from typing import Any
 
 from .callers import tell
 from .library import VERSION, library_path
+from .private_folder import PrivateFolder, Untrusted, is_private
 
 VARIABLE = "SYMMALLOC_TORCH_CLASS"
 """`auto`: the class where it can be had. `require`: an error where not. `off`: PyTorch's class for pluggable allocators."""
@@ -37,6 +45,10 @@ class Unavailable(Exception):
     """The class cannot be had here; the text says why and what to do."""
 
 
+class NoCache(Unavailable):
+    """No folder can keep the compiled class, so every process compiles its own; the text says why and what to do."""
+
+
 def mode() -> str:
     """What the environment asks for. Raises `Unavailable` for what it does not know."""
     value = os.environ.get(VARIABLE, "auto").strip() or "auto"
@@ -46,77 +58,154 @@ def mode() -> str:
 
 
 def install(torch: Any) -> None:
-    """Makes the class PyTorch's allocator. Raises `Unavailable`; PyTorch is as it was then."""
-    path = built(torch)
-    # The class finds the library's functions among those that everybody sees.
-    ctypes.CDLL(str(library_path()), mode=ctypes.RTLD_GLOBAL)
+    """Makes the class PyTorch's allocator. Raises `Unavailable` and leaves PyTorch unchanged if it cannot."""
     try:
-        compiled = ctypes.CDLL(str(path))
+        with _cache() as folder:
+            _install_from(torch, folder)
+    except NoCache as why:
+        _install_uncached(torch, why)
+
+
+def place(torch: Any) -> tuple[Path, str]:
+    """Returns the path of the compiled class for this PyTorch, for messages, and its compiler. The file need not exist.
+
+    Raises `Unavailable`, and `NoCache` if `install()` compiles in every process.
+    """
+    compiler = _compiler()
+    with _cache() as folder:
+        return folder.path / _name(torch, compiler), compiler
+
+
+def built(torch: Any, folder: PrivateFolder) -> tuple[int, str]:
+    """Returns an open descriptor of the compiled class and its name in the folder. Compiles it if there is none.
+
+    Raises `Unavailable`.
+    """
+    compiler = _compiler()
+    name = _name(torch, compiler)
+    library = _opened(folder, name)
+    if library is None:
+        with _alone(folder, f"{name}.lock"):
+            # Another rank may have been faster.
+            library = _opened(folder, name)
+            if library is None:
+                library = _compile(torch, compiler, folder, name)
+    return library, name
+
+
+def _install_uncached(torch: Any, why: NoCache) -> None:
+    """Compiles into a folder that this process makes, and removes it. A loaded library needs no file."""
+    warnings.warn(f"{why}. This process compiles the allocator for itself", stacklevel=5)
+    with _temporary_folder() as path:
+        # It is new and empty. A path that another user exchanged meanwhile names no folder of ours that others can write.
+        descriptor = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with PrivateFolder(descriptor) as folder:
+            if not is_private(os.fstat(descriptor)):
+                raise Unavailable(f"another user exchanged {path}: set TMPDIR or XDG_CACHE_HOME to a folder of your own")
+            _install_from(torch, folder)
+
+
+def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(prefix="symmalloc-")
+    except OSError as error:
+        raise Unavailable(f"no folder for temporary files ({error}): set XDG_CACHE_HOME or TMPDIR to one of your own") from error
+
+
+def _install_from(torch: Any, folder: PrivateFolder) -> None:
+    library, name = built(torch, folder)
+    is_loaded = False
+    try:
+        # The class finds the library's functions among the global ones.
+        ctypes.CDLL(str(library_path()), mode=ctypes.RTLD_GLOBAL)
+        compiled = ctypes.CDLL(f"/proc/self/fd/{library}")
+        is_loaded = True
         status = compiled.symmalloc_install_class()
     except (OSError, AttributeError) as error:
         with suppress(OSError):
-            path.unlink()
-        raise Unavailable(f"{path} cannot be loaded ({error}); it was removed, and is compiled anew next time") from error
+            folder.unlink(name)
+        said = str(error).replace(f"/proc/self/fd/{library}: ", "")
+        path = folder.path / name
+        raise Unavailable(f"{path} cannot be loaded ({said}); it was removed, and is compiled anew next time") from error
+    finally:
+        # The loader knows a library by its path. The number of a loaded one must not name another file later.
+        if not is_loaded:
+            os.close(library)
     if status != 0:
         raise Unavailable("PyTorch has used CUDA already")
     tell(compiled)
 
 
-def place(torch: Any) -> tuple[Path, str]:
-    """Where the compiled class for this PyTorch lies or would lie, and its compiler. Raises `Unavailable`."""
-    compiler = _compiler()
-    return _folder() / f"torch-{torch.__version__.replace('/', '_')}-{_key(torch, compiler)}.so", compiler
+def _opened(folder: PrivateFolder, name: str) -> int | None:
+    """Opens a compiled class. Returns `None` for a missing one, and for a file that another user may have made or can write."""
+    try:
+        library = folder.file(name, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    if _is_ours(os.fstat(library)):
+        return library
+    os.close(library)
+    return None
 
 
-def built(torch: Any) -> Path:
-    """The compiled class for this PyTorch. Compiles it if there is none. Raises `Unavailable`."""
-    path, compiler = place(torch)
-    if path.is_file():
-        return path
-    with _alone(path.with_suffix(".lock")):
-        # Another rank may have been faster.
-        if not path.is_file():
-            _compile(torch, compiler, path)
-    return path
+def _is_ours(status: os.stat_result) -> bool:
+    """Returns `True` for a regular file with a single name that only this user or root can write."""
+    return stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and is_private(status)
 
 
-def _compile(torch: Any, compiler: str, path: Path) -> None:
-    """Compiles into place: whoever looks sees the whole file or none."""
+def _compile(torch: Any, compiler: str, folder: PrivateFolder, name: str) -> int:
+    """Compiles and renames into place: another rank sees the whole file or none. Returns its open descriptor."""
     command = [compiler, *FLAGS, str(SOURCES / "allocator.cpp"), *_includes(torch)]
     libraries = _libraries(torch)
     said = ""
     for standard in STANDARDS:
-        file, temporary = tempfile.mkstemp(prefix=".", suffix=".so", dir=path.parent)
-        os.close(file)
+        temporary = f".{secrets.token_hex(8)}.so"
         try:
+            # The compiler starts in the open folder, so that no path leads it elsewhere.
             run = subprocess.run(
-                [*command, standard, "-o", temporary, *libraries],
+                [*command, standard, "-o", temporary, *libraries], cwd=f"/proc/self/fd/{folder.descriptor}",
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", timeout=COMPILE_SECONDS,
             )  # fmt: skip
             if run.returncode == 0:
-                os.chmod(temporary, 0o755)
-                os.replace(temporary, path)
-                return
+                return _kept(folder, temporary, name)
             said = run.stdout
         except (OSError, subprocess.TimeoutExpired) as error:
             said = str(error)
         finally:
             with suppress(OSError):
-                os.unlink(temporary)
+                folder.unlink(temporary)
     lines = [line for line in said.splitlines() if "error" in line] or said.splitlines()
     told = "\n  ".join(lines[:LINES_TOLD])
     raise Unavailable(f"{compiler} cannot compile the class for PyTorch {torch.__version__}:\n  {told}")
 
 
+def _kept(folder: PrivateFolder, temporary: str, name: str) -> int:
+    """Renames what the compiler wrote, and returns its open descriptor. Raises `OSError`."""
+    library = folder.file(temporary, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        os.fchmod(library, 0o700)
+        if not _is_ours(os.fstat(library)):
+            raise OSError(f"{folder.path / temporary} is no regular file of this user's")
+        folder.replace(temporary, name)
+    except BaseException:
+        os.close(library)
+        raise
+    return library
+
+
 def _compiler() -> str:
     if given := os.environ.get("CXX"):
         if found := shutil.which(given):
-            return found
+            return os.path.abspath(found)
         raise Unavailable(f"CXX={given} is no program on the PATH")
     for name in ("c++", "g++", "clang++"):
         if found := shutil.which(name):
-            return found
+            return os.path.abspath(found)
     raise Unavailable("there is no C++ compiler on the PATH: install g++ or clang++, or set CXX")
+
+
+def _name(torch: Any, compiler: str) -> str:
+    return f"torch-{torch.__version__.replace('/', '_')}-{_key(torch, compiler)}.so"
 
 
 def _key(torch: Any, compiler: str) -> str:
@@ -154,11 +243,11 @@ def _includes(torch: Any) -> list[str]:
 def _cuda_headers(torch: Any) -> Path:
     site = _torch_folder(torch).parent
     major = str(torch.version.cuda).split(".")[0]
-    folders = [Path(os.environ[name]) / "include" for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    folders = [Path(os.environ[name]).absolute() / "include" for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     folders += [site / "nvidia" / f"cu{major}" / "include", site / "nvidia" / "cuda_runtime" / "include"]
     folders += [Path("/usr/local/cuda/include"), Path(f"/usr/local/cuda-{torch.version.cuda}/include")]
     # Distributions, and CUDA's packages of conda.
-    folders += [Path(os.environ.get("CONDA_PREFIX", "/usr")) / "targets/x86_64-linux/include", Path("/usr/include")]
+    folders += [Path(os.environ.get("CONDA_PREFIX", "/usr")).absolute() / "targets/x86_64-linux/include", Path("/usr/include")]
     for folder in folders:
         if (folder / "cuda_runtime_api.h").is_file():
             return folder
@@ -177,27 +266,32 @@ def _loaded(name: str) -> list[str]:
     return sorted(path for path in paths if os.path.isfile(path))[:1]
 
 
-def _folder() -> Path:
-    """Where compiled classes are kept: a folder that belongs to this user and that others do not write."""
-    places = [Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "symmalloc"]
-    places.append(Path(tempfile.gettempdir()) / f"symmalloc-{os.getuid()}")
-    for place in places:
-        try:
-            place.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = place.stat()
-        except OSError:
-            continue
-        if status.st_uid == os.getuid() and not status.st_mode & 0o022 and os.access(place, os.W_OK):
-            return place
-    raise Unavailable(f"no folder can be written of {', '.join(map(str, places))}: set XDG_CACHE_HOME")
+def _cache() -> PrivateFolder:
+    """Opens the folder that keeps compiled classes. Raises `NoCache`."""
+    path = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not path.is_absolute():
+        path = Path(os.path.expanduser("~")) / ".cache"
+    if not path.is_absolute():
+        raise _no_cache("this user has no home")
+    try:
+        return PrivateFolder.open(path / "symmalloc")
+    except (Untrusted, OSError) as why:
+        raise _no_cache(why) from why
+
+
+def _no_cache(why: object) -> NoCache:
+    return NoCache(f"no folder can keep the compiled class ({why}): set XDG_CACHE_HOME to a folder that only you can write")
 
 
 @contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """One rank compiles while the others wait, where the file system can lock; otherwise each compiles, which is as good."""
+def _alone(folder: PrivateFolder, name: str) -> Iterator[None]:
+    """Lets one rank compile while the others wait. Where the file system cannot lock, each compiles."""
     import fcntl
 
-    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        file = folder.file(name, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        raise _no_cache(f"{folder.path / name} cannot be created: {error.strerror}") from error
     try:
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -205,4 +299,4 @@ def _alone(path: Path) -> Iterator[None]:
     finally:
         os.close(file)
         with suppress(OSError):
-            path.unlink()
+            folder.unlink(name)
