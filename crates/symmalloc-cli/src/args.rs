@@ -67,7 +67,8 @@ const DIFF_EXAMPLES: &str = "\
 Examples:
   symmalloc diff rank0.pickle.gz rank1.pickle.gz
   symmalloc diff rank0.trace.zst rank1.trace.zst --json
-  symmalloc diff symmalloc-flight-world-*.json          who is behind, at which collective, and what differs
+  symmalloc diff symmalloc-flight-world-*.json          who is behind, at which collective, and what differs; the records
+                                                        lie in $SYMMALLOC_FLIGHT_RECORDS or ~/.local/state/symmalloc
 
 JSON of two recordings: schema_version, same_ops, compared_ops, uses_left_out (null where uses by other streams are compared,
 else {a, b}: how many), allocs, differing_placements (null where one of the two records no placements), first

@@ -11,9 +11,9 @@ use std::borrow::{Borrow, Cow};
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
-use std::process;
 use symmalloc_core::config::Config;
 use symmalloc_core::op::Record;
+use symmalloc_files::Draft;
 use symmalloc_import::compression::{Compression, Compressor};
 use symmalloc_trace::TraceWriter;
 
@@ -66,31 +66,25 @@ impl Destination {
 
     /// Begins to write, compressed as the name says.
     pub(crate) fn create(&self) -> io::Result<Writing> {
-        let mut temporary = None;
-        let sink: Box<dyn Write> = if self.is_stream() {
-            Box::new(StandardOutput)
+        let sink = if self.is_stream() {
+            Sink::Stream(Box::new(StandardOutput))
         } else {
             match fs::metadata(&self.path) {
                 Ok(metadata) if is_pipe(&metadata) => {
-                    Box::new(open_pipe(&self.path, |path| File::options().write(true).open(path))?)
+                    Sink::Stream(Box::new(open_pipe(&self.path, |path| File::options().write(true).open(path))?))
                 }
                 // A device, such as /dev/null. A folder is refused here.
-                Ok(metadata) if !metadata.is_file() => Box::new(File::options().write(true).open(&self.path)?),
+                Ok(metadata) if !metadata.is_file() => {
+                    Sink::Stream(Box::new(File::options().write(true).open(&self.path)?))
+                }
                 found => {
                     let place = found.as_ref().map_or_else(|_| Ok(self.path.clone()), |_| self.path.canonicalize())?;
-                    let name = place.file_name().unwrap_or_default().to_string_lossy().into_owned();
-                    let beside = place.with_file_name(format!(".{name}.{}.part", process::id()));
-                    let file = File::create(&beside)?;
-                    temporary = Some(Temporary { beside, place });
-                    if let Ok(metadata) = found {
-                        file.set_permissions(metadata.permissions())?;
-                    }
-                    Box::new(file)
+                    Sink::Draft(Draft::public(&place)?)
                 }
             }
         };
         let compression = if self.is_stream() { Compression::Plain } else { Compression::of_extension(&self.path) };
-        Ok(Writing { compressor: Compressor::new(sink, compression)?, temporary })
+        Ok(Writing { compressor: Compressor::new(sink, compression)? })
     }
 
     /// Writes records as a trace.
@@ -125,15 +119,18 @@ impl Destination {
 
 /// A destination that is being written. Dropped before [`finish`](Writing::finish), it leaves nothing.
 pub(crate) struct Writing {
-    compressor: Compressor<Box<dyn Write>>,
-    temporary: Option<Temporary>,
+    compressor: Compressor<Sink>,
 }
 
 impl Writing {
     /// Ends what is written, and gives it its name.
     pub(crate) fn finish(self) -> io::Result<()> {
-        self.compressor.finish()?.flush()?;
-        self.temporary.map_or(Ok(()), Temporary::persist)
+        let mut sink = self.compressor.finish()?;
+        sink.flush()?;
+        match sink {
+            Sink::Draft(draft) => draft.finish(),
+            Sink::Stream(_) => Ok(()),
+        }
     }
 }
 
@@ -166,22 +163,27 @@ impl Write for StandardOutput {
     }
 }
 
-/// A file under another name.
-struct Temporary {
-    beside: PathBuf,
-    place: PathBuf,
+/// Receives the compressed bytes.
+enum Sink {
+    /// A file that gets its name at the end.
+    Draft(Draft),
+    /// Standard output, a pipe or a device.
+    Stream(Box<dyn Write>),
 }
 
-impl Temporary {
-    fn persist(self) -> io::Result<()> {
-        fs::rename(&self.beside, &self.place)
+impl Write for Sink {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match self {
+            Sink::Draft(draft) => draft.write(bytes),
+            Sink::Stream(stream) => stream.write(bytes),
+        }
     }
-}
 
-impl Drop for Temporary {
-    fn drop(&mut self) {
-        // Gone if it has its name.
-        let _ = fs::remove_file(&self.beside);
+    fn flush(&mut self) -> io::Result<()> {
+        match self {
+            Sink::Draft(draft) => draft.flush(),
+            Sink::Stream(stream) => stream.flush(),
+        }
     }
 }
 

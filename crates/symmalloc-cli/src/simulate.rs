@@ -11,12 +11,13 @@ use crate::input;
 use crate::output::{self, Palette};
 use crate::progress::Progress;
 use std::fs;
-use std::io::Read;
+use std::io::{Read, Write};
 use std::num::{NonZeroU32, NonZeroUsize};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
+use symmalloc_files::Draft;
 use symmalloc_import::Recording;
 use symmalloc_sim::job::shrink::{Shrunk, shrink};
 use symmalloc_sim::job::{Failure, JobOutcome, JobPlan, Size, simulate as run_plan, story};
@@ -241,7 +242,8 @@ fn tell(source: &ProgramSource, args: &SimulateArgs, plan: JobPlan, first: Failu
     let text = story::write(&shrunk.plan, &shrunk.failure, &comment)
         .map_err(|source| CliError::Write { path: story.clone(), source })?;
     fs::create_dir_all(&args.out)
-        .and_then(|()| fs::write(&story, text))
+        .and_then(|()| Draft::public(&story))
+        .and_then(|mut draft| draft.write_all(text.as_ref()).and_then(|()| draft.finish()))
         .map_err(|source| CliError::Create { path: story.clone(), source })?;
     Ok(Told { shrunk, first, story })
 }

@@ -9,7 +9,6 @@ use crate::{forks, recordings, tally, watch};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::ffi::c_int;
-use std::path::Path;
 use std::sync::{Mutex, Once, PoisonError};
 use symmalloc_core::PoolId;
 
@@ -48,16 +47,10 @@ fn program() -> String {
 fn tell(settings: &Settings, suffix: &str, value: &Value) {
     let Some(folder) = &settings.folder else { return };
     let name = format!("{}.{suffix}", std::process::id());
-    if let Err(error) = write_whole(folder, &name, &value.to_string()) {
-        say(format_args!("{}: {error}", folder.join(name).display()));
+    let path = folder.join(name);
+    if let Err(error) = symmalloc_files::write_whole(&path, value.to_string().as_bytes()) {
+        say(format_args!("{}: {error}", path.display()));
     }
-}
-
-/// Under its name stands a whole file or none.
-fn write_whole(folder: &Path, name: &str, text: &str) -> std::io::Result<()> {
-    let draft = folder.join(format!("{name}.draft"));
-    std::fs::write(&draft, text)?;
-    std::fs::rename(&draft, folder.join(name))
 }
 
 extern "C" fn finish() {

@@ -5,7 +5,7 @@
 use crate::ids::{CommunicatorId, Progress};
 use serde::{Deserialize, Serialize};
 use std::fmt;
-use std::fs::{self, File};
+use std::fs::File;
 use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use thiserror::Error;
@@ -173,6 +173,9 @@ pub enum FlightRecordError {
         /// The file.
         path: PathBuf,
     },
+    /// No folder is safe to write to.
+    #[error("no folder for flight records: {0}; or set SYMMALLOC_FLIGHT_RECORDS")]
+    Folder(#[from] symmalloc_files::PrivateFolderError),
     /// The file is of another version.
     #[error("{} is a flight record of version {version}, and this program reads version {VERSION}", .path.display())]
     Version {
@@ -194,17 +197,14 @@ impl FlightRecord {
         serde_json::to_string_pretty(self).expect("strings and numbers alone")
     }
 
-    /// Writes it to a file, whole or not at all: an older record of that name stays until the new one is complete.
+    /// Writes it to a file, whole or not at all: an older record of that name stays until the new one is complete. Only this user
+    /// can read the file, and a symbolic link of that name is replaced.
     ///
     /// # Errors
-    /// When the file cannot be written.
+    /// If the file cannot be written.
     pub fn write(&self, path: &Path) -> Result<(), FlightRecordError> {
-        let io = |source| FlightRecordError::Io { path: path.to_owned(), source };
-        let mut name = path.file_name().unwrap_or_default().to_owned();
-        name.push(format!(".{}.part", self.process));
-        let part = path.with_file_name(name);
-        fs::write(&part, self.to_json()).map_err(io)?;
-        fs::rename(&part, path).map_err(io)
+        let written = symmalloc_files::write_whole(path, self.to_json().as_bytes());
+        written.map_err(|source| FlightRecordError::Io { path: path.to_owned(), source })
     }
 
     /// Reads one from a file.

@@ -21,9 +21,10 @@ use crate::error::CliError;
 use crate::{output, report};
 use environment::Environment;
 use process::Ended;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::ExitCode;
 use summary::Summaries;
+use symmalloc_files::TemporaryFolder;
 
 /// Runs the program, and says what it did. The exit code is the program's, unless ranks were compared and differ.
 pub(crate) fn run(args: &RunArgs) -> Result<ExitCode, CliError> {
@@ -37,10 +38,12 @@ pub(crate) fn run(args: &RunArgs) -> Result<ExitCode, CliError> {
     if args.check && environment::has_rank() {
         return Err(CliError::CheckOfOneRank);
     }
-    let folder = RunFolder::new()?;
-    let environment = Environment::new(args, &library, Some(&folder.0))?;
+    // What the processes of the run tell. It goes away with the run.
+    let folder = TemporaryFolder::new();
+    let folder = folder.map_err(|source| CliError::Create { path: std::env::temp_dir(), source })?;
+    let environment = Environment::new(args, &library, Some(folder.path()))?;
     let ended = process::run(args, &environment)?;
-    let summaries = Summaries::read(&folder.0)?;
+    let summaries = Summaries::read(folder.path())?;
     output::tell(&table::text(&summaries, args, &ended));
     if let Some(page) = &args.report {
         write_reports(&summaries, page, args)?;
@@ -59,29 +62,4 @@ fn write_reports(summaries: &Summaries, page: &Path, args: &RunArgs) -> Result<(
         report::write(trace, if index == 0 { page } else { &numbered }, &args.reading)?;
     }
     Ok(())
-}
-
-/// A folder for what the processes of a run tell, which goes away with the run.
-struct RunFolder(PathBuf);
-
-impl RunFolder {
-    fn new() -> Result<Self, CliError> {
-        let base = std::env::temp_dir();
-        for attempt in 0_u32.. {
-            let path = base.join(format!("symmalloc-run-{}-{attempt}", std::process::id()));
-            match std::fs::create_dir(&path) {
-                Ok(()) => return Ok(RunFolder(path)),
-                Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists && attempt < 1000 => {}
-                Err(source) => return Err(CliError::Create { path, source }),
-            }
-        }
-        unreachable!("the loop returns")
-    }
-}
-
-impl Drop for RunFolder {
-    fn drop(&mut self) {
-        // Nobody needs it any more, and a folder that stays does no harm.
-        let _kept = std::fs::remove_dir_all(&self.0);
-    }
 }

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use symmalloc_watchdog::{FlightRecord, FlightRecordError};
 
-/// Names the folder of flight records; the system's for temporary files by default.
+/// Names the folder of flight records; the user's private folder by default.
 const FOLDER_VARIABLE: &str = "SYMMALLOC_FLIGHT_RECORDS";
 /// Names a signal at which a record is written: "USR1" or "USR2".
 const SIGNAL_VARIABLE: &str = "SYMMALLOC_FLIGHT_SIGNAL";
@@ -29,30 +29,41 @@ pub fn flight_record(reason: &str) -> FlightRecord {
     FlightRecord::new(host(), reason.to_owned(), communicators)
 }
 
-/// Writes [`flight_record`] to the folder that `SYMMALLOC_FLIGHT_RECORDS` names, or to the system's for temporary files. Every
-/// record of the process goes to the same file, the last one stays. `symmalloc diff` compares those of all ranks.
+/// Writes [`flight_record`] to the folder that `SYMMALLOC_FLIGHT_RECORDS` names, by default to the user's
+/// [private folder](symmalloc_files::private_folder). Every record of the process goes to the same file, and the last one stays.
+/// `symmalloc diff` compares those of all ranks. Returns the file's path.
 ///
 /// # Errors
-/// When the file cannot be written.
+/// If the file cannot be written, or no folder is private.
 pub fn write_flight_record(reason: &str) -> Result<PathBuf, FlightRecordError> {
     static PATH: Mutex<Option<PathBuf>> = Mutex::new(None);
     // One after the other: they go to one file.
     let mut path = PATH.lock().unwrap_or_else(PoisonError::into_inner);
     let first = || registry::all().first().map(|watched| name(watched.identity()));
-    let process = || format!("symmalloc-flight-process{}.json", std::process::id());
-    let path = path.get_or_insert_with(|| folder().join(first().unwrap_or_else(process)));
-    flight_record(reason).write(path)?;
-    Ok(path.clone())
+    let process = || format!("symmalloc-flight-{}-process{}.json", plain(&host()), std::process::id());
+    let file = match &*path {
+        Some(file) => file.clone(),
+        None => folder()?.join(first().unwrap_or_else(process)),
+    };
+    flight_record(reason).write(&file)?;
+    Ok(path.insert(file).clone())
 }
 
-fn folder() -> PathBuf {
-    env::var_os(FOLDER_VARIABLE).map_or_else(env::temp_dir, PathBuf::from)
+fn folder() -> Result<PathBuf, FlightRecordError> {
+    match env::var_os(FOLDER_VARIABLE) {
+        Some(named) => Ok(PathBuf::from(named)),
+        None => Ok(symmalloc_files::private_folder()?),
+    }
 }
 
 /// By the process's first communicator: records of all ranks lie side by side.
 fn name(Identity { name, id, rank, .. }: &Identity) -> String {
-    let plain = |letter: char| if letter.is_ascii_alphanumeric() { letter } else { '-' };
-    format!("symmalloc-flight-{}-{id}-rank{rank}.json", name.chars().map(plain).collect::<String>())
+    format!("symmalloc-flight-{}-{id}-rank{rank}.json", plain(name))
+}
+
+/// A text as part of a file's name.
+fn plain(text: &str) -> String {
+    text.chars().map(|letter| if letter.is_ascii_alphanumeric() { letter } else { '-' }).collect()
 }
 
 fn host() -> String {

@@ -78,8 +78,9 @@ def dump_snapshot(path: str | os.PathLike[str], device: Device = None) -> None:
 def flight_record(path: str | os.PathLike[str] | None = None, *, reason: str = "asked for") -> dict[str, Any]:
     """What this process's groups with windows did last, and what is known of their other ranks; for `symmalloc diff`.
 
-    `path` also writes it there. A record is written by itself when a group's sync fails, to the folder that
-    `SYMMALLOC_FLIGHT_RECORDS` names, and at the signal that `SYMMALLOC_FLIGHT_SIGNAL` names (`USR1` or `USR2`).
+    `path` also writes it there. The watchdog writes a record when a group's sync fails, and at the signal that
+    `SYMMALLOC_FLIGHT_SIGNAL` names (`USR1` or `USR2`), to the folder that `SYMMALLOC_FLIGHT_RECORDS` names, by default
+    `~/.local/state/symmalloc`.
     """
     import json
 

@@ -1,0 +1,257 @@
+//! Another user cannot mislead what is written whole, nor choose the private folder.
+#![cfg(unix)]
+
+use rustix::process::{geteuid, umask};
+use std::fs::{self, Permissions};
+use std::io::Write;
+use std::os::unix::fs::{MetadataExt, PermissionsExt, chown, symlink};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::thread;
+use symmalloc_files::{Draft, PrivateFolderError, TemporaryFolder, private_folder, private_folder_at, write_whole};
+
+/// A user that is neither root nor the one who runs the tests.
+const OTHER_USER: u32 = 12345;
+
+fn mode(path: &Path) -> u32 {
+    fs::symlink_metadata(path).expect("exists").mode() & 0o7777
+}
+
+fn set_mode(path: &Path, mode: u32) {
+    fs::set_permissions(path, Permissions::from_mode(mode)).expect("our own");
+}
+
+fn names(folder: &Path) -> Vec<String> {
+    let entries = fs::read_dir(folder).expect("a folder");
+    let mut names: Vec<String> =
+        entries.map(|entry| entry.expect("read").file_name().into_string().expect("text")).collect();
+    names.sort();
+    names
+}
+
+fn folder() -> tempfile::TempDir {
+    tempfile::tempdir().expect("a folder")
+}
+
+/// Returns `false`, and says so, where files cannot be given to another user.
+fn is_root() -> bool {
+    let is_root = geteuid().is_root();
+    if !is_root {
+        eprintln!("skipped: needs root, to own files as another user");
+    }
+    is_root
+}
+
+#[test]
+fn a_planted_link_is_replaced_and_its_target_kept() {
+    let folder = folder();
+    let (victim, target) = (folder.path().join("victim"), folder.path().join("record.json"));
+    fs::write(&victim, "precious").expect("written");
+    // At the name itself, and at the names under which drafts were written once.
+    for name in ["record.json", "record.json.draft", &format!("record.json.{}.part", std::process::id())] {
+        symlink(&victim, folder.path().join(name)).expect("planted");
+    }
+    write_whole(&target, b"new").expect("written");
+    assert_eq!(fs::read(&victim).expect("kept"), b"precious");
+    assert_eq!(fs::read(&target).expect("written"), b"new");
+    assert!(fs::symlink_metadata(&target).expect("exists").is_file());
+    assert_eq!(mode(&target), 0o600);
+}
+
+#[test]
+fn a_link_to_nowhere_creates_nothing_there() {
+    let folder = folder();
+    symlink(folder.path().join("nowhere"), folder.path().join("record")).expect("planted");
+    write_whole(&folder.path().join("record"), b"new").expect("written");
+    assert_eq!(names(folder.path()), ["record"]);
+}
+
+#[test]
+fn a_file_of_another_user_is_replaced_by_ours() {
+    if !is_root() {
+        return;
+    }
+    let folder = folder();
+    let path = folder.path().join("record");
+    fs::write(&path, "theirs").expect("written");
+    set_mode(&path, 0o666);
+    chown(&path, Some(OTHER_USER), None).expect("root may");
+    write_whole(&path, b"ours").expect("written");
+    assert_eq!((fs::metadata(&path).expect("exists").uid(), mode(&path)), (0, 0o600));
+}
+
+#[test]
+fn writers_at_once_leave_one_whole_file() {
+    let folder = folder();
+    let path = folder.path().join("record");
+    let texts: Vec<Vec<u8>> = (b'a'..=b'h').map(|letter| vec![letter; 1 << 18]).collect();
+    thread::scope(|scope| {
+        for text in &texts {
+            scope.spawn(|| (0..20).for_each(|_| write_whole(&path, text).expect("written")));
+        }
+        for _ in 0..200 {
+            if let Ok(seen) = fs::read(&path) {
+                assert!(texts.contains(&seen), "{} bytes", seen.len());
+            }
+        }
+    });
+    assert_eq!(names(folder.path()), ["record"]);
+}
+
+#[test]
+fn an_error_leaves_nothing() {
+    let folder = folder();
+    fs::create_dir_all(folder.path().join("taken/inside")).expect("created");
+    write_whole(&folder.path().join("taken"), b"text").expect_err("a folder has the name");
+    write_whole(&folder.path().join("missing/record"), b"text").expect_err("no folder");
+    write_whole(Path::new("/"), b"text").expect_err("no name");
+    let mut draft = Draft::private(&folder.path().join("dropped")).expect("begun");
+    draft.write_all(b"half").expect("written");
+    drop(draft);
+    assert_eq!(names(folder.path()), ["taken"]);
+}
+
+#[test]
+fn a_full_disk_leaves_what_was_there() {
+    // The largest file of this process stands in for the disk's end: a signal that is ignored makes it an error.
+    let folder = folder();
+    let path = folder.path().join("record");
+    write_whole(&path, b"old").expect("written");
+    let this = std::env::current_exe().expect("known");
+    let script = "trap '' XFSZ; ulimit -f 8; exec \"$0\" --exact writes_a_megabyte --ignored";
+    let done = Command::new("sh").args(["-c", script]).arg(this).env("RECORD", &path).output().expect("started");
+    assert!(!done.status.success(), "the limit was not met");
+    assert_eq!((fs::read(&path).expect("kept"), names(folder.path())), (b"old".to_vec(), vec!["record".to_owned()]));
+}
+
+#[test]
+#[ignore = "run by another test, under a limit"]
+fn writes_a_megabyte() {
+    let path = PathBuf::from(std::env::var_os("RECORD").expect("set"));
+    write_whole(&path, &vec![0; 1 << 20]).expect("no limit");
+}
+
+#[test]
+fn a_public_draft_has_the_permissions_of_the_umask_or_of_the_file_that_it_replaces() {
+    let folder = folder();
+    let path = folder.path().join("page.html");
+    let allowed = umask(rustix::fs::Mode::empty());
+    umask(allowed);
+    Draft::public(&path).and_then(Draft::finish).expect("written");
+    assert_eq!(mode(&path), 0o666 & !allowed.bits());
+    set_mode(&path, 0o640);
+    Draft::public(&path).and_then(Draft::finish).expect("written");
+    assert_eq!(mode(&path), 0o640);
+}
+
+#[test]
+fn a_private_folder_is_created_for_this_user_alone() {
+    let base = folder();
+    let created = private_folder_at(&base.path().join("state/symmalloc")).expect("created");
+    assert_eq!((mode(&created), mode(&base.path().join("state"))), (0o700, 0o700));
+    set_mode(&created, 0o755);
+    assert_eq!(private_folder_at(&created).expect("ours"), created);
+    assert_eq!(mode(&created), 0o700, "others cannot read it any longer");
+}
+
+#[test]
+fn a_temporary_folder_is_this_users_alone_and_goes_away() {
+    let folder = TemporaryFolder::new().expect("created");
+    let path = folder.path().to_owned();
+    fs::write(path.join("file"), "text").expect("written");
+    assert_eq!(mode(&path), 0o700);
+    drop(folder);
+    assert!(!path.exists());
+}
+
+#[test]
+fn a_folder_that_others_can_write_is_refused_unless_it_is_sticky_and_above() {
+    let base = folder();
+    let (above, path) = (base.path().join("state"), base.path().join("state/symmalloc"));
+    private_folder_at(&path).expect("created");
+    for writable in [&above, &path] {
+        for bits in [0o770, 0o707] {
+            set_mode(writable, bits);
+            let refused = private_folder_at(&path).expect_err("others can write it");
+            assert!(
+                matches!(&refused, PrivateFolderError::OthersWrite { path } if path.ends_with(writable.file_name().unwrap()))
+            );
+            assert!(refused.to_string().contains("chmod go-w"), "{refused}");
+            set_mode(writable, 0o700);
+        }
+    }
+    set_mode(&above, 0o1777);
+    private_folder_at(&path).expect("nobody can exchange it in a sticky folder");
+    set_mode(&path, 0o1777);
+    private_folder_at(&path).expect_err("others can write into it");
+}
+
+#[test]
+fn parts_of_another_user_are_refused() {
+    if !is_root() {
+        return;
+    }
+    let base = folder();
+    let (above, path) = (base.path().join("state"), base.path().join("state/symmalloc"));
+    private_folder_at(&path).expect("created");
+    for theirs in [&above, &path] {
+        chown(theirs, Some(OTHER_USER), None).expect("root may");
+        let refused = private_folder_at(&path).expect_err("another user's");
+        assert!(matches!(refused, PrivateFolderError::OtherOwner { user: OTHER_USER, .. }), "{refused}");
+        chown(theirs, Some(0), None).expect("root may");
+    }
+    let planted = base.path().join("planted");
+    symlink(&path, &planted).expect("planted");
+    assert_eq!(private_folder_at(&planted).expect("our own link"), private_folder_at(&path).expect("ours"));
+    std::os::unix::fs::lchown(&planted, Some(OTHER_USER), None).expect("root may");
+    private_folder_at(&planted).expect_err("another user's link");
+}
+
+#[test]
+fn paths_that_are_no_folder_are_refused() {
+    let base = folder();
+    fs::write(base.path().join("file"), "").expect("written");
+    symlink("circle", base.path().join("circle")).expect("made");
+    let refused = |path: PathBuf| private_folder_at(&path).expect_err("no folder");
+    assert!(matches!(refused(base.path().join("file")), PrivateFolderError::NotAFolder { .. }));
+    assert!(matches!(refused(base.path().join("circle")), PrivateFolderError::Unresolved { .. }));
+    assert!(matches!(refused("relative".into()), PrivateFolderError::Unresolved { .. }));
+}
+
+/// Runs `private_folder` in a process with this environment alone. Returns what it says.
+fn folder_with(environment: &[(&str, &Path)]) -> PathBuf {
+    let this = std::env::current_exe().expect("known");
+    let mut command = Command::new(this);
+    command.args(["--exact", "tells_its_private_folder", "--ignored", "--nocapture"]).env_clear();
+    let said = command.envs(environment.iter().copied()).output().expect("started");
+    let said = String::from_utf8(said.stdout).expect("text");
+    let line = said.lines().find_map(|line| line.split_once("folder=")).unwrap_or_else(|| panic!("{said}"));
+    PathBuf::from(line.1)
+}
+
+#[test]
+#[ignore = "run by another test, with an environment of its own"]
+fn tells_its_private_folder() {
+    let folder = private_folder().expect("a folder");
+    assert_eq!(private_folder().expect("the same folder"), folder);
+    println!("folder={}", folder.display());
+}
+
+#[test]
+fn the_folder_lies_with_the_users_state_then_at_run_time_then_anywhere() {
+    let base = folder();
+    let base = base.path().canonicalize().expect("exists");
+    let (home, state, runtime) = (base.join("home"), base.join("state"), base.join("runtime"));
+    for folder in [&home, &state, &runtime] {
+        fs::create_dir(folder).expect("created");
+    }
+    let all = [("HOME", &*home), ("XDG_STATE_HOME", &*state), ("XDG_RUNTIME_DIR", &*runtime), ("TMPDIR", &*base)];
+    assert_eq!(folder_with(&all), state.join("symmalloc"));
+    assert_eq!(folder_with(&[all[0], all[2], all[3]]), home.join(".local/state/symmalloc"));
+    set_mode(&state, 0o777);
+    assert_eq!(folder_with(&all), runtime.join("symmalloc"));
+    set_mode(&runtime, 0o777);
+    let fresh = folder_with(&all);
+    assert_eq!((fresh.parent(), mode(&fresh)), (Some(&*base), 0o700));
+    assert_ne!(folder_with(&[all[3]]), fresh, "a name that nobody can predict");
+}
