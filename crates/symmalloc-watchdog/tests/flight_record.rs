@@ -208,3 +208,21 @@ fn a_rank_without_a_record_is_named() {
     assert_eq!(differ[0], Finding::RanksDiffer { said: vec![(2, vec![0]), (3, vec![1])] });
     assert_eq!(differ[0].to_string(), "the records do not agree on the number of ranks: 2 on rank 0; 3 on rank 1");
 }
+
+#[cfg(unix)]
+#[test]
+fn a_planted_link_does_not_lead_a_record_to_another_file() {
+    use std::os::unix::fs::{MetadataExt, symlink};
+    let folder = tempdir().expect("a folder");
+    let record = FlightRecord::new("node7".to_owned(), "asked for".to_owned(), Vec::new());
+    let (victim, path) = (folder.path().join("victim"), folder.path().join("record.json"));
+    fs::write(&victim, "precious").expect("written");
+    for name in ["record.json".to_owned(), format!("record.json.{}.part", std::process::id())] {
+        symlink(&victim, folder.path().join(name)).expect("planted");
+    }
+    record.write(&path).expect("written");
+    assert_eq!(fs::read(&victim).expect("kept"), b"precious");
+    let written = fs::symlink_metadata(&path).expect("written");
+    assert_eq!((written.is_file(), written.mode() & 0o777), (true, 0o600));
+    assert_eq!(FlightRecord::read(&path).expect("whole"), record);
+}
