@@ -112,7 +112,7 @@ static KEYS: [Key; 41] = {
         key!("history_ops", Count, Allocator),
         key!("garbage_collection_threshold", Anything, Never(KeyRefusal::LocalAge)),
         key!("per_process_memory_fraction", Anything, FRACTION),
-        key!("throw_on_cudamalloc_oom", Anything, FRACTION),
+        key!("throw_on_cudamalloc_oom", Anything, Nothing(IgnoredReason::DeviceTotal)),
         key!("expandable_segments_reserve", Anything, FRACTION),
         key!("expandable_segments_reserve_by_class", Anything, FRACTION),
         key!("graph_capture_record_stream_reuse", Anything, DRIVER),

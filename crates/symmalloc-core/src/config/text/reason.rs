@@ -45,6 +45,11 @@ pub enum IgnoredReason {
         "it is a share of the device's memory, which is not the same everywhere; state bytes with total_limit_mb or range_mb"
     )]
     DeviceFraction,
+    /// It refuses by the total memory of the device, which may differ from rank to rank.
+    #[error(
+        "it refuses by the total memory of the device, which is not the same everywhere; total_limit_mb refuses by stated bytes"
+    )]
+    DeviceTotal,
     /// It is for other segments than the ones chosen.
     #[error("it is for fixed segments, but expandable ones are chosen")]
     OtherSegments,

@@ -239,12 +239,12 @@ fn parse_number(key: &'static str, digits: Word<'_>, max: u64, allowed: &'static
 /// One number for all sizes, or a list as `[256:1,512:2,1024:4,>:8]`: PyTorch's index rule.
 ///
 /// Sizes are MiB and powers of two; entry `s:d` sets the divisions of sizes from s MiB up to 2 s MiB, the first entry
-/// also those of all smaller sizes, and `>:d` those of all sizes beyond the entry before it. Sizes between two entries
+/// also those of all smaller sizes, and `>:d` those of all sizes beyond the entry before it, or of all sizes if it comes first. Sizes between two entries
 /// that are not neighbours stay without rounding.
 fn parse_divisions(key: &'static str, value: Word<'_>) -> Result<RoundupPower2Divisions, ConfigTextError> {
     const LIST: &str = "a power of two, or a list of MiB:DIVISIONS as in [256:1,512:2,1024:4,>:8]";
     const DIVISIONS: &str = "divided into zero or a power of two of steps";
-    const SIZE: &str = "listed by sizes in MiB that are powers of two, and a `>` after them";
+    const SIZE: &str = "listed by sizes in MiB that are powers of two, and a `>` for all beyond them";
     let refused = |offset, allowed| ConfigTextError::Value { offset, key, allowed };
     let divisions_of = |word: Word<'_>| match parse_number(key, word, 1 << 31, DIVISIONS)? {
         0 => Ok(0),
@@ -265,8 +265,7 @@ fn parse_divisions(key: &'static str, value: Word<'_>) -> Result<RoundupPower2Di
         let (size, divisions) = pair.split_at_first(|c| c == ':').ok_or_else(|| refused(pair.offset, LIST))?;
         let divisions = divisions_of(divisions)?;
         if size.text == ">" {
-            let last = last.ok_or_else(|| refused(size.offset, SIZE))?;
-            by_size[last + 1..].fill(divisions);
+            by_size[last.map_or(0, |last| last + 1)..].fill(divisions);
         } else {
             let mebibytes = parse_number(key, size, u64::MAX, SIZE)?;
             if !mebibytes.is_power_of_two() {
