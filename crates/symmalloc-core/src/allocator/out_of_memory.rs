@@ -5,9 +5,11 @@ use super::gate::Gate;
 use super::pool::{HeapCell, Pool};
 use super::recorder::RecordingEnd;
 use super::request::{Request, Retry};
-use crate::config::Reclaim;
-use crate::config::errors::{AllocateError, LimitScope, OutOfMemory, OutOfMemoryCause, PoolSleeps, UnknownError};
+use crate::config::errors::{
+    AllocateError, LimitScope, OutOfMemory, OutOfMemoryCause, PoolSleeps, Remedy, UnknownError,
+};
 use crate::config::op::{Op, Refusal};
+use crate::config::{PoolConfig, Reclaim, SegmentPolicy};
 use crate::heap::trim::Released;
 use crate::heap::{Heap, Shortage};
 use crate::sync::lock::{Lock, LockCell};
@@ -156,7 +158,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         missing_bytes: u64,
         cause: OutOfMemoryCause,
     ) -> OutOfMemory {
-        let allocated_bytes = entry.heaps().map(|heap| heap.lock().usage().allocated_bytes()).sum();
+        let allocated_bytes: u64 = entry.heaps().map(|heap| heap.lock().usage().allocated_bytes()).sum();
+        let free_bytes = entry.budget.reserved_bytes().saturating_sub(allocated_bytes);
+        let heap = heap.lock();
+        let free_in_heap_bytes = heap.mapped_bytes().saturating_sub(heap.usage().allocated_bytes());
         OutOfMemory {
             pool: request.pool,
             stream: request.stream,
@@ -164,7 +169,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             missing_bytes,
             reserved_bytes: entry.budget.reserved_bytes(),
             allocated_bytes,
-            largest_free_bytes: heap.lock().largest_free_bytes(),
+            largest_free_bytes: heap.largest_free_bytes(),
+            remedy: remedy(&entry.config, request, free_bytes, free_in_heap_bytes),
             cause,
         }
     }
@@ -192,6 +198,20 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         );
         AllocateError::OutOfMemory(Box::new(error))
     }
+}
+
+/// The remedy for a pool with these free bytes, some of them in the heap that is asked.
+fn remedy(config: &PoolConfig, request: Request, free_bytes: u64, free_in_heap_bytes: u64) -> Option<Remedy> {
+    if free_bytes < request.size_bytes {
+        return None;
+    }
+    let can_stitch = !config.symmetric() && config.stitching().is_none() && !config.has_quota();
+    Some(match config.segments() {
+        _ if free_in_heap_bytes < request.size_bytes => Remedy::ShareStreams { free_bytes },
+        SegmentPolicy::Fixed(fixed) if !fixed.unsplit => Remedy::Expand { free_bytes },
+        SegmentPolicy::Expandable(_) if can_stitch => Remedy::Stitch { free_bytes },
+        _ => Remedy::Trim { free_bytes },
+    })
 }
 
 /// The digest says that the request was refused, and so does the recording.

@@ -143,7 +143,7 @@ pub type ReserveError = AllocateError;
     Amount(*reserved_bytes),
     Amount(*allocated_bytes),
     Amount(*largest_free_bytes),
-    self.in_pieces()
+    self.remedy.map_or_else(String::new, |remedy| remedy.to_string())
 )]
 #[non_exhaustive]
 pub struct OutOfMemory {
@@ -161,6 +161,8 @@ pub struct OutOfMemory {
     pub allocated_bytes: u64,
     /// Bytes of the largest free block that the request could have used.
     pub largest_free_bytes: u64,
+    /// The way to make use of free memory of the pool. `None` where it has less than the request.
+    pub remedy: Option<Remedy>,
     /// What stood in the way.
     pub cause: OutOfMemoryCause,
 }
@@ -201,15 +203,34 @@ pub enum OutOfMemoryCause {
     Driver(BackendError),
 }
 
-impl OutOfMemory {
-    /// What to do where the pool has enough in all, but not in one piece.
-    fn in_pieces(&self) -> String {
-        let free_bytes = self.reserved_bytes - self.allocated_bytes;
-        if free_bytes < self.requested_bytes {
-            return String::new();
-        }
-        format!("; {} are free in pieces: try expandable segments, or trim at a quiet point", Amount(free_bytes))
-    }
+/// A way to make use of memory of a pool that has enough free bytes for a request, and does not have them where the request needs them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum Remedy {
+    /// Other streams' heaps have them.
+    #[error("; {} are free in heaps of other streams: try `streams:shared`, or trim at a quiet point", Amount(*free_bytes))]
+    ShareStreams {
+        /// Free bytes of the pool.
+        free_bytes: u64,
+    },
+    /// They lie in several fixed segments, or in several pieces of them.
+    #[error("; {} are free in pieces: try expandable segments, or trim at a quiet point", Amount(*free_bytes))]
+    Expand {
+        /// Free bytes of the pool.
+        free_bytes: u64,
+    },
+    /// They lie in several pieces of an expandable segment.
+    #[error("; {} are free in pieces: try `stitching:true`, or trim at a quiet point", Amount(*free_bytes))]
+    Stitch {
+        /// Free bytes of the pool.
+        free_bytes: u64,
+    },
+    /// They lie in several pieces of segments that can be neither expanded nor stitched.
+    #[error("; {} are free in pieces: trim at a quiet point, or allocate what lives long first", Amount(*free_bytes))]
+    Trim {
+        /// Free bytes of the pool.
+        free_bytes: u64,
+    },
 }
 
 /// Why a call with a handle (or a pointer) failed. Nothing changed.
