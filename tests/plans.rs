@@ -1,9 +1,10 @@
 //! Steps that follow plans: what is placed where, what a difference does, and what is learned.
 
 use proptest::prelude::*;
-use symmalloc_core::config::{Config, PlanPolicy, PoolConfig};
+use symmalloc_core::backend::Backend;
+use symmalloc_core::config::{Config, FixedSegments, PlanPolicy, PoolConfig, SegmentPolicy};
 use symmalloc_core::lock::Exclusive;
-use symmalloc_core::plans::{Plan, PlanError, PlannedAllocation, StepAllocation};
+use symmalloc_core::plans::{Plan, PlanError, PlannedAllocation, StepAllocation, Steps};
 use symmalloc_core::restore::{LayoutError, RestoreError};
 use symmalloc_core::units::MIB;
 use symmalloc_core::{Allocator, PoolId, Retry};
@@ -117,4 +118,33 @@ fn a_failure_callback_may_use_the_pool_whose_plan_has_no_memory() {
     assert!(allocator.plans(PoolId::DEFAULT).expect("it is there").is_empty());
     assert_eq!(allocator.stats().usage.all.allocations.allocated, 1, "the callback was asked once");
     allocator.check().expect("nothing is left half done");
+}
+
+/// A pool that rounds sizes to the device's granules plans with those sizes: by itself, and for a plan that is handed over.
+#[test]
+fn plans_of_an_unsplit_pool_round_to_granules() {
+    let fixed = FixedSegments { unsplit: true, ..FixedSegments::default() };
+    for learns in [PlanPolicy::Learn, PlanPolicy::Off] {
+        let device = SimBackend::builder().build();
+        let pool = PoolConfig::builder().segments(SegmentPolicy::Fixed(fixed.clone())).plan(learns);
+        let pool = pool.build().expect("valid");
+        let config = Config::builder().default_pool(pool.clone()).build().expect("valid");
+        let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
+        let stream = allocator.register_stream().expect("few");
+        if learns == PlanPolicy::Off {
+            let wanted = StepAllocation { stream, requested_bytes: 4096, until: Some(2) };
+            let plan = Plan::solve(&pool, device.granularity_bytes(), Some(stream), 0, &[wanted; 2], Steps::default());
+            allocator.adopt_plan(PoolId::DEFAULT, plan.expect("a plan")).expect("its places do not overlap");
+        }
+        let mut last = None;
+        for _ in 0..4 {
+            allocator.begin_step(PoolId::DEFAULT, 0).expect("none is open");
+            let made = [(); 2].map(|()| allocator.allocate(PoolId::DEFAULT, stream, 4096).expect("there is memory"));
+            made.into_iter().for_each(|made| allocator.free(made.handle).expect("live"));
+            last = Some(allocator.end_step(PoolId::DEFAULT).expect("it is open"));
+        }
+        assert_eq!(last.expect("four steps").planned, 2, "{learns:?}");
+        let plans = allocator.plans(PoolId::DEFAULT).expect("it is there");
+        assert_eq!(plans[0].memory_bytes(&pool, device.granularity_bytes()), 4 * MIB, "{learns:?}");
+    }
 }

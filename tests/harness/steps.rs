@@ -401,7 +401,9 @@ impl<'a, 'd, L: Lock> Walk<'a, 'd, L> {
             let base = (segment, offset_bytes.checked_sub(from).expect("the memory begins in the segment"));
             assert_eq!(*model.base.get_or_insert(base), base, "step {number}: another place than the plan's");
         } else if let Some((memory, base)) = model.base.filter(|(memory, _)| *memory == segment) {
-            let size = model.plans.iter().map(|plan| plan.memory_bytes(self.scenario.config.default_pool())).max();
+            let config = self.scenario.config.default_pool();
+            let granularity_bytes = self.allocator.backend().granularity_bytes();
+            let size = model.plans.iter().map(|plan| plan.memory_bytes(config, granularity_bytes)).max();
             let is_outside = offset_bytes + allocation.size_bytes <= base || base + size.unwrap_or(0) <= offset_bytes;
             assert!(is_outside, "step {number}: placed in the memory of plans, in segment {memory}");
         }
@@ -418,8 +420,9 @@ impl<'a, 'd, L: Lock> Walk<'a, 'd, L> {
             if wanted.is_empty() {
                 continue;
             }
-            let plan =
-                Plan::solve(self.scenario.config.default_pool(), step.key, heap, &wanted, BUDGET).expect("a plan");
+            let config = self.scenario.config.default_pool();
+            let granularity_bytes = self.allocator.backend().granularity_bytes();
+            let plan = Plan::solve(config, granularity_bytes, heap, step.key, &wanted, BUDGET).expect("a plan");
             self.allocator.adopt_plan(POOL, plan).expect("there is memory");
             self.allocator.check().expect("sound with a plan");
         }

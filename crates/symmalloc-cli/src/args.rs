@@ -147,7 +147,8 @@ JSON: schema_version, trace, picture, ops, op (that the map shows), refused (all
 ({peak_bytes, op}), heaps ([{pool, stream, live, allocated, reserved}]; stream is null where streams share), and with
 --beside: beside ({trace, placements: recorded or replayed, allocs, differing_placements, differing_live}), and with
 --plan: plan ({file, reserved}); with --share: trace, picture, refused, peak_live_bytes, and what is reserved at the peak over five
-passes: pytorch_bytes (model), symmalloc_bytes, planned_bytes (null where there is nothing to plan).
+passes: pytorch_bytes (model), symmalloc_bytes, planned_bytes (null where there is no plan), no_plan (the reason, or null where
+there is nothing to plan). Refused are then the requests in all passes.
 
 Exit codes: 0 fine, 2 bad input.";
 
@@ -163,9 +164,10 @@ JSON: schema_version, trace, report, ops, op (of holders and fragmentation), ref
 recording began), recorded_reserved (by the recorded allocator: null, or {peak_bytes, is_exact}, else it was at least that), live, allocated, reserved ({peak_bytes, op}),
 steady_reserved_bytes, efficiency (peak live / that), holders ([{name, each_bytes?, allocations, requested_bytes}]: by name, or by size
 where name is null), free_bytes, largest_free_bytes, fragmentation (1 - largest / free),
-settings ([{settings, command, is_own, is_better, peak_reserved_bytes, refused, waits (of a stream for another, in a pass)}],
-least peak first), plan (what a plan would need, or null:
-{command, planned_bytes, efficiency}).
+settings ([{settings, command, is_own, is_better (it holds less and refuses no more), peak_reserved_bytes, refused (requests, in all
+passes), waits (of a stream for another, in a pass)}], least peak first), settings_impossible ([{settings, reason}]: the job stops
+under them), plan (what a plan would need, or null: {command, planned_bytes, efficiency, refused (in all passes)}), no_plan (the
+reason, or null).
 
 What settings and a plan take is the most over five passes; the pictures, and what holds memory, are of the first one.
 
@@ -197,13 +199,13 @@ JSON: an array with one object per job (with --one-job there is one job, and num
   waits, online_waits   waits of a stream for another one that reuse needs in a pass: planned, and without a plan
   refused, online_refused   requests that a limit refuses in all passes: planned, and without a plan
   plan                  the file that was written, or null
-and what to reserve without a plan; where a limit leaves no room for that, these are missing:
+and what to reserve without a plan; where a limit leaves no room for that, no_reservations says so, and these are missing:
   traces, margin_percent, settings (of the allocator and its default pool), lines (to paste into a trace), reserve_bytes,
   heaps ([{pool, stream, for_stream, segments, peak_live_bytes, grown_bytes (with nothing reserved), reserve_bytes}]; stream is
   null where streams share), holds (nothing is obtained after what is reserved), without and with (the reservations:
   {reserving, first_pass, second_pass: {memory_calls, registrations}, refused, peak_reserved_bytes})
 
-Exit codes: 0 fine, 3 what is reserved does not hold, 2 bad input, such as a limit below what the job needs.";
+Exit codes: 0 fine, 3 what is reserved does not hold, 2 bad input, such as a limit below what a plan needs.";
 
 const SIMULATE_EXAMPLES: &str = "\
 Examples:

@@ -146,10 +146,13 @@ fn as_planned(
     Ok((file, curve, memory))
 }
 
-/// A job over its ops; refused if nothing of it is selected.
+/// A job over its ops.
+///
+/// # Errors
+/// When nothing of it is selected. A job whose requests are all refused is shown empty.
 pub(crate) fn timeline_of(recorded: &Recorded, selection: Selection) -> Result<JobCurves, CliError> {
     let timeline = JobCurves::of(recorded, selection)?;
-    if timeline.heaps.is_empty() {
+    if timeline.heaps.is_empty() && timeline.refused == 0 {
         let all = JobCurves::of(recorded, Selection::default())?;
         let heaps = all.heaps.iter().map(|(owner, _)| heap_name(*owner)).collect();
         return Err(CliError::NothingToShow { path: recorded.path.clone(), heaps });

@@ -248,6 +248,14 @@ pub enum JobError {
         /// Why.
         error: StepError,
     },
+    /// Another pass cannot begin.
+    #[error("beginning another pass, on rank {rank}: {error}")]
+    Pass {
+        /// The rank.
+        rank: u32,
+        /// Why.
+        error: StepError,
+    },
     /// What the program left allocated cannot be freed.
     #[error("freeing what the job left, on rank {rank}: {error}")]
     Free {

@@ -106,6 +106,18 @@ pub(crate) fn told(error: &CliError) -> (String, Vec<String>, Option<String>) {
     (message, causes, error.help().map(Into::into))
 }
 
+/// Returns what went wrong, and because of what, in one line. A path in front is left out: the line stands where the file is known.
+pub(crate) fn reason(error: &CliError) -> String {
+    let (message, causes, _) = told(error);
+    let message = match error {
+        CliError::Job { path, .. } | CliError::NotPlanned { path, .. } | CliError::Contradictory { path, .. } => {
+            message.strip_prefix(&format!("{}: ", path.display())).map(str::to_owned).unwrap_or(message)
+        }
+        _ => message,
+    };
+    std::iter::once(message).chain(causes).collect::<Vec<_>>().join(": ")
+}
+
 /// Tells on stderr what went wrong, because of what, and what to do.
 pub(crate) fn report(error: &CliError) {
     let palette = Palette::of_stderr();

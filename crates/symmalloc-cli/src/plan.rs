@@ -27,6 +27,7 @@ use heap::HeapPlan;
 use reservations::ReservationPlan;
 use serde_json::{Value, json};
 use std::path::PathBuf;
+use symmalloc_core::op::Op;
 use symmalloc_import::rerun::Owner;
 use symmalloc_trace::plan::{PlanFile, to_text};
 
@@ -35,8 +36,8 @@ struct JobPlan<'a> {
     /// Its recordings: one, or those of all of its ranks.
     traces: &'a [PathBuf],
     figures: Figures,
-    /// `None` where a limit leaves no room for them, and a plan was asked for.
-    reservations: Option<ReservationPlan>,
+    /// What to reserve, or why nothing is: a limit or a range leaves no room.
+    reservations: Result<ReservationPlan, CliError>,
 }
 
 /// Plans each job. The verdict is `Differ` if a rank obtains memory in spite of what is reserved.
@@ -52,7 +53,7 @@ pub(crate) fn plan(args: &PlanArgs) -> Result<Verdict, CliError> {
     let mut verdict = Verdict::Agree;
     for traces in args.traces.chunks(ranks) {
         let plan = JobPlan::new(traces, args, &outputs)?;
-        if plan.reservations.as_ref().is_some_and(|reservations| !reservations.with.holds()) {
+        if plan.reservations.as_ref().is_ok_and(|reservations| !reservations.with.holds()) {
             verdict = Verdict::Differ;
         }
         if args.json {
@@ -83,9 +84,13 @@ impl<'a> JobPlan<'a> {
             });
         }
         let reservations = match ReservationPlan::new(&jobs, args) {
-            // The plan may fit where what best fit needs does not: that is what it is for.
-            Err(CliError::PlanBeyondLimit { .. } | CliError::PlanBeyondRange { .. }) if args.output.is_some() => None,
-            reservations => Some(reservations?),
+            // The job reuses memory that it gives back, or refuses requests, where what is reserved has to hold all at once.
+            Err(error @ (CliError::PlanBeyondLimit { .. } | CliError::PlanBeyondRange { .. }))
+                if outputs.reservations.is_none() =>
+            {
+                Err(error)
+            }
+            reservations => Ok(reservations?),
         };
         let mut figures = Figures::default();
         for job in &jobs {
@@ -95,7 +100,7 @@ impl<'a> JobPlan<'a> {
                 write(job, &file, out)?;
             }
         }
-        if let (Some(out), Some(reservations)) = (&outputs.reservations, &reservations) {
+        if let (Some(out), Ok(reservations)) = (&outputs.reservations, &reservations) {
             reservations.write(&jobs[0], out)?;
         }
         Ok(JobPlan { traces, figures, reservations })
@@ -103,7 +108,10 @@ impl<'a> JobPlan<'a> {
 }
 
 fn write(job: &Recorded, file: &PlanFile, out: &Destination) -> Result<(), CliError> {
-    if file.plans().next().is_none() {
+    // Without steps, a job that keeps all of its memory while its pools sleep has a file of configurations alone.
+    let takes_memory = |op: &Op| matches!(op, Op::Allocate { size_bytes: 1.., .. });
+    let can_do_without = !job.program().has_steps() && job.program().ops().iter().any(takes_memory);
+    if file.plans().next().is_none() && !can_do_without {
         return Err(CliError::NothingToPlan { path: job.path.clone() });
     }
     out.write(to_text(file).as_bytes())
@@ -149,7 +157,13 @@ fn object(args: &PlanArgs, plan: &JobPlan<'_>) -> Value {
         "online_refused": figures.online_refused,
         "plan": args.output.as_ref().map(|path| path.display().to_string()),
     });
-    let Some(reservations) = &plan.reservations else { return object };
+    let reservations = match &plan.reservations {
+        Ok(reservations) => reservations,
+        Err(error) => {
+            object["no_reservations"] = error.to_string().into();
+            return object;
+        }
+    };
     let heap = |(owner, heap): (&Owner, &HeapPlan)| {
         json!({
             "pool": owner.pool.0,

@@ -22,6 +22,8 @@ pub(crate) use follow::follow;
 use crate::args::PolicyArgs;
 use crate::error::CliError;
 use crate::job::{JobError, Steady};
+use crate::output::reason;
+use crate::quantity::counted;
 use crate::recorded::Recorded;
 use std::sync::Arc;
 use std::time::Instant;
@@ -30,6 +32,7 @@ use symmalloc_core::config::{Config, StreamPolicy};
 use symmalloc_core::op::Op;
 use symmalloc_core::plans::{Plan, PlanError, Steps};
 use symmalloc_trace::plan::PlanFile;
+use symmalloc_trace::replay::StepError;
 
 /// A job's plans, and what following them takes.
 pub(crate) struct PlannedJob {
@@ -44,7 +47,7 @@ impl PlannedJob {
     /// Plans a job. Its default pool's streams share, unless the recording or the flags say how it is configured.
     ///
     /// # Errors
-    /// When the job cannot be carried out or planned, or a limit leaves no room for its plans.
+    /// When the job cannot be planned, or cannot be carried out as planned. Without a plan it may well be.
     pub(crate) fn of(recorded: &Recorded, policy: &PolicyArgs) -> Result<Self, CliError> {
         let config = config_of(recorded, policy)?;
         let begun = Instant::now();
@@ -54,8 +57,21 @@ impl PlannedJob {
         follow::adopt(&file, recorded.job.stream_count()).map_err(|(pool, error)| refused(recorded, pool, error))?;
         let file = Arc::new(file);
         let followed = recorded.job.steady(file.config(), Some(&file));
-        let failed = |source: JobError| CliError::Job { path: recorded.path.clone(), source };
-        Ok(PlannedJob { followed: followed.map_err(failed)?, file, seconds })
+        Ok(PlannedJob { followed: followed.map_err(|error| not_followed(recorded, error))?, file, seconds })
+    }
+
+    /// Plans a job for a comparison with what it does without a plan, in which `own_refused` requests are refused. `None` where there is
+    /// nothing to plan.
+    ///
+    /// # Errors
+    /// The reason, in a sentence, why there is no plan, or none that serves as many requests.
+    pub(crate) fn of_use(recorded: &Recorded, policy: &PolicyArgs, own_refused: u64) -> Result<Option<Self>, String> {
+        let planned = PlannedJob::of(recorded, policy).map_err(|error| reason(&error))?;
+        let refused = planned.followed.refused;
+        if refused > own_refused {
+            return Err(format!("with one, {} are refused, and {own_refused} without", counted(refused, "request")));
+        }
+        Ok((planned.plan_count() > 0).then_some(planned))
     }
 
     /// Bytes of memory that the plans place in. Those of one heap share it.
@@ -92,11 +108,27 @@ fn solved(recorded: &Recorded, config: Config) -> Result<PlanFile, CliError> {
     let mut file = draft::empty(recorded, config)?;
     for step in steps::of(recorded.program(), &file) {
         let config = file.pool_config(step.pool).expect("steps are of pools of the file");
-        let plan = Plan::solve(config, step.key, step.stream, &step.wanted, Steps::default());
+        let plan = Plan::solve(config, draft::GRANULE_BYTES, step.stream, step.key, &step.wanted, Steps::default());
         let plan = plan.map_err(|error| refused(recorded, step.pool, error))?;
         file.add_plan(step.pool, plan).map_err(|source| draft::contradicts(recorded, source))?;
     }
     draft::with_exact_segments(recorded, &file)
+}
+
+/// The error of a job that stops when it follows its plan. A pool adopts its plans when the program makes it.
+fn not_followed(recorded: &Recorded, error: JobError) -> CliError {
+    match error {
+        JobError::Plan { error: StepError::Plan(source), .. } => refused(recorded, PoolId::DEFAULT, source),
+        JobError::Step { op, error: StepError::Plan(source), .. } => {
+            let made = recorded.program().ops().get(op);
+            let pool = made.map_or(PoolId::DEFAULT, |op| match op {
+                Op::CreatePool { pool, .. } => *pool,
+                _ => PoolId::DEFAULT,
+            });
+            refused(recorded, pool, source)
+        }
+        source => CliError::Job { path: recorded.path.clone(), source },
+    }
 }
 
 fn refused(recorded: &Recorded, pool: PoolId, source: PlanError) -> CliError {

@@ -19,6 +19,7 @@ use crate::chart::{op_of, peak, timeline_of};
 use crate::content::Content;
 use crate::destination::Destination;
 use crate::error::CliError;
+use crate::job::Steady;
 use crate::output::{self, Palette};
 use crate::picture::Selection;
 use crate::picture::memory::{BlockState, DrawnBlock, Memory};
@@ -30,7 +31,7 @@ use holders::Holder;
 use recorded_reserved::RecordedReserved;
 use serde::Serialize;
 use serde_json::{Value, json};
-use settings::Trial;
+use settings::{ImpossibleTrial, Trial};
 use std::path::Path;
 
 /// What was found out about a job.
@@ -41,20 +42,33 @@ struct Findings<'a> {
     memory: Memory,
     holders: Vec<Holder>,
     trials: Vec<Trial>,
-    /// `None` where there is nothing to plan.
-    planned: Option<PlanTrial>,
+    /// Settings under which the job cannot be carried out.
+    impossible: Vec<ImpossibleTrial>,
+    planned: PlanOutcome,
     /// What the recorded allocator held.
     recorded_reserved: Option<RecordedReserved>,
 }
 
-/// What a plan of the job would need.
+/// The outcome of planning the job.
+#[derive(Clone, Debug, PartialEq)]
+enum PlanOutcome {
+    Planned(PlanTrial),
+    /// There is nothing to plan.
+    Empty,
+    /// There is no plan, for this reason.
+    Failed(String),
+}
+
+/// The needs of a plan of the job.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 struct PlanTrial {
-    /// Writes it.
+    /// The command that writes the plan.
     command: String,
     planned_bytes: u64,
     /// Peak live over that.
     efficiency: f64,
+    /// Requests that are refused in all passes.
+    refused: u64,
 }
 
 /// Free memory, and how much of it is in one piece.
@@ -100,10 +114,12 @@ fn make(args: &ReportArgs, tell: impl FnOnce(&Findings<'_>) -> Result<(), CliErr
     let op = op_of(args.op, &recorded, &timeline)?;
     let memory = Memory::replayed(&recorded, op, Selection::default())?;
     let holders = holders::of(&memory);
-    let trials = settings::trials(&recorded, &args.reading)?;
-    let planned = plan_trial(&recorded, args)?;
+    let (trials, impossible) = settings::trials(&recorded, &args.reading)?;
+    let own_refused = trials.iter().find(|trial| trial.is_own).map_or(0, |own| own.refused);
+    let planned = PlanOutcome::of(&recorded, args, own_refused);
     let recorded_reserved = RecordedReserved::of(&recorded);
-    let findings = Findings { recorded: &recorded, timeline, memory, holders, trials, planned, recorded_reserved };
+    let findings =
+        Findings { recorded: &recorded, timeline, memory, holders, trials, impossible, planned, recorded_reserved };
     let page = page::html(&findings);
     out.write(page.as_bytes())?;
     tell(&findings)
@@ -117,18 +133,31 @@ pub(crate) fn check_name(output: &Path) -> Result<(), CliError> {
     Err(CliError::UnknownPage { path: output.to_path_buf() })
 }
 
-/// Plans the job. What a limit leaves no room for is no plan.
-fn plan_trial(recorded: &Recorded, args: &ReportArgs) -> Result<Option<PlanTrial>, CliError> {
-    let planned = match PlannedJob::of(recorded, &args.policy) {
-        Err(CliError::NotPlanned { .. }) => return Ok(None),
-        planned => planned?,
-    };
-    let path = settings::quoted(&args.input.to_string_lossy());
-    let command = format!("symmalloc plan {path}{}{} -o job.plan", args.reading.flags(), args.policy.flags());
-    let peaks = planned.followed.peaks;
-    let efficiency = (peaks.efficiency() * 1e6).round() / 1e6;
-    let trial = PlanTrial { command, planned_bytes: peaks.reserved_bytes, efficiency };
-    Ok((planned.plan_count() > 0).then_some(trial))
+impl PlanOutcome {
+    /// Plans the job. The page does without a plan, whatever the planner says.
+    fn of(recorded: &Recorded, args: &ReportArgs, own_refused: u64) -> Self {
+        match PlannedJob::of_use(recorded, &args.policy, own_refused) {
+            Err(reason) => PlanOutcome::Failed(reason),
+            Ok(None) => PlanOutcome::Empty,
+            Ok(Some(planned)) => {
+                let path = settings::quoted(&args.input.to_string_lossy());
+                let command =
+                    format!("symmalloc plan {path}{}{} -o job.plan", args.reading.flags(), args.policy.flags());
+                let Steady { peaks, refused, .. } = planned.followed;
+                let efficiency = (peaks.efficiency() * 1e6).round() / 1e6;
+                PlanOutcome::Planned(PlanTrial { command, planned_bytes: peaks.reserved_bytes, efficiency, refused })
+            }
+        }
+    }
+
+    fn trial(&self) -> Option<&PlanTrial> {
+        if let PlanOutcome::Planned(trial) = self { Some(trial) } else { None }
+    }
+
+    /// The reason why there is no plan.
+    fn failure(&self) -> Option<&str> {
+        if let PlanOutcome::Failed(reason) = self { Some(reason) } else { None }
+    }
 }
 
 impl Fragmentation {
@@ -194,7 +223,9 @@ impl Findings<'_> {
             "largest_free_bytes": largest_free_bytes,
             "fragmentation": fragmentation,
             "settings": self.trials.iter().map(|trial| self.setting(trial)).collect::<Vec<_>>(),
-            "plan": self.planned,
+            "settings_impossible": self.impossible,
+            "plan": self.planned.trial(),
+            "no_plan": self.planned.failure(),
         })
     }
 
@@ -223,8 +254,12 @@ impl Findings<'_> {
             let cost = self.cost(best).map_or_else(String::new, |cost| format!(", at the price of {cost}"));
             out += &format!("least with {}: {} reserved{cost}\n", best.settings, memory(best.peak_reserved_bytes));
         }
-        if let Some(PlanTrial { planned_bytes, command, .. }) = &self.planned {
-            out += &format!("with a plan: {} reserved ({command})\n", memory(*planned_bytes));
+        match &self.planned {
+            PlanOutcome::Planned(PlanTrial { planned_bytes, command, .. }) => {
+                out += &format!("with a plan: {} reserved ({command})\n", memory(*planned_bytes));
+            }
+            PlanOutcome::Failed(reason) => out += &format!("no plan: {reason}\n"),
+            PlanOutcome::Empty => {}
         }
         let trials = count(self.trials.len());
         out + &format!("{trials} settings tried; written to {}\n", args.output.display())

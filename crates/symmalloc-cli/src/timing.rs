@@ -26,7 +26,7 @@ pub fn nanoseconds_per_op(job: &Job, config: &Config, options: &Options) -> Resu
     };
     let mut times = Vec::new();
     for _ in 0..options.passes.get() {
-        replay.begin_pass().map_err(not_followed)?;
+        replay.begin_pass().map_err(|error| JobError::Pass { rank: 0, error })?;
         let start = Instant::now();
         for op in program.ops() {
             let _ = black_box(replay.step(op));

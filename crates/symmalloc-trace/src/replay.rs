@@ -4,8 +4,13 @@
 //! many ranks can share one and each keeps a dense table of handles. A [`Replay`] is one rank's run of it: a test, a fuzz
 //! input, a benchmark and a recorded job all run through here.
 //!
-//! A run may follow [plans](crate::plan). Each [pass](Replay::begin_pass) of the program is then a step of every pool, unless the
-//! program says itself where its steps begin and end.
+//! A run may follow [plans](crate::plan), in pools that are configured as the plans say. Each [pass](Replay::begin_pass) of the
+//! program is then a step of every pool, unless the program says itself where its steps begin and end. A pool does not sleep in a step,
+//! so a pass of a pool that sleeps is several steps, whose keys are 0, 1, 2, ...:
+//!
+//! ```text
+//! pass   ├──── key 0 ────┤ sleep   wake ├──── key 1 ────┤
+//! ```
 
 mod error;
 
@@ -21,6 +26,7 @@ use symmalloc_core::lock::Lock;
 use symmalloc_core::op::{Op, Pending, Record};
 use symmalloc_core::plans::PlanError;
 use symmalloc_core::restore::{RestoreError, RevivedPlace};
+use symmalloc_core::sleep::{Phase, SleepCause, SleepError};
 use symmalloc_core::{Allocation, Handle};
 
 /// Ops with dense allocation ids.
@@ -133,6 +139,8 @@ pub struct Replay<'a, B: Backend, L: Lock> {
     observers: Vec<Option<ObserverId>>,
     /// The allocator's pools with a step that has begun and not ended.
     open_steps: Vec<PoolId>,
+    /// By the allocator's pool: how often it slept in this pass.
+    sleeps: BTreeMap<PoolId, u64>,
     plans: Option<Following<'a>>,
     /// Allocations that went where a plan says, in steps that ended.
     planned: u64,
@@ -157,6 +165,7 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
             pools: vec![Some(PoolId::DEFAULT)],
             observers: Vec::new(),
             open_steps: Vec::new(),
+            sleeps: BTreeMap::new(),
             plans: None,
             planned: 0,
         }
@@ -181,11 +190,18 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         Ok(replay)
     }
 
-    /// The program begins once more. Without plans nothing has to be done for that.
+    /// Begins the program once more. Call it before every pass. A pool that the pass before left asleep wakes; where a limit leaves no
+    /// room for that, the free memory of all pools goes back first.
     ///
     /// # Errors
-    /// When a step of the default pool is open.
+    /// When a step of the default pool is open, or a pool does not wake.
     pub fn begin_pass(&mut self) -> Result<(), StepError> {
+        for pool in std::mem::take(&mut self.sleeps).into_keys() {
+            // A pool that was destroyed does not sleep any more.
+            if matches!(self.allocator.phase(pool), Ok(Phase::Asleep | Phase::Failed)) {
+                self.wake_for_pass(pool)?;
+            }
+        }
         self.begin_step_of_pass(PoolId::DEFAULT)
     }
 
@@ -205,9 +221,28 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         file.plans_of(planned).try_for_each(|plan| self.allocator.adopt_plan(pool, plan.clone()))
     }
 
+    fn wake_for_pass(&self, pool: PoolId) -> Result<(), StepError> {
+        match self.allocator.wake(pool) {
+            Err(SleepError { cause: SleepCause::Memory { .. }, .. }) => {
+                self.allocator.trim(None)?;
+                self.allocator.wake(pool)?;
+            }
+            woken => drop(woken?),
+        }
+        Ok(())
+    }
+
     fn begin_step_of_pass(&mut self, pool: PoolId) -> Result<(), StepError> {
-        if self.plans.is_some_and(|plans| plans.passes_are_steps) {
-            self.begin_step(pool, 0)?;
+        if self.plans.is_some_and(|plans| plans.passes_are_steps) && !self.open_steps.contains(&pool) {
+            let key = self.sleeps.get(&pool).copied().unwrap_or(0);
+            self.begin_step(pool, key)?;
+        }
+        Ok(())
+    }
+
+    fn end_step_of_pass(&mut self, pool: PoolId) -> Result<(), StepError> {
+        if self.plans.is_some_and(|plans| plans.passes_are_steps) && self.open_steps.contains(&pool) {
+            self.end_step(pool)?;
         }
         Ok(())
     }
@@ -288,7 +323,8 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
                 let made = match self.pools[pool.index()] {
                     Some(made) => made,
                     None => {
-                        let made = self.allocator.create_pool((**config).clone())?;
+                        let planned = self.plans.and_then(|plans| plans.file.pool_config(*pool));
+                        let made = self.allocator.create_pool(planned.unwrap_or(config).clone())?;
                         self.pools[pool.index()] = Some(made);
                         self.adopt_plans(*pool, made)?;
                         made
@@ -300,9 +336,7 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
             }
             Op::DestroyPool { pool } => {
                 let made = self.pool(*pool)?;
-                if self.plans.is_some_and(|plans| plans.passes_are_steps) {
-                    self.end_step(made)?;
-                }
+                self.end_step_of_pass(made)?;
                 self.allocator.destroy_pool(made)?;
                 self.pools[pool.index()] = None;
             }
@@ -327,9 +361,18 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
                 let pool = self.pool(*pool)?;
                 self.end_step(pool)?;
             }
-            // In steps, since an observed pool sleeps only so.
-            Op::Sleep { pool, contents } => drop(self.allocator.quiesce(self.pool(*pool)?, *contents)?.unmap()?),
-            Op::Wake { pool } => drop(self.allocator.wake(self.pool(*pool)?)?),
+            Op::Sleep { pool, contents } => {
+                let pool = self.pool(*pool)?;
+                self.end_step_of_pass(pool)?;
+                *self.sleeps.entry(pool).or_default() += 1;
+                // Not by `sleep`, which refuses a pool that is observed.
+                self.allocator.quiesce(pool, *contents)?.unmap()?;
+            }
+            Op::Wake { pool } => {
+                let pool = self.pool(*pool)?;
+                self.allocator.wake(pool)?;
+                self.begin_step_of_pass(pool)?;
+            }
             Op::Stay { pool, asked } => self.allocator.replay_stay(self.pool(*pool)?, *asked)?,
             Op::Observe { observer, pool } => {
                 if self.observers.len() <= observer.index() {

@@ -25,9 +25,9 @@ pub(super) fn share(
     let options = Options { ranks: NonZeroU32::MIN, ..Options::default() };
     let pytorch = recorded.job.replay_as_pytorch(Segments::Fixed, &options, &|| ()).map_err(failed)?;
     let ours = recorded.job.steady(&recorded.config, None).map_err(failed)?;
-    let planned = match PlannedJob::of(recorded, &args.policy) {
-        Err(CliError::NotPlanned { .. }) => None,
-        planned => Some(planned?).filter(|planned| planned.plan_count() > 0),
+    let (planned, no_plan) = match PlannedJob::of_use(recorded, &args.policy, ours.refused) {
+        Ok(planned) => (planned, None),
+        Err(reason) => (None, Some(reason)),
     };
     let planned_bytes = planned.map(|planned| planned.followed.peaks.reserved_bytes);
     let (pytorch_bytes, symmalloc_bytes) = (pytorch.peaks.reserved_bytes, ours.peaks.reserved_bytes);
@@ -54,11 +54,15 @@ pub(super) fn share(
             "pytorch_bytes": pytorch_bytes,
             "symmalloc_bytes": symmalloc_bytes,
             "planned_bytes": planned_bytes,
+            "no_plan": no_plan,
         }))?;
     } else {
         let mut text = String::new();
         for bar in &bars {
             text += &format!("{:<21}{:>10}\n", bar.label, memory(bar.bytes));
+        }
+        if let Some(reason) = no_plan {
+            text += &format!("no plan: {reason}\n");
         }
         output::print(&(text + &format!("written to {}\n", args.output.display())))?;
     }

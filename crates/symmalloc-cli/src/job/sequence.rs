@@ -46,7 +46,7 @@ impl Rule for Sequence<'_> {
         let own_waits = self.program.ops().iter().filter(|op| matches!(op, Op::Wait { .. })).count() as u64;
         for pass in 0..self.options.passes.get() {
             let waits_before = allocator.backend().calls().of(Call::Wait);
-            replay.begin_pass().map_err(|error| JobError::Plan { rank, error })?;
+            replay.begin_pass().map_err(|error| JobError::Pass { rank, error })?;
             let mut refused = BTreeSet::new();
             let mut allocation = 0;
             for (op, call) in self.program.ops().iter().enumerate() {

@@ -31,7 +31,7 @@ pub(crate) fn follow(
     let allocator = Allocator::<_, Exclusive>::new(IdleBackend::default(), file.config().clone());
     let allocator = allocator.map_err(|error| failed(error.into()))?;
     let mut replay = Replay::following(&allocator, program, file).map_err(not_followed)?;
-    replay.begin_pass().map_err(not_followed)?;
+    replay.begin_pass().map_err(|error| failed(JobError::Pass { rank: 0, error }))?;
     let mut curve = PlannedCurve::default();
     let mut memory = None;
     let (mut ids, mut addresses) = (BTreeMap::new(), BTreeMap::new());

@@ -66,6 +66,7 @@ pub(super) fn prove(program: &Program, config: &Config, rank: u32) -> Result<Pro
     let mut proof = Proof::default();
     let mut before = Counts::default();
     for pass in 0..2 {
+        replay.begin_pass().map_err(|error| JobError::Pass { rank, error })?;
         let mut refused = BTreeSet::new();
         for (number, op) in program.ops().iter().enumerate() {
             match (replay.step(op), op) {

@@ -15,10 +15,11 @@ pub(super) fn render(args: &PlanArgs, plan: &JobPlan<'_>, palette: Palette) -> S
         let _ = writeln!(out, "{}", palette.title(&path.display().to_string()));
     }
     out += &figures(args, plan);
-    if let Some(reservations) = &plan.reservations {
-        out += &reserved(plan.traces.len(), reservations, palette);
-    } else {
-        out += "\nWithout the plan the job needs more than its limits leave.\n";
+    match &plan.reservations {
+        Ok(reservations) => out += &reserved(plan.traces.len(), reservations, palette),
+        Err(error) => {
+            let _ = writeln!(out, "\nWithout a plan nothing can be reserved for the whole job: {error}.");
+        }
     }
     out
 }

@@ -144,7 +144,7 @@ fn note<B: Backend>(
 /// How a pool is while its size is sought: it grows as it needs, and gives nothing back.
 pub(super) fn growing(config: &PoolConfig) -> Result<PoolConfig, ConfigError> {
     let mut builder = config.to_builder().limit_bytes(None).release_threshold_bytes(None);
-    if !matches!(config.segments(), SegmentPolicy::Expandable(_)) {
+    if config.has_quota() || !matches!(config.segments(), SegmentPolicy::Expandable(_)) {
         builder = builder.expandable();
     }
     builder.build()

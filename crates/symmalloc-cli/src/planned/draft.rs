@@ -9,8 +9,8 @@ use symmalloc_core::units::MIB;
 use symmalloc_core::{PoolId, StreamId};
 use symmalloc_trace::plan::{PlanContradiction, PlanFile};
 
-/// What CUDA maps at least.
-const GRANULE_BYTES: u64 = 2 * MIB;
+/// The granularity of CUDA, in bytes.
+pub(super) const GRANULE_BYTES: u64 = 2 * MIB;
 
 /// A file with this configuration and the pools that the program makes, without plans.
 pub(super) fn empty(recorded: &Recorded, config: Config) -> Result<PlanFile, CliError> {
@@ -25,11 +25,15 @@ pub(super) fn empty(recorded: &Recorded, config: Config) -> Result<PlanFile, Cli
     Ok(file)
 }
 
-/// The same plans, of a job that allocates nothing beside them: each reserved pool has segments of the size that its largest heap needs.
+/// The same plans. Each reserved pool that allocates nothing beside them has segments of the size that its largest heap needs.
 pub(super) fn with_exact_segments(recorded: &Recorded, file: &PlanFile) -> Result<PlanFile, CliError> {
     let heaps = heaps(file);
+    let sleeps = |pool: PoolId| {
+        recorded.program().ops().iter().any(|op| matches!(op, Op::Sleep { pool: of, .. } if *of == pool))
+    };
     let exact = |pool: PoolId, config: &PoolConfig| {
-        let needed_bytes = heaps.iter().filter(|((of, _), _)| *of == pool).map(|(_, bytes)| *bytes).max();
+        let of_pool = heaps.iter().filter(|((of, _), _)| *of == pool && !sleeps(pool));
+        let needed_bytes = of_pool.map(|(_, bytes)| *bytes).max();
         match (config.segments(), needed_bytes) {
             (SegmentPolicy::Reserved { .. }, Some(bytes)) => {
                 config.to_builder().reserved(bytes.next_multiple_of(GRANULE_BYTES)).build()
@@ -55,7 +59,7 @@ pub(super) fn with_exact_segments(recorded: &Recorded, file: &PlanFile) -> Resul
 pub(super) fn heaps(file: &PlanFile) -> BTreeMap<(PoolId, Option<StreamId>), u64> {
     let mut heaps = BTreeMap::new();
     for (pool, plan) in file.plans() {
-        let bytes = plan.memory_bytes(file.pool_config(pool).expect("it has plans"));
+        let bytes = plan.memory_bytes(file.pool_config(pool).expect("it has plans"), GRANULE_BYTES);
         let most: &mut u64 = heaps.entry((pool, plan.stream())).or_default();
         *most = bytes.max(*most);
     }

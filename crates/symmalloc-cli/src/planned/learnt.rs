@@ -1,11 +1,14 @@
 //! Plans of a job that says where its steps begin and end: what its pools learn when it is repeated.
+//!
+//! They learn without limits, so that a plan has every request of its step. Whether it fits into the limits shows when it is
+//! adopted.
 
 use super::draft;
 use crate::error::CliError;
 use crate::job::JobError;
 use crate::recorded::Recorded;
 use std::collections::BTreeMap;
-use symmalloc_core::config::{Config, ConfigError, PlanPolicy, PoolConfig};
+use symmalloc_core::config::{Config, ConfigError, PlanPolicy, PoolConfig, SegmentPolicy};
 use symmalloc_core::lock::Exclusive;
 use symmalloc_core::op::{Op, Record};
 use symmalloc_core::plans::Plan;
@@ -21,7 +24,8 @@ const PASSES: u32 = 3;
 pub(super) fn plans(recorded: &Recorded, config: &Config) -> Result<PlanFile, CliError> {
     let mut file = draft::empty(recorded, config.clone())?;
     let failed = |source| CliError::Job { path: recorded.path.clone(), source };
-    let learning = learning(config.default_pool()).and_then(|pool| config.to_builder().default_pool(pool).build());
+    let learning = learning(config.default_pool());
+    let learning = learning.and_then(|pool| config.to_builder().limit_bytes(None).default_pool(pool).build());
     let learning = learning.map_err(|error| recorded.invalid(error))?;
     let program = program(recorded).map_err(|error| recorded.invalid(error))?;
     let device = SimBackend::builder().memory_bytes(u64::MAX).build();
@@ -35,12 +39,13 @@ pub(super) fn plans(recorded: &Recorded, config: &Config) -> Result<PlanFile, Cl
         }
     };
     for _ in 0..PASSES {
+        replay.begin_pass().map_err(|error| failed(JobError::Pass { rank: 0, error }))?;
         for (op, call) in program.ops().iter().enumerate() {
             if let Op::DestroyPool { pool } = call {
                 take(&replay, *pool);
             }
             match replay.step(call) {
-                // What a limit refuses without a plan may have room with one.
+                // A request that is larger than any segment, or that a quota refuses.
                 Ok(_) | Err(StepError::Allocate(_) | StepError::NotLive { .. }) => {}
                 Err(error) => return Err(failed(JobError::Step { rank: 0, op, error })),
             }
@@ -56,8 +61,16 @@ pub(super) fn plans(recorded: &Recorded, config: &Config) -> Result<PlanFile, Cl
     Ok(file)
 }
 
+/// The pool as it learns. A pool with a quota has no plans.
 fn learning(config: &PoolConfig) -> Result<PoolConfig, ConfigError> {
-    config.to_builder().plan(PlanPolicy::Learn).build()
+    if config.has_quota() {
+        return Ok(config.clone());
+    }
+    let builder = config.to_builder().plan(PlanPolicy::Learn).limit_bytes(None);
+    match config.segments() {
+        SegmentPolicy::Reserved { .. } => builder.expandable().build(),
+        _ => builder.build(),
+    }
 }
 
 /// The job with pools that learn.

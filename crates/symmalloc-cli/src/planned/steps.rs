@@ -1,5 +1,7 @@
-//! What each heap of a job is asked for, step by step. Where the program has no steps of its own, all of it is one step of every
-//! pool, and what it leaves is freed at its end.
+//! What each heap of a job is asked for, step by step.
+//!
+//! Where the program has no steps of its own, all of it is one step of every pool, and what it leaves is freed at its end. A sleep
+//! ends the step of its pool, and after the wake another one begins (see [`symmalloc_trace::replay`]).
 
 use std::collections::BTreeMap;
 use symmalloc_core::config::StreamPolicy;
@@ -21,26 +23,32 @@ pub(super) struct HeapStep {
 }
 
 /// The steps of a program, in the order in which they end, those of one pool in stream order. The file says whose streams share; what
-/// the program asks of pools that the file does not configure is left out.
+/// the program asks of pools that the file does not configure, or that have a quota, is left out.
 pub(super) fn of(program: &Program, file: &PlanFile) -> Vec<HeapStep> {
     let has_steps = program.has_steps();
     let mut steps = Vec::new();
     // By heap: the step that is open.
     let mut open: BTreeMap<(PoolId, Option<StreamId>), HeapStep> = BTreeMap::new();
+    // Of steps that are open, or that passes are.
     let mut keys: BTreeMap<PoolId, u64> = BTreeMap::new();
     let mut live: BTreeMap<AllocationId, ((PoolId, Option<StreamId>), usize)> = BTreeMap::new();
     for (number, op) in program.ops().iter().enumerate() {
         match *op {
             Op::BeginStep { pool, key } => drop(keys.insert(pool, key)),
-            Op::EndStep { pool } => {
-                keys.remove(&pool);
+            Op::EndStep { pool } | Op::Sleep { pool, .. } => {
+                if has_steps {
+                    keys.remove(&pool);
+                } else {
+                    *keys.entry(pool).or_default() += 1;
+                }
                 let ended: Vec<_> = open.keys().filter(|(of, _)| *of == pool).copied().collect();
                 steps.extend(ended.iter().filter_map(|heap| open.remove(heap)));
                 live.retain(|_, (heap, _)| heap.0 != pool);
             }
             Op::Allocate { id, pool, stream, size_bytes: requested_bytes @ 1.. } => {
-                let key = if has_steps { keys.get(&pool).copied() } else { Some(0) };
-                let (Some(key), Some(config)) = (key, file.pool_config(pool)) else { continue };
+                let key = keys.get(&pool).copied().or((!has_steps).then_some(0));
+                let config = file.pool_config(pool).filter(|config| !config.has_quota());
+                let (Some(key), Some(config)) = (key, config) else { continue };
                 let heap = (pool, (config.streams() != StreamPolicy::Shared).then_some(stream));
                 let step = open.entry(heap).or_insert_with(|| HeapStep {
                     pool,
@@ -70,5 +78,9 @@ pub(super) fn of(program: &Program, file: &PlanFile) -> Vec<HeapStep> {
         }
     }
     steps.extend(open.into_values());
+    if !has_steps {
+        // Nothing of a step is planned whose allocations all live on while the pool sleeps.
+        steps.retain(|step| step.wanted.iter().any(|wanted| wanted.until.is_some()));
+    }
     steps
 }

@@ -1,6 +1,6 @@
 //! The page of a report.
 
-use super::{Findings, Fragmentation, PlanTrial, RecordedReserved, Trial};
+use super::{Findings, Fragmentation, PlanOutcome, PlanTrial, RecordedReserved, Trial};
 use crate::beginning::lived_before;
 use crate::chart::{file_name, history_figure, map_figure};
 use crate::job::Options;
@@ -58,7 +58,7 @@ fn figures(findings: &Findings<'_>) -> Markup {
             }
             div { b { (format!("{:.1} %", findings.efficiency() * 100.0)) } "peak live" br; "of peak reserved" }
             @if findings.timeline.refused > 0 {
-                div { b { (count(findings.timeline.refused)) } "allocations refused" br; "by a limit" }
+                div { b { (count(findings.timeline.refused)) } "allocations refused" br; "in the first pass" }
             }
         }
     }
@@ -76,14 +76,16 @@ fn advice(findings: &Findings<'_>) -> Markup {
                     @if let Some(cost) = findings.cost(best) { ", at the price of " (cost) }
                     ". All settings that were tried stand below."
                 }
-                None => "None of the other settings that were tried holds less. They stand below.",
+                None => "None of the other settings that were tried is better. They stand below.",
             }
         }
-        @if let Some(PlanTrial { command, planned_bytes, efficiency }) = &findings.planned {
-            p {
+        @match &findings.planned {
+            PlanOutcome::Planned(PlanTrial { command, planned_bytes, efficiency, .. }) => p {
                 "Planned beforehand and followed, the job would need " (memory(*planned_bytes)) ", of which "
                 (format!("{:.1} %", efficiency * 100.0)) " is live at the peak. The plan is written by " code { (command) }
-            }
+            },
+            PlanOutcome::Failed(reason) => p { "There is no plan of this job: " (reason) "." },
+            PlanOutcome::Empty => {}
         }
     }
 }
@@ -167,8 +169,11 @@ fn settings(findings: &Findings<'_>) -> Markup {
         }
         (trials(findings, findings.recorded_reserved, std::iter::once(findings.own()).chain(better)))
         @if !others.is_empty() {
-            h2 { "Settings that hold no less" }
+            h2 { "Settings that are no better" }
             (trials(findings, None, others))
+        }
+        @for impossible in &findings.impossible {
+            p { "The job cannot be carried out with " code { (impossible.settings) } ": " (impossible.reason) "." }
         }
     }
 }
@@ -201,7 +206,7 @@ fn trials<'a>(
                         td.n data-of="peak reserved" { (memory(trial.peak_reserved_bytes)) }
                         td.n data-of="compared" {
                             (compared(trial.peak_reserved_bytes, findings.steady_bytes()))
-                            @if trial.refused > 0 { br; (count(trial.refused)) " refused" }
+                            @if trial.refused > 0 { br; (count(trial.refused)) " refused in all passes" }
                         }
                         td.n data-of="waits" { (count(trial.waits)) }
                     }

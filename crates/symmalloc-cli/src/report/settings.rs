@@ -3,6 +3,7 @@
 use crate::args::ReadingArgs;
 use crate::error::CliError;
 use crate::job::{Steady, keys};
+use crate::output::reason;
 use crate::progress::Progress;
 use crate::recorded::Recorded;
 use serde::Serialize;
@@ -22,7 +23,7 @@ pub(crate) struct Trial {
     /// Whether it is what the recording and the flags say.
     pub(super) is_own: bool,
     pub(super) peak_reserved_bytes: u64,
-    /// Allocations that a limit refuses in a pass.
+    /// Requests that a limit or a full segment refuses, in all passes.
     pub(super) refused: u64,
     /// Waits of a stream for another one that reuse of memory needs in a pass: each is a fence on the device.
     pub(super) waits: u64,
@@ -35,8 +36,23 @@ impl Trial {
     }
 }
 
-/// Tries the job's own settings and others, on all cores. Ascending by peak, the job's own among them.
-pub(super) fn trials(recorded: &Recorded, reading: &ReadingArgs) -> Result<Vec<Trial>, CliError> {
+/// A configuration under which the job stops.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub(super) struct ImpossibleTrial {
+    /// The configuration, as `--config` takes it.
+    pub(super) settings: String,
+    pub(super) reason: String,
+}
+
+/// Tries the job's own settings and others, on all cores. Returns the trials ascending by peak, the job's own among them, and the
+/// settings under which the job stops.
+///
+/// # Errors
+/// When the job stops under its own settings.
+pub(super) fn trials(
+    recorded: &Recorded,
+    reading: &ReadingArgs,
+) -> Result<(Vec<Trial>, Vec<ImpossibleTrial>), CliError> {
     let mut configs = vec![recorded.config.clone()];
     for config in candidates(&recorded.config, recorded.job.stream_count()) {
         if !configs.contains(&config) {
@@ -57,10 +73,17 @@ pub(super) fn trials(recorded: &Recorded, reading: &ReadingArgs) -> Result<Vec<T
             measured.extend(workers.into_iter().map(|worker| worker.join().expect("a rerun does not panic")));
         });
     }
-    let mut trials = Vec::new();
+    let (mut trials, mut impossible) = (Vec::new(), Vec::new());
     for (index, (config, measured)) in configs.iter().zip(measured).enumerate() {
-        let Steady { peaks, refused, passes, waits, .. } = measured?;
         let settings = text(config);
+        let Steady { peaks, refused, passes, waits, .. } = match measured {
+            // Other settings may need more than a limit leaves, for example to wake a pool.
+            Err(error) if index > 0 => {
+                impossible.push(ImpossibleTrial { settings, reason: reason(&error) });
+                continue;
+            }
+            measured => measured?,
+        };
         let command = format!(
             "symmalloc replay {}{} --ranks 1 --passes {passes} --config {}",
             quoted(&recorded.path.to_string_lossy()),
@@ -68,14 +91,13 @@ pub(super) fn trials(recorded: &Recorded, reading: &ReadingArgs) -> Result<Vec<T
             quoted(&settings)
         );
         let peak_reserved_bytes = peaks.reserved_bytes;
-        let refused = refused / u64::from(passes);
         trials.push(Trial { settings, command, is_own: index == 0, peak_reserved_bytes, refused, waits });
     }
     trials.sort_by_key(|trial| trial.peak_reserved_bytes);
-    Ok(trials)
+    Ok((trials, impossible))
 }
 
-/// Peak reserved bytes over all passes, and how many allocations are refused in them.
+/// Carries the job out several times under a configuration.
 fn measure(recorded: &Recorded, config: &Config) -> Result<Steady, CliError> {
     let steady = recorded.job.steady(config, None);
     steady.map_err(|source| CliError::Job { path: recorded.path.clone(), source })

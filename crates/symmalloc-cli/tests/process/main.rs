@@ -7,6 +7,7 @@ mod export;
 mod flights;
 mod import;
 mod manual;
+mod numbers;
 mod plan;
 mod replay;
 mod report;

@@ -267,10 +267,13 @@ impl<L: Lock> Heap<L> {
                 wanted.iter_mut().for_each(|it| it.until = it.until.filter(|until| *until <= count));
             }
         }
+        let granularity_bytes = bytes(self.rules.granule);
         let solve = |(key, wanted): (u64, Vec<StepAllocation>)| {
             let same = known.iter().find(|plan| plan.key() == key && wanted_of(plan) == wanted);
             let budget = learning_budget(wanted.len());
-            let solve = || Plan::solve(&self.config, key, self.identity.stream, &wanted, budget).map(Arc::new);
+            let solve = || {
+                Plan::solve(&self.config, granularity_bytes, self.identity.stream, key, &wanted, budget).map(Arc::new)
+            };
             same.map_or_else(solve, |same| Ok(Arc::clone(same)))
         };
         let plans = steps.into_iter().map(solve).collect::<Result<_, _>>().and_then(|plans| self.prepare(plans));

@@ -80,8 +80,8 @@ impl Plan {
         Ok(Plan { key, stream, allocations })
     }
 
-    /// Finds an offset for every allocation of a step that a plan can place, for a pool of this configuration: as low as the
-    /// search of `symmalloc-plan` finds in so many steps of its own.
+    /// Finds an offset for every allocation of a step that a plan can place, for a pool of this configuration on a backend of this
+    /// granularity: as low as the search of `symmalloc-plan` finds within `budget`. Blocks have the sizes that the pool gives them.
     ///
     /// # Determinism
     /// The plan is a function of the arguments: ranks that plan alike place alike.
@@ -90,12 +90,13 @@ impl Plan {
     /// As [`new`](Self::new), and when the sizes add up to more than can be counted.
     pub fn solve(
         config: &PoolConfig,
-        key: u64,
+        granularity_bytes: u64,
         stream: Option<StreamId>,
+        key: u64,
         wanted: &[StepAllocation],
         budget: Steps,
     ) -> Result<Self, PlanError> {
-        let rules = SizeRules::new(config, UNIT_BYTES);
+        let rules = SizeRules::new(config, granularity_bytes);
         let unplaced = |wanted: &StepAllocation| PlannedAllocation { wanted: *wanted, offset_bytes: None };
         let mut plan = Plan::new(key, stream, wanted.iter().map(unplaced).collect())?;
         let numbers: Vec<usize> = (0..wanted.len()).filter(|number| wanted[*number].until.is_some()).collect();
@@ -130,9 +131,9 @@ impl Plan {
         &self.allocations
     }
 
-    /// Bytes of memory that the plan needs in a pool of this configuration.
-    pub fn memory_bytes(&self, config: &PoolConfig) -> u64 {
-        let rules = SizeRules::new(config, UNIT_BYTES);
+    /// Returns the bytes of memory that the plan needs in a pool of this configuration on a backend of this granularity.
+    pub fn memory_bytes(&self, config: &PoolConfig, granularity_bytes: u64) -> u64 {
+        let rules = SizeRules::new(config, granularity_bytes);
         self.ends(&rules).max().unwrap_or(0)
     }
 

@@ -12,7 +12,7 @@
 //! let stream = StreamId(0);
 //! let wanted = |requested_bytes, until| StepAllocation { stream, requested_bytes, until: Some(until) };
 //! let step = [wanted(4 << 20, 2), wanted(512, 3), wanted(6 << 20, 3)];
-//! let solved = Plan::solve(config.default_pool(), 0, Some(stream), &step, Steps::default())?;
+//! let solved = Plan::solve(config.default_pool(), 2 << 20, Some(stream), 0, &step, Steps::default())?;
 //! let mut file = PlanFile::new(config);
 //! file.add_plan(PoolId::DEFAULT, solved)?;
 //! let text = plan::to_text(&file);

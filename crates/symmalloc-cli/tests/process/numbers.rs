@@ -1,0 +1,293 @@
+//! The numbers of `plan`, `report`, `chart --share` and `replay --plan`: they are right, and agree with each other, on small odd jobs.
+
+use crate::{Folder, symmalloc};
+use serde_json::Value;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+const MIB: u64 = 1 << 20;
+
+/// A job of the folder `tests/jobs`, where its story stands.
+fn job(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/jobs").join(name)
+}
+
+fn bytes(object: &Value, key: &str) -> u64 {
+    object[key].as_u64().unwrap_or_else(|| panic!("no {key} in {object}"))
+}
+
+/// The numbers of a job on which all commands agree.
+#[derive(Debug, PartialEq)]
+struct Numbers {
+    /// `None` where there is no plan.
+    planned_bytes: Option<u64>,
+    online_bytes: u64,
+    /// In all passes, without a plan.
+    refused: u64,
+}
+
+/// Runs every command on a job. Checks that all of them exit with 0 and agree.
+#[track_caller]
+fn numbers(job: &Path) -> Numbers {
+    let folder = Folder::new();
+    let [page, picture, file] = ["report.html", "share.svg", "job.plan"].map(|name| folder.path(name));
+    let report = symmalloc("report {} -o {} --json", &[job, &page]).json(0);
+    let share = symmalloc("chart {} --share -o {} --json", &[job, &picture]).json(0);
+    let replayed = &symmalloc("replay {} --ranks 1 --json", &[job]);
+    let replayed: Value = serde_json::from_str::<Value>(&replayed.stdout).unwrap()[0].take();
+    let own = report["settings"].as_array().unwrap().iter().find(|trial| trial["is_own"] == true).unwrap();
+    let online_bytes = bytes(own, "peak_reserved_bytes");
+    assert_eq!(bytes(&replayed, "peak_reserved_bytes"), online_bytes, "replay and report");
+    assert_eq!(bytes(&share, "symmalloc_bytes"), online_bytes, "chart --share and report");
+    assert_eq!(share["refused"], own["refused"], "chart --share and report");
+    let planned_bytes = report["plan"]["planned_bytes"].as_u64();
+    assert_eq!(share["planned_bytes"].as_u64(), planned_bytes, "chart --share and report");
+    assert_eq!(share["no_plan"], report["no_plan"], "chart --share and report");
+    let reason = report["no_plan"].as_str();
+    assert!(planned_bytes.is_none() || reason.is_none(), "{report}");
+    if let Some(reason) = reason {
+        assert!(fs::read_to_string(&page).unwrap().contains("There is no plan of this job: "), "{reason}");
+    } else {
+        for flags in ["", " -o {}"] {
+            let paths = [job, &file];
+            let said = symmalloc(&format!("plan {{}} --json{flags}"), &paths[..1 + flags.len() / 6]).json(0);
+            assert_eq!(bytes(&said[0], "online_bytes"), online_bytes, "plan and report");
+            let is_planned = said[0]["plans"] != 0;
+            assert_eq!(is_planned.then(|| bytes(&said[0], "planned_bytes")), planned_bytes, "plan and report");
+            assert_eq!(said[0]["online_refused"], own["refused"], "plan and report");
+            if !flags.is_empty() {
+                let followed = symmalloc("replay {} --plan {} --ranks 2 --json", &[job, &file]);
+                let followed: Value = serde_json::from_str(&followed.stdout).expect("the plan is followed");
+                assert_eq!(followed[0]["peak_reserved_bytes"], said[0]["planned_bytes"], "replay --plan and plan");
+                assert_eq!(followed[0]["aligned"], true);
+            }
+        }
+    }
+    Numbers { planned_bytes, online_bytes, refused: bytes(own, "refused") }
+}
+
+fn planned(planned_bytes: u64, online_bytes: u64) -> Numbers {
+    Numbers { planned_bytes: Some(planned_bytes), online_bytes, refused: 0 }
+}
+
+#[test]
+fn refusals_are_counted_over_all_passes_and_never_recommended() {
+    let job = job("refuses_from_the_second_pass.trace");
+    assert_eq!(numbers(&job), Numbers { planned_bytes: None, online_bytes: 60 * MIB, refused: 4 });
+    let folder = Folder::new();
+    let page = folder.path("report.html");
+    let report = symmalloc("report {} -o {} --json", &[&job, &page]).json(0);
+    assert_eq!(report["refused"], 0, "the first pass refuses nothing");
+    for trial in report["settings"].as_array().unwrap() {
+        assert!(trial["is_better"] == false || bytes(trial, "refused") <= 4, "{trial}");
+    }
+    assert!(fs::read_to_string(&page).unwrap().contains("4 refused in all passes"));
+    // A setting that holds less by refusing is not better, however few of all passes refuse.
+    let lines = [
+        "config segments:fixed,limit_mb:60",
+        "stream s0",
+        "a 0 12582912 s0",
+        "a 1 1572864 s0",
+        "f 1",
+        "a 2 20971520 s0",
+        "f 0",
+        "f 2",
+    ];
+    let job = folder.trace("job.trace", &lines);
+    let report = symmalloc("report {} -o {} --json", &[&job, &page]).json(0);
+    let settings = report["settings"].as_array().unwrap();
+    let own = settings.iter().find(|trial| trial["is_own"] == true).unwrap();
+    for trial in settings {
+        let is_better = bytes(trial, "peak_reserved_bytes") < bytes(own, "peak_reserved_bytes")
+            && bytes(trial, "refused") <= bytes(own, "refused");
+        assert_eq!(trial["is_better"], is_better, "{trial}");
+    }
+}
+
+#[test]
+fn a_reserved_pool_is_planned_to_the_segment_that_it_needs() {
+    assert_eq!(numbers(&job("reserved_pool.trace")), planned(6 * MIB, 64 * MIB));
+    let folder = Folder::new();
+    let lines = ["stream s0", "pool p1 segments:reserved,segment_mb:4", "a 0 5242880 s0 p1", "f 0"];
+    let small = folder.trace("small.trace", &lines);
+    // The recorded segment is too small for the job, and that of the plan is not.
+    let expected = Numbers { planned_bytes: Some(6 * MIB), online_bytes: 0, refused: 5 };
+    let found = numbers(&small);
+    assert_eq!((found.planned_bytes, found.refused), (expected.planned_bytes, expected.refused), "{found:?}");
+    let lines = [
+        "config segments:reserved,segment_mb:256,symmetric:true",
+        "stream s0",
+        "stream s1",
+        "pool p1 segments:reserved,segment_mb:32,symmetric:true,streams:shared",
+        "a 0 5242880 s0",
+        "a 1 9437184 s1",
+        "a 2 3145728 s0 p1",
+        "a 3 3145728 s1 p1",
+    ];
+    // Both heaps of the default pool have a segment of 10 MiB, and p1 has one of 6 MiB.
+    assert_eq!(numbers(&folder.trace("symmetric.trace", &lines)), planned(26 * MIB, 544 * MIB));
+}
+
+#[test]
+fn a_job_that_cannot_be_planned_has_all_pages_without_a_plan() {
+    let job = job("pools_take_turns.trace");
+    assert_eq!(numbers(&job), Numbers { planned_bytes: None, online_bytes: 60 * MIB, refused: 0 });
+    let folder = Folder::new();
+    let said = symmalloc("plan {} -o {}", &[&job, &folder.path("job.plan")]);
+    assert_eq!((said.code, said.stdout.as_str()), (Some(2), ""), "{}", said.stderr);
+    for words in ["cannot be planned, in pool p2", "the allocator's limit is 100.00 MiB", "raise the pool's limit_mb"] {
+        assert!(said.stderr.contains(words), "{words} in {}", said.stderr);
+    }
+}
+
+#[test]
+fn a_job_that_gives_back_under_its_limit_is_planned_within_it() {
+    assert_eq!(numbers(&job("gives_back_under_limit.trace")), planned(250 * MIB, 250 * MIB));
+    let job = job("gives_back_under_limit.trace");
+    let said = symmalloc("plan {}", &[&job]).exited(0).stdout.clone();
+    let wanted =
+        "nothing can be reserved for the whole job: all pools together need 350.00 MiB, but the limit is 260.00 MiB.";
+    assert!(said.contains(wanted), "{said}");
+    let folder = Folder::new();
+    let out = folder.path("reserved.trace");
+    let said = symmalloc("plan {} --reservations {}", &[&job, &out]);
+    assert!(said.code == Some(2) && said.stderr.contains("need 350.00 MiB"), "{}", said.stderr);
+    assert!(!out.exists());
+}
+
+#[test]
+fn a_plan_rounds_sizes_as_the_pool_does() {
+    assert_eq!(numbers(&job("unsplit_pool.trace")), planned(4 * MIB, 4 * MIB));
+    let folder = Folder::new();
+    for (pool, planned_bytes) in [
+        ("segments:expandable,roundup_power2_divisions:[>:2]", 24 * MIB),
+        ("segments:expandable,roundup_power2_divisions:4", 20 * MIB),
+        ("segments:fixed,roundup_power2_divisions:[256:1,>:2]", 18 * MIB),
+        ("segments:fixed,unsplit:true", 20 * MIB),
+        ("segments:reserved,segment_mb:64,roundup_power2_divisions:2", 24 * MIB),
+    ] {
+        let pool = format!("pool p1 {pool}");
+        // Two requests of 8.5 MiB.
+        let lines = ["stream s0", &pool, "a 0 8912896 s0 p1", "a 1 8912896 s0 p1", "f 0", "f 1"];
+        let found = numbers(&folder.trace("job.trace", &lines));
+        assert_eq!(found.planned_bytes, Some(planned_bytes), "{pool}");
+    }
+}
+
+#[test]
+fn pools_sleep_in_jobs_without_steps() {
+    // What lives on while the pool sleeps is not planned.
+    let sleeps = job("sleeps_without_steps.trace");
+    assert_eq!(numbers(&sleeps), Numbers { planned_bytes: None, online_bytes: 8 * MIB, refused: 0 });
+    let folder = Folder::new();
+    let lines = ["stream s0", "pool p1 segments:expandable", "a 0 8388608 s0 p1", "f 0", "sleep drop p1"];
+    let asleep_at_the_end = folder.trace("asleep.trace", &lines);
+    assert_eq!(numbers(&asleep_at_the_end), planned(8 * MIB, 8 * MIB));
+    let lines = ["stream s0", "a 0 8388608 s0", "sleep keep"];
+    let default_pool = folder.trace("default.trace", &lines);
+    assert_eq!(numbers(&default_pool), Numbers { planned_bytes: None, online_bytes: 8 * MIB, refused: 0 });
+    // The part before the sleep and the part after it have a plan each.
+    let lines = [
+        "stream s0",
+        "a 0 4194304 s0",
+        "a 1 8388608 s0",
+        "f 0",
+        "f 1",
+        "sleep drop",
+        "wake",
+        "a 2 6291456 s0",
+        "f 2",
+        "sleep drop",
+        "sleep drop",
+        "wake",
+        "wake",
+        "a 3 2097152 s0",
+        "f 3",
+    ];
+    assert_eq!(numbers(&folder.trace("parts.trace", &lines)), planned(12 * MIB, 12 * MIB));
+    // Pools that sleep in turn, under a limit that has room for one.
+    let lines = [
+        "config total_limit_mb:100",
+        "stream s0",
+        "pool p1 segments:expandable",
+        "pool p2 segments:expandable",
+        "a 0 62914560 s0 p1",
+        "f 0",
+        "sleep drop p1",
+        "a 1 62914560 s0 p2",
+        "f 1",
+    ];
+    let found = numbers(&folder.trace("turns.trace", &lines));
+    assert_eq!((found.online_bytes, found.refused), (60 * MIB, 0), "the free memory of p2 goes back when p1 wakes");
+}
+
+#[test]
+fn a_job_ends_with_a_step_that_is_open() {
+    let folder = Folder::new();
+    let step = ["begin_step 0", "a 0 4194304 s0", "a 1 2097152 s0", "f 0", "f 1"];
+    let lines = [&["stream s0"][..], &step].concat();
+    assert_eq!(numbers(&folder.trace("open.trace", &lines)), planned(6 * MIB, 6 * MIB));
+    let lines = [
+        "stream s0",
+        "pool p1 segments:expandable",
+        "begin_step 0 p1",
+        "a 0 4194304 s0 p1",
+        "f 0",
+        "end_step p1",
+        "sleep keep p1",
+    ];
+    assert_eq!(numbers(&folder.trace("asleep.trace", &lines)), planned(4 * MIB, 4 * MIB));
+}
+
+#[test]
+fn a_job_with_refused_requests_has_a_plan_that_is_followed_or_none() {
+    let folder = Folder::new();
+    // Best fit refuses the last request of the step, and a plan has room for it.
+    let step = |from: u64| {
+        [
+            "begin_step 0".to_owned(),
+            format!("a {from} 20971520 s0"),
+            format!("a {} 67108864 s0", from + 1),
+            format!("f {from}"),
+            format!("a {} 10485760 s0", from + 2),
+            format!("a {} 12582912 s0", from + 3),
+            format!("f {}", from + 1),
+            format!("f {}", from + 2),
+            format!("f {}", from + 3),
+            "end_step".to_owned(),
+        ]
+    };
+    let steps: Vec<String> = (0..3).flat_map(|number| step(number * 4)).collect();
+    let lines: Vec<&str> =
+        ["config limit_mb:90", "stream s0"].into_iter().chain(steps.iter().map(String::as_str)).collect();
+    let found = numbers(&folder.trace("steps.trace", &lines));
+    assert_eq!((found.planned_bytes, found.refused > 0), (Some(86 * MIB), true), "{found:?}");
+    // Nothing has room for the second request.
+    for step in [["begin_step 0", "end_step"], ["trim", "trim"]] {
+        let lines =
+            ["config limit_mb:8", "stream s0", step[0], "a 0 6291456 s0", "a 1 6291456 s0", "f 0", "f 1", step[1]];
+        let found = numbers(&folder.trace("refused.trace", &lines));
+        assert_eq!((found.planned_bytes, found.refused), (None, 5), "{step:?}");
+        let said = symmalloc("plan {} -o {}", &[&folder.path("refused.trace"), &folder.path("refused.plan")]);
+        assert!(said.code == Some(2) && said.stderr.contains("limit"), "{}", said.stderr);
+    }
+}
+
+#[test]
+fn a_pool_with_a_quota_is_carried_out_without_a_plan() {
+    let folder = Folder::new();
+    for step in [["begin_step 0", "end_step"], ["trim", "trim"]] {
+        let lines = [
+            "stream s0",
+            "pool p1 segments:expandable,growth_mb:0,streams:shared",
+            "reserve 8388608 s0 p1",
+            step[0],
+            "a 0 4194304 s0 p1",
+            "a 1 4194304 s0",
+            "f 0",
+            "f 1",
+            step[1],
+        ];
+        assert_eq!(numbers(&folder.trace("quota.trace", &lines)), planned(12 * MIB, 12 * MIB), "{step:?}");
+    }
+}
