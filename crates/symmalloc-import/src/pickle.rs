@@ -453,6 +453,12 @@ impl<R: Read> Machine<R> {
     /// Makes a tuple of the topmost `count` values.
     fn push_tuple(&mut self, count: usize) -> Result<(), PickleError> {
         let start = self.start_of(count)?;
+        if let [Value::Integer(first), Value::Integer(second)] = self.stack[start..]
+            && let (Ok(first), Ok(second)) = (first.try_into(), second.try_into())
+        {
+            self.stack.truncate(start);
+            return self.push(Value::Pair(first, second));
+        }
         let tuple = self.values.new_list().map_err(|ArenaFull| self.too_large())?;
         if let Value::List(list) = tuple {
             for value in &self.stack[start..] {

@@ -28,8 +28,9 @@
 //!
 //! What lived when the trace begins is allocated first, see `before.rs`. Streams are numbered by the first appearance of their
 //! handle in an allocation. An allocation's name is its `user_metadata`, which a program sets with
-//! `torch.cuda.memory._set_memory_metadata`, else the Python frame that asked for it, see `frames.rs`. PyTorch's entries do not name the
-//! pool, so its allocations are put in the default pool; those of our [export](crate::export) do (`symmalloc_pool`).
+//! `torch.cuda.memory._set_memory_metadata`, else the Python frame that asked for it, see `frames.rs`. An entry names its private
+//! pool (`pool_id`), or its segment does, in older versions (`segment_pool_id`); those of our [export](crate::export) have
+//! `symmalloc_pool`. A pool is configured by default, since a snapshot does not say how it was made.
 //!
 //! [`Allocate`]: symmalloc_core::op::Op::Allocate
 //! [`Free`]: symmalloc_core::op::Op::Free
@@ -37,6 +38,7 @@
 //! [`RecordUse`]: symmalloc_core::op::Op::RecordUse
 //! [`Summary`]: crate::Summary
 
+use std::collections::BTreeSet;
 use std::io::Read;
 
 mod before;
@@ -50,29 +52,36 @@ pub use error::{Found, SnapshotError};
 
 use crate::options::ReadOptions;
 use crate::pickle::{self, Document, Item, List, Value, Vocabulary};
-use crate::transcript::{Address, Allocated, Overflow, RawPool, RawStream, Transcript};
-use before::{Before, Lived};
+use crate::transcript::{Address, Allocated, Overflow, Transcript};
+use before::{Before, Lived, has_live};
 use segments::LiveSegments;
 use trace::DeviceTrace;
 use words::{
     ACTION, ALLOC, DEVICE_TRACES, FILENAME, FREE_COMPLETED, FREE_REQUESTED, NAME, OOM, RECORD_USE, SEGMENT_ALLOC,
-    SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, SIZE, SNAPSHOT, USER_METADATA, VOCABULARY,
+    SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, SEGMENTS, SIZE, SNAPSHOT, USER_METADATA, VOCABULARY,
 };
 
 /// Reads a snapshot and retells the trace of one device.
 pub(crate) fn read(source: impl Read, options: &ReadOptions) -> Result<Transcript, SnapshotError> {
     let vocabulary = Vocabulary { words: VOCABULARY, texts_of: &[USER_METADATA, FILENAME, NAME], keeps: frames::keeps };
     let document = pickle::read(source, vocabulary, options.memory_limit_bytes)?;
-    let traces = device_traces(&document)?;
-    let device = select_device(&document, &traces, options.device)?;
+    let mut traces = device_traces(&document)?;
+    let segments = has_live(&document)?;
+    let empty = List::default();
+    let devices = segments.last().map_or(0, |last| last + 1).min(DEVICES_MAX);
+    traces.resize(traces.len().max(devices), &empty);
+    let device = select_device(&document, &traces, &segments, options.device)?;
     DeviceTrace { document: &document, device, entries: traces[device] }.retell(options.memory_limit_bytes)
 }
 
 /// The list of entries of each device.
 fn device_traces(document: &Document) -> Result<Vec<&List>, SnapshotError> {
     let Value::Dict(root) = document.root else { return Err(SnapshotError::NotASnapshot) };
-    let Some(Value::List(traces)) = document.values.field(root, DEVICE_TRACES) else {
-        return Err(SnapshotError::NotASnapshot);
+    let traces = match document.values.field(root, DEVICE_TRACES) {
+        Some(Value::List(traces)) => traces,
+        // `segments` alone shows what is live.
+        None if document.values.field(root, SEGMENTS).is_some() => return Ok(Vec::new()),
+        _ => return Err(SnapshotError::NotASnapshot),
     };
     let traces = document.values.list(traces);
     if !traces.is_whole() {
@@ -85,13 +94,22 @@ fn device_traces(document: &Document) -> Result<Vec<&List>, SnapshotError> {
     traces.items.iter().map(trace).collect()
 }
 
-/// The device asked for, or the only one with a trace. PyTorch marks the taking of a snapshot on every device, used or not: a trace of
-/// nothing but marks is none, where another one is more.
-fn select_device(document: &Document, traces: &[&List], wanted: Option<usize>) -> Result<usize, SnapshotError> {
+/// The most devices of a snapshot without traces. A machine has no more.
+const DEVICES_MAX: usize = 1 << 10;
+
+/// Returns the device asked for, or the only one with a trace, or, where none has one, the only one with live memory in its segments.
+/// PyTorch marks the taking of a snapshot on every device, used or not: a trace of nothing but marks is none, where another one is
+/// more.
+fn select_device(
+    document: &Document,
+    traces: &[&List],
+    live: &BTreeSet<usize>,
+    wanted: Option<usize>,
+) -> Result<usize, SnapshotError> {
     let entries = || traces.iter().map(|trace| trace.len).collect::<Vec<u64>>();
     match wanted {
         Some(device) => match traces.get(device) {
-            Some(trace) if trace.len > 0 => Ok(device),
+            Some(trace) if trace.len > 0 || live.contains(&device) => Ok(device),
             _ => Err(SnapshotError::NoSuchTrace { device, entries: entries() }),
         },
         None => {
@@ -101,7 +119,11 @@ fn select_device(document: &Document, traces: &[&List], wanted: Option<usize>) -
             };
             let is_more = |trace: &List| !trace.is_whole() || !trace.items.iter().all(is_mark);
             let any_is_more = traces.iter().any(|trace| is_more(trace));
-            let is_recorded = |device: &usize| traces[*device].len > 0 && (!any_is_more || is_more(traces[*device]));
+            let is_recorded = |device: &usize| match any_is_more {
+                true => is_more(traces[*device]),
+                false if live.is_empty() => traces[*device].len > 0,
+                false => live.contains(device),
+            };
             let mut recorded = (0..traces.len()).filter(is_recorded);
             match (recorded.next(), recorded.next()) {
                 (Some(device), None) => Ok(device),
@@ -117,7 +139,7 @@ impl<'a> DeviceTrace<'a> {
         let mut transcript = Transcript::new(limit_bytes);
         let mut segments = LiveSegments::default();
         transcript.summary.device = Some(self.device);
-        self.retell_before(&mut transcript)?;
+        let before = self.retell_before(&mut transcript)?;
         let mut entries = self.entries().peekable();
         while let Some(entry) = entries.next() {
             let entry = entry?;
@@ -129,7 +151,7 @@ impl<'a> DeviceTrace<'a> {
                         address,
                         size_bytes: entry.integer(SIZE)?,
                         stream: entry.stream()?,
-                        pool: entry.pool()?,
+                        pool: before.pool(&entry)?,
                         name: name.as_deref(),
                         placement: segments.placement(address),
                     });
@@ -164,23 +186,21 @@ impl<'a> DeviceTrace<'a> {
     }
 
     /// What lived when the trace begins is allocated first.
-    fn retell_before(&self, transcript: &mut Transcript) -> Result<(), SnapshotError> {
+    fn retell_before(&self, transcript: &mut Transcript) -> Result<Before, SnapshotError> {
         let before = Before::of(self)?;
         transcript.summary.recorded_reserved_bytes_peak = before.reserved_bytes_peak;
-        for Lived { stream, size_bytes, name, address } in &before.lived {
-            transcript.summary.lived_before += 1;
-            transcript.summary.lived_before_bytes = transcript.summary.lived_before_bytes.saturating_add(*size_bytes);
-            let told = transcript.allocate(Allocated {
+        for Lived { pool, stream, size_bytes, name, address } in &before.lived {
+            let told = transcript.allocate_before(Allocated {
                 address: Address(*address),
                 size_bytes: *size_bytes,
-                stream: RawStream(*stream),
-                pool: RawPool::default(),
+                stream: *stream,
+                pool: *pool,
                 name: name.as_deref(),
                 placement: None,
             });
             told.map_err(|overflow| overflow_at(overflow, self.device, 0))?;
         }
-        Ok(())
+        Ok(before)
     }
 }
 

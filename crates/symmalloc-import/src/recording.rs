@@ -3,7 +3,7 @@
 //! ```text
 //! file or bytes ──► decompress ──► first bytes ──┬─► "symmalloc-trace"      trace reader of the core ──┐
 //!                                                ├─► 0x80 (pickle)          pytorch ──► transcript ────┼─► Recording
-//!                                                └─► "Thread,Time,Action"   rmm ──────► transcript ────┘
+//!                                                └─► "..,Action,Pointer,.." rmm ──────► transcript ────┘
 //! ```
 //!
 //! Input is streamed; in memory are the records (80 bytes each) and, for a snapshot, what [`pickle`](crate::pickle)
@@ -107,7 +107,7 @@ fn format_of(start: &[u8]) -> Result<Format, ImportErrorKind> {
         [0x80, ..] => Ok(Format::PyTorchSnapshot),
         [b'P', b'K', 3, 4, ..] => Err(ImportErrorKind::ZipArchive),
         _ if header(symmalloc_trace::MAGIC.as_bytes()) => Ok(Format::Trace),
-        _ if header(rmm::HEADER_START) => Ok(Format::RmmLog),
+        _ if rmm::is_log(start) => Ok(Format::RmmLog),
         _ => Err(ImportErrorKind::UnknownFormat),
     }
 }

@@ -8,13 +8,21 @@
 //! ```
 //!
 //! Columns go by the names in the first line, in any order; those not needed are not looked at. Fields may be quoted,
-//! lines may end with CR LF, blank lines are passed over. Streams are numbered by the first appearance of their handle.
-//! A free on another stream than the allocation's own is a use of that stream, then the free. A log says nothing of
-//! segments, so allocations have no recorded placement. Several threads are taken in the order of the log.
+//! lines may end with CR LF, blank lines are passed over. Pointers and streams are hexadecimal, with `0x` or without.
+//!
+//! Streams are numbered by the first appearance of their handle. Three handles are CUDA's: 0x0 and 0x1 are the legacy default
+//! stream, and 0x2 is the default stream of each thread, which the `Thread` column tells apart. A free on another stream than the
+//! allocation's own is a use of that stream, then the free.
+//!
+//! A log that begins late frees what it does not allocate. A free has size and stream, so that memory is allocated before all else,
+//! in the order of the frees. A log says nothing of segments, so allocations have no recorded placement. Several threads are taken
+//! in the order of the log.
 //!
 //! The `csv` crate reads it. RMM ends every line. A last line without its end was therefore cut off, perhaps in a number, and is not believed.
 
 use std::io::{self, BufRead, Read};
+
+use std::collections::{HashMap, HashSet};
 
 use csv::{ErrorKind, ReaderBuilder, StringRecord};
 
@@ -26,15 +34,23 @@ use self::error::LINE_BYTES_MAX;
 use crate::options::ReadOptions;
 use crate::transcript::{Address, Allocated, Overflow, RawPool, RawStream, Transcript};
 
-/// How every log starts, which is how one is told from other text.
-pub(crate) const HEADER_START: &[u8] = b"Thread,Time,Action";
+/// The columns that are needed.
+const COLUMNS: [&str; 4] = ["Action", "Pointer", "Size", "Stream"];
+
+/// Returns `true` if text that starts so is a log: its first line names most of the columns, in any order.
+pub(crate) fn is_log(start: &[u8]) -> bool {
+    let line = start.split(|byte| *byte == b'\n').next().unwrap_or(start);
+    let name = |field: &[u8]| String::from_utf8_lossy(field).trim().trim_matches('"').to_owned();
+    let names: Vec<String> = line.split(|byte| *byte == b',').take(64).map(name).collect();
+    COLUMNS.iter().filter(|column| names.iter().any(|name| name == *column)).count() >= 3
+}
 
 /// Reads a log to its end.
 pub(crate) fn read(source: impl BufRead, options: &ReadOptions) -> Result<Transcript, RmmError> {
     let source = LogText { source, line: 1, line_bytes: 0, ends_in_line: false };
     let mut reader = ReaderBuilder::new().flexible(true).from_reader(source);
-    let mut transcript = Transcript::new(options.memory_limit_bytes);
     let columns = Columns::find(reader.headers().map_err(|error| explained(error, 1))?)?;
+    let mut events = Events::new(options.memory_limit_bytes);
     // The last line is believed only when it is known to end.
     let mut held: Option<(u64, StringRecord)> = None;
     let torn = loop {
@@ -44,14 +60,14 @@ pub(crate) fn read(source: impl BufRead, options: &ReadOptions) -> Result<Transc
         match read {
             Ok(true) => {
                 if let Some((line, record)) = held.replace((at.saturating_sub(1), record)) {
-                    columns.tell(line, &record, &mut transcript)?;
+                    columns.read(line, &record, &mut events)?;
                 }
             }
             Ok(false) => match held {
                 Some(_) if reader.get_ref().ends_in_line && options.accept_torn => break Some(at),
                 Some(_) if reader.get_ref().ends_in_line => return Err(RmmError::Torn { line: at }),
                 Some((line, record)) => {
-                    columns.tell(line, &record, &mut transcript)?;
+                    columns.read(line, &record, &mut events)?;
                     break None;
                 }
                 None => break None,
@@ -61,7 +77,7 @@ pub(crate) fn read(source: impl BufRead, options: &ReadOptions) -> Result<Transc
                 match error {
                     RmmError::Read { ref source, .. } if options.accept_torn && crate::compression::is_torn(source) => {
                         if let Some((line, record)) = held {
-                            columns.tell(line, &record, &mut transcript)?;
+                            columns.read(line, &record, &mut events)?;
                         }
                         break Some(at);
                     }
@@ -70,6 +86,7 @@ pub(crate) fn read(source: impl BufRead, options: &ReadOptions) -> Result<Transc
             }
         }
     };
+    let mut transcript = events.tell()?;
     transcript.summary.torn_at_line = torn;
     Ok(transcript)
 }
@@ -139,6 +156,7 @@ struct Columns {
     pointer: usize,
     size: usize,
     stream: usize,
+    thread: Option<usize>,
 }
 
 impl Columns {
@@ -152,11 +170,12 @@ impl Columns {
             pointer: position("Pointer")?,
             size: position("Size")?,
             stream: position("Stream")?,
+            thread: position("Thread").ok(),
         })
     }
 
-    /// Tells what a line says; a blank one says nothing.
-    fn tell(&self, line: u64, fields: &StringRecord, transcript: &mut Transcript) -> Result<(), RmmError> {
+    /// Adds the event of a line; a blank one has none.
+    fn read(&self, line: u64, fields: &StringRecord, events: &mut Events) -> Result<(), RmmError> {
         if fields.iter().all(|field| field.trim().is_empty()) && fields.len() == 1 {
             return Ok(());
         }
@@ -170,14 +189,73 @@ impl Columns {
             "allocate failure" => Action::Fail,
             _ => return Err(RmmError::UnknownAction { line }),
         };
-        let event = Event {
+        let thread = self.thread.map_or("", |thread| fields[thread].trim());
+        let stream = events.stream(number("Stream", handle(&fields[self.stream]))?, thread);
+        events.push(Event {
             line,
             action,
-            address: Address(number("Pointer", pointer(&fields[self.pointer]))?),
+            address: Address(number("Pointer", handle(&fields[self.pointer]))?),
             size_bytes: number("Size", decimal(fields[self.size].trim()))?,
-            stream: RawStream(number("Stream", handle(&fields[self.stream]))?),
-        };
-        event.tell(transcript)
+            stream,
+        })
+    }
+}
+
+/// The events of a log.
+struct Events {
+    events: Vec<Event>,
+    /// The threads with a default stream of their own, numbered by first appearance. Looked up only.
+    threads: HashMap<String, u128>,
+    /// Bytes of their names.
+    name_bytes: usize,
+    limit_bytes: u64,
+}
+
+impl Events {
+    fn new(limit_bytes: u64) -> Self {
+        Events { events: Vec::new(), threads: HashMap::new(), name_bytes: 0, limit_bytes }
+    }
+
+    /// The stream of a handle in a thread.
+    fn stream(&mut self, handle: u64, thread: &str) -> RawStream {
+        match handle {
+            // cudaStreamLegacy, the default stream by its other name.
+            1 => RawStream(0),
+            // cudaStreamPerThread.
+            2 => {
+                let next = (1 << 64) + self.threads.len() as u128;
+                let number = self.threads.get(thread).copied();
+                RawStream(number.unwrap_or_else(|| {
+                    self.name_bytes += thread.len() + size_of::<(String, u128)>();
+                    self.threads.insert(thread.to_owned(), next);
+                    next
+                }))
+            }
+            handle => RawStream(handle.into()),
+        }
+    }
+
+    fn push(&mut self, event: Event) -> Result<(), RmmError> {
+        if (self.events.len() * size_of::<Event>() + self.name_bytes) as u64 >= self.limit_bytes {
+            return Err(RmmError::TooLarge { line: event.line, limit_bytes: self.limit_bytes });
+        }
+        self.events.push(event);
+        Ok(())
+    }
+
+    /// Tells what lived before the log began, then the log.
+    fn tell(self) -> Result<Transcript, RmmError> {
+        let mut transcript = Transcript::new(self.limit_bytes);
+        // Looked up only. What was named before is known, and a second free of it is a damaged log's.
+        let mut known: HashSet<Address> = HashSet::new();
+        for event in self.events.iter().filter(|event| event.has_memory()) {
+            if known.insert(event.address) && matches!(event.action, Action::Free) && event.size_bytes > 0 {
+                let told = transcript.allocate_before(event.allocated());
+                told.map_err(|overflow| event.overflow(overflow))?;
+            }
+        }
+        self.events.into_iter().try_for_each(|event| event.tell(&mut transcript))?;
+        Ok(transcript)
     }
 }
 
@@ -197,51 +275,53 @@ struct Event {
 }
 
 impl Event {
-    fn tell(self, transcript: &mut Transcript) -> Result<(), RmmError> {
+    fn tell(&self, transcript: &mut Transcript) -> Result<(), RmmError> {
         let told = match self.action {
             Action::Fail => {
                 transcript.summary.failed_allocations += 1;
                 Ok(())
             }
-            Action::Allocate | Action::Free if self.address == Address(0) => {
+            Action::Allocate | Action::Free if !self.has_memory() => {
                 transcript.summary.empty_allocations += 1;
                 Ok(())
             }
-            Action::Allocate => transcript.allocate(Allocated {
-                address: self.address,
-                size_bytes: self.size_bytes,
-                stream: self.stream,
-                pool: RawPool::default(),
-                name: None,
-                placement: None,
-            }),
+            Action::Allocate => transcript.allocate(self.allocated()),
             Action::Free => transcript.free(self.address, Some(self.stream)),
         };
-        told.map_err(|overflow| match overflow {
+        told.map_err(|overflow| self.overflow(overflow))
+    }
+
+    /// Returns `true` unless its pointer is null.
+    fn has_memory(&self) -> bool {
+        self.address != Address(0) && !matches!(self.action, Action::Fail)
+    }
+
+    fn allocated(&self) -> Allocated<'static> {
+        Allocated {
+            address: self.address,
+            size_bytes: self.size_bytes,
+            stream: self.stream,
+            pool: RawPool::default(),
+            name: None,
+            placement: None,
+        }
+    }
+
+    fn overflow(&self, overflow: Overflow) -> RmmError {
+        match overflow {
             Overflow::Size { size_bytes } => RmmError::Size { line: self.line, size_bytes },
             Overflow::Streams => RmmError::TooManyStreams { line: self.line },
             Overflow::Memory { limit_bytes } => RmmError::TooLarge { line: self.line, limit_bytes },
-        })
+        }
     }
 }
 
-/// A pointer: hexadecimal with or without `0x`; C's `(nil)` is the null pointer.
-fn pointer(text: &str) -> Option<u64> {
-    match text.trim() {
-        "(nil)" => Some(0),
-        text => hexadecimal(text.strip_prefix("0x").unwrap_or(text)),
-    }
-}
-
-/// A stream: a pointer with `0x`, or a small number in decimal, as RMM's versions differ.
+/// A pointer or a stream: hexadecimal with or without `0x`; C's `(nil)` is the null pointer.
 fn handle(text: &str) -> Option<u64> {
-    match text.trim() {
-        "(nil)" => Some(0),
-        text => text.strip_prefix("0x").map_or_else(|| decimal(text), hexadecimal),
-    }
-}
-
-fn hexadecimal(digits: &str) -> Option<u64> {
+    let digits = match text.trim() {
+        "(nil)" => return Some(0),
+        text => text.strip_prefix("0x").or(text.strip_prefix("0X")).unwrap_or(text),
+    };
     // The parser of std takes a sign too.
     digits.bytes().all(|digit| digit.is_ascii_hexdigit()).then(|| u64::from_str_radix(digits, 16).ok())?
 }

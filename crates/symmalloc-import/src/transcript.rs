@@ -22,13 +22,20 @@ use crate::summary::Summary;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct Address(pub(crate) u64);
 
-/// A stream as a log names it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct RawStream(pub(crate) u64);
+/// A stream as a log names it: a handle of 64 bits, or a number beyond these for a stream that its handle does not identify.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct RawStream(pub(crate) u128);
 
-/// A pool as a log names it; 0 is the default pool.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+/// A pool as a log names it: one number, or a pair of them; 0 is the default pool.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct RawPool(pub(crate) u64);
+
+impl RawPool {
+    /// PyTorch's pair of numbers.
+    pub(crate) fn of_pair(first: u32, second: u32) -> Self {
+        RawPool(u64::from(first) << 32 | u64::from(second))
+    }
+}
 
 /// An allocation in a log.
 #[derive(Clone, Copy, Debug)]
@@ -110,6 +117,14 @@ impl Transcript {
             pending: HashMap::new(),
             completions: 0,
         }
+    }
+
+    /// Makes an allocation that lived when the log began. Call it before all others.
+    pub(crate) fn allocate_before(&mut self, allocated: Allocated<'_>) -> Result<(), Overflow> {
+        self.allocate(allocated)?;
+        self.summary.lived_before += 1;
+        self.summary.lived_before_bytes = self.summary.lived_before_bytes.saturating_add(allocated.size_bytes);
+        Ok(())
     }
 
     pub(crate) fn finish(self) -> (Vec<Record>, Summary) {
@@ -269,7 +284,7 @@ mod tests {
     }
 
     fn allocated(address: u64, stream: u64) -> Allocated<'static> {
-        let (address, stream) = (Address(address), RawStream(stream));
+        let (address, stream) = (Address(address), RawStream(stream.into()));
         Allocated { address, size_bytes: 512, stream, pool: RawPool(0), name: None, placement: None }
     }
 

@@ -131,7 +131,7 @@ fn a_reserved_pool_is_planned_to_the_segment_that_it_needs() {
 #[test]
 fn a_job_that_cannot_be_planned_has_all_pages_without_a_plan() {
     let job = job("pools_take_turns.trace");
-    assert_eq!(numbers(&job), Numbers { planned_bytes: None, online_bytes: 60 * MIB, refused: 0 });
+    assert_eq!(numbers(&job), Numbers { planned_bytes: None, online_bytes: 60 * MIB, refused: 4 });
     let folder = Folder::new();
     let said = symmalloc("plan {} -o {}", &[&job, &folder.path("job.plan")]);
     assert_eq!((said.code, said.stdout.as_str()), (Some(2), ""), "{}", said.stderr);
@@ -259,7 +259,7 @@ fn a_job_with_refused_requests_has_a_plan_that_is_followed_or_none() {
     };
     let steps: Vec<String> = (0..3).flat_map(|number| step(number * 4)).collect();
     let lines: Vec<&str> =
-        ["config limit_mb:90", "stream s0"].into_iter().chain(steps.iter().map(String::as_str)).collect();
+        ["config limit_mb:86", "stream s0"].into_iter().chain(steps.iter().map(String::as_str)).collect();
     let found = numbers(&folder.trace("steps.trace", &lines));
     assert_eq!((found.planned_bytes, found.refused > 0), (Some(86 * MIB), true), "{found:?}");
     // Nothing has room for the second request.

@@ -55,7 +55,9 @@ pub(crate) enum Value {
     OutOfRange,
     /// A dict.
     Dict(DictId),
-    /// A list or a tuple.
+    /// A tuple of two integers from 0 to 2^32 - 1.
+    Pair(u32, u32),
+    /// A list or another tuple.
     List(ListId),
 }
 

@@ -13,22 +13,23 @@
 //! Neither says in which order it was allocated. Those that the trace frees come first, in the order of their frees, which is
 //! the program's. The others follow by stream and size, never by address, which differs between ranks.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::error::{Found, SnapshotError};
 use super::frames;
-use super::trace::DeviceTrace;
+use super::trace::{DeviceTrace, TraceEntry};
 use super::words::{
     ACTION, ACTIVE_ALLOCATED, ADDRESS, ALLOC, BLOCKS, DEVICE, FRAMES, FREE_REQUESTED, REQUESTED_SIZE, SEGMENT_ALLOC,
-    SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, SEGMENTS, SIZE, STATE, STREAM, TOTAL_SIZE, text,
+    SEGMENT_FREE, SEGMENT_MAP, SEGMENT_POOL_ID, SEGMENT_UNMAP, SEGMENTS, SIZE, STATE, STREAM, TOTAL_SIZE, text,
 };
 use crate::pickle::{DictId, Document, Item, ListId, Value, Word};
-use crate::transcript::{Address, RawStream};
+use crate::transcript::{Address, RawPool, RawStream};
 
 /// An allocation that lived when the trace began.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Lived {
-    pub(super) stream: u64,
+    pub(super) pool: RawPool,
+    pub(super) stream: RawStream,
     pub(super) size_bytes: u64,
     pub(super) name: Option<String>,
     pub(super) address: u64,
@@ -40,11 +41,47 @@ pub(super) struct Before {
     pub(super) lived: Vec<Lived>,
     /// The most that was reserved at any time; `None` where neither segments nor their births are in the snapshot.
     pub(super) reserved_bytes_peak: Option<u64>,
+    pools: SegmentPools,
+}
+
+/// The pools of the segments at the end, where these say it: older traces do not, entry by entry.
+#[derive(Debug, Default)]
+struct SegmentPools {
+    /// By start: the end, the pool, and the number of the entry that obtained the segment.
+    segments: BTreeMap<u64, (u64, RawPool, Option<u64>)>,
+}
+
+impl SegmentPools {
+    /// The pool of an address at an entry. What lay there before the segment was obtained had another one.
+    fn of(&self, address: Address, number: u64) -> RawPool {
+        let below = self.segments.range(..=address.0).next_back();
+        let segment =
+            below.filter(|(_, (end, _, birth))| address.0 < *end && birth.is_none_or(|birth| birth <= number));
+        segment.map_or(RawPool::default(), |(_, (_, pool, _))| *pool)
+    }
 }
 
 impl Before {
+    /// The pool of an entry: the one that it names, else that of its segment.
+    pub(super) fn pool(&self, entry: &TraceEntry<'_>) -> Result<RawPool, SnapshotError> {
+        let named = entry.pool()?;
+        Ok(named.unwrap_or(self.pools.of(entry.address()?, entry.number)))
+    }
+
     pub(super) fn of(trace: &DeviceTrace<'_>) -> Result<Self, SnapshotError> {
         let segments = segments(trace.document, trace.device)?;
+        let mut pools = SegmentPools::default();
+        for Segment { address, total_bytes, pool, .. } in segments.iter().flatten() {
+            pools.segments.insert(*address, (address.saturating_add(*total_bytes), *pool, None));
+        }
+        for entry in trace.entries() {
+            let entry = entry?;
+            if entry.field(ACTION) == Some(Value::Word(SEGMENT_ALLOC))
+                && let Some((_, _, birth)) = pools.segments.get_mut(&entry.address()?.0)
+            {
+                *birth = Some(entry.number);
+            }
+        }
         let (mut live, mut freed) = (BTreeSet::new(), BTreeSet::new());
         let mut lived = Vec::new();
         let (mut reserved, mut least, mut most, mut has_segments) = (0i128, 0i128, 0i128, segments.is_some());
@@ -61,8 +98,9 @@ impl Before {
                     let address = entry.address()?;
                     // Freed once more, it is a damaged trace's, and no other allocation.
                     if !live.remove(&address) && freed.insert(address) {
-                        let (size_bytes, stream) = (entry.integer(SIZE)?, entry.stream()?.0);
-                        lived.push(Lived { stream, size_bytes, name: None, address: address.0 });
+                        let (size_bytes, stream) = (entry.integer(SIZE)?, entry.stream()?);
+                        let pool = entry.pool()?.unwrap_or(pools.of(address, entry.number));
+                        lived.push(Lived { pool, stream, size_bytes, name: None, address: address.0 });
                     }
                 }
                 Some(Value::Word(SEGMENT_ALLOC | SEGMENT_MAP)) => change(entry.integer(SIZE)?.into()),
@@ -79,8 +117,33 @@ impl Before {
         left.sort();
         lived.extend(left);
         let peak = u64::try_from(at_beginning + most).unwrap_or(u64::MAX);
-        Ok(Before { lived, reserved_bytes_peak: has_segments.then_some(peak) })
+        Ok(Before { lived, reserved_bytes_peak: has_segments.then_some(peak), pools })
     }
+}
+
+/// Returns the devices with live blocks in their segments.
+pub(super) fn has_live(document: &Document) -> Result<BTreeSet<usize>, SnapshotError> {
+    let mut devices = BTreeSet::new();
+    let Value::Dict(root) = document.root else { return Err(SnapshotError::NotASnapshot) };
+    let Some(Value::List(list)) = document.values.field(root, SEGMENTS) else { return Ok(devices) };
+    let is_live = |item: &Item| match item {
+        Item::Dict(block) => document.values.field(*block, STATE) == Some(Value::Word(ACTIVE_ALLOCATED)),
+        Item::List(_) => false,
+    };
+    let mut seen = BTreeSet::new();
+    for item in &document.values.list(list).items {
+        let Item::Dict(segment) = *item else { continue };
+        let Some(Value::List(blocks)) = document.values.field(segment, BLOCKS) else { continue };
+        let device = match document.values.field(segment, DEVICE) {
+            Some(Value::Integer(device)) => usize::try_from(device).unwrap_or(usize::MAX),
+            _ => 0,
+        };
+        // A pickle may name one list a million times.
+        if seen.insert((blocks, device)) && document.values.list(blocks).items.iter().any(is_live) {
+            devices.insert(device);
+        }
+    }
+    Ok(devices)
 }
 
 /// What was looked at: a pickle may name one thing a million times, and it counts once.
@@ -93,7 +156,9 @@ struct Seen {
 
 /// A segment at the end.
 struct Segment {
+    address: u64,
     total_bytes: u64,
+    pool: RawPool,
     /// Its allocated blocks.
     live: Vec<Lived>,
 }
@@ -137,15 +202,23 @@ struct SegmentDict<'a> {
 
 impl SegmentDict<'_> {
     fn read(self, seen: &mut Seen) -> Result<Segment, SnapshotError> {
-        let (total_bytes, stream) = (self.integer(TOTAL_SIZE)?, RawStream(self.integer(STREAM)?));
+        let (total_bytes, stream) = (self.integer(TOTAL_SIZE)?, RawStream(self.integer(STREAM)?.into()));
+        let address = self.integer(ADDRESS)?;
+        let pool = match self.field(SEGMENT_POOL_ID) {
+            None => RawPool::default(),
+            Some(Value::Pair(first, second)) => RawPool::of_pair(first, second),
+            other => return Err(self.bad(SEGMENT_POOL_ID, other)),
+        };
         let mut live = Vec::new();
         let blocks = match self.field(BLOCKS) {
-            Some(Value::List(blocks)) if !seen.lists.insert(blocks) => return Ok(Segment { total_bytes, live }),
+            Some(Value::List(blocks)) if !seen.lists.insert(blocks) => {
+                return Ok(Segment { address, total_bytes, pool, live });
+            }
             Some(Value::List(blocks)) => self.document.values.list(blocks),
             other => return Err(self.bad(BLOCKS, other)),
         };
         // Blocks say where they lie since PyTorch 2.1; before, they follow each other.
-        let mut next = self.integer(ADDRESS)?;
+        let mut next = address;
         for item in &blocks.items {
             let Item::Dict(dict) = *item else { return Err(self.bad(BLOCKS, self.field(BLOCKS))) };
             let block = SegmentDict { dict, ..self };
@@ -156,10 +229,10 @@ impl SegmentDict<'_> {
                 let requested = block.field(REQUESTED_SIZE).is_some();
                 let size_bytes = if requested { block.integer(REQUESTED_SIZE)? } else { size_bytes };
                 let name = frames::name(self.document, block.field(FRAMES));
-                live.push(Lived { stream: stream.0, size_bytes, name, address });
+                live.push(Lived { pool, stream, size_bytes, name, address });
             }
         }
-        Ok(Segment { total_bytes, live })
+        Ok(Segment { address, total_bytes, pool, live })
     }
 
     fn field(self, word: Word) -> Option<Value> {

@@ -36,7 +36,7 @@ impl Found {
             Some(Value::Integer(_)) => Found::Number,
             Some(Value::OutOfRange) => Found::NumberOutOfRange,
             Some(Value::Dict(_)) => Found::Dict,
-            Some(Value::List(_)) => Found::List,
+            Some(Value::List(_) | Value::Pair(..)) => Found::List,
             Some(Value::Nothing) => Found::Other,
         }
     }

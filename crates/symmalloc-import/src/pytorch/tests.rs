@@ -1,6 +1,6 @@
 //! Tests of the snapshot reader.
 
-use symmalloc_core::op::Op;
+use symmalloc_core::op::{Op, Record};
 
 use super::*;
 use crate::pickle::PickleError;
@@ -428,4 +428,119 @@ fn an_allocation_beyond_any_device_is_damage() {
     let rows: &[Row] = &[("alloc", 0x1000, i64::MAX, 0)];
     let error = read(&snapshot(&[rows])[..], &ReadOptions::default()).err().unwrap();
     assert!(matches!(error, SnapshotError::Size { device: 0, entry: 0, size_bytes: 0x7fff_ffff_ffff_ffff }), "{error}");
+}
+
+/// A snapshot of segments (address, size, state, pool) of one block each, and of entries (action, address, pool), all of 2 MiB. A pool
+/// that is not named is `None`.
+fn with_pools(segments: &[(i64, &str, Option<i64>)], entries: Option<&[(&str, i64, Option<i64>)]>) -> Vec<u8> {
+    let pool = |pickle: Pickle, key: &'static str, pool: Option<i64>| match pool {
+        Some(pool) => pickle.text(key).integer(0).integer(pool).op(0x86),
+        None => pickle,
+    };
+    let mut pickle = Pickle::of_protocol(2).dict().mark().text("segments").list().mark();
+    for (address, state, of) in segments {
+        pickle = pickle.dict().mark().text("device").integer(0).text("address").integer(*address);
+        pickle = pickle.text("total_size").integer(2 << 20).text("stream").integer(0);
+        pickle = pool(pickle, "segment_pool_id", *of).text("blocks").list().mark();
+        pickle = pickle.dict().mark().text("address").integer(*address).text("size").integer(2 << 20);
+        pickle = pickle.text("state").text(state).op(SETITEMS).op(APPENDS).op(SETITEMS);
+    }
+    pickle = pickle.op(APPENDS);
+    if let Some(entries) = entries {
+        pickle = pickle.text("device_traces").list().mark().list().mark();
+        for (action, address, of) in entries {
+            pickle = pickle.dict().mark().text("action").text(action).text("addr").integer(*address);
+            pickle = pool(pickle.text("size").integer(2 << 20).text("stream").integer(0), "pool_id", *of).op(SETITEMS);
+        }
+        pickle = pickle.op(APPENDS).op(APPENDS);
+    }
+    pickle.op(SETITEMS).stop()
+}
+
+fn lines_of(pickle: &[u8]) -> Vec<String> {
+    let transcript = read(pickle, &ReadOptions::default()).unwrap_or_else(|error| panic!("{error}"));
+    let line = |record: &Record| symmalloc_trace::RecordLine(record).to_string();
+    let short = |line: String| if line.starts_with("pool p") { line[..7].to_owned() } else { line };
+    transcript.finish().0.iter().map(line).map(short).collect()
+}
+
+#[test]
+fn an_entry_names_its_private_pool() {
+    let entries = [
+        ("segment_alloc", 0x10_0000, Some(0)),
+        ("alloc", 0x10_0000, Some(0)),
+        ("segment_alloc", 0x90_0000, Some(1)),
+        ("alloc", 0x90_0000, Some(1)),
+        ("free_requested", 0x50_0000, Some(7)),
+    ];
+    assert_eq!(
+        lines_of(&with_pools(&[], Some(&entries))),
+        [
+            "stream s0",
+            "pool p1",
+            "a 0 2097152 s0 p1",
+            "a 1 2097152 s0 -> 0@0",
+            "pool p2",
+            "a 2 2097152 s0 p2 -> 1@0",
+            "f 0"
+        ]
+    );
+}
+
+#[test]
+fn older_entries_have_the_pool_of_their_segment() {
+    let segments = [
+        (0x10_0000, "active_allocated", Some(3)),
+        (0x90_0000, "active_allocated", Some(4)),
+        (0xf0_0000, "inactive", None),
+    ];
+    let entries = [
+        // Of a segment that was gone before the one at the end came.
+        ("alloc", 0x90_0000, None),
+        ("free_requested", 0x90_0000, None),
+        ("free_completed", 0x90_0000, None),
+        ("segment_free", 0x90_0000, None),
+        ("segment_alloc", 0x90_0000, None),
+        ("alloc", 0x90_0000, None),
+        ("alloc", 0xf0_0000, None),
+    ];
+    assert_eq!(
+        lines_of(&with_pools(&segments, Some(&entries))),
+        [
+            "stream s0",
+            "pool p1",
+            "a 0 2097152 s0 p1",
+            "a 1 2097152 s0",
+            "f 1",
+            "pool p2",
+            "a 2 2097152 s0 p2 -> 0@0",
+            "a 3 2097152 s0"
+        ]
+    );
+}
+
+#[test]
+fn segments_alone_show_what_is_live() {
+    let segments = [
+        (0x10_0000, "active_allocated", Some(0)),
+        (0x90_0000, "active_allocated", Some(4)),
+        (0xf0_0000, "inactive", None),
+    ];
+    for entries in [None, Some(&[][..]), Some(&[("snapshot", 0, None)][..])] {
+        let pickle = with_pools(&segments, entries);
+        assert_eq!(lines_of(&pickle), ["stream s0", "a 0 2097152 s0", "pool p1", "a 1 2097152 s0 p1"]);
+        let summary = read(&pickle[..], &ReadOptions::default()).unwrap().summary;
+        assert_eq!((summary.lived_before, summary.recorded_reserved_bytes_peak), (2, Some(6 << 20)));
+    }
+    let nothing = with_pools(&[(0xf0_0000, "inactive", None)], None);
+    assert!(matches!(read(&nothing[..], &ReadOptions::default()).err(), Some(SnapshotError::NothingRecorded { .. })));
+}
+
+#[test]
+fn a_pool_that_is_no_pair_is_refused() {
+    let pickle = Pickle::of_protocol(2).dict().mark().text("device_traces").list().mark().list().mark();
+    let pickle = pickle.dict().mark().text("action").text("alloc").text("addr").integer(1).text("size").integer(1);
+    let pickle = pickle.text("stream").integer(0).text("pool_id").text("x").op(SETITEMS);
+    let error = error_of(pickle.op(APPENDS).op(APPENDS).op(SETITEMS)).to_string();
+    assert!(error.contains("pool_id"), "{error}");
 }

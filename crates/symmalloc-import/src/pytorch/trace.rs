@@ -5,7 +5,9 @@ use std::borrow::Cow;
 use super::error::{Found, SnapshotError};
 use super::frames;
 use super::segments::AddressRange;
-use super::words::{ACTION, ADDR, FRAMES, FREE_COMPLETED, SIZE, STREAM, SYMMALLOC_POOL, USER_METADATA, text};
+use super::words::{
+    ACTION, ADDR, FRAMES, FREE_COMPLETED, POOL_ID, SEGMENT_POOL_ID, SIZE, STREAM, SYMMALLOC_POOL, USER_METADATA, text,
+};
 use crate::pickle::{DictId, Document, Item, List, Value, Word};
 use crate::transcript::{Address, RawPool, RawStream};
 
@@ -52,14 +54,22 @@ impl<'a> TraceEntry<'a> {
     }
 
     pub(super) fn stream(&self) -> Result<RawStream, SnapshotError> {
-        self.integer(STREAM).map(RawStream)
+        self.integer(STREAM).map(|stream| RawStream(stream.into()))
     }
 
-    pub(super) fn pool(&self) -> Result<RawPool, SnapshotError> {
-        match self.field(SYMMALLOC_POOL) {
-            None => Ok(RawPool::default()),
-            Some(_) => self.integer(SYMMALLOC_POOL).map(RawPool),
+    /// The pool that the entry names.
+    pub(super) fn pool(&self) -> Result<Option<RawPool>, SnapshotError> {
+        if self.field(SYMMALLOC_POOL).is_some() {
+            return self.integer(SYMMALLOC_POOL).map(|pool| Some(RawPool(pool)));
         }
+        for word in [POOL_ID, SEGMENT_POOL_ID] {
+            match self.field(word) {
+                None => {}
+                Some(Value::Pair(first, second)) => return Ok(Some(RawPool::of_pair(first, second))),
+                Some(_) => return Err(self.bad_field(word)),
+            }
+        }
+        Ok(None)
     }
 
     /// What the program calls it, else who asked for it.

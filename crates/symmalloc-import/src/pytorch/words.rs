@@ -30,6 +30,8 @@ words! {
     RECORD_USE = "record_use",
     USER_METADATA = "user_metadata",
     SYMMALLOC_POOL = "symmalloc_pool",
+    POOL_ID = "pool_id",
+    SEGMENT_POOL_ID = "segment_pool_id",
     FRAMES = "frames",
     FILENAME = "filename",
     NAME = "name",

@@ -67,7 +67,7 @@ fn failures_null_pointers_and_frees_of_unknown_addresses_are_counted() {
     let log = "1,0,allocate failure,(nil),99999999999,0x0\n\
                1,0,allocate,(nil),0,(nil)\n\
                1,0,free,0x0,0,0\n\
-               1,0,free,0x500,256,0\n";
+               1,0,free,0x500,0,0\n";
     let (records, summary) = read_log(log).unwrap().finish();
     assert!(records.is_empty());
     assert_eq!((summary.failed_allocations, summary.empty_allocations, summary.frees_of_unknown), (1, 2, 1));
@@ -110,4 +110,72 @@ fn a_torn_last_line_can_be_left_out() {
     let (records, summary) = read(log.as_bytes(), &ReadOptions::default().accept_torn()).unwrap().finish();
     assert_eq!(records.len(), 2);
     assert_eq!(summary.torn_at_line, Some(3));
+}
+
+/// The records as lines of a trace.
+fn lines(transcript: Transcript) -> Vec<String> {
+    transcript.finish().0.iter().map(|record| symmalloc_trace::RecordLine(record).to_string()).collect()
+}
+
+#[test]
+fn a_log_that_begins_late_allocates_first_what_it_frees() {
+    let log = "1,0,allocate,0x100,256,0x7f00\n1,0,free,0x200,512,0x7f01\n1,0,free,0x100,256,0x7f00\n\
+               1,0,free,0x300,1024,0x7f00\n1,0,free,0x200,512,0x7f01\n1,0,free,0x100,256,0x7f00\n";
+    let transcript = read_log(log).unwrap();
+    let summary = transcript.summary.clone();
+    assert_eq!(
+        lines(transcript),
+        ["stream s0", "a 0 512 s0", "stream s1", "a 1 1024 s1", "a 2 256 s1", "f 0", "f 2", "f 1"]
+    );
+    assert_eq!((summary.lived_before, summary.lived_before_bytes), (2, 1536));
+    // The second free of an address that is known is no other allocation.
+    assert_eq!(summary.frees_of_unknown, 2);
+}
+
+#[test]
+fn handles_are_hexadecimal_with_a_prefix_or_without() {
+    let log = "1,0,allocate,7f30a0000000,1048576,55d0c3a1f2e0\n1,0,free,0x7F30A0000000,1048576,0X55D0C3A1F2E0\n";
+    assert_eq!(lines(read_log(log).unwrap()), ["stream s0", "a 0 1048576 s0", "f 0"]);
+}
+
+#[test]
+fn the_legacy_default_stream_has_two_handles() {
+    for [first, second] in [["0x0", "0x1"], ["1", "0"], ["(nil)", "0x1"]] {
+        let log = format!("1,0,allocate,0x100,256,{first}\n1,0,free,0x100,256,{second}\n");
+        assert_eq!(lines(read_log(&log).unwrap()), ["stream s0", "a 0 256 s0", "f 0"]);
+    }
+}
+
+#[test]
+fn the_per_thread_default_stream_is_a_stream_of_each_thread() {
+    let log = "100,0,allocate,0x100,256,0x2\n101,0,allocate,0x200,256,2\n100,0,free,0x100,256,0x2\n\
+               100,0,free,0x200,256,0x2\n";
+    let expected = ["stream s0", "a 0 256 s0", "stream s1", "a 1 256 s1", "f 0", "u 1 s0", "f 1"];
+    assert_eq!(lines(read_log(log).unwrap()), expected);
+    // Without threads it is one stream. A number beyond 64 bits is no handle.
+    let text = "Action,Pointer,Size,Stream\nallocate,0x100,256,0x2\nfree,0x100,256,0x2\n";
+    let one = read(text.as_bytes(), &ReadOptions::default()).unwrap();
+    assert_eq!(lines(one), ["stream s0", "a 0 256 s0", "f 0"]);
+    assert!(read_log("1,0,allocate,0x100,256,0x10000000000000000\n").is_err());
+}
+
+#[test]
+fn a_log_is_known_by_its_columns_in_any_order() {
+    for header in ["Thread,Time,Action,Pointer,Size,Stream", "Stream,Size,Pointer,Action", "\"Size\", Action ,Pointer"]
+    {
+        assert!(is_log(format!("{header}\r\n1,2,3").as_bytes()), "{header}");
+    }
+    for other in ["", "Action", "symmalloc-trace 1", "Time,Action,Thread", "\n\nAction,Pointer,Size,Stream"] {
+        assert!(!is_log(other.as_bytes()), "{other}");
+    }
+    let text = "Stream,Size,Action,Pointer\n0x5,256,allocate,0x100\n";
+    let recording = crate::read_bytes(text.as_bytes(), &ReadOptions::default()).unwrap();
+    assert_eq!((recording.format, recording.summary.allocations), (crate::Format::RmmLog, 1));
+}
+
+#[test]
+fn events_stay_under_the_limit() {
+    let log = format!("{HEADER}{}", "1,0,allocate failure,0x0,1,0x0\n".repeat(1000));
+    let told = read(log.as_bytes(), &ReadOptions::default().memory_limit_bytes(2000));
+    assert!(matches!(told.err(), Some(RmmError::TooLarge { limit_bytes: 2000, .. })));
 }
