@@ -25,9 +25,10 @@ pub(super) struct PlannedProgram {
 }
 
 /// The job of these records under a plan for `pools` and `heaps`, with at least this many streams.
-pub(super) fn planned(records: &[Record], streams: u16, pools: &Pools, heaps: &Heaps) -> PlannedProgram {
+pub(super) fn planned(records: &[Record], streams: u32, pools: &Pools, heaps: &Heaps) -> PlannedProgram {
     let mut program = PlannedProgram { records: Vec::new(), origins: Vec::new() };
-    (0..streams).for_each(|stream| program.push(0, Op::RegisterStream { stream: StreamId(stream) }.into()));
+    let ids = (0..streams).map_while(|stream| u16::try_from(stream).ok()).map(StreamId);
+    ids.for_each(|stream| program.push(0, Op::RegisterStream { stream }.into()));
     program.reserve(0, PoolId::DEFAULT, heaps);
     for (number, record) in records.iter().enumerate() {
         match &record.op {
@@ -64,9 +65,9 @@ impl PlannedProgram {
 }
 
 /// Number of streams that are registered.
-pub(super) fn stream_count(records: &[Record]) -> u16 {
+pub(super) fn stream_count(records: &[Record]) -> u32 {
     let registered = records.iter().filter(|record| matches!(record.op, Op::RegisterStream { .. })).count();
-    u16::try_from(registered).unwrap_or(u16::MAX)
+    u32::try_from(registered).unwrap_or(u32::MAX)
 }
 
 /// The heaps that hold memory, each with the lowest stream that allocates from it.

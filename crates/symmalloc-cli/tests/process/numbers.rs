@@ -274,6 +274,17 @@ fn a_job_with_refused_requests_has_a_plan_that_is_followed_or_none() {
 }
 
 #[test]
+fn the_last_stream_of_a_trace_is_planned() {
+    let folder = Folder::new();
+    let streams: Vec<String> = (0..=u16::MAX).map(|stream| format!("stream s{stream}")).collect();
+    let mut lines: Vec<&str> = streams.iter().map(String::as_str).collect();
+    lines.extend(["a 0 8388608 s65535", "f 0"]);
+    let job = folder.trace("job.trace", &lines);
+    let said = symmalloc("plan {} --json", &[&job]).json(0);
+    assert_eq!((bytes(&said[0], "planned_bytes"), &said[0]["holds"]), (8 * MIB, &true.into()), "{said}");
+}
+
+#[test]
 fn a_pool_with_a_quota_is_carried_out_without_a_plan() {
     let folder = Folder::new();
     for step in [["begin_step 0", "end_step"], ["trim", "trim"]] {
