@@ -36,7 +36,7 @@ struct JobPlan<'a> {
     /// Its recordings: one, or those of all of its ranks.
     traces: &'a [PathBuf],
     figures: Figures,
-    /// What to reserve, or why nothing is: a limit or a range leaves no room.
+    /// The reservations, or the error of a limit or a range that leaves no room for them.
     reservations: Result<ReservationPlan, CliError>,
 }
 

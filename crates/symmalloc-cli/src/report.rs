@@ -134,7 +134,7 @@ pub(crate) fn check_name(output: &Path) -> Result<(), CliError> {
 }
 
 impl PlanOutcome {
-    /// Plans the job. The page does without a plan, whatever the planner says.
+    /// Plans the job. A planner that fails leaves the page without a plan.
     fn of(recorded: &Recorded, args: &ReportArgs, own_refused: u64) -> Self {
         match PlannedJob::of_use(recorded, &args.policy, own_refused) {
             Err(reason) => PlanOutcome::Failed(reason),

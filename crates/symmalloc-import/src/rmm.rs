@@ -11,11 +11,11 @@
 //! lines may end with CR LF, blank lines are passed over. Pointers and streams are hexadecimal, with `0x` or without.
 //!
 //! Streams are numbered by the first appearance of their handle. Three handles are CUDA's: 0x0 and 0x1 are the legacy default
-//! stream, and 0x2 is the default stream of each thread, which the `Thread` column tells apart. A free on another stream than the
+//! stream, and 0x2 is the default stream of each thread, which the `Thread` column identifies. A free on another stream than the
 //! allocation's own is a use of that stream, then the free.
 //!
 //! A log that begins late frees what it does not allocate. A free has size and stream, so that memory is allocated before all else,
-//! in the order of the frees. A log says nothing of segments, so allocations have no recorded placement. Several threads are taken
+//! in the order of the frees. A log names no segments, so allocations have no recorded placement. Several threads are taken
 //! in the order of the log.
 //!
 //! The `csv` crate reads it. RMM ends every line. A last line without its end was therefore cut off, perhaps in a number, and is not believed.
@@ -204,7 +204,7 @@ impl Columns {
 /// The events of a log.
 struct Events {
     events: Vec<Event>,
-    /// The threads with a default stream of their own, numbered by first appearance. Looked up only.
+    /// The threads that use their default streams, numbered by first appearance. Looked up only.
     threads: HashMap<String, u128>,
     /// Bytes of their names.
     name_bytes: usize,

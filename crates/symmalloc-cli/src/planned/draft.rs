@@ -25,7 +25,7 @@ pub(super) fn empty(recorded: &Recorded, config: Config) -> Result<PlanFile, Cli
     Ok(file)
 }
 
-/// The same plans. Each reserved pool that allocates nothing beside them has segments of the size that its largest heap needs.
+/// Returns the same plans. Each reserved pool that allocates nothing else has segments of the size that its largest heap needs.
 pub(super) fn with_exact_segments(recorded: &Recorded, file: &PlanFile) -> Result<PlanFile, CliError> {
     let heaps = heaps(file);
     let sleeps = |pool: PoolId| {

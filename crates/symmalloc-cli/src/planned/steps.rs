@@ -1,6 +1,6 @@
-//! What each heap of a job is asked for, step by step.
+//! The requests to each heap of a job, step by step.
 //!
-//! Where the program has no steps of its own, all of it is one step of every pool, and what it leaves is freed at its end. A sleep
+//! Where the program states no steps, all of it is one step of every pool, and what it leaves is freed at its end. A sleep
 //! ends the step of its pool, and after the wake another one begins (see [`symmalloc_trace::replay`]).
 
 use std::collections::BTreeMap;

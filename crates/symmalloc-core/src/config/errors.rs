@@ -143,7 +143,7 @@ pub type ReserveError = AllocateError;
     Amount(*reserved_bytes),
     Amount(*allocated_bytes),
     Amount(*largest_free_bytes),
-    self.remedy.map_or_else(String::new, |remedy| remedy.to_string())
+    self.remedy.map_or_else(String::new, |remedy| format!("; {remedy}"))
 )]
 #[non_exhaustive]
 pub struct OutOfMemory {
@@ -208,25 +208,25 @@ pub enum OutOfMemoryCause {
 #[non_exhaustive]
 pub enum Remedy {
     /// Other streams' heaps have them.
-    #[error("; {} are free in heaps of other streams: try `streams:shared`, or trim at a quiet point", Amount(*free_bytes))]
+    #[error("{} are free in heaps of other streams: try `streams:shared`, or trim at a quiet point", Amount(*free_bytes))]
     ShareStreams {
         /// Free bytes of the pool.
         free_bytes: u64,
     },
     /// They lie in several fixed segments, or in several pieces of them.
-    #[error("; {} are free in pieces: try expandable segments, or trim at a quiet point", Amount(*free_bytes))]
+    #[error("{} are free in pieces: try expandable segments, or trim at a quiet point", Amount(*free_bytes))]
     Expand {
         /// Free bytes of the pool.
         free_bytes: u64,
     },
     /// They lie in several pieces of an expandable segment.
-    #[error("; {} are free in pieces: try `stitching:true`, or trim at a quiet point", Amount(*free_bytes))]
+    #[error("{} are free in pieces: try `stitching:true`, or trim at a quiet point", Amount(*free_bytes))]
     Stitch {
         /// Free bytes of the pool.
         free_bytes: u64,
     },
     /// They lie in several pieces of segments that can be neither expanded nor stitched.
-    #[error("; {} are free in pieces: trim at a quiet point, or allocate what lives long first", Amount(*free_bytes))]
+    #[error("{} are free in pieces: trim at a quiet point, or allocate what lives long first", Amount(*free_bytes))]
     Trim {
         /// Free bytes of the pool.
         free_bytes: u64,
