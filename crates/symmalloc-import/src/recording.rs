@@ -107,7 +107,8 @@ fn format_of(start: &[u8]) -> Result<Format, ImportErrorKind> {
         [0x80, ..] => Ok(Format::PyTorchSnapshot),
         [b'P', b'K', 3, 4, ..] => Err(ImportErrorKind::ZipArchive),
         _ if header(symmalloc_trace::MAGIC.as_bytes()) => Ok(Format::Trace),
-        _ if rmm::is_log(start) => Ok(Format::RmmLog),
+        // Also where the first line is cut off.
+        _ if header(b"Thread,Time,Action") || rmm::is_log(start) => Ok(Format::RmmLog),
         _ => Err(ImportErrorKind::UnknownFormat),
     }
 }

@@ -472,6 +472,7 @@ fn an_entry_names_its_private_pool() {
         ("segment_alloc", 0x90_0000, Some(1)),
         ("alloc", 0x90_0000, Some(1)),
         ("free_requested", 0x50_0000, Some(7)),
+        ("free_completed", 0x50_0000, Some(7)),
     ];
     assert_eq!(
         lines_of(&with_pools(&[], Some(&entries))),
