@@ -76,11 +76,23 @@ pub fn read_from(source: impl Read, options: &ReadOptions) -> Result<Recording, 
     read_any(source, options).map_err(|kind| ImportError::new(None, kind))
 }
 
+/// The most of a file that is read to tell its kind.
+const START_BYTES_MAX: u64 = 4096;
+
 fn read_any(mut source: impl Read, options: &ReadOptions) -> Result<Recording, ImportErrorKind> {
     let source: &mut dyn Read = &mut source;
     let mut source = compression::decompress(source)?;
     let compression = source.get_ref().compression();
-    let format = format_of(source.fill_buf()?)?;
+    let mut start = Vec::new();
+    let format = match format_of(source.fill_buf()?) {
+        // The columns of a log come in any order, and the buffer may end before them.
+        Err(ImportErrorKind::UnknownFormat) => {
+            source.by_ref().take(START_BYTES_MAX).read_until(b'\n', &mut start)?;
+            if rmm::is_log(&start) { Format::RmmLog } else { return Err(ImportErrorKind::UnknownFormat) }
+        }
+        format => format?,
+    };
+    let source = start.as_slice().chain(source);
     if options.device.is_some() && format != Format::PyTorchSnapshot {
         return Err(ImportErrorKind::NoDevices);
     }
@@ -107,8 +119,7 @@ fn format_of(start: &[u8]) -> Result<Format, ImportErrorKind> {
         [0x80, ..] => Ok(Format::PyTorchSnapshot),
         [b'P', b'K', 3, 4, ..] => Err(ImportErrorKind::ZipArchive),
         _ if header(symmalloc_trace::MAGIC.as_bytes()) => Ok(Format::Trace),
-        // Also where the first line is cut off.
-        _ if header(b"Thread,Time,Action") || rmm::is_log(start) => Ok(Format::RmmLog),
+        _ if header(b"Thread,Time,Action") => Ok(Format::RmmLog),
         _ => Err(ImportErrorKind::UnknownFormat),
     }
 }
