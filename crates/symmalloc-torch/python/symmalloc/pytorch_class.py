@@ -114,17 +114,18 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
 
 def _install_from(torch: Any, folder: PrivateFolder) -> None:
     library, name = built(torch, folder)
-    is_loaded = False
+    # Not /proc/self: PyTorch gives the path to a child process that names the C++ frames.
+    opened, is_loaded = f"/proc/{os.getpid()}/fd/{library}", False
     try:
         # The class finds the library's functions among the global ones.
         ctypes.CDLL(str(library_path()), mode=ctypes.RTLD_GLOBAL)
-        compiled = ctypes.CDLL(f"/proc/self/fd/{library}")
+        compiled = ctypes.CDLL(opened)
         is_loaded = True
         status = compiled.symmalloc_install_class()
     except (OSError, AttributeError) as error:
         with suppress(OSError):
             folder.unlink(name)
-        said = str(error).replace(f"/proc/self/fd/{library}: ", "")
+        said = str(error).replace(f"{opened}: ", "")
         path = folder.path / name
         raise Unavailable(f"{path} cannot be loaded ({said}); it was removed, and is compiled anew next time") from error
     finally:

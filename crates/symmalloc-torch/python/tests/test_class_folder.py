@@ -141,6 +141,18 @@ class Folder(unittest.TestCase):
         self.assertEqual((again["compiled"], again["loaded"], again["warnings"]), (0, ["victim"], []))
         self.assertEqual(again["descriptors"], 1, "the loaded library's own")
 
+    def test_a_child_process_finds_the_library_under_its_loaded_name(self) -> None:
+        patch = f"""
+import ctypes, subprocess
+load = ctypes.CDLL
+def checked(name, *arguments, **named):
+    if str(name).startswith("/proc/"):
+        subprocess.run(["cmp", name, {str(self.keep())!r}], check=True)
+    return load(name, *arguments, **named)
+ctypes.CDLL = checked
+"""
+        self.assertEqual(self.install(patch)["error"], None)
+
     def test_a_folder_that_others_write_is_refused(self) -> None:
         library = self.keep()
         self.build("attacker", library)
