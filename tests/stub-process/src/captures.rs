@@ -1,6 +1,7 @@
 //! A thread that captures while others do something else.
 
 use crate::cuda::control;
+use crate::threads::WAIT_MAX;
 use std::ffi::c_int;
 use std::sync::mpsc::channel;
 use std::thread;
@@ -23,10 +24,10 @@ pub fn while_captured<R>(device: c_int, body: impl FnOnce() -> R) -> (R, Capture
             let stream = Stream::begin(device);
             begun.send(()).expect("somebody waits");
             // Also when the body panics: then nobody can send any more.
-            let _over = is_over.recv();
+            let _over = is_over.recv_timeout(WAIT_MAX);
             stream.end()
         });
-        has_begun.recv().expect("it captures");
+        has_begun.recv_timeout(WAIT_MAX).expect("it captures");
         let answer = body();
         drop(end);
         (answer, capture.join().expect("no panic"))

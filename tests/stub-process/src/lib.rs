@@ -11,15 +11,19 @@
 //! [`cuda`] and [`nccl`] are what a body asks the stubs, and tells them.
 
 mod captures;
+mod child;
 pub mod cuda;
 mod library;
 pub mod nccl;
 mod ranks;
+mod threads;
 
 pub use captures::{Captured, while_captured};
 pub use library::Library;
 pub use ranks::{RankOutput, ranks};
+pub use threads::{Barrier, ExitOnPanic, WAIT_MAX, threads, until, until_some};
 
+use child::Running;
 use std::process::Command;
 
 /// Which test this process runs.
@@ -74,7 +78,7 @@ pub fn test_name(module: &str, test: &str) -> String {
 /// Runs `body` in a process of its own, which finds these libraries. Later options win.
 ///
 /// # Panics
-/// When the process fails.
+/// When the process fails, or takes longer than ten minutes (`SYMMALLOC_STUB_LIMIT_SECONDS` sets another limit).
 pub fn run(test: &str, cuda: Library, nccl: Option<Library>, options: &[(&str, &str)], body: impl FnOnce()) {
     if std::env::var_os(MARK).is_some_and(|mark| mark == test) {
         return body();
@@ -84,16 +88,14 @@ pub fn run(test: &str, cuda: Library, nccl: Option<Library>, options: &[(&str, &
     if let Some(nccl) = nccl {
         nccl.place("libstub_libnccl.so", "libnccl.so.2", folder.path());
     }
-    let output = alone(test)
-        .env(MARK, test)
-        .env("LD_LIBRARY_PATH", folder.path())
-        .env("SYMMALLOC_FLIGHT_RECORDS", folder.path())
-        .envs(options.iter().copied())
-        .output()
-        .expect("the test can be started again");
-    let (stdout, stderr) = (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
-    assert!(stdout.contains("1 passed") || !output.status.success(), "{test} did not run\n{stdout}\n{stderr}");
-    assert!(output.status.success(), "{test} failed on the stub ({})\n{stdout}\n{stderr}", output.status);
+    let mut command = alone(test);
+    command.env(MARK, test).env("LD_LIBRARY_PATH", folder.path()).env("SYMMALLOC_FLIGHT_RECORDS", folder.path());
+    let limit = child::limit();
+    let child::Ended { status, stdout, stderr, is_late } =
+        Running::start(command.envs(options.iter().copied())).wait(limit);
+    assert!(!is_late, "{test} did not end within {limit:?}\n{stdout}\n{stderr}");
+    assert!(stdout.contains("1 passed") || !status.success(), "{test} did not run\n{stdout}\n{stderr}");
+    assert!(status.success(), "{test} failed on the stub ({status})\n{stdout}\n{stderr}");
     print!("{stdout}");
 }
 

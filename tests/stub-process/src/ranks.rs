@@ -1,7 +1,7 @@
 //! Ranks as processes.
 
 use crate::alone;
-use std::process::{Child, Stdio};
+use crate::child::{self, Running};
 use std::time::SystemTime;
 
 const RANK: &str = "SYMMALLOC_STUB_RANK";
@@ -20,7 +20,7 @@ pub struct RankOutput {
 }
 
 /// In a test on the stubs: runs `body` in one process per rank, with `options` in the environment on top of the test's, and
-/// says how each ended. In the process of a rank, runs `body` and ends the process.
+/// says how each ended. A process that takes half of the test's limit is killed. In the process of a rank, runs `body` and ends the process.
 ///
 /// # Panics
 /// When a process cannot be started.
@@ -30,16 +30,16 @@ pub fn ranks(count: usize, options: &[(&str, &str)], body: impl FnOnce(usize)) -
         std::process::exit(0);
     }
     let test = std::env::var(crate::MARK).expect("in a test on the stubs");
-    let start = |rank: usize| -> Child {
+    let start = |rank: usize| {
         let mut command = alone(&test);
-        command.env(RANK, rank.to_string()).envs(options.iter().copied());
-        command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the test can be started again")
+        Running::start(command.env(RANK, rank.to_string()).envs(options.iter().copied()))
     };
-    let children: Vec<Child> = (0..count).map(start).collect();
-    let wait = |(rank, child): (usize, Child)| {
-        let output = child.wait_with_output().expect("a child");
-        let text = [String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr)].concat();
-        RankOutput { rank, is_success: output.status.success(), text, ended: SystemTime::now() }
+    let children: Vec<Running> = (0..count).map(start).collect();
+    let limit = child::limit() / 2;
+    let wait = |(rank, child): (usize, Running)| {
+        let child::Ended { status, stdout, stderr, is_late } = child.wait(limit);
+        let late = if is_late { format!("\nLATE it was killed after {limit:?}\n") } else { String::new() };
+        RankOutput { rank, is_success: status.success(), text: stdout + &stderr + &late, ended: SystemTime::now() }
     };
     std::thread::scope(|scope| {
         let waits: Vec<_> = children.into_iter().enumerate().map(|child| scope.spawn(|| wait(child))).collect();

@@ -9,9 +9,8 @@ use programs::{
 };
 use std::fmt::Debug;
 use std::path::Path;
-use std::sync::Barrier;
 use std::time::{Duration, Instant};
-use stub_process::{Library, cuda, nccl, nccl_test};
+use stub_process::{Barrier, Library, cuda, nccl, nccl_test};
 use symmalloc_agreement::TransportError;
 use symmalloc_core::PoolConfig;
 use symmalloc_cuda::{CudaAllocator, DeviceBuffer, GraphPool};

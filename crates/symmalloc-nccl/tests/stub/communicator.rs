@@ -4,9 +4,9 @@ mod endings;
 mod library;
 
 use cudarc::driver::{CudaStream, DevicePtr};
-use std::sync::{Arc, Barrier};
+use std::sync::Arc;
 use std::time::Duration;
-use stub_process::{nccl, nccl_test};
+use stub_process::{Barrier, ExitOnPanic, nccl, nccl_test};
 use symmalloc_agreement::Transport;
 use symmalloc_core::Config;
 use symmalloc_core::config::PoolConfig;
@@ -82,17 +82,12 @@ fn ranks_with(
 ) {
     let id = UniqueId::new().expect("an id");
     let barrier = Arc::new(Barrier::new(ranks as usize));
-    std::thread::scope(|scope| {
-        for rank in 0..ranks {
-            let (body, connect, barrier) = (&body, &connect, Arc::clone(&barrier));
-            scope.spawn(move || {
-                let device = CudaDevice::new(rank as usize).expect("a stub device");
-                let comm = connect(builder(&device)).connect(id, rank, ranks).expect("all come");
-                let allocator = CudaAllocator::new(&device, fixed()).expect("an allocator");
-                let stream = device.context().new_stream().expect("a stream");
-                body(&Rank { comm, allocator, stream, barrier });
-            });
-        }
+    stub_process::threads(ranks as usize, |rank| {
+        let device = CudaDevice::new(rank).expect("a stub device");
+        let comm = connect(builder(&device)).connect(id, rank as u32, ranks).expect("all come");
+        let allocator = CudaAllocator::new(&device, fixed()).expect("an allocator");
+        let stream = device.context().new_stream().expect("a stream");
+        body(&Rank { comm, allocator, stream, barrier: Arc::clone(&barrier) });
     });
 }
 
@@ -215,6 +210,7 @@ nccl_test!(one_thread_drives_several_devices_with_a_group, {
     let id = UniqueId::new().expect("an id");
     let devices = [0, 1].map(|ordinal| CudaDevice::new(ordinal).expect("a stub device"));
     let comms: Vec<Communicator> = std::thread::scope(|scope| {
+        let _exit = ExitOnPanic;
         let connecting: Vec<_> = (0..2_u32)
             .map(|rank| {
                 let device = &devices[rank as usize];

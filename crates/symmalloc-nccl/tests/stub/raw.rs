@@ -2,7 +2,8 @@
 
 use cudarc::driver::{CudaContext, CudaStream};
 use std::ffi::{c_int, c_void};
-use std::sync::{Arc, Barrier};
+use std::sync::Arc;
+use stub_process::Barrier;
 
 /// `ncclUniqueId`.
 #[derive(Clone, Copy)]
@@ -176,10 +177,5 @@ impl Rank {
 pub(crate) fn ranks(ranks: usize, body: impl Fn(&Rank) + Sync) {
     let id = unique_id();
     let barrier = Arc::new(Barrier::new(ranks));
-    std::thread::scope(|scope| {
-        for rank in 0..ranks {
-            let (body, barrier) = (&body, &barrier);
-            scope.spawn(move || body(&Rank::join(ranks, id, rank, barrier)));
-        }
-    });
+    stub_process::threads(ranks, |rank| body(&Rank::join(ranks, id, rank, &barrier)));
 }

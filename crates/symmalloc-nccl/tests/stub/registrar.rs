@@ -15,7 +15,7 @@ mod sleep_faults;
 pub(crate) mod support;
 
 use std::sync::Mutex;
-use stub_process::{nccl, nccl_test};
+use stub_process::{ExitOnPanic, nccl, nccl_test, until};
 use support::{Job, MIB, nothing_is_left};
 use symmalloc_core::PoolId;
 use symmalloc_core::config::PoolConfig;
@@ -139,6 +139,7 @@ nccl_test!(threads_with_a_communicator_and_a_pool_each_do_not_disturb_each_other
         // Made in the same order on every rank.
         let lanes = ["a", "b"].map(lane);
         std::thread::scope(|scope| {
+            let _exit = ExitOnPanic;
             for (name, comm, stream, pool) in &lanes {
                 scope.spawn(move || {
                     let allocator = it.allocator.with_pool(pool);
@@ -235,9 +236,7 @@ nccl_test!(ranks_whose_growing_memory_lies_in_other_chunks_share_windows, ["STUB
         let mut tensors = Vec::new();
         for mib in [2, 6, 2, 30, 8] {
             tensors.push(it.take(&pool, mib * MIB));
-            while it.rank == 0 && it.allocator.core().backend().spare_bytes() == 0 {
-                std::thread::yield_now();
-            }
+            until(|| it.rank != 0 || it.allocator.core().backend().spare_bytes() != 0);
             it.registrar.sync(&[&it.world]).expect("all ranks did the same");
             tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
             it.check();

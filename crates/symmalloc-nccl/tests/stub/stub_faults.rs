@@ -4,7 +4,7 @@ use crate::raw::{IN_PROGRESS, MIB, Rank, SUCCESS, UniqueId, abort, async_error, 
 use crate::raw::{all_reduce, revoke, unique_id, window_deregister};
 use crate::stub_itself::{COUNT, input, sum};
 use cudarc::driver::sys::{self, CUresult};
-use stub_process::{cuda, nccl, nccl_test};
+use stub_process::{ExitOnPanic, cuda, nccl, nccl_test, until, until_some};
 
 const REMOTE_ERROR: i32 = 6;
 const INTERNAL_ERROR: i32 = 3;
@@ -26,7 +26,7 @@ nccl_test!(a_collective_whose_peer_never_comes_is_never_done_and_blocks_nobody, 
                 assert_eq!(async_error(rank.comm), SUCCESS);
             }
             assert_eq!(abort(rank.comm), SUCCESS);
-            while query(&event) != CUresult::CUDA_SUCCESS {}
+            until(|| query(&event) == CUresult::CUDA_SUCCESS);
             assert_eq!(rank.read::<f32>(segment, COUNT), input(0), "aborted: nothing was written");
         }
         rank.meet();
@@ -86,11 +86,11 @@ nccl_test!(a_rank_that_hangs_in_a_registration_is_freed_by_a_revoke_or_an_abort,
         ranks(2, |rank| {
             let segment = rank.segment(2 * MIB);
             std::thread::scope(|scope| {
+                let _exit = ExitOnPanic;
                 let caller = scope.spawn(|| rank.window(segment, 2 * MIB));
                 // Both threads are inside: rank 0 waits for rank 1, which stopped.
-                while nccl::calls("ncclCommWindowRegister") % 2 == 1 || nccl::calls("ncclCommWindowRegister") == 0 {
-                    std::thread::yield_now();
-                }
+                let calls = || nccl::calls("ncclCommWindowRegister");
+                until(|| calls() != 0 && calls() % 2 == 0);
                 rank.meet();
                 assert_eq!(ends(rank.comm), SUCCESS);
                 let (code, window) = caller.join().expect("it came back");
@@ -133,17 +133,13 @@ fn join_nonblocking(id: UniqueId, rank: usize) -> u64 {
 }
 
 fn settle(comm: u64) -> i32 {
-    loop {
-        match async_error(comm) {
-            IN_PROGRESS => std::thread::yield_now(),
-            code => return code,
-        }
-    }
+    until_some(|| Some(async_error(comm)).filter(|code| *code != IN_PROGRESS))
 }
 
 nccl_test!(a_nonblocking_communicator_is_under_way_until_it_was_asked, {
     let id = unique_id();
     std::thread::scope(|scope| {
+        let _exit = ExitOnPanic;
         for rank in 0..2 {
             scope.spawn(move || {
                 let context = cudarc::driver::CudaContext::new(rank).expect("a stub device");
@@ -156,7 +152,7 @@ nccl_test!(a_nonblocking_communicator_is_under_way_until_it_was_asked, {
                 // The thread of NCCL is late: an event that is recorded before it was asked for is ready at once.
                 assert_eq!(all_reduce(base, base, COUNT, 7, 0, comm, raw), IN_PROGRESS);
                 let early = stream.record_event(None).expect("recorded");
-                while query(&early) != CUresult::CUDA_SUCCESS {}
+                until(|| query(&early) == CUresult::CUDA_SUCCESS);
                 assert_eq!(async_error(comm), IN_PROGRESS);
                 assert_eq!(settle(comm), SUCCESS);
                 stream.synchronize().expect("idle");
@@ -177,14 +173,13 @@ nccl_test!(an_init_that_hangs_ends_when_it_is_healed, {
     let id = unique_id();
     let _context = cudarc::driver::CudaContext::new(0).expect("a stub device");
     std::thread::scope(|scope| {
+        let _exit = ExitOnPanic;
         let hung = scope.spawn(|| init(2, id, 0, true).0);
-        while nccl::calls("ncclCommInitRankConfig") == 0 {
-            std::thread::yield_now();
-        }
-        while !hung.is_finished() {
+        until(|| nccl::calls("ncclCommInitRankConfig") != 0);
+        until(|| {
             nccl::heal();
-            std::thread::yield_now();
-        }
+            hung.is_finished()
+        });
         assert_eq!(hung.join().expect("it came back"), 2);
     });
 });

@@ -3,8 +3,8 @@
 use crate::raw::{MIB, Rank, SUCCESS, UniqueId, async_error, destroy, unique_id, window_deregister};
 use crate::stub_itself::{COUNT, input, sum};
 use std::path::PathBuf;
-use std::sync::{Arc, Barrier};
-use stub_process::{nccl, nccl_test, ranks};
+use std::sync::Arc;
+use stub_process::{Barrier, nccl, nccl_test, ranks, until, until_some};
 
 /// Gets the unique id from rank 0 through a file.
 fn exchange(rank: usize, file: &str) -> UniqueId {
@@ -16,12 +16,8 @@ fn exchange(rank: usize, file: &str) -> UniqueId {
         std::fs::rename(new, file).expect("moved in one step");
         return id;
     }
-    loop {
-        if let Ok(bytes) = std::fs::read(&file) {
-            return UniqueId(bytes.try_into().expect("128 bytes"));
-        }
-        std::thread::sleep(std::time::Duration::from_millis(1));
-    }
+    let bytes = until_some(|| std::fs::read(&file).ok());
+    UniqueId(bytes.try_into().expect("128 bytes"))
 }
 
 fn join(rank: usize, count: usize) -> Rank {
@@ -74,9 +70,7 @@ nccl_test!(a_process_that_ends_is_a_remote_error_for_the_others, {
         if rank.rank == 1 {
             std::process::exit(7);
         }
-        while async_error(rank.comm) == SUCCESS {
-            std::thread::yield_now();
-        }
+        until(|| async_error(rank.comm) != SUCCESS);
         assert_eq!(async_error(rank.comm), 6);
     });
     assert_eq!(outputs.iter().map(|output| output.is_success).collect::<Vec<_>>(), [true, false, true], "{outputs:?}");

@@ -4,7 +4,7 @@ use crate::raw::{F32, MIB, Rank, SUCCESS, abort, all_gather, all_reduce, buffer_
 use crate::raw::{destroy, group_end, group_start, memory_free, ranks, split_into, version, window_deregister};
 use crate::stub_itself::{COUNT, input, sum};
 use cudarc::driver::sys::{self, CUstreamCaptureMode};
-use stub_process::{nccl, nccl_test};
+use stub_process::{ExitOnPanic, nccl, nccl_test, until};
 
 const CUDA_ERROR: i32 = 1;
 const INTERNAL_ERROR: i32 = 3;
@@ -135,6 +135,7 @@ nccl_test!(different_steps_on_the_host_wait_for_ever, {
     ranks(2, |rank| {
         let segment = rank.segment(SEGMENT);
         std::thread::scope(|scope| {
+            let _exit = ExitOnPanic;
             let inside = scope.spawn(|| {
                 let mut part = 0;
                 match rank.rank {
@@ -142,9 +143,7 @@ nccl_test!(different_steps_on_the_host_wait_for_ever, {
                     _ => split_into(rank.comm, 0, 0, &raw mut part, std::ptr::null_mut()),
                 }
             });
-            while nccl::violations().is_empty() {
-                std::thread::yield_now();
-            }
+            until(|| !nccl::violations().is_empty());
             rank.meet();
             assert!(!inside.is_finished());
             assert_eq!(abort(rank.comm), SUCCESS);
@@ -163,14 +162,14 @@ nccl_test!(what_a_dead_or_busy_communicator_is_asked, {
         rank.meet();
         if rank.rank == 0 {
             std::thread::scope(|scope| {
+                let _exit = ExitOnPanic;
                 let inside = scope.spawn(|| rank.window(segment, SEGMENT));
                 // Two violations: registered twice, and the call below.
-                while nccl::violations().is_empty() {
-                    std::thread::yield_now();
-                }
-                while nccl::violations().len() == 1 {
+                until(|| !nccl::violations().is_empty());
+                until(|| {
                     let _busy = rank.sum(segment, segment, 0);
-                }
+                    nccl::violations().len() > 1
+                });
                 assert_eq!(abort(rank.comm), SUCCESS);
                 assert_ne!(inside.join().expect("it came back").0, SUCCESS);
             });
@@ -182,10 +181,9 @@ nccl_test!(what_a_dead_or_busy_communicator_is_asked, {
         if rank.rank == 1 {
             assert_eq!(rank.sum(segment, segment, COUNT), SUCCESS);
             std::thread::scope(|scope| {
+                let _exit = ExitOnPanic;
                 let inside = scope.spawn(|| destroy(rank.comm));
-                while nccl::violations().is_empty() {
-                    std::thread::yield_now();
-                }
+                until(|| !nccl::violations().is_empty());
                 assert_eq!(abort(rank.comm), SUCCESS);
                 inside.join().expect("it came back");
             });
@@ -341,11 +339,10 @@ nccl_test!(the_first_collective_can_be_made_to_wait_for_the_peers_on_the_host, [
     ranks(2, |rank| {
         let segment = rank.segment(SEGMENT);
         std::thread::scope(|scope| {
+            let _exit = ExitOnPanic;
             if rank.rank == 0 {
                 let inside = scope.spawn(|| rank.sum(segment, segment, COUNT));
-                while nccl::calls("ncclAllReduce") == 0 {
-                    std::thread::yield_now();
-                }
+                until(|| nccl::calls("ncclAllReduce") != 0);
                 assert!(!inside.is_finished(), "rank 1 did not come yet");
                 rank.meet();
                 assert_eq!(inside.join().expect("it came back"), SUCCESS);

@@ -5,9 +5,9 @@ mod stops;
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Barrier, Mutex};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
-use stub_process::{RankOutput, cuda, nccl, nccl_test, ranks};
+use stub_process::{Barrier, RankOutput, cuda, nccl, nccl_test, ranks, until};
 use symmalloc_core::Config;
 use symmalloc_cuda::{CudaAllocator, CudaDevice, DeviceBuffer};
 use symmalloc_nccl::{
@@ -261,11 +261,7 @@ nccl_test!(a_record_is_written_on_request_and_at_a_signal, ["SYMMALLOC_FLIGHT_SI
     fs::remove_file(&path).expect("it is there");
     // SAFETY: a signal that this process handles.
     unsafe { libc::kill(libc::getpid(), libc::SIGUSR2) };
-    let begun = Instant::now();
-    while !path.exists() {
-        assert!(begun.elapsed() < Duration::from_secs(10), "no record came");
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    until(|| path.exists());
     assert_eq!(FlightRecord::read(&path).expect("whole, as soon as it is there").reason, "a signal came");
 });
 
@@ -273,31 +269,24 @@ nccl_test!(a_record_is_written_on_request_and_at_a_signal, ["SYMMALLOC_FLIGHT_SI
 fn failure_of_the_other(mode: WatchdogMode) -> (Result<(), CommError>, Vec<String>) {
     let (id, barrier, told) = (UniqueId::new().expect("an id"), Barrier::new(2), Mutex::new(Vec::new()));
     let told = Arc::new(told);
-    let mut outcomes = std::thread::scope(|scope| {
-        let rank = |number: u32| {
-            let (barrier, told) = (&barrier, Arc::clone(&told));
-            scope.spawn(move || {
-                let device = CudaDevice::new(number as usize).expect("a stub device");
-                let tell = move |failure: &Failure| told.lock().expect("no panic").push(failure.to_string());
-                let builder = Communicator::builder(&device).deadline(DEADLINE / 4).watchdog(mode).on_failure(tell);
-                let comm = builder.connect(id, number, 2).expect("connected");
-                let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
-                let stream = device.context().new_stream().expect("a stream");
-                let mut buffer = allocator.alloc_zeroed::<f32>(&stream, 8).expect("allocated");
-                comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &stream).expect("submitted");
-                comm.guarded(|| stream.synchronize()).expect("nothing failed").expect("done");
-                barrier.wait();
-                let outcome = if number == 1 {
-                    comm.abort().and_then(|()| comm.guarded(|| ()))
-                } else {
-                    comm.guarded(|| std::thread::sleep(DEADLINE / 8))
-                };
-                barrier.wait();
-                outcome
-            })
+    let mut outcomes = stub_process::threads(2, |number| {
+        let (device, told) = (CudaDevice::new(number).expect("a stub device"), Arc::clone(&told));
+        let tell = move |failure: &Failure| told.lock().expect("no panic").push(failure.to_string());
+        let builder = Communicator::builder(&device).deadline(DEADLINE / 4).watchdog(mode).on_failure(tell);
+        let comm = builder.connect(id, number as u32, 2).expect("connected");
+        let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+        let stream = device.context().new_stream().expect("a stream");
+        let mut buffer = allocator.alloc_zeroed::<f32>(&stream, 8).expect("allocated");
+        comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &stream).expect("submitted");
+        comm.guarded(|| stream.synchronize()).expect("nothing failed").expect("done");
+        barrier.wait();
+        let outcome = if number == 1 {
+            comm.abort().and_then(|()| comm.guarded(|| ()))
+        } else {
+            comm.guarded(|| std::thread::sleep(DEADLINE / 8))
         };
-        let threads: Vec<_> = (0..2).map(rank).collect();
-        threads.into_iter().map(|thread| thread.join().expect("no panic")).collect::<Vec<_>>()
+        barrier.wait();
+        outcome
     });
     let told = told.lock().expect("no panic").clone();
     (outcomes.remove(0), told)
@@ -323,9 +312,7 @@ fn rank_whose_watchdog_meets(call: &str, code: i32) -> Rank {
     let before = calls_of_others();
     cuda::fail_elsewhere(call, 0, code);
     rank.comm.all_reduce_in_place(&mut rank.buffer, ReduceOp::Sum, &rank.stream).expect("submitted");
-    while calls_of_others() < before + 2 && rank.comm.state() == CommState::Ready {
-        std::thread::sleep(Duration::from_millis(10));
-    }
+    until(|| calls_of_others() >= before + 2 || rank.comm.state() != CommState::Ready);
     rank
 }
 

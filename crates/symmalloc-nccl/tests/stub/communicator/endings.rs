@@ -2,7 +2,7 @@
 
 use super::{SHORT, builder, in_both_modes, ranks, ranks_with};
 use std::time::{Duration, Instant};
-use stub_process::{Library, nccl, nccl_test};
+use stub_process::{ExitOnPanic, Library, nccl, nccl_test, until};
 use symmalloc_agreement::{Transport, TransportError};
 use symmalloc_cuda::CudaDevice;
 use symmalloc_nccl::{
@@ -100,11 +100,7 @@ nccl_test!(a_lost_communicator_is_aborted_when_its_call_comes_back, Library::Stu
                 // The rank that was missed comes after all, and gets rank 0's thread out of its call.
                 let _window = rank.register(base).expect("a window");
             } else {
-                let since = Instant::now();
-                while rank.comm.state() != CommState::Aborted {
-                    assert!(since.elapsed() < Duration::from_secs(10), "it is still {}", rank.comm.state());
-                    std::thread::sleep(Duration::from_millis(2));
-                }
+                until(|| rank.comm.state() == CommState::Aborted);
                 assert!(matches!(rank.comm.cause(), Some(CommError::Deadline { .. })));
             }
             rank.meet();
@@ -117,6 +113,7 @@ nccl_test!(threads_that_share_a_communicator_call_one_at_a_time, {
     ranks(1, |rank| {
         let (_allocation, base) = rank.segment();
         std::thread::scope(|scope| {
+            let _exit = ExitOnPanic;
             for _ in 0..3 {
                 scope.spawn(|| {
                     let stream = rank.comm.device().context().new_stream().expect("a stream");
@@ -143,6 +140,7 @@ nccl_test!(abort_gets_another_thread_out_of_a_call, {
         let (_allocation, base) = rank.segment();
         if rank.number() == 0 {
             std::thread::scope(|scope| {
+                let _exit = ExitOnPanic;
                 let registering = scope.spawn(|| rank.register(base).map(|_| ()));
                 std::thread::sleep(Duration::from_millis(100));
                 let since = Instant::now();
@@ -185,10 +183,9 @@ fn given_back_once(call: &str, give_back: GiveBack) {
             let before = nccl::calls(call);
             nccl::slow(call, Some(0), 1, 1000);
             std::thread::scope(|scope| {
+                let _exit = ExitOnPanic;
                 let giving_back = scope.spawn(|| give_back(&rank.comm, window, buffer));
-                while nccl::calls(call) == before {
-                    std::thread::sleep(Duration::from_millis(1));
-                }
+                until(|| nccl::calls(call) != before);
                 rank.comm.abort().expect("ended");
                 let outcome = giving_back.join().expect("no panic");
                 assert!(matches!(outcome, Err(CommError::Gone { .. })), "{outcome:?}");
@@ -203,23 +200,52 @@ fn given_back_once(call: &str, give_back: GiveBack) {
     nccl::assert_clean();
 }
 
-// NCCL refuses, and the communicator ends by that: the end gives back what is there still.
+/// NCCL refuses a window on rank 0, and the communicator ends by that: the end gives back what is registered still.
+///
+/// Without the watchdog, which reports the end to rank 1 and ends its communicator as well, before or after rank 1 gives back its
+/// window.
+fn window_that_is_refused(mode: impl Fn(CommunicatorBuilder) -> CommunicatorBuilder + Sync) {
+    ranks_with(
+        2,
+        |builder| mode(builder.watchdog(WatchdogMode::Off)),
+        |rank| {
+            let (_allocation, base) = rank.segment();
+            let window = rank.register(base).expect("a window");
+            rank.meet();
+            if rank.number() == 0 {
+                nccl::fail("ncclCommWindowDeregister", Some(0), 1, 1);
+            }
+            rank.meet();
+            let outcome = rank.comm.deregister_window(window);
+            assert_eq!(outcome.is_err(), rank.number() == 0, "{outcome:?}");
+            assert_eq!(rank.comm.state() == CommState::Ready, rank.number() != 0);
+            rank.meet();
+            if rank.number() == 1 {
+                rank.comm.abort().expect("ended");
+            }
+            rank.meet();
+            assert_eq!((nccl::live().windows, nccl::live().kept_rounds, nccl::live().leaked), (0, 0, 0));
+            rank.meet();
+        },
+    );
+    nccl::assert_clean();
+}
+
 nccl_test!(a_window_that_nccl_refuses_to_take_back_goes_with_its_communicator, {
+    window_that_is_refused(|builder| builder);
+    window_that_is_refused(CommunicatorBuilder::nonblocking);
+});
+
+nccl_test!(the_end_of_a_refused_window_ends_the_other_rank_too, {
     in_both_modes(2, |rank| {
         let (_allocation, base) = rank.segment();
         let window = rank.register(base).expect("a window");
         rank.meet();
         if rank.number() == 0 {
             nccl::fail("ncclCommWindowDeregister", Some(0), 1, 1);
+            rank.comm.deregister_window(window).expect_err("NCCL refuses");
         }
-        rank.meet();
-        let outcome = rank.comm.deregister_window(window);
-        assert_eq!(outcome.is_err(), rank.number() == 0, "{outcome:?}");
-        assert_eq!(rank.comm.state() == CommState::Ready, rank.number() != 0);
-        rank.meet();
-        if rank.number() == 1 {
-            rank.comm.abort().expect("ended");
-        }
+        until(|| rank.comm.state() == CommState::Aborted);
         rank.meet();
         assert_eq!((nccl::live().windows, nccl::live().kept_rounds, nccl::live().leaked), (0, 0, 0));
         rank.meet();

@@ -3,7 +3,7 @@
 
 use super::support::{IMPATIENT, Job, MIB, Rank};
 use std::time::Instant;
-use stub_process::{cuda, nccl, nccl_test};
+use stub_process::{cuda, nccl, nccl_test, until};
 use symmalloc_nccl::{CommState, Communicator, Registration, SyncError};
 
 /// What strikes.
@@ -37,11 +37,12 @@ fn work(it: &Rank, comm: &Communicator) -> Result<(), SyncError> {
 
 /// Ends a communicator that failed. While NCCL is inside, it is lost, and its memory is kept.
 fn until_over(it: &Rank, comm: &Communicator) {
-    while comm.abort().is_err() {
-        assert_eq!(comm.state(), CommState::Lost);
+    until(|| {
+        let is_over = comm.abort().is_ok();
+        assert!(is_over || comm.state() == CommState::Lost);
         it.registrar.sweep();
-        std::thread::sleep(IMPATIENT / 10);
-    }
+        is_over
+    });
 }
 
 /// Strikes once. Whether anything failed.

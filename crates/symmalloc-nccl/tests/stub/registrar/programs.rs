@@ -5,7 +5,7 @@
 use super::support::{IMPATIENT, Job, MIB, PATIENT, Rank, nothing_is_left};
 use std::collections::BTreeSet;
 use std::sync::Mutex;
-use stub_process::{nccl, nccl_test};
+use stub_process::{nccl, nccl_test, until};
 use symmalloc_agreement::Mode;
 use symmalloc_core::op::Contents;
 use symmalloc_cuda::{CudaBackend, DeviceBuffer, Pool};
@@ -249,10 +249,8 @@ impl Program<'_> {
         self.it.meet();
         let ended = self.ended.lock().expect("no panic").clone();
         for lane in self.comms.extract_if(.., |lane| ended.contains(lane.comm.name())) {
-            while lane.comm.abort().is_err() {
-                // Lost for as long as NCCL is inside.
-                std::thread::sleep(IMPATIENT / 10);
-            }
+            // Lost for as long as NCCL is inside.
+            until(|| lane.comm.abort().is_ok());
         }
         self.it.registrar.sweep();
         self.check();

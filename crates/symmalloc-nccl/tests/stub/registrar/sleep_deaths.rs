@@ -3,7 +3,7 @@
 
 use std::path::Path;
 use std::time::{Duration, Instant};
-use stub_process::{nccl, nccl_test, ranks};
+use stub_process::{nccl, nccl_test, ranks, until};
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
 use symmalloc_core::{Config, PoolConfig};
@@ -68,11 +68,7 @@ fn body(rank: usize) {
 fn await_syncs(rank: usize, folder: &Path) {
     let said = |rank: usize| folder.join(format!("synced-{rank}"));
     std::fs::write(said(rank), "").expect("written");
-    let begun = Instant::now();
-    while rank == VICTIM && !(0..RANKS).all(|rank| said(rank).exists()) {
-        assert!(begun.elapsed() < Duration::from_secs(60), "the others do not say that they have synced");
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    until(|| rank != VICTIM || (0..RANKS).all(|rank| said(rank).exists()));
 }
 
 fn sleep_and_wake(registrar: &Registrar, world: &Communicator, pool: symmalloc_core::PoolId) -> String {

@@ -3,7 +3,7 @@
 use super::support::{IMPATIENT, Job, MIB, Rank};
 use std::sync::Mutex;
 use std::time::Instant;
-use stub_process::{cuda, nccl, nccl_test};
+use stub_process::{cuda, nccl, nccl_test, until};
 use symmalloc_core::PoolId;
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
@@ -149,10 +149,11 @@ fn heal(
     fault: Fault,
 ) {
     for comm in [other, &it.world] {
-        while comm.state() != CommState::Ready && comm.abort().is_err() {
+        until(|| {
+            let is_settled = comm.state() == CommState::Ready || comm.abort().is_ok();
             it.registrar.sweep();
-            std::thread::sleep(IMPATIENT / 10);
-        }
+            is_settled
+        });
     }
     it.registrar.sweep();
     // Programs agree by other means on which are dead: here all that are not alive on both.
@@ -246,9 +247,7 @@ nccl_test!(a_window_that_nobody_can_take_away_holds_the_memory_until_its_communi
         let SleepError::Refused { ranks, .. } = &error else { panic!("{error}") };
         assert_eq!(ranks.iter().map(|of| (of.rank, of.obstacle)).collect::<Vec<_>>(), [(1, Obstacle::Lost)]);
         assert_eq!(phase(), held);
-        while other.state() == CommState::Lost {
-            std::thread::sleep(IMPATIENT / 10);
-        }
+        until(|| other.state() != CommState::Lost);
         it.registrar.sweep();
         it.meet();
         it.registrar.sleep(&it.world, pool.id(), Contents::Keep).expect("it has ended");

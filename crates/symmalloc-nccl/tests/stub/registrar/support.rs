@@ -1,9 +1,9 @@
 //! Jobs of ranks that are threads, each with a device, an allocator and a registrar, for tests of the registrar.
 
 use cudarc::driver::{CudaStream, DeviceSlice};
-use std::sync::{Arc, Barrier, Mutex};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
-use stub_process::{cuda, nccl};
+use stub_process::{Barrier, cuda, nccl};
 use symmalloc_agreement::Mode;
 use symmalloc_core::config::{Config, PoolConfig, PoolConfigBuilder};
 use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, DeviceBuffer, Pool};
@@ -40,17 +40,6 @@ pub(crate) struct Rank {
     barrier: Arc<Barrier>,
 }
 
-/// Ends the process of the test when a rank panics: the others would wait for it.
-struct ExitOnPanic;
-
-impl Drop for ExitOnPanic {
-    fn drop(&mut self) {
-        if std::thread::panicking() {
-            std::process::exit(101);
-        }
-    }
-}
-
 impl Job {
     pub(crate) fn new(ranks: usize) -> Self {
         Job { ranks, mode: Mode::AtSync, deadline: PATIENT, check_offsets: false, prefetch_bytes: 0 }
@@ -75,20 +64,11 @@ impl Job {
     pub(crate) fn run<R: Send>(&self, body: impl Fn(&Rank) -> R + Sync) -> Vec<R> {
         let id = UniqueId::new().expect("the stub gives ids");
         let barrier = Arc::new(Barrier::new(self.ranks));
-        std::thread::scope(|scope| {
-            let threads: Vec<_> = (0..self.ranks)
-                .map(|rank| {
-                    let (body, barrier) = (&body, Arc::clone(&barrier));
-                    scope.spawn(move || {
-                        let _exit = ExitOnPanic;
-                        let rank = self.join(rank, id, barrier);
-                        let result = body(&rank);
-                        rank.leave();
-                        result
-                    })
-                })
-                .collect();
-            threads.into_iter().map(|thread| thread.join().expect("no rank panics")).collect()
+        stub_process::threads(self.ranks, |rank| {
+            let rank = self.join(rank, id, Arc::clone(&barrier));
+            let result = body(&rank);
+            rank.leave();
+            result
         })
     }
 

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
-use stub_process::{RankOutput, nccl, nccl_test, ranks};
+use stub_process::{ExitOnPanic, RankOutput, nccl, nccl_test, ranks};
 use symmalloc_core::PoolConfig;
 use symmalloc_nccl::{AllToAll, CommState, ReduceOp, Registrar, Registration, UniqueId};
 use symmalloc_sim::SplitMix64;
@@ -187,6 +187,7 @@ pub(super) fn each_at_a_time(seeds: Range<u64>, run: impl Fn(u64) + Sync) {
     std::thread::scope(|scope| {
         for _ in 0..AT_A_TIME {
             scope.spawn(|| {
+                let _exit = ExitOnPanic;
                 loop {
                     let seed = next.fetch_add(1, Ordering::Relaxed);
                     if seed >= seeds.end {

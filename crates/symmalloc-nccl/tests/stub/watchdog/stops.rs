@@ -6,7 +6,7 @@ use std::fs;
 use std::path::Path;
 use std::sync::Mutex;
 use std::time::{Duration, SystemTime};
-use stub_process::{nccl_test, ranks};
+use stub_process::{ExitOnPanic, nccl_test, ranks, until_some};
 use symmalloc_core::PoolConfig;
 use symmalloc_nccl::{ReduceOp, Registrar, Registration};
 use symmalloc_sim::SplitMix64;
@@ -84,12 +84,7 @@ impl Stop {
     fn follow(self, folder: &Path) -> SystemTime {
         let file = folder.join("victim.pid");
         let read = || fs::read_to_string(&file).ok().and_then(|text| text.parse::<i32>().ok());
-        let pid = loop {
-            match read() {
-                Some(pid) => break pid,
-                None => std::thread::sleep(Duration::from_millis(1)),
-            }
-        };
+        let pid = until_some(read);
         let stopped = fs::metadata(&file).and_then(|metadata| metadata.modified()).expect("it is there");
         std::thread::sleep(DEADLINE + 3 * LATE);
         // SAFETY: ends a rank of this test, which is stopped.
@@ -114,6 +109,7 @@ nccl_test!(a_rank_that_is_stopped_at_any_moment_ends_the_others_within_a_second_
         let (stop, folder) = (Stop::new(seed), tempfile::tempdir().expect("a folder"));
         let options = [(SEED, &*seed.to_string()), ("SYMMALLOC_FLIGHT_RECORDS", &*folder.path().to_string_lossy())];
         let (stopped, outputs) = std::thread::scope(|scope| {
+            let _exit = ExitOnPanic;
             let follower = scope.spawn(|| stop.follow(folder.path()));
             let outputs = ranks(stop.ranks, &options, |_| unreachable!("a rank has a seed"));
             (follower.join().expect("no panic"), outputs)

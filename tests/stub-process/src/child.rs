@@ -1,0 +1,80 @@
+//! Processes that end: at the latest at a limit, and with the process that started them.
+
+use std::io::Read;
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+/// Time that a process of a test may take. `SYMMALLOC_STUB_LIMIT_SECONDS` sets it, for long runs.
+const LIMIT: Duration = Duration::from_secs(600);
+
+/// How often it is asked whether a process has ended.
+const LOOK: Duration = Duration::from_millis(2);
+
+/// How a process ended.
+pub(crate) struct Ended {
+    pub(crate) status: ExitStatus,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
+    /// Whether it took too long, and was killed.
+    pub(crate) is_late: bool,
+}
+
+/// A process that was started.
+pub(crate) struct Running {
+    child: Child,
+    stdout: JoinHandle<Vec<u8>>,
+    stderr: JoinHandle<Vec<u8>>,
+    begun: Instant,
+}
+
+/// Returns the time that a process of a test may take.
+pub(crate) fn limit() -> Duration {
+    let seconds = std::env::var("SYMMALLOC_STUB_LIMIT_SECONDS");
+    seconds.map_or(LIMIT, |text| Duration::from_secs(text.parse().expect("a number of seconds")))
+}
+
+impl Running {
+    /// Starts a process that is killed when the calling thread ends.
+    pub(crate) fn start(command: &mut Command) -> Self {
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        // SAFETY: between fork and exec, one system call without memory or locks.
+        unsafe {
+            command.pre_exec(|| match libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) {
+                0 => Ok(()),
+                _ => Err(std::io::Error::last_os_error()),
+            })
+        };
+        let mut child = command.spawn().expect("the test can be started again");
+        let stdout = read_all(child.stdout.take().expect("piped"));
+        let stderr = read_all(child.stderr.take().expect("piped"));
+        Running { child, stdout, stderr, begun: Instant::now() }
+    }
+
+    /// Waits until it has ended, and kills it at the limit.
+    pub(crate) fn wait(mut self, limit: Duration) -> Ended {
+        let mut is_late = false;
+        let status = loop {
+            if let Some(status) = self.child.try_wait().expect("a child") {
+                break status;
+            }
+            if !is_late && self.begun.elapsed() > limit {
+                is_late = true;
+                self.child.kill().expect("a child");
+            }
+            std::thread::sleep(LOOK);
+        };
+        let text =
+            |reader: JoinHandle<Vec<u8>>| String::from_utf8_lossy(&reader.join().expect("no panic")).into_owned();
+        Ended { status, stdout: text(self.stdout), stderr: text(self.stderr), is_late }
+    }
+}
+
+fn read_all(mut from: impl Read + Send + 'static) -> JoinHandle<Vec<u8>> {
+    std::thread::spawn(move || {
+        let mut bytes = Vec::new();
+        from.read_to_end(&mut bytes).expect("a pipe");
+        bytes
+    })
+}
