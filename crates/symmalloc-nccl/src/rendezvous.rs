@@ -33,6 +33,7 @@ use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
+use symmalloc_watchdog::Connection;
 
 /// First in every message.
 const MAGIC: [u8; 8] = *b"symmnccl";
@@ -75,7 +76,7 @@ impl Launch {
             return Ok(id);
         }
         let (id, connection) = meeting.ask(&point.addresses, self.rank, backoff)?;
-        watch::met(&id, self.rank, self.ranks, vec![(0, connection)]);
+        watch::met(&id, self.rank, self.ranks, vec![(0, connection.into())]);
         Ok(id)
     }
 }
@@ -106,7 +107,7 @@ pub(crate) fn meet(
         return Ok(Some(watch::met(&id, rank, ranks, connections)));
     }
     let (id, connection) = meeting.ask(&point.addresses, rank, backoff)?;
-    Ok(Some(watch::met(&id, rank, ranks, vec![(0, connection)])))
+    Ok(Some(watch::met(&id, rank, ranks, vec![(0, connection.into())])))
 }
 
 /// One exchange of one job.
@@ -212,7 +213,7 @@ impl Meeting {
         listener: &TcpListener,
         id: &UniqueId,
         backoff: &Backoff,
-    ) -> Result<Vec<(u32, TcpStream)>, RendezvousError> {
+    ) -> Result<Vec<(u32, Connection)>, RendezvousError> {
         // By rank: the visit that it came with.
         let mut came: Vec<Option<u64>> = vec![None; self.ranks as usize];
         let mut connections: BTreeMap<u32, TcpStream> = BTreeMap::new();
@@ -247,7 +248,7 @@ impl Meeting {
                 return Err(RendezvousError::Missing { missing, waited: backoff.waited() });
             }
         }
-        Ok(connections.into_iter().collect())
+        Ok(connections.into_iter().map(|(rank, stream)| (rank, stream.into())).collect())
     }
 
     fn verdict(&self, came: &[Option<u64>], hello: Hello) -> Verdict {

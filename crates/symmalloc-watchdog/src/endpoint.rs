@@ -6,7 +6,8 @@
 use crate::ids::{CommunicatorId, ProcessId, Progress, RankId};
 use crate::message::{Departure, FailureReport, Member, Message, Standing};
 use crate::roster::{Membership, Roster};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Bound;
 use std::time::Duration;
 
 /// How often a process says that it is alive.
@@ -17,7 +18,7 @@ const BEAT_EVERY: Duration = Duration::from_millis(250);
 pub const SILENT_AFTER: Duration = Duration::from_secs(1);
 
 /// The process that all others talk to.
-const HUB: ProcessId = ProcessId(0);
+pub(crate) const HUB: ProcessId = ProcessId(0);
 
 /// What happened to a rank of a communicator that this process has another rank of.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -41,6 +42,15 @@ pub enum PeerEvent {
     },
 }
 
+/// Something that a process wants to know of a communicator that it is part of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Question {
+    /// The ranks that failed or are gone: it joins.
+    News(CommunicatorId),
+    /// All ranks, and how far they are: it asks.
+    Members(CommunicatorId),
+}
+
 /// What one process says to the others, and hears from them.
 #[derive(Debug)]
 pub struct Endpoint {
@@ -54,6 +64,10 @@ pub struct Endpoint {
     has_joined: bool,
     last_beat: Option<Duration>,
     outbox: Vec<(ProcessId, Message)>,
+    /// The hub's: what others wait for. Nobody has more questions than two for each of its communicators.
+    questions: BTreeMap<ProcessId, BTreeSet<Question>>,
+    /// The process that got the last answer: the next one is another's.
+    last_answered: ProcessId,
     events: Vec<PeerEvent>,
 }
 
@@ -68,6 +82,8 @@ impl Endpoint {
             has_joined: false,
             last_beat: None,
             outbox: Vec::new(),
+            questions: BTreeMap::new(),
+            last_answered: HUB,
             events: Vec::new(),
         }
     }
@@ -106,9 +122,10 @@ impl Endpoint {
     /// The rank ended its communicator because of an error. Only the first report is told.
     pub fn fail(&mut self, rank: RankId, report: &FailureReport, now: Duration) {
         let Some(membership) = self.memberships.get_mut(&rank) else { return };
-        if membership.fail(report) {
+        let report = report.clone().bounded();
+        if membership.fail(&report) {
             self.say(Message::Failed { rank, report: report.clone() }, now);
-            self.note(Message::RankFailed { rank, report: report.clone() });
+            self.note(Message::RankFailed { rank, report });
         }
     }
 
@@ -172,17 +189,60 @@ impl Endpoint {
         self.say(beat, now);
     }
 
-    /// Takes what a process said.
-    pub(crate) fn receive(&mut self, from: ProcessId, message: Message, now: Duration) {
+    /// Takes a message of a process.
+    ///
+    /// # Errors
+    /// If the process exceeds a bound: its connection must end, and its [loss](Self::lose) be reported.
+    pub(crate) fn receive(&mut self, from: ProcessId, message: Message, now: Duration) -> Result<(), Departure> {
         if self.own == HUB {
-            self.hear(from, message, now);
+            self.hear(from, message, now)?;
         } else if from == HUB {
-            self.hear_the_hub(message, now);
+            self.hear_the_hub(message, now)?;
+        }
+        Ok(())
+    }
+
+    /// Returns `true` if a process waits for an answer.
+    pub(crate) fn has_questions(&self) -> bool {
+        !self.questions.is_empty()
+    }
+
+    /// Answers a question; processes take turns. Returns `false` if there is none.
+    pub(crate) fn answer(&mut self, now: Duration) -> bool {
+        let later = (Bound::Excluded(self.last_answered), Bound::Unbounded);
+        let next = self.questions.range(later).next().or_else(|| self.questions.iter().next());
+        let Some(process) = next.map(|(process, _)| *process) else { return false };
+        self.last_answered = process;
+        let questions = self.questions.entry(process).or_default();
+        let question = questions.pop_first();
+        if questions.is_empty() {
+            self.questions.remove(&process);
+        }
+        match question {
+            Some(Question::News(communicator)) => {
+                let news = self.roster.news_of(communicator);
+                self.outbox.extend(news.into_iter().map(|message| (process, message)));
+            }
+            Some(Question::Members(communicator)) => {
+                let told = Message::Told { communicator, members: self.members(communicator, now) };
+                self.outbox.push((process, told));
+            }
+            None => {}
+        }
+        true
+    }
+
+    /// Notes a question of another process. Nobody need know of communicators that it is no part of.
+    fn ask_hub(&mut self, process: ProcessId, question: Question) {
+        let (Question::News(communicator) | Question::Members(communicator)) = question;
+        if self.roster.is_in(process, communicator) {
+            self.questions.entry(process).or_default().insert(question);
         }
     }
 
     /// The connection to a process ended.
     pub fn lose(&mut self, process: ProcessId, departure: &Departure, now: Duration) {
+        self.questions.remove(&process);
         let Some(gone) = self.roster.lose(process, departure, now) else { return };
         if self.own == HUB {
             self.tell_others(Some(process), &gone);
@@ -203,7 +263,8 @@ impl Endpoint {
     /// To the hub; on the hub itself, it is heard at once.
     fn say(&mut self, message: Message, now: Duration) {
         if self.own == HUB {
-            self.hear(HUB, message, now);
+            // What bounds others does not bound this process's own program.
+            let _within_bounds = self.hear(HUB, message, now);
         } else {
             self.outbox.push((HUB, message));
         }
@@ -216,17 +277,21 @@ impl Endpoint {
     }
 
     /// The hub's: what a process says, itself included. What the hub says of its own ranks is told to all, for when it is gone.
-    fn hear(&mut self, from: ProcessId, message: Message, now: Duration) {
+    fn hear(&mut self, from: ProcessId, message: Message, now: Duration) -> Result<(), Departure> {
         if !self.roster.hear(from, now) {
-            return;
+            return Ok(());
         }
         match message {
             Message::Beat { standings } => standings.iter().for_each(|it| self.roster.note_standing(from, it, now)),
             Message::Joined { rank } => {
-                self.roster.join(from, rank, now);
+                let joined = self.roster.join(from, rank, now);
                 self.pass_on_if_own(from, &message);
-                for news in self.roster.news_of(rank.communicator) {
-                    if from == HUB { self.note(news) } else { self.outbox.push((from, news)) }
+                if from == HUB {
+                    let news = self.roster.news_of(rank.communicator);
+                    news.into_iter().for_each(|message| self.note(message));
+                } else {
+                    joined?;
+                    self.ask_hub(from, Question::News(rank.communicator));
                 }
             }
             Message::Left { ref last } => {
@@ -238,6 +303,7 @@ impl Endpoint {
                 self.pass_on_if_own(from, &message);
             }
             Message::Failed { rank, report } => {
+                let report = report.bounded();
                 if self.roster.fail(from, rank, &report) {
                     let failed = Message::RankFailed { rank, report };
                     self.tell_others(Some(from), &failed);
@@ -246,12 +312,10 @@ impl Endpoint {
                     }
                 }
             }
-            Message::Ask { communicator } => {
-                let told = Message::Told { communicator, members: self.members(communicator, now) };
-                self.outbox.push((from, told));
-            }
+            Message::Ask { communicator } => self.ask_hub(from, Question::Members(communicator)),
             Message::Gone { .. } | Message::RankFailed { .. } | Message::Told { .. } => {}
         }
+        Ok(())
     }
 
     fn pass_on_if_own(&mut self, from: ProcessId, message: &Message) {
@@ -260,11 +324,11 @@ impl Endpoint {
         }
     }
 
-    fn hear_the_hub(&mut self, message: Message, now: Duration) {
+    fn hear_the_hub(&mut self, message: Message, now: Duration) -> Result<(), Departure> {
         self.roster.hear(HUB, now);
         match message {
             Message::Beat { standings } => standings.iter().for_each(|it| self.roster.note_standing(HUB, it, now)),
-            Message::Joined { rank } => self.roster.join(HUB, rank, now),
+            Message::Joined { rank } => self.roster.join(HUB, rank, now)?,
             Message::Left { last } => self.roster.leave(HUB, &last, now),
             Message::Withdrawn { rank } => self.roster.withdraw(HUB, rank),
             Message::Gone { .. } => self.note(message),
@@ -277,6 +341,7 @@ impl Endpoint {
             }
             Message::Told { .. } | Message::Failed { .. } | Message::Ask { .. } => {}
         }
+        Ok(())
     }
 
     /// This process's ranks of a communicator.

@@ -4,7 +4,7 @@
 //!
 //! ```text
 //!  process 1 ──┐  beats, joins, departures           Endpoint   what is said, without any input or output; its Roster is what is known
-//!  process 2 ──┼── TCP ──► process 0, the hub        Lifeline   the same over connections
+//!  process 2 ──┼─────────► process 0, the hub        Lifeline   the same over connections, within bounds
 //!  process 3 ──┘
 //!                                                    FlightRecord   what a process knew of its communicators, as a file
 //!                                                    Findings       what the records of all ranks say together
@@ -33,6 +33,7 @@
 
 #![forbid(unsafe_code)]
 
+mod connection;
 mod endpoint;
 mod findings;
 mod flight_record;
@@ -41,6 +42,7 @@ mod lifeline;
 mod message;
 mod roster;
 
+pub use connection::Connection;
 pub use endpoint::{Endpoint, PeerEvent, SILENT_AFTER};
 pub use findings::{Finding, Findings};
 pub use flight_record::{

@@ -4,8 +4,15 @@ use crate::ids::{CommunicatorId, ProcessId, Progress, RankId};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// A longer line is none of ours. What the hub knows of a communicator has about 200 bytes for each rank.
-pub(crate) const LINE_BYTES_MAX: usize = 64 << 20;
+/// Longest line that the hub takes in: a beat has about 120 bytes for each rank of its process.
+pub(crate) const LINE_BYTES_TO_HUB_MAX: usize = 4 << 20;
+
+/// Longest line that others take in. What the hub knows of a communicator has about 200 bytes for each rank, and a
+/// [report](REPORT_BYTES_MAX) for each that failed.
+pub(crate) const LINE_BYTES_FROM_HUB_MAX: usize = 64 << 20;
+
+/// Longest report that is sent on; the end of a longer one is cut off. Reports of ranks that disagree name every rank.
+pub(crate) const REPORT_BYTES_MAX: usize = 16 << 10;
 
 /// How the connection to a process ended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -16,8 +23,13 @@ pub enum Departure {
     Closed,
     /// It broke: the machine or the network failed.
     Broken {
-        /// What the system said.
+        /// The system's error, or the rule that the process broke.
         error: String,
+    },
+    /// It took nothing in for so long that too much waited for it.
+    Stalled {
+        /// The bytes that waited.
+        unsent_bytes: u64,
     },
 }
 
@@ -26,6 +38,9 @@ impl fmt::Display for Departure {
         match self {
             Departure::Closed => f.write_str("its process ended"),
             Departure::Broken { error } => write!(f, "the connection to it broke ({error})"),
+            Departure::Stalled { unsent_bytes } => {
+                write!(f, "it takes nothing in, and {unsent_bytes} bytes wait for it")
+            }
         }
     }
 }
@@ -37,6 +52,17 @@ pub struct FailureReport {
     pub text: String,
     /// The rank that began it, as far as this one knows; `None` when that is not another one.
     pub first_rank: Option<u32>,
+}
+
+impl FailureReport {
+    /// Returns the report with at most [`REPORT_BYTES_MAX`] bytes of text.
+    pub(crate) fn bounded(mut self) -> Self {
+        if self.text.len() > REPORT_BYTES_MAX {
+            let end = (0..=REPORT_BYTES_MAX).rev().find(|end| self.text.is_char_boundary(*end));
+            self.text.truncate(end.unwrap_or(0));
+        }
+        self
+    }
 }
 
 /// What the hub knows of a rank of a communicator.

@@ -6,8 +6,12 @@
 use crate::ids::{CommunicatorId, ProcessId, Progress, RankId};
 use crate::message::{Departure, FailureReport, Member, Message, Standing};
 use std::collections::BTreeMap;
-use std::ops::Range;
+use std::ops::{Range, RangeInclusive};
 use std::time::Duration;
+
+/// Ranks that one process may have, in communicators that it has not left. A communicator of NCCL's takes megabytes; thousands of
+/// them in one process are none of ours.
+const MEMBERSHIPS_MAX: usize = 4096;
 
 /// See the file's comment.
 #[derive(Debug)]
@@ -126,10 +130,27 @@ impl Roster {
         self.processes.values().all(Known::is_through)
     }
 
-    pub(crate) fn join(&mut self, process: ProcessId, rank: RankId, now: Duration) {
-        let Some(known) = self.processes.get_mut(&process) else { return };
+    /// A process has a rank of a communicator. The second time, it begins to be part of it; a failure stays.
+    ///
+    /// # Errors
+    /// If it has too many.
+    pub(crate) fn join(&mut self, process: ProcessId, rank: RankId, now: Duration) -> Result<(), Departure> {
+        let Some(known) = self.processes.get_mut(&process) else { return Ok(()) };
         known.has_joined = true;
+        if known.memberships.get(&rank).is_some_and(Membership::has_failed) {
+            return Ok(());
+        }
         known.memberships.insert(rank, Membership::new(now));
+        if known.memberships.len() > MEMBERSHIPS_MAX {
+            return Err(Departure::Broken { error: format!("it has more than {MEMBERSHIPS_MAX} communicators") });
+        }
+        Ok(())
+    }
+
+    /// Returns `true` if the process has a rank of the communicator.
+    pub(crate) fn is_in(&self, process: ProcessId, communicator: CommunicatorId) -> bool {
+        let known = self.processes.get(&process);
+        known.is_some_and(|known| known.memberships.range(ranks_of(communicator)).next().is_some())
     }
 
     /// The rank destroyed its communicator, after it had come so far.
@@ -148,9 +169,9 @@ impl Roster {
         self.forget_if_over(rank.communicator);
     }
 
-    /// Whether the process has that rank.
+    /// Returns `true` if the process has that rank, and this is the rank's first failure.
     pub(crate) fn fail(&mut self, process: ProcessId, rank: RankId, report: &FailureReport) -> bool {
-        self.membership(process, rank).map(|it| it.failure = Some(report.clone())).is_some()
+        self.membership(process, rank).is_some_and(|it| it.fail(report))
     }
 
     /// A process says how far a rank of its own is.
@@ -174,7 +195,7 @@ impl Roster {
     pub(crate) fn news_of(&self, communicator: CommunicatorId) -> Vec<Message> {
         let mut news = Vec::new();
         for known in self.processes.values() {
-            let of_it = known.memberships.iter().filter(|(rank, it)| rank.communicator == communicator && !it.has_left);
+            let of_it = known.memberships.range(ranks_of(communicator)).filter(|(_, it)| !it.has_left);
             for (&rank, it) in of_it {
                 if let Some(report) = it.failure.clone() {
                     news.push(Message::RankFailed { rank, report });
@@ -191,7 +212,7 @@ impl Roster {
         let mut members = Vec::new();
         for (process, known) in &self.processes {
             let silent = if *process == own { Duration::ZERO } else { now.saturating_sub(known.heard) };
-            let of_it = known.memberships.iter().filter(|(rank, _)| rank.communicator == communicator);
+            let of_it = known.memberships.range(ranks_of(communicator));
             members.extend(of_it.map(|(rank, it)| Member {
                 departure: known.departure.clone(),
                 ..it.member(*rank, *process, silent, now)
@@ -202,14 +223,22 @@ impl Roster {
 
     /// A communicator that all have left needs no memory. One with a rank that is gone or failed is kept for one that joins late.
     fn forget_if_over(&mut self, communicator: CommunicatorId) {
-        let is_in = |(rank, it): (&RankId, &Membership)| rank.communicator == communicator && !it.has_left;
-        if !self.processes.values().any(|known| known.memberships.iter().any(is_in)) {
-            let all = self.processes.values_mut();
-            all.for_each(|known| known.memberships.retain(|rank, _| rank.communicator != communicator));
+        let is_in = |known: &Known| known.memberships.range(ranks_of(communicator)).any(|(_, it)| !it.has_left);
+        if self.processes.values().any(is_in) {
+            return;
+        }
+        for known in self.processes.values_mut() {
+            let ranks: Vec<RankId> = known.memberships.range(ranks_of(communicator)).map(|(rank, _)| *rank).collect();
+            ranks.iter().for_each(|rank| drop(known.memberships.remove(rank)));
         }
     }
 
     fn membership(&mut self, process: ProcessId, rank: RankId) -> Option<&mut Membership> {
         self.processes.get_mut(&process)?.memberships.get_mut(&rank)
     }
+}
+
+/// All ranks that a communicator can have.
+fn ranks_of(communicator: CommunicatorId) -> RangeInclusive<RankId> {
+    RankId { communicator, rank: 0 }..=RankId { communicator, rank: u32::MAX }
 }

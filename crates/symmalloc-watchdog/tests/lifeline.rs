@@ -1,8 +1,9 @@
 //! Processes of a job over real connections: what each learns when another one goes, stops or leaves.
 
 use rustix::event::{Timespec, poll};
-use std::io::Write;
+use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 use symmalloc_watchdog::{CommunicatorId, Departure, FailureReport, Lifeline, PeerEvent, ProcessId, Progress, RankId};
@@ -32,8 +33,8 @@ fn bare(processes: u32) -> Vec<Lifeline> {
     let address = listener.local_addr().expect("bound");
     let (mut at_hub, mut others) = (Vec::new(), Vec::new());
     for process in (1..processes).map(ProcessId) {
-        others.push((process, TcpStream::connect(address).expect("listening")));
-        at_hub.push((process, listener.accept().expect("it knocked").0));
+        others.push((process, TcpStream::connect(address).expect("listening").into()));
+        at_hub.push((process, listener.accept().expect("it knocked").0.into()));
     }
     let hub = Lifeline::new(ProcessId(0), processes, at_hub, now()).expect("set up");
     let other =
@@ -152,7 +153,7 @@ fn a_stranger_on_a_connection_is_a_broken_one() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let mut stranger = TcpStream::connect(listener.local_addr().expect("bound")).expect("listening");
     let (stream, _) = listener.accept().expect("it knocked");
-    let mut hub = [Lifeline::new(ProcessId(0), 2, vec![(ProcessId(1), stream)], now()).expect("set up")];
+    let mut hub = [Lifeline::new(ProcessId(0), 2, vec![(ProcessId(1), stream.into())], now()).expect("set up")];
     hub[0].endpoint().join(of_world(0), now());
     stranger.write_all(b"{\"joined\":{\"rank\":{\"communicator\":1,\"rank\":1}}}\nGET / HTTP/1.1\r\n").expect("sent");
     let mut events = Vec::new();
@@ -176,4 +177,180 @@ fn a_process_that_takes_nothing_in_holds_nobody_up() {
         lifelines[0].turn(now());
     }
     assert_eq!(lifelines[0].endpoint().take_events(), []);
+}
+
+/// Turns of the hub within which a death is noticed, whatever one other process sends.
+const TURNS_MAX: u32 = 2;
+/// Time that a turn may take: a tenth of the time after which a process counts as silent. It takes a few milliseconds.
+const TURN_MAX: Duration = Duration::from_millis(100);
+
+/// A hub with two others: process 1 sends whatever the test likes, process 2 has joined the world and is well.
+struct Flooded {
+    hub: Lifeline,
+    flood: UnixStream,
+    other: Lifeline,
+}
+
+impl Flooded {
+    fn new() -> Self {
+        let [(hub_1, flood), (hub_2, other)] = [0, 1].map(|_| UnixStream::pair().expect("a pair"));
+        let at_hub = vec![(ProcessId(1), hub_1.into()), (ProcessId(2), hub_2.into())];
+        let mut hub = Lifeline::new(ProcessId(0), 3, at_hub, now()).expect("set up");
+        let mut other = Lifeline::new(ProcessId(2), 3, vec![(ProcessId(0), other.into())], now()).expect("set up");
+        hub.endpoint().join(of_world(0), now());
+        other.endpoint().join(of_world(2), now());
+        flood.set_nonblocking(true).expect("a socket");
+        let mut both = [hub, other];
+        settle(&mut both);
+        let [hub, other] = both;
+        Flooded { hub, flood, other }
+    }
+
+    /// One turn, which is short.
+    fn turn(&mut self) {
+        let begun = Instant::now();
+        self.hub.turn(now());
+        let took = begun.elapsed();
+        assert!(took < TURN_MAX, "a turn took {took:?}");
+    }
+
+    /// Sends as much of this as fits, from `at` on and over and over. Returns where it stopped; `None` when the hub has hung up.
+    fn pour(&mut self, text: &[u8], mut at: usize) -> Option<usize> {
+        loop {
+            match self.flood.write(&text[at..]) {
+                Ok(count) => at = (at + count) % text.len(),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return Some(at),
+                Err(_) => return None,
+            }
+        }
+    }
+
+    /// The hub's connection to the flood is always full. Process 2 dies, and the hub notices in time.
+    fn notices_a_death(mut self, text: &[u8]) -> Self {
+        let mut at = Some(0);
+        for _ in 0..200 {
+            at = at.and_then(|at| self.pour(text, at));
+            self.turn();
+            self.other.turn(now());
+        }
+        let before = self.hub.endpoint().take_events();
+        assert!(
+            before.iter().all(|event| matches!(event, PeerEvent::Gone { rank, .. } if rank.rank == 1)),
+            "{before:?}"
+        );
+        let Flooded { other, .. } = &mut self;
+        *other = Lifeline::new(ProcessId(0), 1, Vec::new(), now()).expect("alone");
+        for _ in 0..TURNS_MAX {
+            at = at.and_then(|at| self.pour(text, at));
+            self.turn();
+        }
+        let events = self.hub.endpoint().take_events();
+        assert!(events.iter().any(|event| *event == gone(2)[0]), "{events:?}");
+        self
+    }
+
+    fn has_hung_up(&mut self) -> bool {
+        // It is reset if the hub left something unread.
+        let rest = self.flood.read_to_end(&mut Vec::new());
+        !rest.is_err_and(|error| error.kind() == ErrorKind::WouldBlock)
+    }
+}
+
+#[test]
+fn a_flood_of_newlines_is_the_end_of_its_process_alone() {
+    let mut flooded = Flooded::new().notices_a_death(&[b'\n'; 1 << 16]);
+    assert!(flooded.has_hung_up());
+}
+
+#[test]
+fn nothing_behind_a_bad_message_counts() {
+    let mut flooded = Flooded::new();
+    flooded.flood.write_all(b"nonsense\n{\"joined\":{\"rank\":{\"communicator\":1,\"rank\":1}}}\n").expect("sent");
+    flooded.turn();
+    assert_eq!(flooded.hub.endpoint().members(WORLD, now()).len(), 2);
+}
+
+#[test]
+fn a_flood_of_beats_holds_nobody_up() {
+    let beats = b"{\"beat\":{\"standings\":[]}}\n".repeat(4096);
+    let mut flooded = Flooded::new().notices_a_death(&beats);
+    assert!(!flooded.has_hung_up(), "what it sends is right");
+}
+
+#[test]
+fn a_flood_of_questions_holds_nobody_up() {
+    let joined = b"{\"joined\":{\"rank\":{\"communicator\":1,\"rank\":1}}}\n";
+    let questions = [&joined[..], &b"{\"ask\":{\"communicator\":1}}\n".repeat(4096)].concat();
+    let mut flooded = Flooded::new();
+    // It reads nothing, so what it is owed grows.
+    flooded = flooded.notices_a_death(&questions);
+    assert!(flooded.hub.endpoint().members(WORLD, now()).iter().any(|member| member.rank == 1));
+}
+
+#[test]
+fn a_flood_of_joins_is_the_end_of_its_process_alone() {
+    let join = |number: u32| format!("{{\"joined\":{{\"rank\":{{\"communicator\":{number},\"rank\":1}}}}}}\n");
+    let joins: String = (2..10_000).map(join).collect();
+    let mut flooded = Flooded::new().notices_a_death(joins.as_bytes());
+    assert!(flooded.has_hung_up(), "it has thousands of communicators");
+}
+
+#[test]
+fn a_message_without_an_end_is_the_end_of_its_process_alone() {
+    let mut flooded = Flooded::new().notices_a_death(&[b'['; 1 << 16]);
+    for _ in 0..1000 {
+        if flooded.pour(&[b'['; 1 << 16], 0).is_none() {
+            return;
+        }
+        flooded.turn();
+    }
+    panic!("the hub still listens");
+}
+
+#[test]
+fn a_process_that_never_reads_is_gone_when_too_much_waits_for_it() {
+    let mut flooded = Flooded::new();
+    flooded.flood.write_all(b"{\"joined\":{\"rank\":{\"communicator\":1,\"rank\":1}}}\n").expect("sent");
+    let report = FailureReport { text: "x".repeat(10_000), first_rank: None };
+    let mut events = Vec::new();
+    for number in 2..4_000 {
+        let rank = RankId { communicator: CommunicatorId(number), rank: 0 };
+        flooded.hub.endpoint().join(rank, now());
+        flooded.hub.endpoint().fail(rank, &report, now());
+        flooded.turn();
+        flooded.other.turn(now());
+        events.extend(flooded.hub.endpoint().take_events());
+        if !events.is_empty() {
+            break;
+        }
+    }
+    let [PeerEvent::Gone { rank, departure: Departure::Stalled { unsent_bytes }, .. }] = &events[..] else {
+        panic!("{events:?}")
+    };
+    assert_eq!(*rank, of_world(1));
+    assert!(*unsent_bytes > 8 << 20 && *unsent_bytes < 9 << 20, "{unsent_bytes}");
+    // The report of it reaches the other one, behind what waits for that.
+    let mut told = Vec::new();
+    let begun = Instant::now();
+    while told.is_empty() && begun.elapsed() < Duration::from_secs(20) {
+        flooded.turn();
+        flooded.other.turn(now());
+        told = flooded.other.endpoint().take_events();
+    }
+    assert!(matches!(&told[..], [PeerEvent::Gone { departure: Departure::Stalled { .. }, .. }]), "{told:?}");
+}
+
+#[test]
+fn a_report_without_an_end_is_cut_off() {
+    let mut lifelines = job(2);
+    settle(&mut lifelines);
+    let report = FailureReport { text: "é".repeat(1 << 20), first_rank: None };
+    lifelines[1].endpoint().fail(of_world(1), &report, now());
+    let mut events = Vec::new();
+    until(&mut lifelines, |lifelines| {
+        events.extend(lifelines[0].endpoint().take_events());
+        !events.is_empty()
+    });
+    let [PeerEvent::Failed { report, .. }] = &events[..] else { panic!("{events:?}") };
+    assert_eq!(report.text.len(), 16 << 10);
 }

@@ -14,18 +14,17 @@ use crate::communicator::threads;
 use crate::unique_id::UniqueId;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use std::collections::BTreeMap;
-use std::net::TcpStream;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
-use symmalloc_watchdog::{FailureReport, Lifeline, Member, PeerEvent, ProcessId, RankId};
+use symmalloc_watchdog::{Connection, FailureReport, Lifeline, Member, PeerEvent, ProcessId, RankId};
 
 /// What NCCL and the driver report is often that another rank is gone. For so long the news of which one may come.
 pub(crate) const NEWS_LIMIT: Duration = Duration::from_millis(500);
 
 /// The processes of a job have met with this id, and this one keeps its connections.
-pub(crate) fn met(id: &UniqueId, own: u32, processes: u32, connections: Vec<(u32, TcpStream)>) -> MeetingId {
+pub(crate) fn met(id: &UniqueId, own: u32, processes: u32, connections: Vec<(u32, Connection)>) -> MeetingId {
     let meeting = MeetingId { id: *id, own };
     let connections = connections.into_iter().map(|(process, stream)| (ProcessId(process), stream)).collect();
     match Lifeline::new(ProcessId(own), processes, connections, Tick::now().time()) {
@@ -163,7 +162,8 @@ impl Watch {
     fn wait(&self, bell: &OwnedFd) {
         let mut descriptors = vec![PollFd::new(bell, PollFlags::IN)];
         descriptors.extend(self.lifelines.values().flat_map(Lifeline::descriptors));
-        let limit = Timespec { tv_sec: 0, tv_nsec: LOOK.as_nanos() as i64 };
+        let time = if self.lifelines.values().any(Lifeline::is_due) { Duration::ZERO } else { LOOK };
+        let limit = Timespec { tv_sec: 0, tv_nsec: time.as_nanos() as i64 };
         if poll(&mut descriptors, Some(&limit)).is_err() {
             // Interrupted, or out of memory: no busy loop.
             std::thread::sleep(Duration::from_millis(10));

@@ -71,6 +71,7 @@ impl Job {
 
     /// Puts what was said on the way.
     fn collect(&mut self) {
+        while self.processes[0].endpoint.answer(self.now) {}
         for at in 0..self.processes.len() {
             for (to, message) in self.processes[at].endpoint.take_outbox() {
                 assert!(at == 0 || to == HUB, "only the hub talks to others");
@@ -91,7 +92,9 @@ impl Job {
         let acts = |process: &Process| !process.is_dead && !process.is_stopped;
         if acts(&self.processes[0]) {
             match self.processes[at].to_hub.pop_front() {
-                Some(message) => self.processes[0].endpoint.receive(ProcessId(at as u32), message, now),
+                Some(message) => {
+                    self.processes[0].endpoint.receive(ProcessId(at as u32), message, now).expect("within bounds");
+                }
                 None if self.processes[at].is_dead => {
                     self.processes[0].endpoint.lose(ProcessId(at as u32), &Departure::Closed, now);
                 }
@@ -101,7 +104,7 @@ impl Job {
         self.collect();
         if acts(&self.processes[at]) {
             match self.processes[at].from_hub.pop_front() {
-                Some(message) => self.processes[at].endpoint.receive(HUB, message, now),
+                Some(message) => self.processes[at].endpoint.receive(HUB, message, now).expect("within bounds"),
                 None if self.processes[0].is_dead => {
                     self.processes[at].endpoint.lose(HUB, &Departure::Closed, now);
                 }
@@ -275,7 +278,7 @@ fn a_hub_that_is_stopped_need_not_answer() {
     assert_eq!((members[0].progress, members[0].still_ms, members[0].silent_ms), (progress, 2_100, 1_600));
     // What it told once is no news.
     let told = vec![Member { rank: 2, ..members[0].clone() }];
-    endpoint.receive(HUB, Message::Told { communicator: id, members: told }, later);
+    endpoint.receive(HUB, Message::Told { communicator: id, members: told }, later).expect("within bounds");
     assert_eq!(endpoint.members(id, later).len(), 3);
     assert_eq!(endpoint.members(id, later + Duration::from_secs(2)).len(), 2);
     endpoint.lose(HUB, &Departure::Closed, later);
@@ -308,7 +311,7 @@ fn who_left_is_known_to_have_come_to_what_it_came_to() {
 fn who_joins_after_the_hub_is_gone_misses_it() {
     let of = |rank| RankId { communicator: CommunicatorId(7), rank };
     let mut endpoint = Endpoint::new(ProcessId(1), 2, Duration::ZERO);
-    endpoint.receive(HUB, Message::Joined { rank: of(0) }, Duration::ZERO);
+    endpoint.receive(HUB, Message::Joined { rank: of(0) }, Duration::ZERO).expect("within bounds");
     endpoint.lose(HUB, &Departure::Closed, Duration::ZERO);
     endpoint.take_events();
     endpoint.join(of(1), Duration::ZERO);
@@ -320,8 +323,10 @@ fn who_joins_after_the_hub_is_gone_misses_it() {
 fn who_joins_after_the_hub_failed_learns_of_it_without_asking() {
     let of = |rank| RankId { communicator: CommunicatorId(7), rank };
     let mut endpoint = Endpoint::new(ProcessId(1), 2, Duration::ZERO);
-    endpoint.receive(HUB, Message::Joined { rank: of(0) }, Duration::ZERO);
-    endpoint.receive(HUB, Message::RankFailed { rank: of(0), report: broken() }, Duration::ZERO);
+    endpoint.receive(HUB, Message::Joined { rank: of(0) }, Duration::ZERO).expect("within bounds");
+    endpoint
+        .receive(HUB, Message::RankFailed { rank: of(0), report: broken() }, Duration::ZERO)
+        .expect("within bounds");
     endpoint.join(of(1), Duration::ZERO);
     assert_eq!(endpoint.take_events(), [PeerEvent::Failed { rank: of(0), report: broken() }]);
 }

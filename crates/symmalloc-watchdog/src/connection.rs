@@ -1,0 +1,69 @@
+//! A connection between two processes of a job.
+
+use rustix::fd::{AsFd, BorrowedFd};
+use std::io::{self, Read, Write};
+use std::net::TcpStream;
+use std::os::unix::net::UnixStream;
+
+/// A stream of bytes to another process, on this machine or on another one.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Connection {
+    /// Over the network.
+    Tcp(TcpStream),
+    /// On this machine: the system knows the user of the other end.
+    Unix(UnixStream),
+}
+
+impl Connection {
+    /// Makes reads and writes return instead of waiting, and small messages go out at once.
+    pub(crate) fn set_prompt(&self) -> io::Result<()> {
+        match self {
+            Connection::Tcp(stream) => stream.set_nodelay(true).and_then(|()| stream.set_nonblocking(true)),
+            Connection::Unix(stream) => stream.set_nonblocking(true),
+        }
+    }
+}
+
+impl Read for Connection {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Connection::Tcp(stream) => stream.read(bytes),
+            Connection::Unix(stream) => stream.read(bytes),
+        }
+    }
+}
+
+impl Write for Connection {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match self {
+            Connection::Tcp(stream) => stream.write(bytes),
+            Connection::Unix(stream) => stream.write(bytes),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl AsFd for Connection {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Connection::Tcp(stream) => stream.as_fd(),
+            Connection::Unix(stream) => stream.as_fd(),
+        }
+    }
+}
+
+impl From<TcpStream> for Connection {
+    fn from(stream: TcpStream) -> Self {
+        Connection::Tcp(stream)
+    }
+}
+
+impl From<UnixStream> for Connection {
+    fn from(stream: UnixStream) -> Self {
+        Connection::Unix(stream)
+    }
+}
