@@ -1,5 +1,6 @@
 //! Processes of a job over real connections: what each learns when another one goes, stops or leaves.
 
+use proptest::prelude::*;
 use rustix::event::{Timespec, poll};
 use std::io::{ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -353,4 +354,46 @@ fn a_report_without_an_end_is_cut_off() {
     });
     let [PeerEvent::Failed { report, .. }] = &events[..] else { panic!("{events:?}") };
     assert_eq!(report.text.len(), 16 << 10);
+}
+
+/// Pieces of which messages are made, right ones and others.
+fn piece() -> impl Strategy<Value = Vec<u8>> {
+    let known = prop::sample::select(vec![
+        "{\"beat\":{\"standings\":[]}}\n",
+        "{\"joined\":{\"rank\":{\"communicator\":1,\"rank\":1}}}\n",
+        "{\"left\":{\"last\":{\"rank\":{\"communicator\":1,\"rank\":1},\"progress\":{\"submitted\":1,\"finished\":1},\"still_ms\":1}}}\n",
+        "{\"failed\":{\"rank\":{\"communicator\":1,\"rank\":1},\"report\":{\"text\":\"\",\"first_rank\":null}}}\n",
+        "{\"ask\":{\"communicator\":1}}\n",
+        "{\"gone\":{\"departure\":\"closed\",\"ranks\":[],\"after\":null}}\n",
+        "{\"beat\":",
+        "\n",
+    ]);
+    prop_oneof![8 => known.prop_map(|text| text.as_bytes().to_vec()), 1 => prop::collection::vec(any::<u8>(), 0..40)]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
+
+    #[test]
+    fn whatever_a_process_sends_the_death_of_another_one_is_noticed(
+        pieces in prop::collection::vec(piece(), 0..400),
+        cut in 1..5000_usize,
+    ) {
+        let [(hub_1, mut sender), (hub_2, other)] = [0, 1].map(|_| UnixStream::pair().expect("a pair"));
+        let at_hub = vec![(ProcessId(1), hub_1.into()), (ProcessId(2), hub_2.into())];
+        let mut hub = Lifeline::new(ProcessId(0), 3, at_hub, now()).expect("set up");
+        let mut other = Lifeline::new(ProcessId(2), 3, vec![(ProcessId(0), other.into())], now()).expect("set up");
+        hub.endpoint().join(of_world(0), now());
+        other.endpoint().join(of_world(2), now());
+        other.turn(now());
+        for part in pieces.concat().chunks(cut) {
+            // It is an error if the hub has hung up.
+            let _sent = sender.write_all(part);
+            hub.turn(now());
+        }
+        drop(other);
+        hub.endpoint().take_events();
+        (0..TURNS_MAX).for_each(|_| hub.turn(now()));
+        prop_assert!(hub.endpoint().take_events().contains(&gone(2)[0]));
+    }
 }

@@ -101,6 +101,10 @@ impl CommunicatorBuilder {
     /// "host:port", the same on all ranks. For communicators that are [connected](Self::connect) with an id that came by the
     /// program's own way, and for [borrowed](Self::borrow) ones; [`connect_env`](Self::connect_env) and
     /// [`Launch::unique_id`] meet by themselves. Ranks that did not meet know of each other within a process alone.
+    ///
+    /// At a loopback address, ranks meet on a Unix socket of the machine, which accepts processes of the same user. Elsewhere, and with a
+    /// `SYMMALLOC_JOB_SECRET`, they meet over TCP and prove to each other that they know the secret. Without one, any process that can connect
+    /// can take a rank's place.
     #[must_use]
     pub fn rendezvous(mut self, address: &str) -> Self {
         self.rendezvous = Some(address.to_owned());

@@ -33,6 +33,15 @@ pub enum RendezvousError {
         /// The system's reason.
         kind: io::ErrorKind,
     },
+    /// Rank 0 cannot listen on a socket of this machine.
+    #[error(
+        "rank 0 cannot listen on a socket of this machine ({kind}). If another user has taken all names, set SYMMALLOC_JOB_SECRET to \
+         the same random text on every rank: others cannot guess the names then"
+    )]
+    ListenLocal {
+        /// The system's reason.
+        kind: io::ErrorKind,
+    },
     /// Some ranks did not come in time; rank 0 says this.
     #[error("ranks {missing:?} did not come within {waited:?}: look for their errors")]
     Missing {
@@ -48,6 +57,49 @@ pub enum RendezvousError {
         address: SocketAddr,
         /// How long this rank waited.
         waited: Duration,
+    },
+    /// Rank 0 did not answer on a socket of this machine in time; the others report this.
+    #[error(
+        "rank 0 did not answer on this machine within {waited:?}: it died, is late, runs as another user or in a container with another \
+         network{}. Run all ranks as one user, or set SYMMALLOC_JOB_SECRET and SYMMALLOC_RENDEZVOUS=host:port, the same on every rank",
+        .foreign_user.map_or(String::new(), |user| format!(" (user {user} has a socket by its name)"))
+    )]
+    NoLocalAnswer {
+        /// Another user that has a socket by the name of rank 0's, if there was one.
+        foreign_user: Option<u32>,
+        /// How long this rank waited.
+        waited: Duration,
+    },
+    /// Rank 0 has a job secret, and this rank has none.
+    #[error(
+        "rank 0 has a job secret, and this rank has none: set SYMMALLOC_JOB_SECRET to the same value on every rank"
+    )]
+    SecretMissing,
+    /// This rank has a job secret, and rank 0 has none.
+    #[error(
+        "this rank has a job secret, and rank 0 has none: set SYMMALLOC_JOB_SECRET to the same value on every rank"
+    )]
+    SecretMissingAtRank0,
+    /// This rank and rank 0 have different job secrets.
+    #[error(
+        "this rank and rank 0 have different job secrets: set SYMMALLOC_JOB_SECRET to the same value on every rank"
+    )]
+    WrongSecret,
+    /// The job secret is too short.
+    #[error(
+        "SYMMALLOC_JOB_SECRET has {bytes} bytes and needs {bytes_min}: use random text, for example of `openssl rand -hex 32`"
+    )]
+    ShortSecret {
+        /// Length of the secret.
+        bytes: usize,
+        /// Length that it needs.
+        bytes_min: usize,
+    },
+    /// The system gives no random numbers.
+    #[error("the system gives no random numbers ({kind}): allow the system call getrandom")]
+    Random {
+        /// The system's reason.
+        kind: io::ErrorKind,
     },
     /// Another process came with this rank before; the later one says this.
     #[error("another process has come as rank {rank}: the launcher gave two processes the same rank")]

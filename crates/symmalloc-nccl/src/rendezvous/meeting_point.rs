@@ -1,9 +1,11 @@
-//! Where rank 0 waits for the others.
+//! The places where rank 0 waits for the others.
 
+use super::door::{Door, Listener};
 use super::error::RendezvousError;
+use super::local;
+use super::meeting::Meeting;
 use crate::launch::Launch;
-use std::io;
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};
+use std::net::{SocketAddr, ToSocketAddrs, UdpSocket};
 
 /// Names the place of the rendezvous.
 const ADDRESS_VARIABLE: &str = "SYMMALLOC_RENDEZVOUS";
@@ -13,75 +15,77 @@ const MASTER_PORT_VARIABLE: &str = "MASTER_PORT";
 
 /// Ports tried where the program did not name one.
 const PORTS: u16 = 8;
-/// Ports that follow from a job: below those that systems give to clients.
-const JOB_PORTS: std::ops::Range<u64> = 20_000..30_000;
-/// Where rank 0 listens: at the first of these that is free.
+
+/// Doors behind which rank 0 may be: it listens at the first of these that is free.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct MeetingPoint {
-    pub(super) addresses: Vec<SocketAddr>,
+    pub(super) doors: Vec<Door>,
 }
 
 impl MeetingPoint {
-    pub(super) fn of(launch: &Launch, variable: impl Fn(&str) -> Option<String>) -> Result<Self, RendezvousError> {
+    pub(super) fn of(
+        launch: &Launch,
+        meeting: &Meeting,
+        variable: impl Fn(&str) -> Option<String>,
+    ) -> Result<Self, RendezvousError> {
         let variable = |name: &str| variable(name).filter(|value| !value.is_empty());
+        let is_one_machine = launch.ranks == launch.local_ranks;
         if let Some(value) = variable(ADDRESS_VARIABLE) {
             let addresses = resolve(value.as_str(), ADDRESS_VARIABLE, &value)?;
-            return Ok(MeetingPoint { addresses });
+            return Ok(Self::named(addresses, is_one_machine, meeting));
         }
         if let (Some(host), Some(port)) = (variable(MASTER_ADDRESS_VARIABLE), variable(MASTER_PORT_VARIABLE)) {
             let bad = |variable, value: &str| RendezvousError::BadAddress { variable, value: value.to_owned() };
             let port: u16 = port.parse().map_err(|_| bad(MASTER_PORT_VARIABLE, &port))?;
             let first = resolve((host.as_str(), port), MASTER_ADDRESS_VARIABLE, &host)?;
+            if is_of_this_machine(&first, is_one_machine) {
+                return Ok(Self::on_this_machine(port, meeting));
+            }
             let ports = (1..=PORTS).filter_map(|step| port.checked_add(step));
-            let addresses: Vec<_> =
-                ports.flat_map(|port| first.iter().map(move |it| SocketAddr::new(it.ip(), port))).collect();
-            return if addresses.is_empty() {
-                Err(bad(MASTER_PORT_VARIABLE, "65535"))
-            } else {
-                Ok(MeetingPoint { addresses })
-            };
+            let doors: Vec<_> = ports
+                .flat_map(|port| first.iter().map(move |it| SocketAddr::new(it.ip(), port)))
+                .map(Door::Network)
+                .collect();
+            return if doors.is_empty() { Err(bad(MASTER_PORT_VARIABLE, "65535")) } else { Ok(MeetingPoint { doors }) };
         }
-        if launch.ranks == launch.local_ranks {
-            let ports = JOB_PORTS.end - JOB_PORTS.start - u64::from(PORTS);
-            let first = JOB_PORTS.start + hash(job_of(launch).as_bytes()) % ports;
-            let localhost = IpAddr::V4(Ipv4Addr::LOCALHOST);
-            let addresses = (0..PORTS).map(|step| SocketAddr::new(localhost, first as u16 + step)).collect();
-            return Ok(MeetingPoint { addresses });
-        }
-        Err(RendezvousError::NoAddress)
+        if is_one_machine { Ok(Self::on_this_machine(0, meeting)) } else { Err(RendezvousError::NoAddress) }
     }
 
-    /// One address, as the program says.
-    pub(super) fn at(address: &str) -> Result<Self, RendezvousError> {
-        Ok(MeetingPoint { addresses: resolve(address, "rendezvous", address)? })
+    /// At one address, which the program names.
+    pub(super) fn at(address: &str, meeting: &Meeting) -> Result<Self, RendezvousError> {
+        // Nobody says where the ranks are, but a loopback address leads to no other machine.
+        Ok(Self::named(resolve(address, "rendezvous", address)?, false, meeting))
     }
 
-    pub(super) fn listen(&self) -> Result<TcpListener, RendezvousError> {
-        let mut refusal = None;
-        for &address in &self.addresses {
-            match listen_at(address) {
+    fn named(addresses: Vec<SocketAddr>, is_one_machine: bool, meeting: &Meeting) -> Self {
+        if meeting.secret.is_none() && is_of_this_machine(&addresses, is_one_machine) {
+            return Self::on_this_machine(addresses[0].port(), meeting);
+        }
+        MeetingPoint { doors: addresses.into_iter().map(Door::Network).collect() }
+    }
+
+    /// On sockets of this machine. The port tells jobs apart that have the same name.
+    fn on_this_machine(port: u16, meeting: &Meeting) -> Self {
+        let names = local::names(meeting.job, port, meeting.secret.as_ref());
+        MeetingPoint { doors: names.into_iter().map(Door::Local).collect() }
+    }
+
+    pub(super) fn listen(&self) -> Result<Listener, RendezvousError> {
+        let mut refusal = RendezvousError::NoAddress;
+        for door in &self.doors {
+            match door.listen() {
                 Ok(listener) => return Ok(listener),
-                Err(error) => refusal = Some(RendezvousError::Listen { address, kind: error.kind() }),
+                Err(error) => refusal = error,
             }
         }
-        Err(refusal.unwrap_or(RendezvousError::NoAddress))
+        Err(refusal)
     }
 }
 
-pub(super) fn listen_at(address: SocketAddr) -> io::Result<TcpListener> {
-    let everywhere = match address {
-        SocketAddr::V4(_) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
-        SocketAddr::V6(_) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
-    };
-    let listener = match TcpListener::bind(address) {
-        // The name of this machine as others see it, which is none of its own addresses.
-        Err(error) if error.kind() == io::ErrorKind::AddrNotAvailable => {
-            TcpListener::bind(SocketAddr::new(everywhere, address.port()))
-        }
-        bound => bound,
-    }?;
-    listener.set_nonblocking(true)?;
-    Ok(listener)
+/// Returns `true` if addresses lead to this machine: loopback ones do, and where all ranks are on one machine, its own.
+fn is_of_this_machine(addresses: &[SocketAddr], is_one_machine: bool) -> bool {
+    let is_own = |address: &SocketAddr| UdpSocket::bind(SocketAddr::new(address.ip(), 0)).is_ok();
+    addresses.iter().all(|address| address.ip().is_loopback()) || is_one_machine && addresses.iter().any(is_own)
 }
 
 fn resolve(
@@ -94,23 +98,9 @@ fn resolve(
     if addresses.is_empty() { Err(bad()) } else { Ok(addresses) }
 }
 
-/// FNV-1a: the same on every machine.
-pub(super) fn hash(bytes: &[u8]) -> u64 {
-    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
-}
-
-/// What tells this job from others on the same machine.
-pub(super) fn job_of(launch: &Launch) -> String {
-    #[cfg(unix)]
-    if launch.job.is_empty() && launch.ranks == launch.local_ranks {
-        // mpiexec and its like: the ranks of one machine are children of one process.
-        return format!("{}.{}", launch.launcher, std::os::unix::process::parent_id());
-    }
-    format!("{}.{}", launch.launcher, launch.job)
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::secret::Secret;
     use super::*;
 
     fn launch(ranks: u32, local_ranks: u32, job: &str) -> Launch {
@@ -125,30 +115,67 @@ mod tests {
         Launch::from_variables(variable).expect("complete")
     }
 
+    const SECRET: &str = "0123456789abcdef";
+
     fn place(launch: &Launch, variables: &[(&str, &str)]) -> Result<MeetingPoint, RendezvousError> {
-        MeetingPoint::of(launch, |name| {
+        place_with(None, launch, variables)
+    }
+
+    fn place_with(
+        secret: Option<&str>,
+        launch: &Launch,
+        variables: &[(&str, &str)],
+    ) -> Result<MeetingPoint, RendezvousError> {
+        let secret = secret.map(|text| Secret::new(text.into()).expect("long enough"));
+        MeetingPoint::of(launch, &Meeting::new(launch, 0, secret), |name| {
             variables.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned())
         })
     }
 
+    fn ports(point: &MeetingPoint) -> Vec<u16> {
+        let port = |door: &Door| match door {
+            Door::Network(address) => address.port(),
+            Door::Local(name) => panic!("{name:?} is no port"),
+        };
+        point.doors.iter().map(port).collect()
+    }
+
+    fn is_local(point: &MeetingPoint) -> bool {
+        point.doors.iter().all(|door| matches!(door, Door::Local(_)))
+    }
+
     #[test]
-    fn the_place_is_what_is_said_first_or_follows_from_the_job() {
+    fn ranks_of_one_machine_meet_on_its_sockets() {
         let job = launch(4, 4, "job");
-        let said =
-            place(&job, &[("SYMMALLOC_RENDEZVOUS", "127.0.0.1:4000"), ("MASTER_ADDR", "x"), ("MASTER_PORT", "1")]);
-        assert_eq!(said.expect("an address").addresses, ["127.0.0.1:4000".parse().expect("an address")]);
-
-        let master = place(&job, &[("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")]).expect("addresses");
-        let ports: Vec<u16> = master.addresses.iter().map(SocketAddr::port).collect();
-        assert_eq!(ports, [29501, 29502, 29503, 29504, 29505, 29506, 29507, 29508]);
-
         let (one, again, other) = (place(&job, &[]), place(&job, &[]), place(&launch(4, 4, "other"), &[]));
         assert_eq!(one, again);
         assert_ne!(one, other);
-        for address in one.expect("local").addresses {
-            assert!(address.ip().is_loopback() && JOB_PORTS.contains(&u64::from(address.port())));
+        let master = [("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")];
+        let next = [("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29501")];
+        let named = [("SYMMALLOC_RENDEZVOUS", "127.0.0.1:4000")];
+        for variables in [&[][..], &master, &next, &named, &[("SYMMALLOC_RENDEZVOUS", "0.0.0.0:4000")]] {
+            assert!(is_local(&place(&job, variables).expect("local")), "{variables:?}");
         }
-        assert_eq!(place(&launch(4, 2, "job"), &[]), Err(RendezvousError::NoAddress));
+        assert_ne!(place(&job, &master), place(&job, &next), "two jobs with one name");
+        let by_name = [("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")];
+        assert_eq!(place(&job, &master), place(&job, &by_name), "two names of one machine");
+        assert!(is_local(&place_with(Some(SECRET), &job, &master).expect("local")));
+    }
+
+    #[test]
+    fn an_address_elsewhere_and_one_that_is_named_with_a_secret_are_of_a_network() {
+        let (one_machine, two_machines) = (launch(4, 4, "job"), launch(4, 2, "job"));
+        // An address for documentation, which no machine has.
+        let elsewhere = [("MASTER_ADDR", "192.0.2.1"), ("MASTER_PORT", "29500")];
+        for job in [&one_machine, &two_machines] {
+            let master = place(job, &elsewhere).expect("addresses");
+            assert_eq!(ports(&master), [29501, 29502, 29503, 29504, 29505, 29506, 29507, 29508]);
+        }
+        let named = [("SYMMALLOC_RENDEZVOUS", "192.0.2.1:4000"), ("MASTER_ADDR", "x"), ("MASTER_PORT", "1")];
+        assert_eq!(ports(&place(&two_machines, &named).expect("an address")), [4000]);
+        let loopback = [("SYMMALLOC_RENDEZVOUS", "127.0.0.1:4000")];
+        assert_eq!(ports(&place_with(Some(SECRET), &one_machine, &loopback).expect("an address")), [4000]);
+        assert_eq!(place(&two_machines, &[]), Err(RendezvousError::NoAddress));
     }
 
     #[test]
@@ -157,6 +184,6 @@ mod tests {
         let bad = |variable, value: &str| Err(RendezvousError::BadAddress { variable, value: value.to_owned() });
         assert_eq!(place(&job, &[("SYMMALLOC_RENDEZVOUS", "nowhere")]), bad("SYMMALLOC_RENDEZVOUS", "nowhere"));
         assert_eq!(place(&job, &[("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "99999")]), bad("MASTER_PORT", "99999"));
-        assert_eq!(place(&job, &[("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "65535")]), bad("MASTER_PORT", "65535"));
+        assert_eq!(place(&job, &[("MASTER_ADDR", "192.0.2.1"), ("MASTER_PORT", "65535")]), bad("MASTER_PORT", "65535"));
     }
 }

@@ -304,8 +304,8 @@ fn run(first_seed: u64, mode: Mode, faults: bool) {
     let seeds = if faults { seeds.div_ceil(20) } else { seeds };
     for seed in first_seed..first_seed + seeds {
         let (id, ended) = (Mutex::new(None), Mutex::default());
-        // Twice as patient as where nothing is copied: a pool that sleeps is, while others wait.
-        let deadline = if faults { 2 * IMPATIENT } else { PATIENT };
+        // More patient than where nothing is copied: a pool that sleeps is, while others wait, and the machine may be busy.
+        let deadline = if faults { 5 * IMPATIENT } else { PATIENT };
         let prefetch_bytes = if seed % 2 == 0 { 0 } else { 40 << 20 };
         let job = Job { mode, deadline, prefetch_bytes, ..Job::new(2 + (seed % 3) as usize) };
         let digests = job.run(|it| {

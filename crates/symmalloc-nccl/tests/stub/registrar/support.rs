@@ -158,12 +158,22 @@ impl Rank {
 
     /// Another communicator over all ranks, by an id that rank 0 gives.
     pub(crate) fn connect(&self, name: &str, shared: &Mutex<Option<UniqueId>>) -> Communicator {
+        self.connect_within(self.deadline, name, shared)
+    }
+
+    /// As [`connect`](Self::connect), with another deadline.
+    pub(crate) fn connect_within(
+        &self,
+        deadline: Duration,
+        name: &str,
+        shared: &Mutex<Option<UniqueId>>,
+    ) -> Communicator {
         if self.rank == 0 {
             *shared.lock().expect("no panic") = Some(UniqueId::new().expect("the stub gives ids"));
         }
         self.meet();
         let id = shared.lock().expect("no panic").expect("rank 0 gave it");
-        let comm = Communicator::builder(&self.device).deadline(self.deadline).watchdog(WatchdogMode::Off).name(name);
+        let comm = Communicator::builder(&self.device).deadline(deadline).watchdog(WatchdogMode::Off).name(name);
         comm.connect(id, self.rank as u32, self.ranks as u32).expect("all ranks come")
     }
 

@@ -1,0 +1,173 @@
+//! The two ends of a connection before it is one: where rank 0 listens, and where others knock.
+
+use super::error::RendezvousError;
+use super::local::{self, LocalName};
+use std::io::{self, Read, Write};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::os::unix::net::UnixListener;
+use std::time::{Duration, Instant};
+use symmalloc_watchdog::Connection;
+
+/// A place at which rank 0 may be found.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Door {
+    /// An address of a network.
+    Network(SocketAddr),
+    /// A socket of this machine.
+    Local(LocalName),
+}
+
+/// Reason why nobody was found behind a door.
+#[derive(Debug)]
+pub(super) enum Closed {
+    /// Nobody listens, or the connection failed.
+    Io,
+    /// The socket is another user's.
+    Foreign(u32),
+}
+
+impl From<io::Error> for Closed {
+    fn from(_: io::Error) -> Self {
+        Closed::Io
+    }
+}
+
+impl Door {
+    /// Listens. Accepting does not wait.
+    pub(super) fn listen(&self) -> Result<Listener, RendezvousError> {
+        match self {
+            Door::Network(address) => {
+                let refused = |error: io::Error| RendezvousError::Listen { address: *address, kind: error.kind() };
+                listen_at(*address).map(Listener::Network).map_err(refused)
+            }
+            Door::Local(name) => {
+                let refused = |error: io::Error| RendezvousError::ListenLocal { kind: error.kind() };
+                name.listen().map(|listener| Listener::Local(listener, name.index)).map_err(refused)
+            }
+        }
+    }
+
+    /// Connects, to a process of this user if the door is one of this machine.
+    pub(super) fn open(&self, limit: Duration) -> Result<Connection, Closed> {
+        match self {
+            Door::Network(address) => Ok(TcpStream::connect_timeout(address, limit)?.into()),
+            Door::Local(name) => {
+                let stream = name.connect()?;
+                if let Some(user) = local::foreign_user(&stream)? {
+                    return Err(Closed::Foreign(user));
+                }
+                stream.set_nonblocking(false)?;
+                Ok(stream.into())
+            }
+        }
+    }
+
+    /// Number by which both sides know the door, though their addresses for it may differ.
+    pub(super) fn number(&self) -> u32 {
+        match self {
+            Door::Network(address) => address.port().into(),
+            Door::Local(name) => name.index,
+        }
+    }
+}
+
+/// Rank 0's side of a door.
+#[derive(Debug)]
+pub(super) enum Listener {
+    Network(TcpListener),
+    Local(UnixListener, u32),
+}
+
+/// A process that knocked.
+#[derive(Debug)]
+pub(super) enum Guest {
+    /// One that may be a rank, with its address on a network.
+    Stranger(Connection, Option<IpAddr>),
+    /// One of another user of this machine.
+    Foreign(u32),
+}
+
+impl Listener {
+    /// Accepts a connection if there is one. Never waits.
+    pub(super) fn accept(&self) -> io::Result<Guest> {
+        let guest = match self {
+            Listener::Network(listener) => {
+                let (stream, from) = listener.accept()?;
+                stream.set_nonblocking(true)?;
+                Guest::Stranger(stream.into(), Some(from.ip()))
+            }
+            Listener::Local(listener, _) => {
+                let (stream, _) = listener.accept()?;
+                if let Some(user) = local::foreign_user(&stream)? {
+                    return Ok(Guest::Foreign(user));
+                }
+                stream.set_nonblocking(true)?;
+                Guest::Stranger(stream.into(), None)
+            }
+        };
+        Ok(guest)
+    }
+
+    /// See [`Door::number`].
+    pub(super) fn number(&self) -> u32 {
+        match self {
+            Listener::Network(listener) => listener.local_addr().map_or(0, |address| address.port().into()),
+            Listener::Local(_, index) => *index,
+        }
+    }
+}
+
+/// Reads all of it, until a moment.
+pub(super) fn read_until(connection: &mut Connection, bytes: &mut [u8], end: Instant) -> io::Result<()> {
+    let mut at = 0;
+    while at < bytes.len() {
+        set_timeouts(connection, end)?;
+        match connection.read(&mut bytes[at..]) {
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(count) => at += count,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+/// Writes all of it: little, into a buffer of the system's that is empty.
+pub(super) fn write_until(connection: &mut Connection, bytes: &[u8], end: Instant) -> io::Result<()> {
+    set_timeouts(connection, end)?;
+    connection.write_all(bytes)
+}
+
+fn set_timeouts(connection: &Connection, end: Instant) -> io::Result<()> {
+    let left = end.saturating_duration_since(Instant::now());
+    if left.is_zero() {
+        return Err(io::ErrorKind::TimedOut.into());
+    }
+    match connection {
+        Connection::Tcp(stream) => {
+            stream.set_read_timeout(Some(left)).and_then(|()| stream.set_write_timeout(Some(left)))
+        }
+        Connection::Unix(stream) => {
+            stream.set_read_timeout(Some(left)).and_then(|()| stream.set_write_timeout(Some(left)))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn listen_at(address: SocketAddr) -> io::Result<TcpListener> {
+    let listener = match TcpListener::bind(address) {
+        // The name of this machine as others see it, which is none of its own addresses.
+        Err(error) if error.kind() == io::ErrorKind::AddrNotAvailable => {
+            let everywhere = match address {
+                SocketAddr::V4(_) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),
+                SocketAddr::V6(_) => IpAddr::V6(Ipv6Addr::UNSPECIFIED),
+            };
+            let listening = SocketAddr::new(everywhere, address.port());
+            tracing::warn!(name: "rendezvous.listens_everywhere", target: "symmalloc", %address, %listening);
+            TcpListener::bind(listening)
+        }
+        bound => bound,
+    }?;
+    listener.set_nonblocking(true)?;
+    Ok(listener)
+}

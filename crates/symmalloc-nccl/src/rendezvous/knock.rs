@@ -1,0 +1,125 @@
+//! The side of the other ranks: they knock until rank 0 answers.
+
+use super::door::{Closed, Door, read_until, write_until};
+use super::error::RendezvousError;
+use super::handshake::{Exchange, HEAD_BYTES, Hello, TAIL_BYTES, Verdict};
+use super::meeting::{Meeting, VISITOR_LIMIT};
+use super::secret::random;
+use crate::backoff::Backoff;
+use crate::unique_id::UniqueId;
+use std::io;
+use std::time::{Duration, Instant};
+use symmalloc_watchdog::Connection;
+
+/// Time for which a rank that was refused on a network looks for another rank 0: it may have been refused by a stranger.
+const REFUSED_LIMIT: Duration = Duration::from_secs(5);
+
+impl Meeting {
+    /// Knocks until the right rank 0 answers. Returns the id, and the connection to it.
+    pub(super) fn ask(
+        &self,
+        doors: &[Door],
+        rank: u32,
+        backoff: &Backoff,
+    ) -> Result<(UniqueId, Connection), RendezvousError> {
+        let visit = u64::from_le_bytes(random()?);
+        let (mut refused, mut foreign) = (None, None);
+        loop {
+            for door in doors {
+                let limit = backoff.left().min(VISITOR_LIMIT);
+                if limit.is_zero() {
+                    break;
+                }
+                let (job, ranks, has_secret) = (self.job, self.ranks, self.secret.is_some());
+                let hello = Hello { job, ranks, rank, visit, has_secret, nonce: random()? };
+                match self.knock(door, hello, limit) {
+                    Ok(found) => return Ok(found),
+                    Err(Unmet::Refused(error)) => {
+                        // The system vouches for the user of a socket on this machine.
+                        if matches!(door, Door::Local(_)) || error == (RendezvousError::RankTwice { rank }) {
+                            return Err(error);
+                        }
+                        refused.get_or_insert((error, Instant::now()));
+                    }
+                    Err(Unmet::Closed(Closed::Foreign(user))) => {
+                        if foreign.replace(user) != Some(user) {
+                            tracing::warn!(name: "rendezvous.foreign_socket", target: "symmalloc", user);
+                        }
+                    }
+                    // Not there yet, another program's port, or another job's rank 0.
+                    Err(Unmet::Closed(Closed::Io)) => {}
+                }
+            }
+            // Not more often than a hundred times a second, whatever the backoff: a knock is a packet.
+            std::thread::sleep(backoff.left().min(Duration::from_millis(10)));
+            let is_over = !backoff.pause();
+            if let Some((error, _)) = refused.take_if(|(_, since)| is_over || since.elapsed() > REFUSED_LIMIT) {
+                return Err(error);
+            }
+            if is_over {
+                let waited = backoff.waited();
+                return Err(match &doors[0] {
+                    Door::Network(address) => RendezvousError::NoAnswer { address: *address, waited },
+                    Door::Local(_) => RendezvousError::NoLocalAnswer { foreign_user: foreign, waited },
+                });
+            }
+        }
+    }
+
+    /// Knocks at a door.
+    fn knock(&self, door: &Door, hello: Hello, limit: Duration) -> Result<(UniqueId, Connection), Unmet> {
+        let end = Instant::now() + limit;
+        let mut connection = door.open(limit)?;
+        write_until(&mut connection, &hello.bytes(), end)?;
+        let mut exchange = Exchange { hello, nonce: [0; 32], door: door.number() };
+        let mut verdict = read_verdict(&mut connection, end)?;
+        if let (Verdict::Challenge, Some(secret)) = (verdict, &self.secret) {
+            read_until(&mut connection, &mut exchange.nonce, end)?;
+            write_until(&mut connection, &exchange.proof(secret), end)?;
+            verdict = read_verdict(&mut connection, end)?;
+        } else if self.secret.is_some() && matches!(verdict, Verdict::Welcome | Verdict::RankTwice) {
+            verdict = Verdict::NoSecret;
+        }
+        let mut tail = [0; TAIL_BYTES];
+        read_until(&mut connection, &mut tail, end)?;
+        let id = UniqueId::from_bytes(std::array::from_fn(|at| tail[at]));
+        let proof = &tail[UniqueId::BYTES..];
+        if let (Verdict::Welcome | Verdict::RankTwice, Some(secret)) = (verdict, &self.secret)
+            && !exchange.is_answer_proof(secret, proof, verdict, &id)
+        {
+            verdict = Verdict::WrongSecret;
+        }
+        match verdict {
+            Verdict::Welcome => Ok((id, connection)),
+            Verdict::RankTwice => Err(Unmet::Refused(RendezvousError::RankTwice { rank: hello.rank })),
+            Verdict::SecretNeeded => Err(Unmet::Refused(RendezvousError::SecretMissing)),
+            Verdict::NoSecret => Err(Unmet::Refused(RendezvousError::SecretMissingAtRank0)),
+            Verdict::WrongSecret => Err(Unmet::Refused(RendezvousError::WrongSecret)),
+            Verdict::OtherJob | Verdict::Challenge => Err(Unmet::Closed(Closed::Io)),
+        }
+    }
+}
+
+/// Reason why a door did not lead to rank 0.
+enum Unmet {
+    Closed(Closed),
+    Refused(RendezvousError),
+}
+
+impl From<Closed> for Unmet {
+    fn from(closed: Closed) -> Self {
+        Unmet::Closed(closed)
+    }
+}
+
+impl From<io::Error> for Unmet {
+    fn from(error: io::Error) -> Self {
+        Unmet::Closed(error.into())
+    }
+}
+
+fn read_verdict(connection: &mut Connection, end: Instant) -> Result<Verdict, Unmet> {
+    let mut head = [0; HEAD_BYTES];
+    read_until(connection, &mut head, end)?;
+    Verdict::from_head(&head).ok_or(Unmet::Closed(Closed::Io))
+}

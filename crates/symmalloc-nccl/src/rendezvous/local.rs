@@ -1,0 +1,106 @@
+//! Sockets by which processes of one user meet on one machine.
+//!
+//! They have names in Linux's abstract namespace, which need no folder and vanish with their process. Any user can take such a name
+//! first. That exposes nothing: both sides ask the system for the user of the other end, and a rank that finds another user's socket
+//! tries the next name. It can hold a meeting up only by taking all names, which ranks with a job secret choose so that others
+//! cannot guess them.
+
+use super::meeting::hash;
+use super::secret::{Purpose, Secret};
+use rustix::net::sockopt::socket_peercred;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, socket_with};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+
+/// Names of a meeting. More than one, in case that another user has taken the first.
+const NAMES: u32 = 32;
+
+/// Ranks that may wait to be accepted; the system may allow fewer.
+const BACKLOG: i32 = 4096;
+
+/// A name of a meeting's socket.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct LocalName {
+    name: String,
+    /// Position among the names of the meeting.
+    pub(super) index: u32,
+}
+
+/// Returns the names of a meeting, alike on all ranks of one user.
+pub(super) fn names(meeting: u64, port: u16, secret: Option<&Secret>) -> Vec<LocalName> {
+    let user = own_user();
+    let name = |index: u32| {
+        let text = format!("{meeting:016x} {port}");
+        let part = match secret {
+            Some(secret) => {
+                let code = secret.prove(Purpose::SocketName, &[&index.to_le_bytes(), text.as_bytes()]);
+                u64::from_le_bytes(std::array::from_fn(|at| code[at]))
+            }
+            None => hash(text.as_bytes()),
+        };
+        LocalName { name: format!("symmalloc-{user}-{part:016x}-{index}"), index }
+    };
+    (0..NAMES).map(name).collect()
+}
+
+impl LocalName {
+    fn address(&self) -> io::Result<SocketAddrUnix> {
+        Ok(SocketAddrUnix::new_abstract_name(self.name.as_bytes())?)
+    }
+
+    /// Listens. Accepting does not wait.
+    pub(super) fn listen(&self) -> io::Result<UnixListener> {
+        let socket = new_socket()?;
+        bind(&socket, &self.address()?)?;
+        listen(&socket, BACKLOG)?;
+        Ok(UnixListener::from(socket))
+    }
+
+    /// Connects, without waiting.
+    pub(super) fn connect(&self) -> io::Result<UnixStream> {
+        let socket = new_socket()?;
+        connect(&socket, &self.address()?)?;
+        Ok(UnixStream::from(socket))
+    }
+}
+
+fn new_socket() -> io::Result<OwnedFd> {
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    Ok(socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?)
+}
+
+/// Returns the user of the process at the other end, if it is another one than this process's.
+pub(super) fn foreign_user(connection: impl AsFd) -> io::Result<Option<u32>> {
+    let user = socket_peercred(connection)?.uid.as_raw();
+    Ok((user != own_user()).then_some(user))
+}
+
+fn own_user() -> u32 {
+    rustix::process::geteuid().as_raw()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_follow_from_meeting_port_and_secret() {
+        let secret = Secret::new("0123456789abcdef".into()).expect("long enough");
+        let plain = names(7, 0, None);
+        assert_eq!(plain, names(7, 0, None));
+        assert_eq!(plain.len(), NAMES as usize);
+        for other in [names(8, 0, None), names(7, 1, None), names(7, 0, Some(&secret))] {
+            assert!(plain.iter().all(|name| !other.contains(name)));
+        }
+    }
+
+    #[test]
+    fn a_process_of_the_same_user_is_known_as_such() {
+        let names = names(u64::from(std::process::id()), 0, None);
+        let _listener = names[1].listen().expect("free");
+        assert!(names[0].connect().is_err(), "nobody listens");
+        let connection = names[1].connect().expect("listening");
+        assert_eq!(foreign_user(&connection).expect("connected"), None);
+    }
+}

@@ -1,0 +1,466 @@
+//! Ranks that meet, on a network and on one machine, and those that are turned away.
+
+use super::door::{Door, Listener, read_until};
+use super::error::RendezvousError;
+use super::handshake::{Exchange, HEAD_BYTES, HELLO_BYTES, Hello, MAGIC, TAIL_BYTES, Verdict};
+use super::local;
+use super::meeting::{Meeting, VISITOR_LIMIT};
+use super::meeting_point::MeetingPoint;
+use super::secret::{PROOF_BYTES, Secret};
+use crate::backoff::Backoff;
+use crate::launch::Launch;
+use crate::unique_id::UniqueId;
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::thread;
+use std::time::{Duration, Instant};
+use symmalloc_watchdog::Connection;
+
+const ID: [u8; UniqueId::BYTES] = [7; UniqueId::BYTES];
+/// Long enough for everything that is to come.
+const PATIENT: u64 = 30_000;
+/// Long enough to be refused on a busy machine.
+const BRIEF: u64 = 1000;
+
+fn id() -> UniqueId {
+    UniqueId::from_bytes(ID)
+}
+
+fn launch(ranks: u32, local_ranks: u32, job: &str) -> Launch {
+    let variables = [
+        ("RANK", "0".to_owned()),
+        ("WORLD_SIZE", ranks.to_string()),
+        ("LOCAL_RANK", "0".to_owned()),
+        ("LOCAL_WORLD_SIZE", local_ranks.to_string()),
+        ("TORCHELASTIC_RUN_ID", job.to_owned()),
+    ];
+    let variable = |name: &str| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| value.clone());
+    Launch::from_variables(variable).expect("complete")
+}
+
+fn door(listener: &Listener) -> Door {
+    let Listener::Network(listener) = listener else { panic!("{listener:?} has no address") };
+    Door::Network(listener.local_addr().expect("bound"))
+}
+
+fn address(door: &Door) -> SocketAddr {
+    let Door::Network(address) = door else { panic!("{door:?} has no address") };
+    *address
+}
+
+/// A place on the network that nobody else has.
+fn anywhere() -> (Listener, [Door; 1]) {
+    let listener = Door::Network("127.0.0.1:0".parse().expect("an address")).listen().expect("a free port");
+    let door = door(&listener);
+    (listener, [door])
+}
+
+/// A place on this machine that nobody else has.
+fn local_place(name: &str) -> MeetingPoint {
+    let job = format!("{name}-{}", std::process::id());
+    let launch = launch(2, 2, &job);
+    MeetingPoint::of(&launch, &Meeting::new(&launch, 0, None), |_| None).expect("a place")
+}
+
+fn backoff(millis: u64) -> Backoff {
+    Backoff::new(Duration::from_millis(millis))
+}
+
+fn meeting(ranks: u32) -> Meeting {
+    Meeting { job: 0xABCD, ranks, secret: None }
+}
+
+fn secret_meeting(ranks: u32, secret: &str) -> Meeting {
+    let secret = Some(Secret::new(secret.into()).expect("long enough"));
+    Meeting { secret, ..meeting(ranks) }
+}
+
+const SECRET: &str = "the secret of the job";
+const OTHER_SECRET: &str = "the secret of another";
+
+fn hello(rank: u32, visit: u64, has_secret: bool) -> Hello {
+    Hello { job: 0xABCD, ranks: 2, rank, visit, has_secret, nonce: [9; 32] }
+}
+
+/// Asks as a rank would. Returns the id.
+fn ask(meeting: &Meeting, doors: &[Door], rank: u32, millis: u64) -> Result<UniqueId, RendezvousError> {
+    meeting.ask(doors, rank, &backoff(millis)).map(|(id, _)| id)
+}
+
+#[test]
+fn all_ranks_get_the_id_in_whatever_order_they_come() {
+    let (listener, doors) = anywhere();
+    for meeting in [meeting(6), secret_meeting(6, SECRET)] {
+        thread::scope(|scope| {
+            let (meeting, doors) = (&meeting, &doors);
+            let others: Vec<_> = (1..6_u32)
+                .map(|rank| {
+                    scope.spawn(move || {
+                        thread::sleep(Duration::from_millis(u64::from(7 - rank) * 10));
+                        ask(meeting, doors, rank, PATIENT)
+                    })
+                })
+                .collect();
+            let connections = meeting.give(&listener, &id(), &backoff(PATIENT)).expect("all come");
+            assert_eq!(connections.iter().map(|(rank, _)| *rank).collect::<Vec<_>>(), [1, 2, 3, 4, 5]);
+            for other in others {
+                assert_eq!(other.join().expect("no panic"), Ok(id()));
+            }
+        });
+    }
+}
+
+#[test]
+fn rank_0_may_come_last() {
+    let (listener, doors) = anywhere();
+    drop(listener);
+    thread::scope(|scope| {
+        let other = scope.spawn(|| ask(&meeting(2), &doors, 1, PATIENT));
+        thread::sleep(Duration::from_millis(60));
+        let listener = doors[0].listen().expect("still free");
+        meeting(2).give(&listener, &id(), &backoff(PATIENT)).expect("it comes");
+        assert_eq!(other.join().expect("no panic"), Ok(id()));
+    });
+}
+
+#[test]
+fn strangers_and_other_jobs_neither_get_the_id_nor_hold_it_up() {
+    let (listener, doors) = anywhere();
+    thread::scope(|scope| {
+        let silent = TcpStream::connect(address(&doors[0])).expect("listening");
+        let mut babbling = TcpStream::connect(address(&doors[0])).expect("listening");
+        babbling
+            .write_all(b"GET / HTTP/1.1\r\nHost: nobody at all\r\n\r\n and more, so that it has said enough")
+            .expect("sent");
+        let other_job = scope.spawn(|| ask(&Meeting { job: 1, ..meeting(2) }, &doors, 1, 150));
+        let other_size = scope.spawn(|| ask(&meeting(3), &doors, 1, 150));
+        let late = scope.spawn(|| {
+            thread::sleep(Duration::from_millis(250));
+            ask(&meeting(2), &doors, 1, PATIENT)
+        });
+        let since = Instant::now();
+        meeting(2).give(&listener, &id(), &backoff(PATIENT)).expect("it comes");
+        assert!(since.elapsed() < VISITOR_LIMIT, "the silent one held it up");
+        assert!(matches!(other_job.join().expect("no panic"), Err(RendezvousError::NoAnswer { .. })));
+        assert!(matches!(other_size.join().expect("no panic"), Err(RendezvousError::NoAnswer { .. })));
+        assert_eq!(late.join().expect("no panic"), Ok(id()));
+        let mut answer = vec![];
+        // Reset or closed, but not answered.
+        let _closed = babbling.read_to_end(&mut answer);
+        assert_eq!(answer, [0_u8; 0]);
+        drop(silent);
+    });
+}
+
+#[test]
+fn silent_visitors_make_room_for_ranks() {
+    let (listener, doors) = anywhere();
+    thread::scope(|scope| {
+        let given = scope.spawn(|| meeting(2).give(&listener, &id(), &backoff(PATIENT)).map(|_| ()));
+        let since = Instant::now();
+        let _silent: Vec<_> = (0..300).map(|_| TcpStream::connect(address(&doors[0])).expect("listening")).collect();
+        assert_eq!(ask(&meeting(2), &doors, 1, PATIENT), Ok(id()));
+        assert!(since.elapsed() < VISITOR_LIMIT, "{:?}", since.elapsed());
+        assert_eq!(given.join().expect("no panic"), Ok(()));
+    });
+}
+
+#[test]
+fn rank_0_names_the_ranks_that_did_not_come() {
+    let (listener, doors) = anywhere();
+    thread::scope(|scope| {
+        let other = scope.spawn(|| ask(&meeting(4), &doors, 2, PATIENT));
+        let given = meeting(4).give(&listener, &id(), &backoff(500));
+        let Err(RendezvousError::Missing { missing, waited }) = given else { panic!("{given:?}") };
+        assert_eq!(missing, [1, 3]);
+        assert!(waited >= Duration::from_millis(500));
+        assert_eq!(other.join().expect("no panic"), Ok(id()), "it has its id all the same");
+    });
+}
+
+#[test]
+fn without_rank_0_the_others_say_so_in_time() {
+    let (listener, doors) = anywhere();
+    drop(listener);
+    let asked = ask(&meeting(2), &doors, 1, 120);
+    assert!(matches!(asked, Err(RendezvousError::NoAnswer { address: at, .. }) if at == address(&doors[0])));
+    let asked = ask(&meeting(2), &local_place("nobody").doors, 1, 120);
+    assert!(matches!(asked, Err(RendezvousError::NoLocalAnswer { foreign_user: None, .. })), "{asked:?}");
+}
+
+#[test]
+fn a_second_process_with_a_rank_is_turned_away_and_the_same_one_again_is_not() {
+    let (listener, doors) = anywhere();
+    for meeting in [meeting(3), secret_meeting(3, SECRET)] {
+        thread::scope(|scope| {
+            let given = scope.spawn(|| meeting.give(&listener, &id(), &backoff(PATIENT)).map(|_| ()));
+            assert_eq!(ask(&meeting, &doors, 1, PATIENT), Ok(id()));
+            assert_eq!(ask(&meeting, &doors, 1, PATIENT), Err(RendezvousError::RankTwice { rank: 1 }));
+            if meeting.secret.is_none() {
+                for _ in 0..2 {
+                    let again = Hello { ranks: 3, ..hello(1, 5, false) };
+                    let mut stream = TcpStream::connect(address(&doors[0])).expect("listening");
+                    stream.write_all(&again.bytes()).expect("sent");
+                    assert_eq!(verdict(&mut stream.into()), Some(Verdict::RankTwice), "its visit differs");
+                }
+            }
+            assert_eq!(ask(&meeting, &doors, 2, PATIENT), Ok(id()));
+            assert_eq!(given.join().expect("no panic"), Ok(()));
+        });
+    }
+}
+
+fn end() -> Instant {
+    Instant::now() + Duration::from_millis(PATIENT)
+}
+
+fn verdict(connection: &mut Connection) -> Option<Verdict> {
+    let mut head = [0; HEAD_BYTES];
+    read_until(connection, &mut head, end()).ok()?;
+    Verdict::from_head(&head)
+}
+
+#[test]
+fn a_hello_that_comes_in_pieces_is_heard() {
+    let (listener, doors) = anywhere();
+    thread::scope(|scope| {
+        let other = scope.spawn(|| {
+            let mut stream = TcpStream::connect(address(&doors[0])).expect("listening");
+            for byte in hello(1, 3, false).bytes() {
+                stream.write_all(&[byte]).expect("sent");
+                thread::sleep(Duration::from_millis(2));
+            }
+            let mut reply = [0; HEAD_BYTES + TAIL_BYTES];
+            stream.read_exact(&mut reply).map(|()| reply)
+        });
+        meeting(2).give(&listener, &id(), &backoff(PATIENT)).expect("it comes");
+        let reply = other.join().expect("no panic").expect("answered");
+        assert_eq!((&reply[..8], reply[8], &reply[9..][..UniqueId::BYTES]), (&MAGIC[..], 0, &ID[..]));
+    });
+}
+
+#[test]
+fn a_port_that_is_taken_is_passed_over_and_still_found() {
+    let (Listener::Network(taken), first) = anywhere() else { panic!("it has an address") };
+    let (free, second) = anywhere();
+    drop(free);
+    let point = MeetingPoint { doors: [first, second.clone()].concat() };
+    let listener = point.listen().expect("the second is free");
+    assert_eq!(door(&listener), second[0]);
+    thread::scope(|scope| {
+        let other = scope.spawn(|| ask(&meeting(2), &point.doors, 1, PATIENT));
+        // The stranger on the first port hangs up on every visitor.
+        scope.spawn(move || {
+            let until = Instant::now() + Duration::from_millis(200);
+            while Instant::now() < until {
+                drop(taken.accept());
+                thread::sleep(Duration::from_millis(5));
+            }
+        });
+        meeting(2).give(&listener, &id(), &backoff(PATIENT)).expect("it comes");
+        assert_eq!(other.join().expect("no panic"), Ok(id()));
+    });
+}
+
+#[test]
+fn meetings_differ_by_job_restart_and_turn() {
+    let job = |text, turn| Meeting::new(&launch(2, 2, text), turn, None).job;
+    assert_eq!(job("a.0", 0), job("a.0", 0));
+    assert_ne!(job("a.0", 0), job("a.1", 0));
+    assert_ne!(job("a.0", 0), job("a.0", 1));
+}
+
+/// Rank 0 waits for two others: the first asks with `theirs`, and then the job meets all the same. Returns what the first is told.
+fn asked_by(ours: &Meeting, theirs: &Meeting, listener: &Listener, doors: &[Door]) -> RendezvousError {
+    thread::scope(|scope| {
+        let since = Instant::now();
+        let given = scope.spawn(|| ours.give(listener, &id(), &backoff(PATIENT)).map(|_| ()));
+        let refused = ask(theirs, doors, 1, BRIEF).expect_err("its secret is not rank 0's");
+        assert_eq!(ask(ours, doors, 1, PATIENT), Ok(id()));
+        assert_eq!(given.join().expect("no panic"), Ok(()));
+        assert!(since.elapsed() < VISITOR_LIMIT, "{:?}", since.elapsed());
+        refused
+    })
+}
+
+#[test]
+fn secrets_that_differ_are_told_to_the_rank_and_do_not_hold_the_meeting_up() {
+    let (none, ours, other) = (meeting(2), secret_meeting(2, SECRET), secret_meeting(2, OTHER_SECRET));
+    let (listener, doors) = anywhere();
+    let point = local_place("secrets");
+    let local = point.listen().expect("free");
+    for (listener, doors) in [(&listener, &doors[..]), (&local, &point.doors[..])] {
+        assert_eq!(asked_by(&ours, &other, listener, doors), RendezvousError::WrongSecret);
+        assert_eq!(asked_by(&ours, &none, listener, doors), RendezvousError::SecretMissing);
+        assert_eq!(asked_by(&none, &ours, listener, doors), RendezvousError::SecretMissingAtRank0);
+    }
+}
+
+/// A process that gives this answer to everybody, until the test ends.
+fn stranger(answer: Verdict) -> [Door; 1] {
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address = listener.local_addr().expect("bound");
+    let answer = move |mut stream: TcpStream| {
+        stream.read_exact(&mut [0; HELLO_BYTES])?;
+        stream.write_all(&answer.head())?;
+        if answer == Verdict::Challenge {
+            stream.write_all(&[1; 32])?;
+            stream.read_exact(&mut [0; PROOF_BYTES])?;
+            stream.write_all(&Verdict::Welcome.head())?;
+        }
+        stream.write_all(&[1; TAIL_BYTES])
+    };
+    thread::spawn(move || {
+        for stream in listener.incoming() {
+            let _hung_up = stream.and_then(answer);
+        }
+    });
+    [Door::Network(address)]
+}
+
+#[test]
+fn a_stranger_that_answers_without_the_secret_is_no_rank_0() {
+    let meeting = secret_meeting(2, SECRET);
+    for (answer, expected) in [
+        (Verdict::Welcome, RendezvousError::SecretMissingAtRank0),
+        (Verdict::RankTwice, RendezvousError::SecretMissingAtRank0),
+        (Verdict::Challenge, RendezvousError::WrongSecret),
+    ] {
+        assert_eq!(ask(&meeting, &stranger(answer), 1, BRIEF), Err(expected));
+    }
+}
+
+/// Speaks as rank 1 with the secret, or repeats what was said before. Returns the answer and what was said.
+fn speak(to: SocketAddr, said: Option<[u8; PROOF_BYTES]>) -> (Option<Verdict>, [u8; PROOF_BYTES]) {
+    let hello = hello(1, 3, true);
+    let mut connection = Connection::from(TcpStream::connect(to).expect("listening"));
+    connection.write_all(&hello.bytes()).expect("sent");
+    assert_eq!(verdict(&mut connection), Some(Verdict::Challenge));
+    let mut exchange = Exchange { hello, nonce: [0; 32], door: to.port().into() };
+    read_until(&mut connection, &mut exchange.nonce, end()).expect("a nonce");
+    let secret = Secret::new(SECRET.into()).expect("long enough");
+    let proof = said.unwrap_or_else(|| exchange.proof(&secret));
+    connection.write_all(&proof).expect("sent");
+    (verdict(&mut connection), proof)
+}
+
+#[test]
+fn what_a_rank_said_is_worth_nothing_a_second_time() {
+    let (listener, doors) = anywhere();
+    let meeting = Meeting { ranks: 2, ..secret_meeting(2, SECRET) };
+    thread::scope(|scope| {
+        let first = scope.spawn(|| meeting.give(&listener, &id(), &backoff(PATIENT)).map(|_| ()));
+        let (answer, said) = speak(address(&doors[0]), None);
+        assert_eq!(answer, Some(Verdict::Welcome));
+        assert_eq!(first.join().expect("no panic"), Ok(()));
+        // The next meeting has the same name, as that of a job that is started again.
+        let second = scope.spawn(|| meeting.give(&listener, &id(), &backoff(PATIENT)).map(|_| ()));
+        assert_eq!(speak(address(&doors[0]), Some(said)).0, Some(Verdict::WrongSecret));
+        assert_eq!(ask(&meeting, &doors, 1, PATIENT), Ok(id()));
+        assert_eq!(second.join().expect("no panic"), Ok(()));
+    });
+}
+
+/// Passes on what comes, both ways, until one side hangs up.
+fn relay(from: TcpStream, to: SocketAddr) {
+    let Ok(to) = TcpStream::connect(to) else { return };
+    let copy = |mut from: TcpStream, mut to: TcpStream| {
+        thread::spawn(move || {
+            let _copied = std::io::copy(&mut from, &mut to);
+            let _closed = to.shutdown(std::net::Shutdown::Both);
+        })
+    };
+    copy(from.try_clone().expect("a socket"), to.try_clone().expect("a socket"));
+    copy(to, from);
+}
+
+#[test]
+fn a_port_that_passes_on_what_it_hears_is_found_out() {
+    let (listener, doors) = anywhere();
+    let relaying = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let in_between = [Door::Network(relaying.local_addr().expect("bound"))];
+    let meeting = secret_meeting(2, SECRET);
+    thread::scope(|scope| {
+        let to = address(&doors[0]);
+        thread::spawn(move || relaying.incoming().flatten().for_each(|stream| relay(stream, to)));
+        let given = scope.spawn(|| meeting.give(&listener, &id(), &backoff(PATIENT)).map(|_| ()));
+        assert_eq!(ask(&meeting, &in_between, 1, BRIEF), Err(RendezvousError::WrongSecret));
+        assert_eq!(ask(&meeting, &doors, 1, PATIENT), Ok(id()));
+        assert_eq!(given.join().expect("no panic"), Ok(()));
+    });
+}
+
+#[test]
+fn a_socket_name_that_is_taken_is_passed_over_and_still_found() {
+    let point = local_place("squatted");
+    let squatter = point.doors[0].listen().expect("free");
+    let listener = point.listen().expect("the second is free");
+    assert_eq!((listener.number(), point.doors[1].number()), (1, 1));
+    thread::scope(|scope| {
+        let other = scope.spawn(|| ask(&meeting(2), &point.doors, 1, PATIENT));
+        scope.spawn(move || {
+            let until = Instant::now() + Duration::from_millis(200);
+            while Instant::now() < until {
+                drop(squatter.accept());
+                thread::sleep(Duration::from_millis(5));
+            }
+        });
+        let connections = meeting(2).give(&listener, &id(), &backoff(PATIENT)).expect("it comes");
+        assert!(matches!(connections[..], [(1, Connection::Unix(_))]));
+        assert_eq!(other.join().expect("no panic"), Ok(id()));
+    });
+}
+
+/// Runs `body` on a thread that is another user's. `None` where that needs more rights than this process has.
+fn as_another_user<R: Send>(body: impl FnOnce() -> R + Send) -> Option<R> {
+    const NOBODY: libc::c_long = 65534;
+    thread::scope(|scope| {
+        let thread = scope.spawn(|| {
+            // SAFETY: the system call itself, not the C library's function, changes the calling thread alone, which ends soon.
+            let code = unsafe { libc::syscall(libc::SYS_setresuid, NOBODY, NOBODY, NOBODY) };
+            (code == 0).then(body)
+        });
+        let result = thread.join().expect("no panic");
+        if result.is_none() {
+            println!("skipped: only root can act as another user");
+        }
+        result
+    })
+}
+
+#[test]
+fn another_user_is_turned_away_and_the_job_meets_all_the_same() {
+    let point = local_place("intruder");
+    let listener = point.listen().expect("free");
+    thread::scope(|scope| {
+        let given = scope.spawn(|| meeting(2).give(&listener, &id(), &backoff(PATIENT)).map(|_| ()));
+        // It knows the names, as it can guess them.
+        let intruded = as_another_user(|| {
+            let Door::Local(name) = &point.doors[0] else { panic!("a socket") };
+            let mut connection = Connection::from(name.connect().expect("anybody may connect"));
+            let _sent = connection.write_all(&hello(1, 3, false).bytes());
+            verdict(&mut connection)
+        });
+        assert_eq!(intruded.flatten(), None, "it gets no answer");
+        assert_eq!(ask(&meeting(2), &point.doors, 1, PATIENT), Ok(id()));
+        assert_eq!(given.join().expect("no panic"), Ok(()));
+    });
+}
+
+#[test]
+fn a_socket_name_that_another_user_has_taken_is_passed_over() {
+    let point = local_place("foreign");
+    let Some(_squatter) = as_another_user(|| point.doors[0].listen().expect("free")) else { return };
+    let listener = point.listen().expect("the second is free");
+    assert_eq!(listener.number(), 1);
+    let Door::Local(name) = &point.doors[0] else { panic!("a socket") };
+    let connection = name.connect().expect("anybody may connect");
+    assert_eq!(local::foreign_user(&connection).expect("connected"), Some(65534));
+    let asked = ask(&meeting(2), &point.doors[..1], 1, 100);
+    assert!(matches!(asked, Err(RendezvousError::NoLocalAnswer { foreign_user: Some(65534), .. })), "{asked:?}");
+    thread::scope(|scope| {
+        let other = scope.spawn(|| ask(&meeting(2), &point.doors, 1, PATIENT));
+        meeting(2).give(&listener, &id(), &backoff(PATIENT)).expect("it comes");
+        assert_eq!(other.join().expect("no panic"), Ok(id()));
+    });
+}
