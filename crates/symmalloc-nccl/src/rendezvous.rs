@@ -13,7 +13,7 @@
 //! | the ranks meet | where | who may come |
 //! |---|---|---|
 //! | on one machine: all are local and the address is this machine's, or the address is a loopback one | a [socket](local) of this machine with a name that follows from the job, in place of the address | processes of the same user: both sides ask the system |
-//! | at another address, or at `SYMMALLOC_RENDEZVOUS` with a job secret | TCP | with `SYMMALLOC_JOB_SECRET`, ranks that [prove](handshake) that they know it; without, anybody who can connect |
+//! | at another address | TCP | with `SYMMALLOC_JOB_SECRET`, ranks that [prove](handshake) that they know it; without, anybody who can connect |
 //!
 //! A door that is taken is passed over; the others knock at all of them until the right rank 0 answers. Strangers, other jobs and ranks
 //! without the secret are turned away, and do not hold the meeting up. The connections on which they met stay open: they are the
@@ -42,10 +42,10 @@ use secret::{Secret, random};
 use std::time::Duration;
 
 impl Launch {
-    /// An id that all ranks of this job get alike. Every rank calls it, as often as every other.
+    /// Returns an id that is the same on all ranks of this job. Every rank calls it, as often as every other.
     ///
     /// Where `NCCL_COMM_ID` is set, NCCL gives it. Otherwise rank 0 gives it to the others: on a socket of this machine if all ranks are
-    /// here, and else over TCP, at `SYMMALLOC_RENDEZVOUS` (host:port) or near `MASTER_ADDR` and `MASTER_PORT`. Over TCP, ranks with a
+    /// here, and else over TCP, at `SYMMALLOC_RENDEZVOUS` (host:port) or near `MASTER_ADDR` and `MASTER_PORT`. Ranks with a
     /// `SYMMALLOC_JOB_SECRET` prove to each other that they know it.
     ///
     /// # Errors

@@ -9,15 +9,15 @@ use std::time::{Duration, Instant};
 /// Time that a process of a test may take. `SYMMALLOC_STUB_LIMIT_SECONDS` sets it, for long runs.
 const LIMIT: Duration = Duration::from_secs(600);
 
-/// How often it is asked whether a process has ended.
+/// Time between two looks at a process.
 const LOOK: Duration = Duration::from_millis(2);
 
-/// How a process ended.
+/// End of a process.
 pub(crate) struct Ended {
     pub(crate) status: ExitStatus,
     pub(crate) stdout: String,
     pub(crate) stderr: String,
-    /// Whether it took too long, and was killed.
+    /// Set if it took too long and was killed.
     pub(crate) is_late: bool,
 }
 

@@ -20,7 +20,7 @@ pub struct RankOutput {
 }
 
 /// In a test on the stubs: runs `body` in one process per rank, with `options` in the environment on top of the test's, and
-/// says how each ended. A process that takes half of the test's limit is killed. In the process of a rank, runs `body` and ends the process.
+/// returns how each ended. A process that takes half of the test's limit is killed. In the process of a rank, runs `body` and ends the process.
 ///
 /// # Panics
 /// When a process cannot be started.

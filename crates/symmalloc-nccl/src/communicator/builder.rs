@@ -102,9 +102,9 @@ impl CommunicatorBuilder {
     /// program's own way, and for [borrowed](Self::borrow) ones; [`connect_env`](Self::connect_env) and
     /// [`Launch::unique_id`] meet by themselves. Ranks that did not meet know of each other within a process alone.
     ///
-    /// At a loopback address, ranks meet on a Unix socket of the machine, which accepts processes of the same user. Elsewhere, and with a
-    /// `SYMMALLOC_JOB_SECRET`, they meet over TCP and prove to each other that they know the secret. Without one, any process that can connect
-    /// can take a rank's place.
+    /// At a loopback address, ranks meet on a Unix socket of the machine, which accepts processes of the same user. Elsewhere they meet over
+    /// TCP: with a `SYMMALLOC_JOB_SECRET` they prove to each other that they know it; without one, any process that can connect can take a
+    /// rank's place.
     #[must_use]
     pub fn rendezvous(mut self, address: &str) -> Self {
         self.rendezvous = Some(address.to_owned());

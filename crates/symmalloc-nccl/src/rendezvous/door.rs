@@ -156,7 +156,7 @@ fn set_timeouts(connection: &Connection, end: Instant) -> io::Result<()> {
 
 fn listen_at(address: SocketAddr) -> io::Result<TcpListener> {
     let listener = match TcpListener::bind(address) {
-        // The name of this machine as others see it, which is none of its own addresses.
+        // An address by which others know this machine, and it does not.
         Err(error) if error.kind() == io::ErrorKind::AddrNotAvailable => {
             let everywhere = match address {
                 SocketAddr::V4(_) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),

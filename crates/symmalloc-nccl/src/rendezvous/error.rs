@@ -60,14 +60,15 @@ pub enum RendezvousError {
     },
     /// Rank 0 did not answer on a socket of this machine in time; the others report this.
     #[error(
-        "rank 0 did not answer on this machine within {waited:?}: it died, is late, runs as another user or in a container with another \
-         network{}. Run all ranks as one user, or set SYMMALLOC_JOB_SECRET and SYMMALLOC_RENDEZVOUS=host:port, the same on every rank",
+        "rank 0 did not answer on this machine within {waited:?}: it died, is late, or runs as another user or in another \
+         container{}. Run all ranks of a machine as one user; count each container as a machine in LOCAL_WORLD_SIZE, and set \
+         SYMMALLOC_RENDEZVOUS=host:port",
         .foreign_user.map_or(String::new(), |user| format!(" (user {user} has a socket by its name)"))
     )]
     NoLocalAnswer {
         /// Another user that has a socket by the name of rank 0's, if there was one.
         foreign_user: Option<u32>,
-        /// How long this rank waited.
+        /// Time that this rank waited.
         waited: Duration,
     },
     /// Rank 0 has a job secret, and this rank has none.

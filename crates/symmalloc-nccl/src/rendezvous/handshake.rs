@@ -109,7 +109,7 @@ impl Hello {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Exchange {
     pub(super) hello: Hello,
-    /// Of rank 0.
+    /// Nonce of rank 0.
     pub(super) nonce: [u8; NONCE_BYTES],
     pub(super) door: u32,
 }

@@ -2,8 +2,8 @@
 //!
 //! They have names in Linux's abstract namespace, which need no folder and vanish with their process. Any user can take such a name
 //! first. That exposes nothing: both sides ask the system for the user of the other end, and a rank that finds another user's socket
-//! tries the next name. It can hold a meeting up only by taking all names, which ranks with a job secret choose so that others
-//! cannot guess them.
+//! tries the next name. It can hold a meeting up only by taking all names; ranks with a job secret have some that others cannot
+//! guess.
 
 use super::meeting::hash;
 use super::secret::{Purpose, Secret};
@@ -27,21 +27,20 @@ pub(super) struct LocalName {
     pub(super) index: u32,
 }
 
-/// Returns the names of a meeting, alike on all ranks of one user.
+/// Returns the names of a meeting, alike on all ranks of one user. With a secret there are more, which others cannot guess.
+///
+/// The first ones are the same with and without a secret: so a rank that lacks it finds rank 0 and learns why it is refused.
 pub(super) fn names(meeting: u64, port: u16, secret: Option<&Secret>) -> Vec<LocalName> {
     let user = own_user();
-    let name = |index: u32| {
-        let text = format!("{meeting:016x} {port}");
-        let part = match secret {
-            Some(secret) => {
-                let code = secret.prove(Purpose::SocketName, &[&index.to_le_bytes(), text.as_bytes()]);
-                u64::from_le_bytes(std::array::from_fn(|at| code[at]))
-            }
-            None => hash(text.as_bytes()),
-        };
-        LocalName { name: format!("symmalloc-{user}-{part:016x}-{index}"), index }
-    };
-    (0..NAMES).map(name).collect()
+    let place = format!("{meeting:016x} {port}");
+    let plain = format!("{:016x}", hash(place.as_bytes()));
+    let hidden = secret.map(|secret| {
+        let code = secret.prove(Purpose::SocketName, &[place.as_bytes()]);
+        format!("{:032x}", u128::from_le_bytes(std::array::from_fn(|at| code[at])))
+    });
+    let parts = [Some(plain), hidden].into_iter().flatten();
+    let names = parts.flat_map(|part| (0..NAMES).map(move |number| format!("symmalloc-{user}-{part}-{number}")));
+    names.zip(0..).map(|(name, index)| LocalName { name, index }).collect()
 }
 
 impl LocalName {
@@ -90,7 +89,9 @@ mod tests {
         let plain = names(7, 0, None);
         assert_eq!(plain, names(7, 0, None));
         assert_eq!(plain.len(), NAMES as usize);
-        for other in [names(8, 0, None), names(7, 1, None), names(7, 0, Some(&secret))] {
+        let hidden = names(7, 0, Some(&secret)).split_off(plain.len());
+        assert_eq!(hidden.len(), NAMES as usize);
+        for other in [names(8, 0, None), names(7, 1, None), hidden] {
             assert!(plain.iter().all(|name| !other.contains(name)));
         }
     }

@@ -32,7 +32,7 @@ pub(super) fn hash(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
-/// Returns the name that tells this job from others on the same machine.
+/// Returns the name of this job among those of the same machine.
 pub(super) fn job_of(launch: &Launch) -> String {
     if launch.job.is_empty() && launch.ranks == launch.local_ranks {
         // mpiexec and its like: the ranks of one machine are children of one process.

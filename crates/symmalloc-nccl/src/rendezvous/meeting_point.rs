@@ -53,18 +53,18 @@ impl MeetingPoint {
 
     /// At one address, which the program names.
     pub(super) fn at(address: &str, meeting: &Meeting) -> Result<Self, RendezvousError> {
-        // Nobody says where the ranks are, but a loopback address leads to no other machine.
+        // The ranks may be on several machines, but a loopback address leads to no other one.
         Ok(Self::named(resolve(address, "rendezvous", address)?, false, meeting))
     }
 
     fn named(addresses: Vec<SocketAddr>, is_one_machine: bool, meeting: &Meeting) -> Self {
-        if meeting.secret.is_none() && is_of_this_machine(&addresses, is_one_machine) {
+        if is_of_this_machine(&addresses, is_one_machine) {
             return Self::on_this_machine(addresses[0].port(), meeting);
         }
         MeetingPoint { doors: addresses.into_iter().map(Door::Network).collect() }
     }
 
-    /// On sockets of this machine. The port tells jobs apart that have the same name.
+    /// Returns sockets of this machine. Jobs of one name differ by the port.
     fn on_this_machine(port: u16, meeting: &Meeting) -> Self {
         let names = local::names(meeting.job, port, meeting.secret.as_ref());
         MeetingPoint { doors: names.into_iter().map(Door::Local).collect() }
@@ -159,11 +159,14 @@ mod tests {
         assert_ne!(place(&job, &master), place(&job, &next), "two jobs with one name");
         let by_name = [("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")];
         assert_eq!(place(&job, &master), place(&job, &by_name), "two names of one machine");
-        assert!(is_local(&place_with(Some(SECRET), &job, &master).expect("local")));
+        // Ranks without the secret find those that have it, and are refused; there are more names that they cannot guess.
+        let (plain, secret) =
+            (place(&job, &master).expect("local"), place_with(Some(SECRET), &job, &master).expect("local"));
+        assert!(is_local(&secret) && secret.doors.starts_with(&plain.doors) && secret.doors.len() > plain.doors.len());
     }
 
     #[test]
-    fn an_address_elsewhere_and_one_that_is_named_with_a_secret_are_of_a_network() {
+    fn an_address_elsewhere_is_of_a_network() {
         let (one_machine, two_machines) = (launch(4, 4, "job"), launch(4, 2, "job"));
         // An address for documentation, which no machine has.
         let elsewhere = [("MASTER_ADDR", "192.0.2.1"), ("MASTER_PORT", "29500")];
@@ -173,8 +176,6 @@ mod tests {
         }
         let named = [("SYMMALLOC_RENDEZVOUS", "192.0.2.1:4000"), ("MASTER_ADDR", "x"), ("MASTER_PORT", "1")];
         assert_eq!(ports(&place(&two_machines, &named).expect("an address")), [4000]);
-        let loopback = [("SYMMALLOC_RENDEZVOUS", "127.0.0.1:4000")];
-        assert_eq!(ports(&place_with(Some(SECRET), &one_machine, &loopback).expect("an address")), [4000]);
         assert_eq!(place(&two_machines, &[]), Err(RendezvousError::NoAddress));
     }
 

@@ -174,7 +174,7 @@ fn rank_0_names_the_ranks_that_did_not_come() {
         let Err(RendezvousError::Missing { missing, waited }) = given else { panic!("{given:?}") };
         assert_eq!(missing, [1, 3]);
         assert!(waited >= Duration::from_millis(500));
-        assert_eq!(other.join().expect("no panic"), Ok(id()), "it has its id all the same");
+        assert_eq!(other.join().expect("no panic"), Ok(id()), "it has its id");
     });
 }
 
@@ -270,7 +270,7 @@ fn meetings_differ_by_job_restart_and_turn() {
     assert_ne!(job("a.0", 0), job("a.0", 1));
 }
 
-/// Rank 0 waits for two others: the first asks with `theirs`, and then the job meets all the same. Returns what the first is told.
+/// A rank asks with the secret of `theirs`, and then the job meets. Returns the error of the former.
 fn asked_by(ours: &Meeting, theirs: &Meeting, listener: &Listener, doors: &[Door]) -> RendezvousError {
     thread::scope(|scope| {
         let since = Instant::now();
@@ -284,7 +284,7 @@ fn asked_by(ours: &Meeting, theirs: &Meeting, listener: &Listener, doors: &[Door
 }
 
 #[test]
-fn secrets_that_differ_are_told_to_the_rank_and_do_not_hold_the_meeting_up() {
+fn secrets_that_differ_are_reported_to_the_rank_and_do_not_hold_the_meeting_up() {
     let (none, ours, other) = (meeting(2), secret_meeting(2, SECRET), secret_meeting(2, OTHER_SECRET));
     let (listener, doors) = anywhere();
     let point = local_place("secrets");
@@ -330,8 +330,8 @@ fn a_stranger_that_answers_without_the_secret_is_no_rank_0() {
     }
 }
 
-/// Speaks as rank 1 with the secret, or repeats what was said before. Returns the answer and what was said.
-fn speak(to: SocketAddr, said: Option<[u8; PROOF_BYTES]>) -> (Option<Verdict>, [u8; PROOF_BYTES]) {
+/// Takes part as rank 1 with the secret, or repeats an earlier proof. Returns the answer and the proof.
+fn speak(to: SocketAddr, earlier: Option<[u8; PROOF_BYTES]>) -> (Option<Verdict>, [u8; PROOF_BYTES]) {
     let hello = hello(1, 3, true);
     let mut connection = Connection::from(TcpStream::connect(to).expect("listening"));
     connection.write_all(&hello.bytes()).expect("sent");
@@ -339,23 +339,23 @@ fn speak(to: SocketAddr, said: Option<[u8; PROOF_BYTES]>) -> (Option<Verdict>, [
     let mut exchange = Exchange { hello, nonce: [0; 32], door: to.port().into() };
     read_until(&mut connection, &mut exchange.nonce, end()).expect("a nonce");
     let secret = Secret::new(SECRET.into()).expect("long enough");
-    let proof = said.unwrap_or_else(|| exchange.proof(&secret));
+    let proof = earlier.unwrap_or_else(|| exchange.proof(&secret));
     connection.write_all(&proof).expect("sent");
     (verdict(&mut connection), proof)
 }
 
 #[test]
-fn what_a_rank_said_is_worth_nothing_a_second_time() {
+fn a_proof_holds_once() {
     let (listener, doors) = anywhere();
     let meeting = Meeting { ranks: 2, ..secret_meeting(2, SECRET) };
     thread::scope(|scope| {
         let first = scope.spawn(|| meeting.give(&listener, &id(), &backoff(PATIENT)).map(|_| ()));
-        let (answer, said) = speak(address(&doors[0]), None);
+        let (answer, proof) = speak(address(&doors[0]), None);
         assert_eq!(answer, Some(Verdict::Welcome));
         assert_eq!(first.join().expect("no panic"), Ok(()));
         // The next meeting has the same name, as that of a job that is started again.
         let second = scope.spawn(|| meeting.give(&listener, &id(), &backoff(PATIENT)).map(|_| ()));
-        assert_eq!(speak(address(&doors[0]), Some(said)).0, Some(Verdict::WrongSecret));
+        assert_eq!(speak(address(&doors[0]), Some(proof)).0, Some(Verdict::WrongSecret));
         assert_eq!(ask(&meeting, &doors, 1, PATIENT), Ok(id()));
         assert_eq!(second.join().expect("no panic"), Ok(()));
     });
@@ -429,7 +429,7 @@ fn as_another_user<R: Send>(body: impl FnOnce() -> R + Send) -> Option<R> {
 }
 
 #[test]
-fn another_user_is_turned_away_and_the_job_meets_all_the_same() {
+fn another_user_is_turned_away_and_the_job_meets() {
     let point = local_place("intruder");
     let listener = point.listen().expect("free");
     thread::scope(|scope| {

@@ -13,13 +13,13 @@ use std::net::IpAddr;
 use std::time::Instant;
 use symmalloc_watchdog::Connection;
 
-/// Visitors at a time. One more makes the oldest leave: a rank says who it is at once, so the oldest is none.
+/// Visitors at a time. One more makes the oldest leave: a rank introduces itself at once, so the oldest is none.
 const VISITORS_MAX: usize = 1024;
 /// Visitors at a time from one address of a network, which may be that of a machine with many ranks.
 const VISITORS_PER_ADDRESS_MAX: usize = 256;
 /// Connections that are accepted between two looks at the visitors.
 const ACCEPTS_MAX: usize = 64;
-/// Refusals that are logged: whoever may connect could fill the log.
+/// Refusals that are logged: any process that can connect could fill the log.
 const LOGGED_MAX: u32 = 32;
 
 /// A connection that has not shown where it belongs.
@@ -28,7 +28,7 @@ struct Visitor {
     from: Option<IpAddr>,
     since: Instant,
     heard: Vec<u8>,
-    /// It said who it is, and is asked to prove that it knows the secret.
+    /// The exchange, once it has introduced itself and must prove that it knows the secret.
     challenged: Option<Exchange>,
 }
 

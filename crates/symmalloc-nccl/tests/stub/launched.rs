@@ -53,6 +53,43 @@ nccl_test!(a_named_place_brings_them_together, {
     assert_eq!((ids[0].len(), &ids[0]), (1, &ids[1]));
 });
 
+/// The results of two ranks that meet with these secrets.
+fn meet_with_secrets(secrets: [&str; 2]) -> Vec<RankOutput> {
+    let job = format!("secrets-{}", std::process::id());
+    let options = [("TEST_JOB", &*job), ("TEST_SECRET_0", secrets[0]), ("TEST_SECRET_1", secrets[1])];
+    ranks(2, &options, |rank| {
+        let secret = std::env::var(format!("TEST_SECRET_{rank}")).expect("set");
+        // SAFETY: the process has no other thread yet that looks at its environment.
+        unsafe { std::env::set_var("SYMMALLOC_JOB_SECRET", secret) };
+        let deadline = if rank == 0 { Duration::from_secs(3) } else { DEADLINE };
+        match as_torchrun(rank, 2, &std::env::var("TEST_JOB").expect("set")).unique_id(deadline) {
+            Ok(id) => println!("id {:?}", id.as_bytes()),
+            Err(error) => println!("ERROR {error} {error:?}"),
+        }
+    })
+}
+
+nccl_test!(ranks_with_one_secret_meet, {
+    let ids = ids(&meet_with_secrets(["one secret for all of them"; 2]));
+    assert_eq!((ids[0].len(), &ids[0]), (1, &ids[1]));
+});
+
+nccl_test!(a_rank_with_another_secret_or_none_says_so_and_prints_none, {
+    let (ours, other) = ("one secret for all of them", "another secret, by mistake");
+    for (secrets, expected) in [
+        ([ours, other], "this rank and rank 0 have different job secrets"),
+        ([ours, ""], "rank 0 has a job secret, and this rank has none"),
+        (["", ours], "this rank has a job secret, and rank 0 has none"),
+        ([ours, "too short"], "SYMMALLOC_JOB_SECRET has 9 bytes and needs 16"),
+    ] {
+        let outputs = meet_with_secrets(secrets);
+        assert!(outputs[1].text.contains(expected), "{outputs:?}");
+        assert!(outputs[0].text.contains("ERROR ranks [1] did not come"), "{outputs:?}");
+        let is_printed = |secret: &&str| !secret.is_empty() && outputs.iter().any(|it| it.text.contains(*secret));
+        assert!(!secrets.iter().any(is_printed), "{outputs:?}");
+    }
+});
+
 nccl_test!(nccls_own_address_needs_no_meeting, {
     let outputs = ranks(2, &[("NCCL_COMM_ID", "127.0.0.1:4000")], |rank| {
         // Neither waits for the other.

@@ -161,7 +161,7 @@ impl Rank {
         self.connect_within(self.deadline, name, shared)
     }
 
-    /// As [`connect`](Self::connect), with another deadline.
+    /// Returns another communicator over all ranks, with a deadline.
     pub(crate) fn connect_within(
         &self,
         deadline: Duration,

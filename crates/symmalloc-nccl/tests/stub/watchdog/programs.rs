@@ -312,16 +312,25 @@ nccl_test!(processes_with_every_fate_end_in_time_with_true_reports, {
 fn held() -> (usize, usize) {
     let entries = |folder| std::fs::read_dir(folder).expect("Linux").map(|entry| entry.expect("readable").file_name());
     let number = |name: std::ffi::OsString| name.to_str().expect("a number").parse::<i32>().expect("a number");
-    let files = entries("/proc/self/fd").filter(|name| !is_unix_socket(number(name.clone())));
+    let files = entries("/proc/self/fd").filter(|name| !is_socket_of_the_stub(number(name.clone())));
     (entries("/proc/self/task").count(), files.count())
 }
 
-fn is_unix_socket(file: i32) -> bool {
-    let (mut domain, mut length) = (0_i32, size_of::<i32>() as libc::socklen_t);
-    // SAFETY: a descriptor, which may be gone, and places for the answer and its length.
-    let answer =
-        unsafe { libc::getsockopt(file, libc::SOL_SOCKET, libc::SO_DOMAIN, (&raw mut domain).cast(), &raw mut length) };
-    answer == 0 && domain == libc::AF_UNIX
+/// The name of the socket, or of the one that it is connected to, in the address of a Unix socket.
+type NameOf = unsafe extern "C" fn(i32, *mut libc::sockaddr, *mut libc::socklen_t) -> i32;
+
+/// Returns `true` for a Unix socket that is none of the crate's: those have names.
+fn is_socket_of_the_stub(file: i32) -> bool {
+    let name = |of: NameOf| {
+        let (mut name, mut length) = ([0_u8; 128], 128);
+        // SAFETY: a descriptor, which may be gone, and places for the answer and its length.
+        let code = unsafe { of(file, name.as_mut_ptr().cast(), &raw mut length) };
+        (code == 0).then_some(name)
+    };
+    let names = [name(libc::getsockname), name(libc::getpeername)];
+    let is_unix = |name: &[u8; 128]| i32::from(u16::from_ne_bytes([name[0], name[1]])) == libc::AF_UNIX;
+    let is_ours = |name: &[u8; 128]| name[2..].starts_with(b"\0symmalloc-");
+    names.iter().flatten().any(is_unix) && !names.iter().flatten().any(is_ours)
 }
 
 nccl_test!(threads_with_every_fate_end_in_time_and_leave_nothing, {
