@@ -88,7 +88,7 @@ impl Barrier {
 #[track_caller]
 pub fn until(mut is_so: impl FnMut() -> bool) {
     let value = || is_so().then_some(());
-    until_some(value)
+    until_some(value);
 }
 
 /// Waits until there is a value, and returns it.
