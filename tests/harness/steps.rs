@@ -12,6 +12,7 @@
 
 use crate::checker::DeviceWork;
 use std::collections::{BTreeMap, BTreeSet};
+use symmalloc_core::backend::Backend as _;
 use symmalloc_core::config::{Config, PlanPolicy, PoolConfig, Stitching, StreamPolicy};
 use symmalloc_core::lock::Lock;
 use symmalloc_core::plans::{DifferenceCause, Plan, PlannedAllocation, StepAllocation, StepReport, StepStats, Steps};
