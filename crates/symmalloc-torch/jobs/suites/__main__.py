@@ -2,9 +2,11 @@
 
     python crates/symmalloc-torch/jobs/suites --gpus 2 --at-once 12 --out suites
     python crates/symmalloc-torch/jobs/suites --suite op_db --only 'add|matmul'
+    python crates/symmalloc-torch/jobs/suites --tests pytorch/test --suite test_cuda.py --suite inductor/test_cudagraph_trees.py
 
     distributed    `torch.testing._internal.distributed.distributed_test`: NCCL, a rank on each GPU; with
                    SYMMALLOC_SUITES_BACKEND=gloo on CPUs
+    test_cuda.py   any file of PyTorch's tests, in the folder `--tests`
     op_db          every operator of `op_db` with its samples, forward and backward: outcomes and bits of results
 
 A test that looks worse on symmalloc is run once more on both before it counts. What was run stays in the folder `--out`: the
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import sys
 import time
@@ -28,8 +31,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from results import BAD, Comparison, OtherRun, Outcome, compare
 from runs import Machine, Run, WorkerFailed, listed
+from worker import TESTS
 
 SUITES = ("distributed", "op_db")
+# Files of PyTorch's tests that need all GPUs for each test.
+TAKES_ALL_GPUS = ("distributed", "test_c10d_nccl", "test_symmetric_memory", "test_cuda_multigpu")
 # Bits are compared only where native runs agree among themselves.
 NATIVE_RUNS = {"op_db": 2}
 
@@ -37,6 +43,7 @@ NATIVE_RUNS = {"op_db": 2}
 @dataclass
 class Options:
     suite: list[str]
+    tests: Path | None
     gpus: int
     at_once: int
     only: str
@@ -47,7 +54,8 @@ class Options:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", action="append", help=f"{', '.join(SUITES)}, or a file as worker.py wants it; all")
+    parser.add_argument("--suite", action="append", help=f"{', '.join(SUITES)}, a file of --tests, or a suite by its path; the first two")
+    parser.add_argument("--tests", type=Path, help="the folder `test` of PyTorch's source")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="tests side by side; of those for one GPU, one on each at least")
     parser.add_argument("--only", default="", metavar="REGEX", help="tests whose names it is found in")
@@ -56,6 +64,8 @@ def main() -> int:
     parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="the same command goes on")
     options = Options(**vars(parser.parse_args()))
     options.out.mkdir(parents=True, exist_ok=True)
+    if options.tests is not None:
+        os.environ[TESTS] = str(options.tests.resolve())
     machine = Machine(options.gpus, options.at_once, options.seconds, time.monotonic() + options.budget)
     try:
         compared = [compared_suite(suite, options, machine) for suite in options.suite or SUITES]
@@ -79,7 +89,7 @@ def compared_suite(suite: str, options: Options, machine: Machine) -> Comparison
     there = listed(suite, machine)
     names = [name for name in there.names if re.search(options.only, name)]
     stem = Path(suite).stem
-    shares_gpus = stem != "distributed"
+    shares_gpus = stem not in TAKES_ALL_GPUS
 
     def run(allocator: str, number: str, of: list[str]) -> dict[str, Outcome]:
         print(f"{stem} on {allocator}, {number}: {len(of)} tests", flush=True)

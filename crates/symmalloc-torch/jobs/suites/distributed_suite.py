@@ -12,8 +12,8 @@ os.environ.setdefault("BACKEND", os.environ.get("SYMMALLOC_SUITES_BACKEND", "ncc
 os.environ.setdefault("WORLD_SIZE", "2")
 # Ranks come here, too: they are started anew, and find the test's class by the name of this file.
 import torch
-from results import FAILED, PASSED, SKIPPED, Outcome
-from worker import under_allocator
+from results import Outcome
+from worker import outcome, under_allocator
 
 under_allocator()
 
@@ -34,12 +34,4 @@ def names() -> list[str]:
 
 
 def run(name: str) -> Outcome:
-    result = unittest.TestResult()
-    unittest.TestSuite([OnBothAllocators(name)]).run(result)
-    if troubles := result.failures + result.errors:
-        return Outcome(FAILED, detail=troubles[0][1].strip())
-    if result.skipped:
-        return Outcome(SKIPPED, detail=result.skipped[0][1])
-    if result.unexpectedSuccesses or result.testsRun == 0:
-        return Outcome(FAILED, detail="it was expected to fail" if result.unexpectedSuccesses else "it did not run")
-    return Outcome(PASSED)
+    return outcome(OnBothAllocators(name))

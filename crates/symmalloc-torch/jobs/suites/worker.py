@@ -1,7 +1,7 @@
 """Runs tests of a suite in this process, one after the other, and notes what became of each: `worker.py SUITE ALLOCATOR FILE`.
 
 Names come on the standard input, one a line; with `--list`, the suite's names go to the file instead. A suite is a Python file
-beside this one (or any, by its path) with
+beside this one (or any, by its path), or a file of PyTorch's tests in the folder `SYMMALLOC_SUITES_TESTS`. A suite's file has
 
     names() -> list[str]
     run(name) -> results.Outcome       raises what the test raises
@@ -17,15 +17,26 @@ import json
 import os
 import sys
 import time
+import tempfile
 import traceback
+import unittest
 from pathlib import Path
 from types import ModuleType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from results import FAILED, Outcome, RunFile
+from results import FAILED, PASSED, SKIPPED, Outcome, RunFile
 
 ALLOCATOR = "SYMMALLOC_SUITES_ALLOCATOR"
+# The folder of PyTorch's tests, and the file in it that is the suite.
+TESTS = "SYMMALLOC_SUITES_TESTS"
+FILE = "SYMMALLOC_SUITES_FILE"
+# Installs the allocator in the Python processes that a test starts.
+SITE = """import os
+if os.environ.get("SYMMALLOC_SUITES_ALLOCATOR") == "symmalloc":
+    import symmalloc
+    symmalloc.install()
+"""
 # Ends a worker that cannot go on: another one does.
 BROKEN = 75
 DETAIL_CHARACTERS = 400
@@ -33,6 +44,8 @@ DETAIL_CHARACTERS = 400
 
 def load(suite: str) -> ModuleType:
     """A suite by its name or path, under the name by which processes that it starts find it, too."""
+    if os.environ.get(TESTS) and Path(os.environ[TESTS], suite).is_file():
+        os.environ[FILE], suite = suite, "file"
     path = Path(suite) if suite.endswith(".py") else Path(__file__).resolve().with_name(f"{suite}_suite.py")
     sys.path.insert(0, str(path.resolve().parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -53,6 +66,19 @@ def under_allocator() -> None:
             raise SystemExit("the class for PyTorch is missing here: SYMMALLOC_TORCH_CLASS=require says why")
 
 
+def outcome(test: unittest.TestCase) -> Outcome:
+    """Runs a test of `unittest`, with what its class and its module set up."""
+    result = unittest.TestResult()
+    unittest.TestSuite([test]).run(result)
+    if troubles := result.failures + result.errors:
+        return Outcome(FAILED, detail=troubles[0][1].strip())
+    if result.skipped:
+        return Outcome(SKIPPED, detail=result.skipped[0][1])
+    if result.unexpectedSuccesses or result.testsRun == 0:
+        return Outcome(FAILED, detail="it was expected to fail" if result.unexpectedSuccesses else "it did not run")
+    return Outcome(PASSED)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("suite")
@@ -61,6 +87,13 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="print what there is, as JSON, and end")
     options = parser.parse_args()
     os.environ[ALLOCATOR] = options.allocator
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "sitecustomize.py").write_text(SITE)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
+        work(options)
+
+
+def work(options: argparse.Namespace) -> None:
     suite = load(options.suite)
     if options.list:
         listed = {"names": suite.names(), "without_contents": sorted(getattr(suite, "WITHOUT_CONTENTS", ()))}

@@ -26,6 +26,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from . import unknown_functions
 from .callers import tell
 from .library import VERSION, library_path
 from .private_folder import PrivateFolder, Untrusted, is_private
@@ -34,7 +35,10 @@ VARIABLE = "SYMMALLOC_TORCH_CLASS"
 """`auto`: the class where it can be had. `require`: an error where not. `off`: PyTorch's class for pluggable allocators."""
 
 SOURCES = Path(__file__).resolve().parent / "pytorch"
-STANDARDS = ("-std=c++17", "-std=c++20")
+# PyTorch's headers need C++20 from this version on.
+CXX20_MINIMUM = (2, 14)
+TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
+"""The versions of PyTorch whose headers the class is compiled against each night."""
 FLAGS = ["-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-fvisibility-inlines-hidden"]
 COMPILE_SECONDS = 300
 # How much of what a compiler says is told.
@@ -135,6 +139,20 @@ def _install_from(torch: Any, folder: PrivateFolder) -> None:
     if status != 0:
         raise Unavailable("PyTorch has used CUDA already")
     tell(compiled)
+    _warn_of_unknown(torch, compiled)
+
+
+def _warn_of_unknown(torch: Any, compiled: ctypes.CDLL) -> None:
+    """Says which functions of this PyTorch raise, if any."""
+    function = compiled.symmalloc_unknown_functions
+    function.restype = ctypes.c_char_p
+    if names := function().decode():
+        warnings.warn(
+            f"PyTorch {torch.__version__} asks an allocator for functions that symmalloc {VERSION} does not know: {names}. They raise "
+            f"NotImplementedError when they are called; everything else works. A newer symmalloc may have them: "
+            f"pip install --upgrade symmalloc. Tested versions of PyTorch: {', '.join(TESTED)}",
+            stacklevel=5,
+        )
 
 
 def _opened(folder: PrivateFolder, name: str) -> int | None:
@@ -156,21 +174,14 @@ def _is_ours(status: os.stat_result) -> bool:
 
 def _compile(torch: Any, compiler: str, folder: PrivateFolder, name: str) -> int:
     """Compiles and renames into place: another rank sees the whole file or none. Returns its open descriptor."""
-    command = [compiler, *FLAGS, str(SOURCES / "allocator.cpp"), *_includes(torch)]
-    libraries = _libraries(torch)
     said = ""
-    for standard in STANDARDS:
+    for standard in _standards(torch):
         temporary = f".{secrets.token_hex(8)}.so"
         try:
-            # The compiler starts in the open folder, so that no path leads it elsewhere.
-            run = subprocess.run(
-                [*command, standard, "-o", temporary, *libraries], cwd=f"/proc/self/fd/{folder.descriptor}",
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", timeout=COMPILE_SECONDS,
-            )  # fmt: skip
-            if run.returncode == 0:
+            said = _compiled(torch, compiler, standard, folder, temporary)
+            if not said:
                 return _kept(folder, temporary, name)
-            said = run.stdout
-        except (OSError, subprocess.TimeoutExpired) as error:
+        except OSError as error:
             said = str(error)
         finally:
             with suppress(OSError):
@@ -192,6 +203,39 @@ def _kept(folder: PrivateFolder, temporary: str, name: str) -> int:
         os.close(library)
         raise
     return library
+
+
+def _compiled(torch: Any, compiler: str, standard: str, folder: PrivateFolder, output: str) -> str:
+    """Compiles to a file of the folder. Functions that the class lacks throw. Returns what the compiler says if it fails."""
+    command = [compiler, *FLAGS, standard, str(SOURCES / "allocator.cpp"), *_includes(torch), "-o", output]
+    said = _run([*command, *_libraries(torch)], folder)
+    if not said:
+        return ""
+    try:
+        functions = unknown_functions.find(said)
+    except unknown_functions.Unreadable as error:
+        return f"error: {error}"
+    if not functions:
+        return said
+    return _run([*command, *unknown_functions.macros(functions), *_libraries(torch)], folder)
+
+
+def _run(command: list[str], folder: PrivateFolder) -> str:
+    """Runs a compiler. Returns what it says if it fails; an empty text otherwise."""
+    try:
+        # The compiler starts in the open folder, so that no path leads it elsewhere.
+        run = subprocess.run(
+            command, cwd=f"/proc/self/fd/{folder.descriptor}", env=os.environ | {"LC_ALL": "C"},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", timeout=COMPILE_SECONDS,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"error: {error}"
+    return "" if run.returncode == 0 else run.stdout or f"error: {command[0]} ended with {run.returncode}"
+
+
+def _standards(torch: Any) -> tuple[str, ...]:
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    return ("-std=c++20",) if version >= CXX20_MINIMUM else ("-std=c++17", "-std=c++20")
 
 
 def _compiler() -> str:

@@ -1,9 +1,10 @@
 // PyTorch's allocator for CUDA tensors, over the library's C interface.
 //
-// Compiled against the PyTorch that is installed, by `build.py`, since its class has no stable binary form. What PyTorch's types need is
-// here: exceptions, `DataPtr`, `std::function`, contexts of a history. Everything that decides is the library's.
+// PyTorch's class has no stable binary form, so `pytorch_class.py` compiles this against the PyTorch that is installed. Only what needs
+// PyTorch's types is here: exceptions, `DataPtr`, `std::function`, contexts of a history. The library makes every decision.
 //
 //   torch ──► c10::cuda::CUDACachingAllocator::allocator ──► Allocator ──► symmalloc_torch_...
+#include "base.h"
 #include "blocks.h"
 #include "history.h"
 #include "memory.h"
@@ -43,6 +44,34 @@ struct Checkpoint : caching::AllocatorState {
   symmalloc_checkpoint* const of;
 };
 
+// Pointers from `raw_alloc` while caching was off. Whoever frees them does not say so.
+class UncachedSet {
+ public:
+  void add(void* pointer) {
+    if (pointer != nullptr) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      pointers_.insert(pointer);
+      count_ = pointers_.size();
+    }
+  }
+
+  // Returns true if the pointer was there.
+  bool remove(void* pointer) {
+    if (C10_LIKELY(count_.load(std::memory_order_relaxed) == 0)) {
+      return false;
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    const bool is_there = pointers_.erase(pointer) > 0;
+    count_ = pointers_.size();
+    return is_there;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_set<void*> pointers_;
+  std::atomic<size_t> count_{0};
+};
+
 using Filter = std::function<bool(cudaStream_t)>;
 
 // Whether the filter takes whatever this thread allocates, and not a stream's work. That of a capture takes no stream before the
@@ -52,7 +81,7 @@ bool takes_this_thread(const Filter& filter, DeviceIndex device) {
   return !filter || (filter(c10::cuda::getCurrentCUDAStream(device).stream()) && filter(nowhere));
 }
 
-class Allocator final : public caching::CUDAAllocator {
+class Allocator final : public caching::AllocatorBase {
  public:
   // ---- Memory
 
@@ -63,11 +92,8 @@ class Allocator final : public caching::CUDAAllocator {
     DeviceIndex device = 0;
     C10_CUDA_CHECK(c10::cuda::GetDevice(&device));
     const Device place(c10::DeviceType::CUDA, device);
-    if (C10_UNLIKELY(is_never_cached() || !isEnabled())) {
-      void* pointer = nullptr;
-      if (bytes != 0) {
-        C10_CUDA_CHECK(cudaMalloc(&pointer, bytes));
-      }
+    if (C10_UNLIKELY(is_uncached())) {
+      void* pointer = allocate_uncached(bytes);
       return {pointer, pointer, &free_uncached, place};
     }
     void* pointer = memory_.allocate(device, bytes, c10::cuda::getCurrentCUDAStream(device).stream());
@@ -75,24 +101,42 @@ class Allocator final : public caching::CUDAAllocator {
   }
 
   c10::DeleterFnPtr raw_deleter() const override {
-    return is_never_cached() || !isEnabled() ? &free_uncached : &note_free;
+    return is_uncached() ? &free_uncached : &note_free;
   }
 
   void* raw_alloc(size_t bytes) override {
     DeviceIndex device = 0;
     C10_CUDA_CHECK(c10::cuda::GetDevice(&device));
-    return memory_.allocate(device, bytes, c10::cuda::getCurrentCUDAStream(device).stream());
+    return raw_alloc_with_stream(bytes, c10::cuda::getCurrentCUDAStream(device).stream());
   }
 
   void* raw_alloc_with_stream(size_t bytes, cudaStream_t stream) override {
+    if (C10_UNLIKELY(is_uncached())) {
+      void* pointer = allocate_uncached(bytes);
+      uncached_.add(pointer);
+      return pointer;
+    }
     DeviceIndex device = 0;
     C10_CUDA_CHECK(c10::cuda::GetDevice(&device));
     return memory_.allocate(device, bytes, stream);
   }
 
   void raw_delete(void* pointer) override {
-    memory_.free(pointer);
+    if (C10_UNLIKELY(uncached_.remove(pointer))) {
+      free_uncached(pointer);
+    } else {
+      memory_.free(pointer);
+    }
   }
+
+#if SYMMALLOC_TORCH(2, 13)
+  // An address never decides where memory is (rule D1).
+  DataPtr allocateWithAddress(size_t, void*) override {
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        false,
+        "symmalloc does not support allocateWithAddress: it places memory by the order of allocations, never by address");
+  }
+#endif
 
   void copy_data(void* to, const void* from, size_t bytes) const override {
     C10_CUDA_CHECK(cudaMemcpy(to, from, bytes, cudaMemcpyDeviceToDevice));
@@ -183,6 +227,12 @@ class Allocator final : public caching::CUDAAllocator {
     memory_.observe(std::move(observer));
   }
 
+#if SYMMALLOC_TORCH(2, 12)
+  void attachOomRejectionObserver(caching::OomRejectionObserver observer) override {
+    memory_.observe_rejections(std::move(observer));
+  }
+#endif
+
   // ---- Statistics and snapshots
 
   caching::DeviceStats getDeviceStats(DeviceIndex device) override {
@@ -246,6 +296,11 @@ class Allocator final : public caching::CUDAAllocator {
     config.max_split_size = std::numeric_limits<size_t>::max();
     config.expandable_segments = is_expandable();
     config.last_allocator_settings = settings();
+#if SYMMALLOC_TORCH(2, 13)
+    // Of PyTorch's host allocator, which is not replaced.
+    config.max_round_threshold = c10::CachingAllocator::AcceleratorAllocatorConfig::pinned_max_round_threshold();
+    config.max_cached_size = c10::CachingAllocator::AcceleratorAllocatorConfig::pinned_max_cached_size();
+#endif
     return snapshot;
   }
 
@@ -320,6 +375,25 @@ class Allocator final : public caching::CUDAAllocator {
   std::string getUserMetadata() override {
     return thread_notes().user_metadata;
   }
+
+#if SYMMALLOC_TORCH(2, 12)
+  // Returns the context of a live allocation that was made while a history was recorded.
+  std::shared_ptr<c10::GatheredContext> getContextForPointer(const void* pointer) override {
+    return memory_.context_of(pointer);
+  }
+#endif
+
+#if SYMMALLOC_TORCH(2, 14)
+  bool supportsUserMetadata() override {
+    return true;
+  }
+
+  void annotateMemory(const void* pointer, const std::string& metadata) override {
+    if (is_recorded_) {
+      memory_.annotate(pointer, metadata);
+    }
+  }
+#endif
 
   // ---- Private pools
 
@@ -413,6 +487,18 @@ class Allocator final : public caching::CUDAAllocator {
   }
 
  private:
+  bool is_uncached() const {
+    return is_never_cached() || !isEnabled();
+  }
+
+  static void* allocate_uncached(size_t bytes) {
+    void* pointer = nullptr;
+    if (bytes != 0) {
+      C10_CUDA_CHECK(cudaMalloc(&pointer, bytes));
+    }
+    return pointer;
+  }
+
   std::string settings() const {
     // Of no device: to ask one's allocator would make it, and a context there.
     char* text = nullptr;
@@ -429,6 +515,7 @@ class Allocator final : public caching::CUDAAllocator {
   }
 
   Memory memory_;
+  UncachedSet uncached_;
   std::atomic<int> device_count_{0};
   std::atomic<bool> is_enabled_{true};
   std::atomic<bool> is_recorded_{false};
@@ -483,4 +570,9 @@ extern "C" __attribute__((visibility("default"))) int symmalloc_install_class() 
 // Names allocations, while a history is recorded, after who asks for them; a null pointer ends that.
 extern "C" __attribute__((visibility("default"))) void symmalloc_name_callers(symmalloc::CallerFn caller) {
   symmalloc::caller_fn().store(caller);
+}
+
+// Returns the names of the functions that throw because this package does not know them, separated by commas; empty if there are none.
+extern "C" __attribute__((visibility("default"))) const char* symmalloc_unknown_functions() {
+  return SYMMALLOC_UNKNOWN_NAMES;
 }

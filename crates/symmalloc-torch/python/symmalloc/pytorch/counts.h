@@ -3,6 +3,7 @@
 
 #include "history.h"
 #include "symmalloc.h"
+#include "versions.h"
 
 #include <c10/cuda/CUDACachingAllocator.h>
 
@@ -38,7 +39,6 @@ inline caching::DeviceStats counted(const symmalloc_counts& counts) {
   return stats;
 }
 
-
 // Takes what had accumulated before from everything that accumulates.
 inline caching::DeviceStats since(caching::DeviceStats now, const caching::DeviceStats& then) {
   const auto take = [](auto& now, const auto& then) {
@@ -58,6 +58,17 @@ inline caching::DeviceStats since(caching::DeviceStats now, const caching::Devic
   now.num_ooms -= then.num_ooms;
   now.num_device_alloc -= then.num_device_alloc;
   now.num_device_free -= then.num_device_free;
+#if SYMMALLOC_TORCH(2, 12)
+  now.num_oom_rejections -= then.num_oom_rejections;
+#endif
+#if SYMMALLOC_TORCH(2, 13)
+  for (auto& [pool, reserved] : now.reserved_bytes_by_private_pools) {
+    const auto before = then.reserved_bytes_by_private_pools.find(pool);
+    if (before != then.reserved_bytes_by_private_pools.end()) {
+      take(reserved, before->second);
+    }
+  }
+#endif
   return now;
 }
 

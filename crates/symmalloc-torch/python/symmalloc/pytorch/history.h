@@ -236,7 +236,8 @@ class DeviceHistory {
     return part == parts_.begin() ? nullptr : std::prev(part)->second.context;
   }
 
-  void entry(Action action, size_t address, const Noted& noted) {
+  // Records an entry, and tells the trackers. Its metadata is the thread's unless it has some of its own.
+  void entry(Action action, size_t address, const Noted& noted, const std::string* metadata = nullptr) {
     if (!is_watched()) {
       return;
     }
@@ -252,7 +253,7 @@ class DeviceHistory {
         c10::getApproximateTime(),
         when_.load() >= caching::RecordContext::ALLOC ? noted.context : nullptr,
         notes.compile_contexts.empty() ? "N/A" : notes.compile_contexts.top(),
-        notes.user_metadata);
+        metadata != nullptr ? *metadata : notes.user_metadata);
     for (const auto& tracker : trackers_) {
       tracker(entry);
     }

@@ -6,6 +6,8 @@
 //   use_mem_pool(A) { use_mem_pool(B) { loss.backward() } }        info of the thread: B ──► A ──► whatever was there
 #pragma once
 
+#include "versions.h"
+
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
@@ -13,6 +15,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -62,8 +65,14 @@ class InheritedScopes {
   }
 
  private:
-  // Nobody but PyTorch's own tests has a use for it.
+#if SYMMALLOC_TORCH(2, 13)
+  // A kind is the address of its name.
+  static constexpr std::string_view kName = "SYMMALLOC_SCOPES";
+  static constexpr c10::DebugInfoKind kKind{&kName};
+#else
+  // Kinds are an enumeration; only PyTorch's own tests use this one.
   static constexpr auto kKind = c10::DebugInfoKind::TEST_INFO_2;
+#endif
 
   struct Scope : c10::DebugInfoBase, std::enable_shared_from_this<Scope> {
     Scope(c10::DeviceIndex device, c10::MempoolId_t pool, uint64_t number, std::shared_ptr<Scope> outer)

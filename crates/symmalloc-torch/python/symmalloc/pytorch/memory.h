@@ -7,6 +7,7 @@
 #include "history.h"
 #include "inherited_scopes.h"
 #include "status.h"
+#include "versions.h"
 #include "symmalloc.h"
 
 #include <c10/core/impl/GPUTrace.h>
@@ -40,6 +41,8 @@ struct DeviceState {
   caching::DeviceStats accumulated_before{};
   // Under the allocator's lock, as what is above.
   int64_t segments_peak = 0;
+  // Allocations that were rejected before the driver was asked.
+  std::atomic<int64_t> rejections{0};
 };
 
 // The allocations that a private pool had, and those that it has.
@@ -153,6 +156,37 @@ class Memory {
     observers_.push_back(std::move(observer));
   }
 
+#if SYMMALLOC_TORCH(2, 12)
+  void observe_rejections(caching::OomRejectionObserver observer) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    rejection_observers_.push_back(std::move(observer));
+  }
+
+  // Returns the context of a live allocation, if it was made while somebody watched.
+  Context context_of(const void* pointer) {
+    auto* const start = const_cast<void*>(pointer);
+    const auto device = symmalloc_torch_device_of(start);
+    const auto noted = device < 0 ? std::nullopt : of(static_cast<DeviceIndex>(device)).history.find(start);
+    return noted ? noted->context : nullptr;
+  }
+#endif
+
+#if SYMMALLOC_TORCH(2, 14)
+  // Records what the program says of a live allocation.
+  void annotate(const void* pointer, const std::string& metadata) {
+    symmalloc_found found{};
+    if (symmalloc_torch_find(const_cast<void*>(pointer), &found) != SYMMALLOC_OK) {
+      return;
+    }
+    auto& history = of(static_cast<DeviceIndex>(found.device)).history;
+    const auto context = history.gather(RecordContext::ALLOC);
+    std::lock_guard<std::recursive_mutex> lock(history.order);
+    const Noted noted{
+        found.requested_bytes, found.stream, {found.id_first, found.id_second}, context, found.is_expandable};
+    history.entry(Action::ANNOTATE, reinterpret_cast<size_t>(pointer), noted, &metadata);
+  }
+#endif
+
   InheritedScopes& scopes() {
     return scopes_;
   }
@@ -166,6 +200,9 @@ class Memory {
     stats.segment[0].peak = state.segments_peak;
     stats.num_device_alloc = state.history.maps;
     stats.num_device_free = state.history.unmaps;
+#if SYMMALLOC_TORCH(2, 12)
+    stats.num_oom_rejections = state.rejections;
+#endif
     return stats;
   }
 
@@ -269,6 +306,7 @@ class Memory {
     symmalloc_counts counts{};
     (void)symmalloc_torch_counts(device, &counts);
     const uint64_t limit = counts.limit_bytes != 0 ? counts.limit_bytes : counts.total_bytes;
+    reject(device, bytes, counts, message);
     size_t free_bytes = 0;
     size_t total_bytes = 0;
     if (cudaMemGetInfo(&free_bytes, &total_bytes) != cudaSuccess) {
@@ -288,7 +326,67 @@ class Memory {
     for (const auto& observer : observers) {
       observer(device, bytes, limit, free_bytes);
     }
-    TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory. symmalloc: ", message);
+    // Users and tools search for PyTorch's sentence.
+    const auto allocated = static_cast<uint64_t>(counts.allocated_bytes[0].current);
+    const auto reserved = static_cast<uint64_t>(counts.reserved_bytes.current);
+    TORCH_CHECK_WITH(
+        OutOfMemoryError,
+        false,
+        "CUDA out of memory. Tried to allocate ",
+        c10::CachingAllocator::format_size(bytes),
+        ". GPU ",
+        int{device},
+        " has a total capacity of ",
+        c10::CachingAllocator::format_size(total_bytes),
+        " of which ",
+        c10::CachingAllocator::format_size(free_bytes),
+        " is free. ",
+        counts.limit_bytes != 0 ? c10::CachingAllocator::format_size(counts.limit_bytes) + " allowed; " : "",
+        "Of the allocated memory ",
+        c10::CachingAllocator::format_size(allocated),
+        " is allocated by PyTorch, and ",
+        c10::CachingAllocator::format_size(reserved - std::min(allocated, reserved)),
+        " is reserved by PyTorch but unallocated. symmalloc: ",
+        message);
+  }
+
+  // Throws where PyTorch's `throw_on_cudamalloc_oom` wants no attempt beyond the limit, after telling who observes that.
+  void reject(
+      [[maybe_unused]] DeviceIndex device,
+      [[maybe_unused]] size_t bytes,
+      [[maybe_unused]] const symmalloc_counts& counts,
+      [[maybe_unused]] const std::string& message) {
+#if SYMMALLOC_TORCH(2, 12)
+    const auto reserved = static_cast<uint64_t>(counts.reserved_bytes.current);
+    const bool is_beyond = counts.limit_bytes != 0 && bytes > counts.limit_bytes - std::min(counts.limit_bytes, reserved);
+    if (!is_beyond || !caching::CUDAAllocatorConfig::throw_on_cudamalloc_oom()) {
+      return;
+    }
+    ++of(device).rejections;
+    std::vector<caching::OomRejectionObserver> observers;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      observers = rejection_observers_;
+    }
+    for (const auto& observer : observers) {
+      // What an observer throws does not hide the rejection.
+      try {
+        observer(device, bytes, counts.allocated_bytes[0].current, counts.total_bytes);
+      } catch (const std::exception& error) {
+        warn("an observer of rejections failed: ", error.what());
+      } catch (...) {
+        warn("an observer of rejections failed");
+      }
+    }
+    TORCH_CHECK_WITH(
+        OutOfMemoryError,
+        false,
+        "CUDA out of memory. Allocation was preemptively rejected because it would exceed per_process_memory_fraction limit. "
+        "Requested size: ",
+        c10::CachingAllocator::format_size(bytes),
+        ". symmalloc: ",
+        message);
+#endif
   }
 
   static void report(DeviceIndex device, void* pointer, int64_t bytes) {
@@ -308,6 +406,9 @@ class Memory {
   // Of the observers.
   std::mutex mutex_;
   std::vector<caching::OutOfMemoryObserver> observers_;
+#if SYMMALLOC_TORCH(2, 12)
+  std::vector<caching::OomRejectionObserver> rejection_observers_;
+#endif
   InheritedScopes scopes_;
 };
 

@@ -1,0 +1,44 @@
+"""A file of PyTorch's own tests, such as `test_cuda.py`: `--tests FOLDER --suite test_cuda.py`.
+
+PyTorch's packages lack its tests; its source, and Debian's source package `pytorch`, have them in `test/`. They need the package `expecttest`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import unittest
+from collections.abc import Iterator
+from pathlib import Path
+
+from results import Outcome
+from worker import FILE, TESTS, outcome, under_allocator
+
+path = Path(os.environ[TESTS], os.environ[FILE])
+# Tests import each other, and processes that they start find them by their names.
+sys.path[:0] = [str(path.parent), os.environ[TESTS]]
+# PyTorch reads the command line of its tests.
+sys.argv = [str(path)]
+under_allocator()
+module = importlib.import_module(path.stem)
+
+
+def _cases(suite: unittest.TestSuite) -> Iterator[unittest.TestCase]:
+    for test in suite:
+        if isinstance(test, unittest.TestSuite):
+            yield from _cases(test)
+        else:
+            yield test
+
+
+# By name: names are equal on both allocators, and PyTorch's own loader may leave some out.
+CASES = {test.id().removeprefix(f"{module.__name__}."): test for test in _cases(unittest.TestLoader().loadTestsFromModule(module))}
+
+
+def names() -> list[str]:
+    return list(CASES)
+
+
+def run(name: str) -> Outcome:
+    return outcome(CASES[name])

@@ -1,0 +1,68 @@
+"""Finds the functions of PyTorch's interface that our class lacks, and writes an override of each that throws.
+
+A newer PyTorch may add pure virtual functions to `CUDAAllocator` or to its bases. The class cannot be compiled then, and the compiler says
+where each of them is declared. The declaration, as the header has it, becomes the override:
+
+    virtual void trimTo(DeviceIndex device, size_t bytes) const = 0;
+    void trimTo(DeviceIndex device, size_t bytes) const override { unsupported("trimTo"); }
+
+Nothing else of C++ is parsed, so it does not matter what the types are. GCC and Clang both name file, line and column.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+# GCC: `FILE:LINE:COLUMN: note:   'virtual TYPE CLASS::NAME(...)'`. Clang: `... note: unimplemented pure virtual method 'NAME' in ...`.
+NOTE = re.compile(r"^(?P<file>[^\n:]+):(?P<line>\d+):(?P<column>\d+): note:\s+(?:.?virtual\s|unimplemented pure virtual method )", re.M)
+COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
+
+
+class Unreadable(Exception):
+    """A declaration has a form that no override can be made of; the text says which."""
+
+
+@dataclass(frozen=True)
+class Function:
+    """A pure virtual function of PyTorch's."""
+
+    name: str
+    declaration: str
+    """From behind `virtual` to in front of `= 0`."""
+
+    def override(self) -> str:
+        return f'{self.declaration} override {{ unsupported("{self.name}"); }}'
+
+
+def find(said: str) -> list[Function]:
+    """Returns the functions that the compiler calls pure, in its order. Raises `Unreadable`."""
+    found = dict.fromkeys((note["file"], int(note["line"]), int(note["column"])) for note in NOTE.finditer(said))
+    return [_declared(Path(file), line, column) for file, line, column in found]
+
+
+def macros(functions: Iterable[Function]) -> list[str]:
+    """Returns the compiler's options that put the overrides into the class."""
+    functions = list(functions)
+    overrides = " ".join(function.override() for function in functions)
+    names = ", ".join(dict.fromkeys(function.name for function in functions))
+    return [f"-DSYMMALLOC_UNKNOWN_FUNCTIONS={overrides}", f'-DSYMMALLOC_UNKNOWN_NAMES="{names}"']
+
+
+def _declared(file: Path, line: int, column: int) -> Function:
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise Unreadable(f"{file} cannot be read: {error}") from error
+    # Equally long, so places stay what they are.
+    text = COMMENT.sub(lambda comment: re.sub(r"[^\n]", " ", comment[0]), text)
+    place = sum(map(len, text.splitlines(keepends=True)[: line - 1])) + column - 1
+    start = max((word.end() for word in re.finditer(r"\bvirtual\b", text[: place + len("virtual")])), default=-1)
+    end = re.compile(r"=\s*0\s*;").search(text, max(place, 0))
+    declaration = "" if start < 0 or end is None else " ".join(text[start : end.start()].split())
+    name = re.search(r"(operator\s*\S+?|~?\w+)\s*\(", text[place : end.start()] if end else "")
+    if not declaration or name is None or ";" in declaration or "{" in re.sub(r"=\s*\{[^{}]*\}", "", declaration):
+        raise Unreadable(f"{file}:{line}: the pure virtual function there has a form that is not understood")
+    return Function(name[1], declaration)
