@@ -18,7 +18,7 @@ from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parents[2] / "tests" / "cxx"
 CLASS = Path(__file__).resolve().parents[1] / "symmalloc" / "pytorch"
-SYSTEM = ("libc.so", "libm.so", "libdl.", "libpthread.", "librt.", "ld-linux", "libstdc++", "libgcc_s", "libcuda.so")
+SYSTEM = ("libc.so", "libm.so", "libdl.", "libpthread.", "librt.", "ld-linux", "libstdc++", "libgcc_s", "libz.so", "libcuda.so")
 # How the functions of libraries without versions of symbols begin.
 PREFIXES = {"libcudnn": "cudnn", "libcufile": "cuFile", "libcurand": "curand", "libcusparseLt": "cusparseLt", "libnccl": "nccl"}
 

@@ -96,6 +96,7 @@ cudaError_t cudaMemGetInfo(size_t* f, size_t* t) { here(); return told(cuMemGetI
 cudaError_t cudaMalloc(void** p, size_t n) { here(); return told(cuMemAlloc_v2((uint64_t*)p, n)); }
 cudaError_t cudaFree(void* p) { here(); return p == NULL ? cudaSuccess : told(cuMemFree_v2((uint64_t)p)); }
 cudaError_t cudaHostAlloc(void** p, size_t n, unsigned f) { here(); return told(cuMemHostAlloc(p, n, f)); }
+cudaError_t cudaMallocHost(void** p, size_t n) { here(); return told(cuMemHostAlloc(p, n, 0)); }
 cudaError_t cudaFreeHost(void* p) { return told(cuMemFreeHost(p)); }
 cudaError_t cudaMemcpy(void* to, const void* from, size_t n, enum cudaMemcpyKind k) { (void)k; memcpy(to, from, n); return cudaSuccess; }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t n, enum cudaMemcpyKind k, cudaStream_t s) { (void)s; return cudaMemcpy(to, from, n, k); }
@@ -105,6 +106,7 @@ cudaError_t cudaMemsetAsync(void* p, int v, size_t n, cudaStream_t s) { (void)s;
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes* a, const void* p) { memset(a, 0, sizeof *a); a->type = cudaMemoryTypeDevice; a->devicePointer = (void*)p; return cudaSuccess; }
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t* s, unsigned f, int p) { (void)p; here(); return told(cuStreamCreate((void**)s, f)); }
 cudaError_t cudaStreamCreate(cudaStream_t* s) { here(); return told(cuStreamCreate((void**)s, 0)); }
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* s, unsigned f) { here(); return told(cuStreamCreate((void**)s, f)); }
 cudaError_t cudaStreamDestroy(cudaStream_t s) { return told(cuStreamDestroy_v2(s)); }
 cudaError_t cudaStreamSynchronize(cudaStream_t s) { here(); return told(cuStreamSynchronize(s)); }
 cudaError_t cudaStreamQuery(cudaStream_t s) { (void)s; return cudaSuccess; }
@@ -130,6 +132,7 @@ cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned f) 
 cudaError_t cudaEventQuery(cudaEvent_t e) { return told(cuEventQuery(e)); }
 cudaError_t cudaEventSynchronize(cudaEvent_t e) { return told(cuEventSynchronize(e)); }
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t a, cudaEvent_t b) { (void)a; (void)b; *ms = 0; return cudaSuccess; }
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* e, cudaGraph_t g, unsigned long long f) { return told(cuGraphInstantiateWithFlags((void**)e, g, f)); }
 cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* e, cudaGraph_t g, unsigned long long f) { return told(cuGraphInstantiateWithFlags((void**)e, g, f)); }
 cudaError_t cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t s) { return told(cuGraphLaunch(e, s)); }
 cudaError_t cudaGraphDestroy(cudaGraph_t g) { return told(cuGraphDestroy(g)); }
