@@ -37,7 +37,7 @@ fn build(torch: &Path, cuda: &Path) -> Built {
     let text = |path: PathBuf| path.to_str().expect("text").to_owned();
     let out = |name: &str| text(built.folder.path().join(name));
     let sources = package().join("python/symmalloc/pytorch");
-    let mut headers = vec![format!("-I{}", text(package().join("include")))];
+    let mut headers = vec![format!("-I{}", text(package().join("include"))), format!("-I{}", text(sources.clone()))];
     if !cuda.join("crt/host_defines.h").exists() {
         headers.extend(["-isystem".to_owned(), text(sources.join("cuda"))]);
     }
@@ -64,7 +64,7 @@ fn build(torch: &Path, cuda: &Path) -> Built {
         format!("-Wl,-rpath,{}", text(torch.into())),
         "-Wl,--allow-shlib-undefined".to_owned(),
     ];
-    let flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror"].map(str::to_owned);
+    let flags = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror"].map(str::to_owned);
     let compiler = std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned());
     let with = |more: &[String]| [&flags[..], &headers, more, &libraries].concat();
     compile(
@@ -106,7 +106,7 @@ fn the_class_does_under_libc10_what_extensions_expect() {
         Err(reason) => return println!("skipped: {reason}"),
     };
     let built = build(&torch, &cuda);
-    for case in ["memory", "trackers", "histories", "refusals", "checkpoints", "threads", "devices"] {
+    for case in ["memory", "trackers", "histories", "refusals", "uncached", "additions", "checkpoints", "threads", "devices"] {
         run(&built, case);
     }
 }

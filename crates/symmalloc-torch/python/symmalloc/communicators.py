@@ -48,19 +48,16 @@ class Member:
         return self._pointer
 
     def is_as_it_was(self) -> bool:
-        """Whether the group's communicator is certainly alive. PyTorch says so of the current device alone, which is the
-        pool's as a rule."""
-        if self.backend is None:
-            return True
-        try:
-            return bool(self.backend._comm_ptr() == self._pointer)
-        except RuntimeError:
-            return False
+        """Returns `True` if the group's communicator is certainly alive.
+
+        PyTorch's older backend answers for the current device alone, which is the pool's as a rule.
+        """
+        return self.backend is None or _current_pointer(self.backend) == self._pointer
 
     def check_alive(self) -> None:
-        """Raises when the group's communicator is gone, and the windows with it: nobody may touch it then."""
+        """Raises `InvalidState` if the group's communicator is gone, and the windows with it: nobody may touch it then."""
         if self.backend is not None:
-            check_alive(self.backend, self.device)
+            check_alive(self.backend, self.device, self._pointer)
 
 
 def check_raw(group: ProcessGroup | None, comm: Communicator | None, rank: int | None, world: int | None) -> None:
@@ -103,27 +100,45 @@ def _group_name(group: ProcessGroup | None) -> str | None:
     return None if name is None else f"group {name}"
 
 
-def check_alive(backend: Any, device: int) -> None:
+def check_alive(backend: Any, device: int, known: int | None = None) -> None:
+    """Raises `InvalidState` if the group has no communicator, or another one than the known one."""
     import torch
 
     with torch.cuda.device(device):
-        try:
-            backend._comm_ptr()
-        except RuntimeError as error:
-            raise InvalidState(
-                "a group was destroyed with the pool's windows on it: call close() or deregister() before "
-                "destroy_process_group()"
-            ) from error
+        pointer = _current_pointer(backend)
+    if not pointer:
+        raise InvalidState(
+            "a group was destroyed with the pool's windows on it: call close() or deregister() before destroy_process_group()"
+        )
+    if known and pointer != known:
+        raise InvalidState(
+            "a group was given another communicator (reconfigure, shrink) with the pool's windows on the old one: call deregister() "
+            "before, and register() afterwards"
+        )
+
+
+def _current_pointer(backend: Any) -> int:
+    """Returns the `ncclComm_t` of a process group; 0 if it has none.
+
+    `ProcessGroupNCCL` raises without one. `ProcessGroupNCCL2`, which is "nccl" from PyTorch 2.15 on, may do either.
+    """
+    try:
+        return int(backend._comm_ptr() or 0)
+    except RuntimeError:
+        return 0
 
 
 def _communicator(backend: Any, device: int) -> int:
-    """The ncclComm_t of a process group. PyTorch makes it at the first collective; here it is made now."""
+    """Returns the `ncclComm_t` of a process group. PyTorch makes it at the first collective; here it is made now."""
     import torch
 
     with torch.cuda.device(device):
-        if not backend._comm_ptr():
+        if not _current_pointer(backend):
             backend.eager_connect_single_device(torch.device("cuda", device))
-        return int(backend._comm_ptr())
+        if pointer := _current_pointer(backend):
+            return pointer
+    # A lazy group has a communicator for each pair of ranks, and none for all.
+    raise TorchError(f"the group's backend {backend.name()} has no communicator of all ranks: use the backend nccl")
 
 
 # How often this process has met on each group, which is equal on all of the group's ranks.

@@ -7,6 +7,7 @@
 #include <c10/cuda/CUDAGuard.h>
 
 #include "symmalloc.h"
+#include "versions.h"
 
 #include <dlfcn.h>
 
@@ -153,7 +154,9 @@ static void refusals() {
     caching::raw_alloc(300 * kMib);
     ASSERT(false);
   } catch (const c10::OutOfMemoryError& error) {
-    ASSERT(std::strstr(error.what(), "CUDA out of memory. symmalloc: ") != nullptr);
+    ASSERT(std::strstr(error.what(), "CUDA out of memory. Tried to allocate 300.00 MiB. GPU 0 has a total capacity of 1024.00 MiB") != nullptr);
+    ASSERT(std::strstr(error.what(), "256.00 MiB allowed; Of the allocated memory 0 bytes is allocated by PyTorch, and ") != nullptr);
+    ASSERT(std::strstr(error.what(), " symmalloc: out of memory: ") != nullptr);
   }
   ASSERT(asked == std::vector<size_t>{300 * kMib} && caching::getDeviceStats(0).num_ooms == 1);
   try {
@@ -178,6 +181,70 @@ static void refusals() {
   caching::raw_delete(caching::raw_alloc(512));
   // What is nobody's is complained of, and thrown by nobody: tensors are freed in destructors.
   caching::raw_delete(reinterpret_cast<void*>(64));
+}
+
+// Without the cache nothing is counted, whoever frees it and when.
+static void uncached() {
+  const auto requested = [] { return caching::getDeviceStats(0).requested_bytes[0].allocated; };
+  void* cached = caching::raw_alloc(512);
+  const auto before = requested();
+  caching::enable(false);
+  void* pointer = caching::raw_alloc(1000);
+  ASSERT(pointer != nullptr && requested() == before);
+  caching::raw_delete(cached);
+  caching::enable(true);
+  caching::raw_delete(pointer);
+  ASSERT(caching::getDeviceStats(0).allocation[0].current == 0);
+  caching::raw_delete(caching::raw_alloc(1000));
+  ASSERT(requested() == before + 1000);
+}
+
+static void additions() {
+#if SYMMALLOC_TORCH(2, 12)
+  // PyTorch rejects beyond the limit only if it is told to.
+  std::vector<size_t> rejected;
+  caching::attachOomRejectionObserver([&](int64_t, size_t bytes, size_t, size_t) { rejected.push_back(bytes); });
+  caching::setMemoryFraction(0.25, 0);
+  const auto message = [] {
+    try {
+      caching::raw_alloc(300 * kMib);
+    } catch (const c10::OutOfMemoryError& error) {
+      return std::string(error.what());
+    }
+    return std::string();
+  };
+  ASSERT(message().find("Tried to allocate") != std::string::npos && rejected.empty());
+  caching::CUDAAllocatorConfig::instance();
+  c10::CachingAllocator::setAllocatorSettings("throw_on_cudamalloc_oom:True");
+  ASSERT(message().find("preemptively rejected because it would exceed per_process_memory_fraction") != std::string::npos);
+  ASSERT(rejected == std::vector<size_t>{300 * kMib} && caching::getDeviceStats(0).num_oom_rejections == 1);
+#endif
+#if SYMMALLOC_TORCH(2, 13)
+  try {
+    caching::allocateWithAddress(512, nullptr);
+    ASSERT(false);
+  } catch (const c10::NotImplementedError& error) {
+    ASSERT(std::strstr(error.what(), "never by address") != nullptr);
+  }
+#endif
+#if SYMMALLOC_TORCH(2, 14)
+  struct Gathered : c10::GatheredContext {};
+  const auto gather = []() -> std::shared_ptr<c10::GatheredContext> { return std::make_shared<Gathered>(); };
+  ASSERT(caching::supportsUserMetadata());
+  void* pointer = caching::raw_alloc(512);
+  caching::annotateMemory(pointer, "unheard");
+  caching::recordHistory(true, gather, 10, caching::RecordContext::ALL, true, {});
+  void* other = caching::raw_alloc(512);
+  ASSERT(caching::getContextForPointer(pointer) == nullptr && caching::getContextForPointer(other) != nullptr);
+  caching::setUserMetadata("of the thread");
+  caching::annotateMemory(other, "of the allocation");
+  const auto entries = caching::snapshot().device_traces[0];
+  const auto& entry = entries[entries.size() - 2];
+  ASSERT(entry.action_ == Action::ANNOTATE && entry.user_metadata_ == "of the allocation" && entry.context_);
+  ASSERT(entry.addr_ == reinterpret_cast<size_t>(other) && entry.size_ == 512);
+  caching::raw_delete(other);
+  caching::raw_delete(pointer);
+#endif
 }
 
 static void checkpoints() {
@@ -297,6 +364,8 @@ int main(int count, char** words) {
   if (name == "trackers") trackers();
   if (name == "histories") histories();
   if (name == "refusals") refusals();
+  if (name == "uncached") uncached();
+  if (name == "additions") additions();
   if (name == "checkpoints") checkpoints();
   if (name == "threads") threads();
   if (name == "devices") devices();
