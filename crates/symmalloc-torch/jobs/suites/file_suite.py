@@ -42,3 +42,15 @@ def names() -> list[str]:
 
 def run(name: str) -> Outcome:
     return outcome(CASES[name])
+
+
+def IS_BROKEN(error: Exception | None) -> bool:
+    """Returns `True` after an error of the device: every later call in this process returns it, too."""
+    import torch
+
+    try:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False

@@ -69,7 +69,7 @@ def run(name: str) -> Outcome:
     return Outcome(PASSED, bits=bits.hexdigest()[:16])
 
 
-def IS_BROKEN(error: Exception) -> bool:
+def IS_BROKEN(error: Exception | None) -> bool:
     """After an error of the device nothing in this process means anything."""
     if DEVICE != "cuda" or isinstance(error, torch.OutOfMemoryError):
         return False

@@ -6,7 +6,7 @@ beside this one (or any, by its path), or a file of PyTorch's tests in the folde
     names() -> list[str]
     run(name) -> results.Outcome       raises what the test raises
     WITHOUT_CONTENTS                   names whose results are undefined; may be missing
-    IS_BROKEN(error) -> bool           whether nothing else can run in this process after that; may be missing
+    IS_BROKEN(error) -> bool           whether nothing else can run in this process after that, or after a failure (None); may be missing
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import importlib.util
 import json
 import os
 import sys
-import time
 import tempfile
+import time
 import traceback
 import unittest
 from pathlib import Path
@@ -111,6 +111,9 @@ def work(options: argparse.Namespace) -> None:
             outcome = Outcome(FAILED, detail=told[:DETAIL_CHARACTERS])
             is_broken = getattr(suite, "IS_BROKEN", lambda _: False)(error)
         seconds = round(time.monotonic() - start, 3)
+        # A suite that catches what a test raises is asked as well.
+        if outcome.outcome == FAILED and not is_broken:
+            is_broken = getattr(suite, "IS_BROKEN", lambda _: False)(None)
         file.ended(name, Outcome(outcome.outcome, seconds, outcome.detail[-DETAIL_CHARACTERS:], outcome.bits))
         if is_broken:
             sys.stdout.flush()

@@ -127,7 +127,8 @@ def _pytorch() -> str:
         raise _Missing(f"{torch.__version__} was built without CUDA: install a CUDA build")
     if torch.cuda.is_initialized() and not installed():
         raise _Missing(f"{torch.__version__} has used CUDA already: call symmalloc.install() right after `import torch`")
-    return f"{torch.__version__}, CUDA {torch.version.cuda}"
+    tested = "" if ".".join(map(str, version(torch))) in pytorch_class.TESTED else "; not tested"
+    return f"{torch.__version__}, CUDA {torch.version.cuda}{tested} (tested: {', '.join(pytorch_class.TESTED)})"
 
 
 def _class() -> str:

@@ -300,9 +300,13 @@ def _cuda_headers(torch: Any) -> Path:
 
 
 def _libraries(torch: Any) -> list[str]:
-    """PyTorch's libraries and CUDA's runtime, as files: they are loaded already, and found by their names then."""
+    """Returns the files of PyTorch's libraries, of CUDA's runtime and of the C++ library, which are loaded already.
+
+    Without its file, a compiler that has the C++ library as an archive alone links a copy into the class. A copy has other locales and
+    facets than PyTorch's library.
+    """
     folder = _torch_folder(torch) / "lib"
-    return [str(folder / "libc10.so"), str(folder / "libc10_cuda.so"), *_loaded("libcudart.so")]
+    return [str(folder / "libc10.so"), str(folder / "libc10_cuda.so"), *_loaded("libcudart.so"), *_loaded("libstdc++.so")]
 
 
 def _loaded(name: str) -> list[str]:

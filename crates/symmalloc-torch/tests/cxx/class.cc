@@ -239,7 +239,7 @@ static void additions() {
   caching::setUserMetadata("of the thread");
   caching::annotateMemory(other, "of the allocation");
   const auto entries = caching::snapshot().device_traces[0];
-  const auto& entry = entries[entries.size() - 2];
+  const auto& entry = entries.back();
   ASSERT(entry.action_ == Action::ANNOTATE && entry.user_metadata_ == "of the allocation" && entry.context_);
   ASSERT(entry.addr_ == reinterpret_cast<size_t>(other) && entry.size_ == 512);
   caching::raw_delete(other);

@@ -276,7 +276,6 @@ class Allocator final : public caching::AllocatorBase {
       std::sort(list.segments.begin(), list.segments.end(), [](const auto& one, const auto& other) {
         return one.address < other.address;
       });
-      history.entry(Action::SNAPSHOT, 0, Noted{active_bytes, nullptr, kDefaultPool, nullptr, false});
       snapshot.device_traces.emplace_back();
       if (has_traces) {
         snapshot.device_traces.back() = history.list();
@@ -284,6 +283,8 @@ class Allocator final : public caching::AllocatorBase {
           to_microseconds(entry.time_);
         }
       }
+      // The next snapshot shows it.
+      history.entry(Action::SNAPSHOT, 0, Noted{active_bytes, nullptr, kDefaultPool, nullptr, false});
       snapshot.segments.insert(snapshot.segments.end(), list.segments.begin(), list.segments.end());
     }
     std::lock_guard<std::mutex> lock(mutex_);

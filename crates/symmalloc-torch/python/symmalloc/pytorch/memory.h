@@ -55,7 +55,7 @@ class Memory {
  public:
   DeviceState& of(DeviceIndex device) {
     TORCH_CHECK(
-        0 <= device && static_cast<size_t>(device) < kDevicesMax, "symmalloc: there is no device ", int{device});
+        0 <= device && static_cast<size_t>(device) < kDevicesMax, "symmalloc: there is no device ", std::to_string(device));
     auto& state = states_[device];
     std::call_once(made_[device], [&] { state = std::make_unique<DeviceState>(device); });
     return *state;
@@ -333,19 +333,19 @@ class Memory {
         OutOfMemoryError,
         false,
         "CUDA out of memory. Tried to allocate ",
-        c10::CachingAllocator::format_size(bytes),
+        size_text(bytes),
         ". GPU ",
-        int{device},
+        std::to_string(device),
         " has a total capacity of ",
-        c10::CachingAllocator::format_size(total_bytes),
+        size_text(total_bytes),
         " of which ",
-        c10::CachingAllocator::format_size(free_bytes),
+        size_text(free_bytes),
         " is free. ",
-        counts.limit_bytes != 0 ? c10::CachingAllocator::format_size(counts.limit_bytes) + " allowed; " : "",
+        counts.limit_bytes != 0 ? size_text(counts.limit_bytes) + " allowed; " : "",
         "Of the allocated memory ",
-        c10::CachingAllocator::format_size(allocated),
+        size_text(allocated),
         " is allocated by PyTorch, and ",
-        c10::CachingAllocator::format_size(reserved - std::min(allocated, reserved)),
+        size_text(reserved - std::min(allocated, reserved)),
         " is reserved by PyTorch but unallocated. symmalloc: ",
         message);
   }
@@ -383,7 +383,7 @@ class Memory {
         false,
         "CUDA out of memory. Allocation was preemptively rejected because it would exceed per_process_memory_fraction limit. "
         "Requested size: ",
-        c10::CachingAllocator::format_size(bytes),
+        size_text(bytes),
         ". symmalloc: ",
         message);
 #endif

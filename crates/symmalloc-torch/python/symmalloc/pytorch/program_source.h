@@ -9,6 +9,7 @@
 
 #include <exception>
 #include <memory>
+#include <string>
 #include <utility>
 
 namespace symmalloc {
@@ -28,9 +29,9 @@ struct ProgramSource {
     try {
       return of(context).raw_alloc(bytes);
     } catch (const std::exception& error) {
-      warn("the allocator of a pool failed for ", bytes, " bytes: ", error.what());
+      warn("the allocator of a pool failed for ", std::to_string(bytes), " bytes: ", error.what());
     } catch (...) {
-      warn("the allocator of a pool failed for ", bytes, " bytes");
+      warn("the allocator of a pool failed for ", std::to_string(bytes), " bytes");
     }
     return nullptr;
   }

@@ -5,9 +5,31 @@
 
 #include <c10/util/Exception.h>
 
+#include <cstdint>
+#include <cstdio>
 #include <string>
 
 namespace symmalloc {
+
+// Returns a size as PyTorch's messages have it: "2.00 GiB".
+//
+// A stream would ask its locale for a facet. Where the class has a C++ library of its own beside PyTorch's, as some compilers link it,
+// that is another library's facet, and the process dies. So numbers become strings before they reach a stream.
+inline std::string size_text(uint64_t bytes) {
+  if (bytes <= 1024) {
+    return std::to_string(bytes) + " bytes";
+  }
+  const char* const units[] = {" KiB", " MiB", " GiB"};
+  double size = static_cast<double>(bytes) / 1024;
+  size_t unit = 0;
+  while (size > 1024 && unit < 2) {
+    size /= 1024;
+    ++unit;
+  }
+  char text[40];
+  std::snprintf(text, sizeof(text), "%.2f", size);
+  return std::string(text) + units[unit];
+}
 
 [[noreturn]] inline void fail(symmalloc_status status) {
   const std::string message = symmalloc_error_message();
