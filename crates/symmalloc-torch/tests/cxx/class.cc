@@ -135,6 +135,12 @@ static void histories() {
     ASSERT(entries[at - 1].time_.t_ <= entries[at].time_.t_);
   }
   ASSERT(caching::isHistoryEnabled());
+  // What gives memory back is the context of its end.
+  caching::raw_delete(caching::raw_alloc(30 * kMib));
+  caching::recordHistory(true, gather, 6, caching::RecordContext::ALL, true, {"snapshot"});
+  caching::emptyCache();
+  const auto released = caching::snapshot().device_traces[0];
+  ASSERT(released.size() >= 1 && released[0].action_ == Action::SEGMENT_UNMAP && released[0].context_);
   caching::recordHistory(false, nullptr, 0, caching::RecordContext::NEVER, true, {});
   ASSERT(caching::snapshot().device_traces[0].empty() && !caching::isHistoryEnabled());
   caching::raw_delete(pointer);

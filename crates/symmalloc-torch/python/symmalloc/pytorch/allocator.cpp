@@ -150,7 +150,12 @@ class Allocator final : public caching::AllocatorBase {
   }
 
   void emptyCache(MempoolId_t pool) override {
-    check(symmalloc_torch_trim(pool.first, pool.second));
+    auto& context = thread_notes().release_context;
+    // All devices have the same function and level.
+    context = is_recorded_ ? memory_.of(0).history.gather(RecordContext::ALL) : nullptr;
+    const auto status = symmalloc_torch_trim(pool.first, pool.second);
+    context = nullptr;
+    check(status);
   }
 
   void* getBaseAllocation(void* pointer, size_t* bytes) override {

@@ -67,6 +67,8 @@ class Ring {
 struct ThreadNotes {
   std::stack<std::string> compile_contexts;
   std::string user_metadata;
+  // The context of the call that gives memory back, while it runs.
+  std::shared_ptr<c10::GatheredContext> release_context;
 };
 
 inline ThreadNotes& thread_notes() {
@@ -223,6 +225,9 @@ class DeviceHistory {
       keep(start, address, noted);
       keep(address + bytes, start + noted.bytes, noted);
       gone = Noted{bytes, noted.stream, noted.pool, noted.context, noted.is_expandable};
+    }
+    if (const auto& context = thread_notes().release_context) {
+      gone.context = context;
     }
     if (is_watched()) {
       entry(gone.is_expandable ? Action::SEGMENT_UNMAP : Action::SEGMENT_FREE, address, gone);
