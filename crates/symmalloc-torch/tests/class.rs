@@ -106,7 +106,9 @@ fn the_class_does_under_libc10_what_extensions_expect() {
         Err(reason) => return println!("skipped: {reason}"),
     };
     let built = build(&torch, &cuda);
-    for case in ["memory", "trackers", "histories", "refusals", "uncached", "additions", "checkpoints", "threads", "devices"] {
+    for case in
+        ["memory", "trackers", "histories", "refusals", "uncached", "additions", "checkpoints", "threads", "devices"]
+    {
         run(&built, case);
     }
 }
