@@ -569,7 +569,8 @@ extern "C" __attribute__((visibility("default"))) int symmalloc_install_class() 
   auto& allocator = symmalloc::allocator();
   symmalloc_torch_on_memory(symmalloc::memory_changed);
   symmalloc::caching::allocator.store(&allocator);
-  c10::SetAllocator(c10::DeviceType::CUDA, &allocator);
+  // PyTorch 2.15 registers its own with a priority above the default.
+  c10::SetAllocator(c10::DeviceType::CUDA, &allocator, std::numeric_limits<uint8_t>::max());
   return 0;
 }
 
