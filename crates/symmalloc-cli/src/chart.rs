@@ -5,9 +5,10 @@ mod share;
 use crate::Verdict;
 use crate::args::{ChartArgs, PolicyArgs};
 use crate::beginning::lived_before;
-use crate::destination::Destination;
+use crate::destination::{Destination, shown};
 use crate::diff::Diff;
 use crate::error::CliError;
+use crate::escape::visible_line;
 use crate::output::{self, Palette};
 use crate::picture::history::{self, Words};
 use crate::picture::memory::{Memory, has_placements, same_point};
@@ -336,12 +337,12 @@ fn screen(args: &ChartArgs, timeline: &JobCurves, op: usize, beside: Option<&Bes
     if let Some(beside) = beside {
         out += &format!(
             "beside {}: {} of {} placements differ, {} of those live after op {}\n",
-            beside.trace,
+            visible_line(&beside.trace),
             count(beside.differing_placements),
             count(beside.allocations),
             count(beside.differing_live),
             count(op)
         );
     }
-    out + &format!("written to {}\n", args.output.display())
+    out + &format!("written to {}\n", shown(&args.output))
 }

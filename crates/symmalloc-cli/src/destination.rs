@@ -6,8 +6,9 @@
 
 use crate::content::Content;
 use crate::error::CliError;
+use crate::escape::visible_line;
 use crate::input::{STREAM, is_pipe, open_pipe};
-use std::borrow::{Borrow, Cow};
+use std::borrow::Borrow;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
@@ -187,9 +188,9 @@ impl Write for Sink {
     }
 }
 
-/// What a file that was written to is called.
-pub(crate) fn shown(path: &Path) -> Cow<'_, str> {
-    if path == Path::new(STREAM) { "standard output".into() } else { path.to_string_lossy() }
+/// A file's name within a line of text.
+pub(crate) fn shown(path: &Path) -> String {
+    if path == Path::new(STREAM) { "standard output".to_owned() } else { visible_line(&path.to_string_lossy()).into_owned() }
 }
 
 /// Whether two paths are one file, whatever they are called.

@@ -4,7 +4,9 @@
 
 use crate::args::ReadingArgs;
 use crate::collection;
+use crate::destination::shown;
 use crate::error::CliError;
+use crate::output;
 use std::fs::{self, File};
 use std::io::{self, IsTerminal, Read};
 use std::path::Path;
@@ -64,7 +66,7 @@ pub(crate) fn open_pipe(
     if let Ok(file) = opening.recv_timeout(PIPE_PATIENCE) {
         return file;
     }
-    eprintln!("waiting for the other end of the pipe {}", path.display());
+    output::tell(&format!("waiting for the other end of the pipe {}\n", shown(path)));
     opening.recv_timeout(PIPE_WAIT_MAX - PIPE_PATIENCE).unwrap_or_else(|_| {
         let seconds = PIPE_WAIT_MAX.as_secs();
         let message = format!("nobody is at the other end of this pipe (waited {seconds} s): start that program first");

@@ -41,6 +41,7 @@ mod content;
 mod destination;
 pub mod diff;
 mod error;
+mod escape;
 mod export;
 mod import;
 mod input;
@@ -92,8 +93,13 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     let args = match Args::try_parse_from(arguments) {
         Ok(args) => args,
         Err(error) => {
-            // Help and version are "errors" that go to stdout. A reader that went away is no failure.
-            let _ = error.print();
+            if error.use_stderr() {
+                // It repeats arguments, which may be names of files. Its plain text has no styles.
+                output::tell(&error.render().to_string());
+            } else {
+                // Help and version are "errors" that go to stdout. A reader that went away is no failure.
+                let _ = error.print();
+            }
             if wants_json && error.use_stderr() {
                 output::report_json(error.to_string().trim_end(), &[], None);
             }

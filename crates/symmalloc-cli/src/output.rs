@@ -1,10 +1,12 @@
-//! Where words go: results to stdout, errors to stderr, colours only to people.
+//! Where words go: results to stdout, errors to stderr, colors only to people. Hidden characters in the text of others are shown
+//! by number here (`escape`).
 //!
 //! With `--json` a command prints one document, whatever happens: its result, or what went wrong. Each object at the top says
 //! which version of its keys it has ([`SCHEMA_VERSION`]); a version adds keys, and a new one may change them.
 
 use crate::destination::Destination;
 use crate::error::CliError;
+use crate::escape::{for_json, for_terminal, styled, visible_line};
 use serde_json::{Map, Value, json};
 use std::error::Error;
 use std::io::{self, IsTerminal, Write};
@@ -50,6 +52,10 @@ impl Channel {
     }
 
     pub(crate) fn print(self, text: &str) -> Result<(), CliError> {
+        self.write(&for_terminal(text))
+    }
+
+    fn write(self, text: &str) -> Result<(), CliError> {
         let written = match self {
             Channel::Stdout => {
                 let mut stdout = io::stdout().lock();
@@ -64,7 +70,7 @@ impl Channel {
     }
 
     pub(crate) fn print_json(self, result: Value) -> Result<(), CliError> {
-        self.print(&document(result))
+        self.write(&for_json(&document(result)))
     }
 }
 
@@ -122,20 +128,20 @@ pub(crate) fn reason(error: &CliError) -> String {
 pub(crate) fn report(error: &CliError) {
     let palette = Palette::of_stderr();
     let (message, causes, help) = told(error);
-    let mut text = format!("  {} {message}\n", palette.bad("×"));
+    let mut text = format!("  {} {}\n", palette.bad("×"), visible_line(&message));
     for (index, cause) in causes.iter().enumerate() {
         let branch = if index + 1 < causes.len() { "├─▶" } else { "╰─▶" };
-        text += &format!("  {} {cause}\n", palette.bad(branch));
+        text += &format!("  {} {}\n", palette.bad(branch), visible_line(cause));
     }
     if let Some(help) = help {
         text += &format!("  {} {help}\n", palette.aside("help:"));
     }
-    let _ = io::stderr().write_all(text.as_bytes());
+    tell(&text);
 }
 
 /// Writes text to stderr, all at once. Nobody needs to read it.
 pub(crate) fn tell(text: &str) {
-    let _ = io::stderr().write_all(text.as_bytes());
+    let _ = io::stderr().write_all(for_terminal(text).as_bytes());
 }
 
 /// Whether the reader sees colours and wants them (<https://no-color.org>).
@@ -177,7 +183,7 @@ impl Palette {
 
     /// With one of the terminal's styles.
     fn paint(self, text: &str, style: &str) -> String {
-        if self.is_colourful { format!("\x1b[{style}m{text}\x1b[0m") } else { text.to_owned() }
+        if self.is_colourful { styled(text, style) } else { visible_line(text).into_owned() }
     }
 }
 
@@ -192,7 +198,8 @@ pub(crate) type Cell = (String, Option<fn(Palette, &str) -> String>);
 
 impl Table {
     pub(crate) fn row(&mut self, cells: impl IntoIterator<Item = Cell>) {
-        self.rows.push(cells.into_iter().collect());
+        let visible = |(text, paint): Cell| (visible_line(&text).into_owned(), paint);
+        self.rows.push(cells.into_iter().map(visible).collect());
     }
 
     fn widths(&self) -> Vec<usize> {

@@ -1,5 +1,6 @@
 //! How far long work is: a bar on stderr, for people only.
 
+use crate::escape::visible_line;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::time::{Duration, Instant};
 
@@ -19,7 +20,7 @@ impl Progress {
         let style = style.expect("the template is a part of the program").progress_chars("█▌░");
         let bar = ProgressBar::with_draw_target(Some(total), ProgressDrawTarget::hidden());
         bar.set_style(style);
-        bar.set_prefix(job.to_owned());
+        bar.set_prefix(visible_line(job).into_owned());
         bar.set_message(unit);
         Progress { bar, begun: Instant::now() }
     }

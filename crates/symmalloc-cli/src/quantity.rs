@@ -1,5 +1,6 @@
 //! Quantities as people read them.
 
+use crate::escape::visible_line;
 use symmalloc_core::units::{Amount, KIB};
 
 /// A count with commas between thousands.
@@ -28,7 +29,7 @@ pub(crate) fn exact_memory(size_bytes: u64) -> String {
 
 /// An op of a recording and the allocation it is about, both counted from 0, and what the program calls it.
 pub(crate) fn op_of_allocation(op: usize, allocation: usize, name: Option<&str>) -> String {
-    let name = name.map_or_else(String::new, |name| format!(", {name}"));
+    let name = name.map_or_else(String::new, |name| format!(", {}", visible_line(name)));
     format!("op {} (allocation {}{name})", count(op), count(allocation))
 }
 

@@ -17,8 +17,9 @@ use crate::args::{PolicyArgs, ReadingArgs, ReportArgs};
 use crate::beginning::lived_before;
 use crate::chart::{op_of, peak, timeline_of};
 use crate::content::Content;
-use crate::destination::Destination;
+use crate::destination::{Destination, shown};
 use crate::error::CliError;
+use crate::escape::quoted;
 use crate::job::Steady;
 use crate::output::{self, Palette};
 use crate::picture::Selection;
@@ -140,7 +141,7 @@ impl PlanOutcome {
             Err(reason) => PlanOutcome::Failed(reason),
             Ok(None) => PlanOutcome::Empty,
             Ok(Some(planned)) => {
-                let path = settings::quoted(&args.input.to_string_lossy());
+                let path = quoted(&args.input.to_string_lossy());
                 let command =
                     format!("symmalloc plan {path}{}{} -o job.plan", args.reading.flags(), args.policy.flags());
                 let Steady { peaks, refused, .. } = planned.followed;
@@ -262,6 +263,6 @@ impl Findings<'_> {
             PlanOutcome::Empty => {}
         }
         let trials = count(self.trials.len());
-        out + &format!("{trials} settings tried; written to {}\n", args.output.display())
+        out + &format!("{trials} settings tried; written to {}\n", shown(&args.output))
     }
 }

@@ -3,8 +3,9 @@
 use crate::flight_record::{CollectiveRecord, CollectiveState, CommunicatorRecord, FlightRecord, Signature};
 use crate::ids::CommunicatorId;
 use serde::Serialize;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
+use std::hash::Hash;
 
 /// Ranks without a record that are listed, over all communicators. No job has so many: the numbers of a broken file are not worth
 /// memory.
@@ -188,14 +189,17 @@ fn unfinished(records: &[&CommunicatorRecord]) -> Option<Finding> {
     Some(Finding::Unfinished { number, signature, states: grouped(there.map(|(it, rank)| (it.state, rank))) })
 }
 
-/// Ranks of which the same is said, in the order of their first ranks.
-fn grouped<T: PartialEq>(said: impl IntoIterator<Item = (T, u32)>) -> Vec<(T, Vec<u32>)> {
+/// Groups ranks by what is said of them, in the order of each group's first rank. Linear in the number of ranks, but for sorting.
+fn grouped<T: Copy + Eq + Hash>(said: impl IntoIterator<Item = (T, u32)>) -> Vec<(T, Vec<u32>)> {
     let mut groups: Vec<(T, Vec<u32>)> = Vec::new();
+    // Looked up only.
+    let mut group_of: HashMap<T, usize> = HashMap::new();
     for (what, rank) in said {
-        match groups.iter_mut().find(|(known, _)| *known == what) {
-            Some((_, ranks)) => ranks.push(rank),
-            None => groups.push((what, vec![rank])),
-        }
+        let group = *group_of.entry(what).or_insert_with(|| {
+            groups.push((what, Vec::new()));
+            groups.len() - 1
+        });
+        groups[group].1.push(rank);
     }
     groups.iter_mut().for_each(|(_, ranks)| ranks.sort_unstable());
     groups.sort_by_key(|(_, ranks)| ranks[0]);

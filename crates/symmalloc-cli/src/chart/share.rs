@@ -3,7 +3,7 @@
 use super::{Format, file_name};
 use crate::Verdict;
 use crate::args::ChartArgs;
-use crate::destination::Destination;
+use crate::destination::{Destination, shown};
 use crate::error::CliError;
 use crate::job::{JobError, Options, Segments};
 use crate::output;
@@ -64,7 +64,7 @@ pub(super) fn share(
         if let Some(reason) = no_plan {
             text += &format!("no plan: {reason}\n");
         }
-        output::print(&(text + &format!("written to {}\n", args.output.display())))?;
+        output::print(&(text + &format!("written to {}\n", shown(&args.output))))?;
     }
     Ok(Verdict::Agree)
 }

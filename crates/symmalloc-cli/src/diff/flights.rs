@@ -60,9 +60,7 @@ pub(super) fn run(args: &DiffArgs) -> Result<Verdict, CliError> {
     let records = records.map_err(CliError::FlightRecord)?;
     let findings = Findings::new(&records);
     let files: Vec<_> = args.files.iter().map(|path| &**path).zip(&records).collect();
-    let communicators = findings.communicators.iter();
-    let communicators: Vec<_> =
-        communicators.map(|(id, name, findings)| CommunicatorFlights::new(*id, name, findings, &files)).collect();
+    let communicators = CommunicatorFlights::all(&findings, &files);
     if args.json {
         output::print_json(json::object(&communicators, findings.is_trouble()))?;
     } else {
@@ -72,24 +70,34 @@ pub(super) fn run(args: &DiffArgs) -> Result<Verdict, CliError> {
 }
 
 impl<'a> CommunicatorFlights<'a> {
-    fn new(id: CommunicatorId, name: &'a str, findings: &'a [Finding], files: &[(&'a Path, &'a FlightRecord)]) -> Self {
-        let mut flights = CommunicatorFlights { id, name, ranks: 0, records: 0, findings, rows: BTreeMap::new() };
+    /// Collects what all files say of each communicator, in one pass over them.
+    fn all(findings: &'a Findings, files: &[(&'a Path, &'a FlightRecord)]) -> Vec<Self> {
+        let mut all: BTreeMap<CommunicatorId, Self> = BTreeMap::new();
+        for (id, name, findings) in &findings.communicators {
+            let rows = BTreeMap::new();
+            all.insert(*id, CommunicatorFlights { id: *id, name, ranks: 0, records: 0, findings, rows });
+        }
         for (path, process) in files {
-            for communicator in process.communicators.iter().filter(|communicator| communicator.id == id) {
-                flights.ranks = flights.ranks.max(communicator.ranks);
-                flights.records += 1;
-                let row = flights.rows.entry(communicator.rank).or_default();
-                row.record = Some(RankRecord { path, process, communicator });
-                for peer in &communicator.peers {
-                    let row = flights.rows.entry(peer.rank).or_default();
-                    let seen = &mut row.seen_progress;
-                    seen.submitted = seen.submitted.max(peer.progress.submitted);
-                    seen.finished = seen.finished.max(peer.progress.finished);
-                    row.seen.entry(&peer.condition).or_default().push(communicator.rank);
-                }
+            for communicator in &process.communicators {
+                let flights = all.get_mut(&communicator.id).expect("there are findings about each");
+                flights.add(RankRecord { path, process, communicator });
             }
         }
-        flights
+        all.into_values().collect()
+    }
+
+    fn add(&mut self, record: RankRecord<'a>) {
+        let communicator = record.communicator;
+        self.ranks = self.ranks.max(communicator.ranks);
+        self.records += 1;
+        self.rows.entry(communicator.rank).or_default().record = Some(record);
+        for peer in &communicator.peers {
+            let row = self.rows.entry(peer.rank).or_default();
+            let seen = &mut row.seen_progress;
+            seen.submitted = seen.submitted.max(peer.progress.submitted);
+            seen.finished = seen.finished.max(peer.progress.finished);
+            row.seen.entry(&peer.condition).or_default().push(communicator.rank);
+        }
     }
 }
 

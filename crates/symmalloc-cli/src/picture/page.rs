@@ -1,5 +1,6 @@
 //! A page of pictures: one file, no script, no network; wide pictures on screens and paper, narrow ones on phones.
 
+use crate::escape::visible;
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 
 const STYLE: &str = "\
@@ -23,7 +24,7 @@ svg.wide{display:none}svg.narrow{display:block;margin:0 auto}\
 code{font-size:11px}figure{margin:.5rem 0}svg{max-height:20cm}h2{margin:1rem 0 .3rem;break-after:avoid}\
 tr{break-inside:avoid}th,td{padding:.2rem .5rem .2rem 0}}";
 
-/// A page with a title and a body.
+/// A page with a title and a body, without hidden characters.
 pub(crate) fn html(title: &str, body: &Markup) -> String {
     let page = html! {
         (DOCTYPE)
@@ -37,7 +38,8 @@ pub(crate) fn html(title: &str, body: &Markup) -> String {
             body { (body) }
         }
     };
-    page.into_string()
+    // Its markup has none, so all of them are in the text of others.
+    visible(&page.into_string()).into_owned()
 }
 
 /// A picture in both widths.

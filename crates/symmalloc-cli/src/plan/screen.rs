@@ -3,10 +3,12 @@
 use super::JobPlan;
 use super::reservations::ReservationPlan;
 use crate::args::PlanArgs;
+use crate::escape::quoted;
 use crate::output::Palette;
 use crate::quantity::{count, counted, memory};
 use comfy_table::{CellAlignment, Table, presets};
 use std::fmt::Write;
+use std::path::Path;
 use symmalloc_core::PoolId;
 
 pub(super) fn render(args: &PlanArgs, plan: &JobPlan<'_>, palette: Palette) -> String {
@@ -64,7 +66,8 @@ fn figures(args: &PlanArgs, plan: &JobPlan<'_>) -> String {
         figures.planned_ops_share() * 100.0
     );
     if let (Some(file), [trace]) = (&args.output, plan.traces) {
-        let _ = writeln!(out, "written; follow it: symmalloc replay {} --plan {}", trace.display(), file.display());
+        let of = |path: &Path| quoted(&path.to_string_lossy());
+        let _ = writeln!(out, "written; follow it: symmalloc replay {} --plan {}", of(trace), of(file));
     }
     out
 }

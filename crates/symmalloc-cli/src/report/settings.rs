@@ -2,6 +2,7 @@
 
 use crate::args::ReadingArgs;
 use crate::error::CliError;
+use crate::escape::quoted;
 use crate::job::{Steady, keys};
 use crate::output::reason;
 use crate::progress::Progress;
@@ -152,16 +153,6 @@ pub(crate) fn text(config: &Config) -> String {
     kept.join(",")
 }
 
-/// An argument as a shell takes it.
-pub(super) fn quoted(argument: &str) -> String {
-    let is_plain = |c: char| c.is_ascii_alphanumeric() || "._-/:,=+".contains(c);
-    if !argument.is_empty() && argument.chars().all(is_plain) {
-        argument.to_owned()
-    } else {
-        format!("'{}'", argument.replace('\'', "'\\''"))
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -178,12 +169,6 @@ mod tests {
         }
         let listed: Config = "roundup_power2_divisions:[256:1,512:2,1024:4,>:8]".parse().unwrap();
         assert_eq!(text(&listed).parse::<Config>().unwrap(), listed);
-    }
-
-    #[test]
-    fn arguments_are_quoted_where_a_shell_needs_it() {
-        assert_eq!(quoted("a/b.trace"), "a/b.trace");
-        assert_eq!(quoted("it's [x]"), "'it'\\''s [x]'");
     }
 
     #[test]

@@ -3,6 +3,7 @@
 use super::process::Ended;
 use super::summary::{Begun, DeviceSummary, Leak, Summaries, Summary};
 use crate::args::RunArgs;
+use crate::destination::shown;
 use crate::output::{Cell, Palette, Table};
 use crate::quantity::{count, counted, memory};
 use std::time::Duration;
@@ -24,7 +25,7 @@ pub(super) fn text(summaries: &Summaries, args: &RunArgs, ended: &Ended) -> Stri
         for trace in
             summary.devices.iter().filter_map(|device| device.trace.as_deref()).filter(|_| args.record.is_some())
         {
-            lines.push(format!("recorded {}", trace.display()));
+            lines.push(format!("recorded {}", shown(trace)));
         }
     }
     for begun in &summaries.killed {

@@ -1,6 +1,7 @@
 //! What `simulate` shows to people: the plan of a single run, what happened to ranks, and what came of it.
 
 use super::{ProgramSource, SimulationFinding, Told};
+use crate::destination::shown;
 use crate::output::{Palette, Table};
 use crate::quantity::{count, counted, memory};
 use std::fmt::Write;
@@ -64,5 +65,5 @@ fn failure(out: &mut String, told: &Told, palette: Palette) {
     let _ = writeln!(out, "{first}\n");
     let (ops, ranks) = (shrunk.plan.steps().len(), shrunk.plan.ranks().len());
     let _ = writeln!(out, "Shrunk to {} on {}: {}", counted(ops, "op"), counted(ranks, "rank"), shrunk.failure);
-    let _ = writeln!(out, "Saved as {}; run it again with `symmalloc simulate {0}`.", story.display());
+    let _ = writeln!(out, "Saved as {}; run it again with `symmalloc simulate {0}`.", shown(story));
 }

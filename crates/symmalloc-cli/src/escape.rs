@@ -1,0 +1,207 @@
+//! Text of others where it meets a terminal or a page.
+//!
+//! Names, file names and flight records come from whoever made them. A control character in one moves the cursor, recolors the
+//! screen or sets a title; a bidirectional override or a character of no width makes a text look like another one. All of them
+//! are shown by number: `\u{1b}`.
+//!
+//! ```text
+//! printed text, errors ──► output ──► for_terminal
+//! pages, pictures ───────► page, svg ► for_markup       both: `visible`
+//! JSON ──────────────────► output ──► for_json          the same characters, in JSON's own notation
+//! ```
+
+use std::borrow::Cow;
+use std::collections::hash_map::RandomState;
+use std::fmt::Write;
+use std::hash::{BuildHasher, Hasher};
+use std::sync::OnceLock;
+
+/// Returns `true` if a character changes how a terminal or a page shows others, or does not show at all. A line break does not
+/// count.
+fn is_hidden(character: char) -> bool {
+    match character {
+        '\n' => false,
+        // Soft hyphen, Arabic letter mark, Mongolian vowel separator, byte order mark.
+        '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{feff}' => true,
+        // Widths of zero, marks of direction; separators of lines, embeddings and overrides; joiners, isolates.
+        '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' => true,
+        // Interlinear annotations, tags.
+        '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}' => true,
+        // Characters that no text has, and that XML cannot hold.
+        '\u{fdd0}'..='\u{fdef}' => true,
+        _ => character.is_control() || u32::from(character) & 0xfffe == 0xfffe,
+    }
+}
+
+/// The text with hidden characters shown by number. Line breaks stay.
+pub(crate) fn visible(text: &str) -> Cow<'_, str> {
+    replaced(text, is_hidden, |out, character| out.extend(character.escape_unicode()))
+}
+
+/// The same in one line.
+pub(crate) fn visible_line(text: &str) -> Cow<'_, str> {
+    let is_replaced = |character| character == '\n' || is_hidden(character);
+    replaced(text, is_replaced, |out, character| match character {
+        '\n' => out.push_str("\\n"),
+        other => out.extend(other.escape_unicode()),
+    })
+}
+
+/// Text between tags or in an attribute.
+pub(crate) fn for_markup(text: &str) -> String {
+    let text = visible(text);
+    let is_markup = |character| matches!(character, '&' | '<' | '>' | '"');
+    let escaped = replaced(&text, is_markup, |out, character| {
+        out.push_str(match character {
+            '&' => "&amp;",
+            '<' => "&lt;",
+            '>' => "&gt;",
+            _ => "&quot;",
+        });
+    });
+    escaped.into_owned()
+}
+
+/// A JSON document without hidden characters: in its strings they are numbers, and nowhere else are any.
+pub(crate) fn for_json(document: &str) -> Cow<'_, str> {
+    replaced(document, is_hidden, |out, character| {
+        for unit in character.encode_utf16(&mut [0; 2]) {
+            let _ = write!(out, "\\u{unit:04x}");
+        }
+    })
+}
+
+/// An argument as a shell takes it: hidden characters in the notation of bash and zsh.
+pub(crate) fn quoted(argument: &str) -> String {
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "._-/:,=+".contains(c);
+    if !argument.is_empty() && argument.chars().all(is_plain) {
+        return argument.to_owned();
+    }
+    let needs_number = |character| character == '\n' || is_hidden(character);
+    if !argument.contains(needs_number) {
+        return format!("'{}'", argument.replace('\'', "'\\''"));
+    }
+    let is_special = |character| needs_number(character) || matches!(character, '\'' | '\\');
+    let quoted = replaced(argument, is_special, |out, character| match character {
+        '\'' | '\\' => out.extend(['\\', character]),
+        other => drop(write!(out, "\\U{:08x}", u32::from(other))),
+    });
+    format!("$'{quoted}'")
+}
+
+/// Printed text: hidden characters by number, but for the styles that [`styled`] put in.
+pub(crate) fn for_terminal(text: &str) -> String {
+    let mut out = String::with_capacity(text.len());
+    for (index, part) in text.split(mark()).enumerate() {
+        let (style, rest) = if index == 0 { ("", part) } else { part.split_once(END).unwrap_or(("0", part)) };
+        if index > 0 {
+            let _ = write!(out, "\u{1b}[{style}m");
+        }
+        out += &visible(rest);
+    }
+    out
+}
+
+/// A line in one of the terminal's styles: for [`for_terminal`].
+pub(crate) fn styled(text: &str, style: &str) -> String {
+    let mark = mark();
+    format!("{mark}{style}{END}{}{mark}0{END}", visible_line(text))
+}
+
+/// Ends a style's numbers.
+const END: char = 'm';
+
+/// Begins a style. Drawn for each process, so that no text of others can have it.
+fn mark() -> &'static str {
+    static MARK: OnceLock<String> = OnceLock::new();
+    MARK.get_or_init(|| {
+        let [one, other] = [RandomState::new(), RandomState::new()].map(|state| state.build_hasher().finish());
+        format!("\u{1b}{one:016x}{other:016x}")
+    })
+}
+
+fn replaced(
+    text: &str,
+    is_replaced: impl Fn(char) -> bool,
+    replace: impl Fn(&mut String, char),
+) -> Cow<'_, str> {
+    if !text.contains(&is_replaced) {
+        return Cow::Borrowed(text);
+    }
+    let mut out = String::with_capacity(text.len() + 16);
+    for character in text.chars() {
+        if is_replaced(character) {
+            replace(&mut out, character);
+        } else {
+            out.push(character);
+        }
+    }
+    Cow::Owned(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::{Value, json};
+    use symmalloc_sim::SplitMix64;
+
+    /// Texts of a seed: plain characters, markup, styles, and every kind that is hidden.
+    fn texts() -> impl Iterator<Item = String> {
+        let mut random = SplitMix64::new(1);
+        let mut character = move || {
+            let range = match random.below(8) {
+                0 => 0..0x20,
+                1 => 0x7f..0xa0,
+                2 => 0x2000..0x2070,
+                3 => 0xfdd0..0xfe00,
+                4 => 0xfff0..0x1_0000,
+                5 => 0xe_0000..0xe_0080,
+                6 => 0x20..0x7f,
+                _ => 0..0x11_0000,
+            };
+            char::from_u32(range.start + random.below(u64::from(range.end - range.start)) as u32).unwrap_or('[')
+        };
+        (0..20_000).map(move |number| (0..number % 40).map(|_| character()).collect())
+    }
+
+    fn hidden(text: &str) -> Option<char> {
+        text.chars().find(|character| *character != '\n' && is_hidden(*character))
+    }
+
+    #[test]
+    fn no_text_hides_anything() {
+        for text in texts() {
+            assert_eq!(hidden(&visible(&text)), None, "{text:?}");
+            assert!(hidden(&visible_line(&text)).is_none() && !visible_line(&text).contains('\n'), "{text:?}");
+            assert_eq!(hidden(&for_terminal(&text)), None, "{text:?}");
+            let markup = for_markup(&text);
+            assert!(hidden(&markup).is_none() && !markup.contains(['<', '>', '"']), "{text:?}");
+            let document = json!([text]).to_string();
+            let shown = for_json(&document);
+            assert_eq!(hidden(&shown), None, "{text:?}");
+            assert_eq!(serde_json::from_str::<Value>(&shown).unwrap(), json!([text]));
+            assert_eq!(visible(&visible(&text)), visible(&text), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn hidden_characters_are_shown_by_number_and_others_stay() {
+        assert_eq!(visible("a\u{1b}[31mb\u{7f}\u{85}\u{202e}\u{200b}\n"), r"a\u{1b}[31mb\u{7f}\u{85}\u{202e}\u{200b}".to_owned() + "\n");
+        assert_eq!(visible_line("a\nb\tc"), r"a\nb\u{9}c");
+        assert!(matches!(visible("Gewichte, 重み, \u{1f980}, e\u{301}"), Cow::Borrowed(_)));
+        assert_eq!(for_markup("a<b>&\"\u{1}c"), r"a&lt;b&gt;&amp;&quot;\u{1}c");
+    }
+
+    #[test]
+    fn arguments_are_quoted_where_a_shell_needs_it() {
+        assert_eq!(quoted("a/b.trace"), "a/b.trace");
+        assert_eq!(quoted("it's [x]"), "'it'\\''s [x]'");
+        assert_eq!(quoted("it's\u{1b}\n"), r"$'it\'s\U0000001b\U0000000a'");
+    }
+
+    #[test]
+    fn styles_are_ours_alone() {
+        assert_eq!(for_terminal(&format!("x {}\n", styled("bad\n", "1;31"))), "x \u{1b}[1;31mbad\\n\u{1b}[0m\n");
+        assert_eq!(for_terminal("\u{1b}[1;32mthe same\u{1b}[0m"), r"\u{1b}[1;32mthe same\u{1b}[0m");
+    }
+}
