@@ -190,7 +190,11 @@ impl Write for Sink {
 
 /// A file's name within a line of text.
 pub(crate) fn shown(path: &Path) -> String {
-    if path == Path::new(STREAM) { "standard output".to_owned() } else { visible_line(&path.to_string_lossy()).into_owned() }
+    if path == Path::new(STREAM) {
+        "standard output".to_owned()
+    } else {
+        visible_line(&path.to_string_lossy()).into_owned()
+    }
 }
 
 /// Whether two paths are one file, whatever they are called.

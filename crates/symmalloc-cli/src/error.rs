@@ -168,7 +168,7 @@ impl CliError {
             CliError::OutputIsInput { .. } => "write to another file",
             CliError::NamedOtherwise { .. } => "give it another name, or leave the ending out",
             CliError::Program { .. } => "record the job again, or repair the trace at that op",
-            CliError::Job { source: JobError::Config(_), .. }
+            CliError::Job { source: JobError::Config(_) | JobError::Addresses { .. }, .. }
             | CliError::Rerun { source: RerunError::Config(_), .. } => {
                 "change the trace's configuration, or choose with --segments, --streams and --config"
             }

@@ -120,11 +120,7 @@ fn mark() -> &'static str {
     })
 }
 
-fn replaced(
-    text: &str,
-    is_replaced: impl Fn(char) -> bool,
-    replace: impl Fn(&mut String, char),
-) -> Cow<'_, str> {
+fn replaced(text: &str, is_replaced: impl Fn(char) -> bool, replace: impl Fn(&mut String, char)) -> Cow<'_, str> {
     if !text.contains(&is_replaced) {
         return Cow::Borrowed(text);
     }
@@ -186,7 +182,10 @@ mod tests {
 
     #[test]
     fn hidden_characters_are_shown_by_number_and_others_stay() {
-        assert_eq!(visible("a\u{1b}[31mb\u{7f}\u{85}\u{202e}\u{200b}\n"), r"a\u{1b}[31mb\u{7f}\u{85}\u{202e}\u{200b}".to_owned() + "\n");
+        assert_eq!(
+            visible("a\u{1b}[31mb\u{7f}\u{85}\u{202e}\u{200b}\n"),
+            r"a\u{1b}[31mb\u{7f}\u{85}\u{202e}\u{200b}".to_owned() + "\n"
+        );
         assert_eq!(visible_line("a\nb\tc"), r"a\nb\u{9}c");
         assert!(matches!(visible("Gewichte, 重み, \u{1f980}, e\u{301}"), Cow::Borrowed(_)));
         assert_eq!(for_markup("a<b>&\"\u{1}c"), r"a&lt;b&gt;&amp;&quot;\u{1}c");

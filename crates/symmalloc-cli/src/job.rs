@@ -32,14 +32,16 @@ pub(crate) use unknown::{UnknownToModel, keys};
 
 use clap::ValueEnum;
 use ranks::{Report, Rule};
+use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU32;
 use std::ops::ControlFlow;
 use std::sync::Arc;
-use symmalloc_core::PoolId;
 use symmalloc_core::backend::BackendError;
 use symmalloc_core::config::{Config, ConfigError, PoolConfig, SegmentPolicy, StreamPolicy};
 use symmalloc_core::errors::FreeError;
 use symmalloc_core::op::Op;
+use symmalloc_core::units::Amount;
+use symmalloc_core::{PoolId, StreamId};
 use symmalloc_import::Recording;
 use symmalloc_trace::plan::PlanFile;
 use symmalloc_trace::replay::{Program, ReplayError, StepError};
@@ -154,6 +156,44 @@ impl Job {
         self.config.to_builder().default_pool(builder.build()?).build()
     }
 
+    /// Checks that the heaps that live at the same time fit into a device's addresses.
+    ///
+    /// # Errors
+    /// When they do not: on a device, too, every request of the heaps that come last would be refused.
+    pub fn check_addresses(&self, config: &Config) -> Result<(), JobError> {
+        let range_of = |config: &PoolConfig| match config.segments() {
+            SegmentPolicy::Expandable(expandable) => (expandable.range_bytes, config.streams()),
+            _ => (0, config.streams()),
+        };
+        let mut pools = BTreeMap::from([(PoolId::DEFAULT, range_of(config.default_pool()))]);
+        let mut heaps: BTreeSet<(PoolId, Option<StreamId>)> = BTreeSet::new();
+        let mut addresses = 0_u64;
+        for op in self.program.ops() {
+            match op {
+                Op::CreatePool { pool: PoolId::DEFAULT, .. } => {}
+                Op::CreatePool { pool, config } => drop(pools.insert(*pool, range_of(config))),
+                Op::DestroyPool { pool } => {
+                    let range_bytes = pools.remove(pool).map_or(0, |(bytes, _)| bytes);
+                    let before = heaps.len();
+                    heaps.retain(|(of, _)| of != pool);
+                    addresses -= range_bytes * (before - heaps.len()) as u64;
+                }
+                Op::Allocate { pool, stream, size_bytes: 1.., .. } => {
+                    let Some((range_bytes, streams)) = pools.get(pool) else { continue };
+                    let heap = (*pool, (*streams != StreamPolicy::Shared).then_some(*stream));
+                    if *range_bytes > 0 && heaps.insert(heap) {
+                        addresses += *range_bytes;
+                    }
+                }
+                _ => {}
+            }
+            if addresses > ADDRESSES_MAX && heaps.len() > 1 {
+                return Err(JobError::Addresses { heaps: heaps.len(), addresses });
+            }
+        }
+        Ok(())
+    }
+
     /// What one rank takes under a configuration once the job is repeated, following a plan or none.
     pub(crate) fn steady(&self, config: &Config, plan: Option<&Arc<PlanFile>>) -> Result<Steady, JobError> {
         let options = Options { plan: plan.cloned(), ..Options::default() };
@@ -223,6 +263,10 @@ fn default_pool(op: &Op) -> Option<&PoolConfig> {
     }
 }
 
+/// Bytes of addresses that heaps may reserve at the same time. A device has 2^47, of which ranges that lie anywhere fill some three
+/// quarters before no other one fits.
+const ADDRESSES_MAX: u64 = 3 << 45;
+
 /// Why a job could not be replayed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -239,6 +283,17 @@ pub enum JobError {
         op: usize,
         /// Why.
         error: StepError,
+    },
+    /// The job has more heaps than a device has addresses for.
+    #[error(
+        "{heaps} heaps at the same time reserve {} of addresses, more than a device has: reserve less for each with range_mb, \
+         let streams share, or use segments:fixed", Amount(*addresses)
+    )]
+    Addresses {
+        /// The heaps of that time, up to the first that does not fit.
+        heaps: usize,
+        /// What they reserve, in bytes.
+        addresses: u64,
     },
     /// A plan is not followed here.
     #[error("following the plan, on rank {rank}: {error}")]

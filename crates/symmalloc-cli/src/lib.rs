@@ -53,6 +53,8 @@ mod plan;
 mod planned;
 mod progress;
 mod quantity;
+#[cfg(test)]
+mod random_jobs;
 mod recorded;
 mod replay;
 mod report;

@@ -34,6 +34,10 @@ use symmalloc_core::plans::{Plan, PlanError, Steps};
 use symmalloc_trace::plan::PlanFile;
 use symmalloc_trace::replay::StepError;
 
+/// Heaps that are each planned with all the steps that a search may take. More of them share the steps of so many, so that a job
+/// of thousands of streams takes no longer.
+const HEAPS_IN_FULL: u64 = 4;
+
 /// A job's plans, and what following them takes.
 pub(crate) struct PlannedJob {
     pub(crate) file: Arc<PlanFile>,
@@ -106,9 +110,12 @@ fn config_of(recorded: &Recorded, policy: &PolicyArgs) -> Result<Config, CliErro
 /// Plans the whole job as one step.
 fn solved(recorded: &Recorded, config: Config) -> Result<PlanFile, CliError> {
     let mut file = draft::empty(recorded, config)?;
-    for step in steps::of(recorded.program(), &file) {
+    let heap_steps = steps::of(recorded.program(), &file);
+    let Steps(of_one) = Steps::default();
+    let search = Steps(of_one * HEAPS_IN_FULL / HEAPS_IN_FULL.max(heap_steps.len() as u64));
+    for step in heap_steps {
         let config = file.pool_config(step.pool).expect("steps are of pools of the file");
-        let plan = Plan::solve(config, draft::GRANULE_BYTES, step.stream, step.key, &step.wanted, Steps::default());
+        let plan = Plan::solve(config, draft::GRANULE_BYTES, step.stream, step.key, &step.wanted, search);
         let plan = plan.map_err(|error| refused(recorded, step.pool, error))?;
         file.add_plan(step.pool, plan).map_err(|source| draft::contradicts(recorded, source))?;
     }

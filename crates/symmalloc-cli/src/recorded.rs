@@ -31,6 +31,7 @@ impl Recorded {
             Options { segments: policy.segments, streams: policy.streams.map(Into::into), ..Options::default() };
         let config = job.config(&options);
         let config = config.map_err(|error| invalid(path, error))?;
+        job.check_addresses(&config).map_err(|source| CliError::Job { path: path.to_path_buf(), source })?;
         Ok(Recorded { path: path.to_path_buf(), recording, job, config })
     }
 

@@ -54,6 +54,10 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<Verdict, CliError> {
         if options.order == Order::Address {
             UnknownToModel::of(args.policy.config(), args.policy.streams.map(Into::into))?;
         }
+        if options.order == Order::Sequence {
+            let config = job.config(&options).map_err(|error| failed(path, error.into()))?;
+            job.check_addresses(&config).map_err(|source| failed(path, source))?;
+        }
         let finding = find_out(path, &job, &options)?;
         if !finding.outcome.is_aligned() {
             verdict = Verdict::Differ;

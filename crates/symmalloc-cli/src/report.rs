@@ -106,6 +106,17 @@ pub(crate) fn report(args: &ReportArgs) -> Result<Verdict, CliError> {
     Ok(Verdict::Agree)
 }
 
+/// What `report --json` prints.
+#[cfg(test)]
+pub(crate) fn object(args: &ReportArgs) -> Result<Value, CliError> {
+    let mut object = Value::Null;
+    make(args, |findings| {
+        object = findings.object(args);
+        Ok(())
+    })?;
+    Ok(object)
+}
+
 /// Finds everything out and writes the page.
 fn make(args: &ReportArgs, tell: impl FnOnce(&Findings<'_>) -> Result<(), CliError>) -> Result<(), CliError> {
     check_name(&args.output)?;

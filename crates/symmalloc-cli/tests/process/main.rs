@@ -5,6 +5,7 @@ mod chart;
 mod diff;
 mod export;
 mod flights;
+mod hostile;
 mod import;
 mod manual;
 mod numbers;

@@ -1,0 +1,176 @@
+//! Text of others: names, file names and flight records that are made to deceive whoever looks, or to take the program's time.
+
+use super::{Folder, Said, command, snapshot};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Every kind of character that changes a screen or hides: an escape sequence, a title, DEL, C1, directions, widths of zero, lines.
+const HOSTILE: &str =
+    "\u{1b}[31mred\u{1b}]0;title\u{7}\r\t\u{7f}\u{9b}1m\u{85}\u{202e}lre\u{2066}\u{200b}\u{feff}\nops  the same";
+
+/// Runs the program, and checks that neither of its channels has a hidden character, or a line that a name made.
+#[track_caller]
+fn run(args: &[&str], paths: &[&Path]) -> Said {
+    let mut paths = paths.iter();
+    let mut command = command();
+    for arg in args {
+        match *arg {
+            "{}" => command.arg(paths.next().unwrap()),
+            arg => command.arg(arg),
+        };
+    }
+    let said = Said::from(command.output().unwrap());
+    for text in [&said.stdout, &said.stderr] {
+        shows_everything(text);
+        assert!(!text.lines().any(|line| line.starts_with("ops  the same")), "a line of others:\n{text}");
+    }
+    said
+}
+
+#[track_caller]
+fn shows_everything(text: &str) {
+    let hides = |c: &char| {
+        *c != '\n' && c.is_control()
+            || matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}')
+    };
+    assert_eq!(text.chars().find(hides), None, "hidden in:\n{}", text.escape_debug());
+}
+
+/// A name in a trace.
+fn in_trace(name: &str) -> String {
+    format!("{name:?}").replace("\\u{", "\\u{").replace("\\0", "\\u{0}")
+}
+
+/// A trace with hostile names, in a file with a hostile name.
+fn trace(folder: &Folder, name: &str, places: [u64; 2]) -> PathBuf {
+    let name_of = in_trace(&HOSTILE.replace('\u{7}', ""));
+    let [a, b] = places;
+    folder.trace(
+        &format!("{name}{}.trace", HOSTILE.replace('/', "")),
+        &[
+            "stream s0",
+            "stream s1",
+            &format!("a 0 4194304 s0 -> 0@{a} {name_of}"),
+            "u 0 s1",
+            &format!("a 1 4194304 s0 -> 0@{b} {name_of}"),
+            "f 0",
+            "f 1",
+        ],
+    )
+}
+
+#[test]
+fn names_and_file_names_stay_text_in_every_command() {
+    let folder = Folder::new();
+    let (one, other) = (trace(&folder, "one", [0, 4 << 20]), trace(&folder, "other", [8 << 20, 0]));
+    let pickle = folder.file(&format!("{HOSTILE}.pickle"), snapshot(0x1000, &[], &[("alloc", 0x1000, 512)]));
+    let out = |name: &str| folder.path(&format!("{name}{HOSTILE}.{name}"));
+    run(&["diff", "{}", "{}"], &[&one, &other]).exited(3);
+    run(&["diff", "{}", "{}", "--json"], &[&one, &other]).json(3);
+    for job in [&one, &pickle] {
+        for json in [&[][..], &["--json"]] {
+            run(&[&["replay", "{}"], json].concat(), &[job]);
+            run(&[&["simulate", "{}", "--ranks", "2"], json].concat(), &[job]);
+            run(&[&["import", "{}", "{}"], json].concat(), &[job, &out("trace")]);
+            run(&[&["export", "{}", "{}"], json].concat(), &[job, &out("pickle")]);
+            run(&[&["export", "{}", "{}"], json].concat(), &[job, &out("json")]);
+            run(&[&["plan", "{}", "-o", "{}"], json].concat(), &[job, &out("plan")]);
+            for format in ["svg", "png", "html"] {
+                run(&[&["chart", "{}", "-o", "{}"], json].concat(), &[job, &out(format)]).exited(0);
+                if format == "html" {
+                    shows_everything(&fs::read_to_string(out(format)).unwrap());
+                    run(&[&["report", "{}", "-o", "{}"], json].concat(), &[job, &out(format)]).exited(0);
+                } else {
+                    run(&[&["chart", "{}", "-o", "{}", "--share"], json].concat(), &[job, &out(format)]).exited(0);
+                    run(&[&["chart", "{}", "-o", "{}", "--map"], json].concat(), &[job, &out(format)]).exited(0);
+                }
+                if format != "png" {
+                    shows_everything(&fs::read_to_string(out(format)).unwrap());
+                }
+            }
+        }
+    }
+    run(&["chart", "{}", "--beside", "{}", "-o", "{}"], &[&one, &other, &out("svg")]).exited(0);
+    shows_everything(&fs::read_to_string(out("svg")).unwrap());
+    run(&["plan", "{}", "{}", "--one-job"], &[&one, &other]);
+}
+
+#[test]
+fn errors_show_what_they_repeat() {
+    let folder = Folder::new();
+    let missing = folder.path(HOSTILE);
+    for command in ["replay", "simulate", "plan", "diff"] {
+        assert_eq!(run(&[command, "{}"], &[&missing]).code, Some(2));
+        assert_eq!(run(&[command, "{}", "--json"], &[&missing]).code, Some(2));
+    }
+    let line = format!("symmalloc-trace 1\na 0 512 s0 {HOSTILE}\n");
+    let (damaged, flight) = (folder.file("x.trace", line), folder.file("flight.json", format!("{{\"{HOSTILE}")));
+    assert_eq!(run(&["replay", "{}"], &[&damaged]).code, Some(2));
+    assert_eq!(run(&["diff", "{}"], &[&flight]).code, Some(2));
+    // What is not a command, a flag or a value of one is repeated by the parser.
+    let flag = format!("--{}", HOSTILE.replace('=', ""));
+    for args in [&[HOSTILE][..], &["replay", &flag], &["replay", "gpt2", "--config", HOSTILE], &["man", HOSTILE]] {
+        assert_eq!(run(args, &[]).code, Some(2), "{args:?}");
+        assert_eq!(run(&[args, &["--json"]].concat(), &[]).code, Some(2), "{args:?}");
+    }
+}
+
+/// A flight record of these communicators.
+fn flight(folder: &Folder, name: &str, communicators: impl Iterator<Item = serde_json::Value>) -> PathBuf {
+    let record = serde_json::json!({
+        "symmalloc_flight_record": 1, "host": HOSTILE, "process": 1, "reason": HOSTILE,
+        "communicators": communicators.collect::<Vec<_>>(),
+    });
+    folder.file(name, record.to_string())
+}
+
+fn communicator(id: u64, rank: u32, ranks: u32, kind: &str) -> serde_json::Value {
+    serde_json::json!({
+        "id": id, "name": HOSTILE, "rank": rank, "ranks": ranks, "state": HOSTILE, "cause": HOSTILE,
+        "progress": { "submitted": 1, "finished": 0 },
+        "peers": [{ "rank": rank + 1, "progress": { "submitted": 0, "finished": 0 }, "condition": HOSTILE }],
+        "collectives": [{ "number": 1, "kind": kind, "detail": HOSTILE, "state": "running", "age_ms": 1 }],
+    })
+}
+
+#[test]
+fn flight_records_stay_text() {
+    let folder = Folder::new();
+    let kinds = [HOSTILE, "another"];
+    let records = kinds.iter().zip(0..).map(|(kind, rank)| communicator(1, rank, 3, kind));
+    let record = flight(&folder, HOSTILE, records);
+    run(&["diff", "{}"], &[&record]).exited(3);
+    run(&["diff", "{}", "--json"], &[&record]).json(3);
+}
+
+/// Each took time that grew with the square: minutes for what takes a second now.
+#[test]
+fn large_flight_records_take_linear_time() {
+    let folder = Folder::new();
+    let records = [
+        flight(&folder, "ids.json", (0..40_000).map(|id| communicator(id, 0, 1, "k"))),
+        flight(&folder, "kinds.json", (0..40_000).map(|rank| communicator(1, rank, 40_000, &format!("k{rank}")))),
+        flight(&folder, "ranks.json", (0..40_000).map(|rank| communicator(1, 0, rank + 1, "k"))),
+    ];
+    for record in &records {
+        let begun = std::time::Instant::now();
+        assert_eq!(run(&["diff", "{}", "--json"], &[record]).code, Some(3));
+        assert!(begun.elapsed().as_secs() < 60, "{} took {:?}", record.display(), begun.elapsed());
+    }
+}
+
+#[test]
+fn more_heaps_than_a_device_has_addresses_for_are_an_error_with_a_way_out() {
+    let folder = Folder::new();
+    let streams = 0..400;
+    let mut lines: Vec<String> = streams.clone().map(|stream| format!("stream s{stream}")).collect();
+    lines.extend(streams.map(|stream| format!("a {stream} 4194304 s{stream}")));
+    let job = folder.trace("streams.trace", &lines.iter().map(String::as_str).collect::<Vec<_>>());
+    for command in ["plan", "replay"] {
+        let said = run(&[command, "{}"], &[&job]);
+        assert_eq!(said.code, Some(2), "{}", said.stdout);
+        assert!(said.stderr.contains("range_mb"), "{}", said.stderr);
+        run(&[command, "{}", "--config", "range_mb:1024"], &[&job]).exited(0);
+        run(&[command, "{}", "--streams", "shared"], &[&job]).exited(0);
+    }
+}
