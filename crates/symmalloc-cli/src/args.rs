@@ -18,7 +18,7 @@ const HELP: &str = "\
 Recordings are files, standard input (`-`), or jobs that come with the program: gpt2, moe, resnet50, llama, gnn, fsdp,
 fsdp_rank1, fsdp1, fsdp1_rank1.
 
-With --json every command prints one JSON document: an object, or an array of objects, each with schema_version (1). If it fails,
+With --json every command but run, completions and man prints one JSON document: an object, or an array of objects, each with schema_version (1). If it fails,
 that is {schema_version, error: {message, causes, help, exit_code}}, and stderr says the same for people.
 
 Exit codes: 0 fine, 3 the ranks differ or memory is refused, 2 bad input.";
@@ -59,7 +59,7 @@ the whole of it but for the pools that the program makes. With --plan the plan's
 that say something else are an error. Each pass is a step, unless the program has steps of its own. The model of address
 order always keeps streams separate, and has fixed and expandable segments only; its rank 0 does all passes, and the
 other ranks are compared over the first one. Of settings it has max_split_size, max_non_split_rounding, large_segment_size and
-roundup_power2_divisions; with --order address, others in --config are an error.
+roundup_power2_divisions; with --order address, others in --config are an error. It has no limits.
 
 Exit codes: 0 fine, 3 the ranks differ, or allocations are refused without --allow-refusals, 2 bad input.";
 
@@ -147,7 +147,7 @@ JSON: schema_version, trace, picture, ops, op (that the map shows), refused (all
 ({peak_bytes, op}), heaps ([{pool, stream, live, allocated, reserved}]; stream is null where streams share), and with
 --beside: beside ({trace, placements: recorded or replayed, allocs, differing_placements, differing_live}), and with
 --plan: plan ({file, reserved}); with --share: trace, picture, refused, peak_live_bytes, and what is reserved at the peak over five
-passes: pytorch_bytes (model), symmalloc_bytes, planned_bytes (null where there is no plan), no_plan (the reason, or null where
+passes: pytorch_bytes and pytorch_expandable_bytes (model), symmalloc_bytes, planned_bytes (null where there is no plan), no_plan (the reason, or null where
 there is nothing to plan). Refused are then the requests in all passes.
 
 Exit codes: 0 fine, 2 bad input.";
@@ -165,7 +165,7 @@ recording began), recorded_reserved (by the recorded allocator: null, or {peak_b
 steady_reserved_bytes, efficiency (peak live / that), holders ([{name, each_bytes?, allocations, requested_bytes}]: by name, or by size
 where name is null), free_bytes, largest_free_bytes, fragmentation (1 - largest / free),
 settings ([{settings, command, is_own, is_better (it holds less and refuses no more), peak_reserved_bytes, refused (requests, in all
-passes), waits (of a stream for another, in a pass)}], least peak first), settings_impossible ([{settings, reason}]: the job stops
+passes), maps (calls that map or unmap, in a pass), waits (of a stream for another, in a pass)}], least peak first), settings_impossible ([{settings, reason}]: the job stops
 under them), plan (what a plan would need, or null: {command, planned_bytes, efficiency, refused (in all passes)}), no_plan (the
 reason, or null).
 
@@ -434,7 +434,7 @@ pub(crate) struct ChartArgs {
     /// In an .svg or .png, draw the map in place of memory over ops
     #[arg(long, conflicts_with = "beside")]
     pub(crate) map: bool,
-    /// Draw one picture for others: what the job holds under PyTorch's default, under symmalloc, and planned
+    /// Draw one picture for others: what the job holds under PyTorch's allocator, under symmalloc, and planned
     #[arg(long, conflicts_with_all = ["map", "beside", "plan", "op", "pool", "stream"])]
     pub(crate) share: bool,
     /// Another rank's recording, to draw beside with differing blocks marked

@@ -203,8 +203,8 @@ impl Job {
             refused += u64::from(decision.is_none());
             ControlFlow::Continue(())
         })?;
-        let Report { peaks, planned, waits, .. } = report;
-        Ok(Steady { peaks, passes: options.passes.get(), refused, planned, waits })
+        let Report { peaks, planned, waits, maps, .. } = report;
+        Ok(Steady { peaks, passes: options.passes.get(), refused, planned, waits, maps })
     }
 
     /// Carries the program out on every rank, on all cores, and compares them. `rank_done` is called, from any thread,

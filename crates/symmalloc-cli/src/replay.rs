@@ -73,7 +73,9 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<Verdict, CliError> {
             objects.push(json::object(&recording, &finding, &others));
         } else {
             // Each trace is shown as soon as it is done.
-            let screen = Screen { recording: &recording, finding: &finding, others: &others, seed: args.seed };
+            let config = job.config(&options).map_err(|error| failed(path, error.into()))?;
+            let (recording, finding, others) = (&recording, &finding, &others[..]);
+            let screen = Screen { recording, config: &config, finding, others, seed: args.seed };
             output::print(&screen.render(Palette::of_stdout()))?;
         }
     }

@@ -203,13 +203,19 @@ impl Findings<'_> {
         self.trials.iter().filter(|trial| trial.is_better_than(self.own()))
     }
 
-    /// What a setting costs beside the job's own: waits of streams for each other, if it needs more of them.
+    /// Returns what a setting costs beside the job's own: waits of streams for each other and calls that map, if it needs more.
     fn cost(&self, trial: &Trial) -> Option<String> {
-        let own = self.own().waits;
-        (trial.waits > own).then(|| {
-            let waits = counted(trial.waits, "wait");
-            format!("{waits} of a stream for another in a pass, each a fence on the device ({} as it is)", count(own))
-        })
+        let own = self.own();
+        let waits = (trial.waits > own.waits).then(|| {
+            let (waits, own) = (counted(trial.waits, "wait"), count(own.waits));
+            format!("{waits} of a stream for another in a pass, each a fence on the device ({own} as it is)")
+        });
+        let maps = (trial.maps > own.maps).then(|| {
+            let (maps, own) = (counted(trial.maps, "call"), count(own.maps));
+            format!("{maps} that map or unmap memory in a pass, each microseconds of the host ({own} as it is)")
+        });
+        let costs: Vec<String> = waits.into_iter().chain(maps).collect();
+        (!costs.is_empty()).then(|| costs.join(", and "))
     }
 
     /// What `report --json` prints. Its keys are an interface: `symmalloc report --help` lists them.

@@ -14,7 +14,7 @@ use crate::recorded::Recorded;
 use serde_json::json;
 use std::num::NonZeroU32;
 
-/// Carries the job out three ways and draws what each holds.
+/// Carries the job out four ways and draws what each holds.
 pub(super) fn share(
     args: &ChartArgs,
     recorded: &Recorded,
@@ -23,16 +23,19 @@ pub(super) fn share(
 ) -> Result<Verdict, CliError> {
     let failed = |source: JobError| CliError::Job { path: recorded.path.clone(), source };
     let options = Options { ranks: NonZeroU32::MIN, ..Options::default() };
-    let pytorch = recorded.job.replay_as_pytorch(Segments::Fixed, &options, &|| ()).map_err(failed)?;
+    let as_pytorch = |segments| recorded.job.replay_as_pytorch(segments, &options, &|| ()).map_err(failed);
+    let pytorch_bytes = as_pytorch(Segments::Fixed)?.peaks.reserved_bytes;
+    let expandable_bytes = as_pytorch(Segments::Expandable)?.peaks.reserved_bytes;
     let ours = recorded.job.steady(&recorded.config, None).map_err(failed)?;
     let (planned, no_plan) = match PlannedJob::of_use(recorded, &args.policy, ours.refused) {
         Ok(planned) => (planned, None),
         Err(reason) => (None, Some(reason)),
     };
     let planned_bytes = planned.map(|planned| planned.followed.peaks.reserved_bytes);
-    let (pytorch_bytes, symmalloc_bytes) = (pytorch.peaks.reserved_bytes, ours.peaks.reserved_bytes);
+    let symmalloc_bytes = ours.peaks.reserved_bytes;
     let mut bars = vec![
         Bar { label: "PyTorch, its default", bytes: pytorch_bytes },
+        Bar { label: "PyTorch, expandable", bytes: expandable_bytes },
         Bar { label: "symmalloc", bytes: symmalloc_bytes },
     ];
     bars.extend(planned_bytes.map(|bytes| Bar { label: "symmalloc, planned", bytes }));
@@ -52,6 +55,7 @@ pub(super) fn share(
             "refused": ours.refused,
             "peak_live_bytes": ours.peaks.live_bytes,
             "pytorch_bytes": pytorch_bytes,
+            "pytorch_expandable_bytes": expandable_bytes,
             "symmalloc_bytes": symmalloc_bytes,
             "planned_bytes": planned_bytes,
             "no_plan": no_plan,

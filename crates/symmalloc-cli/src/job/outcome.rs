@@ -95,6 +95,8 @@ pub(crate) struct Steady {
     pub(crate) refused: u64,
     /// Allocations that went where a plan says.
     pub(crate) planned: u64,
+    /// Calls that map or unmap memory in the last pass.
+    pub(crate) maps: u64,
     /// Waits of one stream for another one that reuse of memory needed in the last pass.
     pub(crate) waits: u64,
 }

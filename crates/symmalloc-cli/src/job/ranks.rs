@@ -60,6 +60,8 @@ pub(super) struct Report {
     pub(super) last_digest: Option<u64>,
     /// Allocations that went where a plan says, in all passes.
     pub(super) planned: u64,
+    /// Calls that map or unmap memory in the last pass.
+    pub(super) maps: u64,
     /// Waits of streams for each other that the allocator made in the last pass.
     pub(super) waits: u64,
 }

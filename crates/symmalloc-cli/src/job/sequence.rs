@@ -46,6 +46,7 @@ impl Rule for Sequence<'_> {
         let own_waits = self.program.ops().iter().filter(|op| matches!(op, Op::Wait { .. })).count() as u64;
         for pass in 0..self.options.passes.get() {
             let waits_before = allocator.backend().calls().of(Call::Wait);
+            let maps_before = maps(&allocator);
             replay.begin_pass().map_err(|error| JobError::Pass { rank, error })?;
             let mut refused = BTreeSet::new();
             let mut allocation = 0;
@@ -76,12 +77,18 @@ impl Rule for Sequence<'_> {
                 report.first_digest = Some(digest(&allocator));
             }
             replay.free_all().map_err(|error| JobError::Free { rank, error })?;
+            report.maps = maps(&allocator) - maps_before;
             report.waits = (allocator.backend().calls().of(Call::Wait) - waits_before).saturating_sub(own_waits);
         }
         report.planned = replay.planned_allocations();
         report.last_digest = Some(digest(&allocator));
         Ok(report)
     }
+}
+
+fn maps(allocator: &Allocator<SimBackend, Exclusive>) -> u64 {
+    let calls = allocator.backend().calls();
+    calls.of(Call::Map) + calls.of(Call::Unmap)
 }
 
 /// Whether the error is the allocator's decision to give no memory.

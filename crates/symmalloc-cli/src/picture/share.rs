@@ -1,8 +1,9 @@
-//! One picture of a job for others: what it holds under PyTorch's default, under our allocator, and planned.
+//! One picture of a job for others: what it holds under PyTorch's two kinds of segments, under our allocator, and planned.
 //!
 //! ```text
 //!  fsdp1
 //!  PyTorch, its default   ████████████████████████┊████████████   7.38 GiB
+//!  PyTorch, expandable    ████████████████████████┊██████         5.63 GiB   24 % less
 //!  symmalloc              ████████████████████████┊█████          5.54 GiB   25 % less
 //!  symmalloc, planned     ████████████████████████┊               4.66 GiB   37 % less
 //!                                                 live at the peak
@@ -15,8 +16,8 @@ use crate::quantity::memory;
 const WIDTH: u32 = 1200;
 const HEIGHT: f64 = 630.0;
 const MARGIN: f64 = 60.0;
-const BAR: f64 = 64.0;
-const STEP: f64 = 124.0;
+const BAR: f64 = 52.0;
+const STEP: f64 = 98.0;
 
 /// A bar.
 pub(crate) struct Bar {
@@ -47,16 +48,16 @@ pub(crate) fn draw(shared: &Shared<'_>) -> String {
     for (index, bar) in shared.bars.iter().enumerate() {
         let y = top + STEP * index as f64;
         let fill = match index {
-            0 => Fill::Others,
-            1 => Fill::Heap(0),
+            0 | 1 => Fill::Others,
+            2 => Fill::Heap(0),
             _ => Fill::Heap(2),
         };
         svg.bold(MARGIN, y - 10.0, 24, Anchor::Start, bar.label);
         svg.swatch(MARGIN, y, pixels(bar.bytes), BAR, fill);
         let x = MARGIN + pixels(bar.bytes) + 16.0;
-        svg.bold(x, y + 30.0, 28, Anchor::Start, &memory(bar.bytes));
+        svg.bold(x, y + 24.0, 28, Anchor::Start, &memory(bar.bytes));
         if index > 0 && first > 0 {
-            svg.text(x, y + 57.0, 22, Anchor::Start, &compared(bar.bytes, first));
+            svg.text(x, y + 49.0, 22, Anchor::Start, &compared(bar.bytes, first));
         }
     }
     let bottom = top + STEP * shared.bars.len().saturating_sub(1) as f64 + BAR;

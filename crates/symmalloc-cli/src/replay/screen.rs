@@ -6,13 +6,18 @@ use crate::beginning::lived_before;
 use crate::job::{Decision, Divergence, Order, Outcome, Segments};
 use crate::output::{Cell, Palette, Table};
 use crate::quantity::{count, counted, memory, op_of_allocation};
+use crate::report::settings::text;
 use std::fmt::Write;
-use symmalloc_core::ids::Placement;
+use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_core::ids::{Placement, PoolId};
+use symmalloc_core::op::Op;
 use symmalloc_import::{Format, Recording};
 
 /// One trace on one screen.
 pub(super) struct Screen<'a> {
     pub(super) recording: &'a Recording,
+    /// Our allocator's.
+    pub(super) config: &'a Config,
     pub(super) finding: &'a ReplayFinding<'a>,
     /// The old rule on the same job.
     pub(super) others: &'a [Outcome],
@@ -39,12 +44,38 @@ impl Screen<'_> {
             counted(job.stream_count(), "stream"),
             format!("{} live at the peak", memory(outcome.peaks.live_bytes)),
         ];
-        format!(
-            "{}  {}\n{}\n\n",
+        let mut out = format!(
+            "{}  {}\n{}\n",
             palette.title(&path.display().to_string()),
             palette.aside(&kind_of(self.recording)),
             facts.join(", ")
-        )
+        );
+        let ours = if outcome.order == Order::Sequence { self.settings() } else { Vec::new() };
+        ours.into_iter().for_each(|line| out += &format!("{line}\n"));
+        out + "\n"
+    }
+
+    /// Returns a line for the default pool and for each other one with settings that are not the default ones.
+    fn settings(&self) -> Vec<String> {
+        let pools = self.created_pools().map(|(pool, config)| {
+            let alone = Config::builder().default_pool(config.clone()).build();
+            (pool.to_string(), alone.map_or_else(|_| config.to_string(), |config| text(&config)))
+        });
+        let default_pool = (PoolId::DEFAULT.to_string(), text(self.config));
+        let stated = std::iter::once(default_pool).chain(pools).filter(|(_, settings)| settings != DEFAULT_SETTINGS);
+        let mut lines: Vec<String> = stated.map(|(pool, settings)| format!("{pool}: {settings}")).collect();
+        if lines.len() > POOLS_SHOWN {
+            let more = lines.split_off(POOLS_SHOWN).len();
+            lines.push(format!("and {} with settings of their own", counted(more, "pool")));
+        }
+        lines
+    }
+
+    fn created_pools(&self) -> impl Iterator<Item = (PoolId, &PoolConfig)> {
+        self.finding.job.program().ops().iter().filter_map(|op| match op {
+            Op::CreatePool { pool, config } if *pool != PoolId::DEFAULT => Some((*pool, &**config)),
+            _ => None,
+        })
     }
 
     fn table(&self, palette: Palette) -> String {
@@ -114,14 +145,21 @@ impl Screen<'_> {
         if columns().any(|outcome| outcome.order == Order::Address) {
             lines.push("PyTorch (model): free blocks by address, uses by other streams found by polling.".to_owned());
         }
+        let limits = std::iter::once(self.config.default_pool()).chain(self.created_pools().map(|(_, config)| config));
+        let has_limit =
+            self.config.limit_bytes().is_some() || limits.into_iter().any(|pool| pool.limit_bytes().is_some());
+        if has_limit && columns().any(|outcome| outcome.order == Order::Address) {
+            lines.push("The models of PyTorch have no limit: they hold what the whole job needs.".to_owned());
+        }
         if self.finding.outcome.refused > 0 {
             lines.push("Refused allocations took no memory: peaks are those of what was left of the job.".to_owned());
         }
         lines.extend(lived_before(&self.recording.summary).map(|before| sentence(&before)));
         if let Some(first) = columns().find_map(|outcome| outcome.first_divergence.as_ref()) {
             lines.push(example(first));
-            // A collective runs on a stream of its own: a job of one stream, or on one rank, hands nothing to NCCL.
-            if self.finding.job.stream_count() > 1 && self.finding.outcome.ranks > 1 {
+            let default_pool = std::iter::once(self.config.default_pool());
+            let mut pools = default_pool.chain(self.created_pools().map(|(_, config)| config));
+            if pools.any(PoolConfig::symmetric) && self.finding.outcome.ranks > 1 {
                 lines.push(NCCL.to_owned());
             }
         }
@@ -137,9 +175,14 @@ fn sentence(text: &str) -> String {
 
 /// Why a placement that differs matters.
 const NCCL: &str = "\
-If the job has several GPUs: NCCL's symmetric kernels find a peer's buffer at (window,
+Of the buffers in symmetric windows: NCCL's kernels find a peer's buffer at (window,
 their own offset). Where these differ, an all-reduce returns wrong numbers and
 ncclSuccess: on 2 GPUs with NCCL 2.28.9, 262,144 of 262,144 elements were wrong.";
+
+/// What nobody needs to read.
+const DEFAULT_SETTINGS: &str = "segments:expandable";
+/// Pools whose settings are listed.
+const POOLS_SHOWN: usize = 4;
 
 /// Lines of a column's head.
 const HEAD_LINES: usize = 3;

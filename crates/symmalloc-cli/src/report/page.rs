@@ -165,7 +165,7 @@ fn settings(findings: &Findings<'_>) -> Markup {
         p.aside {
             "The same ops, carried out " (passes) " times under each; what a program would do differently, and how fast, a replay \
              does not know. Without a limit no setting gives memory back unasked. Waits are those of a stream for another one \
-             that reuse of memory needs in a pass: each is a fence on the device. The command under each does it again."
+             that reuse of memory needs in a pass: each is a fence on the device. Maps are calls that map or unmap memory in a pass: microseconds of the host each. The command under each does it again."
         }
         (trials(findings, findings.recorded_reserved, std::iter::once(findings.own()).chain(better)))
         @if !others.is_empty() {
@@ -186,7 +186,7 @@ fn trials<'a>(
     html! {
         table.stacked {
             thead {
-                tr { th { "default pool" } th.n { "peak reserved" } th.n { "compared" } th.n { "waits" } }
+                tr { th { "default pool" } th.n { "peak reserved" } th.n { "compared" } th.n { "waits" } th.n { "maps" } }
             }
             tbody {
                 @if let Some(recorded) = recorded {
@@ -195,6 +195,7 @@ fn trials<'a>(
                         td.n data-of="peak reserved" { (memory(recorded.peak_bytes)) }
                         td.n data-of="compared" { (compared(recorded.peak_bytes, findings.steady_bytes())) }
                         td.n data-of="waits" { "-" }
+                        td.n data-of="maps" { "-" }
                     }
                 }
                 @for trial in trials {
@@ -209,6 +210,7 @@ fn trials<'a>(
                             @if trial.refused > 0 { br; (count(trial.refused)) " refused in all passes" }
                         }
                         td.n data-of="waits" { (count(trial.waits)) }
+                        td.n data-of="maps" { (count(trial.maps)) }
                     }
                 }
             }

@@ -10,7 +10,8 @@ use crate::recorded::Recorded;
 use serde::Serialize;
 use std::thread;
 use symmalloc_core::config::{
-    Config, ConfigError, FixedSegments, PoolConfigBuilder, RoundupPower2Divisions, SegmentPolicy, StreamPolicy,
+    Config, ConfigError, FixedSegments, PoolConfigBuilder, RoundupPower2Divisions, SegmentPolicy, Stitching,
+    StreamPolicy,
 };
 use symmalloc_core::units::MIB;
 
@@ -28,6 +29,8 @@ pub(crate) struct Trial {
     pub(super) refused: u64,
     /// Waits of a stream for another one that reuse of memory needs in a pass: each is a fence on the device.
     pub(super) waits: u64,
+    /// Calls that map or unmap memory in a pass. A driver takes microseconds for each.
+    pub(super) maps: u64,
 }
 
 impl Trial {
@@ -77,7 +80,7 @@ pub(super) fn trials(
     let (mut trials, mut impossible) = (Vec::new(), Vec::new());
     for (index, (config, measured)) in configs.iter().zip(measured).enumerate() {
         let settings = text(config);
-        let Steady { peaks, refused, passes, waits, .. } = match measured {
+        let Steady { peaks, refused, passes, waits, maps, .. } = match measured {
             // Other settings may need more than a limit leaves, for example to wake a pool.
             Err(error) if index > 0 => {
                 impossible.push(ImpossibleTrial { settings, reason: reason(&error) });
@@ -92,7 +95,7 @@ pub(super) fn trials(
             quoted(&settings)
         );
         let peak_reserved_bytes = peaks.reserved_bytes;
-        trials.push(Trial { settings, command, is_own: index == 0, peak_reserved_bytes, refused, waits });
+        trials.push(Trial { settings, command, is_own: index == 0, peak_reserved_bytes, refused, waits, maps });
     }
     trials.sort_by_key(|trial| trial.peak_reserved_bytes);
     Ok((trials, impossible))
@@ -117,10 +120,15 @@ fn candidates(own: &Config, streams: usize) -> Vec<Config> {
         move |pool: PoolConfigBuilder| Ok(pool.roundup_power2_divisions(RoundupPower2Divisions::uniform(divisions)?))
     };
     let mut configs = vec![with(own, |pool| Ok(pool.expandable()))];
+    let stitching = |streams: StreamPolicy| {
+        move |pool: PoolConfigBuilder| Ok(pool.expandable().streams(streams).stitching(Some(Stitching::default())))
+    };
+    configs.push(with(own, stitching(own.default_pool().streams())));
     configs.extend([None, Some(128), Some(256), Some(512)].map(|mb| with(own, fixed(mb))));
     configs.extend([4, 8].map(|divisions| with(own, rounded(divisions))));
     if streams > 1 {
         configs.push(with(own, |pool| Ok(pool.expandable().streams(StreamPolicy::Shared))));
+        configs.push(with(own, stitching(StreamPolicy::Shared)));
         configs.push(with(own, |pool| Ok(pool.fixed().streams(StreamPolicy::Shared))));
     }
     // A combination that is not valid is no candidate.
@@ -175,7 +183,7 @@ mod tests {
     fn candidates_are_valid_and_keep_the_limits() {
         let own: Config = "segments:reserved,segment_mb:64,total_limit_mb:512".parse().unwrap();
         let configs = candidates(&own, 2);
-        assert_eq!(configs.len(), 9);
+        assert_eq!(configs.len(), 11);
         assert!(configs.iter().all(|config| config.limit_bytes() == Some(512 * MIB)));
     }
 }

@@ -200,6 +200,7 @@ fn before_and_after_in_one_picture_to_share() {
     let said = symmalloc("chart fsdp1 --share -o {} --json", &[&png]).json(0);
     let replayed = symmalloc("replay fsdp1 --ranks 1 --json", &[]).json(0);
     let planned = symmalloc("plan fsdp1 --json", &[]).json(0);
+    assert_eq!(said["pytorch_expandable_bytes"], replayed[0]["pytorch"][0]["peak_reserved_bytes"]);
     assert_eq!(said["pytorch_bytes"], replayed[0]["pytorch"][1]["peak_reserved_bytes"]);
     assert_eq!(said["symmalloc_bytes"], replayed[0]["peak_reserved_bytes"]);
     assert_eq!(said["planned_bytes"], planned[0]["planned_bytes"]);

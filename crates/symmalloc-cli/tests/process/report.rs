@@ -94,6 +94,20 @@ fn a_limit_that_refuses_is_said() {
 }
 
 #[test]
+fn stitching_is_tried_and_its_cost_is_said() {
+    let folder = Folder::new();
+    let out = folder.path("report.html");
+    let said = symmalloc("report gnn -o {} --config segments:expandable,streams:shared --json", &[&out]).json(0);
+    let settings = said["settings"].as_array().unwrap();
+    let best = &settings[0];
+    assert_eq!(best["settings"], "segments:expandable,streams:shared,stitching:true");
+    let own = settings.iter().find(|trial| trial["is_own"] == true).unwrap();
+    assert!(best["maps"].as_u64() > own["maps"].as_u64(), "{said}");
+    let words = symmalloc("report gnn -o {} --config segments:expandable,streams:shared", &[&out]).stdout;
+    assert!(words.contains("that map or unmap memory"), "{words}");
+}
+
+#[test]
 fn what_the_recorded_allocator_held_is_known_from_a_snapshot() {
     let folder = Folder::new();
     let (snapshot, out) = (recorded("fsdp1_train_rank0.pickle.gz"), folder.path("report.html"));
