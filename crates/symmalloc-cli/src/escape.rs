@@ -1,6 +1,6 @@
 //! Text of others where it meets a terminal or a page.
 //!
-//! Names, file names and flight records come from whoever made them. A control character in one moves the cursor, recolors the
+//! Names, file names and flight records come from their authors. A control character in one moves the cursor, recolors the
 //! screen or sets a title; a bidirectional override or a character of no width makes a text look like another one. All of them
 //! are shown by number: `\u{1b}`.
 //!

@@ -292,7 +292,7 @@ pub enum JobError {
     Addresses {
         /// The heaps of that time, up to the first that does not fit.
         heaps: usize,
-        /// What they reserve, in bytes.
+        /// The addresses that they reserve, in bytes.
         addresses: u64,
     },
     /// A plan is not followed here.

@@ -1,4 +1,4 @@
-//! Where words go: results to stdout, errors to stderr, colors only to people. Hidden characters in the text of others are shown
+//! Output of the program: results to stdout, errors to stderr, colors only to people. Hidden characters in the text of others are shown
 //! by number here (`escape`).
 //!
 //! With `--json` a command prints one document, whatever happens: its result, or what went wrong. Each object at the top says

@@ -12,7 +12,7 @@
 use crate::args::{Args, Command, PolicyArgs, ReportArgs};
 use crate::chart::timeline_of;
 use crate::error::CliError;
-use crate::job::{Options, Segments};
+use crate::job::Options;
 use crate::picture::Selection;
 use crate::picture::timeline::{ALLOCATED, LIVE, RESERVED};
 use crate::planned::{PlannedJob, follow};
@@ -22,7 +22,7 @@ use clap::Parser;
 use std::collections::{BTreeMap, BTreeSet};
 use std::num::NonZeroU32;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use symmalloc_core::config::{Config, PoolConfig, SegmentPolicy};
@@ -35,7 +35,7 @@ use symmalloc_trace::plan::to_text;
 
 const MIB: u64 = 1 << 20;
 
-/// What a job is made of, as it is drawn.
+/// A job in the making.
 struct Draft {
     random: SplitMix64,
     config: Config,
@@ -178,7 +178,8 @@ impl Draft {
                 }
             }
             16 if !self.live.is_empty() => {
-                let (id, of) = self.live[self.random.below(self.live.len() as u64) as usize];
+                let index = self.random.below(self.live.len() as u64) as usize;
+                let (id, of) = self.live[index];
                 if !self.pools[&of].asleep {
                     let stream = self.stream();
                     self.push(Op::RecordUse { id, stream });
@@ -186,7 +187,8 @@ impl Draft {
             }
             17 => {
                 let (stream, on) = (self.stream(), self.stream());
-                self.push(if self.random.below(2) == 0 { Op::Wait { stream, on } } else { Op::Synchronize { stream } });
+                let waits = self.chance(2);
+                self.push(if waits { Op::Wait { stream, on } } else { Op::Synchronize { stream } });
             }
             18 if !asleep => {
                 let pool = if self.chance(2) { None } else { Some(pool) };
@@ -248,7 +250,7 @@ fn pool_text(random: &mut SplitMix64) -> String {
     text
 }
 
-/// What a count says that knows sizes alone.
+/// The result of a count that knows sizes alone.
 #[derive(Debug, Default, PartialEq)]
 struct Count {
     peak_live_bytes: u64,
@@ -283,7 +285,7 @@ impl Count {
     }
 }
 
-/// What refuses a request of so many bytes in any case: a limit or a segment that is smaller. And whether anything may refuse.
+/// Returns the size in bytes above which each pool refuses any request, and whether anything may refuse one.
 fn bounds(config: &Config, records: &[Record]) -> (BTreeMap<PoolId, u64>, bool) {
     let bound = |pool: &PoolConfig| {
         let segment = match pool.segments() {
@@ -411,7 +413,7 @@ fn check_plan(path: &Path, recorded: &Recorded, outcome: &crate::job::Outcome) {
     assert_eq!(replayed.peaks, followed.peaks, "replay --plan");
 }
 
-/// What went wrong with a job, in one line.
+/// Checks the job of a seed. The error is one line.
 fn run(seed: u64) -> Result<(), String> {
     let folder = tempfile::tempdir().unwrap();
     let (config, records) = Draft::new(seed).make();

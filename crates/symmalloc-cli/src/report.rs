@@ -106,7 +106,7 @@ pub(crate) fn report(args: &ReportArgs) -> Result<Verdict, CliError> {
     Ok(Verdict::Agree)
 }
 
-/// What `report --json` prints.
+/// Returns the object that `report --json` prints.
 #[cfg(test)]
 pub(crate) fn object(args: &ReportArgs) -> Result<Value, CliError> {
     let mut object = Value::Null;

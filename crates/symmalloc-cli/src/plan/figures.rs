@@ -44,7 +44,7 @@ impl Figures {
         let plan = PlannedJob::of(job, policy)?;
         let online = job.job.steady(&job.config, None);
         let online = online.map_err(|source| CliError::Job { path: job.path.clone(), source })?;
-        let Steady { peaks, passes, planned, waits, refused } = plan.followed;
+        let Steady { peaks, passes, planned, waits, refused, .. } = plan.followed;
         let takes_memory = |op: &&Op| matches!(op, Op::Allocate { size_bytes: 1.., .. });
         let requests = job.program().ops().iter().filter(takes_memory).count() as u64;
         let figures = Figures {

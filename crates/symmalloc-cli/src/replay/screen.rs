@@ -61,7 +61,7 @@ impl Screen<'_> {
             let alone = Config::builder().default_pool(config.clone()).build();
             (pool.to_string(), alone.map_or_else(|_| config.to_string(), |config| text(&config)))
         });
-        let default_pool = (PoolId::DEFAULT.to_string(), text(self.config));
+        let default_pool = ("settings".to_owned(), text(self.config));
         let stated = std::iter::once(default_pool).chain(pools).filter(|(_, settings)| settings != DEFAULT_SETTINGS);
         let mut lines: Vec<String> = stated.map(|(pool, settings)| format!("{pool}: {settings}")).collect();
         if lines.len() > POOLS_SHOWN {
@@ -179,7 +179,7 @@ Of the buffers in symmetric windows: NCCL's kernels find a peer's buffer at (win
 their own offset). Where these differ, an all-reduce returns wrong numbers and
 ncclSuccess: on 2 GPUs with NCCL 2.28.9, 262,144 of 262,144 elements were wrong.";
 
-/// What nobody needs to read.
+/// The settings that are not listed.
 const DEFAULT_SETTINGS: &str = "segments:expandable";
 /// Pools whose settings are listed.
 const POOLS_SHOWN: usize = 4;

@@ -1,4 +1,4 @@
-//! Text of others: names, file names and flight records that are made to deceive whoever looks, or to take the program's time.
+//! Text of others: names, file names and flight records that try to deceive their reader or to take the time of the program.
 
 use super::{Folder, Said, command, snapshot};
 use std::fs;

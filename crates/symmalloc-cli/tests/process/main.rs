@@ -8,6 +8,7 @@ mod flights;
 mod hostile;
 mod import;
 mod manual;
+mod pages;
 mod numbers;
 mod plan;
 mod replay;

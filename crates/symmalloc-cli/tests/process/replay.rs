@@ -195,10 +195,10 @@ fn people_see_both_rules_side_by_side_and_the_verdict_is_ours() {
     }
     assert!(!screen.contains("ncclSuccess"), "no buffer is in a window:\n{screen}");
     let symmetric = symmalloc("replay {} --config symmetric:true,total_limit_mb:64 --allow-refusals", &[&trace]).stdout;
-    for wanted in ["p0: segments:expandable,symmetric:true,total_limit_mb:64", "ncclSuccess", "have no limit"] {
+    for wanted in ["settings: segments:expandable,symmetric:true,total_limit_mb:64", "ncclSuccess", "have no limit"] {
         assert!(symmetric.contains(wanted), "no {wanted:?} in:\n{symmetric}");
     }
-    assert!(!screen.contains("p0:") && !screen.contains("have no limit"), "{screen}");
+    assert!(!screen.contains("settings:") && !screen.contains("have no limit"), "{screen}");
     // The first line is as long as the path.
     let widest = screen.lines().skip(1).map(|line| line.chars().count()).max().unwrap();
     assert!(screen.lines().count() <= 30 && widest <= 90, "more than a screen:\n{screen}");
@@ -214,7 +214,7 @@ fn the_stitched_job_shows_its_settings_and_holds_less_than_under_pytorchs_rule()
     assert!(said["efficiency"].as_f64() > Some(0.99), "{said}");
     assert!(said["pytorch"][0]["efficiency"].as_f64() < Some(0.8), "{said}");
     let screen = symmalloc("replay gnn --ranks 1", &[]).stdout;
-    assert!(screen.contains("p0: segments:expandable,streams:shared,stitching:true,pointer_lookup:exact"), "{screen}");
+    assert!(screen.contains("settings: segments:expandable,streams:shared,stitching:true,pointer_lookup:exact"), "{screen}");
 }
 
 #[test]

@@ -1,0 +1,23 @@
+//! Numbers on pages that the program itself can count.
+
+use super::symmalloc;
+use std::fs;
+use std::path::Path;
+
+fn page(name: &str) -> String {
+    fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(name)).unwrap()
+}
+
+/// Live over reserved of the recorded jobs of the front page, six times over with shared streams: the least of ours, and of
+/// PyTorch's expandable segments.
+#[test]
+fn the_front_page_has_the_least_efficiency_of_the_recorded_jobs() {
+    let jobs = "replay gpt2 moe resnet50 llama fsdp fsdp1 --ranks 1 --passes 6 --streams shared --json";
+    let said = symmalloc(jobs, &[]).json(0);
+    let said = said.as_array().unwrap();
+    let least = |of: &dyn Fn(&serde_json::Value) -> f64| said.iter().map(of).fold(1.0, f64::min);
+    let ours = least(&|job| job["efficiency"].as_f64().unwrap());
+    let theirs = least(&|job| job["pytorch"][0]["efficiency"].as_f64().unwrap());
+    let row = format!("| **{ours:.3}** | {theirs:.3}, PyTorch's expandable segments |");
+    assert!(page("README.md").contains(&row), "README.md has no cell {row}");
+}
