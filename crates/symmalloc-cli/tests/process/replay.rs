@@ -214,7 +214,10 @@ fn the_stitched_job_shows_its_settings_and_holds_less_than_under_pytorchs_rule()
     assert!(said["efficiency"].as_f64() > Some(0.99), "{said}");
     assert!(said["pytorch"][0]["efficiency"].as_f64() < Some(0.8), "{said}");
     let screen = symmalloc("replay gnn --ranks 1", &[]).stdout;
-    assert!(screen.contains("settings: segments:expandable,streams:shared,stitching:true,pointer_lookup:exact"), "{screen}");
+    assert!(
+        screen.contains("settings: segments:expandable,streams:shared,stitching:true,pointer_lookup:exact"),
+        "{screen}"
+    );
 }
 
 #[test]
