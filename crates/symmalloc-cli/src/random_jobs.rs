@@ -12,7 +12,7 @@
 use crate::args::{Args, Command, PolicyArgs, ReportArgs};
 use crate::chart::timeline_of;
 use crate::error::CliError;
-use crate::job::Options;
+use crate::job::{JobError, Options};
 use crate::picture::Selection;
 use crate::picture::timeline::{ALLOCATED, LIVE, RESERVED};
 use crate::planned::{PlannedJob, follow};
@@ -32,6 +32,7 @@ use symmalloc_import::export::export;
 use symmalloc_sim::SplitMix64;
 use symmalloc_trace::TraceWriter;
 use symmalloc_trace::plan::to_text;
+use symmalloc_trace::replay::StepError;
 
 const MIB: u64 = 1 << 20;
 
@@ -198,12 +199,12 @@ impl Draft {
                 let (stream, size_bytes) = (self.stream(), self.random.below(32) * MIB);
                 self.push(Op::Reserve { pool, stream, size_bytes });
             }
-            20 if self.has_steps => {
+            20 if self.has_steps && !asleep => {
                 let key = self.random.below(2);
                 self.push(if step { Op::EndStep { pool } } else { Op::BeginStep { pool, key } });
                 self.pools.insert(pool, PoolState { step: !step, asleep });
             }
-            21 if self.chance(2) => {
+            21 if !step && self.chance(2) => {
                 let contents = if self.chance(2) { Contents::Keep } else { Contents::Drop };
                 self.push(if asleep { Op::Wake { pool } } else { Op::Sleep { pool, contents } });
                 self.pools.insert(pool, PoolState { step, asleep: !asleep });
@@ -325,14 +326,20 @@ fn check(config: &Config, records: &[Record], folder: &Path) {
     let Command::Replay(arguments) = parsed(&["symmalloc", "replay", path.to_str().unwrap()]) else { unreachable!() };
     let recorded = Recorded::read(&path, &arguments.reading, &PolicyArgs::default()).expect("read");
     let options = Options { ranks: NonZeroU32::new(2).unwrap(), ..Options::default() };
-    let outcome = recorded.job.replay(&options, &|| ()).expect("replay");
+    let outcome = match recorded.job.replay(&options, &|| ()) {
+        // A limit may leave no room for a pool to wake. No command carries such a job out.
+        Err(JobError::Step { error: StepError::Sleep(_), .. }) => return,
+        outcome => outcome.expect("replay"),
+    };
     assert!(outcome.is_aligned(), "ranks differ: {:?}", outcome.first_divergence);
 
     // The naive count.
     let count = Count::of(records, |ordinal| outcome.decisions[ordinal].is_none());
     assert_eq!(outcome.first_pass.live_bytes, count.peak_live_bytes, "replay: live");
     assert_eq!(outcome.first_pass_refused as u64, count.refused, "replay: refused");
-    assert!(outcome.first_pass.reserved_bytes >= count.peak_live_bytes, "more is live than reserved");
+    // What lives in a pool that sleeps has no memory.
+    let sleeps = records.iter().any(|record| matches!(record.op, Op::Sleep { .. }));
+    assert!(sleeps || outcome.first_pass.reserved_bytes >= count.peak_live_bytes, "more is live than reserved");
     let (bounds, may_refuse) = bounds(config, records);
     assert!(may_refuse || outcome.refused == 0, "refused without a limit");
     assert!(config.limit_bytes().is_none_or(|limit| outcome.peaks.reserved_bytes <= limit), "beyond the limit");
@@ -398,7 +405,8 @@ fn check_plan(path: &Path, recorded: &Recorded, outcome: &crate::job::Outcome) {
     }
     let followed = planned.followed;
     assert_eq!(followed.passes, outcome.passes);
-    assert!(followed.peaks.reserved_bytes >= followed.peaks.live_bytes, "plan: more is live than reserved");
+    let sleeps = recorded.program().ops().iter().any(|op| matches!(op, Op::Sleep { .. }));
+    assert!(sleeps || followed.peaks.reserved_bytes >= followed.peaks.live_bytes, "plan: more is live than reserved");
     assert!(followed.refused > 0 || followed.peaks.live_bytes >= outcome.peaks.live_bytes, "plan: live");
     let file = path.with_extension("plan");
     std::fs::write(&file, to_text(&planned.file)).unwrap();
