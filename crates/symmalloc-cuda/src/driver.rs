@@ -198,6 +198,7 @@ driver_calls! {
     event_record = cuEventRecord(event: CUevent, stream: CUstream);
     event_query = cuEventQuery(event: CUevent);
     event_synchronize = cuEventSynchronize(event: CUevent);
+    event_elapsed = cuEventElapsedTime(milliseconds: *mut f32, start: CUevent, end: CUevent);
     stream_create = cuStreamCreate(stream: *mut CUstream, flags: c_uint);
     stream_destroy = cuStreamDestroy_v2(stream: CUstream);
     stream_wait = cuStreamWaitEvent(stream: CUstream, event: CUevent, flags: c_uint);

@@ -337,21 +337,32 @@ stub! {
 
     call_in_context cuEventCreate(event: *mut u64, flags: c_uint) |state| {
         let handle = state.handle();
-        state.events.insert(handle, Event::default());
+        // CU_EVENT_DISABLE_TIMING
+        state.events.insert(handle, Event { has_times: flags & 2 == 0, ..Event::default() });
         answer(event, handle);
         Ok(())
     };
     call_in_context cuEventDestroy_v2(event: u64) |state| state.events.remove(&event).map(|_| ()).ok_or(INVALID_HANDLE);
     call_in_context cuEventRecord(event: u64, stream: u64) |state| {
-        if !state.events.contains_key(&event) { return Err(INVALID_HANDLE); }
+        let has_times = state.events.get(&event).ok_or(INVALID_HANDLE)?.has_times;
         let recorded = state.record(stream_key(stream)).ok_or(INVALID_HANDLE)?;
-        state.events.insert(event, recorded);
+        state.events.insert(event, Event { has_times, ..recorded });
         Ok(())
     };
     call_outside_capture cuEventQuery(event: u64) |state| {
         let known = *state.events.get(&event).ok_or(INVALID_HANDLE)?;
         if known.capture.is_some() { return Err(CAPTURED_EVENT); }
         if state.poll(event) { Ok(()) } else { Err(NOT_READY) }
+    };
+    call cuEventElapsedTime(milliseconds: *mut f32, start: u64, end: u64) |state| {
+        let known = [start, end].map(|event| state.events.get(&event).copied());
+        let [Some(first), Some(last)] = known else { return Err(INVALID_HANDLE) };
+        let both = [first, last];
+        if both.iter().any(|event| !event.is_recorded || !event.has_times) { return Err(INVALID_HANDLE); }
+        if both.iter().any(|event| event.capture.is_some()) { return Err(CAPTURED_EVENT); }
+        if both.iter().any(|event| !state.has_run(event.stream, event.seq)) { return Err(NOT_READY); }
+        answer(milliseconds, 0.0);
+        Ok(())
     };
     call_outside_capture cuEventSynchronize(event: u64) |state| {
         let event = *state.events.get(&event).ok_or(INVALID_HANDLE)?;

@@ -90,6 +90,8 @@ impl Stream {
 /// An event.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Event {
+    /// Made with times, which `cuEventElapsedTime` needs.
+    pub has_times: bool,
     /// Whether it was ever recorded.
     pub is_recorded: bool,
     /// The stream it was recorded on.
@@ -99,7 +101,7 @@ pub struct Event {
     /// In which capture.
     pub capture: Option<u64>,
     /// How often it was found done but not waited for.
-    polls: u64,
+    pub polls: u64,
 }
 
 /// A capture under way.
@@ -189,7 +191,7 @@ impl State {
     pub fn record(&mut self, stream: u64) -> Option<Event> {
         let capture = self.stream(stream)?.capture;
         let seq = self.enqueue(stream, Work::Mark);
-        Some(Event { is_recorded: true, stream, seq, capture, polls: 0 })
+        Some(Event { is_recorded: true, stream, seq, capture, ..Event::default() })
     }
 
     /// Makes later work of the stream wait.

@@ -7,10 +7,12 @@
 //!  lend_on ── the stream waits for earlier uses, its use is noted ── CudaSlice of that stream ── its users
 //!  drop    ── the stream waits for what cudarc saw on others ── CudaSlice taken apart, nothing freed
 //! ```
+//!
+//! The block counts its lent slices. If one was forgotten, the host waits for the context before the block is freed.
 
 use super::device_buffer::DeviceBuffer;
 use super::tracked_block::TrackedBlockRef;
-use super::uses::AccessMode;
+use super::uses::{AccessMode, Uses};
 use super::view::{BufferView, BufferViewMut};
 use crate::backend::CudaBackend;
 use crate::device::{CudaDevice, RestoreCurrent};
@@ -31,6 +33,8 @@ pub struct LentSlice<'a, T> {
     /// Taken apart by `drop`.
     slice: ManuallyDrop<CudaSlice<T>>,
     device: &'a CudaDevice,
+    /// Counts this slice; `None` when there are no bytes.
+    uses: Option<&'a Uses>,
     /// Dropped after the slice was taken apart: what this notes covers all of its uses.
     _use_on_stream: SyncOnDrop<'a>,
 }
@@ -126,7 +130,12 @@ impl<'a, T> LentSlice<'a, T> {
         let mut slice = unsafe { stream.upgrade_device_ptr::<T>(pointer, len) };
         // For cudarc the slice is fresh: whoever uses it elsewhere waits for nothing. This notes what the stream has behind it.
         drop(slice.device_ptr_mut(stream));
-        Ok(LentSlice { slice: ManuallyDrop::new(slice), device, _use_on_stream: use_on_stream })
+        Ok(LentSlice {
+            slice: ManuallyDrop::new(slice),
+            device,
+            uses: block.begin_lend(),
+            _use_on_stream: use_on_stream,
+        })
     }
 }
 
@@ -159,6 +168,9 @@ impl<T> Drop for LentSlice<'_, T> {
         let slice = unsafe { ManuallyDrop::take(&mut self.slice) };
         // Makes its stream wait for uses on others, and frees the events.
         let _pointer = slice.leak();
+        if let Some(uses) = self.uses {
+            uses.end_lend();
+        }
     }
 }
 

@@ -5,12 +5,13 @@
 //! and only where the memory would otherwise be overwritten under a running copy.
 
 use super::block::OwnedBlock;
+use super::uses::wait_for_context;
 use crate::allocator::CachingAllocator;
 use crate::backend::PinnedBackend;
 use crate::device::CudaDevice;
-use crate::error::{CudaError, DriverError};
+use crate::error::{CudaError, DriverError, DropError};
 use crate::pools::StreamAllocator;
-use cudarc::driver::{CudaStream, DeviceRepr, HostSlice, SyncOnDrop, ValidAsZeroBits};
+use cudarc::driver::{CudaContext, CudaStream, DeviceRepr, HostSlice, SyncOnDrop, ValidAsZeroBits};
 use smallvec::SmallVec;
 use std::fmt;
 use std::marker::PhantomData;
@@ -57,9 +58,18 @@ impl PinnedAllocator {
 pub struct PinnedBuffer<T> {
     block: OwnedBlock<Arc<StreamAllocator<PinnedBackend>>>,
     len: usize,
-    /// Streams whose work uses it since the host looked last.
-    pending: Mutex<SmallVec<[StreamId; 2]>>,
+    /// Uses since the host looked last.
+    pending: Mutex<SmallVec<[PendingUse; 2]>>,
     elements: PhantomData<T>,
+}
+
+/// Work that may use a buffer.
+#[derive(Clone, Debug)]
+enum PendingUse {
+    /// Of a registered stream. Freeing the memory covers it too.
+    Stream(StreamId),
+    /// Of an unregistered stream of this context. Its guard waits for it, but may have been forgotten.
+    Unwatched(Arc<CudaContext>),
 }
 
 // SAFETY: owns its elements like a `Vec`.
@@ -110,8 +120,11 @@ impl<T> PinnedBuffer<T> {
 
     fn wait_for_pending(&self) -> Result<(), CudaError> {
         let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
-        while let Some(stream) = pending.last().copied() {
-            self.block.state().synchronize(stream).map_err(DriverError::from)?;
+        while let Some(last) = pending.last() {
+            match last {
+                PendingUse::Stream(stream) => self.block.state().synchronize(*stream).map_err(DriverError::from)?,
+                PendingUse::Unwatched(context) => wait_for_context(self.block.state().device(), context)?,
+            }
             pending.pop();
         }
         Ok(())
@@ -119,16 +132,38 @@ impl<T> PinnedBuffer<T> {
 
     /// Notes a use by work that is submitted to the stream while the guard lives.
     fn begin<'a>(&self, stream: &'a CudaStream) -> SyncOnDrop<'a> {
+        let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(id) = self.block.state().streams().find(stream) else {
+            let context = stream.context();
+            let is_same =
+                |one: &PendingUse| matches!(one, PendingUse::Unwatched(it) if it.cu_ctx() == context.cu_ctx());
+            if !pending.iter().any(is_same) {
+                pending.push(PendingUse::Unwatched(Arc::clone(context)));
+            }
             // No event could be recorded on it later: the host waits for this use at once.
             return SyncOnDrop::sync_stream(stream);
         };
         self.block.allocator().record_use(self.block.handle(), id);
-        let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
-        if !pending.contains(&id) {
-            pending.push(id);
+        if !pending.iter().any(|one| matches!(one, PendingUse::Stream(stream) if *stream == id)) {
+            pending.push(PendingUse::Stream(id));
         }
         SyncOnDrop::Record(None)
+    }
+}
+
+impl<T> Drop for PinnedBuffer<T> {
+    /// If work of an unregistered stream may still use the memory and the driver cannot wait for it, the memory stays allocated.
+    fn drop(&mut self) {
+        let pending = self.pending.get_mut().unwrap_or_else(PoisonError::into_inner);
+        for one in pending.drain(..) {
+            if let PendingUse::Unwatched(context) = one
+                && let Err(error) = wait_for_context(self.block.state().device(), &context)
+            {
+                self.block.state().note_drop_error(DropError::Order(error.into()));
+                self.block.disown();
+                return;
+            }
+        }
     }
 }
 

@@ -79,10 +79,20 @@ impl<'b> TrackedBlockRef<'b> {
         }
     }
 
-    /// Brings every use behind the block's own stream that freeing does not cover: those of streams that are not registered.
+    /// Counts a lent slice of the block until [`Uses::end_lend`]. Returns `None` when there are no bytes.
+    pub(super) fn begin_lend(self) -> Option<&'b Uses> {
+        if self.address == 0 {
+            return None;
+        }
+        let uses = self.uses.get_or_init(|| Box::new(Uses::new(self.allocator.stream_id())));
+        uses.begin_lend();
+        Some(uses)
+    }
+
+    /// Orders the block's own stream behind every use that freeing does not cover: see [`Uses::settle`].
     fn settle(self) -> Result<(), BackendError> {
         match self.uses.get() {
-            Some(uses) => uses.order_behind_foreign(self.allocator, self.stream()),
+            Some(uses) => uses.settle(self.allocator, self.stream()),
             None => Ok(()),
         }
     }

@@ -8,18 +8,26 @@
 //!
 //! A kernel on the buffer's own stream that takes the buffer itself as its argument is ordered like any other use.
 //!
-//! A stream that is not registered has no id. Its use is covered by an event that cudarc records when the pointer's guard is
-//! dropped, and for which the buffer's own stream waits before the buffer is freed.
+//! An unregistered stream has no id. Its use is covered by an event that cudarc records when the pointer's guard is dropped, and
+//! for which the buffer's own stream waits before the buffer is freed.
+//!
+//! # Forgotten guards
+//! `std::mem::forget` is safe, so memory must not depend on a guard's `drop`. Uses by registered streams do not: the allocator
+//! records an event on each of them at `free`. For the others, [`Uses::settle`] detects guards that may still be open: a
+//! [`LentSlice`](super::lent::LentSlice) counts itself, and an event that was never recorded belongs to a guard that was never
+//! dropped. If there is one, the host waits for the context before the block is freed.
 //!
 //! In a stream capture only streams of the same capture are ordered. The program orders what came before, before it launches
 //! the graph.
 
-use crate::device::RestoreCurrent;
-use crate::error::{DriverError, DropError};
+use crate::device::{CudaDevice, RestoreCurrent};
+use crate::error::{CAPTURE_UNSUPPORTED, DriverError, DropError, INVALID_HANDLE};
 use crate::pools::StreamAllocator;
-use cudarc::driver::{CudaEvent, CudaStream, SyncOnDrop};
+use cudarc::driver::sys::CUevent_flags;
+use cudarc::driver::{CudaContext, CudaEvent, CudaStream, SyncOnDrop};
 use smallvec::SmallVec;
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use symmalloc_core::backend::{BackendError, Event};
 use symmalloc_core::{Handle, StreamId};
 
@@ -36,7 +44,15 @@ pub(super) struct Uses {
     registered: Mutex<RegisteredUses>,
     /// Grows only, so that guards may borrow from it. Boxed, because it is large and rarely there.
     foreign: OnceLock<Box<boxcar::Vec<ForeignUse>>>,
+    /// Lent slices that were not dropped.
+    lends: AtomicU32,
+    /// Contexts of uses whose guards may have been forgotten without a trace.
+    unwatched: Mutex<SmallVec<[Arc<CudaContext>; 1]>>,
 }
+
+/// Number of uses by unregistered streams that have an event each. A later use records an earlier event again, which hides a
+/// forgotten guard, so it counts as unwatched.
+const WATCHED_USES_MAX: usize = 8;
 
 /// Uses by registered streams since the last write.
 #[derive(Debug)]
@@ -57,7 +73,57 @@ struct ForeignUse {
 impl Uses {
     pub(super) fn new(owner: StreamId) -> Self {
         let registered = Mutex::new(RegisteredUses { writer: owner, readers: SmallVec::new() });
-        Uses { registered, foreign: OnceLock::new() }
+        Uses { registered, foreign: OnceLock::new(), lends: AtomicU32::new(0), unwatched: Mutex::default() }
+    }
+
+    /// Counts a lent slice until [`end_lend`](Self::end_lend).
+    pub(super) fn begin_lend(&self) {
+        self.lends.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// The stream of a lent slice is ordered behind all of its uses.
+    pub(super) fn end_lend(&self) {
+        self.lends.fetch_sub(1, Ordering::Relaxed);
+    }
+
+    /// Orders the block's own stream behind every use that freeing the block does not cover. Waits for the device if a guard may
+    /// have been forgotten.
+    pub(super) fn settle(&self, allocator: &StreamAllocator, own: &CudaStream) -> Result<(), BackendError> {
+        let device = allocator.state().device();
+        let mut contexts = self.unwatched.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if self.has_open_guard(allocator) {
+            contexts.push(Arc::clone(device.context()));
+        }
+        if !contexts.is_empty() {
+            tracing::debug!(name: "guard.unwatched", target: "symmalloc", "waits for the context before the memory is freed");
+        }
+        contexts.iter().try_for_each(|context| wait_for_context(device, context))?;
+        self.order_behind_foreign(allocator, own)
+    }
+
+    /// Returns `true` if a lent slice, or the guard of an event, was not dropped.
+    fn has_open_guard(&self, allocator: &StreamAllocator) -> bool {
+        if self.lends.load(Ordering::Relaxed) > 0 {
+            return true;
+        }
+        let Some(foreign) = self.foreign.get() else { return false };
+        let driver = allocator.state().device().driver();
+        let _relaxed = driver.relax_capture();
+        let is_open = |event: &CudaEvent| {
+            let (event, mut milliseconds) = (event.cu_event(), 0.0);
+            // SAFETY: an event of this driver that is alive, and room for a number.
+            let elapsed = unsafe { driver.event_elapsed(&raw mut milliseconds, event, event) };
+            elapsed.is_err_and(|error| error.code == INVALID_HANDLE)
+        };
+        foreign.iter().filter_map(|(_, entry)| entry.event.as_ref()).any(is_open)
+    }
+
+    /// Notes a use whose end leaves no trace.
+    fn note_unwatched(&self, context: &Arc<CudaContext>) {
+        let mut unwatched = self.unwatched.lock().unwrap_or_else(PoisonError::into_inner);
+        if !unwatched.iter().any(|known| known.cu_ctx() == context.cu_ctx()) {
+            unwatched.push(Arc::clone(context));
+        }
     }
 
     /// Notes a use by work that is submitted to the stream while the guard lives.
@@ -76,6 +142,7 @@ impl Uses {
         begun.unwrap_or_else(|error| {
             allocator.state().note_drop_error(DropError::Order(error));
             // The host waits, before and after: slow and safe. What the driver refuses even then is a lost device.
+            self.note_unwatched(stream.context());
             let _waited = allocator.state().device().synchronize();
             SyncOnDrop::sync_stream(stream)
         })
@@ -145,6 +212,7 @@ impl Uses {
         if stream.context().cu_ctx() != streams.device().context().cu_ctx() {
             // Events of this context cannot be recorded on a stream of another one: the host waits, before and after.
             streams.device().synchronize()?;
+            self.note_unwatched(stream.context());
             return Ok(SyncOnDrop::sync_stream(stream));
         }
         if stream.context().is_event_tracking() {
@@ -160,6 +228,7 @@ impl Uses {
         self.order_behind_foreign(allocator, stream)?;
         if !stream.context().is_managing_stream_synchronization() {
             // cudarc would not record the event: the host waits.
+            self.note_unwatched(stream.context());
             return Ok(SyncOnDrop::sync_stream(stream));
         }
         Ok(SyncOnDrop::record_event(self.foreign_event(allocator, stream)?, stream))
@@ -172,16 +241,31 @@ impl Uses {
     ) -> Result<&Option<CudaEvent>, BackendError> {
         let uses = self.foreign.get_or_init(Box::default);
         let raw = stream.cu_stream() as usize;
-        if let Some((_, entry)) = uses.iter().find(|(_, entry)| entry.stream == raw) {
+        if uses.count() >= WATCHED_USES_MAX
+            && let Some((_, entry)) = uses.iter().find(|(_, entry)| entry.stream == raw)
+        {
+            self.note_unwatched(stream.context());
             return Ok(&entry.event);
         }
         let device = allocator.state().device();
         let _restore = RestoreCurrent::of(device.driver())?;
-        let event = device.context().new_event(None);
+        // The driver answers whether an event was recorded only for events with times.
+        let event = device.context().new_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
         let event = event.map_err(|error| DriverError { call: "cuEventCreate", code: error.0 as i32 })?;
         let index = uses.push(ForeignUse { stream: raw, event: Some(event) });
         Ok(&uses[index].event)
     }
+}
+
+/// Waits for a context. While a stream of it is captured this is an error, and the capture stays valid.
+pub(super) fn wait_for_context(device: &CudaDevice, context: &Arc<CudaContext>) -> Result<(), DriverError> {
+    if device.is_capturing() {
+        return Err(DriverError { call: "cuCtxSynchronize", code: CAPTURE_UNSUPPORTED });
+    }
+    let driver = device.driver();
+    let _restore = RestoreCurrent::of(driver)?;
+    let _relaxed = driver.relax_capture();
+    context.synchronize().map_err(|error| DriverError { call: "cuCtxSynchronize", code: error.0 as i32 })
 }
 
 /// Orders `stream` behind `on`, unless a capture separates them.

@@ -244,10 +244,15 @@ stub_test!(a_stream_that_was_never_registered_is_waited_for_as_well, {
     for _ in 0..3 {
         drop(buffer.device_ptr(&foreign));
     }
-    assert_eq!(calls("cuEventCreate"), 2, "one from the pool, and one for the foreign stream");
-    let before = calls("cuStreamWaitEvent");
+    assert_eq!(calls("cuEventCreate"), 4, "one from the pool, and one for each use by the foreign stream");
+    let before = (calls("cuStreamWaitEvent"), calls("cuCtxSynchronize"));
     drop(buffer);
-    assert_eq!(calls("cuStreamWaitEvent"), before + 1, "the buffer's own stream waits for the foreign one");
+    let after = (calls("cuStreamWaitEvent"), calls("cuCtxSynchronize"));
+    assert_eq!(
+        after,
+        (before.0 + 3, before.1),
+        "the buffer's own stream waits for the foreign one, and the host does not"
+    );
     assert_eq!(allocator.drop_errors().count, 0);
 });
 

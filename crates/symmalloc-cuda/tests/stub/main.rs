@@ -6,6 +6,7 @@ mod buffers;
 mod captures;
 mod driver_errors;
 mod drops;
+mod forgotten;
 mod graphs;
 mod lent;
 #[cfg(feature = "metrics")]
