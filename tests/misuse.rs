@@ -333,4 +333,64 @@ fn only_zero_bytes_that_were_allocated_are_freed() {
     let (place, serial) = allocator.allocate(POOL, S0, 0).expect("always").handle.into_raw();
     let handle = Handle::from_raw((place, serial + 1));
     assert_eq!(allocator.free(handle), Err(HandleError::Foreign { handle }.into()));
+    assert_eq!(allocator.record_use(handle, S0), Err(HandleError::Foreign { handle }.into()));
+}
+
+#[test]
+fn zero_bytes_are_freed_once_and_not_used_afterwards() {
+    let allocator = allocator();
+    let [first, second] = [0, 1].map(|_| allocator.allocate(POOL, S0, 0).expect("always").handle);
+    allocator.free(first).expect("live");
+    let before = state(&allocator);
+    let stale = HandleError::Stale { handle: first };
+    assert_eq!(allocator.free(first), Err(stale.clone().into()));
+    assert_eq!(allocator.record_use(first, S0), Err(stale.into()));
+    assert_eq!(state(&allocator), before);
+    allocator.record_use(second, S0).expect("live");
+    allocator.free(second).expect("live");
+}
+
+/// They take no memory, so the pool does not wait for them.
+#[test]
+fn zero_bytes_of_a_destroyed_pool_are_freed_once() {
+    let allocator = allocator();
+    let pool = allocator.create_pool(PoolConfig::default()).expect("valid");
+    let handle = allocator.allocate(pool, S0, 0).expect("always").handle;
+    allocator.destroy_pool(pool).expect("nothing has bytes");
+    let next = allocator.create_pool(PoolConfig::default()).expect("valid");
+    let other = allocator.allocate(next, S0, 0).expect("always").handle;
+    let digest = allocator.digest(next).expect("live");
+    allocator.free(handle).expect("live");
+    assert_eq!(allocator.digest(next), Ok(digest), "it is no op of the next pool");
+    assert_eq!(allocator.free(handle), Err(HandleError::Stale { handle }.into()));
+    allocator.free(other).expect("live");
+}
+
+/// A later pool takes a destroyed one's place in memory, and nothing of it.
+#[test]
+fn a_handle_of_a_destroyed_pool_stays_stale_in_later_pools() {
+    let allocator = allocator();
+    let mut stale: Vec<(PoolId, Handle)> = Vec::new();
+    for _ in 0..5 {
+        let pool = allocator.create_pool(PoolConfig::default()).expect("valid");
+        let fresh = allocator.pool_stats(pool).expect("live");
+        assert_eq!((fresh.reserved_bytes.peak, fresh.usage.all.allocations.allocated, fresh.segments_born), (0, 0, 0));
+        assert_eq!(allocator.heap_digests(pool).expect("live"), []);
+        assert_eq!(allocator.segment_log_entries(pool), 0);
+        let made = allocator.allocate(pool, S0, 1 << 20).expect("memory");
+        assert_eq!((made.placement.segment.0, made.placement.offset_bytes), (0, 0));
+        for (gone, handle) in stale.iter().copied() {
+            assert_eq!(allocator.free(handle), Err(HandleError::Stale { handle }.into()));
+            assert_eq!(allocator.allocation(handle), Err(HandleError::Stale { handle }));
+            let destroyed = UnknownError::DestroyedPool { pool: gone };
+            assert_eq!(allocator.allocate(gone, S0, 1 << 20), Err(destroyed.clone().into()));
+            assert_eq!(allocator.trim(Some(gone)), Err(destroyed.clone().into()));
+            assert_eq!(allocator.pool_stats(gone), Err(destroyed));
+            assert_eq!(allocator.segment_log_entries(gone), 0);
+        }
+        allocator.free(made.handle).expect("live");
+        allocator.destroy_pool(pool).expect("empty");
+        stale.push((pool, made.handle));
+    }
+    allocator.check().expect("sound");
 }

@@ -2,6 +2,7 @@
 
 use super::recorder::{Recording, RecordingEnd, RecordingError, StartRecordingError};
 use super::request::Request;
+use crate::config::Config;
 use crate::config::op::{NAME_BYTES_MAX, Op, Record};
 use crate::heap::revive::Revived;
 use crate::heap::trim::Released;
@@ -9,6 +10,7 @@ use crate::history::journal::cut_name;
 use crate::sync::lock::{Guard, Lock, LockCell};
 use crate::types::handle::{Allocation, Handle};
 use crate::types::ids::{AllocationId, ObserverId, PoolId, StreamId};
+use std::cell::RefCell;
 use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -25,6 +27,31 @@ pub(super) struct Recorder<L: Lock> {
     state: L::Cell<RecorderState>,
     /// Whether ops are recorded. Changes behind the gate.
     is_on: AtomicBool,
+    /// The allocator's number, by which a thread knows whose sink it is in.
+    number: u64,
+    /// The sink used the allocator.
+    was_reentered: AtomicBool,
+}
+
+thread_local! {
+    /// The allocators whose sinks this thread is in. With the gate, which another call by the same thread would wait for.
+    static IN_SINKS: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
+}
+
+/// The thread is in a sink until this is dropped.
+struct InSink;
+
+impl InSink {
+    fn enter(number: u64) -> Self {
+        IN_SINKS.with_borrow_mut(|sinks| sinks.push(number));
+        InSink
+    }
+}
+
+impl Drop for InSink {
+    fn drop(&mut self) {
+        IN_SINKS.with_borrow_mut(Vec::pop);
+    }
 }
 
 /// The way through the gate. While a thread holds it, no other carries out a recorded op.
@@ -37,8 +64,29 @@ pub(super) struct Gate<'a, L: Lock> {
 }
 
 impl<L: Lock> Recorder<L> {
-    pub(super) fn new() -> Self {
-        Recorder { state: L::Cell::new(RecorderState::Off), is_on: AtomicBool::new(false) }
+    pub(super) fn new(number: u64) -> Self {
+        Recorder {
+            state: L::Cell::new(RecorderState::Off),
+            is_on: AtomicBool::new(false),
+            number,
+            was_reentered: AtomicBool::new(false),
+        }
+    }
+
+    /// Returns `true` if the calling thread is in the sink of this recording, and holds the gate.
+    fn is_in_sink(&self) -> bool {
+        IN_SINKS.with_borrow(|sinks| sinks.contains(&self.number))
+    }
+
+    /// Calls the sink. What the sink does with the allocator meanwhile passes the gate unrecorded.
+    fn with_sink<T>(&self, call: impl FnOnce() -> T) -> T {
+        let _in_sink = InSink::enter(self.number);
+        call()
+    }
+
+    /// Returns `true` if the sink used the allocator since the last call of this function.
+    fn take_reentered(&self) -> bool {
+        self.was_reentered.swap(false, Ordering::Relaxed)
     }
 
     #[inline(always)]
@@ -51,6 +99,10 @@ impl<L: Lock> Recorder<L> {
         if !self.is_on() {
             return self.open_gate();
         }
+        if self.is_in_sink() {
+            self.was_reentered.store(true, Ordering::Relaxed);
+            return self.open_gate();
+        }
         Gate { recorder: self, state: Some(self.state.lock()), was_panicking: std::thread::panicking() }
     }
 
@@ -61,6 +113,9 @@ impl<L: Lock> Recorder<L> {
 
     /// Through the gate, to begin a recording.
     pub(super) fn prepare(&self) -> Result<Gate<'_, L>, StartRecordingError> {
+        if self.is_in_sink() {
+            return Err(StartRecordingError::AlreadyRecording);
+        }
         let state = self.state.lock();
         if !matches!(*state, RecorderState::Off) {
             return Err(StartRecordingError::AlreadyRecording);
@@ -70,6 +125,9 @@ impl<L: Lock> Recorder<L> {
 
     /// Ends the recording.
     pub(super) fn stop(&self) -> Result<Box<Recording>, RecordingError> {
+        if self.is_in_sink() {
+            return Err(RecordingError::InSink);
+        }
         let mut state = self.state.lock();
         match std::mem::replace(&mut *state, RecorderState::Off) {
             RecorderState::Off => Err(RecordingError::NotRecording),
@@ -83,11 +141,38 @@ impl<L: Lock> Recorder<L> {
 }
 
 impl<L: Lock> Gate<'_, L> {
-    /// From here on everything is recorded.
-    pub(super) fn begin(&mut self, recording: Recording) {
-        let state = self.state.as_deref_mut().expect("a gate that was prepared");
-        *state = RecorderState::On(Box::new(recording));
+    /// Begins a recording: no op passes the gate before the sink has what stands already. The caller holds no lock.
+    pub(super) fn begin(
+        &mut self,
+        config: &Config,
+        standing: Vec<Record>,
+        mut recording: Recording,
+    ) -> Result<(), StartRecordingError> {
         self.recorder.is_on.store(true, Ordering::Release);
+        let begun = self.recorder.with_sink(|| {
+            recording.sink.begin(config)?;
+            standing.into_iter().try_for_each(|record| {
+                recording.records += 1;
+                recording.sink.record(record)
+            })
+        });
+        let begun = match (begun, self.recorder.take_reentered()) {
+            (Err(error), _) => Err(StartRecordingError::Sink(error)),
+            (Ok(()), true) => Err(StartRecordingError::Reentered),
+            (Ok(()), false) => Ok(()),
+        };
+        match begun {
+            Ok(()) => {
+                let state = self.state.as_deref_mut().expect("a gate that was prepared");
+                *state = RecorderState::On(Box::new(recording));
+            }
+            Err(_) => {
+                self.recorder.with_sink(|| drop(recording));
+                self.recorder.take_reentered();
+                self.recorder.is_on.store(false, Ordering::Release);
+            }
+        }
+        begun
     }
 
     /// Whether what is noted goes anywhere.
@@ -108,10 +193,14 @@ impl<L: Lock> Gate<'_, L> {
     }
 
     fn note_record(&mut self, record: Record) {
+        let recorder = self.recorder;
         let Some(recording) = self.recording() else { return };
-        match recording.sink.record(record) {
+        match recorder.with_sink(|| recording.sink.record(record)) {
             Ok(()) => recording.records += 1,
             Err(error) => self.end(RecordingEnd::Sink(error)),
+        }
+        if recorder.take_reentered() {
+            self.end(RecordingEnd::Reentered);
         }
     }
 
@@ -153,8 +242,7 @@ impl<L: Lock> Gate<'_, L> {
         let Some(recording) = self.recording() else { return };
         match recording.ids.take(handle) {
             Some(id) => self.note(Op::Free { id }),
-            // No handle says whether an allocation of zero bytes was freed before.
-            None => self.end(RecordingEnd::FreedTwice { handle }),
+            None => unreachable!("every live allocation has an id while it is recorded"),
         }
     }
 
@@ -204,13 +292,16 @@ impl<L: Lock> Gate<'_, L> {
         let (records, mut source) = (*records, end);
         // What was recorded before is whole, unless the sink failed.
         if !matches!(source, RecordingEnd::Sink(_) | RecordingEnd::Panicked)
-            && let Err(error) = sink.finish()
+            && let Err(error) = self.recorder.with_sink(|| sink.finish())
         {
             source = RecordingEnd::Sink(error);
         }
         let error = RecordingError::Ended { records, source };
         tracing::warn!(name: "recording.ended", target: "symmalloc", records, %error);
-        *state = RecorderState::Ended(error);
+        let ended = std::mem::replace(state, RecorderState::Ended(error));
+        self.recorder.with_sink(|| drop(ended));
+        // The recording has ended: what the sink does last needs no record.
+        self.recorder.take_reentered();
         self.recorder.is_on.store(false, Ordering::Release);
     }
 

@@ -7,9 +7,11 @@ pub use crate::history::digest::{Mark, folded_multiply, op_word, unpack_op, unpa
 pub use crate::history::journal::{CHECKPOINTS_MAX, Journal, JournalEntry, NAME_BYTES_MAX, ProgramOrder};
 
 use super::Allocator;
+use super::destroyed::FinalHistory;
 use super::pool::{HeapCell, Pool};
 use crate::config::op::Op;
 use crate::config::text::hash_of_text;
+use crate::heap::Heap;
 use crate::history::digest::Digest;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
@@ -50,7 +52,17 @@ pub trait HistorySource {
 
 impl<B: Backend, L: Lock> HistorySource for Allocator<B, L> {
     fn heap_histories(&self) -> Vec<HeapHistory> {
-        let pools = self.symmetric_pools().zip(0..);
+        let destroyed = self.destroyed.lock();
+        let mut symmetric = self.symmetric_pools().zip(0..).peekable();
+        let ended = destroyed.histories().map(|((id, stream), FinalHistory { digest, journal, .. })| {
+            while symmetric.next_if(|((earlier, _), _)| *earlier < id).is_some() {}
+            let (_, pool) = symmetric.peek().expect("only symmetric pools have histories");
+            let oldest = journal.as_deref().map_or(digest.ops, Journal::oldest);
+            HeapHistory { pool: *pool, stream, digest: *digest, oldest }
+        });
+        let mut histories: Vec<_> = ended.collect();
+        drop(destroyed);
+        let pools = self.symmetric_pools().zip(0..).filter(|((id, pool), _)| pool.id() == *id);
         let heaps = pools.flat_map(|((_, pool), ordinal)| pool.heaps().map(move |heap| (ordinal, heap.lock())));
         let lived = heaps.filter(|(_, heap)| heap.has_history() && !heap.is_settled());
         let history = lived.map(|(pool, heap)| HeapHistory {
@@ -59,7 +71,9 @@ impl<B: Backend, L: Lock> HistorySource for Allocator<B, L> {
             digest: heap.digest(),
             oldest: heap.journal().map_or(heap.digest().ops, Journal::oldest),
         });
-        history.collect()
+        histories.extend(history);
+        histories.sort_by_key(|history| (history.pool, history.stream));
+        histories
     }
 
     fn policy_digests(&self) -> Vec<u64> {
@@ -78,6 +92,10 @@ impl<B: Backend, L: Lock> HistorySource for Allocator<B, L> {
     fn look_back(&self, pool: u32, stream: Option<StreamId>, look: &mut dyn FnMut(&Journal)) {
         if let Some(heap) = self.symmetric_heap(pool, stream) {
             heap.lock().journal().into_iter().for_each(look);
+        } else if let Some(id) = self.symmetric_pool(pool)
+            && let Some(history) = self.destroyed.lock().history(id, stream)
+        {
+            history.journal.as_deref().into_iter().for_each(look);
         }
     }
 
@@ -92,6 +110,8 @@ impl<B: Backend, L: Lock> HistorySource for Allocator<B, L> {
     fn settle(&self, pool: u32, stream: Option<StreamId>, digest: Digest) {
         if let Some(heap) = self.symmetric_heap(pool, stream) {
             heap.lock().settle(digest);
+        } else if let Some(id) = self.symmetric_pool(pool) {
+            self.destroyed.lock().settle(id, stream, digest);
         }
     }
 }
@@ -110,7 +130,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// Bytes that the history of symmetric heaps takes now. See [`ConfigBuilder::history_ops`](crate::config::ConfigBuilder::history_ops).
     pub fn history_bytes(&self) -> u64 {
-        self.all_heaps().map(|heap| heap.lock().journal().map_or(0, Journal::bytes)).sum()
+        let heaps: u64 = self.all_heaps().map(|heap| heap.lock().journal().map_or(0, Journal::bytes)).sum();
+        heaps + self.destroyed.lock().history_bytes()
     }
 
     /// In the order in which the program made them, destroyed ones included.
@@ -120,8 +141,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     fn symmetric_heap(&self, pool: u32, stream: Option<StreamId>) -> Option<&HeapCell<L>> {
-        let (_, pool) = self.symmetric_pools().nth(pool as usize)?;
-        pool.heaps().find(|heap| heap.lock().identity().stream == stream)
+        let (id, pool) = self.symmetric_pools().nth(pool as usize)?;
+        let is_meant = |heap: &Heap<L>| heap.identity().stream == stream && heap.has_history();
+        pool.heaps().filter(|_| pool.id() == id).find(|heap| is_meant(&heap.lock()))
     }
 
     /// What decides in symmetric pools and is not in their own configurations.

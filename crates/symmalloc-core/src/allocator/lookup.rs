@@ -109,8 +109,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// The first violation found, in (pool, stream) order.
     pub fn check(&self) -> Result<(), Violation> {
         let (mut held_in_all, mut segments_in_all) = (0, 0);
-        for (index, entry) in self.pools.iter() {
-            let pool = PoolId(index as u32);
+        for (pool, entry) in self.kept_pools() {
             let mut held = 0;
             for heap in entry.heaps() {
                 let heap = heap.lock();

@@ -19,6 +19,7 @@
 //! Statistics over all heaps and the recording are told after a decision, at the end of `place` and of `free`. They decide nothing.
 //! While a recording is on, ops pass its gate one at a time.
 
+mod destroyed;
 mod gate;
 pub mod histories;
 mod lookup;
@@ -49,9 +50,8 @@ use crate::config::errors::{
 use crate::config::op::Op;
 use crate::config::{Config, ConfigError, PointerLookup, StreamPolicy, in_range};
 use crate::heap::trim::Released;
-use crate::heap::{Context, Freed, Heap, HeapIdentity, is_nothing};
+use crate::heap::{Context, Freed, HeapIdentity, is_nothing};
 use crate::history::journal::ProgramOrder;
-use crate::history::segment_log::SegmentLog;
 use crate::pointers::{HeapHints, SegmentDirectory};
 use crate::stats::budget::Budget;
 use crate::stats::usage::TotalUsage;
@@ -62,6 +62,7 @@ use crate::types::backend::{Backend, BackendError, DeviceAddress};
 use crate::types::handle::{Allocation, Handle};
 use crate::types::ids::{HeapId, PoolId, StreamId};
 use crate::types::units::{SEGMENT_BYTES_MAX, UNIT_BYTES, Units, bytes, units};
+use destroyed::Destroyed;
 use gate::{Gate, Recorder};
 use observer_list::Observers;
 use pool::{HeapCell, HeapGuard, Pool};
@@ -103,7 +104,9 @@ pub struct Allocator<B: Backend, L: Lock = Exclusive> {
     granularity_bytes: u64,
     /// Number of registered streams. Written under the lock of the clocks.
     streams: AtomicU32,
-    pools: Registry<Box<Pool<L>>>,
+    pools: Registry<Arc<Pool<L>>>,
+    /// The last lock to be taken.
+    destroyed: L::Cell<Destroyed<L>>,
     heaps: Registry<Arc<HeapCell<L>>>,
     /// Where allocations can be found by address.
     hints: Option<HeapHints>,
@@ -136,8 +139,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
         in_range("granularity", granularity_bytes, UNIT_BYTES, 1 << 30)?;
         let can_alias = backend.can_alias();
+        let number = observer_list::next_allocator();
         let pools = Registry::new();
-        pools.push(|_| Box::new(Pool::new(config.default_pool().clone().that_works(can_alias))));
+        pools.push(|_| Arc::new(Pool::new(PoolId::DEFAULT, config.default_pool().clone().that_works(can_alias))));
         Ok(Allocator {
             context: Context {
                 backend,
@@ -145,10 +149,11 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 directory: L::Cell::new(SegmentDirectory::default()),
                 budget: Budget::new(config.limit_bytes()),
             },
-            number: observer_list::next_allocator(),
+            number,
             granularity_bytes,
             streams: AtomicU32::new(0),
             pools,
+            destroyed: L::Cell::new(Destroyed::new()),
             heaps: Registry::new(),
             hints: (config.pointer_lookup() != PointerLookup::Off).then(HeapHints::new),
             usage: L::Cell::new(TotalUsage::default()),
@@ -156,7 +161,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             observers: L::Cell::new(Observers::default()),
             failure_callback: L::Cell::new(None),
             program_order: Arc::new(ProgramOrder::new(L::IS_EXCLUSIVE)),
-            recorder: Recorder::new(),
+            recorder: Recorder::new(number),
             config,
         })
     }
@@ -240,7 +245,13 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             Some(heap) => heap,
             None => self.make_heap(pool, stream)?,
         };
-        let placed = heap.lock().allocate(&self.context, stream, size_bytes, name);
+        let mut locked = heap.lock();
+        if locked.identity().pool != pool {
+            drop(locked);
+            locked = self.remake_heap(pool, stream, heap)?;
+        }
+        let placed = locked.allocate(&self.context, stream, size_bytes, name);
+        drop(locked);
         let allocation = match placed {
             Ok(allocation) => allocation,
             Err(shortage) => self.retry(Request { pool, stream, size_bytes }, heap, shortage, gate, move |heap| {
@@ -304,9 +315,13 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn record_use(&self, handle: Handle, stream: StreamId) -> Result<(), RecordUseError> {
         self.known_stream(stream)?;
         let mut gate = self.gate();
-        if !is_nothing(handle) {
-            self.heap_of(handle)?.lock().record_use(handle, stream)?;
+        let mut heap = self.heap_of(handle)?.lock();
+        if is_nothing(handle) {
+            heap.check_nothing(handle)?;
+        } else {
+            heap.record_use(handle, stream)?;
         }
+        drop(heap);
         gate.note_use(handle, stream);
         Ok(())
     }
@@ -367,8 +382,15 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let released = match pool {
             Some(pool) => self.trim_pool(self.pool(pool)?, None),
             None => {
-                let pools = self.pools.iter().filter(|(_, entry)| !entry.config.has_quota() || entry.is_destroyed());
-                let trims = pools.map(|(_, entry)| self.trim_pool(entry, None));
+                let pools = self.kept_pools().filter(|(_, entry)| !entry.config.has_quota() || entry.is_destroyed());
+                let trims = pools.map(|(pool, entry)| {
+                    let released = self.trim_pool(entry, None);
+                    if entry.is_destroyed() {
+                        let mut heaps: Vec<_> = entry.heaps().map(LockCell::lock).collect();
+                        self.bury(pool, entry, &mut heaps);
+                    }
+                    released
+                });
                 trims.fold(Released::default(), Released::plus)
             }
         };
@@ -419,7 +441,27 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// The heap that serves a stream in a pool, made at the first request.
     fn heap_for(&self, pool: PoolId, stream: StreamId) -> Result<&HeapCell<L>, UnknownError> {
         self.pool(pool)?;
-        self.find_heap(pool, stream).map_or_else(|| self.make_heap(pool, stream), Ok)
+        match self.find_heap(pool, stream) {
+            Some(heap) if heap.lock().identity().pool == pool => Ok(heap),
+            _ => self.make_heap(pool, stream),
+        }
+    }
+
+    /// The heap that serves a stream, locked: made anew in the place of one of an earlier pool.
+    #[cold]
+    fn remake_heap<'a>(
+        &'a self,
+        pool: PoolId,
+        stream: StreamId,
+        heap: &'a HeapCell<L>,
+    ) -> Result<HeapGuard<'a, L>, UnknownError> {
+        loop {
+            self.make_heap(pool, stream)?;
+            let locked = heap.lock();
+            if locked.identity().pool == pool {
+                return Ok(locked);
+            }
+        }
     }
 
     /// The heap that serves a stream in a pool, if it was made. That of a destroyed pool has no memory and obtains none.
@@ -437,40 +479,43 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.known_stream(stream)?;
         let step = entry.step.lock();
         let sleep = entry.sleep.lock();
-        Ok(entry.make_heap(stream, || {
-            let make = |index| {
-                let identity = HeapIdentity {
-                    id: HeapId(index as u32),
-                    pool,
-                    stream: (entry.config.streams() == StreamPolicy::Separate).then_some(stream),
-                };
-                let mut log = SegmentLog::new(Arc::clone(&entry.log_entries));
-                observers.of_pool(pool).for_each(|observer| log.observe(observer));
-                let budget = Arc::clone(&entry.budget);
-                let mut heap = Heap::new(identity, entry.config.clone(), budget, self.granularity_bytes, log);
-                if entry.config.symmetric() && self.config.history_ops() > 0 {
-                    heap.keep_journal(self.config.history_ops(), Arc::clone(&self.program_order));
-                }
-                if self.hints.is_some() {
-                    heap.keep_pointers();
-                }
-                (0..*open_scopes).for_each(|_| heap.usage_mut().open_scope());
-                if let Some(key) = *step {
-                    heap.begin_step(&self.context, key);
-                }
-                if !sleep.is_awake() {
-                    heap.fall_asleep();
-                }
-                Arc::new(LockCell::new(heap))
-            };
-            let index = self.heaps.push(make);
+        let make = |id| {
+            let stream = (entry.config.streams() == StreamPolicy::Separate).then_some(stream);
+            let mut heap = self.empty_heap(entry, HeapIdentity { id, pool, stream });
+            observers.of_pool(pool).for_each(|observer| heap.log_mut().observe(observer));
+            if entry.config.symmetric() && self.config.history_ops() > 0 {
+                heap.keep_journal(self.config.history_ops(), Arc::clone(&self.program_order));
+            }
+            if self.hints.is_some() {
+                heap.keep_pointers();
+            }
+            (0..*open_scopes).for_each(|_| heap.usage_mut().open_scope());
+            if let Some(key) = *step {
+                heap.begin_step(&self.context, key);
+            }
+            if !sleep.is_awake() {
+                heap.fall_asleep();
+            }
+            heap
+        };
+        let cell = entry.make_heap(stream, || {
+            let index = self.heaps.push(|index| Arc::new(LockCell::new(make(HeapId(index as u32)))));
             Arc::clone(self.heaps.get(index).expect("it was just made"))
-        }))
+        });
+        let mut heap = cell.lock();
+        if heap.identity().pool != pool {
+            // Handles of the pool before stay stale.
+            let past = heap.take_past();
+            *heap = make(heap.identity().id);
+            heap.set_past(past);
+        }
+        drop(heap);
+        Ok(cell)
     }
 
     /// All heaps, in (pool, stream) order.
     fn all_heaps(&self) -> impl Iterator<Item = &HeapCell<L>> {
-        self.pools.iter().flat_map(|(_, entry)| entry.heaps())
+        self.kept_pools().flat_map(|(_, entry)| entry.heaps())
     }
 }
 
@@ -492,6 +537,6 @@ impl<B: Backend, L: Lock> Drop for Allocator<B, L> {
     fn drop(&mut self) {
         self.end_recording();
         self.all_heaps().for_each(|heap| heap.lock().abandon(&self.context));
-        self.pools.iter().for_each(|(_, entry)| self.end_sleep(&mut entry.sleep.lock()));
+        self.kept_pools().for_each(|(_, entry)| self.end_sleep(&mut entry.sleep.lock()));
     }
 }

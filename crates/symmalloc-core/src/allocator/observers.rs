@@ -53,7 +53,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// the same, an observer has nothing new to read. Takes no lock and costs a few nanoseconds.
     #[inline]
     pub fn segment_log_entries(&self, pool: PoolId) -> u64 {
-        self.pools.get(pool.index()).map_or(0, |entry| entry.log_entries.load(Ordering::Acquire))
+        self.pools
+            .get(pool.index())
+            .filter(|entry| entry.id() == pool)
+            .map_or(0, |entry| entry.log_entries.load(Ordering::Acquire))
     }
 
     /// What the observer has not acknowledged, in (stream, order of happening). Empty for an observer that was forgotten.

@@ -100,6 +100,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 after,
             );
             let mut heap = heap.lock();
+            if heap.identity().pool != pool {
+                return Err(UnknownError::DestroyedPool { pool }.into());
+            }
             heap.count_retry();
             match attempt(&mut heap) {
                 Ok(done) => return Ok(done),

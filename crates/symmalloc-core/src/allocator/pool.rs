@@ -1,4 +1,8 @@
 //! One pool, with the heaps that serve it.
+//!
+//! Pools and heaps are found without a lock, so a destroyed pool cannot be deallocated. Instead the next pool of the same
+//! configuration takes its place, see [`super::destroyed`]: the object gets a new id, and each of its heaps is made anew at the
+//! first request for its stream. Until then the heap still has the id of the pool before, and counts as not made.
 
 use crate::config::errors::PoolSleeps;
 use crate::config::restore_error::LayoutError;
@@ -10,7 +14,7 @@ use crate::sync::lock::{Guard, Lock, LockCell};
 use crate::sync::registry::Registry;
 use crate::types::ids::{PoolId, StreamId};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 
 /// A heap behind its lock.
 pub(super) type HeapCell<L> = <L as Lock>::Cell<Heap<L>>;
@@ -28,6 +32,8 @@ pub(super) struct Pool<L: Lock> {
     pub(super) log_entries: Arc<AtomicU64>,
     /// The heap of each stream, by stream; of all streams, at index 0, when they share.
     heaps: Registry<Arc<HeapCell<L>>>,
+    /// The pool that this is now, or was last.
+    id: AtomicU32,
     is_destroyed: AtomicBool,
     /// The key of the step that is open. Held while a step begins or ends, and while a heap is made, before any heap's lock.
     pub(super) step: L::Cell<Option<u64>>,
@@ -36,8 +42,9 @@ pub(super) struct Pool<L: Lock> {
 }
 
 impl<L: Lock> Pool<L> {
-    pub(super) fn new(config: PoolConfig) -> Self {
+    pub(super) fn new(id: PoolId, config: PoolConfig) -> Self {
         Pool {
+            id: AtomicU32::new(id.0),
             budget: Arc::new(Budget::new(config.limit_bytes())),
             config_digest: config.digest(),
             config,
@@ -51,10 +58,11 @@ impl<L: Lock> Pool<L> {
 
     /// The pool's heaps in stream order.
     pub(super) fn heaps(&self) -> impl Iterator<Item = &HeapCell<L>> {
-        self.heaps.iter().map(|(_, heap)| &**heap)
+        let id = self.id();
+        self.heaps.iter().map(|(_, heap)| &**heap).filter(move |heap| heap.lock().identity().pool == id)
     }
 
-    /// The heap that serves a stream, if it was made already.
+    /// The heap that serves a stream, if it was made already. It may be of an earlier pool: compare its identity.
     #[inline(always)]
     pub(super) fn heap(&self, stream: StreamId) -> Option<&HeapCell<L>> {
         self.heaps.get(self.index(stream)).map(|heap| &**heap)
@@ -83,6 +91,20 @@ impl<L: Lock> Pool<L> {
         self.check_awake(pool)?;
         let is_planned = self.step.lock().is_some() || self.heaps().any(|heap| heap.lock().remembers_steps());
         if is_planned { Err(LayoutError::Planned { pool }) } else { Ok(()) }
+    }
+
+    pub(super) fn id(&self) -> PoolId {
+        PoolId(self.id.load(Ordering::Acquire))
+    }
+
+    /// Becomes another pool of the same configuration. Nothing of the pool before is left, and no heap is made yet.
+    pub(super) fn begin_as(&self, id: PoolId) {
+        self.budget.restart(self.config.limit_bytes());
+        self.log_entries.store(0, Ordering::Release);
+        *self.step.lock() = None;
+        *self.sleep.lock() = State::default();
+        self.id.store(id.0, Ordering::Release);
+        self.is_destroyed.store(false, Ordering::Release);
     }
 
     pub(super) fn is_destroyed(&self) -> bool {

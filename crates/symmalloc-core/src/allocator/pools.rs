@@ -9,6 +9,7 @@ use crate::heap::trim::Released;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
 use crate::types::ids::{PoolId, StreamId};
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
@@ -18,10 +19,26 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// None at present; reserved for policies that a backend cannot serve.
     pub fn create_pool(&self, config: PoolConfig) -> Result<PoolId, PoolError> {
         let mut gate = self.gate();
+        // No heap is made meanwhile.
+        let observers = self.observers.lock();
         let (symmetric, limit_bytes) = (config.symmetric(), config.limit_bytes());
-        let entry = Box::new(Pool::new(config.that_works(self.context.backend.can_alias())));
-        let config = gate.is_recording().then(|| Box::new(entry.config.clone()));
-        let pool = PoolId(self.pools.push(|_| entry) as u32);
+        let config = config.that_works(self.context.backend.can_alias());
+        let recorded = gate.is_recording().then(|| Box::new(config.clone()));
+        let spare = self.destroyed.lock().take_spare(&config);
+        let make = |index| {
+            let pool = PoolId(index as u32);
+            match spare {
+                Some(entry) => {
+                    entry.begin_as(pool);
+                    entry
+                }
+                None => Arc::new(Pool::new(pool, config)),
+            }
+        };
+        let pool = PoolId(self.pools.push(make) as u32);
+        self.destroyed.lock().keep(pool);
+        drop(observers);
+        let config = recorded;
         if let Some(config) = config {
             gate.note(Op::CreatePool { pool, config });
         }
@@ -32,6 +49,11 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Number of pools created so far, the default pool and destroyed ones included.
     pub fn pool_count(&self) -> u32 {
         self.pools.len() as u32
+    }
+
+    /// The pools that are live, in the order of their ids.
+    pub fn pools(&self) -> Vec<PoolId> {
+        self.kept_pools().filter(|(_, entry)| !entry.is_destroyed()).map(|(pool, _)| pool).collect()
     }
 
     /// A pool's policy.
@@ -50,7 +72,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn destroy_pool(&self, pool: PoolId) -> Result<(), PoolError> {
         let mut gate = self.gate();
         let observers = self.observers.lock();
-        let entry = self.pool(pool)?;
+        let entry = self.pool_entry(pool)?;
         if pool == PoolId::DEFAULT {
             return Err(PoolError::Default);
         }
@@ -76,6 +98,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             released = released.plus(heap.release_retired(&self.context));
         }
         self.end_sleep(&mut sleep);
+        self.bury(pool, entry, &mut heaps);
         drop((heaps, sleep, observers));
         gate.note(Op::DestroyPool { pool });
         tracing::debug!(name: "pool.destroyed", target: "symmalloc", pool = pool.0);
@@ -85,8 +108,13 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     #[inline(always)]
     pub(super) fn pool(&self, pool: PoolId) -> Result<&Pool<L>, UnknownError> {
+        self.pool_entry(pool).map(|entry| &**entry)
+    }
+
+    #[inline(always)]
+    fn pool_entry(&self, pool: PoolId) -> Result<&Arc<Pool<L>>, UnknownError> {
         match self.pools.get(pool.index()) {
-            Some(entry) if entry.is_destroyed() => Err(UnknownError::DestroyedPool { pool }),
+            Some(entry) if entry.id() != pool || entry.is_destroyed() => Err(UnknownError::DestroyedPool { pool }),
             Some(entry) => Ok(entry),
             None => Err(UnknownError::Pool { pool, pools: self.pool_count() }),
         }

@@ -11,8 +11,9 @@ use std::error::Error;
 /// Why a sink failed, in its own words.
 pub type SinkError = Box<dyn Error + Send + Sync>;
 
-/// Where records go. Every call is made under a lock that all recorded ops need: it must be quick, and must not call the
-/// allocator.
+/// Where records go. Every call is made under a lock that all recorded ops need: it must be quick, and must not use the
+/// allocator. If it does, its ops are carried out without records, and the recording ends with
+/// [`RecordingEnd::Reentered`].
 pub trait Sink: Send {
     /// A recording begins, of an allocator of this configuration.
     ///
@@ -60,6 +61,9 @@ pub enum StartRecordingError {
         /// Ops in its digest.
         ops: u64,
     },
+    /// The sink used the allocator.
+    #[error("the sink used the allocator that it is to record: keep records in host memory or in a file")]
+    Reentered,
     /// The sink refused.
     #[error("the recording's sink cannot begin: {0}")]
     Sink(#[source] SinkError),
@@ -72,6 +76,9 @@ pub enum RecordingError {
     /// There is none.
     #[error("nothing is recorded: call start_recording first")]
     NotRecording,
+    /// The sink itself asked for it.
+    #[error("the sink of the recording cannot stop it: return an error from the sink instead")]
+    InSink,
     /// It ended before it was stopped.
     #[error("the recording ended after {records} records, because {source}")]
     Ended {
@@ -114,12 +121,9 @@ pub enum RecordingEnd {
     /// A sink or a backend panicked in the middle of an op: what was recorded may not be whole. The sink was not told to finish.
     #[error("an op panicked: what the sink has may be incomplete")]
     Panicked,
-    /// An allocation of zero bytes was freed twice. Its handle does not show that, and no trace can say it.
-    #[error("{handle}, of zero bytes, was freed twice")]
-    FreedTwice {
-        /// Its handle.
-        handle: Handle,
-    },
+    /// The sink used the allocator that it records, for which there are no records. The record in hand is the last.
+    #[error("the sink used the allocator that it records: keep records in host memory or in a file")]
+    Reentered,
 }
 
 /// A recording that is on.

@@ -49,7 +49,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     ///
     /// # Errors
     /// See [`StartRecordingError`]; nothing has changed then.
-    pub fn start_recording(&self, mut sink: impl Sink + 'static) -> Result<(), StartRecordingError> {
+    pub fn start_recording(&self, sink: impl Sink + 'static) -> Result<(), StartRecordingError> {
         let mut gate = self.recorder.prepare()?;
         // From here on no pool, heap or stream is made without a record.
         let observers = self.observers.lock();
@@ -62,21 +62,16 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         // With the limit that holds now.
         let config = self.config().to_builder().limit_bytes(self.limit_bytes()).build();
         let config = config.expect("no limit is out of range");
-        sink.begin(&config).map_err(StartRecordingError::Sink)?;
-        let mut records = 0;
-        for record in self.standing(&observers) {
-            sink.record(record).map_err(StartRecordingError::Sink)?;
-            records += 1;
-        }
-        gate.begin(Recording {
+        let standing = self.standing(&observers);
+        let recording = Recording {
             sink: Box::new(sink),
-            records,
+            records: 0,
             next_id: 0,
             ids: LookUp::default(),
             observers: observers.iter().map(|(observer, _)| Some(observer)).collect(),
-        });
+        };
         drop((clocks, heaps, open_scopes, observers));
-        Ok(())
+        gate.begin(&config, standing, recording)
     }
 
     /// Ends the recording, at any time. What the sink got is whole then. Dropping the allocator does the same.
@@ -111,7 +106,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         for (index, entry) in self.pools.iter().skip(1) {
             let pool = PoolId(index as u32);
             ops.push(Op::CreatePool { pool, config: Box::new(entry.config.clone()) });
-            if entry.is_destroyed() {
+            if entry.id() != pool || entry.is_destroyed() {
                 ops.push(Op::DestroyPool { pool });
             }
         }

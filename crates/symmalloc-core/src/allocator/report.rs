@@ -91,6 +91,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Statistics over all pools.
     pub fn stats(&self) -> MemoryStats {
         let mut stats = stats_of::<L, _>(self.context.budget.stat(), self.all_heaps());
+        self.destroyed.lock().add_to(&mut stats);
         if L::IS_EXCLUSIVE {
             self.usage.lock().correct_peaks(&mut stats.usage.all);
             stats.peaks_are_exact = true;
@@ -112,11 +113,11 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// # Errors
     /// When the pool is unknown.
     pub fn heap_stats(&self, pool: PoolId, stream: StreamId) -> Result<MemoryStats, UnknownError> {
-        let heap = self.pool(pool)?.heap(stream);
+        let heap = self.pool(pool)?.heap(stream).filter(|heap| heap.lock().identity().pool == pool);
         Ok(stats_of::<L, _>(heap.map_or_else(Stat::default, |heap| heap.lock().budget().stat()), heap))
     }
 
-    /// Statistics of every heap that has carried out an op, in (pool, stream) order; the stream is `None` when a pool's
+    /// Statistics of every heap of a live pool that has carried out an op, in (pool, stream) order; the stream is `None` when a pool's
     /// streams share.
     pub fn stats_by_heap(&self) -> Vec<(PoolId, Option<StreamId>, MemoryStats)> {
         let heaps = self.all_heaps().filter_map(|cell| {
@@ -133,7 +134,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn reset_peak_stats(&self) {
         self.context.budget.reset_peak();
         self.usage.lock().reset_peaks();
-        self.pools.iter().for_each(|(_, entry)| entry.budget.reset_peak());
+        self.destroyed.lock().usage.reset_peaks();
+        self.kept_pools().for_each(|(_, entry)| entry.budget.reset_peak());
         for heap in self.all_heaps() {
             let mut heap = heap.lock();
             heap.usage_mut().reset_peaks();
@@ -146,6 +148,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut open_scopes = self.open_scopes.lock();
         *open_scopes += 1;
         self.usage.lock().open_scope();
+        self.destroyed.lock().usage.open_scope();
         self.all_heaps().for_each(|heap| heap.lock().usage_mut().open_scope());
         StatScope(())
     }
@@ -160,6 +163,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         *open_scopes -= 1;
         let heaps = self.all_heaps().map(|heap| heap.lock().usage_mut().close_scope());
         let mut stats = heaps.fold(ClassStats::default(), ClassStats::add);
+        stats = stats + self.destroyed.lock().usage.close_scope();
         if L::IS_EXCLUSIVE {
             self.usage.lock().close_scope(&mut stats.all);
         }
@@ -211,7 +215,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             ));
         };
         row("all pools", &self.stats());
-        for pool in (0..self.pool_count()).map(PoolId) {
+        for (pool, _) in self.kept_pools() {
             if let Ok(stats) = self.pool_stats(pool) {
                 row(&pool.to_string(), &stats);
             }

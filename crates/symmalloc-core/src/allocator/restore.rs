@@ -310,7 +310,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 }
 
 fn restored_heap<L: Lock>(heap: &mut Heap<L>) -> RestoredHeap {
-    let nothing = heap.nothing().handle;
+    let nothing = heap.restored_nothing();
     let live = heap.live_allocations().map(|(allocation, stream, requested_bytes, name)| RestoredAllocation {
         allocation,
         stream,

@@ -158,8 +158,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// The pools that carry a tag, in the order of their ids: what sleeps and wakes together.
     pub fn pools_tagged(&self, tag: &str) -> Vec<PoolId> {
-        let tagged = self.pools.iter().filter(|(_, entry)| entry.config.tag() == Some(tag) && !entry.is_destroyed());
-        tagged.map(|(index, _)| PoolId(index as u32)).collect()
+        let tagged = self.kept_pools().filter(|(_, entry)| entry.config.tag() == Some(tag) && !entry.is_destroyed());
+        tagged.map(|(pool, _)| pool).collect()
     }
 
     /// Does again what a recorded sleep or wake that did not come about left in the digest: [`Op::Stay`].

@@ -52,6 +52,8 @@ use crate::types::handle::{Allocation, Handle, Serials};
 use crate::types::ids::{HeapId, Placement, PoolId, SegmentId, StreamId};
 use crate::types::look_up::LookUp;
 use crate::types::units::{SEGMENT_BYTES_MAX, Units, bytes};
+use smallvec::SmallVec;
+use std::mem;
 use std::num::NonZeroU64;
 use std::sync::Arc;
 
@@ -88,6 +90,9 @@ impl Shortage {
 
 /// The slot in handles of allocations of zero bytes.
 const NO_SLOT: Slot = u32::MAX;
+
+/// Serials, and allocations of zero bytes.
+pub(crate) type Past = (Serials, Nothings);
 
 /// What makes one heap different from the next.
 #[derive(Clone, Copy, Debug)]
@@ -128,6 +133,8 @@ pub(crate) struct Heap<L: Lock> {
     rare: RareCounts,
     digest: Digest,
     serials: Serials,
+    /// Live allocations of zero bytes.
+    nothings: Nothings,
     /// What the program called its live allocations.
     names: LookUp<Slot, Box<str>>,
     /// Live allocations by address, where that is configured.
@@ -146,6 +153,28 @@ pub(crate) struct Heap<L: Lock> {
     follower: Option<Box<Follower>>,
     /// While the pool sleeps: how many of its mappings are there.
     mapped_asleep: Option<usize>,
+}
+
+/// Live allocations of zero bytes, by serial.
+#[derive(Default)]
+pub(crate) struct Nothings {
+    live: LookUp<NonZeroU64, ()>,
+    /// Those of pools before: their frees are no ops of this heap.
+    earlier: LookUp<NonZeroU64, ()>,
+    /// Each stands for any number of allocations, in a restored pool.
+    restored: SmallVec<[NonZeroU64; 1]>,
+}
+
+impl Nothings {
+    /// The pool is destroyed. What was live can still be freed.
+    pub(crate) fn into_earlier(mut self) -> Self {
+        self.earlier.extend(self.live);
+        Nothings { earlier: self.earlier, ..Nothings::default() }
+    }
+
+    fn has(&self, serial: NonZeroU64) -> bool {
+        self.live.find(serial).is_some() || self.earlier.find(serial).is_some() || self.restored.contains(&serial)
+    }
 }
 
 /// A live allocation, as its block knows it.
@@ -190,6 +219,7 @@ impl<L: Lock> Heap<L> {
             digest: Self::digest_before_ops(&config, bytes(rules.granule), identity.stream),
             rules,
             serials: Serials::default(),
+            nothings: Nothings::default(),
             names: LookUp::default(),
             pointers: None,
             journal: None,
@@ -218,8 +248,7 @@ impl<L: Lock> Heap<L> {
         } else if requested > 0 {
             self.allocate_in_step(context, stream, requested)?
         } else {
-            self.fold_nothing(stream)?;
-            return Ok(self.nothing());
+            return self.allocate_nothing(stream);
         };
         if let Some(name) = name {
             self.set_name(allocation.handle.slot(), name);
@@ -284,7 +313,7 @@ impl<L: Lock> Heap<L> {
             let block = &mut tiling.blocks()[free as usize];
             block.state = allocated;
             if !block.fences.is_empty() {
-                let fences = std::mem::replace(&mut block.fences, FenceSetId::EMPTY);
+                let fences = mem::replace(&mut block.fences, FenceSetId::EMPTY);
                 self.fences.clear(fences);
             }
             free
@@ -315,25 +344,49 @@ impl<L: Lock> Heap<L> {
         }
     }
 
+    /// Allocates zero bytes.
     #[cold]
-    fn fold_nothing(&mut self, stream: StreamId) -> Result<(), Box<Shortage>> {
+    fn allocate_nothing(&mut self, stream: StreamId) -> Result<Allocation, Box<Shortage>> {
         if self.is_closed() || self.is_asleep() {
             return Err(self.refuse_asleep());
         }
         self.fold(op_word(Mark::AllocateNothing, stream, 0), 0);
-        Ok(())
-    }
-
-    /// A new allocation of zero bytes.
-    #[inline(always)]
-    pub(crate) fn nothing(&mut self) -> Allocation {
         let serial = self.serials.next();
-        Allocation {
+        self.nothings.live.insert(serial, ());
+        Ok(Allocation {
             handle: self.handle(NO_SLOT, serial),
             address: DeviceAddress(0),
             placement: Placement::NOWHERE,
             size_bytes: 0,
+        })
+    }
+
+    /// A handle that stands for every allocation of zero bytes that was live when the heap was saved.
+    pub(crate) fn restored_nothing(&mut self) -> Handle {
+        let serial = self.serials.next();
+        self.nothings.restored.push(serial);
+        self.handle(NO_SLOT, serial)
+    }
+
+    /// Checks that an allocation of zero bytes is live.
+    #[cold]
+    pub(crate) fn check_nothing(&self, handle: Handle) -> Result<(), HandleError> {
+        if self.nothings.has(handle.serial()) {
+            Ok(())
+        } else if self.serials.gave(handle.serial()) {
+            Err(HandleError::Stale { handle })
+        } else {
+            Err(HandleError::Foreign { handle })
         }
+    }
+
+    /// Takes what makes handles of this heap's past recognizable, for the heap of a later pool in its place.
+    pub(crate) fn take_past(&mut self) -> Past {
+        (mem::take(&mut self.serials), mem::take(&mut self.nothings).into_earlier())
+    }
+
+    pub(crate) fn set_past(&mut self, (serials, nothings): Past) {
+        (self.serials, self.nothings) = (serials, nothings);
     }
 
     /// Frees a live allocation. On an error it is still live.
@@ -422,10 +475,11 @@ impl<L: Lock> Heap<L> {
 
     #[cold]
     fn free_nothing(&mut self, handle: Handle) -> Result<Freed, FreeError> {
-        if !self.serials.gave(handle.serial()) {
-            return Err(HandleError::Foreign { handle }.into());
+        self.check_nothing(handle)?;
+        if self.nothings.earlier.take(handle.serial()).is_none() {
+            self.nothings.live.take(handle.serial());
+            self.fold(op_word(Mark::FreeNothing, StreamId(0), 0), 0);
         }
-        self.fold(op_word(Mark::FreeNothing, StreamId(0), 0), 0);
         Ok(Freed { size: 0, requested_bytes: 0 })
     }
 

@@ -204,6 +204,15 @@ impl<L: Lock> Heap<L> {
         self.digest.ops > 0
     }
 
+    /// Ops until the pool was destroyed; `None` while it is live.
+    pub(crate) fn closed_after_ops(&self) -> Option<u64> {
+        self.closed_after_ops
+    }
+
+    pub(crate) fn take_journal(&mut self) -> Option<Box<Journal>> {
+        self.journal.take()
+    }
+
     pub(crate) fn is_closed(&self) -> bool {
         self.closed_after_ops.is_some()
     }

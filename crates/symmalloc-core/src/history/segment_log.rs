@@ -181,6 +181,11 @@ impl SegmentLog {
         self.retired.pop_front();
     }
 
+    /// Returns `true` if memory of a removed segment is not back on the device yet.
+    pub(crate) fn has_retired(&self) -> bool {
+        !self.retired.is_empty()
+    }
+
     /// Bytes of removed segments that are not back on the device yet.
     pub(crate) fn retired_bytes(&self) -> u64 {
         let with_memory = self.retired.iter().filter(|retired| !retired.is_stitched);

@@ -28,6 +28,11 @@ impl<L: Lock> Budget<L> {
         Budget(LockCell::new(Counts { limit_bytes, ..Counts::default() }))
     }
 
+    /// Counts from zero. Nothing is reserved.
+    pub(crate) fn restart(&self, limit_bytes: Option<u64>) {
+        *self.0.lock() = Counts { limit_bytes, ..Counts::default() };
+    }
+
     fn counts(&self) -> Counts {
         *self.0.lock()
     }

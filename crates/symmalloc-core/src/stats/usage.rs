@@ -217,6 +217,21 @@ impl Counter {
 /// Allocations, allocated bytes and requested bytes, of small blocks and of large ones.
 type Counters = [[Counter; 3]; 2];
 
+fn add_levels(sum: &mut Levels, levels: &Levels) {
+    for (level, other) in sum.iter_mut().zip(levels) {
+        level.peak += other.peak;
+        level.below_peak += other.below_peak;
+    }
+}
+
+fn add_counters(sum: &mut Counters, counters: &Counters) {
+    for (counter, other) in sum.as_flattened_mut().iter_mut().zip(counters.as_flattened()) {
+        counter.allocated += other.allocated;
+        counter.level.peak += other.level.peak;
+        counter.level.below_peak += other.level.below_peak;
+    }
+}
+
 /// The usage of one heap.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Usage {
@@ -274,6 +289,14 @@ impl Usage {
             UsageStats { allocations, allocated_bytes, requested_bytes }
         });
         ClassStats { all: small + large, small, large }
+    }
+
+    /// Adds the usage of a heap that is gone. Both have the same open scopes.
+    pub(crate) fn absorb(&mut self, gone: &Usage) {
+        add_counters(&mut self.counters, &gone.counters);
+        add_levels(&mut self.total.levels, &gone.total.levels);
+        self.scopes.iter_mut().zip(&gone.scopes).for_each(|(here, there)| add_counters(here, there));
+        self.total.scopes.iter_mut().zip(&gone.total.scopes).for_each(|(here, there)| add_levels(here, there));
     }
 
     pub(crate) fn reset_peaks(&mut self) {

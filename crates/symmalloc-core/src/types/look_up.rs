@@ -29,6 +29,10 @@ impl<K: Copy + Eq + Hash, V> LookUp<K, V> {
         self.0.remove(&key)
     }
 
+    pub(crate) fn extend(&mut self, others: LookUp<K, V>) {
+        self.0.extend(others.0);
+    }
+
     pub(crate) fn len(&self) -> usize {
         self.0.len()
     }

@@ -1,0 +1,146 @@
+//! What is left of destroyed pools: a bounded number of bytes each, and no work for calls that visit all pools.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use symmalloc_agreement::{Point, RankHistory};
+use symmalloc_core::config::{Config, PoolConfig};
+use symmalloc_core::lock::{Exclusive, Lock, Shared};
+use symmalloc_core::op::Contents;
+use symmalloc_core::{Allocator, PoolId, StreamId};
+use symmalloc_sim::{Call, Fault, FaultRule, SimBackend};
+
+/// Bytes that one destroyed pool may keep.
+const BYTES_MAX: usize = 256;
+const POOLS: usize = 2000;
+const STREAMS: u16 = 4;
+
+/// Counts the bytes that are allocated.
+struct Counting;
+
+static LIVE_BYTES: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: the system's allocator does the work.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        LIVE_BYTES.fetch_add(layout.size(), Ordering::Relaxed);
+        // SAFETY: the caller's contract.
+        unsafe { System.alloc(layout) }
+    }
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        LIVE_BYTES.fetch_sub(layout.size(), Ordering::Relaxed);
+        // SAFETY: the caller's contract.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
+
+fn allocator<L: Lock>() -> Allocator<SimBackend, L> {
+    let backend = SimBackend::builder().memory_bytes(1 << 50).build();
+    let allocator = Allocator::new(backend, Config::default()).expect("valid");
+    (0..STREAMS).for_each(|_| drop(allocator.register_stream().expect("few")));
+    allocator
+}
+
+/// Makes a pool, uses it on all streams, in steps and asleep, and destroys it.
+fn live_and_die<L: Lock>(allocator: &Allocator<SimBackend, L>, config: &str, sleeps: bool) -> PoolId {
+    let config: PoolConfig = config.parse().expect("valid");
+    let pool = allocator.create_pool(config).expect("valid");
+    for _ in 0..4 {
+        allocator.begin_step(pool, 0).expect("no other step");
+        for stream in (0..STREAMS).map(StreamId) {
+            let made = [512, 3 << 20, 40_000, 9 << 20].map(|size_bytes| {
+                allocator.allocate_named(pool, stream, size_bytes, "weights").expect("memory").handle
+            });
+            allocator.record_use(made[1], StreamId(0)).expect("live");
+            made.into_iter().for_each(|handle| allocator.free(handle).expect("live"));
+        }
+        allocator.end_step(pool).expect("open");
+    }
+    if sleeps {
+        allocator.quiesce(pool, Contents::Keep).expect("quiet").unmap().expect("asleep");
+    }
+    allocator.destroy_pool(pool).expect("empty");
+    pool
+}
+
+/// Bytes that each of many destroyed pools keeps.
+fn bytes_per_pool<L: Lock>(config: &str, sleeps: bool, after_each: impl Fn(&Allocator<SimBackend, L>)) -> usize {
+    let allocator = allocator::<L>();
+    let run = |pools: usize| {
+        for _ in 0..pools {
+            live_and_die(&allocator, config, sleeps);
+            after_each(&allocator);
+        }
+    };
+    run(200);
+    let before = LIVE_BYTES.load(Ordering::Relaxed);
+    run(POOLS);
+    let grown = LIVE_BYTES.load(Ordering::Relaxed).saturating_sub(before);
+    assert_eq!(allocator.pool_count() as usize, 201 + POOLS);
+    allocator.check().expect("sound");
+    grown / POOLS
+}
+
+/// One test, because others in the process would allocate, too.
+#[test]
+fn a_destroyed_pool_keeps_few_bytes_and_is_visited_no_more() {
+    let policies = [
+        "",
+        "segments:fixed",
+        "streams:shared",
+        "stitching:true,stitching_granule_mb:2,stitching_least_mb:4",
+        "plan:learn",
+        "streams:shared,plan:learn",
+        "segments:fixed,tag:weights,limit_mb:500",
+    ];
+    for policy in policies {
+        for sleeps in [false, true] {
+            let shared = bytes_per_pool::<Shared>(policy, sleeps, |_| ());
+            let exclusive = bytes_per_pool::<Exclusive>(policy, sleeps, |_| ());
+            println!("{policy:60} sleeps {sleeps}: {shared} and {exclusive} bytes");
+            assert!(shared <= BYTES_MAX && exclusive <= BYTES_MAX, "{policy} {sleeps}: {shared}, {exclusive}");
+        }
+    }
+    // Histories of symmetric pools stay until ranks agree.
+    let settle = |allocator: &Allocator<SimBackend, Shared>| RankHistory::new(allocator, Point::Sync).settle();
+    let settled = bytes_per_pool::<Shared>("symmetric:true,streams:shared", false, settle);
+    let unsettled = bytes_per_pool::<Shared>("symmetric:true,streams:shared", false, |_| ());
+    let of_four = bytes_per_pool::<Shared>("symmetric:true", false, |_| ());
+    println!("symmetric: {settled} bytes when settled, {unsettled} when not, {of_four} with four heaps");
+    assert!(settled.max(unsettled).max(of_four) <= BYTES_MAX, "{settled}, {unsettled}, {of_four}");
+    visits();
+}
+
+/// Trims and reports visit live pools, and those whose memory the driver kept.
+fn visits() {
+    for keeps_memory in [false, true] {
+        let backend = SimBackend::builder().memory_bytes(1 << 50).build();
+        let allocator: Allocator<_, Shared> = Allocator::new(backend, Config::default()).expect("valid");
+        (0..STREAMS).for_each(|_| drop(allocator.register_stream().expect("few")));
+        let pools: Vec<_> = (0..500).map(|_| live_and_die(&allocator, "", false)).collect();
+        assert_eq!(allocator.kept_pool_count(), 1, "the default pool");
+        let stats = allocator.stats();
+        assert_eq!(stats.usage.all.allocations.allocated, 500 * 4 * 16, "what they did counts still");
+        assert_eq!(stats.usage.all.allocations.freed, 500 * 4 * 16);
+        let live = allocator.create_pool(PoolConfig::default()).expect("valid");
+        assert_eq!((allocator.kept_pool_count(), live.0), (2, 501));
+        if keeps_memory {
+            let made = allocator.allocate(live, StreamId(0), 1 << 20).expect("memory");
+            allocator.free(made.handle).expect("live");
+            let ordinal = allocator.backend().calls().of(Call::Unmap);
+            allocator.backend().inject(Some(Call::Unmap), FaultRule::At { ordinal }, Fault::Refused);
+            allocator.destroy_pool(live).expect_err("the driver keeps it");
+            assert_eq!(allocator.kept_pool_count(), 2);
+            allocator.trim(None).expect("the driver takes it now");
+        } else {
+            allocator.destroy_pool(live).expect("empty");
+        }
+        assert_eq!(allocator.kept_pool_count(), 1);
+        assert_eq!(allocator.backend().mapped_bytes(), 0);
+        assert!(pools.iter().all(|pool| allocator.pool_stats(*pool).is_err()));
+        assert_eq!(allocator.summary().lines().count(), 3, "a header, all pools, the default pool");
+        allocator.check().expect("sound");
+    }
+}
