@@ -160,7 +160,9 @@ impl State {
         let last = known.submitted;
         if known.queue.is_empty() {
             self.streams.remove(&stream);
-            self.gone_streams.push((stream, last));
+            if self.options.reuses_streams {
+                self.gone_streams.push((stream, last));
+            }
         }
         Some(())
     }

@@ -2,7 +2,8 @@
 
 use crate::device;
 use crate::kernels::Worker;
-use cudarc::driver::{CudaSlice, DeviceSlice};
+use cudarc::driver::result::memcpy_dtod_async;
+use cudarc::driver::{CudaSlice, DevicePtr, DeviceSlice};
 use std::time::Instant;
 use symmalloc_core::config::Config;
 use symmalloc_cuda::{BufferPart, CudaAllocator};
@@ -98,6 +99,52 @@ fn a_lent_buffer_is_read_and_written_in_order_and_never_freed_by_the_driver() {
     assert_eq!(allocator.stats().usage.all.allocations.current, 0);
     device.synchronize().expect("nothing failed");
     device.context().check_err().expect("cudarc freed nothing that is not its own");
+}
+
+/// It rests on what the driver answers for an event that was never recorded.
+#[test]
+fn a_forgotten_guard_keeps_the_memory_until_its_work_is_done() {
+    let Some(device) = device() else { return };
+    let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+    let [own, other] = [(); 2].map(|()| Worker::on_new_stream(device.context()));
+    allocator.register_stream(&own.stream).expect("registered");
+    let target: CudaSlice<u32> = other.stream.alloc_zeros(MIB).expect("cudarc's");
+    for round in 1..300_u32 {
+        // SAFETY: written before it is read.
+        let mut buffer = unsafe { allocator.alloc::<u32>(&own.stream, MIB) }.expect("allocated");
+        own.fill(&mut buffer, round);
+        own.stream.synchronize().expect("done");
+        let to = target.device_ptr(&other.stream).0;
+        // SAFETY: both have as many bytes, and live until the work is done: that is what is tested.
+        let copy = |from| unsafe { memcpy_dtod_async(to, from, 4 * MIB, other.stream.cu_stream()) }.expect("submitted");
+        match round % 3 {
+            0 => {
+                let lent = buffer.lend_on(&own.stream).expect("lent");
+                let (from, guard) = lent.device_ptr(&other.stream);
+                other.delay();
+                copy(from);
+                drop(guard);
+                std::mem::forget(lent);
+            }
+            is_forgotten => {
+                let (from, guard) = buffer.device_ptr(&other.stream);
+                other.delay();
+                copy(from);
+                if is_forgotten == 1 { std::mem::forget(guard) } else { drop(guard) }
+            }
+        }
+        let begun = Instant::now();
+        drop(buffer);
+        let dropped = begun.elapsed();
+        drop(allocator.alloc_zeroed::<u32>(&own.stream, MIB).expect("allocated"));
+        own.stream.synchronize().expect("done");
+        let read = other.stream.clone_dtoh(&target).expect("copied");
+        assert!(read.iter().all(|element| *element == round), "round {round}");
+        if round > 290 {
+            println!("round {round}: the drop took {dropped:?}");
+        }
+    }
+    assert_eq!(allocator.drop_errors().count, 0);
 }
 
 /// What a program gains: the time on the calling thread for a buffer that is made with its content and dropped.
