@@ -30,6 +30,12 @@
 mod memory;
 
 use metrics::{Key, Label, Level, Metadata, SharedString, Unit, with_recorder};
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 /// A source of metrics that can be published.
 pub trait Source {
@@ -39,11 +45,22 @@ pub trait Source {
 
 /// Publishes the metrics of sources under labels chosen by the program.
 ///
-/// It holds only the labels. The values go to the recorder that is installed at the time of publication.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+/// It holds its labels and those of the heaps that it published. The values go to the recorder that is installed at the time of
+/// publication.
+#[derive(Clone, Debug, Default)]
 pub struct Publisher {
     labels: Vec<Label>,
+    /// Pools of the heaps that were published, by label. Their gauges are set to zero once the pools are destroyed.
+    heaps: Arc<Mutex<BTreeMap<Vec<Label>, u32>>>,
 }
+
+impl PartialEq for Publisher {
+    fn eq(&self, other: &Self) -> bool {
+        self.labels == other.labels
+    }
+}
+
+impl Eq for Publisher {}
 
 /// A metric. Its name is stable.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -94,12 +111,26 @@ impl Publisher {
     pub fn with_label(&self, key: impl Into<SharedString>, value: impl Into<SharedString>) -> Self {
         let mut labels = self.labels.clone();
         labels.push(Label::new(key, value));
-        Publisher { labels }
+        Publisher { labels, heaps: Arc::clone(&self.heaps) }
     }
 
     /// Updates the metrics of a source.
     pub fn publish(&self, source: &(impl Source + ?Sized)) {
         source.publish(self);
+    }
+
+    /// A heap of this pool is published, under the labels of `heap`.
+    fn note_heap(&self, heap: &Publisher, pool: u32) {
+        lock(&self.heaps).entry(heap.labels.clone()).or_insert(pool);
+    }
+
+    /// Takes the heaps that were published under these labels and whose pools are gone.
+    fn take_gone(&self, is_gone: impl Fn(u32) -> bool) -> Vec<Publisher> {
+        let mut heaps = lock(&self.heaps);
+        let gone = heaps.iter().filter(|(labels, pool)| labels.starts_with(&self.labels) && is_gone(**pool));
+        let gone: Vec<Vec<Label>> = gone.map(|(labels, _)| labels.clone()).collect();
+        heaps.retain(|labels, _| !gone.contains(labels));
+        gone.into_iter().map(|labels| Publisher { labels, heaps: Arc::clone(&self.heaps) }).collect()
     }
 
     /// Sets a gauge to `value`, raises a counter to it, or records it in a histogram.

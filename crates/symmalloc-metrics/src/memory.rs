@@ -2,6 +2,7 @@
 
 use crate::{Metric, Publisher, Source};
 use metrics::Unit;
+use symmalloc_core::errors::UnknownError;
 use symmalloc_core::lock::Lock;
 use symmalloc_core::report::MemoryStats;
 use symmalloc_core::{Allocator, Backend, PoolConfig, PoolId, StreamId};
@@ -56,14 +57,26 @@ const TOTAL_REQUESTED_PEAK: Metric = Metric::gauge(
 const LIMIT: Metric = Metric::gauge("symmalloc_limit_bytes", BYTES, "current limit over all pools");
 const POOL_LIMIT: Metric = Metric::gauge("symmalloc_pool_limit_bytes", BYTES, "configured limit of the pool");
 
+/// What is zero when a heap's pool is destroyed. No peak is: it was reached.
+const HEAP_GAUGES: [&Metric; 9] =
+    [&RESERVED, &ALLOCATED, &REQUESTED, &RETIRED, &LARGEST_FREE, &FRAGMENTATION, &SEGMENTS, &FREE_BLOCKS, &LIVE];
+
 impl<B: Backend, L: Lock> Source for Allocator<B, L> {
     /// Publishes the memory metrics of every heap, labeled `pool` and `stream` (`all` if the pool's streams share a
     /// heap), and those of the whole allocator. Locks each heap in turn while it counts the free blocks of the heap.
     fn publish(&self, to: &Publisher) {
         for (pool, stream, stats) in self.stats_by_heap() {
-            publish_heap(&of_heap(to, pool, stream), &stats);
+            let heap = of_heap(to, pool, stream);
+            to.note_heap(&heap, pool.0);
+            publish_heap(&heap, &stats);
         }
-        for pool in (0..self.pool_count()).map(PoolId) {
+        let is_gone = |pool| matches!(self.pool_config(PoolId(pool)), Err(UnknownError::DestroyedPool { .. }));
+        for heap in to.take_gone(is_gone) {
+            for gauge in HEAP_GAUGES {
+                heap.tell(gauge, 0.0);
+            }
+        }
+        for pool in self.pools() {
             for (stream, digest) in self.heap_digests(pool).unwrap_or_default() {
                 of_heap(to, pool, stream).tell(&OPS, digest.ops as f64);
             }

@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
 use std::fmt::Write;
 use symmalloc_agreement::{AgreementError, Gathered, Point, RankSet, Transport, TransportError, agree};
-use symmalloc_core::{PoolConfig, PoolId};
+use symmalloc_core::PoolConfig;
 
 /// Gives `len` bytes of this rank to all ranks and writes everybody's, in rank order, to `all` (world times `len` bytes). Zero
 /// when it is done. It must not throw.
@@ -118,7 +118,7 @@ pub(crate) fn compare_private(allocator: &DeviceAllocator, transport: &Gathering
 fn private_heaps(allocator: &DeviceAllocator) -> BTreeMap<PrivateHeap, History> {
     let core = allocator.core();
     let mut heaps = BTreeMap::new();
-    for pool in (0..core.pool_count()).map(PoolId) {
+    for pool in core.pools() {
         if core.pool_config(pool).is_ok_and(PoolConfig::symmetric) {
             continue;
         }

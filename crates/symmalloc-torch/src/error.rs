@@ -51,6 +51,22 @@ pub(crate) enum Error {
         /// A device that has one.
         device: usize,
     },
+    /// A callback called the library.
+    #[error(
+        "a memory listener called the library, which holds a lock meanwhile: call it after the listener has returned"
+    )]
+    InCallback,
+    /// The process that shares memory is another user's.
+    #[error(
+        "the process that shares the tensor runs as user {}, this one as user {ours}: run both as the same user",
+        .theirs.map_or_else(|| "unknown".to_owned(), |user| user.to_string())
+    )]
+    OtherUser {
+        /// The other process's; `None` when the kernel does not say.
+        theirs: Option<u32>,
+        /// This process's.
+        ours: u32,
+    },
     /// The pointer is no live allocation of this allocator.
     #[error("{address:#x} is no live allocation of device {device}: it was freed already, or is another allocator's")]
     UnknownPointer {
@@ -282,7 +298,10 @@ impl Error {
             Error::Plan(_) | Error::PlanFile { .. } => SYMMALLOC_INVALID_SETTINGS,
             Error::OpenPlan { .. } => SYMMALLOC_IO,
             Error::Recording(_) | Error::Checkpoint(_) | Error::Restore(_) => SYMMALLOC_INVALID_STATE,
-            Error::NotShareable { .. } | Error::SharedMemoryGone { .. } => SYMMALLOC_INVALID_STATE,
+            Error::NotShareable { .. }
+            | Error::SharedMemoryGone { .. }
+            | Error::OtherUser { .. }
+            | Error::InCallback => SYMMALLOC_INVALID_STATE,
             Error::NotSharedMemory { .. } => SYMMALLOC_INVALID_ARGUMENT,
             Error::Sharing(_) => SYMMALLOC_IO,
             Error::Internal { .. } => SYMMALLOC_INTERNAL,

@@ -3,12 +3,42 @@
 use crate::error::Error;
 use crate::status::symmalloc_status;
 use std::any::Any;
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::ffi::{CString, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 thread_local! {
     static MESSAGE: RefCell<CString> = RefCell::default();
+}
+
+/// Callbacks that run under a heap's lock now, on any thread: one load tells most calls that there is none.
+static CALLBACKS: AtomicUsize = AtomicUsize::new(0);
+
+thread_local! {
+    /// The thread is in such a callback.
+    static IN_CALLBACK: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Calls a function of the program's under a heap's lock. Calls of this library that it makes are errors, because they could wait
+/// for that lock indefinitely.
+pub(crate) fn call_back<T>(call: impl FnOnce() -> T) -> T {
+    struct Running(bool);
+    impl Drop for Running {
+        fn drop(&mut self) {
+            IN_CALLBACK.set(self.0);
+            CALLBACKS.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+    CALLBACKS.fetch_add(1, Ordering::Relaxed);
+    let _running = Running(IN_CALLBACK.replace(true));
+    call()
+}
+
+/// Refuses a call that a callback makes.
+#[inline]
+pub(crate) fn not_in_callback() -> Result<(), Error> {
+    if CALLBACKS.load(Ordering::Relaxed) != 0 && IN_CALLBACK.get() { Err(Error::InCallback) } else { Ok(()) }
 }
 
 /// Carries out a call of the C interface: no panic leaves it, and what went wrong can be read.
@@ -27,6 +57,7 @@ fn tell(error: &Error) -> symmalloc_status {
 /// Makes an error of a panic. A panic is a failed assertion: the allocator is wrong about its own blocks.
 #[inline]
 pub(crate) fn guarded<T>(act: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
+    not_in_callback()?;
     match catch_unwind(AssertUnwindSafe(act)) {
         Ok(outcome) => outcome,
         Err(panic) => Err(internal(panic.as_ref())),
@@ -37,7 +68,7 @@ pub(crate) fn guarded<T>(act: impl FnOnce() -> Result<T, Error>) -> Result<T, Er
 /// succeeds should not have to make room for one.
 #[inline]
 pub(crate) fn guarded_or<T>(act: impl FnOnce() -> Result<T, Error>, otherwise: impl Fn(Error) -> T) -> T {
-    let answer = || match act() {
+    let answer = || match not_in_callback().and_then(|()| act()) {
         Ok(answer) => answer,
         Err(error) => otherwise(error),
     };

@@ -1,12 +1,13 @@
 //! Memory that comes and goes: for PyTorch's trace trackers, which register it, and for histories.
 
+use crate::guard::call_back;
 use crate::shared_chunks;
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicPtr, Ordering};
 use symmalloc_cuda::MemoryChange;
 
-/// Is told of memory that was mapped (`is_mapped` 1), and of memory before it goes (0). Called under a heap's lock: it must not
-/// allocate or free device memory.
+/// Is told of memory that was mapped (`is_mapped` 1), and of memory before it goes (0). Called under a heap's lock: a call of
+/// this library that it makes is an error.
 #[allow(non_camel_case_types, reason = "C's names")]
 pub type symmalloc_memory_fn = Option<unsafe extern "C" fn(device: i32, is_mapped: u32, address: u64, bytes: u64)>;
 
@@ -32,6 +33,6 @@ pub(crate) fn tell(device: usize, change: MemoryChange) {
         let listener =
             unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn(i32, u32, u64, u64)>(listener) };
         // SAFETY: the contract of `symmalloc_torch_on_memory`.
-        unsafe { listener(device as i32, change.is_mapped.into(), change.address, change.size_bytes) };
+        call_back(|| unsafe { listener(device as i32, change.is_mapped.into(), change.address, change.size_bytes) });
     }
 }

@@ -9,7 +9,7 @@ use crate::private_pools::{ForeignPool, PrivatePools};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use symmalloc_core::errors::TrimError;
-use symmalloc_core::{PoolId, Retry, SharedAllocator};
+use symmalloc_core::{Retry, SharedAllocator};
 use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaMemory};
 
 /// How often memory was short.
@@ -60,9 +60,9 @@ fn trim_private<F: ForeignPool>(core: &SharedAllocator<CudaBackend>, private: &P
     // The core told of what failed.
     let mut released_bytes = private.give_back(core, None, || Ok(is_capturing)).released_bytes;
     // Counted first: a graph's pool that another thread begins meanwhile is not among them, or is in the list.
-    let pools = core.pool_count();
+    let pools = core.pools();
     let in_use = private.list();
-    for pool in (0..pools).map(PoolId) {
+    for pool in pools {
         let stays = core.pool_config(pool).is_ok_and(|config| config.symmetric() || config.has_quota());
         if stays || in_use.iter().any(|entry| entry.own() == Some(pool)) {
             continue;

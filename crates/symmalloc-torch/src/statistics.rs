@@ -86,7 +86,7 @@ fn pools(allocator: &DeviceAllocator) -> Vec<Value> {
             "stats": nested(&stats),
         }))
     };
-    (0..core.pool_count()).filter_map(|pool| describe(PoolId(pool))).collect()
+    core.pools().into_iter().filter_map(describe).collect()
 }
 
 fn phase(phase: Phase) -> &'static str {

@@ -173,7 +173,8 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_record_stream(pointer: *mut c_vo
     if pointer.is_null() {
         return;
     }
-    let Some(allocator) = process::all().find(|allocator| allocator.owns(pointer)) else { return };
+    let owner = guarded(|| Ok(process::all().find(|allocator| allocator.owns(pointer))));
+    let Some(allocator) = owner.ok().flatten() else { return };
     // SAFETY: the caller's contract.
     if let Err(error) = guarded(|| unsafe { allocator.record_use(pointer, RawStream::new(stream)) }) {
         // SAFETY: outside of any `catch_unwind`.

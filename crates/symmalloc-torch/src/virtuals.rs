@@ -18,7 +18,7 @@
 //! of the symbols below. A function's place in the table is found by its exported address, so nothing is assumed about the
 //! order. Where a symbol or its place is missing, that function stays the class's.
 
-use crate::c_interface::arguments::write;
+use crate::c_interface::arguments::{not_null, write};
 use crate::class::largest_block;
 use crate::cxx_abi::symbol;
 use crate::error::Error;
@@ -58,6 +58,7 @@ static CLASS_ENABLE_PEER_ACCESS: OnceLock<EnablePeerAccess> = OnceLock::new();
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_torch_complete(replaced: *mut u32) -> symmalloc_status {
     report(|| {
+        not_null(replaced, "replaced")?;
         // SAFETY: the caller's contract.
         let count = unsafe { complete() }.unwrap_or(0);
         // SAFETY: the caller's contract.

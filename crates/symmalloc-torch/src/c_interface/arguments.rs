@@ -41,7 +41,7 @@ pub(crate) unsafe fn required_text<'a>(c_text: *const c_char, argument: &'static
 }
 
 #[inline]
-pub(super) fn not_null<T>(out: *mut T, argument: &'static str) -> Result<(), Error> {
+pub(crate) fn not_null<T>(out: *mut T, argument: &'static str) -> Result<(), Error> {
     if out.is_null() { Err(Error::Null { argument }) } else { Ok(()) }
 }
 

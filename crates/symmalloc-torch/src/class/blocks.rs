@@ -3,6 +3,7 @@
 //! PyTorch shows an expandable segment as its contiguous parts with memory, so holes end a segment here.
 
 use crate::device::DeviceAllocator;
+use crate::error::Error;
 use crate::guard::report;
 use crate::private_pools::MempoolId;
 use crate::process;
@@ -74,7 +75,8 @@ pub unsafe extern "C" fn symmalloc_torch_visit(
     context: *mut c_void,
 ) -> symmalloc_status {
     report(|| {
-        let (Some(allocator), Some(visit)) = (process::existing(device), visit) else { return Ok(()) };
+        let visit = visit.ok_or(Error::Null { argument: "visit" })?;
+        let Some(allocator) = process::existing(device) else { return Ok(()) };
         let only = ((id_first, id_second) != (0, 0)).then_some((id_first, id_second));
         let mut tell = |segment: *const symmalloc_segment, block: *const symmalloc_block| {
             // SAFETY: the caller's contract.

@@ -67,9 +67,8 @@ fn answer_all(connections: impl Iterator<Item = io::Result<UnixStream>>, export:
 }
 
 fn answer(stream: &UnixStream, export: Export) {
-    // SAFETY: asks for a number.
-    let user = unsafe { libc::geteuid() };
-    if Channel::new(stream, PATIENCE).peer().is_none_or(|(_, theirs)| theirs != user) {
+    if let Err(error) = check_user(&Channel::new(stream, PATIENCE)) {
+        tracing::warn!(name: "sharing.refused", target: "symmalloc", %error);
         return;
     }
     let outcome = loop {
@@ -95,6 +94,17 @@ fn answer(stream: &UnixStream, export: Export) {
     }
 }
 
+/// Checks that the process at the other end is of the same user: memory that another user hands out may change under a program,
+/// and another user may take the name of a socket whose process has ended.
+fn check_user(channel: &Channel<'_>) -> Result<(), Error> {
+    // SAFETY: asks for a number.
+    let ours = unsafe { libc::geteuid() };
+    match channel.peer() {
+        Some((_, theirs)) if theirs == ours => Ok(()),
+        peer => Err(Error::OtherUser { theirs: peer.map(|(_, theirs)| theirs), ours }),
+    }
+}
+
 /// Asks another process for chunks, and does something with each before the next one comes.
 pub(super) fn fetch(
     socket: &str,
@@ -104,6 +114,7 @@ pub(super) fn fetch(
     let broken = |error| Error::Sharing(io::Error::other(error));
     let stream = Channel::connect(socket, PATIENCE).map_err(broken)?;
     let channel = Channel::new(&stream, PATIENCE);
+    check_user(&channel)?;
     for &ticket in tickets {
         let request = [ticket.number.to_le_bytes(), ticket.bytes.to_le_bytes()].concat();
         channel.send(&request, &[]).map_err(broken)?;

@@ -4,7 +4,7 @@
 //! path holds, at the same addresses. So the pool goes back to a checkpoint: everything live is freed, what the checkpoint had is made
 //! live again, and the memory that other branches captured stays.
 
-use crate::c_interface::arguments::write;
+use crate::c_interface::arguments::{not_null, write};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
 use crate::guard::report;
@@ -63,6 +63,7 @@ pub unsafe extern "C" fn symmalloc_torch_checkpoint(
     out: *mut *mut PoolCheckpoint,
 ) -> symmalloc_status {
     report(|| {
+        not_null(out, "out")?;
         let id = (id_first, id_second);
         let (owner, pool) = found(process::allocator(device)?, id)?;
         let layout = owner.allocator().core().save_layout(pool)?;

@@ -1,6 +1,6 @@
 //! Allocating, freeing, and what PyTorch asks of the caches.
 
-use crate::c_interface::arguments::{hand_out_text, write};
+use crate::c_interface::arguments::{hand_out_text, not_null, write};
 use crate::device::{DeviceAllocator, Place};
 use crate::error::Error;
 use crate::guard::{guarded, report};
@@ -29,6 +29,9 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_allocate(
     out: *mut *mut c_void,
 ) -> symmalloc_status {
     let (size_bytes, stream) = (bytes as u64, RawStream::new(stream));
+    if out.is_null() {
+        return report(|| not_null(out, "out"));
+    }
     if let Some(allocator) = process::existing(device)
         && allocator.scopes().any()
     {
@@ -68,6 +71,9 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_allocate_named(
     out: *mut *mut c_void,
 ) -> symmalloc_status {
     let (size_bytes, stream) = (bytes as u64, RawStream::new(stream));
+    if out.is_null() {
+        return report(|| not_null(out, "out"));
+    }
     let status = report(|| process::allocator(device).map(drop));
     let Some(allocator) = process::existing(device) else { return status };
     // Outside of the guard: a filter of PyTorch's may throw.
@@ -267,6 +273,7 @@ pub extern "C" fn symmalloc_torch_trim(id_first: u64, id_second: u64) -> symmall
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_torch_largest_block(device: i32, largest: *mut usize) -> symmalloc_status {
     report(|| {
+        not_null(largest, "largest")?;
         let bytes = largest_block(device)?;
         // SAFETY: the caller's contract.
         unsafe { write(largest, "largest", (*largest).max(bytes as usize)) }

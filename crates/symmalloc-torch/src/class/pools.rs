@@ -1,6 +1,6 @@
 //! Private pools and their scopes.
 
-use crate::c_interface::arguments::write;
+use crate::c_interface::arguments::{not_null, write};
 use crate::error::Error;
 use crate::filter::{CallFilter, StreamFilter, symmalloc_destroy_fn, symmalloc_filter_fn};
 use crate::guard::report;
@@ -82,6 +82,9 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_begin_scope(
 ) -> symmalloc_status {
     // SAFETY: the caller's contract.
     let filter = StreamFilter::Calls(unsafe { CallFilter::new(filter, context, destroy) });
+    if number.is_null() {
+        return report(|| not_null(number, "number"));
+    }
     // Not guarded: the filter, which is asked, may throw. A panic passes as an exception that ends the process.
     let begun = process::allocator(device).and_then(|allocator| allocator.begin_private((id_first, id_second), filter));
     // SAFETY: the caller's contract.

@@ -12,7 +12,7 @@
 //! counts who uses what, and keeps the tensor alive meanwhile.
 
 use super::channel;
-use crate::c_interface::arguments::{hand_out_text, required_text, write};
+use crate::c_interface::arguments::{hand_out_text, not_null, required_text, write};
 use crate::device::DeviceAllocator;
 use crate::error::Error;
 use crate::guard::report;
@@ -37,6 +37,8 @@ pub unsafe extern "C" fn symmalloc_torch_share(
     offset: *mut u64,
 ) -> symmalloc_status {
     report(|| {
+        not_null(text, "text")?;
+        not_null(offset, "offset")?;
         let unknown = Error::UnknownPointer { address: pointer as u64, device: 0 };
         let allocator = process::all().find(|allocator| allocator.owns(pointer)).ok_or(unknown)?;
         let (shared, offset_bytes) = share(allocator, pointer)?;
@@ -81,6 +83,8 @@ pub unsafe extern "C" fn symmalloc_torch_open(
     report(|| {
         // SAFETY: the caller's contract.
         let text = unsafe { required_text(text, "text") }?;
+        not_null(base, "base")?;
+        not_null(out, "out")?;
         let opened = open(device, text)?;
         let address = opened.memory.address();
         // SAFETY: the caller's contract.
