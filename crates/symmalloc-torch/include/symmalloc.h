@@ -522,8 +522,8 @@ typedef void (*symmalloc_visit_fn)(void *context,
 typedef void (*symmalloc_restored_fn)(void *context, void *pointer, uint64_t requested_bytes, uint32_t is_live);
 
 /**
- * Is told of memory that was mapped (`is_mapped` 1), and of memory before it goes (0). Called under a heap's lock: it must not
- * allocate or free device memory.
+ * Is told of memory that was mapped (`is_mapped` 1), and of memory before it goes (0). Called under a heap's lock: a call of
+ * this library that it makes is an error.
  */
 typedef void (*symmalloc_memory_fn)(int32_t device, uint32_t is_mapped, uint64_t address, uint64_t bytes);
 

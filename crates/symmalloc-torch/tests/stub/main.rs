@@ -6,6 +6,7 @@ mod c_calls;
 mod captures;
 mod class_calls;
 mod library;
+mod nulls;
 mod pools;
 mod registrar;
 mod runtimes;

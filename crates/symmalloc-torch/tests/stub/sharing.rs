@@ -3,8 +3,12 @@
 use crate::class_calls::{allocate, free};
 use crate::library::*;
 use std::ffi::{c_char, c_void};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::linux::net::SocketAddrExt;
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
 use std::ptr::{null, null_mut};
 use std::sync::Barrier;
 use std::thread;
@@ -187,4 +191,55 @@ stub_test!(threads_that_open_the_same_at_once_have_the_same, ["STUB_MAPPING_MICR
         assert_eq!(live(), before, "nothing is left of those that came second");
     }
     assert!(calls("cuMemAddressReserve") - reserved > rounds, "they never met");
+});
+
+/// Set in a process that listens at the socket of this name, as another user's process would.
+const LISTENS: &str = "SYMMALLOC_TEST_LISTENS";
+const NOBODY: u32 = 65534;
+
+/// Accepts one connection, and serves no descriptor.
+fn listen_as_another_user(name: &str) {
+    let address = SocketAddr::from_abstract_name(name).expect("a short name");
+    let listener = UnixListener::bind_addr(&address).expect("nobody has the name");
+    println!("listening");
+    let (mut stream, _) = listener.accept().expect("a connection");
+    let mut request = [0; 16];
+    if stream.read_exact(&mut request).is_ok() {
+        // It was asked before its user was checked.
+        let _answered = stream.write_all(&[0]);
+    }
+}
+
+stub_test!(memory_of_another_users_process_is_refused, {
+    if let Ok(name) = std::env::var(LISTENS) {
+        return listen_as_another_user(&name);
+    }
+    if std::fs::metadata("/proc/self").expect("it has an owner").uid() != 0 {
+        println!("skipped: only root can start a process of another user");
+        return;
+    }
+    let name = format!("symmalloc-{}-other", std::process::id());
+    let test = std::env::args().nth(1).expect("the test's name");
+    let executable = std::env::current_exe().expect("it has a path");
+    let started = Command::new(executable)
+        .args([&test, "--exact", "--nocapture", "--test-threads=1"])
+        .env(LISTENS, &name)
+        .uid(NOBODY)
+        .stdout(Stdio::piped())
+        .spawn();
+    let mut server = match started {
+        Ok(server) => server,
+        Err(error) => {
+            println!("skipped: user {NOBODY} cannot run the test's executable: {error}");
+            return;
+        }
+    };
+    let mut lines = BufReader::new(server.stdout.take().expect("piped")).lines().map_while(Result::ok);
+    assert!(lines.any(|line| line.contains("listening")), "the other process does not listen");
+    let refused = opened(&format!("symmalloc 1 {name} 1:{}", 2 * MIB)).expect_err("another user's");
+    let told = message();
+    server.kill().expect("it runs, or ran");
+    server.wait().expect("it ended");
+    assert_eq!(refused, SYMMALLOC_INVALID_STATE, "{told}");
+    assert!(told.contains("runs as user 65534") && told.contains("run both as the same user"), "{told}");
 });

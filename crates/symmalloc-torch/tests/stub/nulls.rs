@@ -1,0 +1,375 @@
+//! Null pointers at the C boundary: no call crashes, and one that needs the pointer says which is missing.
+//!
+//! The functions and their arguments come from the header, so a new function is tested as soon as it is there.
+
+use crate::library::*;
+use std::ffi::{c_char, c_void};
+use std::path::Path;
+use std::ptr::null_mut;
+use std::sync::Mutex;
+use std::thread;
+use std::time::Duration;
+use symmalloc_torch::*;
+
+/// A call by integer arguments, which all arguments but floating-point ones are. What is not taken is ignored.
+type Call = unsafe extern "C-unwind" fn(usize, usize, usize, usize, usize, usize, usize, usize, usize) -> usize;
+const ARGUMENTS_MAX: usize = 9;
+
+/// What an argument is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Number,
+    /// A floating-point number takes no integer's place.
+    Real,
+    Allocator,
+    Text,
+    Callback,
+    /// An object that only the library makes.
+    Object,
+    /// A stream, a device pointer or a callback's context: NULL is a value.
+    Handle,
+    /// A place for an answer, or a struct.
+    Place,
+}
+
+struct Function {
+    name: String,
+    /// Its documentation.
+    text: String,
+    has_status: bool,
+    arguments: Vec<(String, Kind)>,
+}
+
+impl Kind {
+    fn of(argument: &str) -> Kind {
+        let objects = ["registrar *", "all_to_all *", "announcement *", "checkpoint *", "opened *", "source *"];
+        let is_place = argument.contains("**");
+        match argument {
+            "void" => unreachable!("no argument"),
+            text if text.starts_with("double") => Kind::Real,
+            text if text.contains("_fn ") => Kind::Callback,
+            text if !text.contains('*') => Kind::Number,
+            text if !is_place && text.contains("symmalloc_allocator *") => Kind::Allocator,
+            text if !is_place && objects.iter().any(|object| text.contains(object)) => Kind::Object,
+            text if !is_place && text.contains("const char *") => Kind::Text,
+            text if !is_place && text.contains("void *") => Kind::Handle,
+            _ => Kind::Place,
+        }
+    }
+}
+
+/// The functions of the header.
+fn functions() -> Vec<Function> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("include/symmalloc.h");
+    let header = std::fs::read_to_string(path).expect("the header");
+    let (_, header) = header.split_once("extern \"C\" {").expect("the functions");
+    let mut functions = Vec::new();
+    let mut text = String::new();
+    for part in header.split("/**").skip(1) {
+        let (comment, code) = part.split_once("*/").expect("a comment ends");
+        text.clear();
+        text.push_str(comment);
+        let Some((declaration, _)) = code.split_once(';') else { continue };
+        let Some((head, arguments)) = declaration.split_once('(') else { continue };
+        let arguments = arguments.trim_end().trim_end_matches(')');
+        let named = arguments.split(',').map(|argument| argument.split_whitespace().collect::<Vec<_>>().join(" "));
+        let arguments = named.filter(|argument| argument != "void").map(|argument| {
+            let name = argument.rsplit([' ', '*']).next().expect("a name").to_owned();
+            (name, Kind::of(&argument))
+        });
+        let name = head.trim().rsplit([' ', '*']).next().expect("a name").to_owned();
+        functions.push(Function {
+            name,
+            text: text.clone(),
+            has_status: head.trim().starts_with("symmalloc_status"),
+            arguments: arguments.collect(),
+        });
+    }
+    functions
+}
+
+/// A function by its name.
+fn address(name: &str) -> Option<usize> {
+    macro_rules! table {
+        ($($function:ident),* $(,)?) => {
+            match name {
+                $(stringify!($function) => Some($function as *const () as usize),)*
+                _ => None,
+            }
+        };
+    }
+    table![
+        symmalloc_error_message,
+        symmalloc_version,
+        symmalloc_create,
+        symmalloc_destroy,
+        symmalloc_allocate,
+        symmalloc_allocate_named,
+        symmalloc_free,
+        symmalloc_record_use,
+        symmalloc_allocate_unordered,
+        symmalloc_free_unordered,
+        symmalloc_free_on,
+        symmalloc_ort_use_stream,
+        symmalloc_ort_alloc,
+        symmalloc_ort_free,
+        symmalloc_ort_empty_cache,
+        symmalloc_pool_create,
+        symmalloc_pool_destroy,
+        symmalloc_reserve,
+        symmalloc_trim,
+        symmalloc_grant_access,
+        symmalloc_sleep,
+        symmalloc_wake,
+        symmalloc_sleep_tagged,
+        symmalloc_wake_tagged,
+        symmalloc_phase,
+        symmalloc_resize,
+        symmalloc_reserve_host_memory,
+        symmalloc_release_host_memory,
+        symmalloc_step_begin,
+        symmalloc_step_end,
+        symmalloc_plans_adopt,
+        symmalloc_plans_drop,
+        symmalloc_placement_of,
+        symmalloc_stats_json,
+        symmalloc_reset_peaks,
+        symmalloc_digest,
+        symmalloc_snapshot,
+        symmalloc_leak_report,
+        symmalloc_config,
+        symmalloc_release_bytes,
+        symmalloc_trace_start,
+        symmalloc_trace_stop,
+        symmalloc_registrar_create,
+        symmalloc_registrar_create_with,
+        symmalloc_registrar_sync,
+        symmalloc_registrar_agree,
+        symmalloc_registrar_rank,
+        symmalloc_registrar_window,
+        symmalloc_registrar_destroy,
+        symmalloc_pool_sync,
+        symmalloc_pool_agree,
+        symmalloc_scope_begin,
+        symmalloc_scope_end,
+        symmalloc_all_to_all_create,
+        symmalloc_all_to_all_exchange,
+        symmalloc_all_to_all_run,
+        symmalloc_all_to_all_destroy,
+        symmalloc_agree,
+        symmalloc_agree_all,
+        symmalloc_announce_begin,
+        symmalloc_announce_end,
+        symmalloc_flight_record,
+        symmalloc_torch_alloc,
+        symmalloc_torch_free,
+        symmalloc_torch_init,
+        symmalloc_torch_reset,
+        symmalloc_torch_memory_fraction,
+        symmalloc_torch_base_alloc,
+        symmalloc_torch_record_stream,
+        symmalloc_torch_begin_allocate_to_pool,
+        symmalloc_torch_end_allocate_to_pool,
+        symmalloc_torch_release_pool,
+        symmalloc_torch_configure,
+        symmalloc_torch_allocator,
+        symmalloc_torch_push_pool,
+        symmalloc_torch_pop_pool,
+        symmalloc_torch_push_name,
+        symmalloc_torch_pop_name,
+        symmalloc_torch_allocate,
+        symmalloc_torch_allocate_named,
+        symmalloc_torch_deallocate,
+        symmalloc_torch_find,
+        symmalloc_torch_device_of,
+        symmalloc_torch_record_use,
+        symmalloc_torch_trim,
+        symmalloc_torch_largest_block,
+        symmalloc_torch_set_fraction,
+        symmalloc_torch_enable_peer,
+        symmalloc_torch_check,
+        symmalloc_torch_settings,
+        symmalloc_torch_begin_scope,
+        symmalloc_torch_end_scope,
+        symmalloc_torch_retain_pool,
+        symmalloc_torch_release_use,
+        symmalloc_torch_pool_uses,
+        symmalloc_torch_pool_helps_out,
+        symmalloc_torch_pool_unsplit,
+        symmalloc_torch_counts,
+        symmalloc_torch_reset_peaks,
+        symmalloc_torch_visit,
+        symmalloc_torch_checkpoint,
+        symmalloc_torch_checkpoint_destroy,
+        symmalloc_torch_restore,
+        symmalloc_torch_on_memory,
+        symmalloc_torch_share,
+        symmalloc_torch_open,
+        symmalloc_torch_close,
+        symmalloc_torch_complete,
+    ]
+}
+
+extern "C" fn answer_zero() -> usize {
+    0
+}
+
+/// Calls a function with these arguments, and says what it returned.
+fn call(function: &Function, values: &[usize]) -> usize {
+    let address = address(&function.name).unwrap_or_else(|| panic!("add {} to the table", function.name));
+    let mut integers = [0; ARGUMENTS_MAX];
+    let taken = values.iter().zip(&function.arguments).filter(|(_, (_, kind))| *kind != Kind::Real);
+    taken.zip(&mut integers).for_each(|((value, _), place)| *place = *value);
+    println!("{}({values:x?})", function.name);
+    let [a, b, c, d, e, f, g, h, i] = integers;
+    // SAFETY: integers and pointers are passed alike, and what is too much is ignored; the values are such that the functions
+    // take, or NULL, which is what is tested.
+    unsafe { std::mem::transmute::<usize, Call>(address)(a, b, c, d, e, f, g, h, i) }
+}
+
+/// A value that the function takes; `None` where only the library makes one.
+fn valid(kind: Kind, allocator: Allocator) -> Option<usize> {
+    static TEXT: &std::ffi::CStr = c"/nowhere/x";
+    match kind {
+        Kind::Number | Kind::Real | Kind::Handle => Some(0),
+        Kind::Allocator => Some(allocator.0 as usize),
+        Kind::Text => Some(TEXT.as_ptr() as usize),
+        Kind::Callback => Some(answer_zero as *const () as usize),
+        Kind::Object => None,
+        // It may keep what it is given.
+        Kind::Place => Some(Box::leak(Box::new([0_u64; 512])).as_ptr() as usize),
+    }
+}
+
+fn is_pointer(kind: Kind) -> bool {
+    !matches!(kind, Kind::Number | Kind::Real | Kind::Handle)
+}
+
+/// Nothing of these calls may block.
+fn within_a_deadline(body: impl FnOnce()) {
+    thread::spawn(|| {
+        thread::sleep(Duration::from_secs(120));
+        eprintln!("a call blocks");
+        std::process::abort();
+    });
+    body();
+}
+
+#[test]
+fn the_header_is_understood() {
+    let functions = functions();
+    assert!(functions.len() > 90, "{}", functions.len());
+    let create = functions.iter().find(|function| function.name == "symmalloc_create").expect("declared");
+    let kinds: Vec<_> = create.arguments.iter().map(|(_, kind)| *kind).collect();
+    assert_eq!((kinds, create.has_status), (vec![Kind::Number, Kind::Text, Kind::Place], true));
+    assert!(functions.iter().all(|function| function.arguments.len() <= ARGUMENTS_MAX));
+    functions
+        .iter()
+        .for_each(|function| assert!(address(&function.name).is_some(), "add {} to the table", function.name));
+}
+
+stub_test!(a_null_pointer_is_a_typed_error_at_every_function, {
+    within_a_deadline(|| {
+        let allocator = Allocator::new("");
+        for function in functions() {
+            let kinds: Vec<Kind> = function.arguments.iter().map(|(_, kind)| *kind).collect();
+            // Without a number that makes sense, the call may throw.
+            if kinds.contains(&Kind::Real) {
+                continue;
+            }
+            check(&function, &vec![0; kinds.len()], None);
+            // A live allocator would be ended.
+            let ends = ["_destroy", "_close", "release_bytes"].iter().any(|end| function.name.ends_with(end));
+            for missing in (0..kinds.len()).filter(|at| is_pointer(kinds[*at]) && !ends) {
+                let others = kinds.iter().enumerate();
+                let values: Option<Vec<usize>> =
+                    others.map(|(at, kind)| if at == missing { Some(0) } else { valid(*kind, allocator) }).collect();
+                if let Some(values) = values {
+                    check(&function, &values, Some(&function.arguments[missing].0));
+                }
+            }
+        }
+        let pointer = allocator.allocate(0, 512, null_mut());
+        done(allocator.try_free(pointer));
+    });
+});
+
+/// Without a pointer that a function needs, it says so. Its documentation names those that may be NULL.
+fn check(function: &Function, values: &[usize], missing: Option<&str>) {
+    let status = call(function, values) as u32;
+    if !function.has_status {
+        return;
+    }
+    let Some(missing) = missing else { return };
+    if status == SYMMALLOC_OK as u32 {
+        let may_be_null = function.text.contains("NULL");
+        assert!(may_be_null, "{} takes NULL for `{missing}` and does not say so", function.name);
+    } else {
+        assert_eq!(status, SYMMALLOC_INVALID_ARGUMENT as u32, "{}: {}", function.name, message());
+        assert!(message().contains(missing), "{} without `{missing}`: {}", function.name, message());
+    }
+}
+
+// Zero bytes are a null pointer everywhere, which can be freed any number of times and names no allocation.
+stub_test!(zero_bytes_are_null_and_own_nothing, {
+    let allocator = Allocator::new("");
+    for _ in 0..2 {
+        let nothing = allocator.allocate(0, 0, null_mut());
+        assert_eq!(nothing, 0);
+        (0..2).for_each(|_| done(allocator.try_free(nothing)));
+    }
+    let mut placement = symmalloc_placement::default();
+    // SAFETY: a live allocator, and a place for the answer.
+    let found = unsafe { symmalloc_placement_of(allocator.0, null_mut::<c_void>(), &raw mut placement) };
+    assert_eq!(found, SYMMALLOC_UNKNOWN_POINTER);
+    let mut shared: (*mut c_char, u64) = (null_mut(), 0);
+    // SAFETY: places for the answers.
+    let status = unsafe { symmalloc_torch_share(null_mut(), &raw mut shared.0, &raw mut shared.1) };
+    assert_eq!(status, SYMMALLOC_UNKNOWN_POINTER);
+});
+
+/// What a listener's calls returned.
+static RETURNED: Mutex<Vec<(symmalloc_status, String)>> = Mutex::new(Vec::new());
+
+/// Uses the library, under whose lock it is called.
+unsafe extern "C" fn use_the_library(_device: i32, _is_mapped: u32, _address: u64, _bytes: u64) {
+    let (mut out, mut block_bytes) = (null_mut(), 0);
+    // SAFETY: places for the answers, and a pointer that may be anything.
+    let returned = unsafe {
+        [
+            symmalloc_torch_allocate(0, 512, null_mut(), 0, &raw mut out),
+            symmalloc_torch_deallocate(0, 1 as *mut c_void, &raw mut block_bytes),
+            symmalloc_torch_trim(0, 0),
+            symmalloc_torch_record_use(1 as *mut c_void, null_mut()),
+        ]
+    };
+    // SAFETY: as above.
+    let device = unsafe {
+        symmalloc_torch_record_stream(1 as *mut c_void, null_mut());
+        symmalloc_torch_device_of(1 as *const c_void)
+    };
+    assert_eq!(device, -1);
+    RETURNED.lock().expect("no panic").extend(returned.map(|status| (status, message())));
+}
+
+stub_test!(a_listener_that_calls_the_library_gets_errors_and_never_hangs, {
+    within_a_deadline(|| {
+        // SAFETY: the function may be called on any thread.
+        unsafe { symmalloc_torch_on_memory(Some(use_the_library)) };
+        let allocator = Allocator::of_torch();
+        let pointer = allocator.allocate(0, 50 * MIB, null_mut());
+        done(allocator.try_free(pointer));
+        done(symmalloc_torch_trim(0, 0));
+        // SAFETY: ends it.
+        unsafe { symmalloc_torch_on_memory(None) };
+        let returned = RETURNED.lock().expect("no panic").clone();
+        assert!(returned.len() >= 8, "memory came and went: {returned:?}");
+        for (status, told) in returned {
+            assert!(
+                status == SYMMALLOC_INVALID_STATE && told.contains("after the listener has returned"),
+                "{status:?}: {told}"
+            );
+        }
+        done(allocator.try_free(allocator.allocate(0, 512, null_mut())));
+    });
+});
