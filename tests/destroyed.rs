@@ -39,7 +39,9 @@ static COUNTING: Counting = Counting;
 fn allocator<L: Lock>() -> Allocator<SimBackend, L> {
     let backend = SimBackend::builder().memory_bytes(1 << 50).build();
     let allocator = Allocator::new(backend, Config::default()).expect("valid");
-    (0..STREAMS).for_each(|_| drop(allocator.register_stream().expect("few")));
+    for _ in 0..STREAMS {
+        allocator.register_stream().expect("few");
+    }
     allocator
 }
 
@@ -118,7 +120,9 @@ fn visits() {
     for keeps_memory in [false, true] {
         let backend = SimBackend::builder().memory_bytes(1 << 50).build();
         let allocator: Allocator<_, Shared> = Allocator::new(backend, Config::default()).expect("valid");
-        (0..STREAMS).for_each(|_| drop(allocator.register_stream().expect("few")));
+        for _ in 0..STREAMS {
+            allocator.register_stream().expect("few");
+        }
         let pools: Vec<_> = (0..500).map(|_| live_and_die(&allocator, "", false)).collect();
         assert_eq!(allocator.kept_pool_count(), 1, "the default pool");
         let stats = allocator.stats();

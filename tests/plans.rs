@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use symmalloc_core::backend::Backend;
-use symmalloc_core::config::{Config, FixedSegments, PlanPolicy, PoolConfig, SegmentPolicy};
+use symmalloc_core::config::{Config, PlanPolicy, PoolConfig};
 use symmalloc_core::lock::Exclusive;
 use symmalloc_core::plans::{Plan, PlanError, PlannedAllocation, StepAllocation, Steps};
 use symmalloc_core::restore::{LayoutError, RestoreError};
@@ -123,11 +123,10 @@ fn a_failure_callback_may_use_the_pool_whose_plan_has_no_memory() {
 /// A pool that rounds sizes to the device's granules plans with those sizes: by itself, and for a plan that is handed over.
 #[test]
 fn plans_of_an_unsplit_pool_round_to_granules() {
-    let fixed = FixedSegments { unsplit: true, ..FixedSegments::default() };
     for learns in [PlanPolicy::Learn, PlanPolicy::Off] {
         let device = SimBackend::builder().build();
-        let pool = PoolConfig::builder().segments(SegmentPolicy::Fixed(fixed.clone())).plan(learns);
-        let pool = pool.build().expect("valid");
+        let pool: PoolConfig = "segments:fixed,unsplit:true".parse().expect("valid");
+        let pool = pool.to_builder().plan(learns).build().expect("valid");
         let config = Config::builder().default_pool(pool.clone()).build().expect("valid");
         let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
         let stream = allocator.register_stream().expect("few");
