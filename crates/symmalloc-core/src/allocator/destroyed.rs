@@ -9,17 +9,14 @@
 //! statistics over all destroyed pools, and, of a symmetric pool, a digest per heap until all ranks have agreed on it. The most
 //! recent of these keep their journals, so that agreement can still name the op that differs.
 
-use super::Allocator;
-use super::pool::{HeapGuard, Pool};
+use super::pool::Pool;
 use crate::config::PoolConfig;
 use crate::heap::view::MemoryStats;
 use crate::heap::{Heap, HeapIdentity};
 use crate::history::digest::Digest;
 use crate::history::journal::Journal;
-use crate::history::segment_log::SegmentLog;
 use crate::stats::usage::Usage;
-use crate::sync::lock::{Lock, LockCell};
-use crate::types::backend::Backend;
+use crate::sync::lock::Lock;
 use crate::types::ids::{PoolId, StreamId};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -34,9 +31,9 @@ pub(super) struct Destroyed<L: Lock> {
     /// Pools that are gone, for pools of the same configuration to take their places. By the digest of the configuration.
     spare: BTreeMap<u64, Vec<Arc<Pool<L>>>>,
     /// By pool and stream.
-    histories: BTreeMap<HistoryKey, FinalHistory>,
-    /// Those that may have journals, in the order of destruction.
-    with_journal: VecDeque<HistoryKey>,
+    histories: BTreeMap<HistoryKey, Digest>,
+    /// The journals of the most recent ones, in the order of destruction.
+    journals: VecDeque<(HistoryKey, Box<Journal>)>,
     /// Usage of all heaps that are gone.
     pub(super) usage: Usage,
     /// Other statistics of them.
@@ -44,16 +41,7 @@ pub(super) struct Destroyed<L: Lock> {
 }
 
 /// The pool of a heap, and its stream.
-type HistoryKey = (PoolId, Option<StreamId>);
-
-/// The history of a destroyed heap that ranks have not agreed on yet.
-pub(super) struct FinalHistory {
-    pub(super) digest: Digest,
-    /// Ops until the pool was destroyed.
-    closed_after_ops: u64,
-    /// `None` when others are more recent, or there was none.
-    pub(super) journal: Option<Box<Journal>>,
-}
+pub(super) type HistoryKey = (PoolId, Option<StreamId>);
 
 impl<L: Lock> Destroyed<L> {
     /// With the default pool.
@@ -62,7 +50,7 @@ impl<L: Lock> Destroyed<L> {
             kept: vec![PoolId::DEFAULT],
             spare: BTreeMap::new(),
             histories: BTreeMap::new(),
-            with_journal: VecDeque::new(),
+            journals: VecDeque::new(),
             usage: Usage::default(),
             counts: MemoryStats::default(),
         }
@@ -84,27 +72,29 @@ impl<L: Lock> Destroyed<L> {
         &self.kept
     }
 
-    /// In the order of pools and streams.
-    pub(super) fn histories(&self) -> impl Iterator<Item = (HistoryKey, &FinalHistory)> {
-        self.histories.iter().map(|(key, history)| (*key, history))
+    /// The histories that ranks have not agreed on yet, in the order of pools and streams: the last digest of each heap.
+    pub(super) fn histories(&self) -> impl Iterator<Item = (HistoryKey, Digest)> {
+        self.histories.iter().map(|(key, digest)| (*key, *digest))
     }
 
-    pub(super) fn history(&self, pool: PoolId, stream: Option<StreamId>) -> Option<&FinalHistory> {
-        self.histories.get(&(pool, stream))
+    /// The journal of a history; `None` when others are more recent, or there was none.
+    pub(super) fn journal(&self, key: HistoryKey) -> Option<&Journal> {
+        self.journals.iter().find(|(known, _)| *known == key).map(|(_, journal)| &**journal)
     }
 
     /// All ranks had this digest: a history that it ends is forgotten.
-    pub(super) fn settle(&mut self, pool: PoolId, stream: Option<StreamId>, digest: Digest) {
-        let Some(history) = self.histories.get_mut(&(pool, stream)) else { return };
-        if history.closed_after_ops <= digest.ops {
-            self.histories.remove(&(pool, stream));
-        } else if let Some(journal) = &mut history.journal {
+    pub(super) fn settle(&mut self, key: HistoryKey, digest: Digest) {
+        let Some(last) = self.histories.get(&key) else { return };
+        if last.ops <= digest.ops {
+            self.histories.remove(&key);
+            self.journals.retain(|(known, _)| *known != key);
+        } else if let Some((_, journal)) = self.journals.iter_mut().find(|(known, _)| *known == key) {
             journal.agree(digest);
         }
     }
 
     pub(super) fn history_bytes(&self) -> u64 {
-        self.histories.values().filter_map(|history| history.journal.as_deref()).map(Journal::bytes).sum()
+        self.journals.iter().map(|(_, journal)| journal.bytes()).sum()
     }
 
     /// Adds what the heaps of destroyed pools did.
@@ -120,62 +110,29 @@ impl<L: Lock> Destroyed<L> {
         stats.steps = stats.steps + steps;
     }
 
-    /// The heap is gone: keeps its sums and its history, and nothing else.
-    fn bury(&mut self, heap: &mut Heap<L>, symmetric: bool) {
+    /// A pool is visited no more. Returns `false` if it was not.
+    pub(super) fn remove(&mut self, pool: PoolId) -> bool {
+        let at = self.kept.binary_search(&pool);
+        at.map(|at| self.kept.remove(at)).is_ok()
+    }
+
+    /// The heap of a destroyed pool is gone: keeps its sums and its history.
+    pub(super) fn bury(&mut self, heap: &mut Heap<L>, symmetric: bool) {
         heap.add_to(&mut self.counts);
         self.counts.usage = Default::default();
         self.usage.absorb(heap.usage());
         if symmetric && heap.has_history() && !heap.is_settled() {
             let HeapIdentity { pool, stream, .. } = heap.identity();
-            let closed_after_ops = heap.closed_after_ops().expect("only destroyed pools are buried");
-            let (digest, journal) = (heap.digest(), heap.take_journal());
-            self.histories.insert((pool, stream), FinalHistory { digest, closed_after_ops, journal });
-            self.with_journal.push_back((pool, stream));
-            if self.with_journal.len() > JOURNALS_MAX
-                && let Some(oldest) = self.with_journal.pop_front()
-                && let Some(history) = self.histories.get_mut(&oldest)
-            {
-                history.journal = None;
+            self.histories.insert((pool, stream), heap.digest());
+            if self.journals.len() == JOURNALS_MAX {
+                self.journals.pop_front();
             }
+            self.journals.extend(heap.take_journal().map(|journal| ((pool, stream), journal)));
         }
     }
-}
 
-impl<B: Backend, L: Lock> Allocator<B, L> {
-    /// The pools that reports and trims visit, in the order of their ids: live ones, and those whose memory the driver holds.
-    pub(super) fn kept_pools(&self) -> impl Iterator<Item = (PoolId, &Arc<Pool<L>>)> {
-        let kept = self.destroyed.lock().kept().to_vec();
-        kept.into_iter().filter_map(|id| Some((id, self.pools.get(id.index())?))).filter(|(id, pool)| pool.id() == *id)
-    }
-
-    /// Number of pools that reports and trims visit. For tests.
-    #[doc(hidden)]
-    pub fn kept_pool_count(&self) -> usize {
-        self.destroyed.lock().kept().len()
-    }
-
-    /// A destroyed pool whose memory is back on the device gives its place up.
-    pub(super) fn bury(&self, pool: PoolId, entry: &Arc<Pool<L>>, heaps: &mut [HeapGuard<'_, L>]) {
-        if heaps.iter().any(|heap| heap.log().has_retired()) {
-            return;
-        }
-        let mut destroyed = self.destroyed.lock();
-        let Ok(at) = destroyed.kept.binary_search(&pool) else { return };
-        destroyed.kept.remove(at);
-        for heap in heaps {
-            destroyed.bury(heap, entry.config.symmetric());
-            let HeapIdentity { id, stream, .. } = heap.identity();
-            let past = heap.take_past();
-            **heap = self.empty_heap(entry, HeapIdentity { id, pool, stream });
-            heap.set_past(past);
-            heap.close();
-        }
-        destroyed.spare.entry(entry.config_digest).or_default().push(Arc::clone(entry));
-    }
-
-    /// A heap without ops and observers.
-    pub(super) fn empty_heap(&self, entry: &Pool<L>, identity: HeapIdentity) -> Heap<L> {
-        let log = SegmentLog::new(Arc::clone(&entry.log_entries));
-        Heap::new(identity, entry.config.clone(), Arc::clone(&entry.budget), self.granularity_bytes, log)
+    /// A place for a later pool of the same configuration.
+    pub(super) fn add_spare(&mut self, pool: Arc<Pool<L>>) {
+        self.spare.entry(pool.config_digest).or_default().push(pool);
     }
 }

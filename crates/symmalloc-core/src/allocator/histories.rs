@@ -7,7 +7,6 @@ pub use crate::history::digest::{Mark, folded_multiply, op_word, unpack_op, unpa
 pub use crate::history::journal::{CHECKPOINTS_MAX, Journal, JournalEntry, NAME_BYTES_MAX, ProgramOrder};
 
 use super::Allocator;
-use super::destroyed::FinalHistory;
 use super::pool::{HeapCell, Pool};
 use crate::config::op::Op;
 use crate::config::text::hash_of_text;
@@ -54,11 +53,11 @@ impl<B: Backend, L: Lock> HistorySource for Allocator<B, L> {
     fn heap_histories(&self) -> Vec<HeapHistory> {
         let destroyed = self.destroyed.lock();
         let mut symmetric = self.symmetric_pools().zip(0..).peekable();
-        let ended = destroyed.histories().map(|((id, stream), FinalHistory { digest, journal, .. })| {
+        let ended = destroyed.histories().map(|((id, stream), digest)| {
             while symmetric.next_if(|((earlier, _), _)| *earlier < id).is_some() {}
             let (_, pool) = symmetric.peek().expect("only symmetric pools have histories");
-            let oldest = journal.as_deref().map_or(digest.ops, Journal::oldest);
-            HeapHistory { pool: *pool, stream, digest: *digest, oldest }
+            let oldest = destroyed.journal((id, stream)).map_or(digest.ops, Journal::oldest);
+            HeapHistory { pool: *pool, stream, digest, oldest }
         });
         let mut histories: Vec<_> = ended.collect();
         drop(destroyed);
@@ -92,10 +91,8 @@ impl<B: Backend, L: Lock> HistorySource for Allocator<B, L> {
     fn look_back(&self, pool: u32, stream: Option<StreamId>, look: &mut dyn FnMut(&Journal)) {
         if let Some(heap) = self.symmetric_heap(pool, stream) {
             heap.lock().journal().into_iter().for_each(look);
-        } else if let Some(id) = self.symmetric_pool(pool)
-            && let Some(history) = self.destroyed.lock().history(id, stream)
-        {
-            history.journal.as_deref().into_iter().for_each(look);
+        } else if let Some(id) = self.symmetric_pool(pool) {
+            self.destroyed.lock().journal((id, stream)).into_iter().for_each(look);
         }
     }
 
@@ -111,7 +108,7 @@ impl<B: Backend, L: Lock> HistorySource for Allocator<B, L> {
         if let Some(heap) = self.symmetric_heap(pool, stream) {
             heap.lock().settle(digest);
         } else if let Some(id) = self.symmetric_pool(pool) {
-            self.destroyed.lock().settle(id, stream, digest);
+            self.destroyed.lock().settle((id, stream), digest);
         }
     }
 }

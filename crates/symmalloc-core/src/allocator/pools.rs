@@ -1,11 +1,13 @@
 //! Pools and streams: what a program makes, and what it says of them. Pool 0 is there from the start.
 
 use super::Allocator;
-use super::pool::Pool;
+use super::pool::{HeapGuard, Pool};
 use crate::config::PoolConfig;
 use crate::config::errors::{PoolError, StreamError, UnknownError};
 use crate::config::op::Op;
 use crate::heap::trim::Released;
+use crate::heap::{Heap, HeapIdentity};
+use crate::history::segment_log::SegmentLog;
 use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
 use crate::types::ids::{PoolId, StreamId};
@@ -182,5 +184,45 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub(super) fn known_stream(&self, stream: StreamId) -> Result<(), UnknownError> {
         let streams = self.stream_count();
         if u32::from(stream.0) < streams { Ok(()) } else { Err(UnknownError::Stream { stream, streams }) }
+    }
+}
+
+impl<B: Backend, L: Lock> Allocator<B, L> {
+    /// The pools that reports and trims visit, in the order of their ids: live ones, and those whose memory the driver holds.
+    pub(super) fn kept_pools(&self) -> impl Iterator<Item = (PoolId, &Arc<Pool<L>>)> {
+        let kept = self.destroyed.lock().kept().to_vec();
+        kept.into_iter().filter_map(|id| Some((id, self.pools.get(id.index())?))).filter(|(id, pool)| pool.id() == *id)
+    }
+
+    /// Number of pools that reports and trims visit. For tests.
+    #[doc(hidden)]
+    pub fn kept_pool_count(&self) -> usize {
+        self.destroyed.lock().kept().len()
+    }
+
+    /// A destroyed pool whose memory is back on the device gives its place up.
+    pub(super) fn bury(&self, pool: PoolId, entry: &Arc<Pool<L>>, heaps: &mut [HeapGuard<'_, L>]) {
+        if heaps.iter().any(|heap| heap.log().has_retired()) {
+            return;
+        }
+        let mut destroyed = self.destroyed.lock();
+        if !destroyed.remove(pool) {
+            return;
+        }
+        for heap in heaps {
+            destroyed.bury(heap, entry.config.symmetric());
+            let HeapIdentity { id, stream, .. } = heap.identity();
+            let past = heap.take_past();
+            **heap = self.empty_heap(entry, HeapIdentity { id, pool, stream });
+            heap.set_past(past);
+            heap.close();
+        }
+        destroyed.add_spare(Arc::clone(entry));
+    }
+
+    /// A heap without ops and observers.
+    pub(super) fn empty_heap(&self, entry: &Pool<L>, identity: HeapIdentity) -> Heap<L> {
+        let log = SegmentLog::new(Arc::clone(&entry.log_entries));
+        Heap::new(identity, entry.config.clone(), Arc::clone(&entry.budget), self.granularity_bytes, log)
     }
 }

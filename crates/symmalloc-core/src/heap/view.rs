@@ -204,11 +204,6 @@ impl<L: Lock> Heap<L> {
         self.digest.ops > 0
     }
 
-    /// Ops until the pool was destroyed; `None` while it is live.
-    pub(crate) fn closed_after_ops(&self) -> Option<u64> {
-        self.closed_after_ops
-    }
-
     pub(crate) fn take_journal(&mut self) -> Option<Box<Journal>> {
         self.journal.take()
     }
