@@ -4,9 +4,8 @@
 
 use crate::args::ReadingArgs;
 use crate::collection;
-use crate::destination::shown;
 use crate::error::CliError;
-use crate::output;
+use crate::escape::visible_line;
 use std::fs::{self, File};
 use std::io::{self, IsTerminal, Read};
 use std::path::Path;
@@ -66,7 +65,7 @@ pub(crate) fn open_pipe(
     if let Ok(file) = opening.recv_timeout(PIPE_PATIENCE) {
         return file;
     }
-    output::tell(&format!("waiting for the other end of the pipe {}\n", shown(path)));
+    eprintln!("waiting for the other end of the pipe {}", visible_line(&path.display().to_string()));
     opening.recv_timeout(PIPE_WAIT_MAX - PIPE_PATIENCE).unwrap_or_else(|_| {
         let seconds = PIPE_WAIT_MAX.as_secs();
         let message = format!("nobody is at the other end of this pipe (waited {seconds} s): start that program first");
