@@ -92,12 +92,16 @@ impl From<Verdict> for ExitCode {
 pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     let arguments: Vec<OsString> = arguments.into_iter().collect();
     let wants_json = arguments.iter().take_while(|argument| *argument != "--").any(|argument| argument == "--json");
-    let args = match Args::try_parse_from(arguments) {
+    let args = match Args::try_parse_from(&arguments) {
         Ok(args) => args,
         Err(error) => {
             if error.use_stderr() {
-                // It repeats arguments, which may be names of files. Its plain text has no styles.
-                output::tell(&error.render().to_string());
+                // It repeats arguments, which may be names of files: one with a line end must not make a line. Its plain text has
+                // no styles.
+                let visible = |argument: &OsString| escape::visible_line(&argument.to_string_lossy()).into_owned();
+                let text = Args::try_parse_from(arguments.iter().map(visible)).err();
+                let text = text.as_ref().unwrap_or(&error).render().to_string();
+                output::tell(&text);
             } else {
                 // Help and version are "errors" that go to stdout. A reader that went away is no failure.
                 let _ = error.print();

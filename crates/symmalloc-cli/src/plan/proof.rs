@@ -88,7 +88,8 @@ pub(super) fn prove(program: &Program, config: &Config, rank: u32) -> Result<Pro
                 };
                 if let Some(part) = part {
                     part.memory_calls += now.memory_calls - before.memory_calls;
-                    part.registrations += now.registrations - before.registrations;
+                    // A pool that takes a destroyed one's place takes its entries along.
+                    part.registrations += now.registrations.saturating_sub(before.registrations);
                 }
                 before = now;
             }

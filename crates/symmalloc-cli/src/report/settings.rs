@@ -148,14 +148,12 @@ fn with(
 pub(crate) fn text(config: &Config) -> String {
     let canonical = config.to_string();
     let mut kept: Vec<&str> = keys(&canonical);
-    let mut index = 0;
-    while index < kept.len() {
+    // From the last: a key comes before those that refine it, and is clearer alone.
+    for index in (0..kept.len()).rev() {
         let mut fewer = kept.clone();
         fewer.remove(index);
         if !kept[index].starts_with("segments:") && fewer.join(",").parse::<Config>().as_ref() == Ok(config) {
             kept = fewer;
-        } else {
-            index += 1;
         }
     }
     kept.join(",")
@@ -170,6 +168,7 @@ mod tests {
         for (long, short) in [
             ("", "segments:expandable"),
             ("streams:shared", "segments:expandable,streams:shared"),
+            ("stitching_aliases:65536", "segments:expandable,stitching:true"),
             ("max_split_size_mb:256,segments:fixed,streams:separate", "segments:fixed,max_split_size_mb:256"),
             ("retries_max:3,total_limit_mb:64", "segments:expandable,total_limit_mb:64"),
         ] {

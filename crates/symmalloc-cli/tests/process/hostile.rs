@@ -38,7 +38,7 @@ fn shows_everything(text: &str) {
 
 /// A name in a trace.
 fn in_trace(name: &str) -> String {
-    format!("{name:?}").replace("\\u{", "\\u{").replace("\\0", "\\u{0}")
+    format!("{name:?}")
 }
 
 /// A trace with hostile names, in a file with a hostile name.
@@ -50,9 +50,9 @@ fn trace(folder: &Folder, name: &str, places: [u64; 2]) -> PathBuf {
         &[
             "stream s0",
             "stream s1",
-            &format!("a 0 4194304 s0 -> 0@{a} {name_of}"),
+            &format!("a 0 4194304 s0 {name_of} -> 0@{a}"),
             "u 0 s1",
-            &format!("a 1 4194304 s0 -> 0@{b} {name_of}"),
+            &format!("a 1 4194304 s0 {name_of} -> 0@{b}"),
             "f 0",
             "f 1",
         ],

@@ -19,8 +19,11 @@ fn a_log_becomes_a_trace_and_what_was_left_out_is_said() {
     let trace = folder.path("rmm.trace");
     let said = symmalloc("import {} {}", &[&log, &trace]);
     let words = &said.exited(0).stdout;
-    assert!(words.contains("RMM log") && words.contains("before the recording began: 1"), "{words}");
-    assert_eq!(fs::read_to_string(&trace).unwrap(), "symmalloc-trace 1\nstream s0\na 0 1048576 s0\nf 0\nend 3\n");
+    assert!(words.contains("RMM log") && words.contains("1 allocation of 512 B lived by then"), "{words}");
+    assert_eq!(
+        fs::read_to_string(&trace).unwrap(),
+        "symmalloc-trace 1\nstream s0\na 0 512 s0\na 1 1048576 s0\nf 0\nf 1\nend 5\n"
+    );
 }
 
 #[test]
@@ -70,13 +73,13 @@ fn standard_input_and_output_are_read_and_written() {
     // What is said about it is JSON beside it.
     let (_, said) = piped(&["import", "-", "-", "--json"], RMM_LOG.as_bytes());
     let said: Value = serde_json::from_str(&said).unwrap();
-    assert_eq!((&said["allocs"], &said["frees_of_unknown"]), (&1.into(), &1.into()), "{said}");
+    assert_eq!((&said["allocs"], &said["lived_before"]), (&2.into(), &1.into()), "{said}");
     let (snapshot, _) = piped(&["export", "-", "-"], &written);
     let file = folder.path("rmm.pickle");
     symmalloc("export {} {}", &[&trace, &file]).exited(0);
     assert_eq!(snapshot, fs::read(&file).unwrap());
     let (replayed, _) = piped(&["replay", "-", "--json", "--ranks", "2"], &snapshot);
-    assert!(String::from_utf8(replayed).unwrap().contains("\"allocs\": 1"));
+    assert!(String::from_utf8(replayed).unwrap().contains("\"allocs\": 2"));
     assert!(!Path::new("-").exists());
 }
 

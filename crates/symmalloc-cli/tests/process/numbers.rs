@@ -259,7 +259,7 @@ fn a_job_with_refused_requests_has_a_plan_that_is_followed_or_none() {
     };
     let steps: Vec<String> = (0..3).flat_map(|number| step(number * 4)).collect();
     let lines: Vec<&str> =
-        ["config limit_mb:86", "stream s0"].into_iter().chain(steps.iter().map(String::as_str)).collect();
+        ["config limit_mb:86,reclaim:never", "stream s0"].into_iter().chain(steps.iter().map(String::as_str)).collect();
     let found = numbers(&folder.trace("steps.trace", &lines));
     assert_eq!((found.planned_bytes, found.refused > 0), (Some(86 * MIB), true), "{found:?}");
     // Nothing has room for the second request.
@@ -276,9 +276,9 @@ fn a_job_with_refused_requests_has_a_plan_that_is_followed_or_none() {
 #[test]
 fn the_last_stream_of_a_trace_is_planned() {
     let folder = Folder::new();
-    let streams: Vec<String> = (0..=u16::MAX).map(|stream| format!("stream s{stream}")).collect();
+    let streams: Vec<String> = (0..u16::MAX).map(|stream| format!("stream s{stream}")).collect();
     let mut lines: Vec<&str> = streams.iter().map(String::as_str).collect();
-    lines.extend(["a 0 8388608 s65535", "f 0"]);
+    lines.extend(["a 0 8388608 s65534", "f 0"]);
     let job = folder.trace("job.trace", &lines);
     let said = symmalloc("plan {} --json", &[&job]).json(0);
     assert_eq!((bytes(&said[0], "planned_bytes"), &said[0]["holds"]), (8 * MIB, &true.into()), "{said}");

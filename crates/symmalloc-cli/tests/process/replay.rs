@@ -364,9 +364,10 @@ fn json_has_the_columns_that_people_see() {
 }
 
 #[test]
-fn a_job_of_one_stream_is_not_warned_of_nccl() {
+fn jobs_without_symmetric_pools_are_not_warned_of_nccl() {
     let warns = |args: &str| symmalloc(args, &[]).exited(0).stdout.contains("NCCL");
-    assert!(warns("replay fsdp1 --ranks 2"));
+    assert!(warns("replay fsdp1 --ranks 2 --config segments:expandable,symmetric:true"));
+    assert!(!warns("replay fsdp1 --ranks 2"));
     for job in ["gpt2", "moe"] {
         let said = symmalloc(&format!("replay {job} --ranks 2 --passes 2"), &[]);
         let screen = &said.exited(0).stdout;

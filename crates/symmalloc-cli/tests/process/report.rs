@@ -32,7 +32,7 @@ fn every_command_does_again_what_the_page_says() {
     let said = symmalloc("report {} -o {} --json", &[&job, &out]).json(0);
     let page = fs::read_to_string(&out).unwrap();
     let settings = said["settings"].as_array().unwrap();
-    assert_eq!(settings.len(), 9, "{said}");
+    assert_eq!(settings.len(), 11, "{said}");
     let own: Vec<&Value> = settings.iter().filter(|trial| trial["is_own"] == true).collect();
     assert_eq!((own.len(), &own[0]["peak_reserved_bytes"]), (1, &said["steady_reserved_bytes"]));
     let run = |text: &str| {
@@ -61,12 +61,12 @@ fn the_best_settings_are_named_and_the_page_is_the_same_again() {
     let job = recorded("fsdp1_train_rank0.trace.zst");
     let pages = ["a.html", "b.html"].map(|name| folder.path(name));
     let words = pages.each_ref().map(|page| symmalloc("report {} -o {}", &[&job, page]).exited(0).stdout.clone());
-    assert!(words[0].contains("least with segments:expandable,streams:shared"), "{}", words[0]);
+    assert!(words[0].contains("least with segments:expandable,streams:shared,stitching:true"), "{}", words[0]);
     // What sharing costs is said with it, and what PyTorch held in the recording.
     assert!(words[0].contains("waits of a stream for another in a pass, each a fence"), "{}", words[0]);
     assert!(words[0].contains("in the recording: at least 7."), "{}", words[0]);
     let text = fs::read_to_string(&pages[0]).unwrap();
-    assert!(text.contains("With <code>segments:expandable,streams:shared</code> the peak would be"));
+    assert!(text.contains("With <code>segments:expandable,streams:shared,stitching:true</code> the peak would be"));
     assert!(text == fs::read_to_string(&pages[1]).unwrap());
     let (to_try, others) = text.split_once("Settings that are no better").expect("fixed segments hold more");
     assert!(to_try.contains("streams:shared"));

@@ -127,7 +127,11 @@ fn a_story_that_makes_no_sense_is_refused() {
     let trace = "symmalloc-trace 1\n#! seed:1 granularity:3\nstream s0\nend 1\n";
     let said = symmalloc("simulate {}", &[&folder.file("bad.trace", trace)]);
     assert_eq!((said.code, said.stdout.as_str()), (Some(2), ""));
-    assert!(said.stderr.contains("line 2: `granularity:3`") && said.stderr.contains("help:"), "{}", said.stderr);
+    assert!(
+        said.stderr.contains("line 2: invalid simulator word `granularity:3`") && said.stderr.contains("help:"),
+        "{}",
+        said.stderr
+    );
 }
 
 #[test]

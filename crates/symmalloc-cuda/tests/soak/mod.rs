@@ -3,7 +3,8 @@
 //! Each round makes pools with different settings, uses them from several streams and threads, and destroys them again:
 //! buffers with checked contents, steps that learn plans, stitching, sleep and wake, captured graphs, an export, and a
 //! stream that its owner destroys. Every stretch ends with a sample of the process. The level is the maximum over the
-//! second sixth of the run (the first minute of a long run is left out); later samples may exceed it by `SLACK` only.
+//! second sixth of the run (of a long run, the second minute). Later samples may exceed it by the slack only, which a leak in each
+//! round exceeds soon.
 
 use cudarc::driver::{CudaContext, CudaStream};
 use std::fmt;
@@ -22,6 +23,8 @@ const SAMPLES: u32 = 60;
 const WARM_UP: Duration = Duration::from_secs(60);
 /// Resident memory varies with the C library's arenas, by more the more threads there are.
 const SLACK_BYTES: u64 = 8 << 20;
+/// The pool of events grows a little when threads meet in a way that they have not met before.
+const SLACK_OBJECTS: u64 = 32;
 
 /// Settings of the pools that a round makes, in `SYMMALLOC_CONF`'s syntax.
 const POOLS: [&str; 6] = [
@@ -72,7 +75,7 @@ impl Sample {
         self.resident_bytes <= level.resident_bytes + SLACK_BYTES
             && self.descriptors <= level.descriptors
             && self.threads <= level.threads
-            && self.driver_objects <= level.driver_objects
+            && self.driver_objects <= level.driver_objects + SLACK_OBJECTS
     }
 }
 

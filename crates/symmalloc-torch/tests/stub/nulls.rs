@@ -350,15 +350,15 @@ unsafe extern "C" fn use_the_library(_device: i32, _is_mapped: u32, _address: u6
     let returned = unsafe {
         [
             symmalloc_torch_allocate(0, 512, null_mut(), 0, &raw mut out),
-            symmalloc_torch_deallocate(0, 1 as *mut c_void, &raw mut block_bytes),
+            symmalloc_torch_deallocate(0, std::ptr::dangling_mut::<c_void>(), &raw mut block_bytes),
             symmalloc_torch_trim(0, 0),
-            symmalloc_torch_record_use(1 as *mut c_void, null_mut()),
+            symmalloc_torch_record_use(std::ptr::dangling_mut::<c_void>(), null_mut()),
         ]
     };
     // SAFETY: as above.
     let device = unsafe {
-        symmalloc_torch_record_stream(1 as *mut c_void, null_mut());
-        symmalloc_torch_device_of(1 as *const c_void)
+        symmalloc_torch_record_stream(std::ptr::dangling_mut::<c_void>(), null_mut());
+        symmalloc_torch_device_of(std::ptr::dangling::<c_void>())
     };
     assert_eq!(device, -1);
     RETURNED.lock().expect("no panic").extend(returned.map(|status| (status, message())));
