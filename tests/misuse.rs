@@ -343,7 +343,7 @@ fn zero_bytes_are_freed_once_and_not_used_afterwards() {
     allocator.free(first).expect("live");
     let before = state(&allocator);
     let stale = HandleError::Stale { handle: first };
-    assert_eq!(allocator.free(first), Err(stale.clone().into()));
+    assert_eq!(allocator.free(first), Err(stale.into()));
     assert_eq!(allocator.record_use(first, S0), Err(stale.into()));
     assert_eq!(state(&allocator), before);
     allocator.record_use(second, S0).expect("live");
@@ -383,8 +383,8 @@ fn a_handle_of_a_destroyed_pool_stays_stale_in_later_pools() {
             assert_eq!(allocator.free(handle), Err(HandleError::Stale { handle }.into()));
             assert_eq!(allocator.allocation(handle), Err(HandleError::Stale { handle }));
             let destroyed = UnknownError::DestroyedPool { pool: gone };
-            assert_eq!(allocator.allocate(gone, S0, 1 << 20), Err(destroyed.clone().into()));
-            assert_eq!(allocator.trim(Some(gone)), Err(destroyed.clone().into()));
+            assert_eq!(allocator.allocate(gone, S0, 1 << 20), Err(destroyed.into()));
+            assert_eq!(allocator.trim(Some(gone)), Err(destroyed.into()));
             assert_eq!(allocator.pool_stats(gone), Err(destroyed));
             assert_eq!(allocator.segment_log_entries(gone), 0);
         }

@@ -549,6 +549,20 @@ fn an_allocation_of_zero_bytes_that_is_freed_twice_is_refused_and_recorded_once(
     assert_eq!(allocator.stop_recording().expect("whole").records, 3);
 }
 
+/// The recording does not know them: it began after their pool was destroyed.
+#[test]
+fn zero_bytes_of_a_pool_that_is_gone_are_freed_without_a_record() {
+    let device = SimBackend::builder().build();
+    let allocator: Allocator<_> = Allocator::new(&device, Config::default()).expect("valid");
+    let stream = allocator.register_stream().expect("few");
+    let pool = allocator.create_pool(PoolConfig::default()).expect("made");
+    let nothing = allocator.allocate(pool, stream, 0).expect("it needs no memory").handle;
+    allocator.destroy_pool(pool).expect("no memory is allocated");
+    allocator.start_recording(Memory::new()).expect("nothing is live");
+    let _either = allocator.free(nothing);
+    allocator.stop_recording().expect("whole");
+}
+
 /// A sink that uses the allocator which it records.
 struct Reentrant {
     allocator: Arc<Mutex<Weak<SharedAllocator<SimBackend>>>>,

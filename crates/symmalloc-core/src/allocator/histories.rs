@@ -51,6 +51,17 @@ pub trait HistorySource {
 
 impl<B: Backend, L: Lock> HistorySource for Allocator<B, L> {
     fn heap_histories(&self) -> Vec<HeapHistory> {
+        // Live ones first: a pool that is destroyed meanwhile is in both lists, and never in none.
+        let pools = self.symmetric_pools().zip(0..).filter(|((id, pool), _)| pool.id() == *id);
+        let heaps = pools.flat_map(|((_, pool), ordinal)| pool.heaps().map(move |heap| (ordinal, heap.lock())));
+        let lived = heaps.filter(|(_, heap)| heap.has_history() && !heap.is_settled());
+        let lived = lived.map(|(pool, heap)| HeapHistory {
+            pool,
+            stream: heap.identity().stream,
+            digest: heap.digest(),
+            oldest: heap.journal().map_or(heap.digest().ops, Journal::oldest),
+        });
+        let lived: Vec<_> = lived.collect();
         let destroyed = self.destroyed.lock();
         let mut symmetric = self.symmetric_pools().zip(0..).peekable();
         let ended = destroyed.histories().map(|((id, stream), digest)| {
@@ -59,19 +70,9 @@ impl<B: Backend, L: Lock> HistorySource for Allocator<B, L> {
             let oldest = destroyed.journal((id, stream)).map_or(digest.ops, Journal::oldest);
             HeapHistory { pool: *pool, stream, digest, oldest }
         });
-        let mut histories: Vec<_> = ended.collect();
-        drop(destroyed);
-        let pools = self.symmetric_pools().zip(0..).filter(|((id, pool), _)| pool.id() == *id);
-        let heaps = pools.flat_map(|((_, pool), ordinal)| pool.heaps().map(move |heap| (ordinal, heap.lock())));
-        let lived = heaps.filter(|(_, heap)| heap.has_history() && !heap.is_settled());
-        let history = lived.map(|(pool, heap)| HeapHistory {
-            pool,
-            stream: heap.identity().stream,
-            digest: heap.digest(),
-            oldest: heap.journal().map_or(heap.digest().ops, Journal::oldest),
-        });
-        histories.extend(history);
+        let mut histories: Vec<_> = ended.chain(lived).collect();
         histories.sort_by_key(|history| (history.pool, history.stream));
+        histories.dedup_by_key(|history| (history.pool, history.stream));
         histories
     }
 

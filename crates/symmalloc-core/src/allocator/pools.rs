@@ -116,7 +116,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     #[inline(always)]
     fn pool_entry(&self, pool: PoolId) -> Result<&Arc<Pool<L>>, UnknownError> {
         match self.pools.get(pool.index()) {
-            Some(entry) if entry.id() != pool || entry.is_destroyed() => Err(UnknownError::DestroyedPool { pool }),
+            // In this order: an entry gets the next pool's id before it is taken for live.
+            Some(entry) if entry.is_destroyed() || entry.id() != pool => Err(UnknownError::DestroyedPool { pool }),
             Some(entry) => Ok(entry),
             None => Err(UnknownError::Pool { pool, pools: self.pool_count() }),
         }
