@@ -447,7 +447,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
     }
 
-    /// The heap that serves a stream, locked: made anew in the place of one of an earlier pool.
+    /// The heap that serves a stream, locked. It replaces one of an earlier pool.
     #[cold]
     fn remake_heap<'a>(
         &'a self,

@@ -66,9 +66,9 @@ pub struct PinnedBuffer<T> {
 /// Work that may use a buffer.
 #[derive(Clone, Debug)]
 enum PendingUse {
-    /// Of a registered stream. Freeing the memory covers it too.
+    /// Work of a registered stream. Freeing the memory covers it too.
     Stream(StreamId),
-    /// Of an unregistered stream of this context. Its guard waits for it, but may have been forgotten.
+    /// Work of an unregistered stream of this context. Its guard waits for it, but may have been forgotten.
     Unwatched(Arc<CudaContext>),
 }
 
