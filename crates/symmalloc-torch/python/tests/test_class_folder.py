@@ -265,15 +265,11 @@ pytorch_class.built = built
         self.is_refused("class.c is not a folder", XDG_CACHE_HOME=str(self.work / "class.c"))
 
     def test_place_says_what_install_does(self) -> None:
-        program = "print(json.dumps(str(pytorch_class.place(torch)[0]))); sys.exit()"
-        done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, str(self.work), program],
-            env=os.environ | {"XDG_CACHE_HOME": str(self.home / ".cache"), "CXX": str(self.compiler)},
-            capture_output=True, text=True, timeout=60, cwd=TESTS.parent,
-        )  # fmt: skip
-        self.assertEqual(done.returncode, 0, done.stderr)
-        library = self.keep()
-        self.assertEqual(json.loads(done.stdout), str(library))
+        report = self.work / "place"
+        patch = f"Path({str(report)!r}).write_text(str(pytorch_class.place(torch)[0]))"
+        self.assertEqual(self.install(patch)["error"], None)
+        (library,) = self.cache.iterdir()
+        self.assertEqual(report.read_text(), str(library))
 
 
 class Descriptors(unittest.TestCase):
