@@ -1,4 +1,4 @@
-//! What the program is asked to do: its commands and flags.
+//! The command-line arguments: all commands and their flags.
 
 mod policy;
 mod reading;
@@ -15,121 +15,124 @@ use clap_complete::Shell;
 use std::path::{Path, PathBuf};
 
 const HELP: &str = "\
-Recordings are files, standard input (`-`), or jobs that come with the program: gpt2, moe, resnet50, llama, gnn, fsdp,
+A recording is a file, standard input (`-`), or a job that comes with the program: gpt2, moe, resnet50, llama, gnn, fsdp,
 fsdp_rank1, fsdp1, fsdp1_rank1.
 
-With --json every command but run, completions and man prints one JSON document: an object, or an array of objects, each with schema_version (1). If it fails,
-that is {schema_version, error: {message, causes, help, exit_code}}, and stderr says the same for people.
+With --json, every command except run, completions and man prints one JSON document: an object, or an array of objects. Each object
+has schema_version (1). If the command fails, the document is {schema_version, error: {message, causes, help, exit_code}}, and stderr
+has the same error as text.
 
-Exit codes: 0 fine, 3 the ranks differ or memory is refused, 2 bad input.";
+Exit codes: 0 success, 3 ranks differ or memory is refused, 2 invalid input.";
 
-/// The most ranks of a simulated job: a million.
+/// Maximum number of ranks of a simulated job: 1,048,576.
 const RANKS_MAX: i64 = 1 << 20;
 
 const REPLAY_EXAMPLES: &str = "\
 Examples:
-  symmalloc replay snapshot.pickle                      a PyTorch job on 8 ranks, beside PyTorch's own rule
+  symmalloc replay snapshot.pickle                      a PyTorch job on 8 ranks, compared with PyTorch's own rule
   symmalloc replay snapshot.pickle.gz --ranks 64 --seed 3 --json
   symmalloc replay snapshot.pickle --order address --segments fixed      PyTorch's rule alone: exits with 3
   symmalloc replay job.trace --record rank0.trace.zst   our decisions, for `symmalloc diff`
-  symmalloc replay job.trace --plan job.plan            every rank follows a plan that `symmalloc plan` wrote
+  symmalloc replay job.trace --plan job.plan            every rank follows a plan written by `symmalloc plan`
 
-JSON: an array with one object per trace:
+JSON: an array with one object per trace. Ops and allocations are counted from 0.
   schema_version, trace, ops, allocs, ranks, passes, order, segments, streams
-  aligned               whether all ranks placed alike, in every pass, with equal digests
-  differing_placements  allocations whose (segment, offset) is not the same on all ranks
-  refused               allocations that a limit, or the size of a segment, refused; of the pass with the most
-  first_divergence      null, or {op, allocation, name?, pass?, ranks: [{rank, segment, offset}]}; counted from 0;
-                        segment and offset are null where the allocation was refused or has no bytes
-  peak_live_bytes       the most that the program had requested at any time of any pass
-  peak_reserved_bytes   the most that was held from the device at any time of any pass
+  aligned               true if all ranks make the same placements in every pass, with equal digests
+  differing_placements  allocations whose (segment, offset) differs between ranks
+  refused               allocations refused by a limit or by the size of a segment, in the pass with the most of them
+  first_divergence      null, or {op, allocation, name?, pass?, ranks: [{rank, segment, offset}]};
+                        segment and offset are null if the allocation was refused or has no bytes
+  peak_live_bytes       peak of the bytes that the program has requested, over all passes
+  peak_reserved_bytes   peak of the bytes reserved from the device, over all passes
   efficiency            peak_live_bytes / peak_reserved_bytes
-  first_pass            {peak_reserved_bytes, efficiency, refused}: the first pass alone, which flatters
-  segment_count         at the end of the last pass, before what the program left is freed
-  ns_per_op             median pass after the first on a device that costs nothing; null with --order address
+  first_pass            {peak_reserved_bytes, efficiency, refused}: the first pass alone, which is optimistic
+  segment_count         segments at the end of the last pass, before leftover allocations are freed
+  ns_per_op             median of the passes after the first, on a device that costs nothing; null with --order address
   digest                16 hex digits over all (op, decision) of rank 0's first pass; null with --order address
-  lived_before, lived_before_bytes    allocations that lived when the recording began, and their bytes
-  pytorch               the same job under PyTorch's rule (the model, on at most 8 ranks) with expandable and with fixed segments,
-                        its default: objects with the keys from ranks to segment_count; none with --order address
-  planned_ops_share     allocations that went where the plan says over all of at least one byte, in all passes; null
-                        without a plan
+  lived_before, lived_before_bytes    allocations that were live when the recording began, and their bytes
+  pytorch               the same job under the model of PyTorch's rule, on at most 8 ranks, with expandable segments and with
+                        fixed ones, PyTorch's default: objects with the keys from ranks to segment_count; empty with --order address
+  planned_ops_share     allocations placed by the plan, divided by all allocations of at least one byte, over all passes;
+                        null without a plan
 
-A trace's own configuration and pools hold; --segments and --streams replace the default pool's, and --config replaces
-the whole of it but for the pools that the program makes. With --plan the plan's configuration holds, for all pools: flags
-that say something else are an error. Each pass is a step, unless the program has steps of its own. The model of address
-order always keeps streams separate, and has fixed and expandable segments only; its rank 0 does all passes, and the
-other ranks are compared over the first one. Of settings it has max_split_size, max_non_split_rounding, large_segment_size and
-roundup_power2_divisions; with --order address, others in --config are an error. It has no limits.
+The configuration and pools come from the trace. --segments and --streams replace the policies of the default pool. --config
+replaces the whole configuration, except for pools that the program creates. With --plan, the plan's configuration applies to
+all pools, and flags that contradict it are an error. Each pass is a step, unless the program has its own steps.
 
-Exit codes: 0 fine, 3 the ranks differ, or allocations are refused without --allow-refusals, 2 bad input.";
+The model of address order always keeps streams separate and supports fixed and expandable segments only. Its rank 0 runs all
+passes; the other ranks are compared over the first pass. It supports the settings max_split_size, max_non_split_rounding,
+large_segment_size and roundup_power2_divisions; with --order address, any other setting in --config is an error. It has no limits.
+
+Exit codes: 0 success, 3 ranks differ, or allocations are refused without --allow-refusals, 2 invalid input.";
 
 const DIFF_EXAMPLES: &str = "\
 Examples:
   symmalloc diff rank0.pickle.gz rank1.pickle.gz
   symmalloc diff rank0.trace.zst rank1.trace.zst --json
-  symmalloc diff symmalloc-flight-world-*.json          who is behind, at which collective, and what differs; the records
-                                                        lie in $SYMMALLOC_FLIGHT_RECORDS or ~/.local/state/symmalloc
+  symmalloc diff symmalloc-flight-world-*.json          which rank is behind, at which collective, and what differs; records
+                                                        are in $SYMMALLOC_FLIGHT_RECORDS or ~/.local/state/symmalloc
 
-JSON of two recordings: schema_version, same_ops, compared_ops, uses_left_out (null where uses by other streams are compared,
-else {a, b}: how many), allocs, differing_placements (null where one of the two records no placements), first
-(null, or {allocation, op, a: {segment, offset}, b: {segment, offset}}); counted from 0, op in A. A segment is the ordinal
-of its birth. Where the ops differ, placements are compared up to there and first_op_difference says what each did.
+JSON of two recordings: schema_version, same_ops, compared_ops, uses_left_out (null if uses by other streams are compared,
+otherwise their number in each recording, {a, b}), allocs, differing_placements (null if a recording has no placements), first
+(null, or {allocation, op, a: {segment, offset}, b: {segment, offset}}; counted from 0, op in A). A segment is the ordinal
+of its birth. If the ops differ, placements are compared up to the first difference, and first_op_difference has both ops.
 
-Uses by other streams are not compared, unless both are decisions that `replay --record` wrote: a snapshot shows a use
-only where event polling noticed it late, which differs between ranks that made the same calls.
+Uses by other streams are compared only if both recordings were written by `replay --record`. A snapshot shows a use only if
+event polling noticed it late, and that differs between ranks that make the same calls.
 
-Flight records are compared as they were written. Of a job that goes on, ranks write at slightly different times: one may
-be some collectives ahead. A folder is not read: name its files.
+Flight records are compared as they were written. While a job runs, its ranks write at slightly different times, so one rank may
+appear some collectives ahead. Name the files themselves; a folder is not read.
 
 JSON of flight records: schema_version, trouble, communicators:
-  communicator, id, ranks, records      its name; 16 hex digits; how many there are, and how many left a record
+  communicator, id, ranks, records      name; 16 hex digits; number of ranks, and of ranks that left a record
   findings    finding (no_record, rank_twice, ranks_differ, behind, differs, unfinished, unfinished_transfer, even), text,
-              and what the text says: ranks, rank, number, signature {kind, elements?, data_type?, detail?}, state,
+              and the values in the text: ranks, rank, number, signature {kind, elements?, data_type?, detail?}, state,
               submitted; as pairs: said [[number, ranks]], calls [[signature, ranks]], states [[state, ranks]]
   by_rank     rank, submitted, finished, record (the file), host, process, reason, state, cause, waits_for (null, or
               {number, is_point_to_point?, kind, elements?, data_type?, detail?, stream?, state, age_ms}), seen
-              ([{as, by}]: what other ranks saw of it). Of a rank that left no record, submitted and finished are as
-              far as others knew, and record to waits_for are null
+              ([{as, by}]: what other ranks observed). For a rank without a record, submitted and finished are
+              as far as other ranks knew, and the keys from record to waits_for are null
 
-Exit codes: 0 the same, 3 different ops or placements, or ranks that are missing, behind, different or wait, 2 bad input.";
+Exit codes: 0 equal, 3 ops or placements differ, or ranks are missing, behind, different or waiting, 2 invalid input.";
 
 const IMPORT_EXAMPLES: &str = "\
 Examples:
   symmalloc import snapshot.pickle job.trace.zst
   symmalloc import rmm.csv job.trace
-  symmalloc import killed.trace.zst whole.trace.zst --accept-torn        what a job that was killed left
-  zcat rmm.csv.gz | symmalloc import - - | head         from standard input to standard output; what is said goes to stderr
+  symmalloc import killed.trace.zst whole.trace.zst --accept-torn        the recording of a job that was killed
+  zcat rmm.csv.gz | symmalloc import - - | head         standard input to standard output; messages go to stderr
 
-A snapshot that begins in the middle of a job says what lived by then: it is freed in the trace, or in `segments` at the end.
-Such allocations come first in the trace. An allocation's name is what the program calls it, else the Python frame that asked for
-it, where the snapshot has stack frames.
+A snapshot that begins in the middle of a job contains allocations that were already live: the job frees them, or `segments` lists
+them at the end. They come first in the trace. An allocation has the name that the program gave it, or else the Python frame that
+requested it, if the snapshot has stack frames.
 
-JSON: schema_version, input, trace, format, device, ops, streams, allocs, frees, uses (by other streams), placements (that are recorded),
-lived_before, lived_before_bytes (when the recording began), recorded_reserved_bytes_peak (null where the recording does not say it),
-and what was supplied or left out: frees_supplied, frees_of_unknown, uses_of_unknown, failed_allocations, empty_allocations,
-unknown_actions, torn_at_line (null, or where it ends in the middle).
+JSON: schema_version, input, trace, format, device, ops, streams, allocs, frees, uses (by other streams), placements (recorded ones),
+lived_before, lived_before_bytes (at the start of the recording), recorded_reserved_bytes_peak (null if the recording lacks it),
+and what was added or left out: frees_supplied, frees_of_unknown, uses_of_unknown, failed_allocations, empty_allocations,
+unknown_actions, torn_at_line (null, or the line at which the recording breaks off).
 
-Exit codes: 0 fine, 2 bad input.";
+Exit codes: 0 success, 2 invalid input.";
 
 const EXPORT_EXAMPLES: &str = "\
 Examples:
   symmalloc export job.trace.zst snapshot.pickle                 open it at https://pytorch.org/memory_viz
-  symmalloc export snapshot.pickle ours.pickle.gz                a PyTorch job, as our allocator places it
-  symmalloc export snapshot.pickle ours.pickle --free-at-once    ... and frees it: no block waits for other streams
+  symmalloc export snapshot.pickle ours.pickle.gz                a PyTorch job with the placements of our allocator
+  symmalloc export snapshot.pickle ours.pickle --free-at-once    the same, but no block waits for other streams
   symmalloc export job.trace fixed.pickle --config segments:fixed,max_split_size_mb:256
-  symmalloc export job.trace.zst job.json.gz                     a time line: open it at https://ui.perfetto.dev
-  symmalloc export job.trace.zst all.json --detail all           ... with every allocation and every change
+  symmalloc export job.trace.zst job.json.gz                     a timeline: open it at https://ui.perfetto.dev
+  symmalloc export job.trace.zst all.json --detail all           a timeline with every allocation and every change
 
-The format goes by OUT's name, .json is a time line, unless --format says it; a name that says it is something else is an error. On a time line a microsecond is an op.
+The extension of OUT selects the format, unless --format is given: .json is a timeline, any other a snapshot. An extension that
+belongs to another kind of file is an error. On a timeline, one op takes one microsecond.
 
-JSON of a time line: schema_version, trace, timeline, heaps, slices (allocations), left_out (smaller allocations), points (of counters),
-ops_per_point (each is the highest of), instants, lived_before, lived_before_bytes (when the recording began).
+JSON of a timeline: schema_version, trace, timeline, heaps, slices (allocations), left_out (smaller allocations), points (of counters),
+ops_per_point (each point is their maximum), instants, lived_before, lived_before_bytes (at the start of the recording).
 
 JSON of a snapshot: schema_version, trace, snapshot, entries, allocations, refused (by a limit), pending_frees (that complete later),
-segments and blocks (at the end), ops_without_entry (that PyTorch's allocator does not have), lived_before, lived_before_bytes (when
-the recording began).
+segments and blocks (at the end), ops_without_entry (ops that PyTorch's allocator lacks), lived_before, lived_before_bytes (at the
+start of the recording).
 
-Exit codes: 0 fine, 2 bad input.";
+Exit codes: 0 success, 2 invalid input.";
 
 const CHART_EXAMPLES: &str = "\
 Examples:
@@ -137,104 +140,104 @@ Examples:
   symmalloc chart job.trace.zst -o job.svg                       memory over ops alone
   symmalloc chart job.trace.zst -o map.svg --map --op 12000      segments and blocks after op 12000
   symmalloc chart rank0.pickle.gz --beside rank1.pickle.gz -o ranks.svg
-  symmalloc chart job.trace.zst --plan job.plan -o job.html      what the plan holds, beside that
-  symmalloc chart fsdp1 --share -o fsdp1.png                     before and after, to show to others
+  symmalloc chart job.trace.zst --plan job.plan -o job.html      the same with what the plan reserves
+  symmalloc chart fsdp1 --share -o fsdp1.png                     before and after, in one picture to share
 
-Two ranks are drawn where their recordings say that each allocation was placed; where these do not, as our allocator
-places them. Pictures need no script and no network. Equal jobs are equal bytes.
+Two ranks are drawn with their recorded placements. If a recording has none, our allocator places its allocations. Pictures
+need no script and no network. Equal jobs give equal bytes.
 
-JSON: schema_version, trace, picture, ops, op (that the map shows), refused (allocations, by a limit), live, allocated, reserved
-({peak_bytes, op}), heaps ([{pool, stream, live, allocated, reserved}]; stream is null where streams share), and with
---beside: beside ({trace, placements: recorded or replayed, allocs, differing_placements, differing_live}), and with
---plan: plan ({file, reserved}); with --share: trace, picture, refused, peak_live_bytes, and what is reserved at the peak over five
-passes: pytorch_bytes and pytorch_expandable_bytes (model), symmalloc_bytes, planned_bytes (null where there is no plan), no_plan (the reason, or null where
-there is nothing to plan). Refused are then the requests in all passes.
+JSON: schema_version, trace, picture, ops, op (shown by the map), refused (allocations, by a limit), live, allocated, reserved
+({peak_bytes, op}), heaps ([{pool, stream, live, allocated, reserved}]; stream is null if streams share). With
+--beside: beside ({trace, placements: recorded or replayed, allocs, differing_placements, differing_live}). With
+--plan: plan ({file, reserved}). With --share: trace, picture, refused (requests in all passes), peak_live_bytes, and the peak of
+reserved memory over five passes: pytorch_bytes and pytorch_expandable_bytes (model), symmalloc_bytes, planned_bytes (null if there is
+no plan), no_plan (the reason, or null if there is nothing to plan).
 
-Exit codes: 0 fine, 2 bad input.";
+Exit codes: 0 success, 2 invalid input.";
 
 const REPORT_EXAMPLES: &str = "\
 Examples:
   symmalloc report job.trace.zst -o report.html
   symmalloc report snapshot.pickle -o report.html --segments fixed --json
 
-One page that needs no script and no network: peaks, what holds memory at the peak, fragmentation, pictures, and what
-other settings would make of the same ops, each with the command that does it again.
+One page without scripts or network access: peaks, what holds memory at the peak, fragmentation, pictures, and the results of
+the same ops under other settings, each with the command that reproduces it.
 
-JSON: schema_version, trace, report, ops, op (of holders and fragmentation), refused, lived_before, lived_before_bytes (when the
-recording began), recorded_reserved (by the recorded allocator: null, or {peak_bytes, is_exact}, else it was at least that), live, allocated, reserved ({peak_bytes, op}),
-steady_reserved_bytes, efficiency (peak live / that), holders ([{name, each_bytes?, allocations, requested_bytes}]: by name, or by size
-where name is null), free_bytes, largest_free_bytes, fragmentation (1 - largest / free),
-settings ([{settings, command, is_own, is_better (it holds less and refuses no more), peak_reserved_bytes, refused (requests, in all
-passes), maps (calls that map or unmap, in a pass), waits (of a stream for another, in a pass)}], least peak first), settings_impossible ([{settings, reason}]: the job stops
-under them), plan (what a plan would need, or null: {command, planned_bytes, efficiency, refused (in all passes)}), no_plan (the
-reason, or null).
+JSON: schema_version, trace, report, ops, op (of holders and fragmentation), refused, lived_before, lived_before_bytes (at the start
+of the recording), recorded_reserved (by the recorded allocator: null, or {peak_bytes, is_exact}; a lower bound unless exact), live,
+allocated, reserved ({peak_bytes, op}), steady_reserved_bytes, efficiency (peak live / steady_reserved_bytes), holders ([{name,
+each_bytes?, allocations, requested_bytes}]: by name, or by size if name is null), free_bytes, largest_free_bytes, fragmentation
+(1 - largest / free), settings ([{settings, command, is_own, is_better (reserves less and refuses no more), peak_reserved_bytes,
+refused (requests in all passes), maps (map and unmap calls per pass), waits (of a stream for another, per pass)}], least peak first),
+settings_impossible ([{settings, reason}]: the job stops under them), plan (null, or what a plan needs: {command, planned_bytes,
+efficiency, refused (in all passes)}), no_plan (the reason, or null).
 
-What settings and a plan take is the most over five passes; the pictures, and what holds memory, are of the first one.
+Numbers of settings and plans are the maximum over five passes. The pictures and the holders show the first pass.
 
-Exit codes: 0 fine, 2 bad input.";
+Exit codes: 0 success, 2 invalid input.";
 
 const PLAN_EXAMPLES: &str = "\
 Examples:
-  symmalloc plan job.trace.zst -o job.plan                       where every allocation goes, for `symmalloc replay --plan`
-  symmalloc plan job.trace.zst --streams separate                each stream's heap planned by itself
-  symmalloc plan rank0.pickle.gz rank1.pickle.gz --one-job --margin 5      the same reserved on all ranks, and 5 % more
+  symmalloc plan job.trace.zst -o job.plan                       a place for every allocation, for `symmalloc replay --plan`
+  symmalloc plan job.trace.zst --streams separate                a separate plan for each stream's heap
+  symmalloc plan rank0.pickle.gz rank1.pickle.gz --one-job --margin 5      the same reservation on all ranks, plus 5 %
   symmalloc plan job.trace.zst --reserved --streams shared       without a plan: one segment, one window
-  symmalloc plan job.trace.zst --reservations reserved.trace.zst the job with what it reserves, for `symmalloc replay`
+  symmalloc plan job.trace.zst --reservations reserved.trace.zst the job with its reservations, for `symmalloc replay`
 
-In a plan the default pool's streams share, unless --streams, or a configuration of the recording's own or of --config, says
-otherwise; all else is as the recording and the flags say. Planned is what is held when the plan is followed, online what is
-held without one, both the most over five passes. What to reserve is for running without a plan: each recording is carried
-out twice, as it was recorded and with that, on a device that counts its calls.
+In a plan, the streams of the default pool share memory, unless --streams, --config or the recording's configuration says
+otherwise. All other settings come from the recording and the flags. `planned` is the memory reserved when the job follows the
+plan, `online` the memory reserved without one; both are the maximum over five passes. Reservations are for running without a
+plan. To prove them, each recording runs twice, without and with them, on a device that counts its calls.
 
-JSON: an array with one object per job (with --one-job there is one job, and numbers are the most of all ranks):
+JSON: an array with one object per job (with --one-job, one object whose numbers are the maximum over all ranks):
   schema_version, job   1, and the recording
-  peak_live_bytes       the most that the program has requested at any time
-  planned_bytes         the most that is held when the plan is followed
+  peak_live_bytes       peak of the bytes that the program has requested
+  planned_bytes         peak of reserved memory when the job follows the plan
   efficiency            peak_live_bytes / planned_bytes
-  online_bytes          the most that is held without a plan, with the recording's settings
-  seconds               that planning took
-  streams, plans        of the default pool, shared or separate; how many plans there are
-  plan_bytes            memory that plans place in; planned_bytes has all else, too
-  planned_ops_share     allocations that go where the plan says over all of at least one byte
-  waits, online_waits   waits of a stream for another one that reuse needs in a pass: planned, and without a plan
-  refused, online_refused   requests that a limit refuses in all passes: planned, and without a plan
+  online_bytes          peak of reserved memory without a plan, with the recording's settings
+  seconds               time that planning took
+  streams, plans        streams of the default pool (shared or separate); number of plans
+  plan_bytes            memory that the plans place allocations in; planned_bytes also includes all other memory
+  planned_ops_share     allocations placed by the plan, divided by all allocations of at least one byte
+  waits, online_waits   waits of a stream for another that reuse needs in a pass, with the plan and without
+  refused, online_refused   requests that a limit refuses in all passes, with the plan and without
   plan                  the file that was written, or null
-and what to reserve without a plan; where a limit leaves no room for that, no_reservations says so, and these are missing:
+and the reservations for running without a plan. If a limit leaves no room for them, only no_reservations, the reason, is present:
   traces, margin_percent, settings (of the allocator and its default pool), lines (to paste into a trace), reserve_bytes,
-  heaps ([{pool, stream, for_stream, segments, peak_live_bytes, grown_bytes (with nothing reserved), reserve_bytes}]; stream is
-  null where streams share), holds (nothing is obtained after what is reserved), without and with (the reservations:
+  heaps ([{pool, stream, for_stream, segments, peak_live_bytes, grown_bytes (without reservations), reserve_bytes}]; stream is
+  null if streams share), holds (true if the job obtains no memory after its reservations), without and with (the reservations:
   {reserving, first_pass, second_pass: {memory_calls, registrations}, refused, peak_reserved_bytes})
 
-Exit codes: 0 fine, 3 what is reserved does not hold, 2 bad input, such as a limit below what a plan needs.";
+Exit codes: 0 success, 3 the reservations are too small, 2 invalid input, such as a limit below what a plan needs.";
 
 const SIMULATE_EXAMPLES: &str = "\
 Examples:
   symmalloc simulate --seed 7                           one generated job on 64 ranks, with its plan
-  symmalloc simulate --seeds 1000 --ops 300             a thousand of them
-  symmalloc simulate moe --ranks 256                    a recorded job; a minute for each thousand ranks, about
-  symmalloc simulate simulate-seed-7.trace              a saved failure, as it was
+  symmalloc simulate --seeds 1000 --ops 300             a thousand generated jobs
+  symmalloc simulate moe --ranks 256                    a recorded job; takes about a minute per thousand ranks
+  symmalloc simulate simulate-seed-7.trace              a saved failure, exactly as it happened
 
-Seeds name everything: the program, what each rank's surroundings are, which driver calls fail. A failure is made as
-small as it gets and saved as a trace with its story on top.
+A seed determines everything: the program, the environment of each rank, and which driver calls fail. A failure is shrunk to
+a minimum and saved as a trace that begins with its description.
 
-JSON: an array with one object per trace, or for the generated jobs:
-  schema_version, trace, seed, runs, ranks, seconds    trace is null for generated jobs; ranks are those of all runs
-  ops, private_ops                      carried out, over all ranks; private ones are a rank's own, in pools of its own
-  planned, differing                    allocations that went where a plan says; steps that were not as planned
+JSON: an array with one object per trace, or one object for the generated jobs:
+  schema_version, trace, seed, runs, ranks, seconds    trace is null for generated jobs; ranks counts the ranks of all runs
+  ops, private_ops                      ops executed by all ranks; private ops are those of one rank alone, in its private pools
+  planned, differing                    allocations placed by a plan; steps that differed from the plan
   syncs, checks                         points at which all live ranks are compared; scans of all invariants of a rank
-  failed_calls, ranks_with_failed_calls what drivers refused
-  out_of_memory, refused, losses        injected: memory refused, other calls refused, devices lost
-  small_devices                         ranks whose device has less memory than the program wants
-  restarts, left                        ranks that started again; ranks that left the job
-  caught                                ranks that differed because of what their driver refused, and were caught
-  device_bytes_peak                     the most device memory that one rank held
-  state_bytes_per_rank                  what a rank takes on this machine; null with several runs, or if unknown
-  digest                                16 hex digits over all heaps of the ranks to which nothing happened
+  failed_calls, ranks_with_failed_calls driver calls that failed, and ranks with at least one
+  out_of_memory, refused, losses        injected faults: memory refused, other calls refused, devices lost
+  small_devices                         ranks whose device has less memory than the program requests
+  restarts, left                        ranks that restarted; ranks that left the job
+  caught                                ranks that diverged after a driver failure and were detected
+  device_bytes_peak                     peak device memory of a single rank
+  state_bytes_per_rank                  host memory per rank on this machine; null with several runs, or if unknown
+  digest                                16 hex digits over all heaps of the ranks without faults
   failure                               null, or {seed, rank, step, op, cause, report, trace, shrunk_ops, shrunk_ranks}
 
-Exit codes: 0 fine, 3 a run failed, 2 bad input.";
+Exit codes: 0 success, 3 a run failed, 2 invalid input.";
 
-/// A deterministic caching device allocator, on recorded GPU jobs. Needs no GPU but for `run`.
+/// A deterministic caching device allocator, on recorded GPU jobs. Only `run` needs a GPU.
 #[derive(Debug, Parser)]
 #[command(name = "symmalloc", version, after_help = HELP)]
 pub(crate) struct Args {
@@ -243,7 +246,7 @@ pub(crate) struct Args {
 }
 
 impl Command {
-    /// How the allocator is configured, where the command takes that.
+    /// Returns the allocator's configuration flags, or `None` if the command has none.
     pub(crate) fn policy(&self) -> Option<&PolicyArgs> {
         match self {
             Command::Replay(args) => Some(&args.policy),
@@ -255,7 +258,7 @@ impl Command {
         }
     }
 
-    /// Whether stdout has the result itself, and nothing else may be written to it.
+    /// Returns `true` if the command writes its result to stdout, which then carries no other output.
     pub(crate) fn writes_stdout(&self) -> bool {
         match self {
             Command::Import(args) => args.output == Path::new(STREAM),
@@ -280,7 +283,7 @@ pub(crate) enum Command {
     Man(ManArgs),
 }
 
-/// Replay recorded jobs on many ranks and see whether they place alike
+/// Replay recorded jobs on many ranks and check that all ranks make the same placements
 ///
 /// Every rank is simulated with its own address order, event timing and handles. Recordings are PyTorch memory
 /// snapshots (torch.cuda.memory._dump_snapshot), RMM logs and symmalloc traces; plain, gzip or zstd.
@@ -293,27 +296,27 @@ pub(crate) struct ReplayArgs {
     /// Ranks to simulate
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=RANKS_MAX))]
     pub(crate) ranks: u32,
-    /// How free blocks are ordered: our rule, or the model of PyTorch's
+    /// Order of free blocks: our rule, or the model of PyTorch's
     #[arg(long)]
     pub(crate) order: Option<Order>,
     #[command(flatten)]
     pub(crate) policy: PolicyArgs,
-    /// Names the simulated job: address orders, event timing and handles of all ranks
+    /// Seed of the simulated job: address orders, event timing and handles of all ranks
     #[arg(long, value_name = "S", default_value_t = 0)]
     pub(crate) seed: u64,
-    /// How often each rank carries the trace out on its allocator; between passes everything is freed
+    /// Number of times that each rank runs the trace on its allocator; everything is freed between passes
     #[arg(long, alias = "repeat", value_name = "N", default_value_t = 5,
           value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub(crate) passes: u32,
     #[command(flatten)]
     pub(crate) reading: ReadingArgs,
-    /// Allocations that a limit refuses are no failure: without this the exit code is 3
+    /// Exit with 0 even if a limit refuses allocations; without this flag the exit code is 3
     #[arg(long)]
     pub(crate) allow_refusals: bool,
     /// Write the trace with rank 0's decisions (.zst and .gz compress)
     #[arg(long, value_name = "OUT")]
     pub(crate) record: Option<PathBuf>,
-    /// Follow a plan of the job that `symmalloc plan` wrote; with its configuration
+    /// Follow a plan of the job that `symmalloc plan` wrote, with the plan's configuration
     #[arg(long, value_name = "FILE", conflicts_with = "order")]
     pub(crate) plan: Option<PathBuf>,
     /// Print JSON
@@ -321,11 +324,11 @@ pub(crate) struct ReplayArgs {
     pub(crate) json: bool,
 }
 
-/// Simulate whole jobs on many adverse ranks: refused memory, lost devices, threads that interleave, restarts
+/// Simulate whole jobs on many adverse ranks: refused memory, lost devices, interleaved threads, restarts
 ///
-/// Every rank has addresses, event timing, thread interleaving and faults of its own; the program, drawn from the seed or
-/// taken from a recording, is the same. Ranks to which nothing happens must place alike, others must be caught, and in
-/// the end everything must be given back.
+/// The program is the same on every rank: generated from the seed, or taken from a recording. Addresses, event timing, thread
+/// interleaving and faults differ between ranks. Ranks without faults must make the same placements, ranks that diverge must be
+/// detected, and all memory must be released at the end.
 #[derive(Debug, clap::Args)]
 #[command(after_help = SIMULATE_EXAMPLES)]
 pub(crate) struct SimulateArgs {
@@ -354,15 +357,15 @@ pub(crate) struct SimulateArgs {
     pub(crate) json: bool,
 }
 
-/// Compare two ranks' recordings, or the flight records that a job's ranks left
+/// Compare two ranks' recordings, or the flight records of a job's ranks
 ///
-/// Two recordings: the same calls, the same placements? Flight records, which each rank leaves when a communicator fails:
-/// who is missing, who is behind and at which collective, and where sizes or order differ. A rank that left none is
-/// described by what the others knew of it.
+/// Two recordings are compared call by call and placement by placement. Flight records, which each rank leaves when a communicator
+/// fails, show which ranks are missing, which are behind and at which collective, and where sizes or order differ. A rank
+/// without a record is described by what the other ranks knew about it.
 #[derive(Debug, clap::Args)]
 #[command(after_help = DIFF_EXAMPLES)]
 pub(crate) struct DiffArgs {
-    /// Two ranks' recordings, or flight records: one of each rank
+    /// Two ranks' recordings, or flight records, one per rank
     #[arg(required = true, value_name = "FILE")]
     pub(crate) files: Vec<PathBuf>,
     #[command(flatten)]
@@ -372,7 +375,7 @@ pub(crate) struct DiffArgs {
     pub(crate) json: bool,
 }
 
-/// Turn a recording into a symmalloc trace
+/// Convert a recording to a symmalloc trace
 #[derive(Debug, clap::Args)]
 #[command(after_help = IMPORT_EXAMPLES)]
 pub(crate) struct ImportArgs {
@@ -389,7 +392,7 @@ pub(crate) struct ImportArgs {
     pub(crate) json: bool,
 }
 
-/// Write what our allocator makes of a recording as a snapshot for PyTorch's memory_viz, or a time line for Perfetto
+/// Export our allocator's placements for a recording, as a snapshot for PyTorch's memory_viz or a timeline for Perfetto
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXPORT_EXAMPLES)]
 pub(crate) struct ExportArgs {
@@ -399,16 +402,16 @@ pub(crate) struct ExportArgs {
     /// The file to write (.gz and .zst compress); `-` for standard output
     #[arg(value_name = "OUT")]
     pub(crate) output: PathBuf,
-    /// What to write [default: a time line if OUT is called .json, else a snapshot]
+    /// Format of the output [default: a timeline if OUT ends in .json, else a snapshot]
     #[arg(long)]
     pub(crate) format: Option<ExportFormat>,
-    /// On a time line, the most allocations, and the most points of a counter: a number, or `all`
+    /// Maximum number of allocations, and of points per counter, on a timeline: a number, or `all`
     #[arg(long, value_name = "N", default_value = "100000", value_parser = parse_detail)]
     pub(crate) detail: AtMost,
     #[command(flatten)]
     pub(crate) policy: PolicyArgs,
-    /// Free memory when the program does, as in every other command. Otherwise it stays taken as long as the recording
-    /// says: in PyTorch, until event polling noticed that other streams were done
+    /// Free memory when the program does, as every other command does. Without this flag, memory stays allocated as long as in the
+    /// recording: in PyTorch, until event polling notices that other streams are done
     #[arg(long)]
     pub(crate) free_at_once: bool,
     #[command(flatten)]
@@ -425,22 +428,22 @@ pub(crate) struct ChartArgs {
     /// A trace, a PyTorch memory snapshot or an RMM log; plain, gzip or zstd
     #[arg(value_name = "TRACE")]
     pub(crate) input: PathBuf,
-    /// The picture to write: .svg or .png for one, .html for all
+    /// The picture to write: .svg or .png for one picture, .html for all of them
     #[arg(short, long, value_name = "OUT")]
     pub(crate) output: PathBuf,
-    /// Map the memory after this op, counted from 0 [default: where most is allocated]
+    /// Map the memory after this op, counted from 0 [default: the peak of allocated memory]
     #[arg(long, value_name = "N")]
     pub(crate) op: Option<usize>,
-    /// In an .svg or .png, draw the map in place of memory over ops
+    /// In an .svg or .png, draw the map instead of memory over ops
     #[arg(long, conflicts_with = "beside")]
     pub(crate) map: bool,
-    /// Draw one picture for others: what the job holds under PyTorch's allocator, under symmalloc, and planned
+    /// Draw one picture to share: reserved memory under PyTorch's allocator, under symmalloc, and with a plan
     #[arg(long, conflicts_with_all = ["map", "beside", "plan", "op", "pool", "stream"])]
     pub(crate) share: bool,
-    /// Another rank's recording, to draw beside with differing blocks marked
+    /// Another rank's recording, drawn next to the first with differing blocks marked
     #[arg(long, value_name = "TRACE")]
     pub(crate) beside: Option<PathBuf>,
-    /// A plan of the job that `symmalloc plan` wrote, to draw beside: what it reserves, and a map of it
+    /// A plan of the job that `symmalloc plan` wrote, drawn next to it: its reserved memory, and a map
     #[arg(long, value_name = "FILE", conflicts_with = "beside")]
     pub(crate) plan: Option<PathBuf>,
     /// Show this pool only
@@ -458,7 +461,7 @@ pub(crate) struct ChartArgs {
     pub(crate) json: bool,
 }
 
-/// Write one page about a job: peaks, what holds memory, fragmentation, settings to try
+/// Write one page about a job: peaks, holders of memory, fragmentation, settings to try
 #[derive(Debug, clap::Args)]
 #[command(after_help = REPORT_EXAMPLES)]
 pub(crate) struct ReportArgs {
@@ -468,7 +471,7 @@ pub(crate) struct ReportArgs {
     /// The page to write (.html)
     #[arg(short, long, value_name = "OUT")]
     pub(crate) output: PathBuf,
-    /// Look at the memory after this op, counted from 0 [default: where most is allocated]
+    /// Show the memory after this op, counted from 0 [default: the peak of allocated memory]
     #[arg(long, value_name = "N")]
     pub(crate) op: Option<usize>,
     #[command(flatten)]
@@ -480,29 +483,29 @@ pub(crate) struct ReportArgs {
     pub(crate) json: bool,
 }
 
-/// Plan where every allocation of a job goes, so that it needs no more than what is live at its peak
+/// Plan a place for every allocation of a job, so that the job needs no more memory than its peak of live bytes
 ///
-/// The whole job is known beforehand, so its peak can be planned to what is live then. Says also what to reserve without a plan, so
-/// that a job, once it runs, obtains no more memory, and proves it.
+/// The whole job is known in advance, so a plan can reduce its peak to the bytes that are live at that time. The command also computes
+/// and proves reservations with which the job runs without a plan and obtains no further memory.
 #[derive(Debug, clap::Args)]
 #[command(after_help = PLAN_EXAMPLES)]
 pub(crate) struct PlanArgs {
     /// Recorded jobs: traces, PyTorch memory snapshots or RMM logs; plain, gzip or zstd
     #[arg(required = true, value_name = "TRACE")]
     pub(crate) traces: Vec<PathBuf>,
-    /// The recordings are of one job's ranks, which make the same calls: what to reserve is the same on all of them
+    /// Treat the recordings as the ranks of one job, which make the same calls and get the same reservations
     #[arg(long)]
     pub(crate) one_job: bool,
     /// Write the plan, for `symmalloc replay --plan` and `symmalloc chart --plan` (.zst and .gz compress)
     #[arg(short, long, value_name = "FILE")]
     pub(crate) output: Option<PathBuf>,
-    /// Reserve so much more than the job needs, in percent
+    /// Memory to reserve beyond what the job needs, in percent
     #[arg(long, value_name = "PERCENT", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1000))]
     pub(crate) margin: u32,
-    /// Reserve one segment, and so one window, for each heap of every pool, as for symmetric pools
+    /// Reserve one segment, and so one window, per heap of every pool, as symmetric pools do
     #[arg(long)]
     pub(crate) reserved: bool,
-    /// Write the job with what it reserves as a trace (.zst and .gz compress)
+    /// Write the job with its reservations as a trace (.zst and .gz compress)
     #[arg(long, value_name = "OUT")]
     pub(crate) reservations: Option<PathBuf>,
     #[command(flatten)]
@@ -526,11 +529,11 @@ pub(crate) struct CompletionsArgs {
 #[derive(Debug, clap::Args)]
 #[command(after_help = "Example: symmalloc man replay | man -l -")]
 pub(crate) struct ManArgs {
-    /// The command that it is about [default: the program]
+    /// The command to describe [default: the program]
     pub(crate) command: Option<String>,
 }
 
-/// What `export` writes.
+/// Format of the file that `export` writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum ExportFormat {
     /// A PyTorch memory snapshot
@@ -539,7 +542,7 @@ pub(crate) enum ExportFormat {
     Perfetto,
 }
 
-/// How many of something at most; `None` for all.
+/// Upper limit on a number of items; `None` for no limit.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct AtMost(pub(crate) Option<u64>);
 
@@ -547,12 +550,12 @@ fn parse_detail(text: &str) -> Result<AtMost, std::num::ParseIntError> {
     if text == "all" { Ok(AtMost(None)) } else { text.parse().map(|most| AtMost(Some(most))) }
 }
 
-/// A pool: `1` or, as in a trace, `p1`.
+/// Parses a pool: `1` or, as in a trace, `p1`.
 fn parse_pool(text: &str) -> Result<u32, std::num::ParseIntError> {
     text.strip_prefix('p').unwrap_or(text).parse()
 }
 
-/// A stream: `1` or, as in a trace, `s1`.
+/// Parses a stream: `1` or, as in a trace, `s1`.
 fn parse_stream(text: &str) -> Result<u16, std::num::ParseIntError> {
     text.strip_prefix('s').unwrap_or(text).parse()
 }

@@ -1,13 +1,13 @@
-//! A recording that begins in the middle of a job, in words.
+//! The message about a recording that begins in the middle of a job.
 
 use crate::quantity::{counted, memory};
 use symmalloc_import::Summary;
 
-/// What lived when the recording began, if anything did.
+/// Describes the allocations that were live when the recording began, or returns `None` if there were none.
 pub(crate) fn lived_before(found: &Summary) -> Option<String> {
     (found.lived_before > 0).then(|| {
         format!(
-            "the recording begins in the middle of a job: {} of {} lived by then and are allocated first",
+            "the recording begins in the middle of a job: {} of {} were already live and are allocated first",
             counted(found.lived_before, "allocation"),
             memory(found.lived_before_bytes)
         )

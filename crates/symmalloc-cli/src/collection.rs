@@ -1,12 +1,12 @@
-//! The project's recorded jobs, which come with the program: `symmalloc replay gpt2`. `tests/traces/README.md` says what ran.
+//! The project's recorded jobs, embedded in the program: `symmalloc replay gpt2`. `tests/traces/README.md` describes them.
 
 use std::path::Path;
 
 /// A recorded job.
 struct RecordedJob {
-    /// Its file, and what it is called for short.
+    /// File name, followed by the short names.
     names: &'static [&'static str],
-    /// Its trace, compressed.
+    /// Compressed trace.
     trace: &'static [u8],
 }
 
@@ -31,13 +31,13 @@ static JOBS: &[RecordedJob] = jobs! {
     "fsdp1_train_rank1", "fsdp1_rank1";
 };
 
-/// The trace of the job of this name, compressed.
+/// Returns the compressed trace of the job with this name.
 pub(crate) fn trace(name: &Path) -> Option<&'static [u8]> {
     let name = name.to_str()?;
     JOBS.iter().find(|job| job.names.contains(&name)).map(|job| job.trace)
 }
 
-/// What the jobs are called for short.
+/// Returns the short name of each job.
 pub(crate) fn short_names() -> impl Iterator<Item = &'static str> {
     JOBS.iter().map(|job| job.names.get(1).copied().unwrap_or(job.names[0]))
 }

@@ -1,8 +1,8 @@
-//! What a file holds, as its name says.
+//! Kinds of file content, as file extensions indicate them.
 
 use std::path::Path;
 
-/// What a file holds.
+/// Kind of content of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Content {
     Trace,
@@ -15,7 +15,7 @@ pub(crate) enum Content {
 }
 
 impl Content {
-    /// What a file's name says that it holds.
+    /// Returns the kind of content that a file's extension indicates.
     pub(crate) fn of_name(path: &Path) -> Option<Self> {
         let name = path.file_name()?.to_str()?.to_lowercase();
         let plain = [".gz", ".zst"].into_iter().find_map(|suffix| name.strip_suffix(suffix)).unwrap_or(&name);
@@ -35,7 +35,7 @@ impl Content {
         match self {
             Content::Trace => "a trace",
             Content::Snapshot => "a snapshot",
-            Content::Timeline => "a time line",
+            Content::Timeline => "a timeline",
             Content::Plan => "a plan",
             Content::Picture => "a picture",
             Content::Page => "a page",

@@ -1,8 +1,7 @@
-//! Where results are written to: a file, or standard output (`-`) for what `import` and `export` make.
+//! Output destinations: a file, or standard output (`-`) for `import` and `export`.
 //!
-//! Before anything is read, the destination is held against what it is for: it must not be one of the inputs, and its name must
-//! not say that it is something else. A file is written under another name beside, and takes its own when it is whole: what
-//! was there before stays until then.
+//! A destination is validated before any input is read: it must not be one of the inputs, and its extension must match its content.
+//! A file is written under a temporary name next to its place and renamed when it is complete. Until then, an existing file stays.
 
 use crate::content::Content;
 use crate::error::CliError;
@@ -18,17 +17,17 @@ use symmalloc_files::Draft;
 use symmalloc_import::compression::{Compression, Compressor};
 use symmalloc_trace::TraceWriter;
 
-/// A place that may be written to.
+/// A validated output destination.
 #[derive(Clone, Debug)]
 pub(crate) struct Destination {
     path: PathBuf,
 }
 
 impl Destination {
-    /// A file for this content, made from these inputs.
+    /// Returns a file destination for `content`, made from `inputs`.
     ///
     /// # Errors
-    /// When it is `-`, or one of the inputs, or its name says that it holds something else.
+    /// If the path is `-` or one of the inputs, or if its extension belongs to other content.
     pub(crate) fn file<'a>(
         path: &Path,
         content: Content,
@@ -40,10 +39,10 @@ impl Destination {
         Self::file_or_stream(path, Some(content), inputs)
     }
 
-    /// The same, or standard output, which is called `-`; without a content of any name.
+    /// Returns a file destination, or standard output if the path is `-`. Without `content`, any extension is allowed.
     ///
     /// # Errors
-    /// When it is one of the inputs, or its name says that it holds something else.
+    /// If the path is one of the inputs, or if its extension belongs to other content.
     pub(crate) fn file_or_stream<'a>(
         path: &Path,
         content: Option<Content>,
@@ -60,12 +59,12 @@ impl Destination {
         }
     }
 
-    /// Whether it is standard output, where nothing else may be written to then.
+    /// Returns `true` for standard output, which then carries no other output.
     pub(crate) fn is_stream(&self) -> bool {
         self.path == Path::new(STREAM)
     }
 
-    /// Begins to write, compressed as the name says.
+    /// Starts writing, compressed according to the extension.
     pub(crate) fn create(&self) -> io::Result<Writing> {
         let sink = if self.is_stream() {
             Sink::Stream(Box::new(StandardOutput))
@@ -74,7 +73,7 @@ impl Destination {
                 Ok(metadata) if is_pipe(&metadata) => {
                     Sink::Stream(Box::new(open_pipe(&self.path, |path| File::options().write(true).open(path))?))
                 }
-                // A device, such as /dev/null. A folder is refused here.
+                // A device, such as /dev/null. Opening a folder fails here.
                 Ok(metadata) if !metadata.is_file() => {
                     Sink::Stream(Box::new(File::options().write(true).open(&self.path)?))
                 }
@@ -103,7 +102,7 @@ impl Destination {
         trace.finish().and_then(Writing::finish).map_err(failed)
     }
 
-    /// Writes all of it.
+    /// Writes all bytes.
     pub(crate) fn write(&self, bytes: &[u8]) -> Result<(), CliError> {
         let written = self.create().and_then(|mut writing| {
             writing.write_all(bytes)?;
@@ -118,13 +117,13 @@ impl Destination {
     }
 }
 
-/// A destination that is being written. Dropped before [`finish`](Writing::finish), it leaves nothing.
+/// A destination while it is written. Dropping it before [`finish`](Writing::finish) leaves no file.
 pub(crate) struct Writing {
     compressor: Compressor<Sink>,
 }
 
 impl Writing {
-    /// Ends what is written, and gives it its name.
+    /// Completes the output and renames the file to its final name.
     pub(crate) fn finish(self) -> io::Result<()> {
         let mut sink = self.compressor.finish()?;
         sink.flush()?;
@@ -145,7 +144,7 @@ impl Write for Writing {
     }
 }
 
-/// Standard output. A reader that went away (`| head`) is no failure.
+/// Standard output. A closed pipe (`| head`) is not an error.
 struct StandardOutput;
 
 impl Write for StandardOutput {
@@ -164,9 +163,9 @@ impl Write for StandardOutput {
     }
 }
 
-/// Receives the compressed bytes.
+/// Receiver of the compressed bytes.
 enum Sink {
-    /// A file that gets its name at the end.
+    /// A file that is renamed when it is complete.
     Draft(Draft),
     /// Standard output, a pipe or a device.
     Stream(Box<dyn Write>),
@@ -188,7 +187,7 @@ impl Write for Sink {
     }
 }
 
-/// A file's name within a line of text.
+/// Returns a file name for use within a line of text.
 pub(crate) fn shown(path: &Path) -> String {
     if path == Path::new(STREAM) {
         "standard output".to_owned()
@@ -197,7 +196,7 @@ pub(crate) fn shown(path: &Path) -> String {
     }
 }
 
-/// Whether two paths are one file, whatever they are called.
+/// Returns `true` if two paths refer to the same file.
 fn is_same(one: &Path, other: &Path) -> bool {
     if one == Path::new(STREAM) || other == Path::new(STREAM) {
         return false;

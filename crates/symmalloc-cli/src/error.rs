@@ -1,4 +1,4 @@
-//! What can go wrong in the program: each error says what to do, and ends it with exit code 2.
+//! The errors of the program. Each one states how to fix it, and the program exits with code 2 unless noted.
 
 use crate::args::FlagContradiction;
 use crate::collection;
@@ -22,7 +22,7 @@ use symmalloc_trace::{TraceError, TraceWriteError};
 use symmalloc_watchdog::FlightRecordError;
 use thiserror::Error;
 
-/// Why a command could not be carried out.
+/// Error that ends a command.
 #[derive(Debug, Error)]
 pub(crate) enum CliError {
     #[error(transparent)]
@@ -41,7 +41,7 @@ pub(crate) enum CliError {
     OpenPlan { path: PathBuf, source: io::Error },
     #[error("{}: cannot be read as a plan", path.display())]
     PlanText { path: PathBuf, source: PlanTextError },
-    #[error("{}: is for another configuration", path.display())]
+    #[error("{}: made for a different configuration", path.display())]
     PlanContradicted { path: PathBuf, source: Contradiction },
     #[error("{} is not a plan of {}", plan.display(), job.display())]
     PlanOfAnotherJob { plan: PathBuf, job: PathBuf, source: JobDifference },
@@ -51,38 +51,38 @@ pub(crate) enum CliError {
     FlagsContradict(#[from] FlagContradiction),
     #[error(transparent)]
     UnknownToModel(#[from] UnknownToModel),
-    #[error("there is no command {name} to write a page about")]
+    #[error("there is no command {name} to describe")]
     NoSuchCommand { name: String },
     #[error("--plan is for one job, but {traces} are given")]
     PlanForSeveral { traces: usize },
-    #[error("{}: cannot be carried out", path.display())]
+    #[error("{}: cannot be replayed", path.display())]
     Rerun { path: PathBuf, source: RerunError },
-    #[error("{} is the input, too: writing it would lose the recording", path.display())]
+    #[error("{} is also an input: writing it would destroy the recording", path.display())]
     OutputIsInput { path: PathBuf },
     #[error("{} is written to a file, not to standard output", content.word())]
     NoStream { content: Content },
-    #[error("{}: the name says {}, and this is {}", path.display(), named.word(), content.word())]
+    #[error("{}: the file name is that of {}, but the content is {}", path.display(), named.word(), content.word())]
     NamedOtherwise { path: PathBuf, named: Content, content: Content },
     #[error(transparent)]
     TooLargeForPixels(#[from] TooLargeForPixels),
     #[error("{}: --share draws one picture, and a page has several", path.display())]
     SharedPage { path: PathBuf },
-    #[error("{}: no kind of picture goes by this name", path.display())]
+    #[error("{}: unsupported picture extension", path.display())]
     UnknownPicture { path: PathBuf },
-    #[error("{}: the placement that op {op} records lies beyond any device's memory", path.display())]
+    #[error("{}: the recorded placement of op {op} exceeds the memory of any device", path.display())]
     ImpossiblePlacement { path: PathBuf, op: usize },
-    #[error("{}: a report is a page, and pages are called .html", path.display())]
+    #[error("{}: a report is an HTML page", path.display())]
     UnknownPage { path: PathBuf },
-    #[error("{}: there is no op {op} to look at: the recording has {ops}", path.display())]
+    #[error("{}: there is no op {op}: the recording has {ops}", path.display())]
     NoSuchOp { path: PathBuf, op: usize, ops: usize },
     #[error("{}: there is no memory to show", path.display())]
     NothingToShow { path: PathBuf, heaps: Vec<String> },
-    /// Its message has its cause.
+    /// The message includes the cause.
     #[error("{0}")]
     FlightRecord(FlightRecordError),
     #[error("{} is a flight record, and {} is a recording", record.display(), recording.display())]
     DiffOfBoth { record: PathBuf, recording: PathBuf },
-    #[error("diff compares two recordings, and is given {recordings}")]
+    #[error("diff compares two recordings, but {recordings} are given")]
     DiffOfNotTwo { recordings: usize },
     #[error("--record writes the decisions of one trace, but {traces} are given")]
     RecordOfSeveral { traces: usize },
@@ -104,32 +104,32 @@ pub(crate) enum CliError {
     Create { path: PathBuf, source: io::Error },
     #[error("{}: cannot be written", path.display())]
     Write { path: PathBuf, source: TraceWriteError },
-    #[error("{}: what it says about a simulated job makes no sense", path.display())]
+    #[error("{}: invalid simulated-job metadata", path.display())]
     Story { path: PathBuf, source: StoryError },
-    #[error("the library that goes between the program and libcuda is not at {}", listed(tried))]
+    #[error("the preload library was not found at {}", listed(tried))]
     NoPreloadLibrary { tried: Vec<PathBuf> },
-    #[error("{}: a path with a blank or a colon cannot be preloaded", path.display())]
+    #[error("{}: a path with a space or a colon cannot be preloaded", path.display())]
     PreloadPath { path: PathBuf },
     #[error("{} cannot be started", program.display())]
     NotStarted { program: OsString, source: io::Error },
-    #[error("{}: the processes of the run could not tell what they did", path.display())]
+    #[error("{}: the processes of the run could not write their statistics", path.display())]
     RunFolder { path: PathBuf, source: io::Error },
-    #[error("{}: what a process told is damaged", path.display())]
+    #[error("{}: the statistics of a process are damaged", path.display())]
     RunSummary { path: PathBuf, source: serde_json::Error },
-    #[error("--check was started as one rank of a job, and sees no other")]
+    #[error("--check runs as one rank of a job and cannot see the other ranks")]
     CheckOfOneRank,
-    #[error("--check compares ranks, and {ranks} of them ended and allocated")]
+    #[error("--check compares at least two ranks, but only {ranks} ended and allocated memory")]
     NothingToCheck { ranks: usize },
     #[error("the result cannot be written to stdout")]
     Print(#[source] io::Error),
 }
 
-/// Paths after each other.
+/// Joins paths with "nor".
 fn listed(paths: &[PathBuf]) -> String {
     paths.iter().map(|path| path.display().to_string()).collect::<Vec<_>>().join(" nor ")
 }
 
-/// What a plan asks for.
+/// Describes the memory that a plan needs.
 fn needs(pool: Option<&PoolId>, bytes: u64) -> String {
     match pool {
         Some(pool) => format!("pool {pool} needs {}", memory(bytes)),
@@ -138,39 +138,41 @@ fn needs(pool: Option<&PoolId>, bytes: u64) -> String {
 }
 
 impl CliError {
-    /// The exit code of the program.
+    /// Returns the exit code of the program.
     pub(crate) fn exit_code(&self) -> u8 {
         match self {
-            // As a shell does.
+            // The exit codes of a shell.
             CliError::NotStarted { source, .. } if source.kind() == io::ErrorKind::NotFound => 127,
             CliError::NotStarted { .. } => 126,
             _ => 2,
         }
     }
 
-    /// What to do about it.
+    /// Returns advice on how to fix the error.
     pub(crate) fn help(&self) -> Option<Cow<'static, str>> {
         let help = match self {
             CliError::NothingToShow { heaps, .. } if !heaps.is_empty() => {
                 return Some(format!("choose with --pool and --stream among: {}", heaps.join("; ")).into());
             }
             CliError::NothingToShow { .. } => "record a job that allocates something",
-            CliError::UnknownPicture { .. } => "name it .svg or .png for one picture, or .html for a page of them",
-            CliError::SharedPage { .. } => "name it .png or .svg",
+            CliError::UnknownPicture { .. } => {
+                "use .svg or .png for one picture, or .html for a page with all pictures"
+            }
+            CliError::SharedPage { .. } => "use .png or .svg",
             CliError::TooLargeForPixels(_) => return None,
             CliError::ImpossiblePlacement { .. } => {
-                "record the job again, or leave the placement out: without placements the job is carried out"
+                "record the job again, or delete the placement: without placements, our allocator places the allocations"
             }
             CliError::UnknownPage { .. } => "name it .html",
-            CliError::NoSuchOp { .. } => "ops are counted from 0; without --op, the map shows the peak",
+            CliError::NoSuchOp { .. } => "ops are counted from 0; omit --op to show the peak",
             CliError::Import(error) => return import_help(error),
-            CliError::NoStream { .. } => "give the file's name; only import and export write to standard output",
+            CliError::NoStream { .. } => "give a file name; only import and export write to standard output",
             CliError::OutputIsInput { .. } => "write to another file",
-            CliError::NamedOtherwise { .. } => "give it another name, or leave the ending out",
+            CliError::NamedOtherwise { .. } => "change the extension, or omit it",
             CliError::Program { .. } => "record the job again, or repair the trace at that op",
             CliError::Job { source: JobError::Config(_) | JobError::Addresses { .. }, .. }
             | CliError::Rerun { source: RerunError::Config(_), .. } => {
-                "change the trace's configuration, or choose with --segments, --streams and --config"
+                "change the trace's configuration, or override it with --segments, --streams and --config"
             }
             CliError::Job { .. } | CliError::Rerun { .. } | CliError::Contradictory { .. } => {
                 "record the job again, or repair the trace at that op (counted from 0)"
@@ -180,31 +182,31 @@ impl CliError {
                 "give flight records as the ranks wrote them (symmalloc-flight-*.json), or two recordings"
             }
             CliError::DiffOfBoth { .. } | CliError::DiffOfNotTwo { .. } => {
-                "give two recordings, or flight records alone: one of each rank"
+                "give two recordings, or flight records alone, one per rank"
             }
             CliError::NoSuchCommand { .. } => "`symmalloc --help` lists the commands",
-            CliError::FlagsContradict(_) => "leave one of them out",
-            CliError::UnknownToModel(_) => "leave the setting out, or use our rule: --order sequence, the default",
+            CliError::FlagsContradict(_) => "remove one of the two",
+            CliError::UnknownToModel(_) => "remove the setting, or use our rule: --order sequence, the default",
             CliError::RecordOfSeveral { .. } => "replay the traces one by one",
             CliError::PlanOfSeveral { .. } => "plan the recordings one by one",
             CliError::PlanForSeveral { .. } => "replay the jobs one by one, each with its plan",
             CliError::NothingToPlan { .. } => {
-                "record a job that allocates something; steps of its own must come at least twice alike"
+                "record a job that allocates memory; if it has steps, the same step must occur at least twice"
             }
             CliError::NotPlanned { source: PlanError::Memory(_), .. }
             | CliError::PlanRefused { source: PlanError::Memory(_), .. } => {
-                "raise the pool's limit_mb or segment_mb, or total_limit_mb: the plan needs no less"
+                "raise the pool's limit_mb or segment_mb, or total_limit_mb: the plan needs this much memory"
             }
             CliError::NotPlanned { .. } => "record a shorter part of the job",
             CliError::PlanRefused { .. } => "plan the job again: the file was edited, or damaged",
             CliError::PlanText { .. } | CliError::OpenPlan { .. } => "write one with `symmalloc plan JOB -o FILE`",
-            CliError::PlanContradicted { .. } => "leave the flag out, or plan the job again with it",
+            CliError::PlanContradicted { .. } => "remove the flag, or plan the job again with it",
             CliError::PlanOfAnotherJob { .. } => "give the plan that was made for this job, or plan it now",
             CliError::NotRanksOfOneJob { .. } => {
-                "ranks of one job make the same calls, only sizes may differ; leave --one-job out to plan each by itself"
+                "ranks of one job make the same calls, and only sizes may differ; omit --one-job to plan each recording separately"
             }
             CliError::PlanOfOtherSettings { .. } => {
-                "give --one-job the recordings of one job's ranks; --config puts one configuration in the place of theirs"
+                "give --one-job the recordings of one job's ranks, or replace their configurations with --config"
             }
             CliError::PlanBeyondLimit { pool: Some(_), .. } => {
                 "raise the pool's limit_mb, let its streams share, or make the job smaller"
@@ -212,10 +214,10 @@ impl CliError {
             CliError::PlanBeyondLimit { pool: None, .. } => "raise total_limit_mb, or make the job smaller",
             CliError::PlanBeyondRange { .. } => "raise range_mb",
             CliError::Create { .. } | CliError::Write { .. } => {
-                "choose a path in a folder that exists and that you may write to, on a disk with room"
+                "choose a path in a folder that exists and that you may write to, on a disk with enough space"
             }
             CliError::Story { .. } => {
-                "repair the lines that begin with `#!`, or leave them out: the rest is a plain trace"
+                "repair the lines that begin with `#!`, or delete them: the rest is a plain trace"
             }
             CliError::NoPreloadLibrary { .. } => {
                 "build it with `cargo build --release -p symmalloc-preload`, or name it with --library or SYMMALLOC_PRELOAD"
@@ -223,35 +225,35 @@ impl CliError {
             CliError::PreloadPath { .. } => "move the library, or name a link to it with --library",
             CliError::NotStarted { .. } => "give the program and its arguments after `--`",
             CliError::RunFolder { .. } | CliError::RunSummary { .. } => {
-                "set TMPDIR to a folder that the program may write to"
+                "set TMPDIR to a folder that the program can write to"
             }
             CliError::CheckOfOneRank => {
-                "start it before the launcher: symmalloc run --check -- torchrun ...; or --record, and compare with symmalloc diff"
+                "start symmalloc before the launcher: symmalloc run --check -- torchrun ...; or use --record and symmalloc diff"
             }
             CliError::NothingToCheck { .. } => {
-                "start the job with its launcher behind `--`: torchrun, mpirun or srun, which tell each process its rank"
+                "start the job with its launcher after `--`: torchrun, mpirun or srun, which assign each process a rank"
             }
-            CliError::Print(_) => "send it elsewhere, or make room",
+            CliError::Print(_) => "redirect it to another place, or free some disk space",
         };
         Some(help.into())
     }
 }
 
-/// What to do about an unreadable recording, where its message does not say that yet.
+/// Returns advice for an unreadable recording whose message has none.
 fn import_help(error: &ImportError) -> Option<Cow<'static, str>> {
     let help = match error.kind() {
         ImportErrorKind::Open(cause) if cause.kind() == io::ErrorKind::NotFound => {
             return Some(not_found(error).into());
         }
         ImportErrorKind::Open(_) | ImportErrorKind::Read(_) => {
-            "give a file that you may read: a PyTorch memory snapshot, an RMM log or a symmalloc trace"
+            "give a readable file: a PyTorch memory snapshot, an RMM log or a symmalloc trace"
         }
         ImportErrorKind::Snapshot(SnapshotError::NoSuchTrace { .. } | SnapshotError::SeveralDevices { .. }) => {
-            "choose a device that has entries with --device"
+            "select a device that has entries with --device"
         }
         ImportErrorKind::TooLarge { .. } => "raise --memory-limit-mb",
         ImportErrorKind::Trace(TraceError::Torn { .. }) | ImportErrorKind::TornTrace { .. } => {
-            "or take what there is with --accept-torn"
+            "or use --accept-torn to accept the part before the break"
         }
         ImportErrorKind::Empty => "dump the snapshot after the job has allocated something, or record again",
         _ => return None,
@@ -259,10 +261,10 @@ fn import_help(error: &ImportError) -> Option<Cow<'static, str>> {
     Some(help.into())
 }
 
-/// What may have been meant by a name that is neither a file's nor a recorded job's.
+/// Returns advice for a name that is neither a file nor a recorded job, with the most similar job name.
 fn not_found(error: &ImportError) -> String {
     let name = error.path().and_then(Path::to_str).unwrap_or_default();
-    // One slip in three characters.
+    // At most one typo per three characters.
     let distance = |job: &&str| strsim::damerau_levenshtein(name, job);
     let meant = collection::short_names().min_by_key(distance).filter(|job| distance(job) <= name.len() / 3);
     let meant = meant.map_or_else(String::new, |job| format!("did you mean {job}? "));

@@ -1,8 +1,8 @@
-//! Text of others where it meets a terminal or a page.
+//! Escaping of foreign text for terminals, pages and JSON.
 //!
-//! Names, file names and flight records come from their authors. A control character in one moves the cursor, recolors the
-//! screen or sets a title; a bidirectional override or a character of no width makes a text look like another one. All of them
-//! are shown by number: `\u{1b}`.
+//! Names, file names and flight records come from other authors. A control character in them can move the cursor, recolor the
+//! screen or set a title; a bidirectional override or a zero-width character can disguise one text as another. All of these
+//! characters are shown by number: `\u{1b}`.
 //!
 //! ```text
 //! printed text, errors ──► output ──► for_terminal
@@ -16,29 +16,28 @@ use std::fmt::Write;
 use std::hash::{BuildHasher, Hasher};
 use std::sync::OnceLock;
 
-/// Returns `true` if a character changes how a terminal or a page shows others, or does not show at all. A line break does not
-/// count.
+/// Returns `true` if a character is invisible or changes how a terminal or a page shows others. Line breaks do not count.
 fn is_hidden(character: char) -> bool {
     match character {
         '\n' => false,
         // Soft hyphen, Arabic letter mark, Mongolian vowel separator, byte order mark.
         '\u{ad}' | '\u{61c}' | '\u{180e}' | '\u{feff}' => true,
-        // Widths of zero, marks of direction; separators of lines, embeddings and overrides; joiners, isolates.
+        // Zero-width characters and direction marks; line separators, embeddings and overrides; joiners and isolates.
         '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' => true,
         // Interlinear annotations, tags.
         '\u{fff9}'..='\u{fffb}' | '\u{e0000}'..='\u{e007f}' => true,
-        // Characters that no text has, and that XML cannot hold.
+        // Noncharacters, which XML cannot represent.
         '\u{fdd0}'..='\u{fdef}' => true,
         _ => character.is_control() || u32::from(character) & 0xfffe == 0xfffe,
     }
 }
 
-/// The text with hidden characters shown by number. Line breaks stay.
+/// Returns the text with hidden characters shown by number. Line breaks stay.
 pub(crate) fn visible(text: &str) -> Cow<'_, str> {
     replaced(text, is_hidden, |out, character| out.extend(character.escape_unicode()))
 }
 
-/// The same in one line.
+/// Returns the text as one line, with hidden characters and line breaks escaped.
 pub(crate) fn visible_line(text: &str) -> Cow<'_, str> {
     let is_replaced = |character| character == '\n' || is_hidden(character);
     replaced(text, is_replaced, |out, character| match character {
@@ -47,7 +46,7 @@ pub(crate) fn visible_line(text: &str) -> Cow<'_, str> {
     })
 }
 
-/// Text between tags or in an attribute.
+/// Escapes text for element content or an attribute.
 pub(crate) fn for_markup(text: &str) -> String {
     let text = visible(text);
     let is_markup = |character| matches!(character, '&' | '<' | '>' | '"');
@@ -62,7 +61,7 @@ pub(crate) fn for_markup(text: &str) -> String {
     escaped.into_owned()
 }
 
-/// A JSON document without hidden characters: in its strings they are numbers, and nowhere else are any.
+/// Escapes hidden characters in a JSON document. They can only occur in its strings.
 pub(crate) fn for_json(document: &str) -> Cow<'_, str> {
     replaced(document, is_hidden, |out, character| {
         for unit in character.encode_utf16(&mut [0; 2]) {
@@ -71,7 +70,7 @@ pub(crate) fn for_json(document: &str) -> Cow<'_, str> {
     })
 }
 
-/// An argument as a shell takes it: hidden characters in the notation of bash and zsh.
+/// Quotes an argument for a shell, with hidden characters in the notation of bash and zsh.
 pub(crate) fn quoted(argument: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "._-/:,=+".contains(c);
     if !argument.is_empty() && argument.chars().all(is_plain) {
@@ -89,7 +88,7 @@ pub(crate) fn quoted(argument: &str) -> String {
     format!("$'{quoted}'")
 }
 
-/// Printed text: hidden characters by number, but for the styles that [`styled`] put in.
+/// Escapes hidden characters in printed text, except for styles added by [`styled`].
 pub(crate) fn for_terminal(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for (index, part) in text.split(mark()).enumerate() {
@@ -102,16 +101,16 @@ pub(crate) fn for_terminal(text: &str) -> String {
     out
 }
 
-/// A line in one of the terminal's styles: for [`for_terminal`].
+/// Applies a terminal style to a line, for [`for_terminal`].
 pub(crate) fn styled(text: &str, style: &str) -> String {
     let mark = mark();
     format!("{mark}{style}{END}{}{mark}0{END}", visible_line(text))
 }
 
-/// Ends a style's numbers.
+/// Terminator of a style's numbers.
 const END: char = 'm';
 
-/// Begins a style. Drawn for each process, so that no text of others can have it.
+/// Returns the marker that starts a style. It is random in each process, so foreign text cannot contain it.
 fn mark() -> &'static str {
     static MARK: OnceLock<String> = OnceLock::new();
     MARK.get_or_init(|| {
@@ -141,7 +140,7 @@ mod tests {
     use serde_json::{Value, json};
     use symmalloc_sim::SplitMix64;
 
-    /// Texts of a seed: plain characters, markup, styles, and every kind that is hidden.
+    /// Generates random texts of plain characters, markup, styles and every kind of hidden character.
     fn texts() -> impl Iterator<Item = String> {
         let mut random = SplitMix64::new(1);
         let mut character = move || {

@@ -1,6 +1,6 @@
-//! Where recordings and plans come from: a file, standard input (`-`), or the project's recorded jobs by their name.
+//! Sources of recordings and plans: a file, standard input (`-`), or one of the project's recorded jobs by name.
 //!
-//! A pipe with a name opens only when somebody writes to it. That is waited for, but not for ever and not without a word.
+//! Opening a named pipe blocks until a writer opens it. The program reports that it waits, and gives up after a timeout.
 
 use crate::args::ReadingArgs;
 use crate::collection;
@@ -14,11 +14,11 @@ use std::thread;
 use std::time::Duration;
 use symmalloc_import::{ImportError, ImportErrorKind, ReadOptions, Recording, read_from};
 
-/// The name of standard input and output.
+/// Name of standard input and standard output.
 pub(crate) const STREAM: &str = "-";
-/// Who waits so long for the other end of a pipe is told on stderr.
+/// Time after which the program reports on stderr that it waits for the other end of a pipe.
 const PIPE_PATIENCE: Duration = Duration::from_secs(1);
-/// Nobody is at the other end of a pipe that does not open in this time.
+/// Timeout for the other end of a pipe to open.
 const PIPE_WAIT_MAX: Duration = Duration::from_secs(10);
 
 /// Reads a recording.
@@ -28,12 +28,12 @@ pub(crate) fn recording(path: &Path, reading: &ReadingArgs) -> Result<Recording,
     read_from(source, &ReadOptions::from(reading)).map_err(|error| error.with_path(name).into())
 }
 
-/// Opens a file, standard input or a recorded job. A file goes before a job of its name.
+/// Opens a file, standard input or a recorded job. A file takes precedence over a job of the same name.
 pub(crate) fn open(path: &Path) -> io::Result<Box<dyn Read>> {
     if path == Path::new(STREAM) {
         let stdin = io::stdin();
         if stdin.is_terminal() {
-            return Err(io::Error::other("standard input is a terminal: send a recording into it with < or |"));
+            return Err(io::Error::other("standard input is a terminal: redirect a recording to it with < or |"));
         }
         return Ok(Box::new(stdin));
     }
@@ -54,7 +54,7 @@ pub(crate) fn is_pipe(_: &fs::Metadata) -> bool {
     false
 }
 
-/// Opens a pipe once somebody is at its other end. If nobody comes, the thread that waits ends with the process.
+/// Opens a pipe as soon as its other end opens. On a timeout, the waiting thread ends with the process.
 pub(crate) fn open_pipe(
     path: &Path,
     opens: impl FnOnce(&Path) -> io::Result<File> + Send + 'static,
@@ -68,7 +68,8 @@ pub(crate) fn open_pipe(
     eprintln!("waiting for the other end of the pipe {}", visible_line(&path.display().to_string()));
     opening.recv_timeout(PIPE_WAIT_MAX - PIPE_PATIENCE).unwrap_or_else(|_| {
         let seconds = PIPE_WAIT_MAX.as_secs();
-        let message = format!("nobody is at the other end of this pipe (waited {seconds} s): start that program first");
+        let message =
+            format!("no program opened the other end of this pipe within {seconds} s: start that program first");
         Err(io::Error::new(io::ErrorKind::TimedOut, message))
     })
 }

@@ -1,4 +1,4 @@
-//! A job: a recorded program, carried out on many simulated ranks that are then compared.
+//! A job: a recorded program that runs on many simulated ranks, whose placements are then compared.
 //!
 //! ```text
 //!                      ┌─ rank 0 ──► decisions of each pass ◄───┐  compare, allocation by allocation
@@ -6,8 +6,8 @@
 //!                      └─ rank N-1 ───────────────────────────► ┘ ─► Outcome
 //! ```
 //!
-//! Every rank has a device of its own, made from (seed, rank): other addresses, other event timing, other handles. What
-//! a rank does is one file per rule, `sequence` and `address`; how ranks are run and compared is in `ranks`.
+//! Every rank has a separate device, made from (seed, rank), with different addresses, event timing and handles. The files
+//! `sequence` and `address` each run one rank under one rule; `ranks` runs all ranks and compares them.
 //!
 //! ```
 //! use symmalloc_cli::job::{Job, Options};
@@ -46,7 +46,7 @@ use symmalloc_import::Recording;
 use symmalloc_trace::plan::PlanFile;
 use symmalloc_trace::replay::{Program, ReplayError, StepError};
 
-/// How free blocks are ordered.
+/// Order of free blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
 pub enum Order {
     /// By size, sequence and offset; other streams' uses are fenced (symmalloc)
@@ -56,7 +56,7 @@ pub enum Order {
     Address,
 }
 
-/// How the default pool obtains memory.
+/// Policy by which the default pool obtains memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Segments {
     /// One growing range per heap
@@ -65,31 +65,32 @@ pub enum Segments {
     Fixed,
 }
 
-/// How a job is replayed.
+/// Options for replaying a job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
     /// Number of simulated ranks.
     pub ranks: NonZeroU32,
-    /// The rule by which they place.
+    /// Placement rule.
     pub order: Order,
-    /// How the default pool obtains memory. `None`: as the recording says, else expandable.
+    /// Segments of the default pool. `None`: the recording's policy, or else expandable.
     pub segments: Option<Segments>,
-    /// Whether the default pool's streams share free blocks. `None`: as the recording says, else separate. The model of
-    /// address order always keeps them separate.
+    /// Separate or shared free blocks for the streams of the default pool. `None`: the recording's policy, or else separate. The
+    /// model of address order always keeps streams separate.
     pub streams: Option<StreamPolicy>,
-    /// Names the simulated job: the same seed gives the same addresses and timings on every rank for ever.
+    /// Seed of the simulated job. The same seed always gives the same addresses and timings on every rank.
     pub seed: u64,
-    /// How often a rank carries the program out on its allocator, freeing everything in between. The first pass alone
-    /// flatters: a later one begins with all the memory there is, and best fit may spoil the part that a large request
-    /// needs. In the model of address order rank 0 does them all, and the others one.
+    /// Number of passes over the program on each rank. Everything is freed between passes. The first pass alone is optimistic: a
+    /// later pass starts with all the memory reserved so far, and best fit may break up the part that a large request needs. In the
+    /// model of address order, rank 0 runs all passes and the other ranks run one.
     pub passes: NonZeroU32,
-    /// Plans that our rule follows, made for this job and its configuration. Each pass is a step, unless the program has its own.
+    /// Plans for this job and its configuration, which our rule follows. Each pass is a step, unless the program has its own
+    /// steps.
     pub plan: Option<Arc<PlanFile>>,
 }
 
 impl Default for Options {
-    /// Eight ranks, our rule, the recording's configuration, seed 0, five passes: one from nothing and four from what
-    /// those before have left reserved.
+    /// Returns eight ranks, our rule, the recording's configuration, seed 0, and five passes: one that starts without memory, and
+    /// four that reuse the memory reserved before.
     fn default() -> Self {
         Options {
             ranks: NonZeroU32::new(8).expect("8 is not zero"),
@@ -103,30 +104,30 @@ impl Default for Options {
     }
 }
 
-/// A program and how its allocator is configured.
+/// A program and the configuration of its allocator.
 #[derive(Clone, Debug)]
 pub struct Job {
     program: Program,
-    /// What holds over all pools; its default pool does not count.
+    /// Settings that apply to all pools. Its default pool is ignored in favor of `default_pool`.
     config: Config,
     default_pool: PoolConfig,
 }
 
 impl Job {
-    /// The job that a recording holds.
+    /// Returns the job of a recording.
     ///
     /// # Errors
-    /// When an op names an allocation that was not made before, which no reader lets through.
+    /// If an op names an allocation that does not exist. Readers of recordings reject such ops.
     pub fn new(recording: &Recording) -> Result<Self, ReplayError> {
         let program = Program::new(&recording.records)?;
         let config = recording.config.clone().unwrap_or_default();
-        // A trace may say how the default pool is configured before it uses it.
+        // A trace may configure the default pool before it uses it.
         let stated = program.ops().iter().find_map(default_pool);
         let default_pool = stated.unwrap_or(config.default_pool()).clone();
         Ok(Job { program, config, default_pool })
     }
 
-    /// The ops.
+    /// Returns the program with its ops.
     pub fn program(&self) -> &Program {
         &self.program
     }
@@ -136,11 +137,11 @@ impl Job {
         self.program.stream_count()
     }
 
-    /// The configuration of every rank's allocator: the recording's, with the default pool's segments and streams as the
-    /// options say. Where these name what the recording has anyway, its knobs stay.
+    /// Returns the configuration of every rank's allocator: the recording's, with the segments and streams of the default pool
+    /// replaced by those in the options. An option that equals the recording's policy keeps the detailed settings of that policy.
     ///
     /// # Errors
-    /// When the combination is not valid.
+    /// If the combination is invalid.
     pub fn config(&self, options: &Options) -> Result<Config, ConfigError> {
         let mut builder = self.default_pool.to_builder();
         match (options.segments, self.default_pool.segments()) {
@@ -156,10 +157,10 @@ impl Job {
         self.config.to_builder().default_pool(builder.build()?).build()
     }
 
-    /// Checks that the heaps that live at the same time fit into a device's addresses.
+    /// Checks that all heaps that exist at the same time fit into a device's address space.
     ///
     /// # Errors
-    /// When they do not: on a device, too, every request of the heaps that come last would be refused.
+    /// If they do not fit. On a real device, every request of the last heaps would then be refused.
     pub fn check_addresses(&self, config: &Config) -> Result<(), JobError> {
         let range_of = |config: &PoolConfig| match config.segments() {
             SegmentPolicy::Expandable(expandable) => (expandable.range_bytes, config.streams()),
@@ -194,7 +195,7 @@ impl Job {
         Ok(())
     }
 
-    /// What one rank takes under a configuration once the job is repeated, following a plan or none.
+    /// Returns the peaks and counters of one rank that repeats the job under a configuration, with or without a plan.
     pub(crate) fn steady(&self, config: &Config, plan: Option<&Arc<PlanFile>>) -> Result<Steady, JobError> {
         let options = Options { plan: plan.cloned(), ..Options::default() };
         let rule = sequence::Sequence { program: &self.program, config, options: &options };
@@ -207,14 +208,14 @@ impl Job {
         Ok(Steady { peaks, passes: options.passes.get(), refused, planned, waits, maps })
     }
 
-    /// Carries the program out on every rank, on all cores, and compares them. `rank_done` is called, from any thread,
-    /// whenever a rank is done.
+    /// Runs the program on every rank, on all cores, and compares the ranks. Calls `rank_done`, from any thread, whenever a rank
+    /// finishes.
     ///
-    /// Memory: the decisions of rank 0 (24 bytes per allocation, for each pass that differs from the one before), and
-    /// one rank's allocator per core. The outcome is a function of the job and the options.
+    /// Memory: the decisions of rank 0 (24 bytes per allocation, for each pass that differs from the previous one), and one
+    /// allocator per core. The outcome is a function of the job and the options.
     ///
     /// # Errors
-    /// When an op cannot be carried out, other than by refusing memory, which is a decision like others.
+    /// If an op fails. A refusal of memory is not a failure but a decision.
     pub fn replay(&self, options: &Options, rank_done: &(dyn Fn() + Sync)) -> Result<Outcome, JobError> {
         let config = self.config(options)?;
         match options.order {
@@ -226,10 +227,10 @@ impl Job {
         }
     }
 
-    /// The same under PyTorch's rule with its defaults, whatever the recording says of the allocator.
+    /// Replays the job under PyTorch's rule with its default settings, and ignores the recording's allocator configuration.
     ///
     /// # Errors
-    /// When an op cannot be carried out.
+    /// If an op fails.
     pub fn replay_as_pytorch(
         &self,
         segments: Segments,
@@ -263,70 +264,70 @@ fn default_pool(op: &Op) -> Option<&PoolConfig> {
     }
 }
 
-/// Bytes of addresses that heaps may reserve at the same time. A device has 2^47, of which ranges that lie anywhere fill some three
-/// quarters before no other one fits.
+/// Maximum bytes of address space that heaps may reserve at the same time. A device has 2^47 bytes. Ranges at arbitrary addresses fill
+/// about three quarters of it before no other range fits.
 const ADDRESSES_MAX: u64 = 3 << 45;
 
-/// Why a job could not be replayed.
+/// Error that prevents the replay of a job.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum JobError {
-    /// The configuration that recording and options make together is not valid.
+    /// The combined configuration of recording and options is invalid.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// An op cannot be carried out.
+    /// An op fails.
     #[error("op {op} on rank {rank}: {error}")]
     Step {
         /// The rank.
         rank: u32,
         /// The op, counted from 0.
         op: usize,
-        /// Why.
+        /// The cause.
         error: StepError,
     },
-    /// The job has more heaps than a device has addresses for.
+    /// The heaps of the job exceed the address space of a device.
     #[error(
-        "{heaps} heaps at the same time reserve {} of addresses, more than a device has: reserve less for each with range_mb, \
+        "{heaps} heaps reserve {} of address space at the same time, more than a device has: lower range_mb, \
          let streams share, or use segments:fixed", Amount(*addresses)
     )]
     Addresses {
-        /// The heaps of that time, up to the first that does not fit.
+        /// Number of heaps that exist at the same time, including the first that does not fit.
         heaps: usize,
-        /// The addresses that they reserve, in bytes.
+        /// Address space that they reserve, in bytes.
         addresses: u64,
     },
-    /// A plan is not followed here.
-    #[error("following the plan, on rank {rank}: {error}")]
+    /// A pool cannot adopt its plan.
+    #[error("the plan cannot be followed on rank {rank}: {error}")]
     Plan {
         /// The rank.
         rank: u32,
-        /// Why.
+        /// The cause.
         error: StepError,
     },
-    /// Another pass cannot begin.
-    #[error("beginning another pass, on rank {rank}: {error}")]
+    /// The next pass cannot begin.
+    #[error("the next pass cannot begin on rank {rank}: {error}")]
     Pass {
         /// The rank.
         rank: u32,
-        /// Why.
+        /// The cause.
         error: StepError,
     },
-    /// What the program left allocated cannot be freed.
-    #[error("freeing what the job left, on rank {rank}: {error}")]
+    /// The allocations that the program left over cannot be freed.
+    #[error("leftover allocations cannot be freed on rank {rank}: {error}")]
     Free {
         /// The rank.
         rank: u32,
-        /// Why.
+        /// The cause.
         error: FreeError,
     },
-    /// The simulated device under the model of address order refused a call.
+    /// The simulated device of the address-order model fails a call.
     #[error("op {op} on rank {rank}, in the model of address order: {error}")]
     Model {
         /// The rank.
         rank: u32,
         /// The op, counted from 0.
         op: usize,
-        /// Why.
+        /// The cause.
         error: BackendError,
     },
 }

@@ -1,5 +1,5 @@
-//! `symmalloc`, the program: replays recorded GPU jobs on many simulated ranks, compares two ranks' recordings, and
-//! turns what users have into traces. No GPU is needed.
+//! The program `symmalloc`: replays recorded GPU jobs on many simulated ranks, compares the recordings of two ranks, and converts
+//! recordings of other tools to traces. No command except `run` needs a GPU.
 //!
 //! ```text
 //!             ┌─ replay ─► job ──► ranks ──► sequence   our allocator          ─┐
@@ -10,7 +10,7 @@
 //!             ├─ export ─► a PyTorch snapshot
 //!             ├─ chart ──► pictures
 //!             ├─ report ─► a page about a job, and settings to try
-//!             ├─ plan ───► where every allocation of a job goes, and what to reserve without that
+//!             ├─ plan ───► a place for every allocation of a job, and reservations without a plan
 //!             ├─ run ────► any CUDA program under symmalloc, or recorded
 //!             └─ completions, man
 //! ```
@@ -23,13 +23,12 @@
 //! ```
 //!
 //! # Implementation
-//! What they read comes through `input` (a file, standard input, a job of `collection` by its name), and what they write goes
-//! through `destination`.
+//! Commands read through `input` (a file, standard input, or a job of `collection` by its name) and write through `destination`.
 //!
-//! [`job`] is the part that others use, too: the golden tests replay the recorded jobs through it. [`address_order`] is
-//! the model of the old rule that `replay` shows beside ours.
+//! [`job`] is also used elsewhere: the golden tests replay the recorded jobs through it. [`address_order`] is the model of
+//! PyTorch's rule that `replay` compares with ours.
 //!
-//! Exit codes: 0 fine, 3 the ranks differ or memory is refused, 2 bad input. Results go to stdout, what went wrong and progress to stderr.
+//! Exit codes: 0 success, 3 ranks differ or memory is refused, 2 invalid input. Results go to stdout, errors and progress to stderr.
 #![forbid(unsafe_code)]
 
 pub mod address_order;
@@ -68,10 +67,10 @@ use error::CliError;
 use std::ffi::OsString;
 use std::process::ExitCode;
 
-/// What the exit code tells when the input was good.
+/// Meaning of the exit code of a command that had valid input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Verdict {
-    /// Ranks agree, and all went well.
+    /// Ranks agree, and no allocation is refused.
     Agree,
     /// Ranks differ.
     Differ,
@@ -88,7 +87,7 @@ impl From<Verdict> for ExitCode {
     }
 }
 
-/// Runs the program with these arguments, the first of which is its name. Returns its exit code.
+/// Runs the program with these arguments, whose first is the program's name, and returns its exit code.
 pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     let arguments: Vec<OsString> = arguments.into_iter().collect();
     let wants_json = arguments.iter().take_while(|argument| *argument != "--").any(|argument| argument == "--json");
@@ -96,14 +95,14 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         Ok(args) => args,
         Err(error) => {
             if error.use_stderr() {
-                // It repeats arguments, which may be names of files: one with a line end must not make a line. Its plain text has
-                // no styles.
+                // The message repeats arguments, which may be file names. A line break in one must not start a new line of output. The
+                // message's plain text has no styles.
                 let visible = |argument: &OsString| escape::visible_line(&argument.to_string_lossy()).into_owned();
                 let text = Args::try_parse_from(arguments.iter().map(visible)).err();
                 let text = text.as_ref().unwrap_or(&error).render().to_string();
                 output::tell(&text);
             } else {
-                // Help and version are "errors" that go to stdout. A reader that went away is no failure.
+                // Help and version are "errors" that go to stdout. A closed pipe is not a failure.
                 let _ = error.print();
             }
             if wants_json && error.use_stderr() {
@@ -125,7 +124,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Chart(args) => chart::chart(args),
         Command::Report(args) => report::report(args),
         Command::Plan(args) => plan::plan(args),
-        Command::Run(_) => unreachable!("it has its own exit code, and has returned"),
+        Command::Run(_) => unreachable!("`run` returns above with its own exit code"),
         Command::Completions(args) => manual::completions(args),
         Command::Man(args) => manual::man(args),
     });

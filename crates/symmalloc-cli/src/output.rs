@@ -1,8 +1,8 @@
-//! Output of the program: results to stdout, errors to stderr, colors only to people. Hidden characters in the text of others are shown
-//! by number here (`escape`).
+//! Output of the program: results on stdout, errors on stderr, colors on terminals only. Hidden characters in foreign text are
+//! escaped here (see `escape`).
 //!
-//! With `--json` a command prints one document, whatever happens: its result, or what went wrong. Each object at the top says
-//! which version of its keys it has ([`SCHEMA_VERSION`]); a version adds keys, and a new one may change them.
+//! With `--json` a command always prints exactly one document: its result or its error. Each top-level object has the version of
+//! its keys ([`SCHEMA_VERSION`]). New keys may appear within a version; other changes need a new one.
 
 use crate::destination::Destination;
 use crate::error::CliError;
@@ -11,13 +11,13 @@ use serde_json::{Map, Value, json};
 use std::error::Error;
 use std::io::{self, IsTerminal, Write};
 
-/// The version of what `--json` prints. It counts up when a key changes its meaning or goes away.
+/// Version of the `--json` output. It increases when a key is removed or changes its meaning.
 pub(crate) const SCHEMA_VERSION: u32 = 1;
 
-/// Writes a result to stdout, all at once. A reader that went away (`| head`) is no failure.
+/// Writes a result to stdout in one call. A closed pipe (`| head`) is not an error.
 ///
 /// # Errors
-/// When stdout cannot be written.
+/// If stdout cannot be written.
 pub(crate) fn print(text: &str) -> Result<(), CliError> {
     Channel::Stdout.print(text)
 }
@@ -25,21 +25,21 @@ pub(crate) fn print(text: &str) -> Result<(), CliError> {
 /// Writes a result to stdout as JSON.
 ///
 /// # Errors
-/// When stdout cannot be written.
+/// If stdout cannot be written.
 pub(crate) fn print_json(result: Value) -> Result<(), CliError> {
     Channel::Stdout.print_json(result)
 }
 
-/// Where a command says what it did.
+/// Output stream for a command's messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Channel {
     Stdout,
-    /// Where stdout has the result itself.
+    /// Used when stdout carries the result itself.
     Stderr,
 }
 
 impl Channel {
-    /// The channel that a destination leaves.
+    /// Returns the stream that the destination does not occupy.
     pub(crate) fn beside(out: &Destination) -> Self {
         if out.is_stream() { Channel::Stderr } else { Channel::Stdout }
     }
@@ -74,7 +74,7 @@ impl Channel {
     }
 }
 
-/// A result as text, with the version of its keys.
+/// Formats a result, with the version of its keys in each top-level object.
 fn document(result: Value) -> String {
     let versioned = |value| match value {
         Value::Object(object) => {
@@ -91,20 +91,20 @@ fn document(result: Value) -> String {
     format!("{result:#}\n")
 }
 
-/// An error as JSON. Its keys are an interface: `symmalloc --help` lists them.
+/// Prints an error as JSON. The keys are an interface: `symmalloc --help` lists them.
 pub(crate) fn report_json(message: &str, causes: &[String], help: Option<&str>) {
     let error = json!({ "error": { "message": message, "causes": causes, "help": help, "exit_code": 2 } });
-    // Nothing is left to do where that fails.
+    // A failure to print the error cannot be reported.
     let _ = print_json(error);
 }
 
-/// What an error says, the errors behind it, and what to do.
+/// Returns an error's message, its causes, and its advice.
 pub(crate) fn told(error: &CliError) -> (String, Vec<String>, Option<String>) {
     let message = error.to_string();
     let mut causes: Vec<String> = Vec::new();
     for cause in std::iter::successors(error.source(), |&error: &&dyn Error| error.source()) {
         let cause = cause.to_string();
-        // Some messages have their cause.
+        // Some messages include their cause.
         if !causes.last().unwrap_or(&message).contains(&cause) {
             causes.push(cause);
         }
@@ -112,7 +112,7 @@ pub(crate) fn told(error: &CliError) -> (String, Vec<String>, Option<String>) {
     (message, causes, error.help().map(Into::into))
 }
 
-/// Returns what went wrong, and because of what, in one line. A path in front is left out: the line stands where the file is known.
+/// Returns an error and its causes in one line, without a leading path: the context already names the file.
 pub(crate) fn reason(error: &CliError) -> String {
     let (message, causes, _) = told(error);
     let message = match error {
@@ -124,7 +124,7 @@ pub(crate) fn reason(error: &CliError) -> String {
     std::iter::once(message).chain(causes).collect::<Vec<_>>().join(": ")
 }
 
-/// Tells on stderr what went wrong, because of what, and what to do.
+/// Prints an error, its causes and its advice on stderr.
 pub(crate) fn report(error: &CliError) {
     let palette = Palette::of_stderr();
     let (message, causes, help) = told(error);
@@ -139,18 +139,18 @@ pub(crate) fn report(error: &CliError) {
     tell(&text);
 }
 
-/// Writes text to stderr, all at once. Nobody needs to read it.
+/// Writes text to stderr in one call and ignores failures.
 pub(crate) fn tell(text: &str) {
     let _ = io::stderr().write_all(for_terminal(text).as_bytes());
 }
 
-/// Whether the reader sees colours and wants them (<https://no-color.org>).
+/// Returns `true` if the stream is a terminal that shows colors and the user has not disabled them (<https://no-color.org>).
 fn is_colourful(stream: &impl IsTerminal) -> bool {
     let is_set = |name: &str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
     stream.is_terminal() && !is_set("NO_COLOR") && std::env::var_os("TERM").is_none_or(|term| term != "dumb")
 }
 
-/// The colours of stdout, or none.
+/// Colors of a stream, or none.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Palette {
     is_colourful: bool,
@@ -181,19 +181,19 @@ impl Palette {
         self.paint(text, "1;31")
     }
 
-    /// With one of the terminal's styles.
+    /// Applies one of the terminal's styles.
     fn paint(self, text: &str, style: &str) -> String {
         if self.is_colourful { styled(text, style) } else { visible_line(text).into_owned() }
     }
 }
 
-/// A table of text: the first column to the left, the others to the right, two blanks between them.
+/// A text table: the first column is left-aligned, the others right-aligned, with two spaces between columns.
 #[derive(Debug, Default)]
 pub(crate) struct Table {
     rows: Vec<Vec<Cell>>,
 }
 
-/// A cell, and how it is painted.
+/// Text of a cell and its style.
 pub(crate) type Cell = (String, Option<fn(Palette, &str) -> String>);
 
 impl Table {
@@ -210,12 +210,12 @@ impl Table {
         (0..columns).map(width).collect()
     }
 
-    /// The number of characters in a line.
+    /// Returns the number of characters in a line.
     pub(crate) fn width(&self) -> usize {
         self.widths().iter().map(|width| width + 2).sum::<usize>().saturating_sub(2)
     }
 
-    /// The lines of the table.
+    /// Returns the lines of the table.
     pub(crate) fn lines(&self, palette: Palette) -> Vec<String> {
         let widths = self.widths();
         let line = |row: &Vec<Cell>| {

@@ -1,11 +1,11 @@
-//! The plans of a job: made from all that it asks for, written, read again, and held against a job before they are followed.
+//! Plans of a job: computed from its requests, written, read back, and validated against a job before it follows them.
 //!
 //! ```text
-//!            ┌─► steps    what each heap is asked for, step by step ──► solved   an offset for each ──┐
-//! Recorded ──┤                                                                                     ├─► PlanFile
-//!            └─► learnt   the same by a pool that learns, where the program has steps of its own ──┘
+//!            ┌─► steps    requests to each heap, by step ──► solved   an offset for each ──┐
+//! Recorded ──┤                                                                             ├─► PlanFile
+//!            └─► learnt   plans learned by the pools, if the program has its own steps ────┘
 //!
-//! PlanFile, and a recording ──► follow    is it this job's, of this configuration, and does it fit? else an error
+//! PlanFile, and a recording ──► follow    fails unless job and configuration match and the plan fits
 //! ```
 
 mod contradiction;
@@ -34,24 +34,24 @@ use symmalloc_core::plans::{Plan, PlanError, Steps};
 use symmalloc_trace::plan::PlanFile;
 use symmalloc_trace::replay::StepError;
 
-/// Heaps that are each planned with all the steps that a search may take. More of them share the steps of so many, so that a job
-/// of thousands of streams takes no longer.
+/// Number of heaps that are each planned with the full search budget. With more heaps, all of them share this total, so that
+/// planning a job of thousands of streams takes no longer.
 const HEAPS_IN_FULL: u64 = 4;
 
-/// A job's plans, and what following them takes.
+/// The plans of a job, and the results of following them.
 pub(crate) struct PlannedJob {
     pub(crate) file: Arc<PlanFile>,
-    /// The job as it follows them.
+    /// Results of the job with its plans.
     pub(crate) followed: Steady,
-    /// What planning took.
+    /// Time that planning took.
     pub(crate) seconds: f64,
 }
 
 impl PlannedJob {
-    /// Plans a job. Its default pool's streams share, unless the recording or the flags say how it is configured.
+    /// Plans a job. The streams of its default pool share, unless the recording or the flags configure them.
     ///
     /// # Errors
-    /// When the job cannot be planned, or cannot be carried out as planned. Without a plan it may well be.
+    /// If the job cannot be planned, or fails when it follows the plan. It may still run without a plan.
     pub(crate) fn of(recorded: &Recorded, policy: &PolicyArgs) -> Result<Self, CliError> {
         let config = config_of(recorded, policy)?;
         let begun = Instant::now();
@@ -64,21 +64,24 @@ impl PlannedJob {
         Ok(PlannedJob { followed: followed.map_err(|error| not_followed(recorded, error))?, file, seconds })
     }
 
-    /// Plans a job for a comparison with what it does without a plan, in which `own_refused` requests are refused. `None` where there is
-    /// nothing to plan.
+    /// Plans a job for a comparison with a run without a plan, in which `own_refused` requests are refused. Returns `None` if there
+    /// is nothing to plan.
     ///
     /// # Errors
-    /// The reason, in a sentence, why there is no plan, or none that serves as many requests.
+    /// The reason, as a sentence, why there is no plan, or why every plan refuses more requests.
     pub(crate) fn of_use(recorded: &Recorded, policy: &PolicyArgs, own_refused: u64) -> Result<Option<Self>, String> {
         let planned = PlannedJob::of(recorded, policy).map_err(|error| reason(&error))?;
         let refused = planned.followed.refused;
         if refused > own_refused {
-            return Err(format!("with one, {} are refused, and {own_refused} without", counted(refused, "request")));
+            return Err(format!(
+                "the plan refuses {}, but without a plan only {own_refused} are refused",
+                counted(refused, "request")
+            ));
         }
         Ok((planned.plan_count() > 0).then_some(planned))
     }
 
-    /// Bytes of memory that the plans place in. Those of one heap share it.
+    /// Returns the bytes of memory that the plans place allocations in. Plans of the same heap share memory.
     pub(crate) fn memory_bytes(&self) -> u64 {
         draft::heaps(&self.file).values().sum()
     }
@@ -87,13 +90,13 @@ impl PlannedJob {
         self.file.plans().count()
     }
 
-    /// How the default pool's streams share.
+    /// Returns the stream policy of the default pool.
     pub(crate) fn streams(&self) -> StreamPolicy {
         self.file.config().default_pool().streams()
     }
 }
 
-/// How the job's allocator is configured when it follows a plan.
+/// Returns the configuration of the job's allocator when it follows a plan.
 fn config_of(recorded: &Recorded, policy: &PolicyArgs) -> Result<Config, CliError> {
     let states_it = |op: &Op| matches!(op, Op::CreatePool { pool: PoolId::DEFAULT, .. });
     let is_stated = policy.streams.is_some()
@@ -122,7 +125,7 @@ fn solved(recorded: &Recorded, config: Config) -> Result<PlanFile, CliError> {
     draft::with_exact_segments(recorded, &file)
 }
 
-/// The error of a job that stops when it follows its plan. A pool adopts its plans when the program makes it.
+/// Converts the error of a job that stops while it follows its plan. A pool adopts its plans when the program creates it.
 fn not_followed(recorded: &Recorded, error: JobError) -> CliError {
     match error {
         JobError::Plan { error: StepError::Plan(source), .. } => refused(recorded, PoolId::DEFAULT, source),

@@ -1,4 +1,4 @@
-//! Random jobs, on which all commands must say the same, and the same as a count that knows nothing of an allocator.
+//! Random jobs, on which all commands must agree with each other, and with a naive count that does not use an allocator.
 //!
 //! ```text
 //! seed ──► trace ─┬─► replay ───────────────► decisions ──► naive count: live bytes, refusals
@@ -7,7 +7,7 @@
 //!                 └─► plan ─► file ─► replay --plan, chart --share ─► the same planned bytes
 //! ```
 //!
-//! 200 jobs by day and 10,000 with `SYMMALLOC_NIGHT=1`. `SYMMALLOC_JOB=n` runs one, and prints its trace.
+//! The test runs 200 jobs, or 10,000 with `SYMMALLOC_NIGHT=1`. `SYMMALLOC_JOB=n` runs one job and prints its trace.
 
 use crate::args::{Args, Command, PolicyArgs, ReportArgs};
 use crate::chart::timeline_of;
@@ -36,12 +36,12 @@ use symmalloc_trace::replay::StepError;
 
 const MIB: u64 = 1 << 20;
 
-/// A job in the making.
+/// A job under construction.
 struct Draft {
     random: SplitMix64,
     config: Config,
     records: Vec<Record>,
-    /// Pools that exist, and whether a step of each is open, or it sleeps.
+    /// Existing pools, each with whether it has an open step or sleeps.
     pools: BTreeMap<PoolId, PoolState>,
     live: Vec<(AllocationId, PoolId)>,
     streams: u16,
@@ -94,7 +94,7 @@ impl Draft {
         pools[self.random.below(pools.len() as u64) as usize]
     }
 
-    /// A few sizes that come again, and some that do not.
+    /// Returns a random size. Some sizes recur, and others do not.
     fn size_bytes(&mut self) -> u64 {
         match self.random.below(8) {
             0 => self.random.below(3),
@@ -115,7 +115,7 @@ impl Draft {
         for _ in 0..10 + self.random.below(60) {
             self.step();
         }
-        // Half of the jobs end in the middle: with live allocations, open steps and sleeping pools.
+        // Half of the jobs break off, with live allocations, open steps and sleeping pools.
         if self.chance(2) {
             self.wake_all();
             self.free_of(None);
@@ -172,7 +172,7 @@ impl Draft {
             }
             10..=15 if !self.live.is_empty() => {
                 let index = self.random.below(self.live.len() as u64) as usize;
-                // A pool that sleeps has its blocks to itself.
+                // The blocks of a sleeping pool must not change.
                 if !self.pools[&self.live[index].1].asleep {
                     let (id, _) = self.live.swap_remove(index);
                     self.push(Op::Free { id });
@@ -220,7 +220,7 @@ impl Draft {
     }
 }
 
-/// Settings of a pool, as `config` lines and pools state them.
+/// Returns random settings of a pool, in the notation of `config` lines and pools.
 fn pool_text(random: &mut SplitMix64) -> String {
     let mut text = match random.below(6) {
         0 => "segments:fixed".to_owned(),
@@ -251,7 +251,7 @@ fn pool_text(random: &mut SplitMix64) -> String {
     text
 }
 
-/// The result of a count that knows sizes alone.
+/// Result of a count that uses only sizes.
 #[derive(Debug, Default, PartialEq)]
 struct Count {
     peak_live_bytes: u64,
@@ -260,7 +260,7 @@ struct Count {
 }
 
 impl Count {
-    /// Counts a job, of which these allocations, by ordinal, were refused.
+    /// Counts a job in which `is_refused` selects the refused allocations by ordinal.
     fn of(records: &[Record], is_refused: impl Fn(usize) -> bool) -> Self {
         let mut count = Count::default();
         let mut live: BTreeMap<AllocationId, u64> = BTreeMap::new();
@@ -327,7 +327,7 @@ fn check(config: &Config, records: &[Record], folder: &Path) {
     let recorded = Recorded::read(&path, &arguments.reading, &PolicyArgs::default()).expect("read");
     let options = Options { ranks: NonZeroU32::new(2).unwrap(), ..Options::default() };
     let outcome = match recorded.job.replay(&options, &|| ()) {
-        // A limit may leave no room for a pool to wake. No command carries such a job out.
+        // A limit may leave no room for a pool to wake. Every command rejects such a job.
         Err(JobError::Step { error: StepError::Sleep(_), .. }) => return,
         outcome => outcome.expect("replay"),
     };
@@ -337,7 +337,7 @@ fn check(config: &Config, records: &[Record], folder: &Path) {
     let count = Count::of(records, |ordinal| outcome.decisions[ordinal].is_none());
     assert_eq!(outcome.first_pass.live_bytes, count.peak_live_bytes, "replay: live");
     assert_eq!(outcome.first_pass_refused as u64, count.refused, "replay: refused");
-    // What lives in a pool that sleeps has no memory.
+    // Allocations of a sleeping pool have no memory.
     let sleeps = records.iter().any(|record| matches!(record.op, Op::Sleep { .. }));
     assert!(sleeps || outcome.first_pass.reserved_bytes >= count.peak_live_bytes, "more is live than reserved");
     let (bounds, may_refuse) = bounds(config, records);
@@ -366,7 +366,7 @@ fn check(config: &Config, records: &[Record], folder: &Path) {
     let exported = export(recorded.program(), &recorded.config, &mut snapshot).expect("export");
     assert_eq!((exported.refused, exported.allocations), (count.refused, count.served), "export");
 
-    // Commands that carry it out five times.
+    // Commands that run the job five times.
     let steady = recorded.job.steady(&recorded.config, None).expect("steady");
     assert_eq!(steady.peaks, outcome.peaks, "steady");
     check_report(&path, &folder.join("job.html"), &outcome, &count);
@@ -396,7 +396,7 @@ fn check_report(path: &Path, page: &Path, outcome: &crate::job::Outcome, count: 
 fn check_plan(path: &Path, recorded: &Recorded, outcome: &crate::job::Outcome) {
     let policy = PolicyArgs::default();
     let planned = match PlannedJob::of(recorded, &policy) {
-        // Where a limit leaves no room for a plan, there is none.
+        // There is no plan if a limit leaves no room for it.
         Err(CliError::NotPlanned { .. }) => return,
         planned => planned.expect("plan"),
     };
@@ -421,7 +421,7 @@ fn check_plan(path: &Path, recorded: &Recorded, outcome: &crate::job::Outcome) {
     assert_eq!(replayed.peaks, followed.peaks, "replay --plan");
 }
 
-/// Checks the job of a seed. The error is one line.
+/// Checks the job of a seed. An error is a single line.
 fn run(seed: u64) -> Result<(), String> {
     let folder = tempfile::tempdir().unwrap();
     let (config, records) = Draft::new(seed).make();

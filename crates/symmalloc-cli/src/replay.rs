@@ -1,4 +1,4 @@
-//! `symmalloc replay`: recorded jobs on many ranks, for people beside the old rule, for programs as JSON.
+//! `symmalloc replay`: recorded jobs on many ranks, as text with PyTorch's rule for comparison, or as JSON.
 
 mod finding;
 mod json;
@@ -26,10 +26,10 @@ use symmalloc_core::config::Config;
 use symmalloc_core::op::Op;
 use symmalloc_import::Recording;
 
-/// The old rule is shown on at most this many ranks: more of them differ no less.
+/// Maximum number of ranks in the comparison with PyTorch's rule. More ranks do not change its result.
 const COMPARISON_RANKS_MAX: u32 = 8;
 
-/// Replays every trace; the verdict is `Differ` if the ranks of any of them do.
+/// Replays every trace. The verdict is `Differ` if the ranks of any trace differ.
 pub(crate) fn replay(args: &ReplayArgs) -> Result<Verdict, CliError> {
     if args.record.is_some() && args.traces.len() != 1 {
         return Err(CliError::RecordOfSeveral { traces: args.traces.len() });
@@ -72,7 +72,7 @@ pub(crate) fn replay(args: &ReplayArgs) -> Result<Verdict, CliError> {
         if args.json {
             objects.push(json::object(&recording, &finding, &others));
         } else {
-            // Each trace is shown as soon as it is done.
+            // Show each trace as soon as it is done.
             let config = job.config(&options).map_err(|error| failed(path, error.into()))?;
             let (recording, finding, others) = (&recording, &finding, &others[..]);
             let screen = Screen { recording, config: &config, finding, others, seed: args.seed };
@@ -97,7 +97,7 @@ fn options(args: &ReplayArgs) -> Options {
     }
 }
 
-/// The arguments are checked to be at least one where they are parsed.
+/// Converts a number that the argument parser has checked to be at least one.
 fn at_least_one(number: u32) -> NonZeroU32 {
     NonZeroU32::new(number).unwrap_or(NonZeroU32::MIN)
 }
@@ -116,7 +116,8 @@ fn find_out<'a>(path: &'a Path, job: &'a Job, options: &Options) -> Result<Repla
     Ok(ReplayFinding { path, job, outcome, nanoseconds_per_op })
 }
 
-/// What the old rule makes of the job, in the form that holds less first. Nothing if it was asked for itself.
+/// Returns the results of PyTorch's rule on the job, first with expandable segments, which reserve less. Empty if the command
+/// replays that rule itself.
 fn comparison(path: &Path, job: &Job, args: &ReplayArgs) -> Result<Vec<Outcome>, CliError> {
     let options = options(args);
     if options.order == Order::Address {
@@ -151,7 +152,7 @@ fn record(out: &Destination, config: &Config, recording: &Recording, outcome: &O
     let config = (outcome.order == Order::Sequence).then_some(config);
     let mut decisions = outcome.decisions.iter();
     let records = recording.records.iter().map(|record| {
-        // This allocator has no pending frees: what a recording of another one says of them is not rank 0's.
+        // Our allocator has no pending frees. Those of the recording belong to the recorded allocator, not to rank 0.
         let mut record = record.clone();
         record.pending = None;
         if let Op::Allocate { size_bytes, .. } = record.op {

@@ -1,4 +1,4 @@
-//! The flags that say how the allocator is configured, and whether they contradict each other.
+//! The flags that configure the allocator, and the check that they agree with each other.
 
 use crate::job::Segments;
 use clap::ValueEnum;
@@ -6,21 +6,21 @@ use std::str::FromStr;
 use symmalloc_core::config::text::ConfigTextError;
 use symmalloc_core::config::{Config, SegmentPolicy, StreamPolicy};
 
-/// How the allocator is configured.
+/// Configuration of the allocator, from flags.
 #[derive(Debug, Default, clap::Args)]
 pub(crate) struct PolicyArgs {
-    /// How the default pool obtains memory [default: as the trace says, else expandable]
+    /// Segments of the default pool [default: the trace's, else expandable]
     #[arg(long)]
     pub(crate) segments: Option<Segments>,
-    /// Whether the default pool's streams share free blocks [default: as the trace says, else separate]
+    /// Separate or shared free blocks for the default pool's streams [default: the trace's, else separate]
     #[arg(long)]
     pub(crate) streams: Option<Streams>,
-    /// Settings in the place of the trace's own, as in docs/configuration.md: segments:fixed,max_split_size_mb:256
+    /// Settings that replace the trace's, as in docs/configuration.md: segments:fixed,max_split_size_mb:256
     #[arg(long = "config", value_name = "SETTINGS", value_parser = Settings::from_str)]
     settings: Option<Settings>,
 }
 
-/// What `--config` says.
+/// The value of `--config`, and which policies it sets explicitly.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Settings {
     config: Config,
@@ -47,24 +47,24 @@ fn key_of(pair: &str) -> &str {
     pair.split(':').next().unwrap_or_default().trim()
 }
 
-/// A flag that says something else than `--config`.
+/// A flag whose value contradicts `--config`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{flag} and --config say different things: --config has `{setting}`")]
+#[error("{flag} contradicts --config, which sets `{setting}`")]
 pub(crate) struct FlagContradiction {
     flag: &'static str,
     setting: &'static str,
 }
 
 impl PolicyArgs {
-    /// What `--config` says.
+    /// Returns the configuration of `--config`, if given.
     pub(crate) fn config(&self) -> Option<&Config> {
         self.settings.as_ref().map(|settings| &settings.config)
     }
 
-    /// Whether the flags agree with each other.
+    /// Checks that the flags agree with each other.
     ///
     /// # Errors
-    /// When `--segments` or `--streams` says something else than `--config` does.
+    /// If `--segments` or `--streams` contradicts `--config`.
     pub(crate) fn check(&self) -> Result<(), FlagContradiction> {
         let Some(Settings { config, states_segments, states_streams }) = &self.settings else { return Ok(()) };
         let pool = config.default_pool();
@@ -86,7 +86,7 @@ impl PolicyArgs {
         Ok(())
     }
 
-    /// The flags that say the same, each after a blank.
+    /// Returns the command-line flags that set the same configuration, each preceded by a space.
     pub(crate) fn flags(&self) -> String {
         let word =
             |value: Option<clap::builder::PossibleValue>| value.map_or_else(String::new, |it| it.get_name().into());
@@ -104,7 +104,7 @@ impl PolicyArgs {
     }
 }
 
-/// Whether streams share free blocks.
+/// Choice between separate and shared free blocks for streams.
 #[derive(Clone, Copy, Debug, ValueEnum)]
 pub(crate) enum Streams {
     /// A heap per stream

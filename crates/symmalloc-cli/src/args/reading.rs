@@ -1,24 +1,24 @@
-//! The flags that say how recordings are read.
+//! The flags that control how recordings are read.
 
 use symmalloc_import::{MEMORY_LIMIT_BYTES, ReadOptions};
 
-/// How recordings are read.
+/// Options for reading recordings.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct ReadingArgs {
-    /// Device of a PyTorch snapshot that recorded several
+    /// Device to read from a PyTorch snapshot with several devices
     #[arg(long, value_name = "D")]
     device: Option<usize>,
-    /// Take a trace or log that ends in the middle up to there
+    /// Accept a trace or log that breaks off, and use the part before
     #[arg(long)]
     accept_torn: bool,
-    /// Memory that one recording may take while it is read, in MiB
+    /// Memory limit for reading one recording, in MiB
     #[arg(long, value_name = "M", default_value_t = MEMORY_LIMIT_BYTES >> 20,
           value_parser = clap::value_parser!(u64).range(1..=1 << 30))]
     memory_limit_mb: u64,
 }
 
 impl ReadingArgs {
-    /// The flags that say the same, each after a blank.
+    /// Returns the command-line flags that set the same options, each preceded by a space.
     pub(crate) fn flags(&self) -> String {
         let mut flags = self.device.map_or_else(String::new, |device| format!(" --device {device}"));
         if self.accept_torn {

@@ -1,4 +1,4 @@
-//! What `symmalloc run` is asked to do.
+//! The arguments of `symmalloc run`.
 
 use super::ReadingArgs;
 use std::ffi::OsString;
@@ -9,35 +9,37 @@ use symmalloc_core::config::Config;
 const RUN_EXAMPLES: &str = "\
 Examples:
   symmalloc run -- python train.py                               cudaMalloc and cudaMallocAsync from symmalloc
-  symmalloc run --stats --limit 20GiB -- ./simulate input.dat    figures at the end, and no more memory than this
-  symmalloc run --record job.trace.zst -- ./simulate input.dat   its own allocator, only watched: for replay, report, plan
-  symmalloc run --check -- torchrun --nproc-per-node 2 train.py  whether all ranks did alike
+  symmalloc run --stats --limit 20GiB -- ./simulate input.dat    statistics at the end, and a memory limit
+  symmalloc run --record job.trace.zst -- ./simulate input.dat   only recorded, with its own allocator: for replay, report, plan
+  symmalloc run --check -- torchrun --nproc-per-node 2 train.py  exits with 3 if the ranks differ
 
-Ranks (torchrun, mpirun, srun) are recorded into a file each: job.rank0.trace.zst, job.rank1.trace.zst; `symmalloc diff` compares
-two. Of a program that is killed the recording is there up to the last second: read it with --accept-torn.
+Each rank (torchrun, mpirun, srun) writes a separate file: job.rank0.trace.zst, job.rank1.trace.zst. `symmalloc diff` compares two of
+them. If a program is killed, its recording is complete up to about the last second: read it with --accept-torn.
 
-What is served and what is the driver's: docs/run-calls.md. A program with a cache of its own above cudaMalloc, as PyTorch's, gains nothing.
+docs/run-calls.md lists the calls that symmalloc serves and those that stay with the driver. A program with its own cache above
+cudaMalloc, such as PyTorch's, gains nothing.
 
-Exit codes: the program's; 128 and the signal's number if a signal ended it; 3 if --check found that ranks differ; 127 if there is no
-such program, 126 if it cannot be started; 2 bad input.";
+Exit codes: the program's; 128 plus the signal number if a signal ended it; 3 if --check found that ranks differ; 127 if the program
+does not exist, 126 if it cannot be started; 2 invalid input.";
 
-/// Run any CUDA program, unchanged, with its memory from symmalloc, or only record it
+/// Run an unmodified CUDA program with memory from symmalloc, or record its allocations
 ///
-/// A library goes between the program and libcuda (LD_PRELOAD) and serves cuMemAlloc, cuMemAllocAsync, cuMemAllocFromPoolAsync and all
-/// frees, so cudaMalloc and cudaMallocAsync, too. Memory is cached, placed the same on every rank, and given out in stream order.
+/// A preloaded library (LD_PRELOAD) sits between the program and libcuda and serves cuMemAlloc, cuMemAllocAsync,
+/// cuMemAllocFromPoolAsync and all frees, and therefore cudaMalloc and cudaMallocAsync as well. Memory is cached, placed the same on
+/// every rank, and reused in stream order.
 #[derive(Debug, clap::Args)]
 #[command(after_help = RUN_EXAMPLES)]
 pub(crate) struct RunArgs {
-    /// Record what is allocated and freed as a trace (.zst and .gz compress). Alone, the program keeps its own allocator
+    /// Record allocations and frees as a trace (.zst and .gz compress). Without --serve, the program keeps its own allocator
     #[arg(long, value_name = "FILE")]
     pub(crate) record: Option<PathBuf>,
-    /// Serve the program's memory, also where it is recorded
+    /// Serve the program's memory even when recording
     #[arg(long)]
     pub(crate) serve: bool,
-    /// Say at the end what was allocated, how long that took, and what was never freed
+    /// Print statistics at the end: allocations, their time, and memory that was never freed
     #[arg(long)]
     pub(crate) stats: bool,
-    /// The most device memory to hold on each device: 20GiB, 512MiB, or a number of bytes
+    /// Limit of device memory on each device: 20GiB, 512MiB, or a number of bytes
     #[arg(long, value_name = "SIZE", value_parser = parse_bytes)]
     pub(crate) limit: Option<Bytes>,
     /// Settings, as in docs/configuration.md: streams:shared,segments:fixed
@@ -46,13 +48,13 @@ pub(crate) struct RunArgs {
     /// Write a page about the program's memory (.html), as `symmalloc report` does
     #[arg(long, value_name = "OUT")]
     pub(crate) report: Option<PathBuf>,
-    /// Compare the ranks that the program starts: exit with 3 if they differ
+    /// Compare the ranks that the program starts, and exit with 3 if they differ
     #[arg(long)]
     pub(crate) check: bool,
-    /// Leave cuMemAlloc to the driver, for programs that open its memory in other processes (cuIpcGetMemHandle)
+    /// Leave cuMemAlloc to the driver, for programs that share its memory with other processes (cuIpcGetMemHandle)
     #[arg(long)]
     pub(crate) ipc: bool,
-    /// The library to preload [default: SYMMALLOC_PRELOAD, else libsymmalloc_preload.so beside this program or in ../lib]
+    /// Library to preload [default: SYMMALLOC_PRELOAD, else libsymmalloc_preload.so next to this program or in ../lib]
     #[arg(long, value_name = "FILE")]
     pub(crate) library: Option<PathBuf>,
     #[command(flatten)]
@@ -66,7 +68,7 @@ pub(crate) struct RunArgs {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Bytes(pub(crate) u64);
 
-/// `20GiB`, `1.5 GiB`, `512MiB`, `1048576`. Units are powers of 1,024, with and without the `i` and the `B`.
+/// Parses a size: `20GiB`, `1.5 GiB`, `512MiB`, `1048576`. Units are powers of 1,024, with or without the `i` and the `B`.
 fn parse_bytes(text: &str) -> Result<Bytes, String> {
     let unit_at = text.find(|letter: char| letter.is_ascii_alphabetic()).unwrap_or(text.len());
     let (number, unit) = (text[..unit_at].trim(), text[unit_at..].to_ascii_lowercase());

@@ -1,7 +1,7 @@
-//! One rank under the old rule: the model of [`crate::address_order`] on its simulated device.
+//! One rank under PyTorch's rule: the model of [`crate::address_order`] on the rank's simulated device.
 //!
-//! Rank 0 does all passes, so its peaks are steady figures. The other ranks are only compared with it, over the first pass: the
-//! model takes some ten times as long as our allocator, and ranks that differ do so by then.
+//! Rank 0 runs all passes, so its peaks are steady-state values. The other ranks run only the first pass, for comparison: the
+//! model takes about ten times as long as our allocator, and ranks that differ do so in the first pass.
 
 use super::ranks::{At, Report, Rule};
 use super::{Decision, JobError, Peaks, Segments};
@@ -13,10 +13,10 @@ use symmalloc_core::ids::Placement;
 use symmalloc_core::op::Op;
 use symmalloc_trace::replay::Program;
 
-/// The rule, for one program.
+/// Runner of one program under the rule.
 pub(super) struct Address<'a> {
     pub(super) program: &'a Program,
-    /// Of the default pool, and followed in all.
+    /// Configuration of the default pool, applied to all pools.
     pub(super) rules: &'a PoolConfig,
     pub(super) seed: u64,
     pub(super) passes: u32,
@@ -45,7 +45,7 @@ impl Rule for Address<'_> {
             for (op, call) in ops.iter().enumerate() {
                 let placement = match (model.step(call), call) {
                     (Ok(placement), _) => Some(placement.unwrap_or(Placement::NOWHERE)),
-                    // It is larger than the address space: nothing has changed.
+                    // The request exceeds the address space. The model's state is unchanged.
                     (Err(error), Op::Allocate { .. }) if error.reason == Reason::OutOfMemory => None,
                     (Err(error), _) => return Err(failed(op)(error)),
                 };

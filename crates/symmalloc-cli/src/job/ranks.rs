@@ -1,13 +1,13 @@
-//! Many ranks of one job, run on all cores and compared with rank 0.
+//! Running all ranks of a job on all cores, and comparing them with rank 0.
 //!
 //! ```text
-//! rank 0                     ──► journal: its decisions, pass by pass     (on its own: the others need it)
-//! ranks 1 to N-1, any order  ──► which allocations differ from the journal, and the first of them
-//! first difference, if any   ──► every rank once more, up to there            (so that nobody keeps N journals)
+//! rank 0                     ──► journal: its decisions by pass    (runs first: the others need it)
+//! ranks 1 to N-1, any order  ──► allocations that differ from the journal, and the first of them
+//! first difference, if any   ──► every rank once more, up to it    (which avoids storing N journals)
 //! ```
 //!
-//! A pass that decides what the one before it decided shares its place in the journal: a steady state costs nothing,
-//! however many passes there are.
+//! A pass with the same decisions as the previous one shares its journal entry, so a steady state needs no memory, regardless of
+//! the number of passes.
 
 use super::outcome::PlannedOps;
 use super::{Decision, Divergence, Job, JobError, Options, Outcome, Peaks, Segments};
@@ -20,25 +20,25 @@ use symmalloc_core::config::StreamPolicy;
 use symmalloc_core::ids::AllocationId;
 use symmalloc_core::op::Op;
 
-/// A rule by which a rank places.
+/// A placement rule.
 pub(super) trait Rule: Sync {
-    /// How the default pool obtains memory; `None` if it is reserved up front.
+    /// Returns the segments of the default pool, or `None` if it is reserved up front.
     fn segments(&self) -> Option<Segments>;
 
-    /// Whether the default pool's streams share.
+    /// Returns the stream policy of the default pool.
     fn streams(&self) -> StreamPolicy;
 
-    /// Whether it follows a plan.
+    /// Returns `true` if the rule follows a plan.
     fn is_planned(&self) -> bool {
         false
     }
 
-    /// Carries the job out on one rank. Gives each decision about an allocation to `decided`, in order, until it says
-    /// to stop. Rank 0 does all passes, and the others as many as are compared.
+    /// Runs the job on one rank. Passes each decision about an allocation to `decided`, in order, until `decided` returns
+    /// `Break`. Rank 0 runs all passes, and the others as many as are compared.
     fn run(&self, rank: u32, decided: impl FnMut(At, Decision) -> ControlFlow<()>) -> Result<Report, JobError>;
 }
 
-/// A decision's place in a rank's run, each counted from 0. Ordered by time.
+/// Position of a decision in a rank's run, counted from 0. Ordered by time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct At {
     pub(super) pass: u32,
@@ -46,21 +46,21 @@ pub(super) struct At {
     pub(super) allocation: usize,
 }
 
-/// What a rank can tell when it is done.
+/// Result of one rank.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Report {
-    /// Over all passes.
+    /// Peaks over all passes.
     pub(super) peaks: Peaks,
     pub(super) first_pass: Peaks,
-    /// At the end of the last pass.
+    /// Number of segments at the end of the last pass.
     pub(super) segment_count: u64,
-    /// After the first pass.
+    /// Digest after the first pass.
     pub(super) first_digest: Option<u64>,
-    /// After the last pass.
+    /// Digest after the last pass.
     pub(super) last_digest: Option<u64>,
-    /// Allocations that went where a plan says, in all passes.
+    /// Allocations placed by a plan, in all passes.
     pub(super) planned: u64,
-    /// Calls that map or unmap memory in the last pass.
+    /// Map and unmap calls in the last pass.
     pub(super) maps: u64,
     /// Waits of streams for each other that the allocator made in the last pass.
     pub(super) waits: u64,
@@ -122,9 +122,9 @@ fn takes_memory(op: &Op) -> bool {
 /// Rank 0's decisions.
 struct Journal {
     allocations: usize,
-    /// By pass; equal neighbours are shared.
+    /// Decisions of each pass. Equal neighbors are shared.
     passes: Vec<Arc<[Decision]>>,
-    /// The pass that is going on.
+    /// Decisions of the current pass.
     current: Vec<Decision>,
 }
 
@@ -155,7 +155,7 @@ impl Journal {
         self.passes[at.pass as usize][at.allocation]
     }
 
-    /// The refusals of the pass with the most.
+    /// Returns the number of refusals in the pass with the most.
     fn refused_most(&self) -> usize {
         let refused = |pass: &Arc<[Decision]>| pass.iter().filter(|decision| decision.is_none()).count();
         self.passes.iter().map(refused).max().unwrap_or(0)
@@ -166,13 +166,13 @@ impl Journal {
     }
 }
 
-/// Where ranks differ from rank 0.
+/// Differences of ranks from rank 0.
 #[derive(Debug)]
 struct Differences {
-    /// By allocation.
+    /// By allocation, `true` if any rank differs.
     differs: Vec<bool>,
     first: Option<At>,
-    /// Number of ranks with another digest.
+    /// Number of ranks with a different digest.
     digests: usize,
 }
 
@@ -224,7 +224,7 @@ fn compare(
     Ok(all)
 }
 
-/// What one rank decided there.
+/// Returns the decision of one rank at a position.
 fn decision_at(rule: &impl Rule, rank: u32, wanted: At) -> Result<Decision, JobError> {
     let mut found = None;
     rule.run(rank, |at, decision| {
@@ -237,7 +237,7 @@ fn decision_at(rule: &impl Rule, rank: u32, wanted: At) -> Result<Decision, JobE
     Ok(found)
 }
 
-/// The answers of all ranks, by rank.
+/// Returns the answers of all ranks, by rank.
 fn on_all_cores<T: Send>(ranks: u32, ask: impl Fn(u32) -> Result<T, JobError> + Sync) -> Result<Vec<T>, JobError> {
     let next = AtomicU32::new(0);
     let ask_some = || {
@@ -255,13 +255,13 @@ fn on_all_cores<T: Send>(ranks: u32, ask: impl Fn(u32) -> Result<T, JobError> + 
     Ok(answers.into_iter().map(|(_, answer)| answer).collect())
 }
 
-/// The next rank that nobody has taken yet.
+/// Claims the next rank, or returns `None` if all are claimed.
 fn claim(next: &AtomicU32, ranks: u32) -> Option<u32> {
     let rank = next.fetch_add(1, Ordering::Relaxed);
     (rank < ranks).then_some(rank)
 }
 
-/// Runs `work` on as many threads as there are cores, but no more than `at_most`. The first error counts.
+/// Runs `work` on as many threads as there are cores, but on at most `at_most`, and returns the first error.
 fn workers<T: Send>(at_most: u32, work: impl Fn() -> Result<T, JobError> + Sync) -> Result<Vec<T>, JobError> {
     let cores = thread::available_parallelism().map_or(1, NonZeroUsize::get);
     let threads = cores.min(at_most as usize);
@@ -287,11 +287,11 @@ mod tests {
     const ALLOCATIONS: usize = 4;
     const PASSES: u32 = 3;
 
-    /// Places allocation n in segment n on every rank, but for the exceptions.
+    /// Rule that places allocation n in segment n on every rank, apart from exceptions.
     struct Scripted {
-        /// (rank, pass, allocation)s that lie elsewhere.
+        /// Each (rank, pass, allocation) with a different offset.
         exceptions: Vec<(u32, u32, usize)>,
-        /// Ranks with a digest of their own.
+        /// Ranks with a different digest.
         odd_digests: Vec<u32>,
     }
 

@@ -1,4 +1,4 @@
-//! One rank under our rule: the allocator of the core on a simulated device.
+//! One rank under our rule: the core's allocator on a simulated device.
 
 use super::ranks::{At, Report, Rule};
 use super::{Decision, JobError, Options, Peaks, Segments};
@@ -12,7 +12,7 @@ use symmalloc_core::{Allocator, PoolId};
 use symmalloc_sim::{Call, SimBackend};
 use symmalloc_trace::replay::{Program, Replay, StepError};
 
-/// The rule, for one program.
+/// Runner of one program under the rule.
 pub(super) struct Sequence<'a> {
     pub(super) program: &'a Program,
     pub(super) config: &'a Config,
@@ -33,7 +33,7 @@ impl Rule for Sequence<'_> {
     }
 
     fn run(&self, rank: u32, mut decided: impl FnMut(At, Decision) -> ControlFlow<()>) -> Result<Report, JobError> {
-        // As much memory as the program wants: what one rank's driver refuses is not this comparison's subject.
+        // The device has unlimited memory, because driver refusals are not part of this comparison.
         let device = SimBackend::builder().seed(self.options.seed).rank(rank).memory_bytes(u64::MAX).build();
         let allocator = Allocator::<_, Exclusive>::new(device, self.config.clone())?;
         let plan = self.options.plan.as_deref();
@@ -91,12 +91,12 @@ fn maps(allocator: &Allocator<SimBackend, Exclusive>) -> u64 {
     calls.of(Call::Map) + calls.of(Call::Unmap)
 }
 
-/// Whether the error is the allocator's decision to give no memory.
+/// Returns `true` if the error is the allocator's decision to refuse memory.
 fn is_refusal(error: &AllocateError) -> bool {
     matches!(error, AllocateError::OutOfMemory(_) | AllocateError::TooLarge { .. })
 }
 
-/// The digest of the default pool if there is no other one, else of all pools that were not destroyed.
+/// Returns the digest of the default pool, combined with those of all other pools that were not destroyed.
 fn digest(allocator: &Allocator<SimBackend, Exclusive>) -> u64 {
     let pools = (0..allocator.pool_count()).filter_map(|pool| allocator.digest(PoolId(pool)).ok());
     let fold = |all: u64, pool: u64| all.rotate_left(1).wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ pool;

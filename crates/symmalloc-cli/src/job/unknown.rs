@@ -1,20 +1,20 @@
-//! Settings that the model of PyTorch's rule cannot follow: asked for, they are an error, as ignoring them would give other
-//! figures than were asked for.
+//! Detection of settings that the model of PyTorch's rule does not support. They are an error, because ignoring them would give
+//! wrong results.
 
 use symmalloc_core::config::{Config, ConfigError, SegmentPolicy, StreamPolicy};
 
-/// A setting that the model of PyTorch's rule cannot follow.
+/// A setting that the model of PyTorch's rule does not support.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("--order address cannot follow `{setting}`: the model of PyTorch's rule has no such setting")]
+#[error("--order address does not support `{setting}`: the model of PyTorch's rule has no such setting")]
 pub(crate) struct UnknownToModel {
     setting: String,
 }
 
 impl UnknownToModel {
-    /// Looks at what flags ask for.
+    /// Checks the settings of the flags.
     ///
     /// # Errors
-    /// The first setting that is not the model's.
+    /// The first setting that the model does not support.
     pub(crate) fn of(config: Option<&Config>, streams: Option<StreamPolicy>) -> Result<(), Self> {
         if streams == Some(StreamPolicy::Shared) {
             return Err(UnknownToModel { setting: "streams:shared".to_owned() });
@@ -29,7 +29,7 @@ impl UnknownToModel {
     }
 }
 
-/// The configuration with all else as it is by default.
+/// Returns a configuration with the supported settings of `config`, and defaults otherwise.
 fn followed(config: &Config) -> Result<Config, ConfigError> {
     let (pool, plain) = (config.default_pool(), Config::default());
     let builder = plain.default_pool().to_builder().roundup_power2_divisions(pool.roundup_power2_divisions());

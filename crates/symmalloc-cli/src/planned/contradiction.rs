@@ -1,18 +1,18 @@
-//! Flags that say something else than a plan's configuration.
+//! Flags that contradict the configuration of a plan.
 
 use crate::args::PolicyArgs;
 use crate::job::Segments;
 use symmalloc_core::config::{Config, SegmentPolicy, StreamPolicy};
 
-/// A flag that says something else than a plan's configuration.
+/// A flag that contradicts the configuration of a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{flag} says something else than the plan, which has {}", settings.word())]
+#[error("{flag} contradicts the plan, which has {}", settings.word())]
 pub(crate) struct Contradiction {
     flag: &'static str,
     settings: Setting,
 }
 
-/// What of the plan's configuration is contradicted.
+/// The contradicted part of the plan's configuration.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Setting {
     Segments(Option<Segments>),
@@ -34,7 +34,7 @@ impl Setting {
 }
 
 impl Contradiction {
-    /// The first flag that says something else than a plan's configuration.
+    /// Returns the first flag that contradicts the plan's configuration.
     pub(super) fn of(policy: &PolicyArgs, config: &Config) -> Option<Self> {
         let pool = config.default_pool();
         let segments = match pool.segments() {

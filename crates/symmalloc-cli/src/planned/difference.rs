@@ -1,4 +1,4 @@
-//! Where a job is another one than its plan was made for.
+//! The check that a plan belongs to a job.
 
 use super::steps::{self, HeapStep};
 use crate::quantity::exact_memory;
@@ -9,21 +9,21 @@ use symmalloc_trace::plan::PlanFile;
 use symmalloc_trace::replay::Program;
 use thiserror::Error;
 
-/// The first thing in which a job differs from its plan. Allocations are counted from 0 in the step of the heap, ops in the job.
+/// The first difference between a job and its plan. Allocations are counted from 0 in the step of the heap, ops in the job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 pub(crate) enum JobDifference {
-    #[error("the job makes pool {pool}, which the plan does not configure")]
+    #[error("the job creates pool {pool}, which the plan does not configure")]
     UnknownPool { pool: PoolId },
-    #[error("the plan is for steps {key} of {heap}, and the job asks nothing of that heap in such steps")]
+    #[error("the plan has steps {key} of {heap}, in which the job requests no memory")]
     NoStep { heap: HeapName, key: u64 },
-    #[error("op {op} asks for memory of {heap}, for which there is no plan")]
+    #[error("op {op} requests memory of {heap}, which has no plan")]
     NoPlan { heap: HeapName, op: usize },
     #[error(
-        "allocation {number} of {heap} (op {op}) asks for {} on {}, and the plan expects {}",
+        "allocation {number} of {heap} (op {op}) requests {} on {}, but the plan expects {}",
         exact_memory(asked.requested_bytes), asked.stream, Expected(*planned)
     )]
     Request { heap: HeapName, number: usize, op: usize, asked: StepAllocation, planned: Option<StepAllocation> },
-    #[error("the plan expects {} as allocation {number} of {heap}, and the job ends before that", Expected(Some(*planned)))]
+    #[error("the plan expects {} as allocation {number} of {heap}, but the job ends before it", Expected(Some(*planned)))]
     Ended { heap: HeapName, number: usize, planned: StepAllocation },
     #[error(
         "allocation {number} of {heap} (op {op}) is freed later than the plan expects: before allocation {asked}, not {planned}"
@@ -31,7 +31,7 @@ pub(crate) enum JobDifference {
     Lifetime { heap: HeapName, number: usize, op: usize, asked: u32, planned: u32 },
 }
 
-/// A heap in an error: its pool, and its stream if streams do not share.
+/// Name of a heap in an error: its pool, and its stream unless streams share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct HeapName {
     pool: PoolId,
@@ -47,7 +47,7 @@ impl fmt::Display for HeapName {
     }
 }
 
-/// What a plan expects, in words.
+/// Display of a planned allocation.
 struct Expected(Option<StepAllocation>);
 
 impl fmt::Display for Expected {
@@ -59,7 +59,8 @@ impl fmt::Display for Expected {
     }
 }
 
-/// Whether a plan is this job's: every plan is for steps that the job has, and without steps of its own all of its heaps are planned.
+/// Checks that a plan belongs to this job: each plan is for steps that the job has. If the job has no steps, each of its heaps must
+/// have a plan.
 pub(super) fn check(program: &Program, file: &PlanFile) -> Result<(), JobDifference> {
     let has_steps = program.has_steps();
     let steps = steps::of(program, file);
@@ -84,7 +85,7 @@ pub(super) fn check(program: &Program, file: &PlanFile) -> Result<(), JobDiffere
     }
 }
 
-/// All requests first, then how long each lives.
+/// Compares a step with its plan: first all requests, then all lifetimes.
 fn compare(step: &HeapStep, plan: &Plan, has_steps: bool) -> Result<(), JobDifference> {
     let heap = HeapName { pool: step.pool, stream: step.stream };
     let planned: Vec<StepAllocation> = plan.allocations().iter().map(|planned| planned.wanted).collect();
@@ -100,7 +101,7 @@ fn compare(step: &HeapStep, plan: &Plan, has_steps: bool) -> Result<(), JobDiffe
         return Err(JobDifference::Ended { heap, number: step.wanted.len(), planned });
     }
     for ((number, (asked, op)), planned) in asked().zip(&planned) {
-        // What a step of its own carries over into the next one is known by those who learn it.
+        // Allocations that outlive a step of the program are unknown here. Only a learning pool sees them.
         if let (false, Some(asked), Some(planned)) = (has_steps, asked.until, planned.until)
             && asked > planned
         {

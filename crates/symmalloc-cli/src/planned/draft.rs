@@ -1,4 +1,4 @@
-//! A job's plans before there is one: the configuration, and the pools that the program makes.
+//! Plan files without plans: the configuration, and the pools that the program creates.
 
 use crate::error::CliError;
 use crate::recorded::Recorded;
@@ -9,10 +9,10 @@ use symmalloc_core::units::MIB;
 use symmalloc_core::{PoolId, StreamId};
 use symmalloc_trace::plan::{PlanContradiction, PlanFile};
 
-/// The granularity of CUDA, in bytes.
+/// Mapping granularity of CUDA, in bytes.
 pub(super) const GRANULE_BYTES: u64 = 2 * MIB;
 
-/// A file with this configuration and the pools that the program makes, without plans.
+/// Returns a file with this configuration and the program's pools, but without plans.
 pub(super) fn empty(recorded: &Recorded, config: Config) -> Result<PlanFile, CliError> {
     let mut file = PlanFile::new(config);
     for op in recorded.program().ops() {
@@ -25,7 +25,8 @@ pub(super) fn empty(recorded: &Recorded, config: Config) -> Result<PlanFile, Cli
     Ok(file)
 }
 
-/// Returns the same plans. Each reserved pool that allocates nothing else has segments of the size that its largest heap needs.
+/// Returns a file with the same plans. Each reserved pool whose memory is fully planned gets segments of the size that its largest
+/// heap needs.
 pub(super) fn with_exact_segments(recorded: &Recorded, file: &PlanFile) -> Result<PlanFile, CliError> {
     let heaps = heaps(file);
     let sleeps = |pool: PoolId| {
@@ -55,7 +56,7 @@ pub(super) fn with_exact_segments(recorded: &Recorded, file: &PlanFile) -> Resul
     Ok(exact_file)
 }
 
-/// Bytes of memory that the plans of each heap place in. Those of one heap share it.
+/// Returns the bytes of memory that the plans of each heap place allocations in. Plans of the same heap share memory.
 pub(super) fn heaps(file: &PlanFile) -> BTreeMap<(PoolId, Option<StreamId>), u64> {
     let mut heaps = BTreeMap::new();
     for (pool, plan) in file.plans() {
@@ -66,7 +67,7 @@ pub(super) fn heaps(file: &PlanFile) -> BTreeMap<(PoolId, Option<StreamId>), u64
     heaps
 }
 
-/// The error of plans that do not go together.
+/// Returns the error for plans that contradict each other.
 pub(super) fn contradicts(recorded: &Recorded, source: PlanContradiction) -> CliError {
     CliError::Contradictory { path: recorded.path.clone(), source }
 }

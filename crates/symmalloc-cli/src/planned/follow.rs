@@ -1,4 +1,4 @@
-//! A plan's file for a recording: read, and held against flags, job and pools before anything runs.
+//! Reading a plan for a recording, and validating it against flags, job and pools before anything runs.
 
 use super::contradiction::Contradiction;
 use super::difference::{self, JobDifference};
@@ -17,10 +17,10 @@ use symmalloc_sim::IdleBackend;
 use symmalloc_trace::plan::{self, PlanFile};
 use symmalloc_trace::replay::Program;
 
-/// Reads a plan for a recording, and configures the recording's allocator and pools as the plan says.
+/// Reads a plan for a recording, and gives the recording's allocator and pools the configuration of the plan.
 ///
 /// # Errors
-/// When it is no plan, is another job's, a flag contradicts it, or its pools cannot adopt it.
+/// If the file is not a plan, belongs to another job, contradicts a flag, or cannot be adopted by its pools.
 pub(crate) fn follow(
     path: &Path,
     job: &Path,
@@ -45,7 +45,7 @@ pub(crate) fn follow(
     Ok(file)
 }
 
-/// Puts the plan's configuration in the place of the recording's, for every pool.
+/// Replaces the configuration of every pool of the recording with the plan's.
 fn configure(recording: &mut Recording, file: &PlanFile) -> Result<(), JobDifference> {
     reconfigure(recording, file.config());
     for record in &mut recording.records {
@@ -57,14 +57,15 @@ fn configure(recording: &mut Recording, file: &PlanFile) -> Result<(), JobDiffer
     Ok(())
 }
 
-/// Whether an allocator of the plan's configuration adopts it. Pools come and go in a program, so each is tried by itself.
+/// Checks that an allocator with the plan's configuration adopts the plans. Each pool is tried separately, because not all pools of a
+/// program exist at the same time.
 pub(super) fn adopt(file: &PlanFile, streams: usize) -> Result<(), (PoolId, PlanError)> {
     let mut pools: Vec<PoolId> = file.plans().map(|(pool, _)| pool).collect();
     pools.dedup();
     for pool in pools {
         let settings = file.pool_config(pool).expect("it has plans").clone();
         let Ok(config) = file.config().to_builder().default_pool(settings).build() else { continue };
-        // What is not valid for a device is found when the job runs.
+        // A configuration that is invalid for a device fails when the job runs.
         let Ok(allocator) = Allocator::<_, Exclusive>::new(IdleBackend::default(), config) else { continue };
         (0..streams).try_for_each(|_| allocator.register_stream().map(drop)).ok();
         let adopted = file.plans_of(pool).try_for_each(|plan| allocator.adopt_plan(PoolId::DEFAULT, plan.clone()));

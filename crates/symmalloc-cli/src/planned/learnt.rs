@@ -1,7 +1,7 @@
-//! Plans of a job that says where its steps begin and end: what its pools learn when it is repeated.
+//! Plans of a job with its own steps, as its pools learn them when the job is repeated.
 //!
-//! They learn without limits, so that a plan has every request of its step. Whether it fits into the limits shows when it is
-//! adopted.
+//! The pools learn without limits, so that a plan contains every request of its step. Adopting the plan shows whether it fits
+//! into the limits.
 
 use super::draft;
 use crate::error::CliError;
@@ -17,10 +17,10 @@ use symmalloc_sim::SimBackend;
 use symmalloc_trace::plan::PlanFile;
 use symmalloc_trace::replay::{Program, Replay, StepError};
 
-/// How often the job is carried out: a step that comes once in it comes twice alike in the second pass.
+/// Number of passes over the job. A step that occurs once in the job occurs a second time in the second pass.
 const PASSES: u32 = 3;
 
-/// Carries the job out in pools that learn, and takes the plans that they end with.
+/// Runs the job in learning pools, and returns the plans that they have at the end.
 pub(super) fn plans(recorded: &Recorded, config: &Config) -> Result<PlanFile, CliError> {
     let mut file = draft::empty(recorded, config.clone())?;
     let failed = |source| CliError::Job { path: recorded.path.clone(), source };
@@ -45,7 +45,7 @@ pub(super) fn plans(recorded: &Recorded, config: &Config) -> Result<PlanFile, Cl
                 take(&replay, *pool);
             }
             match replay.step(call) {
-                // A request that is larger than any segment, or that a quota refuses.
+                // The request is larger than any segment, or a quota refuses it.
                 Ok(_) | Err(StepError::Allocate(_) | StepError::NotLive { .. }) => {}
                 Err(error) => return Err(failed(JobError::Step { rank: 0, op, error })),
             }
@@ -61,7 +61,7 @@ pub(super) fn plans(recorded: &Recorded, config: &Config) -> Result<PlanFile, Cl
     Ok(file)
 }
 
-/// The pool as it learns. A pool with a quota has no plans.
+/// Returns the pool's configuration for learning. A pool with a quota has no plans.
 fn learning(config: &PoolConfig) -> Result<PoolConfig, ConfigError> {
     if config.has_quota() {
         return Ok(config.clone());
@@ -73,7 +73,7 @@ fn learning(config: &PoolConfig) -> Result<PoolConfig, ConfigError> {
     }
 }
 
-/// The job with pools that learn.
+/// Returns the job with learning pools.
 fn program(recorded: &Recorded) -> Result<Program, ConfigError> {
     let record = |record: &Record| {
         let mut record = record.clone();
@@ -83,5 +83,5 @@ fn program(recorded: &Recorded) -> Result<Program, ConfigError> {
         Ok(record)
     };
     let records = recorded.recording.records.iter().map(record).collect::<Result<Vec<Record>, ConfigError>>()?;
-    Ok(Program::new(&records).expect("it was one before"))
+    Ok(Program::new(&records).expect("the records were a valid program before"))
 }

@@ -1,7 +1,7 @@
-//! The requests to each heap of a job, step by step.
+//! The requests to each heap of a job, by step.
 //!
-//! Where the program states no steps, all of it is one step of every pool, and what it leaves is freed at its end. A sleep
-//! ends the step of its pool, and after the wake another one begins (see [`symmalloc_trace::replay`]).
+//! A program without steps is one step of every pool, and its leftover allocations are freed at its end. A sleep ends the
+//! step of its pool, and the wake begins another one (see [`symmalloc_trace::replay`]).
 
 use std::collections::BTreeMap;
 use symmalloc_core::config::StreamPolicy;
@@ -11,25 +11,25 @@ use symmalloc_core::plans::StepAllocation;
 use symmalloc_trace::plan::PlanFile;
 use symmalloc_trace::replay::Program;
 
-/// What one heap is asked for in one step: at least one allocation.
+/// Requests to one heap in one step: at least one allocation.
 pub(super) struct HeapStep {
     pub(super) pool: PoolId,
     /// `None` for the heap of all streams.
     pub(super) stream: Option<StreamId>,
     pub(super) key: u64,
     pub(super) wanted: Vec<StepAllocation>,
-    /// The op that asks for each, counted from 0.
+    /// The op of each request, counted from 0.
     pub(super) ops: Vec<usize>,
 }
 
-/// The steps of a program, in the order in which they end, those of one pool in stream order. The file says whose streams share; what
-/// the program asks of pools that the file does not configure, or that have a quota, is left out.
+/// Returns the steps of a program in the order in which they end, and those of one pool in stream order. The file determines which
+/// streams share. Requests to pools with a quota, and to pools that the file does not configure, are left out.
 pub(super) fn of(program: &Program, file: &PlanFile) -> Vec<HeapStep> {
     let has_steps = program.has_steps();
     let mut steps = Vec::new();
-    // By heap: the step that is open.
+    // The open step of each heap.
     let mut open: BTreeMap<(PoolId, Option<StreamId>), HeapStep> = BTreeMap::new();
-    // Of steps that are open, or that passes are.
+    // Keys of the open steps. Without steps, the number of the part between sleeps.
     let mut keys: BTreeMap<PoolId, u64> = BTreeMap::new();
     let mut live: BTreeMap<AllocationId, ((PoolId, Option<StreamId>), usize)> = BTreeMap::new();
     for (number, op) in program.ops().iter().enumerate() {
@@ -79,7 +79,7 @@ pub(super) fn of(program: &Program, file: &PlanFile) -> Vec<HeapStep> {
     }
     steps.extend(open.into_values());
     if !has_steps {
-        // Nothing of a step is planned whose allocations all live on while the pool sleeps.
+        // A step is not planned if all of its allocations live on while the pool sleeps.
         steps.retain(|step| step.wanted.iter().any(|wanted| wanted.until.is_some()));
     }
     steps

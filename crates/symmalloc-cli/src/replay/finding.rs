@@ -1,13 +1,13 @@
-//! What a replay finds out.
+//! The result of a replay.
 
 use crate::job::{Job, Outcome};
 use std::path::Path;
 
-/// What was found out about one trace.
+/// Result of replaying one trace.
 pub(super) struct ReplayFinding<'a> {
     pub(super) path: &'a Path,
     pub(super) job: &'a Job,
     pub(super) outcome: Outcome,
-    /// `None` for address order: the model is not made to be fast.
+    /// `None` for address order, because the model is not built for speed.
     pub(super) nanoseconds_per_op: Option<f64>,
 }

@@ -1,4 +1,4 @@
-//! What `replay --json` prints. Its keys are an interface: `symmalloc replay --help` lists them.
+//! The output of `replay --json`. Its keys are an interface: `symmalloc replay --help` lists them.
 
 use super::finding::ReplayFinding;
 use crate::job::{Decision, Divergence, Order, Outcome, Segments};
@@ -7,7 +7,7 @@ use symmalloc_core::config::StreamPolicy;
 use symmalloc_core::ids::Placement;
 use symmalloc_import::Recording;
 
-/// One trace, and PyTorch's rule on it.
+/// Returns the object of one trace, including the results of PyTorch's rule.
 pub(super) fn object(recording: &Recording, finding: &ReplayFinding<'_>, others: &[Outcome]) -> Value {
     let ReplayFinding { path, job, outcome, nanoseconds_per_op } = finding;
     let mut object = json!({
@@ -28,7 +28,7 @@ pub(super) fn object(recording: &Recording, finding: &ReplayFinding<'_>, others:
     object
 }
 
-/// What became of a job under a rule.
+/// Returns the keys that describe a job's outcome under one rule.
 fn of(outcome: &Outcome) -> Value {
     json!({
         "ranks": outcome.ranks,
@@ -94,7 +94,7 @@ pub(super) fn streams_name(streams: StreamPolicy) -> &'static str {
     }
 }
 
-/// Rounded to one part of `scale`, so that what is printed has no digits that mean nothing.
+/// Rounds to a multiple of `1 / scale`, to drop insignificant digits.
 fn rounded(value: f64, scale: f64) -> f64 {
     (value * scale).round() / scale
 }

@@ -1,4 +1,4 @@
-//! What `replay` shows to people, on one screen: the job, our order beside the old rule, and what the difference means.
+//! The text output of `replay`: the job, a table of our order and PyTorch's rule, and an explanation of the difference.
 
 use super::finding::ReplayFinding;
 use super::json::{segments_name, streams_name};
@@ -13,13 +13,13 @@ use symmalloc_core::ids::{Placement, PoolId};
 use symmalloc_core::op::Op;
 use symmalloc_import::{Format, Recording};
 
-/// One trace on one screen.
+/// Data for the output of one trace.
 pub(super) struct Screen<'a> {
     pub(super) recording: &'a Recording,
-    /// Our allocator's.
+    /// Configuration of our allocator.
     pub(super) config: &'a Config,
     pub(super) finding: &'a ReplayFinding<'a>,
-    /// The old rule on the same job.
+    /// Results of PyTorch's rule on the same job.
     pub(super) others: &'a [Outcome],
     pub(super) seed: u64,
 }
@@ -55,7 +55,7 @@ impl Screen<'_> {
         out + "\n"
     }
 
-    /// Returns a line for the default pool and for each other one with settings that are not the default ones.
+    /// Returns a line for the default pool and one for each other pool, except for those with default settings.
     fn settings(&self) -> Vec<String> {
         let pools = self.created_pools().map(|(pool, config)| {
             let alone = Config::builder().default_pool(config.clone()).build();
@@ -66,7 +66,7 @@ impl Screen<'_> {
         let mut lines: Vec<String> = stated.map(|(pool, settings)| format!("{pool}: {settings}")).collect();
         if lines.len() > POOLS_SHOWN {
             let more = lines.split_off(POOLS_SHOWN).len();
-            lines.push(format!("and {} with settings of their own", counted(more, "pool")));
+            lines.push(format!("and {} with other settings", counted(more, "pool")));
         }
         lines
     }
@@ -136,7 +136,7 @@ impl Screen<'_> {
         format!("{rule}\n{}\n{rule}\n{}\n{rule}\n\n", head.join("\n"), body.join("\n"))
     }
 
-    /// What the table means for a program that hands these addresses to NCCL.
+    /// Explains the meaning of the table for a program that passes these addresses to NCCL.
     fn meaning(&self) -> Vec<String> {
         let ranks = counted(self.finding.outcome.ranks, "simulated rank");
         let mut lines =
@@ -152,7 +152,9 @@ impl Screen<'_> {
             lines.push("The models of PyTorch have no limit: they hold what the whole job needs.".to_owned());
         }
         if self.finding.outcome.refused > 0 {
-            lines.push("Refused allocations took no memory: peaks are those of what was left of the job.".to_owned());
+            lines.push(
+                "Refused allocations took no memory: the peaks are those of the remaining allocations.".to_owned(),
+            );
         }
         lines.extend(lived_before(&self.recording.summary).map(|before| sentence(&before)));
         if let Some(first) = columns().find_map(|outcome| outcome.first_divergence.as_ref()) {
@@ -173,18 +175,18 @@ fn sentence(text: &str) -> String {
     first + characters.as_str() + "."
 }
 
-/// Why a placement that differs matters.
+/// The reason why differing placements matter.
 const NCCL: &str = "\
-Of the buffers in symmetric windows: NCCL's kernels find a peer's buffer at (window,
-their own offset). Where these differ, an all-reduce returns wrong numbers and
+Buffers in symmetric windows: NCCL's kernels address a peer's buffer by the window and
+their own offset. If the offsets differ, an all-reduce returns wrong numbers and
 ncclSuccess: on 2 GPUs with NCCL 2.28.9, 262,144 of 262,144 elements were wrong.";
 
-/// The settings that are not listed.
+/// Settings that are not listed.
 const DEFAULT_SETTINGS: &str = "segments:expandable";
-/// Pools whose settings are listed.
+/// Maximum number of pools whose settings are listed.
 const POOLS_SHOWN: usize = 4;
 
-/// Lines of a column's head.
+/// Number of heading lines of a column.
 const HEAD_LINES: usize = 3;
 
 fn title(outcome: &Outcome) -> Vec<String> {
@@ -200,7 +202,7 @@ fn title(outcome: &Outcome) -> Vec<String> {
     vec![rule.to_owned(), segments, note]
 }
 
-/// A placement that differs, on two ranks.
+/// Describes the first placement that differs, on two ranks.
 fn example(first: &Divergence) -> String {
     let other = first.decisions.iter().position(|decision| *decision != first.decisions[0]).unwrap_or(0);
     format!(
@@ -219,7 +221,7 @@ fn place(decision: &Decision) -> String {
     }
 }
 
-/// What kind of recording it is.
+/// Returns the kind of recording and its device.
 pub(crate) fn kind_of(recording: &Recording) -> String {
     let kind = format_name(recording);
     match recording.summary.device {
@@ -228,7 +230,7 @@ pub(crate) fn kind_of(recording: &Recording) -> String {
     }
 }
 
-/// What kind of file it is.
+/// Returns the name of the recording's format.
 pub(crate) fn format_name(recording: &Recording) -> &'static str {
     match recording.format {
         Format::PyTorchSnapshot => "PyTorch snapshot",

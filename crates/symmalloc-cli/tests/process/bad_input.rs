@@ -1,4 +1,4 @@
-//! What is wrong with the input is said on stderr with what to do, and the exit code is 2. Nothing panics.
+//! Invalid input: errors on stderr with advice, exit code 2, and no panics.
 
 use crate::{Folder, Said, command, recorded, symmalloc};
 use serde_json::Value;
@@ -14,7 +14,7 @@ use symmalloc_watchdog::FlightRecord;
 fn assert_refused(said: &Said, wanted: &[&str]) {
     let Said { code, stdout, stderr } = said;
     assert_eq!(*code, Some(2), "stderr:\n{stderr}");
-    // With --json there is one document on stdout, which says the same.
+    // With --json there is one document on stdout, with the same error.
     if !stdout.is_empty() {
         let error: Value = serde_json::from_str(stdout).unwrap_or_else(|error| panic!("{error} in:\n{stdout}"));
         assert_eq!((&error["schema_version"], &error["error"]["exit_code"]), (&1.into(), &2.into()), "{error}");
@@ -26,7 +26,7 @@ fn assert_refused(said: &Said, wanted: &[&str]) {
     assert!(!stderr.contains("panicked") && !stderr.contains('\x1b'), "{stderr}");
 }
 
-/// Every command refuses the file, names it, and says all of `wanted`.
+/// Asserts that every command rejects the file, names it, and prints all of `wanted`.
 #[track_caller]
 fn assert_unreadable(path: &Path, wanted: &[&str]) {
     let folder = Folder::new();
@@ -44,13 +44,13 @@ fn assert_unreadable(path: &Path, wanted: &[&str]) {
     assert_refused(&symmalloc("chart {} -o {} --beside {}", &[&good_job(&folder), &picture, path]), &wanted);
     assert_refused(&symmalloc("report {} -o {}", &[path, &picture]), &wanted);
     assert_refused(&symmalloc("plan {}", &[path]), &wanted);
-    assert!(!picture.exists(), "a picture was drawn of what cannot be read");
-    assert!(!out.exists() && !snapshot.exists(), "something was written of what cannot be read");
+    assert!(!picture.exists(), "a picture of an unreadable file was drawn");
+    assert!(!out.exists() && !snapshot.exists(), "an output was written for an unreadable file");
     let left: Vec<_> = fs::read_dir(folder.0.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
     assert!(left.iter().all(|name| name == "good.trace" || name == "job.trace"), "left behind: {left:?}");
 }
 
-/// A trace that can be drawn.
+/// Writes a trace that can be drawn.
 fn good_job(folder: &Folder) -> PathBuf {
     folder.trace("job.trace", &["stream s0", "a 0 512 s0"])
 }
@@ -89,7 +89,7 @@ fn a_torn_or_damaged_archive() {
     assert_unreadable(&folder.file("torn.pickle.gz", &gzip[..gzip.len() / 2]), &["ends early", "copy the file again"]);
     let mut zstd = fs::read(recorded("fsdp1_train_rank0.trace.zst")).unwrap();
     assert_unreadable(&folder.file("torn.trace.zst", &zstd[..zstd.len() - 7]), &["ends early", "copy the file again"]);
-    // So much of it that the header of a block is among it: damage within one may decode to other text.
+    // Damage a range that includes a block header. Damage within a block may decode to other text.
     let (middle, quarter) = (zstd.len() / 2, zstd.len() / 4);
     zstd[middle..middle + quarter].fill(0x5a);
     assert_unreadable(&folder.file("damaged.trace.zst", &zstd), &["copy the file again"]);
@@ -145,7 +145,7 @@ fn arguments_that_cannot_be() {
         ("replay {} --segments reserved", "expandable"),
         ("replay {} --device -1", "-1"),
         ("replay {} --sead 3", "--seed"),
-        ("diff {}", "two recordings, and is given 1"),
+        ("diff {}", "two recordings, but 1 are given"),
         ("replay {} --config segments:fixd", "fixed"),
         ("export {} out.pickle --config max_split_mb:3", "max_split_size_mb"),
         ("play {}", "replay"),
@@ -154,7 +154,7 @@ fn arguments_that_cannot_be() {
     }
     assert_refused(&symmalloc("replay", &[]), &["TRACE"]);
     assert_refused(&symmalloc("diff", &[]), &["FILE"]);
-    assert_refused(&symmalloc("diff {} {} {}", &[&trace, &trace, &trace]), &["is given 3", "flight records"]);
+    assert_refused(&symmalloc("diff {} {} {}", &[&trace, &trace, &trace]), &["3 are given", "flight records"]);
 }
 
 #[test]
@@ -165,11 +165,20 @@ fn flags_that_contradict_each_other_or_that_the_model_cannot_follow() {
         let refused = |flags: &str, wanted: &[&str]| {
             assert_refused(&symmalloc(&format!("{command} {flags}"), &[&trace]), wanted);
         };
-        refused("--config segments:fixed --segments expandable", &["--segments and --config", "`segments:fixed`"]);
-        refused("--segments fixed --config expandable_segments:True", &["--segments and --config", "expandable`"]);
-        refused("--config streams:shared --streams separate --json", &["--streams and --config", "`streams:shared`"]);
+        refused(
+            "--config segments:fixed --segments expandable",
+            &["--segments contradicts --config", "`segments:fixed`"],
+        );
+        refused(
+            "--segments fixed --config expandable_segments:True",
+            &["--segments contradicts --config", "expandable`"],
+        );
+        refused(
+            "--config streams:shared --streams separate --json",
+            &["--streams contradicts --config", "`streams:shared`"],
+        );
     }
-    // What --config does not say, a flag may.
+    // A flag may set a policy that --config leaves out.
     symmalloc("replay {} --config total_limit_mb:64,streams:shared --segments fixed --streams shared", &[&trace])
         .exited(0);
     for (setting, named) in [
@@ -178,7 +187,7 @@ fn flags_that_contradict_each_other_or_that_the_model_cannot_follow() {
         ("--streams shared", "`streams:shared`"),
     ] {
         let said = symmalloc(&format!("replay {{}} --order address {setting}"), &[&trace]);
-        assert_refused(&said, &["--order address cannot follow", named, "--order sequence"]);
+        assert_refused(&said, &["--order address does not support", named, "--order sequence"]);
     }
 }
 
@@ -191,7 +200,7 @@ fn an_input_is_not_overwritten_and_a_name_says_what_is_in_a_file() {
     fs::hard_link(&job, &link).unwrap();
     symmalloc("plan {} -o {}", &[&job, &plan]).exited(0);
     let other = folder.file("same.pickle", &text);
-    let wanted = ["is the input, too", "write to another file"];
+    let wanted = ["is also an input", "write to another file"];
     for out in [&job, &link] {
         assert_refused(&symmalloc("import {} {}", &[&job, out]), &wanted);
         assert_refused(&symmalloc("replay {} --record {}", &[&job, out]), &wanted);
@@ -211,13 +220,16 @@ fn an_input_is_not_overwritten_and_a_name_says_what_is_in_a_file() {
         ("export {} out.html", "a page", "a snapshot"),
         ("export {} out.trace.zst", "a trace", "a snapshot"),
         ("import {} out.pickle.gz", "a snapshot", "a trace"),
-        ("import {} out.json", "a time line", "a trace"),
+        ("import {} out.json", "a timeline", "a trace"),
         ("replay {} --record out.svg", "a picture", "a trace"),
         ("plan {} -o out.trace", "a trace", "a plan"),
     ] {
-        assert_refused(&symmalloc(command, &[&job]), &[&format!("the name says {says}, and this is {is}")]);
+        assert_refused(
+            &symmalloc(command, &[&job]),
+            &[&format!("the file name is that of {says}, but the content is {is}")],
+        );
     }
-    assert_refused(&symmalloc("chart {} -o -", &[&job]), &["no kind of picture"]);
+    assert_refused(&symmalloc("chart {} -o -", &[&job]), &["unsupported picture extension"]);
     for command in ["plan {} -o -", "plan {} --reservations -", "replay {} --record -"] {
         assert_refused(&symmalloc(command, &[&job]), &["not to standard output", "only import and export"]);
     }
@@ -265,7 +277,7 @@ fn a_pipe_without_a_writer() {
     let folder = Folder::new();
     let pipe = folder.path("pipe");
     assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
-    let wanted = ["waiting for the other end of the pipe", "nobody is at the other end"];
+    let wanted = ["waiting for the other end of the pipe", "no program opened the other end"];
     assert_refused(&symmalloc("replay {}", &[&pipe]), &wanted);
 }
 
@@ -364,7 +376,7 @@ fn a_picture_of_what_is_not_there() {
     assert_eq!(said.code, Some(0), "{}", said.stderr);
     fs::remove_file(&out).unwrap();
     let said = symmalloc("chart {} -o {} --beside {}", &[&far, &out, &far]);
-    assert_refused(&said, &["far.trace", "op 1", "beyond any device's memory"]);
+    assert_refused(&said, &["far.trace", "op 1", "exceeds the memory of any device"]);
     let page = folder.path("out.html");
     assert_refused(&symmalloc("report {} -o {} --op 2", &[&job, &page]), &["no op 2", "the recording has 2"]);
     assert_refused(&symmalloc("report {} -o {}", &[&job, &out]), &["out.svg", "name it .html"]);
@@ -373,7 +385,7 @@ fn a_picture_of_what_is_not_there() {
     assert_refused(&symmalloc("report {} -o {}", &[&nothing, &page]), &["no memory to show"]);
     assert_refused(&symmalloc("chart {} -o {}", &[&nothing, &out]), &["no memory to show", "allocates something"]);
     for name in ["out.gif", "out", "svg"] {
-        let wanted = [name, "no kind of picture", ".html"];
+        let wanted = [name, "unsupported picture extension", ".html"];
         assert_refused(&symmalloc("chart {} -o {}", &[&job, &folder.path(name)]), &wanted);
     }
     assert!(!out.exists());
@@ -396,7 +408,7 @@ fn a_pool_that_cannot_be_destroyed_yet() {
     assert_refused(&symmalloc("replay {}", &[&trace]), &wanted);
     let out = folder.path("out.pickle");
     assert_refused(&symmalloc("export {} {}", &[&trace, &out]), &wanted);
-    assert!(!out.exists(), "a snapshot was written of half a job");
+    assert!(!out.exists(), "a snapshot of half a job was written");
 }
 
 #[test]
@@ -435,10 +447,10 @@ fn a_device_of_a_recording_without_devices() {
     assert_refused(&symmalloc("replay {} --device 1", &[&trace]), &["only a PyTorch snapshot has"]);
 }
 
-/// A job, and a plan of it.
+/// A job with two streams.
 const PLANNED_JOB: [&str; 6] = ["stream s0", "stream s1", "a 0 1000 s0", "a 1 1000 s1", "f 0", "f 1"];
 
-/// Replay and chart refuse the plan before anything runs, and say all of `wanted`.
+/// Asserts that replay and chart reject the plan before anything runs, and print all of `wanted`.
 #[track_caller]
 fn assert_not_followed(folder: &Folder, job: &Path, plan: &Path, wanted: &[&str]) {
     let picture = folder.path("plan.html");
@@ -446,7 +458,7 @@ fn assert_not_followed(folder: &Folder, job: &Path, plan: &Path, wanted: &[&str]
     assert_refused(&symmalloc("replay {} --plan {} --json", &[job, plan]), &wanted);
     assert_refused(&symmalloc("replay {} --plan {}", &[job, plan]), &wanted);
     assert_refused(&symmalloc("chart {} --plan {} -o {}", &[job, plan, &picture]), &wanted);
-    assert!(!picture.exists(), "a picture was drawn of what cannot be followed");
+    assert!(!picture.exists(), "a picture of an invalid plan was drawn");
 }
 
 #[test]
@@ -468,14 +480,14 @@ fn plans_that_are_none_torn_or_of_another_version() {
     let overlapping = text.replace("@1024", "@512");
     assert_ne!(overlapping, text);
     assert_bad(&overlapping, &["cannot be followed, in pool p0", "allocations 0 and 1 of the plan overlap"]);
-    // Rounded up, sizes of another configuration overlap as well.
+    // Rounded sizes of a different configuration overlap as well.
     let rounded =
         text.replace("reclaim:heap,", "reclaim:heap,roundup_power2_divisions:[256:1,512:1,1024:1,2048:1,>:1],");
     symmalloc("replay {} --plan {} --json", &[&job, &plan_of(&rounded)]).exited(0);
     let small = text.replace("shared,", "shared,limit_mb:1,");
     assert_bad(&small, &["no memory for the plan", "raise the pool's limit_mb"]);
     let said = symmalloc("replay {} --plan {}", &[&job, &plan_of(&small)]);
-    assert_eq!(said.stderr.matches("out of memory").count(), 1, "the cause twice in:\n{}", said.stderr);
+    assert_eq!(said.stderr.matches("out of memory").count(), 1, "the cause is repeated in:\n{}", said.stderr);
 }
 
 #[test]
@@ -492,52 +504,48 @@ fn plans_of_another_job_or_configuration() {
     assert_other(
         "1000 s1",
         "1001 s1",
-        "allocation 1 of p0 (op 3) asks for 1,001 bytes on s1, and the plan expects 1,000 bytes on s1",
+        "allocation 1 of p0 (op 3) requests 1,001 bytes on s1, but the plan expects 1,000 bytes on s1",
     );
     assert_other(
         "1000 s1",
         "1000 s0",
-        "allocation 1 of p0 (op 3) asks for 1,000 bytes on s0, and the plan expects 1,000 bytes on s1",
+        "allocation 1 of p0 (op 3) requests 1,000 bytes on s0, but the plan expects 1,000 bytes on s1",
     );
-    assert_other("f 1", "a 2 5 s0", "allocation 2 of p0 (op 5) asks for 5 bytes on s0, and the plan expects no more");
+    assert_other("f 1", "a 2 5 s0", "allocation 2 of p0 (op 5) requests 5 bytes on s0, but the plan expects no more");
     assert_other(
         "a 1 1000 s1",
         "a 1 0 s1",
-        "the plan expects 1,000 bytes on s1 as allocation 1 of p0, and the job ends before that",
+        "the plan expects 1,000 bytes on s1 as allocation 1 of p0, but the job ends before it",
     );
     assert_other(
         "stream s1",
         "stream s1\npool p1\na 9 7 s1 p1",
-        "the job makes pool p1, which the plan does not configure",
+        "the job creates pool p1, which the plan does not configure",
     );
-    assert_other(
-        "f 0",
-        "begin_step 4\nend_step",
-        "the plan is for steps 0 of p0, and the job asks nothing of that heap",
-    );
-    // The first one is freed at once, and lives on in the other job.
+    assert_other("f 0", "begin_step 4\nend_step", "the plan has steps 0 of p0, in which the job requests no memory");
+    // The first allocation is freed immediately in one job and lives on in the other.
     let early = folder.trace("early.trace", &["stream s0", "a 0 1000 s0", "f 0", "a 1 1000 s0", "f 1"]);
     let late = folder.trace("late.trace", &["stream s0", "a 0 1000 s0", "a 1 1000 s0", "f 0", "f 1"]);
     symmalloc("plan {} -o {}", &[&early, &plan]).exited(0);
     let wanted = "allocation 0 of p0 (op 1) is freed later than the plan expects: before allocation 2, not 1";
     assert_not_followed(&folder, &late, &plan, &[wanted]);
-    // A plan of the other one leaves room for longer lives than this job's.
+    // A plan of the other job leaves room for longer lifetimes than this job has.
     symmalloc("plan {} -o {}", &[&late, &plan]).exited(0);
     symmalloc("replay {} --plan {} --json", &[&early, &plan]).exited(0);
-    // Streams that do not share have a heap each.
+    // Streams that do not share have separate heaps.
     symmalloc("plan {} -o {} --streams separate", &[&job, &plan]).exited(0);
     let text = fs::read_to_string(&plan).unwrap();
     let (first, rest) = text.split_once("plan p0 s1").unwrap();
     assert_eq!(rest.lines().count(), 3, "{text}");
     let half = folder.file("half.plan", format!("{first}end 3\n"));
-    assert_not_followed(&folder, &job, &half, &["op 3 asks for memory of p0 s1, for which there is no plan"]);
+    assert_not_followed(&folder, &job, &half, &["op 3 requests memory of p0 s1, which has no plan"]);
     for (flags, wanted) in [
-        ("--streams shared", "--streams says something else than the plan, which has `streams:separate`"),
-        ("--segments fixed", "--segments says something else than the plan, which has `segments:expandable`"),
-        ("--config streams:shared", "--config says something else than the plan, which has other settings"),
+        ("--streams shared", "--streams contradicts the plan, which has `streams:separate`"),
+        ("--segments fixed", "--segments contradicts the plan, which has `segments:expandable`"),
+        ("--config streams:shared", "--config contradicts the plan, which has other settings"),
     ] {
         let said = symmalloc(&format!("replay {{}} --plan {{}} {flags}"), &[&job, &plan]);
-        assert_refused(&said, &["is for another configuration", wanted, "leave the flag out"]);
+        assert_refused(&said, &["made for a different configuration", wanted, "remove the flag"]);
     }
     assert_refused(
         &symmalloc("replay {} {} --plan {}", &[&job, &job, &plan]),

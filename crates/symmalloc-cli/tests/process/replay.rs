@@ -48,8 +48,8 @@ fn assert_keys(object: &Value, keys: &[&str]) {
     assert_eq!(found, wanted);
 }
 
-/// Its second pass reserves more than the first. The first grows behind 12 MiB for the last request but one; a later one, which
-/// has all the memory from the start, takes the hole of 20 MiB for it.
+/// A job whose second pass reserves more than the first. The first pass grows beyond 12 MiB for the last request but one. A later
+/// pass, which has all the memory from the start, takes the hole of 20 MiB for it.
 const WORSE_LATER: &str = "symmalloc-trace 1
 stream s0
 a 0 20971520 s0
@@ -74,12 +74,12 @@ fn the_peak_is_that_of_all_passes_and_the_first_is_told_apart() {
     assert_eq!((&one["efficiency"], &one["first_pass"]["efficiency"]), (&1.0.into(), &1.0.into()));
     assert_eq!((&many["efficiency"], &many["first_pass"]["efficiency"]), (&0.923077.into(), &1.0.into()));
     assert_eq!((&one["digest"], &many["digest"]), (&many["digest"], &one["digest"]));
-    // The flag's first name.
+    // The former name of the flag.
     assert_eq!(replay("--repeat 6")["efficiency"], many["efficiency"]);
     let table = symmalloc("replay {}", &[&trace]).exited(0).stdout.clone();
     let row = |name: &str| table.lines().find(|line| line.contains(name)).expect(name).to_owned();
     assert!(row("peak live / reserved").contains("0.923") && row("in the first pass").contains("1.000"), "{table}");
-    // The model of address order repeats as well: its peak can only rise.
+    // The model of address order repeats the passes as well, so its peak can only rise.
     let model = |flags: &str| replay(&format!("--order address --segments expandable --ranks 1 {flags}"));
     let (one, many) = (model("--passes 1"), model("--passes 6"));
     assert_eq!(many["first_pass"]["peak_reserved_bytes"], one["peak_reserved_bytes"]);
@@ -90,7 +90,7 @@ fn the_peak_is_that_of_all_passes_and_the_first_is_told_apart() {
 fn stitched_memory_counts_once() {
     let folder = Folder::new();
     let trace = folder.path("pieces.trace");
-    // Three pieces of 8 MiB that lie apart are free when 24 MiB are asked for, and then 26.
+    // Three separate pieces of 8 MiB are free when the job requests 24 MiB, and then 26 MiB.
     let allocate = |number: u32, mib: u64| format!("a {number} {} s0\n", mib << 20);
     let blocks: String = (0..7).map(|number| allocate(number, 8)).collect();
     let text =
@@ -103,7 +103,7 @@ fn stitched_memory_counts_once() {
     };
     assert_eq!(replay("streams:separate"), (58, 82));
     assert_eq!(replay("stitching:true"), (58, 58));
-    // The table beside it has fixed segments too, which are not stitched.
+    // The table also has fixed segments, which are not stitched.
     let table = symmalloc("replay {} --config stitching:true", &[&trace]).exited(0).stdout.clone();
     assert!(table.contains("1.000"), "{table}");
 }
@@ -193,21 +193,21 @@ fn people_see_both_rules_side_by_side_and_the_verdict_is_ours() {
     for wanted in ["busy.trace", "0 of 121", "PyTorch (model)", "its default", "peak reserved", "digest"] {
         assert!(screen.contains(wanted), "no {wanted:?} in:\n{screen}");
     }
-    assert!(!screen.contains("ncclSuccess"), "no buffer is in a window:\n{screen}");
+    assert!(!screen.contains("ncclSuccess"), "the warning appears, but no buffer is in a window:\n{screen}");
     let symmetric = symmalloc("replay {} --config symmetric:true,total_limit_mb:64 --allow-refusals", &[&trace]).stdout;
     for wanted in ["settings: segments:expandable,symmetric:true,total_limit_mb:64", "ncclSuccess", "have no limit"] {
         assert!(symmetric.contains(wanted), "no {wanted:?} in:\n{symmetric}");
     }
     assert!(!screen.contains("settings:") && !screen.contains("have no limit"), "{screen}");
-    // The first line is as long as the path.
+    // The first line has the path, and can be longer.
     let widest = screen.lines().skip(1).map(|line| line.chars().count()).max().unwrap();
-    assert!(screen.lines().count() <= 30 && widest <= 90, "more than a screen:\n{screen}");
-    assert!(!screen.contains('\x1b'), "colours into a pipe:\n{screen}");
+    assert!(screen.lines().count() <= 30 && widest <= 90, "larger than a screen:\n{screen}");
+    assert!(!screen.contains('\x1b'), "colors in a pipe:\n{screen}");
     let old_rule = symmalloc("replay {} --order address --segments fixed", &[&trace]);
     assert!(!old_rule.exited(3).stdout.contains("symmalloc\n"));
 }
 
-/// It came out behind PyTorch's expandable segments with the bound on stitched granules of the day on which it was recorded.
+/// With the limit on stitched granules at the time of its recording, this job reserved more than PyTorch's expandable segments do.
 #[test]
 fn the_stitched_job_shows_its_settings_and_holds_less_than_under_pytorchs_rule() {
     let said = &symmalloc("replay gnn --ranks 1 --json", &[]).json(0)[0];
@@ -288,7 +288,7 @@ fn the_model_follows_the_settings_that_it_has() {
         let flags = format!("--config segments:fixed,{settings}");
         let model = reserved(&format!("--order address {flags}"), 3);
         assert_ne!(model, plain, "{settings} is ignored");
-        // Our allocator has the same size rules, and another order among equals.
+        // Our allocator has the same size rules, but breaks ties in a different order.
         let ours = reserved(&flags, 0);
         assert!(model.abs_diff(ours) <= ours / 20, "{settings}: {model} in the model, {ours} in ours");
     }
@@ -379,9 +379,9 @@ fn jobs_without_symmetric_pools_are_not_warned_of_nccl() {
 fn the_table_in_the_readme_is_what_the_command_above_it_prints() {
     let readme = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../README.md")).unwrap();
     let said = symmalloc("replay fsdp1", &[]);
-    // The time is a machine's own.
+    // The time depends on the machine.
     let lines = said.exited(0).stdout.lines().filter(|line| !line.contains("time per op"));
     for line in lines {
-        assert!(readme.lines().any(|of| of == line), "run it again and paste what it prints: {line:?}");
+        assert!(readme.lines().any(|of| of == line), "run the command again and paste its output: {line:?}");
     }
 }
