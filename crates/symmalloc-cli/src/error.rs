@@ -155,9 +155,7 @@ impl CliError {
                 return Some(format!("choose with --pool and --stream among: {}", heaps.join("; ")).into());
             }
             CliError::NothingToShow { .. } => "record a job that allocates something",
-            CliError::UnknownPicture { .. } => {
-                "use .svg or .png for one picture, or .html for a page with all pictures"
-            }
+            CliError::UnknownPicture { .. } => "use .svg or .png for one picture, or .html for all of them",
             CliError::SharedPage { .. } => "use .png or .svg",
             CliError::TooLargeForPixels(_) => return None,
             CliError::ImpossiblePlacement { .. } => {

@@ -1,4 +1,4 @@
-//! `symmalloc completions` and `symmalloc man`: made from the same description of the commands as their help.
+//! `symmalloc completions` and `symmalloc man`, generated from the same command descriptions as `--help`.
 
 use crate::Verdict;
 use crate::args::{Args, CompletionsArgs, ManArgs};
@@ -15,7 +15,7 @@ pub(crate) fn completions(args: &CompletionsArgs) -> Result<Verdict, CliError> {
     print(&text)
 }
 
-/// Prints the page of a command, or that of the program.
+/// Prints the manual page of a command or of the program.
 pub(crate) fn man(args: &ManArgs) -> Result<Verdict, CliError> {
     let mut program = Args::command();
     program.build();

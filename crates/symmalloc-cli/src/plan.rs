@@ -1,9 +1,9 @@
-//! `symmalloc plan`: where every allocation of a job goes, and what to reserve without that.
+//! `symmalloc plan`: a place for every allocation of a job, and reservations for running without a plan.
 //!
 //! ```text
 //! recording ──► planned        an offset for every allocation, written to a file, and followed on a simulated device
-//!      │           └──► figures    beside the job as it is without a plan
-//!      └──────► reservations   so that it obtains and registers nothing while it runs without one
+//!      │           └──► figures    the results, compared with the job without a plan
+//!      └──────► reservations   memory to reserve, so that the job obtains and registers nothing while it runs without a plan
 //! ```
 
 mod figures;
@@ -31,16 +31,16 @@ use symmalloc_core::op::Op;
 use symmalloc_import::rerun::Owner;
 use symmalloc_trace::plan::{PlanFile, to_text};
 
-/// What was found out about one job.
+/// Results for one job.
 struct JobPlan<'a> {
-    /// Its recordings: one, or those of all of its ranks.
+    /// The recordings of the job: one, or one per rank.
     traces: &'a [PathBuf],
     figures: Figures,
     /// The reservations, or the error of a limit or a range that leaves no room for them.
     reservations: Result<ReservationPlan, CliError>,
 }
 
-/// Plans each job. The verdict is `Differ` if a rank obtains memory in spite of what is reserved.
+/// Plans each job. The verdict is `Differ` if a rank obtains memory despite its reservations.
 pub(crate) fn plan(args: &PlanArgs) -> Result<Verdict, CliError> {
     for (flag, wanted) in [("-o", &args.output), ("--reservations", &args.reservations)] {
         if wanted.is_some() && args.traces.len() != 1 {
@@ -84,7 +84,8 @@ impl<'a> JobPlan<'a> {
             });
         }
         let reservations = match ReservationPlan::new(&jobs, args) {
-            // The job reuses memory that it gives back, or refuses requests, where what is reserved has to hold all at once.
+            // The job fits within its limit because it reuses memory that it releases, or refuses requests. Reservations must fit all
+            // at once.
             Err(error @ (CliError::PlanBeyondLimit { .. } | CliError::PlanBeyondRange { .. }))
                 if outputs.reservations.is_none() =>
             {
@@ -108,7 +109,7 @@ impl<'a> JobPlan<'a> {
 }
 
 fn write(job: &Recorded, file: &PlanFile, out: &Destination) -> Result<(), CliError> {
-    // Without steps, a job that keeps all of its memory while its pools sleep has a file of configurations alone.
+    // A job without steps whose allocations all live on while its pools sleep gets a file with configurations only.
     let takes_memory = |op: &Op| matches!(op, Op::Allocate { size_bytes: 1.., .. });
     let can_do_without = !job.program().has_steps() && job.program().ops().iter().any(takes_memory);
     if file.plans().next().is_none() && !can_do_without {
@@ -117,7 +118,7 @@ fn write(job: &Recorded, file: &PlanFile, out: &Destination) -> Result<(), CliEr
     out.write(to_text(file).as_bytes())
 }
 
-/// Where a plan and a job with its reservations are written to.
+/// Destinations of the plan, and of the job with its reservations.
 struct Outputs {
     plan: Option<Destination>,
     reservations: Option<Destination>,
@@ -136,7 +137,7 @@ impl Outputs {
     }
 }
 
-/// What `plan --json` prints for a job. Its keys are an interface: `symmalloc plan --help` lists them.
+/// Returns the output of `plan --json` for a job. Its keys are an interface: `symmalloc plan --help` lists them.
 fn object(args: &PlanArgs, plan: &JobPlan<'_>) -> Value {
     let Figures { peak_live_bytes, planned_bytes, online_bytes, seconds, .. } = plan.figures;
     let figures = &plan.figures;
@@ -192,7 +193,7 @@ fn object(args: &PlanArgs, plan: &JobPlan<'_>) -> Value {
     object
 }
 
-/// Rounded to what means something.
+/// Rounds to significant digits.
 fn rounded(value: f64) -> f64 {
     (value * 1e6).round() / 1e6
 }

@@ -1,20 +1,20 @@
-//! How far long work is: a bar on stderr, for people only.
+//! Progress bars on stderr, on terminals only.
 
 use crate::escape::visible_line;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use std::time::{Duration, Instant};
 
-/// Work that ends sooner than this shows nothing.
+/// Duration before a bar appears.
 const QUIET: Duration = Duration::from_secs(1);
 
-/// Counts what is done. Where stderr is no terminal, nothing is drawn.
+/// A progress bar. It stays invisible if stderr is not a terminal.
 pub(crate) struct Progress {
     bar: ProgressBar,
     begun: Instant,
 }
 
 impl Progress {
-    /// `total` of what `unit` names are to be done for a job.
+    /// Creates a bar for `total` units of work on a job. `unit` is the plural name of a unit.
     pub(crate) fn new(job: &str, total: u64, unit: &'static str) -> Self {
         let style = ProgressStyle::with_template("{prefix}  {bar:30} {human_pos} of {human_len} {msg}, {eta} left");
         let style = style.expect("the template is a part of the program").progress_chars("█▌░");
@@ -25,13 +25,13 @@ impl Progress {
         Progress { bar, begun: Instant::now() }
     }
 
-    /// One more is done.
+    /// Advances by one unit.
     pub(crate) fn step(&self) {
         self.show();
         self.bar.inc(1);
     }
 
-    /// So many are done, of so many.
+    /// Sets the finished and the total number of units.
     pub(crate) fn set(&self, done: u64, total: u64) {
         self.show();
         self.bar.set_length(total);

@@ -1,9 +1,9 @@
-//! Quantities as people read them.
+//! Formatting of quantities.
 
 use crate::escape::visible_line;
 use symmalloc_core::units::{Amount, KIB};
 
-/// A count with commas between thousands.
+/// Formats a count with commas between thousands.
 pub(crate) fn count(number: impl TryInto<u64>) -> String {
     let digits = number.try_into().unwrap_or(u64::MAX).to_string();
     let mut out = String::with_capacity(digits.len() * 4 / 3);
@@ -16,24 +16,24 @@ pub(crate) fn count(number: impl TryInto<u64>) -> String {
     out
 }
 
-/// An amount of memory, in the largest unit of which there is at least one.
+/// Formats an amount of memory in the largest unit of which there is at least one.
 pub(crate) fn memory(size_bytes: u64) -> String {
     Amount(size_bytes).to_string()
 }
 
-/// The same with each byte, where one more or less matters.
+/// Formats an amount of memory with the exact number of bytes.
 pub(crate) fn exact_memory(size_bytes: u64) -> String {
     let bytes = counted(size_bytes, "byte");
     if size_bytes < KIB { bytes } else { format!("{} ({bytes})", memory(size_bytes)) }
 }
 
-/// An op of a recording and the allocation it is about, both counted from 0, and what the program calls it.
+/// Describes an op and its allocation, both counted from 0, with the name that the program gave it.
 pub(crate) fn op_of_allocation(op: usize, allocation: usize, name: Option<&str>) -> String {
     let name = name.map_or_else(String::new, |name| format!(", {}", visible_line(name)));
     format!("op {} (allocation {}{name})", count(op), count(allocation))
 }
 
-/// A count and its noun: `1 stream`, `2 streams`.
+/// Formats a count with its noun: `1 stream`, `2 streams`.
 pub(crate) fn counted(number: impl TryInto<u64>, noun: &str) -> String {
     let number = number.try_into().unwrap_or(u64::MAX);
     format!("{} {noun}{}", count(number), if number == 1 { "" } else { "s" })

@@ -1,4 +1,4 @@
-//! A recording as a command takes it: read, with its allocator configured as the flags say.
+//! A recording as commands use it: read from its source, with the allocator configured by flags.
 
 use crate::args::{PolicyArgs, ReadingArgs};
 use crate::error::CliError;
@@ -12,7 +12,7 @@ use symmalloc_import::Recording;
 use symmalloc_import::rerun::RerunError;
 use symmalloc_trace::replay::Program;
 
-/// A recording and its allocator's configuration.
+/// A recording and the configuration of its allocator.
 pub(crate) struct Recorded {
     pub(crate) path: PathBuf,
     pub(crate) recording: Recording,
@@ -35,7 +35,7 @@ impl Recorded {
         Ok(Recorded { path: path.to_path_buf(), recording, job, config })
     }
 
-    /// The error of a configuration for this recording that is not valid.
+    /// Returns the error for an invalid configuration of this recording.
     pub(crate) fn invalid(&self, error: ConfigError) -> CliError {
         invalid(&self.path, error)
     }
@@ -48,7 +48,7 @@ impl Recorded {
         self.program().ops().len()
     }
 
-    /// The error of a program that cannot be carried out.
+    /// Returns the error for a program that cannot be replayed.
     pub(crate) fn failed(&self, source: RerunError) -> CliError {
         CliError::Rerun { path: self.path.clone(), source }
     }
@@ -58,7 +58,7 @@ fn invalid(path: &Path, error: ConfigError) -> CliError {
     CliError::Job { path: path.to_path_buf(), source: JobError::Config(error) }
 }
 
-/// Puts a configuration in the place of whatever the recording says about its default pool and limits.
+/// Replaces the recording's configuration, including all settings of its default pool and limits.
 pub(crate) fn reconfigure(recording: &mut Recording, config: &Config) {
     recording.config = Some(config.clone());
     recording.records.retain(|record| !matches!(record.op, Op::CreatePool { pool: PoolId::DEFAULT, .. }));

@@ -1,7 +1,7 @@
-//! How long our allocator takes for an op, once it holds the memory it needs.
+//! Time per op of our allocator in the steady state.
 //!
-//! One thread, exclusive access, statistics and digest included; the device below costs nothing. The first pass, in
-//! which memory is obtained, does not count, and what the program left allocated is freed outside of the measurement.
+//! The measurement uses one thread and exclusive access, and includes statistics and digests. The simulated device costs nothing.
+//! The first pass, which obtains the memory, does not count. Freeing leftover allocations is not measured.
 
 use crate::job::{Job, JobError, Options};
 use std::hint::black_box;
@@ -12,10 +12,11 @@ use symmalloc_core::lock::Exclusive;
 use symmalloc_sim::IdleBackend;
 use symmalloc_trace::replay::Replay;
 
-/// Nanoseconds per op of the median pass after the first, or of the first if it is the only one. With a plan, of following it.
+/// Returns the nanoseconds per op of the median pass after the first, or of the first pass if it is the only one. With a plan, the
+/// passes follow it.
 ///
 /// # Errors
-/// When the plan cannot be adopted, or what the program left cannot be freed. Ops that the allocator refuses are timed like others.
+/// If the plan cannot be adopted, or leftover allocations cannot be freed. Ops that the allocator refuses are timed like others.
 pub fn nanoseconds_per_op(job: &Job, config: &Config, options: &Options) -> Result<f64, JobError> {
     let program = job.program();
     let allocator = Allocator::<_, Exclusive>::new(IdleBackend::default(), config.clone())?;
@@ -38,7 +39,7 @@ pub fn nanoseconds_per_op(job: &Job, config: &Config, options: &Options) -> Resu
     Ok(median(steady).as_nanos() as f64 / program.ops().len().max(1) as f64)
 }
 
-/// The middle one; of an even number, the faster of the two in the middle.
+/// Returns the median; with an even number of times, the faster of the two middle ones.
 fn median(times: &mut [Duration]) -> Duration {
     times.sort_unstable();
     times[(times.len() - 1) / 2]

@@ -1,4 +1,4 @@
-//! What a job takes as planned, and what it takes online: beside each other.
+//! The memory of a job with its plan, compared with the memory without a plan (online).
 
 use crate::args::PolicyArgs;
 use crate::error::CliError;
@@ -10,36 +10,36 @@ use symmalloc_core::config::StreamPolicy;
 use symmalloc_core::op::Op;
 use symmalloc_trace::plan::PlanFile;
 
-/// Over all passes; of several ranks the most.
+/// Numbers of a job over all passes. With several ranks, the maximum.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Figures {
-    /// As the program requests it, over all pools.
+    /// Peak of requested bytes over all pools.
     pub(super) peak_live_bytes: u64,
-    /// Held when the plan is followed.
+    /// Peak of reserved bytes with the plan.
     pub(super) planned_bytes: u64,
-    /// Held without a plan.
+    /// Peak of reserved bytes without a plan.
     pub(super) online_bytes: u64,
-    /// Memory that plans place in.
+    /// Memory that the plans place allocations in.
     pub(super) plan_bytes: u64,
     pub(super) plans: usize,
-    /// Requests in all passes, and how many of them went where the plan says; of the rank with the most that did not.
+    /// Requests in all passes, and how many of them the plan placed. With several ranks, those of the rank with the lowest share.
     ops: Option<PlannedOps>,
-    /// Waits of streams for each other in a pass.
+    /// Waits of streams for each other per pass, with the plan and without.
     pub(super) waits: u64,
     pub(super) online_waits: u64,
-    /// Requests that a limit refuses in all passes: with the plan, and without one.
+    /// Requests that a limit refuses in all passes, with the plan and without.
     pub(super) refused: u64,
     pub(super) online_refused: u64,
     pub(super) passes: u32,
-    /// What planning took.
+    /// Time that planning took.
     pub(super) seconds: f64,
-    /// Whether the default pool's streams share: planned, and online.
+    /// Stream policy of the default pool, with the plan and without.
     streams: StreamPolicy,
     online_streams: StreamPolicy,
 }
 
 impl Figures {
-    /// Plans a job, and carries it out with and without its plan.
+    /// Plans a job, and runs it with its plan and without.
     pub(super) fn of(job: &Recorded, policy: &PolicyArgs) -> Result<(Arc<PlanFile>, Self), CliError> {
         let plan = PlannedJob::of(job, policy)?;
         let online = job.job.steady(&job.config, None);
@@ -66,7 +66,7 @@ impl Figures {
         Ok((plan.file, figures))
     }
 
-    /// The larger number of each.
+    /// Returns the larger value of each number.
     pub(super) fn max(self, other: Figures) -> Figures {
         let share = |figures: &Figures| figures.ops.map_or(1.0, PlannedOps::share);
         Figures {
@@ -85,12 +85,12 @@ impl Figures {
         }
     }
 
-    /// Live over planned; 1 where nothing is.
+    /// Returns peak live divided by planned memory, or 1 if nothing is planned.
     pub(super) fn efficiency(&self) -> f64 {
         share(self.peak_live_bytes, self.planned_bytes)
     }
 
-    /// Live over what is held online.
+    /// Returns peak live divided by reserved memory without a plan.
     pub(super) fn online_efficiency(&self) -> f64 {
         share(self.peak_live_bytes, self.online_bytes)
     }

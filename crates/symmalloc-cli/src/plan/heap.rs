@@ -1,24 +1,24 @@
-//! What is planned for each heap.
+//! The planned reservation of each heap.
 
 use std::collections::BTreeMap;
 use symmalloc_core::ids::{PoolId, StreamId};
 use symmalloc_core::op::Op;
 use symmalloc_import::rerun::Owner;
 
-/// What is planned for a heap.
+/// Planned reservation of a heap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct HeapPlan {
-    /// The stream for which its memory is reserved: its own, or of a shared heap the lowest that allocates from it.
+    /// The stream for which memory is reserved: the heap's own, or the lowest that allocates from a shared heap.
     pub(super) stream: StreamId,
-    /// The most that was requested at any time.
+    /// Peak of requested bytes.
     pub(super) peak_live_bytes: u64,
-    /// What it grew to with nothing reserved.
+    /// Bytes to which the heap grows without reservations.
     pub(super) grown_bytes: u64,
-    /// What it is to hold from the start.
+    /// Bytes to reserve at the start.
     pub(super) reserve_bytes: u64,
 }
 
-/// By owner.
+/// Planned reservations by owner.
 pub(super) type Heaps = BTreeMap<Owner, HeapPlan>;
 
 impl HeapPlan {

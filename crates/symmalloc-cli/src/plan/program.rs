@@ -1,12 +1,12 @@
-//! A job with its plan: the recorded ops, with what is reserved put in front of them.
+//! A job with its reservations: the recorded ops, preceded by `reserve` ops.
 //!
 //! ```text
 //! recorded   stream s0   a 0 ..   pool p1 ..             a 1 .. p1   stream s1   trim   a 2 .. s1
 //! planned    stream s0   stream s1   reserve .. s0   reserve .. s1   a 0 ..   pool p1 ..   reserve .. s0 p1   a 1 .. p1   a 2 ..
 //! ```
 //!
-//! Streams are registered first, so that all of them can be reserved for before the first allocation; a pool is reserved
-//! for when it is made. What reserves, trims or reclaims in the recording is left out: the plan takes its place.
+//! Streams are registered first, so that memory can be reserved for all of them before the first allocation. The memory of a pool
+//! is reserved when the pool is created. The reservations replace all ops of the recording that reserve, trim or reclaim.
 
 use super::heap::Heaps;
 use std::collections::BTreeMap;
@@ -15,16 +15,16 @@ use symmalloc_core::ids::{PoolId, StreamId};
 use symmalloc_core::op::{Op, Record};
 use symmalloc_import::rerun::Owner;
 
-/// How each pool of a job is configured, by id; the first is the default pool.
+/// Configuration of each pool of a job, by id. The first is the default pool.
 pub(super) type Pools = BTreeMap<PoolId, PoolConfig>;
 
-/// Records, and for each the recorded op that it was, or that it stands before.
+/// Records, each with the index of the recorded op that it is, or that it precedes.
 pub(super) struct PlannedProgram {
     pub(super) records: Vec<Record>,
     pub(super) origins: Vec<usize>,
 }
 
-/// The job of these records under a plan for `pools` and `heaps`, with at least this many streams.
+/// Returns the job of these records with the reservations for `pools` and `heaps`, and with at least this many streams.
 pub(super) fn planned(records: &[Record], streams: u32, pools: &Pools, heaps: &Heaps) -> PlannedProgram {
     let mut program = PlannedProgram { records: Vec::new(), origins: Vec::new() };
     let ids = (0..streams).map_while(|stream| u16::try_from(stream).ok()).map(StreamId);
@@ -64,13 +64,13 @@ impl PlannedProgram {
     }
 }
 
-/// Number of streams that are registered.
+/// Returns the number of registered streams.
 pub(super) fn stream_count(records: &[Record]) -> u32 {
     let registered = records.iter().filter(|record| matches!(record.op, Op::RegisterStream { .. })).count();
     u32::try_from(registered).unwrap_or(u32::MAX)
 }
 
-/// The heaps that hold memory, each with the lowest stream that allocates from it.
+/// Returns the heaps that hold memory, each with the lowest stream that allocates from it.
 pub(super) fn heaps_of(records: &[Record], pools: &Pools) -> BTreeMap<Owner, StreamId> {
     let mut heaps = BTreeMap::new();
     for record in records {

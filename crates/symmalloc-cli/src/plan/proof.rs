@@ -1,6 +1,6 @@
-//! The proof: a job carried out twice on a simulated device that counts what it is asked for.
+//! The proof of a reservation: a job that runs twice on a simulated device that counts its calls.
 //!
-//! Between the passes everything is freed, as at the end of a training step: the second pass is the steady state.
+//! Everything is freed between the passes, as at the end of a training step. The second pass is the steady state.
 
 use crate::job::JobError;
 use serde::Serialize;
@@ -13,36 +13,36 @@ use symmalloc_core::{Allocator, PoolId};
 use symmalloc_sim::{Call, SimBackend};
 use symmalloc_trace::replay::{Program, Replay, StepError};
 
-/// What a device was asked for, and what a registrar of windows would have to do.
+/// Number of calls to a device, and of changes that a registrar of windows would have to process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub(super) struct Counts {
     /// Calls that reserve, map, unmap or release memory.
     pub(super) memory_calls: u64,
-    /// Births, growths, shrinks and deaths of segments: work for every communicator on which the pool is registered.
+    /// Births, growths, shrinks and deaths of segments. Each one is work for every communicator that registers the pool.
     pub(super) registrations: u64,
 }
 
-/// What happened in a run, by what the program did at that time.
+/// Counts of a run, by phase.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub(super) struct Proof {
-    /// In `reserve`.
+    /// Calls in `reserve`.
     pub(super) reserving: Counts,
-    /// In all else, but pools that the program destroys: in the first pass, and in the second.
+    /// Calls in all other ops of the first pass and of the second, except for pools that the program destroys.
     pub(super) first_pass: Counts,
     pub(super) second_pass: Counts,
-    /// Allocations that a limit or a full segment refused.
+    /// Allocations refused by a limit or a full segment.
     pub(super) refused: u64,
-    /// The most memory that was held at any time.
+    /// Peak of reserved memory.
     pub(super) peak_reserved_bytes: u64,
 }
 
 impl Proof {
-    /// Whether nothing was asked for after what was reserved, and that was enough.
+    /// Returns `true` if the job obtains no memory after its reservations, and no request is refused.
     pub(super) fn holds(&self) -> bool {
         self.first_pass == Counts::default() && self.second_pass == Counts::default() && self.refused == 0
     }
 
-    /// The larger number of each.
+    /// Returns the larger value of each number.
     pub(super) fn max(self, other: Proof) -> Proof {
         let max = |a: Counts, b: Counts| Counts {
             memory_calls: a.memory_calls.max(b.memory_calls),
@@ -58,7 +58,7 @@ impl Proof {
     }
 }
 
-/// Carries a program out on a rank's device. What a limit refuses is refused, as in the job.
+/// Runs a program on a rank's device. Limits refuse requests as in the job.
 pub(super) fn prove(program: &Program, config: &Config, rank: u32) -> Result<Proof, JobError> {
     let device = SimBackend::builder().rank(rank).memory_bytes(u64::MAX).build();
     let allocator = Allocator::<_, Exclusive>::new(device, config.clone())?;
@@ -88,7 +88,7 @@ pub(super) fn prove(program: &Program, config: &Config, rank: u32) -> Result<Pro
                 };
                 if let Some(part) = part {
                     part.memory_calls += now.memory_calls - before.memory_calls;
-                    // A pool that takes a destroyed one's place takes its entries along.
+                    // A pool that replaces a destroyed one inherits its entries.
                     part.registrations += now.registrations.saturating_sub(before.registrations);
                 }
                 before = now;

@@ -1,13 +1,13 @@
-//! What to reserve so that a job, once it runs, obtains no more memory and registers no more windows.
+//! Reservations with which a job, once it runs, obtains no more memory and registers no more windows.
 //!
 //! ```text
-//! ranks' recordings ──► sizes   a heap's bytes, the most that any rank needs
+//! ranks' recordings ──► sizes   bytes per heap, the maximum over all ranks
 //!                         └───► plan: settings of each pool, and a `reserve` per heap
-//!                                 └───► proof: each rank, carried out twice with it on a simulated device
+//!                                 └───► proof: each rank runs twice with it on a simulated device
 //! ```
 //!
-//! Expandable and fixed pools become expandable ones that are reserved for. A symmetric or reserved pool becomes a
-//! reserved one: each of its heaps is one segment, and so one window for ever.
+//! Expandable and fixed pools become expandable pools with reservations. A symmetric or reserved pool becomes a reserved
+//! pool, in which each heap is one segment, and so one permanent window.
 
 use super::heap::Heaps;
 use super::program::{self, Pools};
@@ -26,15 +26,15 @@ use symmalloc_core::op::Op;
 use symmalloc_trace::RecordLine;
 use symmalloc_trace::replay::Program;
 
-/// What to reserve, and what comes of it.
+/// Reservations of a job, and their proof.
 pub(super) struct ReservationPlan {
-    /// The configuration, that of the default pool included.
+    /// The configuration, including that of the default pool.
     pub(super) config: Config,
     pub(super) pools: Pools,
     pub(super) heaps: Heaps,
-    /// The job as it was recorded; of several ranks, the most.
+    /// The job as recorded. With several ranks, the maximum.
     pub(super) without: Proof,
-    /// The job with what is reserved.
+    /// The job with its reservations.
     pub(super) with: Proof,
 }
 
@@ -79,7 +79,7 @@ impl ReservationPlan {
         Ok(plan)
     }
 
-    /// Carries every rank out, as it was recorded and with the plan.
+    /// Runs every rank, as recorded and with the reservations.
     fn prove(&mut self, jobs: &[Recorded]) -> Result<(), CliError> {
         let unlimited = self.config.to_builder().limit_bytes(None).build().map_err(|error| jobs[0].invalid(error))?;
         for (rank, job) in (0..).zip(jobs) {
@@ -89,7 +89,7 @@ impl ReservationPlan {
             let planned = self.program(jobs, job);
             let program = Program::new(&planned.records);
             let program = program.map_err(|source| CliError::Program { path: job.path.clone(), source })?;
-            // The limit over all pools is looked at afterwards: pools come and go, so it is the peak that counts.
+            // The total limit is checked afterwards against the peak, because not all pools exist at the same time.
             let with = proof::prove(&program, &unlimited, rank).map_err(|error| match error {
                 JobError::Step { rank, op, error } => JobError::Step { rank, op: planned.origins[op], error },
                 other => other,
@@ -104,10 +104,10 @@ impl ReservationPlan {
         program::planned(&job.recording.records, streams, &self.pools, &self.heaps)
     }
 
-    /// Writes the job with its plan as a trace.
+    /// Writes the job with its reservations as a trace.
     pub(super) fn write(&self, job: &Recorded, out: &Destination) -> Result<(), CliError> {
         let records = self.program(std::slice::from_ref(job), job).records.into_iter().map(|mut record| {
-            // Where another allocator placed it is not where it lies with the plan.
+            // The recorded placements do not apply, because the reservations change the layout.
             (record.placement, record.pending) = (None, None);
             record
         });
@@ -118,7 +118,7 @@ impl ReservationPlan {
         self.heaps.values().map(|heap| heap.reserve_bytes).sum()
     }
 
-    /// The lines that the plan adds to a trace: settings, then what is reserved.
+    /// Returns the lines that the plan adds to a trace: settings, followed by reservations.
     pub(super) fn lines(&self) -> Vec<String> {
         let mut lines = vec![format!("config {}", self.settings())];
         let others = self.pools.iter().filter(|(pool, _)| **pool != PoolId::DEFAULT);
@@ -128,7 +128,7 @@ impl ReservationPlan {
         lines
     }
 
-    /// The configuration in as few words as it needs.
+    /// Returns the configuration in its shortest form.
     pub(super) fn settings(&self) -> String {
         settings::text(&self.config)
     }
@@ -138,7 +138,7 @@ impl ReservationPlan {
     }
 }
 
-/// How each pool is configured in the recordings, which must not contradict each other.
+/// Returns the recorded configuration of each pool. The recordings must not contradict each other.
 fn pools_of(jobs: &[Recorded]) -> Result<Pools, CliError> {
     let mut pools = Pools::from([(PoolId::DEFAULT, jobs[0].config.default_pool().clone())]);
     for job in jobs {
@@ -158,7 +158,7 @@ fn pools_of(jobs: &[Recorded]) -> Result<Pools, CliError> {
     Ok(pools)
 }
 
-/// Whether a limit leaves room for what the plan reserves: of a pool, or of all.
+/// Checks that a limit leaves room for the reservations of one pool, or of all pools.
 fn within(limit_bytes: Option<u64>, needed_bytes: u64, pool: Option<PoolId>) -> Result<(), CliError> {
     match limit_bytes {
         Some(limit_bytes) if limit_bytes < needed_bytes => {

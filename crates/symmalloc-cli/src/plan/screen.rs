@@ -1,4 +1,4 @@
-//! A job's plan for people: what it gains; and without it what each heap needs, the lines to paste, and the proof.
+//! The text output of `plan`: what the plan saves, and the reservations without a plan: sizes, lines to paste, and the proof.
 
 use super::JobPlan;
 use super::reservations::ReservationPlan;
@@ -20,13 +20,13 @@ pub(super) fn render(args: &PlanArgs, plan: &JobPlan<'_>, palette: Palette) -> S
     match &plan.reservations {
         Ok(reservations) => out += &reserved(plan.traces.len(), reservations, palette),
         Err(error) => {
-            let _ = writeln!(out, "\nWithout a plan nothing can be reserved for the whole job: {error}.");
+            let _ = writeln!(out, "\nNo reservation fits the whole job without a plan: {error}.");
         }
     }
     out
 }
 
-/// What planning gains.
+/// Describes what the plan saves.
 fn figures(args: &PlanArgs, plan: &JobPlan<'_>) -> String {
     let figures = &plan.figures;
     let mut out = String::new();
@@ -34,7 +34,7 @@ fn figures(args: &PlanArgs, plan: &JobPlan<'_>) -> String {
         let _ = writeln!(out, "{}", format!("{name:<10} {:>10}   {remark}", memory(bytes)).trim_end());
     };
     let waits = |waits: u64| {
-        if waits > 0 { format!(", {} between them a pass", counted(waits, "wait")) } else { String::new() }
+        if waits > 0 { format!(", {} per pass", counted(waits, "wait")) } else { String::new() }
     };
     line("peak live", figures.peak_live_bytes, "");
     let refused = |refused: u64| {
@@ -53,7 +53,7 @@ fn figures(args: &PlanArgs, plan: &JobPlan<'_>) -> String {
     let (word, bytes) = if figures.planned_bytes <= figures.online_bytes {
         ("gained", figures.online_bytes - figures.planned_bytes)
     } else {
-        // Heaps that are used one after the other, and pools that come and go, may hold less without a plan.
+        // Heaps in use one after the other, and pools that do not exist at the same time, may need less without a plan.
         ("lost", figures.planned_bytes - figures.online_bytes)
     };
     line(word, bytes, &format!("{:.1} %", bytes as f64 * 100.0 / figures.online_bytes.max(1) as f64));
@@ -67,14 +67,14 @@ fn figures(args: &PlanArgs, plan: &JobPlan<'_>) -> String {
     );
     if let (Some(file), [trace]) = (&args.output, plan.traces) {
         let of = |path: &Path| quoted(&path.to_string_lossy());
-        let _ = writeln!(out, "written; follow it: symmalloc replay {} --plan {}", of(trace), of(file));
+        let _ = writeln!(out, "follow it with: symmalloc replay {} --plan {}", of(trace), of(file));
     }
     out
 }
 
-/// What to reserve without a plan.
+/// Describes the reservations for running without a plan.
 fn reserved(ranks: usize, plan: &ReservationPlan, palette: Palette) -> String {
-    let mut out = format!("\n{}\n", palette.aside("without a plan, so that nothing is obtained while it runs"));
+    let mut out = format!("\n{}\n", palette.aside("reservations for running without a plan"));
     let mut table = table(["heap", "segments", "peak live", "grows to", "to reserve"], 2);
     for (owner, heap) in &plan.heaps {
         let stream = owner.stream.map_or_else(|| "shared".to_owned(), |stream| stream.to_string());
@@ -94,14 +94,14 @@ fn reserved(ranks: usize, plan: &ReservationPlan, palette: Palette) -> String {
     let _ = writeln!(out, "\n{}", palette.aside("in Rust"));
     out += &(rust(plan).join("\n") + "\n");
     if plan.is_reserved(PoolId::DEFAULT) {
-        // A segment is obtained whole at the heap's first use, so the settings alone are the plan of this pool.
+        // The heap's first use obtains a whole segment, so the settings alone are sufficient for this pool.
         let _ = writeln!(out, "\n{}\nSYMMALLOC_CONF={}", palette.aside("in the environment"), plan.settings());
     }
     let _ = write!(out, "\n{}", proof(ranks, plan, palette));
     out
 }
 
-/// The calls that reserve it. Streams and pools have the numbers that the program gave them.
+/// Returns the calls that make the reservations. Streams and pools have the numbers of the recorded program.
 fn rust(plan: &ReservationPlan) -> Vec<String> {
     let mut lines = vec![format!("let config: Config = \"{}\".parse()?;", plan.settings())];
     let others = plan.pools.iter().filter(|(pool, _)| **pool != PoolId::DEFAULT);
@@ -113,7 +113,7 @@ fn rust(plan: &ReservationPlan) -> Vec<String> {
     lines
 }
 
-/// A number as Rust's own code writes it.
+/// Formats a number as in Rust source code.
 fn digits(number: u64) -> String {
     count(number).replace(',', "_")
 }
@@ -121,11 +121,11 @@ fn digits(number: u64) -> String {
 fn proof(ranks: usize, plan: &ReservationPlan, palette: Palette) -> String {
     let ReservationPlan { without, with, .. } = plan;
     let verdict = if with.holds() {
-        palette.good("holds: nothing is obtained or registered after what is reserved")
+        palette.good("holds: the job obtains and registers nothing after its reservations")
     } else {
-        palette.bad("DOES NOT HOLD: memory is obtained in spite of it, or is not enough")
+        palette.bad("DOES NOT HOLD: the job obtains memory after its reservations, or requests are refused")
     };
-    let head = ["", "memory calls", "with what is reserved", "registrations", "with what is reserved"];
+    let head = ["", "memory calls", "with reservations", "registrations", "with reservations"];
     let mut table = table(head, 1);
     for (name, before, after) in [
         ("reserving", without.reserving, with.reserving),
@@ -141,13 +141,13 @@ fn proof(ranks: usize, plan: &ReservationPlan, palette: Palette) -> String {
     let peaks = [without.peak_reserved_bytes, with.peak_reserved_bytes].map(memory);
     table.add_row(std::iter::once("peak reserved".to_owned()).chain(peaks));
     format!(
-        "{verdict}\n{} carried out twice on a device that counts; of several the most:\n\n{}\n",
+        "{verdict}\n{}, each run twice on a device that counts its calls (maximum over ranks):\n\n{}\n",
         counted(ranks, "rank"),
         table.trim_fmt()
     )
 }
 
-/// A table without lines, whose first columns are words and the others numbers.
+/// Returns a table without borders. The first `words` columns are text, and the others are numbers.
 fn table(head: [&str; 5], words: usize) -> Table {
     let mut table = Table::new();
     table.load_style(presets::NOTHING).set_header(head);

@@ -1,7 +1,7 @@
-//! How much each heap needs so that it obtains nothing later.
+//! The amount to reserve for each heap, so that it obtains no memory later.
 //!
-//! A heap that holds more from the start places differently: its large block at the end fits where otherwise a smaller
-//! one would have been obtained. So the peak of a run without a plan is only where the search begins:
+//! A heap with more reserved memory makes different placements: a request may fit the large free block at its end where the heap
+//! would otherwise have obtained a smaller one. So the peak of a run without reservations is only the start of a search:
 //!
 //! ```text
 //! reserve nothing ──► peak of each heap ──► + margin ──► run with that reserved ──┬─ nothing obtained: done
@@ -9,8 +9,8 @@
 //!                                                └──────── the new peak ◄────────┘ something obtained
 //! ```
 //!
-//! Every round reserves more than the one before, and what all allocations take together is enough, so it ends. Over
-//! several ranks each heap gets the most that any of them needs, so that all reserve the same.
+//! Every round reserves more than the previous one, up to at most the sum of all allocations, so the search terminates. With
+//! several ranks, each heap gets the maximum that any rank needs, so that all ranks reserve the same.
 
 use super::heap::{HeapPlan, Heaps};
 use super::program::{Pools, heaps_of, planned, stream_count};
@@ -28,22 +28,22 @@ use symmalloc_import::rerun::Owner;
 use symmalloc_sim::IdleBackend;
 use symmalloc_trace::replay::{Program, Replay, StepError};
 
-/// Rounds that grow by what was missing. Later ones take an eighth more, so that no job takes long.
+/// Rounds that grow by the missing amount. Later rounds add an eighth, to bound the duration of the search.
 const EXACT_ROUNDS: u32 = 32;
 
-/// What a search is for.
+/// Parameters of a search.
 pub(super) struct Search<'a> {
     pub(super) jobs: &'a [Recorded],
-    /// How each pool is to be, without limits, and able to grow.
+    /// Configuration of each pool, growable and without limits.
     pub(super) pools: &'a Pools,
-    /// What holds over all pools.
+    /// Settings that apply to all pools.
     pub(super) config: &'a Config,
-    /// Pools in which every heap holds the same.
+    /// Pools in which every heap reserves the same amount.
     pub(super) equal: &'a BTreeSet<PoolId>,
     pub(super) margin_percent: u64,
 }
 
-/// What one run took.
+/// Memory of a heap in one run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Taken {
     reserved_bytes: u64,
@@ -51,7 +51,7 @@ struct Taken {
 }
 
 impl Search<'_> {
-    /// The sizes.
+    /// Returns the amount to reserve for each heap.
     pub(super) fn run(&self) -> Result<Heaps, CliError> {
         let mut heaps = Heaps::new();
         for job in self.jobs {
@@ -84,7 +84,7 @@ impl Search<'_> {
         Ok(heaps)
     }
 
-    /// Runs every job with what is reserved so far: the most that each heap held on any rank.
+    /// Runs every job with the current reservations, and returns the maximum of each heap over all ranks.
     fn measure(&self, heaps: &Heaps) -> Result<BTreeMap<Owner, Taken>, CliError> {
         let mut most: BTreeMap<Owner, Taken> = heaps.keys().map(|owner| (*owner, Taken::default())).collect();
         for (rank, job) in (0..).zip(self.jobs) {
@@ -101,7 +101,7 @@ impl Search<'_> {
                     note(&allocator, heaps, Some(*pool), &mut most);
                 }
                 match (replay.step(op), op) {
-                    // There is no limit, and the device refuses nothing: what does not fit does not fit at all.
+                    // There is no limit, and the device refuses nothing, so the request exceeds the range of the pool.
                     (
                         Err(StepError::Allocate(_)),
                         Op::Reserve { pool, size_bytes, .. } | Op::Allocate { pool, size_bytes, .. },
@@ -125,7 +125,7 @@ impl Search<'_> {
     }
 }
 
-/// Takes down what heaps hold: those of one pool, or of all that exist.
+/// Records the memory of the heaps of one pool, or of all existing pools.
 fn note<B: Backend>(
     allocator: &Allocator<B, Exclusive>,
     heaps: &Heaps,
@@ -133,7 +133,7 @@ fn note<B: Backend>(
     most: &mut BTreeMap<Owner, Taken>,
 ) {
     for (owner, heap) in heaps.iter().filter(|(owner, _)| pool.is_none_or(|pool| owner.pool == pool)) {
-        // A pool that was destroyed was looked at before; one that this rank does not make holds nothing.
+        // A destroyed pool was recorded before its destruction. A pool that this rank does not create has no memory.
         let Ok(stats) = allocator.heap_stats(owner.pool, heap.stream) else { continue };
         let taken = most.entry(*owner).or_default();
         taken.reserved_bytes = taken.reserved_bytes.max(stats.reserved_bytes.peak);
@@ -141,7 +141,7 @@ fn note<B: Backend>(
     }
 }
 
-/// How a pool is while its size is sought: it grows as it needs, and gives nothing back.
+/// Returns a pool's configuration for the search: it grows as needed and releases no memory.
 pub(super) fn growing(config: &PoolConfig) -> Result<PoolConfig, ConfigError> {
     let mut builder = config.to_builder().limit_bytes(None).release_threshold_bytes(None);
     if config.has_quota() || !matches!(config.segments(), SegmentPolicy::Expandable(_)) {
@@ -155,7 +155,7 @@ fn with_margin(size_bytes: u64, percent: u64) -> u64 {
     size_bytes.saturating_add(u64::try_from(margin).unwrap_or(u64::MAX)).next_multiple_of(granularity())
 }
 
-/// What CUDA maps at least.
+/// Returns the mapping granularity of CUDA.
 const fn granularity() -> u64 {
     2 * MIB
 }

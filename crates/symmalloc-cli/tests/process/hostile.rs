@@ -1,14 +1,14 @@
-//! Text of others: names, file names and flight records that try to deceive their reader or to take the time of the program.
+//! Foreign text: names, file names and flight records that try to deceive readers or to slow down the program.
 
 use super::{Folder, Said, command, snapshot};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Every kind of character that changes a screen or hides: an escape sequence, a title, DEL, C1, directions, widths of zero, lines.
+/// All kinds of characters that change a screen or are invisible: escape sequence, title, DEL, C1, direction, zero width, line break.
 const HOSTILE: &str =
     "\u{1b}[31mred\u{1b}]0;title\u{7}\r\t\u{7f}\u{9b}1m\u{85}\u{202e}lre\u{2066}\u{200b}\u{feff}\nops  the same";
 
-/// Runs the program, and checks that neither of its channels has a hidden character, or a line that a name made.
+/// Runs the program. Asserts that its output has no hidden characters, and no line that comes from a name.
 #[track_caller]
 fn run(args: &[&str], paths: &[&Path]) -> Said {
     let mut paths = paths.iter();
@@ -22,7 +22,7 @@ fn run(args: &[&str], paths: &[&Path]) -> Said {
     let said = Said::from(command.output().unwrap());
     for text in [&said.stdout, &said.stderr] {
         shows_everything(text);
-        assert!(!text.lines().any(|line| line.starts_with("ops  the same")), "a line of others:\n{text}");
+        assert!(!text.lines().any(|line| line.starts_with("ops  the same")), "a foreign line:\n{text}");
     }
     said
 }
@@ -36,12 +36,12 @@ fn shows_everything(text: &str) {
     assert_eq!(text.chars().find(hides), None, "hidden in:\n{}", text.escape_debug());
 }
 
-/// A name in a trace.
+/// Quotes a name for a trace.
 fn in_trace(name: &str) -> String {
     format!("{name:?}")
 }
 
-/// A trace with hostile names, in a file with a hostile name.
+/// Writes a trace with hostile names to a file with a hostile name.
 fn trace(folder: &Folder, name: &str, places: [u64; 2]) -> PathBuf {
     let name_of = in_trace(&HOSTILE.replace('\u{7}', ""));
     let [a, b] = places;
@@ -107,7 +107,7 @@ fn errors_show_what_they_repeat() {
     let (damaged, flight) = (folder.file("x.trace", line), folder.file("flight.json", format!("{{\"{HOSTILE}")));
     assert_eq!(run(&["replay", "{}"], &[&damaged]).code, Some(2));
     assert_eq!(run(&["diff", "{}"], &[&flight]).code, Some(2));
-    // What is not a command, a flag or a value of one is repeated by the parser.
+    // The argument parser repeats unknown commands, flags and values.
     let flag = format!("--{}", HOSTILE.replace('=', ""));
     for args in [&[HOSTILE][..], &["replay", &flag], &["replay", "gpt2", "--config", HOSTILE], &["man", HOSTILE]] {
         assert_eq!(run(args, &[]).code, Some(2), "{args:?}");
@@ -115,7 +115,7 @@ fn errors_show_what_they_repeat() {
     }
 }
 
-/// A flight record of these communicators.
+/// Writes a flight record of these communicators.
 fn flight(folder: &Folder, name: &str, communicators: impl Iterator<Item = serde_json::Value>) -> PathBuf {
     let record = serde_json::json!({
         "symmalloc_flight_record": 1, "host": HOSTILE, "process": 1, "reason": HOSTILE,
@@ -143,7 +143,7 @@ fn flight_records_stay_text() {
     run(&["diff", "{}", "--json"], &[&record]).json(3);
 }
 
-/// Each took time that grew with the square: minutes for what takes a second now.
+/// Regression test: each of these records took quadratic time, minutes instead of a second.
 #[test]
 fn large_flight_records_take_linear_time() {
     let folder = Folder::new();

@@ -1,4 +1,4 @@
-//! The program as a user meets it: started as a process, judged by its exit code and by what it prints.
+//! Tests of the program as a process: its exit codes and its output.
 
 mod bad_input;
 mod chart;
@@ -22,7 +22,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use tempfile::TempDir;
 
-/// A folder of files that goes away with the test.
+/// A temporary folder of files.
 struct Folder(TempDir);
 
 impl Folder {
@@ -40,14 +40,14 @@ impl Folder {
         path
     }
 
-    /// A trace of these lines, with its first and last one.
+    /// Writes a trace with these lines between a header and an end line.
     fn trace(&self, name: &str, lines: &[&str]) -> PathBuf {
         let records = lines.iter().filter(|line| !line.starts_with("config")).count();
         self.file(name, format!("symmalloc-trace 1\n{}\nend {records}\n", lines.join("\n")))
     }
 }
 
-/// What the program said.
+/// Result of a process.
 struct Said {
     code: Option<i32>,
     stdout: String,
@@ -55,7 +55,7 @@ struct Said {
 }
 
 impl Said {
-    /// Its JSON, after it exited with `code` and without a word on stderr.
+    /// Returns the JSON on stdout. Asserts that the process exited with `code` and wrote nothing to stderr.
     #[track_caller]
     fn json(&self, code: i32) -> Value {
         self.exited(code);
@@ -83,7 +83,7 @@ fn command() -> Command {
     Command::new(env!("CARGO_BIN_EXE_symmalloc"))
 }
 
-/// Runs `symmalloc ARGS`. Arguments are separated by spaces; each `{}` stands for the next path.
+/// Runs `symmalloc ARGS`. Arguments are separated by spaces; each `{}` is replaced by the next path.
 fn symmalloc(args: &str, paths: &[&Path]) -> Said {
     let mut paths = paths.iter();
     let mut command = command();
@@ -97,13 +97,13 @@ fn symmalloc(args: &str, paths: &[&Path]) -> Said {
     command.output().unwrap().into()
 }
 
-/// A job that was recorded on a GPU, from the project's collection.
+/// Returns the path of a job from the project's collection, recorded on a GPU.
 fn recorded(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/traces").join(name)
 }
 
-/// A program of two streams with everything that makes ranks differ under the old rule: many segments that are freed
-/// and taken again, and uses by the other stream.
+/// A program with two streams and everything that makes ranks differ under PyTorch's rule: many segments that are freed
+/// and reused, and uses by the other stream.
 fn busy_trace(folder: &Folder) -> PathBuf {
     let mut lines = vec!["stream s0".to_owned(), "stream s1".to_owned()];
     for round in 0..3 {
@@ -116,7 +116,7 @@ fn busy_trace(folder: &Folder) -> PathBuf {
     folder.trace("busy.trace", &lines.iter().map(String::as_str).collect::<Vec<_>>())
 }
 
-/// A PyTorch snapshot of one device: a segment of blocks (address, size, state) as it is at the end, and a trace of entries
+/// Returns a PyTorch snapshot of one device: a segment with its final blocks (address, size, state), and a trace of entries
 /// (action, address, size).
 fn snapshot(segment_bytes: u64, blocks: &[(u64, u64, &str)], entries: &[(&str, u64, u64)]) -> Vec<u8> {
     let text = |text: &str| [&[0x8c, text.len() as u8], text.as_bytes()].concat();

@@ -1,4 +1,4 @@
-//! The numbers of `plan`, `report`, `chart --share` and `replay --plan`: they are right, and agree with each other, on small odd jobs.
+//! The numbers of `plan`, `report`, `chart --share` and `replay --plan`, which must be correct and agree on small unusual jobs.
 
 use crate::{Folder, symmalloc};
 use serde_json::Value;
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 const MIB: u64 = 1 << 20;
 
-/// A job of the folder `tests/jobs`, where its story stands.
+/// Returns the path of a job in the folder `tests/jobs`. Each file describes its job.
 fn job(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/jobs").join(name)
 }
@@ -16,17 +16,17 @@ fn bytes(object: &Value, key: &str) -> u64 {
     object[key].as_u64().unwrap_or_else(|| panic!("no {key} in {object}"))
 }
 
-/// The numbers of a job on which all commands agree.
+/// Numbers of a job on which all commands agree.
 #[derive(Debug, PartialEq)]
 struct Numbers {
-    /// `None` where there is no plan.
+    /// `None` if there is no plan.
     planned_bytes: Option<u64>,
     online_bytes: u64,
-    /// In all passes, without a plan.
+    /// Refused requests in all passes, without a plan.
     refused: u64,
 }
 
-/// Runs every command on a job. Checks that all of them exit with 0 and agree.
+/// Runs every command on a job, and asserts that all of them succeed and agree.
 #[track_caller]
 fn numbers(job: &Path) -> Numbers {
     let folder = Folder::new();
@@ -82,7 +82,7 @@ fn refusals_are_counted_over_all_passes_and_never_recommended() {
         assert!(trial["is_better"] == false || bytes(trial, "refused") <= 4, "{trial}");
     }
     assert!(fs::read_to_string(&page).unwrap().contains("4 refused in all passes"));
-    // A setting that holds less by refusing is not better, however few of all passes refuse.
+    // A setting that reserves less only because it refuses more is not better, even if few passes refuse.
     let lines = [
         "config segments:fixed,limit_mb:60",
         "stream s0",
@@ -110,7 +110,7 @@ fn a_reserved_pool_is_planned_to_the_segment_that_it_needs() {
     let folder = Folder::new();
     let lines = ["stream s0", "pool p1 segments:reserved,segment_mb:4", "a 0 5242880 s0 p1", "f 0"];
     let small = folder.trace("small.trace", &lines);
-    // The recorded segment is too small for the job, and that of the plan is not.
+    // The recorded segment is too small for the job, but the planned one is large enough.
     let expected = Numbers { planned_bytes: Some(6 * MIB), online_bytes: 0, refused: 5 };
     let found = numbers(&small);
     assert_eq!((found.planned_bytes, found.refused), (expected.planned_bytes, expected.refused), "{found:?}");
@@ -145,8 +145,7 @@ fn a_job_that_gives_back_under_its_limit_is_planned_within_it() {
     assert_eq!(numbers(&job("gives_back_under_limit.trace")), planned(250 * MIB, 250 * MIB));
     let job = job("gives_back_under_limit.trace");
     let said = symmalloc("plan {}", &[&job]).exited(0).stdout.clone();
-    let wanted =
-        "nothing can be reserved for the whole job: all pools together need 350.00 MiB, but the limit is 260.00 MiB.";
+    let wanted = "No reservation fits the whole job without a plan: all pools together need 350.00 MiB, but the limit is 260.00 MiB.";
     assert!(said.contains(wanted), "{said}");
     let folder = Folder::new();
     let out = folder.path("reserved.trace");
@@ -176,7 +175,7 @@ fn a_plan_rounds_sizes_as_the_pool_does() {
 
 #[test]
 fn pools_sleep_in_jobs_without_steps() {
-    // What lives on while the pool sleeps is not planned.
+    // Allocations that live on while the pool sleeps are not planned.
     let sleeps = job("sleeps_without_steps.trace");
     assert_eq!(numbers(&sleeps), Numbers { planned_bytes: None, online_bytes: 8 * MIB, refused: 0 });
     let folder = Folder::new();
@@ -186,7 +185,7 @@ fn pools_sleep_in_jobs_without_steps() {
     let lines = ["stream s0", "a 0 8388608 s0", "sleep keep"];
     let default_pool = folder.trace("default.trace", &lines);
     assert_eq!(numbers(&default_pool), Numbers { planned_bytes: None, online_bytes: 8 * MIB, refused: 0 });
-    // The part before the sleep and the part after it have a plan each.
+    // The part before the sleep and the part after it have separate plans.
     let lines = [
         "stream s0",
         "a 0 4194304 s0",
@@ -205,7 +204,7 @@ fn pools_sleep_in_jobs_without_steps() {
         "f 3",
     ];
     assert_eq!(numbers(&folder.trace("parts.trace", &lines)), planned(12 * MIB, 12 * MIB));
-    // Pools that sleep in turn, under a limit that has room for one.
+    // Pools sleep in turn, under a limit with room for one of them.
     let lines = [
         "config total_limit_mb:100",
         "stream s0",
@@ -218,7 +217,7 @@ fn pools_sleep_in_jobs_without_steps() {
         "f 1",
     ];
     let found = numbers(&folder.trace("turns.trace", &lines));
-    assert_eq!((found.online_bytes, found.refused), (60 * MIB, 0), "the free memory of p2 goes back when p1 wakes");
+    assert_eq!((found.online_bytes, found.refused), (60 * MIB, 0), "p2 releases its free memory when p1 wakes");
 }
 
 #[test]
@@ -242,7 +241,7 @@ fn a_job_ends_with_a_step_that_is_open() {
 #[test]
 fn a_job_with_refused_requests_has_a_plan_that_is_followed_or_none() {
     let folder = Folder::new();
-    // Best fit refuses the last request of the step, and a plan has room for it.
+    // Best fit refuses the last request of the step, but a plan has room for it.
     let step = |from: u64| {
         [
             "begin_step 0".to_owned(),
@@ -262,7 +261,7 @@ fn a_job_with_refused_requests_has_a_plan_that_is_followed_or_none() {
         ["config limit_mb:86,reclaim:never", "stream s0"].into_iter().chain(steps.iter().map(String::as_str)).collect();
     let found = numbers(&folder.trace("steps.trace", &lines));
     assert_eq!((found.planned_bytes, found.refused > 0), (Some(86 * MIB), true), "{found:?}");
-    // Nothing has room for the second request.
+    // There is no room for the second request.
     for step in [["begin_step 0", "end_step"], ["trim", "trim"]] {
         let lines =
             ["config limit_mb:8", "stream s0", step[0], "a 0 6291456 s0", "a 1 6291456 s0", "f 0", "f 1", step[1]];

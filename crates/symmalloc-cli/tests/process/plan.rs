@@ -5,7 +5,7 @@ use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
 
-/// The six jobs; of FSDP's ranks one each.
+/// The six planned jobs, with one rank of each FSDP job.
 const JOBS: [&str; 6] = [
     "fsdp1_train_rank0",
     "fsdp_train_rank0",
@@ -15,7 +15,7 @@ const JOBS: [&str; 6] = [
     "resnet50_multiscale",
 ];
 
-/// The only job that was planned.
+/// Returns the only planned job.
 #[track_caller]
 fn one(said: &Said) -> Value {
     let list = said.json(0);
@@ -27,7 +27,7 @@ fn bytes(object: &Value, key: &str) -> u64 {
     object[key].as_u64().unwrap_or_else(|| panic!("no {key} in {object}"))
 }
 
-/// Two pools and two streams; one pool is symmetric, and the program trims.
+/// A job with two pools, one of which is symmetric, and two streams. The program trims.
 const LINES: [&str; 15] = [
     "config segments:fixed,total_limit_mb:64",
     "stream s0",
@@ -110,7 +110,7 @@ fn written_reservations_replay_and_their_lines_are_those_that_are_printed() {
     assert!(words.contains("allocator.reserve(p1, s1, 6_291_456)?;"), "{words}");
     assert!(!trace.contains("trim") && trace.contains("destroy p1"), "{trace}");
     symmalloc("replay {} --json", &[&planned]).json(0);
-    // What was planned before is not planned upon.
+    // Existing reservations do not add to the new ones.
     let again = one(&symmalloc("plan {} --json", &[&planned]));
     assert_eq!(sizes(&again), [4 << 20, 2 << 20, 6 << 20, 6 << 20]);
 }
@@ -193,7 +193,7 @@ fn pools_are_planned_each_by_itself_and_again_in_each_pass() {
     let lines = LINES.map(|line| line.replace("limit_mb:12", "limit_mb:64"));
     let job = folder.trace("job.trace", &lines.each_ref().map(String::as_str));
     let (file, plan) = planned(&folder, &job, "");
-    // A configuration of its own says how streams share.
+    // The job's own configuration determines its stream policy.
     assert_eq!((&plan["streams"], &plan["plans"]), (&"separate".into(), &4.into()), "{plan}");
     let text = fs::read_to_string(&file).unwrap();
     assert!(text.contains("\nplan p1 s1 key 0 allocations 1\na 5000000 s1 1 @0\nend 10\n"), "{text}");
@@ -201,7 +201,7 @@ fn pools_are_planned_each_by_itself_and_again_in_each_pass() {
     let followed = &replay("").json(0)[0];
     assert_eq!((&followed["planned_ops_share"], &followed["aligned"]), (&1.0.into(), &true.into()), "{followed}");
     assert_eq!(followed["efficiency"], plan["efficiency"]);
-    // The default pool alone is shared, and its flags may say again what the plan says.
+    // Only the default pool is shared. Flags may repeat settings of the plan.
     let (file, plan) = planned(&folder, &job, " --streams shared");
     assert_eq!((&plan["streams"], &plan["plans"]), (&"shared".into(), &3.into()), "{plan}");
     let said = symmalloc("replay {} --plan {} --json --streams shared --segments fixed", &[&job, &file]).json(0);
@@ -225,13 +225,13 @@ fn a_job_with_steps_of_its_own_has_a_plan_for_each_key() {
         text.contains("\nplan p0 shared key 3 allocations 3\n") && text.contains("\nplan p0 shared key 7 "),
         "{text}"
     );
-    // All but the one that is outside of steps.
+    // All allocations except the one outside of steps.
     let share = (12.0_f64 / 13.0 * 1e6).round() / 1e6;
     assert_eq!((&plan["plans"], &plan["planned_ops_share"]), (&2.into(), &share.into()), "{plan}");
     let followed = &symmalloc("replay {} --plan {} --json", &[&job, &file]).json(0)[0];
     assert_eq!((&followed["planned_ops_share"], &followed["aligned"]), (&share.into(), &true.into()));
     assert_eq!(bytes(followed, "peak_reserved_bytes"), bytes(&plan, "planned_bytes"));
-    // Another size in every step of one key.
+    // A different size in every step of one key.
     let other = folder.trace(
         "other.trace",
         &lines
@@ -244,7 +244,7 @@ fn a_job_with_steps_of_its_own_has_a_plan_for_each_key() {
     );
     let said = symmalloc("replay {} --plan {}", &[&other, &file]);
     assert!(
-        said.code == Some(2) && said.stderr.contains("allocation 2 of p0 (op 22) asks for 3.81 MiB (4,000,001 bytes)"),
+        said.code == Some(2) && said.stderr.contains("allocation 2 of p0 (op 22) requests 3.81 MiB (4,000,001 bytes)"),
         "{}",
         said.stderr
     );
@@ -267,7 +267,7 @@ fn each_recording_is_a_job_and_the_page_says_what_is_gained() {
     {
         assert!(page.contains(words), "{words} in\n{page}");
     }
-    // What it says to do next does it, and the file is compressed as its name says.
+    // The printed command works, and the file is compressed according to its extension.
     assert!(page.contains(&format!("symmalloc replay {} --plan {}", job.display(), file.display())), "{page}");
     assert_eq!(fs::read(&file).unwrap()[..2], [0x1f, 0x8b]);
     let table = symmalloc("replay {} --plan {} --ranks 2", &[&job, &file]).exited(0).stdout.clone();
@@ -278,7 +278,7 @@ fn each_recording_is_a_job_and_the_page_says_what_is_gained() {
 #[test]
 fn a_plan_fits_where_best_fit_does_not() {
     let folder = Folder::new();
-    // Best fit puts the second one into a hole that the third one needs.
+    // Best fit puts the second request into a hole that the third one needs.
     let lines = [
         "config limit_mb:95",
         "stream s0",
@@ -299,7 +299,7 @@ fn a_plan_fits_where_best_fit_does_not() {
     let followed = &symmalloc("replay {} --plan {} --json", &[&job, &file]).json(0)[0];
     assert_eq!(followed["efficiency"], 1.0, "{followed}");
     let page = symmalloc("plan {} -o {}", &[&job, &file]).exited(0).stdout.clone();
-    assert!(page.contains("Without a plan nothing can be reserved for the whole job: pool p0 needs"), "{page}");
+    assert!(page.contains("No reservation fits the whole job without a plan: pool p0 needs"), "{page}");
 }
 
 #[test]
@@ -331,7 +331,7 @@ fn a_plan_that_holds_more_says_so() {
     let job = folder.trace("job.trace", &lines);
     let shared = symmalloc("plan {}", &[&job]).exited(0).stdout.clone();
     assert!(shared.contains("\ngained            0 B   0.0 %\n"), "{shared}");
-    // A heap each, of which one would be enough at a time.
+    // Each heap has its own memory, although only one is in use at a time.
     let separate = symmalloc("plan {} --streams separate", &[&job]).exited(0).stdout.clone();
     assert!(separate.contains("\nlost        30.00 MiB   100.0 %\n"), "{separate}");
 }
