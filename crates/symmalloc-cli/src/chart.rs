@@ -1,4 +1,4 @@
-//! `symmalloc chart`: a job as a picture.
+//! `symmalloc chart`: pictures of a job.
 
 mod share;
 
@@ -27,7 +27,7 @@ use symmalloc_import::rerun::{Happened, Rerun};
 use symmalloc_trace::plan::PlanFile;
 use symmalloc_trace::replay::Program;
 
-/// The kinds of picture file.
+/// Format of a picture file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Format {
     Svg,
@@ -45,7 +45,7 @@ impl Format {
         }
     }
 
-    /// The file of a picture.
+    /// Returns the content of the picture's file.
     fn file(self, picture: String) -> Result<Vec<u8>, CliError> {
         match self {
             Format::Png => Ok(png(&picture)?),
@@ -54,24 +54,24 @@ impl Format {
     }
 }
 
-/// A peak, as JSON.
+/// Returns a peak as JSON.
 pub(crate) fn peak(peak: Peak) -> Value {
     json!({ "peak_bytes": peak.bytes, "op": peak.op })
 }
 
-/// Two ranks at one op.
+/// Two ranks after the same op.
 struct Beside {
     memories: [Memory; 2],
-    /// The other recording.
+    /// Path of the other recording.
     trace: String,
-    /// Whether both are drawn as they were recorded, not as our allocator places them.
+    /// `true` if both ranks are drawn with their recorded placements, `false` if our allocator places them.
     are_recorded: bool,
     allocations: usize,
     differing_placements: usize,
     differing_live: usize,
 }
 
-/// Draws the pictures that the arguments ask for.
+/// Draws the requested pictures.
 pub(crate) fn chart(args: &ChartArgs) -> Result<Verdict, CliError> {
     let format = Format::of(&args.output)?;
     if args.share && format == Format::Html {
@@ -132,7 +132,7 @@ pub(crate) fn chart(args: &ChartArgs) -> Result<Verdict, CliError> {
     Ok(Verdict::Agree)
 }
 
-/// A job as it follows a plan. The flags say how it is drawn beside that.
+/// Returns a job that follows a plan. The flags apply only to the job without a plan.
 fn as_planned(
     plan: &Path,
     recorded: &Recorded,
@@ -147,10 +147,10 @@ fn as_planned(
     Ok((file, curve, memory))
 }
 
-/// A job over its ops.
+/// Returns the curves of a job over its ops.
 ///
 /// # Errors
-/// When nothing of it is selected. A job whose requests are all refused is shown empty.
+/// If nothing is selected. A job whose requests are all refused has empty curves.
 pub(crate) fn timeline_of(recorded: &Recorded, selection: Selection) -> Result<JobCurves, CliError> {
     let timeline = JobCurves::of(recorded, selection)?;
     if timeline.heaps.is_empty() && timeline.refused == 0 {
@@ -161,7 +161,7 @@ pub(crate) fn timeline_of(recorded: &Recorded, selection: Selection) -> Result<J
     Ok(timeline)
 }
 
-/// The op asked for, or that after which most is allocated.
+/// Returns the requested op, or else the op after which the most memory is allocated.
 pub(crate) fn op_of(wanted: Option<usize>, recorded: &Recorded, timeline: &JobCurves) -> Result<usize, CliError> {
     let ops = recorded.op_count();
     match wanted {
@@ -194,7 +194,7 @@ fn beside(one: &Recorded, other: &Recorded, op: usize, selection: Selection) -> 
     Ok(Beside { memories, trace, are_recorded, allocations, differing_placements, differing_live })
 }
 
-/// Where our allocator places every allocation; `None` if it has no bytes or was refused.
+/// Returns our allocator's placement of every allocation; `None` if it has no bytes or was refused.
 fn placements(recorded: &Recorded) -> Result<Vec<Option<Placement>>, CliError> {
     let failed = |error| recorded.failed(error);
     let mut placements = vec![None; recorded.program().allocation_count()];
@@ -274,7 +274,7 @@ fn beside_of(name: &str, beside: &Beside, width: u32, prefix: &'static str, clas
     map::draw_beside([a, b], names, width, prefix, class, &Words { title: &title, aside: &aside })
 }
 
-/// The settings that decide most, in words.
+/// Describes the allocator's settings.
 fn configuration(recorded: &Recorded) -> String {
     settings_of(&recorded.config)
 }
@@ -283,7 +283,7 @@ fn settings_of(config: &Config) -> String {
     format!("Settings: {}", config.default_pool().to_string().replace(',', ", "))
 }
 
-/// What `chart --json` prints. Its keys are an interface: `symmalloc chart --help` lists them.
+/// Returns the output of `chart --json`. Its keys are an interface: `symmalloc chart --help` lists them.
 fn object(args: &ChartArgs, timeline: &JobCurves, op: usize, beside: Option<&Beside>) -> Value {
     let peaks = timeline.total.peaks;
     let heaps = timeline.heaps.iter().map(|(owner, curve)| {
@@ -336,7 +336,7 @@ fn screen(args: &ChartArgs, timeline: &JobCurves, op: usize, beside: Option<&Bes
     }
     if let Some(beside) = beside {
         out += &format!(
-            "beside {}: {} of {} placements differ, {} of those live after op {}\n",
+            "compared with {}: {} of {} placements differ, {} of those live after op {}\n",
             visible_line(&beside.trace),
             count(beside.differing_placements),
             count(beside.allocations),

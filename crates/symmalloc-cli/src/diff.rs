@@ -1,16 +1,16 @@
-//! `symmalloc diff`: two ranks' recordings of one job, compared; or the flight records of all its ranks.
+//! `symmalloc diff`: a comparison of two ranks' recordings of one job, or of the flight records of all its ranks.
 //!
 //! ```text
-//! A  records ──► calls: ids by order of birth ──┐     the same, call by call? up to the first that differs:
-//! B  records ──► calls                        ──┴───► allocation n of A beside allocation n of B: the same place?
+//! A  records ──► calls: ids by order of birth ──┐     compared call by call, up to the first difference:
+//! B  records ──► calls                        ──┴───► same op? for allocation n, same placement?
 //! ```
 //!
-//! A call is an op whose allocation is named by its ordinal. Which ids a recorder gave does not matter. In a PyTorch
-//! snapshot a use by another stream shows only where event polling noticed it after the free returned, so the same calls
-//! leave other records on another rank; and a stream may be registered only because of such a use. Both are left out of
-//! the comparison, unless both recordings are decisions of our allocator, which state its configuration.
+//! A call is an op whose allocation is identified by its ordinal, so the ids in the recordings do not matter. In a PyTorch
+//! snapshot, a use by another stream is visible only if event polling noticed it after the free returned. So the same calls leave
+//! different records on different ranks, and a stream may be registered only because of such a use. Both are left out of the
+//! comparison, unless both recordings contain decisions of our allocator, and therefore its configuration.
 //!
-//! Flight records, of any number of ranks, are compared in `flights.rs`; `files.rs` tells them from recordings.
+//! `flights` compares flight records, of any number of ranks. `files` distinguishes them from recordings.
 
 mod files;
 mod flights;
@@ -25,35 +25,35 @@ use symmalloc_core::ids::{AllocationId, Placement};
 use symmalloc_core::op::{Op, Record};
 use symmalloc_import::Recording;
 
-/// What two recordings have in common, and what not.
+/// Comparison of two recordings.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Diff {
-    /// The first call that is not the same; `None` if both made the same calls.
+    /// The first call that differs; `None` if both recordings make the same calls.
     pub first_op: Option<OpDifference>,
-    /// Ops that were compared: all that both made, or those before the first that differs.
+    /// Number of compared ops: all ops of both recordings, or those before the first difference.
     pub compared_ops: usize,
-    /// Uses by other streams in A and in B, where these are not compared.
+    /// Number of uses by other streams in A and in B, if they are not compared.
     pub uses_left_out: Option<[u64; 2]>,
-    /// Allocations that were compared: all, or those before the first call that differs.
+    /// Number of compared allocations: all allocations, or those before the first call that differs.
     pub allocations: usize,
-    /// How many of them lie elsewhere in B than in A. `None` when one of the two records no placements.
+    /// Number of allocations whose placements differ. `None` if one of the recordings has no placements.
     pub differing_placements: Option<usize>,
-    /// The first of them.
+    /// The first allocation whose placements differ.
     pub first: Option<PlacementDifference>,
 }
 
-/// A call that is not the same in both recordings.
+/// A call that differs between the recordings.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OpDifference {
-    /// What A did: the op's number, from 0, and the op, its allocation named by ordinal. `None`: A ended before.
+    /// A's op, which identifies its allocation by ordinal, and the op's number, counted from 0. `None` if A ends before.
     pub a: Option<(usize, Op)>,
-    /// What B did.
+    /// B's op, in the same form.
     pub b: Option<(usize, Op)>,
 }
 
-/// An allocation that lies elsewhere in B than in A.
+/// An allocation whose placements differ.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PlacementDifference {
@@ -61,11 +61,11 @@ pub struct PlacementDifference {
     pub allocation: usize,
     /// Its op in A, counted from 0.
     pub op: usize,
-    /// What the program calls it.
+    /// Name that the program gave it.
     pub name: Option<Box<str>>,
-    /// Where it lies in A.
+    /// Placement in A.
     pub a: Placement,
-    /// Where it lies in B.
+    /// Placement in B.
     pub b: Placement,
 }
 
@@ -102,17 +102,17 @@ impl Diff {
         }
     }
 
-    /// Whether both recordings make the same calls.
+    /// Returns `true` if both recordings make the same calls.
     pub fn same_ops(&self) -> bool {
         self.first_op.is_none()
     }
 
-    /// Whether both make the same calls, and no placement is known to differ.
+    /// Returns `true` if both recordings make the same calls and no known placement differs.
     pub fn is_same(&self) -> bool {
         self.same_ops() && self.differing_placements.unwrap_or(0) == 0
     }
 
-    /// A placement that one of the two does not know, such as that of an empty allocation, does not differ.
+    /// Compares two placements. A placement that is unknown in one of the recordings, as for an empty allocation, does not differ.
     fn compare_placements(&mut self, one: &ProgramCall<'_>, other: &ProgramCall<'_>) {
         let (Some(a), Some(b)) = (one.record.placement, other.record.placement) else { return };
         if a == b {
@@ -133,7 +133,8 @@ fn has_placements(recording: &Recording) -> bool {
     recording.summary.allocations == 0 || recording.summary.placements > 0
 }
 
-/// The first call of B that is not that of A, whatever sizes and pools' settings; `None` if the two may be ranks of one job.
+/// Returns the first call that differs, ignoring sizes and settings of pools. Returns `None` if the recordings may be ranks of one
+/// job.
 pub(crate) fn other_job(a: &Recording, b: &Recording) -> Option<OpDifference> {
     let without_size = |mut call: ProgramCall<'_>| {
         let number = call.number;
@@ -155,26 +156,26 @@ pub(crate) fn other_job(a: &Recording, b: &Recording) -> Option<OpDifference> {
     }
 }
 
-/// What of two recordings is compared.
+/// Ops that are compared.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ComparedOps {
     Everything,
-    /// Not what depends on when event polling noticed a use.
+    /// All ops except those that depend on event polling.
     WithoutUses,
 }
 
 /// A call of the program.
 struct ProgramCall<'a> {
-    /// The number of its record, from 0.
+    /// Number of its record, counted from 0.
     number: usize,
-    /// The op; its allocation is named by its ordinal.
+    /// The op, which identifies its allocation by ordinal.
     op: Op,
     record: &'a Record,
 }
 
-/// The calls in records.
+/// Returns the calls in the records.
 fn calls(records: &[Record], detail: ComparedOps) -> impl Iterator<Item = ProgramCall<'_>> {
-    // Looked up only; no decision follows its order.
+    // Only looked up, so its order decides nothing.
     let mut ordinals: HashMap<AllocationId, AllocationId> = HashMap::new();
     records.iter().enumerate().filter_map(move |(number, record)| {
         let mut op = record.op.clone();

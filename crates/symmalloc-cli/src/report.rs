@@ -1,10 +1,10 @@
-//! `symmalloc report`: one page about a job's memory, and what other settings would make of it.
+//! `symmalloc report`: one page about a job's memory and the effect of other settings.
 //!
 //! ```text
 //!            ┌─► timeline ──► peaks, picture
 //! Recorded ──┼─► memory at the peak ──► holders by name, fragmentation, map
-//!            ├─► settings: the same ops carried out under others, each with the command that does it again
-//!            └─► planned: what it would need if all of it were known beforehand
+//!            ├─► settings: the same ops under other settings, each with the command that reproduces it
+//!            └─► planned: the memory needed with a plan
 //! ```
 
 mod holders;
@@ -35,18 +35,18 @@ use serde_json::{Value, json};
 use settings::{ImpossibleTrial, Trial};
 use std::path::Path;
 
-/// What was found out about a job.
+/// Results for a job.
 struct Findings<'a> {
     recorded: &'a Recorded,
     timeline: JobCurves,
-    /// At the op that was asked for, else where most is allocated.
+    /// Memory after the requested op, or else after the op with the most allocated memory.
     memory: Memory,
     holders: Vec<Holder>,
     trials: Vec<Trial>,
-    /// Settings under which the job cannot be carried out.
+    /// Settings under which the job stops.
     impossible: Vec<ImpossibleTrial>,
     planned: PlanOutcome,
-    /// What the recorded allocator held.
+    /// Memory that the recorded allocator reserved.
     recorded_reserved: Option<RecordedReserved>,
 }
 
@@ -66,22 +66,22 @@ struct PlanTrial {
     /// The command that writes the plan.
     command: String,
     planned_bytes: u64,
-    /// Peak live over that.
+    /// Peak live divided by `planned_bytes`.
     efficiency: f64,
     /// Requests that are refused in all passes.
     refused: u64,
 }
 
-/// Free memory, and how much of it is in one piece.
+/// Free memory and its fragmentation.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 struct Fragmentation {
     free_bytes: u64,
     largest_free_bytes: u64,
-    /// 1 - largest / free: 0 when all that is free is one block, near 1 when it is in many pieces.
+    /// 1 - largest / free: 0 if all free memory is one block, close to 1 if it is in many pieces.
     fragmentation: f64,
 }
 
-/// Writes the page of a recording that the program has just made.
+/// Writes the report of a recording that this process has just written.
 pub(crate) fn write(input: &Path, output: &Path, reading: &ReadingArgs) -> Result<(), CliError> {
     let args = ReportArgs {
         input: input.to_path_buf(),
@@ -94,7 +94,7 @@ pub(crate) fn write(input: &Path, output: &Path, reading: &ReadingArgs) -> Resul
     make(&args, |_| Ok(()))
 }
 
-/// Finds everything out, writes the page, and says on the screen what is on it.
+/// Evaluates the job, writes the page, and prints its main results.
 pub(crate) fn report(args: &ReportArgs) -> Result<Verdict, CliError> {
     make(args, |findings| {
         if args.json {
@@ -117,7 +117,7 @@ pub(crate) fn object(args: &ReportArgs) -> Result<Value, CliError> {
     Ok(object)
 }
 
-/// Finds everything out and writes the page.
+/// Evaluates the job and writes the page.
 fn make(args: &ReportArgs, tell: impl FnOnce(&Findings<'_>) -> Result<(), CliError>) -> Result<(), CliError> {
     check_name(&args.output)?;
     let out = Destination::file(&args.output, Content::Page, [&args.input])?;
@@ -137,7 +137,7 @@ fn make(args: &ReportArgs, tell: impl FnOnce(&Findings<'_>) -> Result<(), CliErr
     tell(&findings)
 }
 
-/// A report is a page, and is called like one.
+/// Checks that the file name of a report is that of a page.
 pub(crate) fn check_name(output: &Path) -> Result<(), CliError> {
     if output.extension().is_some_and(|extension| extension == "html" || extension == "htm") {
         return Ok(());
@@ -146,7 +146,7 @@ pub(crate) fn check_name(output: &Path) -> Result<(), CliError> {
 }
 
 impl PlanOutcome {
-    /// Plans the job. A planner that fails leaves the page without a plan.
+    /// Plans the job. If planning fails, the page has no plan.
     fn of(recorded: &Recorded, args: &ReportArgs, own_refused: u64) -> Self {
         match PlannedJob::of_use(recorded, &args.policy, own_refused) {
             Err(reason) => PlanOutcome::Failed(reason),
@@ -166,7 +166,7 @@ impl PlanOutcome {
         if let PlanOutcome::Planned(trial) = self { Some(trial) } else { None }
     }
 
-    /// The reason why there is no plan.
+    /// Returns the reason why there is no plan.
     fn failure(&self) -> Option<&str> {
         if let PlanOutcome::Failed(reason) = self { Some(reason) } else { None }
     }
@@ -183,42 +183,43 @@ impl Fragmentation {
 }
 
 impl Findings<'_> {
-    /// Peak reserved under the job's own settings, over all passes.
+    /// Returns peak reserved under the job's own settings, over all passes.
     fn steady_bytes(&self) -> u64 {
         self.own().peak_reserved_bytes
     }
 
-    /// Peak live over peak reserved.
+    /// Returns peak live divided by peak reserved.
     fn efficiency(&self) -> f64 {
         self.timeline.total.peaks[LIVE].bytes as f64 / self.steady_bytes().max(1) as f64
     }
 
-    /// The job's own settings, tried.
+    /// Returns the trial with the job's own settings.
     fn own(&self) -> &Trial {
-        self.trials.iter().find(|trial| trial.is_own).expect("they are tried first")
+        self.trials.iter().find(|trial| trial.is_own).expect("the job's own settings are tried first")
     }
 
-    /// The settings that hold less, the least first.
+    /// Returns the trials that are better than the job's own settings, in ascending order of memory.
     fn better(&self) -> impl Iterator<Item = &Trial> {
         self.trials.iter().filter(|trial| trial.is_better_than(self.own()))
     }
 
-    /// Returns what a setting costs beside the job's own: waits of streams for each other and calls that map, if it needs more.
+    /// Describes the cost of a setting compared with the job's own: waits of streams for each other, and map calls. Returns `None` if it
+    /// needs no more of them.
     fn cost(&self, trial: &Trial) -> Option<String> {
         let own = self.own();
         let waits = (trial.waits > own.waits).then(|| {
             let (waits, own) = (counted(trial.waits, "wait"), count(own.waits));
-            format!("{waits} of a stream for another in a pass, each a fence on the device ({own} as it is)")
+            format!("{waits} of a stream for another per pass, each a fence on the device (now {own})")
         });
         let maps = (trial.maps > own.maps).then(|| {
             let (maps, own) = (counted(trial.maps, "call"), count(own.maps));
-            format!("{maps} that map or unmap memory in a pass, each microseconds of the host ({own} as it is)")
+            format!("{maps} per pass that map or unmap memory, each taking microseconds on the host (now {own})")
         });
         let costs: Vec<String> = waits.into_iter().chain(maps).collect();
         (!costs.is_empty()).then(|| costs.join(", and "))
     }
 
-    /// What `report --json` prints. Its keys are an interface: `symmalloc report --help` lists them.
+    /// Returns the output of `report --json`. Its keys are an interface: `symmalloc report --help` lists them.
     fn object(&self, args: &ReportArgs) -> Value {
         let peaks = self.timeline.total.peaks;
         let Fragmentation { free_bytes, largest_free_bytes, fragmentation } = Fragmentation::of(self.memory.blocks());
@@ -269,8 +270,8 @@ impl Findings<'_> {
             out += &format!("{before}\n");
         }
         if let Some(best) = self.better().next() {
-            let cost = self.cost(best).map_or_else(String::new, |cost| format!(", at the price of {cost}"));
-            out += &format!("least with {}: {} reserved{cost}\n", best.settings, memory(best.peak_reserved_bytes));
+            let cost = self.cost(best).map_or_else(String::new, |cost| format!(", at the cost of {cost}"));
+            out += &format!("best settings: {} ({} reserved{cost})\n", best.settings, memory(best.peak_reserved_bytes));
         }
         match &self.planned {
             PlanOutcome::Planned(PlanTrial { planned_bytes, command, .. }) => {

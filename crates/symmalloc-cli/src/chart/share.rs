@@ -1,4 +1,4 @@
-//! `symmalloc chart --share`: a job before and after, in one picture for others.
+//! `symmalloc chart --share`: one picture that compares a job under different allocators.
 
 use super::{Format, file_name};
 use crate::Verdict;
@@ -14,7 +14,7 @@ use crate::recorded::Recorded;
 use serde_json::json;
 use std::num::NonZeroU32;
 
-/// Carries the job out four ways and draws what each holds.
+/// Runs the job in four ways and draws the memory of each.
 pub(super) fn share(
     args: &ChartArgs,
     recorded: &Recorded,

@@ -1,4 +1,4 @@
-//! The files that `symmalloc diff` is given: two recordings, or flight records. Their content says which.
+//! The files of `symmalloc diff`, which are two recordings or any number of flight records, depending on their content.
 
 use super::{flights, report};
 use crate::Verdict;
@@ -8,17 +8,17 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
-/// So much of a file says what it is.
+/// Number of bytes that identify the kind of a file.
 const HEAD_BYTES: u64 = 4096;
 
-/// What a file is meant to be.
+/// Kind of a file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum FileKind {
     FlightRecord,
     Recording,
 }
 
-/// Compares what is given; the verdict is `Differ` if ranks do.
+/// Compares the files. The verdict is `Differ` if ranks differ.
 pub(crate) fn run(args: &DiffArgs) -> Result<Verdict, CliError> {
     let first = |kind| args.files.iter().find(|path| kind_of(path) == Some(kind));
     match (first(FileKind::FlightRecord), first(FileKind::Recording)) {
@@ -33,8 +33,8 @@ pub(crate) fn run(args: &DiffArgs) -> Result<Verdict, CliError> {
     }
 }
 
-/// A flight record is JSON, and no recording is. `None` where nothing can be told: whoever reads the file says why. A pipe
-/// is left alone, as what is read of it is gone.
+/// Returns the kind of a file. A flight record is JSON, and a recording is not. Returns `None` if the kind cannot be determined;
+/// reading the file then reports the error. Pipes are not opened, because reading would consume their data.
 fn kind_of(path: &Path) -> Option<FileKind> {
     let file = path.is_file().then(|| File::open(path).ok())??;
     let mut head = Vec::new();

@@ -1,11 +1,11 @@
-//! The flight records of a job's ranks, put together: each communicator, what its records say together, and each rank.
+//! Comparison of flight records: the combined findings about each communicator, and a row for each rank.
 //!
 //! ```text
 //! files ──► records ─┬─► findings (symmalloc-watchdog)  ──┐
 //!                    └─► a row per rank                 ──┴─► screen, or JSON
 //! ```
 //!
-//! A rank without a record has a row as well: what the others knew of it.
+//! A rank without a record has a row as well, with the observations of other ranks.
 
 mod json;
 mod screen;
@@ -25,32 +25,32 @@ use symmalloc_watchdog::{
 struct CommunicatorFlights<'a> {
     id: CommunicatorId,
     name: &'a str,
-    /// Number of its ranks.
+    /// Number of ranks.
     ranks: u32,
-    /// How many records there are.
+    /// Number of records.
     records: usize,
     findings: &'a [Finding],
     rows: BTreeMap<u32, RankFlight<'a>>,
 }
 
-/// What is known of a rank.
+/// Everything known about a rank.
 #[derive(Default)]
 struct RankFlight<'a> {
     record: Option<RankRecord<'a>>,
-    /// How far any other rank saw it.
+    /// The furthest progress that another rank observed.
     seen_progress: Progress,
-    /// What other ranks saw of it, and which ones.
+    /// Conditions that other ranks observed, each with these ranks.
     seen: BTreeMap<&'a str, Vec<u32>>,
 }
 
-/// What a rank says itself.
+/// The record that a rank left.
 struct RankRecord<'a> {
     path: &'a Path,
     process: &'a FlightRecord,
     communicator: &'a CommunicatorRecord,
 }
 
-/// Compares flight records; the verdict is `Differ` if ranks are missing, behind or different, or wait.
+/// Compares flight records. The verdict is `Differ` if ranks are missing, behind, different or waiting.
 pub(super) fn run(args: &DiffArgs) -> Result<Verdict, CliError> {
     let read = |path: &PathBuf| {
         let source = input::open(path).map_err(|source| FlightRecordError::Io { path: path.clone(), source })?;
@@ -70,7 +70,7 @@ pub(super) fn run(args: &DiffArgs) -> Result<Verdict, CliError> {
 }
 
 impl<'a> CommunicatorFlights<'a> {
-    /// Collects what all files say of each communicator, in one pass over them.
+    /// Collects the records of each communicator, in one pass over all files.
     fn all(findings: &'a Findings, files: &[(&'a Path, &'a FlightRecord)]) -> Vec<Self> {
         let mut all: BTreeMap<CommunicatorId, Self> = BTreeMap::new();
         for (id, name, findings) in &findings.communicators {
@@ -79,7 +79,7 @@ impl<'a> CommunicatorFlights<'a> {
         }
         for (path, process) in files {
             for communicator in &process.communicators {
-                let flights = all.get_mut(&communicator.id).expect("there are findings about each");
+                let flights = all.get_mut(&communicator.id).expect("each communicator has findings");
                 flights.add(RankRecord { path, process, communicator });
             }
         }

@@ -1,4 +1,4 @@
-//! What `symmalloc diff` prints of two recordings.
+//! The output of `symmalloc diff` for two recordings.
 
 use super::{Diff, OpDifference, PlacementDifference};
 use crate::Verdict;
@@ -15,7 +15,7 @@ use symmalloc_core::ids::Placement;
 use symmalloc_core::op::Op;
 use symmalloc_import::Recording;
 
-/// Compares two recordings; the verdict is `Differ` if ops or placements do.
+/// Compares two recordings. The verdict is `Differ` if ops or placements differ.
 pub(super) fn run(path_a: &Path, path_b: &Path, args: &DiffArgs) -> Result<Verdict, CliError> {
     let (a, b) = (input::recording(path_a, &args.reading)?, input::recording(path_b, &args.reading)?);
     let diff = Diff::new(&a, &b);
@@ -58,8 +58,8 @@ fn findings(diff: &Diff, palette: Palette) -> String {
     if let Some([a, b]) = diff.uses_left_out.filter(|uses| uses.iter().any(|uses| *uses > 0)) {
         let _ = writeln!(
             out,
-            "            not compared: uses by other streams, {} in A and {} in B, which snapshots show only by when\n            \
-             polling noticed them, and the registration of streams",
+            "            not compared: uses by other streams, {} in A and {} in B, whose records depend on event polling,\n            \
+             and the registration of streams",
             count(a),
             count(b)
         );
@@ -90,7 +90,7 @@ fn first_place(first: &PlacementDifference) -> String {
     format!("{at} of A, counted from 0: A {}, B {}", place(*a), place(*b))
 }
 
-/// A call and its number, as a trace says it.
+/// Describes a call by its number and op.
 fn told(call: Option<&(usize, Op)>) -> String {
     match call {
         None => "has ended".to_owned(),
@@ -98,7 +98,7 @@ fn told(call: Option<&(usize, Op)>) -> String {
     }
 }
 
-/// A call whose size does not matter.
+/// Describes a call without its size.
 pub(crate) fn told_without_size(call: Option<&(usize, Op)>) -> String {
     match call {
         Some((number, Op::Allocate { id, pool, stream, .. })) => {
@@ -108,7 +108,7 @@ pub(crate) fn told_without_size(call: Option<&(usize, Op)>) -> String {
     }
 }
 
-/// The op in words.
+/// Describes an op.
 fn line(op: &Op) -> String {
     match op {
         Op::Allocate { id, pool, stream, size_bytes } => {
@@ -117,7 +117,7 @@ fn line(op: &Op) -> String {
         Op::Free { id } => format!("frees allocation {}", count(id.0)),
         Op::RecordUse { id, stream } => format!("uses allocation {} on {stream}", count(id.0)),
         Op::RegisterStream { stream } => format!("registers {stream}"),
-        Op::CreatePool { pool, config } => format!("makes {pool} ({config})"),
+        Op::CreatePool { pool, config } => format!("creates {pool} ({config})"),
         Op::DestroyPool { pool } => format!("destroys {pool}"),
         Op::Wait { stream, on } => format!("lets {stream} wait for {on}"),
         Op::Synchronize { stream } => format!("synchronizes {stream}"),
@@ -130,7 +130,7 @@ fn line(op: &Op) -> String {
     }
 }
 
-/// What `diff --json` prints. Its keys are an interface: `symmalloc diff --help` lists them.
+/// Returns the output of `diff --json`. Its keys are an interface: `symmalloc diff --help` lists them.
 fn object(diff: &Diff) -> Value {
     let call = |call: &Option<(usize, Op)>| call.as_ref().map(|(op, what)| json!({ "op": op, "did": line(what) }));
     let place = |at: Placement| json!({ "segment": at.segment.0, "offset": at.offset_bytes });

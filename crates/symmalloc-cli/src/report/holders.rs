@@ -1,4 +1,4 @@
-//! What holds memory: live allocations by name, those without one by size.
+//! Holders of memory: live allocations grouped by name, or by size if they have no name.
 
 use crate::picture::memory::Memory;
 use crate::quantity::memory;
@@ -6,12 +6,12 @@ use serde::Serialize;
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
-/// Live allocations of one name, or without a name and of one size.
+/// Live allocations with the same name, or without a name and with the same size.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(super) struct Holder {
-    /// What the program calls them.
+    /// Name that the program gave them.
     pub(super) name: Option<Box<str>>,
-    /// What each of them asked for, where they have no name.
+    /// Size of each allocation, if they have no name.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) each_bytes: Option<u64>,
     pub(super) allocations: usize,
@@ -27,7 +27,7 @@ impl Holder {
     }
 }
 
-/// The holders, those with the most bytes first.
+/// Returns the holders in descending order of bytes.
 pub(super) fn of(memory: &Memory) -> Vec<Holder> {
     let mut holders: BTreeMap<(Option<Box<str>>, Option<u64>), Holder> = BTreeMap::new();
     for held in memory.blocks().filter_map(|block| block.held.as_ref()) {

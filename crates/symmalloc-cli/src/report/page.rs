@@ -1,4 +1,4 @@
-//! The page of a report.
+//! The HTML page of a report.
 
 use super::{Findings, Fragmentation, PlanOutcome, PlanTrial, RecordedReserved, Trial};
 use crate::beginning::lived_before;
@@ -10,10 +10,10 @@ use crate::quantity::{count, counted, memory};
 use maud::{Markup, PreEscaped, html};
 use std::cmp::Ordering;
 
-/// Rows of the table of holders.
+/// Maximum number of rows in the table of holders.
 const HOLDERS_SHOWN: usize = 12;
 
-/// The whole page.
+/// Returns the whole page.
 pub(super) fn html(findings: &Findings<'_>) -> String {
     let name = file_name(&findings.recorded.path);
     let body = html! {
@@ -36,11 +36,11 @@ fn figures(findings: &Findings<'_>) -> Markup {
     html! {
         p.aside {
             (counted(findings.timeline.op_count, "op")) ": " (counted(summary.allocations, "allocation")) ", "
-            (counted(summary.streams, "stream")) ". Carried out on symmalloc with "
+            (counted(summary.streams, "stream")) ". Replayed on symmalloc with "
             code { (super::settings::text(&findings.recorded.config)) } "."
         }
         @if let Some(before) = lived_before(summary) {
-            p { b { "In short:" } " " (before) "." }
+            p { b { "Note:" } " " (before) "." }
         }
         div.figures {
             @if let Some(recorded) = findings.recorded_reserved {
@@ -64,7 +64,7 @@ fn figures(findings: &Findings<'_>) -> Markup {
     }
 }
 
-/// What to do, in two sentences.
+/// Summarizes the best settings and the plan.
 fn advice(findings: &Findings<'_>) -> Markup {
     let own = findings.steady_bytes();
     html! {
@@ -73,16 +73,16 @@ fn advice(findings: &Findings<'_>) -> Markup {
                 Some(best) => {
                     "With " code { (best.settings) } " the peak would be " (memory(best.peak_reserved_bytes)) " reserved, "
                     (memory(own - best.peak_reserved_bytes)) " less"
-                    @if let Some(cost) = findings.cost(best) { ", at the price of " (cost) }
-                    ". All settings that were tried stand below."
+                    @if let Some(cost) = findings.cost(best) { ", at the cost of " (cost) }
+                    ". All tested settings are listed below."
                 }
-                None => "None of the other settings that were tried is better. They stand below.",
+                None => "None of the other tested settings is better. They are listed below.",
             }
         }
         @match &findings.planned {
             PlanOutcome::Planned(PlanTrial { command, planned_bytes, efficiency, .. }) => p {
-                "Planned beforehand and followed, the job would need " (memory(*planned_bytes)) ", of which "
-                (format!("{:.1} %", efficiency * 100.0)) " is live at the peak. The plan is written by " code { (command) }
+                "With a plan, the job would need " (memory(*planned_bytes)) ", of which "
+                (format!("{:.1} %", efficiency * 100.0)) " is live at the peak. To write the plan: " code { (command) }
             },
             PlanOutcome::Failed(reason) => p { "There is no plan of this job: " (reason) "." },
             PlanOutcome::Empty => {}
@@ -163,17 +163,18 @@ fn settings(findings: &Findings<'_>) -> Markup {
     html! {
         h2 { "Settings to try" }
         p.aside {
-            "The same ops, carried out " (passes) " times under each; what a program would do differently, and how fast, a replay \
-             does not know. Without a limit no setting gives memory back unasked. Waits are those of a stream for another one \
-             that reuse of memory needs in a pass: each is a fence on the device. Maps are calls that map or unmap memory in a pass: microseconds of the host each. The command under each does it again."
+            "The same ops, replayed " (passes) " times under each setting. A replay shows neither speed nor changes in \
+             the program's behavior. Without a limit, memory is only released on request. Waits are waits of a stream for another \
+             that the reuse of memory requires in a pass. Each is a fence on the device. Maps are calls that map or unmap memory in a \
+             pass. Each takes microseconds on the host. The command below each setting reproduces its results."
         }
         (trials(findings, findings.recorded_reserved, std::iter::once(findings.own()).chain(better)))
         @if !others.is_empty() {
-            h2 { "Settings that are no better" }
+            h2 { "Settings that are not better" }
             (trials(findings, None, others))
         }
         @for impossible in &findings.impossible {
-            p { "The job cannot be carried out with " code { (impossible.settings) } ": " (impossible.reason) "." }
+            p { "The job cannot run with " code { (impossible.settings) } ": " (impossible.reason) "." }
         }
     }
 }
@@ -201,7 +202,7 @@ fn trials<'a>(
                 @for trial in trials {
                     tr {
                         td {
-                            @if trial.is_own { b { "as it is:" } " " }
+                            @if trial.is_own { b { "current settings:" } " " }
                             code { (trial.settings) } br; code.aside { (trial.command) }
                         }
                         td.n data-of="peak reserved" { (memory(trial.peak_reserved_bytes)) }
@@ -218,7 +219,7 @@ fn trials<'a>(
     }
 }
 
-/// What a trial holds beside the job's own settings.
+/// Compares a trial's memory with the job's own settings.
 fn compared(bytes: u64, own_bytes: u64) -> String {
     let percent = |bytes: u64| bytes as f64 * 100.0 / own_bytes.max(1) as f64;
     match bytes.cmp(&own_bytes) {

@@ -1,7 +1,7 @@
-//! What the recorded allocator itself held from the device.
+//! The memory that the recorded allocator reserved from the device.
 //!
-//! A snapshot says it. A trace has the places of allocations only, and a segment reaches at least as far as they do: while its
-//! first allocation has come and its last one has not gone, so much was held.
+//! A snapshot contains this number. A trace contains only the placements of allocations, which give a lower bound: a segment extends at
+//! least to the end of its allocations, and exists at least from its first allocation to its last free.
 
 use crate::recorded::Recorded;
 use serde_json::{Value, json};
@@ -10,16 +10,16 @@ use symmalloc_core::ids::{AllocationId, Placement};
 use symmalloc_core::op::Op;
 use symmalloc_import::Recording;
 
-/// The most that the recorded allocator held.
+/// Peak of the memory that the recorded allocator reserved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct RecordedReserved {
     pub(crate) peak_bytes: u64,
-    /// Whether it is known; otherwise it was at least that.
+    /// `true` if the peak is known exactly, `false` if it is a lower bound.
     pub(crate) is_exact: bool,
 }
 
 impl RecordedReserved {
-    /// `None` where the recording tells nothing of places.
+    /// Returns `None` if the recording has no placements.
     pub(crate) fn of(recorded: &Recorded) -> Option<Self> {
         let recording = &recorded.recording;
         if let Some(peak_bytes) = recording.summary.recorded_reserved_bytes_peak {
@@ -34,7 +34,7 @@ impl RecordedReserved {
     }
 }
 
-/// When a segment had allocations, and how far it reaches.
+/// Lifetime and extent of a segment, as its allocations show them.
 struct Extent {
     first_op: usize,
     last_op: usize,
@@ -42,7 +42,7 @@ struct Extent {
 }
 
 fn at_least(recording: &Recording) -> u64 {
-    // Looked up only.
+    // Only looked up, never iterated.
     let mut segment_of: BTreeMap<AllocationId, u32> = BTreeMap::new();
     let mut extents: BTreeMap<u32, Extent> = BTreeMap::new();
     for (number, record) in recording.records.iter().enumerate() {
@@ -64,7 +64,7 @@ fn at_least(recording: &Recording) -> u64 {
             _ => {}
         }
     }
-    // What is never freed is held to the end.
+    // Allocations that are never freed keep their segment to the end.
     let mut live: BTreeMap<AllocationId, u32> = segment_of;
     for record in &recording.records {
         if let Op::Free { id } = record.op {
@@ -72,7 +72,7 @@ fn at_least(recording: &Recording) -> u64 {
         }
     }
     for segment in live.values() {
-        extents.get_mut(segment).expect("it has an allocation").last_op = usize::MAX;
+        extents.get_mut(segment).expect("a segment with a live allocation has an extent").last_op = usize::MAX;
     }
     let births = extents.values().map(|extent| (extent.first_op, 1, extent.end_bytes));
     let deaths = extents.values().map(|extent| (extent.last_op, 2, extent.end_bytes));

@@ -1,4 +1,4 @@
-//! Settings to try: the same ops, carried out under other configurations of the default pool.
+//! Settings to try: the same ops under other configurations of the default pool.
 
 use crate::args::ReadingArgs;
 use crate::error::CliError;
@@ -15,26 +15,26 @@ use symmalloc_core::config::{
 };
 use symmalloc_core::units::MIB;
 
-/// What a configuration made of the job, repeated.
+/// Result of repeating the job under one configuration.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(crate) struct Trial {
-    /// The configuration, as `--config` takes it.
+    /// The configuration, in the notation of `--config`.
     pub(super) settings: String,
-    /// Does it again.
+    /// Command that reproduces the result.
     pub(super) command: String,
-    /// Whether it is what the recording and the flags say.
+    /// `true` for the configuration of the recording and the flags.
     pub(super) is_own: bool,
     pub(super) peak_reserved_bytes: u64,
-    /// Requests that a limit or a full segment refuses, in all passes.
+    /// Requests that a limit or a full segment refuses in all passes.
     pub(super) refused: u64,
-    /// Waits of a stream for another one that reuse of memory needs in a pass: each is a fence on the device.
+    /// Waits of a stream for another that the reuse of memory requires in a pass. Each is a fence on the device.
     pub(super) waits: u64,
-    /// Calls that map or unmap memory in a pass. A driver takes microseconds for each.
+    /// Map and unmap calls in a pass. Each takes a driver microseconds.
     pub(super) maps: u64,
 }
 
 impl Trial {
-    /// Whether it holds less than the job's own settings, and refuses no more.
+    /// Returns `true` if the trial reserves less than the job's own settings, and refuses no more requests.
     pub(super) fn is_better_than(&self, own: &Trial) -> bool {
         self.peak_reserved_bytes < own.peak_reserved_bytes && self.refused <= own.refused
     }
@@ -43,16 +43,16 @@ impl Trial {
 /// A configuration under which the job stops.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(super) struct ImpossibleTrial {
-    /// The configuration, as `--config` takes it.
+    /// The configuration, in the notation of `--config`.
     pub(super) settings: String,
     pub(super) reason: String,
 }
 
-/// Tries the job's own settings and others, on all cores. Returns the trials ascending by peak, the job's own among them, and the
-/// settings under which the job stops.
+/// Tries the job's own settings and other candidates, on all cores. Returns the trials in ascending order of peak memory, including the
+/// job's own, and the settings under which the job stops.
 ///
 /// # Errors
-/// When the job stops under its own settings.
+/// If the job stops under its own settings.
 pub(super) fn trials(
     recorded: &Recorded,
     reading: &ReadingArgs,
@@ -81,7 +81,7 @@ pub(super) fn trials(
     for (index, (config, measured)) in configs.iter().zip(measured).enumerate() {
         let settings = text(config);
         let Steady { peaks, refused, passes, waits, maps, .. } = match measured {
-            // Other settings may need more than a limit leaves, for example to wake a pool.
+            // Other settings may need more memory than a limit allows, for example to wake a pool.
             Err(error) if index > 0 => {
                 impossible.push(ImpossibleTrial { settings, reason: reason(&error) });
                 continue;
@@ -101,13 +101,13 @@ pub(super) fn trials(
     Ok((trials, impossible))
 }
 
-/// Carries the job out several times under a configuration.
+/// Runs the job several times under a configuration.
 fn measure(recorded: &Recorded, config: &Config) -> Result<Steady, CliError> {
     let steady = recorded.job.steady(config, None);
     steady.map_err(|source| CliError::Job { path: recorded.path.clone(), source })
 }
 
-/// Configurations that differ from the job's own in how its default pool obtains, splits and rounds.
+/// Returns configurations that differ from the job's own in how the default pool obtains, splits and rounds memory.
 fn candidates(own: &Config, streams: usize) -> Vec<Config> {
     let fixed = |max_split_size_mb: Option<u64>| {
         move |pool: PoolConfigBuilder| {
@@ -131,7 +131,7 @@ fn candidates(own: &Config, streams: usize) -> Vec<Config> {
         configs.push(with(own, stitching(StreamPolicy::Shared)));
         configs.push(with(own, |pool| Ok(pool.fixed().streams(StreamPolicy::Shared))));
     }
-    // A combination that is not valid is no candidate.
+    // Invalid combinations are dropped.
     configs.into_iter().flatten().collect()
 }
 
@@ -143,12 +143,12 @@ fn with(
     own.to_builder().default_pool(pool).build()
 }
 
-/// The shortest text that means this configuration and says how it obtains memory: its canonical text without all other
-/// keys that say the default.
+/// Returns the shortest text of this configuration that states the kind of segments: the canonical text without other keys
+/// that have default values.
 pub(crate) fn text(config: &Config) -> String {
     let canonical = config.to_string();
     let mut kept: Vec<&str> = keys(&canonical);
-    // From the last: a key comes before those that refine it, and is clearer alone.
+    // Start at the end: a key precedes those that refine it, and is clearer alone.
     for index in (0..kept.len()).rev() {
         let mut fewer = kept.clone();
         fewer.remove(index);

@@ -5,7 +5,7 @@ use serde_json::Value;
 use std::fs;
 use std::path::Path;
 
-/// Checks that tags match, and that nothing outside of the file is needed to show it.
+/// Asserts that the tags are balanced, and that the file needs no external resources.
 #[track_caller]
 pub(crate) fn assert_stands_alone(text: &str) {
     let mut open = Vec::new();
@@ -121,7 +121,7 @@ fn a_plan_is_drawn_beside_the_job() {
     }
     let ids: Vec<&str> = text.split(" id=\"").skip(1).map(|rest| rest.split('"').next().unwrap()).collect();
     assert_eq!(ids.len(), ids.iter().collect::<std::collections::BTreeSet<_>>().len(), "{ids:?}");
-    // The map of the plan alone: one heap, and all that is live at the peak without a gap worth a word.
+    // The map of the plan alone: one heap, in which the live memory of the peak has no significant gaps.
     let (_, text) = charted("chart {} --plan {} -o {} --map --json", &[&job, &plan, &svg]);
     assert!(text.contains("pool 0, all streams") && text.contains("4.66 GiB live, "), "{text}");
     let words = symmalloc("chart {} --plan {} -o {}", &[&job, &plan, &svg]).exited(0).stdout.clone();
@@ -155,10 +155,7 @@ fn the_pictures_in_the_docs_are_what_the_commands_beside_them_draw() {
     symmalloc("chart fsdp1 --share -o {}", &[&share]).exited(0);
     let kept = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/pictures");
     for (drawn, kept) in [(out, kept.join("fsdp1_ranks.svg")), (share, kept.join("fsdp1_share.svg"))] {
-        assert!(
-            fs::read(drawn).unwrap() == fs::read(kept).unwrap(),
-            "draw it again with the command in docs/pictures.md"
-        );
+        assert!(fs::read(drawn).unwrap() == fs::read(kept).unwrap(), "run the command in docs/pictures.md again");
     }
 }
 
@@ -175,7 +172,7 @@ fn a_picture_in_pixels_is_the_same_picture_and_the_same_bytes_again() {
         assert!(bytes == fs::read(&b).unwrap());
         assert_eq!(bytes[..8], *b"\x89PNG\r\n\x1a\n");
         let side = |at: usize| u32::from_be_bytes(bytes[at..at + 4].try_into().unwrap());
-        // At twice the size that the vectors say.
+        // The picture has twice the size of the vector graphic.
         let text = fs::read_to_string(&svg).unwrap();
         assert!(text.contains(&format!("width=\"{}\" height=\"{}\"", side(16) / 2, side(20) / 2)), "{}", &text[..300]);
     }

@@ -1,4 +1,4 @@
-//! `symmalloc diff` of flight records: who is missing, who is behind, and what differs.
+//! `symmalloc diff` of flight records: missing ranks, ranks that are behind, and differences.
 
 use crate::{Folder, Said, symmalloc};
 use serde_json::json;
@@ -15,7 +15,7 @@ fn signature(kind: &str, elements: u64) -> Signature {
     Signature { kind: kind.to_owned(), elements: Some(elements), data_type, detail }
 }
 
-/// What a rank of four left: its calls, of which so many are done.
+/// Returns the record of one of four ranks, with its calls, of which the first `finished` are done.
 fn record(rank: u32, calls: &[(&str, u64)], finished: u64) -> FlightRecord {
     let collective = |(number, (kind, elements)): (u64, &(&str, u64))| {
         let state = match number {
@@ -40,7 +40,7 @@ fn record(rank: u32, calls: &[(&str, u64)], finished: u64) -> FlightRecord {
     FlightRecord::new("gpu7".to_owned(), "asked for".to_owned(), vec![communicator])
 }
 
-/// The rank ended its communicator because of `cause`.
+/// Makes the rank abort its communicator because of `cause`.
 fn failed(mut record: FlightRecord, cause: &str) -> FlightRecord {
     let communicator = &mut record.communicators[0];
     let rank = communicator.rank;
@@ -49,7 +49,7 @@ fn failed(mut record: FlightRecord, cause: &str) -> FlightRecord {
     record
 }
 
-/// It saw another rank.
+/// Adds an observation of another rank.
 fn saw(mut record: FlightRecord, rank: u32, submitted: u64, condition: &str) -> FlightRecord {
     let progress = Progress { submitted, finished: submitted };
     record.communicators[0].peers.push(PeerRecord { rank, progress, condition: condition.to_owned() });
@@ -67,7 +67,7 @@ fn written(folder: &Folder, records: &[FlightRecord]) -> Vec<PathBuf> {
     records.iter().map(file).collect()
 }
 
-/// What is said about these records.
+/// Compares these records.
 fn compared(records: &[FlightRecord], flags: &str) -> Said {
     let folder = Folder::new();
     let paths = written(&folder, records);
@@ -109,11 +109,11 @@ fn a_rank_behind_and_a_rank_without_a_record_are_named_with_what_others_wait_for
         "communicator \"world\"  4 ranks, 3 records",
         "rank 3 left no record, or its file was not given",
         "rank 1 did not come to collective 3 (all_reduce of 4 float32), which others submitted",
-        "  0             3         2    aborted  3: all_reduce of 4 float32, running, given 10.2 s ago  \
+        "  0             3         2    aborted  3: all_reduce of 4 float32, running, submitted 10.2 s ago  \
          rank 3 is gone: its process ended\n",
-        "  1             2         2      ready  nothing                                                \
+        "  1             2         2      ready  nothing                                                     \
          asked for; silent for 4250 ms (seen by rank 0)\n",
-        "  3             2         2  no record  unknown                                                \
+        "  3             2         2  no record  unknown                                                     \
          gone: its process ended (seen by 2 ranks)\n",
     ];
     assert_says(&said, 3, &wanted);
@@ -175,6 +175,6 @@ fn a_receive_that_a_rank_waits_for_is_shown() {
 fn of_many_ranks_those_that_are_furthest_behind_are_shown() {
     let ranks: Vec<FlightRecord> = (0..80).map(|rank| record(rank, &EVEN[..usize::from(rank != 70)], 0)).collect();
     let said = compared(&ranks, "");
-    assert_says(&said, 3, &["  70            0  ", "and 16 ranks that came at least as far"]);
+    assert_says(&said, 3, &["  70            0  ", "and 16 ranks at least as far"]);
     assert!(said.stdout.lines().count() < 80, "{}", said.stdout);
 }

@@ -61,21 +61,21 @@ fn the_best_settings_are_named_and_the_page_is_the_same_again() {
     let job = recorded("fsdp1_train_rank0.trace.zst");
     let pages = ["a.html", "b.html"].map(|name| folder.path(name));
     let words = pages.each_ref().map(|page| symmalloc("report {} -o {}", &[&job, page]).exited(0).stdout.clone());
-    assert!(words[0].contains("least with segments:expandable,streams:shared,stitching:true"), "{}", words[0]);
-    // What sharing costs is said with it, and what PyTorch held in the recording.
-    assert!(words[0].contains("waits of a stream for another in a pass, each a fence"), "{}", words[0]);
+    assert!(words[0].contains("best settings: segments:expandable,streams:shared,stitching:true"), "{}", words[0]);
+    // The output includes the cost of sharing, and the memory that PyTorch reserved in the recording.
+    assert!(words[0].contains("waits of a stream for another per pass, each a fence"), "{}", words[0]);
     assert!(words[0].contains("in the recording: at least 7."), "{}", words[0]);
     let text = fs::read_to_string(&pages[0]).unwrap();
     assert!(text.contains("With <code>segments:expandable,streams:shared,stitching:true</code> the peak would be"));
     assert!(text == fs::read_to_string(&pages[1]).unwrap());
-    let (to_try, others) = text.split_once("Settings that are no better").expect("fixed segments hold more");
+    let (to_try, others) = text.split_once("Settings that are not better").expect("fixed segments hold more");
     assert!(to_try.contains("streams:shared"));
-    // The only row that holds more is what the recorded allocator held.
-    assert_eq!(to_try.matches(" more (").count(), 1, "worse settings are no advice");
+    // The only row with more memory is that of the recorded allocator.
+    assert_eq!(to_try.matches(" more (").count(), 1, "worse settings are recommended");
     assert!(to_try.contains("<b>in the recording:</b> the recorded allocator, at least"));
     assert!(others.contains("<code>segments:fixed</code>") && !others.contains(" less ("));
     assert!(text.contains("by the recorded allocator"));
-    assert!(text.contains("Planned beforehand and followed, the job would need 4.66 GiB, of which 100.0 % is live"));
+    assert!(text.contains("With a plan, the job would need 4.66 GiB, of which 100.0 % is live"));
 }
 
 #[test]
@@ -84,7 +84,7 @@ fn a_limit_that_refuses_is_said() {
     let lines = ["config limit_mb:4", "stream s0", "a 0 3000000 s0", "a 1 3000000 s0", "f 1"];
     let (job, out) = (folder.trace("a job.trace", &lines), folder.path("report.html"));
     let words = symmalloc("report {} -o {}", &[&job, &out]).exited(0).stdout.clone();
-    assert!(!words.contains("least with"), "what refuses more is no advice: {words}");
+    assert!(!words.contains("best settings"), "settings that refuse more are recommended: {words}");
     let text = fs::read_to_string(&out).unwrap();
     assert!(
         text.contains("5 refused in all passes")
@@ -104,7 +104,7 @@ fn stitching_is_tried_and_its_cost_is_said() {
     let own = settings.iter().find(|trial| trial["is_own"] == true).unwrap();
     assert!(best["maps"].as_u64() > own["maps"].as_u64(), "{said}");
     let words = symmalloc("report gnn -o {} --config segments:expandable,streams:shared", &[&out]).stdout;
-    assert!(words.contains("that map or unmap memory"), "{words}");
+    assert!(words.contains("per pass that map or unmap memory"), "{words}");
 }
 
 #[test]
@@ -137,7 +137,7 @@ fn a_snapshot_that_begins_in_the_middle_counts_what_lived_by_then() {
     let folder = Folder::new();
     let blocks =
         [(0x1000, 3 << 20, "active_allocated"), (0x90_0000, 2 << 20, "active_allocated"), (0xf0_0000, 512, "inactive")];
-    // One is freed in the trace, one is live at the end and never named, and one is allocated in the trace.
+    // One allocation is freed in the trace, one is live at the end and never named, and one is allocated in the trace.
     let entries =
         [("free_requested", 0x70_0000, 1 << 20), ("free_completed", 0x70_0000, 1 << 20), ("alloc", 0x90_0000, 2 << 20)];
     let snapshot = folder.file("middle.pickle", crate::snapshot(20 << 20, &blocks, &entries));
@@ -146,7 +146,7 @@ fn a_snapshot_that_begins_in_the_middle_counts_what_lived_by_then() {
     assert_eq!((&said["lived_before"], &said["lived_before_bytes"]), (&2.into(), &(4 << 20).into()), "{said}");
     assert_eq!(said["live"]["peak_bytes"], 5 << 20, "{said}");
     assert_eq!(said["recorded_reserved"], serde_json::json!({ "peak_bytes": 20 << 20, "is_exact": true }));
-    let wanted = "begins in the middle of a job: 2 allocations of 4.00 MiB lived by then";
+    let wanted = "begins in the middle of a job: 2 allocations of 4.00 MiB were already live";
     assert!(fs::read_to_string(&out).unwrap().contains(wanted));
     for command in ["report {} -o {}", "import {} {}"] {
         let out = if command.starts_with("import") { folder.path("middle.trace") } else { out.clone() };

@@ -1,4 +1,4 @@
-//! What `diff --json` prints of flight records. Its keys are an interface: `symmalloc diff --help` lists them.
+//! The output of `diff --json` for flight records. Its keys are an interface: `symmalloc diff --help` lists them.
 
 use super::{CommunicatorFlights, RankFlight};
 use serde_json::{Value, json};
@@ -20,7 +20,7 @@ fn communicator(flights: &CommunicatorFlights<'_>) -> Value {
     })
 }
 
-/// The finding's parts, and the same in words.
+/// Returns the values of a finding, and its text.
 fn finding(finding: &Finding) -> Value {
     let mut object = serde_json::to_value(finding).expect("plain numbers and strings have a JSON form");
     object["text"] = json!(finding.to_string());

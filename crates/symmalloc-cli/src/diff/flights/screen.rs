@@ -1,4 +1,4 @@
-//! What `diff` shows of flight records to people: the findings about each communicator, and a line for each rank.
+//! The text output of `diff` for flight records: findings about each communicator, and a line for each rank.
 
 use super::{CommunicatorFlights, RankFlight};
 use crate::output::{Palette, Table};
@@ -6,13 +6,13 @@ use crate::quantity::{count, counted};
 use std::fmt::Write;
 use symmalloc_watchdog::{CollectiveRecord, Finding, Progress};
 
-/// More lines nobody reads: of a larger communicator, those of the ranks that are furthest behind are shown.
+/// Maximum number of rows per communicator. For a larger communicator, the rows of the ranks furthest behind are shown.
 const ROWS_MAX: usize = 64;
-/// Longer reasons are cut.
+/// Maximum length of a reason.
 const REASON_CHARS: usize = 80;
-/// More that others saw of a rank is left out.
+/// Maximum number of conditions shown per rank.
 const SEEN_MAX: usize = 3;
-/// The condition of which nothing needs to be said.
+/// The condition that is not worth reporting.
 const ALIVE: &str = "alive";
 
 pub(super) fn render(communicators: &[CommunicatorFlights<'_>], palette: Palette) -> String {
@@ -29,7 +29,7 @@ pub(super) fn render(communicators: &[CommunicatorFlights<'_>], palette: Palette
         let _ = writeln!(out, "\n{}\n", table(flights, palette));
     }
     if communicators.is_empty() {
-        out.push_str("no communicator is in the records\n");
+        out.push_str("the records contain no communicator\n");
     }
     out
 }
@@ -57,19 +57,19 @@ fn table(flights: &CommunicatorFlights<'_>, palette: Palette) -> String {
     }
     let mut lines = table.lines(palette);
     if hidden > 0 {
-        lines.push(format!("  and {} that came at least as far; --json has all", counted(hidden, "rank")));
+        lines.push(format!("  and {} at least as far; --json lists all", counted(hidden, "rank")));
     }
     lines.join("\n")
 }
 
-/// The cells of a column, all as long as the longest: set to the right, as in a table, they begin below each other.
+/// Pads the cells of a column to the same width, which aligns them to the left in a right-aligned column.
 fn to_the_left(head: &str, cells: impl Iterator<Item = String>) -> Vec<String> {
     let cells: Vec<String> = std::iter::once(head.to_owned()).chain(cells).collect();
     let width = cells.iter().map(|cell| cell.chars().count()).max().unwrap_or(0);
     cells.into_iter().map(|cell| format!("{cell:<width$}")).collect()
 }
 
-/// The first call of the rank that is not done.
+/// Describes the first unfinished call of the rank.
 fn waits_for(row: &RankFlight<'_>) -> String {
     let Some(record) = &row.record else { return "unknown".to_owned() };
     let Some(CollectiveRecord { number, is_point_to_point, signature, state, age_ms, .. }) =
@@ -78,10 +78,10 @@ fn waits_for(row: &RankFlight<'_>) -> String {
         return "nothing".to_owned();
     };
     let after = if *is_point_to_point { "after " } else { "" };
-    format!("{after}{number}: {signature}, {state}, given {:.1} s ago", *age_ms as f64 / 1000.0)
+    format!("{after}{number}: {signature}, {state}, submitted {:.1} s ago", *age_ms as f64 / 1000.0)
 }
 
-/// Why the rank left its record. Where it did not, or says nothing of a failure, what the others saw of it.
+/// Returns the reason why the rank left its record. If there is none, or it is not a failure, adds what other ranks observed.
 fn why(rank: u32, row: &RankFlight<'_>, name: &str) -> String {
     let cause = row.record.as_ref().and_then(|record| record.communicator.cause.as_deref());
     let own = cause.or(row.record.as_ref().map(|record| &*record.process.reason));
@@ -96,7 +96,7 @@ fn why(rank: u32, row: &RankFlight<'_>, name: &str) -> String {
     said.join("; ")
 }
 
-/// The first sentence, without the names of the communicator and the rank, which stand beside it.
+/// Returns the first sentence, without the names of the communicator and the rank, which the context shows.
 fn shortened(reason: &str, name: &str, rank: u32) -> String {
     let of_all = format!("communicator \"{name}\", ");
     let reason = reason.replace(&format!("{of_all}rank {rank}: "), "").replace(&of_all, "");
