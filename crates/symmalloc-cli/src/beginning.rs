@@ -7,7 +7,7 @@ use symmalloc_import::Summary;
 pub(crate) fn lived_before(found: &Summary) -> Option<String> {
     (found.lived_before > 0).then(|| {
         format!(
-            "the recording begins in the middle of a job: {} of {} were already live and are allocated first",
+            "the recording begins in the middle of a job: {} of {} already live (allocated first)",
             counted(found.lived_before, "allocation"),
             memory(found.lived_before_bytes)
         )

@@ -1,5 +1,5 @@
-//! `symmalloc export`: what our allocator makes of a recording, as a snapshot for PyTorch's viewer or, in `timeline.rs`, a
-//! time line for Perfetto.
+//! `symmalloc export`: a recording with our allocator's placements, as a snapshot for PyTorch's viewer or, in `timeline.rs`, as a
+//! timeline for Perfetto.
 
 mod timeline;
 
@@ -17,17 +17,17 @@ use std::borrow::Cow;
 use std::fmt::Write as _;
 use symmalloc_import::export::{ExportError, ExportSummary, export as export_program};
 
-/// Reads a recording, carries it out, and writes what happened.
+/// Reads a recording, replays it, and writes the result.
 pub(crate) fn export(args: &ExportArgs) -> Result<Verdict, CliError> {
     let format = format(args);
-    // Whoever says the format may call the file anything.
+    // With an explicit format, the output may have any extension.
     let content = args.format.is_none().then(|| content(format));
     let out = Destination::file_or_stream(&args.output, content, [&args.input])?;
     let recorded = Recorded::read(&args.input, &args.reading, &args.policy)?;
     if format == ExportFormat::Perfetto {
         return timeline::export(args, &recorded, &out);
     }
-    // The file is written when all of it is known, so a job that cannot be carried out leaves none.
+    // The file is written at the end, so a job that fails leaves none.
     let mut snapshot = Vec::new();
     let program = match args.free_at_once {
         true => Cow::Owned(recorded.program().clone().without_pending()),
@@ -50,7 +50,7 @@ pub(crate) fn export(args: &ExportArgs) -> Result<Verdict, CliError> {
     Ok(Verdict::Agree)
 }
 
-/// What is asked for, by name if nothing else says it: `job.json`, `job.json.gz`.
+/// Returns the requested format, or else the format that the extension selects: `job.json` and `job.json.gz` are timelines.
 fn format(args: &ExportArgs) -> ExportFormat {
     args.format.unwrap_or(match Content::of_name(&args.output) {
         Some(Content::Timeline) => ExportFormat::Perfetto,
@@ -65,7 +65,7 @@ fn content(format: ExportFormat) -> Content {
     }
 }
 
-/// What `export --json` prints. Its keys are an interface: `symmalloc export --help` lists them.
+/// Returns the output of `export --json`. Its keys are an interface: `symmalloc export --help` lists them.
 fn object(args: &ExportArgs, recorded: &Recorded, summary: &ExportSummary) -> Value {
     json!({
         "trace": args.input.display().to_string(),
@@ -92,9 +92,9 @@ fn screen(args: &ExportArgs, recorded: &Recorded, summary: &ExportSummary, palet
         counted(summary.blocks, "block"),
     );
     for (number, what) in [
-        (summary.refused, "allocations that a limit refused"),
-        (summary.pending_frees, "frees that complete later, as recorded (--free-at-once: when the program frees)"),
-        (summary.ops_without_entry, "left out: ops that PyTorch's allocator does not have"),
+        (summary.refused, "allocations refused by a limit"),
+        (summary.pending_frees, "frees that complete later, as recorded (--free-at-once completes them at once)"),
+        (summary.ops_without_entry, "left out: ops that PyTorch's allocator lacks"),
     ] {
         if number > 0 {
             let _ = writeln!(out, "  {what}: {}", count(number));

@@ -1,4 +1,4 @@
-//! `symmalloc import`: anything readable becomes our trace, and what could not be taken over is said.
+//! `symmalloc import`: conversion of any readable recording to a trace, with a report of everything that was added or left out.
 
 use crate::Verdict;
 use crate::args::ImportArgs;
@@ -28,7 +28,7 @@ pub(crate) fn import(args: &ImportArgs) -> Result<Verdict, CliError> {
     Ok(Verdict::Agree)
 }
 
-/// What `import --json` prints. Its keys are an interface: `symmalloc import --help` lists them.
+/// Returns the output of `import --json`. Its keys are an interface: `symmalloc import --help` lists them.
 fn object(args: &ImportArgs, recording: &Recording) -> Value {
     let found = &recording.summary;
     json!({
@@ -76,22 +76,22 @@ fn summary(args: &ImportArgs, recording: &Recording, palette: Palette) -> String
     out
 }
 
-/// What is not in the trace as it was in the recording.
+/// Describes the differences between the trace and the recording.
 fn remarks(found: &Summary) -> Vec<String> {
     let counts = [
-        (found.frees_supplied, "supplied: frees that the recording lacks"),
-        (found.frees_of_unknown, "left out: frees of what was allocated before the recording began"),
-        (found.uses_of_unknown, "left out: uses of what was allocated before the recording began"),
+        (found.frees_supplied, "added: frees that the recording lacks"),
+        (found.frees_of_unknown, "left out: frees of allocations made before the recording began"),
+        (found.uses_of_unknown, "left out: uses of allocations made before the recording began"),
         (found.failed_allocations, "left out: allocations that the recorded allocator refused"),
-        (found.empty_allocations, "left out: allocations and frees of no memory"),
-        (found.snapshot_marks, "left out: marks of a snapshot being taken"),
-        (found.unknown_actions, "left out: entries of a kind that this version does not know"),
+        (found.empty_allocations, "left out: empty allocations and their frees"),
+        (found.snapshot_marks, "left out: marks of snapshots"),
+        (found.unknown_actions, "left out: entries of unknown kinds"),
     ];
     let counted = counts.into_iter().filter(|(number, _)| *number > 0);
     let mut lines: Vec<String> = lived_before(found).into_iter().collect();
     lines.extend(counted.map(|(number, what)| format!("{what}: {}", count(number))));
     if let Some(line) = found.torn_at_line {
-        lines.push(format!("the recording ends in the middle, at line {}", count(line)));
+        lines.push(format!("the recording breaks off at line {}", count(line)));
     }
     lines
 }

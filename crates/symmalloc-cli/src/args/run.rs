@@ -30,7 +30,8 @@ does not exist, 126 if it cannot be started; 2 invalid input.";
 #[derive(Debug, clap::Args)]
 #[command(after_help = RUN_EXAMPLES)]
 pub(crate) struct RunArgs {
-    /// Record allocations and frees as a trace (.zst and .gz compress). Without --serve, the program keeps its own allocator
+    /// Record allocations and frees as a trace (.zst and .gz compress). The program keeps its own allocator unless an allocator
+    /// option is given
     #[arg(long, value_name = "FILE")]
     pub(crate) record: Option<PathBuf>,
     /// Serve the program's memory even when recording

@@ -1,5 +1,5 @@
-//! A recording as a time line. The file is written as the job is carried out, since it may be larger than memory; that the
-//! job can be carried out is found out before.
+//! Export of a recording as a timeline. The file may be larger than memory, so it is written while the job runs. A first run checks
+//! that the job can be replayed.
 
 use crate::Verdict;
 use crate::args::{AtMost, ExportArgs};
@@ -40,7 +40,7 @@ pub(super) fn export(args: &ExportArgs, recorded: &Recorded, out: &Destination) 
     Ok(Verdict::Agree)
 }
 
-/// What `export --json` prints for a time line. Its keys are an interface: `symmalloc export --help` lists them.
+/// Returns the output of `export --json` for a timeline. Its keys are an interface: `symmalloc export --help` lists them.
 fn object(args: &ExportArgs, recorded: &Recorded, summary: &TimelineSummary) -> Value {
     json!({
         "trace": args.input.display().to_string(),
@@ -66,10 +66,15 @@ fn screen(args: &ExportArgs, recorded: &Recorded, summary: &TimelineSummary, pal
         counted(summary.instants, "instant"),
     );
     if summary.left_out > 0 {
-        let _ = writeln!(out, "  left out: {} smaller ones (--detail all draws them)", count(summary.left_out));
+        let _ =
+            writeln!(out, "  left out: {} smaller allocations (--detail all includes them)", count(summary.left_out));
     }
     if summary.ops_per_point > 1 {
-        let _ = writeln!(out, "  each point is the highest of {} ops (--detail all draws each)", summary.ops_per_point);
+        let _ = writeln!(
+            out,
+            "  each point is the maximum of {} ops (--detail all has a point per op)",
+            summary.ops_per_point
+        );
     }
     if let Some(before) = lived_before(&recorded.recording.summary) {
         let _ = writeln!(out, "  {before}");

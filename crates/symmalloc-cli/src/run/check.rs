@@ -1,4 +1,4 @@
-//! `--check`: whether the ranks of the run made the same calls and got the same places.
+//! `--check`: a comparison of the calls and placements of the ranks of a run.
 
 use super::summary::{PoolDigest, Summaries, Summary};
 use crate::diff::Diff;
@@ -6,7 +6,7 @@ use crate::error::CliError;
 use crate::output;
 use symmalloc_import::{ReadOptions, read_path};
 
-/// Compares every rank with the first one, and says what was found. Whether any differs.
+/// Compares every rank with the first one and prints the result. Returns `true` if any rank differs.
 pub(super) fn tell(summaries: &Summaries, is_watched: bool) -> Result<bool, CliError> {
     let ranks = summaries.by_rank();
     if ranks.len() + summaries.killed.iter().filter(|begun| begun.rank.is_some()).count() < 2 {
@@ -24,7 +24,7 @@ pub(super) fn tell(summaries: &Summaries, is_watched: bool) -> Result<bool, CliE
         }
     }
     if !summaries.killed.is_empty() {
-        lines.push("a process was killed, and is not compared".to_owned());
+        lines.push("a process was killed and is not compared".to_owned());
     }
     if differ.is_empty() {
         let digests = first.devices.iter().flat_map(|device| &device.digests);
@@ -37,7 +37,7 @@ pub(super) fn tell(summaries: &Summaries, is_watched: bool) -> Result<bool, CliE
     Ok(!differ.is_empty())
 }
 
-/// By digests first, as they are exact, and then by traces, where there are any, to name the op.
+/// Compares digests, which are exact. If they differ, the traces, if there are any, identify the op.
 fn differs_by_digests(a: &Summary, b: &Summary) -> Option<String> {
     let digests =
         |of: &Summary| -> Vec<Vec<PoolDigest>> { of.devices.iter().map(|device| device.digests.clone()).collect() };
@@ -49,13 +49,13 @@ fn differs_by_digests(a: &Summary, b: &Summary) -> Option<String> {
     let named = differs_by_traces(a, b).ok().flatten();
     Some(named.unwrap_or_else(|| {
         let (ours, theirs) = (ops(&ours), ops(&theirs));
-        format!("{theirs} ops, and {ours} there; add --serve --record FILE to see the first that differs")
+        format!("{theirs} ops, but {ours} there; add --serve --record FILE to see the first difference")
     }))
 }
 
 fn differs_by_traces(a: &Summary, b: &Summary) -> Result<Option<String>, CliError> {
     if a.devices.len() != b.devices.len() {
-        return Ok(Some(format!("{} devices, and {} there", b.devices.len(), a.devices.len())));
+        return Ok(Some(format!("{} devices, but {} there", b.devices.len(), a.devices.len())));
     }
     for (one, other) in a.devices.iter().zip(&b.devices) {
         let (Some(one), Some(other)) = (&one.trace, &other.trace) else { continue };
@@ -63,12 +63,12 @@ fn differs_by_traces(a: &Summary, b: &Summary) -> Result<Option<String>, CliErro
         let diff = Diff::new(&read_path(one, &options)?, &read_path(other, &options)?);
         if let Some(difference) = &diff.first_op {
             let told = |op: &Option<(usize, _)>| {
-                op.as_ref().map_or("it ended".to_owned(), |(number, op)| format!("op {number} {op:?}"))
+                op.as_ref().map_or("it ends".to_owned(), |(number, op)| format!("op {number} {op:?}"))
             };
-            return Ok(Some(format!("{}, and {} there", told(&difference.b), told(&difference.a))));
+            return Ok(Some(format!("{}, but {} there", told(&difference.b), told(&difference.a))));
         }
         if let Some(place) = &diff.first {
-            return Ok(Some(format!("allocation {} at op {} lies elsewhere", place.allocation, place.op)));
+            return Ok(Some(format!("allocation {} at op {} has a different placement", place.allocation, place.op)));
         }
     }
     Ok(None)

@@ -1,4 +1,4 @@
-//! What the program's environment says to the library: see `settings.rs` of `symmalloc-preload`.
+//! The environment variables that configure the preload library: see `settings.rs` of `symmalloc-preload`.
 
 use crate::args::RunArgs;
 use crate::error::CliError;
@@ -6,7 +6,7 @@ use std::ffi::{OsStr, OsString};
 use std::path::Path;
 use std::process::Command;
 
-/// Variables for the program.
+/// Environment variables of the program.
 pub(super) struct Environment {
     variables: Vec<(&'static str, OsString)>,
     is_watched: bool,
@@ -14,7 +14,7 @@ pub(super) struct Environment {
 
 impl Environment {
     pub(super) fn new(args: &RunArgs, library: &Path, folder: Option<&Path>) -> Result<Self, CliError> {
-        // A recording alone shows what the program does by itself.
+        // A recording alone does not change the program's allocator.
         let is_watched =
             args.record.is_some() && !args.serve && !args.ipc && args.limit.is_none() && args.config.is_none();
         let mut environment = Environment { variables: Vec::new(), is_watched };
@@ -46,13 +46,13 @@ impl Environment {
         self.variables.push((name, value.as_ref().to_owned()));
     }
 
-    /// Whether the program keeps its own allocator.
+    /// Returns `true` if the program keeps its own allocator.
     pub(super) fn is_watched(&self) -> bool {
         self.is_watched
     }
 
     pub(super) fn apply(&self, command: &mut Command) {
-        // What an outer run said is not meant for this one.
+        // Remove the settings of an outer run.
         for name in ["WATCH", "CONFIG", "LIMIT", "RECORD", "FOLDER", "IPC"] {
             command.env_remove(format!("SYMMALLOC_RUN_{name}"));
         }
@@ -60,7 +60,7 @@ impl Environment {
     }
 }
 
-/// The library before all others: ours wins over libcuda, and over what the caller preloads.
+/// Returns the value of `LD_PRELOAD`. Our library comes first, so that it overrides libcuda and the caller's preloads.
 fn preloads(library: &Path) -> Result<OsString, CliError> {
     if library.as_os_str().as_encoded_bytes().iter().any(|byte| b" :".contains(byte)) {
         return Err(CliError::PreloadPath { path: library.to_path_buf() });
@@ -73,7 +73,7 @@ fn preloads(library: &Path) -> Result<OsString, CliError> {
     Ok(preloads)
 }
 
-/// Whether a launcher started this program as one rank of several.
+/// Returns `true` if a launcher started this program as one of several ranks.
 pub(super) fn has_rank() -> bool {
     ["RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"].into_iter().any(|name| std::env::var_os(name).is_some())
 }

@@ -1,11 +1,11 @@
-//! Where the library is that goes between the program and libcuda.
+//! Location of the preload library.
 
 use crate::error::CliError;
 use std::path::{Path, PathBuf};
 
 const NAME: &str = "libsymmalloc_preload.so";
 
-/// The option, else `SYMMALLOC_PRELOAD`, else beside this program, or in `../lib`.
+/// Returns the path of the option, or else of `SYMMALLOC_PRELOAD`, or else a path next to this program or in `../lib`.
 pub(super) fn find(option: Option<&Path>) -> Result<PathBuf, CliError> {
     let named = option.map(Path::to_path_buf).or_else(|| std::env::var_os("SYMMALLOC_PRELOAD").map(PathBuf::from));
     let candidates = match named {
@@ -13,7 +13,7 @@ pub(super) fn find(option: Option<&Path>) -> Result<PathBuf, CliError> {
         None => beside_this_program(),
     };
     let found = candidates.iter().find(|path| path.is_file()).cloned();
-    // The program may start in another folder.
+    // The program may start in a different folder.
     let found = found.and_then(|path| std::path::absolute(path).ok());
     found.ok_or(CliError::NoPreloadLibrary { tried: candidates })
 }

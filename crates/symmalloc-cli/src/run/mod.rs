@@ -1,13 +1,13 @@
-//! `symmalloc run`: any CUDA program, unchanged, with its memory from symmalloc, or only recorded.
+//! `symmalloc run`: runs an unmodified CUDA program with memory from symmalloc, or records it.
 //!
 //! ```text
-//!  arguments ─► environment: LD_PRELOAD, SYMMALLOC_RUN_* ─┬─ nothing to do afterwards ─► exec
+//!  arguments ─► environment: LD_PRELOAD, SYMMALLOC_RUN_* ─┬─ no work afterwards ─► exec
 //!                                                         ╰─► child ─► wait, forward signals ─► summaries of its processes
-//!                                                                                  table, report, check of ranks ◄─╯
+//!                                                                                 table, report, comparison of ranks ◄─╯
 //! ```
 //!
-//! The library that does the work is `symmalloc-preload`. It writes a summary for each process into a folder of the run, and this
-//! program reads them when the child has ended.
+//! The preload library is `symmalloc-preload`. It writes a summary of each process to a folder, which this program reads when
+//! the child has ended.
 
 mod check;
 mod environment;
@@ -26,7 +26,7 @@ use std::process::ExitCode;
 use summary::Summaries;
 use symmalloc_files::TemporaryFolder;
 
-/// Runs the program, and says what it did. The exit code is the program's, unless ranks were compared and differ.
+/// Runs the program and prints its results. The exit code is the program's, unless a comparison finds that ranks differ.
 pub(crate) fn run(args: &RunArgs) -> Result<ExitCode, CliError> {
     if let Some(page) = &args.report {
         report::check_name(page)?;
@@ -38,7 +38,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<ExitCode, CliError> {
     if args.check && environment::has_rank() {
         return Err(CliError::CheckOfOneRank);
     }
-    // What the processes of the run tell. It goes away with the run.
+    // The summaries of the processes. The folder is removed at the end of the run.
     let folder = TemporaryFolder::new();
     let folder = folder.map_err(|source| CliError::Create { path: std::env::temp_dir(), source })?;
     let environment = Environment::new(args, &library, Some(folder.path()))?;
@@ -55,7 +55,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<ExitCode, CliError> {
     })
 }
 
-/// One page for each trace, numbered from the second on.
+/// Writes one page per trace. Pages after the first are numbered.
 fn write_reports(summaries: &Summaries, page: &Path, args: &RunArgs) -> Result<(), CliError> {
     for (index, trace) in summaries.traces().enumerate() {
         let numbered = page.with_extension(format!("{}.html", index + 1));

@@ -1,4 +1,4 @@
-//! The program as a process: started, waited for, and sent the signals that this program gets.
+//! The program as a child process: starting it, waiting for it, and forwarding signals to it.
 
 use super::environment::Environment;
 use crate::args::RunArgs;
@@ -11,7 +11,7 @@ use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitCode};
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// How the program ended.
+/// Exit status of the program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Ended {
     Code(u8),
@@ -19,7 +19,7 @@ pub(super) enum Ended {
 }
 
 impl Ended {
-    /// As a shell says it.
+    /// Returns the exit code that a shell would return.
     pub(super) fn exit_code(self) -> ExitCode {
         match self {
             Ended::Code(code) => ExitCode::from(code),
@@ -29,7 +29,7 @@ impl Ended {
 }
 
 fn command(args: &RunArgs, environment: &Environment) -> Command {
-    // The parser demands at least one word.
+    // The argument parser requires at least one word.
     let mut command = Command::new(&args.command[0]);
     command.args(&args.command[1..]);
     environment.apply(&mut command);
@@ -40,38 +40,38 @@ fn not_started(args: &RunArgs, source: io::Error) -> CliError {
     CliError::NotStarted { program: args.command[0].clone(), source }
 }
 
-/// Becomes the program. Returns only when it cannot.
+/// Replaces this process with the program. Returns only if that fails.
 pub(super) fn replace(args: &RunArgs, environment: &Environment) -> CliError {
     not_started(args, command(args, environment).exec())
 }
 
-/// Runs the program to its end.
+/// Runs the program until it ends.
 pub(super) fn run(args: &RunArgs, environment: &Environment) -> Result<Ended, CliError> {
-    // Before the program starts, so that no signal ends this process and leaves the program alone.
+    // Register before the program starts, so that no signal ends this process and leaves the program running.
     let signals = Signals::new([SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2]);
     let mut signals = signals.map_err(|source| not_started(args, source))?;
     let mut child = command(args, environment).spawn().map_err(|source| not_started(args, source))?;
     let running = Arc::new(Mutex::new(Pid::from_raw(child.id().cast_signed())));
     let (forwarded, handle) = (Arc::clone(&running), signals.handle());
     let forwarder = std::thread::spawn(move || {
-        // A terminal sends its signals to the program as well.
+        // A terminal also sends its signals to the program.
         let has_terminal = io::stdin().is_terminal();
         for signal in signals.forever().filter(|signal| !(has_terminal && [SIGINT, SIGQUIT].contains(signal))) {
             let running = forwarded.lock().unwrap_or_else(PoisonError::into_inner);
             if let (Some(pid), Some(signal)) = (*running, Signal::from_named_raw(signal)) {
-                // It may have ended just now, and is not reaped: nothing else has its number.
+                // The program may have just ended. Its id is not reused before it is reaped.
                 let _ended = kill_process(pid, signal);
             }
         }
     });
     let ended = wait(&mut child, &running);
     handle.close();
-    // It does nothing that could panic.
+    // The thread does nothing that can panic.
     let _ended = forwarder.join();
     ended.map_err(|source| not_started(args, source))
 }
 
-/// Waits until the program has ended. Its number is given back only when no signal goes to it any more.
+/// Waits until the program has ended. Reaps it only after no signal can be sent to its id anymore.
 fn wait(child: &mut Child, running: &Mutex<Option<Pid>>) -> io::Result<Ended> {
     let pid = *running.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(pid) = pid {

@@ -1,4 +1,4 @@
-//! What the processes of a run told: a file for each that ended, and a mark for each that began.
+//! The summaries of a run's processes: one file per process that ended normally, and one marker per process that began.
 
 use crate::error::CliError;
 use serde::Deserialize;
@@ -6,33 +6,33 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// A process that ended by itself.
+/// Summary of a process that ended normally.
 #[derive(Clone, Debug, Deserialize)]
 pub(super) struct Summary {
     pub(super) process: u32,
     pub(super) program: String,
     pub(super) rank: Option<u64>,
-    /// Whether it kept its own allocator.
+    /// `true` if it kept its own allocator.
     pub(super) watched: bool,
     pub(super) allocations: u64,
     pub(super) frees: u64,
-    /// Allocations that the driver served.
+    /// Allocations served by the driver.
     pub(super) passed_on: u64,
-    /// Time in calls that were served.
+    /// Time spent in calls that symmalloc served.
     pub(super) nanoseconds: u64,
     pub(super) peak_live_bytes: u64,
-    /// What the driver would have needed at least.
+    /// Lower bound of the memory that the driver's allocator would have needed.
     pub(super) peak_driver_bytes: u64,
     pub(super) devices: Vec<DeviceSummary>,
 }
 
-/// A device of a process.
+/// Results of one device of a process.
 #[derive(Clone, Debug, Deserialize)]
 pub(super) struct DeviceSummary {
     pub(super) device: u32,
     pub(super) trace: Option<PathBuf>,
     pub(super) peak_reserved_bytes: Option<u64>,
-    /// How often memory was obtained from the device.
+    /// Number of times that memory was obtained from the device.
     pub(super) growths: Option<u64>,
     #[serde(default)]
     pub(super) refused: u64,
@@ -41,7 +41,7 @@ pub(super) struct DeviceSummary {
     pub(super) leaks: Vec<Leak>,
 }
 
-/// The history of a pool as a number.
+/// Digest of a pool's history.
 #[derive(Clone, Debug, Deserialize, PartialEq, Eq)]
 pub(super) struct PoolDigest {
     pub(super) pool: u32,
@@ -49,14 +49,14 @@ pub(super) struct PoolDigest {
     pub(super) digest: String,
 }
 
-/// Allocations of one size that were still live.
+/// Allocations of one size that were never freed.
 #[derive(Clone, Copy, Debug, Deserialize)]
 pub(super) struct Leak {
     pub(super) size_bytes: u64,
     pub(super) count: u64,
 }
 
-/// A process that allocated. What it told when it began.
+/// Marker of a process that made an allocation.
 #[derive(Clone, Debug, Deserialize)]
 pub(super) struct Begun {
     pub(super) process: u32,
@@ -64,12 +64,12 @@ pub(super) struct Begun {
     pub(super) rank: Option<u64>,
 }
 
-/// All processes of a run.
+/// Summaries of all processes of a run.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Summaries {
-    /// By rank, then by process.
+    /// Processes that ended normally, by rank and then by process id.
     pub(super) ended: Vec<Summary>,
-    /// Those that told no more than that they began.
+    /// Processes that left only a marker.
     pub(super) killed: Vec<Begun>,
 }
 
@@ -103,12 +103,12 @@ impl Summaries {
         Ok(summaries)
     }
 
-    /// The traces that are whole.
+    /// Returns the complete traces.
     pub(super) fn traces(&self) -> impl Iterator<Item = &Path> {
         self.ended.iter().flat_map(|summary| &summary.devices).filter_map(|device| device.trace.as_deref())
     }
 
-    /// Of each rank the process that allocated most: a rank may have helpers.
+    /// Returns the process with the most allocations of each rank. A rank may have helper processes.
     pub(super) fn by_rank(&self) -> BTreeMap<u64, &Summary> {
         let mut ranks: BTreeMap<u64, &Summary> = BTreeMap::new();
         for summary in &self.ended {

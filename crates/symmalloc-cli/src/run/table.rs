@@ -1,4 +1,4 @@
-//! What is said on stderr when the program has ended.
+//! The text that `run` prints on stderr when the program has ended.
 
 use super::process::Ended;
 use super::summary::{Begun, DeviceSummary, Leak, Summaries, Summary};
@@ -8,10 +8,10 @@ use crate::output::{Cell, Palette, Table};
 use crate::quantity::{count, counted, memory};
 use std::time::Duration;
 
-/// Sizes of leaks that are shown.
+/// Maximum number of leak sizes shown.
 const LEAKS_MAX: usize = 5;
 
-/// Figures, if they are asked for, and what became of recordings.
+/// Returns the statistics, if requested, and the recordings.
 pub(super) fn text(summaries: &Summaries, args: &RunArgs, ended: &Ended) -> String {
     let palette = Palette::of_stderr();
     let mut lines = Vec::new();
@@ -48,11 +48,11 @@ fn name(program: &str, process: u32, rank: Option<u64>) -> String {
 fn killed(begun: &Begun, args: &RunArgs) -> String {
     let name = name(&begun.program, begun.process, begun.rank);
     let recording = if args.record.is_some() {
-        ": its recording has no end, and is read with --accept-torn"
+        ": its recording breaks off; read it with --accept-torn"
     } else {
-        ": there are no figures of it"
+        ": no statistics"
     };
-    format!("{name} ended without a word, killed or by _exit{recording}")
+    format!("{name} did not end normally (killed, or _exit){recording}")
 }
 
 fn figures(summary: &Summary, palette: Palette) -> Vec<String> {
@@ -78,7 +78,7 @@ fn figures(summary: &Summary, palette: Palette) -> Vec<String> {
             row(&format!("refused, device {device}"), count(*refused));
         }
     }
-    row("the driver's own, at least", memory(summary.peak_driver_bytes));
+    row("without symmalloc, at least", memory(summary.peak_driver_bytes));
     if summary.passed_on > 0 {
         row("served by the driver", counted(summary.passed_on, "allocation"));
     }
@@ -94,7 +94,7 @@ fn figures(summary: &Summary, palette: Palette) -> Vec<String> {
     lines
 }
 
-/// What was still allocated, by size.
+/// Describes the allocations that were never freed, by size.
 fn leaks_of(device: u32, leaks: &[Leak]) -> Option<String> {
     let (number, bytes) =
         leaks.iter().fold((0, 0), |(number, bytes), leak| (number + leak.count, bytes + leak.count * leak.size_bytes));

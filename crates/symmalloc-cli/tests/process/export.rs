@@ -50,7 +50,7 @@ fn a_pytorch_job_keeps_what_was_pending_unless_it_shall_free_at_once() {
     let job = folder.trace("job.trace", &lines);
     let [out, again] = ["out.pickle", "again.trace"].map(|name| folder.path(name));
     let words = symmalloc("export {} {}", &[&job, &out]).exited(0).stdout.clone();
-    assert!(words.contains("complete later, as recorded (--free-at-once: when the program frees): 1"), "{words}");
+    assert!(words.contains("complete later, as recorded (--free-at-once completes them at once): 1"), "{words}");
     symmalloc("import {} {}", &[&out, &again]).exited(0);
     assert!(fs::read_to_string(&again).unwrap().contains("f 0 pending 1\na 1 2097152 s0 -> 0@2097152\n"));
     let said = symmalloc("export {} {} --free-at-once --json", &[&job, &out]).json(0);
@@ -77,14 +77,14 @@ fn a_time_line_is_json_that_says_when_what_was_live() {
     assert_eq!((said["slices"].as_u64(), said["left_out"].as_u64()), (Some(24_464), Some(0)), "{said}");
     symmalloc("export {} {} --json", &[&job, &b]).json(0);
     let bytes = fs::read(&a).unwrap();
-    assert!(bytes == fs::read(&b).unwrap(), "the same job is the same bytes");
+    assert!(bytes == fs::read(&b).unwrap(), "the same job gives different bytes");
 
     let trace: serde_json::Value = serde_json::from_slice(&bytes).unwrap();
     let events = trace["traceEvents"].as_array().unwrap();
     let count = |phase: &str| events.iter().filter(|event| event["ph"] == phase).count() as u64;
     assert_eq!((count("b"), count("e")), (24_464, 24_464));
     assert_eq!((count("C"), count("i")), (said["points"].as_u64().unwrap(), said["instants"].as_u64().unwrap()));
-    // What the chart says of the same job.
+    // The chart of the same job has the same peaks.
     let chart = symmalloc("chart {} -o {} --json", &[&job, &folder.path("chart.svg")]).json(0);
     let heaps = chart["heaps"].as_array().unwrap();
     for (heap, process) in heaps.iter().zip(2..) {
@@ -103,6 +103,6 @@ fn a_time_line_of_less_detail_is_smaller() {
     let [all, few] = ["all.trace", "few.trace"].map(|name| folder.path(name));
     symmalloc("export {} {} --format perfetto --detail all", &[&job, &all]).exited(0);
     let words = symmalloc("export {} {} --format perfetto --detail 1000", &[&job, &few]).exited(0).stdout.clone();
-    assert!(words.contains("1,000 allocations of") && words.contains("23,464 smaller ones"), "{words}");
+    assert!(words.contains("1,000 allocations of") && words.contains("23,464 smaller allocations"), "{words}");
     assert!(fs::metadata(&few).unwrap().len() * 10 < fs::metadata(&all).unwrap().len());
 }

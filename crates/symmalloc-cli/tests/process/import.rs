@@ -19,7 +19,7 @@ fn a_log_becomes_a_trace_and_what_was_left_out_is_said() {
     let trace = folder.path("rmm.trace");
     let said = symmalloc("import {} {}", &[&log, &trace]);
     let words = &said.exited(0).stdout;
-    assert!(words.contains("RMM log") && words.contains("1 allocation of 512 B lived by then"), "{words}");
+    assert!(words.contains("RMM log") && words.contains("1 allocation of 512 B already live"), "{words}");
     assert_eq!(
         fs::read_to_string(&trace).unwrap(),
         "symmalloc-trace 1\nstream s0\na 0 512 s0\na 1 1048576 s0\nf 0\nf 1\nend 5\n"
@@ -36,7 +36,7 @@ fn the_extension_compresses_and_everything_reads_back() {
     symmalloc("import {} {}", &[&gzip, &zstd]).exited(0);
     let starts = [&plain, &gzip, &zstd].map(|path| fs::read(path).unwrap()[..2].to_vec());
     assert_eq!(starts, [b"sy".to_vec(), vec![0x1f, 0x8b], vec![0x28, 0xb5]]);
-    // The project's own copy of this job was made by the same way.
+    // The project's own copy of this job was converted in the same way.
     let (again, kept) = (folder.path("again.trace"), folder.path("kept.trace"));
     symmalloc("import {} {}", &[&zstd, &again]).exited(0);
     symmalloc("import {} {}", &[&recorded("fsdp1_train_rank1.trace.zst"), &kept]).exited(0);
@@ -70,7 +70,7 @@ fn standard_input_and_output_are_read_and_written() {
     let (written, said) = piped(&["import", "-", "-"], RMM_LOG.as_bytes());
     assert_eq!(written, fs::read(&trace).unwrap());
     assert!(said.contains("written to standard output"), "{said}");
-    // What is said about it is JSON beside it.
+    // With --json, the message on stderr is JSON.
     let (_, said) = piped(&["import", "-", "-", "--json"], RMM_LOG.as_bytes());
     let said: Value = serde_json::from_str(&said).unwrap();
     assert_eq!((&said["allocs"], &said["lived_before"]), (&2.into(), &1.into()), "{said}");

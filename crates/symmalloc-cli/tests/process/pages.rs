@@ -1,4 +1,4 @@
-//! Numbers on pages that the program itself can count.
+//! Numbers in the documentation that the program can verify.
 
 use super::symmalloc;
 use std::fs;
@@ -8,8 +8,8 @@ fn page(name: &str) -> String {
     fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(name)).unwrap()
 }
 
-/// Live over reserved of the recorded jobs of the front page, six times over with shared streams: the least of ours, and of
-/// PyTorch's expandable segments.
+/// The README states the lowest ratio of live to reserved memory of the recorded jobs, repeated six times with shared streams, for our
+/// allocator and for PyTorch's expandable segments.
 #[test]
 fn the_front_page_has_the_least_efficiency_of_the_recorded_jobs() {
     let jobs = "replay gpt2 moe resnet50 llama fsdp fsdp1 --ranks 1 --passes 6 --streams shared --json";

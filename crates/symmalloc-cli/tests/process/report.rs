@@ -146,7 +146,7 @@ fn a_snapshot_that_begins_in_the_middle_counts_what_lived_by_then() {
     assert_eq!((&said["lived_before"], &said["lived_before_bytes"]), (&2.into(), &(4 << 20).into()), "{said}");
     assert_eq!(said["live"]["peak_bytes"], 5 << 20, "{said}");
     assert_eq!(said["recorded_reserved"], serde_json::json!({ "peak_bytes": 20 << 20, "is_exact": true }));
-    let wanted = "begins in the middle of a job: 2 allocations of 4.00 MiB were already live";
+    let wanted = "begins in the middle of a job: 2 allocations of 4.00 MiB already live";
     assert!(fs::read_to_string(&out).unwrap().contains(wanted));
     for command in ["report {} -o {}", "import {} {}"] {
         let out = if command.starts_with("import") { folder.path("middle.trace") } else { out.clone() };

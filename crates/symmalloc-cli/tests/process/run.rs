@@ -1,4 +1,4 @@
-//! `symmalloc run`: a CUDA program in C, on a stub of libcuda. Where there is no compiler the tests say so and pass.
+//! Tests of `symmalloc run` with a CUDA program in C, on a stub of libcuda. They are skipped if there is no C compiler.
 
 use crate::{Folder, Said, symmalloc};
 use std::fs;
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use tempfile::TempDir;
 
-/// The stub, the program and the folder that it runs in.
+/// The stub, the program, and its working folder.
 struct Job {
     stub: TempDir,
     folder: Folder,
@@ -50,12 +50,12 @@ impl Job {
         self.command(flags, what).output().expect("the program starts").into()
     }
 
-    /// Two ranks, started by a shell as a launcher would.
+    /// Runs two ranks, started by a shell script.
     fn ranks(&self, flags: &str, what: &str) -> Said {
         self.launched("RANK=0 WORLD_SIZE=2 \"$@\" & RANK=1 WORLD_SIZE=2 \"$@\" & wait", flags, what)
     }
 
-    /// A script that starts the program as `"$@"`.
+    /// Runs a script that starts the program as `"$@"`.
     fn launched(&self, script: &str, flags: &str, what: &str) -> Said {
         let command = self.command(flags, what);
         let launcher = self.folder.file("launcher", format!("{script}\n"));
@@ -84,11 +84,11 @@ fn figures_are_told_at_the_end() {
     let said = job.run("--stats", "exit");
     assert_eq!(said.code, Some(7));
     assert!(said.stderr.contains("82 allocations, 81 frees"), "{}", said.stderr);
-    for line in ["peak live", "peak reserved, device 0", "the driver's own, at least", "ns per call"] {
+    for line in ["peak live", "peak reserved, device 0", "without symmalloc, at least", "ns per call"] {
         assert!(said.stderr.contains(line), "{line} is missing:\n{}", said.stderr);
     }
     assert!(said.stderr.contains("never freed, device 0: 3.00 MiB in 1 allocation: 1 of 3.00 MiB"), "{}", said.stderr);
-    // 9 MiB at once in ten steps; then 4 MiB.
+    // A step allocates 9 MiB at once; 4 MiB follow after ten steps.
     assert!(said.stderr.contains("9.00 MiB"), "{}", said.stderr);
 }
 
@@ -106,7 +106,7 @@ fn a_recording_alone_watches() {
     job.run("--record text.trace", "");
     let text = fs::read_to_string(job.folder.path("text.trace")).expect("a trace");
     assert!(text.starts_with("symmalloc-trace 1\nconfig "), "{text}");
-    // Streams in the order of their first use; a free on another stream is a use by it.
+    // Streams are numbered in the order of their first use. A free on another stream is a use by that stream.
     assert!(text.contains("\nstream s0\na 0 262144 s0\nstream s1\na 1 524288 s1\n"), "{text}");
     assert!(text.contains("\nu 1 s0\nf 1\n"), "{text}");
 }
@@ -163,7 +163,7 @@ fn a_check_needs_ranks() {
     let said = job.run("--check", "");
     assert!(said.code == Some(2) && said.stderr.contains("torchrun"), "{}", said.stderr);
     let said: Said = job.command("--check", "").env("RANK", "0").output().expect("starts").into();
-    assert!(said.code == Some(2) && said.stderr.contains("sees no other"), "{}", said.stderr);
+    assert!(said.code == Some(2) && said.stderr.contains("cannot see the other ranks"), "{}", said.stderr);
 }
 
 #[test]

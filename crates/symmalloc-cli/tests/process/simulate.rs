@@ -78,7 +78,7 @@ fn a_recorded_job_is_simulated() {
     assert_eq!(json[0]["trace"].as_str(), job.to_str());
 }
 
-/// The story of a rank that forgets a free.
+/// Returns a saved failure in which a rank omits a free.
 fn story_of_a_failure() -> String {
     let size = Size { ranks: NonZeroU32::new(4).unwrap(), ops: 150 };
     let fails = |seed| {
@@ -110,14 +110,14 @@ fn a_failure_is_shrunk_saved_and_found_again() {
     let text = fs::read_to_string(&saved).unwrap();
     assert!(text.starts_with("symmalloc-trace 1\n") && text.contains("# Found by `symmalloc simulate"), "{text}");
 
-    // The saved trace fails again by itself, and people are told where.
+    // The saved trace fails again by itself, and the output names the failing op.
     let said = symmalloc("simulate {} --out {}", &[&saved, folder.0.path()]);
     let said = said.exited(3);
     let seed = failure["seed"].as_u64().unwrap();
     for wanted in ["FAILED", &format!("seed {seed}, rank"), "(`f ", "Saved as", saved.to_str().unwrap()] {
         assert!(said.stdout.contains(wanted), "no {wanted:?} in:\n{}", said.stdout);
     }
-    // Other commands take it for the plain trace that it is.
+    // Other commands read it as a plain trace.
     symmalloc("replay {} --ranks 2 --json", &[&saved]).json(0);
 }
 

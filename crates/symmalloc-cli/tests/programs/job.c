@@ -1,4 +1,4 @@
-/* A CUDA program of the tests: argv[1] is what it does besides allocating and freeing. */
+/* A CUDA program for tests. argv[1] selects what it does besides allocating and freeing. */
 #include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
