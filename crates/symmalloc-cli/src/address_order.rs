@@ -1,13 +1,13 @@
-//! The old rule, for comparison: free blocks in order of address, and events polled on the host.
+//! PyTorch's rule, for comparison: free blocks in address order, and events polled on the host.
 //!
-//! This models PyTorch 2.11's caching allocator (`c10/cuda/CUDACachingAllocator.cpp`) closely enough to place like it
-//! and to hold the same memory. It exists to show, beside our own allocator and on the same trace, what two habits of
-//! it do across ranks:
+//! This models PyTorch 2.11's caching allocator (`c10/cuda/CUDACachingAllocator.cpp`) closely enough to make the same placements
+//! and reserve the same memory. It shows, next to our allocator and on the same trace, how two properties of that allocator
+//! make ranks differ:
 //!
 //! ```text
-//! free blocks   ordered by (stream, size, ADDRESS)      the driver gives other addresses on each rank
-//! other uses    record_stream ► at free: an event per stream, the block is put aside
-//!                             ► at each allocation: POLL; done ► the block is free     done when? other on each rank
+//! free blocks   ordered by (stream, size, ADDRESS)      the driver returns different addresses on each rank
+//! other uses    record_stream ► at free: an event per stream, the block is set aside
+//!                             ► at each allocation: POLL; done ► the block is free     the time differs between ranks
 //! ```
 //!
 //! The rules, in bytes (K = 2^10, M = 2^20):
@@ -20,12 +20,12 @@
 //! | expandable: page | 2 M | 20 M |
 //! | expandable: split if the rest is | ≥ 512 | ≥ 512 |
 //!
-//! A free block merges with its free neighbours at once. The driver is a [`SimBackend`]: its addresses and its event
-//! timing come from (seed, rank), so one rank replays the same for ever and two ranks differ as real ones do.
+//! A free block merges with its free neighbors immediately. The driver is a [`SimBackend`]. Its addresses and its event
+//! timing are determined by (seed, rank), so a rank always replays identically, and two ranks differ as real ones do.
 //!
-//! Of the knobs that are off by default it has the maximum split size and power-of-two rounding ([`AddressOrder::with_rules`]).
-//! What it leaves out: garbage collection, the flush when memory runs out (it has as much as it likes), and graph capture.
-//! How a pool of the program is configured is ignored but for its identity.
+//! Of the settings that are off by default, the model supports the maximum split size and power-of-two rounding
+//! ([`AddressOrder::with_rules`]). It omits garbage collection, the flush when memory runs out (its memory is unlimited) and graph
+//! capture. It ignores the configuration of the program's pools, but keeps the pools separate.
 
 mod blocks;
 mod expandable;
@@ -40,28 +40,28 @@ use symmalloc_core::ids::{AllocationId, Placement, PoolId, SegmentId, StreamId};
 use symmalloc_core::op::Op;
 use symmalloc_sim::{Delays, SimBackend, SplitMix64};
 
-/// The longest that an event takes is a power of two below this, drawn per rank.
+/// Binary logarithm of the upper bound of an event's delay. The maximum delay is a random power of two per rank.
 const EVENT_TICKS_MAX_LOG2: u64 = 11;
 
-/// How the model obtains memory.
+/// Policy by which the model obtains memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ModelSegments {
-    /// A segment of a fixed size whenever no free block fits. PyTorch's default.
+    /// A segment of fixed size whenever no free block fits. PyTorch's default.
     Fixed,
     /// A growing range per (stream, small or large): PyTorch's `expandable_segments`.
     Expandable,
 }
 
-/// One rank of a job under the old rule. See the [module documentation](self).
+/// One rank of a job under PyTorch's rule. See the [module documentation](self).
 #[derive(Debug)]
 pub struct AddressOrder {
     rules: ModelRules,
     device: SimBackend,
     blocks: Blocks,
-    /// Every segment there ever was, by birth.
+    /// All segments ever created, by birth.
     born: Vec<ModelSegment>,
     allocations: BTreeMap<AllocationId, Allocation>,
-    /// By stream, in the order of recording: events, and the blocks that wait for them.
+    /// Pending events of each stream in the order of recording, each with the block that waits for it.
     pending: BTreeMap<StreamId, VecDeque<(Event, u64)>>,
     requested_bytes: u64,
     requested_bytes_peak: u64,
@@ -77,19 +77,19 @@ struct ModelSegment {
 struct Allocation {
     address: u64,
     requested_bytes: u64,
-    /// Streams other than its own that use it.
+    /// Streams that use the allocation, apart from its own.
     uses: BTreeSet<StreamId>,
 }
 
 impl AddressOrder {
-    /// One rank of the job that `seed` names.
+    /// Creates a rank of the job with this `seed`.
     pub fn new(seed: u64, segments: ModelSegments, rank: u32) -> Self {
         let ticks = 1 << SplitMix64::new(seed).split(rank.into()).below(EVENT_TICKS_MAX_LOG2);
         let device = SimBackend::builder().seed(seed).rank(rank).delays(Delays::UpTo { ticks });
         AddressOrder::on(device.memory_bytes(u64::MAX).build(), segments)
     }
 
-    /// One rank whose driver is `device`.
+    /// Creates a rank whose driver is `device`.
     pub fn on(device: SimBackend, segments: ModelSegments) -> Self {
         let config = PoolConfig::builder();
         let config = match segments {
@@ -108,21 +108,21 @@ impl AddressOrder {
         }
     }
 
-    /// With these settings for all pools: segments, and of their knobs what the model has (see the [module
-    /// documentation](self)). Before the first step.
+    /// Applies settings to all pools: the segment policy, and the settings that the model supports (see the [module
+    /// documentation](self)). Call it before the first step.
     #[must_use]
     pub fn with_rules(mut self, config: &PoolConfig) -> Self {
         self.rules = ModelRules::of(config);
         self
     }
 
-    /// Does what PyTorch does at this op. Returns where an allocation lies (segments numbered by birth over the
-    /// device), and nothing for other ops and for allocations of no bytes. A free or a use of an id that is not live
-    /// is passed over.
+    /// Executes an op as PyTorch does. Returns the placement of an allocation, with segments numbered by birth over the
+    /// whole device, and `None` for other ops and for allocations without bytes. Ignores a free or a use of an id that is not
+    /// live.
     ///
     /// # Errors
-    /// When the device refuses a call: there is no memory or no address left, or it has injected faults. The rank has
-    /// left the job then: what it does afterwards means nothing.
+    /// If the device fails a call, because memory or addresses are exhausted or by fault injection. The rank has then left
+    /// the job, and the results of later calls are meaningless.
     pub fn step(&mut self, op: &Op) -> Result<Option<Placement>, BackendError> {
         self.device.tick(1);
         match *op {
@@ -138,16 +138,16 @@ impl AddressOrder {
             Op::Synchronize { stream } => self.device.synchronize(stream)?,
             Op::Trim { pool } => self.empty_cache(pool)?,
             Op::DestroyPool { pool } => self.empty_cache(Some(pool))?,
-            // Waits order work on the device; the model sees uses only. The others have no counterpart in PyTorch.
+            // Waits order work on the device, but the model only considers uses. Other ops have no counterpart in PyTorch.
             _ => {}
         }
         Ok(None)
     }
 
-    /// Frees what the program left allocated, in the order of ids: each by a step of its own.
+    /// Frees all live allocations in the order of their ids, each in a separate step.
     ///
     /// # Errors
-    /// As [`step`](Self::step).
+    /// The same as for [`step`](Self::step).
     pub fn free_all(&mut self) -> Result<(), BackendError> {
         while let Some((&id, _)) = self.allocations.first_key_value() {
             self.step(&Op::Free { id })?;
@@ -155,27 +155,27 @@ impl AddressOrder {
         Ok(())
     }
 
-    /// Device memory held, in bytes.
+    /// Returns the reserved device memory, in bytes.
     pub fn reserved_bytes(&self) -> u64 {
         self.device.mapped_bytes()
     }
 
-    /// The most device memory ever held, in bytes.
+    /// Returns the peak of reserved device memory, in bytes.
     pub fn reserved_bytes_peak(&self) -> u64 {
         self.device.mapped_bytes_peak()
     }
 
-    /// Bytes the program has asked for and not freed.
+    /// Returns the bytes that the program has requested and not freed.
     pub fn requested_bytes(&self) -> u64 {
         self.requested_bytes
     }
 
-    /// The most of these at any time.
+    /// Returns the peak of [`requested_bytes`](Self::requested_bytes).
     pub fn requested_bytes_peak(&self) -> u64 {
         self.requested_bytes_peak
     }
 
-    /// Segments held now.
+    /// Returns the number of live segments.
     pub fn segment_count(&self) -> usize {
         self.born.iter().filter(|segment| segment.alive).count()
     }
@@ -221,7 +221,7 @@ impl AddressOrder {
         Ok(Some(Placement { segment: block.segment, offset_bytes: address - base }))
     }
 
-    /// Obtains a segment of the size that the request asks for: one free block.
+    /// Obtains a segment for a request, as one free block.
     fn fixed_segment(&mut self, list: List, size: u64) -> Result<u64, BackendError> {
         let segment_bytes = self.rules.segment_bytes(list.class, size);
         let range = self.device.reserve(segment_bytes)?;
@@ -229,7 +229,7 @@ impl AddressOrder {
         Ok(self.add_segment(list, range, ModelState::Free))
     }
 
-    /// Enters a new segment as one block; returns its address.
+    /// Adds a new segment as one block, and returns its address.
     fn add_segment(&mut self, list: List, range: Range, state: ModelState) -> u64 {
         let segment = SegmentId(self.born.len() as u32);
         self.born.push(ModelSegment { range, alive: true });
@@ -251,7 +251,7 @@ impl AddressOrder {
         Ok(())
     }
 
-    /// Asks the oldest event of each stream, and the next as long as they are done.
+    /// Queries the oldest event of each stream, and the following ones until one is pending.
     fn poll(&mut self) -> Result<(), BackendError> {
         for queue in self.pending.values_mut() {
             while let Some(&(event, address)) = queue.front()
@@ -265,7 +265,7 @@ impl AddressOrder {
         Ok(())
     }
 
-    /// PyTorch's `emptyCache`, of one pool or of all: waits for every event, then gives back what is wholly free.
+    /// Executes PyTorch's `emptyCache` for one pool or all pools: waits for every event, then releases memory that is entirely free.
     fn empty_cache(&mut self, pool: Option<PoolId>) -> Result<(), BackendError> {
         for (&stream, queue) in &mut self.pending {
             let mut index = 0;

@@ -1,4 +1,4 @@
-//! `symmalloc simulate`: whole jobs on many adverse ranks; a failure is shrunk and saved as a trace.
+//! `symmalloc simulate`: whole jobs on many adverse ranks. A failure is shrunk and saved as a trace.
 
 mod json;
 mod resident;
@@ -23,49 +23,49 @@ use symmalloc_sim::job::shrink::{Shrunk, shrink};
 use symmalloc_sim::job::{Failure, JobOutcome, JobPlan, Size, simulate as run_plan, story};
 use symmalloc_trace::MAGIC;
 
-/// Steps times ranks that shrinking a failure may cost, about: some minutes.
+/// Approximate budget for shrinking a failure, in steps times ranks. It takes some minutes.
 const SHRINK_STEPS: usize = 400_000_000;
-/// Runs that shrinking may take.
+/// Maximum number of runs for shrinking.
 const SHRINK_RUNS_MAX: usize = 3000;
-/// Larger files are recordings, and not what was written about a failure.
+/// Maximum size of a saved failure. Larger files are recordings.
 const STORY_BYTES_MAX: u64 = 64 << 20;
 
-/// Where the programs of the runs come from.
+/// Source of the programs.
 enum ProgramSource {
-    /// From their seeds.
+    /// Generated from seeds.
     Generated,
-    /// From a recording.
+    /// Taken from a recording.
     Recorded { path: PathBuf, recording: Box<Recording> },
-    /// From what was written about a failure.
+    /// Taken from a saved failure.
     Story { path: PathBuf, plan: Box<JobPlan> },
 }
 
-/// What became of the runs of one source.
+/// Result of the runs of one source.
 struct SimulationFinding<'a> {
     source: &'a ProgramSource,
     args: &'a SimulateArgs,
     runs: u64,
     outcome: JobOutcome,
     elapsed: Duration,
-    /// What a rank takes on this machine, in bytes; `None` where it cannot be told.
+    /// Host memory per rank on this machine, in bytes; `None` if it cannot be determined.
     state_bytes_per_rank: Option<u64>,
     failure: Option<Told>,
 }
 
-/// A failure, and where its story was saved.
+/// A failure and its saved file.
 struct Told {
     shrunk: Shrunk,
-    /// Before it was shrunk.
+    /// The failure before it was shrunk.
     first: Failure,
     story: PathBuf,
 }
 
-/// Simulates; the verdict is `Differ` if any run failed.
+/// Runs the simulations. The verdict is `Differ` if any run failed.
 pub(crate) fn simulate(args: &SimulateArgs) -> Result<Verdict, CliError> {
     let mut findings = Vec::new();
     let mut verdict = Verdict::Agree;
     let sources = sources(args)?;
-    // A panic is a finding, told like others: with the seed and the op.
+    // A panic is a finding and is reported like others, with its seed and op.
     let hook = std::panic::take_hook();
     std::panic::set_hook(Box::new(|_| ()));
     for source in &sources {
@@ -108,9 +108,9 @@ fn source(path: &Path, args: &SimulateArgs) -> Result<ProgramSource, CliError> {
     Ok(ProgramSource::Recorded { path, recording })
 }
 
-/// The text of a file that may be a story. What cannot be read is left to the reader of recordings, which says why.
+/// Returns the text of a file that may be a saved failure. Other files are left to the reader of recordings, which reports errors.
 fn story_text(path: &Path) -> Option<String> {
-    // What is read of a pipe is gone.
+    // Reading from a pipe would consume its data.
     let file = path.is_file().then(|| fs::File::open(path).ok())??;
     let mut bytes = Vec::new();
     file.take(STORY_BYTES_MAX + 1).read_to_end(&mut bytes).ok()?;
@@ -119,7 +119,7 @@ fn story_text(path: &Path) -> Option<String> {
 }
 
 impl ProgramSource {
-    /// The plan of a run.
+    /// Returns the plan of a run.
     fn plan(&self, args: &SimulateArgs, seed: u64) -> JobPlan {
         match self {
             ProgramSource::Generated => JobPlan::from_seed(seed, &Size { ranks: ranks(args), ops: args.ops as usize }),
@@ -131,7 +131,7 @@ impl ProgramSource {
         }
     }
 
-    /// A story is one run, whatever was asked for.
+    /// Returns the number of runs. A saved failure is always a single run.
     fn runs(&self, args: &SimulateArgs) -> u64 {
         if matches!(self, ProgramSource::Story { .. }) { 1 } else { args.seeds.into() }
     }
@@ -149,7 +149,7 @@ impl ProgramSource {
     }
 }
 
-/// The arguments are checked to be at least one where they are parsed.
+/// Returns the number of ranks, which the argument parser has checked to be at least one.
 fn ranks(args: &SimulateArgs) -> NonZeroU32 {
     NonZeroU32::new(args.ranks).unwrap_or(NonZeroU32::MIN)
 }
@@ -169,7 +169,7 @@ fn find_out<'a>(source: &'a ProgramSource, args: &'a SimulateArgs) -> Result<Sim
 
 type Ran = (JobOutcome, Option<(JobPlan, Failure)>, Option<u64>);
 
-/// One run, its ranks on all cores.
+/// Executes one run, with its ranks on all cores.
 fn one(source: &ProgramSource, args: &SimulateArgs) -> Ran {
     let plan = source.plan(args, args.seed);
     let progress = Progress::new(&source.name(), 0, "steps");
@@ -184,7 +184,7 @@ fn one(source: &ProgramSource, args: &SimulateArgs) -> Ran {
     }
 }
 
-/// Many runs, each on a core of its own. The failure is that of the least seed.
+/// Executes many runs in parallel, one per core. The reported failure is the one with the lowest seed.
 fn many(source: &ProgramSource, args: &SimulateArgs, runs: u64) -> Ran {
     let progress = Progress::new(&source.name(), runs, "runs");
     let (next, first_failed) = (AtomicU64::new(0), AtomicU64::new(u64::MAX));
@@ -192,7 +192,7 @@ fn many(source: &ProgramSource, args: &SimulateArgs, runs: u64) -> Ran {
         let mut ran = Vec::new();
         loop {
             let run = next.fetch_add(1, Ordering::Relaxed);
-            // Runs of lesser seeds than that of a failure are still carried out: the least one is told.
+            // After a failure, runs with lower seeds still execute, because the lowest failing seed is reported.
             if run >= runs.min(first_failed.load(Ordering::Relaxed)) {
                 return ran;
             }
@@ -224,7 +224,7 @@ fn cores() -> NonZeroUsize {
     thread::available_parallelism().unwrap_or(NonZeroUsize::MIN)
 }
 
-/// Shrinks a failure and saves its story.
+/// Shrinks a failure and saves it as a trace.
 fn tell(source: &ProgramSource, args: &SimulateArgs, plan: JobPlan, first: Failure) -> Result<Told, CliError> {
     let seed = plan.seed();
     let (ops, ranks) = (plan.steps().len(), plan.ranks().len());

@@ -1,15 +1,15 @@
-//! The blocks of the old rule: what tiles each segment, and the free ones in order of (stream, size, address).
+//! The blocks of PyTorch's rule: a partition of each segment, and the free blocks in the order (stream, size, address).
 //!
 //! ```text
 //! segment   │ allocated │ free │ allocated │ pending │ free │ ···· unmapped ···· │      (unmapped: expandable only)
-//!             blocks tile the segment; no two neighbours are both free, or both unmapped
+//!             blocks partition the segment; no two neighbors are both free or both unmapped
 //! ```
 
 use std::collections::{BTreeMap, BTreeSet};
 use symmalloc_core::ids::{PoolId, SegmentId, StreamId};
 use symmalloc_core::units::MIB;
 
-/// Small and large requests never share a segment.
+/// Size class of a request. Small and large requests never share a segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Class {
     Small,
@@ -17,8 +17,8 @@ pub(super) enum Class {
 }
 
 impl Class {
-    /// PyTorch's `kSmallBuffer` and `kLargeBuffer`: the page of an expandable segment, in bytes, and the size of a
-    /// fixed one that is shared.
+    /// Returns PyTorch's `kSmallBuffer` or `kLargeBuffer`: the page size of an expandable segment, in bytes, and the size of a
+    /// fixed segment that several blocks share.
     pub(super) fn page_bytes(self) -> u64 {
         match self {
             Class::Small => 2 * MIB,
@@ -27,7 +27,7 @@ impl Class {
     }
 }
 
-/// What a block may be reused for.
+/// Key of a free list. A block serves only requests with the same key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct List {
     pub(super) pool: PoolId,
@@ -39,7 +39,7 @@ pub(super) struct List {
 pub(super) enum ModelState {
     Free,
     Allocated,
-    /// Freed by the program; free when so many events are done.
+    /// Freed by the program. Becomes free after this number of events.
     Pending {
         events: u32,
     },
@@ -59,25 +59,25 @@ pub(super) struct ModelBlock {
 #[derive(Debug, Default)]
 pub(super) struct Blocks {
     by_address: BTreeMap<u64, ModelBlock>,
-    /// (list, size, address) of the free ones.
+    /// (list, size, address) of each free block.
     free: BTreeSet<(List, u64, u64)>,
-    /// (list, address) of the unmapped ones.
+    /// (list, address) of each unmapped block.
     unmapped: BTreeSet<(List, u64)>,
 }
 
 impl Blocks {
-    /// The block that starts at `address`.
+    /// Returns the block that starts at `address`.
     ///
     /// # Panics
-    /// When none does.
+    /// If no block starts there.
     pub(super) fn at(&self, address: u64) -> ModelBlock {
         self.by_address[&address]
     }
 
-    /// Takes a block out.
+    /// Removes and returns the block that starts at `address`.
     ///
     /// # Panics
-    /// When none starts at `address`.
+    /// If no block starts there.
     pub(super) fn take(&mut self, address: u64) -> ModelBlock {
         let block = self.by_address.remove(&address).expect("a block starts here");
         match block.state {
@@ -88,7 +88,7 @@ impl Blocks {
         block
     }
 
-    /// Puts a block in. A free or unmapped one merges with neighbours of its kind; returns where it then starts.
+    /// Inserts a block. Merges a free or unmapped block with neighbors in the same state, and returns the start of the result.
     pub(super) fn put(&mut self, mut address: u64, mut block: ModelBlock) -> u64 {
         if matches!(block.state, ModelState::Free | ModelState::Unmapped) {
             if let Some((next, neighbour)) = self.next(address, &block)
@@ -112,21 +112,21 @@ impl Blocks {
         address
     }
 
-    /// The block right behind, in the same segment.
+    /// Returns the next block in the same segment.
     pub(super) fn next(&self, address: u64, block: &ModelBlock) -> Option<(u64, ModelBlock)> {
         let next = address + block.size_bytes;
         let neighbour = *self.by_address.get(&next)?;
         (neighbour.segment == block.segment).then_some((next, neighbour))
     }
 
-    /// The block right before, in the same segment.
+    /// Returns the previous block in the same segment.
     pub(super) fn previous(&self, address: u64, block: &ModelBlock) -> Option<(u64, ModelBlock)> {
         let (&previous, &neighbour) = self.by_address.range(..address).next_back()?;
         let touches = previous + neighbour.size_bytes == address && neighbour.segment == block.segment;
         touches.then_some((previous, neighbour))
     }
 
-    /// The smallest free block that fits, the lowest address among equals.
+    /// Returns the smallest free block that fits, and among equal sizes the one with the lowest address.
     pub(super) fn best_fit(&self, list: List, size: u64) -> Option<u64> {
         self.fitting(list, size).next()
     }
@@ -135,8 +135,8 @@ impl Blocks {
         self.free.range((list, size, 0)..=(list, u64::MAX, u64::MAX)).map(|&(_, _, address)| address)
     }
 
-    /// The same where a block before unmapped addresses counts as large as it could grow: one that cannot grow, or
-    /// less, is taken first.
+    /// Returns the best fit, where a block before unmapped addresses counts with the size to which it can grow. Blocks that
+    /// cannot grow, or can grow less, are preferred.
     pub(super) fn best_fit_expandable(&self, list: List, size: u64) -> Option<u64> {
         let room = |address: u64| {
             let block = self.at(address);
@@ -154,18 +154,18 @@ impl Blocks {
         Some(best)
     }
 
-    /// The unmapped blocks of a list, ascending by address.
+    /// Returns the unmapped blocks of a list, in ascending order of address.
     pub(super) fn unmapped_of(&self, list: List) -> impl Iterator<Item = u64> {
         self.unmapped.range((list, 0)..=(list, u64::MAX)).map(|&(_, address)| address)
     }
 
-    /// The free blocks of a pool, or of all.
+    /// Returns the free blocks of a pool or of all pools.
     pub(super) fn free_of(&self, pool: Option<PoolId>) -> Vec<u64> {
         let of_pool = |list: &List| pool.is_none_or(|pool| pool == list.pool);
         self.free.iter().filter(|(list, ..)| of_pool(list)).map(|&(_, _, address)| address).collect()
     }
 
-    /// One of the events that a pending block waits for is done.
+    /// Counts a completed event of a pending block, and frees the block after the last one.
     pub(super) fn event_done(&mut self, address: u64) {
         let block = self.take(address);
         let state = match block.state {

@@ -1,25 +1,25 @@
-//! PyTorch's expandable segments: a range of addresses per (pool, stream, class), given memory page by page.
+//! PyTorch's expandable segments: a range of addresses per (pool, stream, class), mapped page by page.
 //!
 //! ```text
 //! request of 3 pages      │ allocated │ free ½ │ ········ unmapped ········ │
-//!                                     └─ map 3 pages (2½ would do; whole ones) ┐
+//!                                     └─ map 3 pages (2½, rounded up to pages) ┐
 //!                         │ allocated │ the request │ free ½ │ ·· unmapped ·· │
 //! ```
 //!
-//! The lowest unmapped addresses come first, together with a free block right before them; so holes that
-//! `emptyCache` left are filled before the range grows at its end.
+//! The lowest unmapped addresses are mapped first, together with a free block directly before them. So the holes that
+//! `emptyCache` leaves are filled before the range grows at its end.
 
 use super::AddressOrder;
 use super::blocks::{List, ModelBlock, ModelState};
 use symmalloc_core::backend::{Backend, BackendError};
 use symmalloc_core::units::GIB;
 
-/// Addresses of one expandable segment, in bytes: 9/8 of a device's memory, as in PyTorch, for a device of some
-/// 142 GiB; a multiple of both pages.
+/// Address range of one expandable segment, in bytes: 9/8 of a device's memory, as in PyTorch, for a device of about
+/// 142 GiB. It is a multiple of both page sizes.
 const RANGE_BYTES: u64 = 160 * GIB;
 
 impl AddressOrder {
-    /// Maps pages until a free block of at least `size` bytes exists; returns its address.
+    /// Maps pages until there is a free block of at least `size` bytes, and returns its address.
     pub(super) fn expanded_block(&mut self, list: List, size: u64) -> Result<u64, BackendError> {
         let mut address = match self.room_for(list, size) {
             Some(address) => address,
@@ -40,7 +40,7 @@ impl AddressOrder {
         }
     }
 
-    /// Where a run of free and unmapped blocks starts that has room for `size` bytes.
+    /// Returns the start of a run of free and unmapped blocks with room for `size` bytes.
     fn room_for(&self, list: List, size: u64) -> Option<u64> {
         let usable = |block: &ModelBlock| matches!(block.state, ModelState::Free | ModelState::Unmapped);
         self.blocks.unmapped_of(list).find_map(|unmapped| {
@@ -59,8 +59,8 @@ impl AddressOrder {
         })
     }
 
-    /// Gives memory to at least `size` bytes from the start of an unmapped block, or to all of it, in whole pages;
-    /// returns where the free block then starts.
+    /// Maps whole pages for at least `size` bytes at the start of an unmapped block, or for all of it. Returns the start of the
+    /// resulting free block.
     fn map_pages(&mut self, address: u64, size: u64) -> Result<u64, BackendError> {
         let block = self.blocks.at(address);
         let range = self.born[block.segment.index()].range;
@@ -73,7 +73,7 @@ impl AddressOrder {
         Ok(self.blocks.put(address, ModelBlock { size_bytes: mapped, state: ModelState::Free, ..block }))
     }
 
-    /// Takes the memory from the pages that lie wholly inside of a free block; a segment left without any is released.
+    /// Unmaps the pages that lie entirely inside a free block. Releases the segment if it has no memory left.
     pub(super) fn unmap_whole_pages(&mut self, address: u64) -> Result<(), BackendError> {
         let block = self.blocks.at(address);
         let range = self.born[block.segment.index()].range;

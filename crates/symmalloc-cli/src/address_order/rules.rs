@@ -1,17 +1,17 @@
-//! PyTorch's settings that the model has: how sizes are rounded, and which blocks are split.
+//! The PyTorch settings that the model supports: rounding of sizes and splitting of blocks.
 
 use super::blocks::Class;
 use symmalloc_core::config::{FixedSegments, PoolConfig, RoundupPower2Divisions, SegmentPolicy};
 use symmalloc_core::units::{MIB, UNIT_BYTES};
 
-/// Requests up to this are small.
+/// Maximum size of a small request.
 pub(super) const SMALL_MAX_BYTES: u64 = MIB;
-/// Large requests from this on get a segment of their own size.
+/// Size from which a large request gets a segment of its size.
 const OWN_SEGMENT_MIN_BYTES: u64 = 10 * MIB;
-/// Such a segment is a multiple of this.
+/// Rounding of the size of such a segment.
 const OWN_SEGMENT_ROUND_BYTES: u64 = 2 * MIB;
 
-/// The settings of all pools of a rank.
+/// Settings of all pools of a rank.
 #[derive(Clone, Debug)]
 pub(super) struct ModelRules {
     /// `None` for expandable segments.
@@ -32,7 +32,7 @@ impl ModelRules {
         self.fixed.is_some()
     }
 
-    /// The size of the block for a request, `round_size` in PyTorch; `None` beyond any address space.
+    /// Returns the size of the block for a request (`round_size` in PyTorch), or `None` if it exceeds every address space.
     pub(super) fn block_bytes(&self, requested_bytes: u64) -> Option<u64> {
         let log_mib = requested_bytes.ilog2().saturating_sub(MIB.ilog2()).min(15);
         let divisions = u64::from(self.divisions.divisions()[log_mib as usize]);
@@ -44,15 +44,15 @@ impl ModelRules {
         requested_bytes.checked_next_multiple_of(step).filter(|size| *size < 1 << 62)
     }
 
-    /// Whether a free block that is large enough may serve a large request: those that are never split are kept for
-    /// requests of their size.
+    /// Returns `true` if a free block that is large enough may serve a request. Blocks above the maximum split size are reserved
+    /// for requests of similar size.
     pub(super) fn accepts(&self, class: Class, request: u64, block: u64) -> bool {
         let Some(fixed) = self.fixed.as_ref().filter(|_| class == Class::Large) else { return true };
         let Some(max_split) = fixed.max_split_size_bytes else { return true };
         if request < max_split { block < max_split } else { block - request < fixed.max_non_split_rounding_bytes }
     }
 
-    /// Whether what remains of a block becomes a block of its own.
+    /// Returns `true` if the rest of a block becomes a separate block.
     pub(super) fn splits(&self, class: Class, request: u64, rest: u64) -> bool {
         match (&self.fixed, class) {
             (Some(fixed), Class::Large) => {
@@ -62,7 +62,7 @@ impl ModelRules {
         }
     }
 
-    /// The size of a fixed segment for a block.
+    /// Returns the size of a fixed segment for a block.
     pub(super) fn segment_bytes(&self, class: Class, size: u64) -> u64 {
         match class {
             Class::Small => class.page_bytes(),

@@ -1,4 +1,4 @@
-//! The rules of the old allocator, one by one.
+//! Tests of each rule of the model.
 
 use super::*;
 use symmalloc_core::config::PoolConfig;
@@ -9,7 +9,7 @@ use symmalloc_sim::Addresses;
 const S0: StreamId = StreamId(0);
 const S1: StreamId = StreamId(1);
 
-/// A device without surprises: addresses ascend and events are done when they are recorded.
+/// Returns a predictable device: addresses ascend, and events complete when they are recorded.
 fn calm(delays: Delays) -> SimBackend {
     SimBackend::builder().addresses(Addresses::Ascending).delays(delays).build()
 }
@@ -76,7 +76,7 @@ fn a_large_block_is_split_only_if_more_than_a_mebibyte_is_left() {
     assert_eq!(old.take(0, 20 * MIB), (0, 0));
     old.give(0);
     assert_eq!(old.take(1, 19 * MIB), (0, 0));
-    assert_eq!(old.take(2, 2 * MIB), (1, 0), "the mebibyte left over is part of the first");
+    assert_eq!(old.take(2, 2 * MIB), (1, 0), "the remaining mebibyte belongs to the first block");
     old.give(1);
     assert_eq!(old.take(3, 18 * MIB + 512 * KIB), (0, 0));
     assert_eq!(old.take(4, MIB + 512 * KIB), (0, 18 * MIB + 512 * KIB));
@@ -111,7 +111,7 @@ fn neighbours_merge_and_a_whole_segment_goes_back() {
     assert_eq!(old.reserved_bytes(), 2 * MIB);
     old.trim();
     assert_eq!((old.segment_count(), old.reserved_bytes(), old.reserved_bytes_peak()), (0, 0, 2 * MIB));
-    assert_eq!(old.take(3, 512), (1, 0), "birth ordinals are not given twice");
+    assert_eq!(old.take(3, 512), (1, 0), "birth ordinals are unique");
 }
 
 #[test]
@@ -151,7 +151,7 @@ fn a_block_that_another_stream_used_is_free_only_when_a_poll_says_so() {
     old.give(0);
     assert_eq!(old.take(1, MIB), (0, MIB));
     old.step(&Op::Synchronize { stream: S1 }).unwrap();
-    assert_eq!(old.take(2, MIB), (1, 0), "one of two events is done");
+    assert_eq!(old.take(2, MIB), (1, 0), "only one of two events is done");
     old.step(&Op::Synchronize { stream: StreamId(2) }).unwrap();
     assert_eq!(old.take(3, MIB), (0, 0));
 }
@@ -176,7 +176,7 @@ fn an_expandable_segment_grows_by_pages_at_its_end() {
     assert_eq!(old.reserved_bytes(), 40 * MIB);
     assert_eq!(old.take(1, 25 * MIB), (0, 30 * MIB));
     assert_eq!(old.reserved_bytes(), 60 * MIB);
-    assert_eq!(old.take(2, 512), (1, 0), "small ones have a range of their own");
+    assert_eq!(old.take(2, 512), (1, 0), "small requests have a separate range");
     assert_eq!(old.reserved_bytes(), 62 * MIB);
     assert_eq!(old.take_on(3, S1, 512), (2, 0));
 }
@@ -192,7 +192,7 @@ fn an_expandable_segment_gives_whole_pages_back_and_fills_its_holes() {
     old.give(2);
     old.trim();
     assert_eq!(old.reserved_bytes(), 80 * MIB);
-    assert_eq!(old.take(5, 10 * MIB), (0, 110 * MIB), "what is mapped comes first");
+    assert_eq!(old.take(5, 10 * MIB), (0, 110 * MIB), "mapped memory is preferred");
     assert_eq!(old.take(6, 30 * MIB), (0, 20 * MIB));
     assert_eq!(old.reserved_bytes(), 120 * MIB);
     for id in [0, 3, 4, 5, 6] {
@@ -213,7 +213,7 @@ fn a_page_with_a_live_block_stays_and_what_lies_beside_it_stays_free() {
     old.give(2);
     old.trim();
     assert_eq!(old.reserved_bytes(), 20 * MIB);
-    assert_eq!(old.take(3, 8 * MIB), (0, 20 * MIB), "the smaller one could grow");
+    assert_eq!(old.take(3, 8 * MIB), (0, 20 * MIB), "the block that cannot grow is preferred");
     assert_eq!(old.take(4, 8 * MIB), (0, 32 * MIB));
     assert_eq!(old.reserved_bytes(), 20 * MIB);
 }
@@ -252,7 +252,7 @@ fn what_the_program_asked_for_is_counted_unrounded() {
     assert_eq!((old.requested_bytes(), old.requested_bytes_peak()), (1000, 1100));
 }
 
-/// What breaks symmetric windows: eight tensors in eight segments, freed and taken again.
+/// The case that breaks symmetric windows: eight tensors in eight segments, freed and reallocated.
 #[test]
 fn ranks_agree_on_the_first_round_and_not_after() {
     let run = |rank| {

@@ -1,9 +1,9 @@
-//! What `simulate --json` prints. Its keys are an interface: `symmalloc simulate --help` lists them.
+//! The output of `simulate --json`. Its keys are an interface: `symmalloc simulate --help` lists them.
 
 use super::{SimulationFinding, Told};
 use serde_json::{Value, json};
 
-/// The runs of one trace, or of generated jobs.
+/// Returns the object of one trace, or of the generated jobs.
 pub(super) fn object(finding: &SimulationFinding<'_>) -> Value {
     let outcome = &finding.outcome;
     json!({

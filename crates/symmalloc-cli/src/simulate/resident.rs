@@ -1,6 +1,6 @@
-//! How much memory this process has, as the system says.
+//! Resident memory of this process.
 
-/// Resident memory in bytes; `None` where the system does not say.
+/// Returns the resident memory in bytes, or `None` if the system does not report it.
 pub(super) fn bytes() -> Option<u64> {
     const PAGE_BYTES: u64 = 4096;
     let statm = std::fs::read_to_string("/proc/self/statm").ok()?;

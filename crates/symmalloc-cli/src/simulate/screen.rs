@@ -1,4 +1,4 @@
-//! What `simulate` shows to people: the plan of a single run, what happened to ranks, and what came of it.
+//! The text output of `simulate`: the plan of a single run, the events on its ranks, and the result.
 
 use super::{ProgramSource, SimulationFinding, Told};
 use crate::destination::shown;
@@ -11,7 +11,7 @@ pub(super) fn render(finding: &SimulationFinding<'_>, palette: Palette) -> Strin
     let mut out = String::new();
     let title = source.path().map_or_else(|| "generated jobs".to_owned(), |path| path.display().to_string());
     let seeds = match (source, runs) {
-        (ProgramSource::Story { .. }, _) => "as it says".to_owned(),
+        (ProgramSource::Story { .. }, _) => "as saved".to_owned(),
         (_, 1) => format!("seed {}", args.seed),
         _ => format!("seeds {} to {}", args.seed, args.seed.wrapping_add(runs - 1)),
     };
@@ -29,9 +29,9 @@ pub(super) fn render(finding: &SimulationFinding<'_>, palette: Palette) -> Strin
     let mut rows = vec![
         ("runs", count(*runs)),
         ("ranks", count(outcome.ranks)),
-        ("ops carried out", count(outcome.ops)),
-        ("  for themselves", count(outcome.private_ops)),
-        ("  where a plan says", count(outcome.planned)),
+        ("ops executed", count(outcome.ops)),
+        ("  private", count(outcome.private_ops)),
+        ("  placed by a plan", count(outcome.planned)),
         ("steps that left their plan", count(outcome.differing)),
         ("syncs", count(outcome.syncs)),
         ("scans of invariants", count(outcome.checks)),
@@ -40,7 +40,7 @@ pub(super) fn render(finding: &SimulationFinding<'_>, palette: Palette) -> Strin
         ("  other calls refused", count(faults.refused)),
         ("  devices lost", count(faults.losses)),
         ("  devices too small", count(faults.small_devices)),
-        ("ranks that differed, all caught", count(outcome.caught)),
+        ("ranks that diverged, all detected", count(outcome.caught)),
         ("ranks restarted", count(outcome.restarts)),
         ("ranks that left", count(outcome.left)),
         ("device memory, peak", memory(outcome.device_bytes_peak)),
@@ -54,8 +54,9 @@ pub(super) fn render(finding: &SimulationFinding<'_>, palette: Palette) -> Strin
         table.row([(name.to_owned(), None), (value, None)]);
     }
     let _ = writeln!(out, "{}\n", table.lines(palette).join("\n"));
-    let verdict = palette.good("Every rank to which nothing happened placed alike; every other one was caught.");
-    let _ = writeln!(out, "{verdict}\nEverything was freed and given back, on all ranks.");
+    let verdict =
+        palette.good("All ranks without faults made the same placements. All ranks that diverged were detected.");
+    let _ = writeln!(out, "{verdict}\nAll ranks freed and released all memory.");
     out
 }
 

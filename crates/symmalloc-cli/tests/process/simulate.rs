@@ -64,7 +64,7 @@ fn json_has_the_keys_that_help_lists() {
 fn one_seed_is_shown_with_its_plan() {
     let said = symmalloc("simulate --seed 7 --ranks 4 --ops 60", &[]);
     let said = said.exited(0);
-    for wanted in ["seed 7: 60 ops", "on 4 ranks", "config segments:", "ops carried out", "Everything was freed"] {
+    for wanted in ["seed 7: 60 ops", "on 4 ranks", "config segments:", "ops executed", "All ranks freed"] {
         assert!(said.stdout.contains(wanted), "no {wanted:?} in:\n{}", said.stdout);
     }
 }
