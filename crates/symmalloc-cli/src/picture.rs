@@ -1,18 +1,17 @@
-//! Pictures of a job: what memory it took over time, and where everything lay at one op.
+//! Pictures of a job: its memory over time, and the layout of its memory after one op.
 //!
 //! ```text
 //!            ┌─► timeline ──► history     live, allocated and reserved bytes over ops
 //! Recorded ──┤
-//!            └─► memory ────► map         segments and blocks at one op, of one rank or of two side by side
-//! PlanFile ──► following ──► both         the same as planned
+//!            └─► memory ────► map         segments and blocks after one op, of one rank or of two next to each other
+//! PlanFile ──► following ──► both         the same with a plan
 //!                                │
 //!                svg, page ◄─────┘
 //! ```
 //!
 //! Every picture is drawn at a width in CSS pixels and never scaled down, so that text keeps its size: wide for screens
-//! and paper, narrow for phones. Nothing needs a script, a network, a pointer to hover with, or colour: each colour (of
-//! Okabe and Ito's palette) has a pattern or a label of its own; where there is a pointer, it shows more. Equal jobs are equal
-//! bytes.
+//! and paper, narrow for phones. Pictures need no script, network, pointer or color. Each color, from Okabe and Ito's palette, comes
+//! with a distinct pattern or label, and tooltips only add details. Equal jobs give equal bytes.
 
 pub(crate) mod following;
 pub(crate) mod history;
@@ -26,12 +25,12 @@ pub(crate) mod timeline;
 
 use symmalloc_import::rerun::Owner;
 
-/// A picture's width for screens and paper, in CSS pixels.
+/// Width of a picture for screens and paper, in CSS pixels.
 pub(crate) const WIDE: u32 = 880;
-/// For phones.
+/// Width of a picture for phones, in CSS pixels.
 pub(crate) const NARROW: u32 = 360;
 
-/// Which heaps are shown.
+/// Filter for the heaps that are shown.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Selection {
     pub(crate) pool: Option<u32>,
@@ -45,7 +44,7 @@ impl Selection {
     }
 }
 
-/// What a heap is called in a picture.
+/// Returns the name of a heap in pictures.
 pub(crate) fn heap_name(owner: Owner) -> String {
     match owner.stream {
         Some(stream) => format!("pool {}, stream {}", owner.pool.0, stream.0),

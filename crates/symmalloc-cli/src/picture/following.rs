@@ -1,4 +1,4 @@
-//! A job as it follows a plan: what is reserved over its ops, and where everything lies at one of them.
+//! A job that follows a plan: reserved memory over its ops, and its layout after one of them.
 
 use super::Selection;
 use super::memory::Memory;
@@ -15,10 +15,10 @@ use symmalloc_sim::IdleBackend;
 use symmalloc_trace::plan::PlanFile;
 use symmalloc_trace::replay::{Program, Replay, StepError};
 
-/// Carries a program out as planned: the curve of all of it, and the memory after `op`, of the selected heaps.
+/// Runs a program with its plan. Returns the curve over all ops, and the memory after `op`, both for the selected heaps.
 ///
 /// # Errors
-/// When an op cannot be carried out. Requests that a limit refuses are left out.
+/// If an op fails. Requests that a limit refuses are skipped.
 pub(crate) fn follow(
     job: &Path,
     program: &Program,

@@ -1,14 +1,14 @@
-//! Live, allocated and reserved bytes over ops: all heaps stacked in one panel, then each heap in a panel of its own.
+//! Live, allocated and reserved bytes over ops: all heaps stacked in one panel, followed by a panel for each heap.
 //!
 //! ```text
 //!  4 GiB ┤      ┌──────────  reserved     thick line
 //!        │   ┌──┘ ▒▒▒▒▒▒▒▒   allocated    filled, a pattern for each heap
-//!  2 GiB ┤ ┌─┘▒▒▒▒▒▒▒▒▒▒▒▒   live         dashed: what the program asked for
+//!  2 GiB ┤ ┌─┘▒▒▒▒▒▒▒▒▒▒▒▒   live         dashed: requested by the program
 //!        │ │▓▓▓▓▓▓▓▓▓▓▓▓▓▓
 //!      0 ┴─┴──────────────► ops
 //! ```
 //!
-//! What the job holds as it follows a plan is one more line.
+//! With a plan, one more line shows the memory reserved by the job that follows it.
 
 use super::heap_name;
 use super::svg::{Anchor, BODY, Fill, HEAP_FILLS, SMALL, Svg, TITLE, fitting, short, wrapped};
@@ -26,7 +26,7 @@ const AXIS: &str = r##"stroke="#000""##;
 const LEFT: f64 = 66.0;
 const RIGHT: f64 = 12.0;
 
-/// A panel's place, and what its axes stand for.
+/// Position of a panel, and the ranges of its axes.
 struct Panel {
     x: f64,
     y: f64,
@@ -45,7 +45,7 @@ impl Panel {
         self.y + self.height * (1.0 - bytes as f64 / self.bytes_max.max(1) as f64)
     }
 
-    /// The line of a value over the columns, from left to right.
+    /// Returns the path of a value over the columns, from left to right.
     fn steps(&self, values: impl Iterator<Item = u64>) -> String {
         let mut path = String::new();
         let mut last = None;
@@ -61,7 +61,7 @@ impl Panel {
         path + &format!("H{}", short(self.column(self.columns)))
     }
 
-    /// The area between two values over the columns.
+    /// Returns the outline of the area between two values over the columns.
     fn between(&self, values: &[(u64, u64)]) -> String {
         let mut path = self.steps(values.iter().map(|(_, above)| *above));
         let mut last = None;
@@ -93,17 +93,17 @@ impl Panel {
             svg.line(&format!("M{} {}v5", short(x), short(y)), AXIS);
             svg.text(x, y + 19.0, SMALL, Anchor::Middle, &count(op));
         }
-        svg.text(self.x + self.width, y + 36.0, SMALL, Anchor::End, "ops carried out");
+        svg.text(self.x + self.width, y + 36.0, SMALL, Anchor::End, "ops");
     }
 }
 
-/// What stands over and beside a picture.
+/// Title of a picture, and the remark below it.
 pub(crate) struct Words<'a> {
     pub(crate) title: &'a str,
     pub(crate) aside: &'a str,
 }
 
-/// Draws a timeline at a width.
+/// Draws a timeline at the given width.
 pub(crate) fn draw(timeline: &JobCurves, width: u32, prefix: &'static str, class: &str, words: &Words<'_>) -> String {
     let mut svg = Svg::new(prefix, width);
     let mut y = heading(&mut svg, words);
@@ -140,7 +140,7 @@ fn planned_peak(timeline: &JobCurves) -> Peak {
     timeline.planned.as_ref().map_or_else(Peak::default, |planned| planned.peak)
 }
 
-/// Title and remark. Returns where the picture goes on.
+/// Draws the title and the remark. Returns the vertical position below them.
 pub(crate) fn heading(svg: &mut Svg, words: &Words<'_>) -> f64 {
     let mut y = 10.0;
     for line in wrapped(words.title, TITLE, svg.width() - 24.0) {
@@ -156,7 +156,7 @@ pub(crate) fn heading(svg: &mut Svg, words: &Words<'_>) -> f64 {
     y + 10.0
 }
 
-/// The heaps with a fill of their own, by index: those that hold the most.
+/// Returns the largest heaps, by index, each with its own fill.
 fn shown_heaps(timeline: &JobCurves) -> Vec<(Fill, usize)> {
     let mut largest: Vec<usize> = (0..timeline.heaps.len()).collect();
     largest.sort_by_key(|index| (Reverse(timeline.heaps[*index].1.peaks[RESERVED].bytes), *index));
@@ -196,7 +196,8 @@ fn legend(svg: &mut Svg, y: f64, timeline: &JobCurves, shown: &[(Fill, usize)]) 
     }
     if is_condensed(timeline) {
         let ops = timeline.op_count.div_ceil(timeline.columns);
-        let text = format!("white line: the least allocated within {} ops; all else is the most", count(ops));
+        let text =
+            format!("white line: minimum of allocated bytes within {} ops; all other values are maximums", count(ops));
         for text in wrapped(&text, BODY, svg.width() - 24.0) {
             at = Flow { x: 12.0, y: at.y + if at.x > 12.0 { 22.0 } else { 0.0 } };
             let (x, y) = at.next(svg, &text);
@@ -212,16 +213,16 @@ pub(crate) fn swatch(svg: &mut Svg, at: &mut Flow, fill: Fill, text: &str) {
     svg.text(x + 34.0, y, BODY, Anchor::Start, text);
 }
 
-/// Entries of a legend, as many in a line as fit.
+/// Layout of a legend, with as many entries per line as fit.
 pub(crate) struct Flow {
     pub(crate) x: f64,
     pub(crate) y: f64,
 }
 
 impl Flow {
-    /// Where an entry stands: left end and base line.
+    /// Returns the position of the next entry: its left end and base line.
     fn next(&mut self, svg: &Svg, text: &str) -> (f64, f64) {
-        // Entries stand in columns: two on wide pictures.
+        // Entries are aligned in columns, two of them in wide pictures.
         let column = if svg.is_narrow() { svg.width() } else { svg.width() / 2.0 - 6.0 };
         let width = 34.0 + super::svg::text_width(text, BODY);
         if self.x > 12.0 && self.x + width > svg.width() - 4.0 {
@@ -233,12 +234,12 @@ impl Flow {
     }
 }
 
-/// Whether a column stands for more than one op.
+/// Returns `true` if a column represents more than one op.
 fn is_condensed(timeline: &JobCurves) -> bool {
     timeline.op_count > timeline.columns
 }
 
-/// The allocated bytes of all heaps, one on the other.
+/// Draws the allocated bytes of all heaps as a stack.
 fn stack(svg: &mut Svg, panel: &Panel, timeline: &JobCurves, shown: &[(Fill, usize)]) {
     let mut below = vec![0; timeline.columns];
     let mut layer = |svg: &mut Svg, fill: Fill, has: &dyn Fn(usize) -> bool| {
@@ -269,7 +270,7 @@ fn curve(svg: &mut Svg, panel: &Panel, curve: &Curve, is_condensed: bool) {
     svg.line(&panel.steps(curve.spans[RESERVED].iter().map(most)), RESERVED_LINE);
 }
 
-/// Marks the peak of reserved and of allocated memory.
+/// Marks the peaks of reserved and of allocated memory.
 fn peak(svg: &mut Svg, panel: &Panel, timeline: &JobCurves) {
     let reserved = panel.level(timeline.total.peaks[RESERVED].bytes);
     for (quantity, word) in [(RESERVED, "reserved"), (ALLOCATED, "allocated")] {
@@ -280,7 +281,7 @@ fn peak(svg: &mut Svg, panel: &Panel, timeline: &JobCurves) {
         let x = panel.x + panel.width * (op as f64 + 0.5) / timeline.op_count as f64;
         let y = panel.level(bytes);
         svg.dot(x, y);
-        // Close below the other one, a tag would hide the line; the legend has it, too.
+        // A tag close below the other one would hide the line. The legend also has the peak.
         if quantity == ALLOCATED && y - reserved < 30.0 {
             continue;
         }
@@ -294,10 +295,10 @@ fn peak(svg: &mut Svg, panel: &Panel, timeline: &JobCurves) {
     }
 }
 
-/// Columns that a pointer is told of at once.
+/// Number of columns that share a tooltip.
 const POINTED_COLUMNS: usize = 4;
 
-/// What there was in a stretch of ops, for who points at it.
+/// Adds tooltips with the peaks of short ranges of ops.
 fn tooltips(svg: &mut Svg, panel: &Panel, timeline: &JobCurves) {
     let most = |quantity: usize, from: usize, to: usize| {
         timeline.total.spans[quantity][from..to].iter().map(|span| span.most).max().unwrap_or(0)
@@ -319,7 +320,7 @@ fn tooltips(svg: &mut Svg, panel: &Panel, timeline: &JobCurves) {
     }
 }
 
-/// A heap's own panel. Returns where the next one begins.
+/// Draws the panel of one heap. Returns the vertical position below it.
 fn heap(svg: &mut Svg, y: f64, timeline: &JobCurves, fill: Fill, index: usize) -> f64 {
     let (owner, curve_of_heap) = &timeline.heaps[index];
     let mut at = Flow { x: 12.0, y };
@@ -355,30 +356,30 @@ fn heap(svg: &mut Svg, y: f64, timeline: &JobCurves, fill: Fill, index: usize) -
     panel.y + panel.height + 14.0
 }
 
-/// Room above the peak.
+/// Returns the upper end of an axis, with room above the peak.
 fn headroom(bytes: u64) -> u64 {
     bytes.saturating_add(bytes / 10)
 }
 
-/// Round amounts up to the largest: steps of a power of two, about so many.
+/// Returns round amounts up to the largest, about `wanted` of them, in steps of a power of two.
 fn byte_ticks(bytes_max: u64, wanted: usize) -> Vec<u64> {
     let step = (bytes_max / wanted as u64).max(1).next_power_of_two();
     (0..=bytes_max / step).map(|tick| tick * step).collect()
 }
 
-/// Round op numbers below the count: steps of 1, 2 or 5 times a power of ten.
+/// Returns round op numbers up to the count, in steps of 1, 2 or 5 times a power of ten.
 fn op_ticks(op_count: usize, wanted: usize) -> Vec<usize> {
     let mut steps = (0..).flat_map(|power| [1, 2, 5].map(|digit| digit * 10_usize.saturating_pow(power)));
     let step = steps.find(|step| op_count / step <= wanted).unwrap_or(usize::MAX);
     (0..=op_count / step).map(|tick| tick * step).collect()
 }
 
-/// An amount of memory without digits that say nothing.
+/// Formats an amount of memory without insignificant digits.
 fn round_memory(bytes: u64) -> String {
     if bytes == 0 { "0".to_owned() } else { memory(bytes).replace(".00 ", " ") }
 }
 
-/// The picture in words, for who cannot see it.
+/// Returns a text description of the picture, for accessibility.
 fn told(timeline: &JobCurves) -> String {
     let peaks = &timeline.total.peaks;
     let mut text = format!(

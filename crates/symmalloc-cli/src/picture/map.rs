@@ -1,4 +1,4 @@
-//! A map of memory at one op: the segments of each heap one after the other, in rows that are read like text.
+//! A map of memory after one op: the segments of each heap in sequence, in rows that are read like text.
 //!
 //! ```text
 //! segment 0                                  segment 1
@@ -6,8 +6,8 @@
 //! ░░░░░░░░░░░│█████████ 2 ███████│██│            live █  free ░  free with fences ▒
 //! ```
 //!
-//! A row is cut into columns of one pixel, and a column shows what most of it is: however many blocks there are, the
-//! picture stays small. The largest allocations are numbered, and listed below.
+//! A row is divided into columns of one pixel. A column shows the state of most of its bytes, so the picture stays small
+//! regardless of the number of blocks. The largest allocations are numbered and listed below.
 
 use super::heap_name;
 use super::history::{Flow, Words, heading, swatch};
@@ -20,11 +20,11 @@ use symmalloc_import::rerun::Owner;
 
 const ROW: f64 = 22.0;
 const MARGIN: f64 = 12.0;
-/// Allocations that are numbered and listed.
+/// Number of allocations that are numbered and listed.
 const NUMBERED: usize = 8;
-/// Segments and blocks narrower than this, in pixels, have no line between them.
+/// Minimum width, in pixels, of segments and blocks with lines between them.
 const SEPARATED_PX: f64 = 3.0;
-/// Blocks from this width on say what they are to who points at them.
+/// Minimum width, in pixels, of blocks with a tooltip.
 const POINTED_PX: f64 = 6.0;
 
 /// Draws one rank's memory.
@@ -43,7 +43,7 @@ pub(crate) fn draw(memory: &Memory, width: u32, prefix: &'static str, class: &st
     svg.finish(y + 8.0, class, words.title, &told(memory))
 }
 
-/// Draws two ranks' memory, on narrow pages one below the other. Their names stand over each.
+/// Draws the memory of two ranks, one below the other on narrow pages. Each has its name above it.
 pub(crate) fn draw_beside(
     memories: [&Memory; 2],
     names: [&str; 2],
@@ -89,7 +89,7 @@ pub(crate) fn draw_beside(
     svg.finish(y + 8.0, class, words.title, &told.collect::<Vec<_>>().join(" "))
 }
 
-/// How much memory a row and a column show.
+/// Width of a row in pixels and in bytes.
 struct Scale {
     width: f64,
     row_bytes: u64,
@@ -179,7 +179,7 @@ fn fill(state: BlockState) -> Fill {
     }
 }
 
-/// The numbers of the largest allocations.
+/// Returns the numbers of the largest allocations.
 fn numbers(memory: &Memory) -> BTreeMap<AllocationId, usize> {
     memory.largest().into_iter().take(NUMBERED).enumerate().map(|(index, (_, held))| (held.id, index + 1)).collect()
 }
@@ -191,7 +191,7 @@ struct Fragment {
     to: f64,
 }
 
-/// Where a stretch of the heap lies in rows, in pixels.
+/// Returns the position of a range of the heap in rows, in pixels.
 fn fragments(scale: &Scale, from_bytes: u64, size_bytes: u64) -> Vec<Fragment> {
     let (mut at, end) = (from_bytes, from_bytes + size_bytes);
     let mut out = Vec::new();
@@ -205,14 +205,14 @@ fn fragments(scale: &Scale, from_bytes: u64, size_bytes: u64) -> Vec<Fragment> {
     out
 }
 
-/// Where a segment begins.
+/// Start of a segment in the map.
 struct Start {
     row: usize,
     x: f64,
     label: Option<String>,
 }
 
-/// The segments that are wide enough for a line between them.
+/// Returns the starts of the segments that are wide enough for a line between them.
 fn starts(heap: &DrawnHeap, scale: &Scale) -> Vec<Start> {
     let (mut starts, mut at) = (Vec::new(), 0);
     for segment in &heap.segments {
@@ -230,7 +230,7 @@ fn starts(heap: &DrawnHeap, scale: &Scale) -> Vec<Start> {
     starts
 }
 
-/// A heap's rows. Returns where the page goes on.
+/// Draws the rows of a heap. Returns the vertical position below them.
 fn rows(
     svg: &mut Svg,
     x: f64,
@@ -272,7 +272,7 @@ fn rows(
     below + 8.0
 }
 
-/// Lines between blocks.
+/// Returns the path of the lines between blocks.
 fn separators(heap: &DrawnHeap, scale: &Scale, x: f64, tops: &[f64]) -> String {
     let (mut path, mut at) = (String::new(), 0);
     for block in heap.blocks() {
@@ -286,7 +286,7 @@ fn separators(heap: &DrawnHeap, scale: &Scale, x: f64, tops: &[f64]) -> String {
     path
 }
 
-/// The numbers of the largest allocations, with their names where there is room.
+/// Writes the numbers of the largest allocations, with their names if there is room.
 fn mark_numbers(
     svg: &mut Svg,
     heap: &DrawnHeap,
@@ -314,7 +314,7 @@ fn mark_numbers(
     }
 }
 
-/// What each block is, for who points at it.
+/// Adds a tooltip to each block that is wide enough.
 fn tooltips(svg: &mut Svg, heap: &DrawnHeap, scale: &Scale, x: f64, tops: &[f64]) {
     let mut at = 0;
     for segment in &heap.segments {
@@ -343,12 +343,12 @@ fn outline(path: &mut String, x: f64, y: f64, width: f64) {
     *path += &format!("M{} {}h{}v{}h{}z", short(x), short(y), short(width), short(ROW), short(-width));
 }
 
-/// What a column is made of, by state.
+/// Bytes of a column by state, as fractions of the column.
 type Column = [f64; 4];
 
 const STATES: [BlockState; 4] = [BlockState::Differs, BlockState::Fenced, BlockState::Live, BlockState::Free];
 
-/// The filled areas: runs of columns of one state.
+/// Draws the filled areas: runs of columns in the same state.
 fn areas(svg: &mut Svg, heap: &DrawnHeap, scale: &Scale, place: &dyn Fn(usize) -> (f64, f64)) {
     let per_row = scale.width as usize;
     let mut columns: Vec<Column> = Vec::new();
@@ -381,7 +381,7 @@ fn areas(svg: &mut Svg, heap: &DrawnHeap, scale: &Scale, place: &dyn Fn(usize) -
     }
 }
 
-/// Adds a block's share to each column that it touches.
+/// Adds a block to each column that it overlaps.
 fn spread(columns: &mut Vec<Column>, from: f64, to: f64, block: &DrawnBlock) {
     let index = STATES.iter().position(|state| *state == block.state).unwrap_or(0);
     let last = to.ceil() as usize;
@@ -393,7 +393,7 @@ fn spread(columns: &mut Vec<Column>, from: f64, to: f64, block: &DrawnBlock) {
     }
 }
 
-/// The largest allocations with their places.
+/// Lists the largest allocations with their placements.
 fn list(svg: &mut Svg, x: f64, y: f64, width: f64, of: &Memory) -> f64 {
     let largest = of.largest();
     if largest.is_empty() {
@@ -429,7 +429,7 @@ fn place(held: &LiveAllocation) -> String {
     format!("segment {} at {}", held.placement.segment.0, memory(held.placement.offset_bytes))
 }
 
-/// The largest allocations that lie elsewhere on the other rank, with both places.
+/// Lists the largest allocations whose placements differ, with both placements.
 fn list_differing(svg: &mut Svg, y: f64, [one, other]: [&Memory; 2]) -> f64 {
     let is_marked = |memory: &Memory| {
         let marked = memory.blocks().filter(|block| block.state == BlockState::Differs);
@@ -466,7 +466,7 @@ fn list_differing(svg: &mut Svg, y: f64, [one, other]: [&Memory; 2]) -> f64 {
     y + 6.0
 }
 
-/// The picture in words.
+/// Returns a text description of the picture, for accessibility.
 fn told(memory: &Memory) -> String {
     let heaps = memory.heaps.iter().map(|heap| format!("{}: {}.", heap_name(heap.owner), summary(heap)));
     heaps.collect::<Vec<_>>().join(" ")

@@ -1,4 +1,4 @@
-//! Where everything lies at one op: heaps, their segments, and the blocks of these.
+//! The layout of memory after one op: heaps, their segments, and the blocks of these.
 
 use super::Selection;
 use crate::error::CliError;
@@ -11,28 +11,28 @@ use symmalloc_core::report::{BlockStateSnapshot, SegmentSnapshot, Snapshot};
 use symmalloc_core::units::UNIT_BYTES;
 use symmalloc_import::rerun::{Happened, Owner, Rerun};
 
-/// More than a device has, and so little that no sum overflows: 1 PiB.
+/// Upper bound of a device's memory, small enough that no sum overflows: 1 PiB.
 const DEVICE_BYTES_MAX: u64 = 1 << 50;
 
-/// What a block is.
+/// State of a drawn block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum BlockState {
     /// A live allocation.
     Live,
-    /// A live allocation that lies elsewhere on the other rank.
+    /// A live allocation whose placement differs from that on the other rank.
     Differs,
     /// Free.
     Free,
-    /// Free; whoever takes it may have to wait for other streams first.
+    /// Free, but the next user may have to wait for other streams.
     Fenced,
 }
 
-/// A block.
+/// A block in the picture.
 #[derive(Clone, Debug)]
 pub(crate) struct DrawnBlock {
     pub(crate) size_bytes: u64,
     pub(crate) state: BlockState,
-    /// Of a live block.
+    /// The allocation of a live block.
     pub(crate) held: Option<LiveAllocation>,
 }
 
@@ -46,27 +46,27 @@ pub(crate) struct LiveAllocation {
 }
 
 impl LiveAllocation {
-    /// What it is called: by the program, else by its number.
+    /// Returns its name, or else its number.
     pub(crate) fn label(&self) -> String {
         self.name.as_deref().map_or_else(|| format!("allocation {}", self.id.0), str::to_owned)
     }
 }
 
-/// A segment: the memory that it has, without holes.
+/// A segment without its unmapped parts.
 #[derive(Clone, Debug)]
 pub(crate) struct DrawnSegment {
     pub(crate) id: u32,
     pub(crate) blocks: Vec<DrawnBlock>,
 }
 
-/// A heap.
+/// A heap in the picture.
 #[derive(Clone, Debug)]
 pub(crate) struct DrawnHeap {
     pub(crate) owner: Owner,
     pub(crate) segments: Vec<DrawnSegment>,
 }
 
-/// The memory of the selected heaps after one op.
+/// Memory of the selected heaps after one op.
 #[derive(Clone, Debug)]
 pub(crate) struct Memory {
     pub(crate) op: usize,
@@ -84,7 +84,7 @@ impl DrawnHeap {
 }
 
 impl Memory {
-    /// After `op`, as our allocator places.
+    /// Returns the memory after `op` as our allocator places it.
     pub(crate) fn replayed(recorded: &Recorded, op: usize, selection: Selection) -> Result<Self, CliError> {
         let failed = |error| recorded.failed(error);
         let program = recorded.program();
@@ -103,7 +103,7 @@ impl Memory {
         Ok(Memory::of(op, rerun.snapshot(), &ids, selection))
     }
 
-    /// What a snapshot after `op` shows; addresses say which allocation a block holds.
+    /// Returns the memory after `op` from a snapshot. `ids` maps addresses to allocations.
     pub(super) fn of(op: usize, snapshot: Snapshot, ids: &BTreeMap<u64, AllocationId>, selection: Selection) -> Self {
         let mut heaps: Vec<DrawnHeap> = Vec::new();
         for segment in snapshot.segments {
@@ -120,10 +120,11 @@ impl Memory {
         Memory { op, heaps }
     }
 
-    /// After `op`, as the recorded allocator placed. Segments are known as far as allocations up to then reached.
+    /// Returns the memory after `op` as the recorded allocator placed it. Segments extend to the furthest allocation made up to
+    /// then.
     ///
     /// # Errors
-    /// When placements reach further than any device's memory.
+    /// If a placement exceeds the memory of any device.
     pub(crate) fn recorded(recorded: &Recorded, op: usize, selection: Selection) -> Result<Self, CliError> {
         let impossible = |op| CliError::ImpossiblePlacement { path: recorded.path.clone(), op };
         let mut total_bytes = 0;
@@ -169,7 +170,7 @@ impl Memory {
         self.heaps.iter().map(DrawnHeap::size_bytes).sum()
     }
 
-    /// Live allocations, the largest first.
+    /// Returns the live allocations in descending order of size.
     pub(crate) fn largest(&self) -> Vec<(Owner, &LiveAllocation)> {
         let mut all: Vec<(Owner, &LiveAllocation)> = Vec::new();
         for heap in &self.heaps {
@@ -179,7 +180,7 @@ impl Memory {
         all
     }
 
-    /// Marks what lies elsewhere in `other`; returns how many blocks that are.
+    /// Marks the allocations whose placements differ in `other`, and returns their number.
     pub(crate) fn mark(&mut self, other: &Memory) -> usize {
         let places: BTreeSet<(AllocationId, Placement)> =
             other.blocks().filter_map(|block| block.held.as_ref()).map(|held| (held.id, held.placement)).collect();
@@ -219,7 +220,7 @@ fn segment_of(segment: &SegmentSnapshot, ids: &BTreeMap<u64, AllocationId>) -> D
     DrawnSegment { id: segment.segment.0, blocks: blocks.collect() }
 }
 
-/// Segments of which only allocations are known: what lies between is free.
+/// Returns heaps whose segments are known only by their allocations. The space between these is free.
 fn tiled(live: BTreeMap<AllocationId, (Owner, LiveAllocation)>, ends: &BTreeMap<(Owner, u32), u64>) -> Vec<DrawnHeap> {
     let mut by_segment: BTreeMap<(Owner, u32), Vec<LiveAllocation>> = BTreeMap::new();
     for (owner, held) in live.into_values() {
@@ -233,7 +234,7 @@ fn tiled(live: BTreeMap<AllocationId, (Owner, LiveAllocation)>, ends: &BTreeMap<
         let free = |size_bytes| DrawnBlock { size_bytes, state: BlockState::Free, held: None };
         for held in held {
             let (offset, size_bytes) = (held.placement.offset_bytes, rounded(held.requested_bytes));
-            // A recording that contradicts itself may let two overlap: the first one is shown whole.
+            // In a contradictory recording, allocations may overlap. Only the first one is shown.
             if offset < at {
                 continue;
             }
@@ -255,12 +256,12 @@ fn tiled(live: BTreeMap<AllocationId, (Owner, LiveAllocation)>, ends: &BTreeMap<
     heaps
 }
 
-/// Whether a recording says where its allocations were placed.
+/// Returns `true` if a recording has placements.
 pub(crate) fn has_placements(recorded: &Recorded) -> bool {
     recorded.recording.summary.placements > 0
 }
 
-/// The op of `other` after which it has made as many allocations and frees as `one` has after `op`.
+/// Returns the op of `other` after which it has made as many allocations and frees as `one` has after `op`.
 pub(crate) fn same_point(one: &Recorded, op: usize, other: &Recorded) -> usize {
     let counts = |op: &Op| matches!(op, Op::Allocate { .. } | Op::Free { .. });
     let calls = one.program().ops().iter().take(op + 1).filter(|op| counts(op)).count();

@@ -1,4 +1,4 @@
-//! A page of pictures: one file, no script, no network; wide pictures on screens and paper, narrow ones on phones.
+//! A page of pictures: one file without scripts or network access, with wide pictures for screens and paper and narrow ones for phones.
 
 use crate::escape::visible;
 use maud::{DOCTYPE, Markup, PreEscaped, html};
@@ -24,7 +24,7 @@ svg.wide{display:none}svg.narrow{display:block;margin:0 auto}\
 code{font-size:11px}figure{margin:.5rem 0}svg{max-height:20cm}h2{margin:1rem 0 .3rem;break-after:avoid}\
 tr{break-inside:avoid}th,td{padding:.2rem .5rem .2rem 0}}";
 
-/// A page with a title and a body, without hidden characters.
+/// Returns a page with a title and a body. Hidden characters are escaped.
 pub(crate) fn html(title: &str, body: &Markup) -> String {
     let page = html! {
         (DOCTYPE)
@@ -38,11 +38,11 @@ pub(crate) fn html(title: &str, body: &Markup) -> String {
             body { (body) }
         }
     };
-    // Its markup has none, so all of them are in the text of others.
+    // The page's own markup has no hidden characters, so only foreign text changes.
     visible(&page.into_string()).into_owned()
 }
 
-/// A picture in both widths.
+/// Returns a figure with a picture in both widths.
 pub(crate) fn figure(wide: &str, narrow: &str) -> String {
     html! { figure { (PreEscaped(wide)) (PreEscaped(narrow)) } }.into_string()
 }

@@ -1,7 +1,7 @@
-//! Pictures in pixels: an SVG of ours, drawn by resvg at twice its size.
+//! Conversion of our SVG pictures to PNG with resvg, at twice their size.
 //!
-//! Text becomes outlines here, of a font that the program carries: a machine without fonts draws the same picture, and the
-//! renderer needs neither a font database nor a shaper, which would be half of what it takes to build.
+//! Text is converted to outlines of an embedded font. So a machine without fonts draws the same picture, and the renderer needs
+//! neither a font database nor a text shaper, which would double its build time.
 
 use resvg::tiny_skia::{Pixmap, Transform};
 use resvg::usvg::{Options, Tree};
@@ -11,15 +11,15 @@ use ttf_parser::{Face, OutlineBuilder};
 static REGULAR: &[u8] = include_bytes!("../../fonts/DejaVuSans.ttf");
 static BOLD: &[u8] = include_bytes!("../../fonts/DejaVuSans-Bold.ttf");
 
-/// Pixels for each of the picture's own, so that it is sharp on dense screens.
+/// Number of pixels per CSS pixel, for sharp pictures on dense screens.
 const PIXELS: f32 = 2.0;
 
-/// A picture that cannot be drawn in pixels.
+/// Error for a picture that is too large to rasterize.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the picture is too large for pixels: draw an .svg, or less of it with --pool and --stream")]
+#[error("the picture is too large for a .png: draw an .svg, or select a part with --pool and --stream")]
 pub(crate) struct TooLargeForPixels;
 
-/// The picture as a PNG file.
+/// Returns the picture as a PNG file.
 pub(crate) fn png(svg: &str) -> Result<Vec<u8>, TooLargeForPixels> {
     let tree = Tree::from_str(&outlined(svg), &Options::default()).map_err(|_| TooLargeForPixels)?;
     let [width, height] = [tree.size().width(), tree.size().height()].map(|side| (side * PIXELS).ceil() as u32);
@@ -28,7 +28,7 @@ pub(crate) fn png(svg: &str) -> Result<Vec<u8>, TooLargeForPixels> {
     pixels.encode_png().map_err(|_| TooLargeForPixels)
 }
 
-/// The picture with outlines in the place of text. It is of our own writer, which says each attribute in one way.
+/// Replaces text by outlines. The input comes from our own writer, whose attributes have a fixed notation.
 fn outlined(svg: &str) -> String {
     let faces = [REGULAR, BOLD].map(|font| Face::parse(font, 0).expect("the font is a part of the program"));
     let mut out = String::with_capacity(svg.len() * 2);
@@ -95,7 +95,7 @@ impl Line<'_> {
     }
 }
 
-/// Writes a glyph's outline where it stands. A font's y axis points upwards.
+/// Writer of a glyph's outline at a position. The y axis of a font points upwards.
 struct Pen<'a> {
     path: &'a mut String,
     x: f64,
@@ -107,7 +107,7 @@ impl Pen<'_> {
     fn add(&mut self, command: char, points: &[(f32, f32)]) {
         self.path.push(command);
         for (x, y) in points {
-            // Hundredths of a pixel: the tenths of other coordinates would show in small letters.
+            // Use hundredths of a pixel: the tenths of other coordinates would be visible in small letters.
             let [x, y] = [self.x + f64::from(*x) * self.scale, self.y - f64::from(*y) * self.scale];
             let _ = write!(self.path, "{x:.2} {y:.2} ");
         }

@@ -1,4 +1,4 @@
-//! One picture of a job for others: what it holds under PyTorch's two kinds of segments, under our allocator, and planned.
+//! One picture to share: a job's reserved memory under PyTorch's two kinds of segments, under our allocator, and with a plan.
 //!
 //! ```text
 //!  fsdp1
@@ -12,29 +12,29 @@
 use super::svg::{Anchor, Fill, Svg, fitting, short};
 use crate::quantity::memory;
 
-/// As links are shown: 1200 to 630.
+/// Width of a link preview, in pixels; its ratio to the height is 1200 to 630.
 const WIDTH: u32 = 1200;
 const HEIGHT: f64 = 630.0;
 const MARGIN: f64 = 60.0;
 const BAR: f64 = 52.0;
 const STEP: f64 = 98.0;
 
-/// A bar.
+/// A bar of the picture.
 pub(crate) struct Bar {
     pub(crate) label: &'static str,
     pub(crate) bytes: u64,
 }
 
-/// What is shared of a job.
+/// Data of the picture.
 pub(crate) struct Shared<'a> {
     pub(crate) name: &'a str,
-    /// PyTorch's comes first: the others are compared with it.
+    /// The first bar is PyTorch's, to which the others are compared.
     pub(crate) bars: &'a [Bar],
     pub(crate) live_bytes: u64,
     pub(crate) footer: &'a str,
 }
 
-/// Draws it.
+/// Draws the picture.
 pub(crate) fn draw(shared: &Shared<'_>) -> String {
     let mut svg = Svg::new("s", WIDTH);
     let inner = svg.width() - 2.0 * MARGIN;

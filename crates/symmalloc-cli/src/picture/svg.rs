@@ -1,9 +1,9 @@
-//! A small SVG writer: shapes, text, and the fills that tell things apart without colour.
+//! A small SVG writer: shapes, text, and fills that can be told apart without color.
 
 use crate::escape::{for_markup, visible_line};
 use std::fmt::Write;
 
-/// How an area is filled. Colours are of Okabe and Ito's palette; every pattern is its own in black and white.
+/// Fill of an area. Colors are from Okabe and Ito's palette, and the patterns also differ in black and white.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Fill {
     /// Blue, plain.
@@ -14,17 +14,17 @@ pub(crate) enum Fill {
     Differs,
     /// White.
     Free,
-    /// Of the n-th heap.
+    /// Fill of the n-th heap.
     Heap(usize),
-    /// Of all heaps that have no fill of their own.
+    /// Fill of all heaps without a separate fill.
     Others,
 }
 
-/// Heaps with a fill of their own.
+/// Number of heaps with a separate fill.
 pub(crate) const HEAP_FILLS: usize = 6;
 
 impl Fill {
-    /// Background, and the lines over it.
+    /// Returns the background color, and the path of the lines over it.
     fn paint(self) -> (&'static str, Option<&'static str>) {
         match self {
             Fill::Live => ("#0072b2", None),
@@ -56,7 +56,7 @@ impl Fill {
     }
 }
 
-/// Which end of a text stands at its point.
+/// The part of a text that is aligned to its position.
 #[derive(Clone, Copy, Debug)]
 pub(crate) enum Anchor {
     Start,
@@ -64,14 +64,14 @@ pub(crate) enum Anchor {
     End,
 }
 
-/// Sizes of text, in CSS pixels.
+/// Text sizes, in CSS pixels.
 pub(crate) const TITLE: u32 = 17;
 pub(crate) const BODY: u32 = 14;
 pub(crate) const SMALL: u32 = 12;
 
-/// A picture in the making: grows downwards, has a fixed width.
+/// A picture under construction, with a fixed width.
 pub(crate) struct Svg {
-    /// Patterns are named by it, so that several pictures can stand on one page.
+    /// Prefix of the pattern ids, which keeps several pictures on one page apart.
     prefix: &'static str,
     width: u32,
     body: String,
@@ -91,7 +91,7 @@ impl Svg {
         self.width < 600
     }
 
-    /// The value of `fill=`.
+    /// Returns the value of the attribute `fill`.
     fn fill(&mut self, fill: Fill) -> String {
         match fill.paint() {
             (colour, None) => colour.to_owned(),
@@ -104,7 +104,7 @@ impl Svg {
         }
     }
 
-    /// A rectangle with a thin outline.
+    /// Draws a rectangle with a thin outline.
     pub(crate) fn swatch(&mut self, x: f64, y: f64, width: f64, height: f64, fill: Fill) {
         let fill = self.fill(fill);
         let (x, y, width, height) = (short(x), short(y), short(width), short(height));
@@ -114,13 +114,13 @@ impl Svg {
         );
     }
 
-    /// A filled area.
+    /// Draws a filled area.
     pub(crate) fn area(&mut self, path: &str, fill: Fill) {
         let fill = self.fill(fill);
         let _ = write!(self.body, r#"<path d="{path}" fill="{fill}"/>"#);
     }
 
-    /// A line; `style` has `stroke`, `stroke-width`, `stroke-dasharray`.
+    /// Draws a line. `style` contains `stroke`, `stroke-width` and `stroke-dasharray`.
     pub(crate) fn line(&mut self, path: &str, style: &str) {
         let _ = write!(self.body, r#"<path d="{path}" fill="none" {style}/>"#);
     }
@@ -130,7 +130,7 @@ impl Svg {
         let _ = write!(self.body, r##"<circle cx="{x}" cy="{y}" r="4" fill="#fff" stroke="#000" stroke-width="2"/>"##);
     }
 
-    /// Words for who points at an area.
+    /// Adds a tooltip to an area.
     pub(crate) fn tooltip(&mut self, path: &str, words: &str) {
         let _ = write!(self.body, r#"<path d="{path}" fill-opacity="0"><title>{}</title></path>"#, for_markup(words));
     }
@@ -143,12 +143,12 @@ impl Svg {
         self.styled_text(x, y, size, anchor, r#" font-weight="600""#, text);
     }
 
-    /// White text for dark areas.
+    /// Draws white text, for dark areas.
     pub(crate) fn light(&mut self, x: f64, y: f64, size: u32, anchor: Anchor, text: &str) {
         self.styled_text(x, y, size, anchor, r##" fill="#fff" font-weight="600""##, text);
     }
 
-    /// Text on a white tag, readable over anything.
+    /// Draws text on a white tag, which is readable on any background.
     pub(crate) fn tag(&mut self, x: f64, y: f64, size: u32, anchor: Anchor, text: &str) {
         let width = text_width(text, size) * 1.1 + 6.0;
         let left = match anchor {
@@ -175,7 +175,7 @@ impl Svg {
         let _ = write!(self.body, r#"<text x="{x}" y="{y}" font-size="{size}"{anchor}{style}>{text}</text>"#);
     }
 
-    /// The picture with all that it needs. `class` is for the page it stands on; `words` tell it to who cannot see it.
+    /// Returns the complete picture. `class` is its class on a page, and `words` its text description, for accessibility.
     pub(crate) fn finish(mut self, height: f64, class: &str, title: &str, words: &str) -> String {
         let (width, height, prefix) = (self.width, short(height.ceil()), self.prefix);
         let (title, words) = (for_markup(title), for_markup(words));
@@ -199,7 +199,7 @@ impl Svg {
     }
 }
 
-/// A coordinate, in tenths of a pixel.
+/// Formats a coordinate in tenths of a pixel.
 pub(crate) fn short(number: f64) -> String {
     let tenths = (number * 10.0).round() as i64;
     let sign = if tenths < 0 { "-" } else { "" };
@@ -207,12 +207,12 @@ pub(crate) fn short(number: f64) -> String {
     if tenth == 0 { format!("{sign}{whole}") } else { format!("{sign}{whole}.{tenth}") }
 }
 
-/// About how wide a text is, on the wide side.
+/// Estimates the width of a text, on the wide side.
 pub(crate) fn text_width(text: &str, size: u32) -> f64 {
     text.chars().count() as f64 * f64::from(size) * 0.6
 }
 
-/// As much of a text as fits, with an ellipsis if some is missing.
+/// Returns as much of a text as fits, with an ellipsis if it is cut.
 pub(crate) fn fitting(text: &str, size: u32, width: f64) -> String {
     let text = visible_line(text);
     if text_width(&text, size) <= width {
@@ -222,11 +222,11 @@ pub(crate) fn fitting(text: &str, size: u32, width: f64) -> String {
     text.chars().take(room).chain(['…']).collect()
 }
 
-/// The same text on several lines of at most this width, broken between words.
+/// Breaks a text between words into lines of at most this width.
 pub(crate) fn wrapped(text: &str, size: u32, width: f64) -> Vec<String> {
     let mut lines = vec![String::new()];
     for word in text.split(' ') {
-        let line = lines.last_mut().expect("there is a line");
+        let line = lines.last_mut().expect("there is at least one line");
         if !line.is_empty() && text_width(&format!("{line} {word}"), size) > width {
             lines.push(word.to_owned());
         } else {

@@ -1,50 +1,50 @@
-//! What memory a job took, op by op, kept small: a fixed number of columns, each with the least and the most of it.
+//! Memory of a job over its ops, in bounded space: a fixed number of columns, each with the minimum and maximum of each quantity.
 //!
 //! ```text
 //! ops      0 ........ k | k+1 ....... 2k | ...
-//! column   least, most  | least, most    |
+//! column   min, max     | min, max       |
 //! ```
 //!
-//! However many ops there are, a peak is in its column with its exact height, and its exact op is kept beside.
+//! Regardless of the number of ops, a peak keeps its exact height in its column. The exact op of each peak is stored separately.
 
 use super::Selection;
 use crate::error::CliError;
 use crate::recorded::Recorded;
 use symmalloc_import::rerun::{Happened, Moment, Owner, Rerun};
 
-/// Columns of a timeline at most; jobs with fewer ops have one for each.
+/// Maximum number of columns. A job with fewer ops has one column per op.
 const COLUMNS: usize = 400;
 
-/// Quantities: bytes that the program asked for, bytes of their blocks, bytes held from the device.
+/// Quantities: requested bytes, bytes of the blocks that serve them, bytes reserved from the device.
 pub(crate) const LIVE: usize = 0;
 pub(crate) const ALLOCATED: usize = 1;
 pub(crate) const RESERVED: usize = 2;
 
-/// The most of a quantity, and after which op it was reached first.
+/// Maximum of a quantity, and the first op after which it was reached.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Peak {
     pub(crate) bytes: u64,
     pub(crate) op: usize,
 }
 
-/// The least and the most of a quantity within a column.
+/// Minimum and maximum of a quantity within a column.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Span {
     pub(crate) least: u64,
     pub(crate) most: u64,
 }
 
-/// One heap, or all of them, over the columns.
+/// Quantities of one heap, or of all heaps, over the columns.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Curve {
-    /// By quantity, then by column.
+    /// Spans by quantity, and then by column.
     pub(crate) spans: [Vec<Span>; 3],
     pub(crate) peaks: [Peak; 3],
     now: [u64; 3],
 }
 
 impl Curve {
-    /// A heap that did not exist during the first columns had nothing then.
+    /// Returns the curve of a heap that did not exist during the first columns.
     fn after(columns: usize) -> Self {
         let nothing = Span { least: 0, most: 0 };
         Curve { spans: [0; 3].map(|_| vec![nothing; columns]), ..Curve::default() }
@@ -67,35 +67,35 @@ impl Curve {
     }
 }
 
-/// A job over its ops.
+/// Curves of a job over its ops.
 #[derive(Clone, Debug)]
 pub(crate) struct JobCurves {
     pub(crate) op_count: usize,
     pub(crate) columns: usize,
-    /// The heaps, by pool and stream.
+    /// Curves of the heaps, by pool and stream.
     pub(crate) heaps: Vec<(Owner, Curve)>,
     pub(crate) total: Curve,
-    /// By column: allocated bytes of every heap at the op after which their sum is the most.
+    /// Allocated bytes of every heap by column, after the op with the maximum sum.
     pub(crate) stacks: Vec<Vec<u64>>,
-    /// Allocations that a limit refused.
+    /// Number of allocations refused by a limit.
     pub(crate) refused: u64,
-    /// What the job holds as it follows a plan, where one is to be drawn beside.
+    /// Curve of the job with a plan, if it is drawn.
     pub(crate) planned: Option<PlannedCurve>,
 }
 
-/// Bytes held as planned.
+/// Reserved bytes with a plan.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct PlannedCurve {
-    /// By column, the most.
+    /// Maximum of each column.
     pub(crate) reserved: Vec<u64>,
     pub(crate) peak: Peak,
 }
 
 impl PlannedCurve {
-    /// So much is held after an op of so many.
+    /// Records the bytes reserved after an op.
     pub(super) fn see(&mut self, op: usize, op_count: usize, bytes: u64) {
         self.reserved.resize(column_of(op, op_count) + 1, bytes);
-        let last = self.reserved.last_mut().expect("it has this column");
+        let last = self.reserved.last_mut().expect("the column exists");
         *last = bytes.max(*last);
         if bytes > self.peak.bytes {
             self.peak = Peak { bytes, op };
@@ -103,13 +103,13 @@ impl PlannedCurve {
     }
 }
 
-/// The column of an op.
+/// Returns the column of an op.
 fn column_of(op: usize, op_count: usize) -> usize {
     op * op_count.min(COLUMNS) / op_count
 }
 
 impl JobCurves {
-    /// Carries a job out and keeps what the selected heaps held.
+    /// Runs a job, and records the memory of the selected heaps.
     pub(crate) fn of(recorded: &Recorded, selection: Selection) -> Result<Self, CliError> {
         let op_count = recorded.op_count();
         let mut watcher = Watcher {
@@ -142,7 +142,7 @@ struct Watcher {
     selection: Selection,
     timeline: JobCurves,
     column: Option<usize>,
-    /// The sum of the present column's stack.
+    /// Sum of the current column's stack.
     stacked_bytes: u64,
 }
 
