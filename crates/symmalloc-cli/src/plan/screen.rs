@@ -141,7 +141,7 @@ fn proof(ranks: usize, plan: &ReservationPlan, palette: Palette) -> String {
     let peaks = [without.peak_reserved_bytes, with.peak_reserved_bytes].map(memory);
     table.add_row(std::iter::once("peak reserved".to_owned()).chain(peaks));
     format!(
-        "{verdict}\n{}, each run twice on a device that counts its calls (maximum over ranks):\n\n{}\n",
+        "{verdict}\n{} replayed twice on a device that counts its calls; maximum over all ranks:\n\n{}\n",
         counted(ranks, "rank"),
         table.trim_fmt()
     )
