@@ -251,7 +251,7 @@ fn planned_map_of(
     prefix: &'static str,
     class: &str,
 ) -> String {
-    let title = format!("The same as planned, after op {} of {name}", count(memory.op));
+    let title = format!("Planned memory after op {} of {name}", count(memory.op));
     let aside = settings_of(file.config());
     map::draw(memory, width, prefix, class, &Words { title: &title, aside: &aside })
 }

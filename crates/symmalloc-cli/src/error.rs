@@ -152,7 +152,7 @@ impl CliError {
     pub(crate) fn help(&self) -> Option<Cow<'static, str>> {
         let help = match self {
             CliError::NothingToShow { heaps, .. } if !heaps.is_empty() => {
-                return Some(format!("choose with --pool and --stream among: {}", heaps.join("; ")).into());
+                return Some(format!("select a heap with --pool and --stream: {}", heaps.join("; ")).into());
             }
             CliError::NothingToShow { .. } => "record a job that allocates something",
             CliError::UnknownPicture { .. } => "use .svg or .png for one picture, or .html for all of them",
@@ -212,15 +212,15 @@ impl CliError {
             CliError::PlanBeyondLimit { pool: None, .. } => "raise total_limit_mb, or make the job smaller",
             CliError::PlanBeyondRange { .. } => "raise range_mb",
             CliError::Create { .. } | CliError::Write { .. } => {
-                "choose a path in a folder that exists and that you may write to, on a disk with enough space"
+                "choose a path in an existing, writable folder, on a disk with enough space"
             }
             CliError::Story { .. } => {
                 "repair the lines that begin with `#!`, or delete them: the rest is a plain trace"
             }
             CliError::NoPreloadLibrary { .. } => {
-                "build it with `cargo build --release -p symmalloc-preload`, or name it with --library or SYMMALLOC_PRELOAD"
+                "build it with `cargo build --release -p symmalloc-preload`, or give its path with --library or SYMMALLOC_PRELOAD"
             }
-            CliError::PreloadPath { .. } => "move the library, or name a link to it with --library",
+            CliError::PreloadPath { .. } => "move the library, or give a link to it with --library",
             CliError::NotStarted { .. } => "give the program and its arguments after `--`",
             CliError::RunFolder { .. } | CliError::RunSummary { .. } => {
                 "set TMPDIR to a folder that the program can write to"

@@ -132,7 +132,7 @@ impl Job {
         &self.program
     }
 
-    /// Number of streams that the program registers.
+    /// Returns the number of streams that the program registers.
     pub fn stream_count(&self) -> usize {
         self.program.stream_count()
     }

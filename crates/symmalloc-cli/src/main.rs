@@ -1,4 +1,4 @@
-//! The program `symmalloc`. Everything it does is in the library of the same package.
+//! The program `symmalloc`. The library of the same package contains its implementation.
 
 use std::process::ExitCode;
 

@@ -389,7 +389,10 @@ fn check_report(path: &Path, page: &Path, outcome: &crate::job::Outcome, count: 
     let own = settings.iter().find(|setting| setting["is_own"] == true).expect("the job's own");
     assert_eq!(own["peak_reserved_bytes"], outcome.peaks.reserved_bytes, "report: own settings");
     for better in settings.iter().filter(|setting| setting["is_better"] == true) {
-        assert!(better["refused"].as_u64() <= own["refused"].as_u64(), "report recommends what refuses more: {better}");
+        assert!(
+            better["refused"].as_u64() <= own["refused"].as_u64(),
+            "report recommends settings that refuse more: {better}"
+        );
     }
 }
 

@@ -33,7 +33,7 @@ impl FromStr for Settings {
 
     fn from_str(text: &str) -> Result<Self, ConfigTextError> {
         let config = text.parse()?;
-        // The text is valid, so a key stands before each colon that is not in brackets; in brackets there are numbers.
+        // The text is valid, so each colon outside brackets follows a key. Brackets contain only numbers.
         let states = |keys: &[&str]| text.split([',', '[', ']']).any(|part| keys.contains(&key_of(part)));
         Ok(Settings {
             config,

@@ -149,7 +149,7 @@ impl Screen<'_> {
         let has_limit =
             self.config.limit_bytes().is_some() || limits.into_iter().any(|pool| pool.limit_bytes().is_some());
         if has_limit && columns().any(|outcome| outcome.order == Order::Address) {
-            lines.push("The models of PyTorch have no limit: they hold what the whole job needs.".to_owned());
+            lines.push("The models of PyTorch have no limit: they reserve what the whole job needs.".to_owned());
         }
         if self.finding.outcome.refused > 0 {
             lines.push(

@@ -49,13 +49,13 @@ fn differs_by_digests(a: &Summary, b: &Summary) -> Option<String> {
     let named = differs_by_traces(a, b).ok().flatten();
     Some(named.unwrap_or_else(|| {
         let (ours, theirs) = (ops(&ours), ops(&theirs));
-        format!("{theirs} ops, but {ours} there; add --serve --record FILE to see the first difference")
+        format!("{theirs} ops instead of {ours}; add --serve --record FILE to find the first difference")
     }))
 }
 
 fn differs_by_traces(a: &Summary, b: &Summary) -> Result<Option<String>, CliError> {
     if a.devices.len() != b.devices.len() {
-        return Ok(Some(format!("{} devices, but {} there", b.devices.len(), a.devices.len())));
+        return Ok(Some(format!("{} devices instead of {}", b.devices.len(), a.devices.len())));
     }
     for (one, other) in a.devices.iter().zip(&b.devices) {
         let (Some(one), Some(other)) = (&one.trace, &other.trace) else { continue };
@@ -63,9 +63,9 @@ fn differs_by_traces(a: &Summary, b: &Summary) -> Result<Option<String>, CliErro
         let diff = Diff::new(&read_path(one, &options)?, &read_path(other, &options)?);
         if let Some(difference) = &diff.first_op {
             let told = |op: &Option<(usize, _)>| {
-                op.as_ref().map_or("it ends".to_owned(), |(number, op)| format!("op {number} {op:?}"))
+                op.as_ref().map_or("the end".to_owned(), |(number, op)| format!("op {number} {op:?}"))
             };
-            return Ok(Some(format!("{}, but {} there", told(&difference.b), told(&difference.a))));
+            return Ok(Some(format!("{} instead of {}", told(&difference.b), told(&difference.a))));
         }
         if let Some(place) = &diff.first {
             return Ok(Some(format!("allocation {} at op {} has a different placement", place.allocation, place.op)));

@@ -1,4 +1,4 @@
-//! `symmalloc chart`.
+//! Tests of `symmalloc chart`.
 
 use crate::{Folder, busy_trace, recorded, symmalloc};
 use serde_json::Value;
@@ -112,11 +112,9 @@ fn a_plan_is_drawn_beside_the_job() {
     assert_eq!((&said["plan"]["reserved"]["peak_bytes"], &said["plan"]["reserved"]["op"]), (&planned, &0.into()));
     assert!(said["reserved"]["peak_bytes"].as_u64() > planned.as_u64(), "{said}");
     assert_eq!(text.matches("class=\"wide\"").count(), 3);
-    for words in [
-        "reserved by the plan: peak 4.66 GiB",
-        "As planned: at most 4.66 GiB reserved.",
-        "The same as planned, after op",
-    ] {
+    for words in
+        ["reserved by the plan: peak 4.66 GiB", "As planned: at most 4.66 GiB reserved.", "Planned memory after op"]
+    {
         assert!(text.contains(words), "{words}");
     }
     let ids: Vec<&str> = text.split(" id=\"").skip(1).map(|rest| rest.split('"').next().unwrap()).collect();

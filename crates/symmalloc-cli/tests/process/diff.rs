@@ -1,4 +1,4 @@
-//! `symmalloc diff`.
+//! Tests of `symmalloc diff`.
 
 use crate::{Folder, recorded, symmalloc};
 use serde_json::json;

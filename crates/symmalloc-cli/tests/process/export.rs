@@ -1,4 +1,4 @@
-//! `symmalloc export`.
+//! Tests of `symmalloc export`.
 
 use crate::{Folder, recorded, symmalloc};
 use std::fs;

@@ -1,4 +1,4 @@
-//! `symmalloc import`.
+//! Tests of `symmalloc import`.
 
 use crate::{Folder, command, recorded, symmalloc};
 use serde_json::Value;

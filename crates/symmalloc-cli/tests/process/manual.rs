@@ -1,4 +1,4 @@
-//! `symmalloc completions` and `symmalloc man`.
+//! Tests of `symmalloc completions` and `symmalloc man`.
 
 use crate::symmalloc;
 

@@ -1,4 +1,4 @@
-//! `symmalloc plan`.
+//! Tests of `symmalloc plan`.
 
 use crate::{Folder, Said, recorded, symmalloc};
 use serde_json::{Value, json};

@@ -1,4 +1,4 @@
-//! `symmalloc replay`.
+//! Tests of `symmalloc replay`.
 
 use crate::{Folder, busy_trace, command, recorded, symmalloc};
 use serde_json::Value;

@@ -1,4 +1,4 @@
-//! `symmalloc report`.
+//! Tests of `symmalloc report`.
 
 use crate::chart::assert_stands_alone;
 use crate::{Folder, busy_trace, command, recorded, symmalloc};

@@ -1,4 +1,4 @@
-//! `symmalloc simulate`.
+//! Tests of `symmalloc simulate`.
 
 use crate::{Folder, command, recorded, symmalloc};
 use std::fs;
