@@ -37,6 +37,19 @@ impl Library {
     }
 }
 
+/// Returns the first of these libraries that the machine itself has, outside the test's folder.
+///
+/// # Safety
+/// The initializers of the libraries have no preconditions.
+pub(crate) unsafe fn installed(names: &[&'static str]) -> Option<&'static str> {
+    let is_installed = |name: &&&str| {
+        let name = std::ffi::CString::new(**name).expect("no zero byte");
+        // SAFETY: a C string, and the caller's contract.
+        !unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_LAZY | libc::RTLD_LOCAL) }.is_null()
+    };
+    names.iter().find(is_installed).copied()
+}
+
 /// Changes a name in the table of symbols: what the loader compares with.
 fn hide(bytes: &mut [u8], symbol: &str) {
     let name = [b"\0", symbol.as_bytes(), b"\0"].concat();

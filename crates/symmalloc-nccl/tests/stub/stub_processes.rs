@@ -76,8 +76,10 @@ nccl_test!(a_process_that_ends_is_a_remote_error_for_the_others, {
     assert_eq!(outputs.iter().map(|output| output.is_success).collect::<Vec<_>>(), [true, false, true], "{outputs:?}");
 });
 
-nccl_test!(ranks_find_each_other_by_a_place, ["NCCL_COMM_ID" = "stub-test:1"], {
-    let outputs = ranks(3, &[], |rank| {
+nccl_test!(ranks_find_each_other_by_a_place, {
+    // The address is unique, because this test may run more than once at a time.
+    let address = format!("stub-test-{}:1", std::process::id());
+    let outputs = ranks(3, &[("NCCL_COMM_ID", &address)], |rank| {
         for _ in 0..3 {
             let rank = Rank::join(3, unique_id(), rank, &Arc::new(Barrier::new(1)));
             let segment = rank.segment(2 * MIB);
