@@ -320,11 +320,11 @@ fn there_and_back(program: &Program, records: &[Record]) {
     }
 }
 
-/// Text as a flight record. What is read is written in one way only, and read back as the same; a rank that did the same as another
-/// one is neither behind nor different.
+/// Reads text as a flight record. Accepted text has one canonical form, which reads back as the same record. Of two ranks with equal
+/// records, neither is reported as behind or different.
 ///
 /// # Panics
-/// When the reader or the comparison panics, reading back differs, or a difference is found where there is none.
+/// If the reader or the comparison panics, reading back differs, or a nonexistent difference is found.
 pub fn flight_record_reader(bytes: &[u8]) -> u64 {
     let read = |text: &[u8]| FlightRecord::from_reader(text, Path::new("fuzzed"));
     let Ok(record) = read(bytes) else { return 0 };
@@ -358,7 +358,7 @@ fn compare_with_twin(record: &FlightRecord) {
     assert!(listed <= 2 << 20, "{listed} ranks are listed as missing");
 }
 
-/// Whether each collective of the record has a number of its own.
+/// Returns `true` if each collective of the record has a different number.
 fn numbers_differ(record: &CommunicatorRecord) -> bool {
     let mut numbers: Vec<u64> =
         record.collectives.iter().filter(|it| !it.is_point_to_point).map(|it| it.number).collect();
