@@ -164,7 +164,7 @@ fn a_pool_whose_end_was_agreed_on_is_compared_no_more() {
     let layout = ranks[0].save_layout(PoolId::DEFAULT).expect("nothing is retired");
     let restarted = rank(2);
     restarted.destroy_pool(gone).expect("it is empty");
-    restarted.restore_layout(PoolId::DEFAULT, &layout).expect("as it was");
+    restarted.restore_layout(PoolId::DEFAULT, &layout).expect("an unchanged pool");
     ranks.push(restarted);
     assert_eq!(compare(&ranks), None);
     // A trim of all pools also reaches destroyed ones.

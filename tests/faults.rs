@@ -50,7 +50,7 @@ fn run(scenario: &Scenario, device: &SimBackend) -> Outcomes {
         told.fallible_calls = device.calls().fallible();
         told.is_noticed = device.calls().failed() > 0;
     }
-    assert!(device.leaks().is_empty(), "left behind: {}", device.leaks());
+    assert!(device.leaks().is_empty(), "leaked: {}", device.leaks());
     told
 }
 
@@ -162,7 +162,7 @@ fn with_many_refused_calls_the_allocator_stays_sound_and_leaves_nothing_behind()
             assert_eq!(stats.usage.all.allocations.current, 0, "seed {seed}");
             assert_eq!(stats.retired_bytes, 0, "seed {seed}");
         }
-        assert!(device.leaks().is_empty(), "seed {seed}, left behind: {}", device.leaks());
+        assert!(device.leaks().is_empty(), "seed {seed}, leaked: {}", device.leaks());
     }
 }
 
@@ -308,7 +308,7 @@ fn everything(scenario: &Scenario, device: &SimBackend, attempts: usize) -> usiz
         assert_eq!((stats.usage.all.allocations.current, stats.retired_bytes), (0, 0));
         check(&"at the end");
     }
-    assert!(device.leaks().is_empty(), "left behind: {}", device.leaks());
+    assert!(device.leaks().is_empty(), "leaked: {}", device.leaks());
     refused
 }
 
@@ -415,7 +415,7 @@ fn job_with_fault(
         allocator.check().expect("sound at the end");
         (allocator.digest(PoolId::DEFAULT).expect("the default pool"), device.calls().fallible())
     };
-    assert!(device.leaks().is_empty(), "call {ordinal:?}, left behind: {}", device.leaks());
+    assert!(device.leaks().is_empty(), "call {ordinal:?}, leaked: {}", device.leaks());
     (placements, digest, calls)
 }
 

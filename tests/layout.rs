@@ -61,7 +61,7 @@ fn restarted<L: Lock>(scenario: &Scenario, checkpoint: &Checkpoint, seed: u64) -
         let future = go_on(&allocator, &scenario.program, &mut replay, &mut work, checkpoint.op);
         (future, digests(&allocator))
     };
-    assert!(device.leaks().is_empty(), "left behind: {}", device.leaks());
+    assert!(device.leaks().is_empty(), "leaked: {}", device.leaks());
     (future, digests)
 }
 
@@ -182,7 +182,7 @@ fn the_text_names_what_is_live_and_allocations_of_nothing_can_still_be_freed() {
     let new = rank(&device, &policy, Some(100 * MIB));
     let restored = new.restore_layout(POOL, &symmalloc_trace::layout::parse(&text).expect("a layout")).expect("fresh");
     old.free(nothing.handle).expect("live");
-    new.free(restored.nothing(S1).expect("its heap has a history")).expect("it stands for them");
+    new.free(restored.nothing(S1).expect("its heap has a history")).expect("one handle for all of them");
     assert_eq!(new.digest(POOL), old.digest(POOL));
     assert_eq!(restored.allocations().next().expect("one is live").name.as_deref(), Some("weights \"0\""));
     assert_eq!(restored.find(S1, Placement::NOWHERE), None);

@@ -129,7 +129,7 @@ fn a_pool_in_use_stays_and_a_destroyed_one_is_gone_for_good() {
     let made = allocator.allocate(pool, S0, 1000).expect("fits");
     let in_use = PoolError::InUse { pool, allocations: 1, allocated_bytes: 1024 };
     assert_eq!(allocator.destroy_pool(pool), Err(in_use));
-    allocator.free(made.handle).expect("the pool is as it was");
+    allocator.free(made.handle).expect("the pool is unchanged");
     assert_eq!(allocator.destroy_pool(POOL), Err(PoolError::Default));
     allocator.destroy_pool(pool).expect("empty");
     assert!(allocator.backend().leaks().is_empty());
@@ -361,7 +361,7 @@ fn zero_bytes_of_a_destroyed_pool_are_freed_once() {
     let other = allocator.allocate(next, S0, 0).expect("always").handle;
     let digest = allocator.digest(next).expect("live");
     allocator.free(handle).expect("live");
-    assert_eq!(allocator.digest(next), Ok(digest), "it is no op of the next pool");
+    assert_eq!(allocator.digest(next), Ok(digest), "it is not an op of the next pool");
     assert_eq!(allocator.free(handle), Err(HandleError::Stale { handle }.into()));
     allocator.free(other).expect("live");
 }

@@ -342,7 +342,7 @@ fn an_observer_that_comes_later_or_acknowledges_twice_reads_nothing_again() {
     allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("fits");
     let (quick, births) = allocator.observe(POOL).expect("exists");
     assert_eq!(kinds(&births), [(SegmentEventKind::Birth, 0)]);
-    assert!(allocator.unread(quick).events.is_empty(), "it is told as a birth already");
+    assert!(allocator.unread(quick).events.is_empty(), "it was already reported as a birth");
     allocator.allocate(POOL, StreamId(0), 40 * MIB).expect("fits");
     let first = allocator.unread(quick);
     allocator.allocate(POOL, StreamId(0), 50 * MIB).expect("fits");

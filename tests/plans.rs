@@ -117,7 +117,7 @@ fn a_failure_callback_may_use_the_pool_whose_plan_has_no_memory() {
     let refused = allocator.adopt_plan(PoolId::DEFAULT, plan);
     assert!(matches!(refused, Err(PlanError::Memory(_))), "{refused:?}");
     assert!(allocator.plans(PoolId::DEFAULT).expect("it is there").is_empty());
-    assert_eq!(allocator.stats().usage.all.allocations.allocated, 1, "the callback was asked once");
+    assert_eq!(allocator.stats().usage.all.allocations.allocated, 1, "the callback ran once");
     allocator.check().expect("nothing is left half done");
 }
 

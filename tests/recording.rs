@@ -157,7 +157,7 @@ fn generated_programs_come_to_every_kind_of_record() {
     assert_eq!(common, all, "{words:?}");
 }
 
-/// A request that runs short twice records each time the memory released for it. The second time, this includes the end of its own heap.
+/// A request that runs short twice records the released memory both times. The second time, this includes the end of its own heap.
 #[test]
 fn what_was_given_back_for_a_refused_request_is_recorded_each_time() {
     let config: Config = "segments:expandable,limit_mb:6,reclaim:pool".parse().expect("valid");

@@ -107,7 +107,7 @@ pub fn decisions_through<B: Backend, L: Lock>(
 
 /// Checks that the numbers in an error match the statistics.
 fn check_refusal<B: Backend, L: Lock>(allocator: &Allocator<B, L>, error: &OutOfMemory, index: usize) {
-    let stats = allocator.pool_stats(error.pool).expect("the pool that was asked");
+    let stats = allocator.pool_stats(error.pool).expect("the pool of the request");
     let held = (stats.reserved_bytes.current, stats.usage.all.allocated_bytes.current);
     assert_eq!((error.reserved_bytes, error.allocated_bytes), held, "op {index}: {error}");
     let snapshot = allocator.snapshot();

@@ -233,7 +233,7 @@ pub fn run<L: Lock>(scenario: &StepScenario, device: &SimBackend) -> StepOutcome
         }
         walk.finish()
     };
-    assert!(device.leaks().is_empty(), "left behind: {}", device.leaks());
+    assert!(device.leaks().is_empty(), "leaked: {}", device.leaks());
     outcome
 }
 

@@ -164,7 +164,7 @@ fn restore(bytes: &[u8]) -> u64 {
         }
         allocator.check().expect("sound");
     }
-    assert!(device.leaks().is_empty(), "left behind: {}", device.leaks());
+    assert!(device.leaks().is_empty(), "leaked: {}", device.leaks());
     layout.allocation_count() as u64
 }
 
@@ -207,7 +207,7 @@ fn adopt(bytes: &[u8]) -> u64 {
             }
         }
     }
-    assert!(device.leaks().is_empty(), "left behind: {}", device.leaks());
+    assert!(device.leaks().is_empty(), "leaked: {}", device.leaks());
     made
 }
 

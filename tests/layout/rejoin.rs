@@ -94,7 +94,7 @@ fn a_rejoin_that_the_driver_refuses_leaves_the_pool_fresh() {
                 let future = go_on(&allocator, &scenario.program, &mut replay, &mut work, checkpoint.op);
                 assert_eq!((future, digests(&allocator)), expected, "seed {seed}, call {calls}");
             }
-            assert!(device.leaks().is_empty(), "seed {seed}, call {calls}, left behind: {}", device.leaks());
+            assert!(device.leaks().is_empty(), "seed {seed}, call {calls}, leaked: {}", device.leaks());
         }
     }
     assert!(refused > 200 && kept > 50, "{refused} refused, {kept} with memory that the driver kept");

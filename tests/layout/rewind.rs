@@ -114,9 +114,9 @@ fn a_pool_goes_back_to_what_it_was_and_has_the_same_future_again() {
                 free_what_was_made_since(&allocator, program, &replay, &mut work, at);
             }
         }
-        assert!(device.leaks().is_empty(), "seed {seed}, left behind: {}", device.leaks());
+        assert!(device.leaks().is_empty(), "seed {seed}, leaked: {}", device.leaks());
     }
-    assert!(rewound > 300 && gone > 50, "{rewound} went back, {gone} could not");
+    assert!(rewound > 300 && gone > 50, "{rewound} rewound, {gone} could not");
     assert!(carved > 1000 && kept > 1000, "{carved} carved, {kept} kept");
 }
 
@@ -173,7 +173,7 @@ fn a_rewind_that_the_driver_refuses_can_be_made_again() {
                 let expected = restarted::<Exclusive>(&scenario, &checkpoint, seed);
                 assert_eq!((future, digests(&allocator)), expected, "seed {seed}, call {calls}");
             }
-            assert!(device.leaks().is_empty(), "seed {seed}, call {calls}, left behind: {}", device.leaks());
+            assert!(device.leaks().is_empty(), "seed {seed}, call {calls}, leaked: {}", device.leaks());
         }
     }
     let count = |kind| kinds.iter().filter(|(of, _)| *of == kind).count();
@@ -258,7 +258,7 @@ fn a_hole_that_was_filled_since_is_a_hole_again() {
         (placements, device.mapped_bytes(), allocator.digest(POOL))
     };
     let first = future();
-    allocator.restore_layout(POOL, &layout).expect("nothing went back");
+    allocator.restore_layout(POOL, &layout).expect("nothing was released");
     assert_eq!((device.mapped_bytes(), allocator.save_layout(POOL)), (8 * MIB, Ok(layout)));
     assert_eq!(future(), first);
     allocator.check().expect("sound");

@@ -175,7 +175,7 @@ fn memory_that_a_window_holds_stays_and_the_next_sleep_gives_it_back() {
     assert_eq!((job.phase(), job.reserved_bytes(), device.mapped_bytes()), (Phase::Failed, whole, whole));
     assert!(matches!(job.allocator.allocate(job.pool, job.streams[0], 1), Err(AllocateError::Sleeps(_))));
     drop(job.allocator.quiesce(job.pool, Contents::Keep).expect("asleep"));
-    assert_eq!(job.phase(), Phase::Failed, "as it was");
+    assert_eq!(job.phase(), Phase::Failed, "unchanged");
     assert_eq!(job.allocator.sleep(job.pool, Contents::Keep).expect("taken").released_bytes, whole);
     assert_eq!((job.phase(), device.mapped_bytes()), (Phase::Asleep, 0));
     job.allocator.wake(job.pool).expect("memory");

@@ -181,7 +181,7 @@ fn a_folder_that_others_can_write_is_refused_unless_it_is_sticky_and_above() {
         }
     }
     set_mode(&above, 0o1777);
-    private_folder_at(&path).expect("nobody can exchange it in a sticky folder");
+    private_folder_at(&path).expect("nobody can replace it in a sticky folder");
     set_mode(&path, 0o1777);
     private_folder_at(&path).expect_err("others can write into it");
 }
