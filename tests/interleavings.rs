@@ -25,7 +25,7 @@ use symmalloc_harness::memory::Memory;
 use symmalloc_sim::{SimBackend, SplitMix64};
 use symmalloc_trace::replay::{Program, Replay};
 
-/// Runs a thread on its own stream. Passes every third allocation to `leave` instead of freeing it.
+/// Runs a thread on its own stream. Passes about a third of its allocations to `leave` instead of freeing them.
 fn drive<L: Lock>(allocator: &Allocator<Device, L>, stream: StreamId, seed: u64, leave: impl Fn(Allocation)) {
     let mut random = SplitMix64::new(seed ^ u64::from(stream.0) << 32);
     let mut live: Vec<Allocation> = Vec::new();

@@ -298,7 +298,7 @@ impl<R: Read> Machine<R> {
         }
     }
 
-    /// Checks at the start of an opcode that no frame ended before it.
+    /// Checks, at the start of an opcode, that no frame ended inside the previous one.
     #[inline]
     fn check_frame(&mut self) -> Result<(), PickleError> {
         match self.frame {

@@ -158,7 +158,7 @@ struct PendingRecords {
     wake_at: usize,
     /// `true` once the recording has ended.
     is_over: bool,
-    /// `true` once the thread has exited, so that nobody takes records any more.
+    /// `true` once the thread has exited, so that nobody takes records anymore.
     is_abandoned: bool,
 }
 

@@ -70,7 +70,9 @@ pub enum Contradiction {
     #[error("memory must begin after the preceding memory, with a gap between them")]
     MemoryOutOfOrder,
     /// An extent exceeds the segment's range.
-    #[error("a segment of this pool has {expected_bytes} bytes at most, with memory from 0 on unless it is expandable")]
+    #[error(
+        "a segment of this pool has at most {expected_bytes} bytes, with memory from offset 0 on unless it is expandable"
+    )]
     MemoryOutOfRange {
         /// Maximum size in bytes; for a reserved segment, its exact size.
         expected_bytes: u64,

@@ -119,7 +119,7 @@ pub enum Inconsistency {
         stream: StreamId,
     },
     /// The pool does not exist.
-    #[error("pool {pool} was not made; put `pool {pool}` before this record")]
+    #[error("pool {pool} does not exist; put `pool {pool}` before this record")]
     UnknownPool {
         /// The pool of the record.
         pool: PoolId,

@@ -403,7 +403,7 @@ fn observers_refusals_and_what_was_given_back_are_read_and_written() {
     };
     for (line, says) in [
         ("observe o2 p0", "the next one must be o1"),
-        ("observe o1 p1", "p1 was not made"),
+        ("observe o1 p1", "p1 does not exist"),
         ("acknowledge o0", "o0 is not registered"),
         ("forget o7", "o7 is not registered"),
         ("forget p0", "an observer: o0, o1"),
