@@ -1,4 +1,4 @@
-//! Exhaustive tests: all small programs. Random tests find these cases by luck, this one finds them all.
+//! Exhaustive tests: all small programs. Random tests find such cases by luck; these tests find all of them.
 //!
 //! The configuration is tiny so that every situation occurs within a few ops: granules of two units, two sizes of which one fits a granule
 //! and the other spans two, and a limit of four granules.

@@ -239,7 +239,7 @@ fn add_run(runs: &mut Vec<(u64, u64)>, offset_bytes: u64, size_bytes: u64) {
     });
 }
 
-/// Observers are added while segments have holes, which are then filled. Every reported offset is where the memory is.
+/// Observers are added while segments have holes, which are then filled. Every reported offset matches the location of the memory.
 #[test]
 fn an_observer_knows_which_bytes_have_memory() {
     let (mut fillings, mut births_with_holes) = (0, 0);

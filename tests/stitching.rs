@@ -325,7 +325,7 @@ fn nothing_is_stitched_while_somebody_observes() {
     job.allocator.forget(observer).expect("no faults");
     let whole = job.allocate(0, 20);
     assert_eq!(whole.placement.segment.0, 1);
-    // The stitched range precedes the next observer, which is only notified of memory at home.
+    // The stitched range exists before the next observer, which is notified only of memory at home.
     let (observer, births) = job.allocator.observe(POOL).expect("there");
     assert_eq!(births.iter().map(|event| event.size_bytes / MIB).collect::<Vec<_>>(), [job.reserved_mib(), 0]);
     job.free(whole);

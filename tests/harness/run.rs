@@ -4,6 +4,7 @@
 //!  op ─┬─ by handle ──► allocate, allocate_named, free, record_use ─┐
 //!      └─ by address ─► free_at, record_use_at, handle_at ──────────┴─► the same decision, digest and waits
 //! ```
+//!
 //! A live allocation is found by its first address, and a freed one is not. This also holds after a failed call.
 
 use crate::generate::{Access, Scenario};

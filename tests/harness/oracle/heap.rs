@@ -61,8 +61,8 @@ impl Heap {
         fits.into_iter().min().map(|(_, _, _, s, b)| (s, b))
     }
 
-    /// Returns `true` if the best fit may serve the request: PyTorch reserves blocks of at least `max_split_size` for requests of that
-    /// size.
+    /// Returns `true` if the best fit may serve the request: PyTorch keeps blocks of at least `max_split_size` for requests of at least
+    /// that size.
     pub(super) fn accepts(&self, config: &PoolConfig, size: u64, (s, b): (usize, usize)) -> bool {
         let block = self.segments[s].blocks[b].size;
         match config.segments() {
