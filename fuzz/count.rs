@@ -1,4 +1,4 @@
-//! Counts what a fuzzing process did, and prints it when the process ends: `symmalloc: 1234567 ops in 4321 runs`.
+//! Counts the ops of a fuzzing process, and prints them when the process ends: `symmalloc: 1234567 ops in 4321 runs`.
 
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
@@ -13,12 +13,12 @@ extern "C" fn print() {
     eprintln!("symmalloc: {} ops in {} runs", OPS.load(Relaxed), RUNS.load(Relaxed));
 }
 
-/// The fuzzer ends the process by `exit`: nothing is dropped.
+/// Prints the counts at exit. The fuzzer ends the process with `exit`, which drops nothing.
 pub fn print_at_exit() {
-    assert_eq!(atexit(print), 0, "the C library keeps no exit functions");
+    assert_eq!(atexit(print), 0, "the C library rejected the exit function");
 }
 
-/// One run, which carried out so many ops.
+/// Counts one run that executed this many ops.
 pub fn add(ops: u64) {
     RUNS.fetch_add(1, Relaxed);
     OPS.fetch_add(ops, Relaxed);

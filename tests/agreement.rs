@@ -1,7 +1,7 @@
-//! Agreement: a difference of any kind, at any place, on any rank, is caught at the next agreement and named (rule D7).
+//! Agreement: the next agreement catches and names a difference of any kind, at any op, on any rank (rule D7).
 //!
-//! `SYMMALLOC_INJECTIONS=1000000 cargo test --release -p symmalloc-harness --test agreement -- --nocapture` injects
-//! more, and prints the table.
+//! `SYMMALLOC_INJECTIONS=1000000 cargo test --release -p symmalloc-harness --test agreement -- --nocapture` runs more injections, and
+//! prints the table.
 
 use std::collections::BTreeMap;
 use symmalloc_agreement::{
@@ -16,18 +16,18 @@ use symmalloc_harness::mutation::{Kind, Mutant, SymmetricProgram};
 use symmalloc_sim::{Call, Fault, FaultRule, SimBackend, SplitMix64};
 use symmalloc_trace::replay::{Program, Replay, StepError};
 
-/// Injections of a plain run, over all kinds.
+/// Number of injections in a default run, over all kinds.
 const INJECTIONS: u64 = 10_000;
 
-/// Ops of a generated program, and of a window of a recorded job.
+/// Number of ops in a generated program, and in a window of a recorded job.
 const OPS: usize = 100;
 
 type HeapName = (PoolId, Option<StreamId>);
 
-/// Which op of the program did which ops of which heap.
+/// Maps the ops of each heap to the ops of the program that caused them.
 #[derive(Default)]
 struct Origins {
-    /// By heap: (number of ops after it, op of the program, digest), ascending.
+    /// Entries by heap: (number of heap ops after it, op of the program, digest), ascending.
     heaps: BTreeMap<HeapName, Vec<(u64, usize, u64)>>,
 }
 
@@ -43,14 +43,14 @@ impl Origins {
         }
     }
 
-    /// The op of the program that did this op of the heap.
+    /// Returns the op of the program that caused this op of the heap.
     fn of(&self, heap: HeapName, op: u64) -> Option<usize> {
         let heap = self.heaps.get(&heap)?;
         heap.get(heap.partition_point(|(ops, _, _)| *ops <= op)).map(|(_, index, _)| *index)
     }
 
-    /// Whether this op of the program did several ops of heaps: it gave memory back before a limit refused it. When the next
-    /// op of the program begins by doing the same, leaving out either begins alike, and there is no telling which it was.
+    /// Returns `true` if this op of the program caused several heap ops, because it released memory before a limit refused it. If the next
+    /// op of the program starts by doing the same, omitting either has the same beginning, so the report cannot tell them apart.
     fn gives_back_on_the_way(&self, index: usize) -> bool {
         let ops_of = |heap: &Vec<(u64, usize, u64)>| {
             let at = heap.iter().position(|(_, origin, _)| *origin == index)?;
@@ -60,8 +60,8 @@ impl Origins {
         self.heaps.values().filter_map(ops_of).sum::<u64>() > 1
     }
 
-    /// Whether the other rank has the same history after what this op of the program did: a later op of its program did the
-    /// same, with nothing noted in between, and leaving out either is the same.
+    /// Returns `true` if the other rank has the same history after the effects of this op of the program. A later op of its program then
+    /// did the same, with nothing recorded in between, so omitting either is equivalent.
     fn is_made_up_for(&self, index: usize, other: &Origins) -> bool {
         self.heaps.iter().any(|(heap, ops)| {
             let after = ops.iter().find(|(_, origin, _)| *origin == index).map(|(ops, _, digest)| (*ops, *digest));
@@ -70,7 +70,7 @@ impl Origins {
         })
     }
 
-    /// Where, by the digests after each op of the program, the first difference of a heap lies: in ops.
+    /// Returns the range of heap ops that contains the heap's first difference, from the digests after each op of the program.
     fn first_difference(&self, other: &Origins, heap: HeapName) -> Option<(u64, u64)> {
         let none = Vec::new();
         let [one, other] = [self, other].map(|origins| origins.heaps.get(&heap).unwrap_or(&none));
@@ -88,27 +88,27 @@ impl Origins {
     }
 }
 
-/// One rank.
+/// A rank of the job.
 struct Rank<'a> {
     allocator: &'a Allocator<SimBackend>,
     replay: Replay<'a, SimBackend, symmalloc_core::lock::Exclusive>,
     program: &'a Program,
 }
 
-/// What a job of several ranks came to.
+/// Result of a job with several ranks.
 struct Outcome {
     disagreement: Option<Disagreement>,
-    /// Op of the program after which they disagreed.
+    /// Op of the program after which the ranks disagreed.
     caught_at: usize,
     regular: Origins,
     mutant: Origins,
     /// The mutant's first op that the driver refused.
     refused: Option<usize>,
-    /// Ops of the program on whose ranks agreed for the last time.
+    /// Op of the program at which the ranks last agreed.
     agreed_at: Option<usize>,
 }
 
-/// Runs a job in which one rank is different, with an agreement after each of `agreements`, up to the first that fails.
+/// Runs a job in which one rank differs, with an agreement after each op in `agreements`, up to the first that fails.
 fn run(
     program: &SymmetricProgram,
     mutant: &SymmetricProgram,
@@ -182,15 +182,15 @@ fn is_refused_by_driver<T>(result: &Result<T, StepError>) -> bool {
 #[derive(Default)]
 struct Row {
     injected: u64,
-    /// Mutations that changed nothing.
+    /// Number of mutations that changed nothing.
     unchanged: u64,
-    /// Caught, and not counted as injected: see [`Origins::gives_back_on_the_way`] and
+    /// Number of caught injections that are not counted as injected: see [`Origins::gives_back_on_the_way`] and
     /// [`Origins::is_made_up_for`].
     blurred: u64,
     caught: u64,
     named: u64,
     cause: u64,
-    /// Names of the injected ops that the report tells.
+    /// Number of injected ops whose name is in the report.
     told_names: u64,
     rounds: u32,
 }
@@ -207,11 +207,11 @@ impl Programs {
     }
 
     fn pick(&self, random: &mut SplitMix64, kind: Kind) -> SymmetricProgram {
-        // Only jobs on several streams record uses.
+        // Only jobs with several streams record uses.
         let jobs = if kind == Kind::MissingRecordUse { 1 } else { self.jobs.len() };
         if random.below(3) > 0 {
             let scenario = Scenario::from_seed(random.next_u64(), OPS);
-            // A wake that is refused on one rank leaves its digest as it is: only what follows differs.
+            // A wake that is refused on one rank does not change its digest: only later ops differ.
             let is_meant = |op: &&Op| kind != Kind::RefusedMemory || !matches!(op, Op::Sleep { .. } | Op::Wake { .. });
             let records: Vec<Record> =
                 scenario.program.ops().iter().filter(is_meant).cloned().map(Record::from).collect();
@@ -252,13 +252,16 @@ fn every_injected_difference_is_caught_at_the_next_agreement_and_named() {
         );
         assert_eq!((caught, named), (injected, injected), "{kind:?}");
         assert!(blurred * 100 <= *injected, "{kind:?}: {blurred} of {injected} blurred");
-        assert!(cause * 100 >= injected * 90, "{kind:?}: the cause is guessed right in {cause} of {injected} cases");
+        assert!(
+            cause * 100 >= injected * 90,
+            "{kind:?}: the cause is guessed correctly in {cause} of {injected} cases"
+        );
     }
     let told_names: u64 = table.values().map(|row| row.told_names).sum();
-    assert!(told_names * 20 >= injections, "only {told_names} of the injected ops had a name to tell");
+    assert!(told_names * 20 >= injections, "only {told_names} of the injected ops had a name to report");
 }
 
-/// Injects one difference, and checks what the ranks are told.
+/// Injects one difference, and checks the reports of the ranks.
 fn inject(kind: Kind, seed: u64, programs: &Programs, row: &mut Row) {
     let mut random = SplitMix64::new(seed);
     let mut program = programs.pick(&mut random, kind);
@@ -287,7 +290,7 @@ fn inject(kind: Kind, seed: u64, programs: &Programs, row: &mut Row) {
             .collect::<Vec<_>>()
     };
     let Some(disagreement) = outcome.disagreement else {
-        // The only excuse: there is no difference to be seen.
+        // An uncaught injection is acceptable only if it made no difference.
         assert_eq!(at_end(&outcome.regular), at_end(&outcome.mutant), "{kind:?}, seed {seed}: not caught");
         assert_ne!(kind, Kind::Configuration, "seed {seed}: not caught");
         row.unchanged += 1;
@@ -302,7 +305,7 @@ fn inject(kind: Kind, seed: u64, programs: &Programs, row: &mut Row) {
         let ops = [&program, &mutant.program].map(|program| &program.records[mutant.op].op);
         format!("{kind:?}, seed {seed}, op {} on rank {odd}, {ops:?}: {disagreement}", mutant.op)
     };
-    // Caught at the next agreement: none was passed from the injected op on.
+    // Caught at the next agreement: no agreement succeeded from the injected op on.
     assert!(outcome.agreed_at.is_none_or(|agreed| agreed < mutant.op), "{}", place());
     assert!(outcome.caught_at >= mutant.op, "{}", place());
     row.caught += 1;
@@ -358,7 +361,7 @@ fn expected_cause(kind: Kind) -> Cause {
     }
 }
 
-/// Where the injected op is an allocation with a name, that name is told. Returns how many were.
+/// Checks that the report names the injected op if it is an allocation with a name. Returns the number of such names.
 fn check_names(
     program: &SymmetricProgram,
     mutant: &Mutant,
@@ -375,7 +378,7 @@ fn check_names(
             && (told, bytes) == (*stream, *size_bytes)
             && bytes > 0
         {
-            assert!(group.name.is_some(), "{name} is not told");
+            assert!(group.name.is_some(), "{name} is not reported");
             told_names += 1;
         }
     }

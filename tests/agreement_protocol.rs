@@ -1,4 +1,4 @@
-//! Agreement: what it costs, what it leaves alone, and what happens when ranks die, forget or come at other times.
+//! The agreement protocol: its cost, its side effects, and its behavior when ranks die, skip an agreement or reach one at another time.
 
 use std::num::NonZeroU64;
 use std::sync::Mutex;
@@ -19,7 +19,7 @@ fn symmetric() -> PoolConfig {
     PoolConfig::builder().symmetric(true).build().expect("valid")
 }
 
-/// A rank whose default pool is symmetric, with one stream.
+/// Creates a rank whose default pool is symmetric, with one stream.
 fn rank_that_remembers(rank: u32, history_ops: u32) -> Allocator<SimBackend> {
     let config = Config::builder().default_pool(symmetric()).history_ops(history_ops).build().expect("valid");
     let allocator = Allocator::new(SimBackend::builder().rank(rank).build(), config).expect("valid");
@@ -27,7 +27,7 @@ fn rank_that_remembers(rank: u32, history_ops: u32) -> Allocator<SimBackend> {
     allocator
 }
 
-/// Allocations of 512 bytes, but for the one with this number.
+/// Allocates blocks of 512 bytes, except for the allocation with the index `other`.
 fn allocate(allocator: &Allocator<SimBackend>, ops: u64, other: Option<u64>) {
     for op in 0..ops {
         let size_bytes = 512 - u64::from(other == Some(op));
@@ -35,7 +35,7 @@ fn allocate(allocator: &Allocator<SimBackend>, ops: u64, other: Option<u64>) {
     }
 }
 
-/// The number in its heap of an allocation of 512 bytes: the memory that was obtained for those before counts as well.
+/// Returns the op number of a 512-byte allocation in its heap, which also counts the times that earlier ones obtained memory.
 fn number_in_heap(allocation: u64) -> u64 {
     allocation + (allocation * 512).div_ceil(2 << 20)
 }
@@ -61,7 +61,7 @@ fn four_thousand_ranks_agree_in_lockstep_and_name_the_odd_one() {
     allocators.iter().for_each(|allocator| allocate(allocator, 10, None));
     allocate(&allocators[2077], 1, None);
     allocators.iter().for_each(|allocator| allocate(allocator, 10, None));
-    // Equal requests: what is missing on the others is the last of them.
+    // The requests are equal, so the others lack the last one.
     let disagreement = compare(&allocators).expect("one rank did more");
     let first = disagreement.first_heap().expect("a heap");
     assert_eq!((first.first_op, first.last_op), (number_in_heap(120), number_in_heap(120)));
@@ -78,7 +78,7 @@ fn rounds_grow_with_the_logarithm_of_the_history() {
         allocate(&allocators[1], ops, Some(ops / 3));
         let disagreement = compare(&allocators).expect("they differ");
         assert_eq!(disagreement.first_heap().expect("a heap").first_op, number_in_heap(ops / 3));
-        // Compare, heaps, ops, details; and a search that cuts into 97 parts.
+        // Four rounds: compare, heaps, ops, details. Then a search that cuts into 97 parts.
         let searches = (1..).find(|rounds| 97_u64.pow(*rounds) >= ops).expect("soon");
         assert!(disagreement.rounds <= 4 + searches, "{} rounds for {ops} ops", disagreement.rounds);
     }
@@ -143,8 +143,8 @@ fn whatever_one_rank_alone_does_with_an_allocation_is_told_with_its_name() {
     }
 }
 
-/// Found by the job simulator: a rank that restarts makes pools that were destroyed before only to destroy them again, so
-/// that the ids are right. Their heaps have no history on it, which was taken for a difference.
+/// Regression test, found by the job simulator: a restarted rank recreates and destroys the pools that were destroyed earlier, so that its
+/// pool ids match. Their heaps have no history on that rank, which was reported as a difference.
 #[test]
 fn a_pool_whose_end_was_agreed_on_is_compared_no_more() {
     let rank = |rank| {
@@ -164,14 +164,14 @@ fn a_pool_whose_end_was_agreed_on_is_compared_no_more() {
     let layout = ranks[0].save_layout(PoolId::DEFAULT).expect("nothing is retired");
     let restarted = rank(2);
     restarted.destroy_pool(gone).expect("it is empty");
-    restarted.restore_layout(PoolId::DEFAULT, &layout).expect("as it was");
+    restarted.restore_layout(PoolId::DEFAULT, &layout).expect("an unchanged pool");
     ranks.push(restarted);
     assert_eq!(compare(&ranks), None);
-    // A trim of all pools reaches destroyed ones, too.
+    // A trim of all pools also reaches destroyed ones.
     ranks.iter().for_each(|allocator| drop(allocator.trim(None)));
     assert_eq!(compare(&ranks), None);
-    // Other pools are compared as before.
-    ranks[1].trim(Some(PoolId::DEFAULT)).expect("no fault was asked for");
+    // Other pools are still compared.
+    ranks[1].trim(Some(PoolId::DEFAULT)).expect("no fault was injected");
     assert!(compare(&ranks).is_some());
 }
 
@@ -242,7 +242,7 @@ fn a_rank_may_do_in_private_pools_what_it_likes() {
     let (allocators, placed): (Vec<_>, Vec<_>) = (0..5).map(rank).unzip();
     assert_eq!(compare(&allocators), None);
     assert!(placed.iter().all(|placements| *placements == placed[0]));
-    // The same ordinal is another id on each rank, and is compared all the same.
+    // The same ordinal has a different id on each rank, but is compared nevertheless.
     let other = allocators[3].symmetric_pool(1).expect("it was made");
     allocators[3].allocate(other, StreamId(0), 1).expect("fits");
     let disagreement = compare(&allocators).expect("they differ");
@@ -280,7 +280,7 @@ fn configurations_that_differ_are_named_by_pool_key_and_rank() {
     assert!(matches!(disagreement.difference, Difference::Configuration(policies) if policies.len() == 4));
 }
 
-/// A transport that counts its rounds, and leaves before one of them.
+/// A transport that counts its rounds, and leaves before a given one.
 struct Leaving {
     transport: Mutex<Option<ThreadTransport>>,
     rank: u32,
@@ -335,8 +335,8 @@ fn a_rank_that_dies_in_any_round_is_named_to_the_others() {
     }
 }
 
-/// Two ranks that allocate 60 times, syncing after every 20; rank 1 asks for something else once. Returns the number of
-/// ops after which each learnt of it, with the number of rounds.
+/// Runs two ranks that allocate 60 times and sync after every 20 allocations; rank 1 makes one different request. Returns, for each rank,
+/// the number of ops after which it detected the difference, and the number of rounds.
 fn with_mode(mode: Mode, other: u64) -> Vec<(Option<u64>, u32)> {
     let run = |transport: ThreadTransport| {
         let rank = transport.rank();
@@ -371,12 +371,12 @@ fn with_mode(mode: Mode, other: u64) -> Vec<(Option<u64>, u32)> {
 fn each_mode_compares_when_it_says() {
     let never = 1000;
     let every = |ops| Mode::EveryOps(NonZeroU64::new(ops).expect("not 0"));
-    // An agreement without a difference is one round.
+    // An agreement without a difference takes one round.
     assert_eq!(with_mode(Mode::Off, never), [(None, 0); 2]);
     assert_eq!(with_mode(Mode::AtSync, never), [(None, 3); 2]);
     assert_eq!(with_mode(every(7), never), [(None, 3 + 8); 2]);
     assert_eq!(with_mode(Mode::EachOp, never), [(None, 3 + 60); 2]);
-    // The ops after which a difference at op 25 is known.
+    // Number of ops after which a difference at op 25 is detected.
     let caught = |mode| with_mode(mode, 25).into_iter().map(|(caught, _)| caught).collect::<Vec<_>>();
     assert_eq!(caught(Mode::Off), [None; 2]);
     assert_eq!(caught(Mode::AtSync), [Some(40); 2]);
@@ -393,7 +393,7 @@ fn ranks_that_agree_a_different_number_of_times_are_told() {
                 let rank = transport.rank();
                 let allocator = rank_that_remembers(rank, 4096);
                 let mut agreement = Agreement::new(Mode::EachOp, transport);
-                // Rank 1 forgets to tell of an op: its sync meets the other's agreement after the op.
+                // Rank 1 omits an op: its sync meets the other rank's agreement after that op.
                 if rank == 0 {
                     allocate(&allocator, 1, None);
                     let error = agreement.after_op(&allocator).expect_err("the other is at its sync");
@@ -402,7 +402,7 @@ fn ranks_that_agree_a_different_number_of_times_are_told() {
                     assert_eq!(points.len(), 2);
                     let text = disagreement.to_string();
                     assert!(text.ends_with("\n  rank 1: a sync\n  rank 0: an op"), "{text}");
-                    // It comes once more, and the other one does not.
+                    // It tries again, without the other rank.
                     let error = agreement.at_sync(&allocator).expect_err("the other is gone");
                     assert_eq!(error, AgreementError::Transport(TransportError::RankLost { rank: 1 }));
                 } else {

@@ -1,5 +1,5 @@
-//! All tests of the harness but those that need a process of their own. Those of one file: `cargo test -p symmalloc-harness
-//! golden`.
+//! All tests of the harness, except those that need a separate process. `cargo test -p symmalloc-harness golden` runs the tests of one
+//! file.
 
 mod agreement;
 mod agreement_protocol;

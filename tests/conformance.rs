@@ -1,4 +1,4 @@
-//! The backend contract, on every backend that runs without a device.
+//! Conformance tests: the backend contract, checked on every backend that runs without a device.
 
 use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Image, Part, Range, Reason};
 use symmalloc_core::ids::StreamId;
@@ -29,7 +29,7 @@ fn the_suite_leaves_nothing_behind() {
     assert!(Call::ALL.iter().all(|&call| device.calls().of(call) > 0), "{:?}", device.calls());
 }
 
-/// A way to break the contract.
+/// A violation of the contract.
 #[derive(Clone, Copy, Debug)]
 enum Fraud {
     RangesOverlap,
@@ -42,7 +42,7 @@ enum Fraud {
     ImagesAreAlike,
 }
 
-/// A device that breaks the contract in one way.
+/// A device that violates the contract in one way.
 struct Fraudulent {
     device: SimBackend,
     fraud: Fraud,

@@ -1,4 +1,4 @@
-//! What is left of destroyed pools: a bounded number of bytes each, and no work for calls that visit all pools.
+//! Remains of destroyed pools: a bounded number of bytes each, and no work for calls that visit all pools.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -9,17 +9,17 @@ use symmalloc_core::op::Contents;
 use symmalloc_core::{Allocator, PoolId, StreamId};
 use symmalloc_sim::{Call, Fault, FaultRule, SimBackend};
 
-/// Bytes that one destroyed pool may keep.
+/// Maximum number of bytes kept per destroyed pool.
 const BYTES_MAX: usize = 256;
 const POOLS: usize = 2000;
 const STREAMS: u16 = 4;
 
-/// Counts the bytes that are allocated.
+/// A global allocator that counts allocated bytes.
 struct Counting;
 
 static LIVE_BYTES: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: the system's allocator does the work.
+// SAFETY: forwards to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         LIVE_BYTES.fetch_add(layout.size(), Ordering::Relaxed);
@@ -45,7 +45,7 @@ fn allocator<L: Lock>() -> Allocator<SimBackend, L> {
     allocator
 }
 
-/// Makes a pool, uses it on all streams, in steps and asleep, and destroys it.
+/// Creates a pool, uses it on all streams, in steps and across a sleep, and destroys it.
 fn live_and_die<L: Lock>(allocator: &Allocator<SimBackend, L>, config: &str, sleeps: bool) -> PoolId {
     let config: PoolConfig = config.parse().expect("valid");
     let pool = allocator.create_pool(config).expect("valid");
@@ -67,7 +67,7 @@ fn live_and_die<L: Lock>(allocator: &Allocator<SimBackend, L>, config: &str, sle
     pool
 }
 
-/// Bytes that each of many destroyed pools keeps.
+/// Returns the number of bytes kept per destroyed pool, averaged over many.
 fn bytes_per_pool<L: Lock>(config: &str, sleeps: bool, after_each: impl Fn(&Allocator<SimBackend, L>)) -> usize {
     let allocator = allocator::<L>();
     let run = |pools: usize| {
@@ -85,7 +85,7 @@ fn bytes_per_pool<L: Lock>(config: &str, sleeps: bool, after_each: impl Fn(&Allo
     grown / POOLS
 }
 
-/// One test, because others in the process would allocate, too.
+/// A single test, because concurrent tests in the same process would also allocate.
 #[test]
 fn a_destroyed_pool_keeps_few_bytes_and_is_visited_no_more() {
     let policies = [
@@ -105,7 +105,7 @@ fn a_destroyed_pool_keeps_few_bytes_and_is_visited_no_more() {
             assert!(shared <= BYTES_MAX && exclusive <= BYTES_MAX, "{policy} {sleeps}: {shared}, {exclusive}");
         }
     }
-    // Histories of symmetric pools stay until ranks agree.
+    // Histories of symmetric pools stay until the ranks agree.
     let settle = |allocator: &Allocator<SimBackend, Shared>| RankHistory::new(allocator, Point::Sync).settle();
     let settled = bytes_per_pool::<Shared>("symmetric:true,streams:shared", false, settle);
     let unsettled = bytes_per_pool::<Shared>("symmetric:true,streams:shared", false, |_| ());
@@ -115,7 +115,7 @@ fn a_destroyed_pool_keeps_few_bytes_and_is_visited_no_more() {
     visits();
 }
 
-/// Trims and reports visit live pools, and those whose memory the driver kept.
+/// Trims and reports visit live pools, and destroyed ones whose memory the driver kept.
 fn visits() {
     for keeps_memory in [false, true] {
         let backend = SimBackend::builder().memory_bytes(1 << 50).build();
@@ -126,7 +126,7 @@ fn visits() {
         let pools: Vec<_> = (0..500).map(|_| live_and_die(&allocator, "", false)).collect();
         assert_eq!(allocator.kept_pool_count(), 1, "the default pool");
         let stats = allocator.stats();
-        assert_eq!(stats.usage.all.allocations.allocated, 500 * 4 * 16, "what they did counts still");
+        assert_eq!(stats.usage.all.allocations.allocated, 500 * 4 * 16, "the statistics still include them");
         assert_eq!(stats.usage.all.allocations.freed, 500 * 4 * 16);
         let live = allocator.create_pool(PoolConfig::default()).expect("valid");
         assert_eq!((allocator.kept_pool_count(), live.0), (2, 501));
@@ -135,9 +135,9 @@ fn visits() {
             allocator.free(made.handle).expect("live");
             let ordinal = allocator.backend().calls().of(Call::Unmap);
             allocator.backend().inject(Some(Call::Unmap), FaultRule::At { ordinal }, Fault::Refused);
-            allocator.destroy_pool(live).expect_err("the driver keeps it");
+            allocator.destroy_pool(live).expect_err("the driver keeps the memory");
             assert_eq!(allocator.kept_pool_count(), 2);
-            allocator.trim(None).expect("the driver takes it now");
+            allocator.trim(None).expect("the driver releases it now");
         } else {
             allocator.destroy_pool(live).expect("empty");
         }

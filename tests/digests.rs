@@ -1,8 +1,8 @@
-//! What is in a digest: every decision that later ones depend on. Each is pinned in `golden/digests.txt`; and where two
-//! histories can differ in it alone, their digests do.
+//! Contents of digests: every decision that later ones depend on. `golden/digests.txt` pins the digest of each decision. If two histories
+//! can differ in that decision alone, the tests also check that their digests differ.
 //!
-//! `SYMMALLOC_BLESS=1 cargo test -p symmalloc-harness --test digests` writes the file anew. A digest that changes is news
-//! for everyone who compares ranks of two versions.
+//! `SYMMALLOC_BLESS=1 cargo test -p symmalloc-harness --test digests` regenerates the file. A changed digest affects everyone who compares
+//! ranks of two versions.
 
 use std::cell::RefCell;
 use std::collections::BTreeSet;
@@ -22,26 +22,26 @@ const S1: StreamId = StreamId(1);
 
 type Rank<'a> = Allocator<&'a SimBackend>;
 
-/// A few ops with one decision to look at.
+/// A short sequence of ops that ends in the decision under test.
 struct Story {
     name: &'static str,
     pool: &'static str,
     ops: fn(&Rank<'_>, &SimBackend),
 }
 
-/// The next call of a kind is refused.
+/// Injects a fault into the next call of a kind.
 fn refuse(device: &SimBackend, call: Call, fault: Fault) {
     device.inject(Some(call), FaultRule::At { ordinal: device.calls().of(call) }, fault);
 }
 
-/// Frees a block of so many bytes that another stream used: whoever takes it next waits.
+/// Frees a block of `size_bytes` bytes that another stream used: its next user must wait.
 fn leave_fenced(rank: &Rank<'_>, size_bytes: u64) {
     let made = rank.allocate(POOL, S0, size_bytes).expect("memory");
     rank.record_use(made.handle, S1).expect("live");
     rank.free(made.handle).expect("live");
 }
 
-/// Grows behind a fenced block, and then cannot wait.
+/// Grows the heap after a fenced block, and then fails to wait.
 fn grow_in_vain(rank: &Rank<'_>, device: &SimBackend) {
     leave_fenced(rank, 2 * MIB);
     refuse(device, Call::Wait, Fault::Refused);
@@ -50,7 +50,7 @@ fn grow_in_vain(rank: &Rank<'_>, device: &SimBackend) {
     assert_eq!(device.mapped_bytes(), 6 * MIB);
 }
 
-/// Frees all but one allocation, so that a trim cuts holes.
+/// Frees all but one of several allocations, so that a trim creates holes.
 fn leave_room_around_one(rank: &Rank<'_>) {
     let made = [3 * MIB, MIB, 6 * MIB].map(|size_bytes| rank.allocate(POOL, S0, size_bytes).expect("memory"));
     rank.free(made[0].handle).expect("live");
@@ -88,7 +88,7 @@ const STORIES: &[Story] = &[
         pool: "",
         ops: |rank, _| {
             rank.reserve(POOL, S0, 8 * MIB).expect("memory");
-            rank.reserve(POOL, S0, 5 * MIB).expect("it is there");
+            rank.reserve(POOL, S0, 5 * MIB).expect("the memory is there");
         },
     },
     Story { name: "reserve-fixed", pool: "fixed", ops: |rank, _| rank.reserve(POOL, S0, 5 * MIB).expect("memory") },
@@ -137,7 +137,7 @@ const STORIES: &[Story] = &[
         ops: |rank, _| {
             leave_room_around_one(rank);
             rank.observe(POOL).expect("it exists");
-            rank.trim(None).expect("nothing goes back");
+            rank.trim(None).expect("nothing is released");
         },
     },
     Story {
@@ -188,7 +188,7 @@ const STORIES: &[Story] = &[
         ops: |rank, _| {
             let made = [S0, S1].map(|stream| rank.allocate(POOL, stream, 7 * MIB).expect("memory"));
             rank.free(made[1].handle).expect("live");
-            rank.allocate(POOL, S0, 9 * MIB).expect("the other stream's memory went back");
+            rank.allocate(POOL, S0, 9 * MIB).expect("the other stream's memory was released");
         },
     },
     Story { name: "growth-behind-a-failed-wait", pool: "", ops: grow_in_vain },
@@ -274,7 +274,7 @@ fn digests_are_what_is_written_down() {
     }
     let golden = std::fs::read_to_string(&path).expect("the golden file is there");
     for (found, expected) in table.lines().zip(golden.lines()) {
-        assert_eq!(found, expected, "set SYMMALLOC_BLESS=1 if this is meant");
+        assert_eq!(found, expected, "set SYMMALLOC_BLESS=1 if this is intended");
     }
     assert_eq!(table.lines().count(), golden.lines().count());
 }
@@ -285,19 +285,19 @@ fn every_story_has_a_digest_of_its_own() {
     assert_eq!(distinct.len(), STORIES.len());
 }
 
-/// The ranks of a job, one of which meets something that the others do not.
+/// Pairs of histories that can occur on two ranks of a job if only one rank meets a certain event.
 #[test]
 fn histories_that_differ_in_one_decision_have_different_digests() {
-    // The same layout, whose memory the driver did not take back, or an observer keeps.
+    // The layout is the same; either the driver refused to unmap the memory, or an observer holds it.
     assert_ne!(of("trim-shrink-refused-first"), of("trim-observed"));
     assert_ne!(of("trim-shrink-refused-first"), of("trim-shrink"));
-    // A segment that died, whose memory the driver kept: it counts towards the limits from then on.
+    // A dead segment whose memory the driver kept: it counts towards the limits from then on.
     assert_ne!(of("trim-death-kept-by-driver"), of("trim-death"));
-    // A heap that grew behind a wait that failed, and one that grew without.
+    // A heap that grew before a failed wait, and one that grew without.
     assert_ne!(of("growth-behind-a-failed-wait-again").value, of("growth-behind-a-failed-wait").value);
     let before = Story { name: "", pool: "", ops: |rank, _| leave_fenced(rank, 2 * MIB) };
     assert_ne!(of("growth-behind-a-failed-wait"), digest(&before, 0));
-    // The same request, refused for each reason by the same heap.
+    // The same request, refused by the same heap for each reason.
     let by = |ops| digest(&Story { name: "", pool: "gives-nothing-back", ops }, 0);
     let by_limit = by(|rank, _| {
         rank.allocate(POOL, S0, 8 * MIB).expect("memory");
@@ -311,13 +311,13 @@ fn histories_that_differ_in_one_decision_have_different_digests() {
     });
     assert_eq!(by_limit.ops, by_driver.ops);
     assert_ne!(by_limit, by_driver);
-    // Nothing, for one stream of a shared heap and for the other.
+    // Allocations of zero bytes, for one stream of a shared heap and for the other.
     let nothing_for = |ops| digest(&Story { name: "", pool: "shared", ops }, 0);
     let for_one = nothing_for(|rank, _| _ = rank.allocate(POOL, S0, 0).expect("always"));
     assert_ne!(for_one, nothing_for(|rank, _| _ = rank.allocate(POOL, S1, 0).expect("always")));
 }
 
-/// A heap whose memory comes in other granules decides otherwise sooner or later.
+/// A heap with a different granularity makes different decisions sooner or later.
 #[test]
 fn the_granularity_is_in_every_digest() {
     let digest = |granularity_bytes| {
@@ -330,7 +330,7 @@ fn the_granularity_is_in_every_digest() {
     assert_ne!(digest(MIB), digest(2 * MIB));
 }
 
-/// A rank that destroyed a pool and one that keeps it never agree, even when there is no memory left to give back.
+/// A rank that destroyed a pool and one that keeps it never agree, even if there is no memory left to release.
 #[test]
 fn the_end_of_a_pool_is_in_its_digest() {
     let histories = |is_destroyed| {
@@ -350,7 +350,7 @@ fn the_end_of_a_pool_is_in_its_digest() {
     assert_ne!(histories(true), histories(false));
 }
 
-/// A free block begins and ends anywhere in a granule. What went back is told, which is only the whole granules in it.
+/// A free block may begin and end inside a granule. The history contains the released part: only the whole granules in it.
 #[test]
 fn what_a_shrink_says_in_the_history_is_what_the_device_took_back() {
     let device = SimBackend::builder().build();

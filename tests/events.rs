@@ -1,4 +1,4 @@
-//! What `tracing` is told: the names and fields that programs may rely on, and nothing on the way through a cache hit.
+//! Events for `tracing`: stable names and fields that programs may rely on, and no event on a cache hit.
 
 use std::fmt::{Debug, Write};
 use std::sync::{Arc, Mutex};
@@ -13,7 +13,7 @@ use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Metadata, Subscriber};
 
-/// Writes down every event as `name field=value ...`, and every span as `> name field=value ...`.
+/// Records every event as `name field=value ...`, and every span as `> name field=value ...`.
 #[derive(Clone, Default)]
 struct Listener(Arc<Mutex<Vec<String>>>);
 
@@ -27,7 +27,7 @@ struct Fields<'a>(&'a mut String);
 
 impl Visit for Fields<'_> {
     fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
-        write!(self.0, " {field}={value:?}").expect("a string takes all");
+        write!(self.0, " {field}={value:?}").expect("writing to a string cannot fail");
     }
 }
 
@@ -83,7 +83,7 @@ fn what_is_rare_is_told_with_stable_names_and_fields_and_a_cache_hit_is_silent()
 
     allocate(100 * MIB).expect_err("more than the limit");
     let heard = listener.heard();
-    assert_eq!(heard.len(), 3, "nothing is given back for what can never fit: {heard:?}");
+    assert_eq!(heard.len(), 3, "nothing is released for a request that can never fit: {heard:?}");
 
     allocate(7 * MIB).expect_err("more than is left");
     let missing = "missing_bytes=8388608";
@@ -133,7 +133,7 @@ fn pools_and_failed_trims_are_told() {
     allocator.trim(Some(pool)).expect_err("the driver refuses");
     let failed = listener.heard().pop().expect("the last event");
     assert!(failed.starts_with("trim.failed pool=1 stream=0 released_bytes=0 error="), "{failed}");
-    allocator.destroy_pool(pool).expect("the driver takes it now");
+    allocator.destroy_pool(pool).expect("the driver releases it now");
     assert_eq!(listener.heard().pop().expect("the last event"), "pool.destroyed pool=1");
 }
 
@@ -168,7 +168,7 @@ fn ranks_that_diverge_are_told_on_every_rank() {
     }
 }
 
-/// A sink without room.
+/// A sink without capacity.
 struct Full;
 
 impl Sink for Full {
@@ -199,7 +199,7 @@ fn a_recording_that_ends_early_is_told_once() {
     assert!(listener.heard().is_empty());
 }
 
-/// A block that begins in the middle of a granule gives back the granules behind it.
+/// A block that begins in the middle of a granule releases only the granules after it.
 #[test]
 fn a_shrink_says_where_the_memory_was() {
     let listener = Listener::default();

@@ -1,7 +1,7 @@
-//! Small programs, all of them: what random programs find with luck, these find for certain.
+//! Exhaustive tests: all small programs. Random tests find such cases by luck; these tests find all of them.
 //!
-//! The world is tiny so that everything in it happens within a few ops: granules of two units, two sizes of which one
-//! fits a granule and one spans two, and a limit of four granules.
+//! The configuration is tiny so that every situation occurs within a few ops: granules of two units, two sizes of which one fits a granule
+//! and the other spans two, and a limit of four granules.
 
 use symmalloc_core::config::{
     Config, ExpandableSegments, FixedSegments, PointerLookup, PoolConfig, SegmentPolicy, StreamPolicy,
@@ -13,13 +13,13 @@ use symmalloc_harness::generate::{Access, Scenario};
 
 const GRANULE: u64 = 1024;
 
-/// What can be done at any point of a program.
+/// An op that is possible at any point of a program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Letter {
     Allocate(StreamId, u64),
-    /// Free the n-th of the live allocations, oldest first.
+    /// Frees the n-th live allocation, oldest first.
     Free(usize),
-    /// Use the oldest live allocation on the other stream.
+    /// Uses the oldest live allocation on the other stream.
     Use(StreamId),
     Trim,
 }
@@ -27,7 +27,7 @@ enum Letter {
 const S0: StreamId = StreamId(0);
 const S1: StreamId = StreamId(1);
 
-/// The program of a word, or `None` when a letter means nothing where it stands.
+/// Returns the program of a word, or `None` if a letter is meaningless at its position.
 fn spell(word: &[Letter]) -> Option<Vec<Op>> {
     let mut ops = vec![Op::RegisterStream { stream: S0 }, Op::RegisterStream { stream: S1 }];
     let (mut live, mut made) = (Vec::new(), 0);
@@ -48,17 +48,17 @@ fn spell(word: &[Letter]) -> Option<Vec<Op>> {
     Some(ops)
 }
 
-/// Compares every word of `length` letters with the oracle. A prefix is looked at closely once only.
+/// Compares every word of `length` letters with the oracle. Each prefix is checked in detail only once.
 fn all_words(letters: &[Letter], length: usize, config: &Config, granularity_bytes: u64) -> u64 {
     let mut word = vec![0; length];
     let (mut changed, mut programs) = (0, 0);
     loop {
         let spelt: Vec<Letter> = word.iter().map(|index| letters[*index]).collect();
-        // A word that means nothing from some letter on stands for its prefix: skip all that share it.
+        // A word that becomes meaningless at some letter is equivalent to its prefix: skip all words with that prefix.
         let valid = (1..=length).take_while(|end| spell(&spelt[..*end]).is_some()).count();
         if valid == length {
             let ops = spell(&spelt).expect("valid").into_iter().enumerate();
-            // Each op goes in by address in one of two programs.
+            // In one of the two programs, each op identifies its allocation by address.
             let ops = ops.map(|(index, op)| (op, Access::from_byte((index as u64 + programs) as u8)));
             let scenario = Scenario::new(config.clone(), granularity_bytes, ops);
             compare_at(&scenario, &scenario.device(programs), |index| index >= changed + 2);

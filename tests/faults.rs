@@ -1,5 +1,5 @@
-//! Faults: the driver refuses one call, every call in turn. The op gets a typed error, the allocator stays sound and as
-//! it was, a second attempt goes on as if nothing had happened, and nothing is left behind.
+//! Faults: the driver refuses one call, for every call in turn. The op returns a typed error, the allocator stays consistent and unchanged,
+//! a second attempt proceeds as if nothing had happened, and nothing leaks.
 
 use std::collections::{BTreeMap, BTreeSet};
 use symmalloc_core::backend::Reason;
@@ -17,18 +17,18 @@ use symmalloc_trace::replay::{Replay, StepError};
 
 const OPS: usize = 40;
 
-/// What a run with one fault came to.
+/// Result of a run with one fault.
 struct Outcomes {
-    /// Per op: what its first attempt came to that the driver did not refuse.
+    /// Outcome of each op: that of its first attempt that the driver did not refuse.
     outcomes: Vec<Outcome>,
-    /// What the refused ops said.
+    /// Errors of the refused ops.
     errors: Vec<StepError>,
     fallible_calls: u64,
-    /// The call that was refused.
+    /// `true` if an op failed because of the refused call.
     is_noticed: bool,
 }
 
-/// Runs a scenario; a refused op is tried again, once.
+/// Runs a scenario. A refused op is retried once.
 fn run(scenario: &Scenario, device: &SimBackend) -> Outcomes {
     let _report = PrintOnPanic(scenario);
     let mut told = Outcomes { outcomes: Vec::new(), errors: Vec::new(), fallible_calls: 0, is_noticed: false };
@@ -50,12 +50,12 @@ fn run(scenario: &Scenario, device: &SimBackend) -> Outcomes {
         told.fallible_calls = device.calls().fallible();
         told.is_noticed = device.calls().failed() > 0;
     }
-    assert!(device.leaks().is_empty(), "left behind: {}", device.leaks());
+    assert!(device.leaks().is_empty(), "leaked: {}", device.leaks());
     told
 }
 
-/// The scenario without limits and thresholds, which give memory back on the way of other ops: a driver that does not
-/// take it back then is no error of those ops, and their next decisions find more memory than they would have.
+/// Returns the scenario without limits and thresholds. Those release memory during other ops; if the driver refuses to release it then,
+/// these ops do not fail, and later decisions find more memory.
 fn that_trims_only_when_told(scenario: &Scenario) -> Scenario {
     let plain = |pool: &PoolConfig| {
         pool.to_builder().limit_bytes(None).release_threshold_bytes(None).build().expect("fewer knobs are valid")
@@ -67,7 +67,7 @@ fn that_trims_only_when_told(scenario: &Scenario) -> Scenario {
         .limit_bytes(None)
         .build()
         .expect("valid");
-    // A pool whose memory could not be given back is destroyed all the same: a second attempt finds no pool.
+    // A pool is destroyed even if its memory cannot be released, so a second attempt would not find the pool.
     let ops = scenario.ops().filter(|(op, _)| !matches!(op, Op::DestroyPool { .. })).map(|(op, access)| match op {
         Op::CreatePool { pool, config } => (Op::CreatePool { pool, config: Box::new(plain(&config)) }, access),
         other => (other, access),
@@ -95,7 +95,7 @@ fn after_any_refused_call_the_program_goes_on_as_if_nothing_had_happened() {
                 });
                 if is_compared {
                     let differs = run.outcomes.iter().zip(&expected.outcomes).position(|(one, other)| one != other);
-                    assert_eq!(differs, None, "seed {seed}, call {ordinal}: the first op that was decided otherwise");
+                    assert_eq!(differs, None, "seed {seed}, call {ordinal}: the first op with a different decision");
                     compared += 1;
                 }
             }
@@ -111,7 +111,7 @@ fn after_any_refused_call_the_program_goes_on_as_if_nothing_had_happened() {
     assert_eq!(kinds.into_iter().collect::<Vec<_>>(), all.concat(), "which ops were refused");
 }
 
-/// The kind of a refused op's error; what it says is the fault that was injected.
+/// Returns the kind of a refused op's error, and checks that its cause is the injected fault.
 fn kind(error: &StepError, fault: Fault) -> &'static str {
     let (kind, cause) = match error {
         StepError::Allocate(AllocateError::OutOfMemory(error)) => match &error.cause {
@@ -131,7 +131,7 @@ fn kind(error: &StepError, fault: Fault) -> &'static str {
             cause => panic!("the driver refused, not {cause}"),
         },
         StepError::Backend(error) => ("program", error),
-        other => panic!("{other:?} is no answer to a refused call"),
+        other => panic!("{other:?} is not a possible result of a refused call"),
     };
     let reason = if fault == Fault::OutOfMemory { Reason::OutOfMemory } else { Reason::Refused };
     assert_eq!(cause.reason, reason, "{error}");
@@ -155,14 +155,14 @@ fn with_many_refused_calls_the_allocator_stays_sound_and_leaves_nothing_behind()
                 work.submit(op, &result);
             }
             device.heal();
-            // Liveness: with a driver that works again, everything can be freed, and everything goes back.
+            // Liveness: once the driver works again, everything can be freed and released.
             run.free_all().expect("the driver works again");
             allocator.trim(None).expect("the driver works again");
             let stats = allocator.stats();
             assert_eq!(stats.usage.all.allocations.current, 0, "seed {seed}");
             assert_eq!(stats.retired_bytes, 0, "seed {seed}");
         }
-        assert!(device.leaks().is_empty(), "seed {seed}, left behind: {}", device.leaks());
+        assert!(device.leaks().is_empty(), "seed {seed}, leaked: {}", device.leaks());
     }
 }
 
@@ -186,7 +186,7 @@ fn a_lost_device_fails_every_call_and_breaks_nothing() {
     }
 }
 
-/// Rule D4: when the driver refuses memory on one rank, nothing is given back behind the program's back.
+/// Rule D4: when the driver refuses memory on one rank, nothing is released behind the program's back.
 #[test]
 fn a_refusal_of_the_driver_gives_nothing_back() {
     let pool = PoolConfig::builder().fixed().reclaim(Reclaim::Pool).build().expect("valid");
@@ -205,7 +205,7 @@ fn a_refusal_of_the_driver_gives_nothing_back() {
     assert_eq!(again.placement, cached.placement);
 }
 
-/// What a trim says that it gave back is what the device has back, however many of its calls were refused.
+/// A trim reports exactly the bytes that the device got back, no matter how many of its calls were refused.
 #[test]
 fn a_trim_that_fails_says_all_that_it_gave_back() {
     let mut failed = 0;
@@ -215,7 +215,7 @@ fn a_trim_that_fails_says_all_that_it_gave_back() {
         let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
         for stream in [(); 3].map(|()| allocator.register_stream().expect("few")) {
             let allocate = |mib: u64| allocator.allocate(PoolId::DEFAULT, stream, mib << 20).expect("fits").handle;
-            // Every other one is free: segments, or holes in one.
+            // Every second allocation is freed, which leaves whole segments, or holes in one.
             let made = [24, 26, 28, 30, 32, 34].map(allocate);
             made.into_iter().step_by(2).for_each(|handle| allocator.free(handle).expect("live"));
         }
@@ -237,7 +237,7 @@ fn a_trim_that_fails_says_all_that_it_gave_back() {
     assert!(failed >= 4, "{failed} trims gave something back and failed");
 }
 
-/// Rule D4: the rank whose driver refused differs from the others from then on, whatever it does next.
+/// Rule D4: a rank whose driver refused memory differs from the others from then on, regardless of later ops.
 #[test]
 fn a_refused_rank_has_another_digest() {
     let digest = |is_refused: bool| {
@@ -255,9 +255,9 @@ fn a_refused_rank_has_another_digest() {
     assert_ne!(digest(false), digest(true));
 }
 
-/// A program that makes every kind of call: with observers that come and go, events that are asked for, a failure callback
-/// that trims, pools that are destroyed. Each op is tried until the driver lets it through, at most `attempts` times.
-/// Afterwards the driver works: everything is freed, goes back, and nothing is left. Returns how many ops were refused.
+/// Runs a program that makes every kind of call: with observers that are added and removed, event queries, a failure callback that trims,
+/// and destroyed pools. Each op is retried until the driver accepts it, at most `attempts` times. Afterwards the driver works again:
+/// everything is freed and released, and nothing leaks. Returns the number of refused ops.
 fn everything(scenario: &Scenario, device: &SimBackend, attempts: usize) -> usize {
     let _report = PrintOnPanic(scenario);
     let mut refused = 0;
@@ -308,7 +308,7 @@ fn everything(scenario: &Scenario, device: &SimBackend, attempts: usize) -> usiz
         assert_eq!((stats.usage.all.allocations.current, stats.retired_bytes), (0, 0));
         check(&"at the end");
     }
-    assert!(device.leaks().is_empty(), "left behind: {}", device.leaks());
+    assert!(device.leaks().is_empty(), "leaked: {}", device.leaks());
     refused
 }
 
@@ -358,10 +358,10 @@ fn a_kind_of_call_that_always_fails_or_a_lost_device_is_survived_until_it_works_
             }
         }
     }
-    assert!(Call::ALL.iter().all(|call| refused[call] > 0), "nobody noticed: {refused:?}");
+    assert!(Call::ALL.iter().all(|call| refused[call] > 0), "some kinds of calls were never refused: {refused:?}");
 }
 
-/// What the driver keeps then is its own; but there is no panic, and no event is forgotten.
+/// The driver keeps the memory that it refuses to release, but there is no panic, and no event leaks.
 #[test]
 fn the_allocator_is_dropped_while_calls_fail() {
     for seed in 0..40 {
@@ -388,7 +388,7 @@ fn the_allocator_is_dropped_while_calls_fail() {
     }
 }
 
-/// A recorded job whose driver refuses the call with this number. Where everything went, and the digest.
+/// Runs a recorded job whose driver refuses the call with this number. Returns all placements, and the digest.
 fn job_with_fault(
     program: &symmalloc_trace::replay::Program,
     pool: &PoolConfig,
@@ -415,7 +415,7 @@ fn job_with_fault(
         allocator.check().expect("sound at the end");
         (allocator.digest(PoolId::DEFAULT).expect("the default pool"), device.calls().fallible())
     };
-    assert!(device.leaks().is_empty(), "call {ordinal:?}, left behind: {}", device.leaks());
+    assert!(device.leaks().is_empty(), "call {ordinal:?}, leaked: {}", device.leaks());
     (placements, digest, calls)
 }
 
@@ -429,7 +429,7 @@ fn recorded_jobs_go_on_after_a_refused_call_wherever_it_is() {
                 let ordinal = calls * run / runs;
                 let (placements, refused, _) = job_with_fault(&program, &pool, Some(ordinal));
                 assert!(placements == expected, "{job}, {pool}: call {ordinal} moved a block");
-                // Only a refused request for memory is in the digest: other refused ops are as if they had not been.
+                // Only a refused request for memory is part of the digest: other refused ops leave no trace.
                 assert!(refused == digest || refused.ops == digest.ops + 1, "{job}: call {ordinal}");
             }
         }

@@ -1,8 +1,8 @@
-//! The recorded jobs: digests and memory are pinned in `golden/jobs.txt`, and memory is held against the bars.
+//! Golden tests of the recorded jobs: digests and memory are pinned in `golden/jobs.txt`, and memory use is compared with requirements.
 //!
-//! A digest that changes while `placements` does not means that something else goes into digests; both are news for
-//! everyone who compares ranks of two versions. When that is meant, `SYMMALLOC_BLESS=1 cargo test -p symmalloc-harness --test golden`
-//! writes the file anew, and its difference belongs into the review.
+//! If a digest changes while `placements` does not, then the contents of digests have changed. Both affect everyone who compares ranks of
+//! two versions. If the change is intended, `SYMMALLOC_BLESS=1 cargo test -p symmalloc-harness --test golden` regenerates the file; review
+//! its difference.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -15,13 +15,13 @@ use symmalloc_trace::replay::{Program, Replay};
 const SEGMENTS: [&str; 2] = ["expandable", "fixed"];
 const STREAMS: [(&str, StreamPolicy); 2] = [("separate", StreamPolicy::Separate), ("shared", StreamPolicy::Shared)];
 
-/// What a job came to.
+/// Results of a job.
 struct Summary {
     allocations: u64,
     peak_live_bytes: u64,
     peak_reserved_bytes: u64,
     segments_born: u64,
-    /// FNV-1a over all placements: says whether a digest that changed means other placements.
+    /// FNV-1a over all placements. Shows whether a changed digest implies changed placements.
     placements: u64,
     digest: Digest,
     calls: CallCounts,
@@ -107,12 +107,12 @@ fn compare_with_file(name: &str, table: &str) {
     }
     let golden = std::fs::read_to_string(&path).expect("the golden file is there");
     for (found, expected) in table.lines().zip(golden.lines()) {
-        assert_eq!(found, expected, "set SYMMALLOC_BLESS=1 if this is meant");
+        assert_eq!(found, expected, "set SYMMALLOC_BLESS=1 if this is intended");
     }
     assert_eq!(table.lines().count(), golden.lines().count());
 }
 
-/// How often each job makes each kind of call, pinned in `golden/calls.txt`: a wait too many or too few is in no placement.
+/// Number of calls of each kind per job, pinned in `golden/calls.txt`: placements do not show a missing or an extra wait.
 #[test]
 fn recorded_jobs_make_the_calls_that_are_written_down() {
     let mut table = String::new();
@@ -145,7 +145,7 @@ fn one_growing_range_with_exact_best_fit_wastes_little() {
     }
 }
 
-/// Measured with PyTorch 2.11, each job replayed without side-stream delays.
+/// Measured with PyTorch 2.11. Each job is replayed without side-stream delays.
 #[test]
 fn fixed_segments_hold_as_much_as_pytorch_holds() {
     let pytorch = [

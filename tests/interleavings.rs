@@ -1,8 +1,7 @@
-//! Interleavings: threads on one allocator under shuttle, which runs them one at a time and chooses at every lock, and in
-//! every call of the backend, which thread goes on. A failure prints its schedule, and `shuttle::replay` runs that schedule again.
+//! Interleavings: threads on one allocator under shuttle, which runs one thread at a time and may switch threads at every lock and in every
+//! call of the backend. A failure prints its schedule, which `shuttle::replay` runs again.
 //!
-//! Every thread works on the simulated device as a correct program does, so a wait that an interleaving loses is a race
-//! that the simulator reports.
+//! Every thread works on the simulated device like a correct program, so if an interleaving loses a wait, the simulator reports a race.
 
 #[path = "interleavings/explored.rs"]
 mod explored;
@@ -26,7 +25,7 @@ use symmalloc_harness::memory::Memory;
 use symmalloc_sim::{SimBackend, SplitMix64};
 use symmalloc_trace::replay::{Program, Replay};
 
-/// What a thread does on its own stream. Every third free is left to `leave`.
+/// Runs a thread on its own stream. Passes about a third of its allocations to `leave` instead of freeing them.
 fn drive<L: Lock>(allocator: &Allocator<Device, L>, stream: StreamId, seed: u64, leave: impl Fn(Allocation)) {
     let mut random = SplitMix64::new(seed ^ u64::from(stream.0) << 32);
     let mut live: Vec<Allocation> = Vec::new();
@@ -45,7 +44,7 @@ fn drive<L: Lock>(allocator: &Allocator<Device, L>, stream: StreamId, seed: u64,
             6 if !live.is_empty() => {
                 let other = StreamId(random.below(STREAMS.into()) as u16);
                 let made = &live[random.below(live.len() as u64) as usize];
-                // A third user would have to wait for the second one too.
+                // A third user would also have to wait for the second one.
                 if other != stream && !lent.contains(&made.handle) {
                     lend(allocator, stream, other, made);
                     lent.push(made.handle);
@@ -57,7 +56,7 @@ fn drive<L: Lock>(allocator: &Allocator<Device, L>, stream: StreamId, seed: u64,
     live.into_iter().for_each(give_back);
 }
 
-/// What other threads may do meanwhile without moving anything in the default pool (rule D8).
+/// Makes calls that other threads may make concurrently without moving anything in the default pool (rule D8).
 fn disturb(allocator: &Allocator<Device, Shuttled>) {
     let pool = allocator.create_pool(PoolConfig::default()).expect("few");
     let (observer, _) = allocator.observe(pool).expect("it exists");
@@ -104,7 +103,7 @@ fn heaps_decide_as_if_alone(pool: &PoolConfig, schedules: usize) {
                 threads.push(thread::spawn(move || {
                     drive(&driving, stream, seed, |made| {
                         left.send(made).expect("it listens");
-                        freed.recv().expect("it answers");
+                        freed.recv().expect("it replies");
                     });
                 }));
             }
@@ -127,7 +126,7 @@ fn fixed_heaps_decide_as_if_alone() {
     heaps_decide_as_if_alone(&PoolConfig::builder().fixed().build().expect("valid"), 250);
 }
 
-/// What a thread does in a heap that it shares, with frees of what others made.
+/// Runs a thread on a heap that it shares with others, and frees allocations that the others made.
 fn share(allocator: &Shared, stream: StreamId, seed: u64, bag: &Mutex<Vec<Allocation>>) {
     let mut random = SplitMix64::new(seed ^ u64::from(stream.0) << 32);
     for _ in 0..12 {
@@ -160,7 +159,7 @@ fn share(allocator: &Shared, stream: StreamId, seed: u64, bag: &Mutex<Vec<Alloca
     }
 }
 
-/// The heap's order is that of the threads, so placements are theirs too. What holds is everything else.
+/// The order of ops in the heap, and therefore the placements, depend on the threads. All other properties hold.
 #[test]
 fn a_shared_heap_with_a_limit_stays_sound_and_loses_no_free() {
     for seed in 0..4 {
@@ -202,8 +201,8 @@ fn a_shared_heap_with_a_limit_stays_sound_and_loses_no_free() {
     }
 }
 
-/// Threads free what others allocated while these map memory. They synchronise in nothing, so the order is theirs; what holds
-/// is that no free is lost, and that no memory is taken before its uses are over.
+/// Threads free allocations of others while those map memory. They do not synchronize, so the order of ops depends on the threads. No free
+/// may be lost, and no memory may be reused before its uses complete.
 #[test]
 fn threads_free_what_others_made_by_handle_and_by_address() {
     let (one, other) = (StreamId(0), StreamId(1));
@@ -253,8 +252,8 @@ fn of_two_threads_that_free_one_address_one_does() {
     });
 }
 
-/// Two threads lend to one stream and free. Of the two events, the one with the later tick is the later one: a stream that
-/// waits for it has waited for both.
+/// Two threads lend to one stream and free. Of the two events, the one with the later tick is the later one: a stream that waits for it has
+/// waited for both.
 #[test]
 fn threads_that_fence_one_stream_get_their_events_in_the_order_of_their_ticks() {
     let (one, other, user) = (StreamId(0), StreamId(1), StreamId(2));
@@ -283,10 +282,10 @@ fn threads_that_fence_one_stream_get_their_events_in_the_order_of_their_ticks() 
     }
 }
 
-/// Two threads obtain memory under one limit that has room for one of them.
+/// Two threads obtain memory under a limit that only one of them fits.
 #[test]
 fn heaps_that_charge_one_limit_never_hold_more() {
-    // Memory comes as a segment, or as a segment and its growth.
+    // Memory is obtained as a segment, or as a segment and its growth.
     for (is_of_pool, is_fixed) in [(true, true), (true, false), (false, true), (false, false)] {
         explore(1000, move || {
             let limit_bytes = Some(8 * MIB);
@@ -318,7 +317,7 @@ fn heaps_that_charge_one_limit_never_hold_more() {
     }
 }
 
-/// One thread gives memory back, and so waits for a stream that another thread gives more work to.
+/// One thread releases memory, and therefore waits for a stream to which another thread submits more work.
 #[test]
 fn a_host_that_waits_for_a_stream_has_not_waited_for_what_comes_meanwhile() {
     let (one, other) = (StreamId(0), StreamId(1));
@@ -346,8 +345,7 @@ fn a_host_that_waits_for_a_stream_has_not_waited_for_what_comes_meanwhile() {
     });
 }
 
-/// One thread takes a block of a shared heap, and so makes its stream wait for another one, which a third thread gives more
-/// work to.
+/// One thread takes a block of a shared heap, and thereby makes its stream wait for another one, to which a third thread submits more work.
 #[test]
 fn a_stream_that_waits_for_another_has_not_waited_for_what_comes_meanwhile() {
     let (one, other) = (StreamId(0), StreamId(1));
@@ -397,7 +395,7 @@ fn a_pool_is_destroyed_by_one_thread_and_used_by_another() {
         let destroyed = allocator.destroy_pool(pool);
         user.join().expect("no panic");
         if destroyed.is_err() {
-            allocator.destroy_pool(pool).expect("nothing is live any more");
+            allocator.destroy_pool(pool).expect("nothing is live anymore");
         }
         assert_eq!(allocator.backend().inner.mapped_bytes(), 0, "a destroyed pool holds memory");
         assert_nothing_is_left(&allocator);
@@ -426,7 +424,7 @@ fn a_pool_sleeps_and_wakes_while_others_free_and_the_recording_has_their_order()
             let allocator = Arc::clone(&allocator);
             thread::spawn(move || {
                 made[..2].iter().for_each(|made| allocator.free(made.handle).expect("live"));
-                // Of a stream that has no heap yet.
+                // On a stream that has no heap yet.
                 match allocator.allocate(PoolId::DEFAULT, StreamId(2), 512) {
                     Ok(made) => allocator.free(made.handle).expect("live"),
                     Err(error) => assert!(matches!(error, AllocateError::Sleeps(_)), "{error}"),
@@ -438,7 +436,7 @@ fn a_pool_sleeps_and_wakes_while_others_free_and_the_recording_has_their_order()
         allocator.wake(PoolId::DEFAULT).expect("memory");
         assert_eq!(allocator.backend().inner.read(kept.address, kept.size_bytes), Some(7));
         made[2..].iter().for_each(|made| allocator.free(made.handle).expect("live"));
-        allocator.stop_recording().expect("it went well");
+        allocator.stop_recording().expect("it succeeded");
         let digest = allocator.digest(PoolId::DEFAULT);
         let records = records.records();
         let again: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("a device");
@@ -449,7 +447,7 @@ fn a_pool_sleeps_and_wakes_while_others_free_and_the_recording_has_their_order()
     });
 }
 
-/// Where the address lay, or nothing: no stale answer.
+/// A lookup returns the placement of the address or nothing, never a stale result.
 #[test]
 fn an_address_is_looked_up_while_its_segment_dies() {
     explore(1000, || {

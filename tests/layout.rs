@@ -1,4 +1,4 @@
-//! Layouts: a rank that restarts goes on as the others do, and a pool goes back to what it was.
+//! Layouts: a restarted rank continues like the others, and a pool rewinds to an earlier state.
 
 #[path = "layout/rejoin.rs"]
 mod rejoin;
@@ -22,14 +22,14 @@ const POOL: PoolId = PoolId::DEFAULT;
 const S0: StreamId = StreamId(0);
 const S1: StreamId = StreamId(1);
 
-/// What later ops come to: every decision, and what is reserved after it.
+/// Results of later ops: every decision, and the bytes reserved after it.
 type Future = Vec<(Outcome, u64)>;
 
 fn digests<L: Lock>(allocator: &Allocator<&SimBackend, L>) -> Vec<Option<Digest>> {
     (0..allocator.pool_count()).map(|pool| allocator.digest(PoolId(pool)).ok()).collect()
 }
 
-/// Carries the ops from `first` on out.
+/// Executes the ops from `first` on.
 fn go_on<L: Lock>(
     allocator: &Allocator<&SimBackend, L>,
     program: &Program,
@@ -47,7 +47,7 @@ fn go_on<L: Lock>(
     future
 }
 
-/// A rank restarts after `checkpoint` and goes on.
+/// Restarts a rank at `checkpoint` and continues.
 fn restarted<L: Lock>(scenario: &Scenario, checkpoint: &Checkpoint, seed: u64) -> (Future, Vec<Option<Digest>>) {
     let device = scenario.device_builder(seed).rank(9).delays(Delays::UntilSynchronized).build();
     let (future, digests) = {
@@ -57,15 +57,15 @@ fn restarted<L: Lock>(scenario: &Scenario, checkpoint: &Checkpoint, seed: u64) -
         let mut replay = checkpoint.resume(&allocator, &scenario.program, adopt);
         allocator.check().expect("sound");
         let again = Checkpoint::take(checkpoint.op, &allocator, &scenario.program, &replay);
-        assert_eq!(&again, checkpoint, "what was restored is what was saved");
+        assert_eq!(&again, checkpoint, "the restored state equals the saved one");
         let future = go_on(&allocator, &scenario.program, &mut replay, &mut work, checkpoint.op);
         (future, digests(&allocator))
     };
-    assert!(device.leaks().is_empty(), "left behind: {}", device.leaks());
+    assert!(device.leaks().is_empty(), "leaked: {}", device.leaks());
     (future, digests)
 }
 
-/// The scenario in the default pool alone: what is done with other pools is done there.
+/// Returns the scenario with all ops in the default pool.
 fn in_one_pool(scenario: &Scenario) -> Scenario {
     let ops = scenario.ops().filter_map(|(op, access)| match op {
         Op::CreatePool { .. } | Op::DestroyPool { .. } => None,
@@ -79,13 +79,13 @@ fn in_one_pool(scenario: &Scenario) -> Scenario {
     Scenario::new(scenario.config.clone(), scenario.granularity_bytes, ops)
 }
 
-/// The state that a refused restore must leave alone.
+/// Returns the state that a rejected restore must leave unchanged.
 fn state<L: Lock>(allocator: &Allocator<&SimBackend, L>) -> impl PartialEq + std::fmt::Debug + use<L> {
     allocator.check().expect("sound");
     (allocator.snapshot(), allocator.stats(), digests(allocator))
 }
 
-/// A run of the scenario's first part, and where it is then.
+/// Runs the first part of the scenario and returns the checkpoint after it.
 fn first_part<'a, 'd>(
     scenario: &'a Scenario,
     allocator: &'a Allocator<&'d SimBackend>,
@@ -101,7 +101,7 @@ fn first_part<'a, 'd>(
     (replay, checkpoint)
 }
 
-/// From now on, the driver refuses the call that comes after `calls` others.
+/// Makes the driver refuse the call after the next `calls` calls.
 fn refuse_after(device: &SimBackend, calls: u64) {
     let ordinal = device.calls().fallible() + calls;
     device.inject(None, FaultRule::At { ordinal }, Fault::Refused);
@@ -119,7 +119,7 @@ fn rank<'a>(device: &'a SimBackend, pool: &PoolConfig, limit_bytes: Option<u64>)
     allocator
 }
 
-/// Expects a refusal, and that nothing changed.
+/// Expects an error, and checks that nothing changed.
 fn refusal(allocator: &Allocator<&SimBackend>, pool: PoolId, layout: &Layout) -> RestoreError {
     let before = state(allocator);
     let error = allocator.restore_layout(pool, layout).expect_err("it does not fit");
@@ -182,7 +182,7 @@ fn the_text_names_what_is_live_and_allocations_of_nothing_can_still_be_freed() {
     let new = rank(&device, &policy, Some(100 * MIB));
     let restored = new.restore_layout(POOL, &symmalloc_trace::layout::parse(&text).expect("a layout")).expect("fresh");
     old.free(nothing.handle).expect("live");
-    new.free(restored.nothing(S1).expect("its heap has a history")).expect("it stands for them");
+    new.free(restored.nothing(S1).expect("its heap has a history")).expect("one handle for all of them");
     assert_eq!(new.digest(POOL), old.digest(POOL));
     assert_eq!(restored.allocations().next().expect("one is live").name.as_deref(), Some("weights \"0\""));
     assert_eq!(restored.find(S1, Placement::NOWHERE), None);
@@ -199,7 +199,7 @@ fn a_name_that_no_line_can_hold_is_cut_between_characters() {
     assert_eq!(symmalloc_trace::layout::parse(&symmalloc_trace::layout::to_text(&layout)).expect("a layout"), layout);
 }
 
-/// The peak over all heaps, counted in the end to the same value as if nothing had been restored.
+/// The peak over all heaps ends with the same value as if nothing had been restored.
 #[test]
 fn what_a_restore_makes_live_counts_in_the_peak_over_all_heaps() {
     let device = SimBackend::builder().build();

@@ -1,4 +1,4 @@
-//! What the `metrics` facade is told: every number under its labels, as a Prometheus exporter shows it.
+//! Metrics: every number under its labels, as a Prometheus exporter shows it.
 
 use metrics_exporter_prometheus::PrometheusBuilder;
 use symmalloc_core::config::{PoolConfig, StreamPolicy};
@@ -7,14 +7,14 @@ use symmalloc_core::{Allocator, Config, PoolId};
 use symmalloc_metrics::{Metric, Publisher, Source};
 use symmalloc_sim::SimBackend;
 
-/// What a recorder has after these were published in turn.
+/// Returns the text of a recorder after publishing these sources in turn.
 fn rendered(publisher: &Publisher, sources: &[&dyn Source]) -> String {
     let recorder = PrometheusBuilder::new().build_recorder();
     metrics::with_local_recorder(&recorder, || sources.iter().for_each(|source| publisher.publish(*source)));
     recorder.handle().render()
 }
 
-/// The value of a series.
+/// Returns the value of a series.
 #[track_caller]
 fn value(text: &str, series: &str) -> f64 {
     let line = text.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));
@@ -98,7 +98,7 @@ fn dead_segments_that_an_observer_holds_are_no_fragments() {
     let [first, _, third, _] = [6, 2, 2, 2].map(take);
     assert_eq!(fragmentation_with(50), 0.0, "nothing is free");
     free(first);
-    assert_eq!(fragmentation_with(50), 0.0, "what is free hangs together");
+    assert_eq!(fragmentation_with(50), 0.0, "the free memory is contiguous");
     free(third);
     assert_eq!(fragmentation_with(50), 0.25);
     allocator.forget(observer).expect("no faults");

@@ -1,4 +1,4 @@
-//! Misuse: every wrong call is a typed error that says what is wrong, and changes nothing.
+//! Misuse: every invalid call returns a typed error that states the problem, and changes nothing.
 
 use symmalloc_core::backend::{Backend, BackendError, DeviceAddress, Event, Range};
 use symmalloc_core::config::{Config, ConfigError, FixedSegments, PointerLookup, PoolConfig, SegmentPolicy};
@@ -22,7 +22,7 @@ fn allocator() -> Allocator<SimBackend> {
     with(Config::default())
 }
 
-/// The state that an error must leave alone.
+/// Returns the state that an error must leave unchanged.
 fn state(allocator: &Allocator<SimBackend>) -> impl PartialEq + std::fmt::Debug + use<> {
     allocator.check().expect("sound");
     (allocator.snapshot(), allocator.stats(), allocator.digest(POOL), allocator.backend().calls())
@@ -82,7 +82,7 @@ fn no_two_words_make_a_handle_that_was_not_given() {
         let handle = Handle::from_raw(wrong);
         let refused = allocator.allocation(handle).expect_err("never given");
         assert!(matches!(refused, HandleError::Foreign { .. } | HandleError::Stale { .. }), "{wrong:x?}: {refused}");
-        // Words that look like an allocation of zero bytes may be taken for one: it owns nothing.
+        // Words that look like an allocation of zero bytes may be accepted as one: it owns nothing.
         if place_slot(wrong.0) != u32::MAX {
             assert!(allocator.free(handle).is_err(), "{wrong:x?}");
             assert!(allocator.record_use(handle, S0).is_err(), "{wrong:x?}");
@@ -129,7 +129,7 @@ fn a_pool_in_use_stays_and_a_destroyed_one_is_gone_for_good() {
     let made = allocator.allocate(pool, S0, 1000).expect("fits");
     let in_use = PoolError::InUse { pool, allocations: 1, allocated_bytes: 1024 };
     assert_eq!(allocator.destroy_pool(pool), Err(in_use));
-    allocator.free(made.handle).expect("the pool is as it was");
+    allocator.free(made.handle).expect("the pool is unchanged");
     assert_eq!(allocator.destroy_pool(POOL), Err(PoolError::Default));
     allocator.destroy_pool(pool).expect("empty");
     assert!(allocator.backend().leaks().is_empty());
@@ -223,7 +223,7 @@ fn a_failure_callback_frees_and_the_allocation_succeeds() {
     assert_eq!(calls.load(std::sync::atomic::Ordering::Relaxed), 3, "retries are bounded");
 }
 
-/// What a callback frees without a trim is for the request alone: memory was given back before it was asked.
+/// Memory that a callback frees without a trim only serves the request: other memory was released before the callback ran.
 #[test]
 fn what_a_failure_callback_frees_is_not_given_back() {
     let pool = PoolConfig::builder().fixed().limit_bytes(Some(60 * MIB)).build().expect("valid");
@@ -270,7 +270,7 @@ fn pointers_are_found_as_configured() {
 
 #[test]
 fn a_backend_with_an_impossible_granularity_is_refused() {
-    /// Says a granularity and does nothing.
+    /// A backend that has the given granularity and does nothing.
     struct Odd(u64);
     impl Backend for Odd {
         fn granularity_bytes(&self) -> u64 {
@@ -310,7 +310,7 @@ fn a_backend_with_an_impossible_granularity_is_refused() {
     assert_eq!(made(512), Ok(()));
 }
 
-/// Its heaps are there still, but nothing that a request could find in them is.
+/// Its heaps still exist, but contain nothing that a request could use.
 #[test]
 fn a_destroyed_pool_serves_no_kind_of_request() {
     let allocator = allocator();
@@ -326,7 +326,7 @@ fn a_destroyed_pool_serves_no_kind_of_request() {
     assert_eq!(state(&allocator), before);
 }
 
-/// A made-up name of nothing is not freed.
+/// A forged handle of zero bytes cannot be freed.
 #[test]
 fn only_zero_bytes_that_were_allocated_are_freed() {
     let allocator = allocator();
@@ -350,7 +350,7 @@ fn zero_bytes_are_freed_once_and_not_used_afterwards() {
     allocator.free(second).expect("live");
 }
 
-/// They take no memory, so the pool does not wait for them.
+/// They take no memory, so the pool can be destroyed.
 #[test]
 fn zero_bytes_of_a_destroyed_pool_are_freed_once() {
     let allocator = allocator();
@@ -361,12 +361,12 @@ fn zero_bytes_of_a_destroyed_pool_are_freed_once() {
     let other = allocator.allocate(next, S0, 0).expect("always").handle;
     let digest = allocator.digest(next).expect("live");
     allocator.free(handle).expect("live");
-    assert_eq!(allocator.digest(next), Ok(digest), "it is no op of the next pool");
+    assert_eq!(allocator.digest(next), Ok(digest), "it is not an op of the next pool");
     assert_eq!(allocator.free(handle), Err(HandleError::Stale { handle }.into()));
     allocator.free(other).expect("live");
 }
 
-/// A later pool takes a destroyed one's place in memory, and nothing of it.
+/// A later pool reuses a destroyed one's slot, but none of its state.
 #[test]
 fn a_handle_of_a_destroyed_pool_stays_stale_in_later_pools() {
     let allocator = allocator();

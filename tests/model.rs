@@ -1,6 +1,6 @@
-//! Random programs: the allocator decides like the oracle, op by op, block by block.
+//! Random programs: the allocator's decisions match the oracle's, op by op and block by block.
 //!
-//! What fails is printed as bytes and as a trace. Save the bytes in `fuzz/seeds/ops_vs_oracle`: then it stays a test.
+//! A failure prints its bytes and its trace. Save the bytes in `fuzz/seeds/ops_vs_oracle` to keep it as a test.
 
 use proptest::prelude::*;
 use std::collections::BTreeMap;
@@ -25,7 +25,7 @@ fn long_programs_are_decided_as_the_oracle_does() {
     }
 }
 
-/// The generator is only worth something if what it makes goes everywhere.
+/// The generator is useful only if its programs reach every outcome.
 #[test]
 fn generated_programs_meet_every_outcome() {
     let mut outcomes = Vec::new();

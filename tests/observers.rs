@@ -1,4 +1,4 @@
-//! Observers: what a registrar of windows is told, and what the allocator keeps for it.
+//! Observers: the events for a registrar of windows, and the memory that the allocator keeps for it.
 
 use std::collections::BTreeMap;
 use symmalloc_core::config::{Config, PoolConfig, Reclaim};
@@ -75,13 +75,13 @@ fn memory_of_a_dead_segment_is_held_until_every_observer_has_acknowledged() {
         (30 * MIB, 30 * MIB, 30 * MIB)
     );
     allocator.check().expect("sound");
-    // The addresses stay taken, too: a new segment must not come to lie under an old window.
+    // The addresses also stay reserved: a new segment must not be placed under an old window.
     let new = allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("fits");
     assert_eq!(new.placement.segment, SegmentId(1), "ids are never reused");
     assert_ne!(new.address, made.address);
     let unread = allocator.unread(one);
     assert_eq!(kinds(&unread.events), [(SegmentEventKind::Death, 0), (SegmentEventKind::Birth, 1)]);
-    assert_eq!(allocator.acknowledge(one, &unread), Ok(0), "the other observer has not let go");
+    assert_eq!(allocator.acknowledge(one, &unread), Ok(0), "the other observer has not acknowledged");
     assert_eq!(allocator.acknowledge(one, &unread), Ok(0), "acknowledging twice changes nothing");
     assert_eq!(allocator.acknowledge(other, &allocator.unread(other)), Ok(30 * MIB));
     assert_eq!(device.mapped_bytes(), 30 * MIB);
@@ -148,7 +148,7 @@ fn dropping_the_allocator_gives_held_memory_back() {
     assert!(device.leaks().is_empty(), "{}", device.leaks());
 }
 
-/// What a registrar that reads now and then knows of a pool: the segments whose windows it holds.
+/// The knowledge of a registrar that reads occasionally: the segments whose windows it holds.
 #[derive(Default)]
 struct Registrar {
     windows: BTreeMap<(Option<StreamId>, SegmentId), u64>,
@@ -177,7 +177,7 @@ impl Registrar {
     }
 }
 
-/// On random programs, a registrar's picture is the allocator's at every point where it is up to date.
+/// On random programs, a registrar's view equals the allocator's whenever it is up to date.
 #[test]
 fn the_log_tells_every_birth_growth_and_death_in_order() {
     let mut deaths = 0;
@@ -212,13 +212,13 @@ fn the_log_tells_every_birth_growth_and_death_in_order() {
     assert!(deaths > 100, "{deaths}");
 }
 
-/// What is backed by memory in the live segments of the pool: each run of bytes that is no hole.
+/// Returns the mapped memory in the live segments of the pool, as contiguous runs.
 fn mapped_runs(allocator: &Allocator<&SimBackend>) -> Runs {
     let snapshot = allocator.snapshot();
     let segments = snapshot.segments.iter().filter(|segment| segment.pool == POOL);
     let runs = |segment: &SegmentSnapshot| {
         let mut runs = Vec::new();
-        // A stitched range has no memory of its own.
+        // A stitched range owns no memory.
         let mapped = segment.blocks.iter().filter(|_| segment.mapped_bytes > 0);
         let mapped = mapped.filter(|block| block.state != BlockStateSnapshot::Hole);
         mapped.for_each(|block| add_run(&mut runs, block.offset_bytes, block.size_bytes));
@@ -227,7 +227,7 @@ fn mapped_runs(allocator: &Allocator<&SimBackend>) -> Runs {
     segments.map(|segment| ((segment.stream, segment.segment), runs(segment))).collect()
 }
 
-/// Adds bytes to a list of runs in order, joined with their neighbours.
+/// Adds bytes to an ordered list of runs, merged with their neighbors.
 fn add_run(runs: &mut Vec<(u64, u64)>, offset_bytes: u64, size_bytes: u64) {
     assert!(runs.iter().all(|(offset, size)| offset_bytes + size_bytes <= *offset || offset + size <= offset_bytes));
     runs.push((offset_bytes, size_bytes));
@@ -239,8 +239,7 @@ fn add_run(runs: &mut Vec<(u64, u64)>, offset_bytes: u64, size_bytes: u64) {
     });
 }
 
-/// Observers that come when segments have holes, which are filled while they look: every offset that they are told is where
-/// the memory is.
+/// Observers are added while segments have holes, which are then filled. Every reported offset matches the location of the memory.
 #[test]
 fn an_observer_knows_which_bytes_have_memory() {
     let (mut fillings, mut births_with_holes) = (0, 0);
@@ -279,7 +278,7 @@ fn an_observer_knows_which_bytes_have_memory() {
 
 type Runs = BTreeMap<(Option<StreamId>, SegmentId), Vec<(u64, u64)>>;
 
-/// Whether a growth lies before memory that is there already.
+/// Returns `true` if a growth lies before existing memory.
 fn is_filling(known: &Runs, event: &SegmentEvent) -> bool {
     let runs = known.get(&(event.stream, event.segment));
     event.kind == SegmentEventKind::Growth
@@ -292,7 +291,7 @@ fn read(mut known: Runs, events: &[SegmentEvent]) -> Runs {
         match event.kind {
             SegmentEventKind::Birth => {
                 assert_eq!(event.offset_bytes, 0, "{event:?}");
-                // A segment that begins with a hole is born without memory.
+                // A segment that begins with a hole is created without memory.
                 let run = (event.size_bytes > 0).then_some((0, event.size_bytes));
                 assert_eq!(known.insert(key, run.into_iter().collect()), None, "{event:?}");
             }
@@ -311,8 +310,8 @@ fn read(mut known: Runs, events: &[SegmentEvent]) -> Runs {
     known
 }
 
-/// Rule D5: what an observer keeps was given up by its heap, but is no memory that a request could get. The heaps are asked in
-/// order until enough is given up, once.
+/// Rule D5: memory that an observer keeps was released by its heap, but is unavailable to requests. The heaps release memory in order until
+/// enough is released, once.
 #[test]
 fn what_an_observer_keeps_helps_no_request_and_is_given_up_once() {
     let device = SimBackend::builder().build();
@@ -334,7 +333,7 @@ fn what_an_observer_keeps_helps_no_request_and_is_given_up_once() {
     allocator.allocate(POOL, streams[0], 24 * MIB).expect("it is back");
 }
 
-/// The cursor of one observer does not depend on what another one has read, and never goes back.
+/// The cursor of one observer is independent of the others, and never moves backward.
 #[test]
 fn an_observer_that_comes_later_or_acknowledges_twice_reads_nothing_again() {
     let device = SimBackend::builder().build();
@@ -343,7 +342,7 @@ fn an_observer_that_comes_later_or_acknowledges_twice_reads_nothing_again() {
     allocator.allocate(POOL, StreamId(0), 30 * MIB).expect("fits");
     let (quick, births) = allocator.observe(POOL).expect("exists");
     assert_eq!(kinds(&births), [(SegmentEventKind::Birth, 0)]);
-    assert!(allocator.unread(quick).events.is_empty(), "it is told as a birth already");
+    assert!(allocator.unread(quick).events.is_empty(), "it was already reported as a birth");
     allocator.allocate(POOL, StreamId(0), 40 * MIB).expect("fits");
     let first = allocator.unread(quick);
     allocator.allocate(POOL, StreamId(0), 50 * MIB).expect("fits");

@@ -1,4 +1,4 @@
-//! Steps that follow plans: what is placed where, what a difference does, and what is learned.
+//! Steps that follow plans: placements, the effect of a difference, and learning.
 
 use proptest::prelude::*;
 use symmalloc_core::backend::Backend;
@@ -15,14 +15,14 @@ use symmalloc_sim::{Call, SimBackend, SplitMix64};
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(if symmalloc_harness::is_night() { 20_000 } else { 1_500 }))]
 
-    /// Two ranks that have nothing in common but the program.
+    /// Two ranks share nothing but the program.
     #[test]
     fn steps_go_where_the_model_says_on_every_rank(bytes in prop::collection::vec(any::<u8>(), 4..180)) {
         targets::steps(&bytes);
     }
 }
 
-/// The generated steps are worth something: plans are followed, left and learned, across streams and over into the next step.
+/// The generated steps are useful: plans are followed, left and learned, across streams and into the next step.
 #[test]
 fn generated_steps_follow_and_leave_plans() {
     let (mut steps, mut followed, mut left, mut planned, mut learned) = (0, 0, 0, 0, 0);
@@ -42,7 +42,7 @@ fn generated_steps_follow_and_leave_plans() {
     assert!(followed > steps / 4 && left > steps / 20 && planned > 3 * steps as u64 && learned > 100);
 }
 
-/// A restarted rank would have no step open, and would learn later than the others.
+/// A restarted rank would have no open step, and would learn later than the others.
 #[test]
 fn a_pool_that_is_in_a_step_or_learns_has_no_layout_and_takes_none() {
     let device = SimBackend::builder().build();
@@ -70,7 +70,8 @@ fn a_pool_that_is_in_a_step_or_learns_has_no_layout_and_takes_none() {
     allocator.save_layout(pool).expect("all is forgotten");
 }
 
-/// The memory of plans is in use from step to step, however little is live in it. What is free beside it is below the threshold.
+/// The memory of plans counts as in use from step to step, even if little is live in it. The free memory outside of it is below the
+/// threshold.
 #[test]
 fn a_threshold_does_not_count_the_memory_of_plans() {
     let device = SimBackend::builder().build();
@@ -96,7 +97,7 @@ fn a_threshold_does_not_count_the_memory_of_plans() {
     assert_eq!(unmapped[3..], [unmapped[2]; 3], "steps that follow their plan do not: {unmapped:?}");
 }
 
-/// The callback allocates in the same pool, on a stream that has no heap yet, and even begins a step. No lock is held meanwhile.
+/// The callback allocates in the same pool, on a stream that has no heap yet, and even runs a step. No lock is held during the callback.
 #[test]
 fn a_failure_callback_may_use_the_pool_whose_plan_has_no_memory() {
     let pool = PoolConfig::builder().limit_bytes(Some(64 * MIB)).build().expect("valid");
@@ -116,11 +117,11 @@ fn a_failure_callback_may_use_the_pool_whose_plan_has_no_memory() {
     let refused = allocator.adopt_plan(PoolId::DEFAULT, plan);
     assert!(matches!(refused, Err(PlanError::Memory(_))), "{refused:?}");
     assert!(allocator.plans(PoolId::DEFAULT).expect("it is there").is_empty());
-    assert_eq!(allocator.stats().usage.all.allocations.allocated, 1, "the callback was asked once");
+    assert_eq!(allocator.stats().usage.all.allocations.allocated, 1, "the callback ran once");
     allocator.check().expect("nothing is left half done");
 }
 
-/// A pool that rounds sizes to the device's granules plans with those sizes: by itself, and for a plan that is handed over.
+/// A pool that rounds sizes to the device's granules plans with those sizes, both for learned and for adopted plans.
 #[test]
 fn plans_of_an_unsplit_pool_round_to_granules() {
     for learns in [PlanPolicy::Learn, PlanPolicy::Off] {

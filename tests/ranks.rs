@@ -1,7 +1,6 @@
-//! Ranks: the same program in different surroundings decides the same (rules D1, D3, D8).
+//! Ranks: the same program makes the same decisions under different conditions (rules D1, D3, D8).
 //!
-//! Every rank has its own address order, its own event timing and its own raw handles, and asks at its own moments which
-//! events are done.
+//! Every rank has different addresses, event timing and raw handles, and polls events at different times.
 
 use proptest::prelude::*;
 use std::cell::RefCell;
@@ -17,7 +16,7 @@ use symmalloc_harness::jobs;
 use symmalloc_sim::{Addresses, Delays, SimBackend, SplitMix64};
 use symmalloc_trace::replay::Replay;
 
-/// A rank's run. Its host looks for finished events whenever it pleases.
+/// Runs a rank. Its host polls for completed events at arbitrary times.
 fn rank<L: Lock>(scenario: &Scenario, seed: u64, rank: u32) -> Decisions {
     let delays = match rank % 4 {
         0 => Delays::Immediate,
@@ -30,12 +29,12 @@ fn rank<L: Lock>(scenario: &Scenario, seed: u64, rank: u32) -> Decisions {
     decisions::<L>(scenario, &device, |_, _, _, allocator| {
         if random.below(4) == 0 {
             device.tick(random.below(30));
-            allocator.drop_completed_fences().expect("no fault was asked for");
+            allocator.drop_completed_fences().expect("no fault was injected");
         }
     })
 }
 
-/// Every call that the allocator makes on a device whose events complete so.
+/// Returns every call that the allocator makes on a device with these event delays.
 fn calls(scenario: &Scenario, seed: u64, delays: Delays) -> Vec<DeviceCall> {
     let device = scenario.device_builder(seed).delays(delays).build();
     let calls = RefCell::new(Vec::new());
@@ -63,7 +62,7 @@ proptest! {
         let first = calls(&scenario, seed, Delays::Immediate);
         for delays in [Delays::UntilSynchronized, Delays::UpTo { ticks: 20 }, Delays::FromSeed] {
             let differs = calls(&scenario, seed, delays).iter().zip(&first).position(|(one, other)| one != other);
-            assert_eq!(differs, None, "{delays:?}: the first call that is another one: {:?}", differs.map(|at| first[at]));
+            assert_eq!(differs, None, "{delays:?}: the first call that differs: {:?}", differs.map(|at| first[at]));
             assert_eq!(calls(&scenario, seed, delays).len(), first.len(), "{delays:?}");
         }
     }
@@ -81,7 +80,7 @@ fn different_programs_have_different_digests() {
     }
 }
 
-/// A recorded job on a rank: all placements, and the digest.
+/// Runs a recorded job on a rank. Returns all placements and the digest.
 fn job_on_rank(program: &symmalloc_trace::replay::Program, pool: &PoolConfig, rank: u32) -> (Vec<Placement>, Digest) {
     let config = Config::builder().default_pool(pool.clone()).build().expect("valid");
     let allocator: Allocator<_> =
@@ -112,7 +111,7 @@ fn recorded_jobs_are_placed_alike_on_every_rank() {
     }
 }
 
-/// Both ranks of a job made the same ops, and PyTorch placed most of them differently.
+/// Both ranks of a job made the same ops, but PyTorch placed most of them differently.
 #[test]
 fn both_ranks_of_a_recorded_job_are_placed_alike() {
     for [one, other] in [["fsdp1_train_rank0", "fsdp1_train_rank1"], ["fsdp_train_rank0", "fsdp_train_rank1"]] {
@@ -124,7 +123,7 @@ fn both_ranks_of_a_recorded_job_are_placed_alike() {
     }
 }
 
-/// The simulator really gives ranks different surroundings; else the tests above prove nothing.
+/// The simulator gives ranks different conditions; otherwise the tests above would prove nothing.
 #[test]
 fn ranks_get_different_addresses() {
     let scenario = Scenario::from_seed(5, 50);
@@ -147,7 +146,7 @@ fn what_a_rank_holds_in_private_pools_moves_no_block_of_a_symmetric_one() {
     knobs.growth_bytes = 8 * MIB;
     let symmetric =
         PoolConfig::builder().segments(SegmentPolicy::Expandable(knobs)).symmetric(true).build().expect("valid");
-    // One rank keeps 41 MiB of a total of 64 for itself, in a pool that the others leave empty.
+    // One rank reserves 41 of a total of 64 MiB for itself, in a pool that the others leave empty.
     let placements = [0, 41 * MIB].map(|private_bytes| {
         let config = Config::builder().limit_bytes(Some(64 * MIB)).build().expect("valid");
         let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), config).expect("a device");
@@ -165,7 +164,7 @@ fn what_a_rank_holds_in_private_pools_moves_no_block_of_a_symmetric_one() {
         let first = allocate(3 * MIB).expect("within the limit");
         let _kept = allocate(9 * MIB).expect("within the limit");
         allocator.free(first.handle).expect("live");
-        // Fits nowhere without growth: with room left, or refused and nothing given back.
+        // Does not fit without growth. It grows if there is room left, or is refused without releasing anything.
         allocate(12 * MIB);
         placed.truncate(2);
         let snapshot = allocator.snapshot();
@@ -176,7 +175,7 @@ fn what_a_rank_holds_in_private_pools_moves_no_block_of_a_symmetric_one() {
     assert_eq!(placements[0], placements[1]);
 }
 
-/// The digest of a pool after one allocation with these uses.
+/// Returns the digest of a pool after one allocation with these uses.
 fn digest_after(size_bytes: u64, uses: &[StreamId]) -> Digest {
     let allocator: Allocator<_> =
         Allocator::new(SimBackend::builder().build(), Config::default()).expect("a valid granularity");
@@ -186,7 +185,7 @@ fn digest_after(size_bytes: u64, uses: &[StreamId]) -> Digest {
     allocator.digest(PoolId::DEFAULT).expect("the default pool")
 }
 
-/// Both requests take the same block of 1 KiB at the same place.
+/// Both requests take the same block of 1 KiB at the same offset.
 #[test]
 fn a_request_that_differs_by_one_byte_shows_in_the_digest() {
     assert_eq!(digest_after(1000, &[]), digest_after(1000, &[]));
@@ -201,14 +200,14 @@ fn a_use_that_only_one_rank_records_shows_in_the_digest() {
     assert_eq!(distinct.len(), digests.len());
 }
 
-/// What a rank holds privately may refuse a symmetric pool its step of growth, but never make the step smaller.
+/// Private memory of a rank may cause the growth of a symmetric pool to be refused, but never makes the step smaller.
 #[test]
 fn the_limit_over_all_pools_does_not_shape_how_far_a_symmetric_pool_grows() {
     let mut knobs = ExpandableSegments::default();
     knobs.growth_bytes = 8 * MIB;
     let symmetric =
         PoolConfig::builder().segments(SegmentPolicy::Expandable(knobs)).symmetric(true).build().expect("valid");
-    // Of 64 MiB, 6 are left to the symmetric pool of one rank: enough for the request, and not for the step.
+    // On one rank, the symmetric pool has 6 of 64 MiB left: enough for the request, but not for the step.
     let reserved = [0, 58 * MIB].map(|private_bytes| {
         let config = Config::builder().limit_bytes(Some(64 * MIB)).build().expect("valid");
         let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), config).expect("a device");

@@ -1,5 +1,5 @@
-//! Recording: what a running allocator was asked replays to the same placements and the same digests, whatever it went
-//! through: limits, refusals, failure callbacks, observers, threads. A sink that fails disturbs nothing.
+//! Recording: the recorded ops of a running allocator replay to the same placements and digests, including limits, refusals, failure
+//! callbacks, observers and threads. A failed sink has no effect on the allocator.
 
 use proptest::prelude::*;
 use std::sync::{Arc, Mutex, Weak};
@@ -25,8 +25,8 @@ fn digests<B: Backend, L: Lock>(allocator: &Allocator<B, L>) -> Vec<Option<Diges
     (0..allocator.pool_count()).map(|pool| allocator.digest(PoolId(pool)).ok()).collect()
 }
 
-/// Replays what was recorded on another rank. Every placement is the recorded one, and so is every digest; recorded again,
-/// it is the same recording.
+/// Replays a recording on another rank. Every placement and every digest equals the recorded one, and recording the replay produces the
+/// same recording.
 fn replays(records: &[Record], config: &Config, granularity_bytes: u64, expected: &[Option<Digest>]) {
     let trace = Trace::new(Some(config.clone()), records.to_vec()).expect("a recording is a trace");
     assert_eq!(Trace::parse(&trace.to_text()).expect("text"), trace);
@@ -50,8 +50,8 @@ fn replays(records: &[Record], config: &Config, granularity_bytes: u64, expected
     assert_eq!(again.len(), records.len());
 }
 
-/// A program that makes every kind of call, with a driver that sometimes has no memory: observers that come and go, fences
-/// that are dropped, a failure callback that frees what it can.
+/// Runs a program that makes every kind of call, with a driver that sometimes has no memory: observers are added and removed, fences are
+/// dropped, and a failure callback frees whatever it can.
 fn adverse_run<L: Lock>(scenario: &Scenario, seed: u64, refusals_per_million: u32) -> Vec<Record> {
     let _report = PrintOnPanic(scenario);
     let rule = FaultRule::Chance { per_million: refusals_per_million };
@@ -119,7 +119,7 @@ proptest! {
     }
 }
 
-/// The test above proves something only if all of this happens.
+/// The test above is meaningful only if all of these occur.
 #[test]
 fn generated_programs_come_to_every_kind_of_record() {
     let mut words = std::collections::BTreeMap::new();
@@ -157,7 +157,7 @@ fn generated_programs_come_to_every_kind_of_record() {
     assert_eq!(common, all, "{words:?}");
 }
 
-/// A request that is short twice says both times what was given back for it: the second time is when its own end was among that.
+/// A request that runs short twice records the released memory both times. The second time, this includes the end of its own heap.
 #[test]
 fn what_was_given_back_for_a_refused_request_is_recorded_each_time() {
     let config: Config = "segments:expandable,limit_mb:6,reclaim:pool".parse().expect("valid");
@@ -167,7 +167,7 @@ fn what_was_given_back_for_a_refused_request_is_recorded_each_time() {
     let [first, second] = [0, 1].map(|_| allocator.register_stream().expect("few"));
     let allocate = |stream, mib: u64| allocator.allocate(PoolId::DEFAULT, stream, mib * MIB);
     let [_, end] = [0, 1].map(|_| allocate(first, 2).expect("below the limit"));
-    // Its heap has a free end of 1.5 MiB, too little to give back.
+    // Its heap has a free end of 1.5 MiB, too little to release.
     let other = allocator.allocate(PoolId::DEFAULT, second, MIB / 2).expect("below the limit");
     allocator.free(end.handle).expect("live");
     allocate(first, 4).expect_err("2 MiB are live on each stream's granules");
@@ -183,8 +183,8 @@ fn what_was_given_back_for_a_refused_request_is_recorded_each_time() {
     replays(&records, &config, 2 * MIB, &digests(&allocator));
 }
 
-/// Four threads on heaps of their own and one that they share, near a limit that all heaps share: they free each other's
-/// allocations, trim, and a failure callback frees and trims.
+/// Runs four threads on separate heaps and a shared one, near a limit over all heaps. They free each other's allocations and trim, and a
+/// failure callback frees and trims.
 fn threads_run(config: &Config, seed: u64) {
     const THREADS: u16 = 4;
     const OPS: usize = 400;
@@ -224,7 +224,7 @@ fn threads_run(config: &Config, seed: u64) {
                         }
                         13 => {
                             let handle = live.lock().unwrap().first().copied();
-                            // Another thread may have freed it meanwhile.
+                            // Another thread may have freed it in the meantime.
                             let _stale = handle.map(|handle| allocator.record_use(handle, stream));
                         }
                         14 => drop(allocator.trim((random.below(2) == 0).then_some(pool))),
@@ -250,7 +250,8 @@ fn what_threads_did_together_replays_in_one() {
     }
 }
 
-/// A program recorded with and without a sink that fails after so many records: the same outcomes, and the error says when.
+/// A program is recorded with and without a sink that fails after a number of records: the outcomes are equal, and the error states the
+/// number.
 #[test]
 fn a_sink_that_fails_disturbs_nothing() {
     for seed in 0..6 {
@@ -291,15 +292,15 @@ fn a_sink_that_fails_disturbs_nothing() {
                     };
                     assert_eq!(records, room as u64);
                     assert_eq!(sink.records(), whole.records()[..room]);
-                    assert!(!sink.is_finished(), "a sink that failed is called no more");
+                    assert!(!sink.is_finished(), "a failed sink is not called again");
                 }
             }
         }
     }
 }
 
-/// Whatever the driver refuses, wherever: either the recording goes on and replays, or it ends with an error, and what was
-/// recorded before replays up to there.
+/// Whichever call the driver refuses, the recording either continues and replays, or ends with an error, and the earlier records replay up
+/// to that point.
 #[test]
 fn a_driver_that_fails_in_the_middle_of_an_op_ends_the_recording() {
     let (mut ended, mut went_on) = (0, 0);
@@ -328,7 +329,7 @@ fn a_driver_that_fails_in_the_middle_of_an_op_ends_the_recording() {
                 }
                 Err(RecordingError::Ended { records, source: RecordingEnd::Driver(_) }) => {
                     assert_eq!(records, sink.records().len() as u64);
-                    assert!(sink.is_finished(), "what was recorded before is whole");
+                    assert!(sink.is_finished(), "the earlier records are complete");
                     ended += 1;
                 }
                 Err(other) => panic!("{other}"),
@@ -351,7 +352,7 @@ fn a_recording_begins_before_the_first_allocation_and_once() {
     assert!(matches!(allocator.start_recording(Memory::new()), Err(StartRecordingError::AlreadyRecording)));
     let a = allocator.allocate(pool, stream, 1 << 20).expect("memory");
     allocator.forget(observer).expect("no fault");
-    allocator.forget(observer).expect("again, which says nothing");
+    allocator.forget(observer).expect("a repeated call is not recorded");
     assert_eq!(allocator.stop_recording().expect("room").records, 7);
     let lines: Vec<String> = sink.records().iter().map(|record| RecordLine(record).to_string()).collect();
     let pool_line = |id: u32| format!("pool p{id} {}", PoolConfig::default());
@@ -390,7 +391,7 @@ fn a_restored_pool_ends_the_recording() {
     assert_eq!(sink.records().len(), 2);
 }
 
-/// What it did before it failed is in no op.
+/// No op represents the work done before the failure.
 #[test]
 fn a_pool_that_was_restored_by_half_ends_the_recording() {
     for call in [Call::Unmap, Call::Synchronize] {
@@ -406,10 +407,10 @@ fn a_pool_that_was_restored_by_half_ends_the_recording() {
             allocator.record_use(made, user).expect("live");
             allocator.free(made).expect("live");
         }
-        // One of two segments goes back.
+        // One of two segments is released.
         let ordinal = device.calls().of(call) + 1;
         device.inject(Some(call), FaultRule::At { ordinal }, Fault::Refused);
-        let refused = allocator.restore_layout(PoolId::DEFAULT, &layout).expect_err("the driver does not take it");
+        let refused = allocator.restore_layout(PoolId::DEFAULT, &layout).expect_err("the driver refuses it");
         assert!(matches!(refused, RestoreError::Backend(_) | RestoreError::Fence { .. }), "{refused}");
         assert!(!allocator.is_recording(), "{call:?}");
         let stopped = allocator.stop_recording();
@@ -423,7 +424,7 @@ fn a_pool_that_was_restored_by_half_ends_the_recording() {
     }
 }
 
-/// A limit that was changed before is the recording's configuration.
+/// A limit that was changed earlier is part of the recording's configuration.
 #[test]
 fn a_change_of_the_limit_ends_the_recording() {
     #[derive(Clone, Default)]
@@ -476,7 +477,7 @@ fn a_segment_that_dies_under_its_observer_ends_the_recording() {
     ));
 }
 
-/// A heap that was made after the observer read is in nothing that it read.
+/// Events already read by the observer do not include a heap that is created later.
 #[test]
 fn a_segment_that_dies_in_a_heap_the_observer_has_not_seen_ends_the_recording() {
     let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("valid");
@@ -494,7 +495,7 @@ fn a_segment_that_dies_in_a_heap_the_observer_has_not_seen_ends_the_recording() 
     ));
 }
 
-/// An agreement is a sync, and a recording says so.
+/// An agreement counts as a sync, and is recorded as one.
 #[test]
 fn ranks_that_agree_record_a_sync() {
     let pool = PoolConfig::builder().symmetric(true).build().expect("valid");
@@ -510,8 +511,8 @@ fn ranks_that_agree_record_a_sync() {
     assert_eq!(sink.records().iter().filter(|record| record.op == Op::Sync).count(), 1);
 }
 
-/// A recorded job recorded again: the same ops under the same names, where our allocator places them; and that recording
-/// recorded again is the same bytes.
+/// Recording a recorded job again produces the same ops and names, with this allocator's placements. Recording that recording again
+/// produces the same bytes.
 #[test]
 fn recorded_jobs_are_recorded_again_byte_for_byte() {
     for job in jobs::JOBS {
@@ -530,14 +531,14 @@ fn recorded_jobs_are_recorded_again_byte_for_byte() {
         let once = record(&original);
         let dense = Program::new(&original).expect("a recorded job");
         let ops: Vec<&Op> = once.records().iter().map(|record| &record.op).collect();
-        assert!(ops.iter().copied().eq(dense.ops()), "{job}: other ops than the job's");
+        assert!(ops.iter().copied().eq(dense.ops()), "{job}: ops differ from the job's");
         let names = |records: &[Record]| records.iter().map(|record| record.name.clone()).collect::<Vec<_>>();
-        assert!(names(once.records()) == names(&original), "{job}: other names than the job's");
-        assert!(record(once.records()).to_text() == once.to_text(), "{job}: recorded again it is another text");
+        assert!(names(once.records()) == names(&original), "{job}: names differ from the job's");
+        assert!(record(once.records()).to_text() == once.to_text(), "{job}: recording it again changes the text");
     }
 }
 
-/// A trace cannot say a free twice, and an allocator refuses it.
+/// A trace cannot contain a double free, and an allocator rejects it.
 #[test]
 fn an_allocation_of_zero_bytes_that_is_freed_twice_is_refused_and_recorded_once() {
     let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("valid");
@@ -549,7 +550,7 @@ fn an_allocation_of_zero_bytes_that_is_freed_twice_is_refused_and_recorded_once(
     assert_eq!(allocator.stop_recording().expect("whole").records, 3);
 }
 
-/// The recording does not know them: it began after their pool was destroyed.
+/// The recording does not contain them: it began after their pool was destroyed.
 #[test]
 fn zero_bytes_of_a_pool_that_is_gone_are_freed_without_a_record() {
     let device = SimBackend::builder().build();
@@ -566,7 +567,7 @@ fn zero_bytes_of_a_pool_that_is_gone_are_freed_without_a_record() {
 /// A sink that uses the allocator which it records.
 struct Reentrant {
     allocator: Arc<Mutex<Weak<SharedAllocator<SimBackend>>>>,
-    /// The call in which it does.
+    /// The call in which it uses the allocator.
     when: &'static str,
     held: Vec<Handle>,
 }
@@ -608,7 +609,7 @@ impl Drop for Reentrant {
     }
 }
 
-/// Before, it waited for itself: the test fails by its deadline then.
+/// Regression test: this used to deadlock, which the deadline turns into a failure.
 #[test]
 fn a_sink_that_uses_the_allocator_ends_the_recording_and_never_hangs() {
     for when in ["begin", "record", "drop"] {
@@ -624,12 +625,12 @@ fn a_sink_that_uses_the_allocator_ends_the_recording_and_never_hangs() {
                 assert!(!allocator.is_recording());
                 allocator.free(allocator.allocate(PoolId::DEFAULT, stream, 1).expect("memory").handle).expect("live");
             } else if when == "drop" {
-                // Ends the recording, and with it the sink.
+                // Ends the recording, which drops the sink.
                 begun.expect("begun");
                 allocator.set_limit_bytes(Some(1 << 30));
                 assert!(!allocator.is_recording());
             } else {
-                // Streams that stand already are records too.
+                // Existing streams are also records.
                 assert!(matches!(begun, Err(StartRecordingError::Reentered)), "{begun:?}");
             }
             allocator.check().expect("sound");

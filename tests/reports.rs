@@ -1,4 +1,4 @@
-//! What the allocator tells of itself: statistics and their scopes, snapshots, leaks, the summary.
+//! Reports of the allocator: statistics and their scopes, snapshots, leaks and the summary.
 
 use symmalloc_core::config::{PoolConfig, Reclaim};
 use symmalloc_core::errors::AllocateError;
@@ -60,7 +60,7 @@ fn scopes_nest_also_over_streams_that_come_later() {
     let outer = allocator.open_stat_scope();
     allocator.free(before.handle).expect("live");
     let inner = allocator.open_stat_scope();
-    // The second heap is made inside both scopes.
+    // The second heap is created inside both scopes.
     let late = allocator.allocate(POOL, other, 2 * MIB).expect("memory");
     let seen = allocator.close_stat_scope(inner).all.allocated_bytes;
     assert_eq!((seen.current, seen.peak, seen.allocated, seen.freed), (2 * MIB, 2 * MIB, 2 * MIB, 0));
@@ -115,12 +115,12 @@ fn the_summary_has_a_row_for_every_pool_that_is_left() {
     assert_eq!(rows[3], ["p1", "1048576", "1048576", "2097152", "2097152", "1", "1"]);
 }
 
-/// The oracle of statistics: what is live by class, and for each open scope the totals and the peaks, from the start.
+/// The oracle of statistics: live allocations by class, and the totals and peaks of each open scope since its start.
 #[derive(Clone, Default)]
 struct Usage {
-    /// By class (all, small, large) and quantity (allocations, allocated bytes, requested bytes).
+    /// Current statistics by class (all, small, large) and quantity (allocations, allocated bytes, requested bytes).
     now: [[Stat; 3]; 3],
-    /// What `now` was when each open scope began, outermost first.
+    /// Value of `now` at the start of each open scope, outermost first.
     scopes: Vec<[[Stat; 3]; 3]>,
 }
 
@@ -165,7 +165,7 @@ fn told(stats: &ClassStats) -> [[Stat; 3]; 3] {
     [stats.all, stats.small, stats.large].map(|usage| [usage.allocations, usage.allocated_bytes, usage.requested_bytes])
 }
 
-/// Scopes that open and close at any depth, and peaks that are reset within them: every number, by class and in all.
+/// Opens and closes scopes at any depth and resets peaks within them. Compares every number, by class and in all.
 fn statistics_are_the_oracles<L: Lock>(seed: u64) {
     let allocator = Allocator::<_, L>::new(SimBackend::builder().build(), Config::default()).expect("a device");
     let stream = allocator.register_stream().expect("few");
@@ -212,7 +212,7 @@ fn scopes_and_peaks_are_what_a_slow_count_says() {
     }
 }
 
-/// Every quantity that has a peak: of all pools, of each pool, and of each heap in both ways to ask for it.
+/// Returns every quantity that has a peak: of all pools, of each pool, and of each heap through both of its queries.
 fn stats_of_all_levels<L: Lock>(allocator: &Allocator<SimBackend, L>) -> Vec<(String, Stat)> {
     let mut levels = vec![("all pools".to_owned(), allocator.stats())];
     for pool in (0..allocator.pool_count()).map(PoolId) {
@@ -254,7 +254,7 @@ fn peaks_of_all_pools_of_each_pool_and_of_each_heap_begin_anew() {
     a_reset_reaches_every_peak::<Shared>();
 }
 
-/// A heap of fixed segments keeps small blocks and large ones apart, and the largest free block may be of either.
+/// A heap of fixed segments separates small from large blocks, and the largest free block may be of either class.
 #[test]
 fn the_largest_free_block_that_an_error_names_is_of_any_size_class() {
     for (size_bytes, largest) in [(KIB, 2 * MIB), (3 * MIB, 20 * MIB)] {

@@ -1,4 +1,4 @@
-//! Revivals: a pool holds again what it held, and keeps the memory that captured graphs may use.
+//! Revivals: a pool restores its former allocations, and keeps the memory that captured graphs may use.
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
@@ -30,7 +30,7 @@ fn rank<'a>(device: &'a SimBackend, policy: &str) -> Rank<'a> {
     allocator
 }
 
-/// What is live, in an order that is the same on every rank.
+/// Live allocations, in an order that is the same on every rank.
 type Live = BTreeMap<(StreamId, Placement), Allocation>;
 
 /// Allocates and frees at random.
@@ -53,7 +53,7 @@ fn wander(allocator: &Rank<'_>, random: &mut SplitMix64, live: &mut Live, ops: u
     }
 }
 
-/// Frees what the layout does not have, as a tree of graphs does, and revives the rest.
+/// Frees the allocations that the layout lacks, as a tree of graphs does, and revives the rest.
 fn go_back(allocator: &Rank<'_>, layout: &Layout, saved: &Live, now: &Live) {
     for (key, allocation) in now {
         let is_kept = saved.get(key).is_some_and(|before| before.handle == allocation.handle);
@@ -67,11 +67,11 @@ fn go_back(allocator: &Rank<'_>, layout: &Layout, saved: &Live, now: &Live) {
     found.sort();
     let expected: Vec<_> = saved.keys().copied().collect();
     assert_eq!(found, expected, "exactly what was saved is live");
-    assert_eq!(allocator.stats().reserved_bytes.current, reserved, "no memory came or went");
+    assert_eq!(allocator.stats().reserved_bytes.current, reserved, "no memory was obtained or released");
     allocator.check().expect("sound");
 }
 
-/// One rank's digests on the way.
+/// Returns a rank's digests over time.
 fn history(policy: &str, device: &SimBackend, seed: u64) -> Vec<Digest> {
     wandered(&rank(device, policy), seed)
 }
@@ -86,7 +86,7 @@ fn wandered(allocator: &Rank<'_>, seed: u64) -> Vec<Digest> {
         let mut now = saved.clone();
         wander(allocator, &mut random, &mut now, 30);
         go_back(allocator, &layout, &saved, &now);
-        // Handles of what was made again are new ones.
+        // Revived allocations have new handles.
         let again = allocator.revive_layout(POOL, &layout).expect("nothing to do");
         saved = again.allocations().map(|one| ((one.stream, one.allocation.placement), one.allocation)).collect();
         digests.push(allocator.digest(POOL).expect("known"));
@@ -109,12 +109,12 @@ fn a_pool_goes_back_any_number_of_times_and_alike_on_every_rank() {
     }
 }
 
-/// The ops of a run, read back from their text.
+/// Records a run and returns its ops, read back from their text.
 fn recorded(allocator: &Rank<'_>, run: impl FnOnce(&Rank<'_>)) -> Vec<Record> {
     let sink = Memory::new();
     allocator.start_recording(sink.clone()).expect("nothing was allocated");
     run(allocator);
-    let count = allocator.stop_recording().expect("it did not end before").records;
+    let count = allocator.stop_recording().expect("it did not end early").records;
     let records = sink.records();
     assert_eq!(records.len() as u64, count);
     let text = Trace::new(None, records).expect("consistent").to_text();
@@ -139,7 +139,7 @@ fn a_recording_goes_on_after_a_revival_and_replays_to_the_same_digests() {
             let expected: Vec<_> = records
                 .iter()
                 .filter(|record| matches!(record.op, Op::Allocate { .. }))
-                .map(|record| record.placement.expect("of some bytes"))
+                .map(|record| record.placement.expect("an allocation of nonzero size"))
                 .collect();
             assert_eq!(placements, expected, "{policy}, seed {seed}");
             assert_eq!(again.digest(POOL), allocator.digest(POOL), "{policy}, seed {seed}");
@@ -150,7 +150,7 @@ fn a_recording_goes_on_after_a_revival_and_replays_to_the_same_digests() {
     assert!(revived > 1000, "{revived} were revived");
 }
 
-/// A branch of a tree of graphs takes memory between a checkpoint and the way back to it.
+/// Runs a branch of a tree of graphs, which takes memory between a checkpoint and the return to it.
 fn branch(allocator: &Rank<'_>) {
     let stem = allocator.allocate_named(POOL, S0, 3 * MIB, "stem").expect("fits");
     allocator.record_use(stem.handle, S1).expect("live");
@@ -198,7 +198,7 @@ fn where_the_place_of_a_revival_is_not_free_a_replay_allocates_it_like_any_other
     };
     let (segment, offset_bytes) = (SegmentId(0), 0);
     assert_eq!(run(&records, "segments:fixed"), Placement { segment, offset_bytes });
-    // Places that are nowhere, crooked, or lie on what is live.
+    // Placements that do not exist, are misaligned, or overlap a live allocation.
     for (segment, offset_bytes, block_bytes) in
         [(9, 0, 3 * MIB), (0, 100, 3 * MIB), (0, 0, 3 * MIB + 1), (0, u64::MAX - 511, 3 * MIB), (0, 600 * MIB, 3 * MIB)]
     {
@@ -210,7 +210,7 @@ fn where_the_place_of_a_revival_is_not_free_a_replay_allocates_it_like_any_other
     allocator.allocate(POOL, S0, MIB).expect("fits");
     let place = RevivedPlace { placement: Placement { segment: SegmentId(0), offset_bytes: 0 }, block_bytes: MIB };
     let digest = allocator.digest(POOL);
-    let refused = allocator.replay_revival(POOL, S0, MIB, place, None).expect_err("something lives there");
+    let refused = allocator.replay_revival(POOL, S0, MIB, place, None).expect_err("it overlaps a live allocation");
     assert!(matches!(refused, RestoreError::UnknownLive { .. }), "{refused}");
     assert_eq!(allocator.digest(POOL), digest);
 }
@@ -270,6 +270,6 @@ fn what_is_live_and_unknown_or_gone_is_refused_and_nothing_changes() {
     assert_eq!(allocator.digest(POOL), digest);
     allocator.free(stray.handle).expect("live");
     allocator.free(saved.handle).expect("live");
-    allocator.trim(None).expect("taken back");
+    allocator.trim(None).expect("released");
     assert!(matches!(allocator.revive_layout(POOL, &layout), Err(RestoreError::Gone { .. })));
 }

@@ -1,15 +1,15 @@
 //! House rules: the order of the core's modules, no import cycles between files, and few files at the top.
 //!
-//! The rules are held against the text: `use` declarations and paths that begin with `crate`, `super`, `self` or a child module.
-//! Comments, strings and test modules do not count. What a module re-exports from its own children is no use of them, unless
-//! it names it once more.
+//! The tests check the source text: `use` declarations, and paths that begin with `crate`, `super`, `self` or a child module. They ignore
+//! comments, strings and test modules. Re-exporting from a child module does not count as using it, unless the name is also used elsewhere
+//! in the file.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The rooms of the core. Each uses itself and those before it. `lib.rs` comes after all.
+/// The top-level modules ("rooms") of the core. Each may use itself and those before it. `lib.rs` comes last.
 const ROOMS: [&str; 12] = [
     "types",
     "sync",
@@ -25,31 +25,32 @@ const ROOMS: [&str; 12] = [
     "allocator",
 ];
 
-/// Structs of the core with fields for the whole crate, each with the reason. All others keep their fields in their file.
+/// Structs of the core whose fields are visible in the whole crate, each with the reason. All other structs keep their fields private to
+/// their file.
 const PLAIN_DATA: [(&str, &str); 17] = [
     ("blocks/stitched.rs Granule", "a value"),
-    ("blocks/stitched.rs StitchedRange", "a row of a list, which the heap keeps in step with the table"),
-    ("blocks/table.rs Block", "a row of the table, which heap and free index fill in"),
+    ("blocks/stitched.rs StitchedRange", "a row of a list, which the heap keeps consistent with the table"),
+    ("blocks/table.rs Block", "a row of the table, filled in by the heap and the free index"),
     ("blocks/table.rs Segment", "a row of the table"),
-    ("config/size_rules.rs SizeRules", "does not change once it is made"),
-    ("heap/mod.rs Context", "what operations of a heap are given"),
+    ("config/size_rules.rs SizeRules", "immutable once created"),
+    ("heap/mod.rs Context", "parameters of heap operations"),
     ("heap/mod.rs Freed", "a result"),
-    ("heap/mod.rs HeapIdentity", "does not change"),
+    ("heap/mod.rs HeapIdentity", "immutable"),
     ("heap/revive.rs Revived", "a result"),
     ("heap/trim.rs Released", "a result"),
-    ("history/segment_log.rs Retired", "what is left of a dead segment"),
+    ("history/segment_log.rs Retired", "the remainder of a dead segment"),
     ("plans/follower.rs PlanMemory", "handed over whole"),
     ("pointers/mod.rs DirectoryEntry", "a result of a look-up"),
-    ("sleep/state.rs State", "what is known of a pool, behind its lock"),
-    ("stats/budget.rs Budgets", "references that are handed down together"),
-    ("stats/usage.rs RareCounts", "numbers that do not depend on each other"),
+    ("sleep/state.rs State", "the state of a pool, protected by its lock"),
+    ("stats/budget.rs Budgets", "references that are passed together"),
+    ("stats/usage.rs RareCounts", "independent numbers"),
     ("streams/fences.rs Fence", "a value"),
 ];
 
 const CORE_TOP_MAX: usize = 15;
 const HOUSE_CIRCLES_MAX: usize = 3;
 
-/// The files of one crate: path inside of `src`, text.
+/// Files of one crate: path within `src`, and text.
 type Files = BTreeMap<String, String>;
 
 #[test]
@@ -57,7 +58,7 @@ fn rooms_of_the_core_use_only_those_before_them() {
     let arrows = arrows(&core());
     assert!(arrows.len() > 100, "the imports were not read: {} arrows", arrows.len());
     let up: Vec<Arrow> = arrows.into_iter().filter(Arrow::runs_up).collect();
-    assert!(up.is_empty(), "a room uses one that comes after it:\n{}", listed(&up));
+    assert!(up.is_empty(), "a room uses a later one:\n{}", listed(&up));
 }
 
 #[test]
@@ -86,14 +87,17 @@ fn the_core_has_few_rooms() {
 fn fields_in_the_core_belong_to_their_file() {
     let fields: Vec<Field> = core().iter().flat_map(|(file, text)| fields_of_all(file, text)).collect();
     for (plain, reason) in PLAIN_DATA {
-        assert!(fields.iter().any(|field| field.of == plain), "{plain} ({reason}) has none: take it off the list");
+        assert!(
+            fields.iter().any(|field| field.of == plain),
+            "{plain} ({reason}) has no such field: remove it from the list"
+        );
     }
     let is_listed = |field: &Field| PLAIN_DATA.iter().any(|(plain, _)| *plain == field.of);
     let open: Vec<Field> = fields.into_iter().filter(|field| !is_listed(field)).collect();
     assert!(open.is_empty(), "fields that the whole crate may change:\n{}", listed(&open));
 }
 
-/// All crates by name.
+/// Returns all crates by name.
 fn crates() -> BTreeMap<String, Files> {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../crates");
     let folders = fs::read_dir(folder).expect("the crates").map(|entry| entry.expect("readable").path());
@@ -119,7 +123,7 @@ fn files(source: &Path) -> Files {
             }
         }
     }
-    assert!(files.contains_key("lib.rs"), "{} is no library", source.display());
+    assert!(files.contains_key("lib.rs"), "{} is not a library", source.display());
     files
 }
 
@@ -134,7 +138,7 @@ fn top(files: &Files) -> BTreeSet<&str> {
 /// A field that is `pub(crate)`.
 #[derive(Debug, PartialEq, Eq)]
 struct Field {
-    /// `file.rs Struct`.
+    /// File and struct, as `file.rs Struct`.
     of: String,
     line: usize,
     name: String,
@@ -161,7 +165,7 @@ fn fields_of_all(file: &str, text: &str) -> Vec<Field> {
     fields
 }
 
-/// One file uses another one.
+/// A use of one file by another.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Arrow {
     from: String,
@@ -185,7 +189,7 @@ impl fmt::Display for Arrow {
     }
 }
 
-/// Groups of files of which each reaches each, as text.
+/// Returns the groups of files that all reach each other, as text.
 fn circles(arrows: &[Arrow]) -> Vec<String> {
     let reached = |from: &str| {
         let (mut reached, mut open) = (BTreeSet::new(), vec![from]);
@@ -215,7 +219,7 @@ fn circles(arrows: &[Arrow]) -> Vec<String> {
     groups.iter().map(within).collect()
 }
 
-/// Who uses whom, each pair once.
+/// Returns the uses between files, one per pair.
 fn arrows(files: &Files) -> Vec<Arrow> {
     let modules: BTreeMap<Vec<&str>, Module<'_>> = files
         .iter()
@@ -235,14 +239,14 @@ fn arrows(files: &Files) -> Vec<Arrow> {
     arrows.into_iter().map(|((from, to), line)| Arrow { from: from.into(), line, to: to.into() }).collect()
 }
 
-/// `a/b.rs` and `a/b/mod.rs` are `a::b`.
+/// Returns the module path of a file: `a/b.rs` and `a/b/mod.rs` are `a::b`.
 fn module_path(file: &str) -> Vec<&str> {
     let stem = file.strip_suffix(".rs").expect("a source file");
     let stem = stem.strip_suffix("/mod").unwrap_or(stem);
     if stem == "lib" { Vec::new() } else { stem.split('/').collect() }
 }
 
-/// The module in which the last part of a path is defined, as far as the text tells; `None` for another crate.
+/// Returns the module that defines the last part of a path, as far as the text shows; `None` for another crate.
 fn resolve<'a>(
     modules: &BTreeMap<Vec<&'a str>, Module<'a>>,
     from: &[&'a str],
@@ -268,7 +272,7 @@ fn resolve<'a>(
             }
             _ if modules.contains_key(&child) => at = child,
             _ => {
-                // Not a module: the file's own, or exported from another one.
+                // Not a module: defined in this file, or exported from another module.
                 let exports = modules.get(&at)?.paths.iter().map(|(name, _)| name).filter(|name| name.is_export);
                 let mut candidates = exports.filter(|export| export.called == part || export.called == "*");
                 let found = candidates.find_map(|export| {
@@ -289,7 +293,7 @@ fn resolve<'a>(
 /// A path that a file names.
 struct Name<'a> {
     parts: Vec<&'a str>,
-    /// What it is called in the file; `*` when all of the module is meant.
+    /// Name of the path in the file; `*` for all names of the module.
     called: &'a str,
     is_export: bool,
 }
@@ -302,7 +306,7 @@ impl<'a> Name<'a> {
 
 struct Module<'a> {
     file: &'a str,
-    /// With their lines.
+    /// Paths with their lines.
     paths: Vec<(Name<'a>, usize)>,
     /// Every word outside of `use` declarations.
     words: BTreeSet<&'a str>,
@@ -325,7 +329,7 @@ impl<'a> Module<'a> {
         module
     }
 
-    /// `a::b`, `a::b as c`, `a::*`, `a::{b, c::d}`; ends behind it.
+    /// Reads `a::b`, `a::b as c`, `a::*` or `a::{b, c::d}`, and moves past it.
     fn read_use(&mut self, tokens: &[Token<'a>], at: &mut usize, before: &[&'a str], is_export: bool) {
         let mut parts = before.to_vec();
         let line = tokens[*at].line;
@@ -361,7 +365,7 @@ impl<'a> Module<'a> {
         self.paths.push((Name { parts, called, is_export }, line));
     }
 
-    /// A path in the middle of code, or one token that begins none; ends behind it.
+    /// Reads a path in code, or a token that begins none, and moves past it.
     fn read_path(&mut self, tokens: &[Token<'a>], at: &mut usize) {
         let (line, mut parts) = (tokens[*at].line, vec![tokens[*at].text]);
         self.words.insert(tokens[*at].text);
@@ -395,7 +399,7 @@ fn is_word(c: char) -> bool {
     c == '_' || c.is_alphanumeric()
 }
 
-/// Words, `::` and single characters, without comments, strings, characters and test modules.
+/// Splits text into words, `::` and single characters, without comments, strings, characters and test modules.
 fn tokens(text: &str) -> Vec<Token<'_>> {
     let mut tokens: Vec<Token<'_>> = Vec::new();
     let (mut rest, mut line) = (text, 1);
@@ -426,7 +430,7 @@ fn tokens(text: &str) -> Vec<Token<'_>> {
     without_tests(&tokens)
 }
 
-/// How long the string or the character is with which the text begins. A lifetime is none.
+/// Returns the length of the string or character literal at the beginning of the text. A lifetime is neither.
 fn literal(text: &str) -> Option<usize> {
     let raw = text.strip_prefix('b').unwrap_or(text);
     if let Some(hashes) = raw.strip_prefix('r').map(|text| text.len() - text.trim_start_matches('#').len())
@@ -456,7 +460,7 @@ fn without_tests<'a>(tokens: &[Token<'a>]) -> Vec<Token<'a>> {
             tokens.len() >= at + words.len() && tokens[at..].iter().zip(words).all(|(token, word)| token.text == *word)
         };
         if begins(&["#", "[", "cfg", "(", "test", ")", "]"]) || begins(&["#", "[", "cfg", "(", "doctest", ")", "]"]) {
-            // The attribute, and the item behind it up to its semicolon or its last brace.
+            // The attribute, and the item after it up to its semicolon or last brace.
             at += 7;
             let mut depth = 0;
             while at < tokens.len() {
@@ -478,7 +482,7 @@ fn without_tests<'a>(tokens: &[Token<'a>]) -> Vec<Token<'a>> {
     kept
 }
 
-/// The reader, on trees that are made up.
+/// Tests of this reader on synthetic trees.
 mod reader {
     use super::*;
 

@@ -1,4 +1,4 @@
-//! The seed corpus of the fuzz targets, as plain tests: `fuzz/seeds/<target>/*`.
+//! Seed corpus of the fuzz targets, run as plain tests: `fuzz/seeds/<target>/*`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,13 +7,13 @@ use symmalloc_harness::generate::{OPS_MAX, Scenario, bytes_of_job};
 use symmalloc_harness::jobs;
 use symmalloc_harness::targets::TARGETS;
 
-/// Four streams, no limit over all pools; the pool's five bytes choose its segments and whether its streams share.
+/// Configurations with four streams and no limit over all pools. The pool's five bytes select its segments and whether its streams share.
 const CONFIGS: [[u8; 8]; 3] = [[0, 3, 0, 0, 0, 0, 0, 0], [0, 3, 0, 0, 2, 0, 1, 0], [2, 3, 0, 1, 0, 0, 0, 1]];
 
-/// A part of a recorded job as a seed: from its first, second or third quarter on, with a configuration for each.
+/// Returns a part of a recorded job as a seed: it starts at the first, second or third quarter, each with a different configuration.
 fn part_of_job(job: &str, part: usize) -> Vec<u8> {
     let records = jobs::records(job);
-    // Frees of what was made before are left out, so more is read than fits.
+    // Frees of earlier allocations are omitted, so more ops are read than fit.
     let ops = records.iter().map(|record| record.op.clone()).skip(records.len() * (part + 1) / 4).take(2 * OPS_MAX);
     let mut bytes = bytes_of_job(CONFIGS[part], &ops.collect::<Vec<Op>>());
     bytes.truncate(4 * OPS_MAX);
@@ -33,7 +33,7 @@ fn write_the_seeds_of_recorded_jobs() {
     }
 }
 
-/// The parts are programs of the length they were cut to, with most of what the jobs did.
+/// The parts are programs of the intended length, with most ops of the jobs.
 #[test]
 fn a_part_of_a_recorded_job_is_a_program() {
     for job in jobs::JOBS {
@@ -46,7 +46,7 @@ fn a_part_of_a_recorded_job_is_a_program() {
     }
 }
 
-/// The seeds, and with `SYMMALLOC_CORPUS=1` whatever a fuzzer left in `fuzz/corpus`.
+/// Runs the seeds, and with `SYMMALLOC_CORPUS=1` also the contents of `fuzz/corpus`.
 #[test]
 fn every_seed_passes_its_target() {
     let fuzz = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz");
@@ -63,7 +63,7 @@ fn every_seed_passes_its_target() {
     }
 }
 
-/// The files in a folder, by name; none when there is no folder.
+/// Returns the files in a folder, by name; none if the folder does not exist.
 fn files_in(folder: &Path) -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir(folder) else { return Vec::new() };
     let mut paths: Vec<_> = entries.map(|entry| entry.expect("readable").path()).collect();
@@ -71,7 +71,7 @@ fn files_in(folder: &Path) -> Vec<PathBuf> {
     paths
 }
 
-/// A seed folder without a target would never be run.
+/// A seed folder without a target would never run.
 #[test]
 fn every_seed_folder_has_its_target() {
     let seeds = Path::new(env!("CARGO_MANIFEST_DIR")).join("../fuzz/seeds");

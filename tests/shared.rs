@@ -1,4 +1,4 @@
-//! Threads: a heap's placements and digest are those of its own ops, however threads interleave (rule D8).
+//! Threads: a heap's placements and digest depend on its own ops alone, however threads interleave (rule D8).
 
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::lock::Shared;
@@ -9,7 +9,7 @@ use symmalloc_sim::{IdleBackend, SimBackend, SplitMix64};
 const THREADS: u16 = 4;
 const OPS: u64 = 3000;
 
-/// What one thread does on its own stream, with uses on the others' streams. Returns nothing: its heap's digest says all.
+/// Runs a thread on its own stream, with uses on the other streams. Returns nothing, because its heap's digest covers all decisions.
 fn drive(allocator: &SharedAllocator<SimBackend>, pool: PoolId, stream: StreamId, seed: u64) {
     let mut random = SplitMix64::new(seed ^ u64::from(stream.0));
     let mut live: Vec<Handle> = Vec::new();
@@ -84,7 +84,7 @@ fn threads_on_fixed_segments_decide_like_one_thread() {
     threads_decide_like_one(&PoolConfig::builder().fixed().build().expect("valid"));
 }
 
-/// What a rank does in one pool moves nothing in another (rule D8).
+/// Ops of a rank in one pool move nothing in another (rule D8).
 #[test]
 fn a_pool_does_not_notice_what_happens_in_another() {
     let run = |is_rank_zero: bool| {
@@ -101,7 +101,7 @@ fn a_pool_does_not_notice_what_happens_in_another() {
     assert_eq!(run(true), run(false));
 }
 
-/// Many threads in one pool whose streams share: the order is theirs, but the heap stays sound and nothing races.
+/// Many threads share one pool whose streams share a heap. Their order varies, but the heap stays consistent and nothing races.
 #[test]
 fn threads_that_share_a_heap_leave_it_sound() {
     let pool = PoolConfig::builder().streams(symmalloc_core::config::StreamPolicy::Shared).build().expect("valid");
@@ -127,8 +127,8 @@ fn threads_that_share_a_heap_leave_it_sound() {
     allocator.check().expect("sound");
 }
 
-/// Threads that obtain memory and give it back all the time, each in a pool of its own under one limit: what is charged is
-/// what is held, and never more than the limit.
+/// Threads continually obtain and release memory, each in a separate pool under one limit. The charged bytes equal the held bytes, and
+/// never exceed the limit.
 #[test]
 fn threads_that_charge_one_limit_lose_no_charge() {
     let limit_bytes = 14 * MIB;

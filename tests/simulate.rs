@@ -1,5 +1,5 @@
-//! The job simulator: ranks in adverse surroundings place alike, those that cannot are caught, and a failure is told with
-//! a story that can be run again.
+//! The job simulator: ranks under adverse conditions place allocations alike, those that cannot are detected, and a failure comes with a
+//! story that can be replayed.
 
 use std::fs;
 use std::num::{NonZeroU32, NonZeroUsize};
@@ -19,7 +19,7 @@ fn run(plan: &JobPlan) -> Result<JobOutcome, Failure> {
     simulate(plan, NonZeroUsize::MIN, &mut |_| ())
 }
 
-/// Simulates the jobs of these seeds, on all cores.
+/// Simulates the jobs of these seeds on all cores.
 fn seeds(count: u64, size: Size) -> JobOutcome {
     let next = AtomicU64::new(0);
     let work = || {
@@ -31,7 +31,7 @@ fn seeds(count: u64, size: Size) -> JobOutcome {
             }
             sum += run(&JobPlan::from_seed(seed, &size)).unwrap_or_else(|failure| {
                 panic!(
-                    "{failure}\nTo have it shrunk: symmalloc simulate --seed {seed} --ranks {} --ops {}",
+                    "{failure}\nTo shrink it: symmalloc simulate --seed {seed} --ranks {} --ops {}",
                     size.ranks, size.ops
                 )
             });
@@ -48,7 +48,7 @@ fn seeds(count: u64, size: Size) -> JobOutcome {
     sum
 }
 
-/// A thousand jobs with `SYMMALLOC_NIGHT=1`, a hundred without.
+/// A thousand jobs with `SYMMALLOC_NIGHT=1`, a hundred otherwise.
 #[test]
 fn jobs_of_64_ranks_place_alike_whatever_happens() {
     let hundreds = if is_night() { 10 } else { 1 };
@@ -56,7 +56,7 @@ fn jobs_of_64_ranks_place_alike_whatever_happens() {
     println!("{outcome:?}");
     assert_eq!(outcome.ranks, 6400 * hundreds);
     assert!(outcome.ops > 2_000_000 * hundreds, "{outcome:?}");
-    // What is said to happen does happen.
+    // The simulated conditions do occur.
     assert!(outcome.private_ops > 10_000 * hundreds, "{outcome:?}");
     assert!(outcome.planned > 15_000 * hundreds && outcome.differing > 2_000 * hundreds, "{outcome:?}");
     let JobFaults { failed_calls, out_of_memory, refused, losses, small_devices, .. } = outcome.faults;
@@ -71,7 +71,7 @@ fn jobs_of_64_ranks_place_alike_whatever_happens() {
     );
 }
 
-/// On 64 ranks with `SYMMALLOC_NIGHT=1`, on 12 without.
+/// On 64 ranks with `SYMMALLOC_NIGHT=1`, on 12 otherwise.
 #[test]
 fn recorded_jobs_place_alike_on_many_ranks() {
     let ranks = if is_night() { 64 } else { 12 };
@@ -89,7 +89,7 @@ fn recorded_jobs_place_alike_on_many_ranks() {
     }
 }
 
-/// Stories of defects that took several ranks to show: the others are told by `stories.rs`.
+/// Stories of defects that only several ranks reveal; `stories.rs` covers the others.
 #[test]
 fn every_story_of_several_ranks_ends_well() {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/stories");
@@ -106,7 +106,7 @@ fn every_story_of_several_ranks_ends_well() {
     assert!(told > 0, "no story was found");
 }
 
-/// What the fuzzer does, with bytes of its beginner's luck.
+/// Runs the fuzz target on random bytes.
 #[test]
 fn any_bytes_are_a_job_that_ends_well() {
     for seed in 0..if is_night() { 1000 } else { 300 } {
@@ -129,7 +129,7 @@ fn the_outcome_is_a_function_of_the_plan_and_not_of_the_threads_that_work_it_out
     }
 }
 
-/// A rank of the plan that can be made to deviate, and an allocation in a symmetric pool that the program frees.
+/// Returns a plan in which one rank deviates, using an op on an allocation in a symmetric pool that the program frees.
 fn deviation(plan: &JobPlan, deviate: impl Fn(&Op) -> Option<Deviation>) -> Option<JobPlan> {
     let symmetric = |pool: PoolId| {
         let created = plan.steps().iter().find_map(|step| match &step.op {
@@ -148,7 +148,7 @@ fn deviation(plan: &JobPlan, deviate: impl Fn(&Op) -> Option<Deviation>) -> Opti
     Some(plan.clone().with_deviation(quiet.rank, deviation))
 }
 
-/// The first failure that a deviation of some seed leads to.
+/// Returns the first failure that a deviation of some seed causes.
 fn failing(deviate: impl Fn(&JobPlan, &Op) -> Option<Deviation>) -> (JobPlan, Failure) {
     let plans = (0..100).map(|seed| JobPlan::from_seed(seed, &size(16, 200)));
     let mut deviating = plans.filter_map(|plan| deviation(&plan, |op| deviate(&plan, op)));
@@ -158,7 +158,7 @@ fn failing(deviate: impl Fn(&JobPlan, &Op) -> Option<Deviation>) -> (JobPlan, Fa
 fn told(plan: &JobPlan, failure: &Failure) {
     let deviating = plan.ranks().iter().find(|rank| rank.deviation.is_some()).expect("one was made to").rank;
     assert_eq!(failure.rank, Some(deviating));
-    let report = failure.report.as_ref().expect("the ranks have something to say about it");
+    let report = failure.report.as_ref().expect("the ranks report it");
     assert!(report.contains("likely cause"), "{report}");
     let shrunk = shrink(plan.clone(), failure.clone(), 2000);
     assert!(shrunk.plan.steps().len() <= 6, "{}", shrunk.failure);

@@ -1,4 +1,4 @@
-//! Sleep and wake: memory goes back and comes again at the same addresses; what was kept is there, whatever fails on the way.
+//! Sleep and wake: memory is released and mapped again at the same addresses, and kept contents survive any failure on the way.
 
 #[path = "sleep/failures.rs"]
 mod failures;
@@ -35,13 +35,13 @@ fn policy(text: &str) -> PoolConfig {
     text.parse().unwrap_or_else(|error| panic!("{text}: {error}"))
 }
 
-/// A pool with live blocks that hold their number, on a device of two streams.
+/// A pool whose live blocks hold distinct values, on a device with two streams.
 struct Job<'d, L: Lock = Exclusive> {
     device: &'d SimBackend,
     allocator: Allocator<&'d SimBackend, L>,
     pool: PoolId,
     streams: [StreamId; 2],
-    /// With what each holds.
+    /// Live blocks, each with the value that it holds.
     live: Vec<(Allocation, u64)>,
     next: u64,
 }
@@ -54,7 +54,7 @@ impl<'d, L: Lock> Job<'d, L> {
         Job { device, allocator, pool, streams, live: Vec::new(), next: 0 }
     }
 
-    /// The same with blocks of many sizes, some of them freed again, holes, and work that other streams do.
+    /// Creates a job with blocks of many sizes, some of them freed, holes, and work on other streams.
     fn busy(device: &'d SimBackend, text: &str) -> Self {
         let mut job = Job::new(device, text);
         for round in 0..12 {
@@ -72,8 +72,8 @@ impl<'d, L: Lock> Job<'d, L> {
         for at in [18, 15, 12, 9, 6, 4, 3] {
             job.free(at);
         }
-        job.allocator.trim(Some(job.pool)).expect("the device takes it");
-        // Of free pieces, where the pool stitches.
+        job.allocator.trim(Some(job.pool)).expect("the device releases it");
+        // Made of free pieces, if the pool stitches.
         job.allocate(0, 10 * MIB);
         job.allocator.check().expect("sound");
         job
@@ -102,7 +102,7 @@ impl<'d, L: Lock> Job<'d, L> {
         self.allocator.pool_stats(self.pool).expect("known").reserved_bytes.current
     }
 
-    /// What live blocks hold, in order.
+    /// Returns the values in the live blocks, in order.
     fn contents(&self) -> Vec<Option<u64>> {
         self.live.iter().map(|(block, _)| self.device.read(block.address, block.size_bytes)).collect()
     }
@@ -122,14 +122,14 @@ impl<'d, L: Lock> Job<'d, L> {
         while !self.live.is_empty() {
             self.free(0);
         }
-        self.allocator.trim(None).expect("the device takes it");
+        self.allocator.trim(None).expect("the device releases it");
         self.allocator.destroy_pool(self.pool).expect("nothing is live");
         drop(self.allocator);
         assert!(self.device.leaks().is_empty(), "{}", self.device.leaks());
     }
 }
 
-/// Heaps of the pool that have a history.
+/// Returns the number of heaps of the pool that have a history.
 fn heaps(job: &Job<'_>) -> u64 {
     let config = job.allocator.pool_config(job.pool).expect("known");
     if config.streams() == symmalloc_core::config::StreamPolicy::Shared { 1 } else { 2 }
@@ -188,7 +188,7 @@ fn what_is_dropped_is_gone_and_what_is_to_be_zero_is() {
 #[test]
 fn neighbours_are_copied_in_one_part_and_no_part_goes_over_a_range() {
     let calls = RefCell::new(Vec::new());
-    // Ranges that are direct neighbours, too.
+    // Includes ranges that are directly adjacent.
     let inner = SimBackend::builder().seed(1).addresses(Addresses::Ascending).build();
     let device = Hooked { inner, hook: |call: DeviceCall| calls.borrow_mut().push(call) };
     let allocator: Allocator<_> = Allocator::new(&device, "segments:fixed".parse().expect("valid")).expect("valid");
@@ -197,7 +197,7 @@ fn neighbours_are_copied_in_one_part_and_no_part_goes_over_a_range() {
     let blocks: Vec<Allocation> = [0, 0, 0, 0, 0, 0, 1].map(allocate).into();
     allocator.free(blocks[1].handle).expect("live");
     allocator.sleep(PoolId::DEFAULT, Contents::Keep).expect("quiet");
-    // Four blocks fill a segment: 0 and 2, 3 of the first, 4, 5 of the second, which lies right behind it, and 6.
+    // Four blocks fill a segment: 0 and 2, 3 of the first, 4, 5 of the second, which directly follows it, and 6.
     assert!(calls.borrow().contains(&DeviceCall::Save { parts: 4 }), "{:?}", calls.borrow());
     allocator.free(blocks[2].handle).expect("live");
     allocator.wake(PoolId::DEFAULT).expect("memory");
@@ -230,10 +230,10 @@ fn a_pool_that_sleeps_serves_nothing_and_says_so() {
                 RestoreError::State(LayoutError::Sleeps(sleeps))
             );
         }
-        assert_eq!(job.allocator.digest(pool).expect("known"), before, "{text}: what is misused leaves no trace");
+        assert_eq!(job.allocator.digest(pool).expect("known"), before, "{text}: misuse leaves no trace");
         assert_eq!(job.allocator.trim(Some(pool)).expect("nothing is there"), 0);
         assert_eq!(job.allocator.trim(None).expect("nothing is there"), 0);
-        // Freeing is no misuse, and what is free takes part in decisions when the pool is awake.
+        // Frees are allowed, and the freed blocks affect decisions once the pool is awake.
         let first = job.live[0].0;
         job.free(0);
         while job.live.len() > 4 {
@@ -252,7 +252,7 @@ fn a_pool_that_sleeps_serves_nothing_and_says_so() {
             .map(|there| job.allocator.free(there.handle))
             .expect("memory")
             .expect("live");
-        job.allocator.trim(None).expect("the device takes it");
+        job.allocator.trim(None).expect("the device releases it");
         job.end();
     }
 }
@@ -276,7 +276,7 @@ fn a_pool_of_which_all_is_freed_asleep_can_be_destroyed_asleep() {
                 assert_eq!(job.allocator.wake(job.pool), Err(refused.clone()));
                 assert_eq!(job.allocator.sleep(job.pool, Contents::Keep), Err(refused));
                 assert_eq!(job.allocator.allocate(job.pool, job.streams[0], 1), Err(unknown.into()));
-                assert_eq!(device.leaks().images, 0, "what was kept is not needed");
+                assert_eq!(device.leaks().images, 0, "the saved contents are not needed");
             }
             drop(job.allocator);
             assert!(device.leaks().is_empty(), "{text}: {}", device.leaks());
@@ -294,13 +294,13 @@ fn a_pool_that_sleeps_uses_no_limit_up_and_needs_it_to_wake() {
     let first = allocator.allocate(pools[0], stream, 60 * MIB).expect("memory");
     device.write(first.address, first.size_bytes, 9);
     assert!(allocator.allocate(pools[1], stream, 60 * MIB).is_err());
-    allocator.sleep(pools[0], Contents::Keep).expect("nothing stands in the way");
+    allocator.sleep(pools[0], Contents::Keep).expect("nothing prevents it");
     let second = allocator.allocate(pools[1], stream, 60 * MIB).expect("memory");
     let error = allocator.wake(pools[0]).unwrap_err();
     let text = "p1: it sleeps on, as it needs 60.00 MiB: free memory, or put other pools to sleep, and wake it again: the allocator's limit is 64.00 MiB: raise it, or trim other pools";
     assert_eq!(error.to_string(), text);
     allocator.check().expect("sound");
-    allocator.sleep(pools[1], Contents::Drop).expect("nothing stands in the way");
+    allocator.sleep(pools[1], Contents::Drop).expect("nothing prevents it");
     allocator.wake(pools[0]).expect("memory");
     assert_eq!(device.read(first.address, first.size_bytes), Some(9));
     allocator.check().expect("sound");
@@ -322,11 +322,11 @@ fn a_guard_that_is_dropped_undoes_its_step() {
         ));
         assert!(matches!(job.allocator.wake(job.pool), Err(SleepError { cause: SleepCause::Busy, .. })));
         assert!(matches!(job.allocator.destroy_pool(job.pool), Err(PoolError::Sleeping { .. })));
-        job.allocator.free(job.live.remove(0).0.handle).expect("freeing is no misuse");
-        assert_eq!(job.phase(), Phase::Awake, "its memory is there");
+        job.allocator.free(job.live.remove(0).0.handle).expect("freeing is allowed");
+        assert_eq!(job.phase(), Phase::Awake, "its memory is mapped");
         drop(quiesced);
         assert_eq!((job.phase(), device.leaks().images), (Phase::Awake, 0));
-        assert_eq!(digest(&job).ops, before + heaps + 1, "it was asked for, and a block was freed");
+        assert_eq!(digest(&job).ops, before + heaps + 1, "a request was recorded, and a block was freed");
         job.allocate(0, MIB);
         job.holds_what_it_held();
 
@@ -355,7 +355,7 @@ fn sleeping_twice_and_waking_twice_do_nothing_but_count() {
     job.holds_what_it_held();
     job.allocator.sleep(job.pool, Contents::Keep).expect("quiet");
     let again = job.allocator.sleep(job.pool, Contents::Drop).expect("asleep");
-    assert_eq!((again.released_bytes, again.kept_bytes, device.leaks().images), (0, 0, 1), "what was kept stays");
+    assert_eq!((again.released_bytes, again.kept_bytes, device.leaks().images), (0, 0, 1), "the saved contents stay");
     drop(job.allocator.quiesce(job.pool, Contents::Zero).expect("asleep"));
     assert_eq!(job.phase(), Phase::Asleep);
     assert_eq!(job.allocator.wake(job.pool).expect("memory").remapped_bytes, whole);

@@ -1,4 +1,5 @@
-//! Stitching: large blocks out of free pieces. What the oracle decides, and what it cannot see: waits, calls, names, errors.
+//! Stitching: large blocks made of free pieces. Covers the oracle's decisions, and what the oracle does not model: waits, calls, names,
+//! errors.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -46,7 +47,7 @@ impl<B: Backend> Job<B> {
         self.allocator.check().expect("sound");
     }
 
-    /// Blocks of 4 MiB side by side, every second of which is free.
+    /// Allocates adjacent blocks of 4 MiB and frees every second one.
     fn pieces(&self, stream: usize, free: usize) -> Vec<Allocation> {
         let blocks: Vec<Allocation> = (0..2 * free).map(|_| self.allocate(stream, 4)).collect();
         let (free, kept): (Vec<_>, Vec<_>) = blocks.into_iter().enumerate().partition(|(at, _)| at % 2 == 1);
@@ -81,13 +82,17 @@ fn a_block_of_free_pieces_takes_no_memory_and_what_recurs_takes_no_map() {
     for round in 0..20 {
         job.free(whole);
         if round % 2 == 1 {
-            // Of the same pieces and one more: the first range's are free at home then, and the second range is made, once.
+            // Made of the same pieces and one more: the first range's pieces return to their homes, and the second range is created once.
             let larger = job.allocate(0, 14);
             assert_eq!(larger.placement.segment.0, 2, "round {round}");
             job.free(larger);
         }
         whole = job.allocate(0, 11);
-        assert_eq!(whole.placement.segment.0, if round == 0 { 1 } else { 2 }, "round {round}: what is free as it is");
+        assert_eq!(
+            whole.placement.segment.0,
+            if round == 0 { 1 } else { 2 },
+            "round {round}: a free block that already fits"
+        );
         device.submit(job.streams[0], whole.address, 11 * MIB).expect("ordered");
     }
     assert_eq!((job.reserved_mib(), maps() - before), (32, 6 + 7), "nothing was mapped twice");
@@ -103,7 +108,7 @@ fn of_ranges_whose_pieces_are_free_the_oldest_is_taken() {
     let ranges = [job.allocate(0, 8), job.allocate(0, 8)];
     (8..20).step_by(2).for_each(|at| job.free(blocks[at]));
     ranges.into_iter().for_each(|range| job.free(range));
-    // The smallest pieces are taken first, and all others go home.
+    // The smallest pieces are taken first, and all others return to their homes.
     let other = job.allocate(0, 12);
     let maps = device.calls().of(Call::Map);
     let again = job.allocate(0, 7);
@@ -116,7 +121,7 @@ fn memory_grows_by_what_is_missing_and_no_more() {
     let job = Job::new(device(), "");
     let _kept = job.pieces(0, 3);
     assert_eq!(job.reserved_mib(), 24);
-    // 12 MiB are free, of which 4 are at the end.
+    // 12 MiB are free, 4 of them at the end.
     let _whole = job.allocate(0, 17);
     assert_eq!(job.reserved_mib(), 24 + 6);
     let segments = job.stitched();
@@ -127,7 +132,7 @@ fn memory_grows_by_what_is_missing_and_no_more() {
         .map(|block| (block.size_bytes / MIB, matches!(block.state, BlockStateSnapshot::Allocated { .. })))
         .collect();
     assert_eq!(sizes, [(17, true), (1, false)], "what is left of the last granule is free");
-    // It is free memory like any other.
+    // It can be allocated like any other free memory.
     let small = job.allocate(0, 1);
     assert_eq!((small.placement.segment.0, job.reserved_mib()), (1, 30));
 }
@@ -170,7 +175,7 @@ fn a_stitched_block_waits_for_the_users_of_all_its_pieces() {
         let whole = job.allocate(taker, 12);
         assert_eq!(whole.placement.segment.0, 1, "{streams}");
         device.submit(job.streams[taker], whole.address, 12 * MIB).expect("it waits for all");
-        // And back: who gets a piece at home waits for who had the whole.
+        // The reverse: the next user of a piece at home waits for the user of the whole block.
         job.free(whole);
         let larger = job.allocate(0, 40);
         let pieces = [job.allocate(0, 4), job.allocate(0, 7)];
@@ -212,7 +217,7 @@ fn only_a_trim_and_too_many_ranges_wait_on_the_host() {
     let mut waited = 0;
     for round in 0..12 {
         let before = waits();
-        // The blocks that stay in between make each range another one.
+        // The blocks that stay in between make each range different.
         let spacer = job.allocate(0, 1 + round % 4);
         let whole = job.allocate(0, 6 + 2 * (round % 6));
         device.submit(job.streams[0], whole.address, whole.size_bytes).expect("ordered");
@@ -268,7 +273,7 @@ fn a_backend_that_cannot_alias_serves_the_same_requests_without() {
     assert_eq!((segment, stitching), (0, None));
     let (segment, stitching, other) = plain(device());
     assert_eq!((segment, stitching.is_some()), (1, true));
-    assert_ne!(digest, other, "what a backend can do is in the digest");
+    assert_ne!(digest, other, "the digest covers the backend's capabilities");
 }
 
 #[test]
@@ -320,7 +325,7 @@ fn nothing_is_stitched_while_somebody_observes() {
     job.allocator.forget(observer).expect("no faults");
     let whole = job.allocate(0, 20);
     assert_eq!(whole.placement.segment.0, 1);
-    // It is there before the next observer, who is told of memory at home only.
+    // The stitched range exists before the next observer, which is notified only of memory at home.
     let (observer, births) = job.allocator.observe(POOL).expect("there");
     assert_eq!(births.iter().map(|event| event.size_bytes / MIB).collect::<Vec<_>>(), [job.reserved_mib(), 0]);
     job.free(whole);
@@ -331,14 +336,14 @@ fn nothing_is_stitched_while_somebody_observes() {
     assert_eq!((job.reserved_mib(), job.stitched().len()), (12, 0));
 }
 
-/// Programs of large blocks in a pool that stitches: as the oracle decides, on ranks of other addresses, timing and locks alike.
+/// Programs with large blocks in a pool that stitches: decisions match the oracle's, on ranks with different addresses, timing and locks.
 #[test]
 fn generated_programs_are_stitched_alike_everywhere() {
     let (mut stitched, mut again, mut forgotten) = (0, 0, 0);
     for seed in 0..200 {
         let mut bytes: Vec<u8> =
             (0..).map(|at| symmalloc_sim::SplitMix64::new(seed << 20 | at).next_u64() as u8).take(1200).collect();
-        // Granules of 512 bytes to 4 MiB, no limit over all; expandable, stitched, and not symmetric.
+        // Granules of 512 bytes to 4 MiB, no limit over all pools, expandable segments, stitching, not symmetric.
         (bytes[2], bytes[3], bytes[6]) = (0, bytes[3] | 0x80, 0);
         bytes[7] &= 0b0011_0001;
         let scenario = Scenario::from_bytes(&bytes);
@@ -374,8 +379,8 @@ fn generated_programs_are_stitched_alike_everywhere() {
     assert!(stitched > 300 && again > 300 && forgotten > 100, "{stitched} {again} {forgotten}");
 }
 
-/// A bound of 1,024 granules on one request was the default, 2 GiB: this job's tensors of up to 3.4 GiB made the range grow instead, and
-/// it held more than without stitching (0.630 of live over reserved; 0.691 without).
+/// Regression test: the default limit of 1,024 granules (2 GiB) per request made this job's tensors of up to 3.4 GiB grow the range
+/// instead, and the job held more than without stitching (a live-to-reserved ratio of 0.630 instead of 0.691).
 #[test]
 fn a_recorded_job_with_tensors_of_gigabytes_reserves_what_is_live() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("traces/gnn_sampled.trace.zst");
@@ -386,7 +391,7 @@ fn a_recorded_job_with_tensors_of_gigabytes_reserves_what_is_live() {
         let allocator: Allocator<_> =
             Allocator::new(SimBackend::builder().memory_bytes(1 << 50).build(), config).expect("valid");
         let mut replay = Replay::new(&allocator, &program);
-        // The settings of the default pool are ours.
+        // Ignore the recorded settings of the default pool.
         for op in program.ops().iter().filter(|op| !matches!(op, Op::CreatePool { pool: PoolId::DEFAULT, .. })) {
             replay.step(op).expect("there is memory");
         }

@@ -1,5 +1,5 @@
-//! Every defect that was found once, as a trace with its story on top. None comes back. A placement that a story states is
-//! where the allocation must lie, whatever the oracle says.
+//! Stories: a trace of every defect found so far, with a description at its top, as regression tests. If a story states a placement, the
+//! allocation must be there, regardless of the oracle.
 
 use std::fs;
 use std::path::Path;

@@ -1,5 +1,5 @@
-//! What safe code can do to the allocator: none of it frees what is another's, leaves a lie behind, or costs memory that nobody
-//! uses. Errors are typed, and what fails changes nothing.
+//! Safe code cannot free memory of others, corrupt the allocator's state, or make it hold unused memory. Errors are typed, and failed calls
+//! change nothing.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -21,7 +21,7 @@ fn fixed() -> Config {
     Config::builder().default_pool(pool).build().expect("valid")
 }
 
-/// Each allocator has its allocation at the same place, so that nothing but its owner tells the handles apart.
+/// Each allocator has an allocation with the same placement, so that only the owner distinguishes the handles.
 #[test]
 fn a_handle_is_of_its_allocator_however_many_come_after_it() {
     let made = || {
@@ -33,7 +33,7 @@ fn a_handle_is_of_its_allocator_however_many_come_after_it() {
     let (first, of_first) = made();
     for number in 1..70_000 {
         let (allocator, own) = made();
-        assert!(allocator.free(of_first.handle).is_err(), "allocator {number} freed what is the first one's");
+        assert!(allocator.free(of_first.handle).is_err(), "allocator {number} freed an allocation of the first one");
         assert!(allocator.record_use(of_first.handle, S0).is_err(), "allocator {number}");
         assert!(allocator.allocation(of_first.handle).is_err(), "allocator {number}");
         allocator.free(own.handle).expect("live");
@@ -41,7 +41,7 @@ fn a_handle_is_of_its_allocator_however_many_come_after_it() {
     first.free(of_first.handle).expect("live");
 }
 
-/// A dead segment, and an observer that has not read of it.
+/// Creates a dead segment and an observer that has not read its death.
 fn dead_segment(allocator: &Allocator<&SimBackend>) {
     allocator.register_stream().expect("few");
     let made = allocator.allocate(POOL, S0, 30 * MIB).expect("memory");
@@ -58,7 +58,7 @@ fn what_one_observer_read_acknowledges_for_no_other_one() {
     allocator.trim(None).expect("no faults");
     let read = allocator.unread(one);
     assert!(allocator.acknowledge(other, &read).is_err(), "the other one has read nothing");
-    assert_eq!(allocator.acknowledge(one, &read), Ok(0), "the other one has not let go");
+    assert_eq!(allocator.acknowledge(one, &read), Ok(0), "the other one has not acknowledged");
     assert_eq!((device.mapped_bytes(), allocator.unread(other).events.len()), (30 * MIB, 1));
     assert_eq!(allocator.acknowledge(other, &allocator.unread(other)), Ok(30 * MIB));
 }
@@ -78,7 +78,7 @@ fn what_was_read_of_one_allocator_acknowledges_nothing_of_another() {
     assert_eq!(other.acknowledge(observers[1], &other.unread(observers[1])), Ok(30 * MIB));
 }
 
-/// Panics at a record.
+/// A sink that panics once it is full.
 struct Panicking {
     room: usize,
 }
@@ -105,11 +105,11 @@ fn a_recording_whose_sink_panicked_is_not_whole() {
     for _ in 0..6 {
         panics += u32::from(catch_unwind(AssertUnwindSafe(|| allocator.allocate(POOL, S0, MIB))).is_err());
     }
-    assert!(panics >= 1, "the program hears of the panic");
+    assert!(panics >= 1, "the program sees the panic");
     let stopped = allocator.stop_recording();
     assert!(stopped.is_err(), "{stopped:?}, though ops are missing");
     allocator.check().expect("sound");
-    allocator.allocate(POOL, S0, MIB).expect("the allocator goes on");
+    allocator.allocate(POOL, S0, MIB).expect("the allocator continues");
 }
 
 fn a_panic_in_a_call_leaves_no_charge(panics_in: fn(DeviceCall) -> bool) {
@@ -122,7 +122,7 @@ fn a_panic_in_a_call_leaves_no_charge(panics_in: fn(DeviceCall) -> bool) {
     allocator.register_stream().expect("few");
     catch_unwind(AssertUnwindSafe(|| allocator.allocate(POOL, S0, 5 * MIB))).expect_err("the backend panicked");
     let stats = allocator.stats();
-    assert_eq!((stats.reserved_bytes.current, stats.usage.all.allocations.current), (0, 0), "a charge for ever");
+    assert_eq!((stats.reserved_bytes.current, stats.usage.all.allocations.current), (0, 0), "a permanent charge");
     allocator.check().expect("sound");
     allocator.allocate(POOL, S0, 5 * MIB).expect("all of the limit is there");
     let layout = allocator.save_layout(POOL).expect("nothing is retired");
@@ -131,7 +131,7 @@ fn a_panic_in_a_call_leaves_no_charge(panics_in: fn(DeviceCall) -> bool) {
         Allocator::<_, Shared>::new(Hooked { inner: &device, hook }, allocator.config().clone()).expect("valid");
     again.register_stream().expect("few");
     catch_unwind(AssertUnwindSafe(|| again.restore_layout(POOL, &layout))).expect_err("the backend panicked");
-    assert_eq!(again.stats().reserved_bytes.current, 0, "a charge for ever");
+    assert_eq!(again.stats().reserved_bytes.current, 0, "a permanent charge");
     again.restore_layout(POOL, &layout).expect("all of the limit is there");
     again.check().expect("sound");
 }
@@ -146,7 +146,7 @@ fn a_backend_that_panics_in_reserve_leaves_no_charge() {
     a_panic_in_a_call_leaves_no_charge(|call| matches!(call, DeviceCall::Reserve { .. }));
 }
 
-/// An allocation whose free panicked is live, and is freed by the address that the program still has.
+/// An allocation whose free panicked stays live. The program frees it by its address, which it still has.
 #[test]
 fn a_backend_that_panics_in_record_leaves_the_allocation_to_be_found() {
     let device = SimBackend::builder().build();
@@ -167,14 +167,14 @@ fn a_backend_that_panics_in_record_leaves_the_allocation_to_be_found() {
     allocator.check().expect("sound");
 }
 
-/// Answers `reserve` with a range of its own, once.
+/// A backend that returns a forged range from one call of `reserve`.
 struct Lying<'a> {
     device: &'a SimBackend,
-    /// The number of the call that is answered otherwise.
+    /// Index of the call that returns the forged range.
     at: u64,
     calls: AtomicU64,
     lie: fn(&Range, u64) -> Range,
-    /// The first range that was given.
+    /// The first range returned.
     first: AtomicU64,
 }
 
@@ -192,13 +192,13 @@ impl Backend for Lying<'_> {
         Ok(range)
     }
     fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
-        assert!(!self.has_just_lied(), "a range that cannot be was mapped");
+        assert!(!self.has_just_lied(), "an impossible range was mapped");
         self.device.map(range, offset_bytes, size_bytes)
     }
     fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
         self.device.unmap(range, offset_bytes, size_bytes)
     }
-    /// What was never given need not come back.
+    /// The device never returned the forged range, so it does not have to be released.
     fn release(&self, range: Range) -> Result<(), BackendError> {
         if self.has_just_lied() { Ok(()) } else { self.device.release(range) }
     }
@@ -225,7 +225,7 @@ impl Lying<'_> {
     }
 }
 
-/// Lets the second segment's range be a lie: the request is refused, nothing has changed, and the next one is served.
+/// Makes the second segment's range a forged one: the request is refused, nothing changes, and the next request succeeds.
 fn a_range_that_cannot_be_is_refused(lie: fn(&Range, u64) -> Range) {
     let device = SimBackend::builder().build();
     {
@@ -266,7 +266,7 @@ fn a_range_that_is_not_aligned_is_refused() {
     a_range_that_cannot_be_is_refused(|_, bytes| Range { base: DeviceAddress(1 << 46), size_bytes: bytes + 512 });
 }
 
-/// Where a range ends decides where growth goes on.
+/// The end of a range determines where growth continues.
 #[test]
 fn a_range_that_is_longer_than_asked_is_refused() {
     a_range_that_cannot_be_is_refused(|_, bytes| Range { base: DeviceAddress(1 << 46), size_bytes: bytes + 20 * MIB });
@@ -288,14 +288,14 @@ fn a_range_that_wraps_around_is_refused() {
     });
 }
 
-/// Bytes of memory that this process has taken.
+/// Returns the resident memory of this process, in bytes.
 fn resident_bytes() -> u64 {
-    let text = std::fs::read_to_string("/proc/self/statm").expect("Linux says");
+    let text = std::fs::read_to_string("/proc/self/statm").expect("Linux provides it");
     let pages: u64 = text.split_whitespace().nth(1).and_then(|pages| pages.parse().ok()).expect("a number");
     pages * 4096
 }
 
-/// Streams of which each takes the block of the one before it, and waits for another one.
+/// Creates records of streams that each take the block of the preceding one, and wait for another one.
 fn streams_that_each_wait_once(streams: u16, on: fn(u16, u16) -> u16) -> Vec<Record> {
     let pool = PoolConfig::builder().streams(StreamPolicy::Shared).build().expect("valid");
     let mut ops: Vec<Op> = (0..streams).map(|stream| Op::RegisterStream { stream: StreamId(stream) }).collect();

@@ -1,18 +1,18 @@
-//! The names in the code are those in `docs/events.md` and `docs/metrics.md`, both ways: events, spans and metrics with their levels,
-//! fields, kinds and units. Programs, dashboards and alarms rely on them.
+//! The names in the code equal those in `docs/events.md` and `docs/metrics.md`: events, spans and metrics with their levels, fields, kinds
+//! and units. Programs, dashboards and alerts rely on them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// What is said about a name: for an event `["debug", "pool", "stream"]`.
+/// Properties of each name: for an event `["debug", "pool", "stream"]`.
 type Vocabulary = BTreeMap<String, Vec<String>>;
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("the workspace").to_owned()
 }
 
-/// The library code of all crates, file by file.
+/// Returns the library code of all crates, file by file.
 fn sources() -> Vec<(PathBuf, String)> {
     let mut files = Vec::new();
     let crates = fs::read_dir(root().join("crates")).expect("the crates");
@@ -32,12 +32,12 @@ fn sources() -> Vec<(PathBuf, String)> {
     files
 }
 
-/// The arguments of every call that begins with `opening`, which ends with its parenthesis, with what stands before it.
+/// Returns the arguments of every call that begins with `opening`, which ends with its parenthesis, and the text before the call.
 fn calls<'a>(text: &'a str, opening: &'a str) -> impl Iterator<Item = (&'a str, Vec<String>)> {
     text.match_indices(opening).map(move |(at, _)| (&text[..at], arguments(&text[at + opening.len()..])))
 }
 
-/// What stands between commas up to the closing parenthesis.
+/// Splits the text up to the closing parenthesis at commas.
 fn arguments(text: &str) -> Vec<String> {
     let (mut list, mut current, mut depth, mut quoted) = (Vec::new(), String::new(), 0, false);
     for c in text.chars() {
@@ -64,13 +64,13 @@ fn literal(argument: &str) -> Option<&str> {
     argument.strip_prefix('"')?.strip_suffix('"')
 }
 
-/// One name means one thing.
+/// Adds a name. Each name has one meaning.
 fn add(vocabulary: &mut Vocabulary, name: &str, said: &[String], path: &Path) {
     let known = vocabulary.insert(name.to_owned(), said.to_owned());
-    assert!(known.is_none_or(|known| known == said), "{name} means two things, in {} and elsewhere", path.display());
+    assert!(known.is_none_or(|known| known == said), "{name} has two meanings, in {} and elsewhere", path.display());
 }
 
-/// The events or spans that the code tells.
+/// Returns the events or spans that the code emits.
 fn told(suffix: &str) -> Vocabulary {
     let mut vocabulary = Vocabulary::new();
     for (path, text) in sources() {
@@ -103,14 +103,14 @@ fn told(suffix: &str) -> Vocabulary {
     vocabulary
 }
 
-/// The names that a macro which tells an event is called with: it is the last one that was begun.
+/// Returns the event names with which a macro is called. The macro is the last one whose definition begins in `before`.
 fn names_given_to_macro(before: &str, text: &str) -> Vec<String> {
     let definition = before.rsplit_once("macro_rules! ").expect("only a macro takes its name from elsewhere").1;
     let name = definition.split([' ', '{']).next().expect("a macro has a name");
     calls(text, &format!("{name}!(")).filter_map(|(_, given)| Some(literal(given.first()?)?.to_owned())).collect()
 }
 
-/// The metrics that the code publishes.
+/// Returns the metrics that the code publishes.
 fn published() -> Vocabulary {
     let mut vocabulary = Vocabulary::new();
     for (path, text) in sources() {
@@ -124,7 +124,7 @@ fn published() -> Vocabulary {
                 let name = literal(name).expect("a name");
                 assert!(
                     vocabulary.insert(name.to_owned(), vec![kind.to_owned(), unit]).is_none(),
-                    "{name} is there twice"
+                    "{name} exists twice"
                 );
             }
         }
@@ -132,7 +132,7 @@ fn published() -> Vocabulary {
     vocabulary
 }
 
-/// The rows of the table of a page whose first column is headed so: the code in it, then that of the next `columns`.
+/// Returns the rows of the table on a page whose first column has this heading: the code in that column, then in the next `columns`.
 fn documented(page: &str, head: &str, columns: usize) -> Vocabulary {
     let page = fs::read_to_string(root().join("docs").join(page)).expect("the page");
     let mut vocabulary = Vocabulary::new();
@@ -157,7 +157,7 @@ fn assert_same(code: &Vocabulary, page: &Vocabulary) {
     assert!(differing.is_empty(), "{}", differing.into_iter().map(say).collect::<Vec<_>>().join("\n"));
 }
 
-/// A cell without anything in it is no field.
+/// Removes empty fields, which come from empty cells.
 fn without_empty(mut vocabulary: Vocabulary) -> Vocabulary {
     vocabulary.values_mut().for_each(|said| said.retain(|word| !word.is_empty()));
     vocabulary

@@ -1,5 +1,5 @@
-//! Waits: a stream is told to wait for what it has not waited for, and for nothing else (rule D3). What it has waited for
-//! follows from the ops alone: by itself, through another stream, or through the host.
+//! Waits: a stream waits only for work that it has not waited for yet (rule D3). Its earlier waits follow from the ops alone: its own,
+//! those through another stream, and those of the host.
 
 use symmalloc_core::backend::Backend;
 use symmalloc_core::config::{Config, PoolConfig, StreamPolicy};
@@ -31,7 +31,7 @@ impl Rank {
         made
     }
 
-    /// Frees what `user` used, too.
+    /// Frees an allocation that `user` used as well.
     fn free_used_by(&self, made: &Allocation, owner: StreamId, user: StreamId) {
         self.waits_on_device(user, owner);
         self.allocator.backend().submit(user, made.address, made.size_bytes).expect("it waited for the owner");
@@ -39,7 +39,7 @@ impl Rank {
         self.allocator.free(made.handle).expect("live");
     }
 
-    /// The program makes a stream wait, and does not say so.
+    /// Makes a stream wait on the device without notifying the allocator.
     fn waits_on_device(&self, stream: StreamId, on: StreamId) {
         let device = self.allocator.backend();
         let event = device.record(on).expect("no faults");
@@ -47,13 +47,13 @@ impl Rank {
         device.recycle(event);
     }
 
-    /// The program makes a stream wait, and says so.
+    /// Makes a stream wait on the device and notifies the allocator.
     fn waits(&self, stream: StreamId, on: StreamId) {
         self.waits_on_device(stream, on);
         self.allocator.stream_waits(stream, on).expect("both exist");
     }
 
-    /// How many waits it takes to allocate.
+    /// Returns the number of waits for an allocation.
     fn waits_to_allocate(&self, stream: StreamId) -> u64 {
         let before = self.allocator.backend().calls().of(Call::Wait);
         self.allocate(stream);
@@ -66,12 +66,12 @@ fn a_block_that_another_stream_used_takes_one_wait_and_no_second_one() {
     let rank = Rank::new(StreamPolicy::Separate);
     let blocks = [(); 2].map(|()| rank.allocate(S0));
     blocks.iter().for_each(|made| rank.free_used_by(made, S0, S1));
-    // Both are one block now.
+    // Both are now one block.
     assert_eq!(rank.waits_to_allocate(S0), 1);
     assert_eq!(rank.waits_to_allocate(S0), 0);
 }
 
-/// What is left of a block keeps the fence, which its taker has met exactly.
+/// The remainder of a block keeps the fence that the taker of the block has already waited for.
 #[test]
 fn what_is_left_of_a_block_takes_no_second_wait() {
     let rank = Rank::new(StreamPolicy::Shared);
@@ -130,7 +130,7 @@ fn the_host_waits_for_what_the_stream_that_it_waits_for_had_waited_for() {
     assert_eq!(rank.waits_to_allocate(S0), 0);
 }
 
-/// The allocator makes a stream wait for the last owner of a block, who had waited for the user of another one.
+/// The allocator makes a stream wait for the last owner of a block, which had waited for the user of another one.
 #[test]
 fn a_wait_that_the_allocator_makes_covers_what_the_other_stream_had_waited_for() {
     let rank = Rank::new(StreamPolicy::Shared);

@@ -1,4 +1,4 @@
-//! Text as a configuration: read, written and read back.
+//! Fuzzes the configuration parser: text is read, written and read back.
 #![no_main]
 
 #[path = "../count.rs"]

@@ -1,4 +1,4 @@
-//! Text as a flight record: read, written, read back and compared.
+//! Fuzzes the flight record reader: text is read, written, read back and compared.
 #![no_main]
 
 #[path = "../count.rs"]

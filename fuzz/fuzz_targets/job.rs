@@ -1,4 +1,4 @@
-//! Programs as whole jobs: a few ranks in adverse surroundings, whose threads interleave.
+//! Fuzzes whole jobs: a few ranks run a program under adverse conditions, with interleaved threads.
 #![no_main]
 
 #[path = "../count.rs"]

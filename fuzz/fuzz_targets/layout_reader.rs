@@ -1,4 +1,4 @@
-//! Text as a layout: read, written, read back, restored and used.
+//! Fuzzes the layout reader: text is read, written, read back, restored and used.
 #![no_main]
 
 #[path = "../count.rs"]

@@ -1,4 +1,4 @@
-//! Programs on the allocator beside the oracle.
+//! Fuzzes the allocator with programs, compared with the oracle.
 #![no_main]
 
 #[path = "../count.rs"]

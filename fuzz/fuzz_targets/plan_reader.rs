@@ -1,4 +1,4 @@
-//! Text as a plan: read, written, read back, and followed or refused.
+//! Fuzzes the plan reader: text is read, written, read back, and followed or rejected.
 #![no_main]
 
 #[path = "../count.rs"]

@@ -1,4 +1,4 @@
-//! Text as an RMM log.
+//! Fuzzes the RMM log reader.
 #![no_main]
 
 #[path = "../count.rs"]

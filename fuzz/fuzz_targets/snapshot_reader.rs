@@ -1,4 +1,4 @@
-//! Bytes as a PyTorch memory snapshot.
+//! Fuzzes the PyTorch memory snapshot reader.
 #![no_main]
 
 #[path = "../count.rs"]

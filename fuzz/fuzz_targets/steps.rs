@@ -1,4 +1,4 @@
-//! Any bytes as a program that repeats steps, on two ranks beside the model of plans.
+//! Fuzzes steps: programs that repeat steps, on two ranks and the model of plans.
 #![no_main]
 
 #[path = "../count.rs"]

@@ -1,4 +1,4 @@
-//! Text as a trace: read, written and read back.
+//! Fuzzes the trace reader: text is read, written and read back.
 #![no_main]
 
 #[path = "../count.rs"]

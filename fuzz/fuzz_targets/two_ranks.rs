@@ -1,4 +1,4 @@
-//! Programs on two ranks that have nothing in common but the program.
+//! Fuzzes two ranks that share nothing but the program.
 #![no_main]
 
 #[path = "../count.rs"]

@@ -1,4 +1,4 @@
-//! Finds the pages that have Rust listings, so that none is forgotten.
+//! Finds all pages with Rust listings, so that none is missed.
 
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
@@ -25,7 +25,7 @@ fn main() -> io::Result<()> {
             writeln!(modules, "#[doc = include_str!({page:?})]\npub mod {name} {{}}").expect("a string");
         }
     }
-    // New pages are seen, too.
+    // Rerun when pages are added.
     for folder in ["docs", "docs/measured", "crates"] {
         println!("cargo::rerun-if-changed={}", root.join(folder).display());
     }

@@ -1,4 +1,4 @@
-//! The checker: a program on the real allocator, beside the oracle, on a simulated device that notices races.
+//! The checker: runs a program on the real allocator and the oracle, on a simulated device that detects races.
 //!
 //! ```text
 //!           ┌─► Oracle ──────────────► outcome ─┐
@@ -8,8 +8,8 @@
 //!   submit: work on every byte of an allocation, on each stream that uses it ─► Race if a wait is missing
 //! ```
 //!
-//! The program is a correct one: a stream that uses another one's allocation waits for it first. All other order between
-//! streams is the allocator's responsibility.
+//! The program is correct: a stream that uses another one's allocation waits for it first. The allocator must ensure all other order
+//! between streams.
 
 use crate::generate::{Access, Scenario};
 use crate::oracle::{Content, Heap, Oracle, Outcome, Refusal};
@@ -25,33 +25,33 @@ use symmalloc_core::{Allocation, AllocationId, Allocator, Digest, Op, PoolId, St
 use symmalloc_sim::SimBackend;
 use symmalloc_trace::replay::StepError;
 
-/// What a run came to: equal for two runs exactly when every decision was.
+/// Decisions of a run. Two runs are equal exactly if all their decisions are.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Decisions {
-    /// Per op.
+    /// Outcome of each op.
     pub outcomes: Vec<Outcome>,
-    /// Per live pool, at the end.
+    /// Digest of each live pool, at the end.
     pub digests: Vec<(PoolId, Digest)>,
 }
 
-/// Carries a scenario out and compares every decision, block and counter with the oracle's.
+/// Executes a scenario and compares every decision, block and counter with the oracle.
 ///
 /// # Panics
-/// At the first difference, violated invariant, race, breach of the backend's contract, or leak.
+/// On the first difference, violated invariant, race, violation of the backend's contract, or leak.
 pub fn compare_with_oracle(scenario: &Scenario, device: &SimBackend) -> Decisions {
     compare_at(scenario, device, |_| true)
 }
 
-/// As [`compare_with_oracle`], but looks at blocks and invariants only after the ops with these numbers. Decisions are
-/// compared in any case: a wrong state shows at the next look, or in a later decision.
+/// Same as [`compare_with_oracle`], but checks blocks and invariants only after the selected ops. Decisions are always compared: a wrong
+/// state shows at the next check or in a later decision.
 ///
 /// # Panics
-/// As [`compare_with_oracle`].
+/// Same as [`compare_with_oracle`].
 pub fn compare_at(scenario: &Scenario, device: &SimBackend, looks: impl Fn(usize) -> bool) -> Decisions {
     let mut oracle = Oracle::new(&scenario.config, scenario.granularity_bytes);
     decisions::<Exclusive>(scenario, device, |index, op, outcome, allocator| {
         let expected = oracle.step(op);
-        assert_eq!(outcome, expected, "op {index}, {op:?}: the allocator decided otherwise than the oracle (right)");
+        assert_eq!(outcome, expected, "op {index}, {op:?}: the allocator decided differently from the oracle (right)");
         if looks(index) {
             allocator.check().unwrap_or_else(|violation| panic!("op {index}, {op:?}: {violation}"));
             compare_state(allocator, &oracle, index);
@@ -59,10 +59,10 @@ pub fn compare_at(scenario: &Scenario, device: &SimBackend, looks: impl Fn(usize
     })
 }
 
-/// Carries a scenario out with this kind of lock, and shows every decision to `look`.
+/// Executes a scenario with this kind of lock, and passes every decision to `look`.
 ///
 /// # Panics
-/// At a violated invariant at the end, a race, a breach of the backend's contract, or a leak.
+/// On a violated invariant at the end, a race, a violation of the backend's contract, or a leak.
 pub fn decisions<L: Lock>(
     scenario: &Scenario,
     device: &SimBackend,
@@ -71,10 +71,10 @@ pub fn decisions<L: Lock>(
     decisions_through(scenario, device, device, look)
 }
 
-/// As [`decisions`], through a backend that leads to the device.
+/// Same as [`decisions`], through a backend that wraps the device.
 ///
 /// # Panics
-/// As [`decisions`].
+/// Same as [`decisions`].
 pub fn decisions_through<B: Backend, L: Lock>(
     scenario: &Scenario,
     backend: B,
@@ -101,13 +101,13 @@ pub fn decisions_through<B: Backend, L: Lock>(
         let pools = (0..allocator.pool_count()).map(PoolId);
         decisions.digests = pools.filter_map(|pool| Some((pool, allocator.digest(pool).ok()?))).collect();
     }
-    assert!(device.leaks().is_empty(), "the allocator was dropped and left behind: {}", device.leaks());
+    assert!(device.leaks().is_empty(), "the dropped allocator leaked: {}", device.leaks());
     decisions
 }
 
-/// What an error says there is, is what there is.
+/// Checks that the numbers in an error match the statistics.
 fn check_refusal<B: Backend, L: Lock>(allocator: &Allocator<B, L>, error: &OutOfMemory, index: usize) {
-    let stats = allocator.pool_stats(error.pool).expect("the pool that was asked");
+    let stats = allocator.pool_stats(error.pool).expect("the pool of the request");
     let held = (stats.reserved_bytes.current, stats.usage.all.allocated_bytes.current);
     assert_eq!((error.reserved_bytes, error.allocated_bytes), held, "op {index}: {error}");
     let snapshot = allocator.snapshot();
@@ -120,7 +120,7 @@ fn check_refusal<B: Backend, L: Lock>(allocator: &Allocator<B, L>, error: &OutOf
     assert_eq!(error.largest_free_bytes, largest, "op {index}: the largest free block");
 }
 
-/// Prints the trace of a scenario that failed: the bug report.
+/// Prints the trace of a failed scenario: the bug report.
 #[derive(Debug)]
 pub struct PrintOnPanic<'a>(pub &'a Scenario);
 
@@ -130,15 +130,15 @@ impl Drop for PrintOnPanic<'_> {
             let is_by_address = |index: &usize| self.0.access[*index] == Access::Address;
             let by_address: Vec<usize> = (0..self.0.access.len()).filter(is_by_address).collect();
             println!("granularity {} bytes\n{}", self.0.granularity_bytes, self.0.trace());
-            println!("ops that go in by address: {by_address:?}");
+            println!("ops that identify allocations by address: {by_address:?}");
         }
     }
 }
 
-/// What the allocator's answer means to the oracle.
+/// Converts the allocator's result to an outcome of the oracle.
 ///
 /// # Panics
-/// When the answer means nothing that a valid program can meet.
+/// If a valid program cannot produce the result.
 pub fn outcome(result: Result<Option<Allocation>, StepError>) -> Outcome {
     let error = match result {
         Ok(None) => return Outcome::Done,
@@ -168,12 +168,12 @@ pub fn outcome(result: Result<Option<Allocation>, StepError>) -> Outcome {
     })
 }
 
-/// What a correct program does on the device.
+/// The device work of a correct program.
 #[derive(Debug)]
 pub struct DeviceWork<'a> {
     device: &'a SimBackend,
     live: BTreeMap<AllocationId, Live>,
-    /// Pools that sleep, with what becomes of their contents.
+    /// Sleeping pools, with the fate of their contents.
     asleep: BTreeMap<PoolId, Contents>,
 }
 
@@ -181,25 +181,25 @@ pub struct DeviceWork<'a> {
 #[derive(Debug)]
 struct Live {
     allocation: Allocation,
-    /// Streams that use it.
+    /// Streams that use the allocation.
     users: Vec<StreamId>,
     /// `None` after a restore.
     pool: Option<PoolId>,
-    /// What it holds, if that is known.
+    /// Value that the allocation holds, if known.
     value: Option<u64>,
 }
 
 impl<'a> DeviceWork<'a> {
-    /// Nothing yet.
+    /// Creates an empty state.
     pub fn new(device: &'a SimBackend) -> Self {
         DeviceWork { device, live: BTreeMap::new(), asleep: BTreeMap::new() }
     }
 
-    /// Submits the work that belongs to an op which the allocator answered so.
+    /// Submits the device work that belongs to an op with this result.
     ///
     /// # Panics
-    /// At a race: the allocator did not order the memory's earlier users before this one. When an allocation does not hold what it
-    /// should.
+    /// On a race, if the allocator did not order the memory's earlier users before this one, or if an allocation does not hold its expected
+    /// value.
     pub fn submit(&mut self, op: &Op, result: &Result<Option<Allocation>, StepError>) {
         match (op, result) {
             (Op::Allocate { id, pool, stream, .. }, Ok(Some(allocation))) => {
@@ -215,7 +215,8 @@ impl<'a> DeviceWork<'a> {
                 if !users.contains(stream) && users.iter().all(|earlier| waits(self.device, *stream, *earlier)) {
                     users.push(*stream);
                 }
-                // An earlier user may not use it again without waiting for the later ones, and nobody what sleeps.
+                // An earlier user may not use the allocation again without waiting for the later ones, and no stream may use a sleeping
+                // pool.
                 if users.last() == Some(stream) && !pool.is_some_and(|pool| self.asleep.contains_key(&pool)) {
                     let allocation = *allocation;
                     self.use_all(*stream, &allocation);
@@ -245,19 +246,19 @@ impl<'a> DeviceWork<'a> {
         }
     }
 
-    /// An allocation holds what was written.
+    /// Checks that an allocation holds the value written to it.
     fn check_value(&self, live: &Live) {
         let Live { allocation, value, .. } = live;
         if value.is_some() {
             let held = self.device.read(allocation.address, allocation.size_bytes);
-            assert_eq!(held, *value, "what lies at {}", allocation.placement);
+            assert_eq!(held, *value, "value at {}", allocation.placement);
         }
     }
 
-    /// An allocation is live again after a restore, and its stream uses it at once.
+    /// Registers an allocation that a restore made live. Its stream uses it at once.
     ///
     /// # Panics
-    /// At a race: the restore did not order the memory's earlier users before this one.
+    /// On a race: the restore did not order the memory's earlier users before this one.
     pub fn adopt(&mut self, id: AllocationId, stream: StreamId, allocation: Allocation) {
         self.use_all(stream, &allocation);
         self.live.insert(id, Live { allocation, users: vec![stream], pool: None, value: None });
@@ -265,12 +266,12 @@ impl<'a> DeviceWork<'a> {
 
     fn use_all(&self, stream: StreamId, allocation: &Allocation) {
         let used = self.device.submit(stream, allocation.address, allocation.size_bytes);
-        used.unwrap_or_else(|race| panic!("a wait is missing at {}: {race}", allocation.placement));
+        used.unwrap_or_else(|race| panic!("missing wait at {}: {race}", allocation.placement));
     }
 }
 
-/// What the program itself does before it uses another stream's memory, behind the allocator's back. A program that
-/// cannot wait does not use the memory.
+/// Makes a stream wait for another one before it uses that one's memory. The program does this itself, without the allocator. Returns
+/// `false` if it cannot wait; the program then does not use the memory.
 fn waits(device: &SimBackend, stream: StreamId, on: StreamId) -> bool {
     let Ok(event) = device.record(on) else { return false };
     let waited = device.wait(stream, event);
@@ -278,7 +279,7 @@ fn waits(device: &SimBackend, stream: StreamId, on: StreamId) -> bool {
     waited.is_ok()
 }
 
-/// The allocator's blocks are the oracle's, one by one.
+/// Checks that the allocator's blocks equal the oracle's.
 fn compare_state<B: Backend, L: Lock>(allocator: &Allocator<B, L>, oracle: &Oracle, index: usize) {
     let stats = allocator.stats();
     let (live, requested) = oracle.live();
@@ -288,7 +289,7 @@ fn compare_state<B: Backend, L: Lock>(allocator: &Allocator<B, L>, oracle: &Orac
     let snapshot = allocator.snapshot();
     let mut segments = snapshot.segments.iter();
     for (pool, entry) in oracle.pools() {
-        // The program's pools and the allocator's have the same ids: both are dense, and none is made twice.
+        // The program's pools and the allocator's have the same ids: both are dense, and no pool is created twice.
         assert_eq!(allocator.pool_stats(pool).map(|stats| stats.reserved_bytes.current), Ok(entry.reserved_bytes()));
         for (stream, heap) in &entry.heaps {
             for ordinal in 0..heap.segments.len() {
@@ -298,10 +299,10 @@ fn compare_state<B: Backend, L: Lock>(allocator: &Allocator<B, L>, oracle: &Orac
             }
         }
     }
-    assert_eq!(segments.next(), None, "op {index}: a segment too many");
+    assert_eq!(segments.next(), None, "op {index}: an extra segment");
 }
 
-/// Neighbours that are elsewhere count as one: no decision depends on where one ends.
+/// Joins adjacent blocks that are elsewhere: no decision depends on the boundary between them.
 fn joined(blocks: &[BlockSnapshot]) -> Vec<BlockSnapshot> {
     let mut joined: Vec<BlockSnapshot> = Vec::new();
     for block in blocks {

@@ -1,11 +1,11 @@
-//! One suite for every implementation of [`Backend`]: what its contract promises, as checks.
+//! A conformance suite for implementations of [`Backend`]: checks for every promise of its contract.
 //!
-//! It knows nothing about the implementation and submits no device work of its own, so it runs on the simulator and on
-//! a real device alike. Each check is a sentence and gets a backend of its own; a check that fails panics, and the
-//! sentence is the last line printed before.
+//! The suite knows nothing about the implementation and submits no device work, so it runs on both the simulator and a real device. The
+//! name of each check is a sentence. Each check gets a separate backend. A failed check panics, and its sentence is the last line printed
+//! before.
 //!
-//! What it cannot see is left to others: that mapped bytes can be read and written by kernels (the device's own
-//! tests), and that a *caller* keeps its promises (the simulator panics when it does not).
+//! The suite cannot check that kernels can read and write mapped bytes, which the device's own tests do, or that a *caller* keeps its
+//! promises, for which the simulator panics.
 
 use std::collections::BTreeSet;
 use symmalloc_core::backend::{Backend, DeviceAddress, Event, Part, Range};
@@ -25,10 +25,10 @@ macro_rules! run {
     };
 }
 
-/// Checks the contract on backends that `make` makes. Needs a few dozen granules of device memory.
+/// Checks the contract on backends created by `make`. Needs a few dozen granules of device memory.
 ///
 /// # Panics
-/// When the implementation breaks its contract.
+/// If the implementation violates its contract.
 pub fn conformance<B: Backend + Send + Sync>(make: impl Fn() -> B) {
     run!(
         make,
@@ -212,7 +212,7 @@ fn a_piece_is_mapped_at_several_addresses_if_the_backend_can(backend: &impl Back
         unmap(backend, home, 0..8);
         return [home, first, second].into_iter().for_each(|range| backend.release(range).expect("release"));
     }
-    // In another order, twice over, and one of them into two ranges.
+    // In a different order, twice, and with one of them in two ranges.
     for (range, to, from) in [(first, 0, 6), (first, 2, 2), (second, 2, 6), (second, 0, 0)] {
         let alias = backend.alias((range, to * granularity), (home, from * granularity), 2 * granularity);
         alias.expect("alias");
@@ -235,7 +235,7 @@ fn an_alias_is_unmapped_and_its_addresses_are_used_again(backend: &impl Backend)
         backend.alias((range, granularity), (home, from * granularity), granularity).expect("alias");
         unmap(backend, range, 1..2);
     }
-    // What was an alias may have memory of its own, which is gone before the home is.
+    // Addresses of a former alias can get separate memory, which is unmapped before the alias's home is.
     backend.map_pieces((range, 0), 2 * granularity, granularity).expect("map");
     unmap(backend, range, 0..2);
     unmap(backend, home, 0..4);
@@ -272,7 +272,7 @@ fn an_event_outlives_a_wait_and_is_recycled_while_a_stream_waits(backend: &impl 
     backend.wait(S1, first).expect("wait");
     let second = record(backend, S1);
     backend.recycle(first);
-    // If the implementation uses the first one again, the wait for it must not be lost or turned around.
+    // If the implementation reuses the first event, the wait for it must not be lost or reversed.
     let third = record(backend, S2);
     backend.wait(S0, third).expect("wait");
     backend.recycle(third);
@@ -371,7 +371,7 @@ fn calls_come_from_any_thread(backend: &(impl Backend + Sync)) {
     });
 }
 
-/// The first and the third granule of a range of four, of which these are mapped.
+/// Returns a range of four granules, of which the first and the third are mapped, and these two parts.
 fn two_parts(backend: &impl Backend) -> (Range, [Part; 2]) {
     let granule = backend.granularity_bytes();
     let range = reserve(backend, 4);

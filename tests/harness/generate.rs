@@ -1,16 +1,14 @@
-//! Programs out of bytes: what the property tests and the fuzz targets feed the allocator with.
+//! Programs from bytes: input for the property tests and the fuzz targets.
 //!
-//! A [`Tape`] of bytes becomes a [`Scenario`]: a configuration, and ops that are valid when they are carried out in order.
-//! Any bytes will do. Each op takes four of them, so that a shrinker or a fuzzer that deletes four neighbouring bytes
-//! deletes one op and leaves the others as they are.
+//! A [`Tape`] of bytes becomes a [`Scenario`]: a configuration, and ops that are valid when executed in order. Any bytes are accepted. Each
+//! op takes four of them, so a shrinker or fuzzer that deletes four adjacent bytes deletes one op and preserves the others.
 //!
 //! ```text
 //!  8 bytes of configuration │ kind what where how │ kind what where how │ ...
 //! ```
 //!
-//! The bytes are translated so that the interesting things happen: sizes come from a short list around every boundary of
-//! the size rules, and are often used again, so that exact fits, splits and merges are common; pools are small; limits
-//! lie near what the program needs.
+//! The translation favors interesting cases. Sizes come from a short list around every boundary of the size rules and repeat often, so
+//! exact fits, splits and merges are common. Pools are small, and limits are close to the program's needs.
 
 use proptest::prelude::*;
 use symmalloc_core::config::{
@@ -24,14 +22,14 @@ use symmalloc_sim::{SimBackend, SimBuilder, SplitMix64};
 use symmalloc_trace::TraceWriter;
 use symmalloc_trace::replay::Program;
 
-/// Bytes that decide what is generated; zeros when they are used up.
+/// Bytes that determine the generated values; zeros once they are used up.
 #[derive(Clone, Copy, Debug)]
 pub struct Tape<'a> {
     bytes: &'a [u8],
 }
 
 impl<'a> Tape<'a> {
-    /// A tape of these bytes.
+    /// Creates a tape of these bytes.
     pub fn new(bytes: &'a [u8]) -> Self {
         Tape { bytes }
     }
@@ -51,17 +49,17 @@ impl<'a> Tape<'a> {
     }
 }
 
-/// How an op goes in.
+/// The way in which an op identifies its allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
     /// By the allocation's handle.
     Handle,
-    /// By the allocation's first address, as C and PyTorch do, where addresses can be looked up.
+    /// By the allocation's first address, as in C and PyTorch, if addresses can be looked up.
     Address,
 }
 
 impl Access {
-    /// Even bytes stand for one, odd ones for the other.
+    /// Maps even bytes to one variant, odd ones to the other.
     pub fn from_byte(byte: u8) -> Self {
         if byte.is_multiple_of(2) { Access::Handle } else { Access::Address }
     }
@@ -72,21 +70,21 @@ impl Access {
 pub struct Scenario {
     /// The allocator's configuration.
     pub config: Config,
-    /// The backend's granularity.
+    /// The backend's granularity in bytes.
     pub granularity_bytes: u64,
     /// The ops.
     pub program: Program,
-    /// How each op goes in.
+    /// The access of each op.
     pub access: Vec<Access>,
 }
 
-/// The most ops of a scenario: longer tapes are cut.
+/// Maximum number of ops in a scenario: longer tapes are truncated.
 pub const OPS_MAX: usize = 400;
 
 const CONFIG_BYTES: usize = 8;
 const OP_BYTES: usize = 4;
 
-/// Around every boundary of the size rules.
+/// Sizes around every boundary of the size rules, in bytes.
 const SIZES: [u64; 24] = [
     512,
     1,
@@ -115,25 +113,25 @@ const SIZES: [u64; 24] = [
 ];
 
 impl Scenario {
-    /// These ops under this configuration.
+    /// Creates a scenario of these ops under this configuration.
     ///
     /// # Panics
-    /// When an op names an allocation that was not made before.
+    /// If an op names an allocation that does not exist yet.
     pub fn new(config: Config, granularity_bytes: u64, ops: impl IntoIterator<Item = (Op, Access)>) -> Self {
         let (records, access): (Vec<Record>, _) =
             ops.into_iter().map(|(op, access)| (Record::from(op), access)).unzip();
         Scenario { config, granularity_bytes, program: Program::new(&records).expect("valid"), access }
     }
 
-    /// The ops with how they go in.
+    /// Returns the ops with their access.
     pub fn ops(&self) -> impl Iterator<Item = (Op, Access)> {
         self.program.ops().iter().cloned().zip(self.access.iter().copied())
     }
 
-    /// The same scenario, in which nothing is stitched and no pool sleeps: then every pool has a layout.
+    /// Returns the same scenario without stitching and sleep, so that every pool has a layout.
     ///
     /// # Panics
-    /// Never: a policy without it is valid.
+    /// Never: a policy without stitching is valid.
     #[must_use]
     pub fn with_layouts(self) -> Self {
         let plain = |pool: &PoolConfig| pool.to_builder().stitching(None).build().expect("valid");
@@ -148,7 +146,7 @@ impl Scenario {
         Scenario::new(config, self.granularity_bytes, ops)
     }
 
-    /// The same scenario, in which every op goes in the other way.
+    /// Returns the same scenario, with the other access for every op.
     #[must_use]
     pub fn with_other_access(mut self) -> Self {
         for access in &mut self.access {
@@ -157,20 +155,20 @@ impl Scenario {
         self
     }
 
-    /// A simulated device that fits: more memory than any scenario asks for, and everything else drawn from the seed.
+    /// Returns a suitable simulated device: more memory than any scenario needs, and all other properties drawn from the seed.
     pub fn device(&self, seed: u64) -> SimBackend {
         self.device_builder(seed).build()
     }
 
-    /// As [`device`](Self::device), to be changed before it is built.
+    /// Same as [`device`](Self::device), but returns the builder for further changes.
     pub fn device_builder(&self, seed: u64) -> SimBuilder {
         SimBackend::builder().seed(seed).granularity_bytes(self.granularity_bytes).memory_bytes(1 << 50)
     }
 
-    /// The scenario that these bytes stand for. Every sequence of bytes stands for one.
+    /// Returns the scenario that these bytes encode. Every sequence of bytes encodes one.
     ///
     /// # Panics
-    /// Never: what it makes is valid.
+    /// Never: generated scenarios are valid.
     pub fn from_bytes(bytes: &[u8]) -> Self {
         let mut tape = Tape::new(bytes);
         let granularity_bytes = tape.pick(&[2 * MIB, 2 * MIB, 64 * KIB, 512, 4 * MIB]);
@@ -192,7 +190,7 @@ impl Scenario {
         Scenario { config, granularity_bytes, program, access: writer.access }
     }
 
-    /// The scenario as a trace, to be saved and replayed elsewhere.
+    /// Returns the scenario as a trace, to be saved and replayed elsewhere.
     ///
     /// # Panics
     /// Never: a valid program is a valid trace.
@@ -204,7 +202,7 @@ impl Scenario {
         String::from_utf8(trace.finish().expect("memory does not fail")).expect("text")
     }
 
-    /// A scenario of `ops` ops that `seed` names for ever.
+    /// Returns a scenario of `ops` ops, which `seed` determines permanently.
     pub fn from_seed(seed: u64, ops: usize) -> Self {
         let mut random = SplitMix64::new(seed);
         let bytes: Vec<u8> = (0..CONFIG_BYTES + OP_BYTES * ops).map(|_| random.next_u64() as u8).collect();
@@ -212,29 +210,29 @@ impl Scenario {
     }
 }
 
-/// From this byte on a trim or a synchronize is a sleep, where the pool is awake.
+/// From this first byte on, a trim or a synchronize is a sleep, if the pool is awake.
 const SLEEPS: u8 = 144;
 
 /// While pools sleep, an op whose first byte is a multiple of this is a wake.
 const WAKES: u8 = 5;
 
-/// The first byte of an op that stands for many.
+/// First byte of a burst of ops.
 const BURST: u8 = 255;
 
-/// An allocation whose last byte is one of these has a name.
+/// Last bytes of allocations that have a name.
 const NAMED: std::ops::Range<u8> = 90..100;
 
-/// An allocation whose last byte is one of these has a size between the boundaries.
+/// Last bytes of allocations whose size is between the boundaries.
 const SMOOTH: u8 = 150;
 const SMOOTH_END: u8 = 200;
 
-/// From 512 bytes to 31 MiB, 16 steps to each power of two.
+/// Returns a size from 512 bytes to 31 MiB, in 16 steps per power of two.
 fn smooth_size(step: u8) -> u64 {
     u64::from(16 + (step & 15)) << (5 + (step >> 4))
 }
 
-/// The bytes of a scenario like a part of a recorded job: its streams, order and lifetimes, and nearly its sizes, in the
-/// default pool. What was made before the part, and what a byte cannot name, stays away.
+/// Returns the bytes of a scenario that resembles a part of a recorded job: its streams, order and lifetimes, and approximately its sizes,
+/// in the default pool. Allocations made before that part, and values that a byte cannot express, are omitted.
 pub fn bytes_of_job(config: [u8; CONFIG_BYTES], ops: &[Op]) -> Vec<u8> {
     let mut bytes = config.to_vec();
     let mut live: Vec<AllocationId> = Vec::new();
@@ -265,7 +263,7 @@ pub fn bytes_of_job(config: [u8; CONFIG_BYTES], ops: &[Op]) -> Vec<u8> {
     bytes
 }
 
-/// Bytes of scenarios with up to `ops` ops, for proptest.
+/// Generates bytes of scenarios with up to `ops` ops, for proptest.
 pub fn scenario_bytes(ops: usize) -> impl Strategy<Value = Vec<u8>> {
     let config = prop::collection::vec(any::<u8>(), CONFIG_BYTES);
     let ops = prop::collection::vec(any::<[u8; OP_BYTES]>(), 0..ops);
@@ -275,10 +273,10 @@ pub fn scenario_bytes(ops: usize) -> impl Strategy<Value = Vec<u8>> {
     })
 }
 
-/// A pool's policy out of five bytes.
+/// Builds a pool's policy from five bytes.
 fn pool_config(tape: &mut Tape<'_>) -> PoolConfig {
     let mut expandable = ExpandableSegments::default();
-    // Its highest bits say whether large blocks are stitched, or fixed segments are not split.
+    // Its highest bits select stitching of large blocks, or unsplit fixed segments.
     let stitches = tape.bytes.first().map_or(0, |byte| byte >> 5);
     (expandable.range_bytes, expandable.growth_bytes) =
         tape.pick(&[(512 << 30, 2 * MIB), (64 * MIB, 2 * MIB), (32 * MIB, 8 * MIB), (96 * MIB, 12 * MIB)]);
@@ -295,7 +293,7 @@ fn pool_config(tape: &mut Tape<'_>) -> PoolConfig {
     ]);
     let flags = tape.byte();
     let divisions = if flags & 0xc0 == 0xc0 { 4 } else { 0 };
-    // A pool with a quota shares its streams, and gives nothing back by itself.
+    // A pool with a quota shares its streams, and releases nothing automatically.
     let (is_shared, has_threshold) = (flags & 1 != 0, flags & 0x30 == 0x30);
     let segments = match segments {
         SegmentPolicy::Expandable(mut knobs) if is_shared && !has_threshold && flags & 0xc0 == 0x40 => {
@@ -319,7 +317,7 @@ fn pool_config(tape: &mut Tape<'_>) -> PoolConfig {
         .expect("valid")
 }
 
-/// Small bounds, so that a short program comes to them.
+/// Returns small bounds, so that a short program reaches them.
 fn stitching(choice: u8) -> Option<Stitching> {
     let mut stitching = Stitching::default();
     (stitching.granule_bytes, stitching.least_bytes) =
@@ -328,17 +326,17 @@ fn stitching(choice: u8) -> Option<Stitching> {
     (choice & 4 != 0).then_some(stitching)
 }
 
-/// Turns four bytes at a time into an op that is valid after those before it.
+/// A writer that converts four bytes at a time to an op that is valid after the preceding ones.
 struct Writer {
     records: Vec<Record>,
     access: Vec<Access>,
     streams: u16,
-    /// Live pools besides the default one, and the number of pools ever made.
+    /// Live pools other than the default one, and the number of pools ever created.
     pools: Vec<PoolId>,
     pools_made: u32,
     /// Pools that were put to sleep and not woken.
     asleep: Vec<PoolId>,
-    /// Made, and not freed by the program. Some were refused when they were made, and are not live.
+    /// Allocations made and not yet freed by the program. Some of them were refused, and are not live.
     live: Vec<AllocationId>,
     made: u64,
 }
@@ -369,7 +367,7 @@ impl Writer {
         if kind == BURST {
             return self.burst(pool, stream, what);
         }
-        // What sleeps does not sleep for long.
+        // Pools do not sleep for long.
         if kind % WAKES == 0 && !self.asleep.is_empty() {
             let pool = self.asleep.swap_remove(usize::from(what) % self.asleep.len());
             return self.push(Op::Wake { pool }.into(), how);
@@ -390,11 +388,11 @@ impl Writer {
             30 | 31 => self.destroy_pool(what),
             _ => None,
         };
-        // What is not possible becomes the commonest thing that always is.
+        // An impossible op becomes an allocation, the most common op that is always possible.
         let op = op.unwrap_or_else(|| self.allocate(pool, stream, what, how));
         let record = Record::from(op);
         let is_named = matches!(record.op, Op::Allocate { .. }) && NAMED.contains(&how);
-        // The byte that means nothing else to the op.
+        // The byte that has no other meaning for the op.
         let access = if matches!(record.op, Op::RecordUse { .. }) { place } else { how };
         self.push(if is_named { record.with_name("named") } else { record }, access);
     }
@@ -404,7 +402,7 @@ impl Writer {
         self.access.push(Access::from_byte(access));
     }
 
-    /// Many blocks of one size, every second of which is freed: the free index keeps that many in another way.
+    /// Allocates many blocks of one size and frees every second one: the free index stores that many differently.
     fn burst(&mut self, pool: PoolId, stream: StreamId, what: u8) {
         let first = self.live.len();
         for _ in 0..40 {
@@ -445,7 +443,7 @@ impl Writer {
         Op::CreatePool { pool, config: Box::new(pool_config(&mut Tape::new(&bytes))) }
     }
 
-    /// The pool may still be in use: then it is refused, and lives on without being named again.
+    /// Destroys a pool. If the pool is still in use, this is refused, and the pool remains without being named again.
     fn destroy_pool(&mut self, what: u8) -> Option<Op> {
         let index = usize::from(what).checked_rem(self.pools.len())?;
         let pool = self.pools.swap_remove(index);

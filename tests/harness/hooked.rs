@@ -1,12 +1,12 @@
-//! A backend that tells of every call, so that a test compares the calls of ranks, gives way to other threads inside of them, or
-//! panics there.
+//! A backend with a hook on every call, with which a test can compare the calls of ranks, yield to other threads inside of calls, or panic
+//! there.
 
 use symmalloc_core::StreamId;
 use symmalloc_core::backend::{Backend, BackendError, Event, Image, Part, Place, Range};
 
-/// A call on a backend.
+/// A call of a backend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[allow(missing_docs, reason = "they are the calls of the trait")]
+#[allow(missing_docs, reason = "the calls of the trait")]
 pub enum DeviceCall {
     Reserve { size_bytes: u64 },
     Map { offset_bytes: u64, size_bytes: u64 },
@@ -24,12 +24,12 @@ pub enum DeviceCall {
     Discard,
 }
 
-/// Passes every call on to `inner`, and tells `hook` of it before.
+/// Forwards every call to `inner`, after notifying `hook`.
 #[derive(Debug)]
 pub struct Hooked<B, F> {
-    /// The backend that does the work.
+    /// The backend that executes the calls.
     pub inner: B,
-    /// What is told.
+    /// The hook.
     pub hook: F,
 }
 

@@ -1,6 +1,6 @@
-//! The recorded jobs: what real PyTorch programs did, under `tests/traces/`.
+//! The recorded jobs: traces of real PyTorch programs, in `tests/traces/`.
 //!
-//! | job | what it was | streams |
+//! | job | description | streams |
 //! |---|---|---|
 //! | `gpt2_train_varlen` | GPT-2 124M training, sequence lengths 64 to 1024 | 1 |
 //! | `moe_train` | Mixtral-style mixture of experts | 1 |
@@ -14,7 +14,7 @@ use symmalloc_core::op::Record;
 use symmalloc_import::{ReadOptions, read_path};
 use symmalloc_trace::replay::Program;
 
-/// The recorded jobs, by file name without its ending.
+/// The recorded jobs, by file name without extension.
 pub const JOBS: [&str; 8] = [
     "gpt2_train_varlen",
     "moe_train",
@@ -26,27 +26,27 @@ pub const JOBS: [&str; 8] = [
     "fsdp1_train_rank1",
 ];
 
-/// Where the file of a recorded job lies: in the folder `SYMMALLOC_TRACES`, for executables that were copied to another
-/// machine, or where this package was built.
+/// Returns the path of a recorded job's file: in the folder `SYMMALLOC_TRACES`, for executables that were copied to another machine, or
+/// otherwise in the folder where this package was built.
 pub fn path(job: &str) -> PathBuf {
     let traces = std::env::var_os("SYMMALLOC_TRACES").map(PathBuf::from);
     let traces = traces.unwrap_or_else(|| PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/traces")));
     traces.join(format!("{job}.trace.zst"))
 }
 
-/// What a recorded job did.
+/// Returns the records of a recorded job.
 ///
 /// # Panics
-/// When the file is missing or damaged.
+/// If the file is missing or damaged.
 pub fn records(job: &str) -> Vec<Record> {
     let read = read_path(&path(job), &ReadOptions::default());
     read.unwrap_or_else(|error| panic!("the recorded job {job} cannot be read: {error}")).records
 }
 
-/// A recorded job, ready to be replayed.
+/// Returns a recorded job as a program to replay.
 ///
 /// # Panics
-/// When the file is missing or damaged.
+/// If the file is missing or damaged.
 pub fn program(job: &str) -> Program {
-    Program::new(&records(job)).unwrap_or_else(|error| panic!("the recorded job {job} is no program: {error}"))
+    Program::new(&records(job)).unwrap_or_else(|error| panic!("the recorded job {job} is not a program: {error}"))
 }

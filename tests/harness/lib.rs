@@ -1,18 +1,18 @@
-//! What the tests, benches and fuzz targets of symmalloc share.
+//! Shared test code of symmalloc's tests, benches and fuzz targets.
 //!
 //! ```text
 //!  generate  bytes ──► Scenario: configuration and valid ops
-//!  oracle    ops ──► what must be decided, worked out the slow way
+//!  oracle    ops ──► the expected decisions, computed in a naive way
 //!  run       one run of a Scenario: each op by handle or by address, as drawn
-//!  hooked    a backend that tells of every call
+//!  hooked    a backend with a hook on every call
 //!  checker   runs a Scenario on the allocator and compares every decision, block and invariant with the oracle
 //!  targets   the fuzz targets as functions
 //!  jobs      the recorded jobs
 //!  memory    a sink that keeps records in memory
-//!  restart   a rank that goes on in a new process
+//!  restart   a rank that continues in a new process
 //!  mutation  one difference in one rank's program
-//!  conformance   what every backend must do
-//!  steps     programs that repeat steps, beside a model of following a plan
+//!  conformance   checks of the backend contract
+//!  steps     programs that repeat steps, compared with a model of following a plan
 //! ```
 
 pub mod checker;
@@ -28,7 +28,7 @@ pub mod run;
 pub mod steps;
 pub mod targets;
 
-/// Whether tests may take long: with `SYMMALLOC_NIGHT=1` they do more of the same.
+/// Returns `true` if tests may take long: with `SYMMALLOC_NIGHT=1` they run more cases.
 pub fn is_night() -> bool {
     std::env::var_os("SYMMALLOC_NIGHT").is_some()
 }

@@ -5,7 +5,7 @@ use symmalloc_core::Record;
 use symmalloc_core::config::Config;
 use symmalloc_core::recording::{Sink, SinkError};
 
-/// Records in memory, up to a number of them.
+/// Records in memory, with a limited capacity.
 #[derive(Clone)]
 pub struct Memory {
     records: Arc<Mutex<Vec<Record>>>,
@@ -14,31 +14,31 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// With room for all.
+    /// Creates a sink of unlimited capacity.
     #[must_use]
     #[allow(clippy::new_without_default)]
     pub fn new() -> Self {
         Memory::with_room(usize::MAX)
     }
 
-    /// With room for so many. What comes then is refused.
+    /// Creates a sink for `room` records. It rejects further ones.
     #[must_use]
     pub fn with_room(room: usize) -> Self {
         Memory { records: Arc::default(), room, is_finished: Arc::default() }
     }
 
-    /// Whether it was told the end.
+    /// Returns `true` if the recording was finished.
     ///
     /// # Panics
-    /// After a panic in another thread that told it something.
+    /// If another thread panicked while using the sink.
     pub fn is_finished(&self) -> bool {
         *self.is_finished.lock().unwrap()
     }
 
-    /// What it was told so far.
+    /// Returns the records so far.
     ///
     /// # Panics
-    /// After a panic in another thread that told it something.
+    /// If another thread panicked while using the sink.
     pub fn records(&self) -> Vec<Record> {
         self.records.lock().unwrap().clone()
     }

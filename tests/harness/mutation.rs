@@ -1,11 +1,11 @@
-//! Mutations: one difference, injected into one rank's program.
+//! Mutations: a single difference, injected into one rank's program.
 //!
-//! A program and its mutant have the same number of ops, so that an op number means the same in both: an op that is missing
-//! is a [`Op::Sync`] instead, and one that is too many stands where the program has a `Sync`.
+//! A program and its mutant have the same number of ops, so an op index means the same in both. A missing op is replaced with [`Op::Sync`],
+//! and an extra op replaces a `Sync` of the program.
 //!
-//! *The injected op* is the first place at which the two differ. That is exact but for one case: of neighbouring equal
-//! requests in a heap (two allocations of 512 bytes in a row), leaving out any is the same as leaving out the last. The
-//! last is taken. Mutations that change nothing, such as swapping equal requests, are not made.
+//! *The injected op* is the first at which the two differ. One case is ambiguous: among consecutive equal requests in a heap (two
+//! allocations of 512 bytes in a row), omitting any is the same as omitting the last, so the last one counts. Mutations that change
+//! nothing, such as swapping equal requests, are not generated.
 
 use std::collections::BTreeMap;
 use symmalloc_core::config::{Config, PoolConfig, Reclaim, RoundupPower2Divisions, StreamPolicy};
@@ -19,21 +19,21 @@ use symmalloc_sim::SplitMix64;
 pub enum Kind {
     /// An allocation is one byte larger.
     Size,
-    /// Two neighbouring ops of a heap change places.
+    /// Two consecutive ops of a heap are swapped.
     Swap,
     /// A free is missing.
     MissingFree,
-    /// A record use is missing: the fence that it asks for, too.
+    /// A record use is missing, and with it the resulting fence.
     MissingRecordUse,
-    /// An allocation is made on another stream, which may be one that only this rank registers.
+    /// An allocation is on another stream, possibly one that only this rank registers.
     OtherStream,
-    /// An allocation or a reservation is made on this rank only.
+    /// An additional allocation or reservation on this rank.
     ExtraOp,
-    /// A pool that sleeps keeps what it drops on other ranks, or the other way round.
+    /// A sleeping pool keeps contents that it drops on the other ranks, or vice versa.
     Contents,
-    /// A value of the configuration is another.
+    /// A value of the configuration differs.
     Configuration,
-    /// The driver refuses memory, once.
+    /// The driver refuses memory once.
     RefusedMemory,
 }
 
@@ -52,39 +52,39 @@ impl Kind {
     ];
 }
 
-/// A program whose pools are all symmetric, with places for ops that are too many.
+/// A program whose pools are all symmetric, with positions for additional ops.
 #[derive(Clone, Debug)]
 pub struct SymmetricProgram {
     /// The allocator's configuration.
     pub config: Config,
-    /// Its ops: stream registrations, a `Sync` where one more may come, and the rest.
+    /// Its ops: stream registrations, a `Sync` at each position for an additional op, and the rest.
     pub records: Vec<Record>,
     streams: u16,
-    /// Of each allocation: its heap and its size.
+    /// Heap and size of each allocation.
     allocations: BTreeMap<AllocationId, (Heap, u64)>,
     pools: BTreeMap<PoolId, PoolConfig>,
 }
 
-/// A heap as the program names it.
+/// A heap, as the program identifies it.
 type Heap = (PoolId, Option<StreamId>);
 
-/// What is different on the mutant.
+/// A mutated program and its difference.
 #[derive(Clone, Debug)]
 pub struct Mutant {
     /// Its program.
     pub program: SymmetricProgram,
-    /// The injected op.
+    /// Index of the injected op.
     pub op: usize,
     /// The configuration's key, for [`Kind::Configuration`].
     pub key: Option<&'static str>,
 }
 
 impl SymmetricProgram {
-    /// Makes every pool of a program symmetric, and names every second allocation. Ops on allocations that were made before
-    /// `records` are left out.
+    /// Makes every pool of a program symmetric, and names every second allocation. Omits ops on allocations that were made before
+    /// `records`.
     ///
     /// # Panics
-    /// When a configuration without a threshold is no configuration: never.
+    /// If a configuration without a threshold is invalid, which never happens.
     pub fn new<'a>(config: &Config, records: impl IntoIterator<Item = &'a Record>) -> Self {
         let symmetric = |pool: &PoolConfig| pool.to_builder().stitching(None).symmetric(true).build().expect("valid");
         let config = config.to_builder().default_pool(symmetric(config.default_pool())).build().expect("valid");
@@ -124,7 +124,7 @@ impl SymmetricProgram {
         program
     }
 
-    /// Number of the first op behind the registrations.
+    /// Index of the first op after the registrations.
     fn begin(&self) -> usize {
         usize::from(self.streams) + 1
     }
@@ -134,7 +134,7 @@ impl SymmetricProgram {
         (pool, (!is_shared).then_some(stream))
     }
 
-    /// The one heap that an op is about.
+    /// Returns the only heap that an op affects.
     fn heap_of(&self, op: &Op) -> Option<Heap> {
         match op {
             Op::Allocate { pool, stream, .. } | Op::Reserve { pool, stream, .. } => Some(self.heap(*pool, *stream)),
@@ -155,7 +155,7 @@ impl SymmetricProgram {
         (after + 1..self.records.len()).find(|index| self.touches(&self.records[*index].op, heap))
     }
 
-    /// Whether two ops ask for the same.
+    /// Returns `true` if two ops make the same request.
     fn is_same(&self, one: &Op, other: &Op) -> bool {
         let is_empty = |id: &AllocationId| self.allocations.get(id).is_some_and(|(_, size_bytes)| *size_bytes == 0);
         match (one, other) {
@@ -167,7 +167,7 @@ impl SymmetricProgram {
         }
     }
 
-    /// The last of the equal requests that follow one another in the heap from here on.
+    /// Returns the last of the consecutive equal requests in the heap, starting from here.
     fn last_equal(&self, heap: Heap, op: &Op, from: usize) -> usize {
         match self.next_in(heap, from) {
             Some(next) if self.is_same(&self.records[next].op, op) => self.last_equal(heap, op, next),
@@ -179,7 +179,7 @@ impl SymmetricProgram {
         &self.records[index].op
     }
 
-    /// A random op that is so.
+    /// Returns the index of a random op that satisfies the predicate.
     fn pick(&self, random: &mut SplitMix64, is_it: impl Fn(&Op) -> bool) -> Option<usize> {
         let (begin, len) = (self.begin(), self.records.len());
         let first = begin + random.below((len - begin) as u64) as usize;
@@ -192,10 +192,10 @@ impl SymmetricProgram {
         Some(Mutant { program, op, key: None })
     }
 
-    /// The program with one difference of this kind at a random place; `None` where it would change nothing. Refused memory
-    /// is no difference of the program.
+    /// Returns the program with one difference of this kind at a random position, or `None` if it would change nothing. Refused memory is
+    /// not a difference in the program.
     ///
-    /// For [`Kind::ExtraOp`] the program gets a `Sync`, too.
+    /// For [`Kind::ExtraOp`], the program itself gets an additional `Sync`.
     pub fn mutate(&mut self, kind: Kind, random: &mut SplitMix64) -> Option<Mutant> {
         match kind {
             Kind::Size => {
@@ -240,7 +240,7 @@ impl SymmetricProgram {
     }
 
     fn move_stream(&self, random: &mut SplitMix64) -> Option<Mutant> {
-        // What is larger than any segment is refused before it is an op of a heap.
+        // A request larger than any segment is refused before it becomes an op of a heap.
         let fits = 0..=SEGMENT_BYTES_MAX;
         let index =
             self.pick(random, |op| matches!(op, Op::Allocate { size_bytes, .. } if fits.contains(size_bytes)))?;
@@ -249,7 +249,7 @@ impl SymmetricProgram {
         let old = *stream;
         *stream = StreamId(random.below(u64::from(self.streams) + 1) as u16);
         let (new, id, heap) = (*stream, *id, (self.heap(*pool, *stream), *size_bytes));
-        // Where an equal request follows, in the one heap or the other, it is another mutation.
+        // If an equal request follows in either heap, it would be a different mutation.
         let is_last = |heap, op: &Op| self.last_equal(heap, op, index) == index;
         let is_exact = is_last(self.heap_of(self.at(index))?, self.at(index)) && is_last(heap.0, &moved.op);
         if new == old || !is_exact {
@@ -282,13 +282,13 @@ impl SymmetricProgram {
             _ => Op::Allocate { id, pool, stream, size_bytes },
         };
         let heap = self.heap(pool, stream);
-        // A heap that this op makes has trims that the others' heap, which is not there yet, has not.
+        // A heap that this op creates has trims that the other ranks lack, because their heap does not exist yet.
         let is_first = !self.records[..at].iter().any(|record| self.heap_of(&record.op) == Some(heap));
         let next = self.records[at..].iter().find(|record| self.heap_of(&record.op) == Some(heap));
         if is_first && next.is_some_and(|next| self.is_same(&next.op, &op)) {
             return None;
         }
-        // Behind the equal requests that would follow.
+        // After the equal requests that follow.
         let index = self.last_equal(heap, &op, at - 1) + 1;
         self.records.insert(index, Op::Sync.into());
         self.mutant(index, |program| program.records[index] = op.into())

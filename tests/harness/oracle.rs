@@ -1,16 +1,16 @@
-//! The oracle: what the allocator must decide, worked out the slow way.
+//! The oracle: computes the expected decisions of the allocator in a naive way.
 //!
-//! It is written from the rules (D2, D5, PyTorch's size rules and the table of the core's `obtain`), not from the
-//! core's code, and shares no data structure with it. Everything is in bytes, every question is a linear scan, and every
-//! total is summed anew, so there is no state that could be out of step:
+//! It is written from the rules (D2, D5, PyTorch's size rules and the table of the core's `obtain`), not from the core's code, and shares
+//! no data structure with it. All quantities are in bytes, every query is a linear scan, and every total is recomputed, so no state can
+//! become inconsistent:
 //!
 //! ```text
 //!  Oracle ─► pools ─► heaps by stream ─► segments in order of birth ─► blocks in order of offset
 //!  best fit = min over all free blocks that are large enough of (size, segment, offset)
 //! ```
 //!
-//! What it leaves out: fences as such (it knows only *who may have used* a block; that waits suffice is what the
-//! simulator's race detector is for), digests, observers, and drivers that refuse.
+//! The oracle does not model fences: it only knows which streams *may have used* a block, and the simulator's race detector checks that
+//! waits suffice. It also omits digests, observers, and drivers that refuse.
 
 mod heap;
 mod segment;
@@ -25,34 +25,34 @@ use symmalloc_core::config::{Config, PoolConfig, Reclaim, SegmentPolicy, StreamP
 use symmalloc_core::units::SEGMENT_BYTES_MAX;
 use symmalloc_core::{AllocationId, LimitScope, Op, Placement, PoolId, StreamId};
 
-/// What an op comes to.
+/// Outcome of an op.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
     /// An allocation was made.
     Placed {
-        /// Where it lies.
+        /// Placement of the allocation.
         placement: Placement,
-        /// Bytes of its block.
+        /// Size of its block in bytes.
         size_bytes: u64,
     },
-    /// Anything else was done.
+    /// Any other op was executed.
     Done,
-    /// Nothing was done.
+    /// The op was refused without any effect.
     Refused(Refusal),
 }
 
-/// Why an op was refused.
+/// Reason for a refusal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Refusal {
     /// A configured limit.
     Limit(LimitScope),
-    /// A reserved segment, or an address range, is too small.
+    /// A reserved segment or an address range is too small.
     SegmentFull,
-    /// No segment can be that large.
+    /// The request exceeds the maximum size of a segment.
     TooLarge,
     /// The allocation is not live.
     NotLive,
-    /// The pool does not exist any more.
+    /// The pool no longer exists.
     UnknownPool,
     /// The stream does not exist.
     UnknownStream,
@@ -60,7 +60,7 @@ pub enum Refusal {
     PoolInUse,
     /// The pool sleeps.
     Sleeps,
-    /// The driver refused: the oracle never says so.
+    /// The driver refused. The oracle never returns this.
     Driver,
 }
 
@@ -68,7 +68,7 @@ pub enum Refusal {
 #[derive(Clone, Debug)]
 pub struct Pool {
     config: PoolConfig,
-    /// By stream; `None` when the streams share.
+    /// Heaps by stream; `None` when the streams share one heap.
     pub heaps: BTreeMap<Option<StreamId>, Heap>,
     is_asleep: bool,
 }
@@ -77,7 +77,7 @@ pub struct Pool {
 struct Live {
     pool: PoolId,
     stream: StreamId,
-    /// `None` for an allocation of zero bytes.
+    /// Key of the heap; `None` for an allocation of zero bytes.
     heap: Option<Option<StreamId>>,
     requested: u64,
 }
@@ -93,7 +93,7 @@ pub struct Oracle {
 }
 
 impl Oracle {
-    /// Before the first op.
+    /// Creates the state before the first op.
     pub fn new(config: &Config, granularity_bytes: u64) -> Self {
         let default_pool = Pool { config: config.default_pool().clone(), heaps: BTreeMap::new(), is_asleep: false };
         Oracle {
@@ -105,23 +105,23 @@ impl Oracle {
         }
     }
 
-    /// The live pools.
+    /// Returns the live pools.
     pub fn pools(&self) -> impl Iterator<Item = (PoolId, &Pool)> {
         self.pools.iter().enumerate().filter_map(|(id, pool)| Some((PoolId(id as u32), pool.as_ref()?)))
     }
 
-    /// Device memory held.
+    /// Returns the reserved device memory in bytes.
     pub fn reserved_bytes(&self) -> u64 {
         self.pools().map(|(_, pool)| pool.reserved_bytes()).sum()
     }
 
-    /// Number of live allocations of at least one byte, and the bytes they asked for.
+    /// Returns the number of live allocations of at least one byte, and their requested bytes.
     pub fn live(&self) -> (u64, u64) {
         let live = self.live.values().filter(|live| live.heap.is_some());
         live.fold((0, 0), |(count, bytes), live| (count + 1, bytes + live.requested))
     }
 
-    /// Carries an op out.
+    /// Executes an op.
     pub fn step(&mut self, op: &Op) -> Outcome {
         let done = match op {
             Op::RegisterStream { stream } => {
@@ -164,7 +164,7 @@ impl Oracle {
         self.pools.get_mut(pool.index()).and_then(Option::as_mut).ok_or(Refusal::UnknownPool)
     }
 
-    /// A pool that serves requests.
+    /// Checks that a pool exists and is awake.
     fn awake(&mut self, pool: PoolId) -> Result<(), Refusal> {
         if self.pool(pool)?.is_asleep { Err(Refusal::Sleeps) } else { Ok(()) }
     }
@@ -199,8 +199,8 @@ impl Oracle {
         Ok(())
     }
 
-    /// Tries, and as long as a limit is in the way gives back what `reclaim` allows and tries again, until nothing was left to
-    /// give back; not for what is larger than the limit itself.
+    /// Tries an op. While a limit prevents it, releases the memory that `reclaim` allows and retries, until nothing is left to release.
+    /// Does not retry requests that exceed the limit itself.
     fn retry<T>(
         &mut self,
         id: PoolId,
@@ -217,7 +217,7 @@ impl Oracle {
                 LimitScope::Pool => config.limit_bytes().unwrap_or(u64::MAX),
                 _ => limit,
             };
-            // What other pools use up refuses a symmetric one, but gives nothing of it back.
+            // Memory in other pools can cause a symmetric one to be refused, but then nothing is released.
             let is_foreign = |scope| config.symmetric() && scope == LimitScope::Allocator;
             let heap = pool.heaps.entry(key).or_default();
             let (scope, missing) = match attempt(heap, &config, headroom, granularity) {
@@ -260,7 +260,7 @@ impl Oracle {
                 None => {
                     heap.obtain(config, headroom, granularity, stream, size)?;
                     match config.segments() {
-                        // Of two blocks that fit, one may have been refused before: the new segment is meant.
+                        // Of two blocks that fit, one may have been rejected before; this is the new segment.
                         SegmentPolicy::Fixed(_) => (heap.segments.len() - 1, 0),
                         _ => heap.best_fit(config, size).expect("memory was obtained"),
                     }
@@ -272,7 +272,7 @@ impl Oracle {
         Ok(placed)
     }
 
-    /// The segment and the index of the block of a live allocation.
+    /// Returns the segment of a live allocation, and the index of its block.
     fn find(&mut self, id: AllocationId) -> Result<Option<(&mut Segment, usize)>, Refusal> {
         let Live { pool, heap, .. } = *self.live.get(&id).ok_or(Refusal::NotLive)?;
         let Some(key) = heap else { return Ok(None) };
@@ -291,7 +291,7 @@ impl Oracle {
         }
         let Live { pool, stream, .. } = self.live.remove(&id).expect("found above");
         let granularity = self.granularity;
-        // Zero bytes may outlive their pool.
+        // Allocations of zero bytes may outlive their pool.
         let Ok(pool) = self.pool(pool) else { return Ok(()) };
         let key = pool.key(stream);
         if let (Some(threshold), Some(heap)) = (pool.config.release_threshold_bytes(), pool.heaps.get_mut(&key))
@@ -347,7 +347,7 @@ impl Oracle {
         }
         let granularity = self.granularity;
         for (id, entry) in self.pools.iter_mut().enumerate() {
-            // A quota is given up by name alone.
+            // A quota is released only when its pool is named.
             let is_named = |entry: &Pool| pool.map_or(!entry.config.has_quota(), |pool| pool.index() == id);
             let is_meant = |entry: &&mut Pool| !entry.is_asleep && is_named(entry);
             if let Some(entry) = entry.as_mut().filter(is_meant) {
@@ -365,7 +365,8 @@ impl Pool {
         (self.config.streams() == StreamPolicy::Separate).then_some(stream)
     }
 
-    /// Gives back what `reclaim` allows for a request of one heap, until `missing` bytes are given up. Returns how many were.
+    /// Releases the memory that `reclaim` allows for a request of one heap, until `missing` bytes are released. Returns the number of bytes
+    /// released.
     fn reclaim(&mut self, key: Option<StreamId>, granularity: u64, missing: u64) -> u64 {
         let mut given = 0;
         for (owner, heap) in &mut self.heaps {
@@ -381,18 +382,18 @@ impl Pool {
         given
     }
 
-    /// Device memory held.
+    /// Returns the reserved device memory in bytes.
     pub fn reserved_bytes(&self) -> u64 {
         if self.is_asleep { 0 } else { self.mapped_bytes() }
     }
 
-    /// Device memory that its blocks need.
+    /// Returns the device memory that its blocks need, in bytes.
     fn mapped_bytes(&self) -> u64 {
         self.heaps.values().flat_map(|heap| &heap.segments).map(Segment::mapped).sum()
     }
 }
 
-/// What a pool obtains memory and gives it back in.
+/// Returns the unit in which a pool obtains and releases memory, in bytes.
 fn granule(config: &PoolConfig, granularity: u64) -> u64 {
     config.stitching().map_or(granularity, |stitching| stitching.granule_bytes.next_multiple_of(granularity))
 }

@@ -1,4 +1,4 @@
-//! Restarts: what a rank writes down so that another process can go on in its place.
+//! Restarts: the state that a rank saves so that another process can continue in its place.
 
 use symmalloc_core::backend::Backend;
 use symmalloc_core::layout::Layout;
@@ -7,22 +7,22 @@ use symmalloc_core::{Allocation, AllocationId, Allocator, Handle, Op, Placement,
 use symmalloc_trace::layout;
 use symmalloc_trace::replay::{Program, Replay};
 
-/// A rank between two ops of its program.
+/// The state of a rank between two ops of its program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Checkpoint {
-    /// Number of ops that are done.
+    /// Number of ops executed.
     pub op: usize,
-    /// The text of every live pool's layout, by pool.
+    /// Layout of every live pool as text, by pool.
     pub layouts: Vec<(PoolId, String)>,
-    /// What the program holds, by its name for the allocation: the stream it was allocated for, and where it lies.
+    /// Live allocations by the program's id: stream, pool and placement.
     pub live: Vec<(AllocationId, StreamId, PoolId, Placement)>,
 }
 
 impl Checkpoint {
-    /// Writes down where a run is after `op` ops.
+    /// Saves the state of a run after `op` ops.
     ///
     /// # Panics
-    /// When a pool holds memory of dead segments: its layout cannot be saved.
+    /// If a pool holds memory of dead segments: its layout cannot be saved.
     pub fn take<B: Backend, L: Lock>(
         op: usize,
         allocator: &Allocator<B, L>,
@@ -33,32 +33,32 @@ impl Checkpoint {
         let save = |pool| (pool, layout::to_text(&allocator.save_layout(pool).expect("nothing is retired")));
         let live = program.ops()[..op].iter().filter_map(|op| {
             let Op::Allocate { id, pool, stream, .. } = *op else { return None };
-            // An allocation of zero bytes lies nowhere.
+            // An allocation of zero bytes has no placement.
             let found = allocator.allocation(replay.handle(id)?);
             Some((id, stream, pool, found.map_or(Placement::NOWHERE, |found| found.placement)))
         });
         Checkpoint { op, live: live.collect(), layouts: pools.map(save).collect() }
     }
 
-    /// Whether the program holds the allocation.
+    /// Returns `true` if the allocation is live.
     pub fn is_live(&self, id: AllocationId) -> bool {
         self.live.binary_search_by_key(&id, |(id, ..)| *id).is_ok()
     }
 
-    /// The layout of a pool.
+    /// Returns the layout of a pool.
     ///
     /// # Panics
-    /// When the pool was not live.
+    /// If the pool was not live.
     pub fn layout(&self, pool: PoolId) -> Layout {
         let (_, text) = self.layouts.iter().find(|(saved, _)| *saved == pool).expect("the pool was live");
         layout::parse(text).expect("a layout reads what it wrote")
     }
 
-    /// Goes on in a new process: makes the streams and pools of the program, restores what was written down, and returns a run
-    /// that can carry out the op with number `op`. Shows every allocation that is live again to `look`.
+    /// Continues in a new process: creates the program's streams and pools, restores the saved state, and returns a run whose next op is
+    /// `op`. Passes every restored allocation to `look`.
     ///
     /// # Panics
-    /// When something cannot be restored.
+    /// If something cannot be restored.
     pub fn resume<'a, B: Backend, L: Lock>(
         &self,
         allocator: &'a Allocator<B, L>,
@@ -76,7 +76,7 @@ impl Checkpoint {
                 op => matches!(op, Op::RegisterStream { .. } | Op::CreatePool { .. }),
             };
             if is_wanted {
-                // What a program does in vain, twice or with a pool that is gone, it did in vain before.
+                // Ops that fail now, because they repeat or name a pool that is gone, also failed before.
                 let _refused_or_not = replay.step(op);
             }
         }
@@ -86,10 +86,10 @@ impl Checkpoint {
         replay
     }
 
-    /// Restores one pool, and gives the run the handles of what is live in it.
+    /// Restores one pool, and passes the handles of its live allocations to the run.
     ///
     /// # Panics
-    /// When it cannot be restored.
+    /// If the pool cannot be restored.
     pub fn restore_pool<B: Backend, L: Lock>(
         &self,
         pool: PoolId,

@@ -1,10 +1,11 @@
-//! One run of a scenario, in which every op goes in the way that the scenario drew for it.
+//! One run of a scenario, in which each op uses the access that the scenario selected.
 //!
 //! ```text
 //!  op ─┬─ by handle ──► allocate, allocate_named, free, record_use ─┐
 //!      └─ by address ─► free_at, record_use_at, handle_at ──────────┴─► the same decision, digest and waits
 //! ```
-//! A live allocation is found by its first address, and a freed one is not. That holds after a call that failed, too.
+//!
+//! A live allocation is found by its first address, and a freed one is not. This also holds after a failed call.
 
 use crate::generate::{Access, Scenario};
 use std::collections::BTreeMap;
@@ -20,28 +21,28 @@ use symmalloc_trace::replay::{Replay, StepError};
 pub struct Run<'a, B: Backend, L: Lock> {
     allocator: &'a Allocator<B, L>,
     scenario: &'a Scenario,
-    /// Carries out what names no allocation, and makes allocations.
+    /// Executes ops that name no allocation, and makes allocations.
     replay: Replay<'a, B, L>,
     live: BTreeMap<AllocationId, Allocation>,
-    /// Whether allocations can be found by address.
+    /// `true` if allocations can be found by address.
     has_lookup: bool,
 }
 
 impl<'a, B: Backend, L: Lock> Run<'a, B, L> {
-    /// A run on an allocator that no other run uses at the same time.
+    /// Creates a run on an allocator that no other run uses at the same time.
     pub fn new(allocator: &'a Allocator<B, L>, scenario: &'a Scenario) -> Self {
         let has_lookup = allocator.config().pointer_lookup() != PointerLookup::Off;
         let replay = Replay::new(allocator, &scenario.program);
         Run { allocator, scenario, replay, live: BTreeMap::new(), has_lookup }
     }
 
-    /// Carries out the op with this number. Returns the allocation that it made.
+    /// Executes the op with this index. Returns the allocation that it made.
     ///
     /// # Errors
-    /// Whatever the allocator refuses, and ops on allocations that are not live. The run can go on.
+    /// When the allocator rejects the op, or the op names an allocation that is not live. The run can continue.
     ///
     /// # Panics
-    /// When a live allocation is not found by its address, or one that was freed is.
+    /// If a live allocation is not found by its address, or a freed one is.
     pub fn step(&mut self, index: usize) -> Result<Option<Allocation>, StepError> {
         let access = self.scenario.access[index];
         match self.scenario.program.ops()[index] {
@@ -69,13 +70,13 @@ impl<'a, B: Backend, L: Lock> Run<'a, B, L> {
         }
     }
 
-    /// Frees what is still live, in the order in which it was made: every second by its address.
+    /// Frees all live allocations in order of creation, every second one by address.
     ///
     /// # Errors
-    /// When the driver cannot fence a use. What is left then can be freed by another call.
+    /// When the driver cannot fence a use. Another call can free the remaining allocations.
     ///
     /// # Panics
-    /// As [`step`](Self::step).
+    /// Same as [`step`](Self::step).
     pub fn free_all(&mut self) -> Result<(), FreeError> {
         while let Some((id, allocation)) = self.live.first_key_value() {
             let (id, allocation) = (*id, *allocation);
@@ -85,7 +86,7 @@ impl<'a, B: Backend, L: Lock> Run<'a, B, L> {
         Ok(())
     }
 
-    /// An allocation of zero bytes has no address.
+    /// Returns `true` if the allocation can be found by address: one of zero bytes has none.
     fn is_found_by_address(&self, allocation: &Allocation) -> bool {
         self.has_lookup && allocation.size_bytes > 0
     }

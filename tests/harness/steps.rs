@@ -1,14 +1,14 @@
-//! Programs that repeat steps, beside a naive model of what following a plan means.
+//! Programs that repeat steps, compared with a naive model of following a plan.
 //!
 //! ```text
-//!  bytes ──► a body of ops ──► step, step, step ...      each like the body, but for what the bytes change in it
+//!  bytes ──► a body of ops ──► step, step, step ...      each like the body, except for changes that the bytes select
 //!                                 │
 //!                                 ├─► Allocator ─► SimBackend      a race if a wait is missing, a leak at the end
-//!                                 └─► model: the plan's next request? nothing live at its place? then there, else elsewhere
+//!                                 └─► model: the plan's next request? nothing live at its place? there if so, elsewhere otherwise
 //! ```
 //!
-//! The model takes the plans from the allocator and checks them for itself: it looks at all pairs of allocations. What is placed the
-//! ordinary way is the oracle's business; here it must only lie outside of the memory of plans.
+//! The model reads the plans from the allocator and validates them independently, by comparing all pairs of allocations. The oracle covers
+//! ordinary placement; here ordinary allocations must only be outside of the memory of plans.
 
 use crate::checker::DeviceWork;
 use std::collections::{BTreeMap, BTreeSet};
@@ -22,17 +22,17 @@ use symmalloc_sim::SimBackend;
 
 const POOL: PoolId = PoolId::DEFAULT;
 
-/// The steps of the planner's search: enough for a few dozen allocations.
+/// Budget of the planner's search: enough for a few dozen allocations.
 const BUDGET: Steps = Steps(20_000);
 
-/// One op of a step. Allocations are numbered by step.
+/// An op of a step. Allocations are numbered by step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Call {
     Allocate {
         stream: StreamId,
         size_bytes: u64,
     },
-    /// Of the allocation with this number, in this step or in the one before.
+    /// Frees the allocation with this number, in this step or in the one before.
     Free {
         steps_ago: usize,
         number: usize,
@@ -43,28 +43,28 @@ enum Call {
     },
 }
 
-/// A step, as it is carried out.
+/// A step to execute.
 #[derive(Clone, Debug)]
 struct Step {
     key: u64,
     calls: Vec<Call>,
 }
 
-/// Steps, and the configuration that they run under.
+/// Steps, and their configuration.
 #[derive(Clone, Debug)]
 pub struct StepScenario {
     config: Config,
     streams: u16,
-    /// A plan for the body is handed over before the step with this number; `None` where the pool learns.
+    /// Index of the step before which a plan for the body is adopted; `None` if the pool learns.
     adopts_before: Option<usize>,
     steps: Vec<Step>,
 }
 
 impl StepScenario {
-    /// The scenario that these bytes stand for. Every sequence of bytes stands for one.
+    /// Returns the scenario that these bytes encode. Every sequence of bytes encodes one.
     ///
     /// # Panics
-    /// Never: what it makes is valid.
+    /// Never: generated scenarios are valid.
     pub fn from_bytes(bytes: &[u8]) -> Self {
         let byte = |at: usize| bytes.get(at).copied().unwrap_or(0);
         let flags = byte(0);
@@ -97,13 +97,13 @@ impl StepScenario {
         StepScenario { config, streams, adopts_before: (!learns).then(|| usize::from(byte(3) % 3)), steps }
     }
 
-    /// How many allocations, frees and uses there are in all steps.
+    /// Returns the number of allocations, frees and uses in all steps.
     pub fn ops(&self) -> usize {
         self.steps.iter().map(|step| step.calls.len()).sum()
     }
 }
 
-/// The ops of a step that is like all others.
+/// Returns the ops of an unchanged step.
 fn body(bytes: &[u8], streams: u16) -> Vec<Call> {
     let mut calls = Vec::new();
     let mut live: Vec<usize> = Vec::new();
@@ -126,7 +126,7 @@ fn body(bytes: &[u8], streams: u16) -> Vec<Call> {
             _ => {}
         }
     }
-    // Half of what is left is freed in the next step, behind so many calls.
+    // Half of the remaining allocations are freed in the next step, after that many calls.
     for (at, number) in live.into_iter().enumerate() {
         if at % 2 == 0 {
             calls.push(Call::Free { steps_ago: 0, number });
@@ -141,7 +141,7 @@ fn body(bytes: &[u8], streams: u16) -> Vec<Call> {
     calls
 }
 
-/// A step like the body, with at most one change.
+/// Returns a step like the body, with at most one change.
 fn changed(body: &[Call], kind: u8, place: u8) -> Vec<Call> {
     let mut calls = body.to_vec();
     if calls.is_empty() {
@@ -149,7 +149,7 @@ fn changed(body: &[Call], kind: u8, place: u8) -> Vec<Call> {
     }
     let at = usize::from(place) % calls.len();
     match kind % 12 {
-        // What is left out of a step's frees is freed at the end of the run.
+        // Allocations whose free is omitted are freed at the end of the run.
         0 => {
             if matches!(calls[at], Call::Free { .. } | Call::Use { .. }) {
                 calls.remove(at);
@@ -167,7 +167,7 @@ fn changed(body: &[Call], kind: u8, place: u8) -> Vec<Call> {
     calls
 }
 
-/// A heap's key: its stream, or none where streams share.
+/// Key of a heap: its stream, or `None` if streams share one heap.
 type HeapKey = Option<StreamId>;
 
 /// A live allocation.
@@ -175,27 +175,27 @@ type HeapKey = Option<StreamId>;
 struct Live {
     allocation: Allocation,
     heap: HeapKey,
-    /// From and to, if it lies at a place of a plan, in bytes of the plan memory.
+    /// Start and end in bytes of the plan memory, if it was placed by a plan.
     place: Option<(u64, u64)>,
 }
 
-/// What the model knows of a heap.
+/// The model's knowledge of a heap.
 #[derive(Debug, Default)]
 struct HeapModel {
     plans: Vec<Plan>,
-    /// Where the memory of plans begins, once something has been placed there.
+    /// Start of the memory of plans, once something has been placed there.
     base: Option<(SegmentId, u64)>,
-    /// Times that plans were taken up.
+    /// Number of times that plans were adopted.
     learned: u64,
-    /// Steps in a row, by key, that differed.
+    /// Number of consecutive differing steps, by key.
     differences: BTreeMap<u64, u32>,
 }
 
-/// A heap's way through a step.
+/// Progress of a heap in a step.
 #[derive(Debug, Default)]
 struct Progress {
     plan: Option<Plan>,
-    /// Whether the plan is followed still.
+    /// `true` while the plan is followed.
     follows: bool,
     next: usize,
     allocations: u64,
@@ -203,24 +203,24 @@ struct Progress {
     difference: Option<(u32, DifferenceCause)>,
 }
 
-/// What a run came to.
+/// Result of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StepOutcome {
-    /// Where everything went.
+    /// All placements.
     pub placements: Vec<Placement>,
-    /// What became of the steps.
+    /// Reports of the steps.
     pub reports: Vec<StepReport>,
     /// The digest at the end.
     pub digest: Digest,
-    /// Of all steps.
+    /// Statistics over all steps.
     pub stats: StepStats,
 }
 
-/// Carries a scenario out beside the model.
+/// Executes a scenario and compares it with the model.
 ///
 /// # Panics
-/// When an allocation goes elsewhere than the model says, a report is not the model's, an invariant is violated, a wait is missing, or
-/// anything is left behind.
+/// If an allocation is placed differently from the model, a report differs from the model's, an invariant is violated, a wait is missing,
+/// or anything leaks.
 pub fn run<L: Lock>(scenario: &StepScenario, device: &SimBackend) -> StepOutcome {
     let outcome = {
         let allocator = Allocator::<_, L>::new(device, scenario.config.clone()).expect("a valid granularity");
@@ -233,18 +233,18 @@ pub fn run<L: Lock>(scenario: &StepScenario, device: &SimBackend) -> StepOutcome
         }
         walk.finish()
     };
-    assert!(device.leaks().is_empty(), "left behind: {}", device.leaks());
+    assert!(device.leaks().is_empty(), "leaked: {}", device.leaks());
     outcome
 }
 
-/// A run in its course.
+/// A run in progress.
 struct Walk<'a, 'd, L: Lock> {
     scenario: &'a StepScenario,
     allocator: &'a Allocator<&'d SimBackend, L>,
     work: DeviceWork<'d>,
     heaps: BTreeMap<HeapKey, HeapModel>,
     live: BTreeMap<AllocationId, Live>,
-    /// By step and number.
+    /// Allocations by step and number.
     made: Vec<Vec<AllocationId>>,
     placements: Vec<Placement>,
     reports: Vec<StepReport>,
@@ -275,7 +275,7 @@ impl<'a, 'd, L: Lock> Walk<'a, 'd, L> {
         }
         let mut progress = self.begin(step.key);
         for (heap, _) in progress.iter().filter(|(_, progress)| !progress.follows) {
-            // The step has the memory of plans for itself: what is live in it lies in ordinary blocks from now on.
+            // The step has the memory of plans to itself: allocations live in it now count as ordinary blocks.
             self.live.values_mut().filter(|live| live.heap == *heap).for_each(|live| live.place = None);
             self.heaps.entry(*heap).or_default().base = None;
         }
@@ -307,19 +307,19 @@ impl<'a, 'd, L: Lock> Walk<'a, 'd, L> {
         let is_same = match (report.difference, difference) {
             (None, None) => true,
             (Some(there), Some((at, cause))) => {
-                // Which of several allocations is in the way is the allocator's own affair.
+                // The allocator may name any of several allocations that are in the way.
                 let is_occupied = |cause: DifferenceCause| matches!(cause, DifferenceCause::Occupied { .. });
                 there.number == at && (there.cause == cause || is_occupied(there.cause) && is_occupied(cause))
             }
             _ => false,
         };
-        assert!(is_same, "step {number}: {:?}, and the model says {difference:?}", report.difference);
+        assert!(is_same, "step {number}: {:?}, but the model expects {difference:?}", report.difference);
         self.reports.push(report);
         self.look_at_plans();
-        self.allocator.check().unwrap_or_else(|violation| panic!("behind step {number}: {violation}"));
+        self.allocator.check().unwrap_or_else(|violation| panic!("after step {number}: {violation}"));
     }
 
-    /// Where each heap stands at the beginning of a step.
+    /// Returns the state of each heap at the beginning of a step.
     fn begin(&self, key: u64) -> BTreeMap<HeapKey, Progress> {
         let learns = self.scenario.config.default_pool().plan() == PlanPolicy::Learn;
         let progress = self.heaps.iter().map(|(heap, model)| {
@@ -365,11 +365,11 @@ impl<'a, 'd, L: Lock> Walk<'a, 'd, L> {
         if let Some(live) = self.live.remove(&id) {
             self.allocator.free(live.allocation.handle).expect("live");
             self.work.submit(&Op::Free { id }, &Ok(None));
-            assert!(self.allocator.free(live.allocation.handle).is_err(), "a handle is of one allocation for ever");
+            assert!(self.allocator.free(live.allocation.handle).is_err(), "a handle is never reused");
         }
     }
 
-    /// What the model says of a request: its place, or `None` for the ordinary way.
+    /// Returns the model's answer to a request: its range in the plan, or `None` for ordinary placement.
     fn turn(&self, progress: &mut Progress, heap: HeapKey, stream: StreamId, size_bytes: u64) -> Option<(u64, u64)> {
         progress.allocations += 1;
         let plan = progress.plan.as_ref().filter(|_| progress.follows)?;
@@ -385,7 +385,7 @@ impl<'a, 'd, L: Lock> Walk<'a, 'd, L> {
         };
         let taken = self.live.values().filter(|live| live.heap == heap).filter_map(|live| live.place);
         if taken.into_iter().any(|(from, to)| from < place.1 && place.0 < to) {
-            // Which of several it names is its own affair.
+            // The allocator may name any of several.
             progress.differ(DifferenceCause::Occupied { offset_bytes: 0 });
             return None;
         }
@@ -394,7 +394,7 @@ impl<'a, 'd, L: Lock> Walk<'a, 'd, L> {
         Some(place)
     }
 
-    /// It lies where the plan says, or outside of the memory of plans.
+    /// Checks that an allocation is where the plan puts it, or outside of the memory of plans.
     fn check_placement(&mut self, heap: HeapKey, allocation: &Allocation, place: Option<(u64, u64)>, number: usize) {
         let Placement { segment, offset_bytes, .. } = allocation.placement;
         let model = self.heaps.entry(heap).or_default();
@@ -410,7 +410,7 @@ impl<'a, 'd, L: Lock> Walk<'a, 'd, L> {
         }
     }
 
-    /// Hands plans for a step over, to each heap that has one.
+    /// Adopts plans for a step, for each heap that has one.
     fn adopt(&mut self, step: &Step) {
         let streams: Vec<HeapKey> = match self.scenario.config.default_pool().streams() {
             StreamPolicy::Separate => (0..self.scenario.streams).map(|id| Some(StreamId(id))).collect(),
@@ -430,7 +430,7 @@ impl<'a, 'd, L: Lock> Walk<'a, 'd, L> {
         self.look_at_plans();
     }
 
-    /// Learns which plans there are, and checks those that are new.
+    /// Reads the current plans, and validates new ones.
     fn look_at_plans(&mut self) {
         let mut plans: BTreeMap<HeapKey, Vec<Plan>> = BTreeMap::new();
         for plan in self.allocator.plans(POOL).expect("it is there") {
@@ -440,7 +440,7 @@ impl<'a, 'd, L: Lock> Walk<'a, 'd, L> {
         for heap in heaps {
             let plans = plans.remove(&heap).unwrap_or_default();
             let model = self.heaps.entry(heap).or_default();
-            // The memory is another one whenever plans were adopted, also when a plan was learned again that is as before.
+            // The plan memory changes whenever plans are adopted, even if a learned plan equals the previous one.
             let stats = self.allocator.heap_stats(POOL, heap.unwrap_or_default()).expect("it is there").steps;
             assert_eq!(stats.plans, plans.len() as u64);
             plans.iter().for_each(check_plan);
@@ -478,13 +478,13 @@ impl Progress {
     }
 }
 
-/// From and to, in bytes of the plan memory.
+/// Returns start and end in bytes of the plan memory.
 fn place_of(planned: PlannedAllocation) -> Option<(u64, u64)> {
     let offset = planned.offset_bytes?;
     Some((offset, offset + planned.wanted.requested_bytes.next_multiple_of(UNIT_BYTES)))
 }
 
-/// No two allocations overlap, in this step and over into the next: all pairs are looked at.
+/// Checks that no two allocations overlap, in this step or into the next one: compares all pairs.
 fn check_plan(plan: &Plan) {
     let count = plan.allocations().len() as u64;
     let lives = plan
@@ -505,11 +505,12 @@ fn check_plan(plan: &Plan) {
     }
 }
 
-/// What a step asks of one heap. What it leaves is taken to be freed where the step frees what the one before left.
+/// Returns the requests of a step to one heap. Allocations that it leaves live are assumed to be freed where the step frees those of the
+/// previous one.
 fn wanted(calls: &[Call], heap: HeapKey) -> Vec<StepAllocation> {
     let is_of_heap = |stream: StreamId| heap.is_none_or(|own| own == stream);
     let mut wanted: Vec<StepAllocation> = Vec::new();
-    // By number in the step: the number in the heap's.
+    // Maps the number in the step to the number in the heap.
     let mut numbers: Vec<Option<usize>> = Vec::new();
     for call in calls {
         match *call {

@@ -1,7 +1,7 @@
-//! The fuzz targets as plain functions: each takes any bytes and panics when something is wrong.
+//! The fuzz targets as plain functions: each accepts any bytes and panics if something is wrong.
 //!
-//! `fuzz/` calls them with what the fuzzer invents; the `seeds` test calls them with the seed corpus, so that every seed
-//! and every input that once failed stays a test.
+//! `fuzz/` calls them with the fuzzer's input. The `seeds` test calls them with the seed corpus, so every seed and every input that once
+//! failed remains a test.
 
 use crate::checker::{compare_at, decisions};
 use crate::generate::Scenario;
@@ -20,10 +20,10 @@ use symmalloc_trace::replay::Program;
 use symmalloc_trace::{TraceReader, TraceWriter, layout, plan};
 use symmalloc_watchdog::{CommunicatorRecord, Finding, Findings, FlightRecord};
 
-/// Takes any bytes, and panics when something is wrong. Returns how many ops it carried out, or read.
+/// A function that accepts any bytes, and panics if something is wrong. Returns the number of ops executed, or read.
 pub type Target = fn(&[u8]) -> u64;
 
-/// How many ops lie between two looks at all blocks and invariants, which cost as much as dozens of ops.
+/// Number of ops between two checks of all blocks and invariants, which cost as much as dozens of ops.
 const LOOK_EVERY: usize = 16;
 
 /// Name and function of every target.
@@ -41,10 +41,10 @@ pub const TARGETS: [(&str, Target); 11] = [
     ("flight_record_reader", flight_record_reader),
 ];
 
-/// A program on the allocator beside the oracle.
+/// Runs a program on the allocator and the oracle.
 ///
 /// # Panics
-/// At the first difference, violated invariant, race, breach of the backend's contract, or leak.
+/// On the first difference, violated invariant, race, violation of the backend's contract, or leak.
 pub fn ops_vs_oracle(bytes: &[u8]) -> u64 {
     let scenario = Scenario::from_bytes(bytes);
     let ops = scenario.program.ops().len();
@@ -52,17 +52,17 @@ pub fn ops_vs_oracle(bytes: &[u8]) -> u64 {
     ops as u64
 }
 
-/// A program on two ranks that have nothing in common but the program: what one does by handle, the other does by address.
+/// Runs a program on two ranks that share nothing but the program. Where one uses a handle, the other uses an address.
 ///
 /// # Panics
-/// When they decide differently.
+/// If they decide differently.
 pub fn two_ranks(bytes: &[u8]) -> u64 {
     let scenario = Scenario::from_bytes(bytes);
     let one = scenario.device_builder(1).rank(0).delays(Delays::Immediate).build();
     let other = scenario.device_builder(2).rank(1).delays(Delays::UntilSynchronized).build();
     let one = decisions::<Exclusive>(&scenario, &one, |op, _, _, allocator| {
         if op % 8 == 0 {
-            allocator.drop_completed_fences().expect("no fault was asked for");
+            allocator.drop_completed_fences().expect("no fault was injected");
         }
     });
     let ops = scenario.program.ops().len() as u64;
@@ -71,10 +71,10 @@ pub fn two_ranks(bytes: &[u8]) -> u64 {
     2 * ops
 }
 
-/// A program that repeats steps, beside the model of what following a plan means, on two ranks that have nothing in common but it.
+/// Runs a program that repeats steps and a model of following a plan, on two ranks that share nothing but the program.
 ///
 /// # Panics
-/// When a rank does not do as the model says, or they decide differently.
+/// If a rank deviates from the model, or the ranks decide differently.
 pub fn steps(bytes: &[u8]) -> u64 {
     let scenario = StepScenario::from_bytes(bytes);
     let one = SimBackend::builder().seed(1).rank(0).delays(Delays::Immediate).build();
@@ -83,13 +83,13 @@ pub fn steps(bytes: &[u8]) -> u64 {
     2 * scenario.ops() as u64
 }
 
-/// Ops from one sync of a [`job`] to the next.
+/// Number of ops between two syncs of a [`job`].
 const OPS_A_SYNC: usize = 24;
 
-/// A program on a few ranks in adverse surroundings, whose threads interleave differently: a whole job.
+/// Runs a program on a few ranks under adverse conditions, whose threads interleave differently: a whole job.
 ///
 /// # Panics
-/// When ranks differ that must not, one that differs is not reported, or anything is left in the end.
+/// If ranks differ that must not, a differing rank is not reported, or anything leaks.
 pub fn job(bytes: &[u8]) -> u64 {
     let scenario = Scenario::from_bytes(bytes);
     let seed =
@@ -106,10 +106,10 @@ pub fn job(bytes: &[u8]) -> u64 {
     }
 }
 
-/// Text as a trace. What is read is written in one way only, and read back as the same.
+/// Reads text as a trace. Accepted text has one canonical form, which reads back as the same trace.
 ///
 /// # Panics
-/// When the reader panics, or reading back differs.
+/// If the reader panics, or reading back differs.
 pub fn trace_reader(bytes: &[u8]) -> u64 {
     let Ok(mut reader) = TraceReader::new(bytes) else { return 0 };
     let Ok(records) = reader.by_ref().collect::<Result<Vec<Record>, _>>() else { return 0 };
@@ -123,20 +123,20 @@ pub fn trace_reader(bytes: &[u8]) -> u64 {
     records.len() as u64
 }
 
-/// Text as a layout. What is read is written in one way only, and can be restored and used.
+/// Reads text as a layout. Accepted text has one canonical form, and the layout can be restored and used.
 ///
 /// # Panics
-/// When the reader panics, reading back differs, or what was restored is not sound.
+/// If the reader panics, reading back differs, or the restored state is inconsistent.
 pub fn layout_reader(bytes: &[u8]) -> u64 {
     let as_it_is = restore(bytes);
-    // With the right number of lines at its end, for what was cut or doubled to come further than that.
+    // Correct the number of lines at the end, so that truncated or duplicated text gets further.
     let text = String::from_utf8_lossy(bytes);
     let lines: Vec<&str> = text.lines().filter(|line| !line.starts_with("end")).collect();
     let said = lines.iter().filter(|line| !line.trim_ascii_start().is_empty() && !line.starts_with('#')).count();
     as_it_is + restore(format!("{}\nend {}\n", lines.join("\n"), said.saturating_sub(1)).as_bytes())
 }
 
-/// Restores what can be read into a fresh allocator, uses it, and goes back. Returns how many allocations it read.
+/// Restores a readable layout into a fresh allocator, uses it, and rewinds. Returns the number of allocations read.
 fn restore(bytes: &[u8]) -> u64 {
     let Ok(layout) = layout::read(bytes) else { return 0 };
     assert_eq!(layout::parse(&layout::to_text(&layout)).expect("what was written can be read"), layout);
@@ -158,30 +158,30 @@ fn restore(bytes: &[u8]) -> u64 {
             let trimmed = bytes.len().is_multiple_of(2).then(|| allocator.trim(None).expect("no faults"));
             allocator.check().expect("sound");
             let rewound = allocator.restore_layout(PoolId::DEFAULT, &layout);
-            // A limit or a threshold may have given memory back as well.
+            // A limit or a threshold may have released memory as well.
             let may_be_gone = trimmed.is_some() || layout.config() != &PoolConfig::default();
             assert!(rewound.is_ok() || may_be_gone, "{rewound:?}");
         }
         allocator.check().expect("sound");
     }
-    assert!(device.leaks().is_empty(), "left behind: {}", device.leaks());
+    assert!(device.leaks().is_empty(), "leaked: {}", device.leaks());
     layout.allocation_count() as u64
 }
 
-/// Text as a plan. What is read is written in one way only, and is followed or refused.
+/// Reads text as a plan. Accepted text has one canonical form, and the plan is followed or rejected.
 ///
 /// # Panics
-/// When the reader panics, reading back differs, or a plan that was adopted is not followed.
+/// If the reader panics, reading back differs, or an adopted plan is not followed.
 pub fn plan_reader(bytes: &[u8]) -> u64 {
     let as_it_is = adopt(bytes);
-    // With the right number of lines at its end, as for layouts.
+    // Correct the number of lines at the end, as for layouts.
     let text = String::from_utf8_lossy(bytes);
     let lines: Vec<&str> = text.lines().filter(|line| !line.starts_with("end")).collect();
     let said = lines.iter().filter(|line| !line.trim_ascii_start().is_empty() && !line.starts_with('#')).count();
     as_it_is + adopt(format!("{}\nend {}\n", lines.join("\n"), said.saturating_sub(1)).as_bytes())
 }
 
-/// Adopts what can be read, and carries two steps of each plan out. Returns how many allocations it made.
+/// Adopts readable plans, and executes two steps of each. Returns the number of allocations made.
 fn adopt(bytes: &[u8]) -> u64 {
     let Ok(file) = plan::read(bytes) else { return 0 };
     assert_eq!(plan::parse(&plan::to_text(&file)).expect("what was written can be read"), file);
@@ -200,18 +200,18 @@ fn adopt(bytes: &[u8]) -> u64 {
                     Ok(()) => made += follow(&allocator, made_pool, plan),
                     Err(PlanError::Memory(_)) => {}
                     Err(_) => {
-                        assert_eq!(allocator.digest(made_pool), Ok(before), "a plan that is refused changes nothing");
+                        assert_eq!(allocator.digest(made_pool), Ok(before), "a rejected plan changes nothing");
                     }
                 }
                 allocator.check().expect("sound");
             }
         }
     }
-    assert!(device.leaks().is_empty(), "left behind: {}", device.leaks());
+    assert!(device.leaks().is_empty(), "leaked: {}", device.leaks());
     made
 }
 
-/// Two steps as planned, and then everything is freed.
+/// Executes two steps as planned, then frees everything.
 fn follow(allocator: &Allocator<&SimBackend>, pool: PoolId, plan: &Plan) -> u64 {
     let plans = allocator.plans(pool).expect("it is there");
     let is_alone = plans.iter().filter(|other| other.key() == plan.key()).count() == 1;
@@ -236,7 +236,7 @@ fn follow(allocator: &Allocator<&SimBackend>, pool: PoolId, plan: &Plan) -> u64 
                     live.push((until, allocation.handle));
                     made += 1;
                 }
-                // What is placed the ordinary way may be too much for the device, or for a limit.
+                // Ordinary placement may need more than the device or a limit allows.
                 Err(_) => is_complete = false,
             }
         }
@@ -256,10 +256,10 @@ fn written(config: Option<&Config>, records: &[Record]) -> Vec<u8> {
     trace.finish().expect("memory does not fail")
 }
 
-/// Text as a configuration. What is read is written in a way that is read back as the same.
+/// Reads text as a configuration. The written form of accepted text reads back as the same configuration.
 ///
 /// # Panics
-/// When a parser panics, or reading back differs.
+/// If a parser panics, or reading back differs.
 pub fn config_text(bytes: &[u8]) -> u64 {
     let Ok(text) = std::str::from_utf8(bytes) else { return 0 };
     if let Ok(config) = text.parse::<Config>() {
@@ -274,23 +274,23 @@ pub fn config_text(bytes: &[u8]) -> u64 {
     1
 }
 
-/// Bytes as a PyTorch snapshot, plain or compressed. What is read is a consistent trace.
+/// Reads bytes as a PyTorch snapshot, plain or compressed. Any recording read is a consistent trace.
 ///
 /// # Panics
-/// When the reader panics, or what it gives is no program.
+/// If the reader panics, or the recording is not a program.
 pub fn snapshot_reader(bytes: &[u8]) -> u64 {
     import(bytes, b"\x80")
 }
 
-/// Text as an RMM log.
+/// Reads text as an RMM log.
 ///
 /// # Panics
-/// When the reader panics, or what it gives is no program.
+/// If the reader panics, or the recording is not a program.
 pub fn rmm_reader(bytes: &[u8]) -> u64 {
     import(bytes, b"Thread,Time,Action,Pointer,Size,Stream\n")
 }
 
-/// Reads the bytes as they are, and behind the beginning without which they would not be taken for what is meant.
+/// Reads the bytes both unchanged and with a prefix that selects the format.
 fn import(bytes: &[u8], beginning: &[u8]) -> u64 {
     let mut read = 0;
     let options = ReadOptions::default().memory_limit_bytes(64 << 20).accept_torn();
@@ -308,23 +308,23 @@ fn import(bytes: &[u8], beginning: &[u8]) -> u64 {
     read
 }
 
-/// What was read from a snapshot, exported as one and read again: the same ops and names, completed at the same points.
+/// Exports a recording as a snapshot and reads it back: it has the same ops and names, and frees complete at the same points.
 fn there_and_back(program: &Program, records: &[Record]) {
     let mut snapshot = Vec::new();
     let summary = export(program, &Config::default(), &mut snapshot).expect("a recording can be carried out");
-    // An allocation of no bytes has no entry, and neither has a refused one; without entries there is nothing to read.
+    // Allocations of zero bytes and refused ones have no entry; without entries there is nothing to read.
     if summary.entries > 0 && summary.allocations == program.allocation_count() as u64 {
         let again = read_bytes(&snapshot, &ReadOptions::default()).expect("an export is read");
         let told = |record: &Record| (record.op.clone(), record.name.clone(), record.pending);
-        assert!(again.records.iter().map(told).eq(records.iter().map(told)), "other ops came back");
+        assert!(again.records.iter().map(told).eq(records.iter().map(told)), "the ops differ after a round trip");
     }
 }
 
-/// Text as a flight record. What is read is written in one way only, and read back as the same; a rank that did the same as another
-/// one is neither behind nor different.
+/// Reads text as a flight record. Accepted text has one canonical form, which reads back as the same record. Of two ranks with equal
+/// records, neither is reported as behind or different.
 ///
 /// # Panics
-/// When the reader or the comparison panics, reading back differs, or a difference is found where there is none.
+/// If the reader or the comparison panics, reading back differs, or a nonexistent difference is found.
 pub fn flight_record_reader(bytes: &[u8]) -> u64 {
     let read = |text: &[u8]| FlightRecord::from_reader(text, Path::new("fuzzed"));
     let Ok(record) = read(bytes) else { return 0 };
@@ -358,7 +358,7 @@ fn compare_with_twin(record: &FlightRecord) {
     assert!(listed <= 2 << 20, "{listed} ranks are listed as missing");
 }
 
-/// Whether each collective of the record has a number of its own.
+/// Returns `true` if each collective of the record has a different number.
 fn numbers_differ(record: &CommunicatorRecord) -> bool {
     let mut numbers: Vec<u64> =
         record.collectives.iter().filter(|it| !it.is_point_to_point).map(|it| it.number).collect();

@@ -1,4 +1,4 @@
-//! Rejoins: a rank that restarts goes on as the others do.
+//! Rejoins: a restarted rank continues like the others.
 
 use super::{POOL, S0, S1, digests, first_part, go_on, in_one_pool, pool, rank, refusal, refuse_after, restarted};
 use symmalloc_core::config::{Config, PoolConfig};
@@ -66,7 +66,7 @@ fn a_rejoin_that_the_driver_refuses_leaves_the_pool_fresh() {
                 let fresh = digests(&allocator);
                 refuse_after(&device, calls);
                 if calls % 2 == 1 {
-                    // Nor does it take anything back.
+                    // The driver does not release anything either.
                     device.inject(Some(Call::Unmap), FaultRule::Every { calls: 1 }, Fault::Refused);
                 }
                 match allocator.restore_layout(POOL, &layout) {
@@ -80,12 +80,12 @@ fn a_rejoin_that_the_driver_refuses_leaves_the_pool_fresh() {
                 assert_eq!((stats.segment_count, stats.usage.all.allocations.current), (0, 0));
                 assert_eq!(stats.reserved_bytes.current, device.mapped_bytes());
                 assert_eq!(stats.retired_bytes, device.mapped_bytes(), "what the driver kept is known");
-                assert!(calls % 2 == 1 || device.mapped_bytes() == 0, "seed {seed}: everything is given back");
+                assert!(calls % 2 == 1 || device.mapped_bytes() == 0, "seed {seed}: everything is released");
                 kept += u64::from(device.mapped_bytes() > 0);
                 device.heal();
                 if calls % 4 == 1 {
                     let kept_bytes = device.mapped_bytes();
-                    assert_eq!(allocator.trim(None), Ok(kept_bytes), "a trim takes back what the driver kept");
+                    assert_eq!(allocator.trim(None), Ok(kept_bytes), "a trim releases the memory that the driver kept");
                     assert_eq!((device.mapped_bytes(), digests(&allocator)), (0, fresh));
                 }
                 let mut work = DeviceWork::new(&device);
@@ -94,7 +94,7 @@ fn a_rejoin_that_the_driver_refuses_leaves_the_pool_fresh() {
                 let future = go_on(&allocator, &scenario.program, &mut replay, &mut work, checkpoint.op);
                 assert_eq!((future, digests(&allocator)), expected, "seed {seed}, call {calls}");
             }
-            assert!(device.leaks().is_empty(), "seed {seed}, call {calls}, left behind: {}", device.leaks());
+            assert!(device.leaks().is_empty(), "seed {seed}, call {calls}, leaked: {}", device.leaks());
         }
     }
     assert!(refused > 200 && kept > 50, "{refused} refused, {kept} with memory that the driver kept");
@@ -177,7 +177,7 @@ fn a_recorded_job_that_restarts_in_its_middle_comes_to_the_same_digest() {
     }
 }
 
-/// When the second heap of a pool does not fit, the first one's memory is not set aside any more.
+/// If the second heap of a pool does not fit, the reservation for the first one's memory is undone.
 #[test]
 fn a_rejoin_that_meets_the_limit_at_a_later_heap_charges_nothing() {
     let device = SimBackend::builder().build();
@@ -196,7 +196,7 @@ fn a_rejoin_that_meets_the_limit_at_a_later_heap_charges_nothing() {
     assert_eq!(new.stats().reserved_bytes.current, 20 * MIB);
 }
 
-/// A rejoin obtains what a saved segment had, piece by piece between its holes: each is a time that memory was obtained.
+/// A rejoin obtains the memory of a saved segment extent by extent; each extent counts as growth.
 #[test]
 fn memory_that_a_rejoin_obtains_counts_as_growth() {
     for segments in ["segments:expandable", "segments:fixed"] {

@@ -1,4 +1,4 @@
-//! Rewinds: a pool goes back to what it was.
+//! Rewinds: a pool returns to an earlier state.
 
 use super::{
     POOL, S0, S1, digests, first_part, go_on, in_one_pool, pool, rank, refusal, refuse_after, restarted, state,
@@ -17,7 +17,7 @@ use symmalloc_harness::restart::Checkpoint;
 use symmalloc_sim::{SimBackend, SplitMix64};
 use symmalloc_trace::replay::{Program, Replay};
 
-/// Allocates, uses and frees at random, and frees what it made. Some of `live` is freed as well.
+/// Allocates, uses and frees at random, then frees its own allocations. Also frees some of `live`.
 fn stray(
     allocator: &Allocator<&SimBackend>,
     work: &mut DeviceWork<'_>,
@@ -81,22 +81,22 @@ fn a_pool_goes_back_to_what_it_was_and_has_the_same_future_again() {
             let checkpoint = Checkpoint::take(at, &allocator, program, &replay);
             let (expected, ends) = restarted::<Exclusive>(&scenario, &checkpoint, seed);
             for _ in 0..3 {
-                // Whatever happens in between, what the layout does not know is freed.
+                // Allocations that the layout does not contain are freed, no matter what happens in between.
                 let ids = checkpoint.live.iter().map(|(id, ..)| *id);
                 let mut live: Vec<_> = ids.filter_map(|id| Some((id, replay.handle(id)?))).collect();
                 live.retain(|(_, handle)| allocator.allocation(*handle).is_ok());
                 stray(&allocator, &mut work, &mut live, &mut random);
                 let before = state(&allocator);
                 if let Err(error) = allocator.restore_layout(POOL, &checkpoint.layout(POOL)) {
-                    // Memory went back at a limit, at a threshold, or by a trim.
+                    // A limit, a threshold or a trim released memory.
                     assert!(matches!(error, RestoreError::Gone { .. }), "seed {seed}: {error}");
-                    assert_eq!(state(&allocator), before, "seed {seed}: a refused restore changes nothing");
+                    assert_eq!(state(&allocator), before, "seed {seed}: a rejected restore changes nothing");
                     gone += 1;
                     break;
                 }
                 replay = Replay::new(&allocator, program);
                 let still: BTreeSet<_> = live.iter().map(|(id, _)| *id).collect();
-                // To restore once more changes nothing, and gives the handles.
+                // Another restore changes nothing, and returns the handles.
                 checkpoint.restore_pool(POOL, &allocator, &mut replay, |id, stream, allocation| {
                     if still.contains(&id) {
                         kept += 1;
@@ -106,7 +106,7 @@ fn a_pool_goes_back_to_what_it_was_and_has_the_same_future_again() {
                     }
                 });
                 for (id, handle) in &live {
-                    assert_eq!(replay.handle(*id), Some(*handle), "a handle that was live all the time is good");
+                    assert_eq!(replay.handle(*id), Some(*handle), "a handle that stayed live is valid");
                 }
                 let future = go_on(&allocator, program, &mut replay, &mut work, at);
                 assert_eq!((future, digests(&allocator)), (expected.clone(), ends.clone()), "seed {seed}, op {at}");
@@ -114,9 +114,9 @@ fn a_pool_goes_back_to_what_it_was_and_has_the_same_future_again() {
                 free_what_was_made_since(&allocator, program, &replay, &mut work, at);
             }
         }
-        assert!(device.leaks().is_empty(), "seed {seed}, left behind: {}", device.leaks());
+        assert!(device.leaks().is_empty(), "seed {seed}, leaked: {}", device.leaks());
     }
-    assert!(rewound > 300 && gone > 50, "{rewound} went back, {gone} could not");
+    assert!(rewound > 300 && gone > 50, "{rewound} rewound, {gone} could not");
     assert!(carved > 1000 && kept > 1000, "{carved} carved, {kept} kept");
 }
 
@@ -173,7 +173,7 @@ fn a_rewind_that_the_driver_refuses_can_be_made_again() {
                 let expected = restarted::<Exclusive>(&scenario, &checkpoint, seed);
                 assert_eq!((future, digests(&allocator)), expected, "seed {seed}, call {calls}");
             }
-            assert!(device.leaks().is_empty(), "seed {seed}, call {calls}, left behind: {}", device.leaks());
+            assert!(device.leaks().is_empty(), "seed {seed}, call {calls}, leaked: {}", device.leaks());
         }
     }
     let count = |kind| kinds.iter().filter(|(of, _)| *of == kind).count();
@@ -201,7 +201,7 @@ fn a_live_allocation_that_the_layout_does_not_know_is_named() {
     assert_eq!(found(error), unknown(S1, late.placement, 100, Some("late")));
     allocator.free(late.handle).expect("live");
 
-    // Another one at the same place is not the saved one.
+    // Another allocation at the same placement is not the saved one.
     allocator.free(saved.handle).expect("live");
     let other = allocator.allocate(POOL, S0, MIB - 1).expect("fits");
     assert_eq!(other.placement, saved.placement);
@@ -228,7 +228,7 @@ fn memory_that_went_back_cannot_be_restored() {
         offset_bytes,
         size_bytes,
     };
-    // A hole, then the end, then all of it.
+    // First a hole, then the end, then all of it.
     for (freed, offset_bytes, size_bytes) in
         [(1, 2 * MIB, 2 * MIB), (3, 2 * MIB, 2 * MIB), (0, 0, 4 * MIB), (2, 0, 8 * MIB)]
     {
@@ -238,7 +238,7 @@ fn memory_that_went_back_cannot_be_restored() {
     }
     let fresh = rank(&device, &PoolConfig::default(), None);
     fresh.allocate(POOL, S1, 1).expect("fits");
-    assert_eq!(refusal(&fresh, POOL, &layout), gone(0, 8 * MIB), "a pool with a history of its own does not rejoin");
+    assert_eq!(refusal(&fresh, POOL, &layout), gone(0, 8 * MIB), "a pool that already has a history does not rejoin");
 }
 
 #[test]
@@ -258,7 +258,7 @@ fn a_hole_that_was_filled_since_is_a_hole_again() {
         (placements, device.mapped_bytes(), allocator.digest(POOL))
     };
     let first = future();
-    allocator.restore_layout(POOL, &layout).expect("nothing went back");
+    allocator.restore_layout(POOL, &layout).expect("nothing was released");
     assert_eq!((device.mapped_bytes(), allocator.save_layout(POOL)), (8 * MIB, Ok(layout)));
     assert_eq!(future(), first);
     allocator.check().expect("sound");
@@ -294,12 +294,12 @@ fn an_observer_keeps_a_pool_from_going_back_over_births_and_growth() {
             RestoreError::State(LayoutError::Retired { pool: POOL, retired_bytes })
         );
         allocator.forget(observer).expect("no faults");
-        allocator.restore_layout(POOL, &empty).expect("nothing was there");
+        allocator.restore_layout(POOL, &empty).expect("the layout is empty");
         assert_eq!(allocator.save_layout(POOL), Ok(empty));
     }
 }
 
-/// Where an allocation without a name was, one with a name is by now: it takes the saved one's place, and has no name then.
+/// A named allocation is now where an unnamed one was. It takes the saved one's place, and loses its name.
 #[test]
 fn a_rewind_takes_back_names_that_were_given_later() {
     let device = SimBackend::builder().build();
@@ -319,7 +319,7 @@ fn a_rewind_takes_back_names_that_were_given_later() {
     assert!(!allocator.leak_report().to_string().contains("later"));
 }
 
-/// Rule D5: memory goes back in (stream, sequence) order, in a rewind as well.
+/// Rule D5: a rewind also releases memory in (stream, sequence) order.
 #[test]
 fn a_rewind_gives_surplus_segments_back_in_the_order_of_their_birth() {
     let device = SimBackend::builder().build();
@@ -334,7 +334,7 @@ fn a_rewind_gives_surplus_segments_back_in_the_order_of_their_birth() {
     let streams = [(); 2].map(|()| allocator.register_stream().expect("few"));
     allocator.allocate(POOL, S0, 20 * MIB).expect("fits");
     let layout = allocator.save_layout(POOL).expect("nothing is retired");
-    // Born in an order that is neither that of their streams nor of their sizes; freed in yet another one.
+    // Created in an order that is neither that of the streams nor of the sizes, and freed in another order.
     let sizes = [(1, 30), (0, 28), (0, 40), (1, 24), (0, 26)];
     let made = sizes.map(|(stream, mib)| allocator.allocate(POOL, streams[stream], mib * MIB).expect("fits"));
     for index in [3, 0, 4, 2, 1] {
@@ -344,7 +344,7 @@ fn a_rewind_gives_surplus_segments_back_in_the_order_of_their_birth() {
     assert_eq!(*unmapped.borrow(), [28, 40, 26, 30, 24]);
 }
 
-/// Restored allocations are found by address, and those that the layout lacks are not.
+/// Restored allocations are found by address; allocations that the layout lacks are not.
 #[test]
 fn what_is_restored_is_found_by_its_address() {
     let device = SimBackend::builder().build();

@@ -1,4 +1,4 @@
-//! Drivers that fail, devices without room, memory that somebody holds.
+//! Failures of sleep and wake: failing drivers, devices without room, and memory that is held.
 
 use super::*;
 
@@ -23,7 +23,7 @@ fn a_wake_that_the_device_refuses_leaves_the_pool_asleep_and_another_one_succeed
         assert_eq!(
             job.allocator.digest(job.pool).expect("known").ops,
             digest.ops + 2 * heaps(&job),
-            "each was asked for"
+            "each request was recorded"
         );
         job.allocator.free(other.handle).expect("live");
         job.allocator.trim(None).expect("taken");
@@ -33,7 +33,7 @@ fn a_wake_that_the_device_refuses_leaves_the_pool_asleep_and_another_one_succeed
     }
 }
 
-/// Sleeps and wakes until both are done, whatever fails; each failure leaves the pool awake or asleep.
+/// Sleeps and wakes until both succeed, despite failures. Each failure leaves the pool awake or asleep.
 fn there_and_back(job: &Job<'_>, contents: Contents) -> usize {
     let mut failures = 0;
     while let Err(error) = job.allocator.sleep(job.pool, contents) {
@@ -97,7 +97,7 @@ fn a_wake_that_cannot_be_undone_is_made_use_of_by_the_next() {
     let device = device();
     let job: Job = Job::busy(&device, "segments:fixed");
     let whole = job.reserved_bytes();
-    job.allocator.sleep(job.pool, Contents::Keep).expect("nothing stands in the way");
+    job.allocator.sleep(job.pool, Contents::Keep).expect("nothing prevents it");
     let maps = device.calls().of(Call::Map);
     device.inject(Some(Call::Map), FaultRule::At { ordinal: maps + 2 }, Fault::OutOfMemory);
     device.inject(Some(Call::Unmap), FaultRule::Every { calls: 1 }, Fault::Refused);
@@ -155,11 +155,11 @@ fn a_pool_whose_memory_the_driver_holds_is_destroyed_and_a_trim_gives_that_back(
         refuse(0);
         assert!(job.reserved_bytes() > 0, "{text}");
         assert!(matches!(job.allocator.destroy_pool(job.pool), Err(PoolError::Backend(_))), "{text}");
-        // As a pool that is awake: it is gone on every rank, whatever one rank's driver says.
+        // Like a pool that is awake: it is destroyed on every rank, regardless of any single rank's driver.
         let gone = job.allocator.phase(job.pool);
         assert!(matches!(gone, Err(UnknownError::DestroyedPool { .. })), "{text}: {gone:?}");
         job.allocator.check().expect("sound");
-        job.allocator.trim(None).expect("no call is refused any more");
+        job.allocator.trim(None).expect("no call is refused anymore");
         assert_eq!(job.allocator.stats().reserved_bytes.current, 0, "{text}");
         drop(job.allocator);
         assert!(device.leaks().is_empty(), "{text}: {}", device.leaks());
@@ -175,7 +175,7 @@ fn memory_that_a_window_holds_stays_and_the_next_sleep_gives_it_back() {
     assert_eq!((job.phase(), job.reserved_bytes(), device.mapped_bytes()), (Phase::Failed, whole, whole));
     assert!(matches!(job.allocator.allocate(job.pool, job.streams[0], 1), Err(AllocateError::Sleeps(_))));
     drop(job.allocator.quiesce(job.pool, Contents::Keep).expect("asleep"));
-    assert_eq!(job.phase(), Phase::Failed, "as it was");
+    assert_eq!(job.phase(), Phase::Failed, "unchanged");
     assert_eq!(job.allocator.sleep(job.pool, Contents::Keep).expect("taken").released_bytes, whole);
     assert_eq!((job.phase(), device.mapped_bytes()), (Phase::Asleep, 0));
     job.allocator.wake(job.pool).expect("memory");

@@ -1,4 +1,4 @@
-//! Digests and recordings of sleeps that came about, and of those that did not.
+//! Digests and recordings of sleeps and wakes, successful and failed.
 
 use super::*;
 use symmalloc_harness::memory::Memory;
@@ -60,7 +60,7 @@ fn a_recording_replays_sleeps_that_came_about_and_those_that_did_not() {
     drop(allocator.remap(pool).expect("memory"));
     allocator.wake(pool).expect("memory");
     allocator.allocate(pool, stream, 3 * MIB).expect("memory");
-    allocator.stop_recording().expect("it went well");
+    allocator.stop_recording().expect("it succeeded");
     let records = memory.records();
     let ops: Vec<&Op> = records
         .iter()

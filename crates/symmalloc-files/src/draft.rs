@@ -1,23 +1,23 @@
-//! A file under a random name next to its target, renamed when it is complete.
+//! Drafts: a file under a random name next to its target, renamed once complete.
 
 use std::fs::{self, Permissions};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use tempfile::{Builder, NamedTempFile};
 
-/// Writes a file as a whole. Only this user can read and write it (mode 0600).
+/// Atomically writes a file that only this user can read and write (mode 0600).
 ///
-/// An existing file or symbolic link of that name is replaced once the new file is complete. The target of a link stays as it is.
+/// Replaces an existing file or symbolic link of that name once the new file is complete. The target of a link is unchanged.
 ///
 /// # Errors
-/// If the file cannot be written. Then the path is unchanged, and no other file is left.
+/// If the file cannot be written. The path is then unchanged, and no temporary file remains.
 pub fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut draft = Draft::private(path)?;
     draft.write_all(bytes)?;
     draft.finish()
 }
 
-/// A file that gets its name when it is complete. Dropped before [`finish`](Draft::finish), it leaves nothing.
+/// A file that gets its name once it is complete. Dropping it before [`finish`](Draft::finish) removes it.
 #[derive(Debug)]
 pub struct Draft {
     file: NamedTempFile,
@@ -25,19 +25,19 @@ pub struct Draft {
 }
 
 impl Draft {
-    /// Begins a file that only this user can read and write (mode 0600).
+    /// Creates a draft that only this user can read and write (mode 0600).
     ///
     /// # Errors
-    /// If no file can be created in the folder of the path.
+    /// If no file can be created in the path's folder.
     pub fn private(path: &Path) -> io::Result<Self> {
         Draft::new(path, None)
     }
 
-    /// Begins a file with the permissions of the one that it replaces, or with those that the umask leaves to a new file. Use it
-    /// where a user names the file.
+    /// Creates a draft with the permissions of the file that it replaces, or those that the umask grants to a new file. Use it where a user
+    /// names the file.
     ///
     /// # Errors
-    /// If no file can be created in the folder of the path.
+    /// If no file can be created in the path's folder.
     pub fn public(path: &Path) -> io::Result<Self> {
         let replaced = fs::metadata(path).ok().map(|metadata| metadata.permissions());
         let draft = Draft::new(path, new_file())?;
@@ -63,7 +63,7 @@ impl Draft {
     /// Renames the file to its path.
     ///
     /// # Errors
-    /// If it cannot be renamed. Then the path is unchanged, and no other file is left.
+    /// If the rename fails. The path is then unchanged, and no temporary file remains.
     pub fn finish(self) -> io::Result<()> {
         self.file.persist(self.path).map(drop).map_err(|refused| refused.error)
     }
@@ -79,7 +79,7 @@ impl Write for Draft {
     }
 }
 
-/// Permissions of a file that is created without any in mind. The umask restricts them further.
+/// Returns the default permissions of a new file, before the umask.
 #[cfg(unix)]
 fn new_file() -> Option<Permissions> {
     use std::os::unix::fs::PermissionsExt;

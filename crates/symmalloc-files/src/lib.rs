@@ -1,16 +1,16 @@
-//! Files that appear whole or not at all, and a folder that only this user can write.
+//! Atomic file replacement, and a private folder that only the current user can write.
 //!
-//! A program that writes to a predictable name in a shared folder can be misled: another user plants a symbolic link there, and the
-//! program overwrites the link's target. This crate is the one way in which symmalloc writes a file as a whole.
+//! A program that writes to a predictable name in a shared folder is open to attack: another user plants a symbolic link there, and the
+//! program overwrites the link's target. symmalloc writes all complete files through this crate.
 //!
-//! - [`write_whole`] and [`Draft`] write to a new file next to the target and rename it. The new file has a random name, is opened
-//!   with `O_CREAT | O_EXCL`, and is removed after an error. The rename replaces a symbolic link and leaves its target alone.
-//!   Readers see the old file or the new one.
-//! - [`private_folder`] returns the user's folder for files that nobody named a place for. No third user can write it or a folder
-//!   above it, so a name in it may be predictable. [`private_folder_at`] applies the same rules to a given path.
-//! - [`TemporaryFolder`] is a folder for the time of a run.
+//! - [`write_whole`] and [`Draft`] write to a new file next to the target and rename it. The new file has a random name, is opened with
+//!   `O_CREAT | O_EXCL`, and is removed after an error. The rename replaces a symbolic link and leaves its target unchanged. Readers see
+//!   either the old file or the new one.
+//! - [`private_folder`] returns the user's folder for files without an explicit path. No third user can write it or a folder above it, so
+//!   names in it may be predictable. [`private_folder_at`] applies the same rules to a given path.
+//! - [`TemporaryFolder`] is a folder that exists for the duration of a run.
 //!
-//! root and other processes of the same user are trusted: they can change this process in any case.
+//! The crate trusts root and other processes of the same user: both can change this process anyway.
 //!
 //! # Examples
 //! ```
@@ -22,7 +22,7 @@
 //! ```
 //!
 //! # Platforms
-//! On systems other than Unix, folders are created but neither owners nor permissions are checked.
+//! On systems other than Unix, the crate creates folders but checks neither owners nor permissions.
 
 #![forbid(unsafe_code)]
 

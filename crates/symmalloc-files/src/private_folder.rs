@@ -1,13 +1,13 @@
-//! A folder that only this user can write, below folders that no third user can write.
+//! Private folders: writable only by this user, below folders that no third user can write.
 //!
 //! ```text
 //!    /          home       me             .local/state         symmalloc
 //!    each belongs to this user or to root, and others cannot write it         mode 0700
 //! ```
 //!
-//! The check walks from the root down. A third user cannot exchange an entry of a folder that passed, so the path stays valid after
-//! the check. A folder that everybody can write passes if it is sticky, such as `/tmp`: nobody can exchange an entry there that
-//! belongs to this user or to root. A symbolic link of either of them is followed, and its target is checked in the same way.
+//! The check walks from the root down. A third user cannot replace an entry of a folder that passed, so the path stays valid after the
+//! check. A world-writable folder passes if it is sticky, such as `/tmp`: nobody can replace an entry there that belongs to this user or to
+//! root. A symbolic link owned by this user or root is followed, and its target is checked in the same way.
 
 use std::env;
 use std::ffi::OsString;
@@ -17,19 +17,19 @@ use std::sync::{Mutex, PoisonError};
 use tempfile::{Builder, TempDir};
 use thiserror::Error;
 
-/// Name of the folder in each place.
+/// Name of the private folder in each location.
 const NAME: &str = "symmalloc";
 
-/// Why a folder is not private.
+/// Reason why a folder is not private.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum PrivateFolderError {
     /// A third user owns a part of the path.
-    #[error("{} belongs to user {user}: choose a folder of your own", .path.display())]
+    #[error("{} belongs to user {user}: choose a folder that you own", .path.display())]
     OtherOwner {
         /// The part of the path.
         path: PathBuf,
-        /// The owner's number.
+        /// The owner's user id.
         user: u32,
     },
     /// Other users can write a part of the path.
@@ -38,19 +38,19 @@ pub enum PrivateFolderError {
         /// The part of the path.
         path: PathBuf,
     },
-    /// A part of the path is no folder.
+    /// A part of the path is not a folder.
     #[error("{} is not a folder: choose another path", .path.display())]
     NotAFolder {
         /// The part of the path.
         path: PathBuf,
     },
     /// The path is relative, or has too many symbolic links.
-    #[error("{} does not resolve to a folder: give an absolute path without a circle of links", .path.display())]
+    #[error("{} does not resolve to a folder: give an absolute path without cyclic links", .path.display())]
     Unresolved {
         /// The path.
         path: PathBuf,
     },
-    /// The system refuses access.
+    /// The system denies access.
     #[error("{}: {source}: choose a folder that you can write", .path.display())]
     Io {
         /// The part of the path.
@@ -60,16 +60,17 @@ pub enum PrivateFolderError {
     },
 }
 
-/// Returns the user's private folder, the first of these that is safe:
+/// Returns the user's private folder, the first safe one of these:
 ///
-/// 1. `$XDG_STATE_HOME/symmalloc`, or `~/.local/state/symmalloc` where the variable is not set
+/// 1. `$XDG_STATE_HOME/symmalloc`, or `~/.local/state/symmalloc` if the variable is not set
 /// 2. `$XDG_RUNTIME_DIR/symmalloc`, which lasts until the user logs out
-/// 3. a new folder `symmalloc-RANDOM` in the system's folder for temporary files, the same for the whole process
+/// 3. a new folder `symmalloc-RANDOM` in the system's temporary folder, the same for the whole process
 ///
-/// All processes of a user share the first two, so the ranks of a job meet there. A caller that writes a file tells its path.
+/// All processes of a user share the first two, so the ranks of a job find each other there. A caller that writes a file should print its
+/// path.
 ///
 /// # Errors
-/// If none of them can be created, with the error of the last.
+/// If none of them can be created. The error is that of the last one.
 pub fn private_folder() -> Result<PathBuf, PrivateFolderError> {
     static FRESH: Mutex<Option<PathBuf>> = Mutex::new(None);
     if let Some(folder) = places().iter().find_map(|place| private_folder_at(&place.join(NAME)).ok()) {
@@ -83,8 +84,8 @@ pub fn private_folder() -> Result<PathBuf, PrivateFolderError> {
     Ok(fresh.insert(folder.0.keep()).clone())
 }
 
-/// A new folder of this user alone (mode 0700) under a random name in the system's folder for temporary files. Dropping it removes
-/// the folder and its files.
+/// A new folder for this user only (mode 0700), under a random name in the system's temporary folder. Dropping it removes the folder and
+/// its files.
 #[derive(Debug)]
 pub struct TemporaryFolder(TempDir);
 
@@ -92,7 +93,7 @@ impl TemporaryFolder {
     /// Creates the folder.
     ///
     /// # Errors
-    /// If the system's folder for temporary files cannot be written.
+    /// If the system's temporary folder is not writable.
     pub fn new() -> io::Result<Self> {
         let mut builder = Builder::new();
         builder.prefix("symmalloc-").rand_bytes(12);
@@ -101,13 +102,13 @@ impl TemporaryFolder {
         builder.tempdir().map(TemporaryFolder)
     }
 
-    /// The folder's path.
+    /// Returns the folder's path.
     pub fn path(&self) -> &Path {
         self.0.path()
     }
 }
 
-/// Absolute paths of the user's places. The XDG specification ignores relative ones.
+/// Returns the absolute paths among the user's folders. The XDG specification requires relative ones to be ignored.
 fn places() -> Vec<PathBuf> {
     let variable = |name: &str| env::var_os(name).filter(|value: &OsString| Path::new(value).is_absolute());
     let state = variable("XDG_STATE_HOME").map(PathBuf::from);
@@ -115,13 +116,13 @@ fn places() -> Vec<PathBuf> {
     state.into_iter().chain(variable("XDG_RUNTIME_DIR").map(PathBuf::from)).collect()
 }
 
-/// Creates a private folder, or checks the one that is there: it belongs to this user, has mode 0700, and no third user can write
-/// it or a folder above it. Returns its path without symbolic links.
+/// Creates a private folder, or checks an existing one: it belongs to this user, has mode 0700, and no third user can write it or a folder
+/// above it. Returns its path without symbolic links.
 ///
-/// A folder of this user that others can read gets mode 0700.
+/// Changes a folder of this user that others can read to mode 0700.
 ///
 /// # Errors
-/// If a part of the path belongs to a third user, or is writable by one, or cannot be created.
+/// If a part of the path belongs to a third user, is writable by one, or cannot be created.
 pub fn private_folder_at(path: &Path) -> Result<PathBuf, PrivateFolderError> {
     check::private(path)
 }
@@ -154,7 +155,7 @@ mod check {
         Ok(folder)
     }
 
-    /// Checks every folder from the root down, and creates what is missing.
+    /// Checks every folder from the root down, and creates missing ones.
     fn walk(path: &Path) -> Result<(PathBuf, Metadata), PrivateFolderError> {
         let unresolved = || PrivateFolderError::Unresolved { path: path.to_owned() };
         if !path.is_absolute() {
@@ -194,7 +195,7 @@ mod check {
         Ok((folder, metadata))
     }
 
-    /// Names in a path, the last one first.
+    /// Returns the names in a path, last one first.
     fn names(path: &Path) -> Vec<OsString> {
         let names = path.components().filter(|part| matches!(part, Component::Normal(_) | Component::ParentDir));
         names.map(|part| part.as_os_str().to_owned()).rev().collect()
@@ -204,12 +205,12 @@ mod check {
         fs::symlink_metadata(path).map_err(|source| PrivateFolderError::Io { path: path.to_owned(), source })
     }
 
-    /// Metadata of an entry, created as a folder if there is none.
+    /// Returns the metadata of an entry. Creates the entry as a folder if it does not exist.
     fn of_entry(path: &Path) -> Result<Metadata, PrivateFolderError> {
         match fs::symlink_metadata(path) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 match DirBuilder::new().mode(0o700).create(path) {
-                    // Another process of this user may be faster.
+                    // Another process of this user may have created it first.
                     Err(source) if source.kind() != io::ErrorKind::AlreadyExists => {
                         Err(PrivateFolderError::Io { path: path.to_owned(), source })
                     }
@@ -220,7 +221,7 @@ mod check {
         }
     }
 
-    /// Refuses an entry that a third user owns, and a folder whose entries a third user can exchange.
+    /// Rejects an entry that a third user owns, and a folder whose entries a third user can replace.
     fn check(path: &Path, metadata: &Metadata) -> Result<(), PrivateFolderError> {
         if metadata.uid() != user() && metadata.uid() != 0 {
             return Err(PrivateFolderError::OtherOwner { path: path.to_owned(), user: metadata.uid() });

@@ -1,4 +1,4 @@
-//! Another user cannot mislead what is written whole, nor choose the private folder.
+//! Another user can neither redirect a written file nor influence the choice of the private folder.
 #![cfg(unix)]
 
 use rustix::process::{geteuid, umask};
@@ -10,7 +10,7 @@ use std::process::Command;
 use std::thread;
 use symmalloc_files::{Draft, PrivateFolderError, TemporaryFolder, private_folder, private_folder_at, write_whole};
 
-/// A user that is neither root nor the one who runs the tests.
+/// A user id other than root and the user of the tests.
 const OTHER_USER: u32 = 12345;
 
 fn mode(path: &Path) -> u32 {
@@ -33,11 +33,11 @@ fn folder() -> tempfile::TempDir {
     tempfile::tempdir().expect("a folder")
 }
 
-/// Returns `false`, and says so, where files cannot be given to another user.
+/// Returns `false`, and prints a note, if files cannot be given to another user.
 fn is_root() -> bool {
     let is_root = geteuid().is_root();
     if !is_root {
-        eprintln!("skipped: needs root, to own files as another user");
+        eprintln!("skipped: needs root to create files of another user");
     }
     is_root
 }
@@ -47,7 +47,7 @@ fn a_planted_link_is_replaced_and_its_target_kept() {
     let folder = folder();
     let (victim, target) = (folder.path().join("victim"), folder.path().join("record.json"));
     fs::write(&victim, "precious").expect("written");
-    // At the name itself, and at the names under which drafts were written once.
+    // Links at the name itself, and at the names that drafts once had.
     for name in ["record.json", "record.json.draft", &format!("record.json.{}.part", std::process::id())] {
         symlink(&victim, folder.path().join(name)).expect("planted");
     }
@@ -113,14 +113,14 @@ fn an_error_leaves_nothing() {
 
 #[test]
 fn a_full_disk_leaves_what_was_there() {
-    // The largest file of this process stands in for the disk's end: a signal that is ignored makes it an error.
+    // The process's file size limit stands in for a full disk: ignoring the signal turns it into an error.
     let folder = folder();
     let path = folder.path().join("record");
     write_whole(&path, b"old").expect("written");
     let this = std::env::current_exe().expect("known");
     let script = "trap '' XFSZ; ulimit -f 8; exec \"$0\" --exact writes_a_megabyte --ignored";
     let done = Command::new("sh").args(["-c", script]).arg(this).env("RECORD", &path).output().expect("started");
-    assert!(!done.status.success(), "the limit was not met");
+    assert!(!done.status.success(), "the limit was not reached");
     assert_eq!((fs::read(&path).expect("kept"), names(folder.path())), (b"old".to_vec(), vec!["record".to_owned()]));
 }
 
@@ -181,7 +181,7 @@ fn a_folder_that_others_can_write_is_refused_unless_it_is_sticky_and_above() {
         }
     }
     set_mode(&above, 0o1777);
-    private_folder_at(&path).expect("nobody can exchange it in a sticky folder");
+    private_folder_at(&path).expect("nobody can replace it in a sticky folder");
     set_mode(&path, 0o1777);
     private_folder_at(&path).expect_err("others can write into it");
 }
@@ -218,7 +218,7 @@ fn paths_that_are_no_folder_are_refused() {
     assert!(matches!(refused("relative".into()), PrivateFolderError::Unresolved { .. }));
 }
 
-/// Runs `private_folder` in a process with this environment alone. Returns what it says.
+/// Runs `private_folder` in a process with only this environment. Returns the folder that the process prints.
 fn folder_with(environment: &[(&str, &Path)]) -> PathBuf {
     let this = std::env::current_exe().expect("known");
     let mut command = Command::new(this);
@@ -230,7 +230,7 @@ fn folder_with(environment: &[(&str, &Path)]) -> PathBuf {
 }
 
 #[test]
-#[ignore = "run by another test, with an environment of its own"]
+#[ignore = "run by another test, in a separate environment"]
 fn tells_its_private_folder() {
     let folder = private_folder().expect("a folder");
     assert_eq!(private_folder().expect("the same folder"), folder);

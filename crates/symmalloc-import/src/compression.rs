@@ -1,17 +1,17 @@
-//! Compression: what stands between a file and its text or pickle.
+//! Compression: the layer between a file and its text or pickle.
 //!
-//! A reader goes by the first bytes of what it reads, never by a name: people rename files, and what comes through a
-//! pipe has none. A writer has nothing but the name to go by, so it looks at the extension.
+//! Readers detect the compression from the first bytes, never from the name: users rename files, and pipes have no name. Writers choose the
+//! compression by the file's extension.
 //!
 //! ```text
-//! 1f 8b         gzip (one member or several, one after the other)
+//! 1f 8b         gzip (one member or several, concatenated)
 //! 28 b5 2f fd   zstd (one frame or several)
 //! other         plain
 //! ```
 //!
-//! Compressed data that ends early is [`CompressionError::Torn`], carried inside the [`io::Error`] that `Read` can
-//! return; [`CompressionError::of`] finds it there again. Data that grows a thousand times and more is no recording:
-//! kilobytes could keep a reader busy for minutes ([`CompressionError::Bomb`]).
+//! Compressed data that ends early is [`CompressionError::Torn`], wrapped in the [`io::Error`] that `Read` returns;
+//! [`CompressionError::of`] extracts it. Data that grows more than a thousandfold is rejected as [`CompressionError::Bomb`]: no recording
+//! does, and a few kilobytes could keep a reader busy for minutes.
 
 use std::fmt;
 use std::fs::File;
@@ -22,24 +22,24 @@ use symmalloc_core::units::Amount;
 
 const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
 const ZSTD_MAGIC: [u8; 4] = [0x28, 0xb5, 0x2f, 0xfd];
-/// Denser levels save 15 % on a trace and take 50 times as long.
+/// Higher levels save 15 % on a trace and take 50 times as long.
 const ZSTD_LEVEL: i32 = 9;
-/// The densest level takes twice as long and saves 8 %.
+/// The highest level saves 8 % and takes twice as long.
 const GZIP_LEVEL: u32 = 6;
-/// For a file that is written beside a program: a trace is a fifth larger, and takes a fifth of the time.
+/// Level for files written while a program runs: traces are a fifth larger, and compress five times as fast.
 const ZSTD_LEVEL_BESIDE_A_PROGRAM: i32 = 1;
 const GZIP_LEVEL_BESIDE_A_PROGRAM: u32 = 1;
 const BUFFER_BYTES: usize = 64 << 10;
-/// So much may come out of any data.
+/// Decompressed bytes that are always allowed.
 const UNSUSPICIOUS_BYTES: u64 = 64 << 20;
-/// How many times its size more may come out. Recordings grow 10 to 100 times.
+/// Allowed growth factor beyond that. Recordings grow 10 to 100 times.
 const GROWTH_MAX: u64 = 1000;
 
-/// How a file is compressed.
+/// The compression of a file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Compression {
-    /// Not at all.
+    /// No compression.
     #[default]
     Plain,
     /// gzip (RFC 1952).
@@ -49,7 +49,7 @@ pub enum Compression {
 }
 
 impl Compression {
-    /// The compression that data starting with `start` has. Four bytes are enough to know.
+    /// Returns the compression of data that starts with `start`. Four bytes suffice.
     pub fn of_content(start: &[u8]) -> Self {
         if start.starts_with(&GZIP_MAGIC) {
             Compression::Gzip
@@ -60,7 +60,7 @@ impl Compression {
         }
     }
 
-    /// The compression that a file of this name shall be written with: `.gz`, `.zst`, or plain for every other name.
+    /// Returns the compression for a file of this name: `.gz`, `.zst`, or plain for every other name.
     pub fn of_extension(path: &Path) -> Self {
         match path.extension().and_then(|extension| extension.to_str()) {
             Some("gz") => Compression::Gzip,
@@ -80,11 +80,11 @@ impl fmt::Display for Compression {
     }
 }
 
-/// Compressed data that cannot be decompressed.
+/// Error decompressing data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CompressionError {
-    /// The data ends before the compressed stream does: the file was cut off, or is still being written.
+    /// The data ends before the compressed stream does: the file is truncated, or is still being written.
     #[error(
         "the {compression} data ends early, after {} of decompressed data: copy the file again, or wait until it is written",
         Amount(*decompressed_bytes)
@@ -92,10 +92,10 @@ pub enum CompressionError {
     Torn {
         /// The compression.
         compression: Compression,
-        /// Bytes that came out before the end.
+        /// Number of decompressed bytes before the end.
         decompressed_bytes: u64,
     },
-    /// The data is not what its first bytes promise.
+    /// The data does not match its first bytes.
     #[error(
         "the {compression} data is damaged after {} of decompressed data: copy the file again",
         Amount(*decompressed_bytes)
@@ -103,41 +103,41 @@ pub enum CompressionError {
     Corrupt {
         /// The compression.
         compression: Compression,
-        /// Bytes that came out before the damage.
+        /// Number of decompressed bytes before the damage.
         decompressed_bytes: u64,
     },
-    /// The data grows more than any recording does.
+    /// The data grows more than any recording.
     #[error(
-        "{} of {compression} data grow to more than {}: no recording does that; if it is one, decompress it yourself",
+        "{} of {compression} data grow to more than {}: no recording does that; if this is one, decompress it yourself",
         Amount(*compressed_bytes),
         Amount(*decompressed_bytes)
     )]
     Bomb {
         /// The compression.
         compression: Compression,
-        /// Bytes that were read.
+        /// Number of compressed bytes read.
         compressed_bytes: u64,
-        /// Bytes that came out of them.
+        /// Number of bytes decompressed from them.
         decompressed_bytes: u64,
     },
 }
 
 impl CompressionError {
-    /// The compression error that an I/O error from [`Decompressor`] carries, if that is what it is.
+    /// Returns the compression error wrapped in an I/O error of [`Decompressor`], if there is one.
     pub fn of(error: &io::Error) -> Option<Self> {
         error.get_ref()?.downcast_ref::<Self>().copied()
     }
 }
 
-/// Whether an I/O error says that compressed data ends early.
+/// Returns `true` if an I/O error means that compressed data ends early.
 pub(crate) fn is_torn(error: &io::Error) -> bool {
     matches!(CompressionError::of(error), Some(CompressionError::Torn { .. }))
 }
 
-/// What is left of a source whose first bytes were looked at: those bytes, and the rest.
+/// A source whose first bytes were inspected: those bytes, then the rest.
 type Source<R> = BufReader<Chain<Cursor<Vec<u8>>, Counted<R>>>;
 
-/// A source that counts what is read of it.
+/// A source that counts the bytes read from it.
 struct Counted<R> {
     source: R,
     bytes: u64,
@@ -157,9 +157,9 @@ enum Decoder<R: Read> {
     Zstd(zstd::stream::read::Decoder<'static, Source<R>>),
 }
 
-/// Reads plain, gzip or zstd data, whichever it turns out to be.
+/// A reader that detects and decompresses plain, gzip and zstd data.
 ///
-/// Memory: its buffers and the window of the compression (zstd: 128 MiB at most, the decoder's own bound).
+/// Memory: its buffers and the compression window (zstd: at most 128 MiB, the decoder's own bound).
 pub struct Decompressor<R: Read> {
     decoder: Decoder<R>,
     compression: Compression,
@@ -167,7 +167,7 @@ pub struct Decompressor<R: Read> {
 }
 
 impl<R: Read> Decompressor<R> {
-    /// Looks at the first bytes of `source` and gets ready to read it.
+    /// Inspects the first bytes of `source` and prepares to read it.
     ///
     /// # Errors
     /// When the source cannot be read.
@@ -184,12 +184,12 @@ impl<R: Read> Decompressor<R> {
         Ok(Decompressor { decoder, compression, decompressed_bytes: 0 })
     }
 
-    /// The compression found.
+    /// Returns the detected compression.
     pub fn compression(&self) -> Compression {
         self.compression
     }
 
-    /// Whether more came out than can come of a recording.
+    /// Checks that the data has not grown more than any recording.
     fn check_growth(&self) -> io::Result<()> {
         let source = match &self.decoder {
             Decoder::Plain(_) => return Ok(()),
@@ -205,7 +205,7 @@ impl<R: Read> Decompressor<R> {
         Err(io::Error::new(io::ErrorKind::InvalidData, bomb))
     }
 
-    /// Says which compression failed and where, unless it was the source itself that could not be read.
+    /// Adds the compression and the position to the error, unless the source itself failed.
     fn explain(&self, error: io::Error) -> io::Error {
         let (compression, decompressed_bytes) = (self.compression, self.decompressed_bytes);
         let kind = error.kind();
@@ -237,7 +237,7 @@ impl<R: Read> Read for Decompressor<R> {
     }
 }
 
-/// Opens a file for reading, whatever its compression.
+/// Opens a file for reading, with any supported compression.
 ///
 /// # Errors
 /// When the file cannot be opened or its first bytes cannot be read.
@@ -245,7 +245,7 @@ pub fn open(path: &Path) -> io::Result<impl BufRead + use<>> {
     decompress(File::open(path)?)
 }
 
-/// Reads `source` through whatever compression it has.
+/// Decompresses `source`, with any supported compression.
 ///
 /// # Errors
 /// When its first bytes cannot be read.
@@ -253,14 +253,14 @@ pub fn decompress<R: Read>(source: R) -> io::Result<BufReader<Decompressor<R>>> 
     Ok(BufReader::with_capacity(BUFFER_BYTES, Decompressor::new(source)?))
 }
 
-/// Encoders are given large pieces: a call for each word of a text costs more than its compression.
+/// An encoder. It buffers its input, because a call for each word of a text would cost more than the compression.
 enum Encoder<W: Write> {
     Plain(BufWriter<W>),
     Gzip(Box<BufWriter<flate2::write::GzEncoder<BufWriter<W>>>>),
     Zstd(BufWriter<zstd::stream::write::Encoder<'static, BufWriter<W>>>),
 }
 
-/// Writes plain, gzip or zstd data. Only [`Compressor::finish`] makes it complete; dropped before, it leaves torn data.
+/// A writer of plain, gzip or zstd data. Only [`Compressor::finish`] completes the data; dropping the writer earlier leaves it torn.
 pub struct Compressor<W: Write> {
     encoder: Encoder<W>,
 }
@@ -277,7 +277,7 @@ impl<W: Write> fmt::Debug for Compressor<W> {
 }
 
 impl Compressor<File> {
-    /// Creates or replaces a file, compressed as its extension says ([`Compression::of_extension`]).
+    /// Creates or replaces a file, compressed according to its extension ([`Compression::of_extension`]).
     ///
     /// # Errors
     /// When the file cannot be created.
@@ -285,10 +285,10 @@ impl Compressor<File> {
         Compressor::of_file(File::create(path)?, path)
     }
 
-    /// Writes to a file that is open, from where it stands, compressed as the extension of its path says.
+    /// Writes to an open file from its current position, compressed according to the extension of its path.
     ///
     /// # Errors
-    /// When the encoder cannot be made.
+    /// When the encoder cannot be created.
     pub(crate) fn of_file(file: File, path: &Path) -> io::Result<Self> {
         let compression = Compression::of_extension(path);
         Compressor::with_levels(file, compression, ZSTD_LEVEL_BESIDE_A_PROGRAM, GZIP_LEVEL_BESIDE_A_PROGRAM)
@@ -299,7 +299,7 @@ impl<W: Write> Compressor<W> {
     /// Writes to `sink` with the given compression.
     ///
     /// # Errors
-    /// When the encoder cannot be made.
+    /// When the encoder cannot be created.
     pub fn new(sink: W, compression: Compression) -> io::Result<Self> {
         Compressor::with_levels(sink, compression, ZSTD_LEVEL, GZIP_LEVEL)
     }
@@ -321,10 +321,10 @@ impl<W: Write> Compressor<W> {
         Ok(Compressor { encoder })
     }
 
-    /// Ends the compressed stream and writes out everything.
+    /// Ends the compressed stream and writes all buffered data.
     ///
     /// # Errors
-    /// When the sink refuses the last bytes.
+    /// When the sink fails to write the last bytes.
     pub fn finish(self) -> io::Result<W> {
         let sink = match self.encoder {
             Encoder::Plain(sink) => sink,
@@ -431,14 +431,14 @@ mod tests {
             (0..256).for_each(|_| compressor.write_all(&blank).unwrap());
             let stored = compressor.finish().unwrap();
             let decompressed = io::copy(&mut decompress(&stored[..]).unwrap(), &mut io::sink());
-            // gzip cannot do worse than 1,032 times.
+            // gzip grows at most 1,032 times.
             let error = decompressed.unwrap_err();
             let Some(CompressionError::Bomb { decompressed_bytes, .. }) = CompressionError::of(&error) else {
                 panic!("{compression}: {error}")
             };
             assert!(decompressed_bytes <= 65 << 20 || compression == Compression::Gzip, "{decompressed_bytes}");
         }
-        // Plain data is what it is.
+        // Plain data does not grow.
         let plain = vec![b'\n'; 65 << 20];
         assert_eq!(io::copy(&mut decompress(&plain[..]).unwrap(), &mut io::sink()).unwrap(), 65 << 20);
     }

@@ -1,4 +1,4 @@
-//! Why an import failed: what was wrong, and with which file.
+//! Errors of an import: the cause, and the file.
 
 use std::error::Error;
 use std::fmt;
@@ -13,14 +13,14 @@ use crate::pickle::PickleError;
 use crate::pytorch::SnapshotError;
 use crate::rmm::RmmError;
 
-/// Why a recording could not be read. The message says what to do; [`kind`](ImportError::kind) is for programs.
+/// Error reading a recording. The message suggests a remedy; [`kind`](ImportError::kind) is for programs.
 #[derive(Debug)]
 pub struct ImportError {
     path: Option<PathBuf>,
     kind: Box<ImportErrorKind>,
 }
 
-/// What was wrong with a recording.
+/// Cause of an [`ImportError`].
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ImportErrorKind {
@@ -33,48 +33,48 @@ pub enum ImportErrorKind {
     /// The data cannot be decompressed.
     #[error(transparent)]
     Compression(#[from] CompressionError),
-    /// There is no data.
+    /// The data is empty.
     #[error("is empty: nothing was recorded, or nothing was written yet")]
     Empty,
-    /// Nothing that this library reads.
+    /// The format is not supported.
     #[error(
         "is not a recording that this version can read: give a symmalloc trace (first line `symmalloc-trace 1`), a PyTorch memory \
          snapshot (torch.cuda.memory._dump_snapshot) or an RMM log (first line \
          `Thread,Time,Action,Pointer,Size,Stream`), each plain, gzip or zstd"
     )]
     UnknownFormat,
-    /// A zip archive, such as `torch.save` writes.
+    /// A zip archive, which `torch.save` produces.
     #[error(
         "is a zip archive, as torch.save writes it: save the snapshot with torch.cuda.memory._dump_snapshot or \
          pickle.dump, or unpack the archive"
     )]
     ZipArchive,
-    /// A PyTorch snapshot that cannot be made into ops.
+    /// A PyTorch snapshot that cannot be converted to ops.
     #[error(transparent)]
     Snapshot(SnapshotError),
-    /// An RMM log that cannot be made into ops.
+    /// An RMM log that cannot be converted to ops.
     #[error(transparent)]
     Rmm(RmmError),
     /// A trace that cannot be read.
     #[error(transparent)]
     Trace(TraceError),
-    /// A compressed trace that ends early: the file was cut off, or the recorder was stopped before the end.
+    /// A compressed trace that ends early: the file was truncated, or the recorder was interrupted.
     #[error(
         "line {line}: the {compression} data ends early, after {records} whole records: copy the file again, or read it with \
          accept_torn to keep these"
     )]
     TornTrace {
-        /// How it is compressed.
+        /// The compression of the trace.
         compression: Compression,
-        /// How many whole records can be read.
+        /// Number of whole records that can be read.
         records: u64,
         /// The line at which it ends.
         line: u64,
     },
-    /// A device was chosen, but only PyTorch snapshots have several.
-    #[error("has no devices to choose from: only a PyTorch snapshot has; leave the device out")]
+    /// The caller chose a device, but the recording is not a PyTorch snapshot.
+    #[error("has no devices to choose from: only a PyTorch snapshot has several; do not select one")]
     NoDevices,
-    /// The records of a trace take more memory than the caller allows.
+    /// The records of a trace exceed the memory limit.
     #[error("takes more than {} of memory: raise the limit if it is a trace that you trust", Amount(*limit_bytes))]
     TooLarge {
         /// The limit.
@@ -83,24 +83,24 @@ pub enum ImportErrorKind {
 }
 
 impl ImportError {
-    /// An error of this kind. Readers make their own; this is for who opens what they read.
+    /// Creates an error of this kind, for callers that open the source themselves.
     pub fn new(path: Option<&Path>, kind: impl Into<ImportErrorKind>) -> Self {
         ImportError { path: path.map(Path::to_path_buf), kind: Box::new(kind.into()) }
     }
 
-    /// Says where the data came from: what is shown before the message.
+    /// Sets the path, which precedes the message.
     #[must_use]
     pub fn with_path(mut self, path: impl Into<PathBuf>) -> Self {
         self.path = Some(path.into());
         self
     }
 
-    /// The file, where there is one.
+    /// Returns the path of the file, if known.
     pub fn path(&self) -> Option<&Path> {
         self.path.as_deref()
     }
 
-    /// What was wrong.
+    /// Returns the cause.
     pub fn kind(&self) -> &ImportErrorKind {
         &self.kind
     }
@@ -121,8 +121,8 @@ impl Error for ImportError {
     }
 }
 
-// An I/O error deep inside a reader may be the decompressor's: what is wrong then is the compressed data, not the line
-// or opcode at which it stopped.
+// An I/O error deep inside a reader may come from the decompressor. The cause is then the compressed data, not the line or opcode at which
+// it stopped.
 
 impl From<io::Error> for ImportErrorKind {
     fn from(error: io::Error) -> Self {

@@ -1,4 +1,4 @@
-//! Export: a job or an allocator as a PyTorch memory snapshot, for PyTorch's viewer and everything else that reads one.
+//! Export: a job or an allocator as a PyTorch memory snapshot, for PyTorch's viewer and other tools that read snapshots.
 //!
 //! ```text
 //! { 'device_traces':      [[ {'action', 'addr', 'size', 'stream', 'time_us', 'frames', ..}, .. ]],
@@ -7,30 +7,30 @@
 //!   'external_annotations': [] }
 //! ```
 //!
-//! The fields are those that PyTorch 2.11 writes. What ours mean:
+//! The fields are those that PyTorch 2.11 writes. Their meaning here:
 //!
-//! | field | is |
+//! | field | meaning |
 //! |---|---|
-//! | `time_us` | the op's number in the program, counted from 0: a snapshot of the same job is the same bytes |
-//! | `addr`, `address` | addresses that count upwards in the order in which segments were obtained |
+//! | `time_us` | the op's index in the program, from 0, so snapshots of equal jobs have equal bytes |
+//! | `addr`, `address` | addresses that ascend in the order in which segments were obtained |
 //! | `stream` | the logical stream; of a shared heap's segment, the stream for which it was obtained |
 //! | `segment_pool_id` | `(0, pool)` |
 //! | `user_metadata` | the allocation's name |
-//! | `frames` | one frame whose function is the allocation's name and whose file is its pool; none without a name |
-//! | `symmalloc_pool` | ours: the pool of an allocation that is not in the default pool |
-//! | `free_requested`, `free_completed` | both at the free: a block that other streams used is free at once (rule D3). Where the recording says how long a free was [pending], the memory stays taken until then |
-//! | `state` | `active_allocated`, `inactive`, and `active_pending_free` for what is pending at the end |
-//! | `record_use` | ours: `stream` uses the allocation at `addr`, too. PyTorch's tools pass over it |
-//! | `oom` | an allocation that a limit refused; `device_free` is what the limit leaves |
+//! | `frames` | one frame, with the allocation's name as function and its pool as file; none without a name |
+//! | `symmalloc_pool` | symmalloc only: the pool of an allocation that is not in the default pool |
+//! | `free_requested`, `free_completed` | both at the free, because a block used by other streams is free at once (rule D3). If the recording states how long a free was [pending], the memory stays in use until then |
+//! | `state` | `active_allocated`, `inactive`, and `active_pending_free` for frees still pending at the end |
+//! | `record_use` | symmalloc only: `stream` also uses the allocation at `addr`. PyTorch's tools ignore it |
+//! | `oom` | an allocation that a limit refused; `device_free` is the remainder of the limit |
 //!
 //! [pending]: symmalloc_core::op::Pending
 //!
-//! Ops that PyTorch's allocator does not know (`wait`, `sync`, ...) leave no entry, but their effect on memory does.
-//! Allocations of no bytes leave none either. [`read_bytes`](crate::read_bytes) gives the program back: its streams
-//! and pools are numbered by their first allocation then, and the pools have the default settings.
+//! Ops unknown to PyTorch's allocator (`wait`, `sync`, ...) leave no entry, but their effects on memory do. Allocations of zero bytes leave
+//! no entry either. [`read_bytes`](crate::read_bytes) restores the program, with two changes: streams and pools are numbered by their first
+//! allocation, and pools have the default settings.
 //!
-//! A running allocator has no past. Let it record a trace, and export that: by rule D1 the rerun places as the job did.
-//! Its present can be exported by itself, with [`export_allocator`].
+//! A running allocator keeps no history. To export one, record a trace and export that: by rule D1 the rerun places allocations as the job
+//! did. [`export_allocator`] exports only the current state.
 //!
 //! ```
 //! use symmalloc_core::config::Config;
@@ -68,12 +68,12 @@ use crate::rerun::Rerun;
 use state::Origins;
 use writer::SnapshotWriter;
 
-/// Carries a program out under a configuration and writes its history and its end as a snapshot.
+/// Executes a program under a configuration, and writes its history and final state as a snapshot.
 ///
-/// Memory: the live allocations, and the program's names. The bytes follow from the program and the configuration alone.
+/// Memory: the live allocations, and the program's names. The output depends only on the program and the configuration.
 ///
 /// # Errors
-/// When the program cannot be carried out, or `sink` cannot be written.
+/// When the program cannot be executed, or `sink` cannot be written.
 pub fn export(program: &Program, config: &Config, sink: impl Write) -> Result<ExportSummary, ExportError> {
     let mut rerun = Rerun::new(program, config)?.with_pending_frees();
     let mut snapshot = SnapshotWriter::new(sink)?;
@@ -92,7 +92,7 @@ pub fn export(program: &Program, config: &Config, sink: impl Write) -> Result<Ex
     Ok(snapshot.finish(config)?)
 }
 
-/// Writes what an allocator holds now as a snapshot without history. Addresses are the device's.
+/// Writes the current state of an allocator as a snapshot without history. Addresses are those of the device.
 ///
 /// # Errors
 /// When `sink` cannot be written.

@@ -1,5 +1,5 @@
-//! Reads what users have: PyTorch memory snapshots, RMM logs and symmalloc traces, each plain, gzip or zstd, into the
-//! [`Record`](symmalloc_core::op::Record)s of one vocabulary.
+//! Readers for PyTorch memory snapshots, RMM logs and symmalloc traces, each plain, gzip or zstd. All of them produce
+//! [`Record`](symmalloc_core::op::Record)s.
 //!
 //! ```
 //! use symmalloc_import::{Format, ReadOptions, read_bytes};
@@ -13,19 +13,19 @@
 //! # Ok::<(), symmalloc_import::ImportError>(())
 //! ```
 //!
-//! [`read_path`] goes by content, never by name. Nothing in a file is executed, no length in it is believed, and
-//! nothing recurses; what is damaged, cut off or not understood is an [`ImportError`] that says where and what to do,
-//! and what was left out is counted in the [`Summary`].
+//! [`read_path`] detects the format from the content, never from the name. It never executes the contents of a file, never trusts a length
+//! in it, and never recurses. Damaged, truncated or unsupported data produces an [`ImportError`] that names the position and a remedy. The
+//! [`Summary`] counts the omitted parts.
 //!
 //! # Implementation
 //!
-//! `recording.rs` tells the formats apart. Snapshots go through a pickle reader of our own, which keeps only the five
-//! keys that matter, to `pytorch.rs`, whose doc says what each trace entry becomes; logs go through `rmm.rs`. Both
-//! retell what they read to a transcript, which turns addresses and raw handles into logical ids. Text traces are the
-//! core's business. [`compression`] stands below all of them and is public for those who write traces.
+//! `recording.rs` detects the format. A custom pickle reader, which keeps only the relevant keys, passes snapshots to `pytorch.rs`, whose
+//! documentation maps each trace entry to ops. `rmm.rs` reads logs. Both feed a transcript, which converts addresses and raw handles to
+//! logical ids. `symmalloc-trace` reads text traces. [`compression`] is the layer below all of them, and is public for programs that write
+//! traces.
 //!
-//! The way back is [`export()`](export::export): what our allocator makes of a program, as a PyTorch snapshot. It watches a
-//! [`rerun`], as charts do, and as [`perfetto`] does, which puts a job on a time line.
+//! The reverse direction is [`export()`](export::export), which writes the allocator's execution of a program as a PyTorch snapshot. It
+//! observes a [`rerun`], as do charts and [`perfetto`], which draws a job on a timeline.
 #![forbid(unsafe_code)]
 
 pub mod compression;

@@ -1,18 +1,18 @@
-//! How a recording is read: which part of it, how much is forgiven, and how much memory that may take.
+//! Options for reading a recording: the device, the tolerance for torn text, and the memory limit.
 
-/// The memory limit when none is set, in bytes: room for snapshots of 500 MB without stack frames, of 2 GB with them.
+/// Default memory limit in bytes. It suffices for snapshots of 500 MB without stack frames, or 2 GB with them.
 pub const MEMORY_LIMIT_BYTES: u64 = 1 << 30;
 
-/// How to read.
+/// Options for reading a recording.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ReadOptions {
-    /// The device whose trace to read from a PyTorch snapshot. `None`: the only one that was recorded.
+    /// Device whose trace to read from a PyTorch snapshot. `None` selects the only recorded one.
     pub device: Option<usize>,
-    /// Whether text that ends in the middle is read up to there. A torn pickle is never read.
+    /// If `true`, truncated text is read up to the point of truncation. A torn pickle is never read.
     pub accept_torn: bool,
-    /// The most memory that the records may take, in bytes, and again the most that may be kept of a snapshot's pickle
-    /// while it is read. Counted is what is used; spare room in tables can take as much again.
+    /// Memory limit in bytes. It applies once to the records, and once to the parts kept of a snapshot's pickle while it is read. Only used
+    /// bytes count; spare capacity of tables can take as much again.
     pub memory_limit_bytes: u64,
 }
 
@@ -23,14 +23,14 @@ impl Default for ReadOptions {
 }
 
 impl ReadOptions {
-    /// Reads this device's trace from a PyTorch snapshot.
+    /// Selects the device whose trace to read from a PyTorch snapshot.
     #[must_use]
     pub fn device(mut self, device: usize) -> Self {
         self.device = Some(device);
         self
     }
 
-    /// Reads text that ends in the middle up to there; [`Summary::torn_at_line`](crate::Summary::torn_at_line) then says where.
+    /// Accepts truncated text up to the point of truncation; [`Summary::torn_at_line`](crate::Summary::torn_at_line) then states the line.
     #[must_use]
     pub fn accept_torn(mut self) -> Self {
         self.accept_torn = true;

@@ -1,4 +1,4 @@
-//! A job on a time line: Chrome's trace events, for <https://ui.perfetto.dev> and everything else that reads them.
+//! A job on a timeline: Chrome's trace events, for <https://ui.perfetto.dev> and other tools that read them.
 //!
 //! ```text
 //!  job                            trim ◆            out of memory ◆                          instants
@@ -11,21 +11,21 @@
 //!  pool 0, stream 1   ...
 //! ```
 //!
-//! A process is a heap, and one more is the job. The microsecond is the op: what happened in op 17 of the program, counted
-//! from 0, is at 17 µs, so equal jobs under equal configurations are equal bytes.
+//! Each heap is a process; one more process stands for the job. Each op takes one microsecond: events of op 17 of the program, counted from
+//! 0, are at 17 µs. Equal jobs under equal configurations therefore produce equal bytes.
 //!
 //! | `ph` | `name` | `args` |
 //! |---|---|---|
-//! | `C` | `live`, `allocated`, `reserved` | `bytes`: asked for by live allocations; of their blocks; held from the device |
-//! | `b`, `e` | the allocation's name, or `unnamed`; `cat` is `allocation`, `id2.local` its number in the program | `requested_bytes`, `block_bytes`, `segment`, `offset_bytes` |
-//! | `i` | `map`, `unmap` | `bytes` and `address`, which counts upwards as segments are obtained: as in [`export`](mod@crate::export) |
-//! | `i` | `out of memory` | `pool`, `stream`, `requested_bytes`, `left_bytes` that the limit leaves |
-//! | `i` | `trim`, `reserve`, `sync`, `pool destroyed` | what the op says |
+//! | `C` | `live`, `allocated`, `reserved` | `bytes`: requested by live allocations; in their blocks; reserved from the device |
+//! | `b`, `e` | the allocation's name, or `unnamed`; `cat` is `allocation`, `id2.local` is its index in the program | `requested_bytes`, `block_bytes`, `segment`, `offset_bytes` |
+//! | `i` | `map`, `unmap` | `bytes` and `address`, which ascends in the order in which segments are obtained, as in [`export`](mod@crate::export) |
+//! | `i` | `out of memory` | `pool`, `stream`, `requested_bytes`, `left_bytes`, the remainder of the limit |
+//! | `i` | `trim`, `reserve`, `sync`, `pool destroyed` | the op's operands |
 //! | `M` | `process_name`, `process_sort_index` | |
 //!
-//! An allocation that is live at the end ends there. A large job would make a file that no viewer opens, so there are only
-//! so many slices, of the largest allocations, and only so many points per counter, each the highest of some ops in a row:
-//! see [`TimelineOptions`]. Nothing is kept but the live allocations and a few numbers per heap.
+//! An allocation that is live at the end of the job ends there. A large job would produce a file that no viewer opens, so
+//! [`TimelineOptions`] limits the number of slices, to those of the largest allocations, and the number of points per counter, each the
+//! highest value of several consecutive ops. Memory: the live allocations, and a few numbers per heap.
 
 mod heap;
 mod writer;
@@ -43,46 +43,46 @@ use crate::rerun::{Happened, Live, Moment, Owner, Rerun};
 use heap::{HeapTrack, Quantity};
 use writer::{Args, EventWriter};
 
-/// How much of a job is drawn.
+/// Limits on the level of detail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TimelineOptions {
-    /// Slices at most: of the largest allocations, and of equally large ones the first. `None` for all.
+    /// Maximum number of slices. The largest allocations are drawn; among equally large ones, the first. `None` draws all.
     pub slices_max: Option<u64>,
-    /// Points of one counter at most: where there are more ops, each is the highest of some ops in a row. `None` for all.
+    /// Maximum number of points per counter. If there are more ops, each point is the highest value of several consecutive ops. `None`
+    /// draws all.
     pub points_max: Option<u64>,
 }
 
 impl Default for TimelineOptions {
-    /// 100,000 of each.
+    /// Returns limits of 100,000 slices and 100,000 points.
     fn default() -> Self {
         TimelineOptions { slices_max: Some(100_000), points_max: Some(100_000) }
     }
 }
 
-/// What was drawn.
+/// Counts over a drawn timeline.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TimelineSummary {
     /// Heaps that held memory.
     pub heaps: u64,
-    /// Allocations that are slices.
+    /// Allocations drawn as slices.
     pub slices: u64,
-    /// Allocations of at least one byte that are none, because there are larger ones.
+    /// Allocations of at least one byte not drawn, because there are larger ones.
     pub left_out: u64,
     /// Values of counters.
     pub points: u64,
-    /// Ops that one value of a counter stands for.
+    /// Ops per value of a counter.
     pub ops_per_point: u64,
-    /// Memory that came and went, requests that were refused, trims and the like.
+    /// Memory mapped and unmapped, refused requests, trims and similar events.
     pub instants: u64,
 }
 
-/// Carries a program out under a configuration and writes what happened as Chrome's trace events. Gives `sink` many small
-/// pieces.
+/// Executes a program under a configuration and writes the events as Chrome's trace events. Writes to `sink` in many small pieces.
 ///
 /// # Errors
-/// When the program cannot be carried out, or `sink` cannot be written.
+/// When the program cannot be executed, or `sink` cannot be written.
 ///
 /// # Examples
 /// ```
@@ -123,7 +123,7 @@ pub fn timeline(
     timeline.finish(ops)
 }
 
-/// The process of what belongs to no heap. Viewers take number 0 for the system's.
+/// The process for events outside of heaps. Viewers reserve number 0 for the system.
 const JOB: usize = 1;
 /// The process of the first heap.
 const FIRST_HEAP: usize = 2;
@@ -132,11 +132,11 @@ fn ops_per_point(ops: usize, points_max: Option<u64>) -> u64 {
     points_max.map_or(1, |most| (ops as u64).div_ceil(most.max(1)).max(1))
 }
 
-/// Which allocations are drawn: the larger ones, and the first of those that are just large enough.
+/// The allocations to draw: the larger ones, and the first of those at the size threshold.
 struct Drawn {
-    /// All that are larger.
+    /// Threshold: all larger allocations are drawn.
     above_bytes: u64,
-    /// How many more of exactly that size.
+    /// Remaining number of allocations of exactly that size to draw.
     left: u64,
 }
 
@@ -172,11 +172,11 @@ struct TimelineWriter<'p, W> {
     events: EventWriter<W>,
     program: &'p Program,
     drawn: Drawn,
-    /// Slices that have begun and not ended, by allocation, with their process.
+    /// Open slices by allocation, with their processes.
     open: BTreeMap<AllocationId, usize>,
-    /// In the order in which they first held memory: the n-th is process `FIRST_HEAP` + n.
+    /// Heaps in the order in which they first held memory: the n-th is process `FIRST_HEAP` + n.
     heaps: Vec<HeapTrack>,
-    /// Heaps with a counter whose last value is not the present one.
+    /// Heaps with a counter that changed since it was last written.
     changed: Vec<usize>,
     summary: TimelineSummary,
 }
@@ -267,7 +267,7 @@ impl<W: Write> TimelineWriter<'_, W> {
         Ok(self.events.instant(name, process, at, args)?)
     }
 
-    /// The heap of an owner, which is about to change.
+    /// Returns the index of an owner's heap, and marks the heap as changed.
     fn heap(&mut self, owner: Owner) -> Result<usize, ExportError> {
         let known = self.heaps.iter().position(|heap| heap.owner == owner);
         let heap = match known {
@@ -286,12 +286,12 @@ impl<W: Write> TimelineWriter<'_, W> {
         Ok(heap)
     }
 
-    /// An op is over.
+    /// Settles the changed heaps at the end of an op.
     fn settle(&mut self) {
         self.changed.iter().for_each(|heap| self.heaps[*heap].settle());
     }
 
-    /// Writes the counters that moved since the last time, after an op.
+    /// Writes the counters that changed since the last point, after an op.
     fn points(&mut self, at: usize) -> Result<(), ExportError> {
         self.settle();
         self.changed.sort_unstable();
@@ -307,7 +307,7 @@ impl<W: Write> TimelineWriter<'_, W> {
     }
 
     fn finish(mut self, ops: usize) -> Result<TimelineSummary, ExportError> {
-        // Twice: the highest of the last ops, then what there is at the end.
+        // Write twice: the highest values of the last ops, then the final values.
         self.points(ops.saturating_sub(1))?;
         self.points(ops)?;
         for (id, process) in std::mem::take(&mut self.open) {
@@ -318,7 +318,7 @@ impl<W: Write> TimelineWriter<'_, W> {
     }
 }
 
-/// What allocations without a name are called.
+/// Name of allocations without a name.
 const UNNAMED: &str = "unnamed";
 
 #[cfg(test)]

@@ -1,13 +1,13 @@
-//! Pickles: a reader for what `pickle.dump` writes of dicts, lists, numbers and text, protocols 2 to 5.
+//! A reader for pickles of dicts, lists, numbers and text, as `pickle.dump` writes them in protocols 2 to 5.
 //!
-//! Python's own reader runs code that a pickle names, keeps every object that was ever memoised, and is written in
-//! Python. This one reads memory snapshots of 100 MB and more from strangers, so it
+//! Python's own reader runs code that a pickle names, keeps every memoized object, and is written in Python. This reader processes
+//! untrusted memory snapshots of 100 MB and more, so it
 //!
-//! * **executes nothing.** Opcodes that import, call or fetch are an error with their name and offset;
-//! * **keeps almost nothing.** Values are pruned to the caller's vocabulary while they are read ([`values`] says how),
-//!   in one pass from start to end, so a pipe will do;
-//! * **believes nothing.** A length is walked over, not allocated. Memo indices must count upwards. Shared and
-//!   self-containing values stay one value; nothing is ever expanded, and nothing recurses.
+//! * **executes nothing.** Opcodes that import, call or load objects are errors, with their name and offset;
+//! * **keeps almost nothing.** Values are pruned to the caller's vocabulary while they are read (see [`values`]), in one pass from start to
+//!   end, so the source can be a pipe;
+//! * **trusts nothing.** Memory is never allocated for a stated length. Memo indices must ascend. Shared and self-containing values remain
+//!   one value; the reader neither expands them nor recurses.
 //!
 //! A pickle is a program for a stack machine:
 //!
@@ -17,9 +17,9 @@
 //!   memo:                                  0: {}                              1: "size"
 //! ```
 //!
-//! Memory: 16 bytes for each value on the stack and each memoised one, and what [`values`] keeps. That is at most 48
-//! bytes for any opcode, and the text that is kept; real snapshots come to twice the pickle's length without stack frames,
-//! to half of it with them. A limit of the caller's holds over it. Time: linear in the input.
+//! Memory: 16 bytes for each value on the stack and for each memoized value, plus whatever [`values`] keeps. This is at most 48 bytes per
+//! opcode, plus the kept text. Real snapshots take twice the pickle's length without stack frames, and half of it with them. The caller
+//! sets a limit on the total. Time: linear in the input.
 
 use std::io::Read;
 
@@ -38,44 +38,44 @@ pub(crate) use values::{DictId, Item, Keeps, Kept, List, ListId, Value, Values, 
 use input::Input;
 use values::ArenaFull;
 
-/// How far a memo index may lie beyond the next one. All known writers count upwards, from 0 or from 1.
+/// Maximum distance of a memo index from the next one. All known writers count up from 0 or 1.
 const MEMO_GAP_MAX: usize = 1;
 
-/// Opcodes between two looks at the memory limit.
+/// Number of opcodes between two checks of the memory limit.
 const OPCODES_PER_LIMIT_CHECK: u64 = 1024;
 
-/// The longest text outside of the vocabulary that is kept.
+/// Maximum length of kept text outside of the vocabulary.
 const TEXT_BYTES_MAX: u64 = NAME_BYTES_MAX as u64;
 
-/// What was read: one value.
+/// A parsed pickle: one value.
 pub(crate) struct Document {
     pub(crate) root: Value,
     pub(crate) values: Values,
 }
 
-/// What is kept of a pickle.
+/// The parts of a pickle to keep.
 #[derive(Clone, Copy)]
 pub(crate) struct Vocabulary {
-    /// The text to keep: at most 256 words. [`Word`] is a position in it.
+    /// The text to keep: at most 256 words. [`Word`] is an index into it.
     pub(crate) words: &'static [&'static str],
-    /// Under these words other text is kept, too, of up to [`TEXT_BYTES_MAX`].
+    /// Words whose values are also kept as text, of up to [`TEXT_BYTES_MAX`].
     pub(crate) texts_of: &'static [Word],
-    /// Which dicts are kept in a list.
+    /// Decides which dicts are kept in lists.
     pub(crate) keeps: Keeps,
 }
 
-/// Reads a pickle that fills `source` to its end. `limit_bytes` is the most memory to hold.
+/// Reads a pickle that fills `source` to its end. `limit_bytes` limits the memory.
 pub(crate) fn read<R: Read>(source: R, vocabulary: Vocabulary, limit_bytes: u64) -> Result<Document, PickleError> {
     Machine::new(source, vocabulary, limit_bytes).run()
 }
 
-/// A frame of protocol 4 or 5: so many bytes of whole opcodes.
+/// A frame of protocol 4 or 5: a number of bytes that contain whole opcodes.
 #[derive(Clone, Copy)]
 struct Frame {
-    /// Of the frame's opcode.
+    /// Offset of the frame's opcode.
     offset: u64,
     length_bytes: u64,
-    /// Where the frame ends, and an opcode must.
+    /// Offset at which the frame ends; an opcode must end there too.
     end: u64,
 }
 
@@ -88,14 +88,14 @@ impl Frame {
 struct Machine<R> {
     input: Input<R>,
     vocabulary: Vocabulary,
-    /// The length of the longest word.
+    /// Length of the longest word in bytes.
     word_bytes_max: usize,
     limit_bytes: u64,
-    /// Where the opcode at work stands.
+    /// Offset of the current opcode.
     offset: u64,
     frame: Option<Frame>,
     stack: Vec<Value>,
-    /// Heights of the stack, never falling; items below the last one are out of reach.
+    /// Stack heights in ascending order; items below the last one are out of reach.
     marks: Vec<usize>,
     memo: Vec<Option<Value>>,
     values: Values,
@@ -137,7 +137,7 @@ impl<R: Read> Machine<R> {
         self.stop()
     }
 
-    /// Does what one opcode says.
+    /// Executes one opcode.
     fn execute(&mut self, opcode: u8) -> Result<(), PickleError> {
         match opcode {
             opcode::BINGET => {
@@ -202,7 +202,7 @@ impl<R: Read> Machine<R> {
                 self.push_long(length.into())
             }
             opcode::LONG4 => {
-                // Signed in the format; a negative length is as impossible as one of 2 GiB.
+                // The length is signed in the format; a negative length is as impossible as one of 2 GiB.
                 let length = u32::from_le_bytes(self.input.array()?);
                 self.push_long(length)
             }
@@ -298,7 +298,7 @@ impl<R: Read> Machine<R> {
         }
     }
 
-    /// At the start of an opcode: a frame may end here, or later, but not before.
+    /// Checks, at the start of an opcode, that no frame ended inside the previous one.
     #[inline]
     fn check_frame(&mut self) -> Result<(), PickleError> {
         match self.frame {
@@ -340,7 +340,7 @@ impl<R: Read> Machine<R> {
     }
 
     fn push_text(&mut self, length_bytes: u64) -> Result<(), PickleError> {
-        // No word is longer than 255 bytes, so that a text that may be one fits here.
+        // No word is longer than 255 bytes, so any text that could be a word fits.
         let mut text = [0; 256];
         if (1..=TEXT_BYTES_MAX).contains(&length_bytes) && self.is_text_key(self.stack.last()) {
             return self.push_kept_text(length_bytes as usize);
@@ -355,7 +355,7 @@ impl<R: Read> Machine<R> {
         self.push(word.unwrap_or(Value::OtherText))
     }
 
-    /// Text behind the key under which all text is kept. A word is a word there, too, as it may be meant elsewhere.
+    /// Pushes text after a key whose texts are all kept. A vocabulary word remains a word, because it may be shared with another key.
     fn push_kept_text(&mut self, length_bytes: usize) -> Result<(), PickleError> {
         let mut text = vec![0; length_bytes];
         self.input.fill(&mut text)?;
@@ -371,7 +371,7 @@ impl<R: Read> Machine<R> {
         matches!(key, Some(Value::Word(key)) if self.vocabulary.texts_of.contains(key))
     }
 
-    /// An integer in little-endian two's complement of any length; none at all is zero.
+    /// Pushes an integer in little-endian two's complement of any length. Length zero means 0.
     fn push_long(&mut self, length_bytes: u32) -> Result<(), PickleError> {
         let mut low = [0; 8];
         let low_bytes = length_bytes.min(8) as usize;
@@ -386,19 +386,19 @@ impl<R: Read> Machine<R> {
         self.push(if negative || !high_is_zero { Value::OutOfRange } else { Value::Integer(u64::from_le_bytes(low)) })
     }
 
-    /// The lowest place of the stack that opcodes may reach.
+    /// Returns the lowest stack position that opcodes may reach.
     #[inline]
     fn floor(&self) -> usize {
         self.marks.last().copied().unwrap_or(0)
     }
 
-    /// Takes the last mark away and counts the values above it.
+    /// Removes the last mark and counts the values above it.
     fn above_mark(&mut self) -> Result<usize, PickleError> {
         let mark = self.marks.pop().ok_or(PickleError::StackUnderflow { offset: self.offset })?;
         Ok(self.stack.len() - mark)
     }
 
-    /// Where the topmost `count` values start.
+    /// Returns the position of the topmost `count` values.
     #[inline]
     fn start_of(&self, count: usize) -> Result<usize, PickleError> {
         let start = self.stack.len().checked_sub(count).filter(|start| *start >= self.floor());
@@ -418,7 +418,7 @@ impl<R: Read> Machine<R> {
 
     // Containers.
 
-    /// Sets the topmost `count / 2` pairs in the dict below them.
+    /// Stores the topmost `count / 2` pairs in the dict below them.
     fn set_items_from(&mut self, count: usize) -> Result<(), PickleError> {
         let container = self.start_of(count + 1)?;
         let Value::Dict(dict) = self.stack[container] else { return Err(self.wrong_container()) };
@@ -427,7 +427,7 @@ impl<R: Read> Machine<R> {
             return Err(self.wrong_container());
         }
         for pair in pairs {
-            // Most have no such text, and would keep a field each.
+            // Most entries have no such text, and would otherwise keep one field each.
             if matches!(pair[1], Value::Nothing | Value::OtherText) && self.is_text_key(pair.first()) {
                 continue;
             }
@@ -450,7 +450,7 @@ impl<R: Read> Machine<R> {
         Ok(())
     }
 
-    /// Makes a tuple of the topmost `count` values.
+    /// Replaces the topmost `count` values with a tuple.
     fn push_tuple(&mut self, count: usize) -> Result<(), PickleError> {
         let start = self.start_of(count)?;
         if let [Value::Integer(first), Value::Integer(second)] = self.stack[start..]

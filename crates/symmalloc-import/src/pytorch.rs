@@ -1,6 +1,6 @@
-//! PyTorch memory snapshots: from what `torch.cuda.memory._dump_snapshot` pickled to the ops of the recorded program.
+//! PyTorch memory snapshots: converts pickles from `torch.cuda.memory._dump_snapshot` to the ops of the recorded program.
 //!
-//! Python's writer (any protocol from 2) and the one in C++ (protocol 2) are read alike, with stack frames or without.
+//! Supports Python's writer (any protocol from 2) and the C++ writer (protocol 2), with and without stack frames.
 //!
 //! ```text
 //! { 'device_traces': [ [ {'action': 'alloc', 'addr': .., 'size': .., 'stream': .., 'frames': [..], ..}, .. ], .. ],
@@ -9,28 +9,28 @@
 //!
 //! | action | becomes |
 //! |---|---|
-//! | `alloc` | [`Allocate`], with the placement that PyTorch chose where its segment's birth is in the recording |
-//! | `free_requested` | [`Free`]; before it a [`RecordUse`] if no `free_completed` follows at once |
-//! | `free_completed` | how long its free was [`Pending`]: that is PyTorch's event polling, no part of the program |
-//! | `record_use` | [`RecordUse`]: written by our [export](crate::export), which knows the stream |
+//! | `alloc` | [`Allocate`], with PyTorch's placement if the recording contains the creation of the segment |
+//! | `free_requested` | [`Free`], preceded by a [`RecordUse`] unless `free_completed` follows at once |
+//! | `free_completed` | the [`Pending`] duration of its free, which is due to PyTorch's event polling and not part of the program |
+//! | `record_use` | [`RecordUse`]; written by symmalloc's [export](crate::export), which knows the stream |
 //! | `segment_*` | placements |
 //! | `oom`, `snapshot`, others | counted in the [`Summary`] |
 //!
-//! PyTorch completes a free within the same call unless another stream used the block, so a `free_completed` that does
-//! not come right after its `free_requested` means just that. The snapshot does not say *which* stream. The use is
-//! given to the lowest-numbered stream other than the allocation's own, and if the recording has no second stream, to
-//! one more that is registered for the purpose. Replays thus wait for some other stream wherever the job did, but not
-//! always for the same one; and a free during CUDA graph capture, which PyTorch also completes later, looks the same.
+//! PyTorch completes a free within the same call unless another stream used the block. A `free_completed` that does not directly follow its
+//! `free_requested` therefore implies such a use. The snapshot does not state *which* stream it was. The importer assigns the use to the
+//! lowest-numbered stream other than the allocation's own; if the recording has no second stream, it registers one. Replays thus wait for
+//! another stream wherever the job did, but not always for the same one. A free during CUDA graph capture, which PyTorch also completes
+//! later, looks the same.
 //!
-//! When the other stream is done by the next allocation, PyTorch notices then, and the completion comes right after the
-//! request as if there had been no other stream. So recorded uses depend on timing: **two ranks that run the same
-//! program may differ in them** (of the 24,419 frees of one recorded job, 558 did), though not in allocations and frees.
+//! If the other stream finishes before the next allocation, PyTorch notices then, and the completion directly follows the request, as if
+//! there had been no other stream. Recorded uses therefore depend on timing: **two ranks that run the same program may differ in them** (of
+//! the 24,419 frees of one recorded job, 558 did), though not in allocations and frees.
 //!
-//! What lived when the trace begins is allocated first, see `before.rs`. Streams are numbered by the first appearance of their
-//! handle in an allocation. An allocation's name is its `user_metadata`, which a program sets with
-//! `torch.cuda.memory._set_memory_metadata`, else the Python frame that asked for it, see `frames.rs`. An entry names its private
-//! pool (`pool_id`), or its segment does, in older versions (`segment_pool_id`); those of our [export](crate::export) have
-//! `symmalloc_pool`. A pool is configured by default, since a snapshot does not say how it was made.
+//! Allocations live at the beginning of the trace come first, see `before.rs`. Streams are numbered by the first appearance of their handle
+//! in an allocation. An allocation's name is its `user_metadata`, which a program sets with `torch.cuda.memory._set_memory_metadata`, or
+//! else the Python frame that requested it, see `frames.rs`. An entry names its private pool (`pool_id`), or its segment does in older
+//! versions (`segment_pool_id`); entries of symmalloc's [export](crate::export) have `symmalloc_pool`. Pools get the default configuration,
+//! because a snapshot does not contain their settings.
 //!
 //! [`Allocate`]: symmalloc_core::op::Op::Allocate
 //! [`Free`]: symmalloc_core::op::Op::Free
@@ -61,7 +61,7 @@ use words::{
     SEGMENT_FREE, SEGMENT_MAP, SEGMENT_UNMAP, SEGMENTS, SIZE, SNAPSHOT, USER_METADATA, VOCABULARY,
 };
 
-/// Reads a snapshot and retells the trace of one device.
+/// Reads a snapshot and converts the trace of one device.
 pub(crate) fn read(source: impl Read, options: &ReadOptions) -> Result<Transcript, SnapshotError> {
     let vocabulary = Vocabulary { words: VOCABULARY, texts_of: &[USER_METADATA, FILENAME, NAME], keeps: frames::keeps };
     let document = pickle::read(source, vocabulary, options.memory_limit_bytes)?;
@@ -74,12 +74,12 @@ pub(crate) fn read(source: impl Read, options: &ReadOptions) -> Result<Transcrip
     DeviceTrace { document: &document, device, entries: traces[device] }.retell(options.memory_limit_bytes)
 }
 
-/// The list of entries of each device.
+/// Returns the list of entries of each device.
 fn device_traces(document: &Document) -> Result<Vec<&List>, SnapshotError> {
     let Value::Dict(root) = document.root else { return Err(SnapshotError::NotASnapshot) };
     let traces = match document.values.field(root, DEVICE_TRACES) {
         Some(Value::List(traces)) => traces,
-        // `segments` alone shows what is live.
+        // `segments` alone contains the live allocations.
         None if document.values.field(root, SEGMENTS).is_some() => return Ok(Vec::new()),
         _ => return Err(SnapshotError::NotASnapshot),
     };
@@ -94,12 +94,12 @@ fn device_traces(document: &Document) -> Result<Vec<&List>, SnapshotError> {
     traces.items.iter().map(trace).collect()
 }
 
-/// The most devices of a snapshot without traces. A machine has no more.
+/// Maximum number of devices of a snapshot without traces. No machine has more.
 const DEVICES_MAX: usize = 1 << 10;
 
-/// Returns the device asked for, or the only one with a trace, or, where none has one, the only one with live memory in its segments.
-/// PyTorch marks the taking of a snapshot on every device, used or not: a trace of nothing but marks is none, where another one is
-/// more.
+/// Returns the requested device, or the only one with a trace, or, if none has one, the only one with live memory in its segments.
+/// PyTorch marks the taking of a snapshot on every device, used or not. Traces that contain only such marks are therefore ignored if
+/// another trace contains other entries.
 fn select_device(
     document: &Document,
     traces: &[&List],
@@ -185,7 +185,7 @@ impl<'a> DeviceTrace<'a> {
         Ok(transcript)
     }
 
-    /// What lived when the trace begins is allocated first.
+    /// Converts the allocations live at the beginning of the trace; they come first.
     fn retell_before(&self, transcript: &mut Transcript) -> Result<Before, SnapshotError> {
         let before = Before::of(self)?;
         transcript.summary.recorded_reserved_bytes_peak = before.reserved_bytes_peak;

@@ -1,13 +1,13 @@
-//! A recording: the ops that some file holds, whatever kind of file it is.
+//! Recordings: the ops of a file in any supported format.
 //!
 //! ```text
-//! file or bytes ──► decompress ──► first bytes ──┬─► "symmalloc-trace"      trace reader of the core ──┐
+//! file or bytes ──► decompress ──► first bytes ──┬─► "symmalloc-trace"      trace reader ───────────────┐
 //!                                                ├─► 0x80 (pickle)          pytorch ──► transcript ────┼─► Recording
 //!                                                └─► "..,Action,Pointer,.." rmm ──────► transcript ────┘
 //! ```
 //!
-//! Input is streamed; in memory are the records (80 bytes each) and, for a snapshot, what [`pickle`](crate::pickle)
-//! keeps of it while it is read.
+//! Input is streamed. Memory holds the records (80 bytes each) and, for a snapshot, the parts that [`pickle`](crate::pickle) keeps while it
+//! is read.
 
 use std::fs::File;
 use std::io::{BufRead, Read};
@@ -23,7 +23,7 @@ use crate::options::ReadOptions;
 use crate::summary::Summary;
 use crate::{pytorch, rmm};
 
-/// The kinds of file that hold ops.
+/// The supported file formats.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Format {
@@ -35,26 +35,26 @@ pub enum Format {
     RmmLog,
 }
 
-/// What a file holds. The same bytes give the same recording everywhere.
+/// The contents of a file. Equal bytes produce equal recordings everywhere.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Recording {
-    /// The ops, consistent with each other: every stream and allocation is named before it is used.
+    /// The ops, consistent with each other: every stream and allocation is declared before it is used.
     pub records: Vec<Record>,
-    /// The kind of file.
+    /// The file format.
     pub format: Format,
-    /// How it was compressed.
+    /// The compression of the file.
     pub compression: Compression,
-    /// The allocator's configuration, where a trace states one.
+    /// The allocator's configuration, if a trace states one.
     pub config: Option<Config>,
-    /// What was found, and what was left out.
+    /// Counts of the ops found and of the parts omitted.
     pub summary: Summary,
 }
 
 /// Reads the recording in a file.
 ///
 /// # Errors
-/// When the file cannot be read, or holds no recording or a damaged one. The error names the file.
+/// When the file cannot be read, is not a recording, or is damaged. The error names the file.
 pub fn read_path(path: &Path, options: &ReadOptions) -> Result<Recording, ImportError> {
     let file = File::open(path).map_err(|error| ImportError::new(Some(path), ImportErrorKind::Open(error)))?;
     read_any(file, options).map_err(|kind| ImportError::new(Some(path), kind))
@@ -63,20 +63,20 @@ pub fn read_path(path: &Path, options: &ReadOptions) -> Result<Recording, Import
 /// Reads the recording in these bytes.
 ///
 /// # Errors
-/// When the bytes are no recording or a damaged one.
+/// When the bytes are not a recording, or are damaged.
 pub fn read_bytes(bytes: &[u8], options: &ReadOptions) -> Result<Recording, ImportError> {
     read_from(bytes, options)
 }
 
-/// Reads the recording that a source, such as a pipe, gives until its end.
+/// Reads a recording from a source, such as a pipe, to its end.
 ///
 /// # Errors
-/// When the source fails, or what it gives is no recording or a damaged one.
+/// When the source fails, is not a recording, or is damaged.
 pub fn read_from(source: impl Read, options: &ReadOptions) -> Result<Recording, ImportError> {
     read_any(source, options).map_err(|kind| ImportError::new(None, kind))
 }
 
-/// The most of a file that is read to tell its kind.
+/// Maximum number of bytes read to detect the format.
 const START_BYTES_MAX: u64 = 4096;
 
 fn read_any(mut source: impl Read, options: &ReadOptions) -> Result<Recording, ImportErrorKind> {
@@ -85,7 +85,7 @@ fn read_any(mut source: impl Read, options: &ReadOptions) -> Result<Recording, I
     let compression = source.get_ref().compression();
     let mut start = Vec::new();
     let format = match format_of(source.fill_buf()?) {
-        // The columns of a log come in any order, and the buffer may end before them.
+        // The columns of a log may be in any order, and the buffer may end before them.
         Err(ImportErrorKind::UnknownFormat) => {
             source.by_ref().take(START_BYTES_MAX).read_until(b'\n', &mut start)?;
             if rmm::is_log(&start) { Format::RmmLog } else { return Err(ImportErrorKind::UnknownFormat) }
@@ -104,14 +104,14 @@ fn read_any(mut source: impl Read, options: &ReadOptions) -> Result<Recording, I
     Ok(Recording { records, format, compression, config, summary })
 }
 
-/// What a reader gives: records, a configuration, a summary.
+/// Result of a reader: records, a configuration, a summary.
 type Parts = (Vec<Record>, Option<Config>, Summary);
 
 fn told((records, summary): (Vec<Record>, Summary)) -> Parts {
     (records, None, summary)
 }
 
-/// The kind of file that starts so.
+/// Returns the format of data that starts with these bytes.
 fn format_of(start: &[u8]) -> Result<Format, ImportErrorKind> {
     let header = |text: &[u8]| start.starts_with(text) || (!start.is_empty() && text.starts_with(start));
     match start {
@@ -153,7 +153,7 @@ fn read_trace(source: impl BufRead, compression: Compression, options: &ReadOpti
     Ok((records, reader.config().cloned(), summary))
 }
 
-/// The line at which a trace ends in the middle, if that is the error.
+/// Returns the line at which a trace is torn, if that is the error.
 fn torn_line(error: &TraceError) -> Option<u64> {
     match error {
         TraceError::Torn { line, .. } => Some(*line),

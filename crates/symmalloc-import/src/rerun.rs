@@ -1,19 +1,17 @@
-//! A rerun: a recorded program carried out once more on our allocator, and watched op by op.
+//! Reruns: execute a recorded program on this allocator, and observe it op by op.
 //!
 //! ```text
-//! Program ──► Rerun ──► each op: what became of it, and what memory came from or went back to the device
-//!               └─────► a snapshot of every segment and block, whenever it is wanted
+//! Program ──► Rerun ──► each op: its outcome, and the memory mapped and unmapped
+//!               └─────► a snapshot of every segment and block, at any time
 //! ```
 //!
-//! Whoever wants to show a job (a snapshot for PyTorch's viewer, a chart) watches a rerun. Nothing is kept for the
-//! watcher but the live allocations, so it may stop anywhere and run again: by rule D1 every rerun is the same, and the
-//! same as what the job itself did on this allocator.
+//! A rerun serves everything that displays a job, such as a snapshot for PyTorch's viewer or a chart. It keeps only the live allocations,
+//! so an observer may stop anywhere and run again: by rule D1 every rerun is the same, and matches the job itself on this allocator.
 //!
-//! Where a recording says how long freed memory stayed [pending](symmalloc_core::op::Pending), a rerun can
-//! [leave it taken](Rerun::with_pending_frees) for as long, as the recorded allocator did.
+//! If a recording states how long freed memory stayed [pending](symmalloc_core::op::Pending), a rerun can [keep it in
+//! use](Rerun::with_pending_frees) for as long as the recorded allocator did.
 //!
-//! The device below grants everything, as much as is asked for, at addresses that count upwards. Placements do not
-//! depend on it, and configured limits still hold.
+//! The simulated device grants every request, at ascending addresses. Placements do not depend on it, and configured limits still apply.
 //!
 //! ```
 //! use symmalloc_core::config::Config;
@@ -56,18 +54,18 @@ use symmalloc_trace::replay::{Program, Replay, StepError};
 use device::NotingDevice;
 use pending::PendingFrees;
 
-/// A program on an allocator of its own. See the [module documentation](self).
+/// A program on a separate allocator. See the [module documentation](self).
 #[derive(Debug)]
 pub struct Rerun<'p> {
     program: &'p Program,
     allocator: Allocator<NotingDevice>,
-    /// How each pool is configured, by id.
+    /// Configuration of each pool, by id.
     pools: Vec<Cow<'p, PoolConfig>>,
-    /// Whether memory stays taken while its free is pending.
+    /// If `true`, memory stays in use while its free is pending.
     with_pending_frees: bool,
 }
 
-/// What became of an op.
+/// Outcome of an op.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Happened {
@@ -75,27 +73,27 @@ pub enum Happened {
     Allocated(Live),
     /// The allocation is free.
     Freed(Live),
-    /// The program freed the allocation, and it stays taken. Only with [`Rerun::with_pending_frees`].
+    /// The program freed the allocation, but it stays in use. Only with [`Rerun::with_pending_frees`].
     FreeRequested(Live),
-    /// An allocation that the program freed before is free now. Only with [`Rerun::with_pending_frees`].
+    /// An allocation that the program freed earlier is now free. Only with [`Rerun::with_pending_frees`].
     FreeCompleted(Live),
-    /// The allocation is used by another stream, too.
+    /// Another stream also uses the allocation.
     Used {
         /// The allocation.
         live: Live,
         /// The other stream.
         stream: StreamId,
     },
-    /// A configured limit refused the allocation, or it is larger than a segment can be.
+    /// A configured limit refused the allocation, or it exceeds the maximum size of a segment.
     Refused {
-        /// Bytes that the program asked for.
+        /// Requested bytes.
         requested_bytes: u64,
-        /// The stream it was for.
+        /// The allocation's stream.
         stream: StreamId,
-        /// Bytes that the limit leaves.
+        /// Remaining bytes of the limit.
         left_bytes: u64,
     },
-    /// Anything else: an allocation of no bytes, an op on a refused allocation, an op on streams or pools.
+    /// Any other outcome: an allocation of zero bytes, an op on a refused allocation, or an op on streams or pools.
     Nothing,
 }
 
@@ -103,60 +101,59 @@ pub enum Happened {
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Moment<'a> {
-    /// The op's number in the program, counted from 0. Of a completion, the last op's before it.
+    /// Index of the op in the program, from 0; for a completion, that of the last op before it.
     pub number: usize,
-    /// The op. Of a completion, the free.
+    /// The op; for a completion, the free.
     pub op: &'a Op,
-    /// What became of it.
+    /// Outcome of the op.
     pub happened: Happened,
-    /// What came from the device and went back to it, in order.
+    /// Memory mapped and unmapped, in order.
     pub memory: &'a [MemoryChange],
 }
 
-/// Why a program cannot be carried out.
+/// Error executing a program.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum RerunError {
-    /// The configuration is not valid.
+    /// The configuration is invalid.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// An op cannot be carried out.
+    /// An op failed.
     #[error("op {op}: {error}")]
     Step {
-        /// The op's number in the program, counted from 0.
+        /// Index of the op in the program, from 0.
         op: usize,
-        /// Why.
+        /// The cause.
         error: StepError,
     },
 }
 
 impl<'p> Rerun<'p> {
-    /// A rerun of the program under a configuration. What the program says about its default pool is not applied: the
-    /// configuration does.
+    /// Creates a rerun of the program under a configuration, which replaces the program's settings for the default pool.
     ///
     /// # Errors
-    /// When the configuration is not valid for the device, whose granularity is 2 MiB.
+    /// When the configuration is invalid for the device, whose granularity is 2 MiB.
     pub fn new(program: &'p Program, config: &Config) -> Result<Self, RerunError> {
         let allocator = Allocator::new(NotingDevice::new(), config.clone())?;
         let pools = vec![Cow::Owned(config.default_pool().clone())];
         Ok(Rerun { program, allocator, pools, with_pending_frees: false })
     }
 
-    /// Memory whose free was pending in the recording stays taken until then: the program as an allocator has it that
-    /// waits for the device, as PyTorch's does. It may need more memory so. When a pool is destroyed, no free is pending.
+    /// Keeps memory in use while its free was pending in the recording, like an allocator that waits for the device, such as PyTorch's.
+    /// This can increase the memory needed. Destroying a pool completes its pending frees.
     #[must_use]
     pub fn with_pending_frees(mut self) -> Self {
         self.with_pending_frees = true;
         self
     }
 
-    /// Carries the program out, up to its first `ops` ops, and shows `watch` each of them.
+    /// Executes the first `ops` ops of the program, and passes each of them to `watch`.
     ///
     /// # Errors
-    /// The first error of `watch`, or of an op. A refused allocation is no error.
+    /// The first error of `watch` or of an op. A refused allocation is not an error.
     ///
     /// # Panics
-    /// When it is called a second time.
+    /// When called a second time.
     pub fn run<E: From<RerunError>>(
         &mut self,
         ops: usize,
@@ -201,18 +198,18 @@ impl<'p> Rerun<'p> {
         Ok(())
     }
 
-    /// Every segment and block as they are now.
+    /// Returns the current segments and blocks.
     pub fn snapshot(&self) -> Snapshot {
         self.allocator.snapshot()
     }
 
-    /// How a pool that the program has made is configured.
+    /// Returns the configuration of a pool that the program has created.
     pub fn pool_config(&self, pool: PoolId) -> Option<&PoolConfig> {
         self.pools.get(pool.index()).map(|config| &**config)
     }
 }
 
-/// Carries an op out: what became of it.
+/// Executes an op and returns its outcome.
 fn carried_out(
     replay: &mut Replay<'_, NotingDevice, Exclusive>,
     number: usize,
@@ -254,7 +251,7 @@ fn carried_out(
     Ok(happened)
 }
 
-/// Carries a pending free out, after op `number`.
+/// Completes a pending free, after op `number`.
 fn complete<E: From<RerunError>>(
     allocator: &Allocator<NotingDevice>,
     replay: &mut Replay<'_, NotingDevice, Exclusive>,
@@ -269,12 +266,12 @@ fn complete<E: From<RerunError>>(
     watch(&Moment { number, op: free, happened: Happened::FreeCompleted(live), memory: &memory })
 }
 
-/// Whether the error is the allocator's decision to give no memory.
+/// Returns `true` if the allocator decided to refuse memory.
 fn is_refusal(error: &AllocateError) -> bool {
     matches!(error, AllocateError::OutOfMemory(_) | AllocateError::TooLarge { .. })
 }
 
-/// What the limit that refused leaves to obtain; the device itself refuses nothing.
+/// Returns the remainder of the limit that refused the request. The device itself refuses nothing.
 fn left_bytes(error: &AllocateError) -> u64 {
     match error {
         AllocateError::OutOfMemory(refusal) => match &**refusal {
@@ -287,7 +284,7 @@ fn left_bytes(error: &AllocateError) -> u64 {
     }
 }
 
-/// In which heap an op may obtain memory, and the stream it is for.
+/// Returns the heap in which an op may obtain memory, and the op's stream.
 fn owner(op: &Op, pools: &[Cow<'_, PoolConfig>]) -> Option<(Owner, StreamId)> {
     match *op {
         Op::Allocate { pool, stream, .. } | Op::Reserve { pool, stream, .. } => {

@@ -1,4 +1,4 @@
-//! RMM logs: from the CSV that `rmm::mr::logging_resource_adaptor` writes to the ops of the logged program.
+//! RMM logs: converts the CSV of `rmm::mr::logging_resource_adaptor` to the ops of the logged program.
 //!
 //! ```text
 //! Thread,Time,Action,Pointer,Size,Stream
@@ -7,18 +7,19 @@
 //! 1979932,14:21:33.000001,allocate failure,(nil),1099511627776,0x2
 //! ```
 //!
-//! Columns go by the names in the first line, in any order; those not needed are not looked at. Fields may be quoted,
-//! lines may end with CR LF, blank lines are passed over. Pointers and streams are hexadecimal, with `0x` or without.
+//! The first line names the columns, in any order; unneeded columns are ignored. Fields may be quoted, lines may end with CR LF, and blank
+//! lines are skipped. Pointers and streams are hexadecimal, with or without `0x`.
 //!
-//! Streams are numbered by the first appearance of their handle. Three handles are CUDA's: 0x0 and 0x1 are the legacy default
-//! stream, and 0x2 is the default stream of each thread, which the `Thread` column identifies. A free on another stream than the
-//! allocation's own is a use of that stream, then the free.
+//! Streams are numbered by the first appearance of their handle. CUDA defines three handles: 0x0 and 0x1 are the legacy default stream, and
+//! 0x2 is the per-thread default stream, which the `Thread` column identifies. A free on another stream than the allocation's own is a use
+//! of that stream, followed by the free.
 //!
-//! A log that begins late frees what it does not allocate. A free has size and stream, so that memory is allocated before all else,
-//! in the order of the frees. A log names no segments, so allocations have no recorded placement. Several threads are taken
-//! in the order of the log.
+//! A log that begins late frees memory that it does not allocate. Since a free states size and stream, these allocations come first, in the
+//! order of their frees. A log does not name segments, so allocations have no recorded placement. Entries of several threads keep the order
+//! of the log.
 //!
-//! The `csv` crate reads it. RMM ends every line. A last line without its end was therefore cut off, perhaps in a number, and is not believed.
+//! The `csv` crate parses the log. RMM ends every line with a line break. A last line without one was therefore truncated, perhaps within a
+//! number, and is rejected.
 
 use std::io::{self, BufRead, Read};
 
@@ -34,10 +35,10 @@ use self::error::LINE_BYTES_MAX;
 use crate::options::ReadOptions;
 use crate::transcript::{Address, Allocated, Overflow, RawPool, RawStream, Transcript};
 
-/// The columns that are needed.
+/// The required columns.
 const COLUMNS: [&str; 4] = ["Action", "Pointer", "Size", "Stream"];
 
-/// Returns `true` if text that starts so is a log: its first line names most of the columns, in any order.
+/// Returns `true` if text that starts like this is a log: its first line names most of the columns, in any order.
 pub(crate) fn is_log(start: &[u8]) -> bool {
     let line = start.split(|byte| *byte == b'\n').next().unwrap_or(start);
     let name = |field: &[u8]| String::from_utf8_lossy(field).trim().trim_matches('"').to_owned();
@@ -51,7 +52,7 @@ pub(crate) fn read(source: impl BufRead, options: &ReadOptions) -> Result<Transc
     let mut reader = ReaderBuilder::new().flexible(true).from_reader(source);
     let columns = Columns::find(reader.headers().map_err(|error| explained(error, 1))?)?;
     let mut events = Events::new(options.memory_limit_bytes);
-    // The last line is believed only when it is known to end.
+    // The last line counts only once its line break has been seen.
     let mut held: Option<(u64, StringRecord)> = None;
     let torn = loop {
         let mut record = StringRecord::new();
@@ -91,7 +92,7 @@ pub(crate) fn read(source: impl BufRead, options: &ReadOptions) -> Result<Transc
     Ok(transcript)
 }
 
-/// What the CSV reader could not read, at about this line.
+/// Converts an error of the CSV reader at about this line.
 fn explained(error: csv::Error, line: u64) -> RmmError {
     match error.into_kind() {
         ErrorKind::Io(source) => match source.get_ref().and_then(|inner| inner.downcast_ref::<TooLong>()) {
@@ -103,16 +104,16 @@ fn explained(error: csv::Error, line: u64) -> RmmError {
     }
 }
 
-/// The text of a log: no line is longer than a log's, lines end with LF alone, and whether the last one does is known.
+/// The text of a log. It limits the length of lines, normalizes line breaks to LF, and tracks whether the last line has one.
 struct LogText<R> {
     source: R,
-    /// From 1.
+    /// Current line, from 1.
     line: u64,
     line_bytes: u64,
     ends_in_line: bool,
 }
 
-/// A line longer than any in a log.
+/// Error of a line that is longer than any in a log.
 #[derive(Debug, thiserror::Error)]
 #[error("line {line} is too long")]
 struct TooLong {
@@ -149,7 +150,7 @@ impl<R: BufRead> Read for LogText<R> {
     }
 }
 
-/// Which field of a line is what.
+/// Positions of the fields in a line.
 struct Columns {
     count: usize,
     action: usize,
@@ -174,7 +175,7 @@ impl Columns {
         })
     }
 
-    /// Adds the event of a line; a blank one has none.
+    /// Adds the event of a line. Blank lines have none.
     fn read(&self, line: u64, fields: &StringRecord, events: &mut Events) -> Result<(), RmmError> {
         if fields.iter().all(|field| field.trim().is_empty()) && fields.len() == 1 {
             return Ok(());
@@ -204,9 +205,9 @@ impl Columns {
 /// The events of a log.
 struct Events {
     events: Vec<Event>,
-    /// The threads that use their default streams, numbered by first appearance. Looked up only.
+    /// Threads that use their default streams, numbered by first appearance. Looked up only.
     threads: HashMap<String, u128>,
-    /// Bytes of their names.
+    /// Bytes of the threads' names.
     name_bytes: usize,
     limit_bytes: u64,
 }
@@ -216,10 +217,10 @@ impl Events {
         Events { events: Vec::new(), threads: HashMap::new(), name_bytes: 0, limit_bytes }
     }
 
-    /// The stream of a handle in a thread.
+    /// Returns the stream of a handle in a thread.
     fn stream(&mut self, handle: u64, thread: &str) -> RawStream {
         match handle {
-            // cudaStreamLegacy, the default stream by its other name.
+            // cudaStreamLegacy, another handle of the default stream.
             1 => RawStream(0),
             // cudaStreamPerThread.
             2 => {
@@ -243,10 +244,10 @@ impl Events {
         Ok(())
     }
 
-    /// Tells what lived before the log began, then the log.
+    /// Converts the allocations live at the beginning of the log, then the log.
     fn tell(self) -> Result<Transcript, RmmError> {
         let mut transcript = Transcript::new(self.limit_bytes);
-        // Looked up only. What was named before is known, and a second free of it is a damaged log's.
+        // Looked up only. Addresses already seen are known; a second free of one indicates a damaged log.
         let mut known: HashSet<Address> = HashSet::new();
         for event in self.events.iter().filter(|event| event.has_memory()) {
             if known.insert(event.address) && matches!(event.action, Action::Free) && event.size_bytes > 0 {
@@ -265,7 +266,7 @@ enum Action {
     Fail,
 }
 
-/// What one line says.
+/// The event of one line.
 struct Event {
     line: u64,
     action: Action,
@@ -291,7 +292,7 @@ impl Event {
         told.map_err(|overflow| self.overflow(overflow))
     }
 
-    /// Returns `true` unless its pointer is null.
+    /// Returns `true` unless the event's pointer is null.
     fn has_memory(&self) -> bool {
         self.address != Address(0) && !matches!(self.action, Action::Fail)
     }
@@ -316,13 +317,13 @@ impl Event {
     }
 }
 
-/// A pointer or a stream: hexadecimal with or without `0x`; C's `(nil)` is the null pointer.
+/// Parses a pointer or a stream: hexadecimal, with or without `0x`. C's `(nil)` is the null pointer.
 fn handle(text: &str) -> Option<u64> {
     let digits = match text.trim() {
         "(nil)" => return Some(0),
         text => text.strip_prefix("0x").or(text.strip_prefix("0X")).unwrap_or(text),
     };
-    // The parser of std takes a sign too.
+    // The standard parser also accepts a sign.
     digits.bytes().all(|digit| digit.is_ascii_hexdigit()).then(|| u64::from_str_radix(digits, 16).ok())?
 }
 

@@ -1,8 +1,8 @@
-//! What a recording turned out to hold, and what of it could not be made into ops.
+//! Summary of a recording: counts of its ops, and of the parts that could not be converted.
 
 use symmalloc_core::op::{Op, Record};
 
-/// Counts over one recording. Nothing that was left out goes uncounted.
+/// Counts over one recording. Every omitted part is counted.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Summary {
@@ -12,41 +12,40 @@ pub struct Summary {
     pub streams: u64,
     /// Allocations.
     pub allocations: u64,
-    /// Allocations of which the recording says where they were placed.
+    /// Allocations with a recorded placement.
     pub placements: u64,
-    /// Frees, the supplied ones included.
+    /// Frees, including supplied ones.
     pub frees: u64,
-    /// Uses by another stream than the allocation's own.
+    /// Uses by a stream other than the allocation's own.
     pub record_uses: u64,
-    /// Frees that the recording lacks but must have happened, because the same address was allocated again. They are
-    /// in the records, right before that allocation.
+    /// Frees that are missing in the recording but must have happened, because the same address was allocated again. The records contain
+    /// them, directly before that allocation.
     pub frees_supplied: u64,
-    /// Frees of addresses whose allocation is not in the recording, left out (RMM logs).
+    /// Omitted frees of addresses whose allocation is not in the recording (RMM logs).
     pub frees_of_unknown: u64,
-    /// Uses of addresses whose allocation is not in the recording, left out (exported snapshots).
+    /// Omitted uses of addresses whose allocation is not in the recording (exported snapshots).
     pub uses_of_unknown: u64,
-    /// Allocations that lived when the recording began, because it was switched on late or its beginning was overwritten
-    /// (`max_entries`). They are in the records, before all else.
+    /// Allocations live at the beginning of the recording, because it started late or its beginning was overwritten (`max_entries`). They
+    /// are the first records.
     pub lived_before: u64,
-    /// Their bytes.
+    /// Bytes of these allocations.
     pub lived_before_bytes: u64,
-    /// The most device memory that the recorded allocator held at any time, in bytes, where the recording says it (PyTorch
-    /// snapshots).
+    /// Peak of the device memory that the recorded allocator held, in bytes, if the recording states it (PyTorch snapshots).
     pub recorded_reserved_bytes_peak: Option<u64>,
-    /// Allocations that the recorded allocator refused, left out.
+    /// Omitted allocations that the recorded allocator refused.
     pub failed_allocations: u64,
-    /// Allocations and frees of no memory (the null pointer), left out.
+    /// Omitted allocations and frees of zero bytes (the null pointer).
     pub empty_allocations: u64,
-    /// Marks of a snapshot being taken, left out.
+    /// Omitted marks of a snapshot being taken.
     pub snapshot_marks: u64,
-    /// Entries of a kind that this version does not know, left out.
+    /// Omitted entries of a kind that this version does not know.
     pub unknown_actions: u64,
-    /// The text ended in the middle, at this line, and [`accept_torn`](crate::ReadOptions::accept_torn) was set.
+    /// Line at which the text is truncated, if [`accept_torn`](crate::ReadOptions::accept_torn) was set.
     pub torn_at_line: Option<u64>,
 }
 
 impl Summary {
-    /// Takes a record into account.
+    /// Counts a record.
     pub(crate) fn count(&mut self, record: &Record) {
         match record.op {
             Op::RegisterStream { .. } => self.streams += 1,

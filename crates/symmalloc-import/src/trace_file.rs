@@ -1,4 +1,4 @@
-//! A trace file that a running allocator writes: the [`Sink`] for production.
+//! Trace files of running allocators: the [`Sink`] for production.
 //!
 //! ```text
 //!   threads of the program                     one thread of the file's own
@@ -6,16 +6,15 @@
 //!                       at most a bound                    flushed once a second, and at the end
 //! ```
 //!
-//! An op costs the program a push. Everything else happens on the file's own thread, which takes what is pending when a chunk
-//! is full, and once a second anyway. When the disk is slower than the program, records wait, and when
-//! [`pending_records_max`](TraceFileOptions::pending_records_max) of them do, so does the program: no record is ever left out.
+//! An op costs the program one push. A separate thread per file does the rest: it takes the pending records when a chunk is full, and at
+//! least once a second. If the disk is slower than the program, records wait; once
+//! [`pending_records_max`](TraceFileOptions::pending_records_max) of them are waiting, the program waits too. No record is ever dropped.
 //!
-//! What a program leaves that is killed can be read up to the last flush
-//! ([`ReadOptions::accept_torn`](crate::ReadOptions::accept_torn)). What is flushed is the operating system's: the end of
-//! the process does not lose it, the loss of the machine may.
+//! The trace of a killed program is readable up to the last flush ([`ReadOptions::accept_torn`](crate::ReadOptions::accept_torn)). Flushed
+//! data is in the hands of the operating system: it survives the end of the process, but not necessarily a crash of the machine.
 //!
-//! A child that the program forks has no such thread and does not own the file: there, the next full chunk ends the recording
-//! with [`TraceFileError::Forked`], and nothing is written.
+//! A forked child has no such thread and does not own the file. There, the next full chunk ends the recording with
+//! [`TraceFileError::Forked`], and nothing is written.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -33,28 +32,28 @@ use symmalloc_trace::{TraceWriteError, TraceWriter};
 
 use crate::compression::Compressor;
 
-/// So many records are worth waking the thread for.
+/// Minimum number of records for which the thread is woken.
 const CHUNK_RECORDS: usize = 4096;
 
-/// How a trace file is written.
+/// Options for writing a trace file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct TraceFileOptions {
-    /// The most records that wait to be written, at 80 bytes each and their names; as many again may be in the hands of the
-    /// thread that writes. The program waits when it has more.
+    /// Maximum number of records that wait to be written, at 80 bytes each plus their names. The writing thread may hold as many again. If
+    /// there are more, the program waits.
     pub pending_records_max: usize,
-    /// How long a record may be lost by a crash: what is older has been flushed. At least a millisecond.
+    /// Maximum age of records that a crash can lose: older ones have been flushed. At least a millisecond.
     pub flush_interval: Duration,
 }
 
 impl Default for TraceFileOptions {
-    /// A million records (72 MiB), flushed once a second.
+    /// Returns options for a million records (72 MiB), flushed once a second.
     fn default() -> Self {
         TraceFileOptions { pending_records_max: 1 << 20, flush_interval: Duration::from_secs(1) }
     }
 }
 
-/// Why a trace file could not be written.
+/// Error writing a trace file.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TraceFileError {
@@ -63,43 +62,42 @@ pub enum TraceFileError {
     Create {
         /// The file.
         path: PathBuf,
-        /// What the operating system said.
+        /// Error of the operating system.
         source: io::Error,
     },
-    /// The thread that writes it cannot be started.
-    #[error("{}: no thread to write it can be started: {source}", path.display())]
+    /// The writing thread cannot be started.
+    #[error("{}: the thread that writes it cannot be started: {source}", path.display())]
     Thread {
         /// The file.
         path: PathBuf,
-        /// What the operating system said.
+        /// Error of the operating system.
         source: io::Error,
     },
-    /// Writing failed: the disk may be full. What was flushed before can be read.
-    #[error("{}: cannot be written, what is there can be read as a torn trace: {source}", path.display())]
+    /// Writing failed: the disk may be full. Data flushed earlier is readable.
+    #[error("{}: cannot be written; read the part written so far as a torn trace: {source}", path.display())]
     Write {
         /// The file.
         path: PathBuf,
-        /// What was wrong.
+        /// The cause.
         source: TraceWriteError,
     },
-    /// The thread that writes it is gone. What was flushed before can be read.
-    #[error("{}: the thread that writes it is gone", path.display())]
+    /// The writing thread has exited. Data flushed earlier is readable.
+    #[error("{}: the thread that writes it has exited; read the part written so far as a torn trace", path.display())]
     Gone {
         /// The file.
         path: PathBuf,
     },
-    /// This process was forked from the one that records. The file is the other one's.
-    #[error("{}: belongs to process {owner}, which this one was forked from", path.display())]
+    /// This process was forked from the recording one, which owns the file.
+    #[error("{}: belongs to process {owner}, from which this one was forked", path.display())]
     Forked {
         /// The file.
         path: PathBuf,
-        /// The process that records.
+        /// The recording process.
         owner: u32,
     },
 }
 
-/// A trace file that is being written. Give it to
-/// [`Allocator::start_recording`](symmalloc_core::Allocator::start_recording).
+/// A trace file being written. Pass it to [`Allocator::start_recording`](symmalloc_core::Allocator::start_recording).
 ///
 /// # Examples
 /// ```
@@ -138,29 +136,29 @@ enum FileState {
 struct Writing {
     shared: Arc<SharedRecords>,
     thread: JoinHandle<Result<(), TraceWriteError>>,
-    /// The process that the thread is in.
+    /// Process that contains the thread.
     owner: u32,
 }
 
 #[derive(Debug)]
 struct SharedRecords {
     pending: Mutex<PendingRecords>,
-    /// A chunk is full, or the end has come.
+    /// Signals a full chunk, or the end of the recording.
     news: Condvar,
-    /// Records were taken.
+    /// Signals that records were taken.
     room: Condvar,
-    /// So many records are worth waking the thread for.
+    /// Minimum number of records for which the thread is woken.
     chunk_records: usize,
 }
 
 #[derive(Debug)]
 struct PendingRecords {
     records: Vec<Record>,
-    /// With so many records the program takes note: at a full chunk, and at once when the thread is gone.
+    /// Number of records at which the program acts: a full chunk, or 0 once the thread has exited.
     wake_at: usize,
-    /// No more records come.
+    /// `true` once the recording has ended.
     is_over: bool,
-    /// The thread is gone: nobody takes records any more.
+    /// `true` once the thread has exited, so that nobody takes records anymore.
     is_abandoned: bool,
 }
 
@@ -179,7 +177,8 @@ impl SharedRecords {
         }
     }
 
-    /// Takes all pending records: when there is a chunk of them, when no more come, or after a while. Whether no more come.
+    /// Takes all pending records, once there is a chunk of them, the recording has ended, or `patience` has passed. Returns `true` if the
+    /// recording has ended.
     fn take(&self, records: &mut Vec<Record>, patience: Duration) -> bool {
         let is_to_wait = |pending: &mut PendingRecords| pending.records.len() < self.chunk_records && !pending.is_over;
         let waited = self.news.wait_timeout_while(self.lock(), patience, is_to_wait);
@@ -196,7 +195,8 @@ impl SharedRecords {
 }
 
 impl Writing {
-    /// Adds a record. Whether it is time to hand them over; `None` in another process, where the lock is not to be had.
+    /// Adds a record. Returns `true` if it is time to hand the records over, and `None` in another process, where the lock may be
+    /// unavailable.
     #[inline]
     fn push(&self, record: Record) -> Option<bool> {
         let Ok(mut pending) = self.shared.pending.try_lock() else { return self.push_later(record) };
@@ -204,10 +204,10 @@ impl Writing {
         Some(pending.records.len() >= pending.wake_at)
     }
 
-    /// As [`push`](Self::push), where the lock is not to be had at once.
+    /// Slow path of [`push`](Self::push), if the lock is contended.
     #[cold]
     fn push_later(&self, record: Record) -> Option<bool> {
-        // In a forked child it may stay locked for ever.
+        // In a forked child the lock may stay locked indefinitely.
         if process::id() != self.owner {
             return None;
         }
@@ -218,10 +218,10 @@ impl Writing {
 }
 
 impl TraceFile {
-    /// Creates a file, or opens one to replace it, compressed as its name says: zstd (`.zst`), gzip (`.gz`), or not at all.
+    /// Creates a file, or opens an existing one to replace it. The extension selects the compression: zstd (`.zst`), gzip (`.gz`), or none.
     ///
-    /// What a file holds is lost when the recording begins, and not before: a recording that is refused, because another one
-    /// writes that file already, say, does no harm to it.
+    /// The previous contents are lost only when the recording begins. A rejected recording therefore leaves the file intact, for example if
+    /// another recording is writing it.
     ///
     /// # Errors
     /// When the file cannot be created.
@@ -233,12 +233,12 @@ impl TraceFile {
         }
     }
 
-    /// The file.
+    /// Returns the path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Wakes the thread, and waits when too much is pending.
+    /// Wakes the thread, and waits if too many records are pending.
     #[cold]
     fn hand_over(&mut self) -> Result<(), SinkError> {
         let FileState::Writing(Writing { shared, owner, .. }) = &self.state else { return Ok(()) };
@@ -257,7 +257,7 @@ impl TraceFile {
         if is_abandoned { Err(self.give_up()) } else { Ok(()) }
     }
 
-    /// Why it cannot go on.
+    /// Returns the error that ended the recording.
     #[cold]
     fn give_up(&mut self) -> SinkError {
         match self.close() {
@@ -266,7 +266,7 @@ impl TraceFile {
         }
     }
 
-    /// Makes the file whole. Without a thread there is nothing to do.
+    /// Completes the file. Does nothing without a thread.
     fn close(&mut self) -> Result<(), TraceFileError> {
         let FileState::Writing(Writing { shared, thread, owner }) = mem::replace(&mut self.state, FileState::Done)
         else {
@@ -274,7 +274,7 @@ impl TraceFile {
         };
         let path = self.path.clone();
         if process::id() != owner {
-            // The thread is the other process's, and so are the locks it may have held when this one was forked.
+            // The thread belongs to the other process, as do locks that it held during the fork.
             mem::forget((shared, thread));
             return Err(TraceFileError::Forked { path, owner });
         }
@@ -324,13 +324,13 @@ impl Sink for TraceFile {
 }
 
 impl Drop for TraceFile {
-    /// Makes the file whole, in the process that owns it. An error has nobody to go to.
+    /// Completes the file in the process that owns it. Errors are ignored, because nobody can receive them.
     fn drop(&mut self) {
         let _error = self.close();
     }
 }
 
-/// The file without what it held. Pipes and devices hold nothing.
+/// Truncates the file. Pipes and devices are left as they are.
 fn emptied(file: File) -> io::Result<File> {
     if file.metadata()?.is_file() {
         file.set_len(0)?;
@@ -338,7 +338,7 @@ fn emptied(file: File) -> io::Result<File> {
     Ok(file)
 }
 
-/// Tells the program that the thread is gone, however it went.
+/// Notifies the program when the thread exits for any reason.
 struct Leave<'a>(&'a SharedRecords);
 
 impl Drop for Leave<'_> {
@@ -350,7 +350,7 @@ impl Drop for Leave<'_> {
     }
 }
 
-/// The thread: writes what comes, until no more does.
+/// Body of the thread: writes records until the recording ends.
 fn write(
     shared: &SharedRecords,
     file: Compressor<File>,

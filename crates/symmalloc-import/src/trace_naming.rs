@@ -1,14 +1,15 @@
-//! Names for the traces of a job: every device of every rank writes a file of its own.
+//! Names for the traces of a job: every device of every rank writes a separate file.
 //!
-//! | in the pattern | stands for |
+//! | pattern | replaced by |
 //! |---|---|
 //! | `%r` | the rank |
-//! | `%d` | the device's number |
-//! | `%p` | the process |
+//! | `%d` | the device's index |
+//! | `%p` | the process id |
 //! | `%%` | a percent sign |
 
-/// What a name can tell apart. Where the pattern does not, a part is put before the file's suffix: `.rankN` in a job of several ranks,
-/// `.deviceN` from the second device on, `.processN` from the second process on. No two write one file.
+/// Properties that distinguish the trace files of a job. If the pattern omits a property, a part is inserted before the file's suffix:
+/// `.rankN` in a job of several ranks, `.deviceN` from the second device on, `.processN` from the second process on. No two traces share a
+/// file.
 ///
 /// # Examples
 /// ```
@@ -20,22 +21,22 @@
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TraceNaming {
-    /// The rank in its job.
+    /// Rank within the job.
     pub rank: u64,
-    /// Ranks of the job.
+    /// Number of ranks in the job.
     pub ranks: u64,
-    /// The device's number.
+    /// Index of the device.
     pub device: usize,
-    /// Whether it is the first device of the process that writes a trace.
+    /// `true` for the first device of the process that writes a trace.
     pub is_first_device: bool,
-    /// The process.
+    /// Process id.
     pub process: u32,
-    /// Whether it is the first process of its rank that writes a trace.
+    /// `true` for the first process of its rank that writes a trace.
     pub is_first_process: bool,
 }
 
 impl TraceNaming {
-    /// The file that a pattern names.
+    /// Returns the file name for a pattern.
     pub fn path_of(&self, pattern: &str) -> String {
         let mut path = String::new();
         let (mut has_rank, mut has_device, mut has_process) =
@@ -65,7 +66,7 @@ impl TraceNaming {
             + &part(has_process, "process", self.process.into())
             + &part(has_device, "device", self.device as u64);
         let name_at = path.rfind('/').map_or(0, |slash| slash + 1);
-        // `job.trace.zst` has its suffix from the first dot on, which is not the first letter.
+        // The suffix of `job.trace.zst` starts at its first dot, which must not be the first character.
         let dot = path[name_at..].char_indices().skip(1).find(|(_, letter)| *letter == '.');
         let suffix_at = dot.map_or(path.len(), |(at, _)| name_at + at);
         path.insert_str(suffix_at, &parts);

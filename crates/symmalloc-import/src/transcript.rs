@@ -1,14 +1,13 @@
-//! The transcript: a log of addresses and raw handles, retold in logical ids.
+//! Transcripts: convert a log of addresses and raw handles to logical ids.
 //!
-//! Every foreign log says "this address, that handle". Ops know neither (rule D1), so both importers hand what they
-//! read to a transcript, which
+//! Foreign logs contain addresses and handles. Ops contain neither (rule D1), so both importers feed a transcript, which
 //!
-//! * numbers streams by the first appearance of their raw handle and registers each right before it is first needed;
-//! * numbers allocations in order and finds, for an address, the allocation that lives there now;
-//! * keeps the recording consistent: an address that is given out again must have been freed;
-//! * counts, for a free that completes later, how many records and completions pass until then.
+//! * numbers streams by the first appearance of their raw handle, and registers each directly before its first use;
+//! * numbers allocations in order, and finds the allocation that is live at an address;
+//! * keeps the recording consistent: an address that is allocated again must have been freed;
+//! * counts, for a free that completes later, the records and completions until then.
 //!
-//! The raw default stream (handle 0) is a handle like any other.
+//! The raw default stream (handle 0) is treated like any other handle.
 
 use std::collections::HashMap;
 
@@ -22,16 +21,16 @@ use crate::summary::Summary;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct Address(pub(crate) u64);
 
-/// A stream as a log names it: a handle of 64 bits, or a number beyond these for a stream that its handle does not identify.
+/// A stream in a log: a 64-bit handle, or a larger number for a stream that its handle does not identify.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct RawStream(pub(crate) u128);
 
-/// A pool as a log names it: one number, or a pair of them; 0 is the default pool.
+/// A pool in a log: one number or a pair of numbers; 0 is the default pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct RawPool(pub(crate) u64);
 
 impl RawPool {
-    /// PyTorch's pair of numbers.
+    /// Creates a pool from PyTorch's pair of numbers.
     pub(crate) fn of_pair(first: u32, second: u32) -> Self {
         RawPool(u64::from(first) << 32 | u64::from(second))
     }
@@ -49,19 +48,19 @@ pub(crate) struct Allocated<'a> {
     pub(crate) placement: Option<Placement>,
 }
 
-/// Why a transcript cannot go on.
+/// Error that ends a transcript.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Overflow {
     /// The recording uses more than 65,536 streams.
     Streams,
     /// An allocation is larger than any segment.
     Size {
-        /// What it asks for.
+        /// Requested bytes.
         size_bytes: u64,
     },
-    /// The records take more memory than allowed.
+    /// The records exceed the memory limit.
     Memory {
-        /// What is allowed.
+        /// The limit.
         limit_bytes: u64,
     },
 }
@@ -71,36 +70,36 @@ pub(crate) enum Overflow {
 struct OpenAllocation {
     id: AllocationId,
     stream: StreamId,
-    /// The log named a stream that uses it, too.
+    /// `true` if the log named another stream that uses it.
     is_used: bool,
 }
 
-/// A free that is not completed.
+/// A free that is not completed yet.
 #[derive(Clone, Copy)]
 struct OpenFree {
-    /// Its record.
+    /// Index of its record.
     record: usize,
-    /// Records and completions up to it.
+    /// Number of records and completions up to it.
     entries: u64,
 }
 
-/// The ops so far, and what their names stand for.
+/// The ops so far, and the mappings from raw names to ids.
 pub(crate) struct Transcript {
     records: Vec<Record>,
-    /// The most that `records` may take.
+    /// Memory limit for `records`.
     limit_bytes: u64,
-    /// Bytes of their names.
+    /// Bytes of the records' names.
     name_bytes: u64,
     pub(crate) summary: Summary,
     /// Looked up only; no decision follows its order.
     streams: HashMap<RawStream, StreamId>,
-    /// All but the default pool. Looked up only.
+    /// All pools except the default one. Looked up only.
     pools: HashMap<RawPool, PoolId>,
-    /// Looked up only. Its allocations are not freed.
+    /// Allocations that are not freed yet. Looked up only.
     live: HashMap<Address, OpenAllocation>,
-    /// Frees that are not completed, by what they freed. Looked up only.
+    /// Frees that are not completed, by address. Looked up only.
     pending: HashMap<Address, OpenFree>,
-    /// Completions that came later than their free.
+    /// Number of completions that came later than their free.
     completions: u64,
 }
 
@@ -119,7 +118,7 @@ impl Transcript {
         }
     }
 
-    /// Makes an allocation that lived when the log began. Call it before all others.
+    /// Adds an allocation that was live at the beginning of the log. Call it before all other methods.
     pub(crate) fn allocate_before(&mut self, allocated: Allocated<'_>) -> Result<(), Overflow> {
         self.allocate(allocated)?;
         self.summary.lived_before += 1;
@@ -131,7 +130,7 @@ impl Transcript {
         (self.records, self.summary)
     }
 
-    /// The log allocated.
+    /// Adds an allocation of the log.
     pub(crate) fn allocate(&mut self, allocated: Allocated<'_>) -> Result<(), Overflow> {
         let Allocated { address, size_bytes, stream, pool, name, placement } = allocated;
         if size_bytes > SEGMENT_BYTES_MAX {
@@ -156,7 +155,7 @@ impl Transcript {
         Ok(())
     }
 
-    /// The log says that `stream` uses what lives at `address`.
+    /// Adds a use by `stream` of the allocation at `address`.
     pub(crate) fn record_use(&mut self, address: Address, stream: RawStream) -> Result<(), Overflow> {
         let Some(live) = self.live.get_mut(&address) else {
             self.summary.uses_of_unknown += 1;
@@ -168,8 +167,8 @@ impl Transcript {
         self.push(Op::RecordUse { id, stream }.into())
     }
 
-    /// The log freed what lives at `address`. Where it names a stream for that, and another than the allocation's own,
-    /// that stream used the memory.
+    /// Adds a free of the allocation at `address`. If the log names the freeing stream and it is not the allocation's own, that stream used
+    /// the memory.
     pub(crate) fn free(&mut self, address: Address, stream: Option<RawStream>) -> Result<(), Overflow> {
         let Some(live) = self.live.remove(&address) else {
             self.summary.frees_of_unknown += 1;
@@ -184,11 +183,10 @@ impl Transcript {
         self.push(Op::Free { id: live.id }.into())
     }
 
-    /// The log freed what lives at `address` while another stream still used it: it is taken until [`complete`].
+    /// Adds a free of the allocation at `address` that another stream still uses: the memory stays in use until [`complete`].
     ///
-    /// Where the log does not name that stream, the use is given to the lowest-numbered stream other than the allocation's
-    /// own, registered now if need be: as streams are numbered by appearance, that is also the number it gets when the log
-    /// names it.
+    /// If the log does not name that stream, the use is assigned to the lowest-numbered stream other than the allocation's own, which is
+    /// registered if necessary. Since streams are numbered by appearance, the log's next new stream gets the same number.
     ///
     /// [`complete`]: Transcript::complete
     pub(crate) fn free_used_elsewhere(&mut self, address: Address) -> Result<(), Overflow> {
@@ -207,22 +205,21 @@ impl Transcript {
         Ok(())
     }
 
-    /// The log says that the device is done with what was freed at `address`. Without a pending free there it does
-    /// nothing.
+    /// Marks the pending free at `address` as completed. Does nothing without one.
     pub(crate) fn complete(&mut self, address: Address) {
         let Some(free) = self.pending.remove(&address) else { return };
         let pending = Pending::new(self.entries() - free.entries);
         self.records[free.record].pending = pending;
-        // One that comes before anything else is not counted: its free completes at once.
+        // A completion that directly follows its free is not counted.
         self.completions += u64::from(pending.is_some());
     }
 
-    /// Records and completions so far.
+    /// Returns the number of records and completions so far.
     fn entries(&self) -> u64 {
         self.records.len() as u64 + self.completions
     }
 
-    /// The number of a stream, new or known.
+    /// Returns the id of a new or known stream.
     fn stream(&mut self, raw: RawStream) -> Result<StreamId, Overflow> {
         if let Some(stream) = self.streams.get(&raw) {
             return Ok(*stream);
@@ -233,7 +230,7 @@ impl Transcript {
         Ok(stream)
     }
 
-    /// The number of a pool, new or known. A new one is made here; a log does not say how it is configured.
+    /// Returns the id of a new or known pool. A new pool is created here with default settings, because a log contains none.
     fn pool(&mut self, raw: RawPool) -> Result<PoolId, Overflow> {
         if raw == RawPool::default() {
             return Ok(PoolId::DEFAULT);
@@ -241,7 +238,7 @@ impl Transcript {
         if let Some(pool) = self.pools.get(&raw) {
             return Ok(*pool);
         }
-        // Each takes a record, of which there are fewer than 2^32 by far.
+        // Each pool takes a record, and there are far fewer than 2^32 records.
         let pool = PoolId(self.pools.len() as u32 + 1);
         self.pools.insert(raw, pool);
         self.push(Op::CreatePool { pool, config: Box::default() }.into())?;
@@ -270,7 +267,7 @@ impl Transcript {
 mod tests {
     use super::*;
 
-    /// The records as lines, without what the tests here do not look at.
+    /// Returns the records as lines, without the fields that these tests ignore.
     fn told(transcript: Transcript) -> Vec<String> {
         let (records, _) = transcript.finish();
         let line = |record: &Record| match record.op {

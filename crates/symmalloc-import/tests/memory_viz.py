@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Gives a snapshot that `symmalloc export` wrote to PyTorch's own tools. Needs PyTorch; no GPU.
+"""Checks a snapshot of `symmalloc export` with PyTorch's own tools. Needs PyTorch, but no GPU.
 
     memory_viz.py EXPORTED [ORIGINAL]
 
-Calls `segments`, `memory`, `segsum`, `trace`, `trace_plot`, `segment_plot` and `compare` of `torch.cuda._memory_viz`
-and checks that what they say adds up to what the snapshot holds. With ORIGINAL, the snapshot that the exported trace was
-imported from, `trace` must tell the same allocations, frees and completions, one after the other, `trace_plot` must keep
-the same ones when it drops what was freed, and `compare` must find the same bytes held on both sides.
+Calls `segments`, `memory`, `segsum`, `trace`, `trace_plot`, `segment_plot` and `compare` of `torch.cuda._memory_viz`,
+and checks that their output adds up to the contents of the snapshot. With ORIGINAL, the snapshot from which the exported
+trace was imported, `trace` must list the same allocations, frees and completions in the same order, `trace_plot` must keep
+the same ones when it drops freed allocations, and `compare` must find the same bytes held on both sides.
 """
 
 import re
@@ -26,12 +26,12 @@ CALLS = {
 
 
 def text(lines):
-    """In place of the script that would draw the flame graph."""
+    """Replaces the script that would draw the flame graph."""
     return lines
 
 
 def bytes_by_state(lines, prefix="", rounding=True):
-    """Sums the lines of a flame graph by the state of the block; what rounding added has lines of its own."""
+    """Sums the lines of a flame graph by the state of the block. Rounding has separate lines."""
     sums = {}
     for line in lines.splitlines():
         stack, size = line.rsplit(" ", 1)
@@ -42,7 +42,7 @@ def bytes_by_state(lines, prefix="", rounding=True):
 
 
 def calls(snapshot):
-    """The allocations, frees and completions that `trace` tells, with their sizes."""
+    """Returns the allocations, frees and completions that `trace` lists, with their sizes."""
     told = []
     for line in viz.trace(snapshot).splitlines():
         for kind, pattern in CALLS.items():
@@ -52,7 +52,7 @@ def calls(snapshot):
 
 
 def unfreed(path):
-    """The sizes that `trace_plot(filter_freed=True)` shows."""
+    """Returns the sizes that `trace_plot(filter_freed=True)` shows."""
     snapshot = load(path)
     assert "MemoryViz.js" in viz.trace_plot(snapshot, filter_freed=True)
     return [entry["size"] for entry in trace(snapshot) if entry["action"] == "alloc"]
@@ -66,7 +66,7 @@ def check(snapshot):
     for tool in (viz.segments, viz.memory):
         sums = bytes_by_state(tool(snapshot, format_flamegraph=text))
         assert sums == wanted, (tool.__name__, sums, wanted)
-    # PyTorch leaves out what looks like its own machinery, names of the program among them.
+    # PyTorch omits frames that look like its own machinery, which can include names of the program.
     frames = [f for block in blocks for f in block["frames"]]
     names = {f["name"] for f in frames if viz._frame_filter(f["name"], f["filename"])}
     drawn = viz.memory(snapshot, format_flamegraph=text)
@@ -83,7 +83,7 @@ def check(snapshot):
 
 def check_same_job(exported, original):
     snapshot, before = load(exported), load(original)
-    assert calls(snapshot) == calls(before), "`trace` tells other calls"
+    assert calls(snapshot) == calls(before), "`trace` lists other calls"
     assert timeline(snapshot) == timeline(before), "the timelines differ"
     assert unfreed(exported) == unfreed(original), "`trace_plot` shows other unfreed allocations"
     lines = viz.compare(before["segments"], snapshot["segments"], format_flamegraph=text)

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Checks a snapshot that `symmalloc export` wrote, with nothing but Python's own pickle module.
+"""Checks a snapshot of `symmalloc export`, using only Python's pickle module.
 
     snapshot.py EXPORTED [ORIGINAL]
 
-The trace, carried out from nothing, must end in the segments and blocks of the snapshot. With ORIGINAL, the snapshot
-that the exported trace was imported from, PyTorch's timeline of active memory must be the same at every step, and so must
+Executing the trace from an empty state must produce the segments and blocks of the snapshot. With ORIGINAL, the snapshot
+from which the exported trace was imported, PyTorch's timeline of active memory must be the same at every step, and so must
 the program's live bytes after every allocation and free.
 """
 
@@ -30,7 +30,7 @@ def trace(snapshot):
 
 
 def live_bytes(snapshot):
-    """The program's live bytes after each of its calls."""
+    """Returns the program's live bytes after each of its calls."""
     curve, live = [], 0
     for entry in trace(snapshot):
         if entry["action"] == "alloc":
@@ -44,10 +44,10 @@ def live_bytes(snapshot):
 
 
 def timeline(snapshot):
-    """The bytes at each step of PyTorch's "Active Memory Timeline", by the rule of MemoryViz.js.
+    """Returns the bytes at each step of PyTorch's "Active Memory Timeline", by the rule of MemoryViz.js.
 
-    A step is an `alloc` or a `free_completed`. What is freed, or live at the end, without an `alloc` in the trace was
-    there from the beginning.
+    A step is an `alloc` or a `free_completed`. Memory that is freed, or live at the end, without an `alloc` in the trace
+    existed from the beginning.
     """
     steps, before, by_address = [], 0, {}
     for entry in trace(snapshot):
@@ -69,7 +69,7 @@ def timeline(snapshot):
 
 
 def requested_by_state(snapshot):
-    """The bytes that the program holds at the end, and those that wait for other streams."""
+    """Returns the bytes that the program holds at the end, and those that wait for other streams."""
     sums = {"active_allocated": 0, "active_pending_free": 0}
     for block in (block for segment in snapshot["segments"] for block in segment["blocks"]):
         if block["state"] in sums:
@@ -78,7 +78,7 @@ def requested_by_state(snapshot):
 
 
 def merged(intervals):
-    """Stretches of memory, those that touch as one, as (start, end, stream)."""
+    """Merges adjacent ranges of memory, as (start, end, stream)."""
     out = []
     for start, size, stream in sorted(intervals):
         if out and out[-1][1] == start and out[-1][2] == stream:
@@ -89,7 +89,7 @@ def merged(intervals):
 
 
 def unmap(mapped, address, size):
-    """Takes a part out of the mapped memory: start -> (size, stream)."""
+    """Removes a part of the mapped memory: start -> (size, stream)."""
     end = address + size
     for start in [s for s, (n, _) in mapped.items() if s < end and address < s + n]:
         n, stream = mapped.pop(start)
@@ -100,7 +100,7 @@ def unmap(mapped, address, size):
 
 
 def carry_out(snapshot):
-    """What the trace leaves: stretches of memory, taken blocks by address, and which of these are pending."""
+    """Returns the final state of the trace: ranges of memory, allocated blocks by address, and the pending ones."""
     mapped, live, pending = {}, {}, set()
     last_time = 0
     for entry in trace(snapshot):
@@ -150,7 +150,7 @@ def check(snapshot):
         assert segment["allocated_size"] == sum(block["size"] for block in held)
         assert segment["active_size"] == sum(block["size"] for block in active)
         assert segment["requested_size"] == sum(block["requested_size"] for block in active)
-    assert not live, f"allocations that no block shows: {live}"
+    assert not live, f"allocations without a block: {live}"
     assert mapped == merged((s["address"], s["total_size"], s["stream"]) for s in segments)
 
 

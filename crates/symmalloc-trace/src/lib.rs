@@ -1,12 +1,11 @@
-//! The ops of `symmalloc-core` as text, their replay, and layouts and plans as text.
+//! Text formats for the ops, layouts and plans of `symmalloc-core`, and the replay of recorded ops.
 //!
-//! * A [`Trace`] is a list of ops, one record per line. It is at once the step list of a test, the input of a fuzzer, what
-//!   a [`replay`] runs and what a bug report consists of. People and `diff` can read, cut and compare it, and it
-//!   compresses well. Compression itself is left to others: reader and writer work on any
-//!   [`BufRead`](std::io::BufRead) and [`Write`](std::io::Write).
-//! * A [`Replay`](replay::Replay) carries recorded ops out on an allocator.
-//! * A [`layout`] says what lies where in a pool, and is saved and restored as text.
-//! * A [`plan`] says where the allocations of a job go, and is written and followed.
+//! * A [`Trace`] is a list of ops, one record per line. The same format serves as test steps, fuzzer input, [`replay`] input and bug
+//!   report. People and `diff` can read, cut and compare it, and it compresses well. This crate does not compress: readers and writers work
+//!   on any [`BufRead`](std::io::BufRead) and [`Write`](std::io::Write).
+//! * A [`Replay`](replay::Replay) executes recorded ops on an allocator.
+//! * A [`layout`] is a snapshot of a pool's segments and blocks, saved and restored as text.
+//! * A [`plan`] assigns offsets to the allocations of a job.
 //!
 //! ```
 //! use symmalloc_trace::{RecordLine, Trace};
@@ -20,19 +19,19 @@
 //! a 1 512 s0 p1 "kv cache" -> 0@1048576         # in p1, named, recorded in segment 0 at that offset
 //! u 0 s1                                        # s1 uses it too
 //! f 0                                           # free
-//! end 7                                         # how many records there are
+//! end 7                                         # number of records
 //! "#)?;
 //! assert_eq!(RecordLine(&trace.records()[3]).to_string(), "a 0 1048576 s0");
 //! # Ok::<(), symmalloc_trace::TraceError>(())
 //! ```
 //!
-//! The formats stand in `docs/trace-format.md`, `docs/layout-format.md` and `docs/plan-format.md`. A reader checks everything that a text can be
-//! checked for by itself ([`LineError`], [`Inconsistency`], [`LayoutTextError`](layout::LayoutTextError),
-//! [`PlanTextError`](plan::PlanTextError)); a writer refuses what a reader would refuse.
+//! `docs/trace-format.md`, `docs/layout-format.md` and `docs/plan-format.md` specify the formats. Readers validate everything that the text
+//! alone determines ([`LineError`], [`Inconsistency`], [`LayoutTextError`](layout::LayoutTextError),
+//! [`PlanTextError`](plan::PlanTextError)). Writers reject whatever a reader would reject.
 //!
 //! # Implementation
-//! `text/` reads lines and their fields, for all formats. `trace/`, `layout/` and `plan/` each have a file for one line, for what
-//! the lines before it said, for the reader and for the writer. `replay.rs` stands beside them.
+//! `text/` splits lines into fields, for all formats. `trace/`, `layout/` and `plan/` each have a file for a single line, for the state
+//! that earlier lines establish, for the reader and for the writer. `replay.rs` builds on `trace/` and `plan/`.
 #![forbid(unsafe_code)]
 
 pub mod layout;

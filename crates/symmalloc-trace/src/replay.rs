@@ -1,12 +1,12 @@
-//! Replay: ops carried out on an allocator.
+//! Replay: executes recorded ops on an allocator.
 //!
-//! A [`Program`] is a list of ops whose allocations are renumbered 0, 1, 2, ... in the order in which they are made, so that
-//! many ranks can share one and each keeps a dense table of handles. A [`Replay`] is one rank's run of it: a test, a fuzz
-//! input, a benchmark and a recorded job all run through here.
+//! A [`Program`] is a list of ops whose allocations are renumbered 0, 1, 2, ... in order of creation, so that many ranks can share one
+//! program and each keeps a dense table of handles. A [`Replay`] is one rank's run of it. Tests, fuzz inputs, benchmarks and recorded jobs
+//! all run through this module.
 //!
-//! A run may follow [plans](crate::plan), in pools that are configured as the plans say. Each [pass](Replay::begin_pass) of the
-//! program is then a step of every pool, unless the program says itself where its steps begin and end. A pool does not sleep in a step,
-//! so a pass of a pool that sleeps is several steps, whose keys are 0, 1, 2, ...:
+//! A run may follow [plans](crate::plan), in pools configured as the plans require. Each [pass](Replay::begin_pass) of the program is then
+//! one step of every pool, unless the program contains `begin_step` and `end_step` ops. A pool cannot sleep within a step, so a pass of a
+//! pool that sleeps is several steps, whose keys are 0, 1, 2, ...:
 //!
 //! ```text
 //! pass   ├──── key 0 ────┤ sleep   wake ├──── key 1 ────┤
@@ -34,11 +34,11 @@ use symmalloc_core::{Allocation, Handle};
 pub struct Program {
     ops: Vec<Op>,
     allocation_count: usize,
-    /// Of named allocations, ascending by id.
+    /// Names of named allocations, ascending by id.
     names: Vec<(AllocationId, Box<str>)>,
-    /// Of frees that completed later in the recording, ascending by the number of their op.
+    /// Frees that completed later in the recording, ascending by op index.
     pending: Vec<(usize, Pending)>,
-    /// Where allocations were revived, ascending by id.
+    /// Placements of revived allocations, ascending by id.
     revived: Vec<(AllocationId, RevivedPlace)>,
 }
 
@@ -46,7 +46,7 @@ impl Program {
     /// Renumbers the allocations of recorded ops.
     ///
     /// # Errors
-    /// When an op names an allocation that was not made before, or one is made twice.
+    /// When an op names an allocation that does not exist yet, or creates one a second time.
     pub fn new<'a>(records: impl IntoIterator<Item = &'a Record>) -> Result<Self, ReplayError> {
         let mut program = Program::default();
         let mut dense = BTreeMap::new();
@@ -77,49 +77,49 @@ impl Program {
         Ok(program)
     }
 
-    /// The ops, their allocations numbered in the order in which they are made.
+    /// Returns the ops. Their allocations are numbered in order of creation.
     pub fn ops(&self) -> &[Op] {
         &self.ops
     }
 
-    /// Number of allocations that the program makes.
+    /// Returns the number of allocations that the program makes.
     pub fn allocation_count(&self) -> usize {
         self.allocation_count
     }
 
-    /// Number of streams that the program registers.
+    /// Returns the number of streams that the program registers.
     pub fn stream_count(&self) -> usize {
         self.ops.iter().filter(|op| matches!(op, Op::RegisterStream { .. })).count()
     }
 
-    /// Whether the program says where its steps begin.
+    /// Returns `true` if the program marks the beginnings of its steps.
     pub fn has_steps(&self) -> bool {
         self.ops.iter().any(|op| matches!(op, Op::BeginStep { .. }))
     }
 
-    /// What the program calls an allocation.
+    /// Returns the name of an allocation.
     #[inline]
     pub fn name(&self, id: AllocationId) -> Option<&str> {
         let at = self.names.binary_search_by_key(&id, |(id, _)| *id).ok()?;
         Some(&self.names[at].1)
     }
 
-    /// Where the program revived an allocation, if it did.
+    /// Returns the placement at which the program revived an allocation, if it did.
     #[inline]
     pub fn revived(&self, id: AllocationId) -> Option<RevivedPlace> {
         let at = self.revived.binary_search_by_key(&id, |(id, _)| *id).ok()?;
         Some(self.revived[at].1)
     }
 
-    /// The same program without what a recording says about pending frees.
+    /// Returns the program without the recording's notes about pending frees.
     #[must_use]
     pub fn without_pending(mut self) -> Self {
         self.pending.clear();
         self
     }
 
-    /// How long the recorded allocator went on counting what this op freed, where the recording says so. A replay frees
-    /// at once, whatever it says.
+    /// Returns how long the recorded allocator kept counting the memory that this op freed, if the recording states it. A replay always
+    /// frees at once.
     pub fn pending(&self, op: usize) -> Option<Pending> {
         let at = self.pending.binary_search_by_key(&op, |(op, _)| *op).ok()?;
         Some(self.pending[at].1)
@@ -131,31 +131,31 @@ impl Program {
 pub struct Replay<'a, B: Backend, L: Lock> {
     allocator: &'a Allocator<B, L>,
     program: &'a Program,
-    /// Live allocations by dense id.
+    /// Handles of the live allocations, by dense id.
     live: Vec<Option<Handle>>,
-    /// The allocator's pool for each pool of the program; `None` once it was destroyed.
+    /// The allocator's pool for each pool of the program; `None` once destroyed.
     pools: Vec<Option<PoolId>>,
-    /// The allocator's observer for each one of the program; `None` once it is gone.
+    /// The allocator's observer for each observer of the program; `None` once forgotten.
     observers: Vec<Option<ObserverId>>,
-    /// The allocator's pools with a step that has begun and not ended.
+    /// The allocator's pools with an open step.
     open_steps: Vec<PoolId>,
-    /// By the allocator's pool: how often it slept in this pass.
+    /// Number of sleeps in this pass, by the allocator's pool.
     sleeps: BTreeMap<PoolId, u64>,
     plans: Option<Following<'a>>,
-    /// Allocations that went where a plan says, in steps that ended.
+    /// Number of allocations placed by a plan, in completed steps.
     planned: u64,
 }
 
-/// Plans that a run follows.
+/// The plans that a run follows.
 #[derive(Clone, Copy, Debug)]
 struct Following<'a> {
     file: &'a PlanFile,
-    /// Whether a pass is a step of every pool: the program has none of its own.
+    /// `true` if each pass is a step of every pool, because the program does not mark steps.
     passes_are_steps: bool,
 }
 
 impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
-    /// A run on an allocator that no other run uses at the same time.
+    /// Creates a run on an allocator that no other run uses at the same time.
     pub fn new(allocator: &'a Allocator<B, L>, program: &'a Program) -> Self {
         let live = vec![None; program.allocation_count()];
         Replay {
@@ -171,8 +171,8 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         }
     }
 
-    /// A run that follows plans, on an allocator of their configuration. All streams of the program are registered, and the plans of
-    /// the default pool adopted; those of other pools are when the program makes these.
+    /// Creates a run that follows plans, on an allocator with their configuration. Registers all streams of the program and adopts the
+    /// plans of the default pool. The plans of other pools are adopted when the program creates those pools.
     ///
     /// # Errors
     /// When a plan cannot be adopted, or there are too many streams.
@@ -190,14 +190,14 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         Ok(replay)
     }
 
-    /// Begins the program once more. Call it before every pass. A pool that the pass before left asleep wakes; where a limit leaves no
-    /// room for that, the free memory of all pools goes back first.
+    /// Starts another pass of the program. Call it before every pass. Wakes the pools that the previous pass left asleep; if a limit leaves
+    /// no room for that, releases the free memory of all pools first.
     ///
     /// # Errors
     /// When a step of the default pool is open, or a pool does not wake.
     pub fn begin_pass(&mut self) -> Result<(), StepError> {
         for pool in std::mem::take(&mut self.sleeps).into_keys() {
-            // A pool that was destroyed does not sleep any more.
+            // A destroyed pool no longer sleeps.
             if matches!(self.allocator.phase(pool), Ok(Phase::Asleep | Phase::Failed)) {
                 self.wake_for_pass(pool)?;
             }
@@ -205,17 +205,17 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         self.begin_step_of_pass(PoolId::DEFAULT)
     }
 
-    /// Allocations that went where a plan says, in steps that ended.
+    /// Returns the number of allocations placed by a plan, in completed steps.
     pub fn planned_allocations(&self) -> u64 {
         self.planned
     }
 
-    /// The allocator's pool for one of the program; `None` while it is not there.
+    /// Returns the allocator's pool for a pool of the program; `None` while it does not exist.
     pub fn pool_of(&self, pool: PoolId) -> Option<PoolId> {
         self.pools.get(pool.index()).copied().flatten()
     }
 
-    /// Adopts what is planned for a pool of the program.
+    /// Adopts the plans of a pool of the program.
     fn adopt_plans(&self, planned: PoolId, pool: PoolId) -> Result<(), PlanError> {
         let Some(Following { file, .. }) = self.plans else { return Ok(()) };
         file.plans_of(planned).try_for_each(|plan| self.allocator.adopt_plan(pool, plan.clone()))
@@ -259,12 +259,12 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         Ok(())
     }
 
-    /// Carries one op of the program out. Returns the allocation that it made.
+    /// Executes one op of the program. Returns the allocation that it made.
     ///
-    /// Streams, pools and observers that exist already, from an earlier run of the program, are used again.
+    /// Reuses streams, pools and observers that already exist from an earlier pass of the program.
     ///
     /// # Errors
-    /// Whatever the allocator refuses, and ops on allocations that are not live. The run can go on.
+    /// When the allocator rejects the op, or the op names an allocation that is not live. The run can continue.
     #[inline(always)]
     pub fn step(&mut self, op: &Op) -> Result<Option<Allocation>, StepError> {
         match *op {
@@ -293,8 +293,8 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         Ok(None)
     }
 
-    /// Makes an allocation live where the program revived it. `None` where that place is not free on this allocator, which has another
-    /// configuration than the recorded one, or follows a plan.
+    /// Revives an allocation at the placement that the program recorded. Returns `None` if that placement is not free on this allocator,
+    /// because its configuration differs from the recorded one or because it follows a plan.
     #[cold]
     fn revive(&mut self, op: &Op, pool: PoolId, place: RevivedPlace) -> Result<Option<Allocation>, StepError> {
         let Op::Allocate { id, stream, size_bytes, .. } = *op else { return Ok(None) };
@@ -365,7 +365,7 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
                 let pool = self.pool(*pool)?;
                 self.end_step_of_pass(pool)?;
                 *self.sleeps.entry(pool).or_default() += 1;
-                // Not by `sleep`, which refuses a pool that is observed.
+                // `sleep` would reject a pool with observers.
                 self.allocator.quiesce(pool, *contents)?.unmap()?;
             }
             Op::Wake { pool } => {
@@ -402,7 +402,7 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         Ok(())
     }
 
-    /// Does on the device what the program did, and tells the allocator.
+    /// Repeats the program's wait on the device, and notifies the allocator.
     fn wait(&self, stream: StreamId, on: StreamId) -> Result<(), StepError> {
         self.known(stream)?;
         self.known(on)?;
@@ -419,10 +419,10 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         if u32::from(stream.0) < streams { Ok(()) } else { Err(UnknownError::Stream { stream, streams }) }
     }
 
-    /// Carries the whole program out, up to the first error. Gives each allocation, by dense id, to `placed`.
+    /// Executes the whole program, up to the first error. Passes each allocation, with its dense id, to `placed`.
     ///
     /// # Errors
-    /// The first error with the number of its op.
+    /// The first error, with the index of its op.
     pub fn run(&mut self, mut placed: impl FnMut(AllocationId, &Allocation)) -> Result<(), ReplayError> {
         let program = self.program;
         let mut next = 0;
@@ -437,8 +437,8 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         Ok(())
     }
 
-    /// Takes an allocation over that the program made before this run, on a rank that was restored. Ops that made streams and
-    /// pools before are to be carried out again; what they make is there to be restored into.
+    /// Adopts an allocation that the program made before this run, on a restored rank. The caller must first execute the ops that create
+    /// streams and pools, because the allocation is restored into them.
     ///
     /// # Panics
     /// When the program makes no such allocation.
@@ -446,15 +446,15 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         self.live[id.0 as usize] = Some(handle);
     }
 
-    /// The live allocation that the program calls by this id.
+    /// Returns the handle of the live allocation with this id in the program.
     pub fn handle(&self, id: AllocationId) -> Option<Handle> {
         self.live.get(id.0 as usize).copied().flatten()
     }
 
-    /// Frees what the program left allocated, in the order in which it was made, and ends the steps that are open.
+    /// Frees the allocations that the program left live, in order of creation, and ends the open steps.
     ///
     /// # Errors
-    /// When the driver cannot fence a use; what is left then can be freed by another call.
+    /// When the driver cannot fence a use. Another call can free the remaining allocations.
     pub fn free_all(&mut self) -> Result<(), FreeError> {
         for live in &mut self.live {
             if let Some(handle) = *live {
@@ -463,7 +463,7 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
             }
         }
         for pool in self.open_steps.drain(..) {
-            // A pool that was destroyed has no step any more.
+            // A destroyed pool no longer has a step.
             self.planned += self.allocator.end_step(pool).map_or(0, |report| report.planned);
         }
         Ok(())

@@ -1,7 +1,7 @@
-//! Every Rust listing of the pages and READMEs is a doctest of this crate: `cargo test -p symmalloc-book`.
+//! Doctests for every Rust listing in the pages and READMEs: `cargo test -p symmalloc-book`.
 //!
-//! A listing that works without a GPU runs. One that needs a device is a function that takes what it needs, or is marked
-//! `no_run`; it is compiled.
+//! Listings that work without a GPU run. A listing that needs a device is only compiled: it is either a function that takes the device as a
+//! parameter, or is marked `no_run`.
 #![cfg(doctest)]
 
 include!(concat!(env!("OUT_DIR"), "/pages.rs"));

@@ -1,18 +1,18 @@
-//! A heap of the oracle: where a block is taken from, how memory is obtained, and what a trim gives back.
+//! A heap of the oracle: selects blocks, obtains memory, and trims.
 
 use super::segment::{Block, Content, Segment};
 use symmalloc_core::config::{PoolConfig, RoundupPower2Divisions, SegmentPolicy};
 use symmalloc_core::units::{MIB, UNIT_BYTES};
 use symmalloc_core::{AllocationId, LimitScope, Placement, SegmentId, StreamId};
 
-/// One (pool, stream), or a pool whose streams share.
+/// A heap: one (pool, stream), or a pool whose streams share.
 #[derive(Clone, Debug, Default)]
 pub struct Heap {
-    /// Live segments in order of birth.
+    /// Live segments in order of creation.
     pub segments: Vec<Segment>,
     pub(super) born: u32,
 }
-/// How much may still be reserved.
+/// Bytes that may still be reserved under the limits.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Headroom {
     pub(super) pool: u64,
@@ -21,7 +21,7 @@ pub(super) struct Headroom {
 }
 
 impl Headroom {
-    /// What may shape a decision: of a symmetric pool, nothing that other pools use up.
+    /// Returns the part that may affect a decision: for a symmetric pool, nothing that other pools use up.
     pub(super) fn least(self) -> u64 {
         if self.is_symmetric { self.pool } else { self.pool.min(self.all) }
     }
@@ -47,7 +47,7 @@ impl Heap {
         blocks.filter(|block| block.is_free()).map(|block| block.size).sum()
     }
 
-    /// Rule D2: segment and block index of the best fit.
+    /// Returns segment and block index of the best fit (rule D2).
     pub(super) fn best_fit(&self, config: &PoolConfig, size: u64) -> Option<(usize, usize)> {
         let is_small = is_small(config, size);
         let mut fits = Vec::new();
@@ -61,7 +61,8 @@ impl Heap {
         fits.into_iter().min().map(|(_, _, _, s, b)| (s, b))
     }
 
-    /// Whether the best fit may be given out: PyTorch keeps blocks of at least `max_split_size` for requests of that size.
+    /// Returns `true` if the best fit may serve the request: PyTorch keeps blocks of at least `max_split_size` for requests of at least
+    /// that size.
     pub(super) fn accepts(&self, config: &PoolConfig, size: u64, (s, b): (usize, usize)) -> bool {
         let block = self.segments[s].blocks[b].size;
         match config.segments() {
@@ -102,7 +103,7 @@ impl Heap {
         (placement, taken)
     }
 
-    /// Makes room for a block of this size that no free block can serve.
+    /// Obtains memory for a block of this size that no free block can serve.
     pub(super) fn obtain(
         &mut self,
         config: &PoolConfig,
@@ -152,7 +153,7 @@ impl Heap {
         }
     }
 
-    /// A new segment.
+    /// Creates a segment.
     pub(super) fn create_segment(
         &mut self,
         headroom: Headroom,
@@ -168,8 +169,8 @@ impl Heap {
         Ok(())
     }
 
-    /// `missing` more bytes at the end of the newest range, or of a new one if it has no room for them. More than that
-    /// up to a multiple of `step`, as far as the range and the limits go.
+    /// Adds `missing` bytes at the end of the newest range, or of a new one if it has no room. Rounds up to a multiple of `step`, as far as
+    /// the range and the limits allow.
     pub(super) fn grow(
         &mut self,
         headroom: Headroom,
@@ -198,7 +199,7 @@ impl Heap {
         }
     }
 
-    /// Gives memory to the lowest hole that, with its free neighbours, then holds a block of this size.
+    /// Maps memory in the lowest hole that, with its free neighbors, can then hold a block of this size.
     pub(super) fn fill_hole(&mut self, headroom: Headroom, granularity: u64, size: u64) -> Result<bool, Shortage> {
         for segment in &mut self.segments {
             for index in 0..segment.blocks.len() {
@@ -220,7 +221,7 @@ impl Heap {
         Ok(false)
     }
 
-    /// Gives memory to the first bytes of the lowest hole that has so many.
+    /// Maps memory at the beginning of the lowest hole with `missing` bytes.
     pub(super) fn fill_lowest(&mut self, headroom: Headroom, missing: u64) -> Result<bool, Shortage> {
         for segment in &mut self.segments {
             let has_room = |block: &Block| block.content == Content::Hole && block.size >= missing;
@@ -233,7 +234,7 @@ impl Heap {
         Ok(false)
     }
 
-    /// Gives memory back, segment by segment, until `goal` bytes are given up.
+    /// Releases memory, segment by segment, until `goal` bytes are released.
     pub(super) fn trim(&mut self, config: &PoolConfig, granularity: u64, goal: Option<u64>) -> u64 {
         let mut given = 0;
         if config.stitching().is_some() {
@@ -260,7 +261,7 @@ fn is_small(config: &PoolConfig, size: u64) -> bool {
     matches!(config.segments(), SegmentPolicy::Fixed(knobs) if !knobs.unsplit) && size <= MIB
 }
 
-/// PyTorch's `round_size`: to 512 bytes, or to a fraction of the power of two below.
+/// PyTorch's `round_size`: rounds to 512 bytes, or to a fraction of the next lower power of two.
 pub(super) fn round(requested: u64, divisions: RoundupPower2Divisions) -> u64 {
     let index = (0..15).take_while(|index| requested >= (2 * MIB) << index).count();
     let divisions = u64::from(divisions.divisions()[index]);
@@ -273,10 +274,10 @@ pub(super) fn round(requested: u64, divisions: RoundupPower2Divisions) -> u64 {
 }
 
 pub(super) fn unimplemented_policy() -> ! {
-    panic!("the oracle does not know this segment policy: teach it")
+    panic!("the oracle does not implement this segment policy")
 }
 
-/// Gives memory to the first bytes of a hole.
+/// Maps memory at the beginning of a hole.
 fn fill(segment: &mut Segment, index: usize, filled: u64) {
     let hole = segment.blocks[index].clone();
     let lower = Block { size: filled, content: Content::Free, ..hole.clone() };

@@ -3,27 +3,27 @@
 use std::collections::BTreeSet;
 use symmalloc_core::{AllocationId, StreamId};
 
-/// What a block is.
+/// Content of a block.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Content {
     /// A live allocation.
     Allocated(AllocationId),
-    /// Free.
+    /// Free memory.
     Free,
-    /// Without memory.
+    /// No memory.
     Hole,
-    /// In use, or free, under other addresses.
+    /// Memory that is in use, or free, under other addresses.
     Elsewhere,
 }
 
 /// A part of a segment.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Block {
-    /// From the start of the segment.
+    /// Offset from the start of the segment, in bytes.
     pub offset: u64,
-    /// Its size.
+    /// Size in bytes.
     pub size: u64,
-    /// What it is.
+    /// Content of the block.
     pub content: Content,
     /// Every stream that may have used any of its bytes since the memory was obtained.
     pub users: BTreeSet<StreamId>,
@@ -42,25 +42,25 @@ impl Block {
 /// A segment; its blocks tile it.
 #[derive(Clone, Debug)]
 pub struct Segment {
-    /// Birth ordinal in its heap.
+    /// Creation ordinal in its heap.
     pub ordinal: u32,
-    /// Its blocks in offset order.
+    /// Blocks in offset order.
     pub blocks: Vec<Block>,
-    /// Address space.
+    /// Size of the address range.
     pub(super) range: u64,
-    /// Whether it is for small blocks only (fixed segments).
+    /// `true` if it serves only small blocks (fixed segments).
     pub(super) is_small: bool,
-    /// Where each granule of a stitched range lies: the segment's ordinal and the offset; `None` once it is unmapped.
+    /// Location of each granule of a stitched range: the segment's ordinal and the offset; `None` once unmapped.
     pub(super) stitched: Option<Vec<Option<(u32, u64)>>>,
 }
 
 impl Segment {
-    /// Bytes that its blocks tile.
+    /// Returns the bytes that its blocks tile.
     pub fn end(&self) -> u64 {
         self.blocks.last().map_or(0, Block::end)
     }
 
-    /// Bytes of them that are backed by memory.
+    /// Returns the bytes that are backed by memory.
     pub fn mapped(&self) -> u64 {
         if self.stitched.is_some() {
             return 0;
@@ -72,12 +72,12 @@ impl Segment {
         self.blocks.iter().any(|block| matches!(block.content, Content::Allocated(_)))
     }
 
-    /// Whether a trim may remove it.
+    /// Returns `true` if a trim may remove it.
     pub(super) fn is_unused(&self) -> bool {
         !self.has_live() && !self.blocks.iter().any(|block| block.content == Content::Elsewhere)
     }
 
-    /// Replaces a block by parts that cover it, and merges what must not stand side by side.
+    /// Replaces a block by parts that cover it, and merges adjacent blocks of the same kind.
     pub(super) fn replace(&mut self, index: usize, parts: impl IntoIterator<Item = Block>) {
         self.blocks.splice(index..=index, parts.into_iter().filter(|part| part.size > 0));
         self.normalize();
@@ -109,7 +109,7 @@ impl Segment {
         self.normalize();
     }
 
-    /// Takes the memory of whole free granules away.
+    /// Unmaps whole free granules.
     pub(super) fn shrink(&mut self, granularity: u64) {
         let mut parts = Vec::new();
         for block in self.blocks.drain(..) {

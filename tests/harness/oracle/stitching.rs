@@ -1,4 +1,4 @@
-//! Stitching as the oracle sees it: granule by granule, each looked at anew.
+//! Stitching in the oracle: recomputed granule by granule.
 
 use super::heap::{Headroom, Heap, Shortage};
 use super::segment::{Block, Content, Segment};
@@ -6,11 +6,11 @@ use std::collections::BTreeSet;
 use symmalloc_core::StreamId;
 use symmalloc_core::config::{ExpandableSegments, Stitching};
 
-/// The home of a granule: a segment by its ordinal, and an offset.
+/// Home of a granule: the ordinal of its segment, and an offset.
 type Home = (u32, u64);
 
 impl Heap {
-    /// Puts a block together, if that takes less memory than growing. Whether there is a block of this size now.
+    /// Stitches a block if that takes less memory than growing. Returns `true` if there is a block of this size now.
     pub(super) fn stitch(
         &mut self,
         knobs: &ExpandableSegments,
@@ -68,10 +68,10 @@ impl Heap {
     }
 
     fn by_ordinal(&mut self, ordinal: u32) -> &mut Segment {
-        self.segments.iter_mut().find(|segment| segment.ordinal == ordinal).expect("it lives")
+        self.segments.iter_mut().find(|segment| segment.ordinal == ordinal).expect("it is live")
     }
 
-    /// Homes of all granules that are free there, those of smaller blocks first.
+    /// Returns the homes of all granules that are free at home, those of smaller blocks first.
     fn free_granules(&self, granule: u64) -> Vec<Home> {
         let mut blocks = Vec::new();
         for segment in self.segments.iter().filter(|segment| segment.stitched.is_none()) {
@@ -86,8 +86,8 @@ impl Heap {
         granules.collect()
     }
 
-    /// The first granules of a stitched range become free there. `stream` waits for their users, so that the next one need only wait
-    /// for it.
+    /// Makes the first granules of a stitched range free there. `stream` waits for their users, so that the next user only needs to wait
+    /// for `stream`.
     fn lend(&mut self, ordinal: u32, count: u64, granule: u64, stream: StreamId) {
         let homes = self.by_ordinal(ordinal).stitched.clone().expect("a stitched range");
         for (index, home) in homes.into_iter().take(count as usize).enumerate() {
@@ -99,7 +99,7 @@ impl Heap {
         }
     }
 
-    /// Free granules of stitched ranges become free at home.
+    /// Returns free granules of stitched ranges to their homes.
     pub(super) fn gather(&mut self, granule: u64) {
         let stitched: Vec<(u32, Vec<Option<Home>>)> =
             self.segments.iter().filter_map(|segment| Some((segment.ordinal, segment.stitched.clone()?))).collect();
@@ -116,7 +116,7 @@ impl Heap {
         }
     }
 
-    /// Forgets what is unused, oldest first, until `count` more granules may be mapped a second time.
+    /// Removes unused stitched ranges, oldest first, until `count` more granules may be mapped a second time.
     fn make_room(&mut self, count: u64, most: u64) {
         let mut aliases: u64 = self.segments.iter().map(Segment::aliases).sum();
         if aliases + count > most {
@@ -128,7 +128,7 @@ impl Heap {
         }
     }
 
-    /// What a trim does first: stitched ranges that nobody uses go, and what is unused of others.
+    /// First part of a trim: removes stitched ranges that are unused, and the unused parts of the others.
     pub(super) fn forget_stitched(&mut self, granule: u64) {
         self.gather(granule);
         self.segments.retain(|segment| !segment.is_all_elsewhere());
@@ -158,7 +158,7 @@ impl Segment {
         self.blocks.iter().any(|block| block.is_free() && block.offset <= from && to <= block.offset + block.size)
     }
 
-    /// Makes a part of one block something else. Returns who used it.
+    /// Changes the content of a part of one block. Returns its users.
     fn set(&mut self, from: u64, to: u64, content: Content, users: BTreeSet<StreamId>) -> BTreeSet<StreamId> {
         let around = |block: &Block| block.offset <= from && to <= block.offset + block.size;
         let index = self.blocks.iter().position(around).expect("a part of one block");

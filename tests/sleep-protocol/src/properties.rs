@@ -12,39 +12,39 @@ use stateright::Property;
 /// A window that NCCL may use refers to the memory that currently backs the pool's addresses.
 pub const MAPPED: &str = "no window outlives its memory";
 /// While a kernel uses windows, every living rank of its communicator has the memory that the windows refer to.
-pub const USED: &str = "no kernel uses memory that is gone";
+pub const USED: &str = "no kernel uses released memory";
 /// Ranks that meet on a communicator call the same collective for the same segment.
 pub const MET: &str = "no rank registers what another does not";
 /// A communicator that two ranks can use has the same windows on both, once both have completed the same ops.
 pub const EQUAL: &str = "the ranks have the same windows between ops";
 /// The windows of a communicator are deregistered and registered in order, from the first segment on.
-pub const ORDER: &str = "windows come and go in log order";
+pub const ORDER: &str = "windows are registered and deregistered in log order";
 /// If a rank reports that it cannot wake, every other rank receives the report before it can be awake.
-pub const ALONE: &str = "no rank is awake while another one says that it cannot";
+pub const ALONE: &str = "no rank is awake while another one reports that it cannot wake";
 /// Ranks that have completed the same ops and can still communicate are both awake, both asleep, or have just received
 /// the same error.
-pub const TOGETHER: &str = "no rank goes on alone";
+pub const TOGETHER: &str = "no rank continues alone";
 /// When a sleep has succeeded on one rank, no rank has a window: NCCL holds memory until all ranks have deregistered
 /// it.
-pub const BACK: &str = "memory is back on the device when a sleep has ended well";
+pub const BACK: &str = "memory is back on the device when a sleep has succeeded";
 /// Between ops, a pool either has memory and all or none of the windows of each communicator, or has neither, or has
 /// failed.
-pub const WHOLE: &str = "a pool is awake, asleep or failed, and nothing between";
+pub const WHOLE: &str = "a pool is awake, asleep or failed, and in no state in between";
 /// When a wake has succeeded, a communicator that it lost on one rank has ended on all ranks.
-pub const LOST: &str = "what a wake lost on one rank it lost on all";
+pub const LOST: &str = "a communicator that a wake lost on one rank is lost on all";
 /// Whatever broke before, all ranks are awake after a sleep and a wake over a new communicator that does not break.
-pub const HEALS: &str = "what broke heals over a new communicator";
+pub const HEALS: &str = "a new communicator repairs what broke";
 /// Every running rank reaches the end of its program.
 pub const ENDS: &str = "every op ends";
 
 /// All ranks are awake with new memory and windows on all communicators.
 pub const IN_PLACE: &str = "all wake in place";
 /// A device refuses memory, but all ranks wake in the end.
-pub const RETRIED: &str = "a refused wake works at another try";
+pub const RETRIED: &str = "a refused wake succeeds at another attempt";
 /// A communicator dies, and all ranks wake with the other communicator.
 pub const FEWER: &str = "a pool wakes without a communicator that died";
 /// A wake breaks, and one rank is awake and another asleep.
-pub const SPLIT: &str = "a broken wake ends well on one rank and not on another";
+pub const SPLIT: &str = "a broken wake succeeds on one rank and not on another";
 /// A rank cannot give its memory back, because a lost communicator holds it.
 pub const FAILED: &str = "a pool fails";
 

@@ -303,9 +303,9 @@ fn a_snapshot_whose_fields_are_of_other_types() {
     };
     let alloc = [&[0x8c, 5][..], b"alloc"].concat();
     let segments = [&entry(&alloc, b"K\x01")[..], &[0x8c, 8], b"segmentsK\x05u."].concat();
-    assert_unreadable(&folder.file("segments.pickle", segments), &["'segments' is a number, and must be a list"]);
+    assert_unreadable(&folder.file("segments.pickle", segments), &["'segments' is a number, but must be a list"]);
     let action = [&entry(b"K\x07", b"K\x01")[..], b"u."].concat();
-    assert_unreadable(&folder.file("action.pickle", action), &["'action' of entry 0", "is a number, and must be text"]);
+    assert_unreadable(&folder.file("action.pickle", action), &["'action' of entry 0", "is a number, but must be text"]);
     let size = [&entry(&alloc, b"\x8a\x09\0\0\0\0\0\0\0\x80\0")[..], b"u."].concat();
     assert_unreadable(&folder.file("size.pickle", size), &["entry 0", "allocates 8.00 EiB", "1.00 TiB"]);
 }

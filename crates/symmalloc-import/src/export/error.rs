@@ -1,14 +1,14 @@
-//! Why an export failed.
+//! Errors of an export.
 
 use std::io;
 
 use crate::rerun::RerunError;
 
-/// Why a job could not be exported.
+/// Error exporting a job.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ExportError {
-    /// The program cannot be carried out.
+    /// The program cannot be executed.
     #[error(transparent)]
     Rerun(#[from] RerunError),
     /// The file cannot be written.

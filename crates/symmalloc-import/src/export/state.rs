@@ -1,6 +1,6 @@
 //! The segments and blocks of a snapshot.
 //!
-//! PyTorch calls each stretch of mapped memory a segment, so one of our expandable segments with holes becomes several:
+//! PyTorch calls each contiguous range of mapped memory a segment, so an expandable segment with holes becomes several:
 //!
 //! ```text
 //! ours      ┌─ block ─┬─ block ─┐╌╌ hole ╌╌┌─ block ─┐
@@ -19,10 +19,10 @@ use symmalloc_core::units::MIB;
 use super::writer::SnapshotWriter;
 use crate::rerun::MemoryChange;
 
-/// The size of PyTorch's segments for small requests.
+/// Size of PyTorch's segments for small requests, in bytes.
 const SMALL_SEGMENT_BYTES: u64 = 2 * MIB;
 
-/// For which stream each stretch of memory was obtained, by its address.
+/// The stream for which each range of memory was obtained, by address.
 #[derive(Default)]
 pub(super) struct Origins(BTreeMap<DeviceAddress, StreamId>);
 
@@ -31,13 +31,13 @@ impl Origins {
         self.0.extend(changes.iter().filter(|change| change.is_mapped).map(|change| (change.address, change.stream)));
     }
 
-    /// The stream for which the memory at an address was obtained, if that was seen.
+    /// Returns the stream for which the memory at an address was obtained, if known.
     fn stream(&self, address: DeviceAddress) -> Option<StreamId> {
         self.0.range(..=address).next_back().map(|(_, stream)| *stream)
     }
 }
 
-/// A stretch of mapped memory.
+/// A contiguous range of mapped memory.
 struct Stretch<'a> {
     segment: &'a SegmentSnapshot,
     blocks: &'a [BlockSnapshot],
@@ -54,7 +54,7 @@ impl Stretch<'_> {
 }
 
 impl<W: Write> SnapshotWriter<W> {
-    /// Writes `segments`, by address as PyTorch does.
+    /// Writes `segments`, sorted by address as in PyTorch.
     pub(super) fn state(
         &mut self,
         snapshot: &Snapshot,
@@ -134,7 +134,7 @@ impl<W: Write> SnapshotWriter<W> {
 }
 
 fn stretches_of(segment: &SegmentSnapshot) -> impl Iterator<Item = Stretch<'_>> {
-    // Memory with several names is shown once, where it is in use or free.
+    // Memory mapped at several addresses is shown once, at the address where it is in use or free.
     let is_elsewhere =
         |block: &BlockSnapshot| matches!(block.state, BlockStateSnapshot::Hole | BlockStateSnapshot::Elsewhere);
     let mapped = segment.blocks.split(is_elsewhere).filter(|blocks| !blocks.is_empty());

@@ -1,6 +1,6 @@
-//! What was written.
+//! Summary of an export.
 
-/// What was exported.
+/// Counts over an exported snapshot.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ExportSummary {
@@ -10,12 +10,12 @@ pub struct ExportSummary {
     pub allocations: u64,
     /// Allocations that a limit refused.
     pub refused: u64,
-    /// Frees whose memory stayed taken for a while, as recorded.
+    /// Frees whose memory stayed in use for a while, as recorded.
     pub pending_frees: u64,
-    /// Segments that are live at the end, as PyTorch counts them: each stretch of mapped memory.
+    /// Segments live at the end, in PyTorch's sense: one per contiguous range of mapped memory.
     pub segments: u64,
-    /// Blocks of these.
+    /// Blocks of these segments.
     pub blocks: u64,
-    /// Ops that leave no entry because PyTorch has no such call.
+    /// Ops without an entry, because PyTorch has no such call.
     pub ops_without_entry: u64,
 }

@@ -1,4 +1,4 @@
-//! Tests of the export, read back by our own reader. `tests/files/export.rs` reads with Python's.
+//! Tests of the export, read back by this crate's reader. `tests/files/export.rs` reads it with Python's.
 
 use symmalloc_core::Allocator;
 use symmalloc_core::op::Op;
@@ -11,7 +11,7 @@ fn read(bytes: &[u8]) -> Recording {
     read_bytes(bytes, &ReadOptions::default()).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Exports a trace of these lines.
+/// Exports a trace with these lines.
 fn exported(lines: &[&str], config: &str) -> (Vec<u8>, ExportSummary) {
     let text = format!("symmalloc-trace 1\n{}\nend {}\n", lines.join("\n"), lines.len());
     let program = Program::new(&read(text.as_bytes()).records).unwrap();
@@ -37,7 +37,7 @@ fn the_program_comes_back_with_our_placements() {
 fn what_has_no_entry_is_counted() {
     let lines = ["stream s0", "pool p1", "a 0 0 s0", "a 1 512 s0 p1", "synchronize s0", "sync", "f 1", "trim p1"];
     let (bytes, summary) = exported(&lines, "segments:fixed");
-    // Streams, pools, synchronize and sync; trim gives the segment back.
+    // Streams, pools, synchronize and sync leave no entry; trim releases the segment.
     assert_eq!((summary.ops_without_entry, summary.allocations, summary.segments), (4, 1, 0));
     assert_eq!(read(&bytes).summary.allocations, 1);
 }
@@ -54,7 +54,7 @@ fn equal_jobs_are_equal_bytes() {
     let lines = ["stream s0", "a 0 1000 s0 \"weights\"", "a 1 1000 s0 \"weights\"", "a 2 1 s0 \"a;b\\n\""];
     let (bytes, _) = exported(&lines, "segments:expandable");
     assert_eq!(exported(&lines, "segments:expandable").0, bytes);
-    // A name is written once as it is, and once without what ends a stack.
+    // A name is written once verbatim, and once without the characters that end a stack.
     let count = |text: &[u8]| bytes.windows(text.len()).filter(|window| *window == text).count();
     assert_eq!((count(b"weights"), count(b"a b "), count(b"a;b")), (1, 1, 1));
 }
@@ -66,12 +66,12 @@ fn a_python_frame_is_a_frame_again() {
         assert_eq!(read(&bytes).records[1].name.as_deref(), Some(name));
         bytes.windows(text.len()).filter(|window| *window == text).count()
     };
-    // Once as the name, and once in parts.
+    // Once as the name, and once split into its parts.
     assert_eq!(count("model/block.py:12 make", b"model/block.py:12 make"), 1);
     assert_eq!(count("model/block.py:12 make", b"model/block.py"), 2);
     for name in ["block.py:12", "block.py:1x make", ".py:12 make", "block.py:99999999999999999999 make", "block.py:12 "]
     {
-        // The same text twice, of which the second one says where the first is.
+        // The same text twice; the second occurrence refers to the first.
         assert_eq!(count(name, b"block.py"), usize::from(name.contains("block.py")), "{name}");
     }
 }
@@ -84,7 +84,7 @@ fn names_and_pools_come_back() {
         "pool p1 segments:fixed,symmetric:true",
         "pool p2",
         "a 0 1000 s0 p2 \"weights\"",
-        // Words of the format, a text that stands elsewhere in it, and what a stack cannot hold.
+        // Words of the format, a text that occurs elsewhere in it, and characters that a stack cannot contain.
         "a 1 1000 s0 \"free_completed\"",
         "a 2 1000 s0 p1 \"N/A\"",
         "a 3 1000 s0 p2 \"weights\"",
@@ -109,7 +109,7 @@ fn names_and_pools_come_back() {
             _ => None,
         })
         .collect();
-    // p2 is the first to appear.
+    // p2 appears first.
     assert_eq!(pools, [1, 0, 2, 1, 0, 1]);
     assert_eq!(again.iter().filter(|record| matches!(record.op, Op::Free { .. })).count(), 2);
 }

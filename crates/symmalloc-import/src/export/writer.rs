@@ -1,4 +1,4 @@
-//! The entries of a snapshot, and what all of its parts are written with.
+//! The entries of a snapshot, and the state that all parts share.
 
 use std::collections::{BTreeSet, HashMap};
 use std::io::{self, Write};
@@ -14,27 +14,27 @@ use super::summary::ExportSummary;
 use crate::pickle::{Memo, PickleWriter};
 use crate::rerun::{Happened, Live, MemoryChange, Moment};
 
-/// The parts of a snapshot, one after the other.
+/// A writer of the parts of a snapshot, in sequence.
 pub(super) struct SnapshotWriter<W> {
     pub(super) pickle: PickleWriter<W>,
-    /// Frames that were written. Looked up only.
+    /// Frames already written. Looked up only.
     frames: HashMap<(PoolId, Box<str>), Memo>,
     no_frames: Option<Memo>,
-    /// Names that were written. Looked up only.
+    /// Names already written. Looked up only.
     names: HashMap<Box<str>, Memo>,
-    /// What is freed and still taken.
+    /// Freed memory that is still in use.
     pub(super) pending: BTreeSet<DeviceAddress>,
     pub(super) summary: ExportSummary,
 }
 
-/// What all entries have.
+/// Fields common to all entries.
 struct EntryFields<'a> {
     action: &'a str,
     address: DeviceAddress,
     size_bytes: u64,
     stream: StreamId,
     number: usize,
-    /// Of an allocation.
+    /// Pool of an allocation.
     pool: Option<PoolId>,
     name: Option<(PoolId, &'a str)>,
 }
@@ -63,7 +63,7 @@ impl<W: Write> SnapshotWriter<W> {
         Ok(self.summary)
     }
 
-    /// The entries of one op: memory comes before an allocation and goes after anything else.
+    /// Writes the entries of one op: memory changes precede an allocation and follow any other op.
     pub(super) fn moment(&mut self, moment: &Moment<'_>, program: &Program) -> io::Result<()> {
         let number = moment.number;
         let named = |live: &Live| program.name(live.id).map(|name| (live.owner.pool, name));
@@ -160,7 +160,7 @@ impl<W: Write> SnapshotWriter<W> {
         self.pickle.integer(number)
     }
 
-    /// A name as it is. It is spelt out where it comes first, because our reader keeps only such text.
+    /// Writes a name verbatim. Its first occurrence is spelled out, because the reader keeps only such text.
     fn name(&mut self, name: &str) -> io::Result<()> {
         match self.names.get(name) {
             Some(memo) => self.pickle.fetch(*memo),
@@ -172,7 +172,7 @@ impl<W: Write> SnapshotWriter<W> {
         }
     }
 
-    /// The field `frames`: a name as a stack of one function.
+    /// Writes the field `frames`: a name as a stack of one function.
     pub(super) fn frames(&mut self, name: Option<(PoolId, &str)>) -> io::Result<()> {
         self.pickle.text("frames")?;
         let Some((pool, name)) = name else {
@@ -191,7 +191,7 @@ impl<W: Write> SnapshotWriter<W> {
         }
         self.pickle.open_list()?;
         self.pickle.open_dict()?;
-        // A stack is a line with semicolons to PyTorch's tools.
+        // PyTorch's tools treat a stack as a line with semicolons.
         let clean = |text: &str| text.replace(|c: char| c.is_control() || c == ';', " ");
         let (file, line, function) = python_frame(name).map_or_else(
             || (pool.to_string(), 0, clean(name)),
@@ -210,8 +210,8 @@ impl<W: Write> SnapshotWriter<W> {
     }
 }
 
-/// File, line and function of a name that is a Python frame, as an import and a recording under PyTorch write it:
-/// `model/block.py:12 make`.
+/// Splits the name of a Python frame, as imports and recordings under PyTorch write it (`model/block.py:12 make`), into file, line and
+/// function.
 fn python_frame(name: &str) -> Option<(&str, u64, &str)> {
     let (place, function) = name.split_once(".py:")?;
     let (line, function) = function.split_once(' ')?;

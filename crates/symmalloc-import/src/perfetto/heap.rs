@@ -1,8 +1,8 @@
-//! The counters of a heap, thinned: of some ops in a row the highest value is kept.
+//! The counters of a heap, thinned: each point is the highest value of several consecutive ops.
 //!
 //! ```text
-//!  present      ▁▂▇▂▁▁ | ▁▁▁▁▁▁ |          written at the end of each row of ops,
-//!  highest           ▇ |      ▁ |          where it differs from what was written last
+//!  present      ▁▂▇▂▁▁ | ▁▁▁▁▁▁ |          written after every N ops,
+//!  highest           ▇ |      ▁ |          if it differs from the last value written
 //! ```
 
 use crate::rerun::Owner;
@@ -10,30 +10,30 @@ use crate::rerun::Owner;
 /// A quantity in bytes.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Quantity {
-    /// Asked for by live allocations.
+    /// Bytes requested by live allocations.
     Live,
-    /// Blocks of live allocations.
+    /// Bytes in blocks of live allocations.
     Allocated,
-    /// Held from the device.
+    /// Bytes reserved from the device.
     Reserved,
 }
 
-/// In the order of [`Quantity`].
+/// Names of the counters, in the order of [`Quantity`].
 const NAMES: [&str; 3] = ["live", "allocated", "reserved"];
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Level {
     present: u64,
-    /// After one of the ops since the last point.
+    /// Highest value after any op since the last point.
     highest: u64,
     written: Option<u64>,
 }
 
-/// One heap on the time line.
+/// One heap on the timeline.
 #[derive(Debug)]
 pub(super) struct HeapTrack {
     pub(super) owner: Owner,
-    /// Something was added or taken away, or is not as it was written last.
+    /// `true` if a counter changed, or differs from its last written value.
     pub(super) has_changed: bool,
     levels: [Level; 3],
 }
@@ -51,18 +51,18 @@ impl HeapTrack {
         }
     }
 
-    /// Adds bytes, or takes them away.
+    /// Adds or subtracts bytes.
     pub(super) fn add(&mut self, counter: Quantity, is_more: bool, bytes: u64) {
         let level = &mut self.levels[counter as usize];
         level.present = if is_more { level.present + bytes } else { level.present - bytes };
     }
 
-    /// An op is over: what is there now counts.
+    /// Records the current values at the end of an op.
     pub(super) fn settle(&mut self) {
         self.levels.iter_mut().for_each(|level| level.highest = level.highest.max(level.present));
     }
 
-    /// The counters that are to be written now.
+    /// Returns the counters to write now.
     pub(super) fn take_points(&mut self) -> impl Iterator<Item = (&'static str, u64)> {
         let levels = &mut self.levels;
         let points = std::array::from_fn::<_, 3, _>(|counter| {

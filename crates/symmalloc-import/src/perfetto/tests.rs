@@ -1,4 +1,4 @@
-//! Tests of time lines: what is written is read with a JSON reader and held against the rules of Chrome's format.
+//! Tests of timelines: a JSON reader parses the output, which is checked against the rules of Chrome's format.
 
 use std::collections::BTreeMap;
 
@@ -19,7 +19,7 @@ fn written(lines: &[&str], config: &str, options: &TimelineOptions) -> (Value, T
     (value, summary)
 }
 
-/// The rules of the format that viewers rely on.
+/// Checks the rules of the format that viewers rely on.
 fn check(trace: &Value) {
     let (mut newest, mut open, mut named) = (0, BTreeMap::new(), Vec::new());
     for event in trace["traceEvents"].as_array().unwrap() {
@@ -38,13 +38,13 @@ fn check(trace: &Value) {
             "i" => assert_eq!(event["s"], "p", "{event}"),
             "b" => assert!(open.insert(slice, (process, event["name"].clone())).is_none(), "twice begun: {event}"),
             "e" => assert_eq!(open.remove(&slice), Some((process, event["name"].clone())), "{event}"),
-            other => panic!("no phase of ours: {other}"),
+            other => panic!("unexpected phase: {other}"),
         }
     }
     assert!(open.is_empty(), "never ended: {open:?}");
 }
 
-/// What is said of events with this phase: (time, process, name, argument).
+/// Returns the events with this phase: (time, process, name, argument).
 fn of_phase(trace: &Value, phase: &str, argument: &str) -> Vec<(u64, u64, String, Value)> {
     let events = trace["traceEvents"].as_array().unwrap().iter().filter(|event| event["ph"] == phase);
     let said = |event: &Value| {

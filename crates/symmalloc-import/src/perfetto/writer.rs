@@ -1,4 +1,4 @@
-//! Chrome's trace events, one after the other, as JSON. Sorted by time, but for names of processes, which have none.
+//! Writer for Chrome's trace events in JSON, sorted by time except for the names of processes, which have no time.
 
 use std::fmt::{self, Display, Write as _};
 use std::io::{self, Write};
@@ -7,11 +7,11 @@ use symmalloc_core::AllocationId;
 /// Writes `{"traceEvents":[..], ..}`.
 pub(super) struct EventWriter<W> {
     sink: W,
-    /// What stands before the next event.
+    /// Separator before the next event.
     separator: &'static str,
 }
 
-/// What an event says besides its name and its time: the inside of a JSON object.
+/// Arguments of an event: the inside of a JSON object.
 #[derive(Debug, Default)]
 pub(super) struct Args(String);
 
@@ -30,7 +30,7 @@ impl Args {
 
     fn field(mut self, key: &str, value: fmt::Arguments<'_>) -> Self {
         let comma = if self.0.is_empty() { "" } else { "," };
-        write!(self.0, "{comma}\"{key}\":{value}").expect("a string takes all");
+        write!(self.0, "{comma}\"{key}\":{value}").expect("writing to a string cannot fail");
         self
     }
 }
@@ -41,7 +41,7 @@ impl<W: Write> EventWriter<W> {
         Ok(EventWriter { sink, separator: "\n" })
     }
 
-    /// Names a process, and puts it behind those with lower numbers.
+    /// Names a process and sorts it after those with lower numbers.
     pub(super) fn process(&mut self, process: usize, name: &str) -> io::Result<()> {
         let name = Text(name);
         self.event(format_args!(r#""ph":"M","pid":{process},"name":"process_name","args":{{"name":{name}}}"#))?;

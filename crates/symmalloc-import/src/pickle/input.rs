@@ -1,8 +1,7 @@
-//! The bytes of a pickle, in order, with their offset.
+//! Buffered input for a pickle, which tracks its offset.
 //!
-//! The machine reads some 40 million tiny pieces from a file of 100 MB, so this keeps a buffer of its own and touches
-//! the source only to refill it. Lengths in the file are never believed: [`Input::skip`] walks over what is there and
-//! nothing is allocated for what is announced.
+//! The machine reads some 40 million tiny pieces from a file of 100 MB, so this type has its own buffer and accesses the source only to
+//! refill it. It never trusts lengths in the file: [`Input::skip`] walks over the data, and nothing is allocated for a stated length.
 
 use std::io::{self, Read};
 
@@ -10,13 +9,13 @@ use super::error::PickleError;
 
 const BUFFER_BYTES: usize = 64 << 10;
 
-/// A source of bytes that knows where it is.
+/// A source of bytes with its current offset.
 pub(super) struct Input<R> {
     source: R,
     buffer: Box<[u8]>,
-    /// The next byte to give out. `next <= end <= buffer.len()`.
+    /// Index of the next byte to return. `next <= end <= buffer.len()`.
     next: usize,
-    /// Where what was read into the buffer ends.
+    /// End of the data in the buffer.
     end: usize,
     /// Offset in the source of `buffer[0]`.
     buffer_offset: u64,
@@ -27,13 +26,13 @@ impl<R: Read> Input<R> {
         Input { source, buffer: vec![0; BUFFER_BYTES].into_boxed_slice(), next: 0, end: 0, buffer_offset: 0 }
     }
 
-    /// Offset of the next byte, from the start of the (decompressed) pickle.
+    /// Returns the offset of the next byte, from the start of the (decompressed) pickle.
     #[inline]
     pub(super) fn offset(&self) -> u64 {
         self.buffer_offset + self.next as u64
     }
 
-    /// Gets more bytes once all in the buffer are given out; false at the end of the source.
+    /// Refills the empty buffer. Returns `false` at the end of the source.
     #[cold]
     fn refill(&mut self) -> Result<bool, PickleError> {
         debug_assert_eq!(self.next, self.end);
@@ -51,7 +50,7 @@ impl<R: Read> Input<R> {
         }
     }
 
-    /// Whether the source has no byte left.
+    /// Returns `true` if the source has no more bytes.
     pub(super) fn at_end(&mut self) -> Result<bool, PickleError> {
         Ok(self.next == self.end && !self.refill()?)
     }
@@ -80,7 +79,7 @@ impl<R: Read> Input<R> {
         Ok(())
     }
 
-    /// The next N bytes.
+    /// Returns the next N bytes.
     #[inline]
     pub(super) fn array<const N: usize>(&mut self) -> Result<[u8; N], PickleError> {
         let mut bytes = [0; N];
@@ -88,7 +87,7 @@ impl<R: Read> Input<R> {
         Ok(bytes)
     }
 
-    /// Passes over `count` bytes.
+    /// Skips `count` bytes.
     pub(super) fn skip(&mut self, mut count: u64) -> Result<(), PickleError> {
         loop {
             let here = (self.end - self.next) as u64;
@@ -109,7 +108,7 @@ impl<R: Read> Input<R> {
 mod tests {
     use super::*;
 
-    /// A source that gives one byte at a time, so that every piece crosses a refill.
+    /// A source that returns one byte at a time, so that every piece crosses a refill.
     struct Trickle<'a>(&'a [u8]);
 
     impl Read for Trickle<'_> {

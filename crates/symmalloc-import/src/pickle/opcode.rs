@@ -1,7 +1,6 @@
 //! The opcodes of pickle protocols 2 to 5, after CPython's `pickletools`.
 //!
-//! Left out are those that only protocols 0 and 1 write. The ones that import, call or fetch are here by name only, so
-//! that an error can say which one it met.
+//! Opcodes that only protocols 0 and 1 write are omitted. Those that import, call or load objects appear by name only, for error messages.
 
 pub(super) const PROTO: u8 = 0x80;
 pub(super) const FRAME: u8 = 0x95;
@@ -54,7 +53,7 @@ pub(super) const EMPTY_SET: u8 = 0x8f;
 pub(super) const ADDITEMS: u8 = 0x90;
 pub(super) const FROZENSET: u8 = 0x91;
 
-/// The name of an opcode that imports, calls or fetches something; `None` for every other byte.
+/// Returns the name of an opcode that imports, calls or loads something; `None` for every other byte.
 pub(super) fn executing(opcode: u8) -> Option<&'static str> {
     Some(match opcode {
         b'c' => "GLOBAL",

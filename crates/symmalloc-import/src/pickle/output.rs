@@ -1,27 +1,27 @@
-//! Writes pickles of dicts, lists, numbers and text: protocol 2, which every Python 3 and PyTorch's own reader take.
+//! Writer for pickles of dicts, lists, numbers and text, in protocol 2, which every Python 3 and PyTorch's own reader accept.
 //!
-//! Text and values that come again are written once and fetched from the memo after that, so a million trace entries
-//! do not spell `free_requested` a million times. What is written follows from the calls alone: equal calls, equal bytes.
+//! Repeated text and values are written once and then fetched from the memo, so a million trace entries do not spell out `free_requested` a
+//! million times. The output depends on the calls alone: equal calls produce equal bytes.
 
 use std::collections::HashMap;
 use std::io::{self, Write};
 
 use super::opcode;
 
-/// As in Python's own writer.
+/// Batch size of Python's own writer.
 const BATCH_ITEMS: usize = 1000;
 
-/// A value that was put into the memo.
+/// Reference to a value in the memo.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Memo(u32);
 
-/// A pickle on its way to `sink`.
+/// A pickle being written to `sink`.
 ///
 /// Dicts and lists are opened, filled (a dict with a key before each value) and closed.
 pub(crate) struct PickleWriter<W> {
     sink: W,
     memo_count: u32,
-    /// Text that was written. Looked up only.
+    /// Text already written. Looked up only.
     texts: HashMap<Box<str>, Memo>,
 }
 
@@ -53,8 +53,8 @@ impl<W: Write> PickleWriter<W> {
         self.sink.write_all(&[opcode::APPENDS])
     }
 
-    /// To be called before each item of a list, with the number of items before it: cuts long lists into batches. Python
-    /// writes them so, and the viewer's JavaScript cannot take a batch of many thousands.
+    /// Starts an item of a list, given the number of items before it. Call it before each item: it splits long lists into batches, as
+    /// Python does, because the viewer's JavaScript cannot process a batch of many thousands.
     pub(crate) fn item(&mut self, number: usize) -> io::Result<()> {
         if number > 0 && number.is_multiple_of(BATCH_ITEMS) {
             self.sink.write_all(&[opcode::APPENDS, opcode::MARK])?;
@@ -62,7 +62,7 @@ impl<W: Write> PickleWriter<W> {
         Ok(())
     }
 
-    /// Makes a tuple of the last two values.
+    /// Replaces the last two values with a tuple.
     pub(crate) fn pair(&mut self) -> io::Result<()> {
         self.sink.write_all(&[opcode::TUPLE2])
     }
@@ -80,8 +80,8 @@ impl<W: Write> PickleWriter<W> {
         Ok(())
     }
 
-    /// Writes text that may be fetched from here on, spelt out even where it was written before: readers that look only
-    /// at some of the text find it.
+    /// Writes text in full, even if it was written before, and makes it available for fetching. Readers that inspect only some of the text
+    /// then find it.
     pub(crate) fn text_in_full(&mut self, text: &str) -> io::Result<Memo> {
         self.texts.remove(text);
         self.text(text)?;
@@ -100,7 +100,7 @@ impl<W: Write> PickleWriter<W> {
                 self.sink.write_all(&(number as u32).to_le_bytes())
             }
             _ => {
-                // As few bytes as hold it and its sign.
+                // The fewest bytes that hold the number and its sign.
                 let bytes = number.to_le_bytes();
                 let length =
                     9 - (number.leading_zeros().saturating_sub(1) / 8) as usize - usize::from(number >> 63 == 0);
@@ -111,13 +111,13 @@ impl<W: Write> PickleWriter<W> {
         }
     }
 
-    /// The number -1.
+    /// Writes the number -1.
     pub(crate) fn minus_one(&mut self) -> io::Result<()> {
         self.sink.write_all(&[opcode::BININT])?;
         self.sink.write_all(&(-1_i32).to_le_bytes())
     }
 
-    /// The floating-point number 0.0.
+    /// Writes the floating-point number 0.0.
     pub(crate) fn zero(&mut self) -> io::Result<()> {
         self.sink.write_all(&[opcode::BINFLOAT])?;
         self.sink.write_all(&0_f64.to_be_bytes())
@@ -127,7 +127,7 @@ impl<W: Write> PickleWriter<W> {
         self.sink.write_all(&[if is_true { opcode::NEWTRUE } else { opcode::NEWFALSE }])
     }
 
-    /// Puts the last value into the memo.
+    /// Stores the last value in the memo.
     pub(crate) fn keep(&mut self) -> io::Result<Memo> {
         let memo = self.memo_count;
         match u8::try_from(memo) {
@@ -141,7 +141,7 @@ impl<W: Write> PickleWriter<W> {
         Ok(Memo(memo))
     }
 
-    /// Writes a value of the memo again. It is the same object then, not an equal one.
+    /// Fetches a value from the memo. The result is the same object, not an equal one.
     pub(crate) fn fetch(&mut self, Memo(memo): Memo) -> io::Result<()> {
         match u8::try_from(memo) {
             Ok(short) => self.sink.write_all(&[opcode::BINGET, short]),

@@ -1,4 +1,4 @@
-//! Tests of the pickle reader: what it keeps, and what hostile files get from it.
+//! Tests of the pickle reader: the values it keeps, and its behavior on hostile files.
 
 use proptest::prelude::*;
 
@@ -33,7 +33,7 @@ fn pickle() -> Pickle {
     Pickle::of_protocol(4)
 }
 
-/// The one value of a pickle.
+/// Returns the only value of a pickle.
 fn root(pickle: Pickle) -> Value {
     document(&pickle.stop()).root
 }
@@ -41,14 +41,14 @@ fn root(pickle: Pickle) -> Value {
 fn root_list(document: &Document) -> &List {
     match document.root {
         Value::List(list) => document.values.list(list),
-        other => panic!("{other:?} is no list"),
+        other => panic!("{other:?} is not a list"),
     }
 }
 
 fn field(document: &Document, word: Word) -> Option<Value> {
     match document.root {
         Value::Dict(dict) => document.values.field(dict, word),
-        other => panic!("{other:?} is no dict"),
+        other => panic!("{other:?} is not a dict"),
     }
 }
 
@@ -371,7 +371,7 @@ proptest! {
         let _ = read_pickle(&[&[opcode::PROTO, 5][..], &bytes].concat());
     }
 
-    /// Opcodes that belong together reach deeper than bytes do.
+    /// Sequences of opcodes reach deeper code than random bytes.
     #[test]
     fn any_opcodes_are_read_or_refused(opcodes in proptest::collection::vec(
         prop_oneof![

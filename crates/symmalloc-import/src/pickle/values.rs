@@ -1,15 +1,15 @@
-//! What is kept of a pickle: dicts and lists, pruned to a vocabulary while they grow.
+//! The kept parts of a pickle: dicts and lists, pruned to a vocabulary while they grow.
 //!
-//! A snapshot with stack frames is 99 % stack frames, and its reader wants five keys. So a caller names its words
-//! first, and
+//! A snapshot with stack frames consists of 99 % stack frames, and its reader needs few keys. The caller therefore supplies a vocabulary of
+//! words, and
 //!
-//! * text outside of the vocabulary is [`Value::OtherText`]; floats, bytes, sets, booleans and None are [`Value::Nothing`].
-//!   Only what is spelt out as the value of some chosen words is [`Value::Text`];
+//! * text outside of the vocabulary is [`Value::OtherText`]; floats, bytes, sets, booleans and None are [`Value::Nothing`]. [`Value::Text`]
+//!   holds other text only if it is spelled out as the value of selected words;
 //! * a dict keeps only the entries whose key is a word;
-//! * a list keeps only the dicts that kept something and that the caller wants in it, and lists. It counts all its items ([`List::len`]), so that who
-//!   expects dicts can tell that something else was among them.
+//! * a list keeps lists, and those nonempty dicts that the caller selects. It counts all of its items ([`List::len`]), so a reader that
+//!   expects dicts can detect other items.
 //!
-//! A stack frame thus shrinks to nothing at all when it is put into its list, however many lists share it.
+//! A stack frame thus takes no space once it is in its list, no matter how many lists share it.
 //!
 //! ```text
 //! dicts   [ first ]──┐           fields, one chain per dict, at most one field per word
@@ -17,12 +17,11 @@
 //! lists   [ [dict 3, dict 4, list 0], [..] ]
 //! ```
 //!
-//! Everything lies in arenas and is named by number. A value that contains itself is therefore no problem, nothing is
-//! shared by counting, and dropping it all needs no recursion. What a container holds is decided when it is put in: a
-//! dict that is put into a list while still empty and filled later (only data that contains itself does so) is not
-//! found in that list.
+//! All values are in arenas and referenced by index. A value can therefore contain itself, sharing needs no reference counts, and dropping
+//! needs no recursion. A list decides whether to keep a dict when the dict is added: it does not keep a dict that is added while empty and
+//! filled later, which occurs only in self-containing data.
 
-/// A word of the vocabulary, by its position there.
+/// A word of the vocabulary, by its index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Word(pub(crate) u8);
 
@@ -41,11 +40,11 @@ pub(crate) struct TextId(u32);
 /// A value, as far as it is kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Value {
-    /// What no reader of a snapshot needs.
+    /// A value that no snapshot reader needs.
     Nothing,
-    /// Text of the vocabulary.
+    /// Text in the vocabulary.
     Word(Word),
-    /// Other text.
+    /// Other text that is kept.
     Text(TextId),
     /// Other text that is not kept.
     OtherText,
@@ -61,7 +60,7 @@ pub(crate) enum Value {
     List(ListId),
 }
 
-/// An item of a list, as far as it is kept.
+/// A kept item of a list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Item {
     Dict(DictId),
@@ -71,16 +70,16 @@ pub(crate) enum Item {
 /// A list or a tuple.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct List {
-    /// The items that were kept, in order.
+    /// The kept items, in order.
     pub(crate) items: Vec<Item>,
-    /// How many items the list has. `items.len() <= len`.
+    /// Total number of items, kept or not. `items.len() <= len`.
     pub(crate) len: u64,
-    /// Kinds of which it has the first, a bit each.
+    /// Bit set of the [`Kept::First`] kinds of which the list already has a dict.
     firsts: u8,
 }
 
 impl List {
-    /// Whether every item was kept.
+    /// Returns `true` if every item was kept.
     pub(crate) fn is_whole(&self) -> bool {
         self.items.len() as u64 == self.len
     }
@@ -94,39 +93,39 @@ struct Field {
     value: Value,
 }
 
-/// The end of a chain of fields; also the bound on the size of every arena.
+/// End of a chain of fields; also the maximum size of every arena.
 const NONE: u32 = u32::MAX;
 
-/// Which dicts that hold something are kept in a list. Asked once for each dict, when it is first put into one.
+/// Decides whether lists keep a nonempty dict. Called once per dict, when it is first added to a list.
 pub(crate) type Keeps = fn(&Values, DictId) -> Kept;
 
-/// Whether a dict is kept in lists.
+/// Decision whether lists keep a dict.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kept {
-    /// In each.
+    /// Every list keeps it.
     Always,
-    /// Where it is the first one of this kind, a number below 8.
+    /// A list keeps it only if it has no other dict of this kind yet. The kind is below 8.
     First(u8),
-    /// In none.
+    /// No list keeps it.
     Never,
 }
 
-/// An arena is at its end: 2^32 - 1 dicts, lists, fields or texts.
+/// Error of a full arena: 2^32 - 1 dicts, lists, fields or texts.
 pub(crate) struct ArenaFull;
 
-/// The arenas.
+/// The arenas that hold all values.
 #[derive(Default)]
 pub(crate) struct Values {
-    /// For each dict its first field, or `NONE`.
+    /// First field of each dict, or `NONE`.
     dicts: Vec<u32>,
-    /// For each dict whether lists keep it, once that was asked.
+    /// Decision whether lists keep each dict, once made.
     kept: Vec<Option<Kept>>,
     fields: Vec<Field>,
     lists: Vec<List>,
-    /// Over all lists.
+    /// Number of items in all lists.
     items: u64,
     texts: Vec<Box<str>>,
-    /// Over all texts.
+    /// Bytes of all texts.
     text_bytes: u64,
 }
 
@@ -151,7 +150,7 @@ impl Values {
         Ok(Value::Text(TextId(id)))
     }
 
-    /// Sets an entry of a dict, if its key is a word.
+    /// Sets an entry of a dict if its key is a word.
     pub(super) fn set(&mut self, dict: DictId, key: Value, value: Value) -> Result<(), ArenaFull> {
         let Value::Word(word) = key else { return Ok(()) };
         if let Some(field) = self.field_index(dict, word) {
@@ -164,7 +163,7 @@ impl Values {
         Ok(())
     }
 
-    /// Appends an item to a list, if it is worth keeping.
+    /// Appends an item to a list if it is worth keeping.
     pub(super) fn append(&mut self, list: ListId, value: Value, keeps: Keeps) {
         let item = match value {
             Value::Dict(dict) if self.dicts[dict.0 as usize] != NONE && self.is_kept(list, dict, keeps) => {
@@ -197,7 +196,7 @@ impl Values {
         }
     }
 
-    /// What a dict has under a word.
+    /// Returns the value of a word in a dict.
     pub(crate) fn field(&self, dict: DictId, word: Word) -> Option<Value> {
         self.field_index(dict, word).map(|index| self.fields[index].value)
     }
@@ -210,7 +209,7 @@ impl Values {
         &self.lists[list.0 as usize]
     }
 
-    /// Memory in use, in bytes; what the arenas hold in reserve can be as much again.
+    /// Returns the memory in use, in bytes. Spare capacity of the arenas can take as much again.
     pub(super) fn held_bytes(&self) -> u64 {
         let dicts = self.dicts.len() * (size_of::<u32>() + size_of::<Option<Kept>>());
         let fields = self.fields.len() * size_of::<Field>();
@@ -219,7 +218,7 @@ impl Values {
         (dicts + fields + lists + texts) as u64 + self.items * size_of::<Item>() as u64 + self.text_bytes
     }
 
-    /// Walks the chain of a dict: at most as many steps as the vocabulary has words.
+    /// Walks the chain of a dict, in at most as many steps as the vocabulary has words.
     #[inline]
     fn field_index(&self, dict: DictId, word: Word) -> Option<usize> {
         let mut index = self.dicts[dict.0 as usize];

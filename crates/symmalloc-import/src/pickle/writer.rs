@@ -1,8 +1,8 @@
-//! A tiny pickle writer for tests: one method per opcode, so that right and wrong pickles are written alike.
+//! A small pickle writer for tests: one method per opcode, so that tests can write both valid and invalid pickles.
 
 use super::opcode;
 
-/// A pickle in the making.
+/// A pickle under construction.
 #[derive(Clone)]
 pub(crate) struct Pickle(Vec<u8>);
 
@@ -11,12 +11,12 @@ impl Pickle {
         Pickle(vec![opcode::PROTO, protocol])
     }
 
-    /// Ends the pickle.
+    /// Appends STOP and returns the pickle.
     pub(crate) fn stop(self) -> Vec<u8> {
         self.op(opcode::STOP).0
     }
 
-    /// The bytes so far.
+    /// Returns the bytes so far.
     pub(crate) fn unfinished(self) -> Vec<u8> {
         self.0
     }
@@ -47,7 +47,7 @@ impl Pickle {
         self.op(opcode::BINUNICODE).raw(&length.to_le_bytes()).raw(text.as_bytes())
     }
 
-    /// An integer as PyTorch's writer in C++ puts it: always eight bytes.
+    /// Appends an integer as PyTorch's C++ writer encodes it: always eight bytes.
     pub(crate) fn integer(self, integer: i64) -> Self {
         self.op(opcode::LONG1).raw(&[8]).raw(&integer.to_le_bytes())
     }

@@ -1,17 +1,17 @@
-//! What a snapshot tells of the time before its trace begins, and of memory that the device gave.
+//! The state before a trace begins: its live allocations and reserved memory.
 //!
-//! A trace is a ring: with `max_entries`, or when the recording was switched on late, it begins in the middle of a job. What
-//! lived by then shows twice: it is freed in the trace without having been allocated there, or it is still in `segments`,
-//! which is the allocator as it was in the end.
+//! A trace is a ring buffer: with `max_entries`, or if recording started late, it begins in the middle of a job. Allocations live at that
+//! point show in two ways: the trace frees them without having allocated them, or `segments`, the final state of the allocator, contains
+//! them.
 //!
 //! ```text
-//! segments, at the end   ── minus what the trace allocates and does not free ──┐
-//! frees in the trace     ── of what it does not allocate ────────────────────┴─► lived before: allocated first
-//! segments, at the end   ── minus what the trace obtained, plus what it gave back ─► reserved at the beginning
+//! segments, at the end   ── minus memory the trace allocates and keeps ────────┐
+//! frees in the trace     ── of memory the trace does not allocate ─────────────┴─► lived before: allocated first
+//! segments, at the end   ── minus memory the trace obtained, plus memory it released ─► reserved at the beginning
 //! ```
 //!
-//! Neither says in which order it was allocated. Those that the trace frees come first, in the order of their frees, which is
-//! the program's. The others follow by stream and size, never by address, which differs between ranks.
+//! Neither source states the order of allocation. Allocations that the trace frees come first, in the order of their frees, which the
+//! program determines. The others follow by stream and size, never by address, because addresses differ between ranks.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -25,7 +25,7 @@ use super::words::{
 use crate::pickle::{DictId, Document, Item, ListId, Value, Word};
 use crate::transcript::{Address, RawPool, RawStream};
 
-/// An allocation that lived when the trace began.
+/// An allocation that is live at the beginning of the trace.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Lived {
     pub(super) pool: RawPool,
@@ -35,24 +35,24 @@ pub(super) struct Lived {
     pub(super) address: u64,
 }
 
-/// What is known of the beginning.
+/// The known state at the beginning of the trace.
 #[derive(Debug, Default)]
 pub(super) struct Before {
     pub(super) lived: Vec<Lived>,
-    /// The most that was reserved at any time; `None` where neither segments nor their births are in the snapshot.
+    /// Peak of the reserved memory in bytes; `None` if the snapshot contains neither segments nor their creation.
     pub(super) reserved_bytes_peak: Option<u64>,
     pools: SegmentPools,
 }
 
-/// The pools of the segments at the end, where these say it: older traces do not, entry by entry.
+/// The pools of the final segments, for older traces, whose entries do not name pools.
 #[derive(Debug, Default)]
 struct SegmentPools {
-    /// By start: the end, the pool, and the number of the entry that obtained the segment.
+    /// Segments by start: the end, the pool, and the number of the entry that obtained the segment.
     segments: BTreeMap<u64, (u64, RawPool, Option<u64>)>,
 }
 
 impl SegmentPools {
-    /// The pool of an address at an entry. What lay there before the segment was obtained had another one.
+    /// Returns the pool of an address at an entry. Memory at that address before the segment was obtained belonged to another pool.
     fn of(&self, address: Address, number: u64) -> RawPool {
         let below = self.segments.range(..=address.0).next_back();
         let segment =
@@ -62,7 +62,7 @@ impl SegmentPools {
 }
 
 impl Before {
-    /// The pool of an entry: the one that it names, else that of its segment.
+    /// Returns the pool of an entry: the one that it names, or else that of its segment.
     pub(super) fn pool(&self, entry: &TraceEntry<'_>) -> Result<RawPool, SnapshotError> {
         let named = entry.pool()?;
         Ok(named.unwrap_or(self.pools.of(entry.address()?, entry.number)))
@@ -96,7 +96,7 @@ impl Before {
                 Some(Value::Word(ALLOC)) => _ = live.insert(entry.address()?),
                 Some(Value::Word(FREE_REQUESTED)) => {
                     let address = entry.address()?;
-                    // Freed once more, it is a damaged trace's, and no other allocation.
+                    // A second free indicates a damaged trace, not another allocation.
                     if !live.remove(&address) && freed.insert(address) {
                         let (size_bytes, stream) = (entry.integer(SIZE)?, entry.stream()?);
                         let pool = entry.pool()?.unwrap_or(pools.of(address, entry.number));
@@ -110,7 +110,7 @@ impl Before {
         }
         let at_end = segments.unwrap_or_default();
         let total: i128 = at_end.iter().map(|segment| i128::from(segment.total_bytes)).sum();
-        // At least what the trace gives back without having obtained it.
+        // At least the memory that the trace releases without having obtained it.
         let at_beginning = (total - reserved).max(-least);
         let mut left: Vec<Lived> = at_end.into_iter().flat_map(|segment| segment.live).collect();
         left.retain(|block| !live.contains(&Address(block.address)));
@@ -138,7 +138,7 @@ pub(super) fn has_live(document: &Document) -> Result<BTreeSet<usize>, SnapshotE
             Some(Value::Integer(device)) => usize::try_from(device).unwrap_or(usize::MAX),
             _ => 0,
         };
-        // A pickle may name one list a million times.
+        // A pickle may refer to one list a million times.
         if seen.insert((blocks, device)) && document.values.list(blocks).items.iter().any(is_live) {
             devices.insert(device);
         }
@@ -146,7 +146,7 @@ pub(super) fn has_live(document: &Document) -> Result<BTreeSet<usize>, SnapshotE
     Ok(devices)
 }
 
-/// What was looked at: a pickle may name one thing a million times, and it counts once.
+/// Objects already visited. A pickle may refer to one object a million times, but it counts once.
 #[derive(Default)]
 struct Seen {
     segments: BTreeSet<DictId>,
@@ -154,7 +154,7 @@ struct Seen {
     addresses: BTreeSet<u64>,
 }
 
-/// A segment at the end.
+/// A segment in the final state.
 struct Segment {
     address: u64,
     total_bytes: u64,
@@ -163,7 +163,7 @@ struct Segment {
     live: Vec<Lived>,
 }
 
-/// The segments of a device; `None` where the snapshot has no list of them.
+/// Returns the segments of a device; `None` if the snapshot has no list of them.
 fn segments(document: &Document, device: usize) -> Result<Option<Vec<Segment>>, SnapshotError> {
     let Value::Dict(root) = document.root else { return Err(SnapshotError::NotASnapshot) };
     let Some(list) = document.values.field(root, SEGMENTS) else { return Ok(None) };
@@ -182,7 +182,7 @@ fn segments(document: &Document, device: usize) -> Result<Option<Vec<Segment>>, 
             continue;
         }
         let segment = SegmentDict { document, dict, number };
-        // The first versions did not say it; they had one device.
+        // The first versions omitted the device, because they had only one.
         let of = if document.values.field(dict, DEVICE).is_some() { segment.integer(DEVICE)? } else { device as u64 };
         if of == device as u64 {
             segments.push(segment.read(&mut seen)?);
@@ -196,7 +196,7 @@ fn segments(document: &Document, device: usize) -> Result<Option<Vec<Segment>>, 
 struct SegmentDict<'a> {
     document: &'a Document,
     dict: DictId,
-    /// Of the segment.
+    /// Index of the segment.
     number: usize,
 }
 
@@ -217,7 +217,7 @@ impl SegmentDict<'_> {
             Some(Value::List(blocks)) => self.document.values.list(blocks),
             other => return Err(self.bad(BLOCKS, other)),
         };
-        // Blocks say where they lie since PyTorch 2.1; before, they follow each other.
+        // Blocks state their addresses since PyTorch 2.1; before, they are contiguous.
         let mut next = address;
         for item in &blocks.items {
             let Item::Dict(dict) = *item else { return Err(self.bad(BLOCKS, self.field(BLOCKS))) };

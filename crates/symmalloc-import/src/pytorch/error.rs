@@ -1,4 +1,4 @@
-//! What can be wrong with a snapshot.
+//! Errors in a snapshot.
 
 use std::fmt;
 
@@ -6,11 +6,11 @@ use symmalloc_core::units::{Amount, SEGMENT_BYTES_MAX};
 
 use crate::pickle::{PickleError, Value};
 
-/// What stands in a snapshot where something else must.
+/// Kind of an unexpected value in a snapshot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Found {
-    /// Nothing: the field is missing.
+    /// No value: the field is missing.
     Missing,
     /// Text.
     Text,
@@ -22,7 +22,7 @@ pub enum Found {
     Dict,
     /// A list.
     List,
-    /// A list that holds something else than it must.
+    /// A list with items of an unexpected kind.
     ListOfOthers,
     /// None, a boolean, a float, bytes or a set.
     Other,
@@ -57,38 +57,38 @@ impl fmt::Display for Found {
     }
 }
 
-/// Why a PyTorch memory snapshot could not be made into ops.
+/// Error converting a PyTorch memory snapshot to ops.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SnapshotError {
     /// The pickle cannot be read.
     #[error(transparent)]
     Pickle(#[from] PickleError),
-    /// A pickle, but of something else.
+    /// The pickle does not contain a snapshot.
     #[error(
-        "the pickle is no memory snapshot: it has no list 'device_traces' of lists; save one with \
+        "the pickle is not a memory snapshot: it has no list 'device_traces' of lists; save one with \
          torch.cuda.memory._dump_snapshot of PyTorch 2.0 or later"
     )]
     NotASnapshot,
-    /// A snapshot taken without a recorded history.
+    /// The snapshot was taken without a recorded history.
     #[error(
         "the snapshot has {devices} devices, but no recorded allocation: call \
          torch.cuda.memory._record_memory_history() before the job runs"
     )]
     NothingRecorded {
-        /// How many devices there are.
+        /// Number of devices.
         devices: usize,
     },
-    /// More than one device was recorded and none was chosen.
-    #[error("the snapshot holds the traces of several devices ({}): say which one to read", Devices(entries))]
+    /// Several devices were recorded and the caller chose none.
+    #[error("the snapshot holds the traces of several devices ({}): choose the one to read", Devices(entries))]
     SeveralDevices {
         /// The length of each device's trace, in entries.
         entries: Vec<u64>,
     },
-    /// The device asked for was not recorded.
+    /// The requested device was not recorded.
     #[error("the snapshot has no trace of device {device}; it has {}", Devices(entries))]
     NoSuchTrace {
-        /// The device asked for.
+        /// The requested device.
         device: usize,
         /// The length of each device's trace, in entries.
         entries: Vec<u64>,
@@ -99,9 +99,9 @@ pub enum SnapshotError {
         /// The device.
         device: usize,
     },
-    /// A field of a trace entry is missing, or is not what it must be.
+    /// A field of a trace entry is missing or has the wrong type.
     #[error(
-        "'{field}' of entry {entry} of device {device} (counted from 0) is {found}, and must be {}: the snapshot is damaged",
+        "'{field}' of entry {entry} of device {device} (counted from 0) is {found}, but must be {}: the snapshot is damaged",
         if *field == "action" { "text" } else { "a number" }
     )]
     Field {
@@ -111,18 +111,18 @@ pub enum SnapshotError {
         entry: u64,
         /// The field.
         field: &'static str,
-        /// What it is.
+        /// The kind of value found.
         found: Found,
     },
-    /// The segments are no list of dicts.
-    #[error("'segments' is {found}, and must be a list of segments, which are dicts: the snapshot is damaged")]
+    /// `segments` is not a list of dicts.
+    #[error("'segments' is {found}, but must be a list of segments, which are dicts: the snapshot is damaged")]
     Segments {
-        /// What it is.
+        /// The kind of value found.
         found: Found,
     },
-    /// A field of a segment or of one of its blocks is missing, or is not what it must be.
+    /// A field of a segment or of one of its blocks is missing or has the wrong type.
     #[error(
-        "'{field}' of segment {segment} (counted from 0) or of one of its blocks is {found}, and must be {}: the snapshot is \
+        "'{field}' of segment {segment} (counted from 0) or of one of its blocks is {found}, but must be {}: the snapshot is \
          damaged",
         if *field == "blocks" { "a list of dicts" } else { "a number" }
     )]
@@ -131,12 +131,12 @@ pub enum SnapshotError {
         segment: u64,
         /// The field.
         field: &'static str,
-        /// What it is.
+        /// The kind of value found.
         found: Found,
     },
     /// An allocation that no device can hold.
     #[error(
-        "entry {entry} of device {device} (counted from 0) allocates {}, and the most is {}: the snapshot is \
+        "entry {entry} of device {device} (counted from 0) allocates {}, but the maximum is {}: the snapshot is \
          damaged",
         Amount(*size_bytes),
         Amount(SEGMENT_BYTES_MAX)
@@ -146,18 +146,18 @@ pub enum SnapshotError {
         device: usize,
         /// The entry's position in the trace, from 0.
         entry: u64,
-        /// What it allocates.
+        /// Size of the allocation in bytes.
         size_bytes: u64,
     },
     /// More streams than ids.
-    #[error("entry {entry} of device {device} uses stream number 65,537; a trace has room for 65,536")]
+    #[error("entry {entry} of device {device} uses stream number 65,537; a trace can hold 65,536")]
     TooManyStreams {
         /// The device.
         device: usize,
         /// The entry's position in the trace, from 0.
         entry: u64,
     },
-    /// The records made of the trace take more memory than the caller allows.
+    /// The records of the trace exceed the memory limit.
     #[error(
         "the ops up to entry {entry} of device {device} take more than {} of memory: raise the limit if you trust the \
          file",
@@ -173,10 +173,10 @@ pub enum SnapshotError {
     },
 }
 
-/// How many devices a message lists: more than any machine has.
+/// Maximum number of devices listed in a message: more than any machine has.
 const DEVICES_LISTED_MAX: usize = 64;
 
-/// Devices with a trace, for people.
+/// The devices with a trace, formatted for people.
 struct Devices<'a>(&'a [u64]);
 
 impl fmt::Display for Devices<'_> {

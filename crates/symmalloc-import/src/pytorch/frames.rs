@@ -1,23 +1,22 @@
-//! Python stack frames: which of them names an allocation.
+//! Python stack frames: selects the frame that names an allocation.
 //!
-//! A stack has some fifty frames, innermost first: PyTorch's own, in C++ and Python, and those of the program. The innermost of
-//! the program says who asked for the memory: `model/attention.py:88 forward`. Where there is none, as in an optimizer's step
-//! that a hook runs, the innermost of PyTorch's Python frames says at least what for. Frames in C++ name nobody.
+//! A stack has some fifty frames, innermost first: those of PyTorch, in C++ and Python, and those of the program. The innermost frame of
+//! the program names the allocation: `model/attention.py:88 forward`. If there is none, as in an optimizer's step that a hook runs, the
+//! innermost Python frame of PyTorch at least indicates the purpose. C++ frames are never used.
 //!
-//! Only these two are kept of a stack while it is read: all frames of all entries would take more memory than the rest of a
-//! snapshot.
+//! Only these two frames of each stack are kept: all frames of all entries would take more memory than the rest of a snapshot.
 
 use super::words::{self, FILENAME, LINE, NAME};
 use crate::pickle::{DictId, Document, Item, Kept, Value, Values, Word};
 use symmalloc_trace::NAME_BYTES_MAX;
 
-/// Whose code a frame is.
+/// Origin of a frame's code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Code {
     Program,
-    /// PyTorch's, or Python's own library.
+    /// PyTorch, or Python's standard library.
     Library,
-    /// No Python.
+    /// Not Python code.
     Native,
 }
 
@@ -35,7 +34,7 @@ impl Code {
     }
 }
 
-/// Whether a dict is kept in a list: all but frames, and of these the two that may name an allocation.
+/// Decides whether lists keep a dict: all dicts except frames, and the two frames of a stack that may name an allocation.
 pub(super) fn keeps(values: &Values, dict: DictId) -> Kept {
     match code_of(values, dict) {
         None => Kept::Always,
@@ -45,7 +44,7 @@ pub(super) fn keeps(values: &Values, dict: DictId) -> Kept {
     }
 }
 
-/// Whose code a frame is; `None` for what is no frame.
+/// Returns the origin of a frame's code; `None` if the dict is not a frame.
 fn code_of(values: &Values, dict: DictId) -> Option<Code> {
     text_of(values, dict, FILENAME).map(Code::of)
 }
@@ -58,7 +57,7 @@ fn text_of(values: &Values, dict: DictId, word: Word) -> Option<&str> {
     }
 }
 
-/// The name that a stack gives to an allocation.
+/// Returns the name that a stack gives to an allocation.
 pub(super) fn name(document: &Document, stack: Option<Value>) -> Option<String> {
     let Some(Value::List(stack)) = stack else { return None };
     let values = &document.values;

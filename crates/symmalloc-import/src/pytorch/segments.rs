@@ -1,22 +1,21 @@
-//! Where the recorded allocator put things: from an address to (segment, offset).
+//! Placements of the recorded allocator: maps an address to (segment, offset).
 //!
-//! A segment is named by the ordinal of its birth over the device, counted from 0 over what the recording shows. That
-//! and an offset is what two ranks can compare; addresses are not.
+//! A segment is identified by the ordinal of its creation on the device, from 0 at the beginning of the recording. Two ranks can compare
+//! the ordinal and an offset, but not addresses.
 //!
 //! ```text
-//! segment_alloc  addr, size     a fixed segment is born: [addr, addr + size)
-//! segment_free   addr           it is gone
-//! segment_map    addr, size     an expandable segment grows, or is born: pages at [addr, addr + size)
-//! segment_unmap  addr, size     pages go; the segment is gone with its last one
+//! segment_alloc  addr, size     creates a fixed segment: [addr, addr + size)
+//! segment_free   addr           ends it
+//! segment_map    addr, size     extends or creates an expandable segment: pages at [addr, addr + size)
+//! segment_unmap  addr, size     removes pages; the segment ends with its last one
 //! ```
 //!
-//! PyTorch does not say which expandable segment a mapping belongs to. It maps from the start of a reserved range
-//! upwards, so a mapping that starts within or right after what a segment of the same stream has ever mapped is part
-//! of that segment, and any other is the birth of one. Where a recording begins after such a segment was born, its
-//! offsets count from the first mapping that the recording shows.
+//! PyTorch does not record which expandable segment a mapping belongs to. It maps from the start of a reserved range upward, so a mapping
+//! belongs to a segment of the same stream if it starts within, or right after, the pages that this segment has ever mapped. Any other
+//! mapping creates a segment. If the recording begins after that, the segment's offsets count from the first recorded mapping.
 //!
-//! A segment that the recording does not show being born has no ordinal. The snapshot's own list of segments is sorted
-//! by address, which differs from rank to rank, so no ordinal is made up from it.
+//! A segment without a recorded creation has no ordinal. The snapshot's list of segments cannot supply one, because it is sorted by
+//! address, which differs between ranks.
 
 use std::collections::BTreeMap;
 
@@ -24,7 +23,7 @@ use symmalloc_core::ids::{Placement, SegmentId};
 
 use crate::transcript::{Address, RawStream};
 
-/// Bytes from `start` up to `end`.
+/// The addresses from `start` up to `end`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct AddressRange {
     start: Address,
@@ -32,7 +31,7 @@ pub(super) struct AddressRange {
 }
 
 impl AddressRange {
-    /// `size_bytes` from `start`, or up to the end of the address space.
+    /// Creates a range of `size_bytes` from `start`, or up to the end of the address space.
     pub(super) fn new(start: Address, size_bytes: u64) -> Self {
         AddressRange { start, end: Address(start.0.saturating_add(size_bytes)) }
     }
@@ -42,7 +41,7 @@ impl AddressRange {
     }
 }
 
-/// A segment that exists. Its start is its key.
+/// An existing segment. Its start is its key.
 #[derive(Clone, Copy, Debug)]
 struct LiveSegment {
     id: SegmentId,
@@ -102,7 +101,7 @@ impl LiveSegments {
         }
     }
 
-    /// Where an address lies, if its segment's birth was seen.
+    /// Returns the placement of an address, if the creation of its segment was recorded.
     pub(super) fn placement(&self, address: Address) -> Option<Placement> {
         let (start, segment) = self.live.range(..=address).next_back()?;
         let offset_bytes = address.0 - start.0;
@@ -112,12 +111,12 @@ impl LiveSegments {
     fn give_birth(&mut self, range: AddressRange, kind: SegmentKind) {
         self.forget_overlapped(range);
         let id = SegmentId(self.births);
-        // A recording of 2^32 segments would take 100 GB; from there on they would share the last number.
+        // A recording of 2^32 segments would take 100 GB; further segments share the last ordinal.
         self.births = self.births.saturating_add(1);
         self.live.insert(range.start, LiveSegment { id, end: range.end, kind });
     }
 
-    /// Removes segments in the range: their death is missing in the recording, or they could not be overlapped.
+    /// Removes segments in the range: the recording lacks their end, because segments never overlap.
     fn forget_overlapped(&mut self, range: AddressRange) {
         while let Some((start, segment)) = self.live.range(..range.end).next_back()
             && segment.end > range.start

@@ -12,7 +12,7 @@ const SETITEMS: u8 = b'u';
 /// A trace entry: action, address, size, stream.
 type Row = (&'static str, i64, i64, i64);
 
-/// A snapshot with these traces, one per device.
+/// Returns a snapshot with these traces, one per device.
 fn snapshot(devices: &[&[Row]]) -> Vec<u8> {
     let mut pickle = Pickle::of_protocol(2).dict().mark().text("segments").list().text("device_traces").list().mark();
     for rows in devices {
@@ -35,7 +35,7 @@ fn error_of(pickle: Pickle) -> SnapshotError {
     read(&pickle.stop()[..], &ReadOptions::default()).err().expect("the snapshot is refused")
 }
 
-/// The records as lines of a trace.
+/// Returns the records as lines of a trace.
 fn told(rows: &[Row]) -> Vec<String> {
     read_snapshot(&[rows]).finish().0.iter().map(|record| symmalloc_trace::RecordLine(record).to_string()).collect()
 }
@@ -109,7 +109,7 @@ fn completions_keep_their_order_among_themselves_and_among_the_ops() {
             ("free_completed", 0x1000, 512, 5),
             ("alloc", 0x1000, 512, 5),
         ])[5..],
-        // Of the third free nothing tells that it completed later, but that another stream used it.
+        // Nothing indicates that the third free completed later, only that another stream used the block.
         ["u 0 s1", "f 0 pending 5", "u 1 s0", "f 1 pending 2", "u 2 s0", "f 2", "a 3 512 s0"]
     );
 }
@@ -163,7 +163,7 @@ fn what_lived_when_the_recording_began_is_allocated_first() {
         ["stream s0", "a 0 512 s0", "a 1 512 s0", "f 0", "stream s1", "u 1 s1", "f 1 pending", "a 2 512 s0"]
     );
     assert_eq!((summary.lived_before, summary.lived_before_bytes, summary.frees_of_unknown), (2, 1024, 0));
-    // What it gives back it had; where that was in the end nothing tells.
+    // Memory that the trace releases was reserved before; nothing states its final amount.
     assert_eq!(summary.recorded_reserved_bytes_peak, Some(4 << 20));
 }
 
@@ -204,7 +204,7 @@ fn the_recorded_device_is_found_and_others_can_be_chosen() {
     };
     assert_eq!(device(&[&[], one], ReadOptions::default()).unwrap(), Some(1));
     assert_eq!(device(&[one, two], ReadOptions::default().device(1)).unwrap(), Some(1));
-    // Devices that were not used have the marks of snapshots alone.
+    // Unused devices only have the marks of snapshots.
     let mark: &[Row] = &[("snapshot", 0, 0, 0)];
     assert_eq!(device(&[mark, two, mark], ReadOptions::default()).unwrap(), Some(1));
     assert_eq!(device(&[mark, &[]], ReadOptions::default()).unwrap(), Some(0));
@@ -326,7 +326,7 @@ fn a_pool_that_is_no_number_is_refused() {
     assert!(matches!(error, SnapshotError::Field { field: "symmalloc_pool", .. }), "{error}");
 }
 
-/// A block of a segment at the end: address, size, state, frames as (file, line, function).
+/// A block of a final segment: address, size, state, frames as (file, line, function).
 type Block<'a> = (i64, i64, &'static str, &'a [(&'static str, i64, &'static str)]);
 
 fn frames(mut pickle: Pickle, stack: &[(&'static str, i64, &'static str)]) -> Pickle {
@@ -338,7 +338,7 @@ fn frames(mut pickle: Pickle, stack: &[(&'static str, i64, &'static str)]) -> Pi
     pickle.op(APPENDS)
 }
 
-/// A snapshot of one device that frees what it did not allocate, with one segment of 20 MiB of these blocks at the end.
+/// Returns a snapshot of one device that frees unknown memory, with one final segment of 20 MiB that holds these blocks.
 fn with_segment(blocks: &[Block<'_>], times: usize) -> Vec<u8> {
     let mut pickle = Pickle::of_protocol(4).dict().mark().text("segments").list().mark().dict().mark();
     pickle = pickle.text("device").integer(0).text("address").integer(0x1000).text("total_size").integer(20 << 20);
@@ -348,7 +348,7 @@ fn with_segment(blocks: &[Block<'_>], times: usize) -> Vec<u8> {
         pickle = pickle.text("requested_size").integer(*size_bytes).text("state").text(state);
         pickle = frames(pickle, stack).op(SETITEMS);
     }
-    // Named again and again, it is one segment.
+    // However often it is referenced, it is one segment.
     pickle = pickle.op(APPENDS).op(SETITEMS).op(0x94).raw(&b"h\x00".repeat(times - 1));
     pickle = pickle.op(APPENDS).text("device_traces").list().mark().list().mark();
     for (action, address) in [("alloc", 0x1000), ("free_requested", 0x9000), ("free_completed", 0x9000)] {
@@ -406,14 +406,14 @@ fn what_is_of_the_wrong_type_is_named_with_what_it_is() {
     let message = |pickle: Pickle| error_of(pickle.op(SETITEMS)).to_string();
     let number = message(alloc(start().text("action").integer(7)));
     assert!(
-        number.starts_with("'action' of entry 0 of device 0 (counted from 0) is a number, and must be text"),
+        number.starts_with("'action' of entry 0 of device 0 (counted from 0) is a number, but must be text"),
         "{number}"
     );
     let none = message(alloc(start().text("action").op(b'N')));
-    assert!(none.contains("is None, a boolean, a float, bytes or a set, and must be text"), "{none}");
+    assert!(none.contains("is None, a boolean, a float, bytes or a set, but must be text"), "{none}");
     let good = || alloc(start().text("action").text("alloc"));
     let segments = message(good().text("segments").integer(5));
-    assert!(segments.starts_with("'segments' is a number, and must be a list of segments"), "{segments}");
+    assert!(segments.starts_with("'segments' is a number, but must be a list of segments"), "{segments}");
     let items = message(good().text("segments").list().integer(5).op(b'a'));
     assert!(items.starts_with("'segments' is a list of other things"), "{items}");
     let segment = message(good().text("segments").list().dict().text("device").integer(0).op(b's').op(b'a'));
@@ -430,8 +430,8 @@ fn an_allocation_beyond_any_device_is_damage() {
     assert!(matches!(error, SnapshotError::Size { device: 0, entry: 0, size_bytes: 0x7fff_ffff_ffff_ffff }), "{error}");
 }
 
-/// A snapshot of segments (address, size, state, pool) of one block each, and of entries (action, address, pool), all of 2 MiB. A pool
-/// that is not named is `None`.
+/// Returns a snapshot of segments (address, size, state, pool) with one block each, and of entries (action, address, pool), all of 2 MiB. A
+/// pool of `None` is omitted.
 fn with_pools(segments: &[(i64, &str, Option<i64>)], entries: Option<&[(&str, i64, Option<i64>)]>) -> Vec<u8> {
     let pool = |pickle: Pickle, key: &'static str, pool: Option<i64>| match pool {
         Some(pool) => pickle.text(key).integer(0).integer(pool).op(0x86),
@@ -496,7 +496,7 @@ fn older_entries_have_the_pool_of_their_segment() {
         (0xf0_0000, "inactive", None),
     ];
     let entries = [
-        // Of a segment that was gone before the one at the end came.
+        // In a segment that ended before the final one was created.
         ("alloc", 0x90_0000, None),
         ("free_requested", 0x90_0000, None),
         ("free_completed", 0x90_0000, None),

@@ -1,4 +1,4 @@
-//! One device's trace: its entries, and their fields.
+//! The trace of one device: its entries and their fields.
 
 use std::borrow::Cow;
 
@@ -11,7 +11,7 @@ use super::words::{
 use crate::pickle::{DictId, Document, Item, List, Value, Word};
 use crate::transcript::{Address, RawPool, RawStream};
 
-/// One device's trace.
+/// The trace of one device.
 pub(super) struct DeviceTrace<'a> {
     pub(super) document: &'a Document,
     pub(super) device: usize,
@@ -30,7 +30,7 @@ pub(super) struct TraceEntry<'a> {
 impl<'a> DeviceTrace<'a> {
     pub(super) fn entries(&self) -> impl Iterator<Item = Result<TraceEntry<'a>, SnapshotError>> {
         let DeviceTrace { document, device, entries } = *self;
-        // Only dicts that hold something and lists are kept, so other items show by their absence.
+        // Only nonempty dicts and lists are kept, so other items show by their absence.
         let missing = (!entries.is_whole()).then_some(Err(SnapshotError::NotAnEntry { device }));
         let entry = move |(item, number): (&Item, u64)| match item {
             Item::Dict(dict) => Ok(TraceEntry { document, dict: *dict, device, number }),
@@ -57,7 +57,7 @@ impl<'a> TraceEntry<'a> {
         self.integer(STREAM).map(|stream| RawStream(stream.into()))
     }
 
-    /// The pool that the entry names.
+    /// Returns the pool that the entry names.
     pub(super) fn pool(&self) -> Result<Option<RawPool>, SnapshotError> {
         if self.field(SYMMALLOC_POOL).is_some() {
             return self.integer(SYMMALLOC_POOL).map(|pool| Some(RawPool(pool)));
@@ -72,7 +72,7 @@ impl<'a> TraceEntry<'a> {
         Ok(None)
     }
 
-    /// What the program calls it, else who asked for it.
+    /// Returns the program's name for the allocation, or else the requesting frame.
     pub(super) fn name(&self) -> Option<Cow<'a, str>> {
         match self.field(USER_METADATA) {
             Some(Value::Text(text)) => Some(self.document.values.text(text).into()),

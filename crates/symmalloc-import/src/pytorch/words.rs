@@ -1,8 +1,8 @@
-//! The text that matters in a snapshot.
+//! The vocabulary of a snapshot: the text that its reader needs.
 
 use crate::pickle::Word;
 
-/// The text that matters in a snapshot, and its numbers.
+/// Defines the vocabulary and the index of each word.
 macro_rules! words {
     ($($name:ident = $text:literal),* $(,)?) => {
         #[allow(clippy::upper_case_acronyms, non_camel_case_types)]
@@ -46,7 +46,7 @@ words! {
     ACTIVE_ALLOCATED = "active_allocated",
 }
 
-/// The text of a word.
+/// Returns the text of a word.
 pub(super) fn text(word: Word) -> &'static str {
     VOCABULARY[usize::from(word.0)]
 }

@@ -1,4 +1,4 @@
-//! The device of a rerun: grants everything, and notes what memory was mapped and unmapped, for whom.
+//! The device of a rerun: grants every request, and records the memory mapped and unmapped for each owner.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -10,50 +10,50 @@ use symmalloc_core::units::{GIB, MIB};
 use super::live::Owner;
 
 const GRANULARITY_BYTES: u64 = 2 * MIB;
-/// The address of the first range.
+/// Address of the first range.
 const FIRST_ADDRESS: u64 = 1024 * GIB;
-/// Between two ranges, so that no viewer takes neighbours for one.
+/// Gap between two ranges, so that no viewer merges adjacent ones.
 const GAP_BYTES: u64 = GRANULARITY_BYTES;
 
-/// Memory that came from the device, or went back to it.
+/// Memory mapped or unmapped on the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryChange {
-    /// Whether it came; otherwise it went back.
+    /// `true` if it was mapped, `false` if it was unmapped.
     pub is_mapped: bool,
-    /// Whose it is.
+    /// Heap that the memory belongs to.
     pub owner: Owner,
     /// The stream for which the segment was obtained.
     pub stream: StreamId,
-    /// Whether it is part of an expandable segment; otherwise it is a whole one.
+    /// `true` if it is part of an expandable segment, `false` if it is a whole segment.
     pub is_expandable: bool,
-    /// The address of its first byte.
+    /// Address of its first byte.
     pub address: DeviceAddress,
     /// Its size in bytes.
     pub size_bytes: u64,
 }
 
-/// Who reserved a range, and what for.
+/// Owner and purpose of a reserved range.
 #[derive(Clone, Copy, Debug)]
 struct Reserved {
     owner: Owner,
     stream: StreamId,
     is_expandable: bool,
-    /// It names memory of other ranges, and has none.
+    /// `true` for a stitched range, which maps memory of other ranges and owns none.
     is_stitched: bool,
 }
 
 #[derive(Debug)]
 struct DeviceState {
     next_address: u64,
-    /// Whoever is at work: ranges reserved now are its.
+    /// Owner of ranges reserved now.
     current: Option<Reserved>,
-    /// By base.
+    /// Reserved ranges by base.
     ranges: BTreeMap<DeviceAddress, Reserved>,
     changes: Vec<MemoryChange>,
 }
 
-/// The device. See the [module documentation](self).
+/// The simulated device. See the [module documentation](self).
 #[derive(Debug)]
 pub(crate) struct NotingDevice(RefCell<DeviceState>);
 
@@ -68,13 +68,13 @@ impl NotingDevice {
         }))
     }
 
-    /// An op begins that may obtain memory for an owner and a stream of its.
+    /// Starts an op that may obtain memory for an owner and a stream.
     pub(super) fn begin(&self, owner: Option<(Owner, StreamId)>, is_expandable: bool) {
         self.0.borrow_mut().current =
             owner.map(|(owner, stream)| Reserved { owner, stream, is_expandable, is_stitched: false });
     }
 
-    /// The op is over: what it changed.
+    /// Ends the op and returns its changes.
     pub(super) fn end(&self) -> Vec<MemoryChange> {
         std::mem::take(&mut self.0.borrow_mut().changes)
     }
@@ -138,7 +138,7 @@ impl Backend for NotingDevice {
         Ok(())
     }
 
-    /// Never done, so that a snapshot shows every fence that a program left.
+    /// Never complete, so that a snapshot shows every fence that a program left.
     fn query(&self, _: Event) -> Result<bool, BackendError> {
         Ok(false)
     }

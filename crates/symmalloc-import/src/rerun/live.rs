@@ -1,14 +1,14 @@
-//! A live allocation, and whose memory it lies in.
+//! Live allocations and the owners of memory.
 
 use symmalloc_core::backend::DeviceAddress;
 use symmalloc_core::ids::{AllocationId, Placement, PoolId, StreamId};
 
-/// Whose memory it is.
+/// Owner of memory: a heap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Owner {
     /// The pool.
     pub pool: PoolId,
-    /// The stream of the heap; `None` when the pool's streams share.
+    /// The heap's stream; `None` if the pool's streams share one heap.
     pub stream: Option<StreamId>,
 }
 
@@ -16,18 +16,18 @@ pub struct Owner {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Live {
-    /// What the program calls it.
+    /// The allocation's id in the program.
     pub id: AllocationId,
-    /// Whose memory it lies in.
+    /// Heap that contains it.
     pub owner: Owner,
-    /// The stream it was allocated for.
+    /// Stream for which it was allocated.
     pub stream: StreamId,
-    /// Where it lies.
+    /// Segment and offset.
     pub placement: Placement,
-    /// The address of its first byte.
+    /// Address of its first byte.
     pub address: DeviceAddress,
-    /// Bytes that the program asked for.
+    /// Requested bytes.
     pub requested_bytes: u64,
-    /// Bytes of its block.
+    /// Size of its block in bytes.
     pub block_bytes: u64,
 }

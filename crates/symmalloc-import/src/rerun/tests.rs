@@ -14,13 +14,13 @@ fn program(lines: &[&str]) -> Program {
     Program::new(&records).unwrap()
 }
 
-/// What happened, op by op, in a few words.
+/// Returns a short description of the outcome of each op.
 fn told(lines: &[&str], config: &str) -> Vec<String> {
     let program = program(lines);
     told_by(Rerun::new(&program, &config.parse::<Config>().unwrap()).unwrap())
 }
 
-/// The same with memory taken while its free is pending.
+/// Same as `told`, with memory in use while its free is pending.
 fn told_with_pending_frees(lines: &[&str], config: &str) -> Vec<String> {
     let program = program(lines);
     told_by(Rerun::new(&program, &config.parse::<Config>().unwrap()).unwrap().with_pending_frees())

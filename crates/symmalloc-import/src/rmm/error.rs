@@ -1,27 +1,27 @@
-//! What can be wrong with an RMM log.
+//! Errors in an RMM log.
 
 use std::io;
 
 use symmalloc_core::units::{Amount, SEGMENT_BYTES_MAX};
 
-/// The longest line, in bytes. RMM's have some 80.
+/// Maximum length of a line in bytes. RMM's lines have about 80.
 pub(super) const LINE_BYTES_MAX: u64 = 4096;
 
-/// Why an RMM log could not be made into ops. Lines count from 1.
+/// Error converting an RMM log to ops. Lines count from 1.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RmmError {
     /// The source failed.
     #[error("line {line} cannot be read")]
     Read {
-        /// The line wanted.
+        /// Line to be read.
         line: u64,
-        /// What the source said.
+        /// The source's error.
         source: io::Error,
     },
-    /// The last line has no end.
+    /// The last line has no line break.
     #[error(
-        "line {line}, the last, has no line break: the log was cut off there; add a line break if the line is whole, \
+        "line {line}, the last, has no line break: the log was cut off there; add a line break if the line is complete, \
          delete it if not, or accept torn input"
     )]
     Torn {
@@ -34,25 +34,25 @@ pub enum RmmError {
         /// The column.
         column: &'static str,
     },
-    /// A line with more or fewer fields than the first line has columns.
+    /// A line whose number of fields differs from the number of columns.
     #[error("line {line} has {found} fields, but the first line names {expected} columns")]
     FieldCount {
         /// The line.
         line: u64,
-        /// Columns in the first line.
+        /// Number of columns in the first line.
         expected: usize,
-        /// Fields found.
+        /// Number of fields found.
         found: usize,
     },
     /// An action that RMM does not log.
-    #[error("line {line} has an unknown action; known are allocate, free and allocate failure")]
+    #[error("line {line} has an unknown action; the known actions are allocate, free and allocate failure")]
     UnknownAction {
         /// The line.
         line: u64,
     },
-    /// A field that is not the number that it must be.
+    /// A field that is not a valid number.
     #[error(
-        "line {line} has no valid {column} (a pointer or stream is hexadecimal, a size decimal, of 64 bits at most)"
+        "line {line} has no valid {column} (pointers and streams are hexadecimal, sizes decimal, all of at most 64 bits)"
     )]
     Number {
         /// The line.
@@ -60,37 +60,37 @@ pub enum RmmError {
         /// The column.
         column: &'static str,
     },
-    /// A line longer than any in a log.
-    #[error("line {line} is longer than {LINE_BYTES_MAX} bytes; the file is damaged or no log")]
+    /// A line that is longer than any in a log.
+    #[error("line {line} is longer than {LINE_BYTES_MAX} bytes; the file is damaged or not a log")]
     LineTooLong {
         /// The line.
         line: u64,
     },
-    /// A line that is no text.
-    #[error("line {line} is not UTF-8; the file is damaged or no log")]
+    /// A line that is not UTF-8.
+    #[error("line {line} is not UTF-8; the file is damaged or not a log")]
     NotUtf8 {
         /// The line.
         line: u64,
     },
     /// An allocation that no device can hold.
     #[error(
-        "line {line} allocates {}, and the most is {}: the log is damaged",
+        "line {line} allocates {}, but the maximum is {}: the log is damaged",
         Amount(*size_bytes),
         Amount(SEGMENT_BYTES_MAX)
     )]
     Size {
         /// The line.
         line: u64,
-        /// What it allocates.
+        /// Size of the allocation in bytes.
         size_bytes: u64,
     },
     /// More streams than ids.
-    #[error("line {line} uses stream number 65,537; a trace has room for 65,536")]
+    #[error("line {line} uses stream number 65,537; a trace can hold 65,536")]
     TooManyStreams {
         /// The line.
         line: u64,
     },
-    /// The records made of the log take more memory than the caller allows.
+    /// The records of the log exceed the memory limit.
     #[error(
         "the ops up to line {line} take more than {} of memory: raise the limit if you trust the log",
         Amount(*limit_bytes)

@@ -112,7 +112,7 @@ fn a_torn_last_line_can_be_left_out() {
     assert_eq!(summary.torn_at_line, Some(3));
 }
 
-/// The records as lines of a trace.
+/// Returns the records as lines of a trace.
 fn lines(transcript: Transcript) -> Vec<String> {
     transcript.finish().0.iter().map(|record| symmalloc_trace::RecordLine(record).to_string()).collect()
 }
@@ -128,7 +128,7 @@ fn a_log_that_begins_late_allocates_first_what_it_frees() {
         ["stream s0", "a 0 512 s0", "stream s1", "a 1 1024 s1", "a 2 256 s1", "f 0", "f 2", "f 1"]
     );
     assert_eq!((summary.lived_before, summary.lived_before_bytes), (2, 1536));
-    // The second free of an address that is known is no other allocation.
+    // A second free of a known address does not imply another allocation.
     assert_eq!(summary.frees_of_unknown, 2);
 }
 
@@ -152,7 +152,7 @@ fn the_per_thread_default_stream_is_a_stream_of_each_thread() {
                100,0,free,0x200,256,0x2\n";
     let expected = ["stream s0", "a 0 256 s0", "stream s1", "a 1 256 s1", "f 0", "u 1 s0", "f 1"];
     assert_eq!(lines(read_log(log).unwrap()), expected);
-    // Without threads it is one stream. A number beyond 64 bits is no handle.
+    // Without a thread column it is one stream. A number of more than 64 bits is not a handle.
     let text = "Action,Pointer,Size,Stream\nallocate,0x100,256,0x2\nfree,0x100,256,0x2\n";
     let one = read(text.as_bytes(), &ReadOptions::default()).unwrap();
     assert_eq!(lines(one), ["stream s0", "a 0 256 s0", "f 0"]);

@@ -1,4 +1,4 @@
-//! Exported snapshots: recorded jobs go out and come back, and Python reads what was written.
+//! Exported snapshots: recorded jobs survive an export and import, and Python reads the exported files.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -26,7 +26,7 @@ fn exported(recording: &Recording, config: &str) -> Vec<u8> {
     bytes
 }
 
-/// The ops, and how long each free was pending.
+/// Returns the ops, and how long each free was pending.
 fn ops(recording: &Recording) -> Vec<(&Op, Option<Pending>)> {
     recording.records.iter().map(|record| (&record.op, record.pending)).collect()
 }
@@ -71,7 +71,7 @@ fn without_pending_frees_every_free_completes_at_once() {
     assert_eq!(again.records.len(), original.records.len());
 }
 
-/// Python, unless this machine has none.
+/// Returns a command for Python, or `None` if this machine has none.
 fn python(script: &str) -> Option<Command> {
     let mut python = Command::new("python3");
     let version = Command::new("python3").arg("--version").stdout(Stdio::null()).stderr(Stdio::null()).status();
@@ -81,7 +81,7 @@ fn python(script: &str) -> Option<Command> {
 
 #[track_caller]
 fn assert_python_reads(folder: &TempDir, snapshot: &[u8], original: Option<&Path>) {
-    let Some(mut python) = python("snapshot.py") else { return println!("skipped: there is no python3") };
+    let Some(mut python) = python("snapshot.py") else { return println!("skipped: python3 is not installed") };
     let path = folder.path().join("exported.pickle");
     fs::write(&path, snapshot).unwrap();
     let output = python.arg(&path).args(original).output().unwrap();

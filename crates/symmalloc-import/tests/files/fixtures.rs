@@ -1,5 +1,5 @@
-//! Snapshots as CPython and PyTorch write them, whole, damaged and cut. `fixtures/make.py` made them, and converted the
-//! same job to a trace on its own.
+//! Snapshots from CPython and PyTorch: intact, damaged and truncated. `fixtures/make.py` created them, and converted the same job to a
+//! trace independently.
 
 use std::io::{Read, Write};
 use std::path::{Path, PathBuf};
@@ -23,7 +23,7 @@ fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
 }
 
-/// The pickle in a fixture, decompressed.
+/// Returns the pickle in a fixture, decompressed.
 fn pickle(name: &str) -> Vec<u8> {
     let mut bytes = Vec::new();
     open(&fixture(name)).unwrap().read_to_end(&mut bytes).unwrap();
@@ -112,7 +112,7 @@ fn a_recording_beyond_the_memory_limit_is_refused() {
     ));
     assert!(error.to_string().starts_with(&fixture(SNAPSHOTS[3]).display().to_string()), "{error}");
 
-    // One entry, fetched over and over: little to keep of the pickle, many ops.
+    // One entry, fetched repeatedly: little to keep of the pickle, but many ops.
     let pushes = |bytes: &mut Vec<u8>, texts: &[&str]| {
         texts.iter().for_each(|text| bytes.extend([&[0x8c, text.len() as u8], text.as_bytes()].concat()));
     };
@@ -175,7 +175,7 @@ fn what_is_no_recording_says_what_would_be_one() {
     assert_eq!(missing.path(), Some(&*fixture("no such file")));
 }
 
-/// What can happen to a file.
+/// A modification of a file.
 #[derive(Clone, Debug)]
 enum Damage {
     Set { at: prop::sample::Index, byte: u8 },
@@ -213,7 +213,7 @@ impl Damage {
     }
 }
 
-/// Whatever is read of a damaged file is still a sound list of records.
+/// Any recording read from a damaged file is a consistent list of records.
 fn read_damaged(bytes: &[u8]) {
     let options = ReadOptions::default().memory_limit_bytes(64 << 20);
     for options in [options.clone(), options.accept_torn()] {

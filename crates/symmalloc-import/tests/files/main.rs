@@ -1,4 +1,4 @@
-//! Files as users have them: read, written, and read again by the programs that they are for.
+//! Tests with files: reads, writes, and reads back by the programs for which the files are intended.
 
 mod export;
 mod fixtures;

@@ -1,5 +1,5 @@
-//! The recorded jobs in the project's `tests/traces`: how many allocations each has, and on how many the two ranks of
-//! a job were placed differently by PyTorch.
+//! The recorded jobs in the project's `tests/traces`: the number of allocations in each, and the number that PyTorch placed differently on
+//! the two ranks of a job.
 
 use std::path::{Path, PathBuf};
 
@@ -15,7 +15,7 @@ fn recorded(name: &str) -> Recording {
     read_path(&job(name), &ReadOptions::default()).unwrap_or_else(|error| panic!("{error}"))
 }
 
-/// Allocations and frees, without what a recording adds to them.
+/// Returns allocations and frees, without the additions of a recording.
 fn program(recording: &Recording) -> Vec<&Op> {
     let ops = recording.records.iter().map(|record| &record.op);
     ops.filter(|op| matches!(op, Op::Allocate { .. } | Op::Free { .. })).collect()
@@ -26,7 +26,7 @@ fn placements(recording: &Recording) -> Vec<Placement> {
     recording.records.iter().filter(allocation).map(|record| record.placement.unwrap()).collect()
 }
 
-/// The allocations that two recordings place differently, by number.
+/// Returns the indices of the allocations that two recordings place differently.
 fn differing(a: &Recording, b: &Recording) -> Vec<usize> {
     assert_eq!(program(a), program(b));
     let (a, b) = (placements(a), placements(b));

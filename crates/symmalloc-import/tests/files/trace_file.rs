@@ -1,5 +1,4 @@
-//! Trace files of running allocators: whole ones, torn ones, and what happens when the disk is full or slow, the process is
-//! killed, or it forks.
+//! Trace files of running allocators: complete and torn files, a full or slow disk, and a process that is killed or forks.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -21,7 +20,7 @@ fn allocator() -> SharedAllocator<SimBackend> {
     Allocator::<_, Shared>::new(SimBackend::builder().build(), Config::default()).expect("valid")
 }
 
-/// Allocates and frees so many times; some allocations have names that need care.
+/// Allocates and frees this many times; some allocations have names that need escaping.
 fn work(allocator: &SharedAllocator<SimBackend>, rounds: u64) {
     let stream = allocator.register_stream().expect("few");
     for round in 0..rounds {
@@ -46,7 +45,7 @@ fn a_trace_file_is_a_canonical_trace_however_it_is_compressed() {
     let folder = tempfile::tempdir().unwrap();
     let read = |name: &str| {
         let path = folder.path().join(name);
-        // More than a chunk.
+        // More than one chunk.
         assert_eq!(recorded(&path, TraceFileOptions::default(), 5000), 10_001);
         let mut text = String::new();
         symmalloc_import::compression::open(&path).unwrap().read_to_string(&mut text).unwrap();
@@ -75,7 +74,7 @@ fn a_dropped_allocator_leaves_a_whole_trace() {
     assert_eq!(read_path(&path, &ReadOptions::default()).unwrap().records.len(), 21);
 }
 
-/// What is flushed can be read, wherever the file is cut: exactly the records before the cut, and the error says how many.
+/// Flushed records are readable wherever the file is cut: exactly the records before the cut, and the error states their number.
 #[test]
 fn a_trace_that_is_cut_at_any_byte_gives_its_beginning() {
     let folder = tempfile::tempdir().unwrap();
@@ -83,7 +82,7 @@ fn a_trace_that_is_cut_at_any_byte_gives_its_beginning() {
     recorded(&path, TraceFileOptions::default(), 20);
     let whole = read_path(&path, &ReadOptions::default()).unwrap();
     for compression in [Compression::Plain, Compression::Gzip, Compression::Zstd] {
-        // As the file's thread writes it, flushed after every third record.
+        // Written like the file's thread does, flushed after every third record.
         let mut stored = Vec::new();
         let mut flushed: Vec<(usize, usize)> = Vec::new();
         let sink = Ends { bytes: &mut stored };
@@ -97,7 +96,7 @@ fn a_trace_that_is_cut_at_any_byte_gives_its_beginning() {
             }
         }
         trace.finish().unwrap().finish().unwrap();
-        // Where each flush ended: the same bytes again, flush by flush.
+        // Find the end of each flush by writing the same bytes again, flush by flush.
         for until in lengths {
             let mut part = Vec::new();
             let mut trace = TraceWriter::new(
@@ -145,7 +144,7 @@ fn a_trace_that_is_cut_at_any_byte_gives_its_beginning() {
     }
 }
 
-/// Bytes as they come.
+/// A sink that records where each write ended.
 struct Ends<'a> {
     bytes: &'a mut Vec<u8>,
 }
@@ -183,7 +182,7 @@ fn what_is_recorded_reaches_the_file_while_the_program_is_idle() {
     }
 }
 
-/// Set in a copy of this process that records into the file, and is killed.
+/// Set in a copy of this process that records into the file and is then killed.
 const VICTIM: &str = "SYMMALLOC_TRACE_FILE_VICTIM";
 
 #[test]
@@ -215,7 +214,7 @@ fn what_a_killed_process_leaves_can_be_read_up_to_the_last_flush() {
 #[test]
 fn a_full_disk_ends_the_recording_and_not_the_job() {
     if !Path::new("/dev/full").exists() {
-        return println!("skipped: there is no /dev/full");
+        return println!("skipped: /dev/full does not exist");
     }
     let allocator = allocator();
     let mut options = TraceFileOptions::default();
@@ -230,7 +229,7 @@ fn a_full_disk_ends_the_recording_and_not_the_job() {
     assert!(matches!(error, TraceFileError::Write { path, .. } if path == Path::new("/dev/full")), "{error}");
     assert_eq!(allocator.stats().usage.all.allocations.allocated, 10_000);
     allocator.check().expect("sound");
-    // The little that a short job records is lost at the end, which says so as well.
+    // The few records of a short job are lost at the end, which reports an error as well.
     let short = self::allocator();
     short.start_recording(TraceFile::create("/dev/full", TraceFileOptions::default()).unwrap()).unwrap();
     work(&short, 1);
@@ -245,7 +244,7 @@ fn a_file_that_cannot_be_created_is_said_at_once() {
     assert!(matches!(error, TraceFileError::Create { .. }) && error.to_string().contains("folder.trace"), "{error}");
 }
 
-/// It emptied the file that the refused recording would have replaced, which may be the one that is being written.
+/// Regression test: a rejected recording must not truncate the file, which may be the one being written.
 #[test]
 fn a_recording_that_is_refused_leaves_what_the_file_holds() {
     let folder = tempfile::tempdir().unwrap();
@@ -259,19 +258,19 @@ fn a_recording_that_is_refused_leaves_what_the_file_holds() {
     assert!(matches!(allocator.start_recording(create()), Err(StartRecordingError::InUse { .. })));
     let recording = read_path(&path, &ReadOptions::default()).expect("a whole trace");
     assert_eq!(recording.records.len() as u64, records);
-    // One that begins replaces it, also by what is shorter.
+    // A new recording replaces the file, even with less data.
     assert_eq!(recorded(&path, TraceFileOptions::default(), 1), 3);
     assert_eq!(read_path(&path, &ReadOptions::default()).expect("a whole trace").records.len(), 3);
 }
 
-/// The program waits for a disk that is slower than it is; nothing is left out.
+/// The program waits for a slower disk; no record is dropped.
 #[test]
 fn a_slow_disk_loses_nothing() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("pipe.trace");
     let made = Command::new("mkfifo").arg(&path).status();
     if !made.is_ok_and(|status| status.success()) {
-        return println!("skipped: there is no mkfifo");
+        return println!("skipped: mkfifo is not installed");
     }
     let reader = std::thread::spawn({
         let path = path.clone();
@@ -293,7 +292,7 @@ fn a_slow_disk_loses_nothing() {
     assert_eq!((recording.records.len() as u64, records), (40_001, 40_001));
 }
 
-/// Names of allocations that no line can hold are cut, at a whole character.
+/// Names that exceed a line are truncated at a character boundary.
 #[test]
 fn a_name_that_is_too_long_is_cut() {
     let folder = tempfile::tempdir().unwrap();
@@ -320,8 +319,8 @@ fn a_torn_trace_says_how_much_of_it_is_whole() {
     assert_eq!((*compression, *records), (Compression::Zstd, 201));
 }
 
-/// A child of the process goes on with a copy of everything but the thread. It records nothing, waits for nothing, and the
-/// parent's file is whole.
+/// A forked child continues with a copy of everything except the thread. It records nothing and does not block, and the parent's file is
+/// complete.
 #[test]
 #[cfg(unix)]
 fn a_forked_child_leaves_the_file_alone() {
@@ -330,8 +329,8 @@ fn a_forked_child_leaves_the_file_alone() {
     let allocator = allocator();
     allocator.start_recording(TraceFile::create(&path, TraceFileOptions::default()).unwrap()).unwrap();
     work(&allocator, 100);
-    // SAFETY: the child calls what a forked child of a program with threads may call: its own code, and an allocator whose
-    // locks the C library keeps usable.
+    // SAFETY: the child only calls what a forked child of a multithreaded program may call: its own code, and an allocator whose locks the
+    // C library keeps usable.
     let child = unsafe { libc::fork() };
     if child == 0 {
         let is_ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
@@ -342,7 +341,7 @@ fn a_forked_child_leaves_the_file_alone() {
             };
             matches!(source.downcast_ref(), Some(TraceFileError::Forked { .. }))
         }));
-        // SAFETY: ends the child without what the test's process has registered for its own end.
+        // SAFETY: ends the child without running the exit handlers that the test process registered.
         unsafe { libc::_exit(i32::from(!is_ended.unwrap_or(false))) };
     }
     let mut status = 0;

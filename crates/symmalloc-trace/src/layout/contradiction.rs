@@ -1,108 +1,110 @@
-//! What no heap can look like.
+//! Contradictions: statements of a layout that no heap can satisfy.
 
 use symmalloc_core::ids::{SegmentId, StreamId};
 use symmalloc_core::op::NAME_BYTES_MAX;
 
-/// Something that no heap can look like.
+/// A statement of a layout that no heap can satisfy.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Contradiction {
-    /// The granularity is not one.
-    #[error("a granularity is a power of two from 512 to 2^30 bytes")]
+    /// The granularity is not a power of two, or is out of range.
+    #[error("the granularity must be a power of two from 512 to 2^30 bytes")]
     Granularity,
-    /// The pool's streams share one heap, or have one each.
-    #[error("a pool whose streams share has one heap, `shared`; any other has one for each stream")]
+    /// The heaps do not match the pool's stream policy: one shared heap, or one heap per stream.
+    #[error("a pool with shared streams has one heap, `shared`; any other pool has one heap per stream")]
     HeapPolicy,
-    /// Heaps stand in the order of their streams, each once.
-    #[error("the heap of {stream} stands behind one of the same or a later stream")]
+    /// Heaps are not in ascending order of their streams.
+    #[error("the heap of {stream} follows one of the same or a later stream; order heaps by stream")]
     HeapOutOfOrder {
         /// The heap's stream.
         stream: StreamId,
     },
-    /// A heap stands in the layout when it has a history.
-    #[error("a heap without ops and segments is left out")]
+    /// A heap without any history is listed.
+    #[error("a heap without ops and segments must be omitted")]
     FreshHeap,
-    /// A heap counts more ops than there can be.
+    /// A heap's op count exceeds the maximum.
     #[error("a heap has at most {max} ops")]
     TooManyOps {
-        /// The largest number.
+        /// The maximum.
         max: u64,
     },
-    /// A heap counts more births than there can be.
-    #[error("a heap has at most {max} births of segments")]
+    /// A heap's count of segments ever created exceeds the maximum.
+    #[error("a heap creates at most {max} segments")]
     TooManySegments {
-        /// The largest number.
+        /// The maximum.
         max: u32,
     },
-    /// Segments stand in the order of their ids, each once.
-    #[error("{segment} stands behind a segment of the same or a higher id")]
+    /// Segments are not in ascending order of their ids.
+    #[error("{segment} follows a segment of the same or a higher id; order segments by id")]
     SegmentOutOfOrder {
         /// The segment.
         segment: SegmentId,
     },
-    /// The segment was not created yet.
-    #[error("{segment} is not born yet: the heap's next one is {next}")]
+    /// The segment's id is not below the heap's next id.
+    #[error("{segment} does not exist yet: the heap's next segment is {next}")]
     SegmentNotBorn {
         /// The segment.
         segment: SegmentId,
         /// The id that the next segment gets.
         next: SegmentId,
     },
-    /// Only fixed segments serve small requests apart.
-    #[error("{segment} is small, but only fixed segments are")]
+    /// A small segment in a pool without fixed segments. Only fixed segments separate small requests.
+    #[error("{segment} is small, but only a pool with fixed segments has small ones")]
     SegmentClass {
         /// The segment.
         segment: SegmentId,
     },
-    /// A reserved heap has one segment.
+    /// A second segment in a heap of a reserved pool.
     #[error("a heap of a reserved pool has one segment, g0")]
     SecondSegment,
-    /// A segment is backed by memory somewhere.
+    /// A segment without memory.
     #[error("{segment} has no memory")]
     NoMemory {
         /// The segment.
         segment: SegmentId,
     },
-    /// Memory begins and ends at granules.
-    #[error("memory begins and ends at multiples of the granularity, and is not empty")]
+    /// An extent is empty, or not aligned to the granularity.
+    #[error("memory must be aligned to the granularity and not empty")]
     MemoryGranule,
-    /// Extents stand in order, with a hole between each two.
-    #[error("memory begins behind the memory before it, with a hole between them")]
+    /// Extents are not in ascending order, or two of them touch.
+    #[error("memory must begin after the preceding memory, with a gap between them")]
     MemoryOutOfOrder,
-    /// A segment ends within its range.
-    #[error("a segment of this pool has {expected_bytes} bytes at most, with memory from 0 on unless it is expandable")]
+    /// An extent exceeds the segment's range.
+    #[error(
+        "a segment of this pool has at most {expected_bytes} bytes, with memory from offset 0 on unless it is expandable"
+    )]
     MemoryOutOfRange {
-        /// The largest size, in bytes; of a reserved segment, its size.
+        /// Maximum size in bytes; for a reserved segment, its exact size.
         expected_bytes: u64,
     },
-    /// An allocation's place and size are not a block's.
-    #[error("a block begins and ends at multiples of 512 bytes, and is not empty")]
+    /// An allocation's offset or size is not a multiple of 512 bytes.
+    #[error("a block must be aligned to 512 bytes and not empty")]
     Unaligned,
-    /// Allocations stand in order.
-    #[error("an allocation begins behind the end of the one before it")]
+    /// Allocations overlap, or are not in ascending order.
+    #[error("an allocation must begin at or after the end of the preceding one")]
     AllocationOutOfOrder,
-    /// An allocation lies in memory.
-    #[error("an allocation lies within one piece of memory of its segment")]
+    /// An allocation is not inside one extent.
+    #[error("an allocation must lie within one extent of its segment's memory")]
     AllocationOutside,
-    /// A request fits its block.
-    #[error("an allocation was asked for with 1 to {size_bytes} bytes")]
+    /// The requested size does not fit the block.
+    #[error("the requested size must be from 1 to {size_bytes} bytes")]
     Request {
-        /// Bytes of the block.
+        /// Size of the block in bytes.
         size_bytes: u64,
     },
-    /// A heap of one stream has allocations of that stream.
-    #[error("{stream} has a heap of its own")]
+    /// An allocation belongs to another stream than its heap.
+    #[error("the allocation belongs to {stream}, but its heap to another stream")]
     OtherStream {
         /// The allocation's stream.
         stream: StreamId,
     },
-    /// The other users of an allocation stand in order, each once.
-    #[error("{stream} allocated it, or stands behind the same or a later stream")]
+    /// The other users of an allocation are not in ascending order, or include its owner.
+    #[error("{stream} owns the allocation, or follows the same or a later stream")]
     UserOutOfOrder {
         /// The user.
         stream: StreamId,
     },
-    /// The name is longer than a layout can hold.
+    /// The name exceeds the maximum length.
     #[error("the allocation's name has {bytes} bytes, but at most {NAME_BYTES_MAX} are allowed; shorten it")]
     NameTooLong {
         /// Length of the name in bytes.

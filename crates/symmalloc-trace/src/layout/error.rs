@@ -1,60 +1,60 @@
-//! What can be wrong with the text of a layout: a line, or a statement that contradicts those before it.
+//! Errors in the text of a layout: an invalid line, or a statement that contradicts earlier ones.
 
 use super::contradiction::Contradiction;
 use super::line::{MAGIC, VERSION};
 use crate::text::LineError;
 
-/// Why a layout could not be read.
+/// Error reading a layout.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LayoutTextError {
-    /// A line by itself is wrong.
+    /// A line is invalid by itself.
     #[error(transparent)]
     Line(#[from] LineError),
-    /// The first line is not a layout's.
+    /// The first line does not identify a layout.
     #[error("not a layout: the first line must be `{MAGIC} {VERSION}`; decompress a compressed layout first")]
     NotALayout,
-    /// The layout was written by a later version of the format.
+    /// The layout has a later version of the format.
     #[error("the layout has version {found}, but this library reads version {VERSION}: use a newer one")]
     UnsupportedVersion {
-        /// The version the layout states.
+        /// The version that the layout states.
         found: u64,
     },
-    /// A line stands where it cannot.
-    #[error("line {line}: misplaced; here must stand {expected}")]
+    /// A statement is out of order.
+    #[error("line {line}: misplaced; expected {expected}")]
     Misplaced {
         /// The line.
         line: u64,
-        /// What may stand there.
+        /// The statements allowed there.
         expected: &'static str,
     },
-    /// No heap can look like that.
+    /// No heap can satisfy the statement.
     #[error("line {line}: {source}")]
     Contradiction {
         /// The line.
         line: u64,
-        /// What contradicts what.
+        /// The contradiction.
         source: Contradiction,
     },
-    /// The input ends without an `end` line: whoever wrote it was stopped.
+    /// The input ends without an `end` line: its writer was interrupted.
     #[error("line {line}: the layout is torn; save it again")]
     Torn {
         /// The line at which the input ended.
         line: u64,
     },
-    /// The `end` line states another number of lines than there are: some were lost, or edited.
+    /// The `end` line states a different number of lines: some were lost, or edited.
     #[error(
         "line {line}: the layout states {stated} lines, but has {lines}; if it was edited on purpose, write `end {lines}`"
     )]
     WrongCount {
         /// The line of the `end`.
         line: u64,
-        /// The number stated.
+        /// The stated number.
         stated: u64,
-        /// How many lines there are between the first one and this one.
+        /// Number of lines between the first one and this one.
         lines: u64,
     },
-    /// Something follows the `end` line.
+    /// Text follows the `end` line.
     #[error("line {line}: the layout ended before this line; a file holds one layout")]
     AfterEnd {
         /// The line.

@@ -1,4 +1,4 @@
-//! One line of a layout, read by itself.
+//! Parser for one line of a layout.
 
 use super::rules::LayoutItem;
 use crate::text::{Fields, LineError};
@@ -8,31 +8,31 @@ use symmalloc_core::SizeClass;
 use symmalloc_core::ids::SegmentId;
 use symmalloc_core::layout::{AllocationLayout, Extent};
 
-/// The first word of every layout's text.
+/// First word of every layout's text.
 pub const MAGIC: &str = "symmalloc-layout";
 
-/// The version of the format that this library writes, and the only one it reads.
+/// Version of the format that this library writes, and the only one that it reads.
 pub const VERSION: u64 = 1;
 
-/// The words that a line can start with, after the first line.
+/// Keywords that a line can start with, after the first line.
 pub(super) const KEYWORDS: &[&str] =
     &["pool", "granularity", "total_limit", "heap", "segment", "memory", "a", "u", "end"];
 
-/// The words for the classes of segments.
+/// Words for the size classes of segments.
 pub(super) const CLASSES: [(SizeClass, &str); 2] = [(SizeClass::Small, "small"), (SizeClass::Large, "large")];
 
-/// What a line says.
+/// A parsed line.
 #[derive(Debug)]
 pub(super) enum LayoutStatement {
-    /// Blank, or a comment.
+    /// A blank line or a comment.
     Nothing,
     /// A part of the layout.
     Item(LayoutItem),
-    /// The number of statements before.
+    /// The number of preceding statements.
     End(u64),
 }
 
-/// Reads one line, given without its line break.
+/// Parses one line, given without its line break.
 pub(super) fn parse(line: u64, text: &str) -> Result<LayoutStatement, LineError> {
     let mut fields = Fields::new(line, text);
     let Some(keyword) = fields.next() else { return Ok(LayoutStatement::Nothing) };

@@ -1,6 +1,6 @@
-//! Layouts as text: a pool's layout is saved to a file, and restored from it in another process.
+//! Layouts as text: saves a pool's layout to a file, and restores it from the file in another process.
 //!
-//! What a layout is, and what a restore does, stands in [`symmalloc_core::layout`]; the format in `docs/layout-format.md`.
+//! [`symmalloc_core::layout`] defines layouts and restoration; `docs/layout-format.md` specifies the format.
 //!
 //! ```
 //! use symmalloc_core::{Allocator, Config, PoolId};

@@ -1,4 +1,4 @@
-//! Reads a layout line by line.
+//! Reader for layouts. It processes the text line by line.
 
 use super::error::LayoutTextError;
 use super::line::{self, LayoutStatement, MAGIC, VERSION};
@@ -10,7 +10,7 @@ use symmalloc_core::layout::Layout;
 /// Reads the text of a layout.
 ///
 /// # Errors
-/// When it is not one, is torn, or says what no heap could look like: [`LayoutTextError`] names the line.
+/// When the text is not a layout, is torn, or contradicts itself: [`LayoutTextError`] names the line.
 pub fn read(reader: impl BufRead) -> Result<Layout, LayoutTextError> {
     let mut lines = Lines::new(reader);
     match lines.read_first(MAGIC)? {
@@ -28,7 +28,7 @@ pub fn read(reader: impl BufRead) -> Result<Layout, LayoutTextError> {
             return Err(LayoutTextError::Torn { line });
         }
         let statement = match line::parse(line, lines.text()?) {
-            // The line may lack its end (`end 1` of `end 12`), so it counts only when it is the right one.
+            // The line may be truncated (`end 1` of `end 12`), so it counts only with the correct number.
             Ok(LayoutStatement::End(stated)) if ending == Ending::Whole || stated == statements => {
                 LayoutStatement::End(stated)
             }
@@ -55,7 +55,7 @@ pub fn read(reader: impl BufRead) -> Result<Layout, LayoutTextError> {
 /// Reads a layout from its text.
 ///
 /// # Errors
-/// As [`read`].
+/// Same as [`read`].
 pub fn parse(text: &str) -> Result<Layout, LayoutTextError> {
     read(text.as_bytes())
 }

@@ -1,4 +1,4 @@
-//! Builds a layout item by item, and refuses what no heap could look like.
+//! Validating builder: assembles a layout item by item, and rejects items that no heap can satisfy.
 
 use super::contradiction::Contradiction;
 use symmalloc_core::config::{PoolConfig, SegmentPolicy, StreamPolicy};
@@ -8,46 +8,47 @@ use symmalloc_core::op::NAME_BYTES_MAX;
 use symmalloc_core::units::{SEGMENT_BYTES_MAX, UNIT_BYTES};
 use symmalloc_core::{Digest, SizeClass};
 
-/// More ops than a heap carries out in nine years, a million a second. The sum over all heaps fits a digest's count.
+/// Maximum number of ops of a heap: more than a heap executes in nine years at a million per second. The sum over all heaps fits a digest's
+/// count.
 const OPS_MAX: u64 = 1 << 48;
 
-/// Half of the ids: the heap can go on.
+/// Maximum number of segments of a heap: half of the ids, so the restored heap can create more.
 const SEGMENTS_MAX: u32 = 1 << 31;
 
-/// A part of a layout.
+/// A statement of a layout.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum LayoutItem {
-    /// The pool's configuration. It comes first.
+    /// The pool's configuration. Comes first.
     Pool(PoolConfig),
-    /// The backend's granularity in bytes. It comes second.
+    /// The backend's granularity in bytes. Comes second.
     Granularity(u64),
-    /// The limit over all pools in bytes, if there is one. It comes before all heaps.
+    /// The limit over all pools in bytes, if there is one. Precedes all heaps.
     TotalLimit(u64),
     /// The next heap.
     Heap {
-        /// Its stream; `None` when the pool's streams share.
+        /// The heap's stream; `None` when the pool's streams share one heap.
         stream: Option<StreamId>,
-        /// The digest of its history.
+        /// Digest of the heap's history.
         digest: Digest,
-        /// The id that its next segment gets.
+        /// Id of the next segment that the heap creates.
         next_segment: SegmentId,
     },
     /// The next segment of the last heap.
     Segment {
-        /// Its id.
+        /// The segment's id.
         id: SegmentId,
-        /// Which requests it serves.
+        /// Class of the requests that the segment serves.
         class: SizeClass,
     },
-    /// The next part of the last segment that memory backs.
+    /// The next extent of backed memory in the last segment.
     Memory(Extent),
     /// The next live allocation of the last segment.
     Allocation(AllocationLayout),
-    /// Another stream uses the last allocation.
+    /// Another stream that uses the last allocation.
     Use(StreamId),
 }
 
-/// A layout that is being built. Items come in the order of [`LayoutItem`], each below the one that it belongs to.
+/// A layout under construction. Items arrive in the order of [`LayoutItem`], each after the one that it belongs to.
 #[derive(Debug, Default)]
 pub(super) struct LayoutBuilder {
     config: Option<PoolConfig>,
@@ -56,16 +57,16 @@ pub(super) struct LayoutBuilder {
     heaps: Vec<HeapLayout>,
 }
 
-/// Why an item is not part of a layout.
+/// Reason to reject an item.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum Misfit {
-    /// It stands where it cannot.
-    #[error("misplaced; here must stand {expected}")]
+    /// The item is out of order.
+    #[error("misplaced; expected {expected}")]
     Misplaced {
-        /// What may stand there, as the words that the text has for it.
+        /// The statements allowed there, as keywords of the text.
         expected: &'static str,
     },
-    /// No heap can look like that.
+    /// No heap can satisfy the item.
     #[error(transparent)]
     Contradiction(#[from] Contradiction),
 }
@@ -78,7 +79,7 @@ impl LayoutBuilder {
     /// Adds the next item.
     ///
     /// # Errors
-    /// When the item cannot stand there, or contradicts those before it. It is not added then.
+    /// When the item is out of order, or contradicts earlier ones. The layout is unchanged then.
     pub(super) fn add(&mut self, item: LayoutItem) -> Result<(), Misfit> {
         let (Some(config), Some(granularity_bytes)) = (&self.config, self.granularity_bytes) else {
             return self.add_head(item);
@@ -123,12 +124,12 @@ impl LayoutBuilder {
                 }
                 allocation.used_by.push(stream);
             }
-            _ => return Err(misplaced("`heap`, or what belongs to one")),
+            _ => return Err(misplaced("`heap`, or a part of one")),
         }
         Ok(())
     }
 
-    /// The first two items.
+    /// Adds one of the first two items.
     fn add_head(&mut self, item: LayoutItem) -> Result<(), Misfit> {
         match (item, &self.config) {
             (LayoutItem::Pool(config), None) => self.config = Some(config),
@@ -144,7 +145,7 @@ impl LayoutBuilder {
         Ok(())
     }
 
-    /// The layout, when nothing is missing.
+    /// Returns the layout if it is complete.
     ///
     /// # Errors
     /// When something is missing.
@@ -156,12 +157,12 @@ impl LayoutBuilder {
     }
 }
 
-/// The segment that memory and allocations belong to.
+/// Returns the segment that memory and allocations belong to.
 fn open_segment(heaps: &mut [HeapLayout]) -> Option<&mut SegmentLayout> {
     heaps.last_mut()?.segments.last_mut()
 }
 
-/// Nothing follows in the heap's last segment.
+/// Checks that the heap's last segment is complete.
 fn close_segment(heap: Option<&HeapLayout>) -> Result<(), Contradiction> {
     match heap.and_then(|heap| heap.segments.last()) {
         Some(SegmentLayout { id, extents, .. }) if extents.is_empty() => Err(Contradiction::NoMemory { segment: *id }),

@@ -1,4 +1,4 @@
-//! Each error with its line, and text that is nearly right.
+//! Each error with its line, and almost valid text.
 
 use super::line::KEYWORDS;
 use super::*;
@@ -14,7 +14,7 @@ const SHARED: &str = "symmalloc-layout 1\npool streams:shared\ngranularity 20971
 const HEAP: &str = "heap s1 7 00000000000000aF 3\n";
 const BLOCK: &str = "segment 0 large\nmemory 0 2097152\na 512 1024 1000 s1\n";
 
-/// The error of a text whose last line is wrong.
+/// Returns the error of a text whose last line is wrong.
 fn error_of(parts: &[&str]) -> String {
     let text = parts.concat();
     let line = text.lines().count();
@@ -99,10 +99,10 @@ fn a_wrong_line_is_told_with_what_must_stand_there() {
         (&[HEAD, HEAP, "segment 0 large\n", "a 0 512 1 s1\n"], "`memory`"),
         (&[HEAD, HEAP, "segment 0 large\nmemory 0 2097152\n", "u s1\n"], "`a`"),
         (&[HEAD, HEAP, BLOCK, "memory 4194304 2097152\n"], "`a`, `u`, `segment`, `heap` or `end`"),
-        (&[HEAD, "total_limit 1\n", "total_limit 1\n"], "`heap`, or what belongs to one"),
-        (&[HEAD, "pool\n"], "`heap`, or what belongs to one"),
+        (&[HEAD, "total_limit 1\n", "total_limit 1\n"], "`heap`, or a part of one"),
+        (&[HEAD, "pool\n"], "`heap`, or a part of one"),
     ] {
-        assert_eq!(error_of(parts), format!("misplaced; here must stand {expected}"));
+        assert_eq!(error_of(parts), format!("misplaced; expected {expected}"));
     }
 }
 
@@ -168,7 +168,7 @@ fn what_no_heap_could_look_like_is_refused() {
     assert_eq!(contradiction(&[&memory, &long]), NameTooLong { bytes: NAME_BYTES_MAX + 1 });
 }
 
-/// Lines that are nearly right, which reach further than random characters.
+/// Almost valid lines, which reach deeper code than random characters.
 fn nearly_a_layout() -> impl Strategy<Value = String> {
     let field = prop_oneof![
         "[a-z]{1,11}",
@@ -199,7 +199,7 @@ proptest! {
         prop_assert!(read(&bytes[..]).is_err(), "no random bytes are a layout");
     }
 
-    /// What is read at all is written in one way only, and read back as the same.
+    /// Any accepted text has one canonical form, which reads back as the same layout.
     #[test]
     fn nearly_right_text_never_panics(text in nearly_a_layout()) {
         if let Ok(layout) = parse(&text) {

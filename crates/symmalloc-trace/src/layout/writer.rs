@@ -1,19 +1,19 @@
-//! Writes a layout. Spelling is canonical: equal layouts are equal bytes.
+//! Writer for layouts. The spelling is canonical: equal layouts produce equal bytes.
 
 use super::line::{CLASSES, MAGIC, VERSION};
 use crate::text::{SHARED, write_name};
 use std::fmt::{self, Write};
 use symmalloc_core::layout::{AllocationLayout, HeapLayout, Layout, SegmentLayout};
 
-/// The layout as text, which [`parse`](super::parse) reads back to an equal layout.
+/// Returns the layout as text, which [`parse`](super::parse) reads back to an equal layout.
 pub fn to_text(layout: &Layout) -> String {
     let mut out = Counted { text: format!("{MAGIC} {VERSION}\n"), lines: 0 };
-    write_layout(&mut out, layout).expect("a string takes all");
+    write_layout(&mut out, layout).expect("writing to a string cannot fail");
     let Counted { text, lines } = out;
     format!("{text}end {lines}\n")
 }
 
-/// Lines, counted.
+/// Text with a count of its lines.
 struct Counted {
     text: String,
     lines: u64,
@@ -59,7 +59,7 @@ fn write_segment(out: &mut Counted, segment: &SegmentLayout) -> fmt::Result {
     Ok(())
 }
 
-/// The allocation's line, without those of its other users.
+/// Writes the allocation's line, without the lines of its other users.
 fn write_allocation(out: &mut Counted, allocation: &AllocationLayout) -> fmt::Result {
     let AllocationLayout { offset_bytes, size_bytes, requested_bytes, stream, name, .. } = allocation;
     out.lines += 1;

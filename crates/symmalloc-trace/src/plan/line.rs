@@ -1,50 +1,50 @@
-//! One line of a plan, read by itself.
+//! Parser for one line of a plan.
 
 use crate::text::{Fields, LineError};
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::ids::{PoolId, StreamId};
 use symmalloc_core::plans::{PlannedAllocation, StepAllocation};
 
-/// The first word of every plan's text.
+/// First word of every plan's text.
 pub const MAGIC: &str = "symmalloc-plan";
 
-/// The version of the format that this library writes, and the only one it reads.
+/// Version of the format that this library writes, and the only one that it reads.
 pub const VERSION: u64 = 1;
 
-/// The words that a line can start with, after the first line.
+/// Keywords that a line can start with, after the first line.
 pub(super) const KEYWORDS: &[&str] = &["config", "pool", "plan", "a", "end"];
 
-/// The word for an allocation that outlives the next step.
+/// Word for an allocation that outlives the next step.
 pub(super) const NEVER: &str = "never";
 
-/// Whose plan begins, and for which steps.
+/// First line of a plan: its heap and the key of its steps.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PlanHead {
     pub(super) pool: PoolId,
     pub(super) stream: Option<StreamId>,
     pub(super) key: u64,
-    /// How many lines of allocations follow.
+    /// Number of allocation lines that follow.
     pub(super) allocations: u64,
 }
 
-/// What a line says.
+/// A parsed line.
 #[derive(Debug)]
 pub(super) enum PlanStatement {
-    /// Blank, or a comment.
+    /// A blank line or a comment.
     Nothing,
-    /// How the allocator is configured.
+    /// The allocator's configuration.
     Config(Config),
-    /// How another pool is configured.
+    /// The configuration of another pool.
     Pool(PoolId, PoolConfig),
-    /// A plan begins.
+    /// The first line of a plan.
     Plan(PlanHead),
     /// The next allocation of the plan.
     Allocation(PlannedAllocation),
-    /// The number of statements before.
+    /// The number of preceding statements.
     End(u64),
 }
 
-/// Reads one line, given without its line break.
+/// Parses one line, given without its line break.
 pub(super) fn parse(line: u64, text: &str) -> Result<PlanStatement, LineError> {
     let mut fields = Fields::new(line, text);
     let Some(keyword) = fields.next() else { return Ok(PlanStatement::Nothing) };
@@ -66,8 +66,8 @@ impl Fields<'_> {
         let (pool, stream) = (self.pool()?, self.heap_stream()?);
         self.word("key", "`key` and the key of the steps")?;
         let key = self.number("the key of the steps, a number", u64::MAX)?;
-        self.word("allocations", "`allocations` and how many follow")?;
-        let allocations = self.number("how many allocations follow", u64::MAX)?;
+        self.word("allocations", "`allocations` and their number")?;
+        let allocations = self.number("the number of allocations", u64::MAX)?;
         Ok(PlanHead { pool, stream, key, allocations })
     }
 

@@ -1,6 +1,6 @@
-//! Plans as text: what a job was planned to, written to a file, and followed in other processes.
+//! Plans as text: a plan is computed once, written to a file, and followed by other processes.
 //!
-//! What a plan is, and what following it does, stands in [`symmalloc_core::plans`]; the format in `docs/plan-format.md`.
+//! [`symmalloc_core::plans`] defines plans and their semantics; `docs/plan-format.md` specifies the format.
 //!
 //! ```
 //! use symmalloc_core::plans::{Plan, StepAllocation, Steps};

@@ -1,4 +1,4 @@
-//! Reads a plan line by line.
+//! Reader for plans. It processes the text line by line.
 
 use super::error::{PlanContradiction, PlanTextError};
 use super::file::PlanFile;
@@ -10,8 +10,8 @@ use symmalloc_core::plans::{Plan, PlanError, PlannedAllocation};
 /// Reads the text of a plan.
 ///
 /// # Errors
-/// When it is not one, is torn, or says what no allocator could follow: [`PlanTextError`] names the line. That allocations overlap
-/// is found when it is adopted.
+/// When the text is not a plan, is torn, or cannot be followed by any allocator: [`PlanTextError`] names the line. Overlapping allocations
+/// are detected when the plan is adopted.
 pub fn read(reader: impl BufRead) -> Result<PlanFile, PlanTextError> {
     let mut lines = Lines::new(reader);
     match lines.read_first(MAGIC)? {
@@ -29,7 +29,7 @@ pub fn read(reader: impl BufRead) -> Result<PlanFile, PlanTextError> {
             return Err(PlanTextError::Torn { line });
         }
         let statement = match line::parse(line, lines.text()?) {
-            // The line may lack its end (`end 1` of `end 12`), so it counts only when it is the right one.
+            // The line may be truncated (`end 1` of `end 12`), so it counts only with the correct number.
             Ok(PlanStatement::End(stated)) if ending == Ending::Whole || stated == statements => {
                 PlanStatement::End(stated)
             }
@@ -56,7 +56,7 @@ pub fn read(reader: impl BufRead) -> Result<PlanFile, PlanTextError> {
 /// Reads a plan from its text.
 ///
 /// # Errors
-/// As [`read`].
+/// Same as [`read`].
 pub fn parse(text: &str) -> Result<PlanFile, PlanTextError> {
     read(text.as_bytes())
 }
@@ -71,20 +71,20 @@ fn read_nothing_more(lines: &mut Lines<impl BufRead>) -> Result<(), PlanTextErro
     Ok(())
 }
 
-/// What was read so far.
+/// The statements read so far.
 #[derive(Default)]
 struct Draft {
-    /// There is one after the first statement.
+    /// `Some` after the first statement.
     file: Option<PlanFile>,
     open: Option<OpenPlan>,
 }
 
-/// A plan of which allocations may follow.
+/// A plan to which allocations can still be added.
 struct OpenPlan {
     line: u64,
     head: PlanHead,
     allocations: Vec<PlannedAllocation>,
-    /// The line of each.
+    /// Line number of each allocation.
     lines: Vec<u64>,
 }
 
@@ -108,12 +108,12 @@ impl Draft {
                 open.lines.push(line);
             }
             (PlanStatement::Config(_), Some(_), _) => return Err(misplaced("`pool`, `plan` or `end`")),
-            _ => return Err(misplaced("`plan` and whose plan it is")),
+            _ => return Err(misplaced("`plan` and its heap")),
         }
         Ok(())
     }
 
-    /// The open plan is complete.
+    /// Completes the open plan.
     fn close(&mut self) -> Result<(), PlanTextError> {
         let (Some(file), Some(open)) = (&mut self.file, self.open.take()) else { return Ok(()) };
         let OpenPlan { line, head, allocations, lines } = open;

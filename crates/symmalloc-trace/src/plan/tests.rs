@@ -1,4 +1,4 @@
-//! Each error with its line, text that is nearly right, and round trips.
+//! Each error with its line, almost valid text, and round trips.
 
 use super::line::KEYWORDS;
 use super::*;
@@ -10,7 +10,7 @@ use symmalloc_core::plans::{Plan, PlannedAllocation, StepAllocation};
 const HEAD: &str = "symmalloc-plan 1\nconfig streams:shared\n";
 const PLAN: &str = "plan p0 shared key 0 allocations 2\na 1000 s0 2 @0\na 512 s1 2 @1024\n";
 
-/// The error of a text whose last line is wrong.
+/// Returns the error of a text whose last line is wrong.
 fn error_of(parts: &[&str]) -> String {
     let text = parts.concat();
     let line = text.lines().count();
@@ -62,8 +62,8 @@ fn a_wrong_line_is_named_with_its_column() {
         ("plan s0 shared key 0 allocations 2", "column 6: expected a pool: p0, p1, ..."),
         ("plan p0 sh key 0 allocations 2", "column 9: expected a stream: s0, s1, ..."),
         ("plan p0 shared 0 allocations 2", "column 16: expected `key` and the key of the steps"),
-        ("plan p0 shared key 0 2", "column 22: expected `allocations` and how many follow"),
-        ("plan p0 shared key 0 allocations", "column 33: expected how many allocations follow"),
+        ("plan p0 shared key 0 2", "column 22: expected `allocations` and their number"),
+        ("plan p0 shared key 0 allocations", "column 33: expected the number of allocations"),
         ("a 1 s0", "column 7: expected the number of the allocation before which it is free, or `never`"),
         ("a 1 s0 1 0", "column 10: expected an offset in bytes: @OFFSET"),
         ("a 1 s0 4294967296", "column 8: the number is too large; the largest here is 4294967295"),
@@ -77,15 +77,12 @@ fn a_wrong_line_is_named_with_its_column() {
 
 #[test]
 fn lines_stand_where_they_belong() {
-    let settings = "misplaced; here must stand `config` and the allocator's settings";
+    let settings = "misplaced; expected `config` and the allocator's settings";
     assert_eq!(error_of(&["symmalloc-plan 1\n", "pool p1\n"]), settings);
     assert_eq!(error_of(&["symmalloc-plan 1\n", "end 0\n"]), settings);
-    assert_eq!(error_of(&[HEAD, "config\n"]), "misplaced; here must stand `pool`, `plan` or `end`");
-    assert_eq!(error_of(&[HEAD, "a 1 s0 1 @0\n"]), "misplaced; here must stand `plan` and whose plan it is");
-    assert_eq!(
-        error_of(&[HEAD, PLAN, "pool p1\na 1 s0 1 @0\n"]),
-        "misplaced; here must stand `plan` and whose plan it is"
-    );
+    assert_eq!(error_of(&[HEAD, "config\n"]), "misplaced; expected `pool`, `plan` or `end`");
+    assert_eq!(error_of(&[HEAD, "a 1 s0 1 @0\n"]), "misplaced; expected `plan` and its heap");
+    assert_eq!(error_of(&[HEAD, PLAN, "pool p1\na 1 s0 1 @0\n"]), "misplaced; expected `plan` and its heap");
 }
 
 #[test]
@@ -104,7 +101,7 @@ fn what_no_allocator_can_follow_is_named() {
     assert!(error.contains("1 to 16777216 allocations, not 0"), "{error}");
     let error = contradiction(&[HEAD, "plan p0 s1 key 0 allocations 1\na 1 s1 1 @0\nend 3\n"], 3).to_string();
     assert!(error.contains("for the heap of s1, and the streams of p0 share"), "{error}");
-    // Each of them is the second allocation, of which the line is named.
+    // Each of these lines is the second allocation; the error names its line.
     for line in [
         "a 1 s0 1 @512",
         "a 1 s0 4 @512",
@@ -134,7 +131,7 @@ fn lines_that_are_missing_are_noticed() {
     assert!(parse(&(text + "# the rest is silence\n")).is_ok());
 }
 
-/// A plan's allocations, whatever the numbers: each takes what it may have.
+/// Returns valid allocations for arbitrary numbers.
 fn allocations(stream: Option<StreamId>, raw: Vec<(u64, u16, u32, u64)>) -> Vec<PlannedAllocation> {
     let count = raw.len() as u32;
     let allocation = |(number, (size, of, until, offset)): (u32, (u64, u16, u32, u64))| {
@@ -163,7 +160,7 @@ prop_compose! {
         (1..3).for_each(|id| file.add_pool(PoolId(id), pool(id as usize)).expect("new"));
         for (pool, stream, key, raw) in plans {
             let stream = (!shares[pool as usize]).then_some(StreamId(stream));
-            // A second plan for the same steps is refused, and that is all.
+            // A second plan for the same steps is rejected without other effects.
             let _ = file.add_plan(PoolId(pool), Plan::new(key, stream, allocations(stream, raw)).expect("a plan"));
         }
         file
@@ -179,7 +176,7 @@ proptest! {
         prop_assert_eq!(read, file);
     }
 
-    /// Words in any order, and lines that are cut: an error or a plan, and never a panic.
+    /// Words in any order and truncated lines produce an error or a plan, never a panic.
     #[test]
     fn text_that_is_nearly_a_plan_does_no_harm(
         words in prop::collection::vec((0..9_usize, any::<u64>(), prop::option::of(Just("\n"))), 0..60),

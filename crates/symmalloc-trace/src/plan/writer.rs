@@ -1,4 +1,4 @@
-//! Writes a plan. Spelling is canonical: equal plans are equal bytes.
+//! Writer for plans. The spelling is canonical: equal plans produce equal bytes.
 
 use super::error::heap_word;
 use super::file::PlanFile;
@@ -7,7 +7,7 @@ use std::fmt::{self, Write};
 use symmalloc_core::ids::PoolId;
 use symmalloc_core::plans::{Plan, PlannedAllocation};
 
-/// The plans as text, which [`parse`](super::parse) reads back to equal ones.
+/// Returns the plans as text, which [`parse`](super::parse) reads back to equal plans.
 pub fn to_text(file: &PlanFile) -> String {
     let mut out = format!("{MAGIC} {VERSION}\nconfig {}\n", file.config());
     let mut lines = 1;
@@ -16,7 +16,7 @@ pub fn to_text(file: &PlanFile) -> String {
         lines += 1;
     }
     for (pool, plan) in file.plans() {
-        write_plan(&mut out, pool, plan).expect("a string takes all");
+        write_plan(&mut out, pool, plan).expect("writing to a string cannot fail");
         lines += 1 + plan.allocations().len();
     }
     out + &format!("end {lines}\n")

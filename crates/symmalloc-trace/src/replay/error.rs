@@ -1,4 +1,4 @@
-//! What stops a replay.
+//! Errors of a replay.
 
 use symmalloc_core::backend::BackendError;
 use symmalloc_core::errors::{
@@ -10,35 +10,35 @@ use symmalloc_core::restore::RestoreError;
 use symmalloc_core::sleep::SleepError;
 use thiserror::Error;
 
-/// The op that stopped a replay, counted from 0, and why.
+/// The op that stopped a replay, and the cause.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("op {op}: {error}")]
 #[non_exhaustive]
 pub struct ReplayError {
-    /// The op's number in the program.
+    /// Index of the op in the program, from 0.
     pub op: usize,
-    /// What was wrong.
+    /// The cause.
     pub error: StepError,
 }
 
-/// Why an op could not be carried out.
+/// Error executing an op.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum StepError {
-    /// The allocation was never made, its allocation failed, or it is freed already.
+    /// The allocation was never made, failed, or is already freed.
     #[error("allocation {} is not live", .id.0)]
     NotLive {
         /// The allocation.
         id: AllocationId,
     },
-    /// Two ops make an allocation of the same id.
+    /// Two ops make an allocation with the same id.
     #[error("allocation {} is made twice", .id.0)]
     MadeTwice {
         /// The allocation.
         id: AllocationId,
     },
-    /// The observer never came, or is gone already.
-    #[error("observer {observer} is not there")]
+    /// The observer does not exist, or was forgotten.
+    #[error("observer {observer} is not registered")]
     NotObserving {
         /// The observer.
         observer: ObserverId,
@@ -46,34 +46,34 @@ pub enum StepError {
     /// A pool or stream does not exist.
     #[error(transparent)]
     Unknown(#[from] UnknownError),
-    /// The allocator refused.
+    /// The allocator rejected an allocation.
     #[error(transparent)]
     Allocate(#[from] AllocateError),
-    /// The allocator refused.
+    /// The allocator rejected a free.
     #[error(transparent)]
     Free(#[from] FreeError),
-    /// The allocator refused.
+    /// The allocator rejected a recorded use.
     #[error(transparent)]
     RecordUse(#[from] RecordUseError),
-    /// The allocator refused.
+    /// The allocator rejected a stream.
     #[error(transparent)]
     Stream(#[from] StreamError),
-    /// The allocator refused.
+    /// The allocator rejected a pool operation.
     #[error(transparent)]
     Pool(#[from] PoolError),
-    /// A step is open, or none is.
+    /// A step is already open, or no step is open.
     #[error(transparent)]
     Step(#[from] symmalloc_core::plans::StepError),
-    /// A plan is not followed here.
+    /// A plan cannot be adopted.
     #[error(transparent)]
     Plan(#[from] PlanError),
-    /// The pool did not fall asleep, or did not wake.
+    /// The pool failed to sleep or to wake.
     #[error(transparent)]
     Sleep(#[from] SleepError),
-    /// An allocation was not revived.
+    /// An allocation could not be revived.
     #[error(transparent)]
     Revive(#[from] RestoreError),
-    /// The driver failed.
+    /// The driver failed to release memory.
     #[error(transparent)]
     Trim(#[from] TrimError),
     /// The driver failed.

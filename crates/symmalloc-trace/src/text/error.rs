@@ -1,22 +1,22 @@
-//! What can be wrong with a line by itself.
+//! Errors in a single line.
 
 use std::io;
 use symmalloc_core::config_text::ConfigTextError;
 use symmalloc_core::config_text::did_you_mean;
 
-/// The longest line, in bytes, its line break included. No line needs more.
+/// Maximum length of a line in bytes, including its line break. No valid line needs more.
 pub const LINE_BYTES_MAX: usize = 64 << 10;
 
-/// Why a line could not be read.
+/// Error reading a line.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LineError {
-    /// The reader below failed.
+    /// The underlying reader failed.
     #[error("line {line}: the text could not be read")]
     Io {
-        /// The line that was being read.
+        /// The line being read.
         line: u64,
-        /// What the reader below said.
+        /// The error of the underlying reader.
         source: io::Error,
     },
     /// A line is not UTF-8.
@@ -24,63 +24,63 @@ pub enum LineError {
     InvalidUtf8 {
         /// The line.
         line: u64,
-        /// The first byte that is not UTF-8.
+        /// Column of the first byte that is not UTF-8.
         column: usize,
     },
-    /// A line is longer than any needs to be.
-    #[error("line {line}: longer than {LINE_BYTES_MAX} bytes; no line is, so the file is damaged")]
+    /// A line exceeds the maximum length.
+    #[error("line {line}: longer than {LINE_BYTES_MAX} bytes; no valid line is, so the file is damaged")]
     TooLong {
         /// The line.
         line: u64,
     },
-    /// A line starts with a word that says nothing here.
+    /// A line starts with an unknown keyword.
     #[error("line {line}, column {column}: unknown keyword{}; the keywords are {}", did_you_mean(*nearest), keywords.join(", "))]
     UnknownKeyword {
         /// The line.
         line: u64,
-        /// Where the word starts.
+        /// Column of the word.
         column: usize,
-        /// The keyword that was probably meant.
+        /// The closest keyword.
         nearest: Option<&'static str>,
-        /// The words that a line can start with.
+        /// The keywords that a line can start with.
         keywords: &'static [&'static str],
     },
-    /// Something else stands where a field must be, or nothing.
+    /// A field is missing or malformed.
     #[error("line {line}, column {column}: expected {expected}")]
     Expected {
         /// The line.
         line: u64,
-        /// Where the field must start.
+        /// Column at which the field must start.
         column: usize,
-        /// What the field must be.
+        /// The expected field.
         expected: &'static str,
     },
-    /// A number is larger than the field can hold.
+    /// A number exceeds the maximum of its field.
     #[error("line {line}, column {column}: the number is too large; the largest here is {max}")]
     NumberTooLarge {
         /// The line.
         line: u64,
-        /// Where the number starts.
+        /// Column of the number.
         column: usize,
-        /// The largest number the field can hold.
+        /// The maximum of the field.
         max: u64,
     },
-    /// The line goes on after it is complete.
+    /// Text follows a complete line.
     #[error("line {line}, column {column}: the line is complete before this; remove the rest or comment it out with #")]
     TrailingField {
         /// The line.
         line: u64,
-        /// Where the rest starts.
+        /// Column of that text.
         column: usize,
     },
-    /// The configuration of an allocator or of a pool is not one.
+    /// The configuration of an allocator or of a pool is invalid.
     #[error("line {line}, column {column}: the configuration is not valid")]
     Config {
         /// The line.
         line: u64,
-        /// Where the configuration's text starts.
+        /// Column of the configuration's text.
         column: usize,
-        /// What is wrong with it; its offset counts from `column`.
+        /// The error in the configuration; its offset counts from `column`.
         source: ConfigTextError,
     },
 }

@@ -1,20 +1,20 @@
 //! The fields of one line, read from left to right.
 //!
-//! Nothing is allocated but a name and a configuration, which are rare.
+//! Only names and configurations allocate memory, and both are rare.
 
 use super::error::LineError;
 use symmalloc_core::config_text::{ConfigTextError, nearest};
 use symmalloc_core::ids::{PoolId, StreamId};
 
-/// The word for the heap of a pool whose streams share.
+/// Word for the heap of a pool whose streams share one heap.
 pub(crate) const SHARED: &str = "shared";
 
-/// The fields of a line from `at` on.
+/// The remaining fields of a line, from `at` on.
 #[derive(Clone, Copy)]
 pub(crate) struct Fields<'a> {
     line: u64,
     text: &'a str,
-    /// A byte of `text`, always at a character's start.
+    /// Byte offset into `text`, always at a character boundary.
     at: usize,
 }
 
@@ -22,18 +22,18 @@ pub(crate) struct Fields<'a> {
 #[derive(Clone, Copy)]
 pub(crate) struct Field<'a> {
     pub(crate) text: &'a str,
-    /// Where it starts, from 1.
+    /// Column of its first byte, from 1.
     pub(crate) column: usize,
 }
 
 impl<'a> Fields<'a> {
-    /// The fields of a line, given without its line break.
+    /// Creates the fields of a line, given without its line break.
     #[inline]
     pub(crate) fn new(line: u64, text: &'a str) -> Self {
         Fields { line, text, at: 0 }
     }
 
-    /// Nothing but a comment is left.
+    /// Checks that only a comment is left.
     #[inline]
     pub(crate) fn finish(&mut self) -> Result<(), LineError> {
         match self.next() {
@@ -42,7 +42,7 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// The first byte of the next field, or nothing at the end of the line or at a comment.
+    /// Returns the first byte of the next field, or `None` at the end of the line or at a comment.
     #[inline]
     pub(crate) fn ahead(&mut self) -> Option<u8> {
         let bytes = self.text.as_bytes();
@@ -63,7 +63,7 @@ impl<'a> Fields<'a> {
 
     #[inline]
     pub(crate) fn expect(&mut self, expected: &'static str) -> Result<Field<'a>, LineError> {
-        // At a comment or the end, `at` is where the field is missing.
+        // At a comment or the end of the line, `at` is the position of the missing field.
         self.next().ok_or_else(|| self.expected(self.at + 1, expected))
     }
 
@@ -72,14 +72,14 @@ impl<'a> Fields<'a> {
         LineError::Expected { line: self.line, column, expected }
     }
 
-    /// A keyword is none of those that a line can start with.
+    /// Returns the error for an unknown keyword.
     #[cold]
     pub(crate) fn unknown(&self, keyword: Field<'_>, keywords: &'static [&'static str]) -> LineError {
         let nearest = nearest(keyword.text, keywords.iter().copied());
         LineError::UnknownKeyword { line: self.line, column: keyword.column, nearest, keywords }
     }
 
-    /// The number that `digits` spell, which start at `column`.
+    /// Parses the decimal number `digits`, which starts at `column`.
     #[inline]
     pub(crate) fn decimal(
         &self,
@@ -120,7 +120,7 @@ impl<'a> Fields<'a> {
         Ok(PoolId(self.decimal(digits, field.column, EXPECTED, u32::MAX.into())? as u32))
     }
 
-    /// Whose heap it is: a stream's, or that of all streams.
+    /// Parses the stream of a heap, or `shared`.
     pub(crate) fn heap_stream(&mut self) -> Result<Option<StreamId>, LineError> {
         const EXPECTED: &str = "a stream (s0, s1, ...), or `shared`";
         if self.ahead() == Some(b's') && self.clone().expect(EXPECTED)?.text == SHARED {
@@ -130,7 +130,7 @@ impl<'a> Fields<'a> {
         self.stream().map(Some)
     }
 
-    /// A name in double quotes, the first of which is ahead.
+    /// Parses a name in double quotes. The caller has seen the opening quote.
     pub(crate) fn name(&mut self) -> Result<Box<str>, LineError> {
         const CLOSED: &str = "the closing quote of the name, then a space or the end of the line";
         let start = self.at + 1;
@@ -157,7 +157,7 @@ impl<'a> Fields<'a> {
         Ok(name.into())
     }
 
-    /// A configuration, which reaches to the end of the line or to a comment. Nothing: the defaults.
+    /// Parses a configuration, which extends to the end of the line or to a comment. Empty text selects the defaults.
     pub(crate) fn config<C>(&mut self) -> Result<C, LineError>
     where
         C: std::str::FromStr<Err = ConfigTextError>,
@@ -171,7 +171,7 @@ impl<'a> Fields<'a> {
     }
 }
 
-/// The character that an escape stands for, given what follows the backslash.
+/// Returns the character of an escape sequence, given the text after the backslash.
 fn unescape(characters: &mut std::str::CharIndices<'_>) -> Option<char> {
     match characters.next()?.1 {
         'n' => Some('\n'),
@@ -184,7 +184,7 @@ fn unescape(characters: &mut std::str::CharIndices<'_>) -> Option<char> {
             if digits.is_empty() || digits.len() > 6 || !digits.bytes().all(|byte| byte.is_ascii_hexdigit()) {
                 return None;
             }
-            // Past the digits and both braces.
+            // Skip the digits and both braces.
             characters.nth(digits.len() + 1);
             char::from_u32(u32::from_str_radix(digits, 16).ok()?)
         }

@@ -1,36 +1,36 @@
-//! A text line by line, in memory for one line.
+//! Line-by-line reading, with one line in memory.
 
 use super::error::{LINE_BYTES_MAX, LineError};
 use std::io::{BufRead, Read};
 
-/// Reads lines.
+/// A reader of lines.
 #[derive(Debug)]
 pub(crate) struct Lines<R> {
     reader: R,
-    /// The line in `buffer`, counted from 1.
+    /// Number of the line in `buffer`, from 1.
     line: u64,
     buffer: Vec<u8>,
 }
 
-/// How a line ended.
+/// The way in which a line ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Ending {
-    /// With a line break.
+    /// A line break.
     Whole,
-    /// With the input: its end may be missing.
+    /// The end of the input: the line may be truncated.
     Cut,
-    /// There is no line: the input ended before it.
+    /// No line: the input ended before it.
     Missing,
 }
 
-/// What the first line says about the rest.
+/// The format that the first line declares.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FirstLine {
-    /// Something of this version.
+    /// The expected format, in this version.
     Version(u64),
-    /// Nothing that we know.
+    /// An unknown format.
     Foreign,
-    /// Its end is missing.
+    /// A truncated first line.
     Torn,
 }
 
@@ -39,7 +39,7 @@ impl<R: BufRead> Lines<R> {
         Lines { reader, line: 0, buffer: Vec::new() }
     }
 
-    /// The number of the line that was read last, from 1.
+    /// Returns the number of the last line read, from 1.
     pub(crate) fn number(&self) -> u64 {
         self.line
     }
@@ -59,13 +59,13 @@ impl<R: BufRead> Lines<R> {
         }
     }
 
-    /// The line that was read last, without its line break.
+    /// Returns the last line read, without its line break.
     pub(crate) fn text(&self) -> Result<&str, LineError> {
         std::str::from_utf8(self.bytes())
             .map_err(|error| LineError::InvalidUtf8 { line: self.line, column: error.valid_up_to() + 1 })
     }
 
-    /// As [`text`](Self::text), but not checked to be text.
+    /// Same as [`text`](Self::text), but without the UTF-8 check.
     pub(crate) fn bytes(&self) -> &[u8] {
         let line = self.buffer.strip_suffix(b"\n").unwrap_or(&self.buffer);
         line.strip_suffix(b"\r").unwrap_or(line)
@@ -74,7 +74,7 @@ impl<R: BufRead> Lines<R> {
     /// Reads the first line: `magic`, a space and a version.
     pub(crate) fn read_first(&mut self, magic: &str) -> Result<FirstLine, LineError> {
         let ending = match self.read() {
-            // A file of another kind, such as a compressed one, may well have no line breaks.
+            // Files of other formats, such as compressed ones, may have no line breaks.
             Err(LineError::TooLong { .. }) => return Ok(FirstLine::Foreign),
             ending => ending?,
         };

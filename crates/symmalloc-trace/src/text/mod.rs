@@ -1,12 +1,12 @@
-//! Text in lines of fields: what traces, layouts and plans are written in.
+//! Lines of fields: the common syntax of traces, layouts and plans.
 //!
 //! ```text
 //! line   = [ field { field } ] [ "#" comment ]        fields are separated by spaces or tabs
 //! name   = '"' { character | escape } '"'
 //! ```
 //!
-//! A reader holds one line, of bounded length. Every error names the line (from 1) and, where it helps, the column (the byte in
-//! the line, from 1).
+//! A reader holds one line of bounded length. Every error names the line (from 1) and, where useful, the column (the byte within the line,
+//! from 1).
 
 mod error;
 mod fields;

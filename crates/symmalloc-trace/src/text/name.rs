@@ -1,4 +1,4 @@
-//! A name in double quotes, with everything escaped that would break a line.
+//! Writer for names in double quotes. It escapes every character that would break a line.
 
 use std::fmt;
 

@@ -1,12 +1,11 @@
-//! The ledger: what the records so far have declared, so that each further one can be checked by itself.
+//! The ledger: the names that earlier records declared, against which each further record is checked.
 //!
-//! Reader and writer keep the same ledger, so a writer writes nothing that a reader refuses. It knows names only: which
-//! streams and pools exist, which allocation ids were given and which of them are free again. Sizes, limits and
-//! whether a pool is empty when it is destroyed are the allocator's business.
+//! Reader and writer keep the same ledger, so a writer never writes text that a reader rejects. The ledger knows names only: the existing
+//! streams and pools, the allocation ids in use, and the freed ids. The allocator checks sizes, limits, and that a destroyed pool is empty.
 //!
-//! Two bits per allocation id, in pages of 64 ids. Recorders count upwards, so pages are an array while ids stay within
-//! a small multiple of the number of allocations; whatever lies beyond goes into an ordered map. Memory is bounded by
-//! the number of allocations, not by the ids a hostile trace chooses:
+//! It keeps two bits per allocation id, in pages of 64 ids. Recorders count upward, so pages form an array while ids stay within a small
+//! multiple of the number of allocations. Larger ids go into an ordered map. Memory is bounded by the number of allocations, not by the ids
+//! in a hostile trace:
 //!
 //! ```text
 //! dense pages ≤ 1024 + 2 · allocations        sparse pages ≤ allocations
@@ -18,16 +17,16 @@ use super::error::Inconsistency;
 use symmalloc_core::ids::{AllocationId, ObserverId, PoolId, StreamId};
 use symmalloc_core::op::{NAME_BYTES_MAX, Op, Record};
 
-/// What the records so far have declared.
+/// The names that earlier records declared.
 #[derive(Debug, Default)]
 pub(super) struct Ledger {
-    /// How many streams are registered; their ids are 0 up to this.
+    /// Number of registered streams; their ids are below it.
     streams: u32,
-    /// Whether each pool made after the default pool still exists; element i is pool i + 1.
+    /// `true` for each pool that still exists, without the default pool: element i is pool i + 1.
     pools_alive: Vec<bool>,
-    /// Whether the default pool can no longer be configured.
+    /// `true` once the default pool can no longer be configured.
     default_pool_settled: bool,
-    /// Whether each observer is still there.
+    /// `true` for each observer that is still registered.
     observers_alive: Vec<bool>,
     /// Pools with an open step.
     open_steps: BTreeSet<PoolId>,
@@ -35,7 +34,7 @@ pub(super) struct Ledger {
 }
 
 impl Ledger {
-    /// Checks the record against those before it and takes it in. After an error the ledger is as before.
+    /// Checks the record against earlier ones and adds it. After an error, the ledger is unchanged.
     pub(super) fn admit(&mut self, record: &Record) -> Result<(), Inconsistency> {
         if let Op::Allocate { size_bytes, .. } = record.op {
             if let Some(block_bytes) = record.revived_bytes
@@ -173,19 +172,19 @@ impl Ledger {
     }
 }
 
-/// Which allocation ids were given, and which of them are freed.
+/// The allocation ids in use, and the freed ones.
 #[derive(Debug, Default)]
 struct Allocations {
     /// Pages 0, 1, 2, ...
     dense: Vec<Page>,
-    /// Pages far beyond the number of allocations. A page may be here and in `dense` (which grew over it later), but
-    /// an id is in one of them only.
+    /// Pages far beyond the number of allocations. A page may be both here and in `dense`, if `dense` grew over it later, but an id is in
+    /// only one of them.
     sparse: BTreeMap<u64, Page>,
-    /// How many ids were given.
+    /// Number of ids ever allocated.
     count: u64,
 }
 
-/// 64 ids, a bit each. Invariant: only given ids are freed.
+/// Two bits each for 64 ids. Invariant: freed ids are also given.
 #[derive(Clone, Copy, Debug, Default)]
 struct Page {
     given: u64,
@@ -193,7 +192,7 @@ struct Page {
 }
 
 impl Allocations {
-    /// Dense pages beyond twice the number of allocations.
+    /// Number of dense pages allowed beyond twice the number of allocations.
     const DENSE_SLACK: u64 = 1024;
 
     fn allocate(&mut self, id: AllocationId) -> Result<(), Inconsistency> {
@@ -235,7 +234,7 @@ impl Allocations {
         }
     }
 
-    /// The page in which the id of this bit was given, if it was.
+    /// Returns the page that contains the id of this bit, if the id is in use or freed.
     #[inline]
     fn page(&mut self, page: u64, bit: u64) -> Option<&mut Page> {
         let dense = usize::try_from(page).ok().and_then(|page| self.dense.get_mut(page));
@@ -247,7 +246,7 @@ impl Allocations {
     }
 }
 
-/// Page and bit of an id.
+/// Returns the page and bit of an id.
 #[inline]
 fn place(id: AllocationId) -> (u64, u64) {
     (id.0 / 64, 1 << (id.0 % 64))
@@ -286,7 +285,7 @@ mod tests {
     }
 
     proptest! {
-        /// Against the obvious model: a map from id to whether it is live.
+        /// Agrees with the naive model: a map from each id to whether it is live.
         #[test]
         fn allocations_agree_with_a_map(steps in prop::collection::vec((0..3_u8, arbitrary_id()), 0..400)) {
             let mut allocations = Allocations::default();

@@ -1,4 +1,4 @@
-//! One line of a trace, read by itself: fields to a [`Statement`].
+//! Parser for one line of a trace: fields to a [`Statement`].
 //!
 //! ```text
 //! line       = [ keyword { field } ] [ "#" comment ]        fields are separated by spaces or tabs
@@ -6,7 +6,7 @@
 //! name       = '"' { character | escape } '"'               placement = "->" segment "@" offset
 //! ```
 //!
-//! What the lines before said is the ledger's business.
+//! The ledger checks a line against earlier lines.
 
 use crate::text::{Fields, LineError};
 use std::num::NonZeroU64;
@@ -14,13 +14,13 @@ use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::ids::{AllocationId, ObserverId, Placement, PoolId, SegmentId};
 use symmalloc_core::op::{Contents, Op, Pending, Record, Refusal};
 
-/// The first word of every trace.
+/// First word of every trace.
 pub const MAGIC: &str = "symmalloc-trace";
 
-/// The version of the format that this library writes, and the only one it reads.
+/// Version of the format that this library writes, and the only one that it reads.
 pub const VERSION: u64 = 1;
 
-/// The words that a line can start with, after the first line.
+/// Keywords that a line can start with, after the first line.
 const KEYWORDS: &[&str] = &[
     "a",
     "f",
@@ -47,14 +47,14 @@ const KEYWORDS: &[&str] = &[
     "end",
 ];
 
-/// The words for what stood in the way of a request.
+/// Words for the reasons to refuse a request.
 pub(super) const REFUSALS: [(Refusal, &str); 3] =
     [(Refusal::Limit, "limit"), (Refusal::Segment, "segment"), (Refusal::Driver, "driver")];
 
-/// What a line says.
+/// A parsed line.
 #[derive(Debug)]
 pub(super) enum Statement {
-    /// Blank, or a comment.
+    /// A blank line or a comment.
     Nothing,
     /// The allocator's configuration.
     Config(Config),
@@ -62,12 +62,12 @@ pub(super) enum Statement {
     Record(Record),
     /// The end of the trace.
     End {
-        /// How many records it states.
+        /// The stated number of records.
         records: u64,
     },
 }
 
-/// Reads one line, given without its line break.
+/// Parses one line, given without its line break.
 #[inline]
 pub(super) fn parse(line: u64, text: &str) -> Result<Statement, LineError> {
     let mut fields = Fields::new(line, text);
@@ -91,14 +91,14 @@ pub(super) fn parse(line: u64, text: &str) -> Result<Statement, LineError> {
         }
         "end_step" => Op::EndStep { pool: fields.pool_or_default()? }.into(),
         "sleep" => {
-            let contents = fields.contents("what becomes of the contents: keep, drop or zero")?;
+            let contents = fields.contents("the fate of the contents: keep, drop or zero")?;
             Op::Sleep { pool: fields.pool_or_default()?, contents }.into()
         }
         "wake" => Op::Wake { pool: fields.pool_or_default()? }.into(),
         "stay" => {
             let asked = match fields.ahead() {
                 Some(b'w') => fields.wake().map(|()| None)?,
-                _ => Some(fields.contents("what was asked for: keep, drop or zero of a sleep, or wake")?),
+                _ => Some(fields.contents("the requested operation: keep, drop or zero for a sleep, or wake")?),
             };
             Op::Stay { pool: fields.pool_or_default()?, asked }.into()
         }
@@ -144,7 +144,7 @@ impl Fields<'_> {
         self.number("a size in bytes", u64::MAX)
     }
 
-    /// A pool that may be left out: then it is the default pool.
+    /// Parses an optional pool. The default is the default pool.
     #[inline]
     fn pool_or_default(&mut self) -> Result<PoolId, LineError> {
         if self.ahead() == Some(b'p') { self.pool() } else { Ok(PoolId::DEFAULT) }
@@ -158,7 +158,7 @@ impl Fields<'_> {
     }
 
     fn refusal(&mut self) -> Result<Refusal, LineError> {
-        const EXPECTED: &str = "why it was refused: limit, segment or driver";
+        const EXPECTED: &str = "the reason of the refusal: limit, segment or driver";
         let field = self.expect(EXPECTED)?;
         let refusal = REFUSALS.iter().find(|(_, word)| *word == field.text);
         refusal.map(|(refusal, _)| *refusal).ok_or_else(|| self.expected(field.column, EXPECTED))
@@ -192,7 +192,7 @@ impl Fields<'_> {
 
     #[cold]
     fn revived(&mut self) -> Result<NonZeroU64, LineError> {
-        const WORD: &str = "revived, if anything";
+        const WORD: &str = "`revived` or the end of the line";
         const EXPECTED: &str = "the size of the block in bytes, at least 1";
         let word = self.expect(WORD)?;
         if word.text != "revived" {
@@ -214,8 +214,9 @@ impl Fields<'_> {
     }
 
     fn pending(&mut self) -> Result<Pending, LineError> {
-        const WORD: &str = "pending, if anything";
-        const EXPECTED: &str = "how many records and completions passed, at least 1, or nothing: to the end";
+        const WORD: &str = "`pending` or the end of the line";
+        const EXPECTED: &str =
+            "the number of records and completions that passed, at least 1, or nothing for the rest of the trace";
         let word = self.expect(WORD)?;
         if word.text != "pending" {
             return Err(self.expected(word.column, WORD));

@@ -1,4 +1,4 @@
-//! Round trips of arbitrary traces, and arbitrary text.
+//! Properties: round trips of arbitrary traces, and arbitrary text.
 
 use std::collections::BTreeSet;
 use std::num::NonZeroU64;
@@ -10,10 +10,10 @@ use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::ids::{AllocationId, Placement, PoolId, SegmentId, StreamId};
 use symmalloc_core::op::{Contents, Op, Pending, Record};
 
-/// One step of the generator: what to do, and raw numbers to choose with.
+/// A generator step: the kind of op, and raw numbers that select its operands.
 type Step = (u8, u64, u64, Option<(String, u64)>);
 
-/// Records that are consistent with each other, whatever the steps: each step takes what it needs from what exists.
+/// Returns consistent records for arbitrary steps: each step picks its operands from those that exist.
 fn consistent_records(steps: Vec<Step>) -> Vec<Record> {
     let mut records = vec![Op::RegisterStream { stream: StreamId(0) }.into()];
     let (mut streams, mut pools, mut next_pool) = (1_u16, vec![PoolId::DEFAULT], 1);
@@ -87,7 +87,7 @@ fn consistent_records(steps: Vec<Step>) -> Vec<Record> {
     records
 }
 
-/// Lines that are nearly right, which reach further than random characters.
+/// Almost valid lines, which reach deeper code than random characters.
 fn nearly_a_trace() -> impl Strategy<Value = String> {
     let field = prop_oneof![
         "[a-z]{1,11}",
@@ -143,7 +143,7 @@ proptest! {
         prop_assert!(Trace::read(&bytes[..]).is_err(), "no random bytes are a trace");
     }
 
-    /// What is read at all is consistent, and survives a round trip.
+    /// Any accepted text is consistent, and survives a round trip.
     #[test]
     fn nearly_right_text_never_panics(text in nearly_a_trace()) {
         let reader = TraceReader::new(text.as_bytes());

@@ -1,4 +1,4 @@
-//! Reads a trace line by line, in memory for one line.
+//! Reader for traces. It holds one line in memory.
 //!
 //! ```text
 //!   first line ──► [config] ──► record ──► record ──► ... ──► end N ──► nothing
@@ -15,10 +15,10 @@ use crate::text::{Ending, FirstLine, Lines};
 use symmalloc_core::config::Config;
 use symmalloc_core::op::Record;
 
-/// Reads a trace: an iterator over its records, each checked by itself and against those before it.
+/// A trace reader: an iterator over the records, each checked by itself and against earlier ones.
 ///
-/// After the first error the iterator ends. Records that were yielded before an error are sound: those before
-/// [`TraceError::Torn`] are the beginning of the trace as it was recorded.
+/// The iterator ends after the first error. Records yielded before an error are valid: those before [`TraceError::Torn`] are the beginning
+/// of the recorded trace.
 ///
 /// ```
 /// use symmalloc_trace::TraceReader;
@@ -33,18 +33,18 @@ pub struct TraceReader<R> {
     lines: Lines<R>,
     config: Option<Config>,
     ledger: Ledger,
-    /// A line that `new` read and did not use.
+    /// A line that `new` read ahead.
     pending: Option<Ending>,
     records: u64,
-    /// Nothing is to be read any more.
+    /// `true` once the iterator has ended.
     done: bool,
 }
 
 impl<R: BufRead> TraceReader<R> {
-    /// Starts to read: the first line and the allocator's configuration, if the trace has one.
+    /// Creates a reader: reads the first line and the allocator's configuration, if the trace has one.
     ///
     /// # Errors
-    /// When the input is no trace, one of an unknown version, or its configuration is not valid.
+    /// When the input is not a trace, has an unsupported version, or states an invalid configuration.
     pub fn new(reader: R) -> Result<Self, TraceError> {
         let mut trace = TraceReader {
             lines: Lines::new(reader),
@@ -59,17 +59,17 @@ impl<R: BufRead> TraceReader<R> {
         Ok(trace)
     }
 
-    /// The allocator's configuration, if the trace states one.
+    /// Returns the allocator's configuration, if the trace states one.
     pub fn config(&self) -> Option<&Config> {
         self.config.as_ref()
     }
 
-    /// How many records were yielded so far.
+    /// Returns the number of records yielded so far.
     pub fn records(&self) -> u64 {
         self.records
     }
 
-    /// The line of the record that was yielded last, counted from 1.
+    /// Returns the line number of the last yielded record, from 1.
     pub fn line(&self) -> u64 {
         self.lines.number()
     }
@@ -87,7 +87,7 @@ impl<R: BufRead> TraceReader<R> {
         loop {
             let ending = self.lines.read()?;
             if ending == Ending::Whole {
-                // Not parsed further: an error in a record is the iterator's to tell.
+                // Only `config` lines are parsed here: the iterator reports errors in records.
                 let text = self.lines.bytes().trim_ascii_start();
                 if text.is_empty() || text[0] == b'#' {
                     continue;
@@ -104,7 +104,7 @@ impl<R: BufRead> TraceReader<R> {
         }
     }
 
-    /// The next record, or nothing after the end.
+    /// Returns the next record, or `None` after the end.
     fn read_record(&mut self) -> Result<Option<Record>, TraceError> {
         loop {
             let ending = match self.pending.take() {
@@ -132,8 +132,8 @@ impl<R: BufRead> TraceReader<R> {
         }
     }
 
-    /// The input ended in this line or before it. The line may lack its end (`end 1` of `end 12`), so it counts only when
-    /// it is an `end` with the right number.
+    /// Handles the end of the input in this line or before it. The line may be truncated (`end 1` of `end 12`), so it counts only if it is
+    /// an `end` with the correct number.
     fn read_last(&self, ending: Ending) -> Result<Option<Record>, TraceError> {
         let statement = match ending {
             Ending::Cut => self.lines.text().and_then(|text| line::parse(self.line(), text)),

@@ -1,4 +1,4 @@
-//! The format by example: what reads as what, damage, and contradictions.
+//! Tests of the format by example: valid records, damage, and contradictions.
 
 use std::io::{self, BufReader};
 
@@ -9,11 +9,11 @@ use symmalloc_core::config_text::ConfigTextError;
 use symmalloc_core::ids::{AllocationId, Placement, PoolId, SegmentId, StreamId};
 use symmalloc_core::op::{NAME_BYTES_MAX, Op, Pending, Record};
 
-/// The beginning of a trace, with two streams and a pool; five records.
+/// Beginning of a trace: two streams and a pool, in five records.
 const BEGINNING: &str = "symmalloc-trace 1\nstream s0\nstream s1\npool p1 segments:reserved,segment_mb:64\n\
                          a 0 1048576 s0\na 1 512 s1 p1 \"kv cache\" -> 0@1048576\n";
 
-/// The error of a trace that consists of the beginning and these lines.
+/// Returns the error of a trace that consists of the beginning and these lines.
 fn error_after_beginning(lines: &str) -> TraceError {
     Trace::parse(&format!("{BEGINNING}{lines}")).expect_err("the lines are wrong")
 }
@@ -248,7 +248,7 @@ fn a_trace_that_is_cut_anywhere_yields_its_beginning_and_is_torn() {
     let text = format!("{BEGINNING}f 0\nu 1 s0\nf 1\nsync\nend 9\n");
     let whole = Trace::parse(&text).expect("valid");
     let first_line = text.find('\n').expect("a line") + 1;
-    // One byte less is the missing last line break, which is fine.
+    // One byte less only drops the last line break, which is optional.
     for cut in first_line..text.len() - 1 {
         let mut records = Vec::new();
         let mut reader = TraceReader::new(&text.as_bytes()[..cut]).expect("the first line is whole");
@@ -376,7 +376,7 @@ fn a_writer_refuses_what_a_reader_would_refuse_and_goes_on() {
     assert_eq!(text, "symmalloc-trace 1\nstream s0\na 0 512 s0\nend 2\n");
 }
 
-/// What only recordings of running allocators say.
+/// Records that occur only in recordings of running allocators.
 #[test]
 fn observers_refusals_and_what_was_given_back_are_read_and_written() {
     let lines = [
@@ -403,9 +403,9 @@ fn observers_refusals_and_what_was_given_back_are_read_and_written() {
     };
     for (line, says) in [
         ("observe o2 p0", "the next one must be o1"),
-        ("observe o1 p1", "p1 was not made"),
-        ("acknowledge o0", "o0 is not there"),
-        ("forget o7", "o7 is not there"),
+        ("observe o1 p1", "p1 does not exist"),
+        ("acknowledge o0", "o0 is not registered"),
+        ("forget o7", "o7 is not registered"),
         ("forget p0", "an observer: o0, o1"),
         ("refuse 1 s0", "limit, segment or driver"),
         ("refuse 1 s0 disk", "limit, segment or driver"),

@@ -11,7 +11,7 @@ use std::str::FromStr;
 use symmalloc_core::config::Config;
 use symmalloc_core::op::Record;
 
-/// A whole trace in memory: a configuration and records that are consistent with each other.
+/// A whole trace in memory: a configuration and consistent records.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Trace {
     config: Option<Config>,
@@ -19,10 +19,10 @@ pub struct Trace {
 }
 
 impl Trace {
-    /// A trace of these records.
+    /// Creates a trace from records.
     ///
     /// # Errors
-    /// When a record contradicts those before it ([`TraceWriteError::Inconsistent`], with the record's number).
+    /// When a record contradicts earlier ones ([`TraceWriteError::Inconsistent`], with the record's index).
     pub fn new(config: Option<Config>, records: Vec<Record>) -> Result<Self, TraceWriteError> {
         let mut ledger = Ledger::default();
         for (record, number) in records.iter().zip(0..) {
@@ -34,37 +34,37 @@ impl Trace {
     /// Reads a whole trace.
     ///
     /// # Errors
-    /// As [`TraceReader`]. To use the beginning of a torn trace, read it record by record.
+    /// Same as [`TraceReader`]. To use the beginning of a torn trace, read it record by record.
     pub fn read(reader: impl BufRead) -> Result<Self, TraceError> {
         let mut reader = TraceReader::new(reader)?;
         let records = reader.by_ref().collect::<Result<_, _>>()?;
         Ok(Trace { config: reader.config().cloned(), records })
     }
 
-    /// Reads a trace from its text.
+    /// Parses a trace from text.
     ///
     /// # Errors
-    /// As [`TraceReader`].
+    /// Same as [`TraceReader`].
     pub fn parse(text: &str) -> Result<Self, TraceError> {
         Self::read(text.as_bytes())
     }
 
-    /// The trace as text, which [`parse`](Trace::parse) reads back to an equal trace.
+    /// Returns the trace as text, which [`parse`](Trace::parse) reads back to an equal trace.
     pub fn to_text(&self) -> String {
         self.to_string()
     }
 
-    /// The allocator's configuration, if the trace states one.
+    /// Returns the allocator's configuration, if the trace states one.
     pub fn config(&self) -> Option<&Config> {
         self.config.as_ref()
     }
 
-    /// The records, in order.
+    /// Returns the records, in order.
     pub fn records(&self) -> &[Record] {
         &self.records
     }
 
-    /// Configuration and records.
+    /// Returns the configuration and the records.
     pub fn into_parts(self) -> (Option<Config>, Vec<Record>) {
         (self.config, self.records)
     }

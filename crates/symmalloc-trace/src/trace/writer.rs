@@ -1,7 +1,7 @@
-//! Writes a trace record by record.
+//! Writer for traces. It writes one record at a time.
 //!
-//! Spelling is canonical: one space between fields, the default pool left out, no comments. The same records and the
-//! same configuration are the same bytes.
+//! The spelling is canonical: one space between fields, the default pool omitted, no comments. Equal records and equal configurations
+//! produce equal bytes.
 
 use std::fmt;
 use std::io::{self, Write};
@@ -14,10 +14,10 @@ use symmalloc_core::config::Config;
 use symmalloc_core::ids::{PoolId, StreamId};
 use symmalloc_core::op::{Contents, Op, Pending, Record};
 
-/// Writes a trace, checking each record as a reader would.
+/// A trace writer, which checks each record as a reader would.
 ///
-/// The trace is whole only after [`finish`](TraceWriter::finish); without it a reader says that it is torn. Every record
-/// is handed on at once, so `writer` should buffer.
+/// The trace is complete only after [`finish`](TraceWriter::finish); otherwise a reader reports it as torn. The writer passes on every
+/// record at once, so `writer` should buffer.
 #[derive(Debug)]
 #[must_use = "a trace without its end is torn: call finish"]
 pub struct TraceWriter<W: Write> {
@@ -28,10 +28,10 @@ pub struct TraceWriter<W: Write> {
 }
 
 impl<W: Write> TraceWriter<W> {
-    /// Starts a trace: the first line and the allocator's configuration.
+    /// Creates a trace: writes the first line and the allocator's configuration.
     ///
     /// # Errors
-    /// When the writer below fails.
+    /// When the underlying writer fails.
     pub fn new(writer: W, config: Option<&Config>) -> io::Result<Self> {
         let mut trace = TraceWriter { writer, ledger: Ledger::default(), records: 0, line: String::new() };
         writeln!(trace.writer, "{MAGIC} {VERSION}")?;
@@ -44,8 +44,8 @@ impl<W: Write> TraceWriter<W> {
     /// Writes a record.
     ///
     /// # Errors
-    /// When the record contradicts those before it: nothing is written then, and the trace can go on. When the writer
-    /// below fails: the trace is torn then.
+    /// When the record contradicts earlier ones: nothing is written, and the trace can continue. When the underlying writer fails: the
+    /// trace is torn.
     pub fn write(&mut self, record: &Record) -> Result<(), TraceWriteError> {
         self.ledger.admit(record).map_err(|source| TraceWriteError::Inconsistent { record: self.records, source })?;
         self.line.clear();
@@ -56,23 +56,23 @@ impl<W: Write> TraceWriter<W> {
         Ok(())
     }
 
-    /// Hands everything on to where it goes: what follows may be lost, what was written may not.
+    /// Flushes the underlying writer. Written records then survive whatever happens next.
     ///
     /// # Errors
-    /// When the writer below fails; the trace is torn then.
+    /// When the underlying writer fails. The trace is torn then.
     pub fn flush(&mut self) -> io::Result<()> {
         self.writer.flush()
     }
 
-    /// How many records were written so far.
+    /// Returns the number of records written so far.
     pub fn records(&self) -> u64 {
         self.records
     }
 
-    /// Writes the end, flushes, and gives the writer below back.
+    /// Writes the end, flushes, and returns the underlying writer.
     ///
     /// # Errors
-    /// When the writer below fails; the trace is torn then.
+    /// When the underlying writer fails. The trace is torn then.
     pub fn finish(mut self) -> io::Result<W> {
         writeln!(self.writer, "end {}", self.records)?;
         self.writer.flush()?;
@@ -80,7 +80,7 @@ impl<W: Write> TraceWriter<W> {
     }
 }
 
-/// A record as its line in a trace, without the line break.
+/// A record formatted as its line in a trace, without the line break.
 #[derive(Clone, Copy, Debug)]
 pub struct RecordLine<'a>(pub &'a Record);
 
@@ -175,7 +175,7 @@ fn write_record(line: &mut impl fmt::Write, record: &Record) -> fmt::Result {
     }
 }
 
-/// As `write!` would, which costs a recording as much as all the rest of a line.
+/// Writes a number faster than `write!`, which would double the cost of recording a line.
 fn write_number(line: &mut impl fmt::Write, number: u64) -> fmt::Result {
     line.write_str(itoa::Buffer::new().format(number))
 }
@@ -185,7 +185,7 @@ fn write_stream(line: &mut impl fmt::Write, stream: StreamId) -> fmt::Result {
     write_number(line, stream.0.into())
 }
 
-/// The pool, unless it is the default pool, which is implied.
+/// Writes the pool, unless it is the default pool, which is implied.
 fn write_pool(line: &mut impl fmt::Write, pool: PoolId) -> fmt::Result {
     if pool == PoolId::DEFAULT { Ok(()) } else { write!(line, " {pool}") }
 }
