@@ -1,15 +1,15 @@
-//! A deterministic caching device allocator: the same program gets the same places on every rank.
+//! A deterministic caching device allocator: the same program gets the same placements on every rank.
 //!
-//! GPU runtimes cache device memory, because the driver is slow. The usual caching allocator picks free blocks by
-//! *address* and polls events to see what is free. So the n-th allocation of one program lands elsewhere on other ranks,
-//! and what relies on equal offsets (NCCL's symmetric windows, captured graphs, a bug that should reproduce) breaks.
-//! This allocator decides from the program alone: by size, by the age of the backing memory, and by offset. No answer
-//! that could differ between machines plays a part.
+//! GPU runtimes cache device memory because the driver is slow. A typical caching allocator picks free blocks by
+//! *address* and polls events to find out what is free. So the n-th allocation of a program gets another placement on
+//! other ranks, and everything that relies on equal offsets breaks: NCCL's symmetric windows, captured graphs,
+//! reproducible bugs. This allocator decides from the program alone: by size, by the age of the backing memory, and by
+//! offset. No answer that could differ between machines plays a part.
 //!
 //! The crate knows no CUDA and contains no `unsafe`. It takes memory from a [`Backend`]; `symmalloc-sim` simulates one.
 //!
 //! # Examples
-//! Two ranks whose devices hand out addresses in different orders, and what the program sees of that:
+//! Two ranks whose devices return addresses in different orders get the same placements:
 //!
 //! ```
 //! use symmalloc_core::{Allocator, Config, PoolId};
@@ -48,25 +48,25 @@
 //! | digest | a rolling hash of (op, decision): equal on all ranks exactly when placements are |
 //!
 //! # Rules
-//! The rules D1 to D8 that the documentation names stand in `docs/determinism.md`. In short: a decision depends on the
-//! configuration and the ops of its heap (D1); free blocks are ordered by (size, sequence, offset) within the stream (D2);
-//! uses by other streams are waited for on the device and never polled (D3); limits are configured bytes (D4); memory goes
-//! back only when told to, in order (D5); the allocator calls no collective (D6); ranks compare digests (D7, with the crate
+//! `docs/determinism.md` contains the rules D1 to D8. In short: a decision depends on the configuration and the ops of
+//! its heap (D1); free blocks are ordered by (size, sequence, offset) within the stream (D2); uses by other streams are
+//! waited for on the device and never polled (D3); limits are configured bytes (D4); memory is released only on
+//! request, in order (D5); the allocator calls no collective (D6); ranks compare digests (D7, with the crate
 //! `symmalloc-agreement`); heaps are independent (D8).
 //!
 //! # Limits
-//! A segment has at most 1 TiB, blocks are multiples of 512 bytes, an allocator has at most 65,535 streams. If
-//! threads race for one heap, placements depend on the race: give each thread its stream.
+//! A segment has at most 1 TiB, blocks are multiples of 512 bytes, and an allocator has at most 65,535 streams. If
+//! threads race for one heap, placements depend on the race: use a stream per thread.
 //!
 //! # Implementation
-//! The rooms form a line; each uses only those before it. `types` and `sync`; `config`, with the size rules; `streams`, the
-//! clocks and fences; `blocks`, where the block table says what lies where and the free index what is free; `history`, with
-//! digests and layouts; `stats`; `pointers`. Then `heap` composes them and makes every decision (read `heap/mod.rs` first),
-//! and `allocator` finds the heap and walks the out-of-memory path. `docs/one-allocation.md` lists the functions between a
-//! call and the free index.
+//! The modules form a line; each uses only those before it. `types` and `sync`; `config`, with the size rules;
+//! `streams`, with clocks and fences; `blocks`, with the block table and the free index; `history`, with digests and
+//! layouts; `stats`; `pointers`. Then `heap` composes them and makes every decision (read `heap/mod.rs` first), and
+//! `allocator` finds the heap and handles the out-of-memory path. `docs/one-allocation.md` lists the functions between
+//! a call and the free index.
 #![forbid(unsafe_code)]
 
-// The rooms, in the order in which each may use those above it. A test reads the imports and holds it.
+// The modules, in the order in which each may use those above it. A test checks the imports.
 mod types;
 
 mod sync;
@@ -91,7 +91,7 @@ mod heap;
 
 mod allocator;
 
-// What every program names.
+// Types that every program names.
 pub use allocator::{Allocator, SharedAllocator};
 pub use config::{Config, PoolConfig};
 pub use types::handle::{Allocation, Handle};
@@ -101,7 +101,7 @@ pub use types::{
     ids::{AllocationId, ObserverId, Placement, PoolId, SegmentId, StreamId},
 };
 
-// What some need: what goes wrong, what is told, what is kept.
+// Further types: errors, reports, recordings and layouts.
 pub use allocator::{Quiesced, Remapped, Retry, SegmentPosition, StepGuard, Unread, recording, report};
 pub use config::errors::{self, LimitScope};
 pub use config::op::{self, Op, Record};
@@ -115,12 +115,12 @@ pub use history::{layout, segment_log};
 pub use sync::lock;
 pub use types::{backend, ids, units};
 
-/// Restoring a [`Layout`]: the pool becomes what it was when the layout was saved.
+/// Restoring a [`Layout`] returns the pool to its state when the layout was saved.
 pub mod restore {
     pub use crate::allocator::{Restored, RestoredAllocation, RestoredHeap, RevivedPlace};
     pub use crate::config::restore_error::{LayoutError, RestoreError};
 }
 
-// For the crates beside this one.
+// For the other crates of the workspace.
 #[doc(hidden)]
 pub use allocator::histories;

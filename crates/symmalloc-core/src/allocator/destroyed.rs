@@ -1,13 +1,13 @@
-//! Destroyed pools: what is kept of them, and which are iterated.
+//! Destroyed pools: the state that remains of them, and the list of pools that are still visited.
 //!
 //! ```text
 //!  live ── destroy_pool ──► destroyed, the driver holds memory ── trim ──┐
 //!    ▲            └──────── everything is back ──────────────────────────┴──► spare ── create_pool, same config ──► live
 //!    └ kept ─────────────────────────────────────────────────┘
 //! ```
-//! Reports and trims visit *kept* pools only. Of a destroyed pool the allocator keeps an entry in its table of pools, sums of
-//! statistics over all destroyed pools, and, of a symmetric pool, a digest per heap until all ranks have agreed on it. The most
-//! recent of these keep their journals, so that agreement can still name the op that differs.
+//! Reports and trims visit *kept* pools only. For a destroyed pool, the allocator keeps an entry in its table of pools,
+//! sums of statistics over all destroyed pools, and, if the pool was symmetric, a digest per heap until all ranks have
+//! agreed on it. The most recent of these keep their journals, so that agreement can still name the op that differs.
 
 use super::pool::Pool;
 use crate::config::PoolConfig;
@@ -21,30 +21,30 @@ use crate::types::ids::{PoolId, StreamId};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-/// Histories of destroyed pools that keep their journals.
+/// Most histories of destroyed pools that keep their journals.
 const JOURNALS_MAX: usize = 64;
 
-/// The pools that are iterated, and what is kept of the others.
+/// The list of visited pools, and the state that remains of the others.
 pub(super) struct Destroyed<L: Lock> {
-    /// Pools that are live, or whose memory the driver still holds, in the order of their ids.
+    /// Pools that are live or whose memory the driver still holds, in the order of their ids.
     kept: Vec<PoolId>,
-    /// Pools that are gone, for pools of the same configuration to take their places. By the digest of the configuration.
+    /// Removed pools, for reuse by pools of the same configuration. Keyed by the digest of the configuration.
     spare: BTreeMap<u64, Vec<Arc<Pool<L>>>>,
-    /// By pool and stream.
+    /// Digests by pool and stream.
     histories: BTreeMap<HistoryKey, Digest>,
     /// The journals of the most recent ones, in the order of destruction.
     journals: VecDeque<(HistoryKey, Box<Journal>)>,
-    /// Usage of all heaps that are gone.
+    /// Usage of all removed heaps.
     pub(super) usage: Usage,
-    /// Other statistics of them.
+    /// Other statistics of removed heaps.
     counts: MemoryStats,
 }
 
-/// The pool of a heap, and its stream.
+/// The pool and the stream of a heap.
 pub(super) type HistoryKey = (PoolId, Option<StreamId>);
 
 impl<L: Lock> Destroyed<L> {
-    /// With the default pool.
+    /// Creates the list with the default pool.
     pub(super) fn new() -> Self {
         Destroyed {
             kept: vec![PoolId::DEFAULT],
@@ -56,13 +56,13 @@ impl<L: Lock> Destroyed<L> {
         }
     }
 
-    /// A place for a pool of this configuration.
+    /// Takes a removed pool of this configuration for reuse.
     pub(super) fn take_spare(&mut self, config: &PoolConfig) -> Option<Arc<Pool<L>>> {
         let alike = self.spare.get_mut(&config.digest())?;
         alike.pop_if(|pool| pool.config == *config)
     }
 
-    /// A pool was made.
+    /// Adds a new pool.
     pub(super) fn keep(&mut self, pool: PoolId) {
         let at = self.kept.partition_point(|kept| *kept < pool);
         self.kept.insert(at, pool);
@@ -72,17 +72,18 @@ impl<L: Lock> Destroyed<L> {
         &self.kept
     }
 
-    /// The histories that ranks have not agreed on yet, in the order of pools and streams: the last digest of each heap.
+    /// Returns the histories that ranks have not agreed on yet, in the order of pools and streams: the last digest of
+    /// each heap.
     pub(super) fn histories(&self) -> impl Iterator<Item = (HistoryKey, Digest)> {
         self.histories.iter().map(|(key, digest)| (*key, *digest))
     }
 
-    /// The journal of a history; `None` when others are more recent, or there was none.
+    /// Returns the journal of a history; `None` if there was none, or others are more recent.
     pub(super) fn journal(&self, key: HistoryKey) -> Option<&Journal> {
         self.journals.iter().find(|(known, _)| *known == key).map(|(_, journal)| &**journal)
     }
 
-    /// All ranks had this digest: a history that it ends is forgotten.
+    /// Records that all ranks had this digest, and forgets the history if it ends there.
     pub(super) fn settle(&mut self, key: HistoryKey, digest: Digest) {
         let Some(last) = self.histories.get(&key) else { return };
         if last.ops <= digest.ops {
@@ -97,7 +98,7 @@ impl<L: Lock> Destroyed<L> {
         self.journals.iter().map(|(_, journal)| journal.bytes()).sum()
     }
 
-    /// Adds what the heaps of destroyed pools did.
+    /// Adds the statistics of the heaps of destroyed pools.
     pub(super) fn add_to(&self, stats: &mut MemoryStats) {
         let MemoryStats { segments_born, growth_count, trim_count, retry_count, out_of_memory_count, steps, .. } =
             self.counts;
@@ -110,13 +111,13 @@ impl<L: Lock> Destroyed<L> {
         stats.steps = stats.steps + steps;
     }
 
-    /// A pool is visited no more. Returns `false` if it was not.
+    /// Stops visiting a pool. Returns `false` if it was not visited.
     pub(super) fn remove(&mut self, pool: PoolId) -> bool {
         let at = self.kept.binary_search(&pool);
         at.map(|at| self.kept.remove(at)).is_ok()
     }
 
-    /// The heap of a destroyed pool is gone: keeps its sums and its history.
+    /// Keeps the sums and the history of a removed heap.
     pub(super) fn bury(&mut self, heap: &mut Heap<L>, symmetric: bool) {
         heap.add_to(&mut self.counts);
         self.counts.usage = Default::default();
@@ -131,7 +132,7 @@ impl<L: Lock> Destroyed<L> {
         }
     }
 
-    /// A place for a later pool of the same configuration.
+    /// Keeps a pool for reuse by a later one of the same configuration.
     pub(super) fn add_spare(&mut self, pool: Arc<Pool<L>>) {
         self.spare.entry(pool.config_digest).or_default().push(pool);
     }

@@ -1,4 +1,4 @@
-//! The gate that ops pass one at a time while they are recorded, and what is noted there. See [`super::recording`].
+//! The gate through which recorded ops pass one at a time, and the recording behind it. See [`super::recording`].
 
 use super::recorder::{Recording, RecordingEnd, RecordingError, StartRecordingError};
 use super::request::Request;
@@ -14,36 +14,37 @@ use std::cell::RefCell;
 use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-/// What the gate guards.
+/// The state that the gate guards.
 enum RecorderState {
     Off,
     On(Box<Recording>),
-    /// Ended before it was stopped.
+    /// The recording ended before it was stopped.
     Ended(RecordingError),
 }
 
 /// The recording of an allocator, if there is one.
 pub(super) struct Recorder<L: Lock> {
     state: L::Cell<RecorderState>,
-    /// Whether ops are recorded. Changes behind the gate.
+    /// `true` while ops are recorded. Changes only while the gate is held.
     is_on: AtomicBool,
-    /// The allocator's number, by which a thread knows whose sink it is in.
+    /// The allocator's number, by which a thread identifies the sink that it is in.
     number: u64,
-    /// The sink used the allocator.
+    /// `true` if the sink used the allocator.
     was_reentered: AtomicBool,
 }
 
 thread_local! {
-    /// The allocators whose sinks this thread is in. With the gate, which another call by the same thread would wait for.
+    /// The allocators whose sinks this thread is in. It also holds their gates, for which another call of the same
+    /// thread would deadlock.
     static IN_SINKS: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
 }
 
-/// The thread is in a sink until this is dropped.
+/// Marks the thread as being in a sink until it is dropped.
 struct InSink;
 
 impl InSink {
     fn enter(number: u64) -> Self {
-        // A thread that ends has no list any more: a sink that uses the allocator then hangs.
+        // A thread that is ending has no list any more. A sink that uses the allocator then hangs.
         let _ending = IN_SINKS.try_with(|sinks| sinks.borrow_mut().push(number));
         InSink
     }
@@ -55,12 +56,12 @@ impl Drop for InSink {
     }
 }
 
-/// The way through the gate. While a thread holds it, no other carries out a recorded op.
+/// A pass through the gate. While a thread holds it, no other thread executes a recorded op.
 pub(super) struct Gate<'a, L: Lock> {
     recorder: &'a Recorder<L>,
-    /// `None` while nothing is recorded, and while the failure callback is asked.
+    /// `None` while nothing is recorded, and while the failure callback runs.
     state: Option<Guard<'a, L, RecorderState>>,
-    /// The thread was unwinding already: the op is one of a `Drop`.
+    /// `true` if the thread was already unwinding, so that the op is one of a `Drop`.
     was_panicking: bool,
 }
 
@@ -79,13 +80,13 @@ impl<L: Lock> Recorder<L> {
         IN_SINKS.try_with(|sinks| sinks.borrow().contains(&self.number)).unwrap_or(false)
     }
 
-    /// Calls the sink. What the sink does with the allocator meanwhile passes the gate unrecorded.
+    /// Calls the sink. Calls of the sink to the allocator pass the gate unrecorded.
     fn with_sink<T>(&self, call: impl FnOnce() -> T) -> T {
         let _in_sink = InSink::enter(self.number);
         call()
     }
 
-    /// Returns `true` if the sink used the allocator since the last call of this function.
+    /// Returns `true` if the sink used the allocator since the last call.
     fn take_reentered(&self) -> bool {
         self.was_reentered.swap(false, Ordering::Relaxed)
     }
@@ -95,7 +96,7 @@ impl<L: Lock> Recorder<L> {
         self.is_on.load(Ordering::Acquire)
     }
 
-    /// Through the gate, when something is recorded.
+    /// Passes the gate, if a recording is on.
     pub(super) fn gate(&self) -> Gate<'_, L> {
         if !self.is_on() {
             return self.open_gate();
@@ -107,12 +108,12 @@ impl<L: Lock> Recorder<L> {
         Gate { recorder: self, state: Some(self.state.lock()), was_panicking: std::thread::panicking() }
     }
 
-    /// The gate while nothing is recorded.
+    /// Returns a pass while nothing is recorded.
     pub(super) fn open_gate(&self) -> Gate<'_, L> {
         Gate { recorder: self, state: None, was_panicking: false }
     }
 
-    /// Through the gate, to begin a recording.
+    /// Passes the gate to begin a recording.
     pub(super) fn prepare(&self) -> Result<Gate<'_, L>, StartRecordingError> {
         if self.is_in_sink() {
             return Err(StartRecordingError::AlreadyRecording);
@@ -142,7 +143,8 @@ impl<L: Lock> Recorder<L> {
 }
 
 impl<L: Lock> Gate<'_, L> {
-    /// Begins a recording: no op passes the gate before the sink has what stands already. The caller holds no lock.
+    /// Begins a recording. No op passes the gate before the sink has received the existing state. The caller holds no
+    /// lock.
     pub(super) fn begin(
         &mut self,
         config: &Config,
@@ -176,7 +178,7 @@ impl<L: Lock> Gate<'_, L> {
         begun
     }
 
-    /// Whether what is noted goes anywhere.
+    /// Returns `true` if notes are recorded.
     pub(super) fn is_recording(&mut self) -> bool {
         self.recording().is_some()
     }
@@ -188,7 +190,7 @@ impl<L: Lock> Gate<'_, L> {
         }
     }
 
-    /// Records an op that was carried out. No heap is locked.
+    /// Records an executed op. No heap is locked.
     pub(super) fn note(&mut self, op: Op) {
         self.note_record(Record::from(op));
     }
@@ -228,7 +230,7 @@ impl<L: Lock> Gate<'_, L> {
         self.note_record(Record { op, name, placement, pending: None, revived_bytes });
     }
 
-    /// Records that an allocation was revived, or that of a live one more uses are known.
+    /// Records a revived allocation, or additional uses of a live one.
     pub(super) fn note_revival(&mut self, pool: PoolId, revived: &Revived) {
         let Revived { allocation, stream, requested_bytes: size_bytes, .. } = *revived;
         if revived.is_made {
@@ -241,7 +243,7 @@ impl<L: Lock> Gate<'_, L> {
     /// Records the free of an allocation that was live.
     pub(super) fn note_free(&mut self, handle: Handle) {
         let Some(recording) = self.recording() else { return };
-        // Zero bytes of a pool that was destroyed before the recording began have no id: the recording does not know them.
+        // Zero bytes of a pool that was destroyed before the recording began have no id in the recording.
         if let Some(id) = recording.ids.take(handle) {
             self.note(Op::Free { id });
         }
@@ -255,7 +257,7 @@ impl<L: Lock> Gate<'_, L> {
         }
     }
 
-    /// Records that an observer came.
+    /// Records a new observer.
     pub(super) fn note_observer(&mut self, observer: ObserverId, pool: PoolId) {
         let Some(recording) = self.recording() else { return };
         let id = ObserverId(recording.observers.len() as u32);
@@ -270,7 +272,7 @@ impl<L: Lock> Gate<'_, L> {
         }
     }
 
-    /// Records that an observer is gone.
+    /// Records that an observer was removed.
     pub(super) fn note_forgotten(&mut self, observer: ObserverId) {
         let Some(recording) = self.recording() else { return };
         if let Some(id) = recording.observer(observer) {
@@ -279,19 +281,19 @@ impl<L: Lock> Gate<'_, L> {
         }
     }
 
-    /// Ends the recording where the driver kept what was to go back.
+    /// Ends the recording if the driver kept memory that had to be released.
     pub(super) fn note_released(&mut self, released: &Released) {
         released.error.clone().into_iter().for_each(|error| self.end(RecordingEnd::Driver(error)));
     }
 
-    /// Ends the recording early. The allocator goes on.
+    /// Ends the recording early. The allocator continues.
     #[cold]
     pub(super) fn end(&mut self, end: RecordingEnd) {
         let Some(state) = self.state.as_deref_mut() else { return };
         let RecorderState::On(recording) = state else { return };
         let Recording { sink, records, .. } = &mut **recording;
         let (records, mut source) = (*records, end);
-        // What was recorded before is whole, unless the sink failed.
+        // The earlier part is complete, unless the sink failed.
         if !matches!(source, RecordingEnd::Sink(_) | RecordingEnd::Panicked)
             && let Err(error) = self.recorder.with_sink(|| sink.finish())
         {
@@ -301,12 +303,12 @@ impl<L: Lock> Gate<'_, L> {
         tracing::warn!(name: "recording.ended", target: "symmalloc", records, %error);
         let ended = std::mem::replace(state, RecorderState::Ended(error));
         self.recorder.with_sink(|| drop(ended));
-        // The recording has ended: what the sink does last needs no record.
+        // The recording has ended, so the last calls of the sink need no record.
         self.recorder.take_reentered();
         self.recorder.is_on.store(false, Ordering::Release);
     }
 
-    /// Lets others through the gate, and calls `during`.
+    /// Opens the gate to others and calls `during`.
     pub(super) fn pause<T>(&mut self, during: impl FnOnce() -> T) -> T {
         let was_closed = self.state.take().is_some();
         let result = during();
@@ -318,7 +320,7 @@ impl<L: Lock> Gate<'_, L> {
 }
 
 impl<L: Lock> Drop for Gate<'_, L> {
-    /// An op that panics is half recorded: the recording ends, and says so.
+    /// An op that panics is recorded in part. The recording ends and reports that.
     fn drop(&mut self) {
         if self.state.is_some() && !self.was_panicking && std::thread::panicking() {
             self.end(RecordingEnd::Panicked);

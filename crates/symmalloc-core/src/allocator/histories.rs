@@ -1,7 +1,8 @@
-//! Histories: what an allocator tells of its symmetric pools, so that ranks can compare what they did.
+//! The histories of an allocator's symmetric pools, for ranks to compare.
 //!
-//! The core compares nothing (rule D6). The crate `symmalloc-agreement` reads what stands here, and says here what all ranks
-//! agreed on. Pools are named by their ordinal among the symmetric ones, because a rank may have private pools in between.
+//! The core compares nothing (rule D6). The crate `symmalloc-agreement` reads the histories here and reports back what
+//! all ranks agreed on. Pools are named by their ordinal among the symmetric ones, because a rank may have private
+//! pools in between.
 
 pub use crate::history::digest::{Mark, folded_multiply, op_word, unpack_op, unpack_placement};
 pub use crate::history::journal::{CHECKPOINTS_MAX, Journal, JournalEntry, NAME_BYTES_MAX, ProgramOrder};
@@ -16,7 +17,7 @@ use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::Backend;
 use crate::types::ids::{PoolId, StreamId};
 
-/// The history of one heap, as it is now.
+/// The current history of one heap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct HeapHistory {
@@ -26,32 +27,32 @@ pub struct HeapHistory {
     pub stream: Option<StreamId>,
     /// The digest of all ops.
     pub digest: Digest,
-    /// The least number of ops whose digest the journal has, checkpoints aside.
+    /// The least number of ops whose digest the journal has, apart from checkpoints.
     pub oldest: u64,
 }
 
-/// An allocator's histories, without its type parameters.
+/// The histories of an allocator, without its type parameters.
 pub trait HistorySource {
-    /// The heaps of symmetric pools that have carried out an op, by pool and stream; without those of destroyed pools whose
-    /// end was agreed on.
+    /// Returns the heaps of symmetric pools that have executed an op, by pool and stream, without those of destroyed
+    /// pools whose end was agreed on.
     fn heap_histories(&self) -> Vec<HeapHistory>;
-    /// Digests of the configurations: what holds for all pools, then each symmetric pool's.
+    /// Returns the digests of the configurations: first the settings for all pools, then each symmetric pool's.
     fn policy_digests(&self) -> Vec<u64>;
-    /// The text of one of them.
+    /// Returns the text of one of these configurations.
     fn policy(&self, number: u32) -> Option<String>;
-    /// Shows a heap's journal, if it has one.
+    /// Passes a heap's journal to `look`, if it has one.
     fn look_back(&self, pool: u32, stream: Option<StreamId>, look: &mut dyn FnMut(&Journal));
-    /// Numbers the ops over all symmetric heaps.
+    /// Returns the counter of ops over all symmetric heaps.
     fn program_order(&self) -> &ProgramOrder;
-    /// All ranks are at this sync.
+    /// Records that all ranks reached this sync.
     fn pass_sync(&self);
-    /// All ranks had this digest in this heap: the history before it is forgotten.
+    /// Records that all ranks had this digest in this heap, and forgets the history before it.
     fn settle(&self, pool: u32, stream: Option<StreamId>, digest: Digest);
 }
 
 impl<B: Backend, L: Lock> HistorySource for Allocator<B, L> {
     fn heap_histories(&self) -> Vec<HeapHistory> {
-        // Live ones first: a pool that is destroyed meanwhile is in both lists, and never in none.
+        // Live ones first: a pool that is destroyed in the meantime is in both lists, never in none.
         let pools = self.symmetric_pools().zip(0..).filter(|((id, pool), _)| pool.id() == *id);
         let heaps = pools.flat_map(|((_, pool), ordinal)| pool.heaps().map(move |heap| (ordinal, heap.lock())));
         let lived = heaps.filter(|(_, heap)| heap.has_history() && !heap.is_settled());
@@ -115,24 +116,25 @@ impl<B: Backend, L: Lock> HistorySource for Allocator<B, L> {
 }
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
-    /// The pool with this ordinal among the symmetric ones, as agreement names pools. A rank may have private pools in
-    /// between, so that its ids differ from another's.
+    /// Returns the pool with this ordinal among the symmetric ones, by which agreement names pools. A rank may have
+    /// private pools in between, so ids differ between ranks.
     pub fn symmetric_pool(&self, ordinal: u32) -> Option<PoolId> {
         self.symmetric_pools().nth(ordinal as usize).map(|(pool, _)| pool)
     }
 
-    /// The ordinal of a pool among the symmetric ones: the other way round. `None` for a pool that is not symmetric.
+    /// Returns the ordinal of a pool among the symmetric ones; `None` for a pool that is not symmetric.
     pub fn symmetric_ordinal(&self, pool: PoolId) -> Option<u32> {
         self.symmetric_pools().zip(0..).find(|((id, _), _)| *id == pool).map(|(_, ordinal)| ordinal)
     }
 
-    /// Bytes that the history of symmetric heaps takes now. See [`ConfigBuilder::history_ops`](crate::config::ConfigBuilder::history_ops).
+    /// Returns the bytes of memory of the symmetric heaps' histories. See
+    /// [`ConfigBuilder::history_ops`](crate::config::ConfigBuilder::history_ops).
     pub fn history_bytes(&self) -> u64 {
         let heaps: u64 = self.all_heaps().map(|heap| heap.lock().journal().map_or(0, Journal::bytes)).sum();
         heaps + self.destroyed.lock().history_bytes()
     }
 
-    /// In the order in which the program made them, destroyed ones included.
+    /// Returns the symmetric pools in the order of their creation, including destroyed ones.
     fn symmetric_pools(&self) -> impl Iterator<Item = (PoolId, &Pool<L>)> {
         let pools = self.pools.iter().filter(|(_, pool)| pool.config.symmetric());
         pools.map(|(index, pool)| (PoolId(index as u32), pool.as_ref()))
@@ -144,7 +146,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         pool.heaps().filter(|_| pool.id() == id).find(|heap| is_meant(&heap.lock()))
     }
 
-    /// What decides in symmetric pools and is not in their own configurations.
+    /// Returns the text of all settings that affect symmetric pools and are not in their own configurations.
     fn shared_policy(&self) -> String {
         let limit = self.limit_bytes().map_or_else(|| "none".to_owned(), |bytes| bytes.to_string());
         let retries_max = self.config().retries_max();

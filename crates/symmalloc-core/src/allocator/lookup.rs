@@ -1,4 +1,4 @@
-//! Questions about one allocation or one address. Nothing here changes anything.
+//! Queries about one allocation or one address. Nothing here changes anything.
 
 use super::Allocator;
 use super::pool::HeapGuard;
@@ -11,7 +11,7 @@ use crate::types::backend::{Backend, DeviceAddress, Range};
 use crate::types::handle::{Allocation, Handle};
 use crate::types::ids::{PoolId, SegmentId, StreamId};
 
-/// Where a device address lies.
+/// The position of a device address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SegmentPosition {
@@ -19,42 +19,42 @@ pub struct SegmentPosition {
     pub pool: PoolId,
     /// The stream of its heap; `None` when the pool's streams share.
     pub stream: Option<StreamId>,
-    /// The segment, by birth ordinal in its heap.
+    /// The segment, by its ordinal in the heap.
     pub segment: SegmentId,
     /// Address of its first byte.
     pub base: DeviceAddress,
-    /// Bytes of it that are in use or free: what a window on it covers.
+    /// Bytes of it that are allocated or free: the length of a window on it.
     pub size_bytes: u64,
     /// The address's offset in it, in bytes.
     pub offset_bytes: u64,
 }
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
-    /// The live allocation behind a handle.
+    /// Returns the live allocation of a handle.
     ///
     /// # Errors
-    /// When the handle is not live here, or names an allocation of zero bytes.
+    /// When the handle is not live here, or belongs to an allocation of zero bytes.
     pub fn allocation(&self, handle: Handle) -> Result<Allocation, HandleError> {
         self.heap_of(handle)?.lock().allocation(handle)
     }
 
-    /// The bytes that a live allocation was asked for with.
+    /// Returns the requested bytes of a live allocation.
     ///
     /// # Errors
-    /// When the handle is not live here, or names an allocation of zero bytes.
+    /// When the handle is not live here, or belongs to an allocation of zero bytes.
     pub fn requested_bytes(&self, handle: Handle) -> Result<u64, HandleError> {
         self.heap_of(handle)?.lock().requested_bytes(handle)
     }
 
-    /// The live allocation whose first byte is at a device address.
+    /// Returns the live allocation whose first byte is at a device address.
     ///
     /// # Errors
-    /// When none is, or when look-up by pointer is not configured.
+    /// When there is none, or look-up by pointer is not configured.
     pub fn handle_at(&self, address: DeviceAddress) -> Result<Handle, HandleError> {
         self.at(address, |heap| heap.handle_at(address)).map(|(_, handle)| handle)
     }
 
-    /// What the heap around an address answers of the allocation that starts there, and the heap, which is locked.
+    /// Asks the heap around an address about the allocation that starts there. Returns the answer and the locked heap.
     #[inline(always)]
     pub(super) fn at<T>(
         &self,
@@ -73,7 +73,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok((heap, answer))
     }
 
-    /// The heap around an address by the directory, locked.
+    /// Returns the heap around an address according to the directory, locked.
     #[cold]
     #[inline(never)]
     fn heap_around(&self, address: DeviceAddress, hints: &HeapHints) -> Result<HeapGuard<'_, L>, HandleError> {
@@ -82,11 +82,11 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(self.heaps.get(entry.heap.index()).ok_or(HandleError::UnknownAddress { address })?.lock())
     }
 
-    /// The live segment that a device address lies in, whether it is allocated there or not.
+    /// Returns the live segment that contains a device address, allocated or not.
     pub fn segment_at(&self, address: DeviceAddress) -> Option<SegmentPosition> {
         let entry = self.context.directory.lock().around(address)?;
         let heap = self.heaps.get(entry.heap.index())?.lock();
-        // The segment may have been removed before its heap was locked. Now it cannot.
+        // The segment may have been removed before its heap was locked. From here on it cannot be.
         if self.context.directory.lock().around(address) != Some(entry) {
             return None;
         }

@@ -1,23 +1,22 @@
-//! The allocator: what a program calls.
+//! The allocator: the interface for programs.
 //!
-//! A request finds its heap, takes the heap's lock, and is placed there, as `heap/mod.rs` tells. There is one way in and one
-//! way out; buffers, handles and pointers are names of the same allocation. An allocation takes these steps; most end with
-//! the first:
-//!
+//! A request finds its heap, takes the heap's lock, and is placed there as `heap/mod.rs` describes. There is one path
+//! to allocate and one to free; buffers, handles and pointers are names of the same allocation. An allocation takes
+//! these steps, and most end with the first:
 //! ```text
 //!  1. best fit among the heap's free blocks                                             (heap/mod.rs)
-//!  2. obtain memory: fill a hole, grow, or a new segment, within the limits             (heap/obtain.rs)
-//!  3. a configured limit stood in the way, and the request would fit into it: give back free memory as
-//!     `reclaim` says, and retry, until it is served or no more is free                     (heap/trim.rs)
-//!  4. still short, or the driver refused: ask the failure callback, at most `retries_max` times; each yes is a retry
-//!  5. a typed error; the heap is as it was, and its digest says that it refused
+//!  2. acquire memory: fill a hole, grow, or a new segment, within the limits            (heap/obtain.rs)
+//!  3. a configured limit refused, and the request would fit within it: release free memory as `reclaim`
+//!     allows, and retry, until the request is served or nothing is left to release         (heap/trim.rs)
+//!  4. still short, or the driver refused: call the failure callback, at most `retries_max` times, and retry if it asks to
+//!  5. a typed error; the heap is as it was, and its digest includes the refusal
 //! ```
 //!
-//! Step 3 is the same on every rank because limits are configured bytes. When the driver refuses, which may happen on one
-//! rank alone, nothing is given back unasked: step 3 is skipped.
+//! Step 3 is the same on every rank because limits are configured bytes. If the driver refuses, which may happen on one
+//! rank alone, nothing is released: step 3 is skipped.
 //!
-//! Statistics over all heaps and the recording are told after a decision, at the end of `place` and of `free`. They decide nothing.
-//! While a recording is on, ops pass its gate one at a time.
+//! Statistics over all heaps and the recording are updated after a decision, at the end of `place` and of `free`. They
+//! decide nothing. While a recording is on, ops pass its gate one at a time.
 
 mod destroyed;
 mod gate;
@@ -72,15 +71,15 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 
-/// What a program is asked when an allocation is about to fail. Called without any lock; may free, trim and log.
+/// The callback before an allocation fails. It is called without any lock, and may free, trim and log.
 type FailureCallback<B, L> = Arc<dyn Fn(&Allocator<B, L>, &OutOfMemory) -> Retry + Send + Sync>;
 
 /// A caching device allocator over a backend, driven by one thread ([`Exclusive`]) or by many ([`Shared`]).
 ///
 /// # Determinism
-/// Every placement is a function of the configuration and of the ops on its heap so far. With one host thread a heap's
-/// ops are in program order. With several, each heap must be driven in the same order on every rank: a stream per
-/// thread, or threads that synchronise among themselves.
+/// Every placement is a function of the configuration and of the ops on its heap so far. With one host thread, a heap's
+/// ops are in program order. With several, each heap must receive the same ops in the same order on every rank: use a
+/// stream per thread, or synchronize the threads.
 ///
 /// # Examples
 /// ```
@@ -96,31 +95,32 @@ type FailureCallback<B, L> = Arc<dyn Fn(&Allocator<B, L>, &OutOfMemory) -> Retry
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct Allocator<B: Backend, L: Lock = Exclusive> {
-    /// What heaps need from outside.
+    /// The environment of the heaps.
     context: Context<B, L>,
     config: Config,
-    /// The allocator's number in the process, by which it knows what its observers read.
+    /// The allocator's number in the process, by which it recognizes the entries that its observers read.
     number: u64,
     granularity_bytes: u64,
     /// Number of registered streams. Written under the lock of the clocks.
     streams: AtomicU32,
     pools: Registry<Arc<Pool<L>>>,
-    /// The last lock to be taken.
+    /// The last lock in the lock order.
     destroyed: L::Cell<Destroyed<L>>,
     heaps: Registry<Arc<HeapCell<L>>>,
-    /// Where allocations can be found by address.
+    /// Hints for the look-up by address.
     hints: Option<HeapHints>,
-    /// Usage over all heaps. Counted only where one thread drives the allocator: many threads would contend here.
+    /// Usage over all heaps. Counted only if one thread drives the allocator; many threads would contend here.
     usage: L::Cell<TotalUsage>,
-    /// Held while a scope is opened or closed, and while a heap is made: every heap has every open scope.
+    /// Held while a scope is opened or closed, and while a heap is created, so that every heap has every open scope.
     open_scopes: L::Cell<usize>,
-    /// Held while a pool's observers change, while a pool is destroyed, and while a heap is made: every heap has its pool's
-    /// observers, and none is made in a destroyed pool. Taken before `open_scopes`, and both before any heap.
+    /// Held while a pool's observers change, while a pool is destroyed, and while a heap is created, so that every heap
+    /// has its pool's observers and none is created in a destroyed pool. Taken before `open_scopes`, and both before
+    /// any heap.
     observers: L::Cell<Observers>,
     failure_callback: L::Cell<Option<FailureCallback<B, L>>>,
-    /// Numbers the ops of symmetric pools, for agreement. In no digest.
+    /// Numbers the ops of symmetric pools, for agreement. Not in any digest.
     program_order: Arc<ProgramOrder>,
-    /// The gate that recorded ops pass one at a time. Taken before every other lock.
+    /// The gate through which recorded ops pass one at a time. Taken before every other lock.
     recorder: Recorder<L>,
 }
 
@@ -128,7 +128,7 @@ pub struct Allocator<B: Backend, L: Lock = Exclusive> {
 pub type SharedAllocator<B> = Allocator<B, Shared>;
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
-    /// An allocator over a backend, with the default pool and no streams. Takes no device memory yet.
+    /// Creates an allocator over a backend, with the default pool and no streams. Takes no device memory yet.
     ///
     /// # Errors
     /// When the backend's granularity is not a power of two from 512 bytes to 1 GiB.
@@ -176,19 +176,19 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         &self.config
     }
 
-    /// The most device memory all pools together may hold now: [`Config::limit_bytes`], or what
-    /// [`set_limit_bytes`](Self::set_limit_bytes) said since.
+    /// Returns the current limit on the device memory of all pools together: [`Config::limit_bytes`], or the last value
+    /// of [`set_limit_bytes`](Self::set_limit_bytes).
     pub fn limit_bytes(&self) -> Option<u64> {
         self.context.budget.limit_bytes()
     }
 
-    /// Changes the most device memory all pools together may hold. What is held beyond it stays; the next request for more
-    /// is refused.
+    /// Changes the limit on the device memory of all pools together. Memory that already exceeds it stays; the next
+    /// request for more is refused.
     ///
     /// # Determinism
-    /// The limit is an input of every later decision, like the configuration (rule D4): set the same number of bytes at the
-    /// same point of the program on every rank. Agreement compares it. No op of a trace says it: a change ends a
-    /// [recording] that is on, and one that begins later has the new limit.
+    /// The limit is an input of every later decision, like the configuration (rule D4): set the same number of bytes at
+    /// the same point of the program on every rank. Agreement compares it. No op of a trace represents the change, so
+    /// it ends a running [recording], and a later recording begins with the new limit.
     pub fn set_limit_bytes(&self, limit_bytes: Option<u64>) {
         let mut gate = self.gate();
         if limit_bytes != self.limit_bytes() {
@@ -199,7 +199,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 
     /// Allocates `size_bytes` from a pool for work on a stream. Zero bytes take no memory and have address 0.
     ///
-    /// The memory may still be in use by earlier work of other streams; the stream has been told to wait for it.
+    /// Earlier work of other streams may still use the memory; `stream` waits for it on the device.
     ///
     /// # Errors
     /// See [`AllocateError`]; nothing is allocated then.
@@ -210,10 +210,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.place(pool, stream, size_bytes, None, None)
     }
 
-    /// Allocates as [`allocate`](Self::allocate) does and names the allocation, for snapshots and reports.
+    /// Allocates like [`allocate`](Self::allocate), and names the allocation for snapshots and reports.
     ///
     /// # Errors
-    /// As [`allocate`](Self::allocate).
+    /// See [`allocate`](Self::allocate).
     #[inline(never)]
     pub fn allocate_named(
         &self,
@@ -228,7 +228,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.place(pool, stream, size_bytes, Some(name), None)
     }
 
-    /// An allocation in all its steps, with the gate that is held while something is recorded.
+    /// Allocates in all steps, with the gate that is held while a recording is on.
     #[inline(always)]
     fn place<'a>(
         &'a self,
@@ -264,8 +264,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(allocation)
     }
 
-    /// Frees an allocation: other work may use the memory at once, ordered behind this one's uses on the device. The call may
-    /// wait for another thread that holds the same heap's lock, never for the device.
+    /// Frees an allocation. Other work may use the memory at once, ordered behind the uses of this one on the device.
+    /// The call may block on another thread that holds the same heap's lock, never on the device.
     ///
     /// # Errors
     /// When the handle is not live here, or the driver cannot fence the uses; the allocation is still live then.
@@ -279,11 +279,11 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(())
     }
 
-    /// As [`free`](Self::free), by the first address of the allocation. Needs look-up by pointer, see [`PointerLookup`]. Returns
-    /// the bytes that could be used: the request, rounded up.
+    /// Frees the allocation that starts at an address; see [`free`](Self::free). This needs look-up by pointer, see
+    /// [`PointerLookup`]. Returns the usable bytes: the request, rounded up.
     ///
     /// # Errors
-    /// When no live allocation starts there, or as [`free`](Self::free).
+    /// When no live allocation starts there. See also [`free`](Self::free).
     pub fn free_at(&self, address: DeviceAddress) -> Result<u64, FreeError> {
         if self.is_recording() {
             return self.free_recorded(self.handle_at(address)?).map(|freed| bytes(freed.size));
@@ -294,7 +294,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(bytes(freed.size))
     }
 
-    /// A free was decided: gives back what is above a threshold, unlocks the heap, and counts over all heaps.
+    /// Completes a free: releases memory above the threshold, unlocks the heap, and updates the usage over all heaps.
     #[inline(always)]
     fn note_free(&self, mut heap: HeapGuard<'_, L>, freed: Freed, gate: Option<&mut Gate<'_, L>>) {
         let failure = heap.release_above_threshold(&self.context);
@@ -307,8 +307,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
     }
 
-    /// Notes that work on `stream` uses the allocation as well (`record_stream` in PyTorch). The next user of the memory
-    /// waits for that work on the device.
+    /// Records that work on `stream` uses the allocation as well (`record_stream` in PyTorch). The next user of the
+    /// memory waits for that work on the device.
     ///
     /// # Errors
     /// When the handle is not live here or the stream is unknown.
@@ -326,10 +326,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(())
     }
 
-    /// As [`record_use`](Self::record_use), by the first address of the allocation.
+    /// Records a use of the allocation that starts at an address; see [`record_use`](Self::record_use).
     ///
     /// # Errors
-    /// When no live allocation starts there, or as [`record_use`](Self::record_use).
+    /// When no live allocation starts there. See also [`record_use`](Self::record_use).
     pub fn record_use_at(&self, address: DeviceAddress, stream: StreamId) -> Result<(), RecordUseError> {
         let mut gate = self.gate();
         let (mut heap, handle) = self.at(address, |heap| heap.handle_at(address))?;
@@ -348,10 +348,11 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
     }
 
-    /// Brings the device memory of the heap of (pool, stream) to at least `size_bytes`, so that later allocations find it.
+    /// Raises the device memory of the heap of (pool, stream) to at least `size_bytes`, so that later allocations find
+    /// it.
     ///
     /// # Errors
-    /// As [`allocate`](Self::allocate); the heap holds what it held before then.
+    /// See [`allocate`](Self::allocate); the heap then holds what it held before.
     pub fn reserve(&self, pool: PoolId, stream: StreamId, size_bytes: u64) -> Result<(), ReserveError> {
         if size_bytes > SEGMENT_BYTES_MAX {
             return Err(AllocateError::TooLarge { requested_bytes: size_bytes });
@@ -371,9 +372,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(())
     }
 
-    /// Gives the free memory of a pool, or of all pools, back to the device, in (pool, stream, sequence) order. Returns
-    /// the bytes that are back. Waits on the host for streams that used the memory. Removed segments of an observed
-    /// pool stay until the observers have acknowledged; reserved segments stay, and so does a quota unless its pool is named.
+    /// Releases the free memory of a pool, or of all pools, to the device, in (pool, stream, sequence) order. Returns
+    /// the released bytes. Blocks the host until the streams that used the memory have completed their work. Removed
+    /// segments of an observed pool stay until the observers have acknowledged them. Reserved segments stay, and so
+    /// does a quota unless its pool is named.
     ///
     /// # Errors
     /// When the pool is unknown, or the driver fails; every heap is consistent then and the rest can be trimmed again.
@@ -399,7 +401,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         released.into_result()
     }
 
-    /// Gives a pool's free memory back, all of it or until so many bytes are given up.
+    /// Releases a pool's free memory, all of it or `goal_bytes`.
     fn trim_pool(&self, entry: &Pool<L>, goal_bytes: Option<u64>) -> Released {
         let (mut released, mut left_bytes) = (Released::default(), goal_bytes);
         for heap in entry.heaps() {
@@ -408,7 +410,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             }
             let mut heap = heap.lock();
             let mapped_bytes = heap.mapped_bytes();
-            // In a heap without ops nothing is free, but the driver may have kept memory of a rejoin that was refused.
+            // In a heap without ops nothing is free, but the driver may have kept memory of a refused rejoin.
             let has_history = heap.has_history();
             let outcome =
                 if has_history { heap.trim(&self.context, left_bytes) } else { heap.release_retired(&self.context) };
@@ -418,11 +420,11 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         released
     }
 
-    /// Asks the backend which fences are over and drops those, so that their events can be reused. Returns how many
-    /// events were dropped. Changes no placement and no digest (rule D3).
+    /// Drops the fences that have completed, according to the backend, so that their events can be reused. Returns the
+    /// number of dropped events. Changes no placement and no digest (rule D3).
     ///
     /// # Errors
-    /// When the driver cannot say.
+    /// When the driver cannot answer.
     pub fn drop_completed_fences(&self) -> Result<u64, BackendError> {
         let mut dropped = 0;
         for heap in self.all_heaps() {
@@ -431,14 +433,14 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(dropped)
     }
 
-    /// The heap that an allocation lies in.
+    /// Returns the heap of an allocation.
     #[inline(always)]
     fn heap_of(&self, handle: Handle) -> Result<&HeapCell<L>, HandleError> {
         let heap = self.heaps.get(handle.heap().index());
         heap.map(|heap| &**heap).ok_or(HandleError::Foreign { handle })
     }
 
-    /// The heap that serves a stream in a pool, made at the first request.
+    /// Returns the heap that serves a stream in a pool. Creates it at the first request.
     fn heap_for(&self, pool: PoolId, stream: StreamId) -> Result<&HeapCell<L>, UnknownError> {
         self.pool(pool)?;
         match self.find_heap(pool, stream) {
@@ -447,7 +449,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
     }
 
-    /// The heap that serves a stream, locked. It replaces one of an earlier pool.
+    /// Returns the locked heap that serves a stream, after replacing the heap of an earlier pool.
     #[cold]
     fn remake_heap<'a>(
         &'a self,
@@ -464,7 +466,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
     }
 
-    /// The heap that serves a stream in a pool, if it was made. That of a destroyed pool has no memory and obtains none.
+    /// Returns the heap that serves a stream in a pool, if it exists. That of a destroyed pool has no memory and
+    /// acquires none.
     #[inline(always)]
     fn find_heap(&self, pool: PoolId, stream: StreamId) -> Option<&HeapCell<L>> {
         let entry = self.pools.get(pool.index())?;
@@ -504,7 +507,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         });
         let mut heap = cell.lock();
         if heap.identity().pool != pool {
-            // Handles of the pool before stay stale.
+            // Handles of the earlier pool stay stale.
             let past = heap.take_past();
             *heap = make(heap.identity().id);
             heap.set_past(past);
@@ -513,7 +516,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(cell)
     }
 
-    /// All heaps, in (pool, stream) order.
+    /// Returns all heaps in (pool, stream) order.
     fn all_heaps(&self) -> impl Iterator<Item = &HeapCell<L>> {
         self.kept_pools().flat_map(|(_, entry)| entry.heaps())
     }
@@ -532,8 +535,8 @@ impl<B: Backend + fmt::Debug, L: Lock> fmt::Debug for Allocator<B, L> {
 }
 
 impl<B: Backend, L: Lock> Drop for Allocator<B, L> {
-    /// Ends a recording, and gives all memory back, live allocations included; what the driver refuses is left to the end of
-    /// its context.
+    /// Ends a recording and releases all memory, including live allocations. Memory that the driver refuses to take
+    /// back is left to the end of its context.
     fn drop(&mut self) {
         self.end_recording();
         self.all_heaps().for_each(|heap| heap.lock().abandon(&self.context));

@@ -1,9 +1,9 @@
-//! Which observer watches which pool. What observers are for stands in [`crate::history::segment_log`].
+//! The observers and their pools. [`crate::history::segment_log`] explains observers.
 
 use crate::types::ids::{ObserverId, PoolId};
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Which observer watches which pool.
+/// The observers and their pools.
 #[derive(Debug, Default)]
 pub(super) struct Observers {
     next: u32,
@@ -22,7 +22,7 @@ impl Observers {
         self.live.retain(|(id, _)| *id != observer);
     }
 
-    /// All observers, in the order in which they came.
+    /// Returns all observers in the order of their registration.
     pub(super) fn iter(&self) -> impl Iterator<Item = (ObserverId, PoolId)> + '_ {
         self.live.iter().copied()
     }
@@ -40,7 +40,7 @@ impl Observers {
     }
 }
 
-/// Numbers the allocators of this process, and never gives a number twice.
+/// Returns a number for an allocator that is unique in this process.
 pub(super) fn next_allocator() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     NEXT.fetch_add(1, Ordering::Relaxed)

@@ -1,4 +1,4 @@
-//! Observers of a pool's segments. See [`crate::history::segment_log`] for what they read, and when.
+//! Observers of a pool's segments. [`crate::history::segment_log`] describes what they read, and when.
 
 use super::Allocator;
 use super::pool::{HeapCell, HeapGuard, Pool};
@@ -11,23 +11,23 @@ use crate::types::backend::Backend;
 use crate::types::ids::{HeapId, ObserverId, PoolId};
 use std::sync::atomic::Ordering;
 
-/// What an observer has not acknowledged yet.
+/// The entries that an observer has not acknowledged yet.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Unread {
-    /// The events, in (stream, order of happening): the same on every rank at the same op.
+    /// The events by stream and order of occurrence: equal on every rank at the same op.
     pub events: Vec<SegmentEvent>,
     /// The allocator and the observer that read them.
     reader: (u64, ObserverId),
-    /// How far these events reach in the log of each heap.
+    /// The end of these events in the log of each heap.
     ends: Vec<(HeapId, u64)>,
 }
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
-    /// Starts observing a pool. Returns the observer and, as births, the segments that live already.
+    /// Starts to observe a pool. Returns the observer and, as births, the existing segments.
     ///
-    /// From now on removed segments of the pool keep their memory until the observer has acknowledged their death, and
-    /// expandable segments are not shrunk.
+    /// From now on, removed segments of the pool keep their memory until the observer has acknowledged their death, and
+    /// expandable segments do not shrink.
     ///
     /// # Errors
     /// When the pool is unknown.
@@ -49,8 +49,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok((observer, births))
     }
 
-    /// Number of entries that the segment logs of a pool have had so far; 0 for a pool that does not exist. While it stays
-    /// the same, an observer has nothing new to read. Takes no lock and costs a few nanoseconds.
+    /// Returns the number of entries so far in the segment logs of a pool; 0 for a pool that does not exist. While it
+    /// does not change, an observer has nothing new to read. Takes no lock and costs a few nanoseconds.
     #[inline]
     pub fn segment_log_entries(&self, pool: PoolId) -> u64 {
         self.pools
@@ -59,7 +59,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             .map_or(0, |entry| entry.log_entries.load(Ordering::Acquire))
     }
 
-    /// What the observer has not acknowledged, in (stream, order of happening). Empty for an observer that was forgotten.
+    /// Returns the events that the observer has not acknowledged, by stream and order of occurrence. Empty for a
+    /// removed observer.
     pub fn unread(&self, observer: ObserverId) -> Unread {
         let mut unread = Unread { events: Vec::new(), reader: (self.number, observer), ends: Vec::new() };
         let pool = self.observers.lock().pool_of(observer);
@@ -71,22 +72,23 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         unread
     }
 
-    /// The observer has dealt with these events. Memory of removed segments that no observer holds any more goes back
-    /// to the device; returns how many bytes.
+    /// Acknowledges events: the observer has processed them. Memory of removed segments that no observer holds any more
+    /// is released. Returns the released bytes.
     ///
     /// # Errors
-    /// When another observer read the events, or they are another allocator's: nothing is acknowledged then. When the driver
-    /// fails to take memory back: the events are acknowledged, and the next trim tries again.
+    /// When another observer read the events, or they belong to another allocator: nothing is acknowledged then. When
+    /// the driver fails to take memory back: the events are acknowledged, and the next trim tries again.
     pub fn acknowledge(&self, observer: ObserverId, unread: &Unread) -> Result<u64, TrimError> {
         if unread.reader != (self.number, observer) {
             return Err(TrimError::NotRead { observer });
         }
         let mut gate = self.gate();
         let pool = self.observers.lock().pool_of(observer);
-        // A heap that was made since has no end.
+        // A heap that was created later has no end.
         let end_of = |id| unread.ends.iter().find(|(read, _)| *read == id).map_or(0, |(_, end)| *end);
         let has_death = |heap: HeapGuard<'_, L>| heap.log().has_death_since(end_of(heap.identity().id));
-        // Replay acknowledges everything that happened so far: more than this observer has read, if something came in between.
+        // A replay acknowledges every event so far, which is more than this observer has read if one was added in
+        // between.
         let is_late = gate.is_recording() && self.observed_heaps(pool).map(LockCell::lock).any(has_death);
         let released = self.let_go(pool, |id, log| log.acknowledge(observer, end_of(id)));
         if is_late {
@@ -97,10 +99,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         released.into_result()
     }
 
-    /// Ends an observer, as if it had acknowledged everything; returns how many bytes went back to the device.
+    /// Removes an observer as if it had acknowledged everything. Returns the released bytes.
     ///
     /// # Errors
-    /// When the driver fails to take memory back; the observer is gone, and the next trim tries again.
+    /// When the driver fails to take memory back; the observer is removed, and the next trim tries again.
     pub fn forget(&self, observer: ObserverId) -> Result<u64, TrimError> {
         let mut gate = self.gate();
         let mut observers = self.observers.lock();
@@ -113,12 +115,12 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         released.into_result()
     }
 
-    /// The heaps of an observer's pool, if it is there still.
+    /// Returns the heaps of an observer's pool, if it still exists.
     fn observed_heaps(&self, pool: Option<PoolId>) -> impl Iterator<Item = &HeapCell<L>> {
         pool.and_then(|pool| self.pool(pool).ok()).into_iter().flat_map(Pool::heaps)
     }
 
-    /// Lets go of entries of logs, and so of memory.
+    /// Drops entries of logs, and releases the memory that they held.
     fn let_go(&self, pool: Option<PoolId>, change: impl Fn(HeapId, &mut SegmentLog)) -> Released {
         let mut released = Released::default();
         for heap in self.observed_heaps(pool) {

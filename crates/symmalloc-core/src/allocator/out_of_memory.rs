@@ -1,4 +1,4 @@
-//! When memory runs out: steps 3 to 5 of an allocation. See [`crate::allocator`] for all of them.
+//! The out-of-memory path: steps 3 to 5 of an allocation. [`crate::allocator`] lists all steps.
 
 use super::Allocator;
 use super::gate::Gate;
@@ -20,8 +20,8 @@ use smallvec::SmallVec;
 use std::sync::Arc;
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
-    /// Sets what is asked when an allocation is about to fail. It is called without any lock and may use the allocator;
-    /// an allocation inside it that fails asks it again. For ranks to stay alike it must decide from the program alone.
+    /// Sets the callback before an allocation fails. It is called without any lock and may use the allocator. An
+    /// allocation inside it that fails calls it again. To keep ranks equal, it must decide from the program alone.
     pub fn set_failure_callback(&self, callback: impl Fn(&Self, &OutOfMemory) -> Retry + Send + Sync + 'static) {
         *self.failure_callback.lock() = Some(Arc::new(callback));
     }
@@ -52,7 +52,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let _entered = span.enter();
         let mut retries = 0;
         let mut may_reclaim = true;
-        // What was given back for this request. It is recorded only if the request fails: else replay gives it back by itself.
+        // Bytes released for this request. They are recorded only if the request fails; otherwise replay releases them
+        // by itself.
         let mut unsaid: SmallVec<[u64; 2]> = SmallVec::new();
         loop {
             let (missing, cause) = match *shortage {
@@ -65,15 +66,17 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 Shortage::Closed => return Err(UnknownError::DestroyedPool { pool: request.pool }.into()),
             };
             let can_help = match cause {
-                // Private pools, which differ between ranks, use this limit up too: it must not move a symmetric pool's blocks.
+                // Private pools, which differ between ranks, also use up this limit. It must not move a symmetric
+                // pool's blocks.
                 OutOfMemoryCause::Limit { scope: LimitScope::Allocator, .. } if entry.config.symmetric() => false,
-                // What is larger than the limit does not fit into an empty pool either: nothing is given back in vain.
+                // A request larger than the limit does not fit into an empty pool either, so nothing is released for
+                // it.
                 OutOfMemoryCause::Limit { limit_bytes, .. } => bytes(missing) <= limit_bytes,
                 _ => false,
             };
             let after = if can_help && may_reclaim {
-                // Free memory beside the request's place may have gone back. Then more is missing than before, and that is
-                // given back too. If less than was missing came back, there is no more.
+                // Free memory next to the request's place may have been released. Then more is missing than before, and
+                // is released too. If less than the missing amount was released, there is no more.
                 may_reclaim = self.reclaim(entry, heap, bytes(missing), gate) >= bytes(missing);
                 unsaid.push(bytes(missing));
                 "reclaim"
@@ -111,8 +114,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
     }
 
-    /// Step 3: gives back what `reclaim` allows, until it is what is missing. Returns the bytes that are back. What the driver
-    /// then fails to take counts as still reserved, and no more is asked of it: 0.
+    /// Step 3: releases what `reclaim` allows, up to the missing amount. Returns the released bytes. Memory that the
+    /// driver does not take back counts as reserved, and the driver is not asked again: 0.
     fn reclaim(&self, entry: &Pool<L>, heap: &HeapCell<L>, missing_bytes: u64, gate: &mut Gate<'_, L>) -> u64 {
         let goal_bytes = Some(missing_bytes);
         let released = match entry.config.reclaim() {
@@ -124,7 +127,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if released.error.is_none() { released.bytes } else { 0 }
     }
 
-    /// Does again what a recorded request gave back in vain: [`Op::Reclaim`].
+    /// Replays the memory that a recorded request released in vain: [`Op::Reclaim`].
     ///
     /// # Errors
     /// When the pool or the stream is unknown.
@@ -136,7 +139,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(())
     }
 
-    /// Does again what a recorded refusal left in the digest: [`Op::Refuse`].
+    /// Replays a recorded refusal, which is in the digest: [`Op::Refuse`].
     ///
     /// # Errors
     /// When the pool or the stream is unknown.
@@ -203,7 +206,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 }
 
-/// The remedy for a pool with these free bytes, some of them in the heap that is asked.
+/// Returns the remedy for a pool with these free bytes, some of them in the requested heap.
 fn remedy(config: &PoolConfig, request: Request, free_bytes: u64, free_in_heap_bytes: u64) -> Option<Remedy> {
     if free_bytes < request.size_bytes {
         return None;
@@ -217,7 +220,7 @@ fn remedy(config: &PoolConfig, request: Request, free_bytes: u64, free_in_heap_b
     })
 }
 
-/// The digest says that the request was refused, and so does the recording.
+/// Adds the refusal of a request to the digest and the recording.
 fn fold_refusal<L: Lock>(heap: &HeapCell<L>, request: Request, refusal: Refusal, gate: &mut Gate<'_, L>) {
     let Request { pool, stream, size_bytes } = request;
     heap.lock().fold_refusal(refusal, stream, size_bytes);

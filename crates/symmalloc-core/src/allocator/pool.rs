@@ -1,8 +1,9 @@
-//! One pool, with the heaps that serve it.
+//! One pool with the heaps that serve it.
 //!
-//! Pools and heaps are found without a lock, so a destroyed pool cannot be deallocated. Instead the next pool of the same
-//! configuration takes its place, see [`super::destroyed`]: the object gets a new id, and each of its heaps is made anew at the
-//! first request for its stream. Until then the heap still has the id of the pool before, and counts as not made.
+//! Pools and heaps are found without a lock, so a destroyed pool cannot be deallocated. Instead, the next pool of the
+//! same configuration replaces it, see [`super::destroyed`]: the object gets a new id, and each of its heaps is
+//! recreated at the first request for its stream. Until then the heap has the id of the earlier pool and counts as
+//! absent.
 
 use crate::config::errors::PoolSleeps;
 use crate::config::restore_error::LayoutError;
@@ -19,25 +20,26 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 /// A heap behind its lock.
 pub(super) type HeapCell<L> = <L as Lock>::Cell<Heap<L>>;
 
-/// A heap that is locked.
+/// A locked heap.
 pub(super) type HeapGuard<'a, L> = Guard<'a, L, Heap<L>>;
 
-/// A pool, with the heaps that serve it.
+/// A pool with the heaps that serve it.
 pub(super) struct Pool<L: Lock> {
     pub(super) config: PoolConfig,
-    /// Of the configuration: ranks compare it at every agreement.
+    /// Digest of the configuration, which ranks compare at every agreement.
     pub(super) config_digest: u64,
     pub(super) budget: Arc<Budget<L>>,
-    /// Entries so far in the segment logs of its heaps.
+    /// Number of entries so far in the segment logs of its heaps.
     pub(super) log_entries: Arc<AtomicU64>,
-    /// The heap of each stream, by stream; of all streams, at index 0, when they share.
+    /// The heap of each stream, by stream; if streams share, the heap of all streams at index 0.
     heaps: Registry<Arc<HeapCell<L>>>,
-    /// The pool that this is now, or was last.
+    /// The current id, or the last one.
     id: AtomicU32,
     is_destroyed: AtomicBool,
-    /// The key of the step that is open. Held while a step begins or ends, and while a heap is made, before any heap's lock.
+    /// The key of the open step. Locked while a step begins or ends, and while a heap is created, before any heap's
+    /// lock.
     pub(super) step: L::Cell<Option<u64>>,
-    /// Taken after the step, before any heap's lock.
+    /// Locked after the step and before any heap's lock.
     pub(super) sleep: L::Cell<State>,
 }
 
@@ -56,19 +58,19 @@ impl<L: Lock> Pool<L> {
         }
     }
 
-    /// The pool's heaps in stream order.
+    /// Returns the pool's heaps in stream order.
     pub(super) fn heaps(&self) -> impl Iterator<Item = &HeapCell<L>> {
         let id = self.id();
         self.heaps.iter().map(|(_, heap)| &**heap).filter(move |heap| heap.lock().identity().pool == id)
     }
 
-    /// The heap that serves a stream, if it was made already. It may be of an earlier pool: compare its identity.
+    /// Returns the heap that serves a stream, if it exists. It may belong to an earlier pool: compare its identity.
     #[inline(always)]
     pub(super) fn heap(&self, stream: StreamId) -> Option<&HeapCell<L>> {
         self.heaps.get(self.index(stream)).map(|heap| &**heap)
     }
 
-    /// The heap that serves a stream, made now if it was not made before.
+    /// Returns the heap that serves a stream. Creates it if necessary.
     pub(super) fn make_heap(&self, stream: StreamId, make: impl FnOnce() -> Arc<HeapCell<L>>) -> &HeapCell<L> {
         self.heaps.get_or_make(self.index(stream), make)
     }
@@ -81,12 +83,12 @@ impl<L: Lock> Pool<L> {
         }
     }
 
-    /// What needs memory asks first.
+    /// Returns an error if the pool sleeps. Everything that needs memory checks this first.
     pub(super) fn check_awake(&self, pool: PoolId) -> Result<(), PoolSleeps> {
         if self.sleep.lock().is_awake() { Ok(()) } else { Err(PoolSleeps { pool }) }
     }
 
-    /// A layout cannot hold plans, nor a step, and is of a pool that is awake.
+    /// Returns an error if a layout cannot represent the pool: it has plans or a step, or sleeps.
     pub(super) fn check_layout_holds(&self, pool: PoolId) -> Result<(), LayoutError> {
         self.check_awake(pool)?;
         let is_planned = self.step.lock().is_some() || self.heaps().any(|heap| heap.lock().remembers_steps());
@@ -97,7 +99,7 @@ impl<L: Lock> Pool<L> {
         PoolId(self.id.load(Ordering::Acquire))
     }
 
-    /// Becomes another pool of the same configuration. Nothing of the pool before is left, and no heap is made yet.
+    /// Turns this into another pool of the same configuration, without any heap or state of the earlier one.
     pub(super) fn begin_as(&self, id: PoolId) {
         self.budget.restart(self.config.limit_bytes());
         self.log_entries.store(0, Ordering::Release);
@@ -111,7 +113,7 @@ impl<L: Lock> Pool<L> {
         self.is_destroyed.load(Ordering::Acquire)
     }
 
-    /// No heap is made any more, and none serves a request.
+    /// Marks the pool as destroyed: no heap is created any more, and none serves a request.
     pub(super) fn set_destroyed(&self) {
         self.is_destroyed.store(true, Ordering::Release);
     }

@@ -1,4 +1,4 @@
-//! Pools and streams: what a program makes, and what it says of them. Pool 0 is there from the start.
+//! Pools and streams: creation, look-up and destruction. Pool 0 always exists.
 
 use super::Allocator;
 use super::pool::{HeapGuard, Pool};
@@ -15,13 +15,13 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
-    /// Makes the program's next pool. Create pools in the same order on every rank.
+    /// Creates the program's next pool. Create pools in the same order on every rank.
     ///
     /// # Errors
     /// None at present; reserved for policies that a backend cannot serve.
     pub fn create_pool(&self, config: PoolConfig) -> Result<PoolId, PoolError> {
         let mut gate = self.gate();
-        // No heap is made meanwhile.
+        // No heap is created while this is held.
         let observers = self.observers.lock();
         let (symmetric, limit_bytes) = (config.symmetric(), config.limit_bytes());
         let config = config.that_works(self.context.backend.can_alias());
@@ -48,17 +48,17 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(pool)
     }
 
-    /// Number of pools created so far, the default pool and destroyed ones included.
+    /// Returns the number of pools created so far, including the default pool and destroyed ones.
     pub fn pool_count(&self) -> u32 {
         self.pools.len() as u32
     }
 
-    /// The pools that are live, in the order of their ids.
+    /// Returns the live pools in the order of their ids.
     pub fn pools(&self) -> Vec<PoolId> {
         self.kept_pools().filter(|(_, entry)| !entry.is_destroyed()).map(|(pool, _)| pool).collect()
     }
 
-    /// A pool's policy.
+    /// Returns a pool's policy.
     ///
     /// # Errors
     /// When the pool is unknown.
@@ -66,11 +66,11 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(&self.pool(pool)?.config)
     }
 
-    /// Gives a pool up: all of its memory goes back to the device, reserved segments too. Its id is not reused.
+    /// Destroys a pool. All of its memory is released, including reserved segments. Its id is not reused.
     ///
     /// # Errors
-    /// When it does not exist, is the default pool, is observed, or has live allocations; it is as it was then. When the
-    /// driver fails, the pool is destroyed and the next [`trim`](Self::trim) of all pools tries again.
+    /// When it does not exist, is the default pool, is observed, or has live allocations; it is unchanged then. When
+    /// the driver fails, the pool is destroyed and the next [`trim`](Self::trim) of all pools tries again.
     pub fn destroy_pool(&self, pool: PoolId) -> Result<(), PoolError> {
         let mut gate = self.gate();
         let observers = self.observers.lock();
@@ -85,7 +85,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if sleep.is_changing {
             return Err(PoolError::Sleeping { pool });
         }
-        // All heaps at once, so that no other thread allocates between the question and the answer.
+        // All heaps at once, so that no other thread allocates between the check and the destruction.
         let mut heaps: Vec<_> = entry.heaps().map(LockCell::lock).collect();
         let allocations = heaps.iter().map(|heap| heap.usage().allocations()).sum();
         if allocations > 0 {
@@ -116,7 +116,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     #[inline(always)]
     fn pool_entry(&self, pool: PoolId) -> Result<&Arc<Pool<L>>, UnknownError> {
         match self.pools.get(pool.index()) {
-            // In this order: an entry gets the next pool's id before it is taken for live.
+            // The order matters: an entry gets the next pool's id before it counts as live.
             Some(entry) if entry.is_destroyed() || entry.id() != pool => Err(UnknownError::DestroyedPool { pool }),
             Some(entry) => Ok(entry),
             None => Err(UnknownError::Pool { pool, pools: self.pool_count() }),
@@ -126,7 +126,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Registers the program's next stream. Register streams in the same order on every rank.
     ///
     /// # Errors
-    /// When all 65,535 ids are taken.
+    /// When all 65,535 ids are in use.
     pub fn register_stream(&self) -> Result<StreamId, StreamError> {
         let mut gate = self.gate();
         let mut clocks = self.context.clocks.lock();
@@ -146,9 +146,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.streams.load(Ordering::Acquire)
     }
 
-    /// Notes that the program made `stream` wait, on the device, for all work given to `on` so far. Fences that this
-    /// covers are not waited for again. Call it before another thread gives more work to `on`, or fences of that work
-    /// count as covered too.
+    /// Records that the program made `stream` wait, on the device, for all work submitted to `on` so far. Fences that
+    /// this covers need no further wait. Call it before another thread submits more work to `on`; otherwise fences of
+    /// that work count as covered too.
     ///
     /// # Errors
     /// When a stream is unknown.
@@ -165,8 +165,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(())
     }
 
-    /// Notes that the host waited for all work given to `stream` so far. Call it before another thread gives more work to
-    /// the stream.
+    /// Records that the host waited for all work submitted to `stream` so far. Call it before another thread submits
+    /// more work to the stream.
     ///
     /// # Errors
     /// When the stream is unknown.
@@ -189,19 +189,20 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 }
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
-    /// The pools that reports and trims visit, in the order of their ids: live ones, and those whose memory the driver holds.
+    /// Returns the pools that reports and trims visit, in the order of their ids: live ones, and those whose memory the
+    /// driver holds.
     pub(super) fn kept_pools(&self) -> impl Iterator<Item = (PoolId, &Arc<Pool<L>>)> {
         let kept = self.destroyed.lock().kept().to_vec();
         kept.into_iter().filter_map(|id| Some((id, self.pools.get(id.index())?))).filter(|(id, pool)| pool.id() == *id)
     }
 
-    /// Number of pools that reports and trims visit. For tests.
+    /// Returns the number of pools that reports and trims visit. For tests.
     #[doc(hidden)]
     pub fn kept_pool_count(&self) -> usize {
         self.destroyed.lock().kept().len()
     }
 
-    /// A destroyed pool whose memory is back on the device gives its place up.
+    /// Removes a destroyed pool whose memory was released.
     pub(super) fn bury(&self, pool: PoolId, entry: &Arc<Pool<L>>, heaps: &mut [HeapGuard<'_, L>]) {
         if heaps.iter().any(|heap| heap.log().has_retired()) {
             return;
@@ -221,7 +222,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         destroyed.add_spare(Arc::clone(entry));
     }
 
-    /// A heap without ops and observers.
+    /// Creates a heap without ops and observers.
     pub(super) fn empty_heap(&self, entry: &Pool<L>, identity: HeapIdentity) -> Heap<L> {
         let log = SegmentLog::new(Arc::clone(&entry.log_entries));
         Heap::new(identity, entry.config.clone(), Arc::clone(&entry.budget), self.granularity_bytes, log)

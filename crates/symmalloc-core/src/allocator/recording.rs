@@ -1,7 +1,7 @@
-//! Recording: what a running allocator is asked and what it decides, op by op, as [`Record`]s for a [`Sink`].
+//! Recording: the ops and decisions of a running allocator, as [`Record`]s for a [`Sink`].
 //!
-//! What is recorded replays: the same ops on an allocator of the same configuration get the same placements and the same
-//! digests. For that to be true of a program with many threads, ops pass one at a time while a recording is on:
+//! A recording can be replayed: the same ops on an allocator of the same configuration get the same placements and
+//! digests. To guarantee this for a program with many threads, ops pass one at a time while a recording is on:
 //!
 //! ```text
 //!   thread 1 ── allocate ──┐ gate                       heaps as always          sink
@@ -9,10 +9,11 @@
 //!   thread 3 ── wait ──────┘  ║
 //! ```
 //!
-//! So the order of the records is one in which the ops really took effect, in each heap and between heaps, limits that heaps
-//! share included. Ops that were refused without a trace in any digest (an unknown stream, a stale handle) are no records.
+//! So the order of the records is one in which the ops took effect, in each heap and between heaps, including limits
+//! that heaps share. Ops that were refused without changing any digest (an unknown stream, a stale handle) are not
+//! recorded.
 //!
-//! The gate is a lock before all others. While nothing is recorded it stays open, and an op looks at one flag.
+//! The gate is a lock before all others. While nothing is recorded it is open, and an op reads one flag.
 //!
 //! | what happens | its records |
 //! |---|---|
@@ -41,17 +42,17 @@ use crate::types::ids::{ObserverId, PoolId, StreamId};
 use crate::types::look_up::LookUp;
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
-    /// Records every op from now on, and the decision about it, into the sink: first the streams, pools and observers that there
-    /// are already. Begin before the first allocation. No other thread may use the allocator meanwhile.
+    /// Starts to record every op and its decision into the sink, beginning with the existing streams, pools and
+    /// observers. Begin before the first allocation. No other thread may use the allocator during the call.
     ///
-    /// While it lasts, ops of all threads pass one at a time, from their first lock to their decision. Statistics, digests and
-    /// placements are the same as without.
+    /// While a recording is on, the ops of all threads pass one at a time, from their first lock to their decision.
+    /// Statistics, digests and placements are the same as without.
     ///
     /// # Errors
     /// See [`StartRecordingError`]; nothing has changed then.
     pub fn start_recording(&self, sink: impl Sink + 'static) -> Result<(), StartRecordingError> {
         let mut gate = self.recorder.prepare()?;
-        // From here on no pool, heap or stream is made without a record.
+        // From here on no pool, heap or stream is created without a record.
         let observers = self.observers.lock();
         let open_scopes = self.open_scopes.lock();
         let heaps: Vec<_> = self.all_heaps().map(LockCell::lock).collect();
@@ -59,7 +60,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if let Some(heap) = heaps.iter().find(|heap| !heap.is_fresh()) {
             return Err(StartRecordingError::InUse { pool: heap.identity().pool, ops: heap.digest().ops });
         }
-        // With the limit that holds now.
+        // With the current limit.
         let config = self.config().to_builder().limit_bytes(self.limit_bytes()).build();
         let config = config.expect("no limit is out of range");
         let standing = self.standing(&observers);
@@ -74,10 +75,11 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         gate.begin(&config, standing, recording)
     }
 
-    /// Ends the recording, at any time. What the sink got is whole then. Dropping the allocator does the same.
+    /// Stops the recording, at any time. The sink then has a complete recording. Dropping the allocator does the same.
     ///
     /// # Errors
-    /// See [`RecordingError`]: what ended it before, or kept the sink from finishing. Nothing is recorded any more.
+    /// See [`RecordingError`]: the reason for which it ended before, or the sink's failure to finish. Nothing is
+    /// recorded any more.
     pub fn stop_recording(&self) -> Result<Recorded, RecordingError> {
         let Recording { mut sink, records, .. } = *self.recorder.stop()?;
         let ended = |error| RecordingError::Ended { records, source: RecordingEnd::Sink(error) };
@@ -85,7 +87,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(Recorded { records })
     }
 
-    /// As [`stop_recording`](Self::stop_recording), if there is one, where no error can be returned.
+    /// Stops a recording, if one is on, where no error can be returned.
     pub(crate) fn end_recording(&self) {
         if self.is_recording()
             && let Err(error) = self.stop_recording()
@@ -94,12 +96,12 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
     }
 
-    /// Whether ops are recorded: not any more after the recording ended early.
+    /// Returns `true` while ops are recorded; `false` after the recording ended early.
     pub fn is_recording(&self) -> bool {
         self.recorder.is_on()
     }
 
-    /// The streams, pools and observers that there are before the first op, as the ops that made them.
+    /// Returns the existing streams, pools and observers as the ops that create them.
     fn standing(&self, observers: &Observers) -> Vec<Record> {
         let streams = (0..self.stream_count()).map(|id| Op::RegisterStream { stream: StreamId(id as u16) });
         let mut ops: Vec<Op> = streams.collect();
@@ -115,7 +117,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         ops.into_iter().map(Record::from).collect()
     }
 
-    /// Through the gate, when something is recorded. Call it before any other lock is taken.
+    /// Passes the gate if a recording is on. Must be called before any other lock is taken.
     pub(super) fn gate(&self) -> Gate<'_, L> {
         self.recorder.gate()
     }

@@ -1,4 +1,5 @@
-//! Reports: what the allocator holds, for programs and for people. Nothing here changes anything but peaks and scopes.
+//! Reports of the memory that the allocator holds, for programs and people. Nothing here changes anything except peaks
+//! and scopes.
 
 pub use crate::heap::view::{BlockSnapshot, BlockStateSnapshot, MemoryStats, SegmentSnapshot};
 
@@ -13,14 +14,14 @@ use crate::types::ids::{PoolId, SegmentId, StreamId};
 use std::fmt;
 use std::ops::Add;
 
-/// A part of a program over which statistics are wanted. Scopes nest; close them in reverse order.
+/// A part of a program whose statistics are collected. Scopes nest; close them in reverse order.
 ///
-/// Deliberately not `Copy`: closing takes the scope.
+/// Deliberately not `Copy`: closing consumes the scope.
 #[derive(Debug)]
 #[must_use = "close the scope to learn what happened in it"]
 pub struct StatScope(());
 
-/// What an allocator holds, block by block.
+/// The memory of an allocator, block by block.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Snapshot {
@@ -28,13 +29,13 @@ pub struct Snapshot {
     pub segments: Vec<SegmentSnapshot>,
 }
 
-/// Live allocations, largest first: at the end of a program, what it forgot to free.
+/// Live allocations, largest first. At the end of a program, these are leaks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct LeakReport {
-    /// The allocations, by falling size, then in snapshot order.
+    /// The allocations by decreasing size, then in snapshot order.
     pub leaks: Vec<Leak>,
-    /// Bytes of all of them, as requested.
+    /// Sum of their requested bytes.
     pub requested_bytes: u64,
 }
 
@@ -46,13 +47,13 @@ pub struct Leak {
     pub pool: PoolId,
     /// The stream it was allocated for.
     pub stream: StreamId,
-    /// Its segment, by birth ordinal in its heap.
+    /// Its segment, by ordinal in the heap.
     pub segment: SegmentId,
-    /// Where it starts in its segment, in bytes.
+    /// Offset in its segment, in bytes.
     pub offset_bytes: u64,
-    /// Bytes that the program asked for.
+    /// Requested bytes.
     pub requested_bytes: u64,
-    /// What the program called it.
+    /// The program's name of it.
     pub name: Option<Box<str>>,
 }
 
@@ -69,7 +70,7 @@ impl fmt::Display for LeakReport {
 }
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
-    /// The digest of a pool's history: equal on two ranks exactly when their ops and placements in it are.
+    /// Returns the digest of a pool's history: equal on two ranks exactly when their ops and placements in it are.
     ///
     /// # Errors
     /// When the pool is unknown.
@@ -79,7 +80,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(digest)
     }
 
-    /// The digests of a pool's heaps that have carried out an op, in stream order; the stream is `None` when streams share.
+    /// Returns the digests of a pool's heaps that have executed an op, in stream order; the stream is `None` if streams
+    /// share.
     ///
     /// # Errors
     /// When the pool is unknown.
@@ -88,7 +90,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(heaps.map(|heap| (heap.identity().stream, heap.digest())).collect())
     }
 
-    /// Statistics over all pools.
+    /// Returns statistics over all pools.
     pub fn stats(&self) -> MemoryStats {
         let mut stats = stats_of::<L, _>(self.context.budget.stat(), self.all_heaps());
         self.destroyed.lock().add_to(&mut stats);
@@ -99,7 +101,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         stats
     }
 
-    /// Statistics of a pool.
+    /// Returns statistics of a pool.
     ///
     /// # Errors
     /// When the pool is unknown.
@@ -108,7 +110,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(stats_of::<L, _>(entry.budget.stat(), entry.heaps()))
     }
 
-    /// Statistics of the heap that serves a stream in a pool; all zero before its first op.
+    /// Returns statistics of the heap that serves a stream in a pool; all zero before its first op.
     ///
     /// # Errors
     /// When the pool is unknown.
@@ -117,8 +119,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(stats_of::<L, _>(heap.map_or_else(Stat::default, |heap| heap.lock().budget().stat()), heap))
     }
 
-    /// Statistics of every heap of a live pool that has carried out an op, in (pool, stream) order; the stream is `None` when a pool's
-    /// streams share.
+    /// Returns statistics of every heap of a live pool that has executed an op, in (pool, stream) order; the stream is
+    /// `None` if a pool's streams share.
     pub fn stats_by_heap(&self) -> Vec<(PoolId, Option<StreamId>, MemoryStats)> {
         let heaps = self.all_heaps().filter_map(|cell| {
             let heap = cell.lock();
@@ -130,7 +132,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         heaps.collect()
     }
 
-    /// Starts all peaks anew at the current values.
+    /// Resets all peaks to the current values.
     pub fn reset_peak_stats(&self) {
         self.context.budget.reset_peak();
         self.usage.lock().reset_peaks();
@@ -143,7 +145,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
     }
 
-    /// Opens a statistic scope inside the one that is open, if any.
+    /// Opens a statistics scope inside the innermost open one, if any.
     pub fn open_stat_scope(&self) -> StatScope {
         let mut open_scopes = self.open_scopes.lock();
         *open_scopes += 1;
@@ -153,9 +155,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         StatScope(())
     }
 
-    /// Closes the innermost scope. Its `allocated` and `freed` count from its opening, and so do its peaks; the outer
-    /// scope's peaks are what they would be without it. Over several heaps driven by several threads, peaks are upper
-    /// bounds.
+    /// Closes the innermost scope. Its `allocated`, `freed` and peaks count from its opening; the outer scope's peaks
+    /// are as if it had not existed. Over several heaps driven by several threads, peaks are upper bounds.
     #[allow(clippy::needless_pass_by_value, reason = "a scope is closed once")]
     pub fn close_stat_scope(&self, scope: StatScope) -> ClassStats {
         let StatScope(()) = scope;
@@ -170,12 +171,12 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         stats
     }
 
-    /// Every live segment and block, in (pool, stream, sequence, offset) order.
+    /// Returns every live segment and block, in (pool, stream, sequence, offset) order.
     pub fn snapshot(&self) -> Snapshot {
         Snapshot { segments: self.all_heaps().flat_map(|heap| heap.lock().snapshot()).collect() }
     }
 
-    /// The live allocations, largest first.
+    /// Returns the live allocations, largest first.
     pub fn leak_report(&self) -> LeakReport {
         let mut leaks = Vec::new();
         for segment in self.snapshot().segments {
@@ -196,7 +197,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         LeakReport { requested_bytes: leaks.iter().map(|leak| leak.requested_bytes).sum(), leaks }
     }
 
-    /// A table for people: what is held, in all and per pool.
+    /// Returns a table of the memory in use, in total and per pool.
     pub fn summary(&self) -> String {
         let mut out = format!(
             "{:<10} {:>16} {:>16} {:>16} {:>16} {:>12} {:>9}\n",

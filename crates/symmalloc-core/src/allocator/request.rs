@@ -1,17 +1,17 @@
-//! A request for memory, and what a program may answer when it is about to fail.
+//! Requests for memory, and the answers of the failure callback.
 
 use crate::types::ids::{PoolId, StreamId};
 
 /// The answer of a failure callback.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Retry {
-    /// Memory was made available: try again.
+    /// Memory was made available: retry.
     Again,
     /// Let the allocation fail.
     GiveUp,
 }
 
-/// What was asked for, for errors and digests.
+/// The request, for errors and digests.
 #[derive(Clone, Copy)]
 pub(super) struct Request {
     pub(super) pool: PoolId,

@@ -1,10 +1,10 @@
-//! Restoring a [`Layout`]: the pool becomes what it was when the layout was saved, with the same future.
+//! Restores a [`Layout`]: the pool returns to its state when the layout was saved, and so has the same future.
 //!
-//! | the pool | what a restore does | what it is for |
+//! | pool | effect of a restore | used by |
 //! |---|---|---|
-//! | fresh: no op yet | **rejoin**: obtains the segments and makes the saved allocations live | a rank that restarts, on a new device |
-//! | used | **rewind**: carves the saved allocations out of what is free again, gives back what was obtained since | a job that goes back to a checkpoint |
-//! | used, with captured graphs | **revival** ([`revive_layout`](Allocator::revive_layout)): as a rewind, but memory and history stay | a graph tree that goes back |
+//! | fresh: no op yet | **rejoin**: acquires the segments and makes the saved allocations live | a rank that restarts, on a new device |
+//! | used | **rewind**: carves the saved allocations out of free memory, and releases memory acquired in the meantime | a job that returns to a checkpoint |
+//! | used, with captured graphs | **revival** ([`revive_layout`](Allocator::revive_layout)): like a rewind, but memory and history stay | a graph tree that returns to a checkpoint |
 //!
 //! ```text
 //!  rewind   saved   │ a │  b  │ free │ c │ free │
@@ -14,11 +14,12 @@
 //! ```
 //!
 //! Everything that can be refused is refused before anything changes. The driver's calls come next, and then the
-//! tables, which cannot fail. A rejoin that the driver refuses leaves the pool fresh. A rewind cannot undo what it gave
-//! back, so a driver that fails in the middle leaves a sound pool that says so in its digests, and can be restored again.
+//! tables, which cannot fail. A rejoin that the driver refuses leaves the pool fresh. A rewind cannot undo what it
+//! released, so a driver that fails in the middle leaves a consistent pool whose digests record the failure, and which
+//! can be restored again.
 //!
-//! The memory of an allocation that is carved again holds whatever was written there since. The stream that
-//! gets it waits for the earlier users on the device, as in `allocate`. Nothing is unmapped before its users are synchronized.
+//! The memory of a restored allocation contains whatever was written there in the meantime. Its stream waits for the
+//! earlier users on the device, as in `allocate`. Nothing is unmapped before its users are synchronized.
 
 use super::Allocator;
 use super::gate::Gate;
@@ -37,16 +38,16 @@ use crate::types::units::units;
 use smallvec::SmallVec;
 use std::borrow::Cow;
 
-/// Where an allocation is revived.
+/// The placement of a revived allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RevivedPlace {
-    /// Its first byte in the heap.
+    /// Its placement in the heap.
     pub placement: Placement,
-    /// Bytes of its block: whole units of 512, and at least what was asked for.
+    /// Size of its block in bytes: whole units of 512, and at least the requested bytes.
     pub block_bytes: u64,
 }
 
-/// What a restored pool holds, with its handles.
+/// The allocations of a restored pool, with their handles.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Restored {
@@ -60,7 +61,7 @@ pub struct Restored {
 pub struct RestoredHeap {
     /// Its stream; `None` when the pool's streams share.
     pub stream: Option<StreamId>,
-    /// Stands for every allocation of zero bytes that was live: they have no place by which to find them.
+    /// A handle that stands for every live allocation of zero bytes, which have no placement.
     pub nothing: Handle,
     /// The live allocations, by placement.
     pub allocations: Vec<RestoredAllocation>,
@@ -70,30 +71,30 @@ pub struct RestoredHeap {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RestoredAllocation {
-    /// Its handle, new unless it was live all the time, and where it is.
+    /// Its handle, which is new unless it was live all the time, and its position.
     pub allocation: Allocation,
     /// The stream it was allocated for.
     pub stream: StreamId,
-    /// Bytes that the program asked for.
+    /// Requested bytes.
     pub requested_bytes: u64,
-    /// What the program called it.
+    /// The program's name of it.
     pub name: Option<Box<str>>,
 }
 
 impl Restored {
-    /// The allocation that a stream's work had at a placement.
+    /// Returns the allocation of a stream at a placement.
     pub fn find(&self, stream: StreamId, placement: Placement) -> Option<&RestoredAllocation> {
         let heap = self.heap_of(stream)?;
         let at = heap.allocations.binary_search_by_key(&placement, |restored| restored.allocation.placement).ok()?;
         Some(&heap.allocations[at])
     }
 
-    /// The handle that stands for a stream's allocations of zero bytes.
+    /// Returns the handle that stands for a stream's allocations of zero bytes.
     pub fn nothing(&self, stream: StreamId) -> Option<Handle> {
         Some(self.heap_of(stream)?.nothing)
     }
 
-    /// All allocations, in (stream, placement) order.
+    /// Returns all allocations in (stream, placement) order.
     pub fn allocations(&self) -> impl Iterator<Item = &RestoredAllocation> {
         self.heaps.iter().flat_map(|heap| &heap.allocations)
     }
@@ -104,18 +105,18 @@ impl Restored {
 }
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
-    /// Makes a pool what it was when the layout was saved: a fresh one of a restarted rank (*rejoin*), or the same one
-    /// later (*rewind*). Register the program's streams first, create its pools, and restore them in the order of their
-    /// ids. See the [module documentation](crate::restore).
+    /// Returns a pool to its state when the layout was saved: a fresh pool of a restarted rank (*rejoin*), or the same
+    /// pool later (*rewind*). Register the program's streams first, create its pools, and restore them in the order of
+    /// their ids. See the [module documentation](crate::restore).
     ///
-    /// Afterwards the pool's digest is the saved one, and the same ops get the same placements, on this rank and on those
-    /// that did not restart. Handles of allocations that were live all the time stay valid.
+    /// Afterwards the pool's digest is the saved one, and the same ops get the same placements, on this rank and on
+    /// those that did not restart. Handles of allocations that were live all the time stay valid.
     ///
-    /// No other thread may use the pool meanwhile. Observers are not part of a layout: observe the pool anew.
+    /// No other thread may use the pool during the call. Observers are not part of a layout: observe the pool again.
     ///
     /// # Errors
     /// See [`RestoreError`]. Nothing has changed then, unless it is [`RestoreError::Backend`] or
-    /// [`RestoreError::Fence`]: then the pool is sound, and can be restored again.
+    /// [`RestoreError::Fence`]: then the pool is consistent and can be restored again.
     pub fn restore_layout(&self, pool: PoolId, layout: &Layout) -> Result<Restored, RestoreError> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
@@ -125,7 +126,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             self.heap_for(pool, saved.stream.unwrap_or_default())?;
         }
         let observers = self.observers.lock().count(pool);
-        // All heaps at once: what was found out about one still holds when the last one changes.
+        // All heaps at once: a result of the checks of one heap must still hold when the last one changes.
         let mut guards: Vec<_> = entry.heaps().map(LockCell::lock).collect();
         let mut heaps: Vec<_> = guards.iter_mut().map(|heap| Saved::find(heap, layout)).collect();
         let outcome = if is_fresh { self.rejoin(&mut heaps) } else { self.rewind(observers, &mut heaps) };
@@ -140,21 +141,23 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(Restored { heaps })
     }
 
-    /// Makes exactly the allocations of a layout live again, in memory that the pool still holds: a rewind that keeps the
-    /// memory obtained since, and goes on with the pool's history. Captured graphs may use that memory, on other branches of a
-    /// tree of graphs. Each allocation that is made counts as an op of the program, and each use that it brings; a recording has them.
+    /// Makes exactly the allocations of a layout live again, in memory that the pool still holds. Unlike a rewind, it
+    /// keeps the memory acquired in the meantime and continues the pool's history. Captured graphs on other branches of
+    /// a tree of graphs may use that memory. Each new live allocation, and each of its uses, counts as an op of the
+    /// program and is recorded.
     ///
-    /// No other thread may use the pool meanwhile. A pool that holds nothing of the layout any more is refused.
+    /// No other thread may use the pool during the call. A pool that no longer holds the layout's memory is refused.
     ///
     /// # Errors
-    /// See [`RestoreError`]. Nothing has changed then, unless it is [`RestoreError::Fence`]: then the pool can be revived again.
+    /// See [`RestoreError`]. Nothing has changed then, unless it is [`RestoreError::Fence`]: then the pool can be
+    /// revived again.
     pub fn revive_layout(&self, pool: PoolId, layout: &Layout) -> Result<Restored, RestoreError> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
         self.check_it_fits(pool, entry, layout)?;
         let mut guards: Vec<_> = entry.heaps().map(LockCell::lock).collect();
         let mut heaps: Vec<_> = guards.iter_mut().map(|heap| Saved::find(heap, layout)).collect();
-        // No observer minds: nothing is given back.
+        // Observers need not be asked: nothing is released.
         let plans =
             heaps.iter().map(|saved| saved.heap.plan_rewind(&saved.layout, 0)).collect::<Result<Vec<_>, _>>()?;
         for (Saved { heap, .. }, plan) in heaps.iter_mut().zip(&plans) {
@@ -170,12 +173,13 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(Restored { heaps: restored })
     }
 
-    /// Does again what a recorded revival did: an allocation is live at its place, in a block of `block_bytes`, and counts as one that
-    /// the program asked for.
+    /// Replays a recorded revival: an allocation becomes live at its placement, in a block of `block_bytes`, and counts
+    /// as an op of the program.
     ///
     /// # Errors
-    /// [`RestoreError::Gone`] where there is no memory at the place, or it is none for such a block, [`RestoreError::UnknownLive`]
-    /// where something lives there, and others. Nothing has changed then, unless it is [`RestoreError::Fence`].
+    /// [`RestoreError::Gone`] if there is no memory at the placement, or not enough for such a block,
+    /// [`RestoreError::UnknownLive`] if another allocation is live there, and others. Nothing has changed then, unless
+    /// it is [`RestoreError::Fence`].
     pub fn replay_revival(
         &self,
         pool: PoolId,
@@ -213,7 +217,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         gate.note_revival(pool, revived);
     }
 
-    /// What can be told without looking at blocks.
+    /// Checks everything that needs no look at blocks.
     fn check_it_fits(&self, pool: PoolId, entry: &Pool<L>, layout: &Layout) -> Result<(), RestoreError> {
         entry.check_layout_holds(pool)?;
         if *layout.config() != entry.config {
@@ -228,7 +232,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             }
         }
         for heap in layout.heaps() {
-            // Free memory of a shared heap needs an owner, too.
+            // Free memory of a shared heap needs an owner too.
             self.known_stream(heap.stream.unwrap_or_default())?;
             for allocation in heap.segments.iter().flat_map(|segment| &segment.allocations) {
                 self.known_stream(allocation.stream)?;
@@ -239,7 +243,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 }
 
-/// A heap, and its saved layout.
+/// A heap and its saved layout.
 struct Saved<'a, L: Lock> {
     heap: &'a mut Heap<L>,
     layout: Cow<'a, HeapLayout>,
@@ -257,13 +261,13 @@ impl<'a, L: Lock> Saved<'a, L> {
 }
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
-    /// Every heap of a fresh pool obtains what the saved one held, or none does.
+    /// Acquires the saved memory in every heap of a fresh pool, or in none.
     fn rejoin(&self, heaps: &mut [Saved<'_, L>]) -> Result<(), RestoreError> {
         for Saved { heap, .. } in &mut *heaps {
-            // What an earlier attempt could not give back is still charged.
+            // Memory that an earlier attempt could not release is still charged.
             heap.release_retired(&self.context).error.map_or(Ok(()), Err)?;
         }
-        // A charge that is dropped before it is kept, because of a limit or of a backend that panics, is refunded.
+        // A charge that is dropped before it is kept, because of a limit or a panicking backend, is refunded.
         let mut charges = Vec::new();
         for Saved { heap, layout } in heaps.iter() {
             let needed_bytes = layout.reserved_bytes();
@@ -291,7 +295,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(outcome?)
     }
 
-    /// A used pool goes back to what it was.
+    /// Returns a used pool to the saved state.
     fn rewind(&self, observers: u32, heaps: &mut [Saved<'_, L>]) -> Result<(), RestoreError> {
         let plans = heaps.iter().map(|saved| saved.heap.plan_rewind(&saved.layout, observers));
         let plans = plans.collect::<Result<Vec<_>, _>>()?;

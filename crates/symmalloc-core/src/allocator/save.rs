@@ -1,4 +1,4 @@
-//! Saving a [`Layout`]: everything that a pool's future depends on.
+//! Saves a [`Layout`]: the state that determines a pool's future.
 
 use super::Allocator;
 use crate::config::op::NAME_BYTES_MAX;
@@ -12,18 +12,19 @@ use crate::types::backend::Backend;
 use crate::types::ids::PoolId;
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
-    /// The layout of a pool as it is now. Allocations of zero bytes lie nowhere and are not in it; of a name longer than
-    /// 4,096 bytes, the beginning is.
+    /// Returns the current layout of a pool. It does not include allocations of zero bytes, which have no placement,
+    /// and it truncates names to 4,096 bytes.
     ///
-    /// With several threads, call it when none of them is in the pool: a layout is of one moment, and its place in each
-    /// heap's history should be the same on every rank.
+    /// With several threads, call it while none of them uses the pool: a layout represents one moment, whose position
+    /// in each heap's history should be the same on every rank.
     ///
     /// # Errors
-    /// When the pool is unknown, has plans or learns some, is in a step, has stitched ranges, or holds memory of dead segments.
+    /// When the pool is unknown, has plans or learns some, is in a step, has stitched ranges, or holds memory of dead
+    /// segments.
     pub fn save_layout(&self, pool: PoolId) -> Result<Layout, LayoutError> {
         let entry = self.pool(pool)?;
         entry.check_layout_holds(pool)?;
-        // All heaps at once, so that the layout is of one moment.
+        // All heaps at once, so that the layout represents one moment.
         let heaps: Vec<_> = entry.heaps().map(LockCell::lock).collect();
         if heaps.iter().any(|heap| heap.has_stitched()) {
             return Err(LayoutError::Stitched { pool });

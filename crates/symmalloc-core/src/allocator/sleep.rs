@@ -1,7 +1,8 @@
-//! Sleep and wake of a pool, in steps between which others may do theirs. See [`crate::sleep`].
+//! Sleep and wake of a pool, in steps between which other code can act. See [`crate::sleep`].
 //!
-//! A step that fails, and a guard that is dropped, leave the pool what it was: awake with its memory, or asleep without. Locks are
-//! held while tables are read and changed, and not while the device or the host copies: other threads may free meanwhile.
+//! A failed step, and a dropped guard, leave the pool as it was: awake with its memory, or asleep without. Locks are
+//! held while tables are read and changed, but not while the device or the host copies: other threads may free in the
+//! meantime.
 
 use super::Allocator;
 use super::pool::Pool;
@@ -17,18 +18,20 @@ use crate::types::ids::PoolId;
 use std::collections::BTreeSet;
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
-    /// Puts a pool to sleep: its memory goes back to the device, and its addresses, blocks, handles and digests stay. What is live is
-    /// kept, dropped or made zero when the pool [wakes](Self::wake). Until then allocating in it is an error and freeing is not. A
-    /// pool that sleeps already sleeps on, with what was kept for it; what the driver held is given back.
+    /// Puts a pool to sleep: its memory is released, and its addresses, blocks, handles and digests stay. The contents
+    /// of live allocations are kept, dropped or zeroed when the pool [wakes](Self::wake). Until then, allocating in the
+    /// pool is an error and freeing is not. A pool that already sleeps stays asleep with its saved contents; memory
+    /// that the driver still held is released.
     ///
-    /// No work may use the pool's memory from here on. The call waits on the host for the work that was given before.
+    /// No work may use the pool's memory from here on. The call blocks until earlier work has completed.
     ///
     /// # Determinism
-    /// An op: call it at the same point of the program on every rank. The digest says that it was asked for, whatever became of it.
+    /// This is an op: call it at the same point of the program on every rank. The digest records the request, whatever
+    /// its outcome.
     ///
     /// # Errors
-    /// See [`SleepError`]; the pool is as it was, except after [`SleepCause::Held`]. Whoever observes a pool may have windows on its
-    /// memory, so that an observed pool sleeps by way of [`quiesce`](Self::quiesce).
+    /// See [`SleepError`]; the pool is as it was, except after [`SleepCause::Held`]. An observer of a pool may have
+    /// windows on its memory, so an observed pool sleeps through [`quiesce`](Self::quiesce) instead.
     pub fn sleep(&self, pool: PoolId, contents: Contents) -> Result<Slept, SleepError> {
         let observers = self.observer_count(pool);
         if observers > 0 {
@@ -37,22 +40,23 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.quiesce(pool, contents)?.unmap()
     }
 
-    /// Wakes a pool: it has memory at the addresses that it had, and what was kept is there again. A pool that is awake stays so.
+    /// Wakes a pool: it has memory at its old addresses again, with the saved contents. A pool that is awake stays
+    /// awake.
     ///
     /// # Determinism
-    /// An op, as [`sleep`](Self::sleep).
+    /// An op, like [`sleep`](Self::sleep).
     ///
     /// # Errors
-    /// See [`SleepError`]; the pool sleeps on, nothing is lost, and another attempt may succeed.
+    /// See [`SleepError`]; the pool stays asleep, nothing is lost, and another attempt may succeed.
     pub fn wake(&self, pool: PoolId) -> Result<Woken, SleepError> {
         Ok(self.remap(pool)?.keep())
     }
 
-    /// The first step of a sleep: refuses allocations, waits on the host for the work of the streams that use the pool, and saves what
-    /// is to be kept. Its memory is there until [`Quiesced::unmap`].
+    /// Starts a sleep: refuses allocations, blocks until the work of the streams that use the pool has completed, and
+    /// saves the contents to keep. Its memory exists until [`Quiesced::unmap`].
     ///
     /// # Errors
-    /// As [`sleep`](Self::sleep); the pool is as it was.
+    /// See [`sleep`](Self::sleep); the pool is as it was.
     pub fn quiesce(&self, pool: PoolId, contents: Contents) -> Result<Quiesced<'_, B, L>, SleepError> {
         self.try_quiesce(pool, contents).map_err(|cause| SleepError { pool, cause })
     }
@@ -84,11 +88,11 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(Quiesced { change, kept_bytes: live_bytes })
     }
 
-    /// The first step of a wake: maps memory at the old addresses, and copies back what was kept. Allocations are refused until
+    /// Starts a wake: maps memory at the old addresses and restores the saved contents. Allocations are refused until
     /// [`Remapped::keep`].
     ///
     /// # Errors
-    /// As [`wake`](Self::wake); the pool sleeps on.
+    /// See [`wake`](Self::wake); the pool stays asleep.
     pub fn remap(&self, pool: PoolId) -> Result<Remapped<'_, B, L>, SleepError> {
         self.try_remap(pool).map_err(|cause| SleepError { pool, cause })
     }
@@ -116,11 +120,11 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(remapped)
     }
 
-    /// A sleep or a wake begins.
+    /// Begins a sleep or a wake.
     fn begin_change(&self, pool: PoolId, asked: Option<Contents>) -> Result<Change<'_, B, L>, SleepCause> {
         let entry = self.pool(pool)?;
         let mut sleep = entry.sleep.lock();
-        // It may have been destroyed meanwhile.
+        // The pool may have been destroyed in the meantime.
         self.pool(pool)?;
         if sleep.is_changing {
             return Err(SleepCause::Busy);
@@ -134,7 +138,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(Change { allocator: self, entry, pool, asked, kept: None, otherwise, has_ended: false })
     }
 
-    /// Whether a pool is awake. While it falls asleep it is awake still, and asleep while it wakes.
+    /// Returns the phase of a pool. While it falls asleep it counts as awake, and while it wakes it counts as asleep.
     ///
     /// # Errors
     /// When the pool is unknown.
@@ -151,18 +155,18 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         })
     }
 
-    /// How many observers a pool has.
+    /// Returns the number of a pool's observers.
     pub fn observer_count(&self, pool: PoolId) -> u32 {
         self.observers.lock().count(pool)
     }
 
-    /// The pools that carry a tag, in the order of their ids: what sleeps and wakes together.
+    /// Returns the pools with a tag in the order of their ids. They sleep and wake together.
     pub fn pools_tagged(&self, tag: &str) -> Vec<PoolId> {
         let tagged = self.kept_pools().filter(|(_, entry)| entry.config.tag() == Some(tag) && !entry.is_destroyed());
         tagged.map(|(pool, _)| pool).collect()
     }
 
-    /// Does again what a recorded sleep or wake that did not come about left in the digest: [`Op::Stay`].
+    /// Replays a recorded sleep or wake that failed, which is in the digest: [`Op::Stay`].
     ///
     /// # Errors
     /// When the pool is unknown.
@@ -173,37 +177,37 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(())
     }
 
-    /// The pool is no more, or its memory is: what was kept is not needed.
+    /// Discards the saved contents of a pool that was destroyed or lost its memory.
     pub(super) fn end_sleep(&self, state: &mut State) {
         let image = state.kept.take().and_then(|kept| kept.image());
         image.into_iter().for_each(|image| self.context.backend.discard(image));
     }
 }
 
-/// What is live in a pool, in stream and segment order, each run of blocks behind the one before in an image.
+/// Returns the live parts of a pool in stream and segment order. In an image, the runs of blocks are adjacent.
 fn live_parts<L: Lock>(entry: &Pool<L>) -> Vec<Part> {
     let mut parts = Vec::new();
     entry.heaps().for_each(|heap| heap.lock().add_live_parts(&mut parts));
     parts
 }
 
-/// A sleep or a wake that is under way. No other one begins until it ends. Dropping it leaves the pool what it was.
+/// A sleep or a wake in progress. No other one begins until it ends. Dropping it leaves the pool as it was.
 struct Change<'a, B: Backend, L: Lock> {
     allocator: &'a Allocator<B, L>,
     entry: &'a Pool<L>,
     pool: PoolId,
-    /// `None` for a wake.
+    /// The requested contents; `None` for a wake.
     asked: Option<Contents>,
-    /// Of a pool that was awake, what is known of its contents.
+    /// The saved contents of a pool that was awake.
     kept: Option<Kept>,
-    /// What becomes of the pool if it goes no further. See [`end`](Self::end).
+    /// The phase of the pool if the change does not complete. See [`end`](Self::end).
     otherwise: Phase,
     has_ended: bool,
 }
 
 impl<B: Backend, L: Lock> Change<'_, B, L> {
-    /// Ends it: what was asked for is done, or with `None` it did not come about. The pool is awake; or it sleeps, and its memory goes
-    /// back ([`Phase::Asleep`]) or stays where it is ([`Phase::Failed`]). Returns the bytes that went back.
+    /// Ends the change: it succeeded in `done`, or failed if that is `None`. The pool is awake, or it sleeps and its
+    /// memory is released ([`Phase::Asleep`]) or stays mapped ([`Phase::Failed`]). Returns the released bytes.
     fn end(&mut self, done: Option<Phase>) -> Result<u64, SleepCause> {
         let Change { allocator, entry, pool, asked, otherwise, .. } = *self;
         let (after, is_done) = (done.unwrap_or(otherwise), done.is_some());
@@ -214,7 +218,7 @@ impl<B: Backend, L: Lock> Change<'_, B, L> {
             let unmapped = entry.heaps().map(|heap| heap.lock().unmap_asleep(&allocator.context));
             released = unmapped.fold(released, Released::plus);
         }
-        // Held until all heaps are awake: one that is made meanwhile is so, too.
+        // Held until all heaps are awake, so that a heap created in the meantime is awake too.
         let mut sleep = entry.sleep.lock();
         for heap in entry.heaps() {
             let mut heap = heap.lock();
@@ -247,8 +251,8 @@ impl<B: Backend, L: Lock> Change<'_, B, L> {
 }
 
 impl<B: Backend, L: Lock> Drop for Change<'_, B, L> {
-    /// What a wake has mapped goes back. What the driver does not take is held: the next sleep tries again, and the next wake makes use
-    /// of it.
+    /// Releases the memory that a wake has mapped. Memory that the driver does not take back is held: the next sleep
+    /// tries again, and the next wake reuses it.
     fn drop(&mut self) {
         if !self.has_ended {
             let _as_it_was = self.end(None);
@@ -256,8 +260,8 @@ impl<B: Backend, L: Lock> Drop for Change<'_, B, L> {
     }
 }
 
-/// A pool that is quiet: its allocations are refused, its work is done, and what is to be kept is saved. Dropping it leaves the pool
-/// what it was.
+/// A quiesced pool: it refuses allocations, its work has completed, and the contents to keep are saved. Dropping it
+/// leaves the pool as it was.
 #[must_use = "the pool is what it was when this is dropped"]
 pub struct Quiesced<'a, B: Backend, L: Lock> {
     change: Change<'a, B, L>,
@@ -265,23 +269,24 @@ pub struct Quiesced<'a, B: Backend, L: Lock> {
 }
 
 impl<B: Backend, L: Lock> Quiesced<'_, B, L> {
-    /// Gives the memory back. The pool sleeps.
+    /// Releases the memory. The pool sleeps.
     ///
     /// # Errors
-    /// [`SleepCause::Held`] when the driver does not take all of it: the pool sleeps.
+    /// [`SleepCause::Held`] when the driver does not take all of it back: the pool sleeps.
     pub fn unmap(mut self) -> Result<Slept, SleepError> {
         let ended = self.change.end(Some(Phase::Asleep));
         let released_bytes = ended.map_err(|cause| SleepError { pool: self.change.pool, cause })?;
         Ok(Slept { released_bytes, kept_bytes: self.kept_bytes })
     }
 
-    /// The pool sleeps, with all of its memory: a window that nobody can take away holds it. The next sleep can give it back.
+    /// Puts the pool to sleep with all of its memory, because a window that cannot be removed holds it. The next sleep
+    /// can release it.
     pub fn hold(mut self) {
         let _nothing_is_unmapped = self.change.end(Some(Phase::Failed));
     }
 }
 
-/// A pool that has its memory again, and serves no allocations yet. Dropping it leaves the pool what it was: asleep.
+/// A pool that has its memory again and does not serve allocations yet. Dropping it leaves the pool as it was: asleep.
 #[must_use = "the pool sleeps again when this is dropped"]
 pub struct Remapped<'a, B: Backend, L: Lock> {
     change: Change<'a, B, L>,
@@ -289,7 +294,7 @@ pub struct Remapped<'a, B: Backend, L: Lock> {
 }
 
 impl<B: Backend, L: Lock> Remapped<'_, B, L> {
-    /// The pool is awake.
+    /// Completes the wake. The pool is awake.
     pub fn keep(mut self) -> Woken {
         let _nothing_is_unmapped = self.change.end(Some(Phase::Awake));
         self.woken

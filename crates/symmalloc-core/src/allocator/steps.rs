@@ -1,4 +1,4 @@
-//! Steps and plans: what a program repeats, and where it goes each time. See [`crate::plans`].
+//! Steps and plans: the repeated parts of a program, and the planned placements in them. See [`crate::plans`].
 
 use super::Allocator;
 use super::recorder::RecordingEnd;
@@ -13,11 +13,12 @@ use crate::types::backend::Backend;
 use crate::types::ids::PoolId;
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
-    /// A step of a pool begins: what the program repeats, for example a training step. From now on each heap of the pool compares its
-    /// requests with the plan of this key, if it has one, and a heap that learns logs them, if it has none. Call it at the same
-    /// point of the program on every rank, while no other thread uses the pool.
+    /// Begins a step of a pool: a part of the program that repeats, for example a training step. From now on, each heap
+    /// of the pool compares its requests with its plan of this key. A heap that learns and has no plan of this key logs
+    /// them instead. Call it at the same point of the program on every rank, while no other thread uses the pool.
     ///
-    /// `key` says which steps are alike: the shape of a batch, a bucket of sequence lengths; 0 when all are.
+    /// Steps with the same `key` are alike. The key can be the shape of a batch or a bucket of sequence lengths; use 0
+    /// if all steps are alike.
     ///
     /// # Errors
     /// When the pool is unknown, or a step of it is open.
@@ -36,8 +37,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(())
     }
 
-    /// The step of a pool ends. Says how far it went as planned. In a pool with `plan:learn` it may take seconds, when a step that
-    /// came twice alike is planned now.
+    /// Ends the step of a pool and reports how far it followed its plan. In a pool with `plan:learn`, this may take
+    /// seconds if a step that came twice alike is planned now.
     ///
     /// # Errors
     /// When the pool is unknown, or no step of it is open.
@@ -53,26 +54,26 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(report)
     }
 
-    /// A step that ends when the guard is dropped.
+    /// Begins a step that ends when the guard is dropped.
     ///
     /// # Errors
-    /// As [`begin_step`](Self::begin_step).
+    /// See [`begin_step`](Self::begin_step).
     pub fn step(&self, pool: PoolId, key: u64) -> Result<StepGuard<'_, B, L>, StepError> {
         self.begin_step(pool, key)?;
         Ok(StepGuard { allocator: self, pool })
     }
 
-    /// Adopts a plan: the heap obtains its memory now, and steps of the plan's key follow it from the next one on. It replaces the
-    /// heap's plan of the same key. All plans of a heap place in the same memory, as large as the largest of them needs. Where no
-    /// free block is large enough, free memory is given back first, as in [`trim`](Self::trim). A step without a plan has that
-    /// memory for itself.
+    /// Adopts a plan: the heap acquires its memory now, and follows it in steps of its key from the next one on. The
+    /// plan replaces the heap's plan of the same key. All plans of a heap use the same memory, whose size is that of
+    /// the largest. If no free block is large enough, free memory is released first, as in [`trim`](Self::trim). A step
+    /// without a plan uses that memory as ordinary memory.
     ///
     /// # Determinism
-    /// The plan is part of the heap's digest: ranks that adopt other plans learn so when they agree.
+    /// The plan is part of the heap's digest: agreement detects ranks that adopt different plans.
     ///
     /// # Errors
-    /// See [`PlanError`]. A plan that does not fit this pool changes nothing. When there is no memory for it, the heap has no plans any
-    /// more, and goes on without.
+    /// See [`PlanError`]. A plan that does not fit this pool changes nothing. If there is no memory for it, the heap
+    /// has no plans any more and continues without.
     pub fn adopt_plan(&self, pool: PoolId, plan: Plan) -> Result<(), PlanError> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
@@ -89,15 +90,15 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let adopted = heap.lock().adopt(&self.context, &plans);
         if let Err(shortage) = adopted {
             let request = Request { pool, stream, size_bytes: plans.memory_bytes() };
-            // The failure callback may allocate, for which a heap of this pool may have to be made.
+            // The failure callback may allocate, for which a heap of this pool may have to be created.
             drop(step);
             self.retry(request, heap, shortage, Some(&mut gate), |heap| heap.adopt(&self.context, &plans))?;
         }
         Ok(())
     }
 
-    /// Gives all plans of a pool up, and forgets the steps from which it learns. What is live at their places stays where it is,
-    /// and the rest of their memory is free.
+    /// Drops all plans of a pool and the steps from which it learns. Live allocations at their places stay where they
+    /// are, and the rest of their memory becomes free.
     ///
     /// # Errors
     /// When the pool is unknown, or a step of it is open.
@@ -113,7 +114,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(())
     }
 
-    /// The plans of a pool, in stream order, those of one heap in the order in which they were adopted.
+    /// Returns the plans of a pool in stream order, and those of one heap in the order of their adoption.
     ///
     /// # Errors
     /// When the pool is unknown.
@@ -123,7 +124,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 }
 
-/// A step that is open until this is dropped.
+/// A guard that ends its step when it is dropped.
 #[must_use = "the step ends when this is dropped"]
 pub struct StepGuard<'a, B: Backend, L: Lock> {
     allocator: &'a Allocator<B, L>,
@@ -131,10 +132,10 @@ pub struct StepGuard<'a, B: Backend, L: Lock> {
 }
 
 impl<B: Backend, L: Lock> StepGuard<'_, B, L> {
-    /// Ends the step. Says how far it went as planned.
+    /// Ends the step and reports how far it followed its plan.
     ///
     /// # Errors
-    /// When the step was ended, or its pool destroyed, meanwhile.
+    /// When the step has already ended, or its pool was destroyed.
     pub fn end(self) -> Result<StepReport, StepError> {
         let (allocator, pool) = (self.allocator, self.pool);
         std::mem::forget(self);

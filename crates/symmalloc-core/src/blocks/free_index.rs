@@ -1,8 +1,9 @@
-//! The free index: every free block of a heap, by size class in the order of rule D2.
+//! The free index holds every free block of a heap, by size class in the order of rule D2.
 //!
-//! A free block's rank in the order is its [`FreeKey`]: (size, sequence, offset), most significant first. The stream, D2's
-//! first criterion, is constant within a heap. Best fit is the least key whose size is at least the request, so the
-//! answer depends on the set of free blocks and not on the order in which they became free: the index is canonical.
+//! A free block's position in the order is its [`FreeKey`]: (size, sequence, offset), most significant first. The
+//! stream, D2's first criterion, is constant within a heap. The best fit is the least key whose size is at least the
+//! request. So the answer depends on the set of free blocks and not on the order in which they became free: the index
+//! is canonical.
 //!
 //! ```text
 //!  size in units   1 2 3 ... 15 │ 16-17 18-19 ... │ 32-35 ...           8 bins per power of two, 256 per size class
@@ -12,14 +13,14 @@
 //!                  sentinel ◄─► 32 ◄─► 32 ◄─► 35 ◄─► sentinel
 //! ```
 //!
-//! Finding the bin is a shift and a mask; finding the next occupied one is a bit scan or two. Most bins of most programs hold
-//! one to three blocks, where a linked list costs a dozen instructions and touches only blocks that are touched anyway. A
-//! program that keeps 100,000 free blocks of one size would walk that list for ever, so a bin that grows long turns into
-//! a tree, which is logarithmic.
+//! Finding the bin takes a shift and a mask; finding the next occupied one takes a bit scan or two. In most programs a
+//! bin holds one to three blocks, for which a linked list costs a dozen instructions and touches only blocks that are
+//! touched anyway. In a program with 100,000 free blocks of one size, walking that list would take far too long, so a
+//! long bin turns into a tree with logarithmic cost.
 //!
-//! A list is a ring: it begins and ends with the bin's *sentinel*, a slot of the block table that holds no block and counts as
-//! greater than all ([`SENTINELS`]). So a block always has a neighbour on both sides, and no code asks whether a bin is empty
-//! or a block is the first or the last: such branches are hard to predict.
+//! A list is a ring that begins and ends with the bin's *sentinel*, a slot of the block table that holds no block and
+//! compares greater than all blocks ([`SENTINELS`]). So a block always has a neighbor on both sides, and no code tests
+//! for an empty bin or for the first or last block. Such branches are hard to predict.
 
 use crate::blocks::free_key::FreeKey;
 use crate::blocks::table::{Block, NONE, SENTINELS, Slot};
@@ -27,39 +28,39 @@ use crate::config::size_rules::SizeClass;
 use crate::types::units::Units;
 use std::collections::BTreeSet;
 
-/// Every power of two is cut into 2^MANTISSA_BITS bins.
+/// Every power of two is divided into 2^MANTISSA_BITS bins.
 const MANTISSA_BITS: u32 = 3;
-/// Bins of one size class: one more than that of the largest size.
+/// Bins of one size class: one more than the bin of the largest size.
 const BIN_COUNT: usize = 256;
 /// Words of the bitmap for one size class.
 const WORD_COUNT: usize = BIN_COUNT / 64;
 const _: () = assert!(SENTINELS == 2 * BIN_COUNT);
 
-/// An insert that has to pass more blocks than this in a list turns the list into a tree ...
+/// An insertion that passes more blocks than this in a list turns the list into a tree ...
 const WALK_MAX: u32 = 16;
-/// ... and a tree that has fewer keys than this turns back. The distance keeps a bin from turning back and forth.
+/// ... and a tree with fewer keys than this turns back into a list. The difference prevents a bin from alternating.
 const TREE_MIN: usize = 4;
 
-/// Which of a block's links is which.
+/// Index of the link to the previous block.
 const PREV: usize = 0;
 const NEXT: usize = 1;
-/// The links of a block that is in no list, and of the sentinel of a long bin.
+/// The links of a block in no list, and of the sentinel of a long bin.
 const UNLINKED: [Slot; 2] = [NONE, NONE];
 
 /// A bin's number is the slot of its sentinel.
 type Bin = Slot;
 
-/// The bin of a size among those of a size class. The least sizes leave some bins out.
+/// Returns the bin of a size within its class. The smallest sizes leave some bins unused.
 #[inline]
 fn bin_in_class(size: Units) -> Bin {
-    // With three more bits at its end, the least size too has a leading one and three bits behind it.
+    // With three more bits at its end, the smallest size too has a leading one and three bits behind it.
     let wide = u64::from(size) << MANTISSA_BITS | ((1 << MANTISSA_BITS) - 1);
     let shift = wide.ilog2() - MANTISSA_BITS;
-    // The exponent counts the powers of two, and what is behind the leading one the bins in each.
+    // The exponent selects the power of two, and the bits behind the leading one select the bin in it.
     ((shift << MANTISSA_BITS) + (wide >> shift) as Bin - (1 << MANTISSA_BITS)) % BIN_COUNT as Bin
 }
 
-/// The first bin of a size class. Most heaps have large blocks only: theirs come first.
+/// Returns the first bin of a size class. Most heaps have large blocks only, so those come first.
 #[inline]
 fn first_of(class: SizeClass) -> Bin {
     match class {
@@ -76,14 +77,15 @@ fn bin_of(class: SizeClass, size: Units) -> Bin {
 /// The free blocks of a heap.
 #[derive(Debug, Default)]
 pub(crate) struct FreeIndex {
-    /// Bit b of word w is set when bin 64 w + b is not empty. The last word has no bins, so that a reader may load two words at once.
+    /// Bit b of word w is set if bin 64 w + b is not empty. The last word has no bins, so that a reader may load two
+    /// words at once.
     occupied: [u64; 2 * WORD_COUNT + 1],
-    /// The keys of long bins, by bin; those of others are none. Empty until a bin is long.
+    /// The keys of long bins, by bin; empty sets for others. The vector is empty until a bin is long.
     trees: Vec<BTreeSet<FreeKey>>,
 }
 
 impl Block {
-    /// What two free blocks of a heap are ordered by.
+    /// The key by which two free blocks of a heap are ordered.
     #[inline(always)]
     fn rank(&self) -> u128 {
         (u128::from(self.size) << 64) | u128::from(self.location.word())
@@ -91,7 +93,8 @@ impl Block {
 }
 
 impl FreeIndex {
-    /// The least block of this class with at least `size`: the smallest, of the oldest backing memory, at the lowest offset.
+    /// Returns the least block of this class with at least `size`: the smallest, of the oldest backing memory, at the
+    /// lowest offset.
     #[inline(always)]
     pub(crate) fn best_fit(&self, blocks: &[Block], class: SizeClass, size: Units) -> Option<Slot> {
         let bin = self.occupied_from(class, bin_in_class(size))?;
@@ -104,7 +107,7 @@ impl FreeIndex {
         }
     }
 
-    /// The best fit of this bin, whose first block is too small, or of those behind it.
+    /// Returns the best fit of this bin, whose first block is too small, or of a later bin.
     #[cold]
     #[inline(never)]
     fn best_fit_from(&self, blocks: &[Block], class: SizeClass, bin: Bin, size: Units) -> Option<Slot> {
@@ -122,7 +125,7 @@ impl FreeIndex {
         self.best_fit_beyond(blocks, class, bin, size)
     }
 
-    /// The best fit of this bin if it is long, or of those behind it.
+    /// Returns the best fit of this bin if it is long, or of a later bin.
     #[inline(never)]
     fn best_fit_beyond(&self, blocks: &[Block], class: SizeClass, mut bin: Bin, size: Units) -> Option<Slot> {
         let last = first_of(class) + BIN_COUNT as Bin - 1;
@@ -144,14 +147,14 @@ impl FreeIndex {
         None
     }
 
-    /// The first bin of this class, from this one on, that is not empty. It may be one behind the class's last bin: blocks of
-    /// the other class are too small for the request.
+    /// Returns the first nonempty bin of this class, starting at this one. It may be one beyond the class's last bin:
+    /// blocks of the other class are too small for the request.
     #[inline(always)]
     fn occupied_from(&self, class: SizeClass, bin: Bin) -> Option<Bin> {
         let first = first_of(class);
         let (words, _) = self.occupied[first as usize / 64..].split_first_chunk::<{ WORD_COUNT + 1 }>()?;
         let word = bin as usize / 64 % WORD_COUNT;
-        // The bin's bit and the 63 behind it: nearly every request is served from there, and no branch asks in which word.
+        // The bin's bit and the 63 behind it. Nearly every request is served from there, without a branch on the word.
         let window = ((u128::from(words[word + 1]) << 64) | u128::from(words[word])) >> (bin % 64);
         let window = window as u64;
         if window != 0 {
@@ -165,21 +168,21 @@ impl FreeIndex {
         self.occupied[bin as usize / 64] >> (bin % 64) & 1 == 1
     }
 
-    /// The word of the bitmap that a bin's bit is in. The bit's number is the bin's, modulo 64. For a slot that is no bin, some
-    /// word.
+    /// Returns the word of the bitmap that contains a bin's bit. The bit's number is the bin's, modulo 64. For a slot
+    /// that is no bin, it returns an arbitrary word.
     #[inline(always)]
     fn word_mut(&mut self, bin: Bin) -> &mut u64 {
         &mut self.occupied[bin as usize / 64 % (2 * WORD_COUNT)]
     }
 
-    /// Puts a free block in. Its size and location must not change while it is here.
+    /// Adds a free block. Its size and location must not change while it is in the index.
     #[inline(always)]
     pub(crate) fn insert(&mut self, blocks: &mut [Block], slot: Slot) {
         let block = &blocks[slot as usize];
         let (bin, rank) = (bin_of(block.class, block.size), block.rank());
         let first = blocks[bin as usize].links[NEXT];
         match blocks.get_mut(first as usize) {
-            // Nothing is as great as the sentinel, so an empty bin is met here as well.
+            // Nothing compares as great as the sentinel, so this also covers an empty bin.
             Some(after) if after.rank() > rank => {
                 after.links[PREV] = slot;
                 blocks[slot as usize].links = [bin, first];
@@ -191,18 +194,18 @@ impl FreeIndex {
         }
     }
 
-    /// Takes a free block out, which is in the index.
+    /// Removes a free block from the index.
     #[inline(always)]
     pub(crate) fn remove(&mut self, blocks: &mut [Block], slot: Slot) {
         let [prev, next] = blocks[slot as usize].links;
         let Some(before) = blocks.get_mut(prev as usize) else { return self.remove_from_tree(blocks, slot) };
         before.links[NEXT] = next;
         blocks[next as usize].links[PREV] = prev;
-        // A block with the same neighbour on both sides is the last of its bin, and that neighbour is the sentinel.
+        // A block with the same neighbor on both sides is the last of its bin, and that neighbor is the sentinel.
         *self.word_mut(prev) ^= u64::from(prev == next) << (prev % 64);
     }
 
-    /// Size of the largest free block.
+    /// Returns the size of the largest free block.
     pub(crate) fn largest(&self, blocks: &[Block]) -> Option<Units> {
         let last_of = |first: usize| {
             let word = (first..first + WORD_COUNT).rev().find(|word| self.occupied[*word] != 0)?;
@@ -212,8 +215,7 @@ impl FreeIndex {
         last_of(0).max(last_of(WORD_COUNT))
     }
 
-    /// Whether every list leads back to its sentinel both ways, and the bitmap shows which bins are not empty. For the
-    /// invariants.
+    /// Returns `true` if every list is closed in both directions and the bitmap matches the bins. For the invariants.
     pub(crate) fn is_linked(&self, blocks: &[Block]) -> bool {
         let links = |slot: Slot| blocks[slot as usize].links;
         (0..SENTINELS as Bin).all(|bin| {
@@ -228,14 +230,14 @@ impl FreeIndex {
         })
     }
 
-    /// All keys of a class in ascending order, for the invariants.
+    /// Returns all keys of a class in ascending order, for the invariants.
     pub(crate) fn keys(&self, blocks: &[Block], class: SizeClass) -> impl Iterator<Item = FreeKey> {
         let bins = first_of(class)..first_of(class) + BIN_COUNT as Bin;
         let used = bins.filter(|bin| self.is_occupied(*bin));
         used.flat_map(|bin| self.keys_of(blocks, bin))
     }
 
-    /// Puts a block into a list whose first block is less.
+    /// Adds a block to a list whose first block is less.
     #[inline(never)]
     fn insert_behind(&mut self, blocks: &mut [Block], slot: Slot, bin: Bin) {
         let rank = blocks[slot as usize].rank();
@@ -269,7 +271,7 @@ impl FreeIndex {
         block.links = UNLINKED;
     }
 
-    /// Makes a list a tree.
+    /// Turns a list into a tree.
     fn turn_into_tree(&mut self, blocks: &mut [Block], bin: Bin) {
         let tree: BTreeSet<FreeKey> = self.keys_of(blocks, bin).collect();
         tree.iter().for_each(|key| blocks[key.slot() as usize].links = UNLINKED);
@@ -290,7 +292,7 @@ impl FreeIndex {
         }
     }
 
-    /// Makes a tree a list again.
+    /// Turns a tree back into a list.
     fn turn_into_list(&mut self, blocks: &mut [Block], bin: Bin) {
         let tree = std::mem::take(&mut self.trees[bin as usize]);
         blocks[bin as usize].links = [bin, bin];

@@ -4,14 +4,14 @@ use crate::blocks::table::{Block, Slot};
 use crate::types::units::Units;
 use std::cmp::Ordering;
 
-/// A free block's place in the order of rule D2, with its slot: size, sequence, offset, slot, 32 bits each. In two words, because most
-/// comparisons are over with the first.
+/// A free block's position in the order of rule D2, with its slot: size, sequence, offset and slot, 32 bits each. In
+/// two words, because the first one decides most comparisons.
 ///
-/// The slot never decides: no two free blocks of a heap agree in (sequence, offset).
+/// The slot never decides: no two free blocks of a heap have the same (sequence, offset).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct FreeKey(u64, u64);
 
-/// As derived, but one comparison where the first words differ.
+/// Equal to the derived order, with one comparison if the first words differ.
 impl Ord for FreeKey {
     #[inline]
     fn cmp(&self, other: &Self) -> Ordering {
@@ -39,7 +39,7 @@ impl FreeKey {
         FreeKey(u64::from(block.size) << 32 | location >> 32, location << 32 | u64::from(slot))
     }
 
-    /// The least key a block of this size can have.
+    /// Returns the least key that a block of this size can have.
     #[inline]
     pub(crate) fn least_of(size: Units) -> Self {
         FreeKey(u64::from(size) << 32, 0)

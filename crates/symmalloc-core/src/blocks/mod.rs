@@ -1,4 +1,4 @@
-//! Blocks: what lies where in a heap, and what of it is free.
+//! Blocks: the layout of a heap's memory, and the index of its free blocks.
 
 mod free_index;
 mod free_key;

@@ -1,25 +1,26 @@
-//! Stitched ranges: addresses that name memory a second time.
+//! Stitched ranges: addresses that map memory a second time.
 //!
-//! A heap's memory lies in its own segments: that is its *home*. A stitched range is a segment too, but without memory of its
-//! own: its granules are mapped onto granules at home, in any order.
+//! A heap's memory lies in its own segments, its *home*. A stitched range is a segment too, but without its own memory:
+//! its granules are mapped onto granules at home, in any order.
 //!
 //! ```text
 //!  home      │ a │ 1 │ 2 │   b   │ 3 │ 4 │ 5 │ c │
 //!                └───┴───────────┴───┴───┴───┴─────── blocks that are elsewhere, a granule each
 //!  stitched  │ 3   4   5   1   2 │                    one block, free or in use
 //! ```
-//! A granule of memory may be mapped into any number of stitched ranges. It is in use, or free, under exactly one of its names:
-//! under the others a block covers it that is [`Elsewhere`](crate::blocks::table::BlockState::Elsewhere).
+//! A granule of memory may be mapped into any number of stitched ranges. It is allocated or free under exactly one of
+//! its addresses. Under the others, a block that is [`Elsewhere`](crate::blocks::table::BlockState::Elsewhere) covers
+//! it.
 
 use crate::types::ids::StreamId;
 use crate::types::units::{Units, bytes};
 use smallvec::SmallVec;
 use std::ops::Range;
 
-/// Where a granule of memory lies. In order of segment slot and offset.
+/// The position of a granule of memory, ordered by segment slot and offset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Granule {
-    /// Slot of the segment in the table, which is no stitched one.
+    /// Slot of the segment in the table; never a stitched one.
     pub(crate) segment: u32,
     pub(crate) offset: Units,
 }
@@ -29,24 +30,25 @@ pub(crate) struct Granule {
 pub(crate) struct StitchedRange {
     /// Slot of its segment in the table.
     pub(crate) segment: u32,
-    /// What each granule of its addresses is mapped onto; `None` when that was given up.
+    /// The memory onto which each granule of its addresses is mapped; `None` if it was unmapped.
     pub(crate) granules: Vec<Option<Granule>>,
-    /// Streams that used its addresses, besides those of its blocks.
+    /// Streams that used its addresses, in addition to those of its blocks.
     pub(crate) users: SmallVec<[StreamId; 2]>,
 }
 
 impl StitchedRange {
-    /// What a part of its addresses is mapped onto, in that order; `None` when some of it is mapped onto nothing, or not there.
+    /// Returns the memory onto which a part of its addresses is mapped, in order; `None` if some of it is unmapped or
+    /// out of range.
     pub(crate) fn home(&self, part: Range<usize>) -> Option<Vec<Granule>> {
         self.granules.get(part)?.iter().copied().collect()
     }
 
-    /// How many of its granules are mapped.
+    /// Returns the number of its mapped granules.
     pub(crate) fn aliases(&self) -> usize {
         self.granules.iter().flatten().count()
     }
 
-    /// The mapped parts of its addresses, as offset and size in bytes.
+    /// Returns the mapped parts of its addresses, as offset and size in bytes.
     pub(crate) fn mapped(&self, granule: Units) -> SmallVec<[(u64, u64); 1]> {
         let mut mapped: SmallVec<[(u64, u64); 1]> = SmallVec::new();
         for at in (0..self.granules.len()).filter(|at| self.granules[*at].is_some()) {

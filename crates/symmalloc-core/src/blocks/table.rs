@@ -1,8 +1,9 @@
-//! The block table: every block and every segment of one heap, and how they tile each other.
+//! The block table holds every block and every segment of one heap, and how the blocks tile the segments.
 //!
-//! Three nouns. A **segment** is one reservation of device memory. A **block** is a contiguous part of one segment;
-//! the blocks of a segment are a doubly linked ring in offset order that tiles it without gap or overlap. A **hole** is
-//! a part of an expandable segment whose memory went back to the device; it is a block too, so that the tiling holds.
+//! There are three nouns. A **segment** is one reservation of device memory. A **block** is a contiguous part of one
+//! segment; the blocks of a segment form a doubly linked ring in offset order that tiles it without gap or overlap. A
+//! **hole** is a part of an expandable segment whose memory was released to the device; it is a block too, so that the
+//! tiling is complete.
 //!
 //! ```text
 //!  segment 3   ┌───────────┬──────┬──────────────┬──────────┬───────────────┐
@@ -10,15 +11,16 @@
 //!              └───────────┴──────┴──────────────┴──────────┴───────────────┘
 //!              0           no two free neighbours: they are merged at once  end
 //! ```
-//! The ring begins and ends with the segment's *edge*, a slot that holds no block. So a block always has a neighbour on both
-//! sides, and no code asks whether it is the first or the last.
+//! The ring begins and ends with the segment's *edge*, a slot that holds no block. So a block always has a neighbor on
+//! both sides, and no code tests for the first or last block.
 //!
-//! The slot of a block is part of a [`Handle`](crate::types::handle::Handle), another part is the serial of the allocation, so that
-//! a handle to a slot that was reused is recognised. The table only links and unlinks: keeping the free index in step is
-//! the heap's work, and nothing here calls the backend.
+//! The slot of a block is part of a [`Handle`](crate::types::handle::Handle), and so is the serial of the allocation,
+//! which detects a handle to a reused slot. The table only links and unlinks. The heap keeps the free index consistent
+//! with it, and nothing here calls the backend.
 //!
-//! Segments live in a [`Slab`]. Blocks live in a vector whose vacant slots are linked, as in a slab: most pairs of `allocate`
-//! and `free` make and drop a block, and a slab moves whole blocks in and out and checks every look-up twice.
+//! Segments are stored in a [`Slab`]. Blocks are stored in a vector whose vacant slots are linked, as in a slab. Most
+//! pairs of `allocate` and `free` create and remove a block, and a slab moves whole blocks in and out and checks every
+//! look-up twice.
 
 use crate::config::size_rules::SizeClass;
 use crate::streams::clocks::Tick;
@@ -32,15 +34,15 @@ use std::num::NonZeroU64;
 /// A slot of the block table.
 pub(crate) type Slot = u32;
 
-/// No slot.
+/// The null slot.
 pub(crate) const NONE: Slot = Slot::MAX;
 
-/// The first slots hold no blocks. They are the sentinels of the free index: a list of blocks begins and ends with one,
-/// which is greater than any block.
+/// Number of the first slots, which hold no blocks. They are the sentinels of the free index: a list of blocks begins
+/// and ends with one, which compares greater than any block.
 pub(crate) const SENTINELS: usize = 512;
 
-/// Where a block begins: the segment's birth ordinal, inherited by every block split from it, and the offset in it. One
-/// word, which is what rule D2 orders blocks of one size by, and what digests fold.
+/// The start of a block: the segment's ordinal, which every block split from it inherits, and the offset in it. One
+/// word, by which rule D2 orders blocks of one size, and which digests fold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Location(u64);
 
@@ -50,7 +52,7 @@ impl Location {
         Location((u64::from(sequence.0) << 32) | u64::from(offset))
     }
 
-    /// The location so much further on in the same segment.
+    /// Returns the location `size` further on in the same segment.
     #[inline(always)]
     pub(crate) fn plus(self, size: Units) -> Self {
         Location(self.0 + u64::from(size))
@@ -61,13 +63,14 @@ impl Location {
         SegmentId((self.0 >> 32) as u32)
     }
 
-    /// From the start of the segment.
+    /// Returns the offset from the start of the segment.
     #[inline(always)]
     pub(crate) fn offset(self) -> Units {
         self.0 as Units
     }
 
-    /// As a decision in a digest, see [`unpack_placement`](crate::history::digest::unpack_placement).
+    /// Returns the location as a decision in a digest; see
+    /// [`unpack_placement`](crate::history::digest::unpack_placement).
     #[inline(always)]
     pub(crate) fn word(self) -> u64 {
         self.0
@@ -79,25 +82,25 @@ impl Location {
     }
 }
 
-/// One cache line, which is what placing and freeing a block touches of it.
+/// A block fits into one cache line, so placing and freeing it touches one line.
 #[derive(Debug)]
 #[repr(align(64))]
 pub(crate) struct Block {
     /// Slot of the segment in the table (not its id).
     pub(crate) segment: u32,
-    /// Where it begins.
+    /// The start of the block.
     pub(crate) location: Location,
     /// Never zero.
     pub(crate) size: Units,
-    /// The neighbour at the lower offset, or the edge.
+    /// The neighbor at the lower offset, or the edge.
     pub(crate) prev: Slot,
-    /// The neighbour at the higher offset, or the edge.
+    /// The neighbor at the higher offset, or the edge.
     pub(crate) next: Slot,
-    /// Free: the previous and the next slot in the list of the free index, which owns these two.
+    /// If free: the previous and the next slot in the list of the free index, which owns these fields.
     pub(crate) links: [Slot; 2],
-    /// Allocated: other streams that use the block. Free: what its next user must wait for. Empty for holes.
+    /// If allocated: other streams that use the block. If free: the fences of its next user. Empty for holes.
     pub(crate) fences: FenceSetId,
-    /// Which part of the free index the block belongs to; the same for all blocks of a segment.
+    /// The part of the free index to which the block belongs, equal for all blocks of a segment.
     pub(crate) class: SizeClass,
     pub(crate) state: BlockState,
 }
@@ -107,28 +110,28 @@ pub(crate) enum BlockState {
     Allocated {
         /// The stream it was allocated for.
         stream: StreamId,
-        /// What the program asked for, in bytes; at most the block's size.
+        /// Requested bytes; at most the block's size.
         requested: u64,
-        /// As in its handle.
+        /// The serial in its handle.
         serial: NonZeroU64,
     },
     Free {
-        /// The stream that used it last. In a heap of one stream, that stream.
+        /// The stream that used it last. In a heap of one stream, always that stream.
         stream: StreamId,
-        /// When that stream was done with it, on the stream's logical clock.
+        /// The end of that use, on the stream's logical clock.
         since: Tick,
     },
     Hole,
-    /// The memory that plans place in.
+    /// The memory in which plans place allocations.
     Planned,
-    /// No block: a sentinel, an edge, or a slot that is free for reuse, and `next` is the next such slot.
+    /// Not a block: a sentinel, an edge, or a vacant slot, whose `next` is the next vacant slot.
     Vacant,
-    /// Memory that is in use, or free, under other addresses: see [`stitched`](crate::blocks::stitched).
+    /// Memory that is allocated or free under other addresses; see [`stitched`](crate::blocks::stitched).
     Elsewhere,
 }
 
 impl Block {
-    /// A block of `size` units, without neighbours.
+    /// Creates a block of `size` units without neighbors.
     fn new(segment: u32, class: SizeClass, location: Location, size: Units, state: BlockState) -> Self {
         Block {
             location,
@@ -143,7 +146,7 @@ impl Block {
         }
     }
 
-    /// The sentinel of an empty list.
+    /// Creates the sentinel of an empty list.
     fn sentinel(slot: Slot) -> Self {
         let greatest = Block::new(0, SizeClass::Small, Location(u64::MAX), Units::MAX, BlockState::Vacant);
         Block { links: [slot; 2], ..greatest }
@@ -154,13 +157,14 @@ impl Block {
         matches!(self.state, BlockState::Free { .. })
     }
 
-    /// Whether a stream may use a free block at once: it had the block last, and no other stream used it since.
+    /// Returns `true` if a stream may use a free block at once: it used the block last, and no other stream has used it
+    /// since.
     #[inline(always)]
     pub(crate) fn is_ready_for(&self, stream: StreamId) -> bool {
         matches!(self.state, BlockState::Free { stream: owner, .. } if owner == stream) && self.fences.is_empty()
     }
 
-    /// Whether it is a place of a plan: it lies in the plan memory, and is in no segment's ring.
+    /// Returns `true` if the block is a place of a plan: it lies in the plan memory and in no segment's ring.
     #[inline(always)]
     pub(crate) fn is_place(&self) -> bool {
         self.prev == NONE
@@ -174,34 +178,33 @@ impl Block {
         self.state == BlockState::Hole
     }
 
-    /// From the start of the segment.
+    /// Returns the offset from the start of the segment.
     #[inline]
     pub(crate) fn offset(&self) -> Units {
         self.location.offset()
     }
 
-    /// The offset behind the block.
+    /// Returns the offset of the end of the block.
     #[inline]
     pub(crate) fn end(&self) -> Units {
         self.offset() + self.size
     }
 }
 
-/// Alone on its cache lines, in pairs as processors fetch them: the table of another thread's heap may lie next to it.
+/// Aligned to pairs of cache lines, as processors fetch them: the table of another thread's heap may be adjacent.
 #[derive(Debug)]
 #[repr(align(128))]
 pub(crate) struct Segment {
-    /// Birth ordinal in the heap, and the sequence of its blocks.
+    /// The ordinal in the heap, and the sequence of its blocks.
     pub(crate) id: SegmentId,
     pub(crate) range: Range,
     /// The blocks tile `0..end`.
     pub(crate) end: Units,
-    /// Mapped part of `0..end`: all but the holes.
-    /// A stitched range has no memory of its own: 0.
+    /// The mapped part of `0..end`: all but the holes. 0 for a stitched range, which only aliases memory.
     pub(crate) mapped: Units,
-    /// Its addresses name memory of other segments.
+    /// `true` if its addresses map memory of other segments.
     pub(crate) is_stitched: bool,
-    /// Behind it lies the first block, before it the last one.
+    /// The slot between the last and the first block.
     edge: Slot,
 }
 
@@ -209,7 +212,7 @@ pub(crate) struct Segment {
 pub(crate) struct BlockTable {
     /// All slots: sentinels, edges, blocks and vacant ones.
     blocks: Vec<Block>,
-    /// The vacant slot to use next; `NONE` when there is none.
+    /// The next vacant slot to use; `NONE` if there is none.
     vacant: Slot,
     segments: Slab<Segment>,
 }
@@ -232,19 +235,19 @@ impl BlockTable {
         &mut self.blocks[slot as usize]
     }
 
-    /// The block in a slot that may be stale, or vacant.
+    /// Returns the block in a slot that may be stale or vacant.
     #[inline(always)]
     pub(crate) fn find(&self, slot: Slot) -> Option<&Block> {
         self.blocks.get(slot as usize)
     }
 
-    /// All slots, those without a block included.
+    /// Returns all slots, including those without a block.
     #[inline(always)]
     pub(crate) fn blocks(&self) -> &[Block] {
         &self.blocks
     }
 
-    /// The blocks, for code that changes several of them. There is room for one more.
+    /// Returns the blocks for code that changes several of them, with room for one more.
     #[inline(always)]
     pub(crate) fn tiling(&mut self) -> Tiling<'_> {
         if self.vacant == NONE {
@@ -253,7 +256,7 @@ impl BlockTable {
         Tiling { blocks: &mut self.blocks, vacant: &mut self.vacant }
     }
 
-    /// Size of a block if it is free, else 0.
+    /// Returns the size of a block if it is free, and 0 otherwise.
     pub(crate) fn free_size(&self, slot: Slot) -> Units {
         let block = self.block(slot);
         if block.is_free() { block.size } else { 0 }
@@ -275,34 +278,34 @@ impl BlockTable {
         &mut self.segments[segment as usize]
     }
 
-    /// The first address of a block.
+    /// Returns the first address of a block.
     pub(crate) fn address(&self, slot: Slot) -> DeviceAddress {
         let block = self.block(slot);
         self.address_at(block.segment, block.location)
     }
 
-    /// The address of a location in a segment.
+    /// Returns the address of a location in a segment.
     #[inline(always)]
     pub(crate) fn address_at(&self, segment: u32, location: Location) -> DeviceAddress {
         self.segment(segment).range.base.plus(bytes(location.offset()))
     }
 
-    /// The first block of a segment.
+    /// Returns the first block of a segment.
     pub(crate) fn first(&self, segment: u32) -> Slot {
         self.block(self.segment(segment).edge).next
     }
 
-    /// The last block of a segment.
+    /// Returns the last block of a segment.
     pub(crate) fn last(&self, segment: u32) -> Slot {
         self.block(self.segment(segment).edge).prev
     }
 
-    /// Whether nothing lies behind a block in its segment.
+    /// Returns `true` if a block is the last in its segment.
     pub(crate) fn is_last(&self, slot: Slot) -> bool {
         self.last(self.block(slot).segment) == slot
     }
 
-    /// Number of blocks. O(blocks), for the invariants.
+    /// Returns the number of blocks. O(blocks), for the invariants.
     pub(crate) fn block_count(&self) -> usize {
         self.blocks.iter().filter(|block| block.state != BlockState::Vacant).count()
     }
@@ -311,21 +314,21 @@ impl BlockTable {
         self.segments.len()
     }
 
-    /// The slots of all segments in sequence order.
+    /// Returns the slots of all segments in sequence order.
     pub(crate) fn segments_in_order(&self) -> Vec<u32> {
         let mut slots: Vec<u32> = self.segments.iter().map(|(slot, _)| slot as u32).collect();
         slots.sort_unstable_by_key(|slot| self.segment(*slot).id);
         slots
     }
 
-    /// The slots of all segments with memory of their own, in sequence order.
+    /// Returns the slots of all segments with their own memory, in sequence order.
     pub(crate) fn homes_in_order(&self) -> Vec<u32> {
         let mut slots = self.segments_in_order();
         slots.retain(|slot| !self.segment(*slot).is_stitched);
         slots
     }
 
-    /// The slots of a segment's blocks in offset order.
+    /// Returns the slots of a segment's blocks in offset order.
     pub(crate) fn blocks_of(&self, segment: u32) -> impl Iterator<Item = Slot> + '_ {
         let edge = self.segment(segment).edge;
         std::iter::successors(Some(edge), |slot| Some(self.block(*slot).next))
@@ -333,7 +336,7 @@ impl BlockTable {
             .take_while(move |slot| *slot != edge)
     }
 
-    /// Adds a segment that one block covers, and returns the block.
+    /// Adds a segment with one block that covers it, and returns the block.
     pub(crate) fn add_segment(
         &mut self,
         id: SegmentId,
@@ -350,7 +353,7 @@ impl BlockTable {
         self.extend(segment, size, fresh)
     }
 
-    /// Adds a stitched range that one block covers, and returns the block.
+    /// Adds a stitched range with one block that covers it, and returns the block.
     pub(crate) fn add_stitched(&mut self, id: SegmentId, range: Range, state: BlockState) -> Slot {
         let slot = self.add_segment(id, range, SizeClass::Large, units(range.size_bytes), state);
         let segment = self.segment_mut(self.block(slot).segment);
@@ -358,7 +361,7 @@ impl BlockTable {
         slot
     }
 
-    /// Takes out a segment of which nothing is allocated, with all its blocks.
+    /// Removes a segment without allocations, with all its blocks.
     pub(crate) fn remove_segment(&mut self, segment: u32) -> Segment {
         for slot in self.blocks_of(segment).collect::<Vec<_>>() {
             let state = self.block(slot).state;
@@ -371,7 +374,7 @@ impl BlockTable {
         dead
     }
 
-    /// Adds a block of `size` at the end of a segment and returns it.
+    /// Adds a block of `size` at the end of a segment, and returns it.
     pub(crate) fn extend(&mut self, segment: u32, size: Units, fresh: BlockState) -> Slot {
         let Segment { id, edge, end, .. } = *self.segment(segment);
         let Block { prev: last, class, .. } = *self.block(edge);
@@ -385,13 +388,13 @@ impl BlockTable {
         slot
     }
 
-    /// Adds a place of a plan, from this offset in the plan memory.
+    /// Adds a place of a plan at an offset in the plan memory.
     pub(crate) fn add_place(&mut self, memory: Slot, offset: Units, size: Units, state: BlockState) -> Slot {
         let Block { segment, class, location, .. } = *self.block(memory);
         self.tiling().insert(Block::new(segment, class, location.plus(offset), size, state))
     }
 
-    /// Takes the hole at the end of a segment away. The segment keeps another block.
+    /// Removes the hole at the end of a segment. The segment keeps at least one other block.
     pub(crate) fn shorten(&mut self, segment: u32) {
         let last = self.last(segment);
         let block = self.block(last);
@@ -401,16 +404,16 @@ impl BlockTable {
     }
 }
 
-/// The blocks of a table, borrowed once: code that goes from block to block checks a slot once.
+/// The blocks of a table, borrowed once so that code that visits several blocks checks each slot once.
 #[derive(Debug)]
 pub(crate) struct Tiling<'a> {
     blocks: &'a mut [Block],
-    /// Never [`NONE`] before a block is made.
+    /// Never [`NONE`] when a block is created.
     vacant: &'a mut Slot,
 }
 
 impl Tiling<'_> {
-    /// All slots, those without a block included.
+    /// Returns all slots, including those without a block.
     #[inline(always)]
     pub(crate) fn blocks(&mut self) -> &mut [Block] {
         self.blocks
@@ -423,8 +426,8 @@ impl Tiling<'_> {
         slot
     }
 
-    /// Cuts `size` off the start of a larger block that is in no index, and makes it a block of its own without fences. The
-    /// rest keeps the slot, the state and the fences.
+    /// Splits `size` off the start of a larger block that is in no index. The front becomes a new block without fences.
+    /// The rest keeps the slot, the state and the fences.
     #[inline(always)]
     pub(crate) fn cut_front(&mut self, slot: Slot, size: Units, state: BlockState) -> Slot {
         let front = *self.vacant;
@@ -433,7 +436,7 @@ impl Tiling<'_> {
         rest.location = location.plus(size);
         rest.size -= size;
         rest.prev = front;
-        // Field by field: a whole block would be put together on the stack first.
+        // Assigned field by field: otherwise a whole block would be built on the stack first.
         let block = &mut self.blocks[front as usize];
         *self.vacant = block.next;
         (block.segment, block.class, block.location, block.size) = (segment, class, location, size);
@@ -443,7 +446,8 @@ impl Tiling<'_> {
         front
     }
 
-    /// Puts a place at the start of the plan memory into the ring, as a block of its own. The memory may have no size then.
+    /// Inserts a place at the start of the plan memory into the ring, as a separate block. The memory may then have
+    /// size zero.
     pub(crate) fn put_front(&mut self, memory: Slot, place: Slot) {
         let (prev, size) = (self.blocks[memory as usize].prev, self.blocks[place as usize].size);
         let rest = &mut self.blocks[memory as usize];
@@ -456,7 +460,7 @@ impl Tiling<'_> {
         self.blocks[prev as usize].next = place;
     }
 
-    /// Lets a block that is in no index cover its neighbour, which is given up.
+    /// Extends a block that is in no index over its neighbor, which is removed.
     #[inline(always)]
     pub(crate) fn cover(&mut self, from: Slot, to: Slot) {
         let Block { size, location, .. } = self.blocks[from as usize];
@@ -466,7 +470,7 @@ impl Tiling<'_> {
         self.take_out(from);
     }
 
-    /// Takes a block out of the tiling. The caller extends a neighbour over it.
+    /// Removes a block from the tiling. The caller extends a neighbor over it.
     #[inline(always)]
     pub(crate) fn take_out(&mut self, slot: Slot) {
         let Block { prev, next, .. } = self.blocks[slot as usize];

@@ -1,4 +1,4 @@
-//! Configuration: what a program may choose, as values and as text, the rules that follow from it, and what can go wrong.
+//! Configuration: a program's choices as values and as text, the rules that follow from them, and their errors.
 
 pub mod errors;
 pub(crate) mod nearest;

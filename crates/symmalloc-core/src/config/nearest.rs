@@ -1,11 +1,11 @@
-//! The known word nearest to a misspelt one, for errors that say what was probably meant.
+//! Finds the known word nearest to a misspelled one, for suggestions in errors.
 //!
-//! A word is near when at most a third of it (at least one character) is to be inserted, deleted or replaced.
+//! A word is near if at most a third of it, and at least one character, must be inserted, deleted or replaced.
 
-/// The longest word that is looked at; a longer one is not a slip of the fingers.
+/// The longest word that is compared. A longer one is not a typing error.
 const WORD_BYTES_MAX: usize = 64;
 
-/// The first of the `known` words that is nearest to `word`, if any is near.
+/// Returns the first of the `known` words that is nearest to `word`, if one is near.
 #[doc(hidden)]
 pub fn nearest<'k>(word: &str, known: impl IntoIterator<Item = &'k str>) -> Option<&'k str> {
     if word.len() > WORD_BYTES_MAX {
@@ -19,7 +19,7 @@ pub fn nearest<'k>(word: &str, known: impl IntoIterator<Item = &'k str>) -> Opti
         .map(|(_, candidate)| candidate)
 }
 
-/// The part of an error's message that says what was probably meant, if that is known.
+/// Returns the part of an error's message that suggests a word, if there is one.
 #[doc(hidden)]
 pub fn did_you_mean(word: Option<&str>) -> String {
     word.map_or_else(String::new, |word| format!(", did you mean `{word}`?"))

@@ -1,9 +1,9 @@
-//! The vocabulary: one [`Op`] is one call that a program makes on the allocator.
+//! The vocabulary of ops. An [`Op`] is one call of a program to the allocator.
 //!
-//! An op is at once the step of a test, the input of a fuzzer, a line of a trace, a unit of replay and of a benchmark,
-//! and what a bug report consists of. So what fails anywhere can be saved and run everywhere.
+//! An op is a step of a test, an input of a fuzzer, a line of a trace, a unit of replay and of a benchmark, and the
+//! content of a bug report. So a failure anywhere can be saved and repeated everywhere.
 //!
-//! Ops name things by their logical ids only. No op carries an address, a raw handle or a time.
+//! Ops use logical ids only. No op carries an address, a raw handle or a time.
 
 use std::num::NonZeroU64;
 
@@ -11,7 +11,8 @@ use crate::config::errors::OutOfMemoryCause;
 use crate::config::policy::PoolConfig;
 use crate::types::ids::{AllocationId, ObserverId, Placement, PoolId, StreamId};
 
-/// The longest name of an allocation that a record holds, in bytes of UTF-8. Escaped in a text it takes at most six times as many.
+/// The longest name of an allocation in a record, in bytes of UTF-8. Escaped in a text, it takes at most six times as
+/// many.
 pub const NAME_BYTES_MAX: usize = 4 << 10;
 
 /// One call of the vocabulary.
@@ -19,39 +20,39 @@ pub const NAME_BYTES_MAX: usize = 4 << 10;
 pub enum Op {
     /// The program registers its next stream. Ids are dense: the n-th registration names stream n.
     RegisterStream {
-        /// The id the stream gets.
+        /// The id of the stream.
         stream: StreamId,
     },
-    /// The program makes its next pool. Ids are dense; pool 0 is the default pool and may be stated only before
-    /// anything was allocated, to say how it is configured.
+    /// The program creates its next pool. Ids are dense. Pool 0 is the default pool, and only a trace that states its
+    /// configuration before the first allocation may name it.
     CreatePool {
-        /// The id the pool gets.
+        /// The id of the pool.
         pool: PoolId,
         /// The pool's policy.
         config: Box<PoolConfig>,
     },
-    /// The pool is given up: everything in it must be free, and its memory goes back to the device.
+    /// The program destroys a pool. Everything in it must be free, and its memory goes back to the device.
     DestroyPool {
         /// The pool.
         pool: PoolId,
     },
-    /// Memory of `size_bytes` for work on `stream`.
+    /// The program allocates `size_bytes` for work on `stream`.
     Allocate {
-        /// What later ops call the allocation.
+        /// The name of the allocation in later ops.
         id: AllocationId,
-        /// The pool to take it from.
+        /// The pool that serves the request.
         pool: PoolId,
         /// The stream whose work uses it first.
         stream: StreamId,
         /// Requested bytes, not rounded. Zero is allowed and takes no memory.
         size_bytes: u64,
     },
-    /// The program is done with the allocation (PyTorch's `free_requested`).
+    /// The program frees the allocation (PyTorch's `free_requested`).
     Free {
         /// The allocation.
         id: AllocationId,
     },
-    /// Work on another stream uses the allocation too (PyTorch's `record_stream`).
+    /// Work on another stream uses the allocation as well (PyTorch's `record_stream`).
     RecordUse {
         /// The allocation.
         id: AllocationId,
@@ -70,7 +71,7 @@ pub enum Op {
         /// The stream.
         stream: StreamId,
     },
-    /// The heap of (pool, stream) shall hold at least `size_bytes` of device memory.
+    /// The program requires that the heap of (pool, stream) holds at least `size_bytes` of device memory.
     Reserve {
         /// The pool.
         pool: PoolId,
@@ -79,18 +80,20 @@ pub enum Op {
         /// Bytes of reserved memory to reach.
         size_bytes: u64,
     },
-    /// Give free memory back to the device: of one pool, or of all.
+    /// The program releases the free memory of one pool, or of all.
     Trim {
-        /// The pool, or all pools in order.
+        /// The pool; `None` for all pools in order.
         pool: Option<PoolId>,
     },
-    /// A point that every rank passes with the same history: where ranks agree and register (rule D6).
+    /// A point that every rank reaches with the same history, at which ranks compare histories and register memory
+    /// (rule D6).
     Sync,
-    /// A step begins in a pool: what the program repeats, for example a training step. Steps of one key are alike.
+    /// A step begins in a pool: a part of the program that repeats, for example a training step. Steps of one key are
+    /// alike.
     BeginStep {
         /// The pool.
         pool: PoolId,
-        /// Which step it is: the shape of a batch, say. 0 when all are alike.
+        /// The key of the step, for example the shape of a batch. 0 if all are alike.
         key: u64,
     },
     /// The pool's step ends.
@@ -98,55 +101,56 @@ pub enum Op {
         /// The pool.
         pool: PoolId,
     },
-    /// The pool gives its memory back, and keeps its addresses and blocks, until it wakes.
+    /// The pool releases its memory but keeps its addresses and blocks until it wakes.
     Sleep {
         /// The pool.
         pool: PoolId,
-        /// What becomes of the bytes in live blocks.
+        /// The treatment of the bytes in live blocks.
         contents: Contents,
     },
-    /// The pool has memory again, at the addresses that it had.
+    /// The pool has memory again, at its previous addresses.
     Wake {
         /// The pool.
         pool: PoolId,
     },
-    /// A sleep or a wake of the pool was asked for, and did not come about. The pool is as it was, but the digest says that it was
-    /// asked. Only recordings of running allocators have it.
+    /// A sleep or a wake of the pool was requested and failed. The pool is unchanged, but the request is in the digest.
+    /// Only recordings of running allocators contain this op.
     Stay {
         /// The pool.
         pool: PoolId,
-        /// Of the sleep; `None` for a wake.
+        /// The contents requested by the sleep; `None` for a wake.
         asked: Option<Contents>,
     },
-    /// An observer follows the pool's segments: removed ones keep their memory until it lets go, and none is shrunk.
+    /// An observer follows the pool's segments. Removed segments keep their memory until it acknowledges them, and no
+    /// segment shrinks.
     Observe {
-        /// The id the observer gets. Ids are dense, over all pools.
+        /// The id of the observer. Ids are dense over all pools.
         observer: ObserverId,
         /// The pool.
         pool: PoolId,
     },
-    /// The observer has dealt with everything that happened so far.
+    /// The observer has processed all events so far.
     Acknowledge {
         /// The observer.
         observer: ObserverId,
     },
-    /// The observer is gone.
+    /// The observer is deregistered.
     Forget {
         /// The observer.
         observer: ObserverId,
     },
-    /// A request for (pool, stream) met a limit. `size_bytes` of free memory were given back as the pool's `reclaim`
-    /// says, in vain: the request was not served by that. Only recordings of running allocators have it.
+    /// A request for (pool, stream) reached a limit. `size_bytes` of free memory were released as the pool's `reclaim`
+    /// setting demands, and the request still failed. Only recordings of running allocators contain this op.
     Reclaim {
         /// The pool.
         pool: PoolId,
         /// The stream.
         stream: StreamId,
-        /// Bytes of reserved memory that were missing.
+        /// Missing bytes of reserved memory.
         size_bytes: u64,
     },
-    /// A request for (pool, stream) was refused. It took nothing, but the digest says so. Only recordings of running
-    /// allocators have it.
+    /// A request for (pool, stream) was refused. It took nothing, but the refusal is in the digest. Only recordings of
+    /// running allocators contain this op.
     Refuse {
         /// The pool.
         pool: PoolId,
@@ -154,28 +158,28 @@ pub enum Op {
         stream: StreamId,
         /// Requested bytes.
         size_bytes: u64,
-        /// What stood in the way.
+        /// The cause of the refusal.
         refusal: Refusal,
     },
 }
 
-/// What becomes of the bytes in live blocks of a pool that sleeps. Free memory is never kept.
+/// The treatment of the bytes in live blocks of a sleeping pool. Free memory is never kept.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Contents {
-    /// They are copied to where they outlive their memory, and back when the pool wakes.
+    /// The bytes are saved, and restored when the pool wakes.
     Keep,
-    /// They are gone. What lies there after waking is undefined.
+    /// The bytes are lost. Their values after the wake are undefined.
     Drop,
-    /// They are zero after waking.
+    /// The bytes are zero after the wake.
     Zero,
 }
 
 impl Contents {
-    /// All of them.
+    /// All variants.
     pub const ALL: [Contents; 3] = [Contents::Keep, Contents::Drop, Contents::Zero];
 
-    /// Its word in a trace.
+    /// Returns its word in a trace.
     pub fn word(self) -> &'static str {
         match self {
             Contents::Keep => "keep",
@@ -185,7 +189,7 @@ impl Contents {
     }
 }
 
-/// What stood in the way of a request that was refused.
+/// The cause of a refused request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Refusal {
@@ -207,20 +211,21 @@ impl From<&OutOfMemoryCause> for Refusal {
     }
 }
 
-/// An op with what a recording knows of it.
+/// An op with the recorded details.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Record {
     /// The op.
     pub op: Op,
-    /// What the program called the allocation (allocate only).
+    /// The program's name of the allocation (allocate only).
     pub name: Option<Box<str>>,
-    /// Where the recorded allocator put it (allocate only).
+    /// The recorded placement (allocate only).
     pub placement: Option<Placement>,
-    /// How long the recorded allocator went on counting it after the free (free only).
+    /// The time for which the recorded allocator kept counting the memory after the free (free only).
     pub pending: Option<Pending>,
-    /// Bytes of its block, where the allocation was not placed anew but revived at its placement (allocate only): a pool went back
-    /// to a checkpoint. A replay makes it live there where that is free, and allocates it like any other where it is not.
+    /// Size of the block in bytes if the allocation was not placed again but revived at its placement (allocate only),
+    /// because a pool returned to a checkpoint. A replay revives it if its placement is free, and allocates it like any
+    /// other otherwise.
     pub revived_bytes: Option<NonZeroU64>,
 }
 
@@ -231,28 +236,29 @@ impl From<Op> for Record {
 }
 
 impl Record {
-    /// The same record with the allocation's name.
+    /// Returns the record with the allocation's name.
     #[must_use]
     pub fn with_name(mut self, name: &str) -> Self {
         self.name = Some(name.into());
         self
     }
 
-    /// The same record with the recorded decision.
+    /// Returns the record with the recorded placement.
     #[must_use]
     pub fn with_placement(mut self, placement: Placement) -> Self {
         self.placement = Some(placement);
         self
     }
 
-    /// The same record of an allocation that was revived at its placement, in a block of so many bytes; of 0, one that was not.
+    /// Returns the record of an allocation that was revived at its placement in a block of `block_bytes`; 0 if it was
+    /// not revived.
     #[must_use]
     pub fn with_revival(mut self, placement: Placement, block_bytes: u64) -> Self {
         (self.placement, self.revived_bytes) = (Some(placement), NonZeroU64::new(block_bytes));
         self
     }
 
-    /// The same record with the recorded time between the free and its completion.
+    /// Returns the record with the recorded time between the free and its completion.
     #[must_use]
     pub fn with_pending(mut self, pending: Pending) -> Self {
         self.pending = Some(pending);
@@ -260,34 +266,36 @@ impl Record {
     }
 }
 
-/// How long memory stayed taken after its free in an allocator that waits until the device is done with it, as PyTorch's
-/// does (`active_pending_free`).
+/// The time for which memory stays taken after its free in an allocator that waits until the device has completed its
+/// uses, as PyTorch's does (`active_pending_free`).
 ///
-/// Counted in what such a recording shows one after the other: the records of the trace, and completions.
+/// It is counted in entries of such a recording: records of the trace, and completions.
 ///
 /// ```text
 /// f 0 pending 4     a 1 ...     f 2 pending 1     a 3 ...     (2 completes)     (0 completes)     f 1
 ///                   └────────────────────── four ─────────────────────────┘
 /// ```
 ///
-/// This allocator has no such time, since a freed block is free at once (rule D3), and no decision follows from it.
+/// In this allocator a freed block is free at once (rule D3), so there is no such time. No decision follows from it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Pending(NonZeroU64);
 
 impl Pending {
-    /// It was not completed when the recording ended.
+    /// The free had not completed when the recording ended.
     pub const TO_THE_END: Pending = Pending(NonZeroU64::MAX);
 
-    /// This many records and completions came before it; `None` for none, which is a free that completes at once.
+    /// Creates the time from the number of records and completions before this completion. `None` for 0: the free
+    /// completed at once.
     pub fn new(entries: u64) -> Option<Self> {
         NonZeroU64::new(entries).map(Pending)
     }
 
-    /// How many records and completions came before it; `u64::MAX` for [`TO_THE_END`](Self::TO_THE_END).
+    /// Returns the number of records and completions before this completion; `u64::MAX` for
+    /// [`TO_THE_END`](Self::TO_THE_END).
     pub fn entries(self) -> u64 {
         self.0.get()
     }
 }
 
-// Readers and recorders keep records by the million.
+// Readers and recorders hold millions of records.
 const _: () = assert!(size_of::<Record>() == 80);

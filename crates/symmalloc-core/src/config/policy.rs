@@ -1,11 +1,11 @@
-//! Configuration: what the program decides before the first allocation, equal on every rank.
+//! Configuration values: everything that the program chooses before its first allocation, equal on every rank.
 //!
-//! A [`PoolConfig`] is the policy of one pool, a [`Config`] is an allocator's: the default pool's policy and what holds
-//! over all pools. Both are made by builders that check every value, so a value of these types is valid by
+//! A [`PoolConfig`] is the policy of one pool. A [`Config`] belongs to an allocator: the policy of the default pool,
+//! and settings that apply to all pools. Builders check every value, so a value of these types is valid by
 //! construction. [`crate::config::text`] reads and writes them in PyTorch's `key:value,...` syntax.
 //!
-//! Configuration is an input of every decision (rule D1): two ranks with different configurations are two different
-//! programs, which is why [`Config::digest`] exists.
+//! Configuration is an input of every decision (rule D1). Two ranks with different configurations run two different
+//! programs; [`Config::digest`] detects this.
 
 use crate::config::stitching::Stitching;
 use crate::types::units::{GIB, MIB, SEGMENT_BYTES_MAX, UNIT_BYTES};
@@ -13,20 +13,20 @@ use crate::types::units::{GIB, MIB, SEGMENT_BYTES_MAX, UNIT_BYTES};
 /// PyTorch's `kLargeBuffer`: the fixed segment for requests between 1 and 10 MiB, in bytes.
 pub(crate) const LARGE_SEGMENT_BYTES: u64 = 20 * MIB;
 
-/// What a configuration says of each of these, and a builder that sets it.
+/// Generates the getters of a configuration and its builder.
 macro_rules! settings {
     ($config:ident, $builder:ident: $($(#[$doc:meta])* $name:ident: $value:ty,)*) => {
         impl $config {
-            /// Starts from the defaults.
+            /// Returns a builder that starts from the defaults.
             pub fn builder() -> $builder { Self::default().to_builder() }
 
-            /// Starts from this one.
+            /// Returns a builder that starts from this configuration.
             pub fn to_builder(&self) -> $builder { $builder { config: self.clone() } }
 
             $($(#[$doc])* pub fn $name(&self) -> $value { self.$name })*
         }
 
-        /// Makes a configuration.
+        /// A builder of a configuration.
         #[derive(Clone, Debug)]
         #[must_use]
         pub struct $builder { config: $config }
@@ -37,17 +37,18 @@ macro_rules! settings {
     };
 }
 
-/// How a pool obtains backing memory.
+/// The way in which a pool acquires backing memory.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum SegmentPolicy {
-    /// PyTorch's size rules: small and large segments of fixed sizes, each obtained whole.
+    /// PyTorch's size rules: small and large segments of fixed sizes, each acquired as a whole.
     Fixed(FixedSegments),
     /// One virtual range per heap that grows at its end, mapped in granules. The default.
     Expandable(ExpandableSegments),
-    /// One segment per heap, obtained whole at the heap's first op; the heap never grows. For registered memory.
+    /// One segment per heap, acquired as a whole at the heap's first op. The heap never grows. For registered memory.
     Reserved {
-        /// Size of the segment in bytes; a multiple of 512, rounded up to the backend's granularity when obtained.
+        /// Size of the segment in bytes; a multiple of 512, rounded up to the backend's granularity when it is
+        /// acquired.
         segment_bytes: u64,
     },
 }
@@ -58,18 +59,19 @@ impl Default for SegmentPolicy {
     }
 }
 
-/// Knobs of [`SegmentPolicy::Fixed`], with PyTorch's names, meanings and defaults.
+/// Settings of [`SegmentPolicy::Fixed`], with PyTorch's names, meanings and defaults.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct FixedSegments {
     /// Blocks of at least this many bytes are never split (`max_split_size_mb`). `None`: no bound.
     pub max_split_size_bytes: Option<u64>,
-    /// How much larger than the request an unsplittable block may be (`max_non_split_rounding_mb`).
+    /// Most bytes by which an unsplittable block may exceed the request (`max_non_split_rounding_mb`).
     pub max_non_split_rounding_bytes: u64,
     /// The segment for requests between 1 and 10 MiB (`large_segment_size_mb`); a multiple of 2 MiB, more than 10 MiB.
     pub large_segment_bytes: u64,
-    /// Every allocation has a segment of its own, of its size in whole granules (`unsplit`): the other knobs and PyTorch's sizes say
-    /// nothing then. A free segment serves requests of its own size alone. For memory that is registered piece by piece.
+    /// Every allocation has its own segment of its size in whole granules (`unsplit`). The other settings and PyTorch's
+    /// sizes have no effect then. A free segment serves requests of its own size alone. For memory that is registered
+    /// piece by piece.
     pub unsplit: bool,
 }
 
@@ -84,15 +86,15 @@ impl Default for FixedSegments {
     }
 }
 
-/// Knobs of [`SegmentPolicy::Expandable`].
+/// Settings of [`SegmentPolicy::Expandable`].
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct ExpandableSegments {
-    /// Address space reserved per heap, in bytes. Costs no memory; a heap cannot grow beyond it.
+    /// Address space reserved per heap, in bytes. It takes no memory, and a heap cannot grow beyond it.
     pub range_bytes: u64,
-    /// The range grows by multiples of this many bytes; a multiple of the backend's granularity. Larger steps make
-    /// fewer driver calls, smaller ones leave less memory unused at the end. 0: the pool has a *quota*, which is what `reserve` made it
-    /// hold. No allocation makes it grow, and only a trim that names the pool makes it smaller.
+    /// The range grows by multiples of this many bytes; a multiple of the backend's granularity. Larger steps need
+    /// fewer driver calls, smaller ones leave less unused memory at the end. With 0, the pool has a *quota*: the amount
+    /// set by `reserve`. No allocation makes it grow, and only a trim that names the pool shrinks it.
     pub growth_bytes: u64,
 }
 
@@ -102,12 +104,12 @@ impl Default for ExpandableSegments {
     }
 }
 
-/// Whether the streams of a pool share free blocks.
+/// Sharing of free blocks between the streams of a pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum StreamPolicy {
-    /// A heap per stream: a block is reused only on the stream it was allocated on. Threads that drive different
-    /// streams do not disturb each other (rule D8).
+    /// One heap per stream: a block is reused only on the stream for which it was allocated. Threads that drive
+    /// different streams do not affect each other (rule D8).
     #[default]
     Separate,
     /// One heap for all streams of the pool: a free block serves any stream, which waits for the earlier users on the
@@ -115,57 +117,57 @@ pub enum StreamPolicy {
     Shared,
 }
 
-/// What an allocation does, before it fails, when a configured limit would be exceeded (rule D5). It gives back as much as is
-/// missing, and retries, until it is served or nothing that it may give back is left. What a failure callback frees
-/// without trimming is used where it is, and not given back.
+/// The action of an allocation that would exceed a configured limit, before it fails (rule D5). It releases as much
+/// memory as is missing and retries, until it succeeds or there is nothing left to release. Memory that a failure
+/// callback frees without trimming is reused in place and not released.
 ///
-/// It never reaches beyond the pool, and a symmetric pool gives nothing back for the limit over all pools, so that what
-/// happens in one pool cannot move a block of a symmetric one.
+/// Reclaiming never reaches beyond the pool. A symmetric pool releases nothing for the limit over all pools, so that
+/// events in another pool cannot move its blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Reclaim {
-    /// Fail at once.
+    /// Fails at once.
     Never,
-    /// Give back the free memory of the heap that asks, in sequence order. The default: a heap stays independent of
-    /// its neighbours.
+    /// Releases the free memory of the requesting heap, in sequence order. The default: a heap stays independent of the
+    /// others.
     #[default]
     Heap,
-    /// Give back the free memory of the whole pool, in (stream, sequence) order. For pools driven by one host thread.
+    /// Releases the free memory of the whole pool, in (stream, sequence) order. For pools driven by one host thread.
     Pool,
 }
 
-/// Whether a pool plans its steps by itself. See [`Plan`](crate::plans::Plan).
+/// The source of a pool's plans. See [`Plan`](crate::plans::Plan).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum PlanPolicy {
-    /// Only plans that the program hands over are followed.
+    /// The pool follows only plans that the program supplies.
     #[default]
     Off,
-    /// A step that asks for the same twice in a row is planned when it ends, and followed from then on. Which steps there are says
-    /// the program, with `begin_step` and `end_step`.
+    /// The pool plans a step that makes the same requests twice in a row, and follows the plan from then on. The
+    /// program marks steps with `begin_step` and `end_step`.
     Learn,
 }
 
-/// `roundup_power2_divisions`: how many steps a request is rounded up to between two powers of two.
+/// `roundup_power2_divisions`: the number of steps between two powers of two to which requests are rounded up.
 ///
-/// Element i is for sizes from 2^i MiB up (element 0 also for all smaller ones, the last also for all larger ones), as
-/// in PyTorch. 0 or 1: no rounding beyond 512 bytes.
+/// Element i applies to sizes from 2^i MiB up (element 0 also to all smaller ones, the last one also to all larger
+/// ones), as in PyTorch. 0 or 1: no rounding beyond 512 bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct RoundupPower2Divisions([u32; 16]);
 
 impl RoundupPower2Divisions {
-    /// The same number of divisions for all sizes.
+    /// Uses the same number of divisions for all sizes.
     ///
     /// # Errors
-    /// When `divisions` is not zero or a power of two.
+    /// When `divisions` is neither zero nor a power of two.
     pub fn uniform(divisions: u32) -> Result<Self, ConfigError> {
         Self::per_size([divisions; 16])
     }
 
-    /// Divisions for sizes from 1, 2, 4, ... 32768 MiB up.
+    /// Uses one number of divisions per size, from 1, 2, 4, ... 32768 MiB up.
     ///
     /// # Errors
-    /// When one of them is not zero or a power of two.
+    /// When one of them is neither zero nor a power of two.
     pub fn per_size(divisions: [u32; 16]) -> Result<Self, ConfigError> {
         match divisions.iter().find(|d| **d != 0 && !d.is_power_of_two()) {
             Some(&divisions) => {
@@ -175,7 +177,7 @@ impl RoundupPower2Divisions {
         }
     }
 
-    /// The divisions by size, as given.
+    /// Returns the divisions by size, as given.
     pub fn divisions(&self) -> [u32; 16] {
         self.0
     }
@@ -198,28 +200,28 @@ pub struct PoolConfig {
 }
 
 impl PoolConfig {
-    /// How the pool obtains backing memory.
+    /// Returns the way in which the pool acquires backing memory.
     pub fn segments(&self) -> &SegmentPolicy {
         &self.segments
     }
 
-    /// What the pool is for: pools of one tag sleep and wake together.
+    /// Returns the tag. Pools of one tag sleep and wake together.
     pub fn tag(&self) -> Option<&str> {
         self.tag.as_deref()
     }
 
-    /// Whether the pool holds what `reserve` made it hold: expandable segments with a growth of 0.
+    /// Returns `true` if the pool has a quota: expandable segments with a growth of 0.
     pub fn has_quota(&self) -> bool {
         matches!(&self.segments, SegmentPolicy::Expandable(expandable) if expandable.growth_bytes == 0)
     }
 
-    /// What of the policy a backend can serve. What is left out is not in the digest either.
+    /// Returns the part of the policy that a backend can serve. The rest is not in the digest either.
     pub(crate) fn that_works(mut self, can_alias: bool) -> Self {
         self.stitching = self.stitching.filter(|_| can_alias);
         self
     }
 
-    /// How large blocks are put together from free pieces, if they are. `None` also where the backend cannot do that.
+    /// Returns the stitching settings. `None` if the pool does not stitch, or the backend cannot.
     pub fn stitching(&self) -> Option<&Stitching> {
         self.stitching.as_ref()
     }
@@ -227,62 +229,63 @@ impl PoolConfig {
 
 settings! {
     PoolConfig, PoolConfigBuilder:
-    /// Whether the pool's streams share free blocks.
+    /// Sharing of free blocks between the pool's streams.
     streams: StreamPolicy,
-    /// Whether all ranks place alike in this pool: only symmetric pools are compared between ranks.
+    /// `true` if all ranks must place alike in this pool. Only symmetric pools are compared between ranks.
     symmetric: bool,
     /// The most device memory the pool may hold, in bytes.
     limit_bytes: Option<u64>,
-    /// A heap that holds more free bytes than this after a free gives its free memory back (CUDA's release threshold).
+    /// A heap with more free bytes than this after a free releases its free memory (CUDA's release threshold).
     release_threshold_bytes: Option<u64>,
-    /// What happens before an allocation fails at a limit.
+    /// The action of an allocation at a limit, before it fails.
     reclaim: Reclaim,
-    /// How requests are rounded beyond 512 bytes.
+    /// Rounding of requests beyond 512 bytes.
     roundup_power2_divisions: RoundupPower2Divisions,
-    /// Whether the pool plans its steps by itself.
+    /// The source of the pool's plans.
     plan: PlanPolicy,
 }
 
 impl PoolConfigBuilder {
-    /// How the pool obtains backing memory. Only expandable segments are stitched.
+    /// Sets the way in which the pool acquires backing memory. Only expandable segments are stitched.
     pub fn segments(mut self, segments: SegmentPolicy) -> Self {
         self.config.stitching = self.config.stitching.filter(|_| matches!(segments, SegmentPolicy::Expandable(_)));
         self.config.segments = segments;
         self
     }
 
-    /// PyTorch's fixed segments with their default knobs.
+    /// Uses PyTorch's fixed segments with their default settings.
     pub fn fixed(self) -> Self {
         self.segments(SegmentPolicy::Fixed(FixedSegments::default()))
     }
 
-    /// One growing range per heap with default knobs.
+    /// Uses one growing range per heap with default settings.
     pub fn expandable(self) -> Self {
         self.segments(SegmentPolicy::default())
     }
 
-    /// One segment of `segment_bytes` per heap, obtained up front.
+    /// Uses one segment of `segment_bytes` per heap, acquired in advance.
     pub fn reserved(self, segment_bytes: u64) -> Self {
         self.segments(SegmentPolicy::Reserved { segment_bytes })
     }
 
-    /// Whether large blocks are put together from free pieces, and how.
+    /// Sets stitching: large blocks consist of free pieces where no free block fits.
     pub fn stitching(mut self, stitching: Option<Stitching>) -> Self {
         self.config.stitching = stitching;
         self
     }
 
-    /// What the pool is for, for example `weights` or `kv_cache`: 1 to 24 lower-case letters, digits, `_` and `-`.
+    /// Sets the purpose of the pool, for example `weights` or `kv_cache`: 1 to 24 lower-case letters, digits, `_` and
+    /// `-`.
     pub fn tag(mut self, tag: Option<Box<str>>) -> Self {
         self.config.tag = tag;
         self
     }
 
-    /// Checks the values. A pool with a quota gives nothing back by itself: it has [`Reclaim::Never`].
+    /// Checks the values. A pool with a quota releases nothing by itself: it has [`Reclaim::Never`].
     ///
     /// # Errors
-    /// When a value is out of its range, with the key, the value and the range; when what is registered or fixed shall be
-    /// stitched; when a pool with a quota shall also grow or shrink by itself.
+    /// When a value is out of its range, with the key, the value and the range; when a symmetric pool or one without
+    /// expandable segments would stitch; when a pool with a quota would also grow or shrink by itself.
     pub fn build(mut self) -> Result<PoolConfig, ConfigError> {
         if self.config.has_quota() {
             self.config.reclaim = Reclaim::Never;
@@ -342,7 +345,7 @@ pub struct Config {
     history_ops: u32,
 }
 
-/// Whether allocations can be found by device pointer, and what that costs.
+/// Look-up of allocations by device pointer, and its cost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum PointerLookup {
@@ -366,7 +369,7 @@ impl Default for Config {
 }
 
 impl Config {
-    /// The policy of pool 0.
+    /// Returns the policy of pool 0.
     pub fn default_pool(&self) -> &PoolConfig {
         &self.default_pool
     }
@@ -376,17 +379,17 @@ settings! {
     Config, ConfigBuilder:
     /// The most device memory all pools together may hold, in bytes.
     limit_bytes: Option<u64>,
-    /// How often the failure callback may ask for another attempt at one allocation.
+    /// Most retries of one allocation that the failure callback may request.
     retries_max: u32,
-    /// Whether allocations can be found by device pointer.
+    /// Look-up of allocations by device pointer.
     pointer_lookup: PointerLookup,
-    /// How many ops each heap of a symmetric pool remembers, for agreement to name the first that differs: 32 bytes each, and up
-    /// to 112 more where the allocation has a name. 0: none. Decides no placement.
+    /// Number of ops that each heap of a symmetric pool remembers, so that agreement can name the first one that
+    /// differs: 32 bytes each, and up to 112 more if the allocation has a name. 0: none. Decides no placement.
     history_ops: u32,
 }
 
 impl ConfigBuilder {
-    /// The policy of pool 0.
+    /// Sets the policy of pool 0.
     pub fn default_pool(mut self, pool: PoolConfig) -> Self {
         self.config.default_pool = pool;
         self
@@ -403,30 +406,30 @@ impl ConfigBuilder {
     }
 }
 
-/// A configuration value that cannot be.
+/// An invalid configuration value.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConfigError {
-    /// The value is outside of its range.
+    /// The value is out of its range.
     #[error("{key} is {value}, but must be from {min} to {max}")]
     OutOfRange {
         /// The key, without its unit.
         key: &'static str,
-        /// The value given.
+        /// The given value.
         value: u64,
-        /// The least value.
+        /// The smallest allowed value.
         min: u64,
-        /// The greatest value.
+        /// The largest allowed value.
         max: u64,
     },
-    /// The value is not a multiple of what it must be a multiple of.
+    /// The value is not a multiple of the required unit.
     #[error("{key} is {value}, but must be a multiple of {of}")]
     NotAMultiple {
         /// The key, without its unit.
         key: &'static str,
-        /// The value given.
+        /// The given value.
         value: u64,
-        /// What it must be a multiple of.
+        /// The required unit.
         of: u64,
     },
     /// The value is not a power of two.
@@ -434,7 +437,7 @@ pub enum ConfigError {
     NotAPowerOfTwo {
         /// The key.
         key: &'static str,
-        /// The value given.
+        /// The given value.
         value: u64,
     },
     /// A tag is empty, too long, or has other characters.
@@ -443,13 +446,13 @@ pub enum ConfigError {
     /// A pool with a quota neither grows nor shrinks by itself.
     #[error("growth 0 gives a quota: say streams:shared, and leave stitching, plan and release_threshold out")]
     HasQuota,
-    /// Memory that may be registered, or has sizes of its own, is not stitched.
+    /// Memory that may be registered, or has fixed sizes, is not stitched.
     #[error(
         "{} is not stitched: remove stitching, or use another pool, with expandable segments",
         if *symmetric { "a symmetric pool" } else { "a pool of fixed or reserved segments" }
     )]
     NotStitched {
-        /// Whether that is because the pool is symmetric.
+        /// `true` if the reason is that the pool is symmetric.
         symmetric: bool,
     },
 }

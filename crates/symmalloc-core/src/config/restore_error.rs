@@ -1,4 +1,4 @@
-//! What stands in the way of a layout that is saved, or restored.
+//! Errors of saving and restoring a layout.
 
 use crate::config::errors::{OutOfMemoryCause, PoolSleeps, UnknownError};
 use crate::config::policy::PoolConfig;
@@ -6,7 +6,7 @@ use crate::types::backend::BackendError;
 use crate::types::ids::{Placement, PoolId, SegmentId, StreamId};
 use thiserror::Error;
 
-/// Why `save_layout` failed: the pool is not as a layout can be.
+/// The error of `save_layout`: a layout cannot represent the pool's state.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum LayoutError {
@@ -16,23 +16,24 @@ pub enum LayoutError {
     /// The pool sleeps.
     #[error(transparent)]
     Sleeps(#[from] PoolSleeps),
-    /// Large blocks are put together from pieces, and a layout cannot hold that.
-    #[error("{pool} has stitched ranges: free what lies in them, and trim the pool")]
+    /// The pool has stitched blocks, which a layout cannot represent.
+    #[error("{pool} has stitched ranges: free the allocations in them, and trim the pool")]
     Stitched {
         /// The pool.
         pool: PoolId,
     },
-    /// Dead segments still count towards the limits, and a layout cannot hold them. In a restore only where observers hold them.
+    /// Dead segments still count toward the limits, and a layout cannot represent them. In a restore, only those that
+    /// observers hold.
     #[error(
         "{retired_bytes} bytes of dead segments of {pool} are not back on the device: let the observers acknowledge, or trim"
     )]
     Retired {
         /// The pool.
         pool: PoolId,
-        /// Bytes of dead segments that observers hold, or that the driver did not take back.
+        /// Bytes of dead segments that observers hold or that the driver did not take back.
         retired_bytes: u64,
     },
-    /// The pool is in a step, or has plans or learns some: a layout cannot hold that.
+    /// The pool is in a step, or has plans or is learning some, which a layout cannot represent.
     #[error(
         "{pool} is in a step, has plans or learns some, which a layout cannot hold: end the step, and call drop_plans"
     )]
@@ -42,22 +43,23 @@ pub enum LayoutError {
     },
 }
 
-/// Why `restore_layout` failed. Nothing has changed, except after [`Backend`](Self::Backend) and [`Fence`](Self::Fence).
+/// The error of `restore_layout`. Nothing has changed, except after [`Backend`](Self::Backend) and
+/// [`Fence`](Self::Fence).
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum RestoreError {
-    /// The pool, or a stream that the layout names, does not exist.
+    /// The pool, or a stream of the layout, does not exist.
     #[error(transparent)]
     Unknown(#[from] UnknownError),
-    /// The pool has another configuration than the saved one: its future is another.
+    /// The pool's configuration differs from the saved one.
     #[error("the layout is of a pool `{saved}`, this one is `{here}`: create it with the saved configuration")]
     Config {
-        /// Of the saved pool.
+        /// The saved pool's configuration.
         saved: Box<PoolConfig>,
-        /// Of this one.
+        /// This pool's configuration.
         here: Box<PoolConfig>,
     },
-    /// The backend maps in other steps, or the allocator has another limit over all pools.
+    /// The backend has another granularity, or the allocator has another limit over all pools.
     #[error(
         "the layout was saved with a {key} of {}, here it is {}: use the saved one",
         limit(saved_bytes),
@@ -66,15 +68,15 @@ pub enum RestoreError {
     Input {
         /// `granularity`, or `total_limit`.
         key: &'static str,
-        /// When the layout was saved, in bytes.
+        /// Its value when the layout was saved, in bytes.
         saved_bytes: Option<u64>,
-        /// Here, in bytes.
+        /// Its value now, in bytes.
         here_bytes: Option<u64>,
     },
-    /// The pool is not as a layout can be.
+    /// A layout cannot represent the pool's state.
     #[error(transparent)]
     State(#[from] LayoutError),
-    /// A live allocation is not in the layout, or is there with another size, request or stream.
+    /// A live allocation is not in the layout, or has another size, request or stream there.
     #[error(
         "an allocation of {requested_bytes} bytes at {placement} on {stream} in {pool}{} is live, but not as the layout \
          has it: free it first",
@@ -85,14 +87,14 @@ pub enum RestoreError {
         pool: PoolId,
         /// The stream it was allocated for.
         stream: StreamId,
-        /// Where it lies in its heap.
+        /// Its placement.
         placement: Placement,
-        /// Bytes that the program asked for.
+        /// Requested bytes.
         requested_bytes: u64,
-        /// What the program called it.
+        /// The program's name of it.
         name: Option<Box<str>>,
     },
-    /// Memory that the layout has went back to the device, so its old addresses mean nothing any more.
+    /// Memory of the layout was released to the device, so its old addresses are no longer valid.
     #[error(
         "{size_bytes} bytes at {segment}@{offset_bytes} in {pool} ({}) are not there any more: do not trim a pool \
          that is to be restored; a restarted rank restores before its first op",
@@ -105,12 +107,12 @@ pub enum RestoreError {
         stream: Option<StreamId>,
         /// The segment.
         segment: SegmentId,
-        /// Where the first missing memory starts in it, in bytes.
+        /// Offset of the first missing memory in it, in bytes.
         offset_bytes: u64,
-        /// How much is missing there, in bytes.
+        /// Missing bytes there.
         size_bytes: u64,
     },
-    /// Memory was obtained since, and an observer knows of it: what was logged cannot be taken back.
+    /// Memory was acquired in the meantime, and an observer knows of it. Logged events cannot be undone.
     #[error(
         "{segment} of {pool} ({}) was born or grew since the layout was saved, and {observers} observers know of it: \
          forget them first, and observe the pool anew afterwards",
@@ -126,30 +128,30 @@ pub enum RestoreError {
         /// Number of observers of the pool.
         observers: u32,
     },
-    /// A configured limit is lower than what the layout and the other pools hold.
+    /// A configured limit is lower than the memory of the layout and of the other pools.
     #[error(
         "the layout needs {needed_bytes} bytes, and {cause}, or restore every pool before anything else is allocated"
     )]
     Limit {
         /// Bytes of the heap that did not fit.
         needed_bytes: u64,
-        /// Which limit.
+        /// The limit.
         cause: OutOfMemoryCause,
     },
-    /// A stream cannot be told to wait for the earlier users of memory that becomes its own again.
+    /// A stream cannot be made to wait for the earlier users of memory that it gets back.
     #[error("cannot order {stream} behind the earlier users of its memory, restore again later: {error}")]
     Fence {
-        /// The stream that was to wait.
+        /// The stream that had to wait.
         stream: StreamId,
-        /// What the driver said.
+        /// The driver's error.
         error: BackendError,
     },
-    /// The driver failed. A fresh pool is fresh again; a used one is sound, and restoring it again goes on.
+    /// The driver failed. A fresh pool is fresh again. A used one is consistent, and a repeated restore continues.
     #[error("the driver failed, restore again later: {0}")]
     Backend(#[from] BackendError),
 }
 
-/// What an error calls a heap.
+/// Returns the name of a heap in errors.
 fn heap(stream: &Option<StreamId>) -> String {
     stream.map_or_else(|| "shared".to_owned(), |stream| stream.to_string())
 }

@@ -1,21 +1,21 @@
-//! Size rules: how large a block a request gets, which segment is obtained for it, and when a block is split.
+//! Size rules: the size of a request's block, the segment acquired for it, and the cases in which a block is split.
 //!
-//! For fixed segments these are PyTorch's rules, number for number (`c10/cuda/CUDACachingAllocator.cpp`, functions
-//! `round_size`, `get_allocation_size`, `should_split` and the oversize tests of `get_free_block`), so that a PyTorch
-//! user's peak carries over. Expandable and reserved segments round in the same way and split whenever 512 bytes
-//! remain. Integer arithmetic only: floats may differ between machines.
+//! For fixed segments these are PyTorch's rules, number for number (`c10/cuda/CUDACachingAllocator.cpp`: `round_size`,
+//! `get_allocation_size`, `should_split` and the oversize tests of `get_free_block`), so that a PyTorch user sees the
+//! same peak. Expandable and reserved segments round in the same way and split whenever 512 bytes remain. All
+//! arithmetic is on integers: floats may differ between machines.
 
 use crate::config::policy::{PoolConfig, RoundupPower2Divisions, SegmentPolicy};
 use crate::types::units::{MIB, SEGMENT_BYTES_MAX, UNIT_BYTES, Units, bytes, units};
 
 /// PyTorch's `kSmallSize`: the largest request of the small class, in bytes.
 const SMALL_BYTES_MAX: u64 = MIB;
-/// PyTorch's `kMinLargeAlloc`: requests from here on get a segment of their own size, in bytes.
+/// PyTorch's `kMinLargeAlloc`: requests from this size on, in bytes, get a segment of exactly their size.
 const LARGE_BYTES_MIN: u64 = 10 * MIB;
 /// PyTorch's `kSmallBuffer` and `kRoundLarge`, in bytes.
 const SMALL_SEGMENT_BYTES: u64 = 2 * MIB;
 
-/// The two classes in which sizes are counted, and with fixed segments also kept apart.
+/// The two classes in which sizes are counted. Fixed segments also keep them apart.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum SizeClass {
     /// Blocks of at most 1 MiB.
@@ -25,30 +25,30 @@ pub enum SizeClass {
 }
 
 impl SizeClass {
-    /// The class in which a block of this size is counted.
+    /// Returns the class in which a block of this size is counted.
     #[inline]
     pub(crate) fn of(size: Units) -> Self {
         if size <= const { (SMALL_BYTES_MAX / UNIT_BYTES) as Units } { SizeClass::Small } else { SizeClass::Large }
     }
 }
 
-/// The rules of one heap: a pool's policy with the backend's granularity worked in.
+/// The rules of one heap: a pool's policy combined with the backend's granularity.
 #[derive(Debug)]
 pub(crate) struct SizeRules {
     shape: Shape,
-    /// Blocks up to this size have segments of their own: those of the small class where segments are fixed, else none.
+    /// Largest block of the small class, if segments are fixed; otherwise 0.
     small_max: Units,
     rounding: Rounding,
-    /// What memory is obtained and given back in: the backend's granularity, or that of stitching.
+    /// The unit in which memory is acquired and released: the backend's granularity, or that of stitching.
     pub(crate) granule: Units,
 }
 
-/// What a request is rounded up to.
+/// The rule by which a request is rounded up.
 #[derive(Debug)]
 enum Rounding {
     Units,
     Divisions(RoundupPower2Divisions),
-    /// A block is a segment.
+    /// To whole granules: a block is a segment.
     Granules,
 }
 
@@ -88,7 +88,7 @@ impl SizeRules {
         }
     }
 
-    /// The size of the block that serves a request of `requested` bytes, which is from 1 to [`SEGMENT_BYTES_MAX`].
+    /// Returns the size of the block for a request of `requested` bytes, which is from 1 to [`SEGMENT_BYTES_MAX`].
     #[inline]
     pub(crate) fn block_size(&self, requested: u64) -> Units {
         debug_assert!((1..=SEGMENT_BYTES_MAX).contains(&requested));
@@ -99,13 +99,15 @@ impl SizeRules {
         }
     }
 
-    /// The class whose free blocks and segments serve a block of this size: one for all unless segments are fixed.
+    /// Returns the class whose free blocks and segments serve a block of this size: one for all unless segments are
+    /// fixed.
     #[inline]
     pub(crate) fn class_of(&self, size: Units) -> SizeClass {
         if size <= self.small_max { SizeClass::Small } else { SizeClass::Large }
     }
 
-    /// Whether a free block that is large enough may serve the request: oversize blocks are kept for oversize requests.
+    /// Returns `true` if a free block that is large enough may serve the request. Oversize blocks are kept for oversize
+    /// requests.
     #[inline]
     pub(crate) fn accepts(&self, request: Units, block: Units) -> bool {
         match self.shape {
@@ -122,7 +124,7 @@ impl SizeRules {
         }
     }
 
-    /// Whether what remains of a block behind the request becomes a block of its own.
+    /// Returns `true` if the rest of a block behind the request becomes a separate block.
     #[inline]
     pub(crate) fn splits(&self, class: SizeClass, request: Units, block: Units) -> bool {
         match self.shape {
@@ -135,7 +137,8 @@ impl SizeRules {
         }
     }
 
-    /// The fixed segment that is obtained for a block: PyTorch's `get_allocation_size`, in whole granules.
+    /// Returns the size of the fixed segment that is acquired for a block: PyTorch's `get_allocation_size`, in whole
+    /// granules.
     pub(crate) fn segment_size(&self, block: Units) -> Units {
         let Shape::Fixed { large_segment_bytes, .. } = self.shape else { return self.whole_granules(block) };
         let wanted = match bytes(block) {
@@ -146,7 +149,7 @@ impl SizeRules {
         self.whole_granules(units(wanted))
     }
 
-    /// The size rounded up to whole granules.
+    /// Rounds the size up to whole granules.
     pub(crate) fn whole_granules(&self, size: Units) -> Units {
         size.next_multiple_of(self.granule)
     }

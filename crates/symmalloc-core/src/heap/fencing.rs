@@ -1,7 +1,7 @@
-//! Fencing: what keeps a block's next user behind its earlier ones (rule D3). A part of [`Heap`].
+//! Fencing keeps a block's next user behind its earlier ones (rule D3). A part of [`Heap`].
 //!
-//! Uses by other streams are noted while a block is allocated, become events when it is freed, travel with it while it
-//! is free, and are waited for by the stream that takes it. Only this file makes those driver calls.
+//! While a block is allocated, uses by other streams are noted. When it is freed, they become events. They stay with
+//! the free block until the stream that takes it waits for them. Only this file makes these driver calls.
 
 use super::{Heap, Live, Outside};
 use crate::blocks::table::{Block, BlockState, Slot};
@@ -32,7 +32,7 @@ impl<L: Lock> Heap<L> {
         Ok(())
     }
 
-    /// Records an event on every other stream that used an allocated block, all or none.
+    /// Records an event on every other stream that used an allocated block: all events or none.
     pub(super) fn fence_uses(&mut self, context: &Outside<'_, L>, slot: Slot) -> Result<(), BackendError> {
         let set = self.table.block(slot).fences;
         let uses = self.fences.fences(set);
@@ -52,8 +52,8 @@ impl<L: Lock> Heap<L> {
         Ok(())
     }
 
-    /// Orders `stream` behind all earlier users of the free block, on the device. On an error, what is not waited for yet
-    /// is waited for by the next attempt.
+    /// Orders `stream` behind all earlier users of the free block, on the device. After an error, the next attempt
+    /// waits for what is missing.
     pub(super) fn wait_for_earlier_users(
         &mut self,
         context: &Outside<'_, L>,
@@ -83,7 +83,7 @@ impl<L: Lock> Heap<L> {
         Ok(())
     }
 
-    /// What had to be waited for before one free block is used must be waited for before the other is.
+    /// Merges the fences of one free block into those of another, so that users of the second wait for both.
     #[inline(never)]
     pub(super) fn hand_over(table: &mut FenceTable, blocks: &mut [Block], from: Slot, to: Slot) {
         let (giver, taker) = (&blocks[from as usize], &blocks[to as usize]);
@@ -96,7 +96,7 @@ impl<L: Lock> Heap<L> {
         let state = if stream == other {
             BlockState::Free { stream, since: since.max(other_since) }
         } else if since == 0 {
-            // Memory that no stream used yet takes over its neighbour's owner.
+            // Memory that no stream has used yet takes over its neighbor's owner.
             BlockState::Free { stream: other, since: other_since }
         } else {
             if other_since != 0 {
@@ -109,13 +109,14 @@ impl<L: Lock> Heap<L> {
         (taker.fences, taker.state) = (fences, state);
     }
 
-    /// Gives events back that no fence names any more.
+    /// Returns events to the backend that no fence refers to any more.
     #[inline(always)]
     pub(crate) fn recycle_spent(&mut self, context: &Outside<'_, L>) {
         self.fences.drain_spent(|event| context.backend.recycle(event));
     }
 
-    /// Drops the fences that are over, asking the backend. Placement does not notice. Returns how many.
+    /// Drops the fences that have completed, according to the backend. This does not affect placement. Returns their
+    /// number.
     pub(crate) fn drop_completed_fences(&mut self, context: &Outside<'_, L>) -> Result<u64, BackendError> {
         let mut dropped = 0;
         let places = self.places().to_vec();
@@ -138,7 +139,7 @@ impl<L: Lock> Heap<L> {
     }
 }
 
-/// Orders `stream` behind a fence, unless it has waited for that already.
+/// Orders `stream` behind a fence, unless it has already waited for it.
 fn order_behind<L: Lock>(context: &Outside<'_, L>, stream: StreamId, fence: Fence) -> Result<(), BackendError> {
     if context.clocks.lock().covers(stream, fence.stream, fence.tick) {
         return Ok(());
@@ -160,7 +161,7 @@ fn order_behind<L: Lock>(context: &Outside<'_, L>, stream: StreamId, fence: Fenc
     Ok(())
 }
 
-/// Blocks the host until the stream's work so far is done.
+/// Blocks the host until the stream's work so far has completed.
 pub(crate) fn synchronize<L: Lock>(context: &Outside<'_, L>, stream: StreamId) -> Result<(), BackendError> {
     let moment = context.clocks.lock().moment(stream);
     context.backend.synchronize(stream)?;

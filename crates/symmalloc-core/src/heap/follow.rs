@@ -1,8 +1,10 @@
-//! Following a plan: a step whose allocations are known beforehand goes where the plan says. A part of [`Heap`].
+//! Follows plans: in a step whose allocations are known in advance, each one goes where the plan places it. A part of
+//! [`Heap`].
 //!
-//! While a step is open, each request is compared with the plan's next one. If it is the same, and what lay at its place before is
-//! free, the allocation takes the place: no search, no split, no merge when it is freed. The first request that differs ends that
-//! for the step: from there on everything is placed the ordinary way, beside the memory that the plans hold.
+//! While a step is open, each request is compared with the plan's next one. If they are equal, and the blocks that
+//! overlapped its place before are free, the allocation takes the place, without a search, a split or a later merge.
+//! The first request that differs ends this for the step: the rest of the step is placed the ordinary way, next to the
+//! plan memory.
 //!
 //! ```text
 //!  segment   ┌───────────┬──────────────────────────────────┬──────┐
@@ -14,11 +16,12 @@
 //!                        └─────────┴──────────┘
 //! ```
 //!
-//! Frees are not compared. A place that is free too early does no harm, and one that is not free when its turn comes is a
-//! difference. A step without a plan has the plan memory for itself: it is an ordinary free block until a step follows a plan
-//! again. Who used a place is waited for by whoever takes what overlaps it, once for each stream: the plan knows who was last at
-//! each offset, and who looked there since ([`Schedule`]), as long as steps of it follow each other. After another step, each
-//! stream of the plan waits for all places before the first request, and what is live still from then is looked at by each request.
+//! Frees are not compared. A place that is free too early does no harm, and one that is not free in time counts as a
+//! difference. During a step without a plan, the plan memory is an ordinary free block, until a step follows a plan
+//! again. A stream that takes memory waits for the users of every overlapping place, once per stream. As long as steps
+//! of the plan follow each other, the plan knows the last user of each offset and the streams that have waited for it
+//! ([`Schedule`]). After any other step, each stream of the plan waits for all places before the first request, and
+//! each request checks the allocations that are still live from before.
 
 use super::obtain::fresh;
 use super::{Context, Heap, Outside, Shortage};
@@ -40,7 +43,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use symmalloc_plan::{Place, Schedule, Steps};
 
-/// How long the search for a learned plan may take: steps in proportion to what is planned, a few seconds for 50,000 allocations.
+/// Returns the budget of the search for a learned plan: steps in proportion to the planned allocations, a few seconds
+/// for 50,000 of them.
 fn learning_budget(allocations: usize) -> Steps {
     Steps(2_000 * allocations as u64)
 }
@@ -50,11 +54,11 @@ fn learning_budget(allocations: usize) -> Steps {
 pub(crate) struct PreparedPlans {
     /// At least one.
     plans: Vec<Arc<Plan>>,
-    /// Of each plan.
+    /// The schedule of each plan.
     schedules: Vec<Schedule>,
-    /// What the memory of all of them needs.
+    /// The memory that all of them need.
     size: Units,
-    /// Streams that they allocate for, ascending.
+    /// The streams for which they allocate, ascending.
     streams: SmallVec<[StreamId; 2]>,
 }
 
@@ -86,7 +90,7 @@ impl<L: Lock> Heap<L> {
         self.allocate_with_care(context, stream, requested)
     }
 
-    /// A place that is free, and whose users the stream waits for, becomes an allocation.
+    /// Turns a free place, whose users the stream waits for, into an allocation.
     #[inline(always)]
     fn take_place(&mut self, slot: Slot, stream: StreamId, requested: u64) -> Allocation {
         let serial = self.serials.next();
@@ -97,8 +101,8 @@ impl<L: Lock> Heap<L> {
         self.announce((slot, location, size), serial, stream, requested, address)
     }
 
-    /// Allocates in a step what does not simply follow the plan: something is to be waited for, is placed the ordinary way, logged, or
-    /// another request than the plan's.
+    /// Slow path of requests inside a step: a wait, an ordinary placement, a log entry, or a request that differs from
+    /// the plan.
     #[cold]
     #[inline(never)]
     fn allocate_with_care<B: Backend>(
@@ -125,7 +129,7 @@ impl<L: Lock> Heap<L> {
         };
         let count = checks.len();
         let allocation = if let Some(own) = checks.last().copied() {
-            // Besides, what overlaps the place from before the step.
+            // In addition, blocks from before the step that overlap it.
             let (offset, end) = (self.table.block(own).offset(), self.table.block(own).end());
             let overlaps = |late: &Block| late.offset() < end && offset < late.end();
             let late = self.follower.as_deref().map_or(&[][..], Follower::late).iter();
@@ -157,7 +161,7 @@ impl<L: Lock> Heap<L> {
         Ok(allocation)
     }
 
-    /// From here on the step is placed the ordinary way.
+    /// Records the first difference. The rest of the step is placed the ordinary way.
     #[cold]
     fn differ(&mut self, cause: DifferenceCause) {
         self.set_watch(Watch::Nothing);
@@ -173,7 +177,7 @@ impl<L: Lock> Heap<L> {
         self.direct_bytes_max = if watch == Watch::Nothing { SEGMENT_BYTES_MAX } else { 0 };
     }
 
-    /// A step begins that the program calls by this key.
+    /// Begins a step with this key.
     pub(crate) fn begin_step<B: Backend>(&mut self, context: &Context<B, L>, key: u64) {
         if self.has_history() {
             self.fold(op_word(Mark::BeginStep, StreamId(0), 0), key);
@@ -183,7 +187,7 @@ impl<L: Lock> Heap<L> {
         let watch = self.follower.get_or_insert_default().begin(key, learns, allocations);
         self.set_watch(watch);
         if self.watch != Watch::Plan {
-            // The step has the memory of plans for itself.
+            // The step uses the memory of plans as ordinary memory.
             return self.dissolve_plans(context);
         }
         if let Err(cause) = self.place_plans(context) {
@@ -196,7 +200,7 @@ impl<L: Lock> Heap<L> {
         if !follower.is_continued()
             && let Err(error) = self.wait_for_all_places(context)
         {
-            // Other ranks may follow the plan: the digest says that this one does not.
+            // Other ranks may follow the plan, so the digest records that this one does not.
             self.fold(op_word(Mark::RefusedByDriver, StreamId(0), 0), 0);
             let (pool, stream) = (self.identity.pool.0, self.identity.stream.map(|stream| stream.0));
             tracing::warn!(name: "plan.unordered", target: "symmalloc", pool, stream, %error);
@@ -204,7 +208,7 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// Obtains memory for the plans, unless they have some. Without it none is followed any more.
+    /// Acquires memory for the plans, unless they have it. Without memory, no plan is followed any more.
     fn place_plans<B: Backend>(&mut self, context: &Context<B, L>) -> Result<(), DifferenceCause> {
         if self.plan_memory().is_some() {
             return Ok(());
@@ -225,7 +229,7 @@ impl<L: Lock> Heap<L> {
         })
     }
 
-    /// Orders each stream of the plans behind all that used their places.
+    /// Orders each stream of the plans behind all users of their places.
     fn wait_for_all_places<B: Backend>(&mut self, context: &Context<B, L>) -> Result<(), BackendError> {
         let memory = self.follower.as_deref().and_then(Follower::memory).expect("there is a plan");
         let (places, streams) = (memory.places.clone(), memory.streams.clone());
@@ -237,7 +241,7 @@ impl<L: Lock> Heap<L> {
         Ok(())
     }
 
-    /// The step ends. A heap that learns may know a plan more now.
+    /// Ends the step. A heap that learns may have a new plan afterwards.
     pub(crate) fn end_step(&mut self, key: u64) -> StepReport {
         let allocations = self.usage.allocations_made();
         let Some(follower) = self.follower.as_deref_mut() else { return StepReport::default() };
@@ -253,7 +257,7 @@ impl<L: Lock> Heap<L> {
         report
     }
 
-    /// Makes a plan for a step that came twice alike. The next one follows it.
+    /// Makes a plan for a step that came twice alike. The next such step follows it.
     fn plan_step(&mut self, key: u64, wanted: Vec<StepAllocation>) {
         let wanted_of = |plan: &Plan| plan.allocations().iter().map(|planned| planned.wanted).collect::<Vec<_>>();
         let known = self.plans();
@@ -261,7 +265,7 @@ impl<L: Lock> Heap<L> {
         let mut steps: Vec<(u64, Vec<StepAllocation>)> = others.map(|plan| (plan.key(), wanted_of(plan))).collect();
         steps.push((key, wanted));
         if steps.len() > 1 {
-            // What one step leaves for the next would lie in the way of a step of another key.
+            // Allocations that one step leaves to the next would block the places of a step with another key.
             for (_, wanted) in &mut steps {
                 let count = wanted.len() as u32;
                 wanted.iter_mut().for_each(|it| it.until = it.until.filter(|until| *until <= count));
@@ -292,7 +296,7 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// Makes a plan ready to be adopted, beside those of other keys that are there. Nothing changes.
+    /// Prepares a plan for adoption, together with the existing plans of other keys. Changes nothing.
     pub(crate) fn prepare_plan(&self, plan: Plan) -> Result<PreparedPlans, PlanError> {
         let mut plans = self.plans();
         plans.retain(|other| other.key() != plan.key());
@@ -317,7 +321,7 @@ impl<L: Lock> Heap<L> {
         Ok(PreparedPlans { plans, schedules, size, streams })
     }
 
-    /// Takes prepared plans up, in place of those that are there, and obtains their memory. On an error there are no plans.
+    /// Replaces the plans with prepared ones and acquires their memory. After an error there are no plans.
     pub(crate) fn adopt<B: Backend>(
         &mut self,
         context: &Context<B, L>,
@@ -333,7 +337,7 @@ impl<L: Lock> Heap<L> {
         installed
     }
 
-    /// Gives the plans up, with their memory, and forgets what was learned.
+    /// Drops the plans with their memory and everything that was learned.
     pub(crate) fn drop_plans<B: Backend>(&mut self, context: &Context<B, L>) {
         self.dissolve_plans(context);
         if let Some(follower) = &mut self.follower {
@@ -341,8 +345,8 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// Obtains memory for the plans that are known, which these are. Where no free block is large enough, what is free lies in pieces
-    /// between what lives on: it goes back first, and the plans take its place.
+    /// Acquires memory for the known plans, which are `prepared`. If no free block is large enough, free memory lies in
+    /// pieces between live allocations: it is released first, and the plans take its place.
     fn install<B: Backend>(&mut self, context: &Context<B, L>, prepared: &PreparedPlans) -> Result<(), Box<Shortage>> {
         let PreparedPlans { plans, schedules, size, streams } = prepared;
         let (size, class) = (*size, self.rules.class_of(*size));
@@ -391,7 +395,8 @@ impl<L: Lock> Heap<L> {
         Ok(())
     }
 
-    /// Takes the memory of plans away, if they have some. What is live at their places becomes ordinary blocks, and the rest is free.
+    /// Removes the memory of plans, if there is any. Live allocations in it become ordinary blocks, and the rest
+    /// becomes free.
     pub(crate) fn dissolve_plans(&mut self, context: &Outside<'_, L>) {
         let Some(PlanMemory { block: memory, places, streams, .. }) =
             self.follower.as_deref_mut().and_then(Follower::take_memory)
@@ -429,8 +434,9 @@ impl<L: Lock> Heap<L> {
         self.recycle_spent(context);
     }
 
-    /// State and fences of memory that was used at these places, which are free: whoever takes it waits for all of their users, as
-    /// they stand now. Who used it before the plans is waited for with any stream of theirs: each waited for them.
+    /// Returns the state and fences of the memory of these free places: its next user waits for all their users so far.
+    /// Earlier users, from before the plans, are covered by a wait for any stream of the plans, since each of them has
+    /// waited.
     fn free_after(&self, context: &Outside<'_, L>, places: &[Slot], of_plans: StreamId) -> (BlockState, Fences) {
         let mut users: SmallVec<[StreamId; 4]> = SmallVec::new();
         for slot in places {
@@ -455,17 +461,17 @@ impl<L: Lock> Heap<L> {
         (state, users.into_iter().map(fence).collect())
     }
 
-    /// Its plans, in the order in which they were adopted.
+    /// Returns the plans in the order of their adoption.
     pub(crate) fn plans(&self) -> Vec<Arc<Plan>> {
         self.follower.as_deref().map_or_else(Vec::new, Follower::plans)
     }
 
-    /// Whether later steps depend on earlier ones: it has plans, or learns some.
+    /// Returns `true` if later steps depend on earlier ones: the heap has plans or learns some.
     pub(crate) fn remembers_steps(&self) -> bool {
         self.follower.as_deref().is_some_and(Follower::remembers)
     }
 
-    /// Bytes of memory that plans place in.
+    /// Returns the bytes of the plan memory.
     pub(crate) fn plan_bytes(&self) -> u64 {
         self.follower.as_deref().map_or(0, Follower::memory_bytes)
     }
@@ -474,17 +480,17 @@ impl<L: Lock> Heap<L> {
         self.follower.as_deref().map_or_else(StepStats::default, Follower::stats)
     }
 
-    /// The slots of all places of plans.
+    /// Returns the slots of all places of plans.
     pub(super) fn places(&self) -> &[Slot] {
         self.follower.as_deref().and_then(Follower::memory).map_or(&[], |memory| &memory.places)
     }
 
-    /// The block that plans place in.
+    /// Returns the block in which plans place allocations.
     pub(super) fn plan_memory(&self) -> Option<Slot> {
         self.follower.as_deref().and_then(Follower::memory).map(|memory| memory.block)
     }
 
-    /// The slots of places with live allocations, in offset order.
+    /// Returns the slots of places with live allocations, in offset order.
     pub(super) fn live_places(&self) -> Vec<Slot> {
         let mut live: Vec<Slot> =
             self.places().iter().copied().filter(|slot| !self.table.block(*slot).is_free()).collect();

@@ -1,6 +1,7 @@
-//! The named invariants of a heap, checked by scanning all of it: O(blocks), for tests and for finding defects.
+//! The named invariants of a heap, checked by a complete scan: O(blocks), for tests and for finding defects.
 //!
-//! `docs/invariants.md` lists them with the tests that would notice. Reads everything and writes nothing.
+//! `docs/invariants.md` lists them, with the tests that detect violations. This file reads everything and writes
+//! nothing.
 
 use super::{Heap, HeapIdentity};
 use crate::blocks::FreeKey;
@@ -14,14 +15,14 @@ use crate::types::units::{Units, bytes};
 use std::collections::BTreeSet;
 use thiserror::Error;
 
-/// An invariant that does not hold: the allocator has a defect, or something wrote over its memory.
+/// A violated invariant: the allocator has a defect, or its memory was overwritten.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("invariant {name} is violated in {pool} {}: {meaning}", .stream.map_or("(shared)".into(), |s| s.to_string()))]
 #[non_exhaustive]
 pub struct Violation {
     /// The invariant's name in `docs/invariants.md`, for example `I2`.
     pub name: &'static str,
-    /// What should hold.
+    /// The violated statement.
     pub meaning: &'static str,
     /// The pool of the heap.
     pub pool: PoolId,
@@ -31,7 +32,7 @@ pub struct Violation {
 
 type Check<L> = fn(&Heap<L>) -> bool;
 
-/// Name, meaning and check of every invariant of a heap.
+/// Returns name, statement and check of every invariant of a heap.
 fn invariants<L: Lock>() -> [(&'static str, &'static str, Check<L>); 11] {
     [
         ("I1", "the blocks of a segment tile it from 0 to its end, linked both ways", blocks_tile_their_segment),
@@ -57,7 +58,7 @@ fn invariants<L: Lock>() -> [(&'static str, &'static str, Check<L>); 11] {
 }
 
 impl<L: Lock> Heap<L> {
-    /// Checks every invariant. Returns the bytes that the heap holds, and the number of its segments.
+    /// Checks every invariant. Returns the bytes that the heap holds and the number of its segments.
     pub(crate) fn check(&self) -> Result<(u64, usize), Violation> {
         let HeapIdentity { pool, stream, .. } = self.identity;
         for (name, meaning, holds) in invariants::<L>() {
@@ -75,7 +76,7 @@ impl<L: Lock> Heap<L> {
 }
 
 impl Violation {
-    /// What budgets and directories say of a pool is not what its heaps hold.
+    /// Creates the violation that budgets and directories of a pool contradict its heaps.
     pub(crate) fn of_budgets(pool: PoolId) -> Self {
         let meaning = "what is charged to the budgets and listed in the directory is what the heaps hold";
         Violation { name: "I10", meaning, pool, stream: None }
@@ -90,7 +91,7 @@ fn blocks<L: Lock>(heap: &Heap<L>) -> impl Iterator<Item = (Slot, &Block)> {
     segments(heap).flat_map(|segment| heap.table.blocks_of(segment)).map(|slot| (slot, heap.table.block(slot)))
 }
 
-/// The blocks of all segments, and the places of plans.
+/// Returns the blocks of all segments and the places of plans.
 fn blocks_and_places<L: Lock>(heap: &Heap<L>) -> impl Iterator<Item = (Slot, &Block)> {
     let places = heap.places().iter().map(|slot| (*slot, heap.table.block(*slot)));
     blocks(heap).chain(places)

@@ -1,9 +1,10 @@
-//! A heap: one (pool, stream), or one pool whose streams share. Read this file and you know how a block is placed.
+//! A heap: one (pool, stream), or one pool whose streams share. This file shows how a block is placed.
 //!
-//! A heap composes the rooms above: the [`BlockTable`] says what lies where, the [`FreeIndex`] says what is free in the order
-//! of rule D2, the [`FenceTable`] says what a block's next user must wait for, and [`SizeRules`] says how large things
-//! are. This file keeps them in step and folds each decision into the digest. What needs the driver has files of its own:
-//! [`obtain`] and [`stitch`] when nothing fits, [`fencing`] when other streams used a block, [`trim`] when memory goes back.
+//! A heap composes the modules before it. The [`BlockTable`] holds blocks and segments, the [`FreeIndex`] the free
+//! blocks in the order of rule D2, the [`FenceTable`] the waits of each block's next user, and [`SizeRules`] the sizes.
+//! This file keeps them consistent and folds each decision into the digest. Work that needs the driver has its own
+//! files: [`obtain`] and [`stitch`] if nothing fits, [`fencing`] if other streams used a block, [`trim`] to release
+//! memory.
 //!
 //! ```text
 //!  allocate   best fit in the free index ──found──► wait for its fences ─► split ─► allocated
@@ -12,11 +13,11 @@
 //!  free       fence other streams' uses ─► merge with free neighbours ─► into the free index
 //! ```
 //!
-//! A call that fails has changed nothing that a later decision could see, with one exception: an allocation whose wait
-//! fails after the heap grew leaves the heap grown, as it is by now on the ranks whose wait did not fail.
+//! A call that fails changes nothing that a later decision depends on, with one exception: if the wait of an allocation
+//! fails after the heap grew, the heap stays grown, as it has on the ranks whose wait succeeded.
 //!
-//! Everything a decision reads is in the heap or in its pool's configuration. That is what makes heaps independent
-//! (rule D8), and the heap's lock the only lock on the way of a cache hit. The fields are private to this room.
+//! Everything that a decision reads is in the heap or in its pool's configuration. That makes heaps independent (rule
+//! D8) and the heap's lock the only lock of a cache hit. The fields are private to this module.
 
 pub(crate) mod fencing;
 mod follow;
@@ -57,26 +58,26 @@ use std::mem;
 use std::num::NonZeroU64;
 use std::sync::Arc;
 
-/// What a heap needs from outside. Only the budget decides anything.
+/// The environment of a heap. Of it, only the budget decides anything.
 pub(crate) struct Context<B: ?Sized, L: Lock> {
     pub(crate) clocks: L::Cell<StreamClocks>,
     pub(crate) directory: L::Cell<SegmentDirectory>,
-    /// Over all pools.
+    /// The budget over all pools.
     pub(crate) budget: Budget<L>,
     pub(crate) backend: B,
 }
 
-/// The same, whichever backend it is: for what calls the driver anyhow.
+/// The context without the backend's type, for code that calls the driver anyway.
 pub(crate) type Outside<'a, L> = Context<dyn Backend + 'a, L>;
 
-/// Why a heap could not serve a request.
+/// The reason for which a heap could not serve a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Shortage {
-    /// So much memory was not to be had.
+    /// `missing` units of memory could not be acquired.
     Memory { missing: Units, cause: OutOfMemoryCause },
-    /// A free block was found or obtained, but the stream cannot be told to wait for its earlier users.
+    /// A free block was found or acquired, but the stream cannot be made to wait for its earlier users.
     Fence(BackendError),
-    /// The pool was destroyed after the request had found it.
+    /// The pool was destroyed after the request had found the heap.
     Closed,
     /// The pool sleeps.
     Asleep,
@@ -94,7 +95,7 @@ const NO_SLOT: Slot = u32::MAX;
 /// Serials, and allocations of zero bytes.
 pub(crate) type Past = (Serials, Nothings);
 
-/// What makes one heap different from the next.
+/// The identity of a heap.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct HeapIdentity {
     pub(crate) id: HeapId,
@@ -107,51 +108,53 @@ pub(crate) struct HeapIdentity {
 pub(crate) struct Heap<L: Lock> {
     identity: HeapIdentity,
     config: PoolConfig,
-    /// The pool's.
+    /// The budget of the pool.
     pool_budget: Arc<Budget<L>>,
-    /// The heap's own: it has no limit, and counts.
+    /// The budget of this heap. It has no limit and only counts.
     budget: Budget<L>,
     rules: SizeRules,
     table: BlockTable,
-    /// The free blocks. Holes and allocated blocks are not in it.
+    /// The free blocks, without holes and allocated blocks.
     free: FreeIndex,
     fences: FenceTable,
     log: SegmentLog,
-    /// The ordinal of the next segment.
+    /// Ordinal of the next segment.
     next_segment: SegmentId,
-    /// Bytes backed by memory, retired segments not included.
+    /// Bytes backed by memory, without retired segments.
     mapped_bytes: u64,
-    /// Oldest first. Empty unless the pool stitches.
+    /// Stitched ranges, oldest first. Empty unless the pool stitches.
     stitched: Vec<StitchedRange>,
-    /// Number of ops after which the pool was destroyed: nothing is obtained any more.
+    /// Number of ops at which the pool was destroyed. From then on the heap acquires no memory.
     closed_after_ops: Option<u64>,
-    /// All ranks agreed on the whole history up to the destruction, and compare it no more. A rank that restarts later has no
-    /// such heap.
+    /// `true` if all ranks agreed on the whole history up to the destruction, and compare it no more. A rank that
+    /// restarts later has no such heap.
     is_settled: bool,
     usage: Usage,
-    /// What is counted away from the path of a cache hit.
+    /// Counts of rare events, outside the path of a cache hit.
     rare: RareCounts,
     digest: Digest,
     serials: Serials,
     /// Live allocations of zero bytes.
     nothings: Nothings,
-    /// What the program called its live allocations.
+    /// Names of live allocations, given by the program.
     names: LookUp<Slot, Box<str>>,
-    /// Live allocations by address, where that is configured.
+    /// Live allocations by address, if configured.
     pointers: Option<PointerMap>,
-    /// What agreement looks back on; heaps of symmetric pools have one.
+    /// The recent ops that agreement compares. Only heaps of symmetric pools have one.
     journal: Option<Box<Journal>>,
-    /// What is done with requests besides serving them: something only while a step is open.
+    /// Additional treatment of requests; there is some only while a step is open.
     watch: Watch,
-    /// Requests of 1 to so many bytes are placed where the best fit is: none while [`watch`](Self::watch) says something else.
+    /// Requests from 1 to this many bytes are placed by best fit directly. 0 while [`watch`](Self::watch) requires
+    /// more.
     direct_bytes_max: u64,
-    /// Whether frees are looked at: an allocation has a name, is logged to learn a plan, or may lie at a place of a plan.
+    /// `true` if frees need more work: an allocation has a name, is logged to learn a plan, or may be at a place of a
+    /// plan.
     watches_frees: bool,
-    /// Lent by the plan that is followed, and of nothing while none is.
+    /// Cursor of the active plan; empty otherwise.
     course: Course,
-    /// Its plans, and the step; made at the first step or plan.
+    /// The plans and the state of the step; created at the first step or plan.
     follower: Option<Box<Follower>>,
-    /// While the pool sleeps: how many of its mappings are there.
+    /// While the pool sleeps: the number of its mappings that exist.
     mapped_asleep: Option<usize>,
 }
 
@@ -159,14 +162,14 @@ pub(crate) struct Heap<L: Lock> {
 #[derive(Default)]
 pub(crate) struct Nothings {
     live: LookUp<NonZeroU64, ()>,
-    /// Those of pools before: their frees are no ops of this heap.
+    /// Those of earlier pools. Their frees are not ops of this heap.
     earlier: LookUp<NonZeroU64, ()>,
-    /// Each stands for any number of allocations, in a restored pool.
+    /// In a restored pool, each stands for any number of allocations.
     restored: SmallVec<[NonZeroU64; 1]>,
 }
 
 impl Nothings {
-    /// The pool is destroyed. What was live can still be freed.
+    /// Converts the live ones to earlier ones when the pool is destroyed, so that they can still be freed.
     pub(crate) fn into_earlier(mut self) -> Self {
         self.earlier.extend(self.live);
         Nothings { earlier: self.earlier, ..Nothings::default() }
@@ -177,7 +180,7 @@ impl Nothings {
     }
 }
 
-/// A live allocation, as its block knows it.
+/// A live allocation as recorded in its block.
 #[derive(Clone, Copy, Debug)]
 struct Live {
     slot: Slot,
@@ -185,7 +188,7 @@ struct Live {
     requested: u64,
 }
 
-/// What was freed, for statistics. Its size is 0 for an allocation of zero bytes.
+/// A free for the statistics. Its size is 0 for an allocation of zero bytes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Freed {
     pub(crate) size: Units,
@@ -256,7 +259,7 @@ impl<L: Lock> Heap<L> {
         Ok(allocation)
     }
 
-    /// Allocates where the best fit is.
+    /// Allocates by best fit.
     #[inline(always)]
     fn allocate_anywhere<B: Backend>(
         &mut self,
@@ -274,7 +277,7 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// Allocates where no free block fits, or the earlier users of the one that does must be waited for.
+    /// Allocates if no free block fits, or if the stream must wait for the earlier users of the best fit.
     #[inline(never)]
     fn prepare_and_place<B: Backend>(
         &mut self,
@@ -292,13 +295,13 @@ impl<L: Lock> Heap<L> {
             Ok(self.place(slot, stream, size, requested))
         });
         if self.mapped_bytes > mapped_before {
-            // How much was obtained is a decision too: a limit that several heaps share may have shaped it.
+            // The acquired amount is a decision too: a limit that several heaps share may have determined it.
             self.fold(op_word(Mark::Obtain, stream, self.mapped_bytes - mapped_before), 0);
         }
         placed
     }
 
-    /// Makes a free block, or as much of its start as is wanted, an allocation. What remains stays free, with the same fences.
+    /// Turns the start of a free block into an allocation. The rest stays free with the same fences.
     #[inline(always)]
     fn place(&mut self, free: Slot, stream: StreamId, size: Units, requested: u64) -> Allocation {
         let serial = self.serials.next();
@@ -323,7 +326,7 @@ impl<L: Lock> Heap<L> {
         self.announce((slot, location, size), serial, stream, requested, address)
     }
 
-    /// A block is an allocation now: counts it, folds the decision, and tells where it is.
+    /// Completes a new allocation: counts it, folds the decision, and returns its position.
     #[inline(always)]
     fn announce(
         &mut self,
@@ -361,7 +364,7 @@ impl<L: Lock> Heap<L> {
         })
     }
 
-    /// A handle that stands for every allocation of zero bytes that was live when the heap was saved.
+    /// Creates a handle that stands for every allocation of zero bytes that was live when the heap was saved.
     pub(crate) fn restored_nothing(&mut self) -> Handle {
         let serial = self.serials.next();
         self.nothings.restored.push(serial);
@@ -380,7 +383,7 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// Takes what makes handles of this heap's past recognizable, for the heap of a later pool in its place.
+    /// Takes the records that identify earlier handles of this heap, for the heap of a later pool that replaces it.
     pub(crate) fn take_past(&mut self) -> Past {
         (mem::take(&mut self.serials), mem::take(&mut self.nothings).into_earlier())
     }
@@ -389,7 +392,7 @@ impl<L: Lock> Heap<L> {
         (self.serials, self.nothings) = (serials, nothings);
     }
 
-    /// Frees a live allocation. On an error it is still live.
+    /// Frees a live allocation. After an error it is still live.
     #[inline(always)]
     pub(crate) fn free<B: Backend>(&mut self, context: &Context<B, L>, handle: Handle) -> Result<Freed, FreeError> {
         if is_nothing(handle) {
@@ -402,7 +405,7 @@ impl<L: Lock> Heap<L> {
         self.fence_and_free(context, live)
     }
 
-    /// As [`free`](Self::free), of the allocation that starts at an address. `None` when none does.
+    /// Frees the allocation that starts at an address; see [`free`](Self::free). Returns `None` if there is none.
     #[inline(always)]
     pub(crate) fn free_at<B: Backend>(
         &mut self,
@@ -417,12 +420,12 @@ impl<L: Lock> Heap<L> {
         if self.table.block(slot).fences.is_empty() {
             return Some(Ok(self.make_free(context, live, false)));
         }
-        // It is found until its uses are fenced: the backend may refuse that, or panic.
+        // It stays findable until its uses are fenced, because the backend may refuse that or panic.
         self.note_pointer(slot);
         Some(self.fence_and_free(context, live))
     }
 
-    /// From now on a live allocation is found by its address, if that is configured.
+    /// Makes a live allocation findable by its address, if configured.
     #[inline(always)]
     fn note_pointer(&mut self, slot: Slot) {
         if let Some(pointers) = &mut self.pointers {
@@ -437,7 +440,7 @@ impl<L: Lock> Heap<L> {
         Ok(self.make_free(context, live, true))
     }
 
-    /// Makes an allocation whose uses are fenced a free block. The pointer map may know it still.
+    /// Turns an allocation whose uses are fenced into a free block. The pointer map may still contain it.
     #[inline(always)]
     fn make_free<B: Backend>(&mut self, context: &Context<B, L>, live: Live, is_mapped: bool) -> Freed {
         let Live { slot, stream, requested } = live;
@@ -461,7 +464,7 @@ impl<L: Lock> Heap<L> {
         Freed { size, requested_bytes: requested }
     }
 
-    /// An allocation that may have a name, or be logged, was freed.
+    /// Handles the free of an allocation that may have a name or be logged.
     #[inline(never)]
     fn note_free(&mut self, slot: Slot) {
         if let Some(name) = self.names.take(slot)
@@ -483,7 +486,7 @@ impl<L: Lock> Heap<L> {
         Ok(Freed { size: 0, requested_bytes: 0 })
     }
 
-    /// Folds an op and the decision about it into the digest, and notes them in the journal.
+    /// Folds an op and its decision into the digest, and notes them in the journal.
     #[inline(always)]
     fn fold(&mut self, op: u64, decision: u64) {
         self.digest.fold(op, decision);
@@ -492,20 +495,20 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// Puts a free block into the free index.
+    /// Adds a free block to the free index.
     fn link(&mut self, slot: Slot) {
         self.free.insert(self.table.tiling().blocks(), slot);
     }
 
-    /// Takes a free block out of the free index, before anything of its key changes.
+    /// Removes a free block from the free index, before any part of its key changes.
     fn unlink(&mut self, slot: Slot) {
         self.free.remove(self.table.tiling().blocks(), slot);
     }
 
-    /// Puts a free block that is in no index into the free index, merged with its free neighbours. Returns the result.
+    /// Adds a free block that is in no index to the free index, merged with its free neighbors. Returns the result.
     ///
     /// ```text
-    ///  prev      freed     next                          what was free before covers the freed block, and keeps its owner
+    ///  prev      freed     next                          the earlier free block absorbs the freed one and keeps its owner
     ///  free    + block   + free    ──►  prev
     ///  free    + block             ──►  prev
     ///            block   + free    ──►  next
@@ -518,11 +521,11 @@ impl<L: Lock> Heap<L> {
         for neighbour in [prev, next] {
             if tiling.blocks()[neighbour as usize].is_free() {
                 self.free.remove(tiling.blocks(), neighbour);
-                // The first neighbour that is merged covers the second.
+                // The first merged neighbor absorbs the second.
                 let (from, to) = if merged == slot { (slot, neighbour) } else { (neighbour, merged) };
                 let blocks = tiling.blocks();
                 let (giver, taker) = (&blocks[from as usize], &blocks[to as usize]);
-                // The owner of all blocks is the heap's stream, if it has one.
+                // In a heap of one stream, all blocks have that stream as their owner.
                 if !giver.fences.is_empty() || self.identity.stream.is_none() && giver.state != taker.state {
                     Self::hand_over(&mut self.fences, blocks, from, to);
                 }
@@ -534,7 +537,7 @@ impl<L: Lock> Heap<L> {
         merged
     }
 
-    /// The live allocation behind a handle of this heap.
+    /// Returns the live allocation of a handle of this heap.
     #[inline(always)]
     fn live(&self, handle: Handle) -> Result<Live, HandleError> {
         let slot = handle.slot();
@@ -552,7 +555,7 @@ impl<L: Lock> Heap<L> {
     }
 }
 
-/// Whether the handle is of an allocation of zero bytes.
+/// Returns `true` if the handle belongs to an allocation of zero bytes.
 pub(crate) fn is_nothing(handle: Handle) -> bool {
     handle.slot() == NO_SLOT
 }

@@ -1,4 +1,4 @@
-//! Obtaining memory: what a heap does when no free block fits. A part of [`Heap`].
+//! Acquires memory if no free block fits. A part of [`Heap`].
 //!
 //! | policy | what is obtained |
 //! |---|---|
@@ -7,9 +7,9 @@
 //! | expandable, growth 0 | nothing: only `reserve` makes it grow, in the lowest hole or at the end of the range |
 //! | expandable | a stitched range, where the pool stitches; memory for the lowest hole that makes the request fit, else growth at the end of the range |
 //!
-//! Each ends with a free block in the index that is large enough, which the caller takes like any other. Each charges the
-//! budgets first and undoes everything when the driver refuses: the heap is then as it was (rule D4). A range from the
-//! backend is checked before it becomes a segment.
+//! Each ends with a free block in the index that is large enough, which the caller takes like any other. Each charges
+//! the budgets first and undoes everything if the driver refuses: the heap is then as it was (rule D4). A range from
+//! the backend is checked before it becomes a segment.
 
 use super::{Heap, Outside, Shortage};
 use crate::blocks::table::{Block, BlockState, Slot};
@@ -26,7 +26,7 @@ use crate::types::units::{UNIT_BYTES, Units, bytes, units};
 use smallvec::SmallVec;
 
 impl<L: Lock> Heap<L> {
-    /// Makes a free block of at least `size` and returns it.
+    /// Creates a free block of at least `size` and returns it.
     #[cold]
     pub(super) fn obtain(
         &mut self,
@@ -69,7 +69,7 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// Brings the heap's mapped memory to at least `target_bytes`.
+    /// Raises the heap's mapped memory to at least `target_bytes`.
     pub(crate) fn reserve(
         &mut self,
         context: &Outside<'_, L>,
@@ -89,7 +89,7 @@ impl<L: Lock> Heap<L> {
                     self.create_reserved(context, stream, segment_bytes, target)
                 }
                 SegmentPolicy::Expandable(knobs) => {
-                    // A quota has room in its range as long as what is below is not left empty.
+                    // A quota has room in its range as long as nothing below is left empty.
                     let has_room = |block: &Block| self.config.has_quota() && block.size >= missing;
                     match self.find_hole(has_room) {
                         Some(hole) => self.fill(context, stream, hole, missing),
@@ -105,12 +105,12 @@ impl<L: Lock> Heap<L> {
         Ok(())
     }
 
-    /// What reservations are charged to.
+    /// Returns the budgets that reservations are charged to.
     pub(crate) fn budgets<'a>(&'a self, context: &'a Outside<'_, L>) -> Budgets<'a, L> {
         Budgets { heap: &self.budget, pool: &self.pool_budget, allocator: &context.budget }
     }
 
-    /// The one segment of a reserved heap. It is obtained once; a heap that has it has all that it will ever have.
+    /// Acquires the one segment of a reserved heap. A heap that has it never gets more.
     fn create_reserved(
         &mut self,
         context: &Outside<'_, L>,
@@ -125,7 +125,7 @@ impl<L: Lock> Heap<L> {
         self.create_segment(context, stream, SizeClass::Large, whole, whole)
     }
 
-    /// Obtains a new segment: `mapped` units of memory at the start of `range` units of address space.
+    /// Acquires a new segment: `mapped` units of memory at the start of `range` units of address space.
     fn create_segment(
         &mut self,
         context: &Outside<'_, L>,
@@ -141,7 +141,7 @@ impl<L: Lock> Heap<L> {
         if let Err(error) = self.back(context, range, 0, size_bytes) {
             drop(charge);
             if context.backend.release(range).is_err() {
-                // It costs addresses only; the next trim tries again.
+                // This costs only addresses; the next trim tries again.
                 self.log.keep_stray(range, SmallVec::new(), false);
             }
             return Err(driver(error));
@@ -158,11 +158,12 @@ impl<L: Lock> Heap<L> {
         Ok(slot)
     }
 
-    /// Reserves a range, and checks what the backend returned.
+    /// Reserves a range and checks what the backend returned.
     pub(super) fn reserve_range(&self, context: &Outside<'_, L>, size_bytes: u64) -> Result<Range, BackendError> {
         let range = context.backend.reserve(size_bytes)?;
         let granule_bytes = context.backend.granularity_bytes();
-        // Exactly as long: where a range ends decides where growth goes on, so that no backend may say it (rule D1).
+        // The length must be exact: the end of a range decides where growth continues, and no backend may decide that
+        // (rule D1).
         let has_size = range.size_bytes == size_bytes && range.base.0.checked_add(size_bytes).is_some();
         if has_size && range.base.0.is_multiple_of(granule_bytes) {
             if !context.directory.lock().overlaps(range) {
@@ -171,12 +172,12 @@ impl<L: Lock> Heap<L> {
         } else {
             let _taken_back = context.backend.release(range);
         }
-        // A range that overlaps a live segment is not given back: that might end the segment.
+        // A range that overlaps a live segment is not released, because that might release the segment.
         Err(BackendError::new("Backend::reserve", 0, Reason::BadRange))
     }
 
-    /// Grows the newest range at its end, or begins a new one when there is none or it has no room. Returns the free
-    /// block that the new memory became part of.
+    /// Grows the newest range at its end, or starts a new one if there is none or it is full. Returns the free block
+    /// that contains the new memory.
     pub(super) fn grow(
         &mut self,
         context: &Outside<'_, L>,
@@ -211,7 +212,7 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// How much to map when `needed` is missing: whole steps, or less where the range or a limit ends before.
+    /// Returns the amount to map if `needed` is missing: whole steps, or less if the range or a limit ends before.
     fn growth(
         &self,
         context: &Outside<'_, L>,
@@ -222,11 +223,11 @@ impl<L: Lock> Heap<L> {
         let wanted = bytes(needed.div_ceil(step)).saturating_mul(u64::from(step)).min(bytes(room));
         let granule_bytes = bytes(self.rules.granule);
         let allowed = wanted.min(self.budgets(context).headroom_bytes(&self.config) / granule_bytes * granule_bytes);
-        // When not even the need is allowed, charging it names the limit.
+        // If even `needed` is not allowed, charging it reports the limit.
         Ok(units(allowed).max(needed))
     }
 
-    /// Maps memory of a segment that is reserved but not backed, charging it.
+    /// Maps and charges memory of a segment that is reserved but not backed.
     fn map(&mut self, context: &Outside<'_, L>, segment: u32, offset: Units, size: Units) -> Result<(), Box<Shortage>> {
         let size_bytes = bytes(size);
         let charge = self.budgets(context).charge(size_bytes).map_err(|cause| Shortage::of(size, cause))?;
@@ -252,8 +253,8 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// Gives memory to the lowest hole that, with its free neighbours, then has `size` units. As little as is needed,
-    /// from the hole's start.
+    /// Maps memory into the lowest hole that then has `size` units together with its free neighbors. It maps as little
+    /// as necessary, from the hole's start.
     fn fill_hole(
         &mut self,
         context: &Outside<'_, L>,
@@ -268,7 +269,7 @@ impl<L: Lock> Heap<L> {
         self.fill(context, stream, found, missing).map(Some)
     }
 
-    /// Gives memory to the first units of a hole. Returns the free block that it became part of.
+    /// Maps memory into the first units of a hole. Returns the free block that contains them.
     fn fill(
         &mut self,
         context: &Outside<'_, L>,
@@ -290,9 +291,9 @@ impl<L: Lock> Heap<L> {
         Ok(self.put_back(filled))
     }
 
-    /// The lowest hole that fits.
+    /// Returns the lowest hole that fits.
     fn find_hole(&self, fits: impl Fn(&Block) -> bool) -> Option<(Slot, u32)> {
-        // Holes exist only after a trim: segments that are mapped to their end are not looked through.
+        // Holes exist only after a trim. Segments that are mapped to their end are skipped.
         let has_holes = |segment: &u32| self.table.segment(*segment).mapped < self.table.segment(*segment).end;
         self.table.homes_in_order().into_iter().filter(has_holes).find_map(|segment| {
             let mut slots = self.table.blocks_of(segment);
@@ -301,7 +302,7 @@ impl<L: Lock> Heap<L> {
         })
     }
 
-    /// Free units at the end of the newest segment.
+    /// Returns the free units at the end of the newest segment.
     pub(super) fn free_at_end(&self) -> Units {
         self.table.homes_in_order().last().map_or(0, |segment| self.table.free_size(self.table.last(*segment)))
     }
@@ -333,20 +334,20 @@ impl<L: Lock> Heap<L> {
     }
 }
 
-/// What must be mapped at least, in whole granules.
+/// The least memory to map, in whole granules.
 #[derive(Clone, Copy)]
 pub(super) struct Missing {
-    /// Behind the end of the newest range, whose last block may be free already.
+    /// Units to map at the end of the newest range, whose last block may already be free.
     pub(super) at_end: Units,
     pub(super) in_new_range: Units,
 }
 
-/// Memory that no stream has used yet: nothing to wait for.
+/// Returns the state of memory that no stream has used yet, so there is nothing to wait for.
 pub(super) fn fresh(stream: StreamId) -> BlockState {
     BlockState::Free { stream, since: 0 }
 }
 
-/// Tells `tracing` what happened to a segment. Names and fields are stable.
+/// Reports a segment event to `tracing`. Names and fields are stable.
 pub(super) fn trace_segment(event: &SegmentEvent) {
     let SegmentEvent { pool, segment, offset_bytes, size_bytes, .. } = *event;
     let (pool, stream, segment) = (pool.0, event.stream.map(|stream| stream.0), segment.0);

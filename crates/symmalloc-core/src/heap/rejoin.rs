@@ -1,5 +1,5 @@
-//! Rejoin: a fresh heap obtains what the saved one held. A part of [`Heap`]; the allocator does it for all heaps of a pool, or
-//! for none.
+//! Rejoin: a fresh heap acquires the memory that a saved heap held. A part of [`Heap`]. The allocator does this for all
+//! heaps of a pool or for none.
 //!
 //! ```text
 //!  charge every heap ─► reserve and map every segment, in (stream, sequence) order ─► lay the blocks, log the births
@@ -18,20 +18,21 @@ use crate::sync::lock::{Lock, LockCell};
 use crate::types::backend::{Backend, BackendError, Range};
 use crate::types::units::{UNIT_BYTES, Units, bytes, units};
 
-/// A range for a segment, with what is mapped of it so far.
+/// A range for a segment, with its mapped parts so far.
 pub(crate) struct ObtainedRange {
     range: Range,
     mapped: Extents,
 }
 
 impl<L: Lock> Heap<L> {
-    /// So much of a layout's memory is there. The rest of the charge is given back.
+    /// Confirms that `there_bytes` of a layout's memory exist, and refunds the rest of the charge.
     pub(crate) fn confirm_layout(&self, context: &Outside<'_, L>, layout: &HeapLayout, there_bytes: u64) {
         self.budgets(context).refund(layout.reserved_bytes() - there_bytes);
         self.budgets(context).confirm(there_bytes);
     }
 
-    /// Reserves and maps the segments of a layout, which are charged. On an error, `obtained` says what is there.
+    /// Reserves and maps the segments of a layout, which are already charged. After an error, `obtained` lists what
+    /// exists.
     pub(crate) fn obtain_layout(
         &self,
         context: &Outside<'_, L>,
@@ -56,8 +57,8 @@ impl<L: Lock> Heap<L> {
         Ok(())
     }
 
-    /// Undoes [`obtain_layout`](Self::obtain_layout). What the driver does not take back stays until a trim succeeds. Returns
-    /// its bytes, which stay charged.
+    /// Undoes [`obtain_layout`](Self::obtain_layout). Memory that the driver does not take back stays until a trim
+    /// succeeds. Returns its bytes, which stay charged.
     pub(crate) fn give_obtained_back(&mut self, context: &Outside<'_, L>, obtained: Vec<ObtainedRange>) -> u64 {
         let mut kept_bytes = 0;
         for ObtainedRange { range, mut mapped } in obtained {
@@ -69,8 +70,8 @@ impl<L: Lock> Heap<L> {
         kept_bytes
     }
 
-    /// Puts segments whose memory is there into the tables, and takes up the saved history. Returns size and requested bytes
-    /// of what is live now.
+    /// Adds segments with their memory to the tables and adopts the saved history. Returns the size and requested bytes
+    /// of the live allocations.
     pub(crate) fn lay_layout(
         &mut self,
         context: &Outside<'_, L>,
@@ -83,7 +84,7 @@ impl<L: Lock> Heap<L> {
         self.carve_layout(context, layout)
     }
 
-    /// Makes the memory of a saved segment free blocks, with holes between them.
+    /// Turns the memory of a saved segment into free blocks with holes between them.
     fn lay_segment(&mut self, context: &Outside<'_, L>, saved: &SegmentLayout, range: Range) {
         let free = fresh(self.identity.stream.unwrap_or_default());
         let mut end_bytes = 0;
@@ -116,7 +117,7 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// A saved allocation is live in a block that has its location and size. Returns its size and requested bytes.
+    /// Makes a saved allocation live in a block with its location and size. Returns its size and requested bytes.
     pub(super) fn make_live(&mut self, slot: Slot, saved: &AllocationLayout) -> (Units, u64) {
         let (stream, requested) = (saved.stream, saved.requested_bytes);
         let serial = self.serials.next();
@@ -129,7 +130,7 @@ impl<L: Lock> Heap<L> {
         (size, requested)
     }
 
-    /// Other streams use a live allocation as when it was saved, and maybe more do by now.
+    /// Records the saved uses of a live allocation by other streams, in addition to later ones.
     pub(super) fn note_uses_and_name(&mut self, slot: Slot, saved: &AllocationLayout) {
         let mut fences = self.table.block(slot).fences;
         for stream in &saved.used_by {
@@ -144,7 +145,7 @@ impl<L: Lock> Heap<L> {
     }
 }
 
-/// Gives a range back, and tells in `mapped` what is left of it when the driver fails.
+/// Releases a range. If the driver fails, `mapped` holds what is left of it.
 pub(super) fn give_back(backend: &dyn Backend, range: Range, mapped: &mut Extents) -> Result<(), BackendError> {
     while let Some((offset_bytes, size_bytes)) = mapped.last().copied() {
         backend.unmap(range, offset_bytes, size_bytes)?;

@@ -1,7 +1,8 @@
-//! Revival: allocations that were freed are live again, where they were. A part of [`Heap`].
+//! Revival: freed allocations become live again at their placements. A part of [`Heap`].
 //!
-//! A tree of CUDA graphs goes back to a checkpoint: the graphs that it replays write to places that the allocator counts as free,
-//! so those become live again, and no others. The heap goes on with its own history, in which each one counts as an allocation.
+//! A tree of CUDA graphs returns to a checkpoint. The graphs that it replays write to memory that the allocator counts
+//! as free, so those allocations become live again, and no others. The heap continues its own history, in which each
+//! one counts as an allocation.
 //!
 //! ```text
 //!   checkpoint  │ a │  b  │ free │ c │        │ grown since │
@@ -29,15 +30,15 @@ pub(crate) struct Revived {
     pub(crate) stream: StreamId,
     pub(crate) requested_bytes: u64,
     pub(crate) name: Option<Box<str>>,
-    /// It was not live before.
+    /// `true` if it was not live before.
     pub(crate) is_made: bool,
-    /// Streams that use it, as was not known before.
+    /// Streams that use it and were not recorded before.
     pub(crate) uses: SmallVec<[StreamId; 2]>,
 }
 
 impl<L: Lock> Heap<L> {
-    /// Makes every saved allocation live that is not, where there may be more memory than the layout has. Returns all of them, in
-    /// (sequence, offset) order.
+    /// Makes every saved allocation live that is not. The heap may have more memory than the layout. Returns all of
+    /// them in (sequence, offset) order.
     pub(crate) fn revive_layout(&mut self, context: &Outside<'_, L>, layout: &HeapLayout) -> Vec<Revived> {
         let mut revived = Vec::new();
         let mut saved = layout.segments.iter().peekable();
@@ -57,7 +58,8 @@ impl<L: Lock> Heap<L> {
         revived
     }
 
-    /// Makes one allocation live at its place, which is free. On an error nothing has changed, but that its stream may have waited.
+    /// Makes one allocation live at its placement, which is free. After an error nothing has changed, except that its
+    /// stream may have waited.
     pub(crate) fn revive(
         &mut self,
         context: &Outside<'_, L>,
@@ -73,7 +75,8 @@ impl<L: Lock> Heap<L> {
         Ok(revived.pop().expect("just pushed"))
     }
 
-    /// Makes a saved allocation live in the free block around it, or takes note of its uses where it is live. Returns its block.
+    /// Makes a saved allocation live in the free block around it, or records its uses if it is already live. Returns
+    /// its block.
     fn revive_in(&mut self, slot: Slot, saved: &AllocationLayout, revived: &mut Vec<Revived>) -> Slot {
         let is_made = self.table.block(slot).is_free();
         let mut uses = saved.used_by.clone();
@@ -110,7 +113,7 @@ impl<L: Lock> Heap<L> {
         self.fold(op, placed);
     }
 
-    /// The free block around a place, or what is in the way.
+    /// Returns the free block around a placement, or the error that names what occupies it.
     fn free_block_around(&self, placement: Placement, saved: &AllocationLayout) -> Result<Slot, RestoreError> {
         let gone = || RestoreError::Gone {
             pool: self.identity.pool,

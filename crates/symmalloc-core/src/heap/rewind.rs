@@ -1,4 +1,4 @@
-//! Rewind: a used heap goes back to what it was. A part of [`Heap`].
+//! Rewind: a used heap returns to an earlier state. A part of [`Heap`].
 //!
 //! ```text
 //!  plan       compare the blocks with the layout; refuse what does not fit         nothing changes
@@ -7,7 +7,8 @@
 //!  carve      saved allocations out of free blocks; take up the saved history      nothing fails here
 //! ```
 //!
-//! A *revival* plans, waits and carves, but gives nothing back and goes on with its own history, see `revive.rs`.
+//! A *revival* plans, waits and carves in the same way, but releases nothing and continues its own history; see
+//! `revive.rs`.
 
 use super::fencing::synchronize;
 use super::{Heap, Outside};
@@ -20,10 +21,10 @@ use crate::types::backend::BackendError;
 use crate::types::ids::StreamId;
 use crate::types::units::{Units, bytes, units};
 
-/// What a rewind does to a heap. Slots are those before anything was given back.
+/// The actions of a rewind. Slots are those before anything was released.
 #[derive(Debug, Default)]
 pub(crate) struct RewindPlan {
-    /// Free blocks of which a stream gets a part: it waits for the earlier users.
+    /// Free blocks of which a stream gets a part, so it waits for their earlier users.
     waits: Vec<(Slot, StreamId)>,
     /// Segments that the layout lacks, and parts of free blocks in those that it has, in sequence order.
     surplus: Vec<Surplus>,
@@ -32,12 +33,12 @@ pub(crate) struct RewindPlan {
 #[derive(Clone, Copy, Debug)]
 enum Surplus {
     Segment(u32),
-    /// From and to, in units of the segment.
+    /// Start and end in units of the segment.
     Part(Slot, Units, Units),
 }
 
 impl<L: Lock> Heap<L> {
-    /// What has to be done, or why it cannot be.
+    /// Returns the actions that lead to the layout, or the reason why it cannot be reached.
     pub(crate) fn plan_rewind(&self, layout: &HeapLayout, observers: u32) -> Result<RewindPlan, RestoreError> {
         let pool = self.identity.pool;
         let mut plan = RewindPlan::default();
@@ -79,7 +80,7 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// Streams wait for the earlier users of what they get again.
+    /// Makes streams wait for the earlier users of the memory that they get back.
     pub(crate) fn wait_for_rewind(&mut self, context: &Outside<'_, L>, plan: &RewindPlan) -> Result<(), RestoreError> {
         for &(slot, stream) in &plan.waits {
             let waited = self.wait_for_earlier_users(context, slot, stream);
@@ -88,8 +89,8 @@ impl<L: Lock> Heap<L> {
         Ok(())
     }
 
-    /// Makes every saved allocation live that is not, and takes up the saved history. All memory of the layout is there, no
-    /// other is. Returns size and requested bytes of what is live now and was not.
+    /// Makes every saved allocation live that is not, and adopts the saved history. All memory of the layout exists,
+    /// and no other. Returns the size and requested bytes of each new live allocation.
     pub(crate) fn carve_layout(&mut self, context: &Outside<'_, L>, layout: &HeapLayout) -> Vec<(Units, u64)> {
         let segments = self.table.segments_in_order();
         assert_eq!(segments.len(), layout.segments.len(), "what the layout lacks was given back");
@@ -120,7 +121,7 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// Walks a segment's blocks, its saved extents and its saved allocations side by side.
+    /// Walks a segment's blocks, its saved extents and its saved allocations in parallel.
     fn plan_segment(&self, segment: u32, saved: &SegmentLayout, plan: &mut RewindPlan) -> Result<(), RestoreError> {
         let mut allocations = saved.allocations.iter().peekable();
         for slot in self.table.blocks_of(segment) {
@@ -183,7 +184,7 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// Gives back what the layout lacks. Every step leaves the heap sound, and shows in the digest.
+    /// Releases the memory that the layout lacks. Every step leaves the heap consistent and is in the digest.
     pub(crate) fn give_surplus_back(
         &mut self,
         context: &Outside<'_, L>,
@@ -192,7 +193,7 @@ impl<L: Lock> Heap<L> {
         for surplus in &plan.surplus {
             match *surplus {
                 Surplus::Segment(segment) => self.retire(context, segment),
-                // What is behind a part keeps the slot, so later parts of the same block are found by it.
+                // The rest behind a part keeps the slot, so later parts of the same block are found by it.
                 Surplus::Part(slot, from, to) => {
                     for stream in self.streams_of(slot) {
                         synchronize(context, stream)?;
@@ -208,8 +209,8 @@ impl<L: Lock> Heap<L> {
         matches!(self.table.block(slot).state, BlockState::Allocated { .. })
     }
 
-    /// Cuts `offset..end` out of a free block, and returns it, in no index. What is left on both sides stays free, with
-    /// the same earlier users.
+    /// Cuts `offset..end` out of a free block and returns it, in no index. The rest on both sides stays free with the
+    /// same earlier users.
     pub(super) fn carve(&mut self, slot: Slot, offset: Units, end: Units) -> Slot {
         self.unlink(slot);
         let free = self.table.block(slot).state;
@@ -229,22 +230,22 @@ impl<L: Lock> Heap<L> {
         carved
     }
 
-    /// Another set of the same fences. An event belongs to one fence, so this set has ticks only: its next user waits for
-    /// its streams as they stand then, which is a little more.
+    /// Returns another set of the same fences. An event belongs to one fence, so the new set has ticks only: its next
+    /// user waits for the streams as they are then, which is slightly more.
     pub(super) fn without_events(&mut self, set: FenceSetId) -> FenceSetId {
         let copies: Fences = self.fences.fences(set).iter().map(|fence| Fence { event: None, ..*fence }).collect();
         self.fences.insert(copies)
     }
 }
 
-/// The first part of `from..to` that lies in an extent.
+/// Returns the first part of `from..to` that lies in an extent.
 fn lost(extents: &[Extent], from: u64, to: u64) -> Option<Extent> {
     let extent = extents.get(extents.partition_point(|extent| extent.end_bytes() <= from))?;
     let (from, to) = (from.max(extent.offset_bytes), to.min(extent.end_bytes()));
     (from < to).then(|| Extent { offset_bytes: from, size_bytes: to - from })
 }
 
-/// The parts of `from..to` that lie in no extent, in order.
+/// Returns the parts of `from..to` that lie in no extent, in order.
 fn outside(extents: &[Extent], from: u64, to: u64) -> impl Iterator<Item = (u64, u64)> {
     let first = extents.partition_point(|extent| extent.end_bytes() <= from);
     let extents = extents[first..].iter().take_while(move |extent| extent.offset_bytes < to);

@@ -1,15 +1,16 @@
-//! Sleep and wake: a heap without memory, and with all of its blocks. A part of [`Heap`].
+//! Sleep and wake: a heap without memory that keeps all of its blocks. A part of [`Heap`].
 //!
-//! The blocks, the free index and the history stay what they are. Requests are refused where those of steps are compared with plans,
-//! so that an allocation in a heap that is awake looks at nothing more. Frees go their ordinary way, but give nothing back.
+//! The blocks, the free index and the history stay as they are. Requests are refused in the code that compares the
+//! requests of steps with plans, so an allocation in an awake heap checks nothing more. Frees work as usual but release
+//! no memory.
 //!
 //! ```text
 //!  mappings   memory, memory, ... in segment order, then what names it a second time
 //!             ├── mapped ──┤
 //! ```
-//! They follow from segments and stitched ranges, which nothing changes while a heap sleeps. Waking maps from the first to the last,
-//! sleeping unmaps from the last to the first. So what is mapped is a beginning of the list at any time, however a driver fails, and
-//! memory is there whenever something names it a second time.
+//! The list follows from segments and stitched ranges, which do not change while a heap sleeps. Waking maps from first
+//! to last, and sleeping unmaps from last to first. So the mapped entries are always a prefix of the list, whichever
+//! driver call fails, and memory exists whenever an alias maps it a second time.
 
 use super::trim::Released;
 use super::{Heap, Outside, Shortage};
@@ -25,17 +26,17 @@ use crate::types::ids::StreamId;
 use crate::types::units::bytes;
 use std::collections::BTreeSet;
 
-/// Something that is mapped by one call.
+/// The result of one mapping call.
 #[derive(Clone, Copy)]
 struct Mapping {
     at: Place,
     size_bytes: u64,
-    /// Of a stitched range: which memory it names.
+    /// The aliased memory, for a stitched range.
     source: Option<Place>,
 }
 
 impl Mapping {
-    /// Device memory that it takes.
+    /// Returns the device memory that it takes.
     fn memory_bytes(&self) -> u64 {
         if self.source.is_none() { self.size_bytes } else { 0 }
     }
@@ -46,13 +47,13 @@ impl<L: Lock> Heap<L> {
         self.mapped_asleep.is_some()
     }
 
-    /// Why a request is refused while the pool sleeps.
+    /// Returns the refusal of a request to a sleeping pool.
     #[cold]
     pub(super) fn refuse_asleep(&self) -> Box<Shortage> {
         Box::new(if self.is_closed() { Shortage::Closed } else { Shortage::Asleep })
     }
 
-    /// From now on requests are refused. The memory is there still. No step is open.
+    /// Starts to refuse requests. The memory still exists, and no step is open.
     pub(crate) fn fall_asleep(&mut self) {
         if !self.is_asleep() {
             debug_assert!(self.watch == Watch::Nothing);
@@ -61,14 +62,14 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// From now on requests are served. All memory is there. In a heap that is awake a step may be open, which goes on.
+    /// Starts to serve requests. All memory exists. In an awake heap, an open step continues.
     pub(crate) fn wake_up(&mut self) {
         if self.mapped_asleep.take().is_some() {
             self.set_watch(Watch::Nothing);
         }
     }
 
-    /// All that is mapped: the memory, then what names it a second time.
+    /// Returns all mappings: the memory first, then its aliases.
     fn mappings(&self) -> Vec<Mapping> {
         let homes = self.table.homes_in_order().into_iter().flat_map(|segment| {
             let range = self.table.segment(segment).range;
@@ -88,7 +89,7 @@ impl<L: Lock> Heap<L> {
         mappings
     }
 
-    /// The streams whose work may use the heap's memory.
+    /// Returns the streams whose work may use the heap's memory.
     pub(crate) fn users(&self) -> BTreeSet<StreamId> {
         let mut users: BTreeSet<StreamId> = self.identity.stream.into_iter().collect();
         users.extend(self.stitched.iter().flat_map(|stitched| stitched.users.iter()));
@@ -101,7 +102,7 @@ impl<L: Lock> Heap<L> {
         users
     }
 
-    /// Whether what is dead names memory of the heap still: an observer holds it, or the driver does.
+    /// Returns `true` if a dead range still aliases memory of the heap, because an observer or the driver holds it.
     pub(crate) fn has_retired_stitched(&mut self, context: &Outside<'_, L>) -> bool {
         self.log.has_stitched() && {
             let _tried = self.release_retired(context);
@@ -109,7 +110,7 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// Adds runs of live blocks, each in one segment, in segment order. Each lies behind the one before in an image.
+    /// Adds the runs of live blocks, each within one segment, in segment order. In an image, they are adjacent.
     pub(crate) fn add_live_parts(&self, parts: &mut Vec<Part>) {
         for segment in self.segments() {
             let first = parts.len();
@@ -132,7 +133,7 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// Device memory of a heap that sleeps: what is mapped, and what is not.
+    /// Returns the mapped and the unmapped device memory of a sleeping heap.
     pub(crate) fn asleep_bytes(&self) -> (u64, u64) {
         let Some(mapped) = self.mapped_asleep else { return (0, 0) };
         let sum = |mappings: &[Mapping]| mappings.iter().map(Mapping::memory_bytes).sum();
@@ -140,7 +141,8 @@ impl<L: Lock> Heap<L> {
         (sum(&mappings[..mapped]), sum(&mappings[mapped..]))
     }
 
-    /// What is mapped of a segment that a heap gives up while it sleeps, and is no mapping of the heap any more.
+    /// Removes and returns the mapped parts of a segment that a sleeping heap gives up. They stop being mappings of the
+    /// heap.
     pub(super) fn take_held(&mut self, segment: u32) -> Option<Extents> {
         let mapped = self.mapped_asleep?;
         let range = self.table.segment(segment).range;
@@ -151,7 +153,7 @@ impl<L: Lock> Heap<L> {
         Some(held)
     }
 
-    /// Gives the memory of a heap that sleeps back to the device. Nobody uses it.
+    /// Releases the memory of a sleeping heap to the device. Nothing uses it.
     pub(crate) fn unmap_asleep(&mut self, context: &Outside<'_, L>) -> Released {
         let (mut released, mapped) = (Released::default(), self.mapped_asleep.unwrap_or(0));
         for (at, mapping) in self.mappings().iter().enumerate().take(mapped).rev() {
@@ -167,7 +169,7 @@ impl<L: Lock> Heap<L> {
         released
     }
 
-    /// Gives a heap that sleeps its memory, at its old addresses. Returns the bytes that were mapped.
+    /// Maps the memory of a sleeping heap at its old addresses. Returns the mapped bytes.
     pub(crate) fn map_asleep(&mut self, context: &Outside<'_, L>) -> Result<u64, OutOfMemoryCause> {
         let Some(mapped) = self.mapped_asleep else { return Ok(0) };
         let mut mapped_bytes = 0;
@@ -186,8 +188,8 @@ impl<L: Lock> Heap<L> {
         Ok(mapped_bytes)
     }
 
-    /// A sleep or a wake of the pool was asked for. What became of it is no part of the history: ranks that make the same calls have
-    /// the same digests.
+    /// Records that a sleep or a wake of the pool was requested. Its outcome is not part of the history: ranks that
+    /// make the same calls have the same digests.
     pub(crate) fn note_asked(&mut self, asked: Option<Contents>) {
         if self.has_history() {
             let (mark, what) = asked.map_or((Mark::Wake, 0), |contents| (Mark::Sleep, contents as u64));

@@ -1,20 +1,20 @@
-//! Stitching: a large block out of free pieces. A part of [`Heap`].
+//! Stitching: a large block made of free pieces. A part of [`Heap`].
 //!
-//! Where no free block fits, a range of addresses is mapped onto free granules that lie apart, and becomes a segment with one
-//! free block ([`stitched`](crate::blocks::stitched) has a picture). From then on it is a segment like any other: its blocks
-//! are split, freed, merged and found by best fit. Only a miss looks closer:
+//! If no free block fits, a range of addresses is mapped onto free granules in different locations and becomes a
+//! segment with one free block ([`stitched`](crate::blocks::stitched) has a picture). From then on it is a segment like
+//! any other: its blocks are split, freed, merged and found by best fit. Only a miss needs more:
 //!
 //! ```text
 //!  gather   would a block fit if the free granules of stitched ranges were free at home? Then they are
 //!  again    the oldest range whose first granules are all free at home             no driver call
 //!  stitch   memory grows by what is missing, and a new range is mapped             a map for each granule
 //! ```
-//! A range of which nothing is in use stays mapped, for *again*. It is forgotten in a trim, or when too many granules are mapped
-//! a second time. Both wait on the host for the streams that used it: no other step does. Whoever gets a stitched block waits, on
-//! the device, for all earlier users of all its granules (rule D3).
+//! An unused range stays mapped, for *again*. It is unmapped in a trim, or when too many granules are mapped a second
+//! time. In both cases the host waits for the streams that used it; no other step blocks. The stream that gets a
+//! stitched block waits, on the device, for all earlier users of all its granules (rule D3).
 //!
-//! A request that is refused has changed nothing. Where the driver fails between growth and the last map, memory has grown, and
-//! the digest says both.
+//! A refused request has changed nothing. If the driver fails between growth and the last mapping, the memory has
+//! grown, and the digest records both.
 
 use super::fencing::synchronize;
 use super::obtain::Missing;
@@ -38,7 +38,7 @@ use smallvec::SmallVec;
 type Part = std::ops::Range<usize>;
 
 impl<L: Lock> Heap<L> {
-    /// Makes a free block of at least `size` out of what is free. `None`: the heap grows as if nothing could be stitched.
+    /// Creates a free block of at least `size` from free granules. `None`: the heap grows as if it could not stitch.
     pub(super) fn stitch(
         &mut self,
         context: &Outside<'_, L>,
@@ -82,7 +82,7 @@ impl<L: Lock> Heap<L> {
         })
     }
 
-    /// The largest free run at home, and all whole free granules, as they are once all is gathered.
+    /// Returns the largest free run at home and all whole free granules, as they are once everything is gathered.
     fn look_home(&self) -> (Units, Vec<Granule>) {
         let unused = self.unused().into_iter();
         let mut away: Vec<_> =
@@ -102,7 +102,7 @@ impl<L: Lock> Heap<L> {
         (largest, away)
     }
 
-    /// Every granule that is wholly free at home, in the order of rule D2's blocks.
+    /// Returns every granule that is entirely free at home, in the order of rule D2's blocks.
     fn free_granules(&self) -> Vec<Granule> {
         let slots = self.free.keys(self.table.blocks(), SizeClass::Large).map(FreeKey::slot);
         let granules = slots.flat_map(|slot| {
@@ -112,13 +112,14 @@ impl<L: Lock> Heap<L> {
         granules.filter(|granule| !self.table.segment(granule.segment).is_stitched).collect()
     }
 
-    /// The granules of its segment that a block covers wholly.
+    /// Returns the granules of its segment that a block covers entirely.
     fn whole_granules_of(&self, slot: Slot) -> Part {
         let (block, granule) = (self.table.block(slot), self.rules.granule);
         block.offset().div_ceil(granule) as usize..(block.end() / granule) as usize
     }
 
-    /// Stitched ranges, their free blocks, and the granules that these cover wholly: what a gathering moves, oldest range first.
+    /// Returns the stitched ranges, their free blocks, and the granules that these cover entirely, oldest range first:
+    /// the input of a gathering.
     fn unused(&self) -> Vec<(usize, Slot, Part)> {
         let free = |(at, range): (usize, &StitchedRange)| {
             let slots = self.table.blocks_of(range.segment).filter(|slot| self.table.block(*slot).is_free());
@@ -127,7 +128,7 @@ impl<L: Lock> Heap<L> {
         self.stitched.iter().enumerate().flat_map(free).filter(|(.., part)| !part.is_empty()).collect()
     }
 
-    /// Makes the free granules of stitched ranges free at home.
+    /// Moves the free granules of stitched ranges back home.
     fn gather(&mut self) {
         for (at, slot, part) in self.unused() {
             let users = self.streams_of(slot);
@@ -146,14 +147,14 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// Makes a granule of a free block one that is elsewhere. What is behind it keeps the slot.
+    /// Marks a granule of a free block as elsewhere. The rest behind it keeps the slot.
     fn send_away(&mut self, slot: Slot, offset: Units) -> Slot {
         let part = self.carve(slot, offset, offset + self.rules.granule);
         self.table.block_mut(part).state = BlockState::Elsewhere;
         part
     }
 
-    /// Makes a granule that is elsewhere free, with these earlier users. Returns the block that it is part of then.
+    /// Marks a granule that is elsewhere as free, with these earlier users. Returns the block that then contains it.
     fn bring_back(&mut self, slot: Slot, free: BlockState, fences: FenceSetId) -> Slot {
         let fences = self.without_events(fences);
         let block = self.table.block_mut(slot);
@@ -162,7 +163,7 @@ impl<L: Lock> Heap<L> {
         self.put_back(slot)
     }
 
-    /// The block that holds a granule, looked for behind the block of a lower one.
+    /// Returns the block that contains a granule, searching behind the block of a lower one.
     fn block_around(&self, lower: Option<Slot>, granule: Granule) -> Slot {
         let lower = lower.filter(|slot| self.table.block(*slot).segment == granule.segment);
         let mut slot = lower.unwrap_or_else(|| self.table.first(granule.segment));
@@ -172,7 +173,7 @@ impl<L: Lock> Heap<L> {
         slot
     }
 
-    /// The oldest stitched range whose first `count` granules are all free at home.
+    /// Returns the oldest stitched range whose first `count` granules are all free at home.
     fn find_again(&self, count: usize, mut free: Vec<Granule>) -> Option<usize> {
         free.sort_unstable();
         let is_free = |granule: &Granule| free.binary_search(granule).is_ok();
@@ -210,12 +211,12 @@ impl<L: Lock> Heap<L> {
         let granules = granules.into_iter().map(Some).collect();
         self.stitched.push(StitchedRange { segment, granules, users: SmallVec::new() });
         context.directory.lock().insert(range, self.identity.id, segment);
-        // It brings no memory: that is counted at home.
+        // It adds no memory: that is counted at home.
         self.log_segment(SegmentEventKind::Birth, segment, 0, 0);
         Ok(slot)
     }
 
-    /// Makes free granules at home ones that are elsewhere, once `stream` is ordered behind their earlier users and they are mapped.
+    /// Orders `stream` behind the earlier users of free granules at home, maps them, and marks them as elsewhere.
     fn take_from_home<T>(
         &mut self,
         context: &Outside<'_, L>,
@@ -238,7 +239,7 @@ impl<L: Lock> Heap<L> {
         Ok(mapped)
     }
 
-    /// Maps a new range onto granules, all or none.
+    /// Maps a new range onto granules: all or none.
     fn map_aliases(&mut self, context: &Outside<'_, L>, granules: &[Granule]) -> Result<Range, BackendError> {
         let size_bytes = bytes(self.rules.granule);
         let range = self.reserve_range(context, granules.len() as u64 * size_bytes)?;
@@ -255,13 +256,13 @@ impl<L: Lock> Heap<L> {
         Ok(range)
     }
 
-    /// A free block whose next user need only come behind `stream`, which has waited for all others.
+    /// Returns the state of a free block whose next user waits only for `stream`, which has waited for all others.
     fn free_state(&self, context: &Outside<'_, L>, stream: StreamId) -> BlockState {
         let since = if self.identity.stream.is_some() { 0 } else { context.clocks.lock().now(stream) };
         BlockState::Free { stream, since }
     }
 
-    /// The segments of ranges of which nothing is in use, oldest first, each with the number of its mapped granules.
+    /// Returns the segments of unused ranges, oldest first, each with the number of its mapped granules.
     fn kept(&self) -> Vec<(u32, usize)> {
         let is_in_use =
             |slot| matches!(self.table.block(slot).state, BlockState::Allocated { .. } | BlockState::Planned);
@@ -269,12 +270,12 @@ impl<L: Lock> Heap<L> {
         kept.map(|range| (range.segment, range.aliases())).collect()
     }
 
-    /// How many granules are mapped a second time.
+    /// Returns the number of granules that are mapped a second time.
     fn aliases(&self) -> usize {
         self.stitched.iter().map(StitchedRange::aliases).sum()
     }
 
-    /// Forgets the oldest kept ranges if `count` more granules would be too many.
+    /// Unmaps the oldest unused ranges if `count` more granules would exceed the limit.
     fn make_room(&mut self, context: &Outside<'_, L>, most: usize, count: usize) -> Result<(), BackendError> {
         if self.aliases() + count <= most {
             return Ok(());
@@ -287,7 +288,7 @@ impl<L: Lock> Heap<L> {
         self.release_retired(context).error.map_or(Ok(()), Err)
     }
 
-    /// Forgets the kept ranges, and unmaps what is unused of others, so that memory can go back to the device.
+    /// Unmaps the unused ranges and the unused parts of others, so that memory can be released.
     pub(super) fn forget_stitched(&mut self, context: &Outside<'_, L>) -> Result<(), BackendError> {
         if self.config.stitching().is_none() {
             return Ok(());

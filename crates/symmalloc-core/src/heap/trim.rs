@@ -1,17 +1,17 @@
-//! Giving memory back: the only way from a heap to the device (rule D5). A part of [`Heap`].
+//! Trimming: the only way in which memory returns from a heap to the device (rule D5). A part of [`Heap`].
 //!
-//! Nothing goes back unasked: a trim is an op of the program, a configured threshold that one of its frees crossed, or the
-//! documented step before a configured limit refuses an allocation. Segments go in sequence order.
+//! Memory is released only by a trim of the program, by a configured threshold that one of its frees crosses, or by the
+//! documented step before a configured limit refuses an allocation. Segments are released in sequence order.
 //!
-//! | what is free | what happens |
+//! | free memory | effect |
 //! |---|---|
-//! | all of a segment | it is removed: an entry in the log, and its memory is *retired* until every observer has let go |
-//! | whole granules of an expandable segment | their memory goes back and a hole is left, or the range gets shorter; not while the pool is observed |
-//! | a reserved segment | stays: it is there for ever |
-//! | a stitched range | is unmapped before memory that it names goes back |
-//! | anything, while the pool sleeps | stays: its memory is on the device already |
+//! | all of a segment | it is removed: an entry in the log, and its memory is *retired* until every observer has acknowledged that |
+//! | whole granules of an expandable segment | their memory is released, which leaves a hole or shortens the range; not while the pool is observed |
+//! | a reserved segment | stays as long as its pool exists |
+//! | a stitched range | is unmapped before the memory that it aliases is released |
+//! | anything, while the pool sleeps | stays: its memory was released already |
 //!
-//! Before memory goes back, the host waits for the streams that used it: trim is the one call that may block.
+//! Before memory is released, the host waits for the streams that used it: trim is the one call that may block.
 
 use super::fencing::synchronize;
 use super::obtain::trace_segment;
@@ -30,7 +30,7 @@ use crate::types::ids::StreamId;
 use crate::types::units::{Units, bytes};
 use smallvec::SmallVec;
 
-/// What went back to the device, and why the driver took no more.
+/// The released memory, and the error of the driver that took no more.
 #[derive(Debug, Default)]
 #[must_use]
 pub(crate) struct Released {
@@ -39,7 +39,7 @@ pub(crate) struct Released {
 }
 
 impl Released {
-    /// With what went back after it. The first error stays.
+    /// Adds a later result. The first error is kept.
     pub(crate) fn plus(self, later: Released) -> Released {
         Released { bytes: self.bytes + later.bytes, error: self.error.or(later.error) }
     }
@@ -51,12 +51,13 @@ impl Released {
 }
 
 impl<L: Lock> Heap<L> {
-    /// The configured trigger of rule D5: a heap that holds more free bytes than its threshold gives them back. Returns why the
-    /// driver did not take them.
+    /// Releases the free memory of a heap that holds more free bytes than its threshold (rule D5). Returns the driver's
+    /// error.
     #[inline]
     pub(crate) fn release_above_threshold(&mut self, context: &Outside<'_, L>) -> Option<BackendError> {
         let threshold_bytes = self.config.release_threshold_bytes()?;
-        // The memory of plans is not free. What is live in it counts twice, so that a step gives back too little rather than too much.
+        // The memory of plans is not free. Live allocations in it count twice, so that a step releases too little
+        // rather than too much.
         let in_use_bytes = self.usage.allocated_bytes() + self.plan_bytes();
         if self.mapped_bytes.saturating_sub(in_use_bytes) <= threshold_bytes || self.is_asleep() {
             return None;
@@ -64,7 +65,7 @@ impl<L: Lock> Heap<L> {
         self.trim(context, None).error
     }
 
-    /// Gives free memory up, all of it or until so many bytes are given up, and back as far as no observer holds it.
+    /// Gives up free memory, all of it or `goal_bytes`, and releases it unless an observer holds it.
     pub(crate) fn trim(&mut self, context: &Outside<'_, L>, goal_bytes: Option<u64>) -> Released {
         let (pool, stream) = (self.identity.pool.0, self.identity.stream.map(|stream| stream.0));
         let span = tracing::debug_span!(target: "symmalloc", "heap.trim", pool, stream, goal_bytes);
@@ -79,7 +80,7 @@ impl<L: Lock> Heap<L> {
             self.fold(op_word(Mark::RefusedByDriver, StreamId(0), 0), 0);
             failure = Some(error);
         }
-        // While a stitched range names it, memory cannot go back. A heap that sleeps has none.
+        // Memory cannot be released while a stitched range aliases it. A sleeping heap has none.
         let homes = if failure.is_none() && !self.is_asleep() { self.table.homes_in_order() } else { Vec::new() };
         for segment in homes {
             if goal_bytes.is_some_and(|goal_bytes| mapped_before - self.mapped_bytes >= goal_bytes) {
@@ -104,7 +105,7 @@ impl<L: Lock> Heap<L> {
         self.recycle_spent(context);
         let retired = self.release_retired(context);
         if retired.error.is_some() {
-            // What the driver keeps counts towards the limits, so that later decisions may differ from other ranks'.
+            // Memory that the driver keeps counts toward the limits, so later decisions may differ from other ranks'.
             self.fold(op_word(Mark::RefusedByDriver, StreamId(0), 0), 0);
         }
         let released = Released { bytes: shrunk_bytes, error: failure }.plus(retired);
@@ -122,10 +123,10 @@ impl<L: Lock> Heap<L> {
         released
     }
 
-    /// Retires every segment, reserved ones too. Nothing may be allocated.
+    /// Retires every segment, including reserved ones. Nothing may be allocated.
     pub(crate) fn retire_all(&mut self, context: &Outside<'_, L>) {
         self.dissolve_plans(context);
-        // Stitched ranges first: what they name is not unmapped before them.
+        // Stitched ranges go first: memory is not unmapped before its aliases.
         let mut segments = self.table.segments_in_order();
         segments.sort_by_key(|segment| !self.table.segment(*segment).is_stitched);
         segments.into_iter().for_each(|segment| self.retire(context, segment));
@@ -133,12 +134,12 @@ impl<L: Lock> Heap<L> {
         self.recycle_spent(context);
     }
 
-    /// Gives everything back at the end of the allocator, live allocations and observed segments too. What the driver
-    /// refuses is left to the end of its context.
+    /// Releases everything at the end of the allocator, including live allocations and observed segments. Memory that
+    /// the driver refuses to take back is left to the end of its context.
     pub(crate) fn abandon(&mut self, context: &Outside<'_, L>) {
         self.dissolve_plans(context);
         for slot in self.all_blocks() {
-            // A live block is free without an op: its uses stay fences without events.
+            // A live block becomes free without an op: its uses remain fences without events.
             let block = self.table.block_mut(slot);
             if let BlockState::Allocated { stream, .. } = block.state {
                 block.state = BlockState::Free { stream, since: Tick::MAX };
@@ -156,12 +157,12 @@ impl<L: Lock> Heap<L> {
             let state = self.table.block(slot).state;
             matches!(state, BlockState::Allocated { .. } | BlockState::Planned | BlockState::Elsewhere)
         };
-        // What a stitched range names although it is free: only where nothing may be unmapped.
+        // Memory that a stitched range aliases although it is free: only if nothing may be unmapped.
         let is_named = self.log.is_observed() && !self.stitched.is_empty();
         !is_named && !self.table.blocks_of(segment).any(is_in_use)
     }
 
-    /// Removes a segment without live allocations. Its memory goes back when every observer has let go.
+    /// Removes a segment without live allocations. Its memory is released once every observer has acknowledged that.
     pub(super) fn retire(&mut self, context: &Outside<'_, L>, segment: u32) {
         let mut mapped = self.extents_of(segment);
         let held = self.take_held(segment);
@@ -195,7 +196,7 @@ impl<L: Lock> Heap<L> {
         self.log.append_death(event, dead.range, mapped, dead.is_stitched, streams);
     }
 
-    /// Streams whose work may still use a free block.
+    /// Returns the streams whose work may still use a free block.
     pub(super) fn streams_of(&self, slot: Slot) -> SmallVec<[StreamId; 2]> {
         let block = self.table.block(slot);
         let mut streams: SmallVec<[StreamId; 2]> =
@@ -206,7 +207,8 @@ impl<L: Lock> Heap<L> {
         streams
     }
 
-    /// Gives the memory of removed segments back, oldest first. What fails stays retired and is tried again.
+    /// Releases the memory of removed segments, oldest first. After a failure, the rest stays retired and is tried
+    /// again.
     pub(crate) fn release_retired(&mut self, context: &Outside<'_, L>) -> Released {
         let mut bytes = 0;
         let error = self.try_release_retired(context, &mut bytes).err();
@@ -242,8 +244,8 @@ impl<L: Lock> Heap<L> {
         Ok(())
     }
 
-    /// Gives the memory of every whole free granule of a segment back, from its start on. The driver comes first: a
-    /// block whose memory it keeps stays free.
+    /// Releases the memory of every whole free granule of a segment, from its start on. The driver comes first: a block
+    /// whose memory it keeps stays free.
     fn shrink(&mut self, context: &Outside<'_, L>, segment: u32) -> Result<(), BackendError> {
         let mut synchronized: SmallVec<[StreamId; 2]> = SmallVec::new();
         for slot in self.table.blocks_of(segment).filter(|slot| self.table.block(*slot).is_free()).collect::<Vec<_>>() {
@@ -264,7 +266,7 @@ impl<L: Lock> Heap<L> {
         Ok(())
     }
 
-    /// Gives the memory of `from..to`, whole granules of a free block whose users are synchronized, back to the device.
+    /// Releases the memory of `from..to`, whole granules of a free block whose users are synchronized.
     pub(super) fn give_memory_back(
         &mut self,
         context: &Outside<'_, L>,
@@ -279,12 +281,13 @@ impl<L: Lock> Heap<L> {
         Ok(())
     }
 
-    /// Turns `from..to` of a free block, whose memory went back, into a hole or, at the end of the segment, into nothing.
+    /// Turns `from..to` of a free block, whose memory was released, into a hole, or removes it at the end of the
+    /// segment.
     fn cut_hole(&mut self, slot: Slot, from: Units, to: Units) {
         let block = self.table.block(slot);
         let (segment, offset, end, fences) = (block.segment, block.offset(), block.end(), block.fences);
         self.unlink(slot);
-        // The streams are synchronized: the rest of the block needs no wait either.
+        // The streams are synchronized, so the rest of the block needs no wait either.
         self.fences.clear(fences);
         self.table.block_mut(slot).fences = FenceSetId::EMPTY;
         let free = self.table.block(slot).state;
@@ -308,7 +311,7 @@ impl<L: Lock> Heap<L> {
         self.join_holes(hole);
     }
 
-    /// Restores the tiling's canonical form beside a new hole: no two neighbouring holes, and none at the end.
+    /// Restores the canonical tiling next to a new hole: no two adjacent holes, and none at the end.
     fn join_holes(&mut self, mut slot: Slot) {
         let Block { prev, next, segment, .. } = *self.table.block(slot);
         if self.table.block(next).is_hole() {

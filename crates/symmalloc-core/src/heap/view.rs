@@ -1,4 +1,4 @@
-//! What other rooms may see of a heap, and the history that it keeps for ranks to compare.
+//! The state of a heap that other modules may read, and the history that it keeps for ranks to compare.
 
 use super::{Heap, HeapIdentity};
 use crate::blocks::table::{Block, BlockState, Slot};
@@ -24,11 +24,11 @@ use std::sync::Arc;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryStats {
-    /// What programs hold, by size class.
+    /// Usage by the program, by size class.
     pub usage: ClassStats,
-    /// Bytes of device memory held, dead segments that observers hold included.
+    /// Bytes of device memory held, including dead segments that observers hold.
     pub reserved_bytes: Stat,
-    /// Bytes of dead segments that observers hold, or that the driver did not take back yet.
+    /// Bytes of dead segments that observers hold or that the driver has not taken back yet.
     pub retired_bytes: u64,
     /// Number of live segments.
     pub segment_count: u64,
@@ -38,18 +38,19 @@ pub struct MemoryStats {
     pub free_block_count: u64,
     /// Bytes of the largest free block.
     pub largest_free_bytes: u64,
-    /// Number of times that memory was obtained from the device: births and growths of segments.
+    /// Number of times that memory was acquired from the device: births and growths of segments.
     pub growth_count: u64,
-    /// Number of trims of heaps, asked for or by themselves.
+    /// Number of trims of heaps, requested or automatic.
     pub trim_count: u64,
-    /// Number of times that a request was tried again, after a trim by itself or a failure callback.
+    /// Number of retries of requests, after an automatic trim or a failure callback.
     pub retry_count: u64,
     /// Number of requests that ended with [`OutOfMemory`](crate::config::errors::OutOfMemory).
     pub out_of_memory_count: u64,
-    /// Steps, and how far they followed plans.
+    /// Steps and their use of plans.
     pub steps: StepStats,
-    /// Whether the peaks of `usage.all` are exact: of one heap, or of all heaps when one thread drives the allocator.
-    /// Otherwise, and by class, they are sums of the heaps' peaks, which need not have been at the same time: upper bounds.
+    /// `true` if the peaks of `usage.all` are exact: for one heap, or for all heaps if one thread drives the allocator.
+    /// Otherwise, and by class, they are sums of the heaps' peaks, which may have occurred at different times: upper
+    /// bounds.
     pub peaks_are_exact: bool,
 }
 
@@ -61,15 +62,15 @@ pub struct SegmentSnapshot {
     pub pool: PoolId,
     /// The stream of its heap; `None` when the pool's streams share.
     pub stream: Option<StreamId>,
-    /// Birth ordinal in its heap.
+    /// Ordinal in its heap.
     pub segment: SegmentId,
     /// Address of its first byte. Differs between ranks.
     pub base: DeviceAddress,
-    /// Which requests it serves: only fixed segments keep small ones apart, all others are `Large`.
+    /// The requests that it serves. Only fixed segments keep small ones apart; all others are `Large`.
     pub class: SizeClass,
     /// Bytes that its blocks tile.
     pub size_bytes: u64,
-    /// Bytes of them that are backed by memory.
+    /// Bytes backed by memory.
     pub mapped_bytes: u64,
     /// Its blocks in offset order.
     pub blocks: Vec<BlockSnapshot>,
@@ -79,15 +80,15 @@ pub struct SegmentSnapshot {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct BlockSnapshot {
-    /// Where it starts in its segment, in bytes.
+    /// Offset in its segment, in bytes.
     pub offset_bytes: u64,
     /// Its size in bytes.
     pub size_bytes: u64,
-    /// What it is.
+    /// Its state.
     pub state: BlockStateSnapshot,
 }
 
-/// What a block is.
+/// The state of a block.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum BlockStateSnapshot {
@@ -95,9 +96,9 @@ pub enum BlockStateSnapshot {
     Allocated {
         /// The stream it was allocated for.
         stream: StreamId,
-        /// Bytes that the program asked for.
+        /// Requested bytes.
         requested_bytes: u64,
-        /// What the program called it.
+        /// The program's name of it.
         name: Option<Box<str>>,
         /// Other streams that use it.
         used_by: Vec<StreamId>,
@@ -107,9 +108,10 @@ pub enum BlockStateSnapshot {
         /// Streams that its next user may have to wait for.
         fenced_by: Vec<StreamId>,
     },
-    /// Memory that went back to the device; the addresses are kept.
+    /// Memory that was released to the device; the addresses are kept.
     Hole,
-    /// Memory that is in use, or free, under other addresses of the heap: a stitched range names it, or this is one.
+    /// Memory that is allocated or free under other addresses of the heap: a stitched range aliases it, or this is such
+    /// a range.
     Elsewhere,
 }
 
@@ -122,12 +124,12 @@ impl<L: Lock> Heap<L> {
         self.digest
     }
 
-    /// The digest before the first op.
+    /// Returns the digest before the first op.
     pub(crate) fn first_digest(&self) -> Digest {
         Self::digest_before_ops(&self.config, bytes(self.rules.granule), self.identity.stream)
     }
 
-    /// The handle of the live allocation whose first byte is at an address.
+    /// Returns the handle of the live allocation whose first byte is at an address.
     #[inline]
     pub(crate) fn handle_at(&self, address: DeviceAddress) -> Option<Handle> {
         let slot = self.pointers.as_ref()?.find(address).copied()?;
@@ -137,25 +139,25 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// The digest begins with all that decisions depend on besides ops, so that different configurations never agree.
+    /// Returns the digest of an empty history. It includes everything besides ops on which decisions depend, so that
+    /// different configurations never agree.
     pub(super) fn digest_before_ops(config: &PoolConfig, granularity_bytes: u64, stream: Option<StreamId>) -> Digest {
         let mut digest = Digest::new(config.digest());
         digest.fold(granularity_bytes, stream.map_or(u64::MAX, |stream| stream.0.into()));
         Digest { ops: 0, ..digest }
     }
 
-    /// From now on allocations are found by their address.
+    /// Starts to index allocations by address.
     pub(crate) fn keep_pointers(&mut self) {
         self.pointers = Some(PointerMap::default());
     }
 
-    /// From now on the heap remembers its last ops, for agreement to look back on.
+    /// Starts to remember the last ops, for agreement.
     pub(crate) fn keep_journal(&mut self, history_ops: u32, order: Arc<ProgramOrder>) {
         self.journal = Some(Box::new(Journal::new(history_ops, self.digest, order)));
     }
 
-    /// Takes up a history that a digest stands for, in place of the heap's own: the ops so far are not of this heap any
-    /// more. The journal forgets its ops.
+    /// Adopts the history of a digest in place of the heap's own, whose ops no longer count. The journal forgets them.
     pub(super) fn begin_history(&mut self, digest: Digest) {
         self.digest = digest;
         if let Some(journal) = &mut self.journal {
@@ -163,7 +165,7 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// The pool is destroyed: that is the last op of the heap's history that ranks compare.
+    /// Records that the pool is destroyed: the last op of the heap's history that ranks compare.
     pub(crate) fn close(&mut self) {
         if self.has_history() {
             self.fold(op_word(Mark::Destroy, StreamId(0), 0), 0);
@@ -171,9 +173,9 @@ impl<L: Lock> Heap<L> {
         self.closed_after_ops = Some(self.digest.ops);
     }
 
-    /// All ranks had this digest here: the history before it is forgotten.
+    /// Records that all ranks had this digest at this op, and forgets the history before it.
     pub(crate) fn settle(&mut self, digest: Digest) {
-        // From what was agreed on, not from what happened since on this rank alone.
+        // From the agreed history, not from later ops of this rank.
         self.is_settled = self.closed_after_ops.is_some_and(|ops| ops <= digest.ops);
         if let Some(journal) = &mut self.journal {
             journal.agree(digest);
@@ -183,7 +185,7 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// A request for so many bytes was refused.
+    /// Folds the refusal of a request for `size_bytes`.
     pub(crate) fn fold_refusal(&mut self, refusal: Refusal, stream: StreamId, size_bytes: u64) {
         self.fold(op_word(refusal.into(), stream, size_bytes), 0);
         self.rare.refusals += 1;
@@ -197,9 +199,9 @@ impl<L: Lock> Heap<L> {
         self.journal.as_deref()
     }
 
-    /// Whether the heap has carried out an op. A heap without ops was made for a request that failed early, for example
-    /// because its pool was destroyed at the same time. It counts as not there, since other ranks, and this one after a
-    /// restart, have no such heap.
+    /// Returns `true` if the heap has executed an op. A heap without ops was created for a request that failed early,
+    /// for example because its pool was destroyed at the same time. It counts as absent, since other ranks, and this
+    /// one after a restart, have no such heap.
     pub(crate) fn has_history(&self) -> bool {
         self.digest.ops > 0
     }
@@ -212,12 +214,12 @@ impl<L: Lock> Heap<L> {
         self.closed_after_ops.is_some()
     }
 
-    /// Whether agreement has compared the whole history, to its end.
+    /// Returns `true` if agreement has compared the whole history to its end.
     pub(crate) fn is_settled(&self) -> bool {
         self.is_settled
     }
 
-    /// Whether nothing ever happened here.
+    /// Returns `true` if the heap was never used.
     pub(crate) fn is_fresh(&self) -> bool {
         self.digest.ops == 0 && self.next_segment == SegmentId(0)
     }
@@ -234,7 +236,7 @@ impl<L: Lock> Heap<L> {
         &mut self.usage
     }
 
-    /// Adds what the heap holds, but the bytes that it reserved.
+    /// Adds the heap's statistics, except for the bytes that it reserved.
     pub(crate) fn add_to(&self, stats: &mut MemoryStats) {
         let free_blocks = |class| self.free.keys(self.table.blocks(), class).count() as u64;
         stats.usage = stats.usage + self.usage.stats();
@@ -258,7 +260,7 @@ impl<L: Lock> Heap<L> {
         &mut self.log
     }
 
-    /// Whether addresses name memory a second time, or did and the driver has not taken them back.
+    /// Returns `true` if an address range aliases memory, or a dead one does that the driver has not taken back.
     pub(crate) fn has_stitched(&self) -> bool {
         !self.stitched.is_empty() || self.log.has_stitched()
     }
@@ -267,17 +269,17 @@ impl<L: Lock> Heap<L> {
         self.mapped_bytes
     }
 
-    /// The ordinal of the next segment; the number of segments so far.
+    /// Returns the ordinal of the next segment, which is the number of segments so far.
     pub(crate) fn next_segment(&self) -> SegmentId {
         self.next_segment
     }
 
-    /// Bytes of the largest free block.
+    /// Returns the bytes of the largest free block.
     pub(crate) fn largest_free_bytes(&self) -> u64 {
         self.free.largest(self.table.blocks()).map_or(0, bytes)
     }
 
-    /// The live allocation behind a handle.
+    /// Returns the live allocation of a handle.
     pub(crate) fn allocation(&self, handle: Handle) -> Result<Allocation, HandleError> {
         Ok(self.allocation_in(self.live(handle)?.slot, handle))
     }
@@ -287,7 +289,8 @@ impl<L: Lock> Heap<L> {
         Allocation { handle, address, placement, size_bytes: bytes(self.table.block(slot).size) }
     }
 
-    /// The live allocations outside of plans, in (sequence, offset) order, each with its stream, the bytes asked for and its name.
+    /// Iterates over the live allocations outside of plans in (sequence, offset) order, each with its stream, requested
+    /// bytes and name.
     pub(crate) fn live_allocations(&self) -> impl Iterator<Item = (Allocation, StreamId, u64, Option<&str>)> {
         self.all_blocks().into_iter().filter_map(|slot| match self.table.block(slot).state {
             BlockState::Allocated { stream, requested, serial } => {
@@ -302,7 +305,7 @@ impl<L: Lock> Heap<L> {
         self.table.block(slot).location.placement()
     }
 
-    /// Gives a live allocation a name.
+    /// Names a live allocation.
     pub(super) fn set_name(&mut self, slot: Slot, name: &str) {
         let placed = self.table.block(slot).location.word();
         if let Some(journal) = &mut self.journal {
@@ -312,28 +315,28 @@ impl<L: Lock> Heap<L> {
         self.watches_frees = true;
     }
 
-    /// Bytes that a live allocation was asked for with.
+    /// Returns the requested bytes of a live allocation.
     pub(crate) fn requested_bytes(&self, handle: Handle) -> Result<u64, HandleError> {
         Ok(self.live(handle)?.requested)
     }
 
-    /// The slots of the live segments, in sequence order.
+    /// Returns the slots of the live segments in sequence order.
     pub(crate) fn segments(&self) -> Vec<u32> {
         self.table.segments_in_order()
     }
 
-    /// The slots of all blocks, in (sequence, offset) order.
+    /// Returns the slots of all blocks in (sequence, offset) order.
     pub(super) fn all_blocks(&self) -> Vec<Slot> {
         self.segments().into_iter().flat_map(|segment| self.table.blocks_of(segment)).collect()
     }
 
-    /// Birth ordinal and range of a live segment, and the bytes that its blocks tile.
+    /// Returns ordinal and range of a live segment, and the bytes that its blocks tile.
     pub(crate) fn segment(&self, segment: u32) -> (SegmentId, Range, u64) {
         let there = self.table.segment(segment);
         (there.id, there.range, bytes(there.end))
     }
 
-    /// The live segments with their blocks, in sequence order.
+    /// Returns the live segments with their blocks, in sequence order.
     pub(crate) fn snapshot(&self) -> Vec<SegmentSnapshot> {
         let snapshot = |slot: u32| {
             let segment = self.table.segment(slot);
@@ -351,7 +354,7 @@ impl<L: Lock> Heap<L> {
         self.segments().into_iter().map(snapshot).collect()
     }
 
-    /// A segment's blocks, in offset order. What lies in the memory of plans stands in place of that memory.
+    /// Returns a segment's blocks in offset order. Blocks in the memory of plans replace that memory.
     fn blocks(&self, segment: u32) -> Vec<BlockSnapshot> {
         let mut blocks = Vec::new();
         for slot in self.table.blocks_of(segment) {
@@ -372,7 +375,7 @@ impl<L: Lock> Heap<L> {
         blocks
     }
 
-    /// A block, or a place of a plan.
+    /// Returns a block, or a place of a plan.
     fn block(&self, slot: Slot) -> BlockSnapshot {
         let &Block { location, size, state, fences, .. } = self.table.block(slot);
         let others = self.fences.fences(fences).iter().map(|fence| fence.stream).collect();
@@ -389,8 +392,8 @@ impl<L: Lock> Heap<L> {
         BlockSnapshot { offset_bytes: bytes(location.offset()), size_bytes: bytes(size), state }
     }
 
-    /// What an observer that was there from the start would know of a live segment: a birth with the memory at its start,
-    /// and growths for what lies behind holes.
+    /// Returns the events that an observer would have received for a live segment from the start: a birth with the
+    /// memory at its start, and a growth for each extent behind a hole.
     pub(crate) fn events_of_live_segment(&self, segment: u32) -> Vec<SegmentEvent> {
         let is_stitched = self.table.segment(segment).is_stitched;
         let mut extents = if is_stitched { Extents::new() } else { self.extents_of(segment) };
@@ -402,7 +405,7 @@ impl<L: Lock> Heap<L> {
         kinds.zip(extents).map(event).collect()
     }
 
-    /// Where a segment is mapped, from hole to hole.
+    /// Returns the mapped parts of a segment, between its holes.
     pub(super) fn extents_of(&self, segment: u32) -> Extents {
         let mut extents = Extents::new();
         for block in self.table.blocks_of(segment).map(|slot| self.table.block(slot)).filter(|block| !block.is_hole()) {
@@ -416,7 +419,7 @@ impl<L: Lock> Heap<L> {
     }
 }
 
-/// What is free between places of plans.
+/// Returns the free memory between places of plans.
 fn free_gap(from: Units, to: Units) -> Option<BlockSnapshot> {
     let state = BlockStateSnapshot::Free { fenced_by: Vec::new() };
     (from < to).then(|| BlockSnapshot { offset_bytes: bytes(from), size_bytes: bytes(to - from), state })

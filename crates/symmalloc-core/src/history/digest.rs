@@ -1,11 +1,11 @@
 //! Digests: one number that is equal on two ranks exactly when their histories of (op, decision) are.
 //!
-//! Every heap folds each op that it carries out, with the decision it came to, into 64 bits: one folded multiplication
-//! (64 x 64 -> 128 bits, halves xored) per op, about a nanosecond. No address, handle, time or name goes in. A pool's digest
-//! combines its heaps in stream order, so that how threads interleaved does not show (rule D8).
+//! Every heap folds each op that it executes, with its decision, into 64 bits: one folded multiplication (64 x 64 ->
+//! 128 bits, halves xored) per op, about a nanosecond. No address, handle, time or name is included. A pool's digest
+//! combines its heaps in stream order, so that the interleaving of threads has no effect (rule D8).
 //!
-//! "Exactly when" is up to a collision: two different histories agree with a probability of about 2^-64. A digest is no
-//! defence against a rank that lies.
+//! "Exactly when" holds up to a collision: two different histories agree with a probability of about 2^-64. A digest is
+//! no defense against a rank that lies.
 
 use crate::config::op::Refusal;
 use crate::types::ids::{Placement, SegmentId, StreamId};
@@ -15,7 +15,7 @@ use std::fmt;
 /// The digest of a heap's or a pool's history, with the number of ops in it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Digest {
-    /// Ops folded in, refused ones included.
+    /// Number of folded ops, including refused ones.
     pub ops: u64,
     /// The folded value.
     pub value: u64,
@@ -29,7 +29,7 @@ impl fmt::Display for Digest {
 
 macro_rules! marks {
     ($($(#[$doc:meta])* $mark:ident,)*) => {
-        /// What an op was, in a digest.
+        /// The kind of an op in a digest.
         #[derive(Clone, Copy, Debug, PartialEq, Eq)]
         #[repr(u8)]
         pub enum Mark { $($(#[$doc])* $mark,)* }
@@ -52,33 +52,33 @@ marks! {
     RecordUse,
     /// A reservation.
     Reserve,
-    /// A trim, after all that it gave back.
+    /// A trim, after everything that it released.
     Trim,
-    /// Memory of a live segment that a trim gave back.
+    /// Memory of a live segment that a trim released.
     Shrink,
-    /// A segment that a trim gave back.
+    /// A segment that a trim released.
     Death,
     /// A limit refused memory.
     RefusedByLimit,
-    /// The driver refused memory, or to take it back.
+    /// The driver refused to give memory or to take it back.
     RefusedByDriver,
     /// The heap's only segment, or its range, was full.
     RefusedBySegment,
     /// The end of the pool.
     Destroy,
-    /// Memory that was obtained for the op before.
+    /// Memory that was acquired for the preceding op.
     Obtain,
-    /// Plans that were adopted, or given up.
+    /// Adopted or dropped plans.
     Adopt,
-    /// A step that began.
+    /// The start of a step.
     BeginStep,
-    /// A step that ended.
+    /// The end of a step.
     EndStep,
-    /// A step that went another way than its plan.
+    /// A step that deviated from its plan.
     Differ,
-    /// A sleep that was asked for.
+    /// A requested sleep.
     Sleep,
-    /// A wake that was asked for.
+    /// A requested wake.
     Wake,
 }
 
@@ -96,7 +96,7 @@ impl From<Refusal> for Mark {
 const SEED: u64 = 0x243f_6a88_85a3_08d3;
 const DECISION_KEY: u64 = 0xa409_3822_299f_31d1;
 
-/// 64 x 64 -> 128 bits, halves xored.
+/// Multiplies 64 x 64 -> 128 bits and xors the halves.
 #[inline]
 pub fn folded_multiply(one: u64, other: u64) -> u64 {
     let product = u128::from(one) * u128::from(other);
@@ -104,15 +104,16 @@ pub fn folded_multiply(one: u64, other: u64) -> u64 {
 }
 
 impl Digest {
-    /// The digest of an empty history under a configuration.
+    /// Returns the digest of an empty history under a configuration.
     pub(crate) fn new(configuration: u64) -> Self {
         Digest { ops: 0, value: SEED ^ configuration }
     }
 
-    /// Folds an op and the decision about it.
+    /// Folds an op and its decision.
     #[inline]
     pub(crate) fn fold(&mut self, op: u64, decision: u64) {
-        // One folded multiplication per op, as in wyhash. Adding the count keeps a run of equal ops moving.
+        // One folded multiplication per op, as in wyhash. The added count keeps the value changing in a run of equal
+        // ops.
         self.value = folded_multiply(self.value ^ op, DECISION_KEY ^ decision).wrapping_add(self.ops);
         self.ops += 1;
     }
@@ -124,20 +125,20 @@ impl Digest {
     }
 }
 
-/// An op as one word: the mark's number from 1 on, a stream and an amount of bytes below 2^42.
+/// Encodes an op as one word: the mark's number from 1, a stream, and a number of bytes below 2^42.
 #[inline]
 pub fn op_word(mark: Mark, stream: StreamId, amount_bytes: u64) -> u64 {
     debug_assert!(amount_bytes < 1 << 42);
     ((mark as u64 + 1) << 58) | (u64::from(stream.0) << 42) | amount_bytes
 }
 
-/// What [`op_word`] made the word from; `None` for a word that it does not make.
+/// Decodes a word of [`op_word`]; `None` for any other word.
 pub fn unpack_op(word: u64) -> Option<(Mark, StreamId, u64)> {
     let mark = *MARKS.get(((word >> 58) as usize).checked_sub(1)?)?;
     Some((mark, StreamId((word >> 42) as u16), word & ((1 << 42) - 1)))
 }
 
-/// The placement that a decision's word stands for: segment and offset in units, 32 bits each.
+/// Decodes the placement in a decision's word: segment and offset in units, 32 bits each.
 pub fn unpack_placement(word: u64) -> Placement {
     Placement { segment: SegmentId((word >> 32) as u32), offset_bytes: (word & u64::from(u32::MAX)) * UNIT_BYTES }
 }

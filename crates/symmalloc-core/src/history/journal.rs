@@ -1,8 +1,8 @@
-//! The journal: what a heap of a symmetric pool remembers of its ops, for ranks that disagree to look back on.
+//! The journal: the recent ops of a heap in a symmetric pool, which ranks compare when their digests differ.
 //!
-//! A digest says *that* two histories differ. To say *where*, ranks compare the digests of earlier moments, and to say
-//! *what*, the ops themselves. A journal keeps the last `history_ops` of them, and of the time before that a thin
-//! scatter of digests, so that an older difference can at least be bounded.
+//! A digest shows *that* two histories differ. To find *where*, ranks compare the digests of earlier moments, and to
+//! find *what*, the ops themselves. A journal keeps the last `history_ops` ops, and a sparse series of digests from the
+//! time before them, which bounds the position of an older difference.
 //!
 //! ```text
 //!  op number   0 ............ 40960 ..... 45056 ..... 49152 ─────────────────── 53248
@@ -11,30 +11,30 @@
 //!              (all ranks are known to have had this digest)
 //! ```
 //!
-//! After a successful agreement everything before it is known to be equal: the journal forgets it and starts again
-//! there. Its size is always bounded: 32 bytes per remembered op, up to 112 more where the allocation
-//! had a name, and [`CHECKPOINTS_MAX`] checkpoints.
+//! A successful agreement proves that everything before it is equal, so the journal forgets it and starts again there.
+//! Its size is always bounded: 32 bytes per op, up to 112 more if the allocation has a name, and [`CHECKPOINTS_MAX`]
+//! checkpoints.
 
 use crate::history::digest::{Digest, Mark, unpack_op};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Bytes of a name that a journal keeps; the rest is cut off.
+/// Bytes of a name that a journal keeps. The rest is truncated.
 pub const NAME_BYTES_MAX: usize = 64;
 
-/// Digests kept of the time before the oldest remembered op.
+/// Most digests from the time before the oldest op in the journal.
 pub const CHECKPOINTS_MAX: usize = 32;
 
 /// Checkpoints lie at multiples of this many ops, later of twice as many, and so on: at the same ops on every rank.
 const CHECKPOINT_OPS: u64 = 64;
 
-/// Numbers the ops of all symmetric pools of one allocator in the order in which they happen. With one host thread that
-/// is program order. It tells which of several heaps differed first, and goes into no digest.
+/// Numbers the ops of all symmetric pools of one allocator in the order in which they happen. With one host thread,
+/// that is program order. It determines which of several heaps differed first, and is in no digest.
 #[derive(Debug)]
 pub struct ProgramOrder {
     next: AtomicU64,
-    /// The number that was next at the last agreement.
+    /// The next number at the time of the last agreement.
     agreed: AtomicU64,
     is_exclusive: bool,
 }
@@ -54,29 +54,29 @@ impl ProgramOrder {
         }
     }
 
-    /// The number that the next op gets.
+    /// Returns the number of the next op.
     pub fn next(&self) -> u64 {
         self.next.load(Relaxed)
     }
 
-    /// All ranks agreed, when the next op had this number. Ops are counted from here: a rank that joined later counts as the
-    /// others do.
+    /// Records that all ranks agreed when `next` was the number of the next op. Numbers are counted from there, so that
+    /// a rank that joined later counts like the others.
     pub fn agree(&self, next: u64) {
         self.agreed.store(next, Relaxed);
     }
 
-    /// A number, counted from the last agreement.
+    /// Returns a number counted from the last agreement.
     pub fn since_agreed(&self, number: u64) -> u64 {
         number.saturating_sub(self.agreed.load(Relaxed))
     }
 }
 
-/// One remembered op.
+/// One op in the journal.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct JournalEntry {
-    /// The op as one word, see [`unpack_op`].
+    /// The op as one word; see [`unpack_op`].
     pub op: u64,
-    /// The decision about it as one word.
+    /// The decision as one word.
     pub decision: u64,
     /// The heap's digest after it.
     pub digest: u64,
@@ -84,18 +84,18 @@ pub struct JournalEntry {
     pub order: u64,
 }
 
-/// What a heap remembers of its ops. See the file's beginning.
+/// The recent ops of a heap. See the [module documentation](self).
 #[derive(Debug)]
 pub struct Journal {
-    /// The most entries, at least 1.
+    /// Most entries; at least 1.
     capacity: usize,
-    /// The ops from `base.ops` on.
+    /// The ops from number `base.ops` on.
     entries: VecDeque<JournalEntry>,
     /// The digest before the first entry.
     base: Digest,
-    /// The newest digest that all ranks are known to have had; before any agreement that of the empty history.
+    /// The newest digest that all ranks agreed on, or that of the empty history before any agreement.
     agreed: Digest,
-    /// Between `agreed` and `base`, ascending, at multiples of `stride`.
+    /// Digests between `agreed` and `base`, ascending, at multiples of `stride`.
     checkpoints: Vec<Digest>,
     stride: u64,
     /// Names of allocations by op number, ascending.
@@ -104,7 +104,7 @@ pub struct Journal {
 }
 
 impl Journal {
-    /// A journal of a heap whose digest is `now`, which every rank has had at this op.
+    /// Creates the journal of a heap whose digest is `now`, which every rank has had at this op.
     pub(crate) fn new(history_ops: u32, now: Digest, order: Arc<ProgramOrder>) -> Self {
         Journal {
             capacity: history_ops.max(1) as usize,
@@ -118,12 +118,12 @@ impl Journal {
         }
     }
 
-    /// Forgets everything: the heap took up a history that `now` stands for, and that every rank has had.
+    /// Forgets everything: the heap adopted a history with the digest `now`, which every rank has had.
     pub(crate) fn begin(&mut self, now: Digest) {
         *self = Journal::new(self.capacity as u32, now, Arc::clone(&self.order));
     }
 
-    /// Notes an op, the decision about it and the digest after it.
+    /// Adds an op, its decision and the resulting digest.
     #[inline(never)]
     pub(crate) fn note(&mut self, op: u64, decision: u64, after: Digest) {
         debug_assert_eq!(after.ops, self.ops() + 1, "an op was folded without being noted");
@@ -135,7 +135,7 @@ impl Journal {
         self.entries.push_back(JournalEntry { op, decision, digest: after.value, order: self.order.take() });
     }
 
-    /// Room for more entries, but for no more than the journal may have.
+    /// Reserves room for more entries, within the capacity.
     #[cold]
     fn make_room(&mut self) {
         let len = self.entries.len();
@@ -169,7 +169,7 @@ impl Journal {
         self.name(self.ops() - 1, name);
     }
 
-    /// Names the newest allocation that was placed here.
+    /// Names the newest allocation with this placement.
     pub(crate) fn name_allocation(&mut self, placed: u64, name: &str) {
         let is_it = |entry: &JournalEntry| {
             entry.decision == placed && matches!(unpack_op(entry.op), Some((Mark::Allocate, _, _)))
@@ -193,12 +193,12 @@ impl Journal {
         self.base.ops + self.entries.len() as u64
     }
 
-    /// The number of the first remembered op, or of the next one when none is remembered.
+    /// Returns the number of the first op in the journal, or of the next op if it is empty.
     pub fn oldest(&self) -> u64 {
         self.base.ops
     }
 
-    /// The digest after so many ops, where it is known.
+    /// Returns the digest after `ops` ops, if it is known.
     pub fn digest_at(&self, ops: u64) -> Option<u64> {
         let index = ops.checked_sub(self.base.ops)?;
         match index.checked_sub(1) {
@@ -207,25 +207,25 @@ impl Journal {
         }
     }
 
-    /// The op with this number, if it is remembered.
+    /// Returns the op with this number, if it is in the journal.
     pub fn entry(&self, op: u64) -> Option<&JournalEntry> {
         self.entries.get(usize::try_from(op.checked_sub(self.base.ops)?).ok()?)
     }
 
-    /// The name of the allocation that the op with this number was about.
+    /// Returns the name of the allocation of the op with this number.
     pub fn name_of(&self, op: u64) -> Option<&str> {
         let at = self.names.binary_search_by_key(&op, |(named, _)| *named).ok()?;
         Some(&self.names[at].1)
     }
 
-    /// Digests of the time before the oldest remembered op, and at it, ascending.
+    /// Returns the digests before the oldest op in the journal, and at it, ascending.
     pub fn checkpoints(&self) -> impl Iterator<Item = Digest> + '_ {
         let first = (self.agreed.ops < self.base.ops).then_some(self.agreed);
         let last = self.checkpoints.last().is_none_or(|last| last.ops < self.base.ops).then_some(self.base);
         first.into_iter().chain(self.checkpoints.iter().copied()).chain(last)
     }
 
-    /// All ranks had the same digest after so many ops: what was before need not be remembered.
+    /// Records that all ranks had the same digest after its number of ops, and forgets everything before.
     pub(crate) fn agree(&mut self, digest: Digest) {
         while self.base.ops < digest.ops && !self.entries.is_empty() {
             self.forget_oldest();
@@ -237,13 +237,13 @@ impl Journal {
         }
     }
 
-    /// Gives the memory back: the heap gets no more ops.
+    /// Frees the memory: the heap gets no more ops.
     pub(crate) fn close(&mut self) {
         self.entries.shrink_to_fit();
         self.names.shrink_to_fit();
     }
 
-    /// The memory that is held, in bytes.
+    /// Returns the memory that the journal holds, in bytes.
     pub(crate) fn bytes(&self) -> u64 {
         let entries = self.entries.capacity() * size_of::<JournalEntry>();
         let checkpoints = self.checkpoints.capacity() * size_of::<Digest>();
@@ -253,7 +253,7 @@ impl Journal {
     }
 }
 
-/// As many whole characters of a name as fit into so many bytes.
+/// Returns as many whole characters of a name as fit into `bytes_max` bytes.
 pub(crate) fn cut_name(name: &str, bytes_max: usize) -> &str {
     let end = (0..=bytes_max.min(name.len())).rev().find(|end| name.is_char_boundary(*end));
     &name[..end.unwrap_or(0)]

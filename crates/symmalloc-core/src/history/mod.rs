@@ -1,4 +1,4 @@
-//! What heaps remember of the past: digests, the journals that agreement looks back on, the segment log, layouts.
+//! The history of heaps: digests, the journals that agreement compares, the segment log, and layouts.
 
 pub(crate) mod digest;
 pub(crate) mod journal;

@@ -1,8 +1,8 @@
-//! The segment log: births, growths, shrinks and deaths of one heap's segments, in the order in which they happened.
+//! The segment log: births, growths, shrinks and deaths of one heap's segments, in order.
 //!
-//! An **observer** must know about segments: a registrar of NCCL windows, for example, or a profiler. The allocator never
-//! calls it. An observer reads what is new since its cursor, when it wants to, and acknowledges what it has dealt with. So
-//! no observer ever runs under a lock that `allocate` needs, and a collective never runs by surprise (rule D6).
+//! An **observer** follows segments, for example a registrar of NCCL windows or a profiler. The allocator never calls
+//! it. An observer reads the entries behind its cursor when it chooses to, and acknowledges those that it has
+//! processed. So no observer runs under a lock that `allocate` needs, and no collective runs unexpectedly (rule D6).
 //!
 //! ```text
 //!   dropped (all have passed)      entries                         next
@@ -12,14 +12,14 @@
 //!                            ▲ base          ▲ cursor of one observer
 //! ```
 //!
-//! The log is append-only and its indices are never reused. Entries that every observer has acknowledged are dropped, so
-//! a heap without observers keeps none. A removed segment's memory goes back to the device only after every observer
-//! has acknowledged the death: a window on it is gone by then.
+//! The log is append-only and its indices are never reused. Entries that every observer has acknowledged are dropped,
+//! so a heap without observers keeps none. The memory of a removed segment is released only after every observer has
+//! acknowledged the death: any window on it is gone by then.
 //!
-//! An observer learns without a lock whether there is anything to ask for: each pool counts the entries of its heaps' logs.
+//! An observer finds out without a lock whether there are new entries: each pool counts the entries of its heaps' logs.
 //!
-//! There is a log per heap, and observers read a pool's logs in stream order. One log over all heaps would record how
-//! threads interleaved, and ranks would register in different orders (rule D8).
+//! There is a log per heap, and observers read a pool's logs in stream order. One log over all heaps would record the
+//! interleaving of threads, and ranks would register in different orders (rule D8).
 
 use crate::types::backend::{DeviceAddress, Range};
 use crate::types::ids::{ObserverId, PoolId, SegmentId, StreamId};
@@ -28,7 +28,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// What happened to a segment.
+/// The kind of a segment event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum SegmentEventKind {
@@ -36,9 +36,9 @@ pub enum SegmentEventKind {
     Birth,
     /// `size_bytes` more, from `offset_bytes` on, are backed by memory.
     Growth,
-    /// The memory of `size_bytes` from `offset_bytes` on went back to the device. Never happens in an observed pool.
+    /// The memory of `size_bytes` from `offset_bytes` on was released. Never happens in an observed pool.
     Shrink,
-    /// The segment is removed. Its memory goes back once every observer has acknowledged this.
+    /// The segment is removed. Its memory is released once every observer has acknowledged this.
     Death,
 }
 
@@ -46,34 +46,34 @@ pub enum SegmentEventKind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SegmentEvent {
-    /// What happened.
+    /// The kind.
     pub kind: SegmentEventKind,
     /// The pool of the segment.
     pub pool: PoolId,
     /// The stream of its heap; `None` when the pool's streams share.
     pub stream: Option<StreamId>,
-    /// The segment, by birth ordinal in its heap.
+    /// The segment, by its ordinal in the heap.
     pub segment: SegmentId,
     /// Address of the segment's first byte. Differs between ranks.
     pub base: DeviceAddress,
-    /// Where in the segment, in bytes.
+    /// Offset in the segment, in bytes.
     pub offset_bytes: u64,
-    /// How much, in bytes.
+    /// Size in bytes.
     pub size_bytes: u64,
 }
 
 /// Parts of a range, as offset and size in bytes.
 pub(crate) type Extents = SmallVec<[(u64, u64); 1]>;
 
-/// A removed segment whose memory is not back on the device yet.
+/// A removed segment whose memory has not been released yet.
 #[derive(Debug)]
 pub(crate) struct Retired {
-    /// Length of the log after the death: free to go when all cursors have come so far.
+    /// Length of the log after the death. The memory is released when all cursors have reached it.
     held_until: u64,
     pub(crate) range: Range,
-    /// What is still backed by memory.
+    /// The parts that are still backed by memory.
     pub(crate) mapped: Extents,
-    /// Addresses that name memory of other segments: it does not go back with them.
+    /// `true` if its addresses alias memory of other segments, which is not released with them.
     pub(crate) is_stitched: bool,
     /// Streams whose work may still use the memory.
     pub(crate) streams: SmallVec<[StreamId; 2]>,
@@ -83,21 +83,21 @@ pub(crate) struct Retired {
 pub(crate) struct SegmentLog {
     base: u64,
     entries: VecDeque<SegmentEvent>,
-    /// One cursor per observer of the pool: the index of the first entry it has not acknowledged.
+    /// One cursor per observer of the pool: the index of its first unacknowledged entry.
     cursors: SmallVec<[(ObserverId, u64); 2]>,
     /// In order of death.
     retired: VecDeque<Retired>,
-    /// Entries so far in the logs of all heaps of the pool.
+    /// Number of entries so far in the logs of all heaps of the pool.
     pool_entries: Arc<AtomicU64>,
 }
 
 impl SegmentLog {
-    /// The log of a heap of the pool that counts its entries here.
+    /// Creates the log of a heap whose pool counts entries in `pool_entries`.
     pub(crate) fn new(pool_entries: Arc<AtomicU64>) -> Self {
         SegmentLog { pool_entries, ..SegmentLog::default() }
     }
 
-    /// Index of the next entry; the number of entries so far.
+    /// Returns the index of the next entry, which is the number of entries so far.
     pub(crate) fn next(&self) -> u64 {
         self.base + self.entries.len() as u64
     }
@@ -125,12 +125,12 @@ impl SegmentLog {
         self.append(event);
     }
 
-    /// Keeps a range that never became a segment, and that the driver did not take back: no observer knows of it.
+    /// Keeps a range that never became a segment and that the driver did not take back. No observer knows of it.
     pub(crate) fn keep_stray(&mut self, range: Range, mapped: Extents, is_stitched: bool) {
         self.retired.push_front(Retired { held_until: 0, range, mapped, is_stitched, streams: SmallVec::new() });
     }
 
-    /// A new observer starts at the end; what lives already it is told separately.
+    /// Adds an observer at the end of the log. It learns of the existing segments separately.
     pub(crate) fn observe(&mut self, observer: ObserverId) {
         self.cursors.push((observer, self.next()));
     }
@@ -150,7 +150,7 @@ impl SegmentLog {
         self.entries.iter().skip((cursor - self.base) as usize).copied()
     }
 
-    /// The observer has dealt with every entry before `index`.
+    /// Records that the observer has processed every entry before `index`.
     pub(crate) fn acknowledge(&mut self, observer: ObserverId, index: u64) {
         let next = self.next();
         if let Some((_, cursor)) = self.cursors.iter_mut().find(|(id, _)| *id == observer) {
@@ -159,34 +159,34 @@ impl SegmentLog {
         self.drop_acknowledged();
     }
 
-    /// Whether a segment died at this entry or later.
+    /// Returns `true` if a segment died at this entry or later.
     pub(crate) fn has_death_since(&self, index: u64) -> bool {
         let later = self.entries.iter().skip(index.saturating_sub(self.base) as usize);
         later.into_iter().any(|event| event.kind == SegmentEventKind::Death)
     }
 
-    /// Whether a removed segment names memory of others still.
+    /// Returns `true` if a removed segment still aliases memory of others.
     pub(crate) fn has_stitched(&self) -> bool {
         self.retired.iter().any(|retired| retired.is_stitched)
     }
 
-    /// The oldest removed segment that every observer has let go.
+    /// Returns the oldest removed segment that every observer has acknowledged.
     pub(crate) fn first_released(&mut self) -> Option<&mut Retired> {
         let base = self.base;
         self.retired.front_mut().filter(|retired| retired.held_until <= base)
     }
 
-    /// The memory of [`first_released`](Self::first_released) is back on the device.
+    /// Removes [`first_released`](Self::first_released), whose memory was released.
     pub(crate) fn drop_first_released(&mut self) {
         self.retired.pop_front();
     }
 
-    /// Returns `true` if memory of a removed segment is not back on the device yet.
+    /// Returns `true` if memory of a removed segment has not been released yet.
     pub(crate) fn has_retired(&self) -> bool {
         !self.retired.is_empty()
     }
 
-    /// Bytes of removed segments that are not back on the device yet.
+    /// Returns the bytes of removed segments that have not been released yet.
     pub(crate) fn retired_bytes(&self) -> u64 {
         let with_memory = self.retired.iter().filter(|retired| !retired.is_stitched);
         with_memory.flat_map(|retired| &retired.mapped).map(|(_, size)| size).sum()

@@ -1,4 +1,4 @@
-//! What a step of a plan expects, request by request, and how far it has come.
+//! The cursor of a plan: the expected requests of a step, and the position in them.
 
 use super::plan::Plan;
 use crate::blocks::table::Slot;
@@ -6,36 +6,38 @@ use crate::history::digest::{Mark, op_word};
 use crate::types::backend::DeviceAddress;
 use symmalloc_plan::Schedule;
 
-/// What is expected of one allocation.
+/// One expected allocation.
 #[derive(Clone, Copy, Debug)]
 struct Expected {
-    /// What it asks for, as in a digest.
+    /// The expected request, encoded as in a digest.
     op: u64,
-    /// Where its places end in [`Course::checks`]. They begin where those of the allocation before end.
+    /// End of its places in [`Course::checks`]. They begin at the end of the previous allocation's.
     checks_end: u32,
 }
 
-/// A plan that can be followed.
+/// The cursor of a plan that can be followed.
 #[derive(Debug, Default)]
 pub(crate) struct Course {
     expected: Vec<Expected>,
-    /// Slots of places that must be free, of one allocation after the other. Its own is the last; one without a place has none.
+    /// Slots of the places that must be free, for one allocation after the other. The last one of each is its own
+    /// place. An allocation without a place has none.
     checks: Vec<Slot>,
-    /// The base of the segment that all places lie in.
+    /// Base of the segment that contains all places.
     base: DeviceAddress,
     /// Numbers of the allocations that are placed the ordinary way, ascending.
     unplaced: Vec<u32>,
-    /// The number of the next allocation; more by [`LATE`] in a step that begins with something live that the plan does not expect.
+    /// Number of the next allocation, plus [`LATE`] in a step that begins with a live allocation that the plan does not
+    /// expect.
     next: usize,
-    /// Where its places begin.
+    /// Start of its places.
     checks_from: usize,
 }
 
-/// More than any number of an allocation.
+/// Larger than any number of an allocation.
 const LATE: usize = 1 << 30;
 
 impl Course {
-    /// `slot_of` gives the slot of a place by its number in the schedule.
+    /// Creates a cursor. `slot_of` maps the number of a place in the schedule to its slot.
     pub(crate) fn new(plan: &Plan, schedule: &Schedule, slot_of: impl Fn(&u32) -> Slot, base: DeviceAddress) -> Self {
         let expected = plan.allocations().iter().zip(schedule.check_ends()).map(|(planned, checks_end)| Expected {
             op: op_word(Mark::Allocate, planned.wanted.stream, planned.wanted.requested_bytes),
@@ -51,9 +53,10 @@ impl Course {
         }
     }
 
-    /// The slots of the places that the next allocation needs free, if it is expected to ask for this: the last one is its own. Of none
-    /// when it is placed the ordinary way. In a step that follows no plan nothing is expected, nor in one with something late, unless
-    /// `OR_LATE`: these places do not tell all that may be in the way then.
+    /// Returns the slots of the places that must be free for the next allocation if `op` is the expected request. The
+    /// last one is its own place; there are none if it is placed the ordinary way. Returns `None` in a step that
+    /// follows no plan, and, unless `OR_LATE`, in a step with an unexpected live allocation, for which these places are
+    /// not sufficient.
     #[inline(always)]
     pub(crate) fn next_if<const OR_LATE: bool>(&self, op: u64) -> Option<&[Slot]> {
         let next = if OR_LATE { self.next % LATE } else { self.next };
@@ -61,13 +64,13 @@ impl Course {
         self.checks.get(self.checks_from..expected.checks_end as usize)
     }
 
-    /// The base of the segment that all places lie in.
+    /// Returns the base of the segment that contains all places.
     #[inline(always)]
     pub(crate) fn base(&self) -> DeviceAddress {
         self.base
     }
 
-    /// Goes on to the next allocation. This one has so many places.
+    /// Advances to the next allocation. The current one has `checks` places.
     #[inline(always)]
     pub(crate) fn advance(&mut self, checks: usize) {
         self.next += 1;
@@ -78,7 +81,7 @@ impl Course {
         self.next = if has_late { LATE } else { 0 };
     }
 
-    /// The number of the next allocation.
+    /// Returns the number of the next allocation.
     pub(crate) fn number(&self) -> u32 {
         (self.next % LATE) as u32
     }
@@ -91,7 +94,7 @@ impl Course {
         (self.next, self.checks_from) = (0, 0);
     }
 
-    /// How many allocations so far have a place.
+    /// Returns the number of allocations so far that have a place.
     pub(crate) fn planned(&self) -> u64 {
         u64::from(self.number()) - self.unplaced.partition_point(|number| *number < self.number()) as u64
     }

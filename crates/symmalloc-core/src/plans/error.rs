@@ -1,23 +1,23 @@
-//! Why a plan is not valid, or cannot be followed here.
+//! Errors of invalid plans, and of plans that cannot be followed.
 
 use crate::config::errors::{AllocateError, PoolSleeps, UnknownError};
 use crate::types::ids::{PoolId, StreamId};
 use symmalloc_plan::ProblemError;
 use thiserror::Error;
 
-/// Why a plan was not made, or not adopted. The heap is as it was then, except after [`Memory`](Self::Memory).
+/// The error of making or adopting a plan. The heap is as it was, except after [`Memory`](Self::Memory).
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum PlanError {
     /// The pool or a stream does not exist.
     #[error(transparent)]
     Unknown(#[from] UnknownError),
-    /// A plan of no allocations, or of too many.
+    /// The plan has no allocations, or too many.
     #[error("a plan has 1 to {most} allocations, not {allocations}: plan one step of the program, not many")]
     Count {
-        /// How many it has.
+        /// Number of its allocations.
         allocations: usize,
-        /// How many it may have.
+        /// Most allocations allowed.
         most: usize,
     },
     /// A size, a lifetime or an offset is impossible, or the stream is not the heap's.
@@ -26,24 +26,24 @@ pub enum PlanError {
          segment, an end behind its beginning and at most one step later, and the stream of its heap"
     )]
     Allocation {
-        /// Its number in the step.
+        /// Number of the allocation in the step.
         number: u32,
     },
-    /// Two allocations are live at the same time in the same place.
+    /// Two allocations are live at the same time at the same offset.
     #[error(
         "allocations {first} and {second} of the plan overlap in time and place: was it made for a pool that rounds sizes \
          otherwise? Plan the job again with this pool's configuration"
     )]
     Overlap {
-        /// The one that was there.
+        /// The earlier allocation.
         first: u32,
-        /// The one that came.
+        /// The later allocation.
         second: u32,
     },
-    /// The plan reaches beyond what a segment can have.
+    /// The plan exceeds the largest segment.
     #[error("the plan needs more memory than a segment can have (1 TiB): plan fewer allocations")]
     TooLarge,
-    /// The plan is for a heap of one stream, and the pool's streams share, or the other way round.
+    /// The plan is for a heap of one stream and the pool's streams share, or vice versa.
     #[error(
         "the plan is for {}, and the streams of {pool} {}: plan the job with `streams:{}`",
         .stream.map_or("shared streams".to_owned(), |stream| format!("the heap of {stream}")),
@@ -53,7 +53,7 @@ pub enum PlanError {
     Streams {
         /// The pool.
         pool: PoolId,
-        /// What the plan is for.
+        /// The stream of the plan.
         stream: Option<StreamId>,
     },
     /// A step is open.
@@ -65,16 +65,16 @@ pub enum PlanError {
     /// The pool sleeps.
     #[error(transparent)]
     Sleeps(#[from] PoolSleeps),
-    /// There is no memory for it. The heap has no plans any more, and goes on without.
-    /// Its message has the cause, which is no source of its own therefore.
+    /// There is no memory for the plan. The heap has no plans any more and continues without. The message includes the
+    /// cause, which is therefore not reported as a source.
     #[error("no memory for the plan: {0}")]
     Memory(AllocateError),
-    /// The sizes add up to more than the planner can count.
+    /// The sum of the sizes overflows.
     #[error(transparent)]
     Solver(ProblemError),
 }
 
-/// Why a step did not begin or end. Nothing has changed.
+/// The error of beginning or ending a step. Nothing has changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum StepError {
@@ -89,7 +89,7 @@ pub enum StepError {
     Open {
         /// The pool.
         pool: PoolId,
-        /// The key that it began with.
+        /// The key of the open step.
         key: u64,
     },
     /// No step is open.

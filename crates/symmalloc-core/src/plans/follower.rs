@@ -1,4 +1,4 @@
-//! A heap's plans, and how far it is in the one that it follows.
+//! A heap's plans, and the state of the step that follows one.
 //!
 //! ```text
 //!             begin_step: a plan has the key            the request is the plan's next, and its place is free
@@ -9,9 +9,10 @@
 //!   learning, or nothing ◄──────── the ordinary way, to the end of the step
 //! ```
 //!
-//! All plans of a heap place in the same memory, one block of it. It is there from the first step that follows a plan to the next step
-//! that follows none: such a step has the memory for itself. A place has a slot of the block table as long as that memory is there.
-//! It is in no segment's ring, so it has no neighbours: that is how a place is told from a block.
+//! All plans of a heap place allocations in the same memory, one block of it. The memory exists from the first step
+//! that follows a plan to the next step that follows none, which uses it as ordinary memory. While it exists, each
+//! place has a slot of the block table. A place is in no segment's ring and so has no neighbors, which distinguishes it
+//! from a block.
 
 use super::course::Course;
 use super::plan::Plan;
@@ -24,16 +25,16 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use symmalloc_plan::{Lived, Place, Schedule, StepLearner};
 
-/// What is asked for: a stream and bytes.
+/// A request: a stream and bytes.
 type Request = (StreamId, u64);
 
-/// Steps of one key in a row that may differ before a heap that learns learns them anew.
+/// Most consecutive steps of one key that may differ before a heap learns them again.
 const DIFFERENCES_MAX: u32 = 2;
 
-/// What a heap does with the requests of a step, besides serving them.
+/// The treatment of a step's requests, in addition to serving them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum Watch {
-    /// Nothing.
+    /// None.
     #[default]
     Nothing,
     /// Compares them with a plan.
@@ -44,24 +45,24 @@ pub(crate) enum Watch {
     Refuse,
 }
 
-/// A plan that is known.
+/// A known plan.
 #[derive(Debug)]
 struct Known {
     plan: Arc<Plan>,
-    /// Steps of its key in a row that differed.
+    /// Number of consecutive steps of its key that differed.
     differences: u32,
 }
 
 /// A plan in the plan memory.
 #[derive(Debug)]
 struct Placed {
-    /// Lent to the heap while a step follows it.
+    /// The cursor; the heap takes it while a step follows the plan.
     course: Course,
-    /// Slots of places of what lives on in the next step, ascending.
+    /// Slots of the places of allocations that live on in the next step, ascending.
     carried: Vec<Slot>,
 }
 
-/// The memory that plans place in.
+/// The memory in which plans place allocations.
 #[derive(Debug)]
 pub(crate) struct PlanMemory {
     /// Its block, which is in the segment's ring.
@@ -71,7 +72,7 @@ pub(crate) struct PlanMemory {
     pub(crate) size_bytes: u64,
     /// The slots of all places.
     pub(crate) places: Vec<Slot>,
-    /// Streams that plans allocate for, ascending.
+    /// The streams for which plans allocate, ascending.
     pub(crate) streams: SmallVec<[StreamId; 2]>,
 }
 
@@ -80,36 +81,36 @@ pub(crate) struct PlanMemory {
 pub(crate) struct Follower {
     plans: Vec<Known>,
     memory: Option<PlanMemory>,
-    /// The plans in that memory, in the same order; none while there is no memory.
+    /// The plans in the plan memory, in the same order; empty while there is no memory.
     placed: Vec<Placed>,
-    /// The plan of the step; `None` when no plan has its key.
+    /// Index of the current step's plan; `None` if no plan has its key.
     current: Option<usize>,
-    /// The plan that the last step followed to its end. Only then does a plan know who was last at each offset.
+    /// The plan that the last step followed to its end. Only then does a plan know the last user of each offset.
     last_whole: Option<usize>,
-    /// Slots of places that were live when the step began, which the plan does not expect.
+    /// Slots of places that were unexpectedly live when the step began.
     late: Vec<Slot>,
     difference: Option<StepDifference>,
-    /// Allocations of the heap before the step.
+    /// Number of the heap's allocations before the step.
     allocations_before: u64,
     learner: StepLearner<Request>,
-    /// There was no memory for the plans: none is followed or learned any more.
+    /// `true` if there was no memory for the plans: none is followed or learned any more.
     has_given_up: bool,
     stats: StepStats,
 }
 
 impl Follower {
-    /// Slots of places that were live when the step began, which the plan does not expect.
+    /// Returns the slots of places that were unexpectedly live when the step began.
     #[inline(always)]
     pub(crate) fn late(&self) -> &[Slot] {
         &self.late
     }
 
-    /// An allocation was made in a step that is logged.
+    /// Logs an allocation of the step.
     pub(crate) fn note_allocation(&mut self, request: Request, slot: Slot) {
         self.learner.note_allocation(request, slot);
     }
 
-    /// An allocation was freed, which need not be logged. Returns whether others are, or lie at places.
+    /// Handles a free, which need not be logged. Returns `true` if other allocations are logged or at places.
     pub(crate) fn note_free(&mut self, slot: Slot) -> bool {
         self.learner.note_free(slot);
         self.memory.is_some() || self.learner.is_waiting()
@@ -119,12 +120,12 @@ impl Follower {
         self.memory.as_ref()
     }
 
-    /// Bytes of memory that plans place in.
+    /// Returns the bytes of the plan memory.
     pub(crate) fn memory_bytes(&self) -> u64 {
         self.memory.as_ref().map_or(0, |memory| memory.size_bytes)
     }
 
-    /// What was asked for when the plan expected something else for the allocation with this number.
+    /// Returns the difference between a request and the plan's expectation for the allocation with this number.
     pub(crate) fn other_request(&self, number: u32, requested: (StreamId, u64)) -> DifferenceCause {
         let plan = self.current.map(|current| &self.plans[current].plan);
         let planned = plan.and_then(|plan| plan.allocations().get(number as usize));
@@ -132,7 +133,7 @@ impl Follower {
         DifferenceCause::Request { planned, requested }
     }
 
-    /// A step begins. Says what is to be done with its requests.
+    /// Begins a step. Returns the treatment of its requests.
     pub(crate) fn begin(&mut self, key: u64, learns: bool, allocations: u64) -> Watch {
         self.difference = None;
         self.allocations_before = allocations;
@@ -148,17 +149,17 @@ impl Follower {
         if self.current.is_some() && !self.has_given_up { Watch::Plan } else { Watch::Nothing }
     }
 
-    /// Lends what the requests of the step are compared with. The plans are in their memory.
+    /// Takes the cursor of the step's plan. The plans are in their memory.
     pub(crate) fn lend(&mut self) -> Course {
         self.current.map_or_else(Course::default, |current| std::mem::take(&mut self.placed[current].course))
     }
 
-    /// Whether the step before followed the same plan to its end.
+    /// Returns `true` if the previous step followed the same plan to its end.
     pub(crate) fn is_continued(&self) -> bool {
         self.last_whole.is_some()
     }
 
-    /// The step begins with these places live. Returns whether the plan does not expect some of them.
+    /// Records which places are live at the start of the step. Returns `true` if some of them are unexpected.
     pub(crate) fn note_live(&mut self, is_live: impl Fn(&Slot) -> bool) -> bool {
         let (Some(current), Some(memory)) = (self.current, &self.memory) else { return false };
         let carried = &self.placed[current].carried;
@@ -167,14 +168,14 @@ impl Follower {
         !self.late.is_empty()
     }
 
-    /// The step differs from its plan at the allocation with this number.
+    /// Records that the step differs from its plan at the allocation with this number.
     pub(crate) fn differ(&mut self, number: u32, cause: DifferenceCause) -> StepDifference {
         let difference = StepDifference { number, cause };
         (self.difference, self.last_whole) = (Some(difference), None);
         difference
     }
 
-    /// The step ends, and gives back what it was lent. Says what became of it, and what is to be planned now for its key.
+    /// Ends the step and takes its cursor back. Returns the report, and the allocations to plan for its key, if any.
     pub(crate) fn end(
         &mut self,
         watch: Watch,
@@ -209,28 +210,28 @@ impl Follower {
         (report, if watch == Watch::Learn { self.learner.end() } else { None })
     }
 
-    /// No plan is followed or learned any more.
+    /// Stops following and learning plans.
     pub(crate) fn give_up(&mut self) {
         self.has_given_up = true;
     }
 
-    /// Whether it knows or learns anything that later steps depend on.
+    /// Returns `true` if later steps depend on what it knows or learns.
     pub(crate) fn remembers(&self) -> bool {
         self.has_given_up || !self.plans.is_empty() || !self.learner.is_empty()
     }
 
-    /// Knows nothing of earlier steps any more. There is no plan memory.
+    /// Forgets all earlier steps. There is no plan memory.
     pub(crate) fn forget(&mut self) {
         self.set_plans(std::iter::empty());
         self.learner = StepLearner::default();
     }
 
-    /// The plans, in the order in which they came.
+    /// Returns the plans in the order of their adoption.
     pub(crate) fn plans(&self) -> Vec<Arc<Plan>> {
         self.plans.iter().map(|known| Arc::clone(&known.plan)).collect()
     }
 
-    /// Knows these plans from now on, and no others. There is no plan memory.
+    /// Replaces the plans. There is no plan memory.
     pub(crate) fn set_plans(&mut self, plans: impl Iterator<Item = Arc<Plan>>) {
         assert!(self.memory.is_none(), "plans change while they have no memory");
         self.plans = plans.map(|plan| Known { plan, differences: 0 }).collect();
@@ -238,7 +239,7 @@ impl Follower {
         (self.current, self.last_whole, self.has_given_up) = (None, None, false);
     }
 
-    /// The plans have memory. Every place of theirs has a slot in it.
+    /// Installs the plans in their memory, in which every place has a slot.
     pub(crate) fn install(&mut self, schedules: &[Schedule], slots: &BTreeMap<Place, Slot>, memory: PlanMemory) {
         for (known, schedule) in self.plans.iter().zip(schedules) {
             let slot_of = |place: &u32| slots[&schedule.places()[*place as usize]];
@@ -251,7 +252,7 @@ impl Follower {
         self.stats.placed += 1;
     }
 
-    /// The plans have no memory any more. The slots of their places are the caller's.
+    /// Removes the plan memory. The caller owns the slots of the places.
     pub(crate) fn take_memory(&mut self) -> Option<PlanMemory> {
         self.placed.clear();
         self.last_whole = None;

@@ -1,9 +1,9 @@
-//! Plans: steps whose allocations are known beforehand. Nothing here knows a heap; `heap/follow.rs` follows what is made here.
+//! Plans: steps whose allocations are known in advance. Nothing here knows a heap; `heap/follow.rs` follows the plans.
 //!
-//! A program says where its steps begin and end, with [`begin_step`](crate::Allocator::begin_step) and
-//! [`end_step`](crate::Allocator::end_step). A heap that has a plan for a step places its allocations where the plan says. Plans
-//! come from a program ([`Plan::solve`], [`adopt_plan`](crate::Allocator::adopt_plan)), or from the heap itself, where its pool is
-//! configured `plan:learn`.
+//! A program marks its steps with [`begin_step`](crate::Allocator::begin_step) and
+//! [`end_step`](crate::Allocator::end_step). A heap that has a plan for a step places its allocations as planned. Plans
+//! come from a program ([`Plan::solve`], [`adopt_plan`](crate::Allocator::adopt_plan)), or from the heap itself if its
+//! pool is configured with `plan:learn`.
 //!
 //! # Examples
 //! A step that comes twice alike is planned, and needs no more than what is live at its peak:

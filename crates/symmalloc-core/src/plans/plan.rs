@@ -1,7 +1,7 @@
-//! A plan: what one heap's step allocates, in order, and where each allocation goes.
+//! A plan: the allocations of one heap's step in order, each with its offset.
 //!
-//! A step is what a program repeats: a training step, a batch. Its allocations are numbered from 0 in the order in which they
-//! are made; those of zero bytes do not count. Time is counted in these numbers, and frees come in between:
+//! A step is a part of the program that repeats, such as a training step or a batch. Its allocations are numbered from
+//! 0 in order, without those of zero bytes. Time is counted in these numbers, and frees happen between them:
 //!
 //! ```text
 //!  offset ▲  ┌─────────┐   ┌────────────        an allocation lives from its own number up to `until`,
@@ -12,7 +12,7 @@
 //!            0     1   2   3
 //! ```
 //!
-//! Offsets count from the start of the plan's memory, which the heap obtains when the plan is adopted.
+//! Offsets are relative to the plan's memory, which the heap acquires when it adopts the plan.
 
 use super::error::PlanError;
 use crate::config::PoolConfig;
@@ -22,17 +22,17 @@ use crate::types::ids::StreamId;
 use crate::types::units::{SEGMENT_BYTES_MAX, UNIT_BYTES, bytes, units};
 use symmalloc_plan::{Overlap, Place, PlacedAllocation, Problem, Rectangle, Schedule, Steps, solve};
 
-/// The most allocations that a step of a plan may make.
+/// Most allocations in a step of a plan.
 pub const ALLOCATIONS_MAX: usize = 1 << 24;
 
-/// What a step asks for, before anything is known of where it goes.
+/// One request of a step, before it has an offset.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StepAllocation {
     /// The stream whose work uses it first.
     pub stream: StreamId,
     /// Requested bytes, not rounded; not 0.
     pub requested_bytes: u64,
-    /// The number of the allocation before which it is free, at most one step later; `None` when it outlives the next step,
+    /// Number of the allocation before which it is freed, at most one step later; `None` if it outlives the next step,
     /// so that no plan can place it.
     pub until: Option<u32>,
 }
@@ -40,9 +40,9 @@ pub struct StepAllocation {
 /// One allocation of a planned step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlannedAllocation {
-    /// What is asked for.
+    /// The request.
     pub wanted: StepAllocation,
-    /// Where it goes, in bytes from the start of the plan's memory; `None` for one that is placed the ordinary way.
+    /// Offset in the plan's memory, in bytes; `None` for an allocation that is placed the ordinary way.
     pub offset_bytes: Option<u64>,
 }
 
@@ -55,11 +55,12 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// A plan for the steps of this key, of the heap of a stream, or of all streams when they share (`None`). Whether its offsets
-    /// fit is checked when a heap adopts it, since that depends on how the pool rounds sizes.
+    /// Creates a plan for the steps of this key, of the heap of one stream, or of all streams if they share (`None`).
+    /// Overlaps of its offsets are checked when a heap adopts it, since they depend on the pool's rounding of sizes.
     ///
     /// # Errors
-    /// When an allocation is none: no bytes, an end before its beginning, more than a step later or beyond what a segment has.
+    /// When an allocation is impossible: zero bytes, an end before its start, more than a step later, or beyond the
+    /// largest segment.
     pub fn new(key: u64, stream: Option<StreamId>, allocations: Vec<PlannedAllocation>) -> Result<Self, PlanError> {
         let count = allocations.len();
         if count == 0 || count > ALLOCATIONS_MAX {
@@ -80,14 +81,15 @@ impl Plan {
         Ok(Plan { key, stream, allocations })
     }
 
-    /// Finds an offset for every allocation of a step that a plan can place, for a pool of this configuration on a backend of this
-    /// granularity: as low as the search of `symmalloc-plan` finds within `budget`. Blocks have the sizes that the pool gives them.
+    /// Computes an offset for every allocation of a step that can be planned, for a pool of this configuration on a
+    /// backend of this granularity. The result is the lowest peak that the search of `symmalloc-plan` finds within
+    /// `budget`. Blocks have the pool's sizes.
     ///
     /// # Determinism
     /// The plan is a function of the arguments: ranks that plan alike place alike.
     ///
     /// # Errors
-    /// As [`new`](Self::new), and when the sizes add up to more than can be counted.
+    /// See [`new`](Self::new). Also when the sum of the sizes overflows.
     pub fn solve(
         config: &PoolConfig,
         granularity_bytes: u64,
@@ -116,17 +118,17 @@ impl Plan {
         Ok(plan)
     }
 
-    /// The steps that it is for: what the program calls them in `begin_step`.
+    /// Returns the key of its steps, which the program passes to `begin_step`.
     pub fn key(&self) -> u64 {
         self.key
     }
 
-    /// The stream of the heap that it is for; `None` for a heap whose streams share.
+    /// Returns the stream of its heap; `None` for a heap whose streams share.
     pub fn stream(&self) -> Option<StreamId> {
         self.stream
     }
 
-    /// The step's allocations.
+    /// Returns the step's allocations.
     pub fn allocations(&self) -> &[PlannedAllocation] {
         &self.allocations
     }
@@ -143,7 +145,7 @@ impl Plan {
             .filter_map(|it| Some(it.offset_bytes? + bytes(rules.block_size(it.wanted.requested_bytes))))
     }
 
-    /// The places of the step, for a heap with these rules.
+    /// Returns the places of the step for a heap with these rules.
     pub(crate) fn schedule(&self, rules: &SizeRules) -> Result<Schedule, PlanError> {
         if self.ends(rules).any(|end| end > SEGMENT_BYTES_MAX) {
             return Err(PlanError::TooLarge);
@@ -156,7 +158,7 @@ impl Plan {
         Schedule::new(&placed.collect::<Vec<_>>()).map_err(overlap)
     }
 
-    /// All of it in one number, for the digest of the heap that adopts it.
+    /// Returns a hash of the plan, for the digest of the heap that adopts it.
     pub(crate) fn digest(&self) -> u64 {
         let mut digest = Digest::new(self.key);
         for PlannedAllocation { wanted, offset_bytes } in &self.allocations {

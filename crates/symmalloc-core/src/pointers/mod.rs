@@ -1,15 +1,15 @@
-//! From an address to an allocation, for programs that keep the address and nothing else, as C and PyTorch do.
+//! Finds allocations by address, for programs that keep the address alone, as C and PyTorch do.
 //!
 //! ```text
 //!  address ──► hint ──► heap, locked ──► its pointer map ──► block
 //!                │ none, or the heap does not know the address
 //!                └────► directory ──► heap, locked ──► its pointer map
 //! ```
-//! The **directory** knows every live segment; it changes only when a segment is created or removed, so it is always kept.
-//! A heap's **pointer map** knows its live allocations by their first address. It is told of allocations and frees after they are
-//! decided, and only where it is configured ([`PointerLookup`](crate::config::PointerLookup)).
+//! The **directory** holds every live segment. It changes only when a segment is created or removed, so it always exists. A
+//! heap's **pointer map** holds its live allocations by their first address. It is updated after allocations and frees are
+//! decided, and only if it is configured ([`PointerLookup`](crate::config::PointerLookup)).
 //!
-//! A pointer is resolved to its block, as a handle is, and from there on there is one way. Addresses go in as keys and decide
+//! A pointer is resolved to its block, like a handle, and from there the path is the same. Addresses are keys and decide
 //! nothing.
 
 use crate::blocks::table::Slot;
@@ -44,13 +44,13 @@ impl SegmentDirectory {
         self.by_base.remove(&range.base.0);
     }
 
-    /// The segment whose range holds the address.
+    /// Returns the segment whose range contains the address.
     pub(crate) fn around(&self, address: DeviceAddress) -> Option<DirectoryEntry> {
         let (base, entry) = self.by_base.range(..=address.0).next_back()?;
         (address.0 - base < entry.size_bytes).then_some(*entry)
     }
 
-    /// Whether a range shares an address with a live segment.
+    /// Returns `true` if a range overlaps a live segment.
     pub(crate) fn overlaps(&self, range: Range) -> bool {
         let last = range.base.0.saturating_add(range.size_bytes.saturating_sub(1));
         self.by_base.range(range.base.0..=last).next().is_some() || self.around(range.base).is_some()
@@ -61,18 +61,18 @@ impl SegmentDirectory {
     }
 }
 
-/// The live allocations of one heap by their first address. Each heap has its own, behind its lock.
+/// The live allocations of one heap by their first address. Each heap has its own map behind its lock.
 pub(crate) type PointerMap = LookUp<DeviceAddress, Slot>;
 
-/// Addresses that differ only below this bit have one hint.
+/// Addresses that differ only below this bit share a hint.
 const GRANULE_BITS: u32 = 21;
-/// Granules that share a hint push each other out.
+/// Number of hints. Granules that share one evict each other.
 const HINTS: usize = 1 << 14;
 
-/// Which heap an address was last found in, so that most look-ups need no directory, whose lock all threads share. A hint may
-/// be wrong and decides nothing: the heap says whether it knows the address.
+/// The heap in which an address was last found. With a hint, most look-ups do not need the directory, whose lock all
+/// threads share. A hint may be wrong and decides nothing: the heap itself reports whether it has the address.
 pub(crate) struct HeapHints {
-    /// The heap's id and one; 0 when there is no hint.
+    /// The heap's id plus one; 0 if there is no hint.
     by_granule: Box<[AtomicU32]>,
 }
 

@@ -1,4 +1,4 @@
-//! What a sleep and a wake did, and what can stand in their way.
+//! Results and errors of sleep and wake.
 
 use crate::config::errors::{OutOfMemoryCause, UnknownError};
 use crate::types::backend::BackendError;
@@ -6,50 +6,50 @@ use crate::types::ids::{PoolId, StreamId};
 use crate::types::units::Amount;
 use thiserror::Error;
 
-/// What a pool is.
+/// The phase of a pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
-    /// It has its memory.
+    /// The pool has its memory.
     Awake,
-    /// It has no memory, and all of its addresses.
+    /// The pool has all of its addresses and no memory.
     Asleep,
-    /// It sleeps, but some of its memory is held: by the driver, or by a window that nobody can take away. Sleeping again tries to
-    /// give that back; waking makes use of it.
+    /// The pool sleeps, but the driver, or a window that cannot be removed, still holds some of its memory. Another
+    /// sleep tries to release it; a wake reuses it.
     Failed,
 }
 
-/// A pool sleeps.
+/// The result of a sleep.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Slept {
-    /// Bytes that went back to the device.
+    /// Released bytes.
     pub released_bytes: u64,
-    /// Bytes that were saved.
+    /// Saved bytes.
     pub kept_bytes: u64,
 }
 
-/// A pool is awake.
+/// The result of a wake.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Woken {
-    /// Bytes that were mapped.
+    /// Mapped bytes.
     pub remapped_bytes: u64,
-    /// Bytes that were copied back.
+    /// Restored bytes.
     pub loaded_bytes: u64,
 }
 
-/// A pool did not fall asleep, or did not wake. It is as it was, except after [`Held`](SleepCause::Held): nothing is lost, and another
-/// attempt may succeed.
+/// The error of a sleep or a wake. The pool is as it was, except after [`Held`](SleepCause::Held): nothing is lost, and
+/// another attempt may succeed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{pool}: {cause}")]
 pub struct SleepError {
     /// The pool.
     pub pool: PoolId,
-    /// Why.
+    /// The cause.
     pub cause: SleepCause,
 }
 
-/// Why a pool did not fall asleep, or did not wake.
+/// The cause of a failed sleep or wake.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum SleepCause {
@@ -62,21 +62,21 @@ pub enum SleepCause {
     /// A step is open.
     #[error("a step is open: sleep between end_step and begin_step")]
     StepOpen,
-    /// Somebody follows the pool's segments, who may have windows on its memory: they must be taken away first.
+    /// An observer follows the pool's segments and may have windows on its memory. They must be removed first.
     #[error("{observers} observers may hold its memory: sleep by way of the registrar that observes it")]
     Observed {
         /// Number of observers.
         observers: u32,
     },
-    /// Dead stitched ranges name the pool's memory.
+    /// Dead stitched ranges alias the pool's memory.
     #[error("dead stitched ranges are not given back: let the observers acknowledge, and trim")]
     Retired,
-    /// The work of a stream that uses the pool could not be waited for.
+    /// The work of a stream that uses the pool could not be awaited.
     #[error("the work of {stream} cannot be waited for, a capture of it may be under way: {error}")]
     Synchronize {
         /// The stream.
         stream: StreamId,
-        /// What the driver said.
+        /// The driver's error.
         error: BackendError,
     },
     /// The contents could not be saved.
@@ -84,28 +84,28 @@ pub enum SleepCause {
     Save {
         /// Bytes in live blocks.
         live_bytes: u64,
-        /// What the backend said.
+        /// The backend's error.
         error: BackendError,
     },
-    /// The pool sleeps, and the driver did not take all of its memory.
+    /// The pool sleeps, but the driver did not take all of its memory.
     #[error("it sleeps, but the driver holds {} of it: sleep again to give them back: {error}", Amount(*held_bytes))]
     Held {
-        /// Bytes that are back on the device.
+        /// Released bytes.
         released_bytes: u64,
-        /// Bytes that are not.
+        /// Bytes still held.
         held_bytes: u64,
-        /// What the driver said.
+        /// The driver's error.
         error: BackendError,
     },
-    /// There is no memory to wake with: free it, or put to sleep what others hold, and wake the pool again.
+    /// There is not enough memory to wake: free some, or put another holder to sleep, and wake the pool again.
     #[error("it sleeps on, as it needs {}: free memory, or put other pools to sleep, and wake it again: {cause}", Amount(*needed_bytes))]
     Memory {
         /// Bytes that the pool needs.
         needed_bytes: u64,
-        /// What stood in the way.
+        /// The cause.
         cause: OutOfMemoryCause,
     },
-    /// The contents could not be copied back, or made zero.
+    /// The contents could not be restored or zeroed.
     #[error("it sleeps on: its contents cannot be copied back: {0}")]
     Load(BackendError),
 }

@@ -1,36 +1,36 @@
-//! Whether a pool sleeps, and what is kept for it meanwhile.
+//! The sleep state of a pool, and the saved contents.
 
 use crate::config::op::Contents;
 use crate::types::backend::{Image, Part};
 
-/// Whether a pool sleeps.
+/// The sleep state of a pool.
 #[derive(Debug, Default)]
 pub(crate) struct State {
     /// `None` while it is awake.
     pub(crate) kept: Option<Kept>,
-    /// Whether a sleep or a wake is under way.
+    /// `true` while a sleep or a wake is in progress.
     pub(crate) is_changing: bool,
 }
 
 impl State {
-    /// Whether its heaps serve requests.
+    /// Returns `true` if its heaps serve requests.
     pub(crate) fn is_awake(&self) -> bool {
         self.kept.is_none() && !self.is_changing
     }
 }
 
-/// What is known of the contents of a pool that sleeps.
+/// The contents of a sleeping pool.
 #[derive(Debug)]
 pub(crate) struct Kept {
     contents: Contents,
-    /// `None` when nothing was to be kept.
+    /// `None` if there was nothing to save.
     image: Option<Image>,
-    /// What was saved, in the order of pools, segments and offsets.
+    /// The saved parts, in the order of pools, segments and offsets.
     saved: Vec<Part>,
 }
 
 impl Kept {
-    /// These parts are in the image, if there is one.
+    /// Creates the record of these parts, which are in the image if there is one.
     pub(crate) fn new(contents: Contents, image: Option<Image>, saved: Vec<Part>) -> Self {
         Kept { contents, image, saved }
     }
@@ -39,8 +39,8 @@ impl Kept {
         self.image
     }
 
-    /// Which parts of what is live are to be made what they were: where they lie in the image, or all, where they are to be zero.
-    /// Each is, or is a part of, one that was saved: nothing is allocated while a pool sleeps.
+    /// Returns the parts of `live` to restore, with their positions in the image, or all of them if they must be
+    /// zeroed. Each is one of the saved parts or lies within one: nothing is allocated while a pool sleeps.
     pub(crate) fn parts_to_fill(&self, live: Vec<Part>) -> Vec<Part> {
         let mut saved = self.saved.iter().peekable();
         let find = |Part { address, size_bytes, .. }: Part| {

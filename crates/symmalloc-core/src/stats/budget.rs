@@ -1,25 +1,26 @@
-//! Budgets: how much device memory may be held, in configured bytes (rule D4).
+//! Budgets limit the device memory that may be held, in configured bytes (rule D4).
 //!
-//! A budget is one limit with what is reserved under it: a pool's, or the allocator's over all pools. A heap has one without
-//! a limit, which counts. Only obtaining memory and giving it back touch a budget, so its lock is off the path of a cache hit.
+//! A budget is one limit and the memory reserved under it: a pool's, or the allocator's over all pools. A heap has one
+//! without a limit, for counting. Only acquiring and releasing memory touches a budget, so its lock is not on the path
+//! of a cache hit.
 //!
-//! What the driver says is free plays no part: the same program meets the same limit at the same op on every rank.
+//! The driver's free memory plays no part: the same program reaches the same limit at the same op on every rank.
 
 use crate::config::PoolConfig;
 use crate::config::errors::{LimitScope, OutOfMemoryCause};
 use crate::stats::usage::Stat;
 use crate::sync::lock::{Lock, LockCell};
 
-/// One limit and what is reserved under it.
+/// One limit and the memory reserved under it.
 pub(crate) struct Budget<L: Lock>(L::Cell<Counts>);
 
 #[derive(Clone, Copy, Debug, Default)]
 struct Counts {
     limit_bytes: Option<u64>,
-    /// Set aside or held; never above the limit but for a limit that was lowered.
+    /// Charged or held. It exceeds the limit only after the limit was lowered.
     reserved_bytes: u64,
     reserved_bytes_peak: u64,
-    /// Everything that was ever obtained.
+    /// Total of all memory acquired so far.
     obtained_bytes: u64,
 }
 
@@ -28,7 +29,7 @@ impl<L: Lock> Budget<L> {
         Budget(LockCell::new(Counts { limit_bytes, ..Counts::default() }))
     }
 
-    /// Counts from zero. Nothing is reserved.
+    /// Resets the counts. Nothing is reserved.
     pub(crate) fn restart(&self, limit_bytes: Option<u64>) {
         *self.0.lock() = Counts { limit_bytes, ..Counts::default() };
     }
@@ -41,7 +42,7 @@ impl<L: Lock> Budget<L> {
         self.counts().limit_bytes
     }
 
-    /// What is reserved beyond a lower limit stays; the next charge meets it.
+    /// Changes the limit. Memory that already exceeds it stays; the next charge is refused.
     pub(crate) fn set_limit_bytes(&self, limit_bytes: Option<u64>) {
         self.0.lock().limit_bytes = limit_bytes;
     }
@@ -60,13 +61,13 @@ impl<L: Lock> Budget<L> {
         counts.reserved_bytes_peak = counts.reserved_bytes;
     }
 
-    /// Bytes that may still be reserved.
+    /// Returns the bytes that may still be reserved.
     fn headroom_bytes(&self) -> u64 {
         let Counts { limit_bytes, reserved_bytes, .. } = self.counts();
         limit_bytes.map_or(u64::MAX, |limit| limit.saturating_sub(reserved_bytes))
     }
 
-    /// Sets bytes aside under the limit, or says which limit stands in the way.
+    /// Charges bytes to the limit, or returns the limit that refuses them.
     fn charge(&self, size_bytes: u64, scope: LimitScope) -> Result<(), OutOfMemoryCause> {
         let mut counts = self.0.lock();
         let sum = counts.reserved_bytes.checked_add(size_bytes);
@@ -80,7 +81,7 @@ impl<L: Lock> Budget<L> {
         }
     }
 
-    /// The memory that was charged for is there.
+    /// Records that charged memory was acquired.
     fn confirm(&self, size_bytes: u64) {
         let mut counts = self.0.lock();
         counts.obtained_bytes += size_bytes;
@@ -94,7 +95,7 @@ impl<L: Lock> Budget<L> {
     }
 }
 
-/// The three budgets that every reservation of a heap is charged to.
+/// The three budgets to which every reservation of a heap is charged.
 pub(crate) struct Budgets<'a, L: Lock> {
     pub(crate) heap: &'a Budget<L>,
     pub(crate) pool: &'a Budget<L>,
@@ -106,7 +107,7 @@ impl<'a, L: Lock> Budgets<'a, L> {
         [self.heap, self.pool, self.allocator]
     }
 
-    /// Sets bytes aside before the driver is asked for them. Dropping the charge gives them back.
+    /// Charges bytes before the driver is asked for them. Dropping the charge refunds them.
     pub(crate) fn charge(self, size_bytes: u64) -> Result<Charge<'a, L>, OutOfMemoryCause> {
         self.pool.charge(size_bytes, LimitScope::Pool)?;
         if let Err(met) = self.allocator.charge(size_bytes, LimitScope::Allocator) {
@@ -118,25 +119,26 @@ impl<'a, L: Lock> Budgets<'a, L> {
         Ok(Charge { budgets: self, size_bytes })
     }
 
-    /// The memory that a charge was [kept](Charge::keep) for is there.
+    /// Records that the memory of a [kept](Charge::keep) charge was acquired.
     pub(crate) fn confirm(&self, size_bytes: u64) {
         self.all().into_iter().for_each(|budget| budget.confirm(size_bytes));
     }
 
-    /// The memory is back on the device, or the driver did not give what a charge was [kept](Charge::keep) for.
+    /// Refunds memory that was released, or that the driver did not give for a [kept](Charge::keep) charge.
     pub(crate) fn refund(&self, size_bytes: u64) {
         self.all().into_iter().for_each(|budget| budget.refund(size_bytes));
     }
 
-    /// Bytes that a pool of this policy may count on. A symmetric pool does not look at the allocator's limit, which pools
-    /// that differ between ranks use up too: that limit can refuse it memory, but not shape what it takes (rule D8).
+    /// Returns the bytes that a pool of this policy may still reserve. A symmetric pool ignores the allocator's limit,
+    /// which pools that differ between ranks use up too: that limit can refuse it memory, but must not shape what it
+    /// takes (rule D8).
     pub(crate) fn headroom_bytes(&self, config: &PoolConfig) -> u64 {
         let pool = self.pool.headroom_bytes();
         if config.symmetric() { pool } else { pool.min(self.allocator.headroom_bytes()) }
     }
 }
 
-/// Bytes that are set aside until the driver has given them. A driver call that fails, or panics, gives them back.
+/// Bytes that are charged until the driver has given them. A driver call that fails or panics refunds them.
 #[must_use]
 pub(crate) struct Charge<'a, L: Lock> {
     budgets: Budgets<'a, L>,
@@ -144,13 +146,13 @@ pub(crate) struct Charge<'a, L: Lock> {
 }
 
 impl<L: Lock> Charge<'_, L> {
-    /// The memory is there.
+    /// Records that the memory was acquired.
     pub(crate) fn confirm(self) {
         self.budgets.confirm(self.size_bytes);
         self.keep();
     }
 
-    /// Leaves the bytes set aside. The caller confirms or refunds them.
+    /// Keeps the bytes charged. The caller confirms or refunds them.
     pub(crate) fn keep(mut self) {
         self.size_bytes = 0;
     }

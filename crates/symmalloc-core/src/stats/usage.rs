@@ -1,19 +1,19 @@
-//! Statistics, with the words and the meaning of PyTorch's `memory_stats`.
+//! Statistics with the names and meanings of PyTorch's `memory_stats`.
 //!
-//! Every heap counts its own usage under its own lock. Sums over heaps are made on request.
+//! Every heap counts its own usage under its own lock. Sums over heaps are computed on request.
 //!
 //! ```text
 //!  freed = allocated − current        all = small + large, but for the peak, which is counted by itself
 //! ```
 //!
-//! A [`StatScope`](crate::allocator::report::StatScope) asks for the same numbers over a part of the program. Opening one saves the
-//! counters and starts the peaks anew. Closing one gives the outer scope the larger of both peaks. Scopes nest, and cost
-//! nothing between open and close.
+//! A [`StatScope`](crate::allocator::report::StatScope) measures the same numbers over a part of the program. Opening
+//! one saves the counters and restarts the peaks. Closing one sets the outer scope's peaks to the larger of both.
+//! Scopes nest, and cost nothing between open and close.
 
 use crate::config::size_rules::SizeClass;
 use crate::types::units::{Units, bytes};
 
-/// The sum over two parts, field by field.
+/// Implements the field-by-field sum of two values.
 macro_rules! add_fields {
     ($name:ident { $($field:ident),* }) => {
         impl std::ops::Add for $name {
@@ -31,24 +31,24 @@ pub(crate) use add_fields;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Stat {
-    /// Now.
+    /// The current value.
     pub current: u64,
-    /// The most at any time.
+    /// The largest value so far.
     pub peak: u64,
-    /// Everything that was ever added.
+    /// The total of all additions.
     pub allocated: u64,
-    /// Everything that was ever taken away.
+    /// The total of all removals.
     pub freed: u64,
 }
 
 impl Stat {
-    /// A quantity of which so much was ever added.
+    /// Creates a quantity with the given total of additions.
     pub(crate) fn new(current: u64, peak: u64, allocated: u64) -> Self {
         Stat { current, peak, allocated, freed: allocated.saturating_sub(current) }
     }
 }
 
-/// What programs hold: allocations, and the bytes of their blocks and of their requests.
+/// Usage by the program: allocations, and the bytes of their blocks and requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct UsageStats {
@@ -56,11 +56,11 @@ pub struct UsageStats {
     pub allocations: Stat,
     /// Bytes of their blocks.
     pub allocated_bytes: Stat,
-    /// Bytes that the program asked for.
+    /// Requested bytes.
     pub requested_bytes: Stat,
 }
 
-/// Usage in all, and of the two size classes.
+/// Usage in total and by size class.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ClassStats {
@@ -72,29 +72,29 @@ pub struct ClassStats {
     pub large: UsageStats,
 }
 
-// The sums of peaks that need not have been at the same time are upper bounds.
+// Sums of peaks that may have occurred at different times are upper bounds.
 add_fields!(Stat { current, peak, allocated, freed });
 add_fields!(UsageStats { allocations, allocated_bytes, requested_bytes });
 add_fields!(ClassStats { all, small, large });
 
-/// What happens seldom, counted where it happens.
+/// Counts of rare events.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct RareCounts {
-    /// Times that memory was obtained: new segments and growths of segments.
+    /// Number of times that memory was acquired: new segments and growths of segments.
     pub(crate) growths: u64,
     pub(crate) trims: u64,
-    /// Times that a request was tried again because memory was made available.
+    /// Number of retries of requests after memory became available.
     pub(crate) retries: u64,
-    /// Requests that ended without memory.
+    /// Number of requests that failed for lack of memory.
     pub(crate) refusals: u64,
 }
 
-/// How high a quantity is, and was at most. It keeps its peak and how far below it is: adding takes from that distance, and
-/// only what the distance does not suffice for is a new peak.
+/// The current value and the peak of a quantity. It stores the peak and the distance below it: an addition reduces the
+/// distance, and only what exceeds the distance raises the peak.
 #[derive(Clone, Copy, Debug, Default)]
 struct Level {
     peak: u64,
-    /// Peak less current.
+    /// Peak minus current value.
     below_peak: u64,
 }
 
@@ -108,7 +108,7 @@ impl Level {
         }
     }
 
-    /// The distance fell below zero: the peak is higher by as much.
+    /// Raises the peak by the amount by which the distance fell below zero.
     #[cold]
     #[inline(never)]
     fn raise_peak(&mut self) {
@@ -125,7 +125,7 @@ impl Level {
         self.peak.wrapping_sub(self.below_peak)
     }
 
-    /// Puts the peak elsewhere, at or above the current value.
+    /// Sets the peak to a value at or above the current one.
     fn set_peak(&mut self, peak: u64) {
         (self.peak, self.below_peak) = (peak, peak - self.current());
     }
@@ -134,20 +134,20 @@ impl Level {
         self.set_peak(self.current());
     }
 
-    /// The peak is the larger of its own and the outer one.
+    /// Sets the peak to the larger one of itself and the outer peak.
     fn close(&mut self, outer: Level) {
         self.set_peak(self.peak.max(outer.peak));
     }
 }
 
-/// Allocations, allocated bytes and requested bytes.
+/// Levels of allocations, allocated bytes and requested bytes.
 type Levels = [Level; 3];
 
-/// The levels of all sizes together: of one heap, or of all heaps where one thread drives the allocator.
+/// The levels over all sizes: of one heap, or of all heaps if one thread drives the allocator.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct TotalUsage {
     levels: Levels,
-    /// What the levels were when each open scope began; outermost first.
+    /// The levels at the start of each open scope, outermost first.
     scopes: Vec<Levels>,
 }
 
@@ -168,7 +168,7 @@ impl TotalUsage {
         requested.take(requested_bytes);
     }
 
-    /// The peaks of a sum over parts, in place of the sums of their peaks.
+    /// Replaces the sums of peaks of several parts with the peaks of their sum.
     pub(crate) fn correct_peaks(&self, sum: &mut UsageStats) {
         let stats = [&mut sum.allocations, &mut sum.allocated_bytes, &mut sum.requested_bytes];
         stats.into_iter().zip(&self.levels).for_each(|(stat, level)| stat.peak = level.peak);
@@ -183,7 +183,8 @@ impl TotalUsage {
         self.reset_peaks();
     }
 
-    /// As [`correct_peaks`](Self::correct_peaks), for what happened since the innermost scope was opened, which ends.
+    /// Corrects the peaks like [`correct_peaks`](Self::correct_peaks), since the innermost scope was opened, and closes
+    /// it.
     pub(crate) fn close_scope(&mut self, sum: &mut UsageStats) {
         self.correct_peaks(sum);
         let outer = self.scopes.pop().unwrap_or_default();
@@ -191,11 +192,11 @@ impl TotalUsage {
     }
 }
 
-/// One quantity of one size class while it is counted.
+/// One quantity of one size class.
 #[derive(Clone, Copy, Debug, Default)]
 struct Counter {
     level: Level,
-    /// Everything that was ever added.
+    /// The total of all additions.
     allocated: u64,
 }
 
@@ -206,7 +207,7 @@ impl Counter {
         self.level.add(amount);
     }
 
-    /// What happened since an earlier moment.
+    /// Returns the changes since an earlier moment.
     fn since(&self, then: &Counter) -> Stat {
         let (current, allocated) = (self.level.current(), self.allocated - then.allocated);
         // current = then.current + allocated - freed
@@ -214,7 +215,7 @@ impl Counter {
     }
 }
 
-/// Allocations, allocated bytes and requested bytes, of small blocks and of large ones.
+/// Counters of allocations, allocated bytes and requested bytes, for small blocks and for large ones.
 type Counters = [[Counter; 3]; 2];
 
 fn add_levels(sum: &mut Levels, levels: &Levels) {
@@ -237,7 +238,7 @@ fn add_counters(sum: &mut Counters, counters: &Counters) {
 pub(crate) struct Usage {
     counters: Counters,
     total: TotalUsage,
-    /// What the counters were when each open scope began; outermost first.
+    /// The counters at the start of each open scope, outermost first.
     scopes: Vec<Counters>,
 }
 
@@ -260,17 +261,17 @@ impl Usage {
         self.total.free(size, requested_bytes);
     }
 
-    /// Bytes of the blocks that are allocated now.
+    /// Returns the bytes of currently allocated blocks.
     pub(crate) fn allocated_bytes(&self) -> u64 {
         self.total.levels[1].current()
     }
 
-    /// Number of allocations of at least one byte now.
+    /// Returns the current number of allocations of at least one byte.
     pub(crate) fn allocations(&self) -> u64 {
         self.total.levels[0].current()
     }
 
-    /// Number of allocations ever made.
+    /// Returns the total number of allocations.
     pub(crate) fn allocations_made(&self) -> u64 {
         self.counters.iter().map(|[allocations, ..]| allocations.allocated).sum()
     }
@@ -281,7 +282,7 @@ impl Usage {
         stats
     }
 
-    /// What happened since an earlier moment. Peaks of all sizes are sums.
+    /// Returns the changes since an earlier moment. Peaks over all sizes are sums.
     fn since(&self, then: &Counters) -> ClassStats {
         let [small, large] = [SizeClass::Small, SizeClass::Large].map(|class| {
             let [allocations, allocated_bytes, requested_bytes] = [0, 1, 2]
@@ -291,7 +292,7 @@ impl Usage {
         ClassStats { all: small + large, small, large }
     }
 
-    /// Adds the usage of a heap that is gone. Both have the same open scopes.
+    /// Adds the usage of a removed heap. Both have the same open scopes.
     pub(crate) fn absorb(&mut self, gone: &Usage) {
         add_counters(&mut self.counters, &gone.counters);
         add_levels(&mut self.total.levels, &gone.total.levels);
@@ -310,7 +311,8 @@ impl Usage {
         self.total.open_scope();
     }
 
-    /// What happened since the innermost scope was opened; `allocated` and `freed` count from there.
+    /// Returns the changes since the innermost scope was opened, and closes it. `allocated` and `freed` count from
+    /// there.
     pub(crate) fn close_scope(&mut self) -> ClassStats {
         let outer = self.scopes.pop().unwrap_or_default();
         let mut stats = self.since(&outer);

@@ -1,15 +1,18 @@
-//! Fences: what a free block's next user must wait for, on the device (rule D3).
+//! Fences: the uses that a free block's next user must wait for on the device (rule D3).
 //!
-//! A block that other streams used is free at `free`, at the same op on every rank. The uses go with it as fences, and the
-//! next stream that takes the block waits for them with `cuStreamWaitEvent`. Completion never decides which stream takes it.
+//! A block that other streams used becomes free at `free`, at the same op on every rank. Its uses become fences, and
+//! the next stream that takes the block waits for them with `cuStreamWaitEvent`. Completion never decides which stream
+//! takes it.
 //!
 //! A use is fenced in one of two ways:
-//! - by an **event recorded at free** on each other stream that used the block. The next user waits for no more than it must.
-//! - by a **tick** of the last owner's logical clock, which costs nothing. If another stream takes the block (only where
-//!   streams share a heap), an event is recorded then, on the owner's stream as it stands.
+//! - An **event recorded at free** on each other stream that used the block. The next user waits for no more than
+//!   necessary.
+//! - A **tick** of the last owner's logical clock, which costs nothing. If another stream takes the block, which
+//!   happens only where streams share a heap, an event is then recorded on the owner's stream.
 //!
-//! Many fences are void by the time the block is taken, because the stream that takes it has waited for the other one since.
-//! [`StreamClocks`](crate::streams::clocks::StreamClocks) knows that from the program's ops alone, so all ranks agree.
+//! Many fences are void by the time the block is taken, because the stream that takes it has waited for the other one
+//! in the meantime. [`StreamClocks`](crate::streams::clocks::StreamClocks) derives this from the program's ops alone,
+//! so all ranks agree.
 //!
 //! ```text
 //!  void(fence, taker)  ⇔  fence.tick ≤ waited[taker][fence.stream]  or  fence.tick ≤ synchronized[fence.stream]
@@ -21,27 +24,27 @@ use crate::types::ids::StreamId;
 use slab::Slab;
 use smallvec::SmallVec;
 
-/// One use that must be over: all work that `stream` was given up to `tick`.
+/// One use that must complete: all work that was submitted to `stream` up to `tick`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Fence {
     pub(crate) stream: StreamId,
-    /// 0: there is nothing to wait for, or nothing yet, while the block is allocated.
+    /// 0 if there is nothing to wait for, or while the block is still allocated.
     pub(crate) tick: Tick,
-    /// The recorded event, owned by this fence alone; `None` for ticks.
+    /// The recorded event, owned by this fence; `None` for ticks.
     pub(crate) event: Option<Event>,
 }
 
 impl Fence {
-    /// A use before the block is freed: it has no tick yet.
+    /// Creates a fence for a use before the block is freed. It has no tick yet.
     pub(crate) fn of(stream: StreamId) -> Self {
         Fence { stream, tick: 0, event: None }
     }
 }
 
-/// Fences of one block, at most one per stream, in stream order.
+/// The fences of one block: at most one per stream, in stream order.
 pub(crate) type Fences = SmallVec<[Fence; 2]>;
 
-/// Names a block's fences in a [`FenceTable`]. Most blocks have none, which takes no place.
+/// The index of a block's fences in a [`FenceTable`]. Most blocks have none, which takes no entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct FenceSetId(u32);
 
@@ -59,17 +62,17 @@ impl FenceSetId {
 pub(crate) struct FenceTable {
     /// No set is empty, and each belongs to one block.
     sets: Slab<Fences>,
-    /// Events that no fence names any more, for the heap to recycle.
+    /// Events that no fence refers to any more. The heap recycles them.
     spent: Vec<Event>,
 }
 
 impl FenceTable {
-    /// The fences of a set.
+    /// Returns the fences of a set.
     pub(crate) fn fences(&self, set: FenceSetId) -> &[Fence] {
         self.sets.get(set.0 as usize).map_or(&[], |fences| fences)
     }
 
-    /// Makes a set of fences, which are in stream order.
+    /// Adds a set. Its fences are in stream order.
     pub(crate) fn insert(&mut self, fences: Fences) -> FenceSetId {
         debug_assert!(fences.is_sorted_by(|a, b| a.stream < b.stream));
         if fences.is_empty() {
@@ -80,17 +83,17 @@ impl FenceTable {
         FenceSetId(place as u32)
     }
 
-    /// Takes a set's fences out. Their events are the caller's.
+    /// Removes a set and returns its fences. The caller owns their events.
     pub(crate) fn take(&mut self, set: FenceSetId) -> Fences {
         self.sets.try_remove(set.0 as usize).unwrap_or_default()
     }
 
-    /// Puts others in the place of a set's fences, which have no events.
+    /// Replaces the fences of a set, which have no events.
     pub(crate) fn replace(&mut self, set: FenceSetId, fences: Fences) {
         self.sets[set.0 as usize] = fences;
     }
 
-    /// Adds a fence to a set. Of two fences on one stream the later one covers the earlier.
+    /// Adds a fence to a set. Of two fences on one stream, the later one covers the earlier one.
     pub(crate) fn add(&mut self, set: FenceSetId, fence: Fence) -> FenceSetId {
         let Some(fences) = self.sets.get_mut(set.0 as usize) else {
             return self.insert(SmallVec::from_slice(&[fence]));
@@ -107,7 +110,7 @@ impl FenceTable {
         set
     }
 
-    /// The fences of two blocks that become one.
+    /// Merges the fences of two blocks that become one.
     pub(crate) fn union(&mut self, one: FenceSetId, other: FenceSetId) -> FenceSetId {
         if one.is_empty() {
             return other;
@@ -116,20 +119,20 @@ impl FenceTable {
         fences.into_iter().fold(one, |set, fence| self.add(set, fence))
     }
 
-    /// Forgets a set. Its events are spent.
+    /// Removes a set. Its events become spent.
     pub(crate) fn clear(&mut self, set: FenceSetId) {
         let fences = self.take(set);
         self.spent.extend(fences.into_iter().filter_map(|fence| fence.event));
     }
 
-    /// Drops the fences that `is_over` names. Returns the set that is left.
+    /// Drops the fences for which `is_over` returns `true`. Returns the remaining set.
     pub(crate) fn drop_over(&mut self, set: FenceSetId, is_over: impl Fn(&Fence) -> bool) -> FenceSetId {
         let (over, left): (Fences, Fences) = self.take(set).into_iter().partition(is_over);
         self.spent.extend(over.into_iter().filter_map(|fence| fence.event));
         self.insert(left)
     }
 
-    /// Hands over the events that no fence names any more, in the order in which they were given up.
+    /// Passes on the events that no fence refers to any more, in the order in which they were dropped.
     #[inline]
     pub(crate) fn drain_spent(&mut self, recycle: impl FnMut(Event)) {
         if !self.spent.is_empty() {
@@ -137,7 +140,7 @@ impl FenceTable {
         }
     }
 
-    /// Number of sets, for the invariants.
+    /// Returns the number of sets, for the invariants.
     pub(crate) fn len(&self) -> usize {
         self.sets.len()
     }

@@ -1,8 +1,8 @@
-//! How an allocator guards its heaps: a kind of lock, chosen by a type parameter.
+//! The lock around each heap, chosen by a type parameter.
 //!
-//! With [`Exclusive`] one thread owns the allocator, and a lock is a flag. With [`Shared`] many threads use it, and every
-//! heap has a mutex of its own: threads that drive different streams share no lock on the way through `allocate` and
-//! `free`. A test that explores interleavings brings a third kind.
+//! With [`Exclusive`], one thread owns the allocator and a lock is a flag. With [`Shared`], many threads use it and
+//! every heap has its own mutex, so threads that drive different streams share no lock in `allocate` and `free`. A test
+//! that explores interleavings supplies a third kind.
 
 use parking_lot::{Mutex, MutexGuard};
 use std::cell::{RefCell, RefMut};
@@ -11,9 +11,9 @@ use std::ops::DerefMut;
 
 /// A kind of lock.
 pub trait Lock: Debug + Sized + 'static {
-    /// Whether only one thread can use the allocator.
+    /// `true` if only one thread can use the allocator.
     const IS_EXCLUSIVE: bool;
-    /// The lock around a `T`.
+    /// The lock that guards a `T`.
     type Cell<T>: LockCell<T>;
 }
 
@@ -23,7 +23,7 @@ pub(crate) type Guard<'a, L, T> = <<L as Lock>::Cell<T> as LockCell<T>>::Guard<'
 /// A `T` behind a lock.
 #[doc(hidden)]
 pub trait LockCell<T> {
-    /// Access to the `T` for as long as it lives.
+    /// A guard: access to the `T` until it is dropped.
     type Guard<'a>: DerefMut<Target = T>
     where
         Self: 'a;
@@ -31,11 +31,10 @@ pub trait LockCell<T> {
     /// Puts a `T` behind a lock.
     fn new(value: T) -> Self;
 
-    /// Locks. The allocator never locks twice in one thread.
+    /// Acquires the lock. The allocator never locks twice in one thread.
     ///
     /// # Panics
-    /// [`Exclusive`]'s lock panics when the same thread holds it already. With [`Shared`] that thread waits for itself, for
-    /// ever.
+    /// [`Exclusive`]'s lock panics if the same thread already holds it. With [`Shared`], that thread deadlocks.
     fn lock(&self) -> Self::Guard<'_>;
 }
 
@@ -73,9 +72,9 @@ impl Lock for Shared {
     type Cell<T> = PaddedMutex<T>;
 }
 
-/// A mutex that fills whole pairs of cache lines: processors fetch lines in pairs, and threads that use different locks
-/// must not slow each other down. A panic under the lock does not poison it: other threads can still ask, and the next
-/// assertion stops a thread that meets the damage.
+/// A mutex padded to whole pairs of cache lines. Processors fetch lines in pairs, and threads that use different locks
+/// must not slow each other down. A panic under the lock does not poison it: other threads still get in, and the next
+/// assertion stops a thread that finds inconsistent state.
 #[derive(Debug)]
 #[doc(hidden)]
 #[repr(align(128))]

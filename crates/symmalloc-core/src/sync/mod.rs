@@ -1,4 +1,4 @@
-//! What threads share: the lock of a heap, and tables that grow while they are read.
+//! State that threads share: the lock of a heap, and tables that grow while they are read.
 
 pub mod lock;
 pub(crate) mod registry;

@@ -1,23 +1,23 @@
-//! A registry: an append-only table that is read without a lock while it grows.
+//! An append-only table that is read without a lock while it grows.
 //!
-//! Every `allocate` and `free` looks pools and heaps up; they are made rarely. The first few entries, all that most programs
-//! have, take a comparison and a load; the rest is in a [`boxcar::Vec`]. Entries should be small, a box or a counted pointer,
-//! because the first ones lie in the registry itself.
+//! Every `allocate` and `free` looks up pools and heaps, which are rarely created. Access to the first few entries,
+//! which are all that most programs have, takes a comparison and a load. The rest is in a [`boxcar::Vec`]. Entries
+//! should be small, such as a box or a counted pointer, because the first ones are stored in the registry itself.
 
 use std::sync::atomic::AtomicUsize;
 use std::sync::atomic::Ordering;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
-/// Entries that are found the short way.
+/// Number of entries stored in the registry itself.
 const NEAR: usize = 8;
 
 #[derive(Debug)]
 pub(crate) struct Registry<T> {
-    /// One more than the largest index that was made.
+    /// One more than the largest index in use.
     len: AtomicUsize,
     near: [OnceLock<T>; NEAR],
     far: boxcar::Vec<OnceLock<T>>,
-    /// Held while `far` grows: without it, a thread that needs another thread's entry would add entries until that one is there.
+    /// Held while `far` grows. Without it, a thread that waits for another thread's entry would keep adding entries.
     growing: Mutex<()>,
 }
 
@@ -44,7 +44,7 @@ impl<T> Registry<T> {
         self.far.get(index - NEAR)?.get()
     }
 
-    /// The entry, made now if it was not made before.
+    /// Returns the entry, and creates it first if necessary.
     pub(crate) fn get_or_make(&self, index: usize, make: impl FnOnce() -> T) -> &T {
         let entry = match self.near.get(index) {
             Some(entry) => entry,
@@ -60,19 +60,19 @@ impl<T> Registry<T> {
         entry.get_or_init(make)
     }
 
-    /// Adds an entry, which is told its index.
+    /// Adds an entry. `make` receives its index.
     pub(crate) fn push(&self, make: impl FnOnce(usize) -> T) -> usize {
         let index = self.len.fetch_add(1, Ordering::AcqRel);
         self.get_or_make(index, || make(index));
         index
     }
 
-    /// Number of indices that are taken; an entry that is just being made counts.
+    /// Returns the number of indices in use, including that of an entry under construction.
     pub(crate) fn len(&self) -> usize {
         self.len.load(Ordering::Acquire)
     }
 
-    /// The entries that were made, by index.
+    /// Iterates over the existing entries by index.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (usize, &T)> {
         (0..self.len()).filter_map(|index| Some((index, self.get(index)?)))
     }

@@ -1,4 +1,4 @@
-//! The contract between the allocator and whatever gives it device memory.
+//! The contract between the allocator and the source of device memory.
 //!
 //! A backend hands out address ranges, backs them with memory, and orders work on streams. Two kinds exist: the
 //! simulator (the crate `symmalloc-sim`) and CUDA. One conformance suite runs against every implementation.
@@ -11,9 +11,10 @@
 //! save ──► unmap ──► map, at the same addresses ──► load or zero ──► discard
 //! ```
 //!
-//! The allocator promises: offsets and sizes are multiples of [`Backend::granularity_bytes`], sizes not zero; a granule
-//! is mapped at most once; everything is unmapped before its range is released; memory is unmapped after all of its aliases; before `unmap` it has called
-//! `synchronize` for every stream that may still use the bytes; an event is recycled once and not used afterwards.
+//! The allocator promises: offsets and sizes are multiples of [`Backend::granularity_bytes`], and sizes are not zero; a
+//! granule is mapped at most once; everything is unmapped before its range is released, and memory after all of its
+//! aliases; before `unmap` it has called `synchronize` for every stream that may still use the bytes; an event is recycled
+//! once and not used afterwards.
 //!
 //! A backend promises: a call that returns an error changed nothing; no call blocks on device work, but
 //! [`Backend::synchronize`] and what copies; it may be called from any thread, but never for the same range from two at once.
@@ -28,14 +29,14 @@ use crate::types::ids::StreamId;
 pub struct DeviceAddress(pub u64);
 
 impl DeviceAddress {
-    /// The address so many bytes further.
+    /// Returns the address `offset_bytes` further on.
     #[inline]
     pub(crate) fn plus(self, offset_bytes: u64) -> Self {
         DeviceAddress(self.0 + offset_bytes)
     }
 }
 
-/// A reserved address range, as the backend names it.
+/// A reserved address range in the backend's own terms.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Range {
     /// First address; a multiple of the granularity.
@@ -44,25 +45,25 @@ pub struct Range {
     pub size_bytes: u64,
 }
 
-/// A range, and an offset in it, in bytes.
+/// A range and an offset in it, in bytes.
 pub type Place = (Range, u64);
 
-/// A part of live memory, and where its copy lies among the bytes that are kept.
+/// A part of live memory and the position of its copy in an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Part {
-    /// Its first address. The part lies in one range, and is mapped.
+    /// First address. The part lies in one range and is mapped.
     pub address: DeviceAddress,
     /// Its length in bytes; a multiple of 512.
     pub size_bytes: u64,
-    /// How many bytes of the image come before its copy.
+    /// Offset of its copy in the image, in bytes.
     pub image_offset_bytes: u64,
 }
 
-/// Bytes that the backend keeps while their memory is gone, as it names them.
+/// The backend's identifier of bytes that it keeps while their memory is unmapped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Image(pub u64);
 
-/// A recorded event, as the backend names it. Means nothing outside that backend.
+/// The backend's identifier of a recorded event. It has no meaning outside that backend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Event(pub u64);
 
@@ -75,57 +76,57 @@ pub struct BackendError {
     pub call: &'static str,
     /// The driver's code.
     pub code: i32,
-    /// What the code means for the allocator.
+    /// The meaning of the code for the allocator.
     pub reason: Reason,
 }
 
-/// What a failed backend call means.
+/// The meaning of a failed backend call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Reason {
-    /// The device has not enough memory. Another attempt may succeed after memory was given back.
+    /// The device is out of memory. A later attempt may succeed after memory is released.
     #[error("out of device memory")]
     OutOfMemory,
-    /// The device or its context is lost: no further call can succeed.
+    /// The device or its context is lost. No further call can succeed.
     #[error("the device is lost")]
     DeviceLost,
-    /// The backend returned a range that overlaps a live one, is unaligned, is not as long as was asked for, or goes beyond the
-    /// address space. The allocator uses none of it: the backend breaks its contract.
+    /// The backend returned a range that overlaps a live one, is unaligned, has another length than requested, or
+    /// exceeds the address space. The backend breaks its contract, and the allocator uses none of the range.
     #[error("the backend returned a range that cannot be used")]
     BadRange,
-    /// Anything else the driver refused.
+    /// Any other refusal by the driver.
     #[error("refused by the driver")]
     Refused,
 }
 
 impl BackendError {
-    /// An error of `call` with the driver's `code`.
+    /// Creates an error of `call` with the driver's `code`.
     pub fn new(call: &'static str, code: i32, reason: Reason) -> Self {
         BackendError { call, code, reason }
     }
 }
 
-/// Gives device memory and orders streams. See the [module documentation](self) for the contract.
+/// A source of device memory that also orders work on streams. See the [module documentation](self) for the contract.
 #[auto_impl::auto_impl(&)]
 pub trait Backend {
-    /// The unit of mapping, in bytes: a power of two, at least 512, the same for the life of the backend.
+    /// Returns the unit of mapping in bytes: a power of two, at least 512, constant for the life of the backend.
     fn granularity_bytes(&self) -> u64;
 
-    /// Reserves a range of addresses without memory, at a multiple of the granularity and of exactly this size, which is one
-    /// too.
+    /// Reserves a range of exactly `size_bytes` addresses without memory. Its base and its size are multiples of the
+    /// granularity.
     ///
     /// # Errors
     /// When the driver refuses; nothing is reserved then.
     fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError>;
 
-    /// Backs `size_bytes` of the range, from `offset_bytes` on, with device memory the device may access.
+    /// Backs `size_bytes` of the range, starting at `offset_bytes`, with device memory that the device may access.
     ///
     /// # Errors
     /// When the driver refuses; nothing is mapped then.
     fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError>;
 
-    /// As [`map`](Self::map), for memory that [`alias`](Self::alias) will map in pieces of `piece_bytes`: offset and size are
-    /// multiples of it.
+    /// Maps memory like [`map`](Self::map) and prepares it for [`alias`](Self::alias) in pieces of `piece_bytes`.
+    /// Offset and size are multiples of `piece_bytes`.
     ///
     /// # Errors
     /// When the driver refuses; nothing is mapped then.
@@ -133,30 +134,30 @@ pub trait Backend {
         self.map(at.0, at.1, size_bytes)
     }
 
-    /// Whether [`alias`](Self::alias) works. The same for the life of the backend, and an input of every decision, as the
-    /// granularity is.
+    /// Returns `true` if the backend supports [`alias`](Self::alias). The answer is constant for the life of the
+    /// backend and, like the granularity, an input of every decision.
     fn can_alias(&self) -> bool {
         false
     }
 
-    /// Backs a part of a range with memory that is mapped already: one whole piece of [`map_pieces`](Self::map_pieces), in
-    /// another range. It takes no memory. Both addresses name the same bytes until one of them is unmapped, and unmapping an
-    /// alias gives no memory back.
+    /// Maps one whole piece of [`map_pieces`](Self::map_pieces), which is mapped in another range, a second time. This
+    /// takes no memory. Both addresses access the same bytes until one of them is unmapped, and unmapping an alias
+    /// releases no memory.
     ///
     /// # Errors
-    /// When the driver refuses, or the backend cannot; nothing is mapped then.
+    /// When the driver refuses or the backend cannot alias; nothing is mapped then.
     fn alias(&self, _at: Place, _source: Place, _piece_bytes: u64) -> Result<(), BackendError> {
         Err(BackendError::new("Backend::alias", 0, Reason::Refused))
     }
 
-    /// Gives the memory behind a part of the range back to the device. The part may cover several `map` calls, and may
-    /// cut one (backends that cannot cut a mapping map granule by granule).
+    /// Returns the memory behind a part of the range to the device. The part may span several `map` calls and may begin
+    /// or end inside of one. A backend that cannot split a mapping maps granule by granule.
     ///
     /// # Errors
     /// When the driver refuses; the part stays mapped then.
     fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError>;
 
-    /// Gives up a range of which nothing is mapped.
+    /// Releases a range in which nothing is mapped.
     ///
     /// # Errors
     /// When the driver refuses; the range stays reserved then.
@@ -174,14 +175,14 @@ pub trait Backend {
     /// When the driver refuses; the stream does not wait then.
     fn wait(&self, stream: StreamId, event: Event) -> Result<(), BackendError>;
 
-    /// Whether the work before `event` is done. Used to drop fences early, never to decide a placement.
+    /// Returns `true` if the work before `event` has completed. Used to drop fences early, never to decide a placement.
     ///
     /// # Errors
-    /// When the driver refuses to say.
+    /// When the driver cannot answer.
     fn query(&self, event: Event) -> Result<bool, BackendError>;
 
-    /// Takes an event back for reuse. Streams that were told to wait for it still do. Cannot fail: a backend keeps
-    /// what it cannot reuse until it is dropped.
+    /// Takes an event back for reuse. Streams that wait for it still do. This cannot fail: a backend keeps events that
+    /// it cannot reuse until it is dropped.
     fn recycle(&self, event: Event);
 
     /// Blocks the host until all work submitted to `stream` so far is done.
@@ -190,21 +191,22 @@ pub trait Backend {
     /// When the driver refuses or reports a failure of that work.
     fn synchronize(&self, stream: StreamId) -> Result<(), BackendError>;
 
-    /// Copies the bytes of parts to where they outlive their memory. Blocks until that is done. The offsets of the parts ascend, and
-    /// follow each other without gaps from 0 on; no stream uses the bytes meanwhile.
+    /// Copies parts to an image that outlives their memory, and blocks until the copy is complete. The offsets of the
+    /// parts ascend from 0 without gaps, and no stream uses the bytes during the call.
     ///
     /// # Errors
-    /// When there is no room for the copy, the driver refuses, or the backend cannot; nothing is kept then.
+    /// When there is no room for the copy, the driver refuses, or the backend cannot save; nothing is kept then.
     fn save(&self, _parts: &[Part]) -> Result<Image, BackendError> {
         Err(BackendError::new("Backend::save", 0, Reason::Refused))
     }
 
-    /// Says what [`load`](Self::load) will be asked for, the same parts, when they are mapped. A backend may copy what it maps from now on
-    /// while it maps more. What it has begun is over before that memory is unmapped, and begins anew when it is said again.
+    /// Announces a later [`load`](Self::load) of the same parts. From now on the backend may copy memory as soon as it
+    /// is mapped, while it maps more. Copies that have begun complete before their memory is unmapped. A second
+    /// announcement restarts them.
     fn expect_load(&self, _image: Image, _parts: &[Part]) {}
 
-    /// Copies bytes of an image back, to the addresses that they came from: parts of those that were saved, in their order. Blocks
-    /// until that is done. The image stays.
+    /// Copies bytes of an image back to their original addresses, and blocks until the copy is complete. The parts are
+    /// some of those that were saved, in the same order. The image stays.
     ///
     /// # Errors
     /// When the driver refuses; some bytes may have been copied.
@@ -212,13 +214,13 @@ pub trait Backend {
         Err(BackendError::new("Backend::load", 0, Reason::Refused))
     }
 
-    /// The image is not needed any more. Cannot fail.
+    /// Discards an image that is no longer needed. Cannot fail.
     fn discard(&self, _image: Image) {}
 
-    /// Makes the bytes of parts zero. Blocks until that is done.
+    /// Sets the bytes of the parts to zero, and blocks until this is complete.
     ///
     /// # Errors
-    /// When the driver refuses, or the backend cannot; some bytes may be zero.
+    /// When the driver refuses or the backend cannot; some bytes may be zero.
     fn zero(&self, _parts: &[Part]) -> Result<(), BackendError> {
         Err(BackendError::new("Backend::zero", 0, Reason::Refused))
     }

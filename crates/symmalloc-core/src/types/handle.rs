@@ -1,14 +1,14 @@
-//! Handles and what an allocation returns.
+//! Handles, and the result of an allocation.
 //!
-//! A handle names one allocation for ever: it is never given to another one, so using it after the allocation was freed, or
-//! with another allocator, is an error, and never reaches another allocation's memory.
+//! A handle names exactly one allocation and is never reused. So using it after the allocation was freed, or with another
+//! allocator, is an error and never reaches another allocation's memory.
 //!
 //! ```text
-//!  heap 32 │ slot 32   where the block is kept, in its allocator        serial 64   the allocation, numbered in the process
+//!  heap 32 │ slot 32   the position of the block in its allocator           serial 64   the allocation, numbered in the process
 //! ```
-//! The block in `slot` carries the same serial while it is allocated: one comparison recognises a live handle. A heap takes
-//! serials from the process 2^32 at a time, so no two heaps give the same one. No serial is zero, so an `Option<Handle>` is
-//! as large as a handle.
+//! An allocated block in `slot` carries the same serial, so one comparison recognizes a live handle. A heap takes serials
+//! from the process 2^32 at a time, so no two heaps give the same one. No serial is zero, so an `Option<Handle>` is as large
+//! as a handle.
 
 use crate::types::backend::DeviceAddress;
 use crate::types::ids::{HeapId, Placement};
@@ -17,10 +17,10 @@ use std::fmt;
 use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// Names one allocation. Copying it copies the name, not the memory.
+/// The name of one allocation. A copy of the handle is another name, not another allocation.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Handle {
-    /// Heap and slot. Two words pass in registers.
+    /// Heap and slot in one word, so that a handle passes in two registers.
     place: u64,
     serial: NonZeroU64,
 }
@@ -46,17 +46,17 @@ impl Handle {
         self.serial
     }
 
-    /// The handle as two words, for interfaces that carry integers only.
+    /// Returns the handle as two words, for interfaces that pass integers only.
     #[inline]
     pub const fn into_raw(self) -> (u64, u64) {
         (self.place, self.serial.get())
     }
 
-    /// The handle of [`into_raw`](Self::into_raw). Any two words are safe: what is not a live handle is refused by every
-    /// call.
+    /// Restores a handle from [`into_raw`](Self::into_raw). Any two words are safe: every call refuses a handle that is
+    /// not live.
     #[inline]
     pub const fn from_raw((place, serial): (u64, u64)) -> Self {
-        // No allocation has the serial zero, and no process lives to give the last one.
+        // Serial zero is never given, and no process runs long enough to give the last one.
         let serial = match NonZeroU64::new(serial) {
             Some(serial) => serial,
             None => NonZeroU64::MAX,
@@ -72,27 +72,27 @@ impl fmt::Debug for Handle {
 }
 
 impl fmt::Display for Handle {
-    /// Heap, slot and serial, which is the number of the range and the number in it.
+    /// Writes heap, slot and serial. The serial consists of its range and its number in the range.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let serial = self.serial.get();
         write!(f, "{}/{}#{}.{}", self.heap(), self.slot(), serial >> RANGE_BITS, serial as u32)
     }
 }
 
-/// A heap takes 2^RANGE_BITS serials at a time.
+/// A heap takes 2^RANGE_BITS serials from the process at a time.
 const RANGE_BITS: u32 = 32;
 
-/// The serials of one heap's allocations. They go into handles, never into a decision.
+/// The serials of one heap's allocations. They are part of handles and of no decision.
 #[derive(Debug)]
 pub(crate) struct Serials {
-    /// The serial given last. The first of a range is not given.
+    /// The last serial given. The first serial of a range is never given.
     last: u64,
-    /// The ranges that were taken, newest last.
+    /// The ranges taken so far, newest last.
     ranges: SmallVec<[u32; 2]>,
 }
 
 impl Default for Serials {
-    /// At the end of a range that nobody takes.
+    /// Starts at the end of an unowned range, so that the first allocation takes a range.
     fn default() -> Self {
         Serials { last: u64::from(u32::MAX), ranges: SmallVec::new() }
     }
@@ -117,24 +117,24 @@ impl Serials {
         self.last = u64::from(range) << RANGE_BITS;
     }
 
-    /// Whether the serial is, or was, of an allocation of this heap.
+    /// Returns `true` if the serial belongs, or belonged, to an allocation of this heap.
     pub(crate) fn gave(&self, serial: NonZeroU64) -> bool {
         let (range, newest) = ((serial.get() >> RANGE_BITS) as u32, (self.last >> RANGE_BITS) as u32);
         self.ranges.contains(&range) && serial.get() as u32 != 0 && (range != newest || serial.get() <= self.last)
     }
 }
 
-/// An allocation: its name, and where it is.
+/// An allocation: its handle and its position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Allocation {
-    /// The name to use it by.
+    /// The handle that names it in later calls.
     pub handle: Handle,
-    /// The first byte on the device; 0 for an allocation of zero bytes. Differs between ranks.
+    /// Address of the first byte on the device; 0 for an allocation of zero bytes. Differs between ranks.
     pub address: DeviceAddress,
-    /// Where it lies; equal on all ranks. [`Placement::NOWHERE`] for an allocation of zero bytes.
+    /// Segment and offset; equal on all ranks. [`Placement::NOWHERE`] for an allocation of zero bytes.
     pub placement: Placement,
-    /// Bytes that may be used: the request, rounded up.
+    /// Usable bytes: the request, rounded up.
     pub size_bytes: u64,
 }
 

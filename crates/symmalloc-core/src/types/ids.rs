@@ -1,6 +1,6 @@
-//! The names of things: streams, pools, heaps, segments, and where a block lies.
+//! Identifiers of streams, pools, heaps and segments, and the placement of a block.
 //!
-//! Every id is a small number given in the order in which the *program* made the thing. None is derived from an
+//! Every id is a small number given in the order in which the *program* created the object. None is derived from an
 //! address, a raw handle or a clock, so the same program gives the same ids on every rank (rule D1).
 
 use std::fmt;
@@ -12,7 +12,7 @@ macro_rules! id {
         $visible struct $name(pub $repr);
 
         impl $name {
-            /// The id as an index into a dense table.
+            /// Returns the id as an index into a dense table.
             #[inline]
             $visible fn index(self) -> usize {
                 self.0 as usize
@@ -28,7 +28,7 @@ macro_rules! id {
 }
 
 id! {
-    /// A logical stream, numbered in the order in which the program registers streams; never the raw handle.
+    /// A logical stream, numbered in the order in which the program registers streams. Never a raw handle.
     pub struct StreamId(u16), "s"
 }
 
@@ -40,43 +40,43 @@ id! {
 id! {
     /// A heap: one (pool, stream), or one pool whose streams share. Numbered in creation order within an allocator.
     ///
-    /// When several threads make heaps at once their numbers may differ from rank to rank; nothing is ordered by
-    /// them. What ranks compare names a heap by its pool and stream.
+    /// If several threads create heaps at once, the numbers may differ from rank to rank. Nothing is ordered by them,
+    /// and ranks compare heaps by pool and stream.
     pub(crate) struct HeapId(u32), "h"
 }
 
 id! {
-    /// A segment's birth ordinal in its heap. It is also the allocation-*sequence* counter of rule D2: given to
-    /// backing memory when it is obtained and inherited by every block split from it. Never reused.
+    /// The ordinal of a segment in its heap. It is also the allocation-*sequence* counter of rule D2: backing memory
+    /// receives it when it is acquired, and every block split from that memory inherits it. Never reused.
     pub struct SegmentId(u32), "g"
 }
 
 id! {
-    /// The name of an allocation within one trace. Given by the program (or the recorder), unique in the trace.
+    /// The name of an allocation within one trace, unique there. Given by the program or the recorder.
     pub struct AllocationId(u64), "a"
 }
 
 id! {
-    /// An observer of a pool's segments, numbered in the order in which observers come. Never reused.
+    /// An observer of a pool's segments, numbered in registration order. Never reused.
     pub struct ObserverId(u32), "o"
 }
 
 impl PoolId {
-    /// The pool that exists from the start.
+    /// The pool that always exists.
     pub const DEFAULT: PoolId = PoolId(0);
 }
 
-/// Where a block lies: the part of a decision that must be equal on all ranks.
+/// The position of a block: the part of a decision that must be equal on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Placement {
-    /// The segment, by birth ordinal in its heap.
+    /// The segment, by its ordinal in the heap.
     pub segment: SegmentId,
-    /// Bytes from the start of the segment.
+    /// Offset from the start of the segment, in bytes.
     pub offset_bytes: u64,
 }
 
 impl Placement {
-    /// Where allocations of zero bytes lie: in no segment.
+    /// The placement of allocations of zero bytes: in no segment.
     pub const NOWHERE: Placement = Placement { segment: SegmentId(u32::MAX), offset_bytes: 0 };
 }
 

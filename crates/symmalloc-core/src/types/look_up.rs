@@ -1,4 +1,4 @@
-//! Hash maps that are looked up by key only: nothing can go through one, so no decision and no report follows hash order.
+//! Hash maps with look-up by key only. They cannot be iterated, so no decision and no report follows hash order.
 
 use ahash::RandomState;
 use std::hash::Hash;
@@ -24,7 +24,7 @@ impl<K: Copy + Eq + Hash, V> LookUp<K, V> {
         self.0.insert(key, value);
     }
 
-    /// As [`find`](Self::find), and it is not there any more.
+    /// Removes and returns the value.
     pub(crate) fn take(&mut self, key: K) -> Option<V> {
         self.0.remove(&key)
     }

@@ -1,4 +1,4 @@
-//! Types that every other room uses: ids, units, handles, maps that are looked up, and the contract of a backend.
+//! Types that every other module uses: ids, units, handles, look-up maps, and the contract of a backend.
 
 pub mod backend;
 pub(crate) mod handle;

@@ -16,7 +16,7 @@ pub const MIB: u64 = 1 << 20;
 /// One GiB in bytes.
 pub const GIB: u64 = 1 << 30;
 
-/// An amount of memory as people read it: in the largest of EiB, PiB, TiB, GiB, MiB and KiB of which there is at least one.
+/// An amount of memory formatted for people, in the largest of EiB, PiB, TiB, GiB, MiB and KiB that gives at least one.
 ///
 /// # Examples
 /// ```
@@ -45,17 +45,17 @@ impl fmt::Display for Amount {
 /// The largest segment, and so the largest request, in bytes: 1 TiB. Units of a segment fit into 31 bits.
 pub const SEGMENT_BYTES_MAX: u64 = 1 << 40;
 
-/// A size or an offset, in units of [`UNIT_BYTES`].
+/// A size or an offset in units of [`UNIT_BYTES`].
 pub(crate) type Units = u32;
 
-/// Units in so many bytes. The caller has checked that `bytes` is a multiple of the unit and within a segment.
+/// Converts bytes to units. The caller has checked that `bytes` is a multiple of the unit and fits into a segment.
 #[inline]
 pub(crate) fn units(bytes: u64) -> Units {
     debug_assert!(bytes.is_multiple_of(UNIT_BYTES) && bytes <= SEGMENT_BYTES_MAX);
     (bytes / UNIT_BYTES) as Units
 }
 
-/// Bytes in so many units.
+/// Converts units to bytes.
 #[inline]
 pub(crate) fn bytes(units: Units) -> u64 {
     u64::from(units) * UNIT_BYTES

@@ -7,7 +7,7 @@ use crate::config::policy::{Config, PlanPolicy, PoolConfig, RoundupPower2Divisio
 use crate::types::units::MIB;
 
 impl fmt::Display for PoolConfig {
-    /// The canonical text; see the [module documentation](super).
+    /// Writes the canonical text; see the [module documentation](super).
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.segments() {
             SegmentPolicy::Fixed(fixed) => {
@@ -49,7 +49,7 @@ impl fmt::Display for PoolConfig {
 }
 
 impl fmt::Display for Config {
-    /// The canonical text: the default pool's, then what holds for the whole allocator.
+    /// Writes the canonical text: the default pool's settings, then those of the allocator.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.default_pool())?;
         write_bytes(f, "total_limit", self.limit_bytes())?;
@@ -58,7 +58,8 @@ impl fmt::Display for Config {
     }
 }
 
-/// `,name_mb:number`, or `,name_bytes:number` where MiB are too coarse. Nothing when there is no value.
+/// Writes `,name_mb:number`, or `,name_bytes:number` if the value is not a multiple of a MiB. Writes nothing without a
+/// value.
 fn write_bytes(f: &mut fmt::Formatter<'_>, name: &str, bytes: Option<u64>) -> fmt::Result {
     match bytes {
         Some(bytes) if bytes.is_multiple_of(MIB) => write!(f, ",{name}_mb:{}", bytes / MIB),
@@ -67,8 +68,8 @@ fn write_bytes(f: &mut fmt::Formatter<'_>, name: &str, bytes: Option<u64>) -> fm
     }
 }
 
-/// Nothing when requests are not rounded, one number when all sizes have the same, otherwise the shortest list: the
-/// first entry stands for all smaller sizes, `>` for the longest run of equal ones at the end.
+/// Writes nothing if requests are not rounded, one number if it is the same for all sizes, and the shortest list
+/// otherwise: the first entry covers all smaller sizes, and `>` the longest run of equal ones at the end.
 fn write_divisions(f: &mut fmt::Formatter<'_>, divisions: RoundupPower2Divisions) -> fmt::Result {
     let by_size = divisions.divisions();
     let (first, last) = (by_size[0], by_size[by_size.len() - 1]);

@@ -1,20 +1,21 @@
-//! What can be wrong with the text of a configuration.
+//! Errors in the text of a configuration.
 //!
-//! Every error names the byte of the text at which it was found, counted from 0, so that a program can point there.
+//! Every error carries the offset in the text at which it was found, in bytes from 0, so that a program can point
+//! there.
 
 use super::keys;
 use super::reason::KeyRefusal;
 use crate::config::nearest::did_you_mean;
 use crate::config::policy::ConfigError;
 
-/// Why a text is not a configuration.
+/// The error of a text that is not a configuration.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConfigTextError {
     /// No key has this name.
     #[error("byte {offset}: unknown key{}; the keys are {}", did_you_mean(*nearest), keys::names().collect::<Vec<_>>().join(", "))]
     UnknownKey {
-        /// Where the key starts.
+        /// Offset of the key.
         offset: usize,
         /// Length of the key in bytes.
         bytes: usize,
@@ -24,77 +25,77 @@ pub enum ConfigTextError {
     /// The key is known, and refused for a reason.
     #[error("byte {offset}: {key} is refused: {reason}")]
     Refused {
-        /// Where the key starts.
+        /// Offset of the key.
         offset: usize,
         /// The key.
         key: &'static str,
-        /// Why.
+        /// The reason.
         reason: KeyRefusal,
     },
-    /// The key is stated twice, perhaps in another unit.
+    /// The key is given twice, possibly in different units.
     #[error("byte {offset}: {key} is stated already at byte {first}; keep one of them")]
     Duplicate {
-        /// Where the key starts the second time.
+        /// Offset of the second key.
         offset: usize,
         /// The key.
         key: &'static str,
-        /// Where it starts the first time.
+        /// Offset of the first key.
         first: usize,
     },
     /// The punctuation is not `key:value,key:value`.
     #[error("byte {offset}: expected {expected}")]
     Expected {
-        /// Where.
+        /// Offset of the unexpected text.
         offset: usize,
-        /// What must stand there.
+        /// The expected text.
         expected: &'static str,
     },
-    /// The value is none that the key takes.
+    /// The key does not accept the value.
     #[error("byte {offset}: {key} must be {allowed}")]
     Value {
-        /// Where the value starts.
+        /// Offset of the value.
         offset: usize,
         /// The key.
         key: &'static str,
-        /// What the key takes.
+        /// The accepted values.
         allowed: &'static str,
     },
     /// The value is a number too large to hold.
     #[error("byte {offset}: {key} is too large; the largest number here is {max}")]
     NumberTooLarge {
-        /// Where the number starts.
+        /// Offset of the number.
         offset: usize,
         /// The key.
         key: &'static str,
         /// The largest number.
         max: u64,
     },
-    /// The key means something for other segments only.
+    /// The key applies to other segments only.
     #[error("byte {offset}: {key} has a meaning for segments:{segments} only; state that, or remove the key")]
     OtherSegments {
-        /// Where the key starts.
+        /// Offset of the key.
         offset: usize,
         /// The key.
         key: &'static str,
-        /// The segments that have this key.
+        /// The segments to which the key applies.
         segments: &'static str,
     },
     /// `segments` and PyTorch's `expandable_segments` contradict each other.
     #[error("byte {offset}: expandable_segments contradicts segments; remove it")]
     Contradiction {
-        /// Where `expandable_segments` starts.
+        /// Offset of `expandable_segments`.
         offset: usize,
     },
     /// Reserved segments need a size.
     #[error("byte {offset}: segments:reserved needs segment_mb (or segment_bytes), the size of each heap's segment")]
     MissingSegmentSize {
-        /// Where `segments` starts.
+        /// Offset of `segments`.
         offset: usize,
     },
-    /// The value is out of its range, or not a multiple of what it must be.
+    /// The value is out of its range, or not a multiple of the required unit.
     #[error("byte {offset}: {source}")]
     OutOfRange {
-        /// Where the key starts.
+        /// Offset of the key.
         offset: usize,
         /// The value and its range, in bytes.
         source: ConfigError,

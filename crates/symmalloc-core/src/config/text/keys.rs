@@ -1,4 +1,4 @@
-//! The keys: how each is spelt, which values it takes, and what it holds for.
+//! The keys: their spellings, values and scopes.
 
 use super::reason::{IgnoredReason, KeyRefusal};
 use crate::config::nearest::nearest;
@@ -7,45 +7,45 @@ use crate::types::units::MIB;
 /// A key.
 #[derive(Debug)]
 pub(super) struct Key {
-    /// Without its unit. So errors of values out of range name it.
+    /// The name without its unit, as it appears in errors of values out of range.
     pub(super) name: &'static str,
-    /// Each spelling, with how much one is of a number spelt so.
+    /// Each spelling, with the size of its unit.
     spellings: &'static [(&'static str, u64)],
     pub(super) takes: Takes,
     pub(super) of: Of,
 }
 
-/// Which values a key takes.
+/// The values that a key accepts.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Takes {
     /// A number of bytes, or of MiB.
     Bytes,
-    /// A number of 32 bits.
+    /// A 32-bit number.
     Count,
     /// `true` or `false`, also as PyTorch spells them.
     Flag,
-    /// One of these words, which are listed for people as well.
+    /// One of these words, and the list of them for people.
     Word(&'static [&'static str], &'static str),
     /// Any text, which the builder checks.
     Text,
     /// PyTorch's `roundup_power2_divisions`.
     Divisions,
-    /// Anything; it is not read.
+    /// Anything; it is not parsed.
     Anything,
 }
 
-/// What a key holds for.
+/// The scope of a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Of {
     /// A pool.
     Pool,
-    /// A pool of these segments.
+    /// A pool with these segments.
     Segments(usize),
     /// The whole allocator: a pool cannot state it.
     Allocator,
-    /// Nothing: it is PyTorch's, and without a meaning here.
+    /// None: the key is PyTorch's and has no meaning here.
     Nothing(IgnoredReason),
-    /// It is PyTorch's, and never taken.
+    /// None: the key is PyTorch's and always refused.
     Never(KeyRefusal),
 }
 
@@ -55,12 +55,12 @@ pub(super) const RESERVED: usize = 2;
 
 /// The words of `segments`, in the order of the three constants above.
 pub(super) const SEGMENTS: &[&str] = &["fixed", "expandable", "reserved"];
-// The words of the other keys, in the order of the values that they stand for.
+// The words of the other keys, in the order of their values.
 pub(super) const STREAMS: &[&str] = &["separate", "shared"];
 pub(super) const RECLAIM: &[&str] = &["never", "heap", "pool"];
 pub(super) const PLAN: &[&str] = &["off", "learn"];
 pub(super) const POINTER_LOOKUP: &[&str] = &["off", "exact"];
-/// The second is refused.
+/// The second one is refused.
 const BACKENDS: &[&str] = &["native", "cudaMallocAsync"];
 
 macro_rules! key {
@@ -127,27 +127,27 @@ static KEYS: [Key; 41] = {
     ]
 };
 
-/// Whether a key has this name.
+/// Returns `true` if a key has this name.
 pub(super) fn is_name(name: &str) -> bool {
     KEYS.iter().any(|key| key.name == name)
 }
 
-/// Every spelling with its key, and how much one is.
+/// Iterates over all spellings with their keys and units.
 fn spellings() -> impl Iterator<Item = (&'static Key, &'static str, u64)> {
     KEYS.iter().flat_map(|key| key.spellings.iter().map(move |(spelling, unit)| (key, *spelling, *unit)))
 }
 
-/// The key that is spelt so, its spelling, and how much one is.
+/// Returns the key with this spelling, the spelling, and its unit.
 pub(super) fn find(name: &str) -> Option<(&'static Key, &'static str, u64)> {
     spellings().find(|(_, spelling, _)| *spelling == name)
 }
 
-/// The spelling nearest to a misspelt one.
+/// Returns the spelling nearest to a misspelled one.
 pub(super) fn nearest_name(name: &str) -> Option<&'static str> {
     nearest(name, spellings().map(|(_, spelling, _)| spelling))
 }
 
-/// The spellings of all keys that have a meaning here.
+/// Iterates over the spellings of all keys that have a meaning here.
 pub(super) fn names() -> impl Iterator<Item = &'static str> {
     let is_meant = |of: Of| !matches!(of, Of::Nothing(_) | Of::Never(_));
     spellings().filter(move |(key, ..)| is_meant(key.of)).map(|(_, spelling, _)| spelling)

@@ -34,25 +34,25 @@ use crate::config::policy::{
 };
 use crate::config::stitching::Stitching;
 
-/// A configuration that was written for PyTorch.
+/// A configuration read from a text for PyTorch.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PyTorchConfig {
     /// The configuration, with PyTorch's meanings and defaults.
     pub config: Config,
-    /// What had no effect, in the order of the text: worth a warning.
+    /// The keys without effect, in the order of the text. A program should print them as a warning.
     pub ignored: Vec<IgnoredKey>,
 }
 
 impl Config {
     /// Reads the value of `PYTORCH_CUDA_ALLOC_CONF` (or `PYTORCH_ALLOC_CONF`) as PyTorch does.
     ///
-    /// Segments are fixed unless the text asks for expandable ones, the last of two equal keys counts, and keys that
-    /// decide no placement are listed in [`PyTorchConfig::ignored`]. Keys of this library are taken too.
+    /// Segments are fixed unless the text requests expandable ones, the last of two equal keys wins, and keys that
+    /// decide no placement are listed in [`PyTorchConfig::ignored`]. Keys of this library are accepted too.
     ///
     /// # Errors
-    /// When PyTorch would refuse the text as well, and for what cannot be equal on all ranks
-    /// (`garbage_collection_threshold`) or is another allocator (`backend:cudaMallocAsync`).
+    /// When PyTorch would refuse the text as well, for a setting that cannot be equal on all ranks
+    /// (`garbage_collection_threshold`), and for another allocator (`backend:cudaMallocAsync`).
     pub fn from_pytorch_env(text: &str) -> Result<PyTorchConfig, ConfigTextError> {
         let mut settings = Settings::parse(text, Dialect::PyTorch)?;
         let config = build_config(&mut settings)?;
@@ -61,22 +61,23 @@ impl Config {
         Ok(PyTorchConfig { config, ignored })
     }
 
-    /// A hash of the canonical text, for ranks to compare: 64-bit FNV-1a over its bytes.
+    /// Returns a hash of the canonical text, for ranks to compare: 64-bit FNV-1a over its bytes.
     ///
-    /// Equal for equal configurations in every process of one version of this library. It is no cryptographic hash.
+    /// Equal configurations have equal hashes in every process of one version of this library. The hash is not
+    /// cryptographic.
     pub fn digest(&self) -> u64 {
         hash_of_text(&self.to_string())
     }
 }
 
 impl PoolConfig {
-    /// A hash of the canonical text of one pool's policy, as [`Config::digest`].
+    /// Returns a hash of the canonical text of one pool's policy; see [`Config::digest`].
     pub fn digest(&self) -> u64 {
         hash_of_text(&self.to_string())
     }
 }
 
-/// 64-bit FNV-1a.
+/// Returns the 64-bit FNV-1a hash.
 pub(crate) fn hash_of_text(text: &str) -> u64 {
     const OFFSET_BASIS: u64 = 0xcbf2_9ce4_8422_2325;
     const PRIME: u64 = 0x0000_0100_0000_01b3;
@@ -134,7 +135,7 @@ fn build_pool(settings: &mut Settings<'_>) -> Result<PoolConfig, ConfigTextError
         .map_err(|source| out_of_range(settings, source))
 }
 
-/// A knob of stitching asks for it.
+/// Returns the stitching settings, if a key requests stitching.
 fn build_stitching(settings: &Settings<'_>) -> Option<Stitching> {
     let knobs = ["stitching_granule", "stitching_least", "stitching_maps", "stitching_aliases"];
     let is_on = settings.number("stitching").map(|flag| flag == 1);
@@ -179,7 +180,7 @@ fn build_segments(settings: &mut Settings<'_>) -> Result<SegmentPolicy, ConfigTe
     })
 }
 
-/// Which segments are asked for, with our key or PyTorch's.
+/// Returns the requested kind of segments, from our key or PyTorch's.
 fn segment_kind(settings: &Settings<'_>) -> Result<usize, ConfigTextError> {
     let ours = settings.number("segments").map(|kind| kind as usize);
     let is_expandable = settings.number("expandable_segments").map(|flag| flag == 1);
@@ -194,7 +195,7 @@ fn segment_kind(settings: &Settings<'_>) -> Result<usize, ConfigTextError> {
     }
 }
 
-/// Keys for other segments are errors; in a text for PyTorch, PyTorch's own are listed instead.
+/// Refuses keys for other segments. In a text for PyTorch, PyTorch's own keys are listed instead.
 fn check_segment_keys(settings: &mut Settings<'_>, kind: usize) -> Result<(), ConfigTextError> {
     for stated in settings.stated().to_vec() {
         let Of::Segments(segments) = stated.key.of else { continue };
@@ -211,8 +212,8 @@ fn check_segment_keys(settings: &mut Settings<'_>, kind: usize) -> Result<(), Co
     Ok(())
 }
 
-/// Finds the key that the builder found out of range. A key that is not stated has a default that does not fit the
-/// others; the text as a whole is at fault then.
+/// Finds the key whose value the builder found out of range. A key that is not given has a default that does not fit
+/// the others; the error then points at the whole text.
 fn out_of_range(settings: &Settings<'_>, source: ConfigError) -> ConfigTextError {
     let key = match source {
         ConfigError::NotStitched { .. } => "stitching",

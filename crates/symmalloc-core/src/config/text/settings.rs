@@ -12,16 +12,16 @@ use super::keys::{self, Key, Of, Takes};
 use super::reason::{IgnoredKey, IgnoredReason, KeyRefusal};
 use crate::config::policy::RoundupPower2Divisions;
 
-/// Who wrote the text, and so how its slips are taken.
+/// The author of the text, which decides how mistakes are treated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Dialect {
-    /// Us: nothing may be stated twice or without effect.
+    /// A user of this library: duplicates and keys without effect are errors.
     Strict,
-    /// PyTorch's users: the last of two statements counts, keys without effect are listed.
+    /// A user of PyTorch: the last of two equal keys wins, and keys without effect are listed.
     PyTorch,
 }
 
-/// What a text states, each key once.
+/// The settings of a text, each key once.
 #[derive(Debug)]
 pub(super) struct Settings<'a> {
     pub(super) dialect: Dialect,
@@ -33,17 +33,17 @@ pub(super) struct Settings<'a> {
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Setting<'a> {
     pub(super) key: &'static Key,
-    /// As it is spelt.
+    /// The name as spelled in the text.
     pub(super) name: &'static str,
-    /// Where the key starts.
+    /// Offset of the key.
     pub(super) offset: usize,
     value: Value<'a>,
 }
 
-/// A value, as its key takes it.
+/// A value in the form that its key accepts.
 #[derive(Clone, Copy, Debug)]
 enum Value<'a> {
-    /// Bytes, a count, 1 for `true`, or the position of the word among those that the key takes.
+    /// Bytes, a count, 1 for `true`, or the index of the word among those that the key accepts.
     Number(u64),
     Divisions(RoundupPower2Divisions),
     Text(&'a str),
@@ -90,7 +90,7 @@ impl<'a> Settings<'a> {
         Ok(())
     }
 
-    /// Lists a key as without effect, or refuses it where nothing may be without effect.
+    /// Lists a key as without effect, or refuses it in the strict dialect.
     pub(super) fn ignore(
         &mut self,
         key: &'static str,
@@ -106,33 +106,33 @@ impl<'a> Settings<'a> {
         }
     }
 
-    /// What is stated.
+    /// Returns all settings.
     pub(super) fn stated(&self) -> &[Setting<'a>] {
         &self.stated
     }
 
-    /// What is stated for the key of this name.
+    /// Returns the setting of this name.
     pub(super) fn find(&self, name: &str) -> Option<Setting<'a>> {
         debug_assert!(keys::is_name(name), "{name} is no key");
         self.stated.iter().copied().find(|stated| stated.key.name == name)
     }
 
-    /// The number that is stated, or that stands for what is.
+    /// Returns the number given for a key, or the number that its word stands for.
     pub(super) fn number(&self, name: &str) -> Option<u64> {
         self.find(name).and_then(|stated| if let Value::Number(number) = stated.value { Some(number) } else { None })
     }
 
-    /// As [`number`](Self::number), of a key that takes 32 bits.
+    /// Returns the number given for a key that accepts 32 bits.
     pub(super) fn count(&self, name: &str) -> Option<u32> {
         self.number(name).map(|count| count as u32)
     }
 
-    /// The value that the word stands for, or the flag. The default where nothing is stated.
+    /// Returns the value for the word or flag that is given, or the default.
     pub(super) fn one_of<T: Copy + Default, const N: usize>(&self, name: &str, values: [T; N]) -> T {
         self.number(name).map_or_else(T::default, |at| values[at as usize])
     }
 
-    /// The text that is stated, not checked.
+    /// Returns the given text without checking it.
     pub(super) fn text(&self, name: &str) -> Option<&'a str> {
         self.find(name).and_then(|stated| if let Value::Text(text) = stated.value { Some(text) } else { None })
     }
@@ -143,7 +143,7 @@ impl<'a> Settings<'a> {
     }
 }
 
-/// A part of the text and where it starts.
+/// A part of the text and its offset.
 #[derive(Clone, Copy, Debug)]
 struct Word<'a> {
     text: &'a str,
@@ -157,8 +157,8 @@ impl<'a> Word<'a> {
         Word { text: text.trim_ascii_end(), offset }
     }
 
-    /// The parts before and after the first byte for which `at` holds, both without blanks around them. The byte itself
-    /// belongs to neither.
+    /// Returns the parts before and after the first byte for which `at` returns `true`, trimmed. The byte itself
+    /// belongs to neither part.
     fn split_at_first(self, at: impl Fn(char) -> bool) -> Option<(Self, Self)> {
         let (index, found) = self.text.char_indices().find(|(_, character)| at(*character))?;
         let after = index + found.len_utf8();
@@ -176,7 +176,7 @@ impl<'a> Word<'a> {
     }
 }
 
-/// The first item's key and value, and what follows its comma.
+/// Returns the key and value of the first item, and the rest behind its comma.
 fn split_item(rest: Word<'_>) -> Result<(Word<'_>, Word<'_>, Word<'_>), ConfigTextError> {
     let key_end = rest.text.find([':', ',', '[', ']']);
     let Some((key, after)) = rest.split_at_first(|c| matches!(c, ':' | ',' | '[' | ']')) else {
@@ -236,11 +236,11 @@ fn parse_number(key: &'static str, digits: Word<'_>, max: u64, allowed: &'static
     }
 }
 
-/// One number for all sizes, or a list as `[256:1,512:2,1024:4,>:8]`: PyTorch's index rule.
+/// Parses one number for all sizes, or a list such as `[256:1,512:2,1024:4,>:8]`, with PyTorch's index rule.
 ///
-/// Sizes are MiB and powers of two; entry `s:d` sets the divisions of sizes from s MiB up to 2 s MiB, the first entry
-/// also those of all smaller sizes, and `>:d` those of all sizes beyond the entry before it, or of all sizes if it comes first. Sizes between two entries
-/// that are not neighbours stay without rounding.
+/// Sizes are in MiB and powers of two. Entry `s:d` sets the divisions of sizes from s MiB up to 2 s MiB. The first
+/// entry also covers all smaller sizes, and `>:d` covers all sizes beyond the entry before it, or all sizes if it comes
+/// first. Sizes between two entries that are not adjacent are not rounded.
 fn parse_divisions(key: &'static str, value: Word<'_>) -> Result<RoundupPower2Divisions, ConfigTextError> {
     const LIST: &str = "a power of two, or a list of MiB:DIVISIONS as in [256:1,512:2,1024:4,>:8]";
     const DIVISIONS: &str = "divided into zero or a power of two of steps";

@@ -1,8 +1,8 @@
-//! The layout of a pool: everything that its future depends on, and nothing else.
+//! The layout of a pool: everything that determines its future.
 //!
-//! A saved layout serves two ends. A **restarted rank** restores it into the same pool of a new process, on whatever device
-//! it finds, and from then on places as the ranks that did not restart. A **graph tree** restores it into the same pool later,
-//! and finds every allocation of that moment at its place. What a restore does stands in [`crate::restore`].
+//! A saved layout has two uses. A **restarted rank** restores it into the same pool of a new process, on any device,
+//! and from then on places as the ranks that did not restart. A **graph tree** restores it into the same pool later,
+//! and finds every allocation of that moment at its placement. [`crate::restore`] describes a restore.
 //!
 //! ```text
 //!  Layout ── configuration, granularity, total limit
@@ -16,12 +16,12 @@
 //!   free = within an extent, and not allocated          hole = between extents
 //! ```
 //!
-//! It is small because the tiling of a segment is canonical (invariant I2): no two neighbours are both free or both holes, so
-//! live allocations and extents say where every block is. The free index follows from the blocks, budgets and thresholds
-//! from the sums. Fences are not part of it: they decide which stream waits, never a placement.
+//! A layout is small because the tiling of a segment is canonical (invariant I2): no two neighbors are both free or
+//! both holes, so live allocations and extents determine every block. The free index follows from the blocks, and
+//! budgets and thresholds from the sums. Fences are not included: they decide which stream waits, never a placement.
 //!
-//! A `Layout` is consistent by construction: it comes from [`save_layout`](crate::Allocator::save_layout), or from its text. The
-//! crate `symmalloc-trace` writes and reads that, and refuses what no heap could look like.
+//! A `Layout` is consistent by construction: it comes from [`save_layout`](crate::Allocator::save_layout) or from its
+//! text. The crate `symmalloc-trace` reads and writes the text, and refuses impossible layouts.
 //!
 //! # Examples
 //! ```

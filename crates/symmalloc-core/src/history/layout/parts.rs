@@ -1,4 +1,4 @@
-//! What a layout consists of: heaps, segments, memory, allocations.
+//! The parts of a layout: heaps, segments, memory, allocations.
 
 use crate::config::PoolConfig;
 use crate::config::size_rules::SizeClass;
@@ -6,7 +6,7 @@ use crate::history::digest::Digest;
 use crate::types::ids::{SegmentId, StreamId};
 use smallvec::SmallVec;
 
-/// What a pool's future depends on. See the [module documentation](crate::history::layout).
+/// The state that determines a pool's future. See the [module documentation](crate::history::layout).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Layout {
     config: PoolConfig,
@@ -33,11 +33,11 @@ pub struct HeapLayout {
 #[doc(hidden)]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SegmentLayout {
-    /// Birth ordinal in its heap.
+    /// Ordinal in its heap.
     pub id: SegmentId,
-    /// Which requests it serves. Only fixed segments keep small ones apart; all others are `Large`.
+    /// The requests that it serves. Only fixed segments keep small ones apart; all others are `Large`.
     pub class: SizeClass,
-    /// The parts that memory backs, in order, with a hole between each two. At least one.
+    /// The parts that are backed by memory, in order, with a hole between each two. At least one.
     pub extents: Vec<Extent>,
     /// The live allocations, by offset, each within one extent.
     pub allocations: Vec<AllocationLayout>,
@@ -47,7 +47,7 @@ pub struct SegmentLayout {
 #[doc(hidden)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
-    /// Where it starts in the segment, in bytes.
+    /// Offset in the segment, in bytes.
     pub offset_bytes: u64,
     /// Its size in bytes.
     pub size_bytes: u64,
@@ -57,22 +57,23 @@ pub struct Extent {
 #[doc(hidden)]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct AllocationLayout {
-    /// Where it starts in the segment, in bytes.
+    /// Offset in the segment, in bytes.
     pub offset_bytes: u64,
     /// Bytes of its block.
     pub size_bytes: u64,
-    /// Bytes that the program asked for.
+    /// Requested bytes.
     pub requested_bytes: u64,
     /// The stream it was allocated for.
     pub stream: StreamId,
     /// The other streams that use it, ascending.
     pub used_by: SmallVec<[StreamId; 2]>,
-    /// What the program called it.
+    /// The program's name of it.
     pub name: Option<Box<str>>,
 }
 
 impl Layout {
-    /// A layout of these parts, which nothing checks: for the reader of its text. Restoring what no heap could look like panics.
+    /// Creates a layout of these parts without checking them, for the reader of its text. Restoring an impossible
+    /// layout panics.
     #[doc(hidden)]
     pub fn of_parts(
         config: PoolConfig,
@@ -98,7 +99,7 @@ impl Layout {
         self.total_limit_bytes
     }
 
-    /// The heaps in which anything ever happened, by stream.
+    /// Returns the heaps that were ever used, by stream.
     #[doc(hidden)]
     pub fn heaps(&self) -> &[HeapLayout] {
         &self.heaps
@@ -124,21 +125,21 @@ impl HeapLayout {
 }
 
 impl SegmentLayout {
-    /// Bytes that its blocks tile.
+    /// Returns the bytes that its blocks tile.
     pub(crate) fn end_bytes(&self) -> u64 {
         self.extents.last().map_or(0, |extent| extent.end_bytes())
     }
 }
 
 impl Extent {
-    /// The offset behind it, in bytes.
+    /// Returns the offset of its end, in bytes.
     pub fn end_bytes(self) -> u64 {
         self.offset_bytes + self.size_bytes
     }
 }
 
 impl AllocationLayout {
-    /// The offset behind its block, in bytes.
+    /// Returns the offset of the end of its block, in bytes.
     pub fn end_bytes(&self) -> u64 {
         self.offset_bytes + self.size_bytes
     }
