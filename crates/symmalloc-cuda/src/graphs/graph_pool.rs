@@ -8,7 +8,7 @@
 //!
 //! While a stream is part of a capture that a [`GraphPool`] began, all allocations on it come from the pool, regardless of the allocator
 //! clone that is used. A block that is freed during the capture is reused by later allocations of the same capture; between streams, the
-//! fence is an edge of the graph. `trim` and limits never release the pool's memory, and nothing else is allocated from it. It is released
+//! fence is an edge of the graph. `trim` and limits never release the pool's memory, and no other allocation comes from it. It is released
 //! after the pool's last owner is dropped: every clone of the `GraphPool`, every graph, and every buffer.
 //!
 //! **Sharing.** Graphs that are captured from one pool share its memory, so they must not run at the same time: launch them on one stream,
