@@ -23,7 +23,7 @@ extern "C" __global__ void saxpy(float a, const float* x, float* y, unsigned int
 }
 "#;
 
-/// A library function that accepts only a `CudaSlice`.
+/// Stands for a library function that accepts only a `CudaSlice`.
 fn sum(numbers: &CudaSlice<f32>) -> Result<f32, cudarc::driver::DriverError> {
     Ok(numbers.stream().clone_dtoh(numbers)?.iter().sum())
 }

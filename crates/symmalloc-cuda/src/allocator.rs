@@ -60,7 +60,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// If the backend cannot grow ranges, a default pool with expandable segments gets fixed segments instead, and a warning is logged.
     ///
     /// # Errors
-    /// When the configuration does not fit the device.
+    /// Returns an error if the configuration does not fit the device.
     pub fn with_backend(backend: B, config: Config) -> Result<Self, CudaError> {
         Ok(Self::of_state(&Arc::new(AllocatorState::new(backend, config)?)))
     }
@@ -99,7 +99,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
         self.state().core()
     }
 
-    /// The device.
+    /// Returns the device.
     pub fn device(&self) -> &Arc<CudaDevice> {
         self.state().device()
     }
@@ -155,7 +155,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
     }
 
     /// Returns a lent stream before its owner destroys it. The id remains valid and stands for the stream's remaining work until
-    /// [`relend_stream`](Self::relend_stream) assigns it to another stream. The driver is not asked about the returned stream again.
+    /// [`relend_stream`](Self::relend_stream) assigns it to another stream. The driver is not called with the returned stream again.
     ///
     /// # Errors
     /// Returns an error if the stream was not lent, or the driver refuses. Nothing changes in that case.
@@ -178,7 +178,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// streams on that memory is done.
     ///
     /// # Errors
-    /// When all ids are taken.
+    /// Returns an error if all ids are taken.
     pub fn register_host_stream(&self) -> Result<StreamId, CudaError> {
         self.state().register_host()
     }
@@ -201,7 +201,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// Blocks the host until all work submitted to the stream so far is done. Fences on the stream are void from then on.
     ///
     /// # Errors
-    /// When the stream cannot be registered, or the driver refuses or reports that work failed.
+    /// Returns an error if the stream cannot be registered, or the driver refuses or reports that work failed.
     pub fn synchronize(&self, stream: &Arc<CudaStream>) -> Result<(), CudaError> {
         let stream = self.register_stream(stream)?;
         Ok(self.state().synchronize(stream).map_err(DriverError::from)?)
@@ -211,7 +211,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// work is done.
     ///
     /// # Errors
-    /// When the driver refuses or reports that work failed.
+    /// Returns an error if the driver refuses or reports that work failed.
     pub fn synchronize_all(&self, deadline: Instant) -> Result<bool, CudaError> {
         Ok(self.state().streams().synchronize_all(deadline).map_err(DriverError::from)?)
     }
@@ -220,7 +220,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// streams are void from then on. Call it before a capture begins, so that the capture has no earlier work to wait for.
     ///
     /// # Errors
-    /// When the driver refuses or reports that work failed.
+    /// Returns an error if the driver refuses or reports that work failed.
     pub fn synchronize_uncaptured(&self) -> Result<(), CudaError> {
         let streams = self.state().streams();
         for (stream, raw) in streams.iter() {
@@ -231,11 +231,11 @@ impl<B: CudaMemory> CachingAllocator<B> {
         Ok(())
     }
 
-    /// Returns `true` if a capture that a [`GraphPool`](crate::GraphPool) began on the device is under way, or a registered stream is part
+    /// Returns `true` if a capture that a [`GraphPool`](crate::GraphPool) began on the device is in progress, or a registered stream is part
     /// of a capture that other code began. Queries the driver once per registered stream.
     ///
     /// # Errors
-    /// When the driver refuses.
+    /// Returns an error if the driver refuses.
     pub fn is_capturing(&self) -> Result<bool, CudaError> {
         Ok(self.state().streams().is_capturing()?)
     }

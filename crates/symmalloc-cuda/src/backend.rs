@@ -78,7 +78,7 @@ pub struct CudaBackendBuilder {
 
 impl CudaBackendBuilder {
     /// Sets the size in bytes of the largest physical chunk that an expandable range grows by. Must be a multiple of the granularity. The
-    /// default is 32 MiB below 2 GiB of mapped memory; above that, it is a power of two between 1/64 and 1/32 of the range's mapped size.
+    /// default is 32 MiB until the range extends to 2 GiB, and then a power of two between 1/64 and 1/32 of the range's extent.
     /// Larger chunks make growing and sleeping faster (`docs/device-memory.md`), but trimming returns memory in whole chunks only.
     /// Placements do not depend on it.
     pub fn chunk_bytes(mut self, chunk_bytes: u64) -> Self {
@@ -89,7 +89,7 @@ impl CudaBackendBuilder {
     /// Sets the maximum number of bytes that a background thread prefetches ahead of the growth of each expandable range. Must be a
     /// multiple of the granularity, and at least [`chunk_bytes`](Self::chunk_bytes). The default, 0, disables prefetching.
     ///
-    /// After each growth the thread maps as much memory behind the range as the range already has, up to this limit, so that the next
+    /// After each growth the thread maps as much memory behind the range as its current extent, up to this limit, so that the next
     /// growth finds its memory created and mapped. Prefetching changes no placement, digest, segment or reserved size.
     /// [`CudaMemory::spare_bytes`] reports the prefetched memory: it is device memory that no allocation uses yet. It is released when
     /// memory of its range is released, in [`CachingAllocator::trim`](crate::CachingAllocator::trim), and before an allocation fails
@@ -233,7 +233,7 @@ impl CudaBackend {
     pub fn export_chunk(&self, address: u64, size_bytes: u64) -> Result<OwnedFd, CudaError> {
         match self.memory.export_chunk(&(address..address.saturating_add(size_bytes)), HandleKind::FileDescriptor)? {
             ExportedHandle::FileDescriptor(file) => Ok(file),
-            ExportedHandle::Fabric(_) => unreachable!("a descriptor was asked for"),
+            ExportedHandle::Fabric(_) => unreachable!("a descriptor was requested"),
         }
     }
 

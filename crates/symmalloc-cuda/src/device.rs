@@ -149,7 +149,7 @@ impl CudaDevice {
         self.driver
     }
 
-    /// The context.
+    /// Returns the context.
     pub fn context(&self) -> &Arc<CudaContext> {
         &self.context
     }
@@ -167,7 +167,7 @@ impl CudaDevice {
     /// Returns free and total memory as reported by the driver. The allocator itself never reads them (rule D4).
     ///
     /// # Errors
-    /// When the driver refuses.
+    /// Returns an error if the driver refuses.
     pub fn memory_info(&self) -> Result<MemoryInfo, DriverError> {
         let _current = self.enter()?;
         let (mut free, mut total) = (0, 0);
@@ -247,7 +247,7 @@ impl CudaDevice {
     /// Makes the context current on this thread until the guard is dropped, for calls of other libraries that use the current context.
     ///
     /// # Errors
-    /// When the driver refuses.
+    /// Returns an error if the driver refuses.
     pub fn enter(&self) -> Result<CurrentContext<'_>, DriverError> {
         let mut before: CUcontext = std::ptr::null_mut();
         // SAFETY: `before` is valid for writing.

@@ -208,7 +208,7 @@ driver_calls! {
 }
 
 impl Driver {
-    /// The driver of this process.
+    /// Returns the driver of this process.
     pub(crate) fn load() -> Result<&'static Driver, LoadError> {
         static DRIVER: OnceLock<Result<Driver, LoadError>> = OnceLock::new();
         DRIVER.get_or_init(Driver::open).as_ref().map_err(Clone::clone)

@@ -81,7 +81,7 @@ pub fn path_of(library: &Library, symbol: &str) -> Option<PathBuf> {
     Some(PathBuf::from(OsStr::from_bytes(name.to_bytes())))
 }
 
-/// The path is unknown on this platform.
+/// Returns `None`: the path is unknown on this platform.
 #[cfg(not(unix))]
 pub fn path_of(_library: &Library, _symbol: &str) -> Option<PathBuf> {
     None

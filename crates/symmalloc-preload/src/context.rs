@@ -143,7 +143,7 @@ impl Context {
         &self.allocator
     }
 
-    /// The device's default pool.
+    /// Returns the device's default pool.
     pub(crate) fn default_pool(&self) -> &'static MemPool {
         self.default_pool
     }

@@ -61,7 +61,7 @@ impl CudaAllocator {
     /// Nothing may read elements before they are written, unless every bit pattern is a valid `T`.
     ///
     /// # Errors
-    /// When the stream cannot be registered or the allocator refuses.
+    /// Returns an error if the stream cannot be registered or the allocator refuses.
     #[inline]
     pub unsafe fn alloc<T: DeviceRepr>(
         &self,
@@ -90,7 +90,7 @@ impl CudaAllocator {
     /// Allocates a buffer and fills it with zeros on the stream.
     ///
     /// # Errors
-    /// When the stream cannot be registered, or the allocator or the driver refuses.
+    /// Returns an error if the stream cannot be registered, or the allocator or the driver refuses.
     pub fn alloc_zeroed<T: DeviceRepr + ValidAsZeroBits>(
         &self,
         stream: &Arc<CudaStream>,
@@ -120,7 +120,7 @@ impl StreamAllocator {
     /// See [`CudaAllocator::alloc`].
     ///
     /// # Errors
-    /// When the allocator refuses.
+    /// Returns an error if the allocator refuses.
     #[inline]
     pub unsafe fn alloc<T: DeviceRepr>(&self, len: usize) -> Result<DeviceBuffer<T, &Self>, CudaError> {
         DeviceBuffer::allocate(&self, len, None)
@@ -132,7 +132,7 @@ impl StreamAllocator {
     /// See [`CudaAllocator::alloc`].
     ///
     /// # Errors
-    /// When the allocator refuses.
+    /// Returns an error if the allocator refuses.
     pub unsafe fn alloc_named<T: DeviceRepr>(
         &self,
         len: usize,
@@ -144,7 +144,7 @@ impl StreamAllocator {
     /// Like [`CudaAllocator::alloc_zeroed`], on this stream. The buffer borrows the allocator.
     ///
     /// # Errors
-    /// When the allocator or the driver refuses.
+    /// Returns an error if the allocator or the driver refuses.
     pub fn alloc_zeroed<T: DeviceRepr + ValidAsZeroBits>(
         &self,
         len: usize,
@@ -155,7 +155,7 @@ impl StreamAllocator {
     /// Like [`CudaAllocator::alloc_zeroed_named`], on this stream. The buffer borrows the allocator.
     ///
     /// # Errors
-    /// When the allocator or the driver refuses.
+    /// Returns an error if the allocator or the driver refuses.
     pub fn alloc_zeroed_named<T: DeviceRepr + ValidAsZeroBits>(
         &self,
         len: usize,
@@ -183,7 +183,7 @@ impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> DeviceBuffer<T, A> {
         DeviceBuffer { block: TrackedBlock::new(block), len, elements: PhantomData }
     }
 
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         self.len
     }

@@ -62,12 +62,12 @@ impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> BufferPart<T, A> {
         BufferPart { part, len, elements: PhantomData }
     }
 
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are no elements.
+    /// Returns `true` if there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -121,12 +121,12 @@ impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> BufferPart<T, A> {
 }
 
 impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> SharedPart<T, A> {
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are no elements.
+    /// Returns `true` if there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -147,7 +147,7 @@ impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> SharedPart<T, A> {
     /// Returns the elements before `mid` and the elements from `mid` on.
     ///
     /// # Panics
-    /// When `mid` is beyond the end.
+    /// Panics if `mid` is beyond the end.
     pub fn split_at(&self, mid: usize) -> (Self, Self) {
         (self.slice(..mid), self.slice(mid..))
     }

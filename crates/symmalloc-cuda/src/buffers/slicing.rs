@@ -36,7 +36,7 @@ impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> DeviceBuffer<T, A> {
     /// Returns views of the elements before `mid` and of the elements from `mid` on.
     ///
     /// # Panics
-    /// When `mid` is beyond the end.
+    /// Panics if `mid` is beyond the end.
     pub fn split_at(&self, mid: usize) -> (BufferView<'_, T>, BufferView<'_, T>) {
         self.as_view().split_at(mid)
     }
@@ -49,7 +49,7 @@ impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> DeviceBuffer<T, A> {
     /// Returns writable views of the elements before `mid` and of the elements from `mid` on.
     ///
     /// # Panics
-    /// When `mid` is beyond the end.
+    /// Panics if `mid` is beyond the end.
     pub fn split_at_mut(&mut self, mid: usize) -> (BufferViewMut<'_, T>, BufferViewMut<'_, T>) {
         self.as_view_mut().into_split_at(mid)
     }

@@ -46,7 +46,7 @@ impl<'b> TrackedBlockRef<'b> {
         self.address
     }
 
-    /// The device.
+    /// Returns the device.
     pub(super) fn device(self) -> &'b Arc<CudaDevice> {
         self.allocator.state().device()
     }

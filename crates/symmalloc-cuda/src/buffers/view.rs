@@ -64,7 +64,7 @@ impl<'b, T> BufferView<'b, T> {
     /// Returns views of the elements before `mid` and of the elements from `mid` on.
     ///
     /// # Panics
-    /// When `mid` is beyond the end.
+    /// Panics if `mid` is beyond the end.
     pub fn split_at(&self, mid: usize) -> (BufferView<'b, T>, BufferView<'b, T>) {
         (self.slice(..mid), self.slice(mid..))
     }
@@ -179,7 +179,7 @@ impl<'b, T> BufferViewMut<'b, T> {
     /// Returns writable views of the elements before `mid` and of the elements from `mid` on, which borrow this view.
     ///
     /// # Panics
-    /// When `mid` is beyond the end.
+    /// Panics if `mid` is beyond the end.
     pub fn split_at_mut(&mut self, mid: usize) -> (BufferViewMut<'_, T>, BufferViewMut<'_, T>) {
         self.reborrow().into_split_at(mid)
     }
@@ -193,7 +193,7 @@ impl<'b, T> BufferViewMut<'b, T> {
     /// Converts the view into views of the elements before `mid` and of the elements from `mid` on.
     ///
     /// # Panics
-    /// When `mid` is beyond the end.
+    /// Panics if `mid` is beyond the end.
     pub fn into_split_at(self, mid: usize) -> (BufferViewMut<'b, T>, BufferViewMut<'b, T>) {
         assert!(mid <= self.len, "mid {mid} is beyond the end of a view of {} elements", self.len);
         let BufferViewMut { block, start_bytes, len, .. } = self;

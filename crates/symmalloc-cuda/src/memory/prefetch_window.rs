@@ -8,7 +8,7 @@
 //!
 //! The rule depends only on the range's past growth:
 //!
-//! - After each growth, the target is as much memory ahead as the range has mapped, up to the configured limit and the end of its
+//! - After each growth, the target is as much memory ahead as the range's extent, up to the configured limit and the end of its
 //!   addresses.
 //! - Memory is made in chunks of one *unit*: the greatest common divisor of the largest chunk size and all growth sizes of the range.
 //!   Growth with the same step size therefore takes whole chunks, and leaves no partial chunk that another range would lack.

@@ -5,7 +5,7 @@
 //!
 //! Chunk sizes: mapping a whole range (fixed and reserved segments) creates one chunk, because NCCL before 2.30.3 requires one physical
 //! allocation per window. Growth of an expandable range is split into chunks, since trimming releases whole chunks only. Their size is the
-//! configured one, or else 32 MiB, or a power of two between 1/64 and 1/32 of the range's mapped size. On an H200 a chunk of 2 to 64 MiB
+//! configured one, or else 32 MiB, or a power of two between 1/64 and 1/32 of the range's extent. On an H200 a chunk of 2 to 64 MiB
 //! costs 34 to 38 us to create and 29 to 45 us to release, so the number of chunks matters more than their size (`docs/device-memory.md`).
 //! Setting access for many chunks in one call saves no time, nor does unmapping from several threads.
 //!

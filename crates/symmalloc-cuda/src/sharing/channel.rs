@@ -168,7 +168,7 @@ mod tests {
         let name = format!("symmalloc-test-{}", std::process::id());
         assert!(
             matches!(Channel::connect(&name, Duration::from_secs(5)), Err(ShareError::Socket { .. })),
-            "nobody listens"
+            "no process listens"
         );
         let address = SocketAddrUnix::new_abstract_name(name.as_bytes()).expect("short");
         let listener = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).expect("made");

@@ -207,12 +207,12 @@ impl Import {
         if self.segments().is_empty() { Err(ImportError::Detached) } else { Ok(()) }
     }
 
-    /// The device.
+    /// Returns the device.
     pub fn device(&self) -> &Arc<CudaDevice> {
         &self.device
     }
 
-    /// Number of allocations.
+    /// Returns the number of allocations.
     pub fn len(&self) -> usize {
         self.layout.allocations.len()
     }

@@ -150,7 +150,7 @@ stub_test!(taking_a_pointer_on_another_stream_orders_both_and_fences_the_memory,
     drop(next);
 });
 
-/// The results of a program with two streams: buffer placements, the digest, and the calls that order its streams.
+/// Returns the results of a program with two streams: buffer placements, the digest, and the calls that order its streams.
 fn history<'a, A: StreamAllocatorRef<Memory = CudaBackend> + 'a>(
     allocator: &CudaAllocator,
     b: &CudaStream,

@@ -26,7 +26,7 @@ const CALLS: [&str; 16] = [
     "cuMemsetD8Async",
 ];
 
-/// A program that makes each of [`CALLS`], and stops at the first error.
+/// Runs a program that makes each of [`CALLS`], and stops at the first error.
 fn program(allocator: &CudaAllocator, a: &Arc<CudaStream>, b: &Arc<CudaStream>) -> Result<(), CudaError> {
     let pool = allocator.create_pool(PoolConfig::builder().fixed().build()?)?;
     let inside = allocator.with_pool(&pool);

@@ -72,7 +72,7 @@ pub(crate) fn by_symbol(all: &[&'static ServedCall], name: &[u8]) -> Option<&'st
 /// The `cuGetProcAddress` flag for calls with a per-thread default stream.
 const PER_THREAD_DEFAULT_STREAM: u64 = 2;
 
-/// Returns the served call that `cuGetProcAddress` was asked for, given that the driver answered with `found`.
+/// Returns the served call for a request to `cuGetProcAddress` that the driver answered with `found`.
 ///
 /// Usually `found` is an address that the driver exports. If it is another address, the name, the version and the flags determine the call.
 pub(crate) fn by_request(
