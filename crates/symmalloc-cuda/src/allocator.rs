@@ -231,8 +231,8 @@ impl<B: CudaMemory> CachingAllocator<B> {
         Ok(())
     }
 
-    /// Returns `true` if a capture that a [`GraphPool`](crate::GraphPool) began on the device is in progress, or a registered stream is part
-    /// of a capture that other code began. Queries the driver once per registered stream.
+    /// Returns `true` if a capture that a [`GraphPool`](crate::GraphPool) began on the device is in progress, or a registered stream is
+    /// part of a capture that other code began. Queries the driver once per registered stream.
     ///
     /// # Errors
     /// Returns an error if the driver refuses.
