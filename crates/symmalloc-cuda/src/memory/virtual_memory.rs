@@ -39,8 +39,8 @@ use symmalloc_core::backend::{BackendError, DeviceAddress, Place, Range};
 /// Default size in bytes of the chunks of a growth.
 const CHUNK_BYTES: u64 = 32 << 20;
 
-/// Maximum number of larger chunks for one mapping of a range, unless the program configures the chunk size: 8 GiB that wake are mapped as
-/// 64 chunks of 128 MiB.
+/// Maximum number of chunks for one mapping of a range once chunks exceed [`CHUNK_BYTES`], unless the program configures the chunk size:
+/// 8 GiB that wake are mapped as 64 chunks of 128 MiB.
 const CHUNKS_MAX: u64 = 64;
 
 pub(crate) struct VirtualMemory {
@@ -337,7 +337,7 @@ impl VirtualMemory {
         let Some(chunk) = window.next() else { return false };
         let made = self.device.enter().and_then(|_current| {
             let _relaxed = self.device.driver().relax_capture();
-            // Otherwise memory that the driver did not release lies there, and growth uses it first.
+            // If the addresses are not free, the driver kept memory there, and growth uses that memory first.
             let is_free = chunks.gaps(&chunk) == [chunk.clone()];
             if is_free {
                 let step = self.step(backing.range, chunks, &chunk);
@@ -478,7 +478,7 @@ impl BackendMemory for VirtualMemory {
             }
             chunks.remove_chunks(&run);
         }
-        // An error can no longer be returned without a change: memory that the driver keeps from here on is idle, and a warning is logged.
+        // The first run is already unmapped, so no error is returned: memory that the driver keeps is idle, and a warning is logged.
         runs.for_each(|run| self.give_back(chunks, range, &run));
         self.is_full.store(false, Ordering::Relaxed);
         Ok(())

@@ -20,7 +20,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use symmalloc_core::{Digest, PoolId, StreamId};
 
-/// Memory of another process that is mapped into this one, without a copy. The addresses differ from the exporter's.
+/// Memory of another process that is mapped into this one, without a copy. Its addresses are valid only in this process.
 ///
 /// Kernels see the exporter's writes immediately; the streams of the two processes are not ordered with each other. A read-only import is
 /// read-only for the device: a kernel that writes to it makes this process's context unusable.
