@@ -1,5 +1,6 @@
-//! Says why cudarc is about to fail: it has one set of bindings for each version of the CUDA headers, and two of them together
-//! define everything twice. Only what was chosen here is known here; other crates may have chosen on cudarc as well.
+//! Explains a build failure of cudarc before it happens: cudarc has one set of bindings for each version of the CUDA headers, and enabling
+//! two sets defines everything twice. This script only knows the features of this crate; other crates may enable features of cudarc
+//! directly.
 
 use std::env;
 
@@ -19,8 +20,8 @@ fn main() {
     if chosen.len() > 1 {
         chosen.sort();
         println!(
-            "cargo::error=symmalloc-cuda was told {} versions of the CUDA headers, and cudarc compiles with one only: {}. Keep the \
-             oldest that the program must run with; `cargo tree -e features -i symmalloc-cuda` says who asked for which",
+            "cargo::error={} versions of the CUDA headers are selected for symmalloc-cuda, but cudarc supports only one: {}. Keep the \
+             oldest that the program must support; `cargo tree -e features -i symmalloc-cuda` shows which crate enables which",
             chosen.len(),
             chosen.join(", ")
         );

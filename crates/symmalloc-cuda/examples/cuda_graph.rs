@@ -1,5 +1,5 @@
-//! A CUDA graph whose memory comes from a graph pool: captured on two streams, launched often, and captured again at the same
-//! places.
+//! Captures a CUDA graph with memory from a graph pool on two streams, launches it many times, and captures it again with the same
+//! placements.
 //!
 //! `cargo run --release -p symmalloc-cuda --example cuda_graph`
 
@@ -19,7 +19,7 @@ extern "C" __global__ void add(float* to, const float* a, const float* b, unsign
 }
 "#;
 
-/// A captured program with the buffers that stay.
+/// A captured program and the buffers that outlive the capture.
 struct Program {
     graph: DeviceGraph,
     output: DeviceBuffer<f32>,
@@ -40,7 +40,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let allocator = CudaAllocator::new(&device, Config::default())?;
     let pool = GraphPool::new(&allocator, PoolConfig::builder().reserved(64 << 20).build()?)?;
 
-    // Inputs live outside of the graph: the graph remembers their addresses, so they must live as long.
+    // Inputs live outside of the graph's pool. The graph stores their addresses, so they must outlive it.
     let mut input = allocator.alloc_zeroed::<f32>(&main, COUNT as usize)?;
 
     let first = capture(&allocator, &pool, &main, &side, &add, &input)?;
@@ -56,13 +56,13 @@ fn main() -> Result<(), Box<dyn Error>> {
     drop(output);
     let second = capture(&allocator, &pool, &main, &side, &add, &input)?;
     assert_eq!(second.places, places);
-    // They share the memory, so they take turns.
+    // The graphs share their memory, so they run one after the other.
     graph.launch(&main)?;
     second.graph.launch(&main)?;
     let found = main.clone_dtoh(&second.output)?;
     main.synchronize()?;
     assert!(found.iter().all(|value| *value == 400.0));
-    println!("100 launches are right; the second capture lies at the same places:");
+    println!("100 launches are correct; the second capture has the same placements:");
     for (name, place) in ["left, first stream", "right, second stream", "output, first stream"].iter().zip(&places) {
         println!("  {name}: {place}");
     }
@@ -70,7 +70,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// Captures 4 × input: two sums beside each other, and their sum.
+/// Captures a graph that computes 4 × input: two concurrent sums, and their sum.
 fn capture(
     allocator: &CudaAllocator,
     pool: &GraphPool,
@@ -84,11 +84,11 @@ fn capture(
     let mut left = allocator.alloc_zeroed::<f32>(main, COUNT as usize)?;
     allocator.wait(side, main)?;
     let mut right = allocator.alloc_zeroed::<f32>(side, COUNT as usize)?;
-    // SAFETY: the kernel's parameters, on buffers with COUNT elements; each is written by the stream it belongs to.
+    // SAFETY: the arguments match the kernel's parameters, and the buffers have COUNT elements; each is written by its own stream.
     unsafe { main.launch_builder(add).arg(&mut left).arg(input).arg(input).arg(&COUNT).launch(grid) }?;
     {
         let (to, from) = (right.on(side), input.read_on(side));
-        // SAFETY: as above; the arguments are made for this stream.
+        // SAFETY: as above; the arguments were created for this stream.
         unsafe { side.launch_builder(add).arg(&to).arg(&from).arg(&from).arg(&COUNT).launch(grid) }?;
     }
     allocator.wait(main, side)?;
@@ -99,6 +99,6 @@ fn capture(
         unsafe { main.launch_builder(add).arg(&mut output).arg(&left).arg(&from).arg(&COUNT).launch(grid) }?;
     }
     let places = vec![left.placement(), right.placement(), output.placement()];
-    drop((left, right)); // free for the rest of the capture and for other graphs of the pool
+    drop((left, right)); // reusable by the rest of the capture and by other graphs of the pool
     Ok(Program { graph: capture.end()?, output, places })
 }

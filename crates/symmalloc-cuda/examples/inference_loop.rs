@@ -1,6 +1,6 @@
-//! A small network answers requests of varying sizes on three streams. cuBLAS multiplies, a kernel of our own adds the bias;
-//! weights, activations, cuBLAS's workspaces and the pinned buffers of inputs and outputs all come from the allocator. Every
-//! answer is checked against the host.
+//! A small network that answers requests of varying sizes on three streams. cuBLAS multiplies, and a custom kernel adds the bias. Weights,
+//! activations, cuBLAS workspaces and the pinned input and output buffers all come from the allocator. Every answer is compared with a
+//! computation on the host.
 //!
 //! `cargo run --release -p symmalloc-cuda --example inference_loop [REQUESTS]`
 
@@ -22,7 +22,7 @@ extern "C" __global__ void bias_relu(float* x, const float* bias, unsigned int r
 }
 "#;
 
-/// A layer, on the host and on the device. Small whole numbers, so that sums are exact in any order.
+/// A layer, on the host and on the device. Values are small integers, so sums are exact in any order.
 struct Layer {
     inputs: usize,
     outputs: usize,
@@ -32,7 +32,7 @@ struct Layer {
     device_bias: DeviceBuffer<f32>,
 }
 
-/// What one stream works with.
+/// The resources of one stream.
 struct Lane {
     stream: Arc<CudaStream>,
     blas: CudaBlas,
@@ -66,12 +66,12 @@ fn main() -> Result<(), Box<dyn Error>> {
         assert_eq!(found, expected(&layers, &input, rows), "request {request}");
     }
     println!(
-        "{requests} answers of {STREAMS} streams are right; the last one took {driver_calls} calls of the allocator"
+        "{requests} answers on {STREAMS} streams are correct; the allocator made {driver_calls} driver calls for the last one"
     );
     println!("digest {}, {} segments", allocator.digest(PoolId::DEFAULT)?, allocator.stats().segments_born);
     assert_eq!((allocator.drop_errors().count, pinned.drop_errors().count), (0, 0));
     drop((layers, lanes));
-    println!("{} bytes went back", allocator.trim()? + pinned.trim()?);
+    println!("{} bytes returned to the device", allocator.trim()? + pinned.trim()?);
     Ok(())
 }
 
@@ -82,7 +82,7 @@ fn lane(device: &Arc<CudaDevice>, allocator: &CudaAllocator, pinned: &PinnedAllo
     let blas = CudaBlas::new(Arc::clone(&stream))?;
     let mut workspace = allocator.alloc_zeroed_named::<u8>(&stream, WORKSPACE_BYTES, "cuBLAS workspace")?;
     let pointer = workspace.device_ptr_mut(&stream).0;
-    // SAFETY: the workspace has so many bytes, belongs to this handle alone and lives as long as it.
+    // SAFETY: the workspace has WORKSPACE_BYTES bytes, is used by this handle alone, and outlives it.
     unsafe { cublas::cublasSetWorkspace_v2(*blas.handle(), pointer as *mut _, WORKSPACE_BYTES) }.result()?;
     Ok(Lane { stream, blas, _workspace: workspace })
 }
@@ -102,7 +102,7 @@ fn layers(allocator: &CudaAllocator, stream: &Arc<CudaStream>) -> Result<Vec<Lay
     Ok(layers)
 }
 
-/// One request, on one stream, with buffers of its size.
+/// Answers one request on one stream, with buffers of the request's size.
 fn answer(
     allocator: &CudaAllocator,
     pinned: &PinnedAllocator,
@@ -132,13 +132,12 @@ fn answer(
             beta: 0.0,
             ldc: layer.outputs as i32,
         };
-        // SAFETY: the sizes are those of the buffers. The weights were written by another stream, for which cuBLAS's stream
-        // waits when their pointer is taken.
+        // SAFETY: the sizes match the buffers. Another stream wrote the weights; cuBLAS's stream waits for it when the pointer is taken.
         unsafe { lane.blas.gemm(config, &layer.device_weights, &x, &mut y) }?;
         let (row_count, columns) = (rows as u32, layer.outputs as u32);
         let bias = layer.device_bias.read_on(stream);
         let elements = LaunchConfig::for_num_elems(row_count * columns);
-        // SAFETY: the kernel's parameters; `y` is of this stream.
+        // SAFETY: the arguments match the kernel's parameters; `y` was allocated on this stream.
         unsafe {
             stream.launch_builder(bias_relu).arg(&mut y).arg(&bias).arg(&row_count).arg(&columns).launch(elements)
         }?;

@@ -1,13 +1,13 @@
-//! A program of `CudaSlice`s after it was moved: `allocator.` in front of what makes memory, and the rest as it was.
+//! A program ported from `CudaSlice`: calls that allocate get the prefix `allocator.`, and the rest is unchanged.
 //!
 //! ```text
 //!  stream.alloc_zeros::<f32>(n)?        allocator.alloc_zeros::<f32>(&stream, n)?
 //!  stream.clone_htod(&numbers)?         allocator.clone_htod(&stream, &numbers)?
 //!  stream.clone_dtod(&slice)?           allocator.clone_dtod(&stream, &buffer)?
-//!  stream.clone_dtoh(&slice)?           stream.clone_dtoh(&buffer)?                      and all other copies
+//!  stream.clone_dtoh(&slice)?           stream.clone_dtoh(&buffer)?                      likewise for all other copies
 //!  slice.try_clone()?                   buffer.try_clone()?
 //!  slice.slice(..), .split_at_mut(n)    buffer.slice(..), .split_at_mut(n)
-//!  builder.arg(&slice)                  builder.arg(&buffer)                             on the buffer's own stream
+//!  builder.arg(&slice)                  builder.arg(&buffer)                             on the buffer's stream
 //!  f(&slice)                            f(&*buffer.lend_on(&stream)?)                    where `f` takes a `&CudaSlice`
 //! ```
 //! `cargo run -p symmalloc-cuda --example moved_from_cudarc`
@@ -23,7 +23,7 @@ extern "C" __global__ void saxpy(float a, const float* x, float* y, unsigned int
 }
 "#;
 
-/// A library's function that takes nothing but a `CudaSlice`.
+/// Stands for a library function that accepts only a `CudaSlice`.
 fn sum(numbers: &CudaSlice<f32>) -> Result<f32, cudarc::driver::DriverError> {
     Ok(numbers.stream().clone_dtoh(numbers)?.iter().sum())
 }
@@ -45,7 +45,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let module = device.context().load_module(compile_ptx(SAXPY)?)?;
     let saxpy = module.load_function("saxpy")?;
     let (a, n) = (2.0_f32, len as u32);
-    // SAFETY: the kernel's signature, with `n` elements in both buffers, on the stream of both.
+    // SAFETY: the arguments match the kernel's signature, with `n` elements in both buffers, on the stream of both.
     unsafe {
         stream.launch_builder(&saxpy).arg(&a).arg(&x).arg(&mut y).arg(&n).launch(LaunchConfig::for_num_elems(n))?;
     }
@@ -54,10 +54,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let copy = y.try_clone()?;
     stream.memset_zeros(&mut y.slice_mut(len / 2..))?;
     let (before, after) = (sum(&*copy.lend_on(&stream)?)?, sum(&*y.lend_on(&stream)?)?);
-    println!("the sum is {before}, and {after} when one half is set to zero");
+    println!("the sum is {before}, and {after} after one half is set to zero");
     assert_eq!((before, after), (2.0 * len as f32, len as f32));
 
-    // Parts that outlive the buffer's variable: here, one for each of two threads.
+    // Parts can outlive the buffer's variable: here, one for each of two threads.
     let mut low = y.into_part();
     let mut high = low.split_off(len / 2);
     let filled = std::thread::scope(|scope| {

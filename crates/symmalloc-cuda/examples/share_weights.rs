@@ -1,9 +1,9 @@
-//! A trainer's weights in an engine, without a copy: two processes share them over a Unix socket, the engine attaches and detaches many
-//! times, and goes on when the trainer has ended. Every figure is asserted.
+//! Shares a trainer's weights with an inference engine without a copy. The two processes use a Unix socket; the engine attaches and
+//! detaches many times, and continues after the trainer has exited. Every number is asserted.
 //!
 //! `cargo run --release -p symmalloc-cuda --example share_weights [MIB] [ATTACHMENTS]`
 //!
-//! With `write` as a third argument the engine ends with a write to what it may only read, and says what the driver does.
+//! With `write` as a third argument, the engine finally writes to read-only memory and prints the driver's answer.
 
 use cudarc::driver::{CudaStream, DevicePtr};
 use std::error::Error;
@@ -17,7 +17,7 @@ use symmalloc_cuda::{Access, CudaAllocator, CudaDevice, DeviceBuffer, Import};
 
 const LAYERS: usize = 16;
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// Attachments to the small pool, whose memory has many chunks.
+/// Number of attachments to the small pool, whose memory has many chunks.
 const SMALL_ATTACHMENTS: usize = 100;
 const SMALL_BUFFERS: usize = 15;
 type Outcome = Result<(), Box<dyn Error>>;
@@ -34,7 +34,7 @@ fn main() -> Outcome {
     }
 }
 
-/// Starts both, and waits for both.
+/// Starts both processes and waits for them.
 fn launch(arguments: &[String]) -> Outcome {
     if let Err(error) = CudaDevice::count() {
         println!("no device: {error}");
@@ -55,7 +55,7 @@ fn launch(arguments: &[String]) -> Outcome {
     }
 }
 
-/// The content of a layer, different in each.
+/// Returns the contents of a layer, which differ between layers.
 fn content(layer: usize, words: usize) -> Vec<u64> {
     (0..words as u64).map(|at| (at + 1).wrapping_mul(0x9e37_79b9_7f4a_7c15 + 2 * layer as u64)).collect()
 }
@@ -68,7 +68,7 @@ fn trainer(socket: &Path, mib: usize, attachments: usize) -> Outcome {
     let device = CudaDevice::new(0)?;
     let stream = device.context().new_stream()?;
     let allocator = CudaAllocator::new(&device, Default::default())?;
-    // All of the weights in one segment, which is one chunk of memory.
+    // All weights are in one segment, which is one chunk of memory.
     let pool = allocator.create_pool(PoolConfig::builder().reserved((mib as u64) << 20).build()?)?;
     let weights = allocator.with_pool(&pool);
     let words = (mib << 20) / LAYERS / 8;
@@ -81,7 +81,7 @@ fn trainer(socket: &Path, mib: usize, attachments: usize) -> Outcome {
         sum = checksum(&written, sum);
         layers.push(buffer);
     }
-    // A second pool, that grows chunk by chunk.
+    // A second pool that grows chunk by chunk.
     let growing = allocator.with_pool(&allocator.create_pool(PoolConfig::builder().build()?)?);
     let mut small: Vec<DeviceBuffer<u8>> = (0..SMALL_BUFFERS)
         .map(|at| growing.alloc_zeroed_named(&stream, 20 << 20, &format!("small {at}")))
@@ -101,17 +101,17 @@ fn trainer(socket: &Path, mib: usize, attachments: usize) -> Outcome {
         serve(&export)?;
     }
     wait_until(|| export.report().peers.is_empty());
-    assert_eq!(open_descriptors()?, descriptors, "a descriptor is left in the exporter");
+    assert_eq!(open_descriptors()?, descriptors, "the exporter leaked a descriptor");
     for _ in 0..1 + SMALL_ATTACHMENTS {
         serve(&small_export)?;
     }
     let peer = serve(&export)?;
     assert_eq!(export.report().peers.len(), 1);
     println!("trainer: {peer} has {:?}", weights.exports()[0]);
-    drop(small.pop()); // whoever has that pool mapped is told
+    drop(small.pop()); // notifies processes that have that pool mapped
     wait_until(|| small_export.report().peers.is_empty());
-    println!("trainer: ends");
-    std::process::exit(0); // nobody frees anything: the weights are the engine's
+    println!("trainer: exits");
+    std::process::exit(0); // frees nothing: the engine keeps the weights alive
 }
 
 fn engine(path: &Path, mib: usize, attachments: usize, writes: bool) -> Outcome {
@@ -132,10 +132,10 @@ fn engine(path: &Path, mib: usize, attachments: usize, writes: bool) -> Outcome 
     let taken = before - free()?;
     let sum = checksum_of(&import, &stream, &mut host)?;
     println!("engine: {} MiB attached in {took:.2?}, checksum {sum:016x}", import.report().mapped_bytes >> 20);
-    println!("engine: the device has {taken} bytes less, {} layers", import.len());
+    println!("engine: attaching took {taken} bytes of device memory for {} layers", import.len());
     let expected = (0..LAYERS).fold(0, |sum, layer| checksum(&content(layer, host.len()), sum));
-    assert_eq!(sum, expected, "the trainer's bytes");
-    assert!(taken < 32 << 20, "a copy");
+    assert_eq!(sum, expected, "the weights must be the trainer's");
+    assert!(taken < 32 << 20, "attaching must not copy");
     drop(import);
 
     drop(attach()?);
@@ -147,7 +147,7 @@ fn engine(path: &Path, mib: usize, attachments: usize, writes: bool) -> Outcome 
     let grown = resident_bytes()? as i64 - resident as i64;
     println!("engine: {attachments} times attached and detached, {each:.2?} each");
     println!(
-        "engine: {} bytes of the device, {} descriptors and {grown} bytes of the host are left",
+        "engine: {} bytes of the device, {} descriptors and {grown} bytes of the host were not released",
         before - free()?,
         open_descriptors()? as i64 - descriptors as i64
     );
@@ -165,14 +165,14 @@ fn engine(path: &Path, mib: usize, attachments: usize, writes: bool) -> Outcome 
     println!("engine: {}", small.check().expect_err("stale"));
     drop(small);
     wait_until(|| !import.report().exporter_is_alive);
-    std::thread::sleep(Duration::from_secs(1)); // until the driver has taken back the trainer's context
+    std::thread::sleep(Duration::from_secs(1)); // until the driver has destroyed the trainer's context
     let after = free()?;
-    assert_eq!(checksum_of(&import, &stream, &mut host)?, expected, "the trainer has ended");
-    println!("engine: the trainer has ended, the weights are the same, {:?}", import.report().state);
+    assert_eq!(checksum_of(&import, &stream, &mut host)?, expected, "the weights must outlive the trainer");
+    println!("engine: the trainer has exited, the weights are unchanged, {:?}", import.report().state);
     if writes {
-        // SAFETY: bytes; the view is made to be written, which the device forbids.
+        // SAFETY: plain bytes; the pointer is only used for a write that the device must reject.
         let layer = unsafe { import.view::<u64>("layer 3", &stream) }?;
-        // SAFETY: mapped; whatever the driver says.
+        // SAFETY: the address is mapped; the write is expected to fail.
         let written =
             unsafe { cudarc::driver::result::memset_d8_async(layer.device_ptr(&stream).0, 1, 8, stream.cu_stream()) };
         println!("engine: a write to read-only memory: submitted {written:?}, done {:?}", stream.synchronize());
@@ -180,14 +180,14 @@ fn engine(path: &Path, mib: usize, attachments: usize, writes: bool) -> Outcome 
     }
     drop(import);
     let back = free()? - after;
-    println!("engine: {} MiB went back to the device", back >> 20);
+    println!("engine: {} MiB returned to the device", back >> 20);
     assert!(back >= (mib as i64) << 20);
     Ok(())
 }
 
 fn checksum_of(import: &Import, stream: &Arc<CudaStream>, host: &mut [u64]) -> Result<u64, Box<dyn Error>> {
     (0..LAYERS).try_fold(0, |sum, layer| {
-        // SAFETY: the trainer allocated them as `u64`, and writes them no more.
+        // SAFETY: the trainer allocated them as `u64`, and does not write to them anymore.
         let view = unsafe { import.view::<u64>(&format!("layer {layer}"), stream) }?;
         stream.memcpy_dtoh(&view, host)?;
         stream.synchronize()?;
@@ -198,7 +198,7 @@ fn checksum_of(import: &Import, stream: &Arc<CudaStream>, host: &mut [u64]) -> R
 fn wait_until(what: impl Fn() -> bool) {
     let until = Instant::now() + TIMEOUT;
     while !what() {
-        assert!(Instant::now() < until, "it never comes");
+        assert!(Instant::now() < until, "timed out");
         std::thread::sleep(Duration::from_millis(2));
     }
 }

@@ -1,10 +1,10 @@
-//! A pool sleeps and wakes on a device: what comes back, how fast, and what a captured graph says afterwards.
+//! Puts a pool to sleep and wakes it: measures the released memory and the speed, and checks a captured graph afterwards.
 //!
 //! ```text
 //! cargo run --release -p symmalloc-cuda --example sleep -- [GiB to sleep, 8] [cycles with a graph, 200]
 //! ```
-//! Prints the time of a plain copy to pinned memory beside sleeps and wakes of the same bytes, what the driver says of the
-//! device's memory, what chunks of other sizes would take, and fails when a byte, an address or a digest is another one than it was.
+//! Compares sleeps and wakes with plain copies of the same bytes to pinned memory, prints the device memory that the driver reports, and
+//! measures other chunk sizes. Fails if a byte, an address or a digest has changed.
 
 use cudarc::driver::{CudaStream, DevicePtr};
 use std::error::Error;
@@ -20,14 +20,14 @@ use symmalloc_trace::replay::{Program, Replay};
 
 const MIB: usize = 1 << 20;
 const BUFFER_BYTES: usize = 128 * MIB;
-/// Sleeps and wakes that keep contents.
+/// Number of sleeps and wakes that keep contents.
 const ROUNDS: usize = 9;
-/// Between a sleep and a wake of every second round; in the others the pool wakes at once.
+/// Time between sleep and wake in every second round. In the other rounds, the pool wakes immediately.
 const AWAY: Duration = Duration::from_millis(200);
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
 
-/// Keeps what it is told, to be replayed without a device.
+/// A sink that keeps records in memory, to be replayed without a device.
 #[derive(Clone, Default)]
 struct Records(Arc<Mutex<Vec<Record>>>);
 
@@ -56,7 +56,7 @@ fn main() -> Outcome<()> {
     graphs(&device, cycles)
 }
 
-/// The byte at a place of the buffer with this number.
+/// Returns the bytes of one MiB of the buffer with this number.
 fn pattern(number: usize) -> Vec<u8> {
     let mut state = number as u64 * 2 + 1;
     let mut next = || {
@@ -87,7 +87,7 @@ impl Weights {
         Ok(Weights { buffers, addresses })
     }
 
-    /// Every `step`-th MiB is what it was, and every buffer where it was.
+    /// Checks that every `step`-th MiB has its original contents, and every buffer its original address.
     fn check(&self, stream: &Arc<CudaStream>, step: usize) -> Outcome<()> {
         for (number, buffer) in self.buffers.iter().enumerate() {
             assert_eq!(buffer.device_ptr(stream).0, self.addresses[number], "buffer {number} moved");
@@ -95,7 +95,7 @@ impl Weights {
             for at in (0..BUFFER_BYTES).step_by(step * MIB) {
                 assert!(
                     stream.clone_dtoh(&buffer.slice(at..at + MIB))? == one,
-                    "buffer {number} at {at} has other bytes"
+                    "the contents of buffer {number} at {at} have changed"
                 );
             }
         }
@@ -113,7 +113,7 @@ fn print(what: &str, bytes: u64, seconds: f64) {
     println!("{what:44} {:9.3} ms {:7.2} GB/s", seconds * 1e3, bytes as f64 / seconds / 1e9);
 }
 
-/// A pool sleeps with its contents and without, beside copies of the same bytes.
+/// Measures sleep and wake with and without contents, compared with copies of the same bytes.
 fn copies(device: &Arc<CudaDevice>, gib: usize) -> Outcome<()> {
     let bytes = gib << 30;
     let stream = device.context().new_stream()?;
@@ -182,23 +182,25 @@ fn copies(device: &Arc<CudaDevice>, gib: usize) -> Outcome<()> {
         let woken = seconds(|| allocator.wake(pool.id()).map(drop).map_err(Into::into))?;
         let awake = device.memory_info()?.free_bytes;
         print("symmalloc: sleep, contents kept", bytes as u64, slept);
-        print("  of that copied", bytes as u64, saved);
-        print(if is_away { "symmalloc: wake, contents kept" } else { "  the same, at once" }, bytes as u64, woken);
+        print("  time until contents are saved", bytes as u64, saved);
+        print(if is_away { "symmalloc: wake, contents kept" } else { "  the same, immediately" }, bytes as u64, woken);
         sleeps.push(slept);
         wakes[usize::from(is_away)].push(woken);
         println!(
-            "  free on the device: {full} awake, {asleep} asleep ({} MiB came back), {awake} awake again",
+            "  free on the device: {full} awake, {asleep} asleep ({} MiB released), {awake} awake again",
             (asleep - full) >> 20
         );
         weights.check(&stream, if round % 4 == 0 { 1 } else { 16 })?;
     }
     let [at_once, wakes] = wakes;
-    let rounds = [("sleep", sleeps, copied[0]), ("wake", wakes, copied[1]), ("wake at once", at_once, copied[1])];
+    let rounds = [("sleep", sleeps, copied[0]), ("wake", wakes, copied[1]), ("immediate wake", at_once, copied[1])];
     for (what, mut kept, copied) in rounds {
         let first = copied / kept.remove(0);
         kept.sort_by(f64::total_cmp);
         let [median, last] = [kept[kept.len() / 2], kept[kept.len() - 1]].map(|seconds| copied / seconds);
-        println!("{what}: {first:.2} of the fastest copy at first, then {median:.2} (median) and {last:.2} (least)");
+        println!(
+            "{what}: {first:.2} of the fastest copy's speed at first, then {median:.2} (median) and {last:.2} (minimum)"
+        );
     }
     for _ in 0..4 {
         let slept = seconds(|| allocator.sleep(pool.id(), Contents::Drop).map(drop).map_err(Into::into))?;
@@ -208,14 +210,14 @@ fn copies(device: &Arc<CudaDevice>, gib: usize) -> Outcome<()> {
     }
     let slept = seconds(|| allocator.sleep(pool.id(), Contents::Zero).map(drop).map_err(Into::into))?;
     let woken = seconds(|| allocator.wake(pool.id()).map(drop).map_err(Into::into))?;
-    print("symmalloc: sleep, contents to be zero", bytes as u64, slept);
-    print("symmalloc: wake, contents made zero", bytes as u64, woken);
+    print("symmalloc: sleep, contents zeroed", bytes as u64, slept);
+    print("symmalloc: wake, contents zeroed", bytes as u64, woken);
     let head = stream.clone_dtoh(&weights.buffers[0].slice(0..MIB))?;
     assert!(head.iter().all(|byte| *byte == 0));
     Ok(())
 }
 
-/// What is added to the copies, by the size of the chunks in which device memory comes.
+/// Measures the additional cost of sleeping by the chunk size of device memory.
 fn chunk_sizes(device: &Arc<CudaDevice>, gib: usize) -> Outcome<()> {
     let stream = device.context().new_stream()?;
     for chunk in [2, 20, 64, 128, 512, 1024] {
@@ -235,7 +237,7 @@ fn chunk_sizes(device: &Arc<CudaDevice>, gib: usize) -> Outcome<()> {
     Ok(())
 }
 
-/// Sleeps and wakes with a captured graph that is launched right after each wake.
+/// Puts pools to sleep and wakes them, and launches a captured graph immediately after each wake.
 fn graphs(device: &Arc<CudaDevice>, cycles: usize) -> Outcome<()> {
     let stream = device.context().new_stream()?;
     let allocator = CudaAllocator::new(device, Config::default())?;
@@ -261,18 +263,18 @@ fn graphs(device: &Arc<CudaDevice>, cycles: usize) -> Outcome<()> {
     for cycle in 0..cycles {
         graph_pool.sleep(Contents::Drop)?;
         allocator.sleep(pool.id(), Contents::Keep)?;
-        assert!(graph.launch(&stream).is_err(), "it sleeps");
+        assert!(graph.launch(&stream).is_err(), "the pool is asleep");
         allocator.wake(pool.id())?;
         graph_pool.wake()?;
         stream.memset_zeros(&mut output)?;
         graph.launch(&stream)?;
-        assert!(stream.clone_dtoh(&output)? == expected, "cycle {cycle}: the graph says something else");
+        assert!(stream.clone_dtoh(&output)? == expected, "cycle {cycle}: the graph's output has changed");
         weights.check(&stream, if cycle % 50 == 0 { 1 } else { 32 })?;
     }
     let seconds = begun.elapsed().as_secs_f64();
     let left = device.memory_info()?.free_bytes;
     println!(
-        "{cycles} cycles of 512 MiB with a graph: all bytes right, {:.1} ms each; free: {free} before, {left} after",
+        "{cycles} cycles of 512 MiB with a graph: all bytes correct, {:.1} ms each; free: {free} before, {left} after",
         seconds * 1e3 / cycles as f64
     );
     let digests = [pool.id(), graph_pool.id()].map(|pool| allocator.digest(pool));

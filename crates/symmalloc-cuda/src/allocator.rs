@@ -1,4 +1,4 @@
-//! The allocators of this crate: names of a core allocator that is shared, each with the pool that it takes memory from.
+//! The allocators of this crate. Each is a shared core allocator together with the pool that it takes memory from.
 
 use crate::backend::{CudaBackend, CudaMemory};
 use crate::call_counters::DeviceCalls;
@@ -16,8 +16,7 @@ use symmalloc_core::errors::{FreeError, OutOfMemory};
 use symmalloc_core::report::{LeakReport, MemoryStats, Snapshot};
 use symmalloc_core::{Allocation, Digest, Handle, PoolId, Retry, SharedAllocator, StreamId};
 
-/// A caching allocator of one device (or of pinned memory) that threads share. Cloning it is cheap and gives another name
-/// of the same allocator.
+/// A caching allocator of one device (or of pinned memory) that threads share. Clones are cheap and refer to the same allocator.
 ///
 /// # Examples
 /// ```no_run
@@ -32,7 +31,7 @@ use symmalloc_core::{Allocation, Digest, Handle, PoolId, Retry, SharedAllocator,
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct CachingAllocator<B: CudaMemory> {
-    /// Its pool, which is not destroyed meanwhile.
+    /// Keeps the pool alive.
     lease: Arc<PoolLease<B>>,
 }
 
@@ -46,22 +45,22 @@ impl<B: CudaMemory> Clone for CachingAllocator<B> {
 }
 
 impl CudaAllocator {
-    /// An allocator of a device's memory with default options. Takes no device memory yet.
+    /// Creates an allocator of a device's memory with default options. Takes no device memory yet.
     ///
     /// # Errors
-    /// When the driver refuses, or the configuration does not fit the device.
+    /// Returns an error if the driver refuses, or the configuration does not fit the device.
     pub fn new(device: &Arc<CudaDevice>, config: Config) -> Result<Self, CudaError> {
         Self::with_backend(CudaBackend::builder(device).build()?, config)
     }
 }
 
 impl<B: CudaMemory> CachingAllocator<B> {
-    /// An allocator over a backend.
+    /// Creates an allocator over a backend.
     ///
-    /// Where ranges cannot grow, a default pool with expandable segments gets fixed segments instead, and the log says so.
+    /// If the backend cannot grow ranges, a default pool with expandable segments gets fixed segments instead, and a warning is logged.
     ///
     /// # Errors
-    /// When the configuration does not fit the device.
+    /// Returns an error if the configuration does not fit the device.
     pub fn with_backend(backend: B, config: Config) -> Result<Self, CudaError> {
         Ok(Self::of_state(&Arc::new(AllocatorState::new(backend, config)?)))
     }
@@ -80,10 +79,10 @@ impl<B: CudaMemory> CachingAllocator<B> {
         self.lease.state()
     }
 
-    /// The core's allocator, for whatever this type does not offer.
+    /// Returns the core's allocator, for operations that this type does not offer.
     ///
     /// # Examples
-    /// Every op and decision goes into a trace that replays without a device:
+    /// Record every op and decision in a trace that replays without a device:
     /// ```no_run
     /// use symmalloc_core::Config;
     /// use symmalloc_cuda::{CudaAllocator, CudaDevice};
@@ -100,128 +99,128 @@ impl<B: CudaMemory> CachingAllocator<B> {
         self.state().core()
     }
 
-    /// The device.
+    /// Returns the device.
     pub fn device(&self) -> &Arc<CudaDevice> {
         self.state().device()
     }
 
-    /// The pool that this name of the allocator takes memory from.
+    /// Returns the pool that this allocator takes memory from.
     pub fn pool(&self) -> PoolId {
         self.lease.pool()
     }
 
-    /// Registers a stream, or finds it if it is registered. Allocating on a stream registers it. Register streams in the
-    /// same order on every rank. A registered stream is kept alive as long as the allocator.
+    /// Registers a stream, or returns its id if it is already registered. Allocating on a stream registers it. Register streams in the same
+    /// order on every rank. A registered stream stays alive as long as the allocator.
     ///
     /// # Errors
-    /// When the stream is of another context or differs by thread, or all ids are taken.
+    /// Returns an error if the stream belongs to another context or is a per-thread stream, or if all ids are taken.
     pub fn register_stream(&self, stream: &Arc<CudaStream>) -> Result<StreamId, CudaError> {
         Ok(self.for_stream(stream)?.stream_id())
     }
 
-    /// What allocates for work on a stream, which is registered now if it was not before. Look it up once where many buffers
-    /// are made: they can borrow it.
+    /// Returns the allocator for work on a stream, and registers the stream if necessary. Code that makes many buffers can look it up once:
+    /// buffers can borrow it.
     ///
     /// # Errors
-    /// When the stream is of another context or differs by thread, or all ids are taken.
+    /// Returns an error if the stream belongs to another context or is a per-thread stream, or if all ids are taken.
     #[inline]
     pub fn for_stream(&self, stream: &Arc<CudaStream>) -> Result<&Arc<StreamAllocator<B>>, CudaError> {
         self.lease.stream(stream)
     }
 
-    /// Registers a stream that other code made and owns, for example one that came from C.
+    /// Registers a stream that other code created and owns, such as a stream from C code.
     ///
     /// # Safety
     /// The stream belongs to the device's context and lives as long as the allocator and its buffers.
     ///
     /// # Errors
-    /// As [`register_stream`](Self::register_stream).
+    /// See [`register_stream`](Self::register_stream).
     pub unsafe fn register_raw_stream(&self, stream: CUstream) -> Result<StreamId, CudaError> {
         // SAFETY: the caller's contract; the wrapper does not own the stream.
         let stream = unsafe { self.device().context().wrap_borrowed_stream(stream) };
         self.register_stream(&stream)
     }
 
-    /// Registers a stream that other code owns and may destroy while the allocator lives: [`return_stream`](Self::return_stream)
-    /// comes before that. For programs that drive the core's allocator: such a stream is not found by
-    /// [`stream_id`](Self::stream_id), and calls about all registered streams leave it out.
+    /// Registers a stream that other code owns and may destroy while the allocator is alive, after [`return_stream`](Self::return_stream).
+    /// Intended for programs that drive the core's allocator directly: [`stream_id`](Self::stream_id) does not find such a stream, and
+    /// calls that affect all registered streams skip it.
     ///
     /// # Safety
     /// The stream belongs to the device's context and lives until it is returned.
     ///
     /// # Errors
-    /// When all ids are taken.
+    /// Returns an error if all ids are taken.
     pub unsafe fn lend_stream(&self, stream: LentStream) -> Result<StreamId, CudaError> {
         self.state().register_lent(stream)
     }
 
-    /// The owner of a lent stream is about to destroy it. The id stays, and stands for what is left of the stream's work, until
-    /// [`relend_stream`](Self::relend_stream) gives it to another one. The driver is not asked about the stream any more.
+    /// Returns a lent stream before its owner destroys it. The id remains valid and stands for the stream's remaining work until
+    /// [`relend_stream`](Self::relend_stream) assigns it to another stream. The driver is not called with the returned stream again.
     ///
     /// # Errors
-    /// When the stream was not lent, or the driver refuses; nothing has changed then.
+    /// Returns an error if the stream was not lent, or the driver refuses. Nothing changes in that case.
     pub fn return_stream(&self, id: StreamId) -> Result<(), CudaError> {
         Ok(self.state().streams().return_lent(id)?)
     }
 
-    /// Gives the id of a lent stream to another stream, which is ordered behind the work of those before on the device.
+    /// Assigns the id of a returned stream to another stream, which is ordered behind the earlier work of that id on the device.
     ///
     /// # Safety
-    /// As [`lend_stream`](Self::lend_stream).
+    /// See [`lend_stream`](Self::lend_stream).
     ///
     /// # Errors
-    /// As [`return_stream`](Self::return_stream).
+    /// See [`return_stream`](Self::return_stream).
     pub unsafe fn relend_stream(&self, id: StreamId, stream: LentStream) -> Result<(), CudaError> {
         Ok(self.state().streams().relend(id, stream)?)
     }
 
-    /// Registers the host as a stream: memory that is allocated for it is the host's to hand out, and the host waits, in
-    /// `allocate`, for the work of streams that used it before.
+    /// Registers the host as a stream. The host uses the memory that is allocated on it, so `allocate` blocks until earlier work of other
+    /// streams on that memory is done.
     ///
     /// # Errors
-    /// When all ids are taken.
+    /// Returns an error if all ids are taken.
     pub fn register_host_stream(&self) -> Result<StreamId, CudaError> {
         self.state().register_host()
     }
 
-    /// The id of a stream, if it is registered.
+    /// Returns the id of a stream, if it is registered.
     pub fn stream_id(&self, stream: &CudaStream) -> Option<StreamId> {
         self.state().streams().find(stream)
     }
 
-    /// Makes later work on `stream` wait on the device for all work given to `on` so far. Fences that this covers are not
-    /// waited for again. During a capture of `on`, `stream` becomes part of the capture.
+    /// Makes later work on `stream` wait on the device for all work submitted to `on` so far. Fences that this covers are not waited for
+    /// again. During a capture of `on`, `stream` joins the capture.
     ///
     /// # Errors
-    /// When a stream cannot be registered or the driver refuses; nothing waits then.
+    /// Returns an error if a stream cannot be registered or the driver refuses. No wait is added in that case.
     pub fn wait(&self, stream: &Arc<CudaStream>, on: &Arc<CudaStream>) -> Result<(), CudaError> {
         let (stream, on) = (self.register_stream(stream)?, self.register_stream(on)?);
         Ok(self.state().wait(stream, on).map_err(DriverError::from)?)
     }
 
-    /// Blocks the host until all work given to the stream so far is done. Fences on it are void from then on.
+    /// Blocks the host until all work submitted to the stream so far is done. Fences on the stream are void from then on.
     ///
     /// # Errors
-    /// When the stream cannot be registered, or the driver refuses or reports that work failed.
+    /// Returns an error if the stream cannot be registered, or the driver refuses or reports that work failed.
     pub fn synchronize(&self, stream: &Arc<CudaStream>) -> Result<(), CudaError> {
         let stream = self.register_stream(stream)?;
         Ok(self.state().synchronize(stream).map_err(DriverError::from)?)
     }
 
-    /// Blocks the host until the work given to every registered stream so far is done, but not beyond the deadline.
-    /// Returns whether it is done.
+    /// Blocks the host until the work submitted to every registered stream so far is done or the deadline passes. Returns `true` if the
+    /// work is done.
     ///
     /// # Errors
-    /// When the driver refuses or reports that work failed.
+    /// Returns an error if the driver refuses or reports that work failed.
     pub fn synchronize_all(&self, deadline: Instant) -> Result<bool, CudaError> {
         Ok(self.state().streams().synchronize_all(deadline).map_err(DriverError::from)?)
     }
 
-    /// Blocks the host until the work given so far to every registered stream that is in no capture is done. Fences on them
-    /// are void from then on. Before a capture begins, this leaves nothing for which the capture would have to wait.
+    /// Blocks the host until the work submitted so far to every registered stream that is not being captured is done. Fences on these
+    /// streams are void from then on. Call it before a capture begins, so that the capture has no earlier work to wait for.
     ///
     /// # Errors
-    /// When the driver refuses or reports that work failed.
+    /// Returns an error if the driver refuses or reports that work failed.
     pub fn synchronize_uncaptured(&self) -> Result<(), CudaError> {
         let streams = self.state().streams();
         for (stream, raw) in streams.iter() {
@@ -232,28 +231,28 @@ impl<B: CudaMemory> CachingAllocator<B> {
         Ok(())
     }
 
-    /// Whether a capture that a [`GraphPool`](crate::GraphPool) began on the device is under way, or a registered stream is
-    /// part of one that other code began. Asks the driver once per registered stream.
+    /// Returns `true` if a capture that a [`GraphPool`](crate::GraphPool) began on the device is in progress, or a registered stream is
+    /// part of a capture that other code began. Queries the driver once per registered stream.
     ///
     /// # Errors
-    /// When the driver refuses.
+    /// Returns an error if the driver refuses.
     pub fn is_capturing(&self) -> Result<bool, CudaError> {
         Ok(self.state().streams().is_capturing()?)
     }
 
-    /// Allocates bytes for work on a stream, to be freed with [`free`](Self::free). Buffers are the safe way.
+    /// Allocates bytes for work on a stream. Free them with [`free`](Self::free). Buffers are the safe alternative.
     ///
     /// # Errors
-    /// When the stream cannot be registered or the allocator refuses; nothing is allocated then.
+    /// Returns an error if the stream cannot be registered or the allocator refuses. Nothing is allocated in that case.
     #[inline]
     pub fn allocate(&self, stream: &Arc<CudaStream>, size_bytes: u64) -> Result<Allocation, CudaError> {
         Ok(self.for_stream(stream)?.allocate(size_bytes)?)
     }
 
-    /// As [`allocate`](Self::allocate), with a name for snapshots and reports.
+    /// Like [`allocate`](Self::allocate), with a name for snapshots and reports.
     ///
     /// # Errors
-    /// As [`allocate`](Self::allocate).
+    /// See [`allocate`](Self::allocate).
     pub fn allocate_named(
         &self,
         stream: &Arc<CudaStream>,
@@ -263,10 +262,10 @@ impl<B: CudaMemory> CachingAllocator<B> {
         Ok(self.for_stream(stream)?.allocate_named(size_bytes, name)?)
     }
 
-    /// Frees an allocation. May wait for another thread that holds the lock of the same heap, never for the device.
+    /// Frees an allocation. May wait for another thread that holds the lock of the same heap, but never for the device.
     ///
     /// # Errors
-    /// When it is not live, or the driver cannot fence its uses; it is still live then.
+    /// Returns an error if the allocation is not live, or the driver cannot fence its uses. In the latter case it stays live.
     #[inline]
     pub fn free(&self, handle: Handle) -> Result<(), FreeError> {
         let address = match self.state().exported().is_empty() {
@@ -276,57 +275,57 @@ impl<B: CudaMemory> CachingAllocator<B> {
         self.state().free(handle, address)
     }
 
-    /// Makes a pool with a policy of its own. It is destroyed when the returned owner and every allocator of
-    /// [`with_pool`](Self::with_pool) are gone and its buffers are freed, by the next [`trim`](Self::trim); while the
-    /// pool is observed, by a later one.
+    /// Creates a pool with a separate policy. The first [`trim`](Self::trim) after the returned owner and every allocator from
+    /// [`with_pool`](Self::with_pool) are dropped and the pool's buffers are freed destroys it. A pool that is observed is destroyed by the
+    /// first trim after the observation ends.
     ///
     /// # Errors
-    /// When the policy does not fit the device.
+    /// Returns an error if the policy does not fit the device.
     pub fn create_pool(&self, config: PoolConfig) -> Result<Pool<B>, CudaError> {
         let pool = self.state().create_pool(config)?;
         Ok(Pool::new(PoolLease::new(self.state(), pool)))
     }
 
-    /// The same allocator, taking memory from this pool for as long as the returned name is used.
+    /// Returns an allocator that shares this one's state and takes memory from `pool`.
     pub fn with_pool(&self, pool: &Pool<B>) -> Self {
         CachingAllocator { lease: Arc::clone(pool.lease()) }
     }
 
-    /// Gives free memory of all pools but those of graphs back to the device, with what was made ahead of growth, and destroys
-    /// abandoned pools that are empty. Returns the bytes that went back from the former. Waits on the host for streams that
-    /// used the memory.
+    /// Returns free memory of all pools except graph pools to the device, together with memory that was prefetched for growth, and destroys
+    /// empty abandoned pools. Returns the number of bytes released from the pools; prefetched memory is not counted. Waits on the host for
+    /// streams that used the memory.
     ///
     /// # Errors
-    /// When the driver fails; the rest can be trimmed again.
+    /// Returns an error if the driver fails. The remaining memory can be trimmed by another call.
     pub fn trim(&self) -> Result<u64, CudaError> {
         self.state().trim()
     }
 
-    /// Statistics over all pools.
+    /// Returns statistics over all pools.
     pub fn stats(&self) -> MemoryStats {
         self.core().stats()
     }
 
-    /// Every block of every segment.
+    /// Returns every block of every segment.
     pub fn snapshot(&self) -> Snapshot {
         self.core().snapshot()
     }
 
-    /// What is still allocated, with names.
+    /// Returns a report of all live allocations, with names.
     pub fn leak_report(&self) -> LeakReport {
         self.core().leak_report()
     }
 
-    /// The history of a pool as one number, equal on all ranks exactly when placements are.
+    /// Returns the digest of a pool's history. It is equal on all ranks exactly when placements are equal.
     ///
     /// # Errors
-    /// When the pool is unknown.
+    /// Returns an error if the pool is unknown.
     pub fn digest(&self, pool: PoolId) -> Result<Digest, CudaError> {
         Ok(self.core().digest(pool)?)
     }
 
-    /// Sets what is asked when an allocation is about to fail. It is called without any lock and may free and trim through
-    /// the core's allocator that it is given.
+    /// Sets the callback that runs when an allocation is about to fail. It is called without any lock held, and may free and trim through
+    /// the core's allocator that is passed to it.
     pub fn set_failure_callback(
         &self,
         callback: impl Fn(&SharedAllocator<B>, &OutOfMemory) -> Retry + Send + Sync + 'static,
@@ -334,12 +333,12 @@ impl<B: CudaMemory> CachingAllocator<B> {
         self.core().set_failure_callback(callback);
     }
 
-    /// Errors that no call could return: of buffers that were dropped and pointers that were taken.
+    /// Returns the errors that no call could return, such as those from dropped buffers and from taking pointers.
     pub fn drop_errors(&self) -> DropErrors {
         self.state().drop_errors()
     }
 
-    /// How often the device was asked for what.
+    /// Returns the number of calls to the device, by kind.
     pub fn device_calls(&self) -> DeviceCalls {
         self.state().streams().device_calls()
     }

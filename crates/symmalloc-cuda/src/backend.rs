@@ -1,4 +1,4 @@
-//! The two backends: device memory and pinned host memory. Each is memory and a set of streams that order work.
+//! The two backends: device memory and pinned host memory. Each combines memory with a set of streams that order work.
 
 use crate::call_counters::DeviceCall;
 use crate::device::CudaDevice;
@@ -16,12 +16,12 @@ use std::sync::Arc;
 use symmalloc_core::backend::{Backend, BackendError, Event, Image, Part, Place, Range};
 use symmalloc_core::ids::StreamId;
 
-/// Granularity of memory that has none of its own, in bytes.
+/// Granularity, in bytes, of memory without a granularity requirement.
 const WHOLE_GRANULARITY_BYTES: u64 = 2 << 20;
 
-/// Memory of a device, as the allocator takes it. Made by [`CudaBackend::builder`].
+/// The allocator's source of device memory. Created by [`CudaBackend::builder`].
 pub struct CudaBackend {
-    // Dropped first: it does not need the streams, but it needs the device.
+    // Dropped first: it needs the device, but not the streams.
     memory: Box<dyn BackendMemory>,
     streams: BackendStreams,
     traits: MemoryTraits,
@@ -29,18 +29,18 @@ pub struct CudaBackend {
     listener: Option<Listener>,
 }
 
-/// Memory that a backend maps or unmaps, as [`CudaBackendBuilder::listener`] hears of it.
+/// A range of memory that a backend has mapped or is about to unmap, as passed to [`CudaBackendBuilder::listener`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryChange {
-    /// Whether it is there now; otherwise it is about to go.
+    /// `true` if the range is mapped now, `false` if it is about to be unmapped.
     pub is_mapped: bool,
-    /// The first byte.
+    /// Address of the first byte.
     pub address: u64,
-    /// How many bytes.
+    /// Size in bytes.
     pub size_bytes: u64,
 }
 
-/// Is told of every change.
+/// Callback for every change.
 #[derive(Clone)]
 struct Listener(Arc<dyn Fn(MemoryChange) + Send + Sync>);
 
@@ -50,13 +50,13 @@ impl fmt::Debug for Listener {
     }
 }
 
-/// What the memory of a [`CudaBackend`] is like.
+/// Capabilities of the memory of a [`CudaBackend`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryTraits {
-    /// Ranges can grow: expandable segments work.
+    /// Ranges can grow, so expandable segments work.
     pub virtual_memory: bool,
-    /// Memory can be exported as a file descriptor; NCCL's windows need it.
+    /// Memory can be exported as a file descriptor, which NCCL's windows require.
     pub posix_fd: bool,
     /// Memory can be exported as a fabric handle.
     pub fabric: bool,
@@ -64,7 +64,7 @@ pub struct MemoryTraits {
     pub gpu_direct_rdma: bool,
 }
 
-/// Makes a [`CudaBackend`].
+/// Builder of a [`CudaBackend`].
 #[derive(Clone, Debug)]
 #[must_use]
 pub struct CudaBackendBuilder {
@@ -77,90 +77,91 @@ pub struct CudaBackendBuilder {
 }
 
 impl CudaBackendBuilder {
-    /// Size of the largest physical chunk that an expandable range grows by, in bytes; a multiple of the granularity. By default
-    /// 32 MiB, or from 2 GiB on a power of two between a 64th and a 32nd of what the range reaches. Larger chunks make growing and
-    /// sleeping faster (`docs/device-memory.md`), but trimming gives memory back in whole chunks only. Placements do not depend on it.
+    /// Sets the size in bytes of the largest physical chunk that an expandable range grows by. Must be a multiple of the granularity. The
+    /// default is 32 MiB until the range extends to 2 GiB, and then a power of two between 1/64 and 1/32 of the range's extent.
+    /// Larger chunks make growing and sleeping faster (`docs/device-memory.md`), but trimming returns memory in whole chunks only.
+    /// Placements do not depend on it.
     pub fn chunk_bytes(mut self, chunk_bytes: u64) -> Self {
         self.options.chunk_bytes = Some(chunk_bytes);
         self
     }
 
-    /// The most memory that a thread of the backend makes ahead of the growth of each expandable range, in bytes; a multiple
-    /// of the granularity, and at least [`chunk_bytes`](Self::chunk_bytes). 0, the default: none.
+    /// Sets the maximum number of bytes that a background thread prefetches ahead of the growth of each expandable range. Must be a
+    /// multiple of the granularity, and at least [`chunk_bytes`](Self::chunk_bytes). The default, 0, disables prefetching.
     ///
-    /// After each growth the thread maps as much behind the range as the range reaches, up to this, so that the next growth finds
-    /// its memory made and mapped. Placements, digests, segments and what counts as reserved are the same
-    /// with and without. [`CudaMemory::spare_bytes`] says how much is ahead: it is device memory that is not handed out
-    /// yet. It goes back when memory of its range does, in [`CachingAllocator::trim`](crate::CachingAllocator::trim), and
-    /// before an allocation fails because the device is full; after that nothing is made ahead until memory goes back.
+    /// After each growth the thread maps as much memory behind the range as its current extent, up to this limit, so that the next
+    /// growth finds its memory created and mapped. Prefetching changes no placement, digest, segment or reserved size.
+    /// [`CudaMemory::spare_bytes`] reports the prefetched memory: it is device memory that no allocation uses yet. It is released when
+    /// memory of its range is released, in [`CachingAllocator::trim`](crate::CachingAllocator::trim), and before an allocation fails
+    /// because the device is full. After such a failure, prefetching pauses until memory is released.
     ///
-    /// Chunks that are made ahead are as large as all growths of the range allow, so give expandable pools a growth step (`growth_mb`)
-    /// for few and large ones. `docs/device-memory.md` has the rule. Has no effect where memory comes from `cuMemAlloc`. Dropping
-    /// the backend waits for the driver call that the thread is in.
+    /// A prefetched chunk is as large as all growth steps of the range allow, so configure expandable pools with a growth step
+    /// (`growth_mb`) to get few and large chunks. `docs/device-memory.md` describes the rule. This option has no effect if memory comes
+    /// from `cuMemAlloc`. Dropping the backend waits for the thread's current driver call.
     pub fn prefetch_bytes(mut self, prefetch_bytes: u64) -> Self {
         self.options.prefetch_bytes = prefetch_bytes;
         self
     }
 
-    /// Other devices that may read and write the memory, by ordinal; the device itself may be among them. None by default:
-    /// mapping for peers slows launches.
+    /// Sets the ordinals of other devices that may read and write the memory. The device itself may be included. The default is none,
+    /// because mapping for peers slows launches.
     pub fn peers(mut self, peers: impl IntoIterator<Item = usize>) -> Self {
         self.options.peers = peers.into_iter().collect();
         self
     }
 
-    /// Hands out addresses in descending order, from the end of one reservation of `space_bytes`, a multiple of the
-    /// granularity that must hold all ranges together (an expandable heap reserves 512 GiB unless configured). Drivers hand
-    /// them out in ascending order mostly, so a test that runs one rank with this and another without shows that placements
-    /// do not depend on addresses, and what breaks where they do. Nothing else changes.
+    /// Hands out addresses in descending order, from the end of one reservation of `space_bytes`. The size must be a multiple of the
+    /// granularity, and the reservation must hold all ranges together (an expandable heap reserves 512 GiB unless configured). Drivers
+    /// usually hand out addresses in ascending order. A test that runs one rank with this option and another rank without it shows that
+    /// placements do not depend on addresses, and reveals code that does. The option changes nothing else.
     pub fn descending_addresses(mut self, space_bytes: u64) -> Self {
         self.options.descending_bytes = Some(space_bytes);
         self
     }
 
-    /// Folder in which the system shows IMEX channels, `/dev/nvidia-caps-imex-channels` by default. Memory gets fabric
-    /// handles only where there is a channel: the driver refuses them otherwise.
+    /// Sets the folder in which the system lists IMEX channels, by default `/dev/nvidia-caps-imex-channels`. Memory gets fabric handles
+    /// only if there is a channel, because the driver refuses them otherwise.
     pub fn imex_channels(mut self, folder: impl Into<PathBuf>) -> Self {
         self.options.imex_channels = folder.into();
         self
     }
 
-    /// Folder of files for the contents of pools that [sleep](crate::CudaAllocator::sleep). They have no names there and are gone when
-    /// they are not needed. Contents are kept in pinned host memory unless this says otherwise.
+    /// Keeps the contents of pools that [sleep](crate::CudaAllocator::sleep) in files in this folder. The files are unnamed and disappear
+    /// when they are no longer needed. By default, contents are kept in pinned host memory.
     pub fn images_in(mut self, folder: impl Into<PathBuf>) -> Self {
         self.images_in = Some(folder.into());
         self
     }
 
-    /// Takes memory from `cuMemAlloc` even where the device has virtual memory. Neither NCCL windows nor expandable
-    /// segments work then.
+    /// Takes memory from `cuMemAlloc` even if the device supports virtual memory. NCCL windows and expandable segments do not work in this
+    /// mode.
     pub fn plain(mut self) -> Self {
         self.plain = true;
         self
     }
 
-    /// Takes memory from functions of the program, one call per segment: pools need fixed or reserved segments then.
+    /// Takes memory from functions of the program, with one call per segment. Pools must then use fixed or reserved segments.
     pub fn source(mut self, source: Arc<dyn MemorySource>) -> Self {
         self.source = Some(source);
         self
     }
 
-    /// Tells of memory that was mapped, and of memory before it is unmapped: for profilers and libraries that register it. Called
-    /// under the lock of a heap, so it must not use the allocator. It decides nothing.
+    /// Registers a callback that is notified after memory is mapped and before memory is unmapped, for profilers and libraries that
+    /// register memory. It runs under the lock of a heap, so it must not use the allocator. It cannot influence decisions.
     pub fn listener(mut self, listener: impl Fn(MemoryChange) + Send + Sync + 'static) -> Self {
         self.listener = Some(Listener(Arc::new(listener)));
         self
     }
 
-    /// The number of the device.
+    /// Returns the ordinal of the device.
     pub fn ordinal(&self) -> usize {
         self.device.ordinal()
     }
 
-    /// Asks the device what it can do.
+    /// Queries the device's capabilities and creates the backend.
     ///
     /// # Errors
-    /// When a peer cannot access the memory, a size does not fit, or the driver refuses.
+    /// Returns an error if a peer cannot access the memory, a size does not fit, or the driver refuses.
     pub fn build(self) -> Result<CudaBackend, CudaError> {
         let CudaBackendBuilder { device, options, plain, images_in, source, listener } = self;
         let images = Images::new(Arc::clone(&device), images_in);
@@ -199,25 +200,24 @@ impl CudaBackendBuilder {
 }
 
 impl CudaBackend {
-    /// Starts from the defaults: virtual memory where the device has it, no peers.
+    /// Returns a builder with the defaults: virtual memory if the device supports it, and no peers.
     pub fn builder(device: &Arc<CudaDevice>) -> CudaBackendBuilder {
         let (options, device) = (VirtualOptions::default(), Arc::clone(device));
         CudaBackendBuilder { device, options, plain: false, images_in: None, source: None, listener: None }
     }
 
-    /// Lets another device read and write the memory: what is mapped already, and what will be. As
-    /// [`CudaBackendBuilder::peers`], for programs that learn later which devices talk to each other. The device itself may be
-    /// named, and a peer twice.
+    /// Lets another device read and write the memory that is mapped now or later. Like [`CudaBackendBuilder::peers`], for programs that
+    /// only learn at run time which devices communicate. The device itself may be passed, and a peer may be passed twice.
     ///
     /// # Errors
-    /// When the peer cannot access the memory, or the driver refuses; the peer may have access to a part of what is mapped
-    /// then, and will have none to what comes.
+    /// Returns an error if the peer cannot access the memory, or the driver refuses. In that case the peer may have access to a part of the
+    /// currently mapped memory, and has no access to memory that is mapped later.
     pub fn grant_access(&self, peer: usize) -> Result<(), CudaError> {
         self.memory.grant_access(peer)
     }
 
-    /// The physical chunks behind some addresses of this backend, as (address, size in bytes), in order. None where memory cannot
-    /// be exported as file descriptors.
+    /// Returns the physical chunks behind a range of addresses of this backend, in order, as (address, size in bytes). Returns no chunks if
+    /// memory cannot be exported as file descriptors.
     pub fn chunks_behind(&self, address: u64, size_bytes: u64) -> Vec<(u64, u64)> {
         let part = address..address.saturating_add(size_bytes);
         let chunks = self.memory.chunks_behind(std::slice::from_ref(&part), None);
@@ -225,15 +225,15 @@ impl CudaBackend {
         chunks.into_iter().map(|chunk| (chunk.start, chunk.end - chunk.start)).collect()
     }
 
-    /// Exports a chunk of [`chunks_behind`](Self::chunks_behind) for another process. The descriptor keeps the memory until it is
+    /// Exports a chunk from [`chunks_behind`](Self::chunks_behind) for another process. The descriptor keeps the memory alive until it is
     /// closed.
     ///
     /// # Errors
-    /// When the driver refuses, or there is no such chunk any more.
+    /// Returns an error if the driver refuses, or the chunk no longer exists.
     pub fn export_chunk(&self, address: u64, size_bytes: u64) -> Result<OwnedFd, CudaError> {
         match self.memory.export_chunk(&(address..address.saturating_add(size_bytes)), HandleKind::FileDescriptor)? {
             ExportedHandle::FileDescriptor(file) => Ok(file),
-            ExportedHandle::Fabric(_) => unreachable!("a descriptor was asked for"),
+            ExportedHandle::Fabric(_) => unreachable!("a descriptor was requested"),
         }
     }
 
@@ -243,7 +243,7 @@ impl CudaBackend {
         }
     }
 
-    /// What the memory is like.
+    /// Returns the capabilities of the memory.
     pub fn traits(&self) -> MemoryTraits {
         self.traits
     }
@@ -253,14 +253,14 @@ impl CudaBackend {
     }
 }
 
-/// Page-locked memory of the host, as the allocator takes it.
+/// The allocator's source of page-locked host memory.
 pub struct PinnedBackend {
     memory: DriverAllocations,
     streams: BackendStreams,
 }
 
 impl PinnedBackend {
-    /// Pinned memory that every context of the process can use.
+    /// Creates a backend of pinned memory that every context of the process can use.
     pub fn new(device: &Arc<CudaDevice>) -> Self {
         PinnedBackend {
             memory: DriverAllocations::new(Arc::clone(device), AllocationKind::PinnedHost, WHOLE_GRANULARITY_BYTES),
@@ -270,36 +270,36 @@ impl PinnedBackend {
 }
 
 impl PinnedBackend {
-    /// Nobody listens.
+    /// Pinned memory has no listener.
     fn tell(&self, _is_mapped: bool, _range: Range, _offset_bytes: u64, _size_bytes: u64) {}
 }
 
-/// A backend of this crate: what an allocator with streams needs besides [`Backend`]. Sealed.
+/// A backend of this crate: [`Backend`] and the parts that an allocator with streams needs. Sealed.
 pub trait CudaMemory: Backend + sealed::BackendParts + Send + Sync + 'static {
-    /// The device.
+    /// Returns the device.
     fn device(&self) -> &Arc<CudaDevice> {
         self.streams().device()
     }
 
-    /// Registers a stream with the backend alone, for a core allocator that is driven directly. Streams must be added in the
-    /// order in which they are registered with that allocator.
+    /// Registers a stream with the backend alone, for a core allocator that is driven directly. Add streams in the order in which they are
+    /// registered with that allocator.
     fn add_stream(&self, stream: Arc<cudarc::driver::CudaStream>) -> StreamId {
         StreamId(self.streams().add_stream(stream) as u16)
     }
 
-    /// Bytes that the allocator gave up and the device could not take back yet: parts of larger chunks, and what the
-    /// driver refused.
+    /// Returns the number of bytes that the allocator has released but the device could not take back yet: parts of larger chunks, and
+    /// memory that the driver refused to release.
     fn idle_bytes(&self) -> u64 {
         self.memory().idle_bytes()
     }
 
-    /// Bytes that were made ahead of growth and that no range has yet, see [`CudaBackendBuilder::prefetch_bytes`]. Neither
-    /// idle nor reserved, but memory of the device.
+    /// Returns the number of bytes that were prefetched for growth and that no range uses yet, see [`CudaBackendBuilder::prefetch_bytes`].
+    /// They are neither idle nor reserved, but they occupy device memory.
     fn spare_bytes(&self) -> u64 {
         self.memory().spare_bytes()
     }
 
-    /// Whether ranges can be larger than the memory behind them.
+    /// Returns `true` if ranges can be larger than the memory behind them.
     fn is_expandable(&self) -> bool;
 }
 
@@ -318,9 +318,9 @@ impl CudaMemory for PinnedBackend {
 pub(crate) mod sealed {
     use super::{BackendMemory, BackendStreams, CudaBackend, PinnedBackend};
 
-    /// What both backends consist of.
+    /// The parts that both backends have in common.
     pub trait BackendParts {
-        /// What the memory is, for labels.
+        /// Kind of memory, for labels.
         #[doc(hidden)]
         const KIND: &'static str;
         #[doc(hidden)]
@@ -403,7 +403,7 @@ macro_rules! backend {
         }
 
         impl $name {
-            /// Does what is counted, and measured where metrics are wanted.
+            /// Performs a call that is counted, and timed if metrics are enabled.
             fn watch<T>(&self, call: DeviceCall, work: impl FnOnce() -> T) -> T {
                 self.streams.watch(call, work)
             }

@@ -1,30 +1,30 @@
-//! Counters of what the device is asked. Each costs at least one driver call, and none happens on a cache hit.
+//! Counters of calls to the device. Each call costs at least one driver call, and a cache hit makes none.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// How often the device was asked for what, since the allocator was made. Calls that the driver refused count, too.
+/// Number of calls to the device since the allocator was created, by kind. Calls that the driver refused are included.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeviceCalls {
-    /// Address ranges taken.
+    /// Address ranges reserved.
     pub reserves: u64,
-    /// Ranges, or parts of them, backed with memory: a segment is made or grows.
+    /// Ranges, or parts of them, backed with memory because a segment was created or grew.
     pub maps: u64,
-    /// Memory given back.
+    /// Parts of ranges whose memory was released.
     pub unmaps: u64,
-    /// Address ranges given back.
+    /// Address ranges released.
     pub releases: u64,
     /// Events recorded: one for each other stream that used the memory when it is freed, or one for a wait.
     pub records: u64,
-    /// Times that a stream was told to wait for an event.
+    /// Waits for an event added to a stream.
     pub waits: u64,
-    /// Events asked whether they are over.
+    /// Event completion queries.
     pub queries: u64,
-    /// Times that the host waited for a stream.
+    /// Host waits for a stream.
     pub synchronizations: u64,
 }
 
-/// One of [`DeviceCalls`].
+/// A kind of call in [`DeviceCalls`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum DeviceCall {
     Reserve,
@@ -53,7 +53,7 @@ impl DeviceCall {
     }
 }
 
-/// Counts what one allocator asks.
+/// Call counters of one allocator.
 #[derive(Debug, Default)]
 pub(crate) struct CallCounters([AtomicU64; 8]);
 
@@ -63,7 +63,7 @@ impl CallCounters {
         self.0[call as usize].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Counts a call that may take long. With the feature `metrics`, it also reports how long the call takes.
+    /// Counts a call that may take long. With the feature `metrics`, it also reports the call's duration.
     pub(crate) fn watch<T>(&self, call: DeviceCall, ordinal: usize, work: impl FnOnce() -> T) -> T {
         self.count(call);
         #[cfg(not(feature = "metrics"))]
@@ -96,9 +96,9 @@ mod timing {
     use symmalloc_metrics::{Metric, Publisher};
 
     const CALL_SECONDS: Metric =
-        Metric::histogram("symmalloc_device_call_seconds", Some(Unit::Seconds), "how long the device took to answer");
+        Metric::histogram("symmalloc_device_call_seconds", Some(Unit::Seconds), "duration of calls to the device");
 
-    /// A call under way: reports how long it took when it is dropped.
+    /// A call in progress. Reports its duration when it is dropped.
     pub(super) struct TimedCall {
         call: DeviceCall,
         ordinal: usize,

@@ -1,8 +1,7 @@
-//! A device with the context that the allocator works in.
+//! A device together with the context that the allocator uses.
 //!
-//! A context is the user's own ([`CudaDevice::with_context`]) or the device's primary one ([`CudaDevice::new`]). Every driver
-//! call that needs one is made inside of a [`CurrentContext`] guard, so that a thread's current context is the same before and
-//! after.
+//! The context is the user's ([`CudaDevice::with_context`]) or the device's primary context ([`CudaDevice::new`]). Every driver call that
+//! needs a current context is made under a [`CurrentContext`] guard, which restores the thread's current context afterwards.
 
 use crate::driver::{Driver, RelaxedCapture, attribute};
 use crate::error::{CudaError, DriverError, INVALID_CONTEXT, INVALID_HANDLE, LoadError, NOT_INITIALIZED};
@@ -18,41 +17,41 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// A device and the context in which its memory is allocated.
 pub struct CudaDevice {
     driver: &'static Driver,
-    /// How many captures are under way, see [`is_capturing`](Self::is_capturing).
+    /// Number of captures in progress, see [`is_capturing`](Self::is_capturing).
     captures: AtomicUsize,
     context: Arc<CudaContext>,
     features: DeviceFeatures,
 }
 
-/// What the device can do, as far as an allocator cares.
+/// Device capabilities that matter to an allocator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeviceFeatures {
-    /// Address ranges can be reserved and backed piece by piece. Without it memory comes from `cuMemAlloc`.
+    /// Address ranges can be reserved and backed in pieces. Without this capability, memory comes from `cuMemAlloc`.
     pub virtual_memory: bool,
-    /// Memory can be handed to other processes as a file descriptor.
+    /// Memory can be shared with other processes as a file descriptor.
     pub posix_fd: bool,
-    /// Memory can be handed to other machines of an NVLink fabric.
+    /// Memory can be shared with other machines of an NVLink fabric.
     pub fabric: bool,
     /// Network cards can reach memory directly.
     pub gpu_direct_rdma: bool,
 }
 
-/// What the driver says about the device's memory, other processes included.
+/// Free and total device memory as reported by the driver, including the memory of other processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryInfo {
-    /// Bytes that are free.
+    /// Free memory in bytes.
     pub free_bytes: u64,
-    /// Bytes that there are.
+    /// Total memory in bytes.
     pub total_bytes: u64,
 }
 
 impl CudaDevice {
-    /// The device of this ordinal, with its primary context (the one that CUDA's runtime API uses).
+    /// Opens the device with this ordinal and its primary context (the one that CUDA's runtime API uses).
     ///
     /// # Errors
-    /// When libcuda or the device is missing or the context cannot be made. See [`CudaError`].
+    /// Returns an error if libcuda or the device is missing, or the context cannot be created. See [`CudaError`].
     pub fn new(ordinal: usize) -> Result<Arc<Self>, CudaError> {
         let devices = Self::count()?;
         if ordinal >= devices {
@@ -67,10 +66,10 @@ impl CudaDevice {
         Self::with_context(context)
     }
 
-    /// The device of a context that the program has made already.
+    /// Creates a device from an existing context.
     ///
     /// # Errors
-    /// When the driver lacks a call that is needed, or refuses one.
+    /// Returns an error if the driver lacks a required call, or refuses one.
     pub fn with_context(context: Arc<CudaContext>) -> Result<Arc<Self>, CudaError> {
         let driver = Driver::load()?;
         let has = |attribute| has_attribute(driver, context.cu_device(), attribute);
@@ -83,22 +82,22 @@ impl CudaDevice {
         Ok(Arc::new(CudaDevice { driver, captures: AtomicUsize::new(0), context, features }))
     }
 
-    /// The libcuda of this process: opened, with every call that this crate makes looked up, by the first call that needs it,
-    /// or by this one. Nothing is called in it yet.
+    /// Returns the path of the libcuda of this process. The first call that needs libcuda opens it and resolves every driver call of this
+    /// crate; this function does so too. It calls nothing in the library.
     ///
-    /// In this order: the file that `SYMMALLOC_CUDA_LIBRARY` names, and no other if it is set; a libcuda that the process has
-    /// opened already; `libcuda.so`; `libcuda.so.1`.
+    /// The search order is: the file that `SYMMALLOC_CUDA_LIBRARY` names, and no other file if that variable is set; a libcuda that the
+    /// process has already opened; `libcuda.so`; `libcuda.so.1`.
     ///
     /// # Errors
-    /// When no library can be opened, or the one found lacks a call. The answer does not change within a process.
+    /// Returns an error if no library can be opened, or the library lacks a required call. The result does not change within a process.
     pub fn library() -> Result<&'static Path, LoadError> {
         Driver::load().map(Driver::path)
     }
 
-    /// Number of devices that the driver shows.
+    /// Returns the number of devices that the driver reports.
     ///
     /// # Errors
-    /// When libcuda is missing or cannot be initialised.
+    /// Returns an error if libcuda is missing or cannot be initialized.
     pub fn count() -> Result<usize, CudaError> {
         let driver = Driver::load()?;
         // SAFETY: takes no pointers; may be called any number of times.
@@ -109,10 +108,10 @@ impl CudaDevice {
         Ok(usize::try_from(count).unwrap_or(0))
     }
 
-    /// The number of the device whose context is current on this thread; `None` where none is.
+    /// Returns the ordinal of the device whose context is current on this thread, or `None` if no context is current.
     ///
     /// # Errors
-    /// When libcuda is missing, or the driver refuses.
+    /// Returns an error if libcuda is missing, or the driver refuses.
     pub fn current() -> Result<Option<usize>, CudaError> {
         let driver = Driver::load()?;
         let mut context: CUcontext = std::ptr::null_mut();
@@ -133,7 +132,7 @@ impl CudaDevice {
             unsafe { driver.device_get(&raw mut device, ordinal) }?;
             Ok(device == current)
         };
-        // Drivers number devices as programs do, though nothing says that they must.
+        // Drivers use ordinals as device handles in practice, but nothing guarantees it.
         if matches!(is_current(current), Ok(true)) {
             return Ok(usize::try_from(current).ok());
         }
@@ -150,25 +149,25 @@ impl CudaDevice {
         self.driver
     }
 
-    /// The context.
+    /// Returns the context.
     pub fn context(&self) -> &Arc<CudaContext> {
         &self.context
     }
 
-    /// The device's number.
+    /// Returns the ordinal of the device.
     pub fn ordinal(&self) -> usize {
         self.context.ordinal()
     }
 
-    /// What the device can do.
+    /// Returns the capabilities of the device.
     pub fn features(&self) -> DeviceFeatures {
         self.features
     }
 
-    /// Free and total memory, read from the driver. Never read by the allocator itself (rule D4).
+    /// Returns free and total memory as reported by the driver. The allocator itself never reads them (rule D4).
     ///
     /// # Errors
-    /// When the driver refuses.
+    /// Returns an error if the driver refuses.
     pub fn memory_info(&self) -> Result<MemoryInfo, DriverError> {
         let _current = self.enter()?;
         let (mut free, mut total) = (0, 0);
@@ -177,11 +176,11 @@ impl CudaDevice {
         Ok(MemoryInfo { free_bytes: free as u64, total_bytes: total as u64 })
     }
 
-    /// Blocks the host until all work given to the context so far is done.
+    /// Blocks the host until all work submitted to the context so far is done.
     ///
     /// # Errors
-    /// When the driver refuses or reports that work failed. While a stream of the context is captured it refuses, and the capture is
-    /// invalid.
+    /// Returns an error if the driver refuses or reports that work failed. While a stream of the context is being captured, the driver
+    /// refuses and invalidates the capture.
     pub fn synchronize(&self) -> Result<(), DriverError> {
         let _current = self.enter()?;
         // For captures on other devices.
@@ -190,13 +189,13 @@ impl CudaDevice {
         unsafe { self.driver.context_synchronize() }
     }
 
-    /// Number of driver calls that this crate made in this process so far, over all devices and threads. A difference of
-    /// zero around an allocation shows that it came from the cache.
+    /// Returns the number of driver calls that this crate has made in this process, over all devices and threads. A difference of zero
+    /// around an allocation shows that it was served from the cache.
     pub fn driver_calls() -> u64 {
         Driver::calls()
     }
 
-    /// The device's UUID: the same in every process.
+    /// Returns the device's UUID, which is the same in every process.
     pub(crate) fn uuid(&self) -> Result<[u8; 16], DriverError> {
         let mut uuid = [0; 16];
         // SAFETY: `uuid` is valid for writing.
@@ -208,7 +207,8 @@ impl CudaDevice {
         self.context.cu_device()
     }
 
-    /// Whether the peer's kernels can be given access to this device's memory.
+    /// Returns the device handle of a peer whose kernels can access this device's memory, or `None` if they cannot or the peer does not
+    /// exist.
     pub(crate) fn can_be_accessed_by(&self, peer: usize) -> Result<Option<CUdevice>, DriverError> {
         let mut count = 0;
         // SAFETY: `count` is valid for writing.
@@ -222,8 +222,8 @@ impl CudaDevice {
         Ok((can != 0).then_some(device))
     }
 
-    /// Whether a stream of the device may be being captured: a capture that was begun with
-    /// [`GraphPool::begin`](crate::GraphPool::begin) is under way, or a [`CaptureWatch`](crate::CaptureWatch) lives.
+    /// Returns `true` if a stream of the device may be under capture: a capture that [`GraphPool::begin`](crate::GraphPool::begin) started
+    /// is in progress, or a [`CaptureWatch`](crate::CaptureWatch) is alive.
     #[inline]
     pub fn is_capturing(&self) -> bool {
         self.captures.load(Ordering::Acquire) > 0
@@ -237,18 +237,17 @@ impl CudaDevice {
         self.captures.fetch_sub(1, Ordering::AcqRel);
     }
 
-    /// Puts this thread into the relaxed capture mode until the guard is dropped. In the global mode, which threads begin in, the driver
-    /// refuses calls that are no work of a stream (to get memory, to ask or wait for an event) while any thread captures in that mode,
-    /// and the capture is invalid. So it is for calls that have nothing to do with what is captured.
+    /// Puts this thread into the relaxed capture mode until the guard is dropped. In the global mode, which is the default of every thread,
+    /// the driver refuses calls that are not stream work (allocating memory, querying or waiting for an event) while any thread captures in
+    /// that mode, and invalidates the capture. Use the relaxed mode only for calls that are unrelated to the captured work.
     pub fn relax_capture(&self) -> RelaxedCapture {
         self.driver.relax_capture()
     }
 
-    /// Makes the context current on this thread until the guard is dropped, for calls of other libraries that work in the
-    /// current context.
+    /// Makes the context current on this thread until the guard is dropped, for calls of other libraries that use the current context.
     ///
     /// # Errors
-    /// When the driver refuses.
+    /// Returns an error if the driver refuses.
     pub fn enter(&self) -> Result<CurrentContext<'_>, DriverError> {
         let mut before: CUcontext = std::ptr::null_mut();
         // SAFETY: `before` is valid for writing.
@@ -262,19 +261,20 @@ impl CudaDevice {
     }
 }
 
-/// What a driver may say of streams and events while their context is not current.
+/// Codes that a driver may return for streams and events whose context is not current.
 const NOT_HERE: [i32; 2] = [INVALID_CONTEXT, INVALID_HANDLE];
 
 impl CudaDevice {
-    /// Makes a call about a stream of the device and its events. They name their context, so the driver does not need it to be
-    /// current: it is asked for, which is a call of its own, only where the driver did not find it.
+    /// Makes a call about a stream of the device and its events. These handles identify their context, so the call is tried first without
+    /// making the context current, which would cost an extra driver call. If the driver needs the context, it is made current and the call
+    /// is repeated.
     #[inline]
     pub(crate) fn call_about(
         &self,
         stream: CUstream,
         call: impl Fn() -> Result<(), DriverError>,
     ) -> Result<(), DriverError> {
-        // The default streams have the same names in all contexts, 0 to 2, and mean the current one's.
+        // The default streams have the same handles, 0 to 2, in all contexts, and refer to the current context.
         if stream as usize > 2 {
             match call() {
                 Err(error) if NOT_HERE.contains(&error.code) => {}
@@ -300,16 +300,16 @@ impl fmt::Debug for CudaDevice {
 
 fn has_attribute(driver: &Driver, device: CUdevice, attribute: c_int) -> bool {
     let mut value = 0;
-    // SAFETY: `value` is valid for writing; an attribute that the driver does not know is an error.
+    // SAFETY: `value` is valid for writing; the driver returns an error for an unknown attribute.
     unsafe { driver.device_attribute(&raw mut value, attribute, device) }.is_ok() && value != 0
 }
 
-/// The device's context is current on this thread; dropped, the one before is. See [`CudaDevice::enter`].
-#[must_use = "the context is current only as long as this lives"]
+/// Guard that keeps the device's context current on this thread. Dropping it restores the previous context. See [`CudaDevice::enter`].
+#[must_use = "the context is current only while the guard is alive"]
 pub struct CurrentContext<'a> {
     driver: &'a Driver,
     pushed: bool,
-    /// It is about this thread, and stays on it.
+    /// Not `Send`: the guard concerns this thread.
     thread: PhantomData<*mut ()>,
 }
 
@@ -323,13 +323,13 @@ impl Drop for CurrentContext<'_> {
     fn drop(&mut self) {
         if self.pushed {
             let mut popped: CUcontext = std::ptr::null_mut();
-            // SAFETY: `popped` is valid for writing. Fails only when other code popped in between: nothing to restore then.
+            // SAFETY: `popped` is valid for writing. Fails only if other code popped in between, and then there is nothing to restore.
             let _popped = unsafe { self.driver.context_pop(&raw mut popped) };
         }
     }
 }
 
-/// Puts back, when dropped, what was the thread's current context: for cudarc's calls, which change it.
+/// Guard that restores the thread's current context when it is dropped, for cudarc's calls, which change it.
 pub(crate) struct RestoreCurrent {
     driver: &'static Driver,
     before: CUcontext,
@@ -346,8 +346,8 @@ impl RestoreCurrent {
 
 impl Drop for RestoreCurrent {
     fn drop(&mut self) {
-        // SAFETY: it was current when this guard was made. If it was destroyed since, the driver refuses, and the
-        // thread is left without a live context.
+        // SAFETY: the context was current when this guard was created. If it was destroyed since, the driver refuses, and the thread is
+        // left without a live context.
         let _restored = unsafe { self.driver.context_set(self.before) };
     }
 }

@@ -1,15 +1,14 @@
 //! The driver calls of this crate, resolved once.
 //!
-//! cudarc resolves a symbol when it is first called, and panics when it is not there; its `CUresult` is a Rust enum, so a
-//! code that is newer than the bindings has no valid value. An allocator must survive both. So its own calls go through
-//! this table: every symbol is looked up before anything is called, a missing one is a [`LoadError`], and codes are plain
-//! integers.
+//! cudarc resolves a symbol at its first call and panics if it is missing. Its `CUresult` is a Rust enum, so a code that is newer than the
+//! bindings has no valid value. An allocator must survive both cases, so this crate's calls go through a table: every symbol is resolved
+//! before anything is called, a missing symbol is a [`LoadError`], and codes are plain integers.
 //!
 //! ```text
 //!  Driver::load ── Libcuda::find ── every symbol there? ── Driver ── method per call ── Result<(), DriverError>
 //! ```
-//! After `Driver::load` no symbol is looked up any more: a library that stands between a program and libcuda, and is itself made
-//! of this crate, has only that one call to keep itself out of.
+//! After `Driver::load` no more symbols are resolved. A library that interposes libcuda and itself uses this crate only needs to exclude
+//! this one call from interposition.
 
 use crate::error::{DriverError, LoadError};
 use crate::library::Libcuda;
@@ -21,7 +20,7 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// `CUmemLocation` of a device, as all versions of CUDA lay it out.
+/// `CUmemLocation` of a device. The layout is the same in all versions of CUDA.
 #[derive(Clone, Copy, PartialEq, Eq)]
 #[repr(C)]
 pub(crate) struct MemLocation {
@@ -36,13 +35,13 @@ impl MemLocation {
     }
 }
 
-/// `CUmemAllocationProp`, as all versions of CUDA lay it out.
+/// `CUmemAllocationProp`. The layout is the same in all versions of CUDA.
 #[derive(Clone, Copy)]
 #[repr(C)]
 pub(crate) struct MemProperties {
     /// 1: pinned, the only kind.
     pub(crate) kind: c_int,
-    /// [`HANDLE_POSIX_FD`] and [`HANDLE_FABRIC`], or-ed.
+    /// Bitwise OR of [`HANDLE_POSIX_FD`] and [`HANDLE_FABRIC`].
     pub(crate) handle_types: c_uint,
     pub(crate) location: MemLocation,
     pub(crate) win32: *mut c_void,
@@ -95,7 +94,7 @@ pub(crate) const CAPTURE_NONE: c_int = 0;
 /// `CU_STREAM_CAPTURE_STATUS_ACTIVE`.
 pub(crate) const CAPTURE_ACTIVE: c_int = 1;
 
-/// Device attributes, by number: numbers never change, and older headers lack some names.
+/// Device attributes by number: the numbers never change, and older headers lack some of the names.
 pub(crate) mod attribute {
     use std::ffi::c_int;
     pub(crate) const VIRTUAL_MEMORY: c_int = 102;
@@ -104,10 +103,10 @@ pub(crate) mod attribute {
     pub(crate) const FABRIC: c_int = 128;
 }
 
-/// Driver calls that this crate made in this process.
+/// Number of driver calls that this crate made in this process.
 static CALLS: AtomicU64 = AtomicU64::new(0);
 
-/// Symbols that cudarc itself calls on the paths of this crate and of `symmalloc-nccl`: it would panic without them.
+/// Symbols that cudarc itself calls in code paths of this crate and of `symmalloc-nccl`. cudarc would panic without them.
 const USED_BY_CUDARC: [&str; 14] = [
     "cuDevicePrimaryCtxRetain",
     "cuDevicePrimaryCtxRelease_v2",
@@ -146,7 +145,7 @@ macro_rules! driver_calls {
 
             $(
                 /// # Safety
-                /// As the call of this name in the CUDA driver API: handles live, pointers valid.
+                /// See the call of this name in the CUDA driver API: handles must be live and pointers valid.
                 #[allow(clippy::too_many_arguments, reason = "the driver's signature")]
                 #[inline]
                 pub(crate) unsafe fn $name(&self, $($arg: $type),*) -> Result<(), DriverError> {
@@ -209,7 +208,7 @@ driver_calls! {
 }
 
 impl Driver {
-    /// The driver of this process.
+    /// Returns the driver of this process.
     pub(crate) fn load() -> Result<&'static Driver, LoadError> {
         static DRIVER: OnceLock<Result<Driver, LoadError>> = OnceLock::new();
         DRIVER.get_or_init(Driver::open).as_ref().map_err(Clone::clone)
@@ -218,7 +217,7 @@ impl Driver {
     fn open() -> Result<Driver, LoadError> {
         let library = Libcuda::find()?;
         for name in USED_BY_CUDARC {
-            // SAFETY: looked up only, never called through this type.
+            // SAFETY: only resolved, never called through this type.
             unsafe { library.symbol::<unsafe extern "C" fn()>(name) }?;
         }
         let driver = Driver::resolve(&library)?;
@@ -226,12 +225,12 @@ impl Driver {
         Ok(driver)
     }
 
-    /// The file that the calls came from.
+    /// Returns the path of the library that the calls were resolved from.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Driver calls made by this crate in this process so far.
+    /// Returns the number of driver calls that this crate has made in this process.
     pub(crate) fn calls() -> u64 {
         CALLS.load(Ordering::Relaxed)
     }
@@ -241,19 +240,19 @@ impl Driver {
         let mut mode = CAPTURE_RELAXED;
         // SAFETY: `mode` is valid for reading and writing.
         let exchanged = unsafe { self.exchange_capture_mode(&raw mut mode) };
-        // A driver that refuses this is lost, and the calls that follow say so.
+        // If the driver refuses this, it has failed entirely, and the next calls report the error.
         RelaxedCapture { driver: self, before: exchanged.ok().map(|()| mode), thread: PhantomData }
     }
 }
 
-/// This thread makes calls that stream captures would otherwise forbid; dropped, its mode is the one before. See
+/// Guard that lets this thread make calls that stream captures would otherwise forbid. Dropping it restores the previous mode. See
 /// [`CudaDevice::relax_capture`](crate::CudaDevice::relax_capture).
-#[must_use = "the mode is relaxed only as long as this lives"]
+#[must_use = "the mode is relaxed only while the guard is alive"]
 pub struct RelaxedCapture {
     driver: &'static Driver,
-    /// The thread's mode before; `None` when it could not be changed.
+    /// The thread's previous mode; `None` if it could not be changed.
     before: Option<c_int>,
-    /// It is about this thread, and stays on it.
+    /// Not `Send`: the guard concerns this thread.
     thread: PhantomData<*mut ()>,
 }
 
@@ -266,7 +265,7 @@ impl fmt::Debug for RelaxedCapture {
 impl Drop for RelaxedCapture {
     fn drop(&mut self) {
         if let Some(mut mode) = self.before {
-            // SAFETY: `mode` is valid for reading and writing, and a mode that the driver gave. It cannot fail then.
+            // SAFETY: `mode` is valid for reading and writing, and the driver returned this mode, so the call cannot fail.
             let _restored = unsafe { self.driver.exchange_capture_mode(&raw mut mode) };
         }
     }

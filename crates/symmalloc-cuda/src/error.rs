@@ -1,4 +1,4 @@
-//! What can go wrong with the driver: the library, the call, the code, and what to do about it.
+//! Errors of the driver: the library, the call, the code, and a suggested action.
 
 use crate::resize::ResizeError;
 use std::fmt;
@@ -9,7 +9,7 @@ use symmalloc_core::ids::PoolId;
 use symmalloc_core::sleep::SleepError;
 use thiserror::Error;
 
-/// libcuda could not be used at all. Nothing was called in it.
+/// libcuda could not be used. No call was made.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum LoadError {
@@ -19,26 +19,26 @@ pub enum LoadError {
          the file in SYMMALLOC_CUDA_LIBRARY", .tried.join("; ")
     )]
     LibraryMissing {
-        /// Each name tried, in order, with the system's reason.
+        /// Each name that was tried, in order, with the system's error message.
         tried: Vec<String>,
     },
-    /// The library lacks a call that is needed: the driver is older than the program, or it is not libcuda.
+    /// The library lacks a required call: the driver is older than the program, or the file is not libcuda.
     #[error(
         "{path} has no {symbol}: the driver is too old, install a newer one (CUDA 11.4 at least); or name another file in \
          SYMMALLOC_CUDA_LIBRARY"
     )]
     SymbolMissing {
-        /// The library.
+        /// Path of the library.
         path: String,
-        /// The call.
+        /// Name of the missing call.
         symbol: &'static str,
     },
 }
 
-/// A driver call that failed.
+/// A failed driver call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct DriverError {
-    /// The call, for example `cuMemCreate`.
+    /// Name of the call, for example `cuMemCreate`.
     pub call: &'static str,
     /// The driver's code (`CUresult`).
     pub code: i32,
@@ -68,17 +68,17 @@ pub(crate) const CAPTURE_ISOLATION: i32 = 905;
 pub(crate) const CAPTURE_IMPLICIT: i32 = 906;
 
 impl DriverError {
-    /// What the code means for an allocator.
+    /// Returns the meaning of the code for an allocator.
     pub fn reason(&self) -> Reason {
         match self.code {
             OUT_OF_MEMORY => Reason::OutOfMemory,
-            // Codes after which every call in the context fails, by the driver's own documentation.
+            // Codes after which every call in the context fails, according to the driver's documentation.
             46 | 214 | 220 | 226 | 700 | 702 | 709 | 710 | 714..=719 => Reason::DeviceLost,
             _ => Reason::Refused,
         }
     }
 
-    /// The code's name, for the codes an allocator can meet.
+    /// Returns the name of the code, for codes that an allocator can encounter.
     pub fn name(&self) -> &'static str {
         match self.code {
             INVALID_VALUE => "CUDA_ERROR_INVALID_VALUE",
@@ -126,10 +126,10 @@ impl DriverError {
             }
             (NO_DEVICE | INVALID_DEVICE, _) => "check nvidia-smi and CUDA_VISIBLE_DEVICES",
             (802, _) => "start nvidia-fabricmanager, or wait for it",
-            (803 | 804, _) => "library and kernel module of the driver differ: update both, and restart",
+            (803 | 804, _) => "the driver's library and kernel module differ: update both, and restart",
             (999, _) => "check dmesg and nvidia-smi; the kernel module may need to be reloaded",
             (CAPTURE_UNSUPPORTED | 901 | CAPTURE_ISOLATION, _) => {
-                "a stream capture forbids it: do it before the capture"
+                "the call is not allowed during a stream capture: make it before the capture begins"
             }
             (_, Reason::DeviceLost) => "a kernel failed or the device is gone: end the process; its context is lost",
             _ => "see the documentation of the call",
@@ -158,7 +158,7 @@ impl From<BackendError> for DriverError {
     }
 }
 
-/// Why an operation of this crate failed.
+/// The error type of this crate's operations.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum CudaError {
@@ -168,102 +168,108 @@ pub enum CudaError {
     /// The driver refused a call.
     #[error(transparent)]
     Driver(#[from] DriverError),
-    /// There is no such device.
-    #[error("there is no device {ordinal}, the driver shows {devices}: check nvidia-smi and CUDA_VISIBLE_DEVICES")]
+    /// The device does not exist.
+    #[error("there is no device {ordinal}, the driver reports {devices}: check nvidia-smi and CUDA_VISIBLE_DEVICES")]
     NoSuchDevice {
-        /// The ordinal asked for.
+        /// The requested ordinal.
         ordinal: usize,
-        /// Number of devices the driver shows.
+        /// Number of devices that the driver reports.
         devices: usize,
     },
     /// The device cannot reach its peer's memory, or the memory cannot be mapped for it.
     #[error("device {peer} cannot access the memory of device {ordinal}: leave it out of the peers")]
     NoPeerAccess {
-        /// The device that has the memory.
+        /// The device that owns the memory.
         ordinal: usize,
-        /// The device that was to access it.
+        /// The device that should get access.
         peer: usize,
     },
     /// The chunk size is not a positive multiple of the device's granularity.
     #[error("chunks of {chunk_bytes} bytes cannot be mapped: use a positive multiple of {granularity_bytes}")]
     ChunkSize {
-        /// The size given.
+        /// The requested chunk size in bytes.
         chunk_bytes: u64,
-        /// What the device maps at least.
+        /// The device's mapping granularity in bytes.
         granularity_bytes: u64,
     },
-    /// The amount of memory to be made ahead of growth is less than a chunk, or no multiple of the device's granularity.
+    /// The prefetch size is smaller than a chunk, or not a multiple of the device's granularity.
     #[error(
-        "{prefetch_bytes} bytes cannot be made ahead: use a multiple of {granularity_bytes}, and at least a chunk, which is \
+        "cannot prefetch {prefetch_bytes} bytes: use a multiple of {granularity_bytes} that is at least the chunk size, \
          {chunk_bytes}"
     )]
     PrefetchSize {
-        /// The amount given.
+        /// The requested size in bytes.
         prefetch_bytes: u64,
-        /// The largest chunk.
+        /// Size of the largest chunk in bytes.
         chunk_bytes: u64,
-        /// What the device maps at least.
+        /// The device's mapping granularity in bytes.
         granularity_bytes: u64,
     },
-    /// The address space to be handed out in descending order is not a positive multiple of the device's granularity.
-    #[error("addresses cannot descend in {size_bytes} bytes: use a positive multiple of {granularity_bytes}")]
+    /// The address space for descending addresses is not a positive multiple of the device's granularity.
+    #[error(
+        "cannot reserve {size_bytes} bytes for descending addresses: use a positive multiple of {granularity_bytes}"
+    )]
     AddressSpace {
-        /// The size given.
+        /// The requested size in bytes.
         size_bytes: u64,
-        /// What the device maps at least.
+        /// The device's mapping granularity in bytes.
         granularity_bytes: u64,
     },
-    /// The stream is the one that has a different meaning in each thread (handle 2).
-    #[error("the per-thread default stream names another stream in every thread: create a stream and register that")]
+    /// The stream is the per-thread default stream (handle 2), which differs in each thread.
+    #[error(
+        "the per-thread default stream is a different stream in each thread: create a stream and register it instead"
+    )]
     PerThreadStream,
     /// The stream belongs to another context.
     #[error("the stream belongs to another context than the allocator: use a stream of the allocator's context")]
     ForeignStream,
-    /// The stream is being captured by the program itself.
-    #[error("the stream is being captured already: begin the capture with GraphPool::begin")]
+    /// The program is already capturing the stream.
+    #[error("the stream is already being captured: begin the capture with GraphPool::begin")]
     AlreadyCapturing,
     /// The capture recorded nothing or was invalidated.
     #[error("the capture ended without a graph: nothing was submitted to the stream, or a call in it was not allowed")]
     EmptyCapture,
-    /// The configuration does not hold together.
+    /// The configuration is invalid.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// The allocator refused.
+    /// The allocator refused an allocation.
     #[error(transparent)]
     Allocate(#[from] AllocateError),
-    /// The allocator refused.
+    /// The allocator refused a stream.
     #[error(transparent)]
     Stream(#[from] StreamError),
-    /// The allocator refused.
+    /// The allocator refused to create or change a pool.
     #[error(transparent)]
     Pool(#[from] PoolError),
-    /// The allocator refused.
+    /// The allocator failed to trim.
     #[error(transparent)]
     Trim(#[from] TrimError),
-    /// A pool or stream does not exist.
+    /// The pool or stream does not exist.
     #[error(transparent)]
     Unknown(#[from] UnknownError),
-    /// The pool did not fall asleep, or did not wake.
+    /// The pool could not be put to sleep or woken.
     #[error(transparent)]
     Sleep(#[from] SleepError),
-    /// The pool was not resized.
+    /// The pool could not be resized.
     #[error(transparent)]
     Resize(Box<ResizeError>),
-    /// Memory that the graph uses is not there.
-    #[error("the graph uses memory of {pool}, which sleeps: wake it first")]
+    /// A pool whose memory the graph uses is asleep.
+    #[error("the graph uses memory of {pool}, which is asleep: wake it first")]
     GraphSleeps {
         /// The pool.
         pool: PoolId,
     },
-    /// The device has no virtual memory: addresses cannot outlive their memory.
-    #[error("memory comes from cuMemAlloc here, and its addresses go with it: a pool cannot sleep")]
+    /// The device has no virtual memory, so addresses cannot outlive their memory.
+    #[error(
+        "pools cannot sleep without virtual memory: memory from cuMemAlloc loses its addresses when it is released"
+    )]
     NoSleep,
-    /// The size in bytes is more than an address can hold.
-    #[error("{len} elements of {element_bytes} bytes are more than can be addressed")]
+    /// The size in bytes exceeds the range of an address.
+    #[error("{len} elements of {element_bytes} bytes exceed the address space")]
     TooLarge {
         /// Number of elements.
         len: usize,
-        /// Size of one, in bytes.
+        /// Size of one element in bytes.
         element_bytes: usize,
     },
 }
@@ -274,14 +280,14 @@ impl From<ResizeError> for CudaError {
     }
 }
 
-/// What went wrong where no error could be returned: in a `Drop`, or while a pointer was taken.
+/// An error in a place that cannot return one: in a `Drop` implementation, or while a pointer is taken.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum DropError {
     /// A buffer could not be freed; its memory stays allocated.
     #[error("a buffer could not be freed: {0}")]
     Free(#[from] FreeError),
-    /// A use on another stream could not be noted or ordered. The host waited for the work instead, where it could.
+    /// A use on another stream could not be recorded or ordered. The host waited for the work instead, if possible.
     #[error("a use on another stream could not be ordered: {0}")]
     Order(#[from] BackendError),
 }
@@ -290,8 +296,8 @@ pub enum DropError {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DropErrors {
-    /// How many there were.
+    /// Number of errors.
     pub count: u64,
-    /// The last one.
+    /// The last error.
     pub last: Option<DropError>,
 }

@@ -1,8 +1,8 @@
-//! Deterministic device memory for CUDA: the placements of `symmalloc-core` on real GPUs, and buffers that fit cudarc.
+//! Deterministic device memory for CUDA: the placements of `symmalloc-core` on real GPUs, with buffers that integrate with cudarc.
 //!
-//! A runtime asks this crate for memory where it would ask `cuMemAlloc`, and gets what the core promises: the n-th
-//! allocation lies at the same segment and offset on every rank and in every run, uses by other streams are waited for on
-//! the device and never polled, and in a steady state no allocation makes a driver call.
+//! A runtime allocates memory through this crate instead of `cuMemAlloc`, with the core's guarantees. The n-th allocation has the same
+//! segment and offset on every rank and in every run. Uses by other streams are waited for on the device and never polled. In a steady
+//! state, no allocation makes a driver call.
 //!
 //! # Examples
 //! ```no_run
@@ -14,7 +14,7 @@
 //! let allocator = CudaAllocator::new(&device, Config::default())?;
 //!
 //! let mut input = allocator.alloc_zeroed_named::<f32>(&compute, 4096, "input")?;
-//! copies.memcpy_htod(&vec![1.0_f32; 4096], &mut input)?; // waits for `compute`, and is noted as a use
+//! copies.memcpy_htod(&vec![1.0_f32; 4096], &mut input)?; // waits for `compute`, and is recorded as a use
 //! let host = compute.clone_dtoh(&input)?; // waits for `copies`
 //! drop(input); // the next user of the memory waits for `copies` on the device
 //! compute.synchronize()?;
@@ -22,67 +22,68 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! # What there is
-//! | type | what it is |
+//! # Types
+//! | type | description |
 //! |---|---|
-//! | [`CudaDevice`] | a device with a context: its primary one, or your own |
+//! | [`CudaDevice`] | a device with its primary context, or a context of the program |
 //! | [`CudaAllocator`] | the allocator, shared by threads, one per device |
-//! | [`DeviceBuffer`] | memory that is freed when dropped and goes wherever a `CudaSlice` goes |
-//! | [`BufferPart`], [`SharedPart`] | parts of a buffer that are owned: disjoint ones that may be written, and ones that are only read |
-//! | [`LentSlice`] | a buffer as a `CudaSlice`, for interfaces that take nothing else |
+//! | [`DeviceBuffer`] | memory that is freed when dropped and can be used wherever a `CudaSlice` can |
+//! | [`BufferPart`], [`SharedPart`] | owned parts of a buffer: disjoint writable parts, and read-only parts |
+//! | [`LentSlice`] | a buffer as a `CudaSlice`, for interfaces that accept only that type |
 //! | [`StreamAllocator`] | the allocator for one stream, whose buffers borrow it |
-//! | [`Pool`] | a policy of its own, for a part of the program |
+//! | [`Pool`] | a separate policy for a part of the program |
 //! | [`PinnedAllocator`], [`PinnedBuffer`] | the same for page-locked host memory |
-//! | [`GraphPool`], [`DeviceGraph`] | memory that a captured graph keeps |
-//! | [`Export`], [`Import`] | memory of one process in another one, without a copy |
-//! | [`CudaBackend`] | the driver behind all this, for a core allocator that you drive yourself |
+//! | [`GraphPool`], [`DeviceGraph`] | memory that a captured graph keeps alive |
+//! | [`Export`], [`Import`] | memory that processes share without a copy |
+//! | [`CudaBackend`] | the backend, for a core allocator that the program drives directly |
 //!
-//! # Beside other crates that use cudarc
-//! Features of cudarc add up over a whole build. This crate compiles and works with whatever others turn on there, and turns on
-//! only what it needs itself (`std`, `driver`, `fallback-dynamic-loading`).
+//! # Use with other crates that depend on cudarc
+//! Cargo unifies cudarc's features over a whole build. This crate works with any features that other crates enable, and enables only those
+//! that it needs (`std`, `driver`, `fallback-dynamic-loading`).
 //!
-//! cudarc's bindings follow one version of the CUDA headers, and so **exactly one** of the features `cuda-11040` ... `cuda-13040` (or
-//! `cuda-version-from-build-system`) must be chosen, by the program at the end of the line or by one of the crates it uses:
+//! cudarc's bindings target one version of the CUDA headers. Therefore **exactly one** of the features `cuda-11040` ... `cuda-13040` (or
+//! `cuda-version-from-build-system`) must be enabled, by the final program or by one of its dependencies:
 //!
-//! | situation | what to do |
+//! | situation | action |
 //! |---|---|
-//! | cudarc's build script says "Must specify one of the following features" | name one here: `symmalloc-cuda = { features = ["cuda-12080"] }`, the oldest that the program must run with |
-//! | candle, or another crate, names one already | name none |
-//! | two are named: cudarc stops with some 190 errors about duplicate definitions | remove one of them; `cargo tree -e features -i cudarc` says who names which. If both are named here, this crate's build script says so as well |
-//! | the version is to come from the machine that builds | `CUDARC_CUDA_VERSION=13000` in the environment and no feature at all, or `cuda-version-from-build-system`, which asks `nvcc` |
+//! | cudarc's build script reports "Must specify one of the following features" | enable one here: `symmalloc-cuda = { features = ["cuda-12080"] }`, the oldest version that the program must support |
+//! | candle, or another crate, already enables one | enable none |
+//! | two are enabled: cudarc fails to build with about 190 errors about duplicate definitions | remove one of them; `cargo tree -e features -i cudarc` shows which crate enables which. If both are enabled here, this crate's build script also reports it |
+//! | the build machine determines the version | `CUDARC_CUDA_VERSION=13000` in the environment and no feature, or `cuda-version-from-build-system`, which queries `nvcc` |
 //!
-//! This crate behaves alike with all versions: it resolves its own driver calls. Within the repository `.cargo/config.toml` chooses.
+//! This crate behaves identically with all versions, because it resolves its own driver calls. Within the repository, `.cargo/config.toml`
+//! selects the version.
 //!
-//! libcuda is opened when it is first needed, so everything builds and runs without CUDA, up to the first
-//! [`CudaDevice::new`], which then returns an error that says what was tried and what is missing. Another file than the usual ones is
-//! named in `SYMMALLOC_CUDA_LIBRARY`, see [`CudaDevice::library`]. With cudarc's feature `dynamic-linking`, which candle sets, the
-//! linker needs libcuda to build the program and the loader to start it; this crate uses that same library. cudarc does not build with
-//! both `dynamic-linking` and `dynamic-loading`: leave the second out.
+//! libcuda is opened at its first use, so everything builds and runs without CUDA up to the first [`CudaDevice::new`], which then returns
+//! an error that lists the attempts and the missing library. `SYMMALLOC_CUDA_LIBRARY` names a different library file, see
+//! [`CudaDevice::library`]. With cudarc's feature `dynamic-linking`, which candle enables, the linker needs libcuda to build the program
+//! and the loader needs it to start the program; this crate uses that same library. cudarc does not build with both `dynamic-linking` and
+//! `dynamic-loading`: do not enable the latter.
 //!
 //! # Errors
-//! No call of this crate panics because of the driver: [`LoadError`] when the library or a call in it is missing,
-//! [`DriverError`] with the call, the code and what to do about it otherwise. cudarc's own safe calls still panic when a
-//! symbol is missing that this crate does not need.
+//! No call of this crate panics because of the driver. It returns a [`LoadError`] if the library or a call in it is missing, and otherwise
+//! a [`DriverError`] with the call, the code and a suggested action. cudarc's own safe calls still panic if a symbol is missing that this
+//! crate does not need.
 //!
 //! # Implementation
-//! Rooms, each using only those above it:
+//! Modules, each using only those above it:
 //!
-//! | room | what is there |
+//! | module | contents |
 //! |---|---|
-//! | `error.rs`, `library.rs`, `loading.rs`, `driver.rs`, `call_counters.rs`, `device.rs` | libcuda, found; its calls, resolved and counted; a device with its context |
-//! | `memory/` | where bytes come from: virtual memory in chunks, made ahead of growth where asked for, or allocations of the driver |
+//! | `error.rs`, `library.rs`, `loading.rs`, `driver.rs`, `call_counters.rs`, `device.rs` | locating libcuda; resolving and counting its calls; a device with its context |
+//! | `memory/` | sources of memory: virtual memory in chunks, optionally prefetched for growth, or driver allocations |
 //! | `streams/` | registered streams, events, captures |
 //! | `backend.rs` | memory and streams together: the core's backend |
 //! | `pools/` | the core's allocator with CUDA's streams, pools as scopes |
-//! | `allocator.rs`, `steps.rs` | the names by which programs use them; steps that follow plans |
-//! | `sleep.rs` (after `graphs/`) | pools that give their memory back for a while |
-//! | `resize.rs` | pools that hold a quota of memory |
-//! | `buffers/` | device and pinned buffers, their views, and which streams used them |
-//! | `sharing/` | memory that goes to another process, and comes from one |
-//! | `graphs/`, `metrics.rs` | captures into graphs; statistics |
+//! | `allocator.rs`, `steps.rs` | the public allocator types; steps that follow plans |
+//! | `sleep.rs` (after `graphs/`) | pools that release their memory temporarily |
+//! | `resize.rs` | pools with a memory quota |
+//! | `buffers/` | device and pinned buffers, their views, and the tracking of their uses |
+//! | `sharing/` | export of memory to another process, and import from one |
+//! | `graphs/`, `metrics.rs` | graph captures; statistics |
 //!
-//! An allocation finds its pool's side of the stream in a table without a lock, and asks the core; a drop gives the handle back
-//! to the core. `unsafe` stands only where the driver is called, pointers are taken apart or cudarc's traits demand it.
+//! An allocation looks up its pool's state for the stream in a lock-free table, and calls the core. A drop returns the handle to the core.
+//! `unsafe` code appears only where the driver is called, raw pointers are decomposed, or cudarc's traits require it.
 
 mod allocator;
 mod backend;

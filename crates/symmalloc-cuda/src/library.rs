@@ -1,11 +1,11 @@
-//! libcuda: where it is, and what it has.
+//! Locates libcuda and resolves its symbols.
 //!
 //! ```text
 //!  $SYMMALLOC_CUDA_LIBRARY ── a libcuda that this process has opened already ── libcuda.so ── libcuda.so.1
 //!         set: this one or none        linked, PyTorch's, cudarc's                cudarc's order
 //! ```
-//! The look-up is this crate's own, so it is the same whether other crates make cudarc link libcuda or open it. A process has one
-//! libcuda: it is taken from memory if it is there.
+//! The lookup does not depend on cudarc, so it is the same whether other crates make cudarc link libcuda or open it. A process has only one
+//! libcuda, so a library that is already loaded takes precedence.
 
 use crate::error::LoadError;
 use crate::loading;
@@ -13,20 +13,20 @@ use libloading::Library;
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
-/// The variable that names the file to open, in place of all others.
+/// Environment variable that names the file to open, instead of all others.
 const LIBRARY_VARIABLE: &str = "SYMMALLOC_CUDA_LIBRARY";
 
-/// The names under which the driver is installed. cudarc, where it opens libcuda itself, tries them too, in this order.
+/// Names under which the driver is installed. When cudarc opens libcuda itself, it tries the same names in this order.
 const NAMES: &[&str] = if cfg!(windows) { &["nvcuda.dll"] } else { &["libcuda.so", "libcuda.so.1"] };
 
-/// A libcuda that was opened. Never closed.
+/// An opened libcuda. Never closed.
 pub(crate) struct Libcuda {
     library: &'static Library,
     path: PathBuf,
 }
 
 impl Libcuda {
-    /// The libcuda of this process.
+    /// Returns the libcuda of this process.
     pub(crate) fn find() -> Result<Libcuda, LoadError> {
         match std::env::var_os(LIBRARY_VARIABLE).filter(|path| !path.is_empty()) {
             Some(path) => Self::named(&path),
@@ -34,36 +34,36 @@ impl Libcuda {
         }
     }
 
-    /// The file of this name. cudarc looks for its libcuda by itself, so one of the usual names must lead to one as well: to
-    /// this file, once it is open, if it carries the driver's own name (`libcuda.so.1`) inside.
+    /// Opens the file of this name. cudarc searches for libcuda separately, so one of the usual names must also resolve: either to an
+    /// installed library, or to this file after it is open, if its soname is the driver's (`libcuda.so.1`).
     fn named(path: &OsStr) -> Result<Libcuda, LoadError> {
-        // SAFETY: libcuda's initialisers may run at any time.
+        // SAFETY: libcuda's initializers may run at any time.
         let opened = unsafe { loading::named(path) }.map_err(|tried| LoadError::LibraryMissing { tried })?;
         Self::installed()?;
         Ok(Self::of(opened, path))
     }
 
     fn installed() -> Result<Libcuda, LoadError> {
-        // SAFETY: libcuda's initialisers may run at any time.
+        // SAFETY: libcuda's initializers may run at any time.
         let found = unsafe { loading::first_of(NAMES.iter().rev(), NAMES) };
         found.map(|(library, name)| Self::of(library, name)).map_err(|tried| LoadError::LibraryMissing { tried })
     }
 
     fn of(library: Library, name: &OsStr) -> Libcuda {
-        // Never closed: the driver does not support it, and the calls that were resolved outlive every owner.
+        // Never closed: the driver does not support it, and the resolved calls outlive every owner.
         let library: &'static Library = Box::leak(Box::new(library));
         Libcuda { library, path: loading::path_of(library, "cuInit").unwrap_or_else(|| PathBuf::from(name)) }
     }
 
-    /// The file, where the system says so; its name otherwise.
+    /// Returns the path of the file if the system reports it, and its name otherwise.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
-    /// A call of the library.
+    /// Resolves a symbol of the library.
     ///
     /// # Safety
-    /// `F` is the type of a function pointer, and the call's.
+    /// `F` is a function pointer type with the symbol's signature.
     pub(crate) unsafe fn symbol<F: Copy>(&self, name: &'static str) -> Result<F, LoadError> {
         // SAFETY: the caller's contract.
         let symbol = unsafe { self.library.get::<F>(name) };

@@ -1,16 +1,16 @@
-//! Libraries that are opened while a program runs: libcuda, and libnccl for `symmalloc-nccl`.
+//! Opens libraries at run time: libcuda, and libnccl for `symmalloc-nccl`.
 
 use libloading::Library;
 use std::ffi::{OsStr, OsString};
 use std::path::PathBuf;
 
-/// Opens the file of this name, or says why not.
+/// Opens the library of this name.
 ///
 /// # Errors
-/// When the loader finds none, or refuses it.
+/// Returns the loader's messages if it does not find the library or refuses it.
 ///
 /// # Safety
-/// Its initialisers may run at any time.
+/// The library's initializers may run at any time.
 pub unsafe fn named(name: &OsStr) -> Result<Library, Vec<String>> {
     // SAFETY: the caller's contract.
     unsafe { Library::new(OsString::from(name)) }.map_err(|error| {
@@ -20,13 +20,13 @@ pub unsafe fn named(name: &OsStr) -> Result<Library, Vec<String>> {
     })
 }
 
-/// The first of these libraries that this process has opened already, or else the first of the names that can be opened.
+/// Returns the first of the `opened` libraries that this process has already opened, or else the first of `names` that can be opened.
 ///
 /// # Errors
-/// When there is none: what was tried.
+/// Returns the attempts if none can be opened.
 ///
 /// # Safety
-/// As [`named`].
+/// See [`named`].
 pub unsafe fn first_of<'a>(
     opened: impl IntoIterator<Item = &'a &'a str>,
     names: &[&'a str],
@@ -45,11 +45,11 @@ pub unsafe fn first_of<'a>(
     Err(tried)
 }
 
-/// A library that is in this process already.
+/// Returns a library that this process has already loaded.
 #[cfg(unix)]
 fn opened_already(name: &str) -> Option<Library> {
     use libloading::os::unix::Library;
-    // SAFETY: opens nothing: it only counts one more user of a library that is there.
+    // SAFETY: loads nothing: it only increments the reference count of a loaded library.
     let library = unsafe { Library::open(Some(name), libc::RTLD_NOW | libc::RTLD_NOLOAD) };
     library.ok().map(Into::into)
 }
@@ -59,15 +59,15 @@ fn opened_already(_name: &str) -> Option<Library> {
     None
 }
 
-/// The file that a library's code came from, which has this symbol.
+/// Returns the path of the file that defines this symbol of a library.
 #[cfg(unix)]
 pub fn path_of(library: &Library, symbol: &str) -> Option<PathBuf> {
     use std::ffi::CStr;
     use std::os::unix::ffi::OsStrExt;
-    // SAFETY: looked up only, never called through this type.
+    // SAFETY: only resolved, never called through this type.
     let symbol = unsafe { library.get::<unsafe extern "C" fn()>(symbol) }.ok()?;
     let mut info = std::mem::MaybeUninit::<libc::Dl_info>::uninit();
-    // SAFETY: `info` is valid for writing; any address may be asked about.
+    // SAFETY: `info` is valid for writing; any address may be queried.
     if unsafe { libc::dladdr(*symbol as *const libc::c_void, info.as_mut_ptr()) } == 0 {
         return None;
     }
@@ -81,7 +81,7 @@ pub fn path_of(library: &Library, symbol: &str) -> Option<PathBuf> {
     Some(PathBuf::from(OsStr::from_bytes(name.to_bytes())))
 }
 
-/// None is known.
+/// Returns `None`: the path is unknown on this platform.
 #[cfg(not(unix))]
 pub fn path_of(_library: &Library, _symbol: &str) -> Option<PathBuf> {
     None

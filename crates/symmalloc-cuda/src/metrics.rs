@@ -1,5 +1,5 @@
-//! The metrics of an allocator of this crate: those of the core's, labelled with the device, and what the device was asked.
-//! Feature `metrics`.
+//! Metrics of this crate's allocators: the core's metrics, labeled with the device, and the number of device calls. Requires the feature
+//! `metrics`.
 
 use crate::allocator::CachingAllocator;
 use crate::backend::CudaMemory;
@@ -9,20 +9,26 @@ pub use symmalloc_metrics::{Metric, Publisher, Source};
 
 const COUNT: Option<Unit> = Some(Unit::Count);
 
-const CALLS: Metric = Metric::counter("symmalloc_device_calls_total", COUNT, "times that the device was asked");
-const IDLE: Metric =
-    Metric::gauge("symmalloc_idle_bytes", Some(Unit::Bytes), "memory given up that the device could not take back yet");
-const SPARE: Metric =
-    Metric::gauge("symmalloc_spare_bytes", Some(Unit::Bytes), "memory made ahead of growth that nobody has yet");
+const CALLS: Metric = Metric::counter("symmalloc_device_calls_total", COUNT, "calls to the device");
+const IDLE: Metric = Metric::gauge(
+    "symmalloc_idle_bytes",
+    Some(Unit::Bytes),
+    "memory that was released but that the device could not take back yet",
+);
+const SPARE: Metric = Metric::gauge(
+    "symmalloc_spare_bytes",
+    Some(Unit::Bytes),
+    "memory that was prefetched for growth and is not in use yet",
+);
 const DROP_ERRORS: Metric = Metric::counter(
     "symmalloc_drop_errors_total",
     COUNT,
-    "errors that no call could return, of buffers that were dropped",
+    "errors that no call could return, such as those from dropped buffers",
 );
 
 impl<B: CudaMemory> Source for CachingAllocator<B> {
-    /// The metrics of memory, and what the device was asked, all labelled `device` (its ordinal) and `memory` (`device` or
-    /// `pinned`). Pools are those of the whole allocator, whatever this name of it takes memory from.
+    /// Publishes the memory metrics and the device calls, all labeled `device` (the ordinal) and `memory` (`device` or `pinned`). Includes
+    /// all pools of the allocator, regardless of the pool that this clone takes memory from.
     fn publish(&self, to: &Publisher) {
         let to = to.with_label("device", self.device().ordinal().to_string()).with_label("memory", B::KIND);
         to.publish(self.core());

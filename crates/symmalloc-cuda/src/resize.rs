@@ -1,11 +1,11 @@
-//! Resizing a pool with a quota: it holds as much memory as the program says, at addresses that stay.
+//! Resizing a pool with a quota: the pool holds as much memory as the program requests, at stable addresses.
 //!
 //! ```text
 //!  range     |live|free|live|live|free          |                    to the range's end
-//!  smaller   |live|    |live|live|              |    trim p1          all that is free goes back
+//!  smaller   |live|    |live|live|              |    trim p1          releases all free memory
 //!            |live|free|live|live|              |    reserve q p1     the lowest holes first, then the end
 //! ```
-//! Nothing here decides a placement: a resize is the ops `trim` and `reserve`, which a recording has as any others.
+//! A resize decides no placement. It consists of the ops `trim` and `reserve`, which are recorded like any others.
 
 use symmalloc_core::config::SegmentPolicy;
 use symmalloc_core::errors::{PoolSleeps, ReserveError, TrimError, UnknownError};
@@ -15,78 +15,78 @@ use symmalloc_core::sleep::Phase;
 use symmalloc_core::{Allocator, Backend, PoolId, StreamId};
 use thiserror::Error;
 
-/// Why a pool was not resized.
+/// The reason that a pool could not be resized.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ResizeError {
     /// The pool does not exist.
     #[error(transparent)]
     Unknown(#[from] UnknownError),
-    /// The pool sleeps. It is as it was.
+    /// The pool is asleep. It is unchanged.
     #[error(transparent)]
     Sleeps(#[from] PoolSleeps),
-    /// The pool grows by itself. It is as it was.
+    /// The pool grows automatically. It is unchanged.
     #[error(
-        "{pool} has no quota: make it with growth_mb:0 and a range_mb of the most that it will hold, on a device with virtual memory"
+        "{pool} has no quota: create it with growth_mb:0 and a range_mb of its maximum size, on a device with virtual memory"
     )]
     NoQuota {
         /// The pool.
         pool: PoolId,
     },
-    /// The pool has not so many addresses. It is as it was.
-    #[error("{pool} cannot hold {quota_bytes} bytes: its range has {range_bytes}, make it with a larger one")]
+    /// The pool's address range is too small. The pool is unchanged.
+    #[error("{pool} cannot hold {quota_bytes} bytes: its range has {range_bytes}, create it with a larger range")]
     OutOfRange {
         /// The pool.
         pool: PoolId,
-        /// Bytes asked for.
+        /// Requested size in bytes.
         quota_bytes: u64,
-        /// Bytes of its range.
+        /// Size of the pool's address range in bytes.
         range_bytes: u64,
     },
-    /// More than that is in use. The pool is as it was.
+    /// Live allocations need more memory. The pool is unchanged.
     #[error(
-        "{pool} cannot hold as little as {quota_bytes} bytes: {needed_bytes} are under live allocations, free some first"
+        "{pool} cannot hold as little as {quota_bytes} bytes: live allocations need {needed_bytes}, free some first"
     )]
     InUse {
         /// The pool.
         pool: PoolId,
-        /// Bytes asked for.
+        /// Requested size in bytes.
         quota_bytes: u64,
-        /// Bytes of the granules under live allocations.
+        /// Size in bytes of the granules under live allocations.
         needed_bytes: u64,
     },
-    /// Somebody may have windows on the memory, so that none of it can go back. The pool is as it was.
-    #[error("{pool} has {observers} observers, which may hold its memory: deregister it before it gets smaller")]
+    /// Observers may have windows on the memory, so none of it can be released. The pool is unchanged.
+    #[error("{pool} has {observers} observers, which may use its memory: deregister it before reducing its size")]
     Observed {
         /// The pool.
         pool: PoolId,
         /// Number of observers.
         observers: u32,
     },
-    /// Memory could not go back. The pool holds no less than what is live; call it again.
+    /// Memory could not be released. The pool holds at least its live allocations. The call can be repeated.
     #[error(transparent)]
     Trim(#[from] TrimError),
-    /// Memory was refused. The pool holds less than its quota, and all that is live; call it again.
-    #[error("{pool} holds {held_bytes} of {quota_bytes} bytes, resize it again when there is memory: {error}")]
+    /// Memory was refused. The pool holds less than its quota, but at least its live allocations. The call can be repeated.
+    #[error("{pool} holds {held_bytes} of {quota_bytes} bytes, resize it again when memory is available: {error}")]
     Reserve {
         /// The pool.
         pool: PoolId,
-        /// Bytes that it holds now.
+        /// Number of bytes that the pool holds now.
         held_bytes: u64,
-        /// Bytes asked for.
+        /// Requested size in bytes.
         quota_bytes: u64,
-        /// Why it holds no more.
+        /// The cause.
         error: Box<ReserveError>,
     },
 }
 
-/// What a pool with one heap holds.
+/// Memory of a pool with one heap.
 #[derive(Clone, Copy, Debug, Default)]
 struct Held {
     bytes: u64,
-    /// Of the granules under live allocations.
+    /// Size in bytes of the granules under live allocations.
     needed_bytes: u64,
-    /// The lowest hole between its blocks.
+    /// Size in bytes of the lowest hole between the heap's blocks.
     hole_bytes: Option<u64>,
 }
 
@@ -113,19 +113,20 @@ impl Held {
     }
 }
 
-/// Makes a pool with a [quota](symmalloc_core::PoolConfig::has_quota) hold so many bytes, rounded up to granules: no more and no less,
-/// whatever is allocated and freed in it until the next call. [`CudaAllocator::resize`](crate::CudaAllocator::resize) is the same with a stream of CUDA's.
+/// Makes a pool with a [quota](symmalloc_core::PoolConfig::has_quota) hold exactly `quota_bytes` bytes, rounded up to granules, until the
+/// next call, regardless of later allocations and frees. [`CudaAllocator::resize`](crate::CudaAllocator::resize) is the same function for a
+/// CUDA stream.
 ///
-/// A pool that shall hold less gives all of its free memory back, waiting on the host for the streams that used it, and takes what the quota
-/// leaves. Live allocations stay where they are. Memory is taken for the lowest addresses first.
+/// To hold less, the pool releases all of its free memory, which waits on the host for the streams that used it, and then takes the memory
+/// that the quota allows. Live allocations stay at their addresses. The lowest addresses are backed first.
 ///
-/// Returns the bytes that it holds.
+/// Returns the number of bytes that the pool holds.
 ///
 /// # Determinism
-/// It consists of the ops `trim` and `reserve`: call it at the same point of the program on every rank.
+/// A resize consists of the ops `trim` and `reserve`: call it at the same point of the program on every rank.
 ///
 /// # Errors
-/// See [`ResizeError`]. Where it says that the pool is as it was, no op was carried out.
+/// See [`ResizeError`]. For variants that leave the pool unchanged, no op was carried out.
 pub fn resize<B: Backend, L: Lock>(
     core: &Allocator<B, L>,
     pool: PoolId,

@@ -1,5 +1,5 @@
-//! Sleep and wake: a pool's device memory for others, its contents on the host, its addresses as they were. And pools of which a part
-//! is for others.
+//! Sleep and wake: a pool releases its device memory temporarily, keeps its contents on the host, and keeps its addresses. Also pools with
+//! a quota, which release a part of their memory.
 
 use crate::allocator::CudaAllocator;
 use crate::error::CudaError;
@@ -11,15 +11,15 @@ use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::{Phase, SleepCause, SleepError, Slept, Woken};
 
 impl CudaAllocator {
-    /// Puts a pool to sleep: its memory goes back to the device, and buffers, addresses and graphs stay what they are, to be used when
-    /// it is awake again. What [`Contents::Keep`] keeps goes to pinned host memory, or to a file where the backend has a
-    /// [folder](crate::CudaBackendBuilder::images_in). Waits on the host for the streams that use the pool.
+    /// Puts a pool to sleep: its memory returns to the device, while buffers, addresses and graphs stay valid for use after the pool wakes.
+    /// Contents that [`Contents::Keep`] keeps are saved to pinned host memory, or to a file if the backend has a
+    /// [folder](crate::CudaBackendBuilder::images_in) for them. Waits on the host for the streams that use the pool.
     ///
-    /// Nothing may use the pool's memory until it is awake. Allocating from it is an error until then, and dropping buffers is not.
+    /// Nothing may use the pool's memory until it is awake. Until then, allocating from it returns an error, but buffers may be dropped.
     ///
     /// # Errors
-    /// When the device has no virtual memory, somebody has windows on the pool's memory (then sleep by way of the registrar), or as
-    /// [`SleepError`] says. The pool is as it was, except after [`SleepCause::Held`].
+    /// Returns an error if the device has no virtual memory, or windows are registered on the pool's memory (use the registrar to sleep in
+    /// that case), or as described in [`SleepError`]. The pool is unchanged, except after [`SleepCause::Held`].
     pub fn sleep(&self, pool: PoolId, contents: Contents) -> Result<Slept, CudaError> {
         if !self.core().backend().traits().virtual_memory {
             return Err(CudaError::NoSleep);
@@ -31,44 +31,46 @@ impl CudaAllocator {
         Ok(self.core().quiesce(pool, contents)?.unmap()?)
     }
 
-    /// Wakes a pool: it has memory at the addresses that it had, with what was kept.
+    /// Wakes a pool: maps memory at the pool's previous addresses and restores the contents that were kept.
     ///
     /// # Errors
-    /// See [`SleepError`]: the pool sleeps on, nothing is lost, and another attempt may succeed.
+    /// See [`SleepError`]. The pool stays asleep, nothing is lost, and another attempt may succeed.
     pub fn wake(&self, pool: PoolId) -> Result<Woken, CudaError> {
         Ok(self.core().wake(pool)?)
     }
 
-    /// Puts the pools of a tag to sleep, in the order of their ids. Those that sleep already sleep on.
+    /// Puts all pools with a tag to sleep, in the order of their ids. Pools that are already asleep stay asleep.
     ///
     /// # Errors
-    /// That of the first pool that does not fall asleep, as [`sleep`](Self::sleep). Those before it sleep: another call goes on.
+    /// Returns the error of the first pool that cannot be put to sleep, see [`sleep`](Self::sleep). The pools before it are asleep, and
+    /// another call continues with the rest.
     pub fn sleep_tagged(&self, tag: &str, contents: Contents) -> Result<Vec<(PoolId, Slept)>, CudaError> {
         let pools = self.core().pools_tagged(tag).into_iter();
         pools.map(|pool| Ok((pool, self.sleep(pool, contents)?))).collect()
     }
 
-    /// Wakes the pools of a tag, in the order of their ids. Those that are awake stay so.
+    /// Wakes all pools with a tag, in the order of their ids. Pools that are already awake stay awake.
     ///
     /// # Errors
-    /// That of the first pool that does not wake, as [`wake`](Self::wake). Those before it are awake: another call goes on.
+    /// Returns the error of the first pool that cannot be woken, see [`wake`](Self::wake). The pools before it are awake, and another call
+    /// continues with the rest.
     pub fn wake_tagged(&self, tag: &str) -> Result<Vec<(PoolId, Woken)>, CudaError> {
         let pools = self.core().pools_tagged(tag).into_iter();
         pools.map(|pool| Ok((pool, self.wake(pool)?))).collect()
     }
 
-    /// Whether a pool is awake.
+    /// Returns the sleep phase of a pool.
     ///
     /// # Errors
-    /// When the pool is unknown.
+    /// Returns an error if the pool is unknown.
     pub fn phase(&self, pool: PoolId) -> Result<Phase, CudaError> {
         Ok(self.core().phase(pool)?)
     }
 
-    /// Makes a pool with a [quota](symmalloc_core::PoolConfig::has_quota) hold so many bytes. See [`resize`](crate::resize()).
+    /// Makes a pool with a [quota](symmalloc_core::PoolConfig::has_quota) hold `quota_bytes` bytes. See [`resize`](crate::resize()).
     ///
-    /// Memory goes back to the device in the chunks in which it came: with `chunk_bytes` of one granule it is exactly what is given up,
-    /// otherwise `CudaMemory::idle_bytes` says how much the device holds beyond.
+    /// Memory returns to the device in the chunks in which it was mapped. If `chunk_bytes` is one granule, all released memory is returned.
+    /// Otherwise `CudaMemory::idle_bytes` reports the memory that the backend still holds.
     ///
     /// # Errors
     /// See [`ResizeError`](crate::ResizeError).
@@ -77,43 +79,44 @@ impl CudaAllocator {
         Ok(crate::resize::resize(self.core(), pool, stream, quota_bytes)?)
     }
 
-    /// Obtains pinned host memory for the contents of pools that will sleep, so that the first sleep does not: locking pages takes
-    /// longer than copying to them.
+    /// Allocates pinned host memory in advance for the contents of sleeping pools, so that the first sleep does not have to: locking pages
+    /// takes longer than copying to them.
     ///
     /// # Errors
-    /// When the host has not enough memory that can be locked.
+    /// Returns an error if the host does not have enough lockable memory.
     pub fn reserve_host_memory(&self, size_bytes: u64) -> Result<(), CudaError> {
         Ok(self.core().backend().images().reserve(size_bytes).map_err(crate::error::DriverError::from)?)
     }
 
-    /// Gives pinned host memory back that no sleeping pool needs. Returns its bytes.
+    /// Releases pinned host memory that no sleeping pool needs. Returns the number of bytes released.
     ///
     /// # Errors
-    /// When the driver refuses; the rest can be given back by another call.
+    /// Returns an error if the driver refuses. The remaining memory can be released by another call.
     pub fn release_host_memory(&self) -> Result<u64, CudaError> {
         Ok(self.core().backend().images().release_idle().map_err(crate::error::DriverError::from)?)
     }
 
-    /// Pinned host memory that is held for the contents of pools that sleep, or will, in bytes.
+    /// Returns the size in bytes of the pinned host memory that is held for the contents of sleeping pools, including reserved memory.
     pub fn host_bytes(&self) -> u64 {
         self.core().backend().images().host_bytes()
     }
 }
 
 impl GraphPool {
-    /// Puts the pool to sleep, as [`CudaAllocator::sleep`]. What is live in it is kept or not; what graphs allocate and free while
-    /// they run has no contents between their runs. Launching a graph of the pool is an error until it is awake.
+    /// Puts the pool to sleep, like [`CudaAllocator::sleep`]. Its live allocations are kept or dropped as requested. Memory that graphs
+    /// allocate and free while they run has no contents between runs. Launching a graph of the pool returns an error until the pool is
+    /// awake.
     ///
     /// # Errors
-    /// As [`CudaAllocator::sleep`].
+    /// See [`CudaAllocator::sleep`].
     pub fn sleep(&self, contents: Contents) -> Result<Slept, CudaError> {
         CudaAllocator::of_state(self.state()).sleep(self.id(), contents)
     }
 
-    /// Wakes the pool: its graphs can be launched as they are.
+    /// Wakes the pool, after which its graphs can be launched unchanged.
     ///
     /// # Errors
-    /// As [`CudaAllocator::wake`].
+    /// See [`CudaAllocator::wake`].
     pub fn wake(&self) -> Result<Woken, CudaError> {
         CudaAllocator::of_state(self.state()).wake(self.id())
     }

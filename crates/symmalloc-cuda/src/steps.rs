@@ -1,4 +1,4 @@
-//! Steps of a pool, which follow plans: see [`symmalloc_core::plans`].
+//! Steps of a pool, which can follow plans: see [`symmalloc_core::plans`].
 
 use crate::allocator::CachingAllocator;
 use crate::backend::CudaMemory;
@@ -8,16 +8,16 @@ use symmalloc_core::lock::Shared;
 use symmalloc_core::plans::{Plan, PlanError, StepError, StepReport};
 
 impl<B: CudaMemory> CachingAllocator<B> {
-    /// A step of this allocator's pool: what the program repeats, for example a training step or a batch. It ends when the
-    /// returned step is dropped or [ended](Step::end). `key` says which steps are alike, such as the shape of a batch; 0 when all
-    /// are. In a pool with `plan:learn` a step that comes twice alike is planned when it ends, and followed from then on: what
-    /// is reserved is then what is live at the peak.
+    /// Begins a step of this allocator's pool: a unit that the program repeats, such as a training step or a batch. The step ends when the
+    /// returned guard is dropped or [ended](Step::end). Steps with the same `key` are expected to be alike, so it may encode the shape of a
+    /// batch; use 0 if all steps are alike. In a pool with `plan:learn`, a step that occurs twice in the same form is planned when it ends,
+    /// and later steps follow the plan. The reserved memory then equals the peak of live memory.
     ///
-    /// Begin and end steps at the same points on every rank, outside of captures, while no other thread uses the pool. The end of a
-    /// step that is planned takes up to some seconds, and gives free memory back, for which the host waits.
+    /// Begin and end steps at the same points on every rank, outside of captures, while no other thread uses the pool. Ending a step that
+    /// gets planned can take several seconds, and releases free memory, for which the host waits.
     ///
     /// # Errors
-    /// When a step of the pool is open.
+    /// Returns an error if a step of the pool is already open.
     ///
     /// # Examples
     /// ```no_run
@@ -45,31 +45,31 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// Adopts a plan for steps of this allocator's pool. See [`symmalloc_core::Allocator::adopt_plan`].
     ///
     /// # Errors
-    /// When it does not fit the pool, or there is no memory for it.
+    /// Returns an error if the plan does not fit the pool, or there is no memory for it.
     pub fn adopt_plan(&self, plan: Plan) -> Result<(), PlanError> {
         self.core().adopt_plan(self.pool(), plan)
     }
 
-    /// Gives the plans of this allocator's pool up.
+    /// Discards the plans of this allocator's pool.
     ///
     /// # Errors
-    /// When a step of the pool is open.
+    /// Returns an error if a step of the pool is open.
     pub fn drop_plans(&self) -> Result<(), PlanError> {
         self.core().drop_plans(self.pool())
     }
 }
 
-/// A step that is open until this is dropped. See [`CachingAllocator::step`].
-#[must_use = "the step ends when this is dropped"]
+/// Guard of an open step, which ends when the guard is dropped. See [`CachingAllocator::step`].
+#[must_use = "the step ends when the guard is dropped"]
 pub struct Step<'a, B: CudaMemory> {
     guard: StepGuard<'a, B, Shared>,
 }
 
 impl<B: CudaMemory> Step<'_, B> {
-    /// Ends the step. Says how far it went as planned.
+    /// Ends the step. Reports how far it followed the plan.
     ///
     /// # Errors
-    /// When the step was ended by another call meanwhile.
+    /// Returns an error if another call has already ended the step.
     pub fn end(self) -> Result<StepReport, StepError> {
         self.guard.end()
     }

@@ -1,7 +1,7 @@
-//! Stream captures that the program has under way.
+//! Stream captures of the program that are in progress.
 //!
-//! While there is none, one load says so. Otherwise the driver is asked whether a stream is part of one, and the allocator of each
-//! context that captures began in minds them ([`CaptureWatch`]).
+//! While there is no capture, a single load shows it. Otherwise the driver is queried whether a stream is part of a capture, and the
+//! allocator of each context with captures observes them ([`CaptureWatch`]).
 
 use crate::context::Context;
 use crate::libcuda;
@@ -9,12 +9,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use symmalloc_cuda::CaptureWatch;
 
-/// The stream that each began on.
+/// The stream on which each capture began.
 static UNDER_WAY: Mutex<Vec<(usize, Option<CaptureWatch>)>> = Mutex::new(Vec::new());
-/// How many there are.
+/// Number of captures in progress.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
-/// The program is about to capture a stream, of a context that may be served.
+/// Registers a capture that the program is about to begin on a stream. The context may be unserved.
 pub(crate) fn begin(stream: usize, context: Option<&Context>) {
     let watch = context.map(|context| context.allocator().device().watch_captures());
     let mut under_way = UNDER_WAY.lock().unwrap_or_else(PoisonError::into_inner);
@@ -22,7 +22,7 @@ pub(crate) fn begin(stream: usize, context: Option<&Context>) {
     COUNT.store(under_way.len(), Ordering::Release);
 }
 
-/// The capture of a stream is over, or did not begin. A stream without one may be named.
+/// Unregisters the capture of a stream after it has ended or failed to begin. Does nothing for a stream without a capture.
 pub(crate) fn end(stream: usize) {
     if COUNT.load(Ordering::Acquire) == 0 {
         return;
@@ -34,7 +34,7 @@ pub(crate) fn end(stream: usize) {
     }
 }
 
-/// Whether a stream is part of a capture.
+/// Returns `true` if a stream is part of a capture.
 #[inline]
 pub(crate) fn has(stream: usize) -> bool {
     COUNT.load(Ordering::Acquire) > 0 && libcuda::driver().is_some_and(|driver| driver.is_captured(stream))

@@ -1,15 +1,16 @@
-//! A context that is served: a device's primary one, with its allocator.
+//! A served context: a device's primary context with its allocator.
 //!
 //! ```text
-//!  p0       cuMemAlloc, on the host's stream: its memory may be used by any stream at once, so the host has waited
+//!  p0       cuMemAlloc, on the host's stream: any stream may use its memory immediately, so the host waits before
 //!  p1       the device's default memory pool: cuMemAllocAsync, a heap per stream
-//!  p2 ...   memory pools that the program made, in the order of their first use
+//!  p2 ...   memory pools that the program created, in the order of their first use
 //! ```
 //!
-//! `contexts.rs` makes it when memory is first asked for. It lives for ever: a program may free while it ends. When the context is reset
-//! (`ending.rs`), its memory goes back, and the next one is a new context, whatever its handle.
+//! `contexts.rs` creates a context at the first allocation. It lives until the process exits, because a program may free memory while it
+//! exits. When the context is reset (`ending.rs`), its memory is released, and the next context is a new one even if it has the same
+//! handle.
 //!
-//! Contexts that a program made with `cuCtxCreate` are the driver's: see `docs/run-calls.md`.
+//! The driver serves contexts that a program creates with `cuCtxCreate`: see `docs/run-calls.md`.
 
 use crate::libcuda::Driver;
 use crate::numbers::{Number, Numbers, StreamName};
@@ -23,14 +24,14 @@ use symmalloc_core::errors::TrimError;
 use symmalloc_core::{PoolId, StreamId};
 use symmalloc_cuda::{CudaAllocator, CudaMemory, LentStream};
 
-/// Contexts that a process can have had.
+/// Maximum number of contexts over the lifetime of a process.
 const CONTEXTS_MAX: usize = 256;
 
 static CONTEXTS: [AtomicPtr<Context>; CONTEXTS_MAX] = [const { AtomicPtr::new(std::ptr::null_mut()) }; CONTEXTS_MAX];
 
-/// What is known of a stream.
+/// A numbered stream.
 pub(crate) struct KnownStream {
-    /// Its handle. 0 for default streams, and while the number is nobody's.
+    /// Handle of the stream; 0 for default streams, and while no stream has the number.
     raw: AtomicUsize,
     pub(crate) context: &'static Context,
     pub(crate) id: StreamId,
@@ -41,7 +42,7 @@ impl KnownStream {
         KnownStream { raw: AtomicUsize::new(0), context, id }
     }
 
-    /// Its handle.
+    /// Returns the handle of the stream.
     #[inline]
     pub(crate) fn raw(&self) -> usize {
         self.raw.load(Ordering::Relaxed)
@@ -52,7 +53,7 @@ impl KnownStream {
     }
 }
 
-/// See the file's comment.
+/// See the module documentation.
 pub(crate) struct Context {
     raw: usize,
     device: c_int,
@@ -61,7 +62,7 @@ pub(crate) struct Context {
     pub(crate) host: StreamId,
     /// The device's default pool.
     default_pool: &'static MemPool,
-    /// What `cuMemAllocAsync` takes memory from; null: a pool that the driver serves.
+    /// The pool that `cuMemAllocAsync` allocates from; null if the driver serves it.
     current_pool: AtomicPtr<MemPool>,
     numbering: Mutex<Numbering>,
     legacy: OnceLock<&'static KnownStream>,
@@ -70,7 +71,7 @@ pub(crate) struct Context {
 
 struct Numbering {
     numbers: Numbers<StreamName>,
-    /// By number.
+    /// Streams by number.
     streams: FxHashMap<u16, &'static KnownStream>,
 }
 
@@ -79,24 +80,24 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Context {
-    /// A context that has an allocator already.
+    /// Returns a context by its handle, if it already has an allocator.
     #[inline]
     pub(crate) fn existing(raw: usize) -> Option<&'static Context> {
         Self::all().find(|context| context.raw == raw && !context.is_gone())
     }
 
-    /// The context of a device that has an allocator already.
+    /// Returns the context of a device, if it already has an allocator.
     pub(crate) fn of_device(device: c_int) -> Option<&'static Context> {
         Self::all().find(|context| context.device == device && !context.is_gone())
     }
 
-    /// All contexts that were ever served, in the order in which they were made.
+    /// Returns all contexts that were ever served, in creation order.
     pub(crate) fn all() -> impl Iterator<Item = &'static Context> {
-        // SAFETY: null, or a context that was leaked.
+        // SAFETY: null, or a leaked context.
         CONTEXTS.iter().map_while(|place| unsafe { place.load(Ordering::Acquire).as_ref() })
     }
 
-    /// Makes a context known to all threads. Whether there was room. One thread at a time may do so.
+    /// Makes a context visible to all threads. Returns `true` if there was room. Only one thread at a time may call it.
     pub(crate) fn publish(&'static self) -> bool {
         let place = CONTEXTS.iter().find(|place| place.load(Ordering::Acquire).is_null());
         if let Some(place) = place {
@@ -125,7 +126,7 @@ impl Context {
         }
     }
 
-    /// What tells it from all others, also from later ones with its handle.
+    /// Returns the id of the context, which differs from the ids of all others, including later contexts with the same handle.
     pub(crate) fn id(&'static self) -> ContextId {
         ContextId::of(self)
     }
@@ -142,7 +143,7 @@ impl Context {
         &self.allocator
     }
 
-    /// The device's default pool.
+    /// Returns the device's default pool.
     pub(crate) fn default_pool(&self) -> &'static MemPool {
         self.default_pool
     }
@@ -151,14 +152,14 @@ impl Context {
         self.is_gone.load(Ordering::Relaxed)
     }
 
-    /// The pool of `cuMemAllocAsync`, if it is served.
+    /// Returns the pool of `cuMemAllocAsync`, if it is served.
     #[inline]
     pub(crate) fn current_pool(&self) -> Option<&'static MemPool> {
-        // SAFETY: null, or a pool that was leaked.
+        // SAFETY: null, or a leaked pool.
         unsafe { self.current_pool.load(Ordering::Acquire).as_ref() }
     }
 
-    /// Which pool the device's allocations come from now: the program may have set another one.
+    /// Updates the pool that the device allocates from, because the program may have set another one.
     pub(crate) fn find_current_pool(&self, driver: &Driver) {
         let mut handle = 0;
         // SAFETY: valid for writing.
@@ -169,7 +170,7 @@ impl Context {
         self.current_pool.store(pool.cast_mut(), Ordering::Release);
     }
 
-    /// The default stream that all threads share.
+    /// Returns the default stream that all threads share.
     pub(crate) fn legacy(&'static self) -> Result<&'static KnownStream, c_int> {
         match self.legacy.get() {
             Some(stream) => Ok(stream),
@@ -180,7 +181,7 @@ impl Context {
         }
     }
 
-    /// The stream by its number, which it gets now if it has none. A default stream must be one of the calling thread.
+    /// Returns a stream by its name, and assigns it a number if it has none. A per-thread default stream must belong to the calling thread.
     pub(crate) fn number(&'static self, name: StreamName) -> Result<&'static KnownStream, c_int> {
         let lent = match name {
             StreamName::Legacy => LentStream::of(std::ptr::null_mut()),
@@ -191,7 +192,8 @@ impl Context {
         let number = match numbering.numbers.number_for(name) {
             Number::Known(number) => return Ok(numbering.streams[&number]),
             Number::Reused(number) => {
-                // SAFETY: of this context, and alive until `take_back` or, default streams, as long as anybody waits for them.
+                // SAFETY: the stream belongs to this context. It is alive until `take_back`; default streams are alive as long as anything
+                // waits for them.
                 let lent = unsafe { self.allocator.relend_stream(StreamId(number), lent) };
                 lent.map_err(|error| outcome::code_of_cuda(&error))?;
                 number
@@ -207,7 +209,7 @@ impl Context {
         Ok(numbering.streams[&number])
     }
 
-    /// A stream is about to be destroyed: its number becomes free, and what is left of its work stays known.
+    /// Releases the number of a stream that is about to be destroyed. Its remaining work stays tracked.
     pub(crate) fn take_back(&self, name: StreamName) -> Result<(), c_int> {
         let mut numbering = lock(&self.numbering);
         if let Some(number) = numbering.numbers.get(name) {
@@ -218,25 +220,25 @@ impl Context {
         Ok(())
     }
 
-    /// A thread's default stream is used no more. The driver keeps track of what is left of its work.
+    /// Releases the number of a thread's default stream that is no longer used. The driver tracks its remaining work.
     pub(crate) fn release(&self, name: StreamName) {
         lock(&self.numbering).numbers.take_back(name);
     }
 
-    /// The context is about to be reset, and nothing is allocated in it any more.
+    /// Marks the context as gone. It is about to be reset, and has no allocations left.
     pub(crate) fn close(&self) {
         self.is_gone.store(true, Ordering::Relaxed);
     }
 
-    /// Bytes that the allocator holds and that nothing is allocated in: what is cached, what the driver has not taken back yet, and
-    /// what was made ahead.
+    /// Returns the number of bytes that the allocator holds without an allocation in them: cached memory, memory that the driver has not
+    /// taken back yet, and prefetched memory.
     pub(crate) fn cached_bytes(&self) -> u64 {
         let (stats, backend) = (self.allocator.stats(), self.allocator.core().backend());
         let cached = stats.reserved_bytes.current.saturating_sub(stats.usage.all.allocated_bytes.current);
         cached + backend.idle_bytes() + backend.spare_bytes()
     }
 
-    /// Gives free memory back to the device. Whether any went.
+    /// Releases free memory to the device. Returns `true` if any was released.
     pub(crate) fn trim(&self) -> bool {
         match self.allocator.core().trim(None) {
             Ok(released_bytes) | Err(TrimError::Backend { released_bytes, .. }) => released_bytes > 0,

@@ -1,4 +1,4 @@
-//! Contexts, found and made: a device's primary context gets an allocator when memory is first asked for in it.
+//! Lookup and creation of contexts: a device's primary context gets an allocator at the first allocation in it.
 
 use crate::context::Context;
 use crate::libcuda::{self, Driver};
@@ -11,13 +11,13 @@ use symmalloc_core::Retry;
 use symmalloc_core::errors::TrimError;
 use symmalloc_cuda::{CudaAllocator, CudaDevice, CudaError};
 
-/// The calling thread's current context, if it is served.
+/// Returns the calling thread's current context, if it is served.
 #[inline]
 pub(crate) fn current() -> Option<&'static Context> {
     of(libcuda::driver()?.current()?)
 }
 
-/// A context by its handle, if it is served.
+/// Returns a context by its handle, if it is served.
 #[inline]
 pub(crate) fn of(raw: usize) -> Option<&'static Context> {
     match Context::existing(raw) {
@@ -44,7 +44,7 @@ fn make(raw: usize) -> Option<&'static Context> {
             let context: &'static Context = Box::leak(Box::new(context?));
             forks::watch();
             if let Err(error) = context.default_pool().make(context.id(), context.allocator()) {
-                say(format_args!("the memory pool of device {device} is served by the driver: {error}"));
+                say(format_args!("the driver serves the memory pool of device {device}: {error}"));
             }
             context.find_current_pool(driver);
             let is_known = context.publish();
@@ -52,7 +52,7 @@ fn make(raw: usize) -> Option<&'static Context> {
             is_known.then_some(context)
         }
         Err(error) => {
-            say(format_args!("device {device} is served by the driver: {error}"));
+            say(format_args!("the driver serves device {device}: {error}"));
             None
         }
     }
@@ -61,7 +61,7 @@ fn make(raw: usize) -> Option<&'static Context> {
 fn new(driver: &Driver, raw: usize, ordinal: c_int, settings: &Settings) -> Result<Option<Context>, CudaError> {
     let device = CudaDevice::new(usize::try_from(ordinal).unwrap_or(0))?;
     if device.context().cu_ctx() as usize != raw {
-        // The program's own context, beside a primary one that is in use.
+        // A context that the program created, while the primary context is also active.
         return Ok(None);
     }
     let allocator = CudaAllocator::new(&device, settings.config.clone())?;
@@ -73,7 +73,7 @@ fn new(driver: &Driver, raw: usize, ordinal: c_int, settings: &Settings) -> Resu
     recordings::start(&allocator, settings);
     let host = allocator.register_host_stream()?;
     let mut handle = 0;
-    // SAFETY: valid for writing. Devices without pools have none, and no call that would use it.
+    // SAFETY: valid for writing. Devices without pools report none, and support no call that would use one.
     let _missing = unsafe { driver.default_pool(&raw mut handle, ordinal) };
     let default_pool = MemPool::of_driver(handle, ordinal, PoolRole::Default);
     Ok(Some(Context::new(raw, ordinal, allocator, host, default_pool)))

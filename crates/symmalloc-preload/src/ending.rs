@@ -1,16 +1,16 @@
-//! The end of a context: everything in it goes back to the device.
+//! The end of a context: all of its memory is returned to the device.
 
 use crate::context::Context;
 use crate::live::{LIVE, Live};
 use crate::{exit, libcuda, pools, streams};
 
-/// The context is about to be reset.
+/// Ends a context that is about to be reset.
 pub(crate) fn end(context: &'static Context) {
     if context.is_gone() {
         return;
     }
     exit::keep(context);
-    // The device may still use the memory; a context that is lost refuses, and goes anyway.
+    // The device may still use the memory. If the context is lost, the call fails and the context ends anyway.
     let _lost = context.allocator().device().synchronize();
     for found in LIVE.all().into_iter().filter(|found| std::ptr::eq(found.known.context, context)) {
         if let Some(found) = LIVE.take(found.address) {
@@ -23,9 +23,9 @@ pub(crate) fn end(context: &'static Context) {
     context.close();
     pools::end_all_of(context.id());
     streams::forget_all_of(context);
-    // The allocator is never dropped, so its own reference to the context is given back here.
+    // The allocator is never dropped, so its own reference to the context is released here.
     if let Some(driver) = libcuda::driver() {
-        // SAFETY: `CudaDevice::new` retained it.
+        // SAFETY: `CudaDevice::new` retained the context.
         let _refused = unsafe { driver.primary_release(context.device()) };
     }
 }

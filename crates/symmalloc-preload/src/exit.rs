@@ -1,6 +1,6 @@
-//! What a process tells `symmalloc run` when it ends: one file in the run's folder, `PID.json`.
+//! The report of a process to `symmalloc run` at exit: one file in the run's folder, `PID.json`.
 //!
-//! `PID.begun` is written when the process first allocates. A process that is killed leaves it, and no `PID.json`.
+//! `PID.begun` is written at the first allocation. A process that is killed leaves `PID.begun` without `PID.json`.
 
 use crate::context::Context;
 use crate::live::LIVE;
@@ -12,15 +12,15 @@ use std::ffi::c_int;
 use std::sync::{Mutex, Once, PoisonError};
 use symmalloc_core::PoolId;
 
-/// Sizes of leaks that are told.
+/// Maximum number of leak sizes that are reported.
 const LEAK_SIZES_MAX: usize = 100;
 
-/// What was known of contexts when they ended.
+/// Reports of contexts that have ended.
 static ENDED: Mutex<Vec<Value>> = Mutex::new(Vec::new());
-/// Peaks before the program had them start anew: device, and bytes reserved.
+/// Peaks of reserved bytes by device, from before the program reset them.
 static PEAKS: Mutex<BTreeMap<c_int, u64>> = Mutex::new(BTreeMap::new());
 
-/// The process allocates: sees to it that it tells what it did when it ends, where somebody wants to know.
+/// Prepares the report at exit when the process first allocates, if `symmalloc run` requested one.
 #[inline]
 pub(crate) fn begin() {
     static IS_ASKED: Once = Once::new();
@@ -34,7 +34,7 @@ pub(crate) fn begin() {
             // SAFETY: the function takes nothing, and this library is never closed.
             let refused = unsafe { libc::atexit(finish) };
             if refused != 0 {
-                say(format_args!("the system has no memory to write a summary at exit"));
+                say(format_args!("cannot register the exit handler, no summary will be written: out of memory"));
             }
         }
     });
@@ -54,7 +54,7 @@ fn tell(settings: &Settings, suffix: &str, value: &Value) {
 }
 
 extern "C" fn finish() {
-    // No panic may leave a function that the C library calls.
+    // A panic must not unwind into the C library.
     let _panicked = std::panic::catch_unwind(|| {
         if forks::is_forked() {
             return;
@@ -87,7 +87,7 @@ extern "C" fn finish() {
     });
 }
 
-/// A context is about to end: what is asked for at the exit is known now.
+/// Stores the report of a context that is about to end, for the report at exit.
 pub(crate) fn keep(context: &'static Context) {
     if settings().is_some_and(|settings| settings.folder.is_some()) {
         let told = of_context(context);
@@ -95,7 +95,7 @@ pub(crate) fn keep(context: &'static Context) {
     }
 }
 
-/// The program is about to have its peaks start anew.
+/// Stores the peaks before the program resets them.
 pub(crate) fn keep_peaks(context: &Context) {
     let peak = context.allocator().stats().reserved_bytes.peak;
     let mut peaks = PEAKS.lock().unwrap_or_else(PoisonError::into_inner);
@@ -137,7 +137,7 @@ fn of_watched() -> Vec<Value> {
     watch::all_devices().into_iter().map(told).collect()
 }
 
-/// What is still allocated, by size, most bytes first.
+/// Returns the live allocations as counts by size, largest total first.
 fn leaks(sizes: impl IntoIterator<Item = u64>) -> Vec<Value> {
     let mut counts: BTreeMap<u64, u64> = BTreeMap::new();
     sizes.into_iter().for_each(|size_bytes| *counts.entry(size_bytes).or_default() += 1);

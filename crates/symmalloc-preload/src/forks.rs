@@ -1,24 +1,24 @@
-//! A child that was forked has no CUDA: the driver says so to every call, and this library gets out of the way.
+//! Detection of forked children. CUDA does not work in them, so the driver refuses every call, and this library passes all calls through.
 //!
-//! A child of a process that had not used CUDA yet is a process like any other.
+//! This does not affect a child of a process that had not used CUDA before the fork.
 
 use std::sync::Once;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 static IS_FORKED: AtomicBool = AtomicBool::new(false);
 
-/// Whether this process is a child of one that was served or watched.
+/// Returns `true` if this process was forked from a process that was served or watched.
 #[inline]
 pub(crate) fn is_forked() -> bool {
     IS_FORKED.load(Ordering::Relaxed)
 }
 
-/// A child that is forked from now on will know that it is one.
+/// Installs a handler that marks children forked from now on.
 pub(crate) fn watch() {
     static IS_WATCHING: Once = Once::new();
     IS_WATCHING.call_once(|| {
-        // SAFETY: the function stores to an atomic, which a child of a process with threads may do. Without memory for it a child
-        // would be taken for its parent; the driver refuses its calls in any case.
+        // SAFETY: the handler only stores to an atomic, which is allowed in a child of a multithreaded process. If registration fails for
+        // lack of memory, a child is mistaken for its parent; the driver refuses its calls in any case.
         let _refused = unsafe { libc::pthread_atfork(None, None, Some(forget)) };
     });
 }

@@ -1,14 +1,14 @@
-//! What is allocated, by address.
+//! Live allocations by address.
 //!
 //! ```text
 //!  addresses   │ region n       │ region n + 1   │ ...        32 MiB each
-//!  small ones  ▼ a shard        ▼ another one                a map in order of addresses, with a lock of its own
-//!  large ones  ──────────────── one map ────────────────     a region or more: they may begin in any region before
+//!  small       ▼ a shard        ▼ another one                a map ordered by address, with a separate lock
+//!  large       ──────────────── one map ────────────────     a region or more: they may begin in any earlier region
 //! ```
 //!
-//! An allocation is found by its first address, and by any address in it: of the small ones, only two shards can have it. A shard has
-//! other regions too, but none between the allocation's first address and the one that is asked for. Threads that use different heaps
-//! use different regions, and mostly different locks: which shard a region has is scattered, because heaps lie at equal distances.
+//! An allocation is found by its first address, or by any address within it: a small allocation can only be in two shards. A shard also has
+//! other regions, but none between the first address of the allocation and the queried address. Threads that use different heaps use
+//! different regions, and usually different locks. The assignment of regions to shards is scattered, because heaps lie at equal distances.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -18,13 +18,13 @@ const REGION_BYTES: u64 = 1 << REGION_BITS;
 const SHARD_BITS: u32 = 7;
 const SHARDS: usize = 1 << SHARD_BITS;
 
-/// See the file's comment. `T` is what is known of an allocation.
+/// A map of allocations by address. `T` is the data stored for each allocation.
 pub(crate) struct Ledger<T> {
     small: [Shard<T>; SHARDS],
     large: Shard<T>,
 }
 
-/// On cache lines of its own.
+/// Aligned to separate cache lines.
 #[repr(align(128))]
 struct Shard<T>(Mutex<BTreeMap<u64, Entry<T>>>);
 
@@ -34,14 +34,14 @@ struct Entry<T> {
     known: T,
 }
 
-/// An allocation that was found.
+/// An allocation in the ledger.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Found<T> {
-    /// Its first address.
+    /// Address of the first byte.
     pub(crate) address: u64,
-    /// Bytes that the program asked for.
+    /// Size in bytes that the program requested.
     pub(crate) size_bytes: u64,
-    /// What else is known of it.
+    /// The data stored for the allocation.
     pub(crate) known: T,
 }
 
@@ -64,20 +64,20 @@ impl<T: Copy> Ledger<T> {
         &self.small[(scattered >> (u64::BITS - SHARD_BITS)) as usize]
     }
 
-    /// Notes an allocation.
+    /// Inserts an allocation.
     pub(crate) fn insert(&self, address: u64, size_bytes: u64, known: T) {
         let shard = if size_bytes < REGION_BYTES { self.region(address) } else { &self.large };
         shard.lock().insert(address, Entry { size_bytes, known });
     }
 
-    /// Takes the allocation out that begins at an address. Of two threads that free it, one gets it.
+    /// Removes and returns the allocation that begins at an address. If two threads free it concurrently, only one receives it.
     pub(crate) fn take(&self, address: u64) -> Option<Found<T>> {
         let taken = self.region(address).lock().remove(&address);
         let Entry { size_bytes, known } = taken.or_else(|| self.large.lock().remove(&address))?;
         Some(Found { address, size_bytes, known })
     }
 
-    /// The allocation that an address lies in.
+    /// Returns the allocation that contains an address.
     pub(crate) fn around(&self, address: u64) -> Option<Found<T>> {
         let before = address.saturating_sub(REGION_BYTES);
         let shards = [self.region(address), self.region(before), &self.large];
@@ -89,7 +89,7 @@ impl<T: Copy> Ledger<T> {
         })
     }
 
-    /// All allocations, by address.
+    /// Returns all allocations, ordered by address.
     pub(crate) fn all(&self) -> Vec<Found<T>> {
         let shards = self.small.iter().chain([&self.large]);
         let mut all: Vec<Found<T>> = shards
@@ -114,7 +114,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Against one plain map: blocks side by side, of any size up to some regions.
+        /// Compares the ledger with a single map, for adjacent blocks of any size up to several regions.
         #[test]
         fn an_allocation_is_found_by_every_address_in_it(
             sizes in prop::collection::vec(1_u64..(80 << 20), 1..60), steps in prop::collection::vec((any::<prop::sample::Index>(), any::<bool>()), 0..80)

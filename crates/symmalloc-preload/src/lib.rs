@@ -1,7 +1,7 @@
-//! symmalloc under any CUDA program, unchanged: a library for `LD_PRELOAD`.
+//! A library for `LD_PRELOAD` that serves the device memory of unmodified CUDA programs with symmalloc.
 //!
-//! It stands between a program and libcuda. The program's allocations and frees are served by `symmalloc-cuda`, one allocator for
-//! each device; everything else is the driver's. `symmalloc run -- program` sets it up, and `docs/run-calls.md` says what is served.
+//! The library is interposed between a program and libcuda. `symmalloc-cuda` serves the program's allocations and frees, with one allocator
+//! per device; the driver serves everything else. `symmalloc run -- program` sets it up, and `docs/run-calls.md` lists the served calls.
 //!
 //! # Examples
 //! ```sh
@@ -17,22 +17,22 @@
 //!                                                 ╰─ watch.rs: only recorded ─► driver
 //! ```
 //!
-//! Nothing happens when the library is loaded, and nothing in a program that never asks for a call of libcuda.
+//! Loading the library has no effect, and neither does running a program that never requests a call of libcuda.
 //!
-//! # What there is
+//! # Modules
 //! | | |
 //! |---|---|
-//! | `symbols/` | every way to ask for a driver's call |
-//! | `calls/` | the calls that are served, each with the driver's signature |
-//! | `served.rs`, `pools.rs`, `peers.rs` | allocating and freeing; memory pools; devices that share |
-//! | `context.rs`, `contexts.rs`, `ending.rs` | a context's allocator; contexts found and made; what happens when one is reset |
-//! | `streams.rs`, `numbers.rs`, `captures.rs` | raw streams that come and go, by number; those that are captured |
-//! | `ledger.rs`, `live.rs` | what is allocated, by address |
-//! | `watch.rs`, `recordings.rs` | a program that is only recorded; the traces |
-//! | `tally.rs`, `exit.rs` | what `symmalloc run` tells at the end |
-//! | `settings.rs`, `outcome.rs`, `forks.rs`, `libcuda.rs` | the environment; errors as codes of the driver; children; libcuda |
+//! | `symbols/` | all ways to look up a driver call |
+//! | `calls/` | the served calls, each with the driver's signature |
+//! | `served.rs`, `pools.rs`, `peers.rs` | allocating and freeing; memory pools; peer access |
+//! | `context.rs`, `contexts.rs`, `ending.rs` | a context's allocator; lookup and creation of contexts; the end of a context |
+//! | `streams.rs`, `numbers.rs`, `captures.rs` | raw streams and their numbers; captures in progress |
+//! | `ledger.rs`, `live.rs` | live allocations by address |
+//! | `watch.rs`, `recordings.rs` | recording without serving; the traces |
+//! | `tally.rs`, `exit.rs` | counters, and the report to `symmalloc run` |
+//! | `settings.rs`, `outcome.rs`, `forks.rs`, `libcuda.rs` | environment variables; conversion of errors to driver codes; forked children; libcuda |
 //!
-//! `unsafe` stands where the driver's or the C library's functions are called, looked up or taken the place of.
+//! `unsafe` code appears where functions of the driver or the C library are called, looked up or replaced.
 
 #[cfg(not(all(target_os = "linux", target_env = "gnu", any(target_arch = "x86_64", target_arch = "aarch64"))))]
 compile_error!("symmalloc-preload is for Linux with the GNU C library, on x86-64 and aarch64");

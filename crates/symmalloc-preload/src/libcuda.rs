@@ -1,14 +1,14 @@
-//! libcuda: whether the process has it, and the driver calls that this library makes itself.
+//! Access to the process's libcuda, and to the driver calls that this library itself makes.
 //!
-//! The allocator's own calls are `symmalloc-cuda`'s business. These are the few by which a call is understood: which context is
-//! current, which context a stream belongs to, whether it is captured.
+//! `symmalloc-cuda` makes the allocator's own calls. The few calls here determine the meaning of a call: the current context, the context
+//! of a stream, and whether a stream is captured.
 
 use crate::symbols::real_dlsym;
 use std::ffi::{CStr, c_int, c_void};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-/// libcuda, which stays open.
+/// A handle of libcuda, which is never closed.
 #[derive(Clone, Copy)]
 pub(crate) struct Library(*mut c_void);
 
@@ -20,7 +20,7 @@ impl Library {
     }
 }
 
-/// libcuda, if the process has loaded it. Loads nothing.
+/// Returns libcuda, if the process has loaded it. Does not load it.
 #[inline]
 pub(crate) fn if_loaded() -> Option<Library> {
     let known = LIBRARY.load(Ordering::Relaxed);
@@ -30,7 +30,7 @@ pub(crate) fn if_loaded() -> Option<Library> {
 #[cold]
 fn look_for() -> Option<Library> {
     let open = |name: &CStr| {
-        // SAFETY: a C string; without loading, no initialiser runs.
+        // SAFETY: a C string; because nothing is loaded, no initializer runs.
         unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) }
     };
     let handle = [c"libcuda.so.1", c"libcuda.so"].into_iter().map(open).find(|handle| !handle.is_null())?;
@@ -40,7 +40,7 @@ fn look_for() -> Option<Library> {
 
 macro_rules! driver_calls {
     ($($name:ident = $symbol:literal ($($arg:ident: $type:ty),*);)*) => {
-        /// Driver calls of this library.
+        /// The driver calls that this library makes.
         pub(crate) struct Driver {
             $($name: Option<unsafe extern "C" fn($($type),*) -> c_int>,)*
         }
@@ -61,7 +61,7 @@ macro_rules! driver_calls {
 
             $(
                 /// # Safety
-                /// As the call of this name in the CUDA driver API.
+                /// See the call of this name in the CUDA driver API.
                 pub(crate) unsafe fn $name(&self, $($arg: $type),*) -> Result<(), c_int> {
                     let call = self.$name.ok_or(NOT_FOUND)?;
                     // SAFETY: the caller's contract.
@@ -92,7 +92,7 @@ driver_calls! {
 /// `CUDA_ERROR_NOT_FOUND`.
 pub(crate) const NOT_FOUND: c_int = 500;
 
-/// The driver's calls, once libcuda is loaded.
+/// Returns the driver's calls, if libcuda is loaded.
 pub(crate) fn driver() -> Option<&'static Driver> {
     static DRIVER: OnceLock<Driver> = OnceLock::new();
     match DRIVER.get() {
@@ -102,7 +102,7 @@ pub(crate) fn driver() -> Option<&'static Driver> {
 }
 
 impl Driver {
-    /// The current context of this thread, unless there is none.
+    /// Returns the current context of this thread, if there is one.
     pub(crate) fn current(&self) -> Option<usize> {
         let mut context = 0;
         // SAFETY: valid for writing.
@@ -110,20 +110,20 @@ impl Driver {
         (context != 0).then_some(context)
     }
 
-    /// The device of this thread's current context, unless there is none.
+    /// Returns the device of this thread's current context, if there is one.
     pub(crate) fn current_device(&self) -> Option<c_int> {
         let mut device = 0;
         // SAFETY: valid for writing.
         unsafe { self.context_device(&raw mut device) }.ok().map(|()| device)
     }
 
-    /// The device of a context.
+    /// Returns the device of a context.
     pub(crate) fn device_of(&self, context: usize) -> Option<c_int> {
         let mut device = 0;
         if self.current() == Some(context) {
             return self.current_device();
         }
-        // SAFETY: a context that the driver named, which is made current until it is popped.
+        // SAFETY: the driver returned this context, which is current until it is popped.
         unsafe {
             self.context_push(context).ok()?;
             let found = self.context_device(&raw mut device);
@@ -133,7 +133,7 @@ impl Driver {
         }
     }
 
-    /// Whether a stream is part of a capture, be it spoiled.
+    /// Returns `true` if a stream is part of a capture, even an invalidated one.
     pub(crate) fn is_captured(&self, stream: usize) -> bool {
         let mut status = 0;
         // SAFETY: valid for writing; the driver checks handles.

@@ -1,19 +1,19 @@
-//! What is allocated and ours, over all contexts.
+//! The allocations that this library serves, over all contexts.
 
 use crate::context::Context;
 use crate::ledger::Ledger;
 use crate::pools::MemPool;
 use symmalloc_core::{Handle, StreamId};
 
-/// What is known of an allocation of ours.
+/// Data of a served allocation.
 #[derive(Clone, Copy)]
 pub(crate) struct Live {
     pub(crate) context: &'static Context,
     pub(crate) handle: Handle,
     pub(crate) stream: StreamId,
-    /// The pool that the program took it from; `None` for `cuMemAlloc`.
+    /// The pool that the program allocated from; `None` for `cuMemAlloc`.
     pub(crate) pool: Option<&'static MemPool>,
 }
 
-/// All of them.
+/// All served allocations.
 pub(crate) static LIVE: Ledger<Live> = Ledger::new();

@@ -1,38 +1,38 @@
-//! Numbers for streams that come and go.
+//! Numbers for streams that are created and destroyed.
 //!
-//! A stream gets its number when the program first allocates or frees on it, in the order in which that happens. A number of a stream
-//! that is gone goes to the next new stream, the lowest first: so the same program gives the same numbers, whatever handles
-//! the driver gives, and a program that makes and destroys streams for ever needs no more numbers than it has streams at once.
+//! A stream gets its number when the program first allocates or frees on it, in the order of these first uses. The number of a destroyed
+//! stream is given to the next new stream, lowest number first. The same program therefore assigns the same numbers, whatever handles the
+//! driver returns. A program that keeps creating and destroying streams needs only as many numbers as it has streams at the same time.
 
 use std::collections::BTreeSet;
 use std::hash::Hash;
 
-/// A stream of a program, while it lives.
+/// The name of a live stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) enum StreamName {
     /// The default stream that all threads share.
     Legacy,
-    /// A thread's own default stream, by a number of the thread.
+    /// A per-thread default stream, by the number of the thread.
     PerThread(u64),
-    /// A stream that the program made.
+    /// A stream that the program created, by its handle.
     Handle(usize),
 }
 
-/// The numbers of one context's streams. `K` names a stream while it lives.
+/// The numbers of one context's streams. `K` identifies a live stream.
 #[derive(Debug)]
 pub(crate) struct Numbers<K> {
     by_stream: rustc_hash::FxHashMap<K, u16>,
     free: BTreeSet<u16>,
 }
 
-/// A number for a stream.
+/// The number of a stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Number {
-    /// The stream has it.
+    /// The stream already has this number.
     Known(u16),
-    /// Another stream had it, which is gone.
+    /// A destroyed stream had this number.
     Reused(u16),
-    /// Nobody had it: the allocator gives the next.
+    /// The allocator must assign the next unused number.
     New,
 }
 
@@ -41,7 +41,7 @@ impl<K: Copy + Eq + Hash> Numbers<K> {
         Numbers { by_stream: rustc_hash::FxHashMap::default(), free: BTreeSet::new() }
     }
 
-    /// Which number the stream has, or is to get.
+    /// Returns the stream's number, or the number that it must get.
     pub(crate) fn number_for(&self, stream: K) -> Number {
         match (self.by_stream.get(&stream), self.free.first()) {
             (Some(number), _) => Number::Known(*number),
@@ -50,19 +50,19 @@ impl<K: Copy + Eq + Hash> Numbers<K> {
         }
     }
 
-    /// The stream has the number from now on.
+    /// Assigns the number to the stream.
     pub(crate) fn give(&mut self, stream: K, number: u16) {
         self.free.remove(&number);
         let before = self.by_stream.insert(stream, number);
-        assert!(before.is_none(), "a stream has one number");
+        assert!(before.is_none(), "the stream must not have a number yet");
     }
 
-    /// The number of a stream, if it has one.
+    /// Returns the number of a stream, if it has one.
     pub(crate) fn get(&self, stream: K) -> Option<u16> {
         self.by_stream.get(&stream).copied()
     }
 
-    /// The stream is gone.
+    /// Releases the number of a destroyed stream.
     pub(crate) fn take_back(&mut self, stream: K) -> Option<u16> {
         let number = self.by_stream.remove(&stream)?;
         self.free.insert(number);
@@ -75,7 +75,7 @@ mod tests {
     use super::*;
     use proptest::prelude::*;
 
-    /// What a program does with its streams; a handle may come back as another stream.
+    /// A program's use of streams. A handle may be reused for another stream.
     #[derive(Clone, Debug)]
     enum Step {
         Use(u8),
@@ -87,7 +87,7 @@ mod tests {
         prop::collection::vec(step, 0..200)
     }
 
-    /// The rule, written naively: slots, each with the stream that has it.
+    /// A naive implementation of the rule: slots with the stream that occupies each.
     #[derive(Default)]
     struct Model(Vec<Option<u8>>);
 

@@ -1,4 +1,4 @@
-//! What the allocator says, as the driver would say it.
+//! Conversion of the allocator's errors to driver codes.
 
 use std::ffi::c_int;
 use symmalloc_core::errors::{AllocateError, FreeError, OutOfMemoryCause};
@@ -15,7 +15,7 @@ pub(crate) const NOT_SUPPORTED: c_int = 801;
 /// `CUDA_ERROR_UNKNOWN`.
 pub(crate) const UNKNOWN: c_int = 999;
 
-/// The code for an allocation that was refused.
+/// Returns the code for a failed allocation.
 pub(crate) fn code_of_allocate(error: &AllocateError) -> c_int {
     match error {
         AllocateError::TooLarge { .. } => OUT_OF_MEMORY,
@@ -28,7 +28,7 @@ pub(crate) fn code_of_allocate(error: &AllocateError) -> c_int {
     }
 }
 
-/// The code for a free that was refused.
+/// Returns the code for a failed free.
 pub(crate) fn code_of_free(error: &FreeError) -> c_int {
     match error {
         FreeError::Fence(error) => error.code,
@@ -37,7 +37,7 @@ pub(crate) fn code_of_free(error: &FreeError) -> c_int {
     }
 }
 
-/// The code for another call that failed.
+/// Returns the code for any other failed call.
 pub(crate) fn code_of_cuda(error: &CudaError) -> c_int {
     match error {
         CudaError::Driver(error) => error.code,

@@ -1,13 +1,13 @@
-//! Memory pools of CUDA, each a pool of the allocator.
+//! CUDA memory pools, each served by a pool of the allocator.
 //!
-//! | the driver's pool | here |
+//! | the driver's pool | served by |
 //! |---|---|
 //! | a device's default pool | p1 |
-//! | made by the program: on a device, not for export, without a size limit | p2 ..., at its first use |
-//! | all others | the driver's |
+//! | created by the program: on a device, not for export, without a size limit | p2 ..., from its first use |
+//! | all others | the driver |
 //!
-//! The driver keeps its pool, and with it what the program sets and asks about: reuse policies, the release threshold, which devices
-//! have access. Memory in use and reserved are the sum of both.
+//! The driver keeps its own pool, which holds the state that the program sets and queries: reuse policies, the release threshold, and peer
+//! access. Used and reserved memory are the sums of both pools.
 
 use rustc_hash::FxHashMap;
 use std::ffi::{c_int, c_ushort, c_void};
@@ -17,25 +17,25 @@ use symmalloc_core::PoolId;
 use symmalloc_core::report::MemoryStats;
 use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaError, Pool};
 
-/// A context that is served.
+/// The identity of a served context.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ContextId(usize);
 
 impl ContextId {
-    /// What lives for ever is told from all others by its address.
+    /// Contexts are never freed, so their address is a unique id.
     pub(crate) fn of<T>(context: &'static T) -> Self {
         ContextId(std::ptr::from_ref(context).addr())
     }
 }
 
-/// What a pool is to the program.
+/// The role of a pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum PoolRole {
     /// A device's default pool.
     Default,
-    /// Made by the program, and served here.
+    /// Created by the program, and served here.
     Served,
-    /// Made by the program, and served by the driver.
+    /// Created by the program, and served by the driver.
     Drivers,
 }
 
@@ -53,20 +53,20 @@ pub(crate) struct PoolProperties {
 }
 
 impl PoolProperties {
-    /// The device, if a pool like this is served.
+    /// Returns the device if a pool with these properties is served.
     fn served_device(&self) -> Option<c_int> {
         let is_served = self.kind == 1 && self.handle_types == 0 && self.location_kind == 1 && self.max_bytes == 0;
         is_served.then_some(self.location)
     }
 }
 
-/// A memory pool of the driver's that the program may name.
+/// A memory pool of the driver that the program can refer to.
 pub(crate) struct MemPool {
-    /// Its handle.
+    /// Handle of the pool.
     raw: usize,
     device: c_int,
     role: PoolRole,
-    /// The allocator's pool, once it was used.
+    /// The allocator's pool, set at the first use.
     made: OnceLock<Made>,
     is_destroyed: AtomicBool,
 }
@@ -75,7 +75,7 @@ struct Made {
     context: ContextId,
     allocator: CudaAllocator,
     id: PoolId,
-    /// Dropped when the program destroys its pool.
+    /// `None` once the program has destroyed its pool.
     owner: Mutex<Option<Pool<CudaBackend>>>,
 }
 
@@ -89,19 +89,19 @@ impl MemPool {
         pool
     }
 
-    /// A pool that the driver has.
+    /// Registers a pool of the driver.
     pub(crate) fn of_driver(raw: usize, device: c_int, role: PoolRole) -> &'static MemPool {
         Self::note(MemPool { raw, device, role, made: OnceLock::new(), is_destroyed: AtomicBool::new(false) })
     }
 
-    /// The program made a pool.
+    /// Registers a pool that the program created.
     pub(crate) fn of_program(raw: usize, properties: &PoolProperties) {
         let served = properties.served_device();
         let role = if served.is_some() { PoolRole::Served } else { PoolRole::Drivers };
         Self::of_driver(raw, served.unwrap_or(-1), role);
     }
 
-    /// A pool that is known by its handle.
+    /// Returns a known pool by its handle.
     #[inline]
     pub(crate) fn find(raw: usize) -> Option<&'static MemPool> {
         POOLS.read().unwrap_or_else(PoisonError::into_inner).as_ref()?.get(&raw).copied()
@@ -119,19 +119,19 @@ impl MemPool {
         self.role != PoolRole::Drivers && !self.is_destroyed.load(Ordering::Relaxed)
     }
 
-    /// Makes the allocator's pool, if there is none.
+    /// Creates the allocator's pool if there is none.
     pub(crate) fn make(&self, context: ContextId, allocator: &CudaAllocator) -> Result<(), CudaError> {
         if self.made.get().is_some() {
             return Ok(());
         }
         let pool = allocator.create_pool(allocator.core().config().default_pool().clone())?;
         let made = Made { context, allocator: allocator.clone(), id: pool.id(), owner: Mutex::new(Some(pool)) };
-        // Of two threads that make it at the same time, one's is dropped unused.
+        // If two threads create it concurrently, one of the pools is dropped unused.
         let _first = self.made.set(made);
         Ok(())
     }
 
-    /// The allocator's pool for work in a context; `None` if the driver serves it there.
+    /// Returns the allocator's pool for work in a context, or `None` if the driver serves it.
     #[inline]
     pub(crate) fn id_in(&self, context: ContextId, device: c_int, allocator: &CudaAllocator) -> Option<PoolId> {
         match self.made.get() {
@@ -149,20 +149,20 @@ impl MemPool {
         if self.is_destroyed.load(Ordering::Relaxed) { None } else { self.made.get() }
     }
 
-    /// What the allocator has for the pool.
+    /// Returns the allocator's statistics for the pool.
     pub(crate) fn stats(&self) -> Option<MemoryStats> {
         let made = self.living()?;
         made.allocator.core().pool_stats(made.id).ok()
     }
 
-    /// Starts the peaks anew at the current values.
+    /// Resets the peaks to the current values.
     pub(crate) fn reset_peaks(&self) {
         if let Some(made) = self.living() {
             made.allocator.core().reset_peak_stats();
         }
     }
 
-    /// Gives free memory back if more than this is reserved.
+    /// Releases free memory if more than `keep_bytes` bytes are reserved.
     pub(crate) fn trim_to(&self, keep_bytes: u64) {
         let Some(made) = self.living() else { return };
         if self.stats().is_some_and(|stats| stats.reserved_bytes.current > keep_bytes) {
@@ -170,18 +170,18 @@ impl MemPool {
         }
     }
 
-    /// Takes a pool out that the program destroys, before the driver can give its handle to another one.
+    /// Removes a pool that the program destroys, before the driver can reuse its handle.
     pub(crate) fn take(raw: usize) -> Option<&'static MemPool> {
         POOLS.write().unwrap_or_else(PoisonError::into_inner).as_mut()?.remove(&raw)
     }
 
-    /// The driver did not destroy it.
+    /// Restores a pool that the driver did not destroy.
     pub(crate) fn put_back(&'static self) {
         let mut pools = POOLS.write().unwrap_or_else(PoisonError::into_inner);
         pools.get_or_insert_with(FxHashMap::default).insert(self.raw, self);
     }
 
-    /// The program destroyed the pool. What is allocated stays until it is freed.
+    /// Ends a pool that the program destroyed. Its allocations stay until they are freed.
     pub(crate) fn end(&self) {
         let made = self.living();
         self.is_destroyed.store(true, Ordering::Relaxed);
@@ -192,7 +192,7 @@ impl MemPool {
     }
 }
 
-/// A context is gone, and its pools are.
+/// Ends all pools of a context that is gone.
 pub(crate) fn end_all_of(context: ContextId) {
     let mut pools = POOLS.write().unwrap_or_else(PoisonError::into_inner);
     let Some(pools) = pools.as_mut() else { return };

@@ -1,6 +1,7 @@
-//! The traces that this process writes: one for each device, named by the pattern of `SYMMALLOC_RUN_RECORD`.
+//! The traces that this process writes: one per device, named by the pattern in `SYMMALLOC_RUN_RECORD`.
 //!
-//! A recording holds from the first op on, so it begins when a device's allocator is made, or when its first allocation is watched.
+//! A recording must start with the first op, so it begins when a device's allocator is created, or when the first allocation on a device is
+//! watched.
 
 use crate::settings::{self, Settings, say};
 use std::fs::File;
@@ -10,23 +11,23 @@ use symmalloc_core::recording::{SinkError, StartRecordingError};
 use symmalloc_cuda::CudaAllocator;
 use symmalloc_import::{TraceFile, TraceFileOptions, TraceNaming};
 
-/// Devices with a trace, and its name.
+/// Devices that have a trace, with the trace's path.
 static FILES: Mutex<Vec<(usize, PathBuf)>> = Mutex::new(Vec::new());
 
-/// The trace of a device, if it has one.
+/// Returns the path of a device's trace, if it has one.
 pub(crate) fn file_of(device: usize) -> Option<PathBuf> {
     let files = FILES.lock().unwrap_or_else(PoisonError::into_inner);
     files.iter().rev().find(|(known, _)| *known == device).map(|(_, file)| file.clone())
 }
 
-/// Begins a trace of a device, if one is asked for. What goes wrong is said, and the program goes on.
+/// Creates a trace for a device, if recording is requested. Errors are printed, and the program continues.
 pub(crate) fn create(device: usize, settings: &Settings) -> Option<TraceFile> {
     let pattern = settings.record.as_deref()?;
     let mut files = FILES.lock().unwrap_or_else(PoisonError::into_inner);
     let rank = settings::rank();
     let naming = TraceNaming {
         rank: rank.unwrap_or(0),
-        // A rank of a job of unknown size is one of several.
+        // A rank of a job of unknown size is assumed to be one of several.
         ranks: settings::ranks().unwrap_or(if rank.is_some() { 2 } else { 1 }),
         device,
         is_first_device: files.is_empty(),
@@ -35,7 +36,7 @@ pub(crate) fn create(device: usize, settings: &Settings) -> Option<TraceFile> {
     };
     let mut path = PathBuf::from(naming.path_of(pattern));
     if files.iter().any(|(_, known)| *known == path) {
-        // The device was reset, and is recorded anew.
+        // The device was reset, so a new recording starts.
         path.set_extension(format!("{}.{}", files.len(), path.extension().unwrap_or_default().to_string_lossy()));
     }
     match TraceFile::create(&path, TraceFileOptions::default()) {
@@ -44,27 +45,27 @@ pub(crate) fn create(device: usize, settings: &Settings) -> Option<TraceFile> {
             Some(file)
         }
         Err(error) => {
-            say(format_args!("nothing is recorded: {error}"));
+            say(format_args!("cannot record: {error}"));
             None
         }
     }
 }
 
-/// Records an allocator from now on, if that is asked for.
+/// Starts recording an allocator, if recording is requested.
 pub(crate) fn start(allocator: &CudaAllocator, settings: &Settings) {
     let Some(file) = create(allocator.device().ordinal(), settings) else { return };
     let started = allocator.core().start_recording(file);
     if let Err(error) = started {
-        say(format_args!("nothing is recorded: {error}"));
+        say(format_args!("cannot record: {error}"));
     }
 }
 
-/// Why a sink could not begin, as the core says it.
+/// Converts a sink's error into the core's error type.
 pub(crate) fn refused(error: SinkError) -> StartRecordingError {
     StartRecordingError::Sink(error)
 }
 
-/// Whether this process is the first of its rank in this run that records. One of them gets to make the file that says so.
+/// Returns `true` if this process is the first of its rank in this run that records. Exactly one process manages to create the marker file.
 fn is_first_process(settings: &Settings) -> bool {
     static IS_FIRST: OnceLock<bool> = OnceLock::new();
     *IS_FIRST.get_or_init(|| {

@@ -1,14 +1,14 @@
-//! Allocations and frees, served.
+//! Serves allocations and frees.
 //!
 //! ```text
 //!  cuMemAlloc ──────── host's stream, p0 ─┐                    ┌─ LIVE: address ─► context, handle, stream
 //!  cuMemAllocAsync ─── stream ─► number ──┴─► symmalloc-cuda ──┘
-//!  cuMemFree ──────── LIVE ─► the context's work is waited for ─► free
-//!  cuMemFreeAsync ─── LIVE ─► a use by the freeing stream, if it is another ─► free
+//!  cuMemFree ──────── LIVE ─► waits for the context's work ─► free
+//!  cuMemFreeAsync ─── LIVE ─► records a use by the freeing stream if it differs ─► free
 //! ```
 //!
-//! What is not ours goes to the driver: [`Outcome::Driver`]. A free takes the allocation out of [`LIVE`] first, so of two
-//! threads that free it one gets the driver's answer to an address that it does not know; a free that fails puts it back.
+//! Requests for other memory are passed to the driver: [`Outcome::Driver`]. A free removes the allocation from [`LIVE`] first. If two
+//! threads free it, one of them gets the driver's answer for an unknown address. A free that fails puts the allocation back.
 
 use crate::captures;
 use crate::context::Context;
@@ -24,13 +24,13 @@ use std::ffi::c_int;
 use symmalloc_core::errors::RecordUseError;
 use symmalloc_core::{Allocation, PoolId, StreamId};
 
-/// What became of a call.
+/// The outcome of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Outcome<T> {
     Done(T),
-    /// The driver's code.
+    /// The call failed with this driver code.
     Failed(c_int),
-    /// The driver serves it.
+    /// The driver must serve the call.
     Driver,
 }
 
@@ -50,11 +50,11 @@ pub(crate) fn allocate(size_bytes: u64) -> Outcome<u64> {
     take(context, Context::SYNCHRONOUS, context.host, None, size_bytes)
 }
 
-/// `cuMemAllocAsync`, or from a pool.
+/// `cuMemAllocAsync`, or an allocation from a pool.
 #[inline]
 pub(crate) fn allocate_async(size_bytes: u64, stream: usize, pool: Option<usize>) -> Outcome<u64> {
     if captures::has(stream) {
-        // The graph allocates when it runs.
+        // The graph allocates the memory when it runs.
         return Outcome::Driver;
     }
     let stream = match streams::find(stream) {
@@ -90,7 +90,7 @@ fn take(
     }
 }
 
-/// `cuMemFree`: as the driver's, it returns when the work that the context was given is done.
+/// `cuMemFree`: like the driver's call, it returns after all work submitted to the context is done.
 pub(crate) fn free(address: u64) -> Outcome<()> {
     let Some(found) = LIVE.take(address) else { return Outcome::Driver };
     if let Err(error) = found.known.context.allocator().device().synchronize() {
@@ -104,7 +104,7 @@ pub(crate) fn free(address: u64) -> Outcome<()> {
 pub(crate) fn free_async(address: u64, stream: usize) -> Outcome<()> {
     let Some(found) = LIVE.take(address) else { return Outcome::Driver };
     if captures::has(stream) {
-        // A graph frees what a graph allocated. The driver refuses, and says so in its own way.
+        // A graph can only free memory that a graph allocated. The driver refuses with its own error.
         LIVE.insert(found.address, found.size_bytes, found.known);
         return Outcome::Driver;
     }
@@ -127,11 +127,11 @@ pub(crate) fn free_async(address: u64, stream: usize) -> Outcome<()> {
     give_back(found)
 }
 
-/// Frees behind the work of a stream of another context: the host waits for it.
+/// Frees after the work of a stream of another context, for which the host waits.
 #[cold]
 fn free_behind(found: Found<Live>, stream: usize) -> Outcome<()> {
     let Some(driver) = libcuda::driver() else { return put_back(found, outcome::UNKNOWN) };
-    // SAFETY: the program names a stream; the driver checks it.
+    // SAFETY: the program passed the stream, and the driver checks it.
     match unsafe { driver.stream_synchronize(stream) } {
         Ok(()) => give_back(found),
         Err(code) => put_back(found, code),
@@ -149,7 +149,7 @@ fn give_back(found: Found<Live>) -> Outcome<()> {
     }
 }
 
-/// A free failed: the allocation is still live.
+/// Restores the allocation after a failed free.
 #[cold]
 fn put_back<T>(found: Found<Live>, code: c_int) -> Outcome<T> {
     LIVE.insert(found.address, found.size_bytes, found.known);

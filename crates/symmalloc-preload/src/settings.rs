@@ -1,13 +1,13 @@
-//! What `symmalloc run` says, by environment variables. Without them the library serves, with the default configuration.
+//! Settings from environment variables, which `symmalloc run` sets. Without them the library serves with the default configuration.
 //!
 //! | variable | meaning |
 //! |---|---|
-//! | `SYMMALLOC_RUN_WATCH` | `1`: the program keeps its own allocator, and is recorded only |
+//! | `SYMMALLOC_RUN_WATCH` | `1`: the program keeps its own allocator, and is only recorded |
 //! | `SYMMALLOC_RUN_CONFIG` | the configuration, as in `docs/configuration.md` |
-//! | `SYMMALLOC_RUN_LIMIT` | the most device memory to hold, in bytes, on each device |
+//! | `SYMMALLOC_RUN_LIMIT` | the maximum device memory to hold, in bytes, on each device |
 //! | `SYMMALLOC_RUN_RECORD` | the trace to write, as a pattern with `%r`, `%d`, `%p` |
-//! | `SYMMALLOC_RUN_FOLDER` | a folder for what the processes of the run tell `symmalloc run` |
-//! | `SYMMALLOC_RUN_IPC` | `1`: `cuMemAlloc` is the driver's, so that its memory can be opened by other processes |
+//! | `SYMMALLOC_RUN_FOLDER` | a folder for the reports of the run's processes to `symmalloc run` |
+//! | `SYMMALLOC_RUN_IPC` | `1`: the driver serves `cuMemAlloc`, so that other processes can open its memory |
 
 use std::ffi::OsString;
 use std::fmt;
@@ -22,17 +22,17 @@ use thiserror::Error;
 /// Settings of this process.
 #[derive(Debug)]
 pub(crate) struct Settings {
-    /// The program keeps its own allocator.
+    /// The program keeps its own allocator and is only recorded.
     pub(crate) is_watched: bool,
-    /// `cuMemAlloc` is passed on.
+    /// `cuMemAlloc` is passed to the driver.
     pub(crate) is_ipc: bool,
     pub(crate) config: Config,
-    /// The trace's name, a pattern.
+    /// File name pattern of the trace.
     pub(crate) record: Option<String>,
     pub(crate) folder: Option<PathBuf>,
 }
 
-/// Why the settings cannot be used.
+/// The reason that the settings are invalid.
 #[derive(Debug, Error)]
 pub(crate) enum SettingsError {
     #[error("SYMMALLOC_RUN_CONFIG: {0}")]
@@ -45,7 +45,7 @@ pub(crate) enum SettingsError {
     NotText { variable: &'static str },
 }
 
-/// The settings of this process. Where they are wrong that is said once, and the driver serves everything.
+/// Returns the settings of this process. If they are invalid, prints the error once, and the driver serves everything.
 pub(crate) fn settings() -> Option<&'static Settings> {
     static SETTINGS: OnceLock<Option<Settings>> = OnceLock::new();
     let read = || {
@@ -65,7 +65,7 @@ impl Settings {
         };
         let is_set = |name: &'static str| Ok::<_, SettingsError>(text(name)?.is_some_and(|value| value != "0"));
         let config: Config = text("SYMMALLOC_RUN_CONFIG")?.unwrap_or_default().parse()?;
-        // Handles come from the ledger, which knows more of an allocation than the core's look-up.
+        // Handles come from the ledger, which stores more data per allocation than the core's lookup.
         let mut builder = config.to_builder().pointer_lookup(PointerLookup::Off);
         if let Some(limit) = text("SYMMALLOC_RUN_LIMIT")? {
             let limit = limit.parse().map_err(|_| SettingsError::Limit)?;
@@ -81,22 +81,22 @@ impl Settings {
     }
 }
 
-/// Writes a line to the error output. A program that closed it goes on.
+/// Writes a line to standard error. Write errors are ignored, since the program may have closed it.
 pub(crate) fn say(line: fmt::Arguments<'_>) {
     let _unread = writeln!(io::stderr(), "symmalloc: {line}");
 }
 
-/// The first of these variables that is a number.
+/// Returns the first of these variables that is set to a number.
 fn number(names: [&str; 4]) -> Option<u64> {
     names.into_iter().find_map(|name| std::env::var(name).ok()?.parse().ok())
 }
 
-/// The rank of this process in its job, as torchrun, Open MPI, MPICH or Slurm say.
+/// Returns the rank of this process in its job, as set by torchrun, Open MPI, MPICH or Slurm.
 pub(crate) fn rank() -> Option<u64> {
     number(["RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"])
 }
 
-/// How many ranks the job has.
+/// Returns the number of ranks of the job.
 pub(crate) fn ranks() -> Option<u64> {
     number(["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS"])
 }

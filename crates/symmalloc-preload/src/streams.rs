@@ -1,15 +1,16 @@
-//! Raw streams: from the handle that a call carries to what is known of the stream, without a lock.
+//! Lookup of raw streams, from a handle to the known stream, without a lock.
 //!
 //! ```text
 //!  CUstream ── hash ──► cache[256] ── hit ──► KnownStream { raw, context, id }
 //!                          │ miss                    ▲
-//!                          └──► known, under a lock ─┘  gives the stream a number at its first use, see `numbers.rs`
+//!                          └──► known, under a lock ─┘  assigns a number at the first use, see `numbers.rs`
 //! ```
 //!
-//! The handles 0, 1 and 2 name other streams in each context, and 2 another one in each thread. They are found by the current context.
+//! The handles 0, 1 and 2 refer to different streams in each context, and 2 also to a different stream in each thread. They are resolved
+//! with the current context.
 //!
-//! A stream that is destroyed leaves the cache before the driver destroys it. What is known of a number stays where it is for ever, and
-//! serves the next stream that gets the number.
+//! A destroyed stream is removed from the cache before the driver destroys it. The entry of a number is never freed, and is reused for the
+//! next stream that gets the number.
 
 use crate::context::{Context, KnownStream};
 use crate::contexts;
@@ -29,7 +30,7 @@ const LEGACY: usize = 1;
 /// `CU_STREAM_PER_THREAD`.
 pub(crate) const PER_THREAD: usize = 2;
 
-/// Which stream of the current context a handle names for the calling thread.
+/// Returns the name of the stream that a handle refers to in the current context and thread.
 pub(crate) fn name_of(raw: usize) -> StreamName {
     match raw {
         0 | LEGACY => StreamName::Legacy,
@@ -38,19 +39,19 @@ pub(crate) fn name_of(raw: usize) -> StreamName {
     }
 }
 
-/// Why a stream is not served.
+/// The reason that a stream is not served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NotServed {
-    /// The driver serves it: it is no stream, or of a context that is not served.
+    /// The driver must serve it: the handle is invalid, or its context is not served.
     Driver,
-    /// The driver refused a call that was needed for it.
+    /// The driver refused a necessary call.
     Refused(c_int),
 }
 
 static CACHE: [AtomicPtr<KnownStream>; 1 << CACHE_BITS] =
     [const { AtomicPtr::new(std::ptr::null_mut()) }; 1 << CACHE_BITS];
 
-/// Streams that programs made, by handle.
+/// Streams that the program created, by handle.
 static KNOWN: Mutex<Option<FxHashMap<usize, &'static KnownStream>>> = Mutex::new(None);
 
 fn known() -> MutexGuard<'static, Option<FxHashMap<usize, &'static KnownStream>>> {
@@ -61,10 +62,10 @@ fn place(raw: usize) -> &'static AtomicPtr<KnownStream> {
     &CACHE[((raw as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (u64::BITS - CACHE_BITS)) as usize]
 }
 
-/// The stream behind a handle, which gets a number if this is its first use.
+/// Returns the stream of a handle, and assigns a number at the first use.
 #[inline]
 pub(crate) fn find(raw: usize) -> Result<&'static KnownStream, NotServed> {
-    // SAFETY: null, or a stream that was leaked.
+    // SAFETY: null, or a leaked stream.
     match unsafe { place(raw).load(Ordering::Acquire).as_ref() } {
         Some(stream) if stream.raw() == raw && raw > PER_THREAD => Ok(stream),
         _ => find_slowly(raw),
@@ -104,12 +105,12 @@ fn find_or_number(raw: usize) -> Result<&'static KnownStream, NotServed> {
     Ok(stream)
 }
 
-/// The program is about to destroy a stream. The driver's code if what is left of its work cannot be kept track of.
+/// Forgets a stream that the program is about to destroy. Returns the driver's code if the stream's remaining work cannot be tracked.
 pub(crate) fn forget(raw: usize) -> Result<(), c_int> {
     let mut known = known();
     let Some(stream) = known.as_mut().and_then(|known| known.remove(&raw)) else { return Ok(()) };
     if let Err(code) = stream.context.take_back(StreamName::Handle(raw)) {
-        known.as_mut().expect("just seen").insert(raw, stream);
+        known.as_mut().expect("the map was just accessed").insert(raw, stream);
         return Err(code);
     }
     stream.set_raw(0);
@@ -117,7 +118,7 @@ pub(crate) fn forget(raw: usize) -> Result<(), c_int> {
     Ok(())
 }
 
-/// A context is gone, and its streams are.
+/// Forgets the streams of a context that is gone.
 pub(crate) fn forget_all_of(context: &'static Context) {
     let mut known = known();
     let Some(known) = known.as_mut() else { return };
@@ -131,7 +132,7 @@ pub(crate) fn forget_all_of(context: &'static Context) {
     });
 }
 
-/// A thread's default streams, one per context. When the thread ends, their numbers go to other streams.
+/// A thread's default streams, one per context. When the thread ends, their numbers become free for other streams.
 struct OwnStreams {
     thread: u64,
     streams: Vec<&'static KnownStream>,
@@ -156,14 +157,14 @@ thread_local! {
     static OWN: RefCell<OwnStreams> = RefCell::new(OwnStreams::new());
 }
 
-/// The number of the calling thread, which no other thread of the process had.
+/// Returns the number of the calling thread, which is unique within the process.
 fn thread_number() -> u64 {
     OWN.try_with(|own| own.try_borrow().map_or(u64::MAX, |own| own.thread)).unwrap_or(u64::MAX)
 }
 
 fn find_per_thread() -> Result<&'static KnownStream, NotServed> {
     let context = contexts::current().ok_or(NotServed::Driver)?;
-    // A thread that ends, and frees in its last destructors, is served by the driver.
+    // The driver serves threads that free memory in their last destructors.
     OWN.try_with(|own| {
         let mut own = own.try_borrow_mut().map_err(|_| NotServed::Driver)?;
         if let Some(stream) = own.streams.iter().find(|stream| std::ptr::eq(stream.context, context)) {

@@ -1,6 +1,7 @@
-//! What the program did, counted where `symmalloc run` wants to know.
+//! Counters of the program's allocations and frees, enabled if `symmalloc run` requests them.
 //!
-//! Counts are spread over as many cache lines as threads are likely to run at once. Live bytes and their peak are one number for all.
+//! Counters are spread over as many cache lines as threads are likely to run at once. Live bytes and their peak are a single number for all
+//! threads.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -8,7 +9,7 @@ use std::time::Instant;
 
 const SHARDS: usize = 16;
 
-/// Whether anybody wants to know.
+/// `true` if counting is enabled.
 static IS_ON: AtomicBool = AtomicBool::new(false);
 
 #[repr(align(128))]
@@ -28,7 +29,7 @@ static COUNTS: [Shard; SHARDS] = [const {
     }
 }; SHARDS];
 
-/// Bytes, and the most at any time.
+/// A number of bytes and its peak.
 struct Peak {
     current: AtomicU64,
     peak: AtomicU64,
@@ -44,24 +45,24 @@ impl Peak {
 }
 
 static LIVE: Peak = Peak { current: AtomicU64::new(0), peak: AtomicU64::new(0) };
-/// The same as the driver rounds.
+/// Live bytes with the driver's rounding.
 static DRIVERS: Peak = Peak { current: AtomicU64::new(0), peak: AtomicU64::new(0) };
 
-/// What was counted.
+/// The values of the counters.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Tally {
     pub(crate) allocations: u64,
     pub(crate) frees: u64,
     /// Allocations that the driver served.
     pub(crate) passed_on: u64,
-    /// Time in calls that were served.
+    /// Time spent in served calls, in nanoseconds.
     pub(crate) nanoseconds: u64,
     pub(crate) peak_live_bytes: u64,
-    /// What the driver would have needed at least for what was live at once.
+    /// Minimum number of bytes that the driver would have needed for the peak of live memory.
     pub(crate) peak_driver_bytes: u64,
 }
 
-/// Begins to count.
+/// Enables counting.
 pub(crate) fn begin() {
     IS_ON.store(true, Ordering::Relaxed);
 }
@@ -82,7 +83,8 @@ fn shard() -> &'static Shard {
     &COUNTS[OWN.get()]
 }
 
-/// As the driver rounds: to 512 bytes below a MiB, where it shares pages of 2 MiB, and to such pages above.
+/// Applies the driver's rounding: below 1 MiB to multiples of 512 bytes, because allocations share 2 MiB pages, and above that to whole 2
+/// MiB pages.
 fn driver_bytes(size_bytes: u64) -> u64 {
     if size_bytes < 1 << 20 { size_bytes.next_multiple_of(512) } else { size_bytes.next_multiple_of(2 << 20) }
 }
@@ -105,7 +107,7 @@ pub(crate) fn freed(size_bytes: u64) {
     }
 }
 
-/// The driver serves an allocation.
+/// Counts an allocation that the driver serves.
 #[inline]
 pub(crate) fn passed_on() {
     if is_on() {
@@ -113,7 +115,7 @@ pub(crate) fn passed_on() {
     }
 }
 
-/// Measures a call that is served.
+/// Times a served call.
 #[inline]
 pub(crate) fn timed<T>(act: impl FnOnce() -> T) -> T {
     if !is_on() {
@@ -125,7 +127,7 @@ pub(crate) fn timed<T>(act: impl FnOnce() -> T) -> T {
     outcome
 }
 
-/// What was counted so far.
+/// Returns the current values of the counters.
 pub(crate) fn read() -> Tally {
     let sum = |of: fn(&Shard) -> &AtomicU64| COUNTS.iter().map(|shard| of(shard).load(Ordering::Relaxed)).sum();
     Tally {

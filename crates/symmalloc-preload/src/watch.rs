@@ -1,11 +1,11 @@
-//! The program keeps its own allocator and is only watched: a recorder for any CUDA program.
+//! Recording of a program that keeps its own allocator. Works for any CUDA program.
 //!
 //! ```text
 //!  cuMemAlloc, cuMemAllocAsync ... ─► the driver ── succeeded ──► record: a id size stream      ─► trace of the device
 //!  cuMemFree, cuMemFreeAsync ...   ─► the driver ── succeeded ──► record: u id stream?, f id
 //! ```
 //!
-//! Streams are numbered as when the program is served. What a capture allocates is a part of its graph, and no record.
+//! Streams are numbered as when the program is served. Allocations in a capture are part of its graph, and are not recorded.
 
 use crate::numbers::{Number, Numbers, StreamName};
 use crate::outcome::SUCCESS;
@@ -22,7 +22,7 @@ use symmalloc_core::recording::Sink;
 use symmalloc_core::{AllocationId, PoolId, StreamId};
 use symmalloc_import::TraceFile;
 
-/// What is known of an allocation of the driver's.
+/// Data of a watched allocation of the driver.
 #[derive(Clone, Copy)]
 struct Watched {
     size_bytes: u64,
@@ -31,24 +31,24 @@ struct Watched {
     stream: StreamId,
 }
 
-/// All devices.
+/// The state of all devices.
 struct Watching {
     devices: BTreeMap<c_int, WatchedDevice>,
-    /// What is allocated, by address. The program frees by first addresses alone.
+    /// Live allocations by address. The program frees only by first addresses.
     live: FxHashMap<u64, Watched>,
 }
 
 struct WatchedDevice {
-    /// `None`: nothing is recorded, or not any more.
+    /// `None` if recording is disabled or has stopped.
     file: Option<TraceFile>,
     numbers: Numbers<StreamName>,
-    /// The stream that was asked for last, and its number.
+    /// The stream of the last lookup, and its number.
     last: Option<(StreamName, StreamId)>,
     streams: u16,
     allocations: u64,
 }
 
-/// One lock for all: records are in one order anyway.
+/// One lock for all devices, because records have a total order.
 static WATCHING: Mutex<Watching> =
     Mutex::new(Watching { devices: BTreeMap::new(), live: FxHashMap::with_hasher(FxBuildHasher) });
 
@@ -56,7 +56,7 @@ fn watching() -> MutexGuard<'static, Watching> {
     WATCHING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The devices on which something was allocated, and the sizes of what still is.
+/// Returns the devices with allocations, and the sizes of the allocations that are still live.
 pub(crate) fn all_devices() -> BTreeMap<c_int, Vec<u64>> {
     let watching = watching();
     let mut sizes: BTreeMap<c_int, Vec<u64>> = watching.devices.keys().map(|device| (*device, Vec::new())).collect();
@@ -73,7 +73,7 @@ impl WatchedDevice {
         let file = settings.and_then(|settings| {
             let mut file = recordings::create(ordinal, settings)?;
             let begun = file.begin(&settings.config).map_err(recordings::refused);
-            begun.inspect_err(|error| settings::say(format_args!("nothing is recorded: {error}"))).ok()?;
+            begun.inspect_err(|error| settings::say(format_args!("cannot record: {error}"))).ok()?;
             Some(file)
         });
         WatchedDevice { file, numbers: Numbers::new(), last: None, streams: 0, allocations: 0 }
@@ -82,12 +82,12 @@ impl WatchedDevice {
     fn record(&mut self, op: Op) {
         let Some(file) = &mut self.file else { return };
         if let Err(error) = file.record(Record::from(op)) {
-            settings::say(format_args!("nothing more is recorded: {error}"));
+            settings::say(format_args!("recording stopped: {error}"));
             self.file = None;
         }
     }
 
-    /// The number of a stream. The last one is shared by all that come after 65,535.
+    /// Returns the number of a stream. All streams beyond 65,535 share the last number.
     fn number(&mut self, name: StreamName) -> StreamId {
         match self.last {
             Some((last, stream)) if last == name => stream,
@@ -115,18 +115,18 @@ impl WatchedDevice {
     }
 }
 
-/// How often streams were destroyed: what a thread remembers of a handle holds until then.
+/// Number of destroyed streams. A thread's cached lookup is valid until it changes.
 static DESTROYED: AtomicU64 = AtomicU64::new(0);
 
-/// The device of a stream: of its context, or of the current one. The thread remembers the last answer.
+/// Returns the device of a stream: that of its context, or the current device. The thread caches the last result.
 fn device_of(stream: Option<usize>) -> Option<c_int> {
     thread_local! {
-        /// A handle of a stream, how many were destroyed then, and the device.
+        /// A stream handle, the value of `DESTROYED` at that time, and the device.
         static STREAM: Cell<(usize, u64, c_int)> = const { Cell::new((0, 0, 0)) };
     }
     let driver = libcuda::driver()?;
     let Some(stream) = stream.filter(|stream| *stream > streams::PER_THREAD) else {
-        // Not remembered: a context of another device may get the handle of one that is gone.
+        // Not cached: a context of another device may reuse the handle of a destroyed context.
         return driver.current_device();
     };
     let destroyed = DESTROYED.load(Ordering::Acquire);
@@ -135,17 +135,17 @@ fn device_of(stream: Option<usize>) -> Option<c_int> {
         return Some(device);
     }
     let mut context = 0;
-    // SAFETY: valid for writing, and a stream that the driver just took.
+    // SAFETY: valid for writing, and the driver has just accepted the stream.
     unsafe { driver.stream_context(stream, &raw mut context) }.ok()?;
     let device = driver.device_of(context)?;
     STREAM.set((stream, destroyed, device));
     Some(device)
 }
 
-/// The driver answered to an allocation: notes it if it succeeded. `stream` is `None` for `cuMemAlloc`.
+/// Records an allocation if the driver's call succeeded. `stream` is `None` for `cuMemAlloc`.
 ///
 /// # Safety
-/// `address` is what the driver wrote to, if it succeeded.
+/// The driver wrote to `address` if it succeeded.
 pub(crate) unsafe fn allocated(code: c_int, address: *mut u64, size_bytes: u64, stream: Option<usize>) -> c_int {
     if code != SUCCESS || size_bytes == 0 || address.is_null() {
         return code;
@@ -164,16 +164,16 @@ pub(crate) unsafe fn allocated(code: c_int, address: *mut u64, size_bytes: u64, 
     let id = AllocationId(known.allocations);
     known.allocations += 1;
     known.record(Op::Allocate { id, pool: PoolId::DEFAULT, stream, size_bytes });
-    // Before another thread can free it, and before the driver can give the address again.
+    // Inserted before another thread can free it, and before the driver can reuse the address.
     live.insert(address, Watched { size_bytes, device, id, stream });
     drop(watching);
     tally::allocated(size_bytes);
     code
 }
 
-/// The program frees. `stream` is `None` for `cuMemFree`.
+/// Frees an allocation and records it. `stream` is `None` for `cuMemFree`.
 pub(crate) fn freed(address: u64, stream: Option<usize>, call: impl FnOnce() -> c_int) -> c_int {
-    // Taken out before the driver can give the address to another thread.
+    // Removed before the driver can reuse the address for another thread.
     let Some(found) = watching().live.remove(&address) else { return call() };
     let code = call();
     if code != SUCCESS {
@@ -193,12 +193,12 @@ pub(crate) fn freed(address: u64, stream: Option<usize>, call: impl FnOnce() -> 
     code
 }
 
-/// A device's streams go with its context.
+/// Invalidates cached streams after a context reset, which destroys the context's streams.
 pub(crate) fn reset() {
     DESTROYED.fetch_add(1, Ordering::AcqRel);
 }
 
-/// The program destroys a stream.
+/// Releases the number of a stream that the program is about to destroy.
 pub(crate) fn destroyed(stream: usize) {
     DESTROYED.fetch_add(1, Ordering::AcqRel);
     for device in watching().devices.values_mut() {
@@ -207,13 +207,13 @@ pub(crate) fn destroyed(stream: usize) {
     }
 }
 
-/// Makes the traces whole.
+/// Completes the traces.
 pub(crate) fn finish() {
     for device in watching().devices.values_mut() {
         if let Some(mut file) = device.file.take()
             && let Err(error) = file.finish()
         {
-            settings::say(format_args!("the recording is not whole: {error}"));
+            settings::say(format_args!("the recording is incomplete: {error}"));
         }
     }
 }

@@ -1,20 +1,20 @@
-//! One owned allocation: what buffers of device and of host memory have in common.
+//! An owned allocation: the common part of device buffers and host buffers.
 
 use crate::error::{CudaError, DropError};
 use crate::pools::{AllocatorState, StreamAllocator, StreamAllocatorRef};
 use symmalloc_core::Handle;
 
-/// An allocation that is freed when it is dropped. An error is counted then, and the memory stays allocated.
+/// An allocation that is freed when it is dropped. If freeing fails, the error is counted and the memory stays allocated.
 pub(super) struct OwnedBlock<A: StreamAllocatorRef> {
-    /// Where it was allocated; `None` once the block is not this one's to free.
+    /// The allocator of the block; `None` once this value no longer owns the block.
     allocator: Option<A>,
     handle: Handle,
-    /// 0 when there are no bytes.
+    /// Address of the first byte; 0 if the block is empty.
     address: u64,
 }
 
 impl<A: StreamAllocatorRef> OwnedBlock<A> {
-    /// Room for `len` elements.
+    /// Allocates memory for `len` elements.
     #[inline]
     pub(super) fn allocate<T>(allocator: &A, len: usize, name: Option<&str>) -> Result<Self, CudaError> {
         let element_bytes = size_of::<T>();
@@ -26,24 +26,24 @@ impl<A: StreamAllocatorRef> OwnedBlock<A> {
         Ok(Self::of(allocator, allocation.handle, allocation.address.0))
     }
 
-    /// Takes over an allocation that no other code frees.
+    /// Takes ownership of an allocation that no other code frees.
     #[inline]
     pub(super) fn of(allocator: &A, handle: Handle, address: u64) -> Self {
         OwnedBlock { allocator: Some(allocator.clone()), handle, address }
     }
 
-    /// The same block, which this does not own any more.
+    /// Moves the block out of this value, which no longer owns it afterwards.
     pub(super) fn take(&mut self) -> Self {
         OwnedBlock { allocator: self.allocator.take(), handle: self.handle, address: self.address }
     }
 
-    /// How it refers to where it was allocated.
+    /// Returns the reference to the block's allocator.
     #[inline]
     pub(super) fn allocator_ref(&self) -> &A {
-        self.allocator.as_ref().expect("it is taken away only from what is dropped next")
+        self.allocator.as_ref().expect("a block is taken only from a value that is dropped next")
     }
 
-    /// Where it was allocated.
+    /// Returns the block's allocator.
     #[inline]
     pub(super) fn allocator(&self) -> &StreamAllocator<A::Memory> {
         self.allocator_ref().stream_allocator()
@@ -59,25 +59,25 @@ impl<A: StreamAllocatorRef> OwnedBlock<A> {
         self.handle
     }
 
-    /// The first byte; 0 when there are no bytes.
+    /// Returns the address of the first byte; 0 if the block is empty.
     #[inline]
     pub(super) fn address(&self) -> u64 {
         self.address
     }
 
-    /// Where the address stands, for kernels' arguments.
+    /// Returns a reference to the address, for kernel arguments.
     #[inline]
     pub(super) fn address_ref(&self) -> &u64 {
         &self.address
     }
 
-    /// Whether dropping it frees it.
+    /// Returns `true` if dropping this value frees the block.
     #[inline]
     pub(super) fn is_owned(&self) -> bool {
         self.allocator.is_some()
     }
 
-    /// Dropping it does not free it any more.
+    /// Gives up ownership, so that dropping this value does not free the block.
     pub(super) fn disown(&mut self) {
         self.allocator = None;
     }

@@ -1,4 +1,4 @@
-//! Buffers that are made with their content, by the names that cudarc gives the same on `CudaStream` and `CudaSlice`.
+//! Constructors of buffers with contents, with the same names as cudarc's functions on `CudaStream` and `CudaSlice`.
 
 use super::device_buffer::DeviceBuffer;
 use crate::allocator::CudaAllocator;
@@ -10,20 +10,20 @@ use crate::pools::{StreamAllocator, StreamAllocatorRef};
 use cudarc::driver::{CudaContext, CudaStream, DevicePtr, DeviceRepr, DeviceSlice, HostSlice, ValidAsZeroBits, result};
 use std::sync::Arc;
 
-/// `CudaStream`'s functions that make a `CudaSlice`, with the stream as the first argument.
+/// Counterparts of the `CudaStream` functions that make a `CudaSlice`. They take the stream as their first argument.
 impl CudaAllocator {
-    /// `CudaStream::null`: a buffer of no elements.
+    /// Returns a buffer with no elements. Counterpart of `CudaStream::null`.
     ///
     /// # Errors
-    /// When the stream cannot be registered.
+    /// Returns an error if the stream cannot be registered.
     pub fn null<T>(&self, stream: &Arc<CudaStream>) -> Result<DeviceBuffer<T>, CudaError> {
         DeviceBuffer::allocate(self.for_stream(stream)?, 0, None)
     }
 
-    /// `CudaStream::alloc_zeros`, another name of [`alloc_zeroed`](Self::alloc_zeroed).
+    /// Allocates a buffer of zeros. Counterpart of `CudaStream::alloc_zeros`; same as [`alloc_zeroed`](Self::alloc_zeroed).
     ///
     /// # Errors
-    /// As [`alloc_zeroed`](Self::alloc_zeroed).
+    /// See [`alloc_zeroed`](Self::alloc_zeroed).
     pub fn alloc_zeros<T: DeviceRepr + ValidAsZeroBits>(
         &self,
         stream: &Arc<CudaStream>,
@@ -32,11 +32,11 @@ impl CudaAllocator {
         self.alloc_zeroed(stream, len)
     }
 
-    /// `CudaStream::clone_htod`: a buffer with what a `[T]`, `Vec<T>`, `PinnedHostSlice<T>` or
-    /// [`PinnedBuffer<T>`](crate::PinnedBuffer) holds, copied on the stream.
+    /// Copies a `[T]`, `Vec<T>`, `PinnedHostSlice<T>` or [`PinnedBuffer<T>`](crate::PinnedBuffer) into a new buffer, on the stream.
+    /// Counterpart of `CudaStream::clone_htod`.
     ///
     /// # Errors
-    /// When the stream cannot be registered, or the allocator or the driver refuses.
+    /// Returns an error if the stream cannot be registered, or the allocator or the driver refuses.
     ///
     /// # Examples
     /// ```no_run
@@ -57,10 +57,10 @@ impl CudaAllocator {
         DeviceBuffer::from_host(self.for_stream(stream)?, src)
     }
 
-    /// `CudaStream::clone_dtod`: a buffer with what a buffer, a part of one, or a `CudaSlice` holds, copied on the stream.
+    /// Copies a buffer, a part of one, or a `CudaSlice` into a new buffer, on the stream. Counterpart of `CudaStream::clone_dtod`.
     ///
     /// # Errors
-    /// When the stream cannot be registered, or the allocator or the driver refuses.
+    /// Returns an error if the stream cannot be registered, or the allocator or the driver refuses.
     pub fn clone_dtod<T: DeviceRepr, Src: DevicePtr<T>>(
         &self,
         stream: &Arc<CudaStream>,
@@ -70,20 +70,20 @@ impl CudaAllocator {
     }
 }
 
-/// `CudaStream`'s functions that make a `CudaSlice`, on this stream. The buffers borrow.
+/// Counterparts of the `CudaStream` functions that make a `CudaSlice`, on this stream. The buffers borrow the allocator.
 impl StreamAllocator {
-    /// As [`CudaAllocator::null`].
+    /// Like [`CudaAllocator::null`].
     ///
     /// # Errors
-    /// When the pool is gone.
+    /// Returns an error if the pool no longer exists.
     pub fn null<T>(&self) -> Result<DeviceBuffer<T, &Self>, CudaError> {
         DeviceBuffer::allocate(&self, 0, None)
     }
 
-    /// As [`CudaAllocator::alloc_zeros`].
+    /// Like [`CudaAllocator::alloc_zeros`].
     ///
     /// # Errors
-    /// When the allocator or the driver refuses.
+    /// Returns an error if the allocator or the driver refuses.
     pub fn alloc_zeros<T: DeviceRepr + ValidAsZeroBits>(
         &self,
         len: usize,
@@ -91,10 +91,10 @@ impl StreamAllocator {
         self.alloc_zeroed(len)
     }
 
-    /// As [`CudaAllocator::clone_htod`].
+    /// Like [`CudaAllocator::clone_htod`].
     ///
     /// # Errors
-    /// When the allocator or the driver refuses.
+    /// Returns an error if the allocator or the driver refuses.
     pub fn clone_htod<T: DeviceRepr, Src: HostSlice<T> + ?Sized>(
         &self,
         src: &Src,
@@ -102,32 +102,32 @@ impl StreamAllocator {
         DeviceBuffer::from_host(&self, src)
     }
 
-    /// As [`CudaAllocator::clone_dtod`].
+    /// Like [`CudaAllocator::clone_dtod`].
     ///
     /// # Errors
-    /// When the allocator or the driver refuses.
+    /// Returns an error if the allocator or the driver refuses.
     pub fn clone_dtod<T: DeviceRepr, Src: DevicePtr<T>>(&self, src: &Src) -> Result<DeviceBuffer<T, &Self>, CudaError> {
         DeviceBuffer::from_device(&self, src)
     }
 }
 
 impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> DeviceBuffer<T, A> {
-    /// Size in bytes.
+    /// Returns the size in bytes.
     pub fn num_bytes(&self) -> usize {
         DeviceSlice::num_bytes(self)
     }
 
-    /// The device's number.
+    /// Returns the ordinal of the device.
     pub fn ordinal(&self) -> usize {
         self.context().ordinal()
     }
 
-    /// The context.
+    /// Returns the context.
     pub fn context(&self) -> &Arc<CudaContext> {
         self.stream().context()
     }
 
-    /// The stream that it was allocated on.
+    /// Returns the stream that the buffer was allocated on.
     pub fn stream(&self) -> &Arc<CudaStream> {
         DeviceSlice::stream(self)
     }
@@ -140,11 +140,11 @@ impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> DeviceBuffer<T, A> {
 }
 
 impl<T: DeviceRepr, A: StreamAllocatorRef<Memory = CudaBackend>> DeviceBuffer<T, A> {
-    /// A buffer of the same stream and pool with a copy of the content, made on that stream. There is no `Clone`: it could not say
-    /// that memory is short.
+    /// Copies the contents into a new buffer of the same stream and pool, on that stream. There is no `Clone` implementation, because it
+    /// could not report an out-of-memory error.
     ///
     /// # Errors
-    /// When the allocator or the driver refuses.
+    /// Returns an error if the allocator or the driver refuses.
     pub fn try_clone(&self) -> Result<Self, CudaError> {
         Self::from_device(self.allocator(), self)
     }
@@ -163,7 +163,7 @@ impl<T: DeviceRepr, A: StreamAllocatorRef<Memory = CudaBackend>> DeviceBuffer<T,
         Ok(buffer)
     }
 
-    /// Gives the buffer its content by a call of cudarc's, which makes the context current: it is what it was afterwards.
+    /// Fills the buffer with a cudarc call. Restores the current context afterwards, because such calls change it.
     fn fill(
         &mut self,
         call: &'static str,
@@ -180,7 +180,7 @@ impl<T: DeviceRepr, A: StreamAllocatorRef<Memory = CudaBackend>> DeviceBuffer<T,
 impl<T: DeviceRepr, A: StreamAllocatorRef<Memory = CudaBackend>> TryFrom<DeviceBuffer<T, A>> for Vec<T> {
     type Error = CudaError;
 
-    /// The content, as the buffer's stream has it. Blocks until the copy is done.
+    /// Copies the contents to the host, in the order of the buffer's stream. Blocks until the copy is done.
     fn try_from(buffer: DeviceBuffer<T, A>) -> Result<Self, CudaError> {
         let _restore = RestoreCurrent::of(buffer.driver())?;
         let copied = buffer.stream().clone_dtoh(&buffer);

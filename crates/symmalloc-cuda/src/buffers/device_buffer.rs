@@ -1,4 +1,4 @@
-//! Buffers of device memory that go wherever a `CudaSlice` goes.
+//! Buffers of device memory that can be used wherever a `CudaSlice` can.
 
 use super::block::OwnedBlock;
 use super::part::BufferPart;
@@ -19,50 +19,49 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use symmalloc_core::{Handle, Placement, StreamId};
 
-/// `len` elements of device memory, freed when dropped: at once for the allocator, behind all uses for the device. Dropping
-/// never waits for the device and never panics, but it may wait for another thread that holds the lock of the same heap.
-/// Errors are counted by [`CachingAllocator::drop_errors`](crate::CachingAllocator::drop_errors).
-/// Memory goes back to the device, which may block, only where the program says so: in `trim`, above a release threshold that
-/// a pool has, and with the last owner of the allocator.
+/// `len` elements of device memory. Dropping the buffer frees it: immediately for the allocator, and after all uses for the device.
+/// Dropping never waits for the device and never panics, but it may wait for another thread that holds the lock of the same heap.
+/// [`CachingAllocator::drop_errors`](crate::CachingAllocator::drop_errors) counts errors. Memory is returned to the device, which may
+/// block, only in `trim`, above the release threshold of a pool that has one, and when the last owner of the allocator is dropped.
 ///
-/// It may be dropped on any thread. If other streams used it, the drop records one event on each of them. The next user of
-/// the memory waits for these events on the device.
+/// A buffer may be dropped on any thread. If other streams used it, the drop records one event on each of them. The next user of the memory
+/// waits for these events on the device.
 ///
-/// It implements cudarc's [`DeviceSlice`], [`DevicePtr`] and [`DevicePtrMut`], so copies, memset, cuBLAS and NCCL take it.
-/// Taking its pointer on another stream than its own records the use and orders the streams. A kernel launch does not say
-/// on which stream it is, so give it [`on`](DeviceBuffer::on) or [`read_on`](DeviceBuffer::read_on). On the buffer's own
-/// stream the buffer itself is an argument as well: `&mut` when the kernel writes it, `&` when it only reads.
+/// The type implements cudarc's [`DeviceSlice`], [`DevicePtr`] and [`DevicePtrMut`], so copies, memset, cuBLAS and NCCL accept it. Taking
+/// its pointer on a stream other than the buffer's stream records the use and orders the streams. A kernel launch does not reveal its
+/// stream, so pass [`on`](DeviceBuffer::on) or [`read_on`](DeviceBuffer::read_on) as the argument. On the buffer's stream, the buffer
+/// itself can also be the argument: `&mut` if the kernel writes it, `&` if the kernel only reads it.
 ///
-/// `A` says how it refers to where it was allocated. A buffer of [`CudaAllocator`] counts it, and keeps the memory of the
-/// allocator; one of a [`StreamAllocator`] borrows it, which costs nothing. They are placed and freed alike.
+/// `A` is the reference to the allocator. Buffers of [`CudaAllocator`] hold a reference count, which keeps the allocator's memory alive.
+/// Buffers of [`StreamAllocator`] borrow it, which costs nothing. Both are placed and freed in the same way.
 pub struct DeviceBuffer<T, A: StreamAllocatorRef<Memory = CudaBackend> = Arc<StreamAllocator>> {
     block: TrackedBlock<A>,
     len: usize,
-    /// The host never touches the elements, which are plain data to the device: threads may share a buffer whatever `T` is.
+    /// The host never touches the elements and the device treats them as plain data, so threads may share a buffer for any `T`.
     elements: PhantomData<fn() -> T>,
 }
 
-/// A [`DeviceBuffer`] taken apart: plain numbers, for interfaces that carry nothing else.
+/// The raw parts of a [`DeviceBuffer`], for interfaces that carry only plain numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RawDeviceBuffer {
-    /// The allocation.
+    /// Handle of the allocation.
     pub handle: Handle,
-    /// Its first byte; 0 when there are no bytes.
+    /// Address of the first byte; 0 if the buffer is empty.
     pub pointer: CUdeviceptr,
     /// Number of elements.
     pub len: usize,
-    /// The stream it was allocated on.
+    /// The stream that the buffer was allocated on.
     pub stream: StreamId,
 }
 
 impl CudaAllocator {
-    /// A buffer whose content is whatever was there before.
+    /// Allocates a buffer with uninitialized contents.
     ///
     /// # Safety
-    /// Nothing may read elements before they are written, unless any bits make a `T`.
+    /// Nothing may read elements before they are written, unless every bit pattern is a valid `T`.
     ///
     /// # Errors
-    /// When the stream cannot be registered or the allocator refuses.
+    /// Returns an error if the stream cannot be registered or the allocator refuses.
     #[inline]
     pub unsafe fn alloc<T: DeviceRepr>(
         &self,
@@ -72,13 +71,13 @@ impl CudaAllocator {
         DeviceBuffer::allocate(self.for_stream(stream)?, len, None)
     }
 
-    /// As [`alloc`](Self::alloc), with a name for snapshots and reports.
+    /// Like [`alloc`](Self::alloc), with a name for snapshots and reports.
     ///
     /// # Safety
-    /// As [`alloc`](Self::alloc).
+    /// See [`alloc`](Self::alloc).
     ///
     /// # Errors
-    /// As [`alloc`](Self::alloc).
+    /// See [`alloc`](Self::alloc).
     pub unsafe fn alloc_named<T: DeviceRepr>(
         &self,
         stream: &Arc<CudaStream>,
@@ -88,10 +87,10 @@ impl CudaAllocator {
         DeviceBuffer::allocate(self.for_stream(stream)?, len, Some(name))
     }
 
-    /// A buffer of zeros, written on the stream.
+    /// Allocates a buffer and fills it with zeros on the stream.
     ///
     /// # Errors
-    /// When the stream cannot be registered, or the allocator or the driver refuses.
+    /// Returns an error if the stream cannot be registered, or the allocator or the driver refuses.
     pub fn alloc_zeroed<T: DeviceRepr + ValidAsZeroBits>(
         &self,
         stream: &Arc<CudaStream>,
@@ -100,10 +99,10 @@ impl CudaAllocator {
         DeviceBuffer::allocate_zeroed(self.for_stream(stream)?, len, None)
     }
 
-    /// As [`alloc_zeroed`](Self::alloc_zeroed), with a name for snapshots and reports.
+    /// Like [`alloc_zeroed`](Self::alloc_zeroed), with a name for snapshots and reports.
     ///
     /// # Errors
-    /// As [`alloc_zeroed`](Self::alloc_zeroed).
+    /// See [`alloc_zeroed`](Self::alloc_zeroed).
     pub fn alloc_zeroed_named<T: DeviceRepr + ValidAsZeroBits>(
         &self,
         stream: &Arc<CudaStream>,
@@ -115,25 +114,25 @@ impl CudaAllocator {
 }
 
 impl StreamAllocator {
-    /// As [`CudaAllocator::alloc`], on this stream. The buffer borrows.
+    /// Like [`CudaAllocator::alloc`], on this stream. The buffer borrows the allocator.
     ///
     /// # Safety
-    /// As [`CudaAllocator::alloc`].
+    /// See [`CudaAllocator::alloc`].
     ///
     /// # Errors
-    /// When the allocator refuses.
+    /// Returns an error if the allocator refuses.
     #[inline]
     pub unsafe fn alloc<T: DeviceRepr>(&self, len: usize) -> Result<DeviceBuffer<T, &Self>, CudaError> {
         DeviceBuffer::allocate(&self, len, None)
     }
 
-    /// As [`CudaAllocator::alloc_named`], on this stream. The buffer borrows.
+    /// Like [`CudaAllocator::alloc_named`], on this stream. The buffer borrows the allocator.
     ///
     /// # Safety
-    /// As [`CudaAllocator::alloc`].
+    /// See [`CudaAllocator::alloc`].
     ///
     /// # Errors
-    /// When the allocator refuses.
+    /// Returns an error if the allocator refuses.
     pub unsafe fn alloc_named<T: DeviceRepr>(
         &self,
         len: usize,
@@ -142,10 +141,10 @@ impl StreamAllocator {
         DeviceBuffer::allocate(&self, len, Some(name))
     }
 
-    /// As [`CudaAllocator::alloc_zeroed`], on this stream. The buffer borrows.
+    /// Like [`CudaAllocator::alloc_zeroed`], on this stream. The buffer borrows the allocator.
     ///
     /// # Errors
-    /// When the allocator or the driver refuses.
+    /// Returns an error if the allocator or the driver refuses.
     pub fn alloc_zeroed<T: DeviceRepr + ValidAsZeroBits>(
         &self,
         len: usize,
@@ -153,10 +152,10 @@ impl StreamAllocator {
         DeviceBuffer::allocate_zeroed(&self, len, None)
     }
 
-    /// As [`CudaAllocator::alloc_zeroed_named`], on this stream. The buffer borrows.
+    /// Like [`CudaAllocator::alloc_zeroed_named`], on this stream. The buffer borrows the allocator.
     ///
     /// # Errors
-    /// When the allocator or the driver refuses.
+    /// Returns an error if the allocator or the driver refuses.
     pub fn alloc_zeroed_named<T: DeviceRepr + ValidAsZeroBits>(
         &self,
         len: usize,
@@ -167,7 +166,7 @@ impl StreamAllocator {
 }
 
 impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> DeviceBuffer<T, A> {
-    /// The elements are whatever was there before.
+    /// Allocates a buffer with uninitialized contents.
     #[inline]
     pub(super) fn allocate(allocator: &A, len: usize, name: Option<&str>) -> Result<Self, CudaError> {
         Ok(Self::of(OwnedBlock::allocate::<T>(allocator, len, name)?, len))
@@ -184,65 +183,65 @@ impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> DeviceBuffer<T, A> {
         DeviceBuffer { block: TrackedBlock::new(block), len, elements: PhantomData }
     }
 
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are no elements.
+    /// Returns `true` if the buffer is empty.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The allocation, for the core's reports.
+    /// Returns the handle of the allocation, for the core's reports.
     pub fn handle(&self) -> Handle {
         self.block.block().handle()
     }
 
-    /// Where it lies; equal on all ranks.
+    /// Returns the buffer's placement, which is equal on all ranks.
     pub fn placement(&self) -> Placement {
         let allocation = self.block.block().state().core().allocation(self.handle());
         allocation.map_or(Placement::NOWHERE, |it| it.placement)
     }
 
-    /// The buffer as an argument of a kernel that is launched on `stream`: records the use and orders the streams, as
-    /// taking its pointer does.
+    /// Returns the buffer as an argument for a kernel that is launched on `stream`. Records the use and orders the streams, as taking the
+    /// pointer does.
     pub fn on<'a>(&'a mut self, stream: &'a CudaStream) -> KernelArg<'a> {
         KernelArg::new(self.block.block().address(), self.block.as_ref().begin(stream, AccessMode::Write))
     }
 
-    /// As [`on`](Self::on), for kernels that only read it.
+    /// Like [`on`](Self::on), for kernels that only read the buffer.
     pub fn read_on<'a>(&'a self, stream: &'a CudaStream) -> KernelArg<'a> {
         KernelArg::new(self.block.block().address(), self.block.as_ref().begin(stream, AccessMode::Read))
     }
 
-    /// How it refers to where it was allocated.
+    /// Returns the reference to the buffer's allocator.
     #[inline]
     pub(super) fn allocator(&self) -> &A {
         self.block.block().allocator_ref()
     }
 
-    /// All of it, to be read.
+    /// Returns a read-only view of the whole buffer.
     pub fn as_view(&self) -> BufferView<'_, T> {
         BufferView::new(self.block.as_ref(), 0, self.len)
     }
 
-    /// All of it, to be written.
+    /// Returns a writable view of the whole buffer.
     pub fn as_view_mut(&mut self) -> BufferViewMut<'_, T> {
         BufferViewMut::new(self.block.as_ref(), 0, self.len)
     }
 
-    /// The same memory as parts that are owned: they outlive this call, can be [split](BufferPart::split_off) and
+    /// Converts the buffer into an owned part. Parts outlive this call, can be [split](BufferPart::split_off) and
     /// [shared](BufferPart::into_shared), and free the memory together.
     pub fn into_part(self) -> BufferPart<T, A> {
         BufferPart::of(self.block.into_part(), self.len)
     }
 
-    /// Takes the buffer apart. It is not freed before [`from_raw`](Self::from_raw) puts it together again, or its handle is
-    /// freed with the allocator.
+    /// Decomposes the buffer into its raw parts. The memory stays allocated until [`from_raw`](Self::from_raw) restores the buffer, or the
+    /// handle is freed with the allocator.
     ///
     /// # Errors
-    /// When uses by streams that are not registered cannot be ordered; the buffer is dropped then.
+    /// Returns an error if uses by unregistered streams cannot be ordered. The buffer is dropped in that case.
     pub fn into_raw(mut self) -> Result<RawDeviceBuffer, CudaError> {
         let block = self.block.block();
         let (handle, pointer, stream) = (block.handle(), block.address(), block.allocator().stream_id());
@@ -250,7 +249,7 @@ impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> DeviceBuffer<T, A> {
         Ok(RawDeviceBuffer { handle, pointer, len: self.len, stream })
     }
 
-    /// Never frees it, and returns its pointer. The memory stays in its segment until the allocator's last owner is gone.
+    /// Leaks the buffer and returns its pointer. The memory stays in its segment until the last owner of the allocator is dropped.
     pub fn leak(mut self) -> CUdeviceptr {
         self.block.leak();
         self.block.block().address()
@@ -272,12 +271,12 @@ impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> DeviceBuffer<T, A> {
 }
 
 impl<T> DeviceBuffer<T> {
-    /// Puts a buffer together again.
+    /// Restores a buffer from its raw parts.
     ///
     /// # Safety
-    /// `raw` came from [`into_raw`](Self::into_raw) of a buffer of this allocator and of elements of the same size, and is
-    /// put together once. If other streams than the buffer's own used it since, [`CachingAllocator::wait`] made its own
-    /// stream wait for them.
+    /// `raw` came from [`into_raw`](Self::into_raw) of a buffer of this allocator with elements of the same size, and is restored only
+    /// once. If streams other than the buffer's stream used the memory since, [`CachingAllocator::wait`] made the buffer's stream wait for
+    /// them.
     ///
     /// [`CachingAllocator::wait`]: crate::CachingAllocator::wait
     pub unsafe fn from_raw(allocator: &CudaAllocator, raw: RawDeviceBuffer) -> Self {
@@ -308,9 +307,9 @@ impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> DevicePtrMut<T> for DeviceB
     }
 }
 
-// SAFETY: pushes the address of a pointer that lives as long as the arguments; kernels take pointers by value.
-// `LaunchArgs` does not show its stream: part of the contract of `launch` is that it is the buffer's own,
-// and that the kernel writes only what it got as `&mut`.
+// SAFETY: pushes the address of a pointer that lives as long as the arguments; kernels take pointers by value. `LaunchArgs` does not reveal
+// its stream: the contract of `launch` requires that it is the buffer's stream, and that the kernel writes only arguments that were passed
+// as `&mut`.
 unsafe impl<'a, 'b: 'a, T, A: StreamAllocatorRef<Memory = CudaBackend>> PushKernelArg<&'b DeviceBuffer<T, A>>
     for LaunchArgs<'a>
 {
@@ -346,7 +345,7 @@ impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> fmt::Debug for DeviceBuffer
 mod tests {
     use super::*;
 
-    /// Programs keep thousands of them.
+    /// Programs keep thousands of buffers, so their size matters.
     #[test]
     fn a_buffer_is_four_words_and_a_handle_and_an_optional_one_is_no_larger() {
         assert_eq!(size_of::<DeviceBuffer<u8>>(), 4 * size_of::<u64>() + size_of::<Handle>());

@@ -1,14 +1,14 @@
-//! A buffer as a `CudaSlice`, for interfaces that take nothing else.
+//! Buffers lent as a `CudaSlice`, for interfaces that accept only that type.
 //!
-//! A `CudaSlice` frees its memory through the driver when it is dropped, and the driver has never heard of ours. So it is lent: it
-//! stands in a guard that takes it apart instead of dropping it.
+//! A `CudaSlice` frees its memory through the driver when it is dropped, but the driver did not allocate this memory. So the slice is lent:
+//! a guard holds it and takes it apart instead of dropping it.
 //!
 //! ```text
-//!  lend_on ── the stream waits for earlier uses, its use is noted ── CudaSlice of that stream ── its users
-//!  drop    ── the stream waits for what cudarc saw on others ── CudaSlice taken apart, nothing freed
+//!  lend_on ── the stream waits for earlier uses, its use is recorded ── CudaSlice of that stream ── its users
+//!  drop    ── the stream waits for uses that cudarc saw on others ── CudaSlice taken apart, nothing freed
 //! ```
 //!
-//! The block counts its lent slices. If one was forgotten, the host waits for the context before the block is freed.
+//! The block counts its lent slices. If a guard was forgotten, the host waits for the context before the block is freed.
 
 use super::device_buffer::DeviceBuffer;
 use super::tracked_block::TrackedBlockRef;
@@ -24,35 +24,35 @@ use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
-/// A buffer, or a part of one, lent as a `CudaSlice` to be read. Never frees anything.
+/// A buffer, or a part of one, lent as a `CudaSlice` for reading. The guard never frees memory.
 ///
-/// What is read on other streams than the one it was lent on, cudarc sees while its event tracking is on, as with any `CudaSlice`.
-/// It remembers the last such reader only, so lend the buffer once for each stream.
-#[must_use = "it is lent only as long as this lives"]
+/// While cudarc's event tracking is on, cudarc tracks reads on other streams, as for any `CudaSlice`. It remembers only the last such
+/// reader, so lend the buffer once for each stream.
+#[must_use = "the buffer is lent only while the guard is alive"]
 pub struct LentSlice<'a, T> {
     /// Taken apart by `drop`.
     slice: ManuallyDrop<CudaSlice<T>>,
     device: &'a CudaDevice,
     /// Counts this slice; `None` when there are no bytes.
     uses: Option<&'a Uses>,
-    /// Dropped after the slice was taken apart: what this notes covers all of its uses.
+    /// Dropped after the slice was taken apart, so the recorded use covers all uses of the slice.
     _use_on_stream: SyncOnDrop<'a>,
 }
 
-/// A buffer, or a part of one, lent as a `CudaSlice` to be written. See [`LentSlice`].
-#[must_use = "it is lent only as long as this lives"]
+/// A buffer, or a part of one, lent as a `CudaSlice` for writing. See [`LentSlice`].
+#[must_use = "the buffer is lent only while the guard is alive"]
 pub struct LentSliceMut<'a, T> {
     lent: LentSlice<'a, T>,
 }
 
 impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> DeviceBuffer<T, A> {
-    /// Lends it as a `CudaSlice` of `stream`, to be read.
+    /// Lends the buffer as a `CudaSlice` of `stream`, for reading.
     ///
-    /// A function that takes the `CudaSlice` by value, as candle's `CudaStorage::wrap_cuda_slice` does, would free it through the
-    /// driver, and cannot be served.
+    /// Functions that take the `CudaSlice` by value, such as candle's `CudaStorage::wrap_cuda_slice`, are not supported: they would free
+    /// the memory through the driver.
     ///
     /// # Errors
-    /// When the driver makes no events.
+    /// Returns an error if the driver cannot create events.
     ///
     /// # Examples
     /// ```no_run
@@ -72,14 +72,14 @@ impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> DeviceBuffer<T, A> {
         self.as_view().lend_on(stream)
     }
 
-    /// Lends it as a `CudaSlice` of `stream`, to be written.
+    /// Lends the buffer as a `CudaSlice` of `stream`, for writing.
     ///
     /// # Safety
-    /// The `CudaSlice` stays in the guard: nobody moves it out by `std::mem::swap` or `replace`. Dropped elsewhere, it would free
-    /// memory that is not the driver's to free.
+    /// The `CudaSlice` stays in the guard: the caller does not move it out with `std::mem::swap` or `replace`. Dropped elsewhere, it would
+    /// free memory that the driver did not allocate.
     ///
     /// # Errors
-    /// When the driver makes no events.
+    /// Returns an error if the driver cannot create events.
     pub unsafe fn lend_mut_on<'a>(&'a mut self, stream: &'a Arc<CudaStream>) -> Result<LentSliceMut<'a, T>, CudaError> {
         // SAFETY: the caller's contract.
         unsafe { self.as_view_mut().lend_mut_on(stream) }
@@ -87,10 +87,10 @@ impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> DeviceBuffer<T, A> {
 }
 
 impl<'b, T> BufferView<'b, T> {
-    /// As [`DeviceBuffer::lend_on`].
+    /// Like [`DeviceBuffer::lend_on`].
     ///
     /// # Errors
-    /// When the driver makes no events.
+    /// Returns an error if the driver cannot create events.
     pub fn lend_on(self, stream: &'b Arc<CudaStream>) -> Result<LentSlice<'b, T>, CudaError> {
         let (block, pointer, len) = self.into_raw();
         LentSlice::new(block, pointer, len, stream, AccessMode::Read)
@@ -98,13 +98,13 @@ impl<'b, T> BufferView<'b, T> {
 }
 
 impl<'b, T> BufferViewMut<'b, T> {
-    /// As [`DeviceBuffer::lend_mut_on`].
+    /// Like [`DeviceBuffer::lend_mut_on`].
     ///
     /// # Safety
-    /// As [`DeviceBuffer::lend_mut_on`].
+    /// See [`DeviceBuffer::lend_mut_on`].
     ///
     /// # Errors
-    /// When the driver makes no events.
+    /// Returns an error if the driver cannot create events.
     pub unsafe fn lend_mut_on(self, stream: &'b Arc<CudaStream>) -> Result<LentSliceMut<'b, T>, CudaError> {
         let (block, pointer, len) = self.into_view().into_raw();
         Ok(LentSliceMut { lent: LentSlice::new(block, pointer, len, stream, AccessMode::Write)? })
@@ -121,14 +121,14 @@ impl<'a, T> LentSlice<'a, T> {
     ) -> Result<Self, CudaError> {
         let device = block.device();
         let _restore = RestoreCurrent::of(device.driver())?;
-        // cudarc panics where the driver makes no event, so it is asked for one first.
+        // cudarc panics if the driver cannot create an event, so create one here first to detect the error.
         let event = stream.context().new_event(None);
         drop(event.map_err(|error| DriverError { call: "cuEventCreate", code: error.0 as i32 })?);
         let use_on_stream = block.begin(stream, access);
-        // SAFETY: the bytes are there as long as the guard borrows them, and it never lets the slice free them. What they hold is
-        // what the buffer holds.
+        // SAFETY: the memory is valid as long as the guard borrows it, and the guard never lets the slice free it. The contents are those
+        // of the buffer.
         let mut slice = unsafe { stream.upgrade_device_ptr::<T>(pointer, len) };
-        // For cudarc the slice is fresh: whoever uses it elsewhere waits for nothing. This notes what the stream has behind it.
+        // cudarc treats the slice as new, so its other users would not wait. This records the stream's earlier work as a use of the slice.
         drop(slice.device_ptr_mut(stream));
         Ok(LentSlice {
             slice: ManuallyDrop::new(slice),
@@ -164,9 +164,9 @@ impl<T> DerefMut for LentSliceMut<'_, T> {
 impl<T> Drop for LentSlice<'_, T> {
     fn drop(&mut self) {
         let _restore = RestoreCurrent::of(self.device.driver());
-        // SAFETY: taken here only, and not used afterwards.
+        // SAFETY: taken only here, and not used afterwards.
         let slice = unsafe { ManuallyDrop::take(&mut self.slice) };
-        // Makes its stream wait for uses on others, and frees the events.
+        // Makes the slice's stream wait for uses on other streams, and frees the events.
         let _pointer = slice.leak();
         if let Some(uses) = self.uses {
             uses.end_lend();

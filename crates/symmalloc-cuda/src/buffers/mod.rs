@@ -1,4 +1,4 @@
-//! Buffers: memory that is freed when it is dropped, on the device and pinned on the host.
+//! Buffers of device memory and of pinned host memory, which are freed when they are dropped.
 
 mod block;
 mod copies;

@@ -1,12 +1,12 @@
-//! Parts of a buffer that are owned.
+//! Owned parts of a buffer.
 //!
 //! ```text
 //!  DeviceBuffer ── into_part ──► BufferPart ── split_off ──► BufferPart, BufferPart     disjoint, written by their owners
 //!                                    │ ▲
 //!                        into_shared ▼ │ try_into_part, by the last one
-//!                                SharedPart ── clone, slice ──► SharedPart, ...         overlap as they like, only read
+//!                                SharedPart ── clone, slice ──► SharedPart, ...         may overlap, read-only
 //! ```
-//! All parts of a buffer are of one allocation, which is freed when the last of them is gone. Each [`BufferPart`] knows for itself
+//! All parts of a buffer belong to one allocation, which is freed when the last part is dropped. Each [`BufferPart`] tracks separately
 //! which streams used it, so streams that work on different parts do not wait for each other.
 
 use super::tracked_block::{TrackedBlockRef, TrackedPart};
@@ -21,7 +21,7 @@ use std::marker::PhantomData;
 use std::ops::{Range, RangeBounds};
 use std::sync::Arc;
 
-/// A part of a buffer that nobody else refers to. [`DeviceBuffer::into_part`](crate::DeviceBuffer::into_part) makes the first.
+/// An exclusively owned part of a buffer. [`DeviceBuffer::into_part`](crate::DeviceBuffer::into_part) makes the first part.
 ///
 /// # Examples
 /// ```no_run
@@ -48,10 +48,10 @@ pub struct BufferPart<T, A: StreamAllocatorRef<Memory = CudaBackend> = Arc<Strea
     elements: PhantomData<fn() -> T>,
 }
 
-/// A part of a buffer that may be referred to any number of times, and is only read. Cloning and slicing it count one reference.
+/// A read-only, reference-counted part of a buffer. Each clone and each slice holds one reference.
 pub struct SharedPart<T, A: StreamAllocatorRef<Memory = CudaBackend> = Arc<StreamAllocator>> {
     part: Arc<TrackedPart<A>>,
-    /// The first byte; 0 when the buffer has no bytes.
+    /// Address of the first byte; 0 if the buffer is empty.
     pointer: CUdeviceptr,
     len: usize,
     elements: PhantomData<fn() -> T>,
@@ -62,28 +62,28 @@ impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> BufferPart<T, A> {
         BufferPart { part, len, elements: PhantomData }
     }
 
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are no elements.
+    /// Returns `true` if there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Takes the elements from `at` on away, as `Vec::split_off` does.
+    /// Removes the elements from `at` on and returns them, as `Vec::split_off` does.
     ///
-    /// If other streams used the part, its own stream waits for them now.
+    /// If other streams used the part, the buffer's stream waits for them.
     ///
     /// # Panics
-    /// When `at` is beyond the end.
+    /// Panics if `at` is beyond the end.
     pub fn split_off(&mut self, at: usize) -> Self {
         let len = self.len;
         self.try_split_off(at).unwrap_or_else(|| panic!("{at} is beyond the end of a part of {len} elements"))
     }
 
-    /// As [`split_off`](Self::split_off); `None` when `at` is beyond the end.
+    /// Like [`split_off`](Self::split_off), but returns `None` if `at` is beyond the end.
     pub fn try_split_off(&mut self, at: usize) -> Option<Self> {
         let len = self.len.checked_sub(at)?;
         let others = self.part.behind((at * size_of::<T>()) as u64);
@@ -91,29 +91,29 @@ impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> BufferPart<T, A> {
         Some(Self::of(others, len))
     }
 
-    /// The same part, to be read only, by any number of owners.
+    /// Converts the part into a read-only part with any number of owners.
     pub fn into_shared(self) -> SharedPart<T, A> {
         let pointer = self.part.as_ref().address();
         SharedPart { part: Arc::new(self.part), pointer, len: self.len, elements: PhantomData }
     }
 
-    /// All of it, to be read.
+    /// Returns a read-only view of the whole part.
     pub fn as_view(&self) -> BufferView<'_, T> {
         BufferView::new(self.part.as_ref(), 0, self.len)
     }
 
-    /// All of it, to be written.
+    /// Returns a writable view of the whole part.
     pub fn as_view_mut(&mut self) -> BufferViewMut<'_, T> {
         BufferViewMut::new(self.part.as_ref(), 0, self.len)
     }
 
-    /// As [`DeviceBuffer::on`](crate::DeviceBuffer::on).
+    /// Like [`DeviceBuffer::on`](crate::DeviceBuffer::on).
     pub fn on<'a>(&'a mut self, stream: &'a CudaStream) -> KernelArg<'a> {
         let (pointer, guard) = self.device_ptr_mut(stream);
         KernelArg::new(pointer, guard)
     }
 
-    /// As [`DeviceBuffer::read_on`](crate::DeviceBuffer::read_on).
+    /// Like [`DeviceBuffer::read_on`](crate::DeviceBuffer::read_on).
     pub fn read_on<'a>(&'a self, stream: &'a CudaStream) -> KernelArg<'a> {
         let (pointer, guard) = self.device_ptr(stream);
         KernelArg::new(pointer, guard)
@@ -121,46 +121,46 @@ impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> BufferPart<T, A> {
 }
 
 impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> SharedPart<T, A> {
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are no elements.
+    /// Returns `true` if there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// A part of it, which is owned as well.
+    /// Returns a subrange as an owned part.
     ///
     /// # Panics
-    /// When the bounds are not within it, as slices do.
+    /// Panics if the bounds are not within the part, as slices do.
     pub fn slice(&self, bounds: impl RangeBounds<usize>) -> Self {
         self.within(within(self.len, bounds))
     }
 
-    /// A part of it, which is owned as well; `None` when the bounds are not within it.
+    /// Returns a subrange as an owned part, or `None` if the bounds are not within the part.
     pub fn try_slice(&self, bounds: impl RangeBounds<usize>) -> Option<Self> {
         Some(self.within(try_within(self.len, bounds)?))
     }
 
-    /// The elements before `mid`, and the others.
+    /// Returns the elements before `mid` and the elements from `mid` on.
     ///
     /// # Panics
-    /// When `mid` is beyond the end.
+    /// Panics if `mid` is beyond the end.
     pub fn split_at(&self, mid: usize) -> (Self, Self) {
         (self.slice(..mid), self.slice(mid..))
     }
 
-    /// The elements before `mid`, and the others; `None` when `mid` is beyond the end.
+    /// Returns the elements before `mid` and the elements from `mid` on, or `None` if `mid` is beyond the end.
     pub fn try_split_at(&self, mid: usize) -> Option<(Self, Self)> {
         Some((self.try_slice(..mid)?, self.try_slice(mid..)?))
     }
 
-    /// The part as one that may be written, if nobody else refers to anything of what was shared together.
+    /// Converts the part back into an exclusively owned part, if there are no other references to the shared part that it came from.
     ///
     /// # Errors
-    /// The part itself, when somebody does.
+    /// Returns the part itself if there are other references.
     pub fn try_into_part(self) -> Result<BufferPart<T, A>, Self> {
         let (pointer, len) = (self.pointer, self.len);
         match Arc::try_unwrap(self.part) {
@@ -172,12 +172,12 @@ impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> SharedPart<T, A> {
         }
     }
 
-    /// All of it.
+    /// Returns a view of the whole part.
     pub fn as_view(&self) -> BufferView<'_, T> {
         BufferView::new(self.block(), self.pointer - self.block().address(), self.len)
     }
 
-    /// As [`DeviceBuffer::read_on`](crate::DeviceBuffer::read_on).
+    /// Like [`DeviceBuffer::read_on`](crate::DeviceBuffer::read_on).
     pub fn read_on<'a>(&'a self, stream: &'a CudaStream) -> KernelArg<'a> {
         let (pointer, guard) = self.device_ptr(stream);
         KernelArg::new(pointer, guard)
@@ -238,9 +238,9 @@ impl<T, A: StreamAllocatorRef<Memory = CudaBackend>> DevicePtr<T> for SharedPart
     }
 }
 
-// SAFETY: pushes the address of a pointer that lives as long as the arguments; kernels take pointers by value.
-// `LaunchArgs` does not show its stream: part of the contract of `launch` is that it is the buffer's own,
-// and that the kernel writes only what it got as `&mut`.
+// SAFETY: pushes the address of a pointer that lives as long as the arguments; kernels take pointers by value. `LaunchArgs` does not reveal
+// its stream: the contract of `launch` requires that it is the buffer's stream, and that the kernel writes only arguments that were passed
+// as `&mut`.
 unsafe impl<'a, 'b: 'a, T, A: StreamAllocatorRef<Memory = CudaBackend>> PushKernelArg<&'b BufferPart<T, A>>
     for LaunchArgs<'a>
 {

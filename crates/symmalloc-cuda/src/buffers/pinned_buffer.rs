@@ -1,8 +1,8 @@
-//! Pinned host memory with the same rules: a pool of page-locked memory whose places are a function of the program.
+//! Buffers of pinned host memory, from a pool of page-locked memory with the same deterministic placement rules as device memory.
 //!
-//! The host is the stream that these buffers are allocated on. So memory that a copy still reads or writes is waited for by
-//! the host when it is handed out again, and not before: that is the one place where an allocation of this crate may block,
-//! and only where the memory would otherwise be overwritten under a running copy.
+//! The buffers are allocated on the host as a stream. The host therefore waits for copies that still use memory when that memory is reused,
+//! and not earlier. This is the only place where an allocation of this crate may block, and it blocks only if the memory would otherwise be
+//! overwritten during a copy.
 
 use super::block::OwnedBlock;
 use super::uses::wait_for_context;
@@ -19,33 +19,34 @@ use std::sync::{Arc, Mutex, PoisonError};
 use symmalloc_core::config::Config;
 use symmalloc_core::{Handle, StreamId};
 
-/// The allocator of pinned host memory.
+/// An allocator of pinned host memory.
 pub type PinnedAllocator = CachingAllocator<PinnedBackend>;
 
-/// The host, registered first by every [`PinnedAllocator`].
+/// Stream id of the host, which every [`PinnedAllocator`] registers first.
 const HOST: StreamId = StreamId(0);
 
 impl PinnedAllocator {
-    /// An allocator of pinned host memory. Expandable segments become fixed ones: host memory cannot be mapped in pieces.
+    /// Creates an allocator of pinned host memory. Expandable segments become fixed segments, because host memory cannot be mapped in
+    /// pieces.
     ///
     /// # Errors
-    /// When the configuration does not fit.
+    /// Returns an error if the configuration does not fit.
     pub fn pinned(device: &Arc<CudaDevice>, config: Config) -> Result<Self, CudaError> {
         let allocator = Self::with_backend(PinnedBackend::new(device), config)?;
         let host = allocator.state().register_host()?;
-        assert_eq!(host, HOST, "the host is the first stream");
+        assert_eq!(host, HOST, "the host must be the first stream");
         Ok(allocator)
     }
 
-    /// A buffer of zeros.
+    /// Allocates a buffer of zeros.
     ///
     /// # Errors
-    /// When the allocator or the driver refuses.
+    /// Returns an error if the allocator or the driver refuses.
     pub fn alloc_host_zeroed<T: DeviceRepr + ValidAsZeroBits>(&self, len: usize) -> Result<PinnedBuffer<T>, CudaError> {
         let block = OwnedBlock::allocate::<T>(self.lease().registered_stream(HOST), len, None)?;
         let buffer = PinnedBuffer { block, len, pending: Mutex::default(), elements: PhantomData };
         let start = buffer.start();
-        // SAFETY: the block has room for `len` elements, it is this buffer's alone, and the host waited for earlier uses.
+        // SAFETY: the block has room for `len` elements, this buffer owns it exclusively, and the host waited for earlier uses.
         unsafe { std::ptr::write_bytes(start, 0, len) };
         Ok(buffer)
     }
@@ -53,60 +54,60 @@ impl PinnedAllocator {
 
 /// `len` elements of pinned host memory, freed when dropped.
 ///
-/// It implements cudarc's [`HostSlice`]: copies take it, and run asynchronously with it. The host waits for them when it looks
-/// at the elements again.
+/// The type implements cudarc's [`HostSlice`], so copies accept it and run asynchronously. The host waits for them at its next access to
+/// the elements.
 pub struct PinnedBuffer<T> {
     block: OwnedBlock<Arc<StreamAllocator<PinnedBackend>>>,
     len: usize,
-    /// Uses since the host looked last.
+    /// Uses since the last host access.
     pending: Mutex<SmallVec<[PendingUse; 2]>>,
     elements: PhantomData<T>,
 }
 
-/// Work that may use a buffer.
+/// Submitted work that may use a buffer.
 #[derive(Clone, Debug)]
 enum PendingUse {
-    /// Work of a registered stream. Freeing the memory covers it too.
+    /// Work of a registered stream. Freeing the memory also waits for it.
     Stream(StreamId),
-    /// Work of an unregistered stream of this context. Its guard waits for it, but may have been forgotten.
+    /// Work of an unregistered stream of this context. Its guard waits for it, but the guard may have been forgotten.
     Unwatched(Arc<CudaContext>),
 }
 
 // SAFETY: owns its elements like a `Vec`.
 unsafe impl<T: Send> Send for PinnedBuffer<T> {}
-// SAFETY: as above; what changes through a shared buffer is behind a lock.
+// SAFETY: as above; state that changes through a shared reference is behind a lock.
 unsafe impl<T: Sync> Sync for PinnedBuffer<T> {}
 
 impl<T> PinnedBuffer<T> {
-    /// Number of elements.
+    /// Returns the number of elements.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Whether there are no elements.
+    /// Returns `true` if there are no elements.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// The allocation, for the core's reports.
+    /// Returns the handle of the allocation, for the core's reports.
     pub fn handle(&self) -> Handle {
         self.block.handle()
     }
 
-    /// The elements. Blocks until the work that uses them is done.
+    /// Returns the elements. Blocks until work that uses them is done.
     ///
     /// # Errors
-    /// When the driver reports that the work failed.
+    /// Returns an error if the driver reports that the work failed.
     pub fn as_slice(&self) -> Result<&[T], CudaError> {
         self.wait_for_pending()?;
-        // SAFETY: `len` initialised elements; no work uses them, and new work that writes needs the buffer mutably.
+        // SAFETY: `len` initialized elements; no work uses them, and new work that writes needs the buffer mutably.
         Ok(unsafe { std::slice::from_raw_parts(self.start(), self.len) })
     }
 
-    /// The elements, to be written. Blocks until the work that uses them is done.
+    /// Returns the elements for writing. Blocks until work that uses them is done.
     ///
     /// # Errors
-    /// When the driver reports that the work failed.
+    /// Returns an error if the driver reports that the work failed.
     pub fn as_mut_slice(&mut self) -> Result<&mut [T], CudaError> {
         self.wait_for_pending()?;
         // SAFETY: as above, and borrowed mutably.
@@ -114,7 +115,7 @@ impl<T> PinnedBuffer<T> {
     }
 
     fn start(&self) -> *mut T {
-        // Nothing lies at address 0: no elements.
+        // Address 0 means an empty buffer.
         if self.block.address() == 0 { std::ptr::dangling_mut() } else { self.block.address() as *mut T }
     }
 
@@ -130,7 +131,7 @@ impl<T> PinnedBuffer<T> {
         Ok(())
     }
 
-    /// Notes a use by work that is submitted to the stream while the guard lives.
+    /// Records a use by work that is submitted to the stream while the guard is alive.
     fn begin<'a>(&self, stream: &'a CudaStream) -> SyncOnDrop<'a> {
         let mut pending = self.pending.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(id) = self.block.state().streams().find(stream) else {
@@ -140,7 +141,7 @@ impl<T> PinnedBuffer<T> {
             if !pending.iter().any(is_same) {
                 pending.push(PendingUse::Unwatched(Arc::clone(context)));
             }
-            // No event could be recorded on it later: the host waits for this use at once.
+            // No event could be recorded on the stream later, so the guard waits for the work when it is dropped.
             return SyncOnDrop::sync_stream(stream);
         };
         self.block.allocator().record_use(self.block.handle(), id);
@@ -152,7 +153,7 @@ impl<T> PinnedBuffer<T> {
 }
 
 impl<T> Drop for PinnedBuffer<T> {
-    /// If work of an unregistered stream may still use the memory and the driver cannot wait for it, the memory stays allocated.
+    /// Leaves the memory allocated if work of an unregistered stream may still use it and the driver cannot wait for that work.
     fn drop(&mut self) {
         let pending = self.pending.get_mut().unwrap_or_else(PoisonError::into_inner);
         for one in pending.drain(..) {
@@ -173,7 +174,7 @@ impl<T> HostSlice<T> for PinnedBuffer<T> {
     }
 
     unsafe fn stream_synced_slice<'a>(&'a self, stream: &'a CudaStream) -> (&'a [T], SyncOnDrop<'a>) {
-        // SAFETY: `len` initialised elements; by the caller's contract they are used on `stream` only.
+        // SAFETY: `len` initialized elements; by the caller's contract they are used on `stream` only.
         let elements = unsafe { std::slice::from_raw_parts(self.start(), self.len) };
         (elements, self.begin(stream))
     }

@@ -1,7 +1,7 @@
-//! A block of device memory that knows which streams used it.
+//! A block of device memory that tracks which streams used it.
 //!
-//! A block that only its own stream uses, which is common, pays one load for this. [`Uses`] is made when a second stream
-//! takes its pointer.
+//! Most blocks are used only by the stream that they were allocated on, and pay one load for the tracking. [`Uses`] is created when a
+//! second stream takes the pointer.
 
 use super::block::OwnedBlock;
 use super::uses::{AccessMode, Uses};
@@ -22,15 +22,15 @@ pub(super) struct TrackedBlock<A: StreamAllocatorRef<Memory = CudaBackend>> {
     uses: OnceBox<Uses>,
 }
 
-/// A part of a block that others share, with its own knowledge of which streams used it. The block is freed with its last part.
+/// A part of a block that is shared with other parts. It tracks its uses separately. The block is freed with its last part.
 pub(super) struct TrackedPart<A: StreamAllocatorRef<Memory = CudaBackend>> {
     block: Arc<OwnedBlock<A>>,
-    /// The part's first byte; 0 when the block has no bytes.
+    /// Address of the part's first byte; 0 if the block is empty.
     address: u64,
     uses: OnceBox<Uses>,
 }
 
-/// A tracked block, or a part of one, that somebody else owns.
+/// A reference to a tracked block, or to a part of one.
 #[derive(Clone, Copy)]
 pub(super) struct TrackedBlockRef<'b> {
     allocator: &'b StreamAllocator,
@@ -40,24 +40,24 @@ pub(super) struct TrackedBlockRef<'b> {
 }
 
 impl<'b> TrackedBlockRef<'b> {
-    /// The first byte; 0 when there are no bytes.
+    /// Returns the address of the first byte; 0 if the block is empty.
     #[inline]
     pub(super) fn address(self) -> u64 {
         self.address
     }
 
-    /// The device.
+    /// Returns the device.
     pub(super) fn device(self) -> &'b Arc<CudaDevice> {
         self.allocator.state().device()
     }
 
-    /// The stream that it was allocated on.
+    /// Returns the stream that the block was allocated on.
     #[inline]
     pub(super) fn stream(self) -> &'b Arc<CudaStream> {
-        self.allocator.stream().expect("device memory is not the host's")
+        self.allocator.stream().expect("device memory is allocated on a device stream")
     }
 
-    /// Notes a use by work that is submitted to the stream while the guard lives.
+    /// Records a use by work that is submitted to the stream while the guard is alive.
     #[inline]
     pub(super) fn begin<'a>(self, stream: &'a CudaStream, access: AccessMode) -> SyncOnDrop<'a>
     where
@@ -70,16 +70,16 @@ impl<'b> TrackedBlockRef<'b> {
         uses.begin(self.allocator, self.handle, stream, access)
     }
 
-    /// Notes a use by work that is submitted to its own stream next.
+    /// Records a use by work that is submitted next to the stream that the block was allocated on.
     #[inline]
     pub(super) fn use_on_own_stream(self, access: AccessMode) {
         if let Some(uses) = self.uses.get() {
-            // A registered stream leaves nothing to do after its work.
+            // For a registered stream, dropping the guard does nothing.
             drop(uses.begin(self.allocator, self.handle, self.stream(), access));
         }
     }
 
-    /// Counts a lent slice of the block until [`Uses::end_lend`]. Returns `None` when there are no bytes.
+    /// Counts a lent slice of the block until [`Uses::end_lend`]. Returns `None` if the block is empty.
     pub(super) fn begin_lend(self) -> Option<&'b Uses> {
         if self.address == 0 {
             return None;
@@ -89,7 +89,7 @@ impl<'b> TrackedBlockRef<'b> {
         Some(uses)
     }
 
-    /// Orders the block's own stream behind every use that freeing does not cover: see [`Uses::settle`].
+    /// Orders the block's stream behind every use that freeing does not cover: see [`Uses::settle`].
     fn settle(self) -> Result<(), BackendError> {
         match self.uses.get() {
             Some(uses) => uses.settle(self.allocator, self.stream()),
@@ -123,28 +123,28 @@ impl<A: StreamAllocatorRef<Memory = CudaBackend>> TrackedBlock<A> {
         self.as_ref().settle()
     }
 
-    /// The block as a part that is all of it.
+    /// Converts the block into a part that spans all of it.
     pub(super) fn into_part(mut self) -> TrackedPart<A> {
         let block = Arc::new(self.block.take());
         let address = block.address();
         TrackedPart { block, address, uses: mem::take(&mut self.uses) }
     }
 
-    /// Leaves the block to the holder of its handle. If its uses cannot be ordered, it stays here.
+    /// Passes ownership of the block to the holder of its handle. If its uses cannot be ordered, this value keeps it.
     pub(super) fn disown(&mut self) -> Result<(), BackendError> {
         self.settle()?;
         self.block.disown();
         Ok(())
     }
 
-    /// Never frees the block.
+    /// Leaks the block.
     pub(super) fn leak(&mut self) {
         self.settle_or_keep();
         self.block.disown();
     }
 
-    /// Before the block is freed. If nothing orders the next user behind a stream that may still use the memory, it stays
-    /// allocated.
+    /// Orders all uses before the block is freed. If the next user cannot be ordered behind a stream that may still use the memory, the
+    /// memory stays allocated.
     #[cold]
     fn settle_or_keep(&mut self) {
         if !self.block.is_owned() {
@@ -177,21 +177,21 @@ impl<A: StreamAllocatorRef<Memory = CudaBackend>> TrackedPart<A> {
         }
     }
 
-    /// Where the address stands, for kernels' arguments.
+    /// Returns a reference to the address, for kernel arguments.
     #[inline]
     pub(super) fn address_ref(&self) -> &u64 {
         &self.address
     }
 
-    /// Another part of the block, which begins so many bytes behind this one. Nobody has used it on another stream than the
-    /// block's own since that stream waited for all uses of this part, which it does now.
+    /// Returns another part of the block, which begins `offset_bytes` behind the start of this one. First makes the block's stream wait for
+    /// all uses of this part, so that the new part starts with no uses by other streams.
     pub(super) fn behind(&self, offset_bytes: u64) -> Self {
         self.as_ref().use_on_own_stream(AccessMode::Write);
         let address = if self.address == 0 { 0 } else { self.address + offset_bytes };
         TrackedPart { block: Arc::clone(&self.block), address, uses: OnceBox::new() }
     }
 
-    /// The same part without the bytes before this address.
+    /// Moves the start of the part to this address.
     pub(super) fn begin_at(&mut self, address: u64) {
         self.address = address;
     }
@@ -201,7 +201,7 @@ impl<A: StreamAllocatorRef<Memory = CudaBackend>> Drop for TrackedPart<A> {
     fn drop(&mut self) {
         if let Err(error) = self.as_ref().settle() {
             self.block.state().note_drop_error(DropError::Order(error));
-            // Nothing orders the next user of the memory behind this part's: the block is never freed.
+            // The next user of the memory cannot be ordered behind this part's uses, so the block is never freed.
             mem::forget(Arc::clone(&self.block));
         }
     }

@@ -1,24 +1,23 @@
-//! Which streams used a device buffer: what keeps its content and its memory safe across streams without a call by the user.
+//! Tracking of the streams that use a device buffer, which keeps its contents and memory safe across streams without explicit calls.
 //!
-//! When the pointer of a buffer is taken on another stream than its own, two things happen:
+//! Taking the pointer of a buffer on a stream other than the buffer's stream has two effects:
 //! 1. The use is recorded with the allocator: the next owner of the memory waits for that stream.
-//! 2. While cudarc's event tracking is on (its default, see `CudaContext::disable_event_tracking`), the stream is made to wait
-//!    for the buffer's last writer, and a writer for all readers as well: what `CudaSlice` does, but with events that are
-//!    recorded when a stream changes and not at each use.
+//! 2. While cudarc's event tracking is on (its default, see `CudaContext::disable_event_tracking`), the stream waits for the buffer's last
+//!    writer, and a writer also waits for all readers. `CudaSlice` does the same, but records an event at each use. Here events are
+//!    recorded only when the stream changes.
 //!
-//! A kernel on the buffer's own stream that takes the buffer itself as its argument is ordered like any other use.
+//! A kernel on the buffer's stream that takes the buffer itself as its argument is ordered like any other use.
 //!
-//! An unregistered stream has no id. Its use is covered by an event that cudarc records when the pointer's guard is dropped, and
-//! for which the buffer's own stream waits before the buffer is freed.
+//! An unregistered stream has no id. cudarc records an event for its use when the pointer's guard is dropped, and the buffer's stream waits
+//! for that event before the buffer is freed.
 //!
 //! # Forgotten guards
-//! `std::mem::forget` is safe, so memory must not depend on a guard's `drop`. Uses by registered streams do not: the allocator
-//! records an event on each of them at `free`. For the others, [`Uses::settle`] detects guards that may still be open: a
-//! [`LentSlice`](super::lent::LentSlice) counts itself, and an event that was never recorded belongs to a guard that was never
-//! dropped. If there is one, the host waits for the context before the block is freed.
+//! `std::mem::forget` is safe, so memory safety must not depend on a guard's `drop`. Uses by registered streams do not depend on it: the
+//! allocator records an event on each of these streams at `free`. For other streams, [`Uses::settle`] detects guards that may still be
+//! open: a [`LentSlice`](super::lent::LentSlice) counts itself, and an event that was never recorded belongs to a guard that was never
+//! dropped. If such a guard exists, the host waits for the context before the block is freed.
 //!
-//! In a stream capture only streams of the same capture are ordered. The program orders what came before, before it launches
-//! the graph.
+//! During a stream capture, only streams of the same capture are ordered. The program must order earlier work before it launches the graph.
 
 use crate::device::{CudaDevice, RestoreCurrent};
 use crate::error::{CAPTURE_UNSUPPORTED, DriverError, DropError, INVALID_HANDLE};
@@ -31,26 +30,26 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use symmalloc_core::backend::{BackendError, Event};
 use symmalloc_core::{Handle, StreamId};
 
-/// How a pointer will be used.
+/// The kind of access through a pointer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum AccessMode {
     Read,
     Write,
 }
 
-/// The uses of a buffer that several streams use.
+/// The uses of a buffer by several streams.
 #[derive(Debug)]
 pub(super) struct Uses {
     registered: Mutex<RegisteredUses>,
-    /// Grows only, so that guards may borrow from it. Boxed, because it is large and rarely there.
+    /// Append-only, so that guards may borrow from it. Boxed, because it is large and rarely needed.
     foreign: OnceLock<Box<boxcar::Vec<ForeignUse>>>,
-    /// Lent slices that were not dropped.
+    /// Number of lent slices that were not dropped.
     lends: AtomicU32,
-    /// Contexts of uses whose guards may have been forgotten without a trace.
+    /// Contexts of uses whose guards could be forgotten without being detected.
     unwatched: Mutex<SmallVec<[Arc<CudaContext>; 1]>>,
 }
 
-/// Number of uses by unregistered streams that have an event each. A later use records an earlier event again, which hides a
+/// Maximum number of uses by unregistered streams that get separate events. A later use records an earlier event again, which hides a
 /// forgotten guard, so it counts as unwatched.
 const WATCHED_USES_MAX: usize = 8;
 
@@ -58,15 +57,15 @@ const WATCHED_USES_MAX: usize = 8;
 #[derive(Debug)]
 struct RegisteredUses {
     writer: StreamId,
-    /// Streams that read what the writer wrote, or are ordered behind it.
+    /// Streams that read the writer's data, or are ordered behind the writer.
     readers: SmallVec<[StreamId; 2]>,
 }
 
-/// A use by a stream that is not registered.
+/// A use by an unregistered stream.
 #[derive(Debug)]
 struct ForeignUse {
     stream: usize,
-    /// Always `Some`: in the form that cudarc's guard takes.
+    /// Always `Some`. The type is the one that cudarc's guard takes.
     event: Option<CudaEvent>,
 }
 
@@ -81,7 +80,7 @@ impl Uses {
         self.lends.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// The stream of a lent slice is ordered behind all of its uses.
+    /// Ends a lend. The caller has ordered the slice's stream behind all uses of the slice.
     pub(super) fn end_lend(&self) {
         self.lends.fetch_sub(1, Ordering::Relaxed);
     }
@@ -95,7 +94,7 @@ impl Uses {
             contexts.push(Arc::clone(device.context()));
         }
         if !contexts.is_empty() {
-            tracing::debug!(name: "guard.unwatched", target: "symmalloc", "waits for the context before the memory is freed");
+            tracing::debug!(name: "guard.unwatched", target: "symmalloc", "waiting for the context before the memory is freed");
         }
         contexts.iter().try_for_each(|context| wait_for_context(device, context))?;
         self.order_behind_foreign(allocator, own)
@@ -111,14 +110,14 @@ impl Uses {
         let _relaxed = driver.relax_capture();
         let is_open = |event: &CudaEvent| {
             let (event, mut milliseconds) = (event.cu_event(), 0.0);
-            // SAFETY: an event of this driver that is alive, and room for a number.
+            // SAFETY: a live event of this driver, and a pointer that is valid for writing.
             let elapsed = unsafe { driver.event_elapsed(&raw mut milliseconds, event, event) };
             elapsed.is_err_and(|error| error.code == INVALID_HANDLE)
         };
         foreign.iter().filter_map(|(_, entry)| entry.event.as_ref()).any(is_open)
     }
 
-    /// Notes a use whose end leaves no trace.
+    /// Records a use whose end cannot be detected.
     fn note_unwatched(&self, context: &Arc<CudaContext>) {
         let mut unwatched = self.unwatched.lock().unwrap_or_else(PoisonError::into_inner);
         if !unwatched.iter().any(|known| known.cu_ctx() == context.cu_ctx()) {
@@ -126,7 +125,7 @@ impl Uses {
         }
     }
 
-    /// Notes a use by work that is submitted to the stream while the guard lives.
+    /// Records a use by work that is submitted to the stream while the guard is alive.
     #[cold]
     pub(super) fn begin<'a>(
         &'a self,
@@ -141,7 +140,7 @@ impl Uses {
         };
         begun.unwrap_or_else(|error| {
             allocator.state().note_drop_error(DropError::Order(error));
-            // The host waits, before and after: slow and safe. What the driver refuses even then is a lost device.
+            // Slow but safe fallback: the host waits before and after the use. If the driver refuses even that, the device is lost.
             self.note_unwatched(stream.context());
             let _waited = allocator.state().device().synchronize();
             SyncOnDrop::sync_stream(stream)
@@ -166,7 +165,7 @@ impl Uses {
         Ok(SyncOnDrop::Record(None))
     }
 
-    /// Makes a registered stream wait for whom it must. The use is noted also when that fails: the host waits then.
+    /// Makes a registered stream wait for conflicting uses. The use is recorded even on failure; the host waits in that case.
     fn order_registered(
         &self,
         allocator: &StreamAllocator,
@@ -190,7 +189,7 @@ impl Uses {
         behind.into_iter().try_for_each(|on| order_behind(allocator, stream, on))
     }
 
-    /// Makes a stream wait for all uses by streams that are not registered.
+    /// Makes a stream wait for all uses by unregistered streams.
     pub(super) fn order_behind_foreign(
         &self,
         allocator: &StreamAllocator,
@@ -210,7 +209,7 @@ impl Uses {
     ) -> Result<SyncOnDrop<'a>, BackendError> {
         let streams = allocator.state().streams();
         if stream.context().cu_ctx() != streams.device().context().cu_ctx() {
-            // Events of this context cannot be recorded on a stream of another one: the host waits, before and after.
+            // Events of this context cannot be recorded on a stream of another context, so the host waits before and after the use.
             streams.device().synchronize()?;
             self.note_unwatched(stream.context());
             return Ok(SyncOnDrop::sync_stream(stream));
@@ -224,10 +223,10 @@ impl Uses {
                 waited?;
             }
         }
-        // Also its own earlier uses: recording its event again must not lose them.
+        // Includes the stream's own earlier uses: recording its event again must not lose them.
         self.order_behind_foreign(allocator, stream)?;
         if !stream.context().is_managing_stream_synchronization() {
-            // cudarc would not record the event: the host waits.
+            // cudarc would not record the event, so the host waits.
             self.note_unwatched(stream.context());
             return Ok(SyncOnDrop::sync_stream(stream));
         }
@@ -249,7 +248,7 @@ impl Uses {
         }
         let device = allocator.state().device();
         let _restore = RestoreCurrent::of(device.driver())?;
-        // The driver answers whether an event was recorded only for events with times.
+        // The driver reports whether an event was ever recorded only for events with timing.
         let event = device.context().new_event(Some(CUevent_flags::CU_EVENT_DEFAULT));
         let event = event.map_err(|error| DriverError { call: "cuEventCreate", code: error.0 as i32 })?;
         let index = uses.push(ForeignUse { stream: raw, event: Some(event) });
@@ -257,7 +256,7 @@ impl Uses {
     }
 }
 
-/// Waits for a context. While a stream of it is captured this is an error, and the capture stays valid.
+/// Waits for a context. Returns an error while a stream of the device is being captured; the capture stays valid.
 pub(super) fn wait_for_context(device: &CudaDevice, context: &Arc<CudaContext>) -> Result<(), DriverError> {
     if device.is_capturing() {
         return Err(DriverError { call: "cuCtxSynchronize", code: CAPTURE_UNSUPPORTED });
@@ -268,7 +267,7 @@ pub(super) fn wait_for_context(device: &CudaDevice, context: &Arc<CudaContext>) 
     context.synchronize().map_err(|error| DriverError { call: "cuCtxSynchronize", code: error.0 as i32 })
 }
 
-/// Orders `stream` behind `on`, unless a capture separates them.
+/// Orders `stream` behind `on`, unless they belong to different captures.
 fn order_behind(allocator: &StreamAllocator, stream: StreamId, on: StreamId) -> Result<(), BackendError> {
     let streams = allocator.state().streams();
     if streams.device().is_capturing() {

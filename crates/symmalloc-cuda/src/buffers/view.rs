@@ -1,4 +1,4 @@
-//! Borrowed parts of a [`DeviceBuffer`](crate::DeviceBuffer). They use the buffer's stream, and record uses with it.
+//! Views: borrowed parts of a [`DeviceBuffer`](crate::DeviceBuffer). They use the buffer's stream and record uses with the buffer.
 
 use super::tracked_block::TrackedBlockRef;
 use super::uses::AccessMode;
@@ -9,7 +9,7 @@ use std::marker::PhantomData;
 use std::ops::{Bound, Range, RangeBounds};
 use std::sync::Arc;
 
-/// A part of a buffer. It has the methods of a `CudaView`.
+/// A read-only view of a buffer. It has the methods of a `CudaView`.
 pub struct BufferView<'b, T> {
     block: TrackedBlockRef<'b>,
     start_bytes: u64,
@@ -17,13 +17,13 @@ pub struct BufferView<'b, T> {
     elements: PhantomData<fn() -> T>,
 }
 
-/// A part of a buffer that may be written. No other view overlaps it. It has the methods of a `CudaViewMut`.
+/// A writable view of a buffer. No other view overlaps it. It has the methods of a `CudaViewMut`.
 ///
-/// Streams are ordered for the buffer as a whole. Where several streams write disjoint parts at the same time, submit the work on one
-/// stream before the pointer for the next one is taken; or make it a [part](crate::DeviceBuffer::into_part) and split that: parts
-/// are ordered each for itself.
+/// Streams are ordered for the buffer as a whole. If several streams write disjoint parts at the same time, submit the work on one stream
+/// before taking the pointer for the next one. Alternatively, convert the buffer into a [part](crate::DeviceBuffer::into_part) and split
+/// it: parts are ordered independently of each other.
 pub struct BufferViewMut<'b, T> {
-    /// Shared by the disjoint parts of a split; each is borrowed from the one `&mut` that made the first.
+    /// Shared by the disjoint parts of a split. Each part derives from the `&mut` borrow that created the first view.
     block: TrackedBlockRef<'b>,
     start_bytes: u64,
     len: usize,
@@ -48,36 +48,36 @@ impl<'b, T> BufferView<'b, T> {
         Self::new(self.block, offset_of::<T>(self.start_bytes, part.start), part.len())
     }
 
-    /// A part of it.
+    /// Returns a view of a subrange.
     ///
     /// # Panics
-    /// When the bounds are not within the view, as slices do.
+    /// Panics if the bounds are not within the view, as slices do.
     pub fn slice(&self, bounds: impl RangeBounds<usize>) -> BufferView<'b, T> {
         self.part(within(self.len, bounds))
     }
 
-    /// A part of it; `None` when the bounds are not within the view.
+    /// Returns a view of a subrange, or `None` if the bounds are not within the view.
     pub fn try_slice(&self, bounds: impl RangeBounds<usize>) -> Option<BufferView<'b, T>> {
         Some(self.part(try_within(self.len, bounds)?))
     }
 
-    /// The elements before `mid`, and the others.
+    /// Returns views of the elements before `mid` and of the elements from `mid` on.
     ///
     /// # Panics
-    /// When `mid` is beyond the end.
+    /// Panics if `mid` is beyond the end.
     pub fn split_at(&self, mid: usize) -> (BufferView<'b, T>, BufferView<'b, T>) {
         (self.slice(..mid), self.slice(mid..))
     }
 
-    /// The elements before `mid`, and the others; `None` when `mid` is beyond the end.
+    /// Returns views of the elements before `mid` and of the elements from `mid` on, or `None` if `mid` is beyond the end.
     pub fn try_split_at(&self, mid: usize) -> Option<(BufferView<'b, T>, BufferView<'b, T>)> {
         Some((self.try_slice(..mid)?, self.try_slice(mid..)?))
     }
 
-    /// Parts of `chunk_size` elements, one behind the other.
+    /// Returns an iterator over consecutive views of `chunk_size` elements each.
     ///
     /// # Panics
-    /// When the chunks do not divide the view evenly, as `CudaView::chunks_exact` does.
+    /// Panics if the chunks do not divide the view evenly, as `CudaView::chunks_exact` does.
     pub fn chunks_exact(&self, chunk_size: usize) -> impl Iterator<Item = BufferView<'b, T>> + 'b
     where
         T: 'b,
@@ -86,28 +86,28 @@ impl<'b, T> BufferView<'b, T> {
         chunks(self.len, chunk_size).map(move |part| view.part(part))
     }
 
-    /// The same bytes as `len` elements of another type; `None` when there are not that many, or the first byte is not aligned for
-    /// them.
+    /// Returns a view of the same memory as `len` elements of another type, or `None` if they do not fit or the first byte is not aligned
+    /// for them.
     ///
     /// # Safety
-    /// The bytes are valid elements of `S` wherever something reads them as such.
+    /// The bytes must be valid elements of `S` wherever they are read as such.
     pub unsafe fn transmute<S>(&self, len: usize) -> Option<BufferView<'b, S>> {
         can_be::<T, S>(self.block, self.start_bytes, self.len, len)
             .then(|| BufferView::new(self.block, self.start_bytes, len))
     }
 
-    /// As [`DeviceBuffer::read_on`](crate::DeviceBuffer::read_on).
+    /// Like [`DeviceBuffer::read_on`](crate::DeviceBuffer::read_on).
     pub fn read_on<'a>(&'a self, stream: &'a CudaStream) -> KernelArg<'a> {
         let (pointer, guard) = self.device_ptr(stream);
         KernelArg::new(pointer, guard)
     }
 
-    /// As [`DevicePtr::device_ptr`], for as long as the buffer is borrowed.
+    /// Like [`DevicePtr::device_ptr`], for as long as the buffer is borrowed.
     pub fn view_ptr(self, stream: &'b CudaStream) -> (CUdeviceptr, SyncOnDrop<'b>) {
         (self.pointer(), self.block.begin(stream, AccessMode::Read))
     }
 
-    /// The block that it is of, its first byte, and the number of elements.
+    /// Returns the block of the view, the address of the first byte, and the number of elements.
     pub(super) fn into_raw(self) -> (TrackedBlockRef<'b>, CUdeviceptr, usize) {
         (self.block, self.pointer(), self.len)
     }
@@ -119,90 +119,91 @@ impl<'b, T> BufferView<'b, T> {
 }
 
 impl<'b, T> BufferViewMut<'b, T> {
-    /// The caller has borrowed the part mutably.
+    /// Creates a view of a part that the caller has borrowed mutably.
     #[inline]
     pub(super) fn new(block: TrackedBlockRef<'b>, start_bytes: u64, len: usize) -> Self {
         BufferViewMut { block, start_bytes, len, elements: PhantomData }
     }
 
-    /// The same part, to be read.
+    /// Returns a read-only view of the same part.
     pub fn as_view(&self) -> BufferView<'_, T> {
         BufferView::new(self.block, self.start_bytes, self.len)
     }
 
-    /// The same part, to be read from now on.
+    /// Converts the view into a read-only view of the same part.
     pub fn into_view(self) -> BufferView<'b, T> {
         BufferView::new(self.block, self.start_bytes, self.len)
     }
 
-    /// A part of it, to be read.
+    /// Returns a read-only view of a subrange.
     ///
     /// # Panics
-    /// When the bounds are not within the view, as slices do.
+    /// Panics if the bounds are not within the view, as slices do.
     pub fn slice(&self, bounds: impl RangeBounds<usize>) -> BufferView<'_, T> {
         self.as_view().slice(bounds)
     }
 
-    /// A part of it, to be read; `None` when the bounds are not within the view.
+    /// Returns a read-only view of a subrange, or `None` if the bounds are not within the view.
     pub fn try_slice(&self, bounds: impl RangeBounds<usize>) -> Option<BufferView<'_, T>> {
         self.as_view().try_slice(bounds)
     }
 
-    /// A part of it, for as long as this view is borrowed.
+    /// Returns a writable view of a subrange, which borrows this view.
     ///
     /// # Panics
-    /// When the bounds are not within the view, as slices do.
+    /// Panics if the bounds are not within the view, as slices do.
     pub fn slice_mut(&mut self, bounds: impl RangeBounds<usize>) -> BufferViewMut<'_, T> {
         self.reborrow().into_slice(bounds)
     }
 
-    /// A part of it, for as long as this view is borrowed; `None` when the bounds are not within the view.
+    /// Returns a writable view of a subrange, which borrows this view, or `None` if the bounds are not within the view.
     pub fn try_slice_mut(&mut self, bounds: impl RangeBounds<usize>) -> Option<BufferViewMut<'_, T>> {
         self.reborrow().try_into_slice(bounds)
     }
 
-    /// A part of it, in place of the whole.
+    /// Converts the view into a view of a subrange.
     ///
     /// # Panics
-    /// When the bounds are not within the view, as slices do.
+    /// Panics if the bounds are not within the view, as slices do.
     pub fn into_slice(self, bounds: impl RangeBounds<usize>) -> BufferViewMut<'b, T> {
         let part = within(self.len, bounds);
         self.into_part(part)
     }
 
-    /// A part of it, in place of the whole; `None` when the bounds are not within the view.
+    /// Converts the view into a view of a subrange. Returns `None` if the bounds are not within the view.
     pub fn try_into_slice(self, bounds: impl RangeBounds<usize>) -> Option<BufferViewMut<'b, T>> {
         let part = try_within(self.len, bounds)?;
         Some(self.into_part(part))
     }
 
-    /// The elements before `mid`, and the others, for as long as this view is borrowed.
+    /// Returns writable views of the elements before `mid` and of the elements from `mid` on, which borrow this view.
     ///
     /// # Panics
-    /// When `mid` is beyond the end.
+    /// Panics if `mid` is beyond the end.
     pub fn split_at_mut(&mut self, mid: usize) -> (BufferViewMut<'_, T>, BufferViewMut<'_, T>) {
         self.reborrow().into_split_at(mid)
     }
 
-    /// The elements before `mid`, and the others, for as long as this view is borrowed; `None` when `mid` is beyond the end.
+    /// Returns writable views of the elements before `mid` and of the elements from `mid` on, which borrow this view, or `None` if `mid` is
+    /// beyond the end.
     pub fn try_split_at_mut(&mut self, mid: usize) -> Option<(BufferViewMut<'_, T>, BufferViewMut<'_, T>)> {
         (mid <= self.len).then(|| self.split_at_mut(mid))
     }
 
-    /// The elements before `mid`, and the others, in place of the whole.
+    /// Converts the view into views of the elements before `mid` and of the elements from `mid` on.
     ///
     /// # Panics
-    /// When `mid` is beyond the end.
+    /// Panics if `mid` is beyond the end.
     pub fn into_split_at(self, mid: usize) -> (BufferViewMut<'b, T>, BufferViewMut<'b, T>) {
         assert!(mid <= self.len, "mid {mid} is beyond the end of a view of {} elements", self.len);
         let BufferViewMut { block, start_bytes, len, .. } = self;
         (Self::new(block, start_bytes, mid), Self::new(block, offset_of::<T>(start_bytes, mid), len - mid))
     }
 
-    /// Parts of `chunk_size` elements, one behind the other.
+    /// Converts the view into an iterator over consecutive views of `chunk_size` elements each.
     ///
     /// # Panics
-    /// When the chunks do not divide the view evenly, as `CudaViewMut::chunks_exact_mut` does.
+    /// Panics if the chunks do not divide the view evenly, as `CudaViewMut::chunks_exact_mut` does.
     pub fn chunks_exact_mut(self, chunk_size: usize) -> impl Iterator<Item = BufferViewMut<'b, T>>
     where
         T: 'b,
@@ -212,45 +213,45 @@ impl<'b, T> BufferViewMut<'b, T> {
             .map(move |part| BufferViewMut::new(block, offset_of::<T>(start_bytes, part.start), part.len()))
     }
 
-    /// As [`BufferView::transmute`].
+    /// Like [`BufferView::transmute`].
     ///
     /// # Safety
-    /// As [`BufferView::transmute`].
+    /// See [`BufferView::transmute`].
     pub unsafe fn transmute<S>(&self, len: usize) -> Option<BufferView<'_, S>> {
         // SAFETY: the caller's contract.
         unsafe { self.as_view().transmute(len) }
     }
 
-    /// As [`BufferView::transmute`], to be written.
+    /// Like [`BufferView::transmute`], for writing.
     ///
     /// # Safety
-    /// As [`BufferView::transmute`]; and what is written as `S` is a valid `T` wherever something reads it as such.
+    /// See [`BufferView::transmute`]. In addition, values written as `S` must be valid elements of `T` wherever they are read as such.
     pub unsafe fn transmute_mut<S>(&mut self, len: usize) -> Option<BufferViewMut<'_, S>> {
         // SAFETY: the caller's contract.
         unsafe { self.reborrow().into_transmuted(len) }
     }
 
-    /// As [`transmute_mut`](Self::transmute_mut), in place of this view.
+    /// Like [`transmute_mut`](Self::transmute_mut), but consumes this view.
     ///
     /// # Safety
-    /// As [`transmute_mut`](Self::transmute_mut).
+    /// See [`transmute_mut`](Self::transmute_mut).
     pub(super) unsafe fn into_transmuted<S>(self, len: usize) -> Option<BufferViewMut<'b, S>> {
         can_be::<T, S>(self.block, self.start_bytes, self.len, len)
             .then(|| BufferViewMut::new(self.block, self.start_bytes, len))
     }
 
-    /// As [`DeviceBuffer::on`](crate::DeviceBuffer::on).
+    /// Like [`DeviceBuffer::on`](crate::DeviceBuffer::on).
     pub fn on<'a>(&'a mut self, stream: &'a CudaStream) -> KernelArg<'a> {
         let (pointer, guard) = self.device_ptr_mut(stream);
         KernelArg::new(pointer, guard)
     }
 
-    /// As [`DevicePtr::device_ptr`], for as long as the buffer is borrowed.
+    /// Like [`DevicePtr::device_ptr`], for as long as the buffer is borrowed.
     pub fn view_ptr(self, stream: &'b CudaStream) -> (CUdeviceptr, SyncOnDrop<'b>) {
         self.into_view().view_ptr(stream)
     }
 
-    /// As [`DevicePtrMut::device_ptr_mut`], for as long as the buffer is borrowed.
+    /// Like [`DevicePtrMut::device_ptr_mut`], for as long as the buffer is borrowed.
     pub fn view_ptr_mut(self, stream: &'b CudaStream) -> (CUdeviceptr, SyncOnDrop<'b>) {
         (self.pointer(), self.block.begin(stream, AccessMode::Write))
     }
@@ -269,26 +270,26 @@ impl<'b, T> BufferViewMut<'b, T> {
     }
 }
 
-/// The byte of an element.
+/// Returns the offset in bytes of an element.
 #[inline]
 fn offset_of<T>(start_bytes: u64, index: usize) -> u64 {
     start_bytes + (index * size_of::<T>()) as u64
 }
 
-/// Whether `elements` of `T` from there on have room for `len` of `S`, aligned.
+/// Returns `true` if `elements` elements of `T` at this offset have room for `len` aligned elements of `S`.
 fn can_be<T, S>(block: TrackedBlockRef<'_>, start_bytes: u64, elements: usize, len: usize) -> bool {
     let fits = len.checked_mul(size_of::<S>()).is_some_and(|bytes| bytes <= elements * size_of::<T>());
     fits && (block.address() + start_bytes).is_multiple_of(align_of::<S>() as u64)
 }
 
-/// The ranges of `0..len` with `size` elements each.
+/// Returns the consecutive ranges of `size` elements each in `0..len`.
 #[track_caller]
 fn chunks(len: usize, size: usize) -> impl Iterator<Item = Range<usize>> {
     assert!(size > 0 && len.is_multiple_of(size), "chunks of {size} do not divide a view of {len} elements evenly");
     (0..len / size).map(move |index| index * size..(index + 1) * size)
 }
 
-/// The part of `0..len` that the bounds mean.
+/// Resolves bounds to a range within `0..len`, and panics if they are not within it.
 #[track_caller]
 pub(super) fn within(len: usize, bounds: impl RangeBounds<usize>) -> Range<usize> {
     let Range { start, end } = range_of(len, bounds);
@@ -296,7 +297,7 @@ pub(super) fn within(len: usize, bounds: impl RangeBounds<usize>) -> Range<usize
     start..end
 }
 
-/// As [`within`]; `None` when the bounds are not.
+/// Resolves bounds to a range within `0..len`, or returns `None` if they are not within it.
 pub(super) fn try_within(len: usize, bounds: impl RangeBounds<usize>) -> Option<Range<usize>> {
     Some(range_of(len, bounds)).filter(|range| range.start <= range.end && range.end <= len)
 }
@@ -369,7 +370,7 @@ impl<T> fmt::Debug for BufferViewMut<'_, T> {
     }
 }
 
-/// A buffer as a kernel's argument; keep it until the kernel is launched. See [`DeviceBuffer::on`](crate::DeviceBuffer::on).
+/// A buffer as a kernel argument. Keep it alive until the kernel is launched. See [`DeviceBuffer::on`](crate::DeviceBuffer::on).
 #[derive(Debug)]
 #[must_use]
 pub struct KernelArg<'a> {
@@ -382,7 +383,7 @@ impl<'a> KernelArg<'a> {
         KernelArg { pointer, _guard: guard }
     }
 
-    /// The first byte.
+    /// Returns the address of the first byte.
     pub fn pointer(&self) -> CUdeviceptr {
         self.pointer
     }

@@ -1,4 +1,4 @@
-//! CUDA graphs: memory that a captured graph uses, at the same addresses for as long as the graph lives.
+//! CUDA graphs: memory that keeps its addresses for the lifetime of a captured graph.
 //!
 //! ```text
 //!  GraphPool ── begin(stream) ──► GraphCapture ── end() ──► DeviceGraph ── launch(stream), any number of times
@@ -6,24 +6,23 @@
 //!      └────────────── come from the pool ◄──────── keeps it ───────┘
 //! ```
 //!
-//! While a stream is part of a capture that a [`GraphPool`] began, everything that is allocated on it comes from the pool,
-//! whichever name of the allocator is used. A block that is freed during the capture is reused by later allocations of the
-//! same capture; between streams the fence is an edge of the graph. The pool's memory is never given back by `trim` or a
-//! limit, and nothing else is allocated from it. It goes back when the pool's last owner is gone: every `GraphPool` of that
-//! name, every graph, and every buffer.
+//! While a stream is part of a capture that a [`GraphPool`] began, all allocations on it come from the pool, regardless of the allocator
+//! clone that is used. A block that is freed during the capture is reused by later allocations of the same capture; between streams, the
+//! fence is an edge of the graph. `trim` and limits never release the pool's memory, and no other allocation comes from it. It is released
+//! after the pool's last owner is dropped: every clone of the `GraphPool`, every graph, and every buffer.
 //!
-//! **Sharing.** Graphs that are captured from one pool share its memory, so they must not run at the same time: launch them
-//! on one stream, or order them. What one graph leaves in a buffer that was freed, the next overwrites. A buffer that is
-//! kept alive keeps its place to itself.
+//! **Sharing.** Graphs that are captured from one pool share its memory, so they must not run at the same time: launch them on one stream,
+//! or order them. A graph may overwrite data that another graph left in a freed buffer. A buffer that is kept alive keeps its memory
+//! exclusively.
 //!
-//! **Same places.** A capture of the same program from a new pool lands on the same offsets, and so does a second capture
-//! from a pool with a reserved segment (`PoolConfig::builder().reserved(bytes)`) once the buffers of the first are dropped.
-//! A growing pool is larger for the second capture than it was for the first, so the best fit may be another block.
+//! **Reproducible placement.** A capture of the same program from a new pool gets the same offsets. So does a second capture from a pool
+//! with a reserved segment (`PoolConfig::builder().reserved(bytes)`), once the buffers of the first are dropped. A growing pool is larger
+//! for the second capture than it was for the first, so the best fit may be another block.
 //!
-//! **Before and after.** Beginning a capture waits, on the host, for all registered streams: a graph cannot wait for what was
-//! not captured, and no fence from before is left for which the host would have to wait in the middle of the capture. Work
-//! that fills the graph's inputs must be ordered before each launch by the program. Asking an event during a capture, or
-//! waiting for it from outside, would spoil the capture; the backend does neither (the table is in `streams/captures.rs`).
+//! **Before and after.** Beginning a capture waits on the host for all registered streams. A graph cannot wait for work that was not
+//! captured, and no earlier fence remains for which the host would have to wait during the capture. The program must order work that fills
+//! the graph's inputs before each launch. Querying an event during a capture, or waiting for it from outside, would invalidate the capture.
+//! The backend does neither (see the table in `streams/captures.rs`).
 
 use crate::allocator::CudaAllocator;
 use crate::backend::CudaBackend;
@@ -39,7 +38,7 @@ use symmalloc_core::config::{PoolConfig, Reclaim};
 use symmalloc_core::sleep::Phase;
 use symmalloc_core::{ObserverId, PoolId, StreamId};
 
-/// Memory for graphs. Cloning it gives another name of the same pool.
+/// A memory pool for graphs. Clones refer to the same pool.
 #[derive(Clone, Debug)]
 pub struct GraphPool {
     inner: Arc<GraphPoolState>,
@@ -48,18 +47,18 @@ pub struct GraphPool {
 struct GraphPoolState {
     state: Arc<AllocatorState<CudaBackend>>,
     pool: PoolId,
-    /// Keeps the memory of segments that die for the core, should anyone trim the pool through it.
+    /// Prevents the core from releasing dead segments if the pool is trimmed through it.
     observer: ObserverId,
     /// Streams on which graphs of this pool were launched.
     launched_on: Mutex<Vec<StreamId>>,
 }
 
 impl GraphPool {
-    /// A pool for graphs. Of the policy, `reclaim`, the release threshold and stitching are ignored: its memory stays, under the
-    /// addresses that graphs have captured.
+    /// Creates a pool for graphs. The policy's `reclaim`, release threshold and stitching are ignored, because the pool's memory must stay
+    /// at the addresses that graphs have captured.
     ///
     /// # Errors
-    /// When the policy does not fit the device.
+    /// Returns an error if the policy does not fit the device.
     #[allow(clippy::needless_pass_by_value, reason = "like `create_pool`")]
     pub fn new(allocator: &CudaAllocator, config: PoolConfig) -> Result<Self, CudaError> {
         let config =
@@ -71,7 +70,7 @@ impl GraphPool {
         Ok(GraphPool { inner: Arc::new(GraphPoolState { state, pool, observer, launched_on: Mutex::default() }) })
     }
 
-    /// The pool's id, equal on all ranks.
+    /// Returns the pool's id, which is equal on all ranks.
     pub fn id(&self) -> PoolId {
         self.inner.pool
     }
@@ -80,14 +79,15 @@ impl GraphPool {
         &self.inner.state
     }
 
-    /// Begins to capture what is submitted to the stream, and to streams that are made to wait for it with
+    /// Begins to capture the work that is submitted to the stream, and to streams that wait for it through
     /// [`CachingAllocator::wait`](crate::CachingAllocator::wait). Waits on the host for all registered streams first.
     ///
-    /// Other threads go on; this thread is restricted as in CUDA's thread-local capture mode, but for what the allocator
-    /// itself does.
+    /// Other threads are not restricted. This thread is restricted as in CUDA's thread-local capture mode, except for the allocator's own
+    /// calls.
     ///
     /// # Errors
-    /// When the stream is being captured already or cannot be registered, or the driver refuses; nothing is captured then.
+    /// Returns an error if the stream is already being captured or cannot be registered, or the driver refuses. No capture is begun in that
+    /// case.
     pub fn begin(&self, stream: &Arc<CudaStream>) -> Result<GraphCapture, CudaError> {
         let allocator = CudaAllocator::of_state(&self.inner.state);
         let id = allocator.register_stream(stream)?;
@@ -124,7 +124,7 @@ impl GraphPool {
 }
 
 impl Drop for GraphPoolState {
-    /// The memory goes back with the allocator's next trim: that may block, and this must not.
+    /// Leaves the memory for the allocator's next trim: releasing it may block, and dropping must not.
     fn drop(&mut self) {
         let streams = std::mem::take(&mut *lock(&self.launched_on));
         self.state.abandon(AbandonedPool { pool: self.pool, observer: Some(self.observer), streams });
@@ -137,23 +137,23 @@ impl fmt::Debug for GraphPoolState {
     }
 }
 
-/// A capture under way. Dropped without [`end`](GraphCapture::end), it captures nothing.
+/// A capture in progress. Dropping it without [`end`](GraphCapture::end) discards the capture.
 #[must_use = "end the capture to get its graph"]
 pub struct GraphCapture {
     pool: GraphPool,
     stream: Arc<CudaStream>,
     id: StreamId,
-    /// The driver's number of the capture.
+    /// The driver's id of the capture.
     capture: Option<CaptureId>,
     is_ended: bool,
     _under_way: CaptureWatch,
 }
 
 impl GraphCapture {
-    /// Ends the capture and makes its graph ready to be launched.
+    /// Ends the capture and instantiates its graph.
     ///
     /// # Errors
-    /// When a call during the capture was not allowed, a stream that joined was not joined back, or nothing was captured.
+    /// Returns an error if a call during the capture was not allowed, a stream that joined was not joined back, or nothing was captured.
     pub fn end(mut self) -> Result<DeviceGraph, CudaError> {
         let graph = self.end_capture().map_err(CudaError::Driver)?.ok_or(CudaError::EmptyCapture)?;
         Ok(DeviceGraph { graph, pool: self.pool.clone(), other_pools: Vec::new() })
@@ -183,7 +183,7 @@ impl GraphCapture {
 
 impl Drop for GraphCapture {
     fn drop(&mut self) {
-        // An error means that the driver has ended it: there is no capture left to end.
+        // On error, the driver has already ended the capture.
         let _graph = self.end_capture();
     }
 }
@@ -194,17 +194,17 @@ impl fmt::Debug for GraphCapture {
     }
 }
 
-/// A captured graph with its memory. As in CUDA, a graph belongs to one thread at a time.
+/// A captured graph and its memory. As in CUDA, only one thread at a time may use a graph.
 pub struct DeviceGraph {
     // Dropped first: its memory must outlive it.
     graph: CudaGraph,
     pool: GraphPool,
-    /// Other pools whose memory it uses.
+    /// Other pools whose memory the graph uses.
     other_pools: Vec<PoolId>,
 }
 
 impl DeviceGraph {
-    /// Says of which other pools the graph uses memory, weights for example: launching it is an error while one of them sleeps.
+    /// Declares other pools whose memory the graph uses, for example for weights. Launching returns an error while one of them is asleep.
     #[must_use]
     pub fn using(mut self, pools: impl IntoIterator<Item = PoolId>) -> Self {
         self.other_pools.extend(pools);
@@ -214,8 +214,8 @@ impl DeviceGraph {
     /// Submits the graph to a stream.
     ///
     /// # Errors
-    /// When the graph's pool sleeps, or one that it [uses](Self::using); when the stream cannot be registered or the driver refuses.
-    /// Nothing is submitted then.
+    /// Returns an error if the graph's pool or a pool that it [uses](Self::using) is asleep, the stream cannot be registered, or the driver
+    /// refuses. Nothing is submitted in that case.
     pub fn launch(&self, stream: &Arc<CudaStream>) -> Result<(), CudaError> {
         let state = &self.pool.inner.state;
         for pool in std::iter::once(self.pool.id()).chain(self.other_pools.iter().copied()) {
@@ -232,16 +232,16 @@ impl DeviceGraph {
         }
         let device = state.device();
         let _current = device.enter()?;
-        // SAFETY: the graph is alive and ready, and its memory is kept by the pool.
+        // SAFETY: the graph is alive and instantiated, and the pool keeps its memory.
         Ok(unsafe { device.driver().graph_launch(self.graph.cu_graph_exec(), stream.cu_stream()) }?)
     }
 
-    /// The pool that has its memory.
+    /// Returns the pool that owns the graph's memory.
     pub fn pool(&self) -> &GraphPool {
         &self.pool
     }
 
-    /// cudarc's graph.
+    /// Returns cudarc's graph.
     pub fn graph(&self) -> &CudaGraph {
         &self.graph
     }

@@ -1,4 +1,4 @@
-//! CUDA graphs and the memory that they keep.
+//! CUDA graphs and the memory pools that they use.
 
 mod graph_pool;
 

@@ -1,12 +1,12 @@
-//! Where the addresses of ranges come from: the driver, range by range, or one reservation that is handed out from its end.
+//! Sources of addresses for ranges: the driver, one reservation per range, or a single reservation that is handed out from its end.
 //!
 //! ```text
 //!  base                                          end
 //!   ├──────────── free ────────────┬─ 3rd ─┬─2nd┬─1st─┤
 //! ```
 //!
-//! The second kind turns the order of addresses round: a program runs on one rank with the driver's addresses and on another
-//! with these, and whatever differs then depended on an address.
+//! The second source reverses the order of addresses. A program can run on one rank with the driver's addresses and on another with these.
+//! Any difference in behavior depends on addresses.
 
 use crate::device::CudaDevice;
 use crate::error::{DriverError, INVALID_VALUE, OUT_OF_MEMORY};
@@ -14,11 +14,11 @@ use cudarc::driver::sys::CUdeviceptr;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The caller has entered the device's context.
+/// A source of addresses. The caller has entered the device's context.
 pub(crate) enum AddressSource {
-    /// Each range is a reservation of its own.
+    /// Reserves each range separately.
     Driver(Arc<CudaDevice>),
-    /// Parts of one reservation, the highest first.
+    /// Hands out parts of one reservation, the highest first.
     Descending(Descending),
 }
 
@@ -32,7 +32,7 @@ impl AddressSource {
 
     pub(crate) fn free(&self, base: u64, size_bytes: u64) -> Result<(), DriverError> {
         match self {
-            // SAFETY: reserved with this size, and by the contract of `BackendMemory` nothing is mapped there any more.
+            // SAFETY: reserved with this size, and by the contract of `BackendMemory` nothing is mapped there anymore.
             AddressSource::Driver(device) => unsafe { device.driver().address_free(base, size_bytes as usize) },
             AddressSource::Descending(space) => space.give_back(base),
         }
@@ -48,12 +48,12 @@ fn reserve(device: &CudaDevice, size_bytes: u64, alignment_bytes: u64) -> Result
     Ok(base)
 }
 
-/// One reservation, handed out from its end.
+/// One reservation that is handed out from its end.
 pub(crate) struct Descending {
     device: Arc<CudaDevice>,
     base: u64,
     size_bytes: u64,
-    /// Parts that are handed out, start to end; disjoint.
+    /// Parts in use, as start to end; disjoint.
     taken: Mutex<BTreeMap<u64, u64>>,
 }
 
@@ -71,7 +71,7 @@ impl Descending {
         self.taken.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The highest free part of this size.
+    /// Takes the highest free part of this size.
     fn take(&self, size_bytes: u64) -> Result<u64, DriverError> {
         let mut taken = self.taken();
         let mut end = self.base + self.size_bytes;
@@ -100,7 +100,7 @@ impl Drop for Descending {
     fn drop(&mut self) {
         let freed = self.device.enter().and_then(|_current| {
             let _relaxed = self.device.driver().relax_capture();
-            // SAFETY: reserved with this size. If a range was not given back, the driver refuses.
+            // SAFETY: reserved with this size. If a range was not returned, the driver refuses.
             unsafe { self.device.driver().address_free(self.base, self.size_bytes as usize) }
         });
         if let Err(error) = freed {

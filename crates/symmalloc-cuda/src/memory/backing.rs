@@ -1,7 +1,7 @@
-//! A range of virtual memory and what is behind its addresses, under one lock with two sorts of entrants.
+//! A range of virtual memory and the memory behind its addresses, under one lock that gives callers priority over the prefetch thread.
 //!
-//! Callers map and unmap; a thread may make chunks ahead of them, one at a time. It enters only while no caller waits, so that a
-//! caller waits for one chunk at most, and not for all that is wanted.
+//! Callers map and unmap. A background thread may prefetch chunks, one at a time. It takes the lock only while no caller waits, so a caller
+//! waits for at most one chunk, not for the whole prefetch.
 
 use super::chunks::{Chunks, Part};
 use super::exported::ExportedMemory;
@@ -11,31 +11,31 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use symmalloc_core::backend::Range;
 
-/// A range of addresses and what is behind them.
+/// A range of addresses and its backing memory.
 pub(crate) struct Backing {
     pub(super) range: Range,
     backed: Mutex<Backed>,
-    /// How many callers wait for the lock: they go first.
+    /// Number of callers that wait for the lock. They take precedence.
     callers: AtomicUsize,
 }
 
-/// What is known of the memory behind a range's addresses.
+/// State of the memory behind a range's addresses.
 #[derive(Default)]
 pub(super) struct Backed {
     pub(super) chunks: Chunks,
     pub(super) window: PrefetchWindow,
-    /// What other processes may have, and who is to be told when it goes.
+    /// Exported parts, and the exports to notify when their part is unmapped.
     exported: Vec<(Part, Weak<ExportedMemory>)>,
 }
 
 impl Backed {
-    /// Tells `memory` when one of the parts goes.
+    /// Notifies `memory` when one of the parts is unmapped.
     pub(super) fn watch(&mut self, parts: impl Iterator<Item = Part>, memory: &Arc<ExportedMemory>) {
         self.exported.retain(|(_, memory)| memory.strong_count() > 0);
         self.exported.extend(parts.map(|part| (part, Arc::downgrade(memory))));
     }
 
-    /// The allocator is about to give `run` up. What else the chunks behind it hold stays as it is.
+    /// Notes that the allocator is about to release `run`. The rest of the chunks behind it is unaffected.
     pub(super) fn note_unmapped(&mut self, run: &Part) {
         self.exported.retain(|(part, memory)| {
             let goes = part.start < run.end && run.start < part.end;
@@ -59,12 +59,12 @@ impl Backing {
         backed
     }
 
-    /// For the thread that makes memory ahead; `None` when a caller waits.
+    /// Locks for the prefetch thread; returns `None` if a caller waits.
     pub(super) fn lock_behind_callers(&self) -> Option<MutexGuard<'_, Backed>> {
         (self.callers.load(Ordering::Relaxed) == 0).then(|| self.look())
     }
 
-    /// For readers, which do not count as callers.
+    /// Locks for readers, which do not count as callers.
     pub(super) fn look(&self) -> MutexGuard<'_, Backed> {
         self.backed.lock().unwrap_or_else(PoisonError::into_inner)
     }

@@ -1,18 +1,18 @@
-//! Which parts of a range are backed, and by which physical chunks.
+//! The backed parts of a range, and the physical chunks behind them.
 //!
-//! The driver gives memory back in the chunks in which it was mapped: it cannot cut one. The allocator may give any granule
-//! back. The two are kept apart:
+//! The driver releases memory only in the chunks in which it was mapped; it cannot split a chunk. The allocator may release any granule.
+//! The two are tracked separately:
 //!
 //! ```text
 //!  range    0        2        4        6        8 MiB
 //!  chunks   ├────────┼─────────────────┤                   physical, never cut
-//!  mapped   ├────────┤        ├────────┤                   what the allocator has
-//!                    └─ idle ─┘                            given up, and kept until its whole chunk is
+//!  mapped   ├────────┤        ├────────┤                   in use by the allocator
+//!                    └─ idle ─┘                            released by the allocator, kept until the whole chunk is unused
 //! ```
 //!
-//! C1: what is mapped lies in chunks. A chunk of which nothing is mapped any more goes back to the driver; an idle part that
-//! is mapped again takes no new memory. With chunks of one granule nothing is ever idle. Chunks that were made ahead of growth
-//! (`prefetch_window.rs`) are the exception: nothing of them is mapped yet.
+//! C1: every mapped part lies in chunks. A chunk with no mapped part returns to the driver. Mapping an idle part again takes no new memory.
+//! With chunks of one granule, nothing is ever idle. Prefetched chunks (`prefetch_window.rs`) are the exception: no part of them is mapped
+//! yet.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -24,14 +24,14 @@ pub(crate) type Part = Range<u64>;
 pub(crate) struct Chunks {
     /// Start to end; disjoint.
     chunks: BTreeMap<u64, u64>,
-    /// Start to end; disjoint, no two touch.
+    /// Start to end; disjoint, and no two are adjacent.
     mapped: BTreeMap<u64, u64>,
-    /// Chunks that could neither be made accessible nor given back. Nothing of them is mapped. Start to end.
+    /// Chunks that could neither be made accessible nor released, start to end. No part of them is mapped.
     closed: BTreeMap<u64, u64>,
 }
 
 impl Chunks {
-    /// What of `part` no chunk covers, in order.
+    /// Returns the subranges of `part` that no chunk covers, in order.
     pub(crate) fn gaps(&self, part: &Part) -> Vec<Part> {
         let mut gaps = Vec::new();
         let mut at = part.start;
@@ -51,29 +51,29 @@ impl Chunks {
         self.chunks.insert(chunk.start, chunk.end);
     }
 
-    /// Forgets the chunks that tile `run`.
+    /// Removes the chunks that tile `run`.
     pub(crate) fn remove_chunks(&mut self, run: &Part) {
         self.chunks.retain(|start, _| !run.contains(start));
         self.closed.retain(|start, _| !run.contains(start));
     }
 
-    /// Notes that the chunks that tile `run` are not accessible.
+    /// Marks the chunks that tile `run` as inaccessible.
     pub(crate) fn close(&mut self, run: &Part) {
         let closed = overlapping(&self.chunks, run).collect::<Vec<_>>();
         self.closed.extend(closed);
     }
 
-    /// A chunk that touches `part` and is not accessible.
+    /// Returns an inaccessible chunk that overlaps `part`.
     pub(crate) fn first_closed(&self, part: &Part) -> Option<Part> {
         overlapping(&self.closed, part).next().map(|(start, end)| start..end)
     }
 
-    /// Notes that a chunk is accessible now.
+    /// Marks a chunk as accessible.
     pub(crate) fn open(&mut self, chunk: &Part) {
         self.closed.remove(&chunk.start);
     }
 
-    /// Notes that the allocator has `part`, which chunks cover.
+    /// Marks `part`, which chunks cover, as in use by the allocator.
     pub(crate) fn map(&mut self, part: &Part) {
         let mut merged = part.clone();
         if let Some((&start, &end)) = self.mapped.range(..part.start).next_back()
@@ -88,7 +88,7 @@ impl Chunks {
         self.mapped.insert(merged.start, merged.end);
     }
 
-    /// Notes that the allocator has given `part` up.
+    /// Marks `part` as released by the allocator.
     pub(crate) fn unmap(&mut self, part: &Part) {
         let touched: Vec<(u64, u64)> = overlapping(&self.mapped, part).collect();
         for (start, end) in touched {
@@ -102,17 +102,17 @@ impl Chunks {
         }
     }
 
-    /// Whether the allocator has all of `part`.
+    /// Returns `true` if all of `part` is mapped.
     pub(crate) fn is_mapped(&self, part: &Part) -> bool {
         overlapping(&self.mapped, part).any(|(start, end)| start <= part.start && part.end <= end)
     }
 
-    /// Whether the allocator has any of `part`.
+    /// Returns `true` if any of `part` is mapped.
     pub(crate) fn is_any_mapped(&self, part: &Part) -> bool {
         overlapping(&self.mapped, part).next().is_some()
     }
 
-    /// Chunks that touch `part` and of which nothing is mapped, neighbours joined, in order.
+    /// Returns the chunks that overlap `part` and have no mapped part, in order, with neighbors merged.
     pub(crate) fn unused_runs(&self, part: &Part) -> Vec<Part> {
         let mut runs: Vec<Part> = Vec::new();
         for (start, end) in overlapping(&self.chunks, part) {
@@ -127,12 +127,12 @@ impl Chunks {
         runs
     }
 
-    /// The chunks that touch `part`, in order.
+    /// Returns the chunks that overlap `part`, in order.
     pub(crate) fn overlapping_chunks(&self, part: &Part) -> impl Iterator<Item = Part> {
         overlapping(&self.chunks, part).map(|(start, end)| start..end)
     }
 
-    /// All chunks, neighbours joined, in order.
+    /// Returns all chunks, in order, with neighbors merged.
     pub(crate) fn runs(&self) -> Vec<Part> {
         let mut runs: Vec<Part> = Vec::new();
         for (&start, &end) in &self.chunks {
@@ -144,12 +144,12 @@ impl Chunks {
         runs
     }
 
-    /// Where the highest mapped part ends.
+    /// Returns the end of the highest mapped part.
     pub(crate) fn mapped_end(&self) -> u64 {
         self.mapped.last_key_value().map_or(0, |(_, end)| *end)
     }
 
-    /// Where memory ends that goes on from `at` without a gap.
+    /// Returns the end of the memory that continues from `at` without a gap.
     pub(crate) fn backed_end(&self, at: u64) -> u64 {
         let mut end = self.chunks.range(..at).next_back().map_or(at, |(_, end)| at.max(*end));
         while let Some(next) = self.chunks.get(&end) {
@@ -158,12 +158,12 @@ impl Chunks {
         end
     }
 
-    /// Bytes in chunks.
+    /// Returns the total size of the chunks in bytes.
     pub(crate) fn backed_bytes(&self) -> u64 {
         sum(&self.chunks)
     }
 
-    /// Bytes that are backed and not mapped.
+    /// Returns the number of bytes that are backed but not mapped.
     pub(crate) fn idle_bytes(&self) -> u64 {
         self.backed_bytes() - sum(&self.mapped)
     }
@@ -173,7 +173,7 @@ fn sum(intervals: &BTreeMap<u64, u64>) -> u64 {
     intervals.iter().map(|(start, end)| end - start).sum()
 }
 
-/// The intervals that share a byte with `part`, in order.
+/// Returns the intervals that overlap `part`, in order.
 fn overlapping<'a>(intervals: &'a BTreeMap<u64, u64>, part: &Part) -> impl Iterator<Item = (u64, u64)> + 'a {
     let (from, to) = (part.start, part.end);
     let first = intervals.range(..=from).next_back().filter(|(_, end)| **end > from).map_or(from, |(start, _)| *start);
@@ -181,7 +181,7 @@ fn overlapping<'a>(intervals: &'a BTreeMap<u64, u64>, part: &Part) -> impl Itera
 }
 
 #[cfg(test)]
-#[allow(clippy::single_range_in_vec_init, reason = "lists of parts, some of them short")]
+#[allow(clippy::single_range_in_vec_init, reason = "lists of parts, some with a single element")]
 mod tests {
     use super::*;
 
@@ -236,7 +236,7 @@ mod tests {
         assert_eq!((state.mapped_end(), state.backed_bytes()), (12, 10));
     }
 
-    /// Against one bit per byte, over every sequence that a small generator makes.
+    /// Compares intervals with a model of one bit per byte, over random sequences of operations.
     #[test]
     fn intervals_agree_with_single_bytes() {
         const END: u64 = 24;
@@ -277,7 +277,7 @@ mod tests {
                 }
                 let idle = (0..END as usize).filter(|at| backed[*at] != 0 && !mapped[*at]).count();
                 assert_eq!(state.idle_bytes(), idle as u64);
-                // No chunk is left of which nothing is mapped.
+                // No chunk without a mapped part remains.
                 assert_eq!(state.unused_runs(&(0..END)), []);
             }
         }

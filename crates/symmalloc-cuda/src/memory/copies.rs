@@ -1,4 +1,4 @@
-//! Copies between device memory and pinned chunks, over a stream of their own.
+//! Copies between device memory and pinned chunks, on a dedicated stream.
 
 use crate::device::CudaDevice;
 use crate::driver::STREAM_NON_BLOCKING;
@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use symmalloc_core::backend::Part;
 
-/// Large enough for the full speed of the bus.
+/// Large enough to reach the full bus bandwidth.
 pub(super) const CHUNK_BYTES: usize = 32 << 20;
 
 /// [`CHUNK_BYTES`] of pinned memory.
@@ -22,12 +22,12 @@ impl Chunk {
     }
 }
 
-/// A part of a part that lies in one chunk.
+/// A subrange of a [`Part`] that lies in one chunk.
 pub(super) struct Piece {
     pub(super) address: u64,
-    /// Which chunk of the image.
+    /// Index of the chunk in the image.
     pub(super) chunk: usize,
-    /// Offset in the chunk.
+    /// Offset in the chunk in bytes.
     pub(super) at: usize,
     pub(super) len: usize,
 }
@@ -42,7 +42,7 @@ impl Piece {
     }
 }
 
-/// The pieces of parts that lie in chunks one after the other.
+/// Returns the pieces of parts that lie in consecutive chunks.
 pub(super) fn pieces(parts: &[Part]) -> Vec<Piece> {
     let mut pieces = Vec::with_capacity(parts.len());
     for part in parts {
@@ -65,17 +65,17 @@ pub(super) enum Direction {
     ToDevice,
 }
 
-/// A stream for copies, which are over when this is gone.
+/// A stream for copies. The copies must be finished before it is dropped.
 pub(super) struct Copies {
     device: Arc<CudaDevice>,
     stream: CUstream,
 }
 
-// SAFETY: a stream may be used from every thread on which its context is current.
+// SAFETY: any thread on which the stream's context is current may use the stream.
 unsafe impl Send for Copies {}
 
 impl Copies {
-    /// A context is current.
+    /// Creates the stream. A context must be current.
     pub(super) fn new(device: &Arc<CudaDevice>) -> Result<Self, DriverError> {
         let mut stream = std::ptr::null_mut();
         // SAFETY: `stream` is valid for writing, and a context is current.
@@ -86,7 +86,7 @@ impl Copies {
     pub(super) fn submit(&self, piece: &Piece, chunk: Chunk, direction: Direction) -> Result<(), DriverError> {
         let (driver, host) = (self.device.driver(), chunk.at(piece.at));
         match direction {
-            // SAFETY: the piece is mapped, the chunk has room for it, and both stay until the copy was waited for.
+            // SAFETY: the piece is mapped, the chunk has room for it, and both remain valid until the copy has been waited for.
             Direction::ToHost => unsafe { driver.copy_to_host(host, piece.address, piece.len, self.stream) },
             // SAFETY: as above.
             Direction::ToDevice => unsafe { driver.copy_to_device(piece.address, host, piece.len, self.stream) },
@@ -99,11 +99,11 @@ impl Copies {
     }
 
     pub(super) fn wait(&self) -> Result<(), DriverError> {
-        // SAFETY: the stream is ours, and alive.
+        // SAFETY: this value owns the stream, which is alive.
         unsafe { self.device.driver().stream_synchronize(self.stream) }
     }
 
-    /// Waits for all of it, also after an error: the memory may go afterwards.
+    /// Waits for all copies, even after an error: the memory may be released afterwards.
     pub(super) fn end<E: From<DriverError>>(&self, outcome: Result<(), E>) -> Result<(), E> {
         let waited = self.wait();
         outcome?;
@@ -113,8 +113,8 @@ impl Copies {
 
 impl Drop for Copies {
     fn drop(&mut self) {
-        // SAFETY: the stream is ours, and not used any more. Its work goes on if it was not waited for, and that only after an error
-        // of the wait, after which nothing works.
+        // SAFETY: this value owns the stream, which is not used afterwards. Work can still be running only if the wait failed, and after
+        // such an error the context is unusable.
         let _destroyed = unsafe { self.device.driver().stream_destroy(self.stream) };
     }
 }

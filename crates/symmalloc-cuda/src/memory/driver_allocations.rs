@@ -1,6 +1,6 @@
-//! Allocations of the driver, of a device without virtual memory or of pinned host memory, or of functions of the program's.
+//! Memory from plain allocations: of a device without virtual memory, of pinned host memory, or from functions of the program.
 //!
-//! What a range reserves is there until the range is released; parts that are unmapped in between are idle.
+//! `reserve` allocates the memory of a whole range, which stays until the range is released. Parts that are unmapped in between are idle.
 
 use super::chunks::Chunks;
 use super::interface::BackendMemory;
@@ -15,25 +15,25 @@ use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use symmalloc_core::backend::{BackendError, DeviceAddress, Range};
 
-/// Where a program gets device memory that it manages itself: a library's allocator, `ncclMemAlloc`, another framework.
+/// A source of device memory that the program manages: a library's allocator, `ncclMemAlloc`, or another framework.
 ///
-/// Called with the device's context current, and without a stream capture in the way. Calls come from any thread, one heap's one
-/// after another.
+/// The methods are called with the device's context current and the relaxed capture mode set. Calls may come from any thread; calls of one
+/// heap are sequential.
 pub trait MemorySource: fmt::Debug + Send + Sync {
-    /// So many bytes of the device's memory: the address, or `None` where there are none.
+    /// Allocates device memory and returns its address, or `None` if there is no memory.
     fn allocate(&self, size_bytes: u64) -> Option<u64>;
-    /// Takes back what [`allocate`](Self::allocate) gave. No stream uses it any more.
+    /// Frees memory that [`allocate`](Self::allocate) returned. No stream uses it anymore.
     fn free(&self, address: u64);
 }
 
-/// What is allocated.
+/// The kind of memory to allocate.
 #[derive(Clone, Debug)]
 pub(crate) enum AllocationKind {
     /// `cuMemAlloc`.
     Device,
     /// `cuMemHostAlloc`: page-locked for every context.
     PinnedHost,
-    /// The program's.
+    /// Memory of the program's source.
     Source(Arc<dyn MemorySource>),
 }
 
@@ -45,7 +45,7 @@ pub(crate) struct DriverAllocations {
 }
 
 struct AllocatedRange {
-    /// What the driver returned: at or before the range's base.
+    /// The address that the driver returned, at or before the range's base.
     allocation: u64,
     chunks: Chunks,
 }
@@ -86,20 +86,20 @@ impl DriverAllocations {
                 source.free(address);
                 Ok(())
             }
-            // SAFETY: allocated by `allocate`, freed once, and by the contract of `Backend` unused by any stream.
+            // SAFETY: allocated by `allocate`, freed only once, and by the contract of `Backend` no stream uses it.
             AllocationKind::Device => unsafe { self.device.driver().free(address) },
             // SAFETY: as above.
             AllocationKind::PinnedHost => unsafe { self.device.driver().host_free(address as *mut c_void) },
         }
     }
 
-    /// An allocation, and the aligned base in it.
+    /// Returns an allocation and the aligned base within it.
     fn allocate_aligned(&self, size_bytes: u64) -> Result<(u64, u64), DriverError> {
         let allocation = self.allocate(size_bytes)?;
         if allocation.is_multiple_of(self.granularity_bytes) {
             return Ok((allocation, allocation));
         }
-        // Not aligned by itself: take a granule more, and leave out what lies before the boundary.
+        // Not aligned: allocate an additional granule, and skip the bytes before the boundary.
         self.free(allocation)?;
         let allocation = self.allocate(size_bytes.saturating_add(self.granularity_bytes))?;
         Ok((allocation, allocation.next_multiple_of(self.granularity_bytes)))
@@ -148,7 +148,7 @@ impl BackendMemory for DriverAllocations {
     fn release(&self, range: Range) -> Result<(), BackendError> {
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver().relax_capture();
-        // Before the driver has it back: from then on it may give the address to another thread's `reserve`.
+        // Remove the range first: once the driver has the memory, it may return the same address to another thread's `reserve`.
         let removed = self.ranges().remove(&range.base.0);
         let removed = removed.ok_or(DriverError { call: "release", code: INVALID_VALUE })?;
         let freed = self.free(removed.allocation);

@@ -1,4 +1,4 @@
-//! Chunks of virtual memory as handles that another process can import.
+//! Export of virtual-memory chunks as handles that another process can import.
 
 use super::backing::Backed;
 use super::chunks::Part;
@@ -11,8 +11,8 @@ use std::os::fd::{FromRawFd, OwnedFd};
 use std::sync::Arc;
 
 impl VirtualMemory {
-    /// The chunks behind some parts of one range, each once, when they cover the parts, all by their addresses; `memory` is told when
-    /// one of the parts goes.
+    /// Returns the address ranges of the chunks behind some parts of one range, each chunk once, or `None` unless all parts are mapped.
+    /// Notifies `memory` before one of the parts is unmapped.
     pub(super) fn find_chunks(&self, parts: &[Part], memory: Option<&Arc<ExportedMemory>>) -> Option<Vec<Part>> {
         let backing = self.backing_around(parts.first()?.start)?;
         let base = backing.range.base.0;
@@ -33,12 +33,12 @@ impl VirtualMemory {
         Some(found)
     }
 
-    /// A chunk, by its addresses, as a handle for another process.
+    /// Exports a chunk, given by its address range, as a handle for another process.
     pub(super) fn export_one(&self, chunk: &Part, kind: HandleKind) -> Result<ExportedHandle, DriverError> {
         let gone = DriverError { call: "cuMemRetainAllocationHandle", code: INVALID_VALUE };
         let backing = self.backing_around(chunk.start).ok_or(gone)?;
         let base = backing.range.base.0;
-        // The chunk stays where it is meanwhile.
+        // The lock keeps the chunk in place.
         let backed = backing.lock();
         let inside = chunk.start - base..chunk.end.saturating_sub(base);
         if backed.chunks.overlapping_chunks(&inside).ne([inside.clone()]) {
@@ -53,14 +53,14 @@ impl VirtualMemory {
         let exported = match kind {
             HandleKind::FileDescriptor => {
                 let mut file: c_int = -1;
-                // SAFETY: `file` is valid for writing, and what a descriptor is written to; the handle is live.
+                // SAFETY: `file` is valid for writing and has the type that this kind of handle requires; the handle is live.
                 let exported = unsafe { driver.export_handle((&raw mut file).cast(), handle, kind.flag(), 0) };
-                // SAFETY: the driver has just made it for the caller.
+                // SAFETY: the driver has just created it for the caller.
                 exported.map(|()| ExportedHandle::FileDescriptor(unsafe { OwnedFd::from_raw_fd(file) }))
             }
             HandleKind::Fabric => {
                 let mut bytes = Box::new([0_u8; FABRIC_BYTES]);
-                // SAFETY: 64 bytes that are valid for writing, as a fabric handle has; the handle is live.
+                // SAFETY: `bytes` is valid for writing and has the 64 bytes of a fabric handle; the handle is live.
                 let exported = unsafe { driver.export_handle(bytes.as_mut_ptr().cast(), handle, kind.flag(), 0) };
                 exported.map(|()| ExportedHandle::Fabric(bytes))
             }

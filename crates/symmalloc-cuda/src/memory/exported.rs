@@ -1,10 +1,10 @@
-//! What an allocator has exported: who attached to it, and what importers must be told when the memory is no longer what it was.
+//! An allocator's exports: the attached peers, and the notifications to importers when exported memory changes.
 //!
 //! ```text
 //!  free ──────────────► ExportedList ──► ExportedMemory ── page ──► importers
-//!  unmap, release ────────────────────────────╯  ╰── peers: a lease each, whose other end the importer holds
+//!  unmap, release ────────────────────────────╯  ╰── peers: one lease each, whose other end the importer holds
 //! ```
-//! A free looks at one number while nothing is exported. What importers are told is written before it happens.
+//! While nothing is exported, a free only reads one counter. Notifications are written before the change takes effect.
 
 use super::share_page::{ExportState, SharePage};
 use rustix::net::RecvFlags;
@@ -14,23 +14,24 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use symmalloc_core::PoolId;
 
-/// What an importer may do with the memory.
+/// The access that an importer has to the memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum Access {
-    /// Kernels and copies may read. One that writes ends the importer's context.
+    /// Kernels and copies may read. A kernel that writes makes the importer's context unusable.
     Read,
-    /// They may write as well.
+    /// Kernels and copies may read and write.
     ReadWrite,
 }
 
-/// A process that has memory of another one mapped.
+/// A process that has mapped memory of another process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Peer {
-    /// Its process id: who made its end of the socket, as the kernel says, or where it does not know, what the process said itself.
+    /// Process id of the creator of the socket's peer end, as reported by the kernel; if the kernel does not know it, as reported by the
+    /// process.
     pub pid: u32,
-    /// What it may do.
+    /// The access that the peer has.
     pub access: Access,
 }
 
@@ -39,9 +40,9 @@ pub struct Peer {
 pub struct ExportedMemory {
     pool: PoolId,
     page: SharePage,
-    /// First byte of each allocation, and its number in the order of the export.
+    /// Address of each allocation's first byte, and its index in the export order.
     allocations: BTreeMap<u64, u32>,
-    /// Those that were offered it, each with a socket whose other end it holds as long as it stays.
+    /// Processes that received an offer, each with a socket whose other end the process holds while it is attached.
     peers: Mutex<Vec<(Peer, OwnedFd)>>,
 }
 
@@ -67,17 +68,17 @@ impl ExportedMemory {
         self.attached().push((peer, lease));
     }
 
-    /// Closes the leases of those that have left.
+    /// Closes the leases of peers that have left.
     pub(crate) fn forget_gone(&self) {
         drop(self.attached());
     }
 
-    /// Those that are attached now.
+    /// Returns the peers that are currently attached.
     pub(crate) fn peers(&self) -> Vec<Peer> {
         self.attached().iter().map(|(peer, _)| *peer).collect()
     }
 
-    /// Without those whose end of the lease is closed.
+    /// Locks the list of peers and removes those whose end of the lease is closed.
     fn attached(&self) -> MutexGuard<'_, Vec<(Peer, OwnedFd)>> {
         let mut peers = self.peers.lock().unwrap_or_else(PoisonError::into_inner);
         peers.retain(|(_, lease)| is_held(lease));
@@ -85,18 +86,18 @@ impl ExportedMemory {
     }
 }
 
-/// Whether a process still holds the other end of a lease.
+/// Returns `true` if a process still holds the other end of a lease.
 pub(crate) fn is_held(lease: impl AsFd) -> bool {
     let mut nothing = [0_u8; 1];
     let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
-    // Nobody writes to it: there is nothing to read, or it is closed.
+    // Nobody writes to the socket, so either there is nothing to read or it is closed.
     !matches!(rustix::net::recv(lease, &mut nothing, flags), Ok((_, 0)) | Err(rustix::io::Errno::CONNRESET))
 }
 
-/// Of one allocator.
+/// The exports of one allocator.
 #[derive(Default)]
 pub(crate) struct ExportedList {
-    /// How many are on the list.
+    /// Number of exports in the list.
     count: AtomicUsize,
     list: Mutex<Vec<Arc<ExportedMemory>>>,
 }
@@ -111,12 +112,12 @@ impl ExportedList {
         self.change(|list| list.push(Arc::clone(memory)));
     }
 
-    /// An export is over: it goes off the list, unless somebody is attached.
+    /// Ends an export. Removes it from the list unless a peer is attached.
     pub(crate) fn end(&self, memory: &Arc<ExportedMemory>) {
         self.change(|list| list.retain(|other| !Arc::ptr_eq(other, memory) || !memory.attached().is_empty()));
     }
 
-    /// An allocation is about to be freed.
+    /// Notifies importers that an allocation is about to be freed.
     #[cold]
     pub(crate) fn note_free(&self, address: u64) {
         self.change(|list| {
@@ -128,17 +129,17 @@ impl ExportedList {
         });
     }
 
-    /// The allocator ends: nothing of it is used by this process any more.
+    /// Notifies importers that the allocator has ended, so this process no longer uses its memory.
     pub(crate) fn end_all(&self) {
         self.change(|list| list.drain(..).for_each(|memory| memory.page.leave_live(ExportState::Ended)));
     }
 
-    /// What is exported or has peers.
+    /// Returns all exports that are active or have peers.
     pub(crate) fn all(&self) -> Vec<Arc<ExportedMemory>> {
         self.change(|list| list.clone())
     }
 
-    /// Takes off the list what nobody can be told anything about: neither an export nor a peer is left. Then does something with it.
+    /// Locks the list for `act`. First removes entries with neither an active export nor a peer, because nobody is left to notify.
     fn change<T>(&self, act: impl FnOnce(&mut Vec<Arc<ExportedMemory>>) -> T) -> T {
         let mut list = self.list.lock().unwrap_or_else(PoisonError::into_inner);
         list.retain(|memory| Arc::strong_count(memory) > 1 || !memory.attached().is_empty());

@@ -1,13 +1,13 @@
-//! Fills: bytes of images that are copied to the device while more memory is mapped for them.
+//! Fills: image bytes that are copied to the device while more memory is being mapped for them.
 //!
 //! ```text
 //!  mapped    │ chunk │ chunk │ chunk │ ...
 //!  copied            │ piece │ piece │ piece │      behind the mapping, on a stream
 //! ```
-//! Mapping takes a tenth of the time that copying does, and goes on beside it. Who wakes a pool announces what the image has for it;
-//! who maps memory says so; what nobody mapped by then is copied in the end.
+//! Mapping takes a tenth of the time of copying, and runs concurrently with it. Waking a pool announces the pieces of its image. Mapping
+//! memory starts the copies of the announced pieces in it. `finish` copies the remaining pieces.
 //!
-//! F1: the copies into memory are over before it is unmapped, and all copies of a fill before its image goes.
+//! F1: copies into memory finish before that memory is unmapped, and all copies of a fill finish before its image is released.
 
 use super::copies::{Chunk, Copies, Direction, Piece};
 use crate::error::DriverError;
@@ -20,14 +20,14 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 pub(crate) struct Fills(Mutex<Vec<Fill>>);
 
 struct Fill {
-    /// The number of the image, whose chunks these are.
+    /// Id of the image that the chunks belong to.
     image: u64,
     chunks: Vec<Chunk>,
     copies: Copies,
-    /// Not begun, by address.
+    /// Pieces whose copy has not started, by address.
     left: BTreeMap<u64, Piece>,
     begun: Vec<Range<u64>>,
-    /// That of the copies that were begun.
+    /// The first error of the copies that were started.
     outcome: Result<(), DriverError>,
 }
 
@@ -43,12 +43,12 @@ impl Fill {
         let whole = self.left.range(mapped.start..mapped.end).filter(|(_, piece)| piece.addresses().end <= mapped.end);
         let whole: Vec<u64> = whole.map(|(address, _)| *address).collect();
         for address in whole {
-            let piece = self.left.remove(&address).expect("it was found");
+            let piece = self.left.remove(&address).expect("the key was found in the map");
             self.begin(&piece);
         }
     }
 
-    /// Copies what is left, and waits.
+    /// Copies the remaining pieces and waits for all copies.
     fn finish(mut self) -> Result<(), DriverError> {
         for piece in std::mem::take(&mut self.left).into_values() {
             self.begin(&piece);
@@ -62,37 +62,37 @@ impl Fills {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// From now on these pieces of an image are copied when they are mapped.
+    /// Registers pieces of an image to be copied as soon as their memory is mapped.
     pub(super) fn announce(&self, image: u64, chunks: Vec<Chunk>, pieces: Vec<Piece>, copies: Copies) {
         let left = pieces.into_iter().map(|piece| (piece.address, piece)).collect();
         self.forget(image);
         self.lock().push(Fill { image, chunks, copies, left, begun: Vec::new(), outcome: Ok(()) });
     }
 
-    /// These addresses, all of one range, have accessible memory. A context is current.
+    /// Starts the copies into these addresses, which belong to one range and are accessible. A context must be current.
     pub(super) fn mapped(&self, addresses: &Range<u64>) {
         self.lock().iter_mut().for_each(|fill| fill.begin_in(addresses));
     }
 
-    /// The memory at these addresses is about to go: a fill of it is over, and begins anew when it is announced again.
+    /// Waits for copies into these addresses before they are unmapped. A fill with such copies is dropped; announcing it again restarts it.
     pub(super) fn unmapping(&self, addresses: &Range<u64>) {
         self.lock().retain(|fill| {
             let touches = |begun: &Range<u64>| begun.start < addresses.end && addresses.start < begun.end;
             let is_over = fill.begun.iter().any(touches);
             if is_over {
-                // An error of the wait is the device's, which the next call says again.
+                // An error of the wait is an error of the device, which the next call reports.
                 let _waited = fill.copies.wait();
             }
             !is_over
         });
     }
 
-    /// Copies what is left of an image, and waits for all of it. `None`: nothing was announced.
+    /// Copies the remaining pieces of an image and waits for all copies. Returns `None` if no fill was announced.
     pub(super) fn finish(&self, image: u64) -> Option<Result<(), DriverError>> {
         self.take(image).map(Fill::finish)
     }
 
-    /// Nothing more is copied of an image, and what was begun is over.
+    /// Cancels the fill of an image and waits for the copies that were started.
     pub(super) fn forget(&self, image: u64) {
         if let Some(fill) = self.take(image).filter(|fill| !fill.begun.is_empty()) {
             let _waited = fill.copies.wait();

@@ -1,19 +1,19 @@
-//! Physical memory as a handle that another process can import.
+//! Handles of physical memory that another process can import.
 
 use crate::driver::{HANDLE_FABRIC, HANDLE_POSIX_FD};
 use std::ffi::c_uint;
 use std::os::fd::OwnedFd;
 
-/// Bytes of a fabric handle.
+/// Size of a fabric handle in bytes.
 pub(crate) const FABRIC_BYTES: usize = 64;
 
-/// How physical memory goes to another process.
+/// The form in which physical memory is passed to another process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum HandleKind {
-    /// As a file descriptor, to a process on the same machine.
+    /// A file descriptor, for a process on the same machine.
     FileDescriptor,
-    /// As a fabric handle: plain bytes, which any process of the same IMEX domain can import.
+    /// A fabric handle: plain bytes that any process of the same IMEX domain can import.
     Fabric,
 }
 

@@ -1,12 +1,13 @@
-//! Images: the bytes of pools that sleep, in pinned host memory or in files.
+//! Images: the saved contents of sleeping pools, in pinned host memory or in files.
 //!
 //! ```text
-//!  parts     │ a │     │ b │        │ c │       live blocks on the device, wherever they lie
-//!  image     │ a │ b │ c │                      one after the other
-//!  chunks    │ 32 MiB │ 32 MiB │ ...            pinned; with a file two of them, one on the bus and one on its way to the file
+//!  parts     │ a │     │ b │        │ c │       live blocks on the device, at arbitrary addresses
+//!  image     │ a │ b │ c │                      contiguous
+//!  chunks    │ 32 MiB │ 32 MiB │ ...            pinned; with a file only two: one is copied while the other is written
 //! ```
-//! Pinned memory is slow to obtain (some 0.3 s for a GiB), so a chunk that is not needed any more is kept for the next image until
-//! [`Images::release_idle`]. Copies go over a stream of their own, so that they wait for nobody; the caller has waited for all users.
+//! Pinned memory is slow to allocate (about 0.3 s per GiB), so a chunk that is no longer needed is kept for the next image until
+//! [`Images::release_idle`]. Copies use a dedicated stream and therefore wait for no other stream. The caller has waited for all users of
+//! the memory.
 
 use super::copies::{CHUNK_BYTES, Chunk, Copies, Direction, Piece, pieces};
 use super::fills::Fills;
@@ -24,7 +25,7 @@ use symmalloc_core::backend::{BackendError, Image, Part, Reason};
 /// The images of one backend.
 pub(crate) struct Images {
     device: Arc<CudaDevice>,
-    /// Where files are made; `None`: images stay in pinned memory.
+    /// Folder for image files. `None`: images stay in pinned memory.
     folder: Option<PathBuf>,
     kept: Mutex<KeptImages>,
     fills: Arc<Fills>,
@@ -37,7 +38,7 @@ struct KeptImages {
     idle: Vec<Chunk>,
 }
 
-/// Where one image is.
+/// Storage of one image.
 enum Store {
     Host(Vec<Chunk>),
     File(File),
@@ -48,7 +49,7 @@ impl Images {
         Images { device, folder, kept: Mutex::default(), fills: Arc::default() }
     }
 
-    /// What is to be told of memory that comes and goes.
+    /// Returns the fills, which must be notified when memory is mapped and before it is unmapped.
     pub(crate) fn fills(&self) -> &Arc<Fills> {
         &self.fills
     }
@@ -81,8 +82,8 @@ impl Images {
         Ok(Image(id))
     }
 
-    /// See [`Backend::expect_load`](symmalloc_core::backend::Backend::expect_load). What is in a file is left to `load`, and so is all
-    /// where the driver has no stream.
+    /// See [`Backend::expect_load`](symmalloc_core::backend::Backend::expect_load). Images in files are left to `load`, as are all images
+    /// if the driver cannot create a stream.
     pub(crate) fn expect_load(&self, image: Image, parts: &[Part]) {
         let store = self.kept().images.get(&image.0).cloned();
         let Some(Store::Host(chunks)) = store.as_deref() else { return };
@@ -109,7 +110,7 @@ impl Images {
         }
     }
 
-    /// The image is not needed any more; its chunks are kept for others.
+    /// Discards an image that is no longer needed. Its chunks are kept for other images.
     pub(crate) fn discard(&self, image: Image) {
         let _current = self.device.enter();
         self.fills.forget(image.0);
@@ -128,7 +129,7 @@ impl Images {
         Ok(copies.end(set)?)
     }
 
-    /// Obtains pinned memory for images of so many bytes, so that saving them does not.
+    /// Allocates pinned memory for images of `size_bytes` bytes in advance, so that saving does not need to.
     pub(crate) fn reserve(&self, size_bytes: u64) -> Result<(), BackendError> {
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver().relax_capture();
@@ -137,7 +138,7 @@ impl Images {
         Ok(())
     }
 
-    /// Gives pinned memory back that no image has. Returns its bytes.
+    /// Releases pinned memory that no image uses. Returns the number of bytes released.
     pub(crate) fn release_idle(&self) -> Result<u64, BackendError> {
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver().relax_capture();
@@ -152,7 +153,7 @@ impl Images {
         }
     }
 
-    /// Pinned memory of images, and that no image has, in bytes.
+    /// Returns the size in bytes of the pinned memory, including chunks that no image uses.
     pub(crate) fn host_bytes(&self) -> u64 {
         let kept = self.kept();
         let in_use =
@@ -160,7 +161,7 @@ impl Images {
         ((in_use.sum::<usize>() + kept.idle.len()) * CHUNK_BYTES) as u64
     }
 
-    /// All or none.
+    /// Takes `count` chunks, or none on error.
     fn take_chunks(&self, count: usize) -> Result<Vec<Chunk>, DriverError> {
         let mut chunks = {
             let mut kept = self.kept();
@@ -186,11 +187,11 @@ impl Images {
     }
 
     fn free(&self, chunk: Chunk) -> Result<(), DriverError> {
-        // SAFETY: it came from `host_allocate`, is freed once, and no copy is under way: each was waited for.
+        // SAFETY: it came from `host_allocate`, is freed only once, and no copy is in progress: each was waited for.
         unsafe { self.device.driver().host_free(chunk.at(0)) }
     }
 
-    /// Copies pieces to or from their chunks, and waits.
+    /// Copies pieces to or from their chunks, and waits for the copies.
     fn copy(
         &self,
         pieces: &[Piece],
@@ -202,7 +203,7 @@ impl Images {
         copies.end(submitted)
     }
 
-    /// While one chunk is written to the file, the next is copied.
+    /// Saves pieces to a new file. Copies one chunk while the previous one is written.
     fn save_to_file(&self, folder: &Path, pieces: &[Piece]) -> Result<File, BackendError> {
         let file = file_without_name(folder).map_err(|error| of_file("open", &error))?;
         let staging = self.take_chunks(2)?;
@@ -219,7 +220,7 @@ impl Images {
                     copies.wait()?;
                     submit(at + 1)?;
                     for piece in *group {
-                        // SAFETY: the piece was copied into the staging chunk, which nothing writes until the next wait.
+                        // SAFETY: the piece was copied into the staging chunk, to which nothing writes until the next wait.
                         let bytes = unsafe { slice_of(staging[at % 2], piece) };
                         file.write_all_at(bytes, piece.image_offset()).map_err(|error| of_file("write", &error))?;
                     }
@@ -233,7 +234,7 @@ impl Images {
         saved.map(|()| file)
     }
 
-    /// While one chunk is copied, the next is read from the file.
+    /// Loads pieces from a file. Reads one chunk while the previous one is copied.
     fn load_from_file(&self, file: &File, pieces: &[Piece]) -> Result<(), BackendError> {
         let staging = self.take_chunks(2)?;
         let load = || {
@@ -242,7 +243,7 @@ impl Images {
                 for (at, group) in pieces.chunk_by(|one, next| one.chunk == next.chunk).enumerate() {
                     let chunk = staging[at % 2];
                     for piece in group {
-                        // SAFETY: the copies from this staging chunk were waited for; the other one's may be under way.
+                        // SAFETY: the copies from this staging chunk were waited for; copies from the other chunk may still be running.
                         let bytes = unsafe { slice_of(chunk, piece) };
                         file.read_exact_at(bytes, piece.image_offset()).map_err(|error| of_file("read", &error))?;
                     }
@@ -268,22 +269,22 @@ impl Drop for Images {
         let stores = std::mem::take(&mut kept.images).into_values().filter_map(Arc::into_inner);
         kept.idle.extend(stores.flat_map(|store| if let Store::Host(chunks) = store { chunks } else { Vec::new() }));
         for chunk in kept.idle {
-            // What the driver refuses is left to the end of its context.
+            // Memory that the driver refuses to free is released with its context.
             let _freed = self.free(chunk);
         }
     }
 }
 
-/// The bytes of a piece in a staging chunk.
+/// Returns the bytes of a piece in a staging chunk.
 ///
 /// # Safety
-/// No copy reads or writes them while the slice lives, and there is no other slice of them.
+/// No copy reads or writes them while the slice is alive, and there is no other slice of them.
 unsafe fn slice_of<'a>(chunk: Chunk, piece: &Piece) -> &'a mut [u8] {
-    // SAFETY: the chunk has room for the piece, is initialised host memory, and the caller's contract.
+    // SAFETY: the chunk has room for the piece and is initialized host memory; the caller ensures exclusive access.
     unsafe { std::slice::from_raw_parts_mut(chunk.at(piece.at).cast::<u8>(), piece.len) }
 }
 
-/// A file that is gone when it is closed.
+/// Creates a file that is deleted when it is closed.
 fn file_without_name(folder: &Path) -> io::Result<File> {
     let mut number = 0_u64;
     loop {
@@ -299,7 +300,7 @@ fn file_without_name(folder: &Path) -> io::Result<File> {
     }
 }
 
-/// The system's code is its `errno`.
+/// Converts a file error into a backend error, with `errno` as the code.
 fn of_file(call: &'static str, error: &io::Error) -> BackendError {
     BackendError::new(call, error.raw_os_error().unwrap_or(0), Reason::Refused)
 }

@@ -1,10 +1,10 @@
-//! Memory of another process, mapped here: a range of addresses, and chunks in their places.
+//! Memory of another process that is mapped into this one: a range of addresses with chunks at given offsets.
 //!
 //! ```text
 //!  one process    chunk ── retain, export ──► handle ═══ socket ═══► map ── ImportedMemory    another process
 //! ```
-//! A handle keeps the memory, as a mapping does: who maps it closes it then. Who sends handles, and when the memory may be used, is
-//! decided elsewhere: `sharing/` for programs, the allocator of `symmalloc-torch` for tensors.
+//! A handle keeps the memory alive, as a mapping does, so the handle is closed after it is mapped. Other modules send the handles and
+//! decide when the memory may be used: `sharing/` for programs, and the allocator of `symmalloc-torch` for tensors.
 
 use super::exported::Access;
 use super::handle::HandleKind;
@@ -17,40 +17,40 @@ use std::ops::Range;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 
-/// Addresses for memory of other processes, and what is mapped there. Dropping it waits until the device has done what was submitted
-/// in this context, and unmaps. What the driver refuses then stays mapped, and is said in the log.
+/// Reserved addresses and the memory of other processes that is mapped there. Dropping waits until the device has finished the work that
+/// was submitted in this context, and unmaps the memory. Memory that the driver refuses to unmap stays mapped, and a warning is logged.
 pub struct ImportedMemory {
     device: Arc<CudaDevice>,
-    /// 0 once the addresses went back.
+    /// Address of the first byte; 0 once the addresses were released.
     base: u64,
     size_bytes: u64,
-    /// Offsets of what is mapped, neighbours joined, in order.
+    /// Offsets of the mapped parts, in order, with neighbors merged.
     runs: Vec<Range<u64>>,
 }
 
 impl ImportedMemory {
-    /// Takes addresses for so many bytes. Nothing is behind them yet.
+    /// Reserves `size_bytes` bytes of addresses, with no memory behind them.
     ///
     /// # Errors
-    /// When the driver refuses: sizes are multiples of its granularity.
+    /// Returns an error if the driver refuses. The size must be a multiple of the driver's granularity.
     pub fn reserve(device: &Arc<CudaDevice>, size_bytes: u64) -> Result<Self, DriverError> {
         let _current = device.enter()?;
         let _relaxed = device.driver().relax_capture();
         let mut base = 0;
-        // SAFETY: `base` is valid for writing. 0: the driver's own alignment.
+        // SAFETY: `base` is valid for writing. Alignment 0 selects the driver's default.
         unsafe { device.driver().address_reserve(&raw mut base, size_bytes as usize, 0, 0, 0) }?;
         Ok(ImportedMemory { device: Arc::clone(device), base, size_bytes, runs: Vec::new() })
     }
 
-    /// Maps a chunk that came as a descriptor at its offsets, which lie behind those that are mapped.
+    /// Maps a chunk from a file descriptor at the given offsets, which must be behind the parts that are already mapped.
     ///
     /// # Errors
-    /// When the driver refuses: the descriptor is of no memory, or of another size or device.
+    /// Returns an error if the driver refuses because the descriptor refers to no memory, or to memory of another size or device.
     pub fn map_file(&mut self, chunk: &Range<u64>, file: &OwnedFd) -> Result<(), DriverError> {
         self.map(chunk, file.as_raw_fd() as usize as *mut c_void, HandleKind::FileDescriptor)
     }
 
-    /// Maps a handle: a descriptor in place of a pointer, or a pointer to a fabric handle.
+    /// Maps a handle: a descriptor passed in place of a pointer, or a pointer to a fabric handle.
     pub(crate) fn map(
         &mut self,
         chunk: &Range<u64>,
@@ -61,7 +61,7 @@ impl ImportedMemory {
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver().relax_capture();
         let mut handle = 0;
-        // SAFETY: `handle` is valid for writing; the other is what the kind says. The driver checks both.
+        // SAFETY: `handle` is valid for writing, and `shareable` has the form that the kind requires. The driver checks both.
         unsafe { self.device.driver().import_handle(&raw mut handle, shareable, kind.flag()) }?;
         let mapped = self.map_handle(chunk, handle);
         if mapped.is_ok() {
@@ -70,8 +70,8 @@ impl ImportedMemory {
                 _ => self.runs.push(chunk.clone()),
             }
         }
-        // The mapping keeps the memory.
-        // SAFETY: the handle is ours, and not used again.
+        // The mapping keeps the memory alive.
+        // SAFETY: this function owns the handle and does not use it again.
         let released = unsafe { self.device.driver().release(handle) };
         mapped.and(released)
     }
@@ -85,14 +85,14 @@ impl ImportedMemory {
         if properties.location != location {
             return Err(DriverError { call: "cuMemGetAllocationPropertiesFromHandle", code: INVALID_DEVICE });
         }
-        // SAFETY: the addresses are reserved and no other chunk has them; the driver refuses a handle of another size.
+        // SAFETY: the addresses are reserved and no other chunk uses them; the driver refuses a handle of another size.
         unsafe { driver.map(self.base + chunk.start, (chunk.end - chunk.start) as usize, 0, handle, 0) }
     }
 
-    /// Lets the device use what is mapped.
+    /// Gives the device access to the mapped memory.
     ///
     /// # Errors
-    /// When the driver refuses.
+    /// Returns an error if the driver refuses.
     pub fn set_access(&self, access: Access) -> Result<(), DriverError> {
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver().relax_capture();
@@ -108,17 +108,18 @@ impl ImportedMemory {
         })
     }
 
-    /// The first byte.
+    /// Returns the address of the first byte.
     pub fn address(&self) -> u64 {
         self.base
     }
 
-    /// How many bytes are mapped.
+    /// Returns the number of mapped bytes.
     pub fn mapped_bytes(&self) -> u64 {
         self.runs.iter().map(|run| run.end - run.start).sum()
     }
 
-    /// As dropping it, which has nothing to do afterwards. What the driver did not take back stays mapped, and this can be called again.
+    /// Unmaps the memory and releases the addresses, so that dropping has nothing left to do. Memory that the driver does not unmap stays
+    /// mapped, and the call can be repeated.
     pub(crate) fn unmap(&mut self) -> Result<(), DriverError> {
         if self.base == 0 {
             return Ok(());
@@ -131,7 +132,7 @@ impl ImportedMemory {
             unsafe { driver.context_synchronize() }?;
         }
         while let Some(run) = self.runs.last() {
-            // SAFETY: whole chunks that are mapped, and that no work uses any more.
+            // SAFETY: the run consists of whole mapped chunks that no work uses anymore.
             unsafe { driver.unmap(self.base + run.start, (run.end - run.start) as usize) }?;
             self.runs.pop();
         }

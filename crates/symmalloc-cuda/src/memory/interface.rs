@@ -1,4 +1,4 @@
-//! What all kinds of memory do.
+//! The interface of all kinds of memory.
 
 use super::chunks::Part;
 use super::exported::ExportedMemory;
@@ -13,7 +13,7 @@ pub trait BackendMemory: Send + Sync {
     fn granularity_bytes(&self) -> u64;
     fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError>;
     fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError>;
-    /// As `map`, in pieces that can be mapped elsewhere too.
+    /// Like `map`, in pieces that can also be mapped elsewhere.
     fn map_pieces(&self, at: Place, size_bytes: u64, _piece_bytes: u64) -> Result<(), BackendError> {
         self.map(at.0, at.1, size_bytes)
     }
@@ -26,24 +26,24 @@ pub trait BackendMemory: Send + Sync {
     }
     fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError>;
     fn release(&self, range: Range) -> Result<(), BackendError>;
-    /// Lets another device read and write the memory, what is mapped already and what will be.
+    /// Lets another device read and write the memory, both currently mapped and mapped later.
     fn grant_access(&self, peer: usize) -> Result<(), CudaError>;
-    /// The addresses of the chunks behind some addresses of one range, in order, each once; `None` when not all of them is memory that
-    /// has chunks. `memory` is told before any of these addresses loses its memory.
+    /// Returns the address ranges of the chunks behind some addresses of one range, in order, each once, or `None` unless all of the
+    /// addresses have chunks. Notifies `memory` before any of these addresses is unmapped.
     fn chunks_behind(&self, _parts: &[Part], _memory: Option<&Arc<ExportedMemory>>) -> Option<Vec<Part>> {
         None
     }
-    /// A chunk at these addresses, as a handle for another process.
+    /// Exports the chunk at these addresses as a handle for another process.
     fn export_chunk(&self, _chunk: &Part, _kind: HandleKind) -> Result<ExportedHandle, DriverError> {
         Err(DriverError { call: "cuMemExportToShareableHandle", code: INVALID_VALUE })
     }
-    /// Bytes that the allocator gave up and the device could not take back yet.
+    /// Returns the number of bytes that the allocator released and the device could not take back yet.
     fn idle_bytes(&self) -> u64;
-    /// Bytes that were made ahead and are not handed out yet.
+    /// Returns the number of prefetched bytes that are not in use yet.
     fn spare_bytes(&self) -> u64 {
         0
     }
-    /// Gives those back, and returns how many they were. What the driver refuses becomes idle.
+    /// Releases prefetched memory and returns its size in bytes. Memory that the driver refuses to release becomes idle.
     fn release_spare(&self) -> u64 {
         0
     }

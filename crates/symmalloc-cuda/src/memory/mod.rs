@@ -1,15 +1,15 @@
-//! Where a backend's bytes come from: virtual memory of a device, or allocations of the driver on a device or on the host.
+//! Sources of a backend's memory: virtual memory of a device, or driver allocations on a device or on the host.
 //!
 //! | kind | reserve | map | unmap | release |
 //! |---|---|---|---|---|
-//! | [`VirtualMemory`] | addresses | `cuMemCreate`, `cuMemMap`, access | `cuMemUnmap` | addresses back |
-//! | [`Prefetching`] | the same | the same, or nothing where a thread has done it already | the same | the same |
-//! | [`DriverAllocations`] | an allocation | nothing | nothing | the allocation back |
+//! | [`VirtualMemory`] | addresses | `cuMemCreate`, `cuMemMap`, access | `cuMemUnmap` | releases the addresses |
+//! | [`Prefetching`] | the same | the same, or nothing if the prefetch thread has done it already | the same | the same |
+//! | [`DriverAllocations`] | an allocation | nothing | nothing | frees the allocation |
 //!
-//! [`Images`] keep the bytes of memory that is given back for a while, and `fills.rs` puts them where memory is mapped again.
+//! [`Images`] keep the contents of memory that is temporarily released, and `fills.rs` copies them back when memory is mapped again.
 //!
-//! An allocation of the driver has no addresses without memory, so `reserve` takes what `map` would take. Pools of fixed and
-//! reserved segments map what they reserve at once and notice no difference. Expandable ones need virtual memory.
+//! A driver allocation has no addresses without memory, so `reserve` takes the memory that `map` would take. Pools with fixed and reserved
+//! segments map whole reservations immediately, so this makes no difference to them. Expandable pools need virtual memory.
 
 mod addresses;
 mod backing;

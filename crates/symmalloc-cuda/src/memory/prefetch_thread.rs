@@ -1,18 +1,17 @@
-//! Virtual memory whose growth is made ahead by a thread.
+//! Virtual memory that a background thread prefetches ahead of its growth.
 //!
 //! ```text
-//!  caller   map ── takes what is ahead, makes the rest ── asks for the next ──► goes on
-//!  thread                                                     │
-//!                                          a chunk: create, map, access ── a chunk ── ... until no more is wanted
+//!  caller   map ── takes prefetched chunks, makes the rest ── requests more ──► continues
+//!  thread                                                       │
+//!                                          a chunk: create, map, access ── a chunk ── ... until enough is made
 //! ```
 //!
-//! What is wanted follows from what ranges grew by (`prefetch_window.rs`). Whether the thread was in time, and what the driver told
-//! it, decides only which thread makes a chunk. The allocator sees none of it: memory ahead is behind the end of what it
-//! has mapped.
+//! The amount to prefetch depends only on the past growth of the ranges (`prefetch_window.rs`). The thread's timing and the driver's
+//! answers only determine which thread makes a chunk. The allocator sees no difference, because prefetched memory lies behind the end of
+//! the memory that it has mapped.
 //!
-//! A chunk is made under its range's lock, so that a caller who comes meanwhile waits for that one chunk, and finds it; callers
-//! go first. The thread is started when something is wanted for the first time, and ends with the backend, after the call that
-//! it is in.
+//! A chunk is made under its range's lock, so a caller that needs the range waits for at most that chunk, and then uses it. Callers take
+//! precedence. The thread is started at the first request, and ends with the backend, after its current driver call.
 
 use super::backing::Backing;
 use super::chunks::Part;
@@ -30,17 +29,17 @@ use symmalloc_core::backend::{BackendError, Range};
 pub(crate) struct Prefetching {
     memory: Arc<VirtualMemory>,
     work: Arc<Work>,
-    /// `None` until something is wanted.
+    /// `None` until prefetching is first requested.
     thread: Mutex<Option<Thread>>,
 }
 
 struct Thread {
     handle: JoinHandle<()>,
-    /// The process that it runs in: a forked child has no such thread.
+    /// Id of the process that the thread runs in: a forked child has no such thread.
     process: u32,
 }
 
-/// What the thread shares with callers.
+/// State that the thread shares with callers.
 #[derive(Default)]
 struct Work {
     tasks: Mutex<Tasks>,
@@ -49,7 +48,7 @@ struct Work {
 
 #[derive(Default)]
 struct Tasks {
-    /// Ranges ahead of which memory is wanted, each once.
+    /// Ranges to prefetch for, each once.
     ranges: VecDeque<Arc<Backing>>,
     is_over: bool,
 }
@@ -61,7 +60,7 @@ impl Prefetching {
         Prefetching { memory, work: Arc::default(), thread: Mutex::default() }
     }
 
-    /// Has the thread make what is wanted ahead of the range.
+    /// Requests that the thread prefetches for the range.
     fn ask(&self, backing: Arc<Backing>) {
         let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
         if thread.is_none() {
@@ -69,7 +68,7 @@ impl Prefetching {
             let name = "symmalloc-prefetch".to_owned();
             match std::thread::Builder::new().name(name).spawn(move || work.run(&memory)) {
                 Ok(handle) => *thread = Some(Thread { handle, process: std::process::id() }),
-                // Growth makes its memory itself, and asks again.
+                // Growth creates its memory directly, and requests the thread again.
                 Err(error) => {
                     tracing::warn!(name: "memory.prefetch_unstarted", target: "symmalloc", %error);
                     return;
@@ -94,7 +93,7 @@ impl Work {
         }
     }
 
-    /// The next range, once there is one; `None` when it is over.
+    /// Waits for the next range. Returns `None` when the backend ends.
     fn pop(&self) -> Option<Arc<Backing>> {
         let mut tasks = self.tasks();
         loop {
@@ -108,7 +107,7 @@ impl Work {
         }
     }
 
-    /// One chunk at a time, by turns.
+    /// Makes one chunk at a time, alternating between ranges.
     fn run(&self, memory: &VirtualMemory) {
         while let Some(backing) = self.pop() {
             if memory.prefetch_chunk(&backing) {
@@ -174,7 +173,7 @@ impl Drop for Prefetching {
         self.work.changed.notify_all();
         let thread = self.thread.get_mut().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(thread) = thread.filter(|thread| thread.process == std::process::id()) {
-            // It does not panic, and if a subscriber of its events does, nothing is left to be done here.
+            // The thread does not panic. If a subscriber of its events does, there is nothing left to do here.
             let _ended = thread.handle.join();
         }
         self.memory.release_prefetched();

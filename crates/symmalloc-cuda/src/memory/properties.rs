@@ -1,4 +1,4 @@
-//! What the device's virtual memory is like: granularity, and what it can be shared as.
+//! Properties of the device's virtual memory: granularity and supported handle types.
 
 use super::spare::with_spare;
 use crate::device::CudaDevice;
@@ -14,9 +14,9 @@ pub(super) fn granularity_of(device: &CudaDevice, properties: &MemProperties) ->
     Ok(bytes as u64)
 }
 
-/// The most capable memory that the device really gives. A device may say that it supports a kind of handle which the
-/// system then refuses, so each kind is tried with one granule. Fabric handles are tried only where the process can see an
-/// IMEX channel: the driver makes none without, and compute-sanitizer reports every call that it refuses.
+/// Returns the most capable properties that the device actually supports. A device may claim to support a handle type that the system then
+/// refuses, so each type is tried with one granule. Fabric handles are tried only if the process can see an IMEX channel: without a channel
+/// the driver refuses them, and compute-sanitizer reports every refused call.
 pub(super) fn supported_properties(
     device: &CudaDevice,
     location: MemLocation,
@@ -35,7 +35,7 @@ pub(super) fn supported_properties(
         let candidate = properties(handle_types, gpu_direct_rdma);
         match with_spare(device, || try_one_granule(device, &candidate)) {
             Ok(()) => return Ok(candidate),
-            // A full device says nothing about kinds of handles.
+            // A full device reveals nothing about handle types.
             Err(DriverError { code: OUT_OF_MEMORY, .. }) => return Ok(properties(posix_fd, rdma)),
             Err(error) => refusal = Some(error),
         }
@@ -52,6 +52,6 @@ fn try_one_granule(device: &CudaDevice, properties: &MemProperties) -> Result<()
     let mut handle = 0;
     // SAFETY: `handle` is valid for writing, the properties are valid, the size is one granule.
     unsafe { device.driver().create(&raw mut handle, size, &raw const *properties, 0) }?;
-    // SAFETY: just made, and not used again.
+    // SAFETY: just created, and not used again.
     unsafe { device.driver().release(handle) }
 }

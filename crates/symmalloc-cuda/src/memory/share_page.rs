@@ -1,12 +1,12 @@
-//! A page that exporter and importers of memory have in common: whether the memory is still what was exported.
+//! A page shared by the exporter and the importers of memory, with the current state of the export.
 //!
 //! ```text
 //!  exporter                          importers, read only
-//!  word: state │ allocation  ──────► one load each time they ask
+//!  word: state │ allocation  ──────► one load per query
 //! ```
-//! The exporter writes once, before what the word says happens. A process that dies leaves the word as it is: nobody writes to its memory any
-//! more, so the importers' mappings stay good. The page is sealed: an exporter cannot shrink it under an importer, and an
-//! importer cannot map it for writing.
+//! The exporter writes once, before the state changes. If the exporter dies, the word stays as it is: nobody writes to the memory anymore,
+//! so the importers' mappings stay valid. The page is sealed: an exporter cannot shrink it under an importer, and an importer cannot map it
+//! for writing.
 
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
@@ -17,24 +17,24 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 const PAGE_BYTES: usize = 4096;
 
-/// What became of exported memory.
+/// State of exported memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ExportState {
-    /// The exporter still has it as it was exported.
+    /// The exporter still uses the memory as it was exported.
     Live,
-    /// The exporter freed the allocation with this number, in the order of the export: it may hold anything from now on.
+    /// The exporter freed the allocation with this index in the export order. Its contents are undefined from then on.
     Freed(u32),
-    /// The exporter gave the memory back to the device, or its pool sleeps. Importers have the last bytes, and hold the memory.
+    /// The exporter returned the memory to the device, or its pool is asleep. Importers keep the memory with its last contents.
     Unmapped,
     /// The exporter withdrew it, see [`Export::withdraw`](crate::Export::withdraw).
     Withdrawn,
-    /// The exporter's allocator has ended, and nobody else writes there: importers keep the memory.
+    /// The exporter's allocator has ended and no longer writes to the memory. Importers keep the memory.
     Ended,
 }
 
 impl ExportState {
-    /// Whether an import shows what was exported.
+    /// Returns `true` if an import still shows the exported contents.
     pub fn is_good(self) -> bool {
         matches!(self, ExportState::Live | ExportState::Ended)
     }
@@ -49,7 +49,7 @@ impl ExportState {
         }
     }
 
-    /// Words that no exporter writes mean that the memory is not to be used.
+    /// Unknown words mean that the memory must not be used.
     pub(crate) fn of_word(word: u64) -> Self {
         match word & 0xff {
             1 => ExportState::Live,
@@ -64,19 +64,19 @@ impl ExportState {
 impl fmt::Display for ExportState {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            ExportState::Live => f.write_str("it is as it was exported"),
+            ExportState::Live => f.write_str("it is live"),
             ExportState::Freed(allocation) => write!(f, "the exporter freed allocation {allocation} of it"),
-            ExportState::Unmapped => f.write_str("the exporter gave it back to the device, or its pool sleeps"),
+            ExportState::Unmapped => f.write_str("the exporter returned it to the device, or its pool is asleep"),
             ExportState::Withdrawn => f.write_str("the exporter withdrew it"),
-            ExportState::Ended => f.write_str("the exporter has ended and left it"),
+            ExportState::Ended => f.write_str("the exporter has ended and left it mapped"),
         }
     }
 }
 
-/// See the file's comment.
+/// See the module documentation.
 pub(crate) struct SharePage {
     file: OwnedFd,
-    /// The start of a mapped page, which lives as long as this.
+    /// The start of a mapped page, which is unmapped when this value is dropped.
     word: NonNull<AtomicU64>,
 }
 
@@ -86,7 +86,7 @@ unsafe impl Send for SharePage {}
 unsafe impl Sync for SharePage {}
 
 impl SharePage {
-    /// A page of an exporter, which says that the memory is live.
+    /// Creates the page of an exporter, in the live state.
     pub(crate) fn create() -> rustix::io::Result<Self> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = rustix::fs::memfd_create("symmalloc-share", flags)?;
@@ -95,14 +95,14 @@ impl SharePage {
         let page = SharePage { file, word };
         page.word().store(ExportState::Live.to_word(), Ordering::Release);
         let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
-        // Before Linux 5.1 importers could write to the page.
+        // Linux before 5.1 lacks this seal, so importers could write to the page there.
         if rustix::fs::fcntl_add_seals(&page.file, seals | SealFlags::FUTURE_WRITE).is_err() {
             rustix::fs::fcntl_add_seals(&page.file, seals)?;
         }
         Ok(page)
     }
 
-    /// The page that an exporter sent; `None` when it is none, or could be shrunk while it is read.
+    /// Opens the page that an exporter sent. Returns `None` if it is not a page, or could be shrunk while it is read.
     pub(crate) fn open(file: OwnedFd) -> Option<Self> {
         let size = rustix::fs::fstat(&file).ok()?.st_size;
         let is_sealed = rustix::fs::fcntl_get_seals(&file).ok()?.contains(SealFlags::SHRINK);
@@ -122,14 +122,14 @@ impl SharePage {
         ExportState::of_word(self.word().load(Ordering::Acquire))
     }
 
-    /// Says what became of the memory, unless that was said before.
+    /// Changes the state from live to `state`. Later changes have no effect.
     pub(crate) fn leave_live(&self, state: ExportState) {
         let live = ExportState::Live.to_word();
         let _first = self.word().compare_exchange(live, state.to_word(), Ordering::AcqRel, Ordering::Acquire);
     }
 
     fn word(&self) -> &AtomicU64 {
-        // SAFETY: mapped until this is dropped, aligned to a page, and only ever accessed as an atomic.
+        // SAFETY: mapped until this value is dropped, page-aligned, and only ever accessed as an atomic.
         unsafe { self.word.as_ref() }
     }
 }
@@ -137,7 +137,7 @@ impl SharePage {
 fn map(file: &OwnedFd, protection: ProtFlags) -> rustix::io::Result<NonNull<AtomicU64>> {
     // SAFETY: the kernel chooses the addresses.
     let at = unsafe { rustix::mm::mmap(std::ptr::null_mut(), PAGE_BYTES, protection, MapFlags::SHARED, file, 0) }?;
-    Ok(NonNull::new(at.cast()).expect("no mapping is at 0 unless it was asked for"))
+    Ok(NonNull::new(at.cast()).expect("the kernel does not choose address 0"))
 }
 
 impl Drop for SharePage {
@@ -167,11 +167,11 @@ mod tests {
         let file = || rustix::fs::memfd_create("test", flags).expect("a file");
         let long = file();
         rustix::fs::ftruncate(&long, PAGE_BYTES as u64).expect("long enough");
-        assert!(SharePage::open(long).is_none(), "it has no seal");
+        assert!(SharePage::open(long).is_none(), "the file has no seal");
         let short = file();
         rustix::fs::fcntl_add_seals(&short, SealFlags::SHRINK).expect("sealed");
-        assert!(SharePage::open(short).is_none(), "it is empty");
+        assert!(SharePage::open(short).is_none(), "the file is empty");
         let (one, _other) = std::os::unix::net::UnixStream::pair().expect("sockets");
-        assert!(SharePage::open(one.into()).is_none(), "it is no file");
+        assert!(SharePage::open(one.into()).is_none(), "a socket is not a page");
     }
 }

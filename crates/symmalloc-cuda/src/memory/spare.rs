@@ -1,31 +1,31 @@
-//! Memory that was made ahead of growth, when the device has none left.
+//! Release of prefetched memory when the device is full.
 //!
-//! No allocation has spare memory yet, but the device counts it. So no request fails while there is spare memory: when the
-//! driver refuses memory, all spare memory of the process on this device goes back, prefetching pauses, and the request is
-//! made again. What another process or library asks for is not seen here.
+//! Spare memory belongs to no allocation yet, but it occupies the device. So that no request fails because of spare memory, the following
+//! happens when the driver refuses memory: all spare memory of the process on this device is released, prefetching pauses, and the request
+//! is retried. Requests by other processes or libraries cannot be handled here.
 
 use crate::device::CudaDevice;
 use crate::error::{DriverError, OUT_OF_MEMORY};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-/// Memory that is made ahead of growth.
+/// Memory that can be prefetched.
 pub(super) trait Prefetched: Send + Sync {
     fn is_on(&self, device: &CudaDevice) -> bool;
-    /// Nothing is made ahead until [`resume`](Self::resume), and until memory went back.
+    /// Pauses prefetching until [`resume`](Self::resume) is called and memory has been released.
     fn pause(&self);
     fn resume(&self);
-    /// Gives everything back that is ahead. Nothing is wanted there until ranges grow. Returns the bytes.
+    /// Releases all prefetched memory, and stops prefetching for its ranges until they grow. Returns the number of bytes released.
     fn release_prefetched(&self) -> u64;
 }
 
-/// The memory in this process that is made ahead.
+/// The sources of prefetched memory in this process.
 static PREFETCHED: Mutex<Vec<Weak<dyn Prefetched>>> = Mutex::new(Vec::new());
 
 fn prefetched() -> MutexGuard<'static, Vec<Weak<dyn Prefetched>>> {
     PREFETCHED.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Lets [`with_spare`] find this memory until it is dropped.
+/// Registers this memory with [`with_spare`] until it is dropped.
 pub(super) fn announce(memory: &Arc<impl Prefetched + 'static>) {
     let memory: Arc<dyn Prefetched> = memory.clone();
     let mut all = prefetched();
@@ -33,7 +33,8 @@ pub(super) fn announce(memory: &Arc<impl Prefetched + 'static>) {
     all.push(Arc::downgrade(&memory));
 }
 
-/// Tries to take device memory, a second time where spare memory may have been in the way. The caller holds no lock of a range.
+/// Attempts to take device memory, and retries after releasing spare memory if the device is full. The caller must not hold the lock of a
+/// range.
 pub(super) fn with_spare<T>(
     device: &CudaDevice,
     mut attempt: impl FnMut() -> Result<T, DriverError>,

@@ -1,19 +1,19 @@
-//! Virtual memory of a device: addresses first, physical chunks behind them as the allocator asks.
+//! Virtual memory of a device: addresses are reserved first, and physical chunks are mapped as the allocator requests.
 //!
-//! A chunk's handle is released as soon as it is mapped; the mapping keeps the memory, and unmapping it gives it back. Who
-//! needs the handle (NCCL does) gets it with `cuMemRetainAllocationHandle`.
+//! A chunk's handle is released as soon as it is mapped. The mapping keeps the memory alive, and unmapping releases it. Code that needs the
+//! handle (such as NCCL) gets it with `cuMemRetainAllocationHandle`.
 //!
-//! How large chunks are: a map of a whole range (fixed and reserved segments) is one chunk, because NCCL before 2.30.3 takes
-//! one physical allocation per window. Growth of an expandable range is cut into chunks, since trimming gives back whole chunks only:
-//! of what the program says, otherwise of 32 MiB or of a power of two between a 64th and a 32nd of what the range reaches. On an H200 a
-//! chunk of 2 to 64 MiB costs 34 to 38 us to make and 29 to 45 us to give back: their number counts more than their size
-//! (`docs/device-memory.md`). Setting access for many in one call saves nothing, nor do several threads that unmap.
+//! Chunk sizes: mapping a whole range (fixed and reserved segments) creates one chunk, because NCCL before 2.30.3 requires one physical
+//! allocation per window. Growth of an expandable range is split into chunks, since trimming releases whole chunks only. Their size is the
+//! configured one, or else 32 MiB, or a power of two between 1/64 and 1/32 of the range's extent. On an H200 a chunk of 2 to 64 MiB
+//! costs 34 to 38 us to create and 29 to 45 us to release, so the number of chunks matters more than their size (`docs/device-memory.md`).
+//! Setting access for many chunks in one call saves no time, nor does unmapping from several threads.
 //!
-//! What may be stitched is mapped in chunks of one piece each, and a piece is mapped into another range by its handle: a map
-//! covers a handle from its start. Memory goes back to the device with its last mapping.
+//! Memory that may be stitched is mapped in chunks of one piece each. A piece is mapped into another range by its handle, because a mapping
+//! covers a handle from its start. Memory returns to the device with its last mapping.
 //!
-//! Chunks may be made ahead of growth (`prefetch_window.rs` says which, `prefetch_thread.rs` makes them): they lie in their
-//! places, mapped and accessible, behind the end of what the allocator has.
+//! Chunks may be prefetched ahead of growth (`prefetch_window.rs` decides which, `prefetch_thread.rs` makes them). They are mapped at their
+//! final addresses and accessible, behind the end of the memory that the allocator uses.
 
 use super::addresses::{AddressSource, Descending};
 use super::backing::{Backed, Backing};
@@ -36,35 +36,36 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use symmalloc_core::backend::{BackendError, DeviceAddress, Place, Range};
 
-/// What growth is cut into unless the program says otherwise.
+/// Default size in bytes of the chunks of a growth.
 const CHUNK_BYTES: u64 = 32 << 20;
 
-/// Unless the program says otherwise, what a range maps at once comes in so many chunks at most where they are larger than that: 8 GiB
-/// that wake are 64 chunks of 128 MiB.
+/// Maximum number of chunks for one mapping of a range once chunks exceed [`CHUNK_BYTES`], unless the program configures the chunk size:
+/// 8 GiB that wake are mapped as 64 chunks of 128 MiB.
 const CHUNKS_MAX: u64 = 64;
 
 pub(crate) struct VirtualMemory {
     device: Arc<CudaDevice>,
     properties: MemProperties,
-    /// The devices that may use the memory. Read under the lock of the range that is mapped, so that a range is either mapped with a new
-    /// entry or there to be found when [`grant_access`](BackendMemory::grant_access) goes through them.
+    /// The devices that may use the memory. Read under the lock of the range that is being mapped, so that
+    /// [`grant_access`](BackendMemory::grant_access) misses no range: either the range is mapped with the new entry, or `grant_access`
+    /// finds it.
     access: RwLock<SmallVec<[MemAccess; 1]>>,
     granularity_bytes: u64,
     chunk_bytes: u64,
-    /// `None`: chunks are of `chunk_bytes`, as the program says.
+    /// `None`: the program configured the chunk size, so all chunks have `chunk_bytes`.
     chunks_max: Option<u64>,
     addresses: AddressSource,
-    /// `None`: nothing is made ahead.
+    /// `None`: prefetching is disabled.
     rule: Option<PrefetchRule>,
-    /// How many callers found the device full: nothing is made ahead meanwhile.
+    /// Number of callers that found the device full. Prefetching pauses while it is not 0.
     paused: AtomicUsize,
-    /// The driver had no memory left, and none went back since: memory made ahead would be missing elsewhere.
+    /// The driver had no memory left and none was released since, so prefetched memory would be missing elsewhere.
     is_full: AtomicBool,
-    /// By base address. Each has a lock of its own: mapping takes tens of microseconds.
+    /// Ranges by base address. Each has a separate lock, because mapping takes tens of microseconds.
     ranges: Mutex<BTreeMap<u64, Arc<Backing>>>,
-    /// Handles that the driver did not take back when it should have: tried again when memory goes back.
+    /// Handles that the driver failed to release. Releasing is retried when memory is released.
     unreleased: Mutex<Vec<c_ulonglong>>,
-    /// Told of memory that is accessible, and before it goes.
+    /// Notified after memory becomes accessible and before it is unmapped.
     fills: Arc<Fills>,
 }
 
@@ -73,16 +74,16 @@ unsafe impl Send for VirtualMemory {}
 // SAFETY: as above.
 unsafe impl Sync for VirtualMemory {}
 
-/// What a program may choose.
+/// Options that a program can set.
 #[derive(Clone, Debug)]
 pub(crate) struct VirtualOptions {
     pub(crate) chunk_bytes: Option<u64>,
-    /// The most that is made ahead of one range.
+    /// Maximum number of bytes to prefetch for one range.
     pub(crate) prefetch_bytes: u64,
-    /// Size of the reservation whose addresses are handed out from its end.
+    /// Size in bytes of the reservation for descending addresses.
     pub(crate) descending_bytes: Option<u64>,
     pub(crate) peers: Vec<usize>,
-    /// Where the system shows its IMEX channels.
+    /// Folder in which the system lists IMEX channels.
     pub(crate) imex_channels: PathBuf,
 }
 
@@ -145,7 +146,7 @@ impl VirtualMemory {
         })
     }
 
-    /// The kinds of handles that memory can be exported as.
+    /// Returns the handle types that memory can be exported as.
     pub(crate) fn handle_types(&self) -> c_uint {
         self.properties.handle_types
     }
@@ -166,14 +167,14 @@ impl VirtualMemory {
         &self.device
     }
 
-    /// The range that an address lies in.
+    /// Returns the range that contains an address.
     pub(super) fn backing_around(&self, address: u64) -> Option<Arc<Backing>> {
         let ranges = self.ranges();
         let (base, backing) = ranges.range(..=address).next_back()?;
         (address - base < backing.range.size_bytes).then(|| Arc::clone(backing))
     }
 
-    /// In chunks of one piece each, if `piece_bytes` says so.
+    /// Maps a part, in chunks of `piece_bytes` each if that is given.
     fn map_once(&self, range: Range, part: &Part, piece_bytes: Option<u64>) -> Result<(), DriverError> {
         let backing = self.backing(range, "cuMemMap")?;
         let mut backed = backing.lock();
@@ -188,7 +189,7 @@ impl VirtualMemory {
             self.set_access(range, &closed)?;
             chunks.open(&closed);
         }
-        // Chunks end where they would if nothing had been made ahead, and perhaps at other places too.
+        // Chunks end where they would without prefetching, and possibly at additional places.
         let cut_from = |gap: &Part| if gap.start == window.made().end { window.made().start } else { gap.start };
         let gaps = chunks.gaps(part);
         for (index, gap) in gaps.iter().enumerate() {
@@ -209,7 +210,7 @@ impl VirtualMemory {
         Ok(())
     }
 
-    /// How large the chunks in a gap are: a whole range is one.
+    /// Returns the size of the chunks in a gap. A whole range is one chunk.
     fn step(&self, range: Range, chunks: &Chunks, gap: &Part) -> u64 {
         let size_bytes = gap.end - gap.start;
         if size_bytes == range.size_bytes {
@@ -220,8 +221,8 @@ impl VirtualMemory {
         self.chunk_bytes.max(self.chunks_max.map_or(0, few))
     }
 
-    /// Backs `gap` with new chunks, which are accessible and end every `step` bytes behind `cut_from`; on an error none is left,
-    /// but for what the driver did not take back, which stays as idle chunks.
+    /// Backs `gap` with new accessible chunks that end every `step` bytes behind `cut_from`. On error no chunk is left, except for chunks
+    /// that the driver did not release, which become idle.
     fn back(&self, chunks: &mut Chunks, range: Range, gap: &Part, step: u64, cut_from: u64) -> Result<(), DriverError> {
         let mut at = gap.start;
         let mut outcome = Ok(());
@@ -254,11 +255,11 @@ impl VirtualMemory {
         mapped
     }
 
-    /// Maps the chunk that lies at an address a second time.
+    /// Maps the chunk at the address `source` a second time.
     fn map_again(&self, range: Range, part: &Part, source: u64) -> Result<(), DriverError> {
         let driver = self.device.driver();
         let mut handle = 0;
-        // SAFETY: `handle` is valid for writing; the source is an address that is only looked up.
+        // SAFETY: `handle` is valid for writing; `source` is only looked up.
         unsafe { driver.retain(&raw mut handle, source as *mut c_void) }?;
         let size = (part.end - part.start) as usize;
         // SAFETY: the addresses are reserved and no chunk covers them; the driver refuses a handle of another size.
@@ -267,9 +268,9 @@ impl VirtualMemory {
         mapped
     }
 
-    /// Gives a handle up; the mapping, if there is one, keeps the memory.
+    /// Releases a handle. The mapping, if there is one, keeps the memory alive.
     pub(super) fn release_handle(&self, handle: c_ulonglong) {
-        // SAFETY: the handle is ours, and not used again once this succeeds.
+        // SAFETY: this value owns the handle, and does not use it again once this succeeds.
         if let Err(error) = unsafe { self.device.driver().release(handle) } {
             tracing::warn!(name: "memory.handle_kept", target: "symmalloc", %error);
             self.unreleased.lock().unwrap_or_else(PoisonError::into_inner).push(handle);
@@ -290,12 +291,11 @@ impl VirtualMemory {
 
     fn unmap_run(&self, range: Range, run: &Part) -> Result<(), DriverError> {
         self.fills.unmapping(&addresses_of(range, run));
-        // SAFETY: chunks tile the run exactly, none of them is used by the allocator, and by the contract of `Backend` no
-        // stream uses it any more.
+        // SAFETY: chunks tile the run exactly, the allocator uses none of them, and by the contract of `Backend` no stream uses it anymore.
         unsafe { self.device.driver().unmap(range.base.0 + run.start, (run.end - run.start) as usize) }
     }
 
-    /// Gives unused chunks back; what the driver refuses stays as idle chunks, which later maps use first.
+    /// Releases unused chunks. Chunks that the driver refuses to release become idle, and later maps use them first.
     fn give_back(&self, chunks: &mut Chunks, range: Range, run: &Part) {
         if run.is_empty() {
             return;
@@ -312,9 +312,9 @@ impl VirtualMemory {
     }
 }
 
-/// Memory ahead of growth.
+/// Prefetching.
 impl VirtualMemory {
-    /// The range, when memory is wanted ahead of it and may be made.
+    /// Returns the range if memory should be prefetched for it and may be.
     pub(crate) fn wants_prefetch(&self, range: Range) -> Option<Arc<Backing>> {
         let backing = self.ranges().get(&range.base.0).cloned()?;
         let wants = backing.look().window.next().is_some();
@@ -325,11 +325,11 @@ impl VirtualMemory {
         self.paused.load(Ordering::Relaxed) == 0 && !self.is_full.load(Ordering::Relaxed)
     }
 
-    /// Makes the next chunk that is wanted ahead of the range. Returns whether more may be made: not after an error, and not
-    /// when a caller wants the range, which asks again.
+    /// Makes the next prefetched chunk of the range. Returns `true` if more may be made: not after an error, and not while a caller waits
+    /// for the range, because that caller requests more itself.
     pub(crate) fn prefetch_chunk(&self, backing: &Backing) -> bool {
         let Some(mut backed) = backing.lock_behind_callers() else { return false };
-        // Under the lock: a caller that pauses prefetching takes it afterwards to give back what is ahead.
+        // Checked under the lock: a caller that pauses prefetching takes the lock afterwards to release prefetched memory.
         if !self.may_prefetch() {
             return false;
         }
@@ -337,7 +337,7 @@ impl VirtualMemory {
         let Some(chunk) = window.next() else { return false };
         let made = self.device.enter().and_then(|_current| {
             let _relaxed = self.device.driver().relax_capture();
-            // What the driver did not take back lies there: growth takes it first.
+            // If the addresses are not free, the driver kept memory there, and growth uses that memory first.
             let is_free = chunks.gaps(&chunk) == [chunk.clone()];
             if is_free {
                 let step = self.step(backing.range, chunks, &chunk);
@@ -370,7 +370,7 @@ impl VirtualMemory {
         self.ranges().values().cloned().collect()
     }
 
-    /// The sum over all ranges.
+    /// Returns the sum over all ranges.
     fn sum(&self, of: impl Fn(&Chunks, &PrefetchWindow) -> u64) -> u64 {
         let of = |backing: &Arc<Backing>| {
             let backed = backing.look();
@@ -434,7 +434,7 @@ impl BackendMemory for VirtualMemory {
         Ok(with_spare(&self.device, || self.map_once(at.0, &part, Some(piece_bytes)))?)
     }
 
-    /// What is made ahead of growth has its own sizes.
+    /// Prefetched chunks have sizes that do not match pieces, so aliasing requires prefetching to be disabled.
     fn can_alias(&self) -> bool {
         self.rule.is_none()
     }
@@ -478,7 +478,7 @@ impl BackendMemory for VirtualMemory {
             }
             chunks.remove_chunks(&run);
         }
-        // Too late to change nothing: what the driver keeps from here on is idle, and said in the log.
+        // The first run is already unmapped, so no error is returned: memory that the driver keeps is idle, and a warning is logged.
         runs.for_each(|run| self.give_back(chunks, range, &run));
         self.is_full.store(false, Ordering::Relaxed);
         Ok(())
@@ -491,13 +491,13 @@ impl BackendMemory for VirtualMemory {
         let Backed { chunks, window, .. } = &mut *backed;
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver().relax_capture();
-        // It goes with all that is unused; and nothing is made ahead of a range that is gone.
+        // Prefetched memory is released with all other unused memory, and prefetching for the range ends.
         window.take();
         for run in chunks.unused_runs(&(0..range.size_bytes)) {
             self.unmap_run(range, &run)?;
             chunks.remove_chunks(&run);
         }
-        // Before the driver has it back: from then on it may give the address to another thread's `reserve`.
+        // Remove the range first: once the driver has the address, it may return it to another thread's `reserve`.
         let removed = self.ranges().remove(&range.base.0);
         let freed = self.addresses.free(range.base.0, range.size_bytes);
         if let (Err(_), Some(removed)) = (freed, removed) {
@@ -526,7 +526,7 @@ impl BackendMemory for VirtualMemory {
             backed.chunks.runs().iter().try_for_each(|run| self.set_access(backing.range, run))
         });
         if set.is_err() {
-            // What was set stays set, and does no harm.
+            // Access that was already set stays set, which is harmless.
             let mut access = self.access.write().unwrap_or_else(PoisonError::into_inner);
             access.retain(|entry| entry.location != granted.location);
         }
@@ -558,7 +558,7 @@ fn addresses_of(range: Range, part: &Part) -> Part {
     range.base.0 + part.start..range.base.0 + part.end
 }
 
-/// Access for another device's kernels and copies.
+/// Returns an access entry for another device's kernels and copies.
 fn access_of(device: &CudaDevice, peer: usize) -> Result<MemAccess, CudaError> {
     let ordinal = device.ordinal();
     let reached = device.can_be_accessed_by(peer)?.ok_or(CudaError::NoPeerAccess { ordinal, peer })?;

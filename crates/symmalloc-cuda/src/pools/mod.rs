@@ -1,4 +1,4 @@
-//! Pools and streams of an allocator: what its names and its buffers share.
+//! Pools and streams of an allocator: the state that its clones and its buffers share.
 
 mod pool;
 mod state;

@@ -1,7 +1,7 @@
-//! Pools as scopes: a pool is destroyed when its last name is gone and its last buffer is freed.
+//! Scoped pools: a pool is destroyed after its last owner is dropped and its last buffer is freed.
 //!
-//! Destroying a pool gives memory back, which blocks until the device is done with it. A `Drop` must not block, so it leaves
-//! the pool to the allocator's next `trim`.
+//! Destroying a pool releases memory, which blocks until the device has finished using it. A `Drop` implementation must not block, so it
+//! leaves the pool to the allocator's next `trim`.
 
 use super::state::{AbandonedPool, AllocatorState};
 use super::stream_allocator::StreamAllocator;
@@ -13,7 +13,7 @@ use std::fmt;
 use std::sync::Arc;
 use symmalloc_core::{PoolId, StreamId};
 
-/// Owns a pool. See [`CachingAllocator::create_pool`](crate::CachingAllocator::create_pool).
+/// Owner of a pool. See [`CachingAllocator::create_pool`](crate::CachingAllocator::create_pool).
 pub struct Pool<B: CudaMemory> {
     lease: Arc<PoolLease<B>>,
 }
@@ -23,7 +23,7 @@ impl<B: CudaMemory> Pool<B> {
         Pool { lease: Arc::new(lease) }
     }
 
-    /// The pool's id, equal on all ranks.
+    /// Returns the pool's id, which is equal on all ranks.
     pub fn id(&self) -> PoolId {
         self.lease.pool
     }
@@ -39,15 +39,15 @@ impl<B: CudaMemory> fmt::Debug for Pool<B> {
     }
 }
 
-/// While it lives, the pool is not destroyed. It finds the pool's streams.
+/// Keeps a pool alive and looks up the pool's state for a stream.
 pub(crate) struct PoolLease<B: CudaMemory> {
     state: Arc<AllocatorState<B>>,
     pool: PoolId,
-    /// By the address of the `CudaStream`; the host's by [`HOST`].
+    /// Keyed by the address of the `CudaStream`; the host is keyed by [`HOST`].
     streams: StreamTable<Arc<StreamAllocator<B>>>,
 }
 
-/// No stream lies at this address.
+/// Key of the host: no stream has this address.
 const HOST: usize = 0;
 
 impl<B: CudaMemory> PoolLease<B> {
@@ -64,7 +64,7 @@ impl<B: CudaMemory> PoolLease<B> {
         self.pool
     }
 
-    /// The pool's side of a stream, which is registered now if it was not before.
+    /// Returns the pool's allocator for a stream, and registers the stream if necessary.
     #[inline]
     pub(crate) fn stream(&self, stream: &Arc<CudaStream>) -> Result<&Arc<StreamAllocator<B>>, CudaError> {
         match self.streams.get(Arc::as_ptr(stream) as usize) {
@@ -73,13 +73,13 @@ impl<B: CudaMemory> PoolLease<B> {
         }
     }
 
-    /// A stream that is new, or known by another wrapper.
+    /// Registers a stream that is new, or known by another wrapper.
     #[cold]
     fn register(&self, stream: &Arc<CudaStream>) -> Result<&Arc<StreamAllocator<B>>, CudaError> {
         Ok(self.registered_stream(self.state.register(stream)?))
     }
 
-    /// The pool's side of a registered stream, or of the host.
+    /// Returns the pool's allocator for a registered stream, or for the host.
     pub(crate) fn registered_stream(&self, id: StreamId) -> &Arc<StreamAllocator<B>> {
         let key = self.state.streams().stream(id).map_or(HOST, |stream| Arc::as_ptr(stream) as usize);
         match self.streams.get(key) {

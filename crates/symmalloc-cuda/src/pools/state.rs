@@ -1,4 +1,4 @@
-//! What the names of an allocator and its buffers share: the core's allocator, with CUDA's streams for stream ids.
+//! The state that clones of an allocator and its buffers share: the core's allocator, with CUDA streams for stream ids.
 
 use crate::backend::CudaMemory;
 use crate::device::CudaDevice;
@@ -16,18 +16,18 @@ use symmalloc_core::{Handle, ObserverId, PoolId, SharedAllocator, StreamId};
 pub(crate) struct AllocatorState<B: CudaMemory> {
     core: SharedAllocator<B>,
     registration: Mutex<()>,
-    /// Pools that [`trim`](Self::trim) trims, in creation order: all but those of graphs.
+    /// Pools that [`trim`](Self::trim) trims, in creation order: all except graph pools and pools with a quota.
     trimmable: Mutex<Vec<PoolId>>,
     abandoned: Mutex<Vec<AbandonedPool>>,
     /// Pools that a graph pool of this crate observes.
     of_graphs: Mutex<Vec<PoolId>>,
-    /// Where allocations of a stream that is being captured go.
+    /// Pools for allocations on streams that are being captured.
     capture_pools: Mutex<Vec<(CaptureId, PoolId)>>,
     drop_errors: Mutex<DropErrors>,
     exported: ExportedList,
 }
 
-/// A pool to be destroyed as soon as nothing in it is allocated.
+/// A pool to destroy as soon as it has no allocations.
 pub(crate) struct AbandonedPool {
     pub(crate) pool: PoolId,
     pub(crate) observer: Option<ObserverId>,
@@ -67,12 +67,12 @@ impl<B: CudaMemory> AllocatorState<B> {
         self.streams().device()
     }
 
-    /// What other processes may have of the allocator's memory.
+    /// Returns the allocator's exports to other processes.
     pub(crate) fn exported(&self) -> &ExportedList {
         &self.exported
     }
 
-    /// Frees a live allocation. Processes that have it mapped are told before.
+    /// Frees a live allocation. Notifies processes that have mapped it first.
     #[inline]
     pub(crate) fn free(&self, handle: Handle, address: u64) -> Result<(), FreeError> {
         if !self.exported.is_empty() {
@@ -81,7 +81,7 @@ impl<B: CudaMemory> AllocatorState<B> {
         self.core.free(handle)
     }
 
-    /// The id of a stream, registered now if it was not before.
+    /// Returns the id of a stream, and registers the stream if necessary.
     pub(crate) fn register(&self, stream: &Arc<CudaStream>) -> Result<StreamId, CudaError> {
         if let Some(id) = self.streams().find(stream) {
             return Ok(id);
@@ -113,18 +113,18 @@ impl<B: CudaMemory> AllocatorState<B> {
 
     fn register_next(&self, add: impl FnOnce() -> usize) -> Result<StreamId, CudaError> {
         let id = self.core.register_stream()?;
-        assert_eq!(add(), id.index(), "streams were registered behind the allocator's back, with its core");
+        assert_eq!(add(), id.index(), "all streams of an allocator must be registered through it, not with its core");
         Ok(id)
     }
 
-    /// Orders `stream` behind `on` on the device, and tells the core.
+    /// Orders `stream` behind `on` on the device, and notifies the core.
     pub(crate) fn wait(&self, stream: StreamId, on: StreamId) -> Result<(), BackendError> {
         if stream == on {
             return Ok(());
         }
         self.streams().order_behind(stream, on)?;
         if !self.device().is_capturing() {
-            // What a capture orders is ordered in its graph only.
+            // An order within a capture applies only to its graph.
             let _known = self.core.stream_waits(stream, on);
         }
         Ok(())
@@ -136,7 +136,7 @@ impl<B: CudaMemory> AllocatorState<B> {
         Ok(())
     }
 
-    /// The pool of the capture that the stream is part of, if that has one.
+    /// Returns the pool of the capture that the stream is part of, or `otherwise` if there is none.
     #[cold]
     pub(crate) fn capture_pool(&self, stream: StreamId, otherwise: PoolId) -> Result<PoolId, AllocateError> {
         let Some(raw) = self.streams().stream(stream).map(|stream| stream.cu_stream()) else { return Ok(otherwise) };
@@ -146,7 +146,7 @@ impl<B: CudaMemory> AllocatorState<B> {
         Ok(pools.iter().find(|(id, _)| *id == capture).map_or(otherwise, |(_, pool)| *pool))
     }
 
-    /// Allocations on streams of the capture come from this pool from now on.
+    /// Directs later allocations on streams of the capture to this pool.
     pub(crate) fn set_capture_pool(&self, capture: CaptureId, pool: PoolId) {
         lock(&self.capture_pools).push((capture, pool));
     }
@@ -167,7 +167,7 @@ impl<B: CudaMemory> AllocatorState<B> {
         lock(&self.drop_errors).clone()
     }
 
-    /// Makes a pool that [`trim`](Self::trim) trims, unless it has a quota.
+    /// Creates a pool. [`trim`](Self::trim) trims it, unless it has a quota.
     pub(crate) fn create_pool(&self, config: PoolConfig) -> Result<PoolId, CudaError> {
         let has_quota = config.has_quota();
         let pool = self.create_kept_pool(config)?;
@@ -177,17 +177,17 @@ impl<B: CudaMemory> AllocatorState<B> {
         Ok(pool)
     }
 
-    /// Makes a pool whose memory stays until the pool is abandoned.
+    /// Creates a pool whose memory stays until the pool is abandoned.
     pub(crate) fn create_kept_pool(&self, config: PoolConfig) -> Result<PoolId, CudaError> {
         Ok(self.core.create_pool(fitting(self.core.backend(), config)?)?)
     }
 
-    /// A graph pool observes the pool, to keep its memory.
+    /// Records that a graph pool observes the pool to keep its memory.
     pub(crate) fn note_graph_pool(&self, pool: PoolId) {
         lock(&self.of_graphs).push(pool);
     }
 
-    /// Observers of a pool that have no windows on it.
+    /// Returns the number of the pool's observers that hold no windows on it.
     pub(crate) fn own_observers(&self, pool: PoolId) -> u32 {
         u32::from(lock(&self.of_graphs).contains(&pool)).min(self.core.observer_count(pool))
     }
@@ -204,13 +204,13 @@ impl<B: CudaMemory> AllocatorState<B> {
         Ok(released_bytes)
     }
 
-    /// The pool's owners are gone: the next [`trim`](Self::trim) destroys it if it can.
+    /// Marks a pool without owners. The next [`trim`](Self::trim) destroys it if possible.
     pub(crate) fn abandon(&self, abandoned: AbandonedPool) {
         lock(&self.trimmable).retain(|pool| *pool != abandoned.pool);
         lock(&self.abandoned).push(abandoned);
     }
 
-    /// Destroys the abandoned pools in which nothing is allocated any more and that have no observer.
+    /// Destroys the abandoned pools that have neither allocations nor an observer.
     fn destroy_abandoned(&self) -> Result<(), CudaError> {
         let abandoned = std::mem::take(&mut *lock(&self.abandoned));
         let mut first_error = Ok(());
@@ -221,7 +221,7 @@ impl<B: CudaMemory> AllocatorState<B> {
                     lock(&self.abandoned).push(entry);
                 }
                 Err(error) => {
-                    // A pool that the driver did not take back entirely is destroyed for the core, which tries again.
+                    // If the driver did not take back all memory of a pool, the core considers it destroyed, and retries the release.
                     if !matches!(error, CudaError::Pool(PoolError::Backend(_))) {
                         lock(&self.abandoned).push(entry);
                     }
@@ -250,13 +250,13 @@ impl<B: CudaMemory> Drop for AllocatorState<B> {
         self.exported.end_all();
         let abandoned = std::mem::take(&mut *lock(&self.abandoned));
         for mut entry in abandoned {
-            // What cannot be destroyed goes with the allocator.
+            // Pools that cannot be destroyed are released with the allocator.
             let _destroyed = self.destroy(&mut entry);
         }
     }
 }
 
-/// The policy, or the nearest that the backend can serve.
+/// Returns the policy, adapted to the backend if necessary.
 fn fitting<B: CudaMemory>(backend: &B, config: PoolConfig) -> Result<PoolConfig, CudaError> {
     if backend.is_expandable() || !matches!(config.segments(), SegmentPolicy::Expandable(_)) {
         return Ok(config);
@@ -264,7 +264,7 @@ fn fitting<B: CudaMemory>(backend: &B, config: PoolConfig) -> Result<PoolConfig,
     tracing::info!(
         name: "pool.fixed",
         target: "symmalloc",
-        "ranges cannot grow here: the pool has fixed segments in place of expandable ones",
+        "this backend cannot grow ranges: the pool uses fixed segments instead of expandable ones",
     );
     Ok(config.to_builder().fixed().build()?)
 }

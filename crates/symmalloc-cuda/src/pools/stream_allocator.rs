@@ -1,4 +1,4 @@
-//! One (pool, stream) of an allocator.
+//! The allocator for one (pool, stream).
 //!
 //! ```text
 //!  allocator ─┐
@@ -6,8 +6,8 @@
 //!  Pool      ─┘                                        ▲
 //!  DeviceBuffer ───────────────────────────────────────┘ counted or borrowed
 //! ```
-//! A buffer refers to its stream's allocator, so freeing it takes no search. Threads with streams of their own count in
-//! different places.
+//! A buffer refers to its stream's allocator, so freeing it needs no lookup. Threads with separate streams update separate reference
+//! counts.
 
 use super::state::AllocatorState;
 use crate::backend::{CudaBackend, CudaMemory};
@@ -17,11 +17,11 @@ use std::sync::Arc;
 use symmalloc_core::errors::AllocateError;
 use symmalloc_core::{Allocation, Handle, PoolId, StreamId};
 
-/// An allocator, one of its pools and a stream: what allocates for work on that stream.
-/// [`CachingAllocator::for_stream`](crate::CachingAllocator::for_stream) finds it.
+/// An allocator for work on one stream, with memory from one pool. Returned by
+/// [`CachingAllocator::for_stream`](crate::CachingAllocator::for_stream).
 ///
-/// Its buffers borrow it, where those of [`CudaAllocator`](crate::CudaAllocator) count it: that saves two atomic operations for
-/// each of them. Whoever holds it keeps the allocator's memory, but not a [`Pool`](crate::Pool), from going back to the device.
+/// Its buffers borrow it, whereas buffers of [`CudaAllocator`](crate::CudaAllocator) hold a reference count. Borrowing saves two atomic
+/// operations per buffer. Holding a `StreamAllocator` keeps the allocator's memory alive, but not that of a [`Pool`](crate::Pool).
 ///
 /// # Examples
 /// ```no_run
@@ -35,12 +35,12 @@ use symmalloc_core::{Allocation, Handle, PoolId, StreamId};
 /// let scratch: DeviceBuffer<f32, &StreamAllocator> = allocator.for_stream(&stream)?.alloc_zeroed(4096)?;
 /// drop(scratch);
 ///
-/// // An engine that keeps one allocator until it ends has buffers without a lifetime:
+/// // An engine that never drops its allocator can use buffers with a static lifetime:
 /// let engine: &'static Arc<StreamAllocator> = Box::leak(Box::new(allocator)).for_stream(&stream)?;
 /// let weights: DeviceBuffer<f32, &'static StreamAllocator> = engine.alloc_zeroed(4096)?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-// Alone on its cache lines: every counted buffer writes to it.
+// Aligned to a separate cache line, because every counted buffer writes to it.
 #[repr(align(128))]
 pub struct StreamAllocator<B: CudaMemory = CudaBackend> {
     state: Arc<AllocatorState<B>>,
@@ -51,7 +51,7 @@ pub struct StreamAllocator<B: CudaMemory = CudaBackend> {
 }
 
 impl<B: CudaMemory> StreamAllocator<B> {
-    /// Of a registered stream, or of the host.
+    /// Creates the allocator for a registered stream, or for the host.
     pub(super) fn new(state: &Arc<AllocatorState<B>>, pool: PoolId, id: StreamId) -> Self {
         StreamAllocator { state: Arc::clone(state), pool, id, stream: state.streams().stream(id).cloned() }
     }
@@ -61,18 +61,18 @@ impl<B: CudaMemory> StreamAllocator<B> {
         &self.state
     }
 
-    /// The stream's id, equal on all ranks.
+    /// Returns the stream's id, which is equal on all ranks.
     #[inline]
     pub fn stream_id(&self) -> StreamId {
         self.id
     }
 
-    /// The pool that it takes memory from, but during a capture, which has a pool of its own.
+    /// Returns the pool that this allocator takes memory from, except during a capture, which uses its own pool.
     pub fn pool(&self) -> PoolId {
         self.pool
     }
 
-    /// The stream; `None` for the host.
+    /// Returns the stream, or `None` for the host.
     #[inline]
     pub(crate) fn stream(&self) -> Option<&Arc<CudaStream>> {
         self.stream.as_ref()
@@ -87,13 +87,13 @@ impl<B: CudaMemory> StreamAllocator<B> {
         self.state.core().allocate_named(self.present_pool()?, self.id, size_bytes, name)
     }
 
-    /// Notes that work on another stream uses a live allocation.
+    /// Records that work on another stream uses a live allocation.
     pub(crate) fn record_use(&self, live: Handle, stream: StreamId) {
-        // Live and registered: neither the handle nor the stream can be unknown.
+        // The handle is live and the stream is registered, so neither can be unknown.
         let _known = self.state.core().record_use(live, stream);
     }
 
-    /// The pool that allocations come from: that of the capture which the stream is part of, or its own.
+    /// Returns the pool for the next allocation: that of the capture that the stream is part of, or this allocator's pool.
     #[inline]
     fn present_pool(&self) -> Result<PoolId, AllocateError> {
         if self.state.device().is_capturing() { self.state.capture_pool(self.id, self.pool) } else { Ok(self.pool) }
@@ -106,7 +106,7 @@ impl<B: CudaMemory> fmt::Debug for StreamAllocator<B> {
     }
 }
 
-/// How a buffer refers to its [`StreamAllocator`]: an `Arc` counts it, a `&` borrows it. No other type can be one.
+/// A reference from a buffer to its [`StreamAllocator`]: `Arc` counts references, `&` borrows. Sealed.
 pub trait StreamAllocatorRef: Clone + sealed::Sealed {}
 
 impl<B: CudaMemory> StreamAllocatorRef for Arc<StreamAllocator<B>> {}
@@ -116,7 +116,7 @@ impl<B: CudaMemory> StreamAllocatorRef for &StreamAllocator<B> {}
 mod sealed {
     use super::{Arc, CudaMemory, StreamAllocator};
 
-    /// Always leads to the same allocator, which `std::ops::Deref` does not promise.
+    /// Unlike `std::ops::Deref`, guarantees to return the same allocator every time.
     pub trait Sealed {
         type Memory: CudaMemory;
 

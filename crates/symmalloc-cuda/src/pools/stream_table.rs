@@ -1,12 +1,12 @@
-//! A hash table from the address of a `CudaStream` to what belongs to it. It only grows, and readers take no lock.
+//! An append-only hash table keyed by the address of a `CudaStream`. Readers take no lock.
 //!
-//! A registered stream is kept alive by the backend, and with it its address: an equal address is the same stream.
+//! The backend keeps registered streams alive, so their addresses are not reused: equal addresses mean the same stream.
 
 use std::sync::OnceLock;
 
-/// Slots of one level, a power of two.
+/// Number of slots of one level; a power of two.
 const SLOTS: usize = 64;
-/// How many slots, from the hashed one on, may hold a key. When all are taken, the next level is asked.
+/// Number of consecutive slots, from the hashed one on, that may hold a key. If all are taken, the next level is searched.
 const PROBES: usize = 4;
 
 pub(super) struct StreamTable<T> {
@@ -19,7 +19,7 @@ impl<T> StreamTable<T> {
         StreamTable { slots: std::array::from_fn(|_| OnceLock::new()), next: OnceLock::new() }
     }
 
-    /// What belongs to the key.
+    /// Returns the value of the key.
     #[inline]
     pub(super) fn get(&self, key: usize) -> Option<&T> {
         match self.slots[hash(key)].get() {
@@ -28,11 +28,11 @@ impl<T> StreamTable<T> {
         }
     }
 
-    /// As [`get`](Self::get), when another key has the slot of this one.
+    /// Continues [`get`](Self::get) when another key occupies the first slot.
     #[inline(never)]
     fn get_beside(&self, key: usize) -> Option<&T> {
         for slot in self.slots_of(key) {
-            // No key stands behind a free slot.
+            // No key is stored behind a free slot.
             let (known, value) = slot.get()?;
             if *known == key {
                 return Some(value);
@@ -41,11 +41,11 @@ impl<T> StreamTable<T> {
         self.next.get()?.get(key)
     }
 
-    /// What belongs to the key from now on: the value, unless another thread was faster.
+    /// Inserts the value and returns a reference to it, or to the existing value if another thread inserted one first.
     pub(super) fn insert(&self, key: usize, value: T) -> &T {
         let mut entry = Some((key, value));
         for slot in self.slots_of(key) {
-            let (known, value) = slot.get_or_init(|| entry.take().expect("it is put into one slot only"));
+            let (known, value) = slot.get_or_init(|| entry.take().expect("the entry is inserted into one slot only"));
             if *known == key {
                 return value;
             }
@@ -59,10 +59,10 @@ impl<T> StreamTable<T> {
     }
 }
 
-/// The slot where a key is looked for first.
+/// Returns the first slot to search for a key.
 #[inline]
 fn hash(key: usize) -> usize {
-    // Fibonacci hashing: the multiplication carries all bits to the highest ones.
+    // Fibonacci hashing: the multiplication propagates all bits to the highest ones.
     ((key as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - SLOTS.ilog2())) as usize
 }
 

@@ -1,4 +1,4 @@
-//! A Unix socket with a deadline, over which bytes go with descriptors. The socket's own settings stay as they are.
+//! A Unix socket with a deadline that carries bytes and file descriptors. The socket's own settings are not changed.
 
 use super::error::ShareError;
 use super::message::{BATCH, MessageError};
@@ -16,28 +16,29 @@ use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-/// See the file's comment. Until when both processes must be done.
+/// A socket and the deadline for the whole exchange.
 #[derive(Debug)]
 pub struct Channel<'a> {
     socket: BorrowedFd<'a>,
-    /// `None`: never.
+    /// `None`: no deadline.
     until: Option<Instant>,
 }
 
-/// Where descriptors lie beside bytes.
+/// Space for the descriptors of one message.
 const SPACE_BYTES: usize = cmsg_space!(ScmRights(BATCH));
 type Space = [MaybeUninit<u8>; SPACE_BYTES];
 
 impl<'a> Channel<'a> {
-    /// Both are done within `timeout`.
+    /// Creates a channel whose exchange must finish within `timeout`.
     pub fn new(socket: &'a impl AsFd, timeout: Duration) -> Self {
         Channel { socket: socket.as_fd(), until: Instant::now().checked_add(timeout) }
     }
 
-    /// Connects to the socket of an abstract name.
+    /// Connects to a socket with an abstract name.
     ///
     /// # Errors
-    /// When nobody listens there, or the one that does is not in time: it may be stopped, and its queue full.
+    /// Returns an error if no process listens, or the listener does not accept in time, for example because it is stopped and its queue is
+    /// full.
     pub fn connect(name: &str, timeout: Duration) -> Result<UnixStream, ShareError> {
         let address = SocketAddrUnix::new_abstract_name(name.as_bytes())?;
         let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
@@ -52,10 +53,10 @@ impl<'a> Channel<'a> {
         }
     }
 
-    /// Sends all bytes; the descriptors go with the first of them.
+    /// Sends all bytes. The descriptors are sent with the first byte.
     ///
     /// # Errors
-    /// When the other process is gone, or not in time.
+    /// Returns an error if the other process has closed the socket, or does not receive in time.
     pub fn send(&self, mut bytes: &[u8], mut descriptors: &[BorrowedFd<'_>]) -> Result<(), ShareError> {
         debug_assert!(descriptors.len() <= BATCH && !bytes.is_empty());
         while !bytes.is_empty() {
@@ -79,10 +80,11 @@ impl<'a> Channel<'a> {
         Ok(())
     }
 
-    /// Fills `bytes`, and returns the descriptors that came with them: `descriptors`, neither more nor less.
+    /// Fills `bytes`, and returns the file descriptors that came with them. Exactly `descriptors` of them must come.
     ///
     /// # Errors
-    /// When it came with others, the other process is gone, or not in time. Descriptors that came are closed.
+    /// Returns an error if another number of descriptors came, the other process has closed the socket, or does not send in time. Received
+    /// descriptors are closed.
     pub fn receive(&self, bytes: &mut [u8], descriptors: usize) -> Result<Vec<OwnedFd>, ShareError> {
         let received = self.receive_at_most(bytes, descriptors)?;
         if received.len() == descriptors {
@@ -91,16 +93,16 @@ impl<'a> Channel<'a> {
         Err(MessageError::Descriptors { got: received.len(), wanted: descriptors }.into())
     }
 
-    /// As [`receive`](Self::receive), with that many descriptors or fewer.
+    /// Like [`receive`](Self::receive), but accepts fewer descriptors too.
     ///
     /// # Errors
-    /// As [`receive`](Self::receive).
+    /// See [`receive`](Self::receive).
     pub fn receive_at_most(&self, bytes: &mut [u8], descriptors: usize) -> Result<Vec<OwnedFd>, ShareError> {
         let mut received = Vec::new();
         let mut filled = 0;
         while filled < bytes.len() {
             let mut space: Space = [MaybeUninit::uninit(); SPACE_BYTES];
-            // What is not taken out of it is closed with it.
+            // Descriptors that are not taken out of the buffer are closed with it.
             let mut control = RecvAncillaryBuffer::new(&mut space);
             let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
             let into = &mut [IoSliceMut::new(&mut bytes[filled..])];
@@ -129,13 +131,13 @@ impl<'a> Channel<'a> {
         Ok(received)
     }
 
-    /// The process that made the other end of the socket, and its user, as the kernel knows them: process 0 is one that it does not
-    /// see, in a container beside this one.
+    /// Returns the process that created the other end of the socket, and its user, as reported by the kernel. The process id is 0 if the
+    /// kernel cannot see the process, for example in a sibling container.
     pub fn peer(&self) -> Option<(u32, u32)> {
         let mut credentials = libc::ucred { pid: 0, uid: 0, gid: 0 };
         let mut size = size_of::<libc::ucred>() as libc::socklen_t;
         let (socket, into) = (self.socket.as_raw_fd(), (&raw mut credentials).cast());
-        // SAFETY: an open socket, and room for what the option has.
+        // SAFETY: an open socket, and a buffer with room for the option's value.
         let answered = unsafe { libc::getsockopt(socket, libc::SOL_SOCKET, libc::SO_PEERCRED, into, &raw mut size) };
         (answered == 0).then_some((credentials.pid as u32, credentials.uid))
     }
@@ -166,7 +168,7 @@ mod tests {
         let name = format!("symmalloc-test-{}", std::process::id());
         assert!(
             matches!(Channel::connect(&name, Duration::from_secs(5)), Err(ShareError::Socket { .. })),
-            "nobody listens"
+            "no process listens"
         );
         let address = SocketAddrUnix::new_abstract_name(name.as_bytes()).expect("short");
         let listener = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).expect("made");
@@ -174,7 +176,7 @@ mod tests {
         rustix::net::listen(&listener, 0).expect("listens");
         let timeout = Duration::from_millis(50);
         let begun = Instant::now();
-        // Nobody accepts: the queue takes one, and the next waits.
+        // Nobody accepts: the queue holds one connection, and the next one waits.
         let waiting: Vec<_> = (0..4).map(|_| Channel::connect(&name, timeout)).collect();
         assert!(waiting[0].is_ok() && matches!(waiting[3], Err(ShareError::TimedOut)), "{waiting:?}");
         assert!((timeout..Duration::from_secs(5)).contains(&begun.elapsed()));

@@ -1,4 +1,4 @@
-//! What can go wrong when memory is shared.
+//! Errors of memory sharing.
 
 use super::message::MessageError;
 use crate::error::CudaError;
@@ -6,7 +6,7 @@ use crate::memory::{Access, ExportState};
 use std::fmt;
 use thiserror::Error;
 
-/// The UUID of a device, as the driver gives it.
+/// The UUID of a device, as reported by the driver.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct DeviceUuid(pub [u8; 16]);
 
@@ -20,14 +20,14 @@ impl fmt::Display for DeviceUuid {
     }
 }
 
-/// Why memory was not exported, or not attached to. Nothing is mapped then, and no descriptor is left open.
+/// The reason that memory could not be exported or attached to. Nothing is mapped in that case, and no descriptor is left open.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ShareError {
-    /// The driver refused, or the device does not fit.
+    /// The driver refused, or the device is unsuitable.
     #[error(transparent)]
     Cuda(#[from] CudaError),
-    /// How memory can be exported is chosen when it is made, and this was made without.
+    /// The memory was created without support for export, which cannot be added later.
     #[error(
         "the memory of this allocator cannot be exported: build its backend with CudaBackend::builder and without plain(), on a device \
          whose MemoryTraits have posix_fd"
@@ -36,70 +36,70 @@ pub enum ShareError {
     /// The pool has no allocation.
     #[error("nothing is allocated in the pool: export it once its memory is allocated")]
     Empty,
-    /// The pool changed while it was exported.
-    #[error("allocations were freed while the pool was exported: export it when nobody frees in it")]
+    /// The pool changed during the export.
+    #[error("allocations were freed during the export of the pool: export it while no thread frees in it")]
     Changed,
-    /// The list of allocations is longer than a message may be.
+    /// The list of allocations exceeds the size of a message.
     #[error(
-        "a list of {bytes} bytes cannot be sent, only {most}: export pools with fewer allocations or shorter names"
+        "the list of allocations has {bytes} bytes, more than the limit of {most}: export pools with fewer allocations or shorter names"
     )]
     TooLong {
-        /// Its size.
+        /// Size of the list in bytes.
         bytes: usize,
-        /// What can be sent.
+        /// Maximum size in bytes.
         most: usize,
     },
-    /// The memory is no longer what was exported.
-    #[error("the memory is stale: {0}; export it again, and attach to that")]
+    /// The memory has changed since the export.
+    #[error("the memory is stale: {0}; export it again, and attach to the new export")]
     Stale(ExportState),
     /// The two processes use different devices.
     #[error(
         "the memory is on {exporter}, the importer uses {importer}: choose the same device in both, see CUDA_VISIBLE_DEVICES"
     )]
     OtherDevice {
-        /// The exporter's.
+        /// The exporter's device.
         exporter: DeviceUuid,
-        /// The importer's.
+        /// The importer's device.
         importer: DeviceUuid,
     },
-    /// The exporter gives less than the importer wants.
-    #[error("the importer wants {wanted:?}, the exporter gives {given:?}")]
+    /// The exporter grants less access than the importer requested.
+    #[error("the importer requested {wanted:?}, the exporter grants only {given:?}")]
     AccessRefused {
-        /// What the importer asked for.
+        /// The requested access.
         wanted: Access,
-        /// What it may have.
+        /// The granted access.
         given: Access,
     },
-    /// The other process is of a version that does not speak as this one does.
+    /// The other process uses an incompatible protocol version.
     #[error(
-        "the other process speaks version {theirs} of the protocol, this one {ours}: build both with the same symmalloc"
+        "the other process uses version {theirs} of the protocol, this one {ours}: build both with the same version of symmalloc"
     )]
     OtherVersion {
-        /// The other one's.
+        /// Version of the other process.
         theirs: u32,
-        /// This one's.
+        /// Version of this process.
         ours: u32,
     },
-    /// The other process could not go on, and says which driver call failed with which code.
+    /// The other process gave up because of a driver error.
     #[error("the other process gave up: its driver returned {code}")]
     PeerFailed {
-        /// The driver's code; 0 when it was something else.
+        /// The driver's code; 0 for any other cause.
         code: i32,
     },
-    /// The other process closed the socket, or ended.
-    #[error("the other process closed the socket before both were done")]
+    /// The other process closed the socket, or exited.
+    #[error("the other process closed the socket before the exchange was complete")]
     HungUp,
     /// The other process did not answer in time.
-    #[error("the other process did not answer in time: give it longer, or see what it waits for")]
+    #[error("the other process did not answer in time: increase the timeout, or check what it waits for")]
     TimedOut,
     /// The socket failed.
     #[error("the socket failed: {}", std::io::Error::from_raw_os_error(*.os_error))]
     Socket {
-        /// The system's number of the error.
+        /// The system's error number.
         os_error: i32,
     },
-    /// What came is no message of this protocol.
-    #[error("what came is not what a symmalloc process sends: {0}")]
+    /// The received bytes are not a message of this protocol.
+    #[error("invalid message from the other process: {0}")]
     Message(#[from] MessageError),
 }
 
@@ -118,52 +118,52 @@ impl From<rustix::io::Errno> for ShareError {
     }
 }
 
-/// Why imported memory cannot be used as asked.
+/// The reason that imported memory cannot be used as requested.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ImportError {
-    /// It is no longer what was exported.
+    /// The memory has changed since the export.
     #[error("the imported memory is stale: {state}{}; detach, and attach to a new export", of(.allocation))]
     Stale {
-        /// What became of it.
+        /// The state of the export.
         state: ExportState,
-        /// The name of the allocation that was freed, where it was that and the allocation has a name.
+        /// The name of the freed allocation, if the state is a free and the allocation has a name.
         allocation: Option<Box<str>>,
     },
     /// No allocation has this name.
     #[error("no allocation of the import is called {name:?}")]
     Unknown {
-        /// The name asked for.
+        /// The requested name.
         name: Box<str>,
     },
     /// Several allocations have this name.
-    #[error("{count} allocations of the import are called {name:?}: give each a name of its own, or use their numbers")]
+    #[error("{count} allocations of the import are called {name:?}: give each a unique name, or use their numbers")]
     Ambiguous {
-        /// The name asked for.
+        /// The requested name.
         name: Box<str>,
-        /// How many have it.
+        /// Number of allocations with this name.
         count: usize,
     },
-    /// There is no allocation with this number.
-    #[error("there is no allocation {number} in the import, which has {count}")]
+    /// No allocation has this number.
+    #[error("allocation {number} does not exist: the import has {count} allocations")]
     NoSuchAllocation {
-        /// The number asked for.
+        /// The requested number.
         number: usize,
-        /// How many there are.
+        /// Number of allocations.
         count: usize,
     },
-    /// The allocation is not a number of whole elements.
-    #[error("{size_bytes} bytes are no whole number of elements of {element_bytes} bytes")]
+    /// The size of the allocation is not a multiple of the element size.
+    #[error("{size_bytes} bytes are not a multiple of the element size of {element_bytes} bytes")]
     Elements {
-        /// Bytes that the exporter asked for.
+        /// Size in bytes that the exporter requested.
         size_bytes: u64,
-        /// Bytes of an element.
+        /// Size of an element in bytes.
         element_bytes: usize,
     },
-    /// It was attached to for reading.
+    /// The import was attached for reading only.
     #[error("the import is read-only: attach with Access::ReadWrite")]
     ReadOnly,
-    /// It is not attached any more.
+    /// The import was detached.
     #[error("the import is detached")]
     Detached,
 }

@@ -1,4 +1,4 @@
-//! The exporter's side: what is allocated in a pool now, for processes that attach to it.
+//! The exporter's side: offers a pool's current allocations to processes that attach to them.
 
 use super::channel::Channel;
 use super::error::{DeviceUuid, ShareError};
@@ -18,14 +18,13 @@ use std::time::Duration;
 use symmalloc_core::PoolId;
 use symmalloc_core::report::{BlockSnapshot, BlockStateSnapshot, SegmentSnapshot};
 
-/// What was allocated in a pool when it was exported, for other processes on the same device.
+/// The allocations of a pool at the time of the export, for other processes on the same device.
 ///
-/// Importers are told when the memory is no longer what it was, before it happens: an allocation of it is freed, memory of it goes back
-/// to the device (the pool sleeps), or the export is withdrawn. Frees are noticed where they go through this crate (buffers
-/// that are dropped, [`CachingAllocator::free`](crate::CachingAllocator::free)), not where the core's allocator is driven directly.
+/// Importers are notified before the memory changes: when one of the allocations is freed, when memory is returned to the device (because
+/// the pool is put to sleep), or when the export is withdrawn. Frees are noticed if they go through this crate (dropped buffers,
+/// [`CachingAllocator::free`](crate::CachingAllocator::free)), but not if the core's allocator is driven directly.
 ///
-/// Dropping an export ends serving. Those who are attached stay, and are still told. [`withdraw`](Self::withdraw) tells them to
-/// leave.
+/// Dropping an export stops serving. Attached peers stay attached and are still notified. [`withdraw`](Self::withdraw) asks them to detach.
 ///
 /// # Examples
 /// ```no_run
@@ -37,7 +36,7 @@ use symmalloc_core::report::{BlockSnapshot, BlockStateSnapshot, SegmentSnapshot}
 /// let device = CudaDevice::new(0)?;
 /// let allocator = CudaAllocator::new(&device, Default::default())?;
 /// let pool = allocator.create_pool(PoolConfig::builder().build()?)?;
-/// let weights = allocator.with_pool(&pool); // a pool of its own: nothing else is allocated and freed there
+/// let weights = allocator.with_pool(&pool); // a separate pool, so that nothing else is allocated or freed in it
 /// let stream = device.context().new_stream()?;
 /// let embedding = weights.alloc_zeroed_named::<f32>(&stream, 1 << 20, "embedding")?;
 /// stream.synchronize()?; // importers do not see this process's streams
@@ -51,40 +50,40 @@ use symmalloc_core::report::{BlockSnapshot, BlockStateSnapshot, SegmentSnapshot}
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct Export {
-    /// Keeps the memory.
+    /// Keeps the memory alive.
     allocator: CudaAllocator,
     memory: Arc<ExportedMemory>,
     layout: Layout,
-    /// First address of each segment of the layout.
+    /// Base address of each segment of the layout.
     bases: Vec<u64>,
     body: Vec<u8>,
     uuid: DeviceUuid,
 }
 
-/// What is exported, and to whom.
+/// The state of an export and its peers.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ExportReport {
     /// The pool that was exported.
     pub pool: PoolId,
-    /// Whether it still is what it was.
+    /// The state of the memory.
     pub state: ExportState,
-    /// Processes that are attached, or were offered the memory and have not left.
+    /// Processes that are attached, or received an offer and have not left.
     pub peers: Vec<Peer>,
 }
 
 impl CudaAllocator {
-    /// Exports what is allocated in this allocator's pool now, with names and places. Whole chunks of memory go over, so give what
-    /// is shared a pool of its own. Allocations of zero bytes are left out.
+    /// Exports the current allocations of this allocator's pool, with names and addresses. Whole chunks of memory are shared, so use a
+    /// separate pool for shared allocations. Allocations of zero bytes are left out.
     ///
     /// # Errors
-    /// When the memory was not made to be exported ([`ShareError::NotExportable`]), nothing is allocated in the pool, or
-    /// it changes meanwhile.
+    /// Returns an error if the memory does not support export ([`ShareError::NotExportable`]), the pool has no allocations, or the pool
+    /// changes during the export.
     pub fn export(&self) -> Result<Export, ShareError> {
         Export::of(self)
     }
 
-    /// What of this allocator other processes may have mapped: live exports, and those that are over and still have peers.
+    /// Returns the exports whose memory other processes may have mapped: active exports, and ended exports that still have peers.
     pub fn exports(&self) -> Vec<ExportReport> {
         self.state().exported().all().iter().map(|memory| report(memory)).collect()
     }
@@ -94,7 +93,7 @@ fn report(memory: &ExportedMemory) -> ExportReport {
     ExportReport { pool: memory.pool(), state: memory.state(), peers: memory.peers() }
 }
 
-/// A pool's segments that have live allocations, and the first address of each.
+/// Returns the segments of the allocator's pool that have live allocations, with only those blocks.
 fn live_segments(allocator: &CudaAllocator) -> Vec<SegmentSnapshot> {
     let mut segments = allocator.core().snapshot().segments;
     segments.retain(|segment| segment.pool == allocator.pool());
@@ -105,7 +104,7 @@ fn live_segments(allocator: &CudaAllocator) -> Vec<SegmentSnapshot> {
     segments
 }
 
-/// The allocations of segments, in order.
+/// Returns the allocations of segments, in order.
 fn allocations_of(segments: &[SegmentSnapshot]) -> Vec<SharedAllocation> {
     let of = |(index, segment): (usize, &SegmentSnapshot)| {
         let block = |block: &BlockSnapshot| {
@@ -141,7 +140,7 @@ impl Export {
         let memory = ExportedMemory::new(allocator.pool(), SharePage::create()?, addresses);
         let uuid = DeviceUuid(allocator.device().uuid()?);
         let (pool, digest) = (allocator.pool(), allocator.digest(allocator.pool())?);
-        // From here on frees are noticed; what was freed before shows in what is live afterwards.
+        // From here on frees are noticed. An earlier free shows in the comparison with the live allocations below.
         allocator.state().exported().add(&memory);
         let layout = Layout { pid: std::process::id(), pool, digest, kind, segments: Vec::new(), allocations };
         let mut export = Export { allocator: allocator.clone(), memory, layout, bases, body: Vec::new(), uuid };
@@ -153,7 +152,7 @@ impl Export {
         }
     }
 
-    /// Fills in the chunks behind the live allocations, which must be those that were found before.
+    /// Adds the chunks behind the live allocations, which must still be those that were found before.
     fn find_chunks(&mut self, live: &[SegmentSnapshot]) -> Result<(), ShareError> {
         let memory = self.allocator.core().backend().memory();
         let segments = &mut self.layout.segments;
@@ -169,28 +168,30 @@ impl Export {
         if is_same { Ok(()) } else { Err(ShareError::Changed) }
     }
 
-    /// Lets the process at the other end of the socket attach, with [`Import::attach`](crate::Import::attach), and returns who it is.
-    /// `access` is the most that it may ask for. It is what the other process maps itself with, not a wall: whoever gets
-    /// descriptors of memory can map it for writing. Who may connect is the business of the socket's permissions.
+    /// Lets the process at the other end of the socket attach with [`Import::attach`](crate::Import::attach), and returns its identity.
+    /// `access` is the maximum that it may request. The other process enforces it when it maps the memory, so it is not a security
+    /// boundary: a process that holds descriptors of memory can map them for writing. Use the socket's permissions to control who may
+    /// connect.
     ///
-    /// Any number of processes may attach, one after the other or, over sockets of their own, at a time. What this process has
-    /// submitted to its streams is not waited for.
+    /// Any number of processes may attach, one after another, or concurrently over separate sockets. This call does not wait for work on
+    /// this process's streams.
     ///
     /// # Errors
-    /// When the memory is stale, the other process asks for what it does not get, gives up, or is not done within `timeout`. The export
-    /// is as it was then, and the socket of no more use. A process that was offered the memory and has not left is on the list of peers.
+    /// Returns an error if the memory is stale, or if the other process requests more access than it is granted, gives up, or does not
+    /// finish within `timeout`. The export is unchanged in that case, and the socket can no longer be used. A process that received the
+    /// offer and has not left is listed as a peer.
     pub fn serve(&self, socket: &UnixStream, access: Access, timeout: Duration) -> Result<Peer, ShareError> {
         let channel = Channel::new(socket, timeout);
         let outcome = self.serve_on(&channel, access);
         if let Err(error) = &outcome
             && let Some(refusal) = self.refusal_of(error)
         {
-            // The other process may be gone: it is told if it can be.
+            // Best effort: the other process may be gone.
             let body = refusal.write();
             let header = Header::new(REFUSAL, 0, &body).write();
             let _told = channel.send(&[&header[..], &body].concat(), &[]);
         }
-        // A lease that nobody got, or that was given back, is closed.
+        // Closes a lease that was not delivered, or that was returned.
         self.memory.forget_gone();
         outcome
     }
@@ -212,7 +213,8 @@ impl Export {
         let known = channel.peer().map(|(pid, _)| pid).filter(|pid| *pid != 0 && *pid != std::process::id());
         let pid = known.unwrap_or(hello.pid);
         let peer = Peer { pid, access: hello.access };
-        // Who is sent the lease may have mapped everything when this fails: it is a peer until it closes it.
+        // If a later step fails, the process that received the lease may have mapped everything. It counts as a peer until it closes the
+        // lease.
         let (lease, theirs) = lease()?;
         self.memory.add_peer(peer, lease);
         let descriptors = [self.memory.page().file(), theirs.as_fd()];
@@ -233,7 +235,7 @@ impl Export {
         Ok(peer)
     }
 
-    /// What the other process is told, where it waits for an answer.
+    /// Returns the refusal to send to the other process, if it waits for an answer.
     fn refusal_of(&self, error: &ShareError) -> Option<Refusal> {
         Some(match error {
             ShareError::OtherVersion { .. } => Refusal::Version,
@@ -259,7 +261,7 @@ impl Export {
                 Ok(ExportedHandle::FileDescriptor(file)) => files.push(file),
                 Ok(ExportedHandle::Fabric(bytes)) => body.extend(bytes.iter()),
                 Err(error) => {
-                    // A chunk that is gone: the page says why.
+                    // The chunk is gone: the page has the reason.
                     self.check()?;
                     return Err(error.into());
                 }
@@ -270,10 +272,10 @@ impl Export {
         channel.send(&[&header[..], &body].concat(), &descriptors)
     }
 
-    /// Whether the memory still is what was exported. Importers ask with [`Import::check`](crate::Import::check).
+    /// Checks that the memory is unchanged since the export. Importers use [`Import::check`](crate::Import::check).
     ///
     /// # Errors
-    /// [`ShareError::Stale`] when it is not.
+    /// Returns [`ShareError::Stale`] if the memory has changed.
     pub fn check(&self) -> Result<(), ShareError> {
         match self.memory.state() {
             state if state.is_good() => Ok(()),
@@ -281,22 +283,22 @@ impl Export {
         }
     }
 
-    /// What is exported, and to whom.
+    /// Returns the state of the export and its peers.
     pub fn report(&self) -> ExportReport {
         report(&self.memory)
     }
 
-    /// Bytes of device memory that importers map: the chunks that hold the allocations.
+    /// Returns the number of bytes of device memory that importers map: the chunks that hold the allocations.
     pub fn mapped_bytes(&self) -> u64 {
         self.layout.mapped_bytes()
     }
 
-    /// Number of allocations.
+    /// Returns the number of allocations.
     pub fn allocation_count(&self) -> usize {
         self.layout.allocations.len()
     }
 
-    /// Tells all who are attached that the memory is not to be used any more, and ends serving. They have it mapped until they
+    /// Notifies all attached peers that they must no longer use the memory, and stops serving. They keep the memory mapped until they
     /// detach: see [`ExportReport::peers`].
     pub fn withdraw(self) {
         self.memory.page().leave_live(ExportState::Withdrawn);
@@ -318,7 +320,7 @@ impl fmt::Debug for Export {
     }
 }
 
-/// Two ends of a socket: each sees when the other one is gone.
+/// Returns the two ends of a socket. Each end can detect that the other is closed.
 fn lease() -> Result<(OwnedFd, OwnedFd), ShareError> {
     Ok(rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?)
 }

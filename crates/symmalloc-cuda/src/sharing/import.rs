@@ -1,4 +1,4 @@
-//! The importer's side: memory of another process, mapped here.
+//! The importer's side: maps memory of another process.
 
 use super::channel::Channel;
 use super::error::{DeviceUuid, ImportError, ShareError};
@@ -20,16 +20,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 use symmalloc_core::{Digest, PoolId, StreamId};
 
-/// Memory of another process that is mapped here: the same bytes, no copy. Its addresses are this process's own.
+/// Memory of another process that is mapped into this one, without a copy. Its addresses are valid only in this process.
 ///
-/// What the exporter does with the memory is seen at once by kernels that run then; nothing orders the streams of the two
-/// processes. A read-only import is read-only for the device: a kernel that writes there ends this process's context.
+/// Kernels see the exporter's writes immediately; the streams of the two processes are not ordered with each other. A read-only import is
+/// read-only for the device: a kernel that writes to it makes this process's context unusable.
 ///
-/// The mapping holds the memory, also when the exporter frees it, sleeps or ends. When it is no longer what was exported, making a
-/// view is an error, [`ImportError::Stale`]; addresses that were taken before stay mapped.
+/// The mapping keeps the memory alive even if the exporter frees it, puts it to sleep or exits. After the memory has changed since the
+/// export, creating a view returns [`ImportError::Stale`]. Addresses that were taken before stay mapped.
 ///
-/// Dropping it waits until the device has done what was submitted in this context, and unmaps. What the driver refuses then stays mapped and is
-/// said in the log; [`detach`](Self::detach) returns the error.
+/// Dropping waits until the device has finished the work that was submitted in this context, and unmaps the memory. Memory that the driver
+/// refuses to unmap stays mapped, and a warning is logged; [`detach`](Self::detach) returns the error.
 ///
 /// # Examples
 /// ```no_run
@@ -41,7 +41,7 @@ use symmalloc_core::{Digest, PoolId, StreamId};
 /// let stream = device.context().new_stream()?;
 /// let socket = UnixStream::connect("/run/trainer.socket")?;
 /// let weights = Import::attach(&device, &socket, Access::Read, Duration::from_secs(10))?;
-/// // SAFETY: the trainer allocated it as `f32`, and writes it only when this process was told.
+/// // SAFETY: the trainer allocated it as `f32`, and notifies this process before it writes.
 /// let embedding = unsafe { weights.view::<f32>("embedding", &stream) }?;
 /// let first: Vec<f32> = stream.clone_dtoh(&embedding)?;
 /// # drop(first);
@@ -49,57 +49,57 @@ use symmalloc_core::{Digest, PoolId, StreamId};
 /// ```
 pub struct Import {
     device: Arc<CudaDevice>,
-    /// As in the layout; none once this is detached.
+    /// One per segment of the layout; empty once detached.
     segments: Mutex<Vec<ImportedMemory>>,
     layout: Layout,
     access: Access,
     page: SharePage,
-    /// The exporter sees when it is closed. `None` once this is detached.
+    /// The exporter detects when it is closed. `None` once detached.
     lease: Mutex<Option<OwnedFd>>,
 }
 
-/// An allocation of the exporter's.
+/// An allocation of the exporter.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ImportedAllocation {
-    /// What the exporter called it.
+    /// The name that the exporter gave it.
     pub name: Option<Box<str>>,
-    /// Where it is here.
+    /// Address in this process.
     pub address: u64,
-    /// Bytes that the exporter asked for.
+    /// Size in bytes that the exporter requested.
     pub size_bytes: u64,
     /// The exporter's stream that it was allocated on.
     pub stream: StreamId,
 }
 
-/// What an import is.
+/// The state of an import.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ImportReport {
-    /// The exporter's process id, as it said itself.
+    /// The exporter's process id, as reported by the exporter.
     pub exporter: u32,
-    /// Whether that process still has its end.
+    /// `true` if the exporter's process still holds its end of the lease.
     pub exporter_is_alive: bool,
     /// The pool's id in the exporter.
     pub pool: PoolId,
-    /// The digest of the exporter's pool when it was exported.
+    /// The digest of the exporter's pool at the time of the export.
     pub digest: Digest,
-    /// What may be done with the memory.
+    /// The access to the memory.
     pub access: Access,
-    /// Bytes that are mapped.
+    /// Number of mapped bytes.
     pub mapped_bytes: u64,
     /// Number of allocations.
     pub allocation_count: usize,
-    /// Whether it is what was exported.
+    /// The state of the memory.
     pub state: ExportState,
 }
 
 impl Import {
-    /// Maps what the process at the other end of the socket exports, which calls [`Export::serve`](crate::Export::serve).
+    /// Maps the memory that the process at the other end of the socket exports with [`Export::serve`](crate::Export::serve).
     ///
     /// # Errors
-    /// When the exporter refuses, is on another device or does not answer within `timeout`, what it sends is no message of an exporter, or
-    /// the driver refuses. Nothing is mapped then, and the socket is of no more use: connect anew.
+    /// Returns an error if the exporter refuses, uses another device, does not answer within `timeout` or sends an invalid message, or if
+    /// the driver refuses. Nothing is mapped in that case, and the socket can no longer be used: open a new connection.
     pub fn attach(
         device: &Arc<CudaDevice>,
         socket: &UnixStream,
@@ -118,7 +118,7 @@ impl Import {
             Err(ShareError::Cuda(CudaError::Driver(error))) => Step::GaveUp { code: error.code },
             Err(_) => Step::GaveUp { code: 0 },
         };
-        // An exporter that hears nothing has gone, or waits no longer.
+        // If sending fails, the exporter has exited or no longer waits.
         let told = channel.send(&step.write(), &[]);
         let import = outcome?;
         told?;
@@ -137,7 +137,7 @@ impl Import {
         let layout = Layout::read(body, granularity_bytes)?;
         let [page, lease] = <[OwnedFd; 2]>::try_from(files).map_err(|_| MessageError::Descriptor)?;
         let page = SharePage::open(page).ok_or(MessageError::Descriptor)?;
-        // From here on whatever is mapped is unmapped when this is dropped.
+        // From here on, dropping `import` unmaps everything that is mapped.
         let segments = Mutex::new(Vec::new());
         let lease = Mutex::new(Some(lease));
         let import = Import { device: Arc::clone(device), segments, layout, access, page, lease };
@@ -150,7 +150,7 @@ impl Import {
         Ok(import)
     }
 
-    /// Asks for all handles, batch by batch, and maps each as it comes.
+    /// Requests all handles in batches, and maps each handle as it arrives.
     fn map(&self, channel: &Channel<'_>, uuid: DeviceUuid) -> Result<(), ShareError> {
         let chunks: Vec<(usize, Range<u64>)> =
             self.layout.chunks().map(|(segment, chunk)| (segment, chunk.clone())).collect();
@@ -191,10 +191,10 @@ impl Import {
         }
     }
 
-    /// Whether the memory still is what was exported. One load: ask as often as needed. A view asks when it is made.
+    /// Checks that the memory is unchanged since the export. Costs one load, and every view performs it when it is created.
     ///
     /// # Errors
-    /// [`ImportError::Stale`] when it is not, [`ImportError::Detached`] after [`detach`](Self::detach).
+    /// Returns [`ImportError::Stale`] if the memory has changed, or [`ImportError::Detached`] after [`detach`](Self::detach).
     pub fn check(&self) -> Result<(), ImportError> {
         let state = self.page.state();
         if !state.is_good() {
@@ -207,25 +207,25 @@ impl Import {
         if self.segments().is_empty() { Err(ImportError::Detached) } else { Ok(()) }
     }
 
-    /// The device.
+    /// Returns the device.
     pub fn device(&self) -> &Arc<CudaDevice> {
         &self.device
     }
 
-    /// Number of allocations.
+    /// Returns the number of allocations.
     pub fn len(&self) -> usize {
         self.layout.allocations.len()
     }
 
-    /// Whether there are no allocations, which no export has.
+    /// Returns `true` if there are no allocations, which cannot occur in a valid export.
     pub fn is_empty(&self) -> bool {
         self.layout.allocations.is_empty()
     }
 
-    /// An allocation, by its number in the order of the export: by the exporter's (stream, segment, offset).
+    /// Returns an allocation by its number in the export order: by the exporter's (stream, segment, offset).
     ///
     /// # Errors
-    /// When there is none, or the import is stale or detached.
+    /// Returns an error if it does not exist, or the import is stale or detached.
     pub fn allocation(&self, number: usize) -> Result<ImportedAllocation, ImportError> {
         self.check()?;
         let count = self.len();
@@ -235,10 +235,10 @@ impl Import {
         Ok(ImportedAllocation { name, address: base + of.offset_bytes, size_bytes: of.size_bytes, stream })
     }
 
-    /// The number of the only allocation with this name.
+    /// Returns the number of the only allocation with this name.
     ///
     /// # Errors
-    /// When none has it, or several.
+    /// Returns an error if no allocation, or more than one, has this name.
     pub fn find(&self, name: &str) -> Result<usize, ImportError> {
         let mut named = self.layout.allocations.iter().enumerate().filter(|(_, of)| of.name.as_deref() == Some(name));
         let (number, _) = named.next().ok_or_else(|| ImportError::Unknown { name: name.into() })?;
@@ -248,21 +248,21 @@ impl Import {
         }
     }
 
-    /// The bytes of the allocation with this name, to be read by work on a stream.
+    /// Returns a read-only view of the bytes of the allocation with this name, for work on a stream.
     ///
     /// # Errors
-    /// When there is no such allocation, several, or the import is stale or detached.
+    /// Returns an error if no allocation, or more than one, has this name, or the import is stale or detached.
     pub fn bytes<'a>(&'a self, name: &str, stream: &'a Arc<CudaStream>) -> Result<ImportedView<'a, u8>, ImportError> {
         self.view_of(&self.allocation(self.find(name)?)?, stream)
     }
 
-    /// The allocation with this name as elements, to be read by work on a stream.
+    /// Returns a read-only view of the allocation with this name as elements, for work on a stream.
     ///
     /// # Safety
-    /// The exporter wrote such elements there, or any bits make a `T`. Nobody writes them while they are read.
+    /// The exporter wrote such elements there, or every bit pattern is a valid `T`. Nobody writes to them while they are read.
     ///
     /// # Errors
-    /// As [`bytes`](Self::bytes), and when it is no whole number of elements.
+    /// See [`bytes`](Self::bytes). Also returns an error if the size is not a multiple of the element size.
     pub unsafe fn view<'a, T: DeviceRepr>(
         &'a self,
         name: &str,
@@ -271,13 +271,13 @@ impl Import {
         self.view_of(&self.allocation(self.find(name)?)?, stream)
     }
 
-    /// As [`view`](Self::view), by the allocation's number.
+    /// Like [`view`](Self::view), by the allocation's number.
     ///
     /// # Safety
-    /// As [`view`](Self::view).
+    /// See [`view`](Self::view).
     ///
     /// # Errors
-    /// As [`view`](Self::view).
+    /// See [`view`](Self::view).
     pub unsafe fn view_at<'a, T: DeviceRepr>(
         &'a self,
         number: usize,
@@ -286,13 +286,13 @@ impl Import {
         self.view_of(&self.allocation(number)?, stream)
     }
 
-    /// As [`view`](Self::view), to be written too.
+    /// Like [`view`](Self::view), for reading and writing.
     ///
     /// # Safety
-    /// As [`view`](Self::view), and nobody else uses the elements meanwhile, in any process.
+    /// See [`view`](Self::view). In addition, no other code in any process uses the elements during this time.
     ///
     /// # Errors
-    /// As [`view`](Self::view), and when the import is read-only.
+    /// See [`view`](Self::view). Also returns an error if the import is read-only.
     pub unsafe fn view_mut<'a, T: DeviceRepr>(
         &'a self,
         name: &str,
@@ -316,7 +316,7 @@ impl Import {
         Ok(ImportedView::new(allocation.address, size_bytes as usize / element_bytes, stream))
     }
 
-    /// What this import is.
+    /// Returns the state of this import.
     pub fn report(&self) -> ImportReport {
         let lease = self.lease.lock().unwrap_or_else(PoisonError::into_inner);
         ImportReport {
@@ -331,10 +331,11 @@ impl Import {
         }
     }
 
-    /// Waits until the device has done what was submitted in this context, and gives the memory up: the exporter sees this process leave.
+    /// Waits until the device has finished the work that was submitted in this context, unmaps the memory, and leaves the exporter's list
+    /// of peers.
     ///
     /// # Errors
-    /// When the driver refuses. What it did not take back stays mapped, and this can be called again.
+    /// Returns an error if the driver refuses. Memory that it did not unmap stays mapped, and the call can be repeated.
     pub fn detach(&mut self) -> Result<(), CudaError> {
         self.unmap()?;
         Ok(())
@@ -346,7 +347,7 @@ impl Import {
             segment.unmap()?;
             segments.pop();
         }
-        // Last, so that whom the exporter does not see has nothing mapped.
+        // Released last, so that a process that the exporter no longer sees has nothing mapped.
         *self.lease.lock().unwrap_or_else(PoisonError::into_inner) = None;
         Ok(())
     }
@@ -357,7 +358,7 @@ impl Drop for Import {
         if let Err(error) = self.unmap() {
             let size_bytes = self.layout.mapped_bytes();
             tracing::warn!(name: "memory.import_kept", target: "symmalloc", size_bytes, %error);
-            // It stays mapped, and the exporter must go on seeing it.
+            // The memory stays mapped, so the exporter must continue to see this process as a peer.
             let segments = self.segments.get_mut().unwrap_or_else(PoisonError::into_inner);
             segments.drain(..).for_each(std::mem::forget);
             let lease = self.lease.get_mut().unwrap_or_else(PoisonError::into_inner);
@@ -372,7 +373,7 @@ impl fmt::Debug for Import {
     }
 }
 
-/// Receives one message of the exporter's: of this kind and with these descriptors, or a refusal, which becomes an error.
+/// Receives one message of the exporter: a message of this kind with these descriptors, or a refusal, which is converted into an error.
 fn receive(
     channel: &Channel<'_>,
     kind: u32,
@@ -412,7 +413,7 @@ fn granularity_of(device: &CudaDevice) -> Result<u64, DriverError> {
     let driver: &Driver = device.driver();
     let properties = MemProperties::of(MemLocation::device(device.raw_device()), 0, 0);
     let mut bytes = 0_usize;
-    // SAFETY: `bytes` is valid for writing, the properties for reading. 0: the least granularity.
+    // SAFETY: `bytes` is valid for writing, the properties for reading. 0 selects the minimum granularity.
     unsafe { driver.granularity(&raw mut bytes, &raw const properties, 0) }?;
     Ok(bytes as u64)
 }

@@ -1,82 +1,82 @@
-//! What exporter and importer say to each other, as bytes. All numbers are little-endian.
+//! The messages between exporter and importer, as bytes. All numbers are little-endian.
 //!
 //! ```text
 //!  importer                                exporter
 //!  hello: version, access, device ───────►
 //!                                 ◄─────── offer: layout; descriptors of the page and of the lease      or a refusal
-//!  next: from which chunk, how many ─────►
+//!  next: first chunk, number of chunks ──►
 //!                                 ◄─────── batch: that many descriptors, or fabric handles               or a refusal
 //!  ...
-//!  attached ─────────────────────────────► is a peer now
+//!  attached ─────────────────────────────► counts as a peer
 //! ```
-//! A reader takes nothing on trust: sizes are bounded before memory is taken for them, and a layout must be one that a pool can have.
+//! A reader does not trust its input: sizes are limited before memory is allocated for them, and a layout must be one that a pool can have.
 
 use crate::memory::{Access, FABRIC_BYTES, HandleKind};
 use std::ops::Range;
 use symmalloc_core::{Digest, PoolId, StreamId};
 use thiserror::Error;
 
-/// Changes when older versions would read something wrong.
+/// Incremented when older versions would misread a message.
 pub(super) const VERSION: u32 = 1;
 const MAGIC: [u8; 8] = *b"symshare";
-/// Bytes of a layout at most: some 200,000 allocations with names.
+/// Maximum size of a layout in bytes: about 200,000 allocations with names.
 pub(super) const BODY_BYTES_MAX: usize = 16 << 20;
-/// Handles in one batch, and so descriptors that are open at a time.
+/// Maximum number of handles in one batch, which limits the number of open descriptors.
 pub(super) const BATCH: usize = 64;
 const CHUNKS_MAX: usize = 1 << 20;
 const NAME_BYTES_MAX: usize = 4096;
-/// Bytes of addresses that a device has.
+/// Size of a device's address space in bytes.
 const ADDRESS_BYTES: u64 = 1 << 47;
 
-/// What is wrong with a message.
+/// The reason that a message is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum MessageError {
-    /// It does not begin as a message does.
-    #[error("it does not begin as a message does")]
+    /// The message does not start with the expected magic number.
+    #[error("it does not start with the magic number")]
     Foreign,
-    /// It has a kind that is not expected here.
+    /// The kind of the message is not expected at this point.
     #[error("a message of kind {kind} is not expected here")]
     Unexpected {
         /// The kind.
         kind: u32,
     },
-    /// It is longer than any message.
-    #[error("it has {bytes} bytes, more than {most}")]
+    /// The message exceeds the maximum length.
+    #[error("it has {bytes} bytes, more than the limit of {most}")]
     TooLong {
-        /// What it says.
+        /// The length in the header, in bytes.
         bytes: u64,
-        /// What a message may have.
+        /// Maximum length in bytes.
         most: usize,
     },
-    /// It ends too early, or goes on behind its end.
-    #[error("it has another length than its content")]
+    /// The message is shorter or longer than its contents require.
+    #[error("its length does not match its contents")]
     Length,
-    /// Its checksum is another one.
-    #[error("its bytes are not those that were sent")]
+    /// The checksum does not match.
+    #[error("its checksum does not match")]
     Checksum,
-    /// It came with another number of descriptors than it says.
+    /// The number of received descriptors does not match.
     #[error("it came with {got} descriptors, not {wanted}")]
     Descriptors {
-        /// How many came.
+        /// Number of received descriptors.
         got: usize,
-        /// How many it needs.
+        /// Number of required descriptors.
         wanted: usize,
     },
-    /// A descriptor is not of the kind that it should be.
-    #[error("its descriptors are not what an exporter sends")]
+    /// A descriptor has the wrong type.
+    #[error("its descriptors have the wrong type")]
     Descriptor,
-    /// It describes what no pool could look like.
-    #[error("its {0} cannot be")]
+    /// The contents describe an impossible pool.
+    #[error("invalid {0}")]
     Layout(&'static str),
 }
 
-/// The first thing that an importer says.
+/// The importer's first message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Hello {
     pub(super) version: u32,
     pub(super) access: Access,
-    /// The importer's process, as it says itself.
+    /// The importer's process id, as reported by the importer.
     pub(super) pid: u32,
     pub(super) uuid: [u8; 16],
 }
@@ -117,14 +117,14 @@ fn access_of(code: u32) -> Result<Access, MessageError> {
     }
 }
 
-/// What an exporter says, before its content.
+/// The header of an exporter's message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Header {
     pub(super) version: u32,
     pub(super) kind: u32,
-    /// Handles that come with it.
+    /// Number of handles that come with the message.
     pub(super) handles: u32,
-    /// Bytes that follow.
+    /// Number of bytes that follow.
     pub(super) length: u32,
     pub(super) checksum: u64,
 }
@@ -166,19 +166,19 @@ impl Header {
     }
 }
 
-/// FNV-1a.
+/// Returns the FNV-1a hash of the bytes.
 fn checksum(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |sum, byte| (sum ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
-/// What an importer says after its hello.
+/// An importer's message after its hello.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Step {
-    /// It wants the handles of so many chunks from this one on.
+    /// Requests the handles of `count` chunks, starting with chunk `first`.
     Next { first: u32, count: u32 },
-    /// It has mapped everything.
+    /// Reports that everything is mapped.
     Attached,
-    /// It could not, with this code of the driver.
+    /// Reports a failure, with the driver's code.
     GaveUp { code: i32 },
 }
 
@@ -207,7 +207,7 @@ impl Step {
     }
 }
 
-/// Why an exporter says no.
+/// The reason that an exporter refuses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Refusal {
     Version,
@@ -244,10 +244,10 @@ impl Refusal {
     }
 }
 
-/// Memory of a segment that is shared.
+/// A segment whose memory is shared.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct SharedSegment {
-    /// Up to the end of its last chunk.
+    /// End of the last chunk.
     pub(super) size_bytes: u64,
     /// Offsets in the segment, in order.
     pub(super) chunks: Vec<Range<u64>>,
@@ -260,12 +260,12 @@ pub(super) struct SharedAllocation {
     pub(super) segment: u32,
     pub(super) stream: StreamId,
     pub(super) offset_bytes: u64,
-    /// What the program asked for.
+    /// Size in bytes that the program requested.
     pub(super) size_bytes: u64,
     pub(super) name: Option<Box<str>>,
 }
 
-/// What is shared.
+/// The layout of the shared memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Layout {
     pub(super) pid: u32,
@@ -301,7 +301,7 @@ impl Layout {
             u32s(&mut body, u32::from(allocation.stream.0));
             u64s(&mut body, allocation.offset_bytes);
             u64s(&mut body, allocation.size_bytes);
-            // No name and an empty one are two things.
+            // Distinguishes no name from an empty name.
             u32s(&mut body, allocation.name.as_ref().map_or(0, |name| name.len() as u32 + 1));
             body.extend(allocation.name.iter().flat_map(|name| name.bytes()));
         }
@@ -309,7 +309,7 @@ impl Layout {
     }
 
     /// # Errors
-    /// When it is no layout, or one that memory with this granularity cannot have.
+    /// Returns an error if the bytes are not a layout, or not one that memory with this granularity can have.
     pub(super) fn read(body: &[u8], granularity_bytes: u64) -> Result<Self, MessageError> {
         let mut reader = Reader(body);
         let (pid, pool) = (reader.u32()?, PoolId(reader.u32()?));
@@ -330,7 +330,7 @@ impl Layout {
         Ok(Layout { pid, pool, digest, kind, segments, allocations })
     }
 
-    /// Every chunk, with the index of its segment, in the order in which handles are sent.
+    /// Returns every chunk with the index of its segment, in the order in which handles are sent.
     pub(super) fn chunks(&self) -> impl Iterator<Item = (usize, &Range<u64>)> {
         let of = |(index, segment): (usize, _)| {
             let segment: &SharedSegment = segment;
@@ -345,7 +345,7 @@ impl Layout {
 }
 
 impl SharedSegment {
-    /// Whether chunks without a gap cover a part.
+    /// Returns `true` if chunks cover a part without a gap.
     fn covers(&self, part: &Range<u64>) -> bool {
         let first = self.chunks.partition_point(|chunk| chunk.end <= part.start);
         let mut end = part.start;
@@ -359,7 +359,7 @@ impl SharedSegment {
     }
 }
 
-/// Fabric handles in the body of a batch.
+/// Parses the fabric handles in the body of a batch.
 pub(super) fn fabric_handles(body: &[u8], count: usize) -> Result<Vec<[u8; FABRIC_BYTES]>, MessageError> {
     if body.len() != count * FABRIC_BYTES {
         return Err(MessageError::Length);
@@ -368,7 +368,7 @@ pub(super) fn fabric_handles(body: &[u8], count: usize) -> Result<Vec<[u8; FABRI
     (0..count).map(|_| reader.array()).collect()
 }
 
-/// What is left to read.
+/// The remaining bytes.
 struct Reader<'a>(&'a [u8]);
 
 impl<'a> Reader<'a> {
@@ -379,7 +379,7 @@ impl<'a> Reader<'a> {
     }
 
     fn array<const N: usize>(&mut self) -> Result<[u8; N], MessageError> {
-        Ok(self.bytes(N)?.try_into().expect("so many bytes"))
+        Ok(self.bytes(N)?.try_into().expect("`bytes` returns N bytes"))
     }
 
     fn u32(&mut self) -> Result<u32, MessageError> {
@@ -398,7 +398,7 @@ impl<'a> Reader<'a> {
         if self.0.is_empty() { Ok(()) } else { Err(MessageError::Length) }
     }
 
-    /// As many as a number says, each of at least `least_bytes`: no more memory is taken than bytes came.
+    /// Reads a count and that many entries of at least `least_bytes` each. Allocates no more memory than the received bytes justify.
     fn list<T>(
         &mut self,
         least_bytes: usize,
@@ -450,7 +450,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// A name that a message can carry: the beginning of a longer one.
+/// Truncates a name to the maximum length that a message can carry.
 pub(super) fn short(name: &str) -> &str {
     let mut end = name.len().min(NAME_BYTES_MAX);
     while !name.is_char_boundary(end) {
@@ -460,5 +460,5 @@ pub(super) fn short(name: &str) -> &str {
 }
 
 #[cfg(test)]
-#[allow(clippy::single_range_in_vec_init, reason = "lists of chunks, some of them short")]
+#[allow(clippy::single_range_in_vec_init, reason = "lists of chunks, some with a single element")]
 mod tests;

@@ -1,16 +1,16 @@
-//! Memory of one process in another one, without a copy.
+//! Sharing of device memory between processes, without a copy.
 //!
 //! ```text
 //!  exporter                                                        importer
 //!  CudaAllocator ── export ──► Export ── serve ══ Unix socket ══ attach ──► Import ── view ──► kernels, copies
 //!        │                                layout, descriptors,                 │
-//!        ╰── free, unmap ──► page, before it happens ──────────────────────────╯ check, each time a view is made
+//!        ╰── free, unmap ──► page, before the change ──────────────────────────╯ check, each time a view is created
 //! ```
-//! The physical memory goes over, chunk by chunk, as descriptors or fabric handles (`memory/export.rs`); what each chunk is goes in
-//! a message (`message.rs`), which its reader does not trust. A handful of descriptors are open at a time, whatever the size.
+//! The physical memory is passed chunk by chunk, as descriptors or fabric handles (`memory/export.rs`). A message (`message.rs`), which its
+//! reader does not trust, describes the chunks. The number of open descriptors is bounded, regardless of the size.
 //!
-//! Nobody's memory goes away under an importer: a mapping holds it, whatever the exporter does, also after its end. What can happen
-//! is that it is no longer what was exported, and the page says that (`memory/share_page.rs`).
+//! Memory never disappears under an importer: its mapping keeps the memory alive regardless of what the exporter does, even after the
+//! exporter exits. The memory may change, however, and the page reports that (`memory/share_page.rs`).
 
 mod channel;
 mod error;

@@ -1,4 +1,4 @@
-//! Parts of imported memory, as copies and kernels take them.
+//! Views of imported memory, which copies and kernels accept as arguments.
 
 use cudarc::driver::sys::CUdeviceptr;
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, LaunchArgs, PushKernelArg, SyncOnDrop};
@@ -6,8 +6,8 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::sync::Arc;
 
-/// An allocation of another process, to be read. It goes wherever a `CudaSlice` is read. Nothing orders work that uses it behind the
-/// other process's work.
+/// A read-only view of another process's allocation. It can be used wherever a `CudaSlice` is read. Work that uses it is not ordered behind
+/// the other process's work.
 pub struct ImportedView<'a, T> {
     pointer: CUdeviceptr,
     len: usize,
@@ -15,11 +15,11 @@ pub struct ImportedView<'a, T> {
     elements: PhantomData<fn() -> T>,
 }
 
-/// An allocation of another process, to be read and written.
+/// A writable view of another process's allocation.
 pub struct ImportedViewMut<'a, T>(ImportedView<'a, T>);
 
 impl<'a, T> ImportedView<'a, T> {
-    /// The pointer is mapped as long as `'a`, and the device has done all work with it before it is unmapped.
+    /// Creates a view. The pointer must stay mapped for `'a`, and until the device has finished all work that uses it.
     pub(super) fn new(pointer: CUdeviceptr, len: usize, stream: &'a Arc<CudaStream>) -> Self {
         ImportedView { pointer, len, stream, elements: PhantomData }
     }

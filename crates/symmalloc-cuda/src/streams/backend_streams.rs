@@ -1,9 +1,9 @@
-//! Streams and events of one backend: what orders work. The other half of a backend is its memory.
+//! Streams and events of one backend, which order work. The other part of a backend is its memory.
 //!
-//! The host is a stream as well, for memory that it reads and writes: it waits for an event by blocking until the work
-//! before the event is done, and its own work is done when it is submitted.
+//! The host is also a stream, for memory that it reads and writes. It waits for an event by blocking until the work before the event is
+//! done. Its own work is done when it is submitted.
 //!
-//! Calls about streams in captures follow the table in `captures.rs`.
+//! Calls on streams in captures follow the table in `captures.rs`.
 
 use super::captures::{CaptureId, CapturedEvents, capture_of};
 use super::event_pool::EventPool;
@@ -20,27 +20,27 @@ use std::time::{Duration, Instant};
 use symmalloc_core::backend::{BackendError, Event};
 use symmalloc_core::ids::StreamId;
 
-/// How often an event is asked while the host waits with a deadline: a question costs 1.2 us.
+/// Polling interval for events while the host waits with a deadline: a query costs 1.2 us.
 const POLL: Duration = Duration::from_micros(20);
 
 /// Streams and events of one backend.
 #[doc(hidden)]
 pub struct BackendStreams {
     device: Arc<CudaDevice>,
-    /// By [`StreamId`]. Kept alive, so that the driver gives none of their handles to another stream.
+    /// Indexed by [`StreamId`]. Streams stay alive, so the driver cannot reuse their handles for other streams.
     registered: boxcar::Vec<RegisteredStream>,
     events: EventPool,
     captured: CapturedEvents,
     calls: CallCounters,
-    /// The handle of a stream that waits for the work of lent streams that are gone. Made when the first one goes.
+    /// The handle of a stream that waits for the remaining work of returned streams. Created when the first stream is returned.
     returned: Mutex<Option<usize>>,
 }
 
-/// What a [`StreamId`] stands for.
+/// The stream behind a [`StreamId`].
 enum RegisteredStream {
     Host,
     Device(Arc<CudaStream>),
-    /// Locked while the driver is called about it, so that its owner cannot destroy it meanwhile.
+    /// Locked during driver calls, so that its owner cannot destroy the stream during the call.
     Lent(Mutex<LentStream>),
 }
 
@@ -61,7 +61,7 @@ impl BackendStreams {
         &self.device
     }
 
-    /// Counts a call, and measures it where metrics are wanted.
+    /// Counts a call, and times it if metrics are enabled.
     pub(crate) fn watch<T>(&self, call: DeviceCall, work: impl FnOnce() -> T) -> T {
         self.calls.watch(call, self.device.ordinal(), work)
     }
@@ -75,18 +75,18 @@ impl BackendStreams {
         self.registered.push(RegisteredStream::Host)
     }
 
-    /// Appends a stream; returns its index. The caller makes sure that indices are the ids that the allocator gives.
+    /// Appends a stream and returns its index. The caller ensures that indices equal the ids of the core's allocator.
     pub(crate) fn add_stream(&self, stream: Arc<CudaStream>) -> usize {
         self.registered.push(RegisteredStream::Device(stream))
     }
 
-    /// The id of a registered stream.
+    /// Returns the id of a registered stream.
     #[inline]
     pub(crate) fn find(&self, stream: &CudaStream) -> Option<StreamId> {
         self.iter().find(|(_, known)| is_same(known, stream)).map(|(id, _)| id)
     }
 
-    /// A registered stream of the device.
+    /// Returns the device stream of an id, unless it is lent.
     #[inline]
     pub(crate) fn stream(&self, stream: StreamId) -> Option<&Arc<CudaStream>> {
         match self.registered.get(stream.index()) {
@@ -95,7 +95,7 @@ impl BackendStreams {
         }
     }
 
-    /// The registered streams of the device, without those that are lent.
+    /// Returns the registered device streams, except lent streams.
     pub(crate) fn iter(&self) -> impl Iterator<Item = (StreamId, &Arc<CudaStream>)> {
         self.registered.iter().filter_map(|(index, registered)| match registered {
             RegisteredStream::Device(stream) => Some((StreamId(index as u16), stream)),
@@ -108,7 +108,7 @@ impl BackendStreams {
         self.registered.push(RegisteredStream::Lent(Mutex::new(stream)))
     }
 
-    /// The owner is about to destroy the stream: from now on the id stands for what is left of its work.
+    /// Returns a lent stream before its owner destroys it. From now on the id stands for the stream's remaining work.
     pub(crate) fn return_lent(&self, stream: StreamId) -> Result<(), DriverError> {
         let returned = self.returned()?;
         let mut lent = self.lent(stream)?.lock().unwrap_or_else(PoisonError::into_inner);
@@ -117,7 +117,7 @@ impl BackendStreams {
         Ok(())
     }
 
-    /// Gives the id to another stream, whose later work waits for what is left of the work of those before.
+    /// Assigns the id to another stream, whose later work waits for the remaining work of the id's earlier streams.
     pub(crate) fn relend(&self, stream: StreamId, next: LentStream) -> Result<(), DriverError> {
         let mut lent = self.lent(stream)?.lock().unwrap_or_else(PoisonError::into_inner);
         self.follow(next.raw(), lent.raw())?;
@@ -133,7 +133,7 @@ impl BackendStreams {
         }
     }
 
-    /// Makes later work on `stream` wait for the work of `on` so far.
+    /// Makes later work on `stream` wait for all work submitted to `on` so far.
     fn follow(&self, stream: CUstream, on: CUstream) -> Result<(), DriverError> {
         let event = self.record_raw(on)?;
         let waited = self.wait_raw(stream, event);
@@ -149,7 +149,7 @@ impl BackendStreams {
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver().relax_capture();
         let mut stream: CUstream = std::ptr::null_mut();
-        // SAFETY: valid for writing. cudarc's own call waits for the context.
+        // SAFETY: `stream` is valid for writing. cudarc's function is not used, because it waits for the context.
         unsafe { self.device.driver().stream_create(&raw mut stream, STREAM_NON_BLOCKING) }?;
         *returned = Some(stream as usize);
         Ok(stream)
@@ -160,36 +160,36 @@ impl BackendStreams {
         self.registered.get(stream.index()).ok_or(DriverError { call, code: INVALID_HANDLE })
     }
 
-    /// The capture that a living stream is part of, if any capture is under way.
+    /// Returns the capture that a live stream is part of, if a capture is in progress.
     #[inline]
     pub(crate) fn capture_of(&self, stream: CUstream) -> Result<Option<CaptureId>, DriverError> {
         if !self.device.is_capturing() {
             return Ok(None);
         }
-        // SAFETY: registered streams are kept alive, and others by the caller.
+        // SAFETY: registered streams are kept alive here, and other streams by the caller.
         unsafe { capture_of(self.device.driver(), stream) }
     }
 
-    /// Records an event on a stream after its work so far.
+    /// Records an event on a stream after the work submitted so far.
     pub(crate) fn record(&self, stream: StreamId) -> Result<Event, BackendError> {
         let event = match self.get(stream, "cuEventRecord")? {
             RegisteredStream::Device(stream) => self.record_raw(stream.cu_stream()),
             RegisteredStream::Lent(stream) => {
                 self.record_raw(stream.lock().unwrap_or_else(PoisonError::into_inner).raw())
             }
-            // An event that was never recorded is done.
+            // An event that was never recorded counts as done.
             RegisteredStream::Host => self.events.create(),
         };
         Ok(event?)
     }
 
-    /// As [`record`](Self::record), on a stream that is alive but may not be registered.
+    /// Like [`record`](Self::record), for a stream that is alive but not necessarily registered.
     pub(crate) fn record_raw(&self, stream: CUstream) -> Result<Event, DriverError> {
         let event = self.events.take()?;
         self.calls.count(DeviceCall::Record);
         let recorded = self.capture_of(stream).and_then(|capture| {
             let raw = event.0 as CUevent;
-            // SAFETY: the event is this pool's and the stream is alive, both of one context.
+            // SAFETY: the event belongs to this pool and the stream is alive; both have the same context.
             self.device.call_about(stream, || unsafe { self.device.driver().event_record(raw, stream) })?;
             Ok(capture)
         });
@@ -218,7 +218,7 @@ impl BackendStreams {
         Ok(waited?)
     }
 
-    /// As [`wait`](Self::wait), on a stream that is alive but may not be registered.
+    /// Like [`wait`](Self::wait), for a stream that is alive but not necessarily registered.
     pub(crate) fn wait_raw(&self, stream: CUstream, event: Event) -> Result<(), DriverError> {
         if self.device.is_capturing() || !self.captured.is_empty() {
             match (self.captured.capture_of(event), self.capture_of(stream)?) {
@@ -233,7 +233,7 @@ impl BackendStreams {
 
     fn wait_on_device(&self, stream: CUstream, event: Event) -> Result<(), DriverError> {
         self.calls.count(DeviceCall::Wait);
-        // SAFETY: the event is this pool's and the stream is alive.
+        // SAFETY: the event belongs to this pool and the stream is alive.
         self.device.call_about(stream, || unsafe { self.device.driver().stream_wait(stream, event.0 as CUevent, 0) })
     }
 
@@ -243,12 +243,12 @@ impl BackendStreams {
         }
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver().relax_capture();
-        // SAFETY: the event is this pool's.
+        // SAFETY: the event belongs to this pool.
         unsafe { self.device.driver().event_synchronize(event.0 as CUevent) }
     }
 
-    /// Makes later work on `stream` wait for all work of `on` so far, because the program wants it. Unlike a fence, this
-    /// may make a stream part of a capture.
+    /// Makes later work on `stream` wait for all work submitted to `on` so far, at the program's request. Unlike a fence, this may make a
+    /// stream join a capture.
     pub(crate) fn order_behind(&self, stream: StreamId, on: StreamId) -> Result<(), BackendError> {
         let unknown = DriverError { call: "cuStreamWaitEvent", code: INVALID_HANDLE };
         let raw = self.stream(stream).ok_or(unknown)?.cu_stream();
@@ -259,7 +259,7 @@ impl BackendStreams {
         Ok(waited?)
     }
 
-    /// Whether the work before the event is done. Captured work never is: it has no moment.
+    /// Returns `true` if the work before the event is done. Captured work is never done, because it does not run when it is captured.
     pub(crate) fn query(&self, event: Event) -> Result<bool, BackendError> {
         if self.captured.capture_of(event).is_some() {
             return Ok(false);
@@ -267,7 +267,7 @@ impl BackendStreams {
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver().relax_capture();
         self.calls.count(DeviceCall::Query);
-        // SAFETY: the event is this pool's.
+        // SAFETY: the event belongs to this pool.
         match unsafe { self.device.driver().event_query(event.0 as CUevent) } {
             Ok(()) => Ok(true),
             Err(DriverError { code: NOT_READY, .. }) => Ok(false),
@@ -275,20 +275,20 @@ impl BackendStreams {
         }
     }
 
-    /// Takes an event back.
+    /// Returns an event to the pool.
     #[inline]
     pub(crate) fn recycle(&self, event: Event) {
         self.captured.remove(event);
         self.events.put_back(event);
     }
 
-    /// Blocks the host until the stream's work so far is done.
+    /// Blocks the host until all work submitted to the stream so far is done.
     pub(crate) fn synchronize(&self, stream: StreamId) -> Result<(), BackendError> {
         let call = "cuStreamSynchronize";
         match self.get(stream, call)? {
             RegisteredStream::Host => Ok(()),
             RegisteredStream::Device(stream) => self.synchronize_raw(stream.cu_stream()),
-            // The host waits for an event, so that the stream is not locked meanwhile.
+            // The host waits for an event, so that the stream is not locked during the wait.
             RegisteredStream::Lent(stream) => {
                 let event = self.record_raw(stream.lock().unwrap_or_else(PoisonError::into_inner).raw())?;
                 let waited = self.watch(DeviceCall::Synchronize, || self.wait_on_host(event));
@@ -301,7 +301,7 @@ impl BackendStreams {
     fn synchronize_raw(&self, raw: CUstream) -> Result<(), BackendError> {
         let call = "cuStreamSynchronize";
         if self.capture_of(raw)?.is_some() {
-            // The driver would refuse as well, and end the capture.
+            // The driver would also refuse, and invalidate the capture.
             return Err(DriverError { call, code: CAPTURE_UNSUPPORTED }.into());
         }
         let _current = self.device.enter()?;
@@ -313,7 +313,7 @@ impl BackendStreams {
         Ok(self.watch(DeviceCall::Synchronize, wait)?)
     }
 
-    /// Blocks the host until the work given to every stream so far is done, but not beyond the deadline. Whether it is done.
+    /// Blocks the host until the work submitted to every stream so far is done or the deadline passes. Returns `true` if it is done.
     pub(crate) fn synchronize_all(&self, deadline: Instant) -> Result<bool, BackendError> {
         let mut events = Vec::new();
         let recorded = self.iter().try_for_each(|(_, stream)| {
@@ -337,7 +337,7 @@ impl BackendStreams {
         Ok(true)
     }
 
-    /// Whether a registered stream is part of a capture, of this crate or of other code.
+    /// Returns `true` if a registered stream is part of a capture, begun by this crate or by other code.
     pub(crate) fn is_capturing(&self) -> Result<bool, DriverError> {
         if self.device.is_capturing() {
             return Ok(true);
@@ -353,7 +353,7 @@ impl BackendStreams {
     }
 }
 
-/// Whether two names are of one stream. The default streams of all contexts have one handle.
+/// Returns `true` if both values refer to the same stream. The default streams of all contexts have the same handle.
 #[inline]
 pub(crate) fn is_same(one: &CudaStream, other: &CudaStream) -> bool {
     one.cu_stream() == other.cu_stream() && one.context().cu_ctx() == other.context().cu_ctx()
@@ -361,13 +361,14 @@ pub(crate) fn is_same(one: &CudaStream, other: &CudaStream) -> bool {
 
 impl Drop for BackendStreams {
     fn drop(&mut self) {
-        // Streams that are dropped here would leave their context current.
+        // Dropping streams would leave their context current.
         let _restore = RestoreCurrent::of(self.device.driver());
         self.registered = boxcar::Vec::new();
         if let Some(stream) = self.returned.get_mut().unwrap_or_else(PoisonError::into_inner).take()
             && let Ok(_current) = self.device.enter()
         {
-            // SAFETY: made by `returned`, and not used any more. A context that is lost refuses, and takes it along.
+            // SAFETY: created by `returned`, and not used anymore. If the context is lost, the driver refuses, and the stream is destroyed
+            // with it.
             let _refused = unsafe { self.device.driver().stream_destroy(std::ptr::without_provenance_mut(stream)) };
         }
     }

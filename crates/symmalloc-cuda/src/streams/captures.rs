@@ -1,17 +1,17 @@
-//! Which stream captures are under way, and which events they recorded. [`crate::GraphPool`] says what follows from them.
+//! Tracking of stream captures in progress, and of the events that they recorded. See [`crate::GraphPool`] for the consequences.
 //!
-//! Asking the driver whether a stream is being captured costs a call. So it is asked only while a capture may be under way
-//! ([`CudaDevice::is_capturing`]): otherwise one load answers.
+//! Querying the capture state of a stream costs a driver call. It is queried only while a capture may be in progress
+//! ([`CudaDevice::is_capturing`]), which takes a single load to check.
 //!
-//! During a stream capture an event records a place in the graph and not a moment of the device. Such an event means
-//! something in its own capture only:
+//! During a stream capture, an event records a position in the graph rather than a point in time on the device. Such an event is meaningful
+//! only within its own capture:
 //!
-//! | recorded in | waited for in | what happens |
+//! | recorded in | waited for in | effect |
 //! |---|---|---|
 //! | no capture | no capture | `cuStreamWaitEvent` |
 //! | a capture | the same capture | `cuStreamWaitEvent`: an edge of the graph |
-//! | a capture | anything else | nothing: captured work runs when the graph is launched, which the program orders |
-//! | no capture | a capture | the host waits: the graph runs later, and then that work is over |
+//! | a capture | anything else | none: captured work runs when the graph is launched, which the program orders |
+//! | no capture | a capture | the host waits, so that the work is done before the graph runs |
 
 use crate::device::CudaDevice;
 use crate::driver::{CAPTURE_ACTIVE, CAPTURE_NONE, Driver};
@@ -23,10 +23,10 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use symmalloc_core::backend::Event;
 
-/// A capture, as the driver numbers them; unique in the process.
+/// The driver's id of a capture; unique in the process.
 pub(crate) type CaptureId = u64;
 
-/// The events of captures that are in use.
+/// The events in use that were recorded in captures.
 #[derive(Debug, Default)]
 pub(super) struct CapturedEvents {
     by_event: Mutex<BTreeMap<u64, CaptureId>>,
@@ -52,7 +52,7 @@ impl CapturedEvents {
         }
     }
 
-    /// The capture that recorded the event.
+    /// Returns the capture that recorded the event.
     #[inline]
     pub(super) fn capture_of(&self, event: Event) -> Option<CaptureId> {
         if self.is_empty() { None } else { self.lock().get(&event.0).copied() }
@@ -63,17 +63,17 @@ impl CapturedEvents {
     }
 }
 
-/// Streams of the device may be in a capture that other code began. While this lives, the driver is asked which streams
-/// are, so that events are recorded and waited for as a capture allows. Made by [`CudaDevice::watch_captures`].
+/// Guard that announces that other code may capture streams of the device. While it is alive, the driver is queried for the capture state
+/// of streams, so that events are recorded and waited for as a capture allows. Created by [`CudaDevice::watch_captures`].
 #[derive(Debug)]
-#[must_use = "captures are watched as long as this lives"]
+#[must_use = "captures are watched only while the guard is alive"]
 pub struct CaptureWatch {
     device: Arc<CudaDevice>,
 }
 
 impl CudaDevice {
-    /// Tells that other code may capture streams of the device from now on, until the returned value is dropped. A capture
-    /// that a [`GraphPool`](crate::GraphPool) begins needs no such call.
+    /// Announces that other code may capture streams of the device until the returned guard is dropped. Captures that a
+    /// [`GraphPool`](crate::GraphPool) begins do not need this call.
     pub fn watch_captures(self: &Arc<Self>) -> CaptureWatch {
         self.begin_capture();
         CaptureWatch { device: Arc::clone(self) }
@@ -81,10 +81,10 @@ impl CudaDevice {
 }
 
 impl CaptureWatch {
-    /// Whether a stream is part of a capture that was not ended yet, be it spoiled.
+    /// Returns `true` if a stream is part of a capture that has not ended, even if the capture was invalidated.
     ///
     /// # Errors
-    /// When the driver refuses.
+    /// Returns an error if the driver refuses.
     ///
     /// # Safety
     /// The stream is alive, and of the device's primary context.
@@ -102,7 +102,7 @@ impl Drop for CaptureWatch {
     }
 }
 
-/// Asks the driver which capture a stream is part of.
+/// Queries the driver for the capture that a stream is part of.
 ///
 /// # Safety
 /// The stream is alive.
@@ -112,17 +112,17 @@ pub(crate) unsafe fn capture_of(driver: &Driver, stream: CUstream) -> Result<Opt
     Ok((status == CAPTURE_ACTIVE).then_some(id))
 }
 
-/// What the driver says of a stream: one of its `CAPTURE_*`, and the capture if it is in one.
+/// Queries the driver for a stream's capture status, one of the `CAPTURE_*` constants, and the id of its capture if there is one.
 ///
 /// # Safety
 /// The stream is alive.
 unsafe fn capture_status(driver: &Driver, stream: CUstream) -> Result<(c_int, CaptureId), DriverError> {
     let (mut status, mut id) = (0, 0);
     let (no_graph, no_nodes, no_count) = (std::ptr::null_mut(), std::ptr::null_mut(), std::ptr::null_mut());
-    // SAFETY: both answers are valid for writing, the others may be null; the stream is alive by the caller's contract.
+    // SAFETY: both results are valid for writing and the other pointers may be null; the stream is alive by the caller's contract.
     match unsafe { driver.capture_info(stream, &raw mut status, &raw mut id, no_graph, no_nodes, no_count) } {
         Ok(()) => Ok((status, id)),
-        // The legacy default stream, while a stream that synchronises with it is captured: it is not part of the capture.
+        // The legacy default stream returns this error while a stream that synchronizes with it is captured. It is not part of the capture.
         Err(DriverError { code: CAPTURE_IMPLICIT, .. }) => Ok((CAPTURE_NONE, id)),
         Err(error) => Err(error),
     }

@@ -1,6 +1,6 @@
-//! Spare events: making an event costs a driver call, so events are kept and used again.
+//! A pool of spare events. Creating an event costs a driver call, so events are reused.
 //!
-//! Recording an event again does not disturb streams that were told to wait for what it stood for before. Timing is off.
+//! Recording an event again does not affect streams that already wait for its previous recording. Timing is disabled.
 
 use crate::device::CudaDevice;
 use crate::driver::EVENT_DISABLE_TIMING;
@@ -9,7 +9,7 @@ use cudarc::driver::sys::CUevent;
 use std::sync::{Arc, Mutex, PoisonError};
 use symmalloc_core::backend::Event;
 
-/// The events of one backend that are not in use.
+/// The unused events of one backend.
 pub(super) struct EventPool {
     device: Arc<CudaDevice>,
     spare: Mutex<Vec<Event>>,
@@ -20,7 +20,7 @@ impl EventPool {
         EventPool { device, spare: Mutex::default() }
     }
 
-    /// A spare event, or a new one. A new one counts as done until it is recorded.
+    /// Returns a spare event, or creates one. A new event counts as done until it is recorded.
     #[inline]
     pub(super) fn take(&self) -> Result<Event, DriverError> {
         let spare = self.spare.lock().unwrap_or_else(PoisonError::into_inner).pop();
@@ -44,11 +44,11 @@ impl EventPool {
 }
 
 impl Drop for EventPool {
-    /// Destroys the spare events; the driver keeps what streams still wait for. A lost device has lost them already.
+    /// Destroys the spare events. The driver keeps those that streams still wait for. If the device is lost, so are its events.
     fn drop(&mut self) {
         let Ok(_current) = self.device.enter() else { return };
         for event in self.spare.get_mut().unwrap_or_else(PoisonError::into_inner).drain(..) {
-            // SAFETY: made by this pool, and not used elsewhere.
+            // SAFETY: created by this pool, and not used elsewhere.
             let _destroyed = unsafe { self.device.driver().event_destroy(event.0 as CUevent) };
         }
     }

@@ -1,4 +1,4 @@
-//! Streams: which ones an allocator knows, the events that order them, and the captures that they are part of.
+//! Streams: registered streams, the events that order them, and the captures that they are part of.
 
 mod backend_streams;
 mod captures;

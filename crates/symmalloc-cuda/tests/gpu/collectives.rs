@@ -1,4 +1,4 @@
-//! Buffers in NCCL's collectives, through cudarc's communicators.
+//! Buffers in NCCL's collectives, with cudarc's communicators.
 
 use crate::kernels::Worker;
 use crate::two_devices;
@@ -8,7 +8,7 @@ use symmalloc_core::config::Config;
 use symmalloc_core::{Digest, PoolId};
 use symmalloc_cuda::{CudaAllocator, CudaDevice, DeviceBuffer};
 
-/// Prints why there is none.
+/// Returns `true` if NCCL is available, and prints the reason otherwise.
 fn has_nccl() -> bool {
     // SAFETY: opens and closes a library.
     let is_there = unsafe { libloading::Library::new("libnccl.so") }.is_ok();
@@ -18,13 +18,13 @@ fn has_nccl() -> bool {
     is_there
 }
 
-/// What a buffer holds on a rank before it is reduced.
+/// Returns a rank's value before the reduction.
 fn given(rank: usize, round: u32) -> u32 {
     round + 10 * rank as u32
 }
 
-/// Collectives on a stream of their own, on buffers of another, each dropped as soon as it was submitted. Their values are
-/// late, so a collective that did not wait would reduce what was there before.
+/// Runs collectives on one stream with buffers of another stream, and drops each buffer as soon as it was submitted. The values are written
+/// late, so a collective that did not wait would reduce the previous contents.
 fn rank(device: &Arc<CudaDevice>, rank: usize, id: Id, is_registered: bool) -> Digest {
     let allocator = CudaAllocator::new(device, Config::default()).expect("made");
     let compute = Worker::on_new_stream(device.context());
@@ -35,7 +35,7 @@ fn rank(device: &Arc<CudaDevice>, rank: usize, id: Id, is_registered: bool) -> D
     }
     device.context().bind_to_thread().expect("current");
     let comm = Comm::from_rank(network, rank, 2, id).expect("both ranks are there");
-    // SAFETY: written before it is read, like all below.
+    // SAFETY: written before it is read, as are all buffers below.
     let alloc = |count| unsafe { allocator.alloc::<u32>(&compute.stream, count) }.expect("allocated");
     for round in 0..100_u32 {
         let count = 100_000 + 1_000 * round as usize;
@@ -49,7 +49,7 @@ fn rank(device: &Arc<CudaDevice>, rank: usize, id: Id, is_registered: bool) -> D
         comm.all_reduce_in_place(&mut output, &ReduceOp::Max).expect("submitted");
         compute.expect(&output, sum);
         compute.fill(&mut output, given(rank, round));
-        // Views go in as well.
+        // Views are also accepted.
         let mut gathered: DeviceBuffer<u32> = alloc(count / 2 * 2);
         comm.all_gather(&output.slice(..count / 2), &mut gathered.slice_mut(..)).expect("submitted");
         drop(output);

@@ -1,4 +1,4 @@
-//! The contract of a backend, on the device.
+//! The backend contract, tested on the device.
 
 use crate::device;
 use std::sync::Arc;

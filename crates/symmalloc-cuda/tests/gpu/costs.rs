@@ -1,6 +1,7 @@
-//! What memory costs, per MiB, beside `cuMemAlloc` and `cuMemAllocAsync`. Prints; asserts only that it works.
+//! Measures the cost of memory per MiB, compared with `cuMemAlloc` and `cuMemAllocAsync`. Prints the results, and only asserts that the
+//! calls succeed.
 //!
-//! PyTorch's figures for the same machine come from `pytorch_costs.py` beside this file.
+//! `pytorch_costs.py` in the same folder measures PyTorch on the same machine.
 
 use crate::device;
 use cudarc::driver::result;
@@ -17,12 +18,12 @@ fn us_per_mib(elapsed: Duration, size_bytes: u64) -> f64 {
     elapsed.as_secs_f64() * 1e6 / (size_bytes / MIB) as f64
 }
 
-/// Grows a range to [`TOTAL`] and gives it back; microseconds per MiB of both, the better of three.
+/// Grows a range to [`TOTAL`] and releases it; returns the microseconds per MiB of both, the best of three runs.
 fn growth(device: &Arc<CudaDevice>, chunk: u64, step: u64) -> (f64, f64) {
     let backend = CudaBackend::builder(device).chunk_bytes(chunk).build().expect("supported");
     let mut best = (f64::MAX, f64::MAX);
     for _ in 0..3 {
-        // Twice the size: the whole range is never mapped at once, as in a pool.
+        // The range has twice the size, so it is never mapped as a whole, as in a pool.
         let range = backend.reserve(2 * TOTAL).expect("reserve");
         let start = Instant::now();
         let mut at = 0;
@@ -39,7 +40,7 @@ fn growth(device: &Arc<CudaDevice>, chunk: u64, step: u64) -> (f64, f64) {
     best
 }
 
-/// A segment is born and dies; microseconds of both, the best of ten.
+/// Creates and releases a segment; returns the microseconds of both, the best of ten runs.
 fn birth(device: &Arc<CudaDevice>, size: u64) -> (f64, f64) {
     let backend = CudaBackend::builder(device).build().expect("supported");
     let mut best = (f64::MAX, f64::MAX);
@@ -61,13 +62,13 @@ fn growth_and_births_beside_the_drivers_own() {
     let Some(device) = device() else { return };
     let stream = device.context().new_stream().expect("a stream");
     device.context().bind_to_thread().expect("current");
-    println!("growing to 1280 MiB, us per MiB (and to give it back):");
+    println!("growing to 1280 MiB, us per MiB (and releasing it):");
     for (chunk, step) in [(2, 2), (2, 20), (2, 64), (20, 20), (64, 64), (32, 128)] {
         let (grown, back) = growth(&device, chunk * MIB, step * MIB);
         println!("  steps of {step} MiB in chunks of {chunk} MiB: {grown:.2} ({back:.2})");
     }
     println!(
-        "one segment, us for its birth (and death); cuMemAlloc (cuMemFree); cuMemAllocAsync, cold (free, and trim):"
+        "one segment, us to create it (and release it); cuMemAlloc (cuMemFree); cuMemAllocAsync, cold (free, and trim):"
     );
     for size in [2, 20, 64, 256, 1280] {
         let (born, died) = birth(&device, size * MIB);
@@ -75,7 +76,7 @@ fn growth_and_births_beside_the_drivers_own() {
         let (mut plain, mut pooled) = ((f64::MAX, f64::MAX), (f64::MAX, f64::MAX));
         for _ in 0..10 {
             let start = Instant::now();
-            // SAFETY: freed below, used by nobody.
+            // SAFETY: freed below, and not used.
             let pointer = unsafe { result::malloc_sync(bytes) }.expect("allocated");
             plain.0 = plain.0.min(start.elapsed().as_secs_f64() * 1e6);
             let start = Instant::now();
@@ -83,12 +84,12 @@ fn growth_and_births_beside_the_drivers_own() {
             unsafe { result::free_sync(pointer) }.expect("freed");
             plain.1 = plain.1.min(start.elapsed().as_secs_f64() * 1e6);
             let start = Instant::now();
-            // SAFETY: freed below, used by nobody.
+            // SAFETY: freed below, and not used.
             let pointer = unsafe { result::malloc_async(stream.cu_stream(), bytes) }.expect("allocated");
             stream.synchronize().expect("done");
             pooled.0 = pooled.0.min(start.elapsed().as_secs_f64() * 1e6);
             let start = Instant::now();
-            // SAFETY: just allocated; with the default threshold the pool gives it back when the stream is synchronised.
+            // SAFETY: just allocated; with the default threshold the pool releases the memory when the stream is synchronized.
             unsafe { result::free_async(pointer, stream.cu_stream()) }.expect("freed");
             stream.synchronize().expect("done");
             pooled.1 = pooled.1.min(start.elapsed().as_secs_f64() * 1e6);
@@ -100,8 +101,8 @@ fn growth_and_births_beside_the_drivers_own() {
     }
 }
 
-/// Grows a range to [`TOTAL`] with a pause after each step, in which memsets are submitted: microseconds that a step takes the
-/// calling thread, and that a memset takes it, both medians.
+/// Grows a range to [`TOTAL`] with a pause after each step, during which memsets are submitted. Returns the median microseconds on the
+/// calling thread for a growth step and for a memset.
 fn paused_growth(device: &Arc<CudaDevice>, prefetch: u64, step: u64) -> (f64, f64) {
     let backend = CudaBackend::builder(device).chunk_bytes(step).prefetch_bytes(prefetch).build().expect("supported");
     let stream = device.context().new_stream().expect("a stream");
@@ -172,7 +173,7 @@ fn a_cached_pair_beside_cu_mem_alloc_async() {
     let calls = (CudaDevice::driver_calls() - calls_before) as f64 / f64::from(pairs + 1000);
     device.context().bind_to_thread().expect("current");
     let pooled = ns(&mut || {
-        // SAFETY: freed at once, used by nobody.
+        // SAFETY: freed immediately, and not used.
         let pointer = unsafe { result::malloc_async(a.cu_stream(), 1 << 20) }.expect("allocated");
         // SAFETY: just allocated.
         unsafe { result::free_async(pointer, a.cu_stream()) }.expect("freed");

@@ -1,4 +1,4 @@
-//! Several devices in one process, and memory that a peer may use.
+//! Several devices in one process, and memory with peer access.
 
 use crate::kernels::Worker;
 use crate::two_devices;
@@ -11,7 +11,7 @@ use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, CudaError, DeviceBu
 
 const MIB: usize = 1 << 20;
 
-/// Allocates, fills and checks in a pattern that mixes sizes and lifetimes.
+/// Allocates, fills and checks buffers with mixed sizes and lifetimes.
 fn job(allocator: &CudaAllocator, worker: &Worker, rounds: u32) {
     let mut live: Vec<(DeviceBuffer<u32>, u32)> = Vec::new();
     for round in 0..rounds {
@@ -54,7 +54,7 @@ fn two_devices_in_one_thread_keep_apart() {
     let allocators = devices.each_ref().map(|device| CudaAllocator::new(device, Config::default()).expect("made"));
     let streams = devices.each_ref().map(|device| device.context().new_stream().expect("a stream"));
     let free = || devices.each_ref().map(|device| device.memory_info().expect("asked").free_bytes);
-    // The first work of a context takes memory of its own.
+    // The first work of a context allocates additional memory.
     for (allocator, stream) in allocators.iter().zip(&streams) {
         drop(allocator.alloc_zeroed::<u8>(stream, MIB).expect("allocated"));
         allocator.trim().expect("trimmed");
@@ -74,13 +74,14 @@ fn two_devices_in_one_thread_keep_apart() {
         drop(buffer);
         assert_eq!(allocators[here].trim().expect("trimmed"), 512 << 20);
         assert_eq!(current(), context, "the other device's context is still current");
-        let error = allocators[here].register_stream(&streams[there]).expect_err("of the other device");
+        let error =
+            allocators[here].register_stream(&streams[there]).expect_err("the stream belongs to the other device");
         assert_eq!(error, CudaError::ForeignStream);
     }
     assert_eq!(free(), before);
 }
 
-/// cudarc reads the source of such a copy without saying on which stream, so the program orders the source's stream.
+/// cudarc reads the source of such a copy without revealing the stream, so the program must order the source's stream.
 #[test]
 fn buffers_are_copied_from_device_to_device() {
     let Some(devices) = two_devices() else { return };
@@ -91,7 +92,7 @@ fn buffers_are_copied_from_device_to_device() {
         let mut from = unsafe { allocators[0].alloc::<u32>(&source.stream, MIB) }.expect("allocated");
         source.delay();
         source.fill(&mut from, round);
-        // The copy is later than the next round's writer would be, were the source's stream not ordered.
+        // Delayed so that the next round's writer would run before the copy if the source's stream were not ordered.
         target.delay();
         target.delay();
         // SAFETY: as above.
@@ -105,10 +106,10 @@ fn buffers_are_copied_from_device_to_device() {
     assert_eq!(allocators.each_ref().map(|allocator| allocator.drop_errors().count), [0, 0]);
 }
 
-/// What the driver says that a device may do with an address: 0 nothing, 3 read and write.
+/// Returns the driver's access flags of a device for an address: 0 for none, 3 for reading and writing.
 fn access(device: &CudaDevice, pointer: sys::CUdeviceptr) -> u64 {
     let (device_kind, mut flags) = (1, 0);
-    // As words: the type differs between versions of the headers.
+    // Passed as words, because the type differs between versions of the headers.
     let location = [device_kind, device.context().cu_device()];
     // SAFETY: `flags` is valid for writing and the location for reading.
     unsafe { sys::cuMemGetAccess(&raw mut flags, location.as_ptr().cast(), pointer) }.result().expect("mapped");
@@ -139,7 +140,7 @@ fn a_peer_uses_memory_that_was_mapped_for_it_and_no_other() {
         let pointer = private.device_ptr(&owner.stream).0;
         assert_eq!([here, there].map(|ordinal| access(&devices[ordinal], pointer)), [3, 0]);
         for round in 0..100 {
-            // Grows, so that memory of later chunks is mapped for the peer as well.
+            // Grows the range, so that memory of later chunks is also mapped for the peer.
             let count = MIB * (1 + round as usize % 40);
             // SAFETY: written before it is read.
             let mut buffer = unsafe { allocator.alloc::<u32>(&owner.stream, count) }.expect("allocated");

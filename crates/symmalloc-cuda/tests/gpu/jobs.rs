@@ -1,4 +1,4 @@
-//! The recorded jobs with real memory: the simulator's digests, op for op, and peaks read from the driver.
+//! The recorded jobs with real memory: compares digests with the simulator op by op, and peaks with the driver's numbers.
 
 use crate::device;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ fn config(streams: StreamPolicy, fixed: bool) -> Config {
     Config::builder().default_pool(pool.build().expect("valid")).build().expect("valid")
 }
 
-/// A backend with as many streams as the program registers.
+/// Creates a backend with as many streams as the program registers.
 fn backend_for(device: &Arc<CudaDevice>, program: &Program) -> CudaBackend {
     let backend = CudaBackend::builder(device).build().expect("supported");
     for _ in program.ops().iter().filter(|op| matches!(op, Op::RegisterStream { .. })) {
@@ -25,7 +25,7 @@ fn backend_for(device: &Arc<CudaDevice>, program: &Program) -> CudaBackend {
     backend
 }
 
-/// Runs the job on the device and on the simulator side by side.
+/// Runs the job on the device and on the simulator in parallel.
 fn run(device: &Arc<CudaDevice>, job: &str, config: &Config) {
     let program = jobs::program(job);
     let on_device: Allocator<_> = Allocator::new(backend_for(device, &program), config.clone()).expect("valid");
@@ -35,7 +35,7 @@ fn run(device: &Arc<CudaDevice>, job: &str, config: &Config) {
     )
     .expect("valid");
     let free_bytes = || device.memory_info().expect("asked").free_bytes;
-    // cudarc's streams and the first event take some memory of their own: after the first op, not before.
+    // cudarc's streams and the first event allocate some memory, so the baseline is taken after the first op.
     let (mut free_before, mut free_least) = (None, u64::MAX);
     let (mut one, mut other) = (Replay::new(&on_device, &program), Replay::new(&simulated, &program));
     let mut reserved_before = 0;
@@ -53,7 +53,7 @@ fn run(device: &Arc<CudaDevice>, job: &str, config: &Config) {
         assert_eq!(placement(&real), placement(&expected), "{job}, op {index}: {op:?}");
         let digests = (on_device.digest(PoolId::DEFAULT), simulated.digest(PoolId::DEFAULT));
         assert_eq!(digests.0, digests.1, "{job}, op {index}: {op:?}");
-        // Asking costs more than the op: only where memory was obtained.
+        // The query costs more than the op, so it runs only after memory was obtained.
         let reserved = on_device.stats().reserved_bytes.current;
         if reserved > reserved_before {
             free_least = free_least.min(free_bytes());
@@ -64,16 +64,16 @@ fn run(device: &Arc<CudaDevice>, job: &str, config: &Config) {
     let live_peak = on_device.stats().usage.all.requested_bytes.peak;
     let read = free_before.expect("the job allocates") - free_least;
     println!(
-        "{job}: {} ops, digest {}, reserved at peak {peak} by our counters, {read} by the driver, live/reserved {:.4}",
+        "{job}: {} ops, digest {}, peak reserved {peak} by our counters, {read} by the driver, live/reserved {:.4}",
         program.ops().len(),
         on_device.digest(PoolId::DEFAULT).expect("known"),
         live_peak as f64 / read as f64
     );
-    assert!(read.abs_diff(peak) <= peak / 100 + (64 << 20), "the driver's peak is ours");
+    assert!(read.abs_diff(peak) <= peak / 100 + (64 << 20), "the driver's peak must match ours");
     one.free_all().expect("freed");
     on_device.trim(None).expect("trimmed");
     let left = free_before.expect("known").saturating_sub(free_bytes());
-    assert!(left <= 64 << 20, "{job}: {left} bytes did not come back");
+    assert!(left <= 64 << 20, "{job}: {left} bytes were not released");
 }
 
 trait Granularity {

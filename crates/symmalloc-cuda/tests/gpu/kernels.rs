@@ -1,4 +1,4 @@
-//! Kernels of the tests, compiled with nvrtc.
+//! Test kernels, compiled with nvrtc.
 
 use cudarc::driver::sys::CUdeviceptr;
 use cudarc::driver::{CudaContext, CudaFunction, CudaSlice, CudaStream, LaunchConfig, PushKernelArg};
@@ -10,7 +10,7 @@ extern "C" __global__ void fill(unsigned int* to, unsigned int value, unsigned i
     unsigned int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i < count) to[i] = value;
 }
-// Keeps one thread busy, so that the work behind it on this stream is late.
+// Keeps one thread busy, so that later work on this stream is delayed.
 extern "C" __global__ void delay(unsigned long long cycles) {
     long long start = clock64();
     while (clock64() - start < (long long)cycles) { }
@@ -36,7 +36,7 @@ impl Kernels {
     }
 }
 
-/// Kernels on one stream, and how many elements they found wrong.
+/// Kernels on one stream, and a counter of the wrong elements that they found.
 pub(crate) struct Worker {
     pub(crate) stream: Arc<CudaStream>,
     kernels: Kernels,
@@ -54,7 +54,7 @@ impl Worker {
         Self::new(context.new_stream().expect("a stream"))
     }
 
-    /// Makes what follows on the stream late by some 0.2 ms.
+    /// Delays later work on the stream by about 0.2 ms.
     pub(crate) fn delay(&self) {
         let cycles = 400_000_u64;
         // SAFETY: touches no memory.
@@ -68,11 +68,11 @@ impl Worker {
     {
         let count = buffer.len() as u32;
         let argument = buffer.on(&self.stream);
-        // SAFETY: the buffer has so many elements, and the argument, which orders the streams, lives until the launch.
+        // SAFETY: the buffer has `count` elements, and the argument, which orders the streams, lives until the launch.
         unsafe { self.fill_at(argument.pointer(), value, count) };
     }
 
-    /// Counts the elements that differ.
+    /// Counts the elements that differ from `value`.
     pub(crate) fn expect<A>(&self, buffer: &DeviceBuffer<u32, A>, value: u32)
     where
         A: StreamAllocatorRef<Memory = CudaBackend>,
@@ -83,7 +83,7 @@ impl Worker {
     }
 
     /// # Safety
-    /// So many elements lie there, and nobody else uses them before the kernel is done.
+    /// At least `count` elements are at the address, and nobody else uses them before the kernel is done.
     pub(crate) unsafe fn fill_at(&self, pointer: CUdeviceptr, value: u32, count: u32) {
         let mut launch = self.stream.launch_builder(&self.kernels.fill);
         launch.arg(&pointer).arg(&value).arg(&count);
@@ -92,15 +92,15 @@ impl Worker {
     }
 
     /// # Safety
-    /// So many elements lie there, and nobody writes them before the kernel is done.
+    /// At least `count` elements are at the address, and nobody writes them before the kernel is done.
     pub(crate) unsafe fn expect_at(&self, pointer: CUdeviceptr, value: u32, count: u32) {
         let mut launch = self.stream.launch_builder(&self.kernels.count_others);
         launch.arg(&pointer).arg(&value).arg(&count).arg(&self.wrong);
-        // SAFETY: the caller's contract, and the counter is this stream's own.
+        // SAFETY: the caller's contract; only this stream uses the counter.
         unsafe { launch.launch(LaunchConfig::for_num_elems(count)) }.expect("launched");
     }
 
-    /// Waits for the stream.
+    /// Waits for the stream, and returns the number of wrong elements.
     pub(crate) fn wrong_elements(&self) -> u32 {
         self.stream.clone_dtoh(&self.wrong).expect("the kernels ran")[0]
     }

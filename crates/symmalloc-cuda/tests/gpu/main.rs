@@ -1,6 +1,7 @@
-//! The CUDA backend on a device. Without one every test says so and passes. Commands: `docs/testing.md`; what was seen: `docs/measured/gpu.md`.
+//! The CUDA backend on a device. Without a device, every test prints a message and passes. Commands: `docs/testing.md`; measured results:
+//! `docs/measured/gpu.md`.
 //!
-//! Run with `--test-threads=1`: some tests look at how much memory the device has left.
+//! Run with `--test-threads=1`: some tests measure the device's free memory.
 
 mod collectives;
 mod conformance;
@@ -20,7 +21,7 @@ mod soak;
 use std::sync::Arc;
 use symmalloc_cuda::CudaDevice;
 
-/// The first device; prints why there is none.
+/// Returns the first device, or prints the reason that there is none.
 fn device() -> Option<Arc<CudaDevice>> {
     match CudaDevice::new(0) {
         Ok(device) => Some(device),
@@ -31,7 +32,7 @@ fn device() -> Option<Arc<CudaDevice>> {
     }
 }
 
-/// The first two devices; prints why there are fewer.
+/// Returns the first two devices, or prints the reason that there are fewer.
 fn two_devices() -> Option<[Arc<CudaDevice>; 2]> {
     let first = device()?;
     match CudaDevice::new(1) {

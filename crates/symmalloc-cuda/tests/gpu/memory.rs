@@ -43,9 +43,9 @@ fn memory_really_comes_back_after_a_trim() {
     let held = before - free();
     let released = allocator.trim().expect("trimmed");
     let left = before.saturating_sub(free());
-    println!("4 GiB: the driver shows {held} bytes held, trim says {released}, {left} left");
+    println!("4 GiB: the driver reports {held} bytes held, trim released {released}, {left} left");
     assert!(held >= 4096 * MIB as u64 - (2 << 20) && released >= 4094 * MIB as u64 && left <= 2 << 20);
-    assert_eq!(stream.clone_dtoh(&small).expect("copied"), vec![0; MIB], "the rest is as it was");
+    assert_eq!(stream.clone_dtoh(&small).expect("copied"), vec![0; MIB], "other buffers are unchanged");
 }
 
 #[test]
@@ -72,11 +72,11 @@ fn a_stitched_buffer_is_the_memory_of_its_pieces_and_no_other() {
         let mut whole = unsafe { allocator.alloc::<u8>(&stream, 15 * piece) }.expect("allocated");
         println!("15 granules of {granule_mib} MiB: stitched in {:?}", before.elapsed());
         assert_eq!(whole.placement().segment.0, 1);
-        // The driver may need some for its tables.
+        // The driver may need memory for its page tables.
         assert!(free.saturating_sub(device.memory_info().expect("asked").free_bytes) <= 8 << 20);
         let pattern: Vec<u8> = (0..15 * piece).map(|at| (at / 4096) as u8 ^ (at % 251) as u8).collect();
         stream.memcpy_htod(&pattern, &mut whole).expect("copied");
-        assert!(stream.clone_dtoh(&whole).expect("copied") == pattern, "what was written is read");
+        assert!(stream.clone_dtoh(&whole).expect("copied") == pattern, "the buffer holds the written data");
         drop(whole);
         let before = Instant::now();
         // SAFETY: written before it is read.
@@ -85,10 +85,7 @@ fn a_stitched_buffer_is_the_memory_of_its_pieces_and_no_other() {
         stream.memset_zeros(&mut again).expect("set");
         for (value, buffer) in &kept {
             let bytes = stream.clone_dtoh(buffer).expect("copied");
-            assert!(
-                bytes.iter().all(|byte| usize::from(*byte) == *value),
-                "its neighbours were written, and it was not"
-            );
+            assert!(bytes.iter().all(|byte| usize::from(*byte) == *value), "only its neighbors were written");
         }
         drop((again, kept));
         let released = allocator.trim().expect("trimmed");
@@ -112,7 +109,7 @@ fn what_was_made_ahead_is_memory_as_any_other_and_comes_back() {
     for value in 0..12_u8 {
         let begun = Instant::now();
         while value > 0 && spare_bytes() < 20 << 20 {
-            assert!(begun.elapsed() < Duration::from_secs(10), "nothing is made ahead");
+            assert!(begun.elapsed() < Duration::from_secs(10), "no memory is prefetched");
             std::thread::yield_now();
         }
         // SAFETY: written before it is read.
@@ -124,7 +121,7 @@ fn what_was_made_ahead_is_memory_as_any_other_and_comes_back() {
         assert!(stream.clone_dtoh(buffer).expect("copied").iter().all(|byte| byte == value), "buffer {value}");
     }
     drop(buffers);
-    println!("{} bytes ahead, {} released by a trim", spare_bytes(), allocator.trim().expect("trimmed"));
+    println!("{} bytes prefetched, {} released by a trim", spare_bytes(), allocator.trim().expect("trimmed"));
     assert!(spare_bytes() == 0 && before.saturating_sub(free()) <= 2 << 20);
     drop(small);
 }
@@ -143,7 +140,7 @@ fn without_virtual_memory_segments_are_fixed_and_come_back_as_well() {
     drop(large);
     let held = before - free();
     let released = allocator.trim().expect("trimmed");
-    println!("1 GiB of cuMemAlloc: {held} bytes held, trim says {released}, {} left", before - free());
+    println!("1 GiB of cuMemAlloc: {held} bytes held, trim released {released}, {} left", before - free());
     assert_eq!((held, released, free()), (1 << 30, 1 << 30, before));
     assert_eq!(stream.clone_dtoh(&small).expect("copied"), vec![0; MIB / 2]);
 }
@@ -156,7 +153,7 @@ fn a_device_that_others_filled_is_an_error_that_changes_nothing() {
     let stream = device.context().new_stream().expect("a stream");
     let kept = allocator.alloc_zeroed::<u8>(&stream, 8 * MIB).expect("allocated");
     device.context().bind_to_thread().expect("current");
-    // SAFETY: freed below, used by nobody.
+    // SAFETY: freed below, and not used.
     let others = unsafe { result::malloc_sync(free() as usize - 1024 * MIB) }.expect("allocated");
     let (before, reserved) = (free(), allocator.stats().reserved_bytes.current);
     // SAFETY: never read.
@@ -187,7 +184,7 @@ fn memory_can_be_exported_as_its_traits_say() {
     let (mut handle, mut fd) = (0, RawFd::from(-1));
     // SAFETY: `handle` is valid for writing, and the address is mapped.
     unsafe { sys::cuMemRetainAllocationHandle(&raw mut handle, address as *mut _) }.result().expect("a handle");
-    // As words: kinds of handles are or-ed, which cudarc's enum cannot hold.
+    // Read as words: handle types are or-ed, which cudarc's enum cannot represent.
     let mut properties = [0_u64; size_of::<sys::CUmemAllocationProp>() / 8];
     // SAFETY: the properties have this size and alignment and are valid for writing, and the handle is alive.
     unsafe { sys::cuMemGetAllocationPropertiesFromHandle(properties.as_mut_ptr().cast(), handle) }
@@ -201,7 +198,7 @@ fn memory_can_be_exported_as_its_traits_say() {
     // SAFETY: retained above.
     unsafe { sys::cuMemRelease(handle) }.result().expect("released");
     if exported.is_ok() {
-        // SAFETY: just made, and nobody else's.
+        // SAFETY: just created, and not owned elsewhere.
         drop(unsafe { OwnedFd::from_raw_fd(fd) });
     }
     println!("{traits:?}");
@@ -250,7 +247,7 @@ fn buffers_go_through_copies_kernels_and_other_streams() {
         let mut buffer = allocator.alloc_zeroed::<u32>(&a, count as usize).expect("allocated");
         {
             let argument = buffer.on(&a);
-            // SAFETY: writes `count` elements of a buffer that has them, on the stream that the argument was made for.
+            // SAFETY: writes `count` elements of a buffer that has them, on the stream of the argument.
             unsafe {
                 let mut launch = a.launch_builder(&kernels.fill);
                 launch.arg(&argument).arg(&round).arg(&count).launch(LaunchConfig::for_num_elems(count))
@@ -285,7 +282,7 @@ fn a_kernel_that_takes_the_buffer_itself_is_ordered_behind_other_streams() {
         delay();
         {
             let argument = buffer.on(&b);
-            // SAFETY: writes the elements of a buffer that has them, on the stream that the argument was made for.
+            // SAFETY: writes elements that the buffer has, on the stream of the argument.
             unsafe { b.launch_builder(&kernels.fill).arg(&argument).arg(&theirs).arg(&count).launch(grid) }
                 .expect("launched");
         }
@@ -303,7 +300,7 @@ fn a_kernel_that_takes_the_buffer_itself_is_ordered_behind_other_streams() {
                 delay();
             }
             let argument = buffer.read_on(&b);
-            // SAFETY: reads the buffer on the stream that the argument was made for.
+            // SAFETY: reads the buffer on the stream of the argument.
             unsafe {
                 let mut launch = b.launch_builder(&kernels.count_others);
                 launch.arg(&argument).arg(&ours).arg(&count).arg(&wrong[1]).launch(grid)
@@ -317,7 +314,7 @@ fn a_kernel_that_takes_the_buffer_itself_is_ordered_behind_other_streams() {
     let found = [&a, &b].map(|stream| stream.synchronize());
     assert!(found.iter().all(Result::is_ok), "{found:?}");
     let wrong = [a.clone_dtoh(&wrong[0]).expect("copied")[0], b.clone_dtoh(&wrong[1]).expect("copied")[0]];
-    assert_eq!(wrong, [0, 0], "wrong elements read on the own stream and on the other");
+    assert_eq!(wrong, [0, 0], "wrong elements on the buffer's stream and on the other stream");
 }
 
 #[test]
@@ -345,7 +342,7 @@ fn a_graph_keeps_its_memory_and_a_second_capture_its_places() {
             let side: DeviceBuffer<u32> = allocator.alloc_zeroed(&b, MIB).expect("allocated");
             places.push(side.placement());
             let pointer = side.device_ptr(&b).0;
-            // SAFETY: writes the elements of a buffer that has them.
+            // SAFETY: writes elements that the buffer has.
             unsafe { b.launch_builder(&kernels.fill).arg(&pointer).arg(&value).arg(&count).launch(grid) }
                 .expect("captured");
             allocator.wait(&a, &b).expect("joins back");
@@ -359,7 +356,7 @@ fn a_graph_keeps_its_memory_and_a_second_capture_its_places() {
     drop(output);
     let (second, mut output, again) = capture(8);
     assert_eq!(places, again);
-    // Eager work and a trim between: nothing of it may touch the graphs' memory.
+    // Eager work and a trim in between must not touch the graphs' memory.
     drop(allocator.alloc_zeroed::<u8>(&a, 512 * MIB).expect("allocated"));
     allocator.trim().expect("trimmed");
     for _ in 0..20 {

@@ -1,4 +1,4 @@
-//! Pools, limits and the failure callback, with what the driver says of the memory.
+//! Pools, limits and the failure callback, compared with the driver's memory numbers.
 
 use crate::device;
 use cudarc::driver::result;
@@ -34,14 +34,14 @@ fn a_pool_is_a_scope_with_a_limit_and_gives_its_memory_back() {
     let error = out_of_memory(inside.alloc_zeroed::<u8>(&stream, 100 * MIB).expect_err("above the limit"));
     println!("{error}");
     assert_eq!(error.cause, OutOfMemoryCause::Limit { scope: LimitScope::Pool, limit_bytes: 256 << 20 });
-    assert_eq!((error.pool, before - free()), (id, 200 << 20), "nothing was taken");
-    drop(allocator.alloc_zeroed::<u8>(&stream, 400 * MIB).expect("the limit is the pool's alone"));
+    assert_eq!((error.pool, before - free()), (id, 200 << 20), "a refused request allocates nothing");
+    drop(allocator.alloc_zeroed::<u8>(&stream, 400 * MIB).expect("the limit applies only to the pool"));
     drop((pool, inside));
     allocator.trim().expect("trimmed");
     assert_eq!(before - free(), 200 << 20, "a live buffer keeps the pool");
     assert_eq!(stream.clone_dtoh(&first.slice(199 * MIB..)).expect("copied"), vec![0; MIB]);
     drop(first);
-    assert_eq!(before - free(), 200 << 20, "dropping never gives memory back");
+    assert_eq!(before - free(), 200 << 20, "dropping never releases memory to the device");
     allocator.trim().expect("trimmed");
     assert_eq!(free(), before);
     assert!(allocator.core().pool_stats(id).is_err(), "destroyed");
@@ -61,7 +61,7 @@ fn the_failure_callback_makes_room_on_a_full_device() {
         cache.lock().expect("sound").push(buffer);
     }
     device.context().bind_to_thread().expect("current");
-    // SAFETY: freed below, used by nobody.
+    // SAFETY: freed below, and not used.
     let others = unsafe { result::malloc_sync(free() as usize - 1024 * MIB) }.expect("allocated");
     let asked = Arc::new(Mutex::new(Vec::new()));
     let (theirs, notes, id) = (Arc::clone(&cache), Arc::clone(&asked), pool.id());
@@ -75,17 +75,24 @@ fn the_failure_callback_makes_room_on_a_full_device() {
     });
     let large = allocator.alloc_zeroed::<u8>(&stream, 2048 * MIB).expect("the callback makes room");
     let asked = || asked.lock().expect("sound").clone();
-    println!("asked {} times, {} of 4 left, {} bytes free", asked().len(), cache.lock().expect("sound").len(), free());
+    println!(
+        "the callback ran {} times, {} of 4 buffers left, {} bytes free",
+        asked().len(),
+        cache.lock().expect("sound").len(),
+        free()
+    );
     assert!(asked().iter().all(|error| error.pool == PoolId::DEFAULT && error.requested_bytes == 2048 << 20));
     assert!(asked().iter().all(|error| matches!(error.cause, OutOfMemoryCause::Driver(_))), "{:?}", asked());
-    assert!((1..4).contains(&cache.lock().expect("sound").len()), "it was asked as often as was needed");
+    assert!((1..4).contains(&cache.lock().expect("sound").len()), "the callback runs as often as necessary");
     assert_eq!(stream.clone_dtoh(&large.slice(2047 * MIB..)).expect("copied"), vec![0; MIB]);
     cache.lock().expect("sound").clear();
     allocator.trim().expect("trimmed");
     let (before, times) = (free(), asked().len());
-    let error = out_of_memory(allocator.alloc_zeroed::<u8>(&stream, 8192 * MIB).expect_err("nothing is left to give"));
+    let error = out_of_memory(
+        allocator.alloc_zeroed::<u8>(&stream, 8192 * MIB).expect_err("the callback has nothing left to free"),
+    );
     println!("{error}");
-    assert_eq!((free(), asked().len()), (before, times + 1), "asked once more, and nothing was taken");
+    assert_eq!((free(), asked().len()), (before, times + 1), "the callback ran once more, and nothing was allocated");
     // SAFETY: allocated above.
     unsafe { result::free_sync(others) }.expect("freed");
     assert_eq!(allocator.drop_errors().count, 0);
@@ -104,7 +111,7 @@ fn two_pools_with_quotas_hand_memory_to_each_other() {
     let before = free();
     let held = |pool: PoolId, mib: u64| allocator.resize(pool, &stream, mib << 20).expect("resized");
     assert_eq!((held(one.id(), 3072), before - free()), (3072 << 20, 3072 << 20));
-    // Pages of a cache: a hundredth stays, all over the pool.
+    // Pages of a cache: one in a hundred stays, spread over the pool.
     let mut pages: Vec<_> = (0..1536_u32)
         .map(|page| {
             let mut buffer =
@@ -113,7 +120,7 @@ fn two_pools_with_quotas_hand_memory_to_each_other() {
             (page, buffer)
         })
         .collect();
-    assert!(allocator.with_pool(&one).alloc_zeroed::<u8>(&stream, 2 * MIB).is_err(), "no more than the quota");
+    assert!(allocator.with_pool(&one).alloc_zeroed::<u8>(&stream, 2 * MIB).is_err(), "the quota is exhausted");
     pages.retain(|(page, _)| page % 100 == 7);
     let live = pages.len() as u64 * 2;
     for round in 0..10 {
@@ -124,7 +131,7 @@ fn two_pools_with_quotas_hand_memory_to_each_other() {
         let took = begun.elapsed();
         assert_eq!(before - free(), 3072 << 20, "round {round}");
         let filled = allocator.with_pool(&other).alloc_zeroed::<u8>(&stream, (3072 - large as usize) * MIB);
-        drop(filled.expect("what the one gave up"));
+        drop(filled.expect("memory that the other pool released"));
         for (page, buffer) in &pages {
             assert_eq!(stream.clone_dtoh(&buffer.slice(..1024)).expect("copied"), [*page; 1024], "round {round}");
         }

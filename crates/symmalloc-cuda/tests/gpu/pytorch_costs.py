@@ -1,4 +1,4 @@
-"""What PyTorch's expandable and fixed segments cost, per MiB, for the figures beside costs.rs."""
+"""Measures the cost of PyTorch's expandable and fixed segments per MiB, for comparison with costs.rs."""
 import os
 import sys
 import time

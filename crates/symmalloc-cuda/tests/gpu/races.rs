@@ -1,4 +1,4 @@
-//! Cross-stream reuse with real kernels: without fences it corrupts data within a second, with them never.
+//! Cross-stream reuse with real kernels: data is corrupted within a second without fences, and never with them.
 
 use crate::device;
 use crate::kernels::Kernels;
@@ -12,7 +12,7 @@ use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, CudaMemory, DeviceB
 
 const COUNT: u32 = 256 << 10;
 
-/// The test-only switch: a backend that may forget to wait.
+/// A backend that can skip fence waits, for tests only.
 struct Fenced {
     backend: CudaBackend,
     waits: bool,
@@ -51,14 +51,14 @@ impl Backend for Fenced {
     }
 }
 
-/// For so long: a block filled on one stream is read on a slow second one, freed, and taken again by the first. Returns how
-/// many elements the reader found changed, and in how many rounds. In a pool that learns, two rounds are a step, and each takes the
-/// place of the one before.
+/// For the given time, fills a block on one stream, reads it on a slow second stream, frees it, and allocates it again on the first stream.
+/// Returns the number of changed elements that the reader found, and the number of rounds. In a pool that learns plans, two rounds form a
+/// step, and both use the same placement.
 fn wrong_elements(device: &Arc<CudaDevice>, waits: bool, lasting: Duration, config: &str) -> (u32, u32) {
     let config: Config = config.parse().expect("settings");
     let in_steps = config.default_pool().plan() == PlanPolicy::Learn;
     let context = device.context();
-    // SAFETY: the streams are ordered by hand here.
+    // SAFETY: this test orders the streams explicitly.
     unsafe { context.disable_event_tracking() };
     let kernels = Kernels::compile(context);
     let backend = CudaBackend::builder(device).build().expect("supported");
@@ -85,7 +85,7 @@ fn wrong_elements(device: &Arc<CudaDevice>, waits: bool, lasting: Duration, conf
         side.join(&main).expect("ordered");
         // SAFETY: touches no memory.
         unsafe { side.launch_builder(&kernels.delay).arg(&cycles).launch(one) }.expect("launched");
-        // SAFETY: reads the block, which is noted as used by `side`, and counts into a counter of its own.
+        // SAFETY: reads the block, which is recorded as used by `side`, and increments a separate counter.
         unsafe {
             side.launch_builder(&kernels.count_others).arg(&pointer).arg(&round).arg(&COUNT).arg(&wrong).launch(grid)
         }
@@ -149,7 +149,7 @@ fn buffers_that_are_dropped_under_a_reader_are_not_overwritten() {
     }
 }
 
-/// A slow stream beside the one on which buffers are allocated.
+/// A slow stream next to the stream on which buffers are allocated.
 struct Reader {
     kernels: Kernels,
     allocator: CudaAllocator,
@@ -170,7 +170,7 @@ impl Reader {
         Reader { kernels: Kernels::compile(device.context()), allocator, main, side, is_registered }
     }
 
-    /// Fills buffers, has them read late, and drops them before they were read.
+    /// Fills buffers, submits delayed reads, and drops the buffers before they were read.
     fn rounds<A>(&self, name: &str, alloc: impl Fn() -> DeviceBuffer<u32, A>)
     where
         A: StreamAllocatorRef<Memory = CudaBackend>,
@@ -180,7 +180,7 @@ impl Reader {
         let wrong = side.alloc_zeros::<u32>(1).expect("a counter");
         for round in 0..2000_u32 {
             let mut buffer = alloc();
-            // SAFETY: the kernel writes COUNT elements of a buffer that has them, on its own stream.
+            // SAFETY: the kernel writes COUNT elements of a buffer that has them, on the buffer's stream.
             unsafe { main.launch_builder(&kernels.fill).arg(&mut buffer).arg(&round).arg(&COUNT).launch(grid) }
                 .expect("launched");
             let cycles = 100_000_u64;
@@ -188,7 +188,7 @@ impl Reader {
             unsafe { side.launch_builder(&kernels.delay).arg(&cycles).launch(one) }.expect("launched");
             {
                 let argument = buffer.read_on(side);
-                // SAFETY: reads the buffer on the stream that the argument was made for.
+                // SAFETY: reads the buffer on the stream of the argument.
                 unsafe {
                     let mut launch = side.launch_builder(&kernels.count_others);
                     launch.arg(&argument).arg(&round).arg(&COUNT).arg(&wrong).launch(grid)
@@ -204,6 +204,6 @@ impl Reader {
         let reserved = allocator.stats().reserved_bytes.peak;
         println!("{name}, registered: {is_registered}, {wrong} wrong of 2000 rounds, {reserved} bytes reserved");
         assert_eq!((wrong, allocator.drop_errors().count), (0, 0));
-        assert_eq!(reserved, 2 << 20, "every round had the same memory");
+        assert_eq!(reserved, 2 << 20, "every round used the same memory");
     }
 }

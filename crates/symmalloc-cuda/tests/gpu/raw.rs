@@ -1,4 +1,4 @@
-//! What passes between this crate and other code as plain numbers: streams, buffers and pointers.
+//! Values that are exchanged with other code as plain numbers: streams, buffers and pointers.
 
 use crate::device;
 use crate::kernels::Worker;
@@ -40,9 +40,9 @@ fn a_stream_that_other_code_owns_is_registered_ordered_and_left_alive() {
     println!("2000 buffers of two streams, {reserved} bytes reserved");
     drop((allocator, theirs, main));
     context.bind_to_thread().expect("current");
-    // SAFETY: the stream is alive, if the allocator did not destroy it.
+    // SAFETY: the stream must be alive, because the allocator does not own it.
     unsafe { stream::synchronize(raw) }.expect("alive");
-    // SAFETY: made above, and used by nobody any more.
+    // SAFETY: created above, and not used anymore.
     unsafe { stream::destroy(raw) }.expect("destroyed by its owner");
 }
 
@@ -57,16 +57,16 @@ fn a_buffer_taken_apart_keeps_its_place_content_and_uses() {
         let mut buffer = unsafe { allocator.alloc::<u32>(&main.stream, MIB / 4) }.expect("allocated");
         let placement = buffer.placement();
         main.fill(&mut buffer, round);
-        // A late read on a stream without an id: what is taken apart must not forget it.
+        // A late read on a stream without an id: taking the buffer apart must not lose this use.
         stranger.delay();
         stranger.expect(&buffer, round);
         let raw = buffer.into_raw().expect("ordered");
         assert_eq!(raw.len, MIB / 4);
-        // SAFETY: the elements are there, and only the stream that owns them uses them.
+        // SAFETY: the elements exist, and only the stream that owns them uses them.
         unsafe { main.expect_at(raw.pointer, round, raw.len as u32) };
         let allocator = allocator.clone();
         let buffer = std::thread::spawn(move || {
-            // SAFETY: from `into_raw`, once.
+            // SAFETY: from `into_raw`, and restored only once.
             unsafe { DeviceBuffer::<u32>::from_raw(&allocator, raw) }
         });
         let buffer = buffer.join().expect("put together");
@@ -75,7 +75,7 @@ fn a_buffer_taken_apart_keeps_its_place_content_and_uses() {
     }
     assert_eq!((main.wrong_elements(), stranger.wrong_elements(), allocator.drop_errors().count), (0, 0, 0));
     assert_eq!(allocator.stats().usage.all.allocations.current, 0);
-    assert_eq!(allocator.stats().reserved_bytes.peak, 2 << 20, "every round had the same memory");
+    assert_eq!(allocator.stats().reserved_bytes.peak, 2 << 20, "every round used the same memory");
 }
 
 #[test]
@@ -84,7 +84,7 @@ fn leaked_memory_stays_until_the_allocator_is_gone() {
     let free = || device.memory_info().expect("asked").free_bytes;
     let worker = Worker::on_new_stream(device.context());
     let allocator = || CudaAllocator::new(&device, Config::default()).expect("made");
-    // The first launch of a kernel takes memory of its own.
+    // The first launch of a kernel allocates additional memory.
     let mut first = allocator().alloc_zeroed::<u32>(&worker.stream, 1).expect("allocated");
     worker.fill(&mut first, 7);
     worker.expect(&first, 7);
@@ -100,12 +100,12 @@ fn leaked_memory_stays_until_the_allocator_is_gone() {
         worker.fill(&mut other, 8);
     }
     allocator.trim().expect("trimmed");
-    // SAFETY: leaked, so the elements are there and nobody writes them.
+    // SAFETY: leaked, so the elements exist and nobody writes them.
     unsafe { worker.expect_at(pointer, 7, 4 << 20) };
     assert_eq!(worker.wrong_elements(), 0);
     println!("{}", allocator.leak_report());
     assert!(allocator.leak_report().to_string().contains("leaked"));
     assert_eq!((allocator.stats().usage.all.allocations.current, before - free()), (1, 16 << 20));
     drop(allocator);
-    assert_eq!(free(), before, "the last owner gives everything back");
+    assert_eq!(free(), before, "the last owner releases everything");
 }

@@ -1,5 +1,5 @@
-//! Sleep and wake on a device: what was kept is there, where it was, and its memory is somebody else's meanwhile. Figures: the
-//! example `sleep`.
+//! Sleep and wake on a device: kept contents are restored at the same addresses, and the memory is available to others in between. For
+//! measurements see the example `sleep`.
 
 use crate::device;
 use cudarc::driver::DevicePtr;
@@ -28,9 +28,9 @@ fn sleeps_on(backend: CudaBackend) {
         let before = device.memory_info().expect("it answers").free_bytes;
         let slept = allocator.sleep(pool.id(), Contents::Keep).expect("slept");
         let asleep = device.memory_info().expect("it answers").free_bytes;
-        // The driver takes a granule or two for itself when the first copies are made.
+        // The driver allocates a granule or two internally for the first copies.
         assert!((asleep - before).abs_diff(slept.released_bytes) <= 8 << 20);
-        // All that is left is somebody else's, and filled with other bytes.
+        // Other allocations take all free memory, and fill it with other bytes.
         let mut taken = Vec::new();
         for chunk_mib in [1 << 10, 64, 2] {
             while let Ok(other) = allocator.alloc_zeroed::<u8>(&stream, chunk_mib * MIB) {

@@ -1,4 +1,4 @@
-//! Buffers where a program has `CudaSlice`s: copies, parts that are owned, and buffers lent as `CudaSlice`s.
+//! Buffers in place of `CudaSlice`s: copies, owned parts, and buffers lent as `CudaSlice`s.
 
 use crate::device;
 use crate::kernels::Worker;
@@ -20,7 +20,7 @@ fn buffers_are_made_copied_and_cut_as_cuda_slices_are() {
     let copy = buffer.try_clone().expect("made");
     stream.memset_zeros(&mut buffer.split_at_mut(MIB).1).expect("set");
     assert_eq!(stream.clone_dtoh(&buffer.slice(MIB - 1..MIB + 1)).expect("copied"), [MIB as u32 - 1, 0]);
-    // SAFETY: any bits are a `u64`.
+    // SAFETY: every bit pattern is a valid `u64`.
     let pairs = unsafe { copy.transmute::<u64>(MIB) }.expect("it has more");
     assert_eq!(stream.clone_dtoh(&pairs.slice(1..2)).expect("copied"), [(3 << 32) | 2]);
     let theirs: CudaSlice<u32> = stream.clone_htod(&numbers).expect("cudarc's");
@@ -39,7 +39,7 @@ fn parts_on_three_streams_are_whole_and_their_memory_is_fenced() {
         let count = part.len() as u32;
         worker.delay();
         let argument = part.on(&worker.stream);
-        // SAFETY: the part has so many elements, and the argument, which orders the streams, lives until the launch.
+        // SAFETY: the part has `count` elements, and the argument, which orders the streams, lives until the launch.
         unsafe { worker.fill_at(argument.pointer(), value, count) };
     };
     for round in 0..500_u32 {
@@ -59,7 +59,7 @@ fn parts_on_three_streams_are_whole_and_their_memory_is_fenced() {
                 unsafe { reader.expect_at(argument.pointer(), value, part.len() as u32) };
             }
         }
-        // The next round takes the same memory at once, behind late readers and writers.
+        // The next round immediately takes the same memory, behind delayed readers and writers.
     }
     assert_eq!((a.wrong_elements(), b.wrong_elements(), stranger.wrong_elements()), (0, 0, 0));
     assert_eq!(allocator.drop_errors().count, 0);
@@ -83,7 +83,7 @@ fn a_lent_buffer_is_read_and_written_in_order_and_never_freed_by_the_driver() {
         a.fill(&mut buffer, round);
         let copy: CudaSlice<u32> = {
             let lent = buffer.lend_on(&b.stream).expect("lent");
-            // A third stream reads late what only cudarc sees there.
+            // A third stream performs a delayed read that only cudarc tracks.
             c.delay();
             c.stream.clone_dtod(&*lent).expect("copied")
         };
@@ -98,10 +98,10 @@ fn a_lent_buffer_is_read_and_written_in_order_and_never_freed_by_the_driver() {
     assert_eq!((a.wrong_elements(), b.wrong_elements(), c.wrong_elements()), (0, 0, 0));
     assert_eq!(allocator.stats().usage.all.allocations.current, 0);
     device.synchronize().expect("nothing failed");
-    device.context().check_err().expect("cudarc freed nothing that is not its own");
+    device.context().check_err().expect("cudarc freed no memory that it does not own");
 }
 
-/// It rests on what the driver answers for an event that was never recorded.
+/// The detection relies on the driver's answer for an event that was never recorded.
 #[test]
 fn a_forgotten_guard_keeps_the_memory_until_its_work_is_done() {
     let Some(device) = device() else { return };
@@ -115,7 +115,7 @@ fn a_forgotten_guard_keeps_the_memory_until_its_work_is_done() {
         own.fill(&mut buffer, round);
         own.stream.synchronize().expect("done");
         let to = target.device_ptr(&other.stream).0;
-        // SAFETY: both have as many bytes, and live until the work is done: that is what is tested.
+        // SAFETY: both buffers are large enough. They live until the work is done, which is the property under test.
         let copy = |from| unsafe { memcpy_dtod_async(to, from, 4 * MIB, other.stream.cu_stream()) }.expect("submitted");
         match round % 3 {
             0 => {
@@ -147,7 +147,7 @@ fn a_forgotten_guard_keeps_the_memory_until_its_work_is_done() {
     assert_eq!(allocator.drop_errors().count, 0);
 }
 
-/// What a program gains: the time on the calling thread for a buffer that is made with its content and dropped.
+/// Measures the time on the calling thread to create a buffer with contents and drop it.
 #[test]
 fn costs_of_buffers_made_with_content() {
     let Some(device) = device() else { return };
@@ -169,7 +169,7 @@ fn costs_of_buffers_made_with_content() {
         times.sort_by(f64::total_cmp);
         times[2]
     };
-    println!("ns per buffer, median of 5: bytes, cudarc's, ours");
+    println!("ns per buffer, median of 5: bytes, cudarc, symmalloc");
     for bytes in [4096, 4 * MIB] {
         let theirs = stream.alloc_zeros::<u8>(bytes).expect("made");
         let ours = allocator.alloc_zeros::<u8>(&stream, bytes).expect("made");

@@ -1,10 +1,9 @@
-//! A soak test: mixed use for as long as the environment asks, and resources that must stay at their level.
+//! A soak test: runs mixed workloads for a configurable time, and checks that resource usage stays level.
 //!
-//! Each round makes pools with different settings, uses them from several streams and threads, and destroys them again:
-//! buffers with checked contents, steps that learn plans, stitching, sleep and wake, captured graphs, an export, and a
-//! stream that its owner destroys. Every stretch ends with a sample of the process. The level is the maximum over the
-//! second sixth of the run (of a long run, the second minute). Later samples may exceed it by the slack only, which a leak in each
-//! round exceeds soon.
+//! Each round creates pools with different settings, uses them from several streams and threads, and destroys them: buffers with checked
+//! contents, steps that learn plans, stitching, sleep and wake, captured graphs, an export, and a stream that its owner destroys. The
+//! process is sampled at regular intervals. The level is the maximum over the second sixth of the run (of a long run, the second minute).
+//! Later samples may exceed it only by the slack, which a leak in each round exceeds soon.
 
 use cudarc::driver::{CudaContext, CudaStream};
 use std::fmt;
@@ -14,19 +13,19 @@ use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_core::op::Contents;
 use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaDevice, DeviceBuffer, GraphPool, LentStream, Pool};
 
-/// Names how long the soak runs, in seconds.
+/// Environment variable with the duration of the soak in seconds.
 const SECONDS_VARIABLE: &str = "SYMMALLOC_SOAK_SECONDS";
 const SECONDS_DEFAULT: u64 = 3;
-/// Samples that a run takes.
+/// Number of samples per run.
 const SAMPLES: u32 = 60;
-/// Start-up is over after this time, or after a sixth of a short run.
+/// Start-up ends after this time, or after a sixth of a short run.
 const WARM_UP: Duration = Duration::from_secs(60);
-/// Resident memory varies with the C library's arenas, by more the more threads there are.
+/// Resident memory varies with the C library's arenas, and more so with more threads.
 const SLACK_BYTES: u64 = 8 << 20;
-/// The pool of events grows a little when threads meet in a way that they have not met before.
+/// The event pool grows slightly when threads interleave in a new way.
 const SLACK_OBJECTS: u64 = 32;
 
-/// Settings of the pools that a round makes, in `SYMMALLOC_CONF`'s syntax.
+/// Settings of the pools that a round creates, in `SYMMALLOC_CONF`'s syntax.
 const POOLS: [&str; 6] = [
     "segments:expandable",
     "segments:fixed",
@@ -42,7 +41,7 @@ pub(crate) struct Sample {
     resident_bytes: u64,
     descriptors: u64,
     threads: u64,
-    /// Objects that the driver holds for the process, where it can be asked.
+    /// Objects that the driver holds for the process, if it can be queried.
     driver_objects: u64,
 }
 
@@ -87,7 +86,7 @@ impl fmt::Display for Sample {
     }
 }
 
-/// Runs the soak. `driver_objects` counts the objects that the driver holds; return 0 where it cannot be asked.
+/// Runs the soak. `driver_objects` returns the number of objects that the driver holds, or 0 if it cannot be queried.
 pub(crate) fn run(device: &Arc<CudaDevice>, driver_objects: impl Fn() -> u64) {
     let seconds = std::env::var(SECONDS_VARIABLE).map_or(SECONDS_DEFAULT, |text| text.parse().expect("seconds"));
     let whole = Duration::from_secs(seconds);
@@ -99,7 +98,7 @@ pub(crate) fn run(device: &Arc<CudaDevice>, driver_objects: impl Fn() -> u64) {
             soak.round();
             rounds += 1;
         }
-        // A run of seconds ends between two samples: each has at least one round.
+        // In a short run, an interval may be shorter than a round: each interval has at least one round.
         soak.round();
         soak.settle();
         let (elapsed, sample) = (begun.elapsed(), Sample::take(driver_objects()));
@@ -119,12 +118,12 @@ pub(crate) fn run(device: &Arc<CudaDevice>, driver_objects: impl Fn() -> u64) {
     println!("{rounds} rounds in {:.0} s", begun.elapsed().as_secs_f64());
 }
 
-/// Objects that live through the whole run.
+/// Objects that live for the whole run.
 struct Soak {
     allocator: CudaAllocator,
     streams: Vec<Arc<CudaStream>>,
     random: SplitMix,
-    /// The id of the streams that come and go, once there is one.
+    /// The id of the lent streams, once there is one.
     lent: Option<symmalloc_core::StreamId>,
     rounds: u64,
 }
@@ -154,14 +153,14 @@ impl Soak {
         self.rounds += 1;
     }
 
-    /// Leaves nothing but what lives through the whole run.
+    /// Waits for all work and trims, so that only objects that live for the whole run remain.
     fn settle(&mut self) {
         self.streams.iter().for_each(|stream| self.allocator.synchronize(stream).expect("synchronized"));
         self.allocator.trim().expect("trimmed");
         assert_eq!(self.allocator.stats().usage.all.allocated_bytes.current, 0, "everything is freed between rounds");
     }
 
-    /// Steps with a random replacement of buffers. Every buffer that is freed is read first, on another stream at times.
+    /// Runs steps that randomly replace buffers. Every buffer is read before it is freed, sometimes on another stream.
     fn steps(&mut self, pool: &Pool<CudaBackend>, are_alike: bool) {
         let inside = self.allocator.with_pool(pool);
         let seed = self.random.next();
@@ -214,7 +213,7 @@ impl Soak {
         export.withdraw();
     }
 
-    /// Three threads with a stream each, on the same pool.
+    /// Runs three threads with one stream each on the same pool.
     fn threads(&mut self, pool: &Pool<CudaBackend>) {
         let inside = self.allocator.with_pool(pool);
         std::thread::scope(|scope| {
@@ -229,12 +228,12 @@ impl Soak {
         });
     }
 
-    /// A stream that its owner destroys while the allocator lives.
+    /// Lends a stream that its owner destroys while the allocator is alive.
     fn lend_stream(&mut self, pool: &Pool<CudaBackend>) {
         let context: &Arc<CudaContext> = self.allocator.device().context();
         let stream = context.new_stream().expect("a stream");
         let lent = LentStream::of(stream.cu_stream());
-        // SAFETY: the stream is of the device's context, and is returned below, before it is dropped.
+        // SAFETY: the stream belongs to the device's context, and is returned below before it is dropped.
         let id = unsafe {
             match self.lent {
                 None => self.allocator.lend_stream(lent).expect("lent"),
@@ -256,7 +255,7 @@ struct Filled {
 }
 
 impl Filled {
-    /// Bytes checked at either end.
+    /// Number of bytes that are checked at each end.
     const EDGE: usize = 256;
 
     fn new(allocator: &CudaAllocator, stream: &Arc<CudaStream>, len: usize, salt: u8) -> Self {
@@ -291,7 +290,7 @@ impl SplitMix {
         self.next() % bound
     }
 
-    /// A size from 512 bytes to 4 MiB, small ones more often.
+    /// Returns a size from 512 bytes to 4 MiB; small sizes are more frequent.
     fn size(&mut self) -> usize {
         512 << self.below(14)
     }

@@ -1,4 +1,4 @@
-//! The backend: its contract, its memory, the thread's context.
+//! The backend's contract, memory and handling of the thread's context.
 
 use crate::process::{calls, device, fail, heal, live, stub_test};
 use cudarc::driver::result::ctx;
@@ -11,7 +11,7 @@ use symmalloc_harness::conformance::conformance;
 
 const MIB: u64 = 1 << 20;
 
-/// A backend with four streams.
+/// Creates a backend with four streams.
 fn with_streams(device: &Arc<CudaDevice>, builder: CudaBackendBuilder) -> CudaBackend {
     let backend = builder.build().expect("the stub supports it");
     for id in 0..4 {
@@ -44,14 +44,14 @@ stub_test!(a_map_of_a_whole_range_is_one_chunk_and_growth_is_cut, {
     let growing = backend.reserve(64 * MIB).expect("reserve");
     backend.map(growing, 0, 16 * MIB).expect("map");
     assert_eq!(live().mappings, 1 + 8);
-    assert_eq!(calls("cuMemSetAccess"), 1 + 8, "what is mapped is accessible before more is");
+    assert_eq!(calls("cuMemSetAccess"), 1 + 8, "a chunk is made accessible before the next one is mapped");
 
-    // A part of the growing range goes back at once; of the whole one only with the rest.
+    // A part of the growing range is released immediately; a part of the whole range only with the rest.
     backend.unmap(growing, 4 * MIB, 6 * MIB).expect("unmap");
     assert_eq!((live().device_bytes, backend.idle_bytes()), (26 * MIB, 0));
     backend.unmap(whole, 4 * MIB, 6 * MIB).expect("unmap");
     assert_eq!((live().device_bytes, backend.idle_bytes()), (26 * MIB, 6 * MIB));
-    backend.map(whole, 4 * MIB, 2 * MIB).expect("idle memory is used again");
+    backend.map(whole, 4 * MIB, 2 * MIB).expect("idle memory is reused");
     assert_eq!((live().device_bytes, backend.idle_bytes()), (26 * MIB, 4 * MIB));
     for (range, offset, size) in [(whole, 0, 6), (whole, 10, 6), (growing, 0, 4), (growing, 10, 6)] {
         backend.unmap(range, offset * MIB, size * MIB).expect("unmap");
@@ -82,7 +82,7 @@ stub_test!(a_given_chunk_size_holds_for_much_growth_at_once, ["STUB_MEMORY_BYTES
     let range = by_granules.reserve(4096 * MIB).expect("reserve");
     by_granules.map(range, 0, 1920 * MIB).expect("map");
     assert_eq!(live().mappings, 960);
-    // So any granule goes back at once: quotas and limits are what the driver shows.
+    // Any granule is therefore released immediately: quotas and limits match the driver's numbers.
     by_granules.unmap(range, 2 * MIB, 1918 * MIB).expect("unmap");
     assert_eq!((live().device_bytes, by_granules.idle_bytes()), (2 * MIB, 0));
 });
@@ -91,13 +91,13 @@ stub_test!(chunks_grow_with_what_the_range_reaches, ["STUB_MEMORY_BYTES" = "4294
     let device = device();
     let backend = with_streams(&device, CudaBackend::builder(&device));
     let range = backend.reserve(4096 * MIB).expect("reserve");
-    // From 2 GiB on a 64th is more than 32 MiB: pools that grow large come in few chunks, and fall asleep as fast.
+    // From 2 GiB on, 1/64 is more than 32 MiB: pools that grow large have few chunks, and fall asleep quickly.
     for (at, mib, chunks) in [(0, 1120, 35), (1120, 160, 5), (1280, 768, 24), (2048, 640, 10), (2688, 640, 10)] {
         let before = live().mappings;
         backend.map(range, at * MIB, mib * MIB).expect("map");
         assert_eq!(live().mappings - before, chunks, "{mib} MiB at {at}");
     }
-    // A hole is filled in the chunks of the range around it.
+    // A hole is filled with chunks of the surrounding range's size.
     backend.unmap(range, 0, 320 * MIB).expect("unmap");
     let before = live().mappings;
     backend.map(range, 0, 320 * MIB).expect("map");
@@ -146,15 +146,15 @@ stub_test!(descending_addresses_come_from_the_end_and_are_used_again, {
     assert_eq!((error.call, error.reason), ("cuMemAddressReserve", Reason::OutOfMemory), "{error}");
     backend.unmap(ranges[1], 0, 4 * MIB).expect("unmap");
     backend.release(ranges[1]).expect("release");
-    backend.release(ranges[1]).expect_err("it is not reserved any more");
+    backend.release(ranges[1]).expect_err("the range is not reserved anymore");
     let again = [reserve(2), reserve(2), reserve(4)].map(|range| range.expect("there is room"));
-    assert_eq!(again.each_ref().map(below), [4, 6, 16], "the highest gap that fits");
+    assert_eq!(again.each_ref().map(below), [4, 6, 16], "the highest gap that fits is used");
     for range in [ranges[0], ranges[2]] {
         backend.unmap(range, 0, range.size_bytes).expect("unmap");
         backend.release(range).expect("release");
     }
     drop(backend);
-    assert_eq!((live().device_bytes, live().ranges), (0, 0), "the reservation went back");
+    assert_eq!((live().device_bytes, live().ranges), (0, 0), "the reservation was released");
     for space in [0, 3 * MIB] {
         let error = CudaBackend::builder(&device).descending_addresses(space).build().expect_err("no such space");
         assert_eq!(error, CudaError::AddressSpace { size_bytes: space, granularity_bytes: 2 * MIB });
@@ -174,7 +174,7 @@ stub_test!(what_the_driver_keeps_after_a_failed_map_is_used_by_the_next, {
     assert_eq!((live().device_bytes, backend.idle_bytes()), (8 * MIB, 0));
 });
 
-/// A folder with one channel, which is a plain file here.
+/// Creates a folder with one channel, which is a plain file here.
 fn imex_channels() -> tempfile::TempDir {
     let folder = tempfile::tempdir().expect("a temporary folder");
     std::fs::write(folder.path().join("channel0"), []).expect("written");
@@ -193,7 +193,7 @@ stub_test!(fabric_handles_are_not_tried_without_an_imex_channel, {
     for (builds, folder) in (1..).zip([none.path().to_owned(), none.path().join("missing")]) {
         let traits = CudaBackend::builder(&device).imex_channels(folder).build().expect("supported").traits();
         assert!(traits.posix_fd && !traits.fabric && traits.gpu_direct_rdma, "{traits:?}");
-        assert_eq!(calls("cuMemCreate"), builds, "one granule, at the first try");
+        assert_eq!(calls("cuMemCreate"), builds, "one granule, at the first attempt");
     }
 });
 
@@ -254,7 +254,7 @@ stub_test!(the_current_context_is_left_as_it_was, ["STUB_DEVICES" = "2"], {
     let backend = with_streams(&device, CudaBackend::builder(&device));
     for context in [std::ptr::null_mut(), other.context().cu_ctx(), device.context().cu_ctx()] {
         let context: CUcontext = context;
-        // SAFETY: null, or a context that is alive.
+        // SAFETY: null, or a live context.
         unsafe { ctx::set_current(context) }.expect("set");
         let range = backend.reserve(2 * MIB).expect("reserve");
         backend.map(range, 0, 2 * MIB).expect("map");
@@ -286,7 +286,7 @@ stub_test!(without_virtual_memory_segments_are_whole_allocations, ["STUB_NO_VMM"
     let device = device();
     let backend = with_streams(&device, CudaBackend::builder(&device));
     assert!(!backend.traits().virtual_memory && !backend.is_expandable());
-    // The stub's second allocation is not aligned by itself.
+    // The stub's second allocation is not aligned.
     for _ in 0..3 {
         let range = backend.reserve(4 * MIB).expect("reserve");
         assert!(range.base.0.is_multiple_of(backend.granularity_bytes()));

@@ -1,4 +1,4 @@
-//! Buffers and allocators on the stub: content, streams, and what they cost.
+//! Buffers and allocators on the stub: contents, streams, and costs in driver calls.
 
 use crate::process::{all_calls, calls, device, fail, heal, live, stub_test};
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, PushKernelArg};
@@ -73,7 +73,7 @@ stub_test!(a_cache_hit_without_fences_makes_no_driver_call, {
 });
 
 stub_test!(more_streams_than_slots_from_several_threads_and_in_other_wrappers_are_all_served, {
-    // Ranges that grow would take more addresses than a device of the stub has.
+    // Growable ranges would need more addresses than the stub's device has.
     let pool = PoolConfig::builder().fixed().build().expect("valid");
     let config = Config::builder().default_pool(pool).build().expect("valid");
     let allocator = CudaAllocator::new(&device(), config).expect("the stub supports it");
@@ -90,7 +90,7 @@ stub_test!(more_streams_than_slots_from_several_threads_and_in_other_wrappers_ar
                     let (one, twin) =
                         unsafe { (allocator.alloc::<u8>(stream, MIB), allocator.alloc::<u8>(&wrapper, MIB)) };
                     let (one, twin) = (one.expect("allocated"), twin.expect("allocated"));
-                    assert!(Arc::ptr_eq(one.stream(), twin.stream()), "one stream, whatever it is wrapped in");
+                    assert!(Arc::ptr_eq(one.stream(), twin.stream()), "both wrappers refer to the same stream");
                 }
             });
         }
@@ -106,9 +106,9 @@ stub_test!(a_buffer_outlives_all_names_of_its_allocator, {
     // SAFETY: never read.
     let buffer = unsafe { allocator.clone().alloc::<u8>(&stream, MIB) }.expect("allocated");
     drop(allocator);
-    assert!(live().device_bytes >= MIB as u64, "its memory is there");
+    assert!(live().device_bytes >= MIB as u64, "the buffer keeps its memory");
     thread::spawn(move || drop(buffer)).join().expect("no panic");
-    assert_eq!(live().device_bytes, 0, "the last buffer takes the allocator along");
+    assert_eq!(live().device_bytes, 0, "dropping the last buffer drops the allocator");
 });
 
 stub_test!(allocating_and_freeing_never_waits_on_the_host, {
@@ -133,24 +133,24 @@ stub_test!(taking_a_pointer_on_another_stream_orders_both_and_fences_the_memory,
     allocator.register_stream(&b).expect("registered");
     let mut buffer = allocator.alloc_zeroed::<u8>(&a, MIB).expect("allocated");
     let counts = || (calls("cuEventRecord"), calls("cuStreamWaitEvent"));
-    assert_eq!(counts(), (0, 0), "its own stream needs nothing");
+    assert_eq!(counts(), (0, 0), "the buffer's stream needs no event");
     let _ = buffer.device_ptr(&b);
     assert_eq!(counts(), (1, 1), "the reader waits for the writer");
     let _ = buffer.device_ptr(&b);
     assert_eq!(counts(), (1, 1), "once");
     let _ = buffer.device_ptr(&a);
-    assert_eq!(counts(), (1, 1), "the writer's own stream is behind it");
+    assert_eq!(counts(), (1, 1), "the writer's stream is already ordered");
     let _ = buffer.device_ptr_mut(&a);
     assert_eq!(counts(), (2, 2), "a writer waits for the readers");
     drop(buffer);
     assert_eq!(counts(), (3, 2), "freeing records the use on the other stream");
     // SAFETY: never read.
     let next = unsafe { allocator.alloc::<u8>(&a, MIB) }.expect("allocated");
-    assert_eq!(counts(), (3, 3), "whoever takes the memory waits on the device");
+    assert_eq!(counts(), (3, 3), "the next user of the memory waits on the device");
     drop(next);
 });
 
-/// What a program with two streams comes to: where its buffers lie, the digest, and the calls that order its streams.
+/// Returns the results of a program with two streams: buffer placements, the digest, and the calls that order its streams.
 fn history<'a, A: StreamAllocatorRef<Memory = CudaBackend> + 'a>(
     allocator: &CudaAllocator,
     b: &CudaStream,
@@ -204,7 +204,7 @@ stub_test!(a_stream_allocator_keeps_the_memory_and_not_the_pool, {
     assert!(matches!(error, CudaError::Allocate(AllocateError::Unknown(_))), "{error:?}");
     drop(allocator.alloc_zeroed::<u8>(&stream, MIB).expect("allocated"));
     drop(allocator);
-    assert!(live().device_bytes >= MIB as u64, "its memory is there");
+    assert!(live().device_bytes >= MIB as u64, "the allocator's memory is kept");
     drop(inside);
     assert_eq!(live().device_bytes, 0);
 });
@@ -221,7 +221,7 @@ stub_test!(a_buffer_given_to_a_kernel_is_ordered_behind_other_streams, {
     let waits = || calls("cuStreamWaitEvent");
     a.launch_builder(&kernel).arg(&buffer);
     a.launch_builder(&kernel).arg(&mut buffer);
-    assert_eq!(waits(), 0, "its own stream needs nothing");
+    assert_eq!(waits(), 0, "the buffer's stream needs no event");
     let _ = buffer.device_ptr_mut(&b);
     assert_eq!(waits(), 1, "the other writer waits");
     a.launch_builder(&kernel).arg(&buffer);
@@ -230,7 +230,7 @@ stub_test!(a_buffer_given_to_a_kernel_is_ordered_behind_other_streams, {
     assert_eq!(waits(), 2, "once");
     a.launch_builder(&kernel).arg(&mut buffer);
     let _ = buffer.device_ptr(&b);
-    assert_eq!(waits(), 3, "whoever reads next waits for the kernel that wrote");
+    assert_eq!(waits(), 3, "the next reader waits for the kernel that wrote");
     a.launch_builder(&kernel).arg(&mut buffer);
     assert_eq!(waits(), 4, "a kernel that writes waits for the reader");
 });
@@ -251,7 +251,7 @@ stub_test!(a_stream_that_was_never_registered_is_waited_for_as_well, {
     assert_eq!(
         after,
         (before.0 + 3, before.1),
-        "the buffer's own stream waits for the foreign one, and the host does not"
+        "the buffer's stream waits for the foreign stream, and the host does not"
     );
     assert_eq!(allocator.drop_errors().count, 0);
 });
@@ -297,7 +297,7 @@ stub_test!(a_buffer_can_be_taken_apart_and_put_together, {
     assert_eq!(raw.len, 10);
     assert_eq!(allocator.stats().usage.all.allocations.current, 1);
     assert!(allocator.leak_report().to_string().contains("taken apart"), "{}", allocator.leak_report());
-    // SAFETY: from `into_raw`, once.
+    // SAFETY: from `into_raw`, and restored only once.
     let buffer = unsafe { DeviceBuffer::<u16>::from_raw(&allocator, raw) };
     assert_eq!(
         (buffer.placement(), buffer.len(), DeviceSlice::stream(&buffer).cu_stream()),
@@ -323,7 +323,7 @@ stub_test!(pools_are_scopes, {
     allocator.trim().expect("trimmed");
     assert!(live().device_bytes >= 5 * MIB as u64, "a live buffer keeps the pool");
     drop(buffer);
-    assert!(live().device_bytes >= 5 * MIB as u64, "dropping never gives memory back");
+    assert!(live().device_bytes >= 5 * MIB as u64, "dropping never releases memory to the device");
     allocator.trim().expect("trimmed");
     assert_eq!(live().device_bytes, 0);
     assert!(allocator.core().pool_stats(id).is_err(), "destroyed");
@@ -336,13 +336,13 @@ stub_test!(an_abandoned_pool_that_is_observed_waits_without_an_error, {
     let (observer, _) = allocator.core().observe(id).expect("known");
     drop(pool);
     allocator.trim().expect("trimmed");
-    assert!(allocator.core().pool_stats(id).is_ok(), "somebody watches it");
+    assert!(allocator.core().pool_stats(id).is_ok(), "the pool is observed");
     allocator.core().forget(observer).expect("forgotten");
     allocator.trim().expect("trimmed");
     assert!(allocator.core().pool_stats(id).is_err(), "destroyed");
 });
 
-/// Whether work on two streams is seen to end within the limit.
+/// Returns `true` if the end of work on two streams is detected within the limit.
 fn ends_within(limit: Duration) -> bool {
     let allocator = allocator();
     let context = allocator.device().context();
@@ -350,7 +350,7 @@ fn ends_within(limit: Duration) -> bool {
     let buffers = streams.each_ref().map(|stream| allocator.alloc_zeroed::<u8>(stream, MIB).expect("allocated"));
     let events = live().events;
     let done = allocator.synchronize_all(Instant::now() + limit).expect("asked");
-    assert!(live().events <= events + 2, "events are used again");
+    assert!(live().events <= events + 2, "events are reused");
     drop(buffers);
     done
 }
@@ -361,7 +361,7 @@ stub_test!(waiting_for_all_streams_ends_with_the_work, ["STUB_POLLS" = "3"], {
 
 stub_test!(waiting_for_all_streams_ends_with_the_deadline, {
     let begun = Instant::now();
-    assert!(!ends_within(Duration::from_millis(20)), "on this stub, polling alone sees no end");
+    assert!(!ends_within(Duration::from_millis(20)), "on this stub, polling alone does not detect the end");
     assert!(begun.elapsed() < Duration::from_secs(30));
 });
 
@@ -391,7 +391,7 @@ stub_test!(memory_that_another_process_took_is_a_typed_error, ["STUB_MEMORY_BYTE
     assert_eq!((driver.call, driver.code), ("cuMemCreate", 2));
     assert!(error.to_string().contains("cuMemCreate failed with 2"), "{error}");
     drop(kept);
-    allocator.alloc_zeroed::<u8>(&stream, 40 * MIB).expect("as if nothing had happened");
+    allocator.alloc_zeroed::<u8>(&stream, 40 * MIB).expect("a failed allocation changes nothing");
     allocator.core().check().expect("sound");
 });
 
@@ -513,7 +513,7 @@ stub_test!(the_default_streams_of_two_devices_are_two_streams, ["STUB_DEVICES" =
     let buffer = allocator.alloc_zeroed::<u8>(&own, MIB).expect("allocated");
     let before = calls("cuStreamSynchronize");
     drop(buffer.device_ptr(&other));
-    assert_eq!(calls("cuStreamSynchronize"), before + 1, "no event of this context can be recorded there");
+    assert_eq!(calls("cuStreamSynchronize"), before + 1, "events of this context cannot be recorded there");
     drop(buffer);
     assert_eq!(allocator.drop_errors().count, 0);
 });

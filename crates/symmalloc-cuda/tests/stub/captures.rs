@@ -1,5 +1,5 @@
-//! Another thread captures in the global mode, in which the driver forbids every thread what is no work of a stream. Memory comes and goes
-//! all the same, and the capture is not spoilt.
+//! Another thread captures in the global mode, in which the driver forbids calls that are not stream work on every thread. Memory
+//! operations still succeed, and the capture stays valid.
 
 use crate::process::{device, fail, heal, live, stub_test};
 use cudarc::driver::sys::{CUstreamCaptureMode, cuThreadExchangeStreamCaptureMode};
@@ -16,7 +16,7 @@ use symmalloc_cuda::{Access, CudaAllocator, CudaBackend, CudaDevice, Import, Pin
 const MIB: usize = 1 << 20;
 const LONG: Duration = Duration::from_secs(60);
 
-/// Everything that an allocator does with memory, from the first to the last.
+/// Performs every memory operation of an allocator, from creation to drop.
 fn life(allocator: &CudaAllocator) {
     let stream = allocator.device().context().default_stream();
     let other = allocator.register_host_stream().expect("ids are left");
@@ -24,7 +24,7 @@ fn life(allocator: &CudaAllocator) {
     let large = allocator.allocate(&stream, 50 << 20).expect("memory");
     allocator.core().record_use(large.handle, other).expect("live");
     allocator.free(large.handle).expect("live");
-    // Its fence is waited for.
+    // Waits for the fence of the freed block.
     let again = allocator.allocate(&stream, 50 << 20).expect("memory");
     allocator.free(again.handle).expect("live");
     allocator.core().trim(None).expect("nothing fails");
@@ -40,7 +40,7 @@ fn fixed() -> Config {
     Config::builder().default_pool(PoolConfig::builder().fixed().build().expect("valid")).build().expect("valid")
 }
 
-/// Each kind of backend, made and dropped.
+/// Creates and drops each kind of backend.
 fn lives(device: &Arc<CudaDevice>) {
     life(&CudaAllocator::new(device, Config::default()).expect("an allocator"));
     life(&CudaAllocator::new(device, fixed()).expect("an allocator"));
@@ -83,7 +83,7 @@ stub_test!(memory_of_others_is_mapped_and_unmapped_while_another_device_has_the_
     assert_eq!(live().mappings, mappings);
 });
 
-/// Gives this thread a mode, and returns the one before.
+/// Sets this thread's capture mode, and returns the previous one.
 fn exchange(mut mode: CUstreamCaptureMode) -> CUstreamCaptureMode {
     // SAFETY: valid for reading and writing.
     unsafe { cuThreadExchangeStreamCaptureMode(&raw mut mode) }.result().expect("exchanged");

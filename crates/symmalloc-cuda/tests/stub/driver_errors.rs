@@ -1,4 +1,4 @@
-//! Every driver call fails at every occurrence: a typed error, a sound allocator, nothing lost.
+//! Fault injection: every driver call fails at every occurrence. The error must be typed, the allocator consistent, and nothing lost.
 
 use crate::process::{calls, device, fail, heal, live, stub_test};
 use cudarc::driver::{CudaStream, DevicePtr};
@@ -6,7 +6,7 @@ use std::sync::Arc;
 use symmalloc_core::config::{Config, PoolConfig};
 use symmalloc_cuda::{CudaAllocator, CudaError, CudaMemory, DriverError};
 
-/// The calls of the allocator once it is made.
+/// The calls that an allocator makes after it is created.
 const CALLS: [&str; 16] = [
     "cuCtxGetCurrent",
     "cuCtxPushCurrent_v2",
@@ -26,7 +26,7 @@ const CALLS: [&str; 16] = [
     "cuMemsetD8Async",
 ];
 
-/// A program that makes each of [`CALLS`], and stops at the first error.
+/// Runs a program that makes each of [`CALLS`], and stops at the first error.
 fn program(allocator: &CudaAllocator, a: &Arc<CudaStream>, b: &Arc<CudaStream>) -> Result<(), CudaError> {
     let pool = allocator.create_pool(PoolConfig::builder().fixed().build()?)?;
     let inside = allocator.with_pool(&pool);
@@ -55,8 +55,8 @@ stub_test!(every_call_fails_once_at_every_occurrence_and_the_program_goes_on, {
         let mut nth = 1;
         loop {
             let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
-            // Without a current context, which cudarc leaves behind, each call has to push and pop it.
-            // SAFETY: no context at all.
+            // Without a current context, which cudarc leaves behind, each call must push and pop it.
+            // SAFETY: null resets the current context.
             unsafe { cudarc::driver::result::ctx::set_current(std::ptr::null_mut()) }.expect("set");
             let before = calls(call);
             fail(call, nth, 999);
@@ -108,8 +108,12 @@ stub_test!(memory_that_could_be_neither_opened_nor_given_back_is_opened_before_i
     fail("cuMemSetAccess", 1, 719);
     fail("cuMemUnmap", 1, 719);
     assert!(allocator.alloc_zeroed::<u8>(&stream, 3 << 20).is_err());
-    assert_eq!((allocator.core().backend().idle_bytes(), live().device_bytes), (4 << 20, 6 << 20), "it stays mapped");
-    // As long as it cannot be opened it is refused.
+    assert_eq!(
+        (allocator.core().backend().idle_bytes(), live().device_bytes),
+        (4 << 20, 6 << 20),
+        "the chunk stays mapped"
+    );
+    // While the chunk cannot be made accessible, the allocation is refused.
     fail("cuMemSetAccess", 1, 719);
     assert!(allocator.alloc_zeroed::<u8>(&stream, 3 << 20).is_err());
     let mut buffer = allocator.alloc_zeroed::<u8>(&stream, 3 << 20).expect("opened");

@@ -1,4 +1,4 @@
-//! Drops of buffers: what orders the next user of the memory, on which thread, and what is left when everything is dropped.
+//! Drops of buffers: the ordering of the memory's next user, the thread of the drop, and the state after everything is dropped.
 
 use crate::process::{LongWork, calls, device, hold, live, own_calls, stub_test};
 use cudarc::driver::result::memcpy_htod_async;
@@ -11,11 +11,11 @@ use symmalloc_sim::SplitMix64;
 
 const MIB: usize = 1 << 20;
 
-/// An allocator that orders memory and leaves the content to the program, with streams.
+/// Creates an allocator with streams. It orders memory reuse, and leaves the contents to the program.
 fn allocator<const N: usize>(config: Config) -> (CudaAllocator, [Arc<CudaStream>; N]) {
     let allocator = CudaAllocator::new(&device(), config).expect("the stub supports it");
     let context = allocator.device().context();
-    // SAFETY: the tests order what they read.
+    // SAFETY: the tests order the data that they read.
     unsafe { context.disable_event_tracking() };
     let streams = std::array::from_fn(|_| context.new_stream().expect("a stream"));
     for stream in &streams {
@@ -24,7 +24,7 @@ fn allocator<const N: usize>(config: Config) -> (CudaAllocator, [Arc<CudaStream>
     (allocator, streams)
 }
 
-/// So many buffers of one stream that another one used.
+/// Allocates `count` buffers on one stream and uses them on another.
 fn used(allocator: &CudaAllocator, count: usize, on: &Arc<CudaStream>, by: &CudaStream) -> Vec<DeviceBuffer<u8>> {
     let buffers: Vec<_> = (0..count).map(|_| allocator.alloc_zeroed(on, MIB).expect("allocated")).collect();
     buffers.iter().for_each(|buffer| drop(buffer.device_ptr(by)));
@@ -35,14 +35,14 @@ fn counts() -> (u64, u64) {
     (calls("cuEventRecord"), calls("cuStreamWaitEvent"))
 }
 
-/// Whether work on the stream is held up. Any memory of it is written.
+/// Returns `true` if work on the stream is held up. Writes to memory of the stream.
 fn is_held_up(allocator: &CudaAllocator, stream: &Arc<CudaStream>) -> bool {
     let mut mark = allocator.alloc_zeroed::<u8>(stream, 512).expect("allocated");
     stream.memcpy_htod(&[1; 512], &mut mark).expect("copied");
     first_byte(&mark) != 1
 }
 
-/// What lies there now, without waiting.
+/// Returns the first byte of the buffer, without waiting.
 fn first_byte(buffer: &DeviceBuffer<u8>) -> u8 {
     let pointer = buffer.device_ptr(cudarc::driver::DeviceSlice::stream(buffer)).0;
     // SAFETY: the stub maps device memory at its addresses, and the buffer has at least a byte.
@@ -54,7 +54,7 @@ fn buffers(allocator: &CudaAllocator, stream: &Arc<CudaStream>, count: usize) ->
     (0..count).map(|at| unsafe { allocator.alloc(stream, 512 + at) }.expect("allocated")).collect()
 }
 
-/// Nothing is left of any allocator.
+/// Asserts that no resources of any allocator remain.
 fn assert_gone(what: &str) {
     let left = live();
     let left = (left.device_bytes, left.ranges, left.events, left.streams, left.host_bytes);
@@ -71,7 +71,7 @@ stub_test!(a_drop_records_an_event_for_each_other_stream, {
     drop(both);
     assert_eq!(counts(), (before.0 + 2, before.1));
     drop(used(&allocator, 5, &a, &a));
-    assert_eq!(counts().0, before.0 + 2, "its own stream needs none");
+    assert_eq!(counts().0, before.0 + 2, "the buffer's stream needs no event");
     assert_eq!(allocator.device_calls().records, before.0 + 2);
     allocator.core().check().expect("sound");
 });
@@ -142,7 +142,7 @@ stub_test!(a_buffer_that_was_used_is_fenced_before_its_drop_on_another_thread_re
         drop(used.on(&other));
         if takes_apart {
             let raw = used.into_raw().expect("ordered");
-            // SAFETY: put together once.
+            // SAFETY: restored only once.
             used = unsafe { DeviceBuffer::from_raw(&allocator, raw) };
         }
         let recorded = || {
@@ -224,11 +224,11 @@ stub_test!(buffers_that_are_dropped_while_the_last_name_goes_leave_nothing_behin
     }
 });
 
-/// Programs of the random test.
+/// Number of programs of the random test.
 const SEEDS: u64 = 200;
 const STEPS: u64 = 120;
 
-/// What is written: the host keeps it until the work is done.
+/// The written data. It is static because the host memory must outlive the work.
 static BYTES: [[u8; 4096]; 256] = {
     let (mut bytes, mut value) = ([[0; 4096]; 256], 0);
     while value < 256 {
@@ -238,17 +238,17 @@ static BYTES: [[u8; 4096]; 256] = {
     bytes
 };
 
-/// An allocator whose streams share a heap or do not, with streams.
+/// Creates an allocator with streams, whose streams share a heap or use separate heaps.
 fn allocator_with<const N: usize>(streams_share: StreamPolicy) -> (CudaAllocator, [Arc<CudaStream>; N]) {
     let pool = PoolConfig::builder().streams(streams_share).build().expect("valid");
     allocator(Config::builder().default_pool(pool).build().expect("valid"))
 }
 
-/// A buffer, and what its owner wrote.
+/// A buffer, and the value that its owner wrote.
 type Written = (DeviceBuffer<u8>, u8);
 
-/// Buffers that the streams write as their owner, and others just before they are dropped, while streams are held up at random.
-/// Returns those that are left, which have what their owners wrote when no stream is held up any more.
+/// Runs a random program. Streams write buffers as their owner, other streams write immediately before the drop, and streams are held up at
+/// random. Returns the remaining buffers, which must hold their owners' values once no stream is held up.
 fn random_program(seed: u64, allocator: &CudaAllocator, streams: &[Arc<CudaStream>]) -> Vec<Written> {
     let mut draw = SplitMix64::new(seed);
     let mut buffers: Vec<Written> = Vec::new();
@@ -279,13 +279,13 @@ fn random_program(seed: u64, allocator: &CudaAllocator, streams: &[Arc<CudaStrea
                         (users.iter().map(|user| buffer.device_ptr(user).0).max(), users)
                     })
                     .collect();
-                // Work that this crate does not see, between the drops.
+                // Work between the drops that this crate does not see.
                 for ((buffer, _), (pointer, users)) in row.into_iter().zip(users) {
                     for user in users {
                         if draw.below(4) == 0 {
                             long.push(hold(user.cu_stream() as u64));
                         }
-                        // SAFETY: the buffer is alive and has as many bytes, and the host's live as long as the process.
+                        // SAFETY: the buffer is alive and large enough, and the host bytes are static.
                         unsafe { memcpy_htod_async(pointer.expect("used"), &BYTES[255], user.cu_stream()) }
                             .expect("copied");
                     }

@@ -1,4 +1,4 @@
-//! Guards that a program forgets: `std::mem::forget` is safe, so no memory is handed out while work under such a guard runs.
+//! Forgotten guards: `std::mem::forget` is safe, so no memory may be reused while work under a forgotten guard runs.
 
 use crate::process::{calls, device, hold, stub_test};
 use cudarc::driver::result::{memcpy_dtod_async, memcpy_dtoh_async, memcpy_htod_async};
@@ -11,14 +11,14 @@ use symmalloc_core::config::Config;
 use symmalloc_cuda::{CudaAllocator, DeviceBuffer, PinnedAllocator};
 
 const LEN: usize = 4096;
-/// Content of the buffer whose guard is forgotten.
+/// Contents of the buffer whose guard is forgotten.
 static FIVES: [u8; LEN] = [5; LEN];
 
-/// Submits a copy from an address on the stream of the test.
+/// A function that submits a copy from an address on the test's stream.
 type Submit<'s> = &'s dyn Fn(u64);
 
-/// Drops a buffer after `take` submitted a copy from it on an unregistered stream that is held up, and reuses its memory. The
-/// copy must still read what the buffer held.
+/// Drops a buffer after `take` submitted a copy from it on an unregistered stream that is held up, and reuses its memory. The copy must
+/// still read the buffer's contents.
 fn check(what: &str, take: impl FnOnce(DeviceBuffer<u8>, &Arc<CudaStream>, &Arc<CudaStream>, Submit<'_>)) {
     let allocator = CudaAllocator::new(&device(), Config::default()).expect("the stub supports it");
     let context = allocator.device().context();
@@ -33,7 +33,7 @@ fn check(what: &str, take: impl FnOnce(DeviceBuffer<u8>, &Arc<CudaStream>, &Arc<
         drop(work);
     });
     take(buffer, &own, &other, &|from| {
-        // SAFETY: both have as many bytes; `from` is alive as long as the guard says.
+        // SAFETY: both are large enough; `from` is alive as long as the guard keeps it alive.
         unsafe { memcpy_dtod_async(address, from, LEN, other.cu_stream()) }.expect("submitted");
     });
     let reused = allocator.alloc_zeroed::<u8>(&own, LEN).expect("allocated");
@@ -180,9 +180,9 @@ stub_test!(a_forgotten_guard_of_a_pinned_buffer_keeps_the_memory, {
         })
     };
     let released = release(hold(stream.cu_stream() as u64));
-    // SAFETY: used on this stream only, and kept by the buffer until the work is done.
+    // SAFETY: used only on this stream, and the buffer keeps the elements until the work is done.
     let (elements, guard) = unsafe { source.stream_synced_slice(&stream) };
-    // SAFETY: both have as many bytes.
+    // SAFETY: both are large enough.
     unsafe { memcpy_htod_async(address, elements, stream.cu_stream()) }.expect("submitted");
     forget(guard);
     drop(source);
@@ -194,7 +194,7 @@ stub_test!(a_forgotten_guard_of_a_pinned_buffer_keeps_the_memory, {
     let released = release(hold(stream.cu_stream() as u64));
     // SAFETY: as above.
     let (elements, guard) = unsafe { reused.stream_synced_mut_slice(&stream) };
-    // SAFETY: both have as many bytes.
+    // SAFETY: both are large enough.
     unsafe { memcpy_dtoh_async(elements, address, stream.cu_stream()) }.expect("submitted");
     forget(guard);
     assert_eq!(reused.as_slice().expect("waited"), FIVES, "the host reads behind the copy");

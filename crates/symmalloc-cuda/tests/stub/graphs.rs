@@ -1,4 +1,4 @@
-//! Stream captures: memory from the graph pool, legal calls only, the same places again.
+//! Stream captures: memory from the graph pool, only legal calls, and reproducible placements.
 
 use crate::process::{calls, device, live, stub_test};
 use cudarc::driver::CudaStream;
@@ -21,7 +21,7 @@ fn streams(allocator: &CudaAllocator) -> (Arc<CudaStream>, Arc<CudaStream>) {
     (context.new_stream().expect("a stream"), context.new_stream().expect("a stream"))
 }
 
-/// Captures a program on two streams that writes `value` into the returned buffer; temporaries come and go.
+/// Captures a program on two streams that writes `value` into the returned buffer, with temporary buffers in between.
 fn capture(
     allocator: &CudaAllocator,
     pool: &GraphPool,
@@ -65,7 +65,7 @@ stub_test!(memory_in_a_capture_comes_from_the_graph_pool_and_stays, {
         graph.launch(&streams.1).expect("launched");
         assert_eq!(streams.0.clone_dtoh(&output.slice(..4)).expect("copied"), [0; 4]);
     }
-    // The graph keeps the memory when pool and buffers are gone.
+    // The graph keeps the memory after the pool and the buffers are dropped.
     drop((pool, output));
     allocator.trim().expect("trimmed");
     graph.launch(&streams.0).expect("launched");
@@ -85,7 +85,7 @@ stub_test!(a_second_capture_lands_on_the_same_places, {
     let other = GraphPool::new(&allocator, PoolConfig::default()).expect("made");
     let growing = capture(&allocator, &other, &streams).2;
     let fresh = GraphPool::new(&allocator, PoolConfig::default()).expect("made");
-    assert_eq!(capture(&allocator, &fresh, &streams).2, growing, "a new pool is a new start");
+    assert_eq!(capture(&allocator, &fresh, &streams).2, growing, "a new pool has the same placements");
     first.launch(&streams.0).expect("launched");
     second.launch(&streams.0).expect("launched");
 });
@@ -117,10 +117,10 @@ stub_test!(what_came_before_a_capture_is_waited_for_before_it_begins, {
     let before = calls("cuStreamSynchronize");
     let under_way = pool.begin(&a).expect("begun");
     assert_eq!(calls("cuStreamSynchronize"), before + 2);
-    // An eager buffer read in the capture: no edge to the world outside, and no error.
+    // Reading an eager buffer in the capture adds no edge to work outside, and causes no error.
     let mut copy = allocator.alloc_zeroed::<u8>(&a, 1 << 20).expect("allocated");
     a.memcpy_dtod(&shared, &mut copy).expect("captured");
-    // Asking and trimming during a capture does not spoil it.
+    // Queries and trims during a capture do not invalidate it.
     allocator.core().drop_completed_fences().expect("asked");
     drop(allocator.alloc_zeroed::<u8>(&b, 9 << 20).expect("allocated on a stream outside"));
     let graph = under_way.end().expect("legal");
@@ -132,7 +132,7 @@ stub_test!(fences_of_a_capture_do_not_reach_out_of_it, {
     let allocator = allocator();
     let streams = streams(&allocator);
     let pool = GraphPool::new(&allocator, reserved()).expect("made");
-    // The capture leaves blocks that the other stream used; the second capture takes them.
+    // The first capture leaves blocks that the other stream used; the second capture takes them.
     for _ in 0..3 {
         let (graph, output, _) = capture(&allocator, &pool, &streams);
         drop(output);
@@ -177,7 +177,7 @@ stub_test!(a_fence_from_before_a_capture_of_others_is_waited_for_by_the_host, {
     let before = calls("cuEventSynchronize");
     let again = allocator.allocate(&a, 1 << 20).expect("the host waits");
     assert_eq!((again.placement, calls("cuEventSynchronize") - before), (block.placement, 1));
-    let graph = a.end_capture(CUgraphInstantiate_flags(0)).expect("the capture was not spoilt");
+    let graph = a.end_capture(CUgraphInstantiate_flags(0)).expect("the capture stays valid");
     drop(watch);
     assert!(graph.is_some() && !allocator.device().is_capturing());
     allocator.free(again.handle).expect("live");
@@ -194,7 +194,7 @@ stub_test!(captures_are_seen_whoever_began_them, {
     drop(ours);
     let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
     stream.begin_capture(mode).expect("begun");
-    assert!(allocator.is_capturing().expect("asked"), "by cudarc, on a registered stream");
+    assert!(allocator.is_capturing().expect("asked"), "cudarc captures a registered stream");
     stream.end_capture(CUgraphInstantiate_flags(0)).expect("ended");
     assert!(!allocator.is_capturing().expect("asked"));
 });

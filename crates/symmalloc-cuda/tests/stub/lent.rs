@@ -1,4 +1,4 @@
-//! Streams that other code owns: an id outlives its stream, and its work stays in order.
+//! Lent streams, which other code owns: an id outlives its stream, and its work stays ordered.
 
 use crate::process::{device, fail, hold, live, stub_test};
 use cudarc::driver::sys::CUstream;
@@ -14,7 +14,7 @@ fn allocator(device: &Arc<CudaDevice>, streams: StreamPolicy) -> CudaAllocator {
 }
 
 fn lend(allocator: &CudaAllocator, stream: CUstream) -> StreamId {
-    // SAFETY: a stream of the test's, which is returned before it is destroyed.
+    // SAFETY: a stream of the test, which is returned before it is destroyed.
     unsafe { allocator.lend_stream(LentStream::of(stream)) }.expect("lent")
 }
 
@@ -32,7 +32,7 @@ stub_test!(the_next_stream_of_an_id_waits_for_the_one_before, {
     // SAFETY: a stream of this device, alive until the end of the test.
     unsafe { allocator.relend_stream(id, LentStream::of(second.cu_stream())) }.expect("lent again");
     let again = allocator.core().allocate(PoolId::DEFAULT, id, 1 << 20).expect("memory");
-    assert_eq!(again.address, block.address, "the id has its heap");
+    assert_eq!(again.address, block.address, "the id keeps its heap");
     let waiting = std::thread::spawn({
         let second = Arc::clone(&second);
         move || second.synchronize()
@@ -60,7 +60,7 @@ stub_test!(what_a_stream_left_in_a_shared_heap_is_waited_for_after_it_is_gone, {
         move || other.synchronize()
     });
     std::thread::sleep(std::time::Duration::from_millis(30));
-    assert!(!waiting.is_finished(), "nobody waited for the stream that is gone");
+    assert!(!waiting.is_finished(), "nothing waited for the returned stream");
     drop(work);
     waiting.join().expect("no panic").expect("synchronized");
 });
@@ -78,5 +78,5 @@ stub_test!(a_return_that_fails_changes_nothing, {
     let host = allocator.register_host_stream().expect("registered");
     assert!(allocator.return_stream(host).is_err(), "the host was not lent");
     drop(allocator);
-    assert_eq!(live().streams, 1, "the stream that stood for those that are gone is gone");
+    assert_eq!(live().streams, 1, "the stream that waits for returned streams is destroyed");
 });

@@ -1,5 +1,5 @@
-//! The CUDA backend on a stub of libcuda: everything but the device. Runs everywhere, and each test in a process of its own
-//! (see `process.rs`).
+//! The CUDA backend on a stub of libcuda, which replaces only the device. The tests run on any machine, each in a separate process (see
+//! `process.rs`).
 
 mod backend;
 mod buffers;

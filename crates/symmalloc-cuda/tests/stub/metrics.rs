@@ -1,4 +1,4 @@
-//! What the `metrics` facade is told of a device.
+//! Metrics of a device on the `metrics` facade.
 
 use crate::process::{device, fail, stub_test};
 use metrics_exporter_prometheus::PrometheusBuilder;
@@ -6,7 +6,7 @@ use symmalloc_core::config::Config;
 use symmalloc_cuda::metrics::Publisher;
 use symmalloc_cuda::{CudaAllocator, PinnedAllocator};
 
-/// The value of a series.
+/// Returns the value of a series.
 #[track_caller]
 fn value(text: &str, series: &str) -> f64 {
     let line = text.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));

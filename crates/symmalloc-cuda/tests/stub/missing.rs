@@ -1,4 +1,4 @@
-//! Machines without a driver, with an old one, or without a device.
+//! Behavior without a driver, with an old driver, or without a device.
 
 use crate::process::{Library, all_calls, stub_test};
 use symmalloc_cuda::{CudaDevice, CudaError, LoadError};
@@ -9,7 +9,7 @@ stub_test!(without_libcuda_the_error_lists_what_was_tried, Library::Named("libso
             let text = error.to_string();
             assert!(text.contains("libcuda.so: ") && text.contains("libcuda.so.1: "), "{text}");
             assert!(text.contains("LD_LIBRARY_PATH") && text.contains("SYMMALLOC_CUDA_LIBRARY"), "{text}");
-            assert_eq!(CudaDevice::library().expect_err("missing"), error, "the answer is remembered");
+            assert_eq!(CudaDevice::library().expect_err("missing"), error, "the result is cached");
         }
         _ if std::path::Path::new("/dev/nvidiactl").exists() => println!("skipped: this machine has a driver"),
         other => panic!("{other:?}"),
@@ -17,14 +17,14 @@ stub_test!(without_libcuda_the_error_lists_what_was_tried, Library::Named("libso
 });
 
 stub_test!(a_file_that_is_named_is_the_only_one_tried, ["SYMMALLOC_CUDA_LIBRARY" = "/nowhere/libcuda.so.1"], {
-    let Err(LoadError::LibraryMissing { tried }) = CudaDevice::library() else { panic!("opened what is not there") };
+    let Err(LoadError::LibraryMissing { tried }) = CudaDevice::library() else { panic!("opened a missing library") };
     assert!(tried.len() == 1 && tried[0].contains("/nowhere/libcuda.so.1"), "{tried:?}");
 });
 
 stub_test!(a_file_that_is_named_must_not_leave_cudarc_without_one, Library::Named("libsomething.so"), [], {
     let folder = std::env::var_os("LD_LIBRARY_PATH").expect("the test's own");
     let file = std::path::Path::new(&folder).join("libsomething.so");
-    // SAFETY: this process has one thread that reads the environment.
+    // SAFETY: only one thread of this process reads the environment.
     unsafe { std::env::set_var("SYMMALLOC_CUDA_LIBRARY", &file) };
     match CudaDevice::new(0) {
         Err(CudaError::Load(LoadError::LibraryMissing { tried })) => assert_eq!(tried.len(), 2, "{tried:?}"),
@@ -37,7 +37,7 @@ stub_test!(the_library_is_known_by_its_file, {
     let folder = std::env::var_os("LD_LIBRARY_PATH").expect("the test's own");
     let before = all_calls();
     assert_eq!(CudaDevice::library().expect("found"), std::path::Path::new(&folder).join("libcuda.so"));
-    assert_eq!(all_calls(), before, "nothing is called in it");
+    assert_eq!(all_calls(), before, "no call is made");
 });
 
 stub_test!(a_libcuda_that_is_open_is_taken_before_others, Library::Named("libcuda.so.1"), [], {
@@ -53,9 +53,9 @@ stub_test!(a_library_of_another_name_is_found_under_the_names_that_are_tried, Li
     CudaDevice::new(0).expect("libcuda.so.1 is one of the names");
 });
 
-/// That the stub has no such call.
+/// Returns the error for a call that the stub lacks.
 fn lacks(symbol: &'static str) -> LoadError {
-    let folder = std::env::var_os("LD_LIBRARY_PATH").expect("the test's own");
+    let folder = std::env::var_os("LD_LIBRARY_PATH").expect("set by the test");
     let path = std::path::Path::new(&folder).join("libcuda.so").display().to_string();
     LoadError::SymbolMissing { path, symbol }
 }
@@ -64,7 +64,7 @@ stub_test!(an_old_driver_is_named_by_the_call_it_lacks, Library::StubWithout("cu
     let error = CudaDevice::new(0).expect_err("a call is missing");
     assert_eq!(error, CudaError::Load(lacks("cuMemAddressReserve")));
     assert!(error.to_string().contains("too old"), "{error}");
-    // And again: the answer is remembered.
+    // A second call returns the cached result.
     assert_eq!(CudaDevice::count().expect_err("a call is missing"), error);
 });
 
@@ -86,7 +86,7 @@ stub_test!(an_ordinal_beyond_the_devices_is_refused, ["STUB_DEVICES" = "2"], {
 stub_test!(the_current_device_is_that_of_the_current_context, ["STUB_DEVICES" = "2"], {
     assert_eq!(CudaDevice::current().expect("asked"), None);
     let [first, second] = [0, 1].map(|ordinal| CudaDevice::new(ordinal).expect("the stub has two"));
-    assert_eq!(CudaDevice::current().expect("asked"), None, "making a device leaves the thread as it was");
+    assert_eq!(CudaDevice::current().expect("asked"), None, "creating a device leaves the thread's context unchanged");
     let _outer = first.enter().expect("entered");
     {
         let _inner = second.enter().expect("entered");

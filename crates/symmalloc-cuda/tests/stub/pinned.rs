@@ -21,9 +21,9 @@ stub_test!(pinned_buffers_carry_data_both_ways, {
     stream.memcpy_dtoh(&there, &mut back).expect("copied");
     let waits = calls("cuStreamSynchronize");
     assert_eq!(back.as_slice().expect("done"), from.as_slice().expect("done"));
-    assert_eq!(calls("cuStreamSynchronize"), waits + 2, "the host waits when it looks");
+    assert_eq!(calls("cuStreamSynchronize"), waits + 2, "the host waits when it reads");
     assert_eq!(back.as_slice().expect("done")[999], 999);
-    assert_eq!(calls("cuStreamSynchronize"), waits + 2, "and then no more");
+    assert_eq!(calls("cuStreamSynchronize"), waits + 2, "a second read does not wait");
     drop((from, back));
     pinned.trim().expect("trimmed");
     assert_eq!(live().host_bytes, 0);
@@ -44,10 +44,10 @@ stub_test!(pinned_memory_under_a_copy_is_waited_for_when_it_is_handed_out_again,
     let before = waits();
     let second = pinned.alloc_host_zeroed::<u8>(4096).expect("allocated");
     assert_eq!(pinned.core().allocation(second.handle()).expect("live").placement, place);
-    assert_eq!(waits(), (before.0 + 1, before.1), "for this copy, and not for the stream");
+    assert_eq!(waits(), (before.0 + 1, before.1), "waits for this copy, not for the whole stream");
     drop(second);
     drop(pinned.alloc_host_zeroed::<u8>(4096).expect("allocated"));
-    assert_eq!(waits(), (before.0 + 1, before.1), "memory that nobody copies is free at once");
+    assert_eq!(waits(), (before.0 + 1, before.1), "memory without pending copies is reused without waiting");
 });
 
 stub_test!(a_copy_on_a_stream_that_is_not_registered_is_waited_for_at_once, {

@@ -1,4 +1,4 @@
-//! Memory made ahead of growth: who makes it, what of it can be seen, and that it is in nobody's way.
+//! Prefetched memory: the thread that makes it, its visible effects, and its release when others need memory.
 
 use crate::process::{calls, device, fail, fail_elsewhere, heal, live, own_calls, stub_test};
 use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
@@ -18,22 +18,22 @@ use symmalloc_trace::replay::{Program, Replay};
 
 const MIB: u64 = 1 << 20;
 
-/// Calls that make memory.
+/// The driver calls that create memory.
 const MAKING: [&str; 3] = ["cuMemCreate", "cuMemMap", "cuMemSetAccess"];
 
-/// Random programs that are compared; `SYMMALLOC_SEEDS` says otherwise.
+/// Default number of random programs to compare; `SYMMALLOC_SEEDS` overrides it.
 const SEEDS: u64 = 60;
 
-/// A backend that makes up to so many MiB ahead of each range, and 20 MiB in a chunk.
+/// Creates a backend that prefetches up to `prefetch_mib` MiB for each range, in chunks of 20 MiB.
 fn prefetching(device: &Arc<CudaDevice>, prefetch_mib: u64) -> CudaBackend {
     let builder = CudaBackend::builder(device).chunk_bytes(20 * MIB);
     builder.prefetch_bytes(prefetch_mib * MIB).build().expect("the stub supports it")
 }
 
-/// Waits until so much is ahead; the thread needs what time it needs.
+/// Waits until `mib` MiB are prefetched. The thread's timing does not matter.
 #[track_caller]
 fn wait_for_spare(backend: &impl CudaMemory, mib: u64) {
-    wait_until(|| backend.spare_bytes() == mib * MIB, &|| format!("{} bytes are ahead", backend.spare_bytes()));
+    wait_until(|| backend.spare_bytes() == mib * MIB, &|| format!("{} bytes are prefetched", backend.spare_bytes()));
 }
 
 #[track_caller]
@@ -45,12 +45,12 @@ fn wait_until(is_so: impl Fn() -> bool, otherwise: &dyn Fn() -> String) {
     }
 }
 
-/// Calls of this thread that make memory.
+/// Returns the number of this thread's calls that create memory.
 fn own_making_calls() -> u64 {
     MAKING.into_iter().map(own_calls).sum()
 }
 
-/// Maps so many MiB of a range at an offset; returns this thread's calls for it.
+/// Maps `mib` MiB of a range at an offset; returns the number of this thread's calls.
 #[track_caller]
 fn map(backend: &CudaBackend, range: Range, at_mib: u64, mib: u64) -> u64 {
     let before = own_making_calls();
@@ -94,14 +94,14 @@ stub_test!(growth_finds_its_memory_made_and_the_caller_makes_none, {
 
     let backend = prefetching(&device, 40);
     let range = backend.reserve(1 << 30).expect("reserve");
-    assert_eq!(map(&backend, range, 0, 20), 3, "nobody knew of it");
+    assert_eq!(map(&backend, range, 0, 20), 3, "nothing was prefetched yet");
     wait_for_spare(&backend, 20);
     for step in 1..6 {
         assert_eq!(map(&backend, range, 20 * step, 20), 0, "step {step}");
         wait_for_spare(&backend, 40);
         assert_eq!((live().device_bytes, backend.idle_bytes()), ((20 * step + 60) * MIB, 0));
     }
-    // Twice what is ahead: the rest is one chunk more.
+    // Twice the prefetched size: the rest takes one more chunk.
     assert_eq!(map(&backend, range, 120, 60), 3);
     wait_for_spare(&backend, 40);
     give_back(&backend, range, 180);
@@ -114,7 +114,7 @@ stub_test!(chunks_ahead_are_as_large_as_all_growth_allows, {
     map(&backend, range, 0, 60);
     wait_for_spare(&backend, 40);
     assert_eq!(live().mappings, 3 + 2, "20 MiB each");
-    // It takes no whole chunk: what is ahead goes back, and units are of 2 MiB from then on.
+    // It takes no whole chunk, so the prefetched memory is released, and units are 2 MiB from then on.
     assert_eq!(map(&backend, range, 60, 6), 3);
     wait_for_spare(&backend, 40);
     assert_eq!((live().mappings, live().device_bytes), (3 + 1 + 20, 106 * MIB));
@@ -122,8 +122,8 @@ stub_test!(chunks_ahead_are_as_large_as_all_growth_allows, {
         assert_eq!(map(&backend, range, at, mib), 0);
         wait_for_spare(&backend, 40);
     }
-    assert_eq!(live().device_bytes, 140 * MIB, "nothing is left over of a chunk");
-    // Without what is ahead a growth of 70 MiB ends chunks at 20, 40 and 60: so it does with it.
+    assert_eq!(live().device_bytes, 140 * MIB, "no chunk is partially used");
+    // Without prefetching, a growth of 70 MiB ends chunks at 20, 40 and 60, and so it does with prefetching.
     assert_eq!(map(&backend, range, 100, 70), 2 * 3, "two chunks");
     wait_for_spare(&backend, 40);
     give_back(&backend, range, 170);
@@ -156,7 +156,7 @@ stub_test!(whole_ranges_and_holes_have_nothing_ahead, {
     map(&backend, range, 20, 20);
     map(&backend, range, 40, 20);
     backend.unmap(range, 20 * MIB, 20 * MIB).expect("unmap");
-    assert_eq!(backend.spare_bytes(), 0, "what is ahead went back with it");
+    assert_eq!(backend.spare_bytes(), 0, "the prefetched memory was released with it");
     assert_eq!(map(&backend, range, 20, 20), 3, "a hole");
     assert_eq!((live().device_bytes, backend.spare_bytes()), (124 * MIB, 0));
     map(&backend, range, 60, 20);
@@ -169,7 +169,7 @@ stub_test!(a_caller_waits_for_the_chunk_that_is_being_made, ["STUB_MAPPING_MICRO
     let created = calls("cuMemCreate");
     map(&backend, range, 0, 20);
     wait_until(|| calls("cuMemCreate") == created + 2, &|| "the thread makes no chunk".to_owned());
-    assert_eq!(map(&backend, range, 20, 20), 0, "it found the chunk when it was made");
+    assert_eq!(map(&backend, range, 20, 20), 0, "the caller uses the chunk after waiting for it");
     wait_for_spare(&backend, 20);
 });
 
@@ -178,7 +178,7 @@ stub_test!(with_slow_calls_the_caller_makes_fewer_of_them, ["STUB_MAPPING_MICROS
     let grow = |backend: &CudaBackend| {
         let range = backend.reserve(1 << 30).expect("reserve");
         let calls = (0..20).map(|step| {
-            // What a program does besides.
+            // Other work of the program.
             std::thread::sleep(Duration::from_millis(10));
             map(backend, range, 20 * step, 20)
         });
@@ -203,13 +203,13 @@ stub_test!(spare_memory_is_given_up_before_the_device_is_full, ["STUB_MEMORY_BYT
         map(&backend, range, 20, 20);
         wait_for_spare(&backend, 40);
         assert_eq!(live().device_bytes, 80 * MIB);
-        let rest = other.reserve(60 * MIB).expect("60 MiB are left for whoever wants them");
-        other.map(rest, 0, 60 * MIB).expect("they are");
+        let rest = other.reserve(60 * MIB).expect("60 MiB are left for other users");
+        other.map(rest, 0, 60 * MIB).expect("60 MiB are available");
         assert_eq!((live().device_bytes, backend.spare_bytes()), (100 * MIB, 0), "backend {index}");
         let error = backend.map(range, 40 * MIB, 2 * MIB).expect_err("the device is full");
         assert_eq!((error.call, error.reason), ("cuMemCreate", Reason::OutOfMemory));
         give_back(other, rest, 60);
-        // Growth alone does not bring it back, memory that went back does.
+        // Growth alone does not resume prefetching; a release of memory does.
         backend.unmap(range, 20 * MIB, 20 * MIB).expect("unmap");
         map(&backend, range, 20, 20);
         wait_for_spare(&backend, 40);
@@ -225,7 +225,7 @@ stub_test!(on_a_full_device_nothing_is_made_ahead_until_memory_goes_back, ["STUB
     map(&backend, range, 0, 20);
     wait_for_spare(&backend, 20);
     map(&backend, other, 0, 64);
-    assert_eq!(backend.spare_bytes(), 0, "it was in the way");
+    assert_eq!(backend.spare_bytes(), 0, "the spare memory was released");
     map(&backend, range, 20, 2);
     std::thread::sleep(Duration::from_millis(20));
     assert_eq!((backend.spare_bytes(), live().device_bytes), (0, 86 * MIB));
@@ -235,7 +235,7 @@ stub_test!(on_a_full_device_nothing_is_made_ahead_until_memory_goes_back, ["STUB
     give_back(&backend, range, 24);
 });
 
-/// Allocates until the device is full and beyond; whether each allocation was served. Nothing is trimmed.
+/// Allocates until the device is full and beyond; returns the result of each allocation. Nothing is trimmed.
 fn fill(device: &Arc<CudaDevice>, backend: CudaBackend, seed: u64) -> Vec<Result<symmalloc_core::Placement, String>> {
     let allocator = CudaAllocator::with_backend(backend, Config::default()).expect("made");
     let streams: Vec<_> = (0..3).map(|_| device.context().new_stream().expect("a stream")).collect();
@@ -278,15 +278,15 @@ stub_test!(trim_gives_spare_memory_back, {
     let stream = device.context().new_stream().expect("a stream");
     let buffer = allocator.alloc_zeroed::<u8>(&stream, 20 << 20).expect("allocated");
     wait_for_spare(allocator.core().backend(), 20);
-    assert_eq!(allocator.stats().reserved_bytes.current, 20 * MIB, "nobody has it");
-    assert_eq!(allocator.trim().expect("trimmed"), 0, "nothing that the allocator had");
+    assert_eq!(allocator.stats().reserved_bytes.current, 20 * MIB, "no allocation uses it");
+    assert_eq!(allocator.trim().expect("trimmed"), 0, "the allocator itself had nothing to release");
     assert_eq!((allocator.core().backend().spare_bytes(), live().device_bytes), (0, 20 * MIB));
     drop(buffer);
     let buffer = allocator.alloc_zeroed::<u8>(&stream, 40 << 20).expect("allocated");
     wait_for_spare(allocator.core().backend(), 40);
     drop(buffer);
     assert_eq!(allocator.core().trim(None).expect("trimmed"), 40 * MIB);
-    assert_eq!(live().device_bytes, 0, "a trim of the core's gives back what is ahead of the memory that goes");
+    assert_eq!(live().device_bytes, 0, "a trim of the core also releases the prefetched memory of its ranges");
 });
 
 stub_test!(what_the_thread_is_refused_growth_does_itself, {
@@ -308,7 +308,7 @@ stub_test!(what_the_thread_is_refused_growth_does_itself, {
         backend.unmap(range, 60 * MIB, 20 * MIB).expect("unmap");
         map(&backend, range, 60, 20);
         wait_for_spare(&backend, 40);
-        assert_eq!(map(&backend, range, 80, 20), 0, "{call}: it goes on when it is healed");
+        assert_eq!(map(&backend, range, 80, 20), 0, "{call}: prefetching resumes after the fault is cleared");
         give_back(&backend, range, 100);
         drop(backend);
         let left = live();
@@ -322,8 +322,8 @@ stub_test!(spare_memory_that_the_driver_keeps_is_used_by_growth, {
     map(&backend, range, 0, 40);
     wait_for_spare(&backend, 40);
     fail("cuMemUnmap", 1, 999);
-    assert_eq!(map(&backend, range, 40, 6), 0, "it cuts a chunk that could not be given back");
-    // 40 MiB are wanted ahead of 46, and 34 of them are there: kept, and idle.
+    assert_eq!(map(&backend, range, 40, 6), 0, "the growth splits a chunk that could not be released");
+    // The target is 40 MiB behind 46, and 34 of them are already backed: kept, and idle.
     wait_for_spare(&backend, 6);
     assert_eq!((backend.idle_bytes(), live().device_bytes), (34 * MIB, 86 * MIB));
     assert_eq!(map(&backend, range, 46, 34), 0);
@@ -337,7 +337,7 @@ stub_test!(the_thread_ends_with_the_backend_also_when_the_device_is_lost, {
     let (device, before) = (device(), threads());
     for is_lost in [false, true] {
         let backend = prefetching(&device, 40);
-        assert_eq!(threads(), before, "nothing is wanted yet");
+        assert_eq!(threads(), before, "prefetching was not requested yet");
         let range = backend.reserve(1 << 30).expect("reserve");
         map(&backend, range, 0, 40);
         assert_eq!(threads(), before + 1);
@@ -387,7 +387,7 @@ stub_test!(peers_reach_what_was_made_ahead, ["STUB_DEVICES" = "2"], {
     wait_for_spare(&backend, 20);
     let before = calls("cuMemSetAccess");
     backend.grant_access(1).expect("granted");
-    assert_eq!(calls("cuMemSetAccess"), before + 1, "one run, what is ahead included");
+    assert_eq!(calls("cuMemSetAccess"), before + 1, "one run, including prefetched memory");
     assert_eq!(map(&backend, range, 20, 20), 0);
 });
 
@@ -404,7 +404,7 @@ stub_test!(less_than_a_chunk_or_no_granules_cannot_be_made_ahead, {
     assert_eq!((none.spare_bytes(), live().device_bytes), (0, 20 * MIB));
 });
 
-/// What can be seen of a program: every outcome, every event of a segment, what is reserved, every digest.
+/// The visible results of a program: every outcome, every segment event, the reserved memory, every digest.
 #[derive(Debug, PartialEq)]
 struct Seen {
     outcomes: Vec<Result<Option<symmalloc_core::Placement>, String>>,
@@ -413,7 +413,7 @@ struct Seen {
     digests: Vec<Option<symmalloc_core::Digest>>,
 }
 
-/// Runs a program; `before` is called before each op.
+/// Runs a program; calls `before` before each op.
 fn seen(backend: CudaBackend, config: &Config, program: &Program, mut before: impl FnMut()) -> Seen {
     let device = Arc::clone(backend.device());
     for _ in program.ops().iter().filter(|op| matches!(op, Op::RegisterStream { .. })) {
@@ -443,7 +443,7 @@ fn seen(backend: CudaBackend, config: &Config, program: &Program, mut before: im
 stub_test!(random_programs_are_the_same_with_and_without_memory_made_ahead, ["STUB_MEMORY_BYTES" = "1099511627776"], {
     let device = device();
     for seed in 0..seeds() {
-        // With memory made ahead nothing can be stitched.
+        // Stitching is not available with prefetching.
         let scenario = Scenario::from_seed(seed, 150).with_layouts();
         let run = |backend, before: &mut dyn FnMut()| seen(backend, &scenario.config, &scenario.program, before);
         let chunk_mib = [2, 20, 8][seed as usize % 3];
@@ -451,7 +451,7 @@ stub_test!(random_programs_are_the_same_with_and_without_memory_made_ahead, ["ST
         let without = run(builder().build().expect("supported"), &mut || ());
         let mut draw = SplitMix64::new(seed);
         let mut faults = || {
-            // Of the thread alone, every now and then: refused once, out of memory once, refused until it is healed.
+            // Faults of the thread only: refused once, out of memory once, or refused until healed.
             let call = MAKING.into_iter().chain(["cuMemUnmap", "cuMemRelease", "cuCtxGetCurrent"]);
             let call = call.collect::<Vec<_>>()[draw.next_u64() as usize % 6];
             match draw.next_u64() % 12 {
@@ -480,7 +480,10 @@ stub_test!(a_recorded_job_is_the_same_with_and_without_memory_made_ahead, ["STUB
         let between = own_making_calls();
         let with = seen(builder().prefetch_bytes(64 * MIB).build().expect("supported"), &config, &program, || ());
         assert!(with == without, "{conf}");
-        assert!(own_making_calls() - between <= between - before, "{conf}: never more calls on this thread");
+        assert!(
+            own_making_calls() - between <= between - before,
+            "{conf}: prefetching must not add calls on this thread"
+        );
         assert_eq!((live().device_bytes, live().ranges), (0, 0));
     }
 });

@@ -1,4 +1,4 @@
-//! Recordings of jobs on a device replay on the simulator.
+//! Recordings of jobs on a device, replayed on the simulator.
 
 use crate::process::{device, stub_test};
 use symmalloc_core::config::{Config, PoolConfig};

@@ -1,4 +1,4 @@
-//! Pools with a quota: on simulated devices whatever a program does, and on the stub whatever call of the driver fails.
+//! Pools with a quota: on simulated devices with arbitrary programs, and on the stub with failing driver calls.
 
 use crate::process::{calls, device, fail, heal, live, stub_test};
 use std::sync::Arc;
@@ -28,7 +28,7 @@ struct Rank<'a> {
     held: u64,
 }
 
-/// What an op came to, without addresses.
+/// The outcome of an op, without addresses.
 #[derive(Debug, PartialEq)]
 enum Came {
     Placed(symmalloc_core::Placement),
@@ -81,7 +81,11 @@ impl<'a> Rank<'a> {
                     }
                     Err(ResizeError::InUse { needed_bytes, .. }) => {
                         assert!(*needed_bytes <= self.held && *needed_bytes > asked, "{outcome:?}");
-                        assert_eq!(self.allocator.digest(self.pool).expect("known"), digest, "it is as it was");
+                        assert_eq!(
+                            self.allocator.digest(self.pool).expect("known"),
+                            digest,
+                            "a refused resize changes nothing"
+                        );
                     }
                     Err(ResizeError::OutOfRange { .. }) => assert!(asked > RANGE),
                     Err(error) => panic!("{error}"),
@@ -91,7 +95,7 @@ impl<'a> Rank<'a> {
         }
     }
 
-    /// What is held is the quota, whatever was allocated, freed and trimmed; and everything lies where it lay.
+    /// Checks that the pool holds its quota whatever was allocated, freed and trimmed, and that addresses are stable.
     fn check(&self) {
         self.allocator.check().expect("sound");
         let stats = self.allocator.pool_stats(self.pool).expect("known");
@@ -107,7 +111,7 @@ impl<'a> Rank<'a> {
     }
 }
 
-/// Addresses, timing and memory differ between the devices, and the ranks place alike; the recording replays.
+/// Addresses, timing and memory differ between the devices, but the ranks have equal placements, and the recording replays.
 #[test]
 fn a_pool_holds_its_quota_and_ranks_place_alike() {
     let (mut resized, mut refused, mut full) = (0, 0, 0);
@@ -138,7 +142,7 @@ fn a_pool_holds_its_quota_and_ranks_place_alike() {
     assert!(resized > 600 && refused > 60 && full > 900, "{resized} {refused} {full}");
 }
 
-/// What another process takes is refused here, and nothing that is live is lost.
+/// When another process takes the memory, a request is refused, and live allocations are unaffected.
 #[test]
 fn memory_that_is_refused_leaves_what_is_live_and_a_second_resize_goes_on() {
     for seed in 0..60 {
@@ -207,7 +211,7 @@ fn who_observes_a_pool_keeps_its_memory() {
     rank.check();
 }
 
-/// Two caches in one allocator: what one gives up the other gets, also while one sleeps.
+/// Two caches in one allocator: memory that one releases is available to the other, also while one is asleep.
 #[test]
 fn caches_of_two_models_pass_memory_to_each_other_under_one_limit() {
     let device = SimBackend::builder().memory_bytes(64 * MIB).build();
@@ -236,7 +240,7 @@ fn caches_of_two_models_pass_memory_to_each_other_under_one_limit() {
 
 const KEPT: usize = 5 << 20;
 
-/// A pool of 40 MiB with three buffers, of which the middle one is gone.
+/// A pool of 40 MiB with three buffers, of which the middle one was freed.
 struct Cache {
     allocator: CudaAllocator,
     pool: symmalloc_cuda::Pool<CudaBackend>,
@@ -294,9 +298,9 @@ stub_test!(what_is_given_up_is_back_on_the_device, {
     assert!(
         matches!(cache.resize(10 << 20), Err(CudaError::Resize(error)) if matches!(*error, ResizeError::InUse { .. }))
     );
-    assert_eq!(live().device_bytes, 14 << 20, "as it was");
+    assert_eq!(live().device_bytes, 14 << 20, "unchanged");
     cache.allocator.trim().expect("taken");
-    assert_eq!(live().device_bytes, 14 << 20, "a quota is given up by a resize alone");
+    assert_eq!(live().device_bytes, 14 << 20, "only a resize releases a quota");
     cache.end();
 });
 

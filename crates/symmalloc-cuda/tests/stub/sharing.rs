@@ -1,4 +1,4 @@
-//! Memory of one process in another one. Here both are threads; `processes.rs` has two processes.
+//! Sharing of memory between processes. Here both sides are threads; `processes.rs` uses two processes.
 
 mod hostile;
 mod processes;
@@ -19,7 +19,7 @@ use symmalloc_cuda::{
 const LONG: Duration = Duration::from_secs(60);
 const MIB: usize = 1 << 20;
 
-/// Both ends of an attachment, in two threads.
+/// Runs both sides of an attachment in two threads.
 fn attach(export: &Export, device: &Arc<CudaDevice>, access: Access) -> Result<Import, ShareError> {
     both(export, device, access).1
 }
@@ -38,7 +38,7 @@ fn both(
     })
 }
 
-/// A trainer with three weights in a pool of their own.
+/// A trainer with three weights in a separate pool.
 struct Trainer {
     weights: CudaAllocator,
     stream: Arc<CudaStream>,
@@ -81,7 +81,7 @@ impl Trainer {
     }
 }
 
-/// One whose pools grow by chunks of 2 MiB.
+/// Creates an allocator whose pools grow in chunks of 2 MiB.
 fn allocator(device: &Arc<CudaDevice>) -> CudaAllocator {
     let backend = CudaBackend::builder(device).chunk_bytes(2 << 20).build().expect("a backend");
     CudaAllocator::with_backend(backend, Default::default()).expect("an allocator")
@@ -91,7 +91,7 @@ fn content(import: &Import, name: &str, stream: &Arc<CudaStream>) -> Vec<u8> {
     stream.clone_dtoh(&import.bytes(name, stream).expect("a view")).expect("copied")
 }
 
-/// Open descriptors of this process.
+/// Returns the number of open descriptors of this process.
 fn descriptors() -> usize {
     std::fs::read_dir("/proc/self/fd").expect("a list").count() - 1
 }
@@ -105,7 +105,7 @@ stub_test!(an_importer_sees_the_exporters_bytes_without_a_copy, {
     assert_eq!(
         (export.allocation_count(), export.mapped_bytes()),
         (3, 10 << 20),
-        "the chunks that hold 8 MiB and some"
+        "the chunks that hold slightly more than 8 MiB"
     );
     let mut import = attach(&export, &device, Access::ReadWrite).expect("attached");
     assert_eq!(live().device_bytes, before.0, "no copy");
@@ -114,15 +114,19 @@ stub_test!(an_importer_sees_the_exporters_bytes_without_a_copy, {
     assert_eq!(content(&import, "layer", &engine), vec![2; 1000]);
     let unnamed = import.allocation(2).expect("the third");
     assert_eq!((unnamed.name, unnamed.size_bytes), (None, 5 << 20));
-    assert_ne!(unnamed.address, trainer.unnamed.device_ptr(&trainer.stream).0, "an address of its own");
-    // SAFETY: bytes.
+    assert_ne!(
+        unnamed.address,
+        trainer.unnamed.device_ptr(&trainer.stream).0,
+        "the importer maps it at another address"
+    );
+    // SAFETY: plain bytes.
     let view = unsafe { import.view_at::<u8>(2, &engine) }.expect("a view");
     assert_eq!(engine.clone_dtoh(&view).expect("copied"), vec![3; 5 * MIB]);
 
-    // Both write, and both see it.
+    // Both sides write, and each sees the other's writes.
     trainer.stream.memset(&mut trainer.layer, 9);
     assert_eq!(content(&import, "layer", &engine), vec![9; 1000]);
-    // SAFETY: bytes, which nobody uses meanwhile.
+    // SAFETY: plain bytes, which nobody else uses in the meantime.
     let mut written = unsafe { import.view_mut::<u8>("layer", &engine) }.expect("a view");
     engine.memcpy_htod(&[7; 1000], &mut written).expect("copied");
     assert_eq!(trainer.stream.clone_dtoh(&trainer.layer).expect("copied"), vec![7; 1000]);
@@ -157,7 +161,7 @@ stub_test!(what_cannot_be_used_as_asked_is_said, {
     assert_eq!(import.find("no"), Err(ImportError::Unknown { name: "no".into() }));
     assert_eq!(import.find("twice"), Err(ImportError::Ambiguous { name: "twice".into(), count: 2 }));
     assert_eq!(import.allocation(9), Err(ImportError::NoSuchAllocation { number: 9, count: 5 }));
-    // SAFETY: no view is made.
+    // SAFETY: no view is created.
     let elements = unsafe { import.view::<[u8; 7]>("layer", stream) };
     assert_eq!(elements.map(drop), Err(ImportError::Elements { size_bytes: 1000, element_bytes: 7 }));
     // SAFETY: as above.
@@ -174,7 +178,7 @@ stub_test!(a_stale_import_is_an_error_and_its_memory_stays_mapped, {
     let address = import.allocation(1).expect("the second").address;
     let other = weights.alloc_zeroed::<u8>(&stream, 100).expect("not exported");
     drop(other);
-    import.check().expect("what was not exported may be freed");
+    import.check().expect("memory that was not exported may be freed");
 
     drop(layer);
     let stale = ImportError::Stale { state: ExportState::Freed(1), allocation: Some("layer".into()) };
@@ -189,9 +193,9 @@ stub_test!(a_stale_import_is_an_error_and_its_memory_stays_mapped, {
     assert_eq!(attached.expect_err("stale"), ShareError::Stale(ExportState::Freed(1)));
     drop((embedding, unnamed));
     weights.trim().expect("trimmed");
-    // SAFETY: mapped by the import, whatever the exporter did; the stub's memory is the host's.
-    assert_eq!(unsafe { (address as *const u8).read() }, 2, "the last bytes");
-    assert_eq!(weights.exports().len(), 1, "somebody has it");
+    // SAFETY: mapped by the import, whatever the exporter did; the stub's device memory is host memory.
+    assert_eq!(unsafe { (address as *const u8).read() }, 2, "the import keeps the last contents");
+    assert_eq!(weights.exports().len(), 1, "a peer is still attached");
     drop((import, export));
     assert_eq!((weights.exports(), live().device_bytes), (vec![], 0));
 });
@@ -204,10 +208,10 @@ stub_test!(a_trim_beside_what_is_exported_leaves_imports_good, {
     drop(filled(&allocator, &stream, 10 * MIB, "all of it", 0));
     let kept = filled(&allocator, &stream, 2 * MIB, "kept", 7);
     let export = allocator.export().expect("exported");
-    assert_eq!(export.mapped_bytes(), 10 << 20, "chunks go as a whole");
+    assert_eq!(export.mapped_bytes(), 10 << 20, "whole chunks are exported");
     let import = attach(&export, &device, Access::Read).expect("attached");
     assert_eq!(allocator.trim().expect("trimmed"), 8 << 20);
-    import.check().expect("what is free in the chunk is nobody's export");
+    import.check().expect("free memory in the chunk is not part of the export");
     assert_eq!(content(&import, "kept", &stream), vec![7; 2 * MIB]);
     drop(kept);
     assert!(import.check().is_err());
@@ -224,15 +228,15 @@ stub_test!(a_pool_that_sleeps_makes_imports_stale_and_is_exported_again_when_it_
     allocator.sleep(pool, Contents::Keep).expect("asleep");
     assert_eq!(import.check(), Err(ImportError::Stale { state: ExportState::Unmapped, allocation: None }));
     assert_eq!(export.check(), Err(ShareError::Stale(ExportState::Unmapped)));
-    assert!(trainer.weights.export().is_err(), "it has no memory");
-    // SAFETY: mapped by the import, whatever the exporter did; the stub's memory is the host's.
-    assert_eq!(unsafe { (address as *const u8).read() }, 2, "the last bytes");
+    assert!(trainer.weights.export().is_err(), "the pool has no memory");
+    // SAFETY: mapped by the import, whatever the exporter did; the stub's device memory is host memory.
+    assert_eq!(unsafe { (address as *const u8).read() }, 2, "the import keeps the last contents");
     allocator.wake(pool).expect("awake");
-    assert!(import.check().is_err(), "it stays so");
+    assert!(import.check().is_err(), "the export stays stale");
     drop(import);
     let again = trainer.weights.export().expect("exported again");
     let import = attach(&again, &device, Access::Read).expect("attached");
-    assert_eq!(content(&import, "layer", &trainer.stream), vec![2; 1000], "what was kept");
+    assert_eq!(content(&import, "layer", &trainer.stream), vec![2; 1000], "the kept contents");
 });
 
 stub_test!(importers_are_told_by_exports_that_are_dropped_withdrawn_and_left, {
@@ -240,7 +244,7 @@ stub_test!(importers_are_told_by_exports_that_are_dropped_withdrawn_and_left, {
     let trainer = Trainer::new(&device);
     let stream = device.context().new_stream().expect("a stream");
     let import = attach(&trainer.weights.export().expect("exported"), &device, Access::Read).expect("attached");
-    import.check().expect("an export that is dropped is still told of frees");
+    import.check().expect("a dropped export is still notified of frees");
     let second = trainer.weights.export().expect("exported again");
     let other = attach(&second, &device, Access::Read).expect("attached");
     second.withdraw();
@@ -248,7 +252,7 @@ stub_test!(importers_are_told_by_exports_that_are_dropped_withdrawn_and_left, {
     import.check().expect("another export");
     assert_eq!(trainer.weights.exports().len(), 2);
 
-    // An exporter that ends with live allocations leaves them.
+    // An exporter that exits with live allocations leaves them to the importer.
     let Trainer { weights, stream: own, embedding, layer, unnamed } = trainer;
     [embedding, layer, unnamed].into_iter().for_each(|buffer| {
         buffer.leak();
@@ -315,7 +319,7 @@ stub_test!(pools_of_every_kind_and_many_chunks_are_shared, {
             assert_eq!(content(&import, "layer", &engine), vec![2; 1000]);
         }
     }
-    // More chunks than go in one batch, and a hole.
+    // More chunks than fit in one batch, and a hole.
     let allocator = allocator(&device);
     let first = filled(&allocator, &engine, 100 * MIB, "first", 1);
     let hole = filled(&allocator, &engine, 100 * MIB, "hole", 2);
@@ -343,7 +347,7 @@ stub_test!(two_thousand_attachments_leave_nothing, {
     assert_eq!((live(), descriptors()), before);
 });
 
-/// The driver's calls of exporter and importer.
+/// The driver calls of exporter and importer.
 const CALLS: [&str; 14] = [
     "cuDeviceGetUuid_v2",
     "cuMemGetAllocationGranularity",
@@ -368,18 +372,18 @@ stub_test!(every_driver_call_fails_at_every_occurrence_and_nothing_is_left, {
         let export = trainer.weights.export()?;
         let (served, attached) = both(&export, &device, Access::Read);
         let (is_served, peers) = (served.is_ok(), export.report().peers.len());
-        assert!(peers == 0 || is_served, "who did not attach is no peer");
+        assert!(peers == 0 || is_served, "an importer that failed to attach is not a peer");
         let mut import = match (served, attached) {
-            // Which call failed knows the one in whose part it was.
+            // The side whose call failed reports the call.
             (Err(ShareError::HungUp), Err(error)) | (Err(error), _) | (Ok(_), Err(error)) => return Err(error),
             (Ok(_), Ok(import)) => import,
         };
         let layer = import.allocation(1).expect("the second").address as *const u8;
-        // SAFETY: mapped; the stub's memory is the host's.
+        // SAFETY: mapped; the stub's device memory is host memory.
         assert_eq!(unsafe { std::slice::from_raw_parts(layer, 1000) }, [2; 1000]);
         let detached = import.detach();
         if detached.is_err() {
-            assert_eq!(export.report().peers.len(), 1, "the exporter still sees it");
+            assert_eq!(export.report().peers.len(), 1, "the exporter still lists it as a peer");
             heal();
             import.detach().expect("the second time");
         }
@@ -406,7 +410,7 @@ stub_test!(every_driver_call_fails_at_every_occurrence_and_nothing_is_left, {
             nth += 1;
         }
         assert!(nth > 1, "the program never calls {call}");
-        trainer.weights.trim().expect("what was not released is tried again");
+        trainer.weights.trim().expect("failed releases are retried");
         assert_eq!((live(), descriptors()), before, "{call}");
     }
 });
@@ -423,7 +427,7 @@ stub_test!(peers_that_are_silent_or_gone_hold_nobody_up, {
     assert_eq!(Import::attach(&device, &theirs, Access::Read, short).map(drop), Err(ShareError::TimedOut));
     assert!(started.elapsed() < LONG / 2);
     drop(theirs);
-    // What it had said lies there.
+    // The importer's message is still in the socket.
     assert_eq!(export.serve(&ours, Access::Read, short), Err(ShareError::HungUp));
     drop(ours);
     let (ours, theirs) = UnixStream::pair().expect("sockets");
@@ -440,7 +444,7 @@ stub_test!(an_import_that_the_driver_does_not_take_back_is_kept_and_said, {
     let import = attach(&export, &device, Access::Read).expect("attached");
     fail("cuMemUnmap", 1, 719);
     drop(import);
-    assert_eq!(export.report().peers.len(), 1, "it has the memory for good");
+    assert_eq!(export.report().peers.len(), 1, "the memory stays mapped until the process exits");
     let mut import = attach(&export, &device, Access::Read).expect("attached");
     fail("cuCtxSynchronize", 1, 719);
     let error = CudaError::Driver(DriverError { call: "cuCtxSynchronize", code: 719 });

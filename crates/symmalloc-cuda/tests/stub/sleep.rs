@@ -1,4 +1,4 @@
-//! Sleep and wake on the stub, whose device memory is real: what was kept is there again, whatever call fails on the way.
+//! Sleep and wake on the stub, whose device memory is real: kept contents are restored, whichever call fails on the way.
 
 use crate::process::{calls, device, fail, heal, live, stub_test};
 use cudarc::driver::CudaStream;
@@ -18,7 +18,7 @@ fn policy(text: &str) -> PoolConfig {
     text.parse().expect("valid")
 }
 
-/// A pool with buffers of many sizes, each filled with another pattern.
+/// A pool with buffers of many sizes, each filled with a different pattern.
 struct Job {
     allocator: CudaAllocator,
     pool: Pool<CudaBackend>,
@@ -27,7 +27,7 @@ struct Job {
 }
 
 impl Job {
-    /// More than a chunk of an image, and some that end in the middle of one.
+    /// Creates buffers that need more than one chunk of an image, some of which end in the middle of a chunk.
     fn new(backend: CudaBackend, text: &str) -> Self {
         Job::of(backend, text, &[100, 3 << 20, 20 << 20, 5000, 41 << 20, 9 << 20])
     }
@@ -97,13 +97,13 @@ stub_test!(what_is_kept_comes_back_from_the_host_and_its_memory_is_free_meanwhil
         for round in 0..3 {
             let slept = job.allocator.sleep(job.id(), Contents::Keep).expect("slept");
             assert_eq!((live().device_bytes, live().mappings, slept.released_bytes), (0, 0, before), "{text}");
-            // 70 MiB and some bytes, in chunks of 32 MiB that are used again.
+            // About 70 MiB, in chunks of 32 MiB that are reused.
             assert_eq!((live().host_bytes, job.allocator.host_bytes()), (96 << 20, 96 << 20), "round {round}");
             let woken = job.allocator.wake(job.id()).expect("woken");
             assert_eq!((woken.remapped_bytes, woken.loaded_bytes), (before, slept.kept_bytes));
             job.holds_what_it_held();
         }
-        assert_eq!(calls("cuMemHostAlloc") - locked, 3, "pages are locked once");
+        assert_eq!(calls("cuMemHostAlloc") - locked, 3, "pages are locked only once");
         assert_eq!(job.allocator.release_host_memory().expect("taken"), 96 << 20);
         assert_eq!(live().host_bytes, 0);
         job.allocator.reserve_host_memory(33 << 20).expect("memory");
@@ -123,19 +123,19 @@ stub_test!(a_file_keeps_it_too_and_is_gone_afterwards, {
         assert_eq!(
             (live().device_bytes, live().host_bytes, files()),
             (0, 64 << 20, 0),
-            "two chunks are under way at most"
+            "at most two chunks are in use"
         );
-        // What is freed asleep is not copied back.
+        // A buffer that is freed during sleep is not copied back.
         drop(job.buffers.remove(0));
         job.allocator.wake(job.id()).expect("woken");
         job.holds_what_it_held();
     }
     job.end();
-    std::fs::remove_dir(&folder).expect("it is empty");
-    let nowhere = CudaBackend::builder(&device()).images_in(&folder).build().expect("the folder is not looked for yet");
+    std::fs::remove_dir(&folder).expect("the folder is empty");
+    let nowhere = CudaBackend::builder(&device()).images_in(&folder).build().expect("the folder is not checked yet");
     let job = Job::new(nowhere, "segments:fixed");
     let error = job.allocator.sleep(job.id(), Contents::Keep).expect_err("there is no folder");
-    let SleepCause::Save { error, .. } = cause_of(error) else { panic!("the host refuses") };
+    let SleepCause::Save { error, .. } = cause_of(error) else { panic!("the host must refuse") };
     assert_eq!((error.call, error.code), ("open", 2));
     job.holds_what_it_held();
     job.end();
@@ -180,7 +180,8 @@ const CALLS: [&str; 15] = [
     "cuMemRelease",
 ];
 
-/// Sleeps and wakes until both are done. Returns how many attempts failed, each of which left the pool awake or asleep.
+/// Puts the pool to sleep and wakes it, and repeats failed attempts. Returns the number of failed attempts, each of which left the pool
+/// awake or asleep.
 fn there_and_back(job: &Job) -> u32 {
     let mut failures = 0;
     while let Err(error) = job.allocator.sleep(job.id(), Contents::Keep) {
@@ -194,14 +195,14 @@ fn there_and_back(job: &Job) -> u32 {
             }
             other => panic!("{other}"),
         }
-        assert!(failures < 4, "one call fails, once");
+        assert!(failures < 4, "only one call fails, once");
     }
     assert_eq!(job.phase(), Phase::Asleep);
     while let Err(error) = job.allocator.wake(job.id()) {
         failures += 1;
         assert!(matches!(cause_of(error), SleepCause::Memory { .. } | SleepCause::Load(_)));
         assert_ne!(job.phase(), Phase::Awake);
-        assert!(failures < 4, "one call fails, once");
+        assert!(failures < 4, "only one call fails, once");
     }
     assert_eq!(job.phase(), Phase::Awake);
     failures
@@ -214,14 +215,14 @@ stub_test!(whatever_driver_call_fails_at_whatever_occurrence_nothing_is_lost, {
         loop {
             let job = Job::of(backend(), "segments:expandable", &[100, 2 << 20, 5000, 33 << 20]);
             let (before, bytes) = (calls(call), live().device_bytes);
-            // Without a current context, which cudarc leaves behind, each call has to push and pop it.
-            // SAFETY: no context at all.
+            // Without a current context, which cudarc leaves behind, each call must push and pop it.
+            // SAFETY: null resets the current context.
             unsafe { cudarc::driver::result::ctx::set_current(std::ptr::null_mut()) }.expect("set");
             fail(call, nth, 2);
             *noticed.entry(call).or_default() += there_and_back(&job);
             heal();
             job.holds_what_it_held();
-            assert!(live().device_bytes >= bytes, "{call} {nth}: its memory is there");
+            assert!(live().device_bytes >= bytes, "{call} {nth}: the pool has its memory");
             let was_made = calls(call) - before >= nth;
             job.end();
             if !was_made {
@@ -229,9 +230,9 @@ stub_test!(whatever_driver_call_fails_at_whatever_occurrence_nothing_is_lost, {
             }
             nth += 1;
         }
-        assert!(nth > 1, "{call} is not made");
+        assert!(nth > 1, "{call} is never called");
     }
-    // What is refused there stands in no way: the handle, the context and the stream are given up later, or with the process.
+    // Failures of these calls do not matter: the handle, the context and the stream are released later, or with the process.
     let harmless = ["cuCtxPopCurrent_v2", "cuMemRelease", "cuStreamDestroy_v2", "cuThreadExchangeStreamCaptureMode"];
     for (call, failures) in noticed {
         assert_eq!(failures == 0, harmless.contains(&call), "{call}: {failures}");
@@ -245,7 +246,7 @@ stub_test!(a_device_without_room_is_a_typed_error_and_the_next_wake_succeeds, {
     for _ in 0..3 {
         let error = job.allocator.wake(job.id()).expect_err("there is no room");
         let SleepCause::Memory { cause: OutOfMemoryCause::Driver(error), .. } = cause_of(error) else {
-            panic!("it refuses")
+            panic!("the driver must refuse")
         };
         assert_eq!((error.call, error.reason), ("cuMemCreate", Reason::OutOfMemory));
         assert_eq!((job.phase(), live().device_bytes), (Phase::Asleep, 0));
@@ -279,9 +280,9 @@ stub_test!(what_was_kept_is_copied_while_more_is_mapped_and_is_over_before_memor
     let [copied, ..] = made();
     let woken = job.allocator.wake(job.id()).expect("woken");
     assert!(woken.loaded_bytes > 64 << 20);
-    assert_eq!(made()[0] - copied, 4, "each piece once: two parts, one of them in three chunks of the image");
+    assert_eq!(made()[0] - copied, 4, "each piece is copied once: two parts, one of them in three chunks of the image");
     job.holds_what_it_held();
-    // A pool that is destroyed asleep leaves nothing behind either.
+    // A pool that is destroyed while asleep also leaves nothing behind.
     job.allocator.sleep(job.id(), Contents::Keep).expect("slept");
     fail("cuMemCreate", 4, 2);
     job.allocator.wake(job.id()).expect_err("there is no room");
@@ -291,7 +292,7 @@ stub_test!(what_was_kept_is_copied_while_more_is_mapped_and_is_over_before_memor
     job.allocator.trim().expect("taken");
     assert_eq!((live().device_bytes, live().ranges, live().streams), (0, 0, streams));
     drop((job.allocator, job.stream));
-    // Nor does an allocator that goes while its pool sleeps.
+    // Neither does an allocator that is dropped while its pool is asleep.
     let mut job = Job::new(backend(), "segments:expandable");
     job.allocator.sleep(job.id(), Contents::Keep).expect("slept");
     fail("cuMemCreate", 1, 2);
@@ -300,7 +301,7 @@ stub_test!(what_was_kept_is_copied_while_more_is_mapped_and_is_over_before_memor
     let streams = live().streams;
     job.buffers.clear();
     let Job { allocator, pool, stream, .. } = job;
-    // SAFETY: no context at all.
+    // SAFETY: null resets the current context.
     unsafe { cudarc::driver::result::ctx::set_current(std::ptr::null_mut()) }.expect("set");
     drop((pool, allocator));
     assert_eq!((live().device_bytes, live().host_bytes, live().streams), (0, 0, streams - 1));
@@ -323,7 +324,7 @@ stub_test!(pools_of_one_allocator_wake_side_by_side, {
             let mut buffers: Vec<_> = [33 << 20, 5 << 20, 20 << 20, 3 << 20].map(filled).into();
             for round in 0..6 {
                 allocator.sleep(pool.id(), Contents::Keep).expect("slept");
-                // What is freed asleep needs no bytes.
+                // Buffers that are freed during sleep need no bytes.
                 buffers.truncate(4 - round / 2);
                 allocator.wake(pool.id()).expect("woken");
                 for buffer in &buffers {
@@ -360,7 +361,7 @@ stub_test!(what_is_unmapped_again_before_the_load_is_copied_again, {
     backend.map(range, 0, 48 * MIB).expect("mapped");
     backend.load(image, &parts).expect("loaded");
     let mut bytes = vec![0_u8; len];
-    // SAFETY: the memory is mapped, and the bytes stay until it is waited for.
+    // SAFETY: the memory is mapped, and the bytes stay alive until the wait.
     unsafe { memcpy_dtoh_async(&mut bytes, range.base.0, stream.cu_stream()) }.expect("copied");
     stream.synchronize().expect("done");
     assert!(bytes.iter().all(|byte| *byte == 7));
@@ -391,7 +392,7 @@ stub_test!(a_graph_is_refused_while_its_memory_sleeps_and_replays_as_it_is_after
     stream.synchronize().expect("done");
 
     for contents in [Contents::Keep, Contents::Drop] {
-        let slept = graphs.sleep(contents).expect("it is observed by its own graphs only");
+        let slept = graphs.sleep(contents).expect("only its own graphs observe it");
         assert_eq!(
             (slept.released_bytes, slept.kept_bytes),
             (32 << 20, if contents == Contents::Keep { 3 << 20 } else { 0 })
@@ -408,12 +409,12 @@ stub_test!(a_graph_is_refused_while_its_memory_sleeps_and_replays_as_it_is_after
         graph.launch(&stream).expect("launched");
         assert!(stream.clone_dtoh(&target).expect("copied").iter().all(|byte| *byte == 7));
     }
-    // Somebody else who observes may have windows.
+    // Another observer may have windows.
     let (observer, _) = allocator.core().observe(graphs.id()).expect("known");
     let refused = graphs.sleep(Contents::Drop).expect_err("observed");
     assert!(matches!(cause_of(refused), SleepCause::Observed { observers: 1 }));
     allocator.core().forget(observer).expect("known");
-    // Nothing sleeps in the middle of a capture.
+    // Sleeping is not possible during a capture.
     let capture = graphs.begin(&stream).expect("begun");
     let error = allocator.sleep(weights.id(), Contents::Drop).expect_err("its stream is being captured");
     assert!(matches!(cause_of(error), SleepCause::Synchronize { .. }));

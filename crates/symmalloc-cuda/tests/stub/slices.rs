@@ -1,4 +1,4 @@
-//! Buffers where a program has `CudaSlice`s: cudarc's names, parts that are owned, and buffers lent as `CudaSlice`s.
+//! Buffers in place of `CudaSlice`s: cudarc's method names, owned parts, and buffers lent as `CudaSlice`s.
 
 use crate::process::{calls, device, fail, heal, hold, live, stub_test};
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, PushKernelArg};
@@ -62,12 +62,12 @@ stub_test!(a_copy_that_fails_leaves_no_buffer_and_the_context_as_it_was, {
     for (call, copy) in [("cuMemcpyHtoDAsync_v2", true), ("cuMemcpyDtoDAsync_v2", false)] {
         fail(call, 1, 719);
         let copied = if copy { allocator.clone_htod(&stream, &[1_u8; 100]) } else { buffer.try_clone() };
-        let Err(CudaError::Driver(error)) = copied else { panic!("{call} was refused") };
+        let Err(CudaError::Driver(error)) = copied else { panic!("{call} must fail") };
         assert_eq!((error.call, error.code), (call, 719));
         heal();
     }
     assert_eq!(live_allocations(&allocator), 1);
-    // Memory of one stream is copied by another one, which waits for it.
+    // Another stream copies memory of the first stream, and waits for it.
     let other = self::stream(&allocator);
     let before = waits();
     let copy = allocator.clone_dtod(&other, &buffer).expect("made");
@@ -111,10 +111,10 @@ stub_test!(bytes_are_seen_as_another_type_where_they_fit_and_are_aligned, {
     let allocator = allocator();
     let stream = stream(&allocator);
     let mut bytes = allocator.alloc_zeros::<u8>(&stream, 10).expect("made");
-    // SAFETY: any bits are a `u32` and a `u64`.
+    // SAFETY: every bit pattern is a valid `u32` and `u64`.
     unsafe {
-        assert!(bytes.transmute::<u32>(3).is_none(), "12 bytes of 10");
-        assert!(bytes.transmute::<u64>(usize::MAX).is_none(), "more than can be counted");
+        assert!(bytes.transmute::<u32>(3).is_none(), "12 bytes do not fit in 10");
+        assert!(bytes.transmute::<u64>(usize::MAX).is_none(), "the size overflows");
         assert!(bytes.slice(1..).transmute::<u32>(1).is_none(), "not aligned");
         let mut words = bytes.transmute_mut::<u32>(2).expect("8 bytes of 10");
         stream.memcpy_htod(&[0x0102_0304, 0x0506_0708], &mut words).expect("copied");
@@ -163,20 +163,20 @@ stub_test!(streams_that_write_different_parts_do_not_wait_for_each_other, {
     let mut low = allocator.alloc_zeros::<u8>(&a, 2 * MIB).expect("made").into_part();
     let mut high = low.split_off(MIB);
     let before = waits();
-    // Both pointers are taken before work is submitted with either.
+    // Both pointers are taken before work is submitted with either of them.
     let (low_pointer, low_guard) = low.device_ptr_mut(&b);
     let (high_pointer, high_guard) = high.device_ptr_mut(&c);
-    assert_eq!((high_pointer - low_pointer, waits() - before), (MIB as u64, 2), "each for the zeros alone");
+    assert_eq!((high_pointer - low_pointer, waits() - before), (MIB as u64, 2), "each waits only for the zeros");
     let slow = hold(b.cu_stream() as u64);
     drop((low_guard, high_guard));
     c.memcpy_htod(&[3], &mut high).expect("copied");
-    assert_eq!(c.clone_dtoh(&high.as_view().slice(..1)).expect("copied"), [3], "whatever the other stream does");
+    assert_eq!(c.clone_dtoh(&high.as_view().slice(..1)).expect("copied"), [3], "independent of the other stream");
     drop(slow);
     let before = waits();
     drop(low.device_ptr(&c));
     assert_eq!(waits(), before + 1, "a reader waits for the part's writer");
     let others = low.split_off(1);
-    assert_eq!(waits(), before + 3, "before a part is cut, its own stream waits for the other two");
+    assert_eq!(waits(), before + 3, "before a part is split, the buffer's stream waits for the other two");
     drop(others.device_ptr(&b));
     assert_eq!(waits(), before + 4);
     let records = calls("cuEventRecord");
@@ -257,7 +257,7 @@ stub_test!(what_a_lent_buffer_is_used_for_orders_streams_and_fences_the_memory, 
     a.memcpy_htod(&from, &mut buffer).expect("copied");
     {
         let lent = buffer.lend_on(&b).expect("lent");
-        c.memcpy_dtod(&*lent, &mut to).expect("submitted"); // reads on a third stream, which only cudarc sees
+        c.memcpy_dtod(&*lent, &mut to).expect("submitted"); // a read on a third stream, which only cudarc tracks
     }
     let before = waits();
     a.memset_zeros(&mut buffer).expect("submitted");
@@ -274,7 +274,7 @@ stub_test!(a_driver_that_makes_no_events_refuses_to_lend, {
     let a = stream(&allocator);
     let buffer = allocator.alloc_zeros::<u8>(&a, MIB).expect("made");
     fail("cuEventCreate", 1, 2);
-    let Err(CudaError::Driver(error)) = buffer.lend_on(&a) else { panic!("lent without events") };
+    let Err(CudaError::Driver(error)) = buffer.lend_on(&a) else { panic!("the slice was lent without events") };
     assert_eq!((error.call, error.code), ("cuEventCreate", 2));
     heal();
     drop(buffer.lend_on(&a).expect("lent"));

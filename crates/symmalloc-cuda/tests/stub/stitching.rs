@@ -1,4 +1,4 @@
-//! Stitching on the stub, whose addresses really share memory: bytes that are written by one name are read by the other.
+//! Stitching on the stub, whose addresses really share memory: bytes written through one range are visible through the other.
 
 use crate::process::{calls, device, fail, heal, live, stub_test};
 use cudarc::driver::CudaStream;
@@ -14,7 +14,7 @@ fn config() -> Config {
     "stitching:true,stitching_granule_mb:2,stitching_least_mb:4".parse().expect("valid")
 }
 
-/// Four buffers side by side, the second and the fourth of which are free again.
+/// Allocates four adjacent buffers and frees the second and the fourth.
 fn in_pieces(allocator: &CudaAllocator, stream: &Arc<CudaStream>) -> Result<[DeviceBuffer<u8>; 2], CudaError> {
     let [first, _second, third, _fourth] = [
         allocator.alloc_zeroed(stream, PIECE)?,
@@ -32,26 +32,26 @@ stub_test!(a_stitched_buffer_is_the_memory_of_its_pieces, {
     let kept = in_pieces(&allocator, &stream).expect("memory");
     let (bytes, aliases) = (live().device_bytes, calls("cuMemRetainAllocationHandle"));
     let mut whole = allocator.alloc_zeroed::<u8>(&stream, 2 * PIECE).expect("memory");
-    assert_eq!(live().device_bytes, bytes, "no memory is added");
+    assert_eq!(live().device_bytes, bytes, "no memory is allocated");
     assert_eq!((whole.placement().segment.0, calls("cuMemRetainAllocationHandle") - aliases), (1, 4));
     let pattern: Vec<u8> = (0..2 * PIECE).map(|at| (at / 4096) as u8 ^ (at % 251) as u8).collect();
     stream.memcpy_htod(&pattern, &mut whole).expect("copied");
     drop(whole);
-    // A block of the stitched range's own size is found as it is; two of half the size have to be looked for at home.
+    // A block that spans the stitched range is reused as it is; two of half the size use the original ranges.
     let again = allocator.alloc_zeroed::<u8>(&stream, 2 * PIECE).expect("memory");
-    assert_eq!(calls("cuMemRetainAllocationHandle") - aliases, 4, "nothing is mapped again");
+    assert_eq!(calls("cuMemRetainAllocationHandle") - aliases, 4, "nothing is mapped a second time");
     drop(again);
     let mut whole = allocator.alloc_zeroed::<u8>(&stream, 2 * PIECE).expect("memory");
     stream.memcpy_htod(&pattern, &mut whole).expect("copied");
     drop(whole);
-    // 8 MiB and one granule do not fit, and grow: what is free goes home first, and is found there.
+    // 8 MiB and one granule do not fit. Before the heap grows, free stitched memory returns to its original ranges, and is found there.
     let large = allocator.alloc_zeroed::<u8>(&stream, 3 * PIECE).expect("memory");
     drop(large);
     allocator.trim().expect("trimmed");
     assert_eq!(live().device_bytes, 2 * PIECE as u64);
     let zero = vec![0; PIECE];
     for buffer in &kept {
-        assert_eq!(stream.clone_dtoh(buffer).expect("copied"), zero, "its neighbours were written, and it was not");
+        assert_eq!(stream.clone_dtoh(buffer).expect("copied"), zero, "only its neighbors were written");
     }
     drop(kept);
     drop(allocator);
@@ -85,7 +85,7 @@ stub_test!(bytes_written_by_one_name_are_read_by_the_other, {
     write(home.base.0 + 3 * MIB, 8);
     assert_eq!([read(home.base.0 + 16 * MIB + 5), read(range.base.0 + 11 * MIB)], [7, 8]);
     backend.unmap(range, 0, 16 * MIB).expect("unmapped");
-    assert_eq!(live().device_bytes, 24 * MIB, "an alias has no memory of its own");
+    assert_eq!(live().device_bytes, 24 * MIB, "an alias uses no additional memory");
     backend.unmap(home, 0, 24 * MIB).expect("unmapped");
     [home, range].into_iter().for_each(|range| backend.release(range).expect("released"));
     assert_eq!((live().mappings, live().device_bytes, live().ranges), (0, 0, 0));
@@ -100,7 +100,7 @@ stub_test!(memory_made_ahead_is_not_stitched, {
     assert_eq!(allocator.core().pool_config(default_pool).expect("there").stitching(), None);
 });
 
-/// Stitches, stitches the same range again, and gives all of it back.
+/// Stitches a range, stitches the same range again, and releases everything.
 fn program(allocator: &CudaAllocator, stream: &Arc<CudaStream>) -> Result<(), CudaError> {
     let kept = in_pieces(allocator, stream)?;
     let whole = allocator.alloc_zeroed::<u8>(stream, 2 * PIECE)?;

@@ -1,4 +1,4 @@
-//! Contexts that are kept, given up and reset, and devices that may use each other's memory.
+//! Calls that retain, release and reset contexts, and calls that grant devices access to each other's memory.
 
 use crate::context::Context;
 use crate::libcuda;
@@ -7,7 +7,7 @@ use crate::{ending, peers, settings, watch};
 use std::ffi::{c_int, c_uint};
 use std::sync::atomic::{AtomicI64, Ordering};
 
-/// How often the program retained each device's primary context. Our allocator retains it once more.
+/// Number of times that the program retained each device's primary context. The allocator retains it once more.
 static RETAINED: [AtomicI64; 64] = [const { AtomicI64::new(0) }; 64];
 
 fn retained(device: c_int) -> Option<&'static AtomicI64> {
@@ -15,7 +15,7 @@ fn retained(device: c_int) -> Option<&'static AtomicI64> {
 }
 
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn retain(
     driver: unsafe extern "C" fn(*mut usize, c_int) -> c_int,
     context: *mut usize,
@@ -31,10 +31,10 @@ pub(super) unsafe fn retain(
     code
 }
 
-/// The program's last reference takes our memory with it, as it takes the driver's.
+/// Releases the program's reference. The last reference also ends the allocator's memory, as it ends the driver's.
 ///
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn release(driver: unsafe extern "C" fn(c_int) -> c_int, device: c_int) -> c_int {
     if let Some(retained) = retained(device) {
         let before =
@@ -50,7 +50,7 @@ pub(super) unsafe fn release(driver: unsafe extern "C" fn(c_int) -> c_int, devic
 }
 
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn reset(driver: unsafe extern "C" fn(c_int) -> c_int, device: c_int) -> c_int {
     end(device);
     // SAFETY: the caller's contract.
@@ -66,7 +66,7 @@ fn end(device: c_int) {
 }
 
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn enable_peer(
     driver: unsafe extern "C" fn(usize, c_uint) -> c_int,
     context: usize,

@@ -1,4 +1,4 @@
-//! Calls that allocate and free.
+//! Calls that allocate and free memory.
 
 use crate::context::Context;
 use crate::outcome::{OUT_OF_MEMORY, SUCCESS};
@@ -19,25 +19,25 @@ type AllocateFromPool = unsafe extern "C" fn(*mut u64, usize, usize, usize) -> c
 type FreeAsync = unsafe extern "C" fn(u64, usize) -> c_int;
 type Info = unsafe extern "C" fn(*mut usize, *mut usize) -> c_int;
 
-/// The thread's own default stream where a call says 0.
+/// Replaces stream 0 with the per-thread default stream.
 fn own(stream: usize) -> usize {
     if stream == 0 { PER_THREAD } else { stream }
 }
 
-/// Asks the driver. When it has no memory, what is cached goes back and it is asked again.
+/// Makes a driver call. If the driver is out of memory, releases cached memory and repeats the call.
 fn with_trim(call: impl Fn() -> c_int) -> c_int {
     tally::passed_on();
     let code = call();
     if code != OUT_OF_MEMORY {
         return code;
     }
-    // On every device: the call does not say which one is short.
+    // Trims every device, because the call does not reveal which one is full.
     let contexts = Context::all().filter(|context| !context.is_gone());
     let went = contexts.fold(false, |went, context| context.trim() | went);
     if went { call() } else { code }
 }
 
-/// Asks our allocator, and the driver for what it does not serve.
+/// Allocates with the allocator, or with the driver if the allocator does not serve the request.
 ///
 /// # Safety
 /// `address` is valid for writing.
@@ -47,7 +47,7 @@ unsafe fn served_or(
     serve: impl FnOnce(u64) -> Outcome<u64>,
     driver: impl Fn() -> c_int,
 ) -> c_int {
-    // The driver has its own answer to calls without a size or a place for the answer.
+    // The driver handles calls with size 0 or a null result pointer.
     let outcome = if size == 0 || address.is_null() { Outcome::Driver } else { tally::timed(|| serve(size as u64)) };
     match outcome {
         Outcome::Done(allocated) => {
@@ -65,13 +65,13 @@ fn is_watched() -> bool {
 }
 
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn allocate(driver: Allocate, address: *mut u64, size: usize) -> c_int {
     exit::begin();
     // SAFETY: the caller's contract.
     let call = || unsafe { driver(address, size) };
     if is_watched() {
-        // SAFETY: the driver wrote there when it succeeded.
+        // SAFETY: the driver wrote to the address if it succeeded.
         return unsafe { watch::allocated(call(), address, size as u64, None) };
     }
     let is_ipc = settings().is_some_and(|settings| settings.is_ipc);
@@ -81,7 +81,7 @@ pub(super) unsafe fn allocate(driver: Allocate, address: *mut u64, size: usize) 
 }
 
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn allocate_pitch(
     driver: AllocatePitch,
     address: *mut u64,
@@ -94,7 +94,7 @@ pub(super) unsafe fn allocate_pitch(
     let call = || unsafe { driver(address, pitch, width, height, element) };
     if is_watched() {
         let code = call();
-        // SAFETY: the driver wrote there when it succeeded.
+        // SAFETY: the driver wrote to the address if it succeeded.
         let row = if code == SUCCESS { unsafe { pitch.read() } } else { width };
         // SAFETY: as above.
         return unsafe { watch::allocated(code, address, (row * height) as u64, None) };
@@ -103,14 +103,14 @@ pub(super) unsafe fn allocate_pitch(
 }
 
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn allocate_managed(driver: AllocateManaged, address: *mut u64, size: usize, flags: c_uint) -> c_int {
     // SAFETY: the caller's contract.
     with_trim(|| unsafe { driver(address, size, flags) })
 }
 
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn create(
     driver: Create,
     handle: *mut u64,
@@ -123,14 +123,14 @@ pub(super) unsafe fn create(
 }
 
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn allocate_async(driver: AllocateAsync, address: *mut u64, size: usize, stream: usize) -> c_int {
     // SAFETY: the caller's contract.
     unsafe { allocate_on(address, size, stream, None, || driver(address, size, stream)) }
 }
 
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn allocate_async_per_thread(
     driver: AllocateAsync,
     address: *mut u64,
@@ -142,7 +142,7 @@ pub(super) unsafe fn allocate_async_per_thread(
 }
 
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn allocate_from_pool(
     driver: AllocateFromPool,
     address: *mut u64,
@@ -155,7 +155,7 @@ pub(super) unsafe fn allocate_from_pool(
 }
 
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn allocate_from_pool_per_thread(
     driver: AllocateFromPool,
     address: *mut u64,
@@ -168,7 +168,7 @@ pub(super) unsafe fn allocate_from_pool_per_thread(
 }
 
 /// # Safety
-/// As the driver's call, which `call` makes.
+/// See the driver's call, which `call` makes.
 unsafe fn allocate_on(
     address: *mut u64,
     size: usize,
@@ -178,7 +178,7 @@ unsafe fn allocate_on(
 ) -> c_int {
     exit::begin();
     if is_watched() {
-        // SAFETY: the driver wrote there when it succeeded.
+        // SAFETY: the driver wrote to the address if it succeeded.
         return unsafe { watch::allocated(call(), address, size as u64, Some(stream)) };
     }
     // SAFETY: the caller's contract.
@@ -186,7 +186,7 @@ unsafe fn allocate_on(
 }
 
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn free(driver: Free, address: u64) -> c_int {
     // SAFETY: the caller's contract.
     let call = || unsafe { driver(address) };
@@ -201,14 +201,14 @@ pub(super) unsafe fn free(driver: Free, address: u64) -> c_int {
 }
 
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn free_async(driver: FreeAsync, address: u64, stream: usize) -> c_int {
     // SAFETY: the caller's contract.
     free_on(address, stream, || unsafe { driver(address, stream) })
 }
 
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn free_async_per_thread(driver: FreeAsync, address: u64, stream: usize) -> c_int {
     // SAFETY: the caller's contract.
     free_on(address, own(stream), || unsafe { driver(address, stream) })
@@ -225,10 +225,10 @@ fn free_on(address: u64, stream: usize, call: impl Fn() -> c_int) -> c_int {
     }
 }
 
-/// What the program may still allocate: what is free on the device and what is free in the cache, within the limit.
+/// Reports the memory that the program can still allocate: free device memory and free cached memory, within the limit.
 ///
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn info(driver: Info, free: *mut usize, total: *mut usize) -> c_int {
     // SAFETY: the caller's contract.
     let code = unsafe { driver(free, total) };

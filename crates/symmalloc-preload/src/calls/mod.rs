@@ -1,10 +1,10 @@
-//! The driver calls that are served here: an exported function for each, which this file makes from the list below.
+//! The driver calls that this library serves. This file generates an exported function for each call in the list below.
 //!
 //! ```text
-//!  program ── cuMemAllocAsync ─► boundary ─► memory::allocate_async(driver's own, ...) ── served, or passed to the driver
+//!  program ── cuMemAllocAsync ─► boundary ─► memory::allocate_async(driver's call, ...) ── served, or passed to the driver
 //!                                   │
-//!                                   ╰ a forked child, a call that the driver makes itself while it is in one of ours,
-//!                                     settings that are wrong ─► the driver's own
+//!                                   ╰ a forked child, a call that the driver makes during one of our calls,
+//!                                     invalid settings ─► the driver's call
 //! ```
 
 mod contexts;
@@ -25,11 +25,11 @@ use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 thread_local! {
-    /// Whether this thread is in a call that is served: what libcuda calls meanwhile is its own business.
+    /// `true` while this thread is inside a served call. libcuda's nested calls are passed through.
     static IS_INSIDE: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Leaves a call that is served.
+/// Guard that marks the end of a served call when it is dropped.
 struct Inside;
 
 impl Drop for Inside {
@@ -38,7 +38,7 @@ impl Drop for Inside {
     }
 }
 
-/// Carries out a call. No panic leaves it: one is a failed assertion of ours.
+/// Runs a served call. Catches panics, which indicate a failed internal assertion.
 #[inline]
 fn boundary(served: impl FnOnce() -> c_int, driver: impl FnOnce() -> c_int) -> c_int {
     if IS_INSIDE.get() || forks::is_forked() || settings().is_none() {
@@ -47,14 +47,14 @@ fn boundary(served: impl FnOnce() -> c_int, driver: impl FnOnce() -> c_int) -> c
     IS_INSIDE.set(true);
     let _inside = Inside;
     catch_unwind(AssertUnwindSafe(served)).unwrap_or_else(|_panic| {
-        say(format_args!("a call failed inside of symmalloc: please report what the lines before this one say"));
+        say(format_args!("internal error in symmalloc: please report it with the preceding lines"));
         UNKNOWN
     })
 }
 
 macro_rules! served {
     ($($symbol:ident($base:literal, $since:literal)($($arg:ident: $type:ty),*) => $serve:expr;)*) => {
-        /// What is known of each call.
+        /// Names and addresses of each call.
         #[allow(non_upper_case_globals, reason = "the driver's names")]
         mod known {
             use super::ServedCall;
@@ -64,21 +64,21 @@ macro_rules! served {
                     const SYMBOL: &std::ffi::CStr =
                         match std::ffi::CStr::from_bytes_with_nul(concat!(stringify!($symbol), "\0").as_bytes()) {
                             Ok(symbol) => symbol,
-                            Err(_) => panic!("a name has no zero byte"),
+                            Err(_) => panic!("symbol names contain no null byte"),
                         };
                     ServedCall::new(SYMBOL, $base, $since, super::$symbol as *const ())
                 };
             )*
         }
 
-        /// All calls that are served.
+        /// All served calls.
         pub(crate) static ALL: [&ServedCall; [$(stringify!($symbol)),*].len()] = [$(&known::$symbol),*];
 
         $(
-            /// As in the CUDA driver API.
+            /// See the CUDA driver API.
             ///
             /// # Safety
-            /// As in the CUDA driver API.
+            /// See the CUDA driver API.
             #[allow(non_snake_case, reason = "the driver's name")]
             #[unsafe(no_mangle)]
             pub(crate) unsafe extern "C" fn $symbol($($arg: $type),*) -> c_int {
@@ -86,9 +86,9 @@ macro_rules! served {
                 if found.is_null() {
                     return NOT_FOUND;
                 }
-                // SAFETY: the type of the driver's call.
+                // SAFETY: the type matches the driver's call.
                 let driver = unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($type),*) -> c_int>(found) };
-                // SAFETY: the caller's contract is the driver's, in both.
+                // SAFETY: the caller's contract equals the driver's, in both cases.
                 boundary(|| unsafe { ($serve)(driver, $($arg),*) }, || unsafe { driver($($arg),*) })
             }
         )*

@@ -1,7 +1,7 @@
-//! Questions about pointers: answered as for memory of the driver's own.
+//! Queries about pointers, answered in the same way as for the driver's own memory.
 //!
-//! An allocation of ours is a part of a mapped range, of which the driver knows more than the program should: the whole of it, and no
-//! context. Attributes that follow from the allocation are answered here, all others by the driver.
+//! A served allocation is a part of a larger mapped range. The driver would report the whole range, and no context. Attributes that depend
+//! on the allocation are answered here, and all others by the driver.
 
 use crate::ledger::Found;
 use crate::live::{LIVE, Live};
@@ -11,7 +11,7 @@ use crate::settings::say;
 use std::ffi::{c_int, c_uint, c_void};
 use std::sync::Once;
 
-/// `CUpointer_attribute`, those that are answered here.
+/// The values of `CUpointer_attribute` that are answered here.
 mod attribute_number {
     use std::ffi::c_int;
     pub(super) const CONTEXT: c_int = 1;
@@ -23,7 +23,7 @@ mod attribute_number {
 }
 
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn address_range(
     driver: unsafe extern "C" fn(*mut u64, *mut usize, u64) -> c_int,
     base: *mut u64,
@@ -46,7 +46,7 @@ pub(super) unsafe fn address_range(
     SUCCESS
 }
 
-/// Writes an attribute that follows from the allocation. Whether it does.
+/// Writes an attribute that depends on the allocation. Returns `true` if it wrote one.
 ///
 /// # Safety
 /// `value` is valid for writing the attribute's type.
@@ -59,19 +59,19 @@ unsafe fn answer(found: &Found<Live>, attribute: c_int, value: *mut c_void) -> b
         attribute_number::RANGE_SIZE => found.size_bytes,
         attribute_number::MEMPOOL => pool.map_or(0, MemPool::raw) as u64,
         attribute_number::IS_LEGACY_IPC_CAPABLE => {
-            // SAFETY: the caller's contract: a bool of C.
+            // SAFETY: the caller's contract: a C bool.
             unsafe { value.cast::<u8>().write(0) };
             return true;
         }
         _ => return false,
     };
-    // SAFETY: the caller's contract: eight bytes, be it a handle, an address, a size or a number.
+    // SAFETY: the caller's contract: eight bytes, whether a handle, an address, a size or a number.
     unsafe { value.cast::<u64>().write_unaligned(number) };
     true
 }
 
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn attribute(
     driver: unsafe extern "C" fn(*mut c_void, c_int, u64) -> c_int,
     value: *mut c_void,
@@ -92,7 +92,7 @@ pub(super) unsafe fn attribute(
 }
 
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn attributes(
     driver: unsafe extern "C" fn(c_uint, *const c_int, *const *mut c_void, u64) -> c_int,
     count: c_uint,
@@ -106,17 +106,17 @@ pub(super) unsafe fn attributes(
         && let Some(found) = LIVE.around(address)
     {
         for at in 0..count as usize {
-            // SAFETY: the driver read as many of both, and wrote to each value.
+            // SAFETY: the driver read `count` entries of both arrays, and wrote to each value.
             unsafe { answer(&found, attributes.add(at).read(), values.add(at).read()) };
         }
     }
     code
 }
 
-/// Memory of ours cannot be opened by another process in this old way: it is a part of a larger mapping.
+/// Exports memory through legacy IPC. Served memory does not support it, because it is a part of a larger mapping.
 ///
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn ipc_handle(
     driver: unsafe extern "C" fn(*mut c_void, u64) -> c_int,
     handle: *mut c_void,
@@ -129,7 +129,7 @@ pub(super) unsafe fn ipc_handle(
     static IS_SAID: Once = Once::new();
     IS_SAID.call_once(|| {
         say(format_args!(
-            "cuIpcGetMemHandle: this memory is a part of a larger mapping, and other processes cannot open it so; start the \
+            "cuIpcGetMemHandle: this memory is a part of a larger mapping, which legacy IPC handles do not support; start the \
              program with `symmalloc run --ipc`, which leaves cuMemAlloc to the driver"
         ));
     });

@@ -1,4 +1,4 @@
-//! Calls about memory pools: the driver carries them out for its own pool, and ours follows.
+//! Calls on memory pools. The driver applies them to its pool, and the allocator's pool is updated accordingly.
 
 use crate::context::Context;
 use crate::libcuda;
@@ -18,23 +18,23 @@ mod attribute_number {
     pub(super) const USED_PEAK: c_int = 8;
 }
 
-/// Whether pools are served at all.
+/// Returns `true` if memory pools are served.
 fn are_served() -> bool {
     settings().is_some_and(|settings| !settings.is_watched)
 }
 
-/// A pool that is served.
+/// Returns a pool by its handle, if it is served.
 fn served(raw: usize) -> Option<&'static MemPool> {
     if !are_served() {
         return None;
     }
-    // It may be the default pool of a device on which nothing was allocated yet.
+    // It may be the default pool of a device on which nothing has been allocated yet.
     let known = MemPool::find(raw).or_else(|| contexts::current().and_then(|_| MemPool::find(raw)));
     known.filter(|pool| pool.is_served())
 }
 
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn create(
     driver: unsafe extern "C" fn(*mut usize, *const PoolProperties) -> c_int,
     pool: *mut usize,
@@ -43,14 +43,14 @@ pub(super) unsafe fn create(
     // SAFETY: the caller's contract.
     let code = unsafe { driver(pool, properties) };
     if code == SUCCESS && are_served() {
-        // SAFETY: the driver read and wrote them.
+        // SAFETY: the driver read the properties and wrote the pool.
         unsafe { MemPool::of_program(pool.read(), &*properties) };
     }
     code
 }
 
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn destroy(driver: unsafe extern "C" fn(usize) -> c_int, pool: usize) -> c_int {
     let known = MemPool::take(pool);
     // SAFETY: the caller's contract.
@@ -58,7 +58,7 @@ pub(super) unsafe fn destroy(driver: unsafe extern "C" fn(usize) -> c_int, pool:
     match known {
         Some(known) if code == SUCCESS => {
             known.end();
-            // It may have been the device's current one.
+            // It may have been the device's current pool.
             find_current(known.device());
         }
         Some(known) => known.put_back(),
@@ -68,7 +68,7 @@ pub(super) unsafe fn destroy(driver: unsafe extern "C" fn(usize) -> c_int, pool:
 }
 
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn attribute(
     driver: unsafe extern "C" fn(usize, c_int, *mut c_void) -> c_int,
     pool: usize,
@@ -87,13 +87,13 @@ pub(super) unsafe fn attribute(
         _ => return code,
     };
     let value = value.cast::<u64>();
-    // SAFETY: the driver wrote a number of eight bytes.
+    // SAFETY: the driver wrote an eight-byte number.
     unsafe { value.write_unaligned(value.read_unaligned() + ours) };
     code
 }
 
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn set_attribute(
     driver: unsafe extern "C" fn(usize, c_int, *mut c_void) -> c_int,
     pool: usize,
@@ -115,7 +115,7 @@ pub(super) unsafe fn set_attribute(
 }
 
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn trim_to(driver: unsafe extern "C" fn(usize, usize) -> c_int, pool: usize, keep: usize) -> c_int {
     // SAFETY: the caller's contract.
     let code = unsafe { driver(pool, keep) };
@@ -128,7 +128,7 @@ pub(super) unsafe fn trim_to(driver: unsafe extern "C" fn(usize, usize) -> c_int
 }
 
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn set_access(
     driver: unsafe extern "C" fn(usize, *const [c_int; 3], usize) -> c_int,
     pool: usize,
@@ -138,9 +138,9 @@ pub(super) unsafe fn set_access(
     // SAFETY: the caller's contract.
     let code = unsafe { driver(pool, access, count) };
     let Some(pool) = served(pool).filter(|_| code == SUCCESS) else { return code };
-    // Kind of location, device, what it may do. Access that is taken away stays: it was given to all memory of the device.
+    // Kind of location, device, access flags. Revoking access has no effect here, because access was granted to all memory of the device.
     for at in 0..count {
-        // SAFETY: the driver read as many.
+        // SAFETY: the driver read `count` entries.
         let [kind, device, flags] = unsafe { access.add(at).read() };
         let context = Context::of_device(pool.device());
         if let Some(context) = context.filter(|_| kind == 1 && flags != 0)
@@ -152,7 +152,7 @@ pub(super) unsafe fn set_access(
     code
 }
 
-/// Another pool serves `cuMemAllocAsync` on a device from now on.
+/// Updates the pool that serves `cuMemAllocAsync` on a device.
 fn find_current(device: c_int) {
     if let (Some(context), Some(driver)) = (Context::of_device(device), libcuda::driver()) {
         context.find_current_pool(driver);
@@ -160,7 +160,7 @@ fn find_current(device: c_int) {
 }
 
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn set_current(
     driver: unsafe extern "C" fn(c_int, usize) -> c_int,
     device: c_int,
@@ -173,7 +173,7 @@ pub(super) unsafe fn set_current(
 }
 
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn set_current_of_location(
     driver: unsafe extern "C" fn(*const [c_int; 2], c_int, usize) -> c_int,
     location: *const [c_int; 2],
@@ -183,7 +183,7 @@ pub(super) unsafe fn set_current_of_location(
     // SAFETY: the caller's contract.
     let code = unsafe { driver(location, kind, pool) };
     if code == SUCCESS && !location.is_null() {
-        // SAFETY: the driver read it.
+        // SAFETY: the driver read the location.
         find_current(unsafe { location.read() }[1]);
     }
     code

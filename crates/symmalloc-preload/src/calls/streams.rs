@@ -1,4 +1,4 @@
-//! Streams that end, and captures.
+//! Calls that destroy streams and capture them.
 
 use crate::captures;
 use crate::contexts;
@@ -17,10 +17,10 @@ fn is_watched() -> bool {
     settings().is_some_and(|settings| settings.is_watched)
 }
 
-/// What is left of the stream's work is kept track of before the driver destroys it.
+/// Destroys a stream. Its remaining work is tracked before the driver destroys it.
 ///
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn destroy(driver: unsafe extern "C" fn(usize) -> c_int, stream: usize) -> c_int {
     if is_watched() {
         watch::destroyed(stream);
@@ -34,7 +34,7 @@ pub(super) unsafe fn destroy(driver: unsafe extern "C" fn(usize) -> c_int, strea
     unsafe { driver(stream) }
 }
 
-/// The allocator minds captures from before the first stream is captured until after the last one is not.
+/// Begins a capture. The allocator tracks captures before the driver begins the first one, and until the last one has ended.
 fn begin(stream: usize, call: impl FnOnce() -> c_int) -> c_int {
     let context = if is_watched() {
         None
@@ -51,7 +51,7 @@ fn begin(stream: usize, call: impl FnOnce() -> c_int) -> c_int {
     code
 }
 
-/// A capture is over when its graph is made and when it was spoiled; a call from the wrong thread ends none.
+/// Ends a capture. It has ended if its graph is created or the capture was invalidated. A call from the wrong thread ends no capture.
 fn end(stream: usize, call: impl FnOnce() -> c_int) -> c_int {
     let code = call();
     if !libcuda::driver().is_some_and(|driver| driver.is_captured(stream)) {
@@ -61,14 +61,14 @@ fn end(stream: usize, call: impl FnOnce() -> c_int) -> c_int {
 }
 
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn begin_capture_first(driver: unsafe extern "C" fn(usize) -> c_int, stream: usize) -> c_int {
     // SAFETY: the caller's contract.
     begin(stream, || unsafe { driver(stream) })
 }
 
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn begin_capture_first_per_thread(
     driver: unsafe extern "C" fn(usize) -> c_int,
     stream: usize,
@@ -78,7 +78,7 @@ pub(super) unsafe fn begin_capture_first_per_thread(
 }
 
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn begin_capture(
     driver: unsafe extern "C" fn(usize, c_int) -> c_int,
     stream: usize,
@@ -89,7 +89,7 @@ pub(super) unsafe fn begin_capture(
 }
 
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn begin_capture_per_thread(
     driver: unsafe extern "C" fn(usize, c_int) -> c_int,
     stream: usize,
@@ -102,7 +102,7 @@ pub(super) unsafe fn begin_capture_per_thread(
 type BeginToGraph = unsafe extern "C" fn(usize, usize, *const c_void, *const c_void, usize, c_int) -> c_int;
 
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn begin_capture_to_graph(
     driver: BeginToGraph,
     stream: usize,
@@ -117,7 +117,7 @@ pub(super) unsafe fn begin_capture_to_graph(
 }
 
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn begin_capture_to_graph_per_thread(
     driver: BeginToGraph,
     stream: usize,
@@ -132,7 +132,7 @@ pub(super) unsafe fn begin_capture_to_graph_per_thread(
 }
 
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn end_capture(
     driver: unsafe extern "C" fn(usize, *mut usize) -> c_int,
     stream: usize,
@@ -143,7 +143,7 @@ pub(super) unsafe fn end_capture(
 }
 
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(super) unsafe fn end_capture_per_thread(
     driver: unsafe extern "C" fn(usize, *mut usize) -> c_int,
     stream: usize,

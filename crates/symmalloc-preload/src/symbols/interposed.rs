@@ -1,20 +1,19 @@
-//! `dlsym` and `dlvsym`, in front of the C library's.
+//! `dlsym` and `dlvsym`, which interpose the C library's functions.
 //!
 //! ```text
-//!  caller ── dlsym(handle, name) ─► naked code: keeps the arguments, asks `answer`
-//!                                      │ a call of ours ─► returned
-//!                                      ╰ all others ─────► jump to the C library's dlsym, whose caller is the caller
+//!  caller ── dlsym(handle, name) ─► naked code: saves the arguments, calls `answer`
+//!                                      │ a served call ─► returned
+//!                                      ╰ all others ─────► jump to the C library's dlsym, with the original caller
 //! ```
 //!
-//! The jump leaves the return address as it was, so that `RTLD_NEXT` means the library after the caller's, and not after this one.
+//! The jump preserves the return address, so that `RTLD_NEXT` means the library after the caller's, and not the library after this one.
 //!
-//! | handle | a name that is served here |
+//! | handle | result for the name of a served call |
 //! |---|---|
-//! | of a library | ours if the C library finds libcuda's call or ours there; what it finds otherwise |
-//! | `RTLD_DEFAULT`, `RTLD_NEXT` | ours if libcuda is loaded |
+//! | a library | our function if the C library finds libcuda's or ours there; otherwise the C library's result |
+//! | `RTLD_DEFAULT`, `RTLD_NEXT` | our function if libcuda is loaded |
 //!
-//! Who calls from inside of this library (cudarc, the allocator's own table of driver calls, Rust's standard library) gets the C
-//! library's answer.
+//! Callers inside this library (cudarc, the allocator's table of driver calls, Rust's standard library) get the C library's result.
 
 use super::libc_symbols;
 use super::served::{self, ServedCall};
@@ -23,7 +22,7 @@ use crate::libcuda;
 use std::arch::naked_asm;
 use std::ffi::{CStr, c_char, c_void};
 
-/// What the naked code does: `(0, address)` jumps there, `(1, address)` returns it. In two registers.
+/// Instruction for the naked code, in two registers: `(0, address)` jumps to the address, `(1, address)` returns it.
 #[repr(C)]
 struct Answer {
     is_final: usize,
@@ -43,7 +42,7 @@ impl Answer {
 /// See `dlsym(3)`.
 ///
 /// # Safety
-/// As the C library's.
+/// See the C library's function.
 #[cfg(target_arch = "x86_64")]
 #[unsafe(naked)]
 #[unsafe(no_mangle)]
@@ -71,7 +70,7 @@ pub(crate) unsafe extern "C" fn dlsym(handle: *mut c_void, name: *const c_char) 
 /// See `dlvsym(3)`.
 ///
 /// # Safety
-/// As the C library's.
+/// See the C library's function.
 #[cfg(target_arch = "x86_64")]
 #[unsafe(naked)]
 #[unsafe(no_mangle)]
@@ -103,7 +102,7 @@ pub(crate) unsafe extern "C" fn dlvsym(
 /// See `dlsym(3)`.
 ///
 /// # Safety
-/// As the C library's.
+/// See the C library's function.
 #[cfg(target_arch = "aarch64")]
 #[unsafe(naked)]
 #[unsafe(no_mangle)]
@@ -130,7 +129,7 @@ pub(crate) unsafe extern "C" fn dlsym(handle: *mut c_void, name: *const c_char) 
 /// See `dlvsym(3)`.
 ///
 /// # Safety
-/// As the C library's.
+/// See the C library's function.
 #[cfg(target_arch = "aarch64")]
 #[unsafe(naked)]
 #[unsafe(no_mangle)]
@@ -181,14 +180,14 @@ unsafe extern "C" fn answer_dlvsym(
     // SAFETY: the caller's contract: a C string.
     let Some(call) = (unsafe { asked_for(name, caller) }) else { return jump };
     if is_search(handle) {
-        // libcuda's calls have no versions, so a search finds none by one.
+        // libcuda's symbols have no versions, so a versioned search finds none.
         return jump;
     }
     // SAFETY: the caller's arguments.
     of_library(call, unsafe { libc_symbols::dlvsym()(handle, name, version) }, jump)
 }
 
-/// The call that a name means, if it is served here and the caller is not a part of this library.
+/// Returns the served call with this name, unless the caller is a part of this library.
 ///
 /// # Safety
 /// The name is null or a C string.
@@ -204,26 +203,27 @@ fn is_search(handle: *mut c_void) -> bool {
     handle == libc::RTLD_DEFAULT || handle == libc::RTLD_NEXT
 }
 
-/// A search through all libraries. Without libcuda there is no such call, and the C library says so: of a library that has none.
+/// Answers a search through all libraries. Without libcuda there is no such call, and the C library sets the matching error.
 fn answer_search(call: &'static ServedCall) -> Answer {
     match libcuda::if_loaded() {
         Some(library) if !call.driver(library).is_null() => Answer::of(call.served()),
-        // The driver is too old for the call.
+        // The driver is too old to have the call.
         Some(library) => {
             // SAFETY: a library that stays open, and a C string.
             Answer::of(unsafe { libc_symbols::dlsym()(library.handle(), call.symbol().as_ptr()) })
         }
         None => {
-            // SAFETY: this looks for a name that no library has, so that `dlerror` tells.
+            // SAFETY: looks up a name that no library has, so that `dlerror` reports it.
             Answer::of(unsafe { libc_symbols::dlsym()(libc::RTLD_DEFAULT, c"libcuda is not loaded".as_ptr()) })
         }
     }
 }
 
-/// What the C library found in one library: libcuda's call, this library's by way of the program's own scope, or another's.
+/// Answers a lookup in one library. The C library may have found libcuda's function, this library's through the program's global scope, or
+/// another library's.
 fn of_library(call: &'static ServedCall, found: *mut c_void, jump: Answer) -> Answer {
     if found.is_null() {
-        // Once more, so that `dlerror` tells.
+        // Repeats the lookup, so that `dlerror` reports the error.
         return jump;
     }
     if found == call.served() {
@@ -234,13 +234,13 @@ fn of_library(call: &'static ServedCall, found: *mut c_void, jump: Answer) -> An
 }
 
 unsafe extern "C" {
-    /// The first byte of this library, as the linker knows it.
+    /// The first byte of this library, defined by the linker.
     static __ehdr_start: u8;
-    /// The first byte behind it.
+    /// The end of this library, defined by the linker.
     static _end: u8;
 }
 
-/// Whether an address of code lies in this library.
+/// Returns `true` if a code address lies in this library.
 fn is_ours(address: usize) -> bool {
     (&raw const __ehdr_start as usize..&raw const _end as usize).contains(&address)
 }

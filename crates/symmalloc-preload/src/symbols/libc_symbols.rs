@@ -1,13 +1,13 @@
-//! The C library's own `dlsym` and `dlvsym`, which this library stands in front of.
+//! The C library's `dlsym` and `dlvsym`, which this library interposes.
 //!
-//! They cannot be asked for by name: whoever asks gets this library's. So they are looked up where the loader finds them, in the
-//! C library's table of dynamic symbols:
+//! A lookup by name would return this library's functions. Instead, they are looked up where the loader finds them, in the C library's
+//! dynamic symbol table:
 //!
 //! ```text
 //!  dl_iterate_phdr ─► libc.so.6 (libdl.so.2 before glibc 2.34) ─► PT_DYNAMIC ─► DT_SYMTAB, DT_STRTAB, DT_GNU_HASH ─► address
 //! ```
 //!
-//! Nothing here allocates, locks or opens a library: a program may call `dlsym` before its own `malloc` works.
+//! Nothing here allocates, locks or opens a library, because a program may call `dlsym` before its `malloc` works.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::atomic::{AtomicPtr, Ordering};
@@ -20,29 +20,29 @@ pub(super) type Dlvsym = unsafe extern "C" fn(*mut c_void, *const c_char, *const
 static DLSYM: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 static DLVSYM: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
-/// The C library's `dlsym`, as an address to jump to.
+/// Returns the address of the C library's `dlsym`, to jump to.
 pub(super) fn dlsym_address() -> *mut c_void {
     found(&DLSYM, c"dlsym")
 }
 
-/// The C library's `dlvsym`, as an address to jump to.
+/// Returns the address of the C library's `dlvsym`, to jump to.
 pub(super) fn dlvsym_address() -> *mut c_void {
     found(&DLVSYM, c"dlvsym")
 }
 
-/// The C library's `dlsym`.
+/// Returns the C library's `dlsym`.
 pub(super) fn dlsym() -> Dlsym {
     // SAFETY: the type of the C library's function of this name.
     unsafe { std::mem::transmute::<*mut c_void, Dlsym>(dlsym_address()) }
 }
 
-/// The C library's `dlvsym`.
+/// Returns the C library's `dlvsym`.
 pub(super) fn dlvsym() -> Dlvsym {
     // SAFETY: the type of the C library's function of this name.
     unsafe { std::mem::transmute::<*mut c_void, Dlvsym>(dlvsym_address()) }
 }
 
-/// Looks a function up once. Threads that do so at the same time find the same.
+/// Looks up a function once. Concurrent lookups find the same address.
 fn found(place: &AtomicPtr<c_void>, name: &'static CStr) -> *mut c_void {
     let known = place.load(Ordering::Relaxed);
     if !known.is_null() {
@@ -52,8 +52,8 @@ fn found(place: &AtomicPtr<c_void>, name: &'static CStr) -> *mut c_void {
     // SAFETY: the callback has the type that is called, and `search` outlives the call.
     unsafe { libc::dl_iterate_phdr(Some(look_into), (&raw mut search).cast()) };
     if search.address == 0 {
-        // No program can go on without it, and nothing can be said by way of an error.
-        // SAFETY: takes nothing.
+        // The program cannot continue without the function, and there is no way to report an error.
+        // SAFETY: takes no arguments.
         unsafe { libc::abort() };
     }
     let address = search.address as *mut c_void;
@@ -66,26 +66,26 @@ struct Search {
     address: usize,
 }
 
-/// Asks one loaded library, if it is a part of the C library. 1 ends the search.
+/// Searches one loaded library, if it is a part of the C library. Returning 1 ends the search.
 unsafe extern "C" fn look_into(info: *mut libc::dl_phdr_info, _size: usize, data: *mut c_void) -> c_int {
-    // SAFETY: `found` passes its own `Search`, and the loader a description of a library that is loaded.
+    // SAFETY: `found` passes its own `Search`, and the loader passes the description of a loaded library.
     let (info, search) = unsafe { (&*info, &mut *data.cast::<Search>()) };
     if info.dlpi_name.is_null() {
         return 0;
     }
-    // SAFETY: a C string of the loader's.
+    // SAFETY: a C string of the loader.
     let name = unsafe { CStr::from_ptr(info.dlpi_name) }.to_bytes();
     let file = name.rsplit(|byte| *byte == b'/').next().unwrap_or(name);
     if file != b"libc.so.6" && file != b"libdl.so.2" {
         return 0;
     }
-    // SAFETY: the library is loaded as long as the loader describes it, and the C library for ever.
+    // SAFETY: the library is loaded while the loader describes it, and the C library is never unloaded.
     let Some(address) = (unsafe { symbol_of(info, search.name) }) else { return 0 };
     search.address = address;
     1
 }
 
-/// What is needed of a dynamic section.
+/// The required tables of a dynamic section.
 #[derive(Default)]
 struct Tables {
     symbols: usize,
@@ -98,13 +98,13 @@ const DT_STRTAB: i64 = 5;
 const DT_SYMTAB: i64 = 6;
 const DT_GNU_HASH: i64 = 0x6fff_fef5;
 
-/// The address of a function that a library defines.
+/// Returns the address of a function that a library defines.
 ///
 /// # Safety
-/// The library is loaded.
+/// The library must be loaded.
 unsafe fn symbol_of(info: &libc::dl_phdr_info, name: &CStr) -> Option<usize> {
     let base = info.dlpi_addr as usize;
-    // SAFETY: the loader's own table.
+    // SAFETY: the table belongs to the loader.
     let headers = unsafe { std::slice::from_raw_parts(info.dlpi_phdr, usize::from(info.dlpi_phnum)) };
     let dynamic = headers.iter().find(|header| header.p_type == libc::PT_DYNAMIC)?;
     let mut entry = (base + dynamic.p_vaddr as usize) as *const [i64; 2];
@@ -112,7 +112,7 @@ unsafe fn symbol_of(info: &libc::dl_phdr_info, name: &CStr) -> Option<usize> {
     loop {
         // SAFETY: the section ends with DT_NULL.
         let [tag, value] = unsafe { entry.read() };
-        // glibc writes addresses into the section; other loaders leave offsets.
+        // glibc stores addresses in the section, other loaders store offsets.
         let address = if (value as usize) < base { base + value as usize } else { value as usize };
         match tag {
             DT_NULL => break,
@@ -121,7 +121,7 @@ unsafe fn symbol_of(info: &libc::dl_phdr_info, name: &CStr) -> Option<usize> {
             DT_GNU_HASH => tables.hash = address,
             _ => {}
         }
-        // SAFETY: before DT_NULL.
+        // SAFETY: the entry is before DT_NULL.
         entry = unsafe { entry.add(1) };
     }
     if tables.symbols == 0 || tables.strings == 0 || tables.hash == 0 {
@@ -132,28 +132,28 @@ unsafe fn symbol_of(info: &libc::dl_phdr_info, name: &CStr) -> Option<usize> {
 }
 
 impl Tables {
-    /// Looks a name up as the loader does: bucket, then chain.
+    /// Looks up a name as the loader does: bucket first, then chain.
     ///
     /// # Safety
-    /// The tables are those of a loaded library.
+    /// The tables must be those of a loaded library.
     unsafe fn find(&self, base: usize, name: &CStr) -> Option<usize> {
         let hash =
             name.to_bytes().iter().fold(5381_u32, |hash, byte| hash.wrapping_mul(33).wrapping_add(u32::from(*byte)));
         let words = self.hash as *const u32;
-        // SAFETY: the header: buckets, first symbol, words of the bloom filter, its shift.
+        // SAFETY: the header: number of buckets, first symbol, words of the Bloom filter, its shift.
         let [buckets, first, bloom, _shift] = unsafe { words.cast::<[u32; 4]>().read() };
         let bucket_at = 4 + bloom as usize * 2;
-        // SAFETY: inside of the buckets.
+        // SAFETY: the index is within the buckets.
         let mut index = unsafe { words.add(bucket_at + (hash % buckets.max(1)) as usize).read() };
         if index < first {
             return None;
         }
         let chain_at = bucket_at + buckets as usize;
         loop {
-            // SAFETY: chains are as long as the table of symbols from `first` on, and end with a word whose lowest bit is set.
+            // SAFETY: chains cover the symbol table from `first` on, and end with a word whose lowest bit is set.
             let word = unsafe { words.add(chain_at + (index - first) as usize).read() };
             if word | 1 == hash | 1 {
-                // SAFETY: the index is of a symbol, and its name is in the table of strings.
+                // SAFETY: the index is that of a symbol, and its name is in the string table.
                 let (symbol, text) = unsafe {
                     let symbol = &*(self.symbols as *const libc::Elf64_Sym).add(index as usize);
                     (symbol, CStr::from_ptr((self.strings + symbol.st_name as usize) as *const c_char))

@@ -1,12 +1,12 @@
-//! How a program asks for the driver's calls, and how it gets ours for some of them.
+//! The ways in which a program looks up driver calls, and the interposition of the served calls.
 //!
-//! | it asks by | here |
+//! | lookup | interposed by |
 //! |---|---|
-//! | a linked symbol | this library exports the name, and comes before libcuda |
+//! | a linked symbol | this library exports the name, and is searched before libcuda |
 //! | `dlsym`, `dlvsym` | `interposed.rs` |
 //! | `cuGetProcAddress`, `cuGetProcAddress_v2` | `proc_address.rs` |
 //!
-//! `served.rs` is what a call served here is, `libc_symbols.rs` where the C library's own look-up is.
+//! `served.rs` describes a served call, and `libc_symbols.rs` finds the C library's own lookup functions.
 
 mod interposed;
 mod libc_symbols;
@@ -15,10 +15,10 @@ pub(crate) mod served;
 
 use std::ffi::{CStr, c_void};
 
-/// Looks a symbol of a library up, as the C library does.
+/// Looks up a symbol of a library with the C library's function.
 ///
 /// # Safety
-/// The handle is of a library that is open.
+/// The handle must belong to an open library.
 pub(crate) unsafe fn real_dlsym(handle: *mut c_void, name: &CStr) -> *mut c_void {
     // SAFETY: the caller's contract, and a C string.
     unsafe { libc_symbols::dlsym()(handle, name.as_ptr()) }

@@ -1,5 +1,5 @@
-//! `cuGetProcAddress`, which the CUDA runtime asks for nearly everything: the driver answers, and where the answer is a call that is
-//! served here, the program gets ours.
+//! `cuGetProcAddress`, through which the CUDA runtime looks up nearly all calls. The driver answers first. If its answer is a served call,
+//! the program gets our function instead.
 
 use super::served::{self, ServedCall};
 use crate::libcuda;
@@ -11,7 +11,7 @@ pub(crate) type FirstCall = unsafe extern "C" fn(*const c_char, *mut *mut c_void
 pub(crate) type SecondCall = unsafe extern "C" fn(*const c_char, *mut *mut c_void, c_int, u64, *mut c_int) -> c_int;
 
 /// # Safety
-/// As the driver's call.
+/// See the driver's call.
 pub(crate) unsafe fn first(
     all: &[&'static ServedCall],
     driver: FirstCall,
@@ -29,8 +29,8 @@ pub(crate) unsafe fn first(
 }
 
 /// # Safety
-/// As the driver's call.
-#[allow(clippy::too_many_arguments, reason = "the driver's signature, and the calls that are served")]
+/// See the driver's call.
+#[allow(clippy::too_many_arguments, reason = "the driver's signature, and the served calls")]
 pub(crate) unsafe fn second(
     all: &[&'static ServedCall],
     driver: SecondCall,
@@ -49,7 +49,7 @@ pub(crate) unsafe fn second(
 }
 
 /// # Safety
-/// What the driver answered to a call with these arguments.
+/// The driver must have answered a call with these arguments.
 unsafe fn put_ours(
     all: &[&'static ServedCall],
     code: c_int,
@@ -61,11 +61,11 @@ unsafe fn put_ours(
     if code != 0 || symbol.is_null() || function.is_null() {
         return;
     }
-    // SAFETY: the driver accepted both.
+    // SAFETY: the driver accepted both pointers.
     let (name, found) = unsafe { (CStr::from_ptr(symbol), function.read()) };
     let (Ok(name), false, Some(library)) = (name.to_str(), found.is_null(), libcuda::if_loaded()) else { return };
     if let Some(call) = served::by_request(all, library, name, version, flags, found) {
-        // SAFETY: the driver wrote there.
+        // SAFETY: the driver wrote to the pointer.
         unsafe { function.write(call.served()) };
     }
 }

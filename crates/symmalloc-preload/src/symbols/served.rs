@@ -1,4 +1,4 @@
-//! A driver call that this library serves: its names, our function, and the driver's.
+//! A served driver call: its names, our function, and the driver's function.
 
 use crate::libcuda::Library;
 use crate::symbols::real_dlsym;
@@ -9,15 +9,15 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 pub(crate) struct ServedCall {
     /// The name under which libcuda exports it.
     symbol: &'static CStr,
-    /// The name by which `cuGetProcAddress` knows it.
+    /// The name that `cuGetProcAddress` accepts.
     base: &'static str,
-    /// The version of CUDA from which on the name means this call.
+    /// The CUDA version from which on the name means this call.
     since: i32,
-    /// Whether the default stream is the calling thread's.
+    /// `true` if the default stream is the calling thread's.
     is_per_thread: bool,
     /// Our function.
     served: *const (),
-    /// The driver's, once it was looked up.
+    /// The driver's function, once it was looked up.
     driver: AtomicPtr<c_void>,
 }
 
@@ -40,12 +40,12 @@ impl ServedCall {
         self.symbol
     }
 
-    /// Our function.
+    /// Returns our function.
     pub(crate) fn served(&self) -> *mut c_void {
         self.served as *mut c_void
     }
 
-    /// The driver's function; null if this driver has none.
+    /// Returns the driver's function, or null if this driver has none.
     #[inline]
     pub(crate) fn driver(&self, library: Library) -> *mut c_void {
         let known = self.driver.load(Ordering::Relaxed);
@@ -61,7 +61,7 @@ impl ServedCall {
     }
 }
 
-/// The call that libcuda exports under a name.
+/// Returns the served call that libcuda exports under a name.
 pub(crate) fn by_symbol(all: &[&'static ServedCall], name: &[u8]) -> Option<&'static ServedCall> {
     if !name.starts_with(b"cu") {
         return None;
@@ -69,13 +69,12 @@ pub(crate) fn by_symbol(all: &[&'static ServedCall], name: &[u8]) -> Option<&'st
     all.iter().copied().find(|call| call.symbol.to_bytes() == name)
 }
 
-/// The flag of `cuGetProcAddress` for the calls whose default stream is the calling thread's.
+/// The `cuGetProcAddress` flag for calls with a per-thread default stream.
 const PER_THREAD_DEFAULT_STREAM: u64 = 2;
 
-/// The call that `cuGetProcAddress` was asked for, when the driver answered with `found`.
+/// Returns the served call for a request to `cuGetProcAddress` that the driver answered with `found`.
 ///
-/// Mostly that is the address that it exports. Where a driver answers with another one, the name, the version and the flags say which
-/// call it is.
+/// Usually `found` is an address that the driver exports. If it is another address, the name, the version and the flags determine the call.
 pub(crate) fn by_request(
     all: &[&'static ServedCall],
     library: Library,

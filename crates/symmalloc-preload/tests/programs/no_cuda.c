@@ -1,4 +1,4 @@
-/* A program that never uses CUDA, and asks for symbols as such programs do. */
+/* A program without CUDA that looks up symbols as such programs do. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdio.h>
@@ -7,14 +7,14 @@
 int main(void) {
     void *self = dlopen(NULL, RTLD_NOW), *found;
     const char *error;
-    /* Whether CUDA is there: it is not, though the library before all others has the name. */
+    /* A check for CUDA. It must fail even though the preloaded library exports the name. */
     if (dlsym(RTLD_DEFAULT, "cuMemAlloc_v2")) return 1;
     error = dlerror();
     if (!error || !strstr(error, "undefined symbol")) return 2;
     if (dlsym(self, "cuMemAlloc_v2") || dlsym(RTLD_NEXT, "cuMemAlloc_v2")) return 3;
     dlerror();
     if (dlsym(self, "cuNothing") || !strstr(dlerror(), "cuNothing")) return 4;
-    /* The next one after this program, by this program as the caller. */
+    /* The next definition after this program, with this program as the caller. */
     found = dlsym(RTLD_NEXT, "main");
     if (found == (void *)main) return 5;
     if (!dlsym(RTLD_NEXT, "malloc") || !dlsym(RTLD_DEFAULT, "puts") || !dlsym(self, "strlen")) return 6;

@@ -1,4 +1,4 @@
-/* Asks for cuMemAlloc and its friends in every way that there is, and uses what it gets. argv[1] is the way. */
+/* Looks up cuMemAlloc and related calls in the way that argv[1] selects, and calls them. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdint.h>
@@ -40,7 +40,7 @@ static void is_ours(void *p, const char *what) {
     }
 }
 
-/* The same as above, for what must be the driver's. */
+/* The same check, for functions that must be the driver's. */
 static void is_drivers(void *p, const char *what) {
     Dl_info info;
     if (!dladdr(p, &info) || !strstr(info.dli_fname, "libcuda")) {
@@ -78,7 +78,7 @@ int main(int argc, char **argv) {
         void *self = dlopen(NULL, RTLD_NOW);
         use((Alloc)must(dlsym(self, "cuMemAlloc_v2"), way), (Free)must(dlsym(self, "cuMemFree_v2"), way));
     } else if (!strcmp(way, "dlvsym")) {
-        /* libcuda has no versions, so nothing is found by one, with this library as without. */
+        /* libcuda's symbols have no versions, so a versioned lookup fails, with or without this library. */
         if (dlvsym(handle, "cuMemAlloc_v2", "CUDA") || !strstr(dlerror(), "version CUDA")) return 20;
         use((Alloc)must(dlsym(handle, "cuMemAlloc_v2"), way), (Free)must(dlsym(handle, "cuMemFree_v2"), way));
         must(dlvsym(RTLD_NEXT, "dlsym", argv[2]), "the C library's own dlsym, by version");
@@ -97,13 +97,13 @@ int main(int argc, char **argv) {
         GetProc2 get = (GetProc2)must(dlsym(handle, "cuGetProcAddress_v2"), way), again = NULL;
         Alloc alloc; Free release; AllocAsync on_default, on_own; void *first; int status = -1;
         is_ours((void *)get, "cuGetProcAddress_v2");
-        /* Itself, by itself. */
+        /* cuGetProcAddress looks up itself. */
         if (get("cuGetProcAddress", (void **)&again, 12000, 0, &status) || status || again != get) return 9;
         for (uint64_t flags = 0; flags < 3; flags++) {
             if (again("cuMemAlloc", (void **)&alloc, 12000, flags, NULL) || again("cuMemFree", (void **)&release, 12000, flags, &status)) return 10;
             use(alloc, release);
         }
-        /* Before 3.2 it is another call, of 32 bits, which is the driver's. */
+        /* Before CUDA 3.2 the name means a 32-bit call, which the driver serves. */
         if (get("cuMemAlloc", &first, 3000, 0, NULL)) return 11;
         is_drivers(first, "cuMemAlloc of CUDA 3.0");
         if (get("cuMemAllocAsync", (void **)&on_default, 12000, 1, NULL) || get("cuMemAllocAsync", (void **)&on_own, 12000, 2, NULL)) return 12;
@@ -115,16 +115,16 @@ int main(int argc, char **argv) {
         if (on_own != NULL || on_default(&p, 4096, NULL) || !p || release(p)) return 15;
 #ifdef LINKED
     } else if (!strcmp(way, "linked")) {
-        /* What the linker gave may be a stub of the program's own: its effect counts. */
+        /* The linked address may be a PLT stub of the program, so the test checks the effect of the call. */
         CUdeviceptr p = 0;
         for (int i = 0; i < 100; i++) if (cuMemAlloc_v2(&p, 1 << 20) || cuMemFree_v2(p)) return 16;
 #endif
     } else {
-        fprintf(stderr, "no such way: %s\n", way);
+        fprintf(stderr, "unknown way: %s\n", way);
         return 17;
     }
-    if (calls("cuMemAlloc_v2") || calls("cuMemFree_v2")) { fprintf(stderr, "the driver was asked\n"); return 18; }
-    if (!calls("cuMemCreate")) { fprintf(stderr, "nobody was asked\n"); return 19; }
+    if (calls("cuMemAlloc_v2") || calls("cuMemFree_v2")) { fprintf(stderr, "the driver served the calls\n"); return 18; }
+    if (!calls("cuMemCreate")) { fprintf(stderr, "no memory was created\n"); return 19; }
     puts(way);
     return 0;
 }

@@ -1,20 +1,20 @@
-//! The driver's calls as a program makes them, asked for by `dlsym`.
+//! The driver's calls as a program makes them, looked up with `dlsym`.
 
 use std::ffi::{CString, c_int, c_void};
 
 pub(crate) const MIB: usize = 1 << 20;
 
-/// A call by its name, which is looked up each time: what a program gets now.
+/// Looks up a call by name. Does not cache the result, so it returns the function that a program would get now.
 fn call<F: Copy>(name: &str) -> F {
-    let name = CString::new(name).expect("no zero byte");
-    // SAFETY: C strings; the stub has no initialisers.
+    let name = CString::new(name).expect("no null byte");
+    // SAFETY: C strings; the stub has no initializers.
     let found = unsafe {
         let library = libc::dlopen(c"libcuda.so".as_ptr(), libc::RTLD_NOW);
         assert!(!library.is_null(), "the stub is on the library path");
         libc::dlsym(library, name.as_ptr())
     };
     assert!(!found.is_null() && size_of::<F>() == size_of_val(&found), "{name:?} is not in the stub");
-    // SAFETY: the functions below name the calls' types.
+    // SAFETY: the functions below declare the calls' types.
     unsafe { std::mem::transmute_copy(&found) }
 }
 
@@ -22,7 +22,7 @@ macro_rules! driver {
     ($($name:ident = $symbol:literal($($arg:ident: $type:ty),*);)*) => {
         $(
             pub(crate) fn $name($($arg: $type),*) -> c_int {
-                // SAFETY: the call's type; tests pass what is valid, or what the call refuses.
+                // SAFETY: the type matches the call; tests pass valid arguments, or arguments that the call rejects.
                 unsafe { call::<unsafe extern "C" fn($($type),*) -> c_int>($symbol)($($arg),*) }
             }
         )*
@@ -75,14 +75,14 @@ pub(crate) fn begin(device: c_int) -> usize {
     context
 }
 
-/// A stream of the current context.
+/// Creates a stream of the current context.
 pub(crate) fn stream() -> u64 {
     let mut stream = 0;
     assert_eq!(stream_create(&raw mut stream, 1), 0);
     stream
 }
 
-/// `cuMemAlloc`, or the code.
+/// Calls `cuMemAlloc`, and returns the address or the error code.
 pub(crate) fn alloc(size: usize) -> Result<u64, c_int> {
     let mut address = 0;
     match mem_alloc(&raw mut address, size) {
@@ -91,7 +91,7 @@ pub(crate) fn alloc(size: usize) -> Result<u64, c_int> {
     }
 }
 
-/// `cuMemAllocAsync`, or the code.
+/// Calls `cuMemAllocAsync`, and returns the address or the error code.
 pub(crate) fn alloc_async(size: usize, stream: u64) -> Result<u64, c_int> {
     let mut address = 0;
     match mem_alloc_async(&raw mut address, size, stream) {
@@ -100,7 +100,7 @@ pub(crate) fn alloc_async(size: usize, stream: u64) -> Result<u64, c_int> {
     }
 }
 
-/// The byte at an address of the stub's memory.
+/// Returns the byte at an address of the stub's memory.
 pub(crate) fn byte(address: u64) -> u8 {
     // SAFETY: the stub's device memory is memory of this process, and the test allocated it.
     unsafe { (address as *const u8).read_volatile() }

@@ -1,10 +1,10 @@
-//! Where programs of the tests run: a folder with the stub of libcuda, and this package's library before all others.
+//! The environment of test programs: a folder with the stub of libcuda, and this package's library preloaded.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use tempfile::TempDir;
 
-/// The library, which cargo puts beside the test's executable.
+/// Returns the path of the library, which cargo puts next to the test's executable.
 pub(crate) fn preload() -> String {
     let executable = std::env::current_exe().expect("the test's executable");
     let library = executable.parent().expect("a folder").join("libsymmalloc_preload.so");
@@ -12,10 +12,10 @@ pub(crate) fn preload() -> String {
     library.to_str().expect("UTF-8").to_owned()
 }
 
-/// See the file's comment.
+/// A folder with the stub in which programs run.
 pub(crate) struct Stage(TempDir);
 
-/// What a program said that succeeded.
+/// Output of a successful program.
 #[derive(Debug)]
 pub(crate) struct Said {
     pub(crate) stdout: String,
@@ -34,14 +34,14 @@ impl Stage {
         self.path("libcuda.so")
     }
 
-    /// A command in this environment.
+    /// Returns a command in this environment.
     pub(crate) fn command(&self, program: &Path) -> Command {
         let mut command = Command::new(program);
         command.env("LD_LIBRARY_PATH", self.0.path()).env("LD_PRELOAD", preload());
         command
     }
 
-    /// Runs a program.
+    /// Runs a program, which must succeed.
     #[track_caller]
     pub(crate) fn run(&self, program: &Path, arguments: &[&str], variables: &[(&str, &str)]) -> Said {
         let output = self.command(program).args(arguments).envs(variables.iter().copied()).output();
@@ -54,7 +54,7 @@ impl Stage {
     }
 }
 
-/// Compiles a program of `tests/programs`; linked with libcuda, if it says so. `None` without a compiler.
+/// Compiles a program of `tests/programs`, linked with libcuda if requested. Returns `None` if there is no compiler.
 pub(crate) fn compile(stage: &Stage, name: &str, flags: &[&str], is_linked: bool) -> Option<PathBuf> {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/programs").join(format!("{name}.c"));
     let program = stage.path(name);

@@ -1,4 +1,4 @@
-//! Programs under the library, on a stub of libcuda. Each test is a process of its own.
+//! Tests of programs that run with the preloaded library, on a stub of libcuda. Each test runs in a separate process.
 
 mod driver;
 mod environment;

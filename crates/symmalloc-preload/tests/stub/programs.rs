@@ -1,8 +1,8 @@
-//! Programs in C: every way to ask for a call. Where there is no compiler the tests say so and pass.
+//! C programs that look up calls in every possible way. Without a compiler, the tests print a message and pass.
 
 use crate::environment::{Stage, compile};
 
-/// A way to ask, and what the program needs to know for it.
+/// Runs the lookup program with one way of looking up calls, and the arguments that it needs.
 fn asked_by(way: &str, options: &[(&str, &str)]) {
     let stage = Stage::new();
     let flags = if way == "linked" { vec!["-DLINKED"] } else { vec![] };

@@ -1,4 +1,4 @@
-//! What the driver promises about memory, beyond having it: attributes, pools, captures, peers, resets, forks.
+//! The driver's guarantees beyond allocation: attributes, pools, captures, peers, resets, forks.
 
 use crate::driver::*;
 use crate::environment::preload;
@@ -27,8 +27,8 @@ stub_test!(attributes_are_those_of_the_allocation, ["LD_PRELOAD" = &preload()], 
         assert_eq!(attribute::<u64>(11, inside), Ok(pointer));
         assert_eq!(attribute::<u64>(12, inside), Ok(size));
         assert_eq!(attribute::<u64>(17, inside), Ok(of_pool));
-        assert_eq!(attribute::<u8>(10, inside), Ok(0), "not to be opened by other processes in the old way");
-        assert_eq!(attribute::<u32>(2, inside), Ok(2), "device memory, as the driver says");
+        assert_eq!(attribute::<u8>(10, inside), Ok(0), "legacy IPC is not supported");
+        assert_eq!(attribute::<u32>(2, inside), Ok(2), "the driver reports device memory");
         let (mut base, mut bytes) = (0, 0);
         assert_eq!(address_range(&raw mut base, &raw mut bytes, inside), 0);
         assert_eq!((base, bytes as u64), (pointer, size));
@@ -37,7 +37,7 @@ stub_test!(attributes_are_those_of_the_allocation, ["LD_PRELOAD" = &preload()], 
         assert_eq!(pointer_attributes(2, [11, 2].as_ptr(), values.as_ptr(), inside), 0);
         assert_eq!(start, pointer);
     }
-    assert_ne!(attribute::<u64>(7, a), attribute::<u64>(7, b), "every allocation has an id");
+    assert_ne!(attribute::<u64>(7, a), attribute::<u64>(7, b), "every allocation has a unique id");
     assert_eq!(ipc_handle([0_u8; 64].as_mut_ptr().cast(), a), 801);
     assert_eq!([mem_free(a), mem_free(b), mem_free_async(pooled, stream)], [0; 3]);
     assert_ne!(address_range(&raw mut pool, std::ptr::null_mut(), a), 0, "freed");
@@ -64,7 +64,7 @@ stub_test!(free_memory_is_free_wherever_it_lies, ["LD_PRELOAD" = &preload()], {
     assert!(live().device_bytes >= 64 << 20);
 });
 
-/// `CUmemPoolProps`: kind, kinds of handles, kind of location, device, security, size, usage.
+/// `CUmemPoolProps`: kind, handle types, kind of location, device, security, size, usage.
 #[repr(C)]
 struct Properties([c_int; 4], *mut c_void, usize, [u8; 56]);
 
@@ -99,14 +99,14 @@ stub_test!(memory_pools_are_pools, ["LD_PRELOAD" = &preload()], {
     let mut zero = 0_u64;
     assert_eq!(set_pool_attribute(pool, 8, (&raw mut zero).cast()), 0);
     assert_eq!(pool_bytes(pool, 8), 0);
-    // Release threshold: the driver keeps what the program sets.
+    // Release threshold: the driver stores the program's value.
     let mut threshold = u64::MAX;
     assert_eq!(set_pool_attribute(pool, 4, (&raw mut threshold).cast()), 0);
     assert_eq!(pool_bytes(pool, 4), u64::MAX);
     assert_eq!(pool_trim(pool, 0), 0);
-    assert_eq!((pool_bytes(pool, 5), live().device_bytes), (0, 0), "all of it went back");
+    assert_eq!((pool_bytes(pool, 5), live().device_bytes), (0, 0), "all memory was released");
     assert_eq!(calls("cuMemAllocFromPoolAsync"), 0);
-    // A pool for export is the driver's, also when it is the device's current one.
+    // The driver serves a pool for export, even when it is the device's current pool.
     let pointer = from_pool(MIB, exported, stream);
     assert_eq!((mem_free_async(pointer, stream), calls("cuMemAllocFromPoolAsync")), (0, 1));
     assert_eq!(set_pool(0, exported), 0);
@@ -115,11 +115,11 @@ stub_test!(memory_pools_are_pools, ["LD_PRELOAD" = &preload()], {
     assert_eq!(set_pool(0, pool), 0);
     let pointer = alloc_async(MIB, stream).expect("memory");
     assert_eq!(attribute::<u64>(17, pointer), Ok(pool));
-    // What is allocated outlives its pool.
+    // Allocations outlive their pool.
     assert_eq!(pool_destroy(pool), 0);
     assert_eq!(memset_async(pointer, 1, MIB, stream), 0);
     assert_eq!(mem_free_async(pointer, stream), 0);
-    let pointer = alloc_async(MIB, stream).expect("the default pool serves again");
+    let pointer = alloc_async(MIB, stream).expect("the default pool is served again");
     assert_eq!((mem_free_async(pointer, stream), calls("cuMemAllocAsync")), (0, 1));
 });
 
@@ -131,14 +131,14 @@ stub_test!(what_a_capture_allocates_is_the_graphs, ["LD_PRELOAD" = &preload()], 
     assert_eq!(begin_capture(captured, 0), 0);
     let inside = alloc_async(MIB, captured).expect("memory of the graph");
     assert_eq!(calls("cuMemAllocAsync"), 1);
-    // On a stream that is not captured memory is served, growth included, and the capture does not mind.
+    // Memory on an uncaptured stream is served, including growth, and the capture stays valid.
     let beside = alloc_async(100 * MIB, other).expect("memory");
     assert_eq!([memset_async(inside, 1, MIB, captured), mem_free_async(inside, captured)], [0; 2]);
     assert_eq!((mem_free_async(beside, other), calls("cuMemFreeAsync")), (0, 1));
     let mut graph = 0;
     assert_eq!((end_capture(captured, &raw mut graph), graph != 0), (0, true));
     assert_eq!(graph_destroy(graph), 0);
-    assert_eq!(mem_free_async(before, captured), 0, "no capture is under way any more");
+    assert_eq!(mem_free_async(before, captured), 0, "no capture is in progress");
     assert_eq!(mem_free_async(fenced, captured), 0);
     assert_eq!(calls("cuMemFreeAsync"), 1);
     assert!(alloc_async(MIB, captured).is_ok() && calls("cuMemAllocAsync") == 1);
@@ -150,18 +150,18 @@ stub_test!(a_reset_gives_everything_back, ["LD_PRELOAD" = &preload()], {
     let pooled = alloc_async(MIB, stream).expect("memory");
     assert_eq!(mem_free_async(pooled, stream), 0);
     assert_eq!((reset(0), live().device_bytes), (0, 0));
-    assert_eq!(mem_free(kept), 1, "it went with its context");
+    assert_eq!(mem_free(kept), 1, "it was released with its context");
     let context = begin(0);
     let pointer = alloc(MIB).expect("memory of the new context");
     assert_eq!((attribute::<usize>(1, pointer), calls("cuMemAlloc_v2")), (Ok(context), 0));
-    // The last reference takes it along, as the driver does.
-    assert_eq!((release(0), live().device_bytes > 0), (0, true), "one of two");
+    // Releasing the last reference also releases the memory, as with the driver.
+    assert_eq!((release(0), live().device_bytes > 0), (0, true), "one of two references");
     assert_eq!((release(0), live().device_bytes), (0, 0));
 });
 
 stub_test!(peers_have_access, ["LD_PRELOAD" = &preload(), "STUB_DEVICES" = "2"], {
     let (first, second) = (begin(0), begin(1));
-    // Before anything is allocated there, and after.
+    // Before and after the first allocation in the context.
     assert_eq!(enable_peer(first, 0), 0);
     assert_eq!(set_current(first), 0);
     let before = calls("cuMemSetAccess");
@@ -179,13 +179,13 @@ stub_test!(peers_have_access, ["LD_PRELOAD" = &preload(), "STUB_DEVICES" = "2"],
 stub_test!(a_child_is_left_alone, ["LD_PRELOAD" = &preload()], {
     begin(0);
     let pointer = alloc(MIB).expect("memory");
-    // SAFETY: the child makes calls of the driver, which has no locks held here, and leaves.
+    // SAFETY: the child only makes driver calls, for which no locks are held here, and exits.
     let child = unsafe { libc::fork() };
     if child == 0 {
         let before = calls("cuMemAlloc_v2");
         let served = alloc(MIB);
         let is_right = served.is_ok() && calls("cuMemAlloc_v2") == before + 1 && mem_free(pointer) == 1;
-        // SAFETY: ends the child without its parent's destructors.
+        // SAFETY: exits the child without running the parent's destructors.
         unsafe { libc::_exit(if is_right { 0 } else { 1 }) };
     }
     let mut status = 0;

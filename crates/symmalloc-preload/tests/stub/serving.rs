@@ -1,4 +1,4 @@
-//! What a program gets: memory without driver calls, in stream order, and the driver's answers to mistakes.
+//! Guarantees to programs: memory without driver calls, in stream order, and the driver's error codes for mistakes.
 
 use crate::driver::*;
 use crate::environment::preload;
@@ -10,7 +10,7 @@ use std::time::Duration;
 use stub_process::cuda::{LongWork, all_calls, calls, fail, heal, hold, live};
 use stub_process::stub_test;
 
-/// What the driver was asked, but for what a look-up or the test itself asks.
+/// Returns the number of driver calls that allocate or free memory.
 fn driver_allocations() -> u64 {
     let all = [
         "cuMemAlloc_v2",
@@ -23,7 +23,7 @@ fn driver_allocations() -> u64 {
     all.into_iter().map(calls).sum()
 }
 
-/// Lets held work go in a while, and says so before.
+/// Releases held work after a short delay, and sets the flag immediately before.
 fn release_soon(work: LongWork, is_over: &Arc<AtomicBool>) -> JoinHandle<()> {
     let is_over = Arc::clone(is_over);
     thread::spawn(move || {
@@ -45,9 +45,9 @@ stub_test!(a_steady_state_asks_the_driver_for_nothing, ["LD_PRELOAD" = &preload(
     let first = step();
     assert!(live().device_bytes > 43 << 20);
     let before = driver_allocations();
-    assert!((0..100).all(|_| step() == first), "the same places in every iteration");
+    assert!((0..100).all(|_| step() == first), "every iteration has the same addresses");
     assert_eq!(driver_allocations(), before);
-    // An allocation on a stream makes no call at all, and neither does its free.
+    // Neither an allocation on a stream nor its free makes a driver call.
     let before = all_calls();
     let pointer = alloc_async(700, stream).expect("memory");
     assert_eq!((mem_free_async(pointer, stream), all_calls()), (0, before));
@@ -58,7 +58,7 @@ stub_test!(a_free_waits_for_the_context_and_an_async_one_does_not, ["LD_PRELOAD"
     begin(0);
     let (stream, pointer) = (stream(), alloc(MIB).expect("memory"));
     let work = hold(stream);
-    // Set after the work before it on the stream.
+    // Runs after the held work on the stream.
     assert_eq!(memset_async(pointer, 7, MIB, stream), 0);
     let is_over = Arc::new(AtomicBool::new(false));
     let releaser = release_soon(work, &is_over);
@@ -86,7 +86,7 @@ stub_test!(memory_freed_on_another_stream_is_used_behind_that_streams_work, ["LD
     drop(work);
     assert_eq!([stream_synchronize(b), stream_synchronize(a)], [0; 2]);
     assert_eq!(byte(pointer), 3, "the next user's work came last");
-    // Memory of `cuMemAlloc` may be used at once: the host has waited.
+    // Memory of `cuMemAlloc` can be used immediately, because the host has waited.
     let pointer = alloc(MIB).expect("memory");
     let work = hold(b);
     assert_eq!([memset_async(pointer, 4, MIB, b), mem_free_async(pointer, b)], [0; 2]);
@@ -113,23 +113,23 @@ stub_test!(
             [0; 3]
         );
         let second = stream();
-        assert_ne!(first, second, "its work is not done, so it is not gone for the driver");
-        // The number is the first stream's, and with it the memory.
+        assert_ne!(first, second, "its work is not done, so the driver does not reuse its handle");
+        // The new stream gets the first stream's number, and with it the memory.
         assert_eq!(alloc_async(MIB, second), Ok(pointer));
         assert_eq!(memset_async(pointer, 6, MIB, second), 0);
         drop(work);
         assert_eq!(stream_synchronize(second), 0);
         assert_eq!(byte(pointer), 6);
         assert_eq!([mem_free_async(pointer, second), stream_destroy(second)], [0; 2]);
-        // A handle that comes back is another stream, and gets the lowest number that is free.
+        // A reused handle is another stream, and gets the lowest free number.
         let (third, fourth) = (stream(), stream());
         assert!([first, second].contains(&third));
         let lower = alloc_async(MIB, fourth).expect("memory");
-        assert_eq!(lower, pointer, "the first to be used, not the first to be made");
+        assert_eq!(lower, pointer, "numbers are assigned at the first use, not at creation");
         assert_ne!(alloc_async(MIB, third), Ok(pointer));
         for _ in 0..200_000 / 100 {
             let stream = stream();
-            let pointer = alloc_async(512, stream).expect("more streams than there are numbers come and go");
+            let pointer = alloc_async(512, stream).expect("more streams than numbers are created and destroyed");
             assert_eq!([mem_free_async(pointer, stream), stream_destroy(stream)], [0; 2]);
         }
     }
@@ -145,7 +145,7 @@ stub_test!(a_stream_whose_end_cannot_be_kept_track_of_is_not_destroyed, ["LD_PRE
     assert_eq!(
         (stream_destroy(stream), live().streams),
         (214, before + 1),
-        "with the stream that stands for those that are gone"
+        "includes the stream that waits for returned streams"
     );
     assert_eq!(alloc_async(MIB, stream), Ok(pointer), "nothing has changed");
     assert_eq!([mem_free_async(pointer, stream), stream_destroy(stream)], [0; 2]);
@@ -156,8 +156,8 @@ stub_test!(every_thread_has_a_default_stream_of_its_own, ["LD_PRELOAD" = &preloa
     let mut own = 0;
     assert_eq!(mem_alloc_async_ptsz(&raw mut own, MIB, 0), 0);
     assert_eq!(mem_free_async_ptsz(own, 0), 0);
-    assert_ne!(alloc_async(MIB, 0), Ok(own), "the legacy stream is another one");
-    assert_eq!(alloc_async(MIB, 2), Ok(own), "2 is another name of it");
+    assert_ne!(alloc_async(MIB, 0), Ok(own), "the legacy stream is a different stream");
+    assert_eq!(alloc_async(MIB, 2), Ok(own), "handle 2 is the same stream");
     assert_eq!(mem_free_async(own, 2), 0);
     let others = thread::spawn(move || {
         assert_eq!(set_current(context), 0);
@@ -168,7 +168,7 @@ stub_test!(every_thread_has_a_default_stream_of_its_own, ["LD_PRELOAD" = &preloa
     });
     let others = others.join().expect("no panic");
     assert_ne!(others, own);
-    // The thread is gone, and the next one gets its number.
+    // The thread has ended, and the next thread gets its number.
     let next = thread::spawn(move || {
         assert_eq!(set_current(context), 0);
         let mut pointer = 0;
@@ -195,10 +195,10 @@ stub_test!(mistakes_get_the_drivers_answers, ["LD_PRELOAD" = &preload()], {
     assert_eq!(alloc_async(MIB, 0x666), Err(400), "no such stream");
     let pointer = alloc_async(MIB, stream).expect("memory");
     assert_eq!(mem_free_async(pointer, 0x666), 400);
-    assert_eq!(mem_free_async(pointer, stream), 0, "a free that failed can be done again");
+    assert_eq!(mem_free_async(pointer, stream), 0, "a failed free can be repeated");
     assert_eq!(alloc(usize::MAX / 4), Err(2));
-    assert_eq!(alloc(2 << 30), Err(2), "more than the device has");
-    // What the driver served before or beside us is the driver's.
+    assert_eq!(alloc(2 << 30), Err(2), "more memory than the device has");
+    // Memory from calls that are not served belongs to the driver.
     let (mut pitched, mut pitch, mut managed) = (0, 0, 0);
     assert_eq!(mem_alloc_pitch(&raw mut pitched, &raw mut pitch, 100, 100, 4), 0);
     assert_eq!(mem_alloc_managed(&raw mut managed, MIB, 1), 0);
@@ -213,7 +213,7 @@ stub_test!(the_drivers_errors_come_back_as_they_are, ["LD_PRELOAD" = &preload()]
         assert_eq!(alloc(64 * MIB), Err(code), "{call}");
         heal();
     }
-    let pointer = alloc(64 * MIB).expect("nothing was left half done");
+    let pointer = alloc(64 * MIB).expect("a failed allocation leaves no partial state");
     fail("cuCtxSynchronize", 1, 700);
     assert_eq!(mem_free(pointer), 700);
     assert_eq!(mem_free(pointer), 0, "it was still live");
@@ -228,10 +228,10 @@ stub_test!(memory_that_is_cached_goes_back_before_anything_is_refused, ["LD_PREL
     let (a, b) = (stream(), stream());
     let pointer = alloc_async(700 * MIB, a).expect("memory");
     assert_eq!(mem_free_async(pointer, a), 0);
-    let pointer = alloc_async(700 * MIB, b).expect("the other stream's cache goes back");
+    let pointer = alloc_async(700 * MIB, b).expect("the other stream's cached memory is released");
     assert_eq!(mem_free_async(pointer, b), 0);
     let mut managed = 0;
-    assert_eq!(mem_alloc_managed(&raw mut managed, 700 * MIB, 1), 0, "for what the driver serves, too");
+    assert_eq!(mem_alloc_managed(&raw mut managed, 700 * MIB, 1), 0, "also for calls that the driver serves");
 });
 
 stub_test!(a_limit_holds, ["LD_PRELOAD" = &preload(), "SYMMALLOC_RUN_LIMIT" = "104857600"], {
@@ -271,11 +271,11 @@ stub_test!(two_devices_have_an_allocator_each, ["LD_PRELOAD" = &preload(), "STUB
     };
     assert_eq!((ordinal(a), ordinal(b)), (0, 1));
     assert_eq!(set_current(second), 0);
-    // A stream names its device, whatever context is current.
+    // A stream determines its device, regardless of the current context.
     let c = alloc_async(MIB, on_first).expect("memory");
     assert_eq!(ordinal(c), 0);
     assert_eq!(set_current(second), 0);
-    // Freed by a stream of the other device: the host waits for it.
+    // A stream of the other device frees it, so the host waits for that stream.
     assert_eq!([mem_free_async(c, on_second), mem_free(a), mem_free(b)], [0; 3]);
     assert_eq!(calls("cuMemAlloc_v2") + calls("cuMemAllocAsync"), 0);
 });
@@ -285,7 +285,7 @@ stub_test!(contexts_that_the_program_makes_itself_are_the_drivers, ["LD_PRELOAD"
     assert_eq!([init(0), create_context(&raw mut context, 0, 0)], [0; 2]);
     let pointer = alloc(MIB).expect("memory");
     assert_eq!((mem_free(pointer), calls("cuMemAlloc_v2")), (0, 1));
-    // Beside a primary one that is in use, too.
+    // Also while the primary context is in use.
     let primary = begin(0);
     let pointer = alloc(MIB).expect("memory");
     assert_eq!((mem_free(pointer), calls("cuMemAlloc_v2")), (0, 1));

@@ -1,7 +1,7 @@
-//! Many threads, any mixture of calls, and a driver whose calls fail now and then: nothing is given out twice, nothing is lost, nobody
-//! waits for ever, and every error is one that the driver gave.
+//! A stress test: many threads make a random mixture of calls while driver calls fail occasionally. No memory is handed out twice or lost,
+//! no thread waits indefinitely, and every error code came from the driver.
 //!
-//! `SYMMALLOC_STORM` says how many calls are made: 50,000 by default.
+//! `SYMMALLOC_STORM` sets the number of calls; the default is 50,000.
 
 use crate::driver::*;
 use crate::environment::preload;
@@ -13,9 +13,9 @@ use stub_process::cuda::{calls, fail, heal, live};
 use stub_process::stub_test;
 
 const THREADS: u64 = 16;
-/// What is not possible at all, and what the stub's driver answers to it.
+/// The stub driver's codes for invalid or impossible calls.
 const OWN_CODES: [i32; 3] = [1, 2, 400];
-/// Codes of failures that are injected: out of memory, a lost device, and one that no header has.
+/// Codes of injected failures: out of memory, a lost device, and a code that no header defines.
 const CODES: [i32; 3] = [2, 719, 4242];
 const FAILING: [&str; 15] = [
     "cuMemAddressReserve",
@@ -35,7 +35,7 @@ const FAILING: [&str; 15] = [
     "cuStreamCreate",
 ];
 
-/// Numbers that look random: equal seeds give equal ones.
+/// A pseudorandom number generator: equal seeds give equal sequences.
 struct Dice(u64);
 
 impl Dice {
@@ -48,7 +48,7 @@ impl Dice {
     }
 }
 
-/// An allocation, marked at both ends.
+/// An allocation that is marked at both ends.
 #[derive(Clone, Copy)]
 struct Block {
     address: u64,
@@ -62,7 +62,7 @@ impl Block {
     }
 
     fn mark(self) -> Self {
-        // SAFETY: the stub's memory is this process's, and the allocation is ours.
+        // SAFETY: the stub's memory belongs to this process, and this test owns the allocation.
         self.ends().into_iter().for_each(|end| unsafe { end.write_unaligned(self.mark) });
         self
     }
@@ -70,11 +70,11 @@ impl Block {
     fn check(self) {
         // SAFETY: as above.
         let found = self.ends().map(|end| unsafe { end.read_unaligned() });
-        assert_eq!(found, [self.mark; 2], "{:#x} of {} bytes was given out twice", self.address, self.size);
+        assert_eq!(found, [self.mark; 2], "{:#x} of {} bytes was handed out twice", self.address, self.size);
     }
 }
 
-/// What the threads share.
+/// State that the threads share.
 struct Storm {
     blocks: Mutex<Vec<Block>>,
     streams: Vec<u64>,
@@ -82,7 +82,7 @@ struct Storm {
     made: AtomicU64,
 }
 
-/// One thread's calls.
+/// The calls of one thread.
 struct Sailor {
     storm: Arc<Storm>,
     dice: Dice,
@@ -109,7 +109,7 @@ impl Sailor {
         }
     }
 
-    /// One call, or a few. Codes of errors are checked, and nothing else is told.
+    /// Makes one or a few calls. Only checks their error codes.
     fn act(&mut self) {
         let answer =
             |code: i32| assert!(code == 0 || OWN_CODES.contains(&code) || CODES.contains(&code), "code {code}");
@@ -147,7 +147,7 @@ impl Sailor {
                 };
                 answer(code);
                 if code != 0 {
-                    // It is still live.
+                    // The block is still live.
                     block.check();
                     self.storm.blocks.lock().expect("no panic").push(block);
                 }
@@ -187,7 +187,7 @@ impl Sailor {
     }
 }
 
-/// Ends the process when nothing happens any more: a thread that waits for ever cannot be told to stop.
+/// Aborts the process when no call returns anymore, because a thread that waits indefinitely cannot be stopped.
 fn watch(storm: &Arc<Storm>, is_over: &Arc<AtomicBool>) {
     let (storm, is_over) = (Arc::clone(storm), Arc::clone(is_over));
     thread::spawn(move || {
@@ -226,7 +226,7 @@ stub_test!(
         let sailors = (0..THREADS).map(|number| {
             let storm = Arc::clone(&storm);
             thread::spawn(move || {
-                // A failure may strike this, too: then once more.
+                // An injected failure may also hit this call, so it is repeated.
                 while set_current(context) != 0 {}
                 let mut sailor = Sailor { storm, dice: Dice(number << 32), own: Vec::new(), number: 0 };
                 for call in 0..all / THREADS {
@@ -254,7 +254,7 @@ stub_test!(
         let (mut free, mut total) = (0, 0);
         assert_eq!(mem_info(&raw mut free, &raw mut total), 0);
         assert_eq!(free, total, "everything is free");
-        // Most was served, and what was not was served by the driver.
+        // Most calls were served, and the driver served the rest.
         assert!(calls("cuMemAllocAsync") + calls("cuMemAlloc_v2") < all / 20);
         assert_eq!(reset(0), 0);
         assert_eq!((live().device_bytes, live().ranges, live().mappings), (0, 0, 0));

@@ -211,7 +211,7 @@ stub_test!(what_is_wrong_with_settings_is_said_with_the_byte, {
         ("out_of_memory:flush", "byte 14: out_of_memory must be trim or fail"),
         ("expandable_segments:maybe", "byte 20:"),
         ("chunk_mb:3", "use a positive multiple of 2097152"),
-        ("prefetch_mb:4", "use a multiple of 2097152, and at least a chunk, which is 33554432"),
+        ("prefetch_mb:4", "use a multiple of 2097152 that is at least the chunk size, 33554432"),
     ] {
         let (conf, mut out) = (c_text(conf), null_mut());
         // SAFETY: a C string, and a place for the answer.

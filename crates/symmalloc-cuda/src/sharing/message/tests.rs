@@ -38,7 +38,7 @@ fn layouts_that_no_pool_has_are_refused() {
     let refused = |change: fn(&mut Layout)| {
         let mut changed = layout();
         change(&mut changed);
-        Layout::read(&changed.write(), GRANULARITY).expect_err("it cannot be")
+        Layout::read(&changed.write(), GRANULARITY).expect_err("an invalid layout")
     };
     let layout = MessageError::Layout;
     assert_eq!(refused(|of| of.segments[0].chunks[1] = 1 << 20..4 << 20), layout("chunks"));
@@ -51,7 +51,11 @@ fn layouts_that_no_pool_has_are_refused() {
         layout("segments")
     );
     assert_eq!(refused(|of| of.allocations[0].segment = 2), layout("allocations"));
-    assert_eq!(refused(|of| of.allocations[0].offset_bytes = 1), layout("allocations"), "it runs into a gap");
+    assert_eq!(
+        refused(|of| of.allocations[0].offset_bytes = 1),
+        layout("allocations"),
+        "the allocation overlaps a gap"
+    );
     assert_eq!(refused(|of| of.allocations[0].offset_bytes = u64::MAX - 5), layout("allocations"));
     assert_eq!(refused(|of| of.allocations[2].size_bytes = 0), layout("allocations"));
     assert_eq!(refused(|of| of.allocations[1].name = Some("x".repeat(5000).into())), layout("names"));
@@ -75,7 +79,7 @@ fn torn_and_changed_layouts_are_errors_or_other_layouts_and_never_panics() {
             assert_eq!(header.check(&changed).is_err(), changed != body);
         }
     }
-    // A count beyond what came takes no memory.
+    // A count that exceeds the received bytes allocates no memory.
     let huge = [&body[..28], &u32::MAX.to_le_bytes()].concat();
     assert_eq!(Layout::read(&huge, GRANULARITY), Err(MessageError::Length));
 }

@@ -1,4 +1,4 @@
-//! Peers that say something else than this crate does, or too little of it.
+//! Hostile peers, which send invalid or incomplete messages.
 
 use super::{LONG, Trainer, descriptors};
 use crate::process::{device, live, stub_test};
@@ -23,7 +23,7 @@ fn receive_with_files(socket: &UnixStream, bytes: &mut [u8]) -> Vec<std::os::fd:
     files.flatten().collect()
 }
 
-/// What an importer says first.
+/// Returns an importer's first message.
 fn hello(device: &Arc<CudaDevice>) -> Vec<u8> {
     let (near, mut far) = UnixStream::pair().expect("sockets");
     let _gone = Import::attach(device, &near, Access::Read, Duration::from_millis(20));
@@ -38,7 +38,7 @@ stub_test!(who_was_offered_the_memory_is_a_peer_and_is_told_also_when_the_export
     let export = trainer.weights.export().expect("exported");
     let (ours, mut theirs) = UnixStream::pair().expect("sockets");
     theirs.write_all(&hello(&device)).expect("sent");
-    // It may have mapped everything when the exporter gives up: the word that it is attached comes too late.
+    // The importer may have mapped everything when the exporter gives up: its confirmation comes too late.
     assert_eq!(export.serve(&ours, Access::Read, Duration::from_millis(50)), Err(ShareError::TimedOut));
     let files = receive_with_files(&theirs, &mut [0; 32]);
     assert_eq!((files.len(), export.report().peers.len()), (2, 1));
@@ -53,7 +53,7 @@ stub_test!(who_was_offered_the_memory_is_a_peer_and_is_told_also_when_the_export
     drop(trainer.layer);
     assert_eq!(word(), 2 | 1 << 8, "the second allocation was freed");
     drop(files);
-    assert_eq!(trainer.weights.exports(), [], "it has left");
+    assert_eq!(trainer.weights.exports(), [], "the peer has left");
 });
 
 stub_test!(an_exporter_whose_offer_cannot_be_taken_is_told, {
@@ -61,7 +61,7 @@ stub_test!(an_exporter_whose_offer_cannot_be_taken_is_told, {
     let trainer = Trainer::new(&device);
     let offer = real_offer(&trainer.weights.export().expect("exported"), &device);
     let (near, mut far) = UnixStream::pair().expect("sockets");
-    // Without its descriptors, as to a process that may have no more.
+    // Sends the offer without its descriptors, as to a process that has reached its descriptor limit.
     far.write_all(&offer).expect("sent");
     let error = Import::attach(&device, &near, Access::Read, LONG).map(drop).expect_err("no descriptors");
     assert_eq!(error, ShareError::Message(MessageError::Descriptors { got: 0, wanted: 2 }));
@@ -69,16 +69,16 @@ stub_test!(an_exporter_whose_offer_cannot_be_taken_is_told, {
     let mut said = Vec::new();
     far.read_to_end(&mut said).expect("what it said");
     assert_eq!(said[..36], hello(&device));
-    assert_eq!(said[36..], [3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], "it gave up");
+    assert_eq!(said[36..], [3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], "the importer gave up");
 });
 
-/// What an exporter sends in an offer: header and body, and its descriptors stay here.
+/// Returns the header and body of a real offer. Its descriptors stay here.
 fn real_offer(export: &Export, device: &Arc<CudaDevice>) -> Vec<u8> {
     let (ours, theirs) = UnixStream::pair().expect("sockets");
     let (near, mut far) = UnixStream::pair().expect("sockets");
     thread::scope(|scope| {
         let serving = scope.spawn(move || export.serve(&ours, Access::Read, LONG).expect_err("nobody attaches"));
-        // The importer's hello, as it sends it.
+        // Reads the hello that a real importer sends.
         let asking = scope.spawn(move || Import::attach(device, &near, Access::Read, LONG).map(drop));
         let mut hello = [0; 36];
         far.read_exact(&mut hello).expect("a hello");
@@ -95,7 +95,7 @@ fn real_offer(export: &Export, device: &Arc<CudaDevice>) -> Vec<u8> {
     })
 }
 
-/// What becomes of an importer that is sent these bytes with these descriptors.
+/// Returns the error of an importer that receives these bytes with these descriptors.
 fn attach_to(bytes: &[u8], files: &[std::os::fd::BorrowedFd<'_>], device: &Arc<CudaDevice>) -> ShareError {
     use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
     let (near, far) = UnixStream::pair().expect("sockets");
@@ -130,7 +130,7 @@ stub_test!(torn_and_hostile_offers_are_typed_errors_and_their_descriptors_are_cl
         seen.insert(error.to_string());
     }
     assert!(seen.len() >= 5, "{seen:#?}");
-    // The right bytes with the wrong descriptors: too few, too many, and files that are no page.
+    // Correct bytes with wrong descriptors: too few, too many, and files that are not a page.
     let descriptors_of = |got| ShareError::Message(MessageError::Descriptors { got, wanted: 2 });
     assert_eq!(attach_to(&offer, &[], &device), descriptors_of(0));
     assert_eq!(attach_to(&offer, &[file.as_fd()], &device), descriptors_of(1));

@@ -1,4 +1,4 @@
-//! An exporter and an importer that are processes.
+//! An exporter and an importer in separate processes.
 
 use super::{LONG, MIB, Trainer, content};
 use crate::process::{device, live, stub_test};
@@ -10,10 +10,10 @@ use std::time::{Duration, Instant};
 use symmalloc_core::config::PoolConfig;
 use symmalloc_cuda::{Access, CudaAllocator, CudaBackend, CudaDevice, Export, ExportState, Import, ImportError};
 
-/// The exporter of the tests with two processes: it ends with `end` once an importer is attached.
+/// Runs the exporter of the tests with two processes. It finishes with `end` once an importer is attached.
 fn export_at(path: &Path, end: impl FnOnce(Trainer, Export)) {
     let device = device();
-    // A channel, as a machine with a fabric shows it; where the stub has descriptors they are what is sent.
+    // A channel, as on a machine with a fabric. If the stub supports descriptors, these are used.
     let channels = path.parent().expect("a folder");
     let backend =
         CudaBackend::builder(&device).chunk_bytes(2 << 20).imex_channels(channels).build().expect("a backend");
@@ -46,12 +46,12 @@ fn import_from(path: &Path) -> (Arc<CudaDevice>, Import) {
 fn until(what: impl Fn() -> bool) {
     let until = Instant::now() + LONG;
     while !what() {
-        assert!(Instant::now() < until, "it never comes");
+        assert!(Instant::now() < until, "timed out");
         thread::sleep(Duration::from_millis(5));
     }
 }
 
-/// Rank 0 exports, rank 1 imports.
+/// Starts rank 0 as the exporter and rank 1 as the importer.
 fn processes(options: &[(&str, &str)], exporter: fn(&Path), importer: fn(&Path)) {
     let folder = tempfile::tempdir().expect("a folder");
     std::fs::write(folder.path().join("channel0"), []).expect("a file");
@@ -70,7 +70,7 @@ fn processes(options: &[(&str, &str)], exporter: fn(&Path), importer: fn(&Path))
 fn exporter_that_is_killed(path: &Path) {
     export_at(path, |trainer, export| {
         std::mem::forget((trainer, export));
-        // SAFETY: this process.
+        // SAFETY: kills this process.
         unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
     });
 }
@@ -80,7 +80,7 @@ fn importer_that_goes_on(path: &Path) {
     let stream = device.context().new_stream().expect("a stream");
     assert_eq!((live().device_bytes, live().imports), (0, 5), "memory of the other process");
     until(|| !import.report().exporter_is_alive);
-    import.check().expect("an exporter that is gone writes no more");
+    import.check().expect("an exporter that has exited does not write anymore");
     assert_eq!(content(&import, "embedding", &stream), vec![1; 3 * MIB]);
     assert_eq!(content(&import, "layer", &stream), vec![2; 1000]);
     drop(import);
