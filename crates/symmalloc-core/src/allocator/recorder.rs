@@ -106,7 +106,9 @@ pub enum RecordingEnd {
         pool: PoolId,
     },
     /// A plan was adopted or dropped, which no op represents.
-    #[error("plans of {pool} were adopted or dropped, which no op represents: use a pool with `plan:learn`, which can be recorded")]
+    #[error(
+        "plans of {pool} were adopted or dropped, which no op represents: use a pool with `plan:learn`, which can be recorded"
+    )]
     Planned {
         /// The pool.
         pool: PoolId,
