@@ -1,4 +1,4 @@
-//! Flight records as files, and what those of all ranks say together.
+//! Flight records as files, and the findings from the records of all ranks.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -18,7 +18,7 @@ fn all_reduce(elements: u64) -> Signature {
     }
 }
 
-/// A rank that submitted `elements`, of which so many are finished.
+/// Returns the record of a rank that submitted all-reduces of these `elements` and finished the first `finished`.
 fn rank(rank: u32, ranks: u32, elements: &[u64], finished: u64) -> FlightRecord {
     let collective = |(at, elements): (usize, &u64)| {
         let number = at as u64 + 1;
@@ -64,7 +64,7 @@ fn what_was_written_is_read() {
     fs::write(&path, "older").expect("written");
     record.write(&path).expect("written");
     assert_eq!(FlightRecord::read(&path).expect("read"), record);
-    assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 1, "nothing is left beside it");
+    assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 1, "no temporary file is left");
 }
 
 #[test]
@@ -89,7 +89,7 @@ fn what_is_no_record_is_refused() {
     assert!(matches!(record.write(&folder.path().join("no/folder.json")), Err(FlightRecordError::Io { .. })));
 }
 
-/// A file of broken numbers, or one without an end, costs no more memory than one of ours.
+/// A file with corrupt numbers, or an endless one, costs no more memory than a valid one.
 #[test]
 fn what_no_job_can_have_costs_little() {
     let endless = FlightRecord::from_reader(std::io::repeat(b' '), Path::new("endless"));
@@ -130,7 +130,7 @@ fn ranks_that_are_behind_by_less_may_only_wait_for_the_others() {
     let records = [rank(0, 3, &[8, 8, 4], 0), rank(1, 3, &[8, 8], 0), rank(2, 3, &[8], 0)];
     let behind = Finding::Behind { number: 2, signature: Some(all_reduce(8)), ranks: vec![2] };
     assert_eq!(findings(&records), [behind]);
-    // Nobody remembers the collective.
+    // No record contains the collective any longer.
     let mut records = [rank(0, 2, &[8, 8, 4], 3), rank(1, 2, &[], 0)];
     records[0].communicators[0].collectives.remove(0);
     let found = findings(&records);
