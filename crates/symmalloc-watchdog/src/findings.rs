@@ -213,7 +213,7 @@ impl fmt::Display for Finding {
                 write!(f, "{} left no record, or {files} not given", named(ranks))
             }
             Finding::RankTwice { rank } => {
-                write!(f, "rank {rank} has two records: pass one record per rank, all from the same run")
+                write!(f, "rank {rank} has two records: pass one per rank, from one run")
             }
             Finding::RanksDiffer { said } => {
                 let said = said.iter().map(|(number, ranks)| format!("{number} on {}", named(ranks)));
