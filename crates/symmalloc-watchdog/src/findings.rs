@@ -212,9 +212,7 @@ impl fmt::Display for Finding {
                 let files = if ranks.len() == 1 { "its file was" } else { "their files were" };
                 write!(f, "{} left no record, or {files} not given", named(ranks))
             }
-            Finding::RankTwice { rank } => {
-                write!(f, "rank {rank} has two records: pass one per rank, from one run")
-            }
+            Finding::RankTwice { rank } => write!(f, "rank {rank} has two records: pass one per rank, from one run"),
             Finding::RanksDiffer { said } => {
                 let said = said.iter().map(|(number, ranks)| format!("{number} on {}", named(ranks)));
                 write!(f, "the records do not agree on the number of ranks: {}", listed(said, "; "))

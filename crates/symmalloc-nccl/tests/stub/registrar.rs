@@ -109,7 +109,7 @@ nccl_test!(one_pool_has_windows_of_its_own_on_each_communicator_and_goes_back_wi
 
 nccl_test!(communicators_named_in_opposite_orders_do_not_wait_for_each_other, {
     Job::new(8).run(|it| {
-        // Tensor parallel pairs, data parallel groups of four across them.
+        // Tensor-parallel pairs, and data-parallel groups of four across them.
         let (rank, pool) = (it.world.rank(), it.pool());
         let tp = it.world.split(Some(rank / 2), 0).expect("all ranks split").expect("with a color");
         let dp = it.world.split(Some(rank % 2), 0).expect("all ranks split").expect("with a color");
@@ -133,7 +133,7 @@ nccl_test!(communicators_named_in_opposite_orders_do_not_wait_for_each_other, {
 nccl_test!(threads_with_a_communicator_and_a_pool_each_do_not_disturb_each_other, {
     Job::new(2).run(|it| {
         let lane = |name| {
-            let comm = it.world.split(Some(0), 0).expect("all ranks come").expect("with a color");
+            let comm = it.world.split(Some(0), 0).expect("all ranks split").expect("with a color");
             let stream = it.device.context().new_stream().expect("a stream");
             it.allocator.register_stream(&stream).expect("ids are left");
             let pool = it.pool();
@@ -348,8 +348,8 @@ nccl_test!(a_scope_registers_what_was_taken_inside_also_when_its_work_fails, {
             std::mem::forget(take(allocator, 40 * MIB));
             Err("the error of the work")
         });
-        assert_eq!(failed.expect("the sync went well"), Err("the work's own"));
-        assert_eq!(it.registrar.stats().windows, 2, "what was taken is registered all the same");
+        assert_eq!(failed.expect("the sync succeeds"), Err("the error of the work"));
+        assert_eq!(it.registrar.stats().windows, 2, "the allocation is registered despite the error");
         let other = it.pool();
         let refused = it.registrar.with_symmetric(&comms, &other, |_| panic!("the work must not run"));
         assert!(matches!(refused, Err(SyncError::NotAttached { pool: Some(_), .. })));

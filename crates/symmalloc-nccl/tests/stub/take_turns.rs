@@ -32,7 +32,7 @@ nccl_test!(two_models_take_turns_and_every_answer_is_right, ["STUB_NCCL_REUSE_WI
             for turn in 0..6 {
                 let model = &mut models[turn % 2];
                 model.wake().expect("the other one sleeps");
-                // The same prompts again and again.
+                // The same two prompts alternate.
                 answers.push(model.answer(turn as u32 % 2).expect("right"));
                 model.sleep().expect("all ranks sleep");
             }
