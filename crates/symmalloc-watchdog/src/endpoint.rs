@@ -29,7 +29,7 @@ pub enum PeerEvent {
     Gone {
         /// The rank.
         rank: RankId,
-        /// How its connection ended.
+        /// The way in which its connection ended.
         departure: Departure,
         /// The failure for which it had ended another communicator, if any: a possible cause of its departure.
         after: Option<FailureReport>,
