@@ -215,7 +215,7 @@ impl fmt::Display for Finding {
             Finding::RankTwice { rank } => write!(f, "rank {rank} has two records: pass one per rank, from one run"),
             Finding::RanksDiffer { said } => {
                 let said = said.iter().map(|(number, ranks)| format!("{number} on {}", named(ranks)));
-                write!(f, "the records do not agree on the number of ranks: {}", listed(said, "; "))
+                write!(f, "the records disagree on the number of ranks: {}", listed(said, "; "))
             }
             Finding::Differs { number, calls } => {
                 let calls = calls.iter().map(|(signature, ranks)| format!("{} called {signature}", named(ranks)));
@@ -230,11 +230,11 @@ impl fmt::Display for Finding {
                 let states = listed(states, "; ");
                 write!(
                     f,
-                    "all ranks with a record came to collective {number} ({signature}), and it is not done: {states}"
+                    "all ranks with a record reached collective {number} ({signature}), which has not finished: {states}"
                 )
             }
             Finding::UnfinishedTransfer { rank, signature, state } => {
-                write!(f, "all collectives are done, and {signature} is not: {state} on rank {rank}")
+                write!(f, "all collectives have finished, but {signature} has not: {state} on rank {rank}")
             }
             Finding::Even { submitted: 0 } => f.write_str("no rank with a record submitted a collective"),
             Finding::Even { submitted } => {

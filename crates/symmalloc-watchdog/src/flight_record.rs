@@ -160,7 +160,7 @@ pub enum FlightRecordError {
         source: io::Error,
     },
     /// The file is not a flight record.
-    #[error("{} is no flight record: {source}", .path.display())]
+    #[error("{} is not a flight record: {source}", .path.display())]
     Malformed {
         /// The file.
         path: PathBuf,

@@ -167,7 +167,7 @@ fn a_collective_that_all_came_to_and_that_hangs_is_named() {
     let found = findings(&[rank(0, 2, &[8, 8], 1), rank(1, 2, &[8, 8], 1)]);
     assert_eq!(
         found[0].to_string(),
-        "all ranks with a record came to collective 2 (all_reduce of 8 float32 sum), and it is not done: \
+        "all ranks with a record reached collective 2 (all_reduce of 8 float32 sum), which has not finished: \
          running on ranks 0, 1"
     );
 }
@@ -188,7 +188,7 @@ fn a_receive_that_hangs_is_named_and_a_send_of_one_rank_is_no_difference() {
     let found = findings(&records);
     assert_eq!(
         found[0].to_string(),
-        "all collectives are done, and recv of 8 float32 from 0 is not: running on rank 1"
+        "all collectives have finished, but recv of 8 float32 from 0 has not: running on rank 1"
     );
     assert!(Findings::new(&records).is_trouble());
     let waits_for = records[1].communicators[0].first_unfinished().expect("it waits");
@@ -206,7 +206,7 @@ fn a_rank_without_a_record_is_named() {
     assert_eq!(findings(&[rank(0, 2, &[8], 1), rank(0, 2, &[8], 1)]), [Finding::RankTwice { rank: 0 }]);
     let differ = findings(&[rank(0, 2, &[8], 1), rank(1, 3, &[8], 1)]);
     assert_eq!(differ[0], Finding::RanksDiffer { said: vec![(2, vec![0]), (3, vec![1])] });
-    assert_eq!(differ[0].to_string(), "the records do not agree on the number of ranks: 2 on rank 0; 3 on rank 1");
+    assert_eq!(differ[0].to_string(), "the records disagree on the number of ranks: 2 on rank 0; 3 on rank 1");
 }
 
 #[cfg(unix)]

@@ -36,7 +36,7 @@ fn bare(processes: u32) -> Vec<Lifeline> {
     let (mut at_hub, mut others) = (Vec::new(), Vec::new());
     for process in (1..processes).map(ProcessId) {
         others.push((process, TcpStream::connect(address).expect("listening").into()));
-        at_hub.push((process, listener.accept().expect("it knocked").0.into()));
+        at_hub.push((process, listener.accept().expect("accepted").0.into()));
     }
     let hub = Lifeline::new(ProcessId(0), processes, at_hub, now()).expect("set up");
     let other =
@@ -154,7 +154,7 @@ fn the_hub_says_who_is_silent_and_how_far_the_others_are() {
 fn a_stranger_on_a_connection_is_a_broken_one() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let mut stranger = TcpStream::connect(listener.local_addr().expect("bound")).expect("listening");
-    let (stream, _) = listener.accept().expect("it knocked");
+    let (stream, _) = listener.accept().expect("accepted");
     let mut hub = [Lifeline::new(ProcessId(0), 2, vec![(ProcessId(1), stream.into())], now()).expect("set up")];
     hub[0].endpoint().join(of_world(0), now());
     stranger.write_all(b"{\"joined\":{\"rank\":{\"communicator\":1,\"rank\":1}}}\nGET / HTTP/1.1\r\n").expect("sent");

@@ -13,13 +13,16 @@ use crate::model::{GRANULARITY, State, with};
 use crate::{INVALID_DEVICE, INVALID_VALUE, NOT_SUPPORTED, answer, call, call_outside_capture};
 use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
 
-/// Bits of a place below the granularity: 16 for the number of granules. Further 4 bits hold the device.
+/// Number of low bits of a place that hold the number of granules. The next 4 bits hold the device; both are below the granularity.
 const GRANULES_BITS: u64 = 16;
 
 impl Physical {
     fn place(&self) -> u64 {
         let granules = self.size / GRANULARITY;
-        assert!(granules < 1 << GRANULES_BITS && (0..16).contains(&self.device), "it fits into the place");
+        assert!(
+            granules < 1 << GRANULES_BITS && (0..16).contains(&self.device),
+            "the size and the device fit into a place"
+        );
         self.offset | (self.device as u64) << GRANULES_BITS | granules
     }
 

@@ -55,7 +55,7 @@ impl Space {
         assert!(start + size <= self.limit, "a part of this space");
         let (mut start, mut length) = (start, size);
         if let Some((at, before)) = self.holes.range(..start).next_back().map(|(at, length)| (*at, *length)) {
-            assert!(at + before <= start, "given back once");
+            assert!(at + before <= start, "a part is returned only once");
             if at + before == start {
                 self.holes.remove(&at);
                 (start, length) = (at, before + length);

@@ -173,7 +173,7 @@ fn a_collective_is_watched_for_less_than_150_ns() {
     let announced = |act: &mut dyn FnMut(&Arc<CudaStream>)| {
         let begun = Instant::now();
         for _ in 0..OPS {
-            comm.announce("nothing", None, &stream, || act(&stream)).expect("it lives");
+            comm.announce("nothing", None, &stream, || act(&stream)).expect("it is alive");
         }
         let time = begun.elapsed();
         comm.synchronize(&stream).expect("done");
@@ -188,7 +188,7 @@ fn a_collective_is_watched_for_less_than_150_ns() {
             for _ in 0..OPS {
                 if is_announced == 1 {
                     let fill = || stream.memset_zeros(&mut buffer);
-                    comm.announce("fill", None, &stream, fill).expect("it lives").expect("submitted");
+                    comm.announce("fill", None, &stream, fill).expect("it is alive").expect("submitted");
                 } else {
                     stream.memset_zeros(&mut buffer).expect("submitted");
                 }

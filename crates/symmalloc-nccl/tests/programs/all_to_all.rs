@@ -66,7 +66,7 @@ impl Rank {
         let it = Rank { rank, ranks, comm, stream, _pool: pool, allocator, registrar };
         // Creates the pool's only segment and its window.
         drop(it.zeros::<u8>(1));
-        it.registrar.sync(&[&it.comm]).expect("in step");
+        it.registrar.sync(&[&it.comm]).expect("the ranks agree");
         it
     }
 

@@ -153,7 +153,7 @@ nccl_test!(a_rank_that_cannot_tell_its_splits_is_named_to_the_others, {
             1 => assert!(matches!(refused, AllToAllError::Splits(_)), "{refused}"),
             _ => assert_eq!(refused, AllToAllError::Refused { rank: 1 }),
         }
-        all_to_all.exchange_splits(&[1, 2, 3]).expect("all can go on");
+        all_to_all.exchange_splits(&[1, 2, 3]).expect("all ranks can continue");
     });
     nccl::assert_clean();
 });
@@ -198,7 +198,7 @@ nccl_test!(a_segment_is_remembered_until_the_registrar_says_that_it_is_dead, {
             matches!(refused, AllToAllError::NotRegistered { error: LookupError::NotRegistered { .. }, .. }),
             "{refused}"
         );
-        it.registrar.sync(&[&it.comm]).expect("in step");
+        it.registrar.sync(&[&it.comm]).expect("the ranks agree");
         for _ in 0..10 {
             round(&mut output).expect("exchanged");
         }
@@ -211,9 +211,9 @@ nccl_test!(a_segment_is_remembered_until_the_registrar_says_that_it_is_dead, {
         // The segment is released while the last call may still be running.
         drop(output);
         allocator.core().trim(Some(pool.id())).expect("trimmed");
-        it.registrar.sync(&[&it.comm]).expect("in step");
+        it.registrar.sync(&[&it.comm]).expect("the ranks agree");
         let mut output = allocator.alloc_zeroed::<u32>(&it.stream, 16).expect("allocated");
-        it.registrar.sync(&[&it.comm]).expect("in step");
+        it.registrar.sync(&[&it.comm]).expect("the ranks agree");
         round(&mut output).expect("exchanged");
         let second = it.registrar.key_of(&output).expect("alive");
         assert_ne!(first, second, "a key is never reused, even at the same address");

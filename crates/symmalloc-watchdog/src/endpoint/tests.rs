@@ -246,7 +246,7 @@ fn a_process_that_is_stopped_is_silent_and_one_that_computes_is_not() {
     (0..8).for_each(|_| job.deliver(1));
     assert!(job.processes[1].endpoint.has_answer(id, job.now, job.now));
     let members = job.processes[1].endpoint.members(id, job.now);
-    assert!(members.iter().all(|member| member.still_ms >= 5_000), "nobody moves: {members:?}");
+    assert!(members.iter().all(|member| member.still_ms >= 5_000), "no rank progresses: {members:?}");
     assert_eq!(members.iter().map(|member| member.rank).collect::<Vec<_>>(), [0, 1, 2]);
     assert!(members[0].silent_ms == 0 && members[1].silent_ms <= 300, "{members:?}");
     assert!(members[2].silent_ms >= 5_000, "{members:?}");
@@ -272,7 +272,7 @@ fn a_hub_that_is_stopped_need_not_answer() {
     endpoint.ask(id, now);
     assert!(!endpoint.has_answer(id, now, now), "the answer may still come");
     let later = now + Duration::from_secs(1);
-    assert!(endpoint.has_answer(id, now, later), "nothing was heard of the hub for a second");
+    assert!(endpoint.has_answer(id, now, later), "the hub was silent for a second");
     let members = endpoint.members(id, later);
     assert_eq!(
         members.iter().map(|member| member.rank).collect::<Vec<_>>(),

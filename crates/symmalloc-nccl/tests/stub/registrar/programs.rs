@@ -219,9 +219,9 @@ impl Program<'_> {
             attach(self.it, lane, index, &self.pools[index]);
         }
         let over = lane.comm.clone();
-        self.it.registrar.sleep(&over, pool, Contents::Drop).expect("it lives");
-        self.it.registrar.wake(&over, pool).expect("it lives");
-        self.it.registrar.sync(&[&over]).expect("it lives");
+        self.it.registrar.sleep(&over, pool, Contents::Drop).expect("it is alive");
+        self.it.registrar.wake(&over, pool).expect("it is alive");
+        self.it.registrar.sync(&[&over]).expect("it is alive");
         self.check();
     }
 
@@ -262,7 +262,7 @@ impl Program<'_> {
 
     /// Reduces a tensor of each attached pool in its window.
     fn use_windows(&mut self, comm: &Communicator) {
-        let lane = self.comms.iter_mut().find(|lane| lane.comm.order() == comm.order()).expect("it lives");
+        let lane = self.comms.iter_mut().find(|lane| lane.comm.order() == comm.order()).expect("it is alive");
         let it = self.it;
         match it.registrar.invalidations(comm, &mut lane.cursor) {
             Invalidated::Keys(dead) => lane.keys.retain(|key| !dead.contains(key)),
@@ -271,7 +271,7 @@ impl Program<'_> {
         for pool in &lane.pools {
             let Some((_, tensor)) = self.tensors.iter_mut().rev().find(|(index, _)| index == pool) else { continue };
             let span = it.registrar.window_of(comm, tensor).expect("it was synced");
-            assert_eq!(span.segment, it.registrar.key_of(tensor).expect("it lives"));
+            assert_eq!(span.segment, it.registrar.key_of(tensor).expect("it is alive"));
             if !lane.keys.contains(&span.segment) {
                 lane.keys.push(span.segment);
             }
@@ -325,7 +325,7 @@ fn run(first_seed: u64, mode: Mode, faults: bool) {
             program.add(it.world.clone());
             (0..STEPS).for_each(|_| program.step());
             let digests: Vec<_> =
-                program.pools.iter().map(|pool| it.allocator.digest(pool.id()).expect("it lives")).collect();
+                program.pools.iter().map(|pool| it.allocator.digest(pool.id()).expect("it is alive")).collect();
             it.meet();
             for lane in program.comms.drain(..) {
                 lane.comm.destroy().expect("idle");

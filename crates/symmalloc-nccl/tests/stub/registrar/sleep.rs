@@ -372,7 +372,7 @@ nccl_test!(windows_that_come_back_as_others_are_told_to_all, ["STUB_NCCL_REUSE_W
         let segments: Vec<u32> = woken.changed.iter().map(|(_, segment)| segment.segment.0).collect();
         assert!(!segments.is_empty(), "their addresses are taken");
         assert!(woken.changed.iter().all(|(communicator, _)| communicator == it.world.name()));
-        let Invalidated::Keys(keys) = it.registrar.invalidations(&it.world, &mut cursor) else { panic!("it lives") };
+        let Invalidated::Keys(keys) = it.registrar.invalidations(&it.world, &mut cursor) else { panic!("it is alive") };
         assert_eq!(keys.iter().map(|key| key.generation.segment.0).collect::<Vec<_>>(), segments);
         tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
     });

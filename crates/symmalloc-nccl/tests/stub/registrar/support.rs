@@ -189,7 +189,7 @@ impl Rank {
             panic!("the communicator cannot be destroyed: {error}");
         }
         registrar.sweep();
-        assert_eq!(allocator.stats().retired_bytes, 0, "dead memory is held when all communicators are gone");
+        assert_eq!(allocator.stats().retired_bytes, 0, "dead memory is still held after all communicators have ended");
         drop(registrar);
     }
 }
