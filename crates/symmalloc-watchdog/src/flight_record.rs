@@ -201,7 +201,7 @@ impl FlightRecord {
     /// can read the file. A symbolic link of that name is replaced, not followed.
     ///
     /// # Errors
-    /// If the file cannot be written.
+    /// Returns an error if the file cannot be written.
     pub fn write(&self, path: &Path) -> Result<(), FlightRecordError> {
         let written = symmalloc_files::write_whole(path, self.to_json().as_bytes());
         written.map_err(|source| FlightRecordError::Io { path: path.to_owned(), source })
@@ -210,7 +210,7 @@ impl FlightRecord {
     /// Reads a record from a file.
     ///
     /// # Errors
-    /// Fails if the file cannot be read, or is not a flight record of this version.
+    /// Returns an error if the file cannot be read, or is not a flight record of this version.
     pub fn read(path: &Path) -> Result<Self, FlightRecordError> {
         let file = File::open(path).map_err(|source| FlightRecordError::Io { path: path.to_owned(), source })?;
         Self::from_reader(file, path)

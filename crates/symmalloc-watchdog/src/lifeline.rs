@@ -69,7 +69,7 @@ impl Lifeline {
     /// it met; any other process passes its connection to process 0.
     ///
     /// # Errors
-    /// Fails if a connection cannot be set up.
+    /// Returns an error if a connection cannot be set up.
     pub fn new(
         own: ProcessId,
         processes: u32,

@@ -132,7 +132,7 @@ impl Roster {
     /// Records that a process has a rank of a communicator. A repeated join resets the rank, except for a failure.
     ///
     /// # Errors
-    /// Fails if the process has too many ranks.
+    /// Returns an error if the process has too many ranks.
     pub(crate) fn join(&mut self, process: ProcessId, rank: RankId, now: Duration) -> Result<(), Departure> {
         let Some(known) = self.processes.get_mut(&process) else { return Ok(()) };
         known.has_joined = true;
