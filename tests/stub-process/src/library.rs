@@ -37,7 +37,7 @@ impl Library {
     }
 }
 
-/// Changes a name in the symbol table, so that the loader does not find it.
+/// Changes a name in the table of symbols: what the loader compares with.
 fn hide(bytes: &mut [u8], symbol: &str) {
     let name = [b"\0", symbol.as_bytes(), b"\0"].concat();
     let places: Vec<usize> = (0..bytes.len() - name.len()).filter(|at| bytes[*at..].starts_with(&name)).collect();
