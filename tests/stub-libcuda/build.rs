@@ -1,4 +1,4 @@
-//! As libcuda does, the stub calls its own functions whatever other libraries define.
+//! Makes the stub call its own functions, regardless of other libraries' definitions, as libcuda does.
 
 fn main() {
     println!("cargo::rustc-cdylib-link-arg=-Wl,-Bsymbolic");

@@ -5,18 +5,18 @@ use std::io::{self, Read, Write};
 use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
 
-/// A stream of bytes to another process, on this machine or on another one.
+/// A byte stream to another process, on this machine or a remote one.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Connection {
     /// Over the network.
     Tcp(TcpStream),
-    /// On this machine: the system knows the user of the other end.
+    /// A local socket: the system knows the user at the other end.
     Unix(UnixStream),
 }
 
 impl Connection {
-    /// Makes reads and writes return instead of waiting, and small messages go out at once.
+    /// Makes reads and writes nonblocking, and sends small messages immediately.
     pub(crate) fn set_prompt(&self) -> io::Result<()> {
         match self {
             Connection::Tcp(stream) => stream.set_nodelay(true).and_then(|()| stream.set_nonblocking(true)),

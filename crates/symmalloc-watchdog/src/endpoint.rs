@@ -1,7 +1,8 @@
-//! What a process says to the others and hears from them: without input, output or a clock.
+//! The protocol between the processes of a job, without I/O and without a clock.
 //!
-//! Process 0 of a job is the hub: all others talk to it alone. Its [`Roster`] has who is in which communicator and how far, and it
-//! tells all of a process that is gone. Times are durations since any moment that the caller chooses.
+//! Process 0 of a job is the hub, and all others communicate only with it. Its [`Roster`] records which ranks are in which communicator and
+//! how far each has progressed, and it notifies all processes when one is gone. Times are durations since an arbitrary moment that the
+//! caller chooses.
 
 use crate::ids::{CommunicatorId, ProcessId, Progress, RankId};
 use crate::message::{Departure, FailureReport, Member, Message, Standing};
@@ -10,69 +11,69 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Bound;
 use std::time::Duration;
 
-/// How often a process says that it is alive.
+/// Interval between heartbeats of a process.
 const BEAT_EVERY: Duration = Duration::from_millis(250);
 
-/// A process of which nothing is heard for so long is stopped, or its machine cannot be reached. One that computes is heard four
-/// times a second.
+/// Silence after which a process counts as stopped, or its machine as unreachable. A process that is computing sends four heartbeats a
+/// second.
 pub const SILENT_AFTER: Duration = Duration::from_secs(1);
 
-/// The process that all others talk to.
+/// The process with which all others communicate.
 pub(crate) const HUB: ProcessId = ProcessId(0);
 
-/// What happened to a rank of a communicator that this process has another rank of.
+/// An event at another rank of a communicator that this process is part of.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum PeerEvent {
-    /// Its process is gone, and it had not left the communicator.
+    /// The rank's process is gone without having left the communicator.
     Gone {
-        /// Which one.
+        /// The rank.
         rank: RankId,
-        /// How.
+        /// The way in which its connection ended.
         departure: Departure,
-        /// Why it had ended another communicator, if it had: it may have gone because of that.
+        /// The failure for which it had ended another communicator, if any: a possible cause of its departure.
         after: Option<FailureReport>,
     },
-    /// It ended the communicator because of an error.
+    /// The rank ended the communicator because of an error.
     Failed {
-        /// Which one.
+        /// The rank.
         rank: RankId,
-        /// What it said.
+        /// The report that it sent.
         report: FailureReport,
     },
 }
 
-/// Something that a process wants to know of a communicator that it is part of.
+/// A question to the hub about a communicator that the asking process is part of.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Question {
-    /// The ranks that failed or are gone: it joins.
+    /// Asks for the ranks that failed or are gone; implied by a join.
     News(CommunicatorId),
-    /// All ranks, and how far they are: it asks.
+    /// Asks for all ranks and their progress.
     Members(CommunicatorId),
 }
 
-/// What one process says to the others, and hears from them.
+/// One process's end of the protocol.
 #[derive(Debug)]
 pub struct Endpoint {
     own: ProcessId,
-    /// The ranks of this process. What failed stays until it is left.
+    /// The ranks of this process. A failed rank stays here until it leaves.
     memberships: BTreeMap<RankId, Membership>,
-    /// The hub's has all processes, itself included; another one's has the hub.
+    /// On the hub, all processes including itself; on any other process, the hub alone.
     roster: Roster,
-    /// What the hub last told of a communicator that this process has a rank of, and when.
+    /// The hub's latest answer about each communicator that this process has a rank of, and when it arrived.
     told: BTreeMap<CommunicatorId, (Duration, Vec<Member>)>,
     has_joined: bool,
     last_beat: Option<Duration>,
     outbox: Vec<(ProcessId, Message)>,
-    /// The hub's: what others wait for. Nobody has more questions than two for each of its communicators.
+    /// On the hub: pending questions. Each process has at most two per communicator that it is part of.
     questions: BTreeMap<ProcessId, BTreeSet<Question>>,
-    /// The process that got the last answer: the next one is another's.
+    /// The process that received the last answer; the next answer goes to a different one.
     last_answered: ProcessId,
     events: Vec<PeerEvent>,
 }
 
 impl Endpoint {
-    /// Process `own` of so many.
+    /// Creates the endpoint of process `own` in a job of `processes` processes.
     pub fn new(own: ProcessId, processes: u32, now: Duration) -> Self {
         Endpoint {
             own,
@@ -88,38 +89,38 @@ impl Endpoint {
         }
     }
 
-    /// This process has this rank of a communicator from now on.
+    /// Announces that this process has `rank`, a rank of a communicator.
     pub fn join(&mut self, rank: RankId, now: Duration) {
         self.has_joined = true;
         self.memberships.insert(rank, Membership::new(now));
         self.say(Message::Joined { rank }, now);
         if self.own != HUB {
-            // What became of the hub need not be asked of it, or cannot be.
+            // The news about the hub itself is already here, and a hub that is gone cannot be asked.
             let news = self.roster.news_of(rank.communicator);
             news.into_iter().for_each(|message| self.note(message));
         }
     }
 
-    /// The rank destroyed its communicator in order.
+    /// Announces that the rank destroyed its communicator normally.
     pub fn leave(&mut self, rank: RankId, now: Duration) {
         let Some(membership) = self.memberships.remove(&rank) else { return };
         if self.ranks_of(rank.communicator).next().is_none() {
             self.told.remove(&rank.communicator);
         }
-        // What ended with an error was told already.
+        // A failure has already been reported.
         if !membership.has_failed() {
             self.say(Message::Left { last: membership.standing(rank, now) }, now);
         }
     }
 
-    /// What was joined is no rank after all, or joined under another number.
+    /// Retracts a join: the rank does not exist after all, or joined under another number.
     pub fn withdraw(&mut self, rank: RankId, now: Duration) {
         if self.memberships.remove(&rank).is_some() {
             self.say(Message::Withdrawn { rank }, now);
         }
     }
 
-    /// The rank ended its communicator because of an error. Only the first report is told.
+    /// Announces that the rank ended its communicator because of an error. Only the first report is sent.
     pub fn fail(&mut self, rank: RankId, report: &FailureReport, now: Duration) {
         let Some(membership) = self.memberships.get_mut(&rank) else { return };
         let report = report.clone().bounded();
@@ -129,7 +130,7 @@ impl Endpoint {
         }
     }
 
-    /// How far a rank of this process is. Others learn it with the next beat.
+    /// Sets the progress of a rank of this process. Other processes learn of it with the next heartbeat.
     pub fn set_progress(&mut self, rank: RankId, progress: Progress, now: Duration) {
         let Some(membership) = self.memberships.get_mut(&rank) else { return };
         membership.set_progress(progress, now);
@@ -139,21 +140,23 @@ impl Endpoint {
         }
     }
 
-    /// Asks the hub who is in the communicator and how far. [`members`](Self::members) knows when it [answered](Self::has_answer).
+    /// Asks the hub for the communicator's ranks and their progress. [`has_answer`](Self::has_answer) reports the answer, and
+    /// [`members`](Self::members) returns it.
     pub fn ask(&mut self, communicator: CommunicatorId, now: Duration) {
         if self.own != HUB {
             self.say(Message::Ask { communicator }, now);
         }
     }
 
-    /// Whether the hub has answered what was asked at that moment, or will not: it is gone or silent. The hub itself need not ask.
+    /// Returns `true` if the hub has answered the question asked at `asked`, or never will because it is gone or silent. On the hub, always
+    /// `true`.
     pub fn has_answer(&self, communicator: CommunicatorId, asked: Duration, now: Duration) -> bool {
         let is_told = || self.told.get(&communicator).is_some_and(|(told, _)| *told >= asked);
         self.own == HUB || is_told() || self.roster.is_gone(HUB) || self.roster.silence(HUB, now) >= SILENT_AFTER
     }
 
-    /// The ranks of the communicator: on the hub all of them; elsewhere this process's own, the hub's, and what the hub answered not
-    /// longer than [`SILENT_AFTER`] ago.
+    /// Returns the ranks of the communicator. On the hub, these are all of them; elsewhere, the ranks of this process, those of the hub,
+    /// and those that the hub reported within the last [`SILENT_AFTER`].
     pub fn members(&self, communicator: CommunicatorId, now: Duration) -> Vec<Member> {
         let mut members = self.roster.members(communicator, self.own, now);
         if self.own != HUB {
@@ -169,13 +172,13 @@ impl Endpoint {
         members
     }
 
-    /// Whether nobody needs this side any more: it was part of communicators, and of none now. The hub stays as long as others talk
-    /// through it.
+    /// Returns `true` if this endpoint is no longer needed: its process has been part of communicators and is part of none now. The hub is
+    /// needed as long as other processes communicate through it.
     pub fn is_over(&self) -> bool {
         self.has_joined && self.memberships.is_empty() && (self.own != HUB || self.roster.are_through())
     }
 
-    /// Lets time pass: beats go out.
+    /// Advances the time and sends any heartbeat that is due.
     pub fn tick(&mut self, now: Duration) {
         if self.last_beat.is_some_and(|last| now.saturating_sub(last) < BEAT_EVERY) {
             return;
@@ -189,10 +192,10 @@ impl Endpoint {
         self.say(beat, now);
     }
 
-    /// Takes a message of a process.
+    /// Processes a message from another process.
     ///
     /// # Errors
-    /// If the process exceeds a bound: its connection must end, and its [loss](Self::lose) be reported.
+    /// Returns the departure of a process that exceeds a bound: the caller must close its connection and report its [loss](Self::lose).
     pub(crate) fn receive(&mut self, from: ProcessId, message: Message, now: Duration) -> Result<(), Departure> {
         if self.own == HUB {
             self.hear(from, message, now)?;
@@ -202,12 +205,12 @@ impl Endpoint {
         Ok(())
     }
 
-    /// Returns `true` if a process waits for an answer.
+    /// Returns `true` if a question is pending.
     pub(crate) fn has_questions(&self) -> bool {
         !self.questions.is_empty()
     }
 
-    /// Answers a question; processes take turns. Returns `false` if there is none.
+    /// Answers one question, taking the processes in turn. Returns `false` if none is pending.
     pub(crate) fn answer(&mut self, now: Duration) -> bool {
         let later = (Bound::Excluded(self.last_answered), Bound::Unbounded);
         let next = self.questions.range(later).next().or_else(|| self.questions.iter().next());
@@ -232,7 +235,7 @@ impl Endpoint {
         true
     }
 
-    /// Notes a question of another process. Nobody need know of communicators that it is no part of.
+    /// Queues a question of another process. Ignores questions about communicators that it is not part of.
     fn ask_hub(&mut self, process: ProcessId, question: Question) {
         let (Question::News(communicator) | Question::Members(communicator)) = question;
         if self.roster.is_in(process, communicator) {
@@ -240,7 +243,7 @@ impl Endpoint {
         }
     }
 
-    /// The connection to a process ended.
+    /// Records that the connection to a process ended.
     pub fn lose(&mut self, process: ProcessId, departure: &Departure, now: Duration) {
         self.questions.remove(&process);
         let Some(gone) = self.roster.lose(process, departure, now) else { return };
@@ -250,33 +253,34 @@ impl Endpoint {
         self.note(gone);
     }
 
-    /// What is to be sent, and to whom.
+    /// Takes the messages to send, with their recipients.
     pub(crate) fn take_outbox(&mut self) -> Vec<(ProcessId, Message)> {
         std::mem::take(&mut self.outbox)
     }
 
-    /// What happened to others.
+    /// Takes the events since the last call.
     pub fn take_events(&mut self) -> Vec<PeerEvent> {
         std::mem::take(&mut self.events)
     }
 
-    /// To the hub; on the hub itself, it is heard at once.
+    /// Sends a message to the hub; the hub itself processes it immediately.
     fn say(&mut self, message: Message, now: Duration) {
         if self.own == HUB {
-            // What bounds others does not bound this process's own program.
+            // The bounds on other processes do not apply to the hub's own program.
             let _within_bounds = self.hear(HUB, message, now);
         } else {
             self.outbox.push((HUB, message));
         }
     }
 
-    /// The hub's: to all that are not gone, but one.
+    /// On the hub: sends a message to every process that is not gone, except `but`.
     fn tell_others(&mut self, but: Option<ProcessId>, message: &Message) {
         let to = self.roster.alive().filter(|process| *process != HUB && Some(*process) != but);
         self.outbox.extend(to.map(|process| (process, message.clone())));
     }
 
-    /// The hub's: what a process says, itself included. What the hub says of its own ranks is told to all, for when it is gone.
+    /// On the hub: processes a message from any process, including itself. Messages about the hub's own ranks are forwarded to all
+    /// processes, which need them once the hub is gone.
     fn hear(&mut self, from: ProcessId, message: Message, now: Duration) -> Result<(), Departure> {
         if !self.roster.hear(from, now) {
             return Ok(());
@@ -344,12 +348,12 @@ impl Endpoint {
         Ok(())
     }
 
-    /// This process's ranks of a communicator.
+    /// Returns this process's ranks of a communicator.
     fn ranks_of(&self, communicator: CommunicatorId) -> impl Iterator<Item = (&RankId, &Membership)> {
         self.memberships.iter().filter(move |(rank, _)| rank.communicator == communicator)
     }
 
-    /// Turns what became of ranks into events of what this process is part of.
+    /// Turns a report about ranks into events, for the communicators that this process is part of.
     fn note(&mut self, message: Message) {
         let concerns = |of: &RankId| self.ranks_of(of.communicator).any(|(own, it)| own != of && !it.has_failed());
         match message {

@@ -1,4 +1,4 @@
-//! What the flight records of all ranks say together: who is missing, where ranks did something else, and who is behind.
+//! A comparison of the flight records of all ranks: missing ranks, collectives that differ between ranks, and ranks that are behind.
 
 use crate::flight_record::{CollectiveRecord, CollectiveState, CommunicatorRecord, FlightRecord, Signature};
 use crate::ids::CommunicatorId;
@@ -7,75 +7,74 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fmt;
 use std::hash::Hash;
 
-/// Ranks without a record that are listed, over all communicators. No job has so many: the numbers of a broken file are not worth
-/// memory.
+/// Missing ranks that are listed, over all communicators. No real job has this many; the bound keeps a corrupt file from exhausting memory.
 const MISSING_MAX: usize = 1 << 20;
 
-/// What was found out about each communicator, by id.
+/// The findings about each communicator, in ascending order of their ids.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Findings {
-    /// By communicator.
+    /// Id, name and findings of each communicator.
     pub communicators: Vec<(CommunicatorId, String, Vec<Finding>)>,
 }
 
-/// Something that all records of a communicator say together.
+/// A finding about one communicator, from the records of its ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 #[serde(tag = "finding", rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Finding {
-    /// These ranks left no record: they ended before they could write one, or the files were not given.
+    /// Ranks without a record: they ended before they could write one, or their files were not passed.
     NoRecord {
         /// The ranks.
         ranks: Vec<u32>,
     },
-    /// Two records are of the same rank: it wrote several, or the files are of different runs.
+    /// Two records of the same rank: it wrote several, or the files are from different runs.
     RankTwice {
         /// The rank.
         rank: u32,
     },
-    /// The records do not agree on the number of ranks.
+    /// The records disagree on the number of ranks.
     RanksDiffer {
-        /// Each number, and the ranks that say it.
+        /// Each number, and the ranks whose records state it.
         said: Vec<(u32, Vec<u32>)>,
     },
-    /// The first collective that is not the same on all ranks.
+    /// The first collective that differs between ranks.
     Differs {
         /// Its number.
         number: u64,
-        /// By what was called: the ranks that called it.
+        /// Each call, and the ranks that made it.
         calls: Vec<(Signature, Vec<u32>)>,
     },
-    /// The ranks that are furthest behind: they did not come to a collective that others submitted. Ranks that are behind by less
-    /// may only wait for them.
+    /// The ranks that are furthest behind: they did not submit a collective that others submitted. Ranks that are less far behind may only
+    /// be waiting for these.
     Behind {
-        /// The first collective that they did not come to: the last that they submitted is the one before.
+        /// The first collective that they did not submit, one after their last.
         number: u64,
-        /// What it is, as the others have it; `None` when it is no longer in their records.
+        /// The collective as the other ranks recorded it; `None` if their records no longer contain it.
         signature: Option<Signature>,
         /// The ranks.
         ranks: Vec<u32>,
     },
-    /// A collective that all ranks with a record submitted, and that is not done on these.
+    /// A collective that every rank with a record submitted and that some have not finished.
     Unfinished {
         /// Its number.
         number: u64,
-        /// What it is.
+        /// The collective.
         signature: Signature,
-        /// How far it is, and on which ranks.
+        /// Each state of it, and the ranks that are in that state.
         states: Vec<(CollectiveState, Vec<u32>)>,
     },
-    /// All collectives are done, and a send or receive is not. Other ranks need not have called it.
+    /// A send or receive that has not finished, while all collectives have. Other ranks need not have called it.
     UnfinishedTransfer {
         /// The rank that called it.
         rank: u32,
-        /// What it is.
+        /// The call.
         signature: Signature,
-        /// How far it is there.
+        /// Its state on that rank.
         state: CollectiveState,
     },
-    /// All ranks with a record submitted the same collectives, and all are done.
+    /// Every rank with a record submitted the same collectives, and all have finished.
     Even {
-        /// How many.
+        /// Number of collectives.
         submitted: u64,
     },
 }
@@ -93,7 +92,7 @@ impl Findings {
         Findings { communicators: found.collect() }
     }
 
-    /// Whether ranks are missing, behind or different, or something is not done.
+    /// Returns `true` if ranks are missing, behind or differ, or if anything is unfinished.
     pub fn is_trouble(&self) -> bool {
         let findings = self.communicators.iter().flat_map(|(_, _, findings)| findings);
         findings.into_iter().any(|finding| !matches!(finding, Finding::Even { .. }))
@@ -101,8 +100,8 @@ impl Findings {
 }
 
 impl CommunicatorRecord {
-    /// What this rank waits for: the first of its calls, sends and receives among them, that is not done. What is part of a graph
-    /// runs when the graph does, and holds nobody up.
+    /// Returns the call that this rank waits for: its first unfinished call, including sends and receives. Captured calls do not count:
+    /// they run when their graph does, and block nothing until then.
     pub fn first_unfinished(&self) -> Option<&CollectiveRecord> {
         self.unfinished().next()
     }
@@ -113,7 +112,7 @@ impl CommunicatorRecord {
     }
 }
 
-/// `listable`: how many more ranks may be listed as missing.
+/// Compares the records of one communicator. `listable` is the number of ranks that may still be listed as missing.
 fn compare(records: &[&CommunicatorRecord], listable: &mut usize) -> Vec<Finding> {
     let mut found = Vec::new();
     let ranks = records[0].ranks;
@@ -133,7 +132,7 @@ fn compare(records: &[&CommunicatorRecord], listable: &mut usize) -> Vec<Finding
     let submitted = || records.iter().map(|record| record.progress.submitted);
     let (least, most) = (submitted().min().unwrap_or(0), submitted().max().unwrap_or(0));
     let difference = first_difference(records);
-    // A rank that came to the collective that differs may be behind because of it.
+    // A rank that submitted the collective that differs may be behind because of the difference.
     let alike = difference.as_ref().map_or(most, |(number, _)| number.saturating_sub(1));
     if least < alike {
         found.push(furthest_behind(records, least));
@@ -146,15 +145,15 @@ fn compare(records: &[&CommunicatorRecord], listable: &mut usize) -> Vec<Finding
     found
 }
 
-/// What all ranks call alike.
+/// Returns the collectives of a record, without sends and receives.
 fn collectives(record: &CommunicatorRecord) -> impl Iterator<Item = &CollectiveRecord> {
     record.collectives.iter().filter(|collective| !collective.is_point_to_point)
 }
 
-/// What was called, and by which ranks.
+/// Each distinct call, and the ranks that made it.
 type Calls = Vec<(Signature, Vec<u32>)>;
 
-/// Among the collectives that at least two ranks still remember.
+/// Returns the first collective that differs, among those that at least two records still contain.
 fn first_difference(records: &[&CommunicatorRecord]) -> Option<(u64, Calls)> {
     let mut calls: BTreeMap<u64, Vec<(&Signature, u32)>> = BTreeMap::new();
     for record in records {
@@ -166,7 +165,7 @@ fn first_difference(records: &[&CommunicatorRecord]) -> Option<(u64, Calls)> {
     Some((number, grouped(calls).into_iter().map(|(signature, ranks)| (signature.clone(), ranks)).collect()))
 }
 
-/// The ranks whose last collective is this.
+/// Returns the finding about the ranks whose last collective is `last`.
 fn furthest_behind(records: &[&CommunicatorRecord], last: u64) -> Finding {
     let number = last + 1;
     let submitted = records.iter().flat_map(|record| collectives(record));
@@ -177,7 +176,7 @@ fn furthest_behind(records: &[&CommunicatorRecord], last: u64) -> Finding {
     Finding::Behind { number, signature, ranks }
 }
 
-/// The first collective that is not done; where there is none, the first send or receive.
+/// Returns the first unfinished collective, or the first unfinished send or receive if there is none.
 fn unfinished(records: &[&CommunicatorRecord]) -> Option<Finding> {
     let open = || records.iter().flat_map(|record| record.unfinished().map(|it| (it, record.rank)));
     let (first, rank) = open().min_by_key(|(it, rank)| (it.is_point_to_point, it.number, *rank))?;
@@ -189,10 +188,10 @@ fn unfinished(records: &[&CommunicatorRecord]) -> Option<Finding> {
     Some(Finding::Unfinished { number, signature, states: grouped(there.map(|(it, rank)| (it.state, rank))) })
 }
 
-/// Groups ranks by what is said of them, in the order of each group's first rank. Linear in the number of ranks, but for sorting.
+/// Groups ranks by value, in the order of each group's first rank. Linear in the number of ranks, except for sorting.
 fn grouped<T: Copy + Eq + Hash>(said: impl IntoIterator<Item = (T, u32)>) -> Vec<(T, Vec<u32>)> {
     let mut groups: Vec<(T, Vec<u32>)> = Vec::new();
-    // Looked up only.
+    // Never iterated, so the hash order has no effect.
     let mut group_of: HashMap<T, usize> = HashMap::new();
     for (what, rank) in said {
         let group = *group_of.entry(what).or_insert_with(|| {
@@ -213,10 +212,10 @@ impl fmt::Display for Finding {
                 let files = if ranks.len() == 1 { "its file was" } else { "their files were" };
                 write!(f, "{} left no record, or {files} not given", named(ranks))
             }
-            Finding::RankTwice { rank } => write!(f, "rank {rank} has two records: give one of each rank, of one run"),
+            Finding::RankTwice { rank } => write!(f, "rank {rank} has two records: pass one per rank, from one run"),
             Finding::RanksDiffer { said } => {
                 let said = said.iter().map(|(number, ranks)| format!("{number} on {}", named(ranks)));
-                write!(f, "the records do not agree on the number of ranks: {}", listed(said, "; "))
+                write!(f, "the records disagree on the number of ranks: {}", listed(said, "; "))
             }
             Finding::Differs { number, calls } => {
                 let calls = calls.iter().map(|(signature, ranks)| format!("{} called {signature}", named(ranks)));
@@ -231,11 +230,11 @@ impl fmt::Display for Finding {
                 let states = listed(states, "; ");
                 write!(
                     f,
-                    "all ranks with a record came to collective {number} ({signature}), and it is not done: {states}"
+                    "all ranks with a record reached collective {number} ({signature}), which has not finished: {states}"
                 )
             }
             Finding::UnfinishedTransfer { rank, signature, state } => {
-                write!(f, "all collectives are done, and {signature} is not: {state} on rank {rank}")
+                write!(f, "all collectives have finished, but {signature} has not: {state} on rank {rank}")
             }
             Finding::Even { submitted: 0 } => f.write_str("no rank with a record submitted a collective"),
             Finding::Even { submitted } => {
@@ -246,13 +245,13 @@ impl fmt::Display for Finding {
     }
 }
 
-/// "rank 3", "ranks 0, 1, 4".
+/// Formats ranks as "rank 3" or "ranks 0, 1, 4".
 fn named(ranks: &[u32]) -> String {
     let noun = if ranks.len() == 1 { "rank" } else { "ranks" };
     format!("{noun} {}", listed(ranks.iter().map(u32::to_string), ", "))
 }
 
-/// As many as one can read.
+/// Joins at most 16 items and counts the rest, so that the list stays readable.
 fn listed(items: impl ExactSizeIterator<Item = String>, separator: &str) -> String {
     const SHOWN: usize = 16;
     let more = items.len().saturating_sub(SHOWN);

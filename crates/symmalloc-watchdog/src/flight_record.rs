@@ -1,6 +1,6 @@
-//! What a process knew of its communicators, as a file: the last collectives of each, and how far it was.
+//! Flight records: a process's view of its communicators as a file, with the last collectives of each and its progress.
 //!
-//! A file is JSON, version 1. Nothing in it decides anything: it is read by people and by [`Findings`](crate::Findings).
+//! A file is JSON, version 1. It influences no decision: its readers are people and [`Findings`](crate::Findings).
 
 use crate::ids::{CommunicatorId, Progress};
 use serde::{Deserialize, Serialize};
@@ -10,76 +10,76 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use thiserror::Error;
 
-/// The version that is written, and the only one that is read.
+/// The format version that this crate writes, and the only one that it reads.
 const VERSION: u32 = 1;
 
-/// A larger file is none of ours.
+/// Size limit of a file: a larger one is not a flight record.
 const FILE_BYTES_MAX: u64 = 64 << 20;
 
-/// What one process knew of its communicators.
+/// One process's view of its communicators.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FlightRecord {
     /// The version of the format.
     #[serde(rename = "symmalloc_flight_record")]
     version: u32,
-    /// The machine's name; empty where the system does not say.
+    /// The machine's name; empty if the system does not provide one.
     pub host: String,
-    /// The process's number on its machine.
+    /// The process id on its machine.
     pub process: u32,
-    /// Why it was written.
+    /// The reason for writing the record.
     pub reason: String,
-    /// In the order in which they were connected.
+    /// The communicators, in the order in which they were connected.
     pub communicators: Vec<CommunicatorRecord>,
 }
 
-/// A communicator as one rank saw it.
+/// A communicator as seen by one rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CommunicatorRecord {
-    /// Equal on all its ranks.
+    /// The communicator's id, equal on all its ranks.
     pub id: CommunicatorId,
-    /// What the program calls it.
+    /// The name that the program gave it.
     pub name: String,
     /// This rank.
     pub rank: u32,
     /// Number of ranks.
     pub ranks: u32,
-    /// What became of it: "ready", "aborted".
+    /// Its state, such as "ready" or "aborted".
     pub state: String,
     /// The error that ended it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub cause: Option<String>,
-    /// How far this rank was.
+    /// This rank's progress.
     pub progress: Progress,
-    /// What this rank knew of the others.
+    /// This rank's view of the other ranks.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub peers: Vec<PeerRecord>,
     /// The last collectives, oldest first.
     pub collectives: Vec<CollectiveRecord>,
 }
 
-/// Another rank as this one saw it.
+/// Another rank as seen by this one.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PeerRecord {
     /// The rank.
     pub rank: u32,
-    /// How far it was.
+    /// Its progress.
     pub progress: Progress,
-    /// What it was doing: "alive", "silent for 4,250 ms", "gone: its process ended".
+    /// Its condition, such as "alive", "silent for 4,250 ms" or "gone: its process ended".
     pub condition: String,
 }
 
-/// What all ranks must give alike to one collective.
+/// The arguments of a collective that must be equal on all ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Signature {
-    /// NCCL's name for it: "ncclAllReduce". Of what the program announced, the program's.
+    /// NCCL's name of the call, such as "ncclAllReduce"; for a collective that the program announced, the program's name.
     pub kind: String,
-    /// Elements, as NCCL counts them; `None` where ranks may differ, as in an all-to-all-v.
+    /// Number of elements as NCCL counts them; `None` if ranks may differ, as in an all-to-all-v.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub elements: Option<u64>,
-    /// The elements' type: "float32".
+    /// The type of the elements, such as "float32".
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub data_type: Option<String>,
-    /// Reduction or root: "sum", "root 3".
+    /// The reduction or the root, such as "sum" or "root 3".
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub detail: Option<String>,
 }
@@ -97,41 +97,41 @@ impl fmt::Display for Signature {
     }
 }
 
-/// One collective as one rank saw it.
+/// One collective as seen by one rank.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct CollectiveRecord {
-    /// Its number on the communicator, from 1: the n-th of one rank meets the n-th of every other. Of a send or receive, the number
-    /// of the last collective before it.
+    /// Its number on the communicator, from 1: the n-th collective of one rank matches the n-th of every other rank. For a send or receive,
+    /// the number of the last collective before it.
     pub number: u64,
-    /// Whether it is a send or receive, which other ranks need not call.
+    /// `true` for a send or receive, which other ranks need not call.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub is_point_to_point: bool,
-    /// What all ranks must give alike.
+    /// The arguments that must be equal on all ranks.
     #[serde(flatten)]
     pub signature: Signature,
-    /// The stream that it was given to, by number: the first that was used with the communicator is 0. `None` for what has none.
+    /// The number of the stream it was submitted to; the first stream used with the communicator is 0. `None` if it has no stream.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub stream: Option<u32>,
-    /// How far it was.
+    /// Its state.
     pub state: CollectiveState,
     /// Milliseconds since it was submitted.
     pub age_ms: u64,
 }
 
-/// How far a collective is.
+/// The progress of a collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum CollectiveState {
-    /// The host gives it to NCCL: the call has not returned.
+    /// The host is submitting it to NCCL: the call has not returned.
     Submitting,
-    /// In its stream, behind other collectives of this communicator.
+    /// In its stream, queued behind other collectives of this communicator.
     Submitted,
-    /// The next in its stream: it runs, or waits for other work of the stream.
+    /// Next in its stream: it runs, or waits for other work in the stream.
     Running,
-    /// Done on the device.
+    /// Finished on the device.
     Finished,
-    /// Part of a graph that was captured: it runs when the graph does.
+    /// Captured as part of a graph: it runs when the graph does.
     Captured,
 }
 
@@ -147,7 +147,7 @@ impl fmt::Display for CollectiveState {
     }
 }
 
-/// Why a flight record cannot be read or written.
+/// The error of reading or writing a flight record.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum FlightRecordError {
@@ -156,28 +156,28 @@ pub enum FlightRecordError {
     Io {
         /// The file.
         path: PathBuf,
-        /// What the system said.
+        /// The system's error.
         source: io::Error,
     },
-    /// The file is no flight record.
-    #[error("{} is no flight record: {source}", .path.display())]
+    /// The file is not a flight record.
+    #[error("{} is not a flight record: {source}", .path.display())]
     Malformed {
         /// The file.
         path: PathBuf,
-        /// Where it stops being one.
+        /// The first syntax or format error.
         source: serde_json::Error,
     },
     /// The file is larger than any flight record.
-    #[error("{} has more than {FILE_BYTES_MAX} bytes, which no flight record has", .path.display())]
+    #[error("{} exceeds {FILE_BYTES_MAX} bytes, the limit for a flight record", .path.display())]
     TooLarge {
         /// The file.
         path: PathBuf,
     },
-    /// No folder is safe to write to.
+    /// No directory is safe to write to.
     #[error("no folder for flight records: {0}; or set SYMMALLOC_FLIGHT_RECORDS")]
     Folder(#[from] symmalloc_files::PrivateFolderError),
-    /// The file is of another version.
-    #[error("{} is a flight record of version {version}, and this program reads version {VERSION}", .path.display())]
+    /// The file has an unsupported version.
+    #[error("{} is a flight record of version {version}, but this program reads only version {VERSION}", .path.display())]
     Version {
         /// The file.
         path: PathBuf,
@@ -187,39 +187,39 @@ pub enum FlightRecordError {
 }
 
 impl FlightRecord {
-    /// A record of this process.
+    /// Creates a record of this process.
     pub fn new(host: String, reason: String, communicators: Vec<CommunicatorRecord>) -> Self {
         FlightRecord { version: VERSION, host, process: std::process::id(), reason, communicators }
     }
 
-    /// The record as text.
+    /// Returns the record as JSON.
     pub fn to_json(&self) -> String {
         serde_json::to_string_pretty(self).expect("strings and numbers alone")
     }
 
-    /// Writes it to a file, whole or not at all: an older record of that name stays until the new one is complete. Only this user
-    /// can read the file, and a symbolic link of that name is replaced.
+    /// Writes the record to a file atomically: an older record of that name remains until the new one is complete. Only the current user
+    /// can read the file. A symbolic link of that name is replaced, not followed.
     ///
     /// # Errors
-    /// If the file cannot be written.
+    /// Returns an error if the file cannot be written.
     pub fn write(&self, path: &Path) -> Result<(), FlightRecordError> {
         let written = symmalloc_files::write_whole(path, self.to_json().as_bytes());
         written.map_err(|source| FlightRecordError::Io { path: path.to_owned(), source })
     }
 
-    /// Reads one from a file.
+    /// Reads a record from a file.
     ///
     /// # Errors
-    /// When the file cannot be read, or is no flight record of this version.
+    /// Returns an error if the file cannot be read, or is not a flight record of this version.
     pub fn read(path: &Path) -> Result<Self, FlightRecordError> {
         let file = File::open(path).map_err(|source| FlightRecordError::Io { path: path.to_owned(), source })?;
         Self::from_reader(file, path)
     }
 
-    /// Reads one from anything; errors call it `path`. No more than 64 MiB are read.
+    /// Reads a record of at most 64 MiB from a reader. Errors refer to it as `path`.
     ///
     /// # Errors
-    /// As [`read`](Self::read).
+    /// See [`read`](Self::read).
     pub fn from_reader(reader: impl Read, path: &Path) -> Result<Self, FlightRecordError> {
         let io = |source| FlightRecordError::Io { path: path.to_owned(), source };
         let mut bytes = Vec::new();
@@ -236,7 +236,7 @@ impl FlightRecord {
     }
 }
 
-/// What every version begins with.
+/// The part that all versions have in common.
 #[derive(Deserialize)]
 struct Head {
     #[serde(rename = "symmalloc_flight_record")]

@@ -1,20 +1,20 @@
-//! What processes and communicators are called, on every rank alike.
+//! Identifiers of processes, communicators and ranks, equal on every rank.
 
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// A process of a job: its rank as its launcher says.
+/// A process of a job, by the rank that its launcher assigned.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct ProcessId(pub u32);
 
-/// A communicator. Equal on all its ranks, and of no other communicator of the job.
+/// A communicator id: equal on all ranks of the communicator, and unique in the job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct CommunicatorId(pub u64);
 
 impl CommunicatorId {
-    /// From bytes that are equal on all its ranks and differ from those of any other communicator.
+    /// Derives the id from bytes that are equal on all ranks of the communicator and unique to it.
     pub fn of(bytes: &[u8]) -> Self {
-        // FNV-1a: the same in every version and on every machine.
+        // FNV-1a gives the same result in every version and on every machine.
         let step = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
         CommunicatorId(bytes.iter().fold(0xcbf2_9ce4_8422_2325, step))
     }
@@ -35,11 +35,11 @@ pub struct RankId {
     pub rank: u32,
 }
 
-/// How far a rank is on a communicator: numbers of collectives.
+/// The progress of a rank on a communicator, in numbers of collectives.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Progress {
-    /// Given to streams so far.
+    /// Collectives submitted to streams so far.
     pub submitted: u64,
-    /// Known to be done on the device.
+    /// Collectives known to have finished on the device.
     pub finished: u64,
 }

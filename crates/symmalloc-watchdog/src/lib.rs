@@ -1,13 +1,13 @@
-//! Who is alive among the processes of a job, how far each is, and what they last did together.
+//! Liveness, progress and flight records of the processes of a job.
 //!
-//! Nothing here knows CUDA or NCCL, and nothing decides a placement: it is what a watchdog of communicators stands on.
+//! This crate depends on neither CUDA nor NCCL and influences no placement. It is the foundation of the watchdog of communicators.
 //!
 //! ```text
-//!  process 1 ──┐  beats, joins, departures           Endpoint   what is said, without any input or output; its Roster is what is known
-//!  process 2 ──┼─────────► process 0, the hub        Lifeline   the same over connections, within bounds
+//!  process 1 ──┐  beats, joins, departures           Endpoint   the protocol without I/O; its Roster holds the state of each process
+//!  process 2 ──┼─────────► process 0, the hub        Lifeline   the protocol over connections, within bounds
 //!  process 3 ──┘
-//!                                                    FlightRecord   what a process knew of its communicators, as a file
-//!                                                    Findings       what the records of all ranks say together
+//!                                                    FlightRecord   a process's view of its communicators, as a file
+//!                                                    Findings       a comparison of the records of all ranks
 //! ```
 //!
 //! # Examples
@@ -15,7 +15,7 @@
 //! use std::path::Path;
 //! use symmalloc_watchdog::{Finding, Findings, FlightRecord};
 //!
-//! // What rank 0 of two left: it waits in its second collective.
+//! // The record of rank 0 of two: the rank waits in its second collective.
 //! let record = r#"{
 //!     "symmalloc_flight_record": 1, "host": "node7", "process": 4711, "reason": "asked for",
 //!     "communicators": [{

@@ -1,22 +1,22 @@
-//! An [`Endpoint`] over connections: those on which the processes of a job met stay open.
+//! An [`Endpoint`] over the connections through which the processes of a job met, and which stay open.
 //!
-//! Nothing here waits. A caller polls the descriptors of all its lifelines and gives each its turn. Times are the caller's, as
-//! for the endpoint.
+//! Nothing here blocks. A caller polls the descriptors of all its lifelines and calls [`turn`](Lifeline::turn) on each. The caller supplies
+//! the time, as for the endpoint.
 //!
 //! # Bounds
-//! No process can keep the others' news from being noticed, and none can make this one run out of memory:
+//! No process can delay news of the others, and none can exhaust the memory of this one:
 //!
-//! | of | bound | beyond it |
+//! | item | bound | beyond it |
 //! |---|---|---|
-//! | bytes from one process in a turn | [`PEER_BYTES`] | the rest waits for the next turn |
-//! | bytes from all processes in a turn | [`TURN_BYTES`] | the next turn begins with the next process |
-//! | answers in a turn | [`ANSWERS_MAX`], [`ANSWER_BYTES`] | the rest waits for the next turn, which [is due](Lifeline::is_due) |
-//! | a message | 4 MiB to the hub, 64 MiB from it | its process counts as gone |
+//! | bytes from one process in a turn | [`PEER_BYTES`] | the rest is read in the next turn |
+//! | bytes from all processes in a turn | [`TURN_BYTES`] | the next turn starts with the next process |
+//! | answers in a turn | [`ANSWERS_MAX`], [`ANSWER_BYTES`] | the rest is sent in the next turn, which [is due](Lifeline::is_due) |
+//! | a message | 4 MiB to the hub, 64 MiB from it | the sender counts as gone |
 //! | ranks of one process | 4,096 | its process counts as gone |
-//! | bytes that wait for one process | [`OUTBOX_BYTES_MAX`] | its process counts as gone |
+//! | bytes pending for one process | [`OUTBOX_BYTES_MAX`] | its process counts as gone |
 //!
-//! So the end of a connection is noticed within `1 + connections / 16` turns, however much others send. A message has at least 25 bytes,
-//! so a turn takes in about 5,000 of them at most.
+//! The end of a connection is therefore noticed within `1 + connections / 16` turns, however much the other processes send. A message has
+//! at least 25 bytes, so a turn receives at most about 5,000 messages.
 
 use crate::connection::Connection;
 use crate::endpoint::{Endpoint, HUB};
@@ -26,32 +26,32 @@ use rustix::event::{PollFd, PollFlags};
 use std::io::{self, ErrorKind, Read, Write};
 use std::time::Duration;
 
-/// Bytes that a turn takes in from one process: more than all beats between two turns, and little enough to read many processes in a
-/// turn. The system keeps the rest, and poll reports it.
+/// Bytes that a turn reads from one process: more than all beats between two turns, yet few enough to read from many processes in a turn.
+/// The system buffers the rest, and poll reports it.
 const PEER_BYTES: usize = 8 << 10;
 
-/// Bytes that a turn takes in: some milliseconds of work, also if each message is a question about a communicator of 1,000 ranks.
+/// Bytes that a turn reads in total: some milliseconds of work, even if each message is a question about a communicator of 1,000 ranks.
 const TURN_BYTES: usize = 16 * PEER_BYTES;
 
-/// Answers of a turn. All ranks of a job may ask at the same time.
+/// Answers that a turn sends at most. All ranks of a job may ask at the same time.
 const ANSWERS_MAX: usize = 64;
 
-/// Bytes after which a turn gives no further answer. An answer has about 200 bytes per rank, and more where ranks failed.
+/// Bytes after which a turn sends no further answer. An answer has about 200 bytes per rank, and more where ranks failed.
 const ANSWER_BYTES: usize = 1 << 20;
 
-/// Bytes that may wait for a process, on top of what the system keeps. A process that is stopped takes nothing in, and may go on
-/// later: what it is owed then is what became of others, which is far less than this. Beats do not accumulate.
+/// Bytes that may be pending for a process, in addition to those that the system buffers. A stopped process reads nothing and may resume
+/// later. What it must then receive is the news about other processes, which is far smaller than this bound. Beats do not accumulate.
 const OUTBOX_BYTES_MAX: usize = 8 << 20;
 
 /// This process's end of the connections between the processes of a job.
 #[derive(Debug)]
 pub struct Lifeline {
     endpoint: Endpoint,
-    /// Ascending by process.
+    /// The connections, in ascending order of processes.
     links: Vec<Link>,
     /// Index of the link that the next turn reads first.
     next: usize,
-    /// Longest message that comes.
+    /// Length limit of a received message.
     line_bytes_max: usize,
 }
 
@@ -59,17 +59,17 @@ pub struct Lifeline {
 struct Link {
     process: ProcessId,
     connection: Connection,
-    /// The beginning of a message: it has no line end.
+    /// The beginning of an incomplete message; contains no newline.
     inbox: Vec<u8>,
     outbox: Vec<u8>,
 }
 
 impl Lifeline {
-    /// Process `own` of so many, with its connections: of process 0 one to each other process that it met, of any other the one to
-    /// process 0.
+    /// Creates the lifeline of process `own` in a job of `processes` processes. Process 0 passes one connection for each other process that
+    /// it met; any other process passes its connection to process 0.
     ///
     /// # Errors
-    /// If a connection cannot be set up.
+    /// Returns an error if a connection cannot be set up.
     pub fn new(
         own: ProcessId,
         processes: u32,
@@ -86,12 +86,12 @@ impl Lifeline {
         Ok(Lifeline { endpoint: Endpoint::new(own, processes, now), links, next: 0, line_bytes_max })
     }
 
-    /// What this process says and hears.
+    /// Returns the endpoint of this process.
     pub fn endpoint(&mut self) -> &mut Endpoint {
         &mut self.endpoint
     }
 
-    /// Descriptors to poll. A turn is due when one of them is ready, and four times a second.
+    /// Returns the descriptors to poll. A turn is due when one of them is ready, and at least four times a second.
     pub fn descriptors(&self) -> impl Iterator<Item = PollFd<'_>> {
         self.links.iter().map(|link| {
             let wanted = if link.outbox.is_empty() { PollFlags::IN } else { PollFlags::IN | PollFlags::OUT };
@@ -99,12 +99,12 @@ impl Lifeline {
         })
     }
 
-    /// Returns `true` if the last turn left something to do: the next one is due at once.
+    /// Returns `true` if the last turn left work, so that the next one is due immediately.
     pub fn is_due(&self) -> bool {
         self.endpoint.has_questions()
     }
 
-    /// Takes in what came, lets time pass, and sends what is due. Never waits.
+    /// Receives messages, advances the time, and sends what is due. Never blocks.
     pub fn turn(&mut self, now: Duration) {
         let lost = self.receive(now);
         self.drop_links(lost, now);
@@ -113,7 +113,7 @@ impl Lifeline {
         self.answer(now);
     }
 
-    /// Takes in what came, within the bounds of a turn. Returns the processes whose connections ended.
+    /// Receives messages within the bounds of a turn. Returns the processes whose connections ended.
     fn receive(&mut self, now: Duration) -> Vec<(ProcessId, Departure)> {
         let mut lost = Vec::new();
         let (mut chunk, mut left) = ([0; PEER_BYTES], TURN_BYTES);
@@ -136,7 +136,7 @@ impl Lifeline {
         lost
     }
 
-    /// Sends what is due. A connection that ends by that is news for the others, which goes out as well.
+    /// Sends pending messages. If that ends a connection, sends the news of it to the others as well. Returns the number of bytes queued.
     fn send(&mut self, now: Duration) -> usize {
         let mut queued = 0;
         loop {
@@ -154,7 +154,7 @@ impl Lifeline {
         }
     }
 
-    /// Answers questions, within the bounds of a turn.
+    /// Answers questions within the bounds of a turn.
     fn answer(&mut self, now: Duration) {
         let mut bytes = 0;
         for _ in 0..ANSWERS_MAX {
@@ -175,7 +175,7 @@ impl Lifeline {
 }
 
 impl Link {
-    /// Reads once. Returns the number of bytes, and how the connection ended, if it did.
+    /// Reads once. Returns the number of bytes, and the departure if the connection ended.
     fn read(&mut self, chunk: &mut [u8]) -> (usize, Option<Departure>) {
         loop {
             match self.connection.read(chunk) {
@@ -191,20 +191,20 @@ impl Link {
         }
     }
 
-    /// Passes on the whole messages that came. Stops at the first that is none.
+    /// Passes the complete messages of the inbox to `pass_on`. Stops at the first malformed one.
     fn take_messages(
         &mut self,
         line_bytes_max: usize,
         mut pass_on: impl FnMut(Message) -> Result<(), Departure>,
     ) -> Result<(), Departure> {
         let mut begin = 0;
-        // Only the last read can have brought line ends.
+        // Only the bytes of the last read can contain newlines.
         let mut searched = self.inbox.len().saturating_sub(PEER_BYTES);
         while let Some(length) = self.inbox[searched..].iter().position(|byte| *byte == b'\n') {
             let end = searched + length;
-            // Not the parser's own words, which quote the message.
+            // The parser's own error text is not used, because it quotes the message.
             let malformed = |error: serde_json::Error| Departure::Broken {
-                error: format!("it does not speak our language: malformed message at byte {}", error.column()),
+                error: format!("it does not follow the protocol: malformed message at byte {}", error.column()),
             };
             let message = serde_json::from_slice(&self.inbox[begin..end]).map_err(malformed)?;
             pass_on(message)?;
@@ -218,7 +218,7 @@ impl Link {
         Ok(())
     }
 
-    /// Returns the number of bytes that the message has.
+    /// Queues a message. Returns its length in bytes, or 0 if it is a beat and other messages are pending.
     fn queue(&mut self, message: &Message) -> usize {
         if matches!(message, Message::Beat { .. }) && !self.outbox.is_empty() {
             return 0;
@@ -229,7 +229,7 @@ impl Link {
         self.outbox.len() - before
     }
 
-    /// Sends what fits. Returns how the connection ended, if it did.
+    /// Writes as much as the connection accepts. Returns the departure if the connection ended.
     fn flush(&mut self) -> Option<Departure> {
         let mut sent = 0;
         let end = loop {
@@ -250,7 +250,7 @@ impl Link {
     }
 }
 
-/// The system closes the sockets of a process that died, and reports it in one of these ways.
+/// Translates an I/O error. The system closes the sockets of a process that died, and reports it as one of these errors.
 fn departure(error: &io::Error) -> Departure {
     match error.kind() {
         ErrorKind::ConnectionReset | ErrorKind::ConnectionAborted | ErrorKind::BrokenPipe => Departure::Closed,

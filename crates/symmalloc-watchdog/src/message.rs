@@ -1,34 +1,34 @@
-//! What processes tell each other: one line of JSON for each message.
+//! The messages between processes: one line of JSON each.
 
 use crate::ids::{CommunicatorId, ProcessId, Progress, RankId};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
-/// Longest line that the hub takes in: a beat has about 120 bytes for each rank of its process.
+/// Length limit of a line that the hub receives. A beat has about 120 bytes for each rank of its process.
 pub(crate) const LINE_BYTES_TO_HUB_MAX: usize = 4 << 20;
 
-/// Longest line that others take in. What the hub knows of a communicator has about 200 bytes for each rank, and a
-/// [report](REPORT_BYTES_MAX) for each that failed.
+/// Length limit of a line that other processes receive. The hub's answer about a communicator has about 200 bytes for each rank, and a
+/// [report](REPORT_BYTES_MAX) for each rank that failed.
 pub(crate) const LINE_BYTES_FROM_HUB_MAX: usize = 64 << 20;
 
-/// Longest report that is sent on; the end of a longer one is cut off. Reports of ranks that disagree name every rank.
+/// Length limit of a report; a longer one is truncated. Reports of ranks that disagree name every rank.
 pub(crate) const REPORT_BYTES_MAX: usize = 16 << 10;
 
-/// How the connection to a process ended.
+/// The way in which the connection to a process ended.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Departure {
-    /// It was closed, which the system does for a process that ends, however it ends.
+    /// The connection was closed. The system closes it whenever a process ends, for any reason.
     Closed,
-    /// It broke: the machine or the network failed.
+    /// The connection broke: the machine or the network failed, or the process violated the protocol.
     Broken {
-        /// The system's error, or the rule that the process broke.
+        /// The system's error, or the rule that the process violated.
         error: String,
     },
-    /// It took nothing in for so long that too much waited for it.
+    /// The process read nothing for so long that too many bytes were pending for it.
     Stalled {
-        /// The bytes that waited.
+        /// The pending bytes.
         unsent_bytes: u64,
     },
 }
@@ -39,23 +39,23 @@ impl fmt::Display for Departure {
             Departure::Closed => f.write_str("its process ended"),
             Departure::Broken { error } => write!(f, "the connection to it broke ({error})"),
             Departure::Stalled { unsent_bytes } => {
-                write!(f, "it takes nothing in, and {unsent_bytes} bytes wait for it")
+                write!(f, "it does not read its connection, and {unsent_bytes} bytes are pending")
             }
         }
     }
 }
 
-/// Why a rank ended a communicator.
+/// The reason for which a rank ended a communicator.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FailureReport {
-    /// What it says.
+    /// The reason as text.
     pub text: String,
-    /// The rank that began it, as far as this one knows; `None` when that is not another one.
+    /// The rank that caused the failure, as far as this rank knows; `None` if the cause is not another rank.
     pub first_rank: Option<u32>,
 }
 
 impl FailureReport {
-    /// Returns the report with at most [`REPORT_BYTES_MAX`] bytes of text.
+    /// Returns the report with its text truncated to at most [`REPORT_BYTES_MAX`] bytes.
     pub(crate) fn bounded(mut self) -> Self {
         if self.text.len() > REPORT_BYTES_MAX {
             let end = (0..=REPORT_BYTES_MAX).rev().find(|end| self.text.is_char_boundary(*end));
@@ -65,60 +65,59 @@ impl FailureReport {
     }
 }
 
-/// What the hub knows of a rank of a communicator.
+/// The hub's knowledge of one rank of a communicator.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Member {
     /// The rank.
     pub rank: u32,
     /// Its process.
     pub process: ProcessId,
-    /// How far it is, as it last said.
+    /// Its progress, as last reported.
     pub progress: Progress,
-    /// For how long that did not change, in milliseconds.
+    /// Milliseconds since its progress last changed.
     pub still_ms: u64,
-    /// How long nothing was heard of its process, in milliseconds. A process that is stopped is silent; one that computes is not.
+    /// Milliseconds since its process was last heard from. A stopped process is silent; one that is computing is not.
     pub silent_ms: u64,
-    /// Set when its process is gone.
+    /// The departure of its process; `None` while the process is connected.
     pub departure: Option<Departure>,
-    /// It destroyed the communicator in order.
+    /// `true` if it destroyed the communicator normally.
     pub has_left: bool,
-    /// Why it ended the communicator, if it did.
+    /// The reason for which it ended the communicator, if it did.
     pub failure: Option<FailureReport>,
 }
 
-/// How far a rank is, as its process says.
+/// A rank's progress, as its process reports it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Standing {
     pub(crate) rank: RankId,
     pub(crate) progress: Progress,
-    /// For how long that did not change: a beat comes later than what it tells.
+    /// Milliseconds since the progress last changed: a beat is later than the change that it reports.
     pub(crate) still_ms: u64,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Message {
-    // From a process to the hub, which says the same to itself.
-    /// It is alive, and its ranks are that far. The hub says it to all.
+    // From a process to the hub. The hub sends itself the same messages.
+    /// The process is alive, with this progress of its ranks. The hub sends its beats to all.
     Beat { standings: Vec<Standing> },
-    /// It is a rank of a communicator from now on.
+    /// The process now has this rank of a communicator.
     Joined { rank: RankId },
-    /// It destroyed the communicator in order, after it had come so far: what becomes of it is of no interest to the other ranks any
-    /// more.
+    /// The rank destroyed the communicator normally, having progressed this far. Its further fate does not concern the other ranks.
     Left { last: Standing },
-    /// It is no rank of it after all, or under another number.
+    /// The rank does not exist after all, or has another number.
     Withdrawn { rank: RankId },
-    /// It ended the communicator because of an error.
+    /// The rank ended the communicator because of an error.
     Failed { rank: RankId, report: FailureReport },
-    /// Who is in the communicator, and how far?
+    /// Asks for the ranks of the communicator and their progress.
     Ask { communicator: CommunicatorId },
 
-    // From the hub to all others.
-    /// A process is gone, and with it these ranks of communicators that it had not left. `after` is what it had said last of others
-    /// that it ended.
+    // From the hub to other processes.
+    /// A process is gone, and with it these ranks of communicators that it had not left. `after` is its report about another communicator
+    /// that it had ended, if any.
     Gone { departure: Departure, ranks: Vec<RankId>, after: Option<FailureReport> },
     /// A rank ended the communicator because of an error.
     RankFailed { rank: RankId, report: FailureReport },
-    /// The answer to the question.
+    /// The answer to [`Ask`](Message::Ask).
     Told { communicator: CommunicatorId, members: Vec<Member> },
 }

@@ -1,7 +1,6 @@
-//! What is known of processes: which ranks of communicators each has, how far they are, what became of them, and when the process was
-//! heard last.
+//! The known state of processes: each one's ranks of communicators, their progress and fate, and when the process was last heard from.
 //!
-//! The hub knows all processes, and every other one knows the hub.
+//! The hub knows all processes; every other process knows only the hub.
 
 use crate::ids::{CommunicatorId, ProcessId, Progress, RankId};
 use crate::message::{Departure, FailureReport, Member, Message, Standing};
@@ -9,31 +8,31 @@ use std::collections::BTreeMap;
 use std::ops::{Range, RangeInclusive};
 use std::time::Duration;
 
-/// Ranks that one process may have, in communicators that it has not left. A communicator of NCCL's takes megabytes; thousands of
-/// them in one process are none of ours.
+/// Limit on the ranks of one process, over all communicators that it has not left. An NCCL communicator takes megabytes, so no real process
+/// has thousands of them.
 const MEMBERSHIPS_MAX: usize = 4096;
 
-/// See the file's comment.
+/// The known processes; see the module documentation.
 #[derive(Debug)]
 pub(crate) struct Roster {
     processes: BTreeMap<ProcessId, Known>,
 }
 
-/// What is known of one process.
+/// The known state of one process.
 #[derive(Debug, Default)]
 struct Known {
     heard: Duration,
     departure: Option<Departure>,
     memberships: BTreeMap<RankId, Membership>,
-    /// Whether it ever was part of a communicator.
+    /// `true` once the process has been part of a communicator.
     has_joined: bool,
 }
 
-/// A rank of a communicator.
+/// One rank of a communicator.
 #[derive(Clone, Debug)]
 pub(crate) struct Membership {
     progress: Progress,
-    /// When that changed last.
+    /// When `progress` last changed.
     moved: Duration,
     has_left: bool,
     failure: Option<FailureReport>,
@@ -44,14 +43,14 @@ impl Membership {
         Membership { progress: Progress::default(), moved: now, has_left: false, failure: None }
     }
 
-    /// How far it is, since this moment.
+    /// Sets the progress, which was reached at `moved`.
     pub(crate) fn set_progress(&mut self, progress: Progress, moved: Duration) {
         if self.progress != progress {
             (self.progress, self.moved) = (progress, moved);
         }
     }
 
-    /// Whether this is its first failure, which is the one that counts.
+    /// Records a failure. Returns `true` if it is the rank's first, which is the one that counts.
     pub(crate) fn fail(&mut self, report: &FailureReport) -> bool {
         let is_first = self.failure.is_none();
         self.failure.get_or_insert_with(|| report.clone());
@@ -79,7 +78,7 @@ impl Membership {
         }
     }
 
-    /// Whether its end would be missed.
+    /// Returns `true` if the departure of its process would affect the other ranks.
     fn is_live(&self) -> bool {
         !self.has_left && self.failure.is_none()
     }
@@ -90,7 +89,7 @@ fn millis(time: Duration) -> u64 {
 }
 
 impl Known {
-    /// Why it ended a communicator, if it did.
+    /// Returns the report of a communicator that the process ended, if any.
     fn last_words(&self) -> Option<FailureReport> {
         self.memberships.values().find_map(|it| it.failure.clone())
     }
@@ -106,7 +105,7 @@ impl Roster {
         Roster { processes: processes.map(known).collect() }
     }
 
-    /// Notes a sign of life. `false` of a process that is unknown or gone.
+    /// Records that the process was heard from. Returns `false` if the process is unknown or gone.
     pub(crate) fn hear(&mut self, process: ProcessId, now: Duration) -> bool {
         let known = self.processes.get_mut(&process).filter(|known| known.departure.is_none());
         known.map(|known| known.heard = now).is_some()
@@ -120,20 +119,20 @@ impl Roster {
         self.processes.get(&process).is_none_or(|known| known.departure.is_some())
     }
 
-    /// All that are not gone.
+    /// Returns the processes that are not gone.
     pub(crate) fn alive(&self) -> impl Iterator<Item = ProcessId> {
         self.processes.iter().filter(|(_, known)| known.departure.is_none()).map(|(process, _)| *process)
     }
 
-    /// Whether nobody is part of a communicator any more.
+    /// Returns `true` if no process is part of a communicator any longer.
     pub(crate) fn are_through(&self) -> bool {
         self.processes.values().all(Known::is_through)
     }
 
-    /// A process has a rank of a communicator. The second time, it begins to be part of it; a failure stays.
+    /// Records that a process has a rank of a communicator. A repeated join resets the rank, except for a failure.
     ///
     /// # Errors
-    /// If it has too many.
+    /// Returns an error if the process has too many ranks.
     pub(crate) fn join(&mut self, process: ProcessId, rank: RankId, now: Duration) -> Result<(), Departure> {
         let Some(known) = self.processes.get_mut(&process) else { return Ok(()) };
         known.has_joined = true;
@@ -153,7 +152,7 @@ impl Roster {
         known.is_some_and(|known| known.memberships.range(ranks_of(communicator)).next().is_some())
     }
 
-    /// The rank destroyed its communicator, after it had come so far.
+    /// Records that the rank destroyed its communicator, with its last progress.
     pub(crate) fn leave(&mut self, process: ProcessId, last: &Standing, now: Duration) {
         self.note_standing(process, last, now);
         if let Some(it) = self.membership(process, last.rank) {
@@ -174,14 +173,15 @@ impl Roster {
         self.membership(process, rank).is_some_and(|it| it.fail(report))
     }
 
-    /// A process says how far a rank of its own is.
+    /// Records the progress that a process reports for one of its ranks.
     pub(crate) fn note_standing(&mut self, process: ProcessId, standing: &Standing, now: Duration) {
         if let Some(it) = self.membership(process, standing.rank) {
             it.set_progress(standing.progress, now.saturating_sub(Duration::from_millis(standing.still_ms)));
         }
     }
 
-    /// A process is gone: what those that have ranks beside its own are to be told. `None` when that is nothing, or was told already.
+    /// Records that a process is gone. Returns the message for the other processes; `None` if no live rank is affected, or if the process
+    /// was already gone.
     pub(crate) fn lose(&mut self, process: ProcessId, departure: &Departure, now: Duration) -> Option<Message> {
         let known = self.processes.get_mut(&process).filter(|known| known.departure.is_none())?;
         (known.departure, known.heard) = (Some(departure.clone()), now);
@@ -191,7 +191,7 @@ impl Roster {
         (!ranks.is_empty()).then(|| Message::Gone { departure, ranks, after: known.last_words() })
     }
 
-    /// What became of ranks of the communicator so far, for one that joins late.
+    /// Returns the failures and departures of the communicator's ranks so far, for a process that joins late.
     pub(crate) fn news_of(&self, communicator: CommunicatorId) -> Vec<Message> {
         let mut news = Vec::new();
         for known in self.processes.values() {
@@ -207,7 +207,7 @@ impl Roster {
         news
     }
 
-    /// The ranks of the communicator. `own`, who asks, is never silent.
+    /// Returns the ranks of the communicator. The asking process `own` is never silent.
     pub(crate) fn members(&self, communicator: CommunicatorId, own: ProcessId, now: Duration) -> Vec<Member> {
         let mut members = Vec::new();
         for (process, known) in &self.processes {
@@ -221,7 +221,7 @@ impl Roster {
         members
     }
 
-    /// A communicator that all have left needs no memory. One with a rank that is gone or failed is kept for one that joins late.
+    /// Forgets a communicator once all its ranks have left. One with a rank that failed or is gone is kept for late joiners.
     fn forget_if_over(&mut self, communicator: CommunicatorId) {
         let is_in = |known: &Known| known.memberships.range(ranks_of(communicator)).any(|(_, it)| !it.has_left);
         if self.processes.values().any(is_in) {
@@ -238,7 +238,7 @@ impl Roster {
     }
 }
 
-/// All ranks that a communicator can have.
+/// Returns the range of all possible ranks of a communicator.
 fn ranks_of(communicator: CommunicatorId) -> RangeInclusive<RankId> {
     RankId { communicator, rank: 0 }..=RankId { communicator, rank: u32::MAX }
 }

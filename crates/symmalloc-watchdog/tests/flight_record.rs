@@ -1,4 +1,4 @@
-//! Flight records as files, and what those of all ranks say together.
+//! Flight records as files, and the findings from the records of all ranks.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -18,7 +18,7 @@ fn all_reduce(elements: u64) -> Signature {
     }
 }
 
-/// A rank that submitted `elements`, of which so many are finished.
+/// Returns the record of a rank that submitted all-reduces of these `elements` and finished the first `finished`.
 fn rank(rank: u32, ranks: u32, elements: &[u64], finished: u64) -> FlightRecord {
     let collective = |(at, elements): (usize, &u64)| {
         let number = at as u64 + 1;
@@ -64,7 +64,7 @@ fn what_was_written_is_read() {
     fs::write(&path, "older").expect("written");
     record.write(&path).expect("written");
     assert_eq!(FlightRecord::read(&path).expect("read"), record);
-    assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 1, "nothing is left beside it");
+    assert_eq!(fs::read_dir(folder.path()).expect("a folder").count(), 1, "no temporary file is left");
 }
 
 #[test]
@@ -89,7 +89,7 @@ fn what_is_no_record_is_refused() {
     assert!(matches!(record.write(&folder.path().join("no/folder.json")), Err(FlightRecordError::Io { .. })));
 }
 
-/// A file of broken numbers, or one without an end, costs no more memory than one of ours.
+/// A file with corrupt numbers, or an endless one, costs no more memory than a valid one.
 #[test]
 fn what_no_job_can_have_costs_little() {
     let endless = FlightRecord::from_reader(std::io::repeat(b' '), Path::new("endless"));
@@ -130,7 +130,7 @@ fn ranks_that_are_behind_by_less_may_only_wait_for_the_others() {
     let records = [rank(0, 3, &[8, 8, 4], 0), rank(1, 3, &[8, 8], 0), rank(2, 3, &[8], 0)];
     let behind = Finding::Behind { number: 2, signature: Some(all_reduce(8)), ranks: vec![2] };
     assert_eq!(findings(&records), [behind]);
-    // Nobody remembers the collective.
+    // No record contains the collective any longer.
     let mut records = [rank(0, 2, &[8, 8, 4], 3), rank(1, 2, &[], 0)];
     records[0].communicators[0].collectives.remove(0);
     let found = findings(&records);
@@ -167,7 +167,7 @@ fn a_collective_that_all_came_to_and_that_hangs_is_named() {
     let found = findings(&[rank(0, 2, &[8, 8], 1), rank(1, 2, &[8, 8], 1)]);
     assert_eq!(
         found[0].to_string(),
-        "all ranks with a record came to collective 2 (all_reduce of 8 float32 sum), and it is not done: \
+        "all ranks with a record reached collective 2 (all_reduce of 8 float32 sum), which has not finished: \
          running on ranks 0, 1"
     );
 }
@@ -188,7 +188,7 @@ fn a_receive_that_hangs_is_named_and_a_send_of_one_rank_is_no_difference() {
     let found = findings(&records);
     assert_eq!(
         found[0].to_string(),
-        "all collectives are done, and recv of 8 float32 from 0 is not: running on rank 1"
+        "all collectives have finished, but recv of 8 float32 from 0 has not: running on rank 1"
     );
     assert!(Findings::new(&records).is_trouble());
     let waits_for = records[1].communicators[0].first_unfinished().expect("it waits");
@@ -206,7 +206,7 @@ fn a_rank_without_a_record_is_named() {
     assert_eq!(findings(&[rank(0, 2, &[8], 1), rank(0, 2, &[8], 1)]), [Finding::RankTwice { rank: 0 }]);
     let differ = findings(&[rank(0, 2, &[8], 1), rank(1, 3, &[8], 1)]);
     assert_eq!(differ[0], Finding::RanksDiffer { said: vec![(2, vec![0]), (3, vec![1])] });
-    assert_eq!(differ[0].to_string(), "the records do not agree on the number of ranks: 2 on rank 0; 3 on rank 1");
+    assert_eq!(differ[0].to_string(), "the records disagree on the number of ranks: 2 on rank 0; 3 on rank 1");
 }
 
 #[cfg(unix)]

@@ -1,4 +1,4 @@
-//! Processes of a job over real connections: what each learns when another one goes, stops or leaves.
+//! Processes of a job over real connections: the events that each receives when another one ends, stops or leaves.
 
 use proptest::prelude::*;
 use rustix::event::{Timespec, poll};
@@ -21,7 +21,7 @@ fn now() -> Duration {
     BEGUN.elapsed()
 }
 
-/// The lifelines of so many processes, all in the world.
+/// Returns the lifelines of `processes` processes, all of which have joined the world.
 fn job(processes: u32) -> Vec<Lifeline> {
     let mut lifelines = bare(processes);
     for (rank, lifeline) in lifelines.iter_mut().enumerate() {
@@ -36,7 +36,7 @@ fn bare(processes: u32) -> Vec<Lifeline> {
     let (mut at_hub, mut others) = (Vec::new(), Vec::new());
     for process in (1..processes).map(ProcessId) {
         others.push((process, TcpStream::connect(address).expect("listening").into()));
-        at_hub.push((process, listener.accept().expect("it knocked").0.into()));
+        at_hub.push((process, listener.accept().expect("accepted").0.into()));
     }
     let hub = Lifeline::new(ProcessId(0), processes, at_hub, now()).expect("set up");
     let other =
@@ -44,11 +44,11 @@ fn bare(processes: u32) -> Vec<Lifeline> {
     std::iter::once(hub).chain(others.into_iter().map(other)).collect()
 }
 
-/// Lets all of them have turns until it is so.
+/// Gives all lifelines turns until the predicate holds. Returns the time that took.
 fn until(lifelines: &mut [Lifeline], mut is_so: impl FnMut(&mut [Lifeline]) -> bool) -> Duration {
     let since = Instant::now();
     while !is_so(lifelines) {
-        assert!(since.elapsed() < Duration::from_secs(20), "it never came");
+        assert!(since.elapsed() < Duration::from_secs(20), "the predicate does not hold after 20 seconds");
         let mut descriptors: Vec<_> = lifelines.iter().flat_map(Lifeline::descriptors).collect();
         let limit = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
         poll(&mut descriptors, Some(&limit)).expect("polled");
@@ -127,7 +127,7 @@ fn an_error_is_told_with_its_report() {
     assert_eq!(lifelines[2].endpoint().take_events(), []);
 }
 
-/// Process 2 has no turns: it is stopped.
+/// Process 2 gets no turns, like a stopped process.
 #[test]
 fn the_hub_says_who_is_silent_and_how_far_the_others_are() {
     let mut lifelines = job(3);
@@ -154,7 +154,7 @@ fn the_hub_says_who_is_silent_and_how_far_the_others_are() {
 fn a_stranger_on_a_connection_is_a_broken_one() {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let mut stranger = TcpStream::connect(listener.local_addr().expect("bound")).expect("listening");
-    let (stream, _) = listener.accept().expect("it knocked");
+    let (stream, _) = listener.accept().expect("accepted");
     let mut hub = [Lifeline::new(ProcessId(0), 2, vec![(ProcessId(1), stream.into())], now()).expect("set up")];
     hub[0].endpoint().join(of_world(0), now());
     stranger.write_all(b"{\"joined\":{\"rank\":{\"communicator\":1,\"rank\":1}}}\nGET / HTTP/1.1\r\n").expect("sent");
@@ -164,10 +164,10 @@ fn a_stranger_on_a_connection_is_a_broken_one() {
         !events.is_empty()
     });
     let [PeerEvent::Gone { departure: Departure::Broken { error }, .. }] = &events[..] else { panic!("{events:?}") };
-    assert!(error.contains("our language"), "{error}");
+    assert!(error.contains("malformed message"), "{error}");
 }
 
-/// What a stopped process is owed does not grow with the beats.
+/// The bytes pending for a stopped process do not grow with the number of beats.
 #[test]
 fn a_process_that_takes_nothing_in_holds_nobody_up() {
     let mut lifelines = job(2);
@@ -181,18 +181,19 @@ fn a_process_that_takes_nothing_in_holds_nobody_up() {
     assert_eq!(lifelines[0].endpoint().take_events(), []);
 }
 
-/// Turns of the hub within which a death is noticed, whatever one other process sends.
+/// Turns within which the hub notices a death, whatever another process sends.
 const TURNS_MAX: u32 = 2;
-/// Processor time that a turn may take: a tenth of the time after which a process counts as silent. It takes a few milliseconds.
+/// Processor time that a turn may take: a tenth of the time after which a process counts as silent. A turn usually takes a few
+/// milliseconds.
 const TURN_MAX: Duration = Duration::from_millis(100);
 
-/// Time for which this thread ran, whatever else the machine does.
+/// Returns the processor time of this thread, which does not depend on the machine's other load.
 fn processor_time() -> Duration {
     let time = clock_gettime(ClockId::ThreadCPUTime);
     Duration::new(time.tv_sec as u64, time.tv_nsec as u32)
 }
 
-/// A hub with two others: process 1 sends whatever the test likes, process 2 has joined the world and is well.
+/// A hub with two other processes: process 1 sends whatever the test chooses; process 2 has joined the world and is healthy.
 struct Flooded {
     hub: Lifeline,
     flood: UnixStream,
@@ -214,7 +215,7 @@ impl Flooded {
         Flooded { hub, flood, other }
     }
 
-    /// One turn, which is short.
+    /// Runs one turn of the hub and asserts that it is short.
     fn turn(&mut self) {
         let begun = processor_time();
         self.hub.turn(now());
@@ -222,7 +223,8 @@ impl Flooded {
         assert!(took < TURN_MAX, "a turn took {took:?}");
     }
 
-    /// Sends as much of this as fits, from `at` on and over and over. Returns where it stopped; `None` when the hub has hung up.
+    /// Sends `text` repeatedly, from offset `at` on, until the socket is full. Returns the offset at which it stopped; `None` if the hub
+    /// closed the connection.
     fn pour(&mut self, text: &[u8], mut at: usize) -> Option<usize> {
         loop {
             match self.flood.write(&text[at..]) {
@@ -233,7 +235,8 @@ impl Flooded {
         }
     }
 
-    /// The hub's connection to the flood is always full. Process 2 dies, and the hub notices in time.
+    /// Keeps the hub's connection to the flooding process full, ends process 2, and asserts that the hub notices within [`TURNS_MAX`]
+    /// turns.
     fn notices_a_death(mut self, text: &[u8]) -> Self {
         let mut at = Some(0);
         for _ in 0..200 {
@@ -258,7 +261,7 @@ impl Flooded {
     }
 
     fn has_hung_up(&mut self) -> bool {
-        // It is reset if the hub left something unread.
+        // The connection is reset if the hub left data unread.
         let rest = self.flood.read_to_end(&mut Vec::new());
         !rest.is_err_and(|error| error.kind() == ErrorKind::WouldBlock)
     }
@@ -282,7 +285,7 @@ fn nothing_behind_a_bad_message_counts() {
 fn a_flood_of_beats_holds_nobody_up() {
     let beats = b"{\"beat\":{\"standings\":[]}}\n".repeat(4096);
     let mut flooded = Flooded::new().notices_a_death(&beats);
-    assert!(!flooded.has_hung_up(), "what it sends is right");
+    assert!(!flooded.has_hung_up(), "its messages are valid");
 }
 
 #[test]
@@ -290,7 +293,7 @@ fn a_flood_of_questions_holds_nobody_up() {
     let joined = b"{\"joined\":{\"rank\":{\"communicator\":1,\"rank\":1}}}\n";
     let questions = [&joined[..], &b"{\"ask\":{\"communicator\":1}}\n".repeat(4096)].concat();
     let mut flooded = Flooded::new();
-    // It reads nothing, so what it is owed grows.
+    // The process reads nothing, so the bytes pending for it grow.
     flooded = flooded.notices_a_death(&questions);
     assert!(flooded.hub.endpoint().members(WORLD, now()).iter().any(|member| member.rank == 1));
 }
@@ -300,7 +303,7 @@ fn a_flood_of_joins_is_the_end_of_its_process_alone() {
     let join = |number: u32| format!("{{\"joined\":{{\"rank\":{{\"communicator\":{number},\"rank\":1}}}}}}\n");
     let joins: String = (2..10_000).map(join).collect();
     let mut flooded = Flooded::new().notices_a_death(joins.as_bytes());
-    assert!(flooded.has_hung_up(), "it has thousands of communicators");
+    assert!(flooded.has_hung_up(), "a process with thousands of communicators is disconnected");
 }
 
 #[test]
@@ -312,7 +315,7 @@ fn a_message_without_an_end_is_the_end_of_its_process_alone() {
         }
         flooded.turn();
     }
-    panic!("the hub still listens");
+    panic!("the hub did not close the connection");
 }
 
 #[test]
@@ -337,7 +340,7 @@ fn a_process_that_never_reads_is_gone_when_too_much_waits_for_it() {
     };
     assert_eq!(*rank, of_world(1));
     assert!(*unsent_bytes > 8 << 20 && *unsent_bytes < 9 << 20, "{unsent_bytes}");
-    // The report of it reaches the other one, behind what waits for that.
+    // The news reaches process 2, after the messages already pending for it.
     let mut told = Vec::new();
     let begun = Instant::now();
     while told.is_empty() && begun.elapsed() < Duration::from_secs(20) {
@@ -363,7 +366,7 @@ fn a_report_without_an_end_is_cut_off() {
     assert_eq!(report.text.len(), 16 << 10);
 }
 
-/// Pieces of which messages are made, right ones and others.
+/// Pieces of messages, valid and invalid.
 fn piece() -> impl Strategy<Value = Vec<u8>> {
     let known = prop::sample::select(vec![
         "{\"beat\":{\"standings\":[]}}\n",
@@ -394,7 +397,7 @@ proptest! {
         other.endpoint().join(of_world(2), now());
         other.turn(now());
         for part in pieces.concat().chunks(cut) {
-            // It is an error if the hub has hung up.
+            // Fails if the hub has closed the connection.
             let _sent = sender.write_all(part);
             hub.turn(now());
         }

@@ -1,8 +1,8 @@
-//! What the stub of libcuda tells the stub of libnccl: the same file in both.
+//! The interface between the stubs of libcuda and libnccl, which share this file.
 
 use std::ffi::c_int;
 
-/// What lies at an address, as `cuMemGetAddressRange` and `cuMemRetainAllocationHandle` would say, and more.
+/// The memory at an address: the answers of `cuMemGetAddressRange` and `cuMemRetainAllocationHandle`, and further details.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[repr(C)]
 pub struct Region {
@@ -10,27 +10,27 @@ pub struct Region {
     pub base: u64,
     /// Its size in bytes.
     pub size: u64,
-    /// First byte of the reserved range around it; 0 for whole allocations.
+    /// First byte of the enclosing reserved range; 0 for whole allocations.
     pub range_base: u64,
-    /// End of the run of mappings around it that touch each other.
+    /// End of the contiguous run of mappings around it.
     pub run_end: u64,
     /// Start of that run.
     pub run_base: u64,
     /// Handle of its physical memory; 0 for whole allocations.
     pub handle: u64,
-    /// Kinds of handles that it can be exported as, or-ed: 1 a file descriptor, 8 fabric.
+    /// Handle types that it can be exported as, combined by bitwise or: 1 is a file descriptor, 8 is fabric.
     pub handle_types: u32,
     /// Its device; -1 is the host.
     pub device: c_int,
 }
 
-/// What libcuda calls in a library that submits work of its own.
+/// Callbacks of a library that submits its own work to the stub of libcuda.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Hooks {
-    /// Work `template` stands on a stream as `instance`. In the order of submission.
+    /// Work `template` was submitted to a stream as `instance`. Called in the order of submission.
     pub submitted: extern "C" fn(template: u64, instance: u64),
-    /// All that stood before `instance` on its stream took effect.
+    /// All work before `instance` on its stream has taken effect.
     pub arrived: extern "C" fn(instance: u64),
     /// Memory under a guard was unmapped or freed.
     pub unmapped: extern "C" fn(guard: u64),

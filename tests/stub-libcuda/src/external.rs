@@ -1,14 +1,14 @@
-//! Work of another library on the stub's streams, and what that library asks about memory.
+//! Another library's work on the stub's streams, and that library's queries about memory.
 //!
 //! ```text
 //!  libnccl: stub_external_submit(stream, template) ─► queue ... │ instance │ ...
 //!  libnccl: submitted(template, instance)  ◄──────────────────────╯   │
 //!  libnccl: arrived(instance)              ◄── it is at the front ─────╯
-//!  libnccl: moves data once all ranks arrived, then stub_external_complete(instance) ─► the stream goes on
+//!  libnccl: moves data once all ranks arrived, then stub_external_complete(instance) ─► the stream continues
 //! ```
 //!
-//! A captured submission is an op of the graph: each launch makes an instance. Hooks are called without the stub's lock, one
-//! at a time, in order.
+//! A captured submission is an op of the graph: each launch creates an instance. Hooks are called without the stub's lock, one at a time,
+//! in order.
 
 use crate::abi::{Hooks, Region};
 use crate::model::{Code, State, THREAD, notify, with};
@@ -17,12 +17,12 @@ use std::cell::Cell;
 use std::ffi::c_int;
 use std::sync::{Mutex, PoisonError};
 
-/// What a hook is to be called for.
+/// A pending call of a hook.
 #[derive(Clone, Copy, Debug)]
 pub enum Notice {
     /// See [`Hooks::submitted`].
     Submitted {
-        /// The library's name for the work.
+        /// The library's handle of the work.
         template: u64,
         /// This submission of it.
         instance: u64,
@@ -40,14 +40,14 @@ pub enum Notice {
 }
 
 thread_local! {
-    /// This thread is in a hook, and goes on with what hooks cause once it returns.
+    /// `true` while this thread is inside a hook; it handles subsequent notices once the hook returns.
     static IS_DELIVERING: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Calls the hooks for what happened, and for what that causes.
+/// Calls the hooks for all pending notices, and for those that the hooks themselves cause.
 pub(crate) fn deliver() {
     static TURN: Mutex<()> = Mutex::new(());
-    // Another thread may be delivering what this one caused: then it is waited for.
+    // If another thread is delivering a notice that this thread caused, waits for it.
     if IS_DELIVERING.get() || with(|state| state.notices.is_empty() && !state.is_delivering) {
         return;
     }
@@ -71,7 +71,7 @@ pub(crate) fn deliver() {
 }
 
 impl State {
-    /// Tells the library whose guards lie in memory that goes.
+    /// Notifies the library about guards that overlap memory to be unmapped or freed.
     pub fn note_unmapped(&mut self, address: u64, size: u64) {
         let hit = self.guards.iter().filter(|(_, (at, length))| *at < address + size && address < at + length);
         self.notices.extend(hit.map(|(guard, _)| Notice::Unmapped { guard: *guard }));
@@ -114,16 +114,16 @@ impl State {
     }
 }
 
-/// Says which hooks to call from now on.
+/// Sets the hooks.
 ///
 /// # Safety
-/// The hooks stay callable for the life of the process.
+/// The hooks must remain callable for the life of the process.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn stub_hooks(hooks: Hooks) {
     with(|state| state.hooks = Some(hooks));
 }
 
-/// Puts work of the library on a stream. 0: queued; 1: captured; else minus an error code.
+/// Submits work of the library to a stream. Returns 0 if it was queued, 1 if it was captured, and a negated error code otherwise.
 #[unsafe(no_mangle)]
 pub extern "C" fn stub_external_submit(stream: u64, template: u64) -> c_int {
     let stream = stream_key(stream);
@@ -136,7 +136,7 @@ pub extern "C" fn stub_external_submit(stream: u64, template: u64) -> c_int {
     submitted.unwrap_or_else(|Code(code): Code| -code)
 }
 
-/// Says that work of the library took effect.
+/// Marks work of the library as finished.
 #[unsafe(no_mangle)]
 pub extern "C" fn stub_external_complete(instance: u64) {
     with(|state| state.external_is_done(instance));
@@ -144,82 +144,83 @@ pub extern "C" fn stub_external_complete(instance: u64) {
     deliver();
 }
 
-/// The device of the current context; -1: there is none.
+/// Returns the device of the current context; -1 if there is none.
 #[unsafe(no_mangle)]
 pub extern "C" fn stub_device() -> c_int {
     THREAD.with_borrow(crate::model::Thread::device).unwrap_or(-1)
 }
 
-/// The device of a stream; -1: there is no such stream.
+/// Returns the device of a stream; -1 if the stream does not exist.
 #[unsafe(no_mangle)]
 pub extern "C" fn stub_stream_device(stream: u64) -> c_int {
     let stream = stream_key(stream);
     with(|state| state.stream(stream).map_or(-1, |stream| stream.device))
 }
 
-/// How many devices there are, and the memory of each in bytes.
+/// Returns the number of devices, and writes the memory of each in bytes.
 ///
 /// # Safety
-/// `memory_bytes` is valid for writing.
+/// `memory_bytes` must be valid for writing.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn stub_devices(memory_bytes: *mut u64) -> c_int {
     let (devices, bytes) = with(|state| (state.options.devices, state.options.memory_bytes));
-    // SAFETY: the caller's contract.
+    // SAFETY: guaranteed by the caller.
     unsafe { memory_bytes.write(bytes) };
     devices
 }
 
-/// What lies at an address. 0: nothing.
+/// Describes the memory at an address. Returns 0 if there is none.
 ///
 /// # Safety
-/// `region` is valid for writing.
+/// `region` must be valid for writing.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn stub_region(address: u64, region: *mut Region) -> c_int {
     let Some(found) = with(|state| state.region(address)) else { return 0 };
-    // SAFETY: the caller's contract.
+    // SAFETY: guaranteed by the caller.
     unsafe { region.write(found) };
     1
 }
 
-/// The parts of the memory file behind some addresses, as (offset, length). How many; -1: not all is accessible memory.
+/// Writes the parts of the memory file behind an address range, as (offset, length). Returns their number; -1 if any byte is not accessible
+/// memory.
 ///
 /// # Safety
-/// `extents` is valid for writing `capacity` pairs; no more are written.
+/// `extents` must be valid for writing `capacity` pairs; no more are written.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn stub_extents(address: u64, size: u64, extents: *mut [u64; 2], capacity: usize) -> isize {
     let Some(found) = with(|state| state.memory.extents(address, size)) else { return -1 };
     for (index, (offset, length)) in found.iter().take(capacity).enumerate() {
-        // SAFETY: the caller's contract.
+        // SAFETY: guaranteed by the caller.
         unsafe { extents.add(index).write([*offset, *length]) };
     }
     found.len() as isize
 }
 
-/// The memory file of this process, and where all of it is mapped.
+/// Returns the memory file of this process, and writes the address at which all of it is mapped.
 ///
 /// # Safety
-/// `base` is valid for writing.
+/// `base` must be valid for writing.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn stub_memory_file(base: *mut u64) -> c_int {
     let (file, at) = with(|state| (state.memory.file, state.memory.base));
-    // SAFETY: the caller's contract.
+    // SAFETY: guaranteed by the caller.
     unsafe { base.write(at) };
     file
 }
 
-/// Keeps physical memory until [`stub_drop`]. Its place in the memory file; -1: there is no such handle.
+/// Retains physical memory until [`stub_drop`]. Returns its offset in the memory file; -1 if the handle does not exist.
 #[unsafe(no_mangle)]
 pub extern "C" fn stub_retain(handle: u64) -> i64 {
     with(|state| state.retain(handle).map_or(-1, |()| state.memory.physical[&handle].offset as i64))
 }
 
-/// Gives up what [`stub_retain`] kept.
+/// Releases memory that [`stub_retain`] retained.
 #[unsafe(no_mangle)]
 pub extern "C" fn stub_drop(handle: u64) {
     with(|state| state.release(handle)).expect("retained");
 }
 
-/// Wants to know when memory in a part is unmapped or freed.
+/// Registers a guard, whose hook is called when memory in this range is unmapped or freed. Returns its handle.
 #[unsafe(no_mangle)]
 pub extern "C" fn stub_guard(base: u64, size: u64) -> u64 {
     with(|state| {
@@ -229,22 +230,23 @@ pub extern "C" fn stub_guard(base: u64, size: u64) -> u64 {
     })
 }
 
-/// Wants to know no longer.
+/// Removes a guard.
 #[unsafe(no_mangle)]
 pub extern "C" fn stub_unguard(guard: u64) {
     with(|state| state.guards.remove(&guard));
 }
 
-/// Whether captures forbid this thread calls that are no work of a stream, which spoil them. 1: yes.
+/// Returns 1 if captures forbid this thread calls that are not stream work. The captures are then invalidated.
 #[unsafe(no_mangle)]
 pub extern "C" fn stub_capture_forbids() -> c_int {
     c_int::from(with(State::spoil_captures))
 }
 
-/// Marks the keys of default streams that are one thread's own.
+/// Bit that marks the key of a per-thread default stream.
 pub(crate) const PER_THREAD: u64 = 1 << 62;
 
-/// The key of a stream: each device has a default stream of its own under the handles 0 and 1, and each thread under 2.
+/// Returns the key of a stream. Handles 0 and 1 denote the default stream of the current device, and handle 2 the default stream of the
+/// thread.
 pub(crate) fn stream_key(stream: u64) -> u64 {
     let device = stub_device().max(0) as u64;
     match stream {

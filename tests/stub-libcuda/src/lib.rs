@@ -1,21 +1,21 @@
 //! A libcuda without a device: the calls that `symmalloc-cuda` and cudarc's buffers make, over host memory.
 //!
-//! Tests put the shared library of this package on the library path under the name `libcuda.so`. It is strict where the
-//! driver is (current contexts, whole mappings, what a stream capture forbids), and its memory is real host memory, so copies
-//! and zeros can be checked. Work is done when it is submitted, but *counts* as done only once somebody waited for it. The stub of libnccl
-//! puts work of its own on the streams, see `external.rs`.
+//! Tests put the shared library of this package on the library path under the name `libcuda.so`. It is as strict as the driver about
+//! current contexts, whole mappings, and calls that a stream capture forbids. Its memory is real host memory, so tests can check copies and
+//! zeros. Work takes effect when it is submitted, but *completes* only once a host wait covers it. The stub of libnccl submits its own work
+//! to the streams; see `external.rs`.
 //!
 //! | control | meaning |
 //! |---|---|
-//! | `STUB_NO_VMM`, `STUB_NO_FABRIC`, ... | environment: what the device lacks, see `model.rs` |
-//! | `STUB_REUSE_STREAMS` | environment: the handle of a destroyed stream is the next stream's |
-//! | `STUB_TRAMPOLINES` | environment: `cuGetProcAddress` answers with other addresses than those of the exported calls |
-//! | `stub_fail(call, nth, code)` | the n-th call from now on fails, once; n = 0: all of them |
-//! | `stub_fail_elsewhere(call, nth, code)` | the same, calls of this thread left out |
-//! | `stub_heal()` | no call fails any more |
-//! | `stub_calls(call)` | how often it was called; null: all calls together |
-//! | `stub_own_calls(call)` | how often by this thread |
-//! | `stub_live(what)` | what is left: see [`model::Live`] |
+//! | `STUB_NO_VMM`, `STUB_NO_FABRIC`, ... | environment: features that the device lacks; see `model.rs` |
+//! | `STUB_REUSE_STREAMS` | environment: a new stream gets the handle of a destroyed one |
+//! | `STUB_TRAMPOLINES` | environment: `cuGetProcAddress` returns different addresses from those of the exported calls |
+//! | `stub_fail(call, nth, code)` | makes the n-th call from now on fail once; n = 0: every call |
+//! | `stub_fail_elsewhere(call, nth, code)` | the same, except for calls of this thread |
+//! | `stub_heal()` | removes all faults |
+//! | `stub_calls(call)` | number of calls; null: of all calls |
+//! | `stub_own_calls(call)` | number of calls by this thread |
+//! | `stub_live(what)` | live resources: see [`model::Live`] |
 
 #![allow(non_snake_case, reason = "the driver's names")]
 #![allow(clippy::missing_safety_doc, reason = "each call is the driver's: see the CUDA driver API")]
@@ -50,7 +50,7 @@ const CAPTURE_UNJOINED: Code = Code(904);
 const CAPTURE_ISOLATION: Code = Code(905);
 const CAPTURED_EVENT: Code = Code(907);
 
-/// Makes one call: counts it, injects a fault, or acts, once what it waits for took effect.
+/// Runs one call: counts it, then either injects a fault, or runs `act` once the work that it waits for has taken effect.
 fn call(name: &'static str, mut act: impl FnMut(&mut State) -> Result<(), Code>) -> c_int {
     let (entered, time) = with(|state| (state.enter(name), state.time_of(name)));
     if !time.is_zero() {
@@ -64,45 +64,45 @@ fn call(name: &'static str, mut act: impl FnMut(&mut State) -> Result<(), Code>)
     }
 }
 
-/// As [`call`], for calls that want a current context.
+/// Like [`call`], for calls that require a current context.
 fn call_in_context(name: &'static str, mut act: impl FnMut(&mut State) -> Result<(), Code>) -> c_int {
     call(name, |state| if device().is_none() { Err(INVALID_CONTEXT) } else { act(state) })
 }
 
-/// As [`call_in_context`], for calls that are unsafe during a capture: what this thread's mode does not allow is refused, and spoils the
-/// captures in the way.
+/// Like [`call_in_context`], for calls that are unsafe during a capture. A call that this thread's mode forbids is refused, and invalidates
+/// the captures that forbid it.
 fn call_outside_capture(name: &'static str, mut act: impl FnMut(&mut State) -> Result<(), Code>) -> c_int {
     call_in_context(name, |state| if state.spoil_captures() { Err(CAPTURE_UNSUPPORTED) } else { act(state) })
 }
 
-/// The device of the current context.
+/// Returns the device of the current context.
 fn device() -> Option<c_int> {
     THREAD.with_borrow(Thread::device)
 }
 
-/// The same for calls that were let in with a context.
+/// Returns the device of the current context, inside a call that requires one.
 fn here() -> c_int {
     device().expect("a context is current")
 }
 
-/// Writes an answer of the driver.
+/// Writes an output of a driver call.
 ///
 /// # Safety
-/// `to` is valid for writing.
+/// `to` must be valid for writing.
 unsafe fn answer<T>(to: *mut T, value: T) {
-    // SAFETY: the caller's contract.
+    // SAFETY: guaranteed by the caller.
     unsafe { to.write(value) };
 }
 
 macro_rules! stub {
     ($($kind:ident $name:ident($($arg:ident: $type:ty),*) |$state:ident| $body:expr;)*) => {
         $(
-            /// As in the CUDA driver API.
+            /// See the CUDA driver API.
             #[unsafe(no_mangle)]
-            #[allow(unused_unsafe, unused_variables, reason = "not every call writes an answer or looks at all arguments")]
+            #[allow(unused_unsafe, unused_variables, reason = "not every call writes an output or uses all arguments")]
             pub unsafe extern "C" fn $name($($arg: $type),*) -> c_int {
                 $kind(stringify!($name), |$state| {
-                    // SAFETY: the caller keeps the contract of the driver's call: pointers are valid, handles are live.
+                    // SAFETY: the caller meets the contract of the driver's call: pointers are valid, and handles are live.
                     unsafe { $body }
                 })
             }
@@ -110,7 +110,7 @@ macro_rules! stub {
     };
 }
 
-// After the macro, which they use.
+// Declared after the macro, which these modules use.
 pub mod pools;
 pub mod proc_address;
 pub mod questions;
@@ -195,7 +195,7 @@ stub! {
         Ok(())
     };
     call_outside_capture cuMemCreate(handle: *mut u64, size: usize, properties: *const c_int, flags: c_ulonglong) |state| {
-        // The words of the properties: kind, kinds of handles, kind of location, device.
+        // The words of the properties: allocation type, handle types, location type, device.
         let (handle_types, device) = (properties.add(1).read(), properties.add(3).read());
         if handle_types & 8 != 0 && state.options.fabric_refused { return Err(NOT_SUPPORTED); }
         if !(size as u64).is_multiple_of(model::GRANULARITY) || size == 0 { return Err(INVALID_VALUE); }
@@ -211,7 +211,7 @@ stub! {
         state.map(address, size as u64, handle).ok_or(INVALID_VALUE)
     };
     call_outside_capture cuMemSetAccess(address: u64, size: usize, access: *const c_void, count: usize) |state| {
-        // The first descriptor: kind of location, device, flags.
+        // The first descriptor: location type, device, flags.
         let access = if access.cast::<c_int>().add(2).read() == 1 { Access::Read } else { Access::ReadWrite };
         state.set_access(address, size as u64, access).ok_or(INVALID_VALUE)
     };
@@ -373,13 +373,13 @@ stub! {
     };
 }
 
-/// No text: callers fall back to the code.
+/// Returns an error: there is no text, and callers fall back to the code.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuGetErrorName(_code: c_int, _text: *mut *const c_char) -> c_int {
     INVALID_VALUE.0
 }
 
-/// No text: callers fall back to the code.
+/// Returns an error: there is no text, and callers fall back to the code.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuGetErrorString(_code: c_int, _text: *mut *const c_char) -> c_int {
     INVALID_VALUE.0

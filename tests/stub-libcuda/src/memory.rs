@@ -1,4 +1,4 @@
-//! The memory of all stub devices: one sparse file per process, mapped at the addresses that the driver hands out.
+//! The memory of all stub devices: one sparse file per process, mapped at the addresses that the driver returns.
 //!
 //! ```text
 //!  addresses of device 0      addresses of device 1                     the whole file, at `base`
@@ -8,40 +8,40 @@
 //!  ┌── physical ─────── physical ─ physical ──── memory file ────────────┴ process, another library
 //! ```
 //!
-//! So physical memory has a place of its own, whatever addresses it is mapped at. A device that still knows the place sees
-//! the **old** memory after an address got new memory, as NCCL's windows do, and another process can map the file too.
+//! Physical memory therefore has a fixed offset, whatever the addresses it is mapped at. A device that still knows the offset sees the
+//! **old** memory after an address received new memory, as NCCL's windows do. Another process can map the file too.
 
 use crate::model::{GRANULARITY, Options, State};
 use crate::space::{End, Space};
 use std::collections::BTreeMap;
 use std::ffi::c_int;
 
-/// Bytes of the memory file at most: sparse, and more than all devices have.
+/// Size limit of the memory file: the file is sparse, and larger than the memory of all devices.
 const FILE_BYTES: u64 = 1 << 40;
-/// Addresses that all devices share evenly, of the 128 TiB of a process.
+/// Address space that all devices share evenly, out of the 128 TiB of a process.
 const ADDRESS_BYTES: u64 = 80 << 40;
-/// Addresses of pinned host memory.
+/// Address space of pinned host memory.
 const HOST_ADDRESS_BYTES: u64 = 1 << 40;
 /// The device number of host memory.
 const HOST: c_int = -1;
 
-/// What may be done with mapped memory.
+/// The permitted access to mapped memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// Nothing yet.
+    /// No access yet.
     None,
-    /// Reading.
+    /// Reads only.
     Read,
-    /// Everything.
+    /// Reads and writes.
     ReadWrite,
 }
 
-/// Memory mapped into a range.
+/// A mapping of physical memory into a range.
 #[derive(Clone, Copy, Debug)]
 pub struct Mapping {
-    /// In bytes.
+    /// Size in bytes.
     pub size: u64,
-    /// What is mapped.
+    /// Handle of the mapped physical memory.
     pub handle: u64,
     access: Access,
 }
@@ -49,23 +49,23 @@ pub struct Mapping {
 /// Physical memory with a handle.
 #[derive(Clone, Copy, Debug)]
 pub struct Physical {
-    /// In bytes.
+    /// Size in bytes.
     pub size: u64,
-    /// Where in the memory file.
+    /// Offset in the memory file.
     pub offset: u64,
-    /// Of which device.
+    /// Its device.
     pub device: c_int,
-    /// Kinds of handles that it can be exported as, or-ed: 1 a file descriptor, 8 fabric.
+    /// Handle types that it can be exported as, combined by bitwise or: 1 is a file descriptor, 8 is fabric.
     pub handle_types: u32,
-    /// The file that it lies in: the memory file, or that of another process.
+    /// The file that contains it: the memory file, or that of another process.
     pub(crate) file: c_int,
-    /// Another process may map its place in the memory file, which therefore stays as it is.
+    /// `true` once it was exported. Another process may then map its part of the memory file, which is therefore never reused.
     pub(crate) is_exported: bool,
-    /// The handle itself, each mapping, and each retainer.
+    /// Number of owners: the handle itself, each mapping, and each retainer.
     pub(crate) owners: u32,
 }
 
-/// A whole allocation.
+/// An allocation without a handle, as from `cuMemAlloc`.
 #[derive(Clone, Copy, Debug)]
 struct Allocation {
     size: u64,
@@ -80,33 +80,33 @@ struct Arena {
     end: End,
 }
 
-/// See the file's comment.
+/// The memory of all devices; see the module documentation.
 #[derive(Debug)]
 pub struct Memory {
     /// The memory file.
     pub file: c_int,
-    /// Where all of it is mapped.
+    /// Address at which all of the file is mapped.
     pub base: u64,
     file_space: Space,
     arenas: BTreeMap<c_int, Arena>,
-    /// Reserved addresses: base to size and device.
+    /// Reserved ranges: base address to size and device.
     pub ranges: BTreeMap<u64, (u64, c_int)>,
-    /// Mapped memory, by address.
+    /// Mappings by address.
     pub mappings: BTreeMap<u64, Mapping>,
-    /// By handle.
+    /// Physical memory by handle.
     pub physical: BTreeMap<u64, Physical>,
     allocations: BTreeMap<u64, Allocation>,
-    /// Bytes in use on each device.
+    /// Bytes in use, by device.
     used: BTreeMap<c_int, u64>,
 }
 
 impl Memory {
-    /// Nothing is used.
+    /// Creates the state in which nothing is in use.
     pub fn empty(options: &Options) -> Self {
         let file_bytes = FILE_BYTES.min(options.address_bytes);
-        // SAFETY: a C string.
+        // SAFETY: the name is a C string.
         let file = unsafe { libc::memfd_create(c"stub-memory".as_ptr(), libc::MFD_CLOEXEC) };
-        // SAFETY: a file of this process.
+        // SAFETY: the file belongs to this process.
         let sized = unsafe { libc::ftruncate(file, file_bytes as libc::off_t) };
         assert!(file >= 0 && sized == 0, "a sparse file in memory");
         let base = map_file(0, file_bytes, file, 0, 0).expect("addresses for the memory file");
@@ -133,7 +133,7 @@ impl Memory {
         *self.used.get_mut(&device).expect("taken") -= size;
         let size = size.next_multiple_of(GRANULARITY);
         let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-        // SAFETY: a part of this process's memory file that nothing is mapped to but `base`.
+        // SAFETY: nothing uses this part of the process's memory file, except the mapping at `base`.
         unsafe { libc::fallocate(self.file, mode, offset as libc::off_t, size as libc::off_t) };
         self.file_space.give(offset, size);
     }
@@ -141,7 +141,7 @@ impl Memory {
     fn give_back(&mut self, physical: &Physical) {
         let Physical { size, offset, device, file, is_exported, .. } = *physical;
         if file != self.file {
-            // SAFETY: the descriptor of an import, which nobody else has.
+            // SAFETY: only this import uses the descriptor.
             unsafe { libc::close(file) };
         } else if is_exported {
             *self.used.get_mut(&device).expect("taken") -= size;
@@ -150,17 +150,17 @@ impl Memory {
         }
     }
 
-    /// Memory in use on a device, in bytes.
+    /// Returns the memory in use on a device, in bytes.
     pub fn used_bytes(&self, device: c_int) -> u64 {
         self.used.get(&device).copied().unwrap_or(0)
     }
 
-    /// Memory in use on all devices, in bytes.
+    /// Returns the memory in use on all devices, in bytes.
     pub fn device_bytes(&self) -> u64 {
         self.used.iter().filter(|(device, _)| **device != HOST).map(|(_, bytes)| bytes).sum()
     }
 
-    /// Pinned host memory, in bytes.
+    /// Returns the pinned host memory, in bytes.
     pub fn host_bytes(&self) -> u64 {
         self.used_bytes(HOST)
     }
@@ -181,7 +181,7 @@ impl Memory {
         arena.space.take(size.next_multiple_of(GRANULARITY), arena.end).map(|at| arena.base + at)
     }
 
-    /// Mappings that share a byte with the part: address and size.
+    /// Returns the address and size of each mapping that overlaps the range.
     fn parts(&self, address: u64, size: u64) -> Vec<(u64, u64)> {
         let all = self.mappings.range(..address + size).rev();
         let mut parts: Vec<_> =
@@ -190,13 +190,13 @@ impl Memory {
         parts
     }
 
-    /// The whole allocation around an address: first byte, size, device.
+    /// Returns the first byte, size and device of the whole allocation that contains an address.
     pub fn allocation(&self, address: u64) -> Option<(u64, u64, c_int)> {
         let (base, of) = self.allocations.range(..=address).next_back()?;
         (address < base + of.size).then_some((*base, of.size, of.device))
     }
 
-    /// The parts of the memory file behind some addresses; `None` where there is no memory behind a byte.
+    /// Returns the parts of the memory file behind an address range; `None` if any byte has no accessible memory.
     pub fn extents(&self, address: u64, size: u64) -> Option<Vec<(u64, u64)>> {
         let mut extents = Vec::new();
         let mut at = address;
@@ -221,14 +221,14 @@ impl Memory {
 }
 
 impl State {
-    /// Reserves addresses.
+    /// Reserves an address range.
     pub fn reserve(&mut self, size: u64, device: c_int) -> Option<u64> {
         let base = self.memory.take_addresses(size, device, &self.options)?;
         self.memory.ranges.insert(base, (size, device));
         Some(base)
     }
 
-    /// Gives addresses up.
+    /// Releases an address range.
     pub fn unreserve(&mut self, base: u64) {
         if let Some((size, device)) = self.memory.ranges.remove(&base) {
             let arena = self.memory.arena(device, &self.options);
@@ -240,7 +240,7 @@ impl State {
         size <= self.options.memory_bytes.saturating_sub(self.memory.used_bytes(device))
     }
 
-    /// Takes physical memory.
+    /// Creates physical memory. Returns its handle.
     pub fn create(&mut self, size: u64, device: c_int, handle_types: u32) -> Option<u64> {
         if !self.has_room(size, device) {
             return None;
@@ -253,13 +253,13 @@ impl State {
         Some(handle)
     }
 
-    /// One owner more.
+    /// Adds an owner.
     pub fn retain(&mut self, handle: u64) -> Option<()> {
         self.memory.physical.get_mut(&handle)?.owners += 1;
         Some(())
     }
 
-    /// The handle of what is mapped at an address, with one owner more.
+    /// Returns the handle of the memory mapped at an address, with an additional owner.
     pub fn retain_at(&mut self, address: u64) -> Option<u64> {
         let (start, mapping) = self.memory.mappings.range(..=address).next_back()?;
         let handle = (address < start + mapping.size).then_some(mapping.handle)?;
@@ -267,7 +267,7 @@ impl State {
         Some(handle)
     }
 
-    /// One owner less: a handle, a mapping of it, or a retainer.
+    /// Removes an owner: a handle, a mapping of it, or a retainer.
     pub fn release(&mut self, handle: u64) -> Option<()> {
         let physical = self.memory.physical.get_mut(&handle)?;
         physical.owners -= 1;
@@ -279,7 +279,7 @@ impl State {
         Some(())
     }
 
-    /// Maps all of a handle into a free part of a range.
+    /// Maps the whole memory of a handle into a free part of a range.
     pub fn map(&mut self, address: u64, size: u64, handle: u64) -> Option<()> {
         let (base, (range, _)) = self.memory.ranges.range(..=address).next_back()?;
         let is_inside = address + size <= base + range;
@@ -293,7 +293,7 @@ impl State {
         Some(())
     }
 
-    /// Makes mapped memory accessible, all of it.
+    /// Makes mapped memory accessible. The range must consist of whole mappings.
     pub fn set_access(&mut self, address: u64, size: u64, access: Access) -> Option<()> {
         let parts = self.memory.parts(address, size);
         if !tile(&parts, address, size) {
@@ -305,7 +305,7 @@ impl State {
             let Physical { offset, file, .. } = self.memory.physical[&mapping.handle];
             map_file(at, length, file, offset, libc::MAP_FIXED)?;
             if access == Access::Read {
-                // SAFETY: addresses that this file has just mapped.
+                // SAFETY: this function has just mapped these addresses.
                 unsafe { libc::mprotect(at as *mut _, length as usize, libc::PROT_READ) };
             }
         }
@@ -327,7 +327,7 @@ impl State {
         Some(())
     }
 
-    /// A whole allocation, aligned to 512 bytes and, on purpose, not always to a granule.
+    /// Makes a whole allocation. It is aligned to 512 bytes and, deliberately, not always to the granularity.
     pub fn allocate(&mut self, size: u64, device: c_int) -> Option<u64> {
         if !self.has_room(size, device) && device != HOST {
             return None;
@@ -341,13 +341,13 @@ impl State {
         Some(base + shift)
     }
 
-    /// Whether memory is mapped at an address.
+    /// Returns `true` if memory is mapped at an address.
     pub fn is_mapped(&self, address: u64) -> bool {
         let before = self.memory.mappings.range(..=address).next_back();
         before.is_some_and(|(at, mapping)| address < at + mapping.size)
     }
 
-    /// Gives all whole allocations of a device up.
+    /// Frees all whole allocations of a device.
     pub fn free_all(&mut self, device: c_int) {
         let of_device = self.memory.allocations.iter().filter(|(_, of)| of.device == device);
         let all: Vec<(u64, u64)> = of_device.map(|(address, of)| (*address, of.size)).collect();
@@ -357,7 +357,7 @@ impl State {
         }
     }
 
-    /// Gives an allocation up. Its addresses are not used again.
+    /// Frees a whole allocation. Its addresses are not reused.
     pub fn free(&mut self, address: u64) -> Option<()> {
         let Allocation { size, offset, device } = self.memory.allocations.remove(&address)?;
         self.note_unmapped(address, size);
@@ -369,26 +369,26 @@ impl State {
     }
 }
 
-/// Whether mappings cover the part exactly.
+/// Returns `true` if mappings cover the range exactly.
 fn tile(parts: &[(u64, u64)], address: u64, size: u64) -> bool {
     let inside = parts.iter().all(|(at, length)| *at >= address && at + length <= address + size);
     size > 0 && inside && parts.iter().map(|(_, length)| length).sum::<u64>() == size
 }
 
-/// Addresses without memory: new ones at 0, else at `address`, which this file has mapped before.
+/// Maps addresses without memory: new addresses if `address` is 0, else at `address`, which this module must have mapped before.
 fn map_nothing(address: u64, size: u64) -> Option<u64> {
     let fixed = if address == 0 { 0 } else { libc::MAP_FIXED };
     let flags = fixed | libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-    // SAFETY: see above.
+    // SAFETY: a fixed address was mapped by this module before.
     let mapped = unsafe { libc::mmap(address as *mut _, size as usize, libc::PROT_NONE, flags, -1, 0) };
     (mapped != libc::MAP_FAILED).then_some(mapped as u64)
 }
 
-/// A part of the memory file: at a fixed address only where this file has mapped before.
+/// Maps a part of the memory file. A fixed address must have been mapped by this module before.
 fn map_file(address: u64, size: u64, file: c_int, offset: u64, fixed: c_int) -> Option<u64> {
     let flags = fixed | libc::MAP_SHARED | libc::MAP_NORESERVE;
     let protection = libc::PROT_READ | libc::PROT_WRITE;
-    // SAFETY: see above.
+    // SAFETY: a fixed address was mapped by this module before.
     let mapped =
         unsafe { libc::mmap(address as *mut _, size as usize, protection, flags, file, offset as libc::off_t) };
     (mapped != libc::MAP_FAILED).then_some(mapped as u64)

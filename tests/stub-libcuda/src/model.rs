@@ -1,4 +1,4 @@
-//! What the stub knows: options, faults, and the one state of a process, whose parts are in `memory.rs` and `streams.rs`.
+//! Options, faults, and the single state of a process, whose parts are in `memory.rs` and `streams.rs`.
 
 use crate::abi::Hooks;
 use crate::external::Notice;
@@ -19,13 +19,13 @@ pub const GRANULARITY: u64 = 2 << 20;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Code(pub c_int);
 
-/// What an act returns that has to wait for work, see [`with_waiting`].
+/// Returned by a call that must wait for work; see [`with_waiting`].
 pub const WAIT: Code = Code(c_int::MIN);
 
 const FIRST_CONTEXT: usize = 0x1_0000;
 const CONTEXT_STEP: usize = 0x100;
 
-/// What `stub_live` counts.
+/// Resources that `stub_live` counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(i32)]
 pub enum Live {
@@ -39,22 +39,23 @@ pub enum Live {
     Streams = 3,
     /// Bytes of pinned host memory.
     HostBytes = 4,
-    /// Graphs, ready ones included.
+    /// Graphs, including instantiated ones.
     Graphs = 5,
-    /// Number of physical chunks mapped.
+    /// Physical chunks that are mapped.
     Mappings = 6,
 }
 
-/// What a thread knows.
+/// State of a thread.
 #[derive(Debug)]
 pub struct Thread {
-    /// Its number, of all threads that called.
+    /// Its number, in the order of the threads' first calls.
     pub number: u64,
     /// Stack of current contexts.
     pub contexts: Vec<usize>,
-    /// Which captures forbid this thread anything: 0, also global ones of others; 1, its own; 2, none.
+    /// Capture interaction mode, which selects the captures that forbid this thread unsafe calls: 0, its own and global ones of others; 1,
+    /// its own; 2, none.
     pub capture_mode: c_int,
-    /// How often it made each call.
+    /// Number of times that it made each call.
     pub calls: BTreeMap<&'static str, u64>,
 }
 
@@ -74,50 +75,51 @@ impl Thread {
 }
 
 thread_local! {
-    /// This thread.
+    /// State of the current thread.
     pub static THREAD: RefCell<Thread> = RefCell::default();
 }
 
-/// The primary context of a device.
+/// Returns the primary context of a device.
 pub fn context_of(device: c_int) -> usize {
     FIRST_CONTEXT + device as usize * CONTEXT_STEP
 }
 
-/// The device of a context.
+/// Returns the device of a context.
 pub fn device_of(context: usize) -> c_int {
     ((context - FIRST_CONTEXT) / CONTEXT_STEP) as c_int
 }
 
-/// The default memory pool of a device.
+/// Returns the default memory pool of a device.
 pub fn default_pool_of(device: c_int) -> u64 {
     0x8000 + device as u64
 }
 
-/// What the device is like, from the environment.
+/// Properties of the devices, from the environment.
 #[derive(Debug)]
 pub struct Options {
     /// `STUB_NO_DEVICE`.
     pub no_device: bool,
-    /// `STUB_DEVICES`: 1 by default.
+    /// `STUB_DEVICES`: number of devices, by default 1.
     pub devices: c_int,
-    /// `STUB_MEMORY_BYTES`: of each device, 1 GiB by default.
+    /// `STUB_MEMORY_BYTES`: memory of each device, by default 1 GiB.
     pub memory_bytes: u64,
-    /// `STUB_ADDRESS_BYTES`: addresses of each device, and at most of the memory file, 32 TiB by default; fewer where a
-    /// process has few, as under valgrind.
+    /// `STUB_ADDRESS_BYTES`: address space of each device, and limit of the memory file, by default 32 TiB. Lower values suit a process
+    /// with little address space, as under valgrind.
     pub address_bytes: u64,
-    /// `STUB_DESCENDING_DEVICES`, as `1,3`: devices that hand out their highest free addresses first.
+    /// `STUB_DESCENDING_DEVICES`, such as `1,3`: devices that allocate their highest free addresses first.
     pub descending: BTreeSet<c_int>,
-    /// `STUB_POLLS`: so many queries find work not ready that took effect and that nobody waited for. 0, the default: all.
+    /// `STUB_POLLS`: number of queries that report work as not ready although it has taken effect, unless a wait covered it. 0, the
+    /// default: all queries.
     pub polls: u64,
-    /// `STUB_MAPPING_MICROSECONDS`: how long `cuMemCreate`, `cuMemMap` and `cuMemSetAccess` take, each. 0 by default.
+    /// `STUB_MAPPING_MICROSECONDS`: duration of each `cuMemCreate`, `cuMemMap` and `cuMemSetAccess`, by default 0.
     pub mapping_time: Duration,
-    /// `STUB_REUSE_STREAMS`: the handle of a destroyed stream is the next stream's.
+    /// `STUB_REUSE_STREAMS`: a new stream gets the handle of a destroyed one.
     pub reuses_streams: bool,
-    /// `STUB_TRAMPOLINES`: `cuGetProcAddress` answers with other addresses than those of the exported calls.
+    /// `STUB_TRAMPOLINES`: `cuGetProcAddress` returns different addresses from those of the exported calls.
     pub has_trampolines: bool,
-    /// `STUB_FABRIC_REFUSED`: the device says that it has fabric handles, and refuses to make them.
+    /// `STUB_FABRIC_REFUSED`: the device reports support for fabric handles, and refuses to create them.
     pub fabric_refused: bool,
-    /// `STUB_UUID`: the first byte of each device's UUID.
+    /// `STUB_UUID`: first byte of each device's UUID.
     pub uuid: u8,
     no_vmm: bool,
     no_posix_fd: bool,
@@ -150,7 +152,7 @@ impl Options {
         }
     }
 
-    /// Whether the device has an attribute.
+    /// Returns `true` if the device has an attribute.
     pub fn has(&self, attribute: c_int) -> bool {
         match attribute {
             102 => !self.no_vmm,
@@ -165,96 +167,96 @@ impl Options {
 #[derive(Debug)]
 struct Fault {
     call: String,
-    /// Calls until it strikes; 0: always.
+    /// Calls until it strikes; 0: every call.
     left: u64,
     code: Code,
-    /// The thread whose calls it leaves alone.
+    /// The thread whose calls are exempt.
     spares: Option<ThreadId>,
 }
 
 /// A memory pool.
 #[derive(Clone, Copy, Debug)]
 pub struct Pool {
-    /// Of which device.
+    /// Its device.
     pub device: c_int,
     /// Bytes in use.
     pub used: u64,
-    /// The most at any time.
+    /// Maximum of `used`.
     pub used_peak: u64,
-    /// What the program set.
+    /// The threshold that the program set.
     pub release_threshold: u64,
 }
 
 impl Pool {
-    /// A pool of a device.
+    /// Creates a pool of a device.
     pub fn new(device: c_int) -> Self {
         Pool { device, used: 0, used_peak: 0, release_threshold: 0 }
     }
 }
 
-/// The devices and the driver.
+/// The state of the devices and the driver.
 #[derive(Debug)]
 pub struct State {
-    /// What the devices are like.
+    /// Properties of the devices.
     pub options: Options,
-    /// How often each call was made.
+    /// Number of times that each call was made.
     pub calls: BTreeMap<&'static str, u64>,
     /// References to primary contexts.
     pub retained: i64,
-    /// The same, of each device.
+    /// References to the primary context of each device.
     pub retained_of: BTreeMap<c_int, i64>,
     /// Memory pools by handle.
     pub pools: BTreeMap<u64, Pool>,
-    /// Which pool serves a device, where the program has set one.
+    /// The pool that the program selected for a device.
     pub current_pools: BTreeMap<c_int, u64>,
-    /// Which pool an allocation came from.
+    /// The pool of each allocation that came from one.
     pub pooled: BTreeMap<u64, u64>,
-    /// Contexts that the program made itself, so far.
+    /// Number of contexts that the program has created itself.
     pub own_contexts: usize,
-    /// Handles of destroyed streams that may be given again, newest last, and the number of their last work.
+    /// Handles of destroyed streams that may be reused, newest last, each with the number of its last work.
     pub gone_streams: Vec<(u64, u64)>,
-    /// Which device may use whose memory.
+    /// Pairs of a device and a peer whose memory it may access.
     pub peers: BTreeSet<(c_int, c_int)>,
     /// Memory of all devices.
     pub memory: Memory,
-    /// Streams by key: handles of those that were made, and for each device its number, the default stream.
+    /// Streams by key: the handle of a created stream, or the device number for a default stream.
     pub streams: BTreeMap<u64, Stream>,
     /// Events by handle.
     pub events: BTreeMap<u64, Event>,
-    /// Captures under way by id.
+    /// Active captures by id.
     pub captures: BTreeMap<u64, Capture>,
     /// Graphs by handle.
     pub graphs: BTreeMap<u64, Vec<Op>>,
-    /// Work of another library that did not take effect yet, and its stream.
+    /// Another library's work that has not taken effect, with its stream.
     pub external_streams: BTreeMap<u64, u64>,
-    /// Of that, what is done as soon as its turn comes.
+    /// The part of that work that is done as soon as its turn comes.
     pub external_done: BTreeSet<u64>,
-    /// That library's hooks.
+    /// The other library's hooks.
     pub hooks: Option<Hooks>,
-    /// What it was not told yet.
+    /// Notices that have not been delivered to it.
     pub notices: Vec<Notice>,
-    /// It is being told something.
+    /// `true` while a notice is being delivered.
     pub is_delivering: bool,
-    /// Memory that it wants to know about: base and size.
+    /// Guarded memory: base and size by guard.
     pub guards: BTreeMap<u64, (u64, u64)>,
     faults: Vec<Fault>,
     next_handle: u64,
 }
 
 static STATE: Mutex<Option<State>> = Mutex::new(None);
-/// Work took effect.
+/// Notified when work takes effect.
 static CHANGED: Condvar = Condvar::new();
 
 fn lock() -> MutexGuard<'static, Option<State>> {
     STATE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The one state of this process.
+/// Runs `act` with the state of this process.
 pub fn with<T>(act: impl FnOnce(&mut State) -> T) -> T {
     act(lock().get_or_insert_with(State::new))
 }
 
-/// As [`with`], again and again until `act` need not wait for work.
+/// Like [`with`], but repeats `act` until it does not have to wait for work.
 pub fn with_waiting(mut act: impl FnMut(&mut State) -> Result<(), Code>) -> Result<(), Code> {
     let mut state = lock();
     loop {
@@ -266,7 +268,7 @@ pub fn with_waiting(mut act: impl FnMut(&mut State) -> Result<(), Code>) -> Resu
     }
 }
 
-/// Wakes those who wait for work.
+/// Wakes the threads that wait for work.
 pub fn notify() {
     CHANGED.notify_all();
 }
@@ -302,7 +304,7 @@ impl State {
         }
     }
 
-    /// Counts a call, and says whether it is to fail.
+    /// Counts a call. Returns an error if it must fail.
     pub fn enter(&mut self, name: &'static str) -> Result<(), Code> {
         *self.calls.entry(name).or_default() += 1;
         THREAD.with_borrow_mut(|thread| *thread.calls.entry(name).or_default() += 1);
@@ -322,17 +324,17 @@ impl State {
         Err(code)
     }
 
-    /// See `stub_fail` and `stub_fail_elsewhere`.
+    /// Adds a fault; see `stub_fail` and `stub_fail_elsewhere`.
     pub fn fail(&mut self, call: String, nth: u64, code: Code, spares: Option<ThreadId>) {
         self.faults.push(Fault { call, left: nth, code, spares });
     }
 
-    /// See `stub_heal`.
+    /// Removes all faults; see `stub_heal`.
     pub fn heal(&mut self) {
         self.faults.clear();
     }
 
-    /// How long a call takes.
+    /// Returns the duration of a call.
     pub fn time_of(&self, name: &str) -> Duration {
         match name {
             "cuMemCreate" | "cuMemMap" | "cuMemSetAccess" => self.options.mapping_time,
@@ -340,13 +342,13 @@ impl State {
         }
     }
 
-    /// A handle that was never given before.
+    /// Returns a handle that was never used before.
     pub fn handle(&mut self) -> u64 {
         self.next_handle += 0x10;
         self.next_handle
     }
 
-    /// Whether captures forbid this thread what is no work of a stream. They are spoilt then.
+    /// Returns `true` if captures forbid this thread calls that are not stream work, and invalidates these captures.
     pub fn spoil_captures(&mut self) -> bool {
         let mode = THREAD.with_borrow(|thread| thread.capture_mode);
         let mut is_forbidden = false;
@@ -357,7 +359,8 @@ impl State {
         is_forbidden
     }
 
-    /// Whether streams of the device are captured, which nobody may wait for then, in whatever mode. Their captures are spoilt.
+    /// Returns `true` if streams of the device are being captured, which forbids waiting for the device in every mode. Invalidates these
+    /// captures.
     pub fn spoil_captures_of(&mut self, device: c_int) -> bool {
         let of_device = |stream: &&Stream| stream.device == device;
         let captures: Vec<u64> = self.streams.values().filter(of_device).filter_map(|stream| stream.capture).collect();
@@ -367,7 +370,7 @@ impl State {
         !captures.is_empty()
     }
 
-    /// Makes a stream, and gives its handle. Work of a stream that had the handle before counts as done.
+    /// Creates a stream and returns its handle. Work of a previous stream with the same handle counts as done.
     pub fn make_stream(&mut self, device: c_int) -> u64 {
         let again = if self.options.reuses_streams { self.gone_streams.pop() } else { None };
         let (handle, done) = again.unwrap_or_else(|| (self.handle(), 0));
@@ -375,7 +378,7 @@ impl State {
         handle
     }
 
-    /// See `stub_live`.
+    /// Returns the number of live resources of a kind; see `stub_live`.
     pub fn live(&self, what: c_int) -> u64 {
         match what {
             0 => self.memory.device_bytes(),

@@ -1,14 +1,15 @@
-//! Stream-ordered allocation: memory pools. Memory is given at once and goes back at once, as all work here is done when it is submitted.
+//! Stream-ordered allocation and memory pools. Memory is allocated and freed immediately, because all work takes effect when it is
+//! submitted.
 
 use crate::external::stream_key;
 use crate::model::{Code, Pool, State, default_pool_of};
 use crate::{INVALID_DEVICE, INVALID_HANDLE, INVALID_VALUE, OUT_OF_MEMORY, answer, call, call_in_context};
 use std::ffi::{c_int, c_void};
 
-/// Allocates from a pool for a stream. A stream that is captured gets memory of its graph, which no pool knows.
+/// Allocates from a pool for a stream. A stream that is being captured gets memory of its graph, which belongs to no pool.
 ///
 /// # Safety
-/// `address` is valid for writing.
+/// `address` must be valid for writing.
 unsafe fn take(state: &mut State, address: *mut u64, size: usize, pool: Option<u64>, stream: u64) -> Result<(), Code> {
     let known = state.stream(stream).ok_or(INVALID_HANDLE)?;
     let (device, is_captured) = (known.device, known.capture.is_some());
@@ -24,7 +25,7 @@ unsafe fn take(state: &mut State, address: *mut u64, size: usize, pool: Option<u
         pool.used += size as u64;
         pool.used_peak = pool.used_peak.max(pool.used);
     }
-    // SAFETY: the caller's contract.
+    // SAFETY: guaranteed by the caller.
     unsafe { answer(address, base) };
     Ok(())
 }
@@ -38,7 +39,7 @@ fn give(state: &mut State, address: u64, stream: u64) -> Result<(), Code> {
     state.free(address).ok_or(INVALID_VALUE)
 }
 
-/// A stream of the calls whose default stream is the thread's own.
+/// Returns the key of a stream for the calls whose default stream is per thread.
 fn own_key(stream: u64) -> u64 {
     stream_key(if stream == 0 { 2 } else { stream })
 }
@@ -74,7 +75,7 @@ stub! {
         Ok(())
     };
     call cuMemPoolCreate(pool: *mut u64, properties: *const c_int) |state| {
-        // The words of the properties: kind, kinds of handles, kind of location, device.
+        // The words of the properties: allocation type, handle types, location type, device.
         let device = properties.add(3).read();
         let handle = state.handle();
         state.pools.insert(handle, Pool::new(device));
@@ -115,7 +116,7 @@ stub! {
 }
 
 impl State {
-    /// Memory of a pool goes back.
+    /// Records that memory of a pool was freed.
     pub fn forget_pooled(&mut self, base: u64, size: u64) {
         if let Some(pool) = self.pooled.remove(&base).and_then(|pool| self.pools.get_mut(&pool)) {
             pool.used -= size;

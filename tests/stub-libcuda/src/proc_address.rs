@@ -1,7 +1,7 @@
-//! `cuGetProcAddress`: the calls that programs of the tests ask for so.
+//! `cuGetProcAddress`, for the calls that test programs look up with it.
 //!
-//! A name means the newest call of the version that the program asks for. With `STUB_TRAMPOLINES` some are answered with addresses that
-//! are not exported: a program must not count on it that they are.
+//! A name denotes the newest call of the version that the program requests. With `STUB_TRAMPOLINES`, some lookups return addresses that are
+//! not exported, which a program must tolerate.
 
 use crate::model::with;
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -11,7 +11,7 @@ const PER_THREAD: u64 = 2;
 /// `CU_GET_PROC_ADDRESS_SUCCESS`, `..._SYMBOL_NOT_FOUND`, `..._VERSION_NOT_SUFFICIENT`.
 const STATUS: [c_int; 3] = [0, 1, 2];
 
-/// (base, since, per thread, the call).
+/// Base name, version that introduced the call, whether it is per thread, and the call.
 type Row = (&'static str, c_int, bool, *const ());
 
 macro_rules! rows {
@@ -68,29 +68,29 @@ fn rows() -> [Row; 43] {
     }
 }
 
-/// `cuMemAlloc` as before CUDA 3.2, with addresses of 32 bits: nothing fits.
+/// `cuMemAlloc` from before CUDA 3.2, with 32-bit addresses. It always fails, because no address fits.
 #[unsafe(no_mangle)]
 pub extern "C" fn cuMemAlloc(_address: *mut u32, _size: u32) -> c_int {
     2
 }
 
 unsafe extern "C" fn other_cu_mem_alloc(address: *mut u64, size: usize) -> c_int {
-    // SAFETY: the caller's contract.
+    // SAFETY: guaranteed by the caller.
     unsafe { crate::cuMemAlloc_v2(address, size) }
 }
 
 unsafe extern "C" fn other_cu_mem_free(address: u64) -> c_int {
-    // SAFETY: the caller's contract.
+    // SAFETY: guaranteed by the caller.
     unsafe { crate::cuMemFree_v2(address) }
 }
 
 unsafe extern "C" fn other_cu_mem_alloc_async(address: *mut u64, size: usize, stream: u64) -> c_int {
-    // SAFETY: the caller's contract.
+    // SAFETY: guaranteed by the caller.
     unsafe { crate::pools::cuMemAllocAsync(address, size, stream) }
 }
 
 unsafe extern "C" fn other_cu_mem_alloc_async_ptsz(address: *mut u64, size: usize, stream: u64) -> c_int {
-    // SAFETY: the caller's contract.
+    // SAFETY: guaranteed by the caller.
     unsafe { crate::pools::cuMemAllocAsync_ptsz(address, size, stream) }
 }
 
@@ -104,7 +104,7 @@ fn other(base: &str, since: c_int, is_per_thread: bool) -> Option<*const ()> {
     }
 }
 
-/// The call, or why there is none: a place in [`STATUS`].
+/// Returns the call, or the reason that there is none as an index into [`STATUS`].
 fn find(name: &str, version: c_int, flags: u64) -> Result<*const (), usize> {
     let rows = rows();
     let named = rows.iter().filter(|row| row.0 == name);
@@ -121,10 +121,10 @@ fn find(name: &str, version: c_int, flags: u64) -> Result<*const (), usize> {
     }
 }
 
-/// As in CUDA 11.3.
+/// Looks up a call, as in CUDA 11.3.
 ///
 /// # Safety
-/// As in the CUDA driver API.
+/// See the CUDA driver API.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuGetProcAddress(
     symbol: *const c_char,
@@ -132,18 +132,18 @@ pub unsafe extern "C" fn cuGetProcAddress(
     version: c_int,
     flags: u64,
 ) -> c_int {
-    // SAFETY: the caller's contract.
+    // SAFETY: guaranteed by the caller.
     let name = unsafe { CStr::from_ptr(symbol) }.to_string_lossy();
     let found = find(&name, version, flags);
-    // SAFETY: the caller's contract.
+    // SAFETY: guaranteed by the caller.
     unsafe { function.write(found.map_or(std::ptr::null_mut(), |call| call as *mut c_void)) };
     if found.is_ok() { 0 } else { 500 }
 }
 
-/// As in CUDA 12.
+/// Looks up a call, as in CUDA 12.
 ///
 /// # Safety
-/// As in the CUDA driver API.
+/// See the CUDA driver API.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn cuGetProcAddress_v2(
     symbol: *const c_char,
@@ -152,10 +152,10 @@ pub unsafe extern "C" fn cuGetProcAddress_v2(
     flags: u64,
     status: *mut c_int,
 ) -> c_int {
-    // SAFETY: the caller's contract.
+    // SAFETY: guaranteed by the caller.
     let name = unsafe { CStr::from_ptr(symbol) }.to_string_lossy();
     let found = find(&name, version, flags);
-    // SAFETY: the caller's contract; the status may be left out.
+    // SAFETY: guaranteed by the caller; the status may be null.
     unsafe {
         function.write(found.map_or(std::ptr::null_mut(), |call| call as *mut c_void));
         if !status.is_null() {

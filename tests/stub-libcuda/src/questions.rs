@@ -1,4 +1,4 @@
-//! Calls by which a program asks about contexts, streams and pointers, and the ways to allocate that symmalloc never uses itself.
+//! Queries about contexts, streams and pointers, and the allocation calls that symmalloc itself never uses.
 
 use crate::external::stream_key;
 use crate::model::{self, Code, THREAD};
@@ -9,13 +9,13 @@ use std::ffi::{c_int, c_uint, c_void};
 /// `CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED`.
 const ALREADY_ENABLED: Code = Code(704);
 
-/// Writes one attribute of what lies at an address. A null pointer means nothing at all.
+/// Writes one attribute of the memory at an address. `None` denotes an address without memory.
 ///
 /// # Safety
-/// `value` is valid for writing the attribute's type.
+/// `value` must be valid for writing the attribute's type.
 unsafe fn write_attribute(value: *mut c_void, attribute: c_int, found: Option<(u64, u64, c_int)>, pool: u64) {
     let (base, size, device) = found.unwrap_or((0, 0, 0));
-    // SAFETY: the caller's contract.
+    // SAFETY: guaranteed by the caller.
     unsafe {
         match attribute {
             1 => answer(value.cast(), if found.is_some() { model::context_of(device) } else { 0 }),
@@ -77,7 +77,7 @@ stub! {
         Ok(())
     };
     call cuPointerGetAttribute(value: *mut c_void, attribute: c_int, address: u64) |state| {
-        // Of mapped memory the driver knows the whole mapping, and no context.
+        // For mapped memory, the driver reports the whole mapping and no context.
         let found = state.memory.allocation(address);
         let mapped = state.is_mapped(address);
         if found.is_none() && !mapped { return Err(INVALID_VALUE); }

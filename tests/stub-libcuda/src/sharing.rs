@@ -1,25 +1,28 @@
-//! Physical memory that goes to another process and comes from one.
+//! Export and import of physical memory between processes.
 //!
 //! ```text
 //!  exporter                                              importer
-//!  memory file ── opened once more, and its position ──► descriptor ── kept open by the handle
-//!                 says where the memory lies: offset | device | granules
+//!  memory file ── opened again, and its position ──────► descriptor ── kept open by the handle
+//!                 encodes the location: offset | device | granules
 //! ```
-//! An import takes no memory of this process's devices. A fabric handle names the process and its memory file, and so ends with
-//! the process.
+//! An import takes no memory of this process's devices. A fabric handle names the process and its memory file, so it becomes invalid when
+//! the process ends.
 
 use crate::memory::Physical;
 use crate::model::{GRANULARITY, State, with};
 use crate::{INVALID_DEVICE, INVALID_VALUE, NOT_SUPPORTED, answer, call, call_outside_capture};
 use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
 
-/// Bits of a place below the granularity: 16 for the number of granules, 4 for the device.
+/// Number of low bits of a place that hold the number of granules. The next 4 bits hold the device; both are below the granularity.
 const GRANULES_BITS: u64 = 16;
 
 impl Physical {
     fn place(&self) -> u64 {
         let granules = self.size / GRANULARITY;
-        assert!(granules < 1 << GRANULES_BITS && (0..16).contains(&self.device), "it fits into the place");
+        assert!(
+            granules < 1 << GRANULES_BITS && (0..16).contains(&self.device),
+            "the size and the device fit into a place"
+        );
         self.offset | (self.device as u64) << GRANULES_BITS | granules
     }
 
@@ -36,28 +39,29 @@ impl Physical {
     }
 }
 
-/// The file behind a descriptor, once more, with a position of its own.
+/// Opens the file behind a descriptor again, with a separate position.
 fn open_again(process: u64, descriptor: c_int) -> Option<c_int> {
     let path = std::ffi::CString::new(format!("/proc/{process}/fd/{descriptor}")).expect("no zero byte");
-    // SAFETY: a C string.
+    // SAFETY: the path is a C string.
     let opened = unsafe { libc::open(path.as_ptr(), libc::O_RDWR | libc::O_CLOEXEC) };
     (opened >= 0).then_some(opened)
 }
 
 fn inode(file: c_int) -> Option<(u64, u64)> {
-    // SAFETY: all zeros are a `stat`.
+    // SAFETY: all zeros are a valid `stat`.
     let mut stat: libc::stat = unsafe { std::mem::zeroed() };
     // SAFETY: `stat` is valid for writing.
     (unsafe { libc::fstat(file, &raw mut stat) } == 0).then_some((stat.st_dev, stat.st_ino))
 }
 
 impl State {
-    /// Takes over a descriptor of another process's memory file, or closes it. Of this process's own: the handle that there is.
+    /// Imports memory from a memory file, and takes ownership of the descriptor. For memory of this process, closes the descriptor and
+    /// returns the existing handle.
     fn adopt(&mut self, place: u64, file: c_int, handle_types: u32) -> u64 {
         let is_own = inode(file) == inode(self.memory.file);
         let mut own = self.memory.physical.iter().filter(|(_, own)| is_own && own.file == self.memory.file);
         if let Some(handle) = own.find(|(_, own)| own.place() == place).map(|(handle, _)| *handle) {
-            // SAFETY: a descriptor of this function's.
+            // SAFETY: this function owns the descriptor.
             unsafe { libc::close(file) };
             self.retain(handle);
             return handle;
@@ -97,7 +101,7 @@ stub! {
     call_outside_capture cuMemImportFromShareableHandle(handle: *mut u64, shareable: *mut c_void, kind: c_int) |state| {
         let (place, file) = match kind {
             1 => {
-                // The descriptor itself, in the place of a pointer.
+                // The descriptor is passed in place of a pointer.
                 let given = shareable as usize as c_int;
                 let place = libc::lseek(given, 0, libc::SEEK_CUR);
                 let file = libc::fcntl(given, libc::F_DUPFD_CLOEXEC, 0);
@@ -128,7 +132,7 @@ stub! {
     };
 }
 
-/// How many pieces of physical memory of other processes this one holds.
+/// Returns the number of pieces of physical memory that were imported from other processes.
 #[unsafe(no_mangle)]
 pub extern "C" fn stub_imports() -> c_uint {
     with(|state| state.memory.physical.values().filter(|physical| physical.file != state.memory.file).count() as c_uint)

@@ -1,4 +1,4 @@
-//! A line of bytes that parts are taken from, first fit: addresses, the memory file, and NCCL's symmetric address space.
+//! A first-fit allocator for a linear space: addresses, the memory file, and NCCL's symmetric address space.
 //!
 //! ```text
 //!  0            hole            hole                limit
@@ -8,15 +8,15 @@
 
 use std::collections::BTreeMap;
 
-/// See the file's comment.
+/// A linear space of bytes; see the module documentation.
 #[derive(Debug)]
 pub struct Space {
-    /// Holes: first byte to length. They never touch each other.
+    /// Holes: first byte to length. They are never adjacent.
     holes: BTreeMap<u64, u64>,
     limit: u64,
 }
 
-/// From which end parts are taken.
+/// The end from which parts are taken.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
     /// The lowest hole that is large enough, from its start.
@@ -26,12 +26,12 @@ pub enum End {
 }
 
 impl Space {
-    /// All of `[0, limit)` is free.
+    /// Creates a space in which all of `[0, limit)` is free.
     pub fn new(limit: u64) -> Self {
         Space { holes: BTreeMap::from([(0, limit)]), limit }
     }
 
-    /// Takes a part. Holes are multiples of whatever was asked for, so the caller keeps to one alignment.
+    /// Takes a part. Alignment follows from the sizes: a caller that uses multiples of one unit gets multiples of it.
     pub fn take(&mut self, size: u64, end: End) -> Option<u64> {
         let fits = |(_, length): &(&u64, &u64)| **length >= size;
         let found = match end {
@@ -50,12 +50,12 @@ impl Space {
         Some(start)
     }
 
-    /// Gives a part back.
+    /// Returns a part to the space.
     pub fn give(&mut self, start: u64, size: u64) {
         assert!(start + size <= self.limit, "a part of this space");
         let (mut start, mut length) = (start, size);
         if let Some((at, before)) = self.holes.range(..start).next_back().map(|(at, length)| (*at, *length)) {
-            assert!(at + before <= start, "given back once");
+            assert!(at + before <= start, "a part is returned only once");
             if at + before == start {
                 self.holes.remove(&at);
                 (start, length) = (at, before + length);

@@ -1,15 +1,15 @@
-//! Streams as queues, events as places in them, and captures as lists of ops.
+//! Streams as queues, events as positions in them, and captures as lists of ops.
 //!
 //! ```text
 //!  numbers of a stream's work:   1 ... completed ... ran ... submitted
-//!                                 somebody waited     │ queue ────────
+//!                                 a host wait        │ queue ────────
 //!                                                      ╰ front: waits for another stream, or for a library
 //! ```
 //!
-//! Work takes effect when it is submitted, unless something before it on its stream is held up: a wait for another stream
-//! that is held up, or work of another library that waits for its peers. It is *complete* when it took effect and somebody
-//! waited for it on the host, directly, through another stream, or by polling often enough (`STUB_POLLS`). So a query says
-//! "not ready" as long as it can.
+//! Work takes effect when it is submitted, unless earlier work on its stream is blocked: a wait for another stream that is itself blocked,
+//! or work of another library that waits for its peers. Work is *complete* once it has taken effect and a host wait covered it, either
+//! directly, through another stream, or by sufficiently many polls (`STUB_POLLS`). A query therefore reports "not ready" for as long as
+//! possible.
 
 use crate::external::{Notice, PER_THREAD};
 use crate::model::{Code, State};
@@ -24,9 +24,9 @@ pub enum Op {
     Set {
         /// First byte.
         address: u64,
-        /// Their value.
+        /// Value of the bytes.
         value: u8,
-        /// How many.
+        /// Number of bytes.
         count: usize,
     },
     /// Copies bytes.
@@ -35,17 +35,17 @@ pub enum Op {
         to: u64,
         /// First byte read.
         from: u64,
-        /// How many.
+        /// Number of bytes.
         count: usize,
     },
-    /// Work of another library, see `external.rs`.
+    /// Work of another library; see `external.rs`.
     External {
-        /// Its name for this work.
+        /// The library's handle of this work.
         template: u64,
     },
 }
 
-/// What stands in a queue.
+/// An entry of a queue.
 #[derive(Clone, Copy, Debug)]
 enum Work {
     Set { address: u64, value: u8, count: usize },
@@ -58,30 +58,30 @@ enum Work {
 /// A stream.
 #[derive(Clone, Debug, Default)]
 pub struct Stream {
-    /// Of which device.
+    /// Its device.
     pub device: c_int,
     /// Number of its last work.
     pub submitted: u64,
-    /// Number of the last work that took effect.
+    /// Number of the last work that has taken effect.
     ran: u64,
     completed: u64,
-    /// Work that did not take effect yet, in order: `ran + 1` to `submitted`.
+    /// Work that has not taken effect, in order: numbers `ran + 1` to `submitted`.
     queue: VecDeque<Work>,
-    /// (own work, stream waited for, its work).
+    /// Waits as (number of the wait, stream waited for, number of its work).
     waits: Vec<(u64, u64, u64)>,
-    /// The capture it is part of.
+    /// The capture that it is part of.
     pub capture: Option<u64>,
-    /// Destroyed, with work left.
+    /// `true` if it was destroyed while it had work left.
     is_gone: bool,
 }
 
 impl Stream {
-    /// A stream of a device, without work.
+    /// Creates a stream of a device, without work.
     pub fn new(device: c_int) -> Self {
         Self::after(device, 0)
     }
 
-    /// A stream whose work is numbered from `done` on.
+    /// Creates a stream whose work numbers continue after `done`.
     pub fn after(device: c_int, done: u64) -> Self {
         Stream { device, submitted: done, ran: done, completed: done, ..Stream::default() }
     }
@@ -90,43 +90,44 @@ impl Stream {
 /// An event.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Event {
-    /// Made with times, which `cuEventElapsedTime` needs.
+    /// `true` if it was created with timing, which `cuEventElapsedTime` requires.
     pub has_times: bool,
-    /// Whether it was ever recorded.
+    /// `true` once it was recorded.
     pub is_recorded: bool,
     /// The stream it was recorded on.
     pub stream: u64,
-    /// After which of its work.
+    /// Number of the last work before it on that stream.
     pub seq: u64,
-    /// In which capture.
+    /// The capture in which it was recorded.
     pub capture: Option<u64>,
-    /// How often it was found done but not waited for.
+    /// Number of polls that found it done but not covered by a wait.
     pub polls: u64,
 }
 
-/// A capture under way.
+/// An active capture.
 #[derive(Debug)]
 pub struct Capture {
-    /// Where it began.
+    /// The stream on which it began.
     origin: u64,
-    /// Who began it.
+    /// The thread that began it.
     thread: ThreadId,
-    /// Whom it forbids calls that are no work of a stream: 0, all threads; 1, its own; 2, nobody.
+    /// Mode, which selects the threads that it forbids calls that are not stream work: 0, all threads; 1, its own; 2, none.
     mode: c_int,
-    /// Whether nothing forbidden happened so far.
+    /// `true` while no forbidden call has been made.
     pub is_valid: bool,
-    /// What was captured.
+    /// The captured ops.
     pub ops: Vec<Op>,
 }
 
 impl Capture {
-    /// A capture of what is submitted to `origin`, by this thread.
+    /// Begins a capture of work submitted to `origin`, by the current thread.
     pub fn begin(origin: u64, mode: c_int) -> Self {
         let thread = std::thread::current().id();
         Capture { origin, thread, mode, is_valid: true, ops: Vec::new() }
     }
 
-    /// Whether it forbids this thread, which is in this mode, what is no work of a stream: see `cuThreadExchangeStreamCaptureMode`.
+    /// Returns `true` if it forbids the current thread, which is in `thread_mode`, calls that are not stream work: see
+    /// `cuThreadExchangeStreamCaptureMode`.
     pub fn forbids(&self, thread_mode: c_int) -> bool {
         let is_own = self.thread == std::thread::current().id();
         match thread_mode {
@@ -138,22 +139,22 @@ impl Capture {
 }
 
 impl State {
-    /// A stream that was not destroyed.
+    /// Returns a stream that was not destroyed.
     pub fn stream(&mut self, stream: u64) -> Option<&mut Stream> {
         if stream & PER_THREAD != 0 {
-            // A thread's own default stream is there when it is first named.
+            // The default stream of a thread is created on first use.
             self.streams.entry(stream).or_insert_with(|| Stream::new((stream & 0xffff) as c_int));
         }
         self.streams.get_mut(&stream).filter(|stream| !stream.is_gone)
     }
 
-    /// Streams that a program made and did not destroy.
+    /// Returns the number of streams that the program created and has not destroyed.
     pub fn stream_count(&self) -> u64 {
         let made = self.streams.iter().filter(|(key, stream)| !stream.is_gone && *key & PER_THREAD == 0);
         made.count() as u64 - self.options.devices as u64
     }
 
-    /// Destroys a stream; its work goes on.
+    /// Destroys a stream; its work continues.
     pub fn destroy_stream(&mut self, stream: u64) -> Option<()> {
         let known = self.stream(stream)?;
         known.is_gone = true;
@@ -189,14 +190,14 @@ impl State {
         Ok(())
     }
 
-    /// Records an event, and says where.
+    /// Records an event. Returns its position.
     pub fn record(&mut self, stream: u64) -> Option<Event> {
         let capture = self.stream(stream)?.capture;
         let seq = self.enqueue(stream, Work::Mark);
         Some(Event { is_recorded: true, stream, seq, capture, ..Event::default() })
     }
 
-    /// Makes later work of the stream wait.
+    /// Makes later work of the stream wait for an event.
     pub fn wait(&mut self, stream: u64, event: Event) {
         let is_captured = self.streams[&stream].capture.is_some();
         let held_by = Work::Wait { stream: event.stream, seq: event.seq };
@@ -217,13 +218,13 @@ impl State {
         seq
     }
 
-    /// Lets the work at the front of a queue take effect as far as nothing holds it up. Whether any did.
+    /// Runs the work at the front of a queue until something blocks it. Returns `true` if any work took effect.
     fn advance(&mut self, stream: u64) -> bool {
         let mut has_moved = false;
         while let Some(front) = self.streams.get(&stream).and_then(|stream| stream.queue.front().copied()) {
             match front {
-                // SAFETY: the caller of the driver's call says that the bytes are there; where they are not, the test dies
-                // as a kernel would.
+                // SAFETY: the caller of the driver's call guarantees that the bytes exist. If they do not, the test crashes, as a kernel
+                // would.
                 Work::Set { address, value, count } => unsafe {
                     std::ptr::write_bytes(address as *mut u8, value, count);
                 },
@@ -256,7 +257,7 @@ impl State {
         has_moved
     }
 
-    /// Puts work on a stream that holds up what comes behind it until [`external_is_done`](Self::external_is_done) names it.
+    /// Submits work that blocks the work after it until [`external_is_done`](Self::external_is_done) receives its instance.
     pub fn hold(&mut self, stream: u64) -> Option<u64> {
         self.stream(stream)?;
         let instance = self.handle();
@@ -265,7 +266,7 @@ impl State {
         Some(instance)
     }
 
-    /// Work of another library is done: what it held up takes effect.
+    /// Marks work of another library as done, and runs the work that it blocked.
     pub fn external_is_done(&mut self, instance: u64) {
         if !self.external_streams.contains_key(&instance) {
             return;
@@ -282,17 +283,17 @@ impl State {
         }
     }
 
-    /// Whether the work took effect.
+    /// Returns `true` if the work has taken effect.
     pub fn has_run(&self, stream: u64, seq: u64) -> bool {
         self.streams.get(&stream).is_none_or(|stream| seq <= stream.ran)
     }
 
-    /// Whether all work of a device took effect.
+    /// Returns `true` if all work of a device has taken effect.
     pub fn has_run_all(&self, device: c_int) -> bool {
         self.streams.values().filter(|stream| stream.device == device).all(|stream| stream.queue.is_empty())
     }
 
-    /// Whether the work before the event counts as done; asking often enough makes it so.
+    /// Returns `true` if the work before the event counts as complete, which sufficiently many polls achieve.
     pub fn poll(&mut self, event: u64) -> bool {
         let Event { stream, seq, .. } = self.events[&event];
         if self.streams.get(&stream).is_none_or(|stream| seq <= stream.completed) {
@@ -310,7 +311,7 @@ impl State {
         is_enough
     }
 
-    /// Completes work of a stream that took effect, and what it waited for.
+    /// Completes work of a stream that has taken effect, and the work that it waited for.
     pub fn complete(&mut self, stream: u64, seq: u64) {
         let Some(known) = self.streams.get_mut(&stream) else { return };
         if seq <= known.completed {
@@ -323,7 +324,7 @@ impl State {
         due.into_iter().for_each(|(_, other, work)| self.complete(other, work));
     }
 
-    /// Completes all work of a device that took effect.
+    /// Completes all work of a device that has taken effect.
     pub fn complete_all(&mut self, device: c_int) {
         for stream in self.streams.values_mut().filter(|stream| stream.device == device) {
             stream.completed = stream.ran;
@@ -331,7 +332,7 @@ impl State {
         }
     }
 
-    /// Whether the origin of a capture waits for the last work of every other stream of it.
+    /// Returns `true` if the origin of a capture waits for the last work of every other stream in the capture.
     pub fn is_joined(&self, capture: u64) -> bool {
         let origin = self.captures[&capture].origin;
         let waits = &self.streams[&origin].waits;
@@ -340,7 +341,7 @@ impl State {
     }
 }
 
-/// Which of the origin's own works is its last wait for `stream`.
+/// Returns the number of the origin's last wait for `stream`.
 fn waits_at(waits: &[(u64, u64, u64)], stream: u64) -> u64 {
     waits.iter().rev().find(|(_, other, _)| *other == stream).map_or(0, |(own, _, _)| *own)
 }

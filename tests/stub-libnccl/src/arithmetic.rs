@@ -1,8 +1,8 @@
-//! What reductions compute, element by element, in the order of the ranks.
+//! The arithmetic of reductions, element by element, in the order of the ranks.
 
 use std::ffi::c_int;
 
-/// Bytes of one element of an `ncclDataType_t`; `None`: there is no such type.
+/// Returns the bytes of one element of an `ncclDataType_t`; `None` if the type does not exist.
 pub fn element_bytes(data_type: c_int) -> Option<usize> {
     Some(match data_type {
         0 | 1 | 10 | 11 => 1,
@@ -13,12 +13,12 @@ pub fn element_bytes(data_type: c_int) -> Option<usize> {
     })
 }
 
-/// Whether this stub can reduce elements of the type: all but eight-bit floats.
+/// Returns `true` if this stub can reduce elements of the type: all types except eight-bit floats.
 pub fn can_reduce(data_type: c_int, op: c_int) -> bool {
     (0..=9).contains(&data_type) && (0..=4).contains(&op)
 }
 
-/// Whether NCCL has a symmetric kernel for it, see `ncclSymkImplemented`.
+/// Returns `true` if NCCL has a symmetric kernel for it; see `ncclSymkImplemented`.
 pub fn is_symmetric_sum(data_type: c_int, op: c_int) -> bool {
     matches!(data_type, 6 | 7 | 9 | 10 | 11) && matches!(op, 0 | 4)
 }
@@ -75,7 +75,7 @@ macro_rules! reduce_floats {
     };
 }
 
-/// Reduces inputs of one length, one per rank.
+/// Reduces inputs of equal length, one per rank.
 pub fn reduce(data_type: c_int, op: c_int, inputs: &[Vec<u8>]) -> Vec<u8> {
     match data_type {
         0 => reduce_integers!(i8, op, inputs),
@@ -92,7 +92,7 @@ pub fn reduce(data_type: c_int, op: c_int, inputs: &[Vec<u8>]) -> Vec<u8> {
     }
 }
 
-/// Two-byte floats, reduced as `f32` and rounded once.
+/// Reduces two-byte floats as `f32`, and rounds once.
 fn reduce_halves(op: c_int, inputs: &[Vec<u8>], widen: fn(u16) -> f32, narrow: fn(f32) -> u16) -> Vec<u8> {
     let wide: Vec<Vec<u8>> = inputs
         .iter()
@@ -117,7 +117,7 @@ fn f16_to_f32(bits: u16) -> f32 {
     if sign == 1 { -magnitude } else { magnitude }
 }
 
-/// To nearest, ties to even.
+/// Converts to the nearest value, with ties to even.
 fn f32_to_f16(value: f32) -> u16 {
     let sign = ((value.to_bits() >> 16) & 0x8000) as u16;
     let magnitude = value.abs();
@@ -127,14 +127,14 @@ fn f32_to_f16(value: f32) -> u16 {
     if magnitude >= 65520.0 {
         return sign | 0x7c00;
     }
-    // The step between neighbours of this magnitude is 2^(exponent - 10).
+    // The distance between adjacent values of this magnitude is 2^(exponent - 10).
     let exponent = ((magnitude.to_bits() >> 23) as i32 - 127).max(-14);
     let steps = (magnitude / 2f32.powi(exponent - 10)).round_ties_even() as u16;
-    // Steps of 0x400 and more carry into the exponent by themselves.
+    // A step count of 0x400 or more carries into the exponent automatically.
     sign | ((((exponent + 14) as u16) << 10) + steps)
 }
 
-/// To nearest, ties to even.
+/// Converts to the nearest value, with ties to even.
 fn f32_to_bf16(value: f32) -> u16 {
     let bits = value.to_bits();
     if value.is_nan() {

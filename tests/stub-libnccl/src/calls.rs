@@ -21,21 +21,21 @@ pub struct UniqueId {
     pub internal: [u8; 128],
 }
 
-/// The start of `ncclConfig_t`, which no version changed.
+/// The first fields of `ncclConfig_t`, which are the same in all versions.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub struct Config {
-    /// Bytes of the caller's struct.
+    /// Size of the caller's struct in bytes.
     pub size: usize,
     /// 0xcafebeef.
     pub magic: c_uint,
     /// The caller's version.
     pub version: c_uint,
-    /// 0: calls do not wait.
+    /// 0 if calls do not block.
     pub blocking: c_int,
 }
 
-/// What the last error was about.
+/// Text of the last error.
 static LAST_ERROR: AtomicPtr<c_char> = AtomicPtr::new(c"".as_ptr().cast_mut());
 
 fn failed(code: c_int) -> c_int {
@@ -46,7 +46,7 @@ fn failed(code: c_int) -> c_int {
     code
 }
 
-/// A call without a communicator.
+/// Makes a call without a communicator.
 fn plain(call: &'static str, act: impl FnOnce() -> c_int) -> c_int {
     failed(match ledger::enter(call, None) {
         Verdict::Fail(code) => code,
@@ -54,7 +54,7 @@ fn plain(call: &'static str, act: impl FnOnce() -> c_int) -> c_int {
     })
 }
 
-/// A call on a communicator, which one thread at a time may make, and only once the last one is over.
+/// Makes a call on a communicator. Only one thread at a time may do so, and only after the previous call has completed.
 fn on(call: &'static str, handle: u64, act: impl FnOnce(&Arc<Member>, bool) -> c_int) -> c_int {
     let member = match check(call, handle) {
         Ok(member) => member,
@@ -75,26 +75,26 @@ fn on(call: &'static str, handle: u64, act: impl FnOnce(&Arc<Member>, bool) -> c
         act(&member, verdict == Verdict::Hang)
     } else {
         // NCCL: "Attempt to use communicator before the previous operation returned ncclSuccess".
-        violate(format!("{call} on a communicator of rank {} before its last call was over", member.world));
+        violate(format!("{call} on a communicator of rank {} before its previous call completed", member.world));
         INVALID_ARGUMENT
     };
     member.vacate();
     failed(code)
 }
 
-/// A question that any thread may ask at any time.
+/// Makes a query, which is allowed on any thread at any time.
 fn ask(call: &'static str, handle: u64, act: impl FnOnce(&Arc<Member>) -> c_int) -> c_int {
     let member = check(call, handle);
     ledger::enter(call, member.as_ref().ok().map(|member| member.world));
     failed(member.map_or_else(|code| code, |member| act(&member)))
 }
 
-/// `blocking` of a configuration; by default calls wait.
+/// Returns `blocking` of a configuration; the default is `otherwise`.
 unsafe fn is_blocking(config: *const Config, otherwise: bool) -> Result<bool, c_int> {
     if config.is_null() {
         return Ok(otherwise);
     }
-    // SAFETY: the caller of the call keeps the contract of nccl.h.
+    // SAFETY: the caller meets the contract of nccl.h.
     let config = unsafe { config.read() };
     if config.magic != 0xcafe_beef || config.size < size_of::<Config>() {
         return Err(INVALID_ARGUMENT);
@@ -140,12 +140,12 @@ fn init(out: *mut u64, ranks: c_int, id: &UniqueId, rank: c_int, device: c_int, 
     group::submit(member, Action::Init((!is_hung).then_some(join)))
 }
 
-/// Bytes of `count` elements.
+/// Returns the size of `count` elements in bytes.
 fn bytes(count: usize, data_type: c_int) -> Option<u64> {
     Some((count * element_bytes(data_type)?) as u64)
 }
 
-/// A collective: checks arguments and launches it.
+/// Checks the arguments of a collective and launches it.
 fn collective(call: &'static str, comm: u64, stream: u64, signature: Signature, send: u64, receive: u64) -> c_int {
     on(call, comm, |member, is_hung| {
         let (rank, ranks) = {
@@ -218,14 +218,14 @@ fn transfer(
 macro_rules! nccl {
     ($($name:ident($($arg:ident: $type:ty),*) $body:expr;)*) => {
         $(
-            /// As in nccl.h.
+            /// See nccl.h.
             #[unsafe(no_mangle)]
             #[allow(unused_variables, unused_unsafe, reason = "not every call uses all arguments")]
             pub unsafe extern "C" fn $name($($arg: $type),*) -> c_int {
                 if !cuda::is_there() {
                     return CUDA_ERROR;
                 }
-                // SAFETY: the caller keeps the contract of nccl.h: pointers are valid, handles are live.
+                // SAFETY: the caller meets the contract of nccl.h: pointers are valid, and handles are live.
                 unsafe { $body }
             }
         )*
@@ -268,7 +268,7 @@ nccl! {
     ncclCommDestroy(comm: u64) on("ncclCommDestroy", comm, |member, is_hung| {
         let pending = member.lock().queue.len();
         if pending > 0 {
-            violate(format!("rank {}: a communicator is destroyed with {pending} collectives under way", member.world));
+            violate(format!("rank {}: a communicator is destroyed with {pending} pending collectives", member.world));
         }
         member.drain();
         member.end(Life::Destroyed);
@@ -358,13 +358,13 @@ nccl! {
     ncclGroupEnd() plain("ncclGroupEnd", group::end);
 }
 
-/// As in nccl.h.
+/// See nccl.h.
 #[unsafe(no_mangle)]
 pub extern "C" fn ncclGetErrorString(code: c_int) -> *const c_char {
     text(code).as_ptr()
 }
 
-/// As in nccl.h.
+/// See nccl.h.
 #[unsafe(no_mangle)]
 pub extern "C" fn ncclGetLastError(_comm: *mut c_void) -> *const c_char {
     LAST_ERROR.load(Ordering::Relaxed)

@@ -1,4 +1,4 @@
-//! `ncclResult_t`.
+//! The values of `ncclResult_t`.
 
 use std::ffi::{CStr, c_int};
 
@@ -19,7 +19,7 @@ pub const REMOTE_ERROR: c_int = 6;
 /// `ncclInProgress`.
 pub const IN_PROGRESS: c_int = 7;
 
-/// As `ncclGetErrorString`.
+/// Returns the text of `ncclGetErrorString`.
 pub fn text(code: c_int) -> &'static CStr {
     match code {
         SUCCESS => c"no error",

@@ -1,4 +1,5 @@
-//! The stub of libcuda, as its `external.rs` offers it. It is opened by name, so it is the one that the program uses.
+//! The interface of the stub of libcuda, as defined in its `external.rs`. The library is opened by name, so it is the same instance that
+//! the program uses.
 
 use crate::abi::{Hooks, Region};
 use crate::messages::Extent;
@@ -15,7 +16,7 @@ macro_rules! table {
             fn open() -> Option<Self> {
                 let library = open(c"libcuda.so").or_else(|| open(c"libcuda.so.1"))?;
                 $(
-                    // SAFETY: a library that stays open, and a C string.
+                    // SAFETY: the library stays open, and the pointer is a C string.
                     let $name = unsafe { libc::dlsym(library, concat!(stringify!($symbol), "\0").as_ptr().cast()) };
                 )*
                 if [$($name),*].contains(&std::ptr::null_mut()) {
@@ -53,12 +54,12 @@ table! {
 }
 
 fn open(name: &CStr) -> Option<*mut c_void> {
-    // SAFETY: a C string; the stub has no initialisers.
+    // SAFETY: the pointer is a C string, and the stub has no initializers.
     let library = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_NOW) };
     (!library.is_null()).then_some(library)
 }
 
-/// The table, with our hooks in it.
+/// Returns the table of functions, after installing this stub's hooks.
 fn table() -> Option<&'static Table> {
     static TABLE: OnceLock<Option<Table>> = OnceLock::new();
     let table = TABLE.get_or_init(|| {
@@ -68,14 +69,14 @@ fn table() -> Option<&'static Table> {
             arrived: crate::streams::arrived,
             unmapped: crate::window::unmapped,
         };
-        // SAFETY: this library stays open, as the loader never closes it while the program uses it.
+        // SAFETY: the hooks stay callable, because the loader never closes this library while the program uses it.
         unsafe { (table.hooks)(hooks) };
         Some(table)
     });
     table.as_ref()
 }
 
-/// Whether there is a driver.
+/// Returns `true` if the driver is available.
 pub fn is_there() -> bool {
     table().is_some()
 }
@@ -84,54 +85,54 @@ fn driver() -> &'static Table {
     table().expect("the stub of libcuda is on the library path")
 }
 
-/// Work on a stream: whether it was captured, or the driver's error.
+/// Submits work to a stream. Returns `true` if it was captured, or the driver's error.
 pub fn submit(stream: u64, template: u64) -> Result<bool, c_int> {
-    // SAFETY: no pointers.
+    // SAFETY: there are no pointers.
     match unsafe { (driver().submit)(stream, template) } {
         code @ ..0 => Err(-code),
         code => Ok(code == 1),
     }
 }
 
-/// Work took effect.
+/// Marks work as finished.
 pub fn complete(instance: u64) {
-    // SAFETY: no pointers.
+    // SAFETY: there are no pointers.
     unsafe { (driver().complete)(instance) };
 }
 
-/// The current device.
+/// Returns the current device.
 pub fn device() -> Option<c_int> {
-    // SAFETY: no pointers.
+    // SAFETY: there are no pointers.
     let device = unsafe { (driver().device)() };
     (device >= 0).then_some(device)
 }
 
-/// A stream's device.
+/// Returns the device of a stream.
 pub fn stream_device(stream: u64) -> Option<c_int> {
-    // SAFETY: no pointers.
+    // SAFETY: there are no pointers.
     let device = unsafe { (driver().stream_device)(stream) };
     (device >= 0).then_some(device)
 }
 
-/// How many devices there are, and the memory of each in bytes.
+/// Returns the number of devices, and the memory of each in bytes.
 pub fn devices() -> (c_int, u64) {
     let mut bytes = 0;
     // SAFETY: `bytes` is valid for writing.
     (unsafe { (driver().devices)(&raw mut bytes) }, bytes)
 }
 
-/// What lies at an address.
+/// Describes the memory at an address.
 pub fn region(address: u64) -> Option<Region> {
     let mut region = Region::default();
     // SAFETY: `region` is valid for writing.
     (unsafe { (driver().region)(address, &raw mut region) } == 1).then_some(region)
 }
 
-/// The parts of the memory file behind some addresses.
+/// Returns the parts of the memory file behind an address range.
 pub fn extents(address: u64, size: u64) -> Option<Vec<Extent>> {
     let mut found = vec![[0; 2]; 4];
     loop {
-        // SAFETY: valid for writing that many.
+        // SAFETY: the vector is valid for writing this many elements.
         let count = unsafe { (driver().extents)(address, size, found.as_mut_ptr(), found.len()) };
         let count = usize::try_from(count).ok()?;
         if count <= found.len() {
@@ -142,7 +143,7 @@ pub fn extents(address: u64, size: u64) -> Option<Vec<Extent>> {
     }
 }
 
-/// The memory file of this process, and where it is mapped.
+/// Returns the memory file of this process, and the address at which it is mapped.
 pub fn memory_file() -> (c_int, u64) {
     let mut base = 0;
     // SAFETY: `base` is valid for writing.
@@ -150,37 +151,37 @@ pub fn memory_file() -> (c_int, u64) {
     (file, base)
 }
 
-/// Keeps physical memory. Its place in the memory file.
+/// Retains physical memory. Returns its offset in the memory file.
 pub fn retain(handle: u64) -> Option<u64> {
-    // SAFETY: no pointers.
+    // SAFETY: there are no pointers.
     u64::try_from(unsafe { (driver().retain)(handle) }).ok()
 }
 
-/// Gives up what [`retain`] kept.
+/// Releases memory that [`retain`] retained.
 pub fn release_retained(handle: u64) {
-    // SAFETY: no pointers.
+    // SAFETY: there are no pointers.
     unsafe { (driver().drop)(handle) };
 }
 
-/// Wants to know when memory goes.
+/// Registers a guard, whose hook is called when memory in the range is unmapped or freed.
 pub fn guard(base: u64, size: u64) -> u64 {
-    // SAFETY: no pointers.
+    // SAFETY: there are no pointers.
     unsafe { (driver().guard)(base, size) }
 }
 
-/// Wants to know no longer.
+/// Removes a guard.
 pub fn unguard(guard: u64) {
-    // SAFETY: no pointers.
+    // SAFETY: there are no pointers.
     unsafe { (driver().unguard)(guard) };
 }
 
-/// Whether captures forbid this thread host calls; they are spoilt then.
+/// Returns `true` if captures forbid this thread host calls, and invalidates them.
 pub fn capture_forbids() -> bool {
-    // SAFETY: no pointers.
+    // SAFETY: there are no pointers.
     unsafe { (driver().capture_forbids)() == 1 }
 }
 
-/// As `ncclMemAlloc`: memory in a range of its own.
+/// Allocates memory in a dedicated range, like `ncclMemAlloc`.
 pub fn allocate(size: usize) -> Option<u64> {
     let size = size.next_multiple_of(2 << 20);
     let device = device()?;
@@ -188,7 +189,7 @@ pub fn allocate(size: usize) -> Option<u64> {
     let properties = [1, 1, 1, device, 0, 0, 0x100, 0];
     let access = [1, device, 3];
     let table = driver();
-    // SAFETY: pointers to locals that are valid for the call, and what was just made.
+    // SAFETY: the pointers are to locals that are valid during the call, and the range and the handle have just been created.
     unsafe {
         let is_reserved = (table.reserve)(&raw mut base, size, 0, 0, 0) == 0;
         if !is_reserved || (table.create)(&raw mut handle, size, &raw const properties, 0) != 0 {
@@ -201,11 +202,11 @@ pub fn allocate(size: usize) -> Option<u64> {
     }
 }
 
-/// As `ncclMemFree`.
+/// Frees memory, like `ncclMemFree`.
 pub fn free(base: u64) -> Option<()> {
     let region = region(base).filter(|region| region.base == base && region.handle != 0)?;
     let (table, size) = (driver(), region.size as usize);
-    // SAFETY: memory that `allocate` made, which the caller gives up.
+    // SAFETY: `allocate` made this memory, and the caller no longer uses it.
     let is_free = unsafe { (table.unmap)(base, size) == 0 && (table.address_free)(base, size) == 0 };
     is_free.then_some(())
 }

@@ -1,4 +1,4 @@
-//! Moves the data of collectives between the memory files of the ranks' processes.
+//! The data movement of collectives, between the memory files of the ranks' processes.
 //!
 //! A symmetric kernel of rank `i` finds the other ranks' buffers by **its own** window and offset:
 //!
@@ -7,28 +7,28 @@
 //!  rank 1: window of round 7, offset 96     its kernel reads and writes (round 7, 96) on every rank
 //! ```
 //!
-//! Rank `i` of `n` computes the `i`-th part of an all-reduce for all. So with places that differ every element is wrong, and
-//! nobody is told.
+//! Rank `i` of `n` computes the `i`-th part of an all-reduce for all ranks. If the offsets differ, every element is therefore wrong, and no
+//! rank gets an error.
 
 use crate::arithmetic::{element_bytes, reduce};
 use crate::ledger::violate;
 use crate::messages::{Collective, Extent, Kind, Signature, WindowPlace};
 use std::collections::BTreeMap;
 
-/// What a kernel that reads beyond a window sees.
+/// The value that a kernel reads beyond a window.
 const POISON: u8 = 0xee;
 
-/// One rank's memory: where its process's memory file is mapped here.
+/// The address at which the memory file of a rank's process is mapped in this process.
 pub type Base = u64;
 
-/// The memory of each rank that was registered in a round.
+/// The memory of each rank, by the round in which it was registered.
 pub type Rounds = BTreeMap<u64, Vec<Vec<Extent>>>;
 
-/// Bytes of one part of some extents.
+/// Reads a part of some extents.
 pub fn read(base: Base, extents: &[Extent], from: u64, length: u64) -> Vec<u8> {
     let mut bytes = Vec::with_capacity(length as usize);
     walk(extents, from, length, |offset, part| {
-        // SAFETY: extents are parts of a memory file that is mapped whole at `base` and that stays mapped.
+        // SAFETY: extents are parts of a memory file that is mapped completely at `base` and stays mapped.
         bytes.extend_from_slice(unsafe { std::slice::from_raw_parts((base + offset) as *const u8, part as usize) });
     });
     if bytes.len() < length as usize {
@@ -38,11 +38,11 @@ pub fn read(base: Base, extents: &[Extent], from: u64, length: u64) -> Vec<u8> {
     bytes
 }
 
-/// Writes one part of some extents.
+/// Writes a part of some extents.
 pub fn write(base: Base, extents: &[Extent], from: u64, bytes: &[u8]) {
     let mut done = 0;
     walk(extents, from, bytes.len() as u64, |offset, part| {
-        // SAFETY: as in `read`; the other side of the copy is memory of this library.
+        // SAFETY: see `read`; the source is memory of this library.
         unsafe {
             std::ptr::copy_nonoverlapping(bytes[done..].as_ptr(), (base + offset) as *mut u8, part as usize);
         }
@@ -66,7 +66,7 @@ fn walk(extents: &[Extent], from: u64, length: u64, mut visit: impl FnMut(u64, u
     }
 }
 
-/// What one rank reads and writes, before it is read or written.
+/// The buffers of a collective's ranks.
 struct View<'a> {
     bases: &'a [Base],
     rounds: &'a Rounds,
@@ -83,7 +83,7 @@ impl View<'_> {
         write(self.bases[rank], self.parts[rank].receive.as_deref().unwrap_or_default(), from as u64, bytes);
     }
 
-    /// The memory of `rank` at a place as another rank knows it.
+    /// Returns the memory of `rank` in the window that another rank uses.
     fn peer(&self, rank: usize, place: WindowPlace) -> &[Extent] {
         match self.rounds.get(&place.round) {
             Some(memory) => &memory[rank],
@@ -100,7 +100,7 @@ impl View<'_> {
     }
 }
 
-/// Makes a collective whose parts, one per rank, agree.
+/// Runs a collective whose parts, one per rank, agree.
 pub fn run(bases: &[Base], rounds: &Rounds, parts: &[Collective]) {
     let view = View { bases, rounds, parts };
     let signature = parts[0].signature;
@@ -150,7 +150,7 @@ pub fn run(bases: &[Base], rounds: &Rounds, parts: &[Collective]) {
     }
 }
 
-/// As the kernels do it: each rank by its own places. All is read before anything is written.
+/// Runs a collective like the symmetric kernels: each rank uses its own offsets. All inputs are read before any output is written.
 fn run_symmetric(view: &View<'_>, signature: Signature, bytes: usize) {
     let ranks = view.parts.len();
     let places = |rank: usize| view.parts[rank].symmetric.expect("all are symmetric");

@@ -1,7 +1,7 @@
-//! `ncclGroupStart` and `ncclGroupEnd`: calls of a thread that are made together at the end of the outermost group.
+//! `ncclGroupStart` and `ncclGroupEnd`: the calls of a thread that run together at the end of the outermost group.
 //!
-//! Host steps of all communicators begin before any is waited for, so that one thread can make them for several ranks.
-//! Windows come before collectives, and the sends and receives of one communicator and stream are one kernel.
+//! The host steps of all communicators begin before the first wait, so that one thread can run them for several ranks. Windows come before
+//! collectives, and the sends and receives of one communicator and stream form one kernel.
 
 use crate::codes::{IN_PROGRESS, INVALID_ARGUMENT, SUCCESS};
 use crate::member::{Member, Step};
@@ -14,14 +14,14 @@ use std::ffi::c_int;
 use std::mem::take;
 use std::sync::Arc;
 
-/// A call that a group makes at its end.
+/// A call that runs at the end of its group.
 #[derive(Debug)]
 pub enum Action {
-    /// A communicator joins its job; `None`: it hangs.
+    /// Joins a communicator to its job; hangs if `None`.
     Init(Option<Join>),
-    /// A host step begins; without a round, it hangs.
+    /// Begins a host step; hangs without a round.
     Step(Step, Option<Round>),
-    /// A kernel goes to a stream.
+    /// Launches a kernel on a stream.
     Launch(Launch),
 }
 
@@ -29,7 +29,7 @@ pub enum Action {
 struct Group {
     depth: u32,
     actions: Vec<(Arc<Member>, Action)>,
-    /// The first error of a call in it.
+    /// The first error of a call in the group.
     error: c_int,
 }
 
@@ -37,13 +37,13 @@ thread_local! {
     static GROUP: RefCell<Group> = RefCell::default();
 }
 
-/// As `ncclGroupStart`.
+/// Opens a group, like `ncclGroupStart`.
 pub fn start() -> c_int {
     GROUP.with_borrow_mut(|group| group.depth += 1);
     SUCCESS
 }
 
-/// As `ncclGroupEnd`.
+/// Closes a group, like `ncclGroupEnd`.
 pub fn end() -> c_int {
     let ended = GROUP.with_borrow_mut(|group| {
         if group.depth == 0 {
@@ -62,12 +62,12 @@ pub fn end() -> c_int {
     }
 }
 
-/// Whether this thread is in a group.
+/// Returns `true` if this thread is in a group.
 pub fn is_open() -> bool {
     GROUP.with_borrow(|group| group.depth > 0)
 }
 
-/// A call in a group failed: its end says so too.
+/// Records the error of a call in a group, so that the end of the group returns it too.
 pub fn note(code: c_int) {
     GROUP.with_borrow_mut(|group| {
         if group.depth > 0 && group.error == SUCCESS && code != IN_PROGRESS {
@@ -76,7 +76,7 @@ pub fn note(code: c_int) {
     });
 }
 
-/// Makes a call: now, or at the end of the group.
+/// Runs a call: immediately, or at the end of the group.
 pub fn submit(member: Arc<Member>, action: Action) -> c_int {
     if is_open() {
         GROUP.with_borrow_mut(|group| group.actions.push((member, action)));
@@ -89,7 +89,7 @@ fn run(actions: Vec<(Arc<Member>, Action)>) -> c_int {
     let Some((first, _)) = actions.first() else { return SUCCESS };
     let is_blocking = first.is_blocking;
     if actions.iter().any(|(member, _)| member.is_blocking != is_blocking) {
-        // NCCL: "Blocking and nonblocking communicators are not allowed in the same group".
+        // NCCL's error: "Blocking and nonblocking communicators are not allowed in the same group".
         return INVALID_ARGUMENT;
     }
     let mut joining = Vec::new();
@@ -139,7 +139,7 @@ fn run(actions: Vec<(Arc<Member>, Action)>) -> c_int {
     codes.fold(SUCCESS, |first, code| if first == SUCCESS { code } else { first })
 }
 
-/// What a collective does with the other ranks on the host before its launch; `None`: it hangs there.
+/// Returns the host steps with the other ranks before the launch of a collective; `None` for a step that hangs.
 fn steps_before(member: &Member, launch: &Launch) -> Vec<Option<Round>> {
     let Kernel::Collective { signature, send, receive, .. } = &launch.kernel else { return Vec::new() };
     let mut rounds = Vec::new();
@@ -154,7 +154,7 @@ fn steps_before(member: &Member, launch: &Launch) -> Vec<Option<Round>> {
     rounds
 }
 
-/// Adds a kernel; transfers of one communicator and stream become one.
+/// Adds a kernel. Merges the transfers of one communicator and stream into one kernel.
 fn fuse(launches: &mut Vec<(Arc<Member>, Launch)>, member: Arc<Member>, launch: Launch) {
     if let Kernel::Transfers(new) = &launch.kernel {
         for (other, known) in launches.iter_mut() {

@@ -1,4 +1,4 @@
-//! One communicator over all its ranks: a state machine that ranks tell what they do, and that says when it is done.
+//! One communicator over all its ranks: a state machine that receives the ranks' messages and reports completed work to them.
 //!
 //! ```text
 //!  rank 0 ─ Arrived ─┐                          ┌─ Done ─► rank 0
@@ -6,8 +6,8 @@
 //!  rank 2 ─ Arrived ─┘   there: data moves      └─ Done ─► rank 2
 //! ```
 //!
-//! It lives in the process that made the unique id. `Round`s are the same on the host: registration, split. Neither has a
-//! timeout. A collective of a rank that left or died is never done; a round of it ends in an error, as its sockets do.
+//! A job lives in the process that created the unique id. `Round`s are the host-side counterpart of collectives: registrations and splits.
+//! Neither has a timeout. A collective never completes after one of its ranks left or died; a round then fails, as NCCL's sockets do.
 
 use crate::codes::{CUDA_ERROR, INVALID_ARGUMENT, REMOTE_ERROR, SUCCESS};
 use crate::data::{self, Base, Rounds};
@@ -18,45 +18,45 @@ use crate::registry::Link;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::c_int;
 
-/// One rank's place in a job.
+/// The state of one rank in a job.
 #[derive(Debug)]
 pub struct Seat {
-    /// Who it is.
+    /// The rank's request to join.
     pub join: Join,
-    /// How it is told things.
+    /// The channel to the rank.
     pub link: Link,
-    /// Where its memory file is mapped here.
+    /// The address at which its memory file is mapped in this process.
     pub base: Base,
-    /// Its communicator is gone.
+    /// `true` once its communicator has ended.
     has_left: bool,
-    /// Work at the front of its stream.
+    /// Instance and work at the front of its stream.
     head: Option<(u64, Work)>,
-    /// Host steps that the other ranks did not make yet.
+    /// Host steps that the other ranks have not reached.
     rounds: Vec<(u64, Round)>,
 }
 
-/// See the file's comment.
+/// A communicator over all its ranks; see the module documentation.
 #[derive(Debug)]
 pub struct Job {
-    /// By rank.
+    /// The ranks, in order.
     pub seats: Vec<Seat>,
-    /// Memory of registrations that some rank still maps.
+    /// Memory of the registrations that some rank still maps.
     registered: Rounds,
-    /// Who does not map it any more.
+    /// Ranks that no longer map a registration, by round.
     dropped: BTreeMap<u64, BTreeSet<usize>>,
     next_round: u64,
-    /// Work that can never be done was reported.
+    /// `true` once work that can never complete was reported.
     is_stuck: bool,
 }
 
-/// What is to be told to whom.
+/// Messages with their recipients.
 pub type Outbox = Vec<(Link, ToRank)>;
 
-/// Ranks that a split brings together: color and the ranks' keys, old ranks and new communicators.
+/// Parts of a split by color: the ranks' keys, old ranks and new communicators.
 pub type Parts = BTreeMap<c_int, Vec<(c_int, usize, u64)>>;
 
 impl Job {
-    /// A job whose ranks are all there, in their order.
+    /// Creates a job from all its ranks, in order.
     pub fn new(seats: Vec<(Join, Link, Base)>) -> Self {
         let seat = |(join, link, base)| Seat { join, link, base, has_left: false, head: None, rounds: Vec::new() };
         Job {
@@ -68,7 +68,7 @@ impl Job {
         }
     }
 
-    /// Takes a message. Answers go to the outbox; the parts of a split are for the registry to bring together.
+    /// Processes a message. Answers go to the outbox. Returns the parts of a split, from which the registry creates new jobs.
     pub fn handle(&mut self, from: usize, message: ToJob, outbox: &mut Outbox) -> Option<Parts> {
         match message {
             ToJob::Arrived { instance, work } => {
@@ -95,7 +95,7 @@ impl Job {
         None
     }
 
-    /// Whether all ranks' communicators are gone.
+    /// Returns `true` if the communicators of all ranks have ended.
     pub fn is_over(&self) -> bool {
         self.seats.iter().all(|seat| seat.has_left)
     }
@@ -108,7 +108,7 @@ impl Job {
         self.next_round += 1;
     }
 
-    /// Ends a round that all ranks have come to.
+    /// Completes the next round once all ranks have reached it.
     fn meet(&mut self, outbox: &mut Outbox) -> Option<Parts> {
         if self.seats.iter().any(|seat| seat.has_left) {
             self.fail_rounds(outbox);
@@ -122,8 +122,8 @@ impl Job {
         let kind = std::mem::discriminant(&came[0].1);
         if came.iter().any(|(_, round)| std::mem::discriminant(round) != kind) {
             let names: Vec<_> = came.iter().map(|(_, round)| round.name()).collect();
-            violate(format!("ranks do different things on the host: {}", names.join(", ")));
-            // They wait for each other's messages for ever.
+            violate(format!("ranks take different host steps: {}", names.join(", ")));
+            // In NCCL, they would wait indefinitely for each other's messages.
             return None;
         }
         let mut parts = None;
@@ -149,7 +149,7 @@ impl Job {
         parts
     }
 
-    /// Windows over the ranks' memory. Its number is `next_round`.
+    /// Registers windows over the ranks' memory. The number of the registration is `next_round`.
     fn register(&mut self, came: &[(u64, Round)]) -> c_int {
         let memories: Vec<(Vec<Extent>, u64)> = came
             .iter()
@@ -197,7 +197,7 @@ impl Job {
         self.fail_rounds(outbox);
     }
 
-    /// Rounds that a rank will never come to end in an error.
+    /// Fails the rounds that a rank will never reach.
     fn fail_rounds(&mut self, outbox: &mut Outbox) {
         for seat in &mut self.seats {
             for (ticket, _) in seat.rounds.drain(..) {
@@ -207,7 +207,7 @@ impl Job {
         }
     }
 
-    /// Does what can be done of the work at the fronts of the ranks' streams.
+    /// Runs all possible work at the fronts of the ranks' streams.
     fn advance(&mut self, outbox: &mut Outbox) {
         self.transfer(outbox);
         let heads: Option<Vec<&Collective>> = self
@@ -276,7 +276,7 @@ impl Job {
         }
     }
 
-    /// The first transfer of a rank with a peer that did not happen yet.
+    /// Returns the first transfer of a rank with a peer that has not happened yet.
     fn open(&mut self, rank: usize, peer: usize, is_send: bool) -> Option<&mut Transfer> {
         match &mut self.seats[rank].head {
             Some((_, Work::Transfers(transfers))) => transfers
@@ -304,17 +304,17 @@ impl Round {
     }
 }
 
-/// Whether ranks use one place for a buffer.
+/// Returns `true` if all ranks use the same place for a buffer.
 fn is_one(places: &[WindowPlace]) -> bool {
     places.iter().all(|place| (place.space_offset, place.offset) == (places[0].space_offset, places[0].offset))
 }
 
-/// Whether the places of send and receive buffers count, as in `ncclArgsGlobalCheck`.
+/// Returns whether the places of the send and receive buffers must be equal, as in `ncclArgsGlobalCheck`.
 fn counts(kind: Kind) -> (bool, bool) {
     (matches!(kind, Kind::AllReduce | Kind::ReduceScatter), matches!(kind, Kind::AllReduce | Kind::AllGather))
 }
 
-/// How ranks that all use symmetric kernels differ in their places.
+/// Describes the differing places of ranks that all use symmetric kernels; `None` if the places agree.
 fn differing(heads: &[&Collective]) -> Option<String> {
     let places: Option<Vec<(WindowPlace, WindowPlace)>> = heads.iter().map(|head| head.symmetric).collect();
     let (sends, receives): (Vec<_>, Vec<_>) = places?.into_iter().unzip();
@@ -325,10 +325,11 @@ fn differing(heads: &[&Collective]) -> Option<String> {
         let texts: Vec<_> = places.iter().map(|place| format!("{:#x}+{}", place.space_offset, place.offset)).collect();
         texts.join(" ")
     };
-    is_wrong.then(|| format!("{kind:?} on places that differ: send {}, receive {}", show(&sends), show(&receives)))
+    is_wrong
+        .then(|| format!("{kind:?} at different window offsets: send {}, receive {}", show(&sends), show(&receives)))
 }
 
-/// As `ncclArgsGlobalCheck`: what every rank says of its buffers must be the same.
+/// Compares the buffers that the ranks report, like `ncclArgsGlobalCheck`.
 fn check(came: &[(u64, Round)]) -> c_int {
     let told = came.iter().map(|(_, round)| match round {
         Round::Check { signature, places } => (signature.kind, *places),

@@ -1,56 +1,56 @@
-//! What was called, what is to fail, and what nobody should have done.
+//! Call counts, faults and violations.
 
 use std::collections::BTreeMap;
 use std::ffi::{CString, c_char, c_int};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// What happens to a call.
+/// The treatment of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
-    /// It is made.
+    /// The call proceeds.
     Go,
-    /// It returns this and does nothing.
+    /// The call returns this code without any effect.
     Fail(c_int),
-    /// It never gets to the other ranks.
+    /// The call never reaches the other ranks.
     Hang,
 }
 
-/// What a test plans for a call.
+/// A fault that a test plans for a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Strike {
-    /// It returns this and does nothing.
+    /// The call returns this code without any effect.
     Fail(c_int),
-    /// It never gets to the other ranks.
+    /// The call never reaches the other ranks.
     Hang,
-    /// The process is killed in it.
+    /// The process is killed in the call.
     Die,
-    /// The process is stopped in it, and makes it when it goes on.
+    /// The process is stopped in the call, which proceeds when the process resumes.
     Stop,
-    /// It is made so much later.
+    /// The call is delayed by this time.
     Slow(Duration),
 }
 
-/// In place of a call's name: any call.
+/// Name that selects any call.
 const ANY: &str = "*";
 
 #[derive(Clone, Debug)]
 struct Fault {
     call: String,
-    /// `None`: all.
+    /// `None` selects all ranks.
     rank: Option<usize>,
-    /// Calls until it strikes; 0: always.
+    /// Calls until it strikes; 0: every call.
     left: u64,
     strike: Strike,
 }
 
-/// See the file's comment.
+/// Call counts, faults and violations of this process.
 #[derive(Debug, Default)]
 pub struct Ledger {
     calls: BTreeMap<&'static str, u64>,
     faults: Vec<Fault>,
     violations: Vec<String>,
-    /// How often all faults were taken back.
+    /// Number of times that all faults were removed.
     healed: u64,
 }
 
@@ -65,7 +65,7 @@ fn with<T>(act: impl FnOnce(&mut Ledger) -> T) -> T {
     act(lock().get_or_insert_default())
 }
 
-/// Counts a call, and says what happens to it. What happens to the process happens here.
+/// Counts a call and returns its treatment. Applies faults to the process and delays here.
 pub fn enter(call: &'static str, rank: Option<usize>) -> Verdict {
     match strike(call, rank) {
         None => {}
@@ -79,7 +79,7 @@ pub fn enter(call: &'static str, rank: Option<usize>) -> Verdict {
 }
 
 fn signal_self(signal: c_int) {
-    // SAFETY: a signal to this process.
+    // SAFETY: sends a signal to this process.
     unsafe { libc::kill(libc::getpid(), signal) };
 }
 
@@ -103,12 +103,12 @@ fn strike(call: &'static str, rank: Option<usize>) -> Option<Strike> {
     })
 }
 
-/// See `stub_nccl_fail` and its like.
+/// Adds a fault; see `stub_nccl_fail` and similar controls.
 pub fn plan(call: String, rank: Option<usize>, nth: u64, strike: Strike) {
     with(|ledger| ledger.faults.push(Fault { call, rank, left: nth, strike }));
 }
 
-/// See `stub_nccl_heal`.
+/// Removes all faults; see `stub_nccl_heal`.
 pub fn heal() {
     with(|ledger| {
         ledger.faults.clear();
@@ -117,7 +117,7 @@ pub fn heal() {
     HEALED.notify_all();
 }
 
-/// Waits until the faults are taken back.
+/// Waits until the faults are removed.
 pub fn wait_for_heal() {
     let mut ledger = lock();
     let before = ledger.get_or_insert_default().healed;
@@ -126,7 +126,7 @@ pub fn wait_for_heal() {
     }
 }
 
-/// How often a call was made; `None`: all calls.
+/// Returns the number of calls; `None` selects all calls.
 pub fn calls(call: Option<&str>) -> u64 {
     with(|ledger| match call {
         Some(call) => ledger.calls.get(call).copied().unwrap_or(0),
@@ -134,7 +134,7 @@ pub fn calls(call: Option<&str>) -> u64 {
     })
 }
 
-/// Records what nobody should have done.
+/// Records a violation.
 pub fn violate(text: String) {
     if std::env::var_os("STUB_NCCL_STRICT").is_some() {
         eprintln!("stub-libnccl: {text}");
@@ -143,22 +143,22 @@ pub fn violate(text: String) {
     with(|ledger| ledger.violations.push(text));
 }
 
-/// How many violations there were; those from `from` on are written as lines. See `stub_nccl_violations`.
+/// Returns the number of violations, and writes those from `from` on as lines. See `stub_nccl_violations`.
 ///
 /// # Safety
-/// `text` is valid for writing `capacity` bytes.
+/// `text` must be valid for writing `capacity` bytes.
 pub unsafe fn violations(from: usize, text: *mut c_char, capacity: usize) -> usize {
     let (count, lines) =
         with(|ledger| (ledger.violations.len(), ledger.violations.iter().skip(from).cloned().collect::<Vec<_>>()));
     let bytes = CString::new(lines.join("\n")).unwrap_or_default().into_bytes_with_nul();
     if bytes.len() <= capacity {
-        // SAFETY: the caller's contract.
+        // SAFETY: guaranteed by the caller.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr().cast(), text, bytes.len()) };
     }
     count
 }
 
-/// Forgets violations.
+/// Clears the list of violations.
 pub fn forget() {
     with(|ledger| ledger.violations.clear());
 }

@@ -1,7 +1,7 @@
-//! One rank's communicator: what `ncclComm_t` points to.
+//! One rank's communicator: the target of an `ncclComm_t`.
 //!
-//! Host steps that need the other ranks have a ticket: a blocking communicator waits for it on the calling thread, another
-//! one says `ncclInProgress` until it is over. Nothing here has a timeout.
+//! Each host step that needs the other ranks has a ticket. A blocking communicator waits for it on the calling thread; a nonblocking one
+//! reports `ncclInProgress` until the step completes. Nothing here has a timeout.
 
 use crate::codes::{IN_PROGRESS, INTERNAL_ERROR, INVALID_ARGUMENT, REMOTE_ERROR, SUCCESS};
 use crate::ledger::violate;
@@ -16,73 +16,73 @@ use std::mem::take;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-/// What may be done with a communicator.
+/// The state of a communicator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Life {
-    /// Not all ranks are there.
+    /// Not all ranks have joined.
     Joining,
-    /// Everything.
+    /// All calls are allowed.
     Live,
-    /// `ncclCommFinalize` was called: it is over once all work took effect.
+    /// `ncclCommFinalize` was called: the communicator ends once all work has taken effect.
     Finalized,
-    /// `ncclCommRevoke` was called: nothing is under way, and it can only be ended.
+    /// `ncclCommRevoke` was called: no work is pending, and the communicator can only be ended.
     Revoked,
     /// `ncclCommDestroy` was called.
     Destroyed,
     /// `ncclCommAbort` was called.
     Aborted,
-    /// It never came to be, with this code.
+    /// It could not be created; contains the code.
     Refused(c_int),
 }
 
 /// A host step that waits for the other ranks.
 #[derive(Debug)]
 pub enum Step {
-    /// A window is registered.
+    /// Registers a window.
     Window(PendingWindow),
-    /// A communicator is split: the new one, and where its handle is written.
+    /// Splits the communicator. Contains the new communicator, and where its handle is written.
     Split {
-        /// `None`: this rank is in no part.
+        /// `None` if this rank is in no part.
         child: Option<Arc<Member>>,
-        /// An address of the caller.
+        /// The address of the caller's output.
         out: usize,
     },
-    /// Arguments are compared, or connections made.
+    /// Compares arguments, or connects.
     Meet,
 }
 
-/// What changes.
+/// The mutable state of a communicator.
 #[derive(Debug)]
 pub struct Inner {
     /// See [`Life`].
     pub life: Life,
-    /// The job, and the rank in it.
+    /// The number of the job.
     pub job: u64,
-    /// The socket to the job's process; `None`: it is this one.
+    /// The socket to the job's process; `None` if the job is in this process.
     via: Option<Arc<Connection>>,
-    /// See `job`.
+    /// The rank in the job.
     pub rank: usize,
-    /// How many ranks there are.
+    /// Number of ranks.
     pub ranks: usize,
-    /// An error that `ncclCommGetAsyncError` says from now on.
+    /// The error that `ncclCommGetAsyncError` reports from now on.
     pub error: c_int,
-    /// Host steps under way.
+    /// Pending host steps by ticket.
     pub steps: BTreeMap<u64, Step>,
-    /// Host steps that are over, and their codes. A blocking caller takes its own.
+    /// Codes of the completed host steps by ticket. A blocking caller removes the entry of its step.
     finished: BTreeMap<u64, c_int>,
-    /// Collectives of a nonblocking communicator that its thread has not put on a stream yet.
+    /// Collectives of a nonblocking communicator that its thread has not submitted to a stream yet.
     pub launches: VecDeque<Launch>,
-    /// The thread was asked once how far it is.
+    /// `true` after one query of the thread's progress.
     polled: bool,
     /// Work on streams, in order.
     pub queue: VecDeque<Queued>,
     /// Windows and registered buffers.
     pub windows: Windows,
-    /// Connections were made.
+    /// `true` once connections were made.
     pub is_connected: bool,
 }
 
-/// See the file's comment.
+/// One rank's communicator; see the module documentation.
 #[derive(Debug)]
 pub struct Member {
     /// `ncclComm_t`.
@@ -91,7 +91,7 @@ pub struct Member {
     pub world: usize,
     /// Its device.
     pub device: c_int,
-    /// Calls wait.
+    /// `true` if calls block.
     pub is_blocking: bool,
     busy: AtomicBool,
     inner: Mutex<Inner>,
@@ -105,29 +105,29 @@ fn members() -> MutexGuard<'static, BTreeMap<u64, Arc<Member>>> {
     MEMBERS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A number that was never given before: for handles and tickets.
+/// Returns a number that was never used before, for handles and tickets.
 pub fn fresh() -> u64 {
     0x5000_0000_0000 + NEXT.fetch_add(1, Ordering::Relaxed) * 0x100
 }
 
-/// A communicator by its handle, also one that is gone.
+/// Returns a communicator by its handle, even if it has ended.
 pub fn find(handle: u64) -> Option<Arc<Member>> {
     members().get(&handle).cloned()
 }
 
-/// All communicators.
+/// Returns all communicators.
 pub fn all() -> Vec<Arc<Member>> {
     members().values().cloned().collect()
 }
 
-/// A message of a job, from another process or this one.
+/// Delivers a message of a job, from another process or this one, to a communicator.
 pub fn deliver(handle: u64, message: &ToRank, via: Option<&Arc<Connection>>) {
     if let Some(member) = find(handle) {
         member.receive(message, via);
     }
 }
 
-/// The process with the jobs behind a socket is gone.
+/// Fails the communicators whose jobs were in the process behind a lost socket.
 pub fn lose(connection: &Arc<Connection>) {
     let is_lost = |via: &Option<Arc<Connection>>| via.as_ref().is_some_and(|via| Arc::ptr_eq(via, connection));
     for member in all().into_iter().filter(|member| is_lost(&member.lock().via)) {
@@ -144,7 +144,7 @@ pub fn lose(connection: &Arc<Connection>) {
 }
 
 impl Inner {
-    /// Takes a host step back that the end of the communicator overtook.
+    /// Cancels a host step after the communicator has ended.
     fn cancel(&mut self, step: &Step) {
         if let Step::Window(window) = step {
             self.windows.cancel(window);
@@ -153,7 +153,7 @@ impl Inner {
 }
 
 impl Member {
-    /// A communicator that joins a job.
+    /// Creates a communicator that joins a job.
     pub fn create(world: usize, device: c_int, is_blocking: bool) -> Arc<Member> {
         let inner = Inner {
             life: Life::Joining,
@@ -183,22 +183,22 @@ impl Member {
         member
     }
 
-    /// What changes.
+    /// Locks the mutable state.
     pub fn lock(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes that a thread is in a call on it. `false`: another one is.
+    /// Records that a thread is in a call on the communicator. Returns `false` if another thread is.
     pub fn occupy(&self) -> bool {
         !self.busy.swap(true, Ordering::AcqRel)
     }
 
-    /// The thread left.
+    /// Records that the thread has left the call.
     pub fn vacate(&self) {
         self.busy.store(false, Ordering::Release);
     }
 
-    /// Tells the job something.
+    /// Sends a message to the job.
     pub fn tell(&self, message: ToJob) {
         let (job, rank, via) = {
             let inner = self.lock();
@@ -210,12 +210,12 @@ impl Member {
         }
     }
 
-    /// Begins a host step. The ticket.
+    /// Begins a host step. Returns its ticket.
     pub fn begin(&self, step: Step, round: Option<Round>) -> u64 {
         let ticket = fresh();
         let mut inner = self.lock();
         if matches!(inner.life, Life::Aborted | Life::Destroyed | Life::Revoked) {
-            // Another thread ended the communicator after this call came in: nothing will end the step.
+            // Another thread ended the communicator after this call began, so the step would never complete.
             inner.cancel(&step);
             return ticket;
         }
@@ -227,7 +227,7 @@ impl Member {
         ticket
     }
 
-    /// Waits for a host step.
+    /// Waits for a host step. Returns its code.
     pub fn wait(&self, ticket: u64) -> c_int {
         let mut inner = self.lock();
         loop {
@@ -241,7 +241,7 @@ impl Member {
         }
     }
 
-    /// Waits until it joined its job, or did not.
+    /// Waits until the communicator has joined its job or failed to.
     pub fn wait_until_joined(&self) -> c_int {
         let mut inner = self.lock();
         while inner.life == Life::Joining {
@@ -254,7 +254,7 @@ impl Member {
         }
     }
 
-    /// As `ncclCommGetAsyncError`.
+    /// Returns the asynchronous error, like `ncclCommGetAsyncError`.
     pub fn poll(self: &Arc<Self>) -> c_int {
         let launches = {
             let mut inner = self.lock();
@@ -267,7 +267,7 @@ impl Member {
                 _ if inner.launches.is_empty() => return SUCCESS,
                 _ => {}
             }
-            // The thread is as late as it can be.
+            // Reports every launch as in progress once: the thread is as late as possible.
             inner.polled = !inner.polled;
             if inner.polled {
                 return IN_PROGRESS;
@@ -284,14 +284,14 @@ impl Member {
         SUCCESS
     }
 
-    /// Whether the last call is over, as NCCL demands before the next one.
+    /// Returns `true` if the previous call has completed, which NCCL requires before the next one.
     pub fn is_ready(&self) -> bool {
         let inner = self.lock();
         let is_flushed = inner.life != Life::Finalized || inner.queue.is_empty();
         inner.life != Life::Joining && inner.steps.is_empty() && inner.launches.is_empty() && is_flushed
     }
 
-    /// Waits until all work took effect, or it is aborted.
+    /// Waits until all work has taken effect, or the communicator is aborted.
     pub fn drain(&self) {
         let mut inner = self.lock();
         while !inner.queue.is_empty() && !matches!(inner.life, Life::Aborted | Life::Revoked) {
@@ -299,7 +299,7 @@ impl Member {
         }
     }
 
-    /// Ends it: nothing of it is left but its tombstone, and what an old NCCL forgets.
+    /// Ends the communicator. Only its tombstone remains, and any memory that an old NCCL leaks.
     pub fn end(self: &Arc<Self>, life: Life) {
         let Some(queue) = self.stop(life) else { return };
         self.lock().windows.forget();
@@ -307,7 +307,7 @@ impl Member {
         queue.iter().for_each(streams::cancel);
     }
 
-    /// As `ncclCommRevoke`: what is under way ends without effect, also for a thread that is inside a call.
+    /// Revokes the communicator, like `ncclCommRevoke`: pending work ends without effect, even if a thread is inside a call.
     pub fn revoke(self: &Arc<Self>) -> c_int {
         if self.lock().life != Life::Live {
             return INVALID_ARGUMENT;
@@ -319,7 +319,7 @@ impl Member {
         SUCCESS
     }
 
-    /// Lets go of what is under way.
+    /// Cancels all pending steps and launches. Returns the queued work.
     fn stop(&self, life: Life) -> Option<VecDeque<Queued>> {
         let mut inner = self.lock();
         if matches!(inner.life, Life::Destroyed | Life::Aborted) {
@@ -374,7 +374,7 @@ impl Member {
             Step::Window(window) => inner.windows.install(window, round, code),
             Step::Split { child, out } if code == SUCCESS => {
                 let handle = child.map_or(0, |child| child.handle);
-                // SAFETY: the caller of `ncclCommSplit` keeps the place until the call is over.
+                // SAFETY: the caller of `ncclCommSplit` keeps the output valid until the call completes.
                 unsafe { (out as *mut u64).write(handle) };
             }
             Step::Split { child, .. } => {
@@ -392,11 +392,11 @@ impl Member {
     }
 }
 
-/// Why a call on a handle cannot be made.
+/// Returns the communicator of a handle, or the code of a call that it does not permit.
 pub fn check(call: &str, handle: u64) -> Result<Arc<Member>, c_int> {
     let Some(member) = find(handle) else {
         if handle != 0 {
-            violate(format!("{call} on {handle:#x}, which is no communicator"));
+            violate(format!("{call} on {handle:#x}, which is not a communicator"));
         }
         return Err(INVALID_ARGUMENT);
     };

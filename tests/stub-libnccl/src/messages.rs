@@ -1,12 +1,12 @@
-//! What ranks and their job tell each other. Ranks of the job's own process call; others send these as lines of JSON.
+//! The messages between ranks and their job. Ranks in the job's process pass them directly; other ranks send them as lines of JSON.
 
 use serde::{Deserialize, Serialize};
 use std::ffi::c_int;
 
-/// A part of the memory file of the rank's process: offset and length in bytes.
+/// A part of the memory file of a rank's process: offset and length in bytes.
 pub type Extent = (u64, u64);
 
-/// Which collective.
+/// The kind of a collective.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[allow(missing_docs, reason = "NCCL's names")]
 pub enum Kind {
@@ -20,7 +20,7 @@ pub enum Kind {
     Scatter,
 }
 
-/// What must be the same on all ranks.
+/// The arguments that must be equal on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Signature {
     /// The call.
@@ -29,48 +29,48 @@ pub struct Signature {
     pub count: usize,
     /// `ncclDataType_t`.
     pub data_type: c_int,
-    /// `ncclRedOp_t`; 0 where there is none.
+    /// `ncclRedOp_t`; 0 if there is none.
     pub op: c_int,
-    /// 0 where there is none.
+    /// 0 if there is none.
     pub root: c_int,
 }
 
-/// A place in a window, as the rank that asks sees it.
+/// A position in a window, as seen by the rank that uses it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WindowPlace {
-    /// Which registration, by number within the job.
+    /// The number of the registration within the job.
     pub round: u64,
-    /// Where the window lies in the symmetric address space.
+    /// Offset of the window in the symmetric address space.
     pub space_offset: u64,
-    /// From the start of the memory.
+    /// Offset from the start of the memory.
     pub offset: u64,
 }
 
 /// One rank's part of a collective.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Collective {
-    /// What is called.
+    /// The call and its arguments.
     pub signature: Signature,
-    /// The memory read; `None`: there is none.
+    /// The memory read; `None` if there is none.
     pub send: Option<Vec<Extent>>,
-    /// The memory written; `None`: there is none.
+    /// The memory written; `None` if there is none.
     pub receive: Option<Vec<Extent>>,
-    /// Where the buffers lie in windows, if a symmetric kernel is used.
+    /// The positions of the buffers in windows, if a symmetric kernel is used.
     pub symmetric: Option<(WindowPlace, WindowPlace)>,
 }
 
 /// A send or a receive.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Transfer {
-    /// To or from whom.
+    /// The other rank.
     pub peer: usize,
-    /// To.
+    /// `true` for a send.
     pub is_send: bool,
-    /// How much.
+    /// Number of bytes.
     pub bytes: u64,
     /// The memory.
     pub extents: Option<Vec<Extent>>,
-    /// Whether it happened.
+    /// `true` once it has happened.
     #[serde(default)]
     pub is_done: bool,
 }
@@ -78,13 +78,13 @@ pub struct Transfer {
 /// Work of one rank on its device.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Work {
-    /// All ranks take part.
+    /// A collective, in which all ranks take part.
     Collective(Collective),
     /// The sends and receives of one group.
     Transfers(Vec<Transfer>),
 }
 
-/// What all ranks of a job do on the host together.
+/// A host step that all ranks of a job take together.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum Round {
     /// Registers a window.
@@ -96,7 +96,7 @@ pub enum Round {
     },
     /// Splits the communicator.
     Split {
-        /// -1: this rank is in no part.
+        /// -1 if this rank is in no part.
         color: c_int,
         /// Order within the part.
         key: c_int,
@@ -107,66 +107,66 @@ pub enum Round {
     Check {
         /// The call.
         signature: Signature,
-        /// Where its buffers lie in windows.
+        /// The positions of its buffers in windows.
         places: (Option<WindowPlace>, Option<WindowPlace>),
     },
-    /// Nothing but that all came.
+    /// Waits for all ranks.
     Meet,
 }
 
-/// From a rank to its job.
+/// A message from a rank to its job.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum ToJob {
-    /// The rank's next work is at the front of its stream.
+    /// The rank's next work has reached the front of its stream.
     Arrived {
-        /// The stub's number for it.
+        /// The stub's number of the work.
         instance: u64,
-        /// What it is.
+        /// The work.
         work: Work,
     },
-    /// The rank's next common step on the host.
+    /// The rank has reached its next host step.
     Round {
-        /// The rank's number for it.
+        /// The rank's number of the step.
         ticket: u64,
-        /// What it is.
+        /// The step.
         round: Round,
     },
-    /// The rank maps the window's memory no longer.
+    /// The rank no longer maps the window's memory.
     Drop {
-        /// Which registration.
+        /// The number of the registration.
         round: u64,
     },
-    /// The rank's communicator was revoked: it does nothing of what it had begun.
+    /// The rank's communicator was revoked, which cancels its pending work.
     Withdraw,
-    /// The rank's communicator is gone.
+    /// The rank's communicator has ended.
     Leave,
-    /// The rank's process or thread is gone.
+    /// The rank's process or thread has ended.
     Die,
 }
 
-/// From a job to a rank.
+/// A message from a job to a rank.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub enum ToRank {
-    /// All ranks are there.
+    /// All ranks have joined.
     Joined {
         /// The job's number.
         job: u64,
         /// The rank within it.
         rank: usize,
-        /// How many there are.
+        /// Number of ranks.
         ranks: usize,
     },
-    /// Or not.
+    /// The job cannot be created.
     Refused {
         /// `ncclResult_t`.
         code: c_int,
     },
-    /// Work took effect.
+    /// Work has taken effect.
     Done {
         /// See [`ToJob::Arrived`].
         instance: u64,
     },
-    /// A common step is over.
+    /// A host step has completed.
     Finished {
         /// See [`ToJob::Round`].
         ticket: u64,
@@ -175,34 +175,34 @@ pub enum ToRank {
         /// `ncclResult_t`.
         code: c_int,
     },
-    /// No rank maps the memory of that registration any more.
+    /// No rank maps the memory of the registration any longer.
     Free {
-        /// Which.
+        /// The number of the registration.
         round: u64,
     },
-    /// Something is wrong with another rank.
+    /// Another rank has failed.
     Failed {
         /// `ncclResult_t`.
         code: c_int,
     },
 }
 
-/// Who wants to join a job.
+/// A request to join a job.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Join {
     /// The unique id.
     pub id: Vec<u8>,
     /// The rank within the job.
     pub rank: usize,
-    /// How many there are.
+    /// Number of ranks.
     pub ranks: usize,
-    /// Its rank in the first communicator, which this one may be a part of.
+    /// Its rank in the first communicator, from which this one may be split.
     pub world: usize,
     /// Its device.
     pub device: c_int,
     /// Its process.
     pub process: u32,
-    /// The memory file of that process: descriptor.
+    /// Descriptor of that process's memory file.
     pub file: c_int,
     /// The rank's communicator.
     pub member: u64,

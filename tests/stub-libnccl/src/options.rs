@@ -1,8 +1,8 @@
-//! What kind of NCCL this is, from the environment.
+//! The version and features of NCCL, from the environment.
 
 use std::sync::OnceLock;
 
-/// See the fields.
+/// The options of a process.
 #[derive(Clone, Copy, Debug)]
 pub struct Options {
     /// `STUB_NCCL_VERSION`: 22809 by default, which is 2.28.9.
@@ -11,15 +11,15 @@ pub struct Options {
     pub no_symmetric: bool,
     /// `STUB_NCCL_WIN_STRIDE`: symmetric address space in bytes. By default a device's memory, rounded up to 4 GiB.
     pub stride_bytes: Option<u64>,
-    /// `STUB_NCCL_CHECK_MODE`: as `NCCL_CHECK_MODE=DEBUG_GLOBAL`.
+    /// `STUB_NCCL_CHECK_MODE`: the same as `NCCL_CHECK_MODE=DEBUG_GLOBAL`.
     pub checks: bool,
-    /// `STUB_NCCL_REUSE_WINDOWS`: a communicator's next window has the lowest handle of those that are free again.
+    /// `STUB_NCCL_REUSE_WINDOWS`: a communicator's next window gets the lowest handle that was freed.
     pub reuses_windows: bool,
     /// `STUB_NCCL_CONNECT_BLOCKS`: a communicator's first collective waits for the other ranks on the host.
     pub connect_blocks: bool,
 }
 
-/// The options of this process.
+/// Returns the options of this process.
 pub fn options() -> &'static Options {
     static OPTIONS: OnceLock<Options> = OnceLock::new();
     OPTIONS.get_or_init(|| {

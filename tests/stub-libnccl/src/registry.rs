@@ -1,4 +1,4 @@
-//! The jobs of this process: who joins which, and messages between ranks and jobs.
+//! The jobs of this process: the joining of ranks, and messages between ranks and jobs.
 
 use crate::calls::UniqueId;
 use crate::codes::{INVALID_USAGE, REMOTE_ERROR};
@@ -12,33 +12,33 @@ use crate::wire::{self, Connection};
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// How a rank is told things.
+/// The channel to a rank.
 #[derive(Clone, Debug)]
 pub enum Link {
-    /// It is a communicator of this process.
+    /// The rank is a communicator of this process.
     Local {
-        /// Which.
+        /// Its handle.
         member: u64,
     },
-    /// It is one of another process.
+    /// The rank is a communicator of another process.
     Remote {
         /// The socket to it.
         connection: Arc<Connection>,
-        /// Which.
+        /// Its handle.
         member: u64,
     },
 }
 
-/// A job that waits for ranks.
+/// A job that waits for ranks to join, by rank.
 type Forming = BTreeMap<usize, (Join, Link, Base)>;
 
-/// See the file's comment.
+/// The jobs of this process.
 #[derive(Debug, Default)]
 struct Registry {
     forming: BTreeMap<Vec<u8>, Forming>,
     jobs: BTreeMap<u64, Arc<Mutex<Job>>>,
     next_job: u64,
-    /// Ranks of first communicators that are gone for good.
+    /// Ranks of first communicators that have died.
     dead: BTreeSet<usize>,
 }
 
@@ -52,7 +52,7 @@ fn lock(job: &Mutex<Job>) -> MutexGuard<'_, Job> {
     job.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A rank wants to join. It is told when all are there.
+/// Adds a rank to a job. The rank is notified once all ranks have joined.
 pub fn join(join: Join, link: Link, base: Base) {
     let mut outbox = Outbox::new();
     with(|registry| {
@@ -62,7 +62,7 @@ pub fn join(join: Join, link: Link, base: Base) {
         let (id, ranks, rank) = (join.id.clone(), join.ranks, join.rank);
         let forming = registry.forming.entry(id.clone()).or_default();
         if forming.values().any(|(other, ..)| other.ranks != ranks) || forming.contains_key(&rank) {
-            violate(format!("rank {rank} of {ranks} joins twice, or the ranks do not agree how many they are"));
+            violate(format!("rank {rank} of {ranks} joins twice, or the ranks disagree on their number"));
             outbox.push((link, ToRank::Refused { code: INVALID_USAGE }));
             return;
         }
@@ -73,7 +73,7 @@ pub fn join(join: Join, link: Link, base: Base) {
         let forming = registry.forming.remove(&id).expect("just seen");
         let devices: BTreeSet<_> = forming.values().map(|(join, ..)| join.device).collect();
         if devices.len() < ranks {
-            // NCCL: "Duplicate GPU detected".
+            // NCCL's error: "Duplicate GPU detected".
             outbox.extend(forming.into_values().map(|(_, link, _)| (link, ToRank::Refused { code: INVALID_USAGE })));
             return;
         }
@@ -83,7 +83,7 @@ pub fn join(join: Join, link: Link, base: Base) {
 }
 
 impl Registry {
-    /// A job of these ranks.
+    /// Creates a job of these ranks.
     fn found(&mut self, seats: Vec<(Join, Link, Base)>, outbox: &mut Outbox) {
         self.next_job += 1;
         let (job, ranks) = (self.next_job, seats.len());
@@ -94,7 +94,7 @@ impl Registry {
     }
 }
 
-/// A rank tells its job something.
+/// Delivers a message of a rank to its job.
 pub fn tell(job: u64, rank: usize, message: ToJob) {
     let Some(found) = with(|registry| registry.jobs.get(&job).cloned()) else { return };
     let mut outbox = Outbox::new();
@@ -112,7 +112,7 @@ pub fn tell(job: u64, rank: usize, message: ToJob) {
     deliver(outbox);
 }
 
-/// The jobs that a split makes. Children are told before their parents.
+/// Creates the jobs of a split. Their messages precede those of the parent.
 fn divide(parent: &Mutex<Job>, parts: Parts, outbox: &mut Outbox) {
     let mut joined = Outbox::new();
     let parent = lock(parent);
@@ -133,7 +133,7 @@ fn divide(parent: &Mutex<Job>, parts: Parts, outbox: &mut Outbox) {
 }
 
 impl Link {
-    /// The way to another communicator of the same process.
+    /// Returns the channel to another communicator of the same process.
     fn to_member(&self, member: u64) -> Link {
         match self {
             Link::Local { .. } => Link::Local { member },
@@ -142,7 +142,7 @@ impl Link {
     }
 }
 
-/// Ranks of other processes first: once a rank of this one goes on, the process may end.
+/// Delivers messages, first to ranks in other processes: once a local rank continues, this process may end.
 fn deliver(mut outbox: Outbox) {
     outbox.sort_by_key(|(link, _)| matches!(link, Link::Local { .. }));
     for (link, message) in outbox {
@@ -153,7 +153,7 @@ fn deliver(mut outbox: Outbox) {
     }
 }
 
-/// All communicators of a rank are gone at once, without a word. The others learn of it as by their sockets.
+/// Ends all communicators of a rank at once, without notice. The other ranks get the same errors as from broken sockets.
 pub fn kill(world: usize) {
     let jobs: Vec<_> = with(|registry| {
         registry.dead.insert(world);
@@ -165,13 +165,13 @@ pub fn kill(world: usize) {
             tell(id, rank, ToJob::Die);
         }
     }
-    // Who waits for the rank in a job that is still forming has a socket error too.
+    // Ranks that wait for it in a job that is still forming get a socket error too.
     let forming = with(|registry| std::mem::take(&mut registry.forming));
     let links = forming.into_values().flat_map(BTreeMap::into_values).map(|(_, link, _)| link);
     deliver(links.map(|link| (link, ToRank::Refused { code: REMOTE_ERROR })).collect());
 }
 
-/// The process behind a socket is gone, and with it all its ranks.
+/// Fails all ranks of the process behind a lost socket.
 pub fn lose(connection: &Arc<Connection>) {
     let is_lost =
         |link: &Link| matches!(link, Link::Remote { connection: other, .. } if Arc::ptr_eq(other, connection));
@@ -190,12 +190,12 @@ pub fn lose(connection: &Arc<Connection>) {
     }
 }
 
-/// What a unique id of a process of its own begins with.
+/// Prefix of a unique id that names a process.
 const OF_PROCESS: &str = "stub-nccl of ";
-/// What a unique id begins with that names a place, as `NCCL_COMM_ID` does.
+/// Prefix of a unique id that names an address, like `NCCL_COMM_ID`.
 const AT_PLACE: &str = "stub-nccl at ";
 
-/// As `ncclGetUniqueId`: names this process, or the place that `NCCL_COMM_ID` names.
+/// Creates a unique id, like `ncclGetUniqueId`. It names this process, or the address in `NCCL_COMM_ID`.
 pub fn unique_id() -> UniqueId {
     let name = match std::env::var("NCCL_COMM_ID") {
         Ok(place) => format!("{AT_PLACE}{place}"),
@@ -211,7 +211,7 @@ pub fn unique_id() -> UniqueId {
     UniqueId { internal }
 }
 
-/// A rank of this process joins a job, here or in the process that its id names.
+/// Joins a rank of this process to a job, here or in the process that the id names.
 pub fn begin(wanted: Join) {
     let text = String::from_utf8_lossy(&wanted.id);
     let text = text.trim_end_matches('\0');

@@ -1,9 +1,9 @@
-//! Collectives on streams: put there as work of the stub of libcuda, one after the other per communicator.
+//! Collectives on streams, submitted as external work to the stub of libcuda. The collectives of one communicator run in order.
 //!
 //! ```text
 //!  launch ─► stream ─► submitted: joins the communicator's queue ─► arrived: its data may be used ─► the job
 //!                                                                                                    │ all ranks
-//!            the stream goes on  ◄──────────────── done: leaves the queue  ◄─────────────────────────╯
+//!            the stream continues ◄──────────────── done: leaves the queue  ◄────────────────────────╯
 //! ```
 
 use crate::codes::{CUDA_ERROR, SUCCESS};
@@ -15,24 +15,24 @@ use std::collections::BTreeMap;
 use std::ffi::c_int;
 use std::sync::{Arc, Mutex, PoisonError};
 
-/// A buffer: address and bytes. Address 0: there is none.
+/// A buffer: address and bytes. Address 0 denotes no buffer.
 pub type Buffer = (u64, u64);
 
-/// What is launched.
+/// A kernel to launch.
 #[derive(Clone, Debug)]
 pub enum Kernel {
     /// A collective.
     Collective {
-        /// What is called.
+        /// The call and its arguments.
         signature: Signature,
-        /// What is read.
+        /// The buffer read.
         send: Buffer,
-        /// What is written.
+        /// The buffer written.
         receive: Buffer,
-        /// Where the buffers lie in windows.
+        /// The positions of the buffers in windows.
         symmetric: Option<(WindowPlace, WindowPlace)>,
     },
-    /// The sends and receives of a group: peer, whether it is sent, buffer.
+    /// The sends and receives of a group, as (peer, is a send, buffer).
     Transfers(Vec<(usize, bool, Buffer)>),
 }
 
@@ -43,11 +43,11 @@ pub struct Launch {
     pub kernel: Kernel,
     /// `cudaStream_t`.
     pub stream: u64,
-    /// The rank stops here.
+    /// `true` if the rank hangs in this launch.
     pub is_hung: bool,
 }
 
-/// Work on a stream that did not take effect yet.
+/// Work on a stream that has not taken effect.
 #[derive(Debug)]
 pub struct Queued {
     instance: u64,
@@ -66,15 +66,15 @@ fn lock<T>(map: &'static Mutex<T>) -> std::sync::MutexGuard<'static, T> {
     map.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Puts a kernel on its stream.
+/// Submits a kernel to its stream.
 pub fn launch(member: &Arc<Member>, launch: Launch) -> c_int {
     if cuda::stream_device(launch.stream).is_some_and(|device| device != member.device) {
-        violate(format!("rank {}: the stream is of another device than the communicator", member.world));
+        violate(format!("rank {}: the stream and the communicator are on different devices", member.world));
     }
     let template = fresh();
     lock(&TEMPLATES).insert(template, (Arc::clone(member), Arc::new(launch.kernel), launch.is_hung));
     match cuda::submit(launch.stream, template) {
-        // A graph launches it again and again.
+        // The template stays, because its graph may launch it repeatedly.
         Ok(true) => SUCCESS,
         Ok(false) => {
             lock(&TEMPLATES).remove(&template);
@@ -87,7 +87,7 @@ pub fn launch(member: &Arc<Member>, launch: Launch) -> c_int {
     }
 }
 
-/// Hook: a kernel stands on a stream.
+/// Hook: a kernel was submitted to a stream.
 pub extern "C" fn submitted(template: u64, instance: u64) {
     let found = lock(&TEMPLATES).get(&template).cloned();
     let Some((member, kernel, is_hung)) = found else { return cuda::complete(instance) };
@@ -95,14 +95,14 @@ pub extern "C" fn submitted(template: u64, instance: u64) {
     let mut inner = member.lock();
     if matches!(inner.life, Life::Destroyed | Life::Aborted | Life::Revoked) {
         drop(inner);
-        violate(format!("rank {}: a graph launched a collective of a communicator that is gone", member.world));
+        violate(format!("rank {}: a graph launched a collective of a communicator that has ended", member.world));
         lock(&INSTANCES).remove(&instance);
         return cuda::complete(instance);
     }
     inner.queue.push_back(Queued { instance, kernel, is_hung, has_arrived: false, is_told: false });
 }
 
-/// Hook: all before it on its stream took effect.
+/// Hook: all work before the kernel on its stream has taken effect.
 pub extern "C" fn arrived(instance: u64) {
     let Some(member) = lock(&INSTANCES).get(&instance).cloned() else { return };
     if let Some(queued) = member.lock().queue.iter_mut().find(|queued| queued.instance == instance) {
@@ -111,7 +111,7 @@ pub extern "C" fn arrived(instance: u64) {
     pump(&member);
 }
 
-/// Tells the job of the first work in a communicator's queue, once it may run.
+/// Sends the first work in a communicator's queue to the job, once it may run.
 fn pump(member: &Arc<Member>) {
     let (instance, kernel) = {
         let mut inner = member.lock();
@@ -137,7 +137,7 @@ fn extents(member: &Member, (address, bytes): Buffer) -> Option<Vec<(u64, u64)>>
     }
     let extents = cuda::extents(address, bytes);
     if extents.is_none() {
-        violate(format!("rank {}: a kernel uses {bytes} bytes at {address:#x}, which are no memory", member.world));
+        violate(format!("rank {}: a kernel uses {bytes} bytes at {address:#x}, which are not memory", member.world));
     }
     extents
 }
@@ -163,7 +163,7 @@ fn work(member: &Member, kernel: &Kernel) -> Work {
     }
 }
 
-/// The job made it.
+/// Completes work that the job has run.
 pub fn done(member: &Arc<Member>, instance: u64) {
     let was_queued = {
         let mut inner = member.lock();
@@ -180,7 +180,7 @@ pub fn done(member: &Arc<Member>, instance: u64) {
     }
 }
 
-/// It will never be made: the stream goes on without it.
+/// Cancels work that will never run: the stream continues without it.
 pub fn cancel(queued: &Queued) {
     lock(&INSTANCES).remove(&queued.instance);
     cuda::complete(queued.instance);

@@ -5,8 +5,8 @@
 //!  window ──────────────────────────────── base ► space offset, and the round in which all ranks registered it
 //! ```
 //!
-//! A registration keeps the physical memory behind it, on every rank, until all ranks deregistered it. What was unmapped
-//! before that is a violation, and a kernel goes on seeing the old memory.
+//! A registration retains the physical memory behind it, on every rank, until all ranks have deregistered it. Unmapping memory before that
+//! is a violation, and kernels continue to see the old memory.
 
 use crate::codes::{CUDA_ERROR, INTERNAL_ERROR, INVALID_ARGUMENT, SUCCESS};
 use crate::cuda;
@@ -24,28 +24,28 @@ const ALIGNMENT: u64 = 4096;
 /// `NCCL_WIN_COLL_SYMMETRIC`.
 const SYMMETRIC: c_int = 1;
 
-/// A registration under way.
+/// A pending registration.
 #[derive(Debug)]
 pub struct PendingWindow {
     base: u64,
     size: u64,
     flags: c_int,
-    /// Where the handle is written.
+    /// Address of the caller's output for the handle.
     out: usize,
     memory: Memory,
 }
 
-/// What NCCL maps for a window.
+/// The memory that NCCL maps for a window.
 #[derive(Clone, Debug)]
 struct Memory {
-    /// First address and bytes.
+    /// First address and size in bytes.
     base: u64,
     size: u64,
-    /// The physical memory that is kept.
+    /// Handles of the retained physical memory.
     handles: Vec<u64>,
     space_offset: u64,
     round: u64,
-    /// Windows over it: 2.28 takes the same physical memory once.
+    /// Number of windows over it: 2.28 maps the same physical memory only once.
     windows: u32,
 }
 
@@ -54,29 +54,29 @@ struct Window {
     base: u64,
     size: u64,
     flags: c_int,
-    /// `None`: a plain registration that poses as a window.
+    /// `None` for a plain registration that NCCL returns as a window.
     memory: Option<u64>,
     guard: u64,
 }
 
-/// See the file's comment.
+/// The windows and registered buffers of a communicator.
 #[derive(Debug, Default)]
 pub struct Windows {
     windows: BTreeMap<u64, Window>,
-    /// By space offset.
+    /// Mapped memory by space offset.
     memories: BTreeMap<u64, Memory>,
     space: Option<Space>,
-    /// Physical memory by round, until no rank maps it.
+    /// Retained physical memory by round, until no rank maps it.
     kept: BTreeMap<u64, Vec<u64>>,
-    /// Physical memory that nobody will release: handles.
+    /// Number of handles of physical memory that will never be released.
     leaked: u64,
-    /// Registered buffers and their guards.
+    /// Guards of registered buffers, by handle.
     buffers: BTreeMap<u64, u64>,
-    /// Handles that windows had.
+    /// Handles of former windows.
     freed: BTreeSet<u64>,
 }
 
-/// Guards of all communicators: what they are about.
+/// Descriptions of the guarded memory of all communicators, by guard.
 static GUARDS: Mutex<BTreeMap<u64, String>> = Mutex::new(BTreeMap::new());
 
 fn guard(base: u64, size: u64, what: String) -> u64 {
@@ -99,27 +99,27 @@ pub extern "C" fn unmapped(guard: u64) {
 }
 
 impl Windows {
-    /// How much is left: windows, registered buffers, rounds whose memory is kept, physical memory that leaked.
+    /// Returns the numbers of windows, registered buffers, rounds whose memory is retained, and leaked pieces of physical memory.
     pub fn counts(&self) -> [u64; 4] {
         [self.windows.len() as u64, self.buffers.len() as u64, self.kept.len() as u64, self.leaked]
     }
 
-    /// Rounds whose memory is kept.
+    /// Returns the rounds whose memory is retained.
     pub fn kept_rounds(&self) -> Vec<u64> {
         self.kept.keys().copied().collect()
     }
 
-    /// Symmetric address space in use, in bytes.
+    /// Returns the symmetric address space in use, in bytes.
     pub fn space_used(&self) -> u64 {
         self.memories.values().map(|memory| memory.size).sum()
     }
 
-    /// Whether the rank still maps what was registered in a round.
+    /// Returns `true` if the rank still maps the memory of a round.
     pub fn has_round(&self, round: u64) -> bool {
         self.memories.values().any(|memory| memory.round == round)
     }
 
-    /// Where an address lies in a window for symmetric kernels.
+    /// Returns the position of an address in a window, for symmetric kernels.
     pub fn place(&self, address: u64) -> Option<WindowPlace> {
         let inside = |window: &&Window| window.base <= address && address - window.base < window.size;
         let window = self.windows.values().filter(inside).max_by_key(|window| window.base)?;
@@ -133,7 +133,7 @@ impl Windows {
         again.unwrap_or_else(fresh)
     }
 
-    /// All ranks registered it, or `code` says why not.
+    /// Completes a registration: all ranks have registered, or it failed with `code`.
     pub fn install(&mut self, pending: PendingWindow, round: u64, code: c_int) {
         let PendingWindow { base, size, flags, out, mut memory } = pending;
         let mut handle = 0;
@@ -152,11 +152,11 @@ impl Windows {
         } else {
             self.give_up(&memory);
         }
-        // SAFETY: the caller of `ncclCommWindowRegister` keeps the place until the call is over.
+        // SAFETY: the caller of `ncclCommWindowRegister` keeps the output valid until the call completes.
         unsafe { (out as *mut u64).write(handle) };
     }
 
-    /// The communicator ended before the registration did.
+    /// Cancels a registration, because the communicator ended first.
     pub fn cancel(&mut self, pending: &PendingWindow) {
         self.give_up(&pending.memory);
     }
@@ -168,14 +168,14 @@ impl Windows {
         }
     }
 
-    /// No rank maps the memory of a round any more.
+    /// Releases the memory of a round, because no rank maps it any longer.
     pub fn free(&mut self, round: u64) {
         for handle in self.kept.remove(&round).unwrap_or_default() {
             cuda::release_retained(handle);
         }
     }
 
-    /// The communicator is gone, and with it its windows. Before 2.29, NCCL forgets to release their physical memory.
+    /// Drops all windows of an ended communicator. Before 2.29, NCCL fails to release their physical memory.
     pub fn forget(&mut self) {
         if options().version < 22_900 {
             for memory in self.memories.values() {
@@ -190,33 +190,35 @@ impl Windows {
     }
 }
 
-/// The memory that NCCL takes for a window: the mapping at its start, from 2.30.3 on all of them.
+/// Returns the memory that NCCL maps for a window: the mapping at its start, and since 2.30.3 all mappings.
 fn take_memory(inner: &mut Inner, base: u64, size: u64) -> Result<Memory, c_int> {
     let first = cuda::region(base).filter(|region| region.handle != 0);
     let Some(first) = first else {
-        violate(format!("a window over {base:#x}, which is no virtual memory management memory"));
+        violate(format!("a window over {base:#x}, which is not virtual memory management memory"));
         return Err(CUDA_ERROR);
     };
     if !(base - first.base).is_multiple_of(ALIGNMENT) {
-        violate(format!("a window at {base:#x}, which is no multiple of {ALIGNMENT} from its mapping's start"));
+        violate(format!(
+            "a window at {base:#x}, which is not at a multiple of {ALIGNMENT} bytes from its mapping's start"
+        ));
         return Err(INVALID_ARGUMENT);
     }
     let last = cuda::region(base + size - 1);
     if base != first.base || last.is_none_or(|last| last.base + last.size != base + size) {
-        violate(format!("window {base:#x}+{size:#x} is not all of what is mapped there"));
+        violate(format!("window {base:#x}+{size:#x} does not cover whole mappings"));
     }
     let takes_all = options().version >= 23_003;
     let mut memory = Memory { base: first.base, size: 0, handles: Vec::new(), space_offset: 0, round: 0, windows: 1 };
     while memory.size == 0 || memory.base + memory.size < base + size {
         if memory.size > 0 && !takes_all {
-            violate(format!("window {base:#x}+{size:#x} lies over several mappings: NCCL takes the first only"));
+            violate(format!("window {base:#x}+{size:#x} covers several mappings: NCCL uses only the first"));
             break;
         }
         let Some(region) = cuda::region(memory.base + memory.size).filter(|region| region.handle != 0) else {
             return Err(CUDA_ERROR);
         };
         if region.handle_types & 1 == 0 {
-            violate(format!("a window over {base:#x}, whose memory has no file descriptor to hand out"));
+            violate(format!("a window over {base:#x}, whose memory cannot be exported as a file descriptor"));
             return Err(CUDA_ERROR);
         }
         memory.handles.push(region.handle);
@@ -238,10 +240,10 @@ fn take_memory(inner: &mut Inner, base: u64, size: u64) -> Result<Memory, c_int>
     Ok(memory)
 }
 
-/// As `ncclCommWindowRegister`: a host step of all ranks, or nothing to wait for.
+/// Begins a registration, like `ncclCommWindowRegister`. Returns the host step of all ranks, or `None` if there is nothing to wait for.
 ///
 /// # Safety
-/// `out` is valid for writing until the step is over.
+/// `out` must be valid for writing until the step completes.
 pub unsafe fn register(
     member: &Member,
     base: u64,
@@ -270,7 +272,7 @@ pub unsafe fn register(
             let guard = guard(base, size, format!("a registration posing as window {base:#x}+{size:#x}"));
             inner.windows.windows.insert(handle, Window { base, size, flags, memory: None, guard });
         }
-        // SAFETY: the caller's contract.
+        // SAFETY: guaranteed by the caller.
         unsafe { out.write(handle) };
         return Ok(None);
     }
@@ -286,7 +288,7 @@ pub unsafe fn register(
     Ok(Some((Step::Window(PendingWindow { base, size, flags, out: out as usize, memory }), round)))
 }
 
-/// As `ncclCommWindowDeregister`.
+/// Deregisters a window, like `ncclCommWindowDeregister`.
 pub fn deregister(member: &Member, handle: u64) -> c_int {
     if handle == 0 {
         return SUCCESS;
@@ -294,7 +296,7 @@ pub fn deregister(member: &Member, handle: u64) -> c_int {
     let mut inner = member.lock();
     let windows = &mut inner.windows;
     let Some(window) = windows.windows.remove(&handle) else {
-        let what = if windows.buffers.contains_key(&handle) { "a registered buffer" } else { "no window" };
+        let what = if windows.buffers.contains_key(&handle) { "a registered buffer" } else { "an unknown handle" };
         violate(format!("rank {}: ncclCommWindowDeregister of {what}", member.world));
         return INVALID_ARGUMENT;
     };
@@ -313,13 +315,13 @@ pub fn deregister(member: &Member, handle: u64) -> c_int {
     SUCCESS
 }
 
-/// As `ncclCommRegister`.
+/// Registers a buffer, like `ncclCommRegister`.
 pub fn register_buffer(member: &Member, base: u64, size: u64) -> Result<u64, c_int> {
     if base == 0 || size == 0 {
         return Err(INVALID_ARGUMENT);
     }
     if cuda::region(base).is_none() {
-        violate(format!("rank {}: ncclCommRegister of {base:#x}, which is no memory", member.world));
+        violate(format!("rank {}: ncclCommRegister of {base:#x}, which is not memory", member.world));
         return Err(INVALID_ARGUMENT);
     }
     let handle = fresh();
@@ -328,11 +330,11 @@ pub fn register_buffer(member: &Member, base: u64, size: u64) -> Result<u64, c_i
     Ok(handle)
 }
 
-/// As `ncclCommDeregister`.
+/// Deregisters a buffer, like `ncclCommDeregister`.
 pub fn deregister_buffer(member: &Member, handle: u64) -> c_int {
     let mut inner = member.lock();
     let Some(guard) = inner.windows.buffers.remove(&handle) else {
-        let what = if inner.windows.windows.contains_key(&handle) { "a window" } else { "nothing registered" };
+        let what = if inner.windows.windows.contains_key(&handle) { "a window" } else { "an unknown handle" };
         violate(format!("rank {}: ncclCommDeregister of {what}", member.world));
         return INVALID_ARGUMENT;
     };

@@ -1,4 +1,4 @@
-//! Ranks in other processes: lines of JSON over a socket to the process that has the job.
+//! Ranks in other processes: lines of JSON over a socket to the process that holds the job.
 //!
 //! ```text
 //!  process A: made the unique id                   process B
@@ -6,7 +6,8 @@
 //!           ──► link ─────────────── ToRank ─────► reader thread ──► communicator
 //! ```
 //!
-//! The data of collectives does not go this way: A maps B's memory file. When a socket ends, so did the process behind it.
+//! The data of collectives does not pass through the socket: A maps B's memory file. The end of a socket indicates the end of the process
+//! behind it.
 
 use crate::data::Base;
 use crate::member;
@@ -23,14 +24,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// From a process with ranks to the process with the job.
+/// A message from a process with ranks to the process with the job.
 #[derive(Debug, Serialize, Deserialize)]
 enum Up {
     Join(Join),
     Tell { job: u64, rank: usize, message: ToJob },
 }
 
-/// The other way.
+/// A message from the process with the job to a process with ranks.
 #[derive(Debug, Serialize, Deserialize)]
 struct Down {
     member: u64,
@@ -43,11 +44,11 @@ pub struct Connection {
     stream: Mutex<UnixStream>,
 }
 
-/// Sockets to processes with jobs, by name; how many came from other processes; and the names under which this one has jobs.
+/// Sockets to processes with jobs, by name; the number of sockets from other processes; and the names under which this process listens.
 static CONNECTIONS: Mutex<BTreeMap<String, Arc<Connection>>> = Mutex::new(BTreeMap::new());
 static ACCEPTED: AtomicU64 = AtomicU64::new(0);
 static LISTENING: Mutex<Vec<String>> = Mutex::new(Vec::new());
-/// Memory files of other processes.
+/// Addresses of the mapped memory files of other processes.
 static MAPPED: Mutex<BTreeMap<u32, Base>> = Mutex::new(BTreeMap::new());
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -58,7 +59,7 @@ fn address(name: &str) -> SocketAddr {
     SocketAddr::from_abstract_name(name).expect("a short name")
 }
 
-/// Sockets to other processes.
+/// Returns the number of sockets to other processes.
 pub fn sockets() -> u64 {
     lock(&CONNECTIONS).len() as u64 + ACCEPTED.load(Ordering::Relaxed)
 }
@@ -66,22 +67,22 @@ pub fn sockets() -> u64 {
 impl Connection {
     fn send(&self, message: &impl Serialize) {
         let line = serde_json::to_string(message).expect("plain data") + "\n";
-        // A socket that ended is noticed by its reader.
+        // The reader of a socket detects its end.
         let _sent = lock(&self.stream).write_all(line.as_bytes());
     }
 
-    /// Tells a rank of the other process something.
+    /// Sends a message to a rank of the other process.
     pub fn tell_rank(&self, member: u64, message: ToRank) {
         self.send(&Down { member, message });
     }
 
-    /// Tells a job of the other process something.
+    /// Sends a message to a job of the other process.
     pub fn tell_job(&self, job: u64, rank: usize, message: ToJob) {
         self.send(&Up::Tell { job, rank, message });
     }
 }
 
-/// Calls `act` with each message, until the socket ends.
+/// Calls `act` with each message until the socket ends.
 fn read<T: for<'a> Deserialize<'a>>(stream: UnixStream, mut act: impl FnMut(T)) {
     for line in BufReader::new(stream).lines() {
         let Ok(message) = line.as_deref().map(serde_json::from_str::<T>) else { return };
@@ -89,7 +90,7 @@ fn read<T: for<'a> Deserialize<'a>>(stream: UnixStream, mut act: impl FnMut(T)) 
     }
 }
 
-/// Takes ranks of other processes in, under a name.
+/// Accepts ranks of other processes under a name.
 pub fn listen(name: &str) {
     let mut listening = lock(&LISTENING);
     if listening.iter().any(|known| known == name) {
@@ -118,7 +119,7 @@ pub fn listen(name: &str) {
     });
 }
 
-/// Joins a job of another process, once that listens.
+/// Joins a job of another process, once that process listens.
 pub fn join(name: String, join: Join) {
     std::thread::spawn(move || {
         let known = lock(&CONNECTIONS).get(&name).cloned();
@@ -149,7 +150,7 @@ fn connect(name: &str) -> Arc<Connection> {
     connection
 }
 
-/// Maps another process's memory file, once.
+/// Maps another process's memory file, once per process.
 fn map(process: u32, file: i32) -> Base {
     if process == std::process::id() {
         return crate::cuda::memory_file().1;
@@ -160,7 +161,7 @@ fn map(process: u32, file: i32) -> Base {
         let bytes = file.metadata().expect("a file").len() as usize;
         let protection = libc::PROT_READ | libc::PROT_WRITE;
         let flags = libc::MAP_SHARED | libc::MAP_NORESERVE;
-        // SAFETY: new addresses for a file.
+        // SAFETY: maps a file at new addresses.
         let base = unsafe { libc::mmap(std::ptr::null_mut(), bytes, protection, flags, file.as_raw_fd(), 0) };
         assert!(base != libc::MAP_FAILED, "addresses for {path}");
         base as Base

@@ -1,4 +1,4 @@
-//! A thread that captures while others do something else.
+//! A stream capture on one thread while other threads do something else.
 
 use crate::cuda::control;
 use crate::threads::WAIT_MAX;
@@ -6,35 +6,35 @@ use std::ffi::c_int;
 use std::sync::mpsc::channel;
 use std::thread;
 
-/// How a capture ended.
+/// The outcome of a capture.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Captured {
-    /// With a graph.
+    /// The capture succeeded with a graph.
     Graph,
-    /// Something was done meanwhile that the driver forbids.
+    /// A forbidden call during the capture invalidated it.
     Spoilt,
 }
 
-/// Runs `body` while another thread captures a stream of this device that nobody else knows, in the global mode.
+/// Runs `body` while another thread captures a private stream of this device in global mode.
 pub fn while_captured<R>(device: c_int, body: impl FnOnce() -> R) -> (R, Captured) {
     let (begun, has_begun) = channel();
     let (end, is_over) = channel::<()>();
     thread::scope(|scope| {
         let capture = scope.spawn(move || {
             let stream = Stream::begin(device);
-            begun.send(()).expect("somebody waits");
-            // Also when the body panics: then nobody can send any more.
+            begun.send(()).expect("the receiver waits");
+            // If the body panics, the sender is dropped, which ends this wait as well.
             let _over = is_over.recv_timeout(WAIT_MAX);
             stream.end()
         });
-        has_begun.recv_timeout(WAIT_MAX).expect("it captures");
+        has_begun.recv_timeout(WAIT_MAX).expect("the capture begins");
         let answer = body();
         drop(end);
         (answer, capture.join().expect("no panic"))
     })
 }
 
-/// A stream that is captured.
+/// A stream that is being captured.
 struct Stream {
     device: c_int,
     handle: u64,
@@ -43,7 +43,7 @@ struct Stream {
 impl Stream {
     fn begin(device: c_int) -> Self {
         let (mut context, mut handle) = (0, 0);
-        // SAFETY: the symbols' types, and places for the answers.
+        // SAFETY: the symbols have these types, and the pointers are valid for writing.
         let codes = unsafe {
             [
                 control::<unsafe extern "C" fn(*mut usize, c_int) -> c_int>("cuDevicePrimaryCtxRetain")(
@@ -61,11 +61,11 @@ impl Stream {
 
     fn end(self) -> Captured {
         let mut graph = 0_u64;
-        // SAFETY: the symbol's type, and a place for the answer.
+        // SAFETY: the symbol has this type, and the pointer is valid for writing.
         let code = unsafe {
             control::<unsafe extern "C" fn(u64, *mut u64) -> c_int>("cuStreamEndCapture")(self.handle, &raw mut graph)
         };
-        // SAFETY: the symbols' types, and what was made above.
+        // SAFETY: the symbols have these types, and the objects were created above.
         unsafe {
             if graph != 0 {
                 control::<unsafe extern "C" fn(u64) -> c_int>("cuGraphDestroy")(graph);

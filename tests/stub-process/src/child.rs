@@ -1,4 +1,4 @@
-//! Processes that end: at the latest at a limit, and with the process that started them.
+//! Child processes with a time limit, which also end with their parent.
 
 use std::io::Read;
 use std::os::unix::process::CommandExt;
@@ -6,22 +6,22 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// Time that a process of a test may take. `SYMMALLOC_STUB_LIMIT_SECONDS` sets it, for long runs.
+/// Time limit of a test's process. `SYMMALLOC_STUB_LIMIT_SECONDS` overrides it for long runs.
 const LIMIT: Duration = Duration::from_secs(600);
 
-/// Time between two looks at a process.
+/// Time between two checks of a process.
 const LOOK: Duration = Duration::from_millis(2);
 
-/// End of a process.
+/// The outcome of a process.
 pub(crate) struct Ended {
     pub(crate) status: ExitStatus,
     pub(crate) stdout: String,
     pub(crate) stderr: String,
-    /// Set if it took too long and was killed.
+    /// `true` if the process exceeded the limit and was killed.
     pub(crate) is_late: bool,
 }
 
-/// A process that was started.
+/// A running process.
 pub(crate) struct Running {
     child: Child,
     stdout: JoinHandle<Vec<u8>>,
@@ -29,7 +29,7 @@ pub(crate) struct Running {
     begun: Instant,
 }
 
-/// Returns the time that a process of a test may take.
+/// Returns the time limit of a test's process.
 pub(crate) fn limit() -> Duration {
     let seconds = std::env::var("SYMMALLOC_STUB_LIMIT_SECONDS");
     seconds.map_or(LIMIT, |text| Duration::from_secs(text.parse().expect("a number of seconds")))
@@ -39,7 +39,7 @@ impl Running {
     /// Starts a process that is killed when the calling thread ends.
     pub(crate) fn start(command: &mut Command) -> Self {
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-        // SAFETY: between fork and exec, one system call without memory or locks.
+        // SAFETY: between fork and exec, makes one system call, which uses neither memory nor locks.
         unsafe {
             command.pre_exec(|| match libc::prctl(libc::PR_SET_PDEATHSIG, libc::SIGKILL) {
                 0 => Ok(()),
@@ -52,7 +52,7 @@ impl Running {
         Running { child, stdout, stderr, begun: Instant::now() }
     }
 
-    /// Waits until it has ended, and kills it at the limit.
+    /// Waits until the process ends, and kills it at the limit.
     pub(crate) fn wait(mut self, limit: Duration) -> Ended {
         let mut is_late = false;
         let status = loop {

@@ -1,62 +1,62 @@
-//! The controls of the stub of libcuda.
+//! Controls of the stub of libcuda.
 
 use crate::library::symbol;
 use std::ffi::{CString, c_char, c_int};
 
 pub(crate) fn control<F: Copy>(name: &str) -> F {
-    // SAFETY: the callers below name the symbols' types.
+    // SAFETY: the callers below use the symbols' types.
     unsafe { symbol(&["libcuda.so", "libcuda.so.1"], name) }
 }
 
-/// The n-th call from now on fails once; with 0, every call does.
+/// Makes the n-th call from now on fail once; with 0, every call fails.
 pub fn fail(call: &str, nth: u64, code: i32) {
     let call = CString::new(call).expect("no zero byte");
-    // SAFETY: the symbol's type, and a C string.
+    // SAFETY: the symbol has this type, and the pointer is a C string.
     unsafe { control::<unsafe extern "C" fn(*const c_char, u64, c_int)>("stub_fail")(call.as_ptr(), nth, code) };
 }
 
-/// As [`fail`], but calls of this thread neither count nor fail.
+/// Like [`fail`], but calls of this thread neither count nor fail.
 pub fn fail_elsewhere(call: &str, nth: u64, code: i32) {
     let call = CString::new(call).expect("no zero byte");
     type Fail = unsafe extern "C" fn(*const c_char, u64, c_int);
-    // SAFETY: the symbol's type, and a C string.
+    // SAFETY: the symbol has this type, and the pointer is a C string.
     unsafe { control::<Fail>("stub_fail_elsewhere")(call.as_ptr(), nth, code) };
 }
 
-/// No call fails any more.
+/// Removes all faults.
 pub fn heal() {
-    // SAFETY: the symbol's type.
+    // SAFETY: the symbol has this type.
     unsafe { control::<unsafe extern "C" fn()>("stub_heal")() };
 }
 
-/// How often a call was made.
+/// Returns the number of times that a call was made.
 pub fn calls(call: &str) -> u64 {
     let call = CString::new(call).expect("no zero byte");
-    // SAFETY: the symbol's type, and a C string.
+    // SAFETY: the symbol has this type, and the pointer is a C string.
     unsafe { control::<unsafe extern "C" fn(*const c_char) -> u64>("stub_calls")(call.as_ptr()) }
 }
 
-/// How often this thread made a call.
+/// Returns the number of times that this thread made a call.
 pub fn own_calls(call: &str) -> u64 {
     let call = CString::new(call).expect("no zero byte");
-    // SAFETY: the symbol's type, and a C string.
+    // SAFETY: the symbol has this type, and the pointer is a C string.
     unsafe { control::<unsafe extern "C" fn(*const c_char) -> u64>("stub_own_calls")(call.as_ptr()) }
 }
 
-/// How often any call was made.
+/// Returns the total number of calls.
 pub fn all_calls() -> u64 {
-    // SAFETY: the symbol's type; null asks for all.
+    // SAFETY: the symbol has this type; null selects all calls.
     unsafe { control::<unsafe extern "C" fn(*const c_char) -> u64>("stub_calls")(std::ptr::null()) }
 }
 
-/// Work on a stream that takes as long as this lives: what is submitted behind it has no effect before.
+/// Work on a stream that lasts until this value is dropped. Work submitted after it has no effect until then.
 #[derive(Debug)]
-#[must_use = "the stream goes on when it is dropped"]
+#[must_use = "the stream continues when it is dropped"]
 pub struct LongWork(u64);
 
-/// Puts long work on a stream, by the driver's handle of it.
+/// Submits long work to a stream, given by its driver handle.
 pub fn hold(stream: u64) -> LongWork {
-    // SAFETY: the symbol's type.
+    // SAFETY: the symbol has this type.
     let work = unsafe { control::<unsafe extern "C" fn(u64) -> u64>("stub_hold")(stream) };
     assert_ne!(work, 0, "the stream is alive");
     LongWork(work)
@@ -64,14 +64,14 @@ pub fn hold(stream: u64) -> LongWork {
 
 impl Drop for LongWork {
     fn drop(&mut self) {
-        // SAFETY: the symbol's type, and work that is not done.
+        // SAFETY: the symbol has this type, and the work has not finished.
         unsafe { control::<unsafe extern "C" fn(u64)>("stub_external_complete")(self.0) };
     }
 }
 
-/// What the driver still has.
+/// The driver's live resources.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-#[allow(missing_docs, reason = "the names say it")]
+#[allow(missing_docs, reason = "the names are sufficient")]
 pub struct Live {
     pub device_bytes: u64,
     pub ranges: u64,
@@ -80,14 +80,14 @@ pub struct Live {
     pub host_bytes: u64,
     pub graphs: u64,
     pub mappings: u64,
-    /// Physical memory of other processes.
+    /// Imported physical memory of other processes.
     pub imports: u64,
 }
 
-/// What the driver still has.
+/// Returns the driver's live resources.
 pub fn live() -> Live {
     let of = |what: c_int| {
-        // SAFETY: the symbol's type.
+        // SAFETY: the symbol has this type.
         unsafe { control::<unsafe extern "C" fn(c_int) -> u64>("stub_live")(what) }
     };
     Live {
@@ -98,7 +98,7 @@ pub fn live() -> Live {
         host_bytes: of(4),
         graphs: of(5),
         mappings: of(6),
-        // SAFETY: the symbol's type.
+        // SAFETY: the symbol has this type.
         imports: u64::from(unsafe { control::<unsafe extern "C" fn() -> u32>("stub_imports")() }),
     }
 }

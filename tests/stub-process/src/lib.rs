@@ -1,14 +1,14 @@
-//! Runs a test in a process that has the stubs on its library path.
+//! Runs tests in processes that have the stubs on their library path.
 //!
-//! A library path counts when a process starts, and a stub keeps one state per process. So a test starts its own
-//! executable again, for itself alone, with the stubs in a fresh folder:
+//! The library path is read when a process starts, and a stub has one state per process. Each test therefore starts its executable again
+//! for itself alone, with the stubs in a fresh directory:
 //!
 //! ```text
 //!  cargo test ── test `a` ── process: test `a` alone, libcuda.so and libnccl.so.2 are the stubs ── body
 //!                                      ╰── ranks(4, ..) ── 4 processes: test `a` alone, rank 0 to 3 ── body of a rank
 //! ```
 //!
-//! [`cuda`] and [`nccl`] are what a body asks the stubs, and tells them.
+//! A body controls and queries the stubs through [`cuda`] and [`nccl`].
 
 mod captures;
 mod child;
@@ -26,10 +26,10 @@ pub use threads::{Barrier, ExitOnPanic, WAIT_MAX, threads, until, until_some};
 use child::Running;
 use std::process::Command;
 
-/// Which test this process runs.
+/// Environment variable with the name of the test that this process runs.
 const MARK: &str = "SYMMALLOC_STUB_TEST";
 
-/// A test on the stub of libcuda: `stub_test!(name, ["STUB_OPTION" = "value"], { body })`.
+/// Defines a test on the stub of libcuda: `stub_test!(name, ["STUB_OPTION" = "value"], { body })`.
 #[macro_export]
 macro_rules! stub_test {
     ($name:ident, $body:block) => {
@@ -47,8 +47,8 @@ macro_rules! stub_test {
     };
 }
 
-/// A test on both stubs: `nccl_test!(name, ["STUB_OPTION" = "value"], { body })`. There are eight devices unless
-/// `STUB_DEVICES` says otherwise, and polling an event that nobody waited for finds it ready in the end.
+/// Defines a test on both stubs: `nccl_test!(name, ["STUB_OPTION" = "value"], { body })`. There are eight devices unless `STUB_DEVICES`
+/// overrides it. Polling an event eventually finds it complete, even without a wait.
 #[macro_export]
 macro_rules! nccl_test {
     ($name:ident, $body:block) => {
@@ -67,7 +67,7 @@ macro_rules! nccl_test {
     };
 }
 
-/// The name by which the test harness knows a test.
+/// Returns the name of a test in the test harness.
 pub fn test_name(module: &str, test: &str) -> String {
     match module.split_once("::") {
         Some((_, inner)) => format!("{inner}::{test}"),
@@ -75,10 +75,10 @@ pub fn test_name(module: &str, test: &str) -> String {
     }
 }
 
-/// Runs `body` in a process of its own, which finds these libraries. Later options win.
+/// Runs `body` in a separate process that loads these libraries. Later options override earlier ones.
 ///
 /// # Panics
-/// When the process fails, or takes longer than ten minutes (`SYMMALLOC_STUB_LIMIT_SECONDS` sets another limit).
+/// Panics if the process fails, or takes longer than ten minutes (`SYMMALLOC_STUB_LIMIT_SECONDS` overrides the limit).
 pub fn run(test: &str, cuda: Library, nccl: Option<Library>, options: &[(&str, &str)], body: impl FnOnce()) {
     if std::env::var_os(MARK).is_some_and(|mark| mark == test) {
         let unwanted: &[&str] = match nccl {
@@ -109,17 +109,17 @@ pub fn run(test: &str, cuda: Library, nccl: Option<Library>, options: &[(&str, &
     print!("{stdout}");
 }
 
-/// A folder that has the stub of libcuda, for the library path of a process.
+/// Returns a directory with the stub of libcuda, for the library path of a process.
 ///
 /// # Panics
-/// When the folder cannot be made.
+/// Panics if the directory cannot be created.
 pub fn stub_of_libcuda() -> tempfile::TempDir {
     let folder = tempfile::tempdir().expect("a temporary folder");
     Library::Stub.place("libstub_libcuda.so", "libcuda.so", folder.path());
     folder
 }
 
-/// This executable, for one test.
+/// Returns a command that runs one test of this executable.
 fn alone(test: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().expect("the test's executable"));
     command.args([test, "--exact", "--nocapture", "--test-threads=1"]);

@@ -1,24 +1,24 @@
-//! What the process finds as a library.
+//! The variants of a library that a test's process can load.
 
 use std::path::Path;
 
-/// What the process finds under a library's name.
+/// The file that a process finds under a library's name.
 #[derive(Clone, Copy, Debug)]
 pub enum Library {
     /// The stub.
     Stub,
     /// The stub without one of its calls.
     StubWithout(&'static str),
-    /// The stub without some of its calls.
+    /// The stub without several of its calls.
     StubWithoutAll(&'static [&'static str]),
     /// The stub under another name.
     Named(&'static str),
-    /// Nothing.
+    /// No file.
     Missing,
 }
 
 impl Library {
-    /// Puts it into a folder. Cargo puts the shared library of a dependency beside the test's executable.
+    /// Writes the library to a directory. Cargo places the shared library of a dependency next to the test's executable.
     pub(crate) fn place(self, stub: &str, name: &str, folder: &Path) {
         let without: &[&str] = match &self {
             Library::StubWithout(symbol) => std::slice::from_ref(symbol),
@@ -58,21 +58,21 @@ fn hide(bytes: &mut [u8], symbol: &str) {
     places.into_iter().for_each(|at| bytes[at + 1] = b'x');
 }
 
-/// A symbol of a library that this process finds.
+/// Returns a symbol of a library on this process's library path.
 ///
 /// # Safety
-/// `F` is the symbol's type.
+/// `F` must be the type of the symbol.
 pub(crate) unsafe fn symbol<F: Copy>(names: &[&str], symbol: &str) -> F {
     let name_of = |name: &str| std::ffi::CString::new(name).expect("no zero byte");
     let open = |name: &&str| {
-        // SAFETY: a C string; the stubs have no initialisers.
+        // SAFETY: the pointer is a C string, and the stubs have no initializers.
         let library = unsafe { libc::dlopen(name_of(name).as_ptr(), libc::RTLD_NOW) };
         (!library.is_null()).then_some(library)
     };
     let library = names.iter().find_map(open).unwrap_or_else(|| panic!("{names:?} are not on the library path"));
-    // SAFETY: a library that stays open, and a C string.
+    // SAFETY: the library stays open, and the pointer is a C string.
     let found = unsafe { libc::dlsym(library, name_of(symbol).as_ptr()) };
     assert!(!found.is_null() && size_of::<F>() == size_of_val(&found), "{symbol} is not in the stub");
-    // SAFETY: the caller's contract, and the sizes are equal.
+    // SAFETY: the caller guarantees the type, and the sizes are equal.
     unsafe { std::mem::transmute_copy(&found) }
 }

@@ -1,10 +1,10 @@
-//! The controls of the stub of libnccl, see its `control.rs`.
+//! Controls of the stub of libnccl; see its `control.rs`.
 
 use crate::library::symbol;
 use std::ffi::{CString, c_char, c_int};
 
 fn control<F: Copy>(name: &str) -> F {
-    // SAFETY: the callers below name the symbols' types.
+    // SAFETY: the callers below use the symbols' types.
     unsafe { symbol(&["libnccl.so.2", "libnccl.so"], name) }
 }
 
@@ -16,88 +16,88 @@ fn number(rank: Option<usize>) -> c_int {
     rank.map_or(-1, |rank| rank as c_int)
 }
 
-/// The rank's n-th call from now on returns `code` and does nothing, once; with 0, every call does. `None`: any rank.
+/// Makes the rank's n-th call from now on return `code` without any effect, once; with 0, every call. `None` selects any rank.
 pub fn fail(call: &str, rank: Option<usize>, nth: u64, code: i32) {
     type Fail = unsafe extern "C" fn(*const c_char, c_int, u64, c_int);
-    // SAFETY: the symbol's type, and a C string.
+    // SAFETY: the symbol has this type, and the pointer is a C string.
     unsafe { control::<Fail>("stub_nccl_fail")(c_string(call).as_ptr(), number(rank), nth, code) };
 }
 
-/// The rank's n-th call from now on never gets to the other ranks, once; with 0, no call does.
+/// Makes the rank's n-th call from now on never reach the other ranks, once; with 0, every call.
 pub fn hang(call: &str, rank: Option<usize>, nth: u64) {
     type Hang = unsafe extern "C" fn(*const c_char, c_int, u64);
-    // SAFETY: the symbol's type, and a C string.
+    // SAFETY: the symbol has this type, and the pointer is a C string.
     unsafe { control::<Hang>("stub_nccl_hang")(c_string(call).as_ptr(), number(rank), nth) };
 }
 
-/// This process is killed in the rank's n-th call from now on. The call `*` is any.
+/// Kills this process in the rank's n-th call from now on. The name `*` selects any call.
 pub fn die(call: &str, rank: Option<usize>, nth: u64) {
     type Die = unsafe extern "C" fn(*const c_char, c_int, u64);
-    // SAFETY: the symbol's type, and a C string.
+    // SAFETY: the symbol has this type, and the pointer is a C string.
     unsafe { control::<Die>("stub_nccl_die")(c_string(call).as_ptr(), number(rank), nth) };
 }
 
-/// This process is stopped in the rank's n-th call from now on.
+/// Stops this process in the rank's n-th call from now on. The name `*` selects any call.
 pub fn stop(call: &str, rank: Option<usize>, nth: u64) {
     type Stop = unsafe extern "C" fn(*const c_char, c_int, u64);
-    // SAFETY: the symbol's type, and a C string.
+    // SAFETY: the symbol has this type, and the pointer is a C string.
     unsafe { control::<Stop>("stub_nccl_stop")(c_string(call).as_ptr(), number(rank), nth) };
 }
 
-/// The rank's n-th call from now on is made so many milliseconds later; with 0, every call is.
+/// Delays the rank's n-th call from now on by `ms` milliseconds; with 0, every call.
 pub fn slow(call: &str, rank: Option<usize>, nth: u64, ms: u64) {
     type Slow = unsafe extern "C" fn(*const c_char, c_int, u64, u64);
-    // SAFETY: the symbol's type, and a C string.
+    // SAFETY: the symbol has this type, and the pointer is a C string.
     unsafe { control::<Slow>("stub_nccl_slow")(c_string(call).as_ptr(), number(rank), nth, ms) };
 }
 
-/// No call fails or hangs any more.
+/// Removes all faults.
 pub fn heal() {
-    // SAFETY: the symbol's type.
+    // SAFETY: the symbol has this type.
     unsafe { control::<unsafe extern "C" fn()>("stub_nccl_heal")() };
 }
 
-/// A rank is gone without a word.
+/// Makes a rank disappear without notice.
 pub fn kill(rank: usize) {
-    // SAFETY: the symbol's type.
+    // SAFETY: the symbol has this type.
     unsafe { control::<unsafe extern "C" fn(c_int)>("stub_nccl_kill")(number(Some(rank))) };
 }
 
-/// How often a call was made, by all ranks of this process.
+/// Returns the number of times that the ranks of this process made a call.
 pub fn calls(call: &str) -> u64 {
-    // SAFETY: the symbol's type, and a C string.
+    // SAFETY: the symbol has this type, and the pointer is a C string.
     unsafe { control::<unsafe extern "C" fn(*const c_char) -> u64>("stub_nccl_calls")(c_string(call).as_ptr()) }
 }
 
-/// How often any call was made.
+/// Returns the total number of calls.
 pub fn all_calls() -> u64 {
-    // SAFETY: the symbol's type; null asks for all.
+    // SAFETY: the symbol has this type; null selects all calls.
     unsafe { control::<unsafe extern "C" fn(*const c_char) -> u64>("stub_nccl_calls")(std::ptr::null()) }
 }
 
-/// What NCCL still has, over all ranks of this process.
+/// NCCL's live resources, over all ranks of this process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
-#[allow(missing_docs, reason = "the names say it")]
+#[allow(missing_docs, reason = "the names are sufficient")]
 pub struct Live {
     pub communicators: u64,
     pub windows: u64,
     pub buffers: u64,
-    /// Registrations whose memory is kept, because some rank did not deregister.
+    /// Registrations whose memory is still in use because a rank has not deregistered.
     pub kept_rounds: u64,
-    /// Symmetric address space in use.
+    /// Symmetric address space in use, in bytes.
     pub space_bytes: u64,
-    /// Collectives that did not take effect.
+    /// Collectives that have not taken effect.
     pub pending: u64,
-    /// Physical memory that communicators took along when they ended with windows (before 2.29).
+    /// Pieces of physical memory that communicators leaked when they ended with windows (before 2.29).
     pub leaked: u64,
     /// Sockets to other processes.
     pub sockets: u64,
 }
 
-/// What NCCL still has.
+/// Returns NCCL's live resources.
 pub fn live() -> Live {
     let of = |what: c_int| {
-        // SAFETY: the symbol's type.
+        // SAFETY: the symbol has this type.
         unsafe { control::<unsafe extern "C" fn(c_int) -> u64>("stub_nccl_live")(what) }
     };
     Live {
@@ -112,29 +112,29 @@ pub fn live() -> Live {
     }
 }
 
-/// What nobody should have done, so far.
+/// Returns the violations detected so far.
 pub fn violations() -> Vec<String> {
     type Violations = unsafe extern "C" fn(usize, *mut c_char, usize) -> usize;
     let control = control::<Violations>("stub_nccl_violations");
     let mut text = vec![0u8; 1 << 16];
-    // SAFETY: the symbol's type, and a buffer of that size.
+    // SAFETY: the symbol has this type, and the buffer has this size.
     let count = unsafe { control(0, text.as_mut_ptr().cast(), text.len()) };
     let end = text.iter().position(|byte| *byte == 0).unwrap_or(0);
     let lines: Vec<String> = String::from_utf8_lossy(&text[..end]).lines().map(str::to_owned).collect();
-    assert!(count == 0 || !lines.is_empty(), "{count} violations are more than fit");
+    assert!(count == 0 || !lines.is_empty(), "{count} violations exceed the buffer");
     lines
 }
 
-/// Forgets violations.
+/// Clears the list of violations.
 pub fn forget() {
-    // SAFETY: the symbol's type.
+    // SAFETY: the symbol has this type.
     unsafe { control::<unsafe extern "C" fn()>("stub_nccl_forget")() };
 }
 
-/// Nobody did what nobody should do.
+/// Asserts that there were no violations.
 ///
 /// # Panics
-/// With the violations, if there were any.
+/// Panics with the list of violations, if there are any.
 #[track_caller]
 pub fn assert_clean() {
     let violations = violations();

@@ -6,24 +6,24 @@ use std::time::SystemTime;
 
 const RANK: &str = "SYMMALLOC_STUB_RANK";
 
-/// How the process of a rank ended.
+/// The outcome of a rank's process.
 #[derive(Clone, Debug)]
 pub struct RankOutput {
     /// Its rank.
     pub rank: usize,
-    /// Whether its body returned.
+    /// `true` if its body returned.
     pub is_success: bool,
-    /// What it printed.
+    /// Its standard output and standard error.
     pub text: String,
-    /// When it ended.
+    /// The time at which it ended.
     pub ended: SystemTime,
 }
 
-/// In a test on the stubs: runs `body` in one process per rank, with `options` in the environment on top of the test's, and
-/// returns how each ended. A process that takes half of the test's limit is killed. In the process of a rank, runs `body` and ends the process.
+/// Runs `body` in one process per rank, inside a test on the stubs. `options` are added to the environment of the test. Returns the outcome
+/// of each process. A process that takes half of the test's time limit is killed. In a rank's process, runs `body` and exits.
 ///
 /// # Panics
-/// When a process cannot be started.
+/// Panics if a process cannot be started.
 pub fn ranks(count: usize, options: &[(&str, &str)], body: impl FnOnce(usize)) -> Vec<RankOutput> {
     if let Ok(rank) = std::env::var(RANK) {
         body(rank.parse().expect("a number"));

@@ -1,23 +1,22 @@
-//! Ranks as threads, and waits that end.
+//! Ranks as threads, and waits with a time limit.
 //!
-//! No wait of a test is without an end: a thread of a rank that panics ends the process, because the others may be inside a
-//! call that waits for it; a barrier and [`until`] panic after [`WAIT_MAX`]; and a process is killed after its
-//! [limit](crate::limit).
+//! Every wait of a test ends. A rank's thread that panics ends the process, because the others may be inside a call that waits for it. A
+//! barrier and [`until`] panic after [`WAIT_MAX`]. A process is killed after its [limit](crate::limit).
 
 use std::io::Write;
 use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Time after which a wait counts as endless. Longer than the deadlines of all communicators in tests.
+/// Time after which a wait fails. Longer than the deadlines of all communicators in tests.
 pub const WAIT_MAX: Duration = Duration::from_secs(120);
 
-/// Exit code of a process in which the thread of a rank panicked, as that of a failed test.
+/// Exit status of a process in which a rank's thread panicked, the same as that of a failed test.
 const PANICKED: i32 = 101;
 
-/// Ends the process if it is dropped by a panic.
+/// Ends the process if it is dropped during a panic.
 ///
-/// Unwinding would leave the other ranks at a barrier, or in a call of the stub's that no deadline ends. The panic's
-/// message is printed by then.
+/// Unwinding would leave the other ranks at a barrier, or in a stub call that no deadline ends. The panic's message has been printed by
+/// then.
 #[derive(Debug)]
 pub struct ExitOnPanic;
 
@@ -25,13 +24,13 @@ impl Drop for ExitOnPanic {
     fn drop(&mut self) {
         if std::thread::panicking() {
             let _flushed = std::io::stdout().flush();
-            // SAFETY: ends this process. Destructors do not run: other threads are inside the stubs.
+            // SAFETY: ends this process without destructors, because other threads are inside the stubs.
             unsafe { libc::_exit(PANICKED) };
         }
     }
 }
 
-/// Runs `body` on one thread per rank, and returns what it returned, by rank. A panic ends the process.
+/// Runs `body` on one thread per rank. Returns the results by rank. A panic ends the process.
 pub fn threads<R: Send>(count: usize, body: impl Fn(usize) -> R + Sync) -> Vec<R> {
     std::thread::scope(|scope| {
         let start = |rank| {
@@ -46,25 +45,25 @@ pub fn threads<R: Send>(count: usize, body: impl Fn(usize) -> R + Sync) -> Vec<R
     })
 }
 
-/// A barrier for the threads of ranks, as the standard library's, whose wait ends.
+/// A barrier for the threads of ranks, like the standard library's but with a time limit.
 #[derive(Debug)]
 pub struct Barrier {
     count: usize,
-    /// Threads that wait, and the number of times that all have come.
+    /// Number of waiting threads, and number of times that all threads have arrived.
     state: Mutex<(usize, u64)>,
     all_came: Condvar,
 }
 
 impl Barrier {
-    /// A barrier for so many threads.
+    /// Creates a barrier for `count` threads.
     pub fn new(count: usize) -> Self {
         Barrier { count, state: Mutex::default(), all_came: Condvar::new() }
     }
 
-    /// Waits until all threads have come.
+    /// Waits until all threads have arrived.
     ///
     /// # Panics
-    /// If one does not come within [`WAIT_MAX`].
+    /// Panics if a thread does not arrive within [`WAIT_MAX`].
     #[track_caller]
     pub fn wait(&self) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
@@ -81,20 +80,20 @@ impl Barrier {
     }
 }
 
-/// Waits until it is so.
+/// Waits until the predicate holds.
 ///
 /// # Panics
-/// If it is not within [`WAIT_MAX`].
+/// Panics if it does not hold within [`WAIT_MAX`].
 #[track_caller]
 pub fn until(mut is_so: impl FnMut() -> bool) {
     let value = || is_so().then_some(());
     until_some(value);
 }
 
-/// Waits until there is a value, and returns it.
+/// Waits until `value` returns a value, and returns it.
 ///
 /// # Panics
-/// If there is none within [`WAIT_MAX`].
+/// Panics if there is no value within [`WAIT_MAX`].
 #[track_caller]
 pub fn until_some<T>(mut value: impl FnMut() -> Option<T>) -> T {
     let begun = Instant::now();
@@ -102,7 +101,7 @@ pub fn until_some<T>(mut value: impl FnMut() -> Option<T>) -> T {
         if let Some(value) = value() {
             return value;
         }
-        assert!(begun.elapsed() < WAIT_MAX, "it did not come within {WAIT_MAX:?}");
+        assert!(begun.elapsed() < WAIT_MAX, "the condition does not hold within {WAIT_MAX:?}");
         std::thread::sleep(Duration::from_millis(1));
     }
 }

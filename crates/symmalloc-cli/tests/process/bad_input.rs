@@ -322,10 +322,10 @@ fn flight_records_that_cannot_be_compared() {
     }
     let later = whole.replace("\"symmalloc_flight_record\": 1", "\"symmalloc_flight_record\": 2");
     for (name, content, wanted) in [
-        ("torn.json", &whole[..whole.len() / 2], &["is no flight record", "symmalloc-flight-*.json"][..]),
-        ("begun.json", "{", &["is no flight record"]),
-        ("empty.json", "", &["is no flight record"]),
-        ("foreign.json", "{\"a\": 1}", &["is no flight record", "symmalloc_flight_record"]),
+        ("torn.json", &whole[..whole.len() / 2], &["is not a flight record", "symmalloc-flight-*.json"][..]),
+        ("begun.json", "{", &["is not a flight record"]),
+        ("empty.json", "", &["is not a flight record"]),
+        ("foreign.json", "{\"a\": 1}", &["is not a flight record", "symmalloc_flight_record"]),
         ("later.json", &later, &["version 2", "reads version 1", "help: read it with"]),
     ] {
         let path = folder.file(name, content);

@@ -1,5 +1,5 @@
-//! Collectives on windows, right and how fast: beside plain buffers here, and beside PyTorch's with
-//! `pytorch_collectives.py`.
+//! Correctness and speed of collectives on windows. The baseline here is plain buffers; `pytorch_collectives.py` measures PyTorch's
+//! collectives.
 
 use crate::job::{Calls, MIB, Rank, devices, fixed, ranks, reserved};
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use symmalloc_nccl::{AllToAll, Communicator, ReduceOp, Registration, Splits, Uni
 /// Bytes of the input on each rank.
 const SIZES: [usize; 8] = [8 << 10, 32 << 10, 128 << 10, 512 << 10, 2 << 20, 16 << 20, 64 << 20, 256 << 20];
 
-/// Frees and new segments between collectives, several communicators with windows on the same memory.
+/// Tests several communicators with windows on the same memory, with frees and new segments between collectives.
 #[test]
 fn windows_reduce_right_over_frees_and_new_segments() {
     let Some(count) = devices() else { return };
@@ -38,7 +38,7 @@ fn windows_reduce_right_over_frees_and_new_segments() {
                 if round % 20 == 19 {
                     allocator.trim().expect("given up");
                 }
-                // Ranks name them in other orders.
+                // Each rank passes the communicators in a different order.
                 let mut order = comms;
                 order.rotate_left((rank.rank as usize + round as usize) % 3);
                 registrar.sync(&order).expect("the ranks agree");
@@ -58,7 +58,7 @@ fn windows_reduce_right_over_frees_and_new_segments() {
     }
 }
 
-/// One rank's memory of one kind.
+/// One rank's memory, either plain or registered.
 struct Memory {
     allocator: CudaAllocator,
     send: DeviceBuffer<f32>,
@@ -75,7 +75,7 @@ impl Memory {
     }
 }
 
-/// Microseconds per collective, back to back.
+/// Returns the time per collective, back to back, in microseconds: the best of three runs.
 fn microseconds(rank: &Rank<'_>, size_bytes: usize, mut collective: impl FnMut()) -> f64 {
     let count = (200_usize << 20).div_ceil(size_bytes).clamp(10, 500);
     (0..count.min(30)).for_each(|_| collective());
@@ -94,14 +94,14 @@ fn microseconds(rank: &Rank<'_>, size_bytes: usize, mut collective: impl FnMut()
 fn row(rank: &Rank<'_>, comm: &Communicator, memory: &mut Memory, all_to_all: &AllToAll, size: usize) -> [f64; 3] {
     let (stream, length, world) = (&rank.stream, size / 4, rank.ranks as usize);
     let reduce = microseconds(rank, size, || {
-        // In place: PyTorch has no other.
+        // In place, because PyTorch's all-reduce is always in place.
         comm.all_reduce_in_place(&mut memory.send.slice_mut(..length), ReduceOp::Sum, stream).expect("submitted");
     });
     let gather = microseconds(rank, size, || {
         let (send, mut receive) = (memory.send.slice(..length), memory.receive.slice_mut(..world * length));
         comm.all_gather(&send, &mut receive, stream).expect("submitted");
     });
-    // Uneven: what goes to rank i is proportional to i + 1, wherever it comes from.
+    // Uneven: rank i receives i + 1 shares from every rank.
     let parts: u64 = (1..=world as u64).sum();
     let rows = |to: usize| (length as u64 / parts) * (to as u64 + 1);
     let sent: Vec<u64> = (0..world).map(rows).collect();
@@ -145,7 +145,7 @@ fn times_on_windows_and_on_plain_buffers() {
     }
 }
 
-/// What 100,000 calls with changing splits leave behind: nothing.
+/// Registrations, descriptors and memory do not grow over 100,000 calls with changing splits.
 #[test]
 fn all_to_all_with_changing_splits_grows_nothing() {
     let Some(count) = devices() else { return };
@@ -162,7 +162,7 @@ fn all_to_all_with_changing_splits_grows_nothing() {
         let mut send = allocator.alloc_zeroed::<u32>(&rank.stream, world * ROWS).expect("allocated");
         rank.stream.memcpy_htod(&input, &mut send).expect("copied");
         registrar.sync(&[&comm]).expect("registered");
-        // Rows that a rank sends to another in a call: any rank knows them, so that every answer can be checked.
+        // Rows that one rank sends to another in a call. Every rank can compute them, so every result can be checked.
         let rows = |call: u64, from: usize, to: usize| {
             let mixed = (call * 31 + from as u64 * 7 + to as u64 * 13).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 33;
             if mixed.is_multiple_of(5) { 0 } else { mixed % ROWS as u64 }
@@ -171,14 +171,14 @@ fn all_to_all_with_changing_splits_grows_nothing() {
         let begun = Instant::now();
         for call in 0..calls {
             let sent: Vec<u64> = (0..world).map(|to| rows(call, rank.rank as usize, to)).collect();
-            // Every tenth call has new splits and asks the others; the rest know them.
+            // Every tenth call has new splits and exchanges them; for the others, each rank computes all splits itself.
             let splits = if call % 10 == 0 {
                 all_to_all.exchange_splits(&sent).expect("exchanged")
             } else {
                 let received: Vec<u64> = (0..world).map(|from| rows(call, from, rank.rank as usize)).collect();
                 Splits::sending(&sent).receiving(&received).expect("they fit")
             };
-            // A new output each time, of one size on all ranks.
+            // A new output for each call, with the same size on all ranks.
             let mut receive = allocator.alloc_zeroed::<u32>(&rank.stream, world * ROWS).expect("allocated");
             all_to_all.run(&rank.stream, &send, &mut receive, 1, &splits).expect("submitted");
             if call % 1000 == 0 {
@@ -217,7 +217,7 @@ fn all_to_all_with_changing_splits_grows_nothing() {
     });
 }
 
-/// Registrations, file descriptors, device memory in MiB, resident memory of the host in KiB.
+/// Returns registrations, file descriptors, device memory in MiB, and resident host memory in KiB.
 fn seen(rank: &Rank<'_>, stats: &symmalloc_nccl::RegistrarStats) -> (u64, usize, u64, u64) {
     let info = rank.device.memory_info().expect("asked");
     let pages = std::fs::read_to_string("/proc/self/statm").expect("a page count");

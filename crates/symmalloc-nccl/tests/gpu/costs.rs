@@ -1,4 +1,4 @@
-//! What syncs and registrations cost, beside NCCL's own calls.
+//! The costs of syncs and registrations, compared with those of NCCL's own calls.
 
 use crate::job::{Calls, MIB, Rank, devices, fixed, ranks, reserved};
 use cudarc::driver::{CudaStream, DevicePtrMut};
@@ -33,7 +33,7 @@ fn registrar(allocator: &CudaAllocator, mode: Mode, comms: &[&Communicator]) -> 
     registrar
 }
 
-/// One all-reduce, until the host knows that it is done.
+/// Runs one all-reduce and waits on the host until it has finished.
 fn small_all_reduce<T: DevicePtrMut<f32>>(rank: &Rank<'_>, comm: &Communicator, buffer: &mut T) {
     comm.all_reduce_in_place(buffer, ReduceOp::Sum, &rank.stream).expect("submitted");
     rank.stream.synchronize().expect("done");
@@ -78,7 +78,7 @@ fn a_sync_with_nothing_new_is_cheap() {
             if rank.is_first() {
                 println!(
                     "{calls:?}, {count} ranks: sync with nothing new {:.0} ns (two communicators {:.0} ns); with agreement {:.1} us \
-                     (p99 {:.1}); until the host knows, an all-gather of 64 bytes {:.1} us (p99 {:.1}), an all-reduce {:.1} us \
+                     (p99 {:.1}); until the host sees the result, an all-gather of 64 bytes {:.1} us (p99 {:.1}), an all-reduce {:.1} us \
                      (p99 {:.1})",
                     quiet[0], quiet[1], sync.0, sync.1, gather.0, gather.1, collective.0, collective.1
                 );
@@ -96,7 +96,7 @@ fn a_registration_costs_what_nccls_own_does() {
         let id = UniqueId::new().expect("NCCL makes one");
         ranks(count, |rank| {
             let comm = rank.connect(id, calls);
-            // NCCL's calls alone, on memory of the backend.
+            // NCCL's calls alone, on memory from the backend.
             let backend = CudaBackend::builder(&rank.device).build().expect("supported");
             let segments: Vec<_> = (0..WINDOWS)
                 .map(|_| {
@@ -123,7 +123,7 @@ fn a_registration_costs_what_nccls_own_does() {
                 backend.unmap(segment, 0, 2 * MIB).expect("unmapped");
                 backend.release(segment).expect("released");
             }
-            // The same through a registrar: as many segments of a pool, in one sync.
+            // The same through a registrar: as many segments of a pool in one sync.
             let allocator = rank.allocator(fixed());
             let registrar = registrar(&allocator, Mode::AtSync, &[&comm]);
             let blocks: Vec<_> =
@@ -151,8 +151,8 @@ fn a_registration_costs_what_nccls_own_does() {
     }
 }
 
-/// What the watchdog adds to each collective: its place in the flight record, the question whether the stream is captured, and an
-/// event now and then. One device and one rank will do.
+/// Measures the cost that the watchdog adds to each collective: an entry in the flight record, a query whether the stream is capturing, and
+/// an occasional event. One device and one rank suffice.
 #[test]
 fn a_collective_is_watched_for_less_than_150_ns() {
     if let Err(error) = CudaDevice::count().map_err(|error| error.to_string()).and_then(|count| match count {
@@ -169,18 +169,18 @@ fn a_collective_is_watched_for_less_than_150_ns() {
     let comm = Communicator::builder(&device).connect(id, 0, 1).expect("alone");
     let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
     let mut buffer = allocator.alloc_zeroed::<u8>(&stream, 1 << 20).expect("allocated");
-    // On the host: nothing but what the watchdog does. With the device idle, and with work in the stream.
+    // On the host: the watchdog's own work only, once with the device idle and then with work in the stream.
     let announced = |act: &mut dyn FnMut(&Arc<CudaStream>)| {
         let begun = Instant::now();
         for _ in 0..OPS {
-            comm.announce("nothing", None, &stream, || act(&stream)).expect("it lives");
+            comm.announce("nothing", None, &stream, || act(&stream)).expect("it is alive");
         }
         let time = begun.elapsed();
         comm.synchronize(&stream).expect("done");
         time.as_secs_f64() * 1e9 / f64::from(OPS)
     };
     let mut host: Vec<f64> = (0..50).map(|_| announced(&mut |_| ())).collect();
-    // On the device: as many fills of 1 MiB, with and without being announced, in turns.
+    // On the device: as many fills of 1 MiB, alternately with and without being announced.
     let mut device_ns = [Vec::new(), Vec::new()];
     for _ in 0..20 {
         for (is_announced, times) in device_ns.iter_mut().enumerate() {
@@ -188,7 +188,7 @@ fn a_collective_is_watched_for_less_than_150_ns() {
             for _ in 0..OPS {
                 if is_announced == 1 {
                     let fill = || stream.memset_zeros(&mut buffer);
-                    comm.announce("fill", None, &stream, fill).expect("it lives").expect("submitted");
+                    comm.announce("fill", None, &stream, fill).expect("it is alive").expect("submitted");
                 } else {
                     stream.memset_zeros(&mut buffer).expect("submitted");
                 }
@@ -199,7 +199,7 @@ fn a_collective_is_watched_for_less_than_150_ns() {
     }
     host.sort_by(f64::total_cmp);
     device_ns.iter_mut().for_each(|times| times.sort_by(f64::total_cmp));
-    // The least: what else goes on on the machine only adds to it.
+    // The minimum, because other load on the machine only adds to the times.
     let [plain, watched] = device_ns.map(|times| times[0]);
     println!("host: median {:.0} ns, least {:.0}, most {:.0}", host[25], host[0], host[49]);
     println!("a fill of 1 MiB: {plain:.0} ns, watched {watched:.0} ns");

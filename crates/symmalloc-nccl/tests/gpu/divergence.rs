@@ -1,4 +1,4 @@
-//! Ranks that differ: every difference ends in the right report, on every rank, within the deadline.
+//! Ranks that diverge: each divergence yields the correct report on every rank within the deadline.
 
 use crate::job::{Calls, DEADLINE, MIB, Rank, devices, fixed, ranks, reserved};
 use std::time::{Duration, Instant};
@@ -7,7 +7,7 @@ use symmalloc_core::{Config, PoolConfig, PoolId};
 use symmalloc_cuda::{CudaAllocator, CudaBackend, DeviceBuffer};
 use symmalloc_nccl::{CommState, Communicator, ReduceOp, Registrar, Registration, SyncError, UniqueId};
 
-/// What every rank did before the difference.
+/// Runs the part of the program that is equal on all ranks, before they diverge.
 fn begin(rank: &Rank<'_>, comm: &Communicator, allocator: &CudaAllocator) -> (Registrar, DeviceBuffer<f32>) {
     let registrar = rank.registrar(allocator);
     registrar.attach(comm, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
@@ -16,7 +16,7 @@ fn begin(rank: &Rank<'_>, comm: &Communicator, allocator: &CudaAllocator) -> (Re
     (registrar, weights)
 }
 
-/// Does something else on one rank and returns the report that all ranks got.
+/// Runs `differs`, which acts differently on one rank, and returns the report, equal on all ranks.
 fn disagreement(calls: Calls, differs: impl Fn(&Rank<'_>, &CudaAllocator) + Sync) -> Option<Disagreement> {
     let count = devices()?;
     let id = UniqueId::new().expect("NCCL makes one");
@@ -29,8 +29,8 @@ fn disagreement(calls: Calls, differs: impl Fn(&Rank<'_>, &CudaAllocator) + Sync
         let error = registrar.sync(&[&comm]).expect_err("the ranks differ");
         let took = begun.elapsed();
         assert!(took < DEADLINE, "{took:?}");
-        let SyncError::Disagreed { disagreement, .. } = error else { panic!("another report: {error}") };
-        // Nothing was registered, and the communicator works: on windows that are as they were.
+        let SyncError::Disagreed { disagreement, .. } = error else { panic!("unexpected report: {error}") };
+        // Nothing was registered. The communicator still works, and its windows are unchanged.
         assert_eq!((comm.state(), registrar.stats().windows), (CommState::Ready, 1));
         rank.write(&mut weights, 5);
         comm.all_reduce_in_place(&mut weights, ReduceOp::Sum, &rank.stream).expect("submitted");
@@ -38,7 +38,7 @@ fn disagreement(calls: Calls, differs: impl Fn(&Rank<'_>, &CudaAllocator) + Sync
         (*disagreement, took)
     });
     let (first, took) = &reports[0];
-    assert!(reports.iter().all(|(report, _)| report == first), "every rank has the same report");
+    assert!(reports.iter().all(|(report, _)| report == first), "all ranks have the same report");
     println!("{calls:?}, {} ms: {first}", took.as_millis());
     Some(first.clone())
 }
@@ -49,7 +49,7 @@ fn last_rank(rank: &Rank<'_>) -> bool {
 
 fn allocate(rank: &Rank<'_>, allocator: &CudaAllocator, size_bytes: u64, name: &str) {
     let allocated = allocator.allocate_named(&rank.stream, size_bytes, name);
-    // Stays allocated.
+    // The block is never freed.
     let _handle = allocated.expect("allocated").handle;
 }
 
@@ -94,7 +94,7 @@ fn another_op_is_reported() {
     assert!(report.first_heap().is_some(), "{report}");
 }
 
-/// One rank's device has no memory (here: no addresses) for the next segment.
+/// One rank's device has no memory for the next segment; here, its address range is exhausted.
 #[test]
 fn memory_that_one_rank_is_refused_is_reported() {
     let Some(count) = devices() else { return };
@@ -109,7 +109,7 @@ fn memory_that_one_rank_is_refused_is_reported() {
         let allocated = allocator.allocate_named(&rank.stream, 12 * MIB, "cache");
         assert_eq!(allocated.is_err(), last_rank(rank));
         let error = registrar.sync(&[&comm]).expect_err("the ranks differ");
-        let SyncError::Disagreed { disagreement, .. } = error else { panic!("another report: {error}") };
+        let SyncError::Disagreed { disagreement, .. } = error else { panic!("unexpected report: {error}") };
         assert_eq!(comm.state(), CommState::Ready);
         *disagreement
     });
@@ -117,7 +117,7 @@ fn memory_that_one_rank_is_refused_is_reported() {
     assert!(reports.iter().all(|report| *report == reports[0]));
 }
 
-/// Ranks that are configured differently.
+/// Ranks with different configurations.
 #[test]
 fn another_configuration_is_reported() {
     let Some(count) = devices() else { return };
@@ -137,7 +137,7 @@ fn another_configuration_is_reported() {
     });
 }
 
-/// A rank that comes to no sync any more: the others' ends at the deadline, and their allocators go on.
+/// One rank calls no further sync. The sync of the others fails at the deadline, and their allocators continue to work.
 #[test]
 fn a_rank_that_stops_ends_the_others_sync_within_the_deadline() {
     let Some(count) = devices() else { return };
@@ -149,7 +149,7 @@ fn a_rank_that_stops_ends_the_others_sync_within_the_deadline() {
             let allocator = rank.allocator(fixed());
             let (registrar, weights) = begin(rank, &comm, &allocator);
             if last_rank(rank) {
-                // It does nothing until the others have given up.
+                // It does nothing until the other ranks have given up.
                 rank.meet();
                 let _ended = comm.abort();
                 return;
@@ -161,13 +161,14 @@ fn a_rank_that_stops_ends_the_others_sync_within_the_deadline() {
             assert!(matches!(error, SyncError::Transport { .. }), "{error}");
             assert!((deadline..deadline + Duration::from_secs(6)).contains(&took), "{took:?}");
             assert_ne!(comm.state(), CommState::Ready);
-            // The allocator goes on.
+            // The allocator continues to work.
             drop(weights);
             allocate(rank, &allocator, 30 * MIB, "later");
             let error = registrar.sync(&[&comm]).expect_err("it is gone");
             assert!(matches!(error, SyncError::Gone { .. } | SyncError::NotAttached { .. }), "{error}");
             rank.meet();
-            // NCCL lets go when the last rank has ended its communicator, or its process has; then memory goes back.
+            // NCCL releases the memory once the last rank has aborted its communicator or its process has ended; only then can it be
+            // returned.
             let begun = Instant::now();
             while comm.state() == CommState::Lost && begun.elapsed() < DEADLINE {
                 std::thread::sleep(Duration::from_millis(20));
@@ -180,7 +181,7 @@ fn a_rank_that_stops_ends_the_others_sync_within_the_deadline() {
     }
 }
 
-/// A new communicator registers what lives.
+/// A new communicator registers all live segments.
 #[test]
 fn a_new_communicator_takes_over_from_an_aborted_one() {
     let Some(count) = devices() else { return };

@@ -1,4 +1,4 @@
-//! `examples/inference_engine` as a test: every token is the reference's, nothing is mapped and nothing registered after the warm-up.
+//! `examples/inference_engine` as a test: every token equals the reference's, and nothing is mapped or registered after the warm-up.
 
 use crate::job::devices;
 use symmalloc_cuda::CudaDevice;
@@ -10,7 +10,7 @@ mod inference_engine;
 fn run(ranks: u32) {
     let options =
         inference_engine::Options { ranks: Some(ranks), requests: 200, rounds: 1, threads: true, ..Default::default() };
-    let reports = inference_engine::run(&options).expect("all ranks got through");
+    let reports = inference_engine::run(&options).expect("all ranks finish");
     print!("{}", inference_engine::Table(&reports));
     assert!(reports.iter().all(inference_engine::Report::is_right));
 }

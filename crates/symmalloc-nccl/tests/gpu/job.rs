@@ -1,4 +1,4 @@
-//! Ranks as threads, a device for each.
+//! Ranks as threads, each with its own device.
 
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
 use std::net::TcpListener;
@@ -12,7 +12,7 @@ use symmalloc_nccl::{Communicator, CommunicatorBuilder, Nccl, Registrar, UniqueI
 pub(crate) const MIB: u64 = 1 << 20;
 pub(crate) const DEADLINE: Duration = Duration::from_secs(20);
 
-/// Number of devices that take part; prints why there are too few.
+/// Returns the number of devices that take part. Prints the reason and returns `None` if there are fewer than two.
 pub(crate) fn devices() -> Option<u32> {
     let count = match CudaDevice::count() {
         Ok(count) => count as u32,
@@ -32,7 +32,7 @@ pub(crate) fn devices() -> Option<u32> {
     Some(count)
 }
 
-/// Runs a body on every rank and returns what they did, by rank.
+/// Runs `body` on every rank and returns the results by rank.
 pub(crate) fn ranks<T: Send>(count: u32, body: impl Fn(&Rank<'_>) -> T + Sync) -> Vec<T> {
     let barrier = Barrier::new(count as usize);
     let run = |rank| {
@@ -46,7 +46,7 @@ pub(crate) fn ranks<T: Send>(count: u32, body: impl Fn(&Rank<'_>) -> T + Sync) -
     })
 }
 
-/// A rank's seat.
+/// A rank's identity, device and stream.
 pub(crate) struct Rank<'a> {
     pub(crate) rank: u32,
     pub(crate) ranks: u32,
@@ -55,7 +55,7 @@ pub(crate) struct Rank<'a> {
     pub(crate) barrier: &'a Barrier,
 }
 
-/// How NCCL's calls behave towards the host.
+/// Blocking mode of NCCL's calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Calls {
     Blocking,
@@ -72,7 +72,7 @@ impl Rank<'_> {
         self.builder(calls).connect(id, self.rank, self.ranks).expect("all ranks are there")
     }
 
-    /// An allocator whose default pool has this policy. Odd ranks get their addresses in descending order.
+    /// Creates an allocator whose default pool has this policy. Odd ranks allocate addresses in descending order.
     pub(crate) fn allocator(&self, pool: PoolConfig) -> CudaAllocator {
         let builder = CudaBackend::builder(&self.device);
         let builder = if self.rank % 2 == 1 { builder.descending_addresses(1 << 40) } else { builder };
@@ -86,7 +86,7 @@ impl Rank<'_> {
         Registrar::builder(allocator).build().expect("made")
     }
 
-    /// Waits for all ranks, which do not differ here.
+    /// Waits at a barrier for all ranks. Ranks do not diverge in these tests.
     pub(crate) fn meet(&self) {
         self.barrier.wait();
     }
@@ -95,12 +95,12 @@ impl Rank<'_> {
         self.rank == 0
     }
 
-    /// What this rank gives in a round.
+    /// Writes this rank's input for a round to the buffer.
     pub(crate) fn write<T: DevicePtrMut<f32>>(&self, buffer: &mut T, round: u64) {
         self.write_on(&self.stream, buffer, round);
     }
 
-    /// Elements that are not the sum over all ranks.
+    /// Returns the number of elements that differ from the sum over all ranks.
     pub(crate) fn wrong_sums<T: DevicePtr<f32>>(&self, buffer: &T, round: u64) -> usize {
         self.wrong_sums_on(&self.stream, buffer, round)
     }
@@ -118,30 +118,30 @@ impl Rank<'_> {
     }
 }
 
-/// Small whole numbers: their sums are exact.
+/// Returns one input element: a small whole number, so that sums are exact.
 fn given(rank: u32, round: u64, element: usize) -> f32 {
     (1000 * rank as usize + (round % 100) as usize + element % 613) as f32
 }
 
-/// A symmetric pool with one segment, obtained up front.
+/// Returns the policy of a symmetric pool with one segment, reserved up front.
 pub(crate) fn reserved(segment_bytes: u64) -> PoolConfig {
     PoolConfig::builder().reserved(segment_bytes).symmetric(true).build().expect("valid")
 }
 
-/// A symmetric pool of PyTorch's segments.
+/// Returns the policy of a symmetric pool with PyTorch's segment sizes.
 pub(crate) fn fixed() -> PoolConfig {
     PoolConfig::builder().fixed().symmetric(true).build().expect("valid")
 }
 
-/// This test again, in a process of its own: the environment of NCCL is read once, and a kernel that never ends goes with its
-/// process only.
+/// Returns a command that runs this test in a separate process. NCCL reads its environment only once, and a kernel that never ends
+/// disappears only with its process.
 pub(crate) fn again(test: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().expect("the test's executable"));
     command.args([test, "--exact", "--nocapture", "--test-threads=1"]);
     command
 }
 
-/// This test again, in a process for each rank, with the variables of torchrun and one more.
+/// Starts this test again with one process per rank, with the environment variables of torchrun and one more.
 pub(crate) fn processes(test: &str, ranks: u32, variable: (&str, &str)) -> Vec<Child> {
     let free = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a free port");
     let world = ranks.to_string();

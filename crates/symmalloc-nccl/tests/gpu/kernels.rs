@@ -1,4 +1,4 @@
-//! Which kernels NCCL runs: it says so in its log.
+//! The kernels that NCCL selects, according to its log.
 
 use crate::job::{Calls, MIB, again, devices, ranks, reserved};
 use symmalloc_core::{PoolConfig, PoolId};
@@ -7,7 +7,7 @@ use symmalloc_nccl::{ReduceOp, Registration, UniqueId};
 const CHILD: &str = "SYMMALLOC_KERNELS_CHILD";
 const COLLECTIVES: usize = 20;
 
-/// Lines of NCCL's log about symmetric kernels. Rank 0 alone writes them.
+/// Returns the number of lines about symmetric kernels in NCCL's log. Only rank 0 writes them.
 fn symmetric_kernels(is_registered: bool) -> usize {
     let log = tempfile::NamedTempFile::new().expect("a file");
     let status = again("kernels::collectives_on_windows_run_the_symmetric_kernels")

@@ -1,4 +1,4 @@
-//! Nothing stays behind: file descriptors, memory of the devices, addresses.
+//! Leak checks for file descriptors, device memory and address space.
 
 use crate::job::{Calls, MIB, Rank, devices, fixed, ranks};
 use symmalloc_core::PoolId;
@@ -6,7 +6,7 @@ use symmalloc_nccl::{ReduceOp, Registration, UniqueId};
 
 const ROUNDS: usize = 4;
 
-/// What the process and a device have in use.
+/// Resources in use by the process and by one device.
 #[derive(Clone, Copy, Debug)]
 struct InUse {
     descriptors: usize,
@@ -25,7 +25,7 @@ fn in_use(rank: &Rank<'_>) -> InUse {
     }
 }
 
-/// How a communicator ends, and what is done to it before.
+/// The way in which a communicator ends.
 #[derive(Clone, Copy, Debug)]
 enum End {
     DetachAndDestroy,
@@ -64,7 +64,7 @@ fn everything_comes_back_whatever_way_a_communicator_ends() {
     let Some(count) = devices() else { return };
     for calls in [Calls::Blocking, Calls::Nonblocking] {
         for end in [End::DetachAndDestroy, End::Destroy, End::Abort, End::Drop] {
-            // The first round loads kernels and starts threads that NCCL keeps.
+            // The first round loads kernels and starts threads, which NCCL keeps.
             let id: Vec<UniqueId> = (0..=ROUNDS).map(|_| UniqueId::new().expect("NCCL makes one")).collect();
             let seen = ranks(count, |rank| {
                 let mut seen: Vec<InUse> = Vec::new();
@@ -87,7 +87,7 @@ fn everything_comes_back_whatever_way_a_communicator_ends() {
                 );
                 assert!(last.descriptors <= first.descriptors, "{end:?}: {first:?}, {last:?}");
                 assert!(last.device_bytes <= first.device_bytes + (2 << 20), "{end:?}: {first:?}, {last:?}");
-                // Threads that come and go leave arenas of the host's allocator, no symmetric spaces.
+                // Threads leave arenas of the host's allocator behind, but no symmetric address ranges, which are far larger.
                 assert!(last.address_bytes <= first.address_bytes + (1 << 30), "{end:?}: {first:?}, {last:?}");
             }
         }

@@ -1,8 +1,8 @@
-//! The crate on GPUs and a real libnccl. With fewer than two devices, or no libnccl, every test says so and passes. Commands and
-//! what was seen: `docs/measured/nccl.md`.
+//! Tests of the crate on GPUs with a real libnccl. With fewer than two devices, or without libnccl, every test prints the reason and
+//! passes. `docs/measured/nccl.md` lists the commands and their results.
 //!
-//! Run with `--test-threads=1`: some tests look at how much memory the devices have left. All devices that the process can see
-//! take part, a thread for each; `CUDA_VISIBLE_DEVICES` makes them fewer.
+//! Run with `--test-threads=1`: some tests measure the free memory of the devices. All visible devices take part, with one thread each;
+//! `CUDA_VISIBLE_DEVICES` limits them.
 
 mod all_to_all;
 mod collectives;

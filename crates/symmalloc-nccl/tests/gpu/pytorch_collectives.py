@@ -1,6 +1,6 @@
-"""PyTorch's collectives beside those of `collectives::times_on_windows_and_on_plain_buffers`: the same sizes, the same way of timing.
+"""Times PyTorch's collectives with the sizes and the method of `collectives::times_on_windows_and_on_plain_buffers`, for comparison.
 
-python3 pytorch_collectives.py        a process for each GPU, plain buffers of PyTorch's own allocator
+python3 pytorch_collectives.py        one process per GPU, plain buffers from PyTorch's own allocator
 
 Microseconds per collective, back to back, best of three.
 """
@@ -44,7 +44,7 @@ def run(rank, world):
         print(f"PyTorch {torch.__version__}, NCCL {nccl}, {world} ranks, us per collective: all-reduce, all-gather, all-to-all-v", flush=True)
     for size in SIZES:
         length = size // 4
-        # In place: PyTorch has no other.
+        # In place, because PyTorch's all-reduce is always in place.
         reduce = microseconds(size, lambda: dist.all_reduce(send[:length]))
         gather = microseconds(size, lambda: dist.all_gather_into_tensor(receive[: world * length], send[:length]))
         parts = sum(range(1, world + 1))

@@ -1,9 +1,9 @@
-//! A recorded training job with real memory and real collectives: after the warm-up, nothing is registered.
+//! A recorded training job with real memory and real collectives: nothing is registered after the warm-up.
 //!
-//! The job is FSDP1 on 2 GPUs, sequence lengths vary from step to step. Each of its 16 steps begins with the shard that the
-//! network gathers, 65,537,024 bytes on the network's stream: that buffer is reduced over all ranks. The recording is replayed
-//! over and over, and what it left allocated is freed between. All ranks replay rank 0's recording: the program was the same,
-//! the recordings differ only in when PyTorch's event polling noticed the ends of uses.
+//! The job is FSDP1 on 2 GPUs, with sequence lengths that vary from step to step. Each of its 16 steps begins with the shard that the
+//! network gathers: 65,537,024 bytes on the network's stream. That buffer is reduced over all ranks. The recording is replayed repeatedly,
+//! and the blocks that it left allocated are freed in between. All ranks replay rank 0's recording: both ranks ran the same program, and
+//! their recordings differ only in when PyTorch's event polling noticed completed uses.
 
 use crate::job::{Calls, Rank, devices, ranks};
 use cudarc::driver::{CudaSlice, CudaStream};
@@ -25,7 +25,7 @@ const NETWORK: StreamId = StreamId(1);
 const SEGMENT_BYTES: u64 = 6 << 30;
 const CHECK_EVERY: u64 = 100;
 
-/// `SYMMALLOC_STEPS`, 10,000 by default.
+/// Returns `SYMMALLOC_STEPS`, by default 10,000.
 fn steps() -> u64 {
     std::env::var("SYMMALLOC_STEPS").ok().and_then(|steps| steps.parse().ok()).unwrap_or(10_000)
 }
@@ -34,7 +34,7 @@ fn begins_step(op: &Op) -> bool {
     matches!(op, Op::Allocate { stream, size_bytes, .. } if (*stream, *size_bytes) == (NETWORK, SHARD_BYTES))
 }
 
-/// What a rank saw.
+/// The result of one rank's run.
 struct Run {
     steps: u64,
     ops: u64,
@@ -104,10 +104,10 @@ fn train(rank: &Rank<'_>, program: &Program, comm: &Communicator) -> Run {
     Run { steps: step, ops, seconds, digest: allocator.digest(PoolId::DEFAULT).expect("known") }
 }
 
-/// Reduces the step's own buffer on the network's stream; now and then with values that are checked.
+/// Reduces the step's buffer on the network's stream. Every [`CHECK_EVERY`] steps, writes known values first and checks the sums.
 fn reduce(rank: &Rank<'_>, comm: &Communicator, network: &Arc<CudaStream>, allocation: &Allocation, step: u64) {
     let length = (SHARD_BYTES / 4) as usize;
-    // SAFETY: an allocation of this size on this stream, and the slice is not dropped.
+    // SAFETY: the allocation has this size and was made on this stream, and the slice is never dropped.
     let shard = unsafe { network.upgrade_device_ptr::<f32>(allocation.address.0, length) };
     let mut shard: ManuallyDrop<CudaSlice<f32>> = ManuallyDrop::new(shard);
     let is_checked = step.is_multiple_of(CHECK_EVERY);

@@ -1,6 +1,6 @@
-//! A peer that dies. NCCL's symmetric kernels do not look whether they were aborted: one that waits for a dead peer never ends.
-//! What is asked for then is that every call of this crate returns soon after the deadline, with an error that says what
-//! happened. In processes of their own, since only their end ends the kernel.
+//! A peer that dies. NCCL's symmetric kernels do not check whether they were aborted, so one that waits for a dead peer never ends. The
+//! requirement is therefore that every call of this crate returns soon after the deadline, with an error that states the cause. Each test
+//! runs in separate processes, because such a kernel ends only with its process.
 
 use crate::job::{Calls, MIB, Rank, again, devices, processes, ranks, reserved};
 use std::process::Child;
@@ -12,18 +12,18 @@ use symmalloc_nccl::{Communicator, CommunicatorBuilder, Launch, ReduceOp, Regist
 
 const CHILD: &str = "SYMMALLOC_STOPPED_CHILD";
 const WAIT: Duration = Duration::from_secs(2);
-/// How a survivor ends, and how the dead one did.
+/// Exit statuses of a survivor and of the rank that dies.
 const SURVIVED: i32 = 7;
 const DEAD: i32 = 9;
 
-/// What the survivors have in flight when they notice.
+/// Work that the survivors have in flight when they notice the death.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum InFlight {
     Nothing,
     CollectiveOnWindows,
 }
 
-/// Waits for a child's exit status, at most so long.
+/// Waits up to 30 seconds for a child's exit status.
 fn status_of(child: &mut Child) -> Option<i32> {
     let begun = Instant::now();
     loop {
@@ -32,7 +32,7 @@ fn status_of(child: &mut Child) -> Option<i32> {
         }
         if begun.elapsed() > Duration::from_secs(30) {
             child.kill().expect("killed");
-            panic!("it hangs");
+            panic!("the child hangs");
         }
         std::thread::sleep(Duration::from_millis(50));
     }
@@ -74,7 +74,7 @@ fn a_process_that_dies_ends_in_an_error_on_all_others() {
         let barrier = Barrier::new(1);
         let rank = Rank { rank: launch.rank, ranks: launch.ranks, device, stream, barrier: &barrier };
         live(&rank, &comm, in_flight, || {
-            // SAFETY: ends the process as a crash does.
+            // SAFETY: ends the process immediately, like a crash.
             unsafe { libc::_exit(DEAD) }
         });
         return;
@@ -89,7 +89,7 @@ fn a_process_that_dies_ends_in_an_error_on_all_others() {
     }
 }
 
-/// The last rank stops after a good collective; the first of the others ends the process.
+/// Runs one rank: the last one stops after a successful collective, and the first survivor to finish ends the process.
 fn live(rank: &Rank<'_>, comm: &Communicator, in_flight: InFlight, stop: impl Fn()) {
     let allocator = rank.allocator(reserved(64 * MIB));
     let registrar = rank.registrar(&allocator);
@@ -110,13 +110,13 @@ fn live(rank: &Rank<'_>, comm: &Communicator, in_flight: InFlight, stop: impl Fn
     let error = registrar.sync(&[comm]).expect_err("a peer is gone");
     println!("rank {}, {in_flight:?}, sync, after {} ms: {error}", rank.rank, begun.elapsed().as_millis());
     assert!(begun.elapsed() < WAIT + Duration::from_secs(2), "{:?}", begun.elapsed());
-    // Allocating goes on, since nothing there waits on the host.
+    // Allocation continues to work, because it never blocks on the device.
     drop(buffer);
     let _later = allocator.allocate(&rank.stream, MIB).expect("allocated");
     let begun = Instant::now();
     let ended = comm.abort();
     println!("rank {}, {}, abort again: {ended:?} after {} ms", rank.rank, comm.state(), begun.elapsed().as_millis());
     assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
-    // SAFETY: ends the process, without `exit`'s handlers: the driver's waits for the kernel.
+    // SAFETY: ends the process without running `exit`'s handlers; the driver's handler would wait for the kernel.
     unsafe { libc::_exit(SURVIVED) }
 }

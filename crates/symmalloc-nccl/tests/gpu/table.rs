@@ -1,4 +1,4 @@
-//! The reported failure and its cure: `examples/all_reduce.rs` as a test, with threads, with processes, and with NCCL's own check.
+//! The reported failure and its fix: `examples/all_reduce.rs` as a test, with threads, with processes, and with NCCL's own check.
 
 use crate::job::{again, devices, processes};
 use symmalloc_nccl::{Nccl, NcclVersion};
@@ -9,13 +9,13 @@ mod all_reduce;
 
 const CHILD: &str = "SYMMALLOC_TABLE_CHILD";
 
-/// `SYMMALLOC_ROUNDS`, 1,000 by default.
+/// Returns `SYMMALLOC_ROUNDS`, by default 1,000.
 fn rounds() -> u32 {
     std::env::var("SYMMALLOC_ROUNDS").ok().and_then(|rounds| rounds.parse().ok()).unwrap_or(1000)
 }
 
 fn run(options: &all_reduce::Options) {
-    if let Some(table) = all_reduce::run(options).expect("all ranks got through") {
+    if let Some(table) = all_reduce::run(options).expect("all ranks finish") {
         print!("{table}");
         assert!(table.is_as_claimed());
     }
@@ -43,10 +43,10 @@ fn the_old_order_is_wrong_and_ours_right_with_a_process_for_each_device() {
 #[test]
 fn nccl_itself_finds_no_mismatch_in_ours() {
     let Some(_) = devices() else { return };
-    // `NCCL_CHECK_MODE` came with 2.29.7.
+    // NCCL 2.29.7 introduced `NCCL_CHECK_MODE`.
     let (version, since) = (Nccl::load().expect("there").version(), NcclVersion::new(2, 29, 7));
     if version < since {
-        println!("skipped: NCCL {version} has no NCCL_CHECK_MODE, {since} brought it");
+        println!("skipped: NCCL {version} has no NCCL_CHECK_MODE, which {since} introduced");
         return;
     }
     let name = "collectives::windows_reduce_right_over_frees_and_new_segments";

@@ -1,8 +1,8 @@
-//! Ranks that are killed, stopped and slow, as processes. With two devices each rank has its own; with one they share it, and
-//! `NCCL_HOSTID` makes NCCL take them for two machines: kernels are plain and go over sockets then, and windows are none.
+//! Ranks that are killed, stopped or slow, each in its own process. With two devices, each rank has its own. With one, they share it, and
+//! `NCCL_HOSTID` makes NCCL treat them as two machines: kernels are then plain and use sockets, and there are no windows.
 //!
-//! `SYMMALLOC_KILLS` and `SYMMALLOC_STOPS` say how often a rank is killed or stopped (12 and 4), `SYMMALLOC_SLOW_SECONDS` how long
-//! one is slow (30), `SYMMALLOC_PAIRS` how many jobs run at a time (4).
+//! `SYMMALLOC_KILLS` and `SYMMALLOC_STOPS` set how often a rank is killed or stopped (12 and 4), `SYMMALLOC_SLOW_SECONDS` sets how long one
+//! is slow (30), and `SYMMALLOC_PAIRS` sets the number of concurrent jobs (4).
 
 use crate::job::{MIB, Rank, again, reserved};
 use std::io::{BufRead, BufReader, Read};
@@ -23,7 +23,7 @@ fn setting(name: &str, default: u64) -> u64 {
     std::env::var(name).ok().and_then(|text| text.parse().ok()).unwrap_or(default)
 }
 
-/// Number of devices; prints why there is none.
+/// Returns the number of devices. Prints the reason and returns `None` if there is none.
 fn devices() -> Option<usize> {
     let count = CudaDevice::count().map_err(|error| error.to_string());
     let count = count.and_then(|count| Nccl::load().map(|_| count).map_err(|error| error.to_string()));
@@ -40,13 +40,13 @@ fn devices() -> Option<usize> {
     }
 }
 
-/// Two ranks of a job that runs until something happens. What they print on stderr comes with their end.
+/// Two ranks of a job that runs until a rank fails. Their stderr is read when they end.
 struct Job {
     children: Vec<Child>,
 }
 
 impl Job {
-    /// Returns when both have begun to work.
+    /// Starts the job and returns once both ranks are at work.
     fn start(test: &str, number: u64, slow: bool) -> Self {
         let free = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a free port");
         let own_device = CudaDevice::count().expect("counted") > 1;
@@ -76,11 +76,11 @@ impl Job {
     }
 
     fn signal(&self, rank: usize, signal: i32) {
-        // SAFETY: a child of this process, which was not waited for.
+        // SAFETY: the process is a child of this one and has not been waited for.
         assert_eq!(unsafe { libc::kill(self.children[rank].id() as i32, signal) }, 0);
     }
 
-    /// Waits for a rank's end: how it ended, what it wrote, and how long that took.
+    /// Waits for a rank to end. Returns its exit code, its stderr and the time it took.
     fn end_of(&mut self, rank: usize, limit: Duration) -> (Option<i32>, String, Duration) {
         let begun = Instant::now();
         let child = &mut self.children[rank];
@@ -112,8 +112,8 @@ impl Drop for Job {
     }
 }
 
-/// A rank's work until an error: plain collectives and, on devices of their own, collectives on windows; syncs with and without
-/// something new, splits, graphs, and work on the host.
+/// Runs a rank's work until an error occurs: plain collectives and, if each rank has its own device, collectives on windows; syncs with and
+/// without changes, splits, graphs, and work on the host.
 fn work() -> Box<dyn std::error::Error> {
     let launch = Launch::from_env().expect("started as a rank");
     let is_slow = std::env::var("SYMMALLOC_SLOW_RANK").is_ok_and(|rank| rank == launch.rank.to_string());
@@ -140,7 +140,7 @@ fn work() -> Box<dyn std::error::Error> {
             comm.synchronize(&rank.stream)?;
             match step % 8 {
                 1 => {
-                    // A window is born and dies.
+                    // A window is created and destroyed.
                     let fresh = allocator.with_pool(&pool).alloc_zeroed::<u8>(&rank.stream, 30 << 20)?;
                     registrar.sync(&[&comm])?;
                     drop(fresh);
@@ -181,7 +181,7 @@ fn work() -> Box<dyn std::error::Error> {
     round().expect_err("only an error ends it")
 }
 
-/// In the process of a rank: works until an error, says it and ends as a program does.
+/// In a rank's process: works until an error occurs, prints the error, and exits with status 1. Returns `false` in any other process.
 fn be_a_rank() -> bool {
     if std::env::var_os(CHILD).is_none() {
         return false;
@@ -191,7 +191,7 @@ fn be_a_rank() -> bool {
     std::process::exit(1);
 }
 
-/// Runs jobs, several at a time, and returns what each came to.
+/// Runs `count` jobs, several concurrently, and returns their results.
 fn jobs<T: Send>(count: u64, job: impl Fn(u64) -> T + Sync) -> Vec<T> {
     let (next, outcomes) = (AtomicU64::new(0), Mutex::new(Vec::new()));
     std::thread::scope(|scope| {
@@ -231,7 +231,7 @@ fn a_rank_that_is_killed_ends_the_other_within_three_seconds() {
     let before = free_bytes();
     let times = jobs(setting("SYMMALLOC_KILLS", 12), |number| {
         let mut job = Job::start(NAME, number, false);
-        // Digits of pi: moments all over the steps, the same each time.
+        // Multiples of the golden ratio spread the moments over the steps, and are the same in each run.
         let moment = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 54;
         std::thread::sleep(Duration::from_micros(moment * 400));
         let killed = (number % 2) as usize;
@@ -243,7 +243,7 @@ fn a_rank_that_is_killed_ends_the_other_within_three_seconds() {
         took
     });
     print_times("kills", times);
-    // What a context takes comes and goes with processes; memory of jobs would be 64 MiB each.
+    // Contexts of other processes may come and go. The memory of a leaked job would be at least 64 MiB.
     let after = free_bytes();
     assert!(after + (48 << 20) > before, "{before} and {after} bytes free");
 }
@@ -260,7 +260,7 @@ fn a_rank_that_is_stopped_ends_the_other_at_the_deadline() {
         let stopped = (number % 2) as usize;
         job.signal(stopped, libc::SIGSTOP);
         let (code, text, took) = job.end_of(1 - stopped, Duration::from_secs(30));
-        // The communicator's end takes two seconds at most.
+        // Ending the communicator takes at most two seconds.
         assert!(took < DEADLINE + Duration::from_secs(3), "job {number}, after {took:?}, with {code:?}:\n{text}");
         assert!(text.contains(&format!("rank {stopped} is stopped")), "job {number}:\n{text}");
         took
@@ -283,5 +283,5 @@ fn a_rank_that_is_slow_is_waited_for() {
         }
         std::thread::sleep(Duration::from_millis(200));
     }
-    println!("nobody was taken for gone in {time:?}");
+    println!("no rank was considered gone in {time:?}");
 }

@@ -1,4 +1,4 @@
-//! Programs with all-to-all-v that every rank runs, on stubs and on GPUs alike.
+//! Programs with all-to-all-v that every rank runs, both on stubs and on GPUs.
 
 use cudarc::driver::{CudaStream, DeviceRepr, ValidAsZeroBits};
 use std::fmt::Debug;
@@ -10,7 +10,7 @@ use symmalloc_nccl::{
     AllToAll, AllToAllError, Communicator, CommunicatorBuilder, Registrar, Registration, Side, Splits, UniqueId,
 };
 
-/// Registered memory of every rank.
+/// Bytes of registered memory on each rank.
 const POOL_BYTES: u64 = 16 << 20;
 
 /// A rank with registered memory.
@@ -20,17 +20,17 @@ pub(crate) struct Rank {
     pub(crate) comm: Communicator,
     pub(crate) stream: Arc<CudaStream>,
     _pool: Pool<CudaBackend>,
-    /// Of the pool.
+    /// Allocates from the registered pool.
     pub(crate) allocator: CudaAllocator,
     pub(crate) registrar: Arc<Registrar>,
 }
 
-/// Runs a program on every rank, a thread and a device each; returns what they returned, by rank.
+/// Runs a program on every rank, each with a thread and a device. Returns the results by rank.
 pub(crate) fn on_ranks<R: Send>(ranks: u32, program: impl Fn(&Rank) -> R + Sync) -> Vec<R> {
     on_ranks_with(ranks, |builder| builder, program)
 }
 
-/// As [`on_ranks`], with communicators of another kind.
+/// Like [`on_ranks`], with other options for the communicators.
 pub(crate) fn on_ranks_with<R: Send>(
     ranks: u32,
     options: impl Fn(CommunicatorBuilder) -> CommunicatorBuilder + Sync,
@@ -64,37 +64,37 @@ impl Rank {
         let allocator = allocator.with_pool(&pool);
         let (rank, ranks) = (comm.rank() as usize, comm.ranks() as usize);
         let it = Rank { rank, ranks, comm, stream, _pool: pool, allocator, registrar };
-        // The pool's only segment is born, and gets its window.
+        // Creates the pool's only segment and its window.
         drop(it.zeros::<u8>(1));
-        it.registrar.sync(&[&it.comm]).expect("in step");
+        it.registrar.sync(&[&it.comm]).expect("the ranks agree");
         it
     }
 
-    /// One that demands registered memory.
+    /// Returns an all-to-all that requires registered memory.
     pub(crate) fn all_to_all(&self) -> AllToAll {
         AllToAll::builder(&self.comm).require_registered(&self.registrar).build().expect("built")
     }
 
-    /// A buffer in registered memory.
+    /// Returns a zeroed buffer in registered memory.
     pub(crate) fn zeros<T: DeviceRepr + ValidAsZeroBits>(&self, len: usize) -> DeviceBuffer<T> {
         self.allocator.alloc_zeroed(&self.stream, len).expect("allocated")
     }
 
-    /// A buffer in registered memory, with these elements.
+    /// Returns a buffer in registered memory that contains these elements.
     pub(crate) fn buffer<T: Element>(&self, elements: &[T]) -> DeviceBuffer<T> {
         let mut buffer = self.zeros(elements.len());
         self.stream.memcpy_htod(elements, &mut buffer).expect("copied");
         buffer
     }
 
-    /// What is in a buffer, once the work before is done.
+    /// Returns the contents of a buffer after all preceding work has finished.
     pub(crate) fn read<T: Element>(&self, buffer: &DeviceBuffer<T>) -> Vec<T> {
         let elements = self.stream.clone_dtoh(buffer).expect("copied");
         self.stream.synchronize().expect("done");
         elements
     }
 
-    /// What this rank sends with these splits, and what it receives, in rows of `row_elements`.
+    /// Returns the elements that this rank sends and those that it receives with these splits, in rows of `row_elements`.
     pub(crate) fn elements<T: Element>(&self, seed: u64, splits: &Splits, row_elements: usize) -> (Vec<T>, Vec<T>) {
         let rows = |from: usize, to: usize, rows: u64| {
             (0..rows as usize * row_elements)
@@ -106,8 +106,8 @@ impl Rank {
         (sent.collect(), received.collect())
     }
 
-    /// Exchanges rows of this type with these splits and checks every element, also of what lies behind the rows. The buffers
-    /// are as long on every rank, as symmetric memory wants it.
+    /// Exchanges rows of this type with these splits and checks every element, including those after the rows. The buffers have the same
+    /// length on every rank, as symmetric memory requires.
     pub(crate) fn round<T: Element>(&self, all_to_all: &AllToAll, seed: u64, splits: &Splits, row_elements: usize) {
         let (mut sent, mut expected) = self.elements::<T>(seed, splits, row_elements);
         let len = self.ranks * ROWS_MAX as usize * row_elements + seed as usize % 5;
@@ -120,10 +120,10 @@ impl Rank {
     }
 }
 
-/// The most rows from one rank to another.
+/// Limit on the rows from one rank to another.
 const ROWS_MAX: u64 = 22;
 
-/// Rows that every rank sends to every other, as a function of a seed: none for some, many for others.
+/// Returns the rows that each rank sends to each other rank, as a function of a seed: no rows for some pairs, many for others.
 pub(crate) fn counts(seed: u64, ranks: usize) -> Vec<Vec<u64>> {
     let count = |from: usize, to: usize| {
         let drawn = mix(seed ^ mix((from << 16 | to) as u64));
@@ -132,15 +132,15 @@ pub(crate) fn counts(seed: u64, ranks: usize) -> Vec<Vec<u64>> {
     (0..ranks).map(|from| (0..ranks).map(|to| count(from, to)).collect()).collect()
 }
 
-/// The splits of a rank that knows what all of them send.
+/// Returns the splits of a rank that knows all counts.
 pub(crate) fn known_splits(counts: &[Vec<u64>], rank: usize) -> Splits {
     let received: Vec<u64> = counts.iter().map(|row| row[rank]).collect();
     Splits::sending(&counts[rank]).receiving(&received).expect("they fit")
 }
 
-/// A type of elements.
+/// An element type.
 pub(crate) trait Element: DeviceRepr + ValidAsZeroBits + Copy + PartialEq + Debug + Send {
-    /// An element of any bits.
+    /// Returns an element made from these bits.
     fn of(bits: u64) -> Self;
 }
 
@@ -148,7 +148,7 @@ macro_rules! elements {
     ($($type:ty),*) => {
         $(impl Element for $type {
             fn of(bits: u64) -> Self {
-                // Also for floats: whole numbers, which compare as they are.
+                // Floats, too, get whole numbers, which compare exactly.
                 (bits >> 40) as $type
             }
         })*
@@ -157,7 +157,7 @@ macro_rules! elements {
 
 elements!(u8, i8, u16, u32, i32, u64, f32, f64);
 
-/// SplitMix64's finaliser.
+/// Returns SplitMix64's finalizer of a value.
 pub(crate) fn mix(value: u64) -> u64 {
     let value = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -165,7 +165,7 @@ pub(crate) fn mix(value: u64) -> u64 {
     value ^ (value >> 31)
 }
 
-/// Rows of all types and sizes, with splits that are known.
+/// Exchanges rows of various types and sizes, with known splits.
 pub(crate) fn uneven_rows(it: &Rank) {
     let all_to_all = it.all_to_all();
     for seed in 0..40 {
@@ -179,7 +179,7 @@ pub(crate) fn uneven_rows(it: &Rank) {
     assert_eq!(all_to_all.segments().len(), 1, "one segment, whatever the sizes");
 }
 
-/// As many rows from and to every rank, without splits.
+/// Exchanges equally many rows with every rank, without splits.
 pub(crate) fn equal_parts(it: &Rank) {
     let all_to_all = it.all_to_all();
     let part = |from: usize, to: usize| (0..4).map(move |at| (from * 1000 + to * 10 + at) as u32);
@@ -189,7 +189,7 @@ pub(crate) fn equal_parts(it: &Rank) {
     assert_eq!(it.read(&output), (0..it.ranks).flat_map(|from| part(from, it.rank)).collect::<Vec<_>>());
 }
 
-/// Everything from the first rank to the last.
+/// Sends everything from the first rank to the last.
 pub(crate) fn one_way(it: &Rank) {
     let all_to_all = it.all_to_all();
     let mut rows = vec![0; it.ranks];
@@ -204,7 +204,7 @@ pub(crate) fn one_way(it: &Rank) {
     assert_eq!(it.read(&received), expected);
 }
 
-/// Ranks that differ, where calls are checked: all of them get the error, and go on.
+/// Ranks whose calls differ, with checked calls: all of them get the error and can continue.
 pub(crate) fn disagreements(it: &Rank) {
     let all_to_all = AllToAll::builder(&it.comm).check_calls().build().expect("built");
     let counts = counts(5, it.ranks);
@@ -213,7 +213,7 @@ pub(crate) fn disagreements(it: &Rank) {
     let (input, mut output) = (it.zeros::<u32>(4000), it.zeros::<u32>(4000));
     let last = it.ranks - 1;
 
-    // The splits changed on the last rank only.
+    // The splits change on the last rank only.
     let mut changed = counts.clone();
     changed[last][0] += 1;
     let splits = if it.rank == last { known_splits(&changed, it.rank) } else { right.clone() };
@@ -223,12 +223,12 @@ pub(crate) fn disagreements(it: &Rank) {
     };
     assert_eq!((from, sent_rows, expected_rows), (last, counts[last][0] + 1, counts[last][0]));
 
-    // The rows are longer on rank 1 only.
+    // Rank 1 alone has longer rows.
     let row = if it.rank == 1 { 3 } else { 2 };
     let refused = all_to_all.run(&it.stream, &input, &mut output, row, &right).expect_err("they disagree");
     assert!(matches!(refused, AllToAllError::Disagreement { sent_row_bytes: 8 | 12, .. }), "{refused}");
 
-    // Rank 0 gives a buffer that is too short.
+    // Rank 0 passes a buffer that is too short.
     let len = if it.rank == 0 { 0 } else { 4000 };
     let refused = all_to_all.run(&it.stream, &input.slice(..len), &mut output, 2, &right).expect_err("refused");
     match it.rank {
@@ -236,7 +236,7 @@ pub(crate) fn disagreements(it: &Rank) {
         _ => assert_eq!(refused, AllToAllError::Refused { rank: 0 }),
     }
 
-    // Rank 1 exchanges splits where the others move rows.
+    // Rank 1 exchanges splits while the others move rows.
     let refused = match it.rank {
         1 => all_to_all.exchange_splits(&counts[1]).map(|_| ()),
         _ => all_to_all.run(&it.stream, &input, &mut output, 2, &right),
@@ -245,14 +245,14 @@ pub(crate) fn disagreements(it: &Rank) {
     it.round::<u32>(&all_to_all, 6, &right, 2);
 }
 
-/// A call that is captured and launched with other rows each time.
+/// Captures a call and launches it repeatedly, with different rows each time.
 pub(crate) fn captured(it: &Rank) {
     let all_to_all = it.all_to_all();
     let counts = counts(8, it.ranks);
     let splits = all_to_all.exchange_splits(&counts[it.rank]).expect("exchanged");
     let rows_max = splits.input_rows_max().max(splits.output_rows_max()).expect("exchanged");
     let (mut input, mut output) = (it.zeros::<u32>(3 * rows_max as usize), it.zeros::<u32>(3 * rows_max as usize));
-    // Connects the ranks.
+    // The first call connects the ranks.
     all_to_all.run(&it.stream, &input, &mut output, 3, &splits).expect("exchanged");
 
     let graphs = GraphPool::new(it.registrar.allocator(), PoolConfig::default()).expect("a pool");

@@ -1,5 +1,5 @@
-//! The example `all_reduce` on the stubs, which address a peer's buffer as NCCL does: by this rank's own offset. The stub
-//! notices each time that ranks differ there, which NCCL does not.
+//! The example `all_reduce` on the stubs. They address a peer's buffer by this rank's own offset, as NCCL does. Unlike NCCL, the stub
+//! detects every difference between the ranks' offsets.
 
 use stub_process::{nccl, nccl_test};
 
@@ -9,13 +9,13 @@ mod example;
 
 fn run(ranks: u32, rounds: u32) {
     let options = example::Options { ranks: Some(ranks), rounds, threads: true };
-    let table = example::run(&options).expect("all ranks get through").expect("rank 0 is here");
+    let table = example::run(&options).expect("all ranks finish").expect("rank 0 has a table");
     print!("{table}");
     assert!(table.is_as_claimed(), "{table}");
     let violations = nccl::violations();
-    let is_mismatch = |violation: &&String| !violation.starts_with("AllReduce on places that differ");
+    let is_mismatch = |violation: &&String| !violation.starts_with("AllReduce at different window offsets");
     assert_eq!(violations.iter().find(is_mismatch), None);
-    assert_eq!(violations.len() as u64, table.old_wrong(), "the old order's, and no more");
+    assert_eq!(violations.len() as u64, table.old_wrong(), "only the old order causes violations");
     assert_eq!(nccl::live().windows, 0);
 }
 

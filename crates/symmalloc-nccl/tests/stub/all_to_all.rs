@@ -1,4 +1,4 @@
-//! All-to-all-v on the stubs: what arrives, what is refused, what is kept, and what leaks: nothing.
+//! All-to-all-v on the stubs: results, refused calls, cached segments, and leak checks.
 
 #[path = "../programs/all_to_all.rs"]
 mod programs;
@@ -39,8 +39,8 @@ nccl_test!(ranks_may_have_nothing_to_send_or_nothing_at_all, {
         all_to_all.run(&it.stream, &none, &mut nothing, 1, None).expect("nothing");
         all_to_all.run(&it.stream, &none, &mut nothing, 0, None).expect("nothing");
     });
-    // Rank 0 sends, and the last one receives.
-    assert_eq!((nccl::calls("ncclSend"), nccl::calls("ncclRecv")), (1, 1), "nothing is submitted for nothing");
+    // Only rank 0 sends, and only the last rank receives.
+    assert_eq!((nccl::calls("ncclSend"), nccl::calls("ncclRecv")), (1, 1), "empty calls submit nothing");
     nccl::assert_clean();
 });
 
@@ -50,7 +50,7 @@ nccl_test!(a_rank_that_does_not_exchange_is_noticed_by_the_deadline, {
     on_ranks_with(2, deadline, |it| {
         let all_to_all = it.all_to_all();
         if it.rank == 0 {
-            let late = all_to_all.exchange_splits(&[1, 2]).expect_err("rank 1 does not come");
+            let late = all_to_all.exchange_splits(&[1, 2]).expect_err("rank 1 is missing");
             assert!(matches!(late, AllToAllError::Transport(TransportError::RankLost { rank: 1 })), "{late}");
             all_to_all.exchange_splits(&[1, 2]).expect_err("the communicator is gone");
         }
@@ -90,7 +90,7 @@ nccl_test!(captured_calls_are_not_compared, {
         all_to_all.run(&it.stream, &input, &mut output, 1, None).expect("captured");
         capture.end().expect("ended");
     });
-    assert_eq!(nccl::calls("ncclAllGather"), 4, "two of the registrars' sync, two of the first calls");
+    assert_eq!(nccl::calls("ncclAllGather"), 4, "two from the registrars' sync, two from the first calls");
     nccl::assert_clean();
 });
 
@@ -107,7 +107,7 @@ nccl_test!(splits_that_are_known_or_repeated_cost_no_exchange, {
             it.round::<u32>(&all_to_all, seed, &known, 2);
         }
     });
-    assert_eq!(nccl::calls("ncclAllGather"), 4, "two of the registrars' sync, two of the exchange");
+    assert_eq!(nccl::calls("ncclAllGather"), 4, "two from the registrars' sync, two from the exchange");
     nccl::assert_clean();
 });
 
@@ -134,7 +134,7 @@ nccl_test!(what_is_refused_is_refused_before_anything_is_submitted, {
             Err(AllToAllError::SplitCount { given: 3, ranks: 2 }),
             "all ranks refuse"
         );
-        // SAFETY: the memory is not used while two names of it exist.
+        // SAFETY: the memory is not accessed while two buffers refer to it.
         let mut twice = unsafe { it.stream.upgrade_device_ptr::<u32>(input.device_ptr(&it.stream).0 + 16, 6) };
         let overlap = all_to_all.run(&it.stream, &input, &mut twice, 1, &splits);
         assert!(matches!(overlap, Err(AllToAllError::Overlap { input_bytes: 20, output_bytes: 20, .. })));
@@ -153,7 +153,7 @@ nccl_test!(a_rank_that_cannot_tell_its_splits_is_named_to_the_others, {
             1 => assert!(matches!(refused, AllToAllError::Splits(_)), "{refused}"),
             _ => assert_eq!(refused, AllToAllError::Refused { rank: 1 }),
         }
-        all_to_all.exchange_splits(&[1, 2, 3]).expect("all can go on");
+        all_to_all.exchange_splits(&[1, 2, 3]).expect("all ranks can continue");
     });
     nccl::assert_clean();
 });
@@ -198,7 +198,7 @@ nccl_test!(a_segment_is_remembered_until_the_registrar_says_that_it_is_dead, {
             matches!(refused, AllToAllError::NotRegistered { error: LookupError::NotRegistered { .. }, .. }),
             "{refused}"
         );
-        it.registrar.sync(&[&it.comm]).expect("in step");
+        it.registrar.sync(&[&it.comm]).expect("the ranks agree");
         for _ in 0..10 {
             round(&mut output).expect("exchanged");
         }
@@ -208,15 +208,15 @@ nccl_test!(a_segment_is_remembered_until_the_registrar_says_that_it_is_dead, {
         both.sort_unstable();
         assert_eq!(all_to_all.segments(), both);
 
-        // The segment goes while the last call may still run.
+        // The segment is released while the last call may still be running.
         drop(output);
         allocator.core().trim(Some(pool.id())).expect("trimmed");
-        it.registrar.sync(&[&it.comm]).expect("in step");
+        it.registrar.sync(&[&it.comm]).expect("the ranks agree");
         let mut output = allocator.alloc_zeroed::<u32>(&it.stream, 16).expect("allocated");
-        it.registrar.sync(&[&it.comm]).expect("in step");
+        it.registrar.sync(&[&it.comm]).expect("the ranks agree");
         round(&mut output).expect("exchanged");
         let second = it.registrar.key_of(&output).expect("alive");
-        assert_ne!(first, second, "a key never comes back, even at the same address");
+        assert_ne!(first, second, "a key is never reused, even at the same address");
         let mut both = [second, lasting];
         both.sort_unstable();
         assert_eq!(all_to_all.segments(), both);
@@ -240,7 +240,7 @@ nccl_test!(buffers_may_be_dropped_while_the_rows_wait_for_the_other_rank, {
             }
             all_to_all.run(&other, &input, &mut output, 1, &splits).expect("exchanged");
             drop(input);
-            // Rank 1 has not sent anything yet, so rank 0's rows are still where the zeros go.
+            // Rank 1 has not sent anything yet, so rank 0's rows are still in the memory that receives the zeros.
             let next = it.zeros::<u32>(8);
             assert_eq!(next.placement(), place, "the same memory");
             if it.rank == 0 {
@@ -254,11 +254,11 @@ nccl_test!(buffers_may_be_dropped_while_the_rows_wait_for_the_other_rank, {
     nccl::assert_clean();
 });
 
-/// Calls before anything is counted, and calls between two counts.
+/// Calls before the first count, and calls between two counts.
 const WARM_UP_CALLS: u64 = 1_000;
 const HALF_OF_CALLS: u64 = 50_000;
 
-/// What the process, the stubs and the crates hold, but for events: the watchdog's come and go.
+/// Returns the resources of the process, the stubs and the crates. Excludes events, whose number varies with the watchdog.
 fn holdings(it: &Rank, all_to_all: &AllToAll) -> impl Debug + PartialEq {
     let stats = it.registrar.stats();
     let registered = ["ncclCommWindowRegister", "ncclCommRegister", "ncclCommWindowDeregister", "ncclCommDeregister"];
@@ -273,7 +273,7 @@ fn holdings(it: &Rank, all_to_all: &AllToAll) -> impl Debug + PartialEq {
     )
 }
 
-/// Open files of this process, but for the folder in which the other rank's thread is looking as well.
+/// Returns the number of open files of this process, without the directory that the other rank's thread may be reading.
 fn open_files() -> usize {
     let files = std::fs::read_dir("/proc/self/fd").expect("Linux").flatten();
     files.filter_map(|file| std::fs::read_link(file.path()).ok()).filter(|to| !to.starts_with("/proc")).count()
@@ -309,7 +309,7 @@ nccl_test!(a_hundred_thousand_calls_with_changing_splits_leave_nothing_behind, {
             .collect();
         assert_eq!(seen[1].0, seen[0].0, "after half of the calls");
         assert_eq!(seen[2].0, seen[0].0, "after all calls");
-        // Eight bytes lost by each call would be 400 KB.
+        // A leak of eight bytes per call would be 400 KB.
         assert!(seen[2].1 < seen[1].1 + 200_000, "{} and {} resident bytes", seen[1].1, seen[2].1);
         assert_eq!(it.allocator.drop_errors().count, 0);
     });
@@ -317,7 +317,7 @@ nccl_test!(a_hundred_thousand_calls_with_changing_splits_leave_nothing_behind, {
 });
 
 #[path = "../../examples/moe_dispatch/main.rs"]
-#[allow(dead_code, unreachable_pub, reason = "a program of its own")]
+#[allow(dead_code, unreachable_pub, reason = "a separate program")]
 mod moe_dispatch;
 
 fn small_model() -> moe_dispatch::Options {
@@ -344,13 +344,13 @@ nccl_test!(moe_dispatch_is_right_with_the_processes_of_torchrun, {
     ];
     let ended = stub_process::ranks(2, &variables, |rank| {
         for variable in ["RANK", "LOCAL_RANK"] {
-            // SAFETY: the process has no other thread yet that looks at its environment.
+            // SAFETY: the process has no other thread yet that reads its environment.
             unsafe { std::env::set_var(variable, rank.to_string()) };
         }
         let reports = moe_dispatch::run(&small_model()).expect("it runs");
         assert!(reports.len() == 1 && reports[0].is_right(), "{}", moe_dispatch::Table(&reports));
         nccl::assert_clean();
-        // The stub's jobs live in the process of rank 0, which therefore leaves last.
+        // The stub's job state lives in the process of rank 0, which therefore exits last.
         let done = Path::new(&std::env::var_os("STUB_TEST_FOLDER").expect("set for every rank")).join("done");
         if rank == 1 {
             std::fs::write(&done, "").expect("written");

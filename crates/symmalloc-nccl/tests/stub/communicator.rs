@@ -1,4 +1,4 @@
-//! Communicators on the stub: connecting, collectives, splits, registrations.
+//! Communicators on the stub: connecting, collectives, splits and registrations.
 
 mod endings;
 mod library;
@@ -16,12 +16,12 @@ use symmalloc_nccl::{
     UniqueId, Window,
 };
 
-/// More than a large segment: an allocation of it has a segment for itself.
+/// More than a large segment, so that an allocation of this size gets a dedicated segment.
 const SEGMENT_BYTES: u64 = 32 << 20;
-/// Long enough for a busy machine, short enough for a test.
+/// A deadline that is long enough for a busy machine and short enough for a test.
 const SHORT: Duration = Duration::from_millis(400);
 
-/// A rank: a thread with a device, a stream, memory and a communicator over all.
+/// A rank: a thread with a device, a stream, memory, and a communicator of all ranks.
 struct Rank {
     comm: Communicator,
     allocator: CudaAllocator,
@@ -34,7 +34,7 @@ impl Rank {
         self.comm.rank()
     }
 
-    /// Waits for the other threads.
+    /// Waits at a barrier for the other threads.
     fn meet(&self) {
         self.barrier.wait();
     }
@@ -51,7 +51,7 @@ impl Rank {
         values
     }
 
-    /// A segment of its own: one allocation that fills it, and its address.
+    /// Returns an allocation that fills a dedicated segment, and its address.
     fn segment(&self) -> (symmalloc_core::Allocation, u64) {
         let allocation = self.allocator.allocate(&self.stream, SEGMENT_BYTES).expect("memory");
         (allocation, allocation.address.0)
@@ -60,12 +60,12 @@ impl Rank {
     fn register(&self, base: u64) -> Result<Window, CommError> {
         match self.comm.register_window(base, SEGMENT_BYTES)? {
             Registered::Window(window) => Ok(window),
-            Registered::Plain(plain) => panic!("{plain:?} is no window"),
+            Registered::Plain(plain) => panic!("{plain:?} is not a window"),
         }
     }
 }
 
-/// Whole segments of 2 MiB and more: what NCCL can make windows of.
+/// Returns a configuration with whole segments of 2 MiB and more, which NCCL can register as windows.
 fn fixed() -> Config {
     Config::builder().default_pool(PoolConfig::builder().fixed().build().expect("it fits")).build().expect("it fits")
 }
@@ -74,7 +74,7 @@ fn builder(device: &Arc<CudaDevice>) -> CommunicatorBuilder {
     Communicator::builder(device).deadline(Duration::from_secs(20))
 }
 
-/// Runs a body on one thread per rank, connected by `connect`.
+/// Runs `body` on one thread per rank, with a communicator built by `connect`.
 fn ranks_with(
     ranks: u32,
     connect: impl Fn(CommunicatorBuilder) -> CommunicatorBuilder + Sync,
@@ -84,7 +84,7 @@ fn ranks_with(
     let barrier = Arc::new(Barrier::new(ranks as usize));
     stub_process::threads(ranks as usize, |rank| {
         let device = CudaDevice::new(rank).expect("a stub device");
-        let comm = connect(builder(&device)).connect(id, rank as u32, ranks).expect("all come");
+        let comm = connect(builder(&device)).connect(id, rank as u32, ranks).expect("all ranks connect");
         let allocator = CudaAllocator::new(&device, fixed()).expect("an allocator");
         let stream = device.context().new_stream().expect("a stream");
         body(&Rank { comm, allocator, stream, barrier: Arc::clone(&barrier) });
@@ -95,7 +95,7 @@ fn ranks(count: u32, body: impl Fn(&Rank) + Sync) {
     ranks_with(count, |builder| builder, body);
 }
 
-/// As `ranks`, in both modes one after the other.
+/// Like [`ranks`], in blocking mode and then in nonblocking mode.
 fn in_both_modes(count: u32, body: impl Fn(&Rank) + Sync) {
     ranks(count, &body);
     ranks_with(count, CommunicatorBuilder::nonblocking, &body);
@@ -172,7 +172,7 @@ nccl_test!(a_group_sends_and_receives_at_once, {
         group.submit().expect("submitted");
         assert_eq!(rank.read(&theirs), [((r + 2) % 3) as f32; 5]);
         assert_eq!(rank.read(&sum), [3.0; 5]);
-        Group::new().submit().expect("nothing is nothing");
+        Group::new().submit().expect("an empty group is valid");
     });
     nccl::assert_clean();
 });
@@ -183,7 +183,7 @@ nccl_test!(a_group_takes_memory_that_is_known_by_its_address, {
         let (mine, theirs) = (rank.buffer(&[r as f32; 3]), rank.buffer(&[-1.0; 3]));
         let [from, to] = [&mine, &theirs].map(|buffer| buffer.device_ptr(stream).0);
         let mut group = Group::new();
-        // SAFETY: three floats each, of this device and written on this stream; they live until the stream is read from.
+        // SAFETY: three floats each, on this device and written on this stream; they live until the stream is read.
         unsafe {
             group.send_raw(comm, from, 3, DataType::Float32, 1 - r, stream).expect("a peer");
             group.receive_raw(comm, to, 3, DataType::Float32, 1 - r, stream).expect("a peer");
@@ -214,7 +214,7 @@ nccl_test!(one_thread_drives_several_devices_with_a_group, {
         let connecting: Vec<_> = (0..2_u32)
             .map(|rank| {
                 let device = &devices[rank as usize];
-                scope.spawn(move || builder(device).connect(id, rank, 2).expect("both come"))
+                scope.spawn(move || builder(device).connect(id, rank, 2).expect("both connect"))
             })
             .collect();
         connecting.into_iter().map(|thread| thread.join().expect("no panic")).collect()
@@ -241,7 +241,7 @@ nccl_test!(one_thread_drives_several_devices_with_a_group, {
 nccl_test!(parts_of_a_split_have_names_and_an_order, {
     in_both_modes(4, |rank| {
         let r = rank.number();
-        // Ranks 0 and 2 together, 3 alone, 1 nowhere; keys turn the first part round.
+        // Ranks 0 and 2 form a part, 3 is alone, and 1 is in no part. The keys reverse the order of the first part.
         let color = [Some(0), None, Some(0), Some(7)][r as usize];
         let part = rank.comm.split(color, 10 - r).expect("all split");
         let Some(part) = part else {
@@ -300,7 +300,7 @@ nccl_test!(destroying_gives_windows_back_first, {
         let _buffer = rank.comm.register_buffer(base, 4096).expect("any memory");
         rank.meet();
         rank.comm.destroy().expect("idle");
-        rank.comm.destroy().expect("again is nothing");
+        rank.comm.destroy().expect("a second call does nothing");
         rank.meet();
         assert_eq!((nccl::live().windows, nccl::live().buffers, nccl::live().kept_rounds), (0, 0, 0));
         let calls = nccl::calls("ncclCommWindowDeregister");
@@ -402,7 +402,7 @@ nccl_test!(nccls_own_variable_decides_how_calls_are_made, ["NCCL_COMM_BLOCKING" 
 nccl_test!(a_borrowed_communicator_is_left_to_its_owner, {
     ranks(2, |rank| {
         let raw = rank.comm.raw();
-        // SAFETY: the owner keeps it until the end of this body, and does not call NCCL with it meanwhile.
+        // SAFETY: the owner keeps the communicator until the end of this body, and does not call NCCL with it in the meantime.
         let borrowed = unsafe { builder(rank.comm.device()).name("theirs").borrow(raw) }.expect("a communicator");
         assert_eq!((borrowed.rank(), borrowed.ranks(), borrowed.name()), (rank.number(), 2, "theirs"));
         let mut buffer = rank.buffer(&[1.0]);
@@ -416,12 +416,12 @@ nccl_test!(a_borrowed_communicator_is_left_to_its_owner, {
         assert_eq!(
             (nccl::live().windows, nccl::live().communicators),
             (0, 2),
-            "its windows go, the communicator stays"
+            "its windows are deregistered, and the communicator remains"
         );
         rank.comm.check().expect("untouched");
 
         let elsewhere = CudaDevice::new(7).expect("a stub device");
-        // SAFETY: as above.
+        // SAFETY: see above.
         let refused = unsafe { builder(&elsewhere).borrow(raw) }.map(|_| ());
         let expected = CommError::OtherDevice { ordinal: 7, actual: rank.number() as i32 };
         assert_eq!(refused, Err(expected));
@@ -436,13 +436,13 @@ nccl_test!(agreement_speaks_over_the_communicator, {
         assert_eq!((transport.rank(), transport.ranks()), (rank.number(), 3));
         for bytes in [1_usize, 64, 1024, 5000] {
             let message = vec![rank.number() as u8 + 1; bytes];
-            let gathered = transport.all_gather(&message).expect("all speak");
+            let gathered = transport.all_gather(&message).expect("all ranks send");
             assert_eq!((gathered.len(), gathered.message_bytes()), (3, bytes));
             for (speaker, said) in gathered.iter().enumerate() {
                 assert!(said.iter().all(|byte| usize::from(*byte) == speaker + 1));
             }
         }
-        assert!(transport.all_gather(&[]).expect("nothing to say").is_empty());
+        assert!(transport.all_gather(&[]).expect("an empty message").is_empty());
     });
     nccl::assert_clean();
 });

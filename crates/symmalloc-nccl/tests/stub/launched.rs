@@ -1,4 +1,4 @@
-//! Ranks that a launcher starts as processes, and that have nothing in common but its variables.
+//! Ranks that a launcher starts as processes, which share nothing but its environment variables.
 
 use std::time::Duration;
 use stub_process::{RankOutput, nccl_test, ranks};
@@ -7,7 +7,7 @@ use symmalloc_nccl::{CommError, CommState, Communicator, Launch, RendezvousError
 
 const DEADLINE: Duration = Duration::from_secs(20);
 
-/// What torchrun says to this rank.
+/// Returns the launch that torchrun describes to this rank.
 fn as_torchrun(rank: usize, ranks: usize, job: &str) -> Launch {
     let variables = [
         ("RANK", rank.to_string()),
@@ -20,7 +20,7 @@ fn as_torchrun(rank: usize, ranks: usize, job: &str) -> Launch {
     Launch::from_variables(variable).expect("complete")
 }
 
-/// The ids that each rank printed.
+/// Returns the ids that each rank printed.
 fn ids(outputs: &[RankOutput]) -> Vec<Vec<String>> {
     let ids = |output: &RankOutput| -> Vec<String> {
         assert!(output.is_success, "rank {}:\n{}", output.rank, output.text);
@@ -34,12 +34,12 @@ nccl_test!(processes_of_one_machine_get_the_same_ids_in_turn, {
     let outputs = ranks(3, &[("TEST_JOB", &job)], |rank| {
         let launch = as_torchrun(rank, 3, &std::env::var("TEST_JOB").expect("set"));
         for _ in 0..2 {
-            println!("id {:?}", launch.unique_id(DEADLINE).expect("all come").as_bytes());
+            println!("id {:?}", launch.unique_id(DEADLINE).expect("all ranks meet").as_bytes());
         }
     });
     let ids = ids(&outputs);
     assert_eq!(ids[0].len(), 2);
-    assert_ne!(ids[0][0], ids[0][1], "each meeting has its own");
+    assert_ne!(ids[0][0], ids[0][1], "each meeting has a different id");
     assert!(ids.iter().all(|of_rank| *of_rank == ids[0]));
 });
 
@@ -47,19 +47,19 @@ nccl_test!(a_named_place_brings_them_together, {
     let port = std::net::TcpListener::bind("127.0.0.1:0").expect("a free port").local_addr().expect("bound").port();
     let place = format!("127.0.0.1:{port}");
     let outputs = ranks(2, &[("SYMMALLOC_RENDEZVOUS", &place)], |rank| {
-        println!("id {:?}", as_torchrun(rank, 2, "job").unique_id(DEADLINE).expect("both come").as_bytes());
+        println!("id {:?}", as_torchrun(rank, 2, "job").unique_id(DEADLINE).expect("both ranks meet").as_bytes());
     });
     let ids = ids(&outputs);
     assert_eq!((ids[0].len(), &ids[0]), (1, &ids[1]));
 });
 
-/// The results of two ranks that meet with these secrets.
+/// Returns the output of two ranks that meet with these secrets.
 fn meet_with_secrets(secrets: [&str; 2]) -> Vec<RankOutput> {
     let job = format!("secrets-{}", std::process::id());
     let options = [("TEST_JOB", &*job), ("TEST_SECRET_0", secrets[0]), ("TEST_SECRET_1", secrets[1])];
     ranks(2, &options, |rank| {
         let secret = std::env::var(format!("TEST_SECRET_{rank}")).expect("set");
-        // SAFETY: the process has no other thread yet that looks at its environment.
+        // SAFETY: the process has no other thread yet that reads its environment.
         unsafe { std::env::set_var("SYMMALLOC_JOB_SECRET", secret) };
         let deadline = if rank == 0 { Duration::from_secs(3) } else { DEADLINE };
         match as_torchrun(rank, 2, &std::env::var("TEST_JOB").expect("set")).unique_id(deadline) {
@@ -92,7 +92,7 @@ nccl_test!(a_rank_with_another_secret_or_none_says_so_and_prints_none, {
 
 nccl_test!(nccls_own_address_needs_no_meeting, {
     let outputs = ranks(2, &[("NCCL_COMM_ID", "127.0.0.1:4000")], |rank| {
-        // Neither waits for the other.
+        // Neither rank waits for the other.
         let id = as_torchrun(0, 2, "job").unique_id(Duration::ZERO).expect("from NCCL");
         println!("id {:?}", id.as_bytes());
         assert!(rank < 2);
@@ -104,13 +104,13 @@ nccl_test!(nccls_own_address_needs_no_meeting, {
 nccl_test!(a_process_that_is_never_started_is_named, {
     let job = format!("short-{}", std::process::id());
     let outputs = ranks(2, &[("TEST_JOB", &job)], |rank| {
-        // Three ranks are said to be; two are.
+        // The job claims three ranks, but only two start.
         let launch = as_torchrun(rank, 3, &std::env::var("TEST_JOB").expect("set"));
         match launch.unique_id(Duration::from_millis(800)).map(|_| ()) {
             Err(CommError::Rendezvous(RendezvousError::Missing { missing, .. })) => {
                 assert_eq!((rank, missing), (0, vec![2]));
             }
-            // It has the id, and misses the third one when it connects.
+            // It has received the id; the third rank is missing only when it connects.
             met => assert_eq!((rank, met), (1, Ok(()))),
         }
     });

@@ -1,5 +1,5 @@
-//! NCCL registration on stubs of libcuda and libnccl: everything but the devices. Runs everywhere, and each test in a
-//! process of its own (see `stub_process`).
+//! NCCL registration on stubs of libcuda and libnccl, which replace only the devices and the network. The tests run everywhere, each in a
+//! separate process (see `stub_process`).
 
 mod all_reduce;
 mod all_to_all;

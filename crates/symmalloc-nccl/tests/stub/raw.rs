@@ -1,4 +1,4 @@
-//! NCCL's calls as they are, for tests of the stub itself, and a rank that makes them on a thread of its own.
+//! Raw NCCL calls for tests of the stub itself, and a rank that makes them on a separate thread.
 
 use cudarc::driver::{CudaContext, CudaStream};
 use std::ffi::{c_int, c_void};
@@ -35,7 +35,7 @@ macro_rules! calls {
         $(
             #[allow(clippy::too_many_arguments, reason = "NCCL's signature")]
             pub(crate) fn $name($($arg: $type),*) -> c_int {
-                // SAFETY: the symbol's type, and arguments that the tests keep valid where the call is not to refuse them.
+                // SAFETY: the symbol has this type, and the arguments are valid unless the call must refuse them.
                 unsafe {
                     let call: unsafe extern "C" fn($($type),*) -> c_int = symbol(concat!(stringify!($symbol), "\0"));
                     call($($arg),*)
@@ -73,15 +73,15 @@ calls! {
 }
 
 /// # Safety
-/// `F` is the symbol's type; `name` ends in a zero byte.
+/// `F` must be the type of the symbol, and `name` must end in a zero byte.
 unsafe fn symbol<F: Copy>(name: &str) -> F {
-    // SAFETY: C strings; the library stays open.
+    // SAFETY: both are C strings, and the library stays open.
     let found = unsafe {
         let library = libc::dlopen(c"libnccl.so.2".as_ptr(), libc::RTLD_NOW);
         libc::dlsym(library, name.as_ptr().cast())
     };
     assert!(!found.is_null(), "{name}");
-    // SAFETY: the caller's contract.
+    // SAFETY: the caller guarantees the type.
     unsafe { std::mem::transmute_copy(&found) }
 }
 
@@ -112,7 +112,7 @@ pub(crate) fn async_error(comm: u64) -> c_int {
     code
 }
 
-/// A rank: its thread, device, stream and communicator over all ranks.
+/// A rank with its stream and a communicator of all ranks.
 pub(crate) struct Rank {
     pub(crate) rank: usize,
     pub(crate) comm: u64,
@@ -121,7 +121,7 @@ pub(crate) struct Rank {
 }
 
 impl Rank {
-    /// A rank in the process's thread for it.
+    /// Joins as a rank, on the calling thread.
     pub(crate) fn join(ranks: usize, id: UniqueId, rank: usize, barrier: &Arc<Barrier>) -> Rank {
         let context = CudaContext::new(rank).expect("a stub device");
         let stream = context.new_stream().expect("a stream");
@@ -130,7 +130,7 @@ impl Rank {
         Rank { rank, comm, stream, barrier: Arc::clone(barrier) }
     }
 
-    /// Waits for the other threads.
+    /// Waits at a barrier for the other threads.
     pub(crate) fn meet(&self) {
         self.barrier.wait();
     }
@@ -139,41 +139,41 @@ impl Rank {
         self.stream.cu_stream() as u64
     }
 
-    /// A segment of its own, as NCCL makes it.
+    /// Allocates a dedicated segment with NCCL.
     pub(crate) fn segment(&self, size: usize) -> u64 {
         let mut base = 0;
         assert_eq!(memory_allocate(&raw mut base, size), SUCCESS);
         base
     }
 
-    /// Registers a window: code and handle.
+    /// Registers a window. Returns the result code and the handle.
     pub(crate) fn window(&self, base: u64, size: usize) -> (c_int, u64) {
         let mut window = 0;
         (window_register(self.comm, base, size, &raw mut window, 1), window)
     }
 
     pub(crate) fn write<T: Copy>(&self, address: u64, values: &[T]) {
-        // SAFETY: memory of this rank that nothing uses, of that size.
+        // SAFETY: the memory belongs to this rank, has this size, and is not in use.
         unsafe { cudarc::driver::result::memcpy_htod_async(address, values, self.stream.cu_stream()) }.expect("copied");
         self.stream.synchronize().expect("idle");
     }
 
     pub(crate) fn read<T: Copy + Default>(&self, address: u64, count: usize) -> Vec<T> {
         let mut values = vec![T::default(); count];
-        // SAFETY: memory of this rank, of that size.
+        // SAFETY: the memory belongs to this rank and has this size.
         unsafe { cudarc::driver::result::memcpy_dtoh_async(&mut values, address, self.stream.cu_stream()) }
             .expect("copied");
         self.stream.synchronize().expect("idle");
         values
     }
 
-    /// All-reduce of `count` floats.
+    /// Sums `count` floats over all ranks.
     pub(crate) fn sum(&self, send: u64, receive: u64, count: usize) -> c_int {
         all_reduce(send, receive, count, F32, SUM, self.comm, self.raw_stream())
     }
 }
 
-/// Runs a body on one thread per rank, each with a communicator over all.
+/// Runs `body` on one thread per rank, each with a communicator of all ranks.
 pub(crate) fn ranks(ranks: usize, body: impl Fn(&Rank) + Sync) {
     let id = unique_id();
     let barrier = Arc::new(Barrier::new(ranks));

@@ -1,4 +1,4 @@
-//! The registrar on the stubs: what is registered when, on which communicators, and when memory goes back.
+//! The registrar on the stubs: which memory it registers on which communicators, and when it releases memory.
 
 mod captures;
 mod costs;
@@ -32,7 +32,7 @@ nccl_test!(what_is_allocated_is_in_windows_after_a_sync_and_reduces_right, {
         let offsets: Vec<u64> = tensors.iter().map(|tensor| it.offset_of(&it.world, tensor)).collect();
         assert_eq!(offsets, [0, MIB, 0, MIB, 0, MIB, 0, MIB]);
         tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
-        // Freed and taken again: the same places, and nothing to register.
+        // Freed and allocated again, the blocks have the same placements, and nothing needs to be registered.
         tensors.clear();
         let mut tensors: Vec<_> = (0..8).map(|_| it.take(&pool, MIB)).collect();
         assert_eq!(it.registrar.sync(&[&it.world]).expect("nothing new").registrations, 0);
@@ -68,7 +68,7 @@ nccl_test!(memory_goes_back_after_its_window_and_not_before, {
         let large = it.take(&pool, 30 * MIB);
         it.registrar.sync(&[&it.world]).expect("all ranks did the same");
         drop(large);
-        assert_eq!(it.trim(&pool), 0, "the window is over it");
+        assert_eq!(it.trim(&pool), 0, "a window covers it");
         assert_eq!(it.registrar.stats().dead_bytes, 30 * MIB);
         let synced = it.registrar.sync(&[&it.world]).expect("all ranks did the same");
         assert_eq!((synced.deregistrations, synced.released_bytes), (1, 30 * MIB));
@@ -81,7 +81,7 @@ nccl_test!(memory_goes_back_after_its_window_and_not_before, {
 
 nccl_test!(one_pool_has_windows_of_its_own_on_each_communicator_and_goes_back_with_the_last, {
     Job::new(4).run(|it| {
-        let pair = it.world.split(Some(it.world.rank() / 2), 0).expect("all ranks come").expect("with a color");
+        let pair = it.world.split(Some(it.world.rank() / 2), 0).expect("all ranks split").expect("with a color");
         let pool = it.attached_pool();
         it.registrar.attach(&pair, &[pool.id()], Registration::Windows).expect("another communicator");
         let mut tensor = it.take(&pool, 30 * MIB);
@@ -97,7 +97,11 @@ nccl_test!(one_pool_has_windows_of_its_own_on_each_communicator_and_goes_back_wi
         it.reduce_right(&pair, &mut tensor);
         drop(tensor);
         it.trim(&pool);
-        assert_eq!(it.registrar.sync(&[&it.world]).expect("the same").released_bytes, 0, "the pair has a window on it");
+        assert_eq!(
+            it.registrar.sync(&[&it.world]).expect("the same").released_bytes,
+            0,
+            "the pair still has a window on it"
+        );
         assert_eq!(it.registrar.sync(&[&pair]).expect("the same").released_bytes, 30 * MIB);
     });
     nothing_is_left();
@@ -105,10 +109,10 @@ nccl_test!(one_pool_has_windows_of_its_own_on_each_communicator_and_goes_back_wi
 
 nccl_test!(communicators_named_in_opposite_orders_do_not_wait_for_each_other, {
     Job::new(8).run(|it| {
-        // Tensor parallel pairs, data parallel groups of four across them.
+        // Tensor-parallel pairs, and data-parallel groups of four across them.
         let (rank, pool) = (it.world.rank(), it.pool());
-        let tp = it.world.split(Some(rank / 2), 0).expect("all ranks come").expect("with a color");
-        let dp = it.world.split(Some(rank % 2), 0).expect("all ranks come").expect("with a color");
+        let tp = it.world.split(Some(rank / 2), 0).expect("all ranks split").expect("with a color");
+        let dp = it.world.split(Some(rank % 2), 0).expect("all ranks split").expect("with a color");
         for comm in [&it.world, &tp, &dp] {
             it.registrar.attach(comm, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
         }
@@ -118,7 +122,7 @@ nccl_test!(communicators_named_in_opposite_orders_do_not_wait_for_each_other, {
             let order: [&_; 4] =
                 if rank.is_multiple_of(2) { [&tp, &dp, &it.world, &tp] } else { [&it.world, &dp, &tp, &dp] };
             let synced = it.registrar.sync(&order).expect("all ranks did the same");
-            assert_eq!((synced.registrations, synced.rounds), (3, 3), "a communicator counts once");
+            assert_eq!((synced.registrations, synced.rounds), (3, 3), "a repeated communicator counts once");
             let tensor = tensors.last_mut().expect("just taken");
             [&dp, &tp, &it.world].into_iter().for_each(|comm| it.reduce_right(comm, tensor));
         }
@@ -129,14 +133,14 @@ nccl_test!(communicators_named_in_opposite_orders_do_not_wait_for_each_other, {
 nccl_test!(threads_with_a_communicator_and_a_pool_each_do_not_disturb_each_other, {
     Job::new(2).run(|it| {
         let lane = |name| {
-            let comm = it.world.split(Some(0), 0).expect("all ranks come").expect("with a color");
+            let comm = it.world.split(Some(0), 0).expect("all ranks split").expect("with a color");
             let stream = it.device.context().new_stream().expect("a stream");
             it.allocator.register_stream(&stream).expect("ids are left");
             let pool = it.pool();
             it.registrar.attach(&comm, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
             (name, comm, stream, pool)
         };
-        // Made in the same order on every rank.
+        // Created in the same order on every rank.
         let lanes = ["a", "b"].map(lane);
         std::thread::scope(|scope| {
             let _exit = ExitOnPanic;
@@ -154,7 +158,7 @@ nccl_test!(threads_with_a_communicator_and_a_pool_each_do_not_disturb_each_other
                             it.allocator.core().trim(Some(pool.id())).expect("no faults");
                         }
                     }
-                    // The registrar keeps it alive otherwise.
+                    // The registrar would otherwise keep the communicator alive.
                     comm.destroy().expect("idle");
                 });
             }
@@ -194,8 +198,8 @@ nccl_test!(windows_of_a_communicator_that_is_gone_are_not_touched_and_its_memory
             it.meet();
             let ended = if aborts { other.abort() } else { other.destroy() };
             ended.expect("in time");
-            let synced = it.registrar.sync(&[&it.world]).expect("the other one is swept up");
-            assert_eq!(synced.deregistrations, 1, "those of the other one went with it");
+            let synced = it.registrar.sync(&[&it.world]).expect("the other communicator is swept");
+            assert_eq!(synced.deregistrations, 1, "the windows of the other communicator ended with it");
             assert_eq!(it.registrar.stats().dead_bytes, 0);
             assert!(matches!(it.registrar.sync(&[&other]), Err(SyncError::Gone { .. })));
             let mut cursor = InvalidationCursor::default();
@@ -210,7 +214,7 @@ nccl_test!(windows_of_a_communicator_that_is_gone_are_not_touched_and_its_memory
 nccl_test!(a_growing_pool_gets_one_larger_window_where_nccl_can, ["STUB_NCCL_VERSION" = "23007"], {
     Job::new(2).run(|it| {
         let pool = it.pool_with(|config| config);
-        it.registrar.attach(&it.world, &[pool.id()], Registration::Windows).expect("2.30.7 can");
+        it.registrar.attach(&it.world, &[pool.id()], Registration::Windows).expect("2.30.7 supports growing windows");
         let mut first = it.take(&pool, 2 * MIB);
         it.registrar.sync(&[&it.world]).expect("all ranks did the same");
         let before = it.registrar.window_of(&it.world, &first).expect("a window");
@@ -232,7 +236,7 @@ nccl_test!(ranks_whose_growing_memory_lies_in_other_chunks_share_windows, ["STUB
     let job = Job { prefetch_bytes: 40 << 20, ..Job::new(2) };
     job.run(|it| {
         let pool = it.pool_with(|config| config);
-        it.registrar.attach(&it.world, &[pool.id()], Registration::Windows).expect("2.30.7 can");
+        it.registrar.attach(&it.world, &[pool.id()], Registration::Windows).expect("2.30.7 supports growing windows");
         let mut tensors = Vec::new();
         for mib in [2, 6, 2, 30, 8] {
             tensors.push(it.take(&pool, mib * MIB));
@@ -252,7 +256,7 @@ nccl_test!(what_cannot_have_windows_is_refused_with_what_to_do, {
         let private = attach(PoolId::DEFAULT, Registration::Windows).expect_err("private");
         assert!(matches!(private, AttachError::NotSymmetric { .. }) && private.to_string().contains("symmetric:true"));
         let growing = it.pool_with(|config| config);
-        let error = attach(growing.id(), Registration::Windows).expect_err("2.28.9 cannot");
+        let error = attach(growing.id(), Registration::Windows).expect_err("2.28.9 does not support growing windows");
         assert!(matches!(error, AttachError::Growing { .. }) && error.to_string().contains("reserved or fixed"));
         attach(growing.id(), Registration::Buffers).expect("any memory");
         let twice = attach(growing.id(), Registration::Buffers).expect_err("twice");
@@ -261,7 +265,7 @@ nccl_test!(what_cannot_have_windows_is_refused_with_what_to_do, {
         let pool = it.pool();
         let error = it.registrar.attach(&it.world, &[pool.id(), PoolId::DEFAULT], Registration::Windows);
         error.expect_err("one of them is private");
-        assert_eq!(it.registrar.registration(&it.world, pool.id()), None, "none of them is attached");
+        assert_eq!(it.registrar.registration(&it.world, pool.id()), None, "neither is attached");
     });
     nothing_is_left();
 });
@@ -276,11 +280,11 @@ nccl_test!(a_pool_that_is_detached_loses_its_windows_at_the_next_sync_and_can_go
         it.registrar.detach(&it.world, &[pool.id()]).expect("it was attached");
         let id = pool.id();
         drop(pool);
-        it.allocator.trim().expect("a pool that is watched stays without an error");
+        it.allocator.trim().expect("trimming a watched pool is no error");
         assert_eq!(it.registrar.sync(&[&it.world]).expect("all ranks did the same").deregistrations, 1);
         let mut cursor = InvalidationCursor::default();
         assert_eq!(it.registrar.invalidations(&it.world, &mut cursor), Invalidated::Keys(vec![key]));
-        it.allocator.trim().expect("nobody watches it any more");
+        it.allocator.trim().expect("the pool is no longer watched");
         assert!(it.allocator.core().pool_config(id).is_err(), "the pool is destroyed");
         assert!(matches!(it.registrar.detach(&it.world, &[id]), Err(SyncError::NotAttached { pool: Some(_), .. })));
         assert_eq!(it.allocator.stats().reserved_bytes.current, 0);
@@ -290,19 +294,19 @@ nccl_test!(a_pool_that_is_detached_loses_its_windows_at_the_next_sync_and_can_go
 
 nccl_test!(buffers_of_private_pools_follow_their_segments_without_a_word_to_other_ranks, {
     Job::new(2).quiet().run(|it| {
-        // Only rank 1 has a private pool, and it grows.
+        // Only rank 1 has a private pool, which grows.
         if it.rank == 1 {
             let pool = it.allocator.create_pool(PoolConfig::default()).expect("fits");
             it.registrar.attach(&it.world, &[pool.id()], Registration::Buffers).expect("any memory");
             let first = it.take(&pool, 2 * MIB);
             let second = it.take(&pool, 4 * MIB);
-            let synced = it.registrar.sync(&[&it.world]).expect("nobody else is asked");
-            assert_eq!((synced.registrations, synced.rounds), (2, 0), "a registration per piece of memory");
+            let synced = it.registrar.sync(&[&it.world]).expect("no other rank takes part");
+            assert_eq!((synced.registrations, synced.rounds), (2, 0), "one registration per piece of memory");
             assert!(matches!(it.registrar.window_of(&it.world, &second), Err(LookupError::Plain { .. })));
             assert_eq!(it.registrar.stats().buffers, 2);
             drop((first, second));
             it.trim(&pool);
-            let synced = it.registrar.sync(&[&it.world]).expect("nobody else is asked");
+            let synced = it.registrar.sync(&[&it.world]).expect("no other rank takes part");
             assert_eq!((synced.deregistrations, synced.released_bytes), (2, 6 * MIB));
         }
     });
@@ -342,12 +346,12 @@ nccl_test!(a_scope_registers_what_was_taken_inside_also_when_its_work_fails, {
         it.reduce_right(&it.world, &mut made);
         let failed: Result<Result<(), &str>, _> = it.registrar.with_symmetric(&comms, &pool, |allocator| {
             std::mem::forget(take(allocator, 40 * MIB));
-            Err("the work's own")
+            Err("the error of the work")
         });
-        assert_eq!(failed.expect("the sync went well"), Err("the work's own"));
-        assert_eq!(it.registrar.stats().windows, 2, "what was taken is registered all the same");
+        assert_eq!(failed.expect("the sync succeeds"), Err("the error of the work"));
+        assert_eq!(it.registrar.stats().windows, 2, "the allocation is registered despite the error");
         let other = it.pool();
-        let refused = it.registrar.with_symmetric(&comms, &other, |_| panic!("nothing is done"));
+        let refused = it.registrar.with_symmetric(&comms, &other, |_| panic!("the work must not run"));
         assert!(matches!(refused, Err(SyncError::NotAttached { pool: Some(_), .. })));
         assert!(it.allocator.with_pool(&pool).pool() == pool.id());
     });
@@ -394,7 +398,7 @@ nccl_test!(
             assert_eq!((*needed_bytes, *budget_bytes), (2048 * MIB, 4096 * MIB));
             assert_eq!(*used_bytes, (3072 + 10) * MIB);
             assert!(error.to_string().contains("NCCL_WIN_STRIDE"));
-            // Nothing was done, and what is too much can go.
+            // The failed sync changed nothing, and the allocation that does not fit can be freed.
             drop(too_much);
             it.trim(&pool);
             it.registrar.sync(&[&it.world]).expect("nothing to register");
@@ -409,15 +413,15 @@ nccl_test!(
 nccl_test!(a_registrar_that_is_dropped_takes_its_windows_along, {
     Job::new(2).run(|it| {
         let pool = it.pool();
-        let registrar = Registrar::builder(&it.allocator).build().expect("the device says how large it is");
+        let registrar = Registrar::builder(&it.allocator).build().expect("the device reports its size");
         registrar.attach(&it.world, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
         let tensor = it.take(&pool, 30 * MIB);
         registrar.sync(&[&it.world]).expect("all ranks did the same");
         drop(tensor);
         it.trim(&pool);
         drop(registrar);
-        assert_eq!(it.allocator.stats().reserved_bytes.current, 0, "its memory is back");
-        it.world.check().expect("the communicator goes on");
+        assert_eq!(it.allocator.stats().reserved_bytes.current, 0, "its memory is released");
+        it.world.check().expect("the communicator still works");
     });
     nothing_is_left();
 });

@@ -1,4 +1,4 @@
-//! The stub of libnccl when something goes wrong: ranks that never come, stop, or die, and calls that fail.
+//! The stub of libnccl under faults: ranks that are missing, stop or die, and calls that fail.
 
 use crate::raw::{IN_PROGRESS, MIB, Rank, SUCCESS, UniqueId, abort, async_error, destroy, init, memory_free, ranks};
 use crate::raw::{all_reduce, revoke, unique_id, window_deregister};
@@ -10,7 +10,7 @@ const REMOTE_ERROR: i32 = 6;
 const INTERNAL_ERROR: i32 = 3;
 
 fn query(event: &cudarc::driver::CudaEvent) -> CUresult {
-    // SAFETY: the event lives.
+    // SAFETY: the event is alive.
     unsafe { sys::cuEventQuery(event.cu_event()) }
 }
 
@@ -43,10 +43,10 @@ nccl_test!(work_behind_a_collective_waits_with_it_also_on_other_streams, {
             assert_eq!(rank.sum(segment, segment, COUNT), SUCCESS);
             other.wait(&rank.stream.record_event(None).expect("recorded")).expect("submitted");
             let mut copy = vec![0.0f32; COUNT];
-            // SAFETY: memory of that size; the copy lives until the stream is idle.
+            // SAFETY: the memory has this size, and the copy lives until the stream is idle.
             unsafe { cudarc::driver::result::memcpy_dtoh_async(&mut copy, segment, other.cu_stream()) }
                 .expect("submitted");
-            assert_eq!(copy, [0.0; COUNT], "the peer did not come yet");
+            assert_eq!(copy, [0.0; COUNT], "the peer has not joined yet");
             rank.meet();
             other.synchronize().expect("idle");
             assert_eq!(copy, sum(2));
@@ -72,7 +72,7 @@ nccl_test!(a_call_fails_when_it_is_told_to, {
         if rank.rank == 1 {
             assert_eq!(rank.sum(segment, segment, COUNT), 2);
         }
-        assert_eq!(rank.sum(segment, segment, COUNT), SUCCESS, "once");
+        assert_eq!(rank.sum(segment, segment, COUNT), SUCCESS, "the fault strikes once");
         rank.stream.synchronize().expect("idle");
         assert_eq!(destroy(rank.comm), SUCCESS);
     });
@@ -88,12 +88,12 @@ nccl_test!(a_rank_that_hangs_in_a_registration_is_freed_by_a_revoke_or_an_abort,
             std::thread::scope(|scope| {
                 let _exit = ExitOnPanic;
                 let caller = scope.spawn(|| rank.window(segment, 2 * MIB));
-                // Both threads are inside: rank 0 waits for rank 1, which stopped.
+                // Both threads are inside the call: rank 0 waits for rank 1, which hangs.
                 let calls = || nccl::calls("ncclCommWindowRegister");
                 until(|| calls() != 0 && calls() % 2 == 0);
                 rank.meet();
                 assert_eq!(ends(rank.comm), SUCCESS);
-                let (code, window) = caller.join().expect("it came back");
+                let (code, window) = caller.join().expect("the call returns");
                 assert!([INTERNAL_ERROR, REMOTE_ERROR].contains(&code), "{code}");
                 assert_eq!(window, 0);
             });
@@ -103,7 +103,7 @@ nccl_test!(a_rank_that_hangs_in_a_registration_is_freed_by_a_revoke_or_an_abort,
         });
         nccl::forget();
     }
-    assert_eq!(cuda::live().device_bytes, 0, "what the registration had taken was given back");
+    assert_eq!(cuda::live().device_bytes, 0, "the registration releases its memory");
 });
 
 nccl_test!(a_dead_rank_is_a_remote_error_for_the_living, {
@@ -125,7 +125,7 @@ nccl_test!(a_dead_rank_is_a_remote_error_for_the_living, {
     nccl::assert_clean();
 });
 
-/// Joins without waiting.
+/// Joins without blocking.
 fn join_nonblocking(id: UniqueId, rank: usize) -> u64 {
     let (code, comm) = init(2, id, rank, false);
     assert_eq!(code, IN_PROGRESS);
@@ -149,7 +149,7 @@ nccl_test!(a_nonblocking_communicator_is_under_way_until_it_was_asked, {
                 let raw = stream.cu_stream() as u64;
                 let mut base = 0;
                 assert_eq!(crate::raw::memory_allocate(&raw mut base, 2 * MIB), SUCCESS);
-                // The thread of NCCL is late: an event that is recorded before it was asked for is ready at once.
+                // NCCL's thread starts late: an event recorded before the first query completes immediately.
                 assert_eq!(all_reduce(base, base, COUNT, 7, 0, comm, raw), IN_PROGRESS);
                 let early = stream.record_event(None).expect("recorded");
                 until(|| query(&early) == CUresult::CUDA_SUCCESS);
@@ -159,7 +159,7 @@ nccl_test!(a_nonblocking_communicator_is_under_way_until_it_was_asked, {
                 let mut window = 1;
                 assert_eq!(crate::raw::window_register(comm, base, 2 * MIB, &raw mut window, 1), IN_PROGRESS);
                 assert_eq!(settle(comm), SUCCESS);
-                assert!(window > 1, "written by the time that it is over");
+                assert!(window > 1, "the window is written before the call completes");
                 assert_eq!(window_deregister(comm, window), SUCCESS);
                 assert_eq!(destroy(comm), SUCCESS);
             });
@@ -180,7 +180,7 @@ nccl_test!(an_init_that_hangs_ends_when_it_is_healed, {
             nccl::heal();
             hung.is_finished()
         });
-        assert_eq!(hung.join().expect("it came back"), 2);
+        assert_eq!(hung.join().expect("the call returns"), 2);
     });
 });
 

@@ -1,4 +1,4 @@
-//! The stub of libnccl: right where NCCL is right, and wrong where it is wrong.
+//! The stub of libnccl: correct where NCCL is correct, and wrong where NCCL is wrong.
 
 use crate::raw::{F32, MIB, Rank, SUCCESS, all_reduce, ranks, split_into, user_rank_into, window_deregister};
 use crate::raw::{
@@ -10,12 +10,12 @@ use stub_process::{nccl, nccl_test};
 pub(crate) const COUNT: usize = 1000;
 const FLAGS: CUgraphInstantiate_flags = CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
 
-/// What rank `rank` puts in.
+/// Returns the input of a rank.
 pub(crate) fn input(rank: usize) -> Vec<f32> {
     (0..COUNT).map(|index| (rank * 10_000 + index) as f32).collect()
 }
 
-/// The sum over all ranks.
+/// Returns the sum of the inputs of all ranks.
 pub(crate) fn sum(ranks: usize) -> Vec<f32> {
     (0..COUNT).map(|index| (0..ranks).map(|rank| (rank * 10_000 + index) as f32).sum()).collect()
 }
@@ -51,7 +51,7 @@ nccl_test!(collectives_compute_what_they_should, {
 
 nccl_test!(every_type_and_operation_reduces, {
     type Bytes = fn(u8) -> Vec<u8>;
-    // Type, bytes of 1, 2 and 3 in it. Sum, product, max, min, average of 1 and 3 are 4, 3, 3, 1, 2.
+    // Each type with the bytes of a small number. Sum, product, max, min and average of 1 and 3 are 4, 3, 3, 1 and 2.
     let types: [(i32, Bytes); 10] = [
         (0, |value| (value as i8).to_ne_bytes().to_vec()),
         (1, |value| value.to_ne_bytes().to_vec()),
@@ -75,8 +75,16 @@ nccl_test!(every_type_and_operation_reduces, {
                 assert_eq!(rank.read::<u8>(out, expected.len()), expected, "type {data_type}, operation {op}");
             }
         }
-        assert_eq!(all_reduce(segment, out, 1, 10, 0, rank.comm, rank.raw_stream()), 4, "no eight-bit floats");
-        assert_eq!(all_gather(segment, out, 7, 10, rank.comm, rank.raw_stream()), SUCCESS, "but copies of them");
+        assert_eq!(
+            all_reduce(segment, out, 1, 10, 0, rank.comm, rank.raw_stream()),
+            4,
+            "eight-bit floats cannot be reduced"
+        );
+        assert_eq!(
+            all_gather(segment, out, 7, 10, rank.comm, rank.raw_stream()),
+            SUCCESS,
+            "eight-bit floats can be copied"
+        );
         rank.stream.synchronize().expect("idle");
         assert_eq!(destroy(rank.comm), SUCCESS);
     });
@@ -90,7 +98,7 @@ nccl_test!(sends_and_receives_of_a_group_go_together, {
         rank.write(segment, &input(rank.rank));
         assert_eq!(group_start(), SUCCESS);
         for peer in 0..4 {
-            // Each rank gets a part of another length from each.
+            // Each rank receives parts of a different length.
             let (to, from) = (10 * (peer + 1), 10 * (rank.rank + 1));
             assert_eq!(send(segment, to, F32, peer as i32, rank.comm, rank.raw_stream()), SUCCESS);
             let at = out + 4096 * peer as u64;
@@ -117,7 +125,7 @@ nccl_test!(a_split_orders_ranks_by_key, {
             let mut own = -1;
             assert_eq!(user_rank_into(part, &raw mut own), SUCCESS);
             let size = [3, 2][color as usize];
-            assert_eq!(own as usize, size - 1 - rank.rank / 2, "the highest key was given to rank 0 and 1");
+            assert_eq!(own as usize, size - 1 - rank.rank / 2, "ranks 0 and 1 have the highest keys");
             let segment = rank.segment(2 * MIB);
             rank.write(segment, &[1.0f32]);
             assert_eq!(all_reduce(segment, segment, 1, F32, 0, part, rank.raw_stream()), SUCCESS);
@@ -137,7 +145,7 @@ nccl_test!(a_graph_makes_its_collectives_at_every_launch, {
         rank.stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).expect("begun");
         assert_eq!(rank.sum(segment, segment, 1), SUCCESS);
         let graph = rank.stream.end_capture(FLAGS).expect("ended").expect("a graph");
-        assert_eq!(rank.read::<f32>(segment, 1), [1.0], "captured, not made");
+        assert_eq!(rank.read::<f32>(segment, 1), [1.0], "captured, but not run");
         for power in 1..=5 {
             graph.launch().expect("launched");
             assert_eq!(rank.read::<f32>(segment, 1), [3f32.powi(power)]);
@@ -147,7 +155,7 @@ nccl_test!(a_graph_makes_its_collectives_at_every_launch, {
     nccl::assert_clean();
 });
 
-/// All-reduce between two windows; `skew` moves rank 1's output.
+/// All-reduces from one window to another; `skew` shifts rank 1's output.
 fn reduce_in_windows(rank: &Rank, skew: u64) -> Vec<f32> {
     let (from, to) = (rank.segment(2 * MIB), rank.segment(2 * MIB));
     let windows = [rank.window(from, 2 * MIB), rank.window(to, 2 * MIB)];
@@ -173,7 +181,7 @@ nccl_test!(
         ranks(4, |rank| assert_eq!(reduce_in_windows(rank, 0), sum(4)));
         nccl::assert_clean();
         ranks(4, |rank| assert_ne!(reduce_in_windows(rank, 8192), sum(4)));
-        assert!(nccl::violations()[0].contains("places that differ"), "{:?}", nccl::violations());
+        assert!(nccl::violations()[0].contains("different window offsets"), "{:?}", nccl::violations());
         assert_eq!(nccl::live(), nccl::Live::default());
         assert_eq!(stub_process::cuda::live().device_bytes, 0);
     }
@@ -182,8 +190,8 @@ nccl_test!(
 nccl_test!(windows_in_another_order_on_one_rank_reduce_wrong, ["STUB_DESCENDING_DEVICES" = "1"], {
     ranks(2, |rank| {
         let segments = [rank.segment(2 * MIB), rank.segment(2 * MIB)];
-        assert_eq!(segments[0] < segments[1], rank.rank == 0, "device 1 hands out its highest address first");
-        // By address, which is what ranks must not do.
+        assert_eq!(segments[0] < segments[1], rank.rank == 0, "device 1 allocates its highest addresses first");
+        // Registers in address order, which ranks must not do.
         let mut in_order = segments;
         in_order.sort_unstable();
         for base in in_order {
@@ -195,7 +203,7 @@ nccl_test!(windows_in_another_order_on_one_rank_reduce_wrong, ["STUB_DESCENDING_
         assert_eq!(rank.sum(segments[0], segments[1], COUNT), SUCCESS);
         assert_ne!(rank.read::<f32>(segments[1], COUNT), sum(2));
     });
-    assert!(nccl::violations()[0].contains("places that differ"), "{:?}", nccl::violations());
+    assert!(nccl::violations()[0].contains("different window offsets"), "{:?}", nccl::violations());
 });
 
 nccl_test!(a_kernel_goes_on_seeing_the_memory_that_was_registered, {

@@ -1,4 +1,4 @@
-//! The stub of libnccl between processes.
+//! The stub of libnccl across processes.
 
 use crate::raw::{MIB, Rank, SUCCESS, UniqueId, async_error, destroy, unique_id, window_deregister};
 use crate::stub_itself::{COUNT, input, sum};
@@ -6,14 +6,14 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use stub_process::{Barrier, nccl, nccl_test, ranks, until, until_some};
 
-/// Gets the unique id from rank 0 through a file.
+/// Receives the unique id from rank 0 through a file.
 fn exchange(rank: usize, file: &str) -> UniqueId {
     let file = PathBuf::from(file);
     if rank == 0 {
         let id = unique_id();
         let new = file.with_extension("new");
         std::fs::write(&new, id.0).expect("written");
-        std::fs::rename(new, file).expect("moved in one step");
+        std::fs::rename(new, file).expect("renamed atomically");
         return id;
     }
     let bytes = until_some(|| std::fs::read(&file).ok());
@@ -25,7 +25,7 @@ fn join(rank: usize, count: usize) -> Rank {
     Rank::join(count, exchange(rank, &file), rank, &Arc::new(Barrier::new(1)))
 }
 
-/// All-reduce between windows of several processes.
+/// All-reduces between windows of several processes.
 fn reduce_in_windows(rank: &Rank, skew: u64) -> Vec<f32> {
     let (from, to) = (rank.segment(2 * MIB), rank.segment(2 * MIB));
     let windows = [rank.window(from, 2 * MIB), rank.window(to, 2 * MIB)];

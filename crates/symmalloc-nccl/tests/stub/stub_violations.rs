@@ -1,4 +1,4 @@
-//! What the stub of libnccl sees that NCCL does not check, and what depends on NCCL's version.
+//! Violations that the stub detects and NCCL does not, and behavior that depends on NCCL's version.
 
 use crate::raw::{F32, MIB, Rank, SUCCESS, abort, all_gather, all_reduce, buffer_deregister, buffer_register};
 use crate::raw::{destroy, group_end, group_start, memory_free, ranks, split_into, version, window_deregister};
@@ -11,7 +11,7 @@ const INTERNAL_ERROR: i32 = 3;
 const INVALID_ARGUMENT: i32 = 4;
 const SEGMENT: usize = 2 * MIB;
 
-/// Each of these was seen, and nothing else.
+/// Asserts that exactly these violations were detected.
 #[track_caller]
 fn saw(expected: &[&str]) {
     let seen = nccl::violations();
@@ -21,11 +21,11 @@ fn saw(expected: &[&str]) {
     nccl::forget();
 }
 
-/// A range with memory in `chunks` mappings, exportable as a file descriptor or not.
+/// Maps `chunks` chunks of memory into one range, exportable as file descriptors or not. Returns its base.
 fn mapped(rank: &Rank, chunks: usize, is_exportable: bool) -> u64 {
     let mut base = 0;
     let device = rank.rank as i32;
-    // SAFETY: pointers to locals that are valid for the call, and what was just made.
+    // SAFETY: all pointers are to locals that are valid during the call, and the ranges and handles have just been created.
     unsafe {
         sys::cuMemAddressReserve(&raw mut base, chunks * SEGMENT, 0, 0, 0).result().expect("reserved");
         for chunk in 0..chunks {
@@ -56,19 +56,19 @@ nccl_test!(registrations_that_nobody_should_make, {
     ranks(1, |rank| {
         let segment = rank.segment(2 * SEGMENT);
         let mut plain = 0;
-        // SAFETY: valid for writing.
+        // SAFETY: the pointer is valid for writing.
         unsafe { sys::cuMemAlloc_v2(&raw mut plain, SEGMENT) }.result().expect("allocated");
         assert_eq!(rank.window(plain, SEGMENT), (CUDA_ERROR, 0));
-        saw(&["no virtual memory management memory"]);
+        saw(&["not virtual memory management memory"]);
         assert_eq!(rank.window(segment + 512, SEGMENT), (INVALID_ARGUMENT, 0));
-        saw(&["no multiple of 4096"]);
+        saw(&["not at a multiple of 4096"]);
         let (code, part) = rank.window(segment + 4096, SEGMENT);
         assert_eq!(code, SUCCESS);
-        saw(&["not all of what is mapped"]);
+        saw(&["does not cover whole mappings"]);
         assert_eq!(window_deregister(rank.comm, part), SUCCESS);
         let private = mapped(rank, 1, false);
         assert_eq!(rank.window(private, SEGMENT), (CUDA_ERROR, 0));
-        saw(&["no file descriptor"]);
+        saw(&["cannot be exported as a file descriptor"]);
 
         let (_, window) = rank.window(segment, 2 * SEGMENT);
         nccl::assert_clean();
@@ -83,8 +83,8 @@ nccl_test!(registrations_that_nobody_should_make, {
         assert_eq!(buffer_deregister(rank.comm, window), INVALID_ARGUMENT);
         saw(&["ncclCommDeregister of a window"]);
         assert_eq!(window_deregister(rank.comm, 1), INVALID_ARGUMENT);
-        saw(&["ncclCommWindowDeregister of no window"]);
-        // SAFETY: nothing uses it.
+        saw(&["ncclCommWindowDeregister of an unknown handle"]);
+        // SAFETY: nothing uses the memory.
         unsafe { sys::cuMemFree_v2(plain) }.result().expect("freed");
         saw(&["unmapped or freed under registered buffer"]);
         assert_eq!(buffer_deregister(rank.comm, buffer), SUCCESS);
@@ -147,10 +147,10 @@ nccl_test!(different_steps_on_the_host_wait_for_ever, {
             rank.meet();
             assert!(!inside.is_finished());
             assert_eq!(abort(rank.comm), SUCCESS);
-            assert_ne!(inside.join().expect("it came back"), SUCCESS);
+            assert_ne!(inside.join().expect("the call returns"), SUCCESS);
         });
     });
-    saw(&["different things on the host"]);
+    saw(&["different host steps"]);
 });
 
 nccl_test!(what_a_dead_or_busy_communicator_is_asked, {
@@ -164,14 +164,14 @@ nccl_test!(what_a_dead_or_busy_communicator_is_asked, {
             std::thread::scope(|scope| {
                 let _exit = ExitOnPanic;
                 let inside = scope.spawn(|| rank.window(segment, SEGMENT));
-                // Two violations: registered twice, and the call below.
+                // Two violations are expected: the window is registered twice, and the call below runs during another one.
                 until(|| !nccl::violations().is_empty());
                 until(|| {
                     let _busy = rank.sum(segment, segment, 0);
                     nccl::violations().len() > 1
                 });
                 assert_eq!(abort(rank.comm), SUCCESS);
-                assert_ne!(inside.join().expect("it came back").0, SUCCESS);
+                assert_ne!(inside.join().expect("the call returns").0, SUCCESS);
             });
             saw(&["registered twice", "while another thread is in a call"]);
             assert_eq!(rank.sum(segment, segment, COUNT), INVALID_ARGUMENT);
@@ -185,11 +185,11 @@ nccl_test!(what_a_dead_or_busy_communicator_is_asked, {
                 let inside = scope.spawn(|| destroy(rank.comm));
                 until(|| !nccl::violations().is_empty());
                 assert_eq!(abort(rank.comm), SUCCESS);
-                inside.join().expect("it came back");
+                inside.join().expect("the call returns");
             });
         }
     });
-    saw(&["destroyed with 1 collectives under way"]);
+    saw(&["destroyed with 1 pending collectives"]);
 });
 
 nccl_test!(a_graph_must_not_outlive_its_communicator_or_windows, {
@@ -203,7 +203,7 @@ nccl_test!(a_graph_must_not_outlive_its_communicator_or_windows, {
         graph.launch().expect("launched");
         rank.stream.synchronize().expect("idle");
     });
-    saw(&["a graph launched a collective of a communicator that is gone"]);
+    saw(&["a graph launched a collective of a communicator that has ended"]);
 });
 
 nccl_test!(a_registration_in_a_capture_fails_and_spoils_it, {
@@ -227,7 +227,7 @@ nccl_test!(
             let (code, window) = rank.window(segment, SEGMENT);
             assert_eq!(code, SUCCESS);
             let flags = sys::CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH;
-            rank.stream.end_capture(flags).expect("not spoilt");
+            rank.stream.end_capture(flags).expect("the capture is still valid");
             nccl::assert_clean();
             let mut code = 0;
             assert_eq!((version(&raw mut code), code), (SUCCESS, 23_007));
@@ -255,7 +255,7 @@ nccl_test!(windows_of_different_sizes_are_refused, {
     assert_eq!(nccl::live().kept_rounds, 0);
 });
 
-/// All-reduce beyond the first of two mappings.
+/// All-reduces in the second of two mappings.
 fn reduce_in_second_mapping(rank: &Rank) -> Vec<f32> {
     let base = mapped(rank, 2, true);
     let (code, window) = rank.window(base, 2 * SEGMENT);
@@ -271,7 +271,7 @@ fn reduce_in_second_mapping(rank: &Rank) -> Vec<f32> {
 
 nccl_test!(before_2_30_3_a_window_has_the_first_mapping_only, ["STUB_NCCL_VERSION" = "23002"], {
     ranks(2, |rank| assert_ne!(reduce_in_second_mapping(rank), sum(2)));
-    saw(&["NCCL takes the first only", "beyond its memory"]);
+    saw(&["NCCL uses only the first", "beyond its memory"]);
 });
 
 nccl_test!(from_2_30_3_a_window_has_all_mappings, ["STUB_NCCL_VERSION" = "23003"], {
@@ -299,7 +299,7 @@ nccl_test!(without_symmetric_support_2_28_lets_a_registration_pose_as_a_window, 
         let (code, window) = rank.window(segment, SEGMENT);
         assert!(code == SUCCESS && window != 0);
         rank.write(segment, &input(rank.rank));
-        // It is no symmetric window: places may differ.
+        // It is not a symmetric window, so offsets may differ.
         let at = segment + 4096 * (1 + rank.rank as u64);
         assert_eq!(rank.sum(segment, at, COUNT), SUCCESS);
         assert_eq!(rank.read::<f32>(at, COUNT), sum(2));
@@ -343,16 +343,16 @@ nccl_test!(the_first_collective_can_be_made_to_wait_for_the_peers_on_the_host, [
             if rank.rank == 0 {
                 let inside = scope.spawn(|| rank.sum(segment, segment, COUNT));
                 until(|| nccl::calls("ncclAllReduce") != 0);
-                assert!(!inside.is_finished(), "rank 1 did not come yet");
+                assert!(!inside.is_finished(), "rank 1 has not joined yet");
                 rank.meet();
-                assert_eq!(inside.join().expect("it came back"), SUCCESS);
+                assert_eq!(inside.join().expect("the call returns"), SUCCESS);
             } else {
                 rank.meet();
                 assert_eq!(rank.sum(segment, segment, COUNT), SUCCESS);
             }
         });
         rank.meet();
-        // The second one does not wait.
+        // The second collective does not wait.
         if rank.rank == 0 {
             assert_eq!(rank.sum(segment, segment, COUNT), SUCCESS);
         }
@@ -393,7 +393,7 @@ nccl_test!(one_thread_makes_steps_of_several_ranks_in_a_group, {
         streams[rank].context().bind_to_thread().expect("current");
         assert_eq!(crate::raw::memory_allocate(&raw mut segments[rank], SEGMENT), SUCCESS);
         let code = crate::raw::window_register(comms[rank], segments[rank], SEGMENT, &raw mut windows[rank], 1);
-        assert_eq!((code, windows[rank]), (SUCCESS, 0), "not before the end of the group");
+        assert_eq!((code, windows[rank]), (SUCCESS, 0), "not before the group ends");
     }
     assert_eq!(group_end(), SUCCESS);
     assert!(windows.iter().all(|window| *window != 0));

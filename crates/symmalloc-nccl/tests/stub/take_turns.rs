@@ -31,8 +31,8 @@ nccl_test!(two_models_take_turns_and_every_answer_is_right, ["STUB_NCCL_REUSE_WI
             let mut answers = Vec::new();
             for turn in 0..6 {
                 let model = &mut models[turn % 2];
-                model.wake().expect("the other one sleeps");
-                // The same prompts again and again.
+                model.wake().expect("the other model sleeps");
+                // The same two prompts alternate.
                 answers.push(model.answer(turn as u32 % 2).expect("right"));
                 model.sleep().expect("all ranks sleep");
             }
@@ -40,7 +40,7 @@ nccl_test!(two_models_take_turns_and_every_answer_is_right, ["STUB_NCCL_REUSE_WI
                 answers[0] == first && answers[0] == answers[2] && answers[1] == answers[5] && answers[0] != answers[1],
                 "{answers:?}"
             );
-            models[0].wake().expect("the other one sleeps");
+            models[0].wake().expect("the other model sleeps");
             assert!(models[1].wake().is_err(), "there is no room for both");
             models[0].sleep().expect("all ranks sleep");
             models.into_iter().try_for_each(Model::end).expect("nothing is left");

@@ -16,15 +16,15 @@ use symmalloc_nccl::{
 };
 use symmalloc_watchdog::FlightRecord;
 
-/// Of collectives.
+/// Deadline of collectives.
 const DEADLINE: Duration = Duration::from_secs(2);
 
-/// Of flight records.
+/// Returns the directory of flight records.
 fn folder() -> PathBuf {
     PathBuf::from(std::env::var("SYMMALLOC_FLIGHT_RECORDS").expect("set"))
 }
 
-/// A rank with a communicator over all.
+/// A rank with a communicator of all ranks.
 struct Rank {
     comm: Communicator,
     stream: Arc<cudarc::driver::CudaStream>,
@@ -45,24 +45,24 @@ impl Rank {
         ];
         let variable = |name: &str| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| value.clone());
         let launch = Launch::from_variables(variable).expect("complete");
-        let id = launch.unique_id(Duration::from_secs(60)).expect("all come");
+        let id = launch.unique_id(Duration::from_secs(60)).expect("all ranks meet");
         Rank { folder, ..Rank::of_thread(rank, ranks, id) }
     }
 
-    /// A rank among others in this process.
+    /// Creates a rank that is a thread of this process.
     fn of_thread(rank: usize, ranks: usize, id: UniqueId) -> Self {
         let device = CudaDevice::new(rank).expect("a stub device");
         let comm = Communicator::builder(&device).deadline(DEADLINE).connect(id, rank as u32, ranks as u32);
-        let comm = comm.expect("all come");
+        let comm = comm.expect("all ranks connect");
         let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
         let stream = device.context().new_stream().expect("a stream");
         let buffer = allocator.alloc_zeroed(&stream, 1024).expect("allocated");
         Rank { comm, stream, buffer, allocator, folder: PathBuf::new() }
     }
 
-    /// Destroys the communicator, and waits until all ranks have: NCCL needs all of them until then.
+    /// Destroys the communicator and waits until all ranks have done so, because NCCL needs all of them until then.
     fn part(self) {
-        self.comm.destroy().expect("in order");
+        self.comm.destroy().expect("destroyed");
         fs::write(self.folder.join(format!("through.{}", self.comm.rank())), "").expect("written");
         until(|| (0..self.comm.ranks()).all(|rank| self.folder.join(format!("through.{rank}")).exists()));
     }
@@ -72,7 +72,7 @@ impl Rank {
         self.comm.synchronize(&self.stream)
     }
 
-    /// Reduces until it fails. Returns why, and how long the last call took.
+    /// Reduces repeatedly until a call fails. Returns the error and the duration of the failed call.
     fn reduce_until_failure(&mut self) -> (CommError, Duration) {
         loop {
             let begun = Instant::now();
@@ -84,7 +84,7 @@ impl Rank {
     }
 }
 
-/// Runs ranks whose flight records are in the folder.
+/// Runs ranks that write their flight records to `folder`.
 fn run(count: usize, folder: &Path, body: impl FnOnce(Rank)) -> Vec<RankOutput> {
     ranks(count, &[("SYMMALLOC_FLIGHT_RECORDS", &folder.to_string_lossy())], |rank| body(Rank::new(rank, count)))
 }
@@ -108,7 +108,7 @@ nccl_test!(a_process_that_is_killed_is_named_by_all_others_at_once, {
     let outputs = run(3, folder.path(), |mut rank| {
         if rank.comm.rank() == 1 {
             for _ in 0..5 {
-                rank.reduce().expect("all are there");
+                rank.reduce().expect("all ranks take part");
             }
             // SAFETY: ends this process.
             unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
@@ -126,14 +126,14 @@ nccl_test!(a_process_that_is_killed_is_named_by_all_others_at_once, {
     assert!(records.iter().all(|record| record.communicators[0].collectives.len() >= 5), "{records:?}");
 });
 
-// As under a symmetric kernel, which has no abort flag.
+// Imitates a symmetric kernel, which has no abort flag.
 nccl_test!(an_abort_that_does_not_end_holds_nobody_up, ["SYMMALLOC_WATCHDOG" = "abort"], {
     let folder = tempfile::tempdir().expect("a folder");
     let outputs = run(2, folder.path(), |mut rank| {
         nccl::slow("ncclCommAbort", Some(0), 1, 30_000);
         if rank.comm.rank() == 1 {
             for _ in 0..5 {
-                rank.reduce().expect("both are there");
+                rank.reduce().expect("both ranks take part");
             }
             // SAFETY: ends this process.
             unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
@@ -144,7 +144,7 @@ nccl_test!(an_abort_that_does_not_end_holds_nobody_up, ["SYMMALLOC_WATCHDOG" = "
             assert!(matches!(failure(&error), FailureCause::RankGone { rank: 1, .. }), "{call}: {error:?}");
         }
         assert_eq!(nccl::calls("ncclCommAbort"), 1);
-        // SAFETY: the thread that aborts is still inside.
+        // SAFETY: skips the exit handlers, because the aborting thread is still inside NCCL.
         unsafe { libc::_exit(0) };
     });
     assert_success(&outputs, |rank| rank == 0);
@@ -155,18 +155,18 @@ nccl_test!(a_process_that_is_stopped_is_named_at_the_deadline, {
     let outputs = run(2, folder.path(), |mut rank| {
         let file = rank.folder.join("stopped.pid");
         if rank.comm.rank() == 1 {
-            rank.reduce().expect("both are there");
+            rank.reduce().expect("both ranks take part");
             fs::write(&file, std::process::id().to_string()).expect("written");
             // SAFETY: stops this process.
             unsafe { libc::kill(libc::getpid(), libc::SIGSTOP) };
-            // Another thread may take the signal: this one must not destroy the communicator until it is stopped as well.
+            // Another thread may receive the signal first, and this thread must not destroy the communicator before it is stopped as well.
             loop {
                 std::thread::park();
             }
         }
         let (error, took) = rank.reduce_until_failure();
         let stopped = fs::read_to_string(&file).expect("written").parse().expect("a number");
-        // SAFETY: ends the other rank.
+        // SAFETY: ends the other rank, which is stopped.
         unsafe { libc::kill(stopped, libc::SIGKILL) };
         assert!(took > DEADLINE - Duration::from_millis(300) && took < DEADLINE + Duration::from_secs(1), "{took:?}");
         assert!(matches!(failure(&error), FailureCause::RankStopped { rank: 1, .. }), "{error:?}");
@@ -178,7 +178,7 @@ nccl_test!(a_rank_that_lives_and_does_not_come_is_named_at_the_deadline, {
     let folder = tempfile::tempdir().expect("a folder");
     let outputs = run(3, folder.path(), |mut rank| {
         if rank.comm.rank() == 2 {
-            rank.reduce().expect("all are there");
+            rank.reduce().expect("all ranks take part");
             std::thread::sleep(DEADLINE * 2);
             return;
         }
@@ -186,7 +186,7 @@ nccl_test!(a_rank_that_lives_and_does_not_come_is_named_at_the_deadline, {
         assert!(took < DEADLINE + Duration::from_secs(2), "{took:?}");
         match failure(&error) {
             FailureCause::RanksBehind { ranks } => assert_eq!(*ranks, [(2, 1)]),
-            // The other one was faster.
+            // The other rank detected the failure first.
             FailureCause::RankFailed { report, .. } => {
                 assert!(report.text.contains("rank 2, whose last collective was 1"));
             }
@@ -196,38 +196,38 @@ nccl_test!(a_rank_that_lives_and_does_not_come_is_named_at_the_deadline, {
     assert_success(&outputs, |rank| rank != 2);
 });
 
-// `SYMMALLOC_SLOW_SECONDS` makes it longer.
+// `SYMMALLOC_SLOW_SECONDS` prolongs the test.
 nccl_test!(a_rank_that_is_slow_is_waited_for, {
     let folder = tempfile::tempdir().expect("a folder");
     let seconds: u64 =
         std::env::var("SYMMALLOC_SLOW_SECONDS").map_or(6, |text| text.parse().expect("a number of seconds"));
     let outputs = run(2, folder.path(), |mut rank| {
-        // A host thread that sleeps below the deadline, and then fifty times as long a step as the other one's.
+        // First a host thread that sleeps for just under the deadline, then steps that take fifty times as long as the other rank's.
         for round in 0..seconds * 1000 / 3600 {
             if rank.comm.rank() == 1 {
                 std::thread::sleep(DEADLINE * 9 / 10);
             }
-            rank.reduce().expect("it comes in the end");
+            rank.reduce().expect("the slow rank arrives eventually");
             for _ in 0..6 {
                 let slowness = if u64::from(rank.comm.rank()) == round % 2 { 50 } else { 1 };
                 std::thread::sleep(Duration::from_millis(6) * slowness);
-                rank.reduce().expect("it comes in the end");
+                rank.reduce().expect("the slow rank arrives eventually");
             }
         }
         for _ in 0..4 {
             if rank.comm.rank() == 1 {
                 std::thread::sleep(DEADLINE * 6 / 10);
             }
-            rank.reduce().expect("it comes in the end");
+            rank.reduce().expect("the slow rank arrives eventually");
         }
-        // Far ahead of the other one, whose work is waited for in the stream.
+        // Rank 0 is far ahead of rank 1, and waits in the stream for the work of rank 1.
         for _ in 0..6 {
             if rank.comm.rank() == 1 {
                 std::thread::sleep(DEADLINE * 6 / 10);
             }
             rank.comm.all_reduce_in_place(&mut rank.buffer, ReduceOp::Sum, &rank.stream).expect("submitted");
         }
-        rank.comm.synchronize(&rank.stream).expect("it comes in the end");
+        rank.comm.synchronize(&rank.stream).expect("the slow rank arrives eventually");
         rank.part();
     });
     assert_success(&outputs, |_| true);
@@ -239,11 +239,11 @@ nccl_test!(a_rank_that_is_slow_is_waited_for, {
 nccl_test!(a_rank_that_destroyed_its_communicator_may_end, {
     let folder = tempfile::tempdir().expect("a folder");
     let outputs = run(3, folder.path(), |mut rank| {
-        rank.reduce().expect("all are there");
-        rank.comm.destroy().expect("in order");
+        rank.reduce().expect("all ranks take part");
+        rank.comm.destroy().expect("destroyed");
         let number = rank.comm.rank();
         drop(rank);
-        // NCCL needs all of them until all have destroyed it.
+        // NCCL needs all ranks until all of them have destroyed the communicator.
         std::thread::sleep(Duration::from_millis(500) + Duration::from_millis(200) * number);
     });
     assert_success(&outputs, |_| true);
@@ -268,13 +268,14 @@ nccl_test!(a_record_is_written_on_request_and_at_a_signal, ["SYMMALLOC_FLIGHT_SI
     assert_eq!((communicator.progress.submitted, communicator.progress.finished), (3, 3));
     assert_eq!(communicator.collectives[2].signature.to_string(), "ncclAllReduce of 1024 float32 sum");
     fs::remove_file(&path).expect("it is there");
-    // SAFETY: a signal that this process handles.
+    // SAFETY: this process handles the signal.
     unsafe { libc::kill(libc::getpid(), libc::SIGUSR2) };
     until(|| path.exists());
-    assert_eq!(FlightRecord::read(&path).expect("whole, as soon as it is there").reason, "a signal came");
+    assert_eq!(FlightRecord::read(&path).expect("a record appears only when complete").reason, "a signal came");
 });
 
-/// What the program chooses, and what the environment says above it.
+/// Runs two ranks, of which rank 1 aborts. Returns rank 0's outcome and the failures that the callbacks received. The environment overrides
+/// `mode`.
 fn failure_of_the_other(mode: WatchdogMode) -> (Result<(), CommError>, Vec<String>) {
     let (id, barrier, told) = (UniqueId::new().expect("an id"), Barrier::new(2), Mutex::new(Vec::new()));
     let told = Arc::new(told);
@@ -314,7 +315,7 @@ nccl_test!(a_watchdog_that_is_off_does_nothing, ["SYMMALLOC_WATCHDOG" = "off"], 
     assert_eq!((outcome, told), (Ok(()), Vec::new()));
 });
 
-/// A rank alone, with a collective on its device whose end the driver refuses to tell the watchdog.
+/// Returns a single rank with a collective on its device, while the watchdog's calls of this name fail with `code`.
 fn rank_whose_watchdog_meets(call: &str, code: i32) -> Rank {
     let mut rank = Rank::of_thread(0, 1, UniqueId::new().expect("an id"));
     let calls_of_others = || cuda::calls(call) - cuda::own_calls(call);
@@ -339,6 +340,6 @@ nccl_test!(a_device_that_is_lost_ends_the_communicator, {
     let mut rank = rank_whose_watchdog_meets("cuEventQuery", 700);
     std::thread::sleep(Duration::from_millis(1300));
     cuda::heal();
-    let error = rank.reduce().expect_err("it has ended");
+    let error = rank.reduce().expect_err("the communicator has ended");
     assert!(matches!(failure(&error), FailureCause::Driver(_)), "{error:?}");
 });

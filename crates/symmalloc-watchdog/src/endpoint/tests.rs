@@ -1,11 +1,11 @@
-//! Generated jobs: processes that join, leave, fail, die, stop and go on, with messages under way.
+//! Generated jobs: processes join, leave, fail, die, stop and resume while messages are in transit.
 
 use super::*;
 use proptest::prelude::*;
 use proptest::sample::Index;
 use std::collections::{BTreeSet, VecDeque};
 
-/// A process and what is on the way to it from the hub, and from it to the hub.
+/// A process, with the messages in transit to and from the hub.
 struct Process {
     endpoint: Endpoint,
     to_hub: VecDeque<Message>,
@@ -69,12 +69,12 @@ impl Job {
         Job { processes: (0..count).map(process).collect(), now: Duration::ZERO }
     }
 
-    /// Puts what was said on the way.
+    /// Puts the outgoing messages of all processes in transit, and collects their events.
     fn collect(&mut self) {
         while self.processes[0].endpoint.answer(self.now) {}
         for at in 0..self.processes.len() {
             for (to, message) in self.processes[at].endpoint.take_outbox() {
-                assert!(at == 0 || to == HUB, "only the hub talks to others");
+                assert!(at == 0 || to == HUB, "only the hub sends to other processes");
                 if at == 0 {
                     self.processes[to.0 as usize].from_hub.push_back(message);
                 } else {
@@ -86,7 +86,7 @@ impl Job {
         }
     }
 
-    /// One message each way between a process and the hub, or that one of them sees that the other is gone.
+    /// Delivers one message each way between a process and the hub. If one of them is dead, the other notices it after the last message.
     fn deliver(&mut self, at: usize) {
         let now = self.now;
         let acts = |process: &Process| !process.is_dead && !process.is_stopped;
@@ -164,7 +164,7 @@ impl Job {
         self.collect();
     }
 
-    /// Everybody goes on, and everything arrives.
+    /// Resumes every process and delivers every message.
     fn settle(&mut self) {
         self.processes.iter_mut().for_each(|process| process.is_stopped = false);
         for _ in 0..200 {
@@ -188,7 +188,7 @@ proptest! {
         job.settle();
         let hub_is_dead = job.processes[0].is_dead;
         for (at, process) in job.processes.iter().enumerate() {
-            // Nothing that did not happen.
+            // No event is reported that did not happen.
             for event in &process.events {
                 match event {
                     PeerEvent::Gone { rank: RankId { communicator, rank }, .. } => {
@@ -205,7 +205,7 @@ proptest! {
             if process.is_dead {
                 continue;
             }
-            // Everything that did. Without the hub, what became of the hub's own rank.
+            // Every event that happened is reported. Without the hub, only the fate of the hub's own rank is.
             let is_heard_of = |rank: usize| rank != at && (rank == 0 || !hub_is_dead);
             for (rank, other) in job.processes.iter().enumerate().filter(|(rank, _)| is_heard_of(*rank)) {
                 for id in other.joined.intersection(&process.joined) {
@@ -246,7 +246,7 @@ fn a_process_that_is_stopped_is_silent_and_one_that_computes_is_not() {
     (0..8).for_each(|_| job.deliver(1));
     assert!(job.processes[1].endpoint.has_answer(id, job.now, job.now));
     let members = job.processes[1].endpoint.members(id, job.now);
-    assert!(members.iter().all(|member| member.still_ms >= 5_000), "nobody moves: {members:?}");
+    assert!(members.iter().all(|member| member.still_ms >= 5_000), "no rank progresses: {members:?}");
     assert_eq!(members.iter().map(|member| member.rank).collect::<Vec<_>>(), [0, 1, 2]);
     assert!(members[0].silent_ms == 0 && members[1].silent_ms <= 300, "{members:?}");
     assert!(members[2].silent_ms >= 5_000, "{members:?}");
@@ -261,7 +261,7 @@ fn a_hub_that_is_stopped_need_not_answer() {
     job.collect();
     job.settle();
     job.carry_out(&Step::Tick(2_000));
-    // The hub's beat tells how far it is, and since when.
+    // The hub's beat reports its progress and when that changed.
     let progress = Progress { submitted: 42, finished: 41 };
     job.processes[0].endpoint.set_progress(of(0), progress, job.now - Duration::from_millis(200));
     job.carry_out(&Step::Tick(300));
@@ -270,13 +270,17 @@ fn a_hub_that_is_stopped_need_not_answer() {
     job.now += Duration::from_millis(600);
     let (now, endpoint) = (job.now, &mut job.processes[1].endpoint);
     endpoint.ask(id, now);
-    assert!(!endpoint.has_answer(id, now, now), "it may come");
+    assert!(!endpoint.has_answer(id, now, now), "the answer may still come");
     let later = now + Duration::from_secs(1);
-    assert!(endpoint.has_answer(id, now, later), "nothing was heard of the hub for a second");
+    assert!(endpoint.has_answer(id, now, later), "the hub was silent for a second");
     let members = endpoint.members(id, later);
-    assert_eq!(members.iter().map(|member| member.rank).collect::<Vec<_>>(), [0, 1], "of others nobody knows");
+    assert_eq!(
+        members.iter().map(|member| member.rank).collect::<Vec<_>>(),
+        [0, 1],
+        "other ranks are unknown without the hub"
+    );
     assert_eq!((members[0].progress, members[0].still_ms, members[0].silent_ms), (progress, 2_100, 1_600));
-    // What it told once is no news.
+    // An old answer of the hub expires.
     let told = vec![Member { rank: 2, ..members[0].clone() }];
     endpoint.receive(HUB, Message::Told { communicator: id, members: told }, later).expect("within bounds");
     assert_eq!(endpoint.members(id, later).len(), 3);
@@ -341,14 +345,17 @@ fn ranks_of_one_process_learn_of_each_other() {
     endpoint.set_progress(of(1), Progress { submitted: 4, finished: 3 }, later);
     let members = endpoint.members(CommunicatorId(7), later);
     assert!(members[2].has_left && members[1].progress.submitted == 4, "{members:?}");
-    assert!(members[0].still_ms == 1_000 && members[1].still_ms == 0, "without a beat: {members:?}");
+    assert!(
+        members[0].still_ms == 1_000 && members[1].still_ms == 0,
+        "progress is current without a beat: {members:?}"
+    );
     endpoint.join(of(9), later);
     endpoint.withdraw(of(9), later);
     assert_eq!(endpoint.members(CommunicatorId(7), later).len(), 3);
     endpoint.fail(of(0), &broken(), later);
     assert_eq!(endpoint.take_events(), [PeerEvent::Failed { rank: of(0), report: broken() }]);
     endpoint.fail(of(1), &broken(), later);
-    assert_eq!(endpoint.take_events(), [], "nobody is left to be told");
+    assert_eq!(endpoint.take_events(), [], "no rank is left to notify");
     assert!(!endpoint.is_over());
     (0..2).for_each(|rank| endpoint.leave(of(rank), later));
     assert!(endpoint.is_over());

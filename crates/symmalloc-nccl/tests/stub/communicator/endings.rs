@@ -1,4 +1,4 @@
-//! Ranks that do not come, calls that fail or hang, aborts: what is said, and what is left.
+//! Missing ranks, calls that fail or hang, and aborts: the resulting errors and the remaining resources.
 
 use super::{SHORT, builder, in_both_modes, ranks, ranks_with};
 use std::time::{Duration, Instant};
@@ -26,7 +26,7 @@ nccl_test!(a_rank_that_never_comes_is_an_error_within_the_deadline, {
     nccl::assert_clean();
 });
 
-/// Rank 1 does not register: what is left of rank 0's communicator, and how often it was aborted.
+/// Runs a registration that rank 1 does not join. Returns the state of rank 0's communicator and the number of its aborts.
 fn lone_registration(is_blocking: bool) -> (CommState, u64) {
     let left = std::sync::Mutex::new(None);
     let mode = |builder: CommunicatorBuilder| {
@@ -49,7 +49,7 @@ fn lone_registration(is_blocking: bool) -> (CommState, u64) {
         }
         rank.meet();
     });
-    left.into_inner().expect("no panic").expect("rank 0 said")
+    left.into_inner().expect("no panic").expect("rank 0 stored its result")
 }
 
 nccl_test!(the_watchdog_names_the_rank_that_does_not_register, {
@@ -97,7 +97,7 @@ nccl_test!(a_lost_communicator_is_aborted_when_its_call_comes_back, Library::Stu
             }
             rank.meet();
             if rank.number() == 1 {
-                // The rank that was missed comes after all, and gets rank 0's thread out of its call.
+                // The missing rank now registers, which ends the call of rank 0's thread.
                 let _window = rank.register(base).expect("a window");
             } else {
                 until(|| rank.comm.state() == CommState::Aborted);
@@ -172,7 +172,7 @@ nccl_test!(abort_gives_windows_back_where_there_is_a_revoke, {
 
 type GiveBack = fn(&Communicator, Window, BufferRegistration) -> Result<(), CommError>;
 
-/// An abort comes while the call is on its way to NCCL. What it gives back is not given back again.
+/// An abort arrives while the call is on its way to NCCL. The abort releases the resource, and the call does not release it again.
 fn given_back_once(call: &str, give_back: GiveBack) {
     in_both_modes(2, |rank| {
         let (_allocation, base) = rank.segment();
@@ -200,9 +200,9 @@ fn given_back_once(call: &str, give_back: GiveBack) {
     nccl::assert_clean();
 }
 
-/// NCCL refuses a window on rank 0, and the communicator ends by that: the end gives back what is registered still.
+/// NCCL refuses to deregister a window on rank 0, which ends the communicator. That end releases everything that is still registered.
 ///
-/// Without the watchdog, which reports the end to rank 1 and ends its communicator as well, before or after rank 1 gives back its
+/// The watchdog is off: it would report the end to rank 1 and end rank 1's communicator as well, before or after rank 1 deregisters its
 /// window.
 fn window_that_is_refused(mode: impl Fn(CommunicatorBuilder) -> CommunicatorBuilder + Sync) {
     ranks_with(
@@ -261,7 +261,7 @@ nccl_test!(a_buffer_that_is_given_back_while_its_communicator_ends_goes_once, {
     given_back_once("ncclCommDeregister", |comm, _, buffer| comm.deregister_buffer(buffer));
 });
 
-/// What a rank that cannot go on says: which of them NCCL tells first is theirs to tell the others.
+/// Returns the error of a rank whose communicator ended. The ranks race: either learns of the failure from NCCL or from the other rank.
 fn told(outcome: Result<(), CommError>) -> String {
     match outcome {
         Err(error @ (CommError::Nccl(_) | CommError::Failed(_) | CommError::Gone { cause: Some(_), .. })) => {
@@ -271,7 +271,7 @@ fn told(outcome: Result<(), CommError>) -> String {
     }
 }
 
-/// Rank 2 is gone: what the others are told.
+/// Kills rank 2 and checks the errors of the others.
 fn lost_peer(mode: impl Fn(CommunicatorBuilder) -> CommunicatorBuilder + Sync) {
     ranks_with(3, mode, |rank| {
         rank.meet();
@@ -380,13 +380,13 @@ nccl_test!(a_rank_that_does_not_speak_is_overdue, {
 nccl_test!(a_gather_that_ends_without_a_message_names_the_rank, {
     ranks(3, |rank| {
         if rank.number() == 2 {
-            // As an aborted kernel leaves it: a slot that nobody wrote. 64 bytes and the transport's seal.
+            // An aborted kernel leaves a slot that no rank wrote: 64 bytes and the transport's seal.
             let nothing = rank.allocator.alloc_zeroed::<u8>(&rank.stream, 72).expect("memory");
             let mut all = rank.allocator.alloc_zeroed::<u8>(&rank.stream, 3 * 72).expect("memory");
             rank.comm.all_gather(&nothing, &mut all, &rank.stream).expect("submitted");
         } else {
             let transport = NcclTransport::new(&rank.comm).expect("memory");
-            // The other one may have been told first, and told this one.
+            // The other rank may have learned of the failure first and notified this one.
             let gathered = transport.all_gather(&[1; 64]);
             assert!(matches!(gathered, Err(TransportError::RankLost { .. })), "{gathered:?}");
             let cause = rank.comm.cause().expect("it was ended").to_string();

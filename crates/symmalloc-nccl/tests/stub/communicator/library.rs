@@ -1,4 +1,4 @@
-//! Which libnccl is found, and what an old or broken one can do.
+//! The search for libnccl, and the behavior with an old or incomplete one.
 
 use super::ranks;
 use stub_process::{Library, nccl, nccl_test};
@@ -18,16 +18,16 @@ nccl_test!(a_missing_library_is_an_error_that_says_what_was_tried, Library::Miss
 });
 
 nccl_test!(a_library_that_is_loaded_already_is_shared, {
-    // SAFETY: opens the stub.
+    // SAFETY: opens the stub, whose initializers are harmless.
     let loaded = unsafe { libloading::Library::new("libnccl.so.2") }.expect("on the path");
-    // SAFETY: the symbol's type.
+    // SAFETY: the symbol has this type.
     let version = unsafe { loaded.get::<unsafe extern "C" fn(*mut i32) -> i32>("ncclGetVersion") }.expect("a symbol");
     let mut code = 0;
-    // SAFETY: valid for writing.
+    // SAFETY: the pointer is valid for writing.
     assert_eq!(unsafe { version(&raw mut code) }, 0);
     let before = nccl::calls("ncclGetVersion");
     Nccl::load().expect("the same");
-    assert_eq!(nccl::calls("ncclGetVersion"), before + 1, "one library has all the calls");
+    assert_eq!(nccl::calls("ncclGetVersion"), before + 1, "both calls reach the same library");
 });
 
 nccl_test!(a_library_without_a_needed_call_is_refused, Library::StubWithout("ncclCommSplit"), [], {

@@ -1,5 +1,5 @@
-//! Another thread captures in the global mode, in which the driver forbids every thread what is no work of a stream. Ranks go on, and the
-//! capture is not spoilt.
+//! Another thread captures in global mode, in which the driver forbids all threads every call that is not stream work. The ranks continue,
+//! and the capture stays valid.
 
 use super::support::{Job, MIB, Rank, nothing_is_left};
 use std::time::Duration;
@@ -7,7 +7,7 @@ use stub_process::{Captured, nccl, nccl_test, while_captured};
 use symmalloc_core::op::Contents;
 use symmalloc_nccl::{CommState, Registration};
 
-/// Runs `body` on all ranks while a stream of rank 0's device is captured: ranks are threads of one process.
+/// Runs `body` on all ranks, which are threads of one process, while a stream of rank 0's device is being captured.
 fn all_while_captured(it: &Rank, body: impl FnOnce()) {
     let body = || {
         it.meet();
@@ -59,7 +59,7 @@ nccl_test!(communicators_are_made_waited_for_and_destroyed, {
         let pool = it.attached_pool();
         let tensor = it.take(&pool, MIB);
         all_while_captured(it, || {
-            let part = it.world.split(Some(0), 0).expect("all ranks come").expect("with a color");
+            let part = it.world.split(Some(0), 0).expect("all ranks split").expect("with a color");
             it.registrar.attach(&part, &[pool.id()], Registration::Windows).expect("shareable");
             it.registrar.sync(&[&part]).expect("all ranks did the same");
             part.synchronize(&it.stream).expect("nothing runs");
@@ -75,7 +75,7 @@ nccl_test!(an_abort_takes_no_window_away_before_the_device_can_be_waited_for, {
     Job::new(1).run(|it| {
         let pool = it.attached_pool();
         let _tensor = it.take(&pool, MIB);
-        let part = it.world.split(Some(0), 0).expect("all ranks come").expect("with a color");
+        let part = it.world.split(Some(0), 0).expect("all ranks split").expect("with a color");
         it.registrar.attach(&part, &[pool.id()], Registration::Windows).expect("shareable");
         it.registrar.sync(&[&part]).expect("all ranks did the same");
         let (aborting, captured) = while_captured(0, || {
@@ -86,7 +86,7 @@ nccl_test!(an_abort_takes_no_window_away_before_the_device_can_be_waited_for, {
             assert_eq!((nccl::calls("ncclCommWindowDeregister"), nccl::calls("ncclCommAbort")), (0, 0));
             aborting
         });
-        assert_eq!(captured, Captured::Spoilt, "waiting for a device is forbidden in every mode");
+        assert_eq!(captured, Captured::Spoilt, "synchronizing with a device is forbidden in every mode");
         aborting.join().expect("no panic").expect("it ended in time");
         assert_eq!(part.state(), CommState::Aborted);
         assert_eq!((nccl::calls("ncclCommWindowDeregister"), nccl::calls("ncclCommAbort")), (1, 1));

@@ -1,4 +1,4 @@
-//! What a sync with nothing new costs the host.
+//! The host time of a sync with nothing new.
 
 use super::support::{Job, MIB};
 use std::hint::black_box;
@@ -19,13 +19,13 @@ nccl_test!(a_sync_with_nothing_new_takes_nanoseconds, {
         let kept: Vec<_> = (0..32).map(|index| it.take(&pools[index % 2], 30 * MIB)).collect();
         for comms in [&[&it.world] as &[_], &[&it.world, &other]] {
             it.registrar.sync(comms).expect("one rank agrees with itself");
-            // The least of several: other tests run at the same time.
+            // The minimum of several rounds, because other tests run at the same time.
             let round = |_| {
                 let begun = Instant::now();
                 (0..CALLS).for_each(|_| drop(black_box(it.registrar.sync(black_box(comms)))));
                 begun.elapsed() / CALLS
             };
-            let least = (0..5).map(round).min().expect("some rounds");
+            let least = (0..5).map(round).min().expect("at least one round");
             println!("sync of {} communicators with nothing new: {least:?}", comms.len());
             assert!(least < Duration::from_micros(10), "{least:?}");
         }

@@ -1,4 +1,4 @@
-//! Ranks that do different things: every one of them gets a report within the deadline, never a hang and never wrong numbers.
+//! Ranks that diverge: every rank gets a report within the deadline, and there is neither a hang nor a wrong result.
 
 use super::support::{IMPATIENT, Job, MIB, Rank, nothing_is_left};
 use std::time::Instant;
@@ -7,7 +7,7 @@ use symmalloc_agreement::Cause;
 use symmalloc_cuda::{CudaBackend, DeviceBuffer, Pool};
 use symmalloc_nccl::{PlanField, ReduceOp, Registration, SyncError};
 
-/// Runs a program in which rank 1 differs, and returns what a sync came to on each rank. Nothing may be registered then.
+/// Runs a program in which rank 1 diverges. Returns the error of the sync on each rank, after which nothing new may be registered.
 fn injected(
     ranks: usize,
     program: impl Fn(&Rank, &Pool<CudaBackend>, &mut Vec<DeviceBuffer<f32>>) + Sync,
@@ -19,12 +19,12 @@ fn injected(
         program(it, &pool, &mut tensors);
         let error = it.registrar.sync(&[&it.world]).expect_err("they differ");
         assert_eq!(it.registrar.stats().windows, 1, "nothing was registered");
-        it.world.check().expect("the communicator goes on");
+        it.world.check().expect("the communicator still works");
         it.reduce_right(&it.world, &mut tensors[0]);
         it.check();
         error
     });
-    assert!(outcomes.iter().all(|error| *error == outcomes[0]), "every rank has the same report");
+    assert!(outcomes.iter().all(|error| *error == outcomes[0]), "all ranks have the same report");
     nothing_is_left();
     outcomes
 }
@@ -63,7 +63,7 @@ nccl_test!(another_order_on_one_rank_is_reported_on_all, {
 
 nccl_test!(memory_that_one_rank_is_refused_is_reported_on_all, {
     let errors = injected(2, |it, pool, tensors| {
-        // One rank after the other, so that the refusal is rank 1's.
+        // One rank after the other, so that the driver refuses memory to rank 1 only.
         let take = || it.allocator.with_pool(pool).alloc_zeroed::<f32>(&it.stream, 30 << 18);
         if it.rank == 0 {
             tensors.push(take().expect("fits"));
@@ -90,14 +90,14 @@ nccl_test!(without_agreement_plans_that_differ_are_reported_on_all, {
         let first = difference.first_step.as_ref().expect("the steps were compared");
         assert_eq!((first.step, first.groups.len()), (1, 2));
         assert!(error.to_string().contains("ranks 0,2: register segment 1"), "{error}");
-        it.world.check().expect("the communicator goes on");
+        it.world.check().expect("the communicator still works");
         error
     });
     assert!(outcomes.iter().all(|error| *error == outcomes[0]));
     nothing_is_left();
 });
 
-// What a sync that failed had read is still news to the next one.
+// A failed sync does not consume the segment events that it read.
 nccl_test!(ranks_whose_plans_differed_and_that_made_up_for_it_sync, {
     Job::new(2).quiet().run(|it| {
         let pool = it.attached_pool();
@@ -106,7 +106,7 @@ nccl_test!(ranks_whose_plans_differed_and_that_made_up_for_it_sync, {
         let error = it.registrar.sync(&[&it.world]).expect_err("they differ");
         assert!(matches!(error, SyncError::PlansDiffer { .. }), "{error}");
         let _made_up = (it.rank == 1).then(|| it.take(&pool, 40 * MIB));
-        let synced = it.registrar.sync(&[&it.world]).expect("all ranks have the same by now");
+        let synced = it.registrar.sync(&[&it.world]).expect("all ranks have the same segments by now");
         assert_eq!((synced.registrations, it.registrar.stats().windows), (2, 2));
     });
     nothing_is_left();
@@ -140,12 +140,12 @@ nccl_test!(a_rank_that_does_not_come_is_an_error_on_the_others_within_the_deadli
             return;
         }
         let begun = Instant::now();
-        let error = it.registrar.sync(&[&it.world]).expect_err("rank 1 does not come");
+        let error = it.registrar.sync(&[&it.world]).expect_err("rank 1 is missing");
         assert!(matches!(error, SyncError::Transport { .. }), "{error}");
         assert!(begun.elapsed() < 20 * IMPATIENT, "{:?}", begun.elapsed());
-        assert_eq!(it.registrar.stats().dead_bytes, 0, "its segments are let go");
+        assert_eq!(it.registrar.stats().dead_bytes, 0, "its segments are released");
         assert!(matches!(it.registrar.sync(&[&it.world]), Err(SyncError::Gone { .. })));
-        // The allocator goes on.
+        // The allocator continues to work.
         drop(it.take(&pool, 40 * MIB));
         it.check();
         it.meet();
@@ -155,7 +155,7 @@ nccl_test!(a_rank_that_does_not_come_is_an_error_on_the_others_within_the_deadli
 
 nccl_test!(a_rank_that_dies_is_an_error_on_the_others_and_other_communicators_go_on, {
     Job::new(3).impatient().run(|it| {
-        let rest = it.world.split((it.rank != 2).then_some(0), 0).expect("all ranks come");
+        let rest = it.world.split((it.rank != 2).then_some(0), 0).expect("all ranks split");
         let pool = it.attached_pool();
         if let Some(rest) = &rest {
             it.registrar.attach(rest, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
@@ -163,12 +163,12 @@ nccl_test!(a_rank_that_dies_is_an_error_on_the_others_and_other_communicators_go
         let mut tensor = it.take(&pool, 30 * MIB);
         it.meet();
         let Some(rest) = rest else {
-            // Without a word.
+            // The rank leaves without notice.
             it.meet();
             return;
         };
         it.registrar.sync(&[&it.world, &rest]).expect_err("rank 2 is gone");
-        // What the others have among themselves was brought up to date all the same.
+        // The communicator of the other two was synced despite the failure.
         assert_eq!(it.offset_of(&rest, &tensor), 0);
         it.reduce_right(&rest, &mut tensor);
         drop(tensor);
@@ -188,15 +188,16 @@ nccl_test!(buffers_that_are_not_the_same_are_reported_before_the_collective_runs
         let [one, other] = &mut tensors;
         checked.all_reduce_in_place(one, ReduceOp::Sum, &it.stream).expect("the same on all ranks");
         let given = if it.rank == 1 { other } else { one };
-        let error = checked.all_reduce_in_place(given, ReduceOp::Sum, &it.stream).expect_err("rank 1 gives another");
+        let error =
+            checked.all_reduce_in_place(given, ReduceOp::Sum, &it.stream).expect_err("rank 1 passes another buffer");
         let SyncError::OffsetsDiffer { difference, .. } = &error else { panic!("{error}") };
         assert_eq!(difference.groups.len(), 2);
         assert!(error.to_string().contains("ranks 0,2: all-reduce of 1048576 bytes"), "{error}");
         assert!(error.to_string().contains("offset 1048576"), "{error}");
-        it.world.check().expect("the communicator goes on");
+        it.world.check().expect("the communicator still works");
         error
     });
     assert!(outcomes.iter().all(|error| *error == outcomes[0]));
-    assert_eq!(nccl::calls("ncclAllReduce"), 3, "the second was never made");
+    assert_eq!(nccl::calls("ncclAllReduce"), 3, "the second collective never runs");
     nothing_is_left();
 });

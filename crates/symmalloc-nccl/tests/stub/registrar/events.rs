@@ -1,4 +1,4 @@
-//! What `tracing` is told: names and fields that programs may rely on.
+//! The `tracing` events, whose names and fields programs may rely on.
 
 use super::support::{Job, MIB};
 use std::fmt::{Debug, Write};
@@ -8,7 +8,7 @@ use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Metadata, Subscriber};
 
-/// Writes down the events of windows and communicators as `name field=value ...`.
+/// Records the events of windows and communicators as `name field=value ...`.
 #[derive(Clone, Default)]
 struct Listener(Arc<Mutex<Vec<String>>>);
 
@@ -22,7 +22,7 @@ struct Fields<'a>(&'a mut String);
 
 impl Visit for Fields<'_> {
     fn record_debug(&mut self, field: &Field, value: &dyn Debug) {
-        write!(self.0, " {field}={value:?}").expect("a string takes all");
+        write!(self.0, " {field}={value:?}").expect("writing to a string succeeds");
     }
 }
 
@@ -49,7 +49,7 @@ nccl_test!(windows_and_communicators_are_told_with_stable_names_and_fields, {
     Job::new(2).quiet().run(|it| {
         let listener = Listener::default();
         let _guard = tracing::subscriber::set_default(listener.clone());
-        let other = it.world.split(Some(0), 0).expect("all ranks come").expect("with a color");
+        let other = it.world.split(Some(0), 0).expect("all ranks split").expect("with a color");
         let pool = it.pool();
         it.registrar.attach(&other, &[pool.id()], symmalloc_nccl::Registration::Windows).expect("symmetric");
         let tensor = it.take(&pool, 30 * MIB);
@@ -59,7 +59,7 @@ nccl_test!(windows_and_communicators_are_told_with_stable_names_and_fields, {
         let registered = done("registrations=1 deregistrations=0 released_bytes=0 rounds=1");
         assert_eq!(listener.heard(), [format!("window.registered {window}"), registered]);
         it.registrar.sync(&[&other]).expect("nothing new");
-        assert!(listener.heard().is_empty(), "a quiet sync says nothing");
+        assert!(listener.heard().is_empty(), "a quiet sync emits no event");
         drop(tensor);
         it.trim(&pool);
         it.registrar.sync(&[&other]).expect("all ranks did the same");

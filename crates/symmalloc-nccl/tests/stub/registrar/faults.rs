@@ -1,21 +1,21 @@
-//! A fault at each call of a sync, on one rank: the communicator ends, on every rank within the deadline, and nothing else
-//! does. The allocators are right, memory goes back, and nobody does what nobody should do.
+//! A fault at each call of a sync, on one rank. The affected communicator ends on every rank within the deadline, and everything else
+//! continues: the allocators stay correct, memory is released, and the stub detects no violations.
 
 use super::support::{IMPATIENT, Job, MIB, Rank};
 use std::time::Instant;
 use stub_process::{cuda, nccl, nccl_test, until};
 use symmalloc_nccl::{CommState, Communicator, Registration, SyncError};
 
-/// What strikes.
+/// A fault on rank 1.
 #[derive(Clone, Copy, Debug)]
 enum Fault {
-    /// The n-th call of this name on rank 1 fails.
+    /// The n-th call of this name fails.
     Fails(&'static str, u64),
-    /// It never comes to the other ranks.
+    /// The n-th call of this name never reaches the other ranks.
     Hangs(&'static str, u64),
 }
 
-/// Two syncs' worth of work on `comm`: windows that come, then some that come and some that go.
+/// Runs two syncs on `comm`: the first registers windows, and the second registers some and deregisters others.
 fn work(it: &Rank, comm: &Communicator) -> Result<(), SyncError> {
     let pool = it.pool();
     it.registrar.attach(comm, &[pool.id()], Registration::Windows).map_err(|error| match error {
@@ -35,7 +35,7 @@ fn work(it: &Rank, comm: &Communicator) -> Result<(), SyncError> {
     synced.map(|_| ())
 }
 
-/// Ends a communicator that failed. While NCCL is inside, it is lost, and its memory is kept.
+/// Aborts a failed communicator. It is lost, and its memory is kept, for as long as a thread is inside NCCL.
 fn until_over(it: &Rank, comm: &Communicator) {
     until(|| {
         let is_over = comm.abort().is_ok();
@@ -45,11 +45,11 @@ fn until_over(it: &Rank, comm: &Communicator) {
     });
 }
 
-/// Strikes once. Whether anything failed.
+/// Runs a job with one fault. Returns `true` if any rank got an error.
 fn strike(fault: Fault) -> bool {
     let before = cuda::live().device_bytes;
     let struck = Job::new(2).impatient().run(|it| {
-        let other = it.world.split(Some(0), 0).expect("all ranks come").expect("with a color");
+        let other = it.world.split(Some(0), 0).expect("all ranks split").expect("with a color");
         it.meet();
         if it.rank == 0 {
             match fault {
@@ -72,17 +72,17 @@ fn strike(fault: Fault) -> bool {
         }
         it.registrar.sweep();
         assert_eq!(it.registrar.stats().dead_bytes, 0, "{fault:?}: rank {} holds dead memory", it.rank);
-        // Every other communicator stays right.
+        // All other communicators stay correct.
         let pool = it.attached_pool();
         let mut tensor = it.take(&pool, 30 * MIB);
-        it.registrar.sync(&[&it.world]).expect("the world goes on");
+        it.registrar.sync(&[&it.world]).expect("the world still works");
         it.reduce_right(&it.world, &mut tensor);
         outcome.is_err()
     });
     nccl::assert_clean();
     let live = nccl::live();
     assert_eq!((live.communicators, live.windows, live.kept_rounds), (0, 0, 0), "{fault:?}");
-    // A window that NCCL does not give back stays its own, on the one rank.
+    // NCCL keeps the memory of a window that it fails to deregister, on that rank only.
     let is_refused = matches!(fault, Fault::Fails("ncclCommWindowDeregister", _));
     let kept = cuda::live().device_bytes - before;
     assert!(kept == 0 || is_refused && kept <= 40 * MIB, "{fault:?}: {kept} bytes of device memory are left");
@@ -115,7 +115,7 @@ nccl_test!(memory_that_the_driver_does_not_take_back_is_kept_and_said, {
             cuda::fail("cuMemUnmap", 0, 700);
         }
         it.meet();
-        let synced = it.registrar.sync(&[&it.world]).expect("the windows are gone all the same");
+        let synced = it.registrar.sync(&[&it.world]).expect("the windows are deregistered despite the fault");
         assert_eq!((synced.deregistrations, synced.released_bytes), (1, 0));
         assert!(synced.not_released.is_some());
         assert_eq!(it.registrar.stats().dead_bytes, 30 * MIB);
@@ -124,7 +124,7 @@ nccl_test!(memory_that_the_driver_does_not_take_back_is_kept_and_said, {
             cuda::heal();
         }
         it.meet();
-        assert_eq!(it.trim(&pool), 30 * MIB, "the next trim tries again");
+        assert_eq!(it.trim(&pool), 30 * MIB, "the next trim retries");
     });
     super::support::nothing_is_left();
 });

@@ -1,4 +1,4 @@
-//! Captures: what must be registered is registered before; asking in a capture is an error that says what to do.
+//! Captures: memory must be registered before a capture; registering during one is an error that states what to do.
 
 use super::support::{Job, MIB, nothing_is_left};
 use stub_process::nccl_test;
@@ -14,8 +14,8 @@ nccl_test!(what_was_reserved_and_synced_before_a_capture_is_in_windows_during_it
         let stream = it.allocator.register_stream(&it.stream).expect("registered");
         it.allocator.core().reserve(graphs.id(), stream, 64 * MIB).expect("fits");
         assert_eq!(it.registrar.sync(&[&it.world]).expect("all ranks did the same").registrations, 1);
-        let capture = graphs.begin(&it.stream).expect("not under way yet");
-        // SAFETY: never read.
+        let capture = graphs.begin(&it.stream).expect("no other capture is active");
+        // SAFETY: the memory is never read.
         let tensor = unsafe { it.allocator.alloc::<f32>(&it.stream, 1 << 20) }.expect("reserved");
         assert_eq!(it.offset_of(&it.world, &tensor), 0);
         it.registrar.sync(&[&it.world]).expect("there is nothing new");
@@ -30,16 +30,16 @@ nccl_test!(what_was_not_is_refused_in_the_capture_with_what_to_do, {
         let config = PoolConfig::builder().symmetric(true).fixed().build().expect("valid");
         let graphs = GraphPool::new(&it.allocator, config).expect("fits the device");
         it.registrar.attach(&it.world, &[graphs.id()], Registration::Windows).expect("symmetric and shareable");
-        let capture = graphs.begin(&it.stream).expect("not under way yet");
-        // SAFETY: never read.
+        let capture = graphs.begin(&it.stream).expect("no other capture is active");
+        // SAFETY: the memory is never read.
         let tensor = unsafe { it.allocator.alloc::<f32>(&it.stream, 1 << 20) }.expect("fits");
-        let error = it.registrar.window_of(&it.world, &tensor).expect_err("it has none");
+        let error = it.registrar.window_of(&it.world, &tensor).expect_err("it has no window");
         assert!(matches!(error, LookupError::Capturing { .. }) && error.to_string().contains("before the capture"));
-        let error = it.registrar.sync(&[&it.world]).expect_err("not now");
+        let error = it.registrar.sync(&[&it.world]).expect_err("not during a capture");
         assert!(matches!(error, SyncError::Capturing) && error.to_string().contains("before the capture"));
         drop(capture);
         assert_eq!(it.registrar.sync(&[&it.world]).expect("all ranks did the same").registrations, 1);
-        it.registrar.window_of(&it.world, &tensor).expect("it has one now");
+        it.registrar.window_of(&it.world, &tensor).expect("it has a window now");
     });
     nothing_is_left();
 });

@@ -1,11 +1,11 @@
-//! What the `metrics` facade is told of registrations.
+//! The metrics that the `metrics` facade receives about registrations.
 
 use super::support::{Job, MIB};
 use metrics_exporter_prometheus::PrometheusBuilder;
 use stub_process::nccl_test;
 use symmalloc_nccl::metrics::Publisher;
 
-/// The value of a series.
+/// Returns the value of a series.
 #[track_caller]
 fn value(text: &str, series: &str) -> f64 {
     let line = text.lines().find_map(|line| line.strip_prefix(series)?.strip_prefix(' '));

@@ -1,6 +1,6 @@
-//! Random programs: thousands of seeds of allocations, frees, trims, pools, syncs, sleeps, communicators that come and go, and faults,
-//! on 2 to 4 ranks. After every sync all-reduces in windows are right, nobody did what nobody should do, and at the end nothing
-//! is left.
+//! Random programs on 2 to 4 ranks: hundreds of seeds with allocations, frees, trims, pools, syncs, sleeps, communicators that are created
+//! and destroyed, and faults. After every sync, all-reduces in windows are correct and the stub detects no violations. At the end, no
+//! resource is left.
 
 use super::support::{IMPATIENT, Job, MIB, PATIENT, Rank, nothing_is_left};
 use std::collections::BTreeSet;
@@ -12,33 +12,33 @@ use symmalloc_cuda::{CudaBackend, DeviceBuffer, Pool};
 use symmalloc_nccl::{CommState, Communicator, Invalidated, InvalidationCursor, Registration, SegmentKey, UniqueId};
 use symmalloc_sim::SplitMix64;
 
-/// Programs that one test runs; `SYMMALLOC_SEEDS` says otherwise.
+/// Number of programs per test; `SYMMALLOC_SEEDS` overrides it.
 const SEEDS: u64 = 250;
 const STEPS: u64 = 40;
 
-/// What one rank has. All ranks draw the same numbers.
+/// The state of one rank. All ranks draw the same random numbers.
 struct Program<'a> {
     it: &'a Rank,
     draw: SplitMix64,
     id: &'a Mutex<Option<UniqueId>>,
-    /// With their pools' indices.
+    /// Each tensor with the index of its pool.
     tensors: Vec<(usize, DeviceBuffer<f32>)>,
     pools: Vec<Pool<CudaBackend>>,
     comms: Vec<CommunicatorState>,
     made: u32,
-    /// Whether calls of syncs fail and hang now and then.
+    /// `true` if calls of syncs occasionally fail or hang.
     faults: bool,
     /// Names of communicators that ended on some rank.
     ended: &'a Mutex<BTreeSet<String>>,
 }
 
-/// A communicator with what is attached to it.
+/// A communicator with its attached pools.
 struct CommunicatorState {
     comm: Communicator,
-    /// Indices of pools.
+    /// Indices of the attached pools.
     pools: Vec<usize>,
     cursor: InvalidationCursor,
-    /// Keys that were seen in windows and are not dead.
+    /// Keys that were seen in windows and have not been invalidated.
     keys: Vec<SegmentKey>,
     is_aborted: bool,
 }
@@ -79,11 +79,11 @@ impl Program<'_> {
         };
         // SAFETY: any bits make a float.
         let taken = unsafe { self.it.allocator.with_pool(&self.pools[pool]).alloc(&self.it.stream, size as usize / 4) };
-        // A reserved segment may be full: on all ranks alike.
+        // A reserved segment may be full, in which case it is full on all ranks.
         self.tensors.extend(taken.ok().map(|tensor| (pool, tensor)));
     }
 
-    /// What ranks do on their own does not matter.
+    /// Allocates in a private pool on one rank, which must not affect the others.
     fn private(&mut self) {
         if self.it.rank == 1 {
             let stream = &self.it.stream;
@@ -126,7 +126,7 @@ impl Program<'_> {
         lane.comm.destroy().expect("idle");
     }
 
-    /// Every rank aborts; some only find out at the next sync.
+    /// Aborts a communicator on every rank. Some ranks detect it only at the next sync.
     fn end_without_a_word(&mut self) {
         let index = 1 + self.below(self.comms.len() - 1);
         let lane = &mut self.comms[index];
@@ -142,7 +142,7 @@ impl Program<'_> {
         }
         let pool = lane.pools.pop().expect("two at least");
         self.it.registrar.detach(&lane.comm, &[self.pools[pool].id()]).expect("it was attached");
-        // Whatever was left is done before anything else happens to the pool.
+        // The sync completes the detachment before the pool is used further.
         let comm = lane.comm.clone();
         self.it.registrar.sync(&[&comm]).expect("all ranks did the same");
         self.check();
@@ -151,7 +151,7 @@ impl Program<'_> {
     fn sync(&mut self) {
         let mut chosen: Vec<usize> =
             (0..self.comms.len()).filter(|_| !self.draw.next_u64().is_multiple_of(3)).collect();
-        // Each rank names them in an order of its own.
+        // Each rank passes the communicators in a different order.
         let turn = self.it.rank % chosen.len().max(1);
         chosen.rotate_left(turn);
         let comms: Vec<Communicator> = chosen.iter().map(|index| self.comms[*index].comm.clone()).collect();
@@ -167,7 +167,7 @@ impl Program<'_> {
         self.comms.retain(|lane| !(lane.is_aborted && comms.iter().any(|comm| comm.order() == lane.comm.order())));
         self.check();
         if !gone {
-            // Collectives come in one order on all ranks.
+            // Collectives run in the same order on all ranks.
             chosen.sort_unstable();
             for index in chosen {
                 let comm = self.comms[index].comm.clone();
@@ -176,7 +176,7 @@ impl Program<'_> {
         }
     }
 
-    /// A pool sleeps and wakes, and things happen meanwhile that need it not.
+    /// Puts a pool to sleep and wakes it, with unrelated ops in between.
     fn sleep(&mut self) {
         let index = self.below(self.pools.len());
         let pool = self.pools[index].id();
@@ -208,7 +208,7 @@ impl Program<'_> {
         self.wake_again(index);
     }
 
-    /// Whatever became of it, over a communicator that lives all ranks sleep, and wake.
+    /// Whatever the outcome of the previous attempt, puts the pool to sleep and wakes it over a live communicator.
     fn wake_again(&mut self, index: usize) {
         let pool = self.pools[index].id();
         if self.comms.iter().all(|lane| lane.is_aborted) {
@@ -219,15 +219,15 @@ impl Program<'_> {
             attach(self.it, lane, index, &self.pools[index]);
         }
         let over = lane.comm.clone();
-        self.it.registrar.sleep(&over, pool, Contents::Drop).expect("it lives");
-        self.it.registrar.wake(&over, pool).expect("it lives");
-        self.it.registrar.sync(&[&over]).expect("it lives");
+        self.it.registrar.sleep(&over, pool, Contents::Drop).expect("it is alive");
+        self.it.registrar.wake(&over, pool).expect("it is alive");
+        self.it.registrar.sync(&[&over]).expect("it is alive");
         self.check();
     }
 
-    /// A call of the next sync fails or hangs on one rank.
+    /// Makes a call of the next sync fail or hang on one rank.
     fn strike(&mut self) {
-        // NCCL keeps the memory of a window that it does not give back, so that does not fail here.
+        // Deregistration does not fail here, because NCCL keeps the memory of a window that it fails to deregister.
         let call = ["ncclCommWindowRegister", "ncclAllGather"][self.below(2)];
         let (rank, nth, hangs) = (self.below(self.it.ranks), 1 + self.below(4) as u64, self.below(3) == 0);
         self.it.meet();
@@ -237,7 +237,7 @@ impl Program<'_> {
         self.it.meet();
     }
 
-    /// The ranks tell each other which communicators ended, end them everywhere, and go on with the others.
+    /// The ranks exchange the names of ended communicators, abort these everywhere, and continue with the others.
     fn clear_up(&mut self) {
         self.it.meet();
         if self.it.rank == 0 {
@@ -249,7 +249,7 @@ impl Program<'_> {
         self.it.meet();
         let ended = self.ended.lock().expect("no panic").clone();
         for lane in self.comms.extract_if(.., |lane| ended.contains(lane.comm.name())) {
-            // Lost for as long as NCCL is inside.
+            // The communicator is lost while a thread is inside NCCL.
             until(|| lane.comm.abort().is_ok());
         }
         self.it.registrar.sweep();
@@ -260,9 +260,9 @@ impl Program<'_> {
         }
     }
 
-    /// A tensor of each attached pool is reduced in its window.
+    /// Reduces a tensor of each attached pool in its window.
     fn use_windows(&mut self, comm: &Communicator) {
-        let lane = self.comms.iter_mut().find(|lane| lane.comm.order() == comm.order()).expect("it lives");
+        let lane = self.comms.iter_mut().find(|lane| lane.comm.order() == comm.order()).expect("it is alive");
         let it = self.it;
         match it.registrar.invalidations(comm, &mut lane.cursor) {
             Invalidated::Keys(dead) => lane.keys.retain(|key| !dead.contains(key)),
@@ -271,13 +271,13 @@ impl Program<'_> {
         for pool in &lane.pools {
             let Some((_, tensor)) = self.tensors.iter_mut().rev().find(|(index, _)| index == pool) else { continue };
             let span = it.registrar.window_of(comm, tensor).expect("it was synced");
-            assert_eq!(span.segment, it.registrar.key_of(tensor).expect("it lives"));
+            assert_eq!(span.segment, it.registrar.key_of(tensor).expect("it is alive"));
             if !lane.keys.contains(&span.segment) {
                 lane.keys.push(span.segment);
             }
             it.reduce_right(comm, tensor);
         }
-        // No key that is said to live lies where another segment does.
+        // The segments of live keys do not overlap.
         for key in &lane.keys {
             let overlaps = |other: &&SegmentKey| {
                 *other != key && key.base < other.base + other.size_bytes && other.base < key.base + key.size_bytes
@@ -304,7 +304,7 @@ fn run(first_seed: u64, mode: Mode, faults: bool) {
     let seeds = if faults { seeds.div_ceil(20) } else { seeds };
     for seed in first_seed..first_seed + seeds {
         let (id, ended) = (Mutex::new(None), Mutex::default());
-        // More patient than where nothing is copied: a pool that sleeps is, while others wait, and the machine may be busy.
+        // A longer deadline than in tests that copy nothing: a sleeping pool is copied while others wait, and the machine may be busy.
         let deadline = if faults { 5 * IMPATIENT } else { PATIENT };
         let prefetch_bytes = if seed % 2 == 0 { 0 } else { 40 << 20 };
         let job = Job { mode, deadline, prefetch_bytes, ..Job::new(2 + (seed % 3) as usize) };
@@ -325,7 +325,7 @@ fn run(first_seed: u64, mode: Mode, faults: bool) {
             program.add(it.world.clone());
             (0..STEPS).for_each(|_| program.step());
             let digests: Vec<_> =
-                program.pools.iter().map(|pool| it.allocator.digest(pool.id()).expect("it lives")).collect();
+                program.pools.iter().map(|pool| it.allocator.digest(pool.id()).expect("it is alive")).collect();
             it.meet();
             for lane in program.comms.drain(..) {
                 lane.comm.destroy().expect("idle");

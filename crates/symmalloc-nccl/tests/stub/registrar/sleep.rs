@@ -1,5 +1,4 @@
-//! A pool that sleeps and wakes on all ranks: in place, with windows that are what they were; and what keeps it from it is told to all
-//! ranks alike.
+//! A pool sleeps and wakes on all ranks, in place and with the same windows. Anything that prevents this is reported equally on all ranks.
 
 use super::support::{IMPATIENT, Job, MIB, Rank, nothing_is_left};
 use std::sync::Mutex;
@@ -18,7 +17,7 @@ fn window(it: &Rank, comm: &Communicator, buffer: &DeviceBuffer<f32>) -> WindowH
     it.registrar.window_of(comm, buffer).expect("it has a window").window
 }
 
-/// A pool with three segments that is attached to the world, synced.
+/// Returns a synced pool with three segments that is attached to the world, and its buffers.
 fn registered(it: &Rank) -> (Pool<CudaBackend>, Vec<DeviceBuffer<f32>>) {
     let pool = it.attached_pool();
     let tensors = [20, 30, 40].map(|size| it.take(&pool, size * MIB)).into();
@@ -28,7 +27,7 @@ fn registered(it: &Rank) -> (Pool<CudaBackend>, Vec<DeviceBuffer<f32>>) {
 
 nccl_test!(a_pool_wakes_in_place_with_the_windows_that_it_had, ["STUB_NCCL_REUSE_WINDOWS" = "1"], {
     Job::new(4).run(|it| {
-        let pair = it.world.split(Some(it.world.rank() / 2), 0).expect("all ranks come").expect("with a color");
+        let pair = it.world.split(Some(it.world.rank() / 2), 0).expect("all ranks split").expect("with a color");
         let pool = it.attached_pool();
         it.registrar.attach(&pair, &[pool.id()], Registration::Windows).expect("another communicator");
         let mut tensors: Vec<_> = [20, 30, 40].map(|size| it.take(&pool, size * MIB)).into();
@@ -46,14 +45,14 @@ nccl_test!(a_pool_wakes_in_place_with_the_windows_that_it_had, ["STUB_NCCL_REUSE
             let slept = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
             assert_eq!((slept.released_bytes, slept.kept_bytes, slept.deregistrations), (90 * MIB, 0, 6));
             assert_eq!(it.registrar.phase(pool.id()), Ok(Phase::Asleep));
-            assert_eq!(it.registrar.stats().windows, 1, "the other pool's");
-            // Nothing of it can be used, and everything else can.
+            assert_eq!(it.registrar.stats().windows, 1, "only the window of the other pool is left");
+            // The pool cannot be used, and everything else can.
             let error = it.registrar.window_of(&it.world, &tensors[0]).expect_err("it sleeps");
             assert!(
                 matches!(error, LookupError::Asleep { .. }) && error.to_string().contains("wake its pool"),
                 "{error}"
             );
-            assert_eq!(it.registrar.sync(&[&it.world, &pair]).expect("it is passed over").registrations, 0);
+            assert_eq!(it.registrar.sync(&[&it.world, &pair]).expect("the sleeping pool is skipped").registrations, 0);
             it.reduce_right(&it.world, &mut other_tensor);
             let again = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("nothing to do");
             assert_eq!(again.released_bytes, 0);
@@ -74,7 +73,7 @@ nccl_test!(a_pool_wakes_in_place_with_the_windows_that_it_had, ["STUB_NCCL_REUSE
             Invalidated::Keys(vec![]),
             "keys outlive a sleep"
         );
-        // It goes on as ever.
+        // The pool works as before.
         tensors.push(it.take(&pool, 50 * MIB));
         assert_eq!(it.registrar.sync(&[&it.world, &pair]).expect("all ranks did the same").registrations, 2);
         it.reduce_right(&it.world, tensors.last_mut().expect("just taken"));
@@ -122,7 +121,7 @@ nccl_test!(buffers_of_a_private_pool_come_back_too, {
         let pool = it.allocator.create_pool(config).expect("fits the device");
         it.registrar.attach(&it.world, &[pool.id()], Registration::Buffers).expect("any pool");
         let tensor = it.take(&pool, 50 * MIB);
-        assert_eq!(it.registrar.sync(&[&it.world]).expect("its own matter").registrations, 1);
+        assert_eq!(it.registrar.sync(&[&it.world]).expect("no other rank takes part").registrations, 1);
         let slept = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
         assert_eq!((slept.deregistrations, it.registrar.stats().buffers), (1, 0));
         let woken = it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
@@ -138,12 +137,12 @@ nccl_test!(segments_that_died_or_came_before_a_sleep_are_right_after_it, {
         drop(tensors.remove(1));
         it.trim(&pool);
         let mut late = it.take(&pool, 60 * MIB);
-        // Nobody has synced: a dead segment has a window, and a new one has none.
+        // No sync has run since: a dead segment still has a window, and a new one has none.
         let slept = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
         assert_eq!(slept.deregistrations, 3);
         it.meet();
         let woken = it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
-        assert_eq!(woken.registrations, 2, "those that live");
+        assert_eq!(woken.registrations, 2, "only live segments");
         let synced = it.registrar.sync(&[&it.world]).expect("all ranks did the same");
         assert_eq!((synced.registrations, synced.deregistrations, synced.released_bytes), (1, 0, 30 * MIB));
         it.reduce_right(&it.world, &mut late);
@@ -162,16 +161,16 @@ nccl_test!(a_rank_whose_device_refuses_is_told_to_all_and_all_sleep_on, {
                 cuda::fail_elsewhere("cuMemCreate", nth, 2);
             }
             it.meet();
-            let error = it.registrar.wake(&it.world, pool.id()).expect_err("rank 1 cannot");
+            let error = it.registrar.wake(&it.world, pool.id()).expect_err("rank 1 has no memory");
             let obstacle = Obstacle::Memory { needed_bytes: 90 * MIB, code: 2 };
             let SleepError::Refused { ranks, .. } = &error else { panic!("{error}") };
             assert_eq!(ranks.iter().map(|of| (of.rank, of.obstacle)).collect::<Vec<_>>(), [(1, obstacle)], "{nth}");
             assert_eq!(it.registrar.phase(pool.id()), Ok(Phase::Asleep));
             it.meet();
-            assert_eq!(cuda::live().device_bytes, 0, "nobody keeps memory");
+            assert_eq!(cuda::live().device_bytes, 0, "no rank keeps memory");
             it.meet();
         }
-        it.registrar.wake(&it.world, pool.id()).expect("now it can");
+        it.registrar.wake(&it.world, pool.id()).expect("rank 1 has memory now");
         tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
     });
     nothing_is_left();
@@ -190,9 +189,9 @@ nccl_test!(a_driver_that_does_not_say_whether_a_stream_is_captured_is_no_capture
         assert_eq!(it.registrar.wake(&it.world, pool.id()), Err(expected.clone()));
         cuda::fail(call, 1, 700);
         assert_eq!(it.registrar.sleep(&it.world, pool.id(), Contents::Drop), Err(expected));
-        // When it is asked again, the ranks talk already: all of them hear of it.
+        // The second query comes after the ranks have started to exchange messages, so all of them get the error.
         cuda::fail(call, streams + 1, 700);
-        let error = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect_err("not now");
+        let error = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect_err("the query fails");
         let SleepError::Refused { ranks, .. } = error else { panic!("{error}") };
         assert_eq!((ranks.len(), ranks[0].obstacle), (1, Obstacle::Stream { code: 700 }));
         cuda::heal();
@@ -209,8 +208,8 @@ nccl_test!(a_rank_that_works_too_long_is_told_to_all_and_all_stay_awake, {
             let SleepError::Refused { ranks, .. } = error else { panic!("{error}") };
             ranks.iter().map(|RankObstacle { rank, obstacle, .. }| (*rank, *obstacle)).collect()
         };
-        // The ranks cannot talk in a capture: it is an error before they do.
-        let capture = graphs.begin(&it.stream).expect("not under way yet");
+        // Ranks cannot communicate during a capture, so the error comes first.
+        let capture = graphs.begin(&it.stream).expect("no other capture is active");
         let error = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect_err("a capture");
         assert_eq!(error, SleepError::Capturing);
         assert_eq!(it.registrar.wake(&it.world, pool.id()), Err(SleepError::Capturing));
@@ -244,14 +243,14 @@ nccl_test!(ranks_that_make_other_calls_are_told_alike_and_nothing_is_done, {
         assert_eq!(field(sleep(pool.id(), contents).expect_err("other contents")), SleepField::Call);
         let one = if is_second { second.id() } else { pool.id() };
         assert_eq!(field(sleep(one, Contents::Drop).expect_err("another pool")), SleepField::Pool);
-        // One sleeps, one wakes.
+        // One rank sleeps while the other wakes.
         let differs = if is_second {
             matches!(it.registrar.wake(&it.world, pool.id()), Err(SleepError::Differ { .. }))
         } else {
             field(sleep(pool.id(), Contents::Drop).expect_err("a wake")) == SleepField::Call
         };
         assert!(differs);
-        // One sleeps, one syncs.
+        // One rank sleeps while the other syncs.
         if is_second {
             let error = it.registrar.sync(&[&it.world]).expect_err("a sleep");
             assert!(matches!(error, SyncError::PlansDiffer { .. }), "{error}");
@@ -279,7 +278,7 @@ nccl_test!(ranks_whose_histories_differ_do_not_sleep, {
 
 nccl_test!(a_communicator_with_ranks_that_are_not_here_keeps_the_pool_awake, {
     Job::new(4).run(|it| {
-        let pair = it.world.split(Some(it.world.rank() / 2), 0).expect("all ranks come").expect("with a color");
+        let pair = it.world.split(Some(it.world.rank() / 2), 0).expect("all ranks split").expect("with a color");
         let (pool, mut tensors) = registered(it);
         let error = it.registrar.sleep(&pair, pool.id(), Contents::Drop).expect_err("it is not attached");
         assert!(matches!(error, SleepError::NotAttached { .. }), "{error}");
@@ -287,7 +286,7 @@ nccl_test!(a_communicator_with_ranks_that_are_not_here_keeps_the_pool_awake, {
         let error = it.registrar.sleep(&pair, pool.id(), Contents::Drop).expect_err("the world has other ranks");
         let SleepError::Differ { difference, .. } = error else { panic!("{error}") };
         assert_eq!((difference.field, difference.groups.len()), (SleepField::Communicators, 1));
-        assert_eq!(difference.groups[0].1, 4, "of four ranks two are here");
+        assert_eq!(difference.groups[0].1, 4, "the communicator has four ranks, two of which take part");
         tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
     });
     nothing_is_left();
@@ -299,26 +298,26 @@ nccl_test!(
     {
         let shared = Mutex::new(None);
         Job::new(4).run(|it| {
-            let pair = it.world.split(Some(it.world.rank() / 2), 0).expect("all ranks come").expect("with a color");
+            let pair = it.world.split(Some(it.world.rank() / 2), 0).expect("all ranks split").expect("with a color");
             let pool = it.attached_pool();
             it.registrar.attach(&pair, &[pool.id()], Registration::Windows).expect("another communicator");
             let mut tensor = it.take(&pool, 30 * MIB);
             it.registrar.sync(&[&it.world, &pair]).expect("all ranks did the same");
             it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
-            // One rank of four knows that its pair is dead.
+            // Only one of four ranks knows that its pair has ended.
             if it.rank == 1 {
                 pair.abort().expect("ended");
                 it.registrar.sweep();
             }
             let begun = Instant::now();
-            let woken = it.registrar.wake(&it.world, pool.id()).expect("the world goes on");
-            assert!(begun.elapsed() < super::support::PATIENT / 2, "nobody waits for it");
+            let woken = it.registrar.wake(&it.world, pool.id()).expect("the world still works");
+            assert!(begun.elapsed() < super::support::PATIENT / 2, "no rank waits for the dead pair");
             let is_hit = it.rank < 2;
             assert_eq!(woken.registrations, if is_hit { 1 } else { 2 });
             assert_eq!(woken.lost, if is_hit { vec![pair.name().to_owned()] } else { vec![] });
             assert_eq!(pair.state() == CommState::Ready, !is_hit);
             it.reduce_right(&it.world, &mut tensor);
-            // A later sleep does not miss it, and a new one takes its place.
+            // A later sleep ignores the dead pair, and a new communicator replaces it.
             let next = it.connect("next", &shared);
             it.registrar.attach(&next, &[pool.id()], Registration::Windows).expect("another communicator");
             it.registrar.sync(&[&it.world, &next]).expect("all ranks did the same");
@@ -326,8 +325,8 @@ nccl_test!(
             let woken = it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
             assert_eq!((woken.lost, woken.changed), (Vec::<String>::new(), vec![]));
             it.reduce_right(&next, &mut tensor);
-            next.destroy().expect("in order");
-            pair.destroy().expect("in order");
+            next.destroy().expect("destroyed");
+            pair.destroy().expect("destroyed");
         });
         nothing_is_left();
     }
@@ -342,11 +341,15 @@ nccl_test!(communicators_that_ended_are_forgotten_with_their_pools, {
             it.registrar.attach(&next, &[pool.id()], Registration::Windows).expect("another communicator");
             let tensor = it.take(&pool, MIB);
             it.registrar.sync(&[&next]).expect("all ranks did the same");
-            next.destroy().expect("in order");
+            next.destroy().expect("destroyed");
             it.registrar.sweep();
-            assert_eq!(format!("{:?}", it.registrar).matches("Ended {").count(), 1, "it may be spoken of");
+            assert_eq!(
+                format!("{:?}", it.registrar).matches("Ended {").count(),
+                1,
+                "it is remembered while other ranks may refer to it"
+            );
             drop((tensor, pool));
-            // A pool that was dropped is given up by a trim at the latest.
+            // A trim releases a dropped pool at the latest.
             it.allocator.trim().expect("no faults");
         }
         it.registrar.sweep();
@@ -359,7 +362,7 @@ nccl_test!(windows_that_come_back_as_others_are_told_to_all, ["STUB_NCCL_REUSE_W
     Job::new(2).run(|it| {
         let (pool, mut tensors) = registered(it);
         it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
-        // Another pool takes the place of its windows.
+        // Another pool takes the addresses of its windows.
         let other = it.attached_pool();
         let _taken = it.take(&other, 64 * MIB);
         it.registrar.sync(&[&it.world]).expect("all ranks did the same");
@@ -367,9 +370,9 @@ nccl_test!(windows_that_come_back_as_others_are_told_to_all, ["STUB_NCCL_REUSE_W
         let _none = it.registrar.invalidations(&it.world, &mut cursor);
         let woken = it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
         let segments: Vec<u32> = woken.changed.iter().map(|(_, segment)| segment.segment.0).collect();
-        assert!(!segments.is_empty(), "their places are taken");
+        assert!(!segments.is_empty(), "their addresses are taken");
         assert!(woken.changed.iter().all(|(communicator, _)| communicator == it.world.name()));
-        let Invalidated::Keys(keys) = it.registrar.invalidations(&it.world, &mut cursor) else { panic!("it lives") };
+        let Invalidated::Keys(keys) = it.registrar.invalidations(&it.world, &mut cursor) else { panic!("it is alive") };
         assert_eq!(keys.iter().map(|key| key.generation.segment.0).collect::<Vec<_>>(), segments);
         tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
     });
@@ -384,7 +387,7 @@ nccl_test!(a_pool_that_leaves_while_it_sleeps_has_nothing_left_to_register, {
         assert_eq!(it.registrar.sync(&[&it.world]).expect("all ranks did the same").deregistrations, 0);
         let error = it.registrar.wake(&it.world, pool.id()).expect_err("it is not attached");
         assert!(matches!(error, SleepError::NotAttached { .. }), "{error}");
-        it.allocator.core().wake(pool.id()).expect("its own matter");
+        it.allocator.core().wake(pool.id()).expect("the pool is no longer registered");
         drop(tensors);
     });
     nothing_is_left();

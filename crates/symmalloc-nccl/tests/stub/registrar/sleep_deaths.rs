@@ -1,5 +1,5 @@
-//! Ranks are processes, one of which dies or gets stuck in each step of a sleep and a wake, at any call of NCCL's. The others end in time, each
-//! where the tables of `docs/sleep-protocol.md` say, and none goes on alone.
+//! Ranks are processes. One of them dies or gets stuck in each step of a sleep and a wake, at any NCCL call. The others end in time, each
+//! in the state that the tables of `docs/sleep-protocol.md` specify, and none continues alone.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -16,7 +16,7 @@ const VICTIM: usize = 1;
 const AT: &str = "SYMMALLOC_TEST_AT";
 const STUCK: &str = "SYMMALLOC_TEST_STUCK";
 
-/// One rank's program: a sleep and a wake, in which rank 1 meets its end.
+/// Runs one rank's program: a sleep and a wake, during which rank 1 dies or gets stuck.
 fn body(rank: usize) {
     let folder = std::env::var("SYMMALLOC_FLIGHT_RECORDS").expect("set");
     let variables = [
@@ -28,10 +28,10 @@ fn body(rank: usize) {
     ];
     let variable = |name: &str| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| value.clone());
     let launch = Launch::from_variables(variable).expect("complete");
-    let id = launch.unique_id(Duration::from_secs(60)).expect("all come");
+    let id = launch.unique_id(Duration::from_secs(60)).expect("all ranks meet");
     let device = CudaDevice::new(rank).expect("a stub device");
     let builder = Communicator::builder(&device).deadline(DEADLINE).watchdog(WatchdogMode::Abort);
-    let world = builder.connect(id, rank as u32, RANKS as u32).expect("all come");
+    let world = builder.connect(id, rank as u32, RANKS as u32).expect("all ranks connect");
     let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
     let stream = device.context().new_stream().expect("a stream");
     let registrar = Registrar::builder(&allocator).build().expect("made");
@@ -46,7 +46,7 @@ fn body(rank: usize) {
         let at = std::env::var(AT).expect("set").parse().expect("a number");
         let (call, nth) = if at > 100 { ("ncclCommWindowRegister", at - 100) } else { ("ncclAllGather", at) };
         match std::env::var(STUCK) {
-            // As a process that is stopped, and goes on when the others have given it up.
+            // Behaves like a process that is stopped and resumes after the others have given it up.
             Ok(_) => nccl::slow(call, Some(VICTIM), nth, 3 * DEADLINE.as_millis() as u64),
             Err(_) => nccl::die(call, Some(VICTIM), nth),
         }
@@ -58,13 +58,13 @@ fn body(rank: usize) {
     if rank == VICTIM {
         return;
     }
-    // The memory of windows is unmapped under nobody.
+    // No memory is unmapped while a window still covers it.
     nccl::assert_clean();
-    // Others are dead or stopped: NCCL need not be waited for.
+    // Other ranks are dead or stopped, so NCCL cannot be shut down normally.
     std::process::exit(0);
 }
 
-/// Rank 1 goes on when the others have heard the end of the sync as well, so that it dies under none of them there.
+/// Makes rank 1 wait until the others have completed the sync as well, so that its death cannot interrupt their sync.
 fn await_syncs(rank: usize, folder: &Path) {
     let said = |rank: usize| folder.join(format!("synced-{rank}"));
     std::fs::write(said(rank), "").expect("written");
@@ -94,7 +94,7 @@ fn sleep_and_wake(registrar: &Registrar, world: &Communicator, pool: symmalloc_c
             assert_ne!(world.state(), CommState::Ready, "{error}");
             format!("wake broken in {step:?}, asleep {is_asleep}")
         }
-        // The watchdog was faster than the call.
+        // The watchdog ended the communicator before the call.
         Err(SleepError::Gone { .. }) => {
             assert_eq!(phase(), Phase::Asleep);
             "gone before the wake".to_owned()
@@ -103,7 +103,7 @@ fn sleep_and_wake(registrar: &Registrar, world: &Communicator, pool: symmalloc_c
     }
 }
 
-/// What the survivors say when rank 1 meets its end in this call.
+/// Returns the outcomes that the survivors report when rank 1 dies or gets stuck in call number `at`.
 fn meet(at: u64, is_stuck: bool) -> Vec<String> {
     let folder = tempfile::tempdir().expect("a folder");
     let (place, at) = (folder.path().to_string_lossy().into_owned(), at.to_string());
@@ -118,14 +118,14 @@ fn meet(at: u64, is_stuck: bool) -> Vec<String> {
             assert!(output.is_success, "at {at}, rank {}:\n{}", output.rank, output.text);
             let prefix = format!("rank {}: ", output.rank);
             let line = output.text.lines().find_map(|line| line.split_once(&*prefix)).map(|(_, said)| said.to_owned());
-            line.unwrap_or_else(|| panic!("at {at}, rank {} says nothing:\n{}", output.rank, output.text))
+            line.unwrap_or_else(|| panic!("at {at}, rank {} reports nothing:\n{}", output.rank, output.text))
         })
         .collect()
 }
 
 nccl_test!(a_rank_that_dies_in_any_step_leaves_the_others_as_the_tables_say, {
     let mut seen = Vec::new();
-    // Agree, Decide, Check of the sleep; Agree, Decide, Check of the wake: a gather each.
+    // Each of Agree, Decide and Check of the sleep, and Agree, Decide and Check of the wake, is one gather.
     for at in 1..=6 {
         let said = meet(at, false);
         println!("gather {at}: {said:?}");
@@ -136,8 +136,8 @@ nccl_test!(a_rank_that_dies_in_any_step_leaves_the_others_as_the_tables_say, {
         println!("registration {}: {said:?}", at - 100);
         seen.push(said);
     }
-    // It dies before it says anything in that step, so nobody hears all of it. And a communicator may end under a rank that has not heard
-    // yet what the dead one knew: that rank breaks one step earlier.
+    // Rank 1 dies before it sends anything in that step, so no survivor receives all messages of the step. The communicator may also end
+    // under a rank that has not yet received all messages of the previous step: that rank breaks one step earlier.
     let steps = [
         "sleep broken in Agree, asleep false",
         "sleep broken in Decide, asleep false",
@@ -151,8 +151,8 @@ nccl_test!(a_rank_that_dies_in_any_step_leaves_the_others_as_the_tables_say, {
     for (at, said) in seen.iter().enumerate() {
         let step = at_step[at];
         let allowed = [steps[step], steps[step.saturating_sub(1)], if step == 3 { "gone before the wake" } else { "" }];
-        assert!(said.iter().all(|said| allowed.contains(&&**said)), "{at}: {said:?}, not of {allowed:?}");
-        assert!(said.iter().any(|said| said != "done"), "{at}: nobody noticed");
+        assert!(said.iter().all(|said| allowed.contains(&&**said)), "{at}: {said:?}, expected one of {allowed:?}");
+        assert!(said.iter().any(|said| said != "done"), "{at}: no survivor noticed");
     }
 });
 

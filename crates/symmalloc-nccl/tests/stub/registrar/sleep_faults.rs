@@ -1,4 +1,4 @@
-//! Calls that fail or hang at any point of a sleep and a wake over ranks end as the tables of `docs/sleep-protocol.md` say.
+//! Calls that fail or hang at any point of a sleep and a wake across ranks end as the tables of `docs/sleep-protocol.md` specify.
 
 use super::support::{IMPATIENT, Job, MIB, PATIENT, Rank};
 use std::sync::Mutex;
@@ -10,18 +10,18 @@ use symmalloc_core::sleep::Phase;
 use symmalloc_cuda::{CudaBackend, DeviceBuffer, Pool};
 use symmalloc_nccl::{CommState, Communicator, Obstacle, Registration, SleepError, SleepStep, UniqueId};
 
-/// What strikes.
+/// A fault on rank 1.
 #[derive(Clone, Copy, Debug)]
 enum Fault {
-    /// The n-th call of NCCL's on rank 1 fails.
+    /// The n-th NCCL call of this name fails.
     Fails(&'static str, u64),
-    /// It never comes to the other ranks.
+    /// The n-th NCCL call of this name never reaches the other ranks.
     Hangs(&'static str, u64),
-    /// The n-th call of the driver's on rank 1 fails.
+    /// The n-th driver call of this name fails.
     Driver(&'static str, u64),
 }
 
-/// How a rank came out of a sleep and a wake.
+/// The outcome of a sleep and a wake on one rank.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum End {
     Done,
@@ -29,9 +29,9 @@ enum End {
     Wake(String),
 }
 
-/// A pool with two windows on each of two communicators of all ranks. Returns the one that is not the world.
+/// Returns a second communicator of all ranks, and a pool with two windows on each of the two communicators, with its buffers.
 fn with_windows(it: &Rank) -> (Communicator, Pool<CudaBackend>, Vec<DeviceBuffer<f32>>) {
-    let other = it.world.split(Some(0), 0).expect("all ranks come").expect("with a color");
+    let other = it.world.split(Some(0), 0).expect("all ranks split").expect("with a color");
     let pool = it.attached_pool();
     it.registrar.attach(&other, &[pool.id()], Registration::Windows).expect("another communicator");
     let tensors = [20, 30].map(|size| it.take(&pool, size * MIB)).into();
@@ -39,8 +39,8 @@ fn with_windows(it: &Rank) -> (Communicator, Pool<CudaBackend>, Vec<DeviceBuffer
     (other, pool, tensors)
 }
 
-/// A sleep and a wake with a fault in one of them. Each rank is where the tables say, and the pool heals over a new communicator. Says how
-/// the ranks came out; `None` when nothing failed on any.
+/// Runs a sleep and a wake with one fault. Checks that each rank ends in the state that the tables specify, and that the pool recovers over
+/// a new communicator. Returns the outcomes of the ranks; `None` if nothing failed on any.
 fn strike(fault: Fault) -> Option<Vec<End>> {
     let (before, shared) = (cuda::live().device_bytes, Mutex::new(None));
     let ends = Job::new(2).impatient().run(|it| {
@@ -70,14 +70,14 @@ fn strike(fault: Fault) -> Option<Vec<End>> {
     nccl::assert_clean();
     let live = nccl::live();
     assert_eq!((live.communicators, live.windows, live.kept_rounds), (0, 0, 0), "{fault:?}");
-    // A window that NCCL does not give back stays its own, on the one rank.
+    // NCCL keeps the memory of a window that it fails to deregister, on that rank only.
     let is_refused = matches!(fault, Fault::Fails("ncclCommWindowDeregister", _));
     let kept = cuda::live().device_bytes - before;
     assert!(kept == 0 || is_refused && kept <= 50 * MIB, "{fault:?}: {kept} bytes of device memory are left");
     ends.iter().any(|end| *end != End::Done).then_some(ends)
 }
 
-/// The two ops, and what the tables say of each rank afterwards.
+/// Runs the sleep and the wake, and checks the state that the tables specify for this rank.
 fn sleep_and_wake(it: &Rank, other: &Communicator, pool: PoolId, fault: Fault) -> End {
     let phase = || it.registrar.phase(pool).expect("it exists");
     let is_ready = |comm: &Communicator| comm.state() == CommState::Ready;
@@ -93,10 +93,10 @@ fn sleep_and_wake(it: &Rank, other: &Communicator, pool: PoolId, fault: Fault) -
             };
             assert_eq!(phase() != Phase::Awake, is_asleep, "{fault:?}: {error}");
             match &error {
-                // Nothing was done.
+                // A refusal has no effect.
                 SleepError::Refused { .. } => assert!(is_ready(&it.world) && is_ready(other), "{fault:?}: {error}"),
                 SleepError::Broken { step: SleepStep::Decide, .. } => {
-                    // Others may sleep: nobody may use windows that have no counterpart.
+                    // Other ranks may sleep, so no rank may use windows without a counterpart.
                     assert!(!is_ready(&it.world) && !is_ready(other), "{fault:?}: {error}");
                 }
                 SleepError::Broken { .. } => assert!(!is_ready(&it.world), "{fault:?}: {error}"),
@@ -130,7 +130,7 @@ fn sleep_and_wake(it: &Rank, other: &Communicator, pool: PoolId, fault: Fault) -
     }
 }
 
-/// The kind of an error, with its step.
+/// Returns the kind of an error, with its step.
 fn kind_of(error: &impl std::fmt::Debug) -> String {
     let text = format!("{error:?}");
     let kind = text.split([' ', '(']).next().unwrap_or_default().to_owned();
@@ -139,7 +139,7 @@ fn kind_of(error: &impl std::fmt::Debug) -> String {
     step.map_or(kind.clone(), |step| format!("{kind} in {step}"))
 }
 
-/// Whatever became of it: over a new communicator all ranks sleep, and wake, and reduce right.
+/// Whatever the outcome, puts the pool to sleep and wakes it over a new communicator, and checks a reduction.
 fn heal(
     it: &Rank,
     other: &Communicator,
@@ -156,12 +156,12 @@ fn heal(
         });
     }
     it.registrar.sweep();
-    // Programs agree by other means on which are dead: here all that are not alive on both.
+    // Programs agree by other means on which communicators are dead: here, all that are not alive on both ranks.
     it.meet();
     other.abort().expect("ended");
     it.meet();
     it.registrar.sweep();
-    // Nothing is to fail any more, however busy the machine is.
+    // No further fault is expected, so the deadline allows for a busy machine.
     let next = it.connect_within(PATIENT, "next", shared);
     it.registrar.attach(&next, &[pool], Registration::Windows).expect("another communicator");
     if it.world.state() == CommState::Ready {
@@ -173,11 +173,11 @@ fn heal(
     it.registrar.wake(&next, pool).unwrap_or_else(|error| panic!("{fault:?}: {error}"));
     it.registrar.sync(&[&next]).unwrap_or_else(|error| panic!("{fault:?}: {error}"));
     tensors.iter_mut().for_each(|tensor| it.reduce_right(&next, tensor));
-    next.destroy().expect("in order");
+    next.destroy().expect("destroyed");
     it.registrar.sweep();
 }
 
-/// Strikes at every occurrence, and says how it came out each time.
+/// Repeats [`strike`] for each occurrence of the call until none fails. Returns the outcomes of each run.
 fn strike_all(fault: impl Fn(u64) -> Fault) -> Vec<Vec<End>> {
     let ends: Vec<_> = (1..).map_while(|nth| strike(fault(nth))).collect();
     for (nth, ends) in ends.iter().enumerate() {
@@ -187,7 +187,7 @@ fn strike_all(fault: impl Fn(u64) -> Fault) -> Vec<Vec<End>> {
 }
 
 nccl_test!(a_gather_that_fails_or_hangs_in_any_step_ends_as_the_tables_say, {
-    // Agree, its page, Decide and Check of the sleep; Agree, its page, Decide and Check of the wake.
+    // One gather each for Agree, its page, Decide and Check, first of the sleep and then of the wake.
     let failed = strike_all(|nth| Fault::Fails("ncclAllGather", nth));
     assert_eq!(failed.len(), 8);
     let hung = strike_all(|nth| Fault::Hangs("ncclAllGather", nth));
@@ -208,7 +208,7 @@ nccl_test!(a_registration_that_fails_or_hangs_in_a_wake_ends_as_the_tables_say, 
         strike_all(|nth| Fault::Fails("ncclCommWindowRegister", nth)),
         strike_all(|nth| Fault::Hangs("ncclCommWindowRegister", nth)),
     ] {
-        // Two windows on the world, which all ranks talk over, and two on the other one, which is lost alone.
+        // Two windows are on the world, over which the ranks communicate, and two on the other communicator, whose loss is not fatal.
         assert_eq!(ends.len(), 4);
         for ends in &ends[..2] {
             assert_eq!(ends[1], End::Wake("Broken in Register".into()));
@@ -232,7 +232,7 @@ nccl_test!(a_window_that_nobody_can_take_away_holds_the_memory_until_its_communi
         let (other, pool, mut tensors) = with_windows(it);
         it.meet();
         if it.rank == 0 {
-            // The first two windows are the world's. The third is the other communicator's, whose abort takes its time then.
+            // The first two windows belong to the world. The third belongs to the other communicator, whose abort is then slow.
             nccl::fail("ncclCommWindowDeregister", Some(1), 3, 3);
             nccl::slow("ncclCommAbort", Some(1), 1, 4000);
         }
@@ -243,8 +243,8 @@ nccl_test!(a_window_that_nobody_can_take_away_holds_the_memory_until_its_communi
         assert_eq!(ranks.to_string(), "1");
         let (state, held) = [(CommState::Ready, Phase::Asleep), (CommState::Lost, Phase::Failed)][it.rank];
         assert_eq!((other.state(), phase()), (state, held));
-        // All ranks are told what stands in the way of another attempt, and nobody's pool changes.
-        let error = it.registrar.sleep(&it.world, pool.id(), Contents::Keep).expect_err("it is lost still");
+        // All ranks learn why another attempt is refused, and no pool changes.
+        let error = it.registrar.sleep(&it.world, pool.id(), Contents::Keep).expect_err("it is still lost");
         let SleepError::Refused { ranks, .. } = &error else { panic!("{error}") };
         assert_eq!(ranks.iter().map(|of| (of.rank, of.obstacle)).collect::<Vec<_>>(), [(1, Obstacle::Lost)]);
         assert_eq!(phase(), held);
@@ -253,7 +253,7 @@ nccl_test!(a_window_that_nobody_can_take_away_holds_the_memory_until_its_communi
         it.meet();
         it.registrar.sleep(&it.world, pool.id(), Contents::Keep).expect("it has ended");
         assert_eq!(phase(), Phase::Asleep);
-        let woken = it.registrar.wake(&it.world, pool.id()).expect("the world goes on");
+        let woken = it.registrar.wake(&it.world, pool.id()).expect("the world still works");
         assert_eq!((phase(), woken.lost), (Phase::Awake, vec![other.name().to_owned()]));
         tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
         other.abort().expect("ended");
@@ -265,14 +265,18 @@ nccl_test!(a_window_that_nobody_can_take_away_holds_the_memory_until_its_communi
 nccl_test!(driver_calls_that_fail_at_any_point_end_as_the_tables_say, {
     for call in ["cuMemCreate", "cuMemMap", "cuMemSetAccess"] {
         let ends = strike_all(|nth| Fault::Driver(call, nth));
-        assert_eq!(ends.len(), 2, "{call}: one for each segment");
+        assert_eq!(ends.len(), 2, "{call}: one call per segment");
         for ends in ends {
-            assert_eq!(ends, [End::Wake("Refused".into()), End::Wake("Refused".into())], "{call}: all ranks alike");
+            assert_eq!(
+                ends,
+                [End::Wake("Refused".into()), End::Wake("Refused".into())],
+                "{call}: the same on all ranks"
+            );
         }
     }
     let ends = strike_all(|nth| Fault::Driver("cuMemUnmap", nth));
     assert_eq!(ends.len(), 2);
     for ends in ends {
-        assert_eq!(ends, [End::Sleep("Held".into()), End::Sleep("Held".into())], "all ranks alike");
+        assert_eq!(ends, [End::Sleep("Held".into()), End::Sleep("Held".into())], "the same on all ranks");
     }
 });

@@ -1,4 +1,4 @@
-//! Jobs of ranks that are threads, each with a device, an allocator and a registrar, for tests of the registrar.
+//! Jobs whose ranks are threads, each with a device, an allocator and a registrar, for tests of the registrar.
 
 use cudarc::driver::{CudaStream, DeviceSlice};
 use std::sync::{Arc, Mutex};
@@ -11,19 +11,19 @@ use symmalloc_nccl::{Communicator, ReduceOp, Registrar, Registration, UniqueId, 
 
 pub(crate) const MIB: u64 = 1 << 20;
 
-/// Long enough for everything that is to come.
+/// A deadline that no expected event exceeds.
 pub(crate) const PATIENT: Duration = Duration::from_secs(60);
 
-/// Long enough for everything that is to come, and short enough to wait for what is not.
+/// A deadline that no expected event exceeds, and that is short enough to wait for the absence of one.
 pub(crate) const IMPATIENT: Duration = Duration::from_millis(1500);
 
-/// What all ranks of a job have in common.
+/// The configuration that all ranks of a job share.
 pub(crate) struct Job {
     pub(crate) ranks: usize,
     pub(crate) mode: Mode,
     pub(crate) deadline: Duration,
     pub(crate) check_offsets: bool,
-    /// The most that every second rank makes ahead of growth.
+    /// Limit on the memory that every second rank maps ahead of growth, in bytes.
     pub(crate) prefetch_bytes: u64,
 }
 
@@ -60,7 +60,7 @@ impl Job {
         self
     }
 
-    /// Runs `body` on one thread per rank. Returns what the ranks returned.
+    /// Runs `body` on one thread per rank. Returns the results by rank.
     pub(crate) fn run<R: Send>(&self, body: impl Fn(&Rank) -> R + Sync) -> Vec<R> {
         let id = UniqueId::new().expect("the stub gives ids");
         let barrier = Arc::new(Barrier::new(self.ranks));
@@ -81,7 +81,7 @@ impl Job {
         let stream = device.context().new_stream().expect("a stream");
         allocator.register_stream(&stream).expect("the first");
         let registrar = Registrar::builder(&allocator).agreement(self.mode).check_offsets(self.check_offsets).build();
-        // What deadlines and aborts do by themselves: with the watchdog, ranks would learn of each other's end at once.
+        // The tests examine deadlines and aborts alone: with the watchdog, ranks would learn of each other's failures immediately.
         let builder = Communicator::builder(&device).deadline(self.deadline).watchdog(WatchdogMode::Off);
         let world = builder.connect(id, rank as u32, self.ranks as u32);
         Rank {
@@ -90,8 +90,8 @@ impl Job {
             device,
             allocator,
             stream,
-            registrar: registrar.expect("the device says how large it is"),
-            world: world.expect("all ranks come"),
+            registrar: registrar.expect("the device reports its size"),
+            world: world.expect("all ranks connect"),
             deadline: self.deadline,
             barrier,
         }
@@ -99,12 +99,12 @@ impl Job {
 }
 
 impl Rank {
-    /// Waits for the other threads.
+    /// Waits at a barrier for the other threads.
     pub(crate) fn meet(&self) {
         self.barrier.wait();
     }
 
-    /// A symmetric pool of fixed segments.
+    /// Creates a symmetric pool with fixed segments.
     pub(crate) fn pool(&self) -> Pool<CudaBackend> {
         self.pool_with(PoolConfigBuilder::fixed)
     }
@@ -117,37 +117,37 @@ impl Rank {
         self.allocator.create_pool(config).expect("fits the device")
     }
 
-    /// A symmetric pool of fixed segments, attached to the world for windows.
+    /// Creates a symmetric pool with fixed segments, attached to the world for windows.
     pub(crate) fn attached_pool(&self) -> Pool<CudaBackend> {
         let pool = self.pool();
         self.registrar.attach(&self.world, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
         pool
     }
 
-    /// A buffer in a pool, of so many bytes.
+    /// Allocates a buffer of `size_bytes` bytes in a pool.
     pub(crate) fn take(&self, pool: &Pool<CudaBackend>, size_bytes: u64) -> DeviceBuffer<f32> {
         // SAFETY: any bits make a float.
         unsafe { self.allocator.with_pool(pool).alloc(&self.stream, size_bytes as usize / 4) }.expect("fits")
     }
 
-    /// Gives free memory of a pool up.
+    /// Trims a pool. Returns the number of bytes released.
     pub(crate) fn trim(&self, pool: &Pool<CudaBackend>) -> u64 {
         self.allocator.core().trim(Some(pool.id())).expect("no faults")
     }
 
-    /// The names of windows under a buffer, as far as they are equal on all ranks.
+    /// Returns a buffer's offset in its window, which must be equal on all ranks.
     pub(crate) fn offset_of(&self, comm: &Communicator, buffer: &DeviceBuffer<f32>) -> u64 {
         self.registrar.window_of(comm, buffer).expect("it has a window").offset_bytes
     }
 
-    /// All-reduces the end of a buffer and checks every element.
+    /// All-reduces the last elements of a buffer and checks every sum.
     pub(crate) fn reduce_right(&self, comm: &Communicator, buffer: &mut DeviceBuffer<f32>) {
         let from = buffer.len().saturating_sub(256);
         let mut end = buffer.slice_mut(from..);
         let value = |rank: usize, index: usize| (rank * 1000 + index % 97) as f32;
         let input: Vec<f32> = (0..end.len()).map(|index| value(comm.rank() as usize, index)).collect();
         self.stream.memcpy_htod(&input, &mut end).expect("copied");
-        comm.all_reduce_in_place(&mut end, ReduceOp::Sum, &self.stream).expect("all ranks come");
+        comm.all_reduce_in_place(&mut end, ReduceOp::Sum, &self.stream).expect("all ranks submit");
         let output = self.stream.clone_dtoh(&end).expect("copied");
         self.stream.synchronize().expect("idle");
         for (index, sum) in output.into_iter().enumerate() {
@@ -156,12 +156,12 @@ impl Rank {
         }
     }
 
-    /// Another communicator over all ranks, by an id that rank 0 gives.
+    /// Connects another communicator of all ranks, with an id from rank 0.
     pub(crate) fn connect(&self, name: &str, shared: &Mutex<Option<UniqueId>>) -> Communicator {
         self.connect_within(self.deadline, name, shared)
     }
 
-    /// Returns another communicator over all ranks, with a deadline.
+    /// Connects another communicator of all ranks, with a deadline.
     pub(crate) fn connect_within(
         &self,
         deadline: Duration,
@@ -172,12 +172,12 @@ impl Rank {
             *shared.lock().expect("no panic") = Some(UniqueId::new().expect("the stub gives ids"));
         }
         self.meet();
-        let id = shared.lock().expect("no panic").expect("rank 0 gave it");
+        let id = shared.lock().expect("no panic").expect("rank 0 set it");
         let comm = Communicator::builder(&self.device).deadline(deadline).watchdog(WatchdogMode::Off).name(name);
-        comm.connect(id, self.rank as u32, self.ranks as u32).expect("all ranks come")
+        comm.connect(id, self.rank as u32, self.ranks as u32).expect("all ranks connect")
     }
 
-    /// The allocator's books are right.
+    /// Checks the allocator's invariants.
     pub(crate) fn check(&self) {
         self.allocator.core().check().expect("sound");
     }
@@ -189,17 +189,17 @@ impl Rank {
             panic!("the communicator cannot be destroyed: {error}");
         }
         registrar.sweep();
-        assert_eq!(allocator.stats().retired_bytes, 0, "dead memory is held when all communicators are gone");
+        assert_eq!(allocator.stats().retired_bytes, 0, "dead memory is still held after all communicators have ended");
         drop(registrar);
     }
 }
 
-/// Nobody did what nobody should do, and nothing is left.
+/// Asserts that the stub detected no violation and that no resource is left.
 #[track_caller]
 pub(crate) fn nothing_is_left() {
     nccl::assert_clean();
     let live = nccl::live();
     assert_eq!(live, nccl::Live { pending: live.pending, ..nccl::Live::default() });
     let cuda::Live { device_bytes, ranges, mappings, .. } = cuda::live();
-    assert_eq!((device_bytes, ranges, mappings), (0, 0, 0), "device memory and addresses are back");
+    assert_eq!((device_bytes, ranges, mappings), (0, 0, 0), "device memory and addresses are released");
 }

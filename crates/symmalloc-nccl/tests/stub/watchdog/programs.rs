@@ -1,5 +1,5 @@
-//! Random programs on 2 to 4 ranks, one of which meets a fate: it dies, is stopped, slow, fails, leaves early, panics or gets stuck,
-//! at any call. Every other rank ends in time, and what it reports is true.
+//! Random programs on 2 to 4 ranks, one of which is the victim of a fate at any call: it dies, is stopped, is slow, fails, leaves early,
+//! panics or gets stuck. Every other rank ends in time, and its report is true.
 
 use super::{DEADLINE, Rank};
 use std::ops::Range;
@@ -13,16 +13,17 @@ use symmalloc_sim::SplitMix64;
 
 type Failure = Box<dyn std::error::Error>;
 
-/// Programs that one test runs; `SYMMALLOC_SEEDS` says otherwise. Threads share the stub, so they run one after the other.
+/// Programs per test; `SYMMALLOC_SEEDS` overrides it. Threads share the stub, so their programs run sequentially.
 const SEEDS_OF_PROCESSES: u64 = 24;
 const SEEDS_OF_THREADS: u64 = 10;
-/// Of processes, so many at a time.
+/// Programs with processes that run concurrently.
 const AT_A_TIME: u64 = 6;
 const STEPS: u64 = 14;
-/// How much later than the deadline a rank may end: two looks, the answer of the hub, the communicator's end, and a busy machine.
+/// Time after the deadline within which a rank must end. It allows for two checks, the hub's answer, the end of the communicator, and a
+/// busy machine.
 const LATE: Duration = Duration::from_secs(4);
 
-/// Threads that wait for the next call are kept, sixteen at most; the stubs and the watchdog have some.
+/// Limit on threads at the end. At most sixteen threads are kept for the next call, and the stubs and the watchdog have some.
 const THREADS_MAX: usize = 40;
 
 const SEED: &str = "SYMMALLOC_WATCHED_SEED";
@@ -30,32 +31,32 @@ const SEED: &str = "SYMMALLOC_WATCHED_SEED";
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Fate {
     None,
-    /// Killed, in a call of NCCL's.
+    /// Killed, in an NCCL call.
     Dies,
-    /// Stopped, in a call of NCCL's.
+    /// Stopped, in an NCCL call.
     Stops,
-    /// Every call of NCCL's takes a part of the deadline.
+    /// Delayed by a fraction of the deadline in every NCCL call.
     Slow,
-    /// A call of NCCL's fails.
+    /// Fails in one NCCL call.
     Fails,
-    /// A call of NCCL's never gets to the other ranks.
+    /// Hangs in one NCCL call, which never reaches the other ranks.
     Hangs,
-    /// Its program returns in the middle.
+    /// Returns from its program early.
     Leaves,
-    /// Its program panics in the middle.
+    /// Panics in its program.
     Panics,
-    /// Its program does not go on.
+    /// Gets stuck in its program.
     Sticks,
 }
 
-/// What a seed means.
+/// The scenario of a seed.
 #[derive(Clone, Copy, Debug)]
 struct Plan {
     seed: u64,
     ranks: usize,
     fate: Fate,
     victim: usize,
-    /// Of NCCL's calls after the first step, or of steps.
+    /// Number of the NCCL call after the first step, or of the step, at which the fate strikes.
     at: u64,
 }
 
@@ -87,7 +88,7 @@ impl Plan {
         }
     }
 
-    /// The program: the same steps on all ranks.
+    /// Runs the program, with the same steps on all ranks.
     fn run(&self, it: &mut Rank) -> Result<(), Failure> {
         let mut draw = SplitMix64::new(!self.seed);
         let rank = it.comm.rank() as usize;
@@ -148,18 +149,18 @@ impl Plan {
         Ok(())
     }
 
-    /// Whether a report of a rank that is not the victim is true.
+    /// Asserts that a report of a rank other than the victim is true.
     fn assert_true(&self, text: &str) {
         let is_blamed = |what: &str| (0..self.ranks).find(|rank| text.contains(&format!("rank {rank} {what}")));
         if let Some(gone) = is_blamed("is gone") {
             let dies = matches!(self.fate, Fate::Dies | Fate::Leaves | Fate::Panics);
-            // An agreement says so of the rank that began it, whatever became of that.
+            // Agreement reports the rank that caused the failure as gone, whatever its state.
             let had_said = text.contains("after it had given up");
             let began_it = gone == self.victim && had_said;
-            // One that gave up because of another one is gone as well, and had said why.
+            // A rank that gave up because of the victim is gone as well, and its report names the victim.
             let names_victim = text.contains(&format!("rank {}", self.victim));
             let is_true = dies && gone == self.victim || began_it || gone != self.victim && names_victim;
-            // Nobody knows whose call hangs in NCCL: who gave up first is named.
+            // No rank can know whose call hangs inside NCCL, so reports name the first that gave up.
             assert!(is_true || self.fate == Fate::Hangs, "{self:?}: {text}");
         }
         if let Some(stopped) = is_blamed("is stopped") {
@@ -174,14 +175,14 @@ impl Plan {
     }
 }
 
-/// So many, from `SYMMALLOC_FIRST_SEED` on, by which a long run can be cut into parts.
+/// Returns `by_day` seeds starting at `SYMMALLOC_FIRST_SEED`, which splits a long run into parts.
 pub(super) fn seeds(by_day: u64) -> Range<u64> {
     let number = |name, default| std::env::var(name).map_or(default, |text| text.parse().expect("a number"));
     let first = number("SYMMALLOC_FIRST_SEED", 0);
     first..first + number("SYMMALLOC_SEEDS", by_day)
 }
 
-/// Runs these seeds, several at a time: they mostly wait.
+/// Runs these seeds, several concurrently because they mostly wait.
 pub(super) fn each_at_a_time(seeds: Range<u64>, run: impl Fn(u64) + Sync) {
     let next = AtomicU64::new(seeds.start);
     std::thread::scope(|scope| {
@@ -200,7 +201,7 @@ pub(super) fn each_at_a_time(seeds: Range<u64>, run: impl Fn(u64) + Sync) {
     });
 }
 
-/// A rank in a process of its own. Prints what ended it, and for how long it waited.
+/// Runs a rank in a separate process. Prints its outcome and any leak.
 fn process(plan: &Plan, rank: usize) {
     let (_, files_before) = held();
     let mut it = Rank::new(rank, plan.ranks);
@@ -209,13 +210,13 @@ fn process(plan: &Plan, rank: usize) {
         std::fs::write(&pid, std::process::id().to_string()).expect("written");
     }
     let outcome = plan.run(&mut it).and_then(|()| Ok(it.comm.destroy()?));
-    // What did not meet it by now meets it no more.
+    // A fault that has not struck by now no longer strikes.
     nccl::heal();
     let mut is_stopped = plan.fate == Fate::Stops && rank != plan.victim;
     match &outcome {
         Ok(()) => {
             println!("OUTCOME fine");
-            // NCCL needs all of them until all have destroyed it.
+            // NCCL needs all ranks until all of them have destroyed the communicator.
             std::fs::write(it.folder.join(format!("through.{rank}")), "").expect("written");
             let are_through = || (0..plan.ranks).all(|rank| it.folder.join(format!("through.{rank}")).exists());
             let begun = Instant::now();
@@ -226,24 +227,24 @@ fn process(plan: &Plan, rank: usize) {
         }
         Err(error) => println!("OUTCOME {error}"),
     }
-    // What hangs inside of NCCL keeps what it has.
+    // A call that hangs inside NCCL keeps its resources.
     let is_lost = it.comm.state() == CommState::Lost;
     let kept = is_lost.then_some(it);
     if is_stopped {
         let stopped: i32 = std::fs::read_to_string(&pid).expect("written").parse().expect("a number");
-        // Nobody has a communicator by then that could miss it.
+        // By then, no rank has a communicator that would notice the death.
         std::thread::sleep(Duration::from_secs(1));
         // SAFETY: ends another rank of this test, which is stopped.
         unsafe { libc::kill(stopped, libc::SIGKILL) };
     }
     if kept.is_none() {
-        // The watchdog's bell has two, the stubs their memory.
+        // The watchdog's bell keeps two descriptors, and the stubs' memory keeps one.
         await_nothing_held(files_before + 3);
     }
     std::process::exit(i32::from(outcome.is_err()));
 }
 
-/// Connections go when nobody needs them: those of rank 0 when the others are through.
+/// Waits until threads and connections are closed. Rank 0 closes its connections once all others have finished.
 fn await_nothing_held(files_kept: usize) {
     let begun = Instant::now();
     loop {
@@ -271,12 +272,12 @@ fn judge(plan: &Plan, outputs: &[RankOutput], took: Duration) {
     assert!(outputs.iter().all(|output| !output.text.contains("LEAK")), "{plan:?}\n{}", whole());
     for output in outputs.iter().filter(|output| output.rank != plan.victim) {
         let said = output.text.lines().find_map(|line| line.split_once("OUTCOME ")).map(|(_, said)| said);
-        // The watchdog may have ended the process before its program could say something.
+        // The watchdog may have ended the process before its program could report anything.
         match said {
             Some("fine") => {}
             Some(said) => plan.assert_true(said),
             None if output.text.contains("symmalloc: communicator") => {}
-            None => panic!("{plan:?}: rank {} said nothing\n{}", output.rank, whole()),
+            None => panic!("{plan:?}: rank {} reported nothing\n{}", output.rank, whole()),
         }
         for line in output.text.lines().filter(|line| line.starts_with("symmalloc: communicator")) {
             plan.assert_true(line);
@@ -308,7 +309,7 @@ nccl_test!(processes_with_every_fate_end_in_time_with_true_reports, {
     println!("the longest took {:?}", worst.lock().expect("no panic"));
 });
 
-/// Threads and descriptors of this process, without the stub's own sockets, which last as long as processes do.
+/// Returns the number of threads and descriptors of this process, without the stub's sockets, which last as long as the process.
 fn held() -> (usize, usize) {
     let entries = |folder| std::fs::read_dir(folder).expect("Linux").map(|entry| entry.expect("readable").file_name());
     let number = |name: std::ffi::OsString| name.to_str().expect("a number").parse::<i32>().expect("a number");
@@ -316,14 +317,14 @@ fn held() -> (usize, usize) {
     (entries("/proc/self/task").count(), files.count())
 }
 
-/// The name of the socket, or of the one that it is connected to, in the address of a Unix socket.
+/// A function that returns the address of a Unix socket, or of the socket that it is connected to.
 type NameOf = unsafe extern "C" fn(i32, *mut libc::sockaddr, *mut libc::socklen_t) -> i32;
 
-/// Returns `true` for a Unix socket that is none of the crate's: those have names.
+/// Returns `true` for a Unix socket of the stub; the crate's own sockets have names.
 fn is_socket_of_the_stub(file: i32) -> bool {
     let name = |of: NameOf| {
         let (mut name, mut length) = ([0_u8; 128], 128);
-        // SAFETY: a descriptor, which may be gone, and places for the answer and its length.
+        // SAFETY: the descriptor may be closed, which is an error, and the pointers are valid for the address and its length.
         let code = unsafe { of(file, name.as_mut_ptr().cast(), &raw mut length) };
         (code == 0).then_some(name)
     };
@@ -368,7 +369,7 @@ nccl_test!(threads_with_every_fate_end_in_time_and_leave_nothing, {
         }
     }
     let (threads, files) = held();
-    // With fewer seeds there is nothing to compare with.
+    // With few seeds, there is no earlier state for comparison.
     let files_before = before.map_or(files, |(_, files)| files);
     assert!(
         threads < THREADS_MAX && files <= files_before + 2,

@@ -1,4 +1,4 @@
-//! A rank that is stopped at any moment: all others have ended within the deadline and a second, and name it.
+//! A rank that is stopped at an arbitrary moment: all others end within a second of the deadline and name it.
 
 use super::programs::{each_at_a_time, seeds};
 use super::{DEADLINE, Rank, folder};
@@ -15,18 +15,18 @@ type Failure = Box<dyn std::error::Error>;
 
 const STOPS: u64 = 24;
 const SEED: &str = "SYMMALLOC_STOPPED_SEED";
-/// From the deadline to the end of the process.
+/// Time from the deadline to the end of the process.
 const LATE: Duration = Duration::from_secs(1);
-/// The same where several tests share two cores.
+/// The same while several tests share two cores.
 const LATE_ON_A_BUSY_MACHINE: Duration = Duration::from_secs(4);
 
-/// What a seed means.
+/// The scenario of a seed.
 #[derive(Clone, Copy, Debug)]
 struct Stop {
     seed: u64,
     ranks: usize,
     victim: usize,
-    /// After all have begun to work.
+    /// Time from the start of the work to the stop.
     moment: Duration,
 }
 
@@ -38,7 +38,7 @@ impl Stop {
         Stop { seed, ranks, victim, moment: Duration::from_micros(draw.next_u64() % 600_000) }
     }
 
-    /// The same on all ranks, until an error.
+    /// Runs the same work on all ranks until an error occurs.
     fn work(&self, it: &mut Rank) -> Result<(), Failure> {
         let registrar = Registrar::builder(&it.allocator).build()?;
         let pool = it.allocator.create_pool(PoolConfig::builder().fixed().symmetric(true).build()?)?;
@@ -72,7 +72,7 @@ impl Stop {
         }
     }
 
-    /// Stops this process at the moment.
+    /// Stops this process after `moment`.
     fn stop_in_a_while(self) {
         std::thread::spawn(move || {
             std::thread::sleep(self.moment);
@@ -82,7 +82,7 @@ impl Stop {
         });
     }
 
-    /// Waits until the victim is stopped, and kills it when the others must have ended.
+    /// Waits until the victim is stopped, and kills it once the others must have ended. Returns the time of the stop.
     fn follow(self, folder: &Path) -> SystemTime {
         let file = folder.join("victim.pid");
         let read = || fs::read_to_string(&file).ok().and_then(|text| text.parse::<i32>().ok());
@@ -119,7 +119,7 @@ nccl_test!(a_rank_that_is_stopped_at_any_moment_ends_the_others_within_a_second_
         for output in outputs.into_iter().filter(|output| output.rank != stop.victim) {
             let took = output.ended.duration_since(stopped).unwrap_or_default();
             let (rank, text) = (output.rank, output.text);
-            // In a sync, the first that gave up may have said it to the others on the way.
+            // In a sync, the first rank that gave up may have informed the others in the sync's own messages.
             let names =
                 ["is stopped", "is lost: it died, is stopped"].map(|what| format!("rank {} {what}", stop.victim));
             assert!(names.iter().any(|name| text.contains(name)), "{stop:?}, rank {rank}:\n{text}");
