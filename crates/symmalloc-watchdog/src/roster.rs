@@ -140,7 +140,8 @@ impl Roster {
             return Ok(());
         }
         known.memberships.insert(rank, Membership::new(now));
-        if known.memberships.len() > MEMBERSHIPS_MAX {
+        // A rank that has left stays until the others have left too. It must not end a job that creates and destroys many communicators.
+        if known.memberships.values().filter(|it| !it.has_left).count() > MEMBERSHIPS_MAX {
             return Err(Departure::Broken { error: format!("it has more than {MEMBERSHIPS_MAX} communicators") });
         }
         Ok(())
@@ -241,4 +242,39 @@ impl Roster {
 /// Returns the range of all possible ranks of a communicator.
 fn ranks_of(communicator: CommunicatorId) -> RangeInclusive<RankId> {
     RankId { communicator, rank: 0 }..=RankId { communicator, rank: u32::MAX }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rank(communicator: u64, rank: u32) -> RankId {
+        RankId { communicator: CommunicatorId(communicator), rank }
+    }
+
+    #[test]
+    fn communicators_that_a_rank_has_left_do_not_count() {
+        let now = Duration::ZERO;
+        let own = ProcessId(0);
+        let mut roster = Roster::new(0..3, now);
+        for communicator in 0..MEMBERSHIPS_MAX as u64 + 10 {
+            assert_eq!(roster.join(own, rank(communicator, 0), now), Ok(()));
+            // The other rank does not leave, so this one is not forgotten.
+            let slow = ProcessId(1 + communicator as u32 % 2);
+            assert_eq!(roster.join(slow, rank(communicator, 1), now), Ok(()));
+            let last = Standing { rank: rank(communicator, 0), progress: Progress::default(), still_ms: 0 };
+            roster.leave(own, &last, now);
+        }
+        assert_eq!(roster.members(CommunicatorId(0), own, now).len(), 2);
+    }
+
+    #[test]
+    fn a_process_with_too_many_communicators_is_refused() {
+        let now = Duration::ZERO;
+        let mut roster = Roster::new(0..1, now);
+        for communicator in 0..MEMBERSHIPS_MAX as u64 {
+            assert_eq!(roster.join(ProcessId(0), rank(communicator, 0), now), Ok(()));
+        }
+        assert!(matches!(roster.join(ProcessId(0), rank(u64::MAX, 0), now), Err(Departure::Broken { .. })));
+    }
 }

@@ -164,7 +164,8 @@ impl Plan {
             assert!(is_true || self.fate == Fate::Hangs, "{self:?}: {text}");
         }
         if let Some(stopped) = is_blamed("is stopped") {
-            assert!(self.fate == Fate::Stops && stopped == self.victim, "{self:?}: {text}");
+            // A killed process may be silent for the deadline before the system has ended it, if the machine is busy.
+            assert!(matches!(self.fate, Fate::Stops | Fate::Dies) && stopped == self.victim, "{self:?}: {text}");
         }
         if text.contains("ranks that are alive did not come") {
             assert!(matches!(self.fate, Fate::Sticks | Fate::Hangs | Fate::Fails), "{self:?}: {text}");
