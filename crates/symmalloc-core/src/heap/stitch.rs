@@ -5,8 +5,8 @@
 //! any other: its blocks are split, freed, merged and found by best fit. Only a miss needs more:
 //!
 //! ```text
-//!  gather   would a block fit if the free granules of stitched ranges were free at home? Then they are
-//!  again    the oldest range whose first granules are all free at home             no driver call
+//!  gather   free the granules of stitched ranges at home, if that makes a block fit
+//!  again    reuse the oldest range whose first granules are all free at home       no driver call
 //!  stitch   memory grows by what is missing, and a new range is mapped             a map for each granule
 //! ```
 //! An unused range stays mapped, for *again*. It is unmapped in a trim, or when too many granules are mapped a second
@@ -34,7 +34,7 @@ use crate::types::ids::{SegmentId, StreamId};
 use crate::types::units::{Units, bytes};
 use smallvec::SmallVec;
 
-/// Granules of a segment.
+/// A range of granule indices in a segment.
 type Part = std::ops::Range<usize>;
 
 impl<L: Lock> Heap<L> {

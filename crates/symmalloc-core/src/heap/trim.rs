@@ -162,7 +162,7 @@ impl<L: Lock> Heap<L> {
         !is_named && !self.table.blocks_of(segment).any(is_in_use)
     }
 
-    /// Removes a segment without live allocations. Its memory is released once every observer has acknowledged that.
+    /// Removes a segment without live allocations. Its memory is released once every observer has acknowledged.
     pub(super) fn retire(&mut self, context: &Outside<'_, L>, segment: u32) {
         let mut mapped = self.extents_of(segment);
         let held = self.take_held(segment);
