@@ -70,8 +70,8 @@ pub struct FixedSegments {
     /// The segment for requests between 1 and 10 MiB (`large_segment_size_mb`); a multiple of 2 MiB, more than 10 MiB.
     pub large_segment_bytes: u64,
     /// Every allocation has its own segment of its size in whole granules (`unsplit`). The other settings and PyTorch's
-    /// sizes have no effect then. A free segment serves requests of its own size alone. For memory that is registered
-    /// piece by piece.
+    /// sizes have no effect then. A free segment serves only requests of exactly its size. For memory that is
+    /// registered piece by piece.
     pub unsplit: bool,
 }
 
