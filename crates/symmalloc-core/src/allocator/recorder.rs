@@ -48,7 +48,7 @@ pub struct Recorded {
 #[non_exhaustive]
 pub enum StartRecordingError {
     /// A recording is already on.
-    #[error("the allocator is recorded already: stop that recording first")]
+    #[error("a recording is already active: stop it first")]
     AlreadyRecording,
     /// The allocator was used before.
     #[error(
@@ -62,7 +62,7 @@ pub enum StartRecordingError {
         ops: u64,
     },
     /// The sink used the allocator.
-    #[error("the sink used the allocator that it is to record: keep records in host memory or in a file")]
+    #[error("the sink used the allocator while the recording began: keep records in host memory or in a file")]
     Reentered,
     /// The sink refused to begin.
     #[error("the recording's sink cannot begin: {0}")]
@@ -74,10 +74,10 @@ pub enum StartRecordingError {
 #[non_exhaustive]
 pub enum RecordingError {
     /// No recording is on.
-    #[error("nothing is recorded: call start_recording first")]
+    #[error("no recording is active: call start_recording first")]
     NotRecording,
     /// The sink itself made the call.
-    #[error("the sink of the recording cannot stop it: return an error from the sink instead")]
+    #[error("the recording's sink cannot stop it: return an error from the sink instead")]
     InSink,
     /// The recording ended before it was stopped.
     #[error("the recording ended after {records} records, because {source}")]
@@ -100,7 +100,7 @@ pub enum RecordingEnd {
     #[error("the driver failed in the middle of an op: {0}")]
     Driver(#[source] BackendError),
     /// A pool was restored: no op leads to its state.
-    #[error("{pool} was restored: no op leads to a restored state")]
+    #[error("{pool} was restored: no op can reproduce a restored state")]
     Restored {
         /// The pool.
         pool: PoolId,

@@ -441,14 +441,14 @@ pub enum ConfigError {
         value: u64,
     },
     /// A tag is empty, too long, or has other characters.
-    #[error("a tag has 1 to 24 lower-case letters, digits, `_` and `-`")]
+    #[error("a tag must consist of 1 to 24 lower-case letters, digits, `_` and `-`")]
     NotATag,
     /// A pool with a quota neither grows nor shrinks by itself.
-    #[error("growth 0 gives a quota: say streams:shared, and leave stitching, plan and release_threshold out")]
+    #[error("growth 0 sets a quota: use streams:shared, and omit stitching, plan and release_threshold")]
     HasQuota,
     /// Memory that may be registered, or has fixed sizes, is not stitched.
     #[error(
-        "{} is not stitched: remove stitching, or use another pool, with expandable segments",
+        "{} cannot be stitched: remove stitching, or use another pool, with expandable segments",
         if *symmetric { "a symmetric pool" } else { "a pool of fixed or reserved segments" }
     )]
     NotStitched {
