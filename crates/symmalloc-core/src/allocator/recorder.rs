@@ -47,7 +47,7 @@ pub struct Recorded {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StartRecordingError {
-    /// A recording is already on.
+    /// A recording is already active.
     #[error("a recording is already active: stop it first")]
     AlreadyRecording,
     /// The allocator was used before.
@@ -73,7 +73,7 @@ pub enum StartRecordingError {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RecordingError {
-    /// No recording is on.
+    /// No recording is active.
     #[error("no recording is active: call start_recording first")]
     NotRecording,
     /// The sink itself made the call.
@@ -96,10 +96,10 @@ pub enum RecordingEnd {
     /// The sink failed. The recording is incomplete.
     #[error("its sink failed: {0}")]
     Sink(#[source] SinkError),
-    /// The driver failed in the middle of an op and left a state that no op leads to.
+    /// The driver failed in the middle of an op and left a state that no op can reproduce.
     #[error("the driver failed in the middle of an op: {0}")]
     Driver(#[source] BackendError),
-    /// A pool was restored: no op leads to its state.
+    /// A pool was restored, and no op can reproduce its state.
     #[error("{pool} was restored: no op can reproduce a restored state")]
     Restored {
         /// The pool.

@@ -2,7 +2,7 @@
 //!
 //! A free block's position in the order is its [`FreeKey`]: (size, sequence, offset), most significant first. The
 //! stream, D2's first criterion, is constant within a heap. The best fit is the least key whose size is at least the
-//! request. So the answer depends on the set of free blocks and not on the order in which they became free: the index
+//! request. The answer thus depends on the set of free blocks and not on the order in which they became free: the index
 //! is canonical.
 //!
 //! ```text

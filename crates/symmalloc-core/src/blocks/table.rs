@@ -1,4 +1,4 @@
-//! The block table holds every block and every segment of one heap, and how the blocks tile the segments.
+//! The block table: every block and every segment of one heap, and their tiling.
 //!
 //! There are three nouns. A **segment** is one reservation of device memory. A **block** is a contiguous part of one
 //! segment; the blocks of a segment form a doubly linked ring in offset order that tiles it without gap or overlap. A
@@ -9,7 +9,7 @@
 //!  segment 3   ┌───────────┬──────┬──────────────┬──────────┬───────────────┐
 //!       edge ◄─┤ allocated │ free │  allocated   │   hole   │     free      ├─► edge     (addresses reserved, not mapped)
 //!              └───────────┴──────┴──────────────┴──────────┴───────────────┘
-//!              0           no two free neighbours: they are merged at once  end
+//!              0           no two free neighbors: they are merged at once   end
 //! ```
 //! The ring begins and ends with the segment's *edge*, a slot that holds no block. A block thus always has a neighbor
 //! on both sides, and no code checks if it is the first or the last.

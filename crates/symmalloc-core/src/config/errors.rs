@@ -130,7 +130,7 @@ pub enum AllocateError {
     },
 }
 
-/// The error of `reserve`. The heap holds what it held before.
+/// The error of `reserve`. The heap's memory is unchanged.
 pub type ReserveError = AllocateError;
 
 /// A failed allocation, with the state of the memory.

@@ -114,7 +114,7 @@ pub enum RestoreError {
         /// Missing bytes there.
         size_bytes: u64,
     },
-    /// Memory was acquired in the meantime, and an observer knows of it. Logged events cannot be undone.
+    /// Memory was acquired in the meantime, and an observer was notified of it. Logged events cannot be undone.
     #[error(
         "{segment} of {pool} ({}) was created or grew after the layout was saved, and {observers} observers have been \
          notified of it: forget them first, and observe the pool again afterward",

@@ -257,7 +257,7 @@ impl<L: Lock> Heap<L> {
         report
     }
 
-    /// Makes a plan for a step that came twice alike. The next such step follows it.
+    /// Plans a step that has occurred twice. The next such step follows the plan.
     fn plan_step(&mut self, key: u64, wanted: Vec<StepAllocation>) {
         let wanted_of = |plan: &Plan| plan.allocations().iter().map(|planned| planned.wanted).collect::<Vec<_>>();
         let known = self.plans();

@@ -2,8 +2,8 @@
 //! heaps of a pool or for none.
 //!
 //! ```text
-//!  charge every heap ─► reserve and map every segment, in (stream, sequence) order ─► lay the blocks, log the births
-//!         │ limit                      │ driver                                            nothing fails here
+//!  charge every heap ─► reserve and map every segment, in (stream, sequence) order ─► create the blocks, log the births
+//!         │ limit                      │ driver                                            cannot fail
 //!         └► refund                    └► release obtained memory, refund
 //! ```
 
@@ -32,7 +32,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Reserves and maps the segments of a layout, whose memory is already charged. On an error, `obtained` lists what
-    /// was obtained.
+    /// was acquired.
     pub(crate) fn obtain_layout(
         &self,
         context: &Outside<'_, L>,

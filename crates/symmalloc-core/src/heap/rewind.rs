@@ -88,8 +88,8 @@ impl<L: Lock> Heap<L> {
         Ok(())
     }
 
-    /// Makes every saved allocation live that is not, and adopts the saved history. All memory of the layout exists,
-    /// and no other. Returns the size and requested bytes of each new live allocation.
+    /// Makes every saved allocation live that is not, and adopts the saved history. The heap has exactly the memory of
+    /// the layout. Returns the size and requested bytes of each new live allocation.
     pub(crate) fn carve_layout(&mut self, context: &Outside<'_, L>, layout: &HeapLayout) -> Vec<(Units, u64)> {
         let segments = self.table.segments_in_order();
         assert_eq!(segments.len(), layout.segments.len(), "what the layout lacks was given back");
@@ -230,7 +230,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Returns another set of the same fences. An event belongs to one fence, so the new set has ticks only: its next
-    /// user waits for the streams as they are then, which is slightly more.
+    /// user waits for the streams' work at that time, which is slightly more than necessary.
     pub(super) fn without_events(&mut self, set: FenceSetId) -> FenceSetId {
         let copies: Fences = self.fences.fences(set).iter().map(|fence| Fence { event: None, ..*fence }).collect();
         self.fences.insert(copies)

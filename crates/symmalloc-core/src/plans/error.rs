@@ -5,7 +5,7 @@ use crate::types::ids::{PoolId, StreamId};
 use symmalloc_plan::ProblemError;
 use thiserror::Error;
 
-/// The error of making or adopting a plan. The heap is as it was, except after [`Memory`](Self::Memory).
+/// The error of making or adopting a plan. The heap is unchanged, except after [`Memory`](Self::Memory).
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum PlanError {

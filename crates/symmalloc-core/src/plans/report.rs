@@ -86,7 +86,7 @@ pub enum DifferenceCause {
     /// The step ended before the plan.
     #[error("did not occur before the step ended")]
     Ended,
-    /// There was no memory for the plans, and none is followed any more.
+    /// There was no memory for the plans, which are no longer followed.
     #[error("has no place: there was no memory for the plans, which are no longer followed")]
     Memory,
     /// The driver could not order the plan's streams, so only this rank placed the ordinary way.

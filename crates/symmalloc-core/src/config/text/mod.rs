@@ -7,9 +7,9 @@
 //!     └──────────────────────── Display ◄───────────────────────┘
 //! ```
 //!
-//! Two dialects. [`FromStr`] is strict: what has no effect is an error. [`Config::from_pytorch_env`] takes a text that was
-//! written for PyTorch, with PyTorch's defaults, and lists what has no effect. `docs/configuration.md` has the table of
-//! all keys.
+//! There are two dialects. [`FromStr`] is strict: a key without effect is an error. [`Config::from_pytorch_env`] reads a
+//! text written for PyTorch, with PyTorch's defaults, and lists the keys without effect. `docs/configuration.md` has the
+//! table of all keys.
 //!
 //! `Display` writes the *canonical* text: every value that is set, defaults too, in a fixed order and unit. Equal
 //! configurations have equal canonical texts, and [`Config::digest`] is a hash of it.
