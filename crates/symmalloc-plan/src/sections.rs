@@ -78,7 +78,7 @@ impl Sections {
     }
 }
 
-/// The overlapping ones of each rectangle, and where they begin.
+/// Returns the rectangles that overlap each rectangle, grouped by rectangle, and the start of each group.
 fn overlaps(runs: &[[Run; 2]], count: usize) -> (Vec<u32>, Vec<usize>) {
     let mut members: Vec<Vec<u32>> = vec![Vec::new(); count];
     for (rectangle, own) in (0_u32..).zip(runs) {

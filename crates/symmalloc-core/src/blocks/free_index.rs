@@ -85,7 +85,7 @@ pub(crate) struct FreeIndex {
 }
 
 impl Block {
-    /// The key by which two free blocks of a heap are ordered.
+    /// Returns the key by which the free blocks of a heap are ordered.
     #[inline(always)]
     fn rank(&self) -> u128 {
         (u128::from(self.size) << 64) | u128::from(self.location.word())

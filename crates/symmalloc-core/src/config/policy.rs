@@ -65,7 +65,7 @@ impl Default for SegmentPolicy {
 pub struct FixedSegments {
     /// Blocks of at least this many bytes are never split (`max_split_size_mb`). `None`: no bound.
     pub max_split_size_bytes: Option<u64>,
-    /// Most bytes by which an unsplittable block may exceed the request (`max_non_split_rounding_mb`).
+    /// Maximum number of bytes by which an unsplittable block may exceed the request (`max_non_split_rounding_mb`).
     pub max_non_split_rounding_bytes: u64,
     /// The segment for requests between 1 and 10 MiB (`large_segment_size_mb`); a multiple of 2 MiB, more than 10 MiB.
     pub large_segment_bytes: u64,
@@ -233,7 +233,7 @@ settings! {
     streams: StreamPolicy,
     /// `true` if all ranks must place alike in this pool. Only symmetric pools are compared between ranks.
     symmetric: bool,
-    /// The most device memory the pool may hold, in bytes.
+    /// The maximum device memory that the pool may hold, in bytes.
     limit_bytes: Option<u64>,
     /// A heap with more free bytes than this after a free releases its free memory (CUDA's release threshold).
     release_threshold_bytes: Option<u64>,
@@ -377,14 +377,15 @@ impl Config {
 
 settings! {
     Config, ConfigBuilder:
-    /// The most device memory all pools together may hold, in bytes.
+    /// The maximum device memory that all pools together may hold, in bytes.
     limit_bytes: Option<u64>,
-    /// Most retries of one allocation that the failure callback may request.
+    /// Maximum number of retries of one allocation that the failure callback may request.
     retries_max: u32,
     /// Look-up of allocations by device pointer.
     pointer_lookup: PointerLookup,
     /// Number of ops that each heap of a symmetric pool remembers, so that agreement can name the first one that
-    /// differs: 32 bytes each, and up to 112 more if the allocation has a name. 0: none. Decides no placement.
+    /// differs: 32 bytes each, and up to 112 more if the allocation has a name. 0 disables the history. Has no effect
+    /// on placements.
     history_ops: u32,
 }
 

@@ -101,8 +101,8 @@ impl<L: Lock> Heap<L> {
         self.announce((slot, location, size), serial, stream, requested, address)
     }
 
-    /// Slow path of requests inside a step: a wait, an ordinary placement, a log entry, or a request that differs from
-    /// the plan.
+    /// Serves requests inside a step on the slow path: a wait, an ordinary placement, a log entry, or a request that
+    /// differs from the plan.
     #[cold]
     #[inline(never)]
     fn allocate_with_care<B: Backend>(

@@ -17,7 +17,7 @@ pub enum PlanError {
     Count {
         /// Number of its allocations.
         allocations: usize,
-        /// Most allocations allowed.
+        /// Maximum number of allocations.
         most: usize,
     },
     /// A size, a lifetime or an offset is impossible, or the stream is not the heap's.
@@ -65,7 +65,7 @@ pub enum PlanError {
     /// The pool sleeps.
     #[error(transparent)]
     Sleeps(#[from] PoolSleeps),
-    /// There is no memory for the plan. The heap has no plans any more and continues without. The message includes the
+    /// There is no memory for the plan. The heap no longer has plans and continues without. The message includes the
     /// cause, which is therefore not reported as a source.
     #[error("no memory for the plan: {0}")]
     Memory(AllocateError),

@@ -47,8 +47,8 @@ pub struct PyTorchConfig {
 impl Config {
     /// Reads the value of `PYTORCH_CUDA_ALLOC_CONF` (or `PYTORCH_ALLOC_CONF`) as PyTorch does.
     ///
-    /// Segments are fixed unless the text requests expandable ones, the last of two equal keys wins, and keys that
-    /// decide no placement are listed in [`PyTorchConfig::ignored`]. Keys of this library are accepted too.
+    /// Segments are fixed unless the text requests expandable ones, the last of two equal keys wins, and keys without
+    /// effect on placements are listed in [`PyTorchConfig::ignored`]. Keys of this library are accepted too.
     ///
     /// # Errors
     /// When PyTorch would refuse the text as well, for a setting that cannot be equal on all ranks
