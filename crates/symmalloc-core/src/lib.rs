@@ -1,12 +1,13 @@
 //! A deterministic caching device allocator: the same program gets the same placements on every rank.
 //!
 //! GPU runtimes cache device memory because the driver is slow. A typical caching allocator picks free blocks by
-//! *address* and polls events to find out what is free. So the n-th allocation of a program gets another placement on
+//! *address* and polls events to find out what is free. The n-th allocation of a program thus gets another placement on
 //! other ranks, and everything that relies on equal offsets breaks: NCCL's symmetric windows, captured graphs,
 //! reproducible bugs. This allocator decides from the program alone: by size, by the age of the backing memory, and by
 //! offset. No answer that could differ between machines plays a part.
 //!
-//! The crate knows no CUDA and contains no `unsafe`. It takes memory from a [`Backend`]; `symmalloc-sim` simulates one.
+//! The crate does not depend on CUDA and contains no `unsafe`. It takes memory from a [`Backend`]; `symmalloc-sim`
+//! simulates one.
 //!
 //! # Examples
 //! Two ranks whose devices return addresses in different orders get the same placements:
@@ -43,7 +44,7 @@
 //! | pool | a policy domain made by the program, like PyTorch's `MemPool` |
 //! | heap | one (pool, stream), or one pool whose streams share: its own segments, free index, fences, digest and lock |
 //! | sequence | the age of backing memory: the ordinal of the segment, which every block split from it inherits |
-//! | fence | what a block's next user waits for on the device |
+//! | fence | an event that a block's next user waits for on the device |
 //! | op | one call of the vocabulary, see [`Op`] |
 //! | digest | a rolling hash of (op, decision): equal on all ranks exactly when placements are |
 //!
@@ -91,7 +92,7 @@ mod heap;
 
 mod allocator;
 
-// Types that every program names.
+// Types that every program uses.
 pub use allocator::{Allocator, SharedAllocator};
 pub use config::{Config, PoolConfig};
 pub use types::handle::{Allocation, Handle};

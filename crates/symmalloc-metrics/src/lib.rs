@@ -119,7 +119,7 @@ impl Publisher {
         source.publish(self);
     }
 
-    /// A heap of this pool is published, under the labels of `heap`.
+    /// Notes that a heap of this pool is published under the labels of `heap`.
     fn note_heap(&self, heap: &Publisher, pool: u32) {
         lock(&self.heaps).entry(heap.labels.clone()).or_insert(pool);
     }

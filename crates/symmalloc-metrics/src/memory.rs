@@ -57,7 +57,7 @@ const TOTAL_REQUESTED_PEAK: Metric = Metric::gauge(
 const LIMIT: Metric = Metric::gauge("symmalloc_limit_bytes", BYTES, "current limit over all pools");
 const POOL_LIMIT: Metric = Metric::gauge("symmalloc_pool_limit_bytes", BYTES, "configured limit of the pool");
 
-/// What is zero when a heap's pool is destroyed. No peak is: it was reached.
+/// Gauges that drop to zero when a heap's pool is destroyed. Peaks keep their values.
 const HEAP_GAUGES: [&Metric; 9] =
     [&RESERVED, &ALLOCATED, &REQUESTED, &RETIRED, &LARGEST_FREE, &FRAGMENTATION, &SEGMENTS, &FREE_BLOCKS, &LIVE];
 

@@ -1,7 +1,6 @@
-//! Solves tables of rectangles and prints what was reached:
-//! `cargo run --release -p symmalloc-plan --example solve -- FILE.csv...`
+//! Solves tables of rectangles and prints the heights that the search reaches:
 //!
-//! `--steps N` searches longer or shorter, `--period N` solves a step that is repeated after N, `--offsets` prints the rectangles with
+//! `--steps N` sets the search budget, `--period N` solves a step that repeats after N, and `--offsets` prints the rectangles with
 //! their offsets instead.
 
 use std::error::Error;

@@ -1,45 +1,45 @@
-//! The check of a solution: a sweep over time that knows nothing of how it was found. O(n log n).
+//! Checks a solution by a sweep over time, independently of the search. O(n log n).
 //!
-//! At each moment the live rectangles are kept by offset. Two of them overlap exactly when two neighbours do, and that shows when
-//! the later one comes. What lives into the next step of a repeated one is live at its beginning as well.
+//! The sweep keeps the live rectangles by offset. Two of them overlap exactly if two neighbors do, which is detected when the
+//! later one begins. A rectangle that lives into the next step of a repeated one is live at its beginning too.
 
 use crate::problem::Problem;
 use std::collections::BTreeMap;
 use thiserror::Error;
 
-/// Why offsets are no solution.
+/// An invalid set of offsets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum PlacementError {
-    /// Two rectangles live at the same time in the same place.
+    /// Two rectangles overlap in time and place.
     #[error("rectangles {first} and {second} overlap in time and place")]
     Overlap {
-        /// The one that was there.
+        /// Index of the earlier rectangle.
         first: usize,
-        /// The one that came.
+        /// Index of the later rectangle.
         second: usize,
     },
-    /// A rectangle reaches higher than is said.
+    /// A rectangle reaches above the height of the solution.
     #[error("rectangle {index} reaches up to {end}, above the height of {height}")]
     TooHigh {
-        /// Which one.
+        /// Index of the rectangle.
         index: usize,
-        /// How high it reaches.
+        /// Its end.
         end: u64,
-        /// How high it may.
+        /// Height of the solution.
         height: u64,
     },
-    /// There is not one offset for each rectangle.
+    /// The number of offsets differs from that of the rectangles.
     #[error("{offsets} offsets are not one for each of {rectangles} rectangles")]
     Count {
-        /// Offsets.
+        /// Number of offsets.
         offsets: usize,
-        /// Rectangles.
+        /// Number of rectangles.
         rectangles: usize,
     },
 }
 
-/// Checks offsets, by rectangle.
+/// Checks the offsets, given by rectangle.
 pub(crate) fn check(problem: &Problem, offsets: &[u64], height: u64) -> Result<(), PlacementError> {
     let rectangles = problem.rectangles();
     if offsets.len() != rectangles.len() {
@@ -51,7 +51,7 @@ pub(crate) fn check(problem: &Problem, offsets: &[u64], height: u64) -> Result<(
             return Err(PlacementError::TooHigh { index, end, height });
         }
     }
-    // What ends at a moment is gone before anything begins then.
+    // Ends are processed before beginnings at the same time.
     let begins = problem.intervals().map(|it| (it.lower, true, it.owner as usize));
     let ends = problem.intervals().map(|it| (it.upper, false, it.owner as usize));
     let mut changes: Vec<(u64, bool, usize)> = begins.chain(ends).collect();
@@ -64,7 +64,7 @@ pub(crate) fn check(problem: &Problem, offsets: &[u64], height: u64) -> Result<(
             continue;
         }
         let end = offset + rectangles[second].size;
-        // The highest that begins below the end of the new one.
+        // The highest live rectangle that begins below the end of the new one.
         if let Some((&there, &first)) = live.range(..end).next_back()
             && there + rectangles[first].size > offset
         {

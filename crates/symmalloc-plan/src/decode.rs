@@ -1,6 +1,6 @@
-//! From an order to offsets: each rectangle in turn goes where it fits among those before it.
+//! Decoding of an order into offsets: each rectangle in turn is placed in free space among those before it.
 //!
-//! Which rectangles overlap a new one in time is asked of two structures, so that no pairs are kept:
+//! Two structures find the rectangles that overlap a new one in time, so that no pairs are stored:
 //!
 //! ```text
 //!            lower          upper
@@ -9,41 +9,40 @@
 //!  b           │    ────────  │           is born in (lower, upper): a bit set by birth
 //! ```
 //!
-//! A rectangle that lives into the next step has two intervals, and so two births. Both are asked for.
+//! A rectangle that lives into the next step has two intervals and thus two births. Both are looked up.
 //!
-//! The free places between the tops of these are looked at from below. [`Fit::Best`] takes the smallest one that is large enough,
-//! [`Fit::Lowest`] the lowest. A step is one rectangle that was looked at,
-//! or 32 words of bits.
+//! The gaps between these rectangles are scanned from below. [`Fit::Best`] takes the smallest one that is large enough,
+//! [`Fit::Lowest`] the lowest. Examining one rectangle costs one step, and so do 32 words of bits.
 
 use crate::problem::Problem;
 
-/// Which free place a rectangle takes.
+/// The choice of a gap for a rectangle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fit {
-    /// The smallest that is large enough, the lowest of these.
+    /// The smallest gap that is large enough; the lowest of several.
     Best,
-    /// The lowest that is large enough.
+    /// The lowest gap that is large enough.
     Lowest,
 }
 
-/// What is the same for all orders of one problem. Items are its rectangles, numbered by beginning, then by their place in the
+/// The state shared by all orders of one problem. Items are its rectangles, numbered by beginning, then by index in the
 /// problem. Births are the beginnings of their intervals, in order of time.
 pub(crate) struct Decoder {
-    /// By item: the rectangle's place in the problem.
+    /// By item: index of the rectangle in the problem.
     place: Vec<u32>,
-    /// By item.
+    /// By item: size.
     size: Vec<u64>,
-    /// By item: the births of its intervals. Twice the same where it has one.
+    /// By item: births of its intervals; the same one twice if there is only one.
     births: Vec<[u32; 2]>,
-    /// By birth: whose it is.
+    /// By birth: its item.
     item: Vec<u32>,
-    /// By birth: the first birth that is not before the end of this interval.
+    /// By birth: the first birth at or after the end of its interval.
     end: Vec<u32>,
-    /// Leaves of the segment tree: a power of two.
+    /// Number of leaves of the segment tree; a power of two.
     leaves: usize,
 }
 
-/// Offsets by item, and how high they reach.
+/// Offsets by item, and the height that they reach.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Decoded {
     pub(crate) offsets: Vec<u64>,
@@ -80,13 +79,13 @@ impl Decoder {
         self.place.len()
     }
 
-    /// Size and length of life, in births, of an item.
+    /// Returns an item's size and its lifetime in births.
     pub(crate) fn extent(&self, item: u32) -> (u64, u64) {
         let life = self.births_of(item).map(|birth| u64::from(self.end[birth as usize] - birth)).sum();
         (self.size[item as usize], life)
     }
 
-    /// From offsets by item to offsets by place in the problem.
+    /// Converts offsets by item into offsets by index in the problem.
     pub(crate) fn by_place(&self, decoded: &Decoded) -> Vec<u64> {
         let mut offsets = vec![0; self.len()];
         for (place, offset) in self.place.iter().zip(&decoded.offsets) {
@@ -95,7 +94,7 @@ impl Decoder {
         offsets
     }
 
-    /// From offsets by place in the problem to offsets by item.
+    /// Converts offsets by index in the problem into offsets by item.
     pub(crate) fn by_item(&self, offsets: &[u64]) -> Decoded {
         let offsets: Vec<u64> = self.place.iter().map(|place| offsets[*place as usize]).collect();
         let height = offsets.iter().zip(&self.size).map(|(offset, size)| offset + size).max().unwrap_or(0);
@@ -107,7 +106,7 @@ impl Decoder {
         std::iter::once(first).chain((first != last).then_some(last))
     }
 
-    /// Places the items in this order. Gives up, with `None`, when one would reach above `limit`, or when the steps are used up.
+    /// Places the items in this order. Returns `None` if an item would reach above `limit` or the steps run out.
     pub(crate) fn decode(&self, order: &[u32], fit: Fit, limit: u64, steps: &mut u64) -> Option<Decoded> {
         let mut offsets = vec![0; self.len()];
         let mut covers: Vec<Vec<u32>> = vec![Vec::new(); 2 * self.leaves];
@@ -152,7 +151,7 @@ impl Decoder {
         Some(Decoded { offsets, height })
     }
 
-    /// Enters an item into the nodes that cover its interval.
+    /// Adds an item to the nodes that cover its interval.
     fn cover(&self, covers: &mut [Vec<u32>], birth: u32, item: u32) {
         let (mut from, mut to) = (self.leaves + birth as usize, self.leaves + self.end[birth as usize] as usize);
         while from < to {
@@ -169,7 +168,7 @@ impl Decoder {
     }
 }
 
-/// The bits that are set in `from..to`.
+/// Calls `call` with each bit set in `from..to`.
 fn for_each_bit(words: &[u64], from: u32, to: u32, mut call: impl FnMut(u32)) {
     let mut at = from;
     while at < to {
@@ -186,7 +185,7 @@ fn for_each_bit(words: &[u64], from: u32, to: u32, mut call: impl FnMut(u32)) {
     }
 }
 
-/// The offset for `size` among what is taken, from and to.
+/// Returns the offset for `size` among the taken ranges, each given by its start and end.
 fn free_place(taken: &mut [(u64, u64)], size: u64, fit: Fit) -> u64 {
     taken.sort_unstable();
     let (mut top, mut best) = (0, None);

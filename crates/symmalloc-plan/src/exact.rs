@@ -1,52 +1,54 @@
-//! Exact search: is there a placement below a capacity, and which?
+//! Exact search: finds a placement within a given height, or proves that there is none.
 //!
-//! Every placement can be let down until each rectangle lies on the bottom or on another one. What is left can be built from below:
-//! rectangle by rectangle, each not lower than the one before it, and each as low as what was placed before lets it. The search
-//! goes through these sequences, depth first. Rectangles of the same offset come in one order, the preference, so that no placement
-//! is met twice.
+//! In every placement, rectangles can be lowered until each lies on the bottom or on another one. The result can be built from
+//! below: rectangle by rectangle, none lower than the one before it, and each as low as the earlier ones allow. The search explores
+//! these sequences depth first. Rectangles of equal offset are tried in one order, the preference, so that no placement is visited
+//! twice.
 //!
 //! ```text
 //!  capacity ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─
 //!             ▲ unplaced ▲
-//!           ┌───┐            ┌────┐     floor: below it a section takes nothing more
-//!           │ c ├────┐  ┌────┤ d  │     each section needs floor + what is unplaced in it ≤ capacity
+//!           ┌───┐            ┌────┐     floor: no rectangle can be placed below it
+//!           │ c ├────┐  ┌────┤ d  │     each section needs floor + its unplaced sizes ≤ capacity
 //!         ┌─┴───┤ b  │  │ a  ├────┘
 //!         └─────┴────┴──┴────┘
 //!              sections of time
 //! ```
 //!
-//! It turns back as soon as it can:
-//! - **Room.** In each section what is unplaced must fit between the floor and the capacity. The floor is the lowest offset that
-//!   any unplaced rectangle of the section still has, and not below the last one placed.
-//! - **Waste.** No rectangle is placed so high that another one, which is unplaced, would fit below it: it could have come first.
-//! - **Twins.** Of rectangles with the same size and sections only the first is tried.
-//! - **Nothing above.** A rectangle that overlaps no unplaced one is in nobody's way. What fails with it fails without it.
-//! - **Parts.** Where no unplaced rectangle lives in two neighbouring sections, the times before and after are solved one by one,
-//!   the one with the fewest rectangles first. When one cannot be, the placement before the cut was wrong, and no other solution of
-//!   the finished parts is looked for.
+//! It backtracks as early as possible:
+//! - **Room.** In each section the unplaced rectangles must fit between the floor and the capacity. The floor is the lowest
+//!   offset that any unplaced rectangle of the section can have, and not below the last one placed.
+//! - **Waste.** No rectangle is placed so high that another, unplaced one would fit below it: that one could have come first.
+//! - **Twins.** Of rectangles with equal size and sections, only the first is tried.
+//! - **Nothing above.** A rectangle that overlaps no unplaced one blocks nothing. If the search fails with it, it also
+//!   fails without it.
+//! - **Parts.** If no unplaced rectangle spans two adjacent sections, the times before and after are solved separately, the part
+//!   with the fewest rectangles first. If one part has no solution, the placement before the cut was wrong, and no other solution
+//!   of the finished parts is tried.
 //!
-//! The ideas are those of MiniMalloc (Moffitt, ASPLOS 2023). How long a search takes depends on the preference, by orders of
-//! magnitude and not predictably, so the caller gives each a few steps in turn. Memory: O(n²) at worst, some
-//! 50 MiB, for pairs that overlap and lists of what is unplaced.
+//! The ideas come from MiniMalloc (Moffitt, ASPLOS 2023). The duration of a search depends on the preference by orders of
+//! magnitude and unpredictably, so the caller gives each preference some steps in turn. Memory: O(n²) in the worst case,
+//! about 50 MiB, for overlapping pairs and lists of unplaced rectangles.
 
 use crate::problem::Problem;
 use crate::sections::{Run, Sections};
 use std::cmp::Reverse;
 
-/// More rectangles are not searched: they are hardly ever solved, and heuristics do well on them.
+/// Maximum number of rectangles. Larger problems are rarely solved exactly, and heuristics do well on them.
 const RECTANGLES_MAX: usize = 2048;
 
-/// Rectangles, or runs of few sections, that are looked at in the time of a step.
+/// Number of rectangles, or of runs of few sections, examined per step.
 const LOOKS_PER_STEP: u64 = 4;
 
-/// Which of the rectangles that could go to the same offset is tried first. Each begins with one, and breaks ties with the others.
+/// The order in which rectangles are tried at the same offset. Each variant starts with one criterion and breaks ties by the
+/// others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Preference {
-    /// Long lives, then large areas.
+    /// Long lifetimes first, then large areas.
     Life,
-    /// Sections in which most is unplaced, then large areas.
+    /// Sections with the largest unplaced sum first, then large areas.
     LoadThenArea,
-    /// Sections in which most is unplaced, then long lives.
+    /// Sections with the largest unplaced sum first, then long lifetimes.
     LoadThenLife,
 }
 
@@ -54,55 +56,55 @@ impl Preference {
     pub(crate) const ALL: [Preference; 3] = [Preference::Life, Preference::LoadThenArea, Preference::LoadThenLife];
 }
 
-/// What a search came to.
+/// The result of a search.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
-    /// Offsets by place in the problem, all below the capacity.
+    /// Offsets by index in the problem, within the capacity.
     Placed(Vec<u64>),
-    /// There is no such placement.
+    /// No such placement exists.
     Impossible,
     OutOfSteps,
 }
 
-/// The search, and the placement that it is at. Rectangles are numbered by place in the problem.
+/// The search and its current placement. Rectangles are numbered by index in the problem.
 pub(crate) struct ExactSearch {
     sections: Sections,
     size: Vec<u64>,
-    /// Length of life.
+    /// Lifetimes.
     life: Vec<u64>,
     capacity: u64,
     preference: Preference,
-    /// Looks that the search may still take.
+    /// Remaining budget, in looks.
     left: u64,
-    /// The lowest offset above all placed rectangles that overlap this one. For a placed one its offset.
+    /// By rectangle: the lowest offset above all placed rectangles that overlap it; for a placed one, its offset.
     low: Vec<u64>,
     is_placed: Vec<bool>,
-    /// By section: the sizes of what is unplaced.
+    /// By section: sum of the unplaced sizes.
     unplaced: Vec<u64>,
-    /// By section: how many unplaced rectangles reach over its end.
+    /// By section: number of unplaced rectangles that span its end.
     bridges: Vec<u32>,
-    /// What was changed, so that it can be taken back.
+    /// Undo log of changes.
     changes: Vec<Change>,
-    /// The nodes from the root to where the search is.
+    /// The nodes from the root to the current one.
     nodes: Vec<Node>,
-    /// Of all nodes: rectangles of their parts.
+    /// Rectangles of the parts of all nodes.
     lists: Vec<Ranked>,
-    /// Of all nodes: what is still to be tried.
+    /// Candidates of all nodes.
     candidates: Vec<Candidate>,
-    /// Of all nodes: what is still to be solved below the placement that they are at.
+    /// Parts of all nodes that must still be solved under their current placement.
     parts: Vec<Part>,
-    /// By section: its floor, while the room is checked.
+    /// By section: its floor. Scratch space of the room check.
     floor: Vec<u64>,
 }
 
-/// An unplaced rectangle, and its place in the preference.
+/// An unplaced rectangle and its rank in the preference.
 #[derive(Clone, Copy)]
 struct Ranked {
     rectangle: u32,
     rank: u32,
 }
 
-/// A rectangle that may come next. They are tried from the lowest offset.
+/// A rectangle that may come next. Candidates are tried from the lowest offset.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Candidate {
     offset: u64,
@@ -115,33 +117,33 @@ enum Change {
     Raised { rectangle: u32, low: u64 },
 }
 
-/// Rectangles that are solved by themselves.
+/// A set of rectangles that is solved separately.
 #[derive(Clone)]
 struct Part {
     sections: Run,
-    /// In `lists`, by rank.
+    /// Range in `lists`, sorted by rank.
     list: Run,
     /// No rectangle comes before this offset and rank.
     least: (u64, u32),
 }
 
-/// A part, and the candidate of it that is placed.
+/// A part and its placed candidate.
 struct Node {
     part: Part,
-    /// In `candidates`: those that were not tried.
+    /// Range of untried candidates in `candidates`.
     candidates: Run,
-    /// Where the stacks ended before this node.
+    /// Lengths of the stacks before this node.
     lists_end: usize,
     candidates_end: usize,
     parts_end: usize,
-    /// Where `changes` ended before the candidate was placed.
+    /// Length of `changes` before the candidate was placed.
     changes_end: usize,
-    /// Whether a rectangle that is in nobody's way was tried.
+    /// `true` if a rectangle that blocks no other was tried.
     is_last: bool,
 }
 
 impl ExactSearch {
-    /// `None` when the problem is too large.
+    /// Creates a search. Returns `None` if the problem is too large.
     pub(crate) fn new(problem: &Problem) -> Option<Self> {
         let rectangles = problem.rectangles();
         if rectangles.len() > RECTANGLES_MAX {
@@ -176,7 +178,7 @@ impl ExactSearch {
         })
     }
 
-    /// Looks for a placement that reaches no higher than the capacity.
+    /// Searches for a placement that reaches no higher than the capacity.
     pub(crate) fn place_below(&mut self, capacity: u64, preference: Preference, steps: &mut u64) -> Verdict {
         if self.unplaced.iter().any(|sum| *sum > capacity) {
             return Verdict::Impossible;
@@ -194,7 +196,7 @@ impl ExactSearch {
         verdict
     }
 
-    /// The root has no candidates. Its parts are the times that no rectangle connects.
+    /// Creates the root node. It has no candidates; its parts are the separate time ranges that no rectangle connects.
     fn begin_root(&mut self) {
         let sections = 0..self.sections.count();
         let part = Part { sections: sections.clone(), list: 0..0, least: (0, 0) };
@@ -212,7 +214,8 @@ impl ExactSearch {
     }
 
     fn run(&mut self) -> Verdict {
-        // A node goes on with its next part as long as all before it were solved, else with its next candidate.
+        // A node continues with its next part as long as the earlier ones were solved, otherwise with its next
+        // candidate.
         let mut is_solved = true;
         while let Some(node) = self.nodes.last() {
             if is_solved {
@@ -238,7 +241,7 @@ impl ExactSearch {
         if is_solved { Verdict::Placed(self.low.clone()) } else { Verdict::Impossible }
     }
 
-    /// Collects what may come first in a part.
+    /// Collects the candidates that may come first in a part.
     fn begin(&mut self, part: Part) {
         self.spend(part.list.len());
         let list = &self.lists[part.list.clone()];
@@ -263,7 +266,7 @@ impl ExactSearch {
         });
     }
 
-    /// Ends the last node. What is placed stays.
+    /// Removes the last node. Its rectangle stays placed.
     fn leave(&mut self) {
         let node = self.nodes.pop().expect("a node");
         self.lists.truncate(node.lists_end);
@@ -271,7 +274,7 @@ impl ExactSearch {
         self.parts.truncate(node.parts_end);
     }
 
-    /// The next candidate of the last node, unless it is a twin of the one before it.
+    /// Returns the next candidate of the last node, skipping twins.
     fn next_candidate(&mut self) -> Option<Candidate> {
         let node = self.nodes.last_mut().expect("a node");
         self.lists.truncate(node.lists_end);
@@ -289,7 +292,7 @@ impl ExactSearch {
         Some(self.candidates[at])
     }
 
-    /// Places a candidate. Whether there is room for the rest as far as it can be seen; then there are parts to be solved.
+    /// Places a candidate and adds the parts that remain to be solved. Returns `false` if the rest cannot fit.
     fn try_candidate(&mut self, Candidate { offset, rank, rectangle }: Candidate) -> bool {
         let fits = self.place(rectangle);
         let node = self.nodes.last().expect("a node");
@@ -315,7 +318,8 @@ impl ExactSearch {
         true
     }
 
-    /// Puts a rectangle at its lowest offset and raises those that overlap it. False if one of them is then too high.
+    /// Places a rectangle at its lowest offset and raises the rectangles that overlap it. Returns `false` if one of
+    /// them is then too high.
     fn place(&mut self, rectangle: u32) -> bool {
         let overlaps = self.sections.overlaps(rectangle);
         let looks = overlaps.len() / 4;
@@ -359,7 +363,8 @@ impl ExactSearch {
         }
     }
 
-    /// Whether in each section what is unplaced fits between the floor and the capacity. `offset` is the last one.
+    /// Returns `true` if the unplaced rectangles of each section fit between the floor and the capacity. `offset` is
+    /// that of the last placed rectangle.
     fn has_room(&mut self, list: Run, sections: Run, offset: u64) -> bool {
         self.floor[sections.clone()].fill(self.capacity);
         let mut looks = sections.len() + list.len();
@@ -375,8 +380,8 @@ impl ExactSearch {
         floors.all(|(floor, unplaced)| *unplaced == 0 || offset.max(*floor) + unplaced <= self.capacity)
     }
 
-    /// Makes a part of each time that no unplaced rectangle connects with another. `ends` are the sections that may be the last of
-    /// one.
+    /// Adds a part for each time range that no unplaced rectangle connects with another. `ends` are the sections that may end a
+    /// part.
     fn cut(&mut self, rectangles: &[u32], sections: Run, ends: Run, offset: u64) {
         let begin = self.parts.len();
         let cuts = ends.filter(|section| self.bridges[*section] == 0).map(|section| section + 1);
@@ -393,11 +398,11 @@ impl ExactSearch {
             }
             from = to;
         }
-        // The last is taken first.
+        // The last part is taken first.
         self.parts[begin..].sort_by_key(|part| Reverse(part.list.len()));
     }
 
-    /// What comes first has the least key.
+    /// Returns the sort key of a rectangle; the least key comes first.
     fn key(&self, rectangle: u32) -> Reverse<[u128; 3]> {
         let life = u128::from(self.life[rectangle as usize]);
         let area = life * u128::from(self.size[rectangle as usize]);
@@ -415,7 +420,7 @@ impl ExactSearch {
     }
 }
 
-/// Without the last section.
+/// Returns the run without its last section.
 fn inner(run: Run) -> Run {
     run.start..run.end.max(1) - 1
 }
@@ -427,7 +432,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Each goes through all placements, in another order.
+        /// Each preference explores all placements, in a different order.
         #[test]
         fn preferences_agree_on_the_least_height(
             rectangles in prop::collection::vec((0..16_u64, 1..=16_u64, 1..9_u64), 1..12),

@@ -1,46 +1,47 @@
-//! Learning a step: one that asks for the same twice is worth a plan.
+//! Step learning: a step that makes the same requests twice is worth a plan.
 //!
 //! ```text
-//!  step k      a a f a f ...        logged: what is asked for, and before which allocation it is free
-//!  step k+1    a a f a f ...        logged again, and with it when what step k left alive is freed
-//!                     └──► alike: what was alive longer counts
+//!  step k      a a f a f ...        logged: each request, and the allocation before which it is freed
+//!  step k+1    a a f a f ...        logged again, along with the frees of allocations that step k left live
+//!                     └──► equal requests: the longer lifetime counts
 //! ```
 //!
-//! What a step leaves alive, and a step of the same key that follows at once frees, is *carried*: it lives in the next step up to
-//! there. What lives longer is no part of the step, and is placed the ordinary way. All of it follows from the ops.
+//! An allocation that a step leaves live and that is freed by the next step, if that has the same key and follows directly, is
+//! *carried*: its lifetime extends into the next step. An allocation that lives longer is not part of the step and is placed the
+//! ordinary way. All of this follows from the ops.
 
 use std::collections::BTreeMap;
 
-/// Keys whose steps are remembered at a time.
+/// Maximum number of keys whose steps are remembered.
 const KEYS_MAX: usize = 64;
 
-/// Allocations of a step that are remembered: a step with more is not learned.
+/// Maximum number of allocations of a step; a longer step is not learned.
 const ALLOCATIONS_MAX: usize = 1 << 24;
 
-/// An allocation of a step: what was asked for, and the number of the allocation before which it is free, at most one step later;
-/// `None` when it lives longer.
+/// An allocation of a step: its request, and the number of the allocation before which it is freed, at most one step later;
+/// `None` if it lives longer.
 pub type Lived<R> = (R, Option<u32>);
 
-/// An allocation that was logged and is live.
+/// A logged, live allocation.
 #[derive(Clone, Copy, Debug)]
 struct Logged {
-    /// Of the present step, or the last one while none is open; else of the one before.
+    /// `true` if it belongs to the open step, or to the last one if none is open; `false` for the step before.
     is_newest: bool,
     number: u32,
 }
 
-/// The steps of one heap, as far as they are remembered. `R` is what an allocation asks for. Live allocations are told apart by
-/// any number that is theirs while they live.
+/// The remembered steps of one heap. `R` is the type of a request. Live allocations are identified by any number that is unique
+/// among them.
 #[derive(Debug)]
 pub struct StepLearner<R> {
-    /// The last step of each key, without the newest one.
+    /// The last step of each key, excluding the newest one.
     steps: BTreeMap<u64, Vec<Lived<R>>>,
-    /// The step that is logged now, or was last.
+    /// The step that is being logged, or was logged last.
     newest: Vec<Lived<R>>,
     newest_key: u64,
-    /// The key of the step before the newest one, if that is remembered and the newest one's as well.
+    /// The key of the step before the newest one, if that step is remembered and has the same key as the newest.
     before: Option<u64>,
-    /// What was logged in these two steps and is live.
+    /// Live allocations logged in these two steps.
     live: BTreeMap<u32, Logged>,
     is_too_long: bool,
 }
@@ -59,27 +60,27 @@ impl<R> Default for StepLearner<R> {
 }
 
 impl<R: Copy + Eq> StepLearner<R> {
-    /// Whether no step is remembered.
+    /// Returns `true` if no step is remembered.
     pub fn is_empty(&self) -> bool {
         self.steps.is_empty() && self.newest.is_empty()
     }
 
-    /// A step begins that is logged. Steps of one key may be alike.
+    /// Begins to log a step. Steps of one key may be equal.
     pub fn begin(&mut self, key: u64) {
         self.file();
-        // What a step of another key frees lives too long to be placed by a plan.
+        // An allocation freed by a step of another key lives too long to be planned.
         self.before = self.before.filter(|before| *before == key);
         (self.newest_key, self.is_too_long) = (key, false);
     }
 
-    /// From now on nothing is logged, until the next step that is.
+    /// Stops logging until the next `begin`.
     pub fn pause(&mut self) {
         self.file();
         self.before = None;
         self.live.clear();
     }
 
-    /// The newest step becomes the last one of its key.
+    /// Stores the newest step as the last one of its key.
     fn file(&mut self) {
         let step = std::mem::take(&mut self.newest);
         self.live.retain(|_, logged| std::mem::take(&mut logged.is_newest));
@@ -90,7 +91,7 @@ impl<R: Copy + Eq> StepLearner<R> {
         }
     }
 
-    /// An allocation was made in the step.
+    /// Logs an allocation of the step.
     pub fn note_allocation(&mut self, request: R, allocation: u32) {
         self.is_too_long |= self.newest.len() == ALLOCATIONS_MAX;
         if !self.is_too_long {
@@ -99,7 +100,7 @@ impl<R: Copy + Eq> StepLearner<R> {
         }
     }
 
-    /// An allocation was freed, in a step or between two. It need not have been logged.
+    /// Logs a free, in a step or between two. The allocation need not have been logged.
     pub fn note_free(&mut self, allocation: u32) {
         let Some(Logged { is_newest, number }) = self.live.remove(&allocation) else { return };
         let now = self.newest.len() as u32;
@@ -110,12 +111,12 @@ impl<R: Copy + Eq> StepLearner<R> {
         }
     }
 
-    /// Whether something that was logged is live.
+    /// Returns `true` if a logged allocation is live.
     pub fn is_waiting(&self) -> bool {
         !self.live.is_empty()
     }
 
-    /// The step ends. Returns it when the last step of its key asked for the same: what a plan has to place.
+    /// Ends the step. Returns it, with the lifetimes to plan, if the last step of its key made the same requests.
     pub fn end(&mut self) -> Option<Vec<Lived<R>>> {
         let before = self.steps.get(&self.newest_key)?;
         let asks = |lived: &Lived<R>| lived.0;
@@ -127,7 +128,7 @@ impl<R: Copy + Eq> StepLearner<R> {
         let longer = |(before, newest): (&Lived<R>, &Lived<R>)| {
             let until = match (before.1, newest.1) {
                 (Some(before), Some(newest)) => Some(before.max(newest)),
-                // Alive at the end: it lives as long as it did last time.
+                // Live at the end: assume the lifetime that it had last time.
                 (Some(before), None) if before > count || before == count && follows_at_once => Some(before),
                 _ => None,
             };
@@ -141,7 +142,7 @@ impl<R: Copy + Eq> StepLearner<R> {
 mod tests {
     use super::*;
 
-    /// A step that asks for 1, 2 and 3, frees 1 behind 2, and what the step before left of 3 behind its first request.
+    /// Runs a step that requests 1, 2 and 3, frees 1 after 2, and frees the previous step's 3 after its first request.
     fn step(learner: &mut StepLearner<u8>, key: u64, number: u32) -> Option<Vec<Lived<u8>>> {
         learner.begin(key);
         learner.note_allocation(1, 10 * number);

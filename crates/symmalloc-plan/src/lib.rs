@@ -1,31 +1,31 @@
-//! Offline placement: when all allocations of a job are known beforehand, how little memory do they need, and where does each go?
+//! Offline placement: computes an offset for every allocation of a job that is known in advance, with as low a peak as possible.
 //!
-//! An allocation is a rectangle: a lifetime on one axis, a size on the other. Rectangles may be moved along the second axis only,
-//! and must not overlap. The problem is known as dynamic storage allocation. It is NP-hard, and the recorded jobs of GPU programs
-//! are mostly easy: placing the largest first reaches the peak of what is live, below which nothing can go.
+//! An allocation is a rectangle: a lifetime on one axis and a size on the other. Rectangles may move along the second axis only
+//! and must not overlap. The problem is known as dynamic storage allocation. It is NP-hard, but the recorded jobs of GPU programs
+//! are mostly easy: placing the largest rectangles first reaches the peak of live memory, which is a lower bound.
 //!
 //! ```text
 //!  offset ▲            ┌───────────┐
 //!         │   ┌────────┤     c     │          a, b, c, d    rectangles: known sizes and lifetimes
-//!         │   │   b    └─┬─────────┤          offsets       wanted: the lowest top of all
+//!         │   │   b    └─┬─────────┤          offsets       result: the top of all is as low as possible
 //!         │ ┌─┴──────────┤    d    │
-//!         │ │     a      │         │          the peak of what is live is a bound from below
+//!         │ │     a      │         │          the peak of live memory is a lower bound
 //!         └─┴────────────┴─────────┴─► time
 //! ```
 //!
-//! [`solve`] tries several orders, and goes on with exact search and improvement in turn for as many steps as it is given. Steps
-//! are counted, no clock is read: the same problem and the same steps give the same offsets on every machine.
+//! [`solve`] tries several orders, then alternates exact search and improvement until its budget of steps is spent. Steps are
+//! counted and no clock is read: the same problem and the same steps give the same offsets on every machine.
 //!
-//! **Exact search** takes part for up to 2048 rectangles. It decides whether a height can be reached at all, so that
-//! [`Solution::is_optimal`] also holds where the peak cannot be reached. The challenging problems of `google/minimalloc` (154 to 454
-//! rectangles) come out at the height that they were made for, or lower, with the default steps. Larger problems are left to the
-//! orders and their improvement.
+//! **Exact search** is used for up to 2048 rectangles. It decides if a height can be reached at all, so [`Solution::is_optimal`] can
+//! also hold if the peak cannot be reached. The challenging problems of `google/minimalloc` (154 to 454 rectangles) are solved at
+//! the height that they were designed for, or lower, with the default steps. Larger problems rely on orders and their improvement.
 //!
-//! **Repeated steps.** What is allocated in one step of a training job and freed in the next lives around the end of the step:
-//! [`Problem::periodic`] takes such lives, and gives them one offset.
+//! **Repeated steps.** An allocation made in one step of a training job and freed in the next lives across the end of the
+//! step. [`Problem::periodic`] accepts such lifetimes and assigns them one offset.
 //!
-//! **Alignment** needs no setting: count sizes in units of it, rounded up, and offsets are multiples of it. With 512 bytes,
-//! `size: bytes.div_ceil(512)` and `offset * 512`. A larger unit also makes the search faster, because more sizes are the same.
+//! **Alignment** needs no setting: give sizes in units of the alignment, rounded up, and offsets are multiples of it. For 512
+//! bytes, use `size: bytes.div_ceil(512)` and `offset * 512`. A larger unit also makes the search faster, because more sizes
+//! are equal.
 //!
 //! # Examples
 //! ```

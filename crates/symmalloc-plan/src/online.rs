@@ -1,13 +1,13 @@
-//! The placement that there always is: best fit in order of time, as an allocator places that does not know what comes. O(n log n).
+//! The fallback placement: best fit in order of time, as an online allocator places. O(n log n).
 //!
-//! It looks at free blocks instead of at what overlaps, so that a problem of which the search could not decode one order within
-//! its steps has a solution all the same. What lives into the next step of a repeated one lies at the bottom, for the whole step.
+//! It searches free blocks instead of overlapping rectangles. A problem too large to decode one order within its steps therefore
+//! still has a solution. Rectangles that live into the next step of a repeated one lie at the bottom, for the whole step.
 
 use crate::problem::Problem;
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Offsets by place in the problem.
+/// Returns offsets by index in the problem.
 pub(crate) fn best_fit_by_time(problem: &Problem) -> Vec<u64> {
     let rectangles = problem.rectangles();
     let mut offsets = vec![0; rectangles.len()];
@@ -20,7 +20,7 @@ pub(crate) fn best_fit_by_time(problem: &Problem) -> Vec<u64> {
     let within = || problem.intervals().filter(|it| intervals[it.owner as usize] == 1);
     let begins = within().map(|it| (it.lower, true, Reverse(it.upper), it.owner as usize));
     let ends = within().map(|it| (it.upper, false, Reverse(it.upper), it.owner as usize));
-    // Of those that begin together the longest first, so that those that end together lie together.
+    // Of rectangles that begin together, the longest comes first, so that those that end together are adjacent.
     let mut changes: Vec<(u64, bool, Reverse<u64>, usize)> = begins.chain(ends).collect();
     changes.sort_unstable();
     for (_, begins, _, index) in changes {
@@ -34,18 +34,18 @@ pub(crate) fn best_fit_by_time(problem: &Problem) -> Vec<u64> {
     offsets
 }
 
-/// Free blocks below the top. No two of them touch, and none touches the top.
+/// Free blocks below the top. No two are adjacent, and none touches the top.
 #[derive(Default)]
 struct FreeBlocks {
-    /// From offset to size.
+    /// Sizes by offset.
     by_offset: BTreeMap<u64, u64>,
-    /// The same blocks: size, offset.
+    /// The same blocks as (size, offset).
     by_size: BTreeSet<(u64, u64)>,
     top: u64,
 }
 
 impl FreeBlocks {
-    /// The smallest block that is large enough, the lowest of these; else the top.
+    /// Takes space from the smallest block that is large enough, the lowest of several, or else from the top.
     fn take(&mut self, size: u64) -> u64 {
         let Some(&(room, offset)) = self.by_size.range((size, 0)..).next() else {
             self.top += size;

@@ -1,9 +1,9 @@
-//! Orders in which rectangles are placed. Ties go by birth, so an order is a function of the problem.
+//! Orders in which rectangles are placed. Ties are broken by birth, so an order is a function of the problem.
 
 use crate::decode::Decoder;
 
-/// Orders that do well, the one that mostly does best first: large ones find room while there is some, and long ones are in the
-/// way of many.
+/// Returns orders that usually do well, the best first: large rectangles while there is space, and long ones because they block
+/// many others.
 pub(crate) fn orders(decoder: &Decoder) -> Vec<Vec<u32>> {
     let area = |(size, life): (u64, u64)| u128::from(size) * u128::from(life);
     vec![

@@ -1,30 +1,31 @@
-//! The problem: rectangles with known lifetimes and sizes, and the bound from below.
+//! The problem: rectangles with known lifetimes and sizes, and a lower bound on the height.
 
 use thiserror::Error;
 
-/// An allocation: what it needs, and when.
+/// An allocation: its lifetime and its size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Rectangle {
-    /// When it begins to live: a number of an op, or any other time.
+    /// Beginning of its lifetime: the number of an op, or any other time.
     pub lower: u64,
-    /// When it lives no more; more than `lower`. In a [periodic](Problem::periodic) problem it may lie in the next step.
+    /// End of its lifetime, exclusive; greater than `lower`. In a [periodic](Problem::periodic) problem it may lie in
+    /// the next step.
     pub upper: u64,
-    /// How much it needs, in any unit; not 0. Offsets have the same unit.
+    /// Size in any unit; not 0. Offsets have the same unit.
     pub size: u64,
 }
 
-/// Why rectangles are no problem that can be solved.
+/// An invalid set of rectangles.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ProblemError {
-    /// A rectangle lives for no time, or ends before it begins.
+    /// A rectangle has an empty lifetime or ends before it begins.
     #[error("rectangle {index} lives from {lower} to {upper}: the end must come after the beginning")]
     Lifetime {
-        /// Which one, counted from 0.
+        /// Index of the rectangle.
         index: usize,
-        /// Its beginning.
+        /// Beginning of its lifetime.
         lower: u64,
-        /// Its end.
+        /// End of its lifetime.
         upper: u64,
     },
     /// A rectangle of a repeated step does not begin in it, or lives longer than a step.
@@ -33,75 +34,75 @@ pub enum ProblemError {
          longer than a step"
     )]
     OutsidePeriod {
-        /// Which one, counted from 0.
+        /// Index of the rectangle.
         index: usize,
-        /// Its beginning.
+        /// Beginning of its lifetime.
         lower: u64,
-        /// Its end.
+        /// End of its lifetime.
         upper: u64,
-        /// How long a step is.
+        /// Length of the step.
         period: u64,
     },
     /// A rectangle has no size.
     #[error("rectangle {index} has size 0: leave it out, it needs no place")]
     Size {
-        /// Which one, counted from 0.
+        /// Index of the rectangle.
         index: usize,
     },
-    /// The sizes add up to more than 2^63: offsets could not be counted.
+    /// The sizes add up to more than 2^63, so offsets could overflow.
     #[error("the sizes add up to more than 2^63, at rectangle {index}: use a larger unit")]
     TooLarge {
-        /// The first one that is too much, counted from 0.
+        /// Index of the rectangle that exceeds the maximum.
         index: usize,
     },
     /// There are more than 2^31 rectangles.
     #[error("{count} rectangles are more than this solver counts (2^31)")]
     TooMany {
-        /// How many there are.
+        /// Number of rectangles.
         count: usize,
     },
 }
 
-/// Rectangles that can be placed.
+/// A valid set of rectangles to place.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Problem {
     rectangles: Vec<Rectangle>,
-    /// How long a repeated step is. No rectangle begins after it, or lives longer.
+    /// Length of a repeated step. No rectangle begins after it or lives longer.
     period: Option<u64>,
     lower_bound: u64,
 }
 
-/// A time in which a rectangle lives, as solver and check see it. A rectangle has one, or two of which the second begins at 0.
+/// An interval in which a rectangle lives. A rectangle has one, or two of which the second begins at 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Interval {
     pub(crate) lower: u64,
     pub(crate) upper: u64,
-    /// The rectangle's place in the problem.
+    /// Index of the rectangle in the problem.
     pub(crate) owner: u32,
 }
 
 impl Problem {
-    /// The problem of placing these.
+    /// Creates a problem with these rectangles.
     ///
     /// # Errors
-    /// See [`ProblemError`].
+    /// Returns [`ProblemError`] if the rectangles are invalid.
     pub fn new(rectangles: Vec<Rectangle>) -> Result<Self, ProblemError> {
         Self::checked(rectangles, None)
     }
 
-    /// The problem of placing these in a step that is repeated and takes `period`. What is allocated in one step and freed in the
-    /// next has an `upper` of up to `lower + period`: it lives until the end of the step and from the beginning of a step to
+    /// Creates a problem of a step that repeats every `period`. An allocation made in one step and freed in the next has an
+    /// `upper` of up to `lower + period`: it lives from `lower` to the end of the step, and from the beginning of a step to
     /// `upper - period`, at the same offset.
     ///
     /// ```text
     ///  offset ▲
-    ///         │▓▓▓▓ a ▓▓▓▓┐     ┌▓▓▓▓ a ▓▓▓▓│▓▓▓▓ a ▓▓▓▓┐     ┌▓▓▓        a: from lower to upper, which is behind the period
+    ///         │▓▓▓▓ a ▓▓▓▓┐     ┌▓▓▓▓ a ▓▓▓▓│▓▓▓▓ a ▓▓▓▓┐     ┌▓▓▓        a: from lower to upper, which lies beyond the period
     ///         └───────────┴─────┴───────────┼───────────┴─────┴───► time
     ///         0                             period
     /// ```
     ///
     /// # Errors
-    /// See [`ProblemError`].
+    /// Returns [`ProblemError`] if the rectangles are invalid.
     pub fn periodic(period: u64, rectangles: Vec<Rectangle>) -> Result<Self, ProblemError> {
         Self::checked(rectangles, Some(period))
     }
@@ -130,22 +131,22 @@ impl Problem {
         Ok(problem)
     }
 
-    /// What is to be placed.
+    /// Returns the rectangles to place.
     pub fn rectangles(&self) -> &[Rectangle] {
         &self.rectangles
     }
 
-    /// How long the step is, where one is repeated.
+    /// Returns the length of a repeated step.
     pub fn period(&self) -> Option<u64> {
         self.period
     }
 
-    /// The most that is live at any time: no placement has less height.
+    /// Returns the peak of the live sizes. No placement has a smaller height.
     pub fn lower_bound(&self) -> u64 {
         self.lower_bound
     }
 
-    /// The times in which rectangles live, those of one rectangle behind each other.
+    /// Returns the intervals in which rectangles live, those of one rectangle consecutively.
     pub(crate) fn intervals(&self) -> impl Iterator<Item = Interval> {
         self.rectangles.iter().enumerate().flat_map(|(index, &Rectangle { lower, upper, .. })| {
             let owner = index as u32;
@@ -155,7 +156,7 @@ impl Problem {
         })
     }
 
-    /// What ends at a moment makes room for what begins then.
+    /// Returns the peak of the live sizes. Ends are processed before beginnings at the same time.
     fn peak_live(&self) -> u64 {
         let size = |of: &Interval| self.rectangles[of.owner as usize].size;
         let begins = self.intervals().map(|it| (it.lower, true, size(&it)));

@@ -1,73 +1,74 @@
-//! A placement made ready to be followed: which places must be free, and waited for, before each allocation.
+//! A schedule: a placement prepared for execution, with the places that must be free, and waited for, before each
+//! allocation.
 //!
-//! A *place* is an offset with a size. Allocations with the same one share it. What lies at an allocation's place when its turn
-//! comes was there before it, in this step or, for what the step touches first, in the one before:
+//! A *place* is an offset with a size. Allocations with equal offset and size share one. The earlier users of an allocation's
+//! place belong to the same step or, at offsets that the step has not used yet, to the previous one:
 //!
 //! ```text
 //!  offset ▲ ┌───┐ ┌───────┐
-//!         │ │ a │ │       │      c is behind a and b: both must be free, and c's stream waits for their last users.
-//!         │ └───┘ │   c   │      a and b are behind c, of the step before.
+//!         │ │ a │ │       │      c follows a and b: both must be free, and c's stream waits for their last users.
+//!         │ └───┘ │   c   │      a and b follow c of the previous step.
 //!         │ ┌───┐ │       │
-//!         │ │ b │ │       │      The places that were there last, at every offset of c, are all that c has to look at:
-//!         │ └───┘ └───────┘      what lay there before them was waited for by them.
+//!         │ │ b │ │       │      c must check only the last place at each of its offsets:
+//!         │ └───┘ └───────┘      earlier ones were waited for by these.
 //!         └──────────────────► number
 //! ```
 //!
-//! Nor does c look at a place that an allocation of its stream looked at since it was last in use: it is free still, and the stream
-//! waits for nobody twice. So a step of one stream looks at each of its places once, however many come to lie there.
+//! c also skips a place that an allocation of its stream has checked since the last use: the place is still free, and the stream
+//! need not wait twice. A step of one stream thus checks each use of a place once, however many allocations overlap it.
 //!
-//! They are found by a sweep over two rounds of the step that remembers who was last at each offset. O(n log n).
+//! A sweep over two rounds of the step finds the checks by tracking the last place at each offset. O(n log n).
 
 use std::collections::{BTreeMap, BTreeSet};
 use thiserror::Error;
 
-/// Where an allocation goes.
+/// The place of an allocation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Place {
-    /// From the start of the memory, in any unit.
+    /// Offset from the start of the memory, in any unit.
     pub offset: u32,
-    /// In the same unit; not 0.
+    /// Size in the same unit; not 0.
     pub size: u32,
 }
 
-/// An allocation of a step that has a place. Time is counted in allocations of the step.
+/// An allocation of a step with its place. Time is counted in allocations of the step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PlacedAllocation {
-    /// Where it goes.
+    /// Its place.
     pub place: Place,
-    /// What is allocated for one stream is used in order.
+    /// Number of its stream. Work of one stream runs in order.
     pub stream: u16,
-    /// The number of the allocation before which it is free: more than its own, and at most one step later.
+    /// Number of the allocation before which it is freed: greater than its own, and at most one step later.
     pub until: u32,
 }
 
-/// Two allocations are live at the same time in the same place.
+/// Two allocations that overlap in time and place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error("allocations {first} and {second} overlap in time and place")]
 pub struct Overlap {
-    /// The number of the one that was there.
+    /// Number of the earlier allocation.
     pub first: u32,
-    /// The number of the one that came.
+    /// Number of the later allocation.
     pub second: u32,
 }
 
-/// The places of a step, and what was at each of them before.
+/// The places of a step, and the places to check before each allocation.
 #[derive(Clone, Debug, Default)]
 pub struct Schedule {
     places: Vec<Place>,
     place_of: Vec<Option<u32>>,
-    /// Numbers of places, those of one allocation side by side.
+    /// Numbers of places, grouped by allocation.
     checks: Vec<u32>,
-    /// By allocation: where its checks end.
+    /// By allocation: end of its checks.
     check_ends: Vec<u32>,
     carried: Vec<u32>,
 }
 
 impl Schedule {
-    /// Of a step that makes these allocations again and again; `None` for one without a place.
+    /// Creates the schedule of a step that repeats these allocations; `None` stands for an allocation without a place.
     ///
     /// # Errors
-    /// When two of them overlap.
+    /// Returns [`Overlap`] if two of them overlap.
     pub fn new(step: &[Option<PlacedAllocation>]) -> Result<Self, Overlap> {
         let mut schedule = Schedule::default();
         let mut numbers: BTreeMap<Place, u32> = BTreeMap::new();
@@ -101,43 +102,45 @@ impl Schedule {
         Ok(schedule)
     }
 
-    /// The places, in the order in which they are first taken.
+    /// Returns the places in the order of their first use.
     pub fn places(&self) -> &[Place] {
         &self.places
     }
 
-    /// By allocation: the number of its place.
+    /// Returns the number of each allocation's place.
     pub fn place_of(&self) -> &[Option<u32>] {
         &self.place_of
     }
 
-    /// Numbers of the places that an allocation looks at, its own the last one: of the first allocation, then of the second, and so on.
+    /// Returns the numbers of the places that each allocation checks, grouped by allocation; its own place is the last of its group.
     pub fn checks(&self) -> &[u32] {
         &self.checks
     }
 
-    /// By allocation: where its part of [`checks`](Self::checks) ends. One without a place has none.
+    /// Returns, for each allocation, the end of its group in [`checks`](Self::checks). The group of an allocation
+    /// without a place is empty.
     pub fn check_ends(&self) -> &[u32] {
         &self.check_ends
     }
 
-    /// Numbers of the places of what lives on in the next step.
+    /// Returns the numbers of the places whose allocations live into the next step.
     pub fn carried(&self) -> &[u32] {
         &self.carried
     }
 }
 
-/// Who was last at each offset.
+/// The sweep, which tracks the last allocation at each offset.
 struct Sweep<'a> {
     step: &'a [Option<PlacedAllocation>],
-    /// By beginning: the end, and the number of the allocation, counted over both rounds. Disjoint.
+    /// By start: the end and the number of the allocation, counted over both rounds. Disjoint.
     last: BTreeMap<u32, (u32, u32)>,
-    /// Allocations that were looked at since, each with a stream that looked.
+    /// Allocations that were checked since, each with a stream that checked it.
     seen: BTreeSet<(u32, u16)>,
 }
 
 impl Sweep<'_> {
-    /// An allocation takes its place. Gives each one that was there to `before`, unless its stream looked at it already.
+    /// Processes an allocation. Passes each earlier allocation in its place to `before`, unless its stream has checked
+    /// it already.
     fn visit(&mut self, number: u32, placed: &PlacedAllocation, mut before: impl FnMut(u32)) -> Result<(), Overlap> {
         let PlacedAllocation { place, stream, .. } = *placed;
         let count = self.step.len() as u32;

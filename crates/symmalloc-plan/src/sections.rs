@@ -1,7 +1,7 @@
-//! Time cut into sections: as few as tell which rectangles overlap.
+//! Sections of time: the fewest that determine which rectangles overlap.
 //!
-//! A section is a set of rectangles that live at one moment, to which no neighbouring moment adds one. Whatever overlaps meets in
-//! one of them, and a rectangle lives in an unbroken run of sections, or in two such runs when it lives into the next step.
+//! A section is a maximal set of rectangles that live at one moment: no adjacent moment adds one. Any two overlapping rectangles
+//! share a section, and a rectangle lives in one contiguous run of sections, or in two if it lives into the next step.
 //!
 //! ```text
 //!   a ───────────────       ─────── c
@@ -14,19 +14,19 @@ use std::ops::Range;
 /// A run of sections.
 pub(crate) type Run = Range<usize>;
 
-/// Which rectangles live together. Rectangles are numbered by place in the problem.
+/// The sections of a problem and the pairs that overlap. Rectangles are numbered by index in the problem.
 pub(crate) struct Sections {
     count: usize,
-    /// By rectangle: where it lives. The second run is mostly empty.
+    /// By rectangle: its runs. The second is usually empty.
     runs: Vec<[Run; 2]>,
-    /// All overlapping ones of the first rectangle, then of the second, and so on.
+    /// Rectangles that overlap each rectangle, grouped by rectangle.
     overlaps: Vec<u32>,
-    /// By rectangle: where its part of `overlaps` begins; and the end of the last.
+    /// By rectangle: start of its group in `overlaps`, followed by the end of the last group.
     begins: Vec<usize>,
 }
 
 impl Sections {
-    /// Keeps all pairs that overlap, so it is made for few thousand rectangles.
+    /// Computes the sections. Stores all overlapping pairs, so it suits a few thousand rectangles.
     pub(crate) fn new(problem: &Problem) -> Self {
         let begins = problem.intervals().map(|it| (it.lower, true, it.owner));
         let ends = problem.intervals().map(|it| (it.upper, false, it.owner));
@@ -54,13 +54,14 @@ impl Sections {
         self.count
     }
 
-    /// Where a rectangle lives.
+    /// Returns the runs of a rectangle.
     pub(crate) fn runs(&self, rectangle: u32) -> impl Iterator<Item = Run> {
         let [first, second] = &self.runs[rectangle as usize];
         [first.clone(), second.clone()].into_iter()
     }
 
-    /// From the first section to the last: what keeps the sections in between together until the rectangle is placed.
+    /// Returns the run from a rectangle's first section to its last. Until the rectangle is placed, it connects the
+    /// sections in between.
     pub(crate) fn reach(&self, rectangle: u32) -> Run {
         let [first, second] = &self.runs[rectangle as usize];
         if second.is_empty() { first.clone() } else { first.start..second.end }
@@ -70,14 +71,14 @@ impl Sections {
         self.runs[rectangle as usize] == self.runs[other as usize]
     }
 
-    /// The rectangles that live in a section with this one.
+    /// Returns the rectangles that share a section with this one.
     pub(crate) fn overlaps(&self, rectangle: u32) -> &[u32] {
         let rectangle = rectangle as usize;
         &self.overlaps[self.begins[rectangle]..self.begins[rectangle + 1]]
     }
 }
 
-/// The overlapping ones of each rectangle, and where they begin.
+/// Returns the rectangles that overlap each rectangle, grouped by rectangle, and the start of each group.
 fn overlaps(runs: &[[Run; 2]], count: usize) -> (Vec<u32>, Vec<usize>) {
     let mut members: Vec<Vec<u32>> = vec![Vec::new(); count];
     for (rectangle, own) in (0_u32..).zip(runs) {

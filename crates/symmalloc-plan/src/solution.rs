@@ -3,7 +3,7 @@
 use crate::check::{self, PlacementError};
 use crate::problem::Problem;
 
-/// Where each rectangle goes.
+/// A placement of all rectangles of a problem.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Solution {
     offsets: Vec<u64>,
@@ -13,37 +13,37 @@ pub struct Solution {
 }
 
 impl Solution {
-    /// `least` is a height below which no placement is.
+    /// Creates a solution. `least` is a height below which no placement exists.
     pub(crate) fn new(offsets: Vec<u64>, least: u64, steps: u64, height: u64) -> Self {
         Solution { offsets, height, is_optimal: height == least, steps }
     }
 
-    /// By rectangle.
+    /// Returns the offsets by rectangle.
     pub fn offsets(&self) -> &[u64] {
         &self.offsets
     }
 
-    /// The most that any rectangle reaches: offset and size.
+    /// Returns the height: the largest end (offset plus size) of any rectangle.
     pub fn height(&self) -> u64 {
         self.height
     }
 
-    /// Whether it is known that no placement is lower: it has the height of what is live at the peak, or the exact search has
-    /// gone through all that are lower.
+    /// Returns `true` if no lower placement is known to exist: the height equals the peak of live sizes, or exact search has
+    /// ruled out all lower heights.
     pub fn is_optimal(&self) -> bool {
         self.is_optimal
     }
 
-    /// Steps that the search took.
+    /// Returns the number of steps that the search took.
     pub fn steps(&self) -> u64 {
         self.steps
     }
 
-    /// Checks that no two rectangles of the problem overlap, and that none reaches higher than [`height`](Self::height). It shares
-    /// no code with the search.
+    /// Checks that no two rectangles of the problem overlap and that none reaches above [`height`](Self::height). Shares no code
+    /// with the search.
     ///
     /// # Errors
-    /// When the solution is not one of this problem.
+    /// Returns [`PlacementError`] if this is not a solution of the problem.
     pub fn check(&self, problem: &Problem) -> Result<(), PlacementError> {
         check::check(problem, &self.offsets, self.height)
     }

@@ -6,9 +6,9 @@
 //!                          one reaches the bound: done        └─── twice the steps
 //! ```
 //!
-//! The improvement is known as squeaky wheel optimisation: what ended at the top is what had too little room, so it is placed
-//! earlier next time. What is drawn is drawn by a generator with a fixed seed. No part of the search knows how many steps there
-//! are: they end it wherever it is. So more steps are never worse.
+//! The improvement is known as squeaky wheel optimization: a rectangle that ended at the top had too little room, so it is
+//! placed earlier next time. Random choices come from a generator with a fixed seed. No part of the search depends on the
+//! number of steps: they only end it. More steps are therefore never worse.
 
 use crate::decode::{Decoded, Decoder, Fit};
 use crate::exact::{ExactSearch, Preference, Verdict};
@@ -17,22 +17,22 @@ use crate::orders::orders;
 use crate::problem::Problem;
 use crate::solution::Solution;
 
-/// How long the search may take: rectangles that are looked at. About thirty million are a second.
+/// The search budget: the number of rectangles examined, about thirty million per second.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Steps(pub u64);
 
 impl Default for Steps {
-    /// A few seconds.
+    /// Returns a budget of a few seconds.
     fn default() -> Self {
         Steps(200_000_000)
     }
 }
 
-/// What one exact search may take in the first round.
+/// Budget of one exact search in the first round.
 const FIRST_ROUND_STEPS: u64 = 50_000;
 
-/// Places the rectangles of a problem as low as the search finds in so many steps. A first placement, in order of time, takes one
-/// step for each rectangle and is made in any case, so there is always a solution.
+/// Places the rectangles of a problem as low as the search finds within `steps`. The first placement, in order of time, takes one
+/// step per rectangle and is always made, so there is always a solution.
 ///
 /// # Determinism
 /// The solution is a function of the problem and the steps, and more steps are never worse. It takes O(n log n) memory for n
@@ -58,18 +58,18 @@ pub fn solve(problem: &Problem, steps: Steps) -> Solution {
     Solution::new(decoder.by_place(&search.best), search.least, spent, search.best.height)
 }
 
-/// The best so far, and what the search may still take.
+/// The best placement so far and the remaining budget.
 struct Search<'a> {
     decoder: &'a Decoder,
     budget: u64,
-    /// Steps that may still be taken.
+    /// Remaining steps.
     left: u64,
     best: Decoded,
-    /// Of the order that is improved.
+    /// Fit of the order that is being improved.
     fit: Fit,
-    /// No placement is lower.
+    /// A height below which no placement exists.
     least: u64,
-    /// All heights are multiples of it.
+    /// Greatest common divisor of all heights.
     unit: u64,
 }
 
@@ -85,7 +85,7 @@ impl<'a> Search<'a> {
         self.left == 0 || self.best.height == self.least
     }
 
-    /// Which order was the best.
+    /// Tries all orders and returns the index of the best.
     fn try_orders(&mut self, orders: &[Vec<u32>]) -> usize {
         let mut best_order = 0;
         for fit in [Fit::Best, Fit::Lowest] {
@@ -101,7 +101,7 @@ impl<'a> Search<'a> {
         best_order
     }
 
-    /// Tries an order. Whether it is lower than the best so far, and so the best now.
+    /// Tries an order. Returns `true` if it is better than the best so far, which it then replaces.
     fn attempt(&mut self, order: &[u32], fit: Fit) -> bool {
         let decoded = self.decoder.decode(order, fit, self.best.height - 1, &mut self.left);
         let Some(lower) = decoded else { return false };
@@ -109,11 +109,11 @@ impl<'a> Search<'a> {
         true
     }
 
-    /// Tries the least height that is not ruled out, and then others between it and the best. Most problems that can be solved at
-    /// all reach the first one, so it gets most of the steps.
+    /// Tries the least height that is not ruled out, then others between it and the best. Most solvable problems reach the first
+    /// one, so it gets most of the steps.
     fn search_exactly(&mut self, exact: &mut ExactSearch, limit: u64) {
         let mut capacity = self.least;
-        // Below it heights are ruled out, or not decided in so many steps.
+        // Heights below it are ruled out or undecided within the limit.
         let mut from = self.least;
         while !self.is_over() && (from == self.least || self.best.height - from > self.best.height / 1024) {
             let limit = if capacity == self.least { limit } else { limit / 16 };
@@ -133,7 +133,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Tries each preference. What one cannot decide another one often can.
+    /// Tries each preference, because one often decides a case that another cannot.
     fn decide(&mut self, exact: &mut ExactSearch, capacity: u64, limit: u64) -> Verdict {
         for preference in Preference::ALL {
             let mut steps = limit.min(self.left);
@@ -147,7 +147,8 @@ impl<'a> Search<'a> {
         Verdict::OutOfSteps
     }
 
-    /// Places what reached the top earlier, and draws some others, until the bound is reached or so many steps are used up.
+    /// Moves the rectangles at the top to earlier positions, and some random ones, until the bound is reached or the steps
+    /// are spent.
     fn improve(&mut self, improvement: &mut Improvement, steps: u64) {
         let end = self.left.saturating_sub(steps);
         while !self.is_over() && self.left > end {
@@ -157,13 +158,14 @@ impl<'a> Search<'a> {
                 (improvement.order, improvement.failures) = (tried, 0);
             } else {
                 improvement.failures += 1;
-                // An attempt that gives up at once costs steps as well.
+                // An attempt that gives up at once must cost steps too.
                 self.left = self.left.min(left.saturating_sub(self.decoder.len() as u64));
             }
         }
     }
 
-    /// The order, with the rectangles at the top moved to an earlier place, and after failures a few others to any.
+    /// Returns the order with the rectangles at the top moved to earlier positions and, after failures, a few others
+    /// moved to any position.
     fn promoted(&self, Improvement { order, failures, random }: &mut Improvement) -> Vec<u32> {
         let mut order = order.clone();
         let top = |item: &u32| {
@@ -184,10 +186,10 @@ impl<'a> Search<'a> {
     }
 }
 
-/// The order that is improved.
+/// The state of the improvement.
 struct Improvement {
     order: Vec<u32>,
-    /// Attempts since it last became lower.
+    /// Number of attempts since the last improvement.
     failures: u64,
     random: Random,
 }
@@ -198,7 +200,7 @@ impl Improvement {
     }
 }
 
-/// Of 0 and a number the number.
+/// Returns the greatest common divisor; of 0 and a number, the number.
 fn greatest_common_divisor(mut one: u64, mut other: u64) -> u64 {
     while other > 0 {
         (one, other) = (other, one % other);
@@ -206,7 +208,7 @@ fn greatest_common_divisor(mut one: u64, mut other: u64) -> u64 {
     one
 }
 
-/// Xorshift, with a fixed seed.
+/// A xorshift generator with a fixed seed.
 struct Random(u64);
 
 impl Random {
@@ -222,7 +224,7 @@ impl Random {
 mod tests {
     use super::*;
 
-    /// 104 rectangles that fill a room completely, shuffled.
+    /// Returns 104 shuffled rectangles that fill their bounding box completely.
     fn filled() -> Problem {
         let (problem, _) = Problem::read_csv(include_bytes!("../tests/filled.csv").as_slice()).expect("a table");
         problem

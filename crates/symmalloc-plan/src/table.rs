@@ -1,5 +1,5 @@
-//! Problems and solutions as tables: CSV with the columns `id,lower,upper,size`, as `google/minimalloc` publishes problems, and
-//! `offset` behind them in a solution. The order of the columns is that of the first line.
+//! Problems and solutions as CSV tables: the columns `id,lower,upper,size`, as `google/minimalloc` publishes problems, and
+//! `offset` after them in a solution. The header line determines the order of the columns.
 
 use crate::problem::{Problem, ProblemError, Rectangle};
 use crate::solution::Solution;
@@ -7,14 +7,14 @@ use serde::{Deserialize, Serialize};
 use std::io::{Read, Write};
 use thiserror::Error;
 
-/// Why a table cannot be read or written.
+/// A table that cannot be read or written.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum TableError {
-    /// It is torn, has no such columns, or a number is none.
+    /// The table is malformed, lacks a column, or contains an invalid number, or reading or writing failed.
     #[error("the table of rectangles cannot be read or written: {0}")]
     Csv(#[from] csv::Error),
-    /// The rectangles are no problem.
+    /// The rectangles are not a valid problem.
     #[error(transparent)]
     Problem(#[from] ProblemError),
 }
@@ -39,19 +39,19 @@ struct SolvedRow<'a> {
 }
 
 impl Problem {
-    /// Reads a table. Returns the problem, and what each rectangle is called.
+    /// Reads a table. Returns the problem and the id of each rectangle.
     ///
     /// # Errors
-    /// When it is no table of rectangles; the line is named.
+    /// Returns [`TableError`] if it is not a table of valid rectangles.
     pub fn read_csv(source: impl Read) -> Result<(Self, Vec<String>), TableError> {
         let (rectangles, names) = read(source)?;
         Ok((Problem::new(rectangles)?, names))
     }
 
-    /// Reads the table of a step that is repeated after `period`: see [`Problem::periodic`].
+    /// Reads the table of a step that repeats every `period`; see [`Problem::periodic`].
     ///
     /// # Errors
-    /// When it is no table of such rectangles; the line is named.
+    /// Returns [`TableError`] if it is not a table of rectangles valid for the period.
     pub fn read_periodic_csv(period: u64, source: impl Read) -> Result<(Self, Vec<String>), TableError> {
         let (rectangles, names) = read(source)?;
         Ok((Problem::periodic(period, rectangles)?, names))
@@ -69,10 +69,10 @@ fn read(source: impl Read) -> Result<(Vec<Rectangle>, Vec<String>), csv::Error> 
 }
 
 impl Solution {
-    /// Writes the rectangles of a problem with their offsets, each under its name.
+    /// Writes the rectangles of a problem with their ids and offsets.
     ///
     /// # Errors
-    /// When the sink refuses.
+    /// Returns [`TableError`] if writing to the sink fails.
     pub fn write_csv(&self, problem: &Problem, names: &[String], sink: impl Write) -> Result<(), TableError> {
         let mut table = csv::Writer::from_writer(sink);
         for ((rectangle, id), offset) in problem.rectangles().iter().zip(names).zip(self.offsets()) {

@@ -1,4 +1,4 @@
-//! The solver against all placements of small problems, and its bad input.
+//! Tests the solver against an exhaustive search on small problems, and its handling of invalid input.
 
 use proptest::prelude::*;
 use symmalloc_plan::{PlacementError, Problem, ProblemError, Rectangle, Steps, TableError, solve};
@@ -7,7 +7,7 @@ fn rectangle() -> impl Strategy<Value = Rectangle> {
     (0..12_u64, 1..8_u64, 1..6_u64).prop_map(|(lower, life, size)| Rectangle { lower, upper: lower + life, size })
 }
 
-/// Half of them repeat a step of 12, in which rectangles live for up to a whole one.
+/// Half of the problems repeat a step of 12, in which rectangles live for up to one step.
 fn problem(count: std::ops::Range<usize>) -> impl Strategy<Value = Problem> {
     let repeated = (0..12_u64, 1..=12_u64, 1..6_u64).prop_map(|(lower, life, size)| Rectangle {
         lower,
@@ -20,7 +20,7 @@ fn problem(count: std::ops::Range<usize>) -> impl Strategy<Value = Problem> {
     ]
 }
 
-/// Whether two rectangles live at the same time: at some moment of one step, or of one of the next.
+/// Returns `true` if two rectangles live at the same time, in one step or across adjacent steps.
 fn live_together(problem: &Problem, one: Rectangle, other: Rectangle) -> bool {
     let period = problem.period().unwrap_or(0);
     let meet = |later: u64| one.lower < other.upper + later && other.lower + later < one.upper;
@@ -28,7 +28,7 @@ fn live_together(problem: &Problem, one: Rectangle, other: Rectangle) -> bool {
     meet(0) || meet(period) || meet_earlier(period)
 }
 
-/// The least height of all placements: each rectangle, in every order, as low as it goes.
+/// Returns the least height of all placements, by placing the rectangles as low as possible in every order.
 fn least_height(problem: &Problem) -> u64 {
     fn place(problem: &Problem, placed: &mut Vec<(usize, u64)>, height: u64, least: &mut u64) {
         if height >= *least {
@@ -45,7 +45,7 @@ fn least_height(problem: &Problem) -> u64 {
             }
             let it = rectangles[index];
             let mut offset = 0;
-            // As low as it goes above nothing, or above one of those that are there.
+            // The lowest offset on the bottom or on a placed rectangle.
             loop {
                 let in_the_way = placed.iter().find(|(other, at)| {
                     let other = rectangles[*other];
@@ -78,7 +78,7 @@ proptest! {
         prop_assert_eq!(solve(&problem, Steps(20_000)), solution);
     }
 
-    /// The check is no better than what it knows of overlaps, so here each pair is looked at.
+    /// `check` uses its own notion of overlap, so this test compares every pair.
     #[test]
     fn no_two_that_live_together_overlap(problem in problem(0..40), steps in 0..10_000_u64) {
         let solution = solve(&problem, Steps(steps));
@@ -98,7 +98,7 @@ proptest! {
         prop_assert!(heights.is_sorted_by(|less, more| less >= more), "{:?}", heights);
     }
 
-    /// Also where no placement reaches the bound.
+    /// Holds even if no placement reaches the bound.
     #[test]
     fn small_problems_are_solved_and_known_to_be(problem in problem(1..9)) {
         let solution = solve(&problem, Steps(100_000));
@@ -106,7 +106,7 @@ proptest! {
     }
 }
 
-/// Fills a time and a height completely: again and again something goes to the lowest place. Shuffled, so that nothing tells how.
+/// Fills a box completely by repeatedly placing a rectangle at the lowest place, and shuffles the result.
 fn filled(seed: u64) -> Problem {
     const TIMES: usize = 40;
     const HEIGHT: u64 = 10_000;
@@ -163,7 +163,8 @@ fn steps_are_a_bound_for_what_all_lives_together() {
 #[test]
 fn what_lives_into_the_next_step_keeps_its_place_there() {
     let at = |lower, upper, size| Rectangle { lower, upper, size };
-    // Each meets the one before it and the one behind it, over the end of the step as well: three need two places, five three.
+    // Each rectangle overlaps its predecessor and its successor, across the end of the step as well. A ring of four needs the
+    // height of two, and a ring of five that of three.
     let ring = |count: u64| {
         let rectangles = (0..count).map(|it| at(2 * it, 2 * it + 3, 4)).collect();
         Problem::periodic(2 * count, rectangles).expect("sane")
@@ -183,7 +184,7 @@ fn what_lives_into_the_next_step_keeps_its_place_there() {
     assert_eq!((low.height(), low.check(&two)), (3, Err(PlacementError::Overlap { first: 0, second: 1 })));
 }
 
-/// Cuts a rectangle into pieces that fill it. Such problems are the hardest: no room may be lost.
+/// Cuts a rectangle into pieces that fill it. Such problems are the hardest, because no space may be wasted.
 fn cut(lower: u64, upper: u64, height: u64, seed: &mut u64, pieces: &mut Vec<Rectangle>) {
     *seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
     let draw = *seed >> 33;

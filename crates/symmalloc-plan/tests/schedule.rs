@@ -1,10 +1,10 @@
-//! What an allocation has to look at before it takes its place, against a slow count of who is behind whom.
+//! Tests the checks of a schedule against a slow model of which allocation follows which.
 
 use proptest::prelude::*;
 use std::collections::BTreeSet;
 use symmalloc_plan::{Place, PlacedAllocation, Problem, Rectangle, Schedule, Steps, solve};
 
-/// A step of allocations with a life in allocations, a size and a stream; some have no place.
+/// A step of allocations, each with a lifetime in allocations, a size and a stream; some have no place.
 fn step(streams: u16) -> impl Strategy<Value = Vec<Option<PlacedAllocation>>> {
     let wanted = (1..20_u32, 1..6_u64, 0..streams, 0..10);
     prop::collection::vec(wanted, 1..40).prop_map(|step| {
@@ -29,10 +29,10 @@ fn step(streams: u16) -> impl Strategy<Value = Vec<Option<PlacedAllocation>>> {
     })
 }
 
-/// An allocation in one of several rounds.
+/// An allocation of one of several rounds.
 struct Made {
     placed: PlacedAllocation,
-    /// The allocations of all rounds that are over before it, for every rank that knows no more than what its stream looked at.
+    /// The allocations of all rounds that are known to be complete before it, given only its stream's checks.
     behind: BTreeSet<usize>,
 }
 
@@ -43,7 +43,7 @@ proptest! {
     fn whoever_used_a_place_is_looked_at_by_everybody_or_by_somebody_before(step in step(3)) {
         let schedule = Schedule::new(&step).expect("nothing overlaps");
         let ends = schedule.check_ends();
-        // By stream: what its next allocation is behind.
+        // By stream: the allocations that its next one follows.
         let mut behind = vec![BTreeSet::new(); 3];
         let mut made: Vec<Option<Made>> = Vec::new();
         for at in 0..4 * step.len() {
@@ -64,7 +64,7 @@ proptest! {
                     stream.extend(&it.behind);
                 }
             }
-            // What was made in the first round alone may have been looked at in a round before it.
+            // Places used in the first round may have been checked in an earlier round.
             if at >= step.len() {
                 for (before, it) in made.iter().enumerate().filter_map(|(before, made)| Some((before, made.as_ref()?))) {
                     let (one, other) = (it.placed.place, placed.place);

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  live ── destroy_pool ──► destroyed, the driver holds memory ── trim ──┐
-//!    ▲            └──────── everything is back ──────────────────────────┴──► spare ── create_pool, same config ──► live
+//!    ▲            └──────── all memory released ─────────────────────────┴──► spare ── create_pool, same config ──► live
 //!    └ kept ─────────────────────────────────────────────────┘
 //! ```
 //! Reports and trims visit *kept* pools only. For a destroyed pool, the allocator keeps an entry in its table of pools,
@@ -21,7 +21,7 @@ use crate::types::ids::{PoolId, StreamId};
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 
-/// Most histories of destroyed pools that keep their journals.
+/// Maximum number of histories of destroyed pools that keep their journals.
 const JOURNALS_MAX: usize = 64;
 
 /// The list of visited pools, and the state that remains of the others.
@@ -30,9 +30,9 @@ pub(super) struct Destroyed<L: Lock> {
     kept: Vec<PoolId>,
     /// Removed pools, for reuse by pools of the same configuration. Keyed by the digest of the configuration.
     spare: BTreeMap<u64, Vec<Arc<Pool<L>>>>,
-    /// Digests by pool and stream.
+    /// Last digests of destroyed heaps, by pool and stream.
     histories: BTreeMap<HistoryKey, Digest>,
-    /// The journals of the most recent ones, in the order of destruction.
+    /// The journals of the most recent histories, in the order of destruction.
     journals: VecDeque<(HistoryKey, Box<Journal>)>,
     /// Usage of all removed heaps.
     pub(super) usage: Usage,

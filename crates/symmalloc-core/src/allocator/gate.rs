@@ -34,8 +34,8 @@ pub(super) struct Recorder<L: Lock> {
 }
 
 thread_local! {
-    /// The allocators whose sinks this thread is in. It also holds their gates, for which another call of the same
-    /// thread would deadlock.
+    /// The allocators whose sinks this thread is in. The thread holds their gates, so another call to one of these
+    /// allocators would deadlock at the gate.
     static IN_SINKS: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -44,7 +44,7 @@ struct InSink;
 
 impl InSink {
     fn enter(number: u64) -> Self {
-        // A thread that is ending has no list any more. A sink that uses the allocator then hangs.
+        // The list is gone while a thread ends. A sink that then uses the allocator deadlocks.
         let _ending = IN_SINKS.try_with(|sinks| sinks.borrow_mut().push(number));
         InSink
     }
@@ -96,7 +96,7 @@ impl<L: Lock> Recorder<L> {
         self.is_on.load(Ordering::Acquire)
     }
 
-    /// Passes the gate, if a recording is on.
+    /// Passes the gate if a recording is active.
     pub(super) fn gate(&self) -> Gate<'_, L> {
         if !self.is_on() {
             return self.open_gate();
@@ -243,7 +243,7 @@ impl<L: Lock> Gate<'_, L> {
     /// Records the free of an allocation that was live.
     pub(super) fn note_free(&mut self, handle: Handle) {
         let Some(recording) = self.recording() else { return };
-        // Zero bytes of a pool that was destroyed before the recording began have no id in the recording.
+        // Zero-byte allocations of a pool that was destroyed before the recording began have no id in the recording.
         if let Some(id) = recording.ids.take(handle) {
             self.note(Op::Free { id });
         }
@@ -320,7 +320,7 @@ impl<L: Lock> Gate<'_, L> {
 }
 
 impl<L: Lock> Drop for Gate<'_, L> {
-    /// An op that panics is recorded in part. The recording ends and reports that.
+    /// Ends the recording if the op panicked, because the op is recorded only in part.
     fn drop(&mut self) {
         if self.state.is_some() && !self.was_panicking && std::thread::panicking() {
             self.end(RecordingEnd::Panicked);

@@ -52,7 +52,7 @@ pub trait HistorySource {
 
 impl<B: Backend, L: Lock> HistorySource for Allocator<B, L> {
     fn heap_histories(&self) -> Vec<HeapHistory> {
-        // Live ones first: a pool that is destroyed in the meantime is in both lists, never in none.
+        // Live pools first: a pool that is destroyed in the meantime is then in both lists rather than in neither.
         let pools = self.symmetric_pools().zip(0..).filter(|((id, pool), _)| pool.id() == *id);
         let heaps = pools.flat_map(|((_, pool), ordinal)| pool.heaps().map(move |heap| (ordinal, heap.lock())));
         let lived = heaps.filter(|(_, heap)| heap.has_history() && !heap.is_settled());

@@ -1,4 +1,4 @@
-//! Queries about one allocation or one address. Nothing here changes anything.
+//! Look-up of allocations and segments by handle or address, and the invariant check. Nothing here changes state.
 
 use super::Allocator;
 use super::pool::HeapGuard;
@@ -54,7 +54,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.at(address, |heap| heap.handle_at(address)).map(|(_, handle)| handle)
     }
 
-    /// Asks the heap around an address about the allocation that starts there. Returns the answer and the locked heap.
+    /// Calls `ask` with the heap that contains an address. Returns the locked heap and the answer.
     #[inline(always)]
     pub(super) fn at<T>(
         &self,
@@ -102,11 +102,11 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         })
     }
 
-    /// Checks every invariant of every heap, and that the budgets equal the
-    /// sums over heaps (`I10`). Slow; for tests. Between ops only: with another thread in the middle of one, sums may differ.
+    /// Checks every invariant of every heap, and that the budgets equal the sums over heaps (`I10`). Slow; for tests. Call it
+    /// between ops only: while another thread executes one, the sums may differ.
     ///
     /// # Errors
-    /// The first violation found, in (pool, stream) order.
+    /// Returns the first violation found, in (pool, stream) order.
     pub fn check(&self) -> Result<(), Violation> {
         let (mut held_in_all, mut segments_in_all) = (0, 0);
         for (pool, entry) in self.kept_pools() {

@@ -1,22 +1,23 @@
 //! The allocator: the interface for programs.
 //!
 //! A request finds its heap, takes the heap's lock, and is placed there as `heap/mod.rs` describes. There is one path
-//! to allocate and one to free; buffers, handles and pointers are names of the same allocation. An allocation takes
-//! these steps, and most end with the first:
+//! to allocate and one to free; buffers, handles and pointers refer to the same allocation. An allocation takes these
+//! steps, and most end with the first:
+//!
 //! ```text
 //!  1. best fit among the heap's free blocks                                             (heap/mod.rs)
 //!  2. acquire memory: fill a hole, grow, or a new segment, within the limits            (heap/obtain.rs)
 //!  3. a configured limit refused, and the request would fit within it: release free memory as `reclaim`
 //!     allows, and retry, until the request is served or nothing is left to release         (heap/trim.rs)
 //!  4. still short, or the driver refused: call the failure callback, at most `retries_max` times, and retry if it asks to
-//!  5. a typed error; the heap is as it was, and its digest includes the refusal
+//!  5. a typed error; the heap is unchanged, and its digest includes the refusal
 //! ```
 //!
 //! Step 3 is the same on every rank because limits are configured bytes. If the driver refuses, which may happen on one
 //! rank alone, nothing is released: step 3 is skipped.
 //!
 //! Statistics over all heaps and the recording are updated after a decision, at the end of `place` and of `free`. They
-//! decide nothing. While a recording is on, ops pass its gate one at a time.
+//! decide nothing. While a recording is active, ops pass its gate one at a time.
 
 mod destroyed;
 mod gate;
@@ -104,18 +105,19 @@ pub struct Allocator<B: Backend, L: Lock = Exclusive> {
     /// Number of registered streams. Written under the lock of the clocks.
     streams: AtomicU32,
     pools: Registry<Arc<Pool<L>>>,
-    /// The last lock in the lock order.
+    /// Destroyed pools. Its lock is the last in the lock order.
     destroyed: L::Cell<Destroyed<L>>,
     heaps: Registry<Arc<HeapCell<L>>>,
     /// Hints for the look-up by address.
     hints: Option<HeapHints>,
     /// Usage over all heaps. Counted only if one thread drives the allocator; many threads would contend here.
     usage: L::Cell<TotalUsage>,
-    /// Held while a scope is opened or closed, and while a heap is created, so that every heap has every open scope.
+    /// Number of open statistics scopes. The lock is held while a scope opens or closes and while a heap is created, so
+    /// that every heap has every open scope.
     open_scopes: L::Cell<usize>,
-    /// Held while a pool's observers change, while a pool is destroyed, and while a heap is created, so that every heap
-    /// has its pool's observers and none is created in a destroyed pool. Taken before `open_scopes`, and both before
-    /// any heap.
+    /// The observers of all pools. The lock is held while a pool's observers change, while a pool is destroyed, and
+    /// while a heap is created, so that every heap has its pool's observers and none is created in a destroyed pool.
+    /// Taken before `open_scopes`, and both before any heap's lock.
     observers: L::Cell<Observers>,
     failure_callback: L::Cell<Option<FailureCallback<B, L>>>,
     /// Numbers the ops of symmetric pools, for agreement. Not in any digest.
@@ -166,12 +168,12 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         })
     }
 
-    /// The backend.
+    /// Returns the backend.
     pub fn backend(&self) -> &B {
         &self.context.backend
     }
 
-    /// The configuration.
+    /// Returns the configuration.
     pub fn config(&self) -> &Config {
         &self.config
     }
@@ -228,7 +230,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.place(pool, stream, size_bytes, Some(name), None)
     }
 
-    /// Allocates in all steps, with the gate that is held while a recording is on.
+    /// Allocates in all steps, with the gate that is held while a recording is active.
     #[inline(always)]
     fn place<'a>(
         &'a self,
@@ -352,7 +354,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// it.
     ///
     /// # Errors
-    /// See [`allocate`](Self::allocate); the heap then holds what it held before.
+    /// See [`allocate`](Self::allocate); the heap's memory is then unchanged.
     pub fn reserve(&self, pool: PoolId, stream: StreamId, size_bytes: u64) -> Result<(), ReserveError> {
         if size_bytes > SEGMENT_BYTES_MAX {
             return Err(AllocateError::TooLarge { requested_bytes: size_bytes });

@@ -1,4 +1,5 @@
-//! Observers of a pool's segments. [`crate::history::segment_log`] describes what they read, and when.
+//! Observers of a pool's segments. [`crate::history::segment_log`] describes the events that they read and their
+//! timing.
 
 use super::Allocator;
 use super::pool::{HeapCell, HeapGuard, Pool};
@@ -26,8 +27,8 @@ pub struct Unread {
 impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Starts to observe a pool. Returns the observer and, as births, the existing segments.
     ///
-    /// From now on, removed segments of the pool keep their memory until the observer has acknowledged their death, and
-    /// expandable segments do not shrink.
+    /// From then on, removed segments of the pool keep their memory until the observer has acknowledged their death,
+    /// and expandable segments do not shrink.
     ///
     /// # Errors
     /// When the pool is unknown.

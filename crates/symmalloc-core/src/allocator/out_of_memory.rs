@@ -26,7 +26,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         *self.failure_callback.lock() = Some(Arc::new(callback));
     }
 
-    /// The out-of-memory path: steps 3 to 5 of the [module documentation](self).
+    /// Runs steps 3 to 5 of the [module documentation](self).
     #[cold]
     #[inline(never)]
     #[allow(clippy::boxed_local, reason = "the callers have a box, and moving what is in it costs them a copy")]
@@ -75,8 +75,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
                 _ => false,
             };
             let after = if can_help && may_reclaim {
-                // Free memory next to the request's place may have been released. Then more is missing than before, and
-                // is released too. If less than the missing amount was released, there is no more.
+                // Free memory next to the request's place may have been released. More is then missing than before, and
+                // the next round releases that too. If less than the missing amount was released, there is no more.
                 may_reclaim = self.reclaim(entry, heap, bytes(missing), gate) >= bytes(missing);
                 unsaid.push(bytes(missing));
                 "reclaim"
@@ -115,7 +115,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     /// Step 3: releases what `reclaim` allows, up to the missing amount. Returns the released bytes. Memory that the
-    /// driver does not take back counts as reserved, and the driver is not asked again: 0.
+    /// driver does not take back counts as reserved; the driver is not asked again, and the result is 0.
     fn reclaim(&self, entry: &Pool<L>, heap: &HeapCell<L>, missing_bytes: u64, gate: &mut Gate<'_, L>) -> u64 {
         let goal_bytes = Some(missing_bytes);
         let released = match entry.config.reclaim() {
@@ -181,7 +181,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
     }
 
-    /// Step 5.
+    /// Step 5: records the refusal and returns the error.
     fn refuse(
         &self,
         heap: &HeapCell<L>,

@@ -85,7 +85,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if sleep.is_changing {
             return Err(PoolError::Sleeping { pool });
         }
-        // All heaps at once, so that no other thread allocates between the check and the destruction.
+        // Locks all heaps together, so that no other thread allocates between the check and the destruction.
         let mut heaps: Vec<_> = entry.heaps().map(LockCell::lock).collect();
         let allocations = heaps.iter().map(|heap| heap.usage().allocations()).sum();
         if allocations > 0 {
@@ -141,7 +141,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(StreamId(id))
     }
 
-    /// Number of registered streams.
+    /// Returns the number of registered streams.
     pub fn stream_count(&self) -> u32 {
         self.streams.load(Ordering::Acquire)
     }

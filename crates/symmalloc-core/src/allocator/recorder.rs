@@ -47,8 +47,8 @@ pub struct Recorded {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StartRecordingError {
-    /// A recording is already on.
-    #[error("the allocator is recorded already: stop that recording first")]
+    /// A recording is already active.
+    #[error("a recording is already active: stop it first")]
     AlreadyRecording,
     /// The allocator was used before.
     #[error(
@@ -62,7 +62,7 @@ pub enum StartRecordingError {
         ops: u64,
     },
     /// The sink used the allocator.
-    #[error("the sink used the allocator that it is to record: keep records in host memory or in a file")]
+    #[error("the sink used the allocator while the recording began: keep records in host memory or in a file")]
     Reentered,
     /// The sink refused to begin.
     #[error("the recording's sink cannot begin: {0}")]
@@ -73,11 +73,11 @@ pub enum StartRecordingError {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RecordingError {
-    /// No recording is on.
-    #[error("nothing is recorded: call start_recording first")]
+    /// No recording is active.
+    #[error("no recording is active: call start_recording first")]
     NotRecording,
     /// The sink itself made the call.
-    #[error("the sink of the recording cannot stop it: return an error from the sink instead")]
+    #[error("the recording's sink cannot stop it: return an error from the sink instead")]
     InSink,
     /// The recording ended before it was stopped.
     #[error("the recording ended after {records} records, because {source}")]
@@ -96,11 +96,11 @@ pub enum RecordingEnd {
     /// The sink failed. The recording is incomplete.
     #[error("its sink failed: {0}")]
     Sink(#[source] SinkError),
-    /// The driver failed in the middle of an op and left a state that no op leads to.
+    /// The driver failed in the middle of an op and left a state that no op can reproduce.
     #[error("the driver failed in the middle of an op: {0}")]
     Driver(#[source] BackendError),
-    /// A pool was restored: no op leads to its state.
-    #[error("{pool} was restored: no op leads to a restored state")]
+    /// A pool was restored, and no op can reproduce its state.
+    #[error("{pool} was restored: no op can reproduce a restored state")]
     Restored {
         /// The pool.
         pool: PoolId,

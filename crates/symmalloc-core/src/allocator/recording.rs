@@ -1,7 +1,7 @@
 //! Recording: the ops and decisions of a running allocator, as [`Record`]s for a [`Sink`].
 //!
 //! A recording can be replayed: the same ops on an allocator of the same configuration get the same placements and
-//! digests. To guarantee this for a program with many threads, ops pass one at a time while a recording is on:
+//! digests. To guarantee this for a program with many threads, ops pass one at a time while a recording is active:
 //!
 //! ```text
 //!   thread 1 ── allocate ──┐ gate                       heaps as always          sink
@@ -9,21 +9,21 @@
 //!   thread 3 ── wait ──────┘  ║
 //! ```
 //!
-//! So the order of the records is one in which the ops took effect, in each heap and between heaps, including limits
-//! that heaps share. Ops that were refused without changing any digest (an unknown stream, a stale handle) are not
-//! recorded.
+//! The order of the records is therefore one in which the ops took effect, within each heap and across heaps, including
+//! limits that heaps share. Ops that were refused without changing any digest (an unknown stream, a stale handle) are
+//! not recorded.
 //!
-//! The gate is a lock before all others. While nothing is recorded it is open, and an op reads one flag.
+//! The gate comes before all other locks. While nothing is recorded it is open, and an op reads one flag.
 //!
-//! | what happens | its records |
+//! | event | records |
 //! |---|---|
 //! | an allocation | `Allocate` with its placement and its name |
-//! | an allocation or a reservation that is refused | what was given back for it (`Reclaim`), then `Refuse` |
-//! | the failure callback is asked | what was given back before (`Reclaim`), the callback's own ops, then as above |
-//! | a free that crosses the release threshold, memory given back for an allocation that then fits | nothing more: replay does the same |
+//! | a refused allocation or reservation | a `Reclaim` for each attempt to release memory for it, then `Refuse` |
+//! | a call of the failure callback | a `Reclaim` for each earlier attempt, the callback's own ops, then as above |
+//! | memory released by a free above the threshold, or for an allocation that then fits | none: replay does the same |
 //!
 //! A sink that fails ends the recording, never an op: the error waits for [`Allocator::stop_recording`], and `tracing` gets
-//! one event (`recording.ended`). The same happens when something comes that no record can say, see [`RecordingEnd`].
+//! one event (`recording.ended`). The same happens at an event that no record can represent, see [`RecordingEnd`].
 
 pub use super::recorder::{Recorded, RecordingEnd, RecordingError, Sink, SinkError, StartRecordingError};
 

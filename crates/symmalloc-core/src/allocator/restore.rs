@@ -1,4 +1,5 @@
-//! Restores a [`Layout`]: the pool returns to its state when the layout was saved, and so has the same future.
+//! Restores a [`Layout`]: the pool returns to its state when the layout was saved, so that the same ops get the same
+//! placements again.
 //!
 //! | pool | effect of a restore | used by |
 //! |---|---|---|
@@ -13,10 +14,10 @@
 //!           then    │ a │  b  │ free │ c │ free │
 //! ```
 //!
-//! Everything that can be refused is refused before anything changes. The driver's calls come next, and then the
-//! tables, which cannot fail. A rejoin that the driver refuses leaves the pool fresh. A rewind cannot undo what it
-//! released, so a driver that fails in the middle leaves a consistent pool whose digests record the failure, and which
-//! can be restored again.
+//! All checks that can refuse a restore run before any change. The driver's calls come next, and then the tables, which
+//! cannot fail. A rejoin that the driver refuses leaves the pool fresh. A rewind cannot undo what it released, so a
+//! driver that fails in the middle leaves a consistent pool whose digests record the failure, and which can be restored
+//! again.
 //!
 //! The memory of a restored allocation contains whatever was written there in the meantime. Its stream waits for the
 //! earlier users on the device, as in `allocate`. Nothing is unmapped before its users are synchronized.
@@ -126,7 +127,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             self.heap_for(pool, saved.stream.unwrap_or_default())?;
         }
         let observers = self.observers.lock().count(pool);
-        // All heaps at once: a result of the checks of one heap must still hold when the last one changes.
+        // Locks all heaps together, so that the checks of one heap still hold when the last one changes.
         let mut guards: Vec<_> = entry.heaps().map(LockCell::lock).collect();
         let mut heaps: Vec<_> = guards.iter_mut().map(|heap| Saved::find(heap, layout)).collect();
         let outcome = if is_fresh { self.rejoin(&mut heaps) } else { self.rewind(observers, &mut heaps) };
@@ -157,7 +158,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.check_it_fits(pool, entry, layout)?;
         let mut guards: Vec<_> = entry.heaps().map(LockCell::lock).collect();
         let mut heaps: Vec<_> = guards.iter_mut().map(|heap| Saved::find(heap, layout)).collect();
-        // Observers need not be asked: nothing is released.
+        // Observers do not matter, because nothing is released.
         let plans =
             heaps.iter().map(|saved| saved.heap.plan_rewind(&saved.layout, 0)).collect::<Result<Vec<_>, _>>()?;
         for (Saved { heap, .. }, plan) in heaps.iter_mut().zip(&plans) {
@@ -217,7 +218,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         gate.note_revival(pool, revived);
     }
 
-    /// Checks everything that needs no look at blocks.
+    /// Performs the checks that do not depend on blocks.
     fn check_it_fits(&self, pool: PoolId, entry: &Pool<L>, layout: &Layout) -> Result<(), RestoreError> {
         entry.check_layout_holds(pool)?;
         if *layout.config() != entry.config {

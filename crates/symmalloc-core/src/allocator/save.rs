@@ -1,4 +1,4 @@
-//! Saves a [`Layout`]: the state that determines a pool's future.
+//! Saves a [`Layout`]: all state on which a pool's later decisions depend.
 
 use super::Allocator;
 use crate::config::op::NAME_BYTES_MAX;
@@ -24,7 +24,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn save_layout(&self, pool: PoolId) -> Result<Layout, LayoutError> {
         let entry = self.pool(pool)?;
         entry.check_layout_holds(pool)?;
-        // All heaps at once, so that the layout represents one moment.
+        // Locks all heaps together, so that the layout represents one moment.
         let heaps: Vec<_> = entry.heaps().map(LockCell::lock).collect();
         if heaps.iter().any(|heap| heap.has_stitched()) {
             return Err(LayoutError::Stitched { pool });

@@ -1,6 +1,6 @@
 //! Sleep and wake of a pool, in steps between which other code can act. See [`crate::sleep`].
 //!
-//! A failed step, and a dropped guard, leave the pool as it was: awake with its memory, or asleep without. Locks are
+//! A failed step or a dropped guard leaves the pool unchanged: awake with its memory, or asleep without it. Locks are
 //! held while tables are read and changed, but not while the device or the host copies: other threads may free in the
 //! meantime.
 
@@ -30,7 +30,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// its outcome.
     ///
     /// # Errors
-    /// See [`SleepError`]; the pool is as it was, except after [`SleepCause::Held`]. An observer of a pool may have
+    /// See [`SleepError`]; the pool is unchanged, except after [`SleepCause::Held`]. An observer of a pool may have
     /// windows on its memory, so an observed pool sleeps through [`quiesce`](Self::quiesce) instead.
     pub fn sleep(&self, pool: PoolId, contents: Contents) -> Result<Slept, SleepError> {
         let observers = self.observer_count(pool);
@@ -44,7 +44,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// awake.
     ///
     /// # Determinism
-    /// An op, like [`sleep`](Self::sleep).
+    /// This is an op, like [`sleep`](Self::sleep).
     ///
     /// # Errors
     /// See [`SleepError`]; the pool stays asleep, nothing is lost, and another attempt may succeed.
@@ -56,7 +56,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// saves the contents to keep. Its memory exists until [`Quiesced::unmap`].
     ///
     /// # Errors
-    /// See [`sleep`](Self::sleep); the pool is as it was.
+    /// See [`sleep`](Self::sleep); the pool is unchanged.
     pub fn quiesce(&self, pool: PoolId, contents: Contents) -> Result<Quiesced<'_, B, L>, SleepError> {
         self.try_quiesce(pool, contents).map_err(|cause| SleepError { pool, cause })
     }

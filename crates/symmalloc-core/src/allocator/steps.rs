@@ -13,9 +13,9 @@ use crate::types::backend::Backend;
 use crate::types::ids::PoolId;
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
-    /// Begins a step of a pool: a part of the program that repeats, for example a training step. From now on, each heap
-    /// of the pool compares its requests with its plan of this key. A heap that learns and has no plan of this key logs
-    /// them instead. Call it at the same point of the program on every rank, while no other thread uses the pool.
+    /// Begins a step of a pool: a part of the program that repeats, for example a training step. From then on, each
+    /// heap of the pool compares its requests with its plan of this key. A heap that learns and has no plan of this key
+    /// logs them instead. Call it at the same point of the program on every rank, while no other thread uses the pool.
     ///
     /// Steps with the same `key` are alike. The key can be the shape of a batch or a bucket of sequence lengths; use 0
     /// if all steps are alike.
@@ -38,7 +38,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     /// Ends the step of a pool and reports how far it followed its plan. In a pool with `plan:learn`, this may take
-    /// seconds if a step that came twice alike is planned now.
+    /// seconds if it plans a step that has now occurred twice.
     ///
     /// # Errors
     /// When the pool is unknown, or no step of it is open.
@@ -72,8 +72,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// The plan is part of the heap's digest: agreement detects ranks that adopt different plans.
     ///
     /// # Errors
-    /// See [`PlanError`]. A plan that does not fit this pool changes nothing. If there is no memory for it, the heap
-    /// has no plans any more and continues without.
+    /// See [`PlanError`]. A plan that does not fit this pool changes nothing. If there is no memory for it, the heap no
+    /// longer has plans and continues without.
     pub fn adopt_plan(&self, pool: PoolId, plan: Plan) -> Result<(), PlanError> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;

@@ -2,7 +2,7 @@
 //!
 //! A free block's position in the order is its [`FreeKey`]: (size, sequence, offset), most significant first. The
 //! stream, D2's first criterion, is constant within a heap. The best fit is the least key whose size is at least the
-//! request. So the answer depends on the set of free blocks and not on the order in which they became free: the index
+//! request. The answer thus depends on the set of free blocks and not on the order in which they became free: the index
 //! is canonical.
 //!
 //! ```text
@@ -30,9 +30,9 @@ use std::collections::BTreeSet;
 
 /// Every power of two is divided into 2^MANTISSA_BITS bins.
 const MANTISSA_BITS: u32 = 3;
-/// Bins of one size class: one more than the bin of the largest size.
+/// Number of bins of one size class: one more than the bin number of the largest size.
 const BIN_COUNT: usize = 256;
-/// Words of the bitmap for one size class.
+/// Number of bitmap words for one size class.
 const WORD_COUNT: usize = BIN_COUNT / 64;
 const _: () = assert!(SENTINELS == 2 * BIN_COUNT);
 
@@ -47,13 +47,13 @@ const NEXT: usize = 1;
 /// The links of a block in no list, and of the sentinel of a long bin.
 const UNLINKED: [Slot; 2] = [NONE, NONE];
 
-/// A bin's number is the slot of its sentinel.
+/// A bin, identified by the slot of its sentinel.
 type Bin = Slot;
 
 /// Returns the bin of a size within its class. The smallest sizes leave some bins unused.
 #[inline]
 fn bin_in_class(size: Units) -> Bin {
-    // With three more bits at its end, the smallest size too has a leading one and three bits behind it.
+    // With three more low bits, even the smallest size has a leading one and three bits behind it.
     let wide = u64::from(size) << MANTISSA_BITS | ((1 << MANTISSA_BITS) - 1);
     let shift = wide.ilog2() - MANTISSA_BITS;
     // The exponent selects the power of two, and the bits behind the leading one select the bin in it.
@@ -85,7 +85,7 @@ pub(crate) struct FreeIndex {
 }
 
 impl Block {
-    /// The key by which two free blocks of a heap are ordered.
+    /// Returns the key by which the free blocks of a heap are ordered.
     #[inline(always)]
     fn rank(&self) -> u128 {
         (u128::from(self.size) << 64) | u128::from(self.location.word())
@@ -99,7 +99,7 @@ impl FreeIndex {
     pub(crate) fn best_fit(&self, blocks: &[Block], class: SizeClass, size: Units) -> Option<Slot> {
         let bin = self.occupied_from(class, bin_in_class(size))?;
         let first = blocks[bin as usize].links[NEXT];
-        // Every block of a later bin than the size's own is large enough.
+        // Every block of a bin after the size's own is large enough.
         match blocks.get(first as usize) {
             Some(block) if block.size >= size => Some(first),
             Some(_) => self.best_fit_from(blocks, class, bin, size),

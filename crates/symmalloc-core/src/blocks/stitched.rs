@@ -1,16 +1,16 @@
 //! Stitched ranges: addresses that map memory a second time.
 //!
-//! A heap's memory lies in its own segments, its *home*. A stitched range is a segment too, but without its own memory:
-//! its granules are mapped onto granules at home, in any order.
+//! A heap's memory lies in ordinary segments, its *home*. A stitched range is a segment without memory: its granules
+//! are mapped onto home granules, in any order.
 //!
 //! ```text
 //!  home      │ a │ 1 │ 2 │   b   │ 3 │ 4 │ 5 │ c │
 //!                └───┴───────────┴───┴───┴───┴─────── blocks that are elsewhere, a granule each
 //!  stitched  │ 3   4   5   1   2 │                    one block, free or in use
 //! ```
-//! A granule of memory may be mapped into any number of stitched ranges. It is allocated or free under exactly one of
-//! its addresses. Under the others, a block that is [`Elsewhere`](crate::blocks::table::BlockState::Elsewhere) covers
-//! it.
+//! A granule of memory may be mapped into any number of stitched ranges. It is in use, or free, at exactly one of its
+//! addresses; at the others it is covered by a block that is
+//! [`Elsewhere`](crate::blocks::table::BlockState::Elsewhere).
 
 use crate::types::ids::StreamId;
 use crate::types::units::{Units, bytes};

@@ -1,4 +1,4 @@
-//! The block table holds every block and every segment of one heap, and how the blocks tile the segments.
+//! The block table: every block and every segment of one heap, and their tiling.
 //!
 //! There are three nouns. A **segment** is one reservation of device memory. A **block** is a contiguous part of one
 //! segment; the blocks of a segment form a doubly linked ring in offset order that tiles it without gap or overlap. A
@@ -9,14 +9,14 @@
 //!  segment 3   ┌───────────┬──────┬──────────────┬──────────┬───────────────┐
 //!       edge ◄─┤ allocated │ free │  allocated   │   hole   │     free      ├─► edge     (addresses reserved, not mapped)
 //!              └───────────┴──────┴──────────────┴──────────┴───────────────┘
-//!              0           no two free neighbours: they are merged at once  end
+//!              0           no two free neighbors: they are merged at once   end
 //! ```
-//! The ring begins and ends with the segment's *edge*, a slot that holds no block. So a block always has a neighbor on
-//! both sides, and no code tests for the first or last block.
+//! The ring begins and ends with the segment's *edge*, a slot that holds no block. A block thus always has a neighbor
+//! on both sides, and no code checks if it is the first or the last.
 //!
-//! The slot of a block is part of a [`Handle`](crate::types::handle::Handle), and so is the serial of the allocation,
-//! which detects a handle to a reused slot. The table only links and unlinks. The heap keeps the free index consistent
-//! with it, and nothing here calls the backend.
+//! The slot of a block is part of a [`Handle`](crate::types::handle::Handle). Another part is the serial of the
+//! allocation, which detects a handle to a reused slot. The table only links and unlinks blocks: the heap keeps the
+//! free index consistent, and nothing here calls the backend.
 //!
 //! Segments are stored in a [`Slab`]. Blocks are stored in a vector whose vacant slots are linked, as in a slab. Most
 //! pairs of `allocate` and `free` create and remove a block, and a slab moves whole blocks in and out and checks every
@@ -116,7 +116,7 @@ pub(crate) enum BlockState {
         serial: NonZeroU64,
     },
     Free {
-        /// The stream that used it last. In a heap of one stream, always that stream.
+        /// The stream that used it last. Constant in a heap of one stream.
         stream: StreamId,
         /// The end of that use, on the stream's logical clock.
         since: Tick,

@@ -87,7 +87,7 @@ pub enum PoolError {
         observers: u32,
     },
     /// The pool is falling asleep or waking.
-    #[error("a sleep or wake of {pool} is under way: wait for its end")]
+    #[error("a sleep or wake of {pool} is in progress: wait until it ends")]
     Sleeping {
         /// The pool.
         pool: PoolId,
@@ -111,7 +111,7 @@ pub enum AllocateError {
     #[error(transparent)]
     Sleeps(#[from] PoolSleeps),
     /// The request exceeds the largest segment.
-    #[error("{} is more than a segment can have ({})", Amount(*requested_bytes), Amount(SEGMENT_BYTES_MAX))]
+    #[error("{} exceeds the maximum size of a segment ({})", Amount(*requested_bytes), Amount(SEGMENT_BYTES_MAX))]
     TooLarge {
         /// Requested bytes.
         requested_bytes: u64,
@@ -130,7 +130,7 @@ pub enum AllocateError {
     },
 }
 
-/// The error of `reserve`. The heap holds what it held before.
+/// The error of `reserve`. The heap's memory is unchanged.
 pub type ReserveError = AllocateError;
 
 /// A failed allocation, with the state of the memory.
@@ -199,7 +199,7 @@ pub enum OutOfMemoryCause {
         segment_bytes: u64,
     },
     /// The driver refused. Other ranks may have succeeded.
-    #[error("the driver refused ({0}): trim, free what is not needed, or set a limit")]
+    #[error("the driver refused ({0}): trim, free unused memory, or set a limit")]
     Driver(BackendError),
 }
 
@@ -226,7 +226,7 @@ pub enum Remedy {
         free_bytes: u64,
     },
     /// The free bytes are in several parts of segments that can be neither expanded nor stitched.
-    #[error("{} are free in pieces: trim at a quiet point, or allocate what lives long first", Amount(*free_bytes))]
+    #[error("{} are free in pieces: trim at a quiet point, or allocate long-lived memory first", Amount(*free_bytes))]
     Trim {
         /// Free bytes of the pool.
         free_bytes: u64,
@@ -244,13 +244,13 @@ pub enum HandleError {
         handle: Handle,
     },
     /// The handle does not belong to this allocator.
-    #[error("{handle} is not of this allocator: use the allocator that gave it")]
+    #[error("{handle} does not belong to this allocator: use the allocator that returned it")]
     Foreign {
         /// The given handle.
         handle: Handle,
     },
     /// No live allocation is at this address.
-    #[error("no live allocation at {:#x}: it was freed already, or is not this allocator's", .address.0)]
+    #[error("no live allocation at {:#x}: it was freed already or belongs to another allocator", .address.0)]
     UnknownAddress {
         /// The given address.
         address: DeviceAddress,
@@ -299,7 +299,7 @@ pub enum TrimError {
     #[error(transparent)]
     Unknown(#[from] UnknownError),
     /// The driver failed after `released_bytes` were released.
-    #[error("the driver failed after {} went back, trim again later: {error}", Amount(*released_bytes))]
+    #[error("the driver failed after {} were released, trim again later: {error}", Amount(*released_bytes))]
     Backend {
         /// Released bytes.
         released_bytes: u64,

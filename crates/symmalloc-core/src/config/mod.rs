@@ -1,4 +1,4 @@
-//! Configuration: a program's choices as values and as text, the rules that follow from them, and their errors.
+//! Configuration: the program's choices as values and as text, the rules that follow from them, and their errors.
 
 pub mod errors;
 pub(crate) mod nearest;

@@ -1,7 +1,7 @@
 //! The vocabulary of ops. An [`Op`] is one call of a program to the allocator.
 //!
 //! An op is a step of a test, an input of a fuzzer, a line of a trace, a unit of replay and of a benchmark, and the
-//! content of a bug report. So a failure anywhere can be saved and repeated everywhere.
+//! content of a bug report. A failure in any of these can therefore be saved and repeated in all others.
 //!
 //! Ops use logical ids only. No op carries an address, a raw handle or a time.
 
@@ -31,7 +31,8 @@ pub enum Op {
         /// The pool's policy.
         config: Box<PoolConfig>,
     },
-    /// The program destroys a pool. Everything in it must be free, and its memory goes back to the device.
+    /// The program destroys a pool. All of its allocations must be freed first, and its memory is released to the
+    /// device.
     DestroyPool {
         /// The pool.
         pool: PoolId,

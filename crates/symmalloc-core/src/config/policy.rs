@@ -65,13 +65,13 @@ impl Default for SegmentPolicy {
 pub struct FixedSegments {
     /// Blocks of at least this many bytes are never split (`max_split_size_mb`). `None`: no bound.
     pub max_split_size_bytes: Option<u64>,
-    /// Most bytes by which an unsplittable block may exceed the request (`max_non_split_rounding_mb`).
+    /// Maximum number of bytes by which an unsplittable block may exceed the request (`max_non_split_rounding_mb`).
     pub max_non_split_rounding_bytes: u64,
     /// The segment for requests between 1 and 10 MiB (`large_segment_size_mb`); a multiple of 2 MiB, more than 10 MiB.
     pub large_segment_bytes: u64,
     /// Every allocation has its own segment of its size in whole granules (`unsplit`). The other settings and PyTorch's
-    /// sizes have no effect then. A free segment serves requests of its own size alone. For memory that is registered
-    /// piece by piece.
+    /// sizes have no effect then. A free segment serves only requests of exactly its size. For memory that is
+    /// registered piece by piece.
     pub unsplit: bool,
 }
 
@@ -233,7 +233,7 @@ settings! {
     streams: StreamPolicy,
     /// `true` if all ranks must place alike in this pool. Only symmetric pools are compared between ranks.
     symmetric: bool,
-    /// The most device memory the pool may hold, in bytes.
+    /// The maximum device memory that the pool may hold, in bytes.
     limit_bytes: Option<u64>,
     /// A heap with more free bytes than this after a free releases its free memory (CUDA's release threshold).
     release_threshold_bytes: Option<u64>,
@@ -377,14 +377,15 @@ impl Config {
 
 settings! {
     Config, ConfigBuilder:
-    /// The most device memory all pools together may hold, in bytes.
+    /// The maximum device memory that all pools together may hold, in bytes.
     limit_bytes: Option<u64>,
-    /// Most retries of one allocation that the failure callback may request.
+    /// Maximum number of retries of one allocation that the failure callback may request.
     retries_max: u32,
     /// Look-up of allocations by device pointer.
     pointer_lookup: PointerLookup,
     /// Number of ops that each heap of a symmetric pool remembers, so that agreement can name the first one that
-    /// differs: 32 bytes each, and up to 112 more if the allocation has a name. 0: none. Decides no placement.
+    /// differs: 32 bytes each, and up to 112 more if the allocation has a name. 0 disables the history. Has no effect
+    /// on placements.
     history_ops: u32,
 }
 
@@ -441,14 +442,14 @@ pub enum ConfigError {
         value: u64,
     },
     /// A tag is empty, too long, or has other characters.
-    #[error("a tag has 1 to 24 lower-case letters, digits, `_` and `-`")]
+    #[error("a tag must consist of 1 to 24 lower-case letters, digits, `_` and `-`")]
     NotATag,
     /// A pool with a quota neither grows nor shrinks by itself.
-    #[error("growth 0 gives a quota: say streams:shared, and leave stitching, plan and release_threshold out")]
+    #[error("growth 0 sets a quota: use streams:shared, and omit stitching, plan and release_threshold")]
     HasQuota,
     /// Memory that may be registered, or has fixed sizes, is not stitched.
     #[error(
-        "{} is not stitched: remove stitching, or use another pool, with expandable segments",
+        "{} cannot be stitched: remove stitching, or use another pool, with expandable segments",
         if *symmetric { "a symmetric pool" } else { "a pool of fixed or reserved segments" }
     )]
     NotStitched {

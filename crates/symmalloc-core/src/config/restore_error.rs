@@ -25,7 +25,7 @@ pub enum LayoutError {
     /// Dead segments still count toward the limits, and a layout cannot represent them. In a restore, only those that
     /// observers hold.
     #[error(
-        "{retired_bytes} bytes of dead segments of {pool} are not back on the device: let the observers acknowledge, or trim"
+        "{retired_bytes} bytes of dead segments of {pool} are not released yet: let the observers acknowledge, or trim"
     )]
     Retired {
         /// The pool.
@@ -35,7 +35,7 @@ pub enum LayoutError {
     },
     /// The pool is in a step, or has plans or is learning some, which a layout cannot represent.
     #[error(
-        "{pool} is in a step, has plans or learns some, which a layout cannot hold: end the step, and call drop_plans"
+        "{pool} is in a step, has plans or learns them, which a layout cannot represent: end the step, and call drop_plans"
     )]
     Planned {
         /// The pool.
@@ -52,7 +52,9 @@ pub enum RestoreError {
     #[error(transparent)]
     Unknown(#[from] UnknownError),
     /// The pool's configuration differs from the saved one.
-    #[error("the layout is of a pool `{saved}`, this one is `{here}`: create it with the saved configuration")]
+    #[error(
+        "the layout was saved from a pool with `{saved}`, but this pool has `{here}`: create it with the saved configuration"
+    )]
     Config {
         /// The saved pool's configuration.
         saved: Box<PoolConfig>,
@@ -61,7 +63,7 @@ pub enum RestoreError {
     },
     /// The backend has another granularity, or the allocator has another limit over all pools.
     #[error(
-        "the layout was saved with a {key} of {}, here it is {}: use the saved one",
+        "the layout was saved with a {key} of {}, but here it is {}: use the saved value",
         limit(saved_bytes),
         limit(here_bytes)
     )]
@@ -78,8 +80,8 @@ pub enum RestoreError {
     State(#[from] LayoutError),
     /// A live allocation is not in the layout, or has another size, request or stream there.
     #[error(
-        "an allocation of {requested_bytes} bytes at {placement} on {stream} in {pool}{} is live, but not as the layout \
-         has it: free it first",
+        "an allocation of {requested_bytes} bytes at {placement} on {stream} in {pool}{} is live but differs from \
+         the layout: free it first",
         name.as_ref().map_or_else(String::new, |name| format!(", {name:?},"))
     )]
     UnknownLive {
@@ -96,8 +98,8 @@ pub enum RestoreError {
     },
     /// Memory of the layout was released to the device, so its old addresses are no longer valid.
     #[error(
-        "{size_bytes} bytes at {segment}@{offset_bytes} in {pool} ({}) are not there any more: do not trim a pool \
-         that is to be restored; a restarted rank restores before its first op",
+        "{size_bytes} bytes at {segment}@{offset_bytes} in {pool} ({}) are no longer mapped: do not trim a pool \
+         before restoring it; on a restarted rank, restore before the first op",
         heap(stream)
     )]
     Gone {
@@ -112,10 +114,10 @@ pub enum RestoreError {
         /// Missing bytes there.
         size_bytes: u64,
     },
-    /// Memory was acquired in the meantime, and an observer knows of it. Logged events cannot be undone.
+    /// Memory was acquired in the meantime, and an observer was notified of it. Logged events cannot be undone.
     #[error(
-        "{segment} of {pool} ({}) was born or grew since the layout was saved, and {observers} observers know of it: \
-         forget them first, and observe the pool anew afterwards",
+        "{segment} of {pool} ({}) was created or grew after the layout was saved, and {observers} observers have been \
+         notified of it: forget them first, and observe the pool again afterward",
         heap(stream)
     )]
     Observed {

@@ -15,11 +15,11 @@ pub struct Stitching {
     pub granule_bytes: u64,
     /// Smaller requests, in bytes, are not stitched.
     pub least_bytes: u64,
-    /// Most granules that one request maps. A larger request makes the range grow.
+    /// Maximum number of granules that one request maps. A larger request makes the range grow.
     pub maps_max: u32,
-    /// Most granules that are mapped a second time at once, in ranges that are in use or cached. Beyond this number a
-    /// heap drops its oldest cached ranges until seven eighths of it remain. The host then waits for their streams, as
-    /// in a trim.
+    /// Maximum number of granules that are mapped a second time at once, in ranges that are in use or cached. Beyond
+    /// this number a heap drops its oldest cached ranges until seven eighths of it remain. The host then waits for
+    /// their streams, as in a trim.
     pub aliases_max: u32,
 }
 

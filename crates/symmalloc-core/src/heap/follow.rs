@@ -101,8 +101,8 @@ impl<L: Lock> Heap<L> {
         self.announce((slot, location, size), serial, stream, requested, address)
     }
 
-    /// Slow path of requests inside a step: a wait, an ordinary placement, a log entry, or a request that differs from
-    /// the plan.
+    /// Serves requests inside a step on the slow path: a wait, an ordinary placement, a log entry, or a request that
+    /// differs from the plan.
     #[cold]
     #[inline(never)]
     fn allocate_with_care<B: Backend>(
@@ -257,7 +257,7 @@ impl<L: Lock> Heap<L> {
         report
     }
 
-    /// Makes a plan for a step that came twice alike. The next such step follows it.
+    /// Plans a step that has occurred twice. The next such step follows the plan.
     fn plan_step(&mut self, key: u64, wanted: Vec<StepAllocation>) {
         let wanted_of = |plan: &Plan| plan.allocations().iter().map(|planned| planned.wanted).collect::<Vec<_>>();
         let known = self.plans();

@@ -78,7 +78,7 @@ impl<L: Lock> Heap<L> {
 impl Violation {
     /// Creates the violation that budgets and directories of a pool contradict its heaps.
     pub(crate) fn of_budgets(pool: PoolId) -> Self {
-        let meaning = "what is charged to the budgets and listed in the directory is what the heaps hold";
+        let meaning = "budget charges and directory entries match the contents of the heaps";
         Violation { name: "I10", meaning, pool, stream: None }
     }
 }

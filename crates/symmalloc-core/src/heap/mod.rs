@@ -10,11 +10,11 @@
 //!  allocate   best fit in the free index ──found──► wait for its fences ─► split ─► allocated
 //!                     │ nothing fits                        ▲
 //!                     └──────► obtain: grow, or new segment ┘
-//!  free       fence other streams' uses ─► merge with free neighbours ─► into the free index
+//!  free       fence other streams' uses ─► merge with free neighbors ─► into the free index
 //! ```
 //!
 //! A call that fails changes nothing that a later decision depends on, with one exception: if the wait of an allocation
-//! fails after the heap grew, the heap stays grown, as it has on the ranks whose wait succeeded.
+//! fails after the heap grew, the heap stays grown, as on the ranks whose wait succeeded.
 //!
 //! Everything that a decision reads is in the heap or in its pool's configuration. That makes heaps independent (rule
 //! D8) and the heap's lock the only lock of a cache hit. The fields are private to this module.
@@ -58,7 +58,7 @@ use std::mem;
 use std::num::NonZeroU64;
 use std::sync::Arc;
 
-/// The environment of a heap. Of it, only the budget decides anything.
+/// The state that all heaps share. Only the budget influences decisions.
 pub(crate) struct Context<B: ?Sized, L: Lock> {
     pub(crate) clocks: L::Cell<StreamClocks>,
     pub(crate) directory: L::Cell<SegmentDirectory>,
@@ -67,7 +67,7 @@ pub(crate) struct Context<B: ?Sized, L: Lock> {
     pub(crate) backend: B,
 }
 
-/// The context without the backend's type, for code that calls the driver anyway.
+/// The context without the backend's type, for code that calls the driver and need not be monomorphized.
 pub(crate) type Outside<'a, L> = Context<dyn Backend + 'a, L>;
 
 /// The reason for which a heap could not serve a request.
@@ -92,7 +92,7 @@ impl Shortage {
 /// The slot in handles of allocations of zero bytes.
 const NO_SLOT: Slot = u32::MAX;
 
-/// Serials, and allocations of zero bytes.
+/// Serials and zero-byte allocations of a heap's earlier pools.
 pub(crate) type Past = (Serials, Nothings);
 
 /// The identity of a heap.
@@ -126,7 +126,7 @@ pub(crate) struct Heap<L: Lock> {
     stitched: Vec<StitchedRange>,
     /// Number of ops at which the pool was destroyed. From then on the heap acquires no memory.
     closed_after_ops: Option<u64>,
-    /// `true` if all ranks agreed on the whole history up to the destruction, and compare it no more. A rank that
+    /// `true` if all ranks agreed on the whole history up to the destruction, and do not compare it again. A rank that
     /// restarts later has no such heap.
     is_settled: bool,
     usage: Usage,
@@ -142,7 +142,7 @@ pub(crate) struct Heap<L: Lock> {
     pointers: Option<PointerMap>,
     /// The recent ops that agreement compares. Only heaps of symmetric pools have one.
     journal: Option<Box<Journal>>,
-    /// Additional treatment of requests; there is some only while a step is open.
+    /// Additional treatment of requests: [`Watch::Nothing`] unless a step is open or the pool sleeps.
     watch: Watch,
     /// Requests from 1 to this many bytes are placed by best fit directly. 0 while [`watch`](Self::watch) requires
     /// more.
@@ -236,7 +236,7 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// Allocates for work on `stream`, with a name or without. `requested` is at most
+    /// Allocates for work on `stream`, with an optional name. `requested` is at most
     /// [`SEGMENT_BYTES_MAX`](crate::types::units::SEGMENT_BYTES_MAX).
     #[inline(always)]
     pub(crate) fn allocate<B: Backend>(
@@ -347,7 +347,7 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// Allocates zero bytes.
+    /// Allocates zero bytes, which take no memory.
     #[cold]
     fn allocate_nothing(&mut self, stream: StreamId) -> Result<Allocation, Box<Shortage>> {
         if self.is_closed() || self.is_asleep() {
@@ -420,12 +420,12 @@ impl<L: Lock> Heap<L> {
         if self.table.block(slot).fences.is_empty() {
             return Some(Ok(self.make_free(context, live, false)));
         }
-        // It stays findable until its uses are fenced, because the backend may refuse that or panic.
+        // It stays in the pointer map until its uses are fenced, because the backend may refuse that or panic.
         self.note_pointer(slot);
         Some(self.fence_and_free(context, live))
     }
 
-    /// Makes a live allocation findable by its address, if configured.
+    /// Adds a live allocation to the pointer map, if look-up by pointer is configured.
     #[inline(always)]
     fn note_pointer(&mut self, slot: Slot) {
         if let Some(pointers) = &mut self.pointers {

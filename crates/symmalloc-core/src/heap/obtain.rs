@@ -1,14 +1,14 @@
 //! Acquires memory if no free block fits. A part of [`Heap`].
 //!
-//! | policy | what is obtained |
+//! | policy | obtained memory |
 //! |---|---|
 //! | fixed | a segment of PyTorch's size for the request |
-//! | reserved | the one segment, at the heap's first op; after that nothing |
+//! | reserved | its only segment, at the heap's first op; nothing afterwards |
 //! | expandable, growth 0 | nothing: only `reserve` makes it grow, in the lowest hole or at the end of the range |
-//! | expandable | a stitched range, where the pool stitches; memory for the lowest hole that makes the request fit, else growth at the end of the range |
+//! | expandable | a stitched range, if the pool stitches; memory for the lowest hole that makes the request fit; otherwise growth at the end of the range |
 //!
-//! Each ends with a free block in the index that is large enough, which the caller takes like any other. Each charges
-//! the budgets first and undoes everything if the driver refuses: the heap is then as it was (rule D4). A range from
+//! On success the index contains a free block that is large enough, which the caller takes like any other. Budgets are
+//! charged first, and everything is undone if the driver refuses: the heap is then unchanged (rule D4). A range from
 //! the backend is checked before it becomes a segment.
 
 use super::{Heap, Outside, Shortage};
@@ -89,7 +89,7 @@ impl<L: Lock> Heap<L> {
                     self.create_reserved(context, stream, segment_bytes, target)
                 }
                 SegmentPolicy::Expandable(knobs) => {
-                    // A quota has room in its range as long as nothing below is left empty.
+                    // With a quota, the range has room at its end only as long as no hole is left below.
                     let has_room = |block: &Block| self.config.has_quota() && block.size >= missing;
                     match self.find_hole(has_room) {
                         Some(hole) => self.fill(context, stream, hole, missing),
@@ -172,7 +172,7 @@ impl<L: Lock> Heap<L> {
         } else {
             let _taken_back = context.backend.release(range);
         }
-        // A range that overlaps a live segment is not released, because that might release the segment.
+        // A range that overlaps a live segment is not released, because that could release the segment.
         Err(BackendError::new("Backend::reserve", 0, Reason::BadRange))
     }
 
@@ -239,7 +239,7 @@ impl<L: Lock> Heap<L> {
         Ok(())
     }
 
-    /// Backs a part of a range with new memory, in pieces if they may be stitched.
+    /// Backs a part of a range with new memory, in separate pieces if the pool stitches.
     pub(super) fn back(
         &self,
         context: &Outside<'_, L>,

@@ -2,9 +2,9 @@
 //! heaps of a pool or for none.
 //!
 //! ```text
-//!  charge every heap ─► reserve and map every segment, in (stream, sequence) order ─► lay the blocks, log the births
-//!         │ limit                      │ driver                                            nothing fails here
-//!         └► refund                    └► give back what was obtained, refund
+//!  charge every heap ─► reserve and map every segment, in (stream, sequence) order ─► create the blocks, log the births
+//!         │ limit                      │ driver                                            cannot fail
+//!         └► refund                    └► release obtained memory, refund
 //! ```
 
 use super::obtain::{fresh, trace_segment};
@@ -31,8 +31,8 @@ impl<L: Lock> Heap<L> {
         self.budgets(context).confirm(there_bytes);
     }
 
-    /// Reserves and maps the segments of a layout, which are already charged. After an error, `obtained` lists what
-    /// exists.
+    /// Reserves and maps the segments of a layout, whose memory is already charged. On an error, `obtained` lists what
+    /// was acquired.
     pub(crate) fn obtain_layout(
         &self,
         context: &Outside<'_, L>,

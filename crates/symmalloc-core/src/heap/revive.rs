@@ -23,7 +23,7 @@ use crate::types::ids::{Placement, StreamId};
 use crate::types::units::{UNIT_BYTES, units};
 use smallvec::SmallVec;
 
-/// An allocation of a revived layout.
+/// A live allocation of a revived layout.
 #[derive(Debug)]
 pub(crate) struct Revived {
     pub(crate) allocation: Allocation,
@@ -75,8 +75,7 @@ impl<L: Lock> Heap<L> {
         Ok(revived.pop().expect("just pushed"))
     }
 
-    /// Makes a saved allocation live in the free block around it, or records its uses if it is already live. Returns
-    /// its block.
+    /// Makes a saved allocation live in the free block around it, or notes its uses if it is live. Returns its block.
     fn revive_in(&mut self, slot: Slot, saved: &AllocationLayout, revived: &mut Vec<Revived>) -> Slot {
         let is_made = self.table.block(slot).is_free();
         let mut uses = saved.used_by.clone();

@@ -1,14 +1,13 @@
 //! Rewind: a used heap returns to an earlier state. A part of [`Heap`].
 //!
 //! ```text
-//!  plan       compare the blocks with the layout; refuse what does not fit         nothing changes
-//!  wait       streams wait for the earlier users of what they get again            nothing that a decision could see
-//!  give back  segments and memory obtained since, in (stream, sequence) order      the driver may stop it: restore again
-//!  carve      saved allocations out of free blocks; take up the saved history      nothing fails here
+//!  plan       compare the blocks with the layout; refuse a mismatch                nothing changes
+//!  wait       streams wait for the earlier users of their restored memory          nothing that affects decisions
+//!  release    segments and memory obtained since, in (stream, sequence) order      the driver may fail: restore again
+//!  carve      saved allocations out of free blocks; continue the saved history     cannot fail
 //! ```
 //!
-//! A *revival* plans, waits and carves in the same way, but releases nothing and continues its own history; see
-//! `revive.rs`.
+//! A *revival* plans, waits and carves, but releases nothing and continues the heap's own history, see `revive.rs`.
 
 use super::fencing::synchronize;
 use super::{Heap, Outside};
@@ -24,9 +23,9 @@ use crate::types::units::{Units, bytes, units};
 /// The actions of a rewind. Slots are those before anything was released.
 #[derive(Debug, Default)]
 pub(crate) struct RewindPlan {
-    /// Free blocks of which a stream gets a part, so it waits for their earlier users.
+    /// Free blocks from which a stream's allocations are carved: the stream waits for the earlier users.
     waits: Vec<(Slot, StreamId)>,
-    /// Segments that the layout lacks, and parts of free blocks in those that it has, in sequence order.
+    /// Segments and parts of free blocks that the layout does not have, in sequence order.
     surplus: Vec<Surplus>,
 }
 
@@ -89,8 +88,8 @@ impl<L: Lock> Heap<L> {
         Ok(())
     }
 
-    /// Makes every saved allocation live that is not, and adopts the saved history. All memory of the layout exists,
-    /// and no other. Returns the size and requested bytes of each new live allocation.
+    /// Makes every saved allocation live that is not, and adopts the saved history. The heap has exactly the memory of
+    /// the layout. Returns the size and requested bytes of each new live allocation.
     pub(crate) fn carve_layout(&mut self, context: &Outside<'_, L>, layout: &HeapLayout) -> Vec<(Units, u64)> {
         let segments = self.table.segments_in_order();
         assert_eq!(segments.len(), layout.segments.len(), "what the layout lacks was given back");
@@ -104,7 +103,7 @@ impl<L: Lock> Heap<L> {
         made
     }
 
-    /// Makes the saved allocations of a segment live that are not, and adds their sizes to `made`.
+    /// Makes the saved allocations of a segment live that are not live yet, and adds their sizes to `made`.
     fn carve_segment(&mut self, segment: u32, saved: &SegmentLayout, made: &mut Vec<(Units, u64)>) {
         let mut slot = self.table.first(segment);
         for allocation in &saved.allocations {
@@ -209,8 +208,8 @@ impl<L: Lock> Heap<L> {
         matches!(self.table.block(slot).state, BlockState::Allocated { .. })
     }
 
-    /// Cuts `offset..end` out of a free block and returns it, in no index. The rest on both sides stays free with the
-    /// same earlier users.
+    /// Cuts `offset..end` out of a free block and returns it, in no index. The remainders on both sides stay free, with
+    /// the same earlier users.
     pub(super) fn carve(&mut self, slot: Slot, offset: Units, end: Units) -> Slot {
         self.unlink(slot);
         let free = self.table.block(slot).state;
@@ -231,7 +230,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Returns another set of the same fences. An event belongs to one fence, so the new set has ticks only: its next
-    /// user waits for the streams as they are then, which is slightly more.
+    /// user waits for the streams' work at that time, which is slightly more than necessary.
     pub(super) fn without_events(&mut self, set: FenceSetId) -> FenceSetId {
         let copies: Fences = self.fences.fences(set).iter().map(|fence| Fence { event: None, ..*fence }).collect();
         self.fences.insert(copies)

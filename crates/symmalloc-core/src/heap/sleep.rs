@@ -1,11 +1,10 @@
 //! Sleep and wake: a heap without memory that keeps all of its blocks. A part of [`Heap`].
 //!
-//! The blocks, the free index and the history stay as they are. Requests are refused in the code that compares the
-//! requests of steps with plans, so an allocation in an awake heap checks nothing more. Frees work as usual but release
-//! no memory.
+//! The blocks, the free index and the history are unchanged. Requests are refused on the path that compares steps with
+//! plans, so an awake heap needs no additional check. Frees work as usual but release no memory.
 //!
 //! ```text
-//!  mappings   memory, memory, ... in segment order, then what names it a second time
+//!  mappings   memory, memory, ... in segment order, then its aliases in stitched ranges
 //!             ├── mapped ──┤
 //! ```
 //! The list follows from segments and stitched ranges, which do not change while a heap sleeps. Waking maps from first

@@ -2,12 +2,12 @@
 //!
 //! If no free block fits, a range of addresses is mapped onto free granules in different locations and becomes a
 //! segment with one free block ([`stitched`](crate::blocks::stitched) has a picture). From then on it is a segment like
-//! any other: its blocks are split, freed, merged and found by best fit. Only a miss needs more:
+//! any other: its blocks are split, freed, merged and found by best fit. Only a miss takes additional steps:
 //!
 //! ```text
-//!  gather   would a block fit if the free granules of stitched ranges were free at home? Then they are
-//!  again    the oldest range whose first granules are all free at home             no driver call
-//!  stitch   memory grows by what is missing, and a new range is mapped             a map for each granule
+//!  gather   free the granules of stitched ranges at home, if that makes a block fit
+//!  again    reuse the oldest range whose first granules are all free at home       no driver call
+//!  stitch   memory grows by the missing granules, and a new range is mapped        a map for each granule
 //! ```
 //! An unused range stays mapped, for *again*. It is unmapped in a trim, or when too many granules are mapped a second
 //! time. In both cases the host waits for the streams that used it; no other step blocks. The stream that gets a
@@ -34,7 +34,7 @@ use crate::types::ids::{SegmentId, StreamId};
 use crate::types::units::{Units, bytes};
 use smallvec::SmallVec;
 
-/// Granules of a segment.
+/// A range of granule indices in a segment.
 type Part = std::ops::Range<usize>;
 
 impl<L: Lock> Heap<L> {
@@ -82,7 +82,7 @@ impl<L: Lock> Heap<L> {
         })
     }
 
-    /// Returns the largest free run at home and all whole free granules, as they are once everything is gathered.
+    /// Returns the largest free run at home and all whole free granules, as they would be after `gather`.
     fn look_home(&self) -> (Units, Vec<Granule>) {
         let unused = self.unused().into_iter();
         let mut away: Vec<_> =
@@ -119,7 +119,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Returns the stitched ranges, their free blocks, and the granules that these cover entirely, oldest range first:
-    /// the input of a gathering.
+    /// the input of `gather`.
     fn unused(&self) -> Vec<(usize, Slot, Part)> {
         let free = |(at, range): (usize, &StitchedRange)| {
             let slots = self.table.blocks_of(range.segment).filter(|slot| self.table.block(*slot).is_free());

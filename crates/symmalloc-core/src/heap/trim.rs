@@ -5,7 +5,7 @@
 //!
 //! | free memory | effect |
 //! |---|---|
-//! | all of a segment | it is removed: an entry in the log, and its memory is *retired* until every observer has acknowledged that |
+//! | all of a segment | it is removed: the log gets an entry, and its memory is *retired* until every observer has acknowledged that |
 //! | whole granules of an expandable segment | their memory is released, which leaves a hole or shortens the range; not while the pool is observed |
 //! | a reserved segment | stays as long as its pool exists |
 //! | a stitched range | is unmapped before the memory that it aliases is released |
@@ -123,7 +123,7 @@ impl<L: Lock> Heap<L> {
         released
     }
 
-    /// Retires every segment, including reserved ones. Nothing may be allocated.
+    /// Retires every segment, including reserved ones. The heap must have no live allocations.
     pub(crate) fn retire_all(&mut self, context: &Outside<'_, L>) {
         self.dissolve_plans(context);
         // Stitched ranges go first: memory is not unmapped before its aliases.
@@ -162,7 +162,7 @@ impl<L: Lock> Heap<L> {
         !is_named && !self.table.blocks_of(segment).any(is_in_use)
     }
 
-    /// Removes a segment without live allocations. Its memory is released once every observer has acknowledged that.
+    /// Removes a segment without live allocations. Its memory is released once every observer has acknowledged.
     pub(super) fn retire(&mut self, context: &Outside<'_, L>, segment: u32) {
         let mut mapped = self.extents_of(segment);
         let held = self.take_held(segment);
@@ -244,8 +244,8 @@ impl<L: Lock> Heap<L> {
         Ok(())
     }
 
-    /// Releases the memory of every whole free granule of a segment, from its start on. The driver comes first: a block
-    /// whose memory it keeps stays free.
+    /// Releases the memory of every whole free granule of a segment, from its start on. The driver is called first: a
+    /// block whose memory it keeps stays free.
     fn shrink(&mut self, context: &Outside<'_, L>, segment: u32) -> Result<(), BackendError> {
         let mut synchronized: SmallVec<[StreamId; 2]> = SmallVec::new();
         for slot in self.table.blocks_of(segment).filter(|slot| self.table.block(*slot).is_free()).collect::<Vec<_>>() {

@@ -157,7 +157,8 @@ impl<L: Lock> Heap<L> {
         self.journal = Some(Box::new(Journal::new(history_ops, self.digest, order)));
     }
 
-    /// Adopts the history of a digest in place of the heap's own, whose ops no longer count. The journal forgets them.
+    /// Adopts the history that a digest represents in place of the heap's own, whose ops no longer count. The journal
+    /// drops them.
     pub(super) fn begin_history(&mut self, digest: Digest) {
         self.digest = digest;
         if let Some(journal) = &mut self.journal {
@@ -175,7 +176,7 @@ impl<L: Lock> Heap<L> {
 
     /// Records that all ranks had this digest at this op, and forgets the history before it.
     pub(crate) fn settle(&mut self, digest: Digest) {
-        // From the agreed history, not from later ops of this rank.
+        // Depends on the agreed history, not on later ops of this rank.
         self.is_settled = self.closed_after_ops.is_some_and(|ops| ops <= digest.ops);
         if let Some(journal) = &mut self.journal {
             journal.agree(digest);

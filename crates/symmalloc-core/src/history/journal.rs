@@ -20,10 +20,10 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-/// Bytes of a name that a journal keeps. The rest is truncated.
+/// Maximum length of a name in a journal, in bytes. Longer names are truncated.
 pub const NAME_BYTES_MAX: usize = 64;
 
-/// Most digests from the time before the oldest op in the journal.
+/// Maximum number of digests kept from before the oldest op in the journal.
 pub const CHECKPOINTS_MAX: usize = 32;
 
 /// Checkpoints lie at multiples of this many ops, later of twice as many, and so on: at the same ops on every rank.
@@ -87,7 +87,7 @@ pub struct JournalEntry {
 /// The recent ops of a heap. See the [module documentation](self).
 #[derive(Debug)]
 pub struct Journal {
-    /// Most entries; at least 1.
+    /// Maximum number of entries; at least 1.
     capacity: usize,
     /// The ops from number `base.ops` on.
     entries: VecDeque<JournalEntry>,
@@ -188,7 +188,7 @@ impl Journal {
         }
     }
 
-    /// Number of ops so far.
+    /// Returns the number of ops so far.
     pub(crate) fn ops(&self) -> u64 {
         self.base.ops + self.entries.len() as u64
     }

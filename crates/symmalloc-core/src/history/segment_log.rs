@@ -2,7 +2,8 @@
 //!
 //! An **observer** follows segments, for example a registrar of NCCL windows or a profiler. The allocator never calls
 //! it. An observer reads the entries behind its cursor when it chooses to, and acknowledges those that it has
-//! processed. So no observer runs under a lock that `allocate` needs, and no collective runs unexpectedly (rule D6).
+//! processed. No observer therefore runs under a lock that `allocate` needs, and no collective runs unexpectedly (rule
+//! D6).
 //!
 //! ```text
 //!   dropped (all have passed)      entries                         next

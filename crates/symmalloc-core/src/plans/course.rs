@@ -33,7 +33,7 @@ pub(crate) struct Course {
     checks_from: usize,
 }
 
-/// Larger than any number of an allocation.
+/// A flag in [`Course::next`], larger than any number of an allocation.
 const LATE: usize = 1 << 30;
 
 impl Course {

@@ -5,7 +5,7 @@ use crate::types::ids::{PoolId, StreamId};
 use symmalloc_plan::ProblemError;
 use thiserror::Error;
 
-/// The error of making or adopting a plan. The heap is as it was, except after [`Memory`](Self::Memory).
+/// The error of making or adopting a plan. The heap is unchanged, except after [`Memory`](Self::Memory).
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum PlanError {
@@ -17,13 +17,13 @@ pub enum PlanError {
     Count {
         /// Number of its allocations.
         allocations: usize,
-        /// Most allocations allowed.
+        /// Maximum number of allocations.
         most: usize,
     },
     /// A size, a lifetime or an offset is impossible, or the stream is not the heap's.
     #[error(
         "allocation {number} of the plan is not valid: it needs at least 1 byte, an offset that is a multiple of 512 within a \
-         segment, an end behind its beginning and at most one step later, and the stream of its heap"
+         segment, an end after its beginning and at most one step later, and the stream of its heap"
     )]
     Allocation {
         /// Number of the allocation in the step.
@@ -31,8 +31,8 @@ pub enum PlanError {
     },
     /// Two allocations are live at the same time at the same offset.
     #[error(
-        "allocations {first} and {second} of the plan overlap in time and place: was it made for a pool that rounds sizes \
-         otherwise? Plan the job again with this pool's configuration"
+        "allocations {first} and {second} of the plan overlap in time and place: if the plan is for a pool that rounds \
+         sizes differently, plan the job again with this pool's configuration"
     )]
     Overlap {
         /// The earlier allocation.
@@ -41,11 +41,11 @@ pub enum PlanError {
         second: u32,
     },
     /// The plan exceeds the largest segment.
-    #[error("the plan needs more memory than a segment can have (1 TiB): plan fewer allocations")]
+    #[error("the plan needs more memory than the maximum size of a segment (1 TiB): plan fewer allocations")]
     TooLarge,
     /// The plan is for a heap of one stream and the pool's streams share, or vice versa.
     #[error(
-        "the plan is for {}, and the streams of {pool} {}: plan the job with `streams:{}`",
+        "the plan is for {}, but the streams of {pool} {}: plan the job with `streams:{}`",
         .stream.map_or("shared streams".to_owned(), |stream| format!("the heap of {stream}")),
         if .stream.is_none() { "are separate" } else { "share" },
         if .stream.is_none() { "separate" } else { "shared" }
@@ -65,7 +65,7 @@ pub enum PlanError {
     /// The pool sleeps.
     #[error(transparent)]
     Sleeps(#[from] PoolSleeps),
-    /// There is no memory for the plan. The heap has no plans any more and continues without. The message includes the
+    /// There is no memory for the plan. The heap no longer has plans and continues without. The message includes the
     /// cause, which is therefore not reported as a source.
     #[error("no memory for the plan: {0}")]
     Memory(AllocateError),

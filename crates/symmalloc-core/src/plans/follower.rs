@@ -28,7 +28,7 @@ use symmalloc_plan::{Lived, Place, Schedule, StepLearner};
 /// A request: a stream and bytes.
 type Request = (StreamId, u64);
 
-/// Most consecutive steps of one key that may differ before a heap learns them again.
+/// Maximum number of consecutive steps of one key that may differ before a heap learns them again.
 const DIFFERENCES_MAX: u32 = 2;
 
 /// The treatment of a step's requests, in addition to serving them.
@@ -93,7 +93,7 @@ pub(crate) struct Follower {
     /// Number of the heap's allocations before the step.
     allocations_before: u64,
     learner: StepLearner<Request>,
-    /// `true` if there was no memory for the plans: none is followed or learned any more.
+    /// `true` if there was no memory for the plans: plans are no longer followed or learned.
     has_given_up: bool,
     stats: StepStats,
 }
@@ -110,7 +110,8 @@ impl Follower {
         self.learner.note_allocation(request, slot);
     }
 
-    /// Handles a free, which need not be logged. Returns `true` if other allocations are logged or at places.
+    /// Handles a free, which need not be logged. Returns `true` if later frees must be handled too, because other
+    /// allocations are logged or at places.
     pub(crate) fn note_free(&mut self, slot: Slot) -> bool {
         self.learner.note_free(slot);
         self.memory.is_some() || self.learner.is_waiting()
@@ -215,7 +216,7 @@ impl Follower {
         self.has_given_up = true;
     }
 
-    /// Returns `true` if later steps depend on what it knows or learns.
+    /// Returns `true` if later steps depend on known plans or on earlier, logged steps.
     pub(crate) fn remembers(&self) -> bool {
         self.has_given_up || !self.plans.is_empty() || !self.learner.is_empty()
     }

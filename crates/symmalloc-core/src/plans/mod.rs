@@ -1,4 +1,5 @@
-//! Plans: steps whose allocations are known in advance. Nothing here knows a heap; `heap/follow.rs` follows the plans.
+//! Plans: steps whose allocations are known in advance. This module is independent of the heap; `heap/follow.rs`
+//! follows the plans.
 //!
 //! A program marks its steps with [`begin_step`](crate::Allocator::begin_step) and
 //! [`end_step`](crate::Allocator::end_step). A heap that has a plan for a step places its allocations as planned. Plans
@@ -6,7 +7,7 @@
 //! pool is configured with `plan:learn`.
 //!
 //! # Examples
-//! A step that comes twice alike is planned, and needs no more than what is live at its peak:
+//! A step that occurs twice is planned. From then on it needs no more memory than its live peak:
 //!
 //! ```
 //! use symmalloc_core::config::PlanPolicy;

@@ -22,7 +22,7 @@ use crate::types::ids::StreamId;
 use crate::types::units::{SEGMENT_BYTES_MAX, UNIT_BYTES, bytes, units};
 use symmalloc_plan::{Overlap, Place, PlacedAllocation, Problem, Rectangle, Schedule, Steps, solve};
 
-/// Most allocations in a step of a plan.
+/// Maximum number of allocations in a step of a plan.
 pub const ALLOCATIONS_MAX: usize = 1 << 24;
 
 /// One request of a step, before it has an offset.

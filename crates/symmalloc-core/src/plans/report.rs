@@ -67,7 +67,7 @@ pub struct StepDifference {
 #[non_exhaustive]
 pub enum DifferenceCause {
     /// The request differs in its stream or size.
-    #[error("asks for {} bytes on {}, and the plan expects {}", requested.1, requested.0, planned.map_or_else(
+    #[error("requests {} bytes on {}, but the plan expects {}", requested.1, requested.0, planned.map_or_else(
         || "no more".to_owned(),
         |(stream, bytes)| format!("{bytes} on {stream}"),
     ))]
@@ -78,16 +78,16 @@ pub enum DifferenceCause {
         requested: (StreamId, u64),
     },
     /// The place was occupied by a live allocation that the plan expects to be freed.
-    #[error("has its place taken at {offset_bytes}, by one that the plan expects to be freed")]
+    #[error("finds its place at offset {offset_bytes} occupied by an allocation that the plan expects to be freed")]
     Occupied {
         /// Offset of the place in the plan's memory, in bytes.
         offset_bytes: u64,
     },
     /// The step ended before the plan.
-    #[error("did not come before the step ended")]
+    #[error("did not occur before the step ended")]
     Ended,
-    /// There was no memory for the plans, and none is followed any more.
-    #[error("has no place: there was no memory for the plans, and none is followed any more")]
+    /// There was no memory for the plans, which are no longer followed.
+    #[error("has no place: there was no memory for the plans, which are no longer followed")]
     Memory,
     /// The driver could not order the plan's streams, so only this rank placed the ordinary way.
     #[error("has no place: the driver could not order the plan's streams")]

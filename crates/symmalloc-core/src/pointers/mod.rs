@@ -1,8 +1,8 @@
-//! Finds allocations by address, for programs that keep the address alone, as C and PyTorch do.
+//! Finds allocations by address, for programs that keep only the address, as C and PyTorch do.
 //!
 //! ```text
 //!  address ──► hint ──► heap, locked ──► its pointer map ──► block
-//!                │ none, or the heap does not know the address
+//!                │ none, or the heap does not have the address
 //!                └────► directory ──► heap, locked ──► its pointer map
 //! ```
 //! The **directory** holds every live segment. It changes only when a segment is created or removed, so it always exists. A

@@ -57,22 +57,22 @@ pub enum SleepCause {
     #[error(transparent)]
     Unknown(#[from] UnknownError),
     /// Another sleep or wake of the pool is under way.
-    #[error("another sleep or wake is under way: wait for its end")]
+    #[error("another sleep or wake is in progress: wait until it ends")]
     Busy,
     /// A step is open.
     #[error("a step is open: sleep between end_step and begin_step")]
     StepOpen,
     /// An observer follows the pool's segments and may have windows on its memory. They must be removed first.
-    #[error("{observers} observers may hold its memory: sleep by way of the registrar that observes it")]
+    #[error("{observers} observers may hold its memory: put it to sleep through the registrar that observes it")]
     Observed {
         /// Number of observers.
         observers: u32,
     },
     /// Dead stitched ranges alias the pool's memory.
-    #[error("dead stitched ranges are not given back: let the observers acknowledge, and trim")]
+    #[error("dead stitched ranges are not released yet: let the observers acknowledge, and trim")]
     Retired,
     /// The work of a stream that uses the pool could not be awaited.
-    #[error("the work of {stream} cannot be waited for, a capture of it may be under way: {error}")]
+    #[error("cannot wait for the work of {stream}, which may be in a graph capture: {error}")]
     Synchronize {
         /// The stream.
         stream: StreamId,
@@ -88,7 +88,7 @@ pub enum SleepCause {
         error: BackendError,
     },
     /// The pool sleeps, but the driver did not take all of its memory.
-    #[error("it sleeps, but the driver holds {} of it: sleep again to give them back: {error}", Amount(*held_bytes))]
+    #[error("it sleeps, but the driver still holds {} of it: put it to sleep again to release them: {error}", Amount(*held_bytes))]
     Held {
         /// Released bytes.
         released_bytes: u64,
@@ -98,7 +98,7 @@ pub enum SleepCause {
         error: BackendError,
     },
     /// There is not enough memory to wake: free some, or put another holder to sleep, and wake the pool again.
-    #[error("it sleeps on, as it needs {}: free memory, or put other pools to sleep, and wake it again: {cause}", Amount(*needed_bytes))]
+    #[error("it stays asleep, because waking needs {}: free memory, or put other pools to sleep, and wake it again: {cause}", Amount(*needed_bytes))]
     Memory {
         /// Bytes that the pool needs.
         needed_bytes: u64,
@@ -106,6 +106,6 @@ pub enum SleepCause {
         cause: OutOfMemoryCause,
     },
     /// The contents could not be restored or zeroed.
-    #[error("it sleeps on: its contents cannot be copied back: {0}")]
+    #[error("it stays asleep, because its contents cannot be restored: {0}")]
     Load(BackendError),
 }

@@ -130,8 +130,8 @@ impl<'a, L: Lock> Budgets<'a, L> {
     }
 
     /// Returns the bytes that a pool of this policy may still reserve. A symmetric pool ignores the allocator's limit,
-    /// which pools that differ between ranks use up too: that limit can refuse it memory, but must not shape what it
-    /// takes (rule D8).
+    /// because pools that differ between ranks count toward that limit too. The limit can refuse memory to a symmetric
+    /// pool, but must not shape how much it takes (rule D8).
     pub(crate) fn headroom_bytes(&self, config: &PoolConfig) -> u64 {
         let pool = self.pool.headroom_bytes();
         if config.symmetric() { pool } else { pool.min(self.allocator.headroom_bytes()) }

@@ -4,7 +4,7 @@
 //! void; see [`crate::streams::fences`].
 //!
 //! A stream remembers its waits for at most [`WAITS_MAX`] other streams and evicts the oldest entry. An evicted wait
-//! costs at most one more wait on the device. So the clocks of N streams take O(N) memory and one wait takes constant
+//! costs at most one more wait on the device. The clocks of N streams thus take O(N) memory and one wait takes constant
 //! time, whatever the program does.
 
 use crate::types::ids::StreamId;
@@ -13,7 +13,7 @@ use smallvec::SmallVec;
 /// A moment of a stream's logical clock. 0 precedes everything.
 pub(crate) type Tick = u64;
 
-/// Most streams that one stream remembers having waited for.
+/// Maximum number of streams that one stream remembers having waited for.
 pub(crate) const WAITS_MAX: usize = 32;
 
 /// The other streams that a stream has waited for, each up to a tick, in the order of the first wait.
@@ -29,7 +29,7 @@ pub(crate) struct StreamClocks {
 struct StreamClock {
     /// The tick of work that is submitted now. Advances whenever a stream may wait for the present moment.
     now: Tick,
-    /// The host has waited for the stream's work up to this tick.
+    /// Tick up to which the host has waited for the stream's work.
     synchronized: Tick,
     /// The streams that this one has waited for. At most [`WAITS_MAX`].
     waits: Waits,

@@ -10,7 +10,7 @@
 //! - A **tick** of the last owner's logical clock, which costs nothing. If another stream takes the block, which
 //!   happens only where streams share a heap, an event is then recorded on the owner's stream.
 //!
-//! Many fences are void by the time the block is taken, because the stream that takes it has waited for the other one
+//! Many fences are void by the time the block is reused, because the stream that reuses it has waited for the other one
 //! in the meantime. [`StreamClocks`](crate::streams::clocks::StreamClocks) derives this from the program's ops alone,
 //! so all ranks agree.
 //!
@@ -60,7 +60,7 @@ impl FenceSetId {
 /// The fences of one heap's blocks.
 #[derive(Debug, Default)]
 pub(crate) struct FenceTable {
-    /// No set is empty, and each belongs to one block.
+    /// The sets of fences. None is empty, and each belongs to one block.
     sets: Slab<Fences>,
     /// Events that no fence refers to any more. The heap recycles them.
     spent: Vec<Event>,

@@ -73,8 +73,8 @@ impl Lock for Shared {
 }
 
 /// A mutex padded to whole pairs of cache lines. Processors fetch lines in pairs, and threads that use different locks
-/// must not slow each other down. A panic under the lock does not poison it: other threads still get in, and the next
-/// assertion stops a thread that finds inconsistent state.
+/// must not slow each other down. A panic under the lock does not poison it: other threads can still lock it, and the
+/// next assertion stops a thread that finds inconsistent state.
 #[derive(Debug)]
 #[doc(hidden)]
 #[repr(align(128))]

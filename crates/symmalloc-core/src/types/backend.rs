@@ -17,10 +17,11 @@
 //! once and not used afterwards.
 //!
 //! A backend promises: a call that returns an error changed nothing; no call blocks on device work, but
-//! [`Backend::synchronize`] and what copies; it may be called from any thread, but never for the same range from two at once.
+//! [`Backend::synchronize`] and the copying calls; it may be called from any thread, but never for the same range from two at
+//! once.
 //!
-//! No answer of a backend decides a placement (rule D1): addresses are only handed on to the program, and a refusal
-//! becomes a typed error.
+//! No result of a backend call decides a placement (rule D1): addresses are only passed on to the program, and a
+//! refusal becomes a typed error.
 
 use crate::types::ids::StreamId;
 
@@ -67,7 +68,7 @@ pub struct Image(pub u64);
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Event(pub u64);
 
-/// Why a backend call failed.
+/// A failed backend call.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{call} failed with {code} ({reason})")]
 #[non_exhaustive]
@@ -91,7 +92,7 @@ pub enum Reason {
     #[error("the device is lost")]
     DeviceLost,
     /// The backend returned a range that overlaps a live one, is unaligned, has another length than requested, or
-    /// exceeds the address space. The backend breaks its contract, and the allocator uses none of the range.
+    /// exceeds the address space. The backend violates its contract, and the allocator uses no part of the range.
     #[error("the backend returned a range that cannot be used")]
     BadRange,
     /// Any other refusal by the driver.
@@ -200,7 +201,7 @@ pub trait Backend {
         Err(BackendError::new("Backend::save", 0, Reason::Refused))
     }
 
-    /// Announces a later [`load`](Self::load) of the same parts. From now on the backend may copy memory as soon as it
+    /// Announces a later [`load`](Self::load) of the same parts. From then on the backend may copy memory as soon as it
     /// is mapped, while it maps more. Copies that have begun complete before their memory is unmapped. A second
     /// announcement restarts them.
     fn expect_load(&self, _image: Image, _parts: &[Part]) {}

@@ -1,7 +1,7 @@
 //! Handles, and the result of an allocation.
 //!
-//! A handle names exactly one allocation and is never reused. So using it after the allocation was freed, or with another
-//! allocator, is an error and never reaches another allocation's memory.
+//! A handle names exactly one allocation and is never reused. Using it after the allocation was freed, or with another
+//! allocator, is therefore an error and never reaches another allocation's memory.
 //!
 //! ```text
 //!  heap 32 │ slot 32   the position of the block in its allocator           serial 64   the allocation, numbered in the process

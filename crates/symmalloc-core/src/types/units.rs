@@ -1,8 +1,8 @@
 //! Sizes: the unit in which the allocator counts, and the limits that follow from it.
 //!
-//! Blocks start and end at multiples of [`UNIT_BYTES`], PyTorch's `kMinBlockSize`. Inside the core sizes and offsets
-//! are counted in units of 32 bits, so a free block's whole key (size, sequence, offset) and its slot fit into
-//! two words; at the public edge everything is bytes.
+//! Blocks start and end at multiples of [`UNIT_BYTES`], PyTorch's `kMinBlockSize`. Inside the core, sizes and offsets
+//! are 32-bit numbers of units, so a free block's whole key (size, sequence, offset) and its slot fit into two words.
+//! The public interface uses bytes.
 
 use std::fmt;
 
@@ -42,7 +42,8 @@ impl fmt::Display for Amount {
     }
 }
 
-/// The largest segment, and so the largest request, in bytes: 1 TiB. Units of a segment fit into 31 bits.
+/// The size of the largest segment, and thus of the largest request, in bytes: 1 TiB. Its number of units fits into 32
+/// bits.
 pub const SEGMENT_BYTES_MAX: u64 = 1 << 40;
 
 /// A size or an offset in units of [`UNIT_BYTES`].

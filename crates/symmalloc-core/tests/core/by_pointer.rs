@@ -1,4 +1,5 @@
-//! Allocations that are named by their address: the same story as by handle, and only live first addresses are taken.
+//! Tests of access by address: it places like access by handle, and accepts only the first address of a live
+//! allocation.
 
 use std::collections::BTreeMap;
 use symmalloc_core::backend::DeviceAddress;
@@ -27,7 +28,7 @@ fn symmetric() -> Config {
     Config::builder().default_pool(pool).pointer_lookup(PointerLookup::Exact).build().expect("valid")
 }
 
-/// Allocates, and goes by the address from then on.
+/// Allocates and returns the address.
 fn allocate(allocator: &SharedAllocator<SimBackend>, stream: u16, size_bytes: u64) -> DeviceAddress {
     allocator.allocate(PoolId::DEFAULT, StreamId(stream), size_bytes).expect("memory").address
 }
@@ -144,7 +145,7 @@ fn of_threads_that_free_one_address_one_succeeds() {
 
 #[test]
 fn a_hint_of_another_heap_hides_no_allocation() {
-    // More granules of 2 MiB than there are hints: those of the two heaps push each other out.
+    // More 2 MiB granules than hints, so that the two heaps overwrite each other's hints.
     let allocator = allocator(&by_pointer(), 2);
     let addresses: Vec<_> = (0..20_000).map(|turn| allocate(&allocator, turn % 2, 2 << 20)).collect();
     for address in addresses.iter().chain(&addresses) {
@@ -156,7 +157,7 @@ fn a_hint_of_another_heap_hides_no_allocation() {
     allocator.check().expect("sane");
 }
 
-/// The range of an expandable segment is longer than its memory, and that of a fixed one is not.
+/// An expandable segment's range is longer than its memory; a fixed one's is not.
 #[test]
 fn a_segment_is_found_from_its_first_byte_to_its_last_and_not_beyond() {
     const MIB: u64 = 1 << 20;

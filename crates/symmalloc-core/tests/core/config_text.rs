@@ -1,11 +1,11 @@
-//! Round trips, PyTorch's meanings, and what is refused where.
+//! Tests of configuration texts: round trips, PyTorch's semantics, and the offsets of errors.
 
 use proptest::prelude::*;
 use symmalloc_core::config::*;
 use symmalloc_core::config_text::*;
 use symmalloc_core::units::MIB;
 
-/// FNV-1a of [`Config::default`]'s canonical text.
+/// FNV-1a hash of the canonical text of [`Config::default`].
 const DEFAULT_DIGEST: u64 = 0xd282_16fe_c351_a7c6;
 
 fn pool(text: &str) -> PoolConfig {
@@ -145,7 +145,8 @@ fn rounding_has_pytorchs_index_rule() {
     assert_eq!(divisions("4"), [4; 16]);
     assert_eq!(divisions("0"), [0; 16]);
     assert_eq!(divisions("[>:2]"), [2; 16]);
-    // The first entry holds for smaller sizes too, `>` for all beyond the last one, an entry beyond the table for its end.
+    // The first entry also covers smaller sizes, `>` covers all sizes after the last one, and an entry beyond the table
+    // applies to its end.
     assert_eq!(divisions("[256:1,512:2,1024:4,>:8]"), [1, 1, 1, 1, 1, 1, 1, 1, 1, 2, 4, 8, 8, 8, 8, 8]);
     assert_eq!(divisions("[ 64:8, 256:4 ]"), [8, 8, 8, 8, 8, 8, 8, 0, 4, 0, 0, 0, 0, 0, 0, 0]);
     assert_eq!(divisions("[131072:2]"), [2; 16]);
@@ -287,7 +288,7 @@ fn contradictions_about_segments_are_refused() {
 
 #[test]
 fn the_digest_is_fnv_1a_of_the_canonical_text() {
-    // Computed apart from this code; a change here makes ranks of different versions refuse each other.
+    // Computed independently. A change makes ranks of different versions reject each other.
     assert_eq!(Config::default().digest(), DEFAULT_DIGEST);
     let other: Config = "symmetric:true".parse().expect("valid");
     assert_ne!(other.digest(), DEFAULT_DIGEST);
@@ -369,7 +370,7 @@ proptest! {
         prop_assert_eq!(a.digest() == b.digest(), a == b);
     }
 
-    /// Neither panics; what is accepted survives a round trip; what is refused is located inside the text.
+    /// Neither parser panics, accepted texts survive a round trip, and errors are located inside the text.
     #[test]
     fn arbitrary_text_is_read_or_located(text in "([a-z_]{0,6}|segments|fixed|limit_mb|roundup_power2_divisions|[0-9]{1,21}|[:,>]|\\[|\\]| |é){0,12}") {
         match text.parse::<Config>() {

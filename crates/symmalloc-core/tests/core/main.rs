@@ -1,4 +1,4 @@
-//! What the core does on a simulated device, through its public API. Tests of a file's internals stand in that file.
+//! Tests of the core's public API on a simulated device. Unit tests of a file's internals are modules of that file.
 
 mod by_pointer;
 mod config_text;

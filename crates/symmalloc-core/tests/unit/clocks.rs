@@ -1,4 +1,4 @@
-//! Tests of `src/streams/clocks.rs`, which has them as its module.
+//! Unit tests of `src/streams/clocks.rs`, included as its test module.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! Tests of `src/history/digest.rs`, which has them as its module.
+//! Unit tests of `src/history/digest.rs`, included as its test module.
 
 use super::*;
 use std::collections::BTreeSet;

@@ -1,4 +1,4 @@
-//! Tests of `src/blocks/free_index.rs`, which has them as its module.
+//! Unit tests of `src/blocks/free_index.rs`, included as its test module.
 
 use super::*;
 use crate::blocks::table::{BlockState, BlockTable, Location};
@@ -22,7 +22,7 @@ fn bins_ascend() {
     assert_eq!(last as usize, BIN_COUNT - 1);
 }
 
-/// A table with blocks of the given (size, sequence, offset), which need not tile anything.
+/// Returns a table with blocks of the given (size, sequence, offset), which need not tile a segment.
 fn table_of(blocks: &[(Units, u32, Units)]) -> (BlockTable, Vec<Slot>) {
     let mut table = BlockTable::default();
     let range = Range { base: DeviceAddress(0), size_bytes: 1 << 40 };
@@ -52,7 +52,7 @@ fn a_request_of_the_largest_sizes_gets_no_block_of_the_other_class() {
         table.block_mut(*slot).class = SizeClass::Small;
     }
     slots[..3].iter().for_each(|slot| index.insert(table.tiling().blocks(), *slot));
-    // The words of these sizes' bins are followed by the other class's.
+    // The bitmap words of these bins are followed by those of the other class.
     let sizes = [1 << 24, 1 << 29, (1 << 30) + 1, 1 << 31, u32::MAX];
     let fits =
         |index: &mut FreeIndex, table: &BlockTable| sizes.map(|size| index.best_fit(table.blocks(), CLASS, size));
@@ -62,11 +62,11 @@ fn a_request_of_the_largest_sizes_gets_no_block_of_the_other_class() {
 }
 
 fn blocks() -> impl Strategy<Value = Vec<(Units, u32, Units)>> {
-    // Few sizes far apart and many near each other: short and long bins, and every word of the bitmap.
+    // Sizes both far apart and close together: short and long bins, and every word of the bitmap.
     let size = prop_oneof![1..40u32, 1000..1100u32, (0..31u32).prop_map(|e| 1 << e), Just(77)];
     let blocks = prop::collection::vec((size, 0..3u32, 0..5000u32), 0..700);
     blocks.prop_map(|mut blocks| {
-        // As in a heap: no two blocks lie in one place.
+        // As in a heap, no two blocks share a location.
         let mut places = BTreeSet::new();
         blocks.retain(|&(_, sequence, offset)| places.insert((sequence, offset)));
         blocks

@@ -1,4 +1,4 @@
-//! Tests of `src/types/handle.rs`, which has them as its module.
+//! Unit tests of `src/types/handle.rs`, included as its test module.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! Tests of `src/history/journal.rs`, which has them as its module.
+//! Unit tests of `src/history/journal.rs`, included as its test module.
 
 use super::*;
 use crate::history::digest::op_word;
@@ -15,8 +15,8 @@ fn note(journal: &mut Journal, digest: &mut Digest, op: u64) {
     journal.note(op, 1, *digest);
 }
 
-/// Of the ops whose digests are `all`, the journal knows everything from `oldest` on and nothing before. Every third one has
-/// no name.
+/// Asserts that the journal knows all ops from `oldest` on and none before. `all` holds the digests of all ops; every third
+/// op has no name.
 fn assert_knows_from(journal: &Journal, oldest: u64, all: &[Digest]) {
     let ops = all.len() as u64 - 1;
     assert_eq!((journal.ops(), journal.oldest()), (ops, oldest));

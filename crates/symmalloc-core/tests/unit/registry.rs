@@ -1,4 +1,4 @@
-//! Tests of `src/sync/registry.rs`, which has them as its module.
+//! Unit tests of `src/sync/registry.rs`, included as its test module.
 
 use super::*;
 

@@ -1,4 +1,4 @@
-//! Tests of `src/config/size_rules.rs`, which has them as its module.
+//! Unit tests of `src/config/size_rules.rs`, included as its test module.
 
 use super::*;
 use crate::config::policy::FixedSegments;

@@ -1,4 +1,4 @@
-//! Tests of `src/blocks/table.rs`, which has them as its module.
+//! Unit tests of `src/blocks/table.rs`, included as its test module.
 
 use super::*;
 use crate::history::digest::unpack_placement;

@@ -92,7 +92,7 @@ held = [inside(pool, 100 * MIB) for pool in (first, second)]
 fill(held[0], 1); fill(held[1], 2)
 symmalloc.sleep("weights")
 other = ours.allocate(100 * MIB)
-raises(symmalloc.OutOfMemory, "sleeps on", lambda: symmalloc.wake("weights"))
+raises(symmalloc.OutOfMemory, "stays asleep", lambda: symmalloc.wake("weights"))
 assert [first.phase, second.phase] == [Phase.AWAKE, Phase.ASLEEP]
 ours.free(other); ours.trim()
 symmalloc.wake("weights")

@@ -158,7 +158,7 @@ stub_test!(a_device_without_room_leaves_the_pool_asleep_until_there_is_some, ["S
     allocator.sleep(pool, KEEP);
     let taken = allocator.allocate(0, 160 * MIB, streams.get(0));
     assert_eq!(allocator.try_wake(pool), Err(SYMMALLOC_OUT_OF_MEMORY));
-    assert!(message().contains("sleeps on") && message().contains("wake it again"), "{}", message());
+    assert!(message().contains("stays asleep") && message().contains("wake it again"), "{}", message());
     assert_eq!(allocator.phase(pool), SYMMALLOC_PHASE_ASLEEP);
     allocator.free(taken);
     allocator.trim();

@@ -100,7 +100,7 @@ fn what_no_allocator_can_follow_is_named() {
     let error = contradiction(&[HEAD, "plan p0 shared key 0 allocations 0\nend 2\n"], 3).to_string();
     assert!(error.contains("1 to 16777216 allocations, not 0"), "{error}");
     let error = contradiction(&[HEAD, "plan p0 s1 key 0 allocations 1\na 1 s1 1 @0\nend 3\n"], 3).to_string();
-    assert!(error.contains("for the heap of s1, and the streams of p0 share"), "{error}");
+    assert!(error.contains("for the heap of s1, but the streams of p0 share"), "{error}");
     // Each of these lines is the second allocation; the error names its line.
     for line in [
         "a 1 s0 1 @512",

@@ -71,7 +71,7 @@ pub enum ConfigTextError {
         max: u64,
     },
     /// The key applies to other segments only.
-    #[error("byte {offset}: {key} has a meaning for segments:{segments} only; state that, or remove the key")]
+    #[error("byte {offset}: {key} applies only to segments:{segments}; add that, or remove the key")]
     OtherSegments {
         /// Offset of the key.
         offset: usize,

@@ -7,9 +7,9 @@
 //!     └──────────────────────── Display ◄───────────────────────┘
 //! ```
 //!
-//! Two dialects. [`FromStr`] is strict: what has no effect is an error. [`Config::from_pytorch_env`] takes a text that was
-//! written for PyTorch, with PyTorch's defaults, and lists what has no effect. `docs/configuration.md` has the table of
-//! all keys.
+//! There are two dialects. [`FromStr`] is strict: a key without effect is an error. [`Config::from_pytorch_env`] reads a
+//! text written for PyTorch, with PyTorch's defaults, and lists the keys without effect. `docs/configuration.md` has the
+//! table of all keys.
 //!
 //! `Display` writes the *canonical* text: every value that is set, defaults too, in a fixed order and unit. Equal
 //! configurations have equal canonical texts, and [`Config::digest`] is a hash of it.
@@ -47,8 +47,8 @@ pub struct PyTorchConfig {
 impl Config {
     /// Reads the value of `PYTORCH_CUDA_ALLOC_CONF` (or `PYTORCH_ALLOC_CONF`) as PyTorch does.
     ///
-    /// Segments are fixed unless the text requests expandable ones, the last of two equal keys wins, and keys that
-    /// decide no placement are listed in [`PyTorchConfig::ignored`]. Keys of this library are accepted too.
+    /// Segments are fixed unless the text requests expandable ones, the last of two equal keys wins, and keys without
+    /// effect on placements are listed in [`PyTorchConfig::ignored`]. Keys of this library are accepted too.
     ///
     /// # Errors
     /// When PyTorch would refuse the text as well, for a setting that cannot be equal on all ranks

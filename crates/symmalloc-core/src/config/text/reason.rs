@@ -6,7 +6,7 @@
 pub enum KeyRefusal {
     /// The key would make ranks differ.
     #[error(
-        "it frees by each block's local age and by what the device reports, so ranks would differ; use release_threshold_mb"
+        "it frees by local block age and by the free memory that the device reports, so ranks would differ; use release_threshold_mb"
     )]
     LocalAge,
     /// The value requests the driver's own allocator.
@@ -16,7 +16,7 @@ pub enum KeyRefusal {
     #[error("{0}")]
     NoEffect(IgnoredReason),
     /// The key belongs to the whole allocator.
-    #[error("it holds for the whole allocator; state it in the allocator's configuration, not in a pool's")]
+    #[error("it applies to the whole allocator; set it in the allocator's configuration, not in a pool's")]
     WholeAllocator,
 }
 
@@ -38,19 +38,19 @@ pub struct IgnoredKey {
 #[non_exhaustive]
 pub enum IgnoredReason {
     /// It configures PyTorch's driver calls, locks or host memory.
-    #[error("it configures driver calls, locks or host memory, none of which decides a placement")]
+    #[error("it configures driver calls, locks or host memory, none of which affects a placement")]
     NotPlacement,
     /// It is a fraction of the device's memory, which may differ from rank to rank.
     #[error(
-        "it is a share of the device's memory, which is not the same everywhere; state bytes with total_limit_mb or range_mb"
+        "it is a fraction of the device's memory, which may differ between ranks; set total_limit_mb or range_mb instead"
     )]
     DeviceFraction,
     /// It refuses requests by the total memory of the device, which may differ from rank to rank.
     #[error(
-        "it refuses by the total memory of the device, which is not the same everywhere; total_limit_mb refuses by stated bytes"
+        "it refuses requests by the device's total memory, which may differ between ranks; set total_limit_mb instead"
     )]
     DeviceTotal,
     /// It applies to other segments than the chosen ones.
-    #[error("it is for fixed segments, but expandable ones are chosen")]
+    #[error("it applies to fixed segments, but the segments are expandable")]
     OtherSegments,
 }

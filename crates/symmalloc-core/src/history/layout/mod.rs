@@ -1,7 +1,7 @@
 //! The layout of a pool: everything that determines its future.
 //!
 //! A saved layout has two uses. A **restarted rank** restores it into the same pool of a new process, on any device,
-//! and from then on places as the ranks that did not restart. A **graph tree** restores it into the same pool later,
+//! and from then on places like the ranks that did not restart. A **graph tree** restores it into the same pool later,
 //! and finds every allocation of that moment at its placement. [`crate::restore`] describes a restore.
 //!
 //! ```text
@@ -41,7 +41,7 @@
 //! let again = restored.find(stream, weights.placement).expect("it was live");
 //! assert_eq!(again.name.as_deref(), Some("weights"));
 //!
-//! // Both go on alike.
+//! // Both continue identically.
 //! for allocator in [&old, &new] {
 //!     allocator.allocate(PoolId::DEFAULT, stream, 5 << 20)?;
 //! }

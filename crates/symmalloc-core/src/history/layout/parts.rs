@@ -84,17 +84,17 @@ impl Layout {
         Layout { config, granularity_bytes, total_limit_bytes, heaps }
     }
 
-    /// The pool's configuration.
+    /// Returns the pool's configuration.
     pub fn config(&self) -> &PoolConfig {
         &self.config
     }
 
-    /// The backend's granularity in bytes.
+    /// Returns the backend's granularity in bytes.
     pub fn granularity_bytes(&self) -> u64 {
         self.granularity_bytes
     }
 
-    /// The limit over all pools of the allocator, in bytes.
+    /// Returns the limit over all pools of the allocator, in bytes.
     pub fn total_limit_bytes(&self) -> Option<u64> {
         self.total_limit_bytes
     }
@@ -105,19 +105,19 @@ impl Layout {
         &self.heaps
     }
 
-    /// Bytes of device memory that the pool held.
+    /// Returns the bytes of device memory that the pool held.
     pub fn reserved_bytes(&self) -> u64 {
         self.heaps.iter().fold(0, |sum, heap| sum.saturating_add(heap.reserved_bytes()))
     }
 
-    /// Number of live allocations of at least one byte.
+    /// Returns the number of live allocations of at least one byte.
     pub fn allocation_count(&self) -> usize {
         self.heaps.iter().flat_map(|heap| &heap.segments).map(|segment| segment.allocations.len()).sum()
     }
 }
 
 impl HeapLayout {
-    /// Bytes of device memory that the heap held.
+    /// Returns the bytes of device memory that the heap held.
     pub fn reserved_bytes(&self) -> u64 {
         let extents = self.segments.iter().flat_map(|segment| &segment.extents);
         extents.fold(0, |sum, extent| sum.saturating_add(extent.size_bytes))
