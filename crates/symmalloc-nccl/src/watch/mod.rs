@@ -1,4 +1,4 @@
-//! The watchdog: no rank waits for ever.
+//! The watchdog: no rank waits indefinitely.
 //!
 //! ```text
 //!  communicator ── Flight: what was given to it, and how far the device is
@@ -10,7 +10,7 @@
 //!  response: the report, the flight record, the program's callback, and the communicator's end
 //! ```
 //!
-//! One thread of each kind for the process, however many communicators there are. Nothing here decides a placement.
+//! There is one thread of each kind per process, for all communicators. Nothing here decides a placement.
 
 mod clock;
 mod failure;
