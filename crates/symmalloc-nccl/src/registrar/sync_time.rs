@@ -1,4 +1,4 @@
-//! How long syncs take. Feature `metrics`.
+//! Duration of syncs, as a metric. Feature `metrics`.
 
 use metrics::Unit;
 use std::time::Instant;
@@ -10,7 +10,7 @@ const SYNC_SECONDS: Metric = Metric::histogram(
     "how long a sync took that had something to ask or do",
 );
 
-/// A sync under way: tells how long it took when it is dropped.
+/// A sync in progress. Records its duration when dropped.
 pub(crate) struct TimedSync {
     ordinal: usize,
     begun: Instant,
