@@ -1,5 +1,5 @@
-//! Two small models that take turns on one GPU, of which only one has device memory: weights are kept on the host, the KV cache is
-//! dropped, and graphs with all-reduces in windows are captured once. After each turn every number of every answer is checked.
+//! Two small models take turns on one GPU, of which only one has device memory at a time: weights are kept on the host, the KV cache is
+//! dropped, and graphs with all-reduces in windows are captured once. Every turn checks every number of every answer.
 //!
 //! ```sh
 //! cargo run --release -p symmalloc-nccl --example take_turns -- 50 32     # turns, MiB of each model's weights
@@ -16,7 +16,7 @@ use symmalloc_cuda::CudaDevice;
 use symmalloc_nccl::{Communicator, Launch, LaunchError, Registrar, UniqueId};
 
 const DEADLINE: Duration = Duration::from_secs(60);
-/// Tokens of each answer.
+/// Tokens per answer.
 const TOKENS: usize = 32;
 
 fn main() -> Result<(), Box<dyn Error>> {

@@ -11,14 +11,12 @@ use thiserror::Error;
 pub enum RendezvousError {
     /// There is no address of rank 0.
     #[error(
-        "nothing says where rank 0 is: set SYMMALLOC_RENDEZVOUS=host:port (a free port on rank 0's machine) or \
+        "the address of rank 0 is unknown: set SYMMALLOC_RENDEZVOUS=host:port (a free port on rank 0's machine) or \
          NCCL_COMM_ID=host:port, the same on every rank"
     )]
     NoAddress,
     /// The address cannot be used.
-    #[error(
-        "{variable}=\"{value}\" is no address that can be found: write host:port, with a host that this machine knows"
-    )]
+    #[error("{variable}=\"{value}\" cannot be resolved: write host:port, with a host that this machine can resolve")]
     BadAddress {
         /// The source of the address.
         variable: &'static str,
@@ -36,14 +34,14 @@ pub enum RendezvousError {
     /// Rank 0 cannot listen on a socket of this machine.
     #[error(
         "rank 0 cannot listen on a socket of this machine ({kind}). If another user has taken all names, set SYMMALLOC_JOB_SECRET to \
-         the same random text on every rank: others cannot guess the names then"
+         the same random text on every rank: other users then cannot guess the names"
     )]
     ListenLocal {
         /// The system's error.
         kind: io::ErrorKind,
     },
     /// Some ranks did not arrive in time. Rank 0 reports this.
-    #[error("ranks {missing:?} did not come within {waited:?}: look for their errors")]
+    #[error("ranks {missing:?} did not arrive within {waited:?}: look for their errors")]
     Missing {
         /// The ranks, ascending.
         missing: Vec<u32>,
@@ -63,7 +61,7 @@ pub enum RendezvousError {
         "rank 0 did not answer on this machine within {waited:?}: it died, is late, or runs as another user or in another \
          container{}. Run all ranks of a machine as one user; count each container as a machine in LOCAL_WORLD_SIZE, and set \
          SYMMALLOC_RENDEZVOUS=host:port",
-        .foreign_user.map_or(String::new(), |user| format!(" (user {user} has a socket by its name)"))
+        .foreign_user.map_or(String::new(), |user| format!(" (user {user} owns a socket with its name)"))
     )]
     NoLocalAnswer {
         /// Another user with a socket of rank 0's name, if there was one.
@@ -97,13 +95,13 @@ pub enum RendezvousError {
         bytes_min: usize,
     },
     /// The system gives no random numbers.
-    #[error("the system gives no random numbers ({kind}): allow the system call getrandom")]
+    #[error("the system provides no random numbers ({kind}): allow the system call getrandom")]
     Random {
         /// The system's error.
         kind: io::ErrorKind,
     },
     /// Another process has already joined with this rank. The later one reports this.
-    #[error("another process has come as rank {rank}: the launcher gave two processes the same rank")]
+    #[error("another process has already joined as rank {rank}: the launcher gave two processes the same rank")]
     RankTwice {
         /// The rank.
         rank: u32,
