@@ -2,11 +2,10 @@
 //!
 //! NCCL's symmetric kernels address a peer's buffer by (window, own offset). They reduce any data that lies there, and report success. In
 //! this example every rank allocates eight tensors of 1 MiB from 2 MiB segments, with one window per segment, reduces them over all ranks
-//! and checks every element. Then it frees them and allocates them again. Odd ranks get their segments at descending addresses: 8!//!
-//! first allocation       freed and allocated again
+//! and checks every element. Then it frees them and allocates them again. Odd ranks get their segments at descending addresses:
 //!
 //! ```text
-//!             first taken            freed and taken again
+//!             first allocation       freed and allocated again
 //!             segment 0   segment 1  old order: by (size, address)   symmalloc: by (size, birth, offset)
 //!  rank 0     t0 t1       t2 t3      t0 t1       t2 t3               t0 t1       t2 t3
 //!  rank 1     t0 t1       t2 t3      t2 t3       t0 t1    wrong      t0 t1       t2 t3

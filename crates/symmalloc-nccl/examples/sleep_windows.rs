@@ -173,7 +173,11 @@ impl OtherProcess {
         writeln!(self.process.stdin.as_mut().ok_or("no input")?, "{bytes}")?;
         let mut answer = String::new();
         self.said.read_line(&mut answer)?;
-        if answer.trim() == bytes { Ok(()) } else { Err(format!("the other process said {answer:?}").into()) }
+        if answer.trim() == bytes {
+            Ok(())
+        } else {
+            Err(format!("unexpected answer of the other process: {answer:?}").into())
+        }
     }
 
     fn end(mut self) -> Outcome<()> {
@@ -182,7 +186,7 @@ impl OtherProcess {
     }
 }
 
-/// What the other process does: it holds as many bytes as it was told last, all of them written, and answers when it does.
+/// Runs the other process: for each line of input, allocates and writes that many bytes, and then echoes the line.
 fn be_the_other(device: usize) -> Outcome<()> {
     let device = CudaDevice::new(device)?;
     let stream = device.context().new_stream()?;
@@ -204,7 +208,7 @@ fn be_the_other(device: usize) -> Outcome<()> {
     Ok(())
 }
 
-/// Memory without windows, which sleeps and wakes with its contents: each word says where it is.
+/// Memory without windows, which sleeps and wakes with its contents: each word holds its own index.
 struct Weights {
     pool: Pool<CudaBackend>,
     words: DeviceBuffer<u32>,

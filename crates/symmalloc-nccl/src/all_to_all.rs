@@ -13,22 +13,22 @@
 //! allocates nothing on the device, registers nothing and does not block the host, so it can be captured in a graph.
 //!
 //! # The program decides when to exchange splits
-//! A rank alone cannot know whether another rank's splits changed. So nothing here decides by itself whether to
+//! A rank alone cannot know whether another rank's splits changed. The functions therefore never decide whether to
 //! exchange them: [`AllToAll::exchange_splits`] always does, [`AllToAll::run`] never. Splits are a value that the
 //! program keeps as long as they are correct, and every rank calls the same functions in the same order, as for any
 //! collective. A program that knows both sides, or that repeats its splits, exchanges nothing.
 //!
 //! There is no call that exchanges splits "if they changed". Every rank would have to enter it to learn whether another
-//! one's changed, with a message: gathering even a single byte from all ranks takes the same wait as gathering all
+//! rank's changed, with a message: gathering even a single byte from all ranks takes the same wait as gathering all
 //! their counts, which are eight bytes per pair of ranks. A call that skipped the wait on ranks with unchanged counts
 //! would block the ranks with changed ones indefinitely.
 //!
 //! # State
 //! If calls require registered memory, the segments that were found registered are cached by their
 //! [`SegmentKey`](crate::SegmentKey), which does not depend on the sizes of tensors and splits. A key is dropped when
-//! the registrar reports it as invalid, and only then. The cache holds answers of the registrar and no resources:
+//! the registrar reports it as invalid, and only then. The cache holds results of lookups and no resources:
 //! dropping an entry tears down nothing that work in flight might use. The registrar owns memory and windows, and waits
-//! for the work before it takes them back. The exchange has one staging buffer in pinned memory, which is created once
+//! for the work before it releases them. The exchange has one staging buffer in pinned memory, which is created once
 //! and not written while a copy of it is in progress.
 
 mod error;
@@ -61,7 +61,7 @@ use transfers::{CallShape, Region, Transfers};
 /// Exchanges rows among the ranks of a communicator: PyTorch's `all_to_all_single`, with splits that are exchanged when
 /// the program asks for it. Threads may share it if they call it in one order that all ranks keep.
 ///
-/// A rank alone cannot know whether another rank's splits changed, so nothing here decides by itself whether to
+/// A rank alone cannot know whether another rank's splits changed, so the program decides when to
 /// exchange them: [`exchange_splits`](Self::exchange_splits) always does, [`run`](Self::run) never. A program that
 /// knows both sides, or that repeats its splits, exchanges nothing.
 ///
@@ -152,7 +152,7 @@ impl AllToAllBuilder {
 }
 
 impl AllToAll {
-    /// Creates one without options: any memory, no checks.
+    /// Creates an instance with the default options: any memory, no checks.
     ///
     /// # Errors
     /// See [`build`](AllToAllBuilder::build).
@@ -230,8 +230,8 @@ impl AllToAll {
     /// are in bytes.
     ///
     /// # Safety
-    /// Both regions are memory of the communicator's device until the stream is past the call. Their earlier writers
-    /// are ordered before it on the stream, and nothing else writes the input or accesses the output until then.
+    /// Both regions are memory of the communicator's device until the stream is past the call. Earlier writes to them
+    /// precede it on the stream, and nothing else writes the input or accesses the output until then.
     ///
     /// # Errors
     /// See [`run`](Self::run).

@@ -105,8 +105,8 @@ macro_rules! collectives {
 pub(crate) use collectives;
 
 collectives! {
+    /// # Errors
     /// See [`CommError`]. Unless the error ends the communicator, nothing was submitted.
-    /// See [`CommError`]. Where it does not end the communicator, nothing was submitted.
     impl Communicator, CommError
 }
 

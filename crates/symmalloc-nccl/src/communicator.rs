@@ -1,22 +1,17 @@
-//! Communicators: groups of ranks that call the same collectives in the same order. 4-14!//!  communicator.rs     the public type //!
-//! builder.rs        connect, connect_env, borrow //!    shared.rs         state shared by the clones, the call lock //!    call.rs
-//! NCCL calls: their thread (threads.rs) and deadline //!    ending.rs         abnormal termination (state.rs) //!    registering.rs
-//! windows and buffers (registration.rs) //!    submit.rs         collectives (operation.rs), over buffers (buffers.rs) //!    unborn.rs
-//! ranks that are about to create one //!    host_entry.rs     a registration or split in the flight record //!    watching.rs
-//! queries by the watchdog //!    order.rs          one global order of communicators, on every rank
+//! Communicators: groups of ranks that call the same collectives in the same order.
 //!
 //! ```text
-//!  communicator.rs     what a program sees
+//!  communicator.rs     the public type
 //!    builder.rs        connect, connect_env, borrow
-//!    shared.rs         what the clones share, the call lock
-//!    call.rs           how NCCL is called: on which thread (threads.rs), and for how long
-//!    ending.rs         what happens when it does not end in order (state.rs)
+//!    shared.rs         state shared by the clones, the call lock
+//!    call.rs           NCCL calls: their thread (threads.rs) and deadline
+//!    ending.rs         abnormal termination (state.rs)
 //!    registering.rs    windows and buffers (registration.rs)
 //!    submit.rs         collectives (operation.rs), over buffers (buffers.rs)
-//!    unborn.rs         ranks that are about to make one
+//!    unborn.rs         ranks that are about to create one
 //!    host_entry.rs     a registration or split in the flight record
-//!    watching.rs       what the watchdog asks of it
-//!    order.rs          one order of all communicators, on every rank
+//!    watching.rs       queries by the watchdog
+//!    order.rs          one global order of communicators, on every rank
 //! ```
 
 pub(crate) mod buffers;

@@ -73,7 +73,7 @@ pub enum LaunchError {
         expected: &'static str,
     },
     /// A rank is not less than the number of ranks.
-    #[error("{rank_variable} is {rank}, but {ranks_variable} says {ranks}: ranks count from 0")]
+    #[error("{rank_variable} is {rank}, but {ranks_variable} is {ranks}: ranks count from 0")]
     OutOfRange {
         /// The variable of the rank.
         rank_variable: &'static str,

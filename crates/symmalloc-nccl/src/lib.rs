@@ -4,9 +4,10 @@
 //! NCCL's symmetric kernels address a peer's buffer by window and offset and do not check that the ranks agree. If they disagree, every
 //! element is wrong and the return code is still `ncclSuccess`. `symmalloc-core` places the n-th allocation identically on every rank.
 //! This crate compares the ranks' histories and then registers the segments.
+//!
 //! # Examples
-//! Started with `torchrun --no-python`, mpirun, mpiexec or srun, one process per GPU:
 //! Start one process per GPU with `torchrun --no-python`, mpirun, mpiexec or srun:
+//! ```no_run
 //! use symmalloc_core::Config;
 //! use symmalloc_cuda::{CudaAllocator, CudaDevice};
 //! use symmalloc_nccl::{Communicator, Launch, ReduceOp};
@@ -22,29 +23,29 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! # What there is
 //! # Main types
 //! | type | purpose |
-//! | [`Nccl`] | the libnccl of this process: found, opened, its version and what it can do |
+//! |---|---|
 //! | [`Nccl`] | the process's libnccl: its path, version and capabilities |
 //! | [`Launch`], [`UniqueId`] | this process's rank, and an id shared by all ranks without a side channel |
 //! | [`Communicator`] | a group of ranks that call the same collectives: connect, split, register, destroy, abort |
-//! | [`Group`] | several collectives as one |
+//! | [`Group`] | several collectives that are submitted together |
 //! | [`Registrar`] | windows over the segments of pools, synchronized across ranks |
 //! | [`Window`], [`WindowSpan`], [`SegmentKey`] | a window, a buffer's place in it, and a cache key |
 //! | [`NcclTransport`] | transport of the core's agreement protocol over NCCL |
 //! | [`CheckedCollectives`] | a debug mode that compares the offsets of each call across ranks |
+//! | [`AllToAll`] | all-to-all-v on registered memory |
 //!
 //! # Deadlines and errors
-//! Anything that waits for other ranks ends at the communicator's deadline, with an error that says what was waited for. The
 //! Every operation that waits for other ranks fails at the communicator's deadline, with an error that names the wait. The communicator is
 //! then unusable; the allocator and other communicators continue to work. NCCL does not report which rank is missing, and its symmetric
 //! kernels cannot be stopped: see [`Communicator`]. Errors are typed and state a remedy. NCCL failures never cause a panic.
+//!
 //! # libnccl
-//! It is opened when it is first needed, so everything builds and runs without it up to then. NCCL 2.18 is the oldest that works,
 //! The library is opened on first use, so programs build and start without it. The minimum version is NCCL 2.18; windows require 2.27
 //! ([`Capability`]). If the process has already loaded a libnccl, such as PyTorch's or cudarc's, that copy is shared.
 //! `SYMMALLOC_NCCL_LIBRARY` selects another one. CUDA versions are selected as in `symmalloc-cuda`.
+//!
 //! # Implementation
 //! `calls.rs` has one function per NCCL call and states its safety contract; `driver.rs` has the few driver calls.
 //! `communicator/call.rs` selects the thread and the deadline of each NCCL call, and `communicator/ending.rs` handles calls that do not

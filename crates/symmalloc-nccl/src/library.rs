@@ -1,10 +1,8 @@
-//! The libnccl of a process: its search order, version and capabilities. 4-5!//!  $SYMMALLOC_NCCL_LIBRARY ── a libnccl that this process
-//! has already opened ── libnccl.so.2 ── libnccl.so //!          if set: only this one         PyTorch's, cudarc's: shared, so that one
-//! NCCL has all communicators
+//! The libnccl of a process: its search order, version and capabilities.
 //!
 //! ```text
-//!  $SYMMALLOC_NCCL_LIBRARY ── a libnccl that this process has opened already ── libnccl.so.2 ── libnccl.so
-//!          set: this one or none         PyTorch's, cudarc's: shared, so that one NCCL has all communicators
+//!  $SYMMALLOC_NCCL_LIBRARY ── a libnccl that this process has already opened ── libnccl.so.2 ── libnccl.so
+//!          if set: only this one         PyTorch's, cudarc's: shared, so that one NCCL has all communicators
 //! ```
 
 use crate::calls::Calls;

@@ -49,7 +49,7 @@ pub enum SplitsError {
         output: usize,
     },
     /// The total number of rows overflows.
-    #[error("the {side}'s rows of the ranks up to {rank} are more than 2^64: these are not numbers of rows")]
+    #[error("the {side}'s rows of the ranks up to {rank} exceed 2^64: check the numbers of rows")]
     TooMany {
         /// The side.
         side: Side,
@@ -93,7 +93,7 @@ pub struct Split {
 
 /// The input side of splits under construction.
 #[derive(Clone, Copy, Debug)]
-#[must_use = "say what is received"]
+#[must_use = "specify the received rows"]
 pub struct Sending<'a> {
     input: &'a [u64],
 }

@@ -1,9 +1,8 @@
-//! Transport of the core's agreement protocol over NCCL. 5!//!                          ▲ ncclAllGather in place, on the transport's
-//! separate stream ── event ── polled until done
+//! Transport of the core's agreement protocol over NCCL.
 //!
 //! ```text
 //!  pinned host memory   [ rank 0 | rank 1 | ... | this rank's message | ... ]
-//!                          ▲ ncclAllGather in place, on a stream of the transport's own ── event ── asked until done
+//!                          ▲ ncclAllGather in place, on the transport's separate stream ── event ── polled until done
 //! ```
 //!
 //! Messages are small (160 bytes if ranks agree), so the kernel reads and writes pinned host memory, which avoids copies to and from the

@@ -52,9 +52,9 @@ impl Size {
 /// The way in which passes are submitted to the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Passes {
-    /// As a graph that is captured once.
+    /// A graph that is captured once.
     Captured,
-    /// Call by call. The stub of libnccl identifies the windows of a captured collective by their registration rather than by their
+    /// Individual calls. The stub of libnccl identifies the windows of a captured collective by their registration rather than by their
     /// handles, so on the stub a sleep invalidates the graph.
     #[cfg_attr(not(test), expect(dead_code, reason = "for the stubs"))]
     Submitted,

@@ -98,11 +98,11 @@ pub enum AllToAllError {
     NotRegistered {
         /// The buffer.
         side: Side,
-        /// The registrar's answer.
+        /// The registrar's error.
         error: LookupError,
     },
     /// A rank could not take part. No rank submitted anything.
-    #[error("rank {rank} could not take part: its own error says why. Nothing was sent on any rank")]
+    #[error("rank {rank} could not take part: its own error states the reason. Nothing was sent on any rank")]
     Refused {
         /// The rank.
         rank: usize,

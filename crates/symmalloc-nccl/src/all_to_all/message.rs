@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!  kind │ row bytes │ rows sent to rank 0 ... n-1 │ rows expected from rank 0 ... n-1
-//!  exchange: 0                                      only where calls are checked, so that lengths are equal: 0
+//!  exchange: 0                                      only if calls are checked, so that lengths are equal: 0
 //! ```
 //! A rank that cannot take part sends a refusal, so that the others do not wait.
 
@@ -43,7 +43,7 @@ impl Messages {
         message
     }
 
-    /// Returns the message that this rank cannot take part.
+    /// Returns the message of a rank that cannot take part.
     pub(super) fn refusal(&self) -> Vec<u8> {
         self.words(MessageKind::Refusal, 0, std::iter::empty())
     }

@@ -1,9 +1,9 @@
 //! The cache of registered segments, for calls that require registered memory.
 //!
 //! ```text
-//!  call ── address ──► known segments ── not there ──► registrar: is it registered? ──► known from now on
+//!  call ── address ──► known segments ── miss ──► registrar: is it registered? ──► known from now on
 //!                           ▲
-//!                           └── keys that died, in the order of the log ◄── registrar, at each sync
+//!                           └── invalidated keys, in log order ◄── registrar, at each sync
 //! ```
 //! The registrar invalidates a key only after the device's work so far has completed, so no call in flight uses a
 //! segment that is dropped here.

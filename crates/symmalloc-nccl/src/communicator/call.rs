@@ -1,13 +1,10 @@
-//! NCCL calls: the thread that makes them, and their deadline. 4-7!//!                 the call returns when            so it is made
-//! a wait past its deadline is ended by //!  Blocking       its work on the host is done     on a separate thread   ncclCommRevoke, if
-//! supported: the call //!                                                  if it may wait         returns. Otherwise the communicator is
-//! lost //!  Nonblocking    an NCCL thread works on it       here                   ncclCommAbort, which joins NCCL's thread
+//! NCCL calls: the thread that makes them, and their deadline.
 //!
 //! ```text
-//!                 the call returns when            so it is made          what ends a wait that is too long
-//!  Blocking       its work on the host is done     on a thread of its     ncclCommRevoke, if there is one: the call comes
-//!                                                  own, if it may wait    back. Otherwise the communicator is lost
-//!  Nonblocking    a thread of NCCL's works on it   here                   ncclCommAbort, which joins NCCL's thread
+//!                 the call returns when            so it is made          an overdue wait is ended by
+//!  Blocking       its work on the host is done     on a separate thread   ncclCommRevoke, if supported: the call
+//!                                                  if it may wait         returns. Otherwise the communicator is lost
+//!  Nonblocking    an NCCL thread works on it       here                   ncclCommAbort, which joins NCCL's thread
 //! ```
 //!
 //! In both modes NCCL is then polled (`ncclCommGetAsyncError`) until nothing is in progress. In blocking mode one poll suffices, but it is

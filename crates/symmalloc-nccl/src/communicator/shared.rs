@@ -1,11 +1,9 @@
-//! The state that the clones of a communicator share, and the lock for NCCL calls. 5-6!//!  Communicator ─┼─ Arc ── Shared ─┼─ Inner,
-//! behind the call lock: one host call at a time, as NCCL requires //!  Window        ┘ (serial)        └─ Life, behind a separate lock,
-//! never held during a call, so that state() never waits
+//! The state that the clones of a communicator share, and the lock for NCCL calls.
 //!
 //! ```text
 //!  Communicator ─┐          ┌─ fixed: rank, ranks, name, order, deadline, mode
-//!  Communicator ─┼─ Arc ── Shared ─┼─ Inner, behind the call lock: one host call at a time, as NCCL demands
-//!  Window        ┘ (serial)        └─ Life, behind a lock of its own: never held during a call, so that state() never waits
+//!  Communicator ─┼─ Arc ── Shared ─┼─ Inner, behind the call lock: one host call at a time, as NCCL requires
+//!  Window        ┘ (serial)        └─ Life, behind a separate lock: never held during a call, so that state() never waits
 //! ```
 
 use super::operation::KnownShapes;

@@ -1,16 +1,12 @@
-//! The plan of one sync on one communicator, computed before anything changes. 5-9!//!   birth  g0                            register
-//! g0             new and live //!   birth  g1, growth g1                 register   g1, whole      once, at its current size //!   growth
-//! g2                            grow       g2             a larger window replaces the old one //!   birth  g3, death g3
-//! nothing                   no rank ever observes it //!   death  g4                            deregister g4             last, in order
-//! of death
+//! The plan of one sync on one communicator, computed before anything changes.
 //!
 //! ```text
 //!   segment log since the last sync      plan                      why
-//!   birth  g0                            register   g0             new, and lives
-//!   birth  g1, growth g1                 register   g1, whole      once, at its size by now
-//!   growth g2                            grow       g2             the old window goes, a larger one comes
-//!   birth  g3, death g3                  nothing                   no rank ever sees it
-//!   death  g4                            deregister g4             last, and in order of death
+//!   birth  g0                            register   g0             new and live
+//!   birth  g1, growth g1                 register   g1, whole      once, at its current size
+//!   growth g2                            grow       g2             a larger window replaces the old one
+//!   birth  g3, death g3                  nothing                   no rank ever observes it
+//!   death  g4                            deregister g4             last, in order of death
 //! ```
 //!
 //! A plan is a function of the log and the existing windows, so equal histories produce equal plans on every rank. Planning changes

@@ -1,15 +1,11 @@
-//! The messages that ranks exchange in a sleep or wake. 4-8!//!   Agree    agreement, 64 bytes │ head, 12 words       same length as a
-//! sync's, so that a mismatched sync is detected //!            pages: communicators                       if any rank has one besides
-//! that of the exchange //!   Decide   verdict: success or obstacle, 4 words //!   Check    of a sleep: failure flag, 1 word;  of a wake:
-//! pages: changed windows, lost communicators //!   page     total number of rows │ 8 rows of 4 words     repeated until all rows of all
-//! ranks are sent
+//! The messages that ranks exchange in a sleep or wake.
 //!
 //! ```text
-//!   Agree    agreement, 64 bytes │ head, 12 words       as long as a sync's, so that a rank that syncs instead is told
-//!            pages: communicators                       if any rank has another one than that which they talk over
-//!   Decide   whether it could, and why not, 4 words
-//!   Check    of a sleep: whether it failed, 1 word;  of a wake: pages: windows that changed, communicators that were lost
-//!   page     how many in all │ 8 rows of 4 words        another one until all rows of all ranks were told
+//!   Agree    agreement, 64 bytes │ head, 12 words       same length as a sync's, so that a mismatched sync is detected
+//!            pages: communicators                       if any rank has one besides that of the exchange
+//!   Decide   verdict: success or obstacle, 4 words
+//!   Check    of a sleep: failure flag, 1 word;  of a wake: pages: changed windows, lost communicators
+//!   page     total number of rows │ 8 rows of 4 words   repeated until all rows of all ranks are sent
 //! ```
 
 use crate::registrar::plan::SegmentName;

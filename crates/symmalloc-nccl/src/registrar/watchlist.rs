@@ -28,7 +28,7 @@ struct WatchedPool {
     births: Vec<SegmentEvent>,
     /// Entries of the pool's log that syncs have processed.
     seen: u64,
-    /// Set if the pool is to be detached at the next sync.
+    /// Set if the next sync detaches the pool.
     is_leaving: bool,
 }
 

@@ -11,8 +11,8 @@ use std::io;
 use std::time::{Duration, Instant};
 use symmalloc_watchdog::Connection;
 
-/// Time for which a rank that was refused on a network looks for another rank 0, because a stranger may have refused
-/// it.
+/// Time for which a rank that was refused on a network looks for another rank 0, because the refusal may
+/// come from a stranger.
 const REFUSED_LIMIT: Duration = Duration::from_secs(5);
 
 impl Meeting {

@@ -16,7 +16,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 /// Number of names of a meeting: more than one, in case another user has taken the first.
 const NAMES: u32 = 32;
 
-/// Most ranks that may wait to be accepted; the system may allow fewer.
+/// Maximum number of ranks that wait to be accepted; the system may allow fewer.
 const BACKLOG: i32 = 4096;
 
 /// The name of a meeting's socket.

@@ -14,13 +14,13 @@ use std::net::IpAddr;
 use std::time::Instant;
 use symmalloc_watchdog::Connection;
 
-/// Most visitors at a time. One more evicts the oldest: a rank introduces itself at once, so the oldest is not one.
+/// Maximum number of visitors at a time. One more evicts the oldest: a rank introduces itself at once, so the oldest is not one.
 const VISITORS_MAX: usize = 1024;
-/// Most visitors at a time from one network address, which may be that of a machine with many ranks.
+/// Maximum number of visitors at a time from one network address, which may be that of a machine with many ranks.
 const VISITORS_PER_ADDRESS_MAX: usize = 256;
-/// Most connections that are accepted between two checks of the visitors.
+/// Maximum number of connections that are accepted between two checks of the visitors.
 const ACCEPTS_MAX: usize = 64;
-/// Most refusals that are logged. Any process that can connect could fill the log.
+/// Maximum number of refusals that are logged. Any process that can connect could fill the log.
 const LOGGED_MAX: u32 = 32;
 
 /// A connection whose origin is not known yet.

@@ -1,4 +1,4 @@
-//! The watchdog's clock: cheap to read, and exact enough for deadlines of seconds.
+//! The watchdog's clock: cheap to read, and precise enough for deadlines of seconds.
 //!
 //! The clock stops while the process is stopped. If a whole job is stopped and resumed later, no rank has waited too
 //! long for another one.
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 /// Interval between two checks of the watchdog and of the marker.
 pub(super) const LOOK: Duration = Duration::from_millis(100);
 
-/// Most time that one tick adds.
+/// Maximum time that one tick adds.
 const STEP_MAX: Duration = Duration::from_secs(1);
 
 /// Time since the process started to watch, as of the watchdog's last tick.

@@ -93,7 +93,7 @@ impl Failure {
         if let Some(CollectiveRecord { number, signature, state, .. }) = &self.collective {
             text += &format!(". On rank {} collective {number} ({signature}) was {state}", self.rank);
             if !self.waited.is_zero() {
-                text += &format!(", and nothing had got on for {:.1} s", self.waited.as_secs_f64());
+                text += &format!(", and no progress had been made for {:.1} s", self.waited.as_secs_f64());
             }
         }
         text
@@ -127,7 +127,7 @@ impl fmt::Display for FailureCause {
             FailureCause::RankFailed { rank, report } => write!(f, "rank {rank} gave up: {}", report.text),
             FailureCause::RankStopped { rank, silent, submitted } => write!(
                 f,
-                "rank {rank} is stopped, or its machine cannot be reached: nothing was heard of it for {:.1} s, and its last \
+                "rank {rank} is stopped, or its machine is unreachable: it has been silent for {:.1} s, and its last \
                  collective was {submitted}",
                 silent.as_secs_f64()
             ),
@@ -142,11 +142,11 @@ impl fmt::Display for FailureCause {
             }
             FailureCause::RankLeft { rank } => write!(f, "rank {rank} destroyed the communicator"),
             FailureCause::PeerWaits { rank } => {
-                write!(f, "a send or receive does not meet its counterpart at rank {rank}, which is alive")
+                write!(f, "a send or receive has no counterpart at rank {rank}, which is alive")
             }
-            FailureCause::Hanging => f.write_str("all ranks came, and the device does not get on"),
+            FailureCause::Hanging => f.write_str("all ranks submitted it, but the device makes no progress"),
             FailureCause::Unknown => {
-                f.write_str("nothing gets on, and there are ranks to which there is no connection that could tell why")
+                f.write_str("no progress is made, and the cause is unknown because some ranks are not connected")
             }
             FailureCause::Nccl(error) => error.fmt(f),
             FailureCause::Driver(error) => error.fmt(f),
@@ -157,10 +157,10 @@ impl fmt::Display for FailureCause {
 impl FailureCause {
     fn advice(&self) -> &'static str {
         match self {
-            FailureCause::RankGone { .. } => "Look at what that rank wrote last, and at the system's log for a kill",
+            FailureCause::RankGone { .. } => "Look at the last output of that rank, and for a kill in the system's log",
             FailureCause::RankFailed { .. } => "Look at that rank's report",
             FailureCause::RankStopped { .. } => {
-                "Look whether that process is stopped (state T) and whether its machine answers"
+                "Check that the process is not stopped (state T) and that its machine is reachable"
             }
             FailureCause::RanksBehind { .. } | FailureCause::PeerWaits { .. } => {
                 "Look at their stacks, and compare the flight records of all ranks with `symmalloc diff`"

@@ -1,9 +1,9 @@
 //! The last collectives of a communicator, and the progress of the device in them.
 //!
 //! ```text
-//!  submitting thread    one entry per collective: number, call, size, stream; rarely an event behind it
-//!  marker thread        now and then an event behind the last entry of each stream, and a question whether it is done
-//!  watchdog thread      what is not done, and for how long nothing got on
+//!  submitting thread    one entry per collective: number, call, size, stream; occasionally an event after it
+//!  marker thread        periodically an event after the last entry of each stream, which it polls
+//!  watchdog thread      unfinished work, and the time without progress
 //! ```
 //!
 //! An event per collective would cost more than everything else (130 ns of host time). One event per stream and tick

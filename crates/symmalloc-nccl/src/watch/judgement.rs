@@ -66,7 +66,7 @@ fn stillness(member: &&Member) -> Duration {
 }
 
 /// Returns `true` if the rank missed a pending collective. The first pending one is known only as exactly as marks are:
-/// it may have completed, and a later one be pending. A rank with unfinished work of its own waits as well.
+/// it may have completed, and a later one be pending. A rank that has unfinished work waits as well.
 fn is_behind(Member { progress, .. }: &Member, Undone { first, last, .. }: &Undone) -> bool {
     progress.submitted < first.number || progress.submitted < *last && progress.finished == progress.submitted
 }

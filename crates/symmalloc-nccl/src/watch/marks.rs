@@ -3,7 +3,7 @@
 use super::flight::Marked;
 use cudarc::driver::CudaEvent;
 
-/// Most unused events that are kept for reuse.
+/// Maximum number of unused events that are kept for reuse.
 const FREE_MAX: usize = 16;
 
 /// The pending events of a communicator's streams.

@@ -77,7 +77,7 @@ static IS_ASKED: LazyLock<Arc<AtomicBool>> = LazyLock::new(|| {
         Ok("USR1" | "SIGUSR1") => SIGUSR1,
         Ok("USR2" | "SIGUSR2") => SIGUSR2,
         Ok(other) => {
-            let error = format!("{SIGNAL_VARIABLE}={other}: it takes USR1 or USR2");
+            let error = format!("{SIGNAL_VARIABLE}={other}: use USR1 or USR2");
             tracing::warn!(name: "watchdog.failed", target: "symmalloc", error);
             return flag;
         }

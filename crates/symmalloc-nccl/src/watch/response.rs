@@ -115,8 +115,8 @@ fn see_to_the_end(watched: &Watched, failure: &Failure) {
         return;
     }
     eprintln!(
-        "symmalloc: communicator \"{}\" cannot be ended: a kernel of NCCL's waits for ever. The process ends with \
-         {FAILURE_EXIT_CODE}; {MODE_VARIABLE}=abort leaves it alone",
+        "symmalloc: communicator \"{}\" cannot be ended: an NCCL kernel waits indefinitely. The process exits with \
+         {FAILURE_EXIT_CODE}; {MODE_VARIABLE}=abort prevents that",
         failure.communicator
     );
     crate::driver::exit_now(FAILURE_EXIT_CODE);

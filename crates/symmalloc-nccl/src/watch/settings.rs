@@ -64,7 +64,8 @@ impl WatchSettings {
             let word = env::var(MODE_VARIABLE).ok()?;
             let mode = WatchdogMode::from_word(&word);
             if mode.is_none() {
-                let error = format!("{MODE_VARIABLE} is {word:?}, which is not exit, abort or off: it is ignored");
+                let error =
+                    format!("{MODE_VARIABLE} is {word:?}, which is not exit, abort or off: the value is ignored");
                 tracing::warn!(name: "watchdog.failed", target: "symmalloc", %error);
             }
             mode
