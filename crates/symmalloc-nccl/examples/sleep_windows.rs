@@ -95,7 +95,7 @@ fn main() -> Outcome<()> {
         allocator.sleep(weights.pool.id(), Contents::Keep)?;
         // Each rank has a separate device, which windows require.
         let back = device.memory_info()?.free_bytes.saturating_sub(free);
-        assert!(back + LEFT_MAX >= asleep_bytes, "cycle {cycle}: {back} of {asleep_bytes} bytes came back");
+        assert!(back + LEFT_MAX >= asleep_bytes, "cycle {cycle}: {back} of {asleep_bytes} bytes were released");
         least_back = least_back.min(back);
         other.take(wanted)?;
         other.give_back()?;

@@ -124,7 +124,7 @@ struct ReadyCall<'a> {
 }
 
 impl AllToAllBuilder {
-    /// Refuses buffers that this registrar has not registered on the communicator, as windows or for this rank alone.
+    /// Refuses buffers that this registrar has not registered on the communicator, as windows or for this rank only.
     /// NCCL moves other memory as well, through its own buffers.
     pub fn require_registered(mut self, registrar: &Arc<Registrar>) -> Self {
         self.registrar = Some(Arc::clone(registrar));

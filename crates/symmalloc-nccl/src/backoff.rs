@@ -63,7 +63,7 @@ mod tests {
             sleeps += u32::from(backoff.waited() > YIELD);
         }
         assert!(since.elapsed() >= Duration::from_millis(40));
-        assert!(sleeps < 120, "{sleeps} questions in 40 ms");
+        assert!(sleeps < 120, "{sleeps} polls in 40 ms");
         assert_eq!(backoff.left(), Duration::ZERO);
     }
 

@@ -108,7 +108,7 @@ mod tests {
     #[test]
     fn a_library_that_is_not_there_is_named_with_the_systems_reason() {
         let Err(LoadError::LibraryMissing { tried }) = Nccl::open("/nowhere/libnccl.so.2") else {
-            panic!("opened a library that is not there");
+            panic!("opened a missing library");
         };
         assert_eq!(tried.len(), 1);
         assert!(tried[0].contains("/nowhere/libnccl.so.2"), "{tried:?}");

@@ -3,7 +3,7 @@
 //! ```text
 //!  allocator ── segment log ──► Registrar ── one attachment per communicator ──► windows
 //!      ▲                           │ sync: every rank, at the same point
-//!      └── memory goes back ◄──────┘ after the last window over it is gone
+//!      └── memory released ◄───────┘ after its last window is deregistered
 //! ```
 //!
 //! | file | |

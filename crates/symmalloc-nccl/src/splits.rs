@@ -41,7 +41,9 @@ impl fmt::Display for Side {
 #[non_exhaustive]
 pub enum SplitsError {
     /// The sides have different numbers of ranks.
-    #[error("the input is split for {input} ranks and the output for {output}: give every rank a part on both sides")]
+    #[error(
+        "the input is split for {input} ranks and the output for {output}: specify a part for every rank on both sides"
+    )]
     Unequal {
         /// Parts of the input.
         input: usize,

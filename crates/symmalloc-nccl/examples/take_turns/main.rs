@@ -41,7 +41,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut models = Vec::new();
     for seed in [3, 5] {
         let mut model = Model::load(&allocator, &registrar, &world, size, (seed, Passes::Captured))?;
-        model.sleep()?; // so that the other one finds room
+        model.sleep()?; // makes room for the other model
         models.push(model);
     }
     let (mut asleep, mut awake) = (Duration::ZERO, Duration::ZERO);
@@ -57,7 +57,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         asleep += begun.elapsed();
     }
     let left_bytes = device.memory_info()?.free_bytes;
-    assert!(left_bytes >= free_bytes, "{} bytes are not back after {turns} turns", free_bytes - left_bytes);
+    assert!(left_bytes >= free_bytes, "{} bytes were not released after {turns} turns", free_bytes - left_bytes);
     if world.rank() == 0 {
         let each = |sum: Duration| sum / turns.max(1) as u32;
         println!(

@@ -13,7 +13,7 @@ use thiserror::Error;
 #[non_exhaustive]
 pub enum AllToAllError {
     /// The splits are for another number of ranks.
-    #[error("splits for {given} ranks on a communicator of {ranks}: give every rank a part, 0 where there is nothing")]
+    #[error("splits for {given} ranks on a communicator of {ranks}: specify a part for every rank, possibly 0")]
     SplitCount {
         /// Number of given parts.
         given: usize,
@@ -34,13 +34,13 @@ pub enum AllToAllError {
         received: u64,
     },
     /// The size of a row overflows.
-    #[error("a row of {row_elements} elements is larger than can be addressed")]
+    #[error("a row of {row_elements} elements exceeds the address space")]
     RowTooLarge {
         /// Elements per row.
         row_elements: usize,
     },
     /// A buffer is too short for its rows.
-    #[error("the {side} has {len} elements, and its splits need {rows} rows of {row_elements}: give a longer buffer")]
+    #[error("the {side} has {len} elements, and its splits need {rows} rows of {row_elements}: pass a longer buffer")]
     BufferTooShort {
         /// The buffer.
         side: Side,
@@ -54,7 +54,7 @@ pub enum AllToAllError {
     /// Without splits, both buffers must have the same length and the same number of rows for every rank.
     #[error(
         "an input of {input_len} elements and an output of {output_len} do not split equally into rows of {row_elements} \
-         for {ranks} ranks: give splits, or whole rows for every rank"
+         for {ranks} ranks: pass splits, or whole rows for every rank"
     )]
     Uneven {
         /// Elements of the input.
@@ -93,7 +93,7 @@ pub enum AllToAllError {
         /// The communicator's device.
         expected: usize,
     },
-    /// Registered memory is required, and a buffer is not registered on this communicator.
+    /// Registered memory is required, but a buffer is not registered on this communicator.
     #[error("the {side} is not in registered memory: {error}")]
     NotRegistered {
         /// The buffer.

@@ -42,7 +42,7 @@ impl RegisteredSegments {
         RegisteredSegments { registrar: Arc::clone(registrar), known: Mutex::default() }
     }
 
-    /// Refuses a buffer that is not registered on the communicator, as a window or for this rank alone.
+    /// Refuses a buffer that is not registered on the communicator, as a window or for this rank only.
     pub(super) fn check(&self, comm: &Communicator, side: Side, region: Region) -> Result<(), AllToAllError> {
         if region.size_bytes == 0 {
             return Ok(());

@@ -9,7 +9,7 @@ pub const WINDOW_ALIGNMENT: u64 = 4096;
 
 /// The result of a window registration.
 #[derive(Debug)]
-#[must_use = "deregister it before the memory goes back"]
+#[must_use = "deregister it before the memory is released"]
 pub enum Registered {
     /// A window, through which kernels access the peers' memory.
     Window(Window),
@@ -21,7 +21,7 @@ pub enum Registered {
 ///
 /// Deregister it with [`Communicator::deregister_window`](crate::Communicator::deregister_window) before the memory is unmapped. It ends
 /// with its communicator, without a call.
-#[must_use = "deregister it before the memory goes back"]
+#[must_use = "deregister it before the memory is released"]
 pub struct Window {
     pub(crate) raw: WindowHandle,
     pub(crate) memory: Memory,
@@ -31,7 +31,7 @@ pub struct Window {
 ///
 /// Deregister it with [`Communicator::deregister_buffer`](crate::Communicator::deregister_buffer) before the memory is unmapped. It ends
 /// with its communicator, without a call.
-#[must_use = "deregister it before the memory goes back"]
+#[must_use = "deregister it before the memory is released"]
 pub struct BufferRegistration {
     pub(crate) raw: RegistrationHandle,
     pub(crate) memory: Memory,

@@ -158,12 +158,12 @@ mod tests {
         let also_done = done.clone();
         run(move || {
             hung.recv().expect("released");
-            also_done.send(0).expect("somebody waits");
+            also_done.send(0).expect("the receiver is waiting");
         })
         .expect("a thread");
         for number in 1..40 {
             let done = done.clone();
-            run(move || done.send(number).expect("somebody waits")).expect("a thread");
+            run(move || done.send(number).expect("the receiver is waiting")).expect("a thread");
             assert_eq!(finished.recv_timeout(Duration::from_secs(10)), Ok(number));
         }
         release.send(()).expect("it waits");

@@ -157,7 +157,7 @@ impl Shared {
     }
 
     pub(super) fn watched(&self) -> &Watched {
-        self.watched.get().expect("it is watched from the moment that it is ready")
+        self.watched.get().expect("every ready communicator is watched")
     }
 }
 

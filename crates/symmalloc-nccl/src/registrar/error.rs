@@ -101,7 +101,7 @@ pub enum SyncError {
         /// The differences and their ranks.
         difference: Box<PlanDifference>,
     },
-    /// Offsets or sizes of one collective call differ between ranks. The call was not made. The same on every rank.
+    /// Offsets or sizes of one collective call differ between ranks. The call was not submitted. The same on every rank.
     #[error("communicator \"{communicator}\": {difference}")]
     OffsetsDiffer {
         /// The communicator.
@@ -240,7 +240,7 @@ pub enum LookupError {
     /// The segment is registered, but not as a window: the ranks cannot access each other's memory, or the pool was attached with
     /// [`Registration::Buffers`](crate::Registration::Buffers).
     #[error(
-        "{segment} is registered on communicator \"{communicator}\" for this rank only: there is no window to address peers by"
+        "{segment} is registered on communicator \"{communicator}\" for this rank alone: there is no window to address peers by"
     )]
     Plain {
         /// The segment.

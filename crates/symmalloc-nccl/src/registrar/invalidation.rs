@@ -16,7 +16,7 @@ pub struct InvalidationCursor {
 
 /// The entries that a cache must drop.
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[must_use = "a cache that keeps dead keys uses memory that is gone"]
+#[must_use = "a cache that keeps invalidated keys uses released memory"]
 pub enum Invalidated {
     /// Entries with these keys, in invalidation order: the same on every rank except for the addresses.
     Keys(Vec<SegmentKey>),

@@ -38,7 +38,7 @@ pub struct CollectiveCall {
     pub receive: BufferPlace,
 }
 
-/// The differences between the calls of the ranks: the same report on every rank. The collective was not made.
+/// The differences between the calls of the ranks: the same report on every rank. The collective was not submitted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OffsetDifference {
@@ -69,9 +69,9 @@ impl fmt::Display for CollectiveCall {
 
 impl fmt::Display for OffsetDifference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("the ranks give different buffers to one collective, which was not made")?;
+        f.write_str("the ranks pass different buffers to one collective, which was not submitted")?;
         self.groups.iter().try_for_each(|(ranks, call)| write!(f, "; ranks {ranks}: {call}"))?;
-        f.write_str(": give the same allocation on every rank")
+        f.write_str(": pass the same allocation on every rank")
     }
 }
 
@@ -163,10 +163,10 @@ mod tests {
         let difference = OffsetDifference { groups: groups.into_iter().map(|(call, ranks)| (ranks, call)).collect() };
         assert_eq!(
             difference.to_string(),
-            "the ranks give different buffers to one collective, which was not made; \
+            "the ranks pass different buffers to one collective, which was not submitted; \
              ranks 0,2: all-reduce of 1024 bytes at segment 3 of symmetric pool 1, stream 2, offset 0; \
              ranks 1: all-reduce of 1024 bytes at segment 3 of symmetric pool 1, stream 2, offset 512: \
-             give the same allocation on every rank"
+             pass the same allocation on every rank"
         );
     }
 }

@@ -389,7 +389,7 @@ mod tests {
         let mut watched = Watched::new(PoolConfig::builder().symmetric(true).build().expect("valid"));
         watched.take(2 * MIB);
         watched.take(4 * MIB);
-        assert_eq!(watched.sync(), [(StepKind::Register, 0, 6 * MIB)], "birth and growth are one");
+        assert_eq!(watched.sync(), [(StepKind::Register, 0, 6 * MIB)], "birth and growth are one registration");
         watched.take(2 * MIB);
         watched.take(2 * MIB);
         assert_eq!(watched.sync(), [(StepKind::Grow, 0, 10 * MIB)]);
@@ -440,7 +440,7 @@ mod tests {
         let two = watched.plan();
         assert_ne!(one.digest(), two.digest());
         let swapped = SyncPlan { steps: vec![two.steps[1], two.steps[0]], changes: BTreeMap::new() };
-        assert_ne!(two.digest(), swapped.digest(), "order counts");
+        assert_ne!(two.digest(), swapped.digest(), "the order matters");
         assert_eq!(one.steps[0].told.to_string(), "register segment 0 of symmetric pool 0, stream 0 (31457280 bytes)");
     }
 }

@@ -44,7 +44,7 @@ fields! {
     /// The configured agreement mode.
     Mode = "the agreement mode",
     /// The offset check setting.
-    OffsetChecks = "whether offsets are checked",
+    OffsetChecks = "the offset checks",
     /// The version of libnccl.
     Library = "the version of libnccl",
     /// The symmetric pools that are attached for windows.
@@ -60,7 +60,7 @@ fields! {
     /// The number of windows to deregister.
     Deregistrations = "the number of windows to deregister",
     /// The steps themselves.
-    Steps = "which segments to register and deregister",
+    Steps = "the segments to register and deregister",
 }
 
 /// One word per field, and the size of the symmetric space, of which the largest counts.

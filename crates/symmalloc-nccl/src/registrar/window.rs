@@ -90,7 +90,7 @@ mod tests {
         assert_eq!(found(0x1000, 0x1000), Some(0));
         assert_eq!(found(0x1fff, 1), Some(0));
         assert_eq!(found(0x1fff, 2), None, "beyond the end");
-        assert_eq!(found(0x2000, 0), None, "behind the end");
+        assert_eq!(found(0x2000, 0), None, "after the end");
         assert_eq!(found(0xfff, 1), None);
         assert_eq!(found(0x4800, 8), Some(1));
     }

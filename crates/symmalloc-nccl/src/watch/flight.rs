@@ -411,7 +411,7 @@ mod tests {
             let entry = flight.begin(all_reduce(4), None, now);
             flight.submitted(entry, false);
         }
-        assert!(!flight.is_off_device(), "the graph may run, remembered or not");
+        assert!(!flight.is_off_device(), "the graph may run even if its entry was dropped");
     }
 
     #[test]

@@ -168,7 +168,11 @@ mod tests {
         let (stuck, through) = (member(1, 4, 0), Member { has_left: true, ..gone.clone() });
         let through = Member { progress: Progress { submitted: 6, finished: 6 }, ..through };
         let behind = FailureCause::RanksBehind { ranks: vec![(1, 4)] };
-        assert_eq!(cause(&[member(0, 5, 0), stuck, through]), behind, "nor is one that was done blamed");
+        assert_eq!(
+            cause(&[member(0, 5, 0), stuck, through]),
+            behind,
+            "a rank that completed the collective is not blamed"
+        );
         assert_eq!(
             cause(&[member(0, 5, 0), member(1, 4, 0), gone]),
             FailureCause::RankGone { rank: 2, departure, after: None }
