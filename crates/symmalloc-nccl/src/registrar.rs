@@ -15,12 +15,10 @@
 //! | `round.rs` | the collective that compares them |
 //! | `sleep.rs`, `wake.rs`, `sleep_run.rs` | sleep and wake of a pool on all ranks; one such op on one rank |
 //! | `sleep_message.rs`, `sleep_error.rs` | messages that ranks exchange meanwhile, and errors |
-//! | `ended.rs`, `attachment/resting.rs`, `dormant.rs` | ended communicators; deregistering and restoring a pool's windows on one
-//! communicator |
+//! | `ended.rs`, `attachment/resting.rs`, `dormant.rs` | ended communicators; deregistering and restoring a pool's windows on one communicator |
 //! | `symmetric_space.rs` | accounting of NCCL's symmetric address space |
 //! | `window.rs`, `segment_key.rs`, `invalidation.rs` | lookup results, cache keys, and their invalidation |
-//! | `scope.rs`, `checked.rs`, `offset_difference.rs` | a sync at the end of a scope; offset checks before collectives, and their reports
-//! |
+//! | `scope.rs`, `checked.rs`, `offset_difference.rs` | a sync at the end of a scope; offset checks before collectives, and their reports |
 //!
 //! The allocator never calls the registrar. A program attaches pools to communicators, allocates and frees freely, and calls
 //! [`sync`](Registrar::sync) on every rank wherever windows must be current: after a warm-up, at the end of a scope, before a capture. A

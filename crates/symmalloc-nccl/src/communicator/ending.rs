@@ -11,8 +11,7 @@
 //! |---|---|
 //! | none that is known | `ncclCommRevoke` and deregistration if revoke is supported, then `ncclCommAbort` |
 //! | an NCCL thread is working | `ncclCommAbort`, which stops it |
-//! | a thread of this crate is inside a call | `ncclCommRevoke` if supported; after the thread returns, deregistration and `ncclCommAbort`
-//! |
+//! | a thread of this crate is inside a call | `ncclCommRevoke` if supported; after the thread returns, deregistration and `ncclCommAbort` |
 //!
 //! Deregistration comes first because, up to 2.28, an abort permanently retains the physical memory of windows. It requires a communicator
 //! whose kernels have stopped, which a revoke ensures. Without a revoke, windows are left to the abort.
