@@ -72,7 +72,7 @@ use transfers::{CallShape, Region, Transfers};
 /// use symmalloc_cuda::{CudaAllocator, DeviceBuffer};
 /// use symmalloc_nccl::AllToAll;
 ///
-/// /// Tokens to the ranks of their experts, and back.
+/// /// Sends tokens to the ranks of their experts, and back.
 /// fn layer(
 ///     all_to_all: &AllToAll,
 ///     allocator: &CudaAllocator,
@@ -82,7 +82,7 @@ use transfers::{CallShape, Region, Transfers};
 ///     hidden: usize,
 /// ) -> Result<DeviceBuffer<f32>, Box<dyn Error>> {
 ///     let splits = all_to_all.exchange_splits(rows_by_rank)?;
-///     // The same size on every rank, as symmetric memory wants it.
+///     // The same size on every rank, as symmetric memory requires.
 ///     let rows_max = splits.output_rows_max().expect("they were exchanged") as usize;
 ///     let mut received = allocator.alloc_zeroed(stream, rows_max * hidden)?;
 ///     all_to_all.run(stream, tokens, &mut received, hidden, &splits)?;

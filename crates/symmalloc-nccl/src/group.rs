@@ -25,7 +25,7 @@ use std::sync::Arc;
 /// # use symmalloc_cuda::CudaAllocator;
 /// use symmalloc_nccl::{CommError, Communicator, Group};
 ///
-/// /// Everybody's part to the right, and the left one's in.
+/// /// Sends this rank's part to the right neighbor, and receives that of the left one.
 /// # fn shift(comm: &Communicator, allocator: &CudaAllocator, stream: &Arc<CudaStream>) -> Result<(), CommError> {
 /// let mine = allocator.alloc_zeroed::<f32>(stream, 1 << 20)?;
 /// let mut theirs = allocator.alloc_zeroed::<f32>(stream, 1 << 20)?;

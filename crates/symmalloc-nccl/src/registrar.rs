@@ -84,7 +84,7 @@ use symmalloc_cuda::CudaAllocator;
 /// let allocator = CudaAllocator::new(&device, Config::default())?;
 /// let stream = device.context().new_stream()?;
 ///
-/// One pool for both communicators: each has a separate window on every segment.
+/// // One pool for both communicators: each has a separate window on every segment.
 /// let registrar = Registrar::builder(&allocator).build()?;
 /// let pool = allocator.create_pool(PoolConfig::builder().symmetric(true).reserved(1 << 30).build()?)?;
 /// registrar.attach(&world, &[pool.id()], Registration::Windows)?;

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   Agree    agreement, 64 bytes │ head, 12 words       same length as a sync's, so that a mismatched sync is detected
-//!            pages: communicators                       if any rank has one besides that of the exchange
+//!            pages: communicators                       if any rank has another one than that of the exchange
 //!   Decide   verdict: success or obstacle, 4 words
 //!   Check    of a sleep: failure flag, 1 word;  of a wake: pages: changed windows, lost communicators
 //!   page     total number of rows │ 8 rows of 4 words   repeated until all rows of all ranks are sent

@@ -21,7 +21,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 use symmalloc_watchdog::{Connection, FailureReport, Lifeline, Member, PeerEvent, ProcessId, RankId};
 
-/// Errors of NCCL and the driver often mean that another rank is gone. The news about which one may take this long to
+/// Errors of NCCL and the driver often mean that another rank is gone. The report of which one may take this long to
 /// arrive.
 pub(crate) const NEWS_LIMIT: Duration = Duration::from_millis(500);
 
@@ -76,7 +76,7 @@ pub(crate) fn withdraw(met: Option<MeetingId>, rank: RankId) {
     }
 }
 
-/// Notes that the communicator was destroyed in the ordinary way, so other ranks need not watch this process any more.
+/// Notes that the communicator was destroyed regularly, so other ranks need not watch this process any more.
 /// On return, they know.
 pub(crate) fn leave(watched: &Watched) {
     watched.close();
@@ -129,7 +129,7 @@ struct Watch {
 enum Delay {
     /// The hub was asked at this time.
     Asked(Tick),
-    /// Not checked again for this long, from this time on.
+    /// The start and the length of the pause until the next check.
     Left(Tick, Duration),
 }
 
@@ -142,7 +142,7 @@ impl Watch {
         loop {
             self.wait(bell);
             let now = Tick::advance();
-            // Before the news of their ends.
+            // Before the reports of their ends.
             self.note_progress(&registry::all(), now);
             while let Ok(command) = commands.try_recv() {
                 self.obey(command);
@@ -218,7 +218,7 @@ impl Watch {
         }
     }
 
-    /// Calls `act` with a communicator's lifeline and sends its messages at once.
+    /// Calls `act` with a communicator's lifeline and sends its messages immediately.
     fn with_lifeline<T>(&mut self, identity: &Identity, act: impl FnOnce(&mut Lifeline) -> T) -> Option<T> {
         let lifeline = self.lifelines.get_mut(&identity.met)?;
         let answer = act(lifeline);
@@ -292,7 +292,7 @@ impl Watch {
             self.end(watched, trouble, Duration::ZERO);
             return;
         }
-        // One check later than the deadline, since times are that exact.
+        // One check later than the deadline, because times have that resolution.
         let is_late = |since: Tick| now.since(since) >= identity.deadline.saturating_add(LOOK);
         let Some(standing) = watched.flight().standing(now).filter(|it| is_late(it.since)) else {
             self.delays.remove(&rank);
