@@ -150,7 +150,7 @@ impl Calls {
         }
     }
 
-    /// `ncclGetUniqueId`
+    /// Calls `ncclGetUniqueId`.
     pub(crate) fn unique_id(&self) -> Result<[u8; 128], NcclError> {
         let mut raw = RawUniqueId { internal: [0; 128] };
         // SAFETY: `raw` is valid for writing.
@@ -158,7 +158,7 @@ impl Calls {
         Ok(raw.internal)
     }
 
-    /// `ncclCommInitRankConfig`: creates a named communicator in the current context.
+    /// Creates a named communicator in the current context (`ncclCommInitRankConfig`).
     pub(crate) fn init(&self, new: &NewHandle, ranks: c_int, id: [u8; 128], rank: c_int, blocking: bool) -> Outcome {
         let (mut config, id) = (RawConfig::new(blocking, new.name()), RawUniqueId { internal: id });
         // SAFETY: C3; the configuration is valid, and NCCL copies it.
@@ -166,7 +166,7 @@ impl Calls {
         self.outcome("ncclCommInitRankConfig", code)
     }
 
-    /// `ncclCommSplit`
+    /// Calls `ncclCommSplit`.
     pub(crate) fn split(&self, comm: CommHandle, color: c_int, key: c_int, new: &NewHandle, blocking: bool) -> Outcome {
         let mut config = RawConfig::new(blocking, new.name());
         // SAFETY: C1, C2, C3; the configuration is valid, and NCCL copies it.
@@ -174,49 +174,49 @@ impl Calls {
         self.outcome("ncclCommSplit", code)
     }
 
-    /// `ncclCommFinalize`. Afterwards the communicator may only be polled and destroyed.
+    /// Calls `ncclCommFinalize`. Afterwards the communicator may only be polled and destroyed.
     pub(crate) fn finalize(&self, comm: CommHandle) -> Outcome {
         // SAFETY: C1, C2.
         self.outcome("ncclCommFinalize", unsafe { (self.finalize)(comm.as_ptr()) })
     }
 
-    /// `ncclCommDestroy`. Invalidates the handle.
+    /// Calls `ncclCommDestroy`. Invalidates the handle.
     pub(crate) fn destroy(&self, comm: CommHandle) -> Outcome {
         // SAFETY: C1, C2.
         self.outcome("ncclCommDestroy", unsafe { (self.destroy)(comm.as_ptr()) })
     }
 
-    /// `ncclCommAbort`. Invalidates the handle. NCCL joins its own threads.
+    /// Calls `ncclCommAbort`. Invalidates the handle. NCCL joins its own threads.
     pub(crate) fn abort(&self, comm: CommHandle) -> Outcome {
         // SAFETY: C1, C2.
         self.outcome("ncclCommAbort", unsafe { (self.abort)(comm.as_ptr()) })
     }
 
-    /// `ncclCommRevoke`: stops operations in flight, including those that another thread waits for inside a call.
+    /// Stops operations in flight, including those that another thread waits for inside a call (`ncclCommRevoke`).
     pub(crate) fn revoke(&self, comm: CommHandle) -> Outcome {
         // SAFETY: C1, C2.
         self.optional("ncclCommRevoke", self.revoke.map(|call| unsafe { call(comm.as_ptr(), 0) }))
     }
 
-    /// `ncclCommGetAsyncError`: returns the result of the communicator's threads, `Ok(Underway)` while one is working. An error is
-    /// attributed to `call`.
+    /// Returns the result of the communicator's threads, `Ok(Underway)` while one is working (`ncclCommGetAsyncError`). Attributes an error
+    /// to `call`.
     pub(crate) fn poll(&self, call: &'static str, comm: CommHandle) -> Outcome {
         let code = self.number(comm, "ncclCommGetAsyncError", self.async_error)?;
         self.outcome(call, code)
     }
 
-    /// `ncclCommUserRank` and `ncclCommCount`: returns this rank's number and the number of ranks.
+    /// Returns this rank's number and the number of ranks (`ncclCommUserRank`, `ncclCommCount`).
     pub(crate) fn rank_of_ranks(&self, comm: CommHandle) -> Result<(u32, u32), NcclError> {
         let rank = self.number(comm, "ncclCommUserRank", self.user_rank)?;
         Ok((rank as u32, self.number(comm, "ncclCommCount", self.count)? as u32))
     }
 
-    /// `ncclCommCuDevice`: returns the ordinal of its device.
+    /// Returns the ordinal of its device (`ncclCommCuDevice`).
     pub(crate) fn device_of(&self, comm: CommHandle) -> Result<c_int, NcclError> {
         self.number(comm, "ncclCommCuDevice", self.cu_device)
     }
 
-    /// `ncclCommWindowRegister`, together with all other ranks. NCCL validates the memory.
+    /// Registers a window together with all other ranks (`ncclCommWindowRegister`). NCCL validates the memory.
     pub(crate) fn register_window(&self, comm: CommHandle, base: u64, size_bytes: u64, new: &NewHandle) -> Outcome {
         let (base, size) = (base as *mut c_void, size_bytes as usize);
         // SAFETY: C1, C2, C3.
@@ -226,14 +226,14 @@ impl Calls {
         self.optional("ncclCommWindowRegister", self.window_register.map(call))
     }
 
-    /// `ncclCommWindowDeregister`
+    /// Calls `ncclCommWindowDeregister`.
     pub(crate) fn deregister_window(&self, comm: CommHandle, window: WindowHandle) -> Outcome {
         // SAFETY: C1, C2, C5.
         let call = |call: unsafe extern "C" fn(_, _) -> _| unsafe { call(comm.as_ptr(), window.as_ptr()) };
         self.optional("ncclCommWindowDeregister", self.window_deregister.map(call))
     }
 
-    /// `ncclCommRegister`. NCCL records the range and inspects the memory when a collective uses it.
+    /// Calls `ncclCommRegister`. NCCL records the range and inspects the memory when a collective uses it.
     pub(crate) fn register_buffer(&self, comm: CommHandle, base: u64, size_bytes: u64, new: &NewHandle) -> Outcome {
         let (base, size) = (base as *mut c_void, size_bytes as usize);
         // SAFETY: C1, C2, C3.
@@ -241,7 +241,7 @@ impl Calls {
         self.optional("ncclCommRegister", self.buffer_register.map(call))
     }
 
-    /// `ncclCommDeregister`
+    /// Calls `ncclCommDeregister`.
     pub(crate) fn deregister_buffer(&self, comm: CommHandle, buffer: RegistrationHandle) -> Outcome {
         // SAFETY: C1, C2, C5.
         let call = |call: unsafe extern "C" fn(_, _) -> _| unsafe { call(comm.as_ptr(), buffer.as_ptr()) };

@@ -60,7 +60,7 @@ pub(crate) fn expert_output(expert: usize, element: f32) -> f32 {
     2.0 * element + expert as f32
 }
 
-/// The finalizer of SplitMix64.
+/// Computes the finalizer of SplitMix64.
 fn mix(value: u64) -> u64 {
     let value = value.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);

@@ -12,7 +12,7 @@ pub(super) struct Unborn {
 }
 
 impl Unborn {
-    /// `rank` is this rank's number, or its number in the communicator that is split.
+    /// Announces the communicator. `rank` is this rank's number, or its number in the communicator that is split.
     pub(super) fn new(met: Option<MeetingId>, rank: u32, order: &CommOrder) -> Self {
         let communicator = CommunicatorId::of(order.as_bytes());
         let unborn = Unborn { met, rank: RankId { communicator, rank: rank | UNBORN } };

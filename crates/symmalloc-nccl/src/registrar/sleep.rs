@@ -94,7 +94,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// `Quiesce`: waits until no kernel uses the pool, and saves the contents to keep.
+    /// Executes `Quiesce`: waits until no kernel uses the pool, and saves the contents to keep.
     fn quiesce(&self, contents: Contents) -> Result<Quiesced<'a>, Obstacle> {
         let (registrar, pool) = (self.registrar, self.pool);
         let allocator = &registrar.allocator;
@@ -123,7 +123,7 @@ impl<'a> Run<'a> {
         })
     }
 
-    /// `Deregister`: deregisters the windows on the first communicator, then on the others. A failure ends the affected communicator.
+    /// Executes `Deregister`: deregisters the windows on the first communicator, then on the others. A failure ends the affected communicator.
     fn deregister(&mut self) -> u64 {
         let mut deregistrations = 0;
         for at in 0..self.members.len() {
@@ -144,7 +144,7 @@ impl<'a> Run<'a> {
         deregistrations
     }
 
-    /// `Unmap`: releases the memory unless a lost communicator has windows on it. The flag is `true` if memory is still held.
+    /// Executes `Unmap`: releases the memory unless a lost communicator has windows on it. The flag is `true` if memory is still held.
     fn unmap(&mut self, quiesced: Quiesced<'a>, deregistrations: u64) -> (Slept, bool) {
         let slept = Slept { deregistrations, ..Slept::default() };
         if self.is_held() {

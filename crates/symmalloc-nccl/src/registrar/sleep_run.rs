@@ -213,7 +213,7 @@ impl<'a> Run<'a> {
         SleepError::Broken { communicator: communicator.to_owned(), step, is_asleep, error: Box::new(error) }
     }
 
-    /// Runs `Agree`. On an error, folds the op into the digest.
+    /// Executes `Agree`. On an error, folds the op into the digest.
     pub(super) fn agree(&mut self) -> Result<Agreed, SleepError> {
         self.ask().map_err(|stop| {
             self.note();
@@ -322,7 +322,7 @@ impl<'a> Run<'a> {
         known.chain(over).map(|named| named.row()).collect()
     }
 
-    /// `Decide`: sends this rank's verdict and returns the obstacles of all ranks.
+    /// Executes `Decide`: sends this rank's verdict and returns the obstacles of all ranks.
     pub(super) fn decide(&mut self, obstacle: Option<Obstacle>) -> Result<Vec<RankObstacle>, SyncError> {
         let gathered = self.all_gather(&write_verdict(obstacle))?;
         let verdicts = gathered.iter().map(read_verdict).zip(0..);

@@ -90,7 +90,7 @@ impl<'a> Run<'a> {
         (0..self.over().ranks()).map(|rank| RankObstacle { rank, obstacle: Obstacle::Lost }).collect()
     }
 
-    /// `Remap`: maps memory at the old addresses and restores the saved contents. First checks that the windows fit.
+    /// Executes `Remap`: maps memory at the old addresses and restores the saved contents. First checks that the windows fit.
     fn remap(&mut self, broken: &BTreeSet<u64>) -> Result<Remapped<'a>, Obstacle> {
         let (registrar, pool) = (self.registrar, self.pool);
         for member in self.members.iter().filter(|member| !broken.contains(&member.name)) {
@@ -110,7 +110,7 @@ impl<'a> Run<'a> {
         })
     }
 
-    /// `Register`: registers the windows again on the first communicator, then on the others. If the first one fails, all are ended. If
+    /// Executes `Register`: registers the windows again on the first communicator, then on the others. If the first one fails, all are ended. If
     /// another one fails, only that one is lost.
     fn register(&mut self, broken: &BTreeSet<u64>) -> Result<(u64, Vec<Finding>), SleepError> {
         let (mut registrations, mut findings) = (0, Vec::new());
@@ -139,7 +139,7 @@ impl<'a> Run<'a> {
         Ok((registrations, findings))
     }
 
-    /// Result of `Check`: a window or communicator that changed or was lost on one rank counts as changed or lost on all.
+    /// Applies the result of `Check`: a window or communicator that changed or was lost on one rank counts as changed or lost on all.
     fn woken(&mut self, told: &[Vec<Row>], ended: &[Ended], mut woken: Woken) -> Woken {
         let mut lost: BTreeSet<u64> = BTreeSet::new();
         let mut changed: BTreeMap<u64, BTreeSet<SegmentName>> = BTreeMap::new();

@@ -108,7 +108,7 @@ mod tests {
 
     const DEADLINE: Duration = Duration::from_secs(5);
 
-    /// A member that has been stalled for the deadline and silent for `silent_ms`.
+    /// Returns a member that has been stalled for the deadline and silent for `silent_ms`.
     fn member(rank: u32, submitted: u64, silent_ms: u64) -> Member {
         Member {
             rank,
