@@ -201,7 +201,7 @@ impl AllToAll {
 
     /// Sends the input's parts to all ranks and receives theirs in the output. A row is `row_elements` elements.
     /// `splits` are `&Splits`, or `None` for equal parts of both whole buffers. All ranks call it. Returns when the
-    /// work is in the stream; the buffers may be dropped at once.
+    /// work is in the stream; the buffers may be dropped immediately.
     ///
     /// All ranks use the same type of elements.
     ///

@@ -123,7 +123,8 @@ impl<'a> Run<'a> {
         })
     }
 
-    /// Executes `Deregister`: deregisters the windows on the first communicator, then on the others. A failure ends the affected communicator.
+    /// Executes `Deregister`: deregisters the windows on the first communicator, then on the others. A failure ends the affected
+    /// communicator.
     fn deregister(&mut self) -> u64 {
         let mut deregistrations = 0;
         for at in 0..self.members.len() {

@@ -19,8 +19,8 @@ use std::collections::BTreeMap;
 /// NCCL rounds the range up to a multiple of this (`ncclDevrInitOnce`).
 const LIMIT_STEP_BYTES: u64 = 4 << 30;
 
-/// Returns an upper bound of the bytes that NCCL reserves for itself with the first window: buffers for its low-latency kernels, 1 MiB per rank of
-/// the domain, and barriers (`ncclSymkInitOnce`).
+/// Returns an upper bound of the bytes that NCCL reserves for itself with the first window: buffers for its low-latency kernels, 1 MiB per
+/// rank of the domain, and barriers (`ncclSymkInitOnce`).
 const fn own_bytes(ranks: u32) -> u64 {
     (ranks as u64 + 8) << 20
 }

@@ -110,8 +110,8 @@ impl<'a> Run<'a> {
         })
     }
 
-    /// Executes `Register`: registers the windows again on the first communicator, then on the others. If the first one fails, all are ended. If
-    /// another one fails, only that one is lost.
+    /// Executes `Register`: registers the windows again on the first communicator, then on the others. If the first one fails, all are
+    /// ended. If another one fails, only that one is lost.
     fn register(&mut self, broken: &BTreeSet<u64>) -> Result<(u64, Vec<Finding>), SleepError> {
         let (mut registrations, mut findings) = (0, Vec::new());
         for at in 0..self.members.len() {

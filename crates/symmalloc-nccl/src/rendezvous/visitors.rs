@@ -14,7 +14,8 @@ use std::net::IpAddr;
 use std::time::Instant;
 use symmalloc_watchdog::Connection;
 
-/// Maximum number of visitors at a time. One more evicts the oldest: a rank introduces itself at once, so the oldest is not one.
+/// Maximum number of visitors at a time. One more evicts the oldest: a rank introduces itself immediately, so the oldest visitor is not a
+/// rank.
 const VISITORS_MAX: usize = 1024;
 /// Maximum number of visitors at a time from one network address, which may be that of a machine with many ranks.
 const VISITORS_PER_ADDRESS_MAX: usize = 256;

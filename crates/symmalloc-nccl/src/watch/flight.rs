@@ -53,7 +53,7 @@ struct Ring {
     entries: VecDeque<Entry>,
     /// Total number of entries.
     given: u64,
-    /// Number of them that all ranks submit alike.
+    /// Number of entries that all ranks submit equally.
     collectives: u64,
     streams: Vec<Followed>,
     /// Time at which work last completed, or at which none was left.
@@ -325,7 +325,7 @@ impl Work {
         Work::Call { call, count, data_type }
     }
 
-    /// Returns `true` if all ranks submit it alike.
+    /// Returns `true` if all ranks submit it equally.
     fn is_collective(&self) -> bool {
         match self {
             Work::Call { call, .. } => call.collective().is_some(),

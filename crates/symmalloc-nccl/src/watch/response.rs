@@ -57,7 +57,7 @@ static REPORTS: (Mutex<usize>, Condvar) = (Mutex::new(0), Condvar::new());
 /// Longest time for which the end of the process waits for them. A disk may be slow or gone.
 const REPORT_LIMIT: Duration = Duration::from_secs(1);
 
-/// A report that is being written. A program that receives the error usually exits at once, which would truncate the
+/// A report that is being written. A program that receives the error usually exits immediately, which would truncate the
 /// record, so `exit` waits.
 struct Reporting;
 
