@@ -1,4 +1,4 @@
-//! Why a collective is not done at its deadline, by what is known of all ranks.
+//! Decides why a collective missed its deadline, from the known state of all ranks.
 
 use super::failure::FailureCause;
 use super::flight::Undone;
@@ -6,20 +6,20 @@ use super::watched::Identity;
 use std::time::Duration;
 use symmalloc_watchdog::{Member, SILENT_AFTER};
 
-/// What is to be done about something that is not done.
+/// The decision about unfinished work.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Judgement {
-    /// The communicator is to be ended.
+    /// End the communicator.
     End(FailureCause),
-    /// The ranks that are waited for get on, if slowly. To be looked at again after this time.
+    /// The awaited ranks make progress, if slowly. Check again after this time.
     Wait(Duration),
 }
 
 impl Judgement {
-    /// Of what has been standing for the deadline already.
+    /// Judges work that has stalled past its deadline.
     pub(super) fn new(identity: &Identity, standing: &Undone, members: &[Member]) -> Self {
         let others = || members.iter().filter(|member| member.rank != identity.rank);
-        // What becomes of one that destroyed the communicator in order is no loss.
+        // A rank that destroyed the communicator in the ordinary way may exit.
         let gone = others().filter(|it| !it.has_left).find_map(|it| Some((it.rank, it.departure.clone()?)));
         if let Some((rank, departure)) = gone {
             return Judgement::End(FailureCause::RankGone { rank, departure, after: None });
@@ -28,7 +28,7 @@ impl Judgement {
             return Judgement::End(FailureCause::RankFailed { rank, report });
         }
         let behind: Vec<&Member> = match standing.peer {
-            // Of sends and receives nobody knows which the peer has called.
+            // The calls of the peer of a send or receive are unknown.
             Some(peer) => others().filter(|it| it.rank == peer).collect(),
             None => others().filter(|it| is_behind(it, standing)).collect(),
         };
@@ -37,8 +37,8 @@ impl Judgement {
         let waited_for = if has_come { others().filter(is_open).collect() } else { behind };
         let mut still: Vec<&Member> =
             waited_for.iter().copied().filter(|it| stillness(it) >= identity.deadline).collect();
-        // When all have come, each that gets on may be in kernels of its own before it. When some have not, one that stands still is
-        // enough.
+        // If all ranks submitted the collective, each rank that makes progress may be in its own kernels before it. If
+        // some did not, one stalled rank is enough.
         let moving = waited_for.iter().filter(|it| stillness(it) < identity.deadline);
         if let Some(longest) = moving.map(stillness).max()
             && (has_come || still.is_empty())
@@ -46,7 +46,8 @@ impl Judgement {
             return Judgement::Wait(identity.deadline.saturating_sub(longest));
         }
         if has_come {
-            // One that is done and was stopped then may not have sent all that others wait for.
+            // A rank that completed the collective and was then stopped may not have sent everything that others wait
+            // for.
             still.extend(others().filter(|it| !is_open(it) && is_silent(it)));
         }
         Judgement::End(cause(identity, standing, members, &still, has_come))
@@ -57,14 +58,15 @@ fn is_silent(member: &Member) -> bool {
     Duration::from_millis(member.silent_ms) >= SILENT_AFTER
 }
 
-/// For how long it is known to stand still. One that lives may have got on since it was heard last.
+/// Returns the time for which it has certainly been stalled. A live rank may have made progress since it was last
+/// heard.
 fn stillness(member: &&Member) -> Duration {
     let unknown_ms = if is_silent(member) { 0 } else { member.silent_ms };
     Duration::from_millis(member.still_ms.saturating_sub(unknown_ms))
 }
 
-/// Whether it did not come to something that stands here. What is the first that stands is known as exactly as marks are: it may be
-/// done, and a later one stand. A rank with work of its own that is not done waits as well.
+/// Returns `true` if the rank missed a pending collective. The first pending one is known only as exactly as marks are:
+/// it may have completed, and a later one be pending. A rank that has unfinished work waits as well.
 fn is_behind(Member { progress, .. }: &Member, Undone { first, last, .. }: &Undone) -> bool {
     progress.submitted < first.number || progress.submitted < *last && progress.finished == progress.submitted
 }
@@ -79,7 +81,8 @@ fn cause(
     if let Some(left) = still.iter().find(|it| it.has_left).filter(|_| !has_come) {
         return FailureCause::RankLeft { rank: left.rank };
     }
-    // One that came and was stopped then holds the others up as well: NCCL's threads are stopped with it.
+    // A rank that submitted the collective and was then stopped blocks the others as well: NCCL's threads are stopped
+    // with it.
     if let Some(stopped) = still.iter().find(|it| !it.has_left && is_silent(it)) {
         let (silent, submitted) = (Duration::from_millis(stopped.silent_ms), stopped.progress.submitted);
         return FailureCause::RankStopped { rank: stopped.rank, silent, submitted };
@@ -105,7 +108,7 @@ mod tests {
 
     const DEADLINE: Duration = Duration::from_secs(5);
 
-    /// Is known to stand as long as the deadline, with nothing heard for so long.
+    /// Returns a member that has been stalled for the deadline and silent for `silent_ms`.
     fn member(rank: u32, submitted: u64, silent_ms: u64) -> Member {
         Member {
             rank,
@@ -165,7 +168,11 @@ mod tests {
         let (stuck, through) = (member(1, 4, 0), Member { has_left: true, ..gone.clone() });
         let through = Member { progress: Progress { submitted: 6, finished: 6 }, ..through };
         let behind = FailureCause::RanksBehind { ranks: vec![(1, 4)] };
-        assert_eq!(cause(&[member(0, 5, 0), stuck, through]), behind, "nor is one that was done blamed");
+        assert_eq!(
+            cause(&[member(0, 5, 0), stuck, through]),
+            behind,
+            "a rank that completed the collective is not blamed"
+        );
         assert_eq!(
             cause(&[member(0, 5, 0), member(1, 4, 0), gone]),
             FailureCause::RankGone { rank: 2, departure, after: None }
@@ -186,7 +193,7 @@ mod tests {
         let slow = |submitted| Member { still_ms: 1_500, ..member(1, submitted, 0) };
         assert_eq!(judgement(2, None, &[member(0, 5, 0), slow(3)]), Judgement::Wait(Duration::from_millis(3_500)));
         assert_eq!(judgement(2, None, &[member(0, 5, 0), slow(5)]), Judgement::Wait(Duration::from_millis(3_500)));
-        // One that stands still is not excused by another one that gets on.
+        // A stalled rank is not excused by another one that makes progress.
         let members = [member(0, 5, 0), slow(3), member(2, 4, 0)];
         assert_eq!(judgement(3, None, &members), Judgement::End(FailureCause::RanksBehind { ranks: vec![(2, 4)] }));
     }
