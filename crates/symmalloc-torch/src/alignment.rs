@@ -18,8 +18,8 @@ use std::fmt::Write;
 use symmalloc_agreement::{AgreementError, Gathered, Point, RankSet, Transport, TransportError, agree};
 use symmalloc_core::PoolConfig;
 
-/// Gives `len` bytes of this rank to all ranks and writes everybody's, in rank order, to `all` (world times `len` bytes). Zero
-/// when it is done. It must not throw.
+/// Sends `len` bytes of this rank to all ranks, and writes the bytes of all ranks to `all` (world times `len` bytes), in rank order.
+/// Returns 0 on success. It must not throw.
 #[allow(non_camel_case_types, reason = "C's names")]
 pub type symmalloc_gather_fn =
     Option<unsafe extern "C" fn(context: *mut c_void, mine: *const u8, len: usize, all: *mut u8) -> c_int>;

@@ -80,7 +80,7 @@ pub(crate) struct Failures {
     pub(crate) last: Mutex<Option<String>>,
 }
 
-/// What is known of a live allocation.
+/// The properties of a live allocation.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FoundAllocation {
     pub(crate) pool: PoolId,
@@ -335,7 +335,7 @@ impl DeviceAllocator {
         self.peak.bytes()
     }
 
-    /// Starts all peaks anew at the current values.
+    /// Resets all peaks to the current values.
     pub(crate) fn reset_peaks(&self) {
         self.core().reset_peak_stats();
         self.peak.reset();

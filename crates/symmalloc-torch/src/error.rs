@@ -67,7 +67,7 @@ pub(crate) enum Error {
         /// This process's.
         ours: u32,
     },
-    /// The pointer is no live allocation of this allocator.
+    /// The pointer is not a live allocation of this allocator.
     #[error("{address:#x} is no live allocation of device {device}: it was freed already, or is another allocator's")]
     UnknownPointer {
         /// The pointer.

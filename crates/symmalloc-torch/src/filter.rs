@@ -5,11 +5,11 @@
 use crate::cxx_abi::FunctionFilter;
 use std::ffi::c_void;
 
-/// Says whether allocations on a stream are the scope's. May throw a C++ exception.
+/// Returns `true` if the scope covers allocations on a stream. May throw a C++ exception.
 #[allow(non_camel_case_types, reason = "C's names")]
 pub type symmalloc_filter_fn = Option<unsafe extern "C-unwind" fn(context: *mut c_void, stream: *mut c_void) -> bool>;
 
-/// Gives up what a callback is called with.
+/// Destroys the context of a callback.
 #[allow(non_camel_case_types, reason = "C's names")]
 pub type symmalloc_destroy_fn = Option<unsafe extern "C-unwind" fn(context: *mut c_void)>;
 

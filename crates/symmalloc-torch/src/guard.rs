@@ -95,7 +95,7 @@ fn remember(message: &str) {
     let _kept = MESSAGE.try_with(|place| place.replace(text));
 }
 
-/// The message of the calling thread's last failure; empty if there was none. It stays until this thread's next failure.
+/// Returns the message of the calling thread's last error; empty if there was none. It stays valid until this thread's next error.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_error_message() -> *const c_char {
     MESSAGE.try_with(|message| message.borrow().as_ptr()).unwrap_or(c"".as_ptr())

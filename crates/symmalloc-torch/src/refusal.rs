@@ -43,7 +43,7 @@ impl Refusals {
         self.failures.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Allocations that were tried again.
+    /// Allocations that were retried.
     pub(crate) fn retries(&self) -> u64 {
         self.retries.load(Ordering::Relaxed)
     }

@@ -251,12 +251,12 @@ impl OpenRegistration {
     }
 }
 
-/// Work that the program gives to a stream by itself, until this is dropped.
+/// An announced collective that the program submits itself.
 pub struct RankAnnouncement {
     _open: Announcement,
 }
 
-/// One pool on one communicator.
+/// The registration of one pool on one communicator.
 pub struct PoolRegistration {
     of: Arc<OpenRegistration>,
     all: Arc<OpenRegistrations>,

@@ -49,8 +49,8 @@ type EnablePeerAccess = unsafe extern "C-unwind" fn(*mut c_void, i8, i8);
 /// The class's own function, which does it for memory of `cudaMalloc`'s.
 static CLASS_ENABLE_PEER_ACCESS: OnceLock<EnablePeerAccess> = OnceLock::new();
 
-/// Gives PyTorch's current allocator the functions that its class refuses. Call it once, after the allocator was made the
-/// current one and before it is used. Writes how many functions were replaced: 2, or fewer with a PyTorch that has other ones.
+/// Replaces the functions that the class of PyTorch's current allocator does not support. Call it once, after the allocator became the
+/// current one and before it is used. Writes the number of replaced functions: 2, or fewer if PyTorch's class has a different layout.
 ///
 /// # Safety
 /// PyTorch's current allocator is its `CUDAPluggableAllocator` with this library's functions, and no thread uses it. `replaced`

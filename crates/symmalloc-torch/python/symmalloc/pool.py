@@ -132,7 +132,7 @@ class MemPool:
         if graphs and reserve is None:
             raise InvalidArgument("a pool for graphs needs its memory before the capture: give reserve")
         if quota is not None and reserve is not None:
-            raise InvalidArgument("a pool with a quota holds what resize() says: give quota or reserve")
+            raise InvalidArgument("resize() sets the size of a pool with a quota: give quota or reserve")
         self.device = device_index(device)
         self.graphs = graphs
         self._allocator = allocator(self.device)

@@ -25,8 +25,8 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use symmalloc_cuda::{Access, CudaDevice, CudaError, ImportedMemory};
 
-/// Makes a text by which another process opens the memory of a live allocation, and says where in it the allocation is. Release the
-/// text with `symmalloc_release_bytes`.
+/// Exports the memory of a live allocation: writes a text by which another process opens it, and the allocation's offset in it. Release
+/// the text with `symmalloc_release_bytes`.
 ///
 /// # Safety
 /// `text` and `offset` are valid for writing.
@@ -61,7 +61,7 @@ fn share(allocator: &DeviceAllocator, pointer: *mut c_void) -> Result<(String, u
     Ok((format!("symmalloc 1 {socket} {}", listed.join(" ")), address - first))
 }
 
-/// Memory of another process, as long as somebody here uses it.
+/// Opened memory of another process.
 pub struct OpenedMemory {
     memory: ImportedMemory,
 }
@@ -69,7 +69,7 @@ pub struct OpenedMemory {
 /// What is open, by its text and device.
 static OPEN: Mutex<BTreeMap<(i32, String), Weak<OpenedMemory>>> = Mutex::new(BTreeMap::new());
 
-/// Opens memory by the text that `symmalloc_torch_share` made in another process. Close it with `symmalloc_torch_close`.
+/// Opens memory by the text that `symmalloc_torch_share` wrote in another process. Close it with `symmalloc_torch_close`.
 ///
 /// # Safety
 /// `text` is a C string; `base` and `out` are valid for writing.
@@ -140,10 +140,10 @@ fn import(device: i32, text: &str) -> Result<ImportedMemory, Error> {
     Ok(memory)
 }
 
-/// Gives one use of opened memory up; after the last it is unmapped, when all work of the device is done.
+/// Releases one use of opened memory. After the last one, the memory is unmapped when all work of the device has completed.
 ///
 /// # Safety
-/// It came from `symmalloc_torch_open` and is not used after this.
+/// The opened memory came from `symmalloc_torch_open` and is not used after this.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_torch_close(opened: *const OpenedMemory) {
     if !opened.is_null() && !process::is_forked() {
