@@ -1,4 +1,4 @@
-//! Memory that comes and goes: for PyTorch's trace trackers, which register it, and for histories.
+//! Notifications of mapped and unmapped memory, for histories and for PyTorch's trace trackers, which register it.
 
 use crate::guard::call_back;
 use crate::shared_chunks;

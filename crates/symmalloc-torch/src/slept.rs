@@ -1,4 +1,4 @@
-//! What sleeps and wakes did, of one pool or of several together.
+//! The results of sleeps and wakes, for one pool or summed over several.
 
 use std::ops::AddAssign;
 use symmalloc_core::sleep;

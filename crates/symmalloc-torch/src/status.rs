@@ -1,4 +1,4 @@
-//! What a call of the C interface returns.
+//! The statuses of the C interface.
 
 /// The result of a call. After any status but `SYMMALLOC_OK`, `symmalloc_error_message` returns the problem and what to do.
 #[allow(non_camel_case_types, reason = "C's names")]

@@ -1,4 +1,4 @@
-//! PyTorch's entry points: the functions that `CUDAPluggableAllocator` and its setters take, as of PyTorch 2.11.
+//! PyTorch's entry points: the functions for `CUDAPluggableAllocator` and its setters, as of PyTorch 2.11.
 //!
 //! | PyTorch | here |
 //! |---|---|
@@ -10,7 +10,7 @@
 //! | `set_record_stream_fn` | [`symmalloc_torch_record_stream`] |
 //! | `set_begin_allocate_to_pool`, `set_end_allocate_to_pool_fn`, `set_release_pool` | the three of the same names |
 //!
-//! What fails throws a C++ exception, see `cxx_abi.rs`; `free` never does, because PyTorch frees in destructors.
+//! Failures throw a C++ exception, see `cxx_abi.rs`. `free` never throws, because PyTorch frees in destructors.
 
 use crate::c_interface::arguments::{required_text, write};
 use crate::complaints;
@@ -26,7 +26,7 @@ use std::ffi::{c_char, c_int, c_void};
 use symmalloc_core::PoolId;
 use symmalloc_core::backend::DeviceAddress;
 
-/// Makes an exception of an error. Whatever frames below PyTorch's own is dropped as the exception passes.
+/// Throws an error as a C++ exception. The unwinding drops the locals of all frames below PyTorch's.
 ///
 /// # Safety
 /// Called outside of any `catch_unwind`, from a function that is `extern "C-unwind"`.
@@ -36,7 +36,7 @@ pub(crate) unsafe fn raise(error: Error) {
     let kind = if is_out_of_memory { ExceptionKind::OutOfMemory } else { ExceptionKind::Other };
     let message = format!("symmalloc: {error}");
     drop(error);
-    // SAFETY: the caller's contract. The message is dropped as the exception passes.
+    // SAFETY: the caller's contract. The unwinding drops the message.
     unsafe { throw(kind, &message) };
 }
 
@@ -88,7 +88,7 @@ unsafe fn allocate_in_scope(
     size_bytes: u64,
     stream: RawStream,
 ) -> Result<*mut c_void, Box<Error>> {
-    // Outside of the guard: a filter of PyTorch's may throw.
+    // Outside of the guard, because a filter of PyTorch may throw.
     let place = allocator.scopes().place_for(stream, None);
     let name = allocator.scopes().name();
     // SAFETY: the caller's contract.
@@ -196,7 +196,7 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_begin_allocate_to_pool(
 ) {
     // SAFETY: the caller's contract.
     let filter = StreamFilter::Function(unsafe { FunctionFilter::copy(filter.cast()) });
-    // Not guarded: the filter, which is asked, may throw. A panic passes as an exception that ends the process.
+    // Not guarded, because the filter may throw. A panic unwinds as an exception that ends the process.
     let id = (id_first, id_second);
     let begun = process::allocator(device).and_then(|allocator| allocator.begin_private(id, filter).map(drop));
     if let Err(error) = begun {
@@ -224,7 +224,7 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_release_pool(device: c_int, id_f
     with_existing(device, |allocator| allocator.release_private((id_first, id_second)));
 }
 
-/// PyTorch calls these in destructors: an error is noted.
+/// Reports an error of a call that PyTorch makes in destructors.
 fn with_existing(device: c_int, act: impl FnOnce(&DeviceAllocator) -> Result<(), Error>) {
     let Some(allocator) = process::existing(device) else { return };
     if let Err(error) = guarded(|| act(allocator)) {

@@ -1,4 +1,4 @@
-//! All-to-all-v on a registrar's communicator: PyTorch's `all_to_all_single`, with splits that are exchanged when the program says so.
+//! All-to-all-v on a registrar's communicator: PyTorch's `all_to_all_single`, with an explicit exchange of the splits.
 
 use super::arguments::{not_forked, not_null, write};
 use crate::error::Error;
@@ -78,10 +78,10 @@ pub unsafe extern "C" fn symmalloc_all_to_all_exchange(
         not_null(received, "received")?;
         // SAFETY: the caller's contract.
         let sent = unsafe { rows(sent, it.ranks()) };
-        // No numbers are too few, of which the other ranks are told.
+        // An empty list has too few numbers, which is reported to the other ranks.
         let splits = it.all_to_all.exchange_splits(sent.unwrap_or_default())?;
         let rows = splits.output().rows();
-        // SAFETY: the caller's contract; what is new overlaps nothing of the caller's.
+        // SAFETY: the caller's contract; the new buffer does not overlap the caller's.
         unsafe { std::ptr::copy_nonoverlapping(rows.as_ptr(), received, rows.len()) };
         Ok(())
     })
@@ -144,7 +144,7 @@ pub unsafe extern "C" fn symmalloc_all_to_all_destroy(all_to_all: *mut RankAllTo
 }
 
 /// # Safety
-/// It is NULL or live for as long as the answer is used.
+/// The pointer is NULL, or live for as long as the result is used.
 unsafe fn open<'a>(all_to_all: *mut RankAllToAll) -> Result<&'a RankAllToAll, Error> {
     not_forked()?;
     // SAFETY: the caller's contract.
@@ -152,7 +152,7 @@ unsafe fn open<'a>(all_to_all: *mut RankAllToAll) -> Result<&'a RankAllToAll, Er
 }
 
 /// # Safety
-/// NULL, or valid for reading so many numbers for as long as the answer is used.
+/// The pointer is NULL, or valid for reading that many numbers for as long as the result is used.
 unsafe fn rows<'a>(rows: *const u64, ranks: usize) -> Option<&'a [u64]> {
     // SAFETY: the caller's contract.
     (!rows.is_null()).then(|| unsafe { slice::from_raw_parts(rows, ranks) })

@@ -1,4 +1,4 @@
-//! An allocator, and memory from it.
+//! An allocator and its memory.
 
 use super::arguments::{living, not_forked, not_null, text, write};
 use crate::device::{DeviceAllocator, Tracing};

@@ -1,4 +1,4 @@
-//! Pools, and what holds for all of them.
+//! Pools, and operations on all of them.
 
 use super::arguments::{living, not_null, text, write};
 use crate::device::DeviceAllocator;

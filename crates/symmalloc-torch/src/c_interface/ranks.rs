@@ -1,4 +1,4 @@
-//! Ranks that compare themselves, and what the watchdog is told of them.
+//! Comparison of ranks, announcements to the watchdog and flight records.
 
 use super::arguments::{hand_out_text, living, not_forked, not_null, required_text, write};
 use crate::alignment::{self, Gathering, symmalloc_gather_fn};

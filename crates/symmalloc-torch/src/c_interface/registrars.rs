@@ -1,4 +1,4 @@
-//! Registrars: pools registered on communicators that other code owns, and scopes at whose end that is brought up to date.
+//! Registrars: pools registered on communicators that other code owns, and scopes that register new segments at their end.
 
 use super::arguments::{living, not_forked, not_null, text, write};
 use crate::device::DeviceAllocator;
@@ -110,7 +110,7 @@ pub unsafe extern "C" fn symmalloc_registrar_create_with(
 }
 
 /// # Safety
-/// The texts of the options are C strings that live as long as the answer is used, or NULL.
+/// The texts of the options are NULL, or C strings that live as long as the result is used.
 unsafe fn read(options: &symmalloc_registrar_options) -> Result<RegistrationOptions<'_>, Error> {
     let registration = match options.registration {
         SYMMALLOC_REGISTER_WINDOWS => Registration::Windows,
@@ -304,7 +304,7 @@ pub unsafe extern "C" fn symmalloc_scope_end(
     let end = || {
         let allocator = process::allocator(device)?;
         allocator.scopes().pop_pool(allocator.ordinal())?;
-        // Nothing is registered of a pool that is unknown.
+        // An unknown pool has no registrations.
         allocator.registrations.sync_at_scope_end(PoolId(pool))
     };
     // SAFETY: the caller's contract.
@@ -312,17 +312,17 @@ pub unsafe extern "C" fn symmalloc_scope_end(
 }
 
 /// # Safety
-/// The registrar is NULL or live for as long as the answer is used.
+/// The registrar is NULL, or live for as long as the result is used.
 unsafe fn open<'a>(registrar: *mut PoolRegistration) -> Result<&'a PoolRegistration, Error> {
     not_forked()?;
     // SAFETY: the caller's contract.
     unsafe { registrar.as_ref() }.ok_or(Error::Null { argument: "registrar" })
 }
 
-/// Does something that syncs, and tells what came of it.
+/// Runs an operation that syncs, and writes its counts.
 ///
 /// # Safety
-/// Both places are NULL or valid for writing.
+/// Both pointers are NULL or valid for writing.
 unsafe fn counted(
     registered: *mut u64,
     deregistered: *mut u64,

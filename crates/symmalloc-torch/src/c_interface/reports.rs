@@ -1,4 +1,4 @@
-//! Where things lie, what was counted, what was done.
+//! Placements, statistics, snapshots and traces.
 
 use super::arguments::{copied, hand_out_text, living, not_null, required_text, write};
 use crate::device::DeviceAllocator;
@@ -168,7 +168,7 @@ pub unsafe extern "C" fn symmalloc_config(allocator: *mut DeviceAllocator, text:
 /// The pointer came from this library, and is not used after this.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_release_bytes(bytes: *mut c_void) {
-    // SAFETY: made by `copied`.
+    // SAFETY: the pointer came from `copied`.
     unsafe { libc::free(bytes) };
 }
 

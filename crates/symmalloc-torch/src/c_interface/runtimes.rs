@@ -1,4 +1,4 @@
-//! Memory for runtimes that name no stream, and ONNX Runtime's external allocator.
+//! Memory for runtimes that do not name a stream, and ONNX Runtime's external allocator.
 
 use super::arguments::{living, not_null, write};
 use crate::complaints;
@@ -64,7 +64,7 @@ pub unsafe extern "C" fn symmalloc_free_on(
     report(|| unsafe { living(allocator)?.free_on(pointer, RawStream::new(stream)) })
 }
 
-/// The stream that a session of ONNX Runtime computes on, by device.
+/// The stream of ONNX Runtime's sessions, by device.
 static ORT_STREAMS: Mutex<BTreeMap<usize, RawStream>> = Mutex::new(BTreeMap::new());
 
 /// Declares that sessions of ONNX Runtime on this device use only this stream, their `user_compute_stream`. Their later allocations are
@@ -135,7 +135,7 @@ pub extern "C" fn symmalloc_ort_empty_cache() {
     }
 }
 
-/// The allocator of the device whose context is current; of the first where none is, as CUDA's runtime has it.
+/// Returns the allocator of the current context's device; of the first device without a context, as in CUDA's runtime.
 fn current_allocator() -> Result<&'static DeviceAllocator, Error> {
     if process::is_forked() {
         return Err(Error::Forked);

@@ -1,4 +1,4 @@
-//! Pools that sleep and wake, and pools of which a part is given up.
+//! Sleep, wake and resize of pools.
 
 use super::arguments::{living, required_text, write};
 use crate::device::DeviceAllocator;

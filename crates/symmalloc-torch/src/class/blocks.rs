@@ -1,6 +1,6 @@
-//! Segments and blocks, one after another, for PyTorch's snapshots.
+//! Visits of segments and blocks, for PyTorch's snapshots.
 //!
-//! PyTorch shows an expandable segment as its contiguous parts with memory, so holes end a segment here.
+//! PyTorch shows an expandable segment as its contiguous mapped parts, so a hole ends a segment here.
 
 use crate::device::DeviceAllocator;
 use crate::error::Error;
@@ -14,10 +14,10 @@ use symmalloc_core::report::{BlockSnapshot, BlockStateSnapshot, SegmentSnapshot}
 use symmalloc_core::units::MIB;
 use symmalloc_core::{PoolId, StreamId};
 
-/// PyTorch's small blocks have at most so many bytes.
+/// The maximum size of PyTorch's small blocks, in bytes.
 const SMALL_BYTES_MAX: u64 = MIB;
 
-/// The first word of the id by which pools are shown that PyTorch did not name; the second is the pool's number.
+/// The first word of the id that snapshots show for pools without an id in PyTorch. The second word is the pool's number.
 const OUR_POOLS: u64 = u32::MAX as u64;
 
 /// A contiguous part of a segment.
@@ -143,7 +143,7 @@ fn show(
     }
 }
 
-/// Runs of blocks that have memory.
+/// Returns the runs of mapped blocks.
 fn parts(segment: &SegmentSnapshot) -> impl Iterator<Item = &[BlockSnapshot]> {
     let has_memory =
         |block: &BlockSnapshot| !matches!(block.state, BlockStateSnapshot::Hole | BlockStateSnapshot::Elsewhere);

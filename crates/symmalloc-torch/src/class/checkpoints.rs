@@ -1,8 +1,8 @@
 //! Checkpoints of private pools, for trees of CUDA graphs.
 //!
-//! A tree replays graphs without the allocator's knowledge, and then captures another branch: the pool must hold what the replayed
-//! path holds, at the same addresses. So the pool goes back to a checkpoint: everything live is freed, what the checkpoint had is made
-//! live again, and the memory that other branches captured stays.
+//! A tree replays graphs without the allocator's knowledge, and then captures another branch. The pool must then have the allocations of
+//! the replayed path at the same addresses. A restore to a checkpoint frees all live allocations and makes those of the checkpoint live
+//! again. Memory that other branches captured stays.
 
 use crate::c_interface::arguments::{not_null, write};
 use crate::device::DeviceAllocator;
@@ -27,7 +27,7 @@ pub struct PoolCheckpoint {
 pub type symmalloc_restored_fn =
     Option<unsafe extern "C" fn(context: *mut c_void, pointer: *mut c_void, requested_bytes: u64, is_live: u32)>;
 
-/// The allocator and the pool behind a private pool that is in use.
+/// Returns the allocator and the pool of a private pool in use.
 fn found(allocator: &'static DeviceAllocator, id: MempoolId) -> Result<(Owner, PoolId), Error> {
     let missing = Error::NoScope { device: allocator.ordinal(), scope: "private pool of this id in use" };
     let known = allocator.private_pools().list().into_iter().find(|known| known.id == id && known.uses > 0);
@@ -129,7 +129,7 @@ pub unsafe extern "C" fn symmalloc_torch_restore(
     })
 }
 
-/// A live allocation, as a layout names it.
+/// A live allocation, as a layout identifies it.
 struct Live {
     address: u64,
     stream: Option<symmalloc_core::StreamId>,

@@ -1,4 +1,4 @@
-//! Statistics as a struct, for PyTorch's `DeviceStats`. What they mean stands in `statistics.rs`.
+//! Statistics as a struct, for PyTorch's `DeviceStats`. `statistics.rs` describes their meaning.
 
 use crate::c_interface::arguments::write;
 use crate::guard::report;

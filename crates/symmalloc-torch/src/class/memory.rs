@@ -1,4 +1,4 @@
-//! Allocating, freeing, and what PyTorch asks of the caches.
+//! Allocation and free, and PyTorch's calls for caches and limits.
 
 use crate::c_interface::arguments::{hand_out_text, not_null, write};
 use crate::device::{DeviceAllocator, Place};
@@ -35,7 +35,7 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_allocate(
     if let Some(allocator) = process::existing(device)
         && allocator.scopes().any()
     {
-        // Outside of the guard: a filter of PyTorch's may throw.
+        // Outside of the guard, because a filter of PyTorch may throw.
         let place = allocator.scopes().place_for(stream, (inherited > 0).then_some(inherited));
         let name = allocator.scopes().name();
         return report(|| {
@@ -76,7 +76,7 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_allocate_named(
     }
     let status = report(|| process::allocator(device).map(drop));
     let Some(allocator) = process::existing(device) else { return status };
-    // Outside of the guard: a filter of PyTorch's may throw.
+    // Outside of the guard, because a filter of PyTorch may throw.
     let place = match allocator.scopes().any() {
         true => allocator.scopes().place_for(stream, (inherited > 0).then_some(inherited)),
         false => PoolPlace::Own(PoolId::DEFAULT),

@@ -44,7 +44,7 @@ impl MemorySource for Source {
 
     fn free(&self, address: u64) {
         if let Some(free) = self.0.free {
-            // SAFETY: the contract of `symmalloc_torch_retain_pool`, and `allocate` gave it.
+            // SAFETY: the contract of `symmalloc_torch_retain_pool`, and the pointer came from `allocate`.
             unsafe { free(self.0.context, address as *mut c_void) };
         }
     }
@@ -59,7 +59,7 @@ impl fmt::Debug for Source {
 impl Drop for Source {
     fn drop(&mut self) {
         if let Some(destroy) = self.0.destroy {
-            // SAFETY: the contract of `symmalloc_torch_retain_pool`; nobody calls the functions any more.
+            // SAFETY: the contract of `symmalloc_torch_retain_pool`; the functions are not called after this.
             unsafe { destroy(self.0.context) };
         }
     }
@@ -85,7 +85,7 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_begin_scope(
     if number.is_null() {
         return report(|| not_null(number, "number"));
     }
-    // Not guarded: the filter, which is asked, may throw. A panic passes as an exception that ends the process.
+    // Not guarded, because the filter may throw. A panic unwinds as an exception that ends the process.
     let begun = process::allocator(device).and_then(|allocator| allocator.begin_private((id_first, id_second), filter));
     // SAFETY: the caller's contract.
     report(|| unsafe { write(number, "number", begun?) })
