@@ -17,6 +17,6 @@ pub(crate) fn say(line: fmt::Arguments<'_>) {
 pub(crate) fn complain(error: &Error) {
     tracing::warn!(name: "call.failed", target: "symmalloc", %error);
     if !HAS_COMPLAINED.swap(true, Ordering::Relaxed) {
-        say(format_args!("{error} (said once; symmalloc.stats()['errors'] counts them)"));
+        say(format_args!("{error} (reported once; symmalloc.stats()['errors'] counts all)"));
     }
 }

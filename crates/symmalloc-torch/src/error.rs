@@ -52,9 +52,7 @@ pub(crate) enum Error {
         device: usize,
     },
     /// A callback called the library.
-    #[error(
-        "a memory listener called the library, which holds a lock meanwhile: call it after the listener has returned"
-    )]
+    #[error("a memory listener called the library while it holds a lock: call it after the listener has returned")]
     InCallback,
     /// The process that shares memory belongs to another user.
     #[error(
@@ -99,7 +97,7 @@ pub(crate) enum Error {
         size: i64,
     },
     /// The memory fraction is out of range.
-    #[error("a memory fraction of {fraction} means nothing: use a number from 0 to 1")]
+    #[error("invalid memory fraction {fraction}: use a number from 0 to 1")]
     Fraction {
         /// The given value.
         fraction: f64,
@@ -175,12 +173,12 @@ pub(crate) enum Error {
     #[error(transparent)]
     Checkpoint(Box<LayoutError>),
     /// A private pool cannot be restored to a checkpoint.
-    #[error("a private pool cannot go back to its checkpoint: {0}")]
+    #[error("a private pool cannot be restored to its checkpoint: {0}")]
     Restore(Box<RestoreError>),
     /// The memory cannot be shared with another process.
     #[error(
-        "the memory at {address:#x} cannot be shared with other processes: the device, or the pool's allocator, gives no file \
-        descriptors for it"
+        "the memory at {address:#x} cannot be shared with other processes: the device, or the pool's allocator, does not provide \
+        file descriptors for it"
     )]
     NotShareable {
         /// The address of the memory.
@@ -190,13 +188,13 @@ pub(crate) enum Error {
     #[error("memory cannot be shared with another process, which may have ended: {0}")]
     Sharing(io::Error),
     /// A text does not name shared memory.
-    #[error("{text:?} names no memory of symmalloc's: both processes need symmalloc.install()")]
+    #[error("{text:?} does not name memory of symmalloc: call symmalloc.install() in both processes")]
     NotSharedMemory {
         /// The beginning of the text.
         text: String,
     },
     /// The owner of shared memory released it.
-    #[error("{bytes} bytes of shared memory are gone: keep the tensor in the process that sent it")]
+    #[error("{bytes} bytes of shared memory were freed by their owner: keep the tensor in the process that sent it")]
     SharedMemoryGone {
         /// The size of the chunk.
         bytes: u64,
@@ -209,8 +207,8 @@ pub(crate) enum Error {
     Capturing,
     /// The pool has two registrars, each of which knows only its own windows.
     #[error(
-        "pool {pool} is registered with agreement at every sync on one communicator, and otherwise on another: to sleep, register it alike on \
-        all"
+        "pool {pool} is registered with agreement at every sync on one communicator, but not on another: to sleep, register it with one \
+        mode on all"
     )]
     TwoModes {
         /// The pool.
@@ -218,7 +216,7 @@ pub(crate) enum Error {
     },
     /// Two communicators of the pool have the same name, so ranks cannot distinguish them.
     #[error(
-        "pool {pool} is on two communicators named {name:?}: to sleep, register it with a name for each, the same on all of its ranks"
+        "pool {pool} is on two communicators named {name:?}: to sleep, register it with different names, equal on all of their ranks"
     )]
     SameName {
         /// The pool.
@@ -235,7 +233,7 @@ pub(crate) enum Error {
         device: usize,
     },
     /// An assertion failed.
-    #[error("symmalloc found itself in a state that must not be, please report it: {message}")]
+    #[error("an assertion of symmalloc failed, please report it: {message}")]
     Internal {
         /// The assertion's message.
         message: String,

@@ -278,8 +278,13 @@ impl PoolRegistration {
         // SAFETY: the caller's contract.
         let communicator = unsafe { builder.borrow(communicator) }?;
         if let Some((rank, world)) = options.place {
-            check("rank", rank, communicator.rank(), "what NCCL says of the communicator: is it another group's?")?;
-            check("world", world, communicator.ranks(), "what NCCL says of the communicator: is it another group's?")?;
+            check("rank", rank, communicator.rank(), "what NCCL reports for the communicator: is it another group's?")?;
+            check(
+                "world",
+                world,
+                communicator.ranks(),
+                "what NCCL reports for the communicator: is it another group's?",
+            )?;
         }
         let registrar = Arc::clone(registrations.registrar(options.agreement)?);
         registrar.attach(&communicator, &[pool], options.registration)?;

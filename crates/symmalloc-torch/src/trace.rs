@@ -96,7 +96,7 @@ extern "C" fn stop_all() {
         if let Ok(Err(error)) = stopped
             && !matches!(error, RecordingError::NotRecording)
         {
-            say(format_args!("the trace of device {} is not whole: {error}", allocator.device().ordinal()));
+            say(format_args!("the trace of device {} is incomplete: {error}", allocator.device().ordinal()));
         }
     }
 }
