@@ -1,4 +1,4 @@
-"""What an allocation costs from Python: `torch.empty` and its free, nanoseconds.
+"""Costs of an allocation from Python: `torch.empty` and its free, in nanoseconds.
 
     call_costs.py --allocator native
     call_costs.py --allocator symmalloc
@@ -19,7 +19,7 @@ CALLS, TURNS = 2000, 15
 
 
 def nanoseconds(size: int, device: str) -> float:
-    """Of a tensor of so many bytes that is freed at once: the least of the turns."""
+    """Returns the minimum over all turns, for a tensor of `size` bytes that is freed immediately."""
     import torch
 
     least = float("inf")

@@ -1,4 +1,4 @@
-"""Training a graph network on sampled graphs: few large tensors, of other sizes in every step."""
+"""Training of a graph network on sampled graphs: few large tensors, with different sizes in every step."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def main() -> None:
         x = torch.randn(nodes, inputs, device=job.device)
         labels = torch.randint(classes, (nodes,), device=job.device)
         for place, layer in enumerate(layers):
-            # A node's neighbours are some of those before it: sums in a fixed order, and equal bits from run to run.
+            # A node's neighbors precede it, so sums have a fixed order, and bits are equal from run to run.
             shift = torch.arange(1, degree + 1, device=job.device)
             neighbours = (torch.arange(nodes, device=job.device)[:, None] - shift).clamp_(min=0)
             x = layer(x, neighbours)

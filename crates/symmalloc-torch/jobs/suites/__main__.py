@@ -1,4 +1,4 @@
-"""PyTorch's own tests on PyTorch's allocator and on symmalloc, test by test: none that passes natively may fail here.
+"""PyTorch's own tests on PyTorch's allocator and on symmalloc, compared by test: a test that passes natively must not fail here.
 
     python crates/symmalloc-torch/jobs/suites --gpus 2 --at-once 12 --out suites
     python crates/symmalloc-torch/jobs/suites --suite op_db --only 'add|matmul'
@@ -36,7 +36,7 @@ from worker import TESTS
 SUITES = ("distributed", "op_db")
 # Files of PyTorch's tests that need all GPUs for each test.
 TAKES_ALL_GPUS = ("distributed", "test_c10d_nccl", "test_symmetric_memory", "test_cuda_multigpu")
-# Bits are compared only where native runs agree among themselves.
+# Results are compared bitwise only if native runs agree with each other.
 NATIVE_RUNS = {"op_db": 2}
 
 
@@ -58,10 +58,10 @@ def main() -> int:
     parser.add_argument("--tests", type=Path, help="the folder `test` of PyTorch's source")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="tests side by side; of those for one GPU, one on each at least")
-    parser.add_argument("--only", default="", metavar="REGEX", help="tests whose names it is found in")
+    parser.add_argument("--only", default="", metavar="REGEX", help="run only tests whose names match")
     parser.add_argument("--out", type=Path, default=Path("suites"))
-    parser.add_argument("--seconds", type=float, default=300, help="that a test may take")
-    parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="the same command goes on")
+    parser.add_argument("--seconds", type=float, default=300, help="time limit per test")
+    parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="total time; repeat the command to continue")
     options = Options(**vars(parser.parse_args()))
     options.out.mkdir(parents=True, exist_ok=True)
     if options.tests is not None:
@@ -85,7 +85,7 @@ def main() -> int:
 
 
 def compared_suite(suite: str, options: Options, machine: Machine) -> Comparison:
-    """Runs a suite on both allocators, and what looks bad once more."""
+    """Runs a suite on both allocators, and repeats failed tests once."""
     there = listed(suite, machine)
     names = [name for name in there.names if re.search(options.only, name)]
     stem = Path(suite).stem
@@ -110,7 +110,7 @@ def compared_suite(suite: str, options: Options, machine: Machine) -> Comparison
 
 
 def versions() -> dict[str, str]:
-    """Of what is tested, without importing it."""
+    """Returns the version of PyTorch without importing it."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = {}

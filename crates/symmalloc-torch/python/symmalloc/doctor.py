@@ -1,4 +1,4 @@
-"""What is installed here, what works, and why the rest does not. Ends with 0 when `install()` will work."""
+"""Checks of the installation: lists what works, and why the rest does not. Exits with 0 if `install()` will work."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from . import errors, pytorch_class
 from .installation import CLASS_MINIMUM, LACKS, TORCH_MINIMUM, installed, version
 from .library import VERSION, call, encoded, library, library_path
 
-# What CUDA calls the attribute that says whether a device can map memory piece by piece.
+# CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED.
 VIRTUAL_MEMORY = 102
 NCCL_WINDOWS = (2, 27)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     works: bool
     what: str
-    """What was found, or what is wrong and what to do."""
+    """The component that was found, or the problem and its solution."""
     is_needed: bool = True
-    """Whether `install()` needs it."""
+    """`True` if `install()` fails without it."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 class _Missing(Exception):
-    """What was looked for is not there; the text says what to do."""
+    """A component is missing. The text states how to fix it."""
 
 
 def examine() -> list[Finding]:
-    """Looks at everything. Takes no memory of a device, and leaves PyTorch as it is."""
+    """Runs all checks. Allocates no device memory, and does not modify PyTorch."""
     looks: list[tuple[str, bool, Callable[[], str]]] = [
         ("symmalloc", True, _package),
         ("SYMMALLOC_CONF", True, _configuration),
@@ -51,7 +51,7 @@ def examine() -> list[Finding]:
 
 
 def table(findings: list[Finding]) -> str:
-    """The findings as text."""
+    """Returns the findings as text."""
     width = max(len(finding.name) for finding in findings)
     lines = [f"{_mark(finding):<4} {finding.name:<{width}}  {finding.what}" for finding in findings]
     works = all(finding.works for finding in findings if finding.is_needed)
@@ -84,7 +84,7 @@ def _configuration() -> str:
 
 
 def _driver() -> str:
-    """The driver, and its devices."""
+    """Checks the driver and its devices."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -114,7 +114,7 @@ def _devices(cuda: ctypes.CDLL, count: int) -> Iterator[str]:
 def _torch() -> Any:
     try:
         import torch
-    except Exception as error:  # an installation that is not whole raises all sorts
+    except Exception as error:  # an incomplete installation may raise any exception
         raise _Missing(f"cannot be imported ({error}): only the C interface works here (symmalloc.Allocator)") from error
     return torch
 
@@ -132,7 +132,7 @@ def _pytorch() -> str:
 
 
 def _class() -> str:
-    """What `install()` would do, without doing it."""
+    """Predicts how `install()` would obtain the class, without compiling it."""
     torch = _torch()
     try:
         if pytorch_class.mode() == "off":

@@ -81,7 +81,7 @@ except symmalloc.InvalidState as error:
     print(error)
 """
         )
-        self.assertIn("register() comes first", said)
+        self.assertIn("call MemPool.register() first", said)
 
 
 if __name__ == "__main__":

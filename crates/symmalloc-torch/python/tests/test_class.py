@@ -54,7 +54,7 @@ class Cache(Compiled):
             self.assertEqual((self.files(cache), file.stat().st_mtime_ns), ([file], written))
             # A file that cannot be loaded is not kept.
             file.write_bytes(b"no library")
-            self.assertIn("is compiled anew next time", self.run_in(cache).stderr)
+            self.assertIn("the next install() recompiles it", self.run_in(cache).stderr)
             self.assertEqual(self.files(cache), [])
 
     def test_without_a_compiler_pytorchs_class_stands_in_and_says_what_it_lacks(self) -> None:

@@ -42,7 +42,7 @@ class Engines(unittest.TestCase):
 def program(rank):
     world, tp = rank.connect(ids[0]), rank.connect(ids[1])
     pool = MemPool(device=rank.number)
-    raises(symmalloc.InvalidState, "register() comes before", lambda: use_mem_pool(pool, register=True))
+    raises(symmalloc.InvalidState, "call MemPool.register() before", lambda: use_mem_pool(pool, register=True))
     assert pool.register(comm=world, rank=rank.number, world=2, mode=Mode.OFF, name="world") == 0
     assert pool.register(comm=tp.value, mode=Mode.OFF, agree_every=3) == 0
     with use_mem_pool(pool, register=True):
@@ -194,12 +194,12 @@ on_ranks(program)
 def program(rank):
     pool, comm = MemPool(device=rank.number), rank.connect(ids[0])
     for says, arguments in {
-        "come together": {"comm": comm, "rank": 0},
+        "go together": {"comm": comm, "rank": 0},
         "give comm": {"rank": 0, "world": 2},
         "null ncclComm_t": {"comm": 0},
         "below the number of ranks": {"comm": comm, "rank": 2, "world": 2},
         "`world` is 3": {"comm": comm, "rank": rank.number, "world": 3},
-        "goes with Mode.OFF": {"comm": comm, "agree_every": 2},
+        "needs Mode.OFF": {"comm": comm, "agree_every": 2},
         "above 0": {"comm": comm, "agree_every": 0, "mode": Mode.OFF},
     }.items():
         raises(symmalloc.InvalidArgument, says, lambda: pool.register(**arguments))

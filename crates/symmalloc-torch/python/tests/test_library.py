@@ -55,7 +55,7 @@ class Library(unittest.TestCase):
 
     def test_a_wrong_path_is_named_with_what_to_do(self) -> None:
         done = needs.process("import symmalloc; symmalloc.Allocator()", SYMMALLOC_LIBRARY="/nowhere/lib.so")
-        self.assertIn("LibraryNotFound: /nowhere/lib.so is no file (SYMMALLOC_LIBRARY names it)", done.stderr)
+        self.assertIn("LibraryNotFound: /nowhere/lib.so is not a file (SYMMALLOC_LIBRARY names it)", done.stderr)
 
     def test_a_library_that_is_another_ones_is_refused(self) -> None:
         # One that every process has: C's.

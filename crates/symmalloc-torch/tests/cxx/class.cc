@@ -169,7 +169,7 @@ static void refusals() {
     caching::setMemoryFraction(2, 0);
     ASSERT(false);
   } catch (const c10::Error& error) {
-    ASSERT(std::strstr(error.what(), "a memory fraction of 2") != nullptr);
+    ASSERT(std::strstr(error.what(), "invalid memory fraction 2") != nullptr);
   }
   // A filter that throws is heard, and leaves nothing locked.
   caching::beginAllocateToPool(0, kPool, [](cudaStream_t) -> bool {

@@ -113,7 +113,7 @@ static void other_errors(const std::string &type) {
   expect([] { alloc(512, 99, nullptr); }, "there is no device 99");
   expect([] { alloc(512, -1, nullptr); }, "`device` is -1");
   expect([] { alloc(-1, 0, nullptr); }, "-1 bytes cannot be allocated");
-  expect([] { fraction(1.5, 0); }, "a memory fraction of 1.5 means nothing");
+  expect([] { fraction(1.5, 0); }, "invalid memory fraction 1.5");
 }
 
 struct Counted {

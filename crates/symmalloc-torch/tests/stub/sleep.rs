@@ -314,7 +314,7 @@ nccl_test!(a_pool_with_two_modes_of_agreement_is_refused, {
         let by_hand = named(allocator, pool, &other, "other", SYMMALLOC_AGREE_BY_HAND);
         allocator.allocate(pool, 4 * MIB, null_mut());
         assert_eq!(allocator.try_sleep(pool, KEEP), Err(SYMMALLOC_INVALID_STATE));
-        assert!(message().contains("register it alike"), "{}", message());
+        assert!(message().contains("register it with one mode"), "{}", message());
         assert_eq!(allocator.phase(pool), SYMMALLOC_PHASE_AWAKE);
         done(by_hand.destroy());
         allocator.sleep(pool, KEEP);
