@@ -146,7 +146,7 @@ const OTHER: &str = "SLEEP_WINDOWS_OTHER";
 /// Another process on the same device.
 struct OtherProcess {
     process: Child,
-    said: BufReader<ChildStdout>,
+    printed: BufReader<ChildStdout>,
 }
 
 impl OtherProcess {
@@ -154,8 +154,8 @@ impl OtherProcess {
         let mut command = Command::new(std::env::current_exe()?);
         command.env(OTHER, device.to_string()).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut process = command.spawn()?;
-        let said = BufReader::new(process.stdout.take().ok_or("no output")?);
-        let mut other = OtherProcess { process, said };
+        let printed = BufReader::new(process.stdout.take().ok_or("no output")?);
+        let mut other = OtherProcess { process, printed };
         // Its context now exists, which takes half a gigabyte.
         other.give_back()?;
         Ok(other)
@@ -172,7 +172,7 @@ impl OtherProcess {
     fn tell(&mut self, bytes: &str) -> Outcome<()> {
         writeln!(self.process.stdin.as_mut().ok_or("no input")?, "{bytes}")?;
         let mut answer = String::new();
-        self.said.read_line(&mut answer)?;
+        self.printed.read_line(&mut answer)?;
         if answer.trim() == bytes {
             Ok(())
         } else {

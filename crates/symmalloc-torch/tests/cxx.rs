@@ -121,9 +121,9 @@ fn memory_resource(standard: &str, headers: &[&Path]) {
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let Some(program) = compile(folder.path(), &arguments, "resource") else { return };
     let output = Command::new(program).output().expect("the program starts");
-    let [text, said] = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
-    assert!(output.status.success() && text.contains("a memory resource"), "{}\n{text}{said}", output.status);
-    assert_eq!(said.matches("is no live allocation of device 0").count(), 1, "{said}");
+    let [text, printed] = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+    assert!(output.status.success() && text.contains("a memory resource"), "{}\n{text}{printed}", output.status);
+    assert_eq!(printed.matches("is no live allocation of device 0").count(), 1, "{printed}");
 }
 
 stub_test!(the_header_for_cxx_is_a_memory_resource, {
