@@ -38,7 +38,7 @@ def main() -> None:
         environment = os.environ | {STUB: str(options.stub), "LD_LIBRARY_PATH": str(folder), "STUB_DEVICES": "2"}
         if options.stand_ins is not None:
             environment |= {"SYMMALLOC_TEST_STAND_INS": "1", "CUDA_HOME": str(options.stand_ins.resolve().parent)}
-        environment["STUB_POLLS"] = "1"  # what is asked about without a wait is done in the end
+        environment["STUB_POLLS"] = "1"  # work that is only polled completes eventually
         os.execve(sys.executable, [sys.executable, *sys.argv], environment)
     arguments = [sys.argv[0], *names] if names else [sys.argv[0], "discover", "--start-directory", str(here)]
     unittest.main(module=None, argv=[*arguments, "--verbose"])
