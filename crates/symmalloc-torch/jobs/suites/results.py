@@ -1,8 +1,8 @@
 """Outcomes of tests: a file for each run, which outlives its process, and the verdicts over the runs of two allocators.
 
-A run is one suite on one allocator. Its file has a line of JSON for each thing that happened, so that a crash loses nothing:
+A run is one suite on one allocator. Its file has a line of JSON for each event, so that a crash loses none:
 
-    {"run": {"suite": "op_db", "torch": "2.11.0", ...}}       what the run is of; another one's file is refused
+{"run": {"suite": "op_db", "torch": "2.11.0", ...}}       the run's identity; a file of another run is rejected
     {"name": "add float32", "began": true}
     {"name": "add float32", "outcome": "passed", "seconds": 0.1, "bits": "9f3c..."}
 

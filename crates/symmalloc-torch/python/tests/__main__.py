@@ -1,8 +1,8 @@
 """Runs the tests of the package: `python crates/symmalloc-torch/python/tests [--stub target/debug/libstub_libcuda.so] [NAME...]`.
 
-A library path counts when a process starts, so with `--stub` this process starts again with that library under the name of
-libcuda, and with the stub of libnccl where that lies beside it. Without it, tests that need a device are skipped, and say so. So are
-tests that need PyTorch, where there is none.
+The library path applies at process start. With `--stub`, this process therefore restarts with that library under the name of
+libcuda, and with the stub of libnccl if that is in the same folder. Without the option, tests that need a device are skipped with a
+note, and so are tests that need PyTorch if it is missing.
 """
 
 from __future__ import annotations

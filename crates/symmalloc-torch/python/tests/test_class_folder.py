@@ -1,6 +1,6 @@
 """Another user cannot choose the code that `install()` loads: the folder of compiled classes, and the libraries in it.
 
-PyTorch and the compiler are stand-ins. A library appends the name of its author to the file `LOADED` when it is loaded.
+PyTorch and the compiler are stand-ins. A library appends the name of its author to the file `LOADED` at its load.
 """
 
 from __future__ import annotations
