@@ -57,7 +57,7 @@ def main() -> int:
     parser.add_argument("--suite", action="append", help=f"{', '.join(SUITES)}, a file of --tests, or a suite by its path; the first two")
     parser.add_argument("--tests", type=Path, help="the folder `test` of PyTorch's source")
     parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="tests side by side; of those for one GPU, one on each at least")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="concurrent tests; at least one per GPU for single-GPU tests")
     parser.add_argument("--only", default="", metavar="REGEX", help="run only tests whose names match")
     parser.add_argument("--out", type=Path, default=Path("suites"))
     parser.add_argument("--seconds", type=float, default=300, help="time limit per test")

@@ -54,7 +54,7 @@ class RunFile:
             keys = known.keys() | run.keys()
             differ = [key for key in sorted(keys) if known.get(key) != run.get(key)]
             told = ", ".join(f"{key} {known.get(key)!r}, now {run.get(key)!r}" for key in differ)
-            raise OtherRun(f"{self.path} is of another run ({told}): name another folder with --out, or remove the file")
+            raise OtherRun(f"{self.path} belongs to another run ({told}): name another folder with --out, or remove the file")
 
     def began(self, name: str) -> None:
         self._write({"name": name, "began": True})

@@ -61,7 +61,7 @@ class Cache(Compiled):
         with tempfile.TemporaryDirectory() as cache:
             done = self.run_in(cache, CXX="/no/compiler")
             self.assertEqual((done.returncode, done.stdout), (0, "class False\n"), done.stderr)
-            for said in ("CXX=/no/compiler is no program", "torch.cuda.MemPool", "reduce-overhead", "=off asks for that"):
+            for said in ("CXX=/no/compiler is not a program", "torch.cuda.MemPool", "reduce-overhead", "=off to use it"):
                 self.assertIn(said, done.stderr)
             required = self.run_in(cache, CXX="/no/compiler", SYMMALLOC_TORCH_CLASS="require")
             self.assertIn("TorchError: the allocator cannot be compiled for this PyTorch: CXX=/no/compiler", required.stderr)

@@ -157,7 +157,7 @@ class Runs(unittest.TestCase):
         path.write_text(path.read_text().replace('"torch": "', '"torch": "1.'))
         done = self.suites("--only", "^fine$")
         self.assertEqual(done.returncode, 2)
-        self.assertIn("is of another run (torch '1.", done.stderr)
+        self.assertIn("belongs to another run (torch '1.", done.stderr)
 
     def test_a_suite_that_cannot_be_loaded_says_why(self) -> None:
         command = [sys.executable, str(SUITES), "--suite", "missing", "--out", str(self.out)]
