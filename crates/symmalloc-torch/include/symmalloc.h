@@ -944,9 +944,9 @@ symmalloc_status symmalloc_trace_stop(struct symmalloc_allocator *allocator);
  * `symmalloc_registrar_options`.
  *
  * # Safety
- * `rendezvous` is a C string or NULL; `allocator` is live; `nccl_comm` is a live and ready `ncclComm_t` on its device, of the NCCL library of this process, which
- * lives until the registrar is destroyed and is not used by other threads while a call of this library uses it; `out` is valid
- * for writing.
+ * `rendezvous` is a C string or NULL; `allocator` is live; `nccl_comm` is a live and ready `ncclComm_t` on its device, of the NCCL
+ * library of this process, which lives until the registrar is destroyed and is not used by other threads during a call of this
+ * library; `out` is valid for writing.
  */
 symmalloc_status symmalloc_registrar_create(struct symmalloc_allocator *allocator,
                                             uint32_t pool,
@@ -1093,9 +1093,9 @@ symmalloc_status symmalloc_all_to_all_exchange(struct symmalloc_all_to_all *all_
  * know both. A buffer may be longer than its rows. Returns after submitting the work to the stream; a graph can capture it.
  *
  * # Safety
- * `all_to_all` is live; `stream` is one of its device and lives as long as the communicator; the buffers are memory of the device
- * until the stream is past the call, and nothing else writes them or reads the output until then; `sent` and `received` are NULL or
- * valid for reading as many numbers as the communicator has ranks.
+ * `all_to_all` is live; `stream` is one of its device and lives as long as the communicator; the buffers are memory of the device until
+ * the stream has executed the call, and no other work writes them or reads the output until then; `sent` and `received` are NULL or valid
+ * for reading as many numbers as the communicator has ranks.
  */
 symmalloc_status symmalloc_all_to_all_run(struct symmalloc_all_to_all *all_to_all,
                                           void *stream,

@@ -1,9 +1,9 @@
-"""`symmalloc.all_to_all_single` beside PyTorch's, and many calls whose splits and shapes change (`torchrun --nproc-per-node N
-all_to_all.py`).
+"""`symmalloc.all_to_all_single` compared with PyTorch's, and many calls with changing splits and shapes (`torchrun
+--nproc-per-node N all_to_all.py`).
 
-    sizes    from 64 KiB to 256 MiB of each rank's input, equal splits, both in turns: microseconds until the device is done
-    calls    --calls of them, each with other splits, into an output of another shape that a scope of a pool without a reserve
-             registers: nothing may grow behind the first tenth
+    sizes    from 64 KiB to 256 MiB of each rank's input, equal splits, alternating: microseconds until the device is done
+    calls    --calls calls with different splits, into outputs of different shapes that a scope of a pool without a reserve
+             registers: memory must not grow after the first tenth
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     call_costs.py --allocator native
     call_costs.py --allocator symmalloc
-    call_costs.py --allocator symmalloc --trace run.trace.zst     while every op is recorded; with a history, by Python frame
+    call_costs.py --allocator symmalloc --trace run.trace.zst     records every op; with a history, by Python frame
 
-`history`: while `torch.cuda.memory._record_memory_history` keeps the Python frames of what lives.
+    `history`: `torch.cuda.memory._record_memory_history` keeps the Python frames of live allocations.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """The calls that vLLM and SGLang make for symmetric memory, in their order, on an engine's own communicator.
 
-vLLM: a `torch.cuda.MemPool` over an allocator in C, a scope around what is to be symmetric, and after each scope a window for
-every segment of `pool.snapshot()` that is new. SGLang: a pool for each group, whose allocator registers a segment when it takes
-one. In a capture both leave the graph's pool for the scope and take it up again.
+vLLM: a `torch.cuda.MemPool` over an allocator in C, a scope around symmetric allocations, and after each scope a window for every
+new segment of `pool.snapshot()`. SGLang: a pool for each group, whose allocator registers a segment at its creation. In a
+capture, both leave the graph's pool for the scope and return to it afterwards.
 
-`torchrun --nproc-per-node N engine_flow.py` on PyTorch's own allocator or with symmalloc installed: nothing else is different.
+`torchrun --nproc-per-node N engine_flow.py` runs the same code on PyTorch's own allocator and with symmalloc installed.
 """
 
 from __future__ import annotations

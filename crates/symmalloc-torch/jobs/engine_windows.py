@@ -1,8 +1,8 @@
-"""An engine on symmalloc's own pools (`torchrun --nproc-per-node N engine_windows.py`): a pool on a communicator of the engine's
-own and on a group of PyTorch's, scopes that end in a sync, all-to-all with changing splits beside PyTorch's, and graphs with
-all-reduces in windows.
+"""An engine on symmalloc's pools (`torchrun --nproc-per-node N engine_windows.py`): a pool on the engine's communicator and on a
+PyTorch group, scopes that end in a sync, all-to-all with changing splits compared with PyTorch's, and graphs with all-reduces
+in windows.
 
-Ranks may share a GPU: NCCL goes over sockets then, and makes plain registrations of windows.
+If ranks share a GPU, NCCL uses sockets, and makes plain registrations instead of windows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""FSDP on several GPUs (`torchrun --nproc-per-node 2 fsdp_train.py`): the job whose places differed between ranks.
+"""FSDP on several GPUs (`torchrun --nproc-per-node 2 fsdp_train.py`): the job whose placements differed between ranks.
 
-A Llama-style model in FSDP1 with bf16, sequences of varying lengths; inputs are copied on one side stream, and statistics of
-the activations are computed on another, both with `record_stream`. With symmalloc every step's digest is kept, and the ranks
-compare them at the end; `assert_aligned` runs once in the loop as well. Ranks may share a GPU.
+It trains a Llama-style model in FSDP1 with bf16 and sequences of varying lengths. Inputs are copied on one side stream, and
+statistics of the activations are computed on another, both with `record_stream`. With symmalloc, the ranks keep every step's
+digest and compare them at the end. `assert_aligned` runs once in the loop. Ranks may share a GPU.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Shared code of the jobs: the allocator, repeatable arithmetic, and measurements.
 
-A job is a function that makes a `step`: a function of the step's number that does the work and returns its loss. The sizes
-of steps repeat after a period, so that windows of whole periods are equal work and their times can be compared.
+A job is a function that returns a `step`: a function of the step's number that does the work and returns its loss. The sizes
+of steps repeat after a period, so that windows of whole periods have equal work and comparable times.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     crates/symmalloc-torch/jobs/pytorch_calls.py                      both, and a table
     crates/symmalloc-torch/jobs/pytorch_calls.py --allocator native   one, for `run`
 
-A call that needs more than there is (a second GPU, NCCL, a compiler) is skipped, with the reason.
+A call whose requirements are missing (a second GPU, NCCL, a compiler) is skipped, and the reason is printed.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
     torchrun --nproc-per-node 2 symmetric_windows.py --allocator native       right 8 of 8, then 0 of 8
     torchrun --nproc-per-node 2 symmetric_windows.py --allocator symmalloc    right 8 of 8, then 8 of 8
 
-Eight tensors of 1 MiB lie in four segments of 2 MiB, each a window. NCCL finds a peer's buffer at (window, own offset), and
-checks nothing. Even ranks get their segments at ascending addresses and odd ranks at descending ones, as it may happen to any
-program: a few address ranges are held, and given up one by one, in that order, while the pool takes its segments.
+Eight tensors of 1 MiB are in four segments of 2 MiB, each a window. NCCL finds a peer's buffer at (window, own offset) without
+a check. Even ranks get their segments at ascending addresses and odd ranks at descending ones, which can happen in any program.
+To cause it, the script reserves address ranges and frees them one by one in that order, while the pool creates its segments.
 
-    first round     t0 t1 | t2 t3 | t4 t5 | t6 t7      the segments in the order of their birth, on every rank
-    freed, again    by (size, address):                rank 0 begins in the segment that was born first, rank 1 in the last
-                    by (size, birth, offset):          all begin in the segment that was born first
+first round     t0 t1 | t2 t3 | t4 t5 | t6 t7      the segments in order of creation, on every rank
+freed, again    by (size, address):                rank 0 begins in the oldest segment, rank 1 in the newest
+                by (size, birth, offset):          all begin in the oldest segment
 """
 
 from __future__ import annotations

@@ -8,12 +8,12 @@
     training    | wake, steps ───────── | asleep: weights and optimizer on the host |
     generation  | asleep                | wake: weights copied, KV cache empty, a captured graph per token |
 
-A run holds when losses and tokens are those of the run that never sleeps, bit for bit, and while both sleep the device has as much free
-memory after each turn. `--memory`:
+A run passes if losses and tokens are bitwise equal to those of the run without sleep, and if the device has equally much free memory
+after each turn while both sleep. `--memory`:
 
-    plain               nobody sleeps
+plain               no sleep
     symmalloc           symmalloc.region, pause, resume
-    torch_memory_saver  its own; skipped where it is not installed
+    torch_memory_saver  its own functions; skipped if it is not installed
 """
 
 from __future__ import annotations

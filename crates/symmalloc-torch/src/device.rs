@@ -54,7 +54,7 @@ pub struct DeviceAllocator {
 /// The destination of an allocation on a device.
 pub(crate) type Place = PoolPlace<DeviceAllocator>;
 
-/// Threads reach it through a pointer, so the compiler cannot infer these.
+/// Threads share these types through raw pointers, which the compiler does not check.
 const _: () = {
     const fn is_shared<T: Send + Sync>() {}
     is_shared::<DeviceAllocator>();

@@ -19,7 +19,7 @@ pub(crate) struct Refusals {
 }
 
 impl Refusals {
-    /// Releases memory on request of the core. Returns whether to retry.
+    /// Installs a callback that releases memory before an allocation fails, and retries the allocation if that released any.
     pub(crate) fn trim_when_refused<F: ForeignPool + Send + Sync + 'static>(
         refusals: &Arc<Self>,
         allocator: &CudaAllocator,

@@ -41,7 +41,7 @@ struct Begun<F> {
     purpose: ScopePurpose,
     /// The last stream that the filter accepted.
     taken: Mutex<Option<RawStream>>,
-    /// Present because the scope may belong to a capture.
+    /// Watches for captures, because the scope may belong to one.
     _watch: CaptureWatch,
 }
 

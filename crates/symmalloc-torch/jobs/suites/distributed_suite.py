@@ -1,6 +1,6 @@
 """PyTorch's `DistributedTest`: collectives, DDP and related features, with a process for each rank.
 
-With NCCL, unless `SYMMALLOC_SUITES_BACKEND` says otherwise. The allocator comes before anything that may use CUDA.
+It uses NCCL, unless `SYMMALLOC_SUITES_BACKEND` selects another backend. The allocator is installed before any use of CUDA.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A file of PyTorch's own tests, such as `test_cuda.py`: `--tests FOLDER --suite test_cuda.py`.
 
-PyTorch's packages lack its tests; its source, and Debian's source package `pytorch`, have them in `test/`. They need the package `expecttest`.
+PyTorch's packages lack its tests. Its source and Debian's source package `pytorch` have them in `test/`. They need `expecttest`.
 """
 
 from __future__ import annotations

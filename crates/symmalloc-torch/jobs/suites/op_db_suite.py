@@ -1,6 +1,6 @@
 """Every operator of PyTorch's `op_db` on its own samples, forward and backward. Results are compared bitwise.
 
-The device is CUDA's; `SYMMALLOC_SUITES_DEVICE=cpu` tries the suite where there is none.
+The device is CUDA. `SYMMALLOC_SUITES_DEVICE=cpu` runs the suite without a GPU.
 """
 
 from __future__ import annotations

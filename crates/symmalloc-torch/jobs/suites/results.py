@@ -1,8 +1,8 @@
 """Outcomes of tests: a file for each run, which outlives its process, and the verdicts over the runs of two allocators.
 
-A run is one suite on one allocator. Its file has a line of JSON for each thing that happened, so that a crash loses nothing:
+A run is one suite on one allocator. Its file has a line of JSON for each event, so that a crash loses none:
 
-    {"run": {"suite": "op_db", "torch": "2.11.0", ...}}       what the run is of; another one's file is refused
+{"run": {"suite": "op_db", "torch": "2.11.0", ...}}       the run's identity; a file of another run is rejected
     {"name": "add float32", "began": true}
     {"name": "add float32", "outcome": "passed", "seconds": 0.1, "bits": "9f3c..."}
 
@@ -54,7 +54,7 @@ class RunFile:
             keys = known.keys() | run.keys()
             differ = [key for key in sorted(keys) if known.get(key) != run.get(key)]
             told = ", ".join(f"{key} {known.get(key)!r}, now {run.get(key)!r}" for key in differ)
-            raise OtherRun(f"{self.path} is of another run ({told}): name another folder with --out, or remove the file")
+            raise OtherRun(f"{self.path} belongs to another run ({told}): name another folder with --out, or remove the file")
 
     def began(self, name: str) -> None:
         self._write({"name": name, "began": True})

@@ -1,12 +1,12 @@
 """Runs tests of a suite in this process, one after the other, and records their outcomes: `worker.py SUITE ALLOCATOR FILE`.
 
-Names come on the standard input, one a line; with `--list`, the suite's names go to the file instead. A suite is a Python file
-beside this one (or any, by its path), or a file of PyTorch's tests in the folder `SYMMALLOC_SUITES_TESTS`. A suite's file has
+It reads names from standard input, one per line. With `--list`, it writes the suite's names to the file instead. A suite is a Python
+file next to this one (or any, by its path), or a file of PyTorch's tests in the folder `SYMMALLOC_SUITES_TESTS`. A suite's file has
 
-    names() -> list[str]
-    run(name) -> results.Outcome       raises what the test raises
-    WITHOUT_CONTENTS                   names whose results are undefined; may be missing
-    IS_BROKEN(error) -> bool           whether nothing else can run in this process after that, or after a failure (None); may be missing
+names() -> list[str]
+run(name) -> results.Outcome       propagates the test's errors
+WITHOUT_CONTENTS                   names whose results are undefined; optional
+IS_BROKEN(error) -> bool           True if no test can run in this process after that error, or a failure (None); optional
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def _driver() -> str:
     cuda.cuDriverGetVersion(ctypes.byref(version))
     cuda.cuDeviceGetCount(ctypes.byref(count))
     if count.value == 0:
-        raise _Missing("there is no device: see CUDA_VISIBLE_DEVICES")
+        raise _Missing("no CUDA device is visible: check CUDA_VISIBLE_DEVICES")
     devices = ", ".join(_devices(cuda, count.value))
     return f"CUDA {version.value // 1000}.{version.value % 1000 // 10}; {devices}"
 
@@ -107,7 +107,7 @@ def _devices(cuda: ctypes.CDLL, count: int) -> Iterator[str]:
         cuda.cuDeviceGetName(name, len(name), device)
         cuda.cuDeviceGetAttribute(ctypes.byref(can_map), VIRTUAL_MEMORY, device)
         if not can_map.value:
-            raise _Missing(f"device {ordinal}, {name.value.decode()}, cannot map memory piece by piece, which symmalloc needs")
+            raise _Missing(f"device {ordinal}, {name.value.decode()}, cannot map virtual memory, which symmalloc needs")
         yield f"device {ordinal} {name.value.decode()}"
 
 
@@ -122,7 +122,7 @@ def _torch() -> Any:
 def _pytorch() -> str:
     torch = _torch()
     if version(torch) < TORCH_MINIMUM:
-        raise _Missing(f"{torch.__version__} is too old: from {'.'.join(map(str, TORCH_MINIMUM))} on")
+        raise _Missing(f"{torch.__version__} is too old: install {'.'.join(map(str, TORCH_MINIMUM))} or later")
     if torch.version.cuda is None or not hasattr(torch._C, "_cuda_customAllocator"):
         raise _Missing(f"{torch.__version__} was built without CUDA: install a CUDA build")
     if torch.cuda.is_initialized() and not installed():
@@ -136,7 +136,7 @@ def _class() -> str:
     torch = _torch()
     try:
         if pytorch_class.mode() == "off":
-            off = f"{pytorch_class.VARIABLE}=off: PyTorch's class for pluggable allocators stands in"
+            off = f"{pytorch_class.VARIABLE}=off: symmalloc uses PyTorch's class for pluggable allocators"
             raise _Missing(f"{off}, which lacks {LACKS}")
         if version(torch) < CLASS_MINIMUM:
             raise pytorch_class.Unavailable(f"PyTorch {torch.__version__} is older than {'.'.join(map(str, CLASS_MINIMUM))}")
@@ -144,7 +144,7 @@ def _class() -> str:
     except pytorch_class.NoCache as why:
         return f"install() compiles it in every process: {why}"
     except pytorch_class.Unavailable as why:
-        raise _Missing(f"{why}; until then PyTorch's class for pluggable allocators stands in, which lacks {LACKS}") from why
+        raise _Missing(f"{why}; symmalloc falls back to PyTorch's class for pluggable allocators, which lacks {LACKS}") from why
     return f"compiled, {path}" if path.is_file() else f"install() compiles it once, with {compiler}, to {path}"
 
 
@@ -171,7 +171,7 @@ def _nccl() -> str:
         nccl.ncclGetVersion(ctypes.byref(number))
         version = (number.value // 10000, number.value // 100 % 100, number.value % 100)
     if tuple(version[:2]) < NCCL_WINDOWS:
-        raise _Missing(f"NCCL {_dotted(version)} has no windows: they came with {_dotted(NCCL_WINDOWS)}")
+        raise _Missing(f"NCCL {_dotted(version)} has no windows: install {_dotted(NCCL_WINDOWS)} or later")
     return f"NCCL {_dotted(version)}"
 
 

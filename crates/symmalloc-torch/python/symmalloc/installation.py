@@ -109,8 +109,8 @@ def _install_class(torch: Any) -> bool:
         if os.environ.get(pytorch_class.VARIABLE, "") == "require":
             raise TorchError(f"the allocator cannot be compiled for this PyTorch: {why}") from why
         warnings.warn(
-            f"symmalloc stands in PyTorch's class for pluggable allocators, which lacks {LACKS}: {why}\n"
-            f"{pytorch_class.VARIABLE}=off asks for that, and for no warning",
+            f"symmalloc falls back to PyTorch's class for pluggable allocators, which lacks {LACKS}: {why}\n"
+            f"set {pytorch_class.VARIABLE}=off to use it without this warning",
             stacklevel=4,
         )
         return False
@@ -162,11 +162,11 @@ def _usable_torch() -> Any:
     try:
         import torch
     except (ImportError, OSError) as error:
-        raise TorchError(f"PyTorch cannot be imported ({error}): install() puts symmalloc under it") from error
+        raise TorchError(f"PyTorch cannot be imported ({error}): install() needs it") from error
     if version(torch) < TORCH_MINIMUM:
-        raise TorchError(f"PyTorch {torch.__version__} is too old: from {'.'.join(map(str, TORCH_MINIMUM))} on")
+        raise TorchError(f"PyTorch {torch.__version__} is too old: install {'.'.join(map(str, TORCH_MINIMUM))} or later")
     if torch.version.cuda is None or not hasattr(torch._C, "_cuda_customAllocator"):
-        raise TorchError(f"PyTorch {torch.__version__} was built without CUDA")
+        raise TorchError(f"PyTorch {torch.__version__} was built without CUDA: install a CUDA build")
     if torch.cuda.is_initialized():
         raise TorchError(
             "CUDA is in use already: call symmalloc.install() right after `import torch`, before the first CUDA tensor, "

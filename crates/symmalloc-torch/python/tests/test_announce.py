@@ -1,4 +1,4 @@
-"""Collectives that the program announces, on a communicator of the stub of libnccl and without PyTorch."""
+"""Announced collectives, on a communicator of the stub of libnccl and without PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What engines do that own their communicators: pools on raw ones, scopes that end in a sync, all-to-all. No PyTorch."""
+"""Engines that own their communicators: pools on raw ones, scopes that end in a sync, all-to-all. No PyTorch."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ on_ranks(program)
 """).splitlines()
         nothing, scope = (float(figure) for figure in figures.split())
         print(f"a scope that does nothing {nothing:.0f} ns, a quiet one {scope:.0f} ns")
-        # On a machine of its own it is one microsecond; this one may be busy, with libraries that are not optimized.
+        # It takes one microsecond on an idle machine. This one may be busy, and its libraries unoptimized.
         self.assertLess(scope, 10_000)
 
 
@@ -302,7 +302,7 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-# Tensors of the stub, whose device memory is the host's, and what is asked of PyTorch.
+# Tensors of the stub, whose device memory is host memory, and the required subset of PyTorch.
 TENSORS = """
 import ctypes, types
 
@@ -409,7 +409,7 @@ def program(rank):
         source, target, other = Tensor(rank, 16, 3), Tensor(rank, 16, 3), Tensor(rank, 16, 2)
     outside = Tensor(rank, 16, 3)
     pool.register(comm=comm)
-    # The other rank is told in place of waiting.
+    # The other rank gets an error instead of waiting.
     kind, says = (symmalloc.InvalidArgument, "1 numbers for 2 ranks") if me == 0 else (symmalloc.MisalignedError, "rank 0")
     raises(kind, says, lambda: symmalloc.exchange_splits([1] * (1 + me), comm=comm, device=me))
     assert symmalloc.exchange_splits([3, 3], comm=comm, device=me) == [3, 3]

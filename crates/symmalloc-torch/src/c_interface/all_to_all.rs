@@ -92,9 +92,9 @@ pub unsafe extern "C" fn symmalloc_all_to_all_exchange(
 /// know both. A buffer may be longer than its rows. Returns after submitting the work to the stream; a graph can capture it.
 ///
 /// # Safety
-/// `all_to_all` is live; `stream` is one of its device and lives as long as the communicator; the buffers are memory of the device
-/// until the stream is past the call, and nothing else writes them or reads the output until then; `sent` and `received` are NULL or
-/// valid for reading as many numbers as the communicator has ranks.
+/// `all_to_all` is live; `stream` is one of its device and lives as long as the communicator; the buffers are memory of the device until
+/// the stream has executed the call, and no other work writes them or reads the output until then; `sent` and `received` are NULL or valid
+/// for reading as many numbers as the communicator has ranks.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_all_to_all_run(
     all_to_all: *mut RankAllToAll,

@@ -55,9 +55,9 @@ pub struct symmalloc_registrar_options {
 /// `symmalloc_registrar_options`.
 ///
 /// # Safety
-/// `rendezvous` is a C string or NULL; `allocator` is live; `nccl_comm` is a live and ready `ncclComm_t` on its device, of the NCCL library of this process, which
-/// lives until the registrar is destroyed and is not used by other threads while a call of this library uses it; `out` is valid
-/// for writing.
+/// `rendezvous` is a C string or NULL; `allocator` is live; `nccl_comm` is a live and ready `ncclComm_t` on its device, of the NCCL
+/// library of this process, which lives until the registrar is destroyed and is not used by other threads during a call of this
+/// library; `out` is valid for writing.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_registrar_create(
     allocator: *mut DeviceAllocator,
