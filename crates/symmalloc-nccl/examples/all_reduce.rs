@@ -416,14 +416,14 @@ impl OldOrder {
             let holds = |range: &Range| (range.base.0..range.base.0 + range.size_bytes).contains(&address);
             self.segments.iter().position(|(range, _)| holds(range))
         };
-        let is_neighbour = |(size, other): &&(u64, u64)| {
+        let is_neighbor = |(size, other): &&(u64, u64)| {
             (*other + *size == address || address + size_bytes == *other) && segment_of(*other) == segment_of(address)
         };
-        let neighbours: Vec<_> = self.free.iter().filter(is_neighbour).copied().collect();
+        let neighbors: Vec<_> = self.free.iter().filter(is_neighbor).copied().collect();
         let mut joined = (size_bytes, address);
-        for neighbour in neighbours {
-            self.free.remove(&neighbour);
-            joined = (joined.0 + neighbour.0, joined.1.min(neighbour.1));
+        for neighbor in neighbors {
+            self.free.remove(&neighbor);
+            joined = (joined.0 + neighbor.0, joined.1.min(neighbor.1));
         }
         self.free.insert(joined);
     }

@@ -25,12 +25,12 @@ impl Router {
         let experts = self.ranks * self.experts_per_rank;
         let draw =
             |token: usize, what: u64| mix(mix(mix(self.seed ^ pattern) ^ rank as u64) ^ token as u64 ^ (what << 32));
-        let favourite = (mix(self.seed ^ pattern) % experts as u64) as usize;
-        let spared = favourite / self.experts_per_rank;
+        let favorite = (mix(self.seed ^ pattern) % experts as u64) as usize;
+        let spared = favorite / self.experts_per_rank;
         let choose = |token: usize| {
             let any = (draw(token, 0) % experts as u64) as usize;
             match pattern % 4 {
-                1 if draw(token, 1).is_multiple_of(2) => favourite,
+                1 if draw(token, 1).is_multiple_of(2) => favorite,
                 2 if self.ranks > 1 && any / self.experts_per_rank == spared => (any + self.experts_per_rank) % experts,
                 3 => spared * self.experts_per_rank + any % self.experts_per_rank,
                 _ => any,

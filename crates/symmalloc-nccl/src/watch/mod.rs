@@ -5,7 +5,7 @@
 //!                    ▲                         ▲
 //!    marker thread ──┘ polls the driver, NCCL  │ never calls either: both may hang
 //!  watchdog thread ────────────────────────────┴──── lifelines: live ranks, and their progress
-//!        │ a rank is gone, or no progress is made until the deadline: the judgement finds the cause
+//!        │ a rank is gone, or no progress is made until the deadline: the judgment finds the cause
 //!        ▼
 //!  response: the report, the flight record, the program's callback, and the communicator's end
 //! ```
@@ -16,7 +16,7 @@ mod clock;
 mod failure;
 pub(crate) mod flight;
 mod handle;
-mod judgement;
+mod judgment;
 mod marker;
 mod marks;
 mod record;

@@ -4,7 +4,7 @@
 use super::clock::{LOOK, Tick};
 use super::failure::FailureCause;
 use super::handle::{Command, Handle};
-use super::judgement::Judgement;
+use super::judgment::Judgment;
 use super::marker;
 use super::record;
 use super::registry;
@@ -313,9 +313,9 @@ impl Watch {
         if self.with_lifeline(identity, has_answer) == Some(false) {
             return;
         }
-        match Judgement::new(identity, &standing, &self.members(identity)) {
-            Judgement::End(cause) => self.end(watched, cause, now.since(standing.since)),
-            Judgement::Wait(time) => drop(self.delays.insert(rank, Delay::Left(now, time))),
+        match Judgment::new(identity, &standing, &self.members(identity)) {
+            Judgment::End(cause) => self.end(watched, cause, now.since(standing.since)),
+            Judgment::Wait(time) => drop(self.delays.insert(rank, Delay::Left(now, time))),
         }
     }
 
