@@ -186,7 +186,7 @@ fn what_is_dropped_is_gone_and_what_is_to_be_zero_is() {
 }
 
 #[test]
-fn neighbours_are_copied_in_one_part_and_no_part_goes_over_a_range() {
+fn neighbors_are_copied_in_one_part_and_no_part_goes_over_a_range() {
     let calls = RefCell::new(Vec::new());
     // Includes ranges that are directly adjacent.
     let inner = SimBackend::builder().seed(1).addresses(Addresses::Ascending).build();

@@ -65,9 +65,9 @@ fn literal(argument: &str) -> Option<&str> {
 }
 
 /// Adds a name. Each name has one meaning.
-fn add(vocabulary: &mut Vocabulary, name: &str, said: &[String], path: &Path) {
-    let known = vocabulary.insert(name.to_owned(), said.to_owned());
-    assert!(known.is_none_or(|known| known == said), "{name} has two meanings, in {} and elsewhere", path.display());
+fn add(vocabulary: &mut Vocabulary, name: &str, output: &[String], path: &Path) {
+    let known = vocabulary.insert(name.to_owned(), output.to_owned());
+    assert!(known.is_none_or(|known| known == output), "{name} has two meanings, in {} and elsewhere", path.display());
 }
 
 /// Returns the events or spans that the code emits.
@@ -77,7 +77,7 @@ fn told(suffix: &str) -> Vocabulary {
         for level in ["error", "warn", "info", "debug", "trace"] {
             for (before, arguments) in calls(&text, &format!("tracing::{level}{suffix}!(")) {
                 let place = path.display();
-                let (mut names, mut said, mut has_target) = (Vec::new(), vec![level.to_owned()], false);
+                let (mut names, mut output, mut has_target) = (Vec::new(), vec![level.to_owned()], false);
                 for argument in &arguments {
                     if let Some(name) = argument.strip_prefix("name: ") {
                         match literal(name) {
@@ -92,11 +92,11 @@ fn told(suffix: &str) -> Vocabulary {
                         }
                     } else {
                         let field = argument.split('=').next().unwrap_or_default().trim();
-                        said.push(field.trim_start_matches(['%', '?']).to_owned());
+                        output.push(field.trim_start_matches(['%', '?']).to_owned());
                     }
                 }
                 assert!(has_target && !names.is_empty(), "{place}: no target or no name in {arguments:?}");
-                names.iter().for_each(|name| add(&mut vocabulary, name, &said, &path));
+                names.iter().for_each(|name| add(&mut vocabulary, name, &output, &path));
             }
         }
     }
@@ -140,9 +140,9 @@ fn documented(page: &str, head: &str, columns: usize) -> Vocabulary {
     for row in rows.take_while(|line| line.starts_with('|')) {
         let mut cells = row.trim_matches('|').split('|').map(|cell| cell.trim_matches([' ', '`']));
         let name = cells.next().expect("a first column");
-        let said = cells.take(columns).flat_map(|cell| cell.split("`, `").map(str::to_owned));
-        let said: Vec<String> = said.collect();
-        assert!(vocabulary.insert(name.to_owned(), said).is_none(), "{name} is documented twice");
+        let output = cells.take(columns).flat_map(|cell| cell.split("`, `").map(str::to_owned));
+        let output: Vec<String> = output.collect();
+        assert!(vocabulary.insert(name.to_owned(), output).is_none(), "{name} is documented twice");
     }
     assert!(!vocabulary.is_empty(), "no table of {head}s");
     vocabulary
@@ -159,7 +159,7 @@ fn assert_same(code: &Vocabulary, page: &Vocabulary) {
 
 /// Removes empty fields, which come from empty cells.
 fn without_empty(mut vocabulary: Vocabulary) -> Vocabulary {
-    vocabulary.values_mut().for_each(|said| said.retain(|word| !word.is_empty()));
+    vocabulary.values_mut().for_each(|output| output.retain(|word| !word.is_empty()));
     vocabulary
 }
 

@@ -1,8 +1,8 @@
-"""Builds the wheel: cargo makes the library, setuptools puts it beside the Python files.
+"""Builds the wheel: cargo builds the library, and setuptools packages it with the Python files.
 
-The package is ctypes on a C interface, so one wheel fits every Python 3. Its tag says which C library it needs at least
-(`py3-none-manylinux_2_34_x86_64`), which follows from the machine that builds it. `CARGO_TARGET_DIR` is respected.
-`SYMMALLOC_CARGO_PROFILE` (default `shipped`) chooses the profile. A library that was built already is taken with
+The package uses a C interface through ctypes, so one wheel fits every Python 3. Its tag names the minimum C library
+(`py3-none-manylinux_2_34_x86_64`), which depends on the machine that builds it. `CARGO_TARGET_DIR` is respected.
+`SYMMALLOC_CARGO_PROFILE` (default `shipped`) selects the profile. To package a library that was built already, run
 `SYMMALLOC_LIBRARY=/path/to/libsymmalloc_torch.so pip install ./crates/symmalloc-torch`.
 
     checkout  crates/symmalloc-torch/setup.py        the Rust workspace is two folders up
@@ -38,7 +38,7 @@ def workspace_version() -> str:
 
 
 def built_library() -> Path:
-    """Runs cargo, and returns where it put the library."""
+    """Runs cargo, and returns the path of the library."""
     if given := os.environ.get("SYMMALLOC_LIBRARY"):
         return Path(given)
     if shutil.which("cargo") is None:
@@ -55,12 +55,12 @@ def built_library() -> Path:
 class BuildWithLibrary(build_py):
     def run(self) -> None:
         super().run()
-        # An editable install runs from the sources, so the library goes there.
+        # An editable install runs from the sources, so the library is copied there.
         package = CRATE / "python" / "symmalloc" if self.editable_mode else Path(self.build_lib) / "symmalloc"
         package.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(built_library(), package / LIBRARY)
         if not self.editable_mode:
-            # The class for PyTorch is compiled against it; in a checkout it finds the one of the crate.
+            # The class for PyTorch is compiled against it. A checkout uses the crate's header.
             shutil.copyfile(CRATE / "include" / HEADER, package / "pytorch" / HEADER)
 
 
@@ -72,13 +72,13 @@ class PlatformWheel(bdist_wheel):
         return "py3", "none", platform
 
 
-# Libraries that every Linux with glibc has (PEP 600), and the oldest glibc that the tag knows.
+# Libraries that every Linux with glibc has (PEP 600), and the oldest glibc that the tag supports.
 EVERYWHERE = re.compile(r"(lib(c|m|dl|pthread|rt|util|gcc_s)|ld-linux-[a-z0-9-]+)\.so\.[0-9]+")
 GLIBC_MINOR_LEAST = 17
 
 
 def manylinux(library: Path, platform: str) -> str:
-    """The tag that says which glibc a library needs, by the versions of its symbols; `platform` where it needs more than that."""
+    """Returns the tag for the glibc that a library needs, by its symbol versions; `platform` if it needs other libraries."""
     command = ["readelf", "-W", "-d", "-V", str(library)]
     try:
         read = subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -92,7 +92,7 @@ def manylinux(library: Path, platform: str) -> str:
 
 
 class WithRust(sdist):
-    """Takes the crates along that the library is made of, so that it builds from what it holds."""
+    """Adds the library's crates, so that the source distribution is self-contained."""
 
     def make_release_tree(self, base_dir: str, files: list[str]) -> None:
         super().make_release_tree(base_dir, files)
@@ -112,10 +112,10 @@ class WithRust(sdist):
             (target / "Cargo.toml").write_text(without_tests((folder / "Cargo.toml").read_text()))
         root = without_members((WORKSPACE / "Cargo.toml").read_text(), [str(folder.relative_to(WORKSPACE)) for folder in folders])
         (rust / "Cargo.toml").write_text(root)
-        # Says which CUDA headers the bindings follow.
+        # Names the CUDA headers of the bindings.
         shutil.copytree(WORKSPACE / ".cargo", rust / ".cargo", dirs_exist_ok=True)
         shutil.copyfile(WORKSPACE / "Cargo.lock", rust / "Cargo.lock")
-        # Leaves packages out that nothing needs any more: a lock file that would change is an error when the wheel is built.
+        # Removes unused packages, because the build of the wheel fails if the lock file would change.
         subprocess.run(["cargo", "metadata", "--format-version", "1"], cwd=rust, check=True, stdout=subprocess.DEVNULL)
         added = locked(rust) - locked(WORKSPACE)
         if added:
@@ -123,7 +123,7 @@ class WithRust(sdist):
 
 
 def crates() -> list[Path]:
-    """The folders of the crates that the library is made of."""
+    """Returns the folders of the library's crates."""
     command = ["cargo", "metadata", "--format-version", "1", "--no-deps", "--locked"]
     packages = json.loads(subprocess.run(command, cwd=WORKSPACE, check=True, stdout=subprocess.PIPE).stdout)["packages"]
     by_name = {package["name"]: package for package in packages}
@@ -139,26 +139,26 @@ def crates() -> list[Path]:
 
 
 def without_tests(manifest: str) -> str:
-    """A crate's manifest without what its tests, examples and benchmarks need, which stay behind."""
+    """Returns a crate's manifest without tests, examples, benchmarks and their dependencies."""
     sections = re.split(r"^(?=\[)", manifest, flags=re.MULTILINE)
     is_of_tests = re.compile(r"\[(\[(test|bench|example)\]|(target\..*\.)?dev-dependencies)")
     return "".join(section for section in sections if not is_of_tests.match(section))
 
 
 def without_members(manifest: str, members: list[str]) -> str:
-    """The workspace's manifest with these members alone."""
+    """Returns the workspace's manifest with only these members."""
     manifest = re.sub(r"^members = .*$", f"members = {json.dumps(members)}", manifest, flags=re.MULTILINE)
     return re.sub(r"^(default-members|exclude) = .*\n", "", manifest, flags=re.MULTILINE)
 
 
 def locked(workspace: Path) -> set[tuple[str, str]]:
-    """Names and versions of the packages of a lock file."""
+    """Returns the names and versions of the packages in a lock file."""
     text = (workspace / "Cargo.lock").read_text()
     return set(re.findall(r'^name = "(.+)"\nversion = "(.+)"$', text, re.MULTILINE))
 
 
 class WithLibrary(Distribution):
-    """Says that there is machine code in it, so that the wheel is one for a platform."""
+    """A distribution with machine code, so that the wheel is platform-specific."""
 
     def has_ext_modules(self) -> bool:
         return True

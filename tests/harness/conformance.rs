@@ -42,7 +42,7 @@ pub fn conformance<B: Backend + Send + Sync>(make: impl Fn() -> B) {
         unmapped_granules_can_be_mapped_again,
         a_range_that_was_never_mapped_can_be_released,
         a_range_that_was_unmapped_can_be_released,
-        neighbouring_ranges_are_mapped_and_unmapped_independently,
+        neighboring_ranges_are_mapped_and_unmapped_independently,
         a_piece_is_mapped_at_several_addresses_if_the_backend_can,
         an_alias_is_unmapped_and_its_addresses_are_used_again,
         live_events_are_told_apart,
@@ -186,7 +186,7 @@ fn a_range_that_was_unmapped_can_be_released(backend: &impl Backend) {
     }
 }
 
-fn neighbouring_ranges_are_mapped_and_unmapped_independently(backend: &impl Backend) {
+fn neighboring_ranges_are_mapped_and_unmapped_independently(backend: &impl Backend) {
     let ranges: Vec<Range> = (0..10).map(|_| reserve(backend, 2)).collect();
     for &range in &ranges {
         map(backend, range, 0..2);

@@ -132,8 +132,8 @@ pub fn layout_reader(bytes: &[u8]) -> u64 {
     // Correct the number of lines at the end, so that truncated or duplicated text gets further.
     let text = String::from_utf8_lossy(bytes);
     let lines: Vec<&str> = text.lines().filter(|line| !line.starts_with("end")).collect();
-    let said = lines.iter().filter(|line| !line.trim_ascii_start().is_empty() && !line.starts_with('#')).count();
-    as_it_is + restore(format!("{}\nend {}\n", lines.join("\n"), said.saturating_sub(1)).as_bytes())
+    let output = lines.iter().filter(|line| !line.trim_ascii_start().is_empty() && !line.starts_with('#')).count();
+    as_it_is + restore(format!("{}\nend {}\n", lines.join("\n"), output.saturating_sub(1)).as_bytes())
 }
 
 /// Restores a readable layout into a fresh allocator, uses it, and rewinds. Returns the number of allocations read.
@@ -177,8 +177,8 @@ pub fn plan_reader(bytes: &[u8]) -> u64 {
     // Correct the number of lines at the end, as for layouts.
     let text = String::from_utf8_lossy(bytes);
     let lines: Vec<&str> = text.lines().filter(|line| !line.starts_with("end")).collect();
-    let said = lines.iter().filter(|line| !line.trim_ascii_start().is_empty() && !line.starts_with('#')).count();
-    as_it_is + adopt(format!("{}\nend {}\n", lines.join("\n"), said.saturating_sub(1)).as_bytes())
+    let output = lines.iter().filter(|line| !line.trim_ascii_start().is_empty() && !line.starts_with('#')).count();
+    as_it_is + adopt(format!("{}\nend {}\n", lines.join("\n"), output.saturating_sub(1)).as_bytes())
 }
 
 /// Adopts readable plans, and executes two steps of each. Returns the number of allocations made.

@@ -14,10 +14,11 @@ fn a_wake_that_the_device_refuses_leaves_the_pool_asleep_and_another_one_succeed
             job.allocator.allocate(PoolId::DEFAULT, job.streams[0], 256 * MIB - needed_bytes / 2).expect("it is free");
         for _ in 0..2 {
             let error = job.allocator.wake(job.pool).unwrap_err();
-            let SleepCause::Memory { needed_bytes: said, cause: OutOfMemoryCause::Driver(error) } = error.cause else {
+            let SleepCause::Memory { needed_bytes: output, cause: OutOfMemoryCause::Driver(error) } = error.cause
+            else {
                 panic!("{text}: {error}")
             };
-            assert_eq!((said, error.reason), (needed_bytes, Reason::OutOfMemory));
+            assert_eq!((output, error.reason), (needed_bytes, Reason::OutOfMemory));
             assert_eq!((job.phase(), job.reserved_bytes()), (Phase::Asleep, 0), "{text}");
         }
         assert_eq!(

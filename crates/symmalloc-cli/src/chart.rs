@@ -123,11 +123,11 @@ pub(crate) fn chart(args: &ChartArgs) -> Result<Verdict, CliError> {
     if args.json {
         output::print_json(object(args, &timeline, op, beside.as_ref()))?;
     } else {
-        let mut said = screen(args, &timeline, op, beside.as_ref(), Palette::of_stdout());
+        let mut printed = screen(args, &timeline, op, beside.as_ref(), Palette::of_stdout());
         if let Some(before) = lived_before(&recorded.recording.summary) {
-            said += &format!("{before}\n");
+            printed += &format!("{before}\n");
         }
-        output::print(&said)?;
+        output::print(&printed)?;
     }
     Ok(Verdict::Agree)
 }

@@ -47,7 +47,7 @@ impl Channel {
     pub(crate) fn palette(self) -> Palette {
         match self {
             Channel::Stdout => Palette::of_stdout(),
-            Channel::Stderr => Palette { is_colourful: is_colourful(&io::stderr()) },
+            Channel::Stderr => Palette { is_colorful: is_colorful(&io::stderr()) },
         }
     }
 
@@ -145,7 +145,7 @@ pub(crate) fn tell(text: &str) {
 }
 
 /// Returns `true` if the stream is a terminal that shows colors and the user has not disabled them (<https://no-color.org>).
-fn is_colourful(stream: &impl IsTerminal) -> bool {
+fn is_colorful(stream: &impl IsTerminal) -> bool {
     let is_set = |name: &str| std::env::var_os(name).is_some_and(|value| !value.is_empty());
     stream.is_terminal() && !is_set("NO_COLOR") && std::env::var_os("TERM").is_none_or(|term| term != "dumb")
 }
@@ -153,16 +153,16 @@ fn is_colourful(stream: &impl IsTerminal) -> bool {
 /// Colors of a stream, or none.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Palette {
-    is_colourful: bool,
+    is_colorful: bool,
 }
 
 impl Palette {
     pub(crate) fn of_stdout() -> Self {
-        Palette { is_colourful: is_colourful(&io::stdout()) }
+        Palette { is_colorful: is_colorful(&io::stdout()) }
     }
 
     pub(crate) fn of_stderr() -> Self {
-        Palette { is_colourful: is_colourful(&io::stderr()) }
+        Palette { is_colorful: is_colorful(&io::stderr()) }
     }
 
     pub(crate) fn title(self, text: &str) -> String {
@@ -183,7 +183,7 @@ impl Palette {
 
     /// Applies one of the terminal's styles.
     fn paint(self, text: &str, style: &str) -> String {
-        if self.is_colourful { styled(text, style) } else { visible_line(text).into_owned() }
+        if self.is_colorful { styled(text, style) } else { visible_line(text).into_owned() }
     }
 }
 

@@ -3,7 +3,7 @@
 //! ```text
 //!            ┌─► steps    requests to each heap, by step ──► solved   an offset for each ──┐
 //! Recorded ──┤                                                                             ├─► PlanFile
-//!            └─► learnt   plans learned by the pools, if the program has its own steps ────┘
+//!            └─► learned   plans learned by the pools, if the program has its own steps ────┘
 //!
 //! PlanFile, and a recording ──► follow    fails unless job and configuration match and the plan fits
 //! ```
@@ -12,7 +12,7 @@ mod contradiction;
 mod difference;
 mod draft;
 mod follow;
-mod learnt;
+mod learned;
 mod steps;
 
 pub(crate) use contradiction::Contradiction;
@@ -56,7 +56,7 @@ impl PlannedJob {
         let config = config_of(recorded, policy)?;
         let begun = Instant::now();
         let file =
-            if recorded.program().has_steps() { learnt::plans(recorded, &config)? } else { solved(recorded, config)? };
+            if recorded.program().has_steps() { learned::plans(recorded, &config)? } else { solved(recorded, config)? };
         let seconds = begun.elapsed().as_secs_f64();
         follow::adopt(&file, recorded.job.stream_count()).map_err(|(pool, error)| refused(recorded, pool, error))?;
         let file = Arc::new(file);

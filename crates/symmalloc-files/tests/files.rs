@@ -223,9 +223,9 @@ fn folder_with(environment: &[(&str, &Path)]) -> PathBuf {
     let this = std::env::current_exe().expect("known");
     let mut command = Command::new(this);
     command.args(["--exact", "tells_its_private_folder", "--ignored", "--nocapture"]).env_clear();
-    let said = command.envs(environment.iter().copied()).output().expect("started");
-    let said = String::from_utf8(said.stdout).expect("text");
-    let line = said.lines().find_map(|line| line.split_once("folder=")).unwrap_or_else(|| panic!("{said}"));
+    let printed = command.envs(environment.iter().copied()).output().expect("started");
+    let printed = String::from_utf8(printed.stdout).expect("text");
+    let line = printed.lines().find_map(|line| line.split_once("folder=")).unwrap_or_else(|| panic!("{printed}"));
     PathBuf::from(line.1)
 }
 

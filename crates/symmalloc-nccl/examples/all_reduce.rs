@@ -1,26 +1,26 @@
-//! Why the order of free blocks matters to NCCL's windows, as a table.
+//! Compares orders of free blocks by their effect on NCCL's windows, and prints a table.
 //!
-//! NCCL's symmetric kernels find a peer's buffer at (window, own offset). They reduce whatever lies there, and report success.
-//! Here every rank takes eight tensors of 1 MiB from 2 MiB segments, each segment a window, reduces them over all ranks and
-//! checks every element; then it frees them and takes them again. Odd ranks get their segments at descending addresses:
+//! NCCL's symmetric kernels address a peer's buffer by (window, own offset). They reduce any data that lies there, and report success. In
+//! this example every rank allocates eight tensors of 1 MiB from 2 MiB segments, with one window per segment, reduces them over all ranks
+//! and checks every element. Then it frees them and allocates them again. Odd ranks get their segments at descending addresses:
 //!
 //! ```text
-//!             first taken            freed and taken again
+//!             first allocation       freed and allocated again
 //!             segment 0   segment 1  old order: by (size, address)   symmalloc: by (size, birth, offset)
 //!  rank 0     t0 t1       t2 t3      t0 t1       t2 t3               t0 t1       t2 t3
 //!  rank 1     t0 t1       t2 t3      t2 t3       t0 t1    wrong      t0 t1       t2 t3
 //! ```
 //!
-//! The old order is modelled below (`OldOrder`); it is that of PyTorch's allocator up to 2.12. Then come rounds with random frees
-//! for both, and for symmalloc with random sizes, given-back memory and new pools as well. (With random sizes the old order
-//! would take different numbers of segments on the ranks, and registering them would hang.)
+//! The old order is modeled below (`OldOrder`). PyTorch's allocator used it up to 2.12. Further rounds make random frees for both orders
+//! and, for symmalloc, also use random sizes, trims and new pools. (With random sizes the old order would need different numbers of
+//! segments on the ranks, and their registration would hang.)
 //!
 //! ```sh
 //! cargo run --release -p symmalloc-nccl --example all_reduce -- --rounds 1000            # a thread for each GPU
 //! torchrun --no-python --nproc-per-node 2 target/release/examples/all_reduce -- --rounds 1000   # a process for each
 //! ```
 //!
-//! Ends with 0 when symmalloc was right in every round and the old order was not.
+//! Exits with 0 if symmalloc was correct in every round and the old order was not.
 
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut};
 use std::collections::BTreeSet;
@@ -40,23 +40,23 @@ use symmalloc_nccl::{
 const MIB: u64 = 1 << 20;
 const SEGMENT_BYTES: u64 = 2 * MIB;
 const TENSORS: usize = 8;
-/// Memory is given back in every tenth round, and every twentieth has a new pool.
+/// Memory is trimmed in every tenth round, and every twentieth creates a new pool.
 const TRIM_EVERY: u32 = 10;
 const POOL_EVERY: u32 = 20;
-/// Room for the segments of a rank whose addresses descend.
+/// Address space for the segments of a rank with descending addresses.
 const ADDRESS_SPACE_BYTES: u64 = 64 << 30;
 const DEADLINE: Duration = Duration::from_secs(60);
 
 type Failure = Box<dyn Error + Send + Sync>;
 
-/// What the command line asks for.
+/// Command-line options.
 #[derive(Clone, Debug)]
 pub(crate) struct Options {
-    /// Number of ranks; `None`: as many as there are devices, or as the launcher says.
+    /// Number of ranks; `None`: the number of devices, or as set by the launcher.
     pub(crate) ranks: Option<u32>,
     /// Rounds with random frees.
     pub(crate) rounds: u32,
-    /// A thread for each rank, also where a launcher's variables are set.
+    /// Runs one thread per rank, even if a launcher's variables are set.
     pub(crate) threads: bool,
 }
 
@@ -100,7 +100,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs the ranks. The table comes from rank 0: `None` in the processes of other ranks.
+/// Runs the ranks. Returns the table of rank 0, or `None` in the processes of other ranks.
 pub(crate) fn run(options: &Options) -> Result<Option<Table>, Failure> {
     Nccl::load()?;
     let devices = CudaDevice::count()? as u32;
@@ -110,7 +110,7 @@ pub(crate) fn run(options: &Options) -> Result<Option<Table>, Failure> {
             let comm = Communicator::builder(&device).deadline(DEADLINE).connect_env()?;
             let table = Rank::new(&device, comm)?.run(options.rounds)?;
             if launch.rank != 0 {
-                // Its own verdict stands in its exit status.
+                // Its exit status reports its own verdict.
                 return if table.is_as_claimed() {
                     Ok(None)
                 } else {
@@ -123,7 +123,10 @@ pub(crate) fn run(options: &Options) -> Result<Option<Table>, Failure> {
         _ => {
             let ranks = options.ranks.unwrap_or(devices);
             if ranks < 2 || ranks > devices {
-                return Err(format!("{ranks} ranks on {devices} devices: from 2 on, and a device for each").into());
+                return Err(format!(
+                    "{ranks} ranks on {devices} devices: use at least 2 ranks, and one device per rank"
+                )
+                .into());
             }
             let id = UniqueId::new()?;
             let tables = std::thread::scope(|scope| {
@@ -136,7 +139,7 @@ pub(crate) fn run(options: &Options) -> Result<Option<Table>, Failure> {
                                     Communicator::builder(&device).deadline(DEADLINE).connect(id, rank, ranks)?;
                                 Rank::new(&device, comm)?.run(options.rounds)
                             };
-                            // At once: the others may wait for this rank until the deadline.
+                            // Report immediately: the others may wait for this rank until the deadline.
                             run().inspect_err(|error: &Failure| eprintln!("all_reduce, rank {rank}: {error}"))
                         })
                     })
@@ -148,7 +151,7 @@ pub(crate) fn run(options: &Options) -> Result<Option<Table>, Failure> {
     }
 }
 
-/// How many tensors were right on every rank.
+/// The number of tensors that were correct on every rank.
 #[derive(Clone, Debug)]
 pub(crate) struct Table {
     ranks: u32,
@@ -163,7 +166,7 @@ struct Row {
     tensors: u64,
     old_right: u64,
     ours_right: u64,
-    /// Rounds with all tensors right.
+    /// Rounds in which all tensors were correct.
     rounds: u64,
     old_rounds: u64,
     ours_rounds: u64,
@@ -186,12 +189,12 @@ impl Row {
 }
 
 impl Table {
-    /// Tensors that the old order got wrong.
+    /// Returns the number of tensors that were wrong with the old order.
     pub(crate) fn old_wrong(&self) -> u64 {
         self.rows.iter().map(|row| row.tensors - row.old_right).sum()
     }
 
-    /// Whether symmalloc was always right, and the old order was not.
+    /// Returns `true` if symmalloc was always correct and the old order was not.
     pub(crate) fn is_as_claimed(&self) -> bool {
         let ours = self.rows.iter().all(|row| row.ours_right == row.tensors);
         ours && self.old_wrong() > 0
@@ -278,14 +281,14 @@ impl Rank {
         Ok(table)
     }
 
-    /// A symmetric pool of PyTorch's segments: 2 MiB for what is not larger than 1 MiB.
+    /// Creates a symmetric pool with PyTorch's segments: 2 MiB for sizes up to 1 MiB.
     fn new_pool(&self) -> Result<Pool<CudaBackend>, Failure> {
         let pool = self.allocator.create_pool(PoolConfig::builder().fixed().symmetric(true).build()?)?;
         self.registrar.attach(&self.comm, &[pool.id()], Registration::Windows)?;
         Ok(pool)
     }
 
-    /// Takes tensors, lets the ranks agree and register, reduces, and frees in random order. Returns each tensor's wrong elements.
+    /// Allocates tensors, syncs, reduces, and frees in random order. Returns the number of wrong elements of each tensor.
     fn our_round(&mut self, pool: &Pool<CudaBackend>, lengths: &[usize], round: u32) -> Result<Vec<u32>, Failure> {
         let allocator = self.allocator.with_pool(pool);
         let mut tensors: Vec<DeviceBuffer<f32>> = Vec::new();
@@ -293,7 +296,7 @@ impl Rank {
             // SAFETY: written before it is read.
             tensors.push(unsafe { allocator.alloc(&self.stream, length) }?);
         }
-        // Some go at once, others take their places.
+        // Free some immediately and allocate others in their places.
         for _ in 0..self.random.below(if round == 0 { 1 } else { TENSORS as u64 }) {
             let at = self.random.below(TENSORS as u64) as usize;
             let length = tensors[at].len();
@@ -310,7 +313,7 @@ impl Rank {
         Ok(wrong)
     }
 
-    /// The same with the old order: eight of 1 MiB.
+    /// Like `our_round`, with the old order and eight tensors of 1 MiB.
     fn old_round(&mut self, round: u32) -> Result<Vec<u32>, Failure> {
         let mut addresses = Vec::new();
         for _ in 0..TENSORS {
@@ -319,7 +322,7 @@ impl Rank {
         let mut tensors: Vec<_> = addresses
             .iter()
             .map(|address| {
-                // SAFETY: a block of 1 MiB that was just taken; never freed by the slice, which is not dropped.
+                // SAFETY: a block of 1 MiB that was just allocated. The slice never frees it, because it is not dropped.
                 ManuallyDrop::new(unsafe { self.stream.upgrade_device_ptr::<f32>(*address, (MIB / 4) as usize) })
             })
             .collect();
@@ -332,7 +335,7 @@ impl Rank {
         Ok(wrong)
     }
 
-    /// Reduces each tensor in place over all ranks, and counts the wrong elements of each.
+    /// Reduces each tensor in place over all ranks. Returns the number of wrong elements of each tensor.
     fn reduce<T>(&self, tensors: &mut [&mut T], round: u32) -> Result<Vec<u32>, Failure>
     where
         T: DevicePtr<f32> + DevicePtrMut<f32>,
@@ -346,7 +349,7 @@ impl Rank {
         for tensor in tensors.iter_mut() {
             self.comm.all_reduce_in_place(*tensor, ReduceOp::Sum, &self.stream)?;
         }
-        // Before the copies, which wait on the host without an end.
+        // Wait before the copies, which wait on the host without a deadline.
         self.comm.synchronize(&self.stream)?;
         let mut wrong = Vec::new();
         for (index, tensor) in tensors.iter().enumerate() {
@@ -359,9 +362,9 @@ impl Rank {
         Ok(wrong)
     }
 
-    /// Adds the tensors that were right on every rank.
+    /// Counts the tensors that were correct on every rank.
     fn count(&self, row: &mut Row, old: &[u32], ours: &[u32]) -> Result<(), Failure> {
-        // Not from a symmetric pool: these counts must be right.
+        // Not from a symmetric pool, because these counts must be correct.
         let mut wrong = self.allocator.alloc_zeroed::<u32>(&self.stream, 2 * TENSORS)?;
         self.stream.memcpy_htod(&[old, ours].concat(), &mut wrong)?;
         self.comm.all_reduce_in_place(&mut wrong, ReduceOp::Sum, &self.stream)?;
@@ -374,18 +377,18 @@ impl Rank {
     }
 }
 
-/// What a rank puts into an element, before it adds its own number. Small whole numbers: sums are exact.
+/// Returns the value of an element before the rank's own number is added. Small integers, so sums are exact.
 fn given(tensor: usize, round: u32, element: usize) -> f32 {
     (100 * tensor + (round % 50) as usize + element % 61) as f32
 }
 
-/// An allocator whose free blocks are ordered by (size, address), with segments of 2 MiB, each a window.
+/// An allocator with free blocks ordered by (size, address), and segments of 2 MiB, each with a window.
 ///
-/// Best fit, blocks are split at what is asked for and joined with free neighbours of their segment: the choice of PyTorch's
-/// allocator before it gave its blocks an age.
+/// It uses best fit, splits blocks at the requested size and merges them with free neighbors in their segment. PyTorch's allocator did the
+/// same before it gave its blocks an age.
 struct OldOrder {
     backend: CudaBackend,
-    /// In order of birth, which is the order of registration.
+    /// In order of birth, which is also the order of registration.
     segments: Vec<(Range, Registered)>,
     /// (size, address)
     free: BTreeSet<(u64, u64)>,
@@ -413,14 +416,14 @@ impl OldOrder {
             let holds = |range: &Range| (range.base.0..range.base.0 + range.size_bytes).contains(&address);
             self.segments.iter().position(|(range, _)| holds(range))
         };
-        let is_neighbour = |(size, other): &&(u64, u64)| {
+        let is_neighbor = |(size, other): &&(u64, u64)| {
             (*other + *size == address || address + size_bytes == *other) && segment_of(*other) == segment_of(address)
         };
-        let neighbours: Vec<_> = self.free.iter().filter(is_neighbour).copied().collect();
+        let neighbors: Vec<_> = self.free.iter().filter(is_neighbor).copied().collect();
         let mut joined = (size_bytes, address);
-        for neighbour in neighbours {
-            self.free.remove(&neighbour);
-            joined = (joined.0 + neighbour.0, joined.1.min(neighbour.1));
+        for neighbor in neighbors {
+            self.free.remove(&neighbor);
+            joined = (joined.0 + neighbor.0, joined.1.min(neighbor.1));
         }
         self.free.insert(joined);
     }
@@ -448,7 +451,7 @@ impl OldOrder {
     }
 }
 
-/// Equal on all ranks.
+/// A pseudorandom generator with the same sequence on all ranks.
 struct Random(u64);
 
 impl Random {

@@ -1,12 +1,12 @@
-//! A pool with windows sleeps and wakes on all ranks, beside one of weights, and a graph that was captured before replays right: no
-//! capture again, the same windows. In between another process has the memory. Everything is checked in every cycle, of the weights a
-//! 64th part, in turns.
+//! A pool with windows sleeps and wakes on all ranks, next to a pool of weights. A graph captured before the sleep replays correctly
+//! without another capture, with the same windows. While the pools sleep, another process uses the memory. Every cycle checks everything;
+//! of the weights, it checks one of 64 parts in turn.
 //!
 //! ```sh
 //! cargo run --release -p symmalloc-nccl --example sleep_windows -- 100 64    # cycles, MiB of each segment
 //! torchrun --no-python --nproc-per-node 2 target/release/examples/sleep_windows 200 64 90
 //! ```
-//! The third argument is what the other process takes, in percent of the device. There is no room for that beside the weights.
+//! The third argument is the share of the device that the other process allocates, in percent. It does not fit next to the weights.
 
 use cudarc::driver::{CudaStream, DevicePtr};
 use std::error::Error;
@@ -21,9 +21,9 @@ use symmalloc_nccl::{Communicator, Launch, LaunchError, ReduceOp, Registrar, Reg
 
 const SEGMENTS: usize = 3;
 const DEADLINE: Duration = Duration::from_secs(60);
-/// What a sleep may leave on the device.
+/// Maximum number of bytes that a sleep may leave on the device.
 const LEFT_MAX: u64 = 64 << 20;
-/// Parts of the weights, of which each cycle looks at one.
+/// Number of parts of the weights. Each cycle checks one.
 const PARTS: usize = 64;
 type Outcome<T> = Result<T, Box<dyn Error>>;
 
@@ -55,7 +55,7 @@ fn main() -> Outcome<()> {
     registrar.attach(&world, &[pool.id()], Registration::Windows)?;
     let windows_bytes = SEGMENTS * segment;
     let total = device.memory_info()?.total_bytes as usize;
-    // What the other process wants, and weights beside which there is no room for it.
+    // The size that the other process allocates, and weights that leave no room for it.
     let wanted = (total / 100 * percent).max(windows_bytes);
     let weights = Weights::new(&allocator, &stream, (total - wanted).min(wanted).next_multiple_of(PARTS << 20))?;
     let asleep_bytes = (windows_bytes + weights.bytes()) as u64;
@@ -71,7 +71,7 @@ fn main() -> Outcome<()> {
         buffers.iter().map(text).collect()
     };
     let before = windows(&buffers);
-    // Once as it is, so that NCCL has connected the ranks; then into a graph.
+    // Run once eagerly, so that NCCL connects the ranks, then capture a graph.
     reduce_all(&world, &mut buffers, &stream)?;
     world.synchronize(&stream)?;
     let graphs = GraphPool::new(&allocator, PoolConfig::default())?;
@@ -93,9 +93,9 @@ fn main() -> Outcome<()> {
         asleep += begun.elapsed();
         assert_eq!(slept.released_bytes, windows_bytes as u64);
         allocator.sleep(weights.pool.id(), Contents::Keep)?;
-        // Each rank has a device of its own, as windows want it.
+        // Each rank has a separate device, which windows require.
         let back = device.memory_info()?.free_bytes.saturating_sub(free);
-        assert!(back + LEFT_MAX >= asleep_bytes, "cycle {cycle}: {back} of {asleep_bytes} bytes came back");
+        assert!(back + LEFT_MAX >= asleep_bytes, "cycle {cycle}: {back} of {asleep_bytes} bytes were released");
         least_back = least_back.min(back);
         other.take(wanted)?;
         other.give_back()?;
@@ -140,13 +140,13 @@ fn main() -> Outcome<()> {
     Ok(())
 }
 
-/// Names the device for the process that takes memory meanwhile.
+/// Specifies the device for the other process.
 const OTHER: &str = "SLEEP_WINDOWS_OTHER";
 
 /// Another process on the same device.
 struct OtherProcess {
     process: Child,
-    said: BufReader<ChildStdout>,
+    printed: BufReader<ChildStdout>,
 }
 
 impl OtherProcess {
@@ -154,9 +154,9 @@ impl OtherProcess {
         let mut command = Command::new(std::env::current_exe()?);
         command.env(OTHER, device.to_string()).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut process = command.spawn()?;
-        let said = BufReader::new(process.stdout.take().ok_or("no output")?);
-        let mut other = OtherProcess { process, said };
-        // It has its context then, which takes half a gigabyte.
+        let printed = BufReader::new(process.stdout.take().ok_or("no output")?);
+        let mut other = OtherProcess { process, printed };
+        // Its context now exists, which takes half a gigabyte.
         other.give_back()?;
         Ok(other)
     }
@@ -172,8 +172,12 @@ impl OtherProcess {
     fn tell(&mut self, bytes: &str) -> Outcome<()> {
         writeln!(self.process.stdin.as_mut().ok_or("no input")?, "{bytes}")?;
         let mut answer = String::new();
-        self.said.read_line(&mut answer)?;
-        if answer.trim() == bytes { Ok(()) } else { Err(format!("the other process said {answer:?}").into()) }
+        self.printed.read_line(&mut answer)?;
+        if answer.trim() == bytes {
+            Ok(())
+        } else {
+            Err(format!("unexpected answer of the other process: {answer:?}").into())
+        }
     }
 
     fn end(mut self) -> Outcome<()> {
@@ -182,7 +186,7 @@ impl OtherProcess {
     }
 }
 
-/// What the other process does: it holds as many bytes as it was told last, all of them written, and answers when it does.
+/// Runs the other process: for each line of input, allocates and writes that many bytes, and then echoes the line.
 fn be_the_other(device: usize) -> Outcome<()> {
     let device = CudaDevice::new(device)?;
     let stream = device.context().new_stream()?;
@@ -204,7 +208,7 @@ fn be_the_other(device: usize) -> Outcome<()> {
     Ok(())
 }
 
-/// Memory without windows, which sleeps and wakes with its contents: each word says where it is.
+/// Memory without windows, which sleeps and wakes with its contents: each word holds its own index.
 struct Weights {
     pool: Pool<CudaBackend>,
     words: DeviceBuffer<u32>,
@@ -243,7 +247,7 @@ fn reduce_all(world: &Communicator, buffers: &mut [DeviceBuffer<f32>], stream: &
     buffers.iter_mut().try_for_each(|buffer| Ok(world.all_reduce_in_place(buffer, ReduceOp::Sum, stream)?))
 }
 
-/// Fills all buffers, reduces, and looks at every element.
+/// Fills all buffers, reduces, and checks every element.
 fn check(
     world: &Communicator,
     buffers: &mut [DeviceBuffer<f32>],

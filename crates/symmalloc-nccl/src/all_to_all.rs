@@ -1,35 +1,35 @@
-//! All-to-all-v: every rank sends rows to every other, as many as it likes.
+//! All-to-all-v: every rank sends any number of rows to every other rank.
 //!
 //! ```text
 //!            rank 0              rank 1              rank 2
 //!  input   │a a│b b b│c│      │d│e│f f f f│      │g g│h│i i│       parts by receiver: the input's splits
 //!  output  │a a│d│g g│        │b b b│e│h│        │c│f f f f│i i│   parts by sender: the output's splits
 //! ```
-//! It is PyTorch's `all_to_all_single`: parts of any number of rows, also none, equal parts when no splits are given, elements
-//! of any type, because they are only moved. One thing is wider: a buffer may be longer than its rows, and the rest of it is
-//! left alone, so that one buffer serves steps of different sizes.
+//! It is PyTorch's `all_to_all_single`: parts of any number of rows, including none; equal parts if no splits are
+//! given; elements of any type, because they are only moved. In addition, a buffer may be longer than its rows. The
+//! rest of it is not touched, so one buffer serves steps of different sizes.
 //!
-//! A call is one NCCL group of sends and receives, and a copy on the device for the part that a rank keeps. It allocates
-//! nothing on the device, registers nothing and waits for nothing on the host, so it can be captured in a graph.
+//! A call is one NCCL group of sends and receives, and a copy on the device for the part that a rank keeps. It
+//! allocates nothing on the device, registers nothing and does not block the host, so it can be captured in a graph.
 //!
-//! # Splits are exchanged when the program says so
-//! A rank cannot know alone whether another rank's splits changed. So nothing here decides by itself whether to exchange
-//! them: [`AllToAll::exchange_splits`] always does, [`AllToAll::run`] never. Splits are a value that the program keeps for as
-//! long as they are right, and every rank calls the same functions in the same order, as for any collective. A program that
-//! knows both sides, or that repeats its splits, exchanges nothing.
+//! # The program decides when to exchange splits
+//! A rank alone cannot know whether another rank's splits changed. The functions therefore never decide whether to
+//! exchange them: [`AllToAll::exchange_splits`] always does, [`AllToAll::run`] never. Splits are a value that the
+//! program keeps as long as they are correct, and every rank calls the same functions in the same order, as for any
+//! collective. A program that knows both sides, or that repeats its splits, exchanges nothing.
 //!
-//! There is no call that exchanges "if they changed". Every rank would have to enter it to learn whether another one's
-//! changed, with a message of its own: the fewest bytes that can be gathered from all ranks cost the same wait as all their
-//! counts do, eight bytes per pair of ranks. A call that skipped the wait on the ranks whose own counts are as before would
-//! leave those that have new ones waiting for ever.
+//! There is no call that exchanges splits "if they changed". Every rank would have to enter it to learn whether another
+//! rank's changed, with a message: gathering even a single byte from all ranks takes the same wait as gathering all
+//! their counts, which are eight bytes per pair of ranks. A call that skipped the wait on ranks with unchanged counts
+//! would block the ranks with changed ones indefinitely.
 //!
-//! # What is kept
-//! Where calls demand registered memory, the segments that were found registered are remembered by their
-//! [`SegmentKey`](crate::SegmentKey), which stays the same whatever the sizes of tensors and splits. A key is forgotten when the
-//! registrar says that it is invalid, and by nothing else. What is remembered is an answer of the registrar's and not a
-//! resource: forgetting it tears down nothing that work in flight might use. Memory and windows are the registrar's, which
-//! waits for the work before it takes them back. The exchange has one staging buffer in pinned memory, made once and not
-//! written while a copy of it is under way.
+//! # State
+//! If calls require registered memory, the segments that were found registered are cached by their
+//! [`SegmentKey`](crate::SegmentKey), which does not depend on the sizes of tensors and splits. A key is dropped when
+//! the registrar reports it as invalid, and only then. The cache holds results of lookups and no resources:
+//! dropping an entry tears down nothing that work in flight might use. The registrar owns memory and windows, and waits
+//! for the work before it releases them. The exchange has one staging buffer in pinned memory, which is created once
+//! and not written while a copy of it is in progress.
 
 mod error;
 mod message;
@@ -58,12 +58,12 @@ use symmalloc_agreement::Transport;
 use symmalloc_cuda::DriverError;
 use transfers::{CallShape, Region, Transfers};
 
-/// Exchanges rows among the ranks of a communicator: PyTorch's `all_to_all_single`, with splits that are exchanged when the
-/// program says so. Threads may share it, if they call it in one order that all ranks keep.
+/// Exchanges rows among the ranks of a communicator: PyTorch's `all_to_all_single`, with splits that are exchanged when
+/// the program asks for it. Threads may share it if they call it in one order that all ranks keep.
 ///
-/// A rank cannot know alone whether another rank's splits changed, so nothing here decides by itself whether to exchange them:
-/// [`exchange_splits`](Self::exchange_splits) always does, [`run`](Self::run) never. A program that knows both sides, or that
-/// repeats its splits, exchanges nothing.
+/// A rank alone cannot know whether another rank's splits changed, so the program decides when to
+/// exchange them: [`exchange_splits`](Self::exchange_splits) always does, [`run`](Self::run) never. A program that
+/// knows both sides, or that repeats its splits, exchanges nothing.
 ///
 /// # Examples
 /// ```no_run
@@ -72,7 +72,7 @@ use transfers::{CallShape, Region, Transfers};
 /// use symmalloc_cuda::{CudaAllocator, DeviceBuffer};
 /// use symmalloc_nccl::AllToAll;
 ///
-/// /// Tokens to the ranks of their experts, and back.
+/// /// Sends tokens to the ranks of their experts, and back.
 /// fn layer(
 ///     all_to_all: &AllToAll,
 ///     allocator: &CudaAllocator,
@@ -82,7 +82,7 @@ use transfers::{CallShape, Region, Transfers};
 ///     hidden: usize,
 /// ) -> Result<DeviceBuffer<f32>, Box<dyn Error>> {
 ///     let splits = all_to_all.exchange_splits(rows_by_rank)?;
-///     // The same size on every rank, as symmetric memory wants it.
+///     // The same size on every rank, as symmetric memory requires.
 ///     let rows_max = splits.output_rows_max().expect("they were exchanged") as usize;
 ///     let mut received = allocator.alloc_zeroed(stream, rows_max * hidden)?;
 ///     all_to_all.run(stream, tokens, &mut received, hidden, &splits)?;
@@ -94,18 +94,18 @@ use transfers::{CallShape, Region, Transfers};
 /// ```
 ///
 /// # Errors
-/// A call that is refused submits nothing on its rank. Other ranks do not know that: their streams wait for rows that do not
-/// come, as for any collective that one rank leaves out, until [`Communicator::abort`]. With
-/// [checks](AllToAllBuilder::check_calls) all ranks are told and none submits anything.
+/// A refused call submits nothing on its rank. Other ranks do not know that: their streams wait for rows that never
+/// arrive, as for any collective that one rank omits, until [`Communicator::abort`]. With
+/// [checks](AllToAllBuilder::check_calls), all ranks get an error and none submits anything.
 pub struct AllToAll {
     comm: Communicator,
     messages: Messages,
     transport: NcclTransport,
-    /// Where calls demand registered memory.
+    /// Registered segments, if calls require registered memory.
     registered: Option<RegisteredSegments>,
 }
 
-/// Makes an [`AllToAll`]. All ranks give the same options.
+/// A builder of an [`AllToAll`]. All ranks set the same options.
 #[derive(Clone, Debug)]
 #[must_use]
 pub struct AllToAllBuilder {
@@ -114,35 +114,35 @@ pub struct AllToAllBuilder {
     is_checked: bool,
 }
 
-/// A call that can be submitted.
+/// A call that is ready to be submitted.
 struct ReadyCall<'a> {
     transfers: Transfers<'a>,
     input: Region,
     output: Region,
-    /// Uses of both buffers, for as long as work is submitted.
+    /// Uses of both buffers while work is submitted.
     _uses: Uses<'a>,
 }
 
 impl AllToAllBuilder {
-    /// Refuses buffers that this registrar has not registered on the communicator, as windows or for this rank alone. NCCL
-    /// moves other memory as well, through buffers of its own.
+    /// Refuses buffers that this registrar has not registered on the communicator, as windows or for this rank only.
+    /// NCCL moves other memory as well, through its own buffers.
     pub fn require_registered(mut self, registrar: &Arc<Registrar>) -> Self {
         self.registrar = Some(Arc::clone(registrar));
         self
     }
 
-    /// Compares the splits of all ranks before each [`run`](AllToAll::run), so that ranks that disagree get an error with
-    /// the rows in question and not a hang or wrong rows. For finding mistakes: it costs an exchange per call, for which the
-    /// host waits. Calls that are captured are not compared; run them once before the capture.
+    /// Compares the splits of all ranks before each [`run`](AllToAll::run). Ranks that disagree get an error that names
+    /// the rows, instead of a hang or wrong rows. For debugging: it costs an exchange per call, for which the host
+    /// blocks. Captured calls are not compared; run them once before the capture.
     pub fn check_calls(mut self) -> Self {
         self.is_checked = true;
         self
     }
 
-    /// Makes the staging buffers of the exchange. Talks to no rank.
+    /// Creates the staging buffers of the exchange. Does not communicate.
     ///
     /// # Errors
-    /// When the communicator is gone or there is no memory for the staging buffers.
+    /// When the communicator has ended or there is no memory for the staging buffers.
     pub fn build(self) -> Result<AllToAll, CommError> {
         let AllToAllBuilder { comm, registrar, is_checked } = self;
         let registered = registrar.as_ref().map(RegisteredSegments::new);
@@ -152,36 +152,37 @@ impl AllToAllBuilder {
 }
 
 impl AllToAll {
-    /// Without options: any memory, no checks.
+    /// Creates an instance with the default options: any memory, no checks.
     ///
     /// # Errors
-    /// As [`build`](AllToAllBuilder::build).
+    /// See [`build`](AllToAllBuilder::build).
     pub fn new(comm: &Communicator) -> Result<Self, CommError> {
         Self::builder(comm).build()
     }
 
-    /// A builder for this communicator.
+    /// Returns a builder for this communicator.
     pub fn builder(comm: &Communicator) -> AllToAllBuilder {
         AllToAllBuilder { comm: comm.clone(), registrar: None, is_checked: false }
     }
 
-    /// The communicator.
+    /// Returns the communicator.
     pub fn communicator(&self) -> &Communicator {
         &self.comm
     }
 
-    /// The segments that calls were found to use, by address: only where registered memory is
+    /// Returns the segments that calls have used so far, by address, if registered memory is
     /// [required](AllToAllBuilder::require_registered).
     pub fn segments(&self) -> Vec<SegmentKey> {
         self.registered.as_ref().map(RegisteredSegments::keys).unwrap_or_default()
     }
 
-    /// Tells all ranks how many rows this one sends to each, and returns the splits of both sides. All ranks call it: when
-    /// the splits of any of them changed, and at no other time. The host waits for the answer.
+    /// Sends all ranks the number of rows for each, and returns the splits of both sides. All ranks call it when the
+    /// splits of any of them changed, and only then. The host blocks until the answer arrives.
     ///
     /// # Errors
-    /// When `rows` are not as many as there are ranks or overflow: all other ranks get [`AllToAllError::Refused`] then. When a
-    /// capture is under way, a rank does not come within the communicator's deadline, or NCCL fails.
+    /// When `rows` does not have one entry per rank, or their sum overflows: all other ranks get
+    /// [`AllToAllError::Refused`] then. When a capture is in progress, a rank misses the communicator's deadline, or
+    /// NCCL fails.
     pub fn exchange_splits(&self, rows: &[u64]) -> Result<Splits, AllToAllError> {
         if self.comm.device().is_capturing() {
             return Err(AllToAllError::Capturing);
@@ -198,16 +199,16 @@ impl AllToAll {
         self.messages.read_exchange(&gathered)
     }
 
-    /// Sends the input's parts to all ranks, and receives theirs in the output. A row is `row_elements` elements. `splits`
-    /// are `&Splits`, or `None` for equal parts of both whole buffers. All ranks call it. Returns when the work is in the
-    /// stream; the buffers may be dropped at once.
+    /// Sends the input's parts to all ranks and receives theirs in the output. A row is `row_elements` elements.
+    /// `splits` are `&Splits`, or `None` for equal parts of both whole buffers. All ranks call it. Returns when the
+    /// work is in the stream; the buffers may be dropped immediately.
     ///
-    /// All ranks give elements of the same type.
+    /// All ranks use the same type of elements.
     ///
     /// # Errors
-    /// Before anything is submitted: when the splits are not for this communicator, the buffers are too short, overlap,
-    /// belong to another context, or are not registered where they must be. With [checks](AllToAllBuilder::check_calls): when
-    /// the ranks disagree. Otherwise when NCCL or the driver fails.
+    /// Before anything is submitted: when the splits are for another number of ranks, or the buffers are too short,
+    /// overlap, belong to another context, or are not registered although they must be. With
+    /// [checks](AllToAllBuilder::check_calls): when the ranks disagree. Otherwise when NCCL or the driver fails.
     pub fn run<'s, T, I, O>(
         &self,
         stream: &Arc<CudaStream>,
@@ -225,15 +226,15 @@ impl AllToAll {
         self.submit_checked(stream, call)
     }
 
-    /// As [`run`](Self::run), over memory that is known by its address. A row is `row_bytes` bytes, and both regions are given in
-    /// bytes.
+    /// Exchanges rows like [`run`](Self::run), in memory given by address. A row is `row_bytes` bytes, and both regions
+    /// are in bytes.
     ///
     /// # Safety
-    /// Both are memory of the communicator's device until the stream is past the call; what wrote the input is before it on the
-    /// stream, and nothing else writes the input or touches the output until then.
+    /// Both regions are memory of the communicator's device until the stream is past the call. Earlier writes to them
+    /// precede it on the stream, and nothing else writes the input or accesses the output until then.
     ///
     /// # Errors
-    /// As [`run`](Self::run).
+    /// See [`run`](Self::run).
     pub unsafe fn run_raw<'s>(
         &self,
         stream: &Arc<CudaStream>,
@@ -252,7 +253,7 @@ impl AllToAll {
         self.submit_checked(stream, call)
     }
 
-    /// Compares the call with those of other ranks, where calls are checked, and submits it.
+    /// Compares the call with those of other ranks, if calls are checked, and submits it.
     fn submit_checked(
         &self,
         stream: &Arc<CudaStream>,
@@ -269,7 +270,7 @@ impl AllToAll {
         self.submit(stream, &call?)
     }
 
-    /// All that can be refused on this rank alone.
+    /// Makes all checks that need no other rank.
     fn prepare<'a, T, I, O>(
         &self,
         stream: &'a Arc<CudaStream>,
@@ -300,7 +301,7 @@ impl AllToAll {
         self.ready(transfers, input_address, output_address, smallvec::smallvec![reading, writing])
     }
 
-    /// The call over these addresses, if they do for it.
+    /// Returns the call on these addresses, if they are valid for it.
     fn ready<'a>(
         &self,
         transfers: Transfers<'a>,
@@ -345,7 +346,7 @@ impl AllToAll {
                 }
             }
         }
-        // One of all ranks' collectives, whoever has rows for whom.
+        // One collective of all ranks, even if some have no rows for each other.
         self.comm.announce("all_to_all", None, stream, || group.submit_announced())??;
         match (part(Side::Input, rank), part(Side::Output, rank)) {
             (Some(from), Some(to)) => self.copy(stream, from, to),

@@ -1,16 +1,16 @@
-//! Waiting for something that only a question can tell.
+//! Waits for conditions that can only be polled.
 
 use std::time::{Duration, Instant};
 
-/// For so long a wait asks again at once: most collectives are through by then.
+/// Time during which a wait polls continuously: most collectives complete within it.
 const SPIN: Duration = Duration::from_micros(60);
-/// For so long it lets other threads have the core in between.
+/// Time during which it yields the core between polls.
 const YIELD: Duration = Duration::from_micros(250);
-/// The longest sleep between two questions.
+/// Longest sleep between two polls.
 const LONGEST_SLEEP: Duration = Duration::from_millis(2);
 
-/// A wait with an end. It asks often at first and seldom later: what takes long is late by an eighth of its time at most,
-/// and a wait of minutes costs next to nothing.
+/// A wait with a time limit. The polling interval grows: a wait overshoots by at most an eighth of its duration, and a wait of minutes
+/// costs almost nothing.
 #[derive(Debug)]
 pub(crate) struct Backoff {
     since: Instant,
@@ -18,22 +18,22 @@ pub(crate) struct Backoff {
 }
 
 impl Backoff {
-    /// Begins to wait.
+    /// Starts a wait.
     pub(crate) fn new(limit: Duration) -> Self {
         Backoff { since: Instant::now(), limit }
     }
 
-    /// How long it has been.
+    /// Returns the time since the start.
     pub(crate) fn waited(&self) -> Duration {
         self.since.elapsed()
     }
 
-    /// What is left; zero when the time is up.
+    /// Returns the remaining time; zero after the limit.
     pub(crate) fn left(&self) -> Duration {
         self.limit.saturating_sub(self.waited())
     }
 
-    /// Lets some time pass. `false` when the time is up.
+    /// Pauses briefly. Returns `false` once the limit has passed.
     pub(crate) fn pause(&self) -> bool {
         let waited = self.waited();
         if waited >= self.limit {
@@ -63,7 +63,7 @@ mod tests {
             sleeps += u32::from(backoff.waited() > YIELD);
         }
         assert!(since.elapsed() >= Duration::from_millis(40));
-        assert!(sleeps < 120, "{sleeps} questions in 40 ms");
+        assert!(sleeps < 120, "{sleeps} polls in 40 ms");
         assert_eq!(backoff.left(), Duration::ZERO);
     }
 

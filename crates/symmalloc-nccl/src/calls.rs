@@ -1,20 +1,20 @@
-//! The NCCL calls of this crate, resolved once: one function for each, and all that is unsafe about it.
+//! The NCCL calls of this crate, with one function per call. All unsafe NCCL code is here.
 //!
-//! cudarc's bindings resolve a symbol when it is first called and panic when it is not there, and their enums have no value
-//! for a code that is newer than they are. So this crate has a table of its own: every symbol is looked up when the library
-//! is opened, calls that came after the oldest supported version are optional, and codes are plain integers.
+//! cudarc's bindings resolve a symbol on its first call and panic if it is missing, and their enums cannot represent newer codes. This
+//! crate therefore has its own table: every symbol is resolved when the library is opened, calls newer than the oldest supported version
+//! are optional, and codes are plain integers.
 //!
 //! # Contract
-//! The functions are safe to call within this crate because of what the rest of it keeps to:
-//! - **C1** A [`CommHandle`] comes from NCCL, or from the owner of a borrowed communicator, and is given out only while the
-//!   communicator lives: `communicator/shared.rs` forgets it before [`destroy`](Calls::destroy) and [`abort`](Calls::abort).
+//! The functions are safe to call within this crate because the rest of it upholds these rules:
+//! - **C1** A [`CommHandle`] comes from NCCL, or from the owner of a borrowed communicator, and is available only while the communicator
+//!   lives: `communicator/shared.rs` clears it before [`destroy`](Calls::destroy) and [`abort`](Calls::abort).
 //! - **C2** One thread at a time calls NCCL with a communicator: the one that holds its call lock, or the one that ends it. Only
-//!   [`revoke`](Calls::revoke) may come in between, as NCCL allows.
-//! - **C3** A [`NewHandle`] is kept until nothing is under way that could write to it.
-//! - **C4** The memory of an [`Operation`] is of the communicator's device, long enough, and left alone by others until its
-//!   stream is past it: `communicator/buffers.rs` makes operations of borrowed buffers, and a caller
-//!   that gives bare addresses promises as much. Its stream lives and is of the device.
-//! - **C5** A window or registration is given back once, to the communicator that made it.
+//!   [`revoke`](Calls::revoke) may run concurrently, as NCCL allows.
+//! - **C3** A [`NewHandle`] is kept alive until no operation can write to it.
+//! - **C4** The memory of an [`Operation`] belongs to the communicator's device, is long enough, and is not accessed by others until its
+//!   stream has completed it: `communicator/buffers.rs` creates operations from borrowed buffers, and a caller that passes raw addresses
+//!   guarantees the same. Its stream is live and belongs to the device.
+//! - **C5** A window or registration is released once, on the communicator that made it.
 
 mod layout;
 
@@ -34,16 +34,16 @@ const WINDOW_SYMMETRIC: c_int = 1;
 /// `NCCL_SPLIT_NOCOLOR`.
 pub(crate) const NO_COLOR: c_int = -1;
 
-/// Whether a call that was accepted is through.
+/// The progress of an accepted call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CallProgress {
-    /// Nothing is left to do on the host.
+    /// The host has nothing left to do.
     Done,
-    /// A thread of NCCL's works on it: ask `ncclCommGetAsyncError` until it does not.
+    /// An NCCL thread works on it: poll `ncclCommGetAsyncError` until it is done.
     Underway,
 }
 
-/// What a call came to.
+/// The result of a call.
 pub(crate) type Outcome = Result<CallProgress, NcclError>;
 
 type Comm = *mut c_void;
@@ -56,7 +56,7 @@ macro_rules! nccl_calls {
         required { $($name:ident = $symbol:ident ($($type:ty),*);)* }
         optional { $($o_name:ident = $o_symbol:ident ($($o_type:ty),*);)* }
     ) => {
-        /// libnccl, with every call resolved.
+        /// libnccl with every call resolved.
         pub(crate) struct Calls {
             $($name: unsafe extern "C" fn($($type),*) -> c_int,)*
             $($o_name: Option<unsafe extern "C" fn($($o_type),*) -> c_int>,)*
@@ -64,10 +64,10 @@ macro_rules! nccl_calls {
         }
 
         impl Calls {
-            /// Looks all calls up. Nothing is called.
+            /// Resolves all calls without calling any of them.
             ///
             /// # Errors
-            /// Names the first required call that is missing.
+            /// Returns the first required call that is missing.
             pub(crate) fn resolve(library: &libloading::Library, path: &str) -> Result<Self, LoadError> {
                 let missing = |symbol| move |_| LoadError::SymbolMissing { path: path.to_owned(), symbol };
                 Ok(Calls {
@@ -125,7 +125,7 @@ nccl_calls! {
 }
 
 impl Calls {
-    /// The library's version, before anything else is asked of it.
+    /// Returns the library's version. Does not require the other calls.
     pub(crate) fn version(library: &libloading::Library, path: &str) -> Result<NcclVersion, LoadError> {
         let symbol = "ncclGetVersion";
         // SAFETY: the type is the symbol's signature in nccl.h with integers for enums.
@@ -140,7 +140,7 @@ impl Calls {
         }
     }
 
-    /// Whether the calls of this are there.
+    /// Returns `true` if the library has the calls of this capability.
     pub(crate) fn has(&self, capability: Capability) -> bool {
         match capability {
             Capability::BufferRegistration => self.buffer_register.is_some() && self.buffer_deregister.is_some(),
@@ -150,7 +150,7 @@ impl Calls {
         }
     }
 
-    /// `ncclGetUniqueId`
+    /// Calls `ncclGetUniqueId`.
     pub(crate) fn unique_id(&self) -> Result<[u8; 128], NcclError> {
         let mut raw = RawUniqueId { internal: [0; 128] };
         // SAFETY: `raw` is valid for writing.
@@ -158,7 +158,7 @@ impl Calls {
         Ok(raw.internal)
     }
 
-    /// `ncclCommInitRankConfig`: a communicator with a name, in the context that is current.
+    /// Creates a named communicator in the current context (`ncclCommInitRankConfig`).
     pub(crate) fn init(&self, new: &NewHandle, ranks: c_int, id: [u8; 128], rank: c_int, blocking: bool) -> Outcome {
         let (mut config, id) = (RawConfig::new(blocking, new.name()), RawUniqueId { internal: id });
         // SAFETY: C3; the configuration is valid, and NCCL copies it.
@@ -166,7 +166,7 @@ impl Calls {
         self.outcome("ncclCommInitRankConfig", code)
     }
 
-    /// `ncclCommSplit`
+    /// Calls `ncclCommSplit`.
     pub(crate) fn split(&self, comm: CommHandle, color: c_int, key: c_int, new: &NewHandle, blocking: bool) -> Outcome {
         let mut config = RawConfig::new(blocking, new.name());
         // SAFETY: C1, C2, C3; the configuration is valid, and NCCL copies it.
@@ -174,49 +174,49 @@ impl Calls {
         self.outcome("ncclCommSplit", code)
     }
 
-    /// `ncclCommFinalize`. Afterwards the communicator is only asked how far it is, and destroyed.
+    /// Calls `ncclCommFinalize`. Afterwards the communicator may only be polled and destroyed.
     pub(crate) fn finalize(&self, comm: CommHandle) -> Outcome {
         // SAFETY: C1, C2.
         self.outcome("ncclCommFinalize", unsafe { (self.finalize)(comm.as_ptr()) })
     }
 
-    /// `ncclCommDestroy`. The handle is nothing afterwards.
+    /// Calls `ncclCommDestroy`. Invalidates the handle.
     pub(crate) fn destroy(&self, comm: CommHandle) -> Outcome {
         // SAFETY: C1, C2.
         self.outcome("ncclCommDestroy", unsafe { (self.destroy)(comm.as_ptr()) })
     }
 
-    /// `ncclCommAbort`. The handle is nothing afterwards. NCCL joins its own threads.
+    /// Calls `ncclCommAbort`. Invalidates the handle. NCCL joins its own threads.
     pub(crate) fn abort(&self, comm: CommHandle) -> Outcome {
         // SAFETY: C1, C2.
         self.outcome("ncclCommAbort", unsafe { (self.abort)(comm.as_ptr()) })
     }
 
-    /// `ncclCommRevoke`: stops what is in flight, also what another thread waits for inside a call.
+    /// Stops operations in flight, including those that another thread waits for inside a call (`ncclCommRevoke`).
     pub(crate) fn revoke(&self, comm: CommHandle) -> Outcome {
         // SAFETY: C1, C2.
         self.optional("ncclCommRevoke", self.revoke.map(|call| unsafe { call(comm.as_ptr(), 0) }))
     }
 
-    /// `ncclCommGetAsyncError`: what the communicator's threads have come to; `Ok(Underway)` while one works. An error is told as
-    /// that of `call`.
+    /// Returns the result of the communicator's threads, `Ok(Underway)` while one is working (`ncclCommGetAsyncError`). Attributes an error
+    /// to `call`.
     pub(crate) fn poll(&self, call: &'static str, comm: CommHandle) -> Outcome {
         let code = self.number(comm, "ncclCommGetAsyncError", self.async_error)?;
         self.outcome(call, code)
     }
 
-    /// `ncclCommUserRank` and `ncclCommCount`: this rank's number, and how many ranks there are.
+    /// Returns this rank's number and the number of ranks (`ncclCommUserRank`, `ncclCommCount`).
     pub(crate) fn rank_of_ranks(&self, comm: CommHandle) -> Result<(u32, u32), NcclError> {
         let rank = self.number(comm, "ncclCommUserRank", self.user_rank)?;
         Ok((rank as u32, self.number(comm, "ncclCommCount", self.count)? as u32))
     }
 
-    /// `ncclCommCuDevice`: the ordinal of its device.
+    /// Returns the ordinal of its device (`ncclCommCuDevice`).
     pub(crate) fn device_of(&self, comm: CommHandle) -> Result<c_int, NcclError> {
         self.number(comm, "ncclCommCuDevice", self.cu_device)
     }
 
-    /// `ncclCommWindowRegister`, with all other ranks. NCCL checks the memory.
+    /// Registers a window together with all other ranks (`ncclCommWindowRegister`). NCCL validates the memory.
     pub(crate) fn register_window(&self, comm: CommHandle, base: u64, size_bytes: u64, new: &NewHandle) -> Outcome {
         let (base, size) = (base as *mut c_void, size_bytes as usize);
         // SAFETY: C1, C2, C3.
@@ -226,14 +226,14 @@ impl Calls {
         self.optional("ncclCommWindowRegister", self.window_register.map(call))
     }
 
-    /// `ncclCommWindowDeregister`
+    /// Calls `ncclCommWindowDeregister`.
     pub(crate) fn deregister_window(&self, comm: CommHandle, window: WindowHandle) -> Outcome {
         // SAFETY: C1, C2, C5.
         let call = |call: unsafe extern "C" fn(_, _) -> _| unsafe { call(comm.as_ptr(), window.as_ptr()) };
         self.optional("ncclCommWindowDeregister", self.window_deregister.map(call))
     }
 
-    /// `ncclCommRegister`. NCCL notes the range, and looks at the memory when a collective uses it.
+    /// Calls `ncclCommRegister`. NCCL records the range and inspects the memory when a collective uses it.
     pub(crate) fn register_buffer(&self, comm: CommHandle, base: u64, size_bytes: u64, new: &NewHandle) -> Outcome {
         let (base, size) = (base as *mut c_void, size_bytes as usize);
         // SAFETY: C1, C2, C3.
@@ -241,14 +241,14 @@ impl Calls {
         self.optional("ncclCommRegister", self.buffer_register.map(call))
     }
 
-    /// `ncclCommDeregister`
+    /// Calls `ncclCommDeregister`.
     pub(crate) fn deregister_buffer(&self, comm: CommHandle, buffer: RegistrationHandle) -> Outcome {
         // SAFETY: C1, C2, C5.
         let call = |call: unsafe extern "C" fn(_, _) -> _| unsafe { call(comm.as_ptr(), buffer.as_ptr()) };
         self.optional("ncclCommDeregister", self.buffer_deregister.map(call))
     }
 
-    /// Gives collectives to NCCL: one as it is, several as a group.
+    /// Submits collectives to NCCL: a single one directly, several as a group.
     pub(crate) fn issue(&self, operations: &[(CommHandle, Operation)]) -> Outcome {
         if let [(comm, operation)] = operations {
             return self.issue_one(*comm, operation);
@@ -257,7 +257,7 @@ impl Calls {
         self.outcome("ncclGroupStart", unsafe { (self.group_start)() })?;
         let issued =
             operations.iter().try_fold(CallProgress::Done, |_, (comm, operation)| self.issue_one(*comm, operation));
-        // The group must be ended on this thread in any case; after an error NCCL drops what it holds.
+        // The group must be ended on this thread in any case. After an error NCCL discards its contents.
         // SAFETY: takes nothing.
         let ended = self.outcome("ncclGroupEnd", unsafe { (self.group_end)() });
         issued.and(ended)
@@ -288,7 +288,7 @@ impl Calls {
         self.outcome(operation.call.symbol(), code)
     }
 
-    /// A call that asks a communicator for a number.
+    /// Calls a function that returns a number of a communicator.
     fn number(
         &self,
         comm: CommHandle,
@@ -301,7 +301,7 @@ impl Calls {
         Ok(number)
     }
 
-    /// What a call came to that some libraries lack: there it does nothing.
+    /// Returns the result of an optional call, which has no effect in libraries that lack it.
     fn optional(&self, call: &'static str, code: Option<c_int>) -> Outcome {
         code.map_or(Ok(CallProgress::Done), |code| self.outcome(call, code))
     }

@@ -1,10 +1,10 @@
-//! Collectives over anything that cudarc takes a device pointer from: buffers of this library, their views, `CudaSlice`.
+//! Collectives over any type from which cudarc obtains a device pointer: this library's buffers, their views, `CudaSlice`.
 //!
-//! All ranks of a communicator call the same collectives in the same order. Each returns when the work is in the stream; uses of
-//! a [`DeviceBuffer`](symmalloc_cuda::DeviceBuffer) by other streams are waited for on the device, as everywhere. Lengths are
-//! checked on this rank. That the ranks agree on them is not: use the agreement.
+//! All ranks of a communicator must call the same collectives in the same order. Each call returns when the work is in the stream. Uses of
+//! a [`DeviceBuffer`](symmalloc_cuda::DeviceBuffer) by other streams are waited for on the device, as for all buffers. Lengths are checked
+//! on this rank. Use the agreement to check that they are equal on all ranks.
 //!
-//! What only moves elements (gather, broadcast, send) can be used for any type as its bytes.
+//! Collectives that only move elements (gather, broadcast, send) support any type as its bytes.
 
 use crate::communicator::buffers::Buffers;
 use crate::communicator::operation::NcclCall;
@@ -14,11 +14,11 @@ use crate::error::CommError;
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
 use std::sync::Arc;
 
-/// The collectives of a type, which has a method `collective` that makes any of them.
+/// Defines the collectives of a type that has a method `collective`, which performs any of them.
 macro_rules! collectives {
     ($(#[$errors:meta])* impl $owner:ty, $error:ty) => {
         impl $owner {
-            /// Reduces the elements of all ranks; all get the result. Both buffers have the same length, on all ranks.
+            /// Reduces the elements of all ranks; all ranks receive the result. Both buffers must have the same length, on all ranks.
             ///
             $(#[$errors])*
             pub fn all_reduce<T: NcclType, S: DevicePtr<T> + ?Sized, R: DevicePtrMut<T> + ?Sized>(
@@ -31,7 +31,7 @@ macro_rules! collectives {
                 self.collective(NcclCall::AllReduce { op }, |comm| Buffers::pair::<T, S, R>(comm, send, receive, stream))
             }
 
-            /// As [`all_reduce`](Self::all_reduce), with the result in place.
+            /// Like [`all_reduce`](Self::all_reduce), in place.
             ///
             $(#[$errors])*
             pub fn all_reduce_in_place<T: NcclType, R: DevicePtrMut<T> + ?Sized>(
@@ -43,7 +43,7 @@ macro_rules! collectives {
                 self.collective(NcclCall::AllReduce { op }, |comm| Buffers::written::<T, R>(comm, buffer, stream))
             }
 
-            /// Puts the elements of all ranks end to end, in rank order; all get them. `receive` is `ranks` times as long as
+            /// Concatenates the elements of all ranks in rank order; all ranks receive them. `receive` must be `ranks` times as long as
             /// `send`.
             ///
             $(#[$errors])*
@@ -56,7 +56,7 @@ macro_rules! collectives {
                 self.collective(NcclCall::AllGather, |comm| Buffers::pair::<T, S, R>(comm, send, receive, stream))
             }
 
-            /// Reduces the elements of all ranks; rank i gets the i-th part. `send` is `ranks` times as long as `receive`.
+            /// Reduces the elements of all ranks; rank i receives the i-th part. `send` must be `ranks` times as long as `receive`.
             ///
             $(#[$errors])*
             pub fn reduce_scatter<T: NcclType, S: DevicePtr<T> + ?Sized, R: DevicePtrMut<T> + ?Sized>(
@@ -71,7 +71,7 @@ macro_rules! collectives {
                 })
             }
 
-            /// Gives the root's elements to all ranks, in place. All buffers have the same length.
+            /// Copies the root's elements to all ranks, in place. All buffers must have the same length.
             ///
             $(#[$errors])*
             pub fn broadcast<T: NcclType, R: DevicePtrMut<T> + ?Sized>(
@@ -83,8 +83,8 @@ macro_rules! collectives {
                 self.collective(NcclCall::Broadcast { root }, |comm| Buffers::written::<T, R>(comm, buffer, stream))
             }
 
-            /// Reduces the elements of all ranks; the root gets the result. Both buffers have the same length, on all ranks;
-            /// the others' `receive` is left as it is.
+            /// Reduces the elements of all ranks; the root receives the result. Both buffers must have the same length, on all ranks.
+            /// `receive` is unchanged on the other ranks.
             ///
             $(#[$errors])*
             pub fn reduce<T: NcclType, S: DevicePtr<T> + ?Sized, R: DevicePtrMut<T> + ?Sized>(
@@ -106,15 +106,15 @@ pub(crate) use collectives;
 
 collectives! {
     /// # Errors
-    /// See [`CommError`]. Where it does not end the communicator, nothing was submitted.
+    /// See [`CommError`]. Unless the error ends the communicator, nothing was submitted.
     impl Communicator, CommError
 }
 
 impl Communicator {
-    /// Sends to a rank, which receives as many elements. To send and receive at once, use a [`Group`](crate::Group).
+    /// Sends to a rank, which must receive the same number of elements. To send and receive concurrently, use a [`Group`](crate::Group).
     ///
     /// # Errors
-    /// See [`CommError`]. Where it does not end the communicator, nothing was submitted.
+    /// See [`CommError`]. Unless the error ends the communicator, nothing was submitted.
     pub fn send<T: NcclType, S: DevicePtr<T> + ?Sized>(
         &self,
         buffer: &S,
@@ -124,10 +124,10 @@ impl Communicator {
         self.collective(NcclCall::Send { peer }, |comm| Buffers::read::<T, S>(comm, buffer, stream))
     }
 
-    /// Receives from a rank, which sends as many elements. To send and receive at once, use a [`Group`](crate::Group).
+    /// Receives from a rank, which must send the same number of elements. To send and receive concurrently, use a [`Group`](crate::Group).
     ///
     /// # Errors
-    /// See [`CommError`]. Where it does not end the communicator, nothing was submitted.
+    /// See [`CommError`]. Unless the error ends the communicator, nothing was submitted.
     pub fn receive<T: NcclType, R: DevicePtrMut<T> + ?Sized>(
         &self,
         buffer: &mut R,
@@ -137,7 +137,7 @@ impl Communicator {
         self.collective(NcclCall::Receive { peer }, |comm| Buffers::written::<T, R>(comm, buffer, stream))
     }
 
-    /// Makes any collective over the buffers that are given for this communicator.
+    /// Runs any collective over the buffers that `buffers` returns for this communicator.
     pub(crate) fn collective<'a>(
         &self,
         call: NcclCall,

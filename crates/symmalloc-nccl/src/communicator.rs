@@ -1,17 +1,17 @@
-//! A communicator: ranks that call the same collectives in the same order.
+//! Communicators: groups of ranks that call the same collectives in the same order.
 //!
 //! ```text
-//!  communicator.rs     what a program sees
+//!  communicator.rs     the public type
 //!    builder.rs        connect, connect_env, borrow
-//!    shared.rs         what the clones share, the call lock
-//!    call.rs           how NCCL is called: on which thread (threads.rs), and for how long
-//!    ending.rs         what happens when it does not end in order (state.rs)
+//!    shared.rs         state shared by the clones, the call lock
+//!    call.rs           NCCL calls: their thread (threads.rs) and deadline
+//!    ending.rs         abnormal termination (state.rs)
 //!    registering.rs    windows and buffers (registration.rs)
 //!    submit.rs         collectives (operation.rs), over buffers (buffers.rs)
-//!    unborn.rs         ranks that are about to make one
+//!    unborn.rs         ranks that are about to create one
 //!    host_entry.rs     a registration or split in the flight record
-//!    watching.rs       what the watchdog asks of it
-//!    order.rs          one order of all communicators, on every rank
+//!    watching.rs       queries by the watchdog
+//!    order.rs          one global order of communicators, on every rank
 //! ```
 
 pub(crate) mod buffers;
@@ -58,35 +58,35 @@ use symmalloc_cuda::CudaDevice;
 use threads::{Kept, Waited, start, wait_for};
 use unborn::Unborn;
 
-/// Our own safe type over `ncclComm_t`. Cloning it is cheap and gives another name of the same communicator.
+/// A safe wrapper of `ncclComm_t`. Clones are cheap and refer to the same communicator.
 ///
-/// Any thread may use it; host calls are made one at a time. Every rank must call the same collectives (registrations and splits
-/// count as such) in the same order, so threads that share a communicator must agree on one.
+/// Any thread may use it. Host calls are serialized. Every rank must call the same collectives, including registrations and splits, in the
+/// same order, so threads that share a communicator must agree on an order.
 ///
 /// # Deadlines
-/// Nothing waits for other ranks longer than the [`deadline`](CommunicatorBuilder::deadline) while nothing gets on, on the host or
-/// on the device. A [watchdog](crate::WatchdogMode) finds out which rank is gone, stopped or stuck; calls and waits return
-/// [`CommError::Failed`] and the communicator is gone, windows included; the allocator and other communicators go on. NCCL cannot
-/// take a single call back. While connecting, and for what the watchdog does not watch, the error is [`CommError::Deadline`] and names no rank.
-/// Wait for streams with [`synchronize`](Self::synchronize). See `docs/watchdog.md`.
+/// No wait for other ranks lasts longer than the [`deadline`](CommunicatorBuilder::deadline) without progress, on the host or on the
+/// device. A [watchdog](crate::WatchdogMode) determines which rank is gone, stopped or stuck. Calls and waits then return
+/// [`CommError::Failed`], and the communicator and its windows are gone; the allocator and other communicators continue to work. NCCL
+/// cannot cancel a single call. While connecting, and for operations that the watchdog does not observe, the error is
+/// [`CommError::Deadline`], which names no rank. Wait for streams with [`synchronize`](Self::synchronize). See `docs/watchdog.md`.
 ///
-/// A kernel on symmetric windows has no abort flag, and the driver waits for it in `exit`. When a peer is missing there, the
-/// communicator is [`Lost`](CommState::Lost) and the watchdog ends the process, unless it was told not to.
+/// A kernel on symmetric windows has no abort flag, and the driver waits for it in `exit`. If such a kernel waits for a missing peer, the
+/// communicator is [`Lost`](CommState::Lost) and the watchdog ends the process, unless it is configured not to.
 ///
-/// # Blocking or not
+/// # Blocking and nonblocking mode
 /// | | [blocking](CommunicatorBuilder), the default | [`nonblocking`](CommunicatorBuilder::nonblocking) |
 /// |---|---|---|
 /// | a small collective, back to back (8 KiB all-reduce, 2 H200, `docs/measured/nccl.md`) | 10 us | 75 us: NCCL starts a thread for each |
-/// | first collective of its kind, type and size, registration, split | on a thread of its own, waited for | polled |
+/// | first collective of its kind, type and size, registration, split | on a separate thread, with a wait | polled |
 /// | after a deadline | revoked and aborted; without `ncclCommRevoke` (before 2.28.9), and while connecting, lost | aborted |
 ///
-/// `NCCL_COMM_BLOCKING`, which NCCL puts above the program's choice, is heeded.
+/// `NCCL_COMM_BLOCKING` is respected. NCCL gives it precedence over the program's choice.
 #[derive(Clone)]
 pub struct Communicator {
     shared: Arc<Owner>,
 }
 
-/// What the clones share. The watchdog knows of it, and never keeps it from being destroyed.
+/// State shared by the clones. The watchdog refers to it without delaying its destruction.
 struct Owner(Arc<Shared>);
 
 impl Deref for Owner {
@@ -98,81 +98,81 @@ impl Deref for Owner {
 }
 
 impl Communicator {
-    /// This rank's number.
+    /// Returns this rank's number.
     pub fn rank(&self) -> u32 {
         self.shared.rank
     }
 
-    /// Number of ranks.
+    /// Returns the number of ranks.
     pub fn ranks(&self) -> u32 {
         self.shared.ranks
     }
 
-    /// Its name. That of a split is its parent's with the split and the color: "world/1.0".
+    /// Returns its name. The name of a split is its parent's name with the number of the split and the color: "world/1.0".
     pub fn name(&self) -> &str {
         &self.shared.name
     }
 
-    /// Its device.
+    /// Returns its device.
     pub fn device(&self) -> &Arc<CudaDevice> {
         &self.shared.device
     }
 
-    /// The library it is of.
+    /// Returns the library that it uses.
     pub fn nccl(&self) -> &'static Nccl {
         self.shared.nccl
     }
 
-    /// How long it waits for other ranks, each time.
+    /// Returns the longest time that it waits for other ranks without progress.
     pub fn deadline(&self) -> Duration {
         self.shared.deadline
     }
 
-    /// Whether NCCL's calls block the host.
+    /// Returns `true` if NCCL's calls block the host.
     pub fn is_blocking(&self) -> bool {
         self.shared.mode == Mode::Blocking
     }
 
-    /// Its place among all communicators of the job, equal on all its ranks.
+    /// Returns its position among all communicators of the job, equal on all its ranks.
     pub fn order(&self) -> &CommOrder {
         &self.shared.order
     }
 
-    /// What became of it. Never waits.
+    /// Returns its state. Never waits.
     pub fn state(&self) -> CommState {
         self.shared.state()
     }
 
-    /// The error that ended it, if one did. Never waits.
+    /// Returns the error that ended it, if any. Never waits.
     pub fn cause(&self) -> Option<CommError> {
         lock(&self.shared.life).cause.as_deref().cloned()
     }
 
-    /// Refuses unless it is ready and NCCL reports no error. Waits while another thread calls NCCL with it.
+    /// Checks that it is ready and that NCCL reports no error. Waits while another thread calls NCCL with it.
     ///
     /// # Errors
-    /// [`CommError::Gone`], or the error that NCCL found meanwhile, which ends it.
+    /// [`CommError::Gone`], or the error that NCCL reports, which ends the communicator.
     pub fn check(&self) -> Result<(), CommError> {
         let mut access = self.shared.access()?;
         let backoff = Backoff::new(self.shared.deadline);
         settle(from_mut(&mut access), Stage::Submit, &None, &backoff)
     }
 
-    /// NCCL's communicator, for calls that this type does not offer; null when it is gone. Never waits.
+    /// Returns NCCL's communicator, for calls that this type does not offer; null if it has ended. Never waits.
     ///
-    /// A caller of NCCL makes sure that no other thread calls it with this communicator at the same time.
+    /// The caller must ensure that no other thread calls NCCL with this communicator at the same time.
     pub fn raw(&self) -> *mut c_void {
         lock(&self.shared.life).comm.as_ptr()
     }
 
-    /// Splits it: ranks with the same color are together in a new one, ordered by key and then by rank. All ranks call it.
-    /// `None` for a rank without a color, which belongs to none.
+    /// Splits it into new communicators of ranks with the same color, ordered by key and then by rank. All ranks must call it. Returns
+    /// `None` on a rank without a color, which joins no communicator.
     ///
-    /// The new one has this one's deadline and mode, and its name with the number of the split and the color.
+    /// The new communicator inherits the deadline and the mode. Its name is the parent's name with the number of the split and the color.
     ///
     /// # Errors
-    /// When ranks do not come within the deadline, or NCCL or the driver refuses; this one is gone then. When it is gone
-    /// already.
+    /// If ranks do not arrive within the deadline, or NCCL or the driver fails; this communicator has ended then. Also if it had already
+    /// ended.
     pub fn split(&self, color: Option<u32>, key: u32) -> Result<Option<Communicator>, CommError> {
         let shared = &self.shared;
         let (raw_color, raw_key) =
@@ -189,7 +189,7 @@ impl Communicator {
         let (kept, out): (Kept, _) = (Some(Arc::clone(&new) as _), Arc::clone(&new));
         let (comm, mode) = (access.comm, shared.mode);
         let order = shared.order.split(ordinal, color.unwrap_or(0));
-        // Until the new one is watched.
+        // Reports this rank as connecting until the new communicator is watched.
         let _unborn = color.map(|_| Unborn::new(shared.met, shared.rank, &order));
         let entry = HostEntry::begin(shared.watched(), Stage::Split, None);
         perform(from_mut(&mut access), Stage::Split, Route::when_blocking(mode, Route::Apart), &kept, move |calls| {
@@ -223,30 +223,30 @@ impl Communicator {
         Communicator::settled(child, &Backoff::new(shared.deadline)).map(Some)
     }
 
-    /// Destroys it in order, when all its work is done, with the windows that are left. Does nothing when it is gone. The last
-    /// clone does so when it is dropped.
+    /// Destroys it, including its remaining windows, after all its work has completed. Does nothing if it has already ended. Dropping the
+    /// last clone also destroys it.
     ///
-    /// Destroy graphs that hold its collectives first: NCCL waits for them.
+    /// Destroy graphs that contain its collectives first, because NCCL waits for them.
     ///
     /// # Errors
-    /// When its work does not end within the deadline: it is ended as by [`abort`](Self::abort) then.
+    /// If its work does not complete within the deadline. It is then ended as by [`abort`](Self::abort).
     pub fn destroy(&self) -> Result<(), CommError> {
         self.shared.destroy()
     }
 
-    /// Ends it and whatever it does, on the device as well, and gets other threads out of calls with it. Other ranks' watchdogs end
-    /// it there. Does nothing when it is gone.
+    /// Ends it and all of its work, including work on the device, and unblocks other threads in calls with it. The watchdogs of other
+    /// ranks end it there. Does nothing if it has already ended.
     ///
-    /// Takes five seconds at most. Without `ncclCommRevoke` (before 2.28.9), NCCL keeps the memory of windows that are left:
-    /// deregister them first.
+    /// Takes at most five seconds. Without `ncclCommRevoke` (before 2.28.9), NCCL retains the memory of remaining windows: deregister them
+    /// first.
     ///
     /// # Errors
-    /// When it is [`Lost`](CommState::Lost) afterwards.
+    /// If it is [`Lost`](CommState::Lost) afterwards.
     pub fn abort(&self) -> Result<(), CommError> {
         self.abort_within(ABORT_LIMIT)
     }
 
-    /// As [`abort`](Self::abort), because of an error that waits for it no longer than the watchdog's do.
+    /// Like [`abort`](Self::abort), for an error, with the shorter time limit of the watchdog's errors.
     pub(crate) fn abort_for_error(&self) -> Result<(), CommError> {
         self.abort_within(ERROR_LIMIT)
     }
@@ -255,7 +255,7 @@ impl Communicator {
         self.shared.abort_asked.store(true, Ordering::Release);
         let inner = self.shared.lock_against_waiting(limit)?;
         if let Ok(mut access) = self.shared.access_with(inner) {
-            // The watchdog may be about to end it: later errors say why, too.
+            // The watchdog may be about to end it: record its cause for later errors.
             let failed = self.shared.failure().map(Arc::new);
             end_all(from_mut(&mut access), Ending::Idle, failed.as_ref(), limit);
         }
@@ -265,7 +265,7 @@ impl Communicator {
         }
     }
 
-    /// Waits until it is connected, and asks NCCL for the rank and the number of ranks.
+    /// Waits until it is connected, and queries NCCL for the rank and the number of ranks.
     fn settled(mut shared: Shared, backoff: &Backoff) -> Result<Communicator, CommError> {
         let mut access = shared.access()?;
         settle(from_mut(&mut access), Stage::Connect, &None, backoff)?;
@@ -282,7 +282,7 @@ impl Communicator {
         Ok(Communicator { shared: Arc::new(Owner(shared)) })
     }
 
-    /// Ends it because a wait on the device was too long.
+    /// Ends it because a wait on the device exceeded the deadline.
     pub(crate) fn give_up(&self, stage: Stage, waited: Duration) -> CommError {
         match self.shared.access() {
             Ok(mut access) => call::overdue(from_mut(&mut access), stage, waited, Ending::Idle),
@@ -290,7 +290,7 @@ impl Communicator {
         }
     }
 
-    /// Ends it because a rank's message did not arrive, although NCCL says that the collective is done.
+    /// Ends it because a rank's message did not arrive, although NCCL reports the collective as complete.
     pub(crate) fn miss(&self, rank: u32) -> CommError {
         let name = Arc::clone(&self.shared.name);
         match self.shared.access() {
@@ -302,14 +302,14 @@ impl Communicator {
         }
     }
 
-    /// Numbers a transport's gather, on all ranks alike.
+    /// Returns the number of a transport's next gather, equal on all ranks.
     pub(crate) fn next_gather(&self) -> Result<u64, CommError> {
         let mut access = self.shared.access()?;
         access.inner.gathers += 1;
         Ok(access.inner.gathers)
     }
 
-    /// Refuses a stream of another device.
+    /// Rejects a stream of another device.
     pub(crate) fn check_stream(&self, stream: &CudaStream) -> Result<(), CommError> {
         if stream.context().cu_ctx() == self.device().context().cu_ctx() {
             return Ok(());
@@ -317,7 +317,7 @@ impl Communicator {
         Err(CommError::ForeignStream { name: Arc::clone(&self.shared.name) })
     }
 
-    /// The error that ended it, if one did.
+    /// Returns the error that ended it, if any.
     pub(crate) fn end_cause(&self) -> Option<Arc<CommError>> {
         lock(&self.shared.life).cause.clone()
     }
@@ -326,7 +326,7 @@ impl Communicator {
         self.shared.watched()
     }
 
-    /// How long the crate's own waits last: where the watchdog ends them, for ever.
+    /// Returns the limit of the crate's own waits: unlimited if the watchdog ends them.
     pub(crate) fn patience(&self) -> Duration {
         self.shared.patience()
     }
@@ -335,7 +335,7 @@ impl Communicator {
         self.shared.serial
     }
 
-    /// The error of a library that cannot do it.
+    /// Returns an error if the library does not support the capability.
     pub(crate) fn require(&self, capability: Capability) -> Result<(), CommError> {
         if self.shared.nccl.supports(capability) {
             return Ok(());
@@ -365,7 +365,7 @@ impl Shared {
 
     fn destroy_finalized(&self, comm: CommHandle, kept: Kept) -> Result<(), CommError> {
         let (calls, backoff) = (self.nccl.calls(), Backoff::new(self.deadline));
-        // Whether it fails or not, the communicator must not be used afterwards.
+        // Even after a failure, the communicator must not be used again.
         lock(&self.life).end(CommState::Destroyed, None);
         watch::leave(self.watched());
         let caller = start(&self.device, kept, move || calls.destroy(comm));
@@ -387,8 +387,8 @@ impl Shared {
         CommError::Deadline { name, stage, waited, state }
     }
 
-    /// The call lock, also when its holder hangs in a call that was not expected to wait.
-    /// After so much patience what the holder waits for is stopped, and after twice as much this is an error.
+    /// Acquires the call lock even if its holder hangs in a call that was not expected to wait. After `patience`, revokes the holder's
+    /// operation; after twice `patience`, returns an error.
     fn lock_against_waiting(&self, patience: Duration) -> Result<MutexGuard<'_, Inner>, CommError> {
         let backoff = Backoff::new(patience * 2);
         let mut has_revoked = false;
@@ -408,13 +408,13 @@ impl Shared {
         }
     }
 
-    /// Stops what another thread waits for in a call.
+    /// Revokes the operation that another thread waits for in a call.
     fn revoke_from_outside(&self) {
         let comm = lock(&self.life).comm;
         if comm.is_null() || self.ownership == Ownership::Borrowed || !self.nccl.supports(Capability::Revoke) {
             return;
         }
-        // The communicator lives: ending it needs the call lock, and the lock's holder is inside a call.
+        // The communicator is still valid: ending it requires the call lock, whose holder is inside a call.
         let calls = self.nccl.calls();
         start(&self.device, None, move || calls.revoke(comm));
     }

@@ -1,15 +1,15 @@
-//! Element types and reductions, as NCCL numbers them.
+//! Element types and reductions, with NCCL's numbers.
 
 use cudarc::driver::DeviceRepr;
 use std::ffi::c_int;
 
-/// NCCL's number for a type of elements (`ncclDataType_t`).
+/// An element type of NCCL (`ncclDataType_t`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum DataType {
     /// `ncclInt8`
     Int8,
-    /// `ncclUint8`: also any type that is only moved, taken as its bytes
+    /// `ncclUint8`: also for any type that is only moved, as its bytes
     Uint8,
     /// `ncclInt32`
     Int32,
@@ -34,12 +34,12 @@ pub enum DataType {
 }
 
 impl DataType {
-    /// What it is called in flight records: "float32".
+    /// Returns its name in flight records: "float32".
     pub(crate) fn word(self) -> String {
         format!("{self:?}").to_lowercase()
     }
 
-    /// Size of one element in bytes.
+    /// Returns the size of one element in bytes.
     pub const fn size_bytes(self) -> usize {
         match self {
             DataType::Int8 | DataType::Uint8 | DataType::Float8E4M3 | DataType::Float8E5M2 => 1,
@@ -67,24 +67,24 @@ impl DataType {
     }
 }
 
-/// How elements of all ranks become one.
+/// A reduction of the elements of all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum ReduceOp {
-    /// Their sum.
+    /// The sum.
     Sum,
-    /// Their product.
+    /// The product.
     Product,
-    /// The greatest.
+    /// The maximum.
     Max,
-    /// The least.
+    /// The minimum.
     Min,
-    /// Their mean.
+    /// The mean.
     Average,
 }
 
 impl ReduceOp {
-    /// What it is called in flight records: "sum".
+    /// Returns its name in flight records: "sum".
     pub(crate) fn word(self) -> String {
         format!("{self:?}").to_lowercase()
     }
@@ -103,9 +103,9 @@ impl ReduceOp {
 /// A type whose elements NCCL can reduce.
 ///
 /// # Safety
-/// The type is laid out as NCCL's type of that number.
+/// The type must have the layout of the NCCL type [`DATA_TYPE`](Self::DATA_TYPE).
 pub unsafe trait NcclType: DeviceRepr {
-    /// NCCL's number for it.
+    /// NCCL's type.
     const DATA_TYPE: DataType;
 }
 

@@ -1,4 +1,4 @@
-//! What can go wrong with NCCL, and what to do about it.
+//! Errors of communicators.
 
 use crate::communicator::registration::WINDOW_ALIGNMENT;
 use crate::communicator::state::{CommState, Stage};
@@ -12,42 +12,42 @@ use std::time::Duration;
 use symmalloc_cuda::{CudaError, DriverError};
 use thiserror::Error;
 
-/// Why a communicator could not do what it was asked.
+/// The reason why an operation of a communicator failed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum CommError {
     /// libnccl cannot be used.
     #[error(transparent)]
     Load(#[from] LoadError),
-    /// The environment does not say which rank this is.
+    /// The environment does not specify this process's rank.
     #[error(transparent)]
     Launch(#[from] LaunchError),
     /// The ranks did not find each other.
     #[error(transparent)]
     Rendezvous(#[from] RendezvousError),
-    /// NCCL refused.
+    /// An NCCL call failed.
     #[error(transparent)]
     Nccl(#[from] NcclError),
-    /// The allocator or the driver refused.
+    /// The allocator or the driver failed.
     #[error(transparent)]
     Cuda(#[from] CudaError),
-    /// Other ranks did not come in time, and the communicator was ended. NCCL does not tell which ranks they are.
+    /// Other ranks did not arrive in time, and the communicator was ended. NCCL does not report which ranks they are.
     #[error(
         "communicator \"{name}\": {stage} took longer than {waited:?}: another rank died, is stuck, or does not make this call \
-         (NCCL does not tell which). The communicator is {state} now. Look for the first error among the ranks"
+         (NCCL does not report which). The communicator is {state} now. Look for the first error among the ranks"
     )]
     Deadline {
         /// The communicator's name.
         name: Arc<str>,
-        /// What was waited for.
+        /// The stage that did not complete.
         stage: Stage,
-        /// How long.
+        /// Duration of the wait.
         waited: Duration,
-        /// What became of the communicator.
+        /// The communicator's state.
         state: CommState,
     },
-    /// A collective ended without a rank's message. NCCL says nothing of it: so it goes when another rank aborts the
-    /// communicator because it misses that rank.
+    /// A collective completed without a rank's message, and NCCL reported no error. This happens if another rank aborts the communicator
+    /// because it misses that rank.
     #[error(
         "communicator \"{name}\": the message of rank {rank} did not arrive: it died or is stuck, or gave up itself. The \
          communicator is {state} now. Look for the first error among the ranks"
@@ -57,13 +57,13 @@ pub enum CommError {
         name: Arc<str>,
         /// The first rank whose message is missing.
         rank: u32,
-        /// What became of the communicator.
+        /// The communicator's state.
         state: CommState,
     },
     /// The watchdog ended the communicator: a rank is gone, stopped or stuck.
     #[error("{0}")]
     Failed(Arc<Failure>),
-    /// The communicator was destroyed, aborted or lost before.
+    /// The communicator was already destroyed, aborted or lost.
     #[error(
         "communicator \"{name}\" is {state}{}: connect a new one",
         .cause.as_ref().map_or_else(String::new, |cause| format!(" because of this: {cause}"))
@@ -71,28 +71,28 @@ pub enum CommError {
     Gone {
         /// The communicator's name.
         name: Arc<str>,
-        /// What became of it.
+        /// Its state.
         state: CommState,
-        /// The error that ended it, if one did.
+        /// The error that ended it, if any.
         cause: Option<Arc<CommError>>,
     },
-    /// This libnccl cannot do it.
+    /// This version of libnccl lacks the capability.
     #[error("{capability} needs NCCL {}, the library is {version}: install a newer one, or name it in SYMMALLOC_NCCL_LIBRARY", .capability.since())]
     Unsupported {
-        /// What was asked for.
+        /// The required capability.
         capability: Capability,
         /// The library's version.
         version: NcclVersion,
     },
-    /// The rank is not below the number of ranks, or there are none.
-    #[error("rank {rank} of {ranks} cannot be: ranks count from 0")]
+    /// The rank is not less than the number of ranks, or there are no ranks.
+    #[error("rank {rank} is out of range for {ranks} ranks: ranks count from 0")]
     NoSuchRank {
         /// The rank.
         rank: u32,
         /// Number of ranks.
         ranks: u32,
     },
-    /// A split's color or key is more than NCCL's integers hold.
+    /// A split's color or key exceeds the range of NCCL's integers.
     #[error("color {color} and key {key} must be below 2^31")]
     SplitArgument {
         /// The color.
@@ -100,29 +100,29 @@ pub enum CommError {
         /// The key.
         key: u32,
     },
-    /// There is no communicator where one must be.
-    #[error("{call} came without a communicator")]
+    /// A communicator handle is null.
+    #[error("{call}: the communicator is null")]
     NoCommunicator {
-        /// Where.
+        /// The call.
         call: &'static str,
     },
-    /// The device's context is not its primary one, in which NCCL works.
+    /// The device's context is not its primary context, which NCCL requires.
     #[error("NCCL works in the primary context of device {ordinal}: make the CudaDevice with CudaDevice::new")]
     ForeignContext {
         /// The device.
         ordinal: usize,
     },
-    /// A borrowed communicator belongs to another device.
+    /// The borrowed communicator belongs to another device.
     #[error(
-        "the communicator is on device {actual}, the CudaDevice is device {ordinal}: give the device it was made for"
+        "the communicator is on device {actual}, the CudaDevice is device {ordinal}: use the device that it belongs to"
     )]
     OtherDevice {
         /// The given device.
         ordinal: usize,
-        /// The communicator's.
+        /// The communicator's device.
         actual: i32,
     },
-    /// The stream belongs to another context than the communicator.
+    /// The stream belongs to a different context than the communicator.
     #[error("the stream belongs to another context than the communicator \"{name}\": use a stream of its device")]
     ForeignStream {
         /// The communicator's name.
@@ -133,44 +133,44 @@ pub enum CommError {
     ForeignRegistration {
         /// The communicator's name.
         name: Arc<str>,
-        /// The one that it was made on.
+        /// The communicator that created it.
         owner: Arc<str>,
     },
-    /// The base of a window is not where NCCL can start one.
+    /// The base address of a window is not aligned as NCCL requires.
     #[error("a window cannot start at {base:#x}: NCCL needs a multiple of {WINDOW_ALIGNMENT}")]
     Unaligned {
         /// The address.
         base: u64,
     },
-    /// A registration of no bytes.
+    /// The size of a registration is zero.
     #[error("there is nothing to register: the size is 0")]
     Empty,
     /// A stream of the device is being captured.
     #[error("memory cannot be registered while a graph is captured: register (sync) before the capture begins")]
     Capturing,
-    /// A buffer has not as many elements as the collective needs.
+    /// A buffer does not have the number of elements that the collective requires.
     #[error("{collective}: the {role} buffer has {actual} elements, it must have {expected}")]
     Length {
         /// The collective.
         collective: &'static str,
-        /// Which buffer.
+        /// The buffer.
         role: &'static str,
-        /// Elements it has.
+        /// Its number of elements.
         actual: usize,
-        /// Elements it must have.
+        /// The required number of elements.
         expected: usize,
     },
-    /// A group has communicators that block and others that do not, which NCCL refuses.
+    /// A group mixes blocking and nonblocking communicators, which NCCL rejects.
     #[error(
         "a group cannot have both blocking and nonblocking communicators: \"{blocking}\" blocks, \"{nonblocking}\" does not"
     )]
     MixedGroup {
-        /// One that blocks.
+        /// A blocking communicator.
         blocking: Arc<str>,
-        /// One that does not.
+        /// A nonblocking communicator.
         nonblocking: Arc<str>,
     },
-    /// The system refused a thread for a call that may wait for other ranks.
+    /// The system cannot create a thread for a call that may wait for other ranks.
     #[error(
         "no thread can be started for a call that may wait ({kind}): raise the limit on threads (ulimit -u, cgroup pids)"
     )]
@@ -178,8 +178,8 @@ pub enum CommError {
         /// The system's reason.
         kind: std::io::ErrorKind,
     },
-    /// The name holds a zero byte or is empty.
-    #[error("a communicator's name must not be empty nor hold a zero byte")]
+    /// The name is empty or contains a zero byte.
+    #[error("a communicator's name must not be empty or contain a zero byte")]
     Name,
 }
 
@@ -206,7 +206,7 @@ mod tests {
         assert_eq!(
             deadline.to_string(),
             "communicator \"tp\": registering a window took longer than 60s: another rank died, is stuck, or does not make \
-             this call (NCCL does not tell which). The communicator is aborted now. Look for the first error among the ranks"
+             this call (NCCL does not report which). The communicator is aborted now. Look for the first error among the ranks"
         );
         let gone = CommError::Gone { name: "tp".into(), state: CommState::Aborted, cause: Some(Arc::new(nccl.into())) };
         assert!(gone.to_string().starts_with("communicator \"tp\" is aborted because of this: ncclCommSplit failed"));

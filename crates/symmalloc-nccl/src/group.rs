@@ -1,7 +1,7 @@
-//! Several collectives as one.
+//! Groups of collectives that are submitted together.
 //!
-//! NCCL's own groups are a state of the calling thread, in which pointers are taken long before the work is in the stream. Here a
-//! group is a value: it borrows the buffers until it is submitted, and an abandoned one has called nothing.
+//! NCCL's own groups are a state of the calling thread and take pointers long before the work is in the stream. A [`Group`] is a value: it
+//! borrows the buffers until it is submitted. If it is dropped without a submit, NCCL is never called.
 
 use crate::communicator::buffers::{Buffers, Elements, Uses};
 use crate::communicator::operation::NcclCall;
@@ -13,10 +13,10 @@ use smallvec::SmallVec;
 use std::fmt;
 use std::sync::Arc;
 
-/// Collectives that are collected and then given to NCCL at once: sends and receives that need each other, or the same
-/// collective on communicators of several devices that one thread drives.
+/// Collectives that are collected and then submitted to NCCL at once: sends and receives that depend on each other, or the same collective
+/// on communicators of several devices that one thread drives.
 ///
-/// Nothing is called before [`submit`](Self::submit). Dropped without it, nothing happened.
+/// NCCL is not called before [`submit`](Self::submit). Dropping a group without it has no effect.
 ///
 /// # Examples
 /// ```no_run
@@ -25,7 +25,7 @@ use std::sync::Arc;
 /// # use symmalloc_cuda::CudaAllocator;
 /// use symmalloc_nccl::{CommError, Communicator, Group};
 ///
-/// /// Everybody's part to the right, and the left one's in.
+/// /// Sends this rank's part to the right neighbor, and receives that of the left one.
 /// # fn shift(comm: &Communicator, allocator: &CudaAllocator, stream: &Arc<CudaStream>) -> Result<(), CommError> {
 /// let mine = allocator.alloc_zeroed::<f32>(stream, 1 << 20)?;
 /// let mut theirs = allocator.alloc_zeroed::<f32>(stream, 1 << 20)?;
@@ -40,12 +40,12 @@ use std::sync::Arc;
 #[must_use = "nothing is called before submit"]
 pub struct Group<'a> {
     operations: SmallVec<[Submission<'a>; 4]>,
-    /// Order later uses of the buffers behind the group, when they are dropped.
+    /// Guards that order later uses of the buffers after the group.
     uses: Uses<'a>,
 }
 
 impl<'a> Group<'a> {
-    /// An empty group.
+    /// Creates an empty group.
     pub fn new() -> Self {
         Self::default()
     }
@@ -53,7 +53,7 @@ impl<'a> Group<'a> {
     /// Adds a [`Communicator::send`].
     ///
     /// # Errors
-    /// When the peer does not exist or the stream is of another device. The group is as it was then.
+    /// If the peer does not exist or the stream belongs to another device. The group is then unchanged.
     pub fn send<T: NcclType, S: DevicePtr<T> + ?Sized>(
         &mut self,
         comm: &'a Communicator,
@@ -67,7 +67,7 @@ impl<'a> Group<'a> {
     /// Adds a [`Communicator::receive`].
     ///
     /// # Errors
-    /// When the peer does not exist or the stream is of another device. The group is as it was then.
+    /// If the peer does not exist or the stream belongs to another device. The group is then unchanged.
     pub fn receive<T: NcclType, R: DevicePtrMut<T> + ?Sized>(
         &mut self,
         comm: &'a Communicator,
@@ -81,7 +81,7 @@ impl<'a> Group<'a> {
     /// Adds a [`Communicator::all_reduce`].
     ///
     /// # Errors
-    /// When the lengths differ or the stream is of another device. The group is as it was then.
+    /// If the lengths differ or the stream belongs to another device. The group is then unchanged.
     pub fn all_reduce<T: NcclType, S: DevicePtr<T> + ?Sized, R: DevicePtrMut<T> + ?Sized>(
         &mut self,
         comm: &'a Communicator,
@@ -93,14 +93,14 @@ impl<'a> Group<'a> {
         self.add(comm, NcclCall::AllReduce { op }, Buffers::pair(comm, send, receive, stream)?)
     }
 
-    /// Adds a send of memory that is known by its address.
+    /// Adds a send of memory that is given by its address.
     ///
     /// # Safety
-    /// `count` elements at `address` are memory of the communicator's device until the stream is past the group; what wrote
-    /// them is before it on the stream, and nothing else writes them until then.
+    /// The `count` elements at `address` must be memory of the communicator's device until the stream has completed the group. The work
+    /// that wrote them must precede the group on the stream, and nothing else may write them until the group completes.
     ///
     /// # Errors
-    /// When the peer does not exist or the stream is of another device. The group is as it was then.
+    /// If the peer does not exist or the stream belongs to another device. The group is then unchanged.
     pub unsafe fn send_raw(
         &mut self,
         comm: &'a Communicator,
@@ -113,13 +113,13 @@ impl<'a> Group<'a> {
         self.add_raw(comm, NcclCall::Send { peer }, Elements { address, count }, data_type, stream)
     }
 
-    /// Adds a receive into memory that is known by its address.
+    /// Adds a receive into memory that is given by its address.
     ///
     /// # Safety
-    /// As [`send_raw`](Self::send_raw), and nothing else reads or writes it until then.
+    /// Same as [`send_raw`](Self::send_raw). In addition, nothing else may read or write the memory until the group completes.
     ///
     /// # Errors
-    /// When the peer does not exist or the stream is of another device. The group is as it was then.
+    /// If the peer does not exist or the stream belongs to another device. The group is then unchanged.
     pub unsafe fn receive_raw(
         &mut self,
         comm: &'a Communicator,
@@ -132,21 +132,21 @@ impl<'a> Group<'a> {
         self.add_raw(comm, NcclCall::Receive { peer }, Elements { address, count }, data_type, stream)
     }
 
-    /// Gives all of it to NCCL. Returns when the work is in the streams. An empty group is nothing.
+    /// Submits all operations to NCCL. Returns when the work is in the streams. An empty group has no effect.
     ///
     /// # Errors
-    /// See [`CommError`]. Either all of it is submitted or nothing; where an error ends a communicator, it ends all of the
-    /// group's.
+    /// See [`CommError`]. Either all operations are submitted or none. An error that ends a communicator ends all communicators of the
+    /// group.
     pub fn submit(self) -> Result<(), CommError> {
         submit(&self.operations, true)
     }
 
-    /// As [`submit`](Self::submit), of what was announced as a whole.
+    /// Like [`submit`](Self::submit), for work that was announced as a whole.
     pub(crate) fn submit_announced(self) -> Result<(), CommError> {
         submit(&self.operations, false)
     }
 
-    /// Adds a send or receive of memory by its address, for which the caller vouches as [`send_raw`](Self::send_raw) says.
+    /// Adds a send or receive of memory by its address. The caller must uphold the contract of [`send_raw`](Self::send_raw).
     pub(crate) fn add_raw(
         &mut self,
         comm: &'a Communicator,

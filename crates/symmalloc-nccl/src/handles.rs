@@ -1,4 +1,4 @@
-//! NCCL's and the driver's handles: names for things that only their library looks behind.
+//! Opaque handles of NCCL and the driver.
 
 use cudarc::driver::CudaStream;
 use std::ffi::{CStr, c_void};
@@ -13,8 +13,8 @@ macro_rules! handles {
         #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
         $vis struct $name(*mut c_void);
 
-        // SAFETY: a name, which this process never follows itself. NCCL lets any thread use it, one at a time; the call lock of
-        // the communicator sees to that.
+        // SAFETY: this process never dereferences the handle itself. NCCL allows any thread to use it, one at a time, which the
+        // communicator's call lock ensures.
         unsafe impl Send for $name {}
         // SAFETY: as above.
         unsafe impl Sync for $name {}
@@ -30,16 +30,16 @@ macro_rules! handles {
 handles! {
     /// `ncclComm_t`.
     pub(crate) struct CommHandle;
-    /// NCCL's `ncclWindow_t`: an address that only NCCL and kernels understand.
+    /// NCCL's `ncclWindow_t`: an address with a meaning only to NCCL and kernels.
     pub struct WindowHandle;
-    /// What `ncclCommRegister` gave.
+    /// A registration handle of `ncclCommRegister`.
     pub(crate) struct RegistrationHandle;
     /// `CUstream`.
     pub(crate) struct StreamHandle;
 }
 
 impl CommHandle {
-    /// No communicator.
+    /// The null handle.
     pub(crate) const NULL: CommHandle = CommHandle(null_mut());
 
     pub(crate) fn new(comm: *mut c_void) -> Self {
@@ -56,7 +56,7 @@ impl CommHandle {
 }
 
 impl WindowHandle {
-    /// The `ncclWindow_t`, for kernels and for NCCL's own calls.
+    /// Returns the `ncclWindow_t`, for kernels and for NCCL's own calls.
     pub fn as_ptr(self) -> *mut c_void {
         self.0
     }
@@ -86,8 +86,8 @@ impl StreamHandle {
     }
 }
 
-/// What NCCL writes a new handle to, and the name that it points to for as long as the communicator lives. NCCL's threads may
-/// still write to it after the call has returned, so it is kept until nothing is under way.
+/// Storage for a new handle, which NCCL writes, and for the communicator's name, which NCCL refers to. NCCL's threads may write to it
+/// after the call has returned, so it must be kept until no operation is in progress.
 #[derive(Debug)]
 pub(crate) struct NewHandle {
     handle: AtomicPtr<c_void>,
@@ -95,17 +95,17 @@ pub(crate) struct NewHandle {
 }
 
 impl NewHandle {
-    /// Room for a window or a registration.
+    /// Creates storage for a window or a registration.
     pub(crate) fn unnamed() -> Arc<Self> {
         Arc::new(NewHandle { handle: AtomicPtr::new(null_mut()), name: None })
     }
 
-    /// Room for a communicator.
+    /// Creates storage for a communicator.
     pub(crate) fn named(name: &Arc<CStr>) -> Arc<Self> {
         Arc::new(NewHandle { handle: AtomicPtr::new(null_mut()), name: Some(Arc::clone(name)) })
     }
 
-    /// Where NCCL writes.
+    /// Returns the address that NCCL writes to.
     pub(crate) fn out(&self) -> *mut *mut c_void {
         self.handle.as_ptr()
     }
@@ -114,18 +114,18 @@ impl NewHandle {
         self.name.as_deref()
     }
 
-    /// The communicator that NCCL made, if it has.
+    /// Returns the communicator, if NCCL has created it.
     pub(crate) fn comm(&self) -> Option<CommHandle> {
         Some(CommHandle(self.handle.load(Ordering::Acquire))).filter(|comm| !comm.is_null())
     }
 
-    /// The window that NCCL made; `None` where the ranks cannot reach each other's memory.
+    /// Returns the window, or `None` if the ranks cannot access each other's memory.
     pub(crate) fn window(&self) -> Option<WindowHandle> {
         let window = self.handle.load(Ordering::Acquire);
         (!window.is_null()).then_some(WindowHandle(window))
     }
 
-    /// The registration that NCCL made; null where it keeps none.
+    /// Returns the registration; null if NCCL keeps none.
     pub(crate) fn registration(&self) -> RegistrationHandle {
         RegistrationHandle(self.handle.load(Ordering::Acquire))
     }

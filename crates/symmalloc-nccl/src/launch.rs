@@ -1,4 +1,4 @@
-//! Which rank this process is, as its launcher says.
+//! This process's rank, as set by its launcher.
 //!
 //! | launcher | rank, ranks | local rank, local ranks | this start of the job |
 //! |---|---|---|---|
@@ -10,39 +10,39 @@
 use std::fmt;
 use thiserror::Error;
 
-/// This process's place in its job.
+/// This process's position in its job.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Launch {
-    /// This process's number, from 0.
+    /// Rank of this process, from 0.
     pub rank: u32,
     /// Number of processes.
     pub ranks: u32,
-    /// This process's number among those of its machine, from 0: the usual choice of a device.
+    /// Rank among the processes of this machine, from 0: the usual choice of a device.
     pub local_rank: u32,
     /// Number of processes on this machine.
     pub local_ranks: u32,
-    /// Who said so.
+    /// The launcher that set the variables.
     pub launcher: Launcher,
-    /// What tells this start of this job from all others, as far as the launcher gives it; may be empty.
+    /// Identifies this start of this job, as far as the launcher provides it; may be empty.
     pub job: String,
 }
 
-/// A program that starts ranks, known by the variables it sets.
+/// A program that starts ranks, identified by the variables it sets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Launcher {
-    /// torchrun, and whatever sets `RANK` and `WORLD_SIZE`.
+    /// torchrun, and any program that sets `RANK` and `WORLD_SIZE`.
     Torchrun,
     /// Open MPI's mpirun.
     OpenMpi,
-    /// MPICH's mpiexec, and those that follow it: Hydra, Intel MPI.
+    /// MPICH's mpiexec and compatible launchers: Hydra, Intel MPI.
     Mpich,
     /// Slurm's srun.
     Slurm,
 }
 
-/// The environment does not say which rank this is.
+/// The environment does not specify this process's rank.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum LaunchError {
@@ -52,7 +52,7 @@ pub enum LaunchError {
          WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE"
     )]
     NotLaunched,
-    /// A launcher's variable is missing beside others of its.
+    /// A variable is missing although others of the same launcher are set.
     #[error("{present} of {launcher} is set, but not {missing}: set both")]
     Incomplete {
         /// The launcher.
@@ -62,18 +62,18 @@ pub enum LaunchError {
         /// The variable that is missing.
         missing: &'static str,
     },
-    /// A variable does not hold what it must.
+    /// A variable has an invalid value.
     #[error("{variable} is \"{value}\", which is not {expected}")]
     Malformed {
         /// The variable.
         variable: &'static str,
-        /// What it holds.
+        /// Its value.
         value: String,
-        /// What it must hold.
+        /// The expected value.
         expected: &'static str,
     },
-    /// A rank is not below the number of ranks.
-    #[error("{rank_variable} is {rank}, but {ranks_variable} says {ranks}: ranks count from 0")]
+    /// A rank is not less than the number of ranks.
+    #[error("{rank_variable} is {rank}, but {ranks_variable} is {ranks}: ranks count from 0")]
     OutOfRange {
         /// The variable of the rank.
         rank_variable: &'static str,
@@ -93,7 +93,7 @@ struct Variables {
     ranks: &'static str,
     local_rank: &'static str,
     local_ranks: &'static str,
-    /// Together they name the start of the job.
+    /// Variables that together identify the start of the job.
     job: &'static [&'static str],
 }
 
@@ -124,32 +124,32 @@ const MPICH: Variables = Variables {
 const SLURM: Variables = Variables {
     launcher: Launcher::Slurm,
     rank: "SLURM_PROCID",
-    // Not SLURM_NTASKS: a batch script has that one too, and is no rank.
+    // Not SLURM_NTASKS, which is also set for a batch script, which is not a rank.
     ranks: "SLURM_STEP_NUM_TASKS",
     local_rank: "SLURM_LOCALID",
     local_ranks: "SLURM_STEP_TASKS_PER_NODE",
     job: &["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"],
 };
-/// Which machine of a step a Slurm process is on.
+/// The index of a Slurm process's machine in the step.
 const SLURM_NODE: &str = "SLURM_NODEID";
 
 impl Launch {
-    /// From this process's environment.
+    /// Reads this process's environment.
     ///
-    /// Launchers are asked in this order: torchrun, Open MPI, MPICH, Slurm; the first whose rank is set answers. (A program
-    /// that sets `RANK` and `WORLD_SIZE` under mpirun means them; mpiexec may start its helpers with srun.) `PMI_RANK` without
-    /// a local rank, as srun sets it, is Slurm's.
+    /// Launchers are tried in this order: torchrun, Open MPI, MPICH, Slurm. The first one whose rank is set is used. (A program that sets
+    /// `RANK` and `WORLD_SIZE` under mpirun does so intentionally; mpiexec may start its helpers with srun.) `PMI_RANK` without a local
+    /// rank, as srun sets it, counts as Slurm.
     ///
     /// # Errors
-    /// When no launcher's variables are set, or they do not fit together.
+    /// If no launcher's variables are set, or they are inconsistent.
     pub fn from_env() -> Result<Self, LaunchError> {
         Self::from_variables(|name| std::env::var(name).ok())
     }
 
-    /// As [`from_env`](Self::from_env), from other variables.
+    /// Like [`from_env`](Self::from_env), with other variables.
     ///
     /// # Errors
-    /// As [`from_env`](Self::from_env).
+    /// Same as [`from_env`](Self::from_env).
     pub fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Result<Self, LaunchError> {
         let variable = |name: &str| variable(name).filter(|value| !value.is_empty());
         let is_set = |name| variable(name).is_some();
@@ -206,7 +206,7 @@ impl Variables {
     }
 }
 
-/// The number of tasks on a machine, from Slurm's list: `4(x2),3` is 4, 4, 3.
+/// Returns the number of tasks on a machine, from Slurm's list: `4(x2),3` denotes 4, 4, 3.
 fn tasks_of_node(list: &str, node: u32) -> Option<u32> {
     let mut before = 0_u32;
     for entry in list.split(',') {

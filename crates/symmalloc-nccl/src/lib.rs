@@ -1,12 +1,12 @@
-//! NCCL registration that is always right: memory in the same places on every rank, windows made in the same order by all, and
-//! a deadline on everything that waits.
+//! NCCL window registration that is correct by construction: memory lies in the same places on every rank, all ranks register windows in
+//! the same order, and every wait has a deadline.
 //!
-//! NCCL's symmetric kernels find a peer's buffer by window and offset, and do not check that the ranks agree: where they do not,
-//! every element is wrong and the return code is `ncclSuccess`. `symmalloc-core` places the n-th allocation alike on every rank;
-//! this crate registers the segments, and compares what the ranks did before it does.
+//! NCCL's symmetric kernels address a peer's buffer by window and offset and do not check that the ranks agree. If they disagree, every
+//! element is wrong and the return code is still `ncclSuccess`. `symmalloc-core` places the n-th allocation identically on every rank.
+//! This crate compares the ranks' histories and then registers the segments.
 //!
 //! # Examples
-//! Started with `torchrun --no-python`, mpirun, mpiexec or srun, one process per GPU:
+//! Start one process per GPU with `torchrun --no-python`, mpirun, mpiexec or srun:
 //! ```no_run
 //! use symmalloc_core::Config;
 //! use symmalloc_cuda::{CudaAllocator, CudaDevice};
@@ -23,35 +23,35 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! # What there is
-//! | type | what it is |
+//! # Main types
+//! | type | purpose |
 //! |---|---|
-//! | [`Nccl`] | the libnccl of this process: found, opened, its version and what it can do |
-//! | [`Launch`], [`UniqueId`] | which rank this is, and an id for all ranks, without a side channel |
-//! | [`Communicator`] | ranks that call the same collectives: connect, split, register, destroy, abort |
-//! | [`Group`] | several collectives as one |
-//! | [`Registrar`] | windows over the segments of pools, in step on all ranks |
-//! | [`Window`], [`WindowSpan`], [`SegmentKey`] | a window, a buffer's place in it, and what to cache by |
-//! | [`NcclTransport`] | the core's agreement over NCCL |
-//! | [`CheckedCollectives`] | a debug mode: are the offsets of this call equal on all ranks? |
+//! | [`Nccl`] | the process's libnccl: its path, version and capabilities |
+//! | [`Launch`], [`UniqueId`] | this process's rank, and an id shared by all ranks without a side channel |
+//! | [`Communicator`] | a group of ranks that call the same collectives: connect, split, register, destroy, abort |
+//! | [`Group`] | several collectives that are submitted together |
+//! | [`Registrar`] | windows over the segments of pools, synchronized across ranks |
+//! | [`Window`], [`WindowSpan`], [`SegmentKey`] | a window, a buffer's place in it, and a cache key |
+//! | [`NcclTransport`] | transport of the core's agreement protocol over NCCL |
+//! | [`CheckedCollectives`] | a debug mode that compares the offsets of each call across ranks |
 //! | [`AllToAll`] | all-to-all-v on registered memory |
 //!
 //! # Deadlines and errors
-//! Anything that waits for other ranks ends at the communicator's deadline, with an error that says what was waited for. The
-//! communicator is gone then; the allocator and other communicators go on. NCCL does not tell who is missing, and its symmetric
-//! kernels cannot be stopped: see [`Communicator`]. Errors are typed and say what to do; no call panics because of NCCL.
+//! Every operation that waits for other ranks fails at the communicator's deadline, with an error that names the wait. The communicator is
+//! then unusable; the allocator and other communicators continue to work. NCCL does not report which rank is missing, and its symmetric
+//! kernels cannot be stopped: see [`Communicator`]. Errors are typed and state a remedy. NCCL failures never cause a panic.
 //!
 //! # libnccl
-//! It is opened when it is first needed, so everything builds and runs without it up to then. NCCL 2.18 is the oldest that works,
-//! 2.27 the oldest with windows ([`Capability`]). The library that the process has already, PyTorch's or cudarc's, is shared.
-//! `SYMMALLOC_NCCL_LIBRARY` names another one. CUDA versions are chosen as in `symmalloc-cuda`.
+//! The library is opened on first use, so programs build and start without it. The minimum version is NCCL 2.18; windows require 2.27
+//! ([`Capability`]). If the process has already loaded a libnccl, such as PyTorch's or cudarc's, that copy is shared.
+//! `SYMMALLOC_NCCL_LIBRARY` selects another one. CUDA versions are selected as in `symmalloc-cuda`.
 //!
 //! # Implementation
-//! `calls.rs` has a function for each NCCL call and names the contract under which it is safe; `driver.rs` has the few calls of the
-//! driver. `communicator/call.rs` says on which thread NCCL is called and for how long, `communicator/ending.rs` what happens
-//! when a call does not come back. `collectives.rs` describes the collectives once, for plain and checked ones. `registrar.rs`
-//! follows the segment log of the allocator, `registrar/plan.rs` says what one sync does, `registrar/round.rs` compares the plans
-//! of the ranks in one collective. `unsafe` blocks stand in `calls.rs`, `driver.rs` and `library.rs` alone.
+//! `calls.rs` has one function per NCCL call and states its safety contract; `driver.rs` has the few driver calls.
+//! `communicator/call.rs` selects the thread and the deadline of each NCCL call, and `communicator/ending.rs` handles calls that do not
+//! return. `collectives.rs` defines the collectives once, for plain and checked use. `registrar.rs` follows the segment log of the
+//! allocator, `registrar/plan.rs` computes the steps of one sync, and `registrar/round.rs` compares the plans of all ranks in one
+//! collective. `unsafe` blocks occur only in `calls.rs`, `driver.rs` and `library.rs`.
 
 mod all_to_all;
 mod backoff;
@@ -110,7 +110,7 @@ pub use unique_id::UniqueId;
 pub use version::{Capability, NcclVersion};
 pub use watch::{FAILURE_EXIT_CODE, Failure, FailureCause, WatchdogMode, flight_record, write_flight_record};
 
-/// What threads may share.
+/// Types that threads may share.
 const _: () = {
     const fn shared<T: Send + Sync>() {}
     shared::<Communicator>();

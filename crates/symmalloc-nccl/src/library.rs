@@ -1,8 +1,8 @@
-//! libnccl: where it is, which version it is, and what it can do.
+//! The libnccl of a process: its search order, version and capabilities.
 //!
 //! ```text
-//!  $SYMMALLOC_NCCL_LIBRARY ── a libnccl that this process has opened already ── libnccl.so.2 ── libnccl.so
-//!          set: this one or none         PyTorch's, cudarc's: shared, so that one NCCL has all communicators
+//!  $SYMMALLOC_NCCL_LIBRARY ── a libnccl that this process has already opened ── libnccl.so.2 ── libnccl.so
+//!          if set: only this one         PyTorch's, cudarc's: shared, so that one NCCL has all communicators
 //! ```
 
 use crate::calls::Calls;
@@ -14,13 +14,13 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use symmalloc_cuda::loading;
 
-/// The variable that names the library to open, in place of all others.
+/// The variable that specifies the library and disables the search.
 const LIBRARY_VARIABLE: &str = "SYMMALLOC_NCCL_LIBRARY";
 
-/// The names under which NCCL is installed.
+/// NCCL's library names.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 
-/// A libnccl that was opened, with its calls.
+/// An opened libnccl with its calls.
 pub struct Nccl {
     calls: Calls,
     version: NcclVersion,
@@ -28,26 +28,25 @@ pub struct Nccl {
 }
 
 impl Nccl {
-    /// The libnccl of this process: opened at the first call, and never closed.
+    /// Returns the libnccl of this process, which is opened by the first call and never closed.
     ///
-    /// In this order: the library that `SYMMALLOC_NCCL_LIBRARY` names, and no other if it is set; a libnccl that the process
-    /// has opened already, so that PyTorch's or cudarc's communicators come from the same one; `libnccl.so.2`;
-    /// `libnccl.so`.
+    /// Libraries are tried in this order: the library that `SYMMALLOC_NCCL_LIBRARY` specifies, exclusively if it is set; a libnccl that
+    /// the process has already opened, so that PyTorch's or cudarc's communicators share it; `libnccl.so.2`; `libnccl.so`.
     ///
     /// # Errors
-    /// When no library can be opened or the one found is too old. The answer does not change within a process.
+    /// If no library can be opened or the one found is too old. The result does not change within a process.
     pub fn load() -> Result<&'static Nccl, LoadError> {
         static NCCL: OnceLock<Result<&'static Nccl, LoadError>> = OnceLock::new();
         NCCL.get_or_init(Nccl::find).clone()
     }
 
-    /// A library of your choosing, besides that of [`load`](Self::load). Never closed.
+    /// Opens a specific library, in addition to that of [`load`](Self::load). Never closed.
     ///
     /// # Errors
-    /// When it cannot be opened or is too old.
+    /// If it cannot be opened or is too old.
     pub fn open(path: impl AsRef<Path>) -> Result<&'static Nccl, LoadError> {
         let path = path.as_ref().as_os_str();
-        // SAFETY: NCCL's initialisers may run at any time.
+        // SAFETY: NCCL's initializers may run at any time.
         let library = unsafe { loading::named(path) }.map_err(|tried| LoadError::LibraryMissing { tried })?;
         Nccl::resolve(library, path)
     }
@@ -56,7 +55,7 @@ impl Nccl {
         if let Some(path) = std::env::var_os(LIBRARY_VARIABLE).filter(|path| !path.is_empty()) {
             return Nccl::open(path);
         }
-        // SAFETY: NCCL's initialisers may run at any time.
+        // SAFETY: NCCL's initializers may run at any time.
         let found = unsafe { loading::first_of(&NAMES, &NAMES) };
         let (library, name) = found.map_err(|tried| LoadError::LibraryMissing { tried })?;
         Nccl::resolve(library, name)
@@ -76,17 +75,17 @@ impl Nccl {
         Ok(Box::leak(Box::new(Nccl { calls, version, path })))
     }
 
-    /// Its version.
+    /// Returns its version.
     pub fn version(&self) -> NcclVersion {
         self.version
     }
 
-    /// The file it came from, where the system says so; its name otherwise.
+    /// Returns its file, or its name if the system does not report the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Whether it can do this.
+    /// Returns `true` if it has the capability.
     pub fn supports(&self, capability: Capability) -> bool {
         self.calls.has(capability) && self.version >= capability.since()
     }
@@ -109,7 +108,7 @@ mod tests {
     #[test]
     fn a_library_that_is_not_there_is_named_with_the_systems_reason() {
         let Err(LoadError::LibraryMissing { tried }) = Nccl::open("/nowhere/libnccl.so.2") else {
-            panic!("opened a library that is not there");
+            panic!("opened a missing library");
         };
         assert_eq!(tried.len(), 1);
         assert!(tried[0].contains("/nowhere/libnccl.so.2"), "{tried:?}");

@@ -1,4 +1,4 @@
-//! The metrics of a registrar. Feature `metrics`.
+//! Metrics of a registrar. Feature `metrics`.
 
 use crate::registrar::Registrar;
 use crate::registrar::stats::{CommunicatorStats, RegistrarStats};
@@ -10,7 +10,7 @@ const COUNT: Option<Unit> = Some(Unit::Count);
 
 const SYNCS: Metric = Metric::counter("symmalloc_syncs_total", COUNT, "calls of sync");
 const QUIET_SYNCS: Metric =
-    Metric::counter("symmalloc_quiet_syncs_total", COUNT, "syncs that found nothing to do and made no collective");
+    Metric::counter("symmalloc_quiet_syncs_total", COUNT, "syncs that found nothing to do and ran no collective");
 const SYNC_ROUNDS: Metric = Metric::counter("symmalloc_sync_rounds_total", COUNT, "collectives of syncs");
 const SYNC_FAILURES: Metric =
     Metric::counter("symmalloc_sync_failures_total", COUNT, "syncs that ended a communicator");
@@ -24,12 +24,13 @@ const WINDOWS: Metric = Metric::gauge("symmalloc_windows", COUNT, "live windows"
 const WINDOW_BYTES: Metric = Metric::gauge("symmalloc_window_bytes", BYTES, "bytes of live windows");
 const BUFFERS: Metric = Metric::gauge("symmalloc_registered_buffers", COUNT, "live registrations of buffers");
 const SPACE_USED: Metric =
-    Metric::gauge("symmalloc_symmetric_space_used_bytes", BYTES, "symmetric address space that is taken");
-const SPACE_LIMIT: Metric = Metric::gauge("symmalloc_symmetric_space_limit_bytes", BYTES, "symmetric address space");
+    Metric::gauge("symmalloc_symmetric_space_used_bytes", BYTES, "symmetric address space in use");
+const SPACE_LIMIT: Metric =
+    Metric::gauge("symmalloc_symmetric_space_limit_bytes", BYTES, "size of the symmetric address space");
 
 impl Source for Registrar {
-    /// The metrics of syncs, labelled `device`, and of what is registered, labelled `communicator` as well. Those of memory
-    /// are the allocator's.
+    /// Publishes the metrics of syncs with the label `device`, and those of registrations with the label `communicator` in addition. The
+    /// allocator publishes the metrics of memory.
     fn publish(&self, to: &Publisher) {
         let to = to.with_label("device", self.allocator().device().ordinal().to_string());
         let RegistrarStats {

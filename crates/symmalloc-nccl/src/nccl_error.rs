@@ -1,10 +1,10 @@
-//! What NCCL refuses: to be loaded, or a call.
+//! Errors of loading NCCL and of its calls.
 
 use crate::version::NcclVersion;
 use std::fmt;
 use thiserror::Error;
 
-/// libnccl could not be used at all.
+/// The reason why libnccl cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum LoadError {
@@ -18,22 +18,22 @@ pub enum LoadError {
         tried: Vec<String>,
     },
     /// The library lacks a call that every supported version has.
-    #[error("{path} has no {symbol}: it is not NCCL, or not a whole one; name another in SYMMALLOC_NCCL_LIBRARY")]
+    #[error("{path} has no {symbol}: it is not NCCL, or it is incomplete; name another in SYMMALLOC_NCCL_LIBRARY")]
     SymbolMissing {
         /// The library.
         path: String,
         /// The call.
         symbol: &'static str,
     },
-    /// The library does not say which version it is.
+    /// The library does not report its version.
     #[error("ncclGetVersion of {path} failed with {code}: it is not NCCL; name another in SYMMALLOC_NCCL_LIBRARY")]
     NoVersion {
         /// The library.
         path: String,
-        /// What the call gave.
+        /// The result of the call.
         code: i32,
     },
-    /// The library is older than this crate can work with.
+    /// The library is older than the minimum version.
     #[error(
         "{path} is NCCL {version}: install {} or newer, or name one in SYMMALLOC_NCCL_LIBRARY",
         NcclVersion::OLDEST
@@ -71,7 +71,7 @@ pub(crate) const INVALID_USAGE: i32 = 5;
 pub(crate) const REMOTE_ERROR: i32 = 6;
 
 impl NcclError {
-    /// The code's name.
+    /// Returns the name of the code.
     pub fn name(&self) -> &'static str {
         match self.code {
             0 => "ncclSuccess",
@@ -92,20 +92,20 @@ impl NcclError {
                 "a CUDA call inside NCCL failed, or the memory is not what NCCL needs: run with NCCL_DEBUG=WARN"
             }
             SYSTEM_ERROR => {
-                "the network or the system refused: check NCCL_SOCKET_IFNAME and the other ranks, run with NCCL_DEBUG=WARN"
+                "the network or the system failed: check NCCL_SOCKET_IFNAME and the other ranks, run with NCCL_DEBUG=WARN"
             }
-            INVALID_ARGUMENT | INVALID_USAGE => "NCCL_DEBUG=WARN says which argument",
+            INVALID_ARGUMENT | INVALID_USAGE => "run with NCCL_DEBUG=WARN to see which argument",
             REMOTE_ERROR => "another rank is gone or the network failed: look for the first error among the ranks",
             _ => "run with NCCL_DEBUG=INFO",
         }
     }
 
-    /// Whether a communicator on which this happened cannot be used any more.
+    /// Returns `true` if a communicator is unusable after this error.
     pub(crate) fn is_fatal(&self) -> bool {
         !matches!(self.code, INVALID_ARGUMENT | INVALID_USAGE)
     }
 
-    /// Whether it mostly says that another rank is gone.
+    /// Returns `true` if the error usually means that another rank is gone.
     pub(crate) fn is_of_another_rank(&self) -> bool {
         matches!(self.code, SYSTEM_ERROR | REMOTE_ERROR)
     }

@@ -1,29 +1,29 @@
-//! The registrar: keeps NCCL's registrations in step with an allocator's segments, and the ranks in step with each other.
+//! The registrar: synchronizes NCCL registrations with an allocator's segments, and the ranks with each other.
 //!
 //! ```text
 //!  allocator ── segment log ──► Registrar ── one attachment per communicator ──► windows
 //!      ▲                           │ sync: every rank, at the same point
-//!      └── memory goes back ◄──────┘ after the last window over it is gone
+//!      └── memory released ◄───────┘ after its last window is deregistered
 //! ```
 //!
 //! | file | |
 //! |---|---|
-//! | `builder.rs`, `lookup.rs` | how it is configured, and what can be asked of it |
-//! | `attachment.rs` | what it knows of one communicator, and one sync of it |
-//! | `watchlist.rs` | the pools that are watched for it, and what is new in their logs |
-//! | `plan.rs`, `plan_summary.rs` | what that sync is to do, and how ranks compare it |
-//! | `round.rs` | the collective in which they do |
-//! | `sleep.rs`, `wake.rs`, `sleep_run.rs` | a pool that sleeps, and wakes, on all ranks; one such op on one rank |
-//! | `sleep_message.rs`, `sleep_error.rs` | what the ranks say meanwhile, and what may go wrong |
-//! | `ended.rs`, `attachment/resting.rs`, `dormant.rs` | communicators that ended; a pool's windows on one communicator, that go and come back |
-//! | `symmetric_space.rs` | NCCL's address space, counted |
-//! | `window.rs`, `segment_key.rs`, `invalidation.rs` | what a lookup gives, what to cache by, and until when |
-//! | `scope.rs`, `checked.rs`, `offset_difference.rs` | a sync at the end of a scope; a check of each collective, and what it finds |
+//! | `builder.rs`, `lookup.rs` | configuration, and queries |
+//! | `attachment.rs` | state of one communicator, and its syncs |
+//! | `watchlist.rs` | observed pools, and new entries of their logs |
+//! | `plan.rs`, `plan_summary.rs` | the steps of a sync, and their comparison across ranks |
+//! | `round.rs` | the collective that compares them |
+//! | `sleep.rs`, `wake.rs`, `sleep_run.rs` | sleep and wake of a pool on all ranks; one such op on one rank |
+//! | `sleep_message.rs`, `sleep_error.rs` | messages that ranks exchange meanwhile, and errors |
+//! | `ended.rs`, `attachment/resting.rs`, `dormant.rs` | ended communicators; deregistering and restoring a pool's windows on one communicator |
+//! | `symmetric_space.rs` | accounting of NCCL's symmetric address space |
+//! | `window.rs`, `segment_key.rs`, `invalidation.rs` | lookup results, cache keys, and their invalidation |
+//! | `scope.rs`, `checked.rs`, `offset_difference.rs` | a sync at the end of a scope; offset checks before collectives, and their reports |
 //!
-//! The allocator never calls it. A program attaches pools to communicators, allocates and frees as it likes, and calls
-//! [`sync`](Registrar::sync) on every rank where it wants windows to be right: after a warm-up, at the end of a scope, before a
-//! capture. A sync that finds nothing new costs one small collective, in which the ranks agree; without agreement it costs a
-//! tenth of a microsecond and no call of NCCL's. Either may stand in front of every step.
+//! The allocator never calls the registrar. A program attaches pools to communicators, allocates and frees freely, and calls
+//! [`sync`](Registrar::sync) on every rank wherever windows must be current: after a warm-up, at the end of a scope, before a capture. A
+//! sync without changes costs one small collective, in which the ranks agree. With agreement off it costs a tenth of a microsecond and
+//! makes no NCCL call. Either is cheap enough to run before every step.
 
 mod attachment;
 mod builder;
@@ -70,7 +70,7 @@ use symmalloc_core::PoolId;
 use symmalloc_core::config::SegmentPolicy;
 use symmalloc_cuda::CudaAllocator;
 
-/// Registers the memory of an allocator's pools on communicators. Threads may share it; one per allocator.
+/// Registers the memory of an allocator's pools on communicators. Threads may share it. Use one per allocator.
 ///
 /// # Examples
 /// ```no_run
@@ -84,7 +84,7 @@ use symmalloc_cuda::CudaAllocator;
 /// let allocator = CudaAllocator::new(&device, Config::default())?;
 /// let stream = device.context().new_stream()?;
 ///
-/// // One pool for both communicators: each has a window of its own on every segment.
+/// // One pool for both communicators: each has a separate window on every segment.
 /// let registrar = Registrar::builder(&allocator).build()?;
 /// let pool = allocator.create_pool(PoolConfig::builder().symmetric(true).reserved(1 << 30).build()?)?;
 /// registrar.attach(&world, &[pool.id()], Registration::Windows)?;
@@ -97,20 +97,20 @@ use symmalloc_cuda::CudaAllocator;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 ///
-/// An attached communicator is kept alive until it is destroyed or aborted, or the registrar is dropped. Dropping the registrar
-/// deregisters what is registered, without the other ranks, after waiting for the device's work for at most the
-/// communicator's deadline; syncing after [`detach`](Self::detach), or destroying the communicators, leaves it nothing to do.
+/// An attached communicator is kept alive until it is destroyed or aborted, or the registrar is dropped. Dropping the registrar waits for
+/// the device's work for at most the communicator's deadline and then deregisters everything locally, without the other ranks. Nothing
+/// remains to be deregistered if the pools were [detached](Self::detach) and synced, or if the communicators were destroyed.
 pub struct Registrar {
     allocator: CudaAllocator,
     settings: Settings,
     attachments: RwLock<Vec<Arc<Attachment>>>,
     counters: Counters,
-    /// Communicators that ended and are gone from the list, of which other ranks may still speak.
+    /// Communicators that ended and were removed from the list, but that other ranks may still mention.
     ended: Mutex<Vec<Ended>>,
 }
 
 impl Registrar {
-    /// The allocator whose memory it registers.
+    /// Returns the allocator whose memory it registers.
     pub fn allocator(&self) -> &CudaAllocator {
         &self.allocator
     }
@@ -119,15 +119,15 @@ impl Registrar {
         &self.settings
     }
 
-    /// Registers the memory of these pools on a communicator, from the next [`sync`](Self::sync) on. Local: no other rank is
-    /// asked. Every rank attaches the same symmetric pools in the same way; private ones are its own matter.
+    /// Registers the memory of these pools on a communicator, starting with the next [`sync`](Self::sync). This call is local and does not
+    /// involve other ranks. Every rank must attach the same symmetric pools in the same way; private pools may differ.
     ///
-    /// From now on dead segments of the pools keep their memory until a sync has deregistered them, and expandable segments
-    /// are not shrunk. A pool can be attached to any number of communicators, each with windows of its own: one pool for all
-    /// communicators, or one per communicator. The pools of a [`GraphPool`](symmalloc_cuda::GraphPool) can be attached, too.
+    /// From now on, dead segments of the pools keep their memory until a sync has deregistered them, and expandable segments are not
+    /// shrunk. A pool can be attached to any number of communicators and has separate windows on each: use one pool for all communicators,
+    /// or one per communicator. The pools of a [`GraphPool`](symmalloc_cuda::GraphPool) can also be attached.
     ///
     /// # Errors
-    /// See [`AttachError`]; none of the pools is attached then.
+    /// See [`AttachError`]. After an error, none of the pools is attached.
     pub fn attach(&self, comm: &Communicator, pools: &[PoolId], registration: Registration) -> Result<(), AttachError> {
         self.check(comm, pools, registration)?;
         self.add(comm).watch(&self.allocator, pools, registration)
@@ -165,11 +165,11 @@ impl Registrar {
         Ok(())
     }
 
-    /// Lets go of pools on a communicator: the next sync, on every rank, deregisters what is registered of them. Detach a pool
-    /// before it is given up, or its memory does not go back.
+    /// Detaches pools from a communicator: the next sync, on every rank, deregisters their memory. Detach a pool before you drop it, or
+    /// its memory is not returned to the device.
     ///
     /// # Errors
-    /// [`SyncError::NotAttached`] when one of them is not attached; the others are detached all the same.
+    /// [`SyncError::NotAttached`] if one of them is not attached; the others are still detached.
     pub fn detach(&self, comm: &Communicator, pools: &[PoolId]) -> Result<(), SyncError> {
         let attachment = self.attachment(comm)?;
         let missing = pools.iter().filter(|pool| !attachment.leave(**pool)).count();
@@ -179,21 +179,21 @@ impl Registrar {
         })
     }
 
-    /// How a pool is attached to a communicator, if it is.
+    /// Returns how a pool is attached to a communicator, or `None` if it is not attached.
     pub fn registration(&self, comm: &Communicator, pool: PoolId) -> Option<Registration> {
         self.find(comm)?.registration_of(pool)
     }
 
-    /// Brings the registrations of these communicators up to date. Every rank of each calls it, at the same point of the
-    /// program, with the same communicators in any order: they are gone through in one order that all ranks know.
+    /// Brings the registrations of these communicators up to date. Every rank of each communicator must call it at the same point of the
+    /// program, with the same communicators. Their order does not matter: all ranks process them in the same global order.
     ///
-    /// On each of them: the ranks agree on their histories and on what is to be done, in one small collective; new segments
-    /// are registered in log order, a window per whole segment, never twice; dead ones are deregistered in log order, after
-    /// the device's work so far is done; and their memory goes back, unless another communicator still has windows on it.
+    /// On each communicator, the ranks agree on their histories and on the steps in one small collective. New segments are then registered
+    /// in log order, once, with one window per whole segment. Dead segments are deregistered in log order, after the work already
+    /// submitted to the device completes. Their memory is released unless another communicator still has windows on it.
     ///
     /// # Errors
-    /// That of the first communicator, in their order, that failed. The others are brought up to date all the same, since
-    /// their ranks wait for this one. See [`SyncError`] for what becomes of the one that failed.
+    /// Returns the error of the first communicator, in the global order, that failed. The others are still brought up to date, because
+    /// their ranks wait for this one. See [`SyncError`] for the state of the communicator that failed.
     pub fn sync(&self, comms: &[&Communicator]) -> Result<Synced, SyncError> {
         self.counters.syncs.add(1);
         let mut attachments: SmallVec<[Arc<Attachment>; 4]> = SmallVec::new();
@@ -214,22 +214,22 @@ impl Registrar {
         self.sync_all(attachments, self.settings.mode != Mode::Off)
     }
 
-    /// As [`sync`](Self::sync), and the ranks compare their histories whatever the registrar's mode is: agreement by hand, where
-    /// that is [`Mode::Off`].
+    /// Like [`sync`](Self::sync), but always compares histories, independent of the registrar's mode: a manual agreement for
+    /// [`Mode::Off`].
     ///
     /// # Errors
-    /// As [`sync`](Self::sync).
+    /// Same as [`sync`](Self::sync).
     pub fn agree(&self, comms: &[&Communicator]) -> Result<Synced, SyncError> {
         self.counters.syncs.add(1);
         let attachments: Result<_, _> = comms.iter().map(|comm| self.attachment(comm)).collect();
         self.sync_all(attachments?, true)
     }
 
-    /// Whether a sync of this communicator finds nothing new on this rank: every segment of the pools is registered, and what is
-    /// dead is deregistered. Never waits for other ranks.
+    /// Returns `true` if a sync of this communicator has nothing to do on this rank: every segment of the pools is registered, and dead
+    /// ones are deregistered. Never waits for other ranks.
     ///
     /// # Errors
-    /// When nothing is attached to the communicator, or it is gone.
+    /// If nothing is attached to the communicator, or it has ended.
     pub fn is_current(&self, comm: &Communicator) -> Result<bool, SyncError> {
         let attachment = self.attachment(comm)?;
         Ok(attachment.is_current(&self.allocator))
@@ -248,7 +248,7 @@ impl Registrar {
         if is_capturing.map_err(|error| SyncError::Cuda { communicator: first.comm.name().to_owned(), error })? {
             return Err(SyncError::Capturing);
         }
-        // All communicators compare histories up to one moment.
+        // All communicators compare histories up to the same point.
         let history = |attachment: &Arc<Attachment>| {
             let pools = attachment.view().window_pools.clone();
             compares.then(|| RankHistory::of_pools(self.allocator.core(), Point::Sync, &pools))
@@ -270,8 +270,8 @@ impl Registrar {
         total
     }
 
-    /// Forgets the histories of pools on which all ranks have agreed: those that are attached to no other communicator, whose
-    /// ranks may not have come so far.
+    /// Discards histories on which all ranks have agreed. Keeps those of pools that are also attached to other communicators, whose ranks
+    /// may not have reached this point.
     fn settle(&self, synced: &[Arc<Attachment>], histories: &[Option<RankHistory<'_>>]) {
         let is_synced = |attachment: &Arc<Attachment>| synced.iter().any(|other| Arc::ptr_eq(attachment, other));
         let elsewhere: Vec<u32> = {
@@ -285,8 +285,8 @@ impl Registrar {
         }
     }
 
-    /// Lets go of communicators that were destroyed, aborted or lost since: their windows are not touched, and memory that was
-    /// kept for them goes back. A sync does it, too. Returns how many there were.
+    /// Detaches communicators that were destroyed, aborted or lost, without touching their windows, and releases the memory that was kept
+    /// for them. A sync does this as well. Returns the number of communicators that it detached.
     pub fn sweep(&self) -> usize {
         let all: SmallVec<[Arc<Attachment>; 4]> = self.read().iter().map(Arc::clone).collect();
         let gone: SmallVec<[Arc<Attachment>; 4]> =
@@ -296,7 +296,7 @@ impl Registrar {
         gone.len()
     }
 
-    /// Counts over all communicators.
+    /// Returns counters over all communicators.
     pub fn stats(&self) -> RegistrarStats {
         let mut stats = RegistrarStats {
             syncs: self.counters.syncs.get(),
@@ -318,12 +318,12 @@ impl Registrar {
         stats
     }
 
-    /// What is registered on one communicator; `None` when nothing was ever attached to it, or it is gone.
+    /// Returns the registrations on one communicator, or `None` if nothing was ever attached to it or it has ended.
     pub fn communicator_stats(&self, comm: &Communicator) -> Option<CommunicatorStats> {
         Some(self.find(comm)?.view().stats())
     }
 
-    /// What is registered on each live communicator, by name, in the order in which pools were first attached to them.
+    /// Returns the registrations on each live communicator, by name, in the order in which pools were first attached to them.
     pub fn stats_by_communicator(&self) -> Vec<(String, CommunicatorStats)> {
         let all = self.read();
         let live = all.iter().filter(|attachment| attachment.comm.state() == CommState::Ready);
@@ -357,7 +357,7 @@ impl Registrar {
     }
 }
 
-/// Windows over memory that grew piece by piece.
+/// First version that supports windows over memory that grew piece by piece.
 const GROWING_WINDOWS: NcclVersion = NcclVersion::new(2, 30, 3);
 
 fn not_attached(comm: &Communicator) -> SyncError {

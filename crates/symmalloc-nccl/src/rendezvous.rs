@@ -1,23 +1,23 @@
-//! How all ranks of a job come by one [`UniqueId`] without a side channel.
+//! Distributes one [`UniqueId`] to all ranks of a job without a side channel.
 //!
 //! ```text
-//!  NCCL_COMM_ID=host:port set       every rank asks NCCL, and gets the same id: no exchange of ours
+//!  NCCL_COMM_ID=host:port set       every rank asks NCCL and gets the same id, without an exchange
 //!  one rank                         it asks NCCL
-//!  otherwise                        rank 0 asks NCCL, and gives the id to all others, who knock at one of these doors:
+//!  otherwise                        rank 0 asks NCCL and sends the id to the others, which knock at one of these doors:
 //!
 //!  SYMMALLOC_RENDEZVOUS=host:port   there; otherwise
 //!  MASTER_ADDR, MASTER_PORT         there, at one of the eight ports after it (torchrun's own store sits on MASTER_PORT); otherwise
 //!  all ranks on one machine         a socket of this machine
 //! ```
 //!
-//! | the ranks meet | where | who may come |
+//! | ranks | meeting place | admitted |
 //! |---|---|---|
-//! | on one machine: all are local and the address is this machine's, or the address is a loopback one | a [socket](local) of this machine with a name that follows from the job, in place of the address | processes of the same user: both sides ask the system |
-//! | at another address | TCP | with `SYMMALLOC_JOB_SECRET`, ranks that [prove](handshake) that they know it; without, anybody who can connect |
+//! | on one machine: all are local and the address is this machine's, or the address is a loopback one | a [socket](local) on this machine, named after the job, instead of the address | processes of the same user, which both sides check with the system |
+//! | at another address | TCP | with `SYMMALLOC_JOB_SECRET`, ranks that [prove](handshake) that they know it; otherwise any process that can connect |
 //!
-//! A door that is taken is passed over; the others knock at all of them until the right rank 0 answers. Strangers, other jobs and ranks
-//! without the secret are turned away, and do not hold the meeting up. The connections on which they met stay open: they are the
-//! [lifeline](crate::watch) by which each learns what became of the others.
+//! If rank 0 cannot use an address, it tries the next one; the others knock at all of them until the right rank 0
+//! answers. Strangers, other jobs and ranks without the secret are rejected and do not delay the meeting. The
+//! connections stay open: they are the [lifeline](crate::watch) by which each rank learns the state of the others.
 
 mod door;
 pub(crate) mod error;
@@ -42,11 +42,11 @@ use secret::{Secret, random};
 use std::time::Duration;
 
 impl Launch {
-    /// Returns an id that is the same on all ranks of this job. Every rank calls it, as often as every other.
+    /// Returns an id that is the same on all ranks of this job. Every rank calls it equally often.
     ///
-    /// Where `NCCL_COMM_ID` is set, NCCL gives it. Otherwise rank 0 gives it to the others: on a socket of this machine if all ranks are
-    /// here, and else over TCP, at `SYMMALLOC_RENDEZVOUS` (host:port) or near `MASTER_ADDR` and `MASTER_PORT`. Ranks with a
-    /// `SYMMALLOC_JOB_SECRET` prove to each other that they know it.
+    /// If `NCCL_COMM_ID` is set, NCCL provides it. Otherwise rank 0 sends it to the others: on a socket of this machine
+    /// if all ranks are here, and otherwise over TCP, at `SYMMALLOC_RENDEZVOUS` (host:port) or near `MASTER_ADDR` and
+    /// `MASTER_PORT`. Ranks with a `SYMMALLOC_JOB_SECRET` prove to each other that they know it.
     ///
     /// # Errors
     /// If libnccl cannot be used, or the ranks do not find each other within the deadline.
@@ -60,12 +60,12 @@ impl Launch {
             return UniqueId::from_nccl(nccl);
         }
         let secret = Secret::from_env()?;
-        // The n-th meeting of one rank is the n-th of every other.
+        // The n-th meeting of one rank is the n-th of every other rank.
         let turn = COUNTER.next(hash(job_of(self).as_bytes()), self.rank);
         let meeting = Meeting::new(self, turn, secret);
         let point = MeetingPoint::of(self, &meeting, |name| std::env::var(name).ok())?;
         if self.rank == 0 {
-            // Listening first: visitors wait meanwhile.
+            // Listen first, so that visitors can already wait.
             let listener = point.listen()?;
             let id = UniqueId::from_nccl(nccl)?;
             let connections = meeting.give(&listener, &id, backoff)?;
@@ -78,8 +78,8 @@ impl Launch {
     }
 }
 
-/// Ranks that have an id already meet at the address of rank 0 ("host:port"), for their connections alone. Every rank does so, as
-/// often as every other. `None` where there is one rank.
+/// Connects ranks that already have an id, at the address of rank 0 ("host:port"). Every rank calls it equally often.
+/// Returns `None` if there is one rank.
 pub(crate) fn meet(
     address: &str,
     name: &str,

@@ -1,10 +1,10 @@
-//! What happens for the n-th time.
+//! Counters that number the occurrences of an event per rank.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 
-/// Counts what each rank does with a key, so that the n-th time of one rank is the n-th time of every other. Ranks may be threads
-/// of one process.
+/// Counts the occurrences of a key on each rank, so that the n-th occurrence on one rank corresponds to the n-th on every other. Ranks may
+/// be threads of one process.
 pub(crate) struct SequenceCounter<K> {
     counts: Mutex<BTreeMap<(K, u32), u32>>,
 }
@@ -14,7 +14,7 @@ impl<K: Ord> SequenceCounter<K> {
         SequenceCounter { counts: Mutex::new(BTreeMap::new()) }
     }
 
-    /// How often the rank did it before.
+    /// Returns the number of earlier occurrences on this rank.
     pub(crate) fn next(&self, key: K, rank: u32) -> u32 {
         let mut counts = self.counts.lock().unwrap_or_else(PoisonError::into_inner);
         let count = counts.entry((key, rank)).or_default();

@@ -1,4 +1,4 @@
-//! How many rows go from every rank to every other.
+//! Splits: the numbers of rows that ranks send to each other.
 //!
 //! ```text
 //!              rank 0   rank 1   rank 2            the buffers of rank 1
@@ -7,11 +7,11 @@
 //!   rank 2        0        5        2      output  │ 1 │ 4 from rank 1 │ 5 from rank 2          │
 //!     from         to ──►                          0   1               5                       10
 //! ```
-//! A row of the matrix is what a rank sends (PyTorch's `input_split_sizes`), a column what it receives
-//! (`output_split_sizes`). The parts of a buffer follow one another, so a part begins where those before it end: that is its
-//! displacement. Both are worked out here, once for all calls that use them.
+//! A row of the matrix holds what a rank sends (PyTorch's `input_split_sizes`), a column what it receives (`output_split_sizes`). The
+//! parts of a buffer are contiguous, so each part starts at the end of the previous ones: its displacement. Totals and displacements are
+//! computed once for all calls that use the splits.
 //!
-//! What is built here holds together: totals do not overflow, and both sides name the same number of ranks.
+//! Splits are consistent by construction: totals do not overflow, and both sides have the same number of ranks.
 
 use std::fmt;
 use std::ops::Range;
@@ -21,9 +21,9 @@ use thiserror::Error;
 /// One of the two buffers of an exchange.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Side {
-    /// What this rank sends.
+    /// The rows that this rank sends.
     Input,
-    /// What this rank receives.
+    /// The rows that this rank receives.
     Output,
 }
 
@@ -36,30 +36,32 @@ impl fmt::Display for Side {
     }
 }
 
-/// Numbers of rows that do not make splits. Nothing was sent.
+/// The reason why numbers of rows do not form splits. Nothing was sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum SplitsError {
-    /// The sides name different numbers of ranks.
-    #[error("the input is split for {input} ranks and the output for {output}: give every rank a part on both sides")]
+    /// The sides have different numbers of ranks.
+    #[error(
+        "the input is split for {input} ranks and the output for {output}: specify a part for every rank on both sides"
+    )]
     Unequal {
         /// Parts of the input.
         input: usize,
         /// Parts of the output.
         output: usize,
     },
-    /// The rows are more than can be counted.
-    #[error("the {side}'s rows of the ranks up to {rank} are more than 2^64: these are not numbers of rows")]
+    /// The total number of rows overflows.
+    #[error("the {side}'s rows of the ranks up to {rank} exceed 2^64: check the numbers of rows")]
     TooMany {
         /// The side.
         side: Side,
-        /// The first rank whose part cannot be added.
+        /// The first rank whose part causes the overflow.
         rank: usize,
     },
 }
 
-/// How the rows of two buffers are split among ranks: a part for each rank, in rank order, also of no rows. Totals and
-/// displacements are worked out once for all calls. Cloning it shares it.
+/// The split of the rows of two buffers among ranks: one part per rank, in rank order, possibly empty. Totals and displacements are
+/// computed once for all calls. Clones share them.
 ///
 /// # Examples
 /// ```
@@ -77,35 +79,35 @@ pub enum SplitsError {
 pub struct Splits {
     input: Arc<Split>,
     output: Arc<Split>,
-    /// What all ranks send, where it is known.
+    /// The rows that all ranks send, if known.
     matrix: Option<Matrix>,
 }
 
-/// How the rows of one buffer are split among ranks.
+/// The split of the rows of one buffer among ranks.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Split {
-    /// By rank.
+    /// Indexed by rank.
     rows: Box<[u64]>,
-    /// By rank: the sum of the rows before.
+    /// Indexed by rank: the sum of the preceding rows.
     displacements: Box<[u64]>,
     total: u64,
 }
 
-/// The input's half of splits that are being made.
+/// The input side of splits under construction.
 #[derive(Clone, Copy, Debug)]
-#[must_use = "say what is received"]
+#[must_use = "specify the received rows"]
 pub struct Sending<'a> {
     input: &'a [u64],
 }
 
 impl Splits {
-    /// What this rank sends to every rank, in rows; [`Sending::receiving`] adds what it receives. A caller that knows both
-    /// needs no exchange of splits.
+    /// Specifies the rows that this rank sends to every rank; [`Sending::receiving`] adds the rows that it receives. A caller that knows
+    /// both needs no exchange of splits.
     pub fn sending(rows: &[u64]) -> Sending<'_> {
         Sending { input: rows }
     }
 
-    /// From what all ranks send: `ranks` rows of `ranks` numbers, as rank `rank` sees it.
+    /// Creates the splits of rank `rank` from what all ranks send: `ranks` rows of `ranks` numbers.
     pub(crate) fn of_matrix(counts: impl Into<Arc<[u64]>>, ranks: usize, rank: usize) -> Result<Self, SplitsError> {
         let matrix = Matrix::new(counts.into(), ranks)?;
         let input = Split::new(matrix.sent_by(rank), Side::Input)?;
@@ -113,22 +115,22 @@ impl Splits {
         Ok(Splits { input: Arc::new(input), output: Arc::new(output), matrix: Some(matrix) })
     }
 
-    /// How the input is split.
+    /// Returns the split of the input.
     pub fn input(&self) -> &Split {
         &self.input
     }
 
-    /// How the output is split.
+    /// Returns the split of the output.
     pub fn output(&self) -> &Split {
         &self.output
     }
 
-    /// Number of ranks.
+    /// Returns the number of ranks.
     pub fn ranks(&self) -> usize {
         self.input.rows.len()
     }
 
-    /// The same rows on their way back: what was received is sent to where it came from.
+    /// Returns the splits of the opposite direction, in which received rows are sent back to their senders.
     pub fn reversed(&self) -> Self {
         Splits {
             input: Arc::clone(&self.output),
@@ -137,30 +139,30 @@ impl Splits {
         }
     }
 
-    /// Rows that rank `from` sends to rank `to`. `None` when the splits were not exchanged, or there is no such rank.
+    /// Returns the rows that rank `from` sends to rank `to`, or `None` if the splits were not exchanged or a rank does not exist.
     pub fn rows_between(&self, from: usize, to: usize) -> Option<u64> {
         self.matrix.as_ref()?.get(from, to)
     }
 
-    /// The most rows that any rank sends, equal on all ranks. `None` when the splits were not exchanged.
+    /// Returns the maximum of the rows that any rank sends, equal on all ranks, or `None` if the splits were not exchanged.
     pub fn input_rows_max(&self) -> Option<u64> {
         self.matrix.as_ref().map(Matrix::sent_max)
     }
 
-    /// The most rows that any rank receives, equal on all ranks. `None` when the splits were not exchanged.
+    /// Returns the maximum of the rows that any rank receives, equal on all ranks, or `None` if the splits were not exchanged.
     ///
-    /// In a symmetric pool all ranks must ask for the same sizes: allocate an output of this many rows, and every rank's
-    /// buffer lies at the same place, whatever its own part is.
+    /// In a symmetric pool all ranks must request the same sizes: allocate an output of this many rows, and every rank's buffer lies at
+    /// the same place, independent of the size of its own part.
     pub fn output_rows_max(&self) -> Option<u64> {
         self.matrix.as_ref().map(Matrix::received_max)
     }
 }
 
 impl Sending<'_> {
-    /// What this rank receives from every rank, in rows.
+    /// Adds the rows that this rank receives from every rank.
     ///
     /// # Errors
-    /// When the sides name different numbers of ranks, or a sum overflows.
+    /// If the sides have different numbers of ranks, or a sum overflows.
     pub fn receiving(self, rows: &[u64]) -> Result<Splits, SplitsError> {
         if self.input.len() != rows.len() {
             return Err(SplitsError::Unequal { input: self.input.len(), output: rows.len() });
@@ -183,25 +185,25 @@ impl Split {
         Ok(Split { rows, displacements: displacements.into(), total })
     }
 
-    /// Rows of every rank.
+    /// Returns the number of rows of every rank.
     pub fn rows(&self) -> &[u64] {
         &self.rows
     }
 
-    /// The first row of every rank.
+    /// Returns the first row of every rank.
     pub fn displacements(&self) -> &[u64] {
         &self.displacements
     }
 
-    /// Rows of all ranks together.
+    /// Returns the total number of rows.
     pub fn total(&self) -> u64 {
         self.total
     }
 
-    /// The rows of a rank.
+    /// Returns the range of a rank's rows.
     ///
     /// # Panics
-    /// When there is no such rank.
+    /// If the rank does not exist.
     pub fn part(&self, rank: usize) -> Range<u64> {
         let start = self.displacements[rank];
         start..start + self.rows[rank]
@@ -224,16 +226,16 @@ impl fmt::Debug for Split {
     }
 }
 
-/// Rows from every rank (down) to every rank (across), with sums that fit.
+/// Rows from every rank (down) to every rank (across), with sums that do not overflow.
 #[derive(Clone)]
 struct Matrix {
     counts: Arc<[u64]>,
     ranks: usize,
-    /// Whether senders are across and receivers down.
+    /// Set if senders are across and receivers down.
     is_reversed: bool,
-    /// The most that any rank sends.
+    /// The maximum of the rows that any rank sends.
     sent_max: u64,
-    /// The most that any rank receives.
+    /// The maximum of the rows that any rank receives.
     received_max: u64,
 }
 
@@ -284,7 +286,7 @@ impl Matrix {
 }
 
 impl PartialEq for Matrix {
-    /// Whether every rank sends the same, however the numbers are kept.
+    /// Compares the rows of every rank, independent of the orientation in which they are stored.
     fn eq(&self, other: &Self) -> bool {
         self.ranks == other.ranks && (0..self.ranks).all(|rank| self.sent_by(rank).eq(other.sent_by(rank)))
     }

@@ -1,15 +1,15 @@
-//! The core's agreement over NCCL itself.
+//! Transport of the core's agreement protocol over NCCL.
 //!
 //! ```text
 //!  pinned host memory   [ rank 0 | rank 1 | ... | this rank's message | ... ]
-//!                          ▲ ncclAllGather in place, on a stream of the transport's own ── event ── asked until done
+//!                          ▲ ncclAllGather in place, on the transport's separate stream ── event ── polled until done
 //! ```
 //!
-//! Messages are small (160 bytes when ranks agree), so the kernel reads and writes pinned host memory, which saves the copies to
-//! the device and back. The memory is no window, so the kernel is one that NCCL can abort.
+//! Messages are small (160 bytes if ranks agree), so the kernel reads and writes pinned host memory, which avoids copies to and from the
+//! device. The memory is not a window, so NCCL can abort the kernel.
 //!
-//! When a rank aborts, kernels of other ranks that wait for it may end without an error, with zeros or old bytes in some slots
-//! (seen on 4 H200). So each message carries a seal of its bytes and of the gather's number, and a slot whose seal does not fit
+//! If a rank aborts, kernels of other ranks that wait for it may complete without an error and leave zeros or old bytes in some slots
+//! (observed on 4 H200). Each message therefore carries a seal over its bytes and the number of the gather. A slot with a mismatched seal
 //! means that another rank gave up.
 
 use crate::backoff::Backoff;
@@ -28,36 +28,36 @@ use symmalloc_agreement::{Gathered, Transport, TransportError};
 use symmalloc_core::config::Config;
 use symmalloc_cuda::{CudaError, PinnedAllocator, PinnedBuffer};
 
-/// From here on a wait also asks NCCL whether a rank was lost.
+/// Time after which a wait also polls NCCL for lost ranks.
 const ASK_NCCL_AFTER: Duration = Duration::from_millis(5);
 
-/// Bytes behind each message, see [`seal`].
+/// Size of the seal after each message in bytes, see [`seal`].
 const SEAL_BYTES: usize = size_of::<u64>();
 
-/// A [`Transport`] over a communicator's all-gather, with memory and a stream of its own.
+/// A [`Transport`] over a communicator's all-gather, with separate memory and a separate stream.
 ///
-/// Its all-gathers count among the communicator's collectives: every rank calls them at the same points. A rank that does not
-/// come within the communicator's deadline ends the communicator on the others, with [`TransportError::RankLost`], or with
-/// [`TransportError::Overdue`] where it is not known which one it is.
+/// Its all-gathers count among the communicator's collectives: every rank must call them at the same points. If a rank does not arrive
+/// within the communicator's deadline, the communicator is ended on the others, with [`TransportError::RankLost`], or with
+/// [`TransportError::Overdue`] if the missing rank is unknown.
 pub struct NcclTransport {
     comm: Communicator,
     staging: Mutex<Option<Staging>>,
 }
 
-/// What an all-gather needs. Missing after a wait that was given up: the device may still write there.
+/// The resources of an all-gather. `None` after an abandoned wait, because the device may still write to them.
 struct Staging {
     stream: Arc<CudaStream>,
     event: CudaEvent,
     memory: PinnedAllocator,
-    /// All ranks' messages.
+    /// The messages of all ranks.
     messages: PinnedBuffer<u8>,
 }
 
 impl NcclTransport {
-    /// A transport over this communicator.
+    /// Creates a transport over this communicator.
     ///
     /// # Errors
-    /// When a stream, an event or pinned memory cannot be had.
+    /// If a stream, an event or pinned memory cannot be allocated.
     pub fn new(comm: &Communicator) -> Result<Self, CommError> {
         let device = comm.device();
         let _current = device.enter()?;
@@ -68,7 +68,7 @@ impl NcclTransport {
         Ok(NcclTransport { comm: comm.clone(), staging: Mutex::new(Some(Staging { stream, event, memory, messages })) })
     }
 
-    /// The communicator.
+    /// Returns the communicator.
     pub fn communicator(&self) -> &Communicator {
         &self.comm
     }
@@ -82,7 +82,7 @@ impl NcclTransport {
         }
         let messages = staging.messages.as_mut_slice()?;
         let number = self.comm.next_gather()?;
-        // Nothing of an earlier gather may pass for a message of this one.
+        // Prevents bytes of an earlier gather from being taken for a message of this one.
         messages[..all_bytes].fill(0);
         let mine = rank * slot_bytes;
         let (bytes, sealed) = messages[mine..mine + slot_bytes].split_at_mut(message.len());
@@ -92,8 +92,8 @@ impl NcclTransport {
         let send = Elements { address: receive + mine as u64, count: slot_bytes };
         let receive = Elements { address: receive, count: all_bytes };
         let _current = self.comm.device().enter()?;
-        // Pinned memory, which the device reaches under the host's addresses: it is not touched before the event is done, and
-        // it is never freed otherwise.
+        // The device accesses pinned memory at the host's addresses. It is not touched before the event completes; if that never happens,
+        // it is never freed.
         let stream = &staging.stream;
         self.comm.collective(NcclCall::AllGather, |comm| Buffers::raw(comm, send, receive, DataType::Uint8, stream))?;
         staging.event.record(&staging.stream).map_err(refused("cuEventRecord"))?;
@@ -120,7 +120,8 @@ impl NcclTransport {
     }
 }
 
-/// Tells a message of this gather from what else may lie in a slot. Goes through all ranks' messages, so by words.
+/// Returns the seal that distinguishes a message of this gather from other contents of a slot. It is computed for all ranks' messages, so
+/// it works on whole words.
 fn seal(number: u64, message: &[u8]) -> [u8; SEAL_BYTES] {
     let mix = |state: u64, word: u64| {
         let product = u128::from(state ^ word) * u128::from(SEAL_KEY);
@@ -131,7 +132,7 @@ fn seal(number: u64, message: &[u8]) -> [u8; SEAL_BYTES] {
     last[..rest.len()].copy_from_slice(rest);
     let begun = mix(number, SEAL_KEY ^ message.len() as u64);
     let folded = words.iter().chain([&last]).fold(begun, |state, word| mix(state, u64::from_le_bytes(*word)));
-    // Never zero, which is what an empty slot holds.
+    // Never zero, which is the content of an empty slot.
     folded.max(1).to_le_bytes()
 }
 
@@ -148,7 +149,7 @@ impl Transport for NcclTransport {
     }
 
     /// # Errors
-    /// As the trait. NCCL does not notice messages of different lengths: the core's are equal by construction.
+    /// Same as the trait. NCCL does not detect messages of different lengths: the core's are equal by construction.
     fn all_gather(&self, message: &[u8]) -> Result<Gathered, TransportError> {
         if message.is_empty() {
             return Ok(Gathered::new([].as_slice(), 0));
@@ -156,7 +157,7 @@ impl Transport for NcclTransport {
         let mut slot = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(staging) = slot.as_mut() else { return Err(TransportError::Closed) };
         self.gather(staging, message).map_err(|error| {
-            // A kernel may still run: what it writes to is left to it.
+            // A kernel may still run, so its memory is leaked.
             std::mem::forget(slot.take());
             tracing::warn!(name: "transport.failed", target: "symmalloc", communicator = self.comm.name(), %error);
             transport_error(&error)

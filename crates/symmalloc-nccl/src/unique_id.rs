@@ -1,16 +1,16 @@
-//! The id that the ranks of a communicator have in common before they know each other.
+//! The id that the ranks of a communicator share before they connect.
 
 use crate::error::CommError;
 use crate::library::Nccl;
 use std::ffi::c_char;
 use std::fmt;
 
-/// NCCL's variable for the address of rank 0. Set, every rank gets the same id from NCCL.
+/// NCCL's variable for the address of rank 0. If set, NCCL returns the same id to every rank.
 pub(crate) const COMM_ID_VARIABLE: &str = "NCCL_COMM_ID";
 
-/// What all ranks of one communicator give to connect: 128 bytes that one rank gets from NCCL and the others from it.
+/// The id with which all ranks of one communicator connect: 128 bytes that one rank obtains from NCCL and sends to the others.
 ///
-/// [`Launch::unique_id`](crate::Launch::unique_id) brings one to all ranks of a job without a side channel.
+/// [`Launch::unique_id`](crate::Launch::unique_id) distributes one to all ranks of a job without a side channel.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct UniqueId {
     bytes: [u8; Self::BYTES],
@@ -20,39 +20,39 @@ impl UniqueId {
     /// Size of an id in bytes.
     pub const BYTES: usize = 128;
 
-    /// A new id from NCCL. Where `NCCL_COMM_ID` is set, it is the same id on every rank and at every call; otherwise it is
-    /// another one at every call, and the process that made it must live until all ranks have connected.
+    /// Returns a new id from NCCL. If `NCCL_COMM_ID` is set, every call on every rank returns the same id. Otherwise each call returns a
+    /// different one, and the process that created it must live until all ranks have connected.
     ///
     /// # Errors
-    /// When NCCL cannot be used, or finds no network interface.
+    /// If NCCL cannot be used, or finds no network interface.
     pub fn new() -> Result<Self, CommError> {
         Self::from_nccl(Nccl::load()?)
     }
 
-    /// As [`new`](Self::new), from this library.
+    /// Like [`new`](Self::new), with this library.
     ///
     /// # Errors
-    /// When NCCL finds no network interface.
+    /// If NCCL finds no network interface.
     pub fn from_nccl(nccl: &Nccl) -> Result<Self, CommError> {
         Ok(UniqueId { bytes: nccl.calls().unique_id()? })
     }
 
-    /// An id that came from another rank.
+    /// Creates an id from the bytes of another rank.
     pub fn from_bytes(bytes: [u8; Self::BYTES]) -> Self {
         UniqueId { bytes }
     }
 
-    /// An id in C's form, for example `cudarc::nccl::Id::internal()`.
+    /// Creates an id from its C representation, for example `cudarc::nccl::Id::internal()`.
     pub fn from_c_chars(internal: &[c_char; Self::BYTES]) -> Self {
         UniqueId { bytes: internal.map(|byte| byte as u8) }
     }
 
-    /// The bytes, to be sent to other ranks.
+    /// Returns the bytes, to be sent to other ranks.
     pub fn as_bytes(&self) -> &[u8; Self::BYTES] {
         &self.bytes
     }
 
-    /// The id in C's form, for example for `cudarc::nccl::Id::uninit`.
+    /// Returns the C representation, for example for `cudarc::nccl::Id::uninit`.
     pub fn to_c_chars(self) -> [c_char; Self::BYTES] {
         self.bytes.map(|byte| byte as c_char)
     }

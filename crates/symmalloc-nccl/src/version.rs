@@ -1,20 +1,20 @@
-//! NCCL's versions, and what each can do.
+//! Versions of NCCL and their capabilities.
 
 use std::fmt;
 
-/// A version of NCCL. Versions compare in their order.
+/// A version of NCCL. Versions are ordered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub struct NcclVersion {
-    /// 2, as long as anyone remembers.
+    /// Major version; always 2 so far.
     pub major: u32,
-    /// What brings features.
+    /// Minor version, which adds features.
     pub minor: u32,
-    /// What brings repairs.
+    /// Patch version.
     pub patch: u32,
 }
 
-/// What some versions of NCCL can do and others cannot.
+/// A capability that only some versions of NCCL have.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Capability {
@@ -22,11 +22,11 @@ pub enum Capability {
     BufferRegistration,
     /// `ncclCommWindowRegister`: symmetric windows (2.27).
     Windows,
-    /// A window that cannot be symmetric is refused; before, it was a plain registration that posed as one (2.29).
+    /// A window that cannot be symmetric is refused. Earlier versions return a plain registration that looks like a window (2.29).
     WindowRefusal,
-    /// `ncclCommRevoke`: what hangs in a communicator can be stopped without freeing it under the thread that hangs (2.28.9).
+    /// `ncclCommRevoke`: operations in a communicator can be stopped without freeing it under the thread that hangs (2.28.9).
     Revoke,
-    /// Windows can be registered while a stream is captured into a graph (2.30.7).
+    /// Windows can be registered while a stream is being captured into a graph (2.30.7).
     RegistrationInCapture,
 }
 
@@ -34,12 +34,12 @@ impl NcclVersion {
     /// The oldest version that this crate works with: the first with `ncclCommSplit`.
     pub const OLDEST: NcclVersion = NcclVersion::new(2, 18, 1);
 
-    /// A version by its numbers.
+    /// Creates a version from its numbers.
     pub const fn new(major: u32, minor: u32, patch: u32) -> Self {
         NcclVersion { major, minor, patch }
     }
 
-    /// From `ncclGetVersion`'s code: 22809 is 2.28.9, and 2808 was 2.8.8.
+    /// Decodes the code of `ncclGetVersion`: 22809 is 2.28.9, and 2808 is 2.8.8.
     pub const fn from_code(code: u32) -> Self {
         let major = if code < 10_000 { code / 1000 } else { code / 10_000 };
         let rest = if code < 10_000 { code % 1000 } else { code % 10_000 };
@@ -54,7 +54,7 @@ impl fmt::Display for NcclVersion {
 }
 
 impl Capability {
-    /// The first version that has it.
+    /// Returns the first version that has it.
     pub fn since(self) -> NcclVersion {
         match self {
             Capability::BufferRegistration => NcclVersion::new(2, 19, 1),

@@ -252,7 +252,7 @@ fn tables_are_read_in_any_order_of_columns_and_written() {
     assert_eq!(String::from_utf8_lossy(&out), "id,lower,upper,size,offset\nb1,0,2,4,0\nb2,1,4,2,4\n");
     let (repeated, _) = Problem::read_periodic_csv(3, "id,lower,upper,size\na,2,5,4\n".as_bytes()).expect("read");
     assert_eq!(repeated.period(), Some(3));
-    for (text, said) in [
+    for (text, output) in [
         ("id,lower,upper\na,0,1\n", "missing field `size`"),
         ("id,lower,upper,size\na,0,1\n", "line: 2"),
         ("id,lower,upper,size\na,0,1,x\n", "line: 2"),
@@ -260,6 +260,6 @@ fn tables_are_read_in_any_order_of_columns_and_written() {
         ("id,lower,upper,size\na,5,1,4\n", "rectangle 0 lives from 5 to 1"),
     ] {
         let error: TableError = Problem::read_csv(text.as_bytes()).expect_err(text);
-        assert!(error.to_string().contains(said), "{error}");
+        assert!(error.to_string().contains(output), "{error}");
     }
 }

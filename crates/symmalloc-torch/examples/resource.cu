@@ -1,4 +1,4 @@
-// symmalloc.hpp on a device: memory that one stream fills, another one reads late and gives back, and the first takes again.
+// symmalloc.hpp on a device: one stream fills memory, another one reads it late and frees it, and the first allocates it again.
 //
 //     nvcc -std=c++17 -O2 examples/resource.cu -I include -L ../../target/release -lsymmalloc_torch -o resource && ./resource
 
@@ -36,7 +36,7 @@ __global__ void count_others(const unsigned* from, unsigned value, unsigned coun
     if (i < count && from[i] != value) atomicAdd(wrong, 1u);
 }
 
-// Nanoseconds for a pair of these.
+// Returns the nanoseconds for an allocation and its free.
 template <class Allocate, class Free>
 double time_of(Allocate allocate, Free free) {
     constexpr int rounds = 100000;

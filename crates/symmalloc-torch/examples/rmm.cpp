@@ -1,5 +1,5 @@
-// RMM's containers on symmalloc.hpp: a vector that is filled on one stream, copied on another one and given back while the copy is read.
-// No kernel: a C++ compiler is enough. RMM 26 comes with the wheels librmm-cu13 and rapids-logger, CUDA's headers with any toolkit.
+// RMM's containers on symmalloc.hpp: a vector is filled on one stream, copied on another one, and freed while the copy is read.
+// It has no kernel, so a C++ compiler suffices. The wheels librmm-cu13 and rapids-logger contain RMM 26; any toolkit has CUDA's headers.
 //
 //     c++ -std=c++20 -O2 examples/rmm.cpp -I include -I $RMM/include -I $RMM/include/rapids -I $LOGGER/include -I $CUDA/include
 //         -L ../../target/release -L $RMM/lib64 -L $LOGGER/lib64 -L $CUDA/lib64
@@ -19,7 +19,7 @@
 
 static_assert(cuda::mr::resource_with<symmalloc::memory_resource, cuda::mr::device_accessible>);
 
-// Words that are not what was written.
+// Returns the number of wrong words.
 static long wrong_words(rmm::device_uvector<unsigned> const& vector, unsigned byte, cuda::stream_ref stream) {
     std::vector<unsigned> host(vector.size());
     RMM_CUDA_TRY(cudaMemcpyAsync(host.data(), vector.data(), vector.size() * 4, cudaMemcpyDeviceToHost, stream.get()));
@@ -29,7 +29,7 @@ static long wrong_words(rmm::device_uvector<unsigned> const& vector, unsigned by
     return wrong;
 }
 
-// Nanoseconds for a vector that comes and goes.
+// Returns the nanoseconds for the creation and destruction of a vector.
 template <class Resource>
 static double pair_of(Resource memory, std::size_t words, cuda::stream_ref stream) {
     constexpr int rounds = 100000;

@@ -1,11 +1,11 @@
 /*
- * symmalloc: a deterministic caching allocator for CUDA devices. Equal programs get equal places on every rank.
+ * symmalloc: a deterministic caching allocator for CUDA devices. Equal programs get equal placements on every rank.
  *
- * Every call returns a status, 0 when it did what it says; after anything else, symmalloc_error_message() says what
- * happened and what to do. All functions are thread-safe. Streams are CUstream or cudaStream_t; NULL is the legacy
- * default stream. A stream gets its number at its first use: use streams in the same order on every rank.
+ * Calls return a status, which is 0 on success. After any other status, symmalloc_error_message() returns the problem and
+ * what to do. All functions are thread-safe. Streams are CUstream or cudaStream_t; NULL is the legacy default stream. A
+ * stream gets its number at its first use: use streams in the same order on every rank.
  *
- * examples/loop.c is a whole program.
+ * examples/loop.c is a complete program.
  */
 
 #ifndef SYMMALLOC_H
@@ -20,17 +20,17 @@
 #define SYMMALLOC_VERSION "0.1.0"
 
 /**
- * What becomes of the bytes in live allocations: they are copied to pinned host memory, and back.
+ * Contents of live allocations during sleep: copied to pinned host memory, and restored on wake.
  */
 #define SYMMALLOC_CONTENTS_KEEP 0
 
 /**
- * What becomes of the bytes in live allocations: they are gone, and undefined after waking.
+ * Contents of live allocations during sleep: discarded, and undefined after wake.
  */
 #define SYMMALLOC_CONTENTS_DROP 1
 
 /**
- * What becomes of the bytes in live allocations: they are zero after waking.
+ * Contents of live allocations during sleep: zero after wake.
  */
 #define SYMMALLOC_CONTENTS_ZERO 2
 
@@ -40,46 +40,46 @@
 #define SYMMALLOC_PHASE_AWAKE 0
 
 /**
- * The pool sleeps: it has no memory, and all of its addresses.
+ * The pool sleeps: it has no memory, but keeps its addresses.
  */
 #define SYMMALLOC_PHASE_ASLEEP 1
 
 /**
- * The pool sleeps, but the driver or a window holds some of its memory: another sleep tries to give that back, a wake uses it.
+ * The pool sleeps, but the driver or a window still holds some memory. Another sleep retries the release; a wake reuses it.
  */
 #define SYMMALLOC_PHASE_FAILED 2
 
 /**
- * `symmalloc_registrar_options.registration`: a symmetric window over each segment of a symmetric pool, made by all ranks together.
+ * `symmalloc_registrar_options.registration`: a symmetric window over each segment of a symmetric pool, which all ranks create together.
  */
 #define SYMMALLOC_REGISTER_WINDOWS 0
 
 /**
- * `symmalloc_registrar_options.registration`: `ncclCommRegister` for each piece of memory, which is this rank's own matter. For any
- * pool, also one whose segments grow.
+ * `symmalloc_registrar_options.registration`: `ncclCommRegister` for each piece of memory, local to this rank. For any pool, including
+ * one whose segments grow.
  */
 #define SYMMALLOC_REGISTER_BUFFERS 1
 
 /**
- * `symmalloc_registrar_options.agree_every`: the ranks compare their histories when `symmalloc_registrar_agree` or
- * `symmalloc_pool_agree` is called, and never in a sync.
+ * `symmalloc_registrar_options.agree_every`: the ranks compare their histories only in `symmalloc_registrar_agree` and
+ * `symmalloc_pool_agree`, and never in a sync.
  */
 #define SYMMALLOC_AGREE_BY_HAND UINT32_MAX
 
 /**
- * An option of `symmalloc_all_to_all_create`: buffers that are not registered on the communicator are refused. NCCL moves other
- * memory through buffers of its own.
+ * Option of `symmalloc_all_to_all_create`: rejects buffers that are not registered on the communicator. NCCL can move these too,
+ * through its internal buffers.
  */
 #define SYMMALLOC_ALL_TO_ALL_REGISTERED 1
 
 /**
- * An option of `symmalloc_all_to_all_create`: the ranks compare their splits before each call, and all get the same error when they
- * disagree. To find mistakes: the host waits for an exchange.
+ * Option of `symmalloc_all_to_all_create`: the ranks compare their splits before each call, and all return the same error if they
+ * disagree. For debugging: each call blocks the host for an exchange.
  */
 #define SYMMALLOC_ALL_TO_ALL_CHECKED 2
 
 /**
- * How a call ended. After anything but `SYMMALLOC_OK`, `symmalloc_error_message` says what happened and what to do.
+ * The result of a call. After any status but `SYMMALLOC_OK`, `symmalloc_error_message` returns the problem and what to do.
  */
 enum symmalloc_status
 #if defined(__cplusplus) || __STDC_VERSION__ >= 202311L
@@ -87,43 +87,43 @@ enum symmalloc_status
 #endif // defined(__cplusplus) || __STDC_VERSION__ >= 202311L
  {
   /**
-   * Done.
+   * Success.
    */
   SYMMALLOC_OK = 0,
   /**
-   * An argument is missing or means nothing: a null pointer, a text that is not UTF-8, a device below 0.
+   * An argument is missing or invalid, such as a null pointer, a text that is not UTF-8, or a negative device.
    */
   SYMMALLOC_INVALID_ARGUMENT = 1,
   /**
-   * A configuration is not understood; the message names the byte.
+   * A configuration text is invalid. The message names the byte offset.
    */
   SYMMALLOC_INVALID_SETTINGS = 2,
   /**
-   * There is no memory within the limits, or the driver refused it.
+   * The limits leave no memory, or the driver refused to provide it.
    */
   SYMMALLOC_OUT_OF_MEMORY = 3,
   /**
-   * The pointer is no live allocation of this allocator.
+   * The pointer is not a live allocation of this allocator.
    */
   SYMMALLOC_UNKNOWN_POINTER = 4,
   /**
-   * There is no such pool, or it was given up.
+   * The pool does not exist, or was destroyed.
    */
   SYMMALLOC_UNKNOWN_POOL = 5,
   /**
-   * libcuda cannot be used, a call of it failed, or there is no such device.
+   * libcuda cannot be loaded, a CUDA call failed, or the device does not exist.
    */
   SYMMALLOC_CUDA = 6,
   /**
-   * The ranks differ; the message says where.
+   * The histories of the ranks differ. The message names the first difference.
    */
   SYMMALLOC_MISALIGNED = 7,
   /**
-   * The ranks could not hear each other.
+   * The ranks failed to communicate.
    */
   SYMMALLOC_TRANSPORT = 8,
   /**
-   * libnccl cannot be used, or a call of it failed or took too long.
+   * libnccl cannot be loaded, or an NCCL call failed or timed out.
    */
   SYMMALLOC_NCCL = 9,
   /**
@@ -131,7 +131,7 @@ enum symmalloc_status
    */
   SYMMALLOC_IO = 10,
   /**
-   * The call does not fit what was called before: scopes that do not nest, settings after the first allocation.
+   * The call is invalid in the current state, such as scopes that do not nest or settings after the first allocation.
    */
   SYMMALLOC_INVALID_STATE = 11,
   /**
@@ -153,17 +153,17 @@ typedef uint32_t symmalloc_status;
 typedef struct symmalloc_allocator symmalloc_allocator;
 
 /**
- * Memory of another process, as long as somebody here uses it.
+ * Opened memory of another process.
  */
 typedef struct symmalloc_opened symmalloc_opened;
 
 /**
- * What a private pool held.
+ * A checkpoint of a private pool's allocations.
  */
 typedef struct symmalloc_checkpoint symmalloc_checkpoint;
 
 /**
- * One pool on one communicator.
+ * The registration of one pool on one communicator.
  */
 typedef struct symmalloc_registrar symmalloc_registrar;
 
@@ -173,52 +173,52 @@ typedef struct symmalloc_registrar symmalloc_registrar;
 typedef struct symmalloc_all_to_all symmalloc_all_to_all;
 
 /**
- * Work that the program gives to a stream by itself, until this is dropped.
+ * An announced collective that the program submits itself.
  */
 typedef struct symmalloc_announcement symmalloc_announcement;
 
 /**
- * What a sleep did.
+ * The result of a sleep.
  */
 typedef struct symmalloc_slept {
   /**
-   * Bytes that went back to the device.
+   * Bytes released to the device.
    */
   uint64_t released_bytes;
   /**
-   * Bytes that were copied to the host.
+   * Bytes copied to the host.
    */
   uint64_t kept_bytes;
   /**
-   * Windows and buffers that were taken away.
+   * Windows and buffers that were deregistered.
    */
   uint64_t deregistered;
 } symmalloc_slept;
 
 /**
- * What a wake did.
+ * The result of a wake.
  */
 typedef struct symmalloc_woken {
   /**
-   * Bytes that have memory again.
+   * Bytes that were mapped to memory again.
    */
   uint64_t remapped_bytes;
   /**
-   * Windows and buffers that were made again.
+   * Windows and buffers that were registered again.
    */
   uint64_t registered;
   /**
-   * Windows that have another handle than before, on any rank: capture again what uses them.
+   * Windows whose handle changed on any rank. Recapture graphs that use them.
    */
   uint64_t changed;
   /**
-   * Communicators that ended since: register on new ones.
+   * Communicators that failed during the sleep. Register on new ones.
    */
   uint64_t lost;
 } symmalloc_woken;
 
 /**
- * What became of a step.
+ * The result of a step.
  */
 typedef struct symmalloc_step_report {
   /**
@@ -226,21 +226,21 @@ typedef struct symmalloc_step_report {
    */
   uint64_t allocations;
   /**
-   * How many of them went where a plan says.
+   * The number of allocations that were placed by a plan.
    */
   uint64_t planned;
   /**
-   * Bytes of memory that the pool's plans hold.
+   * Bytes of memory reserved for the pool's plans.
    */
   uint64_t plan_bytes;
   /**
-   * The number of the first allocation that was not as planned; `UINT64_MAX` when all were, or there is no plan.
+   * The number of the first allocation that differed from the plan; `UINT64_MAX` if there was none, or no plan.
    */
   uint64_t differs_at;
 } symmalloc_step_report;
 
 /**
- * Where an allocation lies. Equal on all ranks that ran the same program.
+ * The position of an allocation. Equal on all ranks that ran the same program.
  */
 typedef struct symmalloc_placement {
   /**
@@ -248,7 +248,7 @@ typedef struct symmalloc_placement {
    */
   uint32_t pool;
   /**
-   * The stream of the heap, in the order of first use; `UINT32_MAX` where the pool's streams share.
+   * The stream of the heap, numbered in order of first use; `UINT32_MAX` if the pool's streams share memory.
    */
   uint32_t stream;
   /**
@@ -256,26 +256,26 @@ typedef struct symmalloc_placement {
    */
   uint64_t segment;
   /**
-   * Bytes from the segment's first byte.
+   * The offset from the segment's first byte.
    */
   uint64_t offset_bytes;
   /**
-   * Bytes that may be used: the request, rounded up.
+   * Usable bytes: the requested size, rounded up.
    */
   uint64_t size_bytes;
   /**
-   * Bytes that were asked for.
+   * Requested bytes.
    */
   uint64_t requested_bytes;
 } symmalloc_placement;
 
 /**
- * How a pool is registered. All zero: windows, compared at every sync, with a deadline of five minutes. All ranks give the same, but
- * for `rank`.
+ * Options of a registration. All zero: windows, a comparison at every sync, and a deadline of five minutes. All ranks pass the same
+ * values, except for `rank`.
  */
 typedef struct symmalloc_registrar_options {
   /**
-   * Milliseconds after which anything that waits for other ranks ends; 0: five minutes.
+   * The timeout of every wait for other ranks, in milliseconds; 0: five minutes.
    */
   uint32_t deadline_ms;
   /**
@@ -283,128 +283,128 @@ typedef struct symmalloc_registrar_options {
    */
   uint32_t registration;
   /**
-   * The ranks compare their histories at every so many syncs: 0 and 1 mean each one, `SYMMALLOC_AGREE_BY_HAND` none. A sync that
-   * compares nothing and finds nothing new returns at once; that ranks differ in *whether* there is something new is noticed by the
-   * deadline then.
+   * The number of syncs per comparison of the ranks' histories: 0 and 1 compare at every sync, `SYMMALLOC_AGREE_BY_HAND` at none. A
+   * sync that neither compares nor finds new segments returns immediately. If only some ranks have new segments then, these ranks time
+   * out.
    */
   uint32_t agree_every;
   /**
-   * What the program takes this rank of the communicator for. Refused when NCCL says another one.
+   * The expected rank in the communicator. A mismatch with NCCL's value is an error.
    */
   uint32_t rank;
   /**
-   * What it takes the communicator's number of ranks for; 0: neither is compared.
+   * The expected number of ranks of the communicator; 0: checks neither this nor `rank`.
    */
   uint32_t world;
   /**
-   * "host:port", a free port of the machine of the communicator's rank 0: there the ranks meet, and keep connections by which each
-   * learns which rank died, is stopped or does not come. NULL: nothing tells which rank it is.
+   * "host:port", a free port on the machine of the communicator's rank 0. The ranks connect there and keep the connections, to detect
+   * which rank died, is stopped or is missing. NULL: errors do not identify that rank.
    */
   const char *rendezvous;
   /**
-   * The communicator's name in errors and flight records; NULL: "borrowed". A pool that is on several communicators sleeps where each of
-   * them has a name of its own, the same on all of its ranks and another one than that of any communicator of the job.
+   * The communicator's name in errors and flight records; NULL: "borrowed". To sleep, a pool on several communicators needs a name for
+   * each, which is equal on all of its ranks and unique in the job.
    */
   const char *name;
 } symmalloc_registrar_options;
 
 /**
- * Gives `len` bytes of this rank to all ranks and writes everybody's, in rank order, to `all` (world times `len` bytes). Zero
- * when it is done. It must not throw.
+ * Sends `len` bytes of this rank to all ranks, and writes the bytes of all ranks to `all` (world times `len` bytes), in rank order.
+ * Returns 0 on success. It must not throw.
  */
 typedef int (*symmalloc_gather_fn)(void *context, const uint8_t *mine, size_t len, uint8_t *all);
 
 /**
- * What is known of a live allocation.
+ * The properties of a live allocation.
  */
 typedef struct symmalloc_found {
   /**
-   * Its device.
+   * The device.
    */
   int32_t device;
   /**
-   * Memory of its pool comes in segments that grow.
+   * `true` if the pool's segments grow.
    */
   bool is_expandable;
   /**
-   * The stream it was allocated for.
+   * The stream of the allocation.
    */
   void *stream;
   /**
-   * Bytes of its block.
+   * The size of the block in bytes.
    */
   uint64_t bytes;
   /**
-   * Bytes that were asked for.
+   * Requested bytes.
    */
   uint64_t requested_bytes;
   /**
-   * PyTorch's name of its pool: (0, 0) for the default pool and those that PyTorch does not know.
+   * The first word of the pool's id in PyTorch: (0, 0) for the default pool and for pools that PyTorch did not create.
    */
   uint64_t id_first;
   /**
-   * Its second word.
+   * The second word of the id.
    */
   uint64_t id_second;
 } symmalloc_found;
 
 /**
- * Says whether allocations on a stream are the scope's. May throw a C++ exception.
+ * Returns `true` if the scope covers allocations on a stream. May throw a C++ exception.
  */
 typedef bool (*symmalloc_filter_fn)(void *context, void *stream);
 
 /**
- * Gives up what a callback is called with.
+ * Destroys the context of a callback.
  */
 typedef void (*symmalloc_destroy_fn)(void *context);
 
 /**
- * Functions of the program that a pool takes its memory from.
+ * Callbacks that provide a pool's memory.
  */
 typedef struct symmalloc_source {
   /**
-   * Device memory, or NULL where there is none.
+   * Returns device memory; NULL if there is none.
    */
   void *(*allocate)(void *context, size_t bytes);
   /**
-   * Takes it back.
+   * Frees memory of `allocate`.
    */
   void (*free)(void *context, void *pointer);
   /**
-   * What they are called with.
+   * The first argument of both callbacks.
    */
   void *context;
   /**
-   * Gives the context up, when the pool and its memory are gone.
+   * Destroys the context after the pool and its memory were released.
    */
   symmalloc_destroy_fn destroy;
 } symmalloc_source;
 
 /**
- * A quantity over time.
+ * A statistic over time.
  */
 typedef struct symmalloc_stat {
   /**
-   * Now.
+   * The current value.
    */
   uint64_t current;
   /**
-   * The most since peaks were reset.
+   * The maximum since peaks were reset.
    */
   uint64_t peak;
   /**
-   * Everything that was ever added.
+   * The sum of all increases.
    */
   uint64_t allocated;
   /**
-   * Everything that was ever taken away.
+   * The sum of all decreases.
    */
   uint64_t freed;
 } symmalloc_stat;
 
 /**
- * What a device's allocators counted, those over memory of the program's included. Of three, the first is all, then small blocks,
- * then large ones.
+ * The counters of a device's allocators, including those over memory of the program. In arrays of three, the entries are the total,
+ * small blocks and large blocks.
  */
 typedef struct symmalloc_counts {
   /**
@@ -412,15 +412,15 @@ typedef struct symmalloc_counts {
    */
   struct symmalloc_stat allocations[3];
   /**
-   * Bytes of their blocks.
+   * Bytes of the allocated blocks.
    */
   struct symmalloc_stat allocated_bytes[3];
   /**
-   * Bytes that were asked for.
+   * Requested bytes.
    */
   struct symmalloc_stat requested_bytes[3];
   /**
-   * Device memory held, in all.
+   * Bytes of reserved device memory.
    */
   struct symmalloc_stat reserved_bytes;
   /**
@@ -428,7 +428,7 @@ typedef struct symmalloc_counts {
    */
   uint64_t segments;
   /**
-   * Segments born so far.
+   * Segments created so far.
    */
   uint64_t segments_born;
   /**
@@ -436,7 +436,7 @@ typedef struct symmalloc_counts {
    */
   uint64_t free_blocks;
   /**
-   * Allocations that were tried again.
+   * Allocations that were retried.
    */
   uint64_t retries;
   /**
@@ -444,11 +444,11 @@ typedef struct symmalloc_counts {
    */
   uint64_t failures;
   /**
-   * The limit over all pools; 0: none.
+   * The limit over all pools in bytes; 0: none.
    */
   uint64_t limit_bytes;
   /**
-   * Bytes that the device has.
+   * Bytes of memory on the device.
    */
   uint64_t total_bytes;
 } symmalloc_counts;
@@ -458,72 +458,72 @@ typedef struct symmalloc_counts {
  */
 typedef struct symmalloc_segment {
   /**
-   * Its first byte.
+   * The address of the first byte.
    */
   uint64_t address;
   /**
-   * Its bytes.
+   * The size in bytes.
    */
   uint64_t bytes;
   /**
-   * The stream of its heap; that of its first allocation where streams share, or NULL.
+   * The stream of the heap. If streams share memory: the stream of the first allocation, or NULL.
    */
   void *stream;
   /**
-   * PyTorch's name of the pool: (0, 0) for the default pool.
+   * The first word of the pool's id in PyTorch: (0, 0) for the default pool.
    */
   uint64_t id_first;
   /**
-   * Its second word.
+   * The second word of the id.
    */
   uint64_t id_second;
   /**
-   * It can grow.
+   * `true` if the segment can grow.
    */
   bool is_expandable;
   /**
-   * It serves large requests, or all.
+   * `true` if the segment serves large requests, or all.
    */
   bool is_large;
 } symmalloc_segment;
 
 /**
- * A block of the segment that came before it.
+ * A block of the segment that was visited before it.
  */
 typedef struct symmalloc_block {
   /**
-   * Its first byte.
+   * The address of the first byte.
    */
   uint64_t address;
   /**
-   * Its bytes.
+   * The size in bytes.
    */
   uint64_t bytes;
   /**
-   * Bytes that were asked for; 0 for a free block.
+   * Requested bytes; 0 for a free block.
    */
   uint64_t requested_bytes;
   /**
-   * It is a live allocation.
+   * `true` for a live allocation.
    */
   bool is_allocated;
 } symmalloc_block;
 
 /**
- * Is told of a segment (`block` NULL), then of its blocks (`segment` NULL).
+ * Receives a segment (`block` is NULL), and then its blocks (`segment` is NULL).
  */
 typedef void (*symmalloc_visit_fn)(void *context,
                                    const struct symmalloc_segment *segment,
                                    const struct symmalloc_block *block);
 
 /**
- * Is told of an allocation: of one that was live before (`is_live` 0), and then of those that are live now (1).
+ * Receives the allocations that were live before a restore (`is_live` 0), and then those that are live after it (1).
  */
 typedef void (*symmalloc_restored_fn)(void *context, void *pointer, uint64_t requested_bytes, uint32_t is_live);
 
 /**
- * Is told of memory that was mapped (`is_mapped` 1), and of memory before it goes (0). Called under a heap's lock: a call of
- * this library that it makes is an error.
+ * Receives memory after it was mapped (`is_mapped` 1), and before it is unmapped (0). Runs under a heap's lock, so calls of this
+ * library inside it return an error.
  */
 typedef void (*symmalloc_memory_fn)(int32_t device, uint32_t is_mapped, uint64_t address, uint64_t bytes);
 
@@ -532,17 +532,17 @@ extern "C" {
 #endif // __cplusplus
 
 /**
- * The message of the calling thread's last failure; empty if there was none. It stays until this thread's next failure.
+ * Returns the message of the calling thread's last error; empty if there was none. It stays valid until this thread's next error.
  */
 const char *symmalloc_error_message(void);
 
 /**
- * The library's version, as in its package.
+ * Returns the library's version, which is that of its package.
  */
 const char *symmalloc_version(void);
 
 /**
- * Makes the allocator of a device. `conf` is a text as in SYMMALLOC_CONF; NULL: the defaults.
+ * Creates an allocator for a device. `conf` has the syntax of SYMMALLOC_CONF; NULL: the defaults.
  *
  * # Safety
  * `conf` is NULL or a C string; `out` is valid for writing.
@@ -550,15 +550,15 @@ const char *symmalloc_version(void);
 symmalloc_status symmalloc_create(int32_t device, const char *conf, struct symmalloc_allocator **out);
 
 /**
- * Ends an allocator that `symmalloc_create` made. All of its memory goes back, live allocations included. NULL is no op.
+ * Destroys an allocator of `symmalloc_create`, and releases all of its memory, including live allocations. NULL has no effect.
  *
  * # Safety
- * The allocator is used by nobody else and not after this; work on its memory is done; it has no registrar.
+ * No other thread uses the allocator, and it is not used after this; work on its memory has completed; it has no registrar.
  */
 symmalloc_status symmalloc_destroy(struct symmalloc_allocator *allocator);
 
 /**
- * Allocates from a pool for work on a stream. Zero bytes are a null pointer.
+ * Allocates from a pool for work on a stream. Writes a null pointer for zero bytes.
  *
  * # Safety
  * `allocator` is live; the stream is one of the device's primary context and lives as long as the allocator; `out` is valid for
@@ -571,7 +571,7 @@ symmalloc_status symmalloc_allocate(struct symmalloc_allocator *allocator,
                                     void **out);
 
 /**
- * As `symmalloc_allocate`, with a name for snapshots and reports.
+ * Allocates as `symmalloc_allocate`, with a name for snapshots and reports.
  *
  * # Safety
  * As `symmalloc_allocate`; `name` is NULL or a C string.
@@ -584,7 +584,7 @@ symmalloc_status symmalloc_allocate_named(struct symmalloc_allocator *allocator,
                                           void **out);
 
 /**
- * Frees an allocation: other work may use the memory at once, ordered behind this one's uses on the device. NULL is no op.
+ * Frees an allocation without blocking. Its next user waits on the device for its recorded uses. NULL has no effect.
  *
  * # Safety
  * `allocator` is live.
@@ -593,7 +593,7 @@ symmalloc_status symmalloc_free(struct symmalloc_allocator *allocator,
                                 void *pointer);
 
 /**
- * Tells that work on another stream uses the allocation, too. Whoever takes the memory after the free waits for it on the
+ * Records that work on another stream uses the allocation. After the free, the next user of the memory waits for that work on the
  * device.
  *
  * # Safety
@@ -604,8 +604,8 @@ symmalloc_status symmalloc_record_use(struct symmalloc_allocator *allocator,
                                       void *stream);
 
 /**
- * Allocates memory for work on any stream, now or later: for callers that know no stream. It comes from a pool of its own. Free it
- * with `symmalloc_free_unordered`. Zero bytes are a null pointer.
+ * Allocates memory for work on any stream, now or later, for callers that do not know a stream. It comes from a separate pool. Free
+ * it with `symmalloc_free_unordered`. Writes a null pointer for zero bytes.
  *
  * # Safety
  * `allocator` is live; `out` is valid for writing.
@@ -615,8 +615,8 @@ symmalloc_status symmalloc_allocate_unordered(struct symmalloc_allocator *alloca
                                               void **out);
 
 /**
- * Frees an allocation when all work that was given to the device so far is done. Blocks until then, as cuMemFree does. NULL is no
- * op. Fails while a stream is captured; the allocation is live then.
+ * Blocks until all work submitted to the device so far has completed, as cuMemFree does, and frees an allocation. NULL has no effect.
+ * Fails during a stream capture, and the allocation stays live.
  *
  * # Safety
  * `allocator` is live.
@@ -625,8 +625,8 @@ symmalloc_status symmalloc_free_unordered(struct symmalloc_allocator *allocator,
                                           void *pointer);
 
 /**
- * Frees an allocation behind the work that was given to this stream so far, whatever stream it was allocated for: for callers that
- * name the stream of a free. What came from `symmalloc_allocate_unordered` is freed as by `symmalloc_free_unordered`. NULL is no op.
+ * Frees an allocation after the work submitted to this stream so far, regardless of the stream of its allocation, for callers that
+ * free on a stream. Memory of `symmalloc_allocate_unordered` is freed as by `symmalloc_free_unordered`. NULL has no effect.
  *
  * # Safety
  * As `symmalloc_allocate`.
@@ -636,8 +636,8 @@ symmalloc_status symmalloc_free_on(struct symmalloc_allocator *allocator,
                                    void *stream);
 
 /**
- * Says that sessions of ONNX Runtime on this device work on this stream alone: its `user_compute_stream`. From then on its memory
- * is ordered by the stream, and `symmalloc_ort_free` does not wait. Without it, memory is as from `symmalloc_allocate_unordered`.
+ * Declares that sessions of ONNX Runtime on this device use only this stream, their `user_compute_stream`. Their later allocations are
+ * ordered by the stream, and `symmalloc_ort_free` does not block. Otherwise, memory comes from `symmalloc_allocate_unordered`.
  *
  * # Safety
  * The stream is one of the device's primary context and lives as long as the process.
@@ -646,15 +646,15 @@ symmalloc_status symmalloc_ort_use_stream(int32_t device,
                                           void *stream);
 
 /**
- * ONNX Runtime's `gpu_external_alloc`. Allocates on the device whose context is current, from the allocator that PyTorch's entry
- * points use. NULL when there is no memory, which ONNX Runtime makes an error of; what happened is on the error output once, and in
- * the statistics.
+ * Allocates on the device of the current context, from the allocator of PyTorch's entry points: ONNX Runtime's `gpu_external_alloc`.
+ * Returns NULL if there is no memory, which ONNX Runtime reports as an error. Standard error shows the first failure, and the
+ * statistics count all.
  */
 void *symmalloc_ort_alloc(size_t bytes);
 
 /**
- * ONNX Runtime's `gpu_external_free`. Blocks until the device is idle, unless the memory was allocated for a stream that
- * `symmalloc_ort_use_stream` named. What fails is counted, and once written to the error output.
+ * Frees memory: ONNX Runtime's `gpu_external_free`. Blocks until the device is idle, unless the memory was allocated for a stream of
+ * `symmalloc_ort_use_stream`. Standard error shows the first failure, and the statistics count all.
  *
  * # Safety
  * The pointer is NULL, or came from `symmalloc_ort_alloc` and is not used by work that is submitted after this.
@@ -662,13 +662,13 @@ void *symmalloc_ort_alloc(size_t bytes);
 void symmalloc_ort_free(void *pointer);
 
 /**
- * ONNX Runtime's `gpu_external_empty_cache`: gives free memory of all devices back. Waits for streams that used it.
+ * Releases free memory of all devices, and waits for streams that used it: ONNX Runtime's `gpu_external_empty_cache`.
  */
 void symmalloc_ort_empty_cache(void);
 
 /**
- * Makes a pool with a policy of its own, the keys of a pool as in SYMMALLOC_CONF. NULL: as the default pool, but private.
- * Make pools in the same order on every rank.
+ * Creates a pool. `conf` has the pool keys of SYMMALLOC_CONF; NULL: the settings of the default pool, but private. Create pools in the
+ * same order on every rank.
  *
  * # Safety
  * `allocator` is live; `conf` is NULL or a C string; `out` is valid for writing.
@@ -678,8 +678,7 @@ symmalloc_status symmalloc_pool_create(struct symmalloc_allocator *allocator,
                                        uint32_t *out);
 
 /**
- * Gives a pool up. Nothing can be allocated in it any more; its memory goes back with the first trim after its last
- * allocation was freed.
+ * Destroys a pool. Further allocations in it fail. The first trim after its last allocation was freed releases its memory.
  *
  * # Safety
  * `allocator` is live.
@@ -688,7 +687,7 @@ symmalloc_status symmalloc_pool_destroy(struct symmalloc_allocator *allocator,
                                         uint32_t pool);
 
 /**
- * Brings the device memory that a stream has in a pool to at least so many bytes, so that later allocations find it.
+ * Grows the device memory of a stream in a pool to at least `bytes`, for later allocations.
  *
  * # Safety
  * As `symmalloc_allocate`.
@@ -699,8 +698,8 @@ symmalloc_status symmalloc_reserve(struct symmalloc_allocator *allocator,
                                    size_t bytes);
 
 /**
- * Gives the free memory of all pools back to the device, but not that of private pools that a graph uses. Waits for streams
- * that used it. `released_bytes` may be NULL.
+ * Releases the free memory of all pools to the device, except that of private pools that a graph uses. Waits for streams that used
+ * it. `released_bytes` may be NULL.
  *
  * # Safety
  * `allocator` is live; `released_bytes` is NULL or valid for writing.
@@ -709,7 +708,7 @@ symmalloc_status symmalloc_trim(struct symmalloc_allocator *allocator,
                                 uint64_t *released_bytes);
 
 /**
- * Lets another device read and write the allocator's memory: what there is, and what will be.
+ * Grants another device read and write access to the allocator's present and future memory.
  *
  * # Safety
  * `allocator` is live.
@@ -717,13 +716,13 @@ symmalloc_status symmalloc_trim(struct symmalloc_allocator *allocator,
 symmalloc_status symmalloc_grant_access(struct symmalloc_allocator *allocator, int32_t peer);
 
 /**
- * Puts a pool to sleep: its memory goes back to the device, and its addresses, allocations and graphs stay what they are, to be used when
- * it is awake again. Waits for the device. `contents` is one of `SYMMALLOC_CONTENTS_...`. Until it wakes nothing may use the pool's memory,
- * and no graph that uses it may be launched; allocating from it is an error, and freeing is not.
+ * Puts a pool to sleep: releases its memory to the device, and keeps its addresses, allocations and graphs for use after the wake.
+ * Blocks until the device is idle. `contents` is one of `SYMMALLOC_CONTENTS_...`. Until the pool wakes, no work may use its memory, and
+ * no graph that uses it may be launched. Allocating from the pool is an error; freeing is allowed.
  *
- * A pool with registrars sleeps on all ranks together: call it at the same point on every rank, once no collective in its windows is
- * running. Its windows go first. The ranks talk over the communicator with the most ranks, of those the one that was registered last; it
- * must have all ranks of all others. `out` may be NULL.
+ * A pool with registrars sleeps on all ranks together: call this at the same point on every rank, when no collective in its windows is
+ * running. It first deregisters the windows. The ranks communicate over the communicator with the most ranks, which must include the
+ * ranks of all others; of several, the one that was registered last. `out` may be NULL.
  *
  * # Safety
  * `allocator` is live; `out` is NULL or valid for writing.
@@ -734,9 +733,9 @@ symmalloc_status symmalloc_sleep(struct symmalloc_allocator *allocator,
                                  struct symmalloc_slept *out);
 
 /**
- * Wakes a pool: it has memory at the addresses that it had, with what was kept. `SYMMALLOC_OUT_OF_MEMORY` where the device has no
- * room: it sleeps on, nothing is lost, and another call may succeed. A pool with registrars wakes on all ranks or on none, and has its
- * windows again. `out` may be NULL.
+ * Wakes a pool at its previous addresses, and restores the kept contents. Returns `SYMMALLOC_OUT_OF_MEMORY` if the device lacks memory.
+ * The pool then stays asleep without losing contents, and can retry. A pool with registrars wakes on all ranks or on none, and restores
+ * its windows. `out` may be NULL.
  *
  * # Safety
  * As `symmalloc_sleep`.
@@ -746,8 +745,8 @@ symmalloc_status symmalloc_wake(struct symmalloc_allocator *allocator,
                                 struct symmalloc_woken *out);
 
 /**
- * As `symmalloc_sleep`, for the pools whose configuration has the tag (`tag:weights`), in the order in which they were made. When one of
- * them fails, those before it sleep: another call goes on. `SYMMALLOC_UNKNOWN_POOL` when there are none.
+ * Puts the pools to sleep whose configuration has the tag (`tag:weights`), as `symmalloc_sleep`, in order of creation. If a pool fails,
+ * those before it sleep, and another call continues. Returns `SYMMALLOC_UNKNOWN_POOL` if no pool has the tag.
  *
  * # Safety
  * As `symmalloc_sleep`; `tag` is a C string.
@@ -758,8 +757,8 @@ symmalloc_status symmalloc_sleep_tagged(struct symmalloc_allocator *allocator,
                                         struct symmalloc_slept *out);
 
 /**
- * As `symmalloc_wake`, for the pools whose configuration has the tag, in the order in which they were made. When one of them fails, those
- * before it are awake: another call goes on. `SYMMALLOC_UNKNOWN_POOL` when there are none.
+ * Wakes the pools whose configuration has the tag, as `symmalloc_wake`, in order of creation. If a pool fails, those before it are
+ * awake, and another call continues. Returns `SYMMALLOC_UNKNOWN_POOL` if no pool has the tag.
  *
  * # Safety
  * As `symmalloc_sleep`; `tag` is a C string.
@@ -769,7 +768,7 @@ symmalloc_status symmalloc_wake_tagged(struct symmalloc_allocator *allocator,
                                        struct symmalloc_woken *out);
 
 /**
- * Whether a pool is awake: writes one of `SYMMALLOC_PHASE_...`.
+ * Writes the sleep state of a pool, which is one of `SYMMALLOC_PHASE_...`.
  *
  * # Safety
  * `allocator` is live; `out` is valid for writing.
@@ -777,10 +776,10 @@ symmalloc_status symmalloc_wake_tagged(struct symmalloc_allocator *allocator,
 symmalloc_status symmalloc_phase(struct symmalloc_allocator *allocator, uint32_t pool, uint32_t *out);
 
 /**
- * Makes a pool with a quota hold so many bytes, rounded up to granules: no more and no less, whatever is allocated and freed in it until
- * the next call. A pool has a quota where it was made with `growth_mb:0,streams:shared`; `range_mb` is the most that it can hold. It holds
- * nothing at first. Live allocations stay where they are; `SYMMALLOC_INVALID_STATE` when they need more than that, and then the pool is as
- * it was. A pool that gets smaller waits for the streams that used its free memory. `held_bytes` may be NULL.
+ * Sets the memory of a pool with a quota to `bytes`, rounded up to granules. It is fixed until the next call. A pool created with
+ * `growth_mb:0,streams:shared` has a quota; `range_mb` is its maximum. Such a pool starts empty. Live allocations stay in place. Returns
+ * `SYMMALLOC_INVALID_STATE` if they need more memory, and leaves the pool unchanged. A shrinking pool waits for the streams that used its
+ * free memory. `held_bytes` may be NULL.
  *
  * # Safety
  * As `symmalloc_allocate`; `held_bytes` is NULL or valid for writing.
@@ -792,8 +791,8 @@ symmalloc_status symmalloc_resize(struct symmalloc_allocator *allocator,
                                   uint64_t *held_bytes);
 
 /**
- * Obtains pinned host memory for what pools will keep while they sleep, so that the first sleep does not: that takes much longer than
- * copying.
+ * Reserves pinned host memory for the kept contents of sleeping pools, so that the first sleep does not have to. Reserving takes much
+ * longer than copying.
  *
  * # Safety
  * `allocator` is live.
@@ -802,7 +801,7 @@ symmalloc_status symmalloc_reserve_host_memory(struct symmalloc_allocator *alloc
                                                size_t bytes);
 
 /**
- * Gives pinned host memory back that no sleeping pool needs. `released_bytes` may be NULL.
+ * Releases pinned host memory that no sleeping pool needs. `released_bytes` may be NULL.
  *
  * # Safety
  * `allocator` is live; `released_bytes` is NULL or valid for writing.
@@ -811,9 +810,9 @@ symmalloc_status symmalloc_release_host_memory(struct symmalloc_allocator *alloc
                                                uint64_t *released_bytes);
 
 /**
- * A step of a pool begins: what the program repeats, such as a training step. In a pool with `plan:learn` a step that comes twice
- * alike is planned when it ends, and later ones follow the plan. `key` says which steps are alike; 0 when all are. Call it at the
- * same point on every rank, while no other thread uses the pool and no stream is captured.
+ * Begins a step of a pool, which is a repeated part of the program such as a training step. A pool with `plan:learn` plans a step after
+ * two equal runs, when the second ends. Later runs follow the plan. `key` is equal for steps that make the same allocations; 0 if all do.
+ * Call it at the same point on every rank, while no other thread uses the pool and no stream is captured.
  *
  * # Safety
  * `allocator` is live.
@@ -823,7 +822,7 @@ symmalloc_status symmalloc_step_begin(struct symmalloc_allocator *allocator,
                                       uint64_t key);
 
 /**
- * The step of a pool ends. `out` may be NULL.
+ * Ends the open step of a pool. `out` may be NULL.
  *
  * # Safety
  * `allocator` is live; `out` is NULL or valid for writing.
@@ -833,9 +832,9 @@ symmalloc_status symmalloc_step_end(struct symmalloc_allocator *allocator,
                                     struct symmalloc_step_report *out);
 
 /**
- * Adopts the plans that a file of `symmalloc plan -o FILE` has for a pool, plain or compressed. Later steps of their keys follow
- * them. Streams have the numbers of their first use, so use each stream once before. `count` may be NULL; it says how many plans
- * there are.
+ * Loads the plans for a pool from a file that `symmalloc plan -o FILE` wrote, plain or compressed. Later steps with their keys follow
+ * them. Streams are numbered in order of first use, so use each stream once before this call. Writes the number of plans to `count`, which
+ * may be NULL.
  *
  * # Safety
  * `allocator` is live; `path` is a C string; `count` is NULL or valid for writing.
@@ -846,7 +845,7 @@ symmalloc_status symmalloc_plans_adopt(struct symmalloc_allocator *allocator,
                                        uint32_t *count);
 
 /**
- * Gives the plans of a pool up. What they placed stays where it is.
+ * Drops the plans of a pool. Their live allocations stay in place.
  *
  * # Safety
  * `allocator` is live.
@@ -854,7 +853,7 @@ symmalloc_status symmalloc_plans_adopt(struct symmalloc_allocator *allocator,
 symmalloc_status symmalloc_plans_drop(struct symmalloc_allocator *allocator, uint32_t pool);
 
 /**
- * Where a live allocation lies.
+ * Writes the position of a live allocation.
  *
  * # Safety
  * `allocator` is live; `out` is valid for writing.
@@ -864,7 +863,7 @@ symmalloc_status symmalloc_placement_of(struct symmalloc_allocator *allocator,
                                         struct symmalloc_placement *out);
 
 /**
- * Everything that is counted, as JSON. Free the text with `symmalloc_release_bytes`.
+ * Writes all counters as JSON. Free the text with `symmalloc_release_bytes`.
  *
  * # Safety
  * `allocator` is live; `json` is valid for writing.
@@ -872,7 +871,7 @@ symmalloc_status symmalloc_placement_of(struct symmalloc_allocator *allocator,
 symmalloc_status symmalloc_stats_json(struct symmalloc_allocator *allocator, char **json);
 
 /**
- * Starts all peaks anew at the current values.
+ * Resets all peaks to the current values.
  *
  * # Safety
  * `allocator` is live.
@@ -880,7 +879,7 @@ symmalloc_status symmalloc_stats_json(struct symmalloc_allocator *allocator, cha
 symmalloc_status symmalloc_reset_peaks(struct symmalloc_allocator *allocator);
 
 /**
- * The history of a pool as one number: equal on two ranks exactly when their ops and placements in it are.
+ * Writes the digest of a pool's history, which is equal on two ranks exactly when their ops and placements in the pool are.
  *
  * # Safety
  * `allocator` is live; `out` is valid for writing.
@@ -888,7 +887,7 @@ symmalloc_status symmalloc_reset_peaks(struct symmalloc_allocator *allocator);
 symmalloc_status symmalloc_digest(struct symmalloc_allocator *allocator, uint32_t pool, uint64_t *out);
 
 /**
- * What the allocator holds now, as a pickle in the form of PyTorch's memory snapshots. Free the bytes with
+ * Writes a pickle of the allocator's memory in the format of PyTorch's memory snapshots. Free the bytes with
  * `symmalloc_release_bytes`.
  *
  * # Safety
@@ -897,7 +896,7 @@ symmalloc_status symmalloc_digest(struct symmalloc_allocator *allocator, uint32_
 symmalloc_status symmalloc_snapshot(struct symmalloc_allocator *allocator, uint8_t **bytes, size_t *len);
 
 /**
- * The live allocations, largest first, for people. Free the text with `symmalloc_release_bytes`.
+ * Writes a readable list of the live allocations, largest first. Free the text with `symmalloc_release_bytes`.
  *
  * # Safety
  * `allocator` is live; `text` is valid for writing.
@@ -905,7 +904,7 @@ symmalloc_status symmalloc_snapshot(struct symmalloc_allocator *allocator, uint8
 symmalloc_status symmalloc_leak_report(struct symmalloc_allocator *allocator, char **text);
 
 /**
- * The settings as canonical text: every value that is set, defaults too. Free the text with `symmalloc_release_bytes`.
+ * Writes the canonical text of the settings, including defaults. Free the text with `symmalloc_release_bytes`.
  *
  * # Safety
  * `allocator` is live; `text` is valid for writing.
@@ -914,16 +913,16 @@ symmalloc_status symmalloc_config(struct symmalloc_allocator *allocator,
                                   char **text);
 
 /**
- * Frees what another call handed out. NULL is no op.
+ * Frees a text or bytes that another call wrote. NULL has no effect.
  *
  * # Safety
- * It was handed out by this library and is not used after this.
+ * The pointer came from this library, and is not used after this.
  */
 void symmalloc_release_bytes(void *bytes);
 
 /**
- * Records every op from now on to a file, as text, or compressed where its name ends in `.zst` or `.gz`: what `symmalloc replay`
- * reads. Begin before the first allocation, while no other thread uses the allocator. Ops take longer meanwhile.
+ * Records every later op to a file for `symmalloc replay`: as text, or compressed if its name ends in `.zst` or `.gz`. Call it before
+ * the first allocation, while no other thread uses the allocator. Recording slows ops down.
  *
  * # Safety
  * `allocator` is live; `path` is a C string.
@@ -932,7 +931,7 @@ symmalloc_status symmalloc_trace_start(struct symmalloc_allocator *allocator,
                                        const char *path);
 
 /**
- * Ends the recording. What was recorded is on disk then. Ending the allocator does the same.
+ * Ends the recording and writes the rest of it to disk. Destroying the allocator does the same.
  *
  * # Safety
  * `allocator` is live.
@@ -940,14 +939,14 @@ symmalloc_status symmalloc_trace_start(struct symmalloc_allocator *allocator,
 symmalloc_status symmalloc_trace_stop(struct symmalloc_allocator *allocator);
 
 /**
- * Attaches a symmetric pool to a communicator that other code owns. Nothing is registered before the first sync. Every rank
- * of the communicator calls it. Anything that waits for other ranks ends after `deadline_ms` milliseconds; 0: after
- * five minutes. `rendezvous` is as in `symmalloc_registrar_options`.
+ * Attaches a symmetric pool to a communicator that other code owns. The first sync registers its segments. Every rank of the
+ * communicator calls it. Every wait for other ranks times out after `deadline_ms` milliseconds; 0: five minutes. `rendezvous` is as in
+ * `symmalloc_registrar_options`.
  *
  * # Safety
- * `rendezvous` is a C string or NULL; `allocator` is live; `nccl_comm` is a live and ready `ncclComm_t` on its device, of the NCCL library of this process, which
- * lives until the registrar is destroyed and is not used by other threads while a call of this library uses it; `out` is valid
- * for writing.
+ * `rendezvous` is a C string or NULL; `allocator` is live; `nccl_comm` is a live and ready `ncclComm_t` on its device, of the NCCL
+ * library of this process, which lives until the registrar is destroyed and is not used by other threads during a call of this
+ * library; `out` is valid for writing.
  */
 symmalloc_status symmalloc_registrar_create(struct symmalloc_allocator *allocator,
                                             uint32_t pool,
@@ -957,7 +956,7 @@ symmalloc_status symmalloc_registrar_create(struct symmalloc_allocator *allocato
                                             struct symmalloc_registrar **out);
 
 /**
- * As `symmalloc_registrar_create`, for any kind of registration, agreement and name.
+ * Attaches a pool as `symmalloc_registrar_create`, with any kind of registration, comparison and name.
  *
  * # Safety
  * As `symmalloc_registrar_create`; `options` is valid for reading, and its texts are C strings or NULL.
@@ -969,8 +968,8 @@ symmalloc_status symmalloc_registrar_create_with(struct symmalloc_allocator *all
                                                  struct symmalloc_registrar **out);
 
 /**
- * Registers new segments of the pool and deregisters dead ones, on every rank of the communicator, after the ranks have
- * compared what they did. Both counts may be NULL.
+ * Compares the histories of all ranks of the communicator, then registers new segments of the pool and deregisters dead ones.
+ * Collective. Both counts may be NULL.
  *
  * # Safety
  * The registrar is live; the counts are NULL or valid for writing.
@@ -980,7 +979,7 @@ symmalloc_status symmalloc_registrar_sync(struct symmalloc_registrar *registrar,
                                           uint64_t *deregistered);
 
 /**
- * As `symmalloc_registrar_sync`, and the ranks compare their histories also where `agree_every` would not have it.
+ * Syncs as `symmalloc_registrar_sync`, and compares the ranks' histories regardless of `agree_every`.
  *
  * # Safety
  * As `symmalloc_registrar_sync`.
@@ -990,7 +989,7 @@ symmalloc_status symmalloc_registrar_agree(struct symmalloc_registrar *registrar
                                            uint64_t *deregistered);
 
 /**
- * What NCCL says of the registrar's communicator: this rank, and how many ranks there are.
+ * Writes this rank and the number of ranks of the registrar's communicator, as NCCL reports them.
  *
  * # Safety
  * The registrar is live; `rank` and `world` are valid for writing.
@@ -1000,8 +999,8 @@ symmalloc_status symmalloc_registrar_rank(struct symmalloc_registrar *registrar,
                                           uint32_t *world);
 
 /**
- * The window that all of these bytes lie in, an `ncclWindow_t` of the registrar's communicator, and where they begin in it: at the
- * same offset on every rank. `SYMMALLOC_INVALID_STATE` when they are in none.
+ * Writes the window that contains all of these bytes, an `ncclWindow_t` of the registrar's communicator, and their offset in it, which
+ * is equal on every rank. Returns `SYMMALLOC_INVALID_STATE` if no window contains them.
  *
  * # Safety
  * The registrar is live; `window` and `offset_bytes` are valid for writing.
@@ -1013,8 +1012,8 @@ symmalloc_status symmalloc_registrar_window(struct symmalloc_registrar *registra
                                             uint64_t *offset_bytes);
 
 /**
- * Deregisters everything, on every rank of the communicator, and lets go of it. NULL is no op. The registrar is gone also when
- * an error is returned.
+ * Deregisters all segments on every rank of the communicator, and destroys the registrar, even if it returns an error. NULL has no
+ * effect.
  *
  * # Safety
  * The registrar is live and not used after this.
@@ -1022,8 +1021,8 @@ symmalloc_status symmalloc_registrar_window(struct symmalloc_registrar *registra
 symmalloc_status symmalloc_registrar_destroy(struct symmalloc_registrar *registrar);
 
 /**
- * Syncs all registrars of a pool, in the order in which they were made, which is the same on every rank. When one fails, the others
- * are synced all the same, since their ranks wait for this one; the first error is returned. Both counts may be NULL.
+ * Syncs all registrars of a pool in order of creation, which is the same on every rank. If one fails, it still syncs the others, because
+ * their ranks wait for this one, and returns the first error. Both counts may be NULL.
  *
  * # Safety
  * `allocator` is live; the counts are NULL or valid for writing.
@@ -1034,7 +1033,7 @@ symmalloc_status symmalloc_pool_sync(struct symmalloc_allocator *allocator,
                                      uint64_t *deregistered);
 
 /**
- * As `symmalloc_pool_sync`, and the ranks compare their histories.
+ * Syncs as `symmalloc_pool_sync`, and compares the ranks' histories.
  *
  * # Safety
  * As `symmalloc_pool_sync`.
@@ -1045,17 +1044,16 @@ symmalloc_status symmalloc_pool_agree(struct symmalloc_allocator *allocator,
                                       uint64_t *deregistered);
 
 /**
- * What this thread allocates through PyTorch's entry points on the device goes to the pool until `symmalloc_scope_end`, as by
- * `symmalloc_torch_push_pool`.
+ * Directs this thread's allocations through PyTorch's entry points on the device to the pool until `symmalloc_scope_end`, as
+ * `symmalloc_torch_push_pool` does.
  */
 symmalloc_status symmalloc_scope_begin(int32_t device,
                                        uint32_t pool);
 
 /**
- * Ends the scope that this thread began last on the device, and syncs all registrars of the pool, as `symmalloc_pool_sync`: what was
- * allocated inside is registered then. Every rank does the same. While a graph is captured nothing can be registered and the ranks
- * cannot talk: the scope ends quietly when it finds nothing new, and with an error otherwise. Reserve and sync before the capture.
- * Both counts may be NULL.
+ * Ends this thread's last scope on the device, and registers its new segments: syncs all registrars of the pool as
+ * `symmalloc_pool_sync`. Collective. A graph capture can neither register segments nor communicate. There, the scope ends without a sync
+ * if it has no new segments, and returns an error otherwise: reserve and sync before the capture. Both counts may be NULL.
  *
  * # Safety
  * The counts are NULL or valid for writing.
@@ -1066,7 +1064,7 @@ symmalloc_status symmalloc_scope_end(int32_t device,
                                      uint64_t *deregistered);
 
 /**
- * Makes an all-to-all-v on the registrar's communicator. Talks to no rank. `options` is a sum of `SYMMALLOC_ALL_TO_ALL_...`, the same
+ * Creates an all-to-all-v on the registrar's communicator, without communication. `options` is a sum of `SYMMALLOC_ALL_TO_ALL_...`, equal
  * on every rank; 0: any memory, no checks. Destroy it before the registrar.
  *
  * # Safety
@@ -1077,9 +1075,9 @@ symmalloc_status symmalloc_all_to_all_create(struct symmalloc_registrar *registr
                                              struct symmalloc_all_to_all **out);
 
 /**
- * Tells all ranks how many rows this one sends to each (`sent`, by rank), and writes how many it receives from each (`received`, by
- * rank). All ranks call it: when the splits of any of them changed, and at no other time. The host waits for the answer. `sent` NULL:
- * this rank has no splits to tell, and all ranks get an error for it, in place of waiting.
+ * Exchanges splits: sends the number of rows for each rank (`sent`), and writes the number of rows from each rank (`received`). All ranks
+ * call it after the splits of any rank changed, and at no other time. Blocks the host until the exchange is done. `sent` NULL: this rank
+ * has no valid splits, and all ranks return an error instead of waiting.
  *
  * # Safety
  * `all_to_all` is live; `sent` is NULL or valid for reading as many numbers as the communicator has ranks, and `received` is valid for
@@ -1090,14 +1088,14 @@ symmalloc_status symmalloc_all_to_all_exchange(struct symmalloc_all_to_all *all_
                                                uint64_t *received);
 
 /**
- * Sends the input's rows to all ranks and receives theirs in the output, in rank order. A row is `row_bytes` bytes; `sent` and
- * `received` say how many rows go to and come from each rank. Both NULL: equal parts of both whole buffers. Nothing is exchanged: every
- * rank knows both. A buffer may be longer than its rows. Returns when the work is in the stream; it can be captured in a graph.
+ * Sends rows of the input to all ranks, and receives their rows in the output, in rank order. A row has `row_bytes` bytes. `sent` and
+ * `received` are the numbers of rows to and from each rank; both NULL: splits both buffers equally. Exchanges no splits: every rank must
+ * know both. A buffer may be longer than its rows. Returns after submitting the work to the stream; a graph can capture it.
  *
  * # Safety
- * `all_to_all` is live; `stream` is one of its device and lives as long as the communicator; the buffers are memory of the device
- * until the stream is past the call, and nothing else writes them or reads the output until then; `sent` and `received` are NULL or
- * valid for reading as many numbers as the communicator has ranks.
+ * `all_to_all` is live; `stream` is one of its device and lives as long as the communicator; the buffers are memory of the device until
+ * the stream has executed the call, and no other work writes them or reads the output until then; `sent` and `received` are NULL or valid
+ * for reading as many numbers as the communicator has ranks.
  */
 symmalloc_status symmalloc_all_to_all_run(struct symmalloc_all_to_all *all_to_all,
                                           void *stream,
@@ -1110,20 +1108,20 @@ symmalloc_status symmalloc_all_to_all_run(struct symmalloc_all_to_all *all_to_al
                                           const uint64_t *received);
 
 /**
- * Gives it up. What is in streams is carried out. NULL is no op.
+ * Destroys an all-to-all-v. Submitted work still runs. NULL has no effect.
  *
  * # Safety
- * It is live and not used after this.
+ * The all-to-all-v is live and not used after this.
  */
 symmalloc_status symmalloc_all_to_all_destroy(struct symmalloc_all_to_all *all_to_all);
 
 /**
- * Compares this rank's history in symmetric pools with all other ranks'. Every rank calls it, at the same point of its program.
+ * Compares this rank's history in symmetric pools with those of all other ranks. Every rank calls it at the same point of the program.
  *
- * `SYMMALLOC_MISALIGNED` when they differ: on every rank, and the message names the first op that differs.
+ * Returns `SYMMALLOC_MISALIGNED` on every rank if histories differ. The message names the first op that differs.
  *
  * # Safety
- * `allocator` is live; `gather` does what its type says with `context`.
+ * `allocator` is live; `gather` meets the contract of its type with `context`.
  */
 symmalloc_status symmalloc_agree(struct symmalloc_allocator *allocator,
                                  uint32_t rank,
@@ -1132,7 +1130,7 @@ symmalloc_status symmalloc_agree(struct symmalloc_allocator *allocator,
                                  void *context);
 
 /**
- * As `symmalloc_agree`, and then compares the heaps of all other pools, whose histories nobody keeps: the message names the
+ * Compares symmetric pools as `symmalloc_agree`, and then the heaps of all other pools. These keep no history, so the message names the
  * heaps that differ.
  *
  * # Safety
@@ -1145,12 +1143,13 @@ symmalloc_status symmalloc_agree_all(struct symmalloc_allocator *allocator,
                                      void *context);
 
 /**
- * Tells the watchdog of work that the program gives to a stream by itself and that all ranks of the registrar's communicator give
- * alike: a collective of the library that owns it. The program gives it to the stream after this and before
- * `symmalloc_announce_end`, in the same order on every rank. It is numbered among the communicator's collectives in flight records,
- * and has its deadline: a rank that does not come is named on stderr, in a flight record and at the next sync.
+ * Announces to the watchdog a collective that the program submits itself on all ranks of the registrar's communicator. The program
+ * submits it to the stream after this call and before `symmalloc_announce_end`, in the same order on every rank. It is numbered among the
+ * communicator's collectives in flight records, and has the communicator's deadline. If a rank misses the deadline, standard error, a
+ * flight record and the next sync name it.
  *
- * `kind` says what it is, and `elements` how large, as in flight records: the same on every rank; 0 where ranks may differ.
+ * `kind` and `elements` are the collective's name and size in flight records. They are equal on every rank; `elements` is 0 if ranks may
+ * differ.
  *
  * # Safety
  * The registrar is live; `kind` is a C string; `stream` is one of its device and lives as long as the registrar; `out` is valid for
@@ -1163,7 +1162,7 @@ symmalloc_status symmalloc_announce_begin(struct symmalloc_registrar *registrar,
                                           struct symmalloc_announcement **out);
 
 /**
- * What was announced is in its stream, or the program failed to give it to it. NULL is no op.
+ * Ends an announcement, after the program submitted the collective or failed to. NULL has no effect.
  *
  * # Safety
  * The announcement is live and not used after this.
@@ -1171,9 +1170,9 @@ symmalloc_status symmalloc_announce_begin(struct symmalloc_registrar *registrar,
 symmalloc_status symmalloc_announce_end(struct symmalloc_announcement *announcement);
 
 /**
- * What this process knows of its communicators: the last collectives of each, how far it is with them, and what became of other
- * ranks. JSON, which `symmalloc diff` takes from all ranks. A record is also written when a communicator fails, and at the signal
- * that `SYMMALLOC_FLIGHT_SIGNAL` names. Free the text with `symmalloc_release_bytes`.
+ * Writes a flight record as JSON: the last collectives of each communicator, their progress, and the state of other ranks. The command
+ * `symmalloc diff` compares the records of all ranks. The watchdog also writes one if a communicator fails, and on the signal that
+ * `SYMMALLOC_FLIGHT_SIGNAL` names. Free the text with `symmalloc_release_bytes`.
  *
  * # Safety
  * `reason` is a C string; `json` is valid for writing.
@@ -1182,9 +1181,9 @@ symmalloc_status symmalloc_flight_record(const char *reason,
                                          char **json);
 
 /**
- * Allocates for work on a stream; PyTorch's `alloc_fn`. Zero bytes are a null pointer.
+ * Allocates for work on a stream: PyTorch's `alloc_fn`. Returns a null pointer for zero bytes.
  *
- * Throws `c10::OutOfMemoryError` when there is no memory, and `c10::Error` when anything else is wrong.
+ * Throws `c10::OutOfMemoryError` if there is no memory, and `c10::Error` for any other failure.
  *
  * # Safety
  * The stream is one of the device's primary context and lives as long as the process.
@@ -1192,10 +1191,10 @@ symmalloc_status symmalloc_flight_record(const char *reason,
 void *symmalloc_torch_alloc(ptrdiff_t size, int device, void *stream);
 
 /**
- * Frees; PyTorch's `free_fn`. Never throws: what fails is counted, logged, and once written to the error output.
+ * Frees an allocation: PyTorch's `free_fn`. Never throws: failures are counted and logged, and standard error shows the first one.
  *
  * # Safety
- * None: a pointer that is no live allocation of the device is an error.
+ * None: a pointer that is not a live allocation of the device is an error.
  */
 void symmalloc_torch_free(void *pointer,
                           ptrdiff_t _size,
@@ -1203,7 +1202,7 @@ void symmalloc_torch_free(void *pointer,
                           void *_stream);
 
 /**
- * PyTorch begins to use CUDA. Allocators are made when they are needed; what is wrong with the settings shows here.
+ * Checks the settings when PyTorch initializes CUDA. Allocators are created on first use.
  *
  * # Safety
  * None.
@@ -1211,7 +1210,7 @@ void symmalloc_torch_free(void *pointer,
 void symmalloc_torch_init(int _device_count);
 
 /**
- * Gives free memory of all devices back: `torch.cuda.empty_cache()`. Memory of private pools that a graph uses stays.
+ * Releases free memory of all devices, except that of private pools that a graph uses: `torch.cuda.empty_cache()`.
  *
  * # Safety
  * None.
@@ -1227,8 +1226,8 @@ void symmalloc_torch_reset(void);
 void symmalloc_torch_memory_fraction(double fraction, int device);
 
 /**
- * The segment that a pointer lies in: its first byte, and its size if `size` is not null. What is in no segment is its own
- * base.
+ * Returns the first byte of the segment that contains a pointer, and writes its size if `size` is not null. Returns the pointer itself if
+ * no segment contains it.
  *
  * # Safety
  * `size` is null or valid for writing.
@@ -1237,7 +1236,7 @@ void *symmalloc_torch_base_alloc(void *pointer,
                                  size_t *size);
 
 /**
- * `tensor.record_stream(stream)`. A pointer that no allocator of this process gave is passed over, as PyTorch does.
+ * Records a use on a stream: `tensor.record_stream(stream)`. Ignores pointers of other allocators, as PyTorch does.
  *
  * # Safety
  * The stream is one of the primary context of the pointer's device and lives as long as the process.
@@ -1246,8 +1245,8 @@ void symmalloc_torch_record_stream(void *pointer,
                                    void *stream);
 
 /**
- * From now on allocations on the streams that the filter takes come from the private pool of this id, which is made if there
- * is none. The id's two words come as PyTorch's `MempoolId_t` does, in two registers.
+ * Directs later allocations on the streams that the filter accepts to the private pool of this id, and creates the pool if necessary. The
+ * two words of the id are passed in two registers, as PyTorch's `MempoolId_t` is.
  *
  * # Safety
  * `filter` is null or points to a living `std::function<bool(cudaStream_t)>` of libstdc++.
@@ -1258,7 +1257,7 @@ void symmalloc_torch_begin_allocate_to_pool(int device,
                                             void *filter);
 
 /**
- * Ends what was begun last for the private pool of this id.
+ * Ends the last scope of the private pool of this id.
  *
  * # Safety
  * None.
@@ -1266,8 +1265,8 @@ void symmalloc_torch_begin_allocate_to_pool(int device,
 void symmalloc_torch_end_allocate_to_pool(int device, uint64_t id_first, uint64_t id_second);
 
 /**
- * Gives up one use of the private pool of this id. After the last its memory goes back with the next `empty_cache`, or before
- * an allocation fails.
+ * Releases one use of the private pool of this id. After the last one, the next `empty_cache` releases its memory, or an allocation that
+ * would fail otherwise.
  *
  * # Safety
  * None.
@@ -1277,7 +1276,7 @@ void symmalloc_torch_release_pool(int device,
                                   uint64_t id_second);
 
 /**
- * Settings for the allocators behind the entry points, in place of `SYMMALLOC_CONF`: before the first use of CUDA memory.
+ * Configures the allocators behind the entry points, instead of `SYMMALLOC_CONF`. Call it before the first use of CUDA memory.
  *
  * # Safety
  * `conf` is a C string.
@@ -1285,8 +1284,7 @@ void symmalloc_torch_release_pool(int device,
 symmalloc_status symmalloc_torch_configure(const char *conf);
 
 /**
- * The allocator behind the entry points for a device. It is made if there is none, and belongs to the library: do not destroy
- * it.
+ * Writes the allocator behind the entry points for a device, and creates it if necessary. The library owns it: do not destroy it.
  *
  * # Safety
  * `out` is valid for writing.
@@ -1295,21 +1293,21 @@ symmalloc_status symmalloc_torch_allocator(int32_t device,
                                            struct symmalloc_allocator **out);
 
 /**
- * Sends what this thread allocates on the device without naming a pool to this one, until [`symmalloc_torch_pop_pool`].
- * Nests. As with PyTorch's own allocator, what was opened last wins: a pool pushed within a capture comes before the
- * capture's, and a capture within the scope of a pushed pool has its own memory.
+ * Directs this thread's allocations on the device without an explicit pool to this one, until [`symmalloc_torch_pop_pool`]. Calls nest. As
+ * with PyTorch's own allocator, the innermost scope applies: a pool pushed within a capture takes precedence over the capture's pool, and
+ * a capture within a pushed pool's scope uses the capture's pool.
  */
 symmalloc_status symmalloc_torch_push_pool(int32_t device,
                                            uint32_t pool);
 
 /**
- * Takes back this thread's last pushed pool on the device.
+ * Pops the pool that this thread pushed last on the device.
  */
 symmalloc_status symmalloc_torch_pop_pool(int32_t device);
 
 /**
- * Names what this thread allocates on the device through PyTorch, for snapshots, traces and reports, until
- * [`symmalloc_torch_pop_name`]. Nests: the last name holds. Names change no placement and no digest.
+ * Names this thread's allocations on the device through PyTorch, for snapshots, traces and reports, until [`symmalloc_torch_pop_name`].
+ * Calls nest: the innermost name applies. Names do not affect placements or digests.
  *
  * # Safety
  * `name` is a C string.
@@ -1317,15 +1315,15 @@ symmalloc_status symmalloc_torch_pop_pool(int32_t device);
 symmalloc_status symmalloc_torch_push_name(int32_t device, const char *name);
 
 /**
- * Takes back this thread's last pushed name on the device.
+ * Pops the name that this thread pushed last on the device.
  */
 symmalloc_status symmalloc_torch_pop_name(int32_t device);
 
 /**
- * Allocates for work on a stream, where the scopes say. Zero bytes are a null pointer.
+ * Allocates for work on a stream, from the pool of the innermost scope. Writes a null pointer for zero bytes.
  *
- * `inherited` is the number of a scope for whose thread this one works, as a backward pass does, or 0. What the filters of open
- * scopes throw passes through.
+ * `inherited` is the number of a scope of the thread on whose behalf this thread works, as in a backward pass, or 0. Exceptions of the
+ * filters of open scopes propagate.
  *
  * # Safety
  * The stream is one of the device's primary context and lives as long as the process; `out` is valid for writing.
@@ -1337,8 +1335,8 @@ symmalloc_status symmalloc_torch_allocate(int32_t device,
                                           void **out);
 
 /**
- * As `symmalloc_torch_allocate`, with a name for traces, snapshots and reports. A name that the thread pushed wins. What is no UTF-8 is
- * replaced; NULL is no name.
+ * Allocates as `symmalloc_torch_allocate`, with a name for traces, snapshots and reports. A name that the thread pushed takes precedence.
+ * Invalid UTF-8 is replaced; NULL: no name.
  *
  * # Safety
  * As `symmalloc_torch_allocate`, and `name` is NULL or a C string.
@@ -1351,8 +1349,8 @@ symmalloc_status symmalloc_torch_allocate_named(int32_t device,
                                                 void **out);
 
 /**
- * Frees. `device` is where the pointer probably is, and `block_bytes`, which may be NULL, becomes the size of its block. What fails
- * is counted, and the first failure is written to the error output, as PyTorch frees in destructors.
+ * Frees an allocation. `device` is a hint of its device. Writes the size of the block to `block_bytes`, which may be NULL. Failures are
+ * counted and standard error shows the first one, because PyTorch frees in destructors.
  *
  * # Safety
  * `block_bytes` is NULL or valid for writing.
@@ -1362,7 +1360,7 @@ symmalloc_status symmalloc_torch_deallocate(int32_t device,
                                             uint64_t *block_bytes);
 
 /**
- * What is known of a live allocation, on whichever device.
+ * Writes the properties of a live allocation on any device.
  *
  * # Safety
  * `out` is valid for writing.
@@ -1370,12 +1368,12 @@ symmalloc_status symmalloc_torch_deallocate(int32_t device,
 symmalloc_status symmalloc_torch_find(const void *pointer, struct symmalloc_found *out);
 
 /**
- * The device of a live allocation, or -1.
+ * Returns the device of a live allocation; -1 if there is none.
  */
 int32_t symmalloc_torch_device_of(const void *pointer);
 
 /**
- * Work on another stream uses the allocation, too. A pointer that no allocator of this process gave is passed over.
+ * Records that work on another stream uses the allocation. Ignores pointers of other allocators.
  *
  * # Safety
  * The stream is one of the primary context of the pointer's device and lives as long as the process.
@@ -1384,15 +1382,15 @@ symmalloc_status symmalloc_torch_record_use(void *pointer,
                                             void *stream);
 
 /**
- * Gives free memory back: of all devices where the id is (0, 0), memory of private pools in use excepted; otherwise that of the
- * private pool of this id, if it was released.
+ * Releases free memory. For the id (0, 0): of all devices, except that of private pools in use. Otherwise: of the private pool of this id,
+ * if the pool was released.
  */
 symmalloc_status symmalloc_torch_trim(uint64_t id_first,
                                       uint64_t id_second);
 
 /**
- * Raises `largest` to the largest block that there could be now. It follows from what the program did and from the device's size,
- * never from what other processes left free (rule D4).
+ * Raises `largest` to the size of the largest block that could be allocated now. The value depends on the program's ops and the device's
+ * size, and never on the memory that other processes leave free (rule D4).
  *
  * # Safety
  * `largest` is valid for reading and writing.
@@ -1401,22 +1399,22 @@ symmalloc_status symmalloc_torch_largest_block(int32_t device,
                                                size_t *largest);
 
 /**
- * Limits the device's memory to a share of what it has.
+ * Limits the device's memory to a fraction of its total.
  */
 symmalloc_status symmalloc_torch_set_fraction(int32_t device, double fraction);
 
 /**
- * Lets a device read and write the memory of another one.
+ * Grants a device read and write access to the memory of `owner`.
  */
 symmalloc_status symmalloc_torch_enable_peer(int32_t device, int32_t owner);
 
 /**
- * Reads the settings that hold, to find their errors early.
+ * Checks the current settings, to report their errors early.
  */
 symmalloc_status symmalloc_torch_check(void);
 
 /**
- * The settings of all devices' allocators, also of those that were not made yet. Release the text with `symmalloc_release_bytes`.
+ * Writes the settings of all devices' allocators, including future ones. Release the text with `symmalloc_release_bytes`.
  *
  * # Safety
  * `text` is valid for writing.
@@ -1424,11 +1422,11 @@ symmalloc_status symmalloc_torch_check(void);
 symmalloc_status symmalloc_torch_settings(char **text);
 
 /**
- * From now on allocations on the streams that the filter takes come from the private pool of this id, which is made if there is
- * none. Writes the number of the scope, above 0. The filter is given up when the scope ends, or when the call fails.
+ * Directs later allocations on the streams that the filter accepts to the private pool of this id, and creates the pool if necessary.
+ * Writes the number of the scope, which is above 0. `destroy` runs when the scope ends, or if the call fails.
  *
  * # Safety
- * The filter may be called with its context on any thread until it is given up; `number` is valid for writing.
+ * The filter may be called with its context on any thread until `destroy` runs; `number` is valid for writing.
  */
 symmalloc_status symmalloc_torch_begin_scope(int32_t device,
                                              uint64_t id_first,
@@ -1439,16 +1437,15 @@ symmalloc_status symmalloc_torch_begin_scope(int32_t device,
                                              uint64_t *number);
 
 /**
- * Ends what was begun last for the private pool of this id.
+ * Ends the last scope of the private pool of this id.
  */
 symmalloc_status symmalloc_torch_end_scope(int32_t device, uint64_t id_first, uint64_t id_second);
 
 /**
- * Takes the private pool of this id into use, as a `MemPool` of PyTorch's. With a source, its memory comes from there, where the
- * pool is new.
+ * Adds a use to the private pool of this id, as a `MemPool` of PyTorch does. A new pool takes its memory from the source, if there is one.
  *
  * # Safety
- * `source` is NULL or valid for reading, and its functions may be called with its context on any thread until that is given up.
+ * `source` is NULL or valid for reading, and its functions may be called with its context on any thread until `destroy` runs.
  */
 symmalloc_status symmalloc_torch_retain_pool(int32_t device,
                                              uint64_t id_first,
@@ -1456,20 +1453,20 @@ symmalloc_status symmalloc_torch_retain_pool(int32_t device,
                                              const struct symmalloc_source *source);
 
 /**
- * Gives up one use of the private pool of this id. After the last its memory goes back with the next trim, or before an allocation
- * fails.
+ * Releases one use of the private pool of this id. After the last one, the next trim releases its memory, or an allocation that would fail
+ * otherwise.
  */
 symmalloc_status symmalloc_torch_release_use(int32_t device,
                                              uint64_t id_first,
                                              uint64_t id_second);
 
 /**
- * How many uses the private pool of this id has.
+ * Returns the number of uses of the private pool of this id.
  */
 uint32_t symmalloc_torch_pool_uses(int32_t device, uint64_t id_first, uint64_t id_second);
 
 /**
- * Says whether the free memory of the private pool of this id serves allocations outside of it, before they fail.
+ * Sets whether allocations outside of the private pool of this id may use its free memory before they fail.
  */
 symmalloc_status symmalloc_torch_pool_helps_out(int32_t device,
                                                 uint64_t id_first,
@@ -1477,12 +1474,12 @@ symmalloc_status symmalloc_torch_pool_helps_out(int32_t device,
                                                 bool helps_out);
 
 /**
- * Gives every allocation in the private pool of this id a segment of its own. Before the first of them.
+ * Gives every allocation in the private pool of this id a separate segment. Call it before the first allocation.
  */
 symmalloc_status symmalloc_torch_pool_unsplit(int32_t device, uint64_t id_first, uint64_t id_second);
 
 /**
- * Everything that is counted of a device. Makes no allocator: what was never used is all 0.
+ * Writes the counters of a device. Creates no allocator: the counters of an unused device are 0.
  *
  * # Safety
  * `out` is valid for writing.
@@ -1490,12 +1487,12 @@ symmalloc_status symmalloc_torch_pool_unsplit(int32_t device, uint64_t id_first,
 symmalloc_status symmalloc_torch_counts(int32_t device, struct symmalloc_counts *out);
 
 /**
- * Starts all peaks of a device anew at the current values.
+ * Resets all peaks of a device to the current values.
  */
 symmalloc_status symmalloc_torch_reset_peaks(int32_t device);
 
 /**
- * Tells of every segment and block of a device, by pool; of one private pool where the id is not (0, 0).
+ * Visits every segment and block of a device by pool; with an id other than (0, 0), those of one private pool.
  *
  * # Safety
  * `visit` may be called with `context` until the call returns. It must not use the allocator.
@@ -1507,7 +1504,7 @@ symmalloc_status symmalloc_torch_visit(int32_t device,
                                        void *context);
 
 /**
- * Notes what the private pool of this id holds. Destroy it with `symmalloc_torch_checkpoint_destroy`.
+ * Writes a checkpoint of the private pool of this id. Destroy it with `symmalloc_torch_checkpoint_destroy`.
  *
  * # Safety
  * `out` is valid for writing.
@@ -1518,16 +1515,16 @@ symmalloc_status symmalloc_torch_checkpoint(int32_t device,
                                             struct symmalloc_checkpoint **out);
 
 /**
- * Gives a checkpoint up. NULL is no op.
+ * Destroys a checkpoint. NULL has no effect.
  *
  * # Safety
- * It came from `symmalloc_torch_checkpoint` and is not used after this.
+ * The checkpoint came from `symmalloc_torch_checkpoint` and is not used after this.
  */
 void symmalloc_torch_checkpoint_destroy(struct symmalloc_checkpoint *checkpoint);
 
 /**
- * The private pool holds again what it held at the checkpoint, and nothing else; memory obtained since stays. Tells first of every
- * allocation that was live, then of every one that is.
+ * Restores exactly the allocations that the private pool had at the checkpoint. The pool keeps memory that it reserved since. Reports
+ * every allocation that was live before, and then every allocation that is live after the call.
  *
  * # Safety
  * The checkpoint is live, and no other thread uses the pool; `told` may be called with `context` until the call returns, and must
@@ -1539,7 +1536,7 @@ symmalloc_status symmalloc_torch_restore(int32_t device,
                                          void *context);
 
 /**
- * Tells of memory from now on; NULL ends it.
+ * Reports later mappings of memory to a listener; NULL removes it.
  *
  * # Safety
  * The function may be called on any thread for the rest of the process.
@@ -1547,8 +1544,8 @@ symmalloc_status symmalloc_torch_restore(int32_t device,
 void symmalloc_torch_on_memory(symmalloc_memory_fn listener);
 
 /**
- * Makes a text by which another process opens the memory of a live allocation, and says where in it the allocation is. Release the
- * text with `symmalloc_release_bytes`.
+ * Exports the memory of a live allocation: writes a text by which another process opens it, and the allocation's offset in it. Release
+ * the text with `symmalloc_release_bytes`.
  *
  * # Safety
  * `text` and `offset` are valid for writing.
@@ -1558,7 +1555,7 @@ symmalloc_status symmalloc_torch_share(void *pointer,
                                        uint64_t *offset);
 
 /**
- * Opens memory by the text that `symmalloc_torch_share` made in another process. Close it with `symmalloc_torch_close`.
+ * Opens memory by the text that `symmalloc_torch_share` wrote in another process. Close it with `symmalloc_torch_close`.
  *
  * # Safety
  * `text` is a C string; `base` and `out` are valid for writing.
@@ -1569,16 +1566,16 @@ symmalloc_status symmalloc_torch_open(int32_t device,
                                       const struct symmalloc_opened **out);
 
 /**
- * Gives one use of opened memory up; after the last it is unmapped, when all work of the device is done.
+ * Releases one use of opened memory. After the last one, the memory is unmapped when all work of the device has completed.
  *
  * # Safety
- * It came from `symmalloc_torch_open` and is not used after this.
+ * The opened memory came from `symmalloc_torch_open` and is not used after this.
  */
 void symmalloc_torch_close(const struct symmalloc_opened *opened);
 
 /**
- * Gives PyTorch's current allocator the functions that its class refuses. Call it once, after the allocator was made the
- * current one and before it is used. Writes how many functions were replaced: 2, or fewer with a PyTorch that has other ones.
+ * Replaces the functions that the class of PyTorch's current allocator does not support. Call it once, after the allocator became the
+ * current one and before it is used. Writes the number of replaced functions: 2, or fewer if PyTorch's class has a different layout.
  *
  * # Safety
  * PyTorch's current allocator is its `CUDAPluggableAllocator` with this library's functions, and no thread uses it. `replaced`

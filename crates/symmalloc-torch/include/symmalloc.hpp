@@ -1,16 +1,17 @@
 /*
- * symmalloc as a memory resource for C++: of CCCL (cuda::mr::resource, cuda::mr::synchronous_resource, and their names before CCCL 3.1,
- * async_resource and resource), and so of RMM 26 and of libraries that take any of these. Header only; link libsymmalloc_torch.
+ * symmalloc as a C++ memory resource. It satisfies the concepts of CCCL (cuda::mr::resource and cuda::mr::synchronous_resource; before
+ * CCCL 3.1 async_resource and resource), and therefore works with RMM 26 and other libraries that accept these. Header only; link
+ * libsymmalloc_torch.
  *
  *     symmalloc::memory_resource memory = symmalloc::memory_resource::of_device(0);
- *     void* scratch = memory.allocate(stream, 1 << 20);   // ordered by the stream: no wait, no driver call from the cache
+ *     void* scratch = memory.allocate(stream, 1 << 20);   // stream-ordered: no wait, and no driver call if cached
  *     memory.deallocate(stream, scratch, 1 << 20);
  *
- * Streams are cudaStream_t, cuda::stream_ref or rmm::cuda_stream_view. They live as long as the allocator. What is allocated without a
- * stream comes from a pool of its own, and its deallocation waits for the device, as cudaFree does.
+ * Streams are cudaStream_t, cuda::stream_ref or rmm::cuda_stream_view. They must live as long as the allocator. Memory without a stream
+ * comes from a separate pool, and its deallocation waits for the device, as cudaFree does.
  *
- * CCCL before 3.1 has memory resources only where LIBCUDACXX_ENABLE_EXPERIMENTAL_MEMORY_RESOURCE is defined: define it before anything of
- * CUDA is included. SYMMALLOC_WITHOUT_CCCL keeps CCCL's headers out.
+ * CCCL before 3.1 has memory resources only if LIBCUDACXX_ENABLE_EXPERIMENTAL_MEMORY_RESOURCE is defined. Define it before including any
+ * CUDA header. Define SYMMALLOC_WITHOUT_CCCL to exclude CCCL's headers.
  */
 
 #ifndef SYMMALLOC_HPP
@@ -29,7 +30,7 @@
 
 #if __has_include(<cuda/memory_resource>) && !defined(SYMMALLOC_WITHOUT_CCCL)
 #include <cuda/memory_resource>
-/* Before CCCL 3.1 that header is empty unless the program asks for it. */
+/* Before CCCL 3.1 that header is empty unless the program enables it. */
 #if !defined(CCCL_VERSION) || CCCL_VERSION >= 3001000 || defined(LIBCUDACXX_ENABLE_EXPERIMENTAL_MEMORY_RESOURCE)
 #define SYMMALLOC_HAS_CCCL 1
 #endif
@@ -37,7 +38,7 @@
 
 namespace symmalloc {
 
-/* There is no memory within the limits, or the driver refused it. */
+/* The limits leave no memory, or the driver refused to provide it. */
 class out_of_memory : public std::bad_alloc {
 public:
     explicit out_of_memory(std::string message) : message_(std::move(message)) {}
@@ -92,18 +93,18 @@ void* handle(const Stream& stream) {
 
 }  // namespace detail
 
-/* Memory of one device. Copies are other names of the same memory. */
+/* A memory resource of one device. Copies refer to the same memory. */
 class memory_resource {
 public:
-    /* What every allocation is aligned to. */
+    /* The alignment of every allocation, in bytes. */
     static constexpr std::size_t alignment_bytes = 512;
 
-    /* Memory of an allocator, and for streams of one of its pools. The allocator outlives this. */
+    /* Wraps an allocator. Stream-ordered memory comes from the given pool. The allocator must outlive this object. */
     explicit memory_resource(symmalloc_allocator* allocator, std::uint32_t pool = 0) noexcept
         : allocator_(allocator), pool_(pool) {}
 
-    /* Memory of the process's allocator of a device, which PyTorch and other runtimes share. It is made at its first use, with
-     * SYMMALLOC_CONF. Throws `error`. */
+    /* Returns the resource of the process's allocator for a device, which PyTorch and other runtimes share. The first use creates the
+    * allocator, configured by SYMMALLOC_CONF. Throws `error`. */
     static memory_resource of_device(std::int32_t device) {
         symmalloc_allocator* allocator = nullptr;
         detail::check(symmalloc_torch_allocator(device, &allocator));
@@ -113,7 +114,7 @@ public:
     symmalloc_allocator* allocator() const noexcept { return allocator_; }
     std::uint32_t pool() const noexcept { return pool_; }
 
-    /* For work on a stream. Throws `out_of_memory` and `error`. */
+    /* Allocates for work on a stream. Throws `out_of_memory` and `error`. */
     template <class Stream, std::enable_if_t<detail::is_stream<Stream>, int> = 0>
     void* allocate(Stream stream, std::size_t bytes, std::size_t alignment = alignment_bytes) {
         check_alignment(alignment);
@@ -122,13 +123,13 @@ public:
         return pointer;
     }
 
-    /* Behind the work that the stream has so far, whatever stream it was allocated for. */
+    /* Deallocates after the work submitted to the stream so far, regardless of the stream of the allocation. */
     template <class Stream, std::enable_if_t<detail::is_stream<Stream>, int> = 0>
     void deallocate(Stream stream, void* pointer, std::size_t, std::size_t = alignment_bytes) noexcept {
         report(symmalloc_free_on(allocator_, pointer, detail::handle(stream)));
     }
 
-    /* For work on any stream. Throws as above. */
+    /* Allocates for work on any stream. Throws `out_of_memory` and `error`. */
     void* allocate_sync(std::size_t bytes, std::size_t alignment = alignment_bytes) {
         check_alignment(alignment);
         void* pointer = nullptr;
@@ -136,7 +137,7 @@ public:
         return pointer;
     }
 
-    /* When the device has done all its work so far. Blocks until then. */
+    /* Blocks until the device has completed all work submitted so far, and deallocates. */
     void deallocate_sync(void* pointer, std::size_t, std::size_t = alignment_bytes) noexcept {
         report(symmalloc_free_unordered(allocator_, pointer));
     }
@@ -168,7 +169,7 @@ public:
         deallocate(stream, pointer, bytes);
     }
 
-    /* Whether what one allocates the other may deallocate. */
+    /* Returns true if each resource may deallocate memory of the other. */
     friend bool operator==(const memory_resource& a, const memory_resource& b) noexcept {
         return a.allocator_ == b.allocator_;
     }
@@ -182,11 +183,11 @@ private:
     static void check_alignment(std::size_t alignment) {
         const bool is_power = alignment != 0 && (alignment & (alignment - 1)) == 0;
         if (!is_power || alignment > alignment_bytes) {
-            throw error(SYMMALLOC_INVALID_ARGUMENT, "memory is aligned to 512 bytes: ask for a power of two up to that");
+            throw error(SYMMALLOC_INVALID_ARGUMENT, "unsupported alignment: use a power of two up to 512 bytes");
         }
     }
 
-    /* Destructors deallocate, so nothing is thrown: what could not be freed stays allocated, and the error output says why. */
+    /* Reports an error on standard error. It does not throw, because destructors deallocate. The memory stays allocated. */
     static void report(symmalloc_status status) noexcept {
         if (status != SYMMALLOC_OK) std::fprintf(stderr, "symmalloc: %s\n", symmalloc_error_message());
     }

@@ -1,9 +1,9 @@
-"""`symmalloc.all_to_all_single` beside PyTorch's, and many calls whose splits and shapes change (`torchrun --nproc-per-node N
-all_to_all.py`).
+"""`symmalloc.all_to_all_single` compared with PyTorch's, and many calls with changing splits and shapes (`torchrun
+--nproc-per-node N all_to_all.py`).
 
-    sizes    from 64 KiB to 256 MiB of each rank's input, equal splits, both in turns: microseconds until the device is done
-    calls    --calls of them, each with other splits, into an output of another shape that a scope of a pool without a reserve
-             registers: nothing may grow behind the first tenth
+    sizes    from 64 KiB to 256 MiB of each rank's input, equal splits, alternating: microseconds until the device is done
+    calls    --calls calls with different splits, into outputs of different shapes that a scope of a pool without a reserve
+             registers: memory must not grow after the first tenth
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def microseconds(call: Callable[[], Any], calls: int) -> float:
 
 
 def sizes(world: int, device: Any, turns: int) -> dict[str, list[float]]:
-    """Microseconds of each size: the least of ours, the least of PyTorch's. Both move the same input; PyTorch's output is its own."""
+    """Measures the minimum microseconds per size, of ours and of PyTorch's. Both move the same input to separate outputs."""
     import symmalloc
     import torch
     import torch.distributed as dist
@@ -60,7 +60,7 @@ def sizes(world: int, device: Any, turns: int) -> dict[str, list[float]]:
         )
         best = [float("inf")] * 2
         for turn in range(turns):
-            # Each goes first in every other turn.
+            # The two alternate in going first.
             for which in (turn % 2, 1 - turn % 2):
                 best[which] = min(best[which], microseconds(both[which], calls))
         assert torch.equal(target, theirs), size
@@ -71,7 +71,7 @@ def sizes(world: int, device: Any, turns: int) -> dict[str, list[float]]:
 
 
 def taken(pool: Any) -> dict[str, int]:
-    """What could grow."""
+    """Returns the quantities that could grow."""
     import torch
 
     torch.cuda.synchronize()
@@ -86,19 +86,19 @@ def taken(pool: Any) -> dict[str, int]:
 
 
 def calls(rank: int, world: int, device: Any, count: int) -> dict[str, Any]:
-    """Right or not, and what was taken behind the first tenth and at the end."""
+    """Checks results, and compares memory after the first tenth of the calls with memory at the end."""
     import symmalloc
     import torch
 
     draw = random.Random(5)
     matrices = [[[draw.randrange(ROWS_MAX) for _ in range(world)] for _ in range(world)] for _ in range(MATRICES)]
-    # Every rank has room for what the fullest one gets: allocations in a symmetric pool are the same on all.
+    # Every rank has room for the largest share, because allocations in a symmetric pool are equal on all ranks.
     rooms = [max(sum(row[receiver] for row in matrix) for receiver in range(world)) for matrix in matrices]
     pool = symmalloc.MemPool()
     pool.register(mode=symmalloc.Mode.OFF)
     with symmalloc.use_mem_pool(pool, register=True):
         source = torch.empty(ROWS_MAX * world, HIDDEN, device=device)
-    # Each row says whose it is, and which.
+    # Each row contains its rank and its number.
     source.copy_((torch.arange(len(source), device=device) + rank * len(source)).view(-1, 1).expand_as(source))
     outputs: deque[Any] = deque(maxlen=OUTPUTS)
     right = checked = 0
@@ -116,7 +116,7 @@ def calls(rank: int, world: int, device: Any, count: int) -> dict[str, Any]:
                 for sender in range(world)
                 for row in range(matrix[sender][rank])
             ]
-            # No name for a part of the output: it would live on, and be one more than there is room for.
+            # A variable for a part of the output would keep it alive, and exceed the available room.
             wanted = torch.tensor(expected, device=device, dtype=output.dtype).view(-1, 1)
             right += bool((output[: sum(received)] == wanted).all())
             checked += 1
@@ -135,7 +135,7 @@ def calls(rank: int, world: int, device: Any, count: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--allocator", choices=("native", "symmalloc"), default="symmalloc")
-    parser.add_argument("--turns", type=int, default=20, help="how often each size is gone through")
+    parser.add_argument("--turns", type=int, default=20, help="number of measurements per size")
     parser.add_argument("--calls", type=int, default=100_000)
     options = parser.parse_args()
     if options.allocator == "native":

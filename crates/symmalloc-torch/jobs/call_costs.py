@@ -1,10 +1,10 @@
-"""What an allocation costs from Python: `torch.empty` and its free, nanoseconds.
+"""Costs of an allocation from Python: `torch.empty` and its free, in nanoseconds.
 
     call_costs.py --allocator native
     call_costs.py --allocator symmalloc
-    call_costs.py --allocator symmalloc --trace run.trace.zst     while every op is recorded; with a history, by Python frame
+    call_costs.py --allocator symmalloc --trace run.trace.zst     records every op; with a history, by Python frame
 
-`history`: while `torch.cuda.memory._record_memory_history` keeps the Python frames of what lives.
+    `history`: `torch.cuda.memory._record_memory_history` keeps the Python frames of live allocations.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CALLS, TURNS = 2000, 15
 
 
 def nanoseconds(size: int, device: str) -> float:
-    """Of a tensor of so many bytes that is freed at once: the least of the turns."""
+    """Returns the minimum over all turns, for a tensor of `size` bytes that is freed immediately."""
     import torch
 
     least = float("inf")

@@ -1,4 +1,4 @@
-"""A CUDA graph keeps its memory: capture, empty the cache, fill what is free, replay, compare with the eager result."""
+"""A CUDA graph keeps its memory: capture, empty the cache, fill free memory, replay, compare with the eager result."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def main() -> None:
     torch.cuda.empty_cache()
     right = 0
     for number in range(10):
-        # Whoever takes a graph's memory now is overwritten, or overwrites it.
+        # An allocation in the graph's memory would now be overwritten, or overwrite it.
         others = [torch.full((1 << 20,), float(number), device=job.device) for _ in range(64)]
         inputs.copy_(filled(number))
         graphs[number % 2].replay()

@@ -1,4 +1,4 @@
-"""`torch.backends.cudnn.benchmark = True`: cuDNN tries algorithms in workspaces, and results are right."""
+"""`torch.backends.cudnn.benchmark = True`: cuDNN tries algorithms in workspaces, and results are correct."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engines' jobs share: a communicator of the program's own, as vLLM's and SGLang's PyNcclCommunicator is."""
+"""Shared code of the engine jobs: a communicator that the program owns, as PyNcclCommunicator of vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class _UniqueId(Structure):
 
 
 class Communicator:
-    """NCCL's communicator by its C calls, on the current device. Its ranks find each other over the default group."""
+    """An NCCL communicator through C calls, on the current device. Its ranks exchange the id over the default group."""
 
     def __init__(self, rank: int, world: int) -> None:
         import torch
         import torch.distributed as dist
 
         self.rank, self.world = rank, world
-        self._nccl = ctypes.CDLL("libnccl.so.2")  # the one that PyTorch has loaded
+        self._nccl = ctypes.CDLL("libnccl.so.2")  # PyTorch has loaded it
         self._nccl.ncclCommInitRank.argtypes = [c_void_p, c_int, _UniqueId, c_int]
         self._nccl.ncclAllReduce.argtypes = [c_void_p, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p]
         self._nccl.ncclCommWindowRegister.argtypes = [c_void_p, c_void_p, c_size_t, c_void_p, c_int]
@@ -39,7 +39,7 @@ class Communicator:
         )
 
     def all_reduce(self, tensor: Any) -> None:
-        """In place, on the current stream."""
+        """Reduces in place on the current stream."""
         import torch
 
         stream = torch.cuda.current_stream().cuda_stream
@@ -60,8 +60,7 @@ class Communicator:
 
 
 def start(backend: str) -> tuple[int, int, Any]:
-    """Rank, number of ranks and device of this process, which has joined the job. Ranks may share a GPU: NCCL goes over sockets
-    then."""
+    """Joins the job. Returns rank, number of ranks and device of this process. NCCL uses sockets if ranks share a GPU."""
     import torch
     import torch.distributed as dist
 

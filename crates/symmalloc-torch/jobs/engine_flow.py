@@ -1,10 +1,10 @@
 """The calls that vLLM and SGLang make for symmetric memory, in their order, on an engine's own communicator.
 
-vLLM: a `torch.cuda.MemPool` over an allocator in C, a scope around what is to be symmetric, and after each scope a window for
-every segment of `pool.snapshot()` that is new. SGLang: a pool for each group, whose allocator registers a segment when it takes
-one. In a capture both leave the graph's pool for the scope and take it up again.
+vLLM: a `torch.cuda.MemPool` over an allocator in C, a scope around symmetric allocations, and after each scope a window for every
+new segment of `pool.snapshot()`. SGLang: a pool for each group, whose allocator registers a segment at its creation. In a
+capture, both leave the graph's pool for the scope and return to it afterwards.
 
-`torchrun --nproc-per-node N engine_flow.py` on PyTorch's own allocator or with symmalloc installed: nothing else is different.
+`torchrun --nproc-per-node N engine_flow.py` runs the same code on PyTorch's own allocator and with symmalloc installed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ void give_back(void *pointer, size_t size, int device, void *stream) {{
 
 
 def compiled(folder: Path) -> Path:
-    """The allocator in C, against the NCCL that PyTorch has loaded."""
+    """Compiles the allocator in C against the NCCL that PyTorch has loaded."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     nccl = next(Path(line.split(maxsplit=5)[5]) for line in maps if "libnccl.so" in line)
     (folder / "allocator.c").write_text(SOURCE)
@@ -60,7 +60,7 @@ def compiled(folder: Path) -> Path:
 
 
 class Scope:
-    """What is allocated inside comes from the pool. In a capture, in place of the graph's."""
+    """Allocates from the pool inside the block. In a capture, it replaces the graph's pool."""
 
     def __init__(self, pool: Any, graph_pool: Any) -> None:
         import torch
@@ -84,11 +84,11 @@ class Scope:
             torch._C._cuda_beginAllocateCurrentThreadToPool(self._device, self._graph_pool)
 
     def left(self) -> None:
-        """What follows when the pool is left."""
+        """Registers new segments at the end of the scope."""
 
 
 class SnapshotScope(Scope):
-    """vLLM's way."""
+    """The calls of vLLM."""
 
     def __init__(self, pool: Any, graph_pool: Any, communicator: Communicator, registered: set[int]) -> None:
         super().__init__(pool, graph_pool)
@@ -115,7 +115,7 @@ def main() -> None:
     rank, world, device = start("gloo")
     try:
         torch.cuda.MemPool()
-    except RuntimeError as error:  # PyTorch's class for pluggable allocators stands in for ours
+    except RuntimeError as error:  # symmalloc uses PyTorch's class for pluggable allocators
         report({"job": "engine_flow", "allocator": allocator, "skipped": str(error).splitlines()[0]})
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -140,7 +140,7 @@ def main() -> None:
                 return Scope(pool, graph_pool)
 
             flow = Flow(communicator, scope, device)
-            # Warm-ups run on the stream that captures: its memory is registered then.
+            # Warm-ups run on the capturing stream, so that its memory is registered before the capture.
             with torch.cuda.stream(torch.cuda.Stream()):
                 counts = [flow.rounds(), flow.replays(graph_pool)]
                 if is_snapshot:
@@ -157,14 +157,14 @@ def main() -> None:
 
 
 class Flow:
-    """An engine's steps with tensors in scopes. Each check returns how many things were right, and of how many."""
+    """An engine's steps with tensors in scopes. Each check returns the number of correct results, and the total."""
 
     def __init__(self, communicator: Communicator, scope: Any, device: Any) -> None:
         self._communicator, self._scope, self._device = communicator, scope, device
         self._ranks = communicator.world * (communicator.world + 1) // 2
 
     def rounds(self) -> tuple[int, int]:
-        """Tensors that are taken, reduced, freed and taken again."""
+        """Allocates, reduces and frees tensors repeatedly."""
         import torch
 
         right = 0
@@ -180,7 +180,7 @@ class Flow:
         return right, 2 * TENSORS
 
     def replays(self, graph_pool: Any) -> tuple[int, int]:
-        """A graph whose reduced tensor is in the pool, and whose others are in the graph's."""
+        """Captures a graph whose reduced tensor is in the pool, and whose other tensors are in the graph's pool."""
         import torch
 
         inputs, outputs = (torch.zeros(ELEMENTS, device=self._device) for _ in range(2))
@@ -204,7 +204,7 @@ class Flow:
         return right, REPLAYS
 
     def is_in_pool(self, pool: Any) -> tuple[int, int]:
-        """Whether the pool's snapshot tells its tensors from others, as vLLM asks before it reduces one."""
+        """Checks that the pool's snapshot identifies its tensors, as vLLM does before it reduces one."""
         import torch
 
         with self._scope():

@@ -1,8 +1,8 @@
-"""An engine on symmalloc's own pools (`torchrun --nproc-per-node N engine_windows.py`): a pool on a communicator of the engine's
-own and on a group of PyTorch's, scopes that end in a sync, all-to-all with changing splits beside PyTorch's, and graphs with
-all-reduces in windows.
+"""An engine on symmalloc's pools (`torchrun --nproc-per-node N engine_windows.py`): a pool on the engine's communicator and on a
+PyTorch group, scopes that end in a sync, all-to-all with changing splits compared with PyTorch's, and graphs with all-reduces
+in windows.
 
-Ranks may share a GPU: NCCL goes over sockets then, and makes plain registrations of windows.
+If ranks share a GPU, NCCL uses sockets, and makes plain registrations instead of windows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Nothing:
 
 
 def scope_nanoseconds(make: Callable[[], AbstractContextManager[None]], rounds: int, count: int) -> float:
-    """The least of some rounds."""
+    """Returns the minimum of several rounds."""
     least = float("inf")
     for _ in range(rounds):
         begun = time.perf_counter_ns()
@@ -62,7 +62,7 @@ class Engine:
         return symmalloc.use_mem_pool(self.pool, register=True)
 
     def tensors_in_scopes(self) -> tuple[int, int]:
-        """Taken in scopes, reduced on both communicators, freed and taken again."""
+        """Allocates tensors in scopes, reduces them on both communicators, and frees them, repeatedly."""
         import torch
         import torch.distributed as dist
 
@@ -83,7 +83,7 @@ class Engine:
         return right, 32
 
     def all_to_all(self) -> tuple[int, int, dict[str, float]]:
-        """Beside PyTorch's, with splits that change at each step; and how long each takes when they repeat."""
+        """Compares with PyTorch's all-to-all, with splits that change at each step, and measures both with constant splits."""
         import symmalloc
         import torch
         import torch.distributed as dist
@@ -102,7 +102,7 @@ class Engine:
             received = symmalloc.exchange_splits(sent)
             target.zero_()
             theirs.zero_()
-            # On the group at every other step, and on the engine's own.
+            # Alternates between the group and the engine's communicator.
             comm = self.own.comm if step % 2 else None
             work = symmalloc.all_to_all_single(target, source, received, sent, comm=comm, async_op=step % 3 == 0)
             if work is not None:
@@ -115,7 +115,7 @@ class Engine:
         right += torch.equal(target, theirs)
 
         def microseconds(call: Callable[[], Any]) -> tuple[float, float]:
-            """To submit it, and until it is done; the least of three rounds, in turns."""
+            """Measures submission and completion: the minimum of three rounds, alternating."""
             for _ in range(10):
                 call()
             torch.cuda.synchronize()
@@ -142,8 +142,8 @@ class Engine:
         return right, STEPS + 1, figures
 
     def graphs(self) -> tuple[int, int, dict[str, bool]]:
-        """Two graphs in one pool: the second takes again what the first has freed. Between replays tensors of the other pool come
-        and go."""
+        """Captures two graphs in one pool, of which the second reuses memory that the first has freed. Between replays, tensors of
+        the other pool are allocated and freed."""
         import symmalloc
         import torch
         import torch.distributed as dist
@@ -152,7 +152,7 @@ class Engine:
         pool.register(mode=symmalloc.Mode.OFF)
         inputs = torch.zeros(ELEMENTS, device=self.device)
         outputs = [torch.zeros(ELEMENTS, device=self.device) for _ in range(2)]
-        dist.all_reduce(inputs)  # what NCCL connects at the first call
+        dist.all_reduce(inputs)  # NCCL connects at the first call
         torch.cuda.synchronize()
         graphs, places = [], []
         for number in range(2):
@@ -163,7 +163,7 @@ class Engine:
                 second = first + 1
                 places.append([first.data_ptr(), second.data_ptr()])
                 del first
-                again = second * 2  # where the first was
+                again = second * 2  # at the address of the first
                 places[-1].append(again.data_ptr())
                 dist.all_reduce(again)
                 outputs[number].copy_(again)
@@ -197,7 +197,7 @@ class Engine:
         return right, REPLAYS, told
 
     def costs(self) -> dict[str, float]:
-        """Nanoseconds of scopes."""
+        """Measures scopes, in nanoseconds."""
         import symmalloc
         import torch.distributed as dist
 

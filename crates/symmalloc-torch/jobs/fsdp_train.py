@@ -1,8 +1,8 @@
-"""FSDP on several GPUs (`torchrun --nproc-per-node 2 fsdp_train.py`): the job whose places differed between ranks.
+"""FSDP on several GPUs (`torchrun --nproc-per-node 2 fsdp_train.py`): the job whose placements differed between ranks.
 
-A Llama-style model in FSDP1 with bf16, sequences of varying lengths; inputs are copied on one side stream, and statistics of
-the activations are computed on another, both with `record_stream`. With symmalloc every step's digest is kept, and the ranks
-compare them at the end; `assert_aligned` runs once in the loop as well. Ranks may share a GPU.
+It trains a Llama-style model in FSDP1 with bf16 and sequences of varying lengths. Inputs are copied on one side stream, and
+statistics of the activations are computed on another, both with `record_stream`. With symmalloc, the ranks keep every step's
+digest and compare them at the end. `assert_aligned` runs once in the loop. Ranks may share a GPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> None:
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
     is_cuda = job.device == "cuda"
     if is_cuda and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
-        # NCCL wants a device for each rank of a machine: with these it takes the ranks for machines, and goes over sockets.
+        # NCCL requires a device per rank of a machine. With these settings it treats ranks as machines, and uses sockets.
         os.environ |= {"NCCL_HOSTID": f"machine{rank}", "NCCL_SOCKET_IFNAME": "lo"}
         local_rank %= torch.cuda.device_count()
     if is_cuda:
@@ -73,10 +73,10 @@ def main() -> None:
         auto_wrap_policy=ModuleWrapPolicy({Layer}),
         mixed_precision=MixedPrecision(param_dtype=half, reduce_dtype=half, buffer_dtype=half),
         device_id=local_rank if is_cuda else None,
-        # With the original parameters each rank has those of its shard, other ones than its neighbour: other programs.
+        # With the original parameters, each rank has only those of its shard, so ranks would run different programs.
         use_orig_params=False,
     )
-    # FSDP1 wants an accelerator; on a CPU the script is only tried out.
+    # FSDP1 requires an accelerator. On a CPU, the script is only tried out.
     model = sharded(Model()) if is_cuda else nn.parallel.DistributedDataParallel(Model())
     clip = model.clip_grad_norm_ if is_cuda else functools.partial(nn.utils.clip_grad_norm_, list(model.parameters()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
@@ -86,7 +86,7 @@ def main() -> None:
     digests: list[int] = []
 
     def copied(text: torch.Tensor) -> torch.Tensor:
-        """The text on the device, copied on a stream of its own."""
+        """Copies the text to the device on a separate stream."""
         if inputs is None:
             return text
         with torch.cuda.stream(inputs):
@@ -96,7 +96,7 @@ def main() -> None:
         return tokens
 
     def watch(activations: torch.Tensor) -> torch.Tensor:
-        """Something about the activations, computed beside the backward pass."""
+        """Computes a statistic of the activations, concurrently with the backward pass."""
         if statistics is None:
             return activations.detach().float().square().mean()
         statistics.wait_stream(torch.cuda.current_stream())
@@ -107,7 +107,7 @@ def main() -> None:
 
     def step(number: int) -> torch.Tensor:
         text = torch.randint(vocabulary, (batch, lengths[number % period] + 1), generator=texts)
-        # Other text on each rank, but as many different words in it: no size may depend on whose text it is.
+        # Each rank has a different text with equally many distinct words, so that no size depends on the rank.
         tokens = copied((text + rank) % vocabulary)
         logits, activations = model(tokens[:, :-1])
         watched = watch(activations)
@@ -123,7 +123,7 @@ def main() -> None:
             import symmalloc
 
             digests.append(symmalloc.digest())
-            if number == period - 1:  # it waits for the device, so not in the windows that are timed
+            if number == period - 1:  # waits for the device, so outside of the timed windows
                 symmalloc.assert_aligned()
         return loss.detach() + watched
 

@@ -1,4 +1,4 @@
-"""Training a graph network on sampled graphs: few large tensors, of other sizes in every step."""
+"""Training of a graph network on sampled graphs: few large tensors, with different sizes in every step."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def main() -> None:
             super().__init__()
             self.own, self.others = nn.Linear(inputs, outputs), nn.Linear(inputs, outputs, bias=False)
 
-        def forward(self, x: torch.Tensor, neighbours: torch.Tensor) -> torch.Tensor:
-            return self.own(x) + self.others(x[neighbours].mean(1))
+        def forward(self, x: torch.Tensor, neighbors: torch.Tensor) -> torch.Tensor:
+            return self.own(x) + self.others(x[neighbors].mean(1))
 
     with torch.device(job.device):
         layers = nn.ModuleList([Convolution(inputs, width), Convolution(width, width), Convolution(width, classes)])
@@ -34,10 +34,10 @@ def main() -> None:
         x = torch.randn(nodes, inputs, device=job.device)
         labels = torch.randint(classes, (nodes,), device=job.device)
         for place, layer in enumerate(layers):
-            # A node's neighbours are some of those before it: sums in a fixed order, and equal bits from run to run.
+            # A node's neighbors precede it, so sums have a fixed order, and bits are equal from run to run.
             shift = torch.arange(1, degree + 1, device=job.device)
-            neighbours = (torch.arange(nodes, device=job.device)[:, None] - shift).clamp_(min=0)
-            x = layer(x, neighbours)
+            neighbors = (torch.arange(nodes, device=job.device)[:, None] - shift).clamp_(min=0)
+            x = layer(x, neighbors)
             if place < 2:
                 x = F.relu(x)
         loss = F.cross_entropy(x, labels)

@@ -11,13 +11,13 @@ def main() -> None:
     import torch
 
     batch, length = (2, 16) if job.is_tiny else (8, 256)
-    # The loss is of a graph's output: it is copied before the next step replays into it.
+    # The loss is an output of the graph, so it is copied before the next replay overwrites it.
     step = training(job, batch, length, lambda _: length, lambda model: torch.compile(model, mode="reduce-overhead"))
     report(job.measure(10, lambda number: step(number).clone()) | {"graph_trees": is_in_trees(job)})
 
 
 def is_in_trees(job: Job) -> bool:
-    """Whether graphs were captured at all: what Inductor cannot capture, it runs as it is."""
+    """Returns `True` if graphs were captured. Inductor runs code without graphs if it cannot capture it."""
     from torch._inductor import cudagraph_trees
 
     if job.device != "cuda":

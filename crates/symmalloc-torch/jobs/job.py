@@ -1,7 +1,7 @@
-"""What the jobs share: the allocator they run on, repeatable arithmetic, and what is measured.
+"""Shared code of the jobs: the allocator, repeatable arithmetic, and measurements.
 
-A job is a function that makes a `step`: a function of the step's number that does the work and returns its loss. The sizes
-of steps repeat after a period, so that windows of whole periods are equal work and their times can be compared.
+A job is a function that returns a `step`: a function of the step's number that does the work and returns its loss. The sizes
+of steps repeat after a period, so that windows of whole periods have equal work and comparable times.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 ALLOCATORS = ("native", "expandable", "async", "symmalloc", "planned", "stitched")
-# Those that are ours, with what is added to their configuration.
+# The allocators that are symmalloc, with their additional configuration.
 OURS = {"symmalloc": None, "planned": "plan:learn", "stitched": "stitching:true,streams:shared"}
 
 
@@ -31,17 +31,17 @@ class Job:
     device: str
     trace: str | None
     is_tiny: bool
-    """A smaller model, so that the script can be tried on a CPU."""
+    """`True` for a smaller model, so that the script can be tried on a CPU."""
     windows: int
 
     @staticmethod
     def from_command_line(name: str, description: str | None, conf: str | None = None) -> Job:
-        """Reads the command line, and puts the allocator under PyTorch, symmalloc with this configuration."""
+        """Reads the command line, and installs the allocator in PyTorch, with this configuration for symmalloc."""
         parser = argparse.ArgumentParser(description=description)
         parser.add_argument("--allocator", choices=ALLOCATORS, default="symmalloc")
         parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-        parser.add_argument("--windows", type=int, default=4, help="how many equal windows of steps are timed")
-        parser.add_argument("--conf", help="more settings for symmalloc, as stitching_granule_mb:16")
+        parser.add_argument("--windows", type=int, default=4, help="number of timed windows with equally many steps")
+        parser.add_argument("--conf", help="additional settings for symmalloc, such as stitching_granule_mb:16")
         parser.add_argument("--trace", help="record every op to this file (symmalloc) or a snapshot (others)")
         options = parser.parse_args()
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -58,7 +58,7 @@ class Job:
             symmalloc.install(",".join(settings) if settings else None, trace=options.trace)
         elif options.trace and options.device == "cuda":
             torch.cuda.memory._record_memory_history(context=None)
-        # Equal bits from run to run, as far as PyTorch offers them.
+        # Bitwise equal results from run to run, as far as PyTorch supports them.
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False
         torch.manual_seed(1)
@@ -102,7 +102,7 @@ class Job:
         return figures
 
     def steady(self, steps: int, period: int, step: Callable[[int], object]) -> dict[str, object]:
-        """Peaks of one more period, after all windows, and what the driver says is taken then."""
+        """Measures the peaks of one more period after all windows, and the memory in use by the driver then."""
         import torch
 
         torch.cuda.reset_peak_memory_stats()
@@ -140,6 +140,6 @@ class Job:
 
 
 def report(figures: dict[str, object]) -> None:
-    """Prints one line that `run` reads. In one write, and on a line of its own: several ranks write to one file."""
+    """Prints one line for `run`, in a single write on a separate line, because several ranks write to one file."""
     sys.stdout.write(f"\nfigures {json.dumps(figures)}\n")
     sys.stdout.flush()

@@ -75,7 +75,7 @@ def main() -> None:
 
     @torch.inference_mode()
     def step(number: int) -> torch.Tensor:
-        """Answers one batch of prompts. Its "loss" depends on every token that was chosen."""
+        """Answers one batch of prompts. Its "loss" depends on every chosen token."""
         tokens = torch.randint(vocabulary, prompts[number % period], device=job.device)
         caches: cache = []
         total = torch.zeros((), dtype=torch.float64, device=job.device)

@@ -1,4 +1,4 @@
-"""A DataLoader whose workers are forked after CUDA was used, with pinned memory, and a clean end of the process."""
+"""A DataLoader whose workers are forked after CUDA was used, with pinned memory and a clean process exit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main() -> None:
         ):
             total += float(batch.to(job.device, non_blocking=True).sum()) / 1000
     report({"job": job.name, "allocator": job.allocator, "right": int(total == 2 * sum(range(256))), "of": 1})
-    # It lives until the interpreter is gone: freeing it must not fail then.
+    # It lives until the interpreter is destroyed, and freeing it must not fail then.
     KEPT.append(held)
 
 

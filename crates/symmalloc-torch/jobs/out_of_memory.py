@@ -1,4 +1,4 @@
-"""A step that does not fit raises torch.OutOfMemoryError, in the forward and the backward pass, and training goes on."""
+"""A step that does not fit raises torch.OutOfMemoryError, in the forward and the backward pass, and training continues."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     class HungryBackward(torch.autograd.Function):
-        """Takes too much in the backward pass, on autograd's thread."""
+        """Allocates too much in the backward pass, on autograd's thread."""
 
         @staticmethod
         def forward(_context: object, x: torch.Tensor) -> torch.Tensor:

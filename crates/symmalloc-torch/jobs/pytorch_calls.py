@@ -1,9 +1,9 @@
-"""What PyTorch asks of an allocator, call by call: each works on PyTorch's own and on symmalloc, with the same bits.
+"""PyTorch's calls to an allocator, one by one: each works on PyTorch's own and on symmalloc, with bitwise equal results.
 
     crates/symmalloc-torch/jobs/pytorch_calls.py                      both, and a table
     crates/symmalloc-torch/jobs/pytorch_calls.py --allocator native   one, for `run`
 
-A call that needs more than there is (a second GPU, NCCL, a compiler) is skipped, with the reason.
+A call whose requirements are missing (a second GPU, NCCL, a compiler) is skipped, and the reason is printed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ MIB = 1 << 20
 
 
 class Skipped(Exception):
-    """The call cannot be tried here; the text says why."""
+    """The call cannot be tested here. The text states why."""
 
 
 def check(name: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    """A check returns a tensor, or several, whose bits must be equal on all allocators; None where there are none."""
+    """A check returns one or more tensors whose bits must be equal on all allocators; None if it has none."""
 
     def add(function: Callable[[], Any]) -> Callable[[], Any]:
         CHECKS[name] = function
@@ -209,7 +209,7 @@ def mem_pool_of_functions() -> Any:
     gc.collect()
     with torch.cuda.use_mem_pool(pool):
         again = torch.ones(256, 1024, device="cuda")
-    # PyTorch's own does not ask its events while a pool is in use.
+    # PyTorch's own allocator does not query its events while a pool is in use.
     assert ALLOCATOR == "native" or counted(0) == calls, "the pool did not take its own free memory"
     del again, pool
     gc.collect()
@@ -317,7 +317,7 @@ def graph_tree() -> Any:
     for number in range(12):
         torch.compiler.cudagraph_mark_step_begin()
         stem = trunk(x)
-        # The other branch is captured after the stem was replayed: the pool must go back to where the stem was captured.
+        # The other branch is captured after a replay of the stem, so the pool must be restored to its state at the stem's capture.
         results.append((left if number < 4 or number % 2 else right)(stem).clone())
     manager = cudagraph_trees.get_manager(0, create_if_none_exists=False)
     assert manager is not None and manager.debug_checkpointing_counter > 0, "no checkpoint was set"
@@ -348,7 +348,7 @@ def other_processes() -> Any:
 
 
 def answer(allocator: str, there: Any, back: Any) -> None:
-    """The other process."""
+    """Runs in the other process."""
     put_under(allocator)
     import torch
 
@@ -373,7 +373,7 @@ def cudnn_benchmark() -> Any:
     layer(x).sum().backward()
     torch.backends.cudnn.benchmark = False
     assert layer.weight.grad is not None
-    # The algorithm that is found fastest may differ from run to run.
+    # The fastest algorithm may differ from run to run.
     return None
 
 
@@ -428,7 +428,7 @@ def profiler() -> Any:
 
 @contextmanager
 def nccl_group() -> Iterator[Any]:
-    """A group of this process alone, and its backend."""
+    """Returns a group with only this process, and its backend."""
     import torch
     import torch.distributed as dist
 
@@ -482,7 +482,7 @@ def trackers() -> Any:
 
 
 def compiled(source: str) -> str:
-    """A C library. The process has CUDA's runtime already."""
+    """Compiles a C library. The process has loaded CUDA's runtime already."""
     folder = tempfile.mkdtemp()
     file = Path(folder) / "own.c"
     file.write_text(source)
@@ -560,7 +560,7 @@ def both(only: str | None) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--allocator", choices=("native", "symmalloc"))
-    parser.add_argument("--only", help="calls whose name has this in it")
+    parser.add_argument("--only", help="run only calls whose name contains this text")
     parser.add_argument("--windows", type=int, help="for `run`; there are none")
     options = parser.parse_args()
     if options.allocator is None:

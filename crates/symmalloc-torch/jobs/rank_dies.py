@@ -1,4 +1,4 @@
-"""A process that dies in a scope of a registered pool: the other one gets an error that names it, within the deadline.
+"""A process dies in a scope of a registered pool: the other one gets an error that names it, within the deadline.
 
     crates/symmalloc-torch/jobs/rank_dies.py          starts both ranks itself, on two GPUs or on one
 """
@@ -20,7 +20,7 @@ DIED = 9
 
 
 def rank_of_two(mode: str) -> None:
-    faulthandler.dump_traceback_later(LIMIT_SECONDS / 2, exit=True)  # where it hangs, if it does
+    faulthandler.dump_traceback_later(LIMIT_SECONDS / 2, exit=True)  # shows the position of a hang
     import symmalloc
     import torch
     from engine import start
@@ -32,12 +32,12 @@ def rank_of_two(mode: str) -> None:
         tensor = torch.ones(1 << 20, device=device)
     pool.register(mode=symmalloc.Mode[mode], deadline_seconds=DEADLINE_SECONDS)
     torch.distributed.all_reduce(tensor)
-    # A kernel that is launched for the first time is loaded, which waits for the device: not behind a collective that never ends.
+    # The first launch of a kernel loads it and waits for the device, so it must not follow a collective that never ends.
     assert float(tensor.sum()) == 2 * tensor.numel()
     begun = time.monotonic()
     try:
         with symmalloc.use_mem_pool(pool, register=True):
-            # A segment of its own, so that its end has something to register.
+            # A separate segment, so that the scope's end has something to register.
             second = torch.ones(64 << 20, device=device)
             if rank == 1:
                 os._exit(DIED)
@@ -45,7 +45,7 @@ def rank_of_two(mode: str) -> None:
         elapsed = time.monotonic() - begun
         assert elapsed < DEADLINE_SECONDS + MARGIN_SECONDS and "rank 1" in str(error), (elapsed, error)
         assert float(second.sum()) == second.numel()
-        # Outside of the scope, in the default pool: the process goes on.
+        # Outside of the scope, in the default pool: the process continues.
         assert float(torch.ones(1024, device=device).sum()) == 1024
         print(f"told after {elapsed:.2f} s: {str(error).splitlines()[0]}", flush=True)
         os._exit(0)

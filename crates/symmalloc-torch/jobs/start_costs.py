@@ -1,7 +1,7 @@
-"""What symmalloc adds to the start of a process: milliseconds behind `import torch` until the first tensor is there.
+"""Startup costs of symmalloc: milliseconds from `import torch` to the first tensor.
 
-PyTorch is imported once, because that takes seconds and differs by seconds; each process is a fork of this one, native and with
-symmalloc in turns. Run it once before, so that the class is compiled.
+PyTorch is imported only once, because the time of an import varies by seconds. Each process is a fork of this one, alternating
+between native and symmalloc. Run the script once before, so that the class is compiled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PARTS = ("import", "install", "cuda", "first_tensor", "all")
 
 
 def parts(is_ours: bool) -> list[float]:
-    """Of one process."""
+    """Measures one process."""
     moments = [time.perf_counter()]
     if is_ours:
         import symmalloc
@@ -37,7 +37,7 @@ def parts(is_ours: bool) -> list[float]:
 
 
 def forked(is_ours: bool) -> list[float]:
-    """The same in a process of its own."""
+    """Measures in a separate process."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

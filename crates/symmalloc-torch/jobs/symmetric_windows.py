@@ -1,15 +1,15 @@
-"""The reported failure: an all-reduce through NCCL's symmetric windows after tensors were freed and taken again.
+"""The reported failure: an all-reduce through NCCL's symmetric windows after tensors were freed and allocated again.
 
     torchrun --nproc-per-node 2 symmetric_windows.py --allocator native       right 8 of 8, then 0 of 8
     torchrun --nproc-per-node 2 symmetric_windows.py --allocator symmalloc    right 8 of 8, then 8 of 8
 
-Eight tensors of 1 MiB lie in four segments of 2 MiB, each a window. NCCL finds a peer's buffer at (window, own offset), and
-checks nothing. Even ranks get their segments at ascending addresses and odd ranks at descending ones, as it may happen to any
-program: a few address ranges are held, and given up one by one, in that order, while the pool takes its segments.
+Eight tensors of 1 MiB are in four segments of 2 MiB, each a window. NCCL finds a peer's buffer at (window, own offset) without
+a check. Even ranks get their segments at ascending addresses and odd ranks at descending ones, which can happen in any program.
+To cause it, the script reserves address ranges and frees them one by one in that order, while the pool creates its segments.
 
-    first round     t0 t1 | t2 t3 | t4 t5 | t6 t7      the segments in the order of their birth, on every rank
-    freed, again    by (size, address):                rank 0 begins in the segment that was born first, rank 1 in the last
-                    by (size, birth, offset):          all begin in the segment that was born first
+first round     t0 t1 | t2 t3 | t4 t5 | t6 t7      the segments in order of creation, on every rank
+freed, again    by (size, address):                rank 0 begins in the oldest segment, rank 1 in the newest
+                by (size, birth, offset):          all begin in the oldest segment
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SEGMENT_BYTES = 2 * MIB
 
 
 class Holes:
-    """Address ranges of one segment each, side by side, that are given up one by one: the next segment comes to lie there."""
+    """Adjacent address ranges of one segment each. Freeing one of them makes the driver place the next segment there."""
 
     def __init__(self, count: int, *, ascending: bool) -> None:
         self._driver = ctypes.CDLL("libcuda.so.1")
@@ -38,7 +38,7 @@ class Holes:
         self._bases = sorted(bases, reverse=not ascending)
 
     def open(self) -> None:
-        """Gives the next range up."""
+        """Frees the next range."""
         if self._bases:
             self._driver.cuMemAddressFree(self._bases.pop(0), SEGMENT_BYTES)
 
@@ -63,7 +63,7 @@ class NativePool:
         return torch.cuda.use_mem_pool(self._pool)
 
     def sync(self) -> None:
-        """PyTorch registers each segment when it comes."""
+        """PyTorch registers each segment at its creation."""
 
     def close(self) -> None:
         self._backend.deregister_mem_pool(self._pool)
@@ -115,7 +115,7 @@ def main() -> None:
     expected = [world * elements + ranks * (number + 1) for number in range(TENSORS)]
 
     def round_of_tensors(pool: NativePool | OurPool) -> tuple[int, list[int]]:
-        """Takes, fills, reduces and checks the tensors. Returns how many were right, and where they lay."""
+        """Allocates, fills, reduces and checks the tensors. Returns the number of correct ones, and their positions."""
         tensors = []
         with pool.scope():
             for number in range(TENSORS):
@@ -127,7 +127,7 @@ def main() -> None:
             tensor.copy_(elements).add_((rank + 1) * (number + 1))
             dist.all_reduce(tensor)
         right = [torch.equal(tensor, their) for tensor, their in zip(tensors, expected, strict=True)]
-        # A tensor is right when it is right on every rank.
+        # A tensor is correct if it is correct on every rank.
         everyone = torch.tensor(right, device=device, dtype=torch.int32)
         dist.all_reduce(everyone, dist.ReduceOp.MIN)
         torch.cuda.synchronize()

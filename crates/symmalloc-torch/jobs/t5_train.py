@@ -1,4 +1,4 @@
-"""Training an encoder and decoder, as T5: both lengths vary from batch to batch."""
+"""Training of an encoder and decoder such as T5: both lengths vary from batch to batch."""
 
 from __future__ import annotations
 

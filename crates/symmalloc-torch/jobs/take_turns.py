@@ -1,4 +1,4 @@
-"""GPT-2 (124M) training and generation that take turns on a GPU, each without device memory while the other one works.
+"""GPT-2 (124M) training and generation that alternate on a GPU, each without device memory while the other one works.
 
     crates/symmalloc-torch/jobs/take_turns.py --compare                          all of --memory in one run, and a table
     crates/symmalloc-torch/jobs/take_turns.py --compare --turns 200 --other 0.9  and another process takes 90 % of the device meanwhile
@@ -8,12 +8,12 @@
     training    | wake, steps ───────── | asleep: weights and optimizer on the host |
     generation  | asleep                | wake: weights copied, KV cache empty, a captured graph per token |
 
-A run holds when losses and tokens are those of the run that never sleeps, bit for bit, and while both sleep the device has as much free
-memory after each turn. `--memory`:
+A run passes if losses and tokens are bitwise equal to those of the run without sleep, and if the device has equally much free memory
+after each turn while both sleep. `--memory`:
 
-    plain               nobody sleeps
+plain               no sleep
     symmalloc           symmalloc.region, pause, resume
-    torch_memory_saver  its own; skipped where it is not installed
+    torch_memory_saver  its own functions; skipped if it is not installed
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from typing import Any
 MEMORIES = ("plain", "symmalloc", "torch_memory_saver")
 MIB = 1 << 20
 SKIPPED = 77
-"""How a run ends that cannot be had here."""
+"""The exit status of a run that is unavailable here."""
 
 
 class Plain:
-    """Nobody sleeps."""
+    """A run without sleep."""
 
     def region(self, tag: str, enable_cpu_backup: bool = False) -> Any:
         return nullcontext()
@@ -50,7 +50,7 @@ class Plain:
 
 
 def memory_saver(name: str) -> Any:
-    """What has `region`, `pause` and `resume`, put under PyTorch. Ends the process where it cannot be had."""
+    """Installs a provider of `region`, `pause` and `resume` in PyTorch. Exits if it is unavailable."""
     if name == "plain":
         return Plain()
     if name == "symmalloc":
@@ -68,7 +68,7 @@ def memory_saver(name: str) -> Any:
 
 
 class Other:
-    """Another process, which takes a share of the device when it is told to."""
+    """Another process, which allocates a fraction of the device on request."""
 
     def __init__(self, share: float) -> None:
         command = [sys.executable, __file__, "--hold", str(share)]
@@ -93,7 +93,7 @@ class Other:
 
 
 def hold(share: float) -> None:
-    """The other process: takes so much of the device, writes to all of it, reads it back, and gives it back."""
+    """Runs in the other process: allocates memory, writes and reads all of it, and frees it."""
     import torch
 
     total = torch.cuda.mem_get_info()[1]
@@ -135,7 +135,7 @@ def gpt2(is_tiny: bool, device: str, length_max: int) -> Any:
                 cache[0].index_copy_(2, place, k)
                 cache[1].index_copy_(2, place, v)
                 seen = (torch.arange(length_max, device=x.device) <= place).view(1, 1, 1, length_max)
-                # What lies behind the place is undefined after a sleep, and may be no number: it is not looked at.
+                # Memory after this position is undefined after a sleep, and may be NaN. It is not read.
                 keys, values = (torch.where(seen.transpose(2, 3), part, 0.0) for part in cache)
                 attention = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen)
             x = x + self.projection(attention.transpose(1, 2).reshape(x.shape))
@@ -181,7 +181,7 @@ def train_and_generate(options: argparse.Namespace) -> dict[str, Any]:
     with saver.region(tag="training", enable_cpu_backup=True):
         model, vocabulary, outer, inner = gpt2(is_tiny, device, length_max)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-        # Its states are made in its first step.
+        # Its states are created in its first step.
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
@@ -292,9 +292,9 @@ def train_and_generate(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Each in a process of its own, one after the other. Ends with 0 when all that ran are equal."""
+    """Runs each in a separate process, one after the other. Exits with 0 if all results are equal."""
     rows: list[dict[str, Any]] = []
-    # Without a GPU nobody sleeps: the run that never does, twice.
+    # Without a GPU, no run can sleep, so the run without sleep is repeated.
     for memory in MEMORIES if options.device == "cuda" else ("plain", "plain"):
         command = [sys.executable, str(Path(__file__).resolve()), "--memory", memory, "--device", options.device]
         command += ["--turns", str(options.turns), "--steps", str(options.steps), "--tokens", str(options.tokens)]
@@ -307,7 +307,7 @@ def compare(options: argparse.Namespace) -> int:
             print(f"{memory}: failed, {done.returncode}\n{done.stdout}")
             return 1
         else:
-            # torch_memory_saver 0.0.10 ends a process that frees its tensors while Python ends, behind all of its work.
+            # torch_memory_saver 0.0.10 kills a process that frees its tensors during Python's exit, after all of its work.
             if done.returncode != 0:
                 print(f"{memory}: ended with {done.returncode} after its figures")
             rows.append(json.loads(figures[0].removeprefix("figures ")))
@@ -328,9 +328,9 @@ def main() -> None:
     parser.add_argument("--compare", action="store_true")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--turns", type=int, default=50)
-    parser.add_argument("--steps", type=int, default=4, help="of training, in each turn")
-    parser.add_argument("--tokens", type=int, default=24, help="of each answer")
-    parser.add_argument("--other", type=float, default=0.0, help="the share of the device that another process takes meanwhile")
+    parser.add_argument("--steps", type=int, default=4, help="training steps per turn")
+    parser.add_argument("--tokens", type=int, default=24, help="tokens per answer")
+    parser.add_argument("--other", type=float, default=0.0, help="fraction of the device that another process uses meanwhile")
     parser.add_argument("--hold", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.hold is not None:

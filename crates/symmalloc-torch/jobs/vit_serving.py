@@ -1,4 +1,4 @@
-"""A vision transformer that serves batches of other sizes on five streams at once."""
+"""A vision transformer that serves batches of different sizes on five concurrent streams."""
 
 from __future__ import annotations
 

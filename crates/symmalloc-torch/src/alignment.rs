@@ -1,14 +1,14 @@
-//! Alignment: do all ranks have the same history? Over whatever the caller can gather with.
+//! Comparison of histories between ranks, over a gather function of the caller.
 //!
-//! Symmetric pools go through the core's agreement, which finds the first op that differs. Of other pools nobody keeps the
-//! history: their heaps are compared by digest, in one round when all are equal and in two when they are not.
+//! Symmetric pools use the core's agreement, which finds the first op that differs. Other pools keep no history, so their heaps are
+//! compared by digest: in one round if all are equal, and in two otherwise.
 //!
 //! ```text
 //!  round 1   heaps 8 │ digest of all heaps 8                                     per rank
 //!  round 2   [ pool 4 │ stream 4 │ ops 8 │ digest 8 ] × the most heaps of a rank
 //! ```
 //!
-//! Heaps are named by their pool's id and their stream's, so ranks that make private pools of their own differ here.
+//! The ids of pool and stream name a heap, so ranks that create different private pools differ here.
 
 use crate::device::DeviceAllocator;
 use crate::error::Error;
@@ -18,13 +18,13 @@ use std::fmt::Write;
 use symmalloc_agreement::{AgreementError, Gathered, Point, RankSet, Transport, TransportError, agree};
 use symmalloc_core::PoolConfig;
 
-/// Gives `len` bytes of this rank to all ranks and writes everybody's, in rank order, to `all` (world times `len` bytes). Zero
-/// when it is done. It must not throw.
+/// Sends `len` bytes of this rank to all ranks, and writes the bytes of all ranks to `all` (world times `len` bytes), in rank order.
+/// Returns 0 on success. It must not throw.
 #[allow(non_camel_case_types, reason = "C's names")]
 pub type symmalloc_gather_fn =
     Option<unsafe extern "C" fn(context: *mut c_void, mine: *const u8, len: usize, all: *mut u8) -> c_int>;
 
-/// Ranks that hear each other through a function of the caller's.
+/// A transport between ranks over a function of the caller.
 pub(crate) struct Gathering {
     rank: u32,
     ranks: u32,
@@ -34,7 +34,7 @@ pub(crate) struct Gathering {
 
 impl Gathering {
     /// # Safety
-    /// The function does what [`symmalloc_gather_fn`] says, with this context, on the calling thread, while this lives.
+    /// The function meets the contract of [`symmalloc_gather_fn`] with this context, on the calling thread, while the transport lives.
     pub(crate) unsafe fn new(
         rank: u32,
         ranks: u32,
@@ -60,7 +60,7 @@ impl Transport for Gathering {
 
     fn all_gather(&self, message: &[u8]) -> Result<Gathered, TransportError> {
         let mut all = vec![0; message.len() * self.ranks as usize];
-        // SAFETY: the contract of `new`; both places have the sizes that the function is told.
+        // SAFETY: the contract of `new`; both buffers have the sizes that are passed to the function.
         let code = unsafe { (self.gather)(self.context, message.as_ptr(), message.len(), all.as_mut_ptr()) };
         match code {
             0 => Ok(Gathered::new(all, message.len())),
@@ -78,7 +78,7 @@ pub(crate) fn compare_symmetric(allocator: &DeviceAllocator, transport: &Gatheri
 /// A heap's name: its pool, and its stream or [`NO_STREAM`].
 type PrivateHeap = (u32, u32);
 
-/// In place of the stream of a heap whose streams share.
+/// Stands for the stream of a heap that streams share.
 const NO_STREAM: u32 = u32::MAX;
 
 const ENTRY_BYTES: usize = 24;
@@ -122,7 +122,7 @@ fn private_heaps(allocator: &DeviceAllocator) -> BTreeMap<PrivateHeap, History> 
         if core.pool_config(pool).is_ok_and(PoolConfig::symmetric) {
             continue;
         }
-        // A pool that was destroyed has no heaps.
+        // A destroyed pool has no heaps.
         for (stream, digest) in core.heap_digests(pool).unwrap_or_default() {
             let stream = stream.map_or(NO_STREAM, |stream| stream.0.into());
             heaps.insert((pool.0, stream), History { ops: digest.ops, value: digest.value });
@@ -137,7 +137,7 @@ fn word(bytes: &[u8], at: usize) -> u64 {
     u64::from_le_bytes(word)
 }
 
-/// Which heaps differ, and which ranks have which history of them.
+/// Describes the heaps that differ, and the history of each rank in them.
 fn difference(first: &Gathered, second: &Gathered) -> String {
     let mut heaps: BTreeMap<PrivateHeap, BTreeMap<Option<History>, Vec<u32>>> = BTreeMap::new();
     let ranks: Vec<BTreeMap<PrivateHeap, History>> = first

@@ -1,20 +1,20 @@
-//! The C interface: what `include/symmalloc.h` declares. The functions behind PyTorch's are in `torch_entry.rs`.
+//! The C interface: the functions of `include/symmalloc.h`. PyTorch's entry points are in `torch_entry.rs`.
 //!
 //! | file | calls |
 //! |---|---|
 //! | `memory.rs` | an allocator, and memory from it |
-//! | `pools.rs` | pools, and what holds for all of them: reserve, trim, peers |
-//! | `sleep.rs` | pools that sleep and wake, or are resized |
+//! | `pools.rs` | pools, and operations on all of them: reserve, trim, peers |
+//! | `sleep.rs` | sleep, wake and resize of pools |
 //! | `steps.rs` | steps, and the plans that they follow |
 //! | `reports.rs` | placements, statistics, snapshots, traces |
-//! | `ranks.rs` | ranks compared, and what the watchdog is told |
-//! | `registrars.rs` | pools registered on communicators, scopes that end in a sync |
+//! | `ranks.rs` | comparison of ranks, announcements and flight records of the watchdog |
+//! | `registrars.rs` | registration of pools on communicators, scopes that end in a sync |
 //! | `all_to_all.rs` | all-to-all-v on registered memory |
 //! | `runtimes.rs` | memory without a stream, ONNX Runtime's external allocator |
-//! | `arguments.rs` | how arguments are checked and answers written |
+//! | `arguments.rs` | checks of arguments, and writes of results |
 //!
-//! Each call checks its arguments, carries out one thing, and returns a status; no panic leaves it. What it writes through a
-//! pointer it writes only when it succeeds.
+//! Each call checks its arguments, performs one operation, and returns a status. No panic escapes. A call writes through its pointers
+//! only on success.
 
 mod all_to_all;
 pub(crate) mod arguments;

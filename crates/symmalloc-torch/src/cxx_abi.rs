@@ -1,15 +1,15 @@
-//! C++ without a C++ compiler: what PyTorch's calls need that C cannot say, an exception and a `std::function`.
+//! C++ exceptions and `std::function` without a C++ compiler, for PyTorch's calls.
 //!
-//! PyTorch does not look at what an allocator returns, so an allocation that fails must throw. What is thrown is the best of
-//! what the process has, looked up in the libraries that are loaded already:
+//! PyTorch does not check the result of an allocator, so a failed allocation must throw. It throws the most specific type that the loaded
+//! libraries of the process have:
 //!
-//! | | found in | what Python sees |
+//! | type | found in | Python's exception |
 //! |---|---|---|
 //! | `c10::OutOfMemoryError` | libc10, libc10_cuda | `torch.OutOfMemoryError` |
 //! | `c10::Error`, by `c10::detail::torchCheckFail` | libc10 | `RuntimeError` |
 //! | `std::runtime_error`, by `std::__throw_runtime_error` | libstdc++ | `RuntimeError` |
 //!
-//! # What is relied on
+//! # Assumptions
 //! Of the Itanium C++ ABI (all of Linux): an exception is allocated by `__cxa_allocate_exception`, built in place, and thrown
 //! by `__cxa_throw` with its type's `type_info` and its complete destructor; a vtable symbol is followed by the offset to the
 //! top, the `type_info`, and the virtual functions, of which a virtual destructor's complete variant comes first where it is
@@ -28,13 +28,13 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::mem::MaybeUninit;
 use std::sync::OnceLock;
 
-/// More than `sizeof(c10::Error)`, which is about 200. Memory beyond the object does no harm.
+/// More than `sizeof(c10::Error)`, which is about 200. Extra memory is harmless.
 const ERROR_BYTES_MAX: usize = 512;
 
 /// Words between a vtable's symbol and its first virtual function.
 const VTABLE_HEADER_WORDS: usize = 2;
 
-/// `c10::SourceLocation`. 24 bytes, so it is passed in memory.
+/// `c10::SourceLocation`. It has 24 bytes, so it is passed in memory.
 #[repr(C)]
 struct SourceLocation {
     function: *const c_char,
@@ -56,7 +56,7 @@ type NewError = unsafe extern "C-unwind" fn(*mut c_void, SourceLocation, *mut St
 type TorchCheckFail = unsafe extern "C-unwind" fn(*const c_char, *const c_char, u32, *const c_char) -> !;
 type ThrowRuntimeError = unsafe extern "C-unwind" fn(*const c_char) -> !;
 
-/// What it takes to throw a `c10::OutOfMemoryError`.
+/// The functions and types for throwing a `c10::OutOfMemoryError`.
 struct OutOfMemoryError {
     allocate: AllocateException,
     throw: Throw,
@@ -67,7 +67,7 @@ struct OutOfMemoryError {
     vtable: *const *const c_void,
 }
 
-/// What the process has to throw with.
+/// The functions of the process for throwing.
 struct Thrower {
     out_of_memory: Option<OutOfMemoryError>,
     check_fail: Option<TorchCheckFail>,
@@ -79,7 +79,7 @@ unsafe impl Send for Thrower {}
 // SAFETY: as above.
 unsafe impl Sync for Thrower {}
 
-/// What kind of error Python is to see.
+/// The kind of error for Python.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ExceptionKind {
     OutOfMemory,
@@ -89,16 +89,16 @@ pub(crate) enum ExceptionKind {
 const FUNCTION: &CStr = c"symmalloc_torch";
 const FILE: &CStr = c"symmalloc-torch";
 
-/// Throws a C++ exception with this message. Returns only where the process has no C++ library.
+/// Throws a C++ exception with this message. Returns only if the process has no C++ library.
 ///
 /// # Safety
-/// All frames between here and the C++ caller let exceptions pass (`extern "C-unwind"`), and none of them is inside of a
+/// All frames between here and the C++ caller can unwind (`extern "C-unwind"`), and none of them is inside of a
 /// `catch_unwind`.
 pub(crate) unsafe fn throw(kind: ExceptionKind, message: &str) {
     let thrower = thrower();
     let text = CString::new(message.replace('\0', " ")).unwrap_or_default();
     if let (ExceptionKind::OutOfMemory, Some(error)) = (kind, &thrower.out_of_memory) {
-        // SAFETY: the symbols are what this file says they are; the caller's contract for the frames.
+        // SAFETY: the symbols have the types in this file's comment; the caller's contract for the frames.
         unsafe { error.throw(text) }
     }
     let text = kept_until_thrown(text);
@@ -116,7 +116,7 @@ thread_local! {
     static TEXT: std::cell::RefCell<CString> = std::cell::RefCell::default();
 }
 
-/// Unwinding out of a call that never returns drops nothing that stands before it, so the text is kept by the thread.
+/// Stores the text in the thread, because unwinding out of a call that never returns would not drop it.
 fn kept_until_thrown(text: CString) -> *const c_char {
     TEXT.try_with(|place| {
         let mut place = place.borrow_mut();
@@ -133,11 +133,11 @@ impl OutOfMemoryError {
         let text = kept_until_thrown(text);
         let mut string = StdString([const { MaybeUninit::uninit() }; 32]);
         let location = SourceLocation { function: FUNCTION.as_ptr(), file: FILE.as_ptr(), line: 0 };
-        // SAFETY: room for a string; the text is a C string; libstdc++ reads no byte of an allocator.
+        // SAFETY: memory for a string; the text is a C string; libstdc++ reads no byte of an allocator.
         unsafe { (self.new_string)(&raw mut string, text, &raw const EMPTY_ALLOCATOR) };
-        // SAFETY: any size may be asked for; the memory is aligned for any object, and the call does not return null.
+        // SAFETY: any size is valid; the memory is aligned for any object, and the call does not return null.
         let error = unsafe { (self.allocate)(ERROR_BYTES_MAX) };
-        // SAFETY: room for an error, and a string that is alive and stays the caller's.
+        // SAFETY: memory for an error, and a live string that the caller keeps.
         unsafe { (self.new_error)(error, location, &raw mut string) };
         // SAFETY: alive, and not used after this.
         unsafe { (self.drop_string)(&raw mut string) };
@@ -155,12 +155,12 @@ impl OutOfMemoryError {
 
 static EMPTY_ALLOCATOR: u8 = 0;
 
-/// What there is to throw with, looked up once. PyTorch's libraries are loaded before it calls an allocator.
+/// Returns the functions for throwing, looked up once. PyTorch's libraries are loaded before it calls an allocator.
 fn thrower() -> &'static Thrower {
     static THROWER: OnceLock<Thrower> = OnceLock::new();
     THROWER.get_or_init(|| Thrower {
         out_of_memory: out_of_memory_error(),
-        // SAFETY: the mangled name says the type.
+        // SAFETY: the mangled name states the type.
         check_fail: unsafe { function(c"_ZN3c106detail14torchCheckFailEPKcS2_jS2_") },
         // SAFETY: as above.
         runtime_error: unsafe { function(c"_ZSt21__throw_runtime_errorPKc") },
@@ -168,7 +168,7 @@ fn thrower() -> &'static Thrower {
 }
 
 fn out_of_memory_error() -> Option<OutOfMemoryError> {
-    // SAFETY: the mangled names say the types, and the file's comment what they are.
+    // SAFETY: the mangled names state the types, which the file's comment describes.
     unsafe {
         Some(OutOfMemoryError {
             allocate: function(c"__cxa_allocate_exception")?,
@@ -184,7 +184,7 @@ fn out_of_memory_error() -> Option<OutOfMemoryError> {
     }
 }
 
-/// A function of the process.
+/// Returns a function of the process.
 ///
 /// # Safety
 /// `F` is the function's type.
@@ -195,7 +195,7 @@ unsafe fn function<F: Copy>(name: &CStr) -> Option<F> {
     Some(unsafe { std::mem::transmute_copy(&address) })
 }
 
-/// Python loads libraries privately: what is not visible to everybody is looked up in those that are loaded.
+/// Looks up a symbol globally, and then in the loaded libraries, because Python loads libraries privately.
 pub(crate) fn symbol(name: &CStr) -> Option<*const c_void> {
     const LIBRARIES: [&CStr; 5] =
         [c"libc10.so", c"libc10_cuda.so", c"libtorch_cuda.so", c"libtorch_python.so", c"libstdc++.so.6"];
@@ -205,7 +205,7 @@ pub(crate) fn symbol(name: &CStr) -> Option<*const c_void> {
         return Some(found);
     }
     LIBRARIES.into_iter().find_map(|library| {
-        // SAFETY: a C string; nothing is loaded that is not loaded.
+        // SAFETY: a C string; the call loads no library.
         let library = unsafe { libc::dlopen(library.as_ptr(), libc::RTLD_LAZY | libc::RTLD_NOLOAD) };
         if library.is_null() {
             return None;
@@ -223,7 +223,7 @@ pub(crate) struct StdFunction {
     functor: [usize; 2],
     /// Copies and destroys the functor. Null when the function is empty.
     manager: Option<Manager>,
-    /// Calls it. Arguments come by reference.
+    /// Calls it. Arguments are passed by reference.
     invoker: Option<Invoker>,
 }
 
@@ -235,16 +235,16 @@ type Invoker = unsafe extern "C-unwind" fn(*const Functor, *mut *mut c_void) -> 
 const CLONE_FUNCTOR: c_int = 2;
 const DESTROY_FUNCTOR: c_int = 3;
 
-/// A copy of a filter that PyTorch gave.
+/// A copy of a filter of PyTorch.
 pub(crate) struct FunctionFilter(StdFunction);
 
 // SAFETY: PyTorch's own allocator keeps and calls its filters on any thread.
 unsafe impl Send for FunctionFilter {}
-// SAFETY: as above; a filter changes nothing.
+// SAFETY: as above; a filter mutates nothing.
 unsafe impl Sync for FunctionFilter {}
 
 impl FunctionFilter {
-    /// Copies a filter. May throw what its copy constructor throws.
+    /// Copies a filter. Propagates exceptions of its copy constructor.
     ///
     /// # Safety
     /// `function` is null or points to a living `std::function<bool(cudaStream_t)>` of libstdc++.
@@ -254,7 +254,7 @@ impl FunctionFilter {
         if let Some(function) = unsafe { function.as_ref() }
             && let Some(manager) = function.manager
         {
-            // SAFETY: room for a functor, and one that is alive.
+            // SAFETY: memory for a functor, and a live one.
             unsafe { manager(&raw mut copy.functor, &raw const function.functor, CLONE_FUNCTOR) };
             copy.manager = function.manager;
             copy.invoker = function.invoker;
@@ -262,7 +262,7 @@ impl FunctionFilter {
         FunctionFilter(copy)
     }
 
-    /// Whether the filter takes the stream. An empty one takes all. May throw what the filter throws.
+    /// Returns `true` if the filter accepts the stream. An empty filter accepts all. Propagates exceptions of the filter.
     pub(crate) fn accepts(&self, stream: *mut c_void) -> bool {
         let mut argument = stream;
         match self.0.invoker {
@@ -276,7 +276,7 @@ impl FunctionFilter {
 impl Drop for FunctionFilter {
     fn drop(&mut self) {
         if let Some(manager) = self.0.manager {
-            // SAFETY: the functor is alive, and nobody uses it after this.
+            // SAFETY: the functor is alive, and not used after this.
             unsafe { manager(&raw mut self.0.functor, std::ptr::null(), DESTROY_FUNCTOR) };
         }
     }

@@ -1,4 +1,4 @@
-//! One device's allocator: raw streams and raw pointers in place of ids and handles.
+//! The allocator of one device, with raw streams and raw pointers instead of ids and handles.
 //!
 //! ```text
 //!   raw stream ──► StreamRegistry ──► stream id ─┐
@@ -7,8 +7,7 @@
 //!   raw pointer ──► symmalloc_core ──► free, record_use
 //! ```
 //!
-//! Everything that decides is the core's, and it finds allocations by pointer. What stands here are names: which stream, and
-//! which pool is meant.
+//! The core makes all decisions and finds allocations by pointer. This file resolves names: the stream and the pool of a call.
 
 use crate::complaints;
 use crate::error::Error;
@@ -43,7 +42,7 @@ pub struct DeviceAllocator {
     settings: TorchSettings,
     tracing: Tracing,
     peak: BytesPeak,
-    /// Pools that the program made, by id.
+    /// Pools that the program created, by id.
     user_pools: Mutex<BTreeMap<PoolId, Pool<CudaBackend>>>,
     private_pools: Arc<PrivatePools<DeviceAllocator>>,
     refusals: Arc<Refusals>,
@@ -52,10 +51,10 @@ pub struct DeviceAllocator {
     pub(crate) failures: Failures,
 }
 
-/// Where an allocation of a device goes.
+/// The destination of an allocation on a device.
 pub(crate) type Place = PoolPlace<DeviceAllocator>;
 
-/// Found by every thread through a pointer, which the compiler does not look behind.
+/// Threads share these types through raw pointers, which the compiler does not check.
 const _: () = {
     const fn is_shared<T: Send + Sync>() {}
     is_shared::<DeviceAllocator>();
@@ -63,16 +62,16 @@ const _: () = {
     is_shared::<PoolRegistration>();
 };
 
-/// When an allocator is recorded.
+/// The start of an allocator's recording.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Tracing {
-    /// As `SYMMALLOC_TRACE` says, from its first use on.
+    /// At the first use, if `SYMMALLOC_TRACE` requests it.
     FromFirstUse,
-    /// When the program asks for it.
+    /// On request only.
     OnRequest,
 }
 
-/// Errors of calls that can return none.
+/// Errors of calls that cannot return them.
 #[derive(Default)]
 pub(crate) struct Failures {
     pub(crate) unknown_frees: AtomicU64,
@@ -80,7 +79,7 @@ pub(crate) struct Failures {
     pub(crate) last: Mutex<Option<String>>,
 }
 
-/// What is known of a live allocation.
+/// The properties of a live allocation.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct FoundAllocation {
     pub(crate) pool: PoolId,
@@ -155,7 +154,7 @@ impl DeviceAllocator {
         &self.private_pools
     }
 
-    /// A stream, which is registered if this is its first use.
+    /// Returns a stream, and registers it at its first use.
     ///
     /// # Safety
     /// As [`allocate`](Self::allocate).
@@ -168,7 +167,7 @@ impl DeviceAllocator {
         }
     }
 
-    /// The number of a stream, which is registered if this is its first use.
+    /// Returns the number of a stream, and registers it at its first use.
     ///
     /// # Safety
     /// As [`allocate`](Self::allocate).
@@ -177,7 +176,7 @@ impl DeviceAllocator {
         Ok(unsafe { self.stream(stream) }?.id)
     }
 
-    /// Before the first stream is used.
+    /// Runs before the first stream is used.
     fn begin(&self) -> Result<(), Error> {
         match self.tracing {
             Tracing::FromFirstUse => trace::start_from_environment(&self.allocator),
@@ -185,13 +184,13 @@ impl DeviceAllocator {
         }
     }
 
-    /// What the open scopes say of an allocation that names no pool.
+    /// Returns the destination of an allocation without an explicit pool, by the open scopes.
     #[inline]
     pub(crate) fn scopes(&self) -> &Scopes<DeviceAllocator> {
         &self.scopes
     }
 
-    /// Allocates. Zero bytes are a null pointer and no op.
+    /// Allocates. Zero bytes return a null pointer, and are no op.
     ///
     /// # Safety
     /// The stream belongs to the device's primary context and lives as long as the allocator.
@@ -210,7 +209,7 @@ impl DeviceAllocator {
         self.made(self.core().allocate(pool, stream, size_bytes))
     }
 
-    /// Counts what was allocated, and gives its pointer.
+    /// Counts an allocation, and returns its pointer.
     #[inline]
     fn made(&self, outcome: Result<Allocation, AllocateError>) -> Result<*mut c_void, Error> {
         match outcome {
@@ -222,7 +221,7 @@ impl DeviceAllocator {
         }
     }
 
-    /// As [`allocate`](Self::allocate), with a name for snapshots and reports.
+    /// Allocates as [`allocate`](Self::allocate), with a name for snapshots and reports.
     ///
     /// # Safety
     /// As [`allocate`](Self::allocate).
@@ -249,7 +248,7 @@ impl DeviceAllocator {
         error.into()
     }
 
-    /// Frees. A null pointer is no op.
+    /// Frees an allocation. A null pointer is no op.
     #[inline]
     pub(crate) fn free(&self, pointer: *mut c_void) -> Result<(), Error> {
         if pointer.is_null() {
@@ -258,7 +257,7 @@ impl DeviceAllocator {
         self.free_block(pointer).map(drop)
     }
 
-    /// Frees. Returns the bytes of the block.
+    /// Frees an allocation. Returns the bytes of its block.
     #[inline]
     pub(crate) fn free_block(&self, pointer: *mut c_void) -> Result<u64, Error> {
         match self.core().free_at(DeviceAddress(pointer as u64)) {
@@ -285,12 +284,12 @@ impl DeviceAllocator {
         Error::UnknownPointer { address, device: self.ordinal() }
     }
 
-    /// Whether the pointer is a live allocation.
+    /// Returns `true` if the pointer is a live allocation.
     pub(crate) fn owns(&self, pointer: *const c_void) -> bool {
         self.core().handle_at(DeviceAddress(pointer as u64)).is_ok()
     }
 
-    /// Tells that work on the stream, too, uses the allocation.
+    /// Records that work on the stream uses the allocation.
     ///
     /// # Safety
     /// As [`allocate`](Self::allocate).
@@ -299,7 +298,7 @@ impl DeviceAllocator {
             return Ok(());
         }
         let address = pointer as u64;
-        // A call that is refused registers no stream.
+        // A rejected call must not register a stream.
         if self.streams.cached(stream).is_none() && !self.owns(pointer) {
             // SAFETY: the caller's contract.
             return unsafe { self.record_foreign_use(pointer, stream) };
@@ -314,34 +313,34 @@ impl DeviceAllocator {
         }
     }
 
-    /// The streams that were used, by id.
+    /// Returns the used streams, by id.
     pub(crate) fn known_streams(&self) -> Vec<(StreamId, RawStream)> {
         self.streams.all()
     }
 
-    /// The raw handle of a stream that was used.
+    /// Returns the raw handle of a used stream.
     pub(crate) fn raw_stream(&self, id: StreamId) -> *mut c_void {
         let known = self.known_streams().into_iter().find(|(known, _)| *known == id);
         known.map_or(std::ptr::null_mut(), |(_, raw)| raw.handle())
     }
 
-    /// Counts allocations that came back to life.
+    /// Counts allocations that a restore made live again.
     pub(crate) fn count_revived(&self, size_bytes: u64) {
         self.peak.add(size_bytes);
     }
 
-    /// The most bytes of blocks in use over all heaps since the peaks were reset.
+    /// Returns the peak of bytes of blocks in use over all heaps since the last reset.
     pub(crate) fn peak_bytes(&self) -> u64 {
         self.peak.bytes()
     }
 
-    /// Starts all peaks anew at the current values.
+    /// Resets all peaks to the current values.
     pub(crate) fn reset_peaks(&self) {
         self.core().reset_peak_stats();
         self.peak.reset();
     }
 
-    /// The live allocation at a pointer.
+    /// Returns the live allocation at a pointer.
     pub(crate) fn find(&self, pointer: *const c_void) -> Result<FoundAllocation, Error> {
         let address = pointer as u64;
         let (core, unknown) = (self.core(), |_| self.unknown_pointer(address));
@@ -352,7 +351,7 @@ impl DeviceAllocator {
         Ok(FoundAllocation { pool: position.pool, allocation, position, requested_bytes })
     }
 
-    /// Makes a pool. Without a text it is as the default pool, but private.
+    /// Creates a pool. Without a text it has the settings of the default pool, but is private.
     pub(crate) fn create_pool(&self, text: Option<&str>) -> Result<PoolId, Error> {
         let config = match text {
             None => {
@@ -367,15 +366,14 @@ impl DeviceAllocator {
         Ok(id)
     }
 
-    /// Gives a pool up: nothing can be allocated in it any more, and its memory goes back at the first trim after its last
-    /// block was freed.
+    /// Destroys a pool. Further allocations in it fail, and the first trim after its last block was freed releases its memory.
     pub(crate) fn destroy_pool(&self, pool: PoolId) -> Result<(), Error> {
         let owner = self.user_pools().remove(&pool);
-        // Dropped when the list is unlocked.
+        // Dropped after the list is unlocked.
         owner.map(drop).ok_or(Error::UnknownPool { pool: pool.0 })
     }
 
-    /// A pool that a program may name.
+    /// Returns the id of a pool that a program may name.
     #[inline]
     pub(crate) fn known_pool(&self, pool: u32) -> Result<PoolId, Error> {
         let id = PoolId(pool);
@@ -387,7 +385,7 @@ impl DeviceAllocator {
         self.user_pools().contains_key(&pool)
     }
 
-    /// The ids of the pools that the program made.
+    /// Returns the ids of the pools that the program created.
     pub(crate) fn user_pool_ids(&self) -> Vec<PoolId> {
         self.user_pools().keys().copied().collect()
     }
@@ -396,7 +394,7 @@ impl DeviceAllocator {
         self.user_pools.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Obtains memory for a stream ahead of its allocations.
+    /// Reserves memory for a stream ahead of its allocations.
     ///
     /// # Safety
     /// As [`allocate`](Self::allocate).
@@ -406,7 +404,7 @@ impl DeviceAllocator {
         self.core().reserve(pool, stream, size_bytes).map_err(|error| self.refused(error))
     }
 
-    /// Adopts the plans of a file for a pool. Returns how many there are.
+    /// Loads the plans of a file for a pool. Returns their number.
     pub(crate) fn adopt_plans(&self, pool: PoolId, path: &str) -> Result<u32, Error> {
         let opened = compression::open(Path::new(path));
         let opened = opened.map_err(|source| Error::OpenPlan { path: path.to_owned(), source })?;
@@ -420,20 +418,20 @@ impl DeviceAllocator {
         Ok(count)
     }
 
-    /// Gives all free memory back but that of private pools in use. Returns the bytes that went back.
+    /// Releases all free memory, except that of private pools in use. Returns the bytes released.
     pub(crate) fn trim(&self) -> Result<u64, Error> {
         let private = self.private_pools.give_back(self.core(), None, || self.allocator.is_capturing());
         let others = self.allocator.trim()?;
         private.failure.map_or(Ok(private.released_bytes + others), |failure| Err(failure.into()))
     }
 
-    /// Lets another device read and write the memory: what there is, and what will be.
+    /// Grants another device read and write access to present and future memory.
     pub(crate) fn grant_access(&self, peer: usize) -> Result<(), Error> {
         Ok(self.core().backend().grant_access(peer)?)
     }
 
-    /// Limits all pools together to a share of the device's memory. The share is of what the device has, not of what is
-    /// free (rule D4): equal devices get equal limits.
+    /// Limits all pools together to a fraction of the device's total memory, and not of its free memory (rule D4). Equal devices get
+    /// equal limits.
     pub(crate) fn set_memory_fraction(&self, fraction: f64) -> Result<(), Error> {
         if !(0.0..=1.0).contains(&fraction) {
             return Err(Error::Fraction { fraction });
@@ -443,7 +441,7 @@ impl DeviceAllocator {
         Ok(())
     }
 
-    /// Notes an error of a call that can return none. The first one is also written to the error output.
+    /// Counts and logs an error of a call that cannot return it, and reports the first one on standard error.
     #[cold]
     pub(crate) fn note(&self, error: &Error) {
         if matches!(error, Error::UnknownPointer { .. }) {
@@ -455,7 +453,7 @@ impl DeviceAllocator {
     }
 }
 
-/// The configuration, with allocations that can be found by pointer.
+/// Returns the configuration, with lookup of allocations by pointer.
 fn findable(config: &Config) -> Result<Config, CudaError> {
     match config.pointer_lookup() {
         PointerLookup::Off => Ok(config.to_builder().pointer_lookup(PointerLookup::Exact).build()?),

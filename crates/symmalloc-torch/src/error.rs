@@ -1,4 +1,4 @@
-//! What can go wrong in this crate, with a message that says what to do.
+//! The errors of this crate. Each message states the problem and what to do.
 
 use crate::settings::SettingsError;
 use crate::status::symmalloc_status;
@@ -16,7 +16,7 @@ use symmalloc_nccl::{
 use symmalloc_trace::plan::PlanTextError;
 use thiserror::Error;
 
-/// Why a call failed. What it was to change is as it was before.
+/// The error of a call. A failed call changes nothing.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub(crate) enum Error {
@@ -32,42 +32,40 @@ pub(crate) enum Error {
         /// The argument.
         argument: &'static str,
     },
-    /// An argument has a value that means nothing.
+    /// An argument has an invalid value.
     #[error("`{argument}` is {value}: {expected}")]
     Argument {
         /// The argument.
         argument: &'static str,
         /// Its value.
         value: i64,
-        /// What it must be.
+        /// The valid values.
         expected: &'static str,
     },
-    /// The settings are not understood.
+    /// The settings are invalid.
     #[error("SYMMALLOC_CONF, or the text given instead: {0}")]
     TorchSettings(Box<SettingsError>),
-    /// Settings came too late.
+    /// The settings were changed too late.
     #[error("device {device} has an allocator already: configure before the first use of CUDA memory")]
     TooLate {
         /// A device that has one.
         device: usize,
     },
     /// A callback called the library.
-    #[error(
-        "a memory listener called the library, which holds a lock meanwhile: call it after the listener has returned"
-    )]
+    #[error("a memory listener called the library while it holds a lock: call it after the listener has returned")]
     InCallback,
-    /// The process that shares memory is another user's.
+    /// The process that shares memory belongs to another user.
     #[error(
         "the process that shares the tensor runs as user {}, this one as user {ours}: run both as the same user",
         .theirs.map_or_else(|| "unknown".to_owned(), |user| user.to_string())
     )]
     OtherUser {
-        /// The other process's; `None` when the kernel does not say.
+        /// The user of the other process; `None` if the kernel does not report it.
         theirs: Option<u32>,
-        /// This process's.
+        /// The user of this process.
         ours: u32,
     },
-    /// The pointer is no live allocation of this allocator.
+    /// The pointer is not a live allocation of this allocator.
     #[error("{address:#x} is no live allocation of device {device}: it was freed already, or is another allocator's")]
     UnknownPointer {
         /// The pointer.
@@ -75,48 +73,48 @@ pub(crate) enum Error {
         /// The allocator's device.
         device: usize,
     },
-    /// The pool was given up, or is not the C interface's.
+    /// The pool was destroyed, or was not created through the C interface.
     #[error("pool {pool} is unknown or was destroyed: create it with symmalloc_pool_create")]
     UnknownPool {
         /// The pool.
         pool: u32,
     },
-    /// A scope ends that did not begin.
+    /// A scope ends without a begin.
     #[error("device {device} has no {scope} to end on this thread: pair begin with end, push with pop")]
     NoScope {
         /// The device.
         device: usize,
-        /// What kind.
+        /// The kind of scope.
         scope: &'static str,
     },
-    /// The process is a child of the one that used CUDA.
+    /// The process was forked from one that used CUDA.
     #[error("CUDA memory cannot be used in a process that was forked after CUDA was used: start workers with spawn")]
     Forked,
-    /// Too many bytes were asked for, or fewer than none.
+    /// The requested size is too large or negative.
     #[error("{size} bytes cannot be allocated")]
     Size {
-        /// Bytes asked for.
+        /// Requested bytes.
         size: i64,
     },
-    /// The fraction is not one.
-    #[error("a memory fraction of {fraction} means nothing: use a number from 0 to 1")]
+    /// The memory fraction is out of range.
+    #[error("invalid memory fraction {fraction}: use a number from 0 to 1")]
     Fraction {
-        /// The number given.
+        /// The given value.
         fraction: f64,
     },
-    /// The driver or the device.
+    /// The driver or the device failed.
     #[error(transparent)]
     Cuda(#[from] CudaError),
-    /// The allocator refused.
+    /// The allocation failed.
     #[error(transparent)]
     Allocate(#[from] AllocateError),
-    /// The allocator could not free.
+    /// The free failed.
     #[error(transparent)]
     Free(#[from] FreeError),
-    /// The allocator could not note a use.
+    /// Recording a use failed.
     #[error(transparent)]
     RecordUse(#[from] RecordUseError),
-    /// A step is open, or none is.
+    /// A step cannot begin or end.
     #[error(transparent)]
     Step(#[from] StepError),
     /// A plan cannot be adopted or dropped.
@@ -127,27 +125,27 @@ pub(crate) enum Error {
     OpenPlan {
         /// The file.
         path: String,
-        /// Why.
+        /// The cause.
         source: io::Error,
     },
-    /// A plan file is none.
+    /// A file is not a valid plan.
     #[error("{path}: {source}")]
     PlanFile {
         /// The file.
         path: String,
-        /// What is wrong with it.
+        /// The problem.
         source: Box<PlanTextError>,
     },
-    /// Memory could not go back.
+    /// Memory could not be released.
     #[error(transparent)]
     Trim(#[from] TrimError),
-    /// The ranks differ, or could not find out.
+    /// The ranks differ, or failed to compare their histories.
     #[error(transparent)]
     Agreement(Box<AgreementError>),
     /// Heaps of pools that are not symmetric differ.
     #[error("{0}")]
     Heaps(String),
-    /// NCCL.
+    /// NCCL failed.
     #[error(transparent)]
     Communicator(Box<CommError>),
     /// A pool cannot be registered.
@@ -159,66 +157,66 @@ pub(crate) enum Error {
     /// There is no window over the memory.
     #[error(transparent)]
     Window(Box<LookupError>),
-    /// An all-to-all was refused, or failed.
+    /// An all-to-all was rejected, or failed.
     #[error(transparent)]
     AllToAll(Box<AllToAllError>),
     /// A snapshot could not be written.
     #[error("the snapshot cannot be written: {0}")]
     Snapshot(#[from] io::Error),
-    /// A trace cannot begin.
+    /// A trace could not begin.
     #[error(transparent)]
     StartRecording(#[from] StartRecordingError),
     /// A trace ended early, or there is none.
     #[error(transparent)]
     Recording(#[from] RecordingError),
-    /// A checkpoint of a private pool cannot be made.
+    /// A private pool cannot be checkpointed.
     #[error(transparent)]
     Checkpoint(Box<LayoutError>),
-    /// A private pool cannot go back to a checkpoint.
-    #[error("a private pool cannot go back to its checkpoint: {0}")]
+    /// A private pool cannot be restored to a checkpoint.
+    #[error("a private pool cannot be restored to its checkpoint: {0}")]
     Restore(Box<RestoreError>),
-    /// The memory cannot leave the process.
+    /// The memory cannot be shared with another process.
     #[error(
-        "the memory at {address:#x} cannot be shared with other processes: the device, or the pool's allocator, gives no file \
-        descriptors for it"
+        "the memory at {address:#x} cannot be shared with other processes: the device, or the pool's allocator, does not provide \
+        file descriptors for it"
     )]
     NotShareable {
-        /// What was to be shared.
+        /// The address of the memory.
         address: u64,
     },
-    /// Another process was to be asked for memory, or asks.
+    /// Communication with another process about shared memory failed.
     #[error("memory cannot be shared with another process, which may have ended: {0}")]
     Sharing(io::Error),
-    /// A text names no shared memory.
-    #[error("{text:?} names no memory of symmalloc's: both processes need symmalloc.install()")]
+    /// A text does not name shared memory.
+    #[error("{text:?} does not name memory of symmalloc: call symmalloc.install() in both processes")]
     NotSharedMemory {
-        /// How it begins.
+        /// The beginning of the text.
         text: String,
     },
-    /// The owner of shared memory gave it up.
-    #[error("{bytes} bytes of shared memory are gone: keep the tensor in the process that sent it")]
+    /// The owner of shared memory released it.
+    #[error("{bytes} bytes of shared memory were freed by their owner: keep the tensor in the process that sent it")]
     SharedMemoryGone {
-        /// Of the chunk.
+        /// The size of the chunk.
         bytes: u64,
     },
-    /// A pool did not fall asleep, or did not wake, on all ranks.
+    /// A pool did not sleep or wake on all ranks.
     #[error(transparent)]
     Sleep(Box<symmalloc_nccl::SleepError>),
-    /// A capture is under way.
+    /// A stream capture is active.
     #[error("a stream is being captured: end the capture before the pool sleeps")]
     Capturing,
-    /// The pool has two registrars, of which each knows its own windows.
+    /// The pool has two registrars, each of which knows only its own windows.
     #[error(
-        "pool {pool} is registered with agreement at every sync on one communicator, and otherwise on another: to sleep, register it alike on \
-        all"
+        "pool {pool} is registered with agreement at every sync on one communicator, but not on another: to sleep, register it with one \
+        mode on all"
     )]
     TwoModes {
         /// The pool.
         pool: u32,
     },
-    /// Ranks could not tell which of two communicators is meant.
+    /// Two communicators of the pool have the same name, so ranks cannot distinguish them.
     #[error(
-        "pool {pool} is on two communicators named {name:?}: to sleep, register it with a name for each, the same on all of its ranks"
+        "pool {pool} is on two communicators named {name:?}: to sleep, register it with different names, equal on all of their ranks"
     )]
     SameName {
         /// The pool.
@@ -235,15 +233,15 @@ pub(crate) enum Error {
         device: usize,
     },
     /// An assertion failed.
-    #[error("symmalloc found itself in a state that must not be, please report it: {message}")]
+    #[error("an assertion of symmalloc failed, please report it: {message}")]
     Internal {
-        /// What the assertion says.
+        /// The assertion's message.
         message: String,
     },
 }
 
 impl Error {
-    /// What the C interface returns.
+    /// Returns the status of the error in the C interface.
     pub(crate) fn status(&self) -> symmalloc_status {
         use symmalloc_status::*;
         match self {
@@ -351,7 +349,7 @@ fn of_sleep_over_ranks(error: &symmalloc_nccl::SleepError) -> symmalloc_status {
     }
 }
 
-/// What the first of the ranks says that could not.
+/// Returns the status for the obstacle of the first rank that has one.
 fn of_obstacles(ranks: &[RankObstacle]) -> symmalloc_status {
     match ranks.first().map(|rank| rank.obstacle) {
         Some(Obstacle::Limit { .. } | Obstacle::Memory { .. }) => symmalloc_status::SYMMALLOC_OUT_OF_MEMORY,
@@ -382,7 +380,7 @@ fn of_unknown(error: &UnknownError) -> symmalloc_status {
     }
 }
 
-/// The large ones are boxed, so that results that are no errors are small.
+/// Large errors are boxed, to keep results small.
 macro_rules! boxed {
     ($($variant:ident($source:ty);)*) => {
         $(
@@ -414,5 +412,5 @@ impl From<SplitsError> for Error {
     }
 }
 
-/// Every allocation and free returns one or none.
+/// Every allocation and free returns a `Result` with this error.
 const _: () = assert!(size_of::<Error>() <= 88);

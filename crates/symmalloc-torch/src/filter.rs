@@ -1,19 +1,19 @@
-//! Which streams' allocations a scope takes: PyTorch says it with a function.
+//! Filters, by which PyTorch selects the streams whose allocations a scope covers.
 //!
-//! The class for pluggable allocators passes a `std::function`, our own class a C function and what it is called with.
+//! PyTorch's class for pluggable allocators passes a `std::function`. The compiled class passes a C function and its context.
 
 use crate::cxx_abi::FunctionFilter;
 use std::ffi::c_void;
 
-/// Says whether allocations on a stream are the scope's. May throw a C++ exception.
+/// Returns `true` if the scope covers allocations on a stream. May throw a C++ exception.
 #[allow(non_camel_case_types, reason = "C's names")]
 pub type symmalloc_filter_fn = Option<unsafe extern "C-unwind" fn(context: *mut c_void, stream: *mut c_void) -> bool>;
 
-/// Gives up what a callback is called with.
+/// Destroys the context of a callback.
 #[allow(non_camel_case_types, reason = "C's names")]
 pub type symmalloc_destroy_fn = Option<unsafe extern "C-unwind" fn(context: *mut c_void)>;
 
-/// A filter, until the scope ends.
+/// The filter of an open scope.
 pub(crate) enum StreamFilter {
     Function(FunctionFilter),
     Calls(CallFilter),
@@ -28,12 +28,12 @@ pub(crate) struct CallFilter {
 
 // SAFETY: PyTorch's own allocator keeps and calls its filters on any thread.
 unsafe impl Send for CallFilter {}
-// SAFETY: as above; a filter changes nothing.
+// SAFETY: as above; a filter mutates nothing.
 unsafe impl Sync for CallFilter {}
 
 impl CallFilter {
     /// # Safety
-    /// The functions may be called with the context, on any thread, until the destructor was.
+    /// The functions may be called with the context on any thread until the destructor has run.
     pub(crate) unsafe fn new(
         accepts: symmalloc_filter_fn,
         context: *mut c_void,
@@ -44,7 +44,7 @@ impl CallFilter {
 }
 
 impl StreamFilter {
-    /// Whether the filter takes the stream. An empty one takes all. May throw what the filter throws.
+    /// Returns `true` if the filter accepts the stream. An empty filter accepts all. Propagates exceptions of the filter.
     pub(crate) fn accepts(&self, stream: *mut c_void) -> bool {
         match self {
             StreamFilter::Function(function) => function.accepts(stream),
@@ -60,7 +60,7 @@ impl StreamFilter {
 impl Drop for CallFilter {
     fn drop(&mut self) {
         if let Some(destroy) = self.destroy {
-            // SAFETY: the contract of `new`; nobody calls the filter after this.
+            // SAFETY: the contract of `new`; the filter is not called after this.
             unsafe { destroy(self.context) };
         }
     }

@@ -1,4 +1,4 @@
-//! The boundary of the C interface: no panic leaves it, and what went wrong can be read.
+//! The boundary of the C interface: it contains panics, and stores the messages of errors.
 
 use crate::error::Error;
 use crate::status::symmalloc_status;
@@ -12,15 +12,15 @@ thread_local! {
     static MESSAGE: RefCell<CString> = RefCell::default();
 }
 
-/// Callbacks that run under a heap's lock now, on any thread: one load tells most calls that there is none.
+/// The number of callbacks that run under a heap's lock now, on any thread. For most calls, one load shows that there is none.
 static CALLBACKS: AtomicUsize = AtomicUsize::new(0);
 
 thread_local! {
-    /// The thread is in such a callback.
+    /// `true` while the thread runs such a callback.
     static IN_CALLBACK: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Calls a function of the program's under a heap's lock. Calls of this library that it makes are errors, because they could wait
+/// Calls a function of the program under a heap's lock. Calls of this library inside it return errors, because they could wait
 /// for that lock indefinitely.
 pub(crate) fn call_back<T>(call: impl FnOnce() -> T) -> T {
     struct Running(bool);
@@ -35,13 +35,13 @@ pub(crate) fn call_back<T>(call: impl FnOnce() -> T) -> T {
     call()
 }
 
-/// Refuses a call that a callback makes.
+/// Returns an error for a call inside a callback.
 #[inline]
 pub(crate) fn not_in_callback() -> Result<(), Error> {
     if CALLBACKS.load(Ordering::Relaxed) != 0 && IN_CALLBACK.get() { Err(Error::InCallback) } else { Ok(()) }
 }
 
-/// Carries out a call of the C interface: no panic leaves it, and what went wrong can be read.
+/// Runs a call of the C interface. Converts a panic to an error, and stores the message of an error.
 #[inline]
 pub(crate) fn report(act: impl FnOnce() -> Result<(), Error>) -> symmalloc_status {
     guarded_or(|| act().map(|()| symmalloc_status::SYMMALLOC_OK), |error| tell(&error))
@@ -54,7 +54,7 @@ fn tell(error: &Error) -> symmalloc_status {
     error.status()
 }
 
-/// Makes an error of a panic. A panic is a failed assertion: the allocator is wrong about its own blocks.
+/// Converts a panic to an error. A panic is a failed assertion: the allocator's state is inconsistent.
 #[inline]
 pub(crate) fn guarded<T>(act: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
     not_in_callback()?;
@@ -64,8 +64,8 @@ pub(crate) fn guarded<T>(act: impl FnOnce() -> Result<T, Error>) -> Result<T, Er
     }
 }
 
-/// As [`guarded`], with an answer in place of an error. It is made inside of the guard: an error is large, and a call that
-/// succeeds should not have to make room for one.
+/// Runs as [`guarded`], and maps an error to a result inside of the guard. An error is large, and a successful call should not need
+/// stack space for one.
 #[inline]
 pub(crate) fn guarded_or<T>(act: impl FnOnce() -> Result<T, Error>, otherwise: impl Fn(Error) -> T) -> T {
     let answer = || match not_in_callback().and_then(|()| act()) {
@@ -91,11 +91,11 @@ fn text_of(panic: &(dyn Any + Send)) -> String {
 
 fn remember(message: &str) {
     let text = CString::new(message.replace('\0', " ")).unwrap_or_default();
-    // A thread that ends has no place for it any more.
+    // The storage of an exiting thread may be destroyed already.
     let _kept = MESSAGE.try_with(|place| place.replace(text));
 }
 
-/// The message of the calling thread's last failure; empty if there was none. It stays until this thread's next failure.
+/// Returns the message of the calling thread's last error; empty if there was none. It stays valid until this thread's next error.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_error_message() -> *const c_char {
     MESSAGE.try_with(|message| message.borrow().as_ptr()).unwrap_or(c"".as_ptr())

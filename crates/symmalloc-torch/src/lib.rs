@@ -1,51 +1,51 @@
 //! symmalloc as PyTorch's CUDA allocator, and as a C library.
 //!
-//! The placements of `symmalloc-core` on CUDA's memory under every tensor, so that the n-th allocation lies at the same segment and
-//! offset on every rank. PyTorch's own class for allocators is C++ without a stable binary form: `python/symmalloc/pytorch` is ours, compiled
-//! against the PyTorch that is installed, thin over the calls of `class/`. Where it cannot be compiled, PyTorch's class for functions of a
-//! shared library (`CUDAPluggableAllocator`) stands in, over `torch_entry.rs`. The Python package (`python/symmalloc`) installs either:
+//! The core's placements apply to the memory of every tensor, so the n-th allocation has the same segment and offset on every rank.
+//! PyTorch's allocator interface is C++ without a stable ABI. `python/symmalloc/pytorch` implements it as a thin layer over the calls in
+//! `class/`, and is compiled against the installed PyTorch. If that fails, PyTorch's class for functions of a shared library
+//! (`CUDAPluggableAllocator`) is used over `torch_entry.rs`. The Python package (`python/symmalloc`) installs either:
 //!
 //! ```python
 //! import torch, symmalloc
 //! symmalloc.install()          # before CUDA is used
 //! ```
 //!
-//! The same library is a C interface to the allocator, `include/symmalloc.h`, for programs that are not PyTorch.
+//! The library also has a C interface, `include/symmalloc.h`, for programs other than PyTorch.
 //!
-//! # What there is
+//! # Contents
 //! | | |
 //! |---|---|
-//! | `symmalloc_create` ... `symmalloc_destroy` | an allocator of a device by raw streams and raw pointers |
-//! | `symmalloc_torch_allocate` ... `symmalloc_torch_close` | our class's calls, over one allocator per device |
+//! | `symmalloc_create` ... `symmalloc_destroy` | an allocator of a device, with raw streams and raw pointers |
+//! | `symmalloc_torch_allocate` ... `symmalloc_torch_close` | the calls of the compiled class, over one allocator per device |
 //! | `symmalloc_torch_alloc` ... `symmalloc_torch_release_pool` | the entry points of PyTorch's class for pluggable allocators |
-//! | `symmalloc_torch_push_pool`, `symmalloc_torch_push_name` ... | a thread's allocations go to a pool, have a name |
-//! | `symmalloc_allocate_unordered`, `symmalloc_ort_alloc` ... | memory for runtimes that name no stream |
-//! | `symmalloc_agree` | ranks compare their histories, over any gather |
-//! | `symmalloc_announce_begin`, `symmalloc_announce_end` | the watchdog learns of a collective that other code submits |
-//! | `symmalloc_flight_record` | what the process's communicators did last, for `symmalloc diff` |
-//! | `symmalloc_registrar_create` ... | NCCL windows over a symmetric pool, on a communicator of PyTorch's or an engine's |
-//! | `symmalloc_sleep`, `symmalloc_wake`, `symmalloc_resize` ... | pools give their memory back for a while, or a part of it |
-//! | `symmalloc_scope_begin`, `symmalloc_scope_end` | a thread's allocations go to a pool, and are registered at the end |
+//! | `symmalloc_torch_push_pool`, `symmalloc_torch_push_name` ... | pool and name of a thread's allocations |
+//! | `symmalloc_allocate_unordered`, `symmalloc_ort_alloc` ... | memory for runtimes that do not name a stream |
+//! | `symmalloc_agree` | comparison of the ranks' histories, over any gather |
+//! | `symmalloc_announce_begin`, `symmalloc_announce_end` | announcement of the program's own collectives to the watchdog |
+//! | `symmalloc_flight_record` | the last collectives of the process's communicators, for `symmalloc diff` |
+//! | `symmalloc_registrar_create` ... | NCCL windows over a symmetric pool, on a communicator of PyTorch or an engine |
+//! | `symmalloc_sleep`, `symmalloc_wake`, `symmalloc_resize` ... | release of all or part of a pool's memory |
+//! | `symmalloc_scope_begin`, `symmalloc_scope_end` | a thread's allocations in a pool, registered at the end |
 //! | `symmalloc_all_to_all_run` ... | all-to-all-v on registered memory |
 //!
-//! # What is different from PyTorch's allocator
-//! - A block that other streams used is free at `free`, and its next user waits on the device: `record_stream` costs nothing
+//! # Differences from PyTorch's allocator
+//! - A block that other streams used is free at `free`, and its next user waits on the device. `record_stream` costs nothing
 //!   until then, and no event is polled.
-//! - Streams are numbered by their first use. Programs that use them in the same order on every rank get the same places.
-//! - Segments are expandable unless `SYMMALLOC_CONF` says otherwise.
-//! - Before an allocation fails, the free memory of private pools goes back, as PyTorch's does; symmetric pools keep theirs,
-//!   so that one rank that is short of memory does not place differently from then on. `out_of_memory:fail` gives nothing back.
-//!   The default pool is private unless the settings say `symmetric:true`: then every op is remembered, so that agreement can
-//!   name the first that differs, at about a hundred instructions each.
-//! - `set_per_process_memory_fraction` is a share of the device's *total* memory, in bytes from then on: the same on equal
-//!   devices, and compared between ranks (rule D4).
+//! - Streams are numbered by their first use. Programs that use them in the same order on every rank get the same placements.
+//! - Segments are expandable unless `SYMMALLOC_CONF` selects others.
+//! - Before an allocation fails, private pools release their free memory, as in PyTorch. Symmetric pools keep theirs, so that a
+//!   shortage on one rank does not change its later placements. With `out_of_memory:fail` no pool releases memory.
+//!   The default pool is private unless the settings contain `symmetric:true`. A symmetric pool records every op, so that
+//!   agreement can name the first one that differs, at a cost of about a hundred instructions each.
+//! - `set_per_process_memory_fraction` is a fraction of the device's *total* memory, converted to bytes once. It is the same on
+//!   equal devices, and compared between ranks (rule D4).
 //!
 //! # Implementation
-//! `device.rs` is one device's allocator: `streams.rs` turns raw streams into ids, `scopes.rs` says which pool is meant
-//! and `private_pools.rs` what PyTorch's pool ids stand for; the core finds allocations by pointer. `process.rs` has the
-//! allocators behind PyTorch's calls (`class/`, `torch_entry.rs`); `pool_memory.rs` is what private pools add. `cxx_abi.rs` throws C++ exceptions and calls C++ functions
-//! without a C++ compiler, and says what it relies on. `c_interface/` is the header, function by function; cbindgen makes
-//! `include/symmalloc.h` of it, and a test says when that is stale.
+//! `device.rs` is one device's allocator. `streams.rs` maps raw streams to ids, `scopes.rs` selects the pool of an allocation, and
+//! `private_pools.rs` resolves PyTorch's pool ids. The core finds allocations by pointer. `process.rs` holds the allocators behind
+//! PyTorch's calls (`class/`, `torch_entry.rs`), and `pool_memory.rs` adds private pools to them. `cxx_abi.rs` throws C++ exceptions and
+//! calls C++ functions without a C++ compiler, and lists its assumptions. `c_interface/` contains the functions of the header. cbindgen
+//! generates `include/symmalloc.h` from it, and a test fails if that is stale.
 
 mod alignment;
 mod c_interface;

@@ -1,4 +1,4 @@
-//! Memory that comes and goes: for PyTorch's trace trackers, which register it, and for histories.
+//! Notifications of mapped and unmapped memory, for histories and for PyTorch's trace trackers, which register it.
 
 use crate::guard::call_back;
 use crate::shared_chunks;
@@ -6,14 +6,14 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicPtr, Ordering};
 use symmalloc_cuda::MemoryChange;
 
-/// Is told of memory that was mapped (`is_mapped` 1), and of memory before it goes (0). Called under a heap's lock: a call of
-/// this library that it makes is an error.
+/// Receives memory after it was mapped (`is_mapped` 1), and before it is unmapped (0). Runs under a heap's lock, so calls of this
+/// library inside it return an error.
 #[allow(non_camel_case_types, reason = "C's names")]
 pub type symmalloc_memory_fn = Option<unsafe extern "C" fn(device: i32, is_mapped: u32, address: u64, bytes: u64)>;
 
 static LISTENER: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
-/// Tells of memory from now on; NULL ends it.
+/// Reports later mappings of memory to a listener; NULL removes it.
 ///
 /// # Safety
 /// The function may be called on any thread for the rest of the process.

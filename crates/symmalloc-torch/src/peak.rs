@@ -1,8 +1,8 @@
-//! The most bytes in use at once, over all heaps of a device: the peak that PyTorch asks for.
+//! The peak of bytes in use over all heaps of a device, for PyTorch's statistics.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Bytes of blocks in use, and the most at any time. While threads free, a peak may hold what they are about to free.
+/// Bytes of blocks in use and their peak. During concurrent frees, the peak may include blocks that are being freed.
 #[derive(Debug, Default)]
 pub(crate) struct BytesPeak {
     current_bytes: AtomicU64,
@@ -27,7 +27,7 @@ impl BytesPeak {
         self.peak_bytes.load(Ordering::Relaxed)
     }
 
-    /// Starts the peak anew at the current value.
+    /// Resets the peak to the current value.
     pub(crate) fn reset(&self) {
         self.peak_bytes.store(self.current_bytes.load(Ordering::Relaxed), Ordering::Relaxed);
     }

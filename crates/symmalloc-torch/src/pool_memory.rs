@@ -1,4 +1,4 @@
-//! Allocations in private pools: where scopes send them, and memory of the program's, which has an allocator of its own.
+//! Allocations in private pools: selection by scopes, and memory that the program's own allocator provides.
 
 use crate::device::{DeviceAllocator, Place, Tracing};
 use crate::error::Error;
@@ -14,7 +14,7 @@ use symmalloc_core::{PoolId, SegmentPosition};
 use symmalloc_cuda::{CudaBackend, CudaDevice, MemorySource};
 
 impl DeviceAllocator {
-    /// Allocates where the scopes say.
+    /// Allocates from the pool of the innermost scope.
     ///
     /// # Safety
     /// As [`allocate`](Self::allocate).
@@ -40,7 +40,7 @@ impl DeviceAllocator {
         }
     }
 
-    /// Allocates from the free memory of private pools that help out, when nothing else is left.
+    /// Allocates from the free memory of private pools that may help out, as the last resort.
     ///
     /// # Safety
     /// As [`allocate`](Self::allocate).
@@ -52,18 +52,18 @@ impl DeviceAllocator {
         })
     }
 
-    /// The allocator over memory of the program's in which the pointer is a live allocation.
+    /// Returns the allocator over the program's memory in which the pointer is a live allocation.
     #[cold]
     pub(crate) fn foreign_owner(&self, pointer: *const c_void) -> Option<Arc<DeviceAllocator>> {
         self.private_pools().foreign().into_iter().map(|(_, allocator)| allocator).find(|other| other.owns(pointer))
     }
 
-    /// Whether the pointer is a live allocation here, or in memory of the program's.
+    /// Returns `true` if the pointer is a live allocation here, or in the program's memory.
     pub(crate) fn knows(&self, pointer: *const c_void) -> bool {
         self.owns(pointer) || self.foreign_owner(pointer).is_some()
     }
 
-    /// The segment around an address, here or in memory of the program's.
+    /// Returns the segment that contains an address, here or in the program's memory.
     pub(crate) fn segment_at(&self, address: DeviceAddress) -> Option<SegmentPosition> {
         let foreign = || self.private_pools().foreign().into_iter().find_map(|(_, other)| other.segment_at(address));
         self.core().segment_at(address).or_else(foreign)
@@ -80,24 +80,24 @@ impl DeviceAllocator {
         }
     }
 
-    /// Gives the free memory of one private pool back, if it was released. Returns the bytes that went back.
+    /// Releases the free memory of one private pool without uses. Returns the bytes released.
     pub(crate) fn trim_private(&self, id: MempoolId) -> Result<u64, Error> {
         let given = self.private_pools().give_back(self.core(), Some(id), || self.allocator().is_capturing());
         given.failure.map_or(Ok(given.released_bytes), |failure| Err(failure.into()))
     }
 
-    /// PyTorch begins to allocate to a private pool on the streams that the filter takes. May throw what the filter throws.
-    /// Returns the number of the scope.
+    /// Directs allocations on the streams that the filter accepts to a private pool. Propagates exceptions of the filter. Returns the
+    /// number of the scope.
     pub(crate) fn begin_private(&self, id: MempoolId, filter: StreamFilter) -> Result<u64, Error> {
         let watch = self.allocator().device().watch_captures();
         // SAFETY: streams that were allocated on live as long as the allocator.
         self.scopes().end_failed(|stream| unsafe { watch.is_captured(stream.handle().cast()) }.unwrap_or(true));
-        // A filter of this thread takes any stream; that of a capture none before the capture has begun.
+        // A filter for this thread accepts any stream. A capture's filter accepts none before the capture has begun.
         let mut known: Vec<_> = self.known_streams().into_iter().map(|(_, raw)| raw.handle()).collect();
         known.retain(|stream| !stream.is_null());
         let may_capture = !known.iter().any(|stream| filter.accepts(*stream));
         if may_capture {
-            // What was submitted so far is in no graph, and no graph has to wait for it.
+            // Earlier work is in no graph, and no graph has to wait for it.
             self.allocator().synchronize_uncaptured()?;
         }
         let purpose = if may_capture && !known.is_empty() { ScopePurpose::Capture } else { ScopePurpose::Unknown };

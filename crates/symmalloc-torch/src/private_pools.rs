@@ -1,4 +1,4 @@
-//! Private pools: those that PyTorch names by a `MempoolId`, for graphs and for its `MemPool`.
+//! Private pools, which PyTorch identifies by a `MempoolId`, for graphs and for its `MemPool`.
 //!
 //! ```text
 //!  begin ──► uses 1 ── end ──► uses 1 ── begin again ──► uses 2 ── release, release ──► uses 0 ──► empty_cache
@@ -10,10 +10,10 @@
 //! | a graph's | as the default pool's |
 //! | a `MemPool` | fixed segments, which libraries can register one by one |
 //! | a `MemPool(no_split)` | a segment for each allocation, of its size |
-//! | a `MemPool` with an allocator of its own | segments from that allocator's functions, cached by an allocator of ours |
+//! | a `MemPool` with the program's allocator | segments from that allocator's functions, cached by an instance of this allocator |
 //!
-//! A graph uses its memory without the allocator's knowledge, so nothing of a pool in use goes back, and the device is waited
-//! for before anything of a released one does.
+//! A graph uses its memory without the allocator's knowledge. A pool in use therefore releases no memory, and a pool without uses releases
+//! memory only after waiting for the device.
 
 use crate::error::Error;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -22,24 +22,24 @@ use symmalloc_core::errors::{PoolError, TrimError};
 use symmalloc_core::{PoolId, SharedAllocator};
 use symmalloc_cuda::{CudaBackend, CudaError, CudaMemory, MemorySource};
 
-/// PyTorch's name of a private pool.
+/// PyTorch's id of a private pool.
 pub(crate) type MempoolId = (u64, u64);
 
-/// An allocator over memory of the program's. A parameter of this file and of `scopes.rs`, which know nothing else of it.
+/// An allocator over the program's memory, as far as this file and `scopes.rs` need it.
 pub(crate) trait ForeignPool: Sized {
-    /// Makes one on a device, of this configuration.
+    /// Creates one on a device with this configuration.
     fn over(ordinal: usize, source: Arc<dyn MemorySource>, conf: &str) -> Result<Self, Error>;
-    /// Gives all of its free memory back.
+    /// Releases all of its free memory.
     fn trim_all(&self) -> Result<u64, TrimError>;
-    /// Whether it has neither allocations nor memory.
+    /// Returns `true` if it has neither allocations nor memory.
     fn is_empty(&self) -> bool;
 }
 
-/// Where a pool's memory is.
+/// The owner of a pool's memory.
 pub(crate) enum PoolPlace<F> {
     /// A pool of the device's allocator.
     Own(PoolId),
-    /// An allocator over memory of the program's.
+    /// An allocator over the program's memory.
     Foreign(Arc<F>),
 }
 
@@ -53,7 +53,7 @@ impl<F> Clone for PoolPlace<F> {
 }
 
 impl<F> PoolPlace<F> {
-    /// The pool of the device's allocator.
+    /// Returns the pool of the device's allocator, if it is one.
     pub(crate) fn own(&self) -> Option<PoolId> {
         match self {
             PoolPlace::Own(pool) => Some(*pool),
@@ -62,22 +62,22 @@ impl<F> PoolPlace<F> {
     }
 }
 
-/// What a program asked for when it made a `MemPool`.
+/// The options of a `MemPool`.
 #[derive(Clone, Default)]
 pub(crate) struct PoolWishes {
-    /// It is a `MemPool`, not a graph's.
+    /// `true` for a `MemPool`, and `false` for a graph's pool.
     pub(crate) is_mem_pool: bool,
-    /// No segment is split.
+    /// Segments are not split.
     pub(crate) is_unsplit: bool,
     /// Its free memory serves allocations outside of it before they fail.
     pub(crate) helps_out: bool,
-    /// Where its memory comes from.
+    /// The source of its memory.
     pub(crate) source: Option<Arc<dyn MemorySource>>,
 }
 
 /// The private pools of one allocator.
 pub(crate) struct PrivatePools<F> {
-    /// In the order in which they were made.
+    /// In order of creation.
     all: Mutex<Vec<PrivatePool<F>>>,
 }
 
@@ -89,9 +89,9 @@ impl<F> Default for PrivatePools<F> {
 
 pub(crate) struct PrivatePool<F> {
     pub(crate) id: MempoolId,
-    /// `None` until something is to be allocated there.
+    /// `None` until the first allocation there.
     pub(crate) place: Option<PoolPlace<F>>,
-    /// Begins and retains without a release.
+    /// The number of begins and retains without a release.
     pub(crate) uses: u32,
     pub(crate) wishes: PoolWishes,
 }
@@ -109,11 +109,11 @@ impl<F> PrivatePool<F> {
     }
 }
 
-/// What went back. A failure stops neither the other pools nor the count.
+/// The result of a release of memory. A failure does not stop the release of other pools.
 #[derive(Debug, Default)]
 pub(crate) struct GivenBack {
     pub(crate) released_bytes: u64,
-    /// The first.
+    /// The first error.
     pub(crate) failure: Option<CudaError>,
 }
 
@@ -121,7 +121,7 @@ impl GivenBack {
     fn add(&mut self, trimmed: Result<u64, TrimError>) {
         match trimmed {
             Ok(bytes) => self.released_bytes += bytes,
-            // Destroyed since: nothing is left of it.
+            // Destroyed meanwhile, without memory left.
             Err(TrimError::Unknown(_)) => {}
             Err(error) => {
                 if let TrimError::Backend { released_bytes, .. } = error {
@@ -134,7 +134,7 @@ impl GivenBack {
 }
 
 impl<F: ForeignPool> PrivatePools<F> {
-    /// Takes a pool into use; makes it when there is none of this name.
+    /// Adds a use to a pool, and creates it if there is none with this id.
     pub(crate) fn begin(&self, core: &SharedAllocator<CudaBackend>, id: MempoolId) -> Result<PoolPlace<F>, Error> {
         let mut all = self.lock();
         let at = find_or_add(&mut all, id, PoolWishes::default());
@@ -152,7 +152,7 @@ impl<F: ForeignPool> PrivatePools<F> {
         Ok(place)
     }
 
-    /// Takes a `MemPool` into use, and notes where its memory comes from.
+    /// Adds a use to a `MemPool`, and stores the source of its memory.
     pub(crate) fn retain(&self, id: MempoolId, source: Option<Arc<dyn MemorySource>>) {
         let mut all = self.lock();
         let wishes = PoolWishes { is_mem_pool: true, source, ..PoolWishes::default() };
@@ -160,31 +160,31 @@ impl<F: ForeignPool> PrivatePools<F> {
         all[at].uses += 1;
     }
 
-    /// Changes what is wished of a pool that is not used yet. Whether there is such a pool.
+    /// Changes the options of a pool without memory. Returns `true` if there is such a pool.
     pub(crate) fn wish(&self, id: MempoolId, change: impl FnOnce(&mut PoolWishes)) -> bool {
         let mut all = self.lock();
         let known = all.iter_mut().find(|known| known.id == id);
         known.map(|known| change(&mut known.wishes)).is_some()
     }
 
-    /// How many uses a pool has.
+    /// Returns the number of uses of a pool.
     pub(crate) fn uses(&self, id: MempoolId) -> u32 {
         self.lock().iter().find(|known| known.id == id).map_or(0, |known| known.uses)
     }
 
-    /// Gives up one use. Whether there was one.
+    /// Releases one use. Returns `true` if there was one.
     pub(crate) fn release(&self, id: MempoolId) -> bool {
         let mut all = self.lock();
         let known = all.iter_mut().find(|known| known.id == id && known.uses > 0);
         known.map(|known| known.uses -= 1).is_some()
     }
 
-    /// The private pools now.
+    /// Returns the current private pools.
     pub(crate) fn list(&self) -> Vec<PrivatePool<F>> {
         self.lock().clone()
     }
 
-    /// The allocators over memory of the program's, with their pools' names.
+    /// Returns the allocators over the program's memory, with their pools' ids.
     pub(crate) fn foreign(&self) -> Vec<(MempoolId, Arc<F>)> {
         let foreign = |known: &PrivatePool<F>| match &known.place {
             Some(PoolPlace::Foreign(allocator)) => Some((known.id, Arc::clone(allocator))),
@@ -193,8 +193,8 @@ impl<F: ForeignPool> PrivatePools<F> {
         self.lock().iter().filter_map(foreign).collect()
     }
 
-    /// Gives the free memory of released pools back, and destroys those of which nothing is allocated; of one pool only, where
-    /// one is named. Does nothing while `is_capturing`: the device cannot be waited for then.
+    /// Releases the free memory of pools without uses, and destroys those without allocations. With `only`, does so for one pool. Does
+    /// nothing during a capture, because it cannot wait for the device then.
     pub(crate) fn give_back(
         &self,
         core: &SharedAllocator<CudaBackend>,
@@ -227,7 +227,7 @@ impl<F: ForeignPool> PrivatePools<F> {
                 }
                 Some(PoolPlace::Own(pool)) => {
                     given.add(core.trim(Some(*pool)));
-                    // What is still allocated, or registered, keeps its pool for the next time.
+                    // A pool with live or registered memory stays until the next release.
                     matches!(core.destroy_pool(*pool), Err(PoolError::InUse { .. } | PoolError::Observed { .. }))
                 }
             }
@@ -257,7 +257,7 @@ fn make<F: ForeignPool>(core: &SharedAllocator<CudaBackend>, wishes: &PoolWishes
     Ok(PoolPlace::Own(pool))
 }
 
-/// As the default pool, but its memory stays, under the addresses that a graph has captured, and ranks may capture what they like.
+/// The default pool's policy, but its memory stays at the addresses that graphs have captured, and ranks may capture different graphs.
 fn policy(default: &PoolConfig, wishes: &PoolWishes) -> Result<PoolConfig, CudaError> {
     let policy =
         default.to_builder().stitching(None).reclaim(Reclaim::Never).release_threshold_bytes(None).symmetric(false);

@@ -1,9 +1,9 @@
-//! The allocators behind PyTorch's entry points: one per device of this process, made at its first use and never destroyed.
+//! The allocators behind PyTorch's entry points: one per device of this process, created at its first use and never destroyed.
 //!
-//! PyTorch frees tensors while the process ends, after static destructors have run and after CUDA is gone. What lives for ever
-//! can be asked at any time; the driver then refuses, and `free` says so to nobody.
+//! PyTorch frees tensors during process exit, after static destructors have run and after CUDA was shut down. Allocators that are never
+//! destroyed accept these calls. The driver then fails, and `free` does not report it.
 //!
-//! A child that was forked has no CUDA. It finds no allocators here: allocating is an error, freeing does nothing.
+//! A forked child has no CUDA. It has no allocators: an allocation is an error, and a free has no effect.
 
 use crate::device::{DeviceAllocator, Tracing};
 use crate::error::Error;
@@ -21,13 +21,13 @@ const DEVICES_MAX: usize = 128;
 static DEVICES: [AtomicPtr<DeviceAllocator>; DEVICES_MAX] =
     [const { AtomicPtr::new(std::ptr::null_mut()) }; DEVICES_MAX];
 
-/// What [`configure`] said. Held while an allocator is made.
+/// The settings of [`configure`]. Locked while an allocator is created.
 static SETTINGS: Mutex<Option<TorchSettings>> = Mutex::new(None);
 
-/// Whether this process is a child of the one that made the allocators.
+/// `true` in a child of the process that created the allocators.
 static IS_FORKED: AtomicBool = AtomicBool::new(false);
 
-/// The allocator of a device, if it was made.
+/// Returns the allocator of a device, if it was created.
 #[inline]
 pub(crate) fn existing(device: c_int) -> Option<&'static DeviceAllocator> {
     let place = DEVICES.get(usize::try_from(device).ok()?)?;
@@ -35,12 +35,12 @@ pub(crate) fn existing(device: c_int) -> Option<&'static DeviceAllocator> {
     unsafe { place.load(Ordering::Acquire).as_ref() }
 }
 
-/// The allocators that were made, by device.
+/// Returns the existing allocators, by device.
 pub(crate) fn all() -> impl Iterator<Item = &'static DeviceAllocator> {
     (0..DEVICES_MAX as c_int).filter_map(existing)
 }
 
-/// The allocator of a device, made with the settings that hold if it is the first use.
+/// Returns the allocator of a device. The first use creates it with the current settings.
 #[inline]
 pub(crate) fn allocator(device: c_int) -> Result<&'static DeviceAllocator, Error> {
     match existing(device) {
@@ -72,7 +72,7 @@ fn make(device: c_int) -> Result<&'static DeviceAllocator, Error> {
     Ok(allocator)
 }
 
-/// Settings for allocators that are made later, in place of the environment's.
+/// Configures allocators that are created later, instead of the environment.
 pub(crate) fn configure(text: &str) -> Result<(), Error> {
     let settings: TorchSettings = text.parse()?;
     let mut current = SETTINGS.lock().unwrap_or_else(PoisonError::into_inner);
@@ -83,7 +83,7 @@ pub(crate) fn configure(text: &str) -> Result<(), Error> {
     Ok(())
 }
 
-/// The settings that hold. They do so from now on.
+/// Returns the current settings, which are fixed from then on.
 pub(crate) fn settings() -> Result<TorchSettings, Error> {
     let mut settings = SETTINGS.lock().unwrap_or_else(PoisonError::into_inner);
     match &*settings {
@@ -105,11 +105,11 @@ pub(crate) fn is_forked() -> bool {
     IS_FORKED.load(Ordering::Relaxed)
 }
 
-/// Sees to it that a child that is forked from now on knows that it is one.
+/// Marks children that are forked later.
 pub(crate) fn watch_forks() {
     static IS_WATCHING: std::sync::Once = std::sync::Once::new();
     IS_WATCHING.call_once(|| {
-        // SAFETY: the function does nothing but store to atomics, which a child of a process with threads may do.
+        // SAFETY: the function only stores to atomics, which a child of a process with threads may do.
         let refused = unsafe { libc::pthread_atfork(None, None, Some(forget_all)) };
         if refused != 0 {
             tracing::warn!(name: "fork.unwatched", target: "symmalloc", "the system has no memory to watch forks");
@@ -117,7 +117,7 @@ pub(crate) fn watch_forks() {
     });
 }
 
-/// In a child: the allocators are the parent's, and their locks may be held by threads that the child does not have.
+/// Runs in a child. The allocators belong to the parent, and threads that the child does not have may hold their locks.
 unsafe extern "C" fn forget_all() {
     IS_FORKED.store(true, Ordering::Relaxed);
     DEVICES.iter().for_each(|place| place.store(std::ptr::null_mut(), Ordering::Relaxed));

@@ -1,9 +1,8 @@
-//! What happens before an allocation fails: `out_of_memory:trim`.
+//! The last resort before an allocation fails: `out_of_memory:trim`.
 //!
-//! PyTorch's own allocator gives its whole cache back when the driver refuses, and programs run close to the limit because of
-//! it. Here pools that all ranks share must not do so on one rank alone (rule D4). So the free memory of the *other* pools goes
-//! back, in the order of their ids, and the allocation is tried again: symmetric pools keep their places, and private ones,
-//! which ranks do not compare, make room.
+//! PyTorch's own allocator releases its whole cache if the driver refuses memory, and programs rely on it to run close to the limit.
+//! Symmetric pools must not do so on one rank only (rule D4). Therefore only the *other* pools release their free memory, in order of
+//! their ids, and the allocation is retried. Symmetric pools keep their placements; ranks do not compare private pools.
 
 use crate::private_pools::{ForeignPool, PrivatePools};
 use std::sync::Arc;
@@ -12,7 +11,7 @@ use symmalloc_core::errors::TrimError;
 use symmalloc_core::{Retry, SharedAllocator};
 use symmalloc_cuda::{CudaAllocator, CudaBackend, CudaMemory};
 
-/// How often memory was short.
+/// Counters of memory shortages.
 #[derive(Default)]
 pub(crate) struct Refusals {
     retries: AtomicU64,
@@ -20,7 +19,7 @@ pub(crate) struct Refusals {
 }
 
 impl Refusals {
-    /// Answers the core's question.
+    /// Installs a callback that releases memory before an allocation fails, and retries the allocation if that released any.
     pub(crate) fn trim_when_refused<F: ForeignPool + Send + Sync + 'static>(
         refusals: &Arc<Self>,
         allocator: &CudaAllocator,
@@ -38,12 +37,12 @@ impl Refusals {
         });
     }
 
-    /// An allocation failed.
+    /// Counts a failed allocation.
     pub(crate) fn count(&self) {
         self.failures.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Allocations that were tried again.
+    /// Allocations that were retried.
     pub(crate) fn retries(&self) -> u64 {
         self.retries.load(Ordering::Relaxed)
     }
@@ -54,12 +53,12 @@ impl Refusals {
     }
 }
 
-/// Gives back the free memory of all pools that are neither symmetric nor a graph's and have no quota. What cannot go back stays.
+/// Releases the free memory of all pools that are neither symmetric nor a graph's and have no quota. Memory that cannot be released stays.
 fn trim_private<F: ForeignPool>(core: &SharedAllocator<CudaBackend>, private: &PrivatePools<F>) -> u64 {
     let is_capturing = core.backend().device().is_capturing();
-    // The core told of what failed.
+    // The core logged the failure.
     let mut released_bytes = private.give_back(core, None, || Ok(is_capturing)).released_bytes;
-    // Counted first: a graph's pool that another thread begins meanwhile is not among them, or is in the list.
+    // Counted first, so that a graph's pool that another thread begins meanwhile is excluded or in the list.
     let pools = core.pools();
     let in_use = private.list();
     for pool in pools {
@@ -69,7 +68,7 @@ fn trim_private<F: ForeignPool>(core: &SharedAllocator<CudaBackend>, private: &P
         }
         match core.trim(Some(pool)) {
             Ok(bytes) => released_bytes += bytes,
-            // The core told of it.
+            // The core logged it.
             Err(TrimError::Backend { released_bytes: some, .. }) => released_bytes += some,
             Err(_) => {}
         }

@@ -1,12 +1,11 @@
-//! Registrations: which pools are registered on which communicators that another library owns (PyTorch's `ProcessGroupNCCL`, an
-//! engine's own).
+//! Registrations of pools on communicators that another library owns, such as PyTorch's `ProcessGroupNCCL` or an engine.
 //!
 //! ```text
 //!  Registrations ── a registrar of symmalloc-nccl for each mode
 //!       └── open: pool 3 on "tp" │ pool 3 on "dp" │ pool 4 on "tp"      in the order of registration, equal on all ranks
 //! ```
 //!
-//! A pool may be registered on many communicators. At a scope's end all of its registrations are brought up to date, in that order.
+//! A pool may be registered on many communicators. The end of a scope syncs all of its registrations in that order.
 
 use crate::error::Error;
 use crate::slept::{Slept, Woken};
@@ -29,58 +28,58 @@ use symmalloc_nccl::{
 /// The registrations of one allocator.
 pub(crate) struct Registrations {
     allocator: CudaAllocator,
-    /// Made when the first communicator comes that wants it.
+    /// Created for the first communicator that needs it.
     at_sync: OnceLock<Arc<Registrar>>,
-    /// As above.
+    /// Created for the first communicator that needs it.
     off: OnceLock<Arc<Registrar>>,
     open: Arc<OpenRegistrations>,
 }
 
-/// In the order of registration, which is the same on every rank.
+/// In order of registration, which is the same on every rank.
 #[derive(Default)]
 struct OpenRegistrations(RwLock<Vec<Arc<OpenRegistration>>>);
 
-/// When the ranks of a communicator compare their histories.
+/// The syncs at which the ranks of a communicator compare their histories.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum AgreementMode {
-    /// At every sync.
+    /// Every sync.
     AtSync,
-    /// When the program asks for it.
+    /// On request only.
     ByHand,
-    /// Then, and at every n-th sync.
+    /// On request, and at every n-th sync.
     EverySyncs(NonZeroU32),
 }
 
-/// How a pool is to be registered.
+/// Options of a registration.
 pub(crate) struct RegistrationOptions<'a> {
     pub(crate) deadline: Duration,
     pub(crate) rendezvous: Option<&'a str>,
     pub(crate) name: Option<&'a str>,
     pub(crate) registration: Registration,
     pub(crate) agreement: AgreementMode,
-    /// Rank and number of ranks, if the program says what it takes the communicator for.
+    /// The expected rank and number of ranks, if the program states them.
     pub(crate) place: Option<(u32, u32)>,
 }
 
-/// What memory an all-to-all takes.
+/// The memory that an all-to-all accepts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Memory {
-    /// Any.
+    /// Any memory.
     Any,
-    /// What is registered on its communicator.
+    /// Memory that is registered on its communicator.
     Registered,
 }
 
-/// Whether the ranks compare each all-to-all before it is submitted.
+/// The comparison of each all-to-all between ranks before it is submitted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Calls {
-    /// No.
+    /// No comparison.
     Trusted,
-    /// Yes.
+    /// The ranks compare each call.
     Checked,
 }
 
-/// What syncs did.
+/// The counts of one or more syncs.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct SyncCounts {
     pub(crate) registered: u64,
@@ -118,31 +117,30 @@ impl Registrations {
         Ok(place.get_or_init(|| registrar))
     }
 
-    /// Brings all registrations of a pool up to date, also after one of them failed: the other ranks of each wait for this one.
-    /// Returns the first error.
+    /// Syncs all registrations of a pool, even after a failure, because the other ranks of each wait for this one. Returns the first error.
     pub(crate) fn sync(&self, pool: PoolId) -> Result<SyncCounts, Error> {
         self.for_each(pool, OpenRegistration::sync)
     }
 
-    /// As [`sync`](Self::sync), and the ranks compare their histories.
+    /// Syncs as [`sync`](Self::sync), and compares the ranks' histories.
     pub(crate) fn agree(&self, pool: PoolId) -> Result<SyncCounts, Error> {
         self.for_each(pool, OpenRegistration::agree)
     }
 
-    /// Puts a pool to sleep on all ranks of its communicators. `None` where it has none.
+    /// Puts a pool to sleep on all ranks of its communicators. Returns `None` without communicators.
     pub(crate) fn sleep(&self, pool: PoolId, contents: Contents) -> Result<Option<Slept>, Error> {
         let Some(over) = self.over(pool)? else { return Ok(None) };
         Ok(Some(over.registrar.sleep(&over.communicator, pool, contents)?.into()))
     }
 
-    /// Wakes a pool on all ranks of its communicators. `None` where it has none.
+    /// Wakes a pool on all ranks of its communicators. Returns `None` without communicators.
     pub(crate) fn wake(&self, pool: PoolId) -> Result<Option<Woken>, Error> {
         let Some(over) = self.over(pool)? else { return Ok(None) };
         Ok(Some(over.registrar.wake(&over.communicator, pool)?.into()))
     }
 
-    /// Where the ranks talk of a pool: on the communicator with the most ranks, of those the one that came last, since an earlier one may
-    /// have died. The same on every rank.
+    /// Returns the communicator for a pool's collective operations: the one with the most ranks. Of several, it is the one that was
+    /// registered last, since an earlier one may have failed. It is the same on every rank.
     fn over(&self, pool: PoolId) -> Result<Option<Arc<OpenRegistration>>, Error> {
         let of_pool: SmallVec<[Arc<OpenRegistration>; 4]> = self.open.of(pool);
         let over = of_pool.iter().max_by_key(|registration| registration.communicator.ranks());
@@ -154,14 +152,14 @@ impl Registrations {
         let mut names: SmallVec<[&str; 4]> =
             of_pool.iter().map(|registration| registration.communicator.name()).collect();
         names.sort_unstable();
-        // A borrowed communicator's name is all by which ranks know that they mean the same one.
+        // Ranks identify a borrowed communicator only by its name.
         match names.windows(2).find(|pair| pair[0] == pair[1]) {
             Some(pair) => Err(Error::SameName { pool: pool.0, name: pair[0].to_owned() }),
             None => Ok(over.map(Arc::clone)),
         }
     }
 
-    /// As [`sync`](Self::sync), but a capture may be under way as long as nothing is new: nobody talks then.
+    /// Syncs as [`sync`](Self::sync), but succeeds during a capture without new segments, because it does not communicate then.
     pub(crate) fn sync_at_scope_end(&self, pool: PoolId) -> Result<SyncCounts, Error> {
         self.for_each(pool, OpenRegistration::sync_at_scope_end)
     }
@@ -171,7 +169,7 @@ impl Registrations {
         pool: PoolId,
         act: impl Fn(&OpenRegistration) -> Result<SyncCounts, SyncError>,
     ) -> Result<SyncCounts, Error> {
-        // Not locked while other ranks are waited for.
+        // The lock is not held during waits for other ranks.
         let of_pool: SmallVec<[Arc<OpenRegistration>; 4]> = self.open.of(pool);
         let mut outcome = Ok(SyncCounts::default());
         for registration in &of_pool {
@@ -207,7 +205,7 @@ struct OpenRegistration {
     communicator: Communicator,
     pool: PoolId,
     agreement: AgreementMode,
-    /// Syncs so far, where every n-th one compares: equal on all ranks.
+    /// Syncs so far, if every n-th one compares. Equal on all ranks.
     syncs: AtomicU32,
 }
 
@@ -238,7 +236,7 @@ impl OpenRegistration {
         self.registrar.agree(&[&self.communicator]).map(SyncCounts::from)
     }
 
-    /// Counts a sync, and says whether the ranks compare their histories in it.
+    /// Counts a sync. Returns `true` if the ranks compare their histories in it.
     fn compares_now(&self) -> bool {
         match self.agreement {
             AgreementMode::AtSync => true,
@@ -251,23 +249,23 @@ impl OpenRegistration {
     }
 }
 
-/// Work that the program gives to a stream by itself, until this is dropped.
+/// An announced collective that the program submits itself.
 pub struct RankAnnouncement {
     _open: Announcement,
 }
 
-/// One pool on one communicator.
+/// The registration of one pool on one communicator.
 pub struct PoolRegistration {
     of: Arc<OpenRegistration>,
     all: Arc<OpenRegistrations>,
 }
 
 impl PoolRegistration {
-    /// Attaches a pool. Nothing is registered before the first sync.
+    /// Attaches a pool. The first sync registers its segments.
     ///
     /// # Safety
     /// `communicator` is a live `ncclComm_t` of the NCCL library of this process, ready, and on the allocator's device. It
-    /// lives as long as the answer, and nobody else calls NCCL with it while this does.
+    /// lives as long as the result, and no other code calls NCCL with it while this does.
     pub(crate) unsafe fn new(
         registrations: &Registrations,
         pool: PoolId,
@@ -280,8 +278,13 @@ impl PoolRegistration {
         // SAFETY: the caller's contract.
         let communicator = unsafe { builder.borrow(communicator) }?;
         if let Some((rank, world)) = options.place {
-            check("rank", rank, communicator.rank(), "what NCCL says of the communicator: is it another group's?")?;
-            check("world", world, communicator.ranks(), "what NCCL says of the communicator: is it another group's?")?;
+            check("rank", rank, communicator.rank(), "what NCCL reports for the communicator: is it another group's?")?;
+            check(
+                "world",
+                world,
+                communicator.ranks(),
+                "what NCCL reports for the communicator: is it another group's?",
+            )?;
         }
         let registrar = Arc::clone(registrations.registrar(options.agreement)?);
         registrar.attach(&communicator, &[pool], options.registration)?;
@@ -291,27 +294,27 @@ impl PoolRegistration {
         Ok(PoolRegistration { of, all: Arc::clone(&registrations.open) })
     }
 
-    /// Brings the windows up to date, on every rank of the communicator.
+    /// Registers new segments and deregisters dead ones, on every rank of the communicator.
     pub(crate) fn sync(&self) -> Result<SyncCounts, Error> {
         Ok(self.of.sync()?)
     }
 
-    /// As [`sync`](Self::sync), and the ranks compare their histories.
+    /// Syncs as [`sync`](Self::sync), and compares the ranks' histories.
     pub(crate) fn agree(&self) -> Result<SyncCounts, Error> {
         Ok(self.of.agree()?)
     }
 
-    /// This rank, and the number of ranks.
+    /// Returns this rank, and the number of ranks.
     pub(crate) fn place(&self) -> (u32, u32) {
         (self.of.communicator.rank(), self.of.communicator.ranks())
     }
 
-    /// The window that all of these bytes lie in.
+    /// Returns the window that contains all of these bytes.
     pub(crate) fn window_at(&self, pointer: *const c_void, size_bytes: u64) -> Result<WindowSpan, Error> {
         Ok(self.of.registrar.window_at(&self.of.communicator, pointer as u64, size_bytes)?)
     }
 
-    /// All-to-all-v on the communicator.
+    /// Creates an all-to-all-v on the communicator.
     pub(crate) fn all_to_all(&self, memory: Memory, calls: Calls) -> Result<AllToAll, Error> {
         let OpenRegistration { registrar, communicator, .. } = &*self.of;
         let mut builder = AllToAll::builder(communicator);
@@ -324,7 +327,7 @@ impl PoolRegistration {
         Ok(builder.build()?)
     }
 
-    /// Tells the watchdog of work that the program gives to the stream while it holds the answer.
+    /// Announces to the watchdog work that the program submits to the stream while it holds the result.
     ///
     /// # Safety
     /// `stream` is one of the allocator's device, and lives as long as the communicator is watched.
@@ -336,22 +339,22 @@ impl PoolRegistration {
     ) -> Result<RankAnnouncement, Error> {
         let communicator = &self.of.communicator;
         let raw = RawStream::new(stream).handle();
-        // SAFETY: the caller's contract. Nothing is given to it but events.
+        // SAFETY: the caller's contract. Only events are recorded on the stream.
         let stream = unsafe { communicator.device().context().wrap_borrowed_stream(raw.cast()) };
         Ok(RankAnnouncement { _open: communicator.announcement(kind.to_owned(), elements, &stream)? })
     }
 
-    /// Deregisters everything, on every rank of the communicator, and leaves it to its owner: it is not watched any more.
+    /// Deregisters all segments on every rank of the communicator, and stops watching it. Its owner keeps it.
     pub(crate) fn end(self) -> Result<(), Error> {
         self.all.remove(&self.of);
         let OpenRegistration { registrar, communicator, pool, .. } = &*self.of;
         let ended = match registrar.detach(communicator, &[*pool]) {
             Ok(()) => registrar.sync(&[communicator]).map(|_| ()),
-            // The communicator is gone, and its windows with it.
+            // The communicator was destroyed together with its windows.
             Err(SyncError::NotAttached { .. } | SyncError::Gone { .. }) => Ok(()),
             Err(error) => Err(error),
         };
-        // Its name here, which nobody else has. The owner's is as it was.
+        // Drops this process's own handle. The owner's handle stays valid.
         let left = communicator.destroy();
         registrar.sweep();
         ended?;

@@ -1,9 +1,8 @@
-//! Scopes: where allocations go that do not name a pool.
+//! Scopes, which select the pool of allocations that do not name one.
 //!
-//! Two kinds. PyTorch begins to allocate to a pool and says with a filter which streams that concerns (a graph capture, or
-//! `use_mem_pool` of this thread). A program pushes a pool, or a name, for what this thread allocates. As with PyTorch's own
-//! allocator, the scope that was opened last wins among those that take the allocation. While none is open on the device, one
-//! load says so.
+//! There are two kinds. PyTorch begins to allocate to a pool, with a filter for the affected streams (a graph capture, or this thread's
+//! `use_mem_pool`). A program pushes a pool or a name for this thread's allocations. As with PyTorch's own allocator, the innermost scope
+//! that covers an allocation applies. Without an open scope on the device, the lookup is one load.
 //!
 //! ```text
 //!  push A ── begin B(capture of s) ── push C          on s      on another stream
@@ -11,8 +10,8 @@
 //!    1            2                                    B          A
 //! ```
 //!
-//! A capture that fails leaves its scope open: PyTorch 2.11 raises before it ends it. The next begin does, if the capture took
-//! memory here: otherwise nobody knows its stream, and the scope stays. Its pool stays in use, as in PyTorch's own allocator.
+//! A failed capture leaves its scope open, because PyTorch 2.11 raises before it ends the scope. The next begin ends it, if the capture
+//! allocated memory here. Otherwise its stream is unknown, and the scope stays open. Its pool stays in use, as in PyTorch's own allocator.
 
 use crate::error::Error;
 use crate::filter::StreamFilter;
@@ -24,30 +23,30 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use symmalloc_core::PoolId;
 use symmalloc_cuda::CaptureWatch;
 
-/// What a begun scope is for, as far as its filter shows.
+/// The purpose of a begun scope, inferred from its filter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ScopePurpose {
-    /// A capture, of streams that the filter takes when they are in it: over when they are not any more.
+    /// A capture. The filter accepts its captured streams, and the scope is over when they are no longer captured.
     Capture,
-    /// A thread's allocations, or a capture before any stream is known: over when PyTorch says so.
+    /// A thread's allocations, or a capture without a known stream. The scope is over when PyTorch ends it.
     Unknown,
 }
 
-/// What PyTorch began.
+/// A scope that PyTorch began.
 struct Begun<F> {
     order: u64,
     id: MempoolId,
     place: PoolPlace<F>,
     filter: StreamFilter,
     purpose: ScopePurpose,
-    /// The last stream that the filter took.
+    /// The last stream that the filter accepted.
     taken: Mutex<Option<RawStream>>,
-    /// The scope may be a capture's.
+    /// Watches for captures, because the scope may belong to one.
     _watch: CaptureWatch,
 }
 
 impl<F> Begun<F> {
-    /// Whether allocations on the stream are the scope's. May throw what the filter throws.
+    /// Returns `true` if the scope covers allocations on the stream. Propagates exceptions of the filter.
     fn takes(&self, stream: RawStream) -> bool {
         let takes = self.filter.accepts(stream.handle());
         if takes {
@@ -56,7 +55,7 @@ impl<F> Begun<F> {
         takes
     }
 
-    /// Whether it was a capture's, and that capture is over.
+    /// Returns `true` if the scope belongs to a capture that is over.
     fn is_over(&self, is_captured: impl Fn(RawStream) -> bool) -> bool {
         let taken = *self.taken.lock().unwrap_or_else(PoisonError::into_inner);
         self.purpose == ScopePurpose::Capture && taken.is_some_and(|stream| !is_captured(stream))
@@ -65,20 +64,20 @@ impl<F> Begun<F> {
 
 /// The open scopes of one allocator.
 pub(crate) struct Scopes<F> {
-    /// Tells this allocator's pushed pools from another's.
+    /// Distinguishes the pushed pools of this allocator from those of others.
     serial: u64,
-    /// Open scopes of both kinds. A thread sees those that it opened, and others when it has synchronised with their threads.
+    /// Open scopes of both kinds. A thread sees the scopes that it opened, and those of other threads after synchronizing with these.
     open: Arc<AtomicUsize>,
-    /// The number of the next scope, from 1; it orders those of both kinds.
+    /// The number of the next scope, from 1. It orders scopes of both kinds.
     opened: AtomicU64,
     begun: Mutex<Vec<Arc<Begun<F>>>>,
-    /// Scopes of failed captures that were ended before PyTorch did so, if it ever does.
+    /// Scopes of failed captures that were ended here, until PyTorch ends them, if it does.
     ended_early: Mutex<Vec<MempoolId>>,
 }
 
 static NEXT_SERIAL: AtomicU64 = AtomicU64::new(0);
 
-/// What a thread pushed. It is popped at the latest when the thread ends.
+/// The pushed pools and names of a thread. The end of the thread pops them.
 struct Pushed {
     serial: u64,
     order: u64,
@@ -112,14 +111,14 @@ impl<F> Scopes<F> {
         }
     }
 
-    /// Whether any scope is open, on any thread.
+    /// Returns `true` if any scope is open, on any thread.
     #[inline]
     pub(crate) fn any(&self) -> bool {
         self.open.load(Ordering::Relaxed) != 0
     }
 
-    /// Where an allocation of the calling thread for a stream goes. Calls PyTorch's filters, which may throw: nothing is locked
-    /// meanwhile. `inherited` is the number of a scope of another thread for which this one works, as a backward pass does.
+    /// Returns the pool for an allocation of the calling thread on a stream. Calls PyTorch's filters without a lock, because they may
+    /// throw. `inherited` is the number of a scope of another thread on whose behalf this one works, as in a backward pass.
     #[cold]
     pub(crate) fn place_for(&self, stream: RawStream, inherited: Option<u64>) -> PoolPlace<F> {
         let pushed = self.last(|pushed| match pushed.what {
@@ -133,7 +132,7 @@ impl<F> Scopes<F> {
         taker.map_or(PoolPlace::Own(pool), |begun| begun.place.clone())
     }
 
-    /// Opens a scope that PyTorch begins. Returns its number.
+    /// Opens a scope for PyTorch. Returns its number.
     pub(crate) fn begin(
         &self,
         (id, place): (MempoolId, PoolPlace<F>),
@@ -149,7 +148,7 @@ impl<F> Scopes<F> {
         order
     }
 
-    /// Ends what was begun last for the pool. Whether there was anything.
+    /// Ends the pool's last begun scope. Returns `true` if there was one.
     pub(crate) fn end(&self, id: MempoolId) -> bool {
         let mut all = self.begun();
         let Some(at) = all.iter().rposition(|begun| begun.id == id) else {
@@ -165,7 +164,7 @@ impl<F> Scopes<F> {
         true
     }
 
-    /// Ends the scopes of captures that took a stream which is in no capture any more.
+    /// Ends the scopes of captures whose accepted stream is no longer captured.
     pub(crate) fn end_failed(&self, is_captured: impl Fn(RawStream) -> bool) {
         let mut all = self.begun();
         let failed: Vec<_> = all.extract_if(.., |begun| begun.is_over(&is_captured)).collect();
@@ -176,7 +175,7 @@ impl<F> Scopes<F> {
         drop(failed);
     }
 
-    /// The name of this thread's allocations.
+    /// Returns the name for this thread's allocations.
     pub(crate) fn name(&self) -> Option<Arc<str>> {
         self.last(|pushed| match &pushed.what {
             What::Name(name) => Some(Arc::clone(name)),
@@ -184,7 +183,7 @@ impl<F> Scopes<F> {
         })
     }
 
-    /// Sends this thread's allocations to a pool until [`pop_pool`](Self::pop_pool).
+    /// Directs this thread's allocations to a pool until [`pop_pool`](Self::pop_pool).
     pub(crate) fn push_pool(&self, pool: PoolId) {
         self.push(What::Pool(pool));
     }
@@ -194,13 +193,13 @@ impl<F> Scopes<F> {
         self.push(What::Name(name.into()));
     }
 
-    /// Takes back this thread's last pushed pool.
+    /// Pops the pool that this thread pushed last.
     pub(crate) fn pop_pool(&self, device: usize) -> Result<(), Error> {
         let popped = self.pop(|what| matches!(what, What::Pool(_)));
         popped.ok_or(Error::NoScope { device, scope: "pushed pool" })
     }
 
-    /// Takes back this thread's last pushed name.
+    /// Pops the name that this thread pushed last.
     pub(crate) fn pop_name(&self, device: usize) -> Result<(), Error> {
         let popped = self.pop(|what| matches!(what, What::Name(_)));
         popped.ok_or(Error::NoScope { device, scope: "pushed name" })
@@ -209,7 +208,7 @@ impl<F> Scopes<F> {
     fn push(&self, what: What) {
         let pushed = Pushed { serial: self.serial, order: self.next(), what, open: Arc::clone(&self.open) };
         self.open.fetch_add(1, Ordering::Relaxed);
-        // A thread that ends keeps no scopes: what it pushes is popped at once.
+        // An exiting thread keeps no scopes, so a push is popped immediately.
         let _pushed = PUSHED.try_with(|all| all.borrow_mut().push(pushed));
     }
 
@@ -222,7 +221,7 @@ impl<F> Scopes<F> {
         popped.ok().flatten().map(drop)
     }
 
-    /// The last of what this thread pushed here that is what is looked for.
+    /// Returns this thread's last matching push on this allocator.
     fn last<T>(&self, look: impl Fn(&Pushed) -> Option<T>) -> Option<T> {
         let found = PUSHED.try_with(|all| {
             let all = all.borrow();

@@ -1,15 +1,15 @@
-//! Settings: the text of `SYMMALLOC_CONF`, read.
+//! Settings: the parser of `SYMMALLOC_CONF`.
 //!
-//! Most keys are the core's (`docs/configuration.md`). This crate adds those that are about a device of PyTorch's:
+//! Most keys belong to the core (`docs/configuration.md`). This crate adds keys for the device:
 //!
 //! | key | values | default | meaning |
 //! |---|---|---|---|
 //! | `peers` | `[1,2]`, `[]` | `[]` | Devices that may read and write the memory. |
 //! | `chunk_mb`, `chunk_bytes` | a multiple of the granularity | 32 MiB, more for ranges beyond 2 GiB | Largest physical chunk by which expandable ranges grow. |
-//! | `prefetch_mb`, `prefetch_bytes` | 0, or a multiple of the granularity of a chunk at least | 0 | The most that is made ahead of growth. |
-//! | `out_of_memory` | `trim`, `fail` | `trim` | What happens before an allocation fails. |
+//! | `prefetch_mb`, `prefetch_bytes` | 0, or a multiple of the granularity of at least a chunk | 0 | Maximum made ahead of growth. |
+//! | `out_of_memory` | `trim`, `fail` | `trim` | The last resort before an allocation fails. |
 //!
-//! They are taken out of the text and blanks put in their place, so that the bytes that the core's errors name are right.
+//! The parser replaces them with blanks before the core reads the text, so that the byte offsets in the core's errors are correct.
 
 use std::fmt;
 use std::ops::Range;
@@ -18,18 +18,18 @@ use symmalloc_core::Config;
 use symmalloc_core::config_text::{ConfigTextError, nearest};
 use thiserror::Error;
 
-/// What happens before an allocation fails, at a limit or because the driver refuses.
+/// The last resort before an allocation fails at a limit, or because the driver refuses memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum OutOfMemoryPolicy {
-    /// The free memory of pools that are neither symmetric nor a graph's goes back, and the allocation is tried again.
-    /// PyTorch's programs count on it. Symmetric pools notice nothing.
+    /// Releases the free memory of pools that are neither symmetric nor a graph's, and retries the allocation. PyTorch programs rely on it.
+    /// Symmetric pools are unaffected.
     #[default]
     Trim,
-    /// Nothing (rule D4).
+    /// Releases nothing (rule D4).
     Fail,
 }
 
-/// Everything that `SYMMALLOC_CONF` can say.
+/// All settings of `SYMMALLOC_CONF`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(crate) struct TorchSettings {
     pub(crate) config: Config,
@@ -39,35 +39,35 @@ pub(crate) struct TorchSettings {
     pub(crate) out_of_memory: OutOfMemoryPolicy,
 }
 
-/// Why a text is no settings. Names the byte at which it was found, counted from 0.
+/// An error in a settings text. Names its byte offset, counted from 0.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub(crate) enum SettingsError {
-    /// The core does not take it.
+    /// The core rejected the text.
     #[error(transparent)]
     Config(#[from] ConfigTextError),
-    /// No key has this name, and one of this crate's is near.
+    /// The key is unknown, and close to one of this crate's.
     #[error("byte {offset}: unknown key, did you mean `{nearest}`?")]
     UnknownKey {
-        /// Where the key starts.
+        /// The byte offset of the key.
         offset: usize,
-        /// The key that was probably meant.
+        /// The probably intended key.
         nearest: &'static str,
     },
-    /// The value is none that the key takes.
+    /// The key does not accept the value.
     #[error("byte {offset}: {key} must be {allowed}")]
     Value {
-        /// Where the value starts.
+        /// The byte offset of the value.
         offset: usize,
         /// The key.
         key: &'static str,
-        /// What the key takes.
+        /// The values that the key accepts.
         allowed: &'static str,
     },
-    /// The key is stated twice, perhaps in another unit.
+    /// The key is given twice, possibly in different units.
     #[error("byte {offset}: {key} is stated already; keep one of them")]
     Duplicate {
-        /// Where the key starts the second time.
+        /// The byte offset of the second occurrence.
         offset: usize,
         /// The key.
         key: &'static str,
@@ -127,7 +127,7 @@ impl FromStr for TorchSettings {
 }
 
 impl fmt::Display for TorchSettings {
-    /// The canonical text: every value that is set, defaults too, in a fixed order.
+    /// Returns the canonical text: all values, including defaults, in a fixed order.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.config)?;
         if !self.peers.is_empty() {
@@ -147,7 +147,7 @@ impl fmt::Display for TorchSettings {
     }
 }
 
-/// The stretches between the commas that stand in no brackets.
+/// Splits the text at commas outside of brackets.
 fn items(text: &str) -> Vec<Range<usize>> {
     let (mut items, mut start, mut depth) = (Vec::new(), 0, 0_usize);
     for (at, byte) in text.bytes().enumerate() {
@@ -173,7 +173,7 @@ fn peers(value: &str) -> Option<Vec<usize>> {
     list.split(',').map(|number| number.trim().parse().ok()).collect()
 }
 
-/// The core does not know this crate's keys: one that was misspelt may be nearer than any of the core's.
+/// Adds a suggestion for a misspelled key that is closer to one of this crate's keys, which the core does not know.
 fn with_own_keys(text: &str, error: ConfigTextError) -> SettingsError {
     if let ConfigTextError::UnknownKey { offset, bytes, nearest: theirs } = error {
         let word = &text[offset..offset + bytes];

@@ -1,4 +1,4 @@
-//! Chunks that other processes may open: each has a number as long as its memory is there.
+//! Numbers of chunks that other processes may open. A chunk has a number as long as its memory exists.
 
 use std::fmt;
 use std::str::FromStr;
@@ -43,7 +43,7 @@ fn lock() -> MutexGuard<'static, Registry> {
     REGISTRY.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The numbers of chunks, given as (address, bytes); those without one get the next.
+/// Returns the numbers of chunks, given as (address, bytes). Chunks without a number get the next one.
 pub(crate) fn tickets(device: usize, chunks: &[(u64, u64)]) -> Vec<Ticket> {
     let mut registry = lock();
     let ticket = |&(address, bytes): &(u64, u64)| {
@@ -59,12 +59,12 @@ pub(crate) fn tickets(device: usize, chunks: &[(u64, u64)]) -> Vec<Ticket> {
     chunks.iter().map(ticket).collect()
 }
 
-/// Where the chunk with this number is: device and address.
+/// Returns the device and address of the chunk with this number.
 pub(crate) fn find(ticket: Ticket) -> Option<(usize, u64)> {
     lock().entries.iter().find(|entry| entry.ticket == ticket).map(|entry| (entry.device, entry.address))
 }
 
-/// The memory of some addresses goes.
+/// Removes the numbers of chunks in memory that is about to be unmapped.
 pub(crate) fn forget(device: usize, address: u64, bytes: u64) {
     let touches = |entry: &Entry| {
         entry.device == device && entry.address < address + bytes && address < entry.address + entry.ticket.bytes

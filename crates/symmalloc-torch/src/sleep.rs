@@ -1,4 +1,4 @@
-//! Pools that sleep and wake, by themselves or by the registrar that has windows on them, and pools of which a part is given up.
+//! Sleep, wake and resize of pools, directly or through the registrar that has windows on them.
 
 use crate::device::DeviceAllocator;
 use crate::error::Error;
@@ -10,7 +10,7 @@ use symmalloc_core::sleep::Phase;
 use symmalloc_cuda::CudaError;
 
 impl DeviceAllocator {
-    /// Puts a pool to sleep, on every rank of its communicators where it is registered.
+    /// Puts a pool to sleep; if it is registered, on every rank of its communicators.
     pub(crate) fn sleep(&self, pool: PoolId, contents: Contents) -> Result<Slept, Error> {
         if let Some(slept) = self.registrations.sleep(pool, contents)? {
             return Ok(slept);
@@ -18,12 +18,12 @@ impl DeviceAllocator {
         if self.allocator().is_capturing()? {
             return Err(Error::Capturing);
         }
-        // A program may have used the memory on streams that it did not name.
+        // The program may have used the memory on streams that it did not record.
         self.allocator().device().synchronize().map_err(CudaError::from)?;
         Ok(self.allocator().sleep(pool, contents)?.into())
     }
 
-    /// Wakes a pool, on every rank of its communicators where it is registered.
+    /// Wakes a pool; if it is registered, on every rank of its communicators.
     pub(crate) fn wake(&self, pool: PoolId) -> Result<Woken, Error> {
         match self.registrations.wake(pool)? {
             Some(woken) => Ok(woken),
@@ -31,14 +31,14 @@ impl DeviceAllocator {
         }
     }
 
-    /// Puts the pools of a tag to sleep, in the order of their ids. Those before one that fails sleep.
+    /// Puts the pools with a tag to sleep, in order of their ids. Stops at the first failure; the pools before it sleep.
     pub(crate) fn sleep_tagged(&self, tag: &str, contents: Contents) -> Result<Slept, Error> {
         let mut all = Slept::default();
         self.tagged(tag)?.into_iter().try_for_each(|pool| self.sleep(pool, contents).map(|slept| all += slept))?;
         Ok(all)
     }
 
-    /// Wakes the pools of a tag, in the order of their ids. Those before one that fails are awake.
+    /// Wakes the pools with a tag, in order of their ids. Stops at the first failure; the pools before it are awake.
     pub(crate) fn wake_tagged(&self, tag: &str) -> Result<Woken, Error> {
         let mut all = Woken::default();
         self.tagged(tag)?.into_iter().try_for_each(|pool| self.wake(pool).map(|woken| all += woken))?;
@@ -58,7 +58,7 @@ impl DeviceAllocator {
         Ok(self.core().phase(pool).map_err(CudaError::from)?)
     }
 
-    /// Makes a pool with a quota hold so many bytes. Returns how many it holds.
+    /// Sets the memory of a pool with a quota, in bytes. Returns the bytes that it holds.
     ///
     /// # Safety
     /// As [`allocate`](Self::allocate).

@@ -1,9 +1,9 @@
-//! What sleeps and wakes did, of one pool or of several together.
+//! The results of sleeps and wakes, for one pool or summed over several.
 
 use std::ops::AddAssign;
 use symmalloc_core::sleep;
 
-/// What a sleep did.
+/// The result of a sleep.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Slept {
     pub(crate) released_bytes: u64,
@@ -32,7 +32,7 @@ impl From<symmalloc_nccl::Slept> for Slept {
     }
 }
 
-/// What a wake did.
+/// The result of a wake.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Woken {
     pub(crate) remapped_bytes: u64,

@@ -2,21 +2,21 @@
 //!
 //! | PyTorch's key | here |
 //! |---|---|
-//! | `allocation`, `allocated_bytes`, `requested_bytes` | the core's, in all and by size class |
+//! | `allocation`, `allocated_bytes`, `requested_bytes` | the core's, in total and by size class |
 //! | `active`, `active_bytes` | the same: a freed block never waits for an event before it is free (rule D3) |
-//! | `reserved_bytes` | device memory held, in all: an expandable range serves both classes |
-//! | `segment` | segments in all; no peak, which nobody counts |
+//! | `reserved_bytes` | reserved device memory, only in total: an expandable range serves both classes |
+//! | `segment` | segments, only in total and without a peak |
 //! | `inactive_split`, `inactive_split_bytes` | free blocks, and their bytes |
-//! | `num_alloc_retries`, `num_ooms` | allocations that were tried again, and that failed |
-//! | `num_device_alloc`, `num_device_free` | births and deaths of segments |
+//! | `num_alloc_retries`, `num_ooms` | allocations that were retried, and that failed |
+//! | `num_device_alloc`, `num_device_free` | segments created and destroyed |
 //!
-//! `steps` counts steps and how far they followed plans; PyTorch has nothing like it.
+//! `steps` counts steps and how far they followed plans. PyTorch has no such key.
 //!
-//! The peaks of `allocated_bytes`, `active_bytes` (`.all`, of the total) and `reserved_bytes` are true ones; where threads free at
-//! a new peak, the former two may count what is being freed. Where `peaks_are_sums`, the others are sums of the heaps' peaks,
-//! which need not have been at the same time: upper bounds.
+//! The peaks of `allocated_bytes`, `active_bytes` (`.all`, of the total) and `reserved_bytes` are exact. If threads free at a new peak, the
+//! first two may include blocks that are being freed. If `peaks_are_sums`, the other peaks are sums over the heaps, whose peaks may be at
+//! different times: upper bounds.
 //!
-//! Keys for which there is no number are left out.
+//! Keys without a counter are omitted.
 
 use crate::device::DeviceAllocator;
 use serde_json::{Map, Value, json};
@@ -28,7 +28,7 @@ use symmalloc_core::sleep::Phase;
 use symmalloc_core::stats::{Stat, UsageStats};
 use symmalloc_cuda::{CudaDevice, CudaMemory};
 
-/// Everything that is counted.
+/// All statistics of an allocator.
 pub(crate) fn as_json(allocator: &DeviceAllocator) -> Value {
     let core = allocator.core();
     let mut total = nested(&core.stats());
@@ -58,7 +58,7 @@ pub(crate) fn as_json(allocator: &DeviceAllocator) -> Value {
     })
 }
 
-/// The pools that are not destroyed, by id.
+/// The existing pools, by id.
 fn pools(allocator: &DeviceAllocator) -> Vec<Value> {
     let core = allocator.core();
     let (private, user) = (allocator.private_pools().list(), allocator.user_pool_ids());
@@ -97,7 +97,7 @@ fn phase(phase: Phase) -> &'static str {
     }
 }
 
-/// As `torch.cuda.memory_stats_as_nested_dict`.
+/// Statistics with the keys of `torch.cuda.memory_stats_as_nested_dict`.
 fn nested(stats: &MemoryStats) -> Map<String, Value> {
     let classes = [("all", &stats.usage.all), ("small_pool", &stats.usage.small), ("large_pool", &stats.usage.large)];
     let by_class = |quantity: fn(&UsageStats) -> &Stat| {

@@ -1,33 +1,33 @@
-//! What a call of the C interface returns.
+//! The statuses of the C interface.
 
-/// How a call ended. After anything but `SYMMALLOC_OK`, `symmalloc_error_message` says what happened and what to do.
+/// The result of a call. After any status but `SYMMALLOC_OK`, `symmalloc_error_message` returns the problem and what to do.
 #[allow(non_camel_case_types, reason = "C's names")]
 #[repr(u32)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum symmalloc_status {
-    /// Done.
+    /// Success.
     SYMMALLOC_OK = 0,
-    /// An argument is missing or means nothing: a null pointer, a text that is not UTF-8, a device below 0.
+    /// An argument is missing or invalid, such as a null pointer, a text that is not UTF-8, or a negative device.
     SYMMALLOC_INVALID_ARGUMENT = 1,
-    /// A configuration is not understood; the message names the byte.
+    /// A configuration text is invalid. The message names the byte offset.
     SYMMALLOC_INVALID_SETTINGS = 2,
-    /// There is no memory within the limits, or the driver refused it.
+    /// The limits leave no memory, or the driver refused to provide it.
     SYMMALLOC_OUT_OF_MEMORY = 3,
-    /// The pointer is no live allocation of this allocator.
+    /// The pointer is not a live allocation of this allocator.
     SYMMALLOC_UNKNOWN_POINTER = 4,
-    /// There is no such pool, or it was given up.
+    /// The pool does not exist, or was destroyed.
     SYMMALLOC_UNKNOWN_POOL = 5,
-    /// libcuda cannot be used, a call of it failed, or there is no such device.
+    /// libcuda cannot be loaded, a CUDA call failed, or the device does not exist.
     SYMMALLOC_CUDA = 6,
-    /// The ranks differ; the message says where.
+    /// The histories of the ranks differ. The message names the first difference.
     SYMMALLOC_MISALIGNED = 7,
-    /// The ranks could not hear each other.
+    /// The ranks failed to communicate.
     SYMMALLOC_TRANSPORT = 8,
-    /// libnccl cannot be used, or a call of it failed or took too long.
+    /// libnccl cannot be loaded, or an NCCL call failed or timed out.
     SYMMALLOC_NCCL = 9,
     /// A file could not be read or written.
     SYMMALLOC_IO = 10,
-    /// The call does not fit what was called before: scopes that do not nest, settings after the first allocation.
+    /// The call is invalid in the current state, such as scopes that do not nest or settings after the first allocation.
     SYMMALLOC_INVALID_STATE = 11,
     /// An assertion of this library failed. Please report it.
     SYMMALLOC_INTERNAL = 12,

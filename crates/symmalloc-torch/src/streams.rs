@@ -1,4 +1,4 @@
-//! Raw streams: from the handle that a call carries to the id of the stream, without a lock.
+//! Lock-free lookup of a stream's id by its raw handle.
 //!
 //! ```text
 //!  CUstream ── hash ──► cache[256] ── hit ──► KnownStream { raw, id }
@@ -6,7 +6,7 @@
 //!                          └──► known, under a lock ─┘  registers a stream at its first use: ids are in program order
 //! ```
 //!
-//! The cache decides nothing: two streams that share a place in it push each other out, and are found the longer way.
+//! The cache affects no decision: two streams that share a slot evict each other, and take the slower path.
 
 use crate::error::Error;
 use std::collections::HashMap;
@@ -19,10 +19,10 @@ use symmalloc_cuda::CudaAllocator;
 
 const CACHE_BITS: u32 = 8;
 
-/// `cudaStreamLegacy`: another name of the default stream, whose handle is null.
+/// `cudaStreamLegacy`: an alias of the default stream, whose handle is null.
 const LEGACY: usize = 1;
 
-/// A raw stream handle, as a number. Equal numbers are one stream.
+/// A raw stream handle as a number. Equal numbers are the same stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(crate) struct RawStream(usize);
 
@@ -43,7 +43,7 @@ impl RawStream {
     }
 }
 
-/// What is known of one stream.
+/// The entry of one stream.
 pub(crate) struct KnownStream {
     raw: RawStream,
     pub(crate) id: StreamId,
@@ -52,7 +52,7 @@ pub(crate) struct KnownStream {
 /// The streams of one allocator.
 pub(crate) struct StreamRegistry {
     cache: [AtomicPtr<KnownStream>; 1 << CACHE_BITS],
-    /// Grows only: a stream stays where it is as long as this lives. Looked up only, so its order matters to nobody.
+    /// Only grows, and its streams do not move. It is never iterated, so its order does not matter.
     known: Mutex<HashMap<RawStream, Box<KnownStream>>>,
     allocator: CudaAllocator,
 }
@@ -63,7 +63,7 @@ impl StreamRegistry {
         StreamRegistry { cache, known: Mutex::default(), allocator }
     }
 
-    /// A stream, if it is in the cache.
+    /// Returns a stream that is in the cache.
     #[inline]
     pub(crate) fn cached(&self, raw: RawStream) -> Option<&KnownStream> {
         let cached = self.cache[raw.place()].load(Ordering::Acquire);
@@ -71,7 +71,7 @@ impl StreamRegistry {
         unsafe { cached.as_ref() }.filter(|stream| stream.raw == raw)
     }
 
-    /// A stream, which is registered if this is its first use. Before the first stream of all, calls `begin`.
+    /// Returns a stream, and registers it at its first use. Calls `begin` before the first stream of all.
     ///
     /// # Safety
     /// The stream belongs to the device's primary context and lives as long as this. PyTorch's streams do: they are never
@@ -92,7 +92,7 @@ impl StreamRegistry {
             Entry::Vacant(entry) => &raw const **entry.insert(Box::new(unsafe { self.register(raw) }?)),
         };
         self.cache[raw.place()].store(stream.cast_mut(), Ordering::Release);
-        // SAFETY: boxed, never removed, and `self` is borrowed for as long as the answer.
+        // SAFETY: boxed, never removed, and `self` is borrowed for as long as the result.
         Ok(unsafe { &*stream })
     }
 
@@ -104,7 +104,7 @@ impl StreamRegistry {
         Ok(KnownStream { raw, id })
     }
 
-    /// The streams so far, by id.
+    /// Returns the streams so far, by id.
     pub(crate) fn all(&self) -> Vec<(StreamId, RawStream)> {
         let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         let mut all: Vec<_> = known.values().map(|stream| (stream.id, stream.raw)).collect();

@@ -1,4 +1,4 @@
-//! PyTorch's entry points: the functions that `CUDAPluggableAllocator` and its setters take, as of PyTorch 2.11.
+//! PyTorch's entry points: the functions for `CUDAPluggableAllocator` and its setters, as of PyTorch 2.11.
 //!
 //! | PyTorch | here |
 //! |---|---|
@@ -10,7 +10,7 @@
 //! | `set_record_stream_fn` | [`symmalloc_torch_record_stream`] |
 //! | `set_begin_allocate_to_pool`, `set_end_allocate_to_pool_fn`, `set_release_pool` | the three of the same names |
 //!
-//! What fails throws a C++ exception, see `cxx_abi.rs`; `free` never does, because PyTorch frees in destructors.
+//! Failures throw a C++ exception, see `cxx_abi.rs`. `free` never throws, because PyTorch frees in destructors.
 
 use crate::c_interface::arguments::{required_text, write};
 use crate::complaints;
@@ -26,7 +26,7 @@ use std::ffi::{c_char, c_int, c_void};
 use symmalloc_core::PoolId;
 use symmalloc_core::backend::DeviceAddress;
 
-/// Makes an exception of an error. Whatever frames below PyTorch's own is dropped as the exception passes.
+/// Throws an error as a C++ exception. The unwinding drops the locals of all frames below PyTorch's.
 ///
 /// # Safety
 /// Called outside of any `catch_unwind`, from a function that is `extern "C-unwind"`.
@@ -36,13 +36,13 @@ pub(crate) unsafe fn raise(error: Error) {
     let kind = if is_out_of_memory { ExceptionKind::OutOfMemory } else { ExceptionKind::Other };
     let message = format!("symmalloc: {error}");
     drop(error);
-    // SAFETY: the caller's contract. The message is dropped as the exception passes.
+    // SAFETY: the caller's contract. The unwinding drops the message.
     unsafe { throw(kind, &message) };
 }
 
-/// Allocates for work on a stream; PyTorch's `alloc_fn`. Zero bytes are a null pointer.
+/// Allocates for work on a stream: PyTorch's `alloc_fn`. Returns a null pointer for zero bytes.
 ///
-/// Throws `c10::OutOfMemoryError` when there is no memory, and `c10::Error` when anything else is wrong.
+/// Throws `c10::OutOfMemoryError` if there is no memory, and `c10::Error` for any other failure.
 ///
 /// # Safety
 /// The stream is one of the device's primary context and lives as long as the process.
@@ -88,17 +88,17 @@ unsafe fn allocate_in_scope(
     size_bytes: u64,
     stream: RawStream,
 ) -> Result<*mut c_void, Box<Error>> {
-    // Outside of the guard: a filter of PyTorch's may throw.
+    // Outside of the guard, because a filter of PyTorch may throw.
     let place = allocator.scopes().place_for(stream, None);
     let name = allocator.scopes().name();
     // SAFETY: the caller's contract.
     guarded(|| unsafe { allocator.allocate_at(place, size_bytes, stream, name.as_deref()) }).map_err(Box::new)
 }
 
-/// Frees; PyTorch's `free_fn`. Never throws: what fails is counted, logged, and once written to the error output.
+/// Frees an allocation: PyTorch's `free_fn`. Never throws: failures are counted and logged, and standard error shows the first one.
 ///
 /// # Safety
-/// None: a pointer that is no live allocation of the device is an error.
+/// None: a pointer that is not a live allocation of the device is an error.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_torch_free(pointer: *mut c_void, _size: isize, device: c_int, _stream: *mut c_void) {
     let Some(allocator) = process::existing(device) else {
@@ -110,7 +110,7 @@ pub unsafe extern "C" fn symmalloc_torch_free(pointer: *mut c_void, _size: isize
     guarded_or(|| allocator.free(pointer), |error| allocator.note(&error));
 }
 
-/// PyTorch begins to use CUDA. Allocators are made when they are needed; what is wrong with the settings shows here.
+/// Checks the settings when PyTorch initializes CUDA. Allocators are created on first use.
 ///
 /// # Safety
 /// None.
@@ -122,7 +122,7 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_init(_device_count: c_int) {
     }
 }
 
-/// Gives free memory of all devices back: `torch.cuda.empty_cache()`. Memory of private pools that a graph uses stays.
+/// Releases free memory of all devices, except that of private pools that a graph uses: `torch.cuda.empty_cache()`.
 ///
 /// # Safety
 /// None.
@@ -147,8 +147,8 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_memory_fraction(fraction: f64, d
     }
 }
 
-/// The segment that a pointer lies in: its first byte, and its size if `size` is not null. What is in no segment is its own
-/// base.
+/// Returns the first byte of the segment that contains a pointer, and writes its size if `size` is not null. Returns the pointer itself if
+/// no segment contains it.
 ///
 /// # Safety
 /// `size` is null or valid for writing.
@@ -164,7 +164,7 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_base_alloc(pointer: *mut c_void,
     base as *mut c_void
 }
 
-/// `tensor.record_stream(stream)`. A pointer that no allocator of this process gave is passed over, as PyTorch does.
+/// Records a use on a stream: `tensor.record_stream(stream)`. Ignores pointers of other allocators, as PyTorch does.
 ///
 /// # Safety
 /// The stream is one of the primary context of the pointer's device and lives as long as the process.
@@ -182,8 +182,8 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_record_stream(pointer: *mut c_vo
     }
 }
 
-/// From now on allocations on the streams that the filter takes come from the private pool of this id, which is made if there
-/// is none. The id's two words come as PyTorch's `MempoolId_t` does, in two registers.
+/// Directs later allocations on the streams that the filter accepts to the private pool of this id, and creates the pool if necessary. The
+/// two words of the id are passed in two registers, as PyTorch's `MempoolId_t` is.
 ///
 /// # Safety
 /// `filter` is null or points to a living `std::function<bool(cudaStream_t)>` of libstdc++.
@@ -196,7 +196,7 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_begin_allocate_to_pool(
 ) {
     // SAFETY: the caller's contract.
     let filter = StreamFilter::Function(unsafe { FunctionFilter::copy(filter.cast()) });
-    // Not guarded: the filter, which is asked, may throw. A panic passes as an exception that ends the process.
+    // Not guarded, because the filter may throw. A panic unwinds as an exception that ends the process.
     let id = (id_first, id_second);
     let begun = process::allocator(device).and_then(|allocator| allocator.begin_private(id, filter).map(drop));
     if let Err(error) = begun {
@@ -205,7 +205,7 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_begin_allocate_to_pool(
     }
 }
 
-/// Ends what was begun last for the private pool of this id.
+/// Ends the last scope of the private pool of this id.
 ///
 /// # Safety
 /// None.
@@ -214,8 +214,8 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_end_allocate_to_pool(device: c_i
     with_existing(device, |allocator| allocator.end_private((id_first, id_second)));
 }
 
-/// Gives up one use of the private pool of this id. After the last its memory goes back with the next `empty_cache`, or before
-/// an allocation fails.
+/// Releases one use of the private pool of this id. After the last one, the next `empty_cache` releases its memory, or an allocation that
+/// would fail otherwise.
 ///
 /// # Safety
 /// None.
@@ -224,7 +224,7 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_release_pool(device: c_int, id_f
     with_existing(device, |allocator| allocator.release_private((id_first, id_second)));
 }
 
-/// PyTorch calls these in destructors: an error is noted.
+/// Reports an error of a call that PyTorch makes in destructors.
 fn with_existing(device: c_int, act: impl FnOnce(&DeviceAllocator) -> Result<(), Error>) {
     let Some(allocator) = process::existing(device) else { return };
     if let Err(error) = guarded(|| act(allocator)) {
@@ -232,7 +232,7 @@ fn with_existing(device: c_int, act: impl FnOnce(&DeviceAllocator) -> Result<(),
     }
 }
 
-/// Settings for the allocators behind the entry points, in place of `SYMMALLOC_CONF`: before the first use of CUDA memory.
+/// Configures the allocators behind the entry points, instead of `SYMMALLOC_CONF`. Call it before the first use of CUDA memory.
 ///
 /// # Safety
 /// `conf` is a C string.
@@ -242,8 +242,7 @@ pub unsafe extern "C" fn symmalloc_torch_configure(conf: *const c_char) -> symma
     report(|| process::configure(unsafe { required_text(conf, "conf") }?))
 }
 
-/// The allocator behind the entry points for a device. It is made if there is none, and belongs to the library: do not destroy
-/// it.
+/// Writes the allocator behind the entry points for a device, and creates it if necessary. The library owns it: do not destroy it.
 ///
 /// # Safety
 /// `out` is valid for writing.
@@ -256,9 +255,9 @@ pub unsafe extern "C" fn symmalloc_torch_allocator(device: i32, out: *mut *mut D
     })
 }
 
-/// Sends what this thread allocates on the device without naming a pool to this one, until [`symmalloc_torch_pop_pool`].
-/// Nests. As with PyTorch's own allocator, what was opened last wins: a pool pushed within a capture comes before the
-/// capture's, and a capture within the scope of a pushed pool has its own memory.
+/// Directs this thread's allocations on the device without an explicit pool to this one, until [`symmalloc_torch_pop_pool`]. Calls nest. As
+/// with PyTorch's own allocator, the innermost scope applies: a pool pushed within a capture takes precedence over the capture's pool, and
+/// a capture within a pushed pool's scope uses the capture's pool.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_torch_push_pool(device: i32, pool: u32) -> symmalloc_status {
     report(|| {
@@ -268,7 +267,7 @@ pub extern "C" fn symmalloc_torch_push_pool(device: i32, pool: u32) -> symmalloc
     })
 }
 
-/// Takes back this thread's last pushed pool on the device.
+/// Pops the pool that this thread pushed last on the device.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_torch_pop_pool(device: i32) -> symmalloc_status {
     report(|| {
@@ -277,8 +276,8 @@ pub extern "C" fn symmalloc_torch_pop_pool(device: i32) -> symmalloc_status {
     })
 }
 
-/// Names what this thread allocates on the device through PyTorch, for snapshots, traces and reports, until
-/// [`symmalloc_torch_pop_name`]. Nests: the last name holds. Names change no placement and no digest.
+/// Names this thread's allocations on the device through PyTorch, for snapshots, traces and reports, until [`symmalloc_torch_pop_name`].
+/// Calls nest: the innermost name applies. Names do not affect placements or digests.
 ///
 /// # Safety
 /// `name` is a C string.
@@ -292,7 +291,7 @@ pub unsafe extern "C" fn symmalloc_torch_push_name(device: i32, name: *const c_c
     })
 }
 
-/// Takes back this thread's last pushed name on the device.
+/// Pops the name that this thread pushed last on the device.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_torch_pop_name(device: i32) -> symmalloc_status {
     report(|| {

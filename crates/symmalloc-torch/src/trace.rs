@@ -1,17 +1,17 @@
-//! Traces: `SYMMALLOC_TRACE`, and recordings that a program asks for.
+//! Traces: `SYMMALLOC_TRACE`, and recordings that a program starts.
 //!
-//! A recording holds from the first op on, so the environment's begins when the first stream of an allocator is used. Every
-//! device of every rank writes a file of its own:
+//! A recording must contain the first op, so the environment's begins when the first stream of an allocator is used. Every
+//! device of every rank writes a separate file:
 //!
-//! | in the pattern | stands for |
+//! | in the pattern | replaced by |
 //! |---|---|
 //! | `%r` | the rank (`RANK`; 0 without) |
 //! | `%d` | the device's number |
 //! | `%p` | the process |
 //! | `%%` | a percent sign |
 //!
-//! Without `%r` and `%p`, a job of several ranks (`WORLD_SIZE`) gets `.rankN` before the file's suffix, and without `%d` and `%p`
-//! a second device `.deviceN`: no two write one file.
+//! Without `%r` and `%p`, a job of several ranks (`WORLD_SIZE`) adds `.rankN` before the file's suffix. Without `%d` and `%p`, a second
+//! device adds `.deviceN`. No two recordings write the same file.
 
 use crate::complaints::say;
 use crate::error::Error;
@@ -27,7 +27,7 @@ use symmalloc_import::{TraceFile, TraceFileOptions, TraceNaming};
 /// The environment's pattern.
 pub(crate) const TRACE_VARIABLE: &str = "SYMMALLOC_TRACE";
 
-/// Records every op of the allocator from now on.
+/// Records every later op of the allocator.
 pub(crate) fn start(allocator: &CudaAllocator, path: &Path) -> Result<(), Error> {
     let file = TraceFile::create(path, TraceFileOptions::default()).map_err(SinkError::from);
     let file = file.map_err(StartRecordingError::Sink)?;
@@ -35,20 +35,20 @@ pub(crate) fn start(allocator: &CudaAllocator, path: &Path) -> Result<(), Error>
     Ok(())
 }
 
-/// Ends the recording: what was recorded is on disk then.
+/// Ends the recording and writes the rest of it to disk.
 pub(crate) fn stop(allocator: &CudaAllocator) -> Result<(), Error> {
     allocator.core().stop_recording()?;
     Ok(())
 }
 
-/// The allocators that have a trace of the environment's. Held while one begins: two devices that are used first at the same
-/// time do not both take the name that the first one has.
+/// The allocators whose trace the environment started. Locked while one begins, so that two devices do not both take the name of the
+/// first one.
 static STARTED: Mutex<Vec<CudaAllocator>> = Mutex::new(Vec::new());
 
-/// The process that they are of. A forked child has none.
+/// The process of these allocators. A forked child has none.
 static PROCESS: AtomicU32 = AtomicU32::new(0);
 
-/// Begins what `SYMMALLOC_TRACE` asks for, if it does.
+/// Begins the recording of `SYMMALLOC_TRACE`, if it is set.
 pub(crate) fn start_from_environment(allocator: &CudaAllocator) -> Result<(), Error> {
     let pattern = match env::var(TRACE_VARIABLE) {
         Ok(pattern) => pattern,
@@ -75,11 +75,11 @@ pub(crate) fn start_from_environment(allocator: &CudaAllocator) -> Result<(), Er
     Ok(())
 }
 
-/// Python ends without dropping what lives for ever; the last second of a trace and its end are written here.
+/// Completes the traces at process exit, because the allocators are never dropped.
 fn stop_at_exit() {
     static IS_ASKED: Once = Once::new();
     IS_ASKED.call_once(|| {
-        // SAFETY: the function takes nothing, and lives as long as the library, which is never closed while it is in use.
+        // SAFETY: the function takes no arguments, and lives as long as the library, which is not closed while in use.
         let refused = unsafe { libc::atexit(stop_all) };
         if refused != 0 {
             tracing::warn!(name: "trace.unended", target: "symmalloc", "the system has no memory to end traces at exit");
@@ -96,7 +96,7 @@ extern "C" fn stop_all() {
         if let Ok(Err(error)) = stopped
             && !matches!(error, RecordingError::NotRecording)
         {
-            say(format_args!("the trace of device {} is not whole: {error}", allocator.device().ordinal()));
+            say(format_args!("the trace of device {} is incomplete: {error}", allocator.device().ordinal()));
         }
     }
 }

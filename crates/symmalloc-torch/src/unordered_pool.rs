@@ -1,10 +1,10 @@
-//! The pool of memory that is allocated without a stream, see `unordered.rs`.
+//! The pool for memory without a stream, see `unordered.rs`.
 
 use crate::error::Error;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use symmalloc_core::PoolId;
 
-/// The pool, made at the first allocation.
+/// The pool, created at the first allocation.
 #[derive(Default)]
 pub(crate) struct UnorderedPool(Mutex<Option<PoolId>>);
 

@@ -1,22 +1,22 @@
-//! Virtual functions that PyTorch's class for pluggable allocators refuses or lacks, and has no setters for.
+//! Virtual functions that PyTorch's class for pluggable allocators does not support, and has no setters for.
 //!
 //! | function | the class | here |
 //! |---|---|---|
-//! | `cacheInfo` | throws; cuDNN's benchmark mode asks it how large a workspace may be | the largest block there could be |
-//! | `enablePeerAccess` | for `cudaMalloc`'s memory alone | for ours, too: copies between GPUs of one process work |
+//! | `cacheInfo` | throws; cuDNN's benchmark mode queries it for the maximal workspace | the largest possible block |
+//! | `enablePeerAccess` | for memory of `cudaMalloc` only | for this allocator's memory as well: copies between GPUs of one process work |
 //!
-//! The one object that PyTorch uses gets a table of virtual functions of its own, a copy of its class's with these replaced:
+//! The object that PyTorch uses gets a separate table of virtual functions, a copy of its class's table with these replaced:
 //!
 //! ```text
 //!  before   c10::cuda::CUDACachingAllocator::allocator ──► object ──► class's table: ..., cacheInfo (throws), ...
 //!  after                                               ──► object ──► our copy:      ..., cacheInfo (ours), ...
 //! ```
 //!
-//! # What is relied on
+//! # Assumptions
 //! Of the Itanium C++ ABI: an object with virtual functions begins with a pointer to the first of them, in a table of function
 //! addresses that two words precede; a member function takes the object as its first argument. Of PyTorch: the names and types
-//! of the symbols below. A function's place in the table is found by its exported address, so nothing is assumed about the
-//! order. Where a symbol or its place is missing, that function stays the class's.
+//! of the symbols below. A function's index in the table is found by its exported address, so its order does not matter. If a
+//! symbol or its table entry is missing, the class keeps its own function.
 
 use crate::c_interface::arguments::{not_null, write};
 use crate::class::largest_block;
@@ -46,11 +46,11 @@ const FUNCTIONS_MAX: usize = 128;
 
 type EnablePeerAccess = unsafe extern "C-unwind" fn(*mut c_void, i8, i8);
 
-/// The class's own function, which does it for memory of `cudaMalloc`'s.
+/// The class's own function, which handles memory of `cudaMalloc`.
 static CLASS_ENABLE_PEER_ACCESS: OnceLock<EnablePeerAccess> = OnceLock::new();
 
-/// Gives PyTorch's current allocator the functions that its class refuses. Call it once, after the allocator was made the
-/// current one and before it is used. Writes how many functions were replaced: 2, or fewer with a PyTorch that has other ones.
+/// Replaces the functions that the class of PyTorch's current allocator does not support. Call it once, after the allocator became the
+/// current one and before it is used. Writes the number of replaced functions: 2, or fewer if PyTorch's class has a different layout.
 ///
 /// # Safety
 /// PyTorch's current allocator is its `CUDAPluggableAllocator` with this library's functions, and no thread uses it. `replaced`
@@ -97,13 +97,13 @@ unsafe fn complete() -> Option<u32> {
     }
     // The object lives as long as the process.
     let table: &'static [*const c_void] = Box::leak(table.into_boxed_slice());
-    // SAFETY: the object's first word, which nobody else uses now.
+    // SAFETY: the object's first word, which no other thread uses now.
     unsafe { object.write(table[HEADER_WORDS..].as_ptr()) };
     Some(replaced)
 }
 
-/// `cacheInfo`: raises `largest` to the largest block that there could be now. It follows from what the program did and from
-/// the device's size, never from what other processes left free (rule D4).
+/// Raises `largest` to the size of the largest block that could be allocated now: `cacheInfo`. The value depends on the program's ops and
+/// the device's size, and never on the memory that other processes leave free (rule D4).
 ///
 /// # Safety
 /// `largest` is valid for reading and writing.
@@ -117,11 +117,11 @@ unsafe extern "C-unwind" fn cache_info(_this: *mut c_void, device: i8, largest: 
     }
 }
 
-/// `enablePeerAccess`: `device` may read and write the memory of `owner`. PyTorch calls it before the first copy between the
-/// two, when the devices can.
+/// Grants `device` read and write access to the memory of `owner`: `enablePeerAccess`. PyTorch calls it before the first copy between the
+/// two, if the devices support it.
 ///
 /// # Safety
-/// As the class's function.
+/// The contract of the class's function.
 unsafe extern "C-unwind" fn enable_peer_access(this: *mut c_void, device: i8, owner: i8) {
     if let Some(for_cuda_malloc) = CLASS_ENABLE_PEER_ACCESS.get() {
         // SAFETY: the caller's contract.
@@ -138,9 +138,9 @@ unsafe extern "C-unwind" fn enable_peer_access(this: *mut c_void, device: i8, ow
     }
 }
 
-/// Whether an address lies in a library, as functions do. The word behind a table is zero.
+/// Returns `true` if an address is in a library, as functions are. The word after a table is zero.
 fn is_in_a_library(address: *const c_void) -> bool {
     let mut found = MaybeUninit::<libc::Dl_info>::uninit();
-    // SAFETY: any address may be asked for; what is found is not read.
+    // SAFETY: any address is valid; the result is not dereferenced.
     unsafe { libc::dladdr(address, found.as_mut_ptr()) != 0 }
 }

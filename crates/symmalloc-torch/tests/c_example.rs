@@ -1,4 +1,4 @@
-//! `examples/loop.c`, compiled and run on a stub of libcuda. Where there is no compiler the test says so and passes.
+//! Compiles `examples/loop.c` and runs it on a stub of libcuda. Without a compiler, the test prints a note and passes.
 
 use std::path::Path;
 use std::process::Command;

@@ -1,15 +1,15 @@
-//! Our class for PyTorch under a real libc10, without a device: `cxx/class.cc` does what C++ extensions do, on the stub of libcuda and a
-//! runtime over it (`cxx/cudart.c`).
+//! The compiled PyTorch class under a real libc10, without a device: `cxx/class.cc` makes the calls of C++ extensions, on the stub of
+//! libcuda and a runtime over it (`cxx/cudart.c`).
 //!
 //! `SYMMALLOC_TORCH_LIB` names the folder of PyTorch's libraries (`.../site-packages/torch/lib`), `SYMMALLOC_CUDA_INCLUDE` one with
-//! `cuda_runtime_api.h`. Where they are missing these tests say so and pass; so they do without a C++ compiler.
+//! `cuda_runtime_api.h`. Without them or a C++ compiler, these tests print a note and pass.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use stub_process::stub_of_libcuda;
 use tempfile::TempDir;
 
-/// What is compiled once: the class, the program, and the libraries that stand in for CUDA's.
+/// The files that are compiled once: the class, the program, and the stand-ins for CUDA's libraries.
 struct Built {
     folder: TempDir,
     stub: TempDir,
@@ -19,7 +19,7 @@ fn package() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// The folders, or why there are none.
+/// Returns the folders, or the reason for their absence.
 fn surroundings() -> Result<(PathBuf, PathBuf), &'static str> {
     let folder = |name: &str| std::env::var_os(name).map(PathBuf::from);
     let torch = folder("SYMMALLOC_TORCH_LIB").ok_or("SYMMALLOC_TORCH_LIB names no folder of PyTorch's libraries")?;

@@ -1,5 +1,5 @@
-//! The C++ side, with a real compiler: exceptions, `std::function`, fork, exit. `cxx/torch.cc` does what PyTorch does;
-//! `cxx/c10.cc` is what of PyTorch is needed. Where there is no compiler these tests say so and pass.
+//! The C++ side, with a real compiler: exceptions, `std::function`, fork, exit. `cxx/torch.cc` makes PyTorch's calls;
+//! `cxx/c10.cc` is the required subset of PyTorch. Without a compiler, these tests print a note and pass.
 //!
 //! With `SYMMALLOC_TORCH_LIB=.../site-packages/torch/lib` the libc10 of that PyTorch is used as well.
 
@@ -11,12 +11,12 @@ fn package() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// Cargo puts the library beside the test's executable.
+/// Cargo puts the library next to the test's executable.
 fn library_folder() -> PathBuf {
     std::env::current_exe().expect("the test's executable").parent().expect("a folder").to_owned()
 }
 
-/// Runs the compiler; `None` where there is none.
+/// Runs the compiler. Returns `None` without a compiler.
 fn compile(folder: &Path, arguments: &[&str], output: &str) -> Option<PathBuf> {
     let output = folder.join(output);
     let mut command = Command::new(std::env::var("CXX").unwrap_or_else(|_| "c++".to_owned()));
@@ -48,7 +48,7 @@ fn program(folder: &Path) -> Option<PathBuf> {
     compile(folder, &arguments.each_ref().map(String::as_str), "torch")
 }
 
-/// Runs a case of the program. The test's process has the stub on its library path, and so has the program.
+/// Runs a case of the program. It inherits the library path with the stub from the test's process.
 fn run(arguments: &[&str]) {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let Some(program) = program(folder.path()) else { return };
@@ -65,7 +65,7 @@ stub_test!(without_pytorch_an_error_is_a_runtime_error, {
     run(&["runtime_error"]);
 });
 
-/// Runs a case with a libc10 of our own.
+/// Runs a case with the libc10 in this folder.
 fn run_with_c10(case: &str) {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let Some(program) = program(folder.path()) else { return };
@@ -109,7 +109,7 @@ stub_test!(memory_can_be_freed_while_the_process_ends, {
     run(&["late"]);
 });
 
-/// `symmalloc.hpp` with these folders of headers, by this standard of C++.
+/// Compiles a program against `symmalloc.hpp`, with these header folders and this C++ standard.
 fn memory_resource(standard: &str, headers: &[&Path]) {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let (source, include, library) =
@@ -121,9 +121,9 @@ fn memory_resource(standard: &str, headers: &[&Path]) {
     let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
     let Some(program) = compile(folder.path(), &arguments, "resource") else { return };
     let output = Command::new(program).output().expect("the program starts");
-    let [text, said] = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
-    assert!(output.status.success() && text.contains("a memory resource"), "{}\n{text}{said}", output.status);
-    assert_eq!(said.matches("is no live allocation of device 0").count(), 1, "{said}");
+    let [text, printed] = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
+    assert!(output.status.success() && text.contains("a memory resource"), "{}\n{text}{printed}", output.status);
+    assert_eq!(printed.matches("is no live allocation of device 0").count(), 1, "{printed}");
 }
 
 stub_test!(the_header_for_cxx_is_a_memory_resource, {
@@ -132,7 +132,7 @@ stub_test!(the_header_for_cxx_is_a_memory_resource, {
     memory_resource("-std=c++20", &[&mock]);
 });
 
-// `SYMMALLOC_CCCL_INCLUDE` names folders with CCCL's headers and those of CUDA's runtime, as wheels and toolkits have them.
+// `SYMMALLOC_CCCL_INCLUDE` names folders with the headers of CCCL and CUDA's runtime, from wheels or toolkits.
 stub_test!(the_header_for_cxx_is_a_memory_resource_of_a_real_cccl_too, {
     let Some(folders) = std::env::var_os("SYMMALLOC_CCCL_INCLUDE") else {
         println!("skipped: SYMMALLOC_CCCL_INCLUDE names no folders of CCCL's headers");

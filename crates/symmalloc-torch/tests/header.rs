@@ -1,4 +1,4 @@
-//! `include/symmalloc.h` is what cbindgen makes of the sources. After a change: `UPDATE_HEADER=1 cargo test -p symmalloc-torch
+//! Checks that `include/symmalloc.h` matches the output of cbindgen. After a change, run `UPDATE_HEADER=1 cargo test -p symmalloc-torch
 //! --test header`.
 
 use std::path::Path;

@@ -12,7 +12,7 @@ pub enum Captured {
     /// The capture succeeded with a graph.
     Graph,
     /// A forbidden call during the capture invalidated it.
-    Spoilt,
+    Spoiled,
 }
 
 /// Runs `body` while another thread captures a private stream of this device in global mode.
@@ -75,7 +75,7 @@ impl Stream {
         }
         match code {
             0 => Captured::Graph,
-            901 => Captured::Spoilt,
+            901 => Captured::Spoiled,
             code => panic!("cuStreamEndCapture failed with {code}"),
         }
     }

@@ -91,13 +91,13 @@ impl Blocks {
     /// Inserts a block. Merges a free or unmapped block with neighbors in the same state, and returns the start of the result.
     pub(super) fn put(&mut self, mut address: u64, mut block: ModelBlock) -> u64 {
         if matches!(block.state, ModelState::Free | ModelState::Unmapped) {
-            if let Some((next, neighbour)) = self.next(address, &block)
-                && neighbour.state == block.state
+            if let Some((next, neighbor)) = self.next(address, &block)
+                && neighbor.state == block.state
             {
                 block.size_bytes += self.take(next).size_bytes;
             }
-            if let Some((previous, neighbour)) = self.previous(address, &block)
-                && neighbour.state == block.state
+            if let Some((previous, neighbor)) = self.previous(address, &block)
+                && neighbor.state == block.state
             {
                 block.size_bytes += self.take(previous).size_bytes;
                 address = previous;
@@ -115,15 +115,15 @@ impl Blocks {
     /// Returns the next block in the same segment.
     pub(super) fn next(&self, address: u64, block: &ModelBlock) -> Option<(u64, ModelBlock)> {
         let next = address + block.size_bytes;
-        let neighbour = *self.by_address.get(&next)?;
-        (neighbour.segment == block.segment).then_some((next, neighbour))
+        let neighbor = *self.by_address.get(&next)?;
+        (neighbor.segment == block.segment).then_some((next, neighbor))
     }
 
     /// Returns the previous block in the same segment.
     pub(super) fn previous(&self, address: u64, block: &ModelBlock) -> Option<(u64, ModelBlock)> {
-        let (&previous, &neighbour) = self.by_address.range(..address).next_back()?;
-        let touches = previous + neighbour.size_bytes == address && neighbour.segment == block.segment;
-        touches.then_some((previous, neighbour))
+        let (&previous, &neighbor) = self.by_address.range(..address).next_back()?;
+        let touches = previous + neighbor.size_bytes == address && neighbor.segment == block.segment;
+        touches.then_some((previous, neighbor))
     }
 
     /// Returns the smallest free block that fits, and among equal sizes the one with the lowest address.

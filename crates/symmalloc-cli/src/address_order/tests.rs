@@ -98,7 +98,7 @@ fn the_smallest_that_fits_is_taken_and_the_lowest_address_among_equals() {
 }
 
 #[test]
-fn neighbours_merge_and_a_whole_segment_goes_back() {
+fn neighbors_merge_and_a_whole_segment_goes_back() {
     let mut old = fixed();
     for id in 0..3 {
         old.take(id, 512 * KIB);
@@ -115,7 +115,7 @@ fn neighbours_merge_and_a_whole_segment_goes_back() {
 }
 
 #[test]
-fn neighbouring_segments_do_not_merge() {
+fn neighboring_segments_do_not_merge() {
     let mut old = fixed();
     for id in 0..2 {
         old.take(id, 20 * MIB);

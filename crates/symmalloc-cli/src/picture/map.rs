@@ -244,8 +244,8 @@ fn rows(
     let mut tops = Vec::with_capacity(count);
     let mut below = y;
     for row in 0..count {
-        let is_labelled = starts.iter().any(|start| start.row == row && start.label.is_some());
-        tops.push(below + if is_labelled { 16.0 } else { 5.0 });
+        let is_labeled = starts.iter().any(|start| start.row == row && start.label.is_some());
+        tops.push(below + if is_labeled { 16.0 } else { 5.0 });
         below = tops[row] + ROW;
     }
     areas(svg, heap, scale, &|column| {

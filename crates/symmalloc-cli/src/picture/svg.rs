@@ -94,7 +94,7 @@ impl Svg {
     /// Returns the value of the attribute `fill`.
     fn fill(&mut self, fill: Fill) -> String {
         match fill.paint() {
-            (colour, None) => colour.to_owned(),
+            (color, None) => color.to_owned(),
             _ => {
                 if !self.fills.contains(&fill) {
                     self.fills.push(fill);
@@ -182,11 +182,11 @@ impl Svg {
         self.fills.sort();
         let mut defs = String::new();
         for fill in &self.fills {
-            let (colour, lines) = fill.paint();
+            let (color, lines) = fill.paint();
             let (name, stroke) = (fill.name(), fill.lines());
             let _ = write!(
                 defs,
-                r#"<pattern id="{prefix}{name}" width="8" height="8" patternUnits="userSpaceOnUse"><path fill="{colour}" d="M0 0h8v8H0z"/><path d="{}" stroke="{stroke}" stroke-width="1.2"/></pattern>"#,
+                r#"<pattern id="{prefix}{name}" width="8" height="8" patternUnits="userSpaceOnUse"><path fill="{color}" d="M0 0h8v8H0z"/><path d="{}" stroke="{stroke}" stroke-width="1.2"/></pattern>"#,
                 lines.unwrap_or_default()
             );
         }

@@ -11,8 +11,8 @@ use symmalloc_import::compression::Compressor;
 use symmalloc_watchdog::FlightRecord;
 
 #[track_caller]
-fn assert_refused(said: &Said, wanted: &[&str]) {
-    let Said { code, stdout, stderr } = said;
+fn assert_refused(printed: &Said, wanted: &[&str]) {
+    let Said { code, stdout, stderr } = printed;
     assert_eq!(*code, Some(2), "stderr:\n{stderr}");
     // With --json there is one document on stdout, with the same error.
     if !stdout.is_empty() {
@@ -186,8 +186,8 @@ fn flags_that_contradict_each_other_or_that_the_model_cannot_follow() {
         ("--config segments:reserved,segment_mb:64", "`segments:reserved`"),
         ("--streams shared", "`streams:shared`"),
     ] {
-        let said = symmalloc(&format!("replay {{}} --order address {setting}"), &[&trace]);
-        assert_refused(&said, &["--order address does not support", named, "--order sequence"]);
+        let printed = symmalloc(&format!("replay {{}} --order address {setting}"), &[&trace]);
+        assert_refused(&printed, &["--order address does not support", named, "--order sequence"]);
     }
 }
 
@@ -241,9 +241,9 @@ fn two_jobs_are_no_ranks_of_one_job() {
     let folder = Folder::new();
     let one = folder.trace("one.trace", &["stream s0", "a 0 512 s0", "f 0"]);
     let other = folder.trace("other.trace", &["stream s0", "a 0 512 s0", "a 1 512 s0"]);
-    let said = symmalloc("plan {} {} --one-job", &[&one, &other]);
+    let printed = symmalloc("plan {} {} --one-job", &[&one, &other]);
     let wanted = ["not ranks of one job", "one.trace at op 2 frees allocation 0", "other.trace at op 2 allocates"];
-    assert_refused(&said, &wanted);
+    assert_refused(&printed, &wanted);
     assert_refused(&symmalloc("plan moe gpt2 --one-job --json", &[]), &["moe and gpt2 are not ranks of one job"]);
 }
 
@@ -251,9 +251,9 @@ fn two_jobs_are_no_ranks_of_one_job() {
 fn a_name_that_is_no_file_and_no_recorded_job() {
     let wanted = ["gtp2: cannot be opened", "did you mean gpt2?", "resnet50"];
     assert_refused(&symmalloc("replay gtp2", &[]), &wanted);
-    let said = symmalloc("replay zzzzzz", &[]);
-    assert_refused(&said, &["zzzzzz: cannot be opened", "check the path"]);
-    assert!(!said.stderr.contains("did you mean"), "{}", said.stderr);
+    let printed = symmalloc("replay zzzzzz", &[]);
+    assert_refused(&printed, &["zzzzzz: cannot be opened", "check the path"]);
+    assert!(!printed.stderr.contains("did you mean"), "{}", printed.stderr);
 }
 
 #[test]
@@ -372,11 +372,11 @@ fn a_picture_of_what_is_not_there() {
         assert_refused(&symmalloc(args, &[&job, &out]), wanted);
     }
     let far = folder.trace("far.trace", &["stream s0", "a 0 512 s0 -> 0@18446744073709551000"]);
-    let said = symmalloc("chart {} -o {} --beside {}", &[&job, &out, &far]);
-    assert_eq!(said.code, Some(0), "{}", said.stderr);
+    let printed = symmalloc("chart {} -o {} --beside {}", &[&job, &out, &far]);
+    assert_eq!(printed.code, Some(0), "{}", printed.stderr);
     fs::remove_file(&out).unwrap();
-    let said = symmalloc("chart {} -o {} --beside {}", &[&far, &out, &far]);
-    assert_refused(&said, &["far.trace", "op 1", "exceeds the memory of any device"]);
+    let printed = symmalloc("chart {} -o {} --beside {}", &[&far, &out, &far]);
+    assert_refused(&printed, &["far.trace", "op 1", "exceeds the memory of any device"]);
     let page = folder.path("out.html");
     assert_refused(&symmalloc("report {} -o {} --op 2", &[&job, &page]), &["no op 2", "the recording has 2"]);
     assert_refused(&symmalloc("report {} -o {}", &[&job, &out]), &["out.svg", "name it .html"]);
@@ -396,8 +396,8 @@ fn decisions_of_several_traces_for_one_file() {
     let folder = Folder::new();
     let trace = folder.trace("good.trace", &["stream s0"]);
     let out = folder.path("out.trace");
-    let said = symmalloc("replay {} {} --record {}", &[&trace, &trace, &out]);
-    assert_refused(&said, &["--record", "one by one"]);
+    let printed = symmalloc("replay {} {} --record {}", &[&trace, &trace, &out]);
+    assert_refused(&printed, &["--record", "one by one"]);
 }
 
 #[test]
@@ -417,8 +417,8 @@ fn a_full_disk_behind_stdout() {
     let folder = Folder::new();
     let trace = folder.trace("good.trace", &["stream s0"]);
     let full = OpenOptions::new().write(true).open("/dev/full").unwrap();
-    let said: Said = command().arg("replay").arg(&trace).stdout(full).output().unwrap().into();
-    assert_refused(&said, &["stdout"]);
+    let printed: Said = command().arg("replay").arg(&trace).stdout(full).output().unwrap().into();
+    assert_refused(&printed, &["stdout"]);
 }
 
 #[test]
@@ -426,9 +426,9 @@ fn a_torn_trace_is_taken_up_to_there_when_asked() {
     let folder = Folder::new();
     let torn = folder.file("torn.trace", "symmalloc-trace 1\nstream s0\na 0 512 s0\na 1 5");
     assert_unreadable(&torn, &["torn after 2 whole records", "--accept-torn"]);
-    let said = symmalloc("replay {} --json --accept-torn", &[&torn]);
-    assert_eq!(said.code, Some(0), "{}", said.stderr);
-    assert!(said.stdout.contains("\"allocs\": 1"), "{}", said.stdout);
+    let printed = symmalloc("replay {} --json --accept-torn", &[&torn]);
+    assert_eq!(printed.code, Some(0), "{}", printed.stderr);
+    assert!(printed.stdout.contains("\"allocs\": 1"), "{}", printed.stdout);
 }
 
 #[test]
@@ -486,8 +486,8 @@ fn plans_that_are_none_torn_or_of_another_version() {
     symmalloc("replay {} --plan {} --json", &[&job, &plan_of(&rounded)]).exited(0);
     let small = text.replace("shared,", "shared,limit_mb:1,");
     assert_bad(&small, &["no memory for the plan", "raise the pool's limit_mb"]);
-    let said = symmalloc("replay {} --plan {}", &[&job, &plan_of(&small)]);
-    assert_eq!(said.stderr.matches("out of memory").count(), 1, "the cause is repeated in:\n{}", said.stderr);
+    let printed = symmalloc("replay {} --plan {}", &[&job, &plan_of(&small)]);
+    assert_eq!(printed.stderr.matches("out of memory").count(), 1, "the cause is repeated in:\n{}", printed.stderr);
 }
 
 #[test]
@@ -544,8 +544,8 @@ fn plans_of_another_job_or_configuration() {
         ("--segments fixed", "--segments contradicts the plan, which has `segments:expandable`"),
         ("--config streams:shared", "--config contradicts the plan, which has other settings"),
     ] {
-        let said = symmalloc(&format!("replay {{}} --plan {{}} {flags}"), &[&job, &plan]);
-        assert_refused(&said, &["made for a different configuration", wanted, "remove the flag"]);
+        let printed = symmalloc(&format!("replay {{}} --plan {{}} {flags}"), &[&job, &plan]);
+        assert_refused(&printed, &["made for a different configuration", wanted, "remove the flag"]);
     }
     assert_refused(
         &symmalloc("replay {} {} --plan {}", &[&job, &job, &plan]),

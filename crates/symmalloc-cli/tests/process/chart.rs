@@ -26,10 +26,10 @@ pub(crate) fn assert_stands_alone(text: &str) {
 }
 
 fn charted(args: &str, paths: &[&Path]) -> (Value, String) {
-    let said = symmalloc(args, paths).json(0);
-    let text = fs::read_to_string(said["picture"].as_str().unwrap()).unwrap();
+    let output = symmalloc(args, paths).json(0);
+    let text = fs::read_to_string(output["picture"].as_str().unwrap()).unwrap();
     assert_stands_alone(&text);
-    (said, text)
+    (output, text)
 }
 
 #[test]
@@ -38,12 +38,12 @@ fn peaks_are_those_of_a_replay() {
     let out = folder.path("out.svg");
     for job in [busy_trace(&folder), recorded("fsdp1_train_rank0.trace.zst"), recorded("llama_generate.trace.zst")] {
         for segments in ["expandable", "fixed"] {
-            let (said, text) = charted(&format!("chart {{}} -o {{}} --json --segments {segments}"), &[&job, &out]);
+            let (output, text) = charted(&format!("chart {{}} -o {{}} --json --segments {segments}"), &[&job, &out]);
             let args = format!("replay {{}} --json --ranks 1 --passes 1 --segments {segments}");
             let replayed = &symmalloc(&args, &[&job]).json(0)[0];
-            assert_eq!(said["reserved"]["peak_bytes"], replayed["peak_reserved_bytes"]);
-            assert_eq!(said["live"]["peak_bytes"], replayed["peak_live_bytes"]);
-            assert_eq!(said["op"], said["allocated"]["op"]);
+            assert_eq!(output["reserved"]["peak_bytes"], replayed["peak_reserved_bytes"]);
+            assert_eq!(output["live"]["peak_bytes"], replayed["peak_live_bytes"]);
+            assert_eq!(output["op"], output["allocated"]["op"]);
             assert!(text.len() < 200_000, "{} bytes of {}", text.len(), job.display());
         }
     }
@@ -53,12 +53,12 @@ fn peaks_are_those_of_a_replay() {
 fn a_page_has_every_picture_twice_and_is_the_same_bytes_again() {
     let folder = Folder::new();
     let (job, a, b) = (busy_trace(&folder), folder.path("a.html"), folder.path("b.html"));
-    let (said, text) = charted("chart {} -o {} --json --op 91", &[&job, &a]);
+    let (output, text) = charted("chart {} -o {} --json --op 91", &[&job, &a]);
     assert_eq!((text.matches("class=\"wide\"").count(), text.matches("class=\"narrow\"").count()), (2, 2));
     assert!(text.contains("pool 0, stream 1") && text.contains("free, fenced"), "no heap, or no fence");
     let ids: Vec<&str> = text.split(" id=\"").skip(1).map(|rest| rest.split('"').next().unwrap()).collect();
     assert_eq!(ids.len(), ids.iter().collect::<std::collections::BTreeSet<_>>().len(), "{ids:?}");
-    assert_eq!(said["heaps"].as_array().unwrap().len(), 2);
+    assert_eq!(output["heaps"].as_array().unwrap().len(), 2);
     charted("chart {} -o {} --json --op 91", &[&job, &b]);
     assert!(fs::read(&a).unwrap() == fs::read(&b).unwrap());
 }
@@ -68,14 +68,14 @@ fn the_map_names_the_largest_allocations_of_the_op_that_was_asked_for() {
     let folder = Folder::new();
     let lines = ["stream s0", "pool p1", "a 0 9000000 s0 \"kv <cache>\"", "a 7 4000000 s0 p1", "f 7", "f 0"];
     let (job, out) = (folder.trace("job.trace", &lines), folder.path("map.svg"));
-    let (said, text) = charted("chart {} -o {} --map --json", &[&job, &out]);
-    assert_eq!(said["op"], 3);
+    let (output, text) = charted("chart {} -o {} --map --json", &[&job, &out]);
+    assert_eq!(output["op"], 3);
     assert!(text.contains("1 kv &lt;cache&gt;") && text.contains("allocation 1<"), "{text}");
     assert!(text.contains("3.81 MiB live, 189.50 KiB free (largest block 189.50 KiB)"), "{text}");
     let (_, text) = charted("chart {} -o {} --map --op 5 --json", &[&job, &out]);
     assert!(text.contains("0 B live, 10.00 MiB free") && !text.contains("kv"), "{text}");
-    let (said, text) = charted("chart {} -o {} --map --pool p1 --stream s0 --json", &[&job, &out]);
-    assert_eq!((&said["op"], &said["reserved"]["peak_bytes"]), (&3.into(), &(4 << 20).into()));
+    let (output, text) = charted("chart {} -o {} --map --pool p1 --stream s0 --json", &[&job, &out]);
+    assert_eq!((&output["op"], &output["reserved"]["peak_bytes"]), (&3.into(), &(4 << 20).into()));
     assert!(text.contains("pool 1") && !text.contains("pool 0"), "{text}");
 }
 
@@ -84,8 +84,8 @@ fn two_ranks_stand_side_by_side_with_what_differs_marked() {
     let folder = Folder::new();
     let out = folder.path("ranks.svg");
     let ranks = [recorded("fsdp1_train_rank0.pickle.gz"), recorded("fsdp1_train_rank1.pickle.gz")];
-    let (said, text) = charted("chart {} --beside {} -o {} --json", &[&ranks[0], &ranks[1], &out]);
-    let beside = &said["beside"];
+    let (output, text) = charted("chart {} --beside {} -o {} --json", &[&ranks[0], &ranks[1], &out]);
+    let beside = &output["beside"];
     assert_eq!((&beside["placements"], &beside["allocs"]), (&"recorded".into(), &24_464.into()));
     assert_eq!((&beside["differing_placements"], &beside["differing_live"]), (&15_265.into(), &164.into()));
     assert!(text.contains("live, elsewhere on the other") && text.contains("The largest that lie elsewhere"));
@@ -96,8 +96,8 @@ fn ranks_on_our_allocator_do_not_differ() {
     let folder = Folder::new();
     let out = folder.path("ranks.html");
     let job = busy_trace(&folder);
-    let (said, text) = charted("chart {} --beside {} -o {} --json", &[&job, &job, &out]);
-    let beside = &said["beside"];
+    let (output, text) = charted("chart {} --beside {} -o {} --json", &[&job, &job, &out]);
+    let beside = &output["beside"];
     assert_eq!((&beside["placements"], &beside["differing_placements"]), (&"replayed".into(), &0.into()));
     assert!(!text.contains("elsewhere on the other"));
 }
@@ -108,9 +108,9 @@ fn a_plan_is_drawn_beside_the_job() {
     let [plan, page, svg] = ["job.plan", "job.html", "job.svg"].map(|name| folder.path(name));
     let job = recorded("fsdp1_train_rank0.trace.zst");
     let planned = symmalloc("plan {} -o {} --json", &[&job, &plan]).json(0)[0]["planned_bytes"].clone();
-    let (said, text) = charted("chart {} --plan {} -o {} --json", &[&job, &plan, &page]);
-    assert_eq!((&said["plan"]["reserved"]["peak_bytes"], &said["plan"]["reserved"]["op"]), (&planned, &0.into()));
-    assert!(said["reserved"]["peak_bytes"].as_u64() > planned.as_u64(), "{said}");
+    let (output, text) = charted("chart {} --plan {} -o {} --json", &[&job, &plan, &page]);
+    assert_eq!((&output["plan"]["reserved"]["peak_bytes"], &output["plan"]["reserved"]["op"]), (&planned, &0.into()));
+    assert!(output["reserved"]["peak_bytes"].as_u64() > planned.as_u64(), "{output}");
     assert_eq!(text.matches("class=\"wide\"").count(), 3);
     for words in
         ["reserved by the plan: peak 4.66 GiB", "As planned: at most 4.66 GiB reserved.", "Planned memory after op"]
@@ -139,8 +139,8 @@ fn what_a_limit_refuses_is_counted_and_not_drawn() {
     let folder = Folder::new();
     let lines = ["config limit_mb:4", "stream s0", "a 0 3000000 s0", "a 1 3000000 s0", "f 1"];
     let (job, out) = (folder.trace("job.trace", &lines), folder.path("out.svg"));
-    let (said, _) = charted("chart {} -o {} --json", &[&job, &out]);
-    assert_eq!((&said["refused"], &said["live"]["peak_bytes"]), (&1.into(), &3_000_000.into()));
+    let (output, _) = charted("chart {} -o {} --json", &[&job, &out]);
+    assert_eq!((&output["refused"], &output["live"]["peak_bytes"]), (&1.into(), &3_000_000.into()));
 }
 
 #[test]
@@ -192,13 +192,13 @@ fn who_points_at_a_picture_is_told_what_is_there() {
 fn before_and_after_in_one_picture_to_share() {
     let folder = Folder::new();
     let [png, svg] = ["fsdp1.png", "fsdp1.svg"].map(|name| folder.path(name));
-    let said = symmalloc("chart fsdp1 --share -o {} --json", &[&png]).json(0);
+    let output = symmalloc("chart fsdp1 --share -o {} --json", &[&png]).json(0);
     let replayed = symmalloc("replay fsdp1 --ranks 1 --json", &[]).json(0);
     let planned = symmalloc("plan fsdp1 --json", &[]).json(0);
-    assert_eq!(said["pytorch_expandable_bytes"], replayed[0]["pytorch"][0]["peak_reserved_bytes"]);
-    assert_eq!(said["pytorch_bytes"], replayed[0]["pytorch"][1]["peak_reserved_bytes"]);
-    assert_eq!(said["symmalloc_bytes"], replayed[0]["peak_reserved_bytes"]);
-    assert_eq!(said["planned_bytes"], planned[0]["planned_bytes"]);
+    assert_eq!(output["pytorch_expandable_bytes"], replayed[0]["pytorch"][0]["peak_reserved_bytes"]);
+    assert_eq!(output["pytorch_bytes"], replayed[0]["pytorch"][1]["peak_reserved_bytes"]);
+    assert_eq!(output["symmalloc_bytes"], replayed[0]["peak_reserved_bytes"]);
+    assert_eq!(output["planned_bytes"], planned[0]["planned_bytes"]);
     assert_eq!(fs::read(&png).unwrap()[1..4], *b"PNG");
     let words = symmalloc("chart fsdp1 --share -o {}", &[&svg]).exited(0).stdout.clone();
     assert!(words.contains("symmalloc, planned"), "{words}");

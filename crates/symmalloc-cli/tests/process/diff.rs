@@ -7,9 +7,9 @@ use serde_json::json;
 fn two_ranks_of_a_recorded_job_made_the_same_calls_and_placed_most_of_them_differently() {
     for extension in ["pickle.gz", "trace.zst"] {
         let [a, b] = [0, 1].map(|rank| recorded(&format!("fsdp1_train_rank{rank}.{extension}")));
-        let said = symmalloc("diff {} {} --json", &[&a, &b]).json(3);
+        let output = symmalloc("diff {} {} --json", &[&a, &b]).json(3);
         assert_eq!(
-            said,
+            output,
             json!({
                 "schema_version": 1,
                 "same_ops": true,
@@ -41,9 +41,9 @@ fn two_ranks_of_a_recorded_job_made_the_same_calls_and_placed_most_of_them_diffe
 #[test]
 fn a_job_without_polling_differs_less_but_differs() {
     let [a, b] = [0, 1].map(|rank| recorded(&format!("fsdp_train_rank{rank}.trace.zst")));
-    let said = symmalloc("diff {} {} --json", &[&a, &b]).json(3);
-    assert_eq!((&said["same_ops"], &said["allocs"]), (&true.into(), &30_386.into()));
-    assert_eq!(said["differing_placements"], 446);
+    let output = symmalloc("diff {} {} --json", &[&a, &b]).json(3);
+    assert_eq!((&output["same_ops"], &output["allocs"]), (&true.into(), &30_386.into()));
+    assert_eq!(output["differing_placements"], 446);
 }
 
 #[test]
@@ -52,9 +52,9 @@ fn a_recording_and_its_import_are_the_same() {
     let snapshot = recorded("fsdp1_train_rank0.pickle.gz");
     let trace = folder.path("imported.trace.gz");
     symmalloc("import {} {}", &[&snapshot, &trace]).exited(0);
-    let said = symmalloc("diff {} {} --json", &[&snapshot, &trace]).json(0);
-    assert_eq!((&said["same_ops"], &said["allocs"]), (&true.into(), &24_464.into()));
-    assert_eq!((&said["differing_placements"], &said["first"]), (&0.into(), &json!(null)));
+    let output = symmalloc("diff {} {} --json", &[&snapshot, &trace]).json(0);
+    assert_eq!((&output["same_ops"], &output["allocs"]), (&true.into(), &24_464.into()));
+    assert_eq!((&output["differing_placements"], &output["first"]), (&0.into(), &json!(null)));
 }
 
 #[test]
@@ -62,9 +62,9 @@ fn other_ops_are_told_with_what_each_did() {
     let folder = Folder::new();
     let a = folder.trace("a.trace", &["stream s0", "a 0 512 s0 -> 0@0", "a 1 1024 s0 -> 0@512", "f 0"]);
     let b = folder.trace("b.trace", &["stream s0", "a 5 512 s0 -> 0@0", "a 6 2048 s0 -> 0@512", "f 5"]);
-    let said = symmalloc("diff {} {} --json", &[&a, &b]).json(3);
-    assert_eq!((&said["same_ops"], &said["allocs"]), (&false.into(), &1.into()));
-    assert_eq!(said["first_op_difference"]["a"]["op"], 2);
+    let output = symmalloc("diff {} {} --json", &[&a, &b]).json(3);
+    assert_eq!((&output["same_ops"], &output["allocs"]), (&false.into(), &1.into()));
+    assert_eq!(output["first_op_difference"]["a"]["op"], 2);
     let words = symmalloc("diff {} {}", &[&a, &b]);
     let words = &words.exited(3).stdout;
     assert!(words.contains("1,024 bytes") && words.contains("2,048 bytes"), "{words}");
@@ -74,8 +74,8 @@ fn other_ops_are_told_with_what_each_did() {
 fn recordings_without_placements_are_compared_by_their_ops() {
     let folder = Folder::new();
     let a = folder.trace("a.trace", &["stream s0", "a 0 512 s0"]);
-    let said = symmalloc("diff {} {} --json", &[&a, &a]).json(0);
-    assert_eq!((&said["same_ops"], &said["compared_ops"], &said["allocs"]), (&true.into(), &1.into(), &1.into()));
-    assert_eq!((&said["differing_placements"], &said["first"]), (&json!(null), &json!(null)));
+    let output = symmalloc("diff {} {} --json", &[&a, &a]).json(0);
+    assert_eq!((&output["same_ops"], &output["compared_ops"], &output["allocs"]), (&true.into(), &1.into(), &1.into()));
+    assert_eq!((&output["differing_placements"], &output["first"]), (&json!(null), &json!(null)));
     assert!(symmalloc("diff {} {}", &[&a, &a]).exited(0).stdout.contains("not recorded"));
 }

@@ -8,8 +8,8 @@ fn what_is_exported_is_read_back_as_the_same_program() {
     let folder = Folder::new();
     let job = recorded("fsdp1_train_rank0.trace.zst");
     let snapshot = folder.path("ours.pickle.gz");
-    let said = symmalloc("export {} {} --segments fixed --json", &[&job, &snapshot]).json(0);
-    assert_eq!((said["allocations"].as_u64(), said["refused"].as_u64()), (Some(24_464), Some(0)), "{said}");
+    let output = symmalloc("export {} {} --segments fixed --json", &[&job, &snapshot]).json(0);
+    assert_eq!((output["allocations"].as_u64(), output["refused"].as_u64()), (Some(24_464), Some(0)), "{output}");
     assert_eq!(fs::read(&snapshot).unwrap()[..2], [0x1f, 0x8b]);
     let compared = symmalloc("diff {} {} --json", &[&job, &snapshot]).json(3);
     assert_eq!(compared["same_ops"], true, "{compared}");
@@ -53,8 +53,8 @@ fn a_pytorch_job_keeps_what_was_pending_unless_it_shall_free_at_once() {
     assert!(words.contains("complete later, as recorded (--free-at-once completes them at once): 1"), "{words}");
     symmalloc("import {} {}", &[&out, &again]).exited(0);
     assert!(fs::read_to_string(&again).unwrap().contains("f 0 pending 1\na 1 2097152 s0 -> 0@2097152\n"));
-    let said = symmalloc("export {} {} --free-at-once --json", &[&job, &out]).json(0);
-    assert_eq!(said["pending_frees"], 0);
+    let output = symmalloc("export {} {} --free-at-once --json", &[&job, &out]).json(0);
+    assert_eq!(output["pending_frees"], 0);
     symmalloc("import {} {}", &[&out, &again]).exited(0);
     assert!(fs::read_to_string(&again).unwrap().contains("f 0\na 1 2097152 s0 -> 0@0\n"));
 }
@@ -73,8 +73,8 @@ fn a_time_line_is_json_that_says_when_what_was_live() {
     let folder = Folder::new();
     let job = recorded("fsdp1_train_rank0.trace.zst");
     let [a, b] = ["a.json", "b.json"].map(|name| folder.path(name));
-    let said = symmalloc("export {} {} --json", &[&job, &a]).json(0);
-    assert_eq!((said["slices"].as_u64(), said["left_out"].as_u64()), (Some(24_464), Some(0)), "{said}");
+    let output = symmalloc("export {} {} --json", &[&job, &a]).json(0);
+    assert_eq!((output["slices"].as_u64(), output["left_out"].as_u64()), (Some(24_464), Some(0)), "{output}");
     symmalloc("export {} {} --json", &[&job, &b]).json(0);
     let bytes = fs::read(&a).unwrap();
     assert!(bytes == fs::read(&b).unwrap(), "the same job gives different bytes");
@@ -83,7 +83,7 @@ fn a_time_line_is_json_that_says_when_what_was_live() {
     let events = trace["traceEvents"].as_array().unwrap();
     let count = |phase: &str| events.iter().filter(|event| event["ph"] == phase).count() as u64;
     assert_eq!((count("b"), count("e")), (24_464, 24_464));
-    assert_eq!((count("C"), count("i")), (said["points"].as_u64().unwrap(), said["instants"].as_u64().unwrap()));
+    assert_eq!((count("C"), count("i")), (output["points"].as_u64().unwrap(), output["instants"].as_u64().unwrap()));
     // The chart of the same job has the same peaks.
     let chart = symmalloc("chart {} -o {} --json", &[&job, &folder.path("chart.svg")]).json(0);
     let heaps = chart["heaps"].as_array().unwrap();

@@ -76,8 +76,8 @@ fn compared(records: &[FlightRecord], flags: &str) -> Said {
 }
 
 #[track_caller]
-fn assert_says(said: &Said, code: i32, wanted: &[&str]) {
-    let text = &said.exited(code).stdout;
+fn assert_says(output: &Said, code: i32, wanted: &[&str]) {
+    let text = &output.exited(code).stdout;
     for wanted in wanted {
         assert!(text.contains(wanted), "no {wanted:?} in:\n{text}");
     }
@@ -104,7 +104,7 @@ fn a_rank_behind_and_a_rank_without_a_record_are_named_with_what_others_wait_for
         saw(record(1, &EVEN[..2], 2), 3, 1, "alive"),
         saw(saw(failed(record(2, &EVEN, 2), gone), 1, 2, "alive"), 3, 2, GONE),
     ];
-    let said = compared(&ranks, "");
+    let output = compared(&ranks, "");
     let wanted = [
         "communicator \"world\"  4 ranks, 3 records",
         "rank 3 left no record, or its file was not given",
@@ -116,7 +116,7 @@ fn a_rank_behind_and_a_rank_without_a_record_are_named_with_what_others_wait_for
         "  3             2         2  no record  unknown                                                     \
          gone: its process ended (seen by 2 ranks)\n",
     ];
-    assert_says(&said, 3, &wanted);
+    assert_says(&output, 3, &wanted);
     let object = compared(&ranks, " --json").json(3);
     let communicator = &object["communicators"][0];
     assert_eq!(communicator["findings"][1]["ranks"], json!([1]));
@@ -174,7 +174,7 @@ fn a_receive_that_a_rank_waits_for_is_shown() {
 #[test]
 fn of_many_ranks_those_that_are_furthest_behind_are_shown() {
     let ranks: Vec<FlightRecord> = (0..80).map(|rank| record(rank, &EVEN[..usize::from(rank != 70)], 0)).collect();
-    let said = compared(&ranks, "");
-    assert_says(&said, 3, &["  70            0  ", "and 16 ranks at least as far"]);
-    assert!(said.stdout.lines().count() < 80, "{}", said.stdout);
+    let output = compared(&ranks, "");
+    assert_says(&output, 3, &["  70            0  ", "and 16 ranks at least as far"]);
+    assert!(output.stdout.lines().count() < 80, "{}", output.stdout);
 }

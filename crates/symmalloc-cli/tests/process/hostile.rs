@@ -19,12 +19,12 @@ fn run(args: &[&str], paths: &[&Path]) -> Said {
             arg => command.arg(arg),
         };
     }
-    let said = Said::from(command.output().unwrap());
-    for text in [&said.stdout, &said.stderr] {
+    let printed = Said::from(command.output().unwrap());
+    for text in [&printed.stdout, &printed.stderr] {
         shows_everything(text);
         assert!(!text.lines().any(|line| line.starts_with("ops  the same")), "a foreign line:\n{text}");
     }
-    said
+    printed
 }
 
 #[track_caller]
@@ -167,9 +167,9 @@ fn more_heaps_than_a_device_has_addresses_for_are_an_error_with_a_way_out() {
     lines.extend(streams.map(|stream| format!("a {stream} 4194304 s{stream}")));
     let job = folder.trace("streams.trace", &lines.iter().map(String::as_str).collect::<Vec<_>>());
     for command in ["plan", "replay"] {
-        let said = run(&[command, "{}"], &[&job]);
-        assert_eq!(said.code, Some(2), "{}", said.stdout);
-        assert!(said.stderr.contains("range_mb"), "{}", said.stderr);
+        let printed = run(&[command, "{}"], &[&job]);
+        assert_eq!(printed.code, Some(2), "{}", printed.stdout);
+        assert!(printed.stderr.contains("range_mb"), "{}", printed.stderr);
         run(&[command, "{}", "--config", "range_mb:1024"], &[&job]).exited(0);
         run(&[command, "{}", "--streams", "shared"], &[&job]).exited(0);
     }

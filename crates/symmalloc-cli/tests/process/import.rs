@@ -17,8 +17,8 @@ fn a_log_becomes_a_trace_and_what_was_left_out_is_said() {
     let folder = Folder::new();
     let log = folder.file("rmm.csv", RMM_LOG);
     let trace = folder.path("rmm.trace");
-    let said = symmalloc("import {} {}", &[&log, &trace]);
-    let words = &said.exited(0).stdout;
+    let printed = symmalloc("import {} {}", &[&log, &trace]);
+    let words = &printed.exited(0).stdout;
     assert!(words.contains("RMM log") && words.contains("1 allocation of 512 B already live"), "{words}");
     assert_eq!(
         fs::read_to_string(&trace).unwrap(),
@@ -67,13 +67,13 @@ fn standard_input_and_output_are_read_and_written() {
         assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
         (output.stdout, String::from_utf8(output.stderr).unwrap())
     };
-    let (written, said) = piped(&["import", "-", "-"], RMM_LOG.as_bytes());
+    let (written, printed) = piped(&["import", "-", "-"], RMM_LOG.as_bytes());
     assert_eq!(written, fs::read(&trace).unwrap());
-    assert!(said.contains("written to standard output"), "{said}");
+    assert!(printed.contains("written to standard output"), "{printed}");
     // With --json, the message on stderr is JSON.
-    let (_, said) = piped(&["import", "-", "-", "--json"], RMM_LOG.as_bytes());
-    let said: Value = serde_json::from_str(&said).unwrap();
-    assert_eq!((&said["allocs"], &said["lived_before"]), (&2.into(), &1.into()), "{said}");
+    let (_, printed) = piped(&["import", "-", "-", "--json"], RMM_LOG.as_bytes());
+    let printed: Value = serde_json::from_str(&printed).unwrap();
+    assert_eq!((&printed["allocs"], &printed["lived_before"]), (&2.into(), &1.into()), "{printed}");
     let (snapshot, _) = piped(&["export", "-", "-"], &written);
     let file = folder.path("rmm.pickle");
     symmalloc("export {} {}", &[&trace, &file]).exited(0);
@@ -87,10 +87,10 @@ fn standard_input_and_output_are_read_and_written() {
 fn what_an_import_found_is_said_as_json() {
     let folder = Folder::new();
     let (log, trace) = (folder.file("rmm.csv", RMM_LOG), folder.path("rmm.trace"));
-    let said = symmalloc("import {} {} --json", &[&log, &trace]).json(0);
+    let printed = symmalloc("import {} {} --json", &[&log, &trace]).json(0);
     let help = symmalloc("import --help", &[]).stdout;
-    for key in said.as_object().unwrap().keys() {
+    for key in printed.as_object().unwrap().keys() {
         assert!(help.contains(key.as_str()), "{key} is not in the help");
     }
-    assert_eq!((&said["schema_version"], &said["format"]), (&1.into(), &"RMM log".into()), "{said}");
+    assert_eq!((&printed["schema_version"], &printed["format"]), (&1.into(), &"RMM log".into()), "{printed}");
 }

@@ -7,8 +7,8 @@ const COMMANDS: [&str; 8] = ["replay", "simulate", "diff", "import", "export", "
 #[test]
 fn every_shell_completes_every_command() {
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
-        let said = symmalloc(&format!("completions {shell}"), &[]);
-        let script = &said.exited(0).stdout;
+        let output = symmalloc(&format!("completions {shell}"), &[]);
+        let script = &output.exited(0).stdout;
         assert!(COMMANDS.iter().all(|command| script.contains(command)), "{shell}");
         assert!(script.contains("allow-refusals"), "{shell}");
     }
@@ -23,6 +23,6 @@ fn the_program_and_each_command_have_a_manual_page() {
         let page = symmalloc(&format!("man {command}"), &[]).exited(0).stdout.clone();
         assert!(page.contains(&format!(".TH symmalloc-{command} 1")), "{page}");
     }
-    let said = symmalloc("man play", &[]);
-    assert!(said.code == Some(2) && said.stderr.contains("no command play"), "{}", said.stderr);
+    let output = symmalloc("man play", &[]);
+    assert!(output.code == Some(2) && output.stderr.contains("no command play"), "{}", output.stderr);
 }

@@ -13,9 +13,9 @@ fn page(name: &str) -> String {
 #[test]
 fn the_front_page_has_the_least_efficiency_of_the_recorded_jobs() {
     let jobs = "replay gpt2 moe resnet50 llama fsdp fsdp1 --ranks 1 --passes 6 --streams shared --json";
-    let said = symmalloc(jobs, &[]).json(0);
-    let said = said.as_array().unwrap();
-    let least = |of: &dyn Fn(&serde_json::Value) -> f64| said.iter().map(of).fold(1.0, f64::min);
+    let output = symmalloc(jobs, &[]).json(0);
+    let output = output.as_array().unwrap();
+    let least = |of: &dyn Fn(&serde_json::Value) -> f64| output.iter().map(of).fold(1.0, f64::min);
     let ours = least(&|job| job["efficiency"].as_f64().unwrap());
     let theirs = least(&|job| job["pytorch"][0]["efficiency"].as_f64().unwrap());
     let row = format!("| **{ours:.3}** | {theirs:.3}, PyTorch's expandable segments |");

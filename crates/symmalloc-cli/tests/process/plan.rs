@@ -17,8 +17,8 @@ const JOBS: [&str; 6] = [
 
 /// Returns the only planned job.
 #[track_caller]
-fn one(said: &Said) -> Value {
-    let list = said.json(0);
+fn one(output: &Said) -> Value {
+    let list = output.json(0);
     let [plan] = list.as_array().unwrap().as_slice() else { panic!("not one job: {list}") };
     plan.clone()
 }
@@ -129,9 +129,9 @@ fn reservations_beyond_a_limit_are_refused() {
     let refused = |name: &str, from: &str, to: &str| {
         let lines = LINES.map(|line| line.replace(from, to));
         let job = folder.trace(name, &lines.each_ref().map(String::as_str));
-        let said = symmalloc("plan {} --reservations {}", &[&job, &folder.path("reserved.trace")]);
-        assert_eq!((said.code, said.stdout.as_str()), (Some(2), ""), "{}", said.stderr);
-        said.stderr
+        let output = symmalloc("plan {} --reservations {}", &[&job, &folder.path("reserved.trace")]);
+        assert_eq!((output.code, output.stdout.as_str()), (Some(2), ""), "{}", output.stderr);
+        output.stderr
     };
     let pool = refused("pool.trace", ",limit_mb:12", ",limit_mb:8");
     assert!(pool.contains("pool p1 needs 12.00 MiB, but the limit is 8.00 MiB"), "{pool}");
@@ -146,15 +146,15 @@ fn recordings_of_different_jobs_and_two_outputs_are_refused() {
     let folder = Folder::new();
     let a = folder.trace("a.trace", &LINES);
     let b = folder.trace("b.trace", &LINES.map(|line| if line.starts_with("pool") { "pool p1" } else { line }));
-    let said = symmalloc("plan {} {} --one-job", &[&a, &b]);
-    assert_eq!(said.code, Some(2));
-    assert!(said.stderr.contains("configure pool p1 differently"), "{}", said.stderr);
+    let output = symmalloc("plan {} {} --one-job", &[&a, &b]);
+    assert_eq!(output.code, Some(2));
+    assert!(output.stderr.contains("configure pool p1 differently"), "{}", output.stderr);
     for flag in ["-o", "--reservations"] {
-        let said = symmalloc(&format!("plan {{}} {{}} --one-job {flag} {{}}"), &[&a, &a, &folder.path("out")]);
+        let output = symmalloc(&format!("plan {{}} {{}} --one-job {flag} {{}}"), &[&a, &a, &folder.path("out")]);
         assert!(
-            said.code == Some(2) && said.stderr.contains(&format!("{flag} writes a file for one")),
+            output.code == Some(2) && output.stderr.contains(&format!("{flag} writes a file for one")),
             "{}",
-            said.stderr
+            output.stderr
         );
     }
 }
@@ -204,8 +204,8 @@ fn pools_are_planned_each_by_itself_and_again_in_each_pass() {
     // Only the default pool is shared. Flags may repeat settings of the plan.
     let (file, plan) = planned(&folder, &job, " --streams shared");
     assert_eq!((&plan["streams"], &plan["plans"]), (&"shared".into(), &3.into()), "{plan}");
-    let said = symmalloc("replay {} --plan {} --json --streams shared --segments fixed", &[&job, &file]).json(0);
-    assert_eq!((&said[0]["planned_ops_share"], &said[0]["streams"]), (&1.0.into(), &"shared".into()), "{said}");
+    let output = symmalloc("replay {} --plan {} --json --streams shared --segments fixed", &[&job, &file]).json(0);
+    assert_eq!((&output[0]["planned_ops_share"], &output[0]["streams"]), (&1.0.into(), &"shared".into()), "{output}");
 }
 
 #[test]
@@ -242,11 +242,12 @@ fn a_job_with_steps_of_its_own_has_a_plan_for_each_key() {
             .map(String::as_str)
             .collect::<Vec<_>>(),
     );
-    let said = symmalloc("replay {} --plan {}", &[&other, &file]);
+    let output = symmalloc("replay {} --plan {}", &[&other, &file]);
     assert!(
-        said.code == Some(2) && said.stderr.contains("allocation 2 of p0 (op 22) requests 3.81 MiB (4,000,001 bytes)"),
+        output.code == Some(2)
+            && output.stderr.contains("allocation 2 of p0 (op 22) requests 3.81 MiB (4,000,001 bytes)"),
         "{}",
-        said.stderr
+        output.stderr
     );
 }
 
@@ -255,9 +256,9 @@ fn each_recording_is_a_job_and_the_page_says_what_is_gained() {
     let folder = Folder::new();
     let small = folder.trace("small.trace", &["stream s0", "a 0 9000000 s0"]);
     let large = folder.trace("large.trace", &["stream s0", "a 0 90000000 s0"]);
-    let said = symmalloc("plan {} {} --json", &[&small, &large]).json(0);
+    let output = symmalloc("plan {} {} --json", &[&small, &large]).json(0);
     let jobs: Vec<(u64, bool)> =
-        said.as_array().unwrap().iter().map(|job| (bytes(job, "planned_bytes"), job["plan"].is_null())).collect();
+        output.as_array().unwrap().iter().map(|job| (bytes(job, "planned_bytes"), job["plan"].is_null())).collect();
     assert_eq!(jobs, [(10 << 20, true), (86 << 20, true)]);
     let file = folder.path("job.plan.gz");
     let job = recorded("fsdp1_train_rank0.trace.zst");
@@ -292,8 +293,8 @@ fn a_plan_fits_where_best_fit_does_not() {
         "f 3",
     ];
     let job = folder.trace("job.trace", &lines);
-    let said = symmalloc("plan {}", &[&job]).exited(0).stdout.clone();
-    assert!(said.contains("but the limit is 95.00 MiB"), "{said}");
+    let output = symmalloc("plan {}", &[&job]).exited(0).stdout.clone();
+    assert!(output.contains("but the limit is 95.00 MiB"), "{output}");
     let (file, plan) = planned(&folder, &job, "");
     assert_eq!((bytes(&plan, "planned_bytes"), plan.get("reserve_bytes")), (86 << 20, None), "{plan}");
     let followed = &symmalloc("replay {} --plan {} --json", &[&job, &file]).json(0)[0];
@@ -342,7 +343,7 @@ fn a_job_in_which_nothing_repeats_has_no_plan_to_write() {
     let job = folder.trace("job.trace", &["stream s0", "a 0 0 s0", "f 0"]);
     let file = folder.path("job.plan");
     assert_eq!(one(&symmalloc("plan {} --json", &[&job]))["plans"], 0);
-    let said = symmalloc("plan {} -o {}", &[&job, &file]);
-    assert!(said.code == Some(2) && said.stderr.contains("there is nothing to plan"), "{}", said.stderr);
+    let output = symmalloc("plan {} -o {}", &[&job, &file]);
+    assert!(output.code == Some(2) && output.stderr.contains("there is nothing to plan"), "{}", output.stderr);
     assert!(!file.exists());
 }

@@ -97,9 +97,13 @@ fn stitched_memory_counts_once() {
         format!("symmalloc-trace 1\nstream s0\n{blocks}f 1\nf 3\nf 5\n{}f 7\n{}", allocate(7, 24), allocate(8, 26));
     std::fs::write(&trace, text + "end 14\n").unwrap();
     let replay = |config: &str| {
-        let said = symmalloc(&format!("replay {{}} --json --passes 3 --ranks 3 --config {config}"), &[&trace]).json(0);
-        assert_eq!(said[0]["aligned"], true);
-        (said[0]["peak_live_bytes"].as_u64().unwrap() >> 20, said[0]["peak_reserved_bytes"].as_u64().unwrap() >> 20)
+        let printed =
+            symmalloc(&format!("replay {{}} --json --passes 3 --ranks 3 --config {config}"), &[&trace]).json(0);
+        assert_eq!(printed[0]["aligned"], true);
+        (
+            printed[0]["peak_live_bytes"].as_u64().unwrap() >> 20,
+            printed[0]["peak_reserved_bytes"].as_u64().unwrap() >> 20,
+        )
     };
     assert_eq!(replay("streams:separate"), (58, 82));
     assert_eq!(replay("stitching:true"), (58, 58));
@@ -112,8 +116,8 @@ fn stitched_memory_counts_once() {
 fn json_has_the_promised_keys_and_types() {
     let folder = Folder::new();
     let trace = busy_trace(&folder);
-    let said = symmalloc("replay {} --json", &[&trace]).json(0);
-    let [object] = said.as_array().unwrap().as_slice() else { panic!("not one object: {said}") };
+    let printed = symmalloc("replay {} --json", &[&trace]).json(0);
+    let [object] = printed.as_array().unwrap().as_slice() else { panic!("not one object: {printed}") };
     assert_keys(object, &KEYS);
     assert_eq!(object["trace"], trace.to_str().unwrap());
     assert_eq!((&object["ops"], &object["allocs"], &object["ranks"]), (&273.into(), &121.into(), &8.into()));
@@ -140,8 +144,12 @@ fn every_mode_places_alike_whatever_the_seed() {
         let run =
             |seed: u64| symmalloc(&format!("replay {{}} --json --seed {seed} --passes 3 {mode}"), &[&trace]).json(0);
         let (one, other) = (run(1), run(77));
-        for said in [&one, &other] {
-            assert_eq!((&said[0]["aligned"], &said[0]["differing_placements"]), (&true.into(), &0.into()), "{mode}");
+        for printed in [&one, &other] {
+            assert_eq!(
+                (&printed[0]["aligned"], &printed[0]["differing_placements"]),
+                (&true.into(), &0.into()),
+                "{mode}"
+            );
         }
         assert_eq!(one[0]["digest"], other[0]["digest"], "{mode}");
     }
@@ -152,21 +160,21 @@ fn a_recorded_job_places_alike_in_every_mode_and_not_by_address() {
     let trace = recorded("fsdp1_train_rank0.pickle.gz");
     let bars = [0.838, 0.938, 0.63, 0.63];
     for (mode, bar) in MODES.into_iter().zip(bars) {
-        let said = symmalloc(&format!("replay {{}} --json --ranks 3 --passes 2 {mode}"), &[&trace]).json(0);
-        assert_eq!((&said[0]["aligned"], &said[0]["allocs"]), (&true.into(), &24_464.into()), "{mode}");
-        assert!(said[0]["efficiency"].as_f64().unwrap() >= bar, "{mode}: {}", said[0]["efficiency"]);
+        let printed = symmalloc(&format!("replay {{}} --json --ranks 3 --passes 2 {mode}"), &[&trace]).json(0);
+        assert_eq!((&printed[0]["aligned"], &printed[0]["allocs"]), (&true.into(), &24_464.into()), "{mode}");
+        assert!(printed[0]["efficiency"].as_f64().unwrap() >= bar, "{mode}: {}", printed[0]["efficiency"]);
     }
-    let said = symmalloc("replay {} --json --ranks 3 --order address --segments fixed", &[&trace]).json(3);
-    assert_eq!(said[0]["aligned"], false);
-    assert!(said[0]["differing_placements"].as_u64().unwrap() > 10_000);
+    let printed = symmalloc("replay {} --json --ranks 3 --order address --segments fixed", &[&trace]).json(3);
+    assert_eq!(printed[0]["aligned"], false);
+    assert!(printed[0]["differing_placements"].as_u64().unwrap() > 10_000);
 }
 
 #[test]
 fn address_order_differs_and_shows_the_first_difference_on_every_rank() {
     let folder = Folder::new();
     let trace = busy_trace(&folder);
-    let said = symmalloc("replay {} --json --order address --segments fixed --ranks 5", &[&trace]).json(3);
-    let object = &said[0];
+    let printed = symmalloc("replay {} --json --order address --segments fixed --ranks 5", &[&trace]).json(3);
+    let object = &printed[0];
     assert_keys(object, &KEYS);
     assert_eq!((&object["order"], &object["aligned"]), (&"address".into(), &false.into()));
     assert!(object["ns_per_op"].is_null() && object["digest"].is_null());
@@ -188,8 +196,8 @@ fn address_order_differs_and_shows_the_first_difference_on_every_rank() {
 fn people_see_both_rules_side_by_side_and_the_verdict_is_ours() {
     let folder = Folder::new();
     let trace = busy_trace(&folder);
-    let said = symmalloc("replay {}", &[&trace]);
-    let screen = &said.exited(0).stdout;
+    let printed = symmalloc("replay {}", &[&trace]);
+    let screen = &printed.exited(0).stdout;
     for wanted in ["busy.trace", "0 of 121", "PyTorch (model)", "its default", "peak reserved", "digest"] {
         assert!(screen.contains(wanted), "no {wanted:?} in:\n{screen}");
     }
@@ -210,9 +218,9 @@ fn people_see_both_rules_side_by_side_and_the_verdict_is_ours() {
 /// With the limit on stitched granules at the time of its recording, this job reserved more than PyTorch's expandable segments do.
 #[test]
 fn the_stitched_job_shows_its_settings_and_holds_less_than_under_pytorchs_rule() {
-    let said = &symmalloc("replay gnn --ranks 1 --json", &[]).json(0)[0];
-    assert!(said["efficiency"].as_f64() > Some(0.99), "{said}");
-    assert!(said["pytorch"][0]["efficiency"].as_f64() < Some(0.8), "{said}");
+    let printed = &symmalloc("replay gnn --ranks 1 --json", &[]).json(0)[0];
+    assert!(printed["efficiency"].as_f64() > Some(0.99), "{printed}");
+    assert!(printed["pytorch"][0]["efficiency"].as_f64() < Some(0.8), "{printed}");
     let screen = symmalloc("replay gnn --ranks 1", &[]).stdout;
     assert!(
         screen.contains("settings: segments:expandable,streams:shared,stitching:true,pointer_lookup:exact"),
@@ -225,9 +233,9 @@ fn each_trace_has_its_object_and_one_that_differs_decides() {
     let folder = Folder::new();
     let quiet = folder.trace("quiet.trace", &["stream s0", "a 0 512 s0", "f 0"]);
     let busy = busy_trace(&folder);
-    let said = symmalloc("replay {} {} --json --order address --segments fixed", &[&quiet, &busy]).json(3);
-    assert_eq!((&said[0]["aligned"], &said[1]["aligned"]), (&true.into(), &false.into()));
-    assert_eq!(said.as_array().unwrap().len(), 2);
+    let printed = symmalloc("replay {} {} --json --order address --segments fixed", &[&quiet, &busy]).json(3);
+    assert_eq!((&printed[0]["aligned"], &printed[1]["aligned"]), (&true.into(), &false.into()));
+    assert_eq!(printed.as_array().unwrap().len(), 2);
 }
 
 #[test]
@@ -235,12 +243,12 @@ fn a_trace_says_how_its_default_pool_is_configured_unless_a_flag_does() {
     let folder = Folder::new();
     let by_config = folder.trace("config.trace", &["config segments:fixed,streams:shared", "stream s0", "a 0 512 s0"]);
     let by_pool = folder.trace("pool.trace", &["pool p0 segments:reserved,segment_mb:64", "stream s0", "a 0 512 s0"]);
-    let said = symmalloc("replay {} {} --json", &[&by_config, &by_pool]).json(0);
-    assert_eq!((&said[0]["segments"], &said[0]["streams"]), (&"fixed".into(), &"shared".into()));
-    assert_eq!((&said[1]["segments"], &said[1]["peak_reserved_bytes"]), (&"reserved".into(), &(64 << 20).into()));
-    let said =
+    let printed = symmalloc("replay {} {} --json", &[&by_config, &by_pool]).json(0);
+    assert_eq!((&printed[0]["segments"], &printed[0]["streams"]), (&"fixed".into(), &"shared".into()));
+    assert_eq!((&printed[1]["segments"], &printed[1]["peak_reserved_bytes"]), (&"reserved".into(), &(64 << 20).into()));
+    let printed =
         symmalloc("replay {} {} --json --segments expandable --streams separate", &[&by_config, &by_pool]).json(0);
-    for object in said.as_array().unwrap() {
+    for object in printed.as_array().unwrap() {
         assert_eq!((&object["segments"], &object["streams"]), (&"expandable".into(), &"separate".into()));
     }
 }
@@ -250,8 +258,8 @@ fn pools_of_the_program_keep_their_own_configuration() {
     let folder = Folder::new();
     let lines = ["stream s0", "pool p1 segments:reserved,segment_mb:64", "a 0 512 s0 p1", "f 0", "destroy p1"];
     let trace = folder.trace("pools.trace", &lines);
-    let said = symmalloc("replay {} --json --segments fixed", &[&trace]).json(0);
-    assert_eq!((&said[0]["segments"], &said[0]["peak_reserved_bytes"]), (&"fixed".into(), &(64 << 20).into()));
+    let printed = symmalloc("replay {} --json --segments fixed", &[&trace]).json(0);
+    assert_eq!((&printed[0]["segments"], &printed[0]["peak_reserved_bytes"]), (&"fixed".into(), &(64 << 20).into()));
 }
 
 #[test]
@@ -260,9 +268,9 @@ fn memory_refused_at_a_limit_is_a_decision_like_others() {
     let lines =
         ["config total_limit_mb:16", "stream s0", "a 0 8388608 s0", "a 1 67108864 s0", "u 1 s0", "f 1", "a 2 512 s0"];
     let trace = folder.trace("limit.trace", &lines);
-    let said = symmalloc("replay {} --json", &[&trace]).json(3);
-    assert_eq!((&said[0]["aligned"], &said[0]["allocs"]), (&true.into(), &3.into()));
-    assert_eq!((&said[0]["refused"], &said[0]["first_pass"]["refused"]), (&1.into(), &1.into()));
+    let printed = symmalloc("replay {} --json", &[&trace]).json(3);
+    assert_eq!((&printed[0]["aligned"], &printed[0]["allocs"]), (&true.into(), &3.into()));
+    assert_eq!((&printed[0]["refused"], &printed[0]["first_pass"]["refused"]), (&1.into(), &1.into()));
     let screen = symmalloc("replay {}", &[&trace]);
     let row = screen.exited(3).stdout.lines().find(|line| line.contains("allocations refused")).expect("a row");
     assert!(row.contains("1 of 3"), "{row}");
@@ -272,16 +280,16 @@ fn memory_refused_at_a_limit_is_a_decision_like_others() {
 
 #[test]
 fn a_recorded_job_whose_limit_refuses_most_of_it_is_no_success() {
-    let said = symmalloc("replay fsdp1 --json --ranks 2 --config total_limit_mb:1000", &[]).json(3);
-    assert_eq!((&said[0]["first_pass"]["refused"], &said[0]["trace"]), (&17_142.into(), &"fsdp1".into()));
-    assert!(said[0]["refused"].as_u64().unwrap() >= 17_142);
+    let printed = symmalloc("replay fsdp1 --json --ranks 2 --config total_limit_mb:1000", &[]).json(3);
+    assert_eq!((&printed[0]["first_pass"]["refused"], &printed[0]["trace"]), (&17_142.into(), &"fsdp1".into()));
+    assert!(printed[0]["refused"].as_u64().unwrap() >= 17_142);
 }
 
 #[test]
 fn the_model_follows_the_settings_that_it_has() {
     let reserved = |flags: &str, code| {
-        let said = symmalloc(&format!("replay fsdp1 --json --ranks 2 --passes 2 {flags}"), &[]).json(code);
-        said[0]["peak_reserved_bytes"].as_u64().unwrap()
+        let printed = symmalloc(&format!("replay fsdp1 --json --ranks 2 --passes 2 {flags}"), &[]).json(code);
+        printed[0]["peak_reserved_bytes"].as_u64().unwrap()
     };
     let plain = reserved("--order address --config segments:fixed", 3);
     for settings in ["max_split_size_mb:64", "large_segment_size_mb:32", "roundup_power2_divisions:2"] {
@@ -298,8 +306,8 @@ fn the_model_follows_the_settings_that_it_has() {
 fn a_program_that_does_nothing_wastes_nothing() {
     let folder = Folder::new();
     let trace = folder.file("empty.trace", "symmalloc-trace 1\nend 0\n");
-    let said = symmalloc("replay {} --json --passes 1", &[&trace]).json(0);
-    assert_eq!((&said[0]["allocs"], &said[0]["efficiency"]), (&0.into(), &1.0.into()));
+    let printed = symmalloc("replay {} --json --passes 1", &[&trace]).json(0);
+    assert_eq!((&printed[0]["allocs"], &printed[0]["efficiency"]), (&0.into(), &1.0.into()));
     symmalloc("replay {}", &[&trace]).exited(0);
 }
 
@@ -308,7 +316,7 @@ fn recorded_decisions_are_the_same_under_every_seed_and_replay_to_the_same_diges
     let folder = Folder::new();
     let trace = busy_trace(&folder);
     let (one, other) = (folder.path("one.trace.zst"), folder.path("other.trace.gz"));
-    let said = symmalloc("replay {} --json --segments fixed --seed 1 --record {}", &[&trace, &one]).json(0);
+    let printed = symmalloc("replay {} --json --segments fixed --seed 1 --record {}", &[&trace, &one]).json(0);
     symmalloc("replay {} --json --segments fixed --seed 2 --record {}", &[&trace, &other]).json(0);
     let diff = symmalloc("diff {} {} --json", &[&one, &other]).json(0);
     assert_eq!(
@@ -316,7 +324,7 @@ fn recorded_decisions_are_the_same_under_every_seed_and_replay_to_the_same_diges
         (&true.into(), &121.into(), &0.into())
     );
     let again = symmalloc("replay {} --json", &[&one]).json(0);
-    assert_eq!((&again[0]["digest"], &again[0]["segments"]), (&said[0]["digest"], &"fixed".into()));
+    assert_eq!((&again[0]["digest"], &again[0]["segments"]), (&printed[0]["digest"], &"fixed".into()));
     let expandable = folder.path("expandable.trace");
     symmalloc("replay {} --json --record {}", &[&trace, &expandable]).json(0);
     let diff = symmalloc("diff {} {} --json", &[&one, &expandable]).json(3);
@@ -328,8 +336,8 @@ fn recorded_decisions_are_the_same_under_every_seed_and_replay_to_the_same_diges
 fn many_ranks_are_no_trouble() {
     let folder = Folder::new();
     let trace = folder.trace("quiet.trace", &["stream s0", "a 0 512 s0", "f 0"]);
-    let said = symmalloc("replay {} --json --ranks 4096", &[&trace]).json(0);
-    assert_eq!((&said[0]["ranks"], &said[0]["aligned"]), (&4096.into(), &true.into()));
+    let printed = symmalloc("replay {} --json --ranks 4096", &[&trace]).json(0);
+    assert_eq!((&printed[0]["ranks"], &printed[0]["aligned"]), (&4096.into(), &true.into()));
 }
 
 #[test]
@@ -347,9 +355,9 @@ fn a_reader_that_goes_away_is_no_failure() {
 
 #[test]
 fn json_has_the_columns_that_people_see() {
-    let said = symmalloc("replay fsdp1 --ranks 12 --json", &[]).json(0);
-    let pytorch = said[0]["pytorch"].as_array().unwrap();
-    assert_eq!((pytorch.len(), &said[0]["ranks"]), (2, &12.into()));
+    let printed = symmalloc("replay fsdp1 --ranks 12 --json", &[]).json(0);
+    let pytorch = printed[0]["pytorch"].as_array().unwrap();
+    assert_eq!((pytorch.len(), &printed[0]["ranks"]), (2, &12.into()));
     let screen = symmalloc("replay fsdp1 --ranks 12", &[]);
     let screen = &screen.exited(0).stdout;
     for (column, segments) in pytorch.iter().zip(["expandable", "fixed"]) {
@@ -369,8 +377,8 @@ fn jobs_without_symmetric_pools_are_not_warned_of_nccl() {
     assert!(warns("replay fsdp1 --ranks 2 --config segments:expandable,symmetric:true"));
     assert!(!warns("replay fsdp1 --ranks 2"));
     for job in ["gpt2", "moe"] {
-        let said = symmalloc(&format!("replay {job} --ranks 2 --passes 2"), &[]);
-        let screen = &said.exited(0).stdout;
+        let printed = symmalloc(&format!("replay {job} --ranks 2 --passes 2"), &[]);
+        let screen = &printed.exited(0).stdout;
         assert!(screen.contains("The first to differ is op") && !screen.contains("NCCL"), "{screen}");
     }
 }
@@ -378,9 +386,9 @@ fn jobs_without_symmetric_pools_are_not_warned_of_nccl() {
 #[test]
 fn the_table_in_the_readme_is_what_the_command_above_it_prints() {
     let readme = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/../../README.md")).unwrap();
-    let said = symmalloc("replay fsdp1", &[]);
+    let printed = symmalloc("replay fsdp1", &[]);
     // The time depends on the machine.
-    let lines = said.exited(0).stdout.lines().filter(|line| !line.contains("time per op"));
+    let lines = printed.exited(0).stdout.lines().filter(|line| !line.contains("time per op"));
     for line in lines {
         assert!(readme.lines().any(|of| of == line), "run the command again and paste its output: {line:?}");
     }

@@ -11,13 +11,13 @@ fn the_page_says_what_holds_memory_and_how_it_is_fragmented() {
     let lines =
         ["stream s0", "a 0 4194304 s0 \"<kv>\"", "a 1 2097152 s0", "a 2 4194304 s0 \"<kv>\"", "a 3 2097152 s0", "f 1"];
     let (job, out) = (folder.trace("job.trace", &lines), folder.path("report.html"));
-    let said = symmalloc("report {} -o {} --op 5 --json", &[&job, &out]).json(0);
-    let holders = said["holders"].as_array().unwrap();
-    assert_eq!((&holders[0]["name"], &holders[0]["allocations"]), (&"<kv>".into(), &2.into()), "{said}");
-    assert_eq!((&holders[1]["name"], &holders[1]["each_bytes"]), (&Value::Null, &(2 << 20).into()), "{said}");
-    assert_eq!((&said["free_bytes"], &said["fragmentation"]), (&(2 << 20).into(), &0.0.into()), "{said}");
-    assert_eq!(said["efficiency"], 1.0);
-    assert_eq!(said["plan"]["planned_bytes"], 12 << 20, "{said}");
+    let printed = symmalloc("report {} -o {} --op 5 --json", &[&job, &out]).json(0);
+    let holders = printed["holders"].as_array().unwrap();
+    assert_eq!((&holders[0]["name"], &holders[0]["allocations"]), (&"<kv>".into(), &2.into()), "{printed}");
+    assert_eq!((&holders[1]["name"], &holders[1]["each_bytes"]), (&Value::Null, &(2 << 20).into()), "{printed}");
+    assert_eq!((&printed["free_bytes"], &printed["fragmentation"]), (&(2 << 20).into(), &0.0.into()), "{printed}");
+    assert_eq!(printed["efficiency"], 1.0);
+    assert_eq!(printed["plan"]["planned_bytes"], 12 << 20, "{printed}");
     let text = fs::read_to_string(&out).unwrap();
     assert_stands_alone(&text);
     for words in ["&lt;kv&gt;", "without a name, 2.00 MiB each", "80.0 %", "Settings to try", "after op 5"] {
@@ -29,22 +29,22 @@ fn the_page_says_what_holds_memory_and_how_it_is_fragmented() {
 fn every_command_does_again_what_the_page_says() {
     let folder = Folder::new();
     let (job, out) = (busy_trace(&folder), folder.path("report.html"));
-    let said = symmalloc("report {} -o {} --json", &[&job, &out]).json(0);
+    let printed = symmalloc("report {} -o {} --json", &[&job, &out]).json(0);
     let page = fs::read_to_string(&out).unwrap();
-    let settings = said["settings"].as_array().unwrap();
-    assert_eq!(settings.len(), 11, "{said}");
+    let settings = printed["settings"].as_array().unwrap();
+    assert_eq!(settings.len(), 11, "{printed}");
     let own: Vec<&Value> = settings.iter().filter(|trial| trial["is_own"] == true).collect();
-    assert_eq!((own.len(), &own[0]["peak_reserved_bytes"]), (1, &said["steady_reserved_bytes"]));
+    assert_eq!((own.len(), &own[0]["peak_reserved_bytes"]), (1, &printed["steady_reserved_bytes"]));
     let run = |text: &str| {
         let words: Vec<&str> = text.split(' ').map(|word| word.trim_matches('\'')).collect();
         assert_eq!(words[0], "symmalloc");
         let output = command().args(&words[1..]).arg("--json").current_dir(folder.0.path()).output().unwrap();
         serde_json::from_slice::<Value>(&output.stdout).unwrap()
     };
-    let plan = run(said["plan"]["command"].as_str().unwrap());
+    let plan = run(printed["plan"]["command"].as_str().unwrap());
     assert_eq!(
         (&plan[0]["planned_bytes"], &plan[0]["efficiency"]),
-        (&said["plan"]["planned_bytes"], &said["plan"]["efficiency"])
+        (&printed["plan"]["planned_bytes"], &printed["plan"]["efficiency"])
     );
     assert!(folder.path("job.plan").exists());
     for trial in settings {
@@ -97,12 +97,12 @@ fn a_limit_that_refuses_is_said() {
 fn stitching_is_tried_and_its_cost_is_said() {
     let folder = Folder::new();
     let out = folder.path("report.html");
-    let said = symmalloc("report gnn -o {} --config segments:expandable,streams:shared --json", &[&out]).json(0);
-    let settings = said["settings"].as_array().unwrap();
+    let printed = symmalloc("report gnn -o {} --config segments:expandable,streams:shared --json", &[&out]).json(0);
+    let settings = printed["settings"].as_array().unwrap();
     let best = &settings[0];
     assert_eq!(best["settings"], "segments:expandable,streams:shared,stitching:true");
     let own = settings.iter().find(|trial| trial["is_own"] == true).unwrap();
-    assert!(best["maps"].as_u64() > own["maps"].as_u64(), "{said}");
+    assert!(best["maps"].as_u64() > own["maps"].as_u64(), "{printed}");
     let words = symmalloc("report gnn -o {} --config segments:expandable,streams:shared", &[&out]).stdout;
     assert!(words.contains("per pass that map or unmap memory"), "{words}");
 }
@@ -111,8 +111,8 @@ fn stitching_is_tried_and_its_cost_is_said() {
 fn what_the_recorded_allocator_held_is_known_from_a_snapshot() {
     let folder = Folder::new();
     let (snapshot, out) = (recorded("fsdp1_train_rank0.pickle.gz"), folder.path("report.html"));
-    let said = symmalloc("report {} -o {} --json", &[&snapshot, &out]).json(0);
-    let held = &said["recorded_reserved"];
+    let printed = symmalloc("report {} -o {} --json", &[&snapshot, &out]).json(0);
+    let held = &printed["recorded_reserved"];
     assert_eq!(held["is_exact"], true);
     let trace = symmalloc("report fsdp1 -o {} --json", &[&out]).json(0);
     let at_least = &trace["recorded_reserved"];
@@ -142,10 +142,10 @@ fn a_snapshot_that_begins_in_the_middle_counts_what_lived_by_then() {
         [("free_requested", 0x70_0000, 1 << 20), ("free_completed", 0x70_0000, 1 << 20), ("alloc", 0x90_0000, 2 << 20)];
     let snapshot = folder.file("middle.pickle", crate::snapshot(20 << 20, &blocks, &entries));
     let out = folder.path("report.html");
-    let said = symmalloc("report {} -o {} --json", &[&snapshot, &out]).json(0);
-    assert_eq!((&said["lived_before"], &said["lived_before_bytes"]), (&2.into(), &(4 << 20).into()), "{said}");
-    assert_eq!(said["live"]["peak_bytes"], 5 << 20, "{said}");
-    assert_eq!(said["recorded_reserved"], serde_json::json!({ "peak_bytes": 20 << 20, "is_exact": true }));
+    let printed = symmalloc("report {} -o {} --json", &[&snapshot, &out]).json(0);
+    assert_eq!((&printed["lived_before"], &printed["lived_before_bytes"]), (&2.into(), &(4 << 20).into()), "{printed}");
+    assert_eq!(printed["live"]["peak_bytes"], 5 << 20, "{printed}");
+    assert_eq!(printed["recorded_reserved"], serde_json::json!({ "peak_bytes": 20 << 20, "is_exact": true }));
     let wanted = "begins in the middle of a job: 2 allocations of 4.00 MiB already live";
     assert!(fs::read_to_string(&out).unwrap().contains(wanted));
     for command in ["report {} -o {}", "import {} {}"] {
@@ -162,9 +162,9 @@ fn python_frames_name_who_holds_memory() {
     let folder = Folder::new();
     let snapshot = recorded("../../crates/symmalloc-import/tests/fixtures/job.protocol4.pickle.gz");
     let out = folder.path("report.html");
-    let said = symmalloc("report {} -o {} --json", &[&snapshot, &out]).json(0);
-    let holders = said["holders"].as_array().unwrap();
-    let name = holders[0]["name"].as_str().unwrap_or_else(|| panic!("the first has no name: {said}"));
+    let printed = symmalloc("report {} -o {} --json", &[&snapshot, &out]).json(0);
+    let holders = printed["holders"].as_array().unwrap();
+    let name = holders[0]["name"].as_str().unwrap_or_else(|| panic!("the first has no name: {printed}"));
     assert!(name.starts_with("job/module_") && name.contains(" forward_"), "{name}");
     assert!(fs::read_to_string(&out).unwrap().contains(name));
 }

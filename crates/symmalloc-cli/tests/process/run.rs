@@ -71,8 +71,8 @@ impl Job {
 #[test]
 fn a_program_is_served_and_its_exit_code_passed_on() {
     let Some(job) = Job::new() else { return };
-    let said = job.run("", "");
-    assert_eq!((said.exited(0).stdout.as_str(), said.stderr.as_str()), ("driver 0\n", ""));
+    let printed = job.run("", "");
+    assert_eq!((printed.exited(0).stdout.as_str(), printed.stderr.as_str()), ("driver 0\n", ""));
     job.run("", "exit").exited(7);
     assert_eq!(job.run("--limit 100MiB", "limit").code, Some(2), "CUDA_ERROR_OUT_OF_MEMORY");
     assert_eq!(job.run("--limit 300MiB", "limit").code, Some(0));
@@ -81,24 +81,28 @@ fn a_program_is_served_and_its_exit_code_passed_on() {
 #[test]
 fn figures_are_told_at_the_end() {
     let Some(job) = Job::new() else { return };
-    let said = job.run("--stats", "exit");
-    assert_eq!(said.code, Some(7));
-    assert!(said.stderr.contains("82 allocations, 81 frees"), "{}", said.stderr);
+    let printed = job.run("--stats", "exit");
+    assert_eq!(printed.code, Some(7));
+    assert!(printed.stderr.contains("82 allocations, 81 frees"), "{}", printed.stderr);
     for line in ["peak live", "peak reserved, device 0", "without symmalloc, at least", "ns per call"] {
-        assert!(said.stderr.contains(line), "{line} is missing:\n{}", said.stderr);
+        assert!(printed.stderr.contains(line), "{line} is missing:\n{}", printed.stderr);
     }
-    assert!(said.stderr.contains("never freed, device 0: 3.00 MiB in 1 allocation: 1 of 3.00 MiB"), "{}", said.stderr);
+    assert!(
+        printed.stderr.contains("never freed, device 0: 3.00 MiB in 1 allocation: 1 of 3.00 MiB"),
+        "{}",
+        printed.stderr
+    );
     // A step allocates 9 MiB at once; 4 MiB follow after ten steps.
-    assert!(said.stderr.contains("9.00 MiB"), "{}", said.stderr);
+    assert!(printed.stderr.contains("9.00 MiB"), "{}", printed.stderr);
 }
 
 #[test]
 fn a_recording_alone_watches() {
     let Some(job) = Job::new() else { return };
-    let said = job.run("--record job.trace.zst", "");
-    assert_eq!((said.code, said.stdout.as_str()), (Some(0), "driver 82\n"));
+    let printed = job.run("--record job.trace.zst", "");
+    assert_eq!((printed.code, printed.stdout.as_str()), (Some(0), "driver 82\n"));
     let trace = job.folder.path("job.trace.zst");
-    assert_eq!(said.stderr, format!("symmalloc: recorded {}\n", trace.display()));
+    assert_eq!(printed.stderr, format!("symmalloc: recorded {}\n", trace.display()));
     let replayed = symmalloc("replay {} --json", &[&trace]).json(0);
     assert_eq!((&replayed[0]["allocs"], &replayed[0]["aligned"]), (&82.into(), &true.into()));
     symmalloc("report {} -o {} --json", &[&trace, &job.folder.path("job.html")]).json(0);
@@ -114,13 +118,13 @@ fn a_recording_alone_watches() {
 #[test]
 fn a_recording_of_a_program_that_is_served_has_its_places() {
     let Some(job) = Job::new() else { return };
-    let said = job.run("--record job.trace --serve", "");
-    assert_eq!((said.code, said.stdout.as_str()), (Some(0), "driver 0\n"));
+    let printed = job.run("--record job.trace --serve", "");
+    assert_eq!((printed.code, printed.stdout.as_str()), (Some(0), "driver 0\n"));
     let text = fs::read_to_string(job.folder.path("job.trace")).expect("a trace");
     assert!(text.contains(" -> 0@0\n"), "{text}");
     symmalloc("replay {} --json", &[&job.folder.path("job.trace")]).json(0);
-    let said = job.run("--report page.html", "");
-    assert_eq!((said.code, said.stdout.as_str(), said.stderr.as_str()), (Some(0), "driver 0\n", ""));
+    let printed = job.run("--report page.html", "");
+    assert_eq!((printed.code, printed.stdout.as_str(), printed.stderr.as_str()), (Some(0), "driver 0\n", ""));
     let page = fs::read_to_string(job.folder.path("page.html")).expect("a page");
     assert!(page.contains("</html>"), "{page}");
 }
@@ -128,16 +132,20 @@ fn a_recording_of_a_program_that_is_served_has_its_places() {
 #[test]
 fn ranks_are_recorded_and_compared() {
     let Some(job) = Job::new() else { return };
-    let said = job.ranks("--check", "");
-    assert!(said.code == Some(0) && said.stderr.contains("2 ranks, digests are equal: p0 "), "{}", said.stderr);
-    let said = job.ranks("--check", "differ");
-    assert!(said.code == Some(3) && said.stderr.contains("rank 1 differs from rank 0"), "{}", said.stderr);
-    let said = job.ranks("--check --serve --record served.trace", "differ");
-    assert!(said.code == Some(3) && said.stderr.contains("size_bytes: 1576960"), "{}", said.stderr);
-    let said = job.ranks("--check --record job.trace", "");
-    assert!(said.code == Some(0) && said.stderr.contains("2 ranks, the same calls"), "{}", said.stderr);
-    let said = job.ranks("--check --record job.trace", "differ");
-    assert!(said.code == Some(3) && said.stderr.contains("size_bytes: 1576960"), "{}", said.stderr);
+    let printed = job.ranks("--check", "");
+    assert!(
+        printed.code == Some(0) && printed.stderr.contains("2 ranks, digests are equal: p0 "),
+        "{}",
+        printed.stderr
+    );
+    let printed = job.ranks("--check", "differ");
+    assert!(printed.code == Some(3) && printed.stderr.contains("rank 1 differs from rank 0"), "{}", printed.stderr);
+    let printed = job.ranks("--check --serve --record served.trace", "differ");
+    assert!(printed.code == Some(3) && printed.stderr.contains("size_bytes: 1576960"), "{}", printed.stderr);
+    let printed = job.ranks("--check --record job.trace", "");
+    assert!(printed.code == Some(0) && printed.stderr.contains("2 ranks, the same calls"), "{}", printed.stderr);
+    let printed = job.ranks("--check --record job.trace", "differ");
+    assert!(printed.code == Some(3) && printed.stderr.contains("size_bytes: 1576960"), "{}", printed.stderr);
     let traces = [job.folder.path("job.rank0.trace"), job.folder.path("job.rank1.trace")];
     let differs = symmalloc("diff {} {}", &[&traces[0], &traces[1]]);
     assert!(differs.exited(3).stdout.contains("1,576,960"), "{}", differs.stdout);
@@ -146,11 +154,11 @@ fn ranks_are_recorded_and_compared() {
 #[test]
 fn processes_write_files_of_their_own() {
     let Some(job) = Job::new() else { return };
-    let said = job.launched("\"$@\"; \"$@\"", "--record job.trace", "");
-    assert_eq!(said.code, Some(0), "{}", said.stderr);
+    let printed = job.launched("\"$@\"; \"$@\"", "--record job.trace", "");
+    assert_eq!(printed.code, Some(0), "{}", printed.stderr);
     let recorded: Vec<&str> =
-        said.stderr.lines().filter_map(|line| line.strip_prefix("symmalloc: recorded ")).collect();
-    assert_eq!(recorded.len(), 2, "{}", said.stderr);
+        printed.stderr.lines().filter_map(|line| line.strip_prefix("symmalloc: recorded ")).collect();
+    assert_eq!(recorded.len(), 2, "{}", printed.stderr);
     assert!(recorded.iter().any(|path| path.ends_with("/job.trace")), "{recorded:?}");
     assert!(recorded.iter().any(|path| path.contains("/job.process")), "{recorded:?}");
     let differs = symmalloc("diff {} {}", &[Path::new(recorded[0]), Path::new(recorded[1])]);
@@ -160,10 +168,10 @@ fn processes_write_files_of_their_own() {
 #[test]
 fn a_check_needs_ranks() {
     let Some(job) = Job::new() else { return };
-    let said = job.run("--check", "");
-    assert!(said.code == Some(2) && said.stderr.contains("torchrun"), "{}", said.stderr);
-    let said: Said = job.command("--check", "").env("RANK", "0").output().expect("starts").into();
-    assert!(said.code == Some(2) && said.stderr.contains("cannot see the other ranks"), "{}", said.stderr);
+    let printed = job.run("--check", "");
+    assert!(printed.code == Some(2) && printed.stderr.contains("torchrun"), "{}", printed.stderr);
+    let printed: Said = job.command("--check", "").env("RANK", "0").output().expect("starts").into();
+    assert!(printed.code == Some(2) && printed.stderr.contains("cannot see the other ranks"), "{}", printed.stderr);
 }
 
 #[test]
@@ -185,9 +193,13 @@ fn signals_go_to_the_program() {
 #[test]
 fn a_program_that_dies_leaves_a_recording() {
     let Some(job) = Job::new() else { return };
-    let said = job.run("--record job.trace.zst --stats", "abort");
-    assert_eq!(said.code, Some(128 + 6));
-    assert!(said.stderr.contains("ended by signal 6") && said.stderr.contains("--accept-torn"), "{}", said.stderr);
+    let printed = job.run("--record job.trace.zst --stats", "abort");
+    assert_eq!(printed.code, Some(128 + 6));
+    assert!(
+        printed.stderr.contains("ended by signal 6") && printed.stderr.contains("--accept-torn"),
+        "{}",
+        printed.stderr
+    );
     let trace = job.folder.path("job.trace.zst");
     assert_eq!(symmalloc("replay {}", &[&trace]).code, Some(2));
     let replayed = symmalloc("replay {} --accept-torn --json", &[&trace]).json(0);
@@ -205,21 +217,21 @@ fn what_cannot_be_started_is_told() {
         command.output().expect("symmalloc starts").into()
     };
     for flags in ["", "--stats"] {
-        let said = started("/no/such/program", flags);
+        let printed = started("/no/such/program", flags);
         assert!(
-            said.code == Some(127) && said.stderr.contains("/no/such/program cannot be started"),
+            printed.code == Some(127) && printed.stderr.contains("/no/such/program cannot be started"),
             "{}",
-            said.stderr
+            printed.stderr
         );
         assert_eq!(started("/etc/passwd", flags).code, Some(126));
     }
-    let said = symmalloc("run --library {} -- true", &[Path::new("/no/library.so")]);
-    assert!(said.code == Some(2) && said.stderr.contains("SYMMALLOC_PRELOAD"), "{}", said.stderr);
-    let said = symmalloc("run --report page.txt -- true", &[]);
-    assert!(said.code == Some(2) && said.stderr.contains(".html"), "{}", said.stderr);
+    let printed = symmalloc("run --library {} -- true", &[Path::new("/no/library.so")]);
+    assert!(printed.code == Some(2) && printed.stderr.contains("SYMMALLOC_PRELOAD"), "{}", printed.stderr);
+    let printed = symmalloc("run --report page.txt -- true", &[]);
+    assert!(printed.code == Some(2) && printed.stderr.contains(".html"), "{}", printed.stderr);
     assert_eq!(symmalloc("run --limit much -- true", &[]).code, Some(2));
     assert_eq!(symmalloc("run --config segment:fixed -- true", &[]).code, Some(2));
     assert_eq!(symmalloc("run", &[]).code, Some(2));
-    let said = started("true", "--stats");
-    assert!(said.code == Some(0) && said.stderr.contains("no process allocated"), "{}", said.stderr);
+    let printed = started("true", "--stats");
+    assert!(printed.code == Some(0) && printed.stderr.contains("no process allocated"), "{}", printed.stderr);
 }

@@ -62,10 +62,10 @@ fn json_has_the_keys_that_help_lists() {
 
 #[test]
 fn one_seed_is_shown_with_its_plan() {
-    let said = symmalloc("simulate --seed 7 --ranks 4 --ops 60", &[]);
-    let said = said.exited(0);
+    let printed = symmalloc("simulate --seed 7 --ranks 4 --ops 60", &[]);
+    let printed = printed.exited(0);
     for wanted in ["seed 7: 60 ops", "on 4 ranks", "config segments:", "ops executed", "All ranks freed"] {
-        assert!(said.stdout.contains(wanted), "no {wanted:?} in:\n{}", said.stdout);
+        assert!(printed.stdout.contains(wanted), "no {wanted:?} in:\n{}", printed.stdout);
     }
 }
 
@@ -111,11 +111,11 @@ fn a_failure_is_shrunk_saved_and_found_again() {
     assert!(text.starts_with("symmalloc-trace 1\n") && text.contains("# Found by `symmalloc simulate"), "{text}");
 
     // The saved trace fails again by itself, and the output names the failing op.
-    let said = symmalloc("simulate {} --out {}", &[&saved, folder.0.path()]);
-    let said = said.exited(3);
+    let printed = symmalloc("simulate {} --out {}", &[&saved, folder.0.path()]);
+    let printed = printed.exited(3);
     let seed = failure["seed"].as_u64().unwrap();
     for wanted in ["FAILED", &format!("seed {seed}, rank"), "(`f ", "Saved as", saved.to_str().unwrap()] {
-        assert!(said.stdout.contains(wanted), "no {wanted:?} in:\n{}", said.stdout);
+        assert!(printed.stdout.contains(wanted), "no {wanted:?} in:\n{}", printed.stdout);
     }
     // Other commands read it as a plain trace.
     symmalloc("replay {} --ranks 2 --json", &[&saved]).json(0);
@@ -125,12 +125,12 @@ fn a_failure_is_shrunk_saved_and_found_again() {
 fn a_story_that_makes_no_sense_is_refused() {
     let folder = Folder::new();
     let trace = "symmalloc-trace 1\n#! seed:1 granularity:3\nstream s0\nend 1\n";
-    let said = symmalloc("simulate {}", &[&folder.file("bad.trace", trace)]);
-    assert_eq!((said.code, said.stdout.as_str()), (Some(2), ""));
+    let printed = symmalloc("simulate {}", &[&folder.file("bad.trace", trace)]);
+    assert_eq!((printed.code, printed.stdout.as_str()), (Some(2), ""));
     assert!(
-        said.stderr.contains("line 2: invalid simulator word `granularity:3`") && said.stderr.contains("help:"),
+        printed.stderr.contains("line 2: invalid simulator word `granularity:3`") && printed.stderr.contains("help:"),
         "{}",
-        said.stderr
+        printed.stderr
     );
 }
 

@@ -78,7 +78,7 @@ pub enum PoolError {
         /// Bytes of their blocks.
         allocated_bytes: u64,
     },
-    /// Windows or other dependants of the pool are still registered.
+    /// Windows or other dependents of the pool are still registered.
     #[error("{pool} has {observers} observers: let them acknowledge or forget them first")]
     Observed {
         /// The pool.

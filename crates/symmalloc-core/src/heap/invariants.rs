@@ -36,7 +36,7 @@ type Check<L> = fn(&Heap<L>) -> bool;
 fn invariants<L: Lock>() -> [(&'static str, &'static str, Check<L>); 11] {
     [
         ("I1", "the blocks of a segment tile it from 0 to its end, linked both ways", blocks_tile_their_segment),
-        ("I2", "no two neighbours are both free or both holes, and no segment ends in a hole", neighbours_are_merged),
+        ("I2", "no two neighbors are both free or both holes, and no segment ends in a hole", neighbors_are_merged),
         (
             "I3",
             "the free index holds exactly the free blocks, each once, in key order, linked both ways",
@@ -120,7 +120,7 @@ fn blocks_tile_their_segment<L: Lock>(heap: &Heap<L>) -> bool {
     tiled && count + heap.places().len() == heap.table.block_count()
 }
 
-fn neighbours_are_merged<L: Lock>(heap: &Heap<L>) -> bool {
+fn neighbors_are_merged<L: Lock>(heap: &Heap<L>) -> bool {
     blocks(heap).all(|(slot, block)| {
         let next = heap.table.block(block.next);
         let is_last = heap.table.is_last(slot);

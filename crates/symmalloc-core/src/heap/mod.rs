@@ -518,11 +518,11 @@ impl<L: Lock> Heap<L> {
         let mut tiling = self.table.tiling();
         let Block { prev, next, .. } = tiling.blocks()[slot as usize];
         let mut merged = slot;
-        for neighbour in [prev, next] {
-            if tiling.blocks()[neighbour as usize].is_free() {
-                self.free.remove(tiling.blocks(), neighbour);
+        for neighbor in [prev, next] {
+            if tiling.blocks()[neighbor as usize].is_free() {
+                self.free.remove(tiling.blocks(), neighbor);
                 // The first merged neighbor absorbs the second.
-                let (from, to) = if merged == slot { (slot, neighbour) } else { (neighbour, merged) };
+                let (from, to) = if merged == slot { (slot, neighbor) } else { (neighbor, merged) };
                 let blocks = tiling.blocks();
                 let (giver, taker) = (&blocks[from as usize], &blocks[to as usize]);
                 // In a heap of one stream, all blocks have that stream as their owner.

@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn neighbouring_chunks_go_in_one_run() {
+    fn neighboring_chunks_go_in_one_run() {
         let mut state = mapped_in(&[0..2, 2..4, 4..6, 6..8]);
         state.unmap(&(2..6));
         assert_eq!(state.unused_runs(&(2..6)), [2..6]);

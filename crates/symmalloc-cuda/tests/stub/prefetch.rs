@@ -368,7 +368,7 @@ stub_test!(memory_is_made_ahead_during_a_capture_and_does_not_spoil_it, {
     stream.synchronize().expect("done");
 });
 
-stub_test!(a_capture_that_forbids_all_threads_is_not_spoilt_either, {
+stub_test!(a_capture_that_forbids_all_threads_is_not_spoiled_either, {
     let device = device();
     let backend = prefetching(&device, 40);
     let stream = device.context().new_stream().expect("a stream");

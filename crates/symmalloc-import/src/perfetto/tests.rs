@@ -47,11 +47,11 @@ fn check(trace: &Value) {
 /// Returns the events with this phase: (time, process, name, argument).
 fn of_phase(trace: &Value, phase: &str, argument: &str) -> Vec<(u64, u64, String, Value)> {
     let events = trace["traceEvents"].as_array().unwrap().iter().filter(|event| event["ph"] == phase);
-    let said = |event: &Value| {
+    let printed = |event: &Value| {
         let name = event["name"].as_str().unwrap().to_owned();
         (event["ts"].as_u64().unwrap_or(0), event["pid"].as_u64().unwrap(), name, event["args"][argument].clone())
     };
-    events.map(said).collect()
+    events.map(printed).collect()
 }
 
 const MIB: u64 = 1 << 20;

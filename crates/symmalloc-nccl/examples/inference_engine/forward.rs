@@ -1,4 +1,4 @@
-//! The model on the device: its weights, and a pass over some rows.
+//! The model on the device: its weights, and the forward pass.
 
 use super::Failure;
 use super::memory::{Memory, Span};
@@ -8,14 +8,14 @@ use cudarc::nvrtc::{CompileOptions, compile_ptx_with_opts};
 use std::sync::Arc;
 use symmalloc_nccl::{Communicator, ReduceOp};
 
-/// Positions of a page.
+/// Positions per page.
 pub(crate) const PAGE: usize = 16;
-/// Pages that a request can have.
+/// Maximum number of pages per request.
 pub(crate) const PAGES: usize = POSITIONS / PAGE;
-/// Says that there is no request in a row.
+/// Marks a row without a request.
 pub(crate) const NO_POSITION: u64 = u64::MAX;
 
-/// A token of a request, as the kernels read it.
+/// A token of a request, in the layout that the kernels read.
 pub(crate) type Row = [u64; 2 + PAGES];
 
 /// The kernels, compiled for this rank's share.
@@ -45,7 +45,7 @@ struct DeviceLayer<M: Memory> {
     down: Weights<M>,
 }
 
-/// This rank's part of the model on the device. All streams read it, and it goes when they are done.
+/// This rank's part of the model on the device. All streams read it, and must be done before it is dropped.
 pub(crate) struct DeviceModel<'a, M: Memory> {
     kernels: Kernels,
     tokens: Weights<M>,
@@ -55,9 +55,10 @@ pub(crate) struct DeviceModel<'a, M: Memory> {
     comm: &'a Communicator,
 }
 
-/// What a pass over at most so many rows works in. One pass at a time.
+/// The buffers of a pass over at most `rows_max` rows. Supports one pass at a time.
 pub(crate) struct Workspace<M: Memory> {
-    /// Where it begins: hidden states, the same normed, queries with keys and values, what heads or inner units found, scores.
+    /// Start of the buffers: hidden states, normalized hidden states, queries with keys and values, outputs of heads or inner units,
+    /// scores.
     address: u64,
     rows_max: usize,
     reduced: u64,
@@ -65,7 +66,7 @@ pub(crate) struct Workspace<M: Memory> {
 }
 
 impl<M: Memory> Workspace<M> {
-    /// For the stream on which the passes are made.
+    /// Creates a workspace for passes on this stream.
     pub(crate) fn new(memory: &M, stream: &Arc<CudaStream>, rows_max: usize) -> Result<Self, Failure> {
         let mut buffer = memory.take::<f32>(stream, rows_max * (5 * HIDDEN + INNER + VOCABULARY))?;
         let mut reduced = memory.take_reduced(stream, rows_max * HIDDEN)?;
@@ -73,7 +74,7 @@ impl<M: Memory> Workspace<M> {
         Ok(Workspace { address, rows_max, reduced: reduced_address, _buffers: (buffer, reduced) })
     }
 
-    /// Behind so many numbers of each row.
+    /// Returns the address after `numbers` numbers of each row.
     fn behind(&self, numbers: usize) -> u64 {
         self.address + (self.rows_max * numbers * size_of::<f32>()) as u64
     }
@@ -86,7 +87,7 @@ enum Arg {
 }
 
 impl<'a, M: Memory> DeviceModel<'a, M> {
-    /// Compiles the kernels, and copies this rank's part of the model.
+    /// Compiles the kernels and copies this rank's part of the model to the device.
     pub(crate) fn new(
         memory: &M,
         comm: &'a Communicator,
@@ -107,22 +108,22 @@ impl<'a, M: Memory> DeviceModel<'a, M> {
             layers.push(DeviceLayer { qkv: qkv?, out: out?, up: up?, down: down? });
         }
         let (tokens, positions, head) = (upload(&part.tokens)?, upload(&part.positions)?, upload(&part.head)?);
-        // Other streams read the weights without an event.
+        // Other streams read the weights without waiting for an event.
         stream.synchronize()?;
         Ok(DeviceModel { kernels: kernels(stream, ranks)?, tokens, positions, layers, head, comm })
     }
 
-    /// Numbers of this rank's heads.
+    /// Returns the number of elements in this rank's heads.
     fn width(&self) -> usize {
         HIDDEN / self.comm.ranks() as usize
     }
 
-    /// Elements of a page: keys and values of its positions in every layer.
+    /// Returns the number of elements of a page: keys and values of its positions in every layer.
     pub(crate) fn page_len(&self) -> usize {
         LAYERS * 2 * PAGE * self.width()
     }
 
-    /// One pass: keeps keys and values of all rows, and writes the token that follows each of the rows from `first_scored` on.
+    /// Runs one pass: stores keys and values of all rows, and writes the next token of each row from `first_scored` on.
     pub(crate) fn forward(
         &self,
         stream: &Arc<CudaStream>,
@@ -148,8 +149,8 @@ impl<'a, M: Memory> DeviceModel<'a, M> {
             }
             let grid_dim = (grid.0 as u32, grid.1 as u32, 1);
             let config = LaunchConfig { grid_dim, block_dim: (threads as u32, 1, 1), shared_mem_bytes: 0 };
-            // SAFETY: the kernels' parameters, and buffers of the sizes that they index: those of the workspace, of the weights,
-            // and of the pages that the rows name.
+            // SAFETY: the arguments match the kernels' parameters, and the buffers have the sizes that the kernels index: those of the
+            // workspace, of the weights, and of the pages in the rows.
             unsafe { builder.launch(config) }.map(drop)
         };
         let norm = || launch(&kernels.norm, (count, 1), 32, &[Address(normed), Address(x)]);
@@ -159,7 +160,7 @@ impl<'a, M: Memory> DeviceModel<'a, M> {
             let arguments: Vec<Arg> = addresses.into_iter().chain(numbers).collect();
             launch(&kernels.product, (weights.outputs / 8, rows), 256, &arguments)
         };
-        // Of what each rank has a share: this rank's sums, those of all ranks, and these added to the hidden states.
+        // For products that ranks share: computes this rank's sums, reduces them over all ranks, and adds them to the hidden states.
         let shared = |weights: &Weights<M>| -> Result<(), Failure> {
             product(reduced, found, weights, PARTS / ranks, false, count)?;
             if ranks > 1 {
@@ -200,7 +201,7 @@ fn kernels(stream: &Arc<CudaStream>, ranks: usize) -> Result<Kernels, Failure> {
     ];
     let mut options: Vec<String> = numbers.iter().map(|(name, number)| format!("-D{name}={number}")).collect();
     options.push(format!("-DEPSILON={EPSILON:e}f"));
-    // One rounding for each operation, as on the host.
+    // Round each operation separately, as on the host.
     let options = CompileOptions { fmad: Some(false), options, ..CompileOptions::default() };
     let module = stream.context().load_module(compile_ptx_with_opts(include_str!("kernels.cu"), options)?)?;
     Ok(Kernels {

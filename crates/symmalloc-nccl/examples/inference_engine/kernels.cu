@@ -1,5 +1,5 @@
-// The kernels of the engine. Sums are in a fixed order and every operation is rounded once (no fused multiply-add), so that
-// `reference.rs` gets the same bits. A row is a token of some request: where it stands, and the pages of its keys and values.
+// The kernels of the engine. Sums have a fixed order and every operation is rounded once (no fused multiply-add), so that
+// `reference.rs` computes the same bits. A row is a token of a request, with its position and the pages of its keys and values.
 
 #define LANES 32
 #define NO_POSITION (~0ull)
@@ -34,7 +34,7 @@ __device__ float exponential(float x) {
     return sum * __int_as_float(((int)whole + 127) << 23);
 }
 
-// A block for each row, HIDDEN threads.
+// One block of HIDDEN threads per row.
 extern "C" __global__ void embed(float *x, const Row *rows, const float *tokens, const float *positions) {
     const Row *row = rows + blockIdx.x;
     int at = threadIdx.x;
@@ -42,7 +42,7 @@ extern "C" __global__ void embed(float *x, const Row *rows, const float *tokens,
     x[blockIdx.x * HIDDEN + at] = is_there ? tokens[row->token * HIDDEN + at] + positions[row->position * HIDDEN + at] : 0.0f;
 }
 
-// A warp for each row.
+// One warp per row.
 extern "C" __global__ void normalize(float *y, const float *x) {
     int lane = threadIdx.x;
     x += blockIdx.x * HIDDEN;
@@ -51,7 +51,7 @@ extern "C" __global__ void normalize(float *y, const float *x) {
     for (int at = lane; at < HIDDEN; at += LANES) y[at] = x[at] * scale;
 }
 
-// A warp for each output of each row: grid (outputs / 8, rows), 256 threads.
+// One warp per output of each row: grid (outputs / 8, rows), 256 threads.
 extern "C" __global__ void product(float *y, const float *x, const float *weights, int outputs, int inputs, int parts, int is_silu) {
     int lane = threadIdx.x % LANES, output = blockIdx.x * 8 + threadIdx.x / LANES, length = inputs / parts;
     x += (long long)blockIdx.y * inputs;
@@ -62,12 +62,12 @@ extern "C" __global__ void product(float *y, const float *x, const float *weight
     if (lane == 0) y[(long long)blockIdx.y * outputs + output] = sum;
 }
 
-// What a page has of a layer: keys of its positions, then values.
+// Returns the data of a layer in a page: the keys of its positions, then the values.
 __device__ float *in_page(const Row *row, int layer, int which, unsigned long long position) {
     return row->pages[position / PAGE] + ((layer * 2 + which) * PAGE + position % PAGE) * WIDTH;
 }
 
-// A block for each row, WIDTH threads: this rank's keys and values go to their page.
+// One block of WIDTH threads per row: stores this rank's keys and values in their page.
 extern "C" __global__ void keep(const float *qkv, const Row *rows, int layer) {
     const Row *row = rows + blockIdx.x;
     if (row->position == NO_POSITION) return;
@@ -75,7 +75,7 @@ extern "C" __global__ void keep(const float *qkv, const Row *rows, int layer) {
         in_page(row, layer, which, row->position)[threadIdx.x] = qkv[(blockIdx.x * 3 + 1 + which) * WIDTH + threadIdx.x];
 }
 
-// A warp for each head of each row: grid (heads, rows).
+// One warp per head of each row: grid (heads, rows).
 extern "C" __global__ void attention(float *found, const float *qkv, const Row *rows, int layer) {
     __shared__ float scores[POSITIONS];
     const Row *row = rows + blockIdx.y;
@@ -112,7 +112,7 @@ extern "C" __global__ void add(float *x, const float *more) {
     x[at] += more[at];
 }
 
-// A block of 256 threads for each row: the first of the largest scores.
+// One block of 256 threads per row: finds the first of the largest scores.
 extern "C" __global__ void largest(unsigned int *tokens, const float *scores) {
     __shared__ float values[256];
     __shared__ unsigned int places[256];

@@ -1,17 +1,17 @@
-//! An inference engine that embeds symmalloc: a transformer with a paged KV cache, requests that come and go, prompts on streams of
-//! their own beside a batch whose steps are CUDA graphs, and tensor parallelism over two GPUs through symmetric windows.
+//! An inference engine that embeds symmalloc: a transformer with a paged KV cache and continuous batching. Prompts run on separate streams
+//! next to a batch whose steps are CUDA graphs, with tensor parallelism over two GPUs through symmetric windows.
 //!
-//! | file | what is in it |
+//! | file | contents |
 //! |---|---|
-//! | `model.rs` | the model, whose weights come from a seed, and each rank's part of it |
-//! | `requests.rs` | requests: when they come, prompts, how long answers may be |
-//! | `memory.rs` | where device memory comes from: symmalloc, or cudarc's own allocator |
-//! | `forward.rs`, `kernels.cu` | a pass over some rows on the device |
+//! | `model.rs` | the model, whose weights are generated from a seed, and each rank's part of it |
+//! | `requests.rs` | requests: arrivals, prompts, maximum lengths of answers |
+//! | `memory.rs` | the source of device memory: symmalloc, or cudarc's own allocator |
+//! | `forward.rs`, `kernels.cu` | the forward pass on the device |
 //! | `serving.rs` | continuous batching |
 //! | `reference.rs` | the answers, computed on the host with the same arithmetic |
 //!
-//! Every token of every answer is compared with the reference, bit for bit, and the same engine serves the same requests on cudarc's
-//! allocator (`cuMemAllocAsync`) in turns.
+//! Every token of every answer is compared with the reference, bit for bit. For comparison, the same engine also serves the same requests
+//! on cudarc's allocator (`cuMemAllocAsync`), in alternation.
 //!
 //! ```sh
 //! cargo run --release -p symmalloc-nccl --example inference_engine -- --ranks 1
@@ -19,8 +19,8 @@
 //! torchrun --no-python --nproc-per-node 2 target/release/examples/inference_engine    # a process for each
 //! ```
 //!
-//! Ends with 0 when every token was right, and nothing was mapped and nothing registered after the warm-up, with 1 when not, and
-//! with 2 when it could not run.
+//! Exits with 0 if every token was correct and no memory was mapped or registered after the warm-up, with 1 otherwise, and with 2 if it
+//! could not run.
 
 mod forward;
 mod memory;
@@ -46,10 +46,10 @@ use symmalloc_cuda::{CudaAllocator, CudaDevice, PinnedAllocator};
 use symmalloc_nccl::{Communicator, Launch, LaunchError, Nccl, Registrar, Registration, UniqueId};
 
 const DEADLINE: Duration = Duration::from_secs(60);
-/// Memory for the weights and for pages of the largest batch, and for prompts: stated once, as engines do.
+/// Memory for the weights and for the pages of the largest batch, and for prompts: fixed in advance, as in other engines.
 const BATCH_BYTES: u64 = 128 * MIB;
 const PREFILL_BYTES: u64 = 8 * MIB;
-/// What ranks reduce, for each stream.
+/// Memory for reduced buffers, per stream.
 const REDUCED_BYTES: u64 = 2 * MIB;
 /// Requests that are served before anything is counted.
 const WARM_UP: usize = 40;
@@ -57,20 +57,20 @@ const MODEL_SEED: u64 = 1;
 
 type Failure = Box<dyn Error + Send + Sync>;
 
-/// What the command line asks for.
+/// Command-line options.
 #[derive(Clone, Debug)]
 pub(crate) struct Options {
-    /// One or two; `None`: two if there are so many devices, or as the launcher says.
+    /// One or two; `None`: two if there are two devices, or as set by the launcher.
     pub(crate) ranks: Option<u32>,
-    /// Requests to answer.
+    /// Number of requests.
     pub(crate) requests: usize,
-    /// Times that all of them are served by each allocator, in turns.
+    /// Number of times that each allocator serves all requests, in alternation.
     pub(crate) rounds: usize,
-    /// What requests are drawn from.
+    /// Seed of the requests.
     pub(crate) seed: u64,
-    /// No windows: for ranks that share a device.
+    /// Disables windows, for ranks that share a device.
     pub(crate) plain: bool,
-    /// A thread for each rank, also where a launcher's variables are set.
+    /// Runs one thread per rank, even if a launcher's variables are set.
     pub(crate) threads: bool,
 }
 
@@ -120,7 +120,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs this process's ranks: one when a launcher started it, else all of them, a thread each.
+/// Runs this process's ranks: one if a launcher started it, otherwise all of them, one thread each.
 pub(crate) fn run(options: &Options) -> Result<Vec<Report>, Failure> {
     Nccl::load()?;
     let devices = CudaDevice::count()? as u32;
@@ -169,7 +169,7 @@ fn check_ranks(ranks: u32) -> Result<(), Failure> {
     Err(format!("the model is for 1 or {} ranks, not for {ranks}", model::PARTS).into())
 }
 
-/// What all ranks of a process are given: the model, the requests and the right answers.
+/// The inputs of all ranks of a process: the model, the requests and the expected answers.
 struct Task {
     model: Model,
     requests: Vec<Request>,
@@ -185,7 +185,7 @@ impl Task {
     }
 }
 
-/// The program of a rank: both engines serve the same requests, in turns.
+/// Runs one rank: both engines serve the same requests, in alternation.
 fn rank(comm: &Communicator, options: &Options, task: &Task) -> Result<Report, Failure> {
     let device = comm.device();
     let mut streams = Vec::new();
@@ -199,7 +199,7 @@ fn rank(comm: &Communicator, options: &Options, task: &Task) -> Result<Report, F
     for (stream, size_bytes) in streams.iter().zip([BATCH_BYTES, PREFILL_BYTES, PREFILL_BYTES]) {
         let id = ours.private.register_stream(stream)?;
         ours.private.core().reserve(ours.private.pool(), id, size_bytes)?;
-        // The pool has a segment for each stream, born with its first buffer: so many windows, registered once.
+        // The pool has one segment per stream, created with its first buffer, so all windows are registered once.
         drop(ours.take_reduced(stream, 1)?);
     }
     let registrar = Registrar::builder(&ours.private).build()?;

@@ -1,4 +1,4 @@
-//! Where the engine's device memory comes from: symmalloc, or cudarc's own allocator to compare with.
+//! The source of the engine's device memory: symmalloc, or cudarc's own allocator for comparison.
 
 use super::Failure;
 use cudarc::driver::{CudaSlice, CudaStream, DevicePtr, DevicePtrMut, DeviceRepr, DeviceSlice, SyncOnDrop};
@@ -7,21 +7,21 @@ use symmalloc_cuda::{CudaAllocator, DeviceBuffer};
 
 /// An allocator of device memory.
 pub(crate) trait Memory {
-    /// So many elements, freed when dropped.
+    /// A number of elements, freed when dropped.
     type Buffer<T: DeviceRepr>: DevicePtr<T> + DevicePtrMut<T>;
 
-    /// Elements that are whatever was there before. The engine writes every element before it reads it.
+    /// Allocates uninitialized elements. The engine writes every element before it reads it.
     fn take<T: DeviceRepr>(&self, stream: &Arc<CudaStream>, len: usize) -> Result<Self::Buffer<T>, Failure>;
 
-    /// As `take`, of memory that all ranks reduce: it lies at the same place on each of them.
+    /// Like `take`, for memory that all ranks reduce: it lies at the same place on each rank.
     fn take_reduced(&self, stream: &Arc<CudaStream>, len: usize) -> Result<Self::Buffer<f32>, Failure>;
 }
 
 /// symmalloc's allocators.
 pub(crate) struct Symmalloc {
-    /// For what is this rank's business.
+    /// For memory that is private to this rank.
     pub(crate) private: CudaAllocator,
-    /// Of a symmetric pool, all of it one window.
+    /// For memory of a symmetric pool that is a single window.
     pub(crate) symmetric: CudaAllocator,
 }
 
@@ -55,11 +55,11 @@ impl Memory for Cudarc {
     }
 }
 
-/// Part of a buffer by its address, for work in its stream's order: also while the stream is captured, when no event may be recorded.
+/// A part of a buffer by its address, for work in stream order, including captures, during which no event may be recorded.
 pub(crate) struct Span<'a> {
-    /// Its first element.
+    /// Address of its first element.
     pub(crate) address: u64,
-    /// Elements.
+    /// Number of elements.
     pub(crate) len: usize,
     /// The stream that uses it.
     pub(crate) stream: &'a Arc<CudaStream>,

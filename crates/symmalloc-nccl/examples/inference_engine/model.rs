@@ -1,34 +1,34 @@
-//! The model: a small transformer whose weights come from a seed, and how ranks share it.
+//! The model: a small transformer with weights generated from a seed, and its partition over ranks.
 //!
-//! Each rank has some of the heads and some of the inner units (tensor parallelism). Two products per layer end in sums over all
-//! of them: `PARTS` partial sums, which one rank adds itself and two ranks add in an all-reduce. So the bits are the same on one
+//! Each rank has some of the heads and some of the inner units (tensor parallelism). Two products per layer end in sums over all of them:
+//! `PARTS` partial sums, which one rank adds itself and two ranks add in an all-reduce. The results are therefore bitwise equal on one
 //! rank and on two.
 
-/// Numbers that stand for a token between layers.
+/// Size of a hidden state.
 pub(crate) const HIDDEN: usize = 256;
-/// Attention heads of all ranks.
+/// Number of attention heads over all ranks.
 pub(crate) const HEADS: usize = 4;
-/// Numbers of a head.
+/// Size of a head.
 pub(crate) const HEAD: usize = HIDDEN / HEADS;
-/// Units between the two products behind the attention.
+/// Number of units between the two products after the attention.
 pub(crate) const INNER: usize = 1024;
-/// Layers.
+/// Number of layers.
 pub(crate) const LAYERS: usize = 4;
-/// Different tokens.
+/// Number of distinct tokens.
 pub(crate) const VOCABULARY: usize = 1024;
-/// The most tokens of a request, prompt and answer together.
+/// Maximum number of tokens of a request, prompt and answer together.
 pub(crate) const POSITIONS: usize = 256;
-/// Partial sums of a product over what ranks share.
+/// Number of partial sums of a product over units that ranks share.
 pub(crate) const PARTS: usize = 2;
 /// The token that ends an answer.
 pub(crate) const END: u32 = 0;
-/// Keeps the root of a mean above zero.
+/// Keeps the root of a mean positive.
 pub(crate) const EPSILON: f32 = 1e-5;
 
 /// A matrix with a row of weights for each output.
 #[derive(Clone)]
 pub(crate) struct Matrix {
-    /// Weights of an output.
+    /// Number of weights per output.
     pub(crate) inputs: usize,
     /// Row by row.
     pub(crate) weights: Vec<f32>,
@@ -40,23 +40,23 @@ impl Matrix {
         Matrix { inputs, weights: (0..outputs * inputs).map(|_| scale * random.unit()).collect() }
     }
 
-    /// How many outputs it has.
+    /// Returns the number of outputs.
     pub(crate) fn outputs(&self) -> usize {
         self.weights.len() / self.inputs
     }
 
-    /// The weights of each output.
+    /// Returns the weights of each output.
     pub(crate) fn rows(&self) -> impl Iterator<Item = &[f32]> {
         self.weights.chunks_exact(self.inputs)
     }
 
-    /// One of `count` equal groups of outputs.
+    /// Returns one of `count` equal groups of outputs.
     fn outputs_of(&self, part: usize, count: usize) -> Vec<f32> {
         let length = self.weights.len() / count;
         self.weights[part * length..][..length].to_vec()
     }
 
-    /// One of `count` equal groups of inputs.
+    /// Returns one of `count` equal groups of inputs.
     fn inputs_of(&self, part: usize, count: usize) -> Matrix {
         let inputs = self.inputs / count;
         let weights = self.rows().flat_map(|row| &row[part * inputs..][..inputs]).copied().collect();
@@ -67,31 +67,31 @@ impl Matrix {
 /// One layer, or a rank's part of it.
 #[derive(Clone)]
 pub(crate) struct Layer {
-    /// Queries, keys and values, one behind the other.
+    /// Queries, keys and values, concatenated.
     pub(crate) qkv: Matrix,
-    /// What the heads found, back to `HIDDEN` numbers.
+    /// Projection of the heads' outputs to `HIDDEN` numbers.
     pub(crate) out: Matrix,
-    /// To the inner units.
+    /// Projection to the inner units.
     pub(crate) up: Matrix,
-    /// And back.
+    /// Projection back to `HIDDEN` numbers.
     pub(crate) down: Matrix,
 }
 
 /// The whole model, or a rank's part of it.
 #[derive(Clone)]
 pub(crate) struct Model {
-    /// What stands for a token.
+    /// Token embeddings.
     pub(crate) tokens: Matrix,
-    /// What is added for its position.
+    /// Position embeddings.
     pub(crate) positions: Matrix,
-    /// In order.
+    /// In order of execution.
     pub(crate) layers: Vec<Layer>,
-    /// A score for each token of the vocabulary.
+    /// Projection to a score for each token of the vocabulary.
     pub(crate) head: Matrix,
 }
 
 impl Model {
-    /// The model of a seed.
+    /// Generates the model of a seed.
     pub(crate) fn new(seed: u64) -> Self {
         let random = &mut Random(seed);
         let layer = |random: &mut Random| Layer {
@@ -108,7 +108,7 @@ impl Model {
         }
     }
 
-    /// A rank's part: its heads and its inner units. Embeddings and scores are on every rank.
+    /// Returns a rank's part: its heads and its inner units. Embeddings and scores are on every rank.
     pub(crate) fn part(&self, rank: usize, ranks: usize) -> Model {
         let layer = |layer: &Layer| {
             let [queries, keys, values] = [0, 1, 2].map(|which| {
@@ -126,11 +126,11 @@ impl Model {
     }
 }
 
-/// Numbers that look random and are the same everywhere (SplitMix64).
+/// A pseudorandom generator with the same sequence on every machine (SplitMix64).
 pub(crate) struct Random(pub u64);
 
 impl Random {
-    /// The next number.
+    /// Returns the next number.
     pub(crate) fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mixed = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -138,12 +138,12 @@ impl Random {
         mixed ^ (mixed >> 31)
     }
 
-    /// One of the numbers from `low` up to but not including `high`.
+    /// Returns a number from `low` up to but not including `high`.
     pub(crate) fn between(&mut self, low: usize, high: usize) -> usize {
         low + (self.next() % (high - low) as u64) as usize
     }
 
-    /// From -1 up to 1.
+    /// Returns a number from -1 up to 1.
     fn unit(&mut self) -> f32 {
         (self.next() >> 40) as f32 / (1 << 23) as f32 - 1.0
     }

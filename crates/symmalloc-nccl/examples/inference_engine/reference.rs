@@ -1,5 +1,5 @@
-//! The answers, computed on the host with the arithmetic of `kernels.cu`: the same operations in the same order, each rounded once.
-//! So a token that differs is an error, never a matter of rounding.
+//! Reference answers, computed on the host with the arithmetic of `kernels.cu`: the same operations in the same order, each rounded once.
+//! A token that differs is therefore an error, never a rounding effect.
 
 use super::model::{END, EPSILON, HEAD, HEADS, HIDDEN, Layer, Matrix, Model, PARTS};
 use super::requests::Request;
@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// Threads of a warp: each adds every 32nd product.
 const LANES: usize = 32;
 
-/// The tokens that each request must be answered with, on all processors.
+/// Returns the expected answer of each request, computed on all processors.
 pub(crate) fn answers(model: &Model, requests: &[Request]) -> Vec<Vec<u32>> {
     let next = AtomicUsize::new(0);
     let work = || {
@@ -102,7 +102,7 @@ fn add(x: &mut [f32], more: &[f32]) {
     x.iter_mut().zip(more).for_each(|(x, more)| *x += more);
 }
 
-/// As a warp adds: each lane its products, then lanes in pairs.
+/// Adds in the order of a warp: each lane adds its products, then the lanes are added in pairs.
 fn dot(a: &[f32], b: &[f32]) -> f32 {
     let mut lanes = [0.0_f32; LANES];
     for (a, b) in a.chunks_exact(LANES).zip(b.chunks_exact(LANES)) {
@@ -116,7 +116,7 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
     lanes[0]
 }
 
-/// Sums over so many equal parts of the inputs, and these added in order.
+/// Computes sums over equal parts of the inputs, and adds these in order.
 fn product(matrix: &Matrix, x: &[f32], parts: usize) -> Vec<f32> {
     let length = matrix.inputs / parts;
     let sum = |weights: &[f32]| {
@@ -135,13 +135,13 @@ fn silu(x: f32) -> f32 {
     x / (1.0 + exponential(-x))
 }
 
-/// The first of the largest.
+/// Returns the first of the largest scores.
 fn largest(scores: &[f32]) -> u32 {
     let first = (0..scores.len()).reduce(|best, at| if scores[at] > scores[best] { at } else { best });
     first.expect("there is a vocabulary") as u32
 }
 
-/// Close to `exp`, of operations that host and device round alike.
+/// Approximates `exp` with operations that host and device round identically.
 fn exponential(x: f32) -> f32 {
     let x = x.clamp(-80.0, 80.0);
     let whole = (x * std::f32::consts::LOG2_E).round_ties_even();

@@ -1,34 +1,34 @@
-//! What a rank saw, as lines of a table.
+//! A rank's results, as lines of a table.
 
 use std::fmt;
 use symmalloc_core::Digest;
 use symmalloc_cuda::CudaAllocator;
 use symmalloc_nccl::{Communicator, Registrar};
 
-/// One time that all requests were served.
+/// One round in which all requests were served.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Run {
-    /// From the first request to the last token.
+    /// Time from the first request to the last token, in seconds.
     pub(crate) seconds: f64,
-    /// Tokens that the reference has not, or has and are missing.
+    /// Tokens that differ from the reference, including extra and missing ones.
     pub(crate) wrong_tokens: usize,
-    /// Launches of graphs.
+    /// Number of graph launches.
     pub(crate) launches: u64,
-    /// The most requests that were answered at once.
+    /// Maximum number of concurrent requests.
     pub(crate) most_at_once: usize,
 }
 
-/// What must not grow while requests are served.
+/// Counts that must not grow while requests are served.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Holdings {
-    /// Calls of the driver that reserve, map, unmap or release memory.
+    /// Driver calls that reserve, map, unmap or release memory.
     pub(crate) memory_calls: u64,
-    /// Registrations with NCCL, and ends of them.
+    /// Registrations and deregistrations with NCCL.
     pub(crate) registrations: u64,
 }
 
 impl Holdings {
-    /// Of an allocator and its registrar.
+    /// Returns the counts of an allocator and its registrar.
     pub(crate) fn now(allocator: &CudaAllocator, registrar: &Registrar) -> Self {
         let (calls, stats) = (allocator.device_calls(), registrar.stats());
         Holdings {
@@ -37,7 +37,7 @@ impl Holdings {
         }
     }
 
-    /// What came since then.
+    /// Returns the growth since `before`.
     pub(crate) fn since(self, before: Holdings) -> Self {
         Holdings {
             memory_calls: self.memory_calls - before.memory_calls,
@@ -46,25 +46,25 @@ impl Holdings {
     }
 }
 
-/// What a rank saw.
+/// A rank's results.
 #[derive(Clone, Debug)]
 pub(crate) struct Report {
     rank: u32,
     ranks: u32,
-    /// Tokens of the answers.
+    /// Total tokens of the answers.
     tokens: usize,
     /// Rounds of the engine on symmalloc.
     pub(crate) symmalloc: Vec<Run>,
     /// Rounds of the same engine on cudarc's own allocator.
     pub(crate) cudarc: Vec<Run>,
-    /// What grew after the warm-up.
+    /// Growth after the warm-up.
     pub(crate) grown: Holdings,
-    /// Of the ops of this rank's private pool: equal on all ranks.
+    /// Digest of the ops of this rank's private pool: equal on all ranks.
     pub(crate) digest: Option<Digest>,
 }
 
 impl Report {
-    /// Without rounds.
+    /// Creates a report without rounds.
     pub(crate) fn new(comm: &Communicator, tokens: usize) -> Self {
         Report {
             rank: comm.rank(),
@@ -77,7 +77,7 @@ impl Report {
         }
     }
 
-    /// Whether every token was right, and nothing grew after the warm-up.
+    /// Returns `true` if every token was correct and nothing grew after the warm-up.
     pub(crate) fn is_right(&self) -> bool {
         let mut runs = self.symmalloc.iter().chain(&self.cudarc);
         runs.all(|run| run.wrong_tokens == 0) && self.grown == Holdings::default()

@@ -1,20 +1,20 @@
-//! Requests that come while others are answered.
+//! Requests that arrive while others are being answered.
 
 use super::model::{POSITIONS, Random, VOCABULARY};
 
 /// One request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Request {
-    /// The decoding step at which it comes.
+    /// The decoding step at which it arrives.
     pub(crate) arrival: u64,
-    /// At least one token.
+    /// The prompt, of at least one token.
     pub(crate) prompt: Vec<u32>,
-    /// The answer ends here, if the model does not end it before.
+    /// Maximum number of tokens of the answer.
     pub(crate) answer_max: usize,
 }
 
 impl Request {
-    /// So many requests, in order of arrival: short and long ones, in bursts and lulls.
+    /// Generates `count` requests in order of arrival: short and long ones, in bursts and lulls.
     pub(crate) fn generate(seed: u64, count: usize) -> Vec<Request> {
         let random = &mut Random(seed);
         let mut arrival = 0;

@@ -1,4 +1,4 @@
-//! Continuous batching: requests join the batch when they come and leave it when they are answered.
+//! Continuous batching: requests join the batch when they arrive and leave it when they are answered.
 //!
 //! ```text
 //!  step            7                   8                   9
@@ -6,8 +6,8 @@
 //!                  │ requests          │ (they join)       │
 //!  decode stream   │ graph of 16 rows  │ graph of 32 rows  │ ...
 //! ```
-//! Who joins when depends on the requests alone and never on which stream is faster: a prompt that begins in a step is in the
-//! batch of the next one. So every rank makes the same calls, and takes the same memory at the same places.
+//! The order in which requests join depends only on the requests and never on the speed of a stream: a prompt that begins in a step is in
+//! the batch of the next one. Every rank therefore makes the same calls, and allocates the same memory at the same places.
 
 use super::Failure;
 use super::forward::{DeviceModel, NO_POSITION, PAGE, PAGES, Row, Workspace};
@@ -20,26 +20,26 @@ use std::sync::Arc;
 use symmalloc_cuda::{PinnedAllocator, PinnedBuffer};
 use symmalloc_nccl::Communicator;
 
-/// The most requests that are answered at once.
+/// Maximum number of concurrent requests.
 pub(crate) const BATCH_MAX: usize = 32;
-/// Prompts that begin in one step, each on a stream of its own.
+/// Maximum number of prompts that begin in one step, each on a separate stream.
 pub(crate) const PREFILLS_MAX: usize = 2;
-/// Rows of the captured graphs: a batch takes the first that is large enough.
+/// Row counts of the captured graphs: a batch uses the first one that is large enough.
 const BUCKETS: [usize; 6] = [1, 2, 4, 8, 16, BATCH_MAX];
 
-/// A request that is in the batch, or will be in the next step.
+/// A request in the batch, or in the batch of the next step.
 struct Sequence<M: Memory> {
     number: usize,
-    /// Tokens whose keys and values are kept.
+    /// Tokens with stored keys and values.
     kept: usize,
     answer: Vec<u32>,
     pages: Vec<M::Buffer<f32>>,
-    /// What the kernels read of it.
+    /// The row that the kernels read.
     row: Row,
 }
 
 impl<M: Memory> Sequence<M> {
-    /// Takes pages for one more token, or for a prompt.
+    /// Allocates pages for `tokens` more tokens.
     fn make_room(
         &mut self,
         memory: &M,
@@ -60,7 +60,7 @@ impl<M: Memory> Sequence<M> {
     }
 }
 
-/// A prompt on its way, with what it is worked on in.
+/// A prompt in progress, with its buffers.
 struct Prefill<M: Memory> {
     sequence: Sequence<M>,
     _rows: M::Buffer<u64>,
@@ -68,14 +68,14 @@ struct Prefill<M: Memory> {
     _work: Workspace<M>,
 }
 
-/// Where prompts are worked on.
+/// The stream and host buffers of a prompt.
 struct Lane {
     stream: Arc<CudaStream>,
     rows: PinnedBuffer<u64>,
     token: PinnedBuffer<u32>,
 }
 
-/// What the batch is worked on with. The graphs remember these addresses.
+/// The resources of the batch. The graphs contain their addresses.
 struct Decoder<M: Memory> {
     stream: Arc<CudaStream>,
     graphs: Vec<(usize, CudaGraph)>,
@@ -86,18 +86,18 @@ struct Decoder<M: Memory> {
     _work: Workspace<M>,
 }
 
-/// What serving came to.
+/// The results of serving.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Served {
-    /// By request.
+    /// Indexed by request.
     pub(crate) answers: Vec<Vec<u32>>,
-    /// Decoding steps, each a launch of a graph.
+    /// Decoding steps, each of which launches a graph.
     pub(crate) launches: u64,
-    /// The most requests that were answered at once.
+    /// Maximum number of concurrent requests.
     pub(crate) most_at_once: usize,
 }
 
-/// An engine of one rank.
+/// The engine of one rank.
 pub(crate) struct Engine<'a, M: Memory> {
     memory: &'a M,
     comm: &'a Communicator,
@@ -107,7 +107,7 @@ pub(crate) struct Engine<'a, M: Memory> {
 }
 
 impl<'a, M: Memory> Engine<'a, M> {
-    /// Copies the model and captures a graph for each size of a batch. `streams`: one for the batch, then those for prompts.
+    /// Copies the model and captures a graph for each batch size. `streams` contains one for the batch, then those for prompts.
     pub(crate) fn new(
         memory: &'a M,
         pinned: &PinnedAllocator,
@@ -130,10 +130,10 @@ impl<'a, M: Memory> Engine<'a, M> {
         stream.memcpy_htod(&rows, &mut device_rows)?;
         let work = Workspace::new(memory, stream, BATCH_MAX)?;
         let (at_rows, at_tokens) = (device_rows.device_ptr_mut(stream).0, device_tokens.device_ptr_mut(stream).0);
-        // Once as it is: whatever is made at a first launch or a first collective is made outside of the captures.
+        // Run once eagerly, so that all one-time setup of launches and collectives happens outside of the captures.
         model.forward(stream, &work, (at_rows, BATCH_MAX), 0, at_tokens)?;
         comm.synchronize(stream)?;
-        // Meanwhile the allocator asks which streams are captured before it records an event on one.
+        // During captures the allocator checks whether a stream is captured before it records an event on it.
         let _captures = comm.device().watch_captures();
         let mut graphs = Vec::new();
         for count in BUCKETS {
@@ -174,7 +174,7 @@ impl<'a, M: Memory> Engine<'a, M> {
             for at in (0..batch.len()).rev() {
                 let number = batch[at].number;
                 if batch[at].is_answered(&requests[number]) {
-                    // Its pages are free for whoever comes next.
+                    // Its pages are free for later requests.
                     served.answers[number] = batch.swap_remove(at).answer;
                 }
             }
@@ -199,7 +199,7 @@ impl<'a, M: Memory> Engine<'a, M> {
         let work = Workspace::new(memory, &lane.stream, prompt.len())?;
         lane.stream.memcpy_htod(&lane.rows, &mut rows)?;
         let (at_rows, at_token) = (rows.device_ptr_mut(&lane.stream).0, token.device_ptr_mut(&lane.stream).0);
-        // The pages belong to the batch's stream: as long as these live, their use by this one is noted.
+        // The pages belong to the batch's stream. While these guards live, their use on this stream is recorded.
         let uses: Vec<_> = sequence.pages.iter_mut().map(|page| page.device_ptr_mut(&lane.stream)).collect();
         self.model.forward(&lane.stream, &work, (at_rows, prompt.len()), prompt.len() - 1, at_token)?;
         drop(uses);
@@ -208,18 +208,18 @@ impl<'a, M: Memory> Engine<'a, M> {
         Ok(Prefill { sequence, _rows: rows, _token: token, _work: work })
     }
 
-    /// A prompt is done: its request joins the batch with the first token of its answer.
+    /// Completes a prompt: its request joins the batch with the first token of its answer.
     fn join(&mut self, lane: usize, prefill: Prefill<M>) -> Result<Sequence<M>, Failure> {
         let lane = &self.lanes[lane];
         self.comm.synchronize(&lane.stream)?;
         let mut sequence = prefill.sequence;
         sequence.answer.push(lane.token.as_slice()?[0]);
-        // The batch's stream waits for what was written.
+        // The batch's stream waits for these writes.
         sequence.pages.iter_mut().for_each(|page| drop(page.device_ptr_mut(&self.decoder.stream)));
         Ok(sequence)
     }
 
-    /// One more token for each request of the batch.
+    /// Generates one more token for each request of the batch.
     fn decode(&mut self, batch: &mut [Sequence<M>]) -> Result<(), Failure> {
         let decoder = &mut self.decoder;
         let mut rows = decoder.rows.as_mut_slice()?.chunks_exact_mut(2 + PAGES);

@@ -1,4 +1,4 @@
-//! Mixture of experts: tokens go to their experts with an all-to-all-v, and come back with another one.
+//! Mixture of experts: an all-to-all-v sends tokens to their experts, and a second one returns them.
 //!
 //! ```text
 //!  tokens of a rank, by expert      rows of a rank's experts           tokens again
@@ -7,18 +7,18 @@
 //!                                                ▼
 //!                                    2 · element + expert, on the host: nothing to compile
 //! ```
-//! A seeded router gives the experts loads that change every few steps: even ones, a favourite, a rank with nothing to do, a
-//! rank with everything. Whenever they change, and only then, the splits are exchanged. Every rank takes buffers for the most
-//! rows that any rank receives, so all ranks ask their symmetric pool for the same sizes and all buffers lie at the same
-//! places, in one window. Every row is checked, after the dispatch and after the combination.
+//! A seeded router gives the experts loads that change every few steps: even loads, a favorite expert, an idle rank, and a rank that
+//! receives everything. The splits are exchanged only when the loads change. Every rank allocates buffers for the maximum number of rows
+//! that any rank receives, so all ranks request the same sizes from their symmetric pool and all buffers lie at the same places, in one
+//! window. Every row is checked after the dispatch and after the combination.
 //!
 //! ```sh
 //! cargo run --release -p symmalloc-nccl --example moe_dispatch                # a thread for each GPU
 //! torchrun --no-python --nproc-per-node 2 target/release/examples/moe_dispatch -- --steps 200   # a process for each
 //! ```
 //!
-//! Ends with 0 when every row was right and nothing was registered and nothing grew after the warm-up, with 1 when not, and
-//! with 2 when it could not run.
+//! Exits with 0 if every row was correct and nothing was registered or grew after the warm-up, with 1 otherwise, and with 2 if it could
+//! not run.
 
 mod report;
 mod router;
@@ -39,31 +39,31 @@ use symmalloc_nccl::{
 };
 
 const DEADLINE: Duration = Duration::from_secs(60);
-/// What rounding may take of the pool.
+/// Spare memory of the pool for rounding.
 const SPARE_BYTES: u64 = 2 << 20;
 /// Steps with one set of splits.
 const STEPS_PER_LOAD: u64 = 3;
-/// Steps before anything is counted: every load pattern comes once.
+/// Steps before anything is counted: every load pattern occurs once.
 const WARM_UP_STEPS: u64 = 4 * STEPS_PER_LOAD;
 
 type Failure = Box<dyn Error + Send + Sync>;
 
-/// What the command line asks for.
+/// Command-line options.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Number of ranks; `None`: as many as there are devices, or as the launcher says.
+    /// Number of ranks; `None`: the number of devices, or as set by the launcher.
     pub ranks: Option<u32>,
     /// Steps after the warm-up.
     pub steps: u64,
-    /// Tokens of a rank.
+    /// Tokens per rank.
     pub tokens: usize,
-    /// Elements of a token.
+    /// Elements per token.
     pub hidden: usize,
-    /// Experts of a rank.
+    /// Experts per rank.
     pub experts: usize,
-    /// What the router draws from.
+    /// Seed of the router.
     pub seed: u64,
-    /// A thread for each rank, also where a launcher's variables are set.
+    /// Runs one thread per rank, even if a launcher's variables are set.
     pub threads: bool,
 }
 
@@ -114,7 +114,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Runs this process's ranks: one when a launcher started it, else all of them, a thread each.
+/// Runs this process's ranks: one if a launcher started it, otherwise all of them, one thread each.
 pub fn run(options: &Options) -> Result<Vec<Report>, Failure> {
     Nccl::load()?;
     let devices = CudaDevice::count()? as u32;
@@ -166,11 +166,11 @@ struct Rank {
     hidden: usize,
 }
 
-/// What a load lasts for.
+/// The state of one load pattern.
 struct Load {
     routing: Routing,
     splits: Splits,
-    /// (source, token, expert) of every row that comes.
+    /// (source, token, expert) of every received row.
     received: Vec<(usize, usize, usize)>,
 }
 
@@ -182,7 +182,7 @@ impl Rank {
         let allocator = CudaAllocator::new(comm.device(), Config::default())?;
         let stream = comm.device().context().new_stream()?;
         allocator.register_stream(&stream)?;
-        // Tokens and results, twice the most rows that one rank can get, and the row of `start_together`, each rounded up.
+        // Tokens and results, twice the maximum number of rows of one rank, and the row of `start_together`, each rounded up.
         let rows_max = 2 * (tokens + router.rows_max()) + 1;
         let capacity_bytes =
             ((rows_max * hidden * size_of::<f32>()) as u64 + SPARE_BYTES).next_multiple_of(SPARE_BYTES);
@@ -195,7 +195,7 @@ impl Rank {
     }
 
     fn run(self, options: &Options) -> Result<Report, Failure> {
-        // The pool's one segment is born with its first buffer, and registered once.
+        // The pool's only segment is created with its first buffer, and registered once.
         drop(self.rows(1)?);
         self.registrar.sync(&[&self.comm])?;
         let mut report = Report::new(&self.comm);
@@ -223,14 +223,14 @@ impl Rank {
         Ok(report)
     }
 
-    /// The next load: routes this rank's tokens and tells all ranks how many each gets.
+    /// Starts the next load: routes this rank's tokens and exchanges the splits.
     fn load(&self, load: u64, times: &mut Times) -> Result<Load, Failure> {
         let routing = self.router.route(load, self.rank);
         let begun = self.start_together()?;
         let splits = self.all_to_all.exchange_splits(&routing.rows)?;
         times.exchange += begun.elapsed();
         times.exchanges += 1;
-        // What the others send, as their routers say: to check what comes.
+        // The rows of other ranks, computed with their routers, to check the received ones.
         let mine = |(expert, _): &(usize, usize)| expert / self.router.experts_per_rank == self.rank;
         let received = (0..self.router.ranks).flat_map(|source| {
             let theirs = self.router.route(load, source).order;
@@ -239,7 +239,7 @@ impl Rank {
         Ok(Load { received: received.collect(), routing, splits })
     }
 
-    /// Dispatches the tokens, has the experts work, and combines. Returns how many rows were wrong on their way.
+    /// Dispatches the tokens, runs the experts, and combines. Returns the number of rows that were wrong after a transfer.
     fn step(&self, step: u64, load: &Load, times: &mut Times) -> Result<u64, Failure> {
         let hidden = self.hidden;
         let tokens: Vec<f32> = load
@@ -251,7 +251,7 @@ impl Rank {
         let mut input = self.rows(self.router.tokens_per_rank)?;
         self.stream.memcpy_htod(&tokens, &mut input)?;
 
-        // As many rows on every rank as any of them needs: the ranks' allocations stay the same.
+        // The same number of rows on every rank, so that the ranks' allocations stay equal.
         let rows_max = load.splits.output_rows_max().expect("the splits were exchanged") as usize;
         let mut received = self.rows(rows_max)?;
         let begun = self.start_together()?;
@@ -274,7 +274,7 @@ impl Rank {
         let back = load.splits.reversed();
         let begun = self.start_together()?;
         self.all_to_all.run(&self.stream, &processed, &mut combined, hidden, &back)?;
-        // They may go at once: the memory is not used again before the stream is past the call.
+        // They may be dropped immediately: the memory is not reused before the stream has completed the call.
         drop((input, received, processed));
         self.comm.synchronize(&self.stream)?;
         times.combine += begun.elapsed();
@@ -288,8 +288,8 @@ impl Rank {
         Ok(wrong_rows)
     }
 
-    /// Waits for this rank's work and for the other ranks, which check other numbers of rows and are done sooner or later:
-    /// what is timed from here on is the call and not the wait for them.
+    /// Waits for this rank's work and for the other ranks, which finish checking their rows at different times, so that the time measured
+    /// from here on is that of the call.
     fn start_together(&self) -> Result<Instant, Failure> {
         let mut word = self.rows(1)?;
         self.comm.all_reduce_in_place(&mut word, ReduceOp::Max, &self.stream)?;

@@ -1,4 +1,4 @@
-//! What a rank saw, as a line of a table.
+//! A rank's results, as a line of a table.
 
 use super::WARM_UP_STEPS;
 use std::fmt;
@@ -6,7 +6,7 @@ use std::time::Duration;
 use symmalloc_cuda::DriverError;
 use symmalloc_nccl::{Communicator, Registrar, Splits};
 
-/// How long the parts of a step took.
+/// Durations of the parts of all steps.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Times {
     pub(crate) exchanges: u64,
@@ -15,7 +15,7 @@ pub(crate) struct Times {
     pub(crate) combine: Duration,
 }
 
-/// What a rank holds, as far as it may grow.
+/// Resources of a rank that must not grow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Holdings {
     registrations: u64,
@@ -27,7 +27,7 @@ pub(crate) struct Holdings {
 }
 
 impl Holdings {
-    /// Of a rank's device and registrar, and of this process.
+    /// Returns the resources of a rank's device and registrar, and of this process.
     pub(crate) fn now(comm: &Communicator, registrar: &Registrar) -> Result<Self, DriverError> {
         let stats = registrar.stats();
         Ok(Holdings {
@@ -38,7 +38,7 @@ impl Holdings {
         })
     }
 
-    /// What came since then.
+    /// Returns the growth since `before`.
     pub(crate) fn since(self, before: Holdings) -> Growth {
         Growth {
             registrations: self.registrations - before.registrations,
@@ -49,19 +49,19 @@ impl Holdings {
     }
 }
 
-/// Open files of this process, but for the folder in which another rank's thread is looking as well.
+/// Returns the number of open files of this process, except directories under `/proc` that another rank's thread may be reading.
 fn open_files() -> u64 {
     let files = std::fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
     files.filter_map(|file| std::fs::read_link(file.path()).ok()).filter(|to| !to.starts_with("/proc")).count() as u64
 }
 
-/// Bytes of this process that are in RAM.
+/// Returns the resident memory of this process in bytes.
 pub(crate) fn resident_bytes() -> i64 {
     let statm = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
     statm.split_whitespace().nth(1).and_then(|pages| pages.parse::<i64>().ok()).map_or(0, |pages| pages * 4096)
 }
 
-/// What came after the warm-up: nothing should.
+/// Growth after the warm-up, expected to be zero.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Growth {
     registrations: u64,
@@ -70,7 +70,7 @@ pub(crate) struct Growth {
     files: i64,
 }
 
-/// What a rank saw after the warm-up.
+/// A rank's results after the warm-up.
 #[derive(Clone, Debug)]
 pub struct Report {
     rank: u32,
@@ -82,11 +82,12 @@ pub struct Report {
     fewest_rows: u64,
     most_rows: u64,
     bytes: u64,
-    /// Rows that were not what they must be, at any step.
+    /// Rows that were wrong, at any step.
     pub wrong_rows: u64,
     pub(crate) times: Times,
     pub(crate) grown: Growth,
-    /// What the process has more in RAM. Shown and not judged: the host's allocator keeps what this program frees.
+    /// Growth of the process's resident memory in bytes. Reported but not checked: the host's allocator keeps memory that this program
+    /// frees.
     pub(crate) resident_bytes: i64,
 }
 
@@ -116,17 +117,17 @@ impl Report {
         self.rows_received += received;
         self.fewest_rows = self.fewest_rows.min(received);
         self.most_rows = self.most_rows.max(received);
-        // There and back.
+        // Sent in both directions.
         self.bytes += 2 * splits.input().total() * (hidden * size_of::<f32>()) as u64;
     }
 
-    /// Whether every row was right, and nothing was registered and nothing grew after the warm-up.
+    /// Returns `true` if every row was correct and nothing was registered or grew after the warm-up.
     pub fn is_right(&self) -> bool {
         self.wrong_rows == 0 && self.grown == Growth::default()
     }
 }
 
-/// The table's head: what a rank did, how long it took, what there is more of after the warm-up, and what was wrong.
+/// The table's head: the work of a rank, durations, growth after the warm-up, and wrong rows.
 const HEAD: [[&str; COLUMNS]; 2] = [
     [
         "",
@@ -173,7 +174,7 @@ pub struct Table<'a>(pub &'a [Report]);
 
 impl fmt::Display for Table<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // Of the ranks of other processes, rank 0 writes the head.
+        // With one rank per process, only rank 0 writes the head.
         if let Some(first) = self.0.first().filter(|report| report.rank == 0) {
             writeln!(f, "{} ranks, {}; after {WARM_UP_STEPS} steps of warm-up:", first.ranks, first.library)?;
             HEAD.into_iter().try_for_each(|cells| writeln!(f, "{}", line(&cells)))?;

@@ -1,5 +1,5 @@
-//! Two small models that take turns on one GPU, of which only one has device memory: weights are kept on the host, the KV cache is
-//! dropped, and graphs with all-reduces in windows are captured once. After each turn every number of every answer is checked.
+//! Two small models take turns on one GPU, of which only one has device memory at a time: weights are kept on the host, the KV cache is
+//! dropped, and graphs with all-reduces in windows are captured once. Every turn checks every number of every answer.
 //!
 //! ```sh
 //! cargo run --release -p symmalloc-nccl --example take_turns -- 50 32     # turns, MiB of each model's weights
@@ -16,7 +16,7 @@ use symmalloc_cuda::CudaDevice;
 use symmalloc_nccl::{Communicator, Launch, LaunchError, Registrar, UniqueId};
 
 const DEADLINE: Duration = Duration::from_secs(60);
-/// Tokens of each answer.
+/// Tokens per answer.
 const TOKENS: usize = 32;
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -41,7 +41,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let mut models = Vec::new();
     for seed in [3, 5] {
         let mut model = Model::load(&allocator, &registrar, &world, size, (seed, Passes::Captured))?;
-        model.sleep()?; // so that the other one finds room
+        model.sleep()?; // makes room for the other model
         models.push(model);
     }
     let (mut asleep, mut awake) = (Duration::ZERO, Duration::ZERO);
@@ -57,7 +57,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         asleep += begun.elapsed();
     }
     let left_bytes = device.memory_info()?.free_bytes;
-    assert!(left_bytes >= free_bytes, "{} bytes are not back after {turns} turns", free_bytes - left_bytes);
+    assert!(left_bytes >= free_bytes, "{} bytes were not released after {turns} turns", free_bytes - left_bytes);
     if world.rank() == 0 {
         let each = |sum: Duration| sum / turns.max(1) as u32;
         println!(

@@ -1,11 +1,11 @@
-//! A model without kernels, so that it runs on the stubs as well: all that it computes are sums over the ranks.
+//! A model without kernels, so that it also runs on the stubs: it only computes sums over the ranks.
 //!
 //! ```text
 //!  token ─► embedding ─► all-reduce ─┐            a layer: the rank's weights are copied into the window and reduced
 //!  weights of layer n ─► all-reduce ─┴─► cache[token]   ─► next token, out of the sums
 //! ```
-//! A rank that reads another rank's stale window, weights that did not come back, or a graph whose addresses are no longer what they were
-//! give other numbers, which [`Model::answer`] compares with those of the host.
+//! If a rank reads another rank's stale window, weights are not restored, or a graph's addresses are no longer valid, the results differ
+//! from those of the host, with which [`Model::answer`] compares them.
 
 use cudarc::driver::CudaStream;
 use std::error::Error;
@@ -18,55 +18,55 @@ use symmalloc_nccl::{Communicator, ReduceOp, Registrar, Registration};
 type Failure = Box<dyn Error>;
 
 const LAYERS: usize = 4;
-/// Tokens that there are.
+/// Number of distinct tokens.
 const VOCABULARY: u32 = 1000;
 const MIB: usize = 1 << 20;
 
-/// How large a model is.
+/// The size of a model.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Size {
-    /// Numbers in a layer.
+    /// Numbers per layer.
     width: usize,
-    /// Tokens of an answer.
+    /// Tokens per answer.
     tokens: usize,
 }
 
 impl Size {
-    /// With so many bytes of weights over all layers.
+    /// Returns a size with about this many bytes of weights over all layers.
     pub(crate) fn with_weights(bytes: usize, tokens: usize) -> Self {
         Size { width: (bytes / LAYERS / 4).max(1024), tokens }
     }
 
-    /// Of each of the three pools: weights, windows, cache.
+    /// Returns the bytes of the three pools: weights, windows, cache.
     fn pool_bytes(self) -> [usize; 3] {
-        // One number of each layer is cached for each token, and the whole embedding.
+        // For each token, one number of each layer and the whole embedding are cached.
         [LAYERS * self.width * 4, (LAYERS + 1) * self.width * 4, self.tokens * self.width * 4]
     }
 
-    /// What a model has on the device while it is awake, but for what a granule rounds up.
+    /// Returns the bytes that an awake model uses on the device, without the rounding to granules.
     pub(crate) fn device_bytes(self) -> usize {
         self.pool_bytes().iter().sum()
     }
 }
 
-/// How a pass gets to the device.
+/// The way in which passes are submitted to the device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Passes {
-    /// As a graph that is captured once.
+    /// A graph that is captured once.
     Captured,
-    /// Call by call. The stub of libnccl knows the windows of a captured collective by their registration, and not by their handles: there
-    /// a graph is over with the first sleep.
+    /// Individual calls. The stub of libnccl identifies the windows of a captured collective by their registration rather than by their
+    /// handles, so on the stub a sleep invalidates the graph.
     #[cfg_attr(not(test), expect(dead_code, reason = "for the stubs"))]
     Submitted,
 }
 
-/// An allocator with room for one model and a half: whichever is awake, the other one is asleep.
+/// Returns an allocator with room for one and a half models, so that one must sleep while the other is awake.
 pub(crate) fn allocator_for(device: &Arc<CudaDevice>, size: Size) -> Result<CudaAllocator, Failure> {
     let limit = size.device_bytes() * 3 / 2 + 16 * MIB;
     Ok(CudaAllocator::new(device, format!("total_limit_bytes:{limit}").parse::<Config>()?)?)
 }
 
-/// See the module.
+/// The model that the module describes.
 pub(crate) struct Model<'a> {
     allocator: &'a CudaAllocator,
     registrar: &'a Registrar,
@@ -79,12 +79,12 @@ pub(crate) struct Model<'a> {
     windows: Vec<DeviceBuffer<f32>>,
     cache: DeviceBuffer<f32>,
     weights: Vec<DeviceBuffer<f32>>,
-    /// A pass over all layers, if it is captured, with the memory of the graph.
+    /// A captured pass over all layers, with the memory of the graph.
     pass: Option<(DeviceGraph, GraphPool)>,
 }
 
 impl<'a> Model<'a> {
-    /// Takes memory, writes the weights, registers the windows and captures a pass.
+    /// Allocates memory, writes the weights, registers the windows and captures a pass.
     pub(crate) fn load(
         allocator: &'a CudaAllocator,
         registrar: &'a Registrar,
@@ -109,7 +109,7 @@ impl<'a> Model<'a> {
         let mut windows = buffers(1, LAYERS + 1, size.width)?;
         let cache = buffers(2, 1, size.tokens * size.width)?.remove(0);
         registrar.sync(&[world])?;
-        // Once as it is, so that NCCL has connected the ranks; then into a graph.
+        // Run once eagerly, so that NCCL connects the ranks, then capture a graph.
         pass_over(world, &weights, &mut windows, &stream)?;
         world.synchronize(&stream)?;
         let mut pass = None;
@@ -122,7 +122,7 @@ impl<'a> Model<'a> {
         Ok(Model { allocator, registrar, world, stream, size, seed, pools, windows, cache, weights, pass })
     }
 
-    /// Gives all device memory but the graph's back: windows first, on all ranks. Weights are kept.
+    /// Releases all device memory except the graph's: windows first, on all ranks. The contents of the weights are kept.
     pub(crate) fn sleep(&mut self) -> Result<(), Failure> {
         self.world.synchronize(&self.stream)?;
         let [weights, windows, cache] = self.pools.each_ref().map(Pool::id);
@@ -132,7 +132,7 @@ impl<'a> Model<'a> {
         Ok(())
     }
 
-    /// Has memory again, and the windows that it had.
+    /// Restores the memory and the windows.
     pub(crate) fn wake(&mut self) -> Result<(), Failure> {
         let [weights, windows, cache] = self.pools.each_ref().map(Pool::id);
         self.allocator.wake(weights)?;
@@ -144,7 +144,7 @@ impl<'a> Model<'a> {
         Ok(())
     }
 
-    /// Answers a prompt, token by token, and compares the answer and all of the cache with what the host computes.
+    /// Answers a prompt, token by token, and compares the answer and the whole cache with the host's results.
     pub(crate) fn answer(&mut self, prompt: u32) -> Result<Vec<u32>, Failure> {
         let (width, ranks) = (self.size.width, self.world.ranks());
         let (mut answer, mut token) = (Vec::new(), prompt % VOCABULARY);
@@ -158,7 +158,7 @@ impl<'a> Model<'a> {
             self.world.synchronize(&self.stream)?;
             let row = place * width;
             self.stream.memcpy_dtod(&self.windows[0], &mut self.cache.slice_mut(row..row + width))?;
-            // One number of each layer, another one for each token.
+            // Read one number of each layer, at a different position for each token.
             let at = (place * 37 + token as usize) % width;
             let mut sum = 0.0;
             for window in &self.windows {
@@ -186,7 +186,7 @@ impl<'a> Model<'a> {
         Ok(answer)
     }
 
-    /// Wakes the windows, takes them off the communicator, and gives everything up.
+    /// Wakes the model, detaches its windows from the communicator, and drops everything.
     pub(crate) fn end(mut self) -> Result<(), Failure> {
         self.wake()?;
         let windows = self.pools[1].id();
@@ -194,13 +194,13 @@ impl<'a> Model<'a> {
         self.registrar.sync(&[self.world])?;
         let allocator = self.allocator;
         drop(self);
-        // The next one that wakes needs the room.
+        // The next model that wakes needs the memory.
         allocator.trim()?;
         Ok(())
     }
 }
 
-/// A pass: the embedding is in the first window.
+/// Submits a pass; the embedding is in the first window.
 fn pass_over(
     world: &Communicator,
     weights: &[DeviceBuffer<f32>],
@@ -213,7 +213,7 @@ fn pass_over(
     windows.iter_mut().try_for_each(|window| Ok(world.all_reduce_in_place(window, ReduceOp::Sum, stream)?))
 }
 
-/// A rank's part of a weight: small whole numbers, whose sums are exact in any order.
+/// Returns a rank's part of a weight: small integers, whose sums are exact in any order.
 fn weight(seed: u32, rank: u32, layer: usize, at: usize) -> f32 {
     ((seed as usize * 31 + rank as usize * 17 + layer * 7 + at) % 127) as f32
 }

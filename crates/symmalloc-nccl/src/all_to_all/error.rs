@@ -1,4 +1,4 @@
-//! Why an all-to-all-v was not made.
+//! Errors of an all-to-all-v.
 
 use crate::error::CommError;
 use crate::registrar::error::LookupError;
@@ -7,63 +7,63 @@ use symmalloc_agreement::TransportError;
 use symmalloc_cuda::DriverError;
 use thiserror::Error;
 
-/// Why rows were not exchanged, or not the splits. Unless it says otherwise, nothing was submitted on this rank; what the
-/// others do then is said at [`AllToAll`](crate::AllToAll).
+/// The error of an exchange of rows or splits. Unless noted otherwise, nothing was submitted on this rank.
+/// [`AllToAll`](crate::AllToAll) describes the effect on the others.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum AllToAllError {
     /// The splits are for another number of ranks.
-    #[error("splits for {given} ranks on a communicator of {ranks}: give every rank a part, 0 where there is nothing")]
+    #[error("splits for {given} ranks on a communicator of {ranks}: specify a part for every rank, possibly 0")]
     SplitCount {
-        /// Parts given.
+        /// Number of given parts.
         given: usize,
-        /// Ranks of the communicator.
+        /// Number of ranks of the communicator.
         ranks: usize,
     },
-    /// The numbers of rows do not make splits.
+    /// The numbers of rows are not valid splits.
     #[error(transparent)]
     Splits(#[from] SplitsError),
-    /// What a rank keeps for itself differs between its sides.
+    /// The part that a rank keeps differs between its two sides.
     #[error("rank {rank} sends itself {sent} rows and expects {received}: its own part must be equal on both sides")]
     OwnPart {
         /// This rank.
         rank: usize,
-        /// Rows by the input's splits.
+        /// Rows in the input's splits.
         sent: u64,
-        /// Rows by the output's splits.
+        /// Rows in the output's splits.
         received: u64,
     },
-    /// A row has more bytes than can be addressed.
-    #[error("a row of {row_elements} elements is larger than can be addressed")]
+    /// The size of a row overflows.
+    #[error("a row of {row_elements} elements exceeds the address space")]
     RowTooLarge {
-        /// Elements of a row.
+        /// Elements per row.
         row_elements: usize,
     },
-    /// A buffer has no room for its rows.
-    #[error("the {side} has {len} elements, and its splits need {rows} rows of {row_elements}: give a longer buffer")]
+    /// A buffer is too short for its rows.
+    #[error("the {side} has {len} elements, and its splits need {rows} rows of {row_elements}: pass a longer buffer")]
     BufferTooShort {
-        /// Which buffer.
+        /// The buffer.
         side: Side,
         /// Rows of all its parts.
         rows: u64,
-        /// Elements of a row.
+        /// Elements per row.
         row_elements: usize,
-        /// Elements that it has.
+        /// Its length in elements.
         len: usize,
     },
-    /// Without splits, the buffers must be as long as each other and have as many rows for every rank.
+    /// Without splits, both buffers must have the same length and the same number of rows for every rank.
     #[error(
         "an input of {input_len} elements and an output of {output_len} do not split equally into rows of {row_elements} \
-         for {ranks} ranks: give splits, or whole rows for every rank"
+         for {ranks} ranks: pass splits, or whole rows for every rank"
     )]
     Uneven {
         /// Elements of the input.
         input_len: usize,
         /// Elements of the output.
         output_len: usize,
-        /// Ranks of the communicator.
+        /// Number of ranks of the communicator.
         ranks: usize,
-        /// Elements of a row.
+        /// Elements per row.
         row_elements: usize,
     },
     /// The output would overwrite the input before it is sent.
@@ -71,13 +71,13 @@ pub enum AllToAllError {
         "input ({input_bytes} bytes at {input:#x}) and output ({output_bytes} bytes at {output:#x}) overlap: use two buffers"
     )]
     Overlap {
-        /// The input's first byte.
+        /// Address of the input.
         input: u64,
-        /// Bytes of it that are sent.
+        /// Sent bytes of it.
         input_bytes: u64,
-        /// The output's first byte.
+        /// Address of the output.
         output: u64,
-        /// Bytes of it that are written.
+        /// Written bytes of it.
         output_bytes: u64,
     },
     /// A buffer belongs to another device or context than the communicator.
@@ -86,23 +86,23 @@ pub enum AllToAllError {
          the communicator's CudaDevice"
     )]
     OtherContext {
-        /// Which buffer.
+        /// The buffer.
         side: Side,
         /// Its device.
         ordinal: usize,
         /// The communicator's device.
         expected: usize,
     },
-    /// Registered memory was demanded, and a buffer is not registered on this communicator.
+    /// Registered memory is required, but a buffer is not registered on this communicator.
     #[error("the {side} is not in registered memory: {error}")]
     NotRegistered {
-        /// Which buffer.
+        /// The buffer.
         side: Side,
-        /// What the registrar says.
+        /// The registrar's error.
         error: LookupError,
     },
     /// A rank could not take part. No rank submitted anything.
-    #[error("rank {rank} could not take part: its own error says why. Nothing was sent on any rank")]
+    #[error("rank {rank} could not take part: its own error states the reason. Nothing was sent on any rank")]
     Refused {
         /// The rank.
         rank: usize,
@@ -110,10 +110,11 @@ pub enum AllToAllError {
     /// Ranks made different calls. No rank submitted anything.
     #[error("rank {rank} made another call on this communicator: all ranks must make the same calls in the same order")]
     DifferentCalls {
-        /// The first rank that did.
+        /// The first rank whose call differs.
         rank: usize,
     },
-    /// A rank is about to send something else than its receiver expects; every rank is told. No rank submitted anything.
+    /// A rank is about to send something else than its receiver expects. All ranks get this error, and none submitted
+    /// anything.
     #[error(
         "rank {from} sends {sent_rows} rows of {sent_row_bytes} bytes to rank {to}, which expects {expected_rows} of \
          {expected_row_bytes}: the splits changed on some ranks only, exchange them again. Nothing was sent on any rank"
@@ -123,16 +124,16 @@ pub enum AllToAllError {
         from: usize,
         /// The receiver.
         to: usize,
-        /// Rows that the sender sends.
+        /// Rows that the sender would send.
         sent_rows: u64,
-        /// Bytes of the sender's rows.
+        /// Bytes per row of the sender.
         sent_row_bytes: u64,
         /// Rows that the receiver expects.
         expected_rows: u64,
-        /// Bytes of the receiver's rows.
+        /// Bytes per row of the receiver.
         expected_row_bytes: u64,
     },
-    /// Splits cannot be exchanged while a graph is captured on the device: the host needs the answer.
+    /// Splits cannot be exchanged while a graph is captured on the device, because the host needs the answer.
     #[error(
         "splits cannot be exchanged while a graph is captured: exchange them before, and capture calls that use them"
     )]
@@ -140,10 +141,10 @@ pub enum AllToAllError {
     /// The communicator or NCCL refused. If it happened while the rows were submitted, the communicator is lost.
     #[error(transparent)]
     Comm(#[from] CommError),
-    /// The ranks could not hear each other.
+    /// The exchange between the ranks failed.
     #[error(transparent)]
     Transport(#[from] TransportError),
-    /// The driver refused to copy this rank's own part; the others' parts are under way.
+    /// The driver refused to copy this rank's own part. The other parts have been submitted.
     #[error(transparent)]
     Driver(#[from] DriverError),
 }

@@ -1,36 +1,36 @@
-//! What ranks tell each other about splits: one message of equal length from every rank, gathered by all, so that all come
-//! to the same verdict.
+//! Messages about splits: one message of equal length from every rank, gathered by all, so that all reach the same
+//! result.
 //!
 //! ```text
 //!  kind │ row bytes │ rows sent to rank 0 ... n-1 │ rows expected from rank 0 ... n-1
-//!  exchange: 0                                      only where calls are checked, so that lengths are equal: 0
+//!  exchange: 0                                      only if calls are checked, so that lengths are equal: 0
 //! ```
-//! A rank that cannot take part says so with its message, instead of leaving the others to wait.
+//! A rank that cannot take part sends a refusal, so that the others do not wait.
 
 use super::error::AllToAllError;
 use super::transfers::Transfers;
 use crate::splits::{Side, Splits};
 use symmalloc_agreement::Gathered;
 
-/// What a message is for.
+/// The purpose of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum MessageKind {
     /// The sender cannot take part.
     Refusal = 1,
-    /// What the sender will send.
+    /// The rows that the sender will send.
     Exchange,
-    /// What the sender is about to send and to receive.
+    /// The rows that the sender is about to send and to receive.
     Check,
 }
 
 const WORD_BYTES: usize = size_of::<u64>();
 
-/// Writes and reads the messages of one rank.
+/// Encodes and decodes the messages of one rank.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Messages {
     pub(super) rank: usize,
     pub(super) ranks: usize,
-    /// Whether calls are checked, on all ranks.
+    /// `true` if calls are checked, on all ranks.
     pub(super) is_checked: bool,
 }
 
@@ -43,30 +43,30 @@ impl Messages {
         message
     }
 
-    /// This rank cannot take part.
+    /// Returns the message of a rank that cannot take part.
     pub(super) fn refusal(&self) -> Vec<u8> {
         self.words(MessageKind::Refusal, 0, std::iter::empty())
     }
 
-    /// This rank will send so many rows.
+    /// Returns the message with the rows that this rank will send.
     pub(super) fn exchange(&self, rows: &[u64]) -> Vec<u8> {
         self.words(MessageKind::Exchange, 0, rows.iter().copied())
     }
 
-    /// This rank is about to make this call.
+    /// Returns the message with the call that this rank is about to make.
     pub(super) fn check(&self, transfers: &Transfers<'_>) -> Vec<u8> {
         let rows = |side| (0..self.ranks).map(move |peer| transfers.rows(side, peer));
         self.words(MessageKind::Check, transfers.row_bytes, rows(Side::Input).chain(rows(Side::Output)))
     }
 
-    /// The splits that follow from what all ranks send.
+    /// Returns the splits that follow from the messages of all ranks.
     pub(super) fn read_exchange(&self, gathered: &Gathered) -> Result<Splits, AllToAllError> {
         let messages = self.read(gathered, MessageKind::Exchange)?;
         let counts: Vec<u64> = messages.iter().flat_map(|words| &words[2..2 + self.ranks]).copied().collect();
         Ok(Splits::of_matrix(counts, self.ranks, self.rank)?)
     }
 
-    /// Whether every rank sends what the receiver expects.
+    /// Checks that every rank sends what its receiver expects.
     pub(super) fn read_check(&self, gathered: &Gathered) -> Result<(), AllToAllError> {
         let messages = self.read(gathered, MessageKind::Check)?;
         for (from, sender) in messages.iter().enumerate() {
@@ -88,7 +88,7 @@ impl Messages {
         Ok(())
     }
 
-    /// The messages as words, when all are of this kind.
+    /// Returns the messages as words if all are of this kind.
     fn read(&self, gathered: &Gathered, kind: MessageKind) -> Result<Vec<Vec<u64>>, AllToAllError> {
         let word = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().expect("whole words"));
         let messages: Vec<Vec<u64>> =

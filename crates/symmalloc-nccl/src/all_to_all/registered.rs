@@ -1,12 +1,12 @@
-//! The segments that were found registered, for calls that demand registered memory.
+//! The cache of registered segments, for calls that require registered memory.
 //!
 //! ```text
-//!  call ── address ──► known segments ── not there ──► registrar: is it registered? ──► known from now on
+//!  call ── address ──► known segments ── miss ──► registrar: is it registered? ──► known from now on
 //!                           ▲
-//!                           └── keys that died, in the order of the log ◄── registrar, at each sync
+//!                           └── invalidated keys, in log order ◄── registrar, at each sync
 //! ```
-//! The registrar lets a key die only after the device's work so far is done, so a segment that is forgotten here is one that
-//! no call in flight uses.
+//! The registrar invalidates a key only after the device's work so far has completed, so no call in flight uses a
+//! segment that is dropped here.
 
 use super::error::AllToAllError;
 use super::transfers::Region;
@@ -18,7 +18,7 @@ use crate::registrar::segment_key::SegmentKey;
 use crate::splits::Side;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// Registered segments of one communicator, as far as calls met them.
+/// The registered segments of one communicator that calls have used.
 pub(super) struct RegisteredSegments {
     registrar: Arc<Registrar>,
     known: Mutex<Known>,
@@ -33,7 +33,7 @@ struct Known {
 /// Segments that do not overlap.
 #[derive(Debug, Default)]
 struct SegmentList {
-    /// Ascending by base.
+    /// Ascending by base address.
     keys: Vec<SegmentKey>,
 }
 
@@ -42,7 +42,7 @@ impl RegisteredSegments {
         RegisteredSegments { registrar: Arc::clone(registrar), known: Mutex::default() }
     }
 
-    /// Refuses a buffer that is not registered on the communicator, as a window or for this rank alone.
+    /// Refuses a buffer that is not registered on the communicator, as a window or for this rank only.
     pub(super) fn check(&self, comm: &Communicator, side: Side, region: Region) -> Result<(), AllToAllError> {
         if region.size_bytes == 0 {
             return Ok(());
@@ -62,7 +62,7 @@ impl RegisteredSegments {
         Ok(())
     }
 
-    /// The known segments, by address.
+    /// Returns the cached segments by address.
     pub(super) fn keys(&self) -> Vec<SegmentKey> {
         self.lock().segments.keys.clone()
     }
@@ -81,7 +81,7 @@ impl SegmentList {
         }
     }
 
-    /// Whether all bytes of the region lie in one of them.
+    /// Returns `true` if one of them contains the whole region.
     fn hold(&self, region: Region) -> bool {
         let behind = self.keys.partition_point(|key| key.base <= region.address);
         let Some(key) = behind.checked_sub(1).map(|at| self.keys[at]) else { return false };
@@ -132,7 +132,7 @@ mod tests {
         (0..4_u32).for_each(|at| segments.insert(key(at, 0x1000 * u64::from(at))));
         segments.forget(Invalidated::Keys(vec![]));
         assert_eq!(segments.keys.len(), 4);
-        // A segment of another generation at the address of one that is known.
+        // A segment of another generation at the address of a cached one.
         segments.forget(Invalidated::Keys(vec![key(2, 0x2000), key(9, 0x1000)]));
         assert_eq!(segments.keys, [key(0, 0), key(1, 0x1000), key(3, 0x3000)]);
         segments.forget(Invalidated::Everything);

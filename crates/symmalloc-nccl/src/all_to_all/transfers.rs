@@ -1,16 +1,16 @@
-//! One call in bytes: what goes from where to where. Worked out and checked before anything is submitted.
+//! The transfers of one call in bytes, computed and checked before anything is submitted.
 
 use super::error::AllToAllError;
 use crate::splits::{Side, Splits};
 
-/// A buffer, or a part of one. An empty one may have address 0.
+/// A buffer or a part of one. An empty one may have address 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Region {
     pub(crate) address: u64,
     pub(crate) size_bytes: u64,
 }
 
-/// What a call is given: the lengths of its buffers, and what their elements and rows are.
+/// The arguments of a call: the lengths of its buffers, and the sizes of elements and rows.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct CallShape {
     pub(super) input_len: usize,
@@ -19,27 +19,27 @@ pub(super) struct CallShape {
     pub(super) row_elements: usize,
 }
 
-/// What moves in one call.
+/// The transfers of one call.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Transfers<'a> {
     rows: Rows<'a>,
     pub(super) row_bytes: u64,
-    /// Bytes of the input that are sent.
+    /// Sent bytes of the input.
     pub(super) input_bytes: u64,
-    /// Bytes of the output that are written.
+    /// Written bytes of the output.
     pub(super) output_bytes: u64,
 }
 
-/// Which rows go to which rank.
+/// The rows for each rank.
 #[derive(Clone, Copy, Debug)]
 enum Rows<'a> {
     Split(&'a Splits),
-    /// As many from and to every rank.
+    /// The same number from and to every rank.
     Equal(u64),
 }
 
 impl<'a> Transfers<'a> {
-    /// Rows as the splits say; equal parts of the whole buffers without splits.
+    /// Computes the transfers of these splits; without splits, of equal parts of the whole buffers.
     pub(super) fn new(
         rank: usize,
         ranks: usize,
@@ -67,7 +67,7 @@ impl<'a> Transfers<'a> {
         Ok(transfers)
     }
 
-    /// Rows that go to a rank, or come from it.
+    /// Returns the number of rows that go to a rank, or come from it.
     pub(super) fn rows(&self, side: Side, peer: usize) -> u64 {
         match (self.rows, side) {
             (Rows::Equal(rows), _) => rows,
@@ -76,7 +76,7 @@ impl<'a> Transfers<'a> {
         }
     }
 
-    /// Where those rows lie in a buffer at this address. `None` when there are no bytes.
+    /// Returns the region of those rows in a buffer at this address; `None` if it is empty.
     pub(super) fn part(&self, side: Side, address: u64, peer: usize) -> Option<Region> {
         let first = match (self.rows, side) {
             (Rows::Equal(rows), _) => rows * peer as u64,
@@ -88,7 +88,7 @@ impl<'a> Transfers<'a> {
         (size_bytes > 0).then(|| Region { address: address + first * self.row_bytes, size_bytes })
     }
 
-    /// The bytes of a buffer that the call uses, from its start.
+    /// Returns the number of bytes that the call uses, from the start of a buffer.
     fn used_bytes(&self, side: Side, ranks: usize, shape: CallShape) -> Result<u64, AllToAllError> {
         let rows = match (self.rows, side) {
             (Rows::Equal(rows), _) => rows * ranks as u64,
@@ -103,7 +103,7 @@ impl<'a> Transfers<'a> {
     }
 }
 
-/// Rows from and to every rank when whole buffers are split equally.
+/// Returns the number of rows per rank if whole buffers are split equally.
 fn equal_rows(ranks: usize, shape: CallShape) -> Result<u64, AllToAllError> {
     let CallShape { input_len, output_len, row_elements, .. } = shape;
     let each = ranks.checked_mul(row_elements).filter(|each| *each > 0);
@@ -118,7 +118,7 @@ fn equal_rows(ranks: usize, shape: CallShape) -> Result<u64, AllToAllError> {
 }
 
 impl Region {
-    /// Whether any byte is in both.
+    /// Returns `true` if the regions share a byte.
     pub(crate) fn overlaps(&self, other: &Region) -> bool {
         let is_empty = self.size_bytes == 0 || other.size_bytes == 0;
         !is_empty

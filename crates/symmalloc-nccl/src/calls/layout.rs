@@ -1,4 +1,4 @@
-//! The structs of nccl.h, laid out as there.
+//! The structs of nccl.h, with the same layout.
 
 use std::ffi::{CStr, c_char, c_int, c_uint};
 
@@ -14,9 +14,9 @@ pub(super) struct RawUniqueId {
 
 /// `ncclConfig_t` as of NCCL 2.27.
 ///
-/// The struct only ever grew at its end. A library copies `size` bytes, but no more than its own struct has, and fills in
-/// defaults for fields that `version` did not have. So this one layout serves 2.18, which reads it up to `split_share`, and
-/// everything newer, which takes what it lacks as not set.
+/// The struct has only ever grown at its end. A library copies at most `size` bytes and at most the size of its own struct, and fills in
+/// defaults for fields that `version` did not have. This layout therefore works with 2.18, which reads it up to `split_share`, and with
+/// all newer versions, which treat missing fields as unset.
 #[derive(Clone, Copy, Debug)]
 #[repr(C)]
 pub(super) struct RawConfig {
@@ -38,9 +38,9 @@ pub(super) struct RawConfig {
 }
 
 impl RawConfig {
-    /// Nothing set but whether calls block, and the name.
+    /// Sets only the blocking flag and the name.
     ///
-    /// NCCL keeps the pointer to the name: it must live as long as the communicator.
+    /// NCCL keeps the pointer to the name, which must live as long as the communicator.
     pub(super) fn new(blocking: bool, comm_name: Option<&CStr>) -> Self {
         RawConfig {
             size: size_of::<RawConfig>(),

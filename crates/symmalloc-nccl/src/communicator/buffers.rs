@@ -1,4 +1,4 @@
-//! The buffers of one collective, in use on its stream.
+//! The buffers of one collective while they are in use on its stream.
 
 use super::Communicator;
 use super::operation::{NcclCall, Operation};
@@ -16,7 +16,7 @@ pub(crate) struct Elements {
     pub(crate) count: usize,
 }
 
-/// What a collective reads and writes. Later uses of the memory are ordered behind the stream when this is dropped.
+/// The memory that a collective reads and writes. Dropping it orders later uses of the memory after the stream.
 pub(crate) struct Buffers<'a> {
     pub(crate) send: Elements,
     pub(crate) receive: Elements,
@@ -29,7 +29,7 @@ pub(crate) struct Buffers<'a> {
 pub(crate) type Uses<'a> = SmallVec<[SyncOnDrop<'a>; 2]>;
 
 impl<'a> Buffers<'a> {
-    /// One buffer that is read and another that is written.
+    /// Returns one buffer that is read and another that is written.
     pub(crate) fn pair<T: NcclType, S: DevicePtr<T> + ?Sized, R: DevicePtrMut<T> + ?Sized>(
         comm: &Communicator,
         send: &'a S,
@@ -43,7 +43,7 @@ impl<'a> Buffers<'a> {
         Ok(buffers)
     }
 
-    /// One buffer that is read.
+    /// Returns one buffer that is read.
     pub(crate) fn read<T: NcclType, S: DevicePtr<T> + ?Sized>(
         comm: &Communicator,
         buffer: &'a S,
@@ -55,7 +55,7 @@ impl<'a> Buffers<'a> {
         Ok(Self::new(elements, elements, T::DATA_TYPE, stream, smallvec::smallvec![guard]))
     }
 
-    /// One buffer that is written, or read and written in place.
+    /// Returns one buffer that is written, or read and written in place.
     pub(crate) fn written<T: NcclType, R: DevicePtrMut<T> + ?Sized>(
         comm: &Communicator,
         buffer: &'a mut R,
@@ -68,8 +68,8 @@ impl<'a> Buffers<'a> {
         Ok(Self::new(elements, elements, T::DATA_TYPE, stream, smallvec::smallvec![guard]))
     }
 
-    /// Memory by its address. It is of the communicator's device and in use on the stream until that is past the collective: the
-    /// caller sees to it.
+    /// Returns memory by its address. The caller must ensure that it belongs to the communicator's device and remains valid and in use on
+    /// the stream until the collective has completed.
     pub(crate) fn raw(
         comm: &Communicator,
         send: Elements,
@@ -91,7 +91,7 @@ impl<'a> Buffers<'a> {
         Buffers { send, receive, data_type, stream, uses }
     }
 
-    /// The call with these buffers, when their lengths fit it, its stream, and the guards that must outlive its submission.
+    /// Returns the call with these buffers, its stream, and the guards that must outlive its submission. Checks the lengths.
     pub(crate) fn operation(
         self,
         call: NcclCall,

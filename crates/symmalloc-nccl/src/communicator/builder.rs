@@ -1,4 +1,4 @@
-//! How a communicator comes to be.
+//! Creation of communicators.
 
 use super::Communicator;
 use super::ending::{Ending, GRACE, end_all};
@@ -25,10 +25,10 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 use symmalloc_cuda::CudaDevice;
 
-/// NCCL's own switch, which it puts above the program's.
+/// NCCL's own setting, which takes precedence over the program's.
 const BLOCKING_VARIABLE: &str = "NCCL_COMM_BLOCKING";
 
-/// Makes a [`Communicator`].
+/// Builds a [`Communicator`].
 ///
 /// # Examples
 /// ```no_run
@@ -55,10 +55,10 @@ pub struct CommunicatorBuilder {
 }
 
 impl Communicator {
-    /// How long a communicator waits for other ranks unless it is told otherwise: five minutes.
+    /// The default time that a communicator waits for other ranks without progress: five minutes.
     pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(300);
 
-    /// A builder of communicators on this device.
+    /// Returns a builder of communicators on this device.
     pub fn builder(device: &Arc<CudaDevice>) -> CommunicatorBuilder {
         CommunicatorBuilder {
             device: Arc::clone(device),
@@ -73,81 +73,81 @@ impl Communicator {
 }
 
 impl CommunicatorBuilder {
-    /// How long anything that depends on other ranks may take without getting on, each time:
-    /// [`Communicator::DEFAULT_DEADLINE`] by default. The error comes at most three seconds later.
+    /// Sets the longest time that an operation may wait for other ranks without progress: [`Communicator::DEFAULT_DEADLINE`] by default.
+    /// The error is returned at most three seconds later.
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
         self
     }
 
-    /// Lets NCCL work on threads of its own. After a deadline, also while connecting, everything can be taken back, and
-    /// each collective costs the host nine times as much. See [`Communicator`] for the choice.
+    /// Makes NCCL work on its own threads. After a deadline, including while connecting, everything can be undone, but each collective
+    /// costs the host nine times as much. [`Communicator`] compares the modes.
     #[must_use]
     pub fn nonblocking(mut self) -> Self {
         self.mode = Mode::Nonblocking;
         self
     }
 
-    /// The name in errors, in NCCL's log, and first in the [`order`](Communicator::order): the same on all ranks of the
-    /// communicator. "world" by default.
+    /// Sets the name for errors and NCCL's log, and the first key of the [`order`](Communicator::order). It must be the same on all ranks
+    /// of the communicator. "world" by default.
     #[must_use]
     pub fn name(mut self, name: &str) -> Self {
         name.clone_into(&mut self.name);
         self
     }
 
-    /// Where the ranks meet for the connections by which each learns what became of the others: a free port of rank 0's machine,
-    /// "host:port", the same on all ranks. For communicators that are [connected](Self::connect) with an id that came by the
-    /// program's own way, and for [borrowed](Self::borrow) ones; [`connect_env`](Self::connect_env) and
-    /// [`Launch::unique_id`] meet by themselves. Ranks that did not meet know of each other within a process alone.
+    /// Sets the address where the ranks meet to connect their watchdogs: a free port of rank 0's machine, "host:port", the same on all
+    /// ranks. Use it for communicators that are [connected](Self::connect) with an id that the program distributes itself, and for
+    /// [borrowed](Self::borrow) ones; [`connect_env`](Self::connect_env) and [`Launch::unique_id`] meet automatically. Without a
+    /// rendezvous, ranks know only of ranks in the same process.
     ///
-    /// At a loopback address, ranks meet on a Unix socket of the machine, which accepts processes of the same user. Elsewhere they meet over
-    /// TCP: with a `SYMMALLOC_JOB_SECRET` they prove to each other that they know it; without one, any process that can connect can take a
-    /// rank's place.
+    /// With a loopback address, ranks meet on a Unix socket of the machine, which accepts processes of the same user. Otherwise they meet
+    /// over TCP: with a `SYMMALLOC_JOB_SECRET` they prove to each other that they know it; without one, any process that can connect can
+    /// take a rank's place.
     #[must_use]
     pub fn rendezvous(mut self, address: &str) -> Self {
         self.rendezvous = Some(address.to_owned());
         self
     }
 
-    /// What the watchdog does when a rank is gone, stopped or stuck: [`WatchdogMode::Exit`] by default. Splits do the same.
+    /// Sets the watchdog's response to a rank that is gone, stopped or stuck: [`WatchdogMode::Exit`] by default. Splits inherit it.
     #[must_use]
     pub fn watchdog(mut self, mode: WatchdogMode) -> Self {
         self.watch_settings.set_mode(mode);
         self
     }
 
-    /// Is called once when the watchdog ends the communicator or a split of it, on a thread of its own. When the process must be
-    /// ended, that happens two seconds after the failure, whether the callback has returned or not.
+    /// Sets a callback that is called once, on a separate thread, when the watchdog ends the communicator or a split of it. If the process
+    /// must be ended, that happens two seconds after the failure, even if the callback has not returned.
     #[must_use]
     pub fn on_failure(mut self, callback: impl Fn(&Failure) + Send + Sync + 'static) -> Self {
         self.watch_settings.set_callback(Arc::new(callback));
         self
     }
 
-    /// The library to use in place of [`Nccl::load`]'s.
+    /// Sets the library to use in place of [`Nccl::load`]'s.
     #[must_use]
     pub fn library(mut self, nccl: &'static Nccl) -> Self {
         self.nccl = Some(nccl);
         self
     }
 
-    /// Connects with the other ranks, which call it with the same id and number of ranks. Waits until all have come.
+    /// Connects with the other ranks, which must call it with the same id and number of ranks. Waits for all of them.
     ///
     /// # Errors
-    /// When ranks do not come within the deadline, or NCCL or the driver refuses. Nothing is left then, but for a deadline in
-    /// blocking mode: the thread that connects stays in NCCL until the other ranks have come or are gone.
+    /// If ranks do not arrive within the deadline, or NCCL or the driver fails. No resources remain, with one exception: after a deadline
+    /// in blocking mode, the connecting thread stays in NCCL until the other ranks have connected or are gone.
     pub fn connect(self, id: UniqueId, rank: u32, ranks: u32) -> Result<Communicator, CommError> {
         let backoff = Backoff::new(self.deadline);
         self.connect_until(id, rank, ranks, &backoff)
     }
 
-    /// Connects all ranks of the job, as the launcher's variables say, with an id that comes to all ranks as
-    /// [`Launch::unique_id`] describes.
+    /// Connects all ranks of the job as the launcher's variables specify, with an id that is distributed as [`Launch::unique_id`]
+    /// describes.
     ///
     /// # Errors
-    /// When the environment does not say enough, and as [`connect`](Self::connect).
+    /// If the environment is incomplete, and those of [`connect`](Self::connect).
     pub fn connect_env(self) -> Result<Communicator, CommError> {
         let backoff = Backoff::new(self.deadline);
         let launch = Launch::from_env()?;
@@ -178,7 +178,7 @@ impl CommunicatorBuilder {
         };
         let (name, c_name) = self.names()?;
         let order = CommOrder::connected(&name, &id, ordinal_of(&id, rank));
-        // Until it is watched.
+        // Reports this rank as connecting until the communicator is watched.
         let _unborn = Unborn::new(met, rank, &order);
 
         let new = NewHandle::named(&c_name);
@@ -207,15 +207,15 @@ impl CommunicatorBuilder {
         Communicator::settled(shared, backoff)
     }
 
-    /// A communicator that other code made and destroys, under this builder's name, which all ranks give alike. It is never
-    /// aborted: after a deadline it is [`Lost`](CommState::Lost) to this crate, and its owner's to abort.
+    /// Wraps a communicator that other code created and will destroy, under this builder's name, which must be the same on all ranks. It
+    /// is never aborted: after a deadline it is [`Lost`](CommState::Lost) to this crate, and its owner is responsible for the abort.
     ///
     /// # Safety
-    /// `comm` is a live `ncclComm_t` of this library, ready, and of this device. It lives, and no other code calls NCCL with it
-    /// at the same time, until the last clone of the returned name is gone.
+    /// `comm` must be a live, ready `ncclComm_t` of this library and this device. Until the last clone of the returned communicator is
+    /// dropped, it must stay live, and no other code may call NCCL with it at the same time.
     ///
     /// # Errors
-    /// When NCCL does not know it or it is on another device.
+    /// If NCCL does not recognize it or it is on another device.
     pub unsafe fn borrow(self, comm: *mut c_void) -> Result<Communicator, CommError> {
         let nccl = self.nccl()?;
         let names = self.names()?;
@@ -282,7 +282,7 @@ impl CommunicatorBuilder {
     }
 }
 
-/// Nobody waits any more for a thread that connects. Should it come back, what it brings is aborted.
+/// Aborts the communicator of a connecting thread that is no longer waited for, if that thread returns.
 fn abort_when_back(caller: Receiver<Answer>, device: &Arc<CudaDevice>, nccl: &'static Nccl, new: Arc<NewHandle>) {
     let device = Arc::clone(device);
     let _started = threads::run(move || {
@@ -294,8 +294,8 @@ fn abort_when_back(caller: Receiver<Answer>, device: &Arc<CudaDevice>, nccl: &'s
     });
 }
 
-/// The mode that NCCL works in, which its own variable decides if it is set. NCCL reads its configuration files into the
-/// environment when it connects first.
+/// Returns the mode that NCCL uses. Its own variable takes precedence if set. NCCL copies its configuration files into the environment on
+/// its first connection.
 fn effective_mode(asked: Mode, variable: Option<&str>) -> Mode {
     match variable.map(str::trim) {
         Some("0") => Mode::Nonblocking,
@@ -304,7 +304,7 @@ fn effective_mode(asked: Mode, variable: Option<&str>) -> Mode {
     }
 }
 
-/// NCCL works through CUDA's runtime, and so in the primary context.
+/// Checks that the device uses the primary context, as CUDA's runtime and therefore NCCL do.
 fn check_context(device: &CudaDevice) -> Result<(), CommError> {
     if driver::primary_context(device)? == device.context().cu_ctx() {
         return Ok(());
@@ -312,7 +312,7 @@ fn check_context(device: &CudaDevice) -> Result<(), CommError> {
     Err(CommError::ForeignContext { ordinal: device.ordinal() })
 }
 
-/// How many communicators this rank has connected with this id before. Ids are used once, but for that of `NCCL_COMM_ID`.
+/// Returns the number of communicators that this rank has connected with this id before. Only the id of `NCCL_COMM_ID` is reused.
 fn ordinal_of(id: &UniqueId, rank: u32) -> u32 {
     if std::env::var_os(COMM_ID_VARIABLE).is_none() {
         return 0;

@@ -1,14 +1,14 @@
-//! How NCCL is called: on which thread, and for how long.
+//! NCCL calls: the thread that makes them, and their deadline.
 //!
 //! ```text
-//!                 the call returns when            so it is made          what ends a wait that is too long
-//!  Blocking       its work on the host is done     on a thread of its     ncclCommRevoke, if there is one: the call comes
-//!                                                  own, if it may wait    back. Otherwise the communicator is lost
-//!  Nonblocking    a thread of NCCL's works on it   here                   ncclCommAbort, which joins NCCL's thread
+//!                 the call returns when            so it is made          an overdue wait is ended by
+//!  Blocking       its work on the host is done     on a separate thread   ncclCommRevoke, if supported: the call
+//!                                                  if it may wait         returns. Otherwise the communicator is lost
+//!  Nonblocking    an NCCL thread works on it       here                   ncclCommAbort, which joins NCCL's thread
 //! ```
 //!
-//! In both modes NCCL is asked afterwards (`ncclCommGetAsyncError`) until nothing is under way, which in blocking mode is one
-//! question: window registration returns success in any case, and errors of NCCL's own threads show only there.
+//! In both modes NCCL is then polled (`ncclCommGetAsyncError`) until nothing is in progress. In blocking mode one poll suffices, but it is
+//! required: window registration always returns success, and errors of NCCL's own threads are visible only there.
 
 use super::ending::{ABORT_LIMIT, Ending, GRACE, end_all};
 use super::shared::{Access, Mode, lock};
@@ -25,14 +25,14 @@ use std::time::Duration;
 /// The thread that makes a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Route {
-    /// This one: the call does not wait for other ranks.
+    /// The current thread: the call does not wait for other ranks.
     Here,
-    /// Another one, which may stay in the call for ever.
+    /// A separate thread, which may stay in the call indefinitely.
     Apart,
 }
 
 impl Route {
-    /// `route` where NCCL's calls block; here otherwise.
+    /// Returns `route` if NCCL's calls block; otherwise [`Here`](Route::Here).
     pub(super) fn when_blocking(mode: Mode, route: Route) -> Self {
         match mode {
             Mode::Blocking => route,
@@ -43,7 +43,7 @@ impl Route {
 
 /// Makes a call for these communicators and waits until its work on the host is done.
 ///
-/// After an error that NCCL cannot recover from, and after the deadline, the communicators are ended.
+/// The communicators are ended after an error that NCCL cannot recover from, and after the deadline.
 pub(super) fn perform(
     accesses: &mut [Access<'_>],
     stage: Stage,
@@ -57,7 +57,7 @@ pub(super) fn perform(
     settle(accesses, stage, kept, &backoff)
 }
 
-/// Makes a call, on this thread or on another one, and waits until it returns.
+/// Makes a call, on this thread or a separate one, and waits until it returns.
 pub(super) fn make(
     accesses: &mut [Access<'_>],
     stage: Stage,
@@ -86,7 +86,7 @@ pub(super) fn make(
     answer.map(|_| ()).map_err(|error| failed(accesses, stage, error))
 }
 
-/// Asks until nothing is under way.
+/// Polls NCCL until nothing is in progress.
 pub(super) fn settle(
     accesses: &mut [Access<'_>],
     stage: Stage,
@@ -120,11 +120,11 @@ fn is_abort_asked(accesses: &[Access<'_>]) -> bool {
     accesses.iter().any(|access| access.shared.abort_asked.load(Ordering::Acquire))
 }
 
-/// A call returned an error: ends the communicators if it is one that they do not survive.
+/// Handles an error that a call returned. Ends the communicators if they do not survive it.
 fn failed(accesses: &mut [Access<'_>], stage: Stage, error: CallError) -> CommError {
     let is_fatal = match &error {
         CallError::Driver(_) | CallError::Thread(_) => false,
-        // A failed registration leaves tasks behind in NCCL's group that would run with the next call.
+        // A failed registration leaves tasks in NCCL's group that would run with the next call.
         CallError::Nccl(error) => stage == Stage::Register || error.is_fatal() || accesses.iter().any(is_broken),
     };
     let error = if is_fatal { told(accesses, error.into()) } else { error.into() };
@@ -136,12 +136,12 @@ fn failed(accesses: &mut [Access<'_>], stage: Stage, error: CallError) -> CommEr
     Arc::unwrap_or_clone(error)
 }
 
-/// How long an error waits for the abort that follows from it.
+/// Returns the longest time that an error waits for the resulting abort.
 fn limit(error: &CommError) -> Duration {
     if matches!(error, CommError::Failed(_)) { ERROR_LIMIT } else { GRACE }
 }
 
-/// What the watchdog knows of an error that NCCL reports, if it knows more: which rank is gone. NCCL may notice it first.
+/// Replaces an error that NCCL reports with the watchdog's more precise one, which names the missing rank. NCCL may detect it first.
 fn told(accesses: &[Access<'_>], error: CommError) -> CommError {
     let is_watched = accesses.iter().any(|access| access.shared.watched.get().is_some());
     let is_news = is_watched && matches!(&error, CommError::Nccl(error) if error.is_of_another_rank());
@@ -156,18 +156,18 @@ fn told(accesses: &[Access<'_>], error: CommError) -> CommError {
     }
 }
 
-/// Whether NCCL will refuse everything from now on.
+/// Returns `true` if NCCL will reject all further calls.
 fn is_broken(access: &Access<'_>) -> bool {
     access.shared.nccl.calls().poll("ncclCommGetAsyncError", access.comm) != Ok(CallProgress::Done)
 }
 
-/// The deadline passed.
+/// Ends the communicators after the deadline.
 pub(super) fn overdue(accesses: &mut [Access<'_>], stage: Stage, waited: Duration, ending: Ending) -> CommError {
     let name = Arc::clone(&accesses[0].shared.name);
     give_up(accesses, ending, |state| CommError::Deadline { name: Arc::clone(&name), stage, waited, state })
 }
 
-/// Other ranks cannot be counted on any more. The error is told what became of the communicator, and is the cause of its end.
+/// Ends the communicators because other ranks are unresponsive. The error contains the resulting state and is recorded as the cause.
 pub(super) fn give_up(
     accesses: &mut [Access<'_>],
     ending: Ending,
@@ -182,7 +182,7 @@ pub(super) fn give_up(
     error
 }
 
-/// The program or the watchdog asked for an abort.
+/// Ends the communicators at the request of the program or the watchdog.
 fn stopped(accesses: &mut [Access<'_>], ending: Ending) -> CommError {
     let failed = accesses.iter().find_map(|access| access.shared.failure());
     let limit = failed.as_ref().map_or(ABORT_LIMIT, limit);

@@ -1,20 +1,20 @@
-//! How a communicator ends when it does not end in order.
+//! Abnormal termination of communicators.
 //!
-//! Whatever is called here may hang as well: a symmetric kernel has no abort flag, and NCCL waits for its kernels. So it is called
-//! on a thread of its own, which is waited for: [`ABORT_LIMIT`] long where the program asked for an abort,
-//! [`ERROR_LIMIT`](watch::ERROR_LIMIT) where an error of the watchdog's or a registrar's waits, [`GRACE`] where another one does. If it is
-//! not through by then, the communicator is [`Lost`](CommState::Lost); when the thread comes through later, it is
-//! [`Aborted`](CommState::Aborted) from then on. (NCCL's proxy thread, which an abort joins, stays as long as peers are connected to it:
-//! behind a peer that is stuck but alive, an abort ends when that peer's does.)
+//! Every call made here may hang as well, because a symmetric kernel has no abort flag and NCCL waits for its kernels. The calls are
+//! therefore made on a separate thread, with a bounded wait: [`ABORT_LIMIT`] if the program requested an abort,
+//! [`ERROR_LIMIT`](watch::ERROR_LIMIT) for an error of the watchdog or a registrar, and [`GRACE`] for other errors. If the thread has not
+//! finished by then, the communicator is [`Lost`](CommState::Lost). If it finishes later, the state changes to
+//! [`Aborted`](CommState::Aborted). (An abort joins NCCL's proxy thread, which runs as long as peers are connected to it: if a peer is
+//! stuck but alive, an abort completes only when that peer's does.)
 //!
-//! | what NCCL is doing | what is called |
+//! | NCCL's activity | calls made |
 //! |---|---|
-//! | nothing that we know of | `ncclCommRevoke` and deregistration where there is a revoke, then `ncclCommAbort` |
-//! | a thread of NCCL's works | `ncclCommAbort`, which stops it |
-//! | a thread of ours is inside | `ncclCommRevoke` where there is one; when the thread is back, deregistration and `ncclCommAbort` |
+//! | none that is known | `ncclCommRevoke` and deregistration if revoke is supported, then `ncclCommAbort` |
+//! | an NCCL thread is working | `ncclCommAbort`, which stops it |
+//! | a thread of this crate is inside a call | `ncclCommRevoke` if supported; after the thread returns, deregistration and `ncclCommAbort` |
 //!
-//! Deregistration comes first because up to 2.28 an abort keeps the physical memory of windows for good. It needs a communicator
-//! whose kernels have stopped, which is what a revoke does: without one, windows are left to the abort.
+//! Deregistration comes first because, up to 2.28, an abort permanently retains the physical memory of windows. It requires a communicator
+//! whose kernels have stopped, which a revoke ensures. Without a revoke, windows are left to the abort.
 
 use super::shared::{Access, Handles, Life, Mode, Ownership, Shared, lock};
 use super::state::{CommState, Stage};
@@ -34,38 +34,38 @@ use std::time::Duration;
 use symmalloc_cuda::CudaDevice;
 use symmalloc_watchdog::FailureReport;
 
-/// How long an abort that the program asked for may take.
+/// Time limit of an abort that the program requested.
 pub(super) const ABORT_LIMIT: Duration = Duration::from_secs(5);
-/// How long an error waits for the abort that follows from it.
+/// Time limit of an abort that follows from an error.
 pub(super) const GRACE: Duration = Duration::from_millis(250);
-/// How often it is looked whether a capture has ended.
+/// Interval between checks for the end of a capture.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// What is going on when a communicator is ended.
+/// Activity on a communicator when it is ended.
 pub(super) enum Ending {
-    /// No host call.
+    /// No host call is in progress.
     Idle,
-    /// No host call, and it was never ready.
+    /// No host call is in progress, and the communicator was never ready.
     Unborn,
-    /// A thread of NCCL's works for it, and may write to what is kept.
+    /// An NCCL thread works for it and may write to the kept memory.
     Underway { kept: Kept },
-    /// A thread of ours is inside a call.
+    /// A thread of this crate is inside a call.
     Inside { stage: Stage, caller: Receiver<Answer> },
 }
 
 impl Ending {
-    /// Whether a revoke can be tried.
+    /// Returns `true` if a revoke is possible.
     fn can_revoke(&self) -> bool {
         match self {
             Ending::Idle => true,
-            // NCCL's revoke needs a connected communicator, and refuses one that is being destroyed.
+            // NCCL's revoke requires a connected communicator and rejects one that is being destroyed.
             Ending::Inside { stage, .. } => !matches!(stage, Stage::Connect | Stage::Destroy),
             Ending::Unborn | Ending::Underway { .. } => false,
         }
     }
 }
 
-/// What is left of a communicator that is being ended.
+/// The resources of a communicator that is being ended.
 struct Remains {
     calls: &'static Calls,
     comm: CommHandle,
@@ -73,11 +73,11 @@ struct Remains {
     windows: Handles<WindowHandle>,
     buffers: Handles<RegistrationHandle>,
     life: Arc<Mutex<Life>>,
-    /// NCCL points to it until the abort.
+    /// NCCL refers to it until the abort.
     name: Arc<CStr>,
 }
 
-/// Ends these communicators, and waits so long for it. They are aborted or lost afterwards.
+/// Ends these communicators and waits for at most `limit`. They are aborted or lost afterwards.
 pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option<&Arc<CommError>>, limit: Duration) {
     for access in &mut *accesses {
         // From here on no other thread calls NCCL with it.
@@ -88,7 +88,7 @@ pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option
     let has_revoke = || accesses.iter().all(|access| access.shared.nccl.supports(Capability::Revoke));
     let revokes = ending.can_revoke() && owned() && has_revoke();
     if !owned() {
-        // Another one's to abort: what NCCL may still write to or point to stays.
+        // Its owner must abort it, so keep all memory that NCCL may still write to or refer to.
         std::mem::forget(ending);
         for access in &*accesses {
             std::mem::forget(Arc::clone(&access.shared.c_name));
@@ -96,13 +96,13 @@ pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option
         }
         return;
     }
-    // Nothing gets a thread out of a call without a revoke; should it come back, the communicator is aborted then.
+    // Only a revoke unblocks a thread inside a call. Without one, the communicator is aborted if that thread returns.
     let limit = if matches!(ending, Ending::Inside { .. }) && !revokes { Duration::ZERO } else { limit };
     let device = Arc::clone(&accesses[0].shared.device);
     let remains: Vec<Remains> = accesses.iter().map(remains).collect();
     let (sender, through) = channel();
     let started = threads::run(move || {
-        // Without a context there is no device left to end anything on.
+        // Without a context the device is unusable, so nothing remains to be ended.
         if let Ok(_current) = device.enter() {
             let _relaxed = device.relax_capture();
             end(ending, &remains, revokes, &device);
@@ -110,7 +110,7 @@ pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option
                 lock(&one.life).state = CommState::Aborted;
             }
         }
-        // Nobody listens any more when it took too long.
+        // After a timeout the channel is closed.
         let _heard = sender.send(());
     });
     if started.is_ok() {
@@ -119,9 +119,9 @@ pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option
     accesses.iter().for_each(report);
 }
 
-/// Tells the other ranks, which would wait for this one.
+/// Notifies the other ranks, which would otherwise wait for this one.
 fn tell(shared: &Shared, cause: Option<&Arc<CommError>>) {
-    // One that was never ready is not known to them.
+    // A communicator that was never ready is unknown to them.
     let Some(watched) = shared.watched.get() else { return };
     let text = match cause {
         Some(cause) => cause.to_string(),
@@ -157,7 +157,7 @@ fn end(ending: Ending, remains: &[Remains], revokes: bool, device: &CudaDevice) 
     let revoked = revokes && remains.iter().all(Remains::revoke);
     let kept = match ending {
         Ending::Inside { caller, .. } => {
-            // What it came to does not matter any more; that it is out of NCCL does.
+            // The result is irrelevant; the thread must only have left NCCL.
             let _answer = caller.recv();
             None
         }
@@ -165,8 +165,8 @@ fn end(ending: Ending, remains: &[Remains], revokes: bool, device: &CudaDevice) 
         Ending::Idle | Ending::Unborn => None,
     };
     if revoked && remains.iter().any(|one| !lock(&one.windows).is_empty()) {
-        // The revoke has stopped all kernels but symmetric ones. While one of these waits for a dead peer, this waits as well:
-        // nothing may be taken from under it. So it does while a stream is captured, for which the driver refuses to wait.
+        // The revoke has stopped all kernels except symmetric ones. While one of these waits for a dead peer, wait as well, because its
+        // memory must stay registered. Also wait while a stream is being captured, because the driver refuses to synchronize then.
         while device.synchronize().is_err_and(|error| driver::is_capture_in_the_way(&error)) {
             thread::sleep(LOOK);
         }
@@ -181,9 +181,9 @@ fn end(ending: Ending, remains: &[Remains], revokes: bool, device: &CudaDevice) 
 }
 
 impl Remains {
-    /// Stops what is in flight, on the host and on the device. Whether that worked.
+    /// Stops all operations in flight, on the host and on the device. Returns `true` on success.
     fn revoke(&self) -> bool {
-        // It may come while another thread is inside a call: that is what it is for.
+        // A revoke is allowed while another thread is inside a call.
         if self.calls.revoke(self.comm).is_err() {
             return false;
         }
@@ -196,7 +196,7 @@ impl Remains {
         }
     }
 
-    /// Gives back what is registered, of which nothing runs any more. Errors change nothing: the abort follows.
+    /// Deregisters all remaining registrations, which no work uses any more. Errors are ignored because the abort follows.
     fn deregister(&self) {
         for window in lock(&self.windows).drain(..) {
             let _given_back = self.calls.deregister_window(self.comm, window);

@@ -1,9 +1,9 @@
-//! What all ranks do together on the host, in the flight record.
+//! Flight-record entries of host operations that all ranks perform together.
 
 use super::state::Stage;
 use crate::watch::{EntryNumber, Tick, Watched, Work};
 
-/// Something that all ranks do together on the host, from its begin until this is dropped.
+/// A host operation that all ranks perform together, recorded from `begin` until dropped.
 pub(super) struct HostEntry<'a> {
     watched: &'a Watched,
     number: EntryNumber,

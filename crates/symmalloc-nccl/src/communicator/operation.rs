@@ -1,4 +1,4 @@
-//! One collective, as it goes to NCCL: addresses and numbers.
+//! A collective in the form that NCCL takes: addresses and numbers.
 
 use crate::data_type::{DataType, ReduceOp};
 use crate::handles::StreamHandle;
@@ -22,7 +22,7 @@ pub enum Collective {
 }
 
 impl Collective {
-    /// All of them.
+    /// All variants.
     pub(crate) const ALL: [Collective; 5] = [
         Collective::AllReduce,
         Collective::AllGather,
@@ -57,7 +57,7 @@ pub(crate) enum NcclCall {
 }
 
 impl NcclCall {
-    /// The collective that it is; `None` for a send or receive.
+    /// Returns the collective, or `None` for a send or receive.
     pub(crate) fn collective(self) -> Option<Collective> {
         match self {
             NcclCall::AllReduce { .. } => Some(Collective::AllReduce),
@@ -69,7 +69,7 @@ impl NcclCall {
         }
     }
 
-    /// NCCL's name.
+    /// Returns the name of NCCL's function.
     pub(crate) fn symbol(self) -> &'static str {
         match self {
             NcclCall::AllReduce { .. } => "ncclAllReduce",
@@ -82,7 +82,7 @@ impl NcclCall {
         }
     }
 
-    /// The one rank that it names.
+    /// Returns the single rank that the call names, if any.
     pub(crate) fn named_rank(self) -> Option<u32> {
         match self {
             NcclCall::Broadcast { root: rank } | NcclCall::Reduce { root: rank, .. } => Some(rank),
@@ -91,7 +91,7 @@ impl NcclCall {
         }
     }
 
-    /// What else all ranks must give alike, or whom it names.
+    /// Returns the reduction, root or peer of the call, for reports.
     pub(crate) fn detail(self) -> Option<String> {
         match self {
             NcclCall::AllReduce { op } | NcclCall::ReduceScatter { op } => Some(op.word()),
@@ -111,13 +111,13 @@ impl NcclCall {
     }
 }
 
-/// A call with its memory and stream: addresses and numbers, as NCCL takes them.
+/// A call with its memory and stream, in the form that NCCL takes: addresses and numbers.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Operation {
     pub(crate) call: NcclCall,
-    /// Where this rank's elements are; not used by a receive.
+    /// Address of this rank's elements; unused by a receive.
     pub(crate) send: u64,
-    /// Where the result goes; not used by a send.
+    /// Address of the result; unused by a send.
     pub(crate) receive: u64,
     /// Number of elements, as NCCL counts them for this call.
     pub(crate) count: usize,
@@ -126,7 +126,7 @@ pub(crate) struct Operation {
 }
 
 impl Operation {
-    /// What NCCL connects ranks for when it meets it first.
+    /// Returns the shape for which NCCL establishes connections on first use.
     pub(crate) fn shape(&self) -> ConnectionShape {
         let bytes = self.count.saturating_mul(self.data_type.size_bytes());
         let magnitude = bytes.checked_ilog2().map_or(0, |log| log + 1);
@@ -141,8 +141,8 @@ impl Operation {
     }
 }
 
-/// What NCCL chooses an algorithm by, and so connects ranks for: a collective's kind, reduction, type and order of magnitude;
-/// for a send or receive the peer.
+/// The properties by which NCCL selects an algorithm and connects ranks: for a collective, its kind, reduction, type and order of
+/// magnitude; for a send or receive, the peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ConnectionShape {
     Collective { algorithm: Algorithm, magnitude: u32 },
@@ -153,7 +153,7 @@ pub(crate) enum ConnectionShape {
 /// Collective, reduction and type.
 type Algorithm = (Option<Collective>, Option<ReduceOp>, DataType);
 
-/// The shapes that have run on a communicator: what NCCL connects for them is connected.
+/// The shapes that have run on a communicator, whose connections therefore exist.
 #[derive(Debug, Default)]
 pub(crate) struct KnownShapes {
     /// Magnitudes as bits, for every combination of kind, reduction and type.
@@ -165,7 +165,7 @@ pub(crate) struct KnownShapes {
 }
 
 impl KnownShapes {
-    /// Whether this shape has run.
+    /// Returns `true` if this shape has run.
     pub(crate) fn contains(&self, shape: ConnectionShape) -> bool {
         let has =
             |peers: &[u64], peer: u32| peers.get(peer as usize / 64).is_some_and(|bits| bits & (1 << (peer % 64)) != 0);
@@ -178,7 +178,7 @@ impl KnownShapes {
         }
     }
 
-    /// Notes that it has.
+    /// Records that this shape has run.
     pub(crate) fn insert(&mut self, shape: ConnectionShape) {
         let add = |peers: &mut Vec<u64>, peer: u32| {
             let word = peer as usize / 64;

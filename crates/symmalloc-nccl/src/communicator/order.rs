@@ -1,18 +1,18 @@
-//! The order in which a rank that has several communicators goes through them: the same on every rank, by construction.
+//! A global order of communicators, equal on every rank by construction.
 
 use crate::unique_id::UniqueId;
 use std::sync::Arc;
 
-/// A communicator's place among all of a job. Its ranks all have the same one, and no other communicator has it.
+/// A communicator's position among all communicators of a job. Equal on all of its ranks and unique to it.
 ///
-/// What several communicators do one after the other (registering memory, comparing histories) must happen in one order on all
-/// ranks, or two ranks wait for each other in two communicators. Sorted by this, it does. The order is by name, then by what a
-/// communicator came from: its unique id, or the communicator it was split from, which stands before it.
+/// Operations on several communicators (registering memory, comparing histories) must run in the same order on all ranks, or two ranks
+/// deadlock in two communicators. Sorting by this order prevents that. It compares names first, then the origin: the unique id, or the
+/// parent of a split, which precedes its splits.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct CommOrder(Arc<[u8]>);
 
 impl CommOrder {
-    /// A connected communicator. `ordinal` counts those of this rank with the same id.
+    /// Returns the order of a connected communicator. `ordinal` counts this rank's communicators with the same id.
     pub(crate) fn connected(name: &str, id: &UniqueId, ordinal: u32) -> Self {
         let mut key = Self::named(b'c', name);
         key.extend_from_slice(id.as_bytes());
@@ -20,12 +20,12 @@ impl CommOrder {
         CommOrder(key.into())
     }
 
-    /// A communicator that other code made: its name is all there is.
+    /// Returns the order of a communicator that other code created, which only its name identifies.
     pub(crate) fn borrowed(name: &str) -> Self {
         CommOrder(Self::named(b'b', name).into())
     }
 
-    /// The part with this color of the `ordinal`th split.
+    /// Returns the order of the part with this color of the `ordinal`th split.
     pub(crate) fn split(&self, ordinal: u32, color: u32) -> Self {
         let mut key = self.0.to_vec();
         key.push(b's');
@@ -36,12 +36,12 @@ impl CommOrder {
 
     fn named(kind: u8, name: &str) -> Vec<u8> {
         let mut key = name.as_bytes().to_vec();
-        // Names hold no zero byte, so none is the beginning of another one's key.
+        // Names contain no zero byte, so no name's key is a prefix of another name's key.
         key.extend_from_slice(&[0, kind]);
         key
     }
 
-    /// The order as bytes, which compare as it does: for digests.
+    /// Returns the order as bytes, which compare in the same way: for digests.
     pub fn as_bytes(&self) -> &[u8] {
         &self.0
     }

@@ -1,4 +1,4 @@
-//! Windows and buffers: how memory becomes known to NCCL, and ceases to be.
+//! Registration and deregistration of windows and buffers with NCCL.
 
 use super::Communicator;
 use super::call::{Route, perform};
@@ -15,16 +15,17 @@ use std::slice::from_mut;
 use std::sync::Arc;
 
 impl Communicator {
-    /// Makes a window of a whole segment, together with all other ranks, which give segments of the same size in the same order.
+    /// Registers a window over a whole segment, together with all other ranks, which must pass segments of the same size in the same
+    /// order.
     ///
-    /// The memory must be of the communicator's device, made by `cuMemCreate` with a handle that can be shared, in one piece.
-    /// Where the ranks cannot reach each other's memory, NCCL refuses from 2.29 on, and a plain registration is made instead; before,
-    /// it makes one that poses as a window.
+    /// The memory must belong to the communicator's device and be a single `cuMemCreate` allocation with a shareable handle. If the ranks
+    /// cannot access each other's memory, NCCL refuses the window from 2.29 on, and a plain registration is made instead. Earlier versions
+    /// return a plain registration that looks like a window.
     ///
     /// # Errors
-    /// Without effect: when the communicator is gone, the library has no windows, the base is not a multiple of
-    /// [`WINDOW_ALIGNMENT`] or a capture is under way (before 2.30.7). When ranks do not come within the deadline or NCCL
-    /// refuses, the communicator is gone: a failed registration leaves tasks behind in it.
+    /// Without effect if the communicator has ended, the library has no windows, the base is not a multiple of [`WINDOW_ALIGNMENT`] or a
+    /// capture is in progress (before 2.30.7). If ranks do not arrive within the deadline or NCCL fails, the communicator is ended,
+    /// because a failed registration leaves tasks behind in it.
     pub fn register_window(&self, base: u64, size_bytes: u64) -> Result<Registered, CommError> {
         self.require(Capability::Windows)?;
         if size_bytes == 0 {
@@ -51,22 +52,22 @@ impl Communicator {
         Ok(Registered::Window(Window { raw, memory: self.memory(base, size_bytes) }))
     }
 
-    /// Gives a window back. Local, but all ranks do so at the same point: the others must not use it any more. It waits for
-    /// kernels that run on the device.
+    /// Deregisters a window. The call is local, but all ranks must make it at the same point, because the others must no longer use the
+    /// window. Waits for kernels that run on the device.
     ///
     /// # Errors
-    /// When the communicator is gone, and the window with it; when it is another communicator's; when NCCL refuses: it is given
-    /// back with the communicator then.
+    /// If the communicator has ended, and the window with it; if the window belongs to another communicator; if NCCL fails, in which case
+    /// the window is released with the communicator.
     pub fn deregister_window(&self, window: Window) -> Result<(), CommError> {
         let Window { raw, memory } = window;
         self.check_owner(&memory)?;
         deregister_window(&mut self.shared.access()?, raw)
     }
 
-    /// Registers memory of this rank's, of any kind and size. No other rank takes part; it takes microseconds.
+    /// Registers memory of any kind and size on this rank only. Takes microseconds.
     ///
     /// # Errors
-    /// When the communicator is gone, the library is too old, or NCCL refuses.
+    /// If the communicator has ended, the library is too old, or NCCL fails.
     pub fn register_buffer(&self, base: u64, size_bytes: u64) -> Result<BufferRegistration, CommError> {
         self.require(Capability::BufferRegistration)?;
         if size_bytes == 0 {
@@ -90,17 +91,17 @@ impl Communicator {
         })?;
         let raw = new.registration();
         if !raw.is_null() {
-            // Null where NCCL_LOCAL_REGISTER=0: nothing was registered, and nothing is to be given back.
+            // Null if NCCL_LOCAL_REGISTER=0: nothing was registered, so there is nothing to deregister.
             lock(&access.inner.buffers).push(raw);
         }
         Ok(BufferRegistration { raw, memory: self.memory(base, size_bytes) })
     }
 
-    /// Gives a registration back. It waits for kernels that run on the device where peers had mapped the memory.
+    /// Deregisters a buffer. If peers have mapped the memory, waits for kernels that run on the device.
     ///
     /// # Errors
-    /// When the communicator is gone, and the registration with it; when it is another communicator's; when NCCL refuses: it is
-    /// given back with the communicator then.
+    /// If the communicator has ended, and the registration with it; if it belongs to another communicator; if NCCL fails, in which case it
+    /// is released with the communicator.
     pub fn deregister_buffer(&self, registration: BufferRegistration) -> Result<(), CommError> {
         let BufferRegistration { raw, memory } = registration;
         self.check_owner(&memory)?;
@@ -124,8 +125,7 @@ impl Communicator {
     }
 }
 
-/// Gives all that is left back, in order. The first error is returned; as long as the communicator is ready, the rest is tried
-/// all the same.
+/// Deregisters everything that remains, in order. Returns the first error, but tries the rest as long as the communicator is ready.
 pub(super) fn deregister_all(access: &mut Access<'_>) -> Result<(), CommError> {
     let mut outcome = Ok(());
     let (windows, buffers) = (lock(&access.inner.windows).clone(), lock(&access.inner.buffers).clone());
@@ -157,7 +157,7 @@ fn deregister<Handle: Copy + PartialEq + Send + 'static>(
     }
     let comm = access.comm;
     perform(from_mut(access), Stage::Deregister, Route::Apart, &None, move |calls| {
-        // The communicator may end meanwhile: what NCCL took back is not given back again, what it refused is.
+        // The communicator may end meanwhile, so remove the handle only after NCCL has accepted it.
         call(calls, comm, handle).inspect(|_| lock(&known).retain(|known| *known != handle))
     })
 }

@@ -1,43 +1,43 @@
-//! What NCCL gives for memory that was registered. The kind is in the type, so that the wrong deregistration cannot be called.
+//! Handles of registered memory. Their types distinguish the kinds, so that each is deregistered by the matching call.
 
 use crate::handles::{RegistrationHandle, WindowHandle};
 use std::fmt;
 use std::sync::Arc;
 
-/// `NCCL_WIN_REQUIRED_ALIGNMENT`: where a window may start.
+/// Required alignment of a window's base address (`NCCL_WIN_REQUIRED_ALIGNMENT`), in bytes.
 pub const WINDOW_ALIGNMENT: u64 = 4096;
 
-/// What became of memory that was to be a window.
+/// The result of a window registration.
 #[derive(Debug)]
-#[must_use = "deregister it before the memory goes back"]
+#[must_use = "deregister it before the memory is released"]
 pub enum Registered {
-    /// A window: kernels reach the peers' memory through it.
+    /// A window, through which kernels access the peers' memory.
     Window(Window),
-    /// The ranks cannot reach each other's memory (no NVLink, no peer access): a plain registration of this rank's.
+    /// A plain registration of this rank, because the ranks cannot access each other's memory (no NVLink, no peer access).
     Plain(BufferRegistration),
 }
 
-/// A window of one communicator over a whole segment, on all its ranks.
+/// A window of one communicator over a whole segment, on all of its ranks.
 ///
-/// Give it back with [`Communicator::deregister_window`](crate::Communicator::deregister_window) before the memory is
-/// unmapped. It is gone, without a call, when its communicator is.
-#[must_use = "deregister it before the memory goes back"]
+/// Deregister it with [`Communicator::deregister_window`](crate::Communicator::deregister_window) before the memory is unmapped. It ends
+/// with its communicator, without a call.
+#[must_use = "deregister it before the memory is released"]
 pub struct Window {
     pub(crate) raw: WindowHandle,
     pub(crate) memory: Memory,
 }
 
-/// A registration of memory that is this rank's own matter.
+/// A registration of memory that is local to this rank.
 ///
-/// Give it back with [`Communicator::deregister_buffer`](crate::Communicator::deregister_buffer) before the memory is unmapped.
-/// It is gone, without a call, when its communicator is.
-#[must_use = "deregister it before the memory goes back"]
+/// Deregister it with [`Communicator::deregister_buffer`](crate::Communicator::deregister_buffer) before the memory is unmapped. It ends
+/// with its communicator, without a call.
+#[must_use = "deregister it before the memory is released"]
 pub struct BufferRegistration {
     pub(crate) raw: RegistrationHandle,
     pub(crate) memory: Memory,
 }
 
-/// Which memory, on which communicator.
+/// The memory of a registration, and its communicator.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Memory {
     pub(crate) base: u64,
@@ -64,29 +64,29 @@ impl Registered {
 }
 
 impl Window {
-    /// NCCL's name for it; valid until it is deregistered or its communicator is gone.
+    /// Returns NCCL's handle. Valid until the window is deregistered or its communicator ends.
     pub fn handle(&self) -> WindowHandle {
         self.raw
     }
 
-    /// Its first byte on this rank.
+    /// Returns the address of its first byte on this rank.
     pub fn base(&self) -> u64 {
         self.memory.base
     }
 
-    /// Its size in bytes.
+    /// Returns its size in bytes.
     pub fn size_bytes(&self) -> u64 {
         self.memory.size_bytes
     }
 }
 
 impl BufferRegistration {
-    /// Its first byte.
+    /// Returns the address of its first byte.
     pub fn base(&self) -> u64 {
         self.memory.base
     }
 
-    /// Its size in bytes.
+    /// Returns its size in bytes.
     pub fn size_bytes(&self) -> u64 {
         self.memory.size_bytes
     }

@@ -1,9 +1,9 @@
-//! What the clones of a communicator share, and the lock under which NCCL is called with it.
+//! The state that the clones of a communicator share, and the lock for NCCL calls.
 //!
 //! ```text
 //!  Communicator ─┐          ┌─ fixed: rank, ranks, name, order, deadline, mode
-//!  Communicator ─┼─ Arc ── Shared ─┼─ Inner, behind the call lock: one host call at a time, as NCCL demands
-//!  Window        ┘ (serial)        └─ Life, behind a lock of its own: never held during a call, so that state() never waits
+//!  Communicator ─┼─ Arc ── Shared ─┼─ Inner, behind the call lock: one host call at a time, as NCCL requires
+//!  Window        ┘ (serial)        └─ Life, behind a separate lock: never held during a call, so that state() never waits
 //! ```
 
 use super::operation::KnownShapes;
@@ -20,19 +20,19 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 use symmalloc_cuda::CudaDevice;
 
-/// For longer than a program lives.
+/// Longer than any program runs.
 pub(super) const FOR_EVER: Duration = Duration::from_secs(u32::MAX as u64);
 
-/// Whether NCCL's calls return before their work on the host is done.
+/// The blocking mode of NCCL's calls.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Mode {
-    /// They block: those that may wait for other ranks are made on a thread of their own.
+    /// Calls block. Those that may wait for other ranks are made on a separate thread.
     Blocking,
-    /// They return, and NCCL is asked until it is done.
+    /// Calls return immediately, and NCCL is polled until their work is done.
     Nonblocking,
 }
 
-/// Who destroys the communicator.
+/// Determines who destroys the communicator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Ownership {
     Owned,
@@ -43,7 +43,7 @@ pub(super) struct Shared {
     pub(super) nccl: &'static Nccl,
     pub(super) device: Arc<CudaDevice>,
     pub(super) name: Arc<str>,
-    /// NCCL keeps a pointer to it, so it goes wherever the communicator goes.
+    /// NCCL keeps a pointer to it, so it must live as long as the communicator.
     pub(super) c_name: Arc<CStr>,
     pub(super) rank: u32,
     pub(super) ranks: u32,
@@ -53,29 +53,29 @@ pub(super) struct Shared {
     pub(super) order: CommOrder,
     /// Unique in the process.
     pub(super) serial: u64,
-    /// Set by [`abort`](super::Communicator::abort), for a thread that waits with the call lock held.
+    /// Set by [`abort`](super::Communicator::abort), for a thread that waits while it holds the call lock.
     pub(super) abort_asked: AtomicBool,
-    /// Where its processes met.
+    /// The meeting of its processes, if any.
     pub(super) met: Option<MeetingId>,
     pub(super) watch_settings: WatchSettings,
-    /// Set when it is ready.
+    /// Set once it is ready.
     pub(super) watched: OnceLock<Arc<Watched>>,
-    /// When an error of the watchdog's first waited for the end.
+    /// Time at which an error of the watchdog first waited for the end.
     pub(super) failed_at: OnceLock<Instant>,
     pub(super) inner: Mutex<Inner>,
     pub(super) life: Arc<Mutex<Life>>,
 }
 
-/// Handles that NCCL would take back. A thread that is inside a call changes them when NCCL has answered, whoever waits for it.
+/// Handles that NCCL must release. A thread inside a call updates them when NCCL returns, even if no one waits for it any more.
 pub(super) type Handles<Handle> = Arc<Mutex<Vec<Handle>>>;
 
-/// What changes from call to call.
+/// State that changes from call to call.
 #[derive(Debug, Default)]
 pub(super) struct Inner {
     pub(super) shapes: KnownShapes,
-    /// Windows that are there, in the order of their registration.
+    /// Registered windows, in registration order.
     pub(super) windows: Handles<WindowHandle>,
-    /// Registrations that are there, in order.
+    /// Registered buffers, in registration order.
     pub(super) buffers: Handles<RegistrationHandle>,
     /// Number of splits so far; equal on all ranks.
     pub(super) splits: u32,
@@ -83,13 +83,13 @@ pub(super) struct Inner {
     pub(super) gathers: u64,
 }
 
-/// What became of it.
+/// The state of a communicator.
 #[derive(Debug)]
 pub(super) struct Life {
-    /// Null exactly when it is not ready.
+    /// Null if and only if it is not ready.
     pub(super) comm: CommHandle,
     pub(super) state: CommState,
-    /// The error that ended it.
+    /// The error that ended it, if any.
     pub(super) cause: Option<Arc<CommError>>,
 }
 
@@ -98,7 +98,7 @@ impl Life {
         Arc::new(Mutex::new(Life { comm, state: CommState::Ready, cause: None }))
     }
 
-    /// It is over. Calls from now on fail.
+    /// Ends the communicator. Subsequent calls fail.
     pub(super) fn end(&mut self, state: CommState, cause: Option<Arc<CommError>>) {
         self.comm = CommHandle::NULL;
         self.state = state;
@@ -106,7 +106,7 @@ impl Life {
     }
 }
 
-/// The right to call NCCL with a communicator that is ready.
+/// Permission to call NCCL with a ready communicator.
 pub(super) struct Access<'a> {
     pub(super) shared: &'a Shared,
     pub(super) inner: MutexGuard<'a, Inner>,
@@ -114,15 +114,15 @@ pub(super) struct Access<'a> {
 }
 
 impl Shared {
-    /// A number that no other communicator of this process has.
+    /// Returns a number that is unique among the communicators of this process.
     pub(super) fn next_serial() -> u64 {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         NEXT.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Waits until no other thread calls NCCL with it. Refuses what the watchdog has ended, or is about to.
+    /// Waits until no other thread calls NCCL with it. Fails if the watchdog has ended it, or is about to.
     pub(super) fn access(&self) -> Result<Access<'_>, CommError> {
-        // Before the lock as well, which the end that follows may hold.
+        // Also checked before the lock, which the end that follows may hold.
         self.check_failure()?;
         let access = self.access_with(lock(&self.inner))?;
         let Some(_failed) = self.failure() else { return Ok(access) };
@@ -136,16 +136,16 @@ impl Shared {
         Err(failed)
     }
 
-    /// An error of the watchdog's waits for the end that follows from it, and errors behind it for what is left of that time: a program
-    /// that exits at once would unload libraries under the thread that aborts. After so long the watchdog ends the process, where it
-    /// must.
+    /// Waits until the communicator has ended after a failure that the watchdog reported; later errors wait for the rest of the same
+    /// interval. A program that exits immediately would unload libraries under the aborting thread. After the interval, the watchdog ends
+    /// the process if necessary.
     fn wait_for_end(&self) {
         let failed_at = self.failed_at.get_or_init(Instant::now);
         let backoff = Backoff::new(ERROR_LIMIT.saturating_sub(failed_at.elapsed()));
         while !self.is_ended() && backoff.pause() {}
     }
 
-    /// Whether nothing of it runs any more, or it is another one's to end.
+    /// Returns `true` if none of its work runs any more, or if its owner must end it.
     pub(super) fn is_ended(&self) -> bool {
         self.ownership == Ownership::Borrowed
             || matches!(lock(&self.life).state, CommState::Destroyed | CommState::Aborted)
@@ -159,13 +159,13 @@ impl Shared {
         Ok(Access { shared: self, inner, comm })
     }
 
-    /// The error of a communicator that is not ready.
+    /// Returns the error of a communicator that is not ready.
     pub(super) fn gone(&self) -> CommError {
         let life = lock(&self.life);
         CommError::Gone { name: Arc::clone(&self.name), state: life.state, cause: life.cause.clone() }
     }
 
-    /// Refuses what is not ready. Waits for nobody.
+    /// Checks that it is ready. Never waits.
     pub(super) fn check_ready(&self) -> Result<(), CommError> {
         match self.failure() {
             Some(failed) => Err(failed),
@@ -174,12 +174,13 @@ impl Shared {
         }
     }
 
-    /// The error of what the watchdog ended.
+    /// Returns the error with which the watchdog ended it, if any.
     pub(super) fn failure(&self) -> Option<CommError> {
         Some(CommError::Failed(Arc::clone(self.watched.get()?.failure()?)))
     }
 
-    /// How long a wait of this crate's own for other ranks lasts. The watchdog knows whether they are slow or stuck, and ends it.
+    /// Returns the limit of this crate's own waits for other ranks. It is unlimited if the watchdog, which distinguishes slow ranks from
+    /// stuck ones, ends the waits.
     pub(super) fn patience(&self) -> Duration {
         let is_watched = self.watched.get().is_some() && self.watch_settings.mode() != WatchdogMode::Off;
         if is_watched && watch::is_on() { FOR_EVER } else { self.deadline }

@@ -1,19 +1,19 @@
-//! What a communicator is doing, and what became of it.
+//! The states of a communicator, and the stages of its calls.
 
 use std::fmt;
 
-/// What became of a communicator.
+/// The state of a communicator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum CommState {
-    /// It can be used.
+    /// Usable.
     Ready,
-    /// It was destroyed in order. Its windows are gone.
+    /// Destroyed regularly. Its windows are gone.
     Destroyed,
-    /// It was aborted, by the program or because of an error. Its windows are gone.
+    /// Aborted by the program or because of an error. Its windows are gone.
     Aborted,
-    /// It is lost: a call of NCCL's does not end, so nothing can be taken back yet. It becomes [`Aborted`](Self::Aborted) if it
-    /// ends after all, for example when the peers are gone; until then what it holds stays as it is.
+    /// Lost: an NCCL call does not return, so nothing can be released yet. The state becomes [`Aborted`](Self::Aborted) if the call
+    /// returns later, for example when the peers are gone. Until then its resources remain allocated.
     Lost,
 }
 
@@ -28,7 +28,7 @@ impl fmt::Display for CommState {
     }
 }
 
-/// What was waited for when a deadline passed.
+/// The operation in progress when a deadline expired.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Stage {
@@ -36,13 +36,13 @@ pub enum Stage {
     Connect,
     /// The communicator is split.
     Split,
-    /// A window is made.
+    /// A window is registered.
     Register,
-    /// A buffer of this rank's is registered.
+    /// A buffer of this rank is registered.
     RegisterBuffer,
     /// Memory is deregistered.
     Deregister,
-    /// A collective is given to the stream.
+    /// A collective is submitted to the stream.
     Submit,
     /// A collective runs on the device.
     Run,
@@ -53,17 +53,17 @@ pub enum Stage {
 }
 
 impl Stage {
-    /// Whether a communicator in this stage was never ready.
+    /// Returns `true` if a communicator in this stage was never ready.
     pub(super) fn is_birth(self) -> bool {
         self == Stage::Connect
     }
 
-    /// Whether all ranks come to it, and the watchdog knows of it.
+    /// Returns `true` if all ranks perform this stage and the watchdog observes it.
     pub(super) fn is_watched(self) -> bool {
         matches!(self, Stage::Split | Stage::Register | Stage::Submit | Stage::Destroy)
     }
 
-    /// The call whose outcome NCCL reports later.
+    /// Returns the call whose outcome NCCL reports later.
     pub(super) fn call(self) -> &'static str {
         match self {
             Stage::Connect => "ncclCommInitRankConfig",

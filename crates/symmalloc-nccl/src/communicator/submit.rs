@@ -1,4 +1,4 @@
-//! Collectives on their way into streams.
+//! Submission of collectives to streams.
 
 use super::Communicator;
 use super::call::{Route, perform};
@@ -15,8 +15,8 @@ use std::sync::Arc;
 /// A collective with its communicator and its stream.
 pub(crate) type Submission<'a> = (&'a Communicator, Operation, &'a Arc<CudaStream>);
 
-/// Gives collectives to NCCL: one as it is, several as a group. Returns when they are in their streams. The guards of their buffers
-/// live until then. The watchdog learns of each, unless they are announced as a whole.
+/// Submits collectives to NCCL: a single one directly, several as a group. Returns when they are in their streams. The guards of their
+/// buffers must live until then. If `is_noted`, each is recorded for the watchdog; otherwise the caller announces them as a whole.
 pub(crate) fn submit(operations: &[Submission<'_>], is_noted: bool) -> Result<(), CommError> {
     let mut accesses = access_all(operations)?;
     let mut issues: SmallVec<[(CommHandle, Operation); 2]> = SmallVec::with_capacity(operations.len());
@@ -40,7 +40,7 @@ pub(crate) fn submit(operations: &[Submission<'_>], is_noted: bool) -> Result<()
     Ok(())
 }
 
-/// Their entries in the flights of their communicators.
+/// Entries of the operations in the flight records of their communicators.
 type Entries = SmallVec<[EntryNumber; 2]>;
 
 fn begin(operations: &[Submission<'_>]) -> Entries {
@@ -61,7 +61,7 @@ fn note(operations: &[Submission<'_>], entries: &Entries, is_issued: bool) {
     }
 }
 
-/// The right to use all communicators, each once, taken in an order that is the same for all threads.
+/// Acquires access to all communicators, each once, in an order that is the same for all threads.
 fn access_all<'a>(operations: &[Submission<'a>]) -> Result<SmallVec<[Access<'a>; 1]>, CommError> {
     let mut comms: SmallVec<[&Communicator; 1]> = operations.iter().map(|(comm, ..)| *comm).collect();
     comms.sort_unstable_by_key(|comm| comm.serial());

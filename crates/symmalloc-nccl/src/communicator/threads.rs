@@ -1,7 +1,7 @@
-//! Threads for calls that may never come back.
+//! Threads for calls that may never return.
 //!
-//! A thread that is through with its call waits for the next one: making one costs some 50 us, and CUDA's first call on it as much
-//! again. One that hangs in a call is never seen again, and another takes its place.
+//! A thread that has finished its call waits for the next one: creating a thread costs about 50 us, and so does the first CUDA call on it.
+//! A thread that hangs in a call is never reused; another one takes its place.
 
 use crate::backoff::Backoff;
 use crate::calls::{CallProgress, Outcome};
@@ -16,22 +16,22 @@ use symmalloc_cuda::{CudaDevice, DriverError};
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// Threads that wait for work.
+/// Idle threads.
 static IDLE: Mutex<Vec<Sender<Job>>> = Mutex::new(Vec::new());
 
-/// Threads that wait at most; more end.
+/// Maximum number of idle threads. Further threads exit.
 const IDLE_MAX: usize = 16;
 
-/// Runs a job on a thread of its own.
+/// Runs a job on a separate thread.
 ///
 /// # Errors
-/// When the system refuses a thread. The job is not run then.
+/// If the system cannot create a thread. The job has not run then.
 pub(crate) fn run(job: impl FnOnce() + Send + 'static) -> io::Result<()> {
     let mut job: Job = Box::new(job);
     while let Some(thread) = pop() {
         match thread.send(job) {
             Ok(()) => return Ok(()),
-            // It ended meanwhile.
+            // The thread has exited in the meantime.
             Err(SendError(refused)) => job = refused,
         }
     }
@@ -66,21 +66,21 @@ fn push(thread: Sender<Job>) -> bool {
     is_wanted
 }
 
-/// How often a thread that waits for another one looks whether it is to stop.
+/// Interval at which a thread that waits for another one checks whether to stop.
 const LOOK: Duration = Duration::from_millis(20);
 
-/// What a call wrote to, and what NCCL points to: kept until NCCL is surely done with it.
+/// Memory that a call writes to or that NCCL refers to, kept until NCCL no longer uses it.
 pub(super) type Kept = Option<Arc<dyn Any + Send + Sync>>;
 
-/// What a call came to.
+/// The result of a call.
 pub(super) type Answer = Result<CallProgress, CallError>;
 
-/// Why a call did not do its work.
+/// The reason why a call failed.
 #[derive(Debug)]
 pub(super) enum CallError {
     Nccl(NcclError),
     Driver(DriverError),
-    /// There was no thread to make it.
+    /// No thread could be created for it.
     Thread(ErrorKind),
 }
 
@@ -111,14 +111,14 @@ pub(super) fn start(
     let started = run(move || {
         let answer = match device.enter() {
             Ok(_current) => {
-                // NCCL waits for streams of its own, before 2.30.7 in whatever mode its caller is.
+                // NCCL waits for its own streams; before 2.30.7 it does so in the caller's capture mode.
                 let _relaxed = device.relax_capture();
                 call().map_err(CallError::Nccl)
             }
             Err(error) => Err(CallError::Driver(error)),
         };
         drop(kept);
-        // Nobody listens any more when the call came back too late.
+        // The receiver is gone if the call returned too late.
         let _heard = sender.send(answer);
     });
     if let Err(error) = started {
@@ -127,7 +127,7 @@ pub(super) fn start(
     receiver
 }
 
-/// How a wait for another thread ended.
+/// The outcome of a wait for another thread.
 pub(super) enum Waited {
     Came(Answer),
     Stopped,
@@ -158,12 +158,12 @@ mod tests {
         let also_done = done.clone();
         run(move || {
             hung.recv().expect("released");
-            also_done.send(0).expect("somebody waits");
+            also_done.send(0).expect("the receiver is waiting");
         })
         .expect("a thread");
         for number in 1..40 {
             let done = done.clone();
-            run(move || done.send(number).expect("somebody waits")).expect("a thread");
+            run(move || done.send(number).expect("the receiver is waiting")).expect("a thread");
             assert_eq!(finished.recv_timeout(Duration::from_secs(10)), Ok(number));
         }
         release.send(()).expect("it waits");

@@ -1,4 +1,4 @@
-//! What the watchdog asks of a communicator, and what a program waits for with it.
+//! A communicator's interface to the watchdog, and the waits of a program.
 
 use super::ending::{Ending, GRACE, end_all};
 use super::order::CommOrder;
@@ -18,7 +18,7 @@ use std::sync::{Arc, Weak};
 use symmalloc_cuda::RelaxedCapture;
 use symmalloc_watchdog::CommunicatorId;
 
-/// Work that the program gives to a stream by itself: it is in its stream when this is dropped. See
+/// Announced work that the program submits to a stream itself. It must be in its stream when this is dropped. See
 /// [`announcement`](Communicator::announcement).
 #[derive(Debug)]
 #[must_use = "the work counts as being submitted as long as this is held"]
@@ -35,10 +35,10 @@ impl Drop for Announcement {
 }
 
 impl Communicator {
-    /// Waits on the host until the stream is past all work given to it so far, or until the watchdog ends the communicator.
+    /// Waits on the host until the stream has completed all work submitted to it so far, or until the watchdog ends the communicator.
     ///
     /// # Errors
-    /// [`CommError::Failed`] when a rank is gone, stopped or stuck, and what the driver says.
+    /// [`CommError::Failed`] if a rank is gone, stopped or stuck, and errors of the driver.
     pub fn synchronize(&self, stream: &Arc<CudaStream>) -> Result<(), CommError> {
         self.check_stream(stream)?;
         let _current = self.device().enter()?;
@@ -56,20 +56,20 @@ impl Communicator {
         self.shared.check_failure()
     }
 
-    /// Makes a wait of the program's own, and says whether the communicator failed meanwhile: what its collectives wrote is worth
-    /// nothing then. The wait itself ends, because the watchdog stops the kernels that it waits for, or ends the process.
+    /// Runs a wait of the program and then checks whether the communicator failed meanwhile, in which case the results of its collectives
+    /// are invalid. The wait itself ends because the watchdog stops the kernels that it waits for, or ends the process.
     ///
     /// # Errors
-    /// [`CommError::Failed`] when the watchdog ended the communicator.
+    /// [`CommError::Failed`] if the watchdog ended the communicator.
     pub fn guarded<T>(&self, wait: impl FnOnce() -> T) -> Result<T, CommError> {
         let answer = wait();
         self.shared.check_failure()?;
         Ok(answer)
     }
 
-    /// Tells the watchdog of work that the program gives to the stream by itself and that all ranks give alike: a call of NCCL's
-    /// with [`raw`](Self::raw), the launch of a graph that holds collectives. `submit` gives it to the stream. It is numbered among
-    /// the communicator's collectives, and has its deadline.
+    /// Announces to the watchdog work that the program submits to the stream itself and that all ranks submit equally: an NCCL call with
+    /// [`raw`](Self::raw), or the launch of a graph that contains collectives. `submit` submits it to the stream. It is numbered among the
+    /// communicator's collectives and has the same deadline.
     ///
     /// # Examples
     /// ```no_run
@@ -82,7 +82,7 @@ impl Communicator {
     /// ```
     ///
     /// # Errors
-    /// When the communicator is gone or the stream is another device's; `submit` is not called then.
+    /// If the communicator has ended or the stream belongs to another device; `submit` is not called then.
     pub fn announce<T>(
         &self,
         kind: impl Into<Cow<'static, str>>,
@@ -96,11 +96,10 @@ impl Communicator {
         Ok(answer)
     }
 
-    /// As [`announce`](Self::announce), where a closure does not fit: the program gives the work to the stream while it holds the
-    /// answer.
+    /// Like [`announce`](Self::announce), without a closure: the program submits the work to the stream while it holds the returned value.
     ///
     /// # Errors
-    /// As [`announce`](Self::announce).
+    /// Same as [`announce`](Self::announce).
     pub fn announcement(
         &self,
         kind: impl Into<Cow<'static, str>>,
@@ -122,10 +121,10 @@ impl Communicator {
         Ok(self.watched().flight().begin(Work::Named { kind, elements }, Some(stream), Tick::now()))
     }
 
-    /// It is in its stream, or in a graph.
+    /// Records that the work is in its stream, or in a graph.
     pub(super) fn note_submitted(&self, entry: EntryNumber, stream: &CudaStream) {
         let is_captured = driver::is_captured_on(self.device(), stream);
-        // A stream that cannot be asked is taken for one that runs.
+        // If the stream cannot be queried, assume that it is not capturing.
         let due = self.watched().flight().submitted(entry, is_captured.unwrap_or(false));
         if let Some(due) = due
             && let Ok(_current) = self.device().enter()
@@ -136,9 +135,9 @@ impl Communicator {
 }
 
 impl Shared {
-    /// It is ready: rank and number of ranks are known.
+    /// Starts to watch a ready communicator, whose rank and number of ranks are known.
     pub(super) fn begin_to_be_watched(self: &Arc<Self>) {
-        // Of borrowed ones the name is all there is, and several may have the same.
+        // Borrowed communicators are identified only by their name, which several may share.
         static BORROWED: SequenceCounter<CommOrder> = SequenceCounter::new();
         let mut key = self.order.as_bytes().to_vec();
         if self.ownership == Ownership::Borrowed {
@@ -158,7 +157,7 @@ impl Shared {
     }
 
     pub(super) fn watched(&self) -> &Watched {
-        self.watched.get().expect("it is watched from the moment that it is ready")
+        self.watched.get().expect("every ready communicator is watched")
     }
 }
 
@@ -173,7 +172,7 @@ impl Watchable for Shared {
     }
 
     fn examine(&self) -> Option<FailureCause> {
-        // Its owner asks NCCL by itself.
+        // Its owner polls NCCL itself.
         if self.ownership == Ownership::Borrowed {
             return None;
         }

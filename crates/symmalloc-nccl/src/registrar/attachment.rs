@@ -1,17 +1,17 @@
-//! What a registrar knows of one communicator: which pools it watches for it, and what is registered on it.
+//! The registrar's state for one communicator: the pools that it observes, and the registrations it has made.
 //!
 //! ```text
 //!  Attachment ── Communicator
-//!    ├── State, behind the lock of a sync: one at a time per communicator
-//!    │     ├── pools         an observer each: its cursor in the segment log, and what keeps dead memory from going back
+//!    ├── State, behind the sync lock: one sync at a time per communicator
+//!    │     ├── pools         one observer each: its cursor in the segment log, which also retains dead memory
 //!    │     ├── book          the live segments as of the last sync
-//!    │     ├── windows, buffers          what NCCL gave, to be given back
-//!    │     └── space         the symmetric address space, as NCCL counts it
-//!    └── View, behind a lock of its own: what lookups see while a sync runs
+//!    │     ├── windows, buffers          NCCL registrations to be released
+//!    │     └── space         NCCL's symmetric address space
+//!    └── View, behind a separate lock: the state that lookups read during a sync
 //! ```
 //!
-//! Memory of a dead segment goes back when the last observer has let go of it, and an observer here lets go only after its
-//! windows are gone. So a segment outlives its windows on every communicator, whatever the order of things elsewhere.
+//! The memory of a dead segment is released after its last observer acknowledges the death. An observer here does so only after its
+//! windows are deregistered, so a segment outlives its windows on every communicator, in any order of events.
 
 mod resting;
 
@@ -46,41 +46,41 @@ pub(crate) struct Attachment {
     view: RwLock<View>,
 }
 
-/// What changes in a sync.
+/// State that a sync modifies.
 #[derive(Default)]
 pub(crate) struct SyncState {
     pools: Watchlist,
     book: Book,
-    /// Of pools that are attached for windows.
+    /// Registrations of pools that are attached for windows.
     windows: BTreeMap<Generation, Registered>,
     window_bytes: u64,
-    /// The segments with windows, in the order in which these were made.
+    /// Segments with windows, in registration order.
     order: Vec<Generation>,
-    /// Pools that sleep, and what was taken away.
+    /// Sleeping pools, with the registrations to restore on wake.
     dormant: BTreeMap<PoolId, Dormant>,
-    /// Sleeps and wakes in which the ranks agreed over this communicator: equal on all ranks.
+    /// Number of sleeps and wakes that the ranks agreed on over this communicator: equal on all ranks.
     sleeps: u64,
-    /// Of pools that are attached for buffers, a registration per piece of memory.
+    /// Registrations of pools that are attached for buffers, one per piece of memory.
     buffers: BTreeMap<Generation, SmallVec<[BufferRegistration; 1]>>,
-    /// Known from the first plan on.
+    /// `None` until the first plan.
     space: Option<SymmetricSpace>,
     transport: Option<NcclTransport>,
-    /// Collectives of syncs so far: equal on all ranks.
+    /// Number of sync collectives so far: equal on all ranks.
     rounds: u64,
-    /// The communicator is gone, and everything with it.
+    /// Set when the communicator has ended and its registrations are gone.
     is_dropped: bool,
-    /// The pools that had something registered when it ended.
+    /// Pools that had registrations when the communicator ended.
     kept: Vec<PoolId>,
-    /// Observers that are not forgotten yet, because NCCL may still be inside the communicator.
+    /// Observers that are kept because NCCL may still be inside the communicator.
     held: Vec<ObserverId>,
 }
 
-/// What can be asked at any time.
+/// State that can be read at any time.
 #[derive(Default)]
 pub(crate) struct View {
-    /// The pools that are attached for windows, whose histories must be equal.
+    /// Pools that are attached for windows, whose histories must be equal.
     pub(crate) window_pools: SmallVec<[PoolId; 4]>,
-    /// The pools that are attached in any way, or were when the communicator ended.
+    /// Pools that are attached in any way, or were when the communicator ended.
     pub(crate) pools: SmallVec<[PoolId; 4]>,
     pub(crate) windows: WindowMap,
     pub(crate) invalidations: Invalidations,
@@ -103,7 +103,7 @@ impl View {
     }
 }
 
-/// What a sync has from its registrar.
+/// Inputs of a sync from its registrar.
 pub(crate) struct SyncJob<'a> {
     pub(crate) allocator: &'a CudaAllocator,
     pub(crate) settings: &'a Settings,
@@ -139,15 +139,14 @@ impl Attachment {
         SyncError::Gone { communicator: self.name(), state: self.comm.state(), cause: self.comm.end_cause() }
     }
 
-    /// Whether there is certainly nothing to do: no log has grown, no pool leaves, and the communicator lives.
+    /// Returns `true` if there is certainly nothing to do: no log has grown, no pool leaves, and the communicator is ready.
     #[inline]
     pub(crate) fn is_current(&self, allocator: &CudaAllocator) -> bool {
         let state = self.lock();
         !state.is_dropped && self.comm.state() == CommState::Ready && state.pools.is_read(allocator)
     }
 
-    /// Registers what is new and deregisters what is dead, in step with all other ranks. Histories are compared if there is a
-    /// history of the pools.
+    /// Registers new segments and deregisters dead ones, in the same order as all other ranks. Compares histories if `history` is given.
     pub(crate) fn sync(&self, job: &SyncJob<'_>, history: Option<&RankHistory<'_>>) -> Result<Synced, SyncError> {
         let name = self.comm.name();
         let _entered = tracing::debug_span!(target: "symmalloc", "communicator.sync", communicator = name).entered();
@@ -218,7 +217,7 @@ impl Attachment {
         Ok(synced)
     }
 
-    /// Asks the other ranks whether they would do the same, and sees to it that NCCL can. Returns the collectives that took.
+    /// Agrees on the plan with the other ranks and checks that NCCL has space for it. Returns the number of collectives used.
     fn agree(
         &self,
         state: &mut SyncState,
@@ -254,7 +253,7 @@ impl Attachment {
         Ok(consent.rounds)
     }
 
-    /// The space after the plan, if everything finds its place.
+    /// Returns the address space after the plan, or an error if a window does not fit.
     fn place(&self, mut space: SymmetricSpace, plan: &SyncPlan) -> Result<SymmetricSpace, SyncError> {
         for step in &plan.steps {
             if step.told.kind != StepKind::Register {
@@ -272,7 +271,7 @@ impl Attachment {
         Ok(space)
     }
 
-    /// Waits for all work that may use what is about to go.
+    /// Waits for all work that may use the memory to be deregistered.
     fn quiesce(&self, allocator: &CudaAllocator) -> Result<(), SyncError> {
         let waited = self.comm.deadline();
         let done = allocator.synchronize_all(Instant::now() + waited);
@@ -326,7 +325,7 @@ impl Attachment {
         }
     }
 
-    /// Registers and deregisters the pieces of pools that are attached for buffers: this rank's own matter.
+    /// Registers and deregisters the pieces of pools that are attached for buffers. Local to this rank.
     fn follow(&self, state: &mut SyncState, news: &News, synced: &mut Synced) -> Result<(), SyncError> {
         let mut gone: Vec<Generation> = Vec::new();
         for event in &news.events {
@@ -364,7 +363,7 @@ impl Attachment {
         Ok(())
     }
 
-    /// Watches pools from now on; all of them or none.
+    /// Starts to observe these pools, all of them or none.
     pub(crate) fn watch(
         &self,
         allocator: &CudaAllocator,
@@ -377,17 +376,17 @@ impl Attachment {
         Ok(())
     }
 
-    /// How a pool is watched, if it is.
+    /// Returns how a pool is observed, or `None`.
     pub(crate) fn registration_of(&self, pool: PoolId) -> Option<Registration> {
         self.lock().pools.registration_of(pool)
     }
 
-    /// Lets go of a pool at the next sync. Whether it was watched.
+    /// Marks a pool for detachment at the next sync. Returns `true` if it was observed.
     pub(crate) fn leave(&self, pool: PoolId) -> bool {
         self.lock().pools.leave(pool)
     }
 
-    /// Runs a talk of its own on the communicator, between two syncs.
+    /// Runs a separate exchange over the communicator, between two syncs.
     pub(crate) fn converse<T>(
         &self,
         allocator: &CudaAllocator,
@@ -408,7 +407,7 @@ impl Attachment {
         outcome
     }
 
-    /// Lets go of everything if the communicator is gone. Whether that is done. Who is inside a sync does so itself.
+    /// Drops all state if the communicator has ended. Returns `true` if nothing remains. A sync in progress does this itself.
     pub(crate) fn sweep(&self, allocator: &CudaAllocator) -> bool {
         if self.comm.state() == CommState::Ready {
             return false;
@@ -422,7 +421,7 @@ impl Attachment {
         state.held.is_empty()
     }
 
-    /// Aborts the communicator and lets go of everything.
+    /// Aborts the communicator and drops all state.
     pub(crate) fn end(&self, state: &mut SyncState, allocator: &CudaAllocator) {
         if self.comm.state() == CommState::Ready
             && let Err(error) = self.comm.abort_for_error()
@@ -432,8 +431,8 @@ impl Attachment {
         self.drop_everything(state, allocator);
     }
 
-    /// The communicator is gone: its windows went with it and are not touched, and the segments are let go. While NCCL may
-    /// still be inside a lost one, their memory is kept.
+    /// Drops all state of an ended communicator. Its windows ended with it and are not touched; its segments are released. If the
+    /// communicator is lost, NCCL may still be inside it, so their memory is kept.
     pub(crate) fn drop_everything(&self, state: &mut SyncState, allocator: &CudaAllocator) {
         if !state.is_dropped {
             tracing::warn!(
@@ -463,8 +462,8 @@ impl Attachment {
         }
     }
 
-    /// Deregisters everything at once, without the other ranks, and lets go: when the registrar goes while the communicator
-    /// stays. When work that may use the windows does not end in time, the communicator is aborted.
+    /// Deregisters everything locally, without the other ranks, because the registrar is dropped while the communicator remains. Aborts
+    /// the communicator if work that may use the windows does not complete in time.
     pub(crate) fn close(&self, allocator: &CudaAllocator) {
         let mut state = self.lock();
         if state.is_dropped {
@@ -487,7 +486,7 @@ impl Attachment {
         self.drop_everything(&mut state, allocator);
     }
 
-    /// Publishes the numbers.
+    /// Publishes the state that lookups and statistics read.
     fn show(&self, state: &SyncState) {
         let mut view = self.view_mut();
         view.window_pools = state.pools.of(Registration::Windows).collect();
@@ -502,7 +501,7 @@ impl Attachment {
     }
 }
 
-/// Tells `tracing`. Names and fields are stable.
+/// Emits a `tracing` event. Its names and fields are stable.
 fn tell(communicator: &str, step: &Step, is_registered: bool) {
     let SegmentName { pool, stream, segment } = step.told.segment;
     macro_rules! window {

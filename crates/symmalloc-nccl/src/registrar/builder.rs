@@ -1,4 +1,4 @@
-//! How a registrar is configured.
+//! Configuration of a registrar.
 
 use crate::registrar::Registrar;
 use crate::registrar::settings::Settings;
@@ -8,7 +8,7 @@ use std::sync::RwLock;
 use symmalloc_agreement::Mode;
 use symmalloc_cuda::{CudaAllocator, CudaError};
 
-/// Makes a [`Registrar`]. All ranks configure theirs alike.
+/// Builds a [`Registrar`]. All ranks must use the same configuration.
 #[derive(Clone, Debug)]
 #[must_use]
 pub struct RegistrarBuilder {
@@ -27,32 +27,31 @@ impl Registrar {
 }
 
 impl RegistrarBuilder {
-    /// When ranks compare the histories of the pools that are attached to a communicator for windows. [`Mode::AtSync`] by
-    /// default: at every sync, for one small collective. With
-    /// [`Mode::Off`] a sync with nothing new returns at once, and ranks that differ in *whether* there is something new are
-    /// noticed by the deadline only. The other modes sync as `AtSync` does.
+    /// Sets when ranks compare the histories of the pools that are attached to a communicator for windows. The default, [`Mode::AtSync`],
+    /// compares them at every sync and costs one small collective. With [`Mode::Off`], a sync without changes returns immediately, and
+    /// ranks that disagree on *whether* there is a change are detected only by the deadline. The other modes sync like `AtSync`.
     pub fn agreement(mut self, mode: Mode) -> Self {
         self.mode = mode;
         self
     }
 
-    /// Whether [`Registrar::checked`] compares offsets over all ranks before each collective: to find a bug. Off by default.
+    /// Sets whether [`Registrar::checked`] compares offsets over all ranks before each collective, as a debugging aid. Off by default.
     pub fn check_offsets(mut self, check_offsets: bool) -> Self {
         self.check_offsets = check_offsets;
         self
     }
 
-    /// Bytes of the symmetric address space of each communicator, where NCCL's own rule (`NCCL_WIN_STRIDE`, else the memory of
-    /// the largest device) is not what it uses. Rounded up to 4 GiB; ranks take the largest.
+    /// Overrides the size in bytes of each communicator's symmetric address space. Use it if NCCL does not follow its own rule
+    /// (`NCCL_WIN_STRIDE`, otherwise the memory of the largest device). Rounded up to 4 GiB. Ranks use the largest value.
     pub fn symmetric_space_bytes(mut self, bytes: u64) -> Self {
         self.symmetric_space_bytes = Some(bytes);
         self
     }
 
-    /// The registrar.
+    /// Builds the registrar.
     ///
     /// # Errors
-    /// When the driver does not say how much memory the device has.
+    /// If the driver does not report the size of the device's memory.
     pub fn build(self) -> Result<Registrar, CudaError> {
         let space_bytes = match self.symmetric_space_bytes {
             Some(bytes) => bytes,

@@ -1,15 +1,15 @@
-//! Offsets compared over all ranks before a collective runs: to find a bug that would corrupt data.
+//! A debugging aid that compares buffer offsets across all ranks before a collective runs.
 //!
-//! NCCL's symmetric kernels address a peer's buffer by this rank's own offset. The core's agreement compares what the ranks
-//! *allocated*; which of two equal buffers a rank then *gives to a collective* it cannot see:
+//! NCCL's symmetric kernels address a peer's buffer by this rank's own offset. The core's agreement compares what the ranks *allocated*.
+//! It cannot see which of two equal buffers a rank then *passes to a collective*:
 //!
 //! ```text
-//!   rank 0: all_reduce(gradients)       both allocated both buffers alike, and the histories agree
-//!   rank 1: all_reduce(weights)         wrong numbers on both, and ncclSuccess
+//!   rank 0: all_reduce(gradients)       both allocated both buffers identically, and the histories agree
+//!   rank 1: all_reduce(weights)         wrong values on both, and ncclSuccess
 //! ```
 //!
-//! With [`check_offsets`](crate::RegistrarBuilder::check_offsets) each call through [`CheckedCollectives`] is preceded by one
-//! all-gather of where its buffers lie. It costs a wait of the host per call, so it is for finding bugs.
+//! With [`check_offsets`](crate::RegistrarBuilder::check_offsets), one all-gather of the buffer locations precedes each call through
+//! [`CheckedCollectives`]. The host waits once per call, so use it only to find bugs.
 
 use crate::collectives::collectives;
 use crate::communicator::Communicator;
@@ -25,7 +25,7 @@ use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
 use std::sync::Arc;
 use symmalloc_agreement::Transport;
 
-/// Collectives of one communicator whose buffers are compared over all ranks first, if the registrar was made so. All ranks
+/// Collectives of one communicator that first compare their buffers across all ranks, if the registrar is configured to. All ranks must
 /// call through it, or none.
 #[derive(Clone, Copy, Debug)]
 pub struct CheckedCollectives<'a> {
@@ -34,8 +34,8 @@ pub struct CheckedCollectives<'a> {
 }
 
 impl Registrar {
-    /// The collectives of a communicator, with the offsets of their buffers compared over all ranks before each call where
-    /// [`check_offsets`](crate::RegistrarBuilder::check_offsets) says so; the plain ones otherwise.
+    /// Returns the collectives of a communicator. If [`check_offsets`](crate::RegistrarBuilder::check_offsets) is set, each call first
+    /// compares the offsets of its buffers across all ranks. Otherwise the calls are unchecked.
     pub fn checked<'a>(&'a self, comm: &'a Communicator) -> CheckedCollectives<'a> {
         CheckedCollectives { registrar: self, comm }
     }
@@ -43,7 +43,7 @@ impl Registrar {
 
 collectives! {
     /// # Errors
-    /// [`SyncError::OffsetsDiffer`] on every rank when offsets are compared and differ, and as the [`Communicator`]'s own.
+    /// [`SyncError::OffsetsDiffer`] on every rank if offsets are compared and differ; otherwise the errors of the [`Communicator`].
     impl CheckedCollectives<'_>, SyncError
 }
 
@@ -62,7 +62,7 @@ impl CheckedCollectives<'_> {
         self.comm.collective(call, |_| Ok(buffers)).map_err(refused)
     }
 
-    /// Compares where the buffers lie.
+    /// Compares the buffer locations across ranks.
     fn check(&self, call: NcclCall, buffers: &Buffers<'_>) -> Result<(), SyncError> {
         let Some(collective) = call.collective() else { return Ok(()) };
         let attachment = self.registrar.attachment(self.comm)?;
@@ -81,7 +81,7 @@ impl CheckedCollectives<'_> {
             let lost = |error| SyncError::Transport { communicator: self.comm.name().to_owned(), error };
             transport.all_gather(&call.to_message()).map_err(lost)
         })?;
-        // What cannot be read is taken for this rank's own collective, of no bytes.
+        // A message that cannot be decoded counts as this rank's own collective with zero bytes.
         let nothing = CollectiveCall {
             send_bytes: 0,
             receive_bytes: 0,

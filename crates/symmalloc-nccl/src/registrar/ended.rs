@@ -1,14 +1,14 @@
-//! Communicators that have ended, of which other ranks may still speak.
+//! Ended communicators that other ranks may still mention.
 
 use symmalloc_core::PoolId;
 
-/// A communicator that ended and that this rank has let go of.
+/// A communicator that ended and was removed on this rank.
 #[derive(Clone, Debug)]
 pub(crate) struct Ended {
     pub(super) name: String,
-    /// What it is called to other ranks.
+    /// Identifier of the communicator in messages to other ranks.
     pub(super) communicator: u64,
     pub(super) ranks: u32,
-    /// The pools that were attached to it.
+    /// Pools that were attached to it.
     pub(super) pools: Vec<PoolId>,
 }

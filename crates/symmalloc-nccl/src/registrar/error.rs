@@ -1,4 +1,4 @@
-//! What can go wrong with a registrar, an enum per operation, and what to do about it.
+//! Errors of the registrar, one enum per operation.
 
 use crate::communicator::CommState;
 use crate::error::CommError;
@@ -13,7 +13,7 @@ use symmalloc_core::errors::{HandleError, UnknownError};
 use symmalloc_cuda::CudaError;
 use thiserror::Error;
 
-/// Why a pool could not be attached to a communicator. Nothing changed.
+/// The reason why a pool could not be attached to a communicator. Nothing changed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum AttachError {
@@ -23,7 +23,7 @@ pub enum AttachError {
     /// The communicator is gone, or its library cannot register.
     #[error(transparent)]
     Communicator(#[from] CommError),
-    /// Windows rely on equal offsets, which only symmetric pools promise.
+    /// Windows rely on equal offsets, which only symmetric pools guarantee.
     #[error(
         "{pool} is not symmetric, so its offsets may differ between ranks: configure symmetric:true, or attach it with \
          Registration::Buffers"
@@ -32,13 +32,13 @@ pub enum AttachError {
         /// The pool.
         pool: PoolId,
     },
-    /// The allocator's memory cannot be shown to other ranks.
+    /// The allocator's memory cannot be shared with other ranks.
     #[error(
         "the allocator's memory has no file descriptors, which windows need: use a device with virtual memory and do not \
          configure CudaBackend::builder().plain(), or attach with Registration::Buffers"
     )]
     NotShareable,
-    /// The pool's segments grow, and this NCCL takes the first part of a window for the whole.
+    /// The pool's segments grow, and this NCCL mistakes the first part of a window for the whole.
     #[error(
         "{pool} has expandable segments and NCCL {version} cannot put a window on memory that grew (2.30.3 can): configure \
          reserved or fixed segments, or attach it with Registration::Buffers"
@@ -49,7 +49,7 @@ pub enum AttachError {
         /// The library's version.
         version: NcclVersion,
     },
-    /// The pool is attached to this communicator already.
+    /// The pool is already attached to this communicator.
     #[error(
         "{pool} is attached to communicator \"{communicator}\" already: detach it and sync before you attach it in another way"
     )]
@@ -59,7 +59,7 @@ pub enum AttachError {
         /// The communicator.
         communicator: String,
     },
-    /// The communicator is on another device than the allocator's memory.
+    /// The communicator and the allocator's memory are on different devices.
     #[error(
         "communicator \"{communicator}\" is on device {actual}, the allocator on device {expected}: use a registrar per device"
     )]
@@ -73,16 +73,16 @@ pub enum AttachError {
     },
 }
 
-/// Why a sync did not end well on one communicator.
+/// The reason why a sync failed on one communicator.
 ///
-/// After [`Disagreed`](SyncError::Disagreed), [`PlansDiffer`](SyncError::PlansDiffer),
-/// [`SymmetricSpace`](SyncError::SymmetricSpace) and [`Capturing`](SyncError::Capturing) nothing was registered or deregistered,
-/// and the communicator is as it was. After any other error of a collective it is aborted, its windows are gone, and its
-/// segments are let go; the allocator and all other communicators go on.
+/// After [`Disagreed`](SyncError::Disagreed), [`PlansDiffer`](SyncError::PlansDiffer), [`SymmetricSpace`](SyncError::SymmetricSpace) and
+/// [`Capturing`](SyncError::Capturing), nothing was registered or deregistered, and the communicator is unchanged. After any other error
+/// of a collective, the communicator is aborted, its windows are gone, and its segments are released. The allocator and all other
+/// communicators continue to work.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum SyncError {
-    /// The ranks' histories or configurations differ, and here is where. The same on every rank.
+    /// The ranks' histories or configurations differ. The report locates the difference and is the same on every rank.
     #[error("communicator \"{communicator}\": {disagreement}")]
     Disagreed {
         /// The communicator.
@@ -90,7 +90,7 @@ pub enum SyncError {
         /// The core's report.
         disagreement: Box<Disagreement>,
     },
-    /// The ranks' histories are equal, or were not compared, and they want to do different things. The same on every rank.
+    /// The ranks' histories are equal, or were not compared, but their plans differ. The same on every rank.
     #[error(
         "communicator \"{communicator}\": {difference}: configure the registrars alike, attach the same pools, and sync at \
          the same points of the program on every rank"
@@ -98,79 +98,79 @@ pub enum SyncError {
     PlansDiffer {
         /// The communicator.
         communicator: String,
-        /// What differs, and on which ranks.
+        /// The differences and their ranks.
         difference: Box<PlanDifference>,
     },
-    /// Offsets or sizes differ between ranks in one collective call, which has not been made. The same on every rank.
+    /// Offsets or sizes of one collective call differ between ranks. The call was not submitted. The same on every rank.
     #[error("communicator \"{communicator}\": {difference}")]
     OffsetsDiffer {
         /// The communicator.
         communicator: String,
-        /// What differs, and on which ranks.
+        /// The differences and their ranks.
         difference: Box<OffsetDifference>,
     },
     /// The windows would not fit into the communicator's symmetric address space. The same on every rank.
     #[error(
-        "communicator \"{communicator}\": a window of {needed_bytes} bytes finds no place in its symmetric address space ({used_bytes} \
-         of {budget_bytes} bytes are taken): attach fewer or smaller pools, trim before the sync, or set NCCL_WIN_STRIDE to \
+        "communicator \"{communicator}\": a window of {needed_bytes} bytes does not fit into its symmetric address space ({used_bytes} \
+         of {budget_bytes} bytes are in use): attach fewer or smaller pools, trim before the sync, or set NCCL_WIN_STRIDE to \
          more bytes on every rank"
     )]
     SymmetricSpace {
         /// The communicator.
         communicator: String,
-        /// Bytes of the window that finds no place.
+        /// Size in bytes of the window that does not fit.
         needed_bytes: u64,
-        /// Bytes that are taken, by other windows and by NCCL itself.
+        /// Bytes in use by other windows and by NCCL itself.
         used_bytes: u64,
-        /// Bytes that there are.
+        /// Total bytes of the address space.
         budget_bytes: u64,
     },
-    /// The ranks could not hear each other: one died, is stuck, or does not sync here.
-    #[error("communicator \"{communicator}\": {error}; it is ended, connect a new one")]
+    /// The ranks could not communicate: one ended, is stuck, or does not sync at this point.
+    #[error("communicator \"{communicator}\": {error}; it has ended, connect a new one")]
     Transport {
         /// The communicator.
         communicator: String,
-        /// Why.
+        /// The cause.
         error: TransportError,
     },
-    /// What a rank said means nothing.
+    /// A rank sent an invalid message.
     #[error("communicator \"{communicator}\": {error}")]
     Protocol {
         /// The communicator.
         communicator: String,
-        /// Why.
+        /// The cause.
         error: ProtocolError,
     },
-    /// NCCL failed, or something took longer than the communicator's deadline.
+    /// NCCL failed, or an operation exceeded the communicator's deadline.
     #[error("communicator \"{communicator}\": {error}")]
     Communicator {
         /// The communicator.
         communicator: String,
-        /// What it said.
+        /// The cause.
         error: CommError,
     },
-    /// The driver failed while work on the device was waited for.
+    /// The driver failed during a wait for work on the device.
     #[error("communicator \"{communicator}\": {error}")]
     Cuda {
         /// The communicator.
         communicator: String,
-        /// What it said.
+        /// The driver's error.
         error: CudaError,
     },
-    /// A graph is being captured: NCCL registers nothing then, and the ranks' talk would become part of the graph.
+    /// A graph is being captured. NCCL cannot register during a capture, and the ranks' messages would become part of the graph.
     #[error(
         "a graph is being captured: sync before the capture begins, after reserving (core().reserve) what will be allocated in it"
     )]
     Capturing,
-    /// No pool was attached to this communicator, or not this one.
+    /// No pool, or not this pool, is attached to this communicator.
     #[error("{} not attached to communicator \"{communicator}\": call attach on every rank", .pool.map_or_else(|| "nothing is".to_owned(), |pool| format!("{pool} is")))]
     NotAttached {
         /// The communicator.
         communicator: String,
-        /// The pool, if it is about one.
+        /// The pool, if the error concerns one.
         pool: Option<PoolId>,
     },
-    /// The communicator was destroyed, aborted or lost: its windows are gone and its segments let go.
+    /// The communicator was destroyed, aborted or lost: its windows are gone and its segments are released.
     #[error(
         "communicator \"{communicator}\" is {state}{}, its windows are gone: connect a new one, attach the pools to it, and sync",
         .cause.as_ref().map_or_else(String::new, |cause| format!(" because of this: {cause}"))
@@ -178,18 +178,18 @@ pub enum SyncError {
     Gone {
         /// The communicator.
         communicator: String,
-        /// What became of it.
+        /// The communicator's state.
         state: CommState,
-        /// The error that ended it, if one did.
+        /// The error that ended it, if any.
         cause: Option<Arc<CommError>>,
     },
 }
 
-/// Why there is no window or key for a buffer.
+/// The reason why a buffer has no window or key.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum LookupError {
-    /// The buffer is not of the registrar's allocator.
+    /// The buffer does not belong to the registrar's allocator.
     #[error(transparent)]
     Handle(#[from] HandleError),
     /// No live segment of the allocator is at this address.
@@ -198,16 +198,16 @@ pub enum LookupError {
         /// The address.
         address: u64,
     },
-    /// A buffer without bytes lies in no segment.
+    /// The buffer is empty and therefore lies in no segment.
     #[error("the buffer has no bytes, so it lies in no segment")]
     Empty,
-    /// No pool was attached to this communicator.
+    /// No pool is attached to this communicator.
     #[error("nothing is attached to communicator \"{communicator}\": call attach on every rank, then sync")]
     NotAttached {
         /// The communicator.
         communicator: String,
     },
-    /// The segment, or the part of it that the buffer lies in, has no window yet.
+    /// The segment, or the part of it that contains the buffer, has no window yet.
     #[error(
         "{segment} has no window over the buffer on communicator \"{communicator}\": attach its pool and call sync on every \
          rank after allocating"
@@ -218,7 +218,7 @@ pub enum LookupError {
         /// The communicator.
         communicator: String,
     },
-    /// As [`NotRegistered`](LookupError::NotRegistered), while a graph is being captured.
+    /// Like [`NotRegistered`](LookupError::NotRegistered), but during a graph capture.
     #[error(
         "{segment} has no window over the buffer on communicator \"{communicator}\", and none can be made while a graph is \
          captured: reserve (core().reserve) and sync before the capture begins"
@@ -229,7 +229,7 @@ pub enum LookupError {
         /// The communicator.
         communicator: String,
     },
-    /// Its pool sleeps, and has no windows until it wakes.
+    /// The pool is asleep and has no windows until it wakes.
     #[error("{segment} sleeps, so it has no window on communicator \"{communicator}\": wake its pool on every rank")]
     Asleep {
         /// The segment.
@@ -237,7 +237,7 @@ pub enum LookupError {
         /// The communicator.
         communicator: String,
     },
-    /// The segment is registered, but not as a window: the ranks cannot reach each other's memory, or it was attached with
+    /// The segment is registered, but not as a window: the ranks cannot access each other's memory, or the pool was attached with
     /// [`Registration::Buffers`](crate::Registration::Buffers).
     #[error(
         "{segment} is registered on communicator \"{communicator}\" for this rank alone: there is no window to address peers by"
@@ -251,7 +251,7 @@ pub enum LookupError {
 }
 
 impl SyncError {
-    /// Whether the communicator ends with it.
+    /// Returns `true` if the error ends the communicator.
     pub(crate) fn is_fatal(&self) -> bool {
         matches!(
             self,

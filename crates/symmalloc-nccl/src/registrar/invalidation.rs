@@ -1,34 +1,34 @@
-//! Keys that died, in the order in which they died: what caches listen to.
+//! A log of invalidated keys, in the order of their invalidation, for caches to follow.
 
 use crate::registrar::segment_key::SegmentKey;
 use std::collections::VecDeque;
 
-/// Keys that are remembered. Who comes later than that drops everything.
+/// Maximum number of retained keys. A cache that lags further behind must drop everything.
 const KEPT_MAX: usize = 4096;
 
-/// How far a cache has listened. The default has heard nothing.
+/// A cache's position in the invalidation log. The default is before its first entry.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct InvalidationCursor {
     next: u64,
-    /// How often everything died.
+    /// Number of times that everything was invalidated.
     epoch: u64,
 }
 
-/// What a cache is to drop.
+/// The entries that a cache must drop.
 #[derive(Clone, Debug, PartialEq, Eq)]
-#[must_use = "a cache that keeps dead keys uses memory that is gone"]
+#[must_use = "a cache that keeps invalidated keys uses released memory"]
 pub enum Invalidated {
-    /// What is cached by these keys, in the order of their deaths: the same on every rank, but for the addresses.
+    /// Entries with these keys, in invalidation order: the same on every rank except for the addresses.
     Keys(Vec<SegmentKey>),
-    /// All of it: the communicator is gone, or the cursor is too old.
+    /// All entries: the communicator has ended, or the cursor is too old.
     Everything,
 }
 
-/// The keys that died on one communicator.
+/// The invalidated keys of one communicator.
 #[derive(Debug, Default)]
 pub(crate) struct Invalidations {
     kept: VecDeque<SegmentKey>,
-    /// Keys that came before those that are kept.
+    /// Number of keys before the retained ones.
     forgotten: u64,
     epoch: u64,
 }
@@ -42,14 +42,14 @@ impl Invalidations {
         }
     }
 
-    /// Nothing is valid any more.
+    /// Invalidates everything.
     pub(crate) fn everything(&mut self) {
         self.forgotten += self.kept.len() as u64;
         self.kept.clear();
         self.epoch += 1;
     }
 
-    /// What happened since the cursor, which is moved to the present.
+    /// Returns the invalidations since the cursor and advances the cursor.
     pub(crate) fn since(&self, cursor: &mut InvalidationCursor) -> Invalidated {
         let now = InvalidationCursor { next: self.forgotten + self.kept.len() as u64, epoch: self.epoch };
         let before = std::mem::replace(cursor, now);

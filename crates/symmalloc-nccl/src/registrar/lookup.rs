@@ -1,4 +1,4 @@
-//! What can be asked at any time: where a buffer lies, what to cache by, and until when.
+//! Queries that can be made at any time: a buffer's window, its cache key, and invalidated keys.
 
 use crate::communicator::Communicator;
 use crate::registrar::Registrar;
@@ -12,10 +12,10 @@ use symmalloc_core::sleep::Phase;
 use symmalloc_cuda::{CudaBackend, DeviceBuffer, StreamAllocatorRef};
 
 impl Registrar {
-    /// The window that a buffer lies in, and where: equal offsets on all ranks.
+    /// Returns the window that contains a buffer, and the offset in it. Offsets are equal on all ranks.
     ///
     /// # Errors
-    /// When the buffer is not registered on the communicator as a window, see [`LookupError`].
+    /// If the buffer is not registered on the communicator as a window, see [`LookupError`].
     pub fn window_of<T, A: StreamAllocatorRef<Memory = CudaBackend>>(
         &self,
         comm: &Communicator,
@@ -25,10 +25,10 @@ impl Registrar {
         self.window_at(comm, address, size_bytes)
     }
 
-    /// As [`window_of`](Self::window_of), for `size_bytes` bytes from an address on: of a part of a buffer, say.
+    /// Like [`window_of`](Self::window_of), for `size_bytes` bytes starting at an address, such as a part of a buffer.
     ///
     /// # Errors
-    /// As [`window_of`](Self::window_of).
+    /// Same as [`window_of`](Self::window_of).
     pub fn window_at(&self, comm: &Communicator, address: u64, size_bytes: u64) -> Result<WindowSpan, LookupError> {
         let communicator = || comm.name().to_owned();
         let Some(attachment) = self.find(comm) else {
@@ -57,10 +57,10 @@ impl Registrar {
         }
     }
 
-    /// The key of the segment that a buffer lies in: what channels, contexts and graphs are to be cached by.
+    /// Returns the key of the segment that contains a buffer. Use it to cache channels, contexts and graphs.
     ///
     /// # Errors
-    /// When the buffer is of another allocator or has no bytes.
+    /// If the buffer belongs to another allocator or is empty.
     pub fn key_of<T, A: StreamAllocatorRef<Memory = CudaBackend>>(
         &self,
         buffer: &DeviceBuffer<T, A>,
@@ -69,10 +69,10 @@ impl Registrar {
         self.key_at(address)
     }
 
-    /// As [`key_of`](Self::key_of), of any address in a segment.
+    /// Like [`key_of`](Self::key_of), for any address in a segment.
     ///
     /// # Errors
-    /// When no live segment of the allocator is there.
+    /// If no live segment of the allocator contains the address.
     pub fn key_at(&self, address: u64) -> Result<SegmentKey, LookupError> {
         let position = self.allocator.core().segment_at(DeviceAddress(address));
         let position = position.ok_or(LookupError::UnknownAddress { address })?;
@@ -83,11 +83,11 @@ impl Registrar {
         })
     }
 
-    /// Which keys died on a communicator since the cursor, in the order of the log: those of windows are the same on every
-    /// rank, those of buffers are this rank's own. Ask after each sync, and drop what is cached by them.
+    /// Returns the keys that were invalidated on a communicator since the cursor, in log order. Keys of windows are the same on every
+    /// rank; keys of buffers are local to this rank. Call it after each sync, and drop the cache entries of these keys.
     ///
-    /// A key dies when its segment dies or grows, and when its pool is detached; [`Invalidated::Everything`] when the
-    /// communicator is gone.
+    /// A key is invalidated when its segment dies or grows, or when its pool is detached. Returns [`Invalidated::Everything`] if the
+    /// communicator has ended.
     pub fn invalidations(&self, comm: &Communicator, cursor: &mut InvalidationCursor) -> Invalidated {
         match self.find(comm) {
             Some(attachment) => attachment.view().invalidations.since(cursor),
@@ -95,7 +95,7 @@ impl Registrar {
         }
     }
 
-    /// Address and size of an allocation.
+    /// Returns the address and size in bytes of an allocation.
     fn place_of(&self, handle: Handle, is_empty: bool) -> Result<(u64, u64), LookupError> {
         if is_empty {
             return Err(LookupError::Empty);

@@ -1,4 +1,4 @@
-//! One rank's call of a collective, as ranks tell it to each other, and how the calls differ.
+//! One rank's call of a collective, its message to other ranks, and the differences between calls.
 
 use crate::communicator::operation::Collective;
 use crate::registrar::plan::SegmentName;
@@ -7,7 +7,7 @@ use std::fmt;
 use symmalloc_agreement::RankSet;
 use symmalloc_core::{SegmentId, StreamId};
 
-/// Where a buffer of a collective lies, as all ranks name it.
+/// The location of a collective's buffer, in names that all ranks share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum BufferPlace {
@@ -15,10 +15,10 @@ pub enum BufferPlace {
     Window {
         /// The segment.
         segment: SegmentName,
-        /// Bytes from its start.
+        /// Offset in bytes from the segment's start.
         offset_bytes: u64,
     },
-    /// In no window of the communicator.
+    /// Outside all windows of the communicator.
     NoWindow,
 }
 
@@ -26,23 +26,23 @@ pub enum BufferPlace {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub struct CollectiveCall {
-    /// Which one.
+    /// The collective.
     pub collective: Collective,
-    /// Bytes of the buffer that this rank sends.
+    /// Size in bytes of the send buffer.
     pub send_bytes: u64,
-    /// Bytes of the buffer that this rank receives into.
+    /// Size in bytes of the receive buffer.
     pub receive_bytes: u64,
-    /// Where the send buffer lies.
+    /// Location of the send buffer.
     pub send: BufferPlace,
-    /// Where the receive buffer lies.
+    /// Location of the receive buffer.
     pub receive: BufferPlace,
 }
 
-/// How the calls of ranks differ: the same report on every rank. The collective was not made.
+/// The differences between the calls of the ranks: the same report on every rank. The collective was not submitted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OffsetDifference {
-    /// Which ranks made which call.
+    /// Ranks grouped by their call.
     pub groups: Vec<(RankSet, CollectiveCall)>,
 }
 
@@ -56,7 +56,7 @@ impl fmt::Display for BufferPlace {
 }
 
 impl fmt::Display for CollectiveCall {
-    /// `all-reduce of 1024 bytes at segment 0 of symmetric pool 0, offset 512`, and where the result goes if elsewhere.
+    /// Writes `all-reduce of 1024 bytes at segment 0 of symmetric pool 0, offset 512`, followed by the destination if it differs.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let CollectiveCall { collective, send_bytes, receive_bytes, send, receive } = self;
         write!(f, "{collective} of {send_bytes} bytes at {send}")?;
@@ -69,9 +69,9 @@ impl fmt::Display for CollectiveCall {
 
 impl fmt::Display for OffsetDifference {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("the ranks give different buffers to one collective, which was not made")?;
+        f.write_str("the ranks pass different buffers to one collective, which was not submitted")?;
         self.groups.iter().try_for_each(|(ranks, call)| write!(f, "; ranks {ranks}: {call}"))?;
-        f.write_str(": give the same allocation on every rank")
+        f.write_str(": pass the same allocation on every rank")
     }
 }
 
@@ -119,7 +119,7 @@ impl CollectiveCall {
         head.into_iter().chain(send).chain(receive).flat_map(u64::to_le_bytes).collect()
     }
 
-    /// `None` when the message is no call: its rank is elsewhere in the program.
+    /// Returns `None` if the message is not a call: its rank is elsewhere in the program.
     pub(super) fn from_message(message: &[u8]) -> Option<Self> {
         let mut words = [0; WORDS];
         for (word, bytes) in words.iter_mut().zip(message.chunks_exact(8)) {
@@ -163,10 +163,10 @@ mod tests {
         let difference = OffsetDifference { groups: groups.into_iter().map(|(call, ranks)| (ranks, call)).collect() };
         assert_eq!(
             difference.to_string(),
-            "the ranks give different buffers to one collective, which was not made; \
+            "the ranks pass different buffers to one collective, which was not submitted; \
              ranks 0,2: all-reduce of 1024 bytes at segment 3 of symmetric pool 1, stream 2, offset 0; \
              ranks 1: all-reduce of 1024 bytes at segment 3 of symmetric pool 1, stream 2, offset 512: \
-             give the same allocation on every rank"
+             pass the same allocation on every rank"
         );
     }
 }

@@ -1,16 +1,16 @@
-//! What one sync does on one communicator, worked out before anything is done.
+//! The plan of one sync on one communicator, computed before anything changes.
 //!
 //! ```text
 //!   segment log since the last sync      plan                      why
-//!   birth  g0                            register   g0             new, and lives
-//!   birth  g1, growth g1                 register   g1, whole      once, at its size by now
-//!   growth g2                            grow       g2             the old window goes, a larger one comes
-//!   birth  g3, death g3                  nothing                   no rank ever sees it
-//!   death  g4                            deregister g4             last, and in order of death
+//!   birth  g0                            register   g0             new and live
+//!   birth  g1, growth g1                 register   g1, whole      once, at its current size
+//!   growth g2                            grow       g2             a larger window replaces the old one
+//!   birth  g3, death g3                  nothing                   no rank ever observes it
+//!   death  g4                            deregister g4             last, in order of death
 //! ```
 //!
-//! A plan is a function of the log and of the windows that there are, so it is the same on every rank whose history is the
-//! same. It changes nothing: a sync that is refused leaves log and books as they were, and the next one plans again.
+//! A plan is a function of the log and the existing windows, so equal histories produce equal plans on every rank. Planning changes
+//! nothing: a refused sync leaves the log and the book unchanged, and the next sync plans again.
 
 use crate::registrar::segment_key::{Generation, SegmentKey};
 use std::collections::BTreeMap;
@@ -18,13 +18,13 @@ use std::fmt;
 use symmalloc_core::segment_log::{SegmentEvent, SegmentEventKind};
 use symmalloc_core::{PoolId, SegmentId, StreamId};
 
-/// A segment as all ranks name it.
+/// A segment's name, identical on all ranks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub struct SegmentName {
     /// Ordinal of its pool among the symmetric ones.
     pub pool: u32,
-    /// The stream of its heap; `None` when the pool's streams share.
+    /// The stream of its heap; `None` if the pool's streams share one heap.
     pub stream: Option<StreamId>,
     /// Its birth ordinal in the heap.
     pub segment: SegmentId,
@@ -37,32 +37,32 @@ impl fmt::Display for SegmentName {
     }
 }
 
-/// What a step of a plan does.
+/// The kind of a plan step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum StepKind {
-    /// A window on a new segment.
+    /// Registers a window on a new segment.
     Register,
-    /// A window on the larger whole in place of the one on a segment that grew.
+    /// Replaces the window of a segment that grew with one over the whole segment.
     Grow,
-    /// The window of a dead segment goes.
+    /// Deregisters the window of a dead segment.
     Deregister,
 }
 
-/// One step of a plan, as all ranks see it.
+/// One step of a plan, in terms that all ranks share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub struct PlanStep {
-    /// What it does.
+    /// The kind of step.
     pub kind: StepKind,
-    /// To which segment.
+    /// The affected segment.
     pub segment: SegmentName,
-    /// Bytes of the window.
+    /// Size of the window in bytes.
     pub size_bytes: u64,
 }
 
 impl fmt::Display for PlanStep {
-    /// `register segment 3 of symmetric pool 0, stream 1 (2097152 bytes)`.
+    /// Writes `register segment 3 of symmetric pool 0, stream 1 (2097152 bytes)`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let verb = match self.kind {
             StepKind::Register => "register",
@@ -73,7 +73,7 @@ impl fmt::Display for PlanStep {
     }
 }
 
-/// A step with what it means on this rank.
+/// A step with its local segment and address on this rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Step {
     pub(crate) told: PlanStep,
@@ -81,43 +81,43 @@ pub(crate) struct Step {
     pub(crate) base: u64,
 }
 
-/// What is known of a live segment.
+/// The state of a live segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Standing {
     pub(crate) base: u64,
-    /// Where its last memory ends.
+    /// End of its last mapped memory, as an offset in bytes.
     pub(crate) end_bytes: u64,
     mapped_bytes: u64,
-    /// Bytes that its window covers; 0 while it has none.
+    /// Bytes that its window covers; 0 without a window.
     pub(crate) window_bytes: u64,
 }
 
 impl Standing {
-    /// Whether memory is behind all of it. A window cannot cover a hole.
+    /// Returns `true` if memory backs all of it. A window cannot cover a hole.
     pub(crate) fn is_whole(&self) -> bool {
         self.mapped_bytes == self.end_bytes
     }
 }
 
-/// The live segments of the pools that an attachment watches.
+/// The live segments of the pools that an attachment observes.
 pub(crate) type Book = BTreeMap<Generation, Standing>;
 
-/// Which segment an event is about.
+/// Returns the segment that an event concerns.
 pub(crate) fn generation(event: &SegmentEvent) -> Generation {
     Generation { pool: event.pool, stream: event.stream, segment: event.segment }
 }
 
-/// What is to be done, and what the book says afterwards.
+/// The steps of a sync and the resulting changes to the book.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct SyncPlan {
     /// Registrations in log order, then deregistrations in log order.
     pub(crate) steps: Vec<Step>,
-    /// The segments that something happened to; `None` for the dead.
+    /// Changed segments; `None` if dead.
     changes: BTreeMap<Generation, Option<Standing>>,
 }
 
 impl SyncPlan {
-    /// Plans for what happened since the book was written. `leaving` are pools whose windows are all to go.
+    /// Plans for the events since the book was last updated. All windows of the `leaving` pools are deregistered.
     pub(crate) fn new(
         book: &Book,
         events: &[SegmentEvent],
@@ -190,7 +190,7 @@ impl SyncPlan {
         SyncPlan { steps, changes }
     }
 
-    /// The plan was carried out.
+    /// Applies the changes of an executed plan to the book.
     pub(crate) fn write_to(&self, book: &mut Book) {
         for (segment, now) in &self.changes {
             match now {
@@ -200,26 +200,26 @@ impl SyncPlan {
         }
     }
 
-    /// Of the steps that add a window, and of those that only take one away.
+    /// Returns the number of steps that add a window and the number that only remove one.
     pub(crate) fn counts(&self) -> (u64, u64) {
         let deregistrations = self.steps.iter().filter(|step| step.told.kind == StepKind::Deregister).count();
         ((self.steps.len() - deregistrations) as u64, deregistrations as u64)
     }
 
-    /// Whether a window that work on the device may use is to go.
+    /// Returns `true` if a step removes a window that work on the device may use.
     pub(crate) fn takes_away(&self) -> bool {
         self.steps.iter().any(|step| step.told.kind != StepKind::Register)
     }
 
-    /// Equal on two ranks exactly when their steps are.
+    /// Returns a digest of the steps, for comparison across ranks.
     pub(crate) fn digest(&self) -> u64 {
         let words = self.steps.iter().flat_map(|step| step.told.words());
         words.fold(self.steps.len() as u64, fold)
     }
 }
 
-/// The keys that these events end, in order: of segments that died, and of segments as they were before they grew. All keys
-/// of pools that leave come last.
+/// Returns the keys that these events invalidate, in order: those of segments that died, and the old keys of segments that grew. All keys
+/// of leaving pools come last.
 pub(crate) fn dead_keys(book: &Book, events: &[SegmentEvent], leaving: &[PoolId]) -> Vec<SegmentKey> {
     let key = |generation, base, size_bytes| SegmentKey { base, size_bytes, generation };
     let mut ends: BTreeMap<Generation, u64> = book.iter().map(|(segment, now)| (*segment, now.end_bytes)).collect();
@@ -247,7 +247,7 @@ pub(crate) fn dead_keys(book: &Book, events: &[SegmentEvent], leaving: &[PoolId]
     dead
 }
 
-/// Bytes of one step in a message.
+/// Size of one encoded step in bytes.
 pub(crate) const STEP_BYTES: usize = 24;
 
 impl PlanStep {
@@ -269,7 +269,7 @@ impl PlanStep {
         message.extend(self.words().into_iter().flat_map(u64::to_le_bytes));
     }
 
-    /// `None` where a message has no step.
+    /// Returns `None` if the message contains no step.
     pub(crate) fn read(bytes: &[u8]) -> Option<Self> {
         let mut words = bytes.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().unwrap_or_default()));
         let (heap, segment, size_bytes) = (words.next()?, words.next()?, words.next()?);
@@ -303,7 +303,7 @@ mod tests {
     use symmalloc_core::{Allocator, ObserverId};
     use symmalloc_sim::SimBackend;
 
-    /// An allocator with a watched default pool, and the book about it.
+    /// An allocator with an observed default pool, and its book.
     struct Watched {
         allocator: Allocator<SimBackend>,
         observer: ObserverId,
@@ -389,12 +389,12 @@ mod tests {
         let mut watched = Watched::new(PoolConfig::builder().symmetric(true).build().expect("valid"));
         watched.take(2 * MIB);
         watched.take(4 * MIB);
-        assert_eq!(watched.sync(), [(StepKind::Register, 0, 6 * MIB)], "birth and growth are one");
+        assert_eq!(watched.sync(), [(StepKind::Register, 0, 6 * MIB)], "birth and growth are one registration");
         watched.take(2 * MIB);
         watched.take(2 * MIB);
         assert_eq!(watched.sync(), [(StepKind::Grow, 0, 10 * MIB)]);
         let dead: Vec<_> = watched.dead.iter().map(|key| key.size_bytes).collect();
-        assert_eq!(dead, [2 * MIB, 6 * MIB, 8 * MIB], "whoever asked in between had one of these");
+        assert_eq!(dead, [2 * MIB, 6 * MIB, 8 * MIB], "a lookup in between returned one of these");
     }
 
     #[test]
@@ -440,7 +440,7 @@ mod tests {
         let two = watched.plan();
         assert_ne!(one.digest(), two.digest());
         let swapped = SyncPlan { steps: vec![two.steps[1], two.steps[0]], changes: BTreeMap::new() };
-        assert_ne!(two.digest(), swapped.digest(), "order counts");
+        assert_ne!(two.digest(), swapped.digest(), "the order matters");
         assert_eq!(one.steps[0].told.to_string(), "register segment 0 of symmetric pool 0, stream 0 (31457280 bytes)");
     }
 }

@@ -1,5 +1,5 @@
-//! What each rank says about its plan in the first round of a sync, behind its answer to the core's agreement, and how
-//! plans that differ are told.
+//! Plan summaries, which ranks exchange in the first round of a sync together with their answers to the core's agreement, and reports of
+//! plans that differ.
 //!
 //! ```text
 //!   message of one rank   ┌──────────────────────┬────────────────────────────────────────────┐
@@ -7,8 +7,8 @@
 //!                         └──────────────────────┴────────────────────────────────────────────┘
 //! ```
 //!
-//! So one collective settles both. When histories are equal, plans can only differ because the program did: another
-//! configuration, another pool attached, another number of syncs.
+//! One collective thus settles both. If histories are equal, plans can differ only because the programs differ: in configuration, in
+//! attached pools, or in the number of syncs.
 
 use crate::registrar::plan::{PlanStep, STEP_BYTES, SyncPlan};
 use std::collections::BTreeMap;
@@ -17,7 +17,7 @@ use symmalloc_agreement::{Gathered, RankSet};
 
 macro_rules! fields {
     ($($(#[$doc:meta])* $field:ident = $name:literal,)*) => {
-        /// What may differ between the plans of ranks, the most telling first.
+        /// The properties in which the plans of ranks may differ, the most informative first.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
         #[non_exhaustive]
         pub enum PlanField {
@@ -41,38 +41,38 @@ macro_rules! fields {
 fields! {
     /// The version of this protocol.
     Protocol = "the version of symmalloc",
-    /// When ranks agree, as configured.
+    /// The configured agreement mode.
     Mode = "the agreement mode",
-    /// Whether offsets are compared per collective.
-    OffsetChecks = "whether offsets are checked",
+    /// The offset check setting.
+    OffsetChecks = "the offset checks",
     /// The version of libnccl.
     Library = "the version of libnccl",
-    /// Which symmetric pools are attached for windows.
+    /// The symmetric pools that are attached for windows.
     Attached = "the pools that are attached for windows",
-    /// How many syncs of this communicator came before.
+    /// The number of earlier syncs of this communicator.
     SyncNumber = "the number of syncs of this communicator so far",
-    /// Live windows before this sync.
+    /// The number of live windows before this sync.
     Windows = "the number of live windows",
-    /// Bytes of live windows before this sync.
+    /// The size of all live windows before this sync, in bytes.
     WindowBytes = "the bytes of live windows",
-    /// Windows to be registered.
+    /// The number of windows to register.
     Registrations = "the number of windows to register",
-    /// Windows to be deregistered.
+    /// The number of windows to deregister.
     Deregistrations = "the number of windows to deregister",
     /// The steps themselves.
-    Steps = "which segments to register and deregister",
+    Steps = "the segments to register and deregister",
 }
 
-/// One word per field, and what only the largest of counts.
+/// One word per field, and the size of the symmetric space, of which the largest counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Summary {
     /// By [`PlanField`].
     words: [u64; PlanField::ALL.len()],
-    /// What this rank says about the symmetric space.
+    /// Size of the symmetric space in bytes, as configured on this rank.
     pub(crate) space_bytes: u64,
 }
 
-/// What a rank says besides its plan.
+/// Inputs of a summary other than the plan.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Circumstances {
     pub(crate) mode: u64,
@@ -85,7 +85,7 @@ pub(crate) struct Circumstances {
     pub(crate) space_bytes: u64,
 }
 
-/// Raised when the messages of a sync change.
+/// Protocol version. Incremented when the messages of a sync change.
 const PROTOCOL: u64 = 1;
 
 impl Summary {
@@ -120,7 +120,7 @@ impl Summary {
     }
 }
 
-/// Whether all ranks plan the same; else the first field that differs.
+/// Compares the plans of all ranks. Returns the first field that differs.
 pub(crate) fn compare(summaries: &[Summary]) -> Result<(), Box<PlanDifference>> {
     for (index, field) in PlanField::ALL.into_iter().enumerate() {
         let groups = groups(summaries.iter().map(|summary| summary.words[index]));
@@ -132,7 +132,7 @@ pub(crate) fn compare(summaries: &[Summary]) -> Result<(), Box<PlanDifference>> 
     Ok(())
 }
 
-/// Ranks by what they said, those with the least value first.
+/// Groups ranks by their value, in ascending order of values.
 pub(crate) fn groups<T: Ord>(said: impl Iterator<Item = T>) -> Vec<(T, RankSet)> {
     let mut groups: BTreeMap<T, Vec<u32>> = BTreeMap::new();
     for (value, rank) in said.zip(0..) {
@@ -141,25 +141,25 @@ pub(crate) fn groups<T: Ord>(said: impl Iterator<Item = T>) -> Vec<(T, RankSet)>
     groups.into_iter().map(|(value, ranks)| (value, ranks.into_iter().collect())).collect()
 }
 
-/// How the plans of ranks differ: the same report on every rank. Nothing was registered or deregistered.
+/// The differences between the plans of the ranks: the same report on every rank. Nothing was registered or deregistered.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PlanDifference {
-    /// The first thing that differs.
+    /// The first field that differs.
     pub field: PlanField,
-    /// Which ranks said what.
+    /// Ranks grouped by their value.
     pub groups: Vec<PlanGroup>,
-    /// Where the steps differ first, if they were compared.
+    /// The first step that differs, if the steps were compared.
     pub first_step: Option<StepDifference>,
 }
 
-/// Ranks that said the same about a [`PlanField`].
+/// Ranks with the same value of a [`PlanField`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PlanGroup {
     /// The ranks.
     pub ranks: RankSet,
-    /// What they said: a number, or a digest.
+    /// Their value: a number, or a digest.
     pub value: u64,
 }
 
@@ -167,19 +167,19 @@ pub struct PlanGroup {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StepDifference {
-    /// Its number, from 0.
+    /// Index of the step, from 0.
     pub step: usize,
-    /// Which ranks have which step there; `None` where the plan has ended.
+    /// Ranks grouped by their step at this index; `None` if the plan has ended.
     pub groups: Vec<(RankSet, Option<PlanStep>)>,
 }
 
 impl PlanDifference {
-    /// Whether comparing the steps one by one would tell more.
+    /// Returns `true` if comparing the individual steps would give more detail.
     pub(crate) fn is_about_steps(&self) -> bool {
         matches!(self.field, PlanField::Registrations | PlanField::Deregistrations | PlanField::Steps)
     }
 
-    /// Whether such ranks do not answer the same question.
+    /// Returns `true` if the ranks cannot take part in the same agreement.
     pub(crate) fn precludes_agreement(&self) -> bool {
         matches!(self.field, PlanField::Protocol | PlanField::Mode | PlanField::Attached)
     }
@@ -208,10 +208,10 @@ impl fmt::Display for PlanDifference {
     }
 }
 
-/// Steps that fit into one message.
+/// Number of steps per message.
 const STEPS_PER_PAGE: usize = 40;
 
-/// A search for the first step that differs, a page of everybody's steps at a time.
+/// A search for the first step that differs, one page of every rank's steps at a time.
 #[derive(Debug, Default)]
 pub(crate) struct StepSearch {
     page: usize,
@@ -220,7 +220,7 @@ pub(crate) struct StepSearch {
 impl StepSearch {
     pub(crate) const MESSAGE_BYTES: usize = STEPS_PER_PAGE * STEP_BYTES;
 
-    /// This rank's answer.
+    /// Writes this rank's page.
     pub(crate) fn write(&self, plan: &SyncPlan, message: &mut Vec<u8>) {
         let end = message.len() + Self::MESSAGE_BYTES;
         let steps = plan.steps.iter().skip(self.page * STEPS_PER_PAGE).take(STEPS_PER_PAGE);
@@ -228,8 +228,7 @@ impl StepSearch {
         message.resize(end, 0);
     }
 
-    /// Takes the answers of all ranks. Returns the first difference, once it is found; `Err` when all plans have ended
-    /// without one.
+    /// Compares the pages of all ranks. Returns the first difference once it is found, or `Err` if all plans have ended without one.
     pub(crate) fn advance(&mut self, gathered: &Gathered) -> Result<Option<StepDifference>, ()> {
         for place in 0..STEPS_PER_PAGE {
             let at = |message: &[u8]| PlanStep::read(&message[place * STEP_BYTES..(place + 1) * STEP_BYTES]);
@@ -266,7 +265,7 @@ mod tests {
         space_bytes: 144 << 30,
     };
 
-    /// Of so many segments that are to be registered, with one of another size.
+    /// Returns a plan that registers this many segments, one of them with another size.
     fn plan(segments: u32, other: u32) -> SyncPlan {
         let mut plan = SyncPlan::new(&Book::new(), &[], &[], |_| 0);
         plan.steps = (0..segments)

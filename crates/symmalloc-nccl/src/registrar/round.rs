@@ -1,4 +1,4 @@
-//! The talk of one sync: usually one collective, more only when ranks differ.
+//! The message exchange of one sync: usually one collective, more only if ranks differ.
 //!
 //! ```text
 //!   agreement's answer + plan's summary ──► all-gather ─┬─ all equal ─────────────────────────► carry the plan out
@@ -6,23 +6,23 @@
 //!                                                       └─ plans differ ─► steps, page by page ─► PlansDiffer
 //! ```
 //!
-//! All ranks see the same messages and so come to the same end.
+//! All ranks see the same messages and therefore reach the same result.
 
 use crate::registrar::error::SyncError;
 use crate::registrar::plan::SyncPlan;
 use crate::registrar::plan_summary::{StepSearch, Summary, compare};
 use symmalloc_agreement::{Gathered, Inquiry, Progress, ProtocolError, RankHistory, Transport};
 
-/// What came out of it.
+/// The outcome of an exchange in which the ranks agree.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Consent {
-    /// Collectives that it took.
+    /// Number of collectives used.
     pub(crate) rounds: u64,
-    /// What the rank with the most says about the symmetric space.
+    /// Size of the symmetric space in bytes: the largest of all ranks.
     pub(crate) space_bytes: u64,
 }
 
-/// Asks all ranks of a communicator whether they have the same history, where histories are compared, and the same plan.
+/// Checks that all ranks of a communicator have the same plan and, if histories are compared, the same history.
 pub(crate) fn consent(
     transport: &impl Transport,
     communicator: &str,
@@ -49,7 +49,7 @@ pub(crate) fn consent(
         return Err(nonsense(ProtocolError::WrongShape { messages, message_bytes, ranks }));
     }
     if gathered.iter().all(|other| other == message) {
-        // Whoever says what this rank says has the same history and the same plan.
+        // Equal messages imply equal histories and equal plans.
         return Ok(Consent { rounds: 1, space_bytes: summary.space_bytes });
     }
     let summaries: Vec<Summary> = gathered.iter().map(|message| Summary::read(&message[answer_bytes..])).collect();
@@ -113,10 +113,10 @@ mod tests {
     use symmalloc_core::{PoolId, SharedAllocator, StreamId};
     use symmalloc_sim::SimBackend;
 
-    /// What rank `rank` of two does before it asks.
+    /// The operations of one of two ranks before the exchange.
     struct Program {
         sizes: &'static [u64],
-        /// Whether the histories are compared.
+        /// Set if histories are compared.
         agrees: bool,
         space_bytes: u64,
     }

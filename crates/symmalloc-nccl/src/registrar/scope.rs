@@ -1,4 +1,4 @@
-//! Scopes: what is taken inside is registered at the end, as in sglang's `use_symmetric_memory`.
+//! Scopes that register, at their end, the memory allocated inside them, as in sglang's `use_symmetric_memory`.
 
 use crate::communicator::Communicator;
 use crate::registrar::Registrar;
@@ -7,15 +7,15 @@ use crate::registrar::settings::Registration;
 use symmalloc_cuda::{CudaAllocator, CudaBackend, Pool};
 
 impl Registrar {
-    /// Runs `work` with an allocator that takes memory from `pool`, and syncs the communicators when it returns: what it
-    /// returned is in windows then. Every rank does the same.
+    /// Runs `work` with an allocator that allocates from `pool`, and syncs the communicators when it returns, so that the returned buffers
+    /// are in windows. Every rank must call it.
     ///
-    /// The sync comes also when the work's own result is an error, since the other ranks come to it. When the work panics
-    /// there is none: nothing is registered, and the other ranks learn of it by the deadline.
+    /// The sync also runs if the result of `work` is an error, because the other ranks wait for it. It does not run if `work` panics:
+    /// nothing is registered, and the other ranks fail at the deadline.
     ///
     /// # Errors
-    /// [`SyncError::NotAttached`], before anything is done, when the pool is not attached to all of the communicators for
-    /// windows; else as [`sync`](Self::sync). The work's result is dropped then.
+    /// [`SyncError::NotAttached`], before `work` runs, if the pool is not attached to all of the communicators for windows; otherwise the
+    /// errors of [`sync`](Self::sync), in which case the result of `work` is dropped.
     pub fn with_symmetric<R>(
         &self,
         comms: &[&Communicator],

@@ -1,20 +1,20 @@
-//! What a registrar is told, and what a sync tells.
+//! The configuration of a registrar, and the result of a sync.
 
 use symmalloc_agreement::Mode;
 use symmalloc_core::errors::TrimError;
 
-/// How the memory of a pool is registered on a communicator.
+/// The way in which a pool's memory is registered on a communicator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Registration {
-    /// A symmetric window over each segment, made by all ranks together: kernels of NCCL's symmetric kind read and write
-    /// peers' memory at their own offset. For symmetric pools.
+    /// A symmetric window over each segment, registered by all ranks together. NCCL's symmetric kernels read and write peers' memory at
+    /// their own offset. For symmetric pools.
     Windows,
-    /// `ncclCommRegister` for each piece of memory: this rank's own matter, so that NCCL needs no copies through its own
-    /// buffers. For any pool, and for ranges that grow.
+    /// `ncclCommRegister` for each piece of memory, local to this rank. NCCL then does not copy through its own buffers. For any pool,
+    /// including growing ranges.
     Buffers,
 }
 
-/// What a sync did, over all of its communicators.
+/// The result of a sync over all of its communicators.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Synced {
@@ -22,25 +22,25 @@ pub struct Synced {
     pub registrations: u64,
     /// Windows and buffers that were deregistered.
     pub deregistrations: u64,
-    /// Bytes of dead segments that went back to the device.
+    /// Bytes of dead segments that were released to the device.
     pub released_bytes: u64,
-    /// Collectives that the ranks talked in.
+    /// Collectives in which the ranks exchanged messages.
     pub rounds: u64,
-    /// Why memory did not go back, if it did not: the next trim tries again.
+    /// The reason why memory was not released, if any. The next trim retries.
     pub not_released: Option<TrimError>,
 }
 
-/// What all ranks configure alike.
+/// Settings that must be equal on all ranks.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Settings {
     pub(crate) mode: Mode,
     pub(crate) check_offsets: bool,
-    /// What this rank says about the symmetric space.
+    /// Size of the symmetric space in bytes, as configured on this rank.
     pub(crate) space_bytes: u64,
 }
 
 impl Settings {
-    /// The mode as ranks compare it.
+    /// Returns the mode as a word, for comparison across ranks.
     pub(crate) fn mode_word(&self) -> u64 {
         match self.mode {
             Mode::Off => 0,

@@ -1,10 +1,10 @@
-//! A pool that falls asleep on all ranks together: the protocol of `docs/sleep-protocol.md`, step by step and name by name.
+//! Collective sleep of a pool on all ranks. Implements `docs/sleep-protocol.md` and uses its step names.
 //!
 //! ```text
 //!  Agree ─ Quiesce ─ Decide ─ Deregister ... ─ Unmap ─ Check
 //! ```
-//! Before `Decide` is heard nothing was done that others see. After it the pool falls asleep, with or without the others. A rank that
-//! leaves while others may go on ends the communicators on which they would miss it.
+//! Before `Decide` completes, nothing has changed that other ranks can observe. Afterwards the pool falls asleep even if other ranks fail.
+//! A rank that leaves while others may continue ends the communicators on which they would wait for it.
 
 use crate::communicator::Communicator;
 use crate::registrar::Registrar;
@@ -24,17 +24,18 @@ use symmalloc_cuda::{CudaBackend, CudaError};
 type Quiesced<'a> = symmalloc_core::Quiesced<'a, CudaBackend, Shared>;
 
 impl Registrar {
-    /// Puts a pool to sleep on all ranks: its windows are taken away on every communicator that it is attached to, and its memory goes back
-    /// to the devices. Addresses, blocks and digests stay. All ranks of `over` call it at the same point; `over` has all ranks of all
-    /// communicators that the pool is attached to, and the pool is attached to it. No work may use the pool from here on.
+    /// Puts a pool to sleep on all ranks: deregisters its windows on every communicator that it is attached to, and releases its memory to
+    /// the devices. Addresses, blocks and digests are preserved. All ranks of `over` must call it at the same point. `over` must contain
+    /// all ranks of all communicators that the pool is attached to, and the pool must be attached to `over`. No work may use the pool from
+    /// here on.
     ///
-    /// A pool that sleeps on some ranks already sleeps on all afterwards. A [`sync`](Self::sync) passes a sleeping pool over.
+    /// A pool that already sleeps on some ranks sleeps on all of them afterwards. A [`sync`](Self::sync) skips a sleeping pool.
     ///
     /// # Determinism
-    /// An op, as [`Allocator::sleep`](symmalloc_core::Allocator::sleep): the digests say that it was asked for, whatever became of it.
+    /// An op, like [`Allocator::sleep`](symmalloc_core::Allocator::sleep): the digests include the request, independent of its outcome.
     ///
     /// # Errors
-    /// See [`SleepError`], and `docs/sleep-protocol.md` for what becomes of the pool and of communicators.
+    /// See [`SleepError`]. `docs/sleep-protocol.md` describes the resulting state of the pool and the communicators.
     pub fn sleep(&self, over: &Communicator, pool: PoolId, contents: Contents) -> Result<Slept, SleepError> {
         let attachments = self.begin_together(over, pool, Some(contents))?;
         let outcome = Run::new(self, pool, Some(contents), &attachments).sleep(contents);
@@ -42,10 +43,10 @@ impl Registrar {
         outcome
     }
 
-    /// Whether a pool is awake on this rank.
+    /// Returns the phase of a pool on this rank: awake, asleep or failed.
     ///
     /// # Errors
-    /// When the pool is unknown.
+    /// If the pool is unknown.
     pub fn phase(&self, pool: PoolId) -> Result<Phase, UnknownError> {
         self.allocator.core().phase(pool)
     }
@@ -62,7 +63,7 @@ impl<'a> Run<'a> {
         let obstacle = quiesced.as_ref().err().copied();
         match self.decide(obstacle) {
             Err(error) => {
-                // Others may have heard that all could, and sleep: nobody may use windows that have no counterpart.
+                // Other ranks may have received a unanimous decision and sleep. No rank may use windows without a counterpart.
                 if obstacle.is_none() {
                     self.end_all();
                 }
@@ -75,7 +76,9 @@ impl<'a> Run<'a> {
             }
             Ok(_) => {}
         }
-        let Ok(quiesced) = quiesced else { unreachable!("a rank that could not says so, and hears itself") };
+        let Ok(quiesced) = quiesced else {
+            unreachable!("a rank with an obstacle reports it, and receives its own report")
+        };
         let deregistrations = self.deregister();
         let (slept, has_failed) = self.unmap(quiesced, deregistrations);
         self.registrar.counters.deregistrations.add(deregistrations);
@@ -91,7 +94,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// `Quiesce`: waits until no kernel uses the pool, and saves what is kept.
+    /// Executes `Quiesce`: waits until no kernel uses the pool, and saves the contents to keep.
     fn quiesce(&self, contents: Contents) -> Result<Quiesced<'a>, Obstacle> {
         let (registrar, pool) = (self.registrar, self.pool);
         let allocator = &registrar.allocator;
@@ -103,7 +106,7 @@ impl<'a> Run<'a> {
             Ok(true) => return Err(self.unseen(Obstacle::Capturing)),
             Err(error) => return Err(self.unseen(Obstacle::Stream { code: code_of(&error) })),
         }
-        // The others wait in `Decide` meanwhile, for as long as the deadline.
+        // The other ranks wait in `Decide` meanwhile, for at most the deadline.
         let waited = self.over().deadline() / 2;
         match allocator.synchronize_all(Instant::now() + waited) {
             Ok(true) => {}
@@ -120,7 +123,8 @@ impl<'a> Run<'a> {
         })
     }
 
-    /// `Deregister`: takes the windows away, on the first communicator, then on the others. What fails ends its communicator.
+    /// Executes `Deregister`: deregisters the windows on the first communicator, then on the others. A failure ends the affected
+    /// communicator.
     fn deregister(&mut self) -> u64 {
         let mut deregistrations = 0;
         for at in 0..self.members.len() {
@@ -141,7 +145,7 @@ impl<'a> Run<'a> {
         deregistrations
     }
 
-    /// `Unmap`: gives the memory back, unless a lost communicator has windows on it. Whether any of it is held.
+    /// Executes `Unmap`: releases the memory unless a lost communicator has windows on it. The flag is `true` if memory is still held.
     fn unmap(&mut self, quiesced: Quiesced<'a>, deregistrations: u64) -> (Slept, bool) {
         let slept = Slept { deregistrations, ..Slept::default() };
         if self.is_held() {

@@ -1,4 +1,4 @@
-//! What a sleep and a wake over several ranks did, and what can stand in their way.
+//! Results and errors of a collective sleep or wake.
 
 use crate::communicator::CommState;
 use crate::error::CommError;
@@ -13,31 +13,32 @@ use symmalloc_core::errors::UnknownError;
 use symmalloc_cuda::CudaError;
 use thiserror::Error;
 
-/// A pool sleeps, on all ranks.
+/// The result of putting a pool to sleep on all ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Slept {
-    /// Bytes that went back to this rank's device.
+    /// Bytes released to this rank's device.
     pub released_bytes: u64,
-    /// Bytes that this rank saved.
+    /// Bytes of contents that this rank saved.
     pub kept_bytes: u64,
     /// Windows and buffers of this rank that were deregistered.
     pub deregistrations: u64,
 }
 
-/// A pool is awake, on all ranks.
+/// The result of waking a pool on all ranks.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Woken {
-    /// Bytes that were mapped on this rank.
+    /// Bytes mapped on this rank.
     pub remapped_bytes: u64,
     /// Windows and buffers of this rank that were registered.
     pub registrations: u64,
-    /// Windows that have another handle than before, on any rank of their communicator, by its name: capture again what uses them. In
-    /// order, and the same on every rank of that communicator. Their keys come from
-    /// [`invalidations`](crate::Registrar::invalidations), too.
+    /// Windows whose handle changed on any rank of their communicator, with the communicator's name: recapture the graphs that use them.
+    /// Ordered, and the same on every rank of that communicator. [`invalidations`](crate::Registrar::invalidations) also reports their
+    /// keys.
     pub changed: Vec<(String, SegmentName)>,
-    /// Communicators of this rank that have ended since, here or on another rank, by name: connect new ones, attach the pool and sync.
+    /// Names of this rank's communicators that have ended in the meantime, here or on another rank: connect new ones, attach the pool and
+    /// sync.
     pub lost: Vec<String>,
 }
 
@@ -45,13 +46,13 @@ pub struct Woken {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum SleepStep {
-    /// The ranks say which op they are in, and what the pool is.
+    /// The ranks exchange the current op and the state of the pool.
     Agree,
-    /// They say whether they could.
+    /// The ranks exchange their verdicts.
     Decide,
-    /// They register windows.
+    /// The ranks register windows.
     Register,
-    /// They say how it went.
+    /// The ranks exchange their results.
     Check,
 }
 
@@ -66,47 +67,47 @@ impl fmt::Display for SleepStep {
     }
 }
 
-/// In what ranks differ that are to sleep or wake together.
+/// The properties in which ranks may differ when they sleep or wake a pool together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum SleepField {
-    /// The version of the protocol: other builds, or a rank that does something else on this communicator.
+    /// The version of the protocol. It differs between builds, or if a rank makes another call on this communicator.
     Protocol,
-    /// Which call it is: 1 to 3 a sleep that keeps, drops or zeroes, 4 a wake.
+    /// The call: 1 to 3 for a sleep that keeps, drops or zeroes the contents, 4 for a wake.
     Call,
-    /// How many sleeps and wakes there were over this communicator.
+    /// The number of sleeps and wakes over this communicator.
     Number,
-    /// Which symmetric pool.
+    /// The symmetric pool.
     Pool,
-    /// What the pool is: 0 awake, 1 asleep, 2 failed.
+    /// The phase of the pool: 0 awake, 1 asleep, 2 failed.
     Phase,
-    /// The windows that the pool has.
+    /// The windows of the pool.
     Windows,
-    /// Of how many of its ranks a communicator of the pool is: the communicator that was given has not all of them.
+    /// The size of a communicator of the pool, not all of whose ranks are in the given communicator.
     Communicators,
 }
 
 impl fmt::Display for SleepField {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            SleepField::Protocol => "what they do on it (another build, or another call)",
+            SleepField::Protocol => "the protocol (another build, or another call)",
             SleepField::Call => "the call (1 to 3: a sleep that keeps, drops, zeroes; 4: a wake)",
             SleepField::Number => "the number of sleeps and wakes so far",
             SleepField::Pool => "the pool",
-            SleepField::Phase => "what the pool is (0: awake, 1: asleep, 2: failed)",
+            SleepField::Phase => "the phase of the pool (0: awake, 1: asleep, 2: failed)",
             SleepField::Windows => "the pool's windows",
-            SleepField::Communicators => "the pool's communicators, one of which has ranks that are not here",
+            SleepField::Communicators => "a communicator of the pool, which has ranks outside the given one",
         })
     }
 }
 
-/// How ranks differ: the same report on every rank. Nothing was done.
+/// The differences between ranks: the same report on every rank. Nothing was changed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SleepDifference {
-    /// The first thing that differs.
+    /// The first field that differs.
     pub field: SleepField,
-    /// Which ranks said what.
+    /// Ranks grouped by their value.
     pub groups: Vec<(RankSet, u64)>,
 }
 
@@ -117,29 +118,29 @@ impl fmt::Display for SleepDifference {
     }
 }
 
-/// Why a rank cannot put its pool to sleep, or wake it.
+/// The reason why a rank cannot put its pool to sleep, or wake it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum Obstacle {
     /// A graph is being captured.
     #[error("a graph is being captured: end the capture first")]
     Capturing,
-    /// Work on the device did not end.
+    /// Work on the device did not complete in time.
     #[error(
-        "work on the device did not end within {waited:?}: wait for it first, or give the communicator a longer deadline"
+        "work on the device did not complete within {waited:?}: wait for it first, or give the communicator a longer deadline"
     )]
     Work {
-        /// How long it was waited for.
+        /// Duration of the wait.
         waited: Duration,
     },
     /// A step of the pool is open.
     #[error("a step of the pool is open: sleep between end_step and begin_step")]
     StepOpen,
-    /// Another thread does it.
+    /// Another thread is executing a sleep or wake of the pool.
     #[error("another sleep or wake of the pool is under way in another thread")]
     Busy,
-    /// A stream could not be asked whether it is captured, or not be waited for.
-    #[error("a stream could not be asked or waited for, the driver returned {code}")]
+    /// The driver failed to query or synchronize a stream.
+    #[error("a stream could not be queried or synchronized, the driver returned {code}")]
     Stream {
         /// The driver's code.
         code: i32,
@@ -149,16 +150,16 @@ pub enum Obstacle {
     Save {
         /// Bytes in live blocks.
         live_bytes: u64,
-        /// The code.
+        /// The error code.
         code: i32,
     },
-    /// Dead stitched ranges name the pool's memory.
-    #[error("dead stitched ranges of the pool are not given back: sync, trim, and try again")]
+    /// Dead stitched ranges still map the pool's memory.
+    #[error("dead stitched ranges of the pool are not released: sync, trim, and try again")]
     Retired,
-    /// A communicator that NCCL does not come out of has windows on the pool.
+    /// A communicator with windows on the pool is lost: NCCL is still inside it.
     #[error("a lost communicator has windows on the pool: end the processes that it waits for, and try again")]
     Lost,
-    /// The device refuses memory.
+    /// The device refused memory.
     #[error("the device refused {needed_bytes} bytes, code {code}: free memory there, and wake again")]
     Memory {
         /// Bytes that the pool needs.
@@ -166,43 +167,43 @@ pub enum Obstacle {
         /// The driver's code.
         code: i32,
     },
-    /// A limit is in the way.
+    /// A configured limit is too low.
     #[error("{needed_bytes} bytes are needed and the limit is {limit_bytes}: free memory or raise it, and wake again")]
     Limit {
         /// Bytes that the pool needs.
         needed_bytes: u64,
-        /// The limit.
+        /// The limit in bytes.
         limit_bytes: u64,
     },
-    /// The contents could not be copied back.
+    /// The contents could not be restored.
     #[error("the contents could not be copied back, code {code}: wake again")]
     Load {
-        /// The code.
+        /// The error code.
         code: i32,
     },
-    /// A window finds no place in a communicator's symmetric address space.
+    /// A window does not fit into a communicator's symmetric address space.
     #[error(
-        "a window of {needed_bytes} bytes finds no place in the symmetric address space: detach or put to sleep other pools"
+        "a window of {needed_bytes} bytes does not fit into the symmetric address space: detach other pools, or put them to sleep"
     )]
     SymmetricSpace {
-        /// Bytes of the window.
+        /// Size of the window in bytes.
         needed_bytes: u64,
     },
-    /// Something else, of another version perhaps.
-    #[error("something else ({number})")]
+    /// An unknown obstacle, possibly reported by another version.
+    #[error("unknown obstacle ({number})")]
     Other {
-        /// What the rank said.
+        /// The number that the rank reported.
         number: u64,
     },
 }
 
-/// A rank that could not.
+/// A rank and its obstacle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RankObstacle {
     /// The rank.
     pub rank: u32,
-    /// Why.
+    /// The obstacle.
     pub obstacle: Obstacle,
 }
 
@@ -211,43 +212,45 @@ fn listed(ranks: &[RankObstacle]) -> String {
     ranks.iter().map(text).collect::<Vec<_>>().join("; ")
 }
 
-/// Why a pool did not fall asleep, or wake, on all ranks. `docs/sleep-protocol.md` says what is known of the other ranks.
+/// The reason why a pool did not fall asleep, or wake, on all ranks. `docs/sleep-protocol.md` describes the state of the other ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum SleepError {
     /// The pool does not exist.
     #[error(transparent)]
     Unknown(#[from] UnknownError),
-    /// The pool is not attached to the communicator. Nothing was said to other ranks.
-    #[error("{pool} is not attached to communicator \"{communicator}\": attach it on every rank, or take another one")]
+    /// The pool is not attached to the communicator. No message was sent to other ranks.
+    #[error(
+        "{pool} is not attached to communicator \"{communicator}\": attach it on every rank, or use another communicator"
+    )]
     NotAttached {
         /// The communicator.
         communicator: String,
         /// The pool.
         pool: PoolId,
     },
-    /// A graph is being captured, into which the ranks' talk must not come. Nothing was said to other ranks, which wait for this one.
+    /// A graph is being captured, and the ranks' messages would become part of it. No message was sent; the other ranks wait for this one.
     #[error("a graph is being captured: end the capture before the pool sleeps or wakes")]
     Capturing,
-    /// The driver does not say whether a graph is being captured. Nothing was said to other ranks, which wait for this one.
+    /// The driver cannot report whether a graph is being captured. No message was sent; the other ranks wait for this one.
     #[error("communicator \"{communicator}\": {error}")]
     Cuda {
         /// The communicator.
         communicator: String,
-        /// What the driver says.
+        /// The driver's error.
         error: CudaError,
     },
-    /// The communicator had ended. The pool is as it was.
-    #[error("communicator \"{communicator}\" is {state}: connect a new one, attach the pool, and take that")]
+    /// The communicator had already ended. The pool is unchanged.
+    #[error("communicator \"{communicator}\" is {state}: connect a new one, attach the pool, and use that one")]
     Gone {
         /// The communicator.
         communicator: String,
-        /// What became of it.
+        /// The communicator's state.
         state: CommState,
-        /// The error that ended it, if one did.
+        /// The error that ended it, if any.
         cause: Option<Arc<CommError>>,
     },
-    /// The ranks' histories differ. Nothing was done, on any rank.
+    /// The ranks' histories differ. Nothing was changed on any rank.
     #[error("communicator \"{communicator}\": {disagreement}")]
     Disagreed {
         /// The communicator.
@@ -255,40 +258,40 @@ pub enum SleepError {
         /// The core's report.
         disagreement: Box<Disagreement>,
     },
-    /// The ranks make other calls, or the pool is not the same on all of them. Nothing was done, on any rank.
+    /// The ranks make different calls, or the pool differs between them. Nothing was changed on any rank.
     #[error(
         "communicator \"{communicator}\": {difference}: make the same calls at the same points of the program on every rank; a pool \
-         that sleeps on some wakes once it sleeps on all"
+         that sleeps on some ranks can wake once it sleeps on all"
     )]
     Differ {
         /// The communicator.
         communicator: String,
-        /// What differs.
+        /// The differences.
         difference: Box<SleepDifference>,
     },
-    /// Some ranks could not, and none did: another attempt may succeed.
-    #[error("communicator \"{communicator}\": the pool is as it was: {}", listed(.ranks))]
+    /// Some ranks were unable to proceed, so none did. Another attempt may succeed.
+    #[error("communicator \"{communicator}\": the pool is unchanged: {}", listed(.ranks))]
     Refused {
         /// The communicator.
         communicator: String,
-        /// Which, and why.
+        /// The ranks and their obstacles.
         ranks: Vec<RankObstacle>,
     },
-    /// The communicator ended in the middle. In `Decide` of a sleep, where this rank had said yes, and in `Register`, all communicators of the
-    /// pool have ended here, and it is awake without windows. In `Check` it sleeps, or is awake with its windows on other communicators.
-    /// Otherwise it is as it was.
+    /// The communicator ended during the op. In `Decide` of a sleep to which this rank had agreed, and in `Register`, all communicators of
+    /// the pool have ended here, and it is awake without windows. In `Check` it is asleep, or is awake with its windows on other
+    /// communicators. Otherwise it is unchanged.
     #[error("communicator \"{communicator}\" ended {step}, and the pool is {}: {error}", if *.is_asleep { "asleep" } else { "awake" })]
     Broken {
         /// The communicator.
         communicator: String,
-        /// When.
+        /// The step during which it ended.
         step: SleepStep,
-        /// Whether the pool sleeps on this rank.
+        /// `true` if the pool sleeps on this rank.
         is_asleep: bool,
-        /// What a sync would say.
+        /// The underlying error.
         error: Box<SyncError>,
     },
-    /// All ranks sleep, and some could not give their memory back: a lost communicator has windows on it, or the driver refused.
+    /// All ranks sleep, but some could not release their memory: a lost communicator has windows on it, or the driver refused.
     #[error(
         "communicator \"{communicator}\": the pool sleeps, but the memory of ranks {ranks} is held, by a lost communicator or the driver: sleep \
          again once that has ended"
@@ -296,7 +299,7 @@ pub enum SleepError {
     Held {
         /// The communicator.
         communicator: String,
-        /// Which ranks.
+        /// The ranks whose memory is held.
         ranks: RankSet,
     },
 }

@@ -1,11 +1,11 @@
-//! What ranks say to each other in a sleep or wake.
+//! The messages that ranks exchange in a sleep or wake.
 //!
 //! ```text
-//!   Agree    agreement, 64 bytes │ head, 12 words       as long as a sync's, so that a rank that syncs instead is told
-//!            pages: communicators                       if any rank has another one than that which they talk over
-//!   Decide   whether it could, and why not, 4 words
-//!   Check    of a sleep: whether it failed, 1 word;  of a wake: pages: windows that changed, communicators that were lost
-//!   page     how many in all │ 8 rows of 4 words        another one until all rows of all ranks were told
+//!   Agree    agreement, 64 bytes │ head, 12 words       same length as a sync's, so that a mismatched sync is detected
+//!            pages: communicators                       if any rank has another one than that of the exchange
+//!   Decide   verdict: success or obstacle, 4 words
+//!   Check    of a sleep: failure flag, 1 word;  of a wake: pages: changed windows, lost communicators
+//!   page     total number of rows │ 8 rows of 4 words   repeated until all rows of all ranks are sent
 //! ```
 
 use crate::registrar::plan::SegmentName;
@@ -18,14 +18,14 @@ use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
 use symmalloc_core::{SegmentId, StreamId};
 
-/// Never what a sync says in this place.
+/// Distinct from every value that a sync sends in this position.
 const PROTOCOL: u64 = 1 << 32 | 1;
-/// Words of a head: as many as a sync's summary has.
+/// Number of words of a head: equal to that of a sync's summary.
 const HEAD_WORDS: usize = Summary::BYTES / 8;
-/// Rows of a page.
+/// Rows per page.
 const PAGE_ROWS: usize = 8;
 
-/// What a rank says first.
+/// The first message of a rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Head {
     protocol: u64,
@@ -34,9 +34,9 @@ pub(super) struct Head {
     pub(super) number: u64,
     pub(super) pool: u64,
     pub(super) phase: u64,
-    /// Digest of the windows on the communicator that they talk over.
+    /// Digest of the windows on the communicator of the exchange.
     pub(super) windows: u64,
-    /// Rows in the pages of communicators.
+    /// Number of rows in the pages of communicators.
     pub(super) communicators: u64,
 }
 
@@ -47,7 +47,7 @@ pub(super) fn call_of(contents: Contents) -> u64 {
         Contents::Keep => 1,
         Contents::Drop => 2,
         Contents::Zero => 3,
-        // A kind that this version does not know, on all ranks or not.
+        // A kind that this version does not know.
         _ => u64::MAX,
     }
 }
@@ -86,7 +86,7 @@ impl Head {
         }
     }
 
-    /// The first thing in which ranks differ that must be equal in every call. The phase need not be.
+    /// Returns the first difference in the fields that must be equal in every call. The phase may differ.
     pub(super) fn compare(heads: &[Head]) -> Option<SleepDifference> {
         type Of = fn(&Head) -> u64;
         let fields: [(SleepField, Of); 5] = [
@@ -104,7 +104,7 @@ impl Head {
     }
 }
 
-/// Which ranks said what, if they did not all say the same.
+/// Groups ranks by their value. Returns `None` if all values are equal.
 pub(super) fn differ(field: SleepField, said: impl Iterator<Item = u64>) -> Option<SleepDifference> {
     let groups: Vec<_> = groups(said).into_iter().map(|(value, ranks)| (ranks, value)).collect();
     (groups.len() > 1).then_some(SleepDifference { field, groups })
@@ -121,8 +121,8 @@ fn read(bytes: &[u8]) -> impl Iterator<Item = u64> {
 /// A row of a page.
 pub(super) type Row = [u64; 4];
 
-/// Tells all rows of this rank to all, and returns those of every rank, by rank. All ranks call it at the same point, with as many rows as
-/// they like.
+/// Sends all rows of this rank to all ranks and returns the rows of every rank, indexed by rank. All ranks must call it at the same point.
+/// The number of rows may differ between ranks.
 pub(super) fn exchange<E>(
     rows: &[Row],
     mut all_gather: impl FnMut(&[u8]) -> Result<Gathered, E>,
@@ -156,12 +156,12 @@ pub(super) fn exchange<E>(
     }
 }
 
-/// A communicator of the pool, as one rank knows it.
+/// A communicator of the pool, as one rank reports it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Named {
     pub(super) communicator: u64,
     pub(super) ranks: u32,
-    /// Whether it can be used.
+    /// Set if it is usable.
     pub(super) is_ready: bool,
     pub(super) windows: u64,
 }
@@ -176,7 +176,7 @@ impl Named {
     }
 }
 
-/// What all ranks say about one communicator.
+/// The combined reports of all ranks on one communicator.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Known {
     ranks: u32,
@@ -185,23 +185,23 @@ pub(super) struct Known {
 }
 
 impl Known {
-    /// Whether all of its ranks are here, dead or alive on them.
+    /// Returns `true` if all of its ranks have reported, whether it is usable on them or not.
     pub(super) fn is_whole(self) -> bool {
         self.named == self.ranks
     }
 
-    /// Whether all of its ranks are here and can use it.
+    /// Returns `true` if all of its ranks have reported it as usable.
     pub(super) fn is_ready(self) -> bool {
         self.ready == self.ranks
     }
 
-    /// Whether all of its ranks know that it has ended.
+    /// Returns `true` if all of its ranks have reported that it ended.
     pub(super) fn is_over(self) -> bool {
         self.is_whole() && self.ready == 0
     }
 }
 
-/// What all ranks say about all communicators.
+/// Combines the reports of all ranks on all communicators.
 pub(super) fn known(told: &[Vec<Row>]) -> BTreeMap<u64, Known> {
     let mut all: BTreeMap<u64, Known> = BTreeMap::new();
     for named in told.iter().flatten().map(Named::of) {
@@ -213,7 +213,7 @@ pub(super) fn known(told: &[Vec<Row>]) -> BTreeMap<u64, Known> {
     all
 }
 
-/// The first communicator that has ranks that are not here, or on which ranks have other windows.
+/// Returns the first communicator with missing ranks, or with windows that differ between ranks.
 pub(super) fn compare_communicators(told: &[Vec<Row>]) -> Option<SleepDifference> {
     for (communicator, known) in known(told) {
         let find = |rows: &Vec<Row>| rows.iter().map(Named::of).find(|named| named.communicator == communicator);
@@ -237,7 +237,7 @@ pub(super) fn compare_communicators(told: &[Vec<Row>]) -> Option<SleepDifference
     None
 }
 
-/// Which could not, as a message.
+/// Encodes this rank's verdict.
 pub(super) fn write_verdict(obstacle: Option<Obstacle>) -> Vec<u8> {
     let code = |code: i32| u64::from(code as u32);
     let words = match obstacle {
@@ -261,7 +261,7 @@ pub(super) fn write_verdict(obstacle: Option<Obstacle>) -> Vec<u8> {
     message
 }
 
-/// What a rank said in that place.
+/// Decodes a rank's verdict.
 pub(super) fn read_verdict(message: &[u8]) -> Option<Obstacle> {
     let words: Vec<u64> = read(message).collect();
     let [number, first, second, _] = *words.as_slice() else { return Some(Obstacle::Other { number: u64::MAX }) };
@@ -285,12 +285,12 @@ pub(super) fn read_verdict(message: &[u8]) -> Option<Obstacle> {
     })
 }
 
-/// What a rank tells when it is awake.
+/// A finding that a rank reports once it is awake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Finding {
     /// A communicator that has ended.
     Lost { communicator: u64 },
-    /// A window that is another one than before.
+    /// A window whose handle changed.
     Changed { communicator: u64, segment: SegmentName },
 }
 

@@ -1,4 +1,4 @@
-//! A sleep or wake that is under way on one rank: who takes part, and what the ranks say to each other.
+//! State and message exchange of a sleep or wake in progress on one rank.
 
 use crate::communicator::Communicator;
 use crate::registrar::attachment::{Attachment, SyncState};
@@ -19,24 +19,24 @@ use symmalloc_core::PoolId;
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
 
-/// Why an op goes no further than `Agree`.
+/// The reason why an op does not proceed beyond `Agree`.
 enum Stop {
     Differ(SleepDifference),
     Disagreed(Box<Disagreement>),
     Broken(SyncError),
 }
 
-/// What the ranks agreed on.
+/// The result of `Agree`.
 pub(super) struct Agreed {
     pub(super) heads: Vec<Head>,
-    /// Communicators of this rank that cannot be used on all of their ranks.
+    /// Communicators of this rank that are not usable on all of their ranks.
     pub(super) broken: BTreeSet<u64>,
-    /// Those that this rank has let go of.
+    /// Ended communicators that were removed on this rank.
     pub(super) ended: Vec<Ended>,
 }
 
 impl Agreed {
-    /// Whether the pool is this on every rank.
+    /// Returns `true` if the pool is in this phase on every rank.
     pub(super) fn all_are(&self, phase: Phase) -> bool {
         self.heads.iter().all(|head| head.phase == word_of(phase))
     }
@@ -45,23 +45,23 @@ impl Agreed {
 /// One communicator of the op.
 pub(super) struct Member<'a> {
     pub(super) attachment: &'a Attachment,
-    /// By what it is named to other ranks.
+    /// Identifier in messages to other ranks.
     pub(super) name: u64,
     pub(super) state: MutexGuard<'a, SyncState>,
 }
 
-/// A sleep or wake that is under way on this rank. No sync of its communicators comes between.
+/// A sleep or wake in progress on this rank. It excludes syncs of its communicators.
 pub(super) struct Run<'a> {
     pub(super) registrar: &'a Registrar,
     pub(super) pool: PoolId,
-    /// What a sleep was asked to do with the contents; `None`: it is a wake.
+    /// The requested treatment of the contents in a sleep; `None` for a wake.
     asked: Option<Contents>,
-    /// The one that they talk over, then the others in their order.
+    /// The communicator of the exchange, then the others in their order.
     pub(super) members: Vec<Member<'a>>,
 }
 
 impl Registrar {
-    /// Who takes part, if the call can begin: the pool's communicators, the given one first, then the others in their order.
+    /// Checks that the call can begin and returns the pool's communicators, the given one first, then the others in their order.
     pub(super) fn begin_together(
         &self,
         over: &Communicator,
@@ -71,7 +71,7 @@ impl Registrar {
         self.allocator.core().phase(pool)?;
         let members = self.members_of(over, pool).map_err(|error| match error {
             SyncError::Gone { communicator, state, cause } => {
-                // The call counts all the same.
+                // The call is still part of the history.
                 self.note(pool, asked);
                 SleepError::Gone { communicator, state, cause }
             }
@@ -101,7 +101,7 @@ impl Registrar {
         }
     }
 
-    /// Notes the communicators that the list of attachments loses.
+    /// Records the communicators that are removed from the list of attachments.
     pub(super) fn remember(&self, gone: &[Arc<Attachment>]) {
         let ended = gone.iter().map(|attachment| Ended {
             name: attachment.comm.name().to_owned(),
@@ -111,7 +111,7 @@ impl Registrar {
         });
         let mut all = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
         all.extend(ended);
-        // A pool that is gone neither sleeps nor wakes.
+        // A removed pool neither sleeps nor wakes.
         all.retain(|ended| ended.pools.iter().any(|pool| self.allocator.core().phase(*pool).is_ok()));
     }
 
@@ -120,21 +120,21 @@ impl Registrar {
         ended.iter().filter(|ended| ended.pools.contains(&pool)).cloned().collect()
     }
 
-    /// Folds an op that the core has not seen.
+    /// Folds an op that the core has not recorded into the digest.
     pub(super) fn note(&self, pool: PoolId, asked: Option<Contents>) {
-        // The pool was there when the call began. If it is gone, so is its digest.
+        // The pool existed when the call began. If it has been removed since, so has its digest.
         let _known = self.allocator.core().replay_stay(pool, asked);
     }
 }
 
-/// What a communicator is called to other ranks.
+/// Returns the identifier of a communicator in messages to other ranks.
 fn name_of(comm: &Communicator) -> u64 {
     let bytes = comm.order().as_bytes();
     bytes.iter().fold(bytes.len() as u64, |digest, byte| fold(digest, u64::from(*byte)))
 }
 
 impl<'a> Run<'a> {
-    /// Holds all of the pool's communicators, which are taken in one order, so that two of these do not wait for each other.
+    /// Locks all of the pool's communicators, in one global order so that concurrent runs do not deadlock.
     pub(super) fn new(
         registrar: &'a Registrar,
         pool: PoolId,
@@ -163,7 +163,7 @@ impl<'a> Run<'a> {
         attachment.is_ready(state)
     }
 
-    /// One collective over the first communicator.
+    /// Runs one collective over the first communicator.
     pub(super) fn all_gather(&mut self, message: &[u8]) -> Result<Gathered, SyncError> {
         let Member { attachment, state, .. } = &mut self.members[0];
         if !attachment.is_ready(state) {
@@ -192,18 +192,18 @@ impl<'a> Run<'a> {
         (0..self.members.len()).for_each(|member| self.end(member));
     }
 
-    /// Folds the op, which the core has not seen.
+    /// Folds the op, which the core has not recorded, into the digest.
     pub(super) fn note(&self) {
         self.registrar.note(self.pool, self.asked);
     }
 
-    /// As [`note`](Self::note), where something stands in the way.
+    /// Like [`note`](Self::note), for an op that an obstacle prevents.
     pub(super) fn unseen(&self, obstacle: Obstacle) -> Obstacle {
         self.note();
         obstacle
     }
 
-    /// The op breaks off: the ranks cannot talk any more.
+    /// Ends the op because the ranks can no longer communicate.
     pub(super) fn broken(&mut self, step: SleepStep, error: SyncError) -> SleepError {
         self.registrar.counters.failures.add(1);
         let communicator = self.over().name();
@@ -213,7 +213,7 @@ impl<'a> Run<'a> {
         SleepError::Broken { communicator: communicator.to_owned(), step, is_asleep, error: Box::new(error) }
     }
 
-    /// `Agree`, or why it goes no further: the op is folded then.
+    /// Executes `Agree`. On an error, folds the op into the digest.
     pub(super) fn agree(&mut self) -> Result<Agreed, SleepError> {
         self.ask().map_err(|stop| {
             self.note();
@@ -226,7 +226,7 @@ impl<'a> Run<'a> {
         })
     }
 
-    /// The ranks say which op they are in, what the pool is, and which communicators it has.
+    /// Exchanges the op, the phase of the pool, and its communicators.
     fn ask(&mut self) -> Result<Agreed, Stop> {
         let call = self.asked.map_or(WAKE, call_of);
         let (registrar, pool) = (self.registrar, self.pool);
@@ -254,13 +254,13 @@ impl<'a> Run<'a> {
             let is_broken = |name: &u64| known.get(name).is_none_or(|known| !known.is_ready());
             broken = self.members[1..].iter().map(|member| member.name).filter(is_broken).collect();
             let mut remembered = registrar.ended.lock().unwrap_or_else(PoisonError::into_inner);
-            // Nobody speaks of it again that all have let go of.
+            // No rank mentions a communicator again after all ranks have removed it.
             remembered.retain(|ended| known.get(&ended.communicator).is_none_or(|known| !known.is_over()));
         }
         Ok(Agreed { heads, broken, ended })
     }
 
-    /// Compares what must be equal on all ranks: the call and, where histories are compared, these.
+    /// Compares the properties that must be equal on all ranks: the call and, if configured, the histories.
     fn compare(&mut self, head: &Head) -> Result<Vec<Head>, Stop> {
         let (registrar, pool) = (self.registrar, self.pool);
         let core = registrar.allocator.core();
@@ -305,7 +305,7 @@ impl<'a> Run<'a> {
         attachment.windows_digest(state, &self.registrar.allocator, self.pool)
     }
 
-    /// The pool's other communicators, those that are over as well.
+    /// Returns the pool's other communicators, including ended ones.
     fn named(&self, ended: &[Ended]) -> Vec<Row> {
         let known = (1..self.members.len()).map(|at| {
             let (ranks, communicator) = (self.members[at].attachment.comm.ranks(), self.members[at].name);
@@ -322,14 +322,14 @@ impl<'a> Run<'a> {
         known.chain(over).map(|named| named.row()).collect()
     }
 
-    /// `Decide`: says whether this rank could, and hears which could not.
+    /// Executes `Decide`: sends this rank's verdict and returns the obstacles of all ranks.
     pub(super) fn decide(&mut self, obstacle: Option<Obstacle>) -> Result<Vec<RankObstacle>, SyncError> {
         let gathered = self.all_gather(&write_verdict(obstacle))?;
         let verdicts = gathered.iter().map(read_verdict).zip(0..);
         Ok(verdicts.filter_map(|(obstacle, rank)| Some(RankObstacle { rank, obstacle: obstacle? })).collect())
     }
 
-    /// Whether a communicator that NCCL is still inside of has something of the pool.
+    /// Returns `true` if NCCL is still inside a communicator that has registrations of the pool.
     pub(super) fn is_held(&self) -> bool {
         self.members.iter().any(|member| member.attachment.holds(&member.state, self.pool))
     }

@@ -1,8 +1,8 @@
-//! What a registrar did and has.
+//! Statistics of a registrar.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Counts of a [`Registrar`](crate::Registrar) over all of its communicators.
+/// Counters of a [`Registrar`](crate::Registrar) over all of its communicators.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RegistrarStats {
@@ -10,13 +10,13 @@ pub struct RegistrarStats {
     pub communicators: u64,
     /// Calls of `sync`.
     pub syncs: u64,
-    /// Those that found nothing to do and made no collective.
+    /// Syncs that found nothing to do and ran no collective.
     pub quiet_syncs: u64,
-    /// Collectives of syncs.
+    /// Collectives run by syncs.
     pub rounds: u64,
     /// Windows and buffers that were registered.
     pub registrations: u64,
-    /// Windows and buffers that were deregistered; those that went with their communicators do not count.
+    /// Windows and buffers that were deregistered, except those that ended with their communicators.
     pub deregistrations: u64,
     /// Syncs that ended a communicator.
     pub failures: u64,
@@ -26,12 +26,12 @@ pub struct RegistrarStats {
     pub window_bytes: u64,
     /// Live registrations of buffers.
     pub buffers: u64,
-    /// Bytes of dead segments that are not back on the device: some communicator has not deregistered them, or the driver did
-    /// not take them.
+    /// Bytes of dead segments that are not yet released to the device, because some communicator has not deregistered them or the driver
+    /// failed to release them.
     pub dead_bytes: u64,
 }
 
-/// What a registrar has on one communicator.
+/// Registrations on one communicator.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct CommunicatorStats {
@@ -41,7 +41,7 @@ pub struct CommunicatorStats {
     pub window_bytes: u64,
     /// Live registrations of buffers.
     pub buffers: u64,
-    /// Bytes of the symmetric address space that windows and NCCL itself have; 0 before the first window.
+    /// Bytes of the symmetric address space in use by windows and NCCL itself; 0 before the first window.
     pub space_used_bytes: u64,
     /// Bytes of the symmetric address space; 0 before the first window.
     pub space_budget_bytes: u64,
@@ -57,7 +57,7 @@ pub(crate) struct Counters {
     pub(crate) failures: AtomicCounter,
 }
 
-/// A number that threads add to.
+/// A counter that threads add to.
 #[derive(Debug, Default)]
 pub(crate) struct AtomicCounter(AtomicU64);
 

@@ -1,8 +1,8 @@
-//! The symmetric address space of a communicator, counted as NCCL counts it.
+//! A model of a communicator's symmetric address space that follows NCCL's own accounting.
 //!
-//! Every rank maps every window of all ranks of its NVLink domain, at the same offset in one large range per rank. The range is
-//! reserved once and never grows; when a window finds no place in it, NCCL fails with an internal error, perhaps half way
-//! through a registration. So this file keeps the same books and knows before.
+//! Every rank maps every window of all ranks of its NVLink domain, at the same offset in one large range per rank. The range is reserved
+//! once and never grows. If a window does not fit, NCCL fails with an internal error, possibly in the middle of a registration. This model
+//! detects the failure in advance.
 //!
 //! ```text
 //!  0                                                                 limit: the largest device of all ranks,
@@ -11,7 +11,7 @@
 //!  └──────────┴───────┴╌╌╌╌╌╌╌╌╌┴───────────────┴╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌┘  first fit from the start (`ncclSpaceAlloc`)
 //! ```
 //!
-//! Windows come and go in the same order on every rank, so the books are the same everywhere.
+//! All ranks register and deregister windows in the same order, so the model is the same on every rank.
 
 use crate::registrar::segment_key::Generation;
 use std::collections::BTreeMap;
@@ -19,8 +19,8 @@ use std::collections::BTreeMap;
 /// NCCL rounds the range up to a multiple of this (`ncclDevrInitOnce`).
 const LIMIT_STEP_BYTES: u64 = 4 << 30;
 
-/// What NCCL takes for itself with the first window: buffers for its low-latency kernels, 1 MiB per rank of the domain, and
-/// barriers (`ncclSymkInitOnce`). An upper bound.
+/// Returns an upper bound of the bytes that NCCL reserves for itself with the first window: buffers for its low-latency kernels, 1 MiB per
+/// rank of the domain, and barriers (`ncclSymkInitOnce`).
 const fn own_bytes(ranks: u32) -> u64 {
     (ranks as u64 + 8) << 20
 }
@@ -29,17 +29,16 @@ const fn own_bytes(ranks: u32) -> u64 {
 pub(crate) struct SymmetricSpace {
     limit_bytes: u64,
     granularity_bytes: u64,
-    /// What NCCL has at the start of the range.
+    /// Bytes that NCCL reserves at the start of the range.
     own_bytes: u64,
     /// Windows by offset, with their sizes; disjoint.
     taken: BTreeMap<u64, u64>,
-    /// Where the window of a segment lies.
+    /// Offset of each segment's window.
     places: BTreeMap<Generation, u64>,
 }
 
 impl SymmetricSpace {
-    /// The space of a communicator of so many ranks. `largest_device_bytes` is the most that any rank says, see
-    /// [`wanted_bytes`].
+    /// Creates the space of a communicator with `ranks` ranks. `largest_device_bytes` is the maximum of [`wanted_bytes`] over all ranks.
     pub(crate) fn new(largest_device_bytes: u64, granularity_bytes: u64, ranks: u32) -> Self {
         let granularity_bytes = granularity_bytes.max(1);
         SymmetricSpace {
@@ -51,7 +50,7 @@ impl SymmetricSpace {
         }
     }
 
-    /// Takes the place of a segment's window. Whether there is one; nothing is taken otherwise.
+    /// Reserves space for a segment's window. Returns `false`, without an effect, if the window does not fit.
     #[must_use]
     pub(crate) fn take(&mut self, segment: Generation, size_bytes: u64) -> bool {
         let Some(offset) = self.find(size_bytes) else { return false };
@@ -72,25 +71,25 @@ impl SymmetricSpace {
         (self.limit_bytes.checked_sub(offset)? >= size_bytes).then_some(offset)
     }
 
-    /// The window of a segment is gone.
+    /// Releases the space of a segment's window.
     pub(crate) fn give_back(&mut self, segment: Generation) {
         if let Some(offset) = self.places.remove(&segment) {
             self.taken.remove(&offset);
         }
     }
 
-    /// Bytes that windows and NCCL itself have.
+    /// Returns the bytes in use by windows and NCCL itself.
     pub(crate) fn used_bytes(&self) -> u64 {
         self.own_bytes + self.taken.values().sum::<u64>()
     }
 
-    /// Bytes that there are.
+    /// Returns the size of the space in bytes.
     pub(crate) fn limit_bytes(&self) -> u64 {
         self.limit_bytes
     }
 }
 
-/// What this rank says about the space: `NCCL_WIN_STRIDE` where it is set, else the device's memory. Ranks take the largest.
+/// Returns the size of the space that this rank requests: `NCCL_WIN_STRIDE` if set, otherwise the device's memory. Ranks use the largest.
 pub(crate) fn wanted_bytes(device_bytes: u64, win_stride: Option<&str>) -> u64 {
     let stride = win_stride.and_then(|text| text.trim().parse::<i64>().ok()).filter(|stride| *stride > 0);
     stride.map_or(device_bytes, i64::unsigned_abs)

@@ -1,16 +1,13 @@
-//! How long syncs take. Feature `metrics`.
+//! Duration of syncs, as a metric. Feature `metrics`.
 
 use metrics::Unit;
 use std::time::Instant;
 use symmalloc_cuda::metrics::{Metric, Publisher};
 
-const SYNC_SECONDS: Metric = Metric::histogram(
-    "symmalloc_sync_seconds",
-    Some(Unit::Seconds),
-    "how long a sync took that had something to ask or do",
-);
+const SYNC_SECONDS: Metric =
+    Metric::histogram("symmalloc_sync_seconds", Some(Unit::Seconds), "duration of syncs that were not quiet");
 
-/// A sync under way: tells how long it took when it is dropped.
+/// A sync in progress. Records its duration when dropped.
 pub(crate) struct TimedSync {
     ordinal: usize,
     begun: Instant,

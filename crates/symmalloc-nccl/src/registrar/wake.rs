@@ -1,10 +1,10 @@
-//! A pool that wakes on all ranks together: the protocol of `docs/sleep-protocol.md`, step by step and name by name.
+//! Collective wake of a pool on all ranks. Implements `docs/sleep-protocol.md` and uses its step names.
 //!
 //! ```text
 //!  Agree ─ Remap ─ Decide ─ Register ... ─ Check
 //! ```
-//! Before `Decide` is heard nothing was done that others see. After it the pool keeps its memory, with or without the others. A rank that
-//! leaves while others may go on ends the communicators on which they would miss it.
+//! Before `Decide` completes, nothing has changed that other ranks can observe. Afterwards the pool keeps its memory even if other ranks
+//! fail. A rank that leaves while others may continue ends the communicators on which they would wait for it.
 
 use crate::communicator::Communicator;
 use crate::registrar::Registrar;
@@ -25,17 +25,17 @@ use symmalloc_cuda::CudaBackend;
 type Remapped<'a> = symmalloc_core::Remapped<'a, CudaBackend, Shared>;
 
 impl Registrar {
-    /// Wakes a pool on all ranks: memory comes back at the old addresses, with what was kept, and windows are registered in the order
-    /// in which they were made. All or none. All ranks of `over` call it at the same point.
+    /// Wakes a pool on all ranks: maps memory at the old addresses, restores the saved contents, and registers the windows in their
+    /// original order. Either all ranks wake the pool or none does. All ranks of `over` must call it at the same point.
     ///
-    /// Segments that had no window when the pool fell asleep, and communicators that it was attached to since, get theirs at the
+    /// Segments that had no window when the pool fell asleep, and communicators that the pool was attached to since, are registered at the
     /// next [`sync`](Self::sync).
     ///
     /// # Determinism
-    /// An op, as [`sleep`](Self::sleep).
+    /// An op, like [`sleep`](Self::sleep).
     ///
     /// # Errors
-    /// See [`SleepError`], and `docs/sleep-protocol.md` for what becomes of the pool and of communicators.
+    /// See [`SleepError`]. `docs/sleep-protocol.md` describes the resulting state of the pool and the communicators.
     pub fn wake(&self, over: &Communicator, pool: PoolId) -> Result<Woken, SleepError> {
         let attachments = self.begin_together(over, pool, None)?;
         let outcome = Run::new(self, pool, None, &attachments).wake();
@@ -52,7 +52,7 @@ impl<'a> Run<'a> {
             self.note();
             return match Head::compare_phases(&agreed.heads) {
                 Some(difference) => Err(SleepError::Differ { communicator, difference: Box::new(difference) }),
-                // There is nothing to do.
+                // The pool is already awake everywhere.
                 None if agreed.all_are(Phase::Awake) => Ok(Woken::default()),
                 None => Err(SleepError::Refused { communicator, ranks: self.all_held() }),
             };
@@ -69,8 +69,10 @@ impl<'a> Run<'a> {
             }
             Ok(_) => {}
         }
-        let Ok(remapped) = remapped else { unreachable!("a rank that could not says so, and hears itself") };
-        // From here on the memory stays, whatever happens: another rank may be awake already.
+        let Ok(remapped) = remapped else {
+            unreachable!("a rank with an obstacle reports it, and receives its own report")
+        };
+        // From here on the memory stays mapped in any case: another rank may already be awake.
         let core::Woken { remapped_bytes, .. } = remapped.keep();
         let (registrations, findings) = self.register(&agreed.broken)?;
         self.registrar.counters.registrations.add(registrations);
@@ -83,12 +85,12 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Every rank's pool has failed: there is something that holds their memory.
+    /// Returns the obstacle of a pool that failed on every rank: a lost communicator holds their memory.
     fn all_held(&self) -> Vec<RankObstacle> {
         (0..self.over().ranks()).map(|rank| RankObstacle { rank, obstacle: Obstacle::Lost }).collect()
     }
 
-    /// `Remap`: gets memory, at the old addresses, and puts back what was kept. Windows find a place on paper first.
+    /// Executes `Remap`: maps memory at the old addresses and restores the saved contents. First checks that the windows fit.
     fn remap(&mut self, broken: &BTreeSet<u64>) -> Result<Remapped<'a>, Obstacle> {
         let (registrar, pool) = (self.registrar, self.pool);
         for member in self.members.iter().filter(|member| !broken.contains(&member.name)) {
@@ -108,8 +110,8 @@ impl<'a> Run<'a> {
         })
     }
 
-    /// `Register`: makes the windows again, on the first communicator, then on the others. One of these that fails is lost, and takes nothing
-    /// else along; the first one takes all along.
+    /// Executes `Register`: registers the windows again on the first communicator, then on the others. If the first one fails, all are
+    /// ended. If another one fails, only that one is lost.
     fn register(&mut self, broken: &BTreeSet<u64>) -> Result<(u64, Vec<Finding>), SleepError> {
         let (mut registrations, mut findings) = (0, Vec::new());
         for at in 0..self.members.len() {
@@ -137,7 +139,7 @@ impl<'a> Run<'a> {
         Ok((registrations, findings))
     }
 
-    /// `Check`, heard: what changed or was lost on one rank counts as changed or lost on all.
+    /// Applies the result of `Check`: a window or communicator that changed or was lost on one rank counts as changed or lost on all.
     fn woken(&mut self, told: &[Vec<Row>], ended: &[Ended], mut woken: Woken) -> Woken {
         let mut lost: BTreeSet<u64> = BTreeSet::new();
         let mut changed: BTreeMap<u64, BTreeSet<SegmentName>> = BTreeMap::new();

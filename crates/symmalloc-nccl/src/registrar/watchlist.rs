@@ -1,4 +1,4 @@
-//! The pools that are watched for one communicator: an observer each, and what their logs say since the last sync.
+//! The pools observed for one communicator, each with an observer and the log entries since the last sync.
 
 use crate::registrar::error::AttachError;
 use crate::registrar::plan::{fold, generation};
@@ -13,42 +13,42 @@ use symmalloc_cuda::CudaAllocator;
 
 #[derive(Default)]
 pub(super) struct Watchlist {
-    /// Ascending by pool.
+    /// In ascending order of pools.
     pools: Vec<WatchedPool>,
 }
 
-/// A pool that is watched for one communicator.
+/// A pool that is observed for one communicator.
 struct WatchedPool {
     pool: PoolId,
-    /// Among symmetric pools; 0 for a private one, which no other rank hears of.
+    /// Ordinal among symmetric pools; 0 for a private pool, which is never mentioned to other ranks.
     ordinal: u32,
     registration: Registration,
     observer: ObserverId,
-    /// The segments that lived when it was attached, until the first sync.
+    /// Segments that were live when the pool was attached. Empty after the first sync.
     births: Vec<SegmentEvent>,
-    /// Entries of the pool's log that syncs have dealt with.
+    /// Entries of the pool's log that syncs have processed.
     seen: u64,
-    /// It is to be let go of at the next sync.
+    /// Set if the next sync detaches the pool.
     is_leaving: bool,
 }
 
-/// A pool's log as a sync found it.
+/// A pool's log, as read by a sync.
 pub(super) struct Reading {
-    /// Entries of the log.
+    /// Number of entries in the log.
     entries: u64,
     unread: Unread,
-    /// The pool sleeps: nothing is registered until it wakes.
+    /// Set if the pool sleeps: nothing is registered until it wakes.
     is_asleep: bool,
 }
 
-/// What happened to the pools of one kind since the last sync.
+/// Changes since the last sync to the pools of one registration kind.
 pub(super) struct News {
     pub(super) events: Vec<SegmentEvent>,
     pub(super) leaving: Vec<PoolId>,
 }
 
 impl Watchlist {
-    /// Watches pools from now on; all of them or none.
+    /// Starts to observe these pools, all of them or none.
     pub(super) fn watch(
         &mut self,
         allocator: &CudaAllocator,
@@ -68,7 +68,7 @@ impl Watchlist {
                 Ok(watched) => added.push(watched),
                 Err(error) => {
                     for watched in added {
-                        // Nothing died since it began to watch, so there is nothing that could fail to go back.
+                        // No segment died since the pool was first observed, so the release cannot fail.
                         let _released = allocator.core().forget(watched.observer);
                     }
                     return Err(error);
@@ -80,28 +80,28 @@ impl Watchlist {
         Ok(())
     }
 
-    /// How a pool is watched, if it is.
+    /// Returns how a pool is observed, or `None`.
     pub(super) fn registration_of(&self, pool: PoolId) -> Option<Registration> {
         self.pools.iter().find(|watched| watched.pool == pool).map(|watched| watched.registration)
     }
 
-    /// The pools that are watched so.
+    /// Returns the pools that are observed for this kind of registration.
     pub(super) fn of(&self, registration: Registration) -> impl Iterator<Item = PoolId> {
         self.pools.iter().filter(move |watched| watched.registration == registration).map(|watched| watched.pool)
     }
 
-    /// All pools that are watched.
+    /// Returns all observed pools.
     pub(super) fn all(&self) -> impl Iterator<Item = PoolId> {
         self.pools.iter().map(|watched| watched.pool)
     }
 
-    /// Lets go of a pool at the next sync. Whether it was watched.
+    /// Marks a pool for detachment at the next sync. Returns `true` if it was observed.
     pub(super) fn leave(&mut self, pool: PoolId) -> bool {
         let found = self.pools.iter_mut().find(|watched| watched.pool == pool);
         found.map(|watched| watched.is_leaving = true).is_some()
     }
 
-    /// Whether there is certainly nothing to read: no log has grown, and no pool leaves.
+    /// Returns `true` if there is certainly nothing to read: no log has grown, and no pool leaves.
     #[inline]
     pub(super) fn is_read(&self, allocator: &CudaAllocator) -> bool {
         let is_read = |watched: &WatchedPool| {
@@ -111,17 +111,17 @@ impl Watchlist {
         self.pools.iter().all(is_read)
     }
 
-    /// What keeps dead memory from going back.
+    /// Returns the observers, which retain dead memory.
     pub(super) fn into_observers(self) -> Vec<ObserverId> {
         self.pools.into_iter().map(|watched| watched.observer).collect()
     }
 
-    /// Reads the logs of all pools, in order. They are new until they are [acknowledged](Self::acknowledge): a sync that fails
-    /// before has dealt with nothing.
+    /// Reads the logs of all pools, in order. The entries remain unread until they are [acknowledged](Self::acknowledge), so a sync that
+    /// fails before that has no effect on them.
     pub(super) fn read(&self, allocator: &CudaAllocator) -> Vec<Reading> {
         let core = allocator.core();
         let read = |watched: &WatchedPool| {
-            // Before the log is read: what comes later shows as new next time.
+            // Read before the log, so that later entries are detected by the next sync.
             let entries = core.segment_log_entries(watched.pool);
             let is_asleep = !watched.is_leaving && !is_awake(allocator, watched.pool);
             Reading { entries, unread: core.unread(watched.observer), is_asleep }
@@ -144,13 +144,13 @@ impl Watchlist {
         self.pools.iter().find(|watched| watched.pool == pool).map_or(0, |watched| watched.ordinal)
     }
 
-    /// Which symmetric pools are attached for windows, and which of them leave.
+    /// Returns a digest of the symmetric pools that are attached for windows, and of those that leave.
     pub(super) fn digest(&self) -> u64 {
         let pools = self.pools.iter().filter(|watched| watched.registration == Registration::Windows);
         pools.fold(0, |digest, watched| fold(digest, (u64::from(watched.ordinal) << 1) | u64::from(watched.is_leaving)))
     }
 
-    /// Everything that was read is dealt with: memory that no observer holds any more goes back.
+    /// Acknowledges all entries that were read. Memory without remaining observers is released.
     pub(super) fn acknowledge(&mut self, allocator: &CudaAllocator, readings: Vec<Reading>, synced: &mut Synced) {
         let core = allocator.core();
         for (watched, Reading { entries, unread, is_asleep }) in self.pools.iter_mut().zip(readings) {
@@ -190,7 +190,7 @@ impl WatchedPool {
             ordinal: core.symmetric_ordinal(pool).unwrap_or(0),
             registration,
             observer,
-            // With births to tell of, the first sync reads the log whatever it says.
+            // If there are births, forces the first sync to read the log.
             seen: if births.is_empty() { seen } else { u64::MAX },
             births,
             is_leaving: false,
@@ -203,7 +203,7 @@ impl News {
         self.events.is_empty() && self.leaving.is_empty()
     }
 
-    /// Whether something that work on the device may use is to be deregistered.
+    /// Returns `true` if the changes include a deregistration of memory that work on the device may use.
     pub(super) fn takes_away(&self) -> bool {
         !self.leaving.is_empty() || self.events.iter().any(|event| event.kind == SegmentEventKind::Death)
     }

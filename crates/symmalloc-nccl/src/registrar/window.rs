@@ -1,26 +1,26 @@
-//! Where a buffer lies in a window: what NCCL's device code and a peer's mapping are addressed by.
+//! Lookup of a buffer's position in a window, by which NCCL's device code and peer mappings address it.
 
 use crate::handles::WindowHandle;
 use crate::registrar::plan::SegmentName;
 use crate::registrar::segment_key::SegmentKey;
 
-/// A place in a window.
+/// A position in a window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub struct WindowSpan {
     /// The window.
     pub window: WindowHandle,
-    /// Bytes from the window's start; equal on all ranks.
+    /// Offset in bytes from the window's start; equal on all ranks.
     pub offset_bytes: u64,
-    /// The segment under the window: what belongs to the window is cached by this.
+    /// The segment of the window: the cache key for state that belongs to the window.
     pub segment: SegmentKey,
 }
 
-/// How a segment is registered on a communicator.
+/// The kind of a segment's registration on a communicator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum RegisteredAs {
     Window(WindowHandle),
-    /// For this rank alone.
+    /// Registered locally on this rank.
     Plain,
 }
 
@@ -28,21 +28,21 @@ pub(crate) enum RegisteredAs {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Entry {
     pub(crate) segment: SegmentKey,
-    /// As all ranks name it; `None` when it is of a private pool.
+    /// Name that all ranks share; `None` if it belongs to a private pool.
     pub(crate) name: Option<SegmentName>,
     pub(crate) kind: RegisteredAs,
 }
 
-/// The registered segments of one communicator, by address. They do not overlap: a dead segment keeps its addresses until
-/// its window is gone.
+/// The registered segments of one communicator, by address. They do not overlap, because a dead segment keeps its addresses until its
+/// window is deregistered.
 #[derive(Debug, Default)]
 pub(crate) struct WindowMap {
-    /// Ascending by base.
+    /// In ascending order of base addresses.
     entries: Vec<Entry>,
 }
 
 impl WindowMap {
-    /// Adds a segment, or replaces what was known of it.
+    /// Adds a segment, or replaces its entry.
     pub(crate) fn insert(&mut self, entry: Entry) {
         let at = self.entries.partition_point(|other| other.segment.base < entry.segment.base);
         match self.entries.get_mut(at) {
@@ -51,7 +51,7 @@ impl WindowMap {
         }
     }
 
-    /// Removes the segment that starts here.
+    /// Removes the segment that starts at `base`.
     pub(crate) fn remove(&mut self, base: u64) {
         self.entries.retain(|entry| entry.segment.base != base);
     }
@@ -60,7 +60,7 @@ impl WindowMap {
         self.entries.clear();
     }
 
-    /// The registered segment that all of `size_bytes` bytes from the address on lie in.
+    /// Returns the registered segment that contains all `size_bytes` bytes starting at the address.
     pub(crate) fn find(&self, address: u64, size_bytes: u64) -> Option<&Entry> {
         let at = self.entries.partition_point(|entry| entry.segment.base <= address);
         let entry = &self.entries[at.checked_sub(1)?];
@@ -90,7 +90,7 @@ mod tests {
         assert_eq!(found(0x1000, 0x1000), Some(0));
         assert_eq!(found(0x1fff, 1), Some(0));
         assert_eq!(found(0x1fff, 2), None, "beyond the end");
-        assert_eq!(found(0x2000, 0), None, "behind the end");
+        assert_eq!(found(0x2000, 0), None, "after the end");
         assert_eq!(found(0xfff, 1), None);
         assert_eq!(found(0x4800, 8), Some(1));
     }

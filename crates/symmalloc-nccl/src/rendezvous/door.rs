@@ -1,4 +1,4 @@
-//! The two ends of a connection before it is one: where rank 0 listens, and where others knock.
+//! The two ends of a connection under construction: rank 0 listens, and the others knock.
 
 use super::error::RendezvousError;
 use super::local::{self, LocalName};
@@ -8,21 +8,21 @@ use std::os::unix::net::UnixListener;
 use std::time::{Duration, Instant};
 use symmalloc_watchdog::Connection;
 
-/// A place at which rank 0 may be found.
+/// An address at which rank 0 may be found.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Door {
-    /// An address of a network.
+    /// A network address.
     Network(SocketAddr),
-    /// A socket of this machine.
+    /// A socket on this machine.
     Local(LocalName),
 }
 
-/// Reason why nobody was found behind a door.
+/// The reason why a door leads nowhere.
 #[derive(Debug)]
 pub(super) enum Closed {
-    /// Nobody listens, or the connection failed.
+    /// Nothing listens there, or the connection failed.
     Io,
-    /// The socket is another user's.
+    /// The socket belongs to another user.
     Foreign(u32),
 }
 
@@ -33,7 +33,7 @@ impl From<io::Error> for Closed {
 }
 
 impl Door {
-    /// Listens. Accepting does not wait.
+    /// Listens. Accepting does not block.
     pub(super) fn listen(&self) -> Result<Listener, RendezvousError> {
         match self {
             Door::Network(address) => {
@@ -47,7 +47,7 @@ impl Door {
         }
     }
 
-    /// Connects, to a process of this user if the door is one of this machine.
+    /// Connects, to a process of this user if the door is on this machine.
     pub(super) fn open(&self, limit: Duration) -> Result<Connection, Closed> {
         match self {
             Door::Network(address) => Ok(TcpStream::connect_timeout(address, limit)?.into()),
@@ -62,7 +62,7 @@ impl Door {
         }
     }
 
-    /// Number by which both sides know the door, though their addresses for it may differ.
+    /// Returns the number by which both sides identify the door, though their addresses for it may differ.
     pub(super) fn number(&self) -> u32 {
         match self {
             Door::Network(address) => address.port().into(),
@@ -81,14 +81,14 @@ pub(super) enum Listener {
 /// A process that knocked.
 #[derive(Debug)]
 pub(super) enum Guest {
-    /// One that may be a rank, with its address on a network.
+    /// A possible rank, with its network address.
     Stranger(Connection, Option<IpAddr>),
-    /// One of another user of this machine.
+    /// A process of another user of this machine.
     Foreign(u32),
 }
 
 impl Listener {
-    /// Accepts a connection if there is one. Never waits.
+    /// Accepts a connection if there is one. Never blocks.
     pub(super) fn accept(&self) -> io::Result<Guest> {
         let guest = match self {
             Listener::Network(listener) => {
@@ -108,7 +108,7 @@ impl Listener {
         Ok(guest)
     }
 
-    /// See [`Door::number`].
+    /// Returns the number of the door; see [`Door::number`].
     pub(super) fn number(&self) -> u32 {
         match self {
             Listener::Network(listener) => listener.local_addr().map_or(0, |address| address.port().into()),
@@ -117,7 +117,7 @@ impl Listener {
     }
 }
 
-/// Reads all of it, until a moment.
+/// Reads exactly `bytes.len()` bytes, until `end`.
 pub(super) fn read_until(connection: &mut Connection, bytes: &mut [u8], end: Instant) -> io::Result<()> {
     let mut at = 0;
     while at < bytes.len() {
@@ -132,7 +132,7 @@ pub(super) fn read_until(connection: &mut Connection, bytes: &mut [u8], end: Ins
     Ok(())
 }
 
-/// Writes all of it: little, into a buffer of the system's that is empty.
+/// Writes all bytes, until `end`. They are few, and the system's buffer is empty.
 pub(super) fn write_until(connection: &mut Connection, bytes: &[u8], end: Instant) -> io::Result<()> {
     set_timeouts(connection, end)?;
     connection.write_all(bytes)
@@ -156,7 +156,7 @@ fn set_timeouts(connection: &Connection, end: Instant) -> io::Result<()> {
 
 fn listen_at(address: SocketAddr) -> io::Result<TcpListener> {
     let listener = match TcpListener::bind(address) {
-        // An address by which others know this machine, and it does not.
+        // An address of this machine that only others know.
         Err(error) if error.kind() == io::ErrorKind::AddrNotAvailable => {
             let everywhere = match address {
                 SocketAddr::V4(_) => IpAddr::V4(Ipv4Addr::UNSPECIFIED),

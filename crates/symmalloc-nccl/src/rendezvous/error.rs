@@ -1,4 +1,4 @@
-//! Why the ranks did not find each other.
+//! Errors of the rendezvous.
 
 use std::io;
 use std::net::SocketAddr;
@@ -9,20 +9,18 @@ use thiserror::Error;
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum RendezvousError {
-    /// Nothing says where rank 0 is.
+    /// There is no address of rank 0.
     #[error(
-        "nothing says where rank 0 is: set SYMMALLOC_RENDEZVOUS=host:port (a free port on rank 0's machine) or \
+        "the address of rank 0 is unknown: set SYMMALLOC_RENDEZVOUS=host:port (a free port on rank 0's machine) or \
          NCCL_COMM_ID=host:port, the same on every rank"
     )]
     NoAddress,
     /// The address cannot be used.
-    #[error(
-        "{variable}=\"{value}\" is no address that can be found: write host:port, with a host that this machine knows"
-    )]
+    #[error("{variable}=\"{value}\" cannot be resolved: write host:port, with a host that this machine can resolve")]
     BadAddress {
-        /// Where it came from.
+        /// The source of the address.
         variable: &'static str,
-        /// What it says.
+        /// Its value.
         value: String,
     },
     /// Rank 0 cannot listen.
@@ -30,32 +28,32 @@ pub enum RendezvousError {
     Listen {
         /// The last address tried.
         address: SocketAddr,
-        /// The system's reason.
+        /// The system's error.
         kind: io::ErrorKind,
     },
     /// Rank 0 cannot listen on a socket of this machine.
     #[error(
         "rank 0 cannot listen on a socket of this machine ({kind}). If another user has taken all names, set SYMMALLOC_JOB_SECRET to \
-         the same random text on every rank: others cannot guess the names then"
+         the same random text on every rank: other users then cannot guess the names"
     )]
     ListenLocal {
-        /// The system's reason.
+        /// The system's error.
         kind: io::ErrorKind,
     },
-    /// Some ranks did not come in time; rank 0 says this.
-    #[error("ranks {missing:?} did not come within {waited:?}: look for their errors")]
+    /// Some ranks did not arrive in time. Rank 0 reports this.
+    #[error("ranks {missing:?} did not arrive within {waited:?}: look for their errors")]
     Missing {
         /// The ranks, ascending.
         missing: Vec<u32>,
-        /// How long rank 0 waited.
+        /// Time that rank 0 waited.
         waited: Duration,
     },
-    /// Rank 0 did not answer in time; the others say this.
+    /// Rank 0 did not answer in time. The others report this.
     #[error("rank 0 did not answer at {address} within {waited:?}: it died, is late, or its port cannot be reached")]
     NoAnswer {
-        /// Where; the first, if there were several.
+        /// The address; the first one if there were several.
         address: SocketAddr,
-        /// How long this rank waited.
+        /// Time that this rank waited.
         waited: Duration,
     },
     /// Rank 0 did not answer on a socket of this machine in time; the others report this.
@@ -63,10 +61,10 @@ pub enum RendezvousError {
         "rank 0 did not answer on this machine within {waited:?}: it died, is late, or runs as another user or in another \
          container{}. Run all ranks of a machine as one user; count each container as a machine in LOCAL_WORLD_SIZE, and set \
          SYMMALLOC_RENDEZVOUS=host:port",
-        .foreign_user.map_or(String::new(), |user| format!(" (user {user} has a socket by its name)"))
+        .foreign_user.map_or(String::new(), |user| format!(" (user {user} owns a socket with its name)"))
     )]
     NoLocalAnswer {
-        /// Another user that has a socket by the name of rank 0's, if there was one.
+        /// Another user with a socket of rank 0's name, if there was one.
         foreign_user: Option<u32>,
         /// Time that this rank waited.
         waited: Duration,
@@ -97,13 +95,13 @@ pub enum RendezvousError {
         bytes_min: usize,
     },
     /// The system gives no random numbers.
-    #[error("the system gives no random numbers ({kind}): allow the system call getrandom")]
+    #[error("the system provides no random numbers ({kind}): allow the system call getrandom")]
     Random {
-        /// The system's reason.
+        /// The system's error.
         kind: io::ErrorKind,
     },
-    /// Another process came with this rank before; the later one says this.
-    #[error("another process has come as rank {rank}: the launcher gave two processes the same rank")]
+    /// Another process has already joined with this rank. The later one reports this.
+    #[error("another process has already joined as rank {rank}: the launcher gave two processes the same rank")]
     RankTwice {
         /// The rank.
         rank: u32,

@@ -1,4 +1,4 @@
-//! The messages by which a rank and rank 0 learn that they belong together.
+//! The messages by which rank 0 and another rank identify each other.
 //!
 //! ```text
 //!  rank r                                                       rank 0
@@ -8,29 +8,30 @@
 //!    │ ◄── magic, verdict, id, proof of 0 ──────────────────────  │   the proof covers all before it
 //! ```
 //!
-//! Proofs are HMAC-SHA256 with the job secret. Each covers the nonces of both sides, so it holds for one connection, and begins with its
-//! direction, so that it cannot be sent back. It covers the number of the door as well: a process that takes a port of rank 0's and
-//! passes on what it hears is found out.
+//! Proofs are HMAC-SHA256 with the job secret. Each covers the nonces of both sides, so it is valid for one connection,
+//! and begins with its direction, so that it cannot be reflected. It also covers the number of the door, so a process
+//! that listens on another port of rank 0's host and relays messages is detected. A relay at another address with the
+//! same host and port is not.
 
 use super::secret::{NONCE_BYTES, PROOF_BYTES, Purpose, Secret};
 use crate::unique_id::UniqueId;
 
-/// First in every message.
+/// The first bytes of every message.
 pub(super) const MAGIC: [u8; 8] = *b"symmncc2";
-/// Magic, job, ranks, rank, visit, whether there is a secret, nonce.
+/// Magic, job, ranks, rank, visit, presence of a secret, nonce.
 pub(super) const HELLO_BYTES: usize = 8 + 8 + 4 + 4 + 8 + 1 + NONCE_BYTES;
 /// Magic, verdict.
 pub(super) const HEAD_BYTES: usize = 8 + 1;
 /// Id, proof.
 pub(super) const TAIL_BYTES: usize = UniqueId::BYTES + PROOF_BYTES;
 
-/// Answer of rank 0 to a visitor.
+/// Rank 0's answer to a visitor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Verdict {
     Welcome,
     OtherJob,
     RankTwice,
-    /// It must prove first that it knows the secret.
+    /// The visitor must first prove that it knows the secret.
     Challenge,
     /// Rank 0 has a secret, and the visitor has none.
     SecretNeeded,
@@ -51,7 +52,7 @@ impl Verdict {
         Verdict::WrongSecret,
     ];
 
-    /// Returns the beginning of an answer.
+    /// Returns the start of an answer.
     pub(super) fn head(self) -> [u8; HEAD_BYTES] {
         let mut head = [0; HEAD_BYTES];
         head[..8].copy_from_slice(&MAGIC);
@@ -65,13 +66,13 @@ impl Verdict {
     }
 }
 
-/// Introduction of a visitor.
+/// The introduction of a visitor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Hello {
     pub(super) job: u64,
     pub(super) ranks: u32,
     pub(super) rank: u32,
-    /// The same each time one process comes.
+    /// Equal for all visits of one process.
     pub(super) visit: u64,
     pub(super) has_secret: bool,
     pub(super) nonce: [u8; NONCE_BYTES],
@@ -105,7 +106,7 @@ impl Hello {
     }
 }
 
-/// One exchange, as both sides see it.
+/// One exchange, identical on both sides.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Exchange {
     pub(super) hello: Hello,
@@ -115,7 +116,7 @@ pub(super) struct Exchange {
 }
 
 impl Exchange {
-    /// The proof of the visitor.
+    /// Returns the proof of the visitor.
     pub(super) fn proof(&self, secret: &Secret) -> [u8; PROOF_BYTES] {
         secret.prove(Purpose::RankToRank0, &[&self.hello.bytes(), &self.nonce, &self.door.to_le_bytes()])
     }
@@ -125,7 +126,7 @@ impl Exchange {
         secret.is_proof(proof, Purpose::RankToRank0, &[&self.hello.bytes(), &self.nonce, &self.door.to_le_bytes()])
     }
 
-    /// The proof of rank 0 for its answer.
+    /// Returns the proof of rank 0 for its answer.
     pub(super) fn answer_proof(&self, secret: &Secret, verdict: Verdict, id: &UniqueId) -> [u8; PROOF_BYTES] {
         let (hello, door) = (self.hello.bytes(), self.door.to_le_bytes());
         secret.prove(Purpose::Rank0ToRank, &[&hello, &self.nonce, &door, &verdict.head(), id.as_bytes()])

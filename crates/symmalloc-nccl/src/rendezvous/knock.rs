@@ -1,4 +1,4 @@
-//! The side of the other ranks: they knock until rank 0 answers.
+//! The other ranks' side of the rendezvous: they knock until rank 0 answers.
 
 use super::door::{Closed, Door, read_until, write_until};
 use super::error::RendezvousError;
@@ -11,7 +11,8 @@ use std::io;
 use std::time::{Duration, Instant};
 use symmalloc_watchdog::Connection;
 
-/// Time for which a rank that was refused on a network looks for another rank 0: it may have been refused by a stranger.
+/// Time for which a rank that was refused on a network looks for another rank 0, because the refusal may
+/// come from a stranger.
 const REFUSED_LIMIT: Duration = Duration::from_secs(5);
 
 impl Meeting {
@@ -35,7 +36,7 @@ impl Meeting {
                 match self.knock(door, hello, limit) {
                     Ok(found) => return Ok(found),
                     Err(Unmet::Refused(error)) => {
-                        // The system vouches for the user of a socket on this machine.
+                        // The system guarantees the user of a socket on this machine.
                         if matches!(door, Door::Local(_)) || error == (RendezvousError::RankTwice { rank }) {
                             return Err(error);
                         }
@@ -46,11 +47,11 @@ impl Meeting {
                             tracing::warn!(name: "rendezvous.foreign_socket", target: "symmalloc", user);
                         }
                     }
-                    // Not there yet, another program's port, or another job's rank 0.
+                    // Rank 0 is not there yet, or this is another program's port or another job's rank 0.
                     Err(Unmet::Closed(Closed::Io)) => {}
                 }
             }
-            // Not more often than a hundred times a second, whatever the backoff: a knock is a packet.
+            // At most a hundred times a second, whatever the backoff: each knock is a packet.
             std::thread::sleep(backoff.left().min(Duration::from_millis(10)));
             let is_over = !backoff.pause();
             if let Some((error, _)) = refused.take_if(|(_, since)| is_over || since.elapsed() > REFUSED_LIMIT) {
@@ -100,7 +101,7 @@ impl Meeting {
     }
 }
 
-/// Reason why a door did not lead to rank 0.
+/// The reason why a door did not lead to rank 0.
 enum Unmet {
     Closed(Closed),
     Refused(RendezvousError),

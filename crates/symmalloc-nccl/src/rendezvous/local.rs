@@ -1,9 +1,9 @@
-//! Sockets by which processes of one user meet on one machine.
+//! Sockets by which the processes of one user meet on one machine.
 //!
-//! They have names in Linux's abstract namespace, which need no folder and vanish with their process. Any user can take such a name
-//! first. That exposes nothing: both sides ask the system for the user of the other end, and a rank that finds another user's socket
-//! tries the next name. It can hold a meeting up only by taking all names; ranks with a job secret have some that others cannot
-//! guess.
+//! Their names are in Linux's abstract namespace, so they need no folder and vanish with their process. Any user can
+//! take such a name first. That exposes nothing: both sides ask the system for the user of the other end, and a rank
+//! that finds another user's socket tries the next name. Another user can delay a meeting only by taking all names, and
+//! with a job secret some names cannot be guessed.
 
 use super::meeting::hash;
 use super::secret::{Purpose, Secret};
@@ -13,23 +13,25 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 
-/// Names of a meeting. More than one, in case that another user has taken the first.
+/// Number of names of a meeting: more than one, in case another user has taken the first.
 const NAMES: u32 = 32;
 
-/// Ranks that may wait to be accepted; the system may allow fewer.
+/// Maximum number of ranks that wait to be accepted; the system may allow fewer.
 const BACKLOG: i32 = 4096;
 
-/// A name of a meeting's socket.
+/// The name of a meeting's socket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct LocalName {
     name: String,
-    /// Position among the names of the meeting.
+    /// Index among the names of the meeting.
     pub(super) index: u32,
 }
 
-/// Returns the names of a meeting, alike on all ranks of one user. With a secret there are more, which others cannot guess.
+/// Returns the names of a meeting, equal on all ranks of one user. With a secret there are additional names that others
+/// cannot guess.
 ///
-/// The first ones are the same with and without a secret: so a rank that lacks it finds rank 0 and learns why it is refused.
+/// The first names are the same with and without a secret, so that a rank without it finds rank 0 and learns why it is
+/// refused.
 pub(super) fn names(meeting: u64, port: u16, secret: Option<&Secret>) -> Vec<LocalName> {
     let user = own_user();
     let place = format!("{meeting:016x} {port}");
@@ -48,7 +50,7 @@ impl LocalName {
         Ok(SocketAddrUnix::new_abstract_name(self.name.as_bytes())?)
     }
 
-    /// Listens. Accepting does not wait.
+    /// Listens. Accepting does not block.
     pub(super) fn listen(&self) -> io::Result<UnixListener> {
         let socket = new_socket()?;
         bind(&socket, &self.address()?)?;
@@ -56,7 +58,7 @@ impl LocalName {
         Ok(UnixListener::from(socket))
     }
 
-    /// Connects, without waiting.
+    /// Connects without blocking.
     pub(super) fn connect(&self) -> io::Result<UnixStream> {
         let socket = new_socket()?;
         connect(&socket, &self.address()?)?;
@@ -69,7 +71,7 @@ fn new_socket() -> io::Result<OwnedFd> {
     Ok(socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?)
 }
 
-/// Returns the user of the process at the other end, if it is another one than this process's.
+/// Returns the user of the process at the other end if it differs from this process's.
 pub(super) fn foreign_user(connection: impl AsFd) -> io::Result<Option<u32>> {
     let user = socket_peercred(connection)?.uid.as_raw();
     Ok((user != own_user()).then_some(user))

@@ -1,14 +1,14 @@
-//! One exchange of one job, by which its ranks meet.
+//! One meeting of one job's ranks.
 
 use super::handshake::Hello;
 use super::secret::Secret;
 use crate::launch::Launch;
 use std::time::Duration;
 
-/// Time for a visitor to show who it is, and for rank 0 to answer.
+/// Time limit for a visitor to identify itself, and for rank 0 to answer.
 pub(super) const VISITOR_LIMIT: Duration = Duration::from_secs(5);
 
-/// One exchange of one job.
+/// One meeting of one job.
 #[derive(Clone, Debug)]
 pub(super) struct Meeting {
     pub(super) job: u64,
@@ -21,21 +21,21 @@ impl Meeting {
         Meeting { job: hash(format!("{}.{turn}", job_of(launch)).as_bytes()), ranks: launch.ranks, secret }
     }
 
-    /// Returns `true` if it is a rank of this job that rank 0 waits for.
+    /// Returns `true` if the visitor is a rank of this job that rank 0 waits for.
     pub(super) fn is_of(&self, hello: &Hello) -> bool {
         (hello.job, hello.ranks) == (self.job, self.ranks) && (1..self.ranks).contains(&hello.rank)
     }
 }
 
-/// FNV-1a: the same on every machine.
+/// Returns the FNV-1a hash, which is the same on every machine.
 pub(super) fn hash(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
-/// Returns the name of this job among those of the same machine.
+/// Returns a name that distinguishes this job from others on the machine.
 pub(super) fn job_of(launch: &Launch) -> String {
     if launch.job.is_empty() && launch.ranks == launch.local_ranks {
-        // mpiexec and its like: the ranks of one machine are children of one process.
+        // mpiexec and similar launchers: the ranks of one machine are children of one process.
         return format!("{}.{}", launch.launcher, std::os::unix::process::parent_id());
     }
     format!("{}.{}", launch.launcher, launch.job)

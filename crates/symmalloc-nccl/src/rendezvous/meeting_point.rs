@@ -1,4 +1,4 @@
-//! The places where rank 0 waits for the others.
+//! The addresses at which rank 0 waits for the others.
 
 use super::door::{Door, Listener};
 use super::error::RendezvousError;
@@ -7,16 +7,16 @@ use super::meeting::Meeting;
 use crate::launch::Launch;
 use std::net::{SocketAddr, ToSocketAddrs, UdpSocket};
 
-/// Names the place of the rendezvous.
+/// Names the address of the rendezvous.
 const ADDRESS_VARIABLE: &str = "SYMMALLOC_RENDEZVOUS";
-/// torchrun's names for the same.
+/// torchrun's names of the address.
 const MASTER_ADDRESS_VARIABLE: &str = "MASTER_ADDR";
 const MASTER_PORT_VARIABLE: &str = "MASTER_PORT";
 
-/// Ports tried where the program did not name one.
+/// Number of ports to try if the program did not name one.
 const PORTS: u16 = 8;
 
-/// Doors behind which rank 0 may be: it listens at the first of these that is free.
+/// The doors behind which rank 0 may be. It listens at the first one that is free.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct MeetingPoint {
     pub(super) doors: Vec<Door>,
@@ -51,7 +51,7 @@ impl MeetingPoint {
         if is_one_machine { Ok(Self::on_this_machine(0, meeting)) } else { Err(RendezvousError::NoAddress) }
     }
 
-    /// At one address, which the program names.
+    /// Returns the one address that the program names.
     pub(super) fn at(address: &str, meeting: &Meeting) -> Result<Self, RendezvousError> {
         // The ranks may be on several machines, but a loopback address leads to no other one.
         Ok(Self::named(resolve(address, "rendezvous", address)?, false, meeting))
@@ -64,7 +64,7 @@ impl MeetingPoint {
         MeetingPoint { doors: addresses.into_iter().map(Door::Network).collect() }
     }
 
-    /// Returns sockets of this machine. Jobs of one name differ by the port.
+    /// Returns sockets on this machine. The port distinguishes jobs of one name.
     fn on_this_machine(port: u16, meeting: &Meeting) -> Self {
         let names = local::names(meeting.job, port, meeting.secret.as_ref());
         MeetingPoint { doors: names.into_iter().map(Door::Local).collect() }
@@ -82,7 +82,7 @@ impl MeetingPoint {
     }
 }
 
-/// Returns `true` if addresses lead to this machine: loopback ones do, and where all ranks are on one machine, its own.
+/// Returns `true` if the addresses lead to this machine: loopback ones do, and its own if all ranks are on one machine.
 fn is_of_this_machine(addresses: &[SocketAddr], is_one_machine: bool) -> bool {
     let is_own = |address: &SocketAddr| UdpSocket::bind(SocketAddr::new(address.ip(), 0)).is_ok();
     addresses.iter().all(|address| address.ip().is_loopback()) || is_one_machine && addresses.iter().any(is_own)
@@ -159,7 +159,7 @@ mod tests {
         assert_ne!(place(&job, &master), place(&job, &next), "two jobs with one name");
         let by_name = [("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")];
         assert_eq!(place(&job, &master), place(&job, &by_name), "two names of one machine");
-        // Ranks without the secret find those that have it, and are refused; there are more names that they cannot guess.
+        // Ranks without the secret find those that have it and are refused. The other names cannot be guessed.
         let (plain, secret) =
             (place(&job, &master).expect("local"), place_with(Some(SECRET), &job, &master).expect("local"));
         assert!(is_local(&secret) && secret.doors.starts_with(&plain.doors) && secret.doors.len() > plain.doors.len());
@@ -168,7 +168,7 @@ mod tests {
     #[test]
     fn an_address_elsewhere_is_of_a_network() {
         let (one_machine, two_machines) = (launch(4, 4, "job"), launch(4, 2, "job"));
-        // An address for documentation, which no machine has.
+        // An address reserved for documentation, which no machine has.
         let elsewhere = [("MASTER_ADDR", "192.0.2.1"), ("MASTER_PORT", "29500")];
         for job in [&one_machine, &two_machines] {
             let master = place(job, &elsewhere).expect("addresses");

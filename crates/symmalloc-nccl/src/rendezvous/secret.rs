@@ -1,4 +1,4 @@
-//! The secret of a job, which its ranks prove to each other that they know.
+//! The secret of a job. Its ranks prove to each other that they know it.
 
 use super::error::RendezvousError;
 use hmac::{Hmac, Mac};
@@ -12,13 +12,13 @@ use std::os::unix::ffi::OsStringExt;
 /// Holds the secret, the same on every rank.
 pub(super) const SECRET_VARIABLE: &str = "SYMMALLOC_JOB_SECRET";
 
-/// Shorter secrets are refused: a process that poses as rank 0 sees a proof, and can try secrets on it at home.
+/// Minimum length. A process that poses as rank 0 sees a proof and can test guesses against it offline.
 const SECRET_BYTES_MIN: usize = 16;
 
 /// Length of a proof.
 pub(super) const PROOF_BYTES: usize = 32;
 
-/// Length of the numbers that make a proof good for one exchange only.
+/// Length of the random numbers that make a proof valid for one exchange only.
 pub(super) const NONCE_BYTES: usize = 32;
 
 /// The secret of a job. Neither its `Debug` output nor any error or event contains it.
@@ -31,14 +31,14 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// The use of a proof. A proof for one use is none for another.
+/// The purpose of a proof. A proof for one purpose is invalid for another.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Purpose {
     /// A rank proves that it knows the secret.
     RankToRank0,
-    /// Rank 0 proves it, and that the answer is its own.
+    /// Rank 0 proves that it knows the secret and that the answer is its own.
     Rank0ToRank,
-    /// A name of a socket that others cannot guess.
+    /// The name of a socket that others cannot guess.
     SocketName,
 }
 
@@ -87,12 +87,12 @@ impl Secret {
     }
 }
 
-/// Returns bytes that nobody can guess.
+/// Returns unpredictable bytes.
 pub(super) fn random<const BYTES: usize>() -> Result<[u8; BYTES], RendezvousError> {
     let mut bytes = [0; BYTES];
     loop {
         match getrandom(&mut bytes, GetRandomFlags::empty()) {
-            // The system gives up to 256 bytes at once.
+            // The system returns up to 256 bytes at once.
             Ok(count) if count == BYTES => return Ok(bytes),
             Ok(_) | Err(rustix::io::Errno::INTR) => {}
             Err(error) => return Err(RendezvousError::Random { kind: io::Error::from(error).kind() }),

@@ -1,4 +1,4 @@
-//! Ranks that meet, on a network and on one machine, and those that are turned away.
+//! Tests of meetings on a network and on one machine, and of rejected visitors.
 
 use super::door::{Door, Listener, read_until};
 use super::error::RendezvousError;
@@ -17,9 +17,9 @@ use std::time::{Duration, Instant};
 use symmalloc_watchdog::Connection;
 
 const ID: [u8; UniqueId::BYTES] = [7; UniqueId::BYTES];
-/// Long enough for everything that is to come.
+/// Long enough for all expected visitors.
 const PATIENT: u64 = 30_000;
-/// Long enough to be refused on a busy machine.
+/// Long enough for a refusal on a busy machine.
 const BRIEF: u64 = 1000;
 
 fn id() -> UniqueId {
@@ -48,14 +48,14 @@ fn address(door: &Door) -> SocketAddr {
     *address
 }
 
-/// A place on the network that nobody else has.
+/// Returns a listener at an unused network address, and its door.
 fn anywhere() -> (Listener, [Door; 1]) {
     let listener = Door::Network("127.0.0.1:0".parse().expect("an address")).listen().expect("a free port");
     let door = door(&listener);
     (listener, [door])
 }
 
-/// A place on this machine that nobody else has.
+/// Returns an unused meeting point on this machine.
 fn local_place(name: &str) -> MeetingPoint {
     let job = format!("{name}-{}", std::process::id());
     let launch = launch(2, 2, &job);
@@ -82,7 +82,7 @@ fn hello(rank: u32, visit: u64, has_secret: bool) -> Hello {
     Hello { job: 0xABCD, ranks: 2, rank, visit, has_secret, nonce: [9; 32] }
 }
 
-/// Asks as a rank would. Returns the id.
+/// Asks for the id as a rank. Returns it.
 fn ask(meeting: &Meeting, doors: &[Door], rank: u32, millis: u64) -> Result<UniqueId, RendezvousError> {
     meeting.ask(doors, rank, &backoff(millis)).map(|(id, _)| id)
 }
@@ -140,12 +140,12 @@ fn strangers_and_other_jobs_neither_get_the_id_nor_hold_it_up() {
         });
         let since = Instant::now();
         meeting(2).give(&listener, &id(), &backoff(PATIENT)).expect("it comes");
-        assert!(since.elapsed() < VISITOR_LIMIT, "the silent one held it up");
+        assert!(since.elapsed() < VISITOR_LIMIT, "the silent visitor delayed the meeting");
         assert!(matches!(other_job.join().expect("no panic"), Err(RendezvousError::NoAnswer { .. })));
         assert!(matches!(other_size.join().expect("no panic"), Err(RendezvousError::NoAnswer { .. })));
         assert_eq!(late.join().expect("no panic"), Ok(id()));
         let mut answer = vec![];
-        // Reset or closed, but not answered.
+        // The connection is reset or closed without an answer.
         let _closed = babbling.read_to_end(&mut answer);
         assert_eq!(answer, [0_u8; 0]);
         drop(silent);
@@ -249,7 +249,7 @@ fn a_port_that_is_taken_is_passed_over_and_still_found() {
     assert_eq!(door(&listener), second[0]);
     thread::scope(|scope| {
         let other = scope.spawn(|| ask(&meeting(2), &point.doors, 1, PATIENT));
-        // The stranger on the first port hangs up on every visitor.
+        // The stranger on the first port closes every connection.
         scope.spawn(move || {
             let until = Instant::now() + Duration::from_millis(200);
             while Instant::now() < until {
@@ -270,7 +270,7 @@ fn meetings_differ_by_job_restart_and_turn() {
     assert_ne!(job("a.0", 0), job("a.0", 1));
 }
 
-/// A rank asks with the secret of `theirs`, and then the job meets. Returns the error of the former.
+/// Lets a rank ask with the secret of `theirs`, and then the job meet. Returns the error of that rank.
 fn asked_by(ours: &Meeting, theirs: &Meeting, listener: &Listener, doors: &[Door]) -> RendezvousError {
     thread::scope(|scope| {
         let since = Instant::now();
@@ -296,7 +296,7 @@ fn secrets_that_differ_are_reported_to_the_rank_and_do_not_hold_the_meeting_up()
     }
 }
 
-/// A process that gives this answer to everybody, until the test ends.
+/// Runs a process that sends this answer to every visitor until the test ends.
 fn stranger(answer: Verdict) -> [Door; 1] {
     let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
     let address = listener.local_addr().expect("bound");
@@ -330,7 +330,7 @@ fn a_stranger_that_answers_without_the_secret_is_no_rank_0() {
     }
 }
 
-/// Takes part as rank 1 with the secret, or repeats an earlier proof. Returns the answer and the proof.
+/// Takes part as rank 1 with the secret, or replays an earlier proof. Returns the answer and the proof.
 fn speak(to: SocketAddr, earlier: Option<[u8; PROOF_BYTES]>) -> (Option<Verdict>, [u8; PROOF_BYTES]) {
     let hello = hello(1, 3, true);
     let mut connection = Connection::from(TcpStream::connect(to).expect("listening"));
@@ -353,7 +353,7 @@ fn a_proof_holds_once() {
         let (answer, proof) = speak(address(&doors[0]), None);
         assert_eq!(answer, Some(Verdict::Welcome));
         assert_eq!(first.join().expect("no panic"), Ok(()));
-        // The next meeting has the same name, as that of a job that is started again.
+        // The next meeting has the same name, as after a restart of the job.
         let second = scope.spawn(|| meeting.give(&listener, &id(), &backoff(PATIENT)).map(|_| ()));
         assert_eq!(speak(address(&doors[0]), Some(proof)).0, Some(Verdict::WrongSecret));
         assert_eq!(ask(&meeting, &doors, 1, PATIENT), Ok(id()));
@@ -361,7 +361,7 @@ fn a_proof_holds_once() {
     });
 }
 
-/// Passes on what comes, both ways, until one side hangs up.
+/// Relays data in both directions until one side closes the connection.
 fn relay(from: TcpStream, to: SocketAddr) {
     let Ok(to) = TcpStream::connect(to) else { return };
     let copy = |mut from: TcpStream, mut to: TcpStream| {
@@ -411,12 +411,12 @@ fn a_socket_name_that_is_taken_is_passed_over_and_still_found() {
     });
 }
 
-/// Runs `body` on a thread that is another user's. `None` where that needs more rights than this process has.
+/// Runs `body` on a thread with another user's id. Returns `None` if this process lacks the privileges.
 fn as_another_user<R: Send>(body: impl FnOnce() -> R + Send) -> Option<R> {
     const NOBODY: libc::c_long = 65534;
     thread::scope(|scope| {
         let thread = scope.spawn(|| {
-            // SAFETY: the system call itself, not the C library's function, changes the calling thread alone, which ends soon.
+            // SAFETY: the system call, unlike the C library's function, changes only the calling thread, which ends soon.
             let code = unsafe { libc::syscall(libc::SYS_setresuid, NOBODY, NOBODY, NOBODY) };
             (code == 0).then(body)
         });
@@ -434,7 +434,7 @@ fn another_user_is_turned_away_and_the_job_meets() {
     let listener = point.listen().expect("free");
     thread::scope(|scope| {
         let given = scope.spawn(|| meeting(2).give(&listener, &id(), &backoff(PATIENT)).map(|_| ()));
-        // It knows the names, as it can guess them.
+        // The names are known to it because they can be guessed.
         let intruded = as_another_user(|| {
             let Door::Local(name) = &point.doors[0] else { panic!("a socket") };
             let mut connection = Connection::from(name.connect().expect("anybody may connect"));

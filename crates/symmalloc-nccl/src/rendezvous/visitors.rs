@@ -1,4 +1,5 @@
-//! Rank 0's side: its visitors, which have not shown yet that they belong to the job. None of them is waited for.
+//! Rank 0's side of the rendezvous: the visitors that have not yet proven that they belong to the job. Rank 0 waits for
+//! none of them.
 
 use super::door::{Guest, Listener};
 use super::error::RendezvousError;
@@ -13,44 +14,45 @@ use std::net::IpAddr;
 use std::time::Instant;
 use symmalloc_watchdog::Connection;
 
-/// Visitors at a time. One more makes the oldest leave: a rank introduces itself at once, so the oldest is none.
+/// Maximum number of visitors at a time. One more evicts the oldest: a rank introduces itself immediately, so the oldest visitor is not a
+/// rank.
 const VISITORS_MAX: usize = 1024;
-/// Visitors at a time from one address of a network, which may be that of a machine with many ranks.
+/// Maximum number of visitors at a time from one network address, which may be that of a machine with many ranks.
 const VISITORS_PER_ADDRESS_MAX: usize = 256;
-/// Connections that are accepted between two looks at the visitors.
+/// Maximum number of connections that are accepted between two checks of the visitors.
 const ACCEPTS_MAX: usize = 64;
-/// Refusals that are logged: any process that can connect could fill the log.
+/// Maximum number of refusals that are logged. Any process that can connect could fill the log.
 const LOGGED_MAX: u32 = 32;
 
-/// A connection that has not shown where it belongs.
+/// A connection whose origin is not known yet.
 struct Visitor {
     connection: Connection,
     from: Option<IpAddr>,
     since: Instant,
     heard: Vec<u8>,
-    /// The exchange, once it has introduced itself and must prove that it knows the secret.
+    /// The exchange, after it has introduced itself and must prove that it knows the secret.
     challenged: Option<Exchange>,
 }
 
-/// See the file's comment.
+/// The visitors; see the [module documentation](self).
 struct Visitors<'a> {
     meeting: &'a Meeting,
     id: &'a UniqueId,
     door: u32,
-    /// In the order in which they came.
+    /// In the order of their arrival.
     visitors: Vec<Visitor>,
     logged: u32,
 }
 
 impl Meeting {
-    /// Gives the id to every other rank, once each. Returns the connections to them.
+    /// Sends the id to every other rank once. Returns the connections to them.
     pub(super) fn give(
         &self,
         listener: &Listener,
         id: &UniqueId,
         backoff: &Backoff,
     ) -> Result<Vec<(u32, Connection)>, RendezvousError> {
-        // By rank: the visit that it came with.
+        // The visit of each rank that has arrived, by rank.
         let mut came: Vec<Option<u64>> = vec![None; self.ranks as usize];
         let mut connections: BTreeMap<u32, Connection> = BTreeMap::new();
         let mut visitors = Visitors::new(self, id, listener.number());
@@ -68,11 +70,11 @@ impl Meeting {
 
 /// State of a visit.
 enum Visit {
-    /// More is to come.
+    /// More bytes must arrive.
     Open,
-    /// This rank is welcome.
+    /// A rank that may join.
     Rank(Hello),
-    /// Turned away.
+    /// Rejected.
     Over,
 }
 
@@ -81,7 +83,7 @@ impl<'a> Visitors<'a> {
         Visitors { meeting, id, door, visitors: Vec::new(), logged: 0 }
     }
 
-    /// Lets in those who knock.
+    /// Accepts connections.
     fn accept(&mut self, listener: &Listener) {
         for _ in 0..ACCEPTS_MAX {
             match listener.accept() {
@@ -105,8 +107,8 @@ impl<'a> Visitors<'a> {
         }
     }
 
-    /// Listens to all. Ranks that are welcome leave with the visit that each came with and its connection. `came` has the visits of
-    /// earlier ones, by rank.
+    /// Reads from all visitors. Returns the ranks that may join, each with its visit and its connection. `came` has the
+    /// visits of earlier ones, by rank.
     fn listen(&mut self, came: &mut [Option<u64>]) -> Vec<(u32, Connection)> {
         let mut welcome = Vec::new();
         for mut visitor in std::mem::take(&mut self.visitors) {
@@ -122,7 +124,7 @@ impl<'a> Visitors<'a> {
         welcome
     }
 
-    /// Hears one visitor, and answers.
+    /// Reads from one visitor and answers it.
     fn hear(&mut self, visitor: &mut Visitor, came: &[Option<u64>]) -> io::Result<Visit> {
         if let Some(exchange) = visitor.challenged {
             let Some(proof) = visitor.read(PROOF_BYTES)? else { return Ok(Visit::Open) };
@@ -135,7 +137,7 @@ impl<'a> Visitors<'a> {
         }
         let Some(bytes) = visitor.read(HELLO_BYTES)? else { return Ok(Visit::Open) };
         let hello = <&[u8; HELLO_BYTES]>::try_from(bytes.as_slice()).ok().and_then(Hello::from_bytes);
-        // A stranger: it gets nothing.
+        // A stranger gets no answer.
         let Some(hello) = hello else { return Ok(Visit::Over) };
         if !self.meeting.is_of(&hello) {
             return visitor.refuse(Verdict::OtherJob);
@@ -163,14 +165,14 @@ impl<'a> Visitors<'a> {
     fn answer(&self, visitor: &mut Visitor, exchange: &Exchange, came: &[Option<u64>]) -> io::Result<Visit> {
         let hello = exchange.hello;
         let verdict = match came[hello.rank as usize] {
-            // Again the same process: the answer did not reach it.
+            // The same process again: the answer did not reach it.
             Some(visit) if visit != hello.visit => Verdict::RankTwice,
             _ => Verdict::Welcome,
         };
         let id = if verdict == Verdict::Welcome { *self.id } else { UniqueId::from_bytes([0; UniqueId::BYTES]) };
         let proof = self.meeting.secret.as_ref().map(|secret| exchange.answer_proof(secret, verdict, &id));
         let answer = [&verdict.head()[..], id.as_bytes(), &proof.unwrap_or_default()].concat();
-        // It fits into the socket's buffer, which is empty.
+        // The answer fits into the socket's buffer, which is empty.
         visitor.connection.write_all(&answer)?;
         Ok(if verdict == Verdict::Welcome { Visit::Rank(hello) } else { Visit::Over })
     }
@@ -184,7 +186,7 @@ impl<'a> Visitors<'a> {
 }
 
 impl Visitor {
-    /// Returns so many bytes when they have come, and an error when it is not to be heard any longer.
+    /// Returns `count` bytes once they have arrived, and an error if the connection must be closed.
     fn read(&mut self, count: usize) -> io::Result<Option<Vec<u8>>> {
         let mut rest = [0; HELLO_BYTES];
         let missing = count - self.heard.len();

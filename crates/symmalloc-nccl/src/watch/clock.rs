@@ -1,33 +1,33 @@
-//! The time as the watchdog counts it: cheap to read, and as exact as a deadline of seconds needs.
+//! The watchdog's clock: cheap to read, and precise enough for deadlines of seconds.
 //!
-//! While the process is stopped, no time passes here: when a whole job is stopped and goes on later, no rank has waited too long for
-//! another one.
+//! The clock stops while the process is stopped. If a whole job is stopped and resumed later, no rank has waited too
+//! long for another one.
 
 use std::sync::Mutex;
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Between two looks of the watchdog and of the marker.
+/// Interval between two checks of the watchdog and of the marker.
 pub(super) const LOOK: Duration = Duration::from_millis(100);
 
-/// What one tick adds at most.
+/// Maximum time that one tick adds.
 const STEP_MAX: Duration = Duration::from_secs(1);
 
-/// Time since the process began to watch, as of the watchdog's last tick.
+/// Time since the process started to watch, as of the watchdog's last tick.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Tick(u64);
 
 static NOW: AtomicU64 = AtomicU64::new(0);
 
 impl Tick {
-    /// One load: asking the system takes 20 ns, and collectives are counted in these.
+    /// Takes one load. A system call takes 20 ns, and this runs for every collective.
     #[inline]
     pub(crate) fn now() -> Self {
         Tick(NOW.load(Ordering::Relaxed))
     }
 
-    /// Sets the time, which the watchdog's thread does at every tick.
+    /// Advances the clock. The watchdog's thread calls this at every tick.
     pub(super) fn advance() -> Self {
         static LAST: Mutex<Option<Instant>> = Mutex::new(None);
         let mut last = LAST.lock().unwrap_or_else(PoisonError::into_inner);
@@ -43,7 +43,7 @@ impl Tick {
         self.time().saturating_sub(earlier.time())
     }
 
-    /// As lifelines count it.
+    /// Returns the time in the unit of lifelines.
     pub(crate) fn time(self) -> Duration {
         Duration::from_micros(self.0)
     }

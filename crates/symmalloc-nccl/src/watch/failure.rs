@@ -1,4 +1,4 @@
-//! Why the watchdog ended a communicator.
+//! The reasons for which the watchdog ends a communicator.
 
 use crate::nccl_error::NcclError;
 use std::fmt;
@@ -7,11 +7,11 @@ use std::time::Duration;
 use symmalloc_cuda::DriverError;
 use symmalloc_watchdog::{CollectiveRecord, Departure, FailureReport};
 
-/// A rank that has not come out of a split yet is known by its number in the parent, with this bit, and one that has not come out of
-/// connecting by its own. So the others know of its end, and which communicator it is the end of.
+/// Marks the number of a rank whose communicator does not exist yet: in a split, its number in the parent; during
+/// connection, its own. So the others learn when it fails, and of which communicator.
 pub(crate) const UNBORN: u32 = 1 << 31;
 
-/// Why the watchdog ended a communicator.
+/// The failure for which the watchdog ended a communicator.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Failure {
@@ -19,15 +19,15 @@ pub struct Failure {
     pub communicator: Arc<str>,
     /// This rank.
     pub rank: u32,
-    /// What it is.
+    /// The cause.
     pub cause: FailureCause,
-    /// The collective that the other rank did not come to, or else the first of this rank that was not done.
+    /// The first collective that the other rank missed, or otherwise the first unfinished one of this rank.
     pub collective: Option<CollectiveRecord>,
-    /// How long nothing had got on.
+    /// Time without progress.
     pub waited: Duration,
 }
 
-/// What ended a communicator.
+/// The cause of a failure.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum FailureCause {
@@ -35,45 +35,45 @@ pub enum FailureCause {
     RankGone {
         /// The rank.
         rank: u32,
-        /// How.
+        /// The way in which it ended.
         departure: Departure,
-        /// Why it had ended another communicator, if it had: it may have gone because of that.
+        /// The reason for which it had ended another communicator, if it had. It may have exited because of that.
         after: Option<FailureReport>,
     },
     /// Another rank ended the communicator.
     RankFailed {
         /// The rank.
         rank: u32,
-        /// What it said.
+        /// Its report.
         report: FailureReport,
     },
-    /// Nothing is heard of a rank, and it did not come: it is stopped, or its machine cannot be reached.
+    /// Nothing has been heard of a rank, and it missed a collective: it is stopped, or its machine cannot be reached.
     RankStopped {
         /// The rank.
         rank: u32,
-        /// For how long.
+        /// Time since it was last heard.
         silent: Duration,
         /// The last collective that it submitted.
         submitted: u64,
     },
-    /// Ranks live and did not come: stuck in host code, or in another program.
+    /// Ranks are alive and missed a collective: they are stuck in host code or in another program.
     RanksBehind {
         /// The ranks, each with the last collective that it submitted.
         ranks: Vec<(u32, u64)>,
     },
-    /// A rank destroyed the communicator while this one uses it.
+    /// A rank destroyed the communicator while this one still uses it.
     RankLeft {
         /// The rank.
         rank: u32,
     },
-    /// A send or receive does not meet its counterpart, and the other rank is alive.
+    /// A send or receive has no counterpart, and the other rank is alive.
     PeerWaits {
         /// The other rank.
         rank: u32,
     },
-    /// All ranks came, and the device does not get on.
+    /// All ranks submitted the collective, and the device makes no progress.
     Hanging,
-    /// Nothing got on, and nobody can say why: there are ranks to which there is no connection.
+    /// There is no progress, and the cause is unknown because some ranks are not connected.
     Unknown,
     /// NCCL reported an error.
     Nccl(NcclError),
@@ -82,18 +82,18 @@ pub enum FailureCause {
 }
 
 impl Failure {
-    /// As other ranks are told.
+    /// Returns the report for other ranks.
     pub(super) fn report(&self) -> FailureReport {
         FailureReport { text: self.summary(), first_rank: self.cause.rank() }
     }
 
-    /// Without what to do, which is done here.
+    /// Returns the message without its advice, which applies to this rank.
     fn summary(&self) -> String {
         let mut text = self.cause.to_string();
         if let Some(CollectiveRecord { number, signature, state, .. }) = &self.collective {
             text += &format!(". On rank {} collective {number} ({signature}) was {state}", self.rank);
             if !self.waited.is_zero() {
-                text += &format!(", and nothing had got on for {:.1} s", self.waited.as_secs_f64());
+                text += &format!(", and no progress had been made for {:.1} s", self.waited.as_secs_f64());
             }
         }
         text
@@ -127,7 +127,7 @@ impl fmt::Display for FailureCause {
             FailureCause::RankFailed { rank, report } => write!(f, "rank {rank} gave up: {}", report.text),
             FailureCause::RankStopped { rank, silent, submitted } => write!(
                 f,
-                "rank {rank} is stopped, or its machine cannot be reached: nothing was heard of it for {:.1} s, and its last \
+                "rank {rank} is stopped, or its machine is unreachable: it has been silent for {:.1} s, and its last \
                  collective was {submitted}",
                 silent.as_secs_f64()
             ),
@@ -142,11 +142,11 @@ impl fmt::Display for FailureCause {
             }
             FailureCause::RankLeft { rank } => write!(f, "rank {rank} destroyed the communicator"),
             FailureCause::PeerWaits { rank } => {
-                write!(f, "a send or receive does not meet its counterpart at rank {rank}, which is alive")
+                write!(f, "a send or receive has no counterpart at rank {rank}, which is alive")
             }
-            FailureCause::Hanging => f.write_str("all ranks came, and the device does not get on"),
+            FailureCause::Hanging => f.write_str("all ranks submitted it, but the device makes no progress"),
             FailureCause::Unknown => {
-                f.write_str("nothing gets on, and there are ranks to which there is no connection that could tell why")
+                f.write_str("no progress is made, and the cause is unknown because some ranks are not connected")
             }
             FailureCause::Nccl(error) => error.fmt(f),
             FailureCause::Driver(error) => error.fmt(f),
@@ -157,10 +157,10 @@ impl fmt::Display for FailureCause {
 impl FailureCause {
     fn advice(&self) -> &'static str {
         match self {
-            FailureCause::RankGone { .. } => "Look at what that rank wrote last, and at the system's log for a kill",
+            FailureCause::RankGone { .. } => "Look at the last output of that rank, and for a kill in the system's log",
             FailureCause::RankFailed { .. } => "Look at that rank's report",
             FailureCause::RankStopped { .. } => {
-                "Look whether that process is stopped (state T) and whether its machine answers"
+                "Check that the process is not stopped (state T) and that its machine is reachable"
             }
             FailureCause::RanksBehind { .. } | FailureCause::PeerWaits { .. } => {
                 "Look at their stacks, and compare the flight records of all ranks with `symmalloc diff`"
@@ -179,7 +179,7 @@ impl FailureCause {
 }
 
 impl FailureCause {
-    /// A rank that has not come out of a split yet is named by its number in the parent.
+    /// Replaces the number of a rank that is still in a split by its number in the parent.
     pub(super) fn with_numbers_of_parents(mut self) -> Self {
         match &mut self {
             FailureCause::RankGone { rank, .. }
@@ -193,7 +193,7 @@ impl FailureCause {
         self
     }
 
-    /// The last collective of the rank that did not come.
+    /// Returns the last collective of the rank that missed one.
     pub(super) fn last_submitted(&self) -> Option<u64> {
         match self {
             FailureCause::RankStopped { submitted, .. } => Some(*submitted),
@@ -202,7 +202,7 @@ impl FailureCause {
         }
     }
 
-    /// The rank to look at first.
+    /// Returns the rank to look at first.
     pub fn rank(&self) -> Option<u32> {
         match self {
             FailureCause::RankFailed { rank, report } | FailureCause::RankGone { rank, after: Some(report), .. } => {

@@ -1,13 +1,13 @@
-//! The last collectives of a communicator, and how far the device is with them.
+//! The last collectives of a communicator, and the progress of the device in them.
 //!
 //! ```text
-//!  submitting thread    one entry per collective: number, call, size, stream; rarely an event behind it
-//!  marker thread        now and then an event behind the last entry of each stream, and a question whether it is done
-//!  watchdog thread      what is not done, and for how long nothing got on
+//!  submitting thread    one entry per collective: number, call, size, stream; occasionally an event after it
+//!  marker thread        periodically an event after the last entry of each stream, which it polls
+//!  watchdog thread      unfinished work, and the time without progress
 //! ```
 //!
-//! An event for each collective would cost more than all the rest (130 ns of the host). One for each stream and tick says as much
-//! within the tick.
+//! An event per collective would cost more than everything else (130 ns of host time). One event per stream and tick
+//! gives the same information to within a tick.
 
 use super::clock::Tick;
 use crate::communicator::operation::{NcclCall, Operation};
@@ -18,27 +18,27 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use symmalloc_watchdog::{CollectiveRecord, CollectiveState, Progress, Signature};
 
-/// Collectives that are remembered.
+/// Number of collectives kept.
 const REMEMBERED: usize = 256;
 
-/// So many entries of a stream after the last mark, the thread that submits makes one itself: a program that runs far ahead of the
-/// device is seen to get on all the same.
+/// After this many entries of a stream since the last mark, the submitting thread records a mark itself, so that
+/// progress is visible even in a program that runs far ahead of the device.
 const MARK_EVERY: u64 = 64;
 
-/// What a program gives to a communicator.
+/// Work submitted to a communicator.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Work {
     /// A collective of NCCL's.
     Call { call: NcclCall, count: usize, data_type: DataType },
-    /// Something else that all ranks do together: a registration, a split, what the program announced.
+    /// Another operation of all ranks: a registration, a split, or one that the program announced.
     Named { kind: Cow<'static, str>, elements: Option<u64> },
 }
 
-/// The stream of an entry, by the order in which streams were first used with the communicator.
+/// The number of an entry's stream, in the order in which streams were first used with the communicator.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct StreamNumber(u32);
 
-/// An entry, counted from 1 over everything that was given to the communicator.
+/// The number of an entry, counted from 1 over everything submitted to the communicator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct EntryNumber(u64);
 
@@ -49,21 +49,21 @@ pub(crate) struct Flight {
 
 #[derive(Default)]
 struct Ring {
-    /// The last ones, oldest first.
+    /// The last entries, oldest first.
     entries: VecDeque<Entry>,
-    /// How many there were.
+    /// Total number of entries.
     given: u64,
-    /// How many of them all ranks give alike.
+    /// Number of entries that all ranks submit equally.
     collectives: u64,
     streams: Vec<Followed>,
-    /// When something was done last, or nothing was left to do.
+    /// Time at which work last completed, or at which none was left.
     moved: Tick,
-    /// Whether a graph has any of it. What is forgotten may be among that.
+    /// `true` if a graph contains entries, possibly including dropped ones.
     has_captured: bool,
 }
 
 struct Entry {
-    /// The number of the collective; of a send or receive, that of the last one before it.
+    /// The number of the collective. A send or receive has the number of the last collective before it.
     number: u64,
     work: Work,
     stream: Option<StreamNumber>,
@@ -73,26 +73,26 @@ struct Entry {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum EntryStage {
-    /// The call has not returned.
+    /// The call has not returned yet.
     Submitting,
-    /// In its stream.
+    /// Submitted to its stream.
     InStream,
-    /// In a graph.
+    /// Captured in a graph.
     Captured,
-    /// Nothing is left of it: it was done on the host, or refused.
+    /// Completed on the host, or refused.
     Over,
 }
 
-/// A stream that has collectives of the communicator.
+/// A stream with collectives of the communicator.
 struct Followed {
     stream: Arc<CudaStream>,
     /// Its last entry.
     last: EntryNumber,
-    /// The last entry with a mark behind it.
+    /// The last entry that has a mark behind it.
     marked: EntryNumber,
-    /// All entries up to here are done.
+    /// All entries up to this one have completed.
     done: EntryNumber,
-    /// The number of the last one of these.
+    /// The number of the last completed collective.
     done_number: u64,
 }
 
@@ -102,7 +102,7 @@ pub(crate) struct Unmarked {
     pub(crate) upto: Marked,
 }
 
-/// An entry of a stream with a mark behind it.
+/// An entry of a stream that has a mark behind it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Marked {
     stream: StreamNumber,
@@ -111,21 +111,21 @@ pub(crate) struct Marked {
     number: u64,
 }
 
-/// What is not done.
+/// Unfinished work.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Undone {
-    /// The first of it.
+    /// The first unfinished collective.
     pub(crate) first: CollectiveRecord,
-    /// The number of the last collective that was given.
+    /// The number of the last submitted collective.
     pub(crate) last: u64,
     /// The other rank of a send or receive.
     pub(crate) peer: Option<u32>,
-    /// Since when nothing got on.
+    /// Time of the last progress.
     pub(crate) since: Tick,
 }
 
 impl Flight {
-    /// Notes work that is about to be given to NCCL.
+    /// Notes work that is about to be submitted to NCCL.
     pub(crate) fn begin(&self, work: Work, stream: Option<&Arc<CudaStream>>, now: Tick) -> EntryNumber {
         let mut ring = self.lock();
         let stream = stream.map(|stream| ring.number_of(stream));
@@ -142,7 +142,7 @@ impl Flight {
         EntryNumber(ring.given)
     }
 
-    /// It is in its stream, or in a graph. Says where a mark is due.
+    /// Notes that work was submitted to its stream, or captured. Returns the position of a mark that is due.
     pub(crate) fn submitted(&self, entry: EntryNumber, is_captured: bool) -> Option<Unmarked> {
         let mut ring = self.lock();
         let at = ring.place(entry)?;
@@ -155,7 +155,7 @@ impl Flight {
         if is_due { ring.unmarked(stream as usize) } else { None }
     }
 
-    /// It is done on the host, or was refused: nothing of it is on the device.
+    /// Notes that work completed on the host or was refused: none of it is on the device.
     pub(crate) fn over(&self, entry: EntryNumber, now: Tick) {
         let mut ring = self.lock();
         if let Some(at) = ring.place(entry) {
@@ -164,27 +164,27 @@ impl Flight {
         }
     }
 
-    /// Streams with entries that have no mark behind them. They count as marked from here on, until [`lost`](Self::lost).
+    /// Returns the streams with entries that have no mark behind them. They count as marked until [`lost`](Self::lost).
     pub(crate) fn unmarked(&self) -> Vec<Unmarked> {
         let mut ring = self.lock();
         (0..ring.streams.len()).filter_map(|stream| ring.unmarked(stream)).collect()
     }
 
-    /// The end of what is in a stream, for a thread that waits for it.
+    /// Returns the end of a stream, for a thread that waits for it.
     pub(crate) fn end_of(&self, stream: &Arc<CudaStream>) -> Marked {
         let mut ring = self.lock();
         let stream = ring.number_of(stream);
         ring.end_of(stream)
     }
 
-    /// There is no mark behind it after all.
+    /// Notes that a mark was not recorded.
     pub(crate) fn lost(&self, Marked { stream: StreamNumber(stream), .. }: Marked) {
         let mut ring = self.lock();
         let followed = &mut ring.streams[stream as usize];
         followed.marked = followed.done;
     }
 
-    /// The device is past the mark.
+    /// Notes that the device has passed a mark.
     pub(crate) fn done(&self, Marked { stream: StreamNumber(stream), entry, number }: Marked, now: Tick) {
         let mut ring = self.lock();
         let followed = &mut ring.streams[stream as usize];
@@ -194,7 +194,7 @@ impl Flight {
         }
     }
 
-    /// Whether nothing of it is known to run on the device: a graph may.
+    /// Returns `true` if no work is known to run on the device. A graph may be running.
     pub(crate) fn is_off_device(&self) -> bool {
         let ring = self.lock();
         let is_done = |followed: &Followed| followed.done == followed.last;
@@ -206,14 +206,14 @@ impl Flight {
         let first_open = ring.records().find(|(_, state)| is_open(*state)).map(|(entry, _)| entry);
         let finished =
             first_open.map_or(ring.collectives, |entry| entry.number - u64::from(entry.work.is_collective()));
-        // What is open and forgotten comes before all that is remembered.
+        // Unfinished entries that were dropped come before all remaining ones.
         let forgotten = EntryNumber(ring.given - ring.entries.len() as u64);
         let open = ring.streams.iter().filter(|it| it.done < it.last && it.done < forgotten);
         let finished = open.map(|followed| followed.done_number).fold(finished, u64::min);
         Progress { submitted: ring.collectives, finished }
     }
 
-    /// What is not done; `None` when everything is.
+    /// Returns the unfinished work; `None` if everything has completed.
     pub(crate) fn standing(&self, now: Tick) -> Option<Undone> {
         let ring = self.lock();
         let (entry, state) = ring.records().find(|(_, state)| is_open(*state))?;
@@ -221,14 +221,14 @@ impl Flight {
         Some(Undone { first, last: ring.collectives, peer, since: ring.moved })
     }
 
-    /// The collective with this number, if it is remembered.
+    /// Returns the collective with this number, if it is still kept.
     pub(crate) fn numbered(&self, number: u64, now: Tick) -> Option<CollectiveRecord> {
         let ring = self.lock();
         let (entry, state) = ring.records().find(|(entry, _)| entry.number == number && entry.work.is_collective())?;
         Some(entry.record(state, now))
     }
 
-    /// The last collectives, oldest first.
+    /// Returns the last collectives, oldest first.
     pub(crate) fn collectives(&self, now: Tick) -> Vec<CollectiveRecord> {
         self.lock().records().map(|(entry, state)| entry.record(state, now)).collect()
     }
@@ -264,7 +264,7 @@ impl Ring {
             && self.streams.iter().all(|followed| followed.done == followed.last)
     }
 
-    /// What of a stream has no mark behind it. It counts as marked from here on.
+    /// Returns the entries of a stream that have no mark behind them. They count as marked from here on.
     fn unmarked(&mut self, at: usize) -> Option<Unmarked> {
         let followed = &mut self.streams[at];
         if followed.marked >= followed.last {
@@ -281,7 +281,7 @@ impl Ring {
         Marked { stream, entry, number }
     }
 
-    /// With how far each is.
+    /// Returns the entries with their states.
     fn records(&self) -> impl Iterator<Item = (&Entry, CollectiveState)> {
         let first = self.given - self.entries.len() as u64 + 1;
         let mut is_next = vec![true; self.streams.len()];
@@ -325,7 +325,7 @@ impl Work {
         Work::Call { call, count, data_type }
     }
 
-    /// Whether all ranks give it alike.
+    /// Returns `true` if all ranks submit it equally.
     fn is_collective(&self) -> bool {
         match self {
             Work::Call { call, .. } => call.collective().is_some(),
@@ -333,7 +333,7 @@ impl Work {
         }
     }
 
-    /// The other rank of a send or receive.
+    /// Returns the other rank of a send or receive.
     fn peer(&self) -> Option<u32> {
         match self {
             Work::Call { call, .. } if call.collective().is_none() => call.named_rank(),
@@ -411,7 +411,7 @@ mod tests {
             let entry = flight.begin(all_reduce(4), None, now);
             flight.submitted(entry, false);
         }
-        assert!(!flight.is_off_device(), "the graph may run, remembered or not");
+        assert!(!flight.is_off_device(), "the graph may run even if its entry was dropped");
     }
 
     #[test]
@@ -423,7 +423,7 @@ mod tests {
         }
         let records = flight.collectives(now);
         assert_eq!((records.len(), records[0].number), (REMEMBERED, 11));
-        // What is forgotten may still be reported as over.
+        // A dropped entry may still be reported as completed.
         flight.over(EntryNumber(3), now);
         assert_eq!(flight.progress(), Progress { submitted: 266, finished: 266 });
     }

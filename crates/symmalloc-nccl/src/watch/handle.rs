@@ -1,4 +1,4 @@
-//! What other threads have of the watchdog's thread.
+//! Access of other threads to the watchdog's thread.
 
 use super::watched::{Identity, MeetingId};
 use crate::unique_id::UniqueId;
@@ -10,26 +10,26 @@ use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 use symmalloc_watchdog::{FailureReport, Lifeline, Member, RankId};
 
-/// How long other threads wait for the watchdog's answer.
+/// Longest time for which other threads wait for the watchdog's answer.
 const OBEY_LIMIT: Duration = Duration::from_secs(1);
 
-/// What other threads want.
+/// A request to the watchdog's thread.
 pub(super) enum Command {
     /// Processes met with this id.
     Met(MeetingId, Box<Lifeline>),
-    /// There is a communicator.
+    /// A communicator was created.
     Watch(Identity),
-    /// This process is in a split of which this communicator will come.
+    /// This process enters a split that will create this communicator.
     Expect(Option<MeetingId>, RankId),
-    /// It has come, or will not.
+    /// The communicator was created, or will not be.
     Withdraw(Option<MeetingId>, RankId),
-    /// A communicator was destroyed in order.
+    /// A communicator was destroyed in the ordinary way.
     Leave(Identity),
     /// A communicator was ended because of an error.
     Fail(Identity, FailureReport),
-    /// Who is in the communicator?
+    /// Asks for the members of the communicator.
     Tell(Identity, Sender<Vec<Member>>),
-    /// Who sends it waits until what was sent before is done.
+    /// Waits until earlier commands have been processed.
     Flush(Sender<()>),
 }
 
@@ -37,7 +37,7 @@ pub(super) struct Handle {
     commands: Mutex<Sender<Command>>,
     /// Wakes the thread.
     bell: OwnedFd,
-    /// The meetings of which connections are kept.
+    /// The meetings whose connections are kept.
     met: Mutex<BTreeSet<MeetingId>>,
 }
 
@@ -48,7 +48,7 @@ impl Handle {
         Handle { commands: Mutex::new(commands), bell, met: Mutex::default() }
     }
 
-    /// The process's, which is started for the first that asks.
+    /// Returns the handle of the process, starting the thread on first use.
     pub(super) fn of_process_or(start: impl FnOnce() -> io::Result<Self>) -> Option<&'static Self> {
         let started = || match start() {
             Ok(handle) => Some(handle),
@@ -66,7 +66,7 @@ impl Handle {
         }
     }
 
-    /// Waits until what was said before is done.
+    /// Waits until earlier commands have been processed.
     pub(super) fn flush(&self) {
         let (sender, done) = channel();
         self.command(Command::Flush(sender));
@@ -81,7 +81,7 @@ impl Handle {
         lock(&self.met).remove(meeting);
     }
 
-    /// The meeting with this id: as this rank, where ranks are threads and each met for itself.
+    /// Returns the meeting with this id: as this rank, if ranks are threads that each met separately.
     pub(super) fn meeting_of(&self, id: &UniqueId, rank: u32) -> Option<MeetingId> {
         let met = lock(&self.met);
         let of_id = || met.iter().filter(|meeting| meeting.id == *id);
@@ -89,7 +89,7 @@ impl Handle {
     }
 }
 
-/// What is known of a communicator's ranks. Nothing where nothing was ever watched.
+/// Returns the known state of a communicator's ranks; empty if nothing was ever watched.
 pub(super) fn members(identity: &Identity) -> Vec<Member> {
     let Some(Some(watchdog)) = OF_PROCESS.get() else { return Vec::new() };
     let (sender, answer) = channel();

@@ -1,8 +1,9 @@
-//! The thread that asks the driver and NCCL how far the device is. It may hang in either; the watchdog does not wait for it.
+//! The thread that asks the driver and NCCL about the progress of the device. It may hang in either; the watchdog does
+//! not wait for it.
 //!
-//! In a stream with collectives that are not known to be done, an event is recorded behind them. When it is done, they are. The
-//! thread is in the relaxed capture mode: in the global one, another thread's capture would be spoilt by any question. An event that
-//! became part of a capture is never asked, which would spoil it as well.
+//! In a stream with unfinished collectives, an event is recorded behind them. When it completes, they have completed.
+//! The thread uses the relaxed capture mode: in the global one, any query would invalidate another thread's capture. An
+//! event that became part of a capture is never queried, which would invalidate the capture as well.
 
 use super::clock::{LOOK, Tick};
 use super::failure::FailureCause;
@@ -14,7 +15,7 @@ use crate::driver::{self, refused};
 use cudarc::driver::CudaEvent;
 use symmalloc_cuda::{DriverError, RelaxedCapture};
 
-/// Starts the thread, once.
+/// Starts the thread once.
 pub(super) fn start() {
     static STARTED: std::sync::Once = std::sync::Once::new();
     STARTED.call_once(|| {
@@ -46,7 +47,7 @@ fn run() {
     }
 }
 
-/// Asks which marks the device is past. Nobody waits for the driver's answers.
+/// Queries which marks the device has passed. Nothing waits for the driver's answers.
 fn ask(watched: &Watched) {
     let waiting = watched.marks().take_waiting();
     for mark in waiting {
@@ -62,7 +63,8 @@ fn ask(watched: &Watched) {
     }
 }
 
-/// Whether the driver only refuses for now: memory is missing (2), or a capture is in the way. The device is not lost.
+/// Returns `true` if the driver refuses temporarily, because memory is missing (2) or a capture is in the way. The
+/// device is not lost.
 fn is_passing(error: &DriverError) -> bool {
     error.code == 2 || driver::is_capture_in_the_way(error)
 }
@@ -72,7 +74,7 @@ fn is_past(event: &CudaEvent) -> Result<bool, DriverError> {
     event.try_is_complete().map_err(refused("cuEventQuery"))
 }
 
-/// Marks the end of what is in a stream. Changes the thread's current context.
+/// Marks the end of a stream. Changes the thread's current context.
 pub(crate) fn mark(watched: &Watched, unmarked: &Unmarked) {
     let Unmarked { upto, .. } = *unmarked;
     let free = watched.marks().free_event();
@@ -88,7 +90,7 @@ pub(crate) fn mark(watched: &Watched, unmarked: &Unmarked) {
     }
 }
 
-/// `None` while the stream is part of a capture.
+/// Records an event behind the entries. Returns `None` while the stream is being captured.
 fn event_behind(Unmarked { stream, .. }: &Unmarked, free: Option<CudaEvent>) -> Result<Option<CudaEvent>, DriverError> {
     let context = stream.context();
     context.bind_to_thread().map_err(refused("cuCtxSetCurrent"))?;
@@ -100,6 +102,6 @@ fn event_behind(Unmarked { stream, .. }: &Unmarked, free: Option<CudaEvent>) -> 
         None => context.new_event(None).map_err(refused("cuEventCreate"))?,
     };
     event.record(stream).map_err(refused("cuEventRecord"))?;
-    // A capture that began in between has the event now: it must not be asked.
+    // A capture that began in between contains the event, so it must not be queried.
     Ok((!driver::is_captured(stream)?).then_some(event))
 }

@@ -1,12 +1,12 @@
-//! Events that wait in the streams of a communicator.
+//! Events that are pending in the streams of a communicator.
 
 use super::flight::Marked;
 use cudarc::driver::CudaEvent;
 
-/// Events that are kept to be used again.
+/// Maximum number of unused events that are kept for reuse.
 const FREE_MAX: usize = 16;
 
-/// What waits in the streams of a communicator.
+/// The pending events of a communicator's streams.
 #[derive(Default)]
 pub(super) struct Marks {
     waiting: Vec<Mark>,
@@ -28,12 +28,12 @@ impl Marks {
         std::mem::take(&mut self.waiting)
     }
 
-    /// An event that nobody waits for.
+    /// Returns an unused event.
     pub(super) fn free_event(&mut self) -> Option<CudaEvent> {
         self.free.pop()
     }
 
-    /// Keeps it to be used again, if there are not enough.
+    /// Keeps an event for reuse, unless there are enough.
     pub(super) fn keep(&mut self, event: CudaEvent) {
         if self.free.len() < FREE_MAX {
             self.free.push(event);

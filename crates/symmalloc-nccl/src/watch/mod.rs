@@ -1,22 +1,22 @@
-//! The watchdog: no rank waits for ever.
+//! The watchdog: no rank waits indefinitely.
 //!
 //! ```text
-//!  communicator ── Flight: what was given to it, and how far the device is
+//!  communicator ── Flight: submitted work, and the device's progress
 //!                    ▲                         ▲
-//!    marker thread ──┘ asks the driver, NCCL   │ never asks either: both may hang
-//!  watchdog thread ────────────────────────────┴──── lifelines: who is alive, and how far
-//!        │ a rank is gone, or nothing gets on until the deadline: the judgement says why
+//!    marker thread ──┘ polls the driver, NCCL  │ never calls either: both may hang
+//!  watchdog thread ────────────────────────────┴──── lifelines: live ranks, and their progress
+//!        │ a rank is gone, or no progress is made until the deadline: the judgment finds the cause
 //!        ▼
 //!  response: the report, the flight record, the program's callback, and the communicator's end
 //! ```
 //!
-//! One thread of each kind for the process, however many communicators there are. Nothing here decides a placement.
+//! There is one thread of each kind per process, for all communicators. The watchdog never affects a placement.
 
 mod clock;
 mod failure;
 pub(crate) mod flight;
 mod handle;
-mod judgement;
+mod judgment;
 mod marker;
 mod marks;
 mod record;

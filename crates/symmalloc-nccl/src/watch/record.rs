@@ -1,4 +1,4 @@
-//! Flight records of this process: written at a failure, on request, and by signal.
+//! Flight records of this process: written at a failure, on request, and on a signal.
 
 use super::handle;
 use super::registry;
@@ -10,13 +10,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use symmalloc_watchdog::{FlightRecord, FlightRecordError};
 
-/// Names the folder of flight records; the user's private folder by default.
+/// Names the folder of flight records. The default is the user's private folder.
 const FOLDER_VARIABLE: &str = "SYMMALLOC_FLIGHT_RECORDS";
-/// Names a signal at which a record is written: "USR1" or "USR2".
+/// Names a signal on which a record is written: "USR1" or "USR2".
 const SIGNAL_VARIABLE: &str = "SYMMALLOC_FLIGHT_SIGNAL";
 
-/// What this process knows of its communicators now: the last 256 collectives of each, how far it is with them, and what it knows
-/// of the other ranks. Takes a second at most.
+/// Returns the current state of this process's communicators: the last 256 collectives of each with their progress, and
+/// the known state of the other ranks. Takes at most a second.
 ///
 /// # Examples
 /// ```
@@ -29,15 +29,15 @@ pub fn flight_record(reason: &str) -> FlightRecord {
     FlightRecord::new(host(), reason.to_owned(), communicators)
 }
 
-/// Writes [`flight_record`] to the folder that `SYMMALLOC_FLIGHT_RECORDS` names, by default to the user's
-/// [private folder](symmalloc_files::private_folder). Every record of the process goes to the same file, and the last one stays.
-/// `symmalloc diff` compares those of all ranks. Returns the file's path.
+/// Writes [`flight_record`] to the folder in `SYMMALLOC_FLIGHT_RECORDS`, by default to the user's [private
+/// folder](symmalloc_files::private_folder). All records of the process go to one file, and the last one remains.
+/// `symmalloc diff` compares the records of all ranks. Returns the file's path.
 ///
 /// # Errors
 /// If the file cannot be written, or no folder is private.
 pub fn write_flight_record(reason: &str) -> Result<PathBuf, FlightRecordError> {
     static PATH: Mutex<Option<PathBuf>> = Mutex::new(None);
-    // One after the other: they go to one file.
+    // One after the other, because all go to one file.
     let mut path = PATH.lock().unwrap_or_else(PoisonError::into_inner);
     let first = || registry::all().first().map(|watched| name(watched.identity()));
     let process = || format!("symmalloc-flight-{}-process{}.json", plain(&host()), std::process::id());
@@ -56,12 +56,12 @@ fn folder() -> Result<PathBuf, FlightRecordError> {
     }
 }
 
-/// By the process's first communicator: records of all ranks lie side by side.
+/// Returns the name after the process's first communicator, so that records of all ranks sort together.
 fn name(Identity { name, id, rank, .. }: &Identity) -> String {
     format!("symmalloc-flight-{}-{id}-rank{rank}.json", plain(name))
 }
 
-/// A text as part of a file's name.
+/// Converts a text to a part of a file name.
 fn plain(text: &str) -> String {
     text.chars().map(|letter| if letter.is_ascii_alphanumeric() { letter } else { '-' }).collect()
 }
@@ -77,7 +77,7 @@ static IS_ASKED: LazyLock<Arc<AtomicBool>> = LazyLock::new(|| {
         Ok("USR1" | "SIGUSR1") => SIGUSR1,
         Ok("USR2" | "SIGUSR2") => SIGUSR2,
         Ok(other) => {
-            let error = format!("{SIGNAL_VARIABLE}={other}: it takes USR1 or USR2");
+            let error = format!("{SIGNAL_VARIABLE}={other}: use USR1 or USR2");
             tracing::warn!(name: "watchdog.failed", target: "symmalloc", error);
             return flag;
         }
@@ -89,7 +89,7 @@ static IS_ASKED: LazyLock<Arc<AtomicBool>> = LazyLock::new(|| {
     flag
 });
 
-/// Whether the signal came since this was asked last.
+/// Returns `true` if the signal arrived since the last call.
 pub(super) fn is_asked_by_signal() -> bool {
     IS_ASKED.swap(false, Ordering::AcqRel)
 }

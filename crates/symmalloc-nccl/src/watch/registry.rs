@@ -1,16 +1,16 @@
-//! All communicators of the process that are watched.
+//! The watched communicators of the process.
 
 use super::watched::Watched;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 static WATCHED: Mutex<Vec<Weak<Watched>>> = Mutex::new(Vec::new());
 
-/// From now on until it is dropped.
+/// Registers a communicator until it is dropped.
 pub(super) fn add(watched: &Arc<Watched>) {
     WATCHED.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(watched));
 }
 
-/// In the order in which they were connected.
+/// Returns all of them in the order of their connection.
 pub(super) fn all() -> Vec<Arc<Watched>> {
     let mut watched = WATCHED.lock().unwrap_or_else(PoisonError::into_inner);
     watched.retain(|it| it.strong_count() > 0);

@@ -1,5 +1,5 @@
-//! What happens when the watchdog ends a communicator: the report, the flight record, the program's callback, the communicator's
-//! end, and where a kernel cannot be stopped the end of the process.
+//! The response to a failure: the report, the flight record, the program's callback, the end of the communicator, and,
+//! if a kernel cannot be stopped, the end of the process.
 
 use super::clock::LOOK;
 use super::failure::Failure;
@@ -11,18 +11,18 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, Once, PoisonError};
 use std::time::{Duration, Instant};
 
-/// With this code the watchdog ends a process that cannot go on: a kernel of NCCL's waits for a rank that will not come, and cannot
-/// be stopped.
+/// Exit code with which the watchdog ends a process that cannot continue: a kernel of NCCL waits for a rank that will
+/// not come, and cannot be stopped.
 pub const FAILURE_EXIT_CODE: i32 = 86;
 
-/// How long a communicator's end may take, before the process is ended.
+/// Longest time for ending a communicator before the process is ended.
 const END_LIMIT: Duration = Duration::from_secs(2);
 
-/// How long an error waits for the end that follows from it. NCCL's abort takes up to a second; under a kernel that it cannot stop it takes
-/// for ever.
+/// Longest time for which an error waits for the communicator's end. NCCL's abort takes up to a second, and never
+/// returns under a kernel that it cannot stop.
 pub(crate) const ERROR_LIMIT: Duration = Duration::from_millis(1500);
 
-/// Responds, on threads of its own: each part may never come back.
+/// Responds on separate threads, because each part may block indefinitely.
 pub(super) fn begin(watched: &Arc<Watched>, failure: &Arc<Failure>) {
     let (of_end, cause) = (Arc::clone(watched), Arc::clone(failure));
     apart(move || {
@@ -51,21 +51,22 @@ fn apart(job: impl FnOnce() + Send + 'static) {
     }
 }
 
-/// How many reports are being written, and who waits for them.
+/// Number of reports that are being written, and the threads that wait for them.
 static REPORTS: (Mutex<usize>, Condvar) = (Mutex::new(0), Condvar::new());
 
-/// How long the end of the process waits for them. A disk may be slow, or gone.
+/// Longest time for which the end of the process waits for them. A disk may be slow or gone.
 const REPORT_LIMIT: Duration = Duration::from_secs(1);
 
-/// A report that is being written. A program that gets the error mostly ends at once, and the record would end with it: so
-/// `exit` waits.
+/// A report that is being written. A program that receives the error usually exits immediately, which would truncate the
+/// record, so `exit` waits.
 struct Reporting;
 
 impl Reporting {
     fn begin() -> Self {
         static AT_EXIT: Once = Once::new();
         AT_EXIT.call_once(|| {
-            // SAFETY: a function that neither unwinds nor calls `exit`, in code that stays loaded: a thread of it runs for ever.
+            // SAFETY: a function that neither unwinds nor calls `exit`, in code that stays loaded because one of its
+            // threads never ends.
             let _full = unsafe { libc::atexit(wait_for_reports) };
         });
         *REPORTS.0.lock().unwrap_or_else(PoisonError::into_inner) += 1;
@@ -95,7 +96,7 @@ fn report(failure: &Failure) {
     eprintln!("symmalloc: {failure}; {written}");
 }
 
-/// Ends the process when the communicator does not end.
+/// Ends the process if the communicator does not end.
 fn see_to_the_end(watched: &Watched, failure: &Failure) {
     let begun = Instant::now();
     loop {
@@ -108,13 +109,14 @@ fn see_to_the_end(watched: &Watched, failure: &Failure) {
         }
         std::thread::sleep(LOOK / 4);
     }
-    // A thread of ours that hangs in NCCL harms nobody; a kernel that spins holds the device, and `exit` as well.
+    // A thread of this crate that hangs in NCCL does no harm. A kernel that spins holds the device, and blocks `exit`
+    // as well.
     if watched.settings().mode() != WatchdogMode::Exit || watched.flight().is_off_device() {
         return;
     }
     eprintln!(
-        "symmalloc: communicator \"{}\" cannot be ended: a kernel of NCCL's waits for ever. The process ends with \
-         {FAILURE_EXIT_CODE}; {MODE_VARIABLE}=abort leaves it alone",
+        "symmalloc: communicator \"{}\" cannot be ended: an NCCL kernel waits indefinitely. The process exits with \
+         {FAILURE_EXIT_CODE}; {MODE_VARIABLE}=abort prevents that",
         failure.communicator
     );
     crate::driver::exit_now(FAILURE_EXIT_CODE);

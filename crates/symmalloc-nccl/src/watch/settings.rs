@@ -1,25 +1,25 @@
-//! What the watchdog does for a communicator, as the program and the environment say.
+//! The watchdog's actions for a communicator, chosen by the program and the environment.
 
 use super::failure::Failure;
 use std::env;
 use std::fmt;
 use std::sync::{Arc, LazyLock};
 
-/// Says what the watchdog does, above what the program says.
+/// Selects the watchdog's mode, with precedence over the program.
 pub(super) const MODE_VARIABLE: &str = "SYMMALLOC_WATCHDOG";
 
-/// What the watchdog does when a rank is gone, stopped or stuck. The environment's `SYMMALLOC_WATCHDOG` (`exit`, `abort` or `off`)
-/// is above what the program chooses, for debuggers, which stop processes.
+/// The watchdog's action when a rank is gone, stopped or stuck. The environment's `SYMMALLOC_WATCHDOG` (`exit`, `abort`
+/// or `off`) has precedence over the program's choice, for debuggers, which stop processes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum WatchdogMode {
-    /// It aborts the communicator; where a kernel of NCCL's cannot be aborted, it ends the process with
+    /// Aborts the communicator. If a kernel of NCCL cannot be aborted, it ends the process with
     /// [`FAILURE_EXIT_CODE`](crate::FAILURE_EXIT_CODE).
     #[default]
     Exit,
-    /// It aborts the communicator, and never ends the process.
+    /// Aborts the communicator, and never ends the process.
     Abort,
-    /// It keeps the flight record and does nothing else. Host calls keep their deadline.
+    /// Keeps the flight record and takes no action. Host calls keep their deadline.
     Off,
 }
 
@@ -44,7 +44,7 @@ pub(crate) struct WatchSettings {
 }
 
 impl WatchSettings {
-    /// What the program chooses, unless the environment says otherwise.
+    /// Sets the program's choice, unless the environment has precedence.
     pub(crate) fn set_mode(&mut self, mode: WatchdogMode) {
         self.mode = mode;
     }
@@ -57,14 +57,15 @@ impl WatchSettings {
         self.callback.clone()
     }
 
-    /// Asked with every collective: the environment is read once.
+    /// Returns the mode. It is needed for every collective, so the environment is read once.
     #[inline]
     pub(crate) fn mode(&self) -> WatchdogMode {
         static SAID: LazyLock<Option<WatchdogMode>> = LazyLock::new(|| {
             let word = env::var(MODE_VARIABLE).ok()?;
             let mode = WatchdogMode::from_word(&word);
             if mode.is_none() {
-                let error = format!("{MODE_VARIABLE} is {word:?}, which is not exit, abort or off: it is ignored");
+                let error =
+                    format!("{MODE_VARIABLE} is {word:?}, which is not exit, abort or off: the value is ignored");
                 tracing::warn!(name: "watchdog.failed", target: "symmalloc", %error);
             }
             mode

@@ -1,9 +1,10 @@
-//! The one thread of the process that watches: it polls lifelines, lets time pass and judges. It calls neither the driver nor NCCL.
+//! The watchdog's thread, one per process: it polls lifelines, advances the clock and judges. It calls neither the
+//! driver nor NCCL.
 
 use super::clock::{LOOK, Tick};
 use super::failure::FailureCause;
 use super::handle::{Command, Handle};
-use super::judgement::Judgement;
+use super::judgment::Judgment;
 use super::marker;
 use super::record;
 use super::registry;
@@ -20,10 +21,11 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 use symmalloc_watchdog::{Connection, FailureReport, Lifeline, Member, PeerEvent, ProcessId, RankId};
 
-/// What NCCL and the driver report is often that another rank is gone. For so long the news of which one may come.
+/// Errors of NCCL and the driver often mean that another rank is gone. The report of which one may take this long to
+/// arrive.
 pub(crate) const NEWS_LIMIT: Duration = Duration::from_millis(500);
 
-/// The processes of a job have met with this id, and this one keeps its connections.
+/// Registers the connections of this process from a meeting of the job's processes.
 pub(crate) fn met(id: &UniqueId, own: u32, processes: u32, connections: Vec<(u32, Connection)>) -> MeetingId {
     let meeting = MeetingId { id: *id, own };
     let connections = connections.into_iter().map(|(process, stream)| (ProcessId(process), stream)).collect();
@@ -39,12 +41,12 @@ pub(crate) fn met(id: &UniqueId, own: u32, processes: u32, connections: Vec<(u32
     meeting
 }
 
-/// Whether there is a watchdog.
+/// Returns `true` if the watchdog runs.
 pub(crate) fn is_on() -> bool {
     watchdog().is_some()
 }
 
-/// The meeting with this id: as this rank, where ranks are threads and each met for itself.
+/// Returns the meeting with this id: as this rank, if ranks are threads that each met separately.
 pub(crate) fn meeting_of(id: &UniqueId, rank: u32) -> Option<MeetingId> {
     watchdog()?.meeting_of(id, rank)
 }
@@ -58,7 +60,8 @@ pub(crate) fn watch(watched: &Arc<Watched>) {
     }
 }
 
-/// This process enters a split of which this communicator will come. When this returns, others know, and learn of its end.
+/// Notes that this process enters a split that will create this communicator. On return, the others know, and are
+/// notified if it fails.
 pub(crate) fn expect(met: Option<MeetingId>, rank: RankId) {
     if let Some(watchdog) = watchdog() {
         watchdog.command(Command::Expect(met, rank));
@@ -66,14 +69,15 @@ pub(crate) fn expect(met: Option<MeetingId>, rank: RankId) {
     }
 }
 
-/// It has come and is watched, or will not.
+/// Notes that the communicator was created and is watched, or will not be created.
 pub(crate) fn withdraw(met: Option<MeetingId>, rank: RankId) {
     if let Some(watchdog) = watchdog() {
         watchdog.command(Command::Withdraw(met, rank));
     }
 }
 
-/// The communicator was destroyed in order: other ranks need not mind what becomes of this process. When this returns, they know.
+/// Notes that the communicator was destroyed regularly, so other ranks need not watch this process any more.
+/// On return, they know.
 pub(crate) fn leave(watched: &Watched) {
     watched.close();
     if let Some(watchdog) = watchdog() {
@@ -82,7 +86,7 @@ pub(crate) fn leave(watched: &Watched) {
     }
 }
 
-/// The communicator was ended because of an error, which other ranks are told. When this returns, they know.
+/// Notes that the communicator was ended because of an error, and notifies the other ranks. On return, they know.
 pub(crate) fn fail(watched: &Watched, report: FailureReport) {
     watched.close();
     if let Some(watchdog) = watchdog() {
@@ -91,14 +95,15 @@ pub(crate) fn fail(watched: &Watched, report: FailureReport) {
     }
 }
 
-/// Its connections are gone.
+/// Forgets a meeting whose connections are closed.
 fn forget(meeting: Option<&MeetingId>) {
     if let (Some(meeting), Some(watchdog)) = (meeting, watchdog()) {
         watchdog.forget_meeting(meeting);
     }
 }
 
-/// `None` where the system refuses a thread or a descriptor: nothing is watched then, and the log says so.
+/// Returns the watchdog; `None` if the system refuses a thread or a descriptor. Then nothing is watched, and the log
+/// reports it.
 fn watchdog() -> Option<&'static Handle> {
     Handle::of_process_or(|| {
         let (sender, commands) = channel();
@@ -110,21 +115,21 @@ fn watchdog() -> Option<&'static Handle> {
     })
 }
 
-/// The thread's own.
+/// The state of the thread.
 struct Watch {
-    /// By meeting. Ranks of this process that met nobody have one without connections.
+    /// Lifelines by meeting. Ranks of this process that met nobody share one without connections.
     lifelines: BTreeMap<Option<MeetingId>, Lifeline>,
-    /// What was joined, and is to be left when the communicator is dropped.
+    /// Joined communicators, to leave when they are dropped.
     joined: BTreeMap<RankId, Option<MeetingId>>,
     delays: BTreeMap<RankId, Delay>,
 }
 
-/// What is done about something that is not done.
+/// The state of the handling of unfinished work.
 #[derive(Clone, Copy)]
 enum Delay {
-    /// The hub was asked then.
+    /// The hub was asked at this time.
     Asked(Tick),
-    /// From then on it is left alone for so long.
+    /// The start and the length of the pause until the next check.
     Left(Tick, Duration),
 }
 
@@ -137,7 +142,7 @@ impl Watch {
         loop {
             self.wait(bell);
             let now = Tick::advance();
-            // Before what is said of their ends.
+            // Before the reports of their ends.
             self.note_progress(&registry::all(), now);
             while let Ok(command) = commands.try_recv() {
                 self.obey(command);
@@ -158,14 +163,14 @@ impl Watch {
         }
     }
 
-    /// Waits until something came, or it is time to look.
+    /// Waits until something arrives or the next check is due.
     fn wait(&self, bell: &OwnedFd) {
         let mut descriptors = vec![PollFd::new(bell, PollFlags::IN)];
         descriptors.extend(self.lifelines.values().flat_map(Lifeline::descriptors));
         let time = if self.lifelines.values().any(Lifeline::is_due) { Duration::ZERO } else { LOOK };
         let limit = Timespec { tv_sec: 0, tv_nsec: time.as_nanos() as i64 };
         if poll(&mut descriptors, Some(&limit)).is_err() {
-            // Interrupted, or out of memory: no busy loop.
+            // Interrupted, or out of memory: avoids a busy loop.
             std::thread::sleep(Duration::from_millis(10));
         }
         let _drained = rustix::io::read(bell, &mut [0_u8; 8]);
@@ -213,7 +218,7 @@ impl Watch {
         }
     }
 
-    /// What is said goes out at once.
+    /// Calls `act` with a communicator's lifeline and sends its messages immediately.
     fn with_lifeline<T>(&mut self, identity: &Identity, act: impl FnOnce(&mut Lifeline) -> T) -> Option<T> {
         let lifeline = self.lifelines.get_mut(&identity.met)?;
         let answer = act(lifeline);
@@ -221,7 +226,7 @@ impl Watch {
         Some(answer)
     }
 
-    /// Leaves what was dropped without being destroyed, and closes connections that nobody needs.
+    /// Leaves communicators that were dropped without being destroyed, and closes unused connections.
     fn let_go(&mut self, watched: &[Arc<Watched>]) {
         let is_watched = |rank: &RankId| watched.iter().any(|one| one.identity().rank_id() == *rank);
         let lifelines = &mut self.lifelines;
@@ -243,7 +248,7 @@ impl Watch {
         });
     }
 
-    /// How far this process is.
+    /// Publishes the progress of this process.
     fn note_progress(&mut self, watched: &[Arc<Watched>], now: Tick) {
         for one in watched {
             let identity = one.identity();
@@ -253,7 +258,7 @@ impl Watch {
         }
     }
 
-    /// Takes in what became of others.
+    /// Receives the state of other processes.
     fn listen(&mut self, watched: &[Arc<Watched>]) {
         let mut events = Vec::new();
         for lifeline in self.lifelines.values_mut() {
@@ -278,7 +283,7 @@ impl Watch {
         }
     }
 
-    /// Whether nothing gets on, and why.
+    /// Judges whether a communicator has stalled, and why.
     fn judge(&mut self, watched: &Arc<Watched>, now: Tick) {
         let (identity, rank) = (watched.identity(), watched.identity().rank_id());
         if let Some((trouble, since)) = watched.trouble()
@@ -287,7 +292,7 @@ impl Watch {
             self.end(watched, trouble, Duration::ZERO);
             return;
         }
-        // A look later than the deadline: times are as exact as that.
+        // One check later than the deadline, because times have that resolution.
         let is_late = |since: Tick| now.since(since) >= identity.deadline.saturating_add(LOOK);
         let Some(standing) = watched.flight().standing(now).filter(|it| is_late(it.since)) else {
             self.delays.remove(&rank);
@@ -304,13 +309,13 @@ impl Watch {
         };
         let has_answer =
             |lifeline: &mut Lifeline| lifeline.endpoint().has_answer(identity.id, asked.time(), now.time());
-        // Without connections there is nobody to answer.
+        // Without connections no one can answer.
         if self.with_lifeline(identity, has_answer) == Some(false) {
             return;
         }
-        match Judgement::new(identity, &standing, &self.members(identity)) {
-            Judgement::End(cause) => self.end(watched, cause, now.since(standing.since)),
-            Judgement::Wait(time) => drop(self.delays.insert(rank, Delay::Left(now, time))),
+        match Judgment::new(identity, &standing, &self.members(identity)) {
+            Judgment::End(cause) => self.end(watched, cause, now.since(standing.since)),
+            Judgment::Wait(time) => drop(self.delays.insert(rank, Delay::Left(now, time))),
         }
     }
 
@@ -325,7 +330,7 @@ impl Watch {
         }
         watched.close();
         let (flight, now) = (watched.flight(), Tick::now());
-        // What the other rank did not come to, or else the first that is not done.
+        // The first collective that the other rank missed, or otherwise the first unfinished one.
         let missed = cause.last_submitted().and_then(|last| flight.numbered(last + 1, now));
         let collective = missed.or_else(|| Some(flight.standing(now)?.first));
         if let Some(failure) = watched.fail(cause.with_numbers_of_parents(), collective, waited) {

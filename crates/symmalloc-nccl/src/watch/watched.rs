@@ -1,4 +1,4 @@
-//! A communicator as the watchdog sees it.
+//! A communicator from the watchdog's point of view.
 
 use super::clock::Tick;
 use super::failure::{Failure, FailureCause, UNBORN};
@@ -12,32 +12,32 @@ use std::time::Duration;
 use symmalloc_cuda::RelaxedCapture;
 use symmalloc_watchdog::{CollectiveRecord, CommunicatorId, CommunicatorRecord, Member, PeerRecord, RankId};
 
-/// What the watchdog asks of a communicator. Called on threads of its own, which it may keep for ever.
+/// The watchdog's interface to a communicator. It is called on threads that may block indefinitely.
 pub(crate) trait Watchable: Send + Sync {
-    /// Ends it because of the failure: whoever waits in it or for it is to come back.
+    /// Ends it because of the failure. All threads that wait in it or for it must return.
     fn end(&self, failure: &Arc<Failure>);
 
-    /// Looks whether NCCL reports an error. Does not wait for a thread that is in NCCL.
+    /// Returns an error that NCCL reports, without waiting for a thread that is in NCCL.
     fn examine(&self) -> Option<FailureCause>;
 
-    /// Whether nothing of it runs any more, or it is another one's to end.
+    /// Returns `true` if none of it runs any more, or another owner has to end it.
     fn is_ended(&self) -> bool;
 
-    /// What became of it: "ready", "aborted".
+    /// Returns its state: "ready", "aborted".
     fn condition(&self) -> String;
 
-    /// Lets this thread ask about streams and events while another one captures.
+    /// Lets this thread query streams and events while another thread captures.
     fn relax_capture(&self) -> RelaxedCapture;
 }
 
-/// A meeting of processes, and one's number in it: ranks may be threads of one process.
+/// A meeting of processes, and this rank's number in it: ranks may be threads of one process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct MeetingId {
     pub(super) id: UniqueId,
     pub(super) own: u32,
 }
 
-/// What does not change of a communicator.
+/// The constant properties of a communicator.
 #[derive(Clone, Debug)]
 pub(crate) struct Identity {
     pub(crate) id: CommunicatorId,
@@ -45,7 +45,7 @@ pub(crate) struct Identity {
     pub(crate) rank: u32,
     pub(crate) ranks: u32,
     pub(crate) deadline: Duration,
-    /// Where its processes met; `None` where they did not, and only ranks of this process know of each other.
+    /// The meeting of its processes; `None` if there was none, so that only ranks of this process know of each other.
     pub(crate) met: Option<MeetingId>,
 }
 
@@ -60,11 +60,11 @@ pub(crate) struct Watched {
     settings: WatchSettings,
     flight: Flight,
     failure: OnceLock<Arc<Failure>>,
-    /// It was destroyed, or ended because of an error: nothing of it is judged any more.
+    /// `true` once it was destroyed or ended because of an error: it is not judged any more.
     is_over: AtomicBool,
-    /// What waits in streams.
+    /// Pending events in its streams.
     marks: Mutex<Marks>,
-    /// What the marker thread found.
+    /// The finding of the marker thread, with its time.
     trouble: Mutex<Option<(FailureCause, Tick)>>,
     communicator: Weak<dyn Watchable>,
 }
@@ -91,13 +91,13 @@ impl Watched {
         &self.settings
     }
 
-    /// Its last collectives.
+    /// Returns its last collectives.
     #[inline]
     pub(crate) fn flight(&self) -> &Flight {
         &self.flight
     }
 
-    /// Why the watchdog ended it, if it did.
+    /// Returns the reason for which the watchdog ended it, if it did.
     pub(crate) fn failure(&self) -> Option<&Arc<Failure>> {
         self.failure.get()
     }
@@ -106,7 +106,7 @@ impl Watched {
         self.is_over.load(Ordering::Acquire)
     }
 
-    /// Nothing of it is judged any more.
+    /// Stops judging it.
     pub(super) fn close(&self) {
         self.is_over.store(true, Ordering::Release);
     }
@@ -115,22 +115,22 @@ impl Watched {
         self.marks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// `None` when the program has dropped it.
+    /// Returns the communicator; `None` if the program has dropped it.
     pub(super) fn communicator(&self) -> Option<Arc<dyn Watchable>> {
         self.communicator.upgrade()
     }
 
-    /// Notes what the driver or NCCL reports, for the watchdog.
+    /// Notes an error of the driver or NCCL for the watchdog.
     pub(super) fn note_trouble(&self, cause: FailureCause) {
         self.trouble.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert((cause, Tick::now()));
     }
 
-    /// That, and since when it is known.
+    /// Returns that error, and the time at which it was noted.
     pub(super) fn trouble(&self) -> Option<(FailureCause, Tick)> {
         self.trouble.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// The failure, if this is the first.
+    /// Records the failure and returns it, if it is the first.
     pub(super) fn fail(
         &self,
         cause: FailureCause,
@@ -142,7 +142,7 @@ impl Watched {
         self.failure.set(Arc::clone(&failure)).is_ok().then_some(failure)
     }
 
-    /// What is known of it.
+    /// Returns its known state.
     pub(super) fn record(&self, members: &[Member]) -> CommunicatorRecord {
         let Identity { id, name, rank, ranks, .. } = &self.identity;
         let now = Tick::now();

@@ -438,8 +438,8 @@ nccl_test!(agreement_speaks_over_the_communicator, {
             let message = vec![rank.number() as u8 + 1; bytes];
             let gathered = transport.all_gather(&message).expect("all ranks send");
             assert_eq!((gathered.len(), gathered.message_bytes()), (3, bytes));
-            for (speaker, said) in gathered.iter().enumerate() {
-                assert!(said.iter().all(|byte| usize::from(*byte) == speaker + 1));
+            for (speaker, output) in gathered.iter().enumerate() {
+                assert!(output.iter().all(|byte| usize::from(*byte) == speaker + 1));
             }
         }
         assert!(transport.all_gather(&[]).expect("an empty message").is_empty());

@@ -10,8 +10,8 @@ fn asked_by(way: &str, options: &[(&str, &str)]) {
     let version = if cfg!(target_arch = "aarch64") { "GLIBC_2.17" } else { "GLIBC_2.2.5" };
     let libcuda = stage.libcuda();
     let more = if way == "dlvsym" { version } else { libcuda.to_str().expect("UTF-8") };
-    let said = stage.run(&program, &[way, more], options);
-    assert_eq!(said.stdout.trim(), way, "{said:?}");
+    let output = stage.run(&program, &[way, more], options);
+    assert_eq!(output.stdout.trim(), way, "{output:?}");
 }
 
 macro_rules! ways {
@@ -49,6 +49,6 @@ fn a_program_without_cuda_does_not_notice() {
     assert_eq!(stage.run(&program, &[], &[]).stdout, "without CUDA\n");
     let copy = stage.path("copy");
     let script = "echo a shell && cp /dev/null \"$0\" && ls \"$0\" >/dev/null";
-    let said = stage.run("sh".as_ref(), &["-c", script, copy.to_str().expect("UTF-8")], &[]);
-    assert_eq!(said.stdout, "a shell\n");
+    let output = stage.run("sh".as_ref(), &["-c", script, copy.to_str().expect("UTF-8")], &[]);
+    assert_eq!(output.stdout, "a shell\n");
 }

@@ -1,4 +1,4 @@
-"""PyTorch's own tests on PyTorch's allocator and on symmalloc, test by test: none that passes natively may fail here.
+"""PyTorch's own tests on PyTorch's allocator and on symmalloc, compared by test: a test that passes natively must not fail here.
 
     python crates/symmalloc-torch/jobs/suites --gpus 2 --at-once 12 --out suites
     python crates/symmalloc-torch/jobs/suites --suite op_db --only 'add|matmul'
@@ -9,11 +9,11 @@
     test_cuda.py   any file of PyTorch's tests, in the folder `--tests`
     op_db          every operator of `op_db` with its samples, forward and backward: outcomes and bits of results
 
-A test that looks worse on symmalloc is run once more on both before it counts. What was run stays in the folder `--out`: the
-same command goes on after a crash, a kill, or `--budget` seconds. A test that crashes or hangs costs its worker, not the run. The
-table is printed and written to `OUT/suites.md`, all of it to `OUT/suites.json`.
+A test that is worse on symmalloc is repeated on both before it counts. Outcomes stay in the folder `--out`, and the same command
+continues after a crash, a kill, or `--budget` seconds. A test that crashes or hangs ends its worker, but not the run. The table
+is printed and written to `OUT/suites.md`, and all outcomes to `OUT/suites.json`.
 
-Ends with 0 when nothing is worse, 1 with a regression, 2 when nothing could be run, 3 when tests are left for the next time.
+Exits with 0 without a regression, 1 with one, 2 if no test could be run, and 3 if tests remain to be run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from worker import TESTS
 SUITES = ("distributed", "op_db")
 # Files of PyTorch's tests that need all GPUs for each test.
 TAKES_ALL_GPUS = ("distributed", "test_c10d_nccl", "test_symmetric_memory", "test_cuda_multigpu")
-# Bits are compared only where native runs agree among themselves.
+# Results are compared bitwise only if native runs agree with each other.
 NATIVE_RUNS = {"op_db": 2}
 
 
@@ -57,11 +57,11 @@ def main() -> int:
     parser.add_argument("--suite", action="append", help=f"{', '.join(SUITES)}, a file of --tests, or a suite by its path; the first two")
     parser.add_argument("--tests", type=Path, help="the folder `test` of PyTorch's source")
     parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="tests side by side; of those for one GPU, one on each at least")
-    parser.add_argument("--only", default="", metavar="REGEX", help="tests whose names it is found in")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="concurrent tests; at least one per GPU for single-GPU tests")
+    parser.add_argument("--only", default="", metavar="REGEX", help="run only tests whose names match")
     parser.add_argument("--out", type=Path, default=Path("suites"))
-    parser.add_argument("--seconds", type=float, default=300, help="that a test may take")
-    parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="the same command goes on")
+    parser.add_argument("--seconds", type=float, default=300, help="time limit per test")
+    parser.add_argument("--budget", type=float, default=float("inf"), metavar="SECONDS", help="total time; repeat the command to continue")
     options = Options(**vars(parser.parse_args()))
     options.out.mkdir(parents=True, exist_ok=True)
     if options.tests is not None:
@@ -85,7 +85,7 @@ def main() -> int:
 
 
 def compared_suite(suite: str, options: Options, machine: Machine) -> Comparison:
-    """Runs a suite on both allocators, and what looks bad once more."""
+    """Runs a suite on both allocators, and repeats failed tests once."""
     there = listed(suite, machine)
     names = [name for name in there.names if re.search(options.only, name)]
     stem = Path(suite).stem
@@ -110,7 +110,7 @@ def compared_suite(suite: str, options: Options, machine: Machine) -> Comparison
 
 
 def versions() -> dict[str, str]:
-    """Of what is tested, without importing it."""
+    """Returns the version of PyTorch without importing it."""
     from importlib.metadata import PackageNotFoundError, version
 
     found = {}

@@ -1,6 +1,6 @@
-"""PyTorch's `DistributedTest`: collectives, DDP and their kin, a process for each rank.
+"""PyTorch's `DistributedTest`: collectives, DDP and related features, with a process for each rank.
 
-With NCCL, unless `SYMMALLOC_SUITES_BACKEND` says otherwise. The allocator comes before anything that may use CUDA.
+It uses NCCL, unless `SYMMALLOC_SUITES_BACKEND` selects another backend. The allocator is installed before any use of CUDA.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import unittest
 
 os.environ.setdefault("BACKEND", os.environ.get("SYMMALLOC_SUITES_BACKEND", "nccl"))
 os.environ.setdefault("WORLD_SIZE", "2")
-# Ranks come here, too: they are started anew, and find the test's class by the name of this file.
+# Spawned ranks also run this file, and find the test's class by its name.
 import torch
 from results import Outcome
 from worker import outcome, under_allocator
@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.distributed_test import DistributedTest
 
 
 class OnBothAllocators(TestDistBackend, DistributedTest._DistTestBase):  # type: ignore[misc]
-    """As PyTorch's own `test_distributed_spawn.py` has it."""
+    """The class of PyTorch's own `test_distributed_spawn.py`."""
 
     def setUp(self) -> None:
         super().setUp()

@@ -1,6 +1,6 @@
 """A file of PyTorch's own tests, such as `test_cuda.py`: `--tests FOLDER --suite test_cuda.py`.
 
-PyTorch's packages lack its tests; its source, and Debian's source package `pytorch`, have them in `test/`. They need the package `expecttest`.
+PyTorch's packages lack its tests. Its source and Debian's source package `pytorch` have them in `test/`. They need `expecttest`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from results import Outcome
 from worker import FILE, TESTS, outcome, under_allocator
 
 path = Path(os.environ[TESTS], os.environ[FILE])
-# Tests import each other, and processes that they start find them by their names.
+# Tests import each other, and their child processes find them by name.
 sys.path[:0] = [str(path.parent), os.environ[TESTS]]
-# PyTorch reads the command line of its tests.
+# PyTorch parses the command line of its tests.
 sys.argv = [str(path)]
 under_allocator()
 
 
 def _supply_removed_names() -> None:
-    """Defines what tests of an older PyTorch import, and a newer one has renamed."""
+    """Defines names that tests of an older PyTorch import, and a newer one has renamed."""
     try:
         inductor: Any = importlib.import_module("torch.testing._internal.inductor_utils")
     except ImportError:

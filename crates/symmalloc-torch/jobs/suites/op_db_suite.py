@@ -1,6 +1,6 @@
-"""Every operator of PyTorch's `op_db` on its own samples, forward and backward. What is computed is compared bit by bit.
+"""Every operator of PyTorch's `op_db` on its own samples, forward and backward. Results are compared bitwise.
 
-The device is CUDA's; `SYMMALLOC_SUITES_DEVICE=cpu` tries the suite where there is none.
+The device is CUDA. `SYMMALLOC_SUITES_DEVICE=cpu` runs the suite without a GPU.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from results import PASSED, Outcome
 from worker import under_allocator
 
-# Before anything that may use CUDA.
+# Must precede any use of CUDA.
 under_allocator()
 
 from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
 from torch.utils._pytree import tree_flatten  # noqa: E402
 
-# Sums in the same order each time, as far as PyTorch offers them.
+# Sums in a fixed order, as far as PyTorch supports it.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 torch.use_deterministic_algorithms(True, warn_only=True)
 torch.utils.deterministic.fill_uninitialized_memory = False
@@ -30,7 +30,7 @@ torch.utils.deterministic.fill_uninitialized_memory = False
 DEVICE = os.environ.get("SYMMALLOC_SUITES_DEVICE", "cuda")
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.complex64)
 SAMPLES_MAX = 50
-# What is in fresh memory is nobody's business.
+# The contents of fresh memory are undefined.
 EMPTY = ("empty", "new_empty", "empty_like", "empty_strided", "empty_permuted", "new_empty_strided")
 
 CASES = {
@@ -70,7 +70,7 @@ def run(name: str) -> Outcome:
 
 
 def IS_BROKEN(error: Exception | None) -> bool:
-    """After an error of the device nothing in this process means anything."""
+    """Ends the process after an error of the device, because all later results in it are invalid."""
     if DEVICE != "cuda" or isinstance(error, torch.OutOfMemoryError):
         return False
     try:
@@ -90,14 +90,14 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 def _add(bits: Any, tensor: torch.Tensor) -> None:
     for part in _strided(tensor.detach()):
-        # What has one element counts as contiguous whatever its strides are, so it is copied.
+        # A tensor with one element counts as contiguous regardless of its strides, so it is copied.
         host = part.resolve_conj().resolve_neg().cpu().clone(memory_format=torch.contiguous_format)
         bits.update(repr((host.dtype, tuple(host.shape))).encode())
         bits.update(host.reshape(-1).view(torch.uint8).numpy().tobytes() if host.numel() else b"")
 
 
 def _strided(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The parts of which it consists, each with memory."""
+    """Returns the parts of a tensor, each with memory."""
     if tensor.is_nested:
         yield from tensor.unbind()
     elif tensor.layout == torch.sparse_coo:

@@ -1,8 +1,8 @@
-"""What became of tests: a file for each run, which outlives its process, and what the runs of two allocators say together.
+"""Outcomes of tests: a file for each run, which outlives its process, and the verdicts over the runs of two allocators.
 
-A run is one suite on one allocator. Its file has a line of JSON for each thing that happened, so that a crash loses nothing:
+A run is one suite on one allocator. Its file has a line of JSON for each event, so that a crash loses none:
 
-    {"run": {"suite": "op_db", "torch": "2.11.0", ...}}       what the run is of; another one's file is refused
+{"run": {"suite": "op_db", "torch": "2.11.0", ...}}       the run's identity; a file of another run is rejected
     {"name": "add float32", "began": true}
     {"name": "add float32", "outcome": "passed", "seconds": 0.1, "bits": "9f3c..."}
 
@@ -24,28 +24,28 @@ OUTCOMES = (PASSED, FAILED, SKIPPED, CRASHED, TIMEOUT)
 
 
 class OtherRun(Exception):
-    """The file is of another run; the text says what differs."""
+    """The file belongs to another run. The text states the difference."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a test in one run."""
+    """The outcome of a test in one run."""
 
     outcome: str
     seconds: float = 0.0
     detail: str = ""
     bits: str | None = None
-    """A digest of what was computed, where the suite has one."""
+    """A digest of the results, if the suite computes one."""
 
 
 class RunFile:
-    """The file of a run, for its worker and for whoever looks after the worker."""
+    """The file of a run, for its worker and for the worker's supervisor."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def begin(self, run: dict[str, Any]) -> None:
-        """Goes on with what is there, if it is of the same run. Raises `OtherRun`."""
+        """Continues with an existing file of the same run. Raises `OtherRun`."""
         lines = self._lines()
         known = next((line["run"] for line in lines if "run" in line), None)
         if known is None:
@@ -54,7 +54,7 @@ class RunFile:
             keys = known.keys() | run.keys()
             differ = [key for key in sorted(keys) if known.get(key) != run.get(key)]
             told = ", ".join(f"{key} {known.get(key)!r}, now {run.get(key)!r}" for key in differ)
-            raise OtherRun(f"{self.path} is of another run ({told}): name another folder with --out, or remove the file")
+            raise OtherRun(f"{self.path} belongs to another run ({told}): name another folder with --out, or remove the file")
 
     def began(self, name: str) -> None:
         self._write({"name": name, "began": True})
@@ -63,7 +63,7 @@ class RunFile:
         self._write({"name": name} | {key: value for key, value in asdict(outcome).items() if value not in (None, "")})
 
     def outcomes(self) -> dict[str, Outcome]:
-        """By test. The last one counts."""
+        """Returns the outcomes by test. The last one of a test counts."""
         found = {}
         for line in self._lines():
             if "outcome" in line:
@@ -71,12 +71,12 @@ class RunFile:
         return found
 
     def without_outcome(self, names: list[str]) -> list[str]:
-        """Those of these tests that are left to run."""
+        """Returns the tests among these that have no outcome."""
         known = self.outcomes()
         return [name for name in names if name not in known]
 
     def running(self) -> str | None:
-        """The test that began last, if it has no outcome."""
+        """Returns the test that began last, if it has no outcome."""
         running = None
         for line in self._lines():
             if "began" in line:
@@ -93,7 +93,7 @@ class RunFile:
             try:
                 lines.append(json.loads(text))
             except ValueError:
-                continue  # cut off when its process was killed
+                continue  # truncated when its process was killed
         return lines
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -102,7 +102,7 @@ class RunFile:
             file.write(("\n" if is_cut else "") + json.dumps(line) + "\n")
 
 
-# What two allocators say together. The first four are no worse than native.
+# The verdicts over two allocators. The first four are no worse than native.
 EQUAL, BOTH_FAIL, BOTH_SKIP, BETTER = "equal", "fails on both", "skipped on both", "fails on native alone"
 VARIES = "passes, other bits in each native run"
 NO_CONTENTS = "passes, contents undefined"
@@ -113,7 +113,7 @@ BAD = (REGRESSION, OTHER_BITS)
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the runs of a test say."""
+    """The verdict over the runs of a test."""
 
     verdict: str
     native: str
@@ -122,7 +122,7 @@ class Verdict:
 
 
 def judge(native: list[Outcome | None], ours: list[Outcome | None], has_no_contents: bool = False) -> Verdict:
-    """Compares a test's runs. `native` and `ours` have one outcome for each run, `None` where it has not been run.
+    """Compares a test's runs. `native` and `ours` have one outcome for each run, `None` if it was not run.
 
     `has_no_contents`: what the test computes is undefined, as with `torch.empty`.
     """
@@ -135,7 +135,7 @@ def judge(native: list[Outcome | None], ours: list[Outcome | None], has_no_conte
         if all(one.outcome == SKIPPED for one in theirs + mine):
             return Verdict(BOTH_SKIP, *told)
         return Verdict(BETTER if all(one.outcome == PASSED for one in mine) else BOTH_FAIL, *told, detail)
-    # From here on it passes natively, whatever run.
+    # From here on, the test passes natively in every run.
     if all(one.outcome != PASSED for one in mine):
         return Verdict(REGRESSION, *told, detail)
     if any(one.outcome != PASSED for one in mine):
@@ -170,7 +170,7 @@ class Comparison:
         return self.counts()[UNFINISHED]
 
     def table(self) -> str:
-        """In Markdown: how many of which verdict, then whatever is not equal or skipped."""
+        """Returns Markdown: the number of tests per verdict, then the tests that are neither equal nor skipped."""
         counts = self.counts()
         lines = [f"## {self.suite}", "", "| verdict | tests |", "|---|---:|"]
         order = [*BAD, UNFINISHED, FLAKY, BETTER, BOTH_FAIL, VARIES, NO_CONTENTS, BOTH_SKIP, EQUAL]
@@ -198,8 +198,7 @@ def compare(
     without_contents: Iterable[str] = (),
     retried: tuple[dict[str, Outcome], dict[str, Outcome]] = ({}, {}),
 ) -> Comparison:
-    """Judges every test. `retried`: what native and ours said when a test that looked bad was run once more; it counts as a
-    further run of both."""
+    """Judges every test. `retried` has the outcomes of repeated tests on both allocators, which count as a further run of both."""
     undefined = set(without_contents)
     comparison = Comparison(suite)
     for name in names:

@@ -1,4 +1,4 @@
-"""A run of a suite on an allocator: workers that are watched, and started again after one that dies or hangs."""
+"""A run of a suite on an allocator, in supervised workers. A worker that dies or hangs is replaced."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from results import CRASHED, TIMEOUT, Outcome, RunFile
 from worker import BROKEN
 
 WORKER = Path(__file__).resolve().with_name("worker.py")
-# A worker imports PyTorch and makes a context before its first test.
+# A worker imports PyTorch and creates a context before its first test.
 START_SECONDS = 300
 POLL_SECONDS = 0.1
-# Workers in a row that end before they begin a test: what is wrong is not a test.
+# The number of consecutive workers that exit before they begin a test. After these, the failure is not a test's.
 VAIN_STARTS_MAX = 2
 
 
 class WorkerFailed(Exception):
-    """Workers do not start; the text says where their output is."""
+    """Workers do not start. The text names the file with their output."""
 
 
 @dataclass(frozen=True)
 class Listed:
-    """What a suite has."""
+    """The tests of a suite."""
 
     names: list[str]
     without_contents: list[str]
@@ -40,21 +40,21 @@ class Listed:
 
 @dataclass
 class Machine:
-    """How tests are run here."""
+    """The options for running tests."""
 
     gpus: int
     at_once: int
-    """How many tests run side by side, at most. Each still has its GPUs: one, or all of them."""
+    """The maximum of concurrent tests. Each test has its own GPU, or all of them."""
     seconds: float
-    """That a test may take."""
+    """The time limit per test, in seconds."""
     deadline: float
-    """On the monotonic clock: no test begins after it."""
+    """The time on the monotonic clock after which no test begins."""
 
     def is_over(self) -> bool:
         return time.monotonic() >= self.deadline
 
     def environment(self, gpu: int | None) -> dict[str, str]:
-        # Samples of `op_db` come in the order of sets.
+        # The order of samples in `op_db` depends on the order of sets.
         added = {"PYTHONUNBUFFERED": "1", "WORLD_SIZE": str(self.gpus), "PYTHONHASHSEED": "0"}
         if gpu is not None and self.gpus > 1:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -63,7 +63,7 @@ class Machine:
 
 
 def listed(suite: str, machine: Machine) -> Listed:
-    """What a suite has, asked of a worker: this process never imports PyTorch. Raises `WorkerFailed`."""
+    """Lists the tests of a suite in a worker, because this process never imports PyTorch. Raises `WorkerFailed`."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "names.json"
         command = [sys.executable, str(WORKER), suite, "native", str(file), "--list"]
@@ -81,14 +81,14 @@ class Run:
     allocator: str
     path: Path
     facts: dict[str, Any]
-    """What the run is of: a file of another run is not gone on with."""
+    """Returns the identity of the run. A file of another run is not continued."""
 
     def carry_out(self, names: list[str], machine: Machine, shares_gpus: bool) -> dict[str, Outcome]:
-        """Runs what has no outcome yet, until the machine's time is over. With `shares_gpus` each test needs one GPU alone, and
-        GPUs work side by side. Raises `OtherRun` and `WorkerFailed`."""
+        """Runs tests without an outcome until the deadline. With `shares_gpus`, each test needs one GPU, and the GPUs work
+        concurrently. Raises `OtherRun` and `WorkerFailed`."""
         parts = max(machine.at_once, machine.gpus if shares_gpus else 1)
         files = [RunFile(self.path.with_suffix(f".{part}.jsonl")) for part in range(parts)]
-        # Also with fewer or more GPUs than before.
+        # The number of GPUs may differ from that of the earlier run.
         known = self._known()
         for file in files:
             file.begin(self.facts)
@@ -126,13 +126,13 @@ class Run:
                 raise WorkerFailed(f"workers of {self.suite} on {self.allocator} begin no test: see {log}")
 
     def _watch(self, file: RunFile, names: list[str], machine: Machine, gpu: int | None) -> int | None:
-        """Starts a worker and waits for it. Returns how it ended; `None` if it took too long and was killed."""
+        """Starts a worker and waits for it. Returns its exit status; `None` if it timed out and was killed."""
         command = [sys.executable, str(WORKER), self.suite, self.allocator, str(file.path)]
         with file.path.with_suffix(".log").open("ab") as log, tempfile.TemporaryFile() as given:
             given.write("\n".join(names).encode())
             given.seek(0)
             size, since, is_started = file.path.stat().st_size, time.monotonic(), False
-            # A session of its own: the processes that a test starts end with it.
+            # A separate session, so that the child processes of a test end with it.
             worker = subprocess.Popen(
                 command, env=machine.environment(gpu), stdin=given, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
             )
@@ -153,7 +153,7 @@ class Run:
 
 
 def _end_all(worker: subprocess.Popen[bytes]) -> None:
-    """Ends the worker's session: what it started may still be there."""
+    """Ends the worker's session, because its child processes may still run."""
     with suppress(ProcessLookupError):
         os.killpg(worker.pid, signal.SIGKILL)
     worker.wait()

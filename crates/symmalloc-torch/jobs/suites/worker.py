@@ -1,12 +1,12 @@
-"""Runs tests of a suite in this process, one after the other, and notes what became of each: `worker.py SUITE ALLOCATOR FILE`.
+"""Runs tests of a suite in this process, one after the other, and records their outcomes: `worker.py SUITE ALLOCATOR FILE`.
 
-Names come on the standard input, one a line; with `--list`, the suite's names go to the file instead. A suite is a Python file
-beside this one (or any, by its path), or a file of PyTorch's tests in the folder `SYMMALLOC_SUITES_TESTS`. A suite's file has
+It reads names from standard input, one per line. With `--list`, it writes the suite's names to the file instead. A suite is a Python
+file next to this one (or any, by its path), or a file of PyTorch's tests in the folder `SYMMALLOC_SUITES_TESTS`. A suite's file has
 
-    names() -> list[str]
-    run(name) -> results.Outcome       raises what the test raises
-    WITHOUT_CONTENTS                   names whose results are undefined; may be missing
-    IS_BROKEN(error) -> bool           whether nothing else can run in this process after that, or after a failure (None); may be missing
+names() -> list[str]
+run(name) -> results.Outcome       propagates the test's errors
+WITHOUT_CONTENTS                   names whose results are undefined; optional
+IS_BROKEN(error) -> bool           True if no test can run in this process after that error, or a failure (None); optional
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from results import FAILED, PASSED, SKIPPED, Outcome, RunFile
 
 ALLOCATOR = "SYMMALLOC_SUITES_ALLOCATOR"
-# The folder of PyTorch's tests, and the file in it that is the suite.
+# The folder of PyTorch's tests, and the suite's file in it.
 TESTS = "SYMMALLOC_SUITES_TESTS"
 FILE = "SYMMALLOC_SUITES_FILE"
-# Installs the allocator in the Python processes that a test starts.
+# Installs the allocator in the Python child processes of a test.
 SITE = """import os
 if os.environ.get("SYMMALLOC_SUITES_ALLOCATOR") == "symmalloc":
     import symmalloc
     symmalloc.install()
 """
-# Ends a worker that cannot go on: another one does.
+# The exit status of a worker that cannot continue. Another worker does.
 BROKEN = 75
 DETAIL_CHARACTERS = 400
 
 
 def load(suite: str) -> ModuleType:
-    """A suite by its name or path, under the name by which processes that it starts find it, too."""
+    """Imports a suite by its name or path, under the name by which its child processes find it."""
     if os.environ.get(TESTS) and Path(os.environ[TESTS], suite).is_file():
         os.environ[FILE], suite = suite, "file"
     path = Path(suite) if suite.endswith(".py") else Path(__file__).resolve().with_name(f"{suite}_suite.py")
@@ -57,17 +57,17 @@ def load(suite: str) -> ModuleType:
 
 
 def under_allocator() -> None:
-    """Puts the allocator of this run under PyTorch. Suites call it first, in processes that they start, too."""
+    """Installs the allocator of this run in PyTorch. Suites call it first, also in their child processes."""
     if os.environ.get(ALLOCATOR) == "symmalloc":
         import symmalloc
 
         symmalloc.install()
         if not symmalloc.has_class():
-            raise SystemExit("the class for PyTorch is missing here: SYMMALLOC_TORCH_CLASS=require says why")
+            raise SystemExit("the class for PyTorch is missing here: set SYMMALLOC_TORCH_CLASS=require to see the cause")
 
 
 def outcome(test: unittest.TestCase) -> Outcome:
-    """Runs a test of `unittest`, with what its class and its module set up."""
+    """Runs a test of `unittest`, with the fixtures of its class and its module."""
     result = unittest.TestResult()
     unittest.TestSuite([test]).run(result)
     if troubles := result.failures + result.errors:
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("suite")
     parser.add_argument("allocator", choices=("native", "symmalloc"))
     parser.add_argument("file", type=Path)
-    parser.add_argument("--list", action="store_true", help="print what there is, as JSON, and end")
+    parser.add_argument("--list", action="store_true", help="print the tests as JSON and exit")
     options = parser.parse_args()
     os.environ[ALLOCATOR] = options.allocator
     with tempfile.TemporaryDirectory() as folder:
@@ -111,7 +111,7 @@ def work(options: argparse.Namespace) -> None:
             outcome = Outcome(FAILED, detail=told[:DETAIL_CHARACTERS])
             is_broken = getattr(suite, "IS_BROKEN", lambda _: False)(error)
         seconds = round(time.monotonic() - start, 3)
-        # A suite that catches what a test raises is asked as well.
+        # A suite that catches a test's errors can also report one.
         if outcome.outcome == FAILED and not is_broken:
             is_broken = getattr(suite, "IS_BROKEN", lambda _: False)(None)
         file.ended(name, Outcome(outcome.outcome, seconds, outcome.detail[-DETAIL_CHARACTERS:], outcome.bits))

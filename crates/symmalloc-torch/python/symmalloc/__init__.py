@@ -1,4 +1,4 @@
-"""A deterministic caching allocator under PyTorch: equal places on every rank, less memory reserved.
+"""A deterministic caching allocator for PyTorch: equal placements on every rank, and less reserved memory.
 
     import torch, symmalloc
     symmalloc.install()
@@ -59,12 +59,12 @@ __all__ = [
 
 
 def stats(device: Device = None) -> dict[str, Any]:
-    """Counters of a device's allocator, total and per pool, with PyTorch's names. Raises `NotInstalled`."""
+    """Returns the counters of a device's allocator, in total and per pool, under PyTorch's names. Raises `NotInstalled`."""
     return allocator(device).stats()
 
 
 def snapshot(device: Device = None) -> dict[str, Any]:
-    """What `torch.cuda.memory._snapshot()` returns, for one device. Raises `NotInstalled`."""
+    """Returns a snapshot of one device, in the format of `torch.cuda.memory._snapshot()`. Raises `NotInstalled`."""
     return allocator(device).snapshot()
 
 
@@ -76,11 +76,13 @@ def dump_snapshot(path: str | os.PathLike[str], device: Device = None) -> None:
 
 
 def flight_record(path: str | os.PathLike[str] | None = None, *, reason: str = "asked for") -> dict[str, Any]:
-    """What this process's groups with windows did last, and what is known of their other ranks; for `symmalloc diff`.
+    """Returns a flight record: the last collectives of this process's registered groups, and the state of their other ranks.
 
-    `path` also writes it there. The watchdog writes a record when a group's sync fails, and at the signal that
-    `SYMMALLOC_FLIGHT_SIGNAL` names (`USR1` or `USR2`), to the folder that `SYMMALLOC_FLIGHT_RECORDS` names, by default
-    `~/.local/state/symmalloc`.
+    path    also writes the record to this file, for `symmalloc diff`; None: writes no file
+    reason  a text that the record contains
+
+    The watchdog also writes records by itself: when a group's sync fails, and on the signal that `SYMMALLOC_FLIGHT_SIGNAL`
+    names (`USR1` or `USR2`). These go to the folder in `SYMMALLOC_FLIGHT_RECORDS`, by default `~/.local/state/symmalloc`.
     """
     import json
 
@@ -91,26 +93,29 @@ def flight_record(path: str | os.PathLike[str] | None = None, *, reason: str = "
 
 
 def digest(device: Device = None, pool: MemPool | None = None) -> int:
-    """64 bits over the history of a pool; None: the default pool. Equal on all ranks exactly when their placements are.
+    """Returns the 64-bit digest of a pool's history; None: the default pool.
 
-    Raises `NotInstalled`.
+    Digests are equal on all ranks exactly when the ranks made the same placements. Raises `NotInstalled`.
     """
     return pool.digest() if pool is not None else allocator(device).digest()
 
 
 def placement(tensor: torch.Tensor) -> Placement:
-    """Where a CUDA tensor's storage lies. Raises `NotInstalled`, `UnknownPointer` for memory that is not ours."""
+    """Returns the segment and offset of a CUDA tensor's storage.
+
+    Raises `NotInstalled`, and `UnknownPointer` for memory of another allocator.
+    """
     return allocator(tensor.device).placement_of(tensor.untyped_storage().data_ptr())
 
 
 def start_trace(path: str | os.PathLike[str], device: Device = None) -> None:
-    """Records every op of a device. Raises `NotInstalled`, and `InvalidState` after the first allocation there.
+    """Records every op of a device to a file. Raises `NotInstalled`, and `InvalidState` after the device's first allocation.
 
-    `install(trace=...)` and `SYMMALLOC_TRACE` do it for all devices and for each rank's file.
+    `install(trace=...)` and `SYMMALLOC_TRACE` record all devices, with one file per rank.
     """
     allocator(device).start_trace(path)
 
 
 def stop_trace(device: Device = None) -> None:
-    """Ends a recording; the file is complete afterwards. Raises `NotInstalled`."""
+    """Ends a recording and completes its file. Raises `NotInstalled`."""
     allocator(device).stop_trace()

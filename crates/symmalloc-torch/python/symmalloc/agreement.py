@@ -1,4 +1,4 @@
-"""Compares the ranks of a job: did all of them allocate alike so far?"""
+"""Comparison of allocation histories between the ranks of a job."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ if TYPE_CHECKING:
 
 
 def assert_aligned(group: ProcessGroup | None = None, *, symmetric_only: bool = False, device: Device = None) -> None:
-    """Raises `MisalignedError` on every rank when ranks differ, with the first op that differs and what each rank did.
+    """Compares the allocation histories of all ranks, and raises `MisalignedError` on every rank if they differ.
 
-    Collective: every rank of the group (None: the default one) calls it at the same point. Compared are the histories of all
-    pools, or with `symmetric_only` of those in which ranks promise to allocate alike. It costs one small all-gather while
-    ranks agree: through host tensors where the group has gloo, otherwise through the device, in memory that no pool has. So
-    a comparison changes nothing that is compared, and a part of the ranks may compare itself. Raises `TorchError` without
-    torch.distributed, `NotInstalled`.
+    group           the ranks to compare; None: the default group
+    symmetric_only  compares symmetric pools only, instead of all pools
+    device          None: the current one
+
+    Collective: every rank of the group calls it at the same point. The error names the first op that differs and what each
+    rank did. While ranks agree, the cost is one small all-gather. It uses host tensors if the group has gloo, and otherwise
+    device memory that belongs to no pool. A comparison therefore does not change any compared history, and a subset of the
+    ranks may run one. Raises `TorchError` without torch.distributed, and `NotInstalled`.
     """
     import torch.distributed as dist
 
@@ -37,7 +40,7 @@ def assert_aligned(group: ProcessGroup | None = None, *, symmetric_only: bool = 
 
 
 def _gather(group: ProcessGroup | None, device: int) -> Gather:
-    """An all-gather of bytes over the group."""
+    """Returns an all-gather of bytes over the group."""
     import torch
     import torch.distributed as dist
 
@@ -51,7 +54,7 @@ def _gather(group: ProcessGroup | None, device: int) -> Gather:
         return torch.frombuffer(bytearray(mine), dtype=torch.uint8)
 
     def over_host(mine: bytes) -> bytes:
-        # Devices are named: the program may have set a default one.
+        # The device is explicit because the program may have set a default device.
         return over(on_host(mine), torch.empty(world * len(mine), dtype=torch.uint8, device="cpu"))
 
     def over_device(mine: bytes) -> bytes:
@@ -60,15 +63,17 @@ def _gather(group: ProcessGroup | None, device: int) -> Gather:
             sent.copy_(on_host(mine))
             return over(sent, gathered)
 
-    # A group that takes tensors of both kinds says so as `cpu:gloo,cuda:nccl`.
+    # The configuration of a group with both backends reads `cpu:gloo,cuda:nccl`.
     has_gloo = "gloo" in str(dist.get_backend_config(group))
     return over_host if has_gloo else over_device
 
 
 @contextmanager
 def _exchange_bytes(device: int, size_bytes: int) -> Iterator[torch.Tensor]:
-    """Bytes on the device for work on the current stream. What reads them is waited for before they are given up; after a
-    failure they are not, because NCCL may still use them."""
+    """Allocates bytes on the device for work on the current stream.
+
+    The `with` block must wait for the work that reads them. An error leaks the bytes, because NCCL may still use them.
+    """
     import torch
 
     memory = _exchange_allocator(device)
@@ -79,12 +84,15 @@ def _exchange_bytes(device: int, size_bytes: int) -> Iterator[torch.Tensor]:
 
 @cache
 def _exchange_allocator(device: int) -> Allocator:
-    """Not PyTorch's: an exchange must add nothing to what is compared, no op, no pool, and no stream."""
+    """Returns a separate allocator for exchanges.
+
+    An exchange must not add an op, a pool or a stream to the compared histories, so it cannot use PyTorch's allocator.
+    """
     return Allocator(device, "segments:fixed,streams:shared")
 
 
 class _DeviceBytes:
-    """Memory of the device, for PyTorch to make a tensor of."""
+    """Device memory that PyTorch can wrap in a tensor."""
 
     def __init__(self, address: int, size_bytes: int) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {

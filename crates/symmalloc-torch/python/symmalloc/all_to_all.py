@@ -1,12 +1,12 @@
-"""All-to-all on registered memory: `torch.distributed.all_to_all_single`, with splits that are exchanged when asked.
+"""All-to-all on registered memory: `torch.distributed.all_to_all_single` with a separate exchange of the splits.
 
-    received = symmalloc.exchange_splits(rows_by_rank)          when the splits of any rank changed, on all ranks
+    received = symmalloc.exchange_splits(rows_by_rank)          on all ranks, after the splits of any rank changed
     symmalloc.all_to_all_single(output, tokens, received, rows_by_rank)
     ...                                                         the experts
-    symmalloc.all_to_all_single(combined, output, rows_by_rank, received)     the way back: nothing is exchanged
+    symmalloc.all_to_all_single(combined, output, rows_by_rank, received)     the reverse direction, without an exchange
 
-A call is sends and receives in one NCCL group on the program's stream, and a copy of what the rank keeps. It allocates
-nothing, registers nothing and waits for nothing on the host, so it can be captured in a graph.
+    A call submits sends and receives in one NCCL group on the program's stream, and copies the rows that stay on the rank. It
+    never allocates, registers or blocks the host, so a graph can capture it.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ if TYPE_CHECKING:
 REGISTERED, CHECKED = 1, 2
 
 Splits = Sequence[int]
-"""Rows for each rank, or from each."""
+"""The number of rows sent to each rank, or received from each rank."""
 
 
 class Work:
-    """An all-to-all that runs on a stream of its own. Keep it until `wait()`: it holds the tensors."""
+    """An all-to-all that runs on a separate stream. Keep it until `wait()`: it holds the tensors."""
 
     def __init__(self, event: Any, tensors: tuple[torch.Tensor, torch.Tensor]) -> None:
         self._event, self._tensors = event, tensors
 
     def wait(self) -> None:
-        """The current stream waits for it, on the device. What is given to that stream afterwards finds the rows."""
+        """Makes the current stream wait on the device. Later work on that stream sees the received rows."""
         import torch
 
         torch.cuda.current_stream(self._tensors[0].device).wait_event(self._event)
 
     def is_completed(self) -> bool:
-        """Whether it is done. Never waits."""
+        """Returns `True` if the all-to-all has completed. Never blocks."""
         return bool(self._event.query())
 
     def synchronize(self) -> None:
-        """The host waits for it."""
+        """Blocks the host until the all-to-all has completed."""
         self._event.synchronize()
 
 
@@ -61,12 +61,16 @@ def exchange_splits(
     comm: Communicator | None = None,
     device: Device = None,
 ) -> list[int]:
-    """Tells every rank how many rows this one sends to each, and returns how many it receives from each: the `output_splits`.
+    """Exchanges the input splits of all ranks, and returns this rank's `output_splits`.
 
-    Collective: all ranks call it when the splits of any of them changed, and at no other time. The host waits for the
-    answer. The group is one on which a pool is registered. Raises `InvalidArgument` when there are not as many splits as
-    ranks, and `MisalignedError` on the others then; `NcclError` when a rank does not come within the deadline, `InvalidState`
-    in a capture.
+    input_splits  rows that this rank sends to each rank
+    group         a group on which a pool is registered; None: the default group
+    comm          a raw communicator instead of the group's
+    device        None: the current one
+
+    Collective: all ranks call it after the splits of any rank changed, and at no other time. Blocks the host until the
+    exchange is done. Raises `InvalidArgument` if the number of splits differs from the number of ranks (the other ranks
+    then raise `MisalignedError`), `NcclError` if a rank does not join within the deadline, and `InvalidState` in a capture.
     """
     registered = _found(group, comm, device_index(device))
     all_to_all = _made(registered, 0)
@@ -74,7 +78,7 @@ def exchange_splits(
     try:
         sent = _numbers("input_splits", input_splits, registered.ranks)
     except Exception:
-        # The other ranks wait for this one.
+        # The other ranks wait for this one, so it joins with invalid splits.
         library().symmalloc_all_to_all_exchange(all_to_all, None, received)
         raise
     call("all_to_all_exchange", all_to_all, sent, received)
@@ -93,22 +97,21 @@ def all_to_all_single(
     require_registered: bool = True,
     check_splits: bool = False,
 ) -> Work | None:
-    """Sends the input's rows to all ranks and receives theirs in the output, in rank order.
+    """Sends rows of the input to all ranks, and receives their rows in the output, in rank order.
 
-    output, input       contiguous tensors of one type, with rows of one size: the first dimension counts rows. Each may have
-                        more rows than its splits, so that one buffer serves steps of different sizes
-    output_splits       rows from each rank; None, with `input_splits` None: both tensors are split equally
-    input_splits        rows for each rank. This rank's own part is the same on both sides
-    group               one on which a pool is registered; None: the default group
-    comm                a raw communicator, in place of the group's
-    async_op            on a stream of its own, behind the current one; `Work.wait()` joins it
-    require_registered  refuse tensors that are not in registered memory. NCCL moves others as well, through buffers of its own
-    check_splits        compare the splits of all ranks first, to find a mistake: every rank gets the same error. The host
-                        waits
+    output, input       contiguous tensors of one dtype with rows of one size. The first dimension counts rows. Each tensor may
+                        have more rows than its splits, so that one buffer serves steps of different sizes
+    output_splits       rows received from each rank; None, with `input_splits` None: both tensors are split equally
+    input_splits        rows sent to each rank. A rank's entry for itself must be equal in both lists
+    group               a group on which a pool is registered; None: the default group
+    comm                a raw communicator instead of the group's
+    async_op            runs on a separate stream, after the work of the current one; `Work.wait()` joins it
+    require_registered  rejects tensors outside registered memory. NCCL can move these too, through its internal buffers
+    check_splits        compares the splits of all ranks first, for debugging: every rank gets the same error. Blocks the host
 
-    Collective. Nothing is exchanged: a rank that knows its input's splits alone calls `exchange_splits` before. Raises
-    `InvalidArgument` for tensors or splits that do not fit, `InvalidState` for memory that is not registered,
-    `MisalignedError` when checked splits differ, `NcclError` when the communicator failed.
+    Collective. Exchanges no splits: if a rank knows only its input splits, call `exchange_splits` first. Raises
+    `InvalidArgument` for tensors or splits that do not fit, `InvalidState` for unregistered memory, `MisalignedError` if checked
+    splits differ, and `NcclError` if the communicator failed.
     """
     import torch
 
@@ -120,7 +123,7 @@ def all_to_all_single(
         sent = _numbers("input_splits", input_splits, registered.ranks)
         received = _numbers("output_splits", output_splits, registered.ranks)
     elif input_splits is not None or output_splits is not None:
-        raise InvalidArgument("give the splits of both sides (exchange_splits() finds the other one), or none")
+        raise InvalidArgument("give the splits of both sides (exchange_splits() returns the output's), or none")
     options = (REGISTERED if require_registered else 0) | (CHECKED if check_splits else 0)
     all_to_all = _made(registered, options)
     current = torch.cuda.current_stream(index)
@@ -154,14 +157,14 @@ def _device_of(output: torch.Tensor, input: torch.Tensor) -> int:
 
 
 def _row_bytes(output: torch.Tensor, input: torch.Tensor) -> int:
-    """Bytes of a row, which is what one index of the first dimension names."""
+    """Returns the size in bytes of a row, that is, of one index of the first dimension."""
     if output.dtype != input.dtype or output.shape[1:] != input.shape[1:] or not output.dim() or not input.dim():
         raise InvalidArgument(
             f"rows of {tuple(input.shape)} {input.dtype} and {tuple(output.shape)} {output.dtype} differ: give tensors of one "
             "type whose dimensions are equal but for the first"
         )
     if not (output.is_contiguous() and input.is_contiguous()):
-        raise InvalidArgument("rows lie one behind the other: give contiguous tensors")
+        raise InvalidArgument("the rows of a tensor are not contiguous: give contiguous tensors")
     return int(output.element_size() * output.shape[1:].numel())
 
 
@@ -171,16 +174,16 @@ def _numbers(name: str, splits: Splits, ranks: int) -> Array[c_uint64]:
             f"{name} has {len(splits)} numbers for {ranks} ranks: give a number of rows for each rank"
         )
     if min(splits) < 0:
-        raise InvalidArgument(f"{name} has {min(splits)} rows: give numbers from 0 on")
+        raise InvalidArgument(f"{name} has {min(splits)} rows: give numbers that are at least 0")
     return (c_uint64 * ranks)(*splits)
 
 
-# What a group, or a raw communicator, was found to be. Emptied when a pool is deregistered.
+# The registration of each group or raw communicator. Ended registrations are removed at the next lookup that misses.
 _known: dict[tuple[int, int], tuple[Any, Registered]] = {}
 
 
 def _found(group: ProcessGroup | None, comm: Communicator | None, device: int) -> Registered:
-    """What is registered there first."""
+    """Returns the first registration on a group or a raw communicator."""
     if comm is None and group is None:
         import torch.distributed as dist
 
@@ -188,7 +191,7 @@ def _found(group: ProcessGroup | None, comm: Communicator | None, device: int) -
     named = group if comm is None else Member(None, comm, device).pointer()
     key = (device, named if isinstance(named, int) else id(named))
     known = _known.get(key)
-    # The group is kept, so its id is no other's.
+    # The entry holds the group, so no other object can have its id.
     if known is None or known[1].is_ended:
         for ended in [other for other, (_, registered) in _known.items() if registered.is_ended]:
             del _known[ended]
@@ -210,7 +213,7 @@ def _made(registered: Registered, options: int) -> c_void_p:
 
 @cache
 def _side_stream(device: int, registrar: int) -> torch.cuda.Stream:
-    """One for each communicator, so that its calls keep their order."""
+    """Returns the side stream of a communicator. There is one per communicator, so that its calls keep their order."""
     import torch
 
     return torch.cuda.Stream(device)

@@ -1,4 +1,4 @@
-"""One device's allocator: the C interface as an object. Knows nothing of PyTorch."""
+"""The allocator of one device: an object over the C interface, independent of PyTorch."""
 
 from __future__ import annotations
 
@@ -30,69 +30,69 @@ SHARED_STREAMS = 0xFFFF_FFFF
 NOWHERE = 0xFFFF_FFFF_FFFF_FFFF
 
 Gather = Callable[[bytes], bytes]
-"""Takes this rank's bytes; returns all ranks' bytes, each as many, in rank order."""
+"""Takes this rank's bytes; returns the bytes of all ranks, equally many for each, in rank order."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where an allocation lies. Equal on all ranks that ran the same program."""
+    """The position of an allocation. Equal on all ranks that ran the same program."""
 
     pool: int
     stream: int | None
-    """The number of its stream in the order of first use; None where the pool's streams share."""
+    """The number of its stream, in order of first use; None if the pool's streams share memory."""
     segment: int
     """The birth ordinal of its segment in its heap."""
     offset_bytes: int
     size_bytes: int
-    """Bytes that may be used: the request, rounded up."""
+    """Usable bytes: the requested size, rounded up."""
     requested_bytes: int
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What became of a step."""
+    """The result of a step."""
 
     allocations: int
     planned: int
-    """How many of them went where a plan says."""
+    """The number of allocations that were placed by a plan."""
     plan_bytes: int
-    """Bytes of memory that the pool's plans hold."""
+    """Bytes of memory reserved for the pool's plans."""
     differs_at: int | None
-    """The number of the first allocation that was not as planned; None when all were, or there is no plan."""
+    """The number of the first allocation that differed from the plan; None if there was none, or no plan."""
 
 
 class Contents(enum.Enum):
-    """What becomes of the bytes in live allocations of a pool that sleeps."""
+    """The treatment of the bytes in live allocations when a pool sleeps."""
 
     KEEP = 0
-    """They are copied to pinned host memory, and back when it wakes."""
+    """Copied to pinned host memory, and restored on wake."""
     DROP = 1
-    """They are gone, and undefined after waking."""
+    """Discarded, and undefined after wake."""
     ZERO = 2
-    """They are zero after waking."""
+    """Zero after wake."""
 
 
 class Phase(enum.Enum):
-    """Whether a pool is awake."""
+    """The sleep state of a pool."""
 
     AWAKE = 0
-    """It has its memory."""
+    """The pool has its memory."""
     ASLEEP = 1
-    """It has no memory, and all of its addresses."""
+    """The pool has no memory, but keeps its addresses."""
     FAILED = 2
-    """It sleeps, but the driver or a window holds some of its memory: another sleep tries to give that back, a wake uses it."""
+    """The pool sleeps, but the driver or a window holds some memory. Another sleep retries the release; a wake reuses it."""
 
 
 @dataclass(frozen=True)
 class Slept:
-    """What a sleep did, of one pool or of several together."""
+    """The result of a sleep, for one pool or summed over several."""
 
     released_bytes: int = 0
-    """Bytes that went back to the device."""
+    """Bytes released to the device."""
     kept_bytes: int = 0
-    """Bytes that were copied to the host."""
+    """Bytes copied to the host."""
     deregistered: int = 0
-    """Windows and buffers that were taken away."""
+    """Windows and buffers that were deregistered."""
 
     def __add__(self, other: Slept) -> Slept:
         return Slept(
@@ -104,16 +104,16 @@ class Slept:
 
 @dataclass(frozen=True)
 class Woken:
-    """What a wake did, of one pool or of several together."""
+    """The result of a wake, for one pool or summed over several."""
 
     remapped_bytes: int = 0
-    """Bytes that have memory again."""
+    """Bytes that were mapped to memory again."""
     registered: int = 0
-    """Windows and buffers that were made again."""
+    """Windows and buffers that were registered again."""
     changed: int = 0
-    """Windows that have another handle than before, on any rank: capture again what uses them."""
+    """Windows whose handle changed on any rank: recapture graphs that use them."""
     lost: int = 0
-    """Groups that died since: register on new ones."""
+    """Groups that failed during the sleep: register on new ones."""
 
     def __add__(self, other: Woken) -> Woken:
         return Woken(
@@ -125,12 +125,13 @@ class Woken:
 
 
 class Allocator:
-    """A deterministic caching allocator of one device.
+    """A deterministic caching allocator for one device.
 
-    `conf` is a text as in `SYMMALLOC_CONF`; None: the defaults. Streams are raw handles (`cudaStream_t` as an int), 0 the
-    default stream. All methods but `close` are thread-safe. Those of a closed allocator raise `InvalidArgument`.
+    device  the device's number
+    conf    a configuration text, with the syntax of `SYMMALLOC_CONF`; None: the defaults
 
-    PyTorch's own is `symmalloc.allocator(device)`.
+    Streams are raw handles (`cudaStream_t` as an int); 0 is the default stream. All methods except `close` are thread-safe.
+    Methods of a closed allocator raise `InvalidArgument`. PyTorch's allocator is `symmalloc.allocator(device)`.
     """
 
     def __init__(self, device: int = 0, conf: str | None = None) -> None:
@@ -139,9 +140,9 @@ class Allocator:
 
     @classmethod
     def shared(cls, device: int) -> Allocator:
-        """The process's allocator of a device, made at its first use with `SYMMALLOC_CONF`. It lives as long as the process.
+        """Returns the process's allocator for a device, and creates it on first use, configured by `SYMMALLOC_CONF`.
 
-        PyTorch has it where `install()` was called, and so have the other runtimes that this package has hooks for.
+        It lives until the process ends. PyTorch uses it after `install()`, and so do the other runtimes that this package supports.
         """
         self = cls.__new__(cls)
         self._handle, self._is_owned = c_void_p(), False
@@ -150,11 +151,11 @@ class Allocator:
 
     @property
     def handle(self) -> c_void_p:
-        """The allocator as the C interface has it."""
+        """The allocator's handle in the C interface."""
         return self._handle
 
     def close(self) -> None:
-        """Gives all memory back to the device. Does nothing the second time."""
+        """Releases all memory to the device. Further calls have no effect."""
         handle, self._handle = self._handle, c_void_p()
         if self._is_owned and handle:
             call("destroy", handle)
@@ -166,7 +167,7 @@ class Allocator:
         self.close()
 
     def allocate(self, size_bytes: int, stream: int = 0, pool: int = DEFAULT_POOL, name: str | None = None) -> int:
-        """Returns a device address. Raises `OutOfMemory`, `UnknownPool`."""
+        """Allocates memory for use on a stream, and returns its device address. Raises `OutOfMemory` and `UnknownPool`."""
         out = c_void_p()
         if name is None:
             call("allocate", self._handle, pool, size_bytes, stream, byref(out))
@@ -175,11 +176,11 @@ class Allocator:
         return out.value or 0
 
     def free(self, pointer: int) -> None:
-        """Frees at once: the next user waits on the device for those of other streams. Raises `UnknownPointer`."""
+        """Frees an allocation without blocking. Its next user waits on the device for other streams. Raises `UnknownPointer`."""
         call("free", self._handle, pointer)
 
     def allocate_unordered(self, size_bytes: int) -> int:
-        """Allocates for work on any stream, where the stream is not known. Free it with `free_unordered`.
+        """Allocates memory whose stream is unknown, for work on any stream. Free it with `free_unordered`.
 
         Raises `OutOfMemory`.
         """
@@ -188,62 +189,62 @@ class Allocator:
         return out.value or 0
 
     def free_unordered(self, pointer: int) -> None:
-        """Frees when all work of the device is done, and blocks until then. Raises `UnknownPointer`.
+        """Blocks until all work of the device is done, and frees an allocation.
 
-        Raises `CudaError` while a stream is captured; the memory is still allocated then.
+        Raises `UnknownPointer`, and `CudaError` during a stream capture. The memory then stays allocated.
         """
         call("free_unordered", self._handle, pointer)
 
     def record_use(self, pointer: int, stream: int) -> None:
-        """Says that another stream uses a block. Raises `UnknownPointer`."""
+        """Records that another stream uses a block. Raises `UnknownPointer`."""
         call("record_use", self._handle, pointer, stream)
 
     def create_pool(self, conf: str | None = None) -> int:
-        """Returns the new pool's number. Raises `InvalidSettings`."""
+        """Creates a pool and returns its number. Raises `InvalidSettings`."""
         out = c_uint32()
         call("pool_create", self._handle, encoded(conf), byref(out))
         return out.value
 
     def destroy_pool(self, pool: int) -> None:
-        """Gives a pool up. Its memory goes back with the first trim after its last allocation was freed."""
+        """Destroys a pool. The first trim after its last allocation was freed releases its memory."""
         call("pool_destroy", self._handle, pool)
 
     def reserve(self, size_bytes: int, stream: int = 0, pool: int = DEFAULT_POOL) -> None:
-        """Obtains memory for later allocations of a pool on a stream. Raises `OutOfMemory`."""
+        """Reserves memory for later allocations of a pool on a stream. Raises `OutOfMemory`."""
         call("reserve", self._handle, pool, stream, size_bytes)
 
     def sleep(self, pool: int = DEFAULT_POOL, contents: Contents = Contents.KEEP) -> Slept:
-        """Puts a pool to sleep: its memory goes back to the device, its addresses and allocations stay. Waits for the device.
+        """Puts a pool to sleep: releases its memory to the device, and keeps its addresses and allocations.
 
-        Until it wakes nothing may use its memory. Raises `InvalidState` while a stream is captured or a step is open,
-        `CudaError` when the host has no memory for what is kept; it is as it was then. A pool with registrars sleeps on all
-        ranks together, and raises `MisalignedError` and `NcclError` as a sync.
+        Blocks until the device is idle. Until the pool wakes, no work may use its memory. A registered pool sleeps on all ranks
+        together, and raises `MisalignedError` and `NcclError` as a sync does. Raises `InvalidState` during a stream capture or an
+        open step, and `CudaError` if the host lacks memory for the kept contents. The pool is unchanged after these two.
         """
         out = SleptStruct()
         call("sleep", self._handle, pool, contents.value, byref(out))
         return Slept(out.released_bytes, out.kept_bytes, out.deregistered)
 
     def wake(self, pool: int = DEFAULT_POOL) -> Woken:
-        """Wakes a pool, at the addresses that it had, with what was kept.
+        """Wakes a pool at its previous addresses, and restores the kept contents.
 
-        Raises `OutOfMemory` where the device has no room: it sleeps on, nothing is lost, and another call may succeed.
+        Raises `OutOfMemory` if the device lacks memory. The pool then stays asleep without losing contents, and can retry.
         """
         out = WokenStruct()
         call("wake", self._handle, pool, byref(out))
         return Woken(out.remapped_bytes, out.registered, out.changed, out.lost)
 
     def phase(self, pool: int = DEFAULT_POOL) -> Phase:
-        """Whether a pool is awake."""
+        """Returns the sleep state of a pool."""
         out = c_uint32()
         call("phase", self._handle, pool, byref(out))
         return Phase(out.value)
 
     def resize(self, size_bytes: int, pool: int, stream: int = 0) -> int:
-        """Makes a pool with a quota (`growth_mb:0,streams:shared`) hold so many bytes, rounded up to granules, no more and no less.
+        """Sets the memory of a pool with a quota (`growth_mb:0,streams:shared`) to a size in bytes, rounded up to granules.
 
-        Live allocations stay where they are. Returns the bytes that it holds. Raises `InvalidState` when live allocations need
-        more, or the pool has no quota; `InvalidArgument` beyond its `range_mb`: it is as it was then. `OutOfMemory` when there is
-        no memory for all of it: call it again.
+        Live allocations stay in place. Returns the bytes that the pool now holds. Raises `InvalidState` if live allocations need
+        more or the pool has no quota, and `InvalidArgument` for a size beyond its `range_mb`. The pool is unchanged after these
+        two. Raises `OutOfMemory` if there is no memory for the full size; call it again to retry.
         """
         if size_bytes < 0:
             raise InvalidArgument(f"a pool cannot hold {size_bytes} bytes")
@@ -252,62 +253,65 @@ class Allocator:
         return out.value
 
     def reserve_host_memory(self, size_bytes: int) -> None:
-        """Obtains pinned memory for what pools will keep, so that the first sleep does not. Raises `CudaError`."""
+        """Reserves pinned host memory for kept contents, so that the first sleep does not have to. Raises `CudaError`."""
         call("reserve_host_memory", self._handle, size_bytes)
 
     def release_host_memory(self) -> int:
-        """Gives pinned memory back that no sleeping pool needs. Returns its bytes."""
+        """Releases pinned host memory that no sleeping pool needs, and returns its size in bytes."""
         out = c_uint64()
         call("release_host_memory", self._handle, byref(out))
         return out.value
 
     def begin_step(self, key: int = 0, pool: int = DEFAULT_POOL) -> None:
-        """A step begins: what the program repeats. Raises `InvalidState` when one is open.
+        """Begins a step, which is a repeated part of the program. Raises `InvalidState` if a step is open.
 
-        In a pool with `plan:learn` a step that comes twice alike is planned when it ends, and later ones follow the plan.
+        A pool with `plan:learn` plans a step after two equal runs, when the second ends. Later runs follow the plan.
         """
         call("step_begin", self._handle, pool, key)
 
     def end_step(self, pool: int = DEFAULT_POOL) -> StepReport:
-        """The step ends. Raises `InvalidState` when none is open."""
+        """Ends the open step and returns its report. Raises `InvalidState` if no step is open."""
         out = StepReportStruct()
         call("step_end", self._handle, pool, byref(out))
         differs_at = None if out.differs_at == NOWHERE else out.differs_at
         return StepReport(out.allocations, out.planned, out.plan_bytes, differs_at)
 
     def adopt_plans(self, path: str | os.PathLike[str], pool: int = DEFAULT_POOL) -> int:
-        """Adopts the plans that a file of `symmalloc plan -o FILE` has for a pool. Returns how many.
+        """Loads the plans for a pool from a file that `symmalloc plan -o FILE` wrote, and returns their number.
 
-        Streams have the numbers of their first use: use each stream once before. Raises `InvalidSettings` for a file that is no
-        plan or a plan that does not fit, `OutOfMemory`, `InvalidState` while a step is open.
+        Streams are numbered in order of first use, so use each stream once before this call. Raises `InvalidSettings` for a file
+        that is not a plan or does not fit, `OutOfMemory`, and `InvalidState` if a step is open.
         """
         count = c_uint32()
         call("plans_adopt", self._handle, pool, os.fspath(path).encode(), byref(count))
         return count.value
 
     def drop_plans(self, pool: int = DEFAULT_POOL) -> None:
-        """Gives the plans of a pool up. What they placed stays where it is."""
+        """Drops the plans of a pool. Their live allocations stay in place."""
         call("plans_drop", self._handle, pool)
 
     def trim(self) -> int:
-        """Gives free memory back to the device, but not that of graphs in use. Returns how many bytes."""
+        """Releases free memory to the device, except that of graphs in use. Returns the number of bytes."""
         out = c_uint64()
         call("trim", self._handle, byref(out))
         return out.value
 
     def grant_access(self, peer: int) -> None:
-        """Lets another device read and write the memory, what there is and what will be. Raises `CudaError`."""
+        """Grants another device read and write access to present and future memory. Raises `CudaError`."""
         call("grant_access", self._handle, peer)
 
     def placement_of(self, pointer: int) -> Placement:
-        """Raises `UnknownPointer`."""
+        """Returns the position of an allocation. Raises `UnknownPointer`."""
         out = PlacementStruct()
         call("placement_of", self._handle, pointer, byref(out))
         found = {name: getattr(out, name) for name in Placement.__dataclass_fields__}
         return Placement(**found | {"stream": None if out.stream == SHARED_STREAMS else out.stream})
 
     def stats(self) -> dict[str, Any]:
-        """Counters: `total`, and `stats` for each of `pools`, as in `torch.cuda.memory_stats_as_nested_dict`, and more."""
+        """Returns counters: `total`, and `stats` for each of `pools`.
+
+        They contain the keys of `torch.cuda.memory_stats_as_nested_dict`, and additional ones.
+        """
         stats: dict[str, Any] = json.loads(text("stats_json", self._handle))
         return stats
 
@@ -316,39 +320,44 @@ class Allocator:
         call("reset_peaks", self._handle)
 
     def digest(self, pool: int = DEFAULT_POOL) -> int:
-        """64 bits over the pool's history: equal on ranks exactly when the ops and their placements are."""
+        """Returns the 64-bit digest of a pool's history. Digests are equal on ranks exactly when ops and placements are."""
         out = c_uint64()
         call("digest", self._handle, pool, byref(out))
         return out.value
 
     def snapshot(self) -> dict[str, Any]:
-        """What `torch.cuda.memory._snapshot()` returns, for this device. PyTorch's viewer reads it."""
+        """Returns a snapshot of this device in the format of `torch.cuda.memory._snapshot()`, for PyTorch's viewer."""
         snapshot: dict[str, Any] = pickle.loads(data("snapshot", self._handle))
         return snapshot
 
     def leak_report(self) -> str:
-        """What is allocated now, by pool and name."""
+        """Returns a list of the live allocations, by pool and name."""
         return text("leak_report", self._handle)
 
     def config(self) -> str:
-        """The configuration's canonical text: every value, defaults too."""
+        """Returns the canonical text of the configuration, which includes default values."""
         return text("config", self._handle)
 
     def start_trace(self, path: str | os.PathLike[str]) -> None:
-        """Records every op to a file that `symmalloc replay` and `symmalloc diff` read, zstd by the name's ending.
+        """Records every op to a file, for `symmalloc replay` and `symmalloc diff`. The file extension selects zstd.
 
-        Raises `InvalidState` after the first allocation: a recording begins before it.
+        Raises `InvalidState` after the first allocation: a recording must begin before it.
         """
         call("trace_start", self._handle, os.fsencode(path))
 
     def stop_trace(self) -> None:
-        """Ends the recording. What was recorded is on disk afterwards."""
+        """Ends the recording and writes the rest of it to disk."""
         call("trace_stop", self._handle)
 
     def agree(self, rank: int, world: int, gather: Gather, *, symmetric_only: bool = False) -> None:
-        """Compares the histories of all pools, or of symmetric ones, over all ranks, which all call this at the same point.
+        """Compares the histories of all pools, or of symmetric pools only, between all ranks.
 
-        Raises `MisalignedError` on every rank alike, and what `gather` raised.
+        rank    this rank's number
+        world   the number of ranks
+        gather  an all-gather of bytes over all ranks
+
+        Collective: all ranks call it at the same point. Raises the same `MisalignedError` on every rank, and any error that
+        `gather` raises.
         """
         failures: list[BaseException] = []
 
@@ -359,7 +368,7 @@ class Allocator:
                     raise ValueError(f"gather returned {len(gathered)} bytes for {world} ranks of {length}")
                 ctypes.memmove(everyone, gathered, len(gathered))
                 return 0
-            except BaseException as error:  # it must not pass through the library; raised below
+            except BaseException as error:  # must not unwind through the library; raised below
                 failures.append(error)
                 return 1
 

@@ -1,4 +1,4 @@
-"""Collectives that the program submits by other means, for the watchdog."""
+"""Announcements of the program's own collectives to the watchdog."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ def announce(
     comm: Communicator | None = None,
     device: Device = None,
 ) -> Iterator[None]:
-    """Tells the watchdog of a collective that the program submits by other means, inside the `with`:
+    """Announces to the watchdog a collective that the program submits inside the `with` block:
 
         with symmalloc.announce("all_reduce", elements=gradients.numel()):
             torch.distributed.all_reduce(gradients)
 
-    The group (None: the default one), or the raw communicator, is one on which a pool is registered; every rank announces
-    the same in the same order. It is numbered among the group's collectives in flight records and has the deadline of
-    `register()`: a rank that does not come is named on the error output, in a flight record and at the next `sync()`.
-    Nothing of the group is aborted.
-
-    kind      what it is, in flight records: the same on every rank
-    elements  how large, the same on every rank; None where ranks may differ
-    stream    the one that it ends on; None: the current one, which PyTorch's collectives join unless `async_op` is given
-    comm      a raw communicator, in place of the group's
+    kind      the collective's name in flight records, equal on every rank
+    elements  its element count, equal on every rank; None if ranks may differ
+    stream    the stream on which it ends; None: the current one, which PyTorch's collectives join unless `async_op` is given
+    group     a group on which a pool is registered; None: the default group
+    comm      a raw communicator instead of the group's
     device    None: the current one
 
-    Raises `InvalidState` when no pool is registered on the group, `NcclError` when its communicator failed before: what is inside
-    is not run then.
+    Every rank announces the same collectives in the same order. An announced collective is numbered among the group's
+    collectives in flight records, and has the deadline of `register()`. If a rank misses the deadline, standard error, a flight
+    record and the next `sync()` name it. The watchdog does not abort the group.
+
+    Raises `InvalidState` if no pool is registered on the group, and `NcclError` if its communicator failed earlier. The block
+    does not run then.
     """
     index = device_index(device)
     registrar = registered_first(Member(group, comm, index)).registrar

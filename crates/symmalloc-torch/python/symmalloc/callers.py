@@ -1,7 +1,7 @@
-"""Who asks for memory: the Python frame by which an allocation is named while `torch.cuda.memory._record_memory_history` is on.
+"""Names of allocations from Python frames, used while `torch.cuda.memory._record_memory_history` is on.
 
-The innermost frame of the program names it, `model/attention.py:88 forward`; where there is none, the innermost of PyTorch's.
-That is how `symmalloc import` names what PyTorch recorded, so that traces, reports and snapshots of both say the same.
+The innermost frame of the program names an allocation, as in `model/attention.py:88 forward`. Without one, the innermost frame
+of PyTorch does. `symmalloc import` names PyTorch's recordings by the same rule, so traces, reports and snapshots match.
 """
 
 from __future__ import annotations
@@ -13,11 +13,14 @@ from functools import lru_cache
 from types import FrameType
 
 CALLER_FN = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t)
-"""Writes the name of who calls into a buffer of so many bytes, as a C string."""
+"""Writes the caller's name to a buffer as a C string. The second argument is the buffer's size in bytes."""
 
 
 def caller(frame: FrameType | None = None) -> str:
-    """The name of the frame that asked for memory; empty on a thread without Python. `frame`: where to begin, None: here."""
+    """Returns the name of the frame that requested memory; an empty text without one.
+
+    `frame` is the frame to begin with; None: the caller's.
+    """
     frame = frame or sys._getframe(1)
     library = None
     while frame is not None:
@@ -32,7 +35,7 @@ def caller(frame: FrameType | None = None) -> str:
 
 @lru_cache(maxsize=4096)
 def is_programs(path: str) -> bool:
-    """Whether a file is the program's: neither PyTorch's nor Python's own."""
+    """Returns `True` if a file belongs to the program, and not to PyTorch or to Python's standard library."""
     if not path.endswith(".py") and not path.startswith(("<ipython", "/tmp/ipykernel")):
         return False
     is_installed = "site-packages/" in path or "dist-packages/" in path
@@ -65,6 +68,6 @@ _function = CALLER_FN(_write)
 
 
 def tell(compiled: ctypes.CDLL) -> None:
-    """Gives the compiled class the function, until the interpreter ends."""
+    """Registers the naming function with the compiled class, until the interpreter exits."""
     compiled.symmalloc_name_callers(_function)
     atexit.register(compiled.symmalloc_name_callers, CALLER_FN())

@@ -1,7 +1,7 @@
-"""Communicators that other code owns: groups of PyTorch's, and raw `ncclComm_t` of engines.
+"""Communicators that other code owns: PyTorch's process groups, and raw `ncclComm_t` handles of inference engines.
 
-PyTorch makes a group's communicator at its first collective, and may destroy it at any time. A raw one is the program's: it lives
-until what is registered on it was deregistered.
+PyTorch creates a group's communicator at its first collective, and may destroy it at any time. The program owns a raw one, and
+must keep it alive until everything that is registered on it was deregistered.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Communicator = int | c_void_p
-"""An `ncclComm_t`, as a number or as ctypes has it: what vLLM's and SGLang's `PyNcclCommunicator.comm` is."""
+"""An `ncclComm_t`, as an int or a ctypes pointer, such as `PyNcclCommunicator.comm` of vLLM and SGLang."""
 
 
 class Member:
-    """This rank of a communicator, on one device: of a group (None: the default one), or a raw one."""
+    """This rank's membership in a communicator on one device: a group's (None: the default group), or a raw one."""
 
     def __init__(self, group: ProcessGroup | None, comm: Communicator | None, device: int) -> None:
         self.device = device
@@ -31,18 +31,18 @@ class Member:
 
     @property
     def name(self) -> str | None:
-        """What all ranks of the group call it, and no other group; None for a raw one, whose name is the program's to give."""
+        """The group's name, equal on all of its ranks and unique; None for a raw communicator, which the program names."""
         return self._name
 
     def is_of(self, backend: Any, pointer: int | None) -> bool:
-        """Whether it is the group of this backend, or this communicator."""
+        """Returns `True` if the member has this backend or this communicator."""
         return (backend is not None and backend is self.backend) or (pointer is not None and pointer == self._pointer)
 
     def same(self, other: Member) -> bool:
         return self.is_of(other.backend, other._pointer)
 
     def pointer(self) -> int:
-        """The `ncclComm_t`. A group's is made if there is none yet: every rank comes here."""
+        """Returns the `ncclComm_t`. Creates a group's communicator if it has none, which is collective."""
         if self._pointer is None:
             self._pointer = _communicator(self.backend, self.device)
         return self._pointer
@@ -50,22 +50,22 @@ class Member:
     def is_as_it_was(self) -> bool:
         """Returns `True` if the group's communicator is certainly alive.
 
-        PyTorch's older backend answers for the current device alone, which is the pool's as a rule.
+        PyTorch's older backend answers for the current device only, which is usually the pool's.
         """
         return self.backend is None or _current_pointer(self.backend) == self._pointer
 
     def check_alive(self) -> None:
-        """Raises `InvalidState` if the group's communicator is gone, and the windows with it: nobody may touch it then."""
+        """Raises `InvalidState` if the group's communicator was destroyed. It and its windows must not be used then."""
         if self.backend is not None:
             check_alive(self.backend, self.device, self._pointer)
 
 
 def check_raw(group: ProcessGroup | None, comm: Communicator | None, rank: int | None, world: int | None) -> None:
-    """Refuses arguments that do not belong together."""
+    """Raises `InvalidArgument` for arguments that exclude each other."""
     if (rank is None) != (world is None):
-        raise InvalidArgument("rank and world come together: give both, or neither")
+        raise InvalidArgument("rank and world go together: give both, or neither")
     if comm is None and rank is not None:
-        raise InvalidArgument("rank and world say what a raw communicator is: give comm, or leave them out")
+        raise InvalidArgument("rank and world describe a raw communicator: give comm, or leave them out")
     if comm is not None and not _pointer(comm):
         raise InvalidArgument("comm is a null ncclComm_t: connect it first")
     if rank is not None and world is not None and not 0 <= rank < world:
@@ -77,7 +77,7 @@ def _pointer(comm: Communicator) -> int:
 
 
 def nccl_backend(group: ProcessGroup | None, device: int) -> Any:
-    """The group's backend for CUDA tensors. Raises `TorchError` where that is not NCCL."""
+    """Returns the group's backend for CUDA tensors. Raises `TorchError` if that is not NCCL."""
     import torch
     import torch.distributed as dist
 
@@ -101,7 +101,7 @@ def _group_name(group: ProcessGroup | None) -> str | None:
 
 
 def check_alive(backend: Any, device: int, known: int | None = None) -> None:
-    """Raises `InvalidState` if the group has no communicator, or another one than the known one."""
+    """Raises `InvalidState` if the group has no communicator, or one that differs from `known`."""
     import torch
 
     with torch.cuda.device(device):
@@ -120,7 +120,7 @@ def check_alive(backend: Any, device: int, known: int | None = None) -> None:
 def _current_pointer(backend: Any) -> int:
     """Returns the `ncclComm_t` of a process group; 0 if it has none.
 
-    `ProcessGroupNCCL` raises without one. `ProcessGroupNCCL2`, which is "nccl" from PyTorch 2.15 on, may do either.
+    `ProcessGroupNCCL` raises without one. `ProcessGroupNCCL2`, the "nccl" backend since PyTorch 2.15, may raise or return 0.
     """
     try:
         return int(backend._comm_ptr() or 0)
@@ -129,7 +129,7 @@ def _current_pointer(backend: Any) -> int:
 
 
 def _communicator(backend: Any, device: int) -> int:
-    """Returns the `ncclComm_t` of a process group. PyTorch makes it at the first collective; here it is made now."""
+    """Returns the `ncclComm_t` of a process group, and creates it without waiting for the first collective."""
     import torch
 
     with torch.cuda.device(device):
@@ -137,18 +137,19 @@ def _communicator(backend: Any, device: int) -> int:
             backend.eager_connect_single_device(torch.device("cuda", device))
         if pointer := _current_pointer(backend):
             return pointer
-    # A lazy group has a communicator for each pair of ranks, and none for all.
+    # A lazily connected group has a communicator per pair of ranks, but none for all ranks.
     raise TorchError(f"the group's backend {backend.name()} has no communicator of all ranks: use the backend nccl")
 
 
-# How often this process has met on each group, which is equal on all of the group's ranks.
+# The number of meetings of this process on each group, which is equal on all of the group's ranks.
 _meetings: dict[str, int] = {}
 
 
 def rendezvous(group: ProcessGroup | None) -> bytes | None:
-    """Where the group's ranks meet, to learn of each other's end: a free port of its rank 0, told through its store.
+    """Returns the address where the group's ranks connect to detect dead peers, as `host:port`.
 
-    None where `SYMMALLOC_WATCHDOG=off` says that they need not, on every rank.
+    Rank 0 chooses a free port and publishes it in the group's store. Returns None for a single rank, and if
+    `SYMMALLOC_WATCHDOG=off`, which must be set on every rank or on none.
     """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
@@ -165,7 +166,7 @@ def rendezvous(group: ProcessGroup | None) -> bytes | None:
 
 
 def _own_address() -> str:
-    """The address under which this machine reaches the job's master, and others reach it."""
+    """Returns this machine's address on the network of the job's master."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ.get("MASTER_ADDR", "127.0.0.1"), 9))  # sends nothing
         return str(probe.getsockname()[0])

@@ -1,7 +1,7 @@
-"""CuPy on the process's allocator: `symmalloc.cupy.install()`.
+"""Support for CuPy on the process's allocator: `symmalloc.cupy.install()`.
 
-Memory is ordered by the stream that is current where it is allocated, as in CuPy's own pool. Keep streams alive: the allocator
-knows a stream by its handle.
+Memory is ordered by the stream that is current at its allocation, as in CuPy's own pool. Keep streams alive: the allocator
+identifies a stream by its handle.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from .library import call, encoded, failure, library
 
 
 def install(conf: str | None = None) -> None:
-    """Makes all arrays of CuPy come from the process's allocator, which PyTorch shares where `symmalloc.install()` was called.
+    """Makes CuPy allocate all arrays from the process's allocator, which PyTorch shares after `symmalloc.install()`.
 
-    conf  configuration text; None: `SYMMALLOC_CONF`, or what is set already
+    conf  configuration text; None: the current configuration, or `SYMMALLOC_CONF`
 
     Raises `ImportError` without CuPy, `InvalidSettings`, and `InvalidState` for a text after the first allocation.
     """
@@ -27,7 +27,7 @@ def install(conf: str | None = None) -> None:
         call("torch_configure", encoded(conf))
     get_current_stream, out = cupy.cuda.get_current_stream, ctypes.c_void_p
 
-    # These two are called for every array, so they make the library's calls directly.
+    # CuPy calls these two for every array, so they call the library directly.
     allocate, free = library().symmalloc_allocate, library().symmalloc_free
 
     def malloc(size_bytes: int, device: int) -> int:
@@ -44,12 +44,12 @@ def install(conf: str | None = None) -> None:
         if status:
             raise failure("free", status)
 
-    # A function of C could not raise when memory is short: CuPy does not look at the pointer.
+    # A C function could not raise when memory is short: CuPy does not check the pointer.
     cupy.cuda.set_allocator(cupy.cuda.PythonFunctionAllocator(malloc, release).malloc)
 
 
 def record_use(array: Any, stream: Any) -> None:
-    """Says that another stream uses an array too: whoever takes its memory waits for it. Raises `UnknownPointer`."""
+    """Records that another stream uses an array, so that its memory's next user waits for it. Raises `UnknownPointer`."""
     Allocator.shared(array.device.id).record_use(array.data.mem.ptr, stream.ptr)
 
 

@@ -1,4 +1,4 @@
-"""PyTorch's devices as numbers."""
+"""Conversion of PyTorch's devices to device numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Device = Union["torch.device", int, str, None]
 
 
 def device_index(device: Device = None) -> int:
-    """The number of a device; None: the current one. Raises `TorchError` for a device that is none of CUDA's."""
+    """Returns the number of a device; None: the current one. Raises `TorchError` if it is not a CUDA device."""
     if isinstance(device, int):
         return device
     import torch
@@ -22,5 +22,5 @@ def device_index(device: Device = None) -> int:
         return int(torch.cuda.current_device())
     named = torch.device(device)
     if named.type != "cuda":
-        raise TorchError(f"{named} is no CUDA device")
+        raise TorchError(f"{named} is not a CUDA device: give a CUDA device or its number")
     return int(torch.cuda.current_device() if named.index is None else named.index)

@@ -1,4 +1,4 @@
-"""What is installed here, what works, and why the rest does not. Ends with 0 when `install()` will work."""
+"""Checks of the installation: lists what works, and why the rest does not. Exits with 0 if `install()` will work."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from . import errors, pytorch_class
 from .installation import CLASS_MINIMUM, LACKS, TORCH_MINIMUM, installed, version
 from .library import VERSION, call, encoded, library, library_path
 
-# What CUDA calls the attribute that says whether a device can map memory piece by piece.
+# CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED.
 VIRTUAL_MEMORY = 102
 NCCL_WINDOWS = (2, 27)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
     works: bool
     what: str
-    """What was found, or what is wrong and what to do."""
+    """The component that was found, or the problem and its solution."""
     is_needed: bool = True
-    """Whether `install()` needs it."""
+    """`True` if `install()` fails without it."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
 class _Missing(Exception):
-    """What was looked for is not there; the text says what to do."""
+    """A component is missing. The text states how to fix it."""
 
 
 def examine() -> list[Finding]:
-    """Looks at everything. Takes no memory of a device, and leaves PyTorch as it is."""
+    """Runs all checks. Allocates no device memory, and does not modify PyTorch."""
     looks: list[tuple[str, bool, Callable[[], str]]] = [
         ("symmalloc", True, _package),
         ("SYMMALLOC_CONF", True, _configuration),
@@ -51,7 +51,7 @@ def examine() -> list[Finding]:
 
 
 def table(findings: list[Finding]) -> str:
-    """The findings as text."""
+    """Returns the findings as text."""
     width = max(len(finding.name) for finding in findings)
     lines = [f"{_mark(finding):<4} {finding.name:<{width}}  {finding.what}" for finding in findings]
     works = all(finding.works for finding in findings if finding.is_needed)
@@ -84,7 +84,7 @@ def _configuration() -> str:
 
 
 def _driver() -> str:
-    """The driver, and its devices."""
+    """Checks the driver and its devices."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -95,7 +95,7 @@ def _driver() -> str:
     cuda.cuDriverGetVersion(ctypes.byref(version))
     cuda.cuDeviceGetCount(ctypes.byref(count))
     if count.value == 0:
-        raise _Missing("there is no device: see CUDA_VISIBLE_DEVICES")
+        raise _Missing("no CUDA device is visible: check CUDA_VISIBLE_DEVICES")
     devices = ", ".join(_devices(cuda, count.value))
     return f"CUDA {version.value // 1000}.{version.value % 1000 // 10}; {devices}"
 
@@ -107,14 +107,14 @@ def _devices(cuda: ctypes.CDLL, count: int) -> Iterator[str]:
         cuda.cuDeviceGetName(name, len(name), device)
         cuda.cuDeviceGetAttribute(ctypes.byref(can_map), VIRTUAL_MEMORY, device)
         if not can_map.value:
-            raise _Missing(f"device {ordinal}, {name.value.decode()}, cannot map memory piece by piece, which symmalloc needs")
+            raise _Missing(f"device {ordinal}, {name.value.decode()}, cannot map virtual memory, which symmalloc needs")
         yield f"device {ordinal} {name.value.decode()}"
 
 
 def _torch() -> Any:
     try:
         import torch
-    except Exception as error:  # an installation that is not whole raises all sorts
+    except Exception as error:  # an incomplete installation may raise any exception
         raise _Missing(f"cannot be imported ({error}): only the C interface works here (symmalloc.Allocator)") from error
     return torch
 
@@ -122,7 +122,7 @@ def _torch() -> Any:
 def _pytorch() -> str:
     torch = _torch()
     if version(torch) < TORCH_MINIMUM:
-        raise _Missing(f"{torch.__version__} is too old: from {'.'.join(map(str, TORCH_MINIMUM))} on")
+        raise _Missing(f"{torch.__version__} is too old: install {'.'.join(map(str, TORCH_MINIMUM))} or later")
     if torch.version.cuda is None or not hasattr(torch._C, "_cuda_customAllocator"):
         raise _Missing(f"{torch.__version__} was built without CUDA: install a CUDA build")
     if torch.cuda.is_initialized() and not installed():
@@ -132,11 +132,11 @@ def _pytorch() -> str:
 
 
 def _class() -> str:
-    """What `install()` would do, without doing it."""
+    """Predicts how `install()` would obtain the class, without compiling it."""
     torch = _torch()
     try:
         if pytorch_class.mode() == "off":
-            off = f"{pytorch_class.VARIABLE}=off: PyTorch's class for pluggable allocators stands in"
+            off = f"{pytorch_class.VARIABLE}=off: symmalloc uses PyTorch's class for pluggable allocators"
             raise _Missing(f"{off}, which lacks {LACKS}")
         if version(torch) < CLASS_MINIMUM:
             raise pytorch_class.Unavailable(f"PyTorch {torch.__version__} is older than {'.'.join(map(str, CLASS_MINIMUM))}")
@@ -144,7 +144,7 @@ def _class() -> str:
     except pytorch_class.NoCache as why:
         return f"install() compiles it in every process: {why}"
     except pytorch_class.Unavailable as why:
-        raise _Missing(f"{why}; until then PyTorch's class for pluggable allocators stands in, which lacks {LACKS}") from why
+        raise _Missing(f"{why}; symmalloc falls back to PyTorch's class for pluggable allocators, which lacks {LACKS}") from why
     return f"compiled, {path}" if path.is_file() else f"install() compiles it once, with {compiler}, to {path}"
 
 
@@ -171,7 +171,7 @@ def _nccl() -> str:
         nccl.ncclGetVersion(ctypes.byref(number))
         version = (number.value // 10000, number.value // 100 % 100, number.value % 100)
     if tuple(version[:2]) < NCCL_WINDOWS:
-        raise _Missing(f"NCCL {_dotted(version)} has no windows: they came with {_dotted(NCCL_WINDOWS)}")
+        raise _Missing(f"NCCL {_dotted(version)} has no windows: install {_dotted(NCCL_WINDOWS)} or later")
     return f"NCCL {_dotted(version)}"
 
 

@@ -1,37 +1,37 @@
-"""What can go wrong. Every error is a `symmalloc.Error`; its text says what there was and what to do."""
+"""The exceptions of this package. Every error is a `symmalloc.Error`; its text states the problem and what to do."""
 
 from __future__ import annotations
 
 
 class Error(Exception):
-    """A call of the library failed."""
+    """The base class of all errors."""
 
 
 class InvalidArgument(Error, ValueError):
-    """An argument is missing or means nothing."""
+    """An argument is missing or invalid."""
 
 
 class InvalidSettings(Error, ValueError):
-    """A configuration text is not understood. The message names the byte and the nearest key."""
+    """A configuration text is invalid. The message names the byte offset and the nearest key."""
 
 
 class OutOfMemory(Error, MemoryError):
-    """There is no memory within the limits, or the driver refused it.
+    """The limits leave no memory, or the driver refused to provide it.
 
     PyTorch's own operations raise `torch.OutOfMemoryError`, as with its own allocator.
     """
 
 
 class UnknownPointer(Error, ValueError):
-    """The pointer is no live allocation of this allocator."""
+    """The pointer is not a live allocation of this allocator."""
 
 
 class UnknownPool(Error, ValueError):
-    """There is no such pool, or it was given up."""
+    """The pool does not exist, or was destroyed."""
 
 
 class CudaError(Error, RuntimeError):
-    """libcuda cannot be used, a call of it failed, or there is no such device."""
+    """libcuda cannot be loaded, a CUDA call failed, or the device does not exist."""
 
 
 class MisalignedError(Error, AssertionError):
@@ -39,11 +39,11 @@ class MisalignedError(Error, AssertionError):
 
 
 class TransportError(Error, ConnectionError):
-    """The ranks could not hear each other."""
+    """The ranks failed to communicate."""
 
 
 class NcclError(Error, RuntimeError):
-    """libnccl cannot be used, or a call of it failed or took too long."""
+    """libnccl cannot be loaded, or an NCCL call failed or timed out."""
 
 
 class FileError(Error, OSError):
@@ -51,7 +51,7 @@ class FileError(Error, OSError):
 
 
 class InvalidState(Error, RuntimeError):
-    """The call does not fit what was called before: scopes that do not nest, settings after the first allocation."""
+    """The call is invalid in the current state, such as scopes that do not nest or settings after the first allocation."""
 
 
 class InternalError(Error, RuntimeError):
@@ -67,7 +67,7 @@ class TorchError(Error, RuntimeError):
 
 
 class LibraryNotFound(Error, ImportError):
-    """`libsymmalloc_torch.so` is not where it should be, or does not fit this package."""
+    """`libsymmalloc_torch.so` is missing, or its version does not match this package."""
 
 
 # symmalloc_status in include/symmalloc.h.

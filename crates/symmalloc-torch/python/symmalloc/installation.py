@@ -1,4 +1,4 @@
-"""Puts the library under PyTorch: `install()` before CUDA is used, and nothing afterwards."""
+"""Installation of symmalloc as PyTorch's allocator: call `install()` once, before the program uses CUDA."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .errors import InvalidState, NotInstalled, TorchError
 from .library import address, call, encoded, library, library_path
 
 TORCH_MINIMUM = (2, 5)
-# The class is written for this one's.
+# The oldest version whose interface the class supports.
 CLASS_MINIMUM = (2, 11)
-# How many functions of PyTorch's object the library replaces, see src/virtuals.rs.
+# The number of functions of PyTorch's object that the library replaces, see src/virtuals.rs.
 REPLACED = 2
 
-# PyTorch's setters, and what they are given.
+# PyTorch's setters, and the library functions to pass to them.
 SETTERS = {
     "set_init_fn": "symmalloc_torch_init",
     "set_reset_fn": "symmalloc_torch_reset",
@@ -32,13 +32,13 @@ SETTERS = {
     "set_release_pool": "symmalloc_torch_release_pool",
 }
 
-# What is missing where the class cannot be had.
+# Features that are missing without the class.
 LACKS = (
     "torch.cuda.MemPool, torch.cuda.memory._record_memory_history, trace trackers and out-of-memory observers, "
     "torch.compile(mode='reduce-overhead'), CUDA tensors sent to other processes, and statistics for C++ extensions"
 )
 
-# What install() was called with; None before. PyTorch keeps the allocator for the rest of the process.
+# The arguments of install(); None before the call. PyTorch keeps the allocator for the rest of the process.
 _installed_with: tuple[str | None, str | None, bool] | None = None
 _has_class = False
 
@@ -49,17 +49,17 @@ def install(conf: str | None = None, *, trace: str | os.PathLike[str] | None = N
     Call it after `import torch` and before anything uses CUDA: before the first tensor there, `torch.cuda.set_device`,
     or `init_process_group` with a device. A second call with the same arguments does nothing.
 
-    conf        configuration text, PyTorch's syntax and our keys; None: `SYMMALLOC_CONF`, or the defaults
-    trace       record every op to this file, as `SYMMALLOC_TRACE` does; `%r` is the rank, `%d` the device, `%p` the process
-    statistics  only where PyTorch's class for pluggable allocators stands in: teach `torch.cuda.memory_stats`,
-                `memory_allocated`, `memory._snapshot` and their kin our numbers, for which it raises
+    conf        configuration text, with PyTorch's syntax and symmalloc's keys; None: `SYMMALLOC_CONF`, or the defaults
+    trace       records every op to this file, as `SYMMALLOC_TRACE` does; `%r` is the rank, `%d` the device, `%p` the process
+    statistics  only for the fallback to PyTorch's class for pluggable allocators, which raises for statistics: replaces
+                `torch.cuda.memory_stats`, `memory_allocated`, `memory._snapshot` and related functions
 
-    The first call with a PyTorch compiles the allocator for it, see `symmalloc.pytorch_class`. Where that cannot be, PyTorch's
-    class for pluggable allocators stands in, with a warning that says why and what is missing. `SYMMALLOC_TORCH_CLASS=require`
-    makes it an error, and `off` asks for it.
+    The first call for a version of PyTorch compiles the allocator for it, see `symmalloc.pytorch_class`. If that fails, symmalloc
+    falls back to PyTorch's class for pluggable allocators, and a warning states the reason and the missing features.
+    `SYMMALLOC_TORCH_CLASS=require` makes that an error, and `off` always uses the fallback.
 
-    Raises `TorchError` when PyTorch is missing, too old or has used CUDA, `InvalidSettings` for a configuration that is
-    not understood, `InvalidState` for a second call with other arguments, `LibraryNotFound`.
+    Raises `TorchError` if PyTorch is missing, too old or has used CUDA, `InvalidSettings` for an invalid configuration,
+    `InvalidState` for a second call with other arguments, and `LibraryNotFound`.
     """
     global _installed_with, _has_class
     arguments = (conf, None if trace is None else os.fspath(trace), statistics)
@@ -86,17 +86,17 @@ def install(conf: str | None = None, *, trace: str | os.PathLike[str] | None = N
 
 
 def installed() -> bool:
-    """Whether `install()` was done in this process."""
+    """Returns `True` after a successful `install()` in this process."""
     return _installed_with is not None
 
 
 def has_class() -> bool:
-    """Whether PyTorch has the whole allocator: a class of its own, and not the one for pluggable allocators."""
+    """Returns `True` if PyTorch uses the compiled allocator class, and not the fallback to its class for pluggable allocators."""
     return _has_class
 
 
 def _install_class(torch: Any) -> bool:
-    """Whether PyTorch has our class now."""
+    """Installs the compiled class. Returns `False` if PyTorch's class for pluggable allocators must be used instead."""
     try:
         mode = pytorch_class.mode()
         if mode == "off":
@@ -109,8 +109,8 @@ def _install_class(torch: Any) -> bool:
         if os.environ.get(pytorch_class.VARIABLE, "") == "require":
             raise TorchError(f"the allocator cannot be compiled for this PyTorch: {why}") from why
         warnings.warn(
-            f"symmalloc stands in PyTorch's class for pluggable allocators, which lacks {LACKS}: {why}\n"
-            f"{pytorch_class.VARIABLE}=off asks for that, and for no warning",
+            f"symmalloc falls back to PyTorch's class for pluggable allocators, which lacks {LACKS}: {why}\n"
+            f"set {pytorch_class.VARIABLE}=off to use it without this warning",
             stacklevel=4,
         )
         return False
@@ -129,20 +129,20 @@ def _install_pluggable(torch: Any, statistics: bool) -> None:
 
 
 def allocator(device: Device = None) -> Allocator:
-    """The allocator behind PyTorch's CUDA tensors on a device. Raises `NotInstalled`."""
+    """Returns the allocator of PyTorch's CUDA tensors on a device; None: the current one. Raises `NotInstalled`."""
     if not installed():
         raise NotInstalled("PyTorch does not use symmalloc: call symmalloc.install() before CUDA is used")
     return Allocator.shared(device_index(device))
 
 
 def _learns(conf: str | None) -> bool:
-    """Whether the default pool plans its steps."""
+    """Returns `True` if the default pool plans its steps."""
     settings = os.environ.get("SYMMALLOC_CONF", "") if conf is None else conf
     return "plan:learn" in settings.replace(" ", "")
 
 
 def _complete(torch: Any) -> None:
-    """Gives PyTorch's object the functions that its class refuses and has no setters for."""
+    """Replaces the functions of PyTorch's object that its class does not support and has no setters for."""
     replaced = c_uint32()
     call("torch_complete", byref(replaced))
     if replaced.value < REPLACED:
@@ -154,7 +154,7 @@ def _complete(torch: Any) -> None:
 
 
 def version(torch: Any) -> tuple[int, ...]:
-    """PyTorch's, as two numbers."""
+    """Returns PyTorch's major and minor version."""
     return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
 
@@ -162,11 +162,11 @@ def _usable_torch() -> Any:
     try:
         import torch
     except (ImportError, OSError) as error:
-        raise TorchError(f"PyTorch cannot be imported ({error}): install() puts symmalloc under it") from error
+        raise TorchError(f"PyTorch cannot be imported ({error}): install() needs it") from error
     if version(torch) < TORCH_MINIMUM:
-        raise TorchError(f"PyTorch {torch.__version__} is too old: from {'.'.join(map(str, TORCH_MINIMUM))} on")
+        raise TorchError(f"PyTorch {torch.__version__} is too old: install {'.'.join(map(str, TORCH_MINIMUM))} or later")
     if torch.version.cuda is None or not hasattr(torch._C, "_cuda_customAllocator"):
-        raise TorchError(f"PyTorch {torch.__version__} was built without CUDA")
+        raise TorchError(f"PyTorch {torch.__version__} was built without CUDA: install a CUDA build")
     if torch.cuda.is_initialized():
         raise TorchError(
             "CUDA is in use already: call symmalloc.install() right after `import torch`, before the first CUDA tensor, "

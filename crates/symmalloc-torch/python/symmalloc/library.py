@@ -1,4 +1,4 @@
-"""The C library: where it lies, its calls with their types (`include/symmalloc.h`), and its failures as exceptions."""
+"""The C library: its path, its functions with their types (`include/symmalloc.h`), and its failures as exceptions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIBRARY = "libsymmalloc_torch.so"
 VERSION = "0.1.0"
 
 GatherFunction = ctypes.CFUNCTYPE(c_int32, c_void_p, POINTER(ctypes.c_uint8), c_size_t, POINTER(ctypes.c_uint8))
-"""`gather(context, mine, len, all)`: fills `all` with every rank's `len` bytes, in rank order. 0 when done."""
+"""`gather(context, mine, len, all)` fills `all` with every rank's `len` bytes, in rank order. Returns 0 on success."""
 
 
 class PlacementStruct(ctypes.Structure):
@@ -73,7 +73,7 @@ class RegistrarOptionsStruct(ctypes.Structure):
     ]
 
 
-# Calls that return a symmalloc_status.
+# Functions that return a symmalloc_status.
 CALLS: dict[str, list[Any]] = {
     "create": [c_int32, c_char_p, POINTER(c_void_p)],
     "destroy": [c_void_p],
@@ -142,7 +142,7 @@ CALLS: dict[str, list[Any]] = {
 
 
 def library_path() -> Path:
-    """The library's file: `SYMMALLOC_LIBRARY` from the environment, or the one in this package.
+    """Returns the path of the library: `SYMMALLOC_LIBRARY` from the environment, or the file in this package.
 
     Raises `LibraryNotFound`.
     """
@@ -151,7 +151,7 @@ def library_path() -> Path:
     if not path.is_file():
         source = "SYMMALLOC_LIBRARY names it" if given else "it belongs to this package"
         raise errors.LibraryNotFound(
-            f"{path} is no file ({source}): install with `pip install ./crates/symmalloc-torch`, or set "
+            f"{path} is not a file ({source}): install with `pip install ./crates/symmalloc-torch`, or set "
             f"SYMMALLOC_LIBRARY to a {LIBRARY} that cargo built"
         )
     return path
@@ -159,14 +159,14 @@ def library_path() -> Path:
 
 @cache
 def library() -> ctypes.CDLL:
-    """The loaded library. Raises `LibraryNotFound`."""
+    """Loads the library on first use, and returns it. Raises `LibraryNotFound`."""
     path = library_path()
     try:
         loaded = ctypes.CDLL(str(path))
         loaded.symmalloc_version.restype = c_char_p
         version = loaded.symmalloc_version().decode()
         if version != VERSION:
-            raise errors.LibraryNotFound(f"{path} has version {version}, this package {VERSION}: install both anew")
+            raise errors.LibraryNotFound(f"{path} has version {version}, this package {VERSION}: reinstall both")
         for name, types in CALLS.items():
             function = getattr(loaded, f"symmalloc_{name}")
             function.argtypes, function.restype = types, c_int32
@@ -178,7 +178,7 @@ def library() -> ctypes.CDLL:
 
 
 def call(name: str, *arguments: Any) -> None:
-    """Makes the call `symmalloc_{name}`. Raises the error that its status means."""
+    """Calls `symmalloc_{name}`. Raises the error of its status."""
     loaded = library()
     status = getattr(loaded, f"symmalloc_{name}")(*arguments)
     if status != 0:
@@ -186,13 +186,13 @@ def call(name: str, *arguments: Any) -> None:
 
 
 def failure(name: str, status: int) -> errors.Error:
-    """The error that a status means, of the call that this thread made last."""
+    """Returns the error for the status of this thread's last call."""
     message = (library().symmalloc_error_message() or b"").decode(errors="replace")
     return errors.BY_STATUS.get(status, errors.Error)(message or f"symmalloc_{name} failed with status {status}")
 
 
 def text(name: str, *arguments: Any) -> str:
-    """Makes a call whose last argument takes a text of the library's."""
+    """Makes a call whose last argument returns a text, and returns that text."""
     out = c_void_p()
     call(name, *arguments, byref(out))
     try:
@@ -202,7 +202,7 @@ def text(name: str, *arguments: Any) -> str:
 
 
 def data(name: str, *arguments: Any) -> bytes:
-    """Makes a call whose last two arguments take bytes of the library's, and how many."""
+    """Makes a call whose last two arguments return bytes and their number, and returns the bytes."""
     out, length = c_void_p(), c_size_t()
     call(name, *arguments, byref(out), byref(length))
     try:
@@ -212,7 +212,7 @@ def data(name: str, *arguments: Any) -> bytes:
 
 
 def address(name: str) -> int:
-    """The address of a function, for PyTorch."""
+    """Returns the address of a library function, for other runtimes."""
     return ctypes.cast(getattr(library(), name), c_void_p).value or 0
 
 

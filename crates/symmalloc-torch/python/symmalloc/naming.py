@@ -1,4 +1,4 @@
-"""Names for allocations, so that snapshots, traces and reports say what a block is for."""
+"""Names for allocations, which snapshots, traces and reports show."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .library import call
 
 @contextmanager
 def named(name: str, device: Device = None) -> Iterator[None]:
-    """What this thread allocates on the device inside (None: the current one) has this name; the inner one of two.
+    """Names this thread's allocations on a device (None: the current one) inside a `with` block. The innermost name applies.
 
-    A name changes no placement and no digest. The backward pass runs on another thread and is not named. Raises
+    Names do not affect placements or digests. The backward pass runs on another thread and is not named. Raises
     `NotInstalled`.
     """
     if not installed():

@@ -1,7 +1,7 @@
-"""Numba on the process's allocator: `NUMBA_CUDA_MEMORY_MANAGER=symmalloc.numba`, or `symmalloc.numba.install()`.
+"""Support for Numba on the process's allocator: `NUMBA_CUDA_MEMORY_MANAGER=symmalloc.numba`, or `symmalloc.numba.install()`.
 
-Numba asks for memory without a stream. Until `use_stream()` says on which stream its arrays are used, freed memory waits in
-Numba's list of pending deallocations, and goes back when the device is idle, as with Numba's own manager.
+Numba allocates memory without a stream. By default, freed memory stays in Numba's list of pending deallocations until the
+device is idle, as with Numba's own manager. `use_stream()` names the stream of its arrays and avoids this wait.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from .allocator import Allocator
 from .errors import OutOfMemory
 from .library import call, encoded
 
-# The stream that all arrays are used on; None: any.
+# The stream of all new arrays; None: any stream.
 _stream: int | None = None
 
 
 def install(conf: str | None = None) -> None:
-    """Makes Numba's device arrays come from the process's allocator. Call it before Numba uses CUDA.
+    """Makes Numba allocate device arrays from the process's allocator. Call it before Numba uses CUDA.
 
-    conf  configuration text; None: `SYMMALLOC_CONF`, or what is set already
+    conf  configuration text; None: the current configuration, or `SYMMALLOC_CONF`
 
     Raises `InvalidSettings`, and `InvalidState` for a text after the first allocation.
     """
@@ -33,19 +33,19 @@ def install(conf: str | None = None) -> None:
 
 
 def use_stream(stream: int | None) -> None:
-    """Says that arrays made from now on are used on this stream alone: 0 for the default one, or its handle.
+    """Declares that the program uses new arrays on this stream only: a handle, or 0 for the default stream.
 
-    They are free at once then, for later work on that stream, and nothing waits. None: on any stream.
+    Later work on that stream can then reuse a freed array immediately, without a wait. None: any stream, with the wait.
     """
     global _stream
     _stream = stream
 
 
 class MemoryManager(cuda.HostOnlyCUDAMemoryManager):  # type: ignore[misc]
-    """Device memory from symmalloc, host memory as Numba has it."""
+    """A memory manager with device memory from symmalloc, and Numba's own host memory."""
 
     def initialize(self) -> None:
-        # How much may wait to be freed is a share of this.
+        # Numba limits pending deallocations to a share of this capacity.
         self.deallocations.memory_capacity = self.get_memory_info().total
 
     def memalloc(self, size: int) -> Any:
@@ -79,7 +79,7 @@ class MemoryManager(cuda.HostOnlyCUDAMemoryManager):  # type: ignore[misc]
 
 
 def _free_later(pending: Any, free: Callable[[int], None], pointer: int, size: int) -> Callable[[], None]:
-    # It must not refer to the manager's memory pointer, whose end calls it.
+    # The finalizer must not hold a reference to the memory pointer that calls it.
     return lambda: pending.add_item(free, pointer, size)
 
 

@@ -1,4 +1,4 @@
-"""ONNX Runtime's CUDA provider on the process's allocator."""
+"""Support for ONNX Runtime's CUDA provider on the process's allocator."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from .library import address, call
 
 
 def provider_options(device: int = 0, stream: int | None = None) -> dict[str, str]:
-    """Options for `CUDAExecutionProvider`, by which a session takes its device memory from here.
+    """Returns options for `CUDAExecutionProvider` that make a session use the process's allocator.
 
     device  the device's number
-    stream  the handle of the stream to compute on; it must live as long as the process
+    stream  the handle of the stream to compute on; it must stay alive until the process exits
 
-    With a stream, memory is ordered by it. Without one, every free waits for the device: ONNX Runtime does not say which
-    of its streams used the memory. So give one, and leave `do_copy_in_default_stream` at 1.
+    With a stream, memory is ordered by it. Without one, every free waits for the device, because ONNX Runtime does not report
+    which of its streams used the memory. Therefore give a stream, and leave `do_copy_in_default_stream` at 1.
 
         options = symmalloc.onnxruntime.provider_options(stream=torch.cuda.current_stream().cuda_stream)
         session = onnxruntime.InferenceSession("model.onnx", providers=[("CUDAExecutionProvider", options)])
 
-    Raises `CudaError` when there is no such device.
+    Raises `CudaError` if the device does not exist.
     """
     options = {
         "device_id": str(device),

@@ -1,12 +1,12 @@
-"""Pools of their own, above all for symmetric memory: places equal on all ranks, in NCCL windows.
+"""Memory pools, mainly for symmetric memory: equal placements on all ranks, inside NCCL windows.
 
-    pool = symmalloc.MemPool(reserve=1 << 30)        one segment, obtained now; one window for ever
-    with symmalloc.use_mem_pool(pool):
-        buffer = torch.empty(...)                    lies in the pool, on every rank at the same place
-    pool.register()                                  collective: windows on the group's NCCL communicator
-    torch.distributed.all_reduce(buffer)             NCCL takes its symmetric kernels
+pool = symmalloc.MemPool(reserve=1 << 30)        reserves one segment now, for one permanent window
+with symmalloc.use_mem_pool(pool):
+    buffer = torch.empty(...)                    in the pool, at the same offset on every rank
+pool.register()                                  collective: windows on the group's NCCL communicator
+torch.distributed.all_reduce(buffer)             NCCL uses its symmetric kernels
 
-An engine that owns its communicators registers on them, and its scopes end with what is new registered:
+An engine that owns its communicators registers on these, and its scopes register new memory when they end:
 
     pool.register(comm=pynccl.comm, rank=pynccl.rank, world=pynccl.world_size, mode=symmalloc.Mode.OFF)
     with symmalloc.use_mem_pool(pool, register=True):
@@ -40,42 +40,42 @@ BY_HAND = 0xFFFF_FFFF
 
 
 class Registration(enum.Enum):
-    """How a pool's memory is registered on a communicator."""
+    """The kind of registration of a pool's memory on a communicator."""
 
     WINDOWS = 0
-    """A symmetric window over each segment, made by all ranks together. For symmetric pools."""
+    """A symmetric window over each segment, which all ranks create together. For symmetric pools."""
     BUFFERS = 1
-    """`ncclCommRegister` for each piece of memory: this rank's own matter. For any pool, also one whose segments grow."""
+    """`ncclCommRegister` for each piece of memory, local to this rank. For any pool, including one whose segments grow."""
 
 
 class Mode(enum.Enum):
-    """When the ranks of a communicator compare what they allocated in the pool."""
+    """The syncs at which the ranks of a communicator compare their allocations in the pool."""
 
     AT_SYNC = "at_sync"
-    """At every sync, in one small collective for which the host waits."""
+    """Every sync, in one small collective that blocks the host."""
     OFF = "off"
-    """When `agree()` is called, and at every n-th sync with `agree_every=n`. Other syncs talk only when something is new: a
-    sync that finds nothing new returns at once. Ranks that differ in *whether* something is new are noticed by the deadline."""
+    """Only `agree()`, and every n-th sync with `agree_every=n`. Any other sync communicates only if the pool has new segments,
+    and returns immediately otherwise. If only some ranks have new segments, these ranks fail at the deadline."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """A place in an NCCL window: what device code addresses a peer's memory by."""
+    """A position in an NCCL window, by which device code addresses a peer's memory."""
 
     handle: int
     """The `ncclWindow_t`."""
     offset_bytes: int
-    """From the window's first byte, equal on all ranks."""
+    """The offset from the window's first byte, equal on all ranks."""
 
 
 @dataclass(eq=False)
 class Registered:
-    """A pool on a communicator."""
+    """The registration of a pool on a communicator."""
 
     member: Member
     registrar: c_void_p
     ranks: int
-    # What was made on it, by options: given up before the registrar.
+    # The all-to-alls created on it, by options. They are destroyed before the registrar.
     exchanges: dict[int, c_void_p] = field(default_factory=dict)
     is_ended: bool = False
 
@@ -87,34 +87,34 @@ class Registered:
         call("registrar_destroy", self.registrar)
 
 
-# Pools with windows, in the order of registration, which is the same on every rank: NCCL goes on using their memory when the
-# program lets go of them.
+# Pools with windows, in order of registration, which is equal on every rank. This keeps them alive when the program drops its
+# references, because NCCL still uses their memory.
 _registered: dict[MemPool, None] = {}
 
-# The pools of the program, by device and number, and the devices on which it made one with a tag.
+# The program's pools by device and number, and the devices that have a tagged pool.
 _pools: weakref.WeakValueDictionary[tuple[int, int], MemPool] = weakref.WeakValueDictionary()
 _tagged_devices: set[int] = set()
 
 
 class MemPool:
-    """A pool of device memory on one device.
+    """A pool of memory on one device.
 
-    symmetric  all ranks must make the same allocations in it, and get the same places; `assert_aligned` compares it
-    reserve    bytes to obtain now, as one segment for the current stream; None: segments come as they are needed
-    graphs     its memory is that of CUDA graphs: taken in captures alone, so that what a graph has captured is never given to
-               anything else, and freed tensors are taken again by the next capture. Needs `reserve`: nothing can be
-               registered in a capture
-    stream     what `reserve` is for: a pool has segments of its own for each stream. None: the current one, and for graphs
-               the one on which `torch.cuda.graph` captures by itself
-    quota      address space for the most that it will ever hold, in bytes: the pool holds what `resize` says, and nothing at first.
-               Allocations that find no room in that raise, and nothing but `resize` makes it grow or shrink
-    tag        what it is for, 1 to 24 lower-case letters, digits, `_` and `-`: `symmalloc.sleep(tag)` puts pools of a tag to sleep
-    conf       further configuration of the pool, as `limit_mb:4096` or `streams:shared`
+    symmetric  all ranks must make the same allocations in the pool, and get the same placements; `assert_aligned` compares it
+    reserve    bytes to reserve now, as one segment for `stream`; None: segments are created on demand
+    graphs     the memory belongs to CUDA graphs. Only captures may allocate it, so nothing else reuses captured memory; a
+               later capture reuses freed tensors. Requires `reserve`, because a capture cannot register memory
+    stream     the stream of `reserve`, since a pool has separate segments for each stream. None: the current stream, or for
+               graphs the default capture stream of `torch.cuda.graph`
+    quota      maximum size in bytes, for which the pool reserves address space. The pool starts empty, and only `resize`
+               changes its size. Allocations beyond the current size raise
+    tag        label for `symmalloc.sleep(tag)`: 1 to 24 lower-case letters, digits, `_` and `-`
+    conf       further configuration of the pool, such as `limit_mb:4096` or `streams:shared`
     device     None: the current one
 
-    When the pool is closed or collected and its tensors are gone, its memory goes back with the next `empty_cache()`. A pool
-    with windows is not collected before it is deregistered: NCCL uses its memory. Raises `NotInstalled`, `InvalidSettings`,
-    `OutOfMemory`, and `InvalidArgument` for a graph pool without memory, and for one with both `reserve` and `quota`.
+    After the pool was closed or garbage-collected and its tensors were freed, the next `empty_cache()` releases its memory. A
+    pool with windows is not garbage-collected until it is deregistered, because NCCL uses its memory. Raises `NotInstalled`,
+    `InvalidSettings`, `OutOfMemory`, and `InvalidArgument` for a graph pool without `reserve`, or for both `reserve` and
+    `quota`.
     """
 
     def __init__(
@@ -132,17 +132,17 @@ class MemPool:
         if graphs and reserve is None:
             raise InvalidArgument("a pool for graphs needs its memory before the capture: give reserve")
         if quota is not None and reserve is not None:
-            raise InvalidArgument("a pool with a quota holds what resize() says: give quota or reserve")
+            raise InvalidArgument("resize() sets the size of a pool with a quota: give quota or reserve")
         self.device = device_index(device)
         self.graphs = graphs
         self._allocator = allocator(self.device)
         self.id = self._allocator.create_pool(_pool_conf(symmetric, reserve, quota, tag, conf))
         self._on: list[Registered] = []
-        # Those of them that PyTorch may destroy.
+        # The members of `_on` whose communicator PyTorch may destroy.
         self._groups: list[Member] = []
         self._calls = ScopeCalls()
         self._finalizer = weakref.finalize(self, _destroy, self._allocator, self.id)
-        self._finalizer.atexit = False  # the process gives everything back
+        self._finalizer.atexit = False  # the exit of the process releases everything
         _pools[self.device, self.id] = self
         if tag is not None:
             _tagged_devices.add(self.device)
@@ -150,22 +150,22 @@ class MemPool:
             self.reserve(reserve, _capture_stream() if graphs and stream is None else stream)
 
     def reserve(self, size_bytes: int, stream: torch.cuda.Stream | None = None) -> None:
-        """Obtains memory for later allocations on a stream; None: the current one. `sync()` then makes its windows.
+        """Reserves memory for later allocations on a stream; None: the current one. The next `sync()` creates its windows.
 
-        Windows are made before a capture: reserve what it will allocate, and sync. Raises `OutOfMemory`.
+        A capture cannot create windows: before it, reserve the memory that it will allocate, and sync. Raises `OutOfMemory`.
         """
         self._allocator.reserve(size_bytes, self._raw_stream(stream), self.id)
 
     def resize(self, size_bytes: int, stream: torch.cuda.Stream | None = None) -> int:
-        """Makes a pool with a `quota` hold so many bytes, rounded up to granules (2 MiB): no more and no less, until the next call.
+        """Sets the size of a pool with a `quota`, in bytes rounded up to granules (2 MiB). It is fixed until the next call.
 
-        Tensors stay where they are. A pool that gets smaller waits for the streams that used its free memory. With
-        `SYMMALLOC_CONF=chunk_mb:2` what is given up goes back to the device exactly, otherwise in chunks of up to 32 MiB, larger
-        ones in pools beyond 2 GiB. Call it at the same point on every rank. Returns the bytes that the pool holds.
+        Tensors stay in place. A shrinking pool waits for the streams that used its free memory. With `SYMMALLOC_CONF=chunk_mb:2`
+        it releases memory by granule. Otherwise it releases chunks of up to 32 MiB, and larger ones in pools beyond 2 GiB. Call
+        it at the same point on every rank. Returns the bytes that the pool now holds.
 
-        Raises `InvalidState` when live tensors need more than that, when the pool has no quota, sleeps, or is registered and
-        would get smaller; `InvalidArgument` beyond `quota`: it is as it was then. `OutOfMemory` when there is no memory for all of
-        it: call it again.
+        Raises `InvalidState` if live tensors need more, if the pool has no quota, sleeps, or is registered and would shrink; and
+        `InvalidArgument` for a size beyond `quota`. The pool is unchanged after these two. Raises `OutOfMemory` if there is no
+        memory for the full size; call it again to retry.
         """
         return self._allocator.resize(size_bytes, self.id, self._raw_stream(stream))
 
@@ -177,32 +177,34 @@ class MemPool:
         return int(stream.cuda_stream)
 
     def sleep(self, contents: Contents = Contents.KEEP) -> Slept:
-        """Puts the pool to sleep: its memory goes back to the device, its tensors keep their addresses.
+        """Puts the pool to sleep: releases its memory to the device. Its tensors keep their addresses.
 
-        Until it wakes no kernel may use its tensors, and no graph that uses them may be replayed. Where it has windows this is
-        collective: they are taken away first, on every group, and one of the groups must have all ranks of all others.
-        Raises as `symmalloc.sleep`.
+        Until the pool wakes, no kernel may use its tensors, and no graph that uses them may be replayed. For a pool with windows
+        this is collective: it first deregisters them on every group, and one of these groups must contain the ranks of all
+        others. Raises the same errors as `symmalloc.sleep`.
         """
         self._check_groups()
         return self._allocator.sleep(self.id, contents)
 
     def wake(self) -> Woken:
-        """Wakes the pool, on all ranks of its groups or on none; its windows are made again. Raises as `symmalloc.wake`."""
+        """Wakes the pool on all ranks of its groups or on none, and restores its windows. Raises as `symmalloc.wake` does."""
         self._check_groups()
         return self._allocator.wake(self.id)
 
     @property
     def phase(self) -> Phase:
-        """Whether the pool is awake."""
+        """The sleep state of the pool."""
         return self._allocator.phase(self.id)
 
     def digest(self) -> int:
-        """64 bits over the pool's history: equal on all ranks exactly when ops and placements are."""
+        """Returns the 64-bit digest of the pool's history. Digests are equal on all ranks exactly when ops and placements are."""
         return self._allocator.digest(self.id)
 
     def snapshot(self) -> list[dict[str, Any]]:
-        """The pool's segments now, in the form of `torch.cuda.MemPool.snapshot()`: `address`, `total_size`, and `blocks` with
-        their `address`, `size` and `state`."""
+        """Returns the pool's current segments in the format of `torch.cuda.MemPool.snapshot()`.
+
+        A segment has `address`, `total_size`, and `blocks` with their `address`, `size` and `state`.
+        """
         segments: list[dict[str, Any]] = self._allocator.snapshot()["segments"]
         return [segment for segment in segments if segment["segment_pool_id"] == (0, self.id)]
 
@@ -222,30 +224,30 @@ class MemPool:
     ) -> int:
         """Registers the pool's memory on the group's NCCL communicator (None: the default group), or on the program's own.
 
-        comm          a raw `ncclComm_t`, in place of the group's. It lives until `deregister(comm=...)` or `close()`, and no
-                      other thread uses it while a call of this pool does
-        rank, world   what the program takes `comm` for: an error when NCCL says otherwise
-        registration  windows, or plain buffers
-        mode          when the ranks compare what they did
-        agree_every   with `Mode.OFF`: also at every so many syncs
-        meet          with `comm`: "host:port", a free port of rank 0's machine, where the ranks meet to learn which of them died.
-                      None: by the store of `group`, if that is given beside `comm`; else a dead rank is noticed by the
-                      deadline, without its number
-        name          in errors and flight records; None: the group's. With several raw communicators each needs one for the pool to
-                      sleep: the same on all of its ranks, and another one than that of any communicator of the job
+        comm              a raw `ncclComm_t` instead of the group's. It must stay alive until `deregister(comm=...)` or `close()`,
+                          and no other thread may use it during a call of this pool
+        rank, world       the expected rank and size of `comm`: a mismatch with NCCL's values is an error
+        registration      windows, or plain buffers
+        mode              the syncs at which ranks compare their allocations
+        agree_every       with `Mode.OFF`: also compare at every n-th sync
+        meet              with `comm`: "host:port", a free port of rank 0's machine. The ranks connect there to detect dead peers.
+                          None: the ranks use the store of `group` if that is given as well as `comm`. Otherwise only the deadline
+                          detects a dead rank, and does not identify it
+        name              the communicator's name in errors and flight records; None: the group's. To sleep, a pool on several raw
+                          communicators needs a name for each: equal on all of its ranks, and unique in the job
+        deadline_seconds  the time limit for a rank to join a collective
 
-        Collective: every rank calls it at the same point, with the same arguments. A pool may be registered on many groups.
-        Segments that come later are registered at the next `sync()`, or at the end of a scope of
-        `use_mem_pool(pool, register=True)`.
-        Returns how many windows were made. Raises `MisalignedError` on every rank alike when the ranks placed differently,
-        `NcclError` when a rank does not come within the deadline, `TorchError` for a group without NCCL.
+        Collective: every rank calls it at the same point with the same arguments. A pool may be registered on many groups. The
+        next `sync()`, or the end of a scope of `use_mem_pool(pool, register=True)`, registers later segments. Returns the number of
+        windows created. Raises the same `MisalignedError` on every rank if placements differ, `NcclError` if a rank does not join
+        within the deadline, and `TorchError` for a group without NCCL.
         """
         check_raw(group, comm, rank, world)
         if agree_every is not None and (mode is not Mode.OFF or not 0 < agree_every < BY_HAND):
-            raise InvalidArgument("agree_every goes with Mode.OFF, and is a number of syncs above 0")
+            raise InvalidArgument("agree_every needs Mode.OFF and a number of syncs above 0")
         member = Member(group, comm, self.device)
         if any(member.same(other.member) for other in self._on):
-            raise InvalidState("the pool is registered on this group already: sync() registers what is new")
+            raise InvalidState("the pool is registered on this group already: sync() registers new segments")
         pointer = member.pointer()
         if any(pointer == other.member.pointer() for other in self._on):
             raise InvalidState("the pool is registered on this communicator already, by its group or its pointer")
@@ -272,25 +274,25 @@ class MemPool:
         return _counts("registrar_sync", registrar)[0]
 
     def sync(self) -> tuple[int, int]:
-        """Registers new segments and deregisters dead ones, on every group in the order of registration.
+        """Registers new segments and deregisters dead ones, on every group in order of registration.
 
-        Collective. Returns how many windows were made and how many went. When one group fails the others are synced all the
-        same, and the first error is raised: as `register`, and `InvalidState` when a group was destroyed.
+        Collective. Returns the numbers of windows created and deregistered. If a group fails, the remaining groups are still
+        synced, and the first error is raised: those of `register`, and `InvalidState` if a group was destroyed.
         """
         self._check_groups()
         return _counts("pool_sync", self._allocator._handle, self.id)
 
     def agree(self) -> tuple[int, int]:
-        """As `sync`, and the ranks of every group compare what they allocated in the pool, whatever the mode."""
+        """Syncs, and compares the allocations of all ranks of every group, regardless of the mode. Raises as `sync` does."""
         self._check_groups()
         return _counts("pool_agree", self._allocator._handle, self.id)
 
     def window(
         self, tensor: torch.Tensor, group: ProcessGroup | None = None, *, comm: Communicator | None = None
     ) -> Window:
-        """The window of the group's communicator that a tensor's bytes lie in, and where.
+        """Returns the window on the group's communicator that contains a tensor's bytes, and the offset in it.
 
-        Raises `InvalidState` when they lie in none, and when the pool is not registered there.
+        Raises `InvalidState` if no window contains them, or if the pool is not registered there.
         """
         registered = self._registered_on(Member(group, comm, self.device))
         handle, offset = c_void_p(), c_uint64()
@@ -299,18 +301,19 @@ class MemPool:
         return Window(handle.value or 0, offset.value)
 
     def deregister(self, group: ProcessGroup | None = None, *, comm: Communicator | None = None) -> None:
-        """Takes the pool's windows off the group's communicator. On every rank, once no collective in them is running.
+        """Deregisters the pool's windows on the group's communicator.
 
-        Raises `InvalidState` when the pool is not registered there, or the group was destroyed.
+        Collective: every rank calls it when no collective in the windows is running. Raises `InvalidState` if the pool is not
+        registered there, or if the group was destroyed.
         """
         registered = self._registered_on(Member(group, comm, self.device))
         registered.member.check_alive()
         self._end(registered)
 
     def close(self) -> None:
-        """Deregisters everywhere (collective, as `deregister`), then gives the pool up; its tensors stay valid.
+        """Deregisters the pool on all groups (collective, as `deregister`) and destroys it. Its tensors stay valid.
 
-        Raises `InvalidState` when a group was destroyed before.
+        Raises `InvalidState` if a group was destroyed before.
         """
         self._check_groups()
         for registered in reversed(list(self._on)):
@@ -340,41 +343,41 @@ class MemPool:
 
 
 def use_mem_pool(pool: MemPool, *, register: bool = False) -> Scope:
-    """This thread's allocations on the pool's device go to the pool. Scopes nest. Threads started inside are not in it.
+    """Directs this thread's allocations on the pool's device to the pool, inside a `with` block.
 
-    register  when the scope ends, what is new in the pool is registered, as by `pool.sync()`: on every group that the pool
-              was registered on. Collective then: every rank ends the scope at the same point. With `Mode.OFF` an end that
-              finds nothing new costs about a microsecond
+    register  the end of the scope registers new segments on every group of the pool, as `pool.sync()` does. It is then
+              collective: every rank ends the scope at the same point. With `Mode.OFF` an end without new segments takes about
+              a microsecond
 
-    In a capture nothing can be registered: an end that finds nothing new is quiet, and another is an error (`InvalidState`).
-    Reserve for the stream that captures, and sync, before the capture. An end with an error inside is a sync as well, since
-    the other ranks come to it; the error goes on. Raises `InvalidState` when `register` is asked for and the pool was
-    registered nowhere, and outside of a capture for a pool of graphs.
+    Scopes nest. Threads started inside do not inherit the scope. A capture cannot register memory, so an end with new segments
+    raises `InvalidState` there: reserve memory for the capturing stream, and sync, before the capture. If the block raises, the
+    end still syncs, because the other ranks do, and the error propagates. Raises `InvalidState` for `register` with a pool that
+    has no registration, and for a graph pool outside of a capture.
     """
     if register and not pool._on:
         raise InvalidState(
-            "the pool is registered nowhere: MemPool.register() comes before use_mem_pool(register=True)"
+            "the pool is not registered: call MemPool.register() before use_mem_pool(register=True)"
         )
     return Scope(pool, register)
 
 
 def known(device: int, pool: int) -> MemPool | None:
-    """The program's pool of this number, unless it has let go of it."""
+    """Returns the program's pool with this number, or None if it no longer exists."""
     return _pools.get((device, pool))
 
 
 def tagged_devices() -> list[int]:
-    """The devices on which the program made a pool with a tag."""
+    """Returns the devices on which the program created a pool with a tag."""
     return sorted(_tagged_devices)
 
 
 def registered_first(member: Member) -> Registered:
-    """What was registered on the group first, which is the same pool on every rank."""
+    """Returns the first registration on the group, which is that of the same pool on every rank."""
     for pool in _registered:
         for registered in pool._on:
             if pool.device == member.device and member.same(registered.member):
                 return registered
-    raise InvalidState("no pool is registered on this group: MemPool.register() comes first")
+    raise InvalidState("no pool is registered on this group: call MemPool.register() first")
 
 
 def _pool_conf(symmetric: bool, reserve: int | None, quota: int | None, tag: str | None, conf: str | None) -> str:
@@ -394,7 +397,7 @@ def _pool_conf(symmetric: bool, reserve: int | None, quota: int | None, tag: str
 
 
 def _capture_stream() -> torch.cuda.Stream:
-    """The one that `torch.cuda.graph` takes where the program names none, made as it makes it."""
+    """Returns the default capture stream of `torch.cuda.graph`, and creates it as that does."""
     import torch
 
     if torch.cuda.graph.default_capture_stream is None:
@@ -403,7 +406,7 @@ def _capture_stream() -> torch.cuda.Stream:
 
 
 def _destroy(allocator: Allocator, pool: int) -> None:
-    with suppress(Error):  # the process ends, or is a fork
+    with suppress(Error):  # the process is exiting, or is a fork
         allocator.destroy_pool(pool)
 
 

@@ -1,13 +1,13 @@
 """A folder that only this user and root can write, opened once and used through its descriptor.
 
-A path that is checked and then used again may name another folder by then. The walk therefore opens every component relative to
-the one before it, checks what it opened, and keeps the last descriptor. Files are opened, renamed and removed relative to that.
+A path may name another folder between check and use. The walk therefore opens every component relative to the one before it,
+checks the opened entry, and keeps the last descriptor. Files are opened, renamed and removed relative to that descriptor.
 
     /          home       me             .cache         symmalloc
-    each belongs to this user or to root, and others cannot write it
+    each belongs to this user or root, and others cannot write to it
 
-A folder that everybody can write is safe to pass if it is sticky, such as `/tmp`: nobody can replace an entry that belongs to this
-user or to root. The walk follows a symbolic link that belongs to either of them, and checks its target in the same way.
+The walk may pass a world-writable folder if it is sticky, such as `/tmp`: others cannot replace an entry that belongs to this
+user or to root. It follows a symbolic link that belongs to either of them, and checks its target in the same way.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import stat
 from pathlib import Path
 from types import TracebackType
 
-# A link is opened itself, not its target. A folder needs no read permission.
+# Opens a link itself, not its target. A folder needs no read permission.
 ENTRY = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 LINKS_MAXIMUM = 40
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -29,7 +29,7 @@ def is_private(status: os.stat_result) -> bool:
 
 
 class Untrusted(Exception):
-    """Another user can change what a path names. The text says which part of it, and what to do."""
+    """Another user can change the target of a path. The text names the component, and states what to do."""
 
 
 class PrivateFolder:

@@ -1,13 +1,13 @@
-"""The allocator as a class of PyTorch's: C++ that is compiled against the installed PyTorch once, and kept.
+"""The allocator as a PyTorch class: C++ that is compiled once against the installed PyTorch, and cached.
 
-PyTorch's allocators have no stable binary interface, so no wheel can bring one that fits every PyTorch. The first `install()` with a
-PyTorch compiles `pytorch/allocator.cpp`, which takes some seconds. It keeps the result in `$XDG_CACHE_HOME/symmalloc`
-(`~/.cache/symmalloc`), under a name made from PyTorch, compiler and sources. It needs a C++ compiler (`CXX`, or `c++`, `g++`,
-`clang++`) and CUDA's headers, which come with PyTorch's wheels.
+PyTorch's allocators have no stable binary interface, so no wheel can contain a class that fits every version. The first
+`install()` for a version compiles `pytorch/allocator.cpp`, which takes some seconds. It stores the result in
+`$XDG_CACHE_HOME/symmalloc` (`~/.cache/symmalloc`), under a name derived from PyTorch, compiler and sources. It needs a C++
+compiler (`CXX`, or `c++`, `g++`, `clang++`) and CUDA's headers, which PyTorch's wheels include.
 
-Whoever can write that folder decides which code runs here. `private_folder` opens it and refuses one that another user can change.
-The compiler's output is checked through an open descriptor and loaded through the same descriptor, so nobody can exchange it in
-between. Without such a folder every process compiles into a folder of its own, and a warning says so.
+A user who can write to that folder controls the code that runs here. `private_folder` opens it, and rejects a folder that another
+user can change. The compiler's output is checked and loaded through the same open descriptor, so it cannot be replaced in between.
+Without such a folder, every process compiles into a temporary folder and issues a warning.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .library import VERSION, library_path
 from .private_folder import PrivateFolder, Untrusted, is_private
 
 VARIABLE = "SYMMALLOC_TORCH_CLASS"
-"""`auto`: the class where it can be had. `require`: an error where not. `off`: PyTorch's class for pluggable allocators."""
+"""`auto`: the class if possible. `require`: an error otherwise. `off`: PyTorch's class for pluggable allocators."""
 
 SOURCES = Path(__file__).resolve().parent / "pytorch"
 # PyTorch's headers need C++20 from this version on.
@@ -41,20 +41,20 @@ TESTED = ("2.11", "2.12", "2.13", "2.14", "2.15")
 """The versions of PyTorch whose headers the class is compiled against each night."""
 FLAGS = ["-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-fvisibility-inlines-hidden"]
 COMPILE_SECONDS = 300
-# How much of what a compiler says is told.
+# The number of lines of compiler output in an error.
 LINES_TOLD = 6
 
 
 class Unavailable(Exception):
-    """The class cannot be had here; the text says why and what to do."""
+    """The class is unavailable. The text states why and what to do."""
 
 
 class NoCache(Unavailable):
-    """No folder can keep the compiled class, so every process compiles its own; the text says why and what to do."""
+    """No folder can store the compiled class, so every process compiles it. The text states why and what to do."""
 
 
 def mode() -> str:
-    """What the environment asks for. Raises `Unavailable` for what it does not know."""
+    """Returns the mode in the environment. Raises `Unavailable` for an unknown value."""
     value = os.environ.get(VARIABLE, "auto").strip() or "auto"
     if value not in ("auto", "require", "off"):
         raise Unavailable(f"{VARIABLE}={value!r}: use auto, require or off")
@@ -62,7 +62,7 @@ def mode() -> str:
 
 
 def install(torch: Any) -> None:
-    """Makes the class PyTorch's allocator. Raises `Unavailable` and leaves PyTorch unchanged if it cannot."""
+    """Installs the class as PyTorch's allocator. Raises `Unavailable` on failure and leaves PyTorch unchanged."""
     try:
         with _cache() as folder:
             _install_from(torch, folder)
@@ -98,14 +98,14 @@ def built(torch: Any, folder: PrivateFolder) -> tuple[int, str]:
 
 
 def _install_uncached(torch: Any, why: NoCache) -> None:
-    """Compiles into a folder that this process makes, and removes it. A loaded library needs no file."""
+    """Compiles into a temporary folder, and removes it after loading. A loaded library needs no file."""
     warnings.warn(f"{why}. This process compiles the allocator for itself", stacklevel=5)
     with _temporary_folder() as path:
-        # It is new and empty. A path that another user exchanged meanwhile names no folder of ours that others can write.
+        # The folder is new and empty. If another user replaced it, the check below fails.
         descriptor = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         with PrivateFolder(descriptor) as folder:
             if not is_private(os.fstat(descriptor)):
-                raise Unavailable(f"another user exchanged {path}: set TMPDIR or XDG_CACHE_HOME to a folder of your own")
+                raise Unavailable(f"another user replaced {path}: set TMPDIR or XDG_CACHE_HOME to a private folder")
             _install_from(torch, folder)
 
 
@@ -113,15 +113,15 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
     try:
         return tempfile.TemporaryDirectory(prefix="symmalloc-")
     except OSError as error:
-        raise Unavailable(f"no folder for temporary files ({error}): set XDG_CACHE_HOME or TMPDIR to one of your own") from error
+        raise Unavailable(f"no folder for temporary files ({error}): set XDG_CACHE_HOME or TMPDIR to a private folder") from error
 
 
 def _install_from(torch: Any, folder: PrivateFolder) -> None:
     library, name = built(torch, folder)
-    # Not /proc/self: PyTorch gives the path to a child process that names the C++ frames.
+    # Not /proc/self: PyTorch passes the path to a child process that resolves C++ frames.
     opened, is_loaded = f"/proc/{os.getpid()}/fd/{library}", False
     try:
-        # The class finds the library's functions among the global ones.
+        # The class resolves the library's functions from the global scope.
         ctypes.CDLL(str(library_path()), mode=ctypes.RTLD_GLOBAL)
         compiled = ctypes.CDLL(opened)
         is_loaded = True
@@ -131,9 +131,9 @@ def _install_from(torch: Any, folder: PrivateFolder) -> None:
             folder.unlink(name)
         said = str(error).replace(f"{opened}: ", "")
         path = folder.path / name
-        raise Unavailable(f"{path} cannot be loaded ({said}); it was removed, and is compiled anew next time") from error
+        raise Unavailable(f"{path} cannot be loaded ({said}): it was removed, and the next install() recompiles it") from error
     finally:
-        # The loader knows a library by its path. The number of a loaded one must not name another file later.
+        # The loader identifies a library by its path. The descriptor number of a loaded one must not be reused.
         if not is_loaded:
             os.close(library)
     if status != 0:
@@ -143,12 +143,12 @@ def _install_from(torch: Any, folder: PrivateFolder) -> None:
 
 
 def _warn_of_unknown(torch: Any, compiled: ctypes.CDLL) -> None:
-    """Says which functions of this PyTorch raise, if any."""
+    """Warns about functions of this PyTorch that raise, if any."""
     function = compiled.symmalloc_unknown_functions
     function.restype = ctypes.c_char_p
     if names := function().decode():
         warnings.warn(
-            f"PyTorch {torch.__version__} asks an allocator for functions that symmalloc {VERSION} does not know: {names}. They raise "
+            f"PyTorch {torch.__version__} has allocator functions that symmalloc {VERSION} does not know: {names}. They raise "
             f"NotImplementedError when they are called; everything else works. A newer symmalloc may have them: "
             f"pip install --upgrade symmalloc. Tested versions of PyTorch: {', '.join(TESTED)}",
             stacklevel=5,
@@ -156,7 +156,7 @@ def _warn_of_unknown(torch: Any, compiled: ctypes.CDLL) -> None:
 
 
 def _opened(folder: PrivateFolder, name: str) -> int | None:
-    """Opens a compiled class. Returns `None` for a missing one, and for a file that another user may have made or can write."""
+    """Opens a compiled class. Returns `None` if it is missing, or if another user may have created it or can write it."""
     try:
         library = folder.file(name, os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -168,12 +168,12 @@ def _opened(folder: PrivateFolder, name: str) -> int | None:
 
 
 def _is_ours(status: os.stat_result) -> bool:
-    """Returns `True` for a regular file with a single name that only this user or root can write."""
+    """Returns `True` for a regular file with a single link that only this user or root can write."""
     return stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and is_private(status)
 
 
 def _compile(torch: Any, compiler: str, folder: PrivateFolder, name: str) -> int:
-    """Compiles and renames into place: another rank sees the whole file or none. Returns its open descriptor."""
+    """Compiles and renames into place, so that other ranks see the whole file or none. Returns its open descriptor."""
     said = ""
     for standard in _standards(torch):
         temporary = f".{secrets.token_hex(8)}.so"
@@ -192,12 +192,12 @@ def _compile(torch: Any, compiler: str, folder: PrivateFolder, name: str) -> int
 
 
 def _kept(folder: PrivateFolder, temporary: str, name: str) -> int:
-    """Renames what the compiler wrote, and returns its open descriptor. Raises `OSError`."""
+    """Renames the compiler's output, and returns its open descriptor. Raises `OSError`."""
     library = folder.file(temporary, os.O_RDONLY | os.O_NONBLOCK)
     try:
         os.fchmod(library, 0o700)
         if not _is_ours(os.fstat(library)):
-            raise OSError(f"{folder.path / temporary} is no regular file of this user's")
+            raise OSError(f"{folder.path / temporary} is not a regular file of this user")
         folder.replace(temporary, name)
     except BaseException:
         os.close(library)
@@ -206,7 +206,7 @@ def _kept(folder: PrivateFolder, temporary: str, name: str) -> int:
 
 
 def _compiled(torch: Any, compiler: str, standard: str, folder: PrivateFolder, output: str) -> str:
-    """Compiles to a file of the folder. Functions that the class lacks throw. Returns what the compiler says if it fails."""
+    """Compiles to a file in the folder. Functions that the class lacks throw. Returns the compiler's errors; "" on success."""
     command = [compiler, *FLAGS, standard, str(SOURCES / "allocator.cpp"), *_includes(torch), "-o", output]
     said = _run([*command, *_libraries(torch)], folder)
     if not said:
@@ -221,9 +221,9 @@ def _compiled(torch: Any, compiler: str, standard: str, folder: PrivateFolder, o
 
 
 def _run(command: list[str], folder: PrivateFolder) -> str:
-    """Runs a compiler. Returns what it says if it fails; an empty text otherwise."""
+    """Runs a compiler. Returns its output if it fails; an empty text otherwise."""
     try:
-        # The compiler starts in the open folder, so that no path leads it elsewhere.
+        # The compiler starts in the open folder, so no path can redirect it.
         run = subprocess.run(
             command, cwd=f"/proc/self/fd/{folder.descriptor}", env=os.environ | {"LC_ALL": "C"},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", timeout=COMPILE_SECONDS,
@@ -242,7 +242,7 @@ def _compiler() -> str:
     if given := os.environ.get("CXX"):
         if found := shutil.which(given):
             return os.path.abspath(found)
-        raise Unavailable(f"CXX={given} is no program on the PATH")
+        raise Unavailable(f"CXX={given} is not a program on the PATH: set CXX to a C++ compiler")
     for name in ("c++", "g++", "clang++"):
         if found := shutil.which(name):
             return os.path.abspath(found)
@@ -254,12 +254,12 @@ def _name(torch: Any, compiler: str) -> str:
 
 
 def _key(torch: Any, compiler: str) -> str:
-    """Equal for what gives the same file."""
+    """Returns a hash of all inputs of the compilation."""
     parts = hashlib.sha256()
     real = os.stat(compiler)
     parts.update(repr((VERSION, torch.__version__, torch.version.git_version, FLAGS)).encode())
     parts.update(repr((os.path.realpath(compiler), real.st_size, real.st_mtime_ns)).encode())
-    # Another build of the same version.
+    # Distinguishes builds of the same version.
     parts.update(repr(os.stat(_torch_folder(torch) / "lib" / "libc10_cuda.so").st_size).encode())
     for source in [*sorted(SOURCES.rglob("*.[ch]*")), _header() / "symmalloc.h"]:
         parts.update(source.read_bytes())
@@ -271,16 +271,16 @@ def _torch_folder(torch: Any) -> Path:
 
 
 def _header() -> Path:
-    """The folder of the library's header: in the package, or in the checkout that it runs from."""
+    """Returns the folder of the library's header: in the package, or in the checkout that contains it."""
     for folder in (SOURCES, Path(__file__).resolve().parents[2] / "include"):
         if (folder / "symmalloc.h").is_file():
             return folder
-    raise Unavailable(f"symmalloc.h is missing in {SOURCES}: install the package anew")
+    raise Unavailable(f"symmalloc.h is missing in {SOURCES}: reinstall the package")
 
 
 def _includes(torch: Any) -> list[str]:
     cuda = _cuda_headers(torch)
-    # The wheels of CUDA's headers lack some that a C++ compiler hardly needs.
+    # The wheels of CUDA's headers lack some that `cuda_runtime.h` includes. Stubs replace these.
     ours = [] if (cuda / "crt" / "host_defines.h").is_file() else ["-isystem", str(SOURCES / "cuda")]
     return [f"-I{_header()}", *ours, "-isystem", str(_torch_folder(torch) / "include"), "-isystem", str(cuda)]
 
@@ -291,7 +291,7 @@ def _cuda_headers(torch: Any) -> Path:
     folders = [Path(os.environ[name]).absolute() / "include" for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     folders += [site / "nvidia" / f"cu{major}" / "include", site / "nvidia" / "cuda_runtime" / "include"]
     folders += [Path("/usr/local/cuda/include"), Path(f"/usr/local/cuda-{torch.version.cuda}/include")]
-    # Distributions, and CUDA's packages of conda.
+    # Linux distributions, and CUDA's conda packages.
     folders += [Path(os.environ.get("CONDA_PREFIX", "/usr")).absolute() / "targets/x86_64-linux/include", Path("/usr/include")]
     for folder in folders:
         if (folder / "cuda_runtime_api.h").is_file():
@@ -300,10 +300,10 @@ def _cuda_headers(torch: Any) -> Path:
 
 
 def _libraries(torch: Any) -> list[str]:
-    """Returns the files of PyTorch's libraries, of CUDA's runtime and of the C++ library, which are loaded already.
+    """Returns the files of PyTorch's libraries, CUDA's runtime and the C++ library, all of which are loaded already.
 
-    Without its file, a compiler that has the C++ library as an archive alone links a copy into the class. A copy has other locales and
-    facets than PyTorch's library.
+    Without the C++ library's file, a compiler that has only a static one links a copy into the class. The copy has different
+    locales and facets than the one that PyTorch uses.
     """
     folder = _torch_folder(torch) / "lib"
     return [str(folder / "libc10.so"), str(folder / "libc10_cuda.so"), *_loaded("libcudart.so"), *_loaded("libstdc++.so")]
@@ -316,12 +316,12 @@ def _loaded(name: str) -> list[str]:
 
 
 def _cache() -> PrivateFolder:
-    """Opens the folder that keeps compiled classes. Raises `NoCache`."""
+    """Opens the folder of compiled classes. Raises `NoCache`."""
     path = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if not path.is_absolute():
         path = Path(os.path.expanduser("~")) / ".cache"
     if not path.is_absolute():
-        raise _no_cache("this user has no home")
+        raise _no_cache("this user has no home folder")
     try:
         return PrivateFolder.open(path / "symmalloc")
     except (Untrusted, OSError) as why:
@@ -329,12 +329,12 @@ def _cache() -> PrivateFolder:
 
 
 def _no_cache(why: object) -> NoCache:
-    return NoCache(f"no folder can keep the compiled class ({why}): set XDG_CACHE_HOME to a folder that only you can write")
+    return NoCache(f"no folder can store the compiled class ({why}): set XDG_CACHE_HOME to a folder that only you can write")
 
 
 @contextmanager
 def _alone(folder: PrivateFolder, name: str) -> Iterator[None]:
-    """Lets one rank compile while the others wait. Where the file system cannot lock, each compiles."""
+    """Lets one rank compile while the others wait. If the file system does not support locks, each rank compiles."""
     import fcntl
 
     try:

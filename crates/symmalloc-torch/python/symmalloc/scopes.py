@@ -1,4 +1,4 @@
-"""The scope of a pool. It is entered and left for every layer of a model, so it makes one call of the library's at each end."""
+"""The scope of a pool. A model may enter one for every layer, so entry and exit each make a single library call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Scope:
-    """What `use_mem_pool` returns. It may be entered again, also while it is open."""
+    """The result of `use_mem_pool`. It is reentrant and can be reused."""
 
     __slots__ = ("_pool", "_registers")
 
@@ -25,7 +25,7 @@ class Scope:
         pool = self._pool
         if pool.graphs and not _is_capturing(pool.device):
             raise InvalidState(
-                "the pool's memory is that of graphs: use it in a capture, so that nothing overwrites what a graph has captured"
+                "the pool's memory belongs to graphs: use it in a capture, so that nothing overwrites what a graph has captured"
             )
         if status := pool._calls.begin(pool.device, pool.id):
             raise failure("scope_begin", status)
@@ -44,8 +44,10 @@ class Scope:
             raise failure("scope_end", status)
 
     def _end_with(self, error: BaseException) -> None:
-        """Ends the scope after an error inside, which goes on. The other ranks come to the sync, so this one does; a thread
-        that is interrupted comes to none, and they learn of it by the deadline."""
+        """Ends the scope after an error inside, which then propagates.
+
+        The other ranks join the sync, so this one does too. An interrupted thread skips it, and the others time out.
+        """
         pool = self._pool
         try:
             if self._registers and isinstance(error, Exception) and _are_alive(pool):
@@ -58,10 +60,10 @@ class Scope:
 
 
 class ScopeCalls:
-    """The library's calls of a scope, without types: with those, ctypes takes longer over the arguments than the calls do.
+    """The library functions of a scope, without argument types: with types, ctypes converts longer than the calls run.
 
-    A begin, and an end that registers nothing, wait for nobody, so they keep the interpreter's lock: giving it up and asking for it
-    again costs more than they do, and far more where other threads want it. An end that registers waits for other ranks.
+    A begin, and an end without registration, never block. They keep the interpreter's lock, because releasing and reacquiring
+    it costs more than the calls, and far more under contention. An end with registration waits for other ranks.
     """
 
     __slots__ = ("begin", "end", "leave")
@@ -74,7 +76,7 @@ class ScopeCalls:
 
 
 def _are_alive(pool: MemPool) -> bool:
-    """Whether no group of the pool was destroyed."""
+    """Returns `True` if no group of the pool was destroyed."""
     for member in pool._groups:
         if not member.is_as_it_was():
             try:

@@ -1,4 +1,4 @@
-"""What an allocator holds, as a table: in a terminal as text, in a notebook as HTML."""
+"""A table of an allocator's memory: text in a terminal, HTML in a notebook."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COLUMNS = ("live", "peak live", "reserved", "peak reserved", "live over reserved
 
 
 class MemoryTable:
-    """A row for each pool, and one for all. `print` it, or let a notebook show it."""
+    """A table with a row per pool and a total. `print` it, or let a notebook display it."""
 
     def __init__(self, title: str, rows: list[tuple[str, list[str]]]) -> None:
         self.title, self.rows = title, rows
@@ -42,9 +42,12 @@ class MemoryTable:
 
 
 def show(device: Device = None, *, of: Allocator | None = None) -> MemoryTable:
-    """What a device's allocator holds now and held at most, by pool; `of` for an `Allocator` of your own.
+    """Returns a table of a device's current and peak memory by pool.
 
-    The last line of a notebook's cell shows it; `print(symmalloc.show())` elsewhere. Raises `NotInstalled`.
+    device  None: the current one
+    of      an `Allocator` to show instead of the device's
+
+    A notebook displays the result of a cell's last line. Elsewhere, use `print(symmalloc.show())`. Raises `NotInstalled`.
     """
     if of is None:
         from .installation import allocator
@@ -65,7 +68,7 @@ def _row(stats: dict[str, Any]) -> list[str]:
 
 
 def _size(size_bytes: int) -> str:
-    """Bytes in the unit that leaves at most three digits before the point."""
+    """Formats bytes in the unit that leaves at most three digits before the decimal point."""
     value, unit = float(size_bytes), 0
     while value >= 1000 and unit + 1 < len(UNITS):
         value, unit = value / 1024, unit + 1

@@ -1,12 +1,12 @@
-"""Pools that give their memory back for a while and keep their addresses, by tags; and the names of torch_memory_saver for it.
+"""Sleep and wake of pools by tag: pools release their memory and keep their addresses. Also has torch_memory_saver's names.
 
     weights = symmalloc.MemPool(symmetric=False, tag="weights")
     cache = symmalloc.MemPool(symmetric=False, tag="kv_cache")
     ...
-    symmalloc.sleep(["weights", "kv_cache"], keep=["weights"])      the device is somebody else's
-    symmalloc.wake()                                                tensors and graphs are what they were
+    symmalloc.sleep(["weights", "kv_cache"], keep=["weights"])      other programs can use the memory
+    symmalloc.wake()                                                tensors and graphs are valid again
 
-A program that was written for torch_memory_saver changes an import:
+    A program that uses torch_memory_saver only changes an import:
 
     with symmalloc.region(tag="weights", enable_cpu_backup=True):
         model = load()
@@ -27,10 +27,10 @@ from .installation import allocator
 from .pool import MemPool, tagged_devices, use_mem_pool
 from .pool import known as known_pool
 
-# The pools of regions: by tag, by whether they keep what is in them, and by device.
+# The pools of regions, by tag, by `True` if they keep their contents, and by device.
 _regions: dict[tuple[str, bool, int], MemPool] = {}
 
-# What becomes of the contents of a region's pool, by device and pool.
+# The treatment of the contents of each region's pool, by device and pool.
 _contents: dict[tuple[int, int], Contents] = {}
 
 
@@ -40,27 +40,28 @@ def sleep(
     keep: bool | str | Iterable[str] | None = None,
     device: Device = None,
 ) -> Slept:
-    """Puts the pools of some tags to sleep, in the order in which they were made: their memory goes back to the device.
+    """Puts the pools with the given tags to sleep, in order of creation: releases their memory to the device.
 
     tags    one or several; None: all pools that have a tag
-    keep    True: what is in them is kept on the host. False: it is undefined after waking. Tags: kept in these pools, and
-            not in others. None: a region's pool as `enable_cpu_backup` says, any other is kept
-    device  None: every device on which pools with tags were made, or the current one
+    keep    True: keeps the contents on the host. False: contents are undefined after wake. Tags: keeps the contents of these
+            pools only. None: uses `enable_cpu_backup` for a region's pool, and keeps the contents of others
+    device  None: every device that has pools with tags, or else the current one
 
-    Waits for the device. Until they wake, no kernel may use the pools' tensors and no graph that uses them may be replayed,
-    which nobody checks; allocating in them raises, and freeing does not. Pools that sleep sleep on.
+    Blocks until the device is idle. Until the pools wake, no kernel may use their tensors and no graph that uses these may be
+    replayed, which is not checked. Allocating in a sleeping pool raises; freeing is allowed. Pools that already sleep are
+    skipped.
 
-    A pool with windows sleeps on all ranks together: call it at the same point on every rank, once no collective is running
-    in them. One of its groups must have all ranks of all others.
+    A pool with windows sleeps on all ranks together: call this at the same point on every rank, when no collective in the
+    windows is running. One of the pool's groups must contain the ranks of all others.
 
-    Raises `NotInstalled`, `UnknownPool` for a tag that no pool has, `InvalidState` while a stream is captured or a step is
-    open, `MisalignedError` and `NcclError` as `MemPool.register`, `CudaError` when the host has no memory for what is kept.
-    The pool is as it was then, and those before it sleep: another call goes on.
+    Raises `NotInstalled`, `UnknownPool` for a tag that no pool has, `InvalidState` during a stream capture or an open step,
+    `MisalignedError` and `NcclError` as `MemPool.register` does, and `CudaError` if the host lacks memory for kept contents.
+    The failing pool is then unchanged and the pools before it sleep. Another call continues with the rest.
     """
     names = _names(tags)
     kept = keep if keep is None or isinstance(keep, bool) else frozenset(_names(keep) or ())
     if isinstance(kept, frozenset) and names is not None and not kept <= set(names):
-        raise InvalidArgument(f"keep names {sorted(kept - set(names))}, which do not sleep: name them in tags as well")
+        raise InvalidArgument(f"keep names {sorted(kept - set(names))}, which tags does not: name them in tags as well")
     total = Slept()
     for tagged in _checked(_tagged(device), names, kept if isinstance(kept, frozenset) else None):
         total += tagged.sleep(tagged.contents(kept))
@@ -68,15 +69,15 @@ def sleep(
 
 
 def wake(tags: str | Iterable[str] | None = None, *, device: Device = None) -> Woken:
-    """Wakes the pools of some tags, in the order in which they were made: tensors lie where they lay, with what was kept.
+    """Wakes the pools with the given tags, in order of creation. Tensors have the same addresses and their kept contents.
 
-    tags, device   as `sleep`
+    tags, device   as for `sleep`
 
-    Where `changed` of the answer is not 0, windows have other handles than before: capture graphs with collectives in them
-    again. Where `lost` is not 0, groups died meanwhile: register on new ones.
+    If `changed` of the result is not 0, windows have new handles: recapture graphs with collectives in them. If `lost` is not
+    0, groups failed during the sleep: register on new ones.
 
-    Raises as `sleep`, and `OutOfMemory` where the device has no room: that pool sleeps on, nothing is lost, and another call
-    may succeed. Those before it are awake.
+    Raises as `sleep` does, and `OutOfMemory` if the device lacks memory. The failing pool then stays asleep without losing
+    contents, and the pools before it are awake. Call again to retry.
     """
     total = Woken()
     for tagged in _checked(_tagged(device), _names(tags), None):
@@ -91,18 +92,20 @@ def region(
     enable_disk_backup: bool = False,
     cpu_backup_backend: str | None = None,
 ) -> Iterator[None]:
-    """This thread's allocations on the current device go to a pool that `pause(tag)` puts to sleep. Regions nest.
+    """Directs this thread's allocations on the current device to a pool that `pause(tag)` puts to sleep, inside a `with` block.
 
     tag                 1 to 24 lower-case letters, digits, `_` and `-`
-    enable_cpu_backup   whether what is in it is there again after `resume(tag)`; otherwise it is undefined
+    enable_cpu_backup   `resume(tag)` restores the contents; otherwise they are undefined
+    enable_disk_backup  must be False
     cpu_backup_backend  "pinned" or None
 
-    torch_memory_saver's; its backups on disk and in unpinned memory are not here. Raises `NotInstalled`, `InvalidArgument`.
+    Regions nest. This is torch_memory_saver's `region`, without backups on disk or in unpinned memory. Raises `NotInstalled`
+    and `InvalidArgument`.
     """
     if enable_disk_backup:
-        raise InvalidArgument("contents are not kept on disk here: use enable_cpu_backup=True, or leave both out")
+        raise InvalidArgument("backups on disk are not supported: use enable_cpu_backup=True, or leave both out")
     if cpu_backup_backend not in (None, "pinned"):
-        raise InvalidArgument(f"cpu_backup_backend={cpu_backup_backend!r}: contents are kept in pinned memory here")
+        raise InvalidArgument(f"unsupported cpu_backup_backend={cpu_backup_backend!r}: use 'pinned' or None")
     device = device_index()
     key = (tag, enable_cpu_backup, device)
     if (pool := _regions.get(key)) is None:
@@ -113,9 +116,9 @@ def region(
 
 
 def pause(tag: str | None = None) -> None:
-    """Puts the pools of a tag to sleep, on all devices, or of all tags: torch_memory_saver's `pause`.
+    """Puts the pools with a tag to sleep on all devices; None: with any tag. This is torch_memory_saver's `pause`.
 
-    What is kept says `region`. A tag that no pool has is no error. Raises as `sleep`.
+    The arguments of `region` select whether contents are kept. A tag that no pool has is not an error. Raises as `sleep` does.
     """
     for tagged in _tagged(None):
         if tag is None or tagged.tag == tag:
@@ -123,7 +126,7 @@ def pause(tag: str | None = None) -> None:
 
 
 def resume(tag: str | None = None) -> None:
-    """Wakes the pools of a tag, on all devices, or of all tags: torch_memory_saver's `resume`. Raises as `wake`."""
+    """Wakes the pools with a tag on all devices; None: with any tag. This is torch_memory_saver's `resume`. Raises as `wake`."""
     for tagged in _tagged(None):
         if tag is None or tagged.tag == tag:
             tagged.wake()
@@ -131,7 +134,7 @@ def resume(tag: str | None = None) -> None:
 
 @dataclass(frozen=True)
 class _Tagged:
-    """A pool with a tag, whoever made it: also that of `install("tag:...")`, and one that the program has let go of."""
+    """A pool with a tag. Includes the pool of `install("tag:...")`, and pools to which the program has no reference."""
 
     device: int
     of: Allocator
@@ -153,7 +156,7 @@ class _Tagged:
 
 
 def _tagged(device: Device) -> list[_Tagged]:
-    """The pools that have a tag, in the order in which they were made, device by device."""
+    """Returns the pools that have a tag, by device and in order of creation."""
     devices = tagged_devices() if device is None else []
     found = []
     for index in devices or [device_index(device)]:
@@ -164,7 +167,7 @@ def _tagged(device: Device) -> list[_Tagged]:
 
 
 def _checked(pools: list[_Tagged], names: list[str] | None, kept: frozenset[str] | None) -> list[_Tagged]:
-    """Those of some tags. Raises for a tag that none of them has."""
+    """Returns the pools that have one of the names as tag. Raises `UnknownPool` for a name that no pool has."""
     there = {tagged.tag for tagged in pools}
     if unknown := (set(names or ()) | (kept or frozenset())) - there:
         has = f"there are {sorted(there)}" if there else "there is none yet"

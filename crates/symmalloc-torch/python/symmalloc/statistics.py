@@ -1,7 +1,8 @@
-"""Teaches PyTorch our numbers.
+"""Statistics and snapshots for PyTorch's pluggable allocator.
 
-PyTorch's class for pluggable allocators raises for statistics and snapshots. Everything that reads them, from
-`torch.cuda.memory_allocated` to `torch.accelerator.memory_stats`, asks one of a few functions of `torch._C`: those are replaced.
+PyTorch's class for pluggable allocators raises for statistics and snapshots. All their readers, from
+`torch.cuda.memory_allocated` to `torch.accelerator.memory_stats`, call one of a few functions of `torch._C`. This module replaces
+these functions.
 
     torch.cuda.memory_summary ─ memory_stats ─ memory_stats_as_nested_dict ─ torch._C._cuda_memoryStats   ← ours
 """
@@ -12,7 +13,7 @@ from typing import Any
 
 from .allocator import Allocator
 
-# PyTorch's counters that are split by size of request, those that are not, and plain numbers.
+# PyTorch's counters: those split by request size, those that are not, and plain numbers.
 SPLIT = (
     "allocation", "segment", "active", "inactive_split",
     "allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes",
@@ -23,12 +24,12 @@ STAT = {"current": 0, "peak": 0, "allocated": 0, "freed": 0}
 ACCUMULATED = ("allocated", "freed", *NUMBERS)
 NO_SPLIT_LIMIT = -1
 
-# What had been counted when the program last reset "accumulated" statistics, per device. Ours only ever grow.
+# The totals at the program's last reset of "accumulated" statistics, per device. The allocator's own counters only grow.
 _accumulated_before: dict[int, dict[str, Any]] = {}
 
 
 def memory_stats(device: int) -> dict[str, Any]:
-    """`torch.cuda.memory_stats_as_nested_dict` of a device. What we do not count is 0."""
+    """Returns a device's statistics as `torch.cuda.memory_stats_as_nested_dict` does. Unsupported counters are 0."""
     everything: dict[str, Any] = {"max_split_size": NO_SPLIT_LIMIT, **dict.fromkeys(NUMBERS, 0)}
     everything |= {name: dict(STAT) for name in WHOLE}
     everything |= {name: {pool: dict(STAT) for pool in ("all", "small_pool", "large_pool")} for name in SPLIT}
@@ -36,7 +37,7 @@ def memory_stats(device: int) -> dict[str, Any]:
 
 
 def _merged(zeros: dict[str, Any], counted: dict[str, Any]) -> dict[str, Any]:
-    """PyTorch's keys, with our numbers where we have them."""
+    """Returns PyTorch's keys, with the allocator's values where available."""
     return {
         key: _merged(zero, counted.get(key, {})) if isinstance(zero, dict) else int(counted.get(key, zero))
         for key, zero in zeros.items()
@@ -44,7 +45,7 @@ def _merged(zeros: dict[str, Any], counted: dict[str, Any]) -> dict[str, Any]:
 
 
 def _since(now: dict[str, Any], then: dict[str, Any]) -> dict[str, Any]:
-    """Takes what was there before from everything that accumulates."""
+    """Returns `now` with the earlier values subtracted from all accumulated counters."""
     since = dict(now)
     for key, value in now.items():
         if isinstance(value, dict):
@@ -64,7 +65,7 @@ def reset_accumulated(device: int) -> None:
 
 
 def _is_used(device: int) -> bool:
-    """Whether the process has a context on a device. Asking an allocator would make one."""
+    """Returns `True` if the process has a context on a device. Querying an allocator would create one."""
     import torch
 
     return bool(torch._C._cuda_hasPrimaryContext(device))
@@ -75,7 +76,7 @@ def _totals(device: int) -> dict[str, Any]:
 
 
 def snapshot(devices: int) -> dict[str, Any]:
-    """`torch.cuda.memory._snapshot()` over all devices."""
+    """Returns a snapshot of all devices, as `torch.cuda.memory._snapshot()` does."""
     whole: dict[str, Any] = {"segments": [], "device_traces": [[] for _ in range(devices)]}
     for device in filter(_is_used, range(devices)):
         part = Allocator.shared(device).snapshot()
@@ -89,7 +90,7 @@ def snapshot(devices: int) -> dict[str, Any]:
 
 
 def teach(torch: Any) -> None:
-    """Replaces the functions of `torch._C`. They are PyTorch's own again in the next process."""
+    """Replaces the functions of `torch._C` for the rest of the process."""
     native = torch._C
     set_fraction, fractions = native._cuda_setMemoryFraction, {}
 
@@ -110,7 +111,7 @@ def teach(torch: Any) -> None:
     def record_memory_history(enabled: str | bool | None, *_: Any, **__: Any) -> None:
         if enabled:
             raise RuntimeError(
-                "symmalloc records with symmalloc.start_trace(path) or SYMMALLOC_TRACE=path"
+                "symmalloc does not record memory history here: use symmalloc.start_trace(path) or SYMMALLOC_TRACE=path"
             )
 
     native._cuda_memoryStats = memory_stats
@@ -122,7 +123,7 @@ def teach(torch: Any) -> None:
     native._cuda_record_memory_history = record_memory_history
     native._cuda_record_memory_history_legacy = record_memory_history
     if hasattr(native, "_accelerator_getDeviceStats"):
-        # It would ask the allocator that CUDA has without us.
+        # PyTorch's versions would query its built-in allocator.
         native._accelerator_isAllocatorInitialized = torch.cuda.is_initialized
         native._accelerator_emptyCache = native._cuda_emptyCache
         native._accelerator_getDeviceStats = memory_stats

@@ -1,15 +1,14 @@
-"""Steps of a program, which follow plans: `install("plan:learn")`, and `step()` once in each iteration.
+"""Steps, the repeated parts of a program that follow plans: `install("plan:learn")`, and `step()` once per iteration.
 
     symmalloc.install("plan:learn")
     for batch in loader:
-        symmalloc.step()                             the step before ends here, and the next one begins
+        symmalloc.step()                             ends the previous step and begins the next one
         ...
 
-or `with symmalloc.step(): ...` around what repeats. Without either, `install("plan:learn")` takes the end of an optimizer's
-`step()` for the end of a step.
+or `with symmalloc.step(): ...` around the repeated part. Without either, `install("plan:learn")` ends a step at the end of an
+optimizer's `step()`.
 
-A step that comes twice alike is planned, and later ones place their tensors as planned: what is reserved is then what is live at
-the peak.
+The allocator plans a step after two equal runs. Later runs follow the plan, so the reserved memory equals the peak live memory.
 """
 
 from __future__ import annotations
@@ -22,30 +21,30 @@ from .allocator import Allocator, StepReport
 from .devices import Device, device_index
 from .installation import allocator
 
-# Devices with a step that `step()` or an optimizer began: what ends it.
+# The open step of each device, begun by `step()` or by an optimizer.
 _open: dict[int, Step] = {}
 
-# What became of the last step on each device.
+# The report of the last step on each device.
 _last: dict[int, StepReport] = {}
 
-# The number of each optimizer, in the order of their first steps; it is the key of what comes before that step.
+# The number of each optimizer in order of first steps, which is the key of the steps that follow it.
 _optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
-# Whether the program says by itself where its steps are.
+# `True` after the program called `step()` itself.
 _is_explicit = False
 
 
 class Step:
-    """A step of a device's default pool that has begun. Ends with the `with` block, or where the next one begins."""
+    """An open step of a device's default pool. It ends with the `with` block, or when the next step begins."""
 
     def __init__(self, device: int, of: Allocator) -> None:
         self.device = device
         self.report: StepReport | None = None
-        """What became of it, once it has ended."""
+        """The report, after the step has ended; None before."""
         self._allocator = of
 
     def end(self) -> StepReport:
-        """Ends the step, if it has not ended yet. Says how far it went as planned."""
+        """Ends the step if it is open. Returns its report, which states how far it followed the plan."""
         if self.report is None:
             if _open.get(self.device) is self:
                 del _open[self.device]
@@ -60,10 +59,12 @@ class Step:
 
 
 def step(key: int = 0, device: Device = None) -> Step:
-    """Begins a step, and ends the one that the last call began, if that is open still.
+    """Begins a step, and ends the step of the previous call if it is still open.
 
-    `key` says which steps are alike, such as the shape of a batch; 0 when all are. Call it at the same point on every rank, and not
-    while a graph is captured. Raises `NotInstalled`.
+    key     equal for steps that make the same allocations, such as a hash of the batch's shape; 0 if all steps do
+    device  None: the current one
+
+    Call it at the same point on every rank, and not during a graph capture. Raises `NotInstalled`.
     """
     global _is_explicit
     _is_explicit = True
@@ -71,7 +72,7 @@ def step(key: int = 0, device: Device = None) -> Step:
 
 
 def last_step(device: Device = None) -> StepReport | None:
-    """What became of the last step that `step()` or an optimizer ended on the device; None before the first."""
+    """Returns the report of the last step that `step()` or an optimizer ended on the device; None before the first."""
     return _last.get(device_index(device))
 
 
@@ -87,7 +88,7 @@ def _begin(key: int, device: Device) -> Step:
 
 
 def follow_optimizers(torch: Any) -> None:
-    """From now on a step ends where an optimizer's does, unless the program calls `step()` itself."""
+    """Ends a step after each optimizer step, unless the program calls `step()` itself."""
 
     def stepped(optimizer: Any, *_: object) -> None:
         if _is_explicit or not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():

@@ -1,12 +1,12 @@
-"""Finds the functions of PyTorch's interface that our class lacks, and writes an override of each that throws.
+"""Overrides for functions of PyTorch's interface that the allocator class lacks. Each override throws.
 
-A newer PyTorch may add pure virtual functions to `CUDAAllocator` or to its bases. The class cannot be compiled then, and the compiler says
-where each of them is declared. The declaration, as the header has it, becomes the override:
+A newer PyTorch may add pure virtual functions to `CUDAAllocator` or to its bases. The class then fails to compile, and the compiler
+reports where each function is declared. The override repeats the declaration in the header:
 
     virtual void trimTo(DeviceIndex device, size_t bytes) const = 0;
     void trimTo(DeviceIndex device, size_t bytes) const override { unsupported("trimTo"); }
 
-Nothing else of C++ is parsed, so it does not matter what the types are. GCC and Clang both name file, line and column.
+No other C++ is parsed, so the types do not matter. GCC and Clang both report file, line and column.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 
 
 class Unreadable(Exception):
-    """A declaration has a form that no override can be made of; the text says which."""
+    """A declaration cannot be turned into an override. The text names it."""
 
 
 @dataclass(frozen=True)
 class Function:
-    """A pure virtual function of PyTorch's."""
+    """A pure virtual function of PyTorch."""
 
     name: str
     declaration: str
-    """From behind `virtual` to in front of `= 0`."""
+    """The text between `virtual` and `= 0`."""
 
     def override(self) -> str:
         return f'{self.declaration} override {{ unsupported("{self.name}"); }}'
 
 
 def find(said: str) -> list[Function]:
-    """Returns the functions that the compiler calls pure, in its order. Raises `Unreadable`."""
+    """Returns the functions that the compiler reports as pure, in its order. Raises `Unreadable`."""
     found = dict.fromkeys((note["file"], int(note["line"]), int(note["column"])) for note in NOTE.finditer(said))
     return [_declared(Path(file), line, column) for file, line, column in found]
 
 
 def macros(functions: Iterable[Function]) -> list[str]:
-    """Returns the compiler's options that put the overrides into the class."""
+    """Returns compiler options that add the overrides to the class."""
     functions = list(functions)
     overrides = " ".join(function.override() for function in functions)
     names = ", ".join(dict.fromkeys(function.name for function in functions))
@@ -56,7 +56,7 @@ def _declared(file: Path, line: int, column: int) -> Function:
         text = file.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise Unreadable(f"{file} cannot be read: {error}") from error
-    # Equally long, so places stay what they are.
+    # Blanks of the same length preserve all positions.
     text = COMMENT.sub(lambda comment: re.sub(r"[^\n]", " ", comment[0]), text)
     place = sum(map(len, text.splitlines(keepends=True)[: line - 1])) + column - 1
     start = max((word.end() for word in re.finditer(r"\bvirtual\b", text[: place + len("virtual")])), default=-1)
@@ -64,5 +64,5 @@ def _declared(file: Path, line: int, column: int) -> Function:
     declaration = "" if start < 0 or end is None else " ".join(text[start : end.start()].split())
     name = re.search(r"(operator\s*\S+?|~?\w+)\s*\(", text[place : end.start()] if end else "")
     if not declaration or name is None or ";" in declaration or "{" in re.sub(r"=\s*\{[^{}]*\}", "", declaration):
-        raise Unreadable(f"{file}:{line}: the pure virtual function there has a form that is not understood")
+        raise Unreadable(f"{file}:{line}: the declaration of this pure virtual function is not supported")
     return Function(name[1], declaration)

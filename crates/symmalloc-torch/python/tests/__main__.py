@@ -1,8 +1,8 @@
 """Runs the tests of the package: `python crates/symmalloc-torch/python/tests [--stub target/debug/libstub_libcuda.so] [NAME...]`.
 
-A library path counts when a process starts, so with `--stub` this process starts again with that library under the name of
-libcuda, and with the stub of libnccl where that lies beside it. Without it, tests that need a device are skipped, and say so. So are
-tests that need PyTorch, where there is none.
+The library path applies at process start. With `--stub`, this process therefore restarts with that library under the name of
+libcuda, and with the stub of libnccl if that is in the same folder. Without the option, tests that need a device are skipped with a
+note, and so are tests that need PyTorch if it is missing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main() -> None:
         environment = os.environ | {STUB: str(options.stub), "LD_LIBRARY_PATH": str(folder), "STUB_DEVICES": "2"}
         if options.stand_ins is not None:
             environment |= {"SYMMALLOC_TEST_STAND_INS": "1", "CUDA_HOME": str(options.stand_ins.resolve().parent)}
-        environment["STUB_POLLS"] = "1"  # what is asked about without a wait is done in the end
+        environment["STUB_POLLS"] = "1"  # work that is only polled completes eventually
         os.execve(sys.executable, [sys.executable, *sys.argv], environment)
     arguments = [sys.argv[0], *names] if names else [sys.argv[0], "discover", "--start-directory", str(here)]
     unittest.main(module=None, argv=[*arguments, "--verbose"])

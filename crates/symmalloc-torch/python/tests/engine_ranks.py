@@ -1,4 +1,4 @@
-"""What programs of the tests begin with: an engine's own communicators on the stub of libnccl, a rank in each of two threads
+"""Common start of the tests' programs: an engine's communicators on the stub of libnccl, with a rank in each of two threads
 and on each of two devices, without PyTorch."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ free.restype, free.argtypes = None, [c_void_p, ctypes.c_ssize_t, c_int, c_void_p
 
 
 class Rank:
-    """One rank: its device has its number."""
+    """One rank. Its device has the same number."""
 
     def __init__(self, number: int, barrier: threading.Barrier) -> None:
         self.number, self.wait = number, barrier.wait
@@ -66,7 +66,7 @@ def calls(name: str) -> int:
 
 
 def on_ranks(program: Callable[[Rank], Any]) -> None:
-    """Runs a program on every rank. Ends the process when one of them fails."""
+    """Runs a program on every rank. Exits if one of them fails."""
     installation._installed_with = (None, None, True)
     barrier, failures = threading.Barrier(RANKS, timeout=60), []
 

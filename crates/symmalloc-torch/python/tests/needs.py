@@ -1,4 +1,4 @@
-"""What a test needs of its surroundings."""
+"""Requirements of tests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ torch = unittest.skipUnless(importlib.util.find_spec("torch"), "needs PyTorch")
 
 
 def process(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program in a process of its own: what install() does lasts as long as the process."""
+    """Runs a program in a separate process, because install() applies for the rest of a process."""
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
         capture_output=True,
@@ -39,14 +39,14 @@ def process(program: str, **environment: str) -> subprocess.CompletedProcess[str
 
 
 def packages() -> str:
-    """The folder that this symmalloc was imported from."""
+    """Returns the folder that this symmalloc was imported from."""
     import symmalloc
 
     return str(Path(symmalloc.__file__).resolve().parents[1])
 
 
 def gpu(package: str) -> Callable[[Any], Any]:
-    """A real device, and a package that works on it. The reason is printed where one is missing."""
+    """Skips a test without a real device and a working package, and prints the reason."""
     if "SYMMALLOC_TEST_STUB" in os.environ or not Path("/dev/nvidiactl").exists():
         return unittest.skip("needs a device of NVIDIA's")
     return unittest.skipUnless(importlib.util.find_spec(package), f"needs {package}")

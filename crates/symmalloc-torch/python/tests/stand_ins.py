@@ -1,10 +1,10 @@
-"""Libraries that stand in for CUDA's, so that a real PyTorch runs where there is no GPU: `tests --stub ... --stand-ins HEADERS`.
+"""Stand-ins for CUDA's libraries, with which a real PyTorch runs without a GPU: `tests --stub ... --stand-ins HEADERS`.
 
-PyTorch's wheel is linked against a dozen libraries of CUDA's. Tests of an allocator need one of them, the runtime, and that is
-`tests/cxx/cudart.c` over the stub of libcuda. The others are made here: every function that PyTorch asks of them, none of which
-does anything. So tensors can be allocated and freed, and streams, events, captures and processes are real; kernels compute nothing.
+PyTorch's wheel links against a dozen of CUDA's libraries. Tests of an allocator need one of them, the runtime, which is
+`tests/cxx/cudart.c` over the stub of libcuda. This module builds the others, with every function that PyTorch imports from them and
+no effects. Tensors can be allocated and freed, and streams, events, captures and processes work, but kernels compute nothing.
 
-A PyTorch that was installed without its dependencies will do (`pip install --no-deps torch`, then what `import torch` misses),
+A PyTorch without its dependencies is sufficient (`pip install --no-deps torch`, then the packages that `import torch` misses),
 with the headers of `nvidia-cuda-runtime`.
 """
 
@@ -19,12 +19,12 @@ from pathlib import Path
 SOURCES = Path(__file__).resolve().parents[2] / "tests" / "cxx"
 CLASS = Path(__file__).resolve().parents[1] / "symmalloc" / "pytorch"
 SYSTEM = ("libc.so", "libm.so", "libdl.", "libpthread.", "librt.", "ld-linux", "libstdc++", "libgcc_s", "libz.so", "libcuda.so")
-# How the functions of libraries without versions of symbols begin.
+# Prefixes of functions in libraries without symbol versions.
 PREFIXES = {"libcudnn": "cudnn", "libcufile": "cuFile", "libcurand": "curand", "libcusparseLt": "cusparseLt", "libnccl": "nccl"}
 
 
 def make(folder: Path, cuda_headers: Path) -> None:
-    """Makes all of them in a folder that has the stub of libcuda."""
+    """Builds all stand-ins in a folder that contains the stub of libcuda."""
     spec = find_spec("torch")
     assert spec is not None and spec.origin is not None
     libraries = sorted((Path(spec.origin).parent / "lib").glob("*.so*"))
@@ -37,7 +37,7 @@ def make(folder: Path, cuda_headers: Path) -> None:
 
 
 def _asked_for(libraries: list[Path]) -> tuple[dict[str, set[str]], set[str], set[str]]:
-    """Symbols by version, symbols without one that none of the libraries has, and libraries that none of them is."""
+    """Returns symbols by version, unversioned symbols that none of the libraries defines, and missing libraries."""
     versioned: dict[str, set[str]] = defaultdict(set)
     undefined, defined, needed = set(), set(), set()
     for library in libraries:

@@ -1,4 +1,4 @@
-"""Collectives that the program announces, on a communicator of the stub of libnccl and without PyTorch."""
+"""Announced collectives, on a communicator of the stub of libnccl and without PyTorch."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ except symmalloc.InvalidState as error:
     print(error)
 """
         )
-        self.assertIn("register() comes first", said)
+        self.assertIn("call MemPool.register() first", said)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Names of allocations after who asks for them, and what importing the package costs."""
+"""Names of allocations by their callers, and the import time of the package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def frame(path: str, line: int, function: str, back: object = None) -> types.Sim
 
 class Callers(unittest.TestCase):
     def test_files_are_the_programs_unless_pytorch_or_python_brought_them(self) -> None:
-        # The same table as in crates/symmalloc-import/src/pytorch/frames.rs: both name alike.
+        # The same table as in crates/symmalloc-import/src/pytorch/frames.rs, because both must use equal names.
         for path, expected in [
             ("/home/me/job/model.py", True),
             ("train.py", True),
@@ -40,7 +40,7 @@ class Callers(unittest.TestCase):
         block = frame("/home/me/job/model/block.py", 12, "make", main)
         linear = frame(torch + "nn/modules/linear.py", 96, "__init__", block)
         self.assertEqual(caller(linear), "model/block.py:12 make")
-        # Where the program has none, PyTorch's says at least what for.
+        # Without a frame of the program, PyTorch's frame shows the purpose.
         self.assertEqual(caller(frame(torch + "optim/adam.py", 40, "step")), "optim/adam.py:40 step")
         self.assertEqual(caller(frame("train.py", 3, "<module>")), "train.py:3 <module>")
         self.assertEqual(caller(frame("<string>", 1, "<module>")), "")
@@ -64,7 +64,7 @@ class Import(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stderr)
         imported = set(json.loads(done.stdout))
         self.assertEqual({name for name in imported if name not in sys.stdlib_module_names}, {"symmalloc"})
-        # Each of these takes as long as all of the package.
+        # Importing any of these takes as long as importing the whole package.
         slow = {"asyncio", "concurrent", "email", "http", "logging", "multiprocessing", "ssl", "unittest", "xml"}
         self.assertEqual(imported & slow, set())
 

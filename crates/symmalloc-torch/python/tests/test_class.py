@@ -1,4 +1,4 @@
-"""Our class for PyTorch: how it is compiled and kept, what stands in for it, and what it does under a PyTorch without a GPU."""
+"""The compiled class: compilation, cache and fallback, and its behavior under a PyTorch without a GPU."""
 
 from __future__ import annotations
 
@@ -52,16 +52,16 @@ class Cache(Compiled):
             self.assertEqual(self.run_in(cache, CXX="true").stdout, "class False\n", "another compiler, another file")
             self.assertEqual(self.run_in(cache).stdout, "class True\n")
             self.assertEqual((self.files(cache), file.stat().st_mtime_ns), ([file], written))
-            # A file that cannot be loaded is not kept.
+            # A file that cannot be loaded is removed.
             file.write_bytes(b"no library")
-            self.assertIn("is compiled anew next time", self.run_in(cache).stderr)
+            self.assertIn("the next install() recompiles it", self.run_in(cache).stderr)
             self.assertEqual(self.files(cache), [])
 
     def test_without_a_compiler_pytorchs_class_stands_in_and_says_what_it_lacks(self) -> None:
         with tempfile.TemporaryDirectory() as cache:
             done = self.run_in(cache, CXX="/no/compiler")
             self.assertEqual((done.returncode, done.stdout), (0, "class False\n"), done.stderr)
-            for said in ("CXX=/no/compiler is no program", "torch.cuda.MemPool", "reduce-overhead", "=off asks for that"):
+            for said in ("CXX=/no/compiler is not a program", "torch.cuda.MemPool", "reduce-overhead", "=off to use it"):
                 self.assertIn(said, done.stderr)
             required = self.run_in(cache, CXX="/no/compiler", SYMMALLOC_TORCH_CLASS="require")
             self.assertIn("TorchError: the allocator cannot be compiled for this PyTorch: CXX=/no/compiler", required.stderr)
@@ -99,7 +99,7 @@ class Cache(Compiled):
 @needs.device
 @needs.stand_ins
 class Calls(Compiled):
-    """A real PyTorch on the stub: everything but what kernels compute."""
+    """A real PyTorch on the stub, which does not run kernels."""
 
     def check(self, name: str) -> None:
         command = [sys.executable, str(CALLS), "--allocator", "symmalloc", "--only", name]
@@ -149,7 +149,7 @@ class Calls(Compiled):
             self.assertEqual(lines, [
                 "a 0 400 s0", f"a 1 16384 s0 {where}", 'a 2 800 s0 "step 1"', 'a 3 1200 s0 "mine"', "a 4 1600 s0",
             ])  # fmt: skip
-            # And so does a snapshot of what is live.
+            # A snapshot shows the same for live allocations.
             snapshot = pickle.loads((Path(folder) / "symmalloc-job.pickle").read_bytes())
             frames = [block["frames"] for segment in snapshot["segments"] for block in segment["blocks"]]
             self.assertIn([{"name": "weights", "filename": f"{Path(folder).name}/job.py", "line": 4}], frames)

@@ -1,6 +1,6 @@
 """Another user cannot choose the code that `install()` loads: the folder of compiled classes, and the libraries in it.
 
-PyTorch and the compiler are stand-ins. A library appends the name of its author to the file `LOADED` when it is loaded.
+PyTorch and the compiler are stand-ins. A library appends the name of its author to the file `LOADED` at its load.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Folder(unittest.TestCase):
         self.compiler = self.work / "compiler"
         self.compiler.write_text(COMPILER.format(source=source))
         self.compiler.chmod(0o755)
-        # The library of the package, of which nothing is called here.
+        # The package's library, of which no function is called here.
         self.library = self.build("package", self.work / "libsymmalloc_torch.so")
         self.home = self.work / "home"
         self.home.mkdir(mode=0o755)
@@ -94,7 +94,7 @@ class Folder(unittest.TestCase):
         return path
 
     def install(self, patch: str = "", **environment: str) -> dict[str, object]:
-        """Runs `install()` in a process of its own. Returns its warnings and error, and which libraries ran."""
+        """Runs `install()` in a separate process. Returns its warnings and error, and the libraries that ran."""
         loaded, compiled = self.work / "loaded", self.work / "compiled"
         for file in (loaded, compiled):
             file.unlink(missing_ok=True)
@@ -122,7 +122,7 @@ class Folder(unittest.TestCase):
         return library
 
     def is_refused(self, reason: str, **environment: str) -> None:
-        """The folder keeps nothing and gives nothing; the process compiles its own class and leaves no file."""
+        """Checks that the folder is not used: the process compiles its own class and leaves no file."""
         said = self.install(**environment)
         self.assertEqual((said["error"], said["loaded"], said["compiled"]), (None, ["victim"], 1))
         (warning,) = said["warnings"]  # type: ignore[misc]
@@ -228,7 +228,7 @@ ctypes.CDLL = checked
     def test_a_library_that_is_exchanged_before_it_is_loaded_does_not_run(self) -> None:
         library = self.keep()
         self.build("attacker", self.work / "attacker.so")
-        # The last thing before the load: another library takes the path.
+        # Immediately before the load, another library replaces the file.
         patch = f"""
 checked = pytorch_class.built
 def built(*arguments):

@@ -1,4 +1,4 @@
-"""What engines do that own their communicators: pools on raw ones, scopes that end in a sync, all-to-all. No PyTorch."""
+"""Engines that own their communicators: pools on raw ones, scopes that end in a sync, all-to-all. No PyTorch."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Engines(unittest.TestCase):
 def program(rank):
     world, tp = rank.connect(ids[0]), rank.connect(ids[1])
     pool = MemPool(device=rank.number)
-    raises(symmalloc.InvalidState, "register() comes before", lambda: use_mem_pool(pool, register=True))
+    raises(symmalloc.InvalidState, "call MemPool.register() before", lambda: use_mem_pool(pool, register=True))
     assert pool.register(comm=world, rank=rank.number, world=2, mode=Mode.OFF, name="world") == 0
     assert pool.register(comm=tp.value, mode=Mode.OFF, agree_every=3) == 0
     with use_mem_pool(pool, register=True):
@@ -194,12 +194,12 @@ on_ranks(program)
 def program(rank):
     pool, comm = MemPool(device=rank.number), rank.connect(ids[0])
     for says, arguments in {
-        "come together": {"comm": comm, "rank": 0},
+        "go together": {"comm": comm, "rank": 0},
         "give comm": {"rank": 0, "world": 2},
         "null ncclComm_t": {"comm": 0},
         "below the number of ranks": {"comm": comm, "rank": 2, "world": 2},
         "`world` is 3": {"comm": comm, "rank": rank.number, "world": 3},
-        "goes with Mode.OFF": {"comm": comm, "agree_every": 2},
+        "needs Mode.OFF": {"comm": comm, "agree_every": 2},
         "above 0": {"comm": comm, "agree_every": 0, "mode": Mode.OFF},
     }.items():
         raises(symmalloc.InvalidArgument, says, lambda: pool.register(**arguments))
@@ -241,7 +241,7 @@ on_ranks(program)
 """).splitlines()
         nothing, scope = (float(figure) for figure in figures.split())
         print(f"a scope that does nothing {nothing:.0f} ns, a quiet one {scope:.0f} ns")
-        # On a machine of its own it is one microsecond; this one may be busy, with libraries that are not optimized.
+        # It takes one microsecond on an idle machine. This one may be busy, and its libraries unoptimized.
         self.assertLess(scope, 10_000)
 
 
@@ -302,7 +302,7 @@ def free_port() -> int:
         return int(free.getsockname()[1])
 
 
-# Tensors of the stub, whose device memory is the host's, and what is asked of PyTorch.
+# Tensors of the stub, whose device memory is host memory, and the required subset of PyTorch.
 TENSORS = """
 import ctypes, types
 
@@ -409,7 +409,7 @@ def program(rank):
         source, target, other = Tensor(rank, 16, 3), Tensor(rank, 16, 3), Tensor(rank, 16, 2)
     outside = Tensor(rank, 16, 3)
     pool.register(comm=comm)
-    # The other rank is told in place of waiting.
+    # The other rank gets an error instead of waiting.
     kind, says = (symmalloc.InvalidArgument, "1 numbers for 2 ranks") if me == 0 else (symmalloc.MisalignedError, "rank 0")
     raises(kind, says, lambda: symmalloc.exchange_splits([1] * (1 + me), comm=comm, device=me))
     assert symmalloc.exchange_splits([3, 3], comm=comm, device=me) == [3, 3]

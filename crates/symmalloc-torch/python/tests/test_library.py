@@ -1,4 +1,4 @@
-"""The library and its header fit the package."""
+"""The library and its header match the package."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ class Library(unittest.TestCase):
 
     def test_a_wrong_path_is_named_with_what_to_do(self) -> None:
         done = needs.process("import symmalloc; symmalloc.Allocator()", SYMMALLOC_LIBRARY="/nowhere/lib.so")
-        self.assertIn("LibraryNotFound: /nowhere/lib.so is no file (SYMMALLOC_LIBRARY names it)", done.stderr)
+        self.assertIn("LibraryNotFound: /nowhere/lib.so is not a file (SYMMALLOC_LIBRARY names it)", done.stderr)
 
     def test_a_library_that_is_another_ones_is_refused(self) -> None:
-        # One that every process has: C's.
+        # A library that every process has: libc.
         maps = Path("/proc/self/maps").read_text()
         theirs = re.search(r"/\S*/(?:libc[.-]|ld-musl)\S*$", maps, re.MULTILINE).group()
         done = needs.process("import symmalloc; symmalloc.Allocator()", SYMMALLOC_LIBRARY=theirs)

@@ -1,4 +1,4 @@
-"""Other runtimes on the process's allocator: with packages that stand in for them on the stub, and for real on a device."""
+"""Other runtimes on the process's allocator: with stand-in packages on the stub, and with the real ones on a device."""
 
 from __future__ import annotations
 

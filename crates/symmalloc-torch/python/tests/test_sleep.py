@@ -1,4 +1,4 @@
-"""Pools that sleep and wake, regions with torch_memory_saver's names, and pools with a quota."""
+"""Sleep and wake of pools, regions with torch_memory_saver's names, and pools with a quota."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ on_ranks(program)
 @needs.device
 @needs.stand_ins
 class Tensors(Compiled):
-    """A real PyTorch on the stub, with our class and with what stands in for it."""
+    """A real PyTorch on the stub, with the compiled class and with its fallback."""
 
     BEGIN = """
 import ctypes, torch, symmalloc

@@ -1,4 +1,4 @@
-"""Comparing PyTorch's own tests on two allocators (`jobs/suites`): its verdicts, and that it goes on whatever a test does."""
+"""Comparison of PyTorch's own tests on two allocators (`jobs/suites`): verdicts, and continuation after any failure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Verdicts(unittest.TestCase):
         for bad in (FAILED, CRASHED, TIMEOUT):
             self.assertEqual(judge([Outcome(bad)], [Outcome(PASSED)]).verdict, BETTER)
             self.assertEqual(judge([Outcome(bad)], [Outcome(FAILED)]).verdict, BOTH_FAIL)
-        # One that passes natively now and then is no measure.
+        # A test that is flaky natively cannot be judged.
         self.assertEqual(judge([Outcome(PASSED), Outcome(FAILED)], [Outcome(FAILED)]).verdict, BOTH_FAIL)
         self.assertEqual(judge([Outcome(SKIPPED)], [Outcome(SKIPPED)]).verdict, BOTH_SKIP)
 
@@ -115,12 +115,12 @@ class Runs(unittest.TestCase):
         self.assertEqual(tests["crashes here"]["detail"], "the process died of SIGABRT")
         self.assertEqual(tests["hangs here"]["detail"], "no end after 2 s")
         self.assertIn("| `fails here` | REGRESSION | passed | failed | AssertionError: 1 is not \\| 2 |", done.stdout)
-        # What a test that hangs had started is gone.
+        # The child processes of a hanging test were killed.
         self.assertFalse(alive(int((self.notes / "child").read_text())))
-        # What looked bad was run once more on both, and the rest once.
+        # Failed tests ran twice on both allocators, and the others once.
         self.assertEqual((self.times("fails here", "ours"), self.times("fails here", "native")), (2, 2))
         self.assertEqual((self.times("fine", "ours"), self.times("fine", "native")), (1, 1))
-        # The same command runs nothing again.
+        # Repeating the command runs no test.
         again = self.suites()
         self.assertEqual((again.returncode, self.times("fine", "ours"), self.times("crashes here", "ours")), (1, 1, 2))
 
@@ -129,7 +129,7 @@ class Runs(unittest.TestCase):
         done = self.suites(*arguments, "--budget", "0")
         self.assertEqual(done.returncode, 3, done.stdout + done.stderr)
         self.assertIn("| not finished | 2 |", done.stdout)
-        # As if it had been killed in the middle of a test.
+        # Simulates a kill in the middle of a test.
         RunFile(self.out / "fake_suite-native-1.0.jsonl").began("fine")
         done = self.suites(*arguments)
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
@@ -141,7 +141,7 @@ class Runs(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         parts = [RunFile(self.out / f"fake_suite-native-1.{part}.jsonl").outcomes() for part in range(2)]
         self.assertEqual([sorted(part) for part in parts], [["fine", "last"], ["skips"]])
-        # With one GPU fewer it goes on with what both have.
+        # With one GPU fewer, it continues with the tests that both runs have.
         self.assertEqual(self.suites("--only", "^fine$|^last$|^skips$").returncode, 0)
         self.assertEqual(self.times("skips", "ours"), 1)
 
@@ -157,7 +157,7 @@ class Runs(unittest.TestCase):
         path.write_text(path.read_text().replace('"torch": "', '"torch": "1.'))
         done = self.suites("--only", "^fine$")
         self.assertEqual(done.returncode, 2)
-        self.assertIn("is of another run (torch '1.", done.stderr)
+        self.assertIn("belongs to another run (torch '1.", done.stderr)
 
     def test_a_suite_that_cannot_be_loaded_says_why(self) -> None:
         command = [sys.executable, str(SUITES), "--suite", "missing", "--out", str(self.out)]
@@ -177,7 +177,7 @@ def alive(process: int) -> bool:
 @needs.device
 @needs.stand_ins
 class OfPyTorch(unittest.TestCase):
-    """PyTorch's own suites, where a device computes nothing: on the host."""
+    """PyTorch's own suites on the host, because the stub device does not compute."""
 
     def suites(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         environment = os.environ | {"SYMMALLOC_SUITES_DEVICE": "cpu", "SYMMALLOC_SUITES_BACKEND": "gloo"}

@@ -1,4 +1,4 @@
-"""The package under a real PyTorch without a GPU. install() lasts as long as a process, so each test has its own."""
+"""The package under a real PyTorch without a GPU. install() applies for the rest of a process, so each test has its own."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Install(unittest.TestCase):
 @needs.torch
 @needs.device
 class Statistics(unittest.TestCase):
-    # PyTorch itself cannot use the stub: allocations come through the C interface, and PyTorch is told that CUDA is on.
+    # PyTorch itself cannot use the stub. Allocations use the C interface, and the test marks CUDA as initialized in PyTorch.
     START = """
         import os, torch, symmalloc
         os.environ["SYMMALLOC_TORCH_CLASS"] = "off"
@@ -110,7 +110,7 @@ class Statistics(unittest.TestCase):
         from torch.cuda import _memory_viz
         snapshot = torch.cuda.memory._snapshot()
         assert len(snapshot["device_traces"]) == 2
-        def lines(text):  # in place of a program that would draw them
+        def lines(text):  # instead of a viewer
             return text
 
         assert "stream" in _memory_viz.segments(snapshot, format_flamegraph=lines)
@@ -258,7 +258,7 @@ class Ranks(unittest.TestCase):
         dist.destroy_process_group()
     """
 
-    # As over NCCL: the ranks exchange through memory of the device, which is host memory on the stub.
+    # As over NCCL, the ranks exchange through device memory, which is host memory on the stub.
     PART = """
         import ctypes, os, types
         import torch, symmalloc

@@ -1,4 +1,4 @@
-"""A PyTorch with functions that this package does not know: they are found, throw when they are called, and are reported."""
+"""A PyTorch with functions that this package does not know: they are found and reported, and throw if they are called."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COMPILERS = [name for name in ("g++", "clang++") if shutil.which(name)]
 
 @unittest.skipUnless(COMPILERS, "needs a C++ compiler")
 class Compiled(unittest.TestCase):
-    """A class for an interface of the shape of PyTorch's, by the functions that compile the real one."""
+    """Compiles a class for an interface similar to PyTorch's, with the functions that compile the real one."""
 
     def setUp(self) -> None:
         folder = tempfile.TemporaryDirectory()
@@ -98,7 +98,7 @@ class Compiled(unittest.TestCase):
     def test_a_form_that_is_not_understood_is_named(self) -> None:
         self.interface("virtual int twoOnALine() = 0;", "PURE(int, twoOnALine)")
         self.interface("enum class Invented", "#define PURE(type, name) virtual type name() = 0;\nenum class Invented")
-        with self.assertRaisesRegex(pytorch_class.Unavailable, "CUDACachingAllocator.h:.*has a form that is not understood"):
+        with self.assertRaisesRegex(pytorch_class.Unavailable, "CUDACachingAllocator.h:.*is not supported"):
             self.built()
 
     def test_other_errors_are_told_as_the_compiler_says_them(self) -> None:
@@ -123,7 +123,7 @@ class OnPyTorch(unittest.TestCase):
             text = (Path(torch.__file__).parent / "include" / header).read_text()
             last = "  virtual std::string name() = 0;\n"
             self.assertEqual(text.count(last), 1)
-            # The last one, so that the others stay where this PyTorch has them.
+            # The last one, so that the others keep their positions in the table.
             (Path(folder) / header).parent.mkdir(parents=True)
             (Path(folder) / header).write_text(text.replace(last, f"{last}  virtual SnapshotInfo invented(MempoolId_t pool = {{0, 0}}) = 0;\n"))
             done = needs.process(

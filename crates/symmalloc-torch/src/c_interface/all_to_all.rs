@@ -1,4 +1,4 @@
-//! All-to-all-v on a registrar's communicator: PyTorch's `all_to_all_single`, with splits that are exchanged when the program says so.
+//! All-to-all-v on a registrar's communicator: PyTorch's `all_to_all_single`, with an explicit exchange of the splits.
 
 use super::arguments::{not_forked, not_null, write};
 use crate::error::Error;
@@ -10,12 +10,12 @@ use std::ffi::c_void;
 use std::slice;
 use symmalloc_nccl::{AllToAll, Splits};
 
-/// An option of `symmalloc_all_to_all_create`: buffers that are not registered on the communicator are refused. NCCL moves other
-/// memory through buffers of its own.
+/// Option of `symmalloc_all_to_all_create`: rejects buffers that are not registered on the communicator. NCCL can move these too,
+/// through its internal buffers.
 pub const SYMMALLOC_ALL_TO_ALL_REGISTERED: u32 = 1;
 
-/// An option of `symmalloc_all_to_all_create`: the ranks compare their splits before each call, and all get the same error when they
-/// disagree. To find mistakes: the host waits for an exchange.
+/// Option of `symmalloc_all_to_all_create`: the ranks compare their splits before each call, and all return the same error if they
+/// disagree. For debugging: each call blocks the host for an exchange.
 pub const SYMMALLOC_ALL_TO_ALL_CHECKED: u32 = 2;
 
 /// All-to-all-v on one communicator.
@@ -29,7 +29,7 @@ impl RankAllToAll {
     }
 }
 
-/// Makes an all-to-all-v on the registrar's communicator. Talks to no rank. `options` is a sum of `SYMMALLOC_ALL_TO_ALL_...`, the same
+/// Creates an all-to-all-v on the registrar's communicator, without communication. `options` is a sum of `SYMMALLOC_ALL_TO_ALL_...`, equal
 /// on every rank; 0: any memory, no checks. Destroy it before the registrar.
 ///
 /// # Safety
@@ -59,9 +59,9 @@ pub unsafe extern "C" fn symmalloc_all_to_all_create(
     })
 }
 
-/// Tells all ranks how many rows this one sends to each (`sent`, by rank), and writes how many it receives from each (`received`, by
-/// rank). All ranks call it: when the splits of any of them changed, and at no other time. The host waits for the answer. `sent` NULL:
-/// this rank has no splits to tell, and all ranks get an error for it, in place of waiting.
+/// Exchanges splits: sends the number of rows for each rank (`sent`), and writes the number of rows from each rank (`received`). All ranks
+/// call it after the splits of any rank changed, and at no other time. Blocks the host until the exchange is done. `sent` NULL: this rank
+/// has no valid splits, and all ranks return an error instead of waiting.
 ///
 /// # Safety
 /// `all_to_all` is live; `sent` is NULL or valid for reading as many numbers as the communicator has ranks, and `received` is valid for
@@ -78,23 +78,23 @@ pub unsafe extern "C" fn symmalloc_all_to_all_exchange(
         not_null(received, "received")?;
         // SAFETY: the caller's contract.
         let sent = unsafe { rows(sent, it.ranks()) };
-        // No numbers are too few, of which the other ranks are told.
+        // An empty list has too few numbers, which is reported to the other ranks.
         let splits = it.all_to_all.exchange_splits(sent.unwrap_or_default())?;
         let rows = splits.output().rows();
-        // SAFETY: the caller's contract; what is new overlaps nothing of the caller's.
+        // SAFETY: the caller's contract; the new buffer does not overlap the caller's.
         unsafe { std::ptr::copy_nonoverlapping(rows.as_ptr(), received, rows.len()) };
         Ok(())
     })
 }
 
-/// Sends the input's rows to all ranks and receives theirs in the output, in rank order. A row is `row_bytes` bytes; `sent` and
-/// `received` say how many rows go to and come from each rank. Both NULL: equal parts of both whole buffers. Nothing is exchanged: every
-/// rank knows both. A buffer may be longer than its rows. Returns when the work is in the stream; it can be captured in a graph.
+/// Sends rows of the input to all ranks, and receives their rows in the output, in rank order. A row has `row_bytes` bytes. `sent` and
+/// `received` are the numbers of rows to and from each rank; both NULL: splits both buffers equally. Exchanges no splits: every rank must
+/// know both. A buffer may be longer than its rows. Returns after submitting the work to the stream; a graph can capture it.
 ///
 /// # Safety
-/// `all_to_all` is live; `stream` is one of its device and lives as long as the communicator; the buffers are memory of the device
-/// until the stream is past the call, and nothing else writes them or reads the output until then; `sent` and `received` are NULL or
-/// valid for reading as many numbers as the communicator has ranks.
+/// `all_to_all` is live; `stream` is one of its device and lives as long as the communicator; the buffers are memory of the device until
+/// the stream has executed the call, and no other work writes them or reads the output until then; `sent` and `received` are NULL or valid
+/// for reading as many numbers as the communicator has ranks.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_all_to_all_run(
     all_to_all: *mut RankAllToAll,
@@ -127,10 +127,10 @@ pub unsafe extern "C" fn symmalloc_all_to_all_run(
     })
 }
 
-/// Gives it up. What is in streams is carried out. NULL is no op.
+/// Destroys an all-to-all-v. Submitted work still runs. NULL has no effect.
 ///
 /// # Safety
-/// It is live and not used after this.
+/// The all-to-all-v is live and not used after this.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_all_to_all_destroy(all_to_all: *mut RankAllToAll) -> symmalloc_status {
     report(|| {
@@ -144,7 +144,7 @@ pub unsafe extern "C" fn symmalloc_all_to_all_destroy(all_to_all: *mut RankAllTo
 }
 
 /// # Safety
-/// It is NULL or live for as long as the answer is used.
+/// The pointer is NULL, or live for as long as the result is used.
 unsafe fn open<'a>(all_to_all: *mut RankAllToAll) -> Result<&'a RankAllToAll, Error> {
     not_forked()?;
     // SAFETY: the caller's contract.
@@ -152,7 +152,7 @@ unsafe fn open<'a>(all_to_all: *mut RankAllToAll) -> Result<&'a RankAllToAll, Er
 }
 
 /// # Safety
-/// NULL, or valid for reading so many numbers for as long as the answer is used.
+/// The pointer is NULL, or valid for reading that many numbers for as long as the result is used.
 unsafe fn rows<'a>(rows: *const u64, ranks: usize) -> Option<&'a [u64]> {
     // SAFETY: the caller's contract.
     (!rows.is_null()).then(|| unsafe { slice::from_raw_parts(rows, ranks) })

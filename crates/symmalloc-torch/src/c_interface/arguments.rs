@@ -1,4 +1,4 @@
-//! How arguments are checked and answers written.
+//! Checks of arguments, and writes of results.
 
 use crate::device::DeviceAllocator;
 use crate::error::Error;
@@ -11,7 +11,7 @@ pub(super) fn not_forked() -> Result<(), Error> {
 }
 
 /// # Safety
-/// The allocator is NULL or live for as long as the answer is used.
+/// The allocator is NULL, or live for as long as the result is used.
 #[inline]
 pub(super) unsafe fn living<'a>(allocator: *mut DeviceAllocator) -> Result<&'a DeviceAllocator, Error> {
     not_forked()?;
@@ -66,14 +66,14 @@ pub(crate) unsafe fn hand_out_text(out: *mut *mut c_char, argument: &'static str
     unsafe { write(out, argument, copied(&bytes)?.cast()) }
 }
 
-/// A copy that C can free.
+/// Returns a copy that C can free.
 pub(super) fn copied(bytes: &[u8]) -> Result<*mut u8, Error> {
-    // SAFETY: any size may be asked for; one byte at least, so that null means no memory.
+    // SAFETY: any size is valid; it is at least one byte, so that null means no memory.
     let place = unsafe { libc::malloc(bytes.len().max(1)) }.cast::<u8>();
     if place.is_null() {
         return Err(Error::Size { size: bytes.len() as i64 });
     }
-    // SAFETY: both places have that many bytes, and the new one overlaps nothing.
+    // SAFETY: both buffers have that many bytes, and the new one overlaps nothing.
     unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), place, bytes.len()) };
     Ok(place)
 }

@@ -1,4 +1,4 @@
-//! An allocator, and memory from it.
+//! An allocator and its memory.
 
 use super::arguments::{living, not_forked, not_null, text, write};
 use crate::device::{DeviceAllocator, Tracing};
@@ -10,13 +10,13 @@ use crate::status::symmalloc_status;
 use crate::streams::RawStream;
 use std::ffi::{c_char, c_void};
 
-/// The library's version, as in its package.
+/// Returns the library's version, which is that of its package.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_version() -> *const c_char {
     concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
 }
 
-/// Makes the allocator of a device. `conf` is a text as in SYMMALLOC_CONF; NULL: the defaults.
+/// Creates an allocator for a device. `conf` has the syntax of SYMMALLOC_CONF; NULL: the defaults.
 ///
 /// # Safety
 /// `conf` is NULL or a C string; `out` is valid for writing.
@@ -41,10 +41,10 @@ pub unsafe extern "C" fn symmalloc_create(
     })
 }
 
-/// Ends an allocator that `symmalloc_create` made. All of its memory goes back, live allocations included. NULL is no op.
+/// Destroys an allocator of `symmalloc_create`, and releases all of its memory, including live allocations. NULL has no effect.
 ///
 /// # Safety
-/// The allocator is used by nobody else and not after this; work on its memory is done; it has no registrar.
+/// No other thread uses the allocator, and it is not used after this; work on its memory has completed; it has no registrar.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_destroy(allocator: *mut DeviceAllocator) -> symmalloc_status {
     report(|| {
@@ -57,7 +57,7 @@ pub unsafe extern "C" fn symmalloc_destroy(allocator: *mut DeviceAllocator) -> s
     })
 }
 
-/// Allocates from a pool for work on a stream. Zero bytes are a null pointer.
+/// Allocates from a pool for work on a stream. Writes a null pointer for zero bytes.
 ///
 /// # Safety
 /// `allocator` is live; the stream is one of the device's primary context and lives as long as the allocator; `out` is valid for
@@ -83,7 +83,7 @@ pub unsafe extern "C" fn symmalloc_allocate(
     })
 }
 
-/// As `symmalloc_allocate`, with a name for snapshots and reports.
+/// Allocates as `symmalloc_allocate`, with a name for snapshots and reports.
 ///
 /// # Safety
 /// As `symmalloc_allocate`; `name` is NULL or a C string.
@@ -113,7 +113,7 @@ pub unsafe extern "C" fn symmalloc_allocate_named(
     })
 }
 
-/// Frees an allocation: other work may use the memory at once, ordered behind this one's uses on the device. NULL is no op.
+/// Frees an allocation without blocking. Its next user waits on the device for its recorded uses. NULL has no effect.
 ///
 /// # Safety
 /// `allocator` is live.
@@ -123,7 +123,7 @@ pub unsafe extern "C" fn symmalloc_free(allocator: *mut DeviceAllocator, pointer
     report(|| unsafe { living(allocator) }?.free(pointer))
 }
 
-/// Tells that work on another stream uses the allocation, too. Whoever takes the memory after the free waits for it on the
+/// Records that work on another stream uses the allocation. After the free, the next user of the memory waits for that work on the
 /// device.
 ///
 /// # Safety

@@ -1,4 +1,4 @@
-//! Pools, and what holds for all of them.
+//! Pools, and operations on all of them.
 
 use super::arguments::{living, not_null, text, write};
 use crate::device::DeviceAllocator;
@@ -9,8 +9,8 @@ use crate::streams::RawStream;
 use std::ffi::{c_char, c_void};
 use symmalloc_core::PoolId;
 
-/// Makes a pool with a policy of its own, the keys of a pool as in SYMMALLOC_CONF. NULL: as the default pool, but private.
-/// Make pools in the same order on every rank.
+/// Creates a pool. `conf` has the pool keys of SYMMALLOC_CONF; NULL: the settings of the default pool, but private. Create pools in the
+/// same order on every rank.
 ///
 /// # Safety
 /// `allocator` is live; `conf` is NULL or a C string; `out` is valid for writing.
@@ -30,8 +30,7 @@ pub unsafe extern "C" fn symmalloc_pool_create(
     })
 }
 
-/// Gives a pool up. Nothing can be allocated in it any more; its memory goes back with the first trim after its last
-/// allocation was freed.
+/// Destroys a pool. Further allocations in it fail. The first trim after its last allocation was freed releases its memory.
 ///
 /// # Safety
 /// `allocator` is live.
@@ -41,7 +40,7 @@ pub unsafe extern "C" fn symmalloc_pool_destroy(allocator: *mut DeviceAllocator,
     report(|| unsafe { living(allocator) }?.destroy_pool(PoolId(pool)))
 }
 
-/// Brings the device memory that a stream has in a pool to at least so many bytes, so that later allocations find it.
+/// Grows the device memory of a stream in a pool to at least `bytes`, for later allocations.
 ///
 /// # Safety
 /// As `symmalloc_allocate`.
@@ -61,8 +60,8 @@ pub unsafe extern "C" fn symmalloc_reserve(
     })
 }
 
-/// Gives the free memory of all pools back to the device, but not that of private pools that a graph uses. Waits for streams
-/// that used it. `released_bytes` may be NULL.
+/// Releases the free memory of all pools to the device, except that of private pools that a graph uses. Waits for streams that used
+/// it. `released_bytes` may be NULL.
 ///
 /// # Safety
 /// `allocator` is live; `released_bytes` is NULL or valid for writing.
@@ -79,7 +78,7 @@ pub unsafe extern "C" fn symmalloc_trim(allocator: *mut DeviceAllocator, release
     })
 }
 
-/// Lets another device read and write the allocator's memory: what there is, and what will be.
+/// Grants another device read and write access to the allocator's present and future memory.
 ///
 /// # Safety
 /// `allocator` is live.

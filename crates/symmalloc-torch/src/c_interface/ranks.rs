@@ -1,4 +1,4 @@
-//! Ranks that compare themselves, and what the watchdog is told of them.
+//! Comparison of ranks, announcements to the watchdog and flight records.
 
 use super::arguments::{hand_out_text, living, not_forked, not_null, required_text, write};
 use crate::alignment::{self, Gathering, symmalloc_gather_fn};
@@ -9,12 +9,12 @@ use crate::registrations::{PoolRegistration, RankAnnouncement};
 use crate::status::symmalloc_status;
 use std::ffi::{c_char, c_void};
 
-/// Compares this rank's history in symmetric pools with all other ranks'. Every rank calls it, at the same point of its program.
+/// Compares this rank's history in symmetric pools with those of all other ranks. Every rank calls it at the same point of the program.
 ///
-/// `SYMMALLOC_MISALIGNED` when they differ: on every rank, and the message names the first op that differs.
+/// Returns `SYMMALLOC_MISALIGNED` on every rank if histories differ. The message names the first op that differs.
 ///
 /// # Safety
-/// `allocator` is live; `gather` does what its type says with `context`.
+/// `allocator` is live; `gather` meets the contract of its type with `context`.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_agree(
     allocator: *mut DeviceAllocator,
@@ -30,7 +30,7 @@ pub unsafe extern "C" fn symmalloc_agree(
     })
 }
 
-/// As `symmalloc_agree`, and then compares the heaps of all other pools, whose histories nobody keeps: the message names the
+/// Compares symmetric pools as `symmalloc_agree`, and then the heaps of all other pools. These keep no history, so the message names the
 /// heaps that differ.
 ///
 /// # Safety
@@ -51,12 +51,13 @@ pub unsafe extern "C" fn symmalloc_agree_all(
     })
 }
 
-/// Tells the watchdog of work that the program gives to a stream by itself and that all ranks of the registrar's communicator give
-/// alike: a collective of the library that owns it. The program gives it to the stream after this and before
-/// `symmalloc_announce_end`, in the same order on every rank. It is numbered among the communicator's collectives in flight records,
-/// and has its deadline: a rank that does not come is named on stderr, in a flight record and at the next sync.
+/// Announces to the watchdog a collective that the program submits itself on all ranks of the registrar's communicator. The program
+/// submits it to the stream after this call and before `symmalloc_announce_end`, in the same order on every rank. It is numbered among the
+/// communicator's collectives in flight records, and has the communicator's deadline. If a rank misses the deadline, standard error, a
+/// flight record and the next sync name it.
 ///
-/// `kind` says what it is, and `elements` how large, as in flight records: the same on every rank; 0 where ranks may differ.
+/// `kind` and `elements` are the collective's name and size in flight records. They are equal on every rank; `elements` is 0 if ranks may
+/// differ.
 ///
 /// # Safety
 /// The registrar is live; `kind` is a C string; `stream` is one of its device and lives as long as the registrar; `out` is valid for
@@ -83,7 +84,7 @@ pub unsafe extern "C" fn symmalloc_announce_begin(
     })
 }
 
-/// What was announced is in its stream, or the program failed to give it to it. NULL is no op.
+/// Ends an announcement, after the program submitted the collective or failed to. NULL has no effect.
 ///
 /// # Safety
 /// The announcement is live and not used after this.
@@ -99,9 +100,9 @@ pub unsafe extern "C" fn symmalloc_announce_end(announcement: *mut RankAnnouncem
     })
 }
 
-/// What this process knows of its communicators: the last collectives of each, how far it is with them, and what became of other
-/// ranks. JSON, which `symmalloc diff` takes from all ranks. A record is also written when a communicator fails, and at the signal
-/// that `SYMMALLOC_FLIGHT_SIGNAL` names. Free the text with `symmalloc_release_bytes`.
+/// Writes a flight record as JSON: the last collectives of each communicator, their progress, and the state of other ranks. The command
+/// `symmalloc diff` compares the records of all ranks. The watchdog also writes one if a communicator fails, and on the signal that
+/// `SYMMALLOC_FLIGHT_SIGNAL` names. Free the text with `symmalloc_release_bytes`.
 ///
 /// # Safety
 /// `reason` is a C string; `json` is valid for writing.

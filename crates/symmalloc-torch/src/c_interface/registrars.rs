@@ -1,4 +1,4 @@
-//! Registrars: pools registered on communicators that other code owns, and scopes at whose end that is brought up to date.
+//! Registrars: pools registered on communicators that other code owns, and scopes that register new segments at their end.
 
 use super::arguments::{living, not_forked, not_null, text, write};
 use crate::device::DeviceAllocator;
@@ -13,51 +13,51 @@ use std::time::Duration;
 use symmalloc_core::PoolId;
 use symmalloc_nccl::{Communicator, Registration};
 
-/// `symmalloc_registrar_options.registration`: a symmetric window over each segment of a symmetric pool, made by all ranks together.
+/// `symmalloc_registrar_options.registration`: a symmetric window over each segment of a symmetric pool, which all ranks create together.
 pub const SYMMALLOC_REGISTER_WINDOWS: u32 = 0;
 
-/// `symmalloc_registrar_options.registration`: `ncclCommRegister` for each piece of memory, which is this rank's own matter. For any
-/// pool, also one whose segments grow.
+/// `symmalloc_registrar_options.registration`: `ncclCommRegister` for each piece of memory, local to this rank. For any pool, including
+/// one whose segments grow.
 pub const SYMMALLOC_REGISTER_BUFFERS: u32 = 1;
 
-/// `symmalloc_registrar_options.agree_every`: the ranks compare their histories when `symmalloc_registrar_agree` or
-/// `symmalloc_pool_agree` is called, and never in a sync.
+/// `symmalloc_registrar_options.agree_every`: the ranks compare their histories only in `symmalloc_registrar_agree` and
+/// `symmalloc_pool_agree`, and never in a sync.
 pub const SYMMALLOC_AGREE_BY_HAND: u32 = u32::MAX;
 
-/// How a pool is registered. All zero: windows, compared at every sync, with a deadline of five minutes. All ranks give the same, but
-/// for `rank`.
+/// Options of a registration. All zero: windows, a comparison at every sync, and a deadline of five minutes. All ranks pass the same
+/// values, except for `rank`.
 #[allow(non_camel_case_types, reason = "C's names")]
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct symmalloc_registrar_options {
-    /// Milliseconds after which anything that waits for other ranks ends; 0: five minutes.
+    /// The timeout of every wait for other ranks, in milliseconds; 0: five minutes.
     pub deadline_ms: u32,
     /// `SYMMALLOC_REGISTER_WINDOWS` or `SYMMALLOC_REGISTER_BUFFERS`.
     pub registration: u32,
-    /// The ranks compare their histories at every so many syncs: 0 and 1 mean each one, `SYMMALLOC_AGREE_BY_HAND` none. A sync that
-    /// compares nothing and finds nothing new returns at once; that ranks differ in *whether* there is something new is noticed by the
-    /// deadline then.
+    /// The number of syncs per comparison of the ranks' histories: 0 and 1 compare at every sync, `SYMMALLOC_AGREE_BY_HAND` at none. A
+    /// sync that neither compares nor finds new segments returns immediately. If only some ranks have new segments then, these ranks time
+    /// out.
     pub agree_every: u32,
-    /// What the program takes this rank of the communicator for. Refused when NCCL says another one.
+    /// The expected rank in the communicator. A mismatch with NCCL's value is an error.
     pub rank: u32,
-    /// What it takes the communicator's number of ranks for; 0: neither is compared.
+    /// The expected number of ranks of the communicator; 0: checks neither this nor `rank`.
     pub world: u32,
-    /// "host:port", a free port of the machine of the communicator's rank 0: there the ranks meet, and keep connections by which each
-    /// learns which rank died, is stopped or does not come. NULL: nothing tells which rank it is.
+    /// "host:port", a free port on the machine of the communicator's rank 0. The ranks connect there and keep the connections, to detect
+    /// which rank died, is stopped or is missing. NULL: errors do not identify that rank.
     pub rendezvous: *const c_char,
-    /// The communicator's name in errors and flight records; NULL: "borrowed". A pool that is on several communicators sleeps where each of
-    /// them has a name of its own, the same on all of its ranks and another one than that of any communicator of the job.
+    /// The communicator's name in errors and flight records; NULL: "borrowed". To sleep, a pool on several communicators needs a name for
+    /// each, which is equal on all of its ranks and unique in the job.
     pub name: *const c_char,
 }
 
-/// Attaches a symmetric pool to a communicator that other code owns. Nothing is registered before the first sync. Every rank
-/// of the communicator calls it. Anything that waits for other ranks ends after `deadline_ms` milliseconds; 0: after
-/// five minutes. `rendezvous` is as in `symmalloc_registrar_options`.
+/// Attaches a symmetric pool to a communicator that other code owns. The first sync registers its segments. Every rank of the
+/// communicator calls it. Every wait for other ranks times out after `deadline_ms` milliseconds; 0: five minutes. `rendezvous` is as in
+/// `symmalloc_registrar_options`.
 ///
 /// # Safety
-/// `rendezvous` is a C string or NULL; `allocator` is live; `nccl_comm` is a live and ready `ncclComm_t` on its device, of the NCCL library of this process, which
-/// lives until the registrar is destroyed and is not used by other threads while a call of this library uses it; `out` is valid
-/// for writing.
+/// `rendezvous` is a C string or NULL; `allocator` is live; `nccl_comm` is a live and ready `ncclComm_t` on its device, of the NCCL
+/// library of this process, which lives until the registrar is destroyed and is not used by other threads during a call of this
+/// library; `out` is valid for writing.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_registrar_create(
     allocator: *mut DeviceAllocator,
@@ -80,7 +80,7 @@ pub unsafe extern "C" fn symmalloc_registrar_create(
     unsafe { symmalloc_registrar_create_with(allocator, pool, nccl_comm, &raw const options, out) }
 }
 
-/// As `symmalloc_registrar_create`, for any kind of registration, agreement and name.
+/// Attaches a pool as `symmalloc_registrar_create`, with any kind of registration, comparison and name.
 ///
 /// # Safety
 /// As `symmalloc_registrar_create`; `options` is valid for reading, and its texts are C strings or NULL.
@@ -110,7 +110,7 @@ pub unsafe extern "C" fn symmalloc_registrar_create_with(
 }
 
 /// # Safety
-/// The texts of the options are C strings that live as long as the answer is used, or NULL.
+/// The texts of the options are NULL, or C strings that live as long as the result is used.
 unsafe fn read(options: &symmalloc_registrar_options) -> Result<RegistrationOptions<'_>, Error> {
     let registration = match options.registration {
         SYMMALLOC_REGISTER_WINDOWS => Registration::Windows,
@@ -141,8 +141,8 @@ unsafe fn read(options: &symmalloc_registrar_options) -> Result<RegistrationOpti
     })
 }
 
-/// Registers new segments of the pool and deregisters dead ones, on every rank of the communicator, after the ranks have
-/// compared what they did. Both counts may be NULL.
+/// Compares the histories of all ranks of the communicator, then registers new segments of the pool and deregisters dead ones.
+/// Collective. Both counts may be NULL.
 ///
 /// # Safety
 /// The registrar is live; the counts are NULL or valid for writing.
@@ -156,7 +156,7 @@ pub unsafe extern "C" fn symmalloc_registrar_sync(
     unsafe { counted(registered, deregistered, || open(registrar)?.sync()) }
 }
 
-/// As `symmalloc_registrar_sync`, and the ranks compare their histories also where `agree_every` would not have it.
+/// Syncs as `symmalloc_registrar_sync`, and compares the ranks' histories regardless of `agree_every`.
 ///
 /// # Safety
 /// As `symmalloc_registrar_sync`.
@@ -170,7 +170,7 @@ pub unsafe extern "C" fn symmalloc_registrar_agree(
     unsafe { counted(registered, deregistered, || open(registrar)?.agree()) }
 }
 
-/// What NCCL says of the registrar's communicator: this rank, and how many ranks there are.
+/// Writes this rank and the number of ranks of the registrar's communicator, as NCCL reports them.
 ///
 /// # Safety
 /// The registrar is live; `rank` and `world` are valid for writing.
@@ -193,8 +193,8 @@ pub unsafe extern "C" fn symmalloc_registrar_rank(
     })
 }
 
-/// The window that all of these bytes lie in, an `ncclWindow_t` of the registrar's communicator, and where they begin in it: at the
-/// same offset on every rank. `SYMMALLOC_INVALID_STATE` when they are in none.
+/// Writes the window that contains all of these bytes, an `ncclWindow_t` of the registrar's communicator, and their offset in it, which
+/// is equal on every rank. Returns `SYMMALLOC_INVALID_STATE` if no window contains them.
 ///
 /// # Safety
 /// The registrar is live; `window` and `offset_bytes` are valid for writing.
@@ -219,8 +219,8 @@ pub unsafe extern "C" fn symmalloc_registrar_window(
     })
 }
 
-/// Deregisters everything, on every rank of the communicator, and lets go of it. NULL is no op. The registrar is gone also when
-/// an error is returned.
+/// Deregisters all segments on every rank of the communicator, and destroys the registrar, even if it returns an error. NULL has no
+/// effect.
 ///
 /// # Safety
 /// The registrar is live and not used after this.
@@ -236,8 +236,8 @@ pub unsafe extern "C" fn symmalloc_registrar_destroy(registrar: *mut PoolRegistr
     })
 }
 
-/// Syncs all registrars of a pool, in the order in which they were made, which is the same on every rank. When one fails, the others
-/// are synced all the same, since their ranks wait for this one; the first error is returned. Both counts may be NULL.
+/// Syncs all registrars of a pool in order of creation, which is the same on every rank. If one fails, it still syncs the others, because
+/// their ranks wait for this one, and returns the first error. Both counts may be NULL.
 ///
 /// # Safety
 /// `allocator` is live; the counts are NULL or valid for writing.
@@ -257,7 +257,7 @@ pub unsafe extern "C" fn symmalloc_pool_sync(
     unsafe { counted(registered, deregistered, sync) }
 }
 
-/// As `symmalloc_pool_sync`, and the ranks compare their histories.
+/// Syncs as `symmalloc_pool_sync`, and compares the ranks' histories.
 ///
 /// # Safety
 /// As `symmalloc_pool_sync`.
@@ -277,8 +277,8 @@ pub unsafe extern "C" fn symmalloc_pool_agree(
     unsafe { counted(registered, deregistered, agree) }
 }
 
-/// What this thread allocates through PyTorch's entry points on the device goes to the pool until `symmalloc_scope_end`, as by
-/// `symmalloc_torch_push_pool`.
+/// Directs this thread's allocations through PyTorch's entry points on the device to the pool until `symmalloc_scope_end`, as
+/// `symmalloc_torch_push_pool` does.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_scope_begin(device: i32, pool: u32) -> symmalloc_status {
     report(|| {
@@ -288,10 +288,9 @@ pub extern "C" fn symmalloc_scope_begin(device: i32, pool: u32) -> symmalloc_sta
     })
 }
 
-/// Ends the scope that this thread began last on the device, and syncs all registrars of the pool, as `symmalloc_pool_sync`: what was
-/// allocated inside is registered then. Every rank does the same. While a graph is captured nothing can be registered and the ranks
-/// cannot talk: the scope ends quietly when it finds nothing new, and with an error otherwise. Reserve and sync before the capture.
-/// Both counts may be NULL.
+/// Ends this thread's last scope on the device, and registers its new segments: syncs all registrars of the pool as
+/// `symmalloc_pool_sync`. Collective. A graph capture can neither register segments nor communicate. There, the scope ends without a sync
+/// if it has no new segments, and returns an error otherwise: reserve and sync before the capture. Both counts may be NULL.
 ///
 /// # Safety
 /// The counts are NULL or valid for writing.
@@ -305,7 +304,7 @@ pub unsafe extern "C" fn symmalloc_scope_end(
     let end = || {
         let allocator = process::allocator(device)?;
         allocator.scopes().pop_pool(allocator.ordinal())?;
-        // Nothing is registered of a pool that is unknown.
+        // An unknown pool has no registrations.
         allocator.registrations.sync_at_scope_end(PoolId(pool))
     };
     // SAFETY: the caller's contract.
@@ -313,17 +312,17 @@ pub unsafe extern "C" fn symmalloc_scope_end(
 }
 
 /// # Safety
-/// The registrar is NULL or live for as long as the answer is used.
+/// The registrar is NULL, or live for as long as the result is used.
 unsafe fn open<'a>(registrar: *mut PoolRegistration) -> Result<&'a PoolRegistration, Error> {
     not_forked()?;
     // SAFETY: the caller's contract.
     unsafe { registrar.as_ref() }.ok_or(Error::Null { argument: "registrar" })
 }
 
-/// Does something that syncs, and tells what came of it.
+/// Runs an operation that syncs, and writes its counts.
 ///
 /// # Safety
-/// Both places are NULL or valid for writing.
+/// Both pointers are NULL or valid for writing.
 unsafe fn counted(
     registered: *mut u64,
     deregistered: *mut u64,

@@ -1,4 +1,4 @@
-//! Where things lie, what was counted, what was done.
+//! Placements, statistics, snapshots and traces.
 
 use super::arguments::{copied, hand_out_text, living, not_null, required_text, write};
 use crate::device::DeviceAllocator;
@@ -11,26 +11,26 @@ use std::path::Path;
 use symmalloc_core::PoolId;
 use symmalloc_import::export::export_allocator;
 
-/// Where an allocation lies. Equal on all ranks that ran the same program.
+/// The position of an allocation. Equal on all ranks that ran the same program.
 #[allow(non_camel_case_types, reason = "C's names")]
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct symmalloc_placement {
     /// The pool.
     pub pool: u32,
-    /// The stream of the heap, in the order of first use; `UINT32_MAX` where the pool's streams share.
+    /// The stream of the heap, numbered in order of first use; `UINT32_MAX` if the pool's streams share memory.
     pub stream: u32,
     /// The segment, by birth ordinal in its heap.
     pub segment: u64,
-    /// Bytes from the segment's first byte.
+    /// The offset from the segment's first byte.
     pub offset_bytes: u64,
-    /// Bytes that may be used: the request, rounded up.
+    /// Usable bytes: the requested size, rounded up.
     pub size_bytes: u64,
-    /// Bytes that were asked for.
+    /// Requested bytes.
     pub requested_bytes: u64,
 }
 
-/// Where a live allocation lies.
+/// Writes the position of a live allocation.
 ///
 /// # Safety
 /// `allocator` is live; `out` is valid for writing.
@@ -56,7 +56,7 @@ pub unsafe extern "C" fn symmalloc_placement_of(
     })
 }
 
-/// Everything that is counted, as JSON. Free the text with `symmalloc_release_bytes`.
+/// Writes all counters as JSON. Free the text with `symmalloc_release_bytes`.
 ///
 /// # Safety
 /// `allocator` is live; `json` is valid for writing.
@@ -73,7 +73,7 @@ pub unsafe extern "C" fn symmalloc_stats_json(
     })
 }
 
-/// Starts all peaks anew at the current values.
+/// Resets all peaks to the current values.
 ///
 /// # Safety
 /// `allocator` is live.
@@ -86,7 +86,7 @@ pub unsafe extern "C" fn symmalloc_reset_peaks(allocator: *mut DeviceAllocator) 
     })
 }
 
-/// The history of a pool as one number: equal on two ranks exactly when their ops and placements in it are.
+/// Writes the digest of a pool's history, which is equal on two ranks exactly when their ops and placements in the pool are.
 ///
 /// # Safety
 /// `allocator` is live; `out` is valid for writing.
@@ -104,7 +104,7 @@ pub unsafe extern "C" fn symmalloc_digest(
     })
 }
 
-/// What the allocator holds now, as a pickle in the form of PyTorch's memory snapshots. Free the bytes with
+/// Writes a pickle of the allocator's memory in the format of PyTorch's memory snapshots. Free the bytes with
 /// `symmalloc_release_bytes`.
 ///
 /// # Safety
@@ -131,7 +131,7 @@ pub unsafe extern "C" fn symmalloc_snapshot(
     })
 }
 
-/// The live allocations, largest first, for people. Free the text with `symmalloc_release_bytes`.
+/// Writes a readable list of the live allocations, largest first. Free the text with `symmalloc_release_bytes`.
 ///
 /// # Safety
 /// `allocator` is live; `text` is valid for writing.
@@ -148,7 +148,7 @@ pub unsafe extern "C" fn symmalloc_leak_report(
     })
 }
 
-/// The settings as canonical text: every value that is set, defaults too. Free the text with `symmalloc_release_bytes`.
+/// Writes the canonical text of the settings, including defaults. Free the text with `symmalloc_release_bytes`.
 ///
 /// # Safety
 /// `allocator` is live; `text` is valid for writing.
@@ -162,18 +162,18 @@ pub unsafe extern "C" fn symmalloc_config(allocator: *mut DeviceAllocator, text:
     })
 }
 
-/// Frees what another call handed out. NULL is no op.
+/// Frees a text or bytes that another call wrote. NULL has no effect.
 ///
 /// # Safety
-/// It was handed out by this library and is not used after this.
+/// The pointer came from this library, and is not used after this.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_release_bytes(bytes: *mut c_void) {
-    // SAFETY: made by `copied`.
+    // SAFETY: the pointer came from `copied`.
     unsafe { libc::free(bytes) };
 }
 
-/// Records every op from now on to a file, as text, or compressed where its name ends in `.zst` or `.gz`: what `symmalloc replay`
-/// reads. Begin before the first allocation, while no other thread uses the allocator. Ops take longer meanwhile.
+/// Records every later op to a file for `symmalloc replay`: as text, or compressed if its name ends in `.zst` or `.gz`. Call it before
+/// the first allocation, while no other thread uses the allocator. Recording slows ops down.
 ///
 /// # Safety
 /// `allocator` is live; `path` is a C string.
@@ -189,7 +189,7 @@ pub unsafe extern "C" fn symmalloc_trace_start(
     })
 }
 
-/// Ends the recording. What was recorded is on disk then. Ending the allocator does the same.
+/// Ends the recording and writes the rest of it to disk. Destroying the allocator does the same.
 ///
 /// # Safety
 /// `allocator` is live.

@@ -1,4 +1,4 @@
-//! Memory for runtimes that name no stream, and ONNX Runtime's external allocator.
+//! Memory for runtimes that do not name a stream, and ONNX Runtime's external allocator.
 
 use super::arguments::{living, not_null, write};
 use crate::complaints;
@@ -14,8 +14,8 @@ use std::sync::{Mutex, PoisonError};
 use symmalloc_core::PoolId;
 use symmalloc_cuda::CudaDevice;
 
-/// Allocates memory for work on any stream, now or later: for callers that know no stream. It comes from a pool of its own. Free it
-/// with `symmalloc_free_unordered`. Zero bytes are a null pointer.
+/// Allocates memory for work on any stream, now or later, for callers that do not know a stream. It comes from a separate pool. Free
+/// it with `symmalloc_free_unordered`. Writes a null pointer for zero bytes.
 ///
 /// # Safety
 /// `allocator` is live; `out` is valid for writing.
@@ -35,8 +35,8 @@ pub unsafe extern "C" fn symmalloc_allocate_unordered(
     })
 }
 
-/// Frees an allocation when all work that was given to the device so far is done. Blocks until then, as cuMemFree does. NULL is no
-/// op. Fails while a stream is captured; the allocation is live then.
+/// Blocks until all work submitted to the device so far has completed, as cuMemFree does, and frees an allocation. NULL has no effect.
+/// Fails during a stream capture, and the allocation stays live.
 ///
 /// # Safety
 /// `allocator` is live.
@@ -49,8 +49,8 @@ pub unsafe extern "C" fn symmalloc_free_unordered(
     report(|| unsafe { living(allocator) }?.free_unordered(pointer))
 }
 
-/// Frees an allocation behind the work that was given to this stream so far, whatever stream it was allocated for: for callers that
-/// name the stream of a free. What came from `symmalloc_allocate_unordered` is freed as by `symmalloc_free_unordered`. NULL is no op.
+/// Frees an allocation after the work submitted to this stream so far, regardless of the stream of its allocation, for callers that
+/// free on a stream. Memory of `symmalloc_allocate_unordered` is freed as by `symmalloc_free_unordered`. NULL has no effect.
 ///
 /// # Safety
 /// As `symmalloc_allocate`.
@@ -64,11 +64,11 @@ pub unsafe extern "C" fn symmalloc_free_on(
     report(|| unsafe { living(allocator)?.free_on(pointer, RawStream::new(stream)) })
 }
 
-/// The stream that a session of ONNX Runtime computes on, by device.
+/// The stream of ONNX Runtime's sessions, by device.
 static ORT_STREAMS: Mutex<BTreeMap<usize, RawStream>> = Mutex::new(BTreeMap::new());
 
-/// Says that sessions of ONNX Runtime on this device work on this stream alone: its `user_compute_stream`. From then on its memory
-/// is ordered by the stream, and `symmalloc_ort_free` does not wait. Without it, memory is as from `symmalloc_allocate_unordered`.
+/// Declares that sessions of ONNX Runtime on this device use only this stream, their `user_compute_stream`. Their later allocations are
+/// ordered by the stream, and `symmalloc_ort_free` does not block. Otherwise, memory comes from `symmalloc_allocate_unordered`.
 ///
 /// # Safety
 /// The stream is one of the device's primary context and lives as long as the process.
@@ -85,9 +85,9 @@ fn ort_streams() -> std::sync::MutexGuard<'static, BTreeMap<usize, RawStream>> {
     ORT_STREAMS.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// ONNX Runtime's `gpu_external_alloc`. Allocates on the device whose context is current, from the allocator that PyTorch's entry
-/// points use. NULL when there is no memory, which ONNX Runtime makes an error of; what happened is on the error output once, and in
-/// the statistics.
+/// Allocates on the device of the current context, from the allocator of PyTorch's entry points: ONNX Runtime's `gpu_external_alloc`.
+/// Returns NULL if there is no memory, which ONNX Runtime reports as an error. Standard error shows the first failure, and the
+/// statistics count all.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_ort_alloc(bytes: usize) -> *mut c_void {
     guarded_or(
@@ -111,8 +111,8 @@ pub extern "C" fn symmalloc_ort_alloc(bytes: usize) -> *mut c_void {
     )
 }
 
-/// ONNX Runtime's `gpu_external_free`. Blocks until the device is idle, unless the memory was allocated for a stream that
-/// `symmalloc_ort_use_stream` named. What fails is counted, and once written to the error output.
+/// Frees memory: ONNX Runtime's `gpu_external_free`. Blocks until the device is idle, unless the memory was allocated for a stream of
+/// `symmalloc_ort_use_stream`. Standard error shows the first failure, and the statistics count all.
 ///
 /// # Safety
 /// The pointer is NULL, or came from `symmalloc_ort_alloc` and is not used by work that is submitted after this.
@@ -127,7 +127,7 @@ pub unsafe extern "C" fn symmalloc_ort_free(pointer: *mut c_void) {
     }
 }
 
-/// ONNX Runtime's `gpu_external_empty_cache`: gives free memory of all devices back. Waits for streams that used it.
+/// Releases free memory of all devices, and waits for streams that used it: ONNX Runtime's `gpu_external_empty_cache`.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_ort_empty_cache() {
     for allocator in process::all() {
@@ -135,7 +135,7 @@ pub extern "C" fn symmalloc_ort_empty_cache() {
     }
 }
 
-/// The allocator of the device whose context is current; of the first where none is, as CUDA's runtime has it.
+/// Returns the allocator of the current context's device; of the first device without a context, as in CUDA's runtime.
 fn current_allocator() -> Result<&'static DeviceAllocator, Error> {
     if process::is_forked() {
         return Err(Error::Forked);

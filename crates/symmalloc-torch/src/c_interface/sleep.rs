@@ -1,4 +1,4 @@
-//! Pools that sleep and wake, and pools of which a part is given up.
+//! Sleep, wake and resize of pools.
 
 use super::arguments::{living, required_text, write};
 use crate::device::DeviceAllocator;
@@ -12,59 +12,59 @@ use symmalloc_core::PoolId;
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
 
-/// What becomes of the bytes in live allocations: they are copied to pinned host memory, and back.
+/// Contents of live allocations during sleep: copied to pinned host memory, and restored on wake.
 pub const SYMMALLOC_CONTENTS_KEEP: u32 = 0;
 
-/// What becomes of the bytes in live allocations: they are gone, and undefined after waking.
+/// Contents of live allocations during sleep: discarded, and undefined after wake.
 pub const SYMMALLOC_CONTENTS_DROP: u32 = 1;
 
-/// What becomes of the bytes in live allocations: they are zero after waking.
+/// Contents of live allocations during sleep: zero after wake.
 pub const SYMMALLOC_CONTENTS_ZERO: u32 = 2;
 
 /// The pool has its memory.
 pub const SYMMALLOC_PHASE_AWAKE: u32 = 0;
 
-/// The pool sleeps: it has no memory, and all of its addresses.
+/// The pool sleeps: it has no memory, but keeps its addresses.
 pub const SYMMALLOC_PHASE_ASLEEP: u32 = 1;
 
-/// The pool sleeps, but the driver or a window holds some of its memory: another sleep tries to give that back, a wake uses it.
+/// The pool sleeps, but the driver or a window still holds some memory. Another sleep retries the release; a wake reuses it.
 pub const SYMMALLOC_PHASE_FAILED: u32 = 2;
 
-/// What a sleep did.
+/// The result of a sleep.
 #[allow(non_camel_case_types, reason = "C's names")]
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct symmalloc_slept {
-    /// Bytes that went back to the device.
+    /// Bytes released to the device.
     pub released_bytes: u64,
-    /// Bytes that were copied to the host.
+    /// Bytes copied to the host.
     pub kept_bytes: u64,
-    /// Windows and buffers that were taken away.
+    /// Windows and buffers that were deregistered.
     pub deregistered: u64,
 }
 
-/// What a wake did.
+/// The result of a wake.
 #[allow(non_camel_case_types, reason = "C's names")]
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct symmalloc_woken {
-    /// Bytes that have memory again.
+    /// Bytes that were mapped to memory again.
     pub remapped_bytes: u64,
-    /// Windows and buffers that were made again.
+    /// Windows and buffers that were registered again.
     pub registered: u64,
-    /// Windows that have another handle than before, on any rank: capture again what uses them.
+    /// Windows whose handle changed on any rank. Recapture graphs that use them.
     pub changed: u64,
-    /// Communicators that ended since: register on new ones.
+    /// Communicators that failed during the sleep. Register on new ones.
     pub lost: u64,
 }
 
-/// Puts a pool to sleep: its memory goes back to the device, and its addresses, allocations and graphs stay what they are, to be used when
-/// it is awake again. Waits for the device. `contents` is one of `SYMMALLOC_CONTENTS_...`. Until it wakes nothing may use the pool's memory,
-/// and no graph that uses it may be launched; allocating from it is an error, and freeing is not.
+/// Puts a pool to sleep: releases its memory to the device, and keeps its addresses, allocations and graphs for use after the wake.
+/// Blocks until the device is idle. `contents` is one of `SYMMALLOC_CONTENTS_...`. Until the pool wakes, no work may use its memory, and
+/// no graph that uses it may be launched. Allocating from the pool is an error; freeing is allowed.
 ///
-/// A pool with registrars sleeps on all ranks together: call it at the same point on every rank, once no collective in its windows is
-/// running. Its windows go first. The ranks talk over the communicator with the most ranks, of those the one that was registered last; it
-/// must have all ranks of all others. `out` may be NULL.
+/// A pool with registrars sleeps on all ranks together: call this at the same point on every rank, when no collective in its windows is
+/// running. It first deregisters the windows. The ranks communicate over the communicator with the most ranks, which must include the
+/// ranks of all others; of several, the one that was registered last. `out` may be NULL.
 ///
 /// # Safety
 /// `allocator` is live; `out` is NULL or valid for writing.
@@ -84,9 +84,9 @@ pub unsafe extern "C" fn symmalloc_sleep(
     })
 }
 
-/// Wakes a pool: it has memory at the addresses that it had, with what was kept. `SYMMALLOC_OUT_OF_MEMORY` where the device has no
-/// room: it sleeps on, nothing is lost, and another call may succeed. A pool with registrars wakes on all ranks or on none, and has its
-/// windows again. `out` may be NULL.
+/// Wakes a pool at its previous addresses, and restores the kept contents. Returns `SYMMALLOC_OUT_OF_MEMORY` if the device lacks memory.
+/// The pool then stays asleep without losing contents, and can retry. A pool with registrars wakes on all ranks or on none, and restores
+/// its windows. `out` may be NULL.
 ///
 /// # Safety
 /// As `symmalloc_sleep`.
@@ -105,8 +105,8 @@ pub unsafe extern "C" fn symmalloc_wake(
     })
 }
 
-/// As `symmalloc_sleep`, for the pools whose configuration has the tag (`tag:weights`), in the order in which they were made. When one of
-/// them fails, those before it sleep: another call goes on. `SYMMALLOC_UNKNOWN_POOL` when there are none.
+/// Puts the pools to sleep whose configuration has the tag (`tag:weights`), as `symmalloc_sleep`, in order of creation. If a pool fails,
+/// those before it sleep, and another call continues. Returns `SYMMALLOC_UNKNOWN_POOL` if no pool has the tag.
 ///
 /// # Safety
 /// As `symmalloc_sleep`; `tag` is a C string.
@@ -127,8 +127,8 @@ pub unsafe extern "C" fn symmalloc_sleep_tagged(
     })
 }
 
-/// As `symmalloc_wake`, for the pools whose configuration has the tag, in the order in which they were made. When one of them fails, those
-/// before it are awake: another call goes on. `SYMMALLOC_UNKNOWN_POOL` when there are none.
+/// Wakes the pools whose configuration has the tag, as `symmalloc_wake`, in order of creation. If a pool fails, those before it are
+/// awake, and another call continues. Returns `SYMMALLOC_UNKNOWN_POOL` if no pool has the tag.
 ///
 /// # Safety
 /// As `symmalloc_sleep`; `tag` is a C string.
@@ -148,7 +148,7 @@ pub unsafe extern "C" fn symmalloc_wake_tagged(
     })
 }
 
-/// Whether a pool is awake: writes one of `SYMMALLOC_PHASE_...`.
+/// Writes the sleep state of a pool, which is one of `SYMMALLOC_PHASE_...`.
 ///
 /// # Safety
 /// `allocator` is live; `out` is valid for writing.
@@ -170,10 +170,10 @@ pub unsafe extern "C" fn symmalloc_phase(
     })
 }
 
-/// Makes a pool with a quota hold so many bytes, rounded up to granules: no more and no less, whatever is allocated and freed in it until
-/// the next call. A pool has a quota where it was made with `growth_mb:0,streams:shared`; `range_mb` is the most that it can hold. It holds
-/// nothing at first. Live allocations stay where they are; `SYMMALLOC_INVALID_STATE` when they need more than that, and then the pool is as
-/// it was. A pool that gets smaller waits for the streams that used its free memory. `held_bytes` may be NULL.
+/// Sets the memory of a pool with a quota to `bytes`, rounded up to granules. It is fixed until the next call. A pool created with
+/// `growth_mb:0,streams:shared` has a quota; `range_mb` is its maximum. Such a pool starts empty. Live allocations stay in place. Returns
+/// `SYMMALLOC_INVALID_STATE` if they need more memory, and leaves the pool unchanged. A shrinking pool waits for the streams that used its
+/// free memory. `held_bytes` may be NULL.
 ///
 /// # Safety
 /// As `symmalloc_allocate`; `held_bytes` is NULL or valid for writing.
@@ -197,8 +197,8 @@ pub unsafe extern "C" fn symmalloc_resize(
     })
 }
 
-/// Obtains pinned host memory for what pools will keep while they sleep, so that the first sleep does not: that takes much longer than
-/// copying.
+/// Reserves pinned host memory for the kept contents of sleeping pools, so that the first sleep does not have to. Reserving takes much
+/// longer than copying.
 ///
 /// # Safety
 /// `allocator` is live.
@@ -211,7 +211,7 @@ pub unsafe extern "C" fn symmalloc_reserve_host_memory(
     report(|| Ok(unsafe { living(allocator) }?.allocator().reserve_host_memory(bytes as u64)?))
 }
 
-/// Gives pinned host memory back that no sleeping pool needs. `released_bytes` may be NULL.
+/// Releases pinned host memory that no sleeping pool needs. `released_bytes` may be NULL.
 ///
 /// # Safety
 /// `allocator` is live; `released_bytes` is NULL or valid for writing.

@@ -6,24 +6,24 @@ use crate::guard::report;
 use crate::status::symmalloc_status;
 use std::ffi::c_char;
 
-/// What became of a step.
+/// The result of a step.
 #[allow(non_camel_case_types, reason = "C's names")]
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct symmalloc_step_report {
     /// Allocations in the step.
     pub allocations: u64,
-    /// How many of them went where a plan says.
+    /// The number of allocations that were placed by a plan.
     pub planned: u64,
-    /// Bytes of memory that the pool's plans hold.
+    /// Bytes of memory reserved for the pool's plans.
     pub plan_bytes: u64,
-    /// The number of the first allocation that was not as planned; `UINT64_MAX` when all were, or there is no plan.
+    /// The number of the first allocation that differed from the plan; `UINT64_MAX` if there was none, or no plan.
     pub differs_at: u64,
 }
 
-/// A step of a pool begins: what the program repeats, such as a training step. In a pool with `plan:learn` a step that comes twice
-/// alike is planned when it ends, and later ones follow the plan. `key` says which steps are alike; 0 when all are. Call it at the
-/// same point on every rank, while no other thread uses the pool and no stream is captured.
+/// Begins a step of a pool, which is a repeated part of the program such as a training step. A pool with `plan:learn` plans a step after
+/// two equal runs, when the second ends. Later runs follow the plan. `key` is equal for steps that make the same allocations; 0 if all do.
+/// Call it at the same point on every rank, while no other thread uses the pool and no stream is captured.
 ///
 /// # Safety
 /// `allocator` is live.
@@ -40,7 +40,7 @@ pub unsafe extern "C" fn symmalloc_step_begin(
     })
 }
 
-/// The step of a pool ends. `out` may be NULL.
+/// Ends the open step of a pool. `out` may be NULL.
 ///
 /// # Safety
 /// `allocator` is live; `out` is NULL or valid for writing.
@@ -65,9 +65,9 @@ pub unsafe extern "C" fn symmalloc_step_end(
     })
 }
 
-/// Adopts the plans that a file of `symmalloc plan -o FILE` has for a pool, plain or compressed. Later steps of their keys follow
-/// them. Streams have the numbers of their first use, so use each stream once before. `count` may be NULL; it says how many plans
-/// there are.
+/// Loads the plans for a pool from a file that `symmalloc plan -o FILE` wrote, plain or compressed. Later steps with their keys follow
+/// them. Streams are numbered in order of first use, so use each stream once before this call. Writes the number of plans to `count`, which
+/// may be NULL.
 ///
 /// # Safety
 /// `allocator` is live; `path` is a C string; `count` is NULL or valid for writing.
@@ -90,7 +90,7 @@ pub unsafe extern "C" fn symmalloc_plans_adopt(
     })
 }
 
-/// Gives the plans of a pool up. What they placed stays where it is.
+/// Drops the plans of a pool. Their live allocations stay in place.
 ///
 /// # Safety
 /// `allocator` is live.

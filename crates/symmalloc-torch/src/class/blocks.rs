@@ -1,6 +1,6 @@
-//! Segments and blocks, one after another, for PyTorch's snapshots.
+//! Visits of segments and blocks, for PyTorch's snapshots.
 //!
-//! PyTorch shows an expandable segment as its contiguous parts with memory, so holes end a segment here.
+//! PyTorch shows an expandable segment as its contiguous mapped parts, so a hole ends a segment here.
 
 use crate::device::DeviceAllocator;
 use crate::error::Error;
@@ -14,10 +14,10 @@ use symmalloc_core::report::{BlockSnapshot, BlockStateSnapshot, SegmentSnapshot}
 use symmalloc_core::units::MIB;
 use symmalloc_core::{PoolId, StreamId};
 
-/// PyTorch's small blocks have at most so many bytes.
+/// The maximum size of PyTorch's small blocks, in bytes.
 const SMALL_BYTES_MAX: u64 = MIB;
 
-/// The first word of the id by which pools are shown that PyTorch did not name; the second is the pool's number.
+/// The first word of the id that snapshots show for pools without an id in PyTorch. The second word is the pool's number.
 const OUR_POOLS: u64 = u32::MAX as u64;
 
 /// A contiguous part of a segment.
@@ -25,44 +25,44 @@ const OUR_POOLS: u64 = u32::MAX as u64;
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct symmalloc_segment {
-    /// Its first byte.
+    /// The address of the first byte.
     pub address: u64,
-    /// Its bytes.
+    /// The size in bytes.
     pub bytes: u64,
-    /// The stream of its heap; that of its first allocation where streams share, or NULL.
+    /// The stream of the heap. If streams share memory: the stream of the first allocation, or NULL.
     pub stream: *mut c_void,
-    /// PyTorch's name of the pool: (0, 0) for the default pool.
+    /// The first word of the pool's id in PyTorch: (0, 0) for the default pool.
     pub id_first: u64,
-    /// Its second word.
+    /// The second word of the id.
     pub id_second: u64,
-    /// It can grow.
+    /// `true` if the segment can grow.
     pub is_expandable: bool,
-    /// It serves large requests, or all.
+    /// `true` if the segment serves large requests, or all.
     pub is_large: bool,
 }
 
-/// A block of the segment that came before it.
+/// A block of the segment that was visited before it.
 #[allow(non_camel_case_types, reason = "C's names")]
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct symmalloc_block {
-    /// Its first byte.
+    /// The address of the first byte.
     pub address: u64,
-    /// Its bytes.
+    /// The size in bytes.
     pub bytes: u64,
-    /// Bytes that were asked for; 0 for a free block.
+    /// Requested bytes; 0 for a free block.
     pub requested_bytes: u64,
-    /// It is a live allocation.
+    /// `true` for a live allocation.
     pub is_allocated: bool,
 }
 
-/// Is told of a segment (`block` NULL), then of its blocks (`segment` NULL).
+/// Receives a segment (`block` is NULL), and then its blocks (`segment` is NULL).
 #[allow(non_camel_case_types, reason = "C's names")]
 pub type symmalloc_visit_fn = Option<
     unsafe extern "C" fn(context: *mut c_void, segment: *const symmalloc_segment, block: *const symmalloc_block),
 >;
 
-/// Tells of every segment and block of a device, by pool; of one private pool where the id is not (0, 0).
+/// Visits every segment and block of a device by pool; with an id other than (0, 0), those of one private pool.
 ///
 /// # Safety
 /// `visit` may be called with `context` until the call returns. It must not use the allocator.
@@ -143,7 +143,7 @@ fn show(
     }
 }
 
-/// Runs of blocks that have memory.
+/// Returns the runs of mapped blocks.
 fn parts(segment: &SegmentSnapshot) -> impl Iterator<Item = &[BlockSnapshot]> {
     let has_memory =
         |block: &BlockSnapshot| !matches!(block.state, BlockStateSnapshot::Hole | BlockStateSnapshot::Elsewhere);

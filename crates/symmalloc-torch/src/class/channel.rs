@@ -1,7 +1,7 @@
-//! File descriptors from one process to another.
+//! Transfer of file descriptors between processes.
 //!
-//! The one that asks sends numbers, 16 bytes for each chunk; the one that serves answers each with a byte, 1 and a descriptor or 0. The
-//! end of the connection ends it.
+//! The client sends the number of each chunk, 16 bytes. The server answers each with a byte: 1 with a descriptor, or 0. Closing the
+//! connection ends the exchange.
 
 use crate::error::Error;
 use crate::shared_chunks::Ticket;
@@ -15,21 +15,21 @@ use std::thread;
 use std::time::Duration;
 use symmalloc_cuda::{Channel, ShareError};
 
-/// How long one end waits for the other.
+/// The timeout of both ends.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// How long the system is left alone that has no descriptor for a connection.
+/// The pause after the system had no descriptor for a connection.
 const PAUSE: Duration = Duration::from_millis(100);
-/// Threads that answer. While each has one that is slow to read, the others wait in the socket's queue.
+/// The number of server threads. While each serves a slow client, further clients wait in the socket's queue.
 const ANSWERING: usize = 8;
 const TICKET_BYTES: usize = 16;
 
-/// The name of this process's socket, and the process. A child that was forked has none.
+/// The name of this process's socket, and the process id. A forked child has none.
 static SERVED: Mutex<Option<(u32, String)>> = Mutex::new(None);
 
-/// Exports a chunk that still has its number.
+/// Exports a chunk if its number is still valid.
 pub(super) type Export = fn(Ticket) -> Result<OwnedFd, Error>;
 
-/// The name of this process's socket. Starts to serve with the first call.
+/// Returns the name of this process's socket. The first call starts the server.
 pub(super) fn serve(export: Export) -> Result<String, Error> {
     let process = std::process::id();
     let mut served = SERVED.lock().unwrap_or_else(PoisonError::into_inner);
@@ -38,7 +38,7 @@ pub(super) fn serve(export: Export) -> Result<String, Error> {
     {
         return Ok(name.clone());
     }
-    // Nobody is to guess it, and two processes of one number in different containers have different ones.
+    // The name is random, so that it cannot be guessed, and differs between containers with equal process ids.
     let name = format!("symmalloc-{process}-{:016x}", RandomState::new().build_hasher().finish());
     let listener = SocketAddr::from_abstract_name(&name).and_then(|address| UnixListener::bind_addr(&address));
     let listener = Arc::new(listener.map_err(Error::Sharing)?);
@@ -48,12 +48,12 @@ pub(super) fn serve(export: Export) -> Result<String, Error> {
         thread::Builder::new().name("symmalloc-share".to_owned()).spawn(accept)
     };
     start().map_err(Error::Sharing)?;
-    // Where the system refuses one, those before answer everybody.
+    // If the system refuses a thread, the earlier threads serve all clients.
     let _started = (1..ANSWERING).try_for_each(|_| start().map(drop));
     Ok(served.insert((process, name)).1.clone())
 }
 
-/// Answers one after the other, for ever.
+/// Serves clients one after the other, indefinitely.
 fn answer_all(connections: impl Iterator<Item = io::Result<UnixStream>>, export: Export) {
     for connection in connections {
         match connection {
@@ -94,10 +94,10 @@ fn answer(stream: &UnixStream, export: Export) {
     }
 }
 
-/// Checks that the process at the other end is of the same user: memory that another user hands out may change under a program,
-/// and another user may take the name of a socket whose process has ended.
+/// Checks that the process at the other end has the same user. Another user could modify the shared memory, or take the name of a
+/// socket whose process has ended.
 fn check_user(channel: &Channel<'_>) -> Result<(), Error> {
-    // SAFETY: asks for a number.
+    // SAFETY: the call only returns a number.
     let ours = unsafe { libc::geteuid() };
     match channel.peer() {
         Some((_, theirs)) if theirs == ours => Ok(()),
@@ -105,7 +105,7 @@ fn check_user(channel: &Channel<'_>) -> Result<(), Error> {
     }
 }
 
-/// Asks another process for chunks, and does something with each before the next one comes.
+/// Requests chunks from another process, and processes each one before receiving the next.
 pub(super) fn fetch(
     socket: &str,
     tickets: &[Ticket],

@@ -1,8 +1,8 @@
 //! Checkpoints of private pools, for trees of CUDA graphs.
 //!
-//! A tree replays graphs without the allocator's knowledge, and then captures another branch: the pool must hold what the replayed
-//! path holds, at the same addresses. So the pool goes back to a checkpoint: everything live is freed, what the checkpoint had is made
-//! live again, and the memory that other branches captured stays.
+//! A tree replays graphs without the allocator's knowledge, and then captures another branch. The pool must then have the allocations of
+//! the replayed path at the same addresses. A restore to a checkpoint frees all live allocations and makes those of the checkpoint live
+//! again. Memory that other branches captured stays.
 
 use crate::c_interface::arguments::{not_null, write};
 use crate::device::DeviceAllocator;
@@ -16,18 +16,18 @@ use std::sync::Arc;
 use symmalloc_core::report::BlockStateSnapshot;
 use symmalloc_core::{Layout, PoolId};
 
-/// What a private pool held.
+/// A checkpoint of a private pool's allocations.
 pub struct PoolCheckpoint {
     id: MempoolId,
     layout: Layout,
 }
 
-/// Is told of an allocation: of one that was live before (`is_live` 0), and then of those that are live now (1).
+/// Receives the allocations that were live before a restore (`is_live` 0), and then those that are live after it (1).
 #[allow(non_camel_case_types, reason = "C's names")]
 pub type symmalloc_restored_fn =
     Option<unsafe extern "C" fn(context: *mut c_void, pointer: *mut c_void, requested_bytes: u64, is_live: u32)>;
 
-/// The allocator and the pool behind a private pool that is in use.
+/// Returns the allocator and the pool of a private pool in use.
 fn found(allocator: &'static DeviceAllocator, id: MempoolId) -> Result<(Owner, PoolId), Error> {
     let missing = Error::NoScope { device: allocator.ordinal(), scope: "private pool of this id in use" };
     let known = allocator.private_pools().list().into_iter().find(|known| known.id == id && known.uses > 0);
@@ -51,7 +51,7 @@ impl Owner {
     }
 }
 
-/// Notes what the private pool of this id holds. Destroy it with `symmalloc_torch_checkpoint_destroy`.
+/// Writes a checkpoint of the private pool of this id. Destroy it with `symmalloc_torch_checkpoint_destroy`.
 ///
 /// # Safety
 /// `out` is valid for writing.
@@ -72,10 +72,10 @@ pub unsafe extern "C" fn symmalloc_torch_checkpoint(
     })
 }
 
-/// Gives a checkpoint up. NULL is no op.
+/// Destroys a checkpoint. NULL has no effect.
 ///
 /// # Safety
-/// It came from `symmalloc_torch_checkpoint` and is not used after this.
+/// The checkpoint came from `symmalloc_torch_checkpoint` and is not used after this.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_torch_checkpoint_destroy(checkpoint: *mut PoolCheckpoint) {
     if !checkpoint.is_null() {
@@ -84,8 +84,8 @@ pub unsafe extern "C" fn symmalloc_torch_checkpoint_destroy(checkpoint: *mut Poo
     }
 }
 
-/// The private pool holds again what it held at the checkpoint, and nothing else; memory obtained since stays. Tells first of every
-/// allocation that was live, then of every one that is.
+/// Restores exactly the allocations that the private pool had at the checkpoint. The pool keeps memory that it reserved since. Reports
+/// every allocation that was live before, and then every allocation that is live after the call.
 ///
 /// # Safety
 /// The checkpoint is live, and no other thread uses the pool; `told` may be called with `context` until the call returns, and must
@@ -129,7 +129,7 @@ pub unsafe extern "C" fn symmalloc_torch_restore(
     })
 }
 
-/// A live allocation, as a layout names it.
+/// A live allocation, as a layout identifies it.
 struct Live {
     address: u64,
     stream: Option<symmalloc_core::StreamId>,

@@ -1,4 +1,4 @@
-//! Statistics as a struct, for PyTorch's `DeviceStats`. What they mean stands in `statistics.rs`.
+//! Statistics as a struct, for PyTorch's `DeviceStats`. `statistics.rs` describes their meaning.
 
 use crate::c_interface::arguments::write;
 use crate::guard::report;
@@ -7,52 +7,52 @@ use crate::status::symmalloc_status;
 use symmalloc_core::report::MemoryStats;
 use symmalloc_core::stats::{Stat, UsageStats};
 
-/// A quantity over time.
+/// A statistic over time.
 #[allow(non_camel_case_types, reason = "C's names")]
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct symmalloc_stat {
-    /// Now.
+    /// The current value.
     pub current: u64,
-    /// The most since peaks were reset.
+    /// The maximum since peaks were reset.
     pub peak: u64,
-    /// Everything that was ever added.
+    /// The sum of all increases.
     pub allocated: u64,
-    /// Everything that was ever taken away.
+    /// The sum of all decreases.
     pub freed: u64,
 }
 
-/// What a device's allocators counted, those over memory of the program's included. Of three, the first is all, then small blocks,
-/// then large ones.
+/// The counters of a device's allocators, including those over memory of the program. In arrays of three, the entries are the total,
+/// small blocks and large blocks.
 #[allow(non_camel_case_types, reason = "C's names")]
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default)]
 pub struct symmalloc_counts {
     /// Number of allocations.
     pub allocations: [symmalloc_stat; 3],
-    /// Bytes of their blocks.
+    /// Bytes of the allocated blocks.
     pub allocated_bytes: [symmalloc_stat; 3],
-    /// Bytes that were asked for.
+    /// Requested bytes.
     pub requested_bytes: [symmalloc_stat; 3],
-    /// Device memory held, in all.
+    /// Bytes of reserved device memory.
     pub reserved_bytes: symmalloc_stat,
     /// Live segments.
     pub segments: u64,
-    /// Segments born so far.
+    /// Segments created so far.
     pub segments_born: u64,
     /// Free blocks.
     pub free_blocks: u64,
-    /// Allocations that were tried again.
+    /// Allocations that were retried.
     pub retries: u64,
     /// Allocations that failed.
     pub failures: u64,
-    /// The limit over all pools; 0: none.
+    /// The limit over all pools in bytes; 0: none.
     pub limit_bytes: u64,
-    /// Bytes that the device has.
+    /// Bytes of memory on the device.
     pub total_bytes: u64,
 }
 
-/// Everything that is counted of a device. Makes no allocator: what was never used is all 0.
+/// Writes the counters of a device. Creates no allocator: the counters of an unused device are 0.
 ///
 /// # Safety
 /// `out` is valid for writing.
@@ -78,7 +78,7 @@ pub unsafe extern "C" fn symmalloc_torch_counts(device: i32, out: *mut symmalloc
     })
 }
 
-/// Starts all peaks of a device anew at the current values.
+/// Resets all peaks of a device to the current values.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_torch_reset_peaks(device: i32) -> symmalloc_status {
     report(|| {

@@ -1,4 +1,4 @@
-//! Allocating, freeing, and what PyTorch asks of the caches.
+//! Allocation and free, and PyTorch's calls for caches and limits.
 
 use crate::c_interface::arguments::{hand_out_text, not_null, write};
 use crate::device::{DeviceAllocator, Place};
@@ -13,10 +13,10 @@ use symmalloc_core::PoolId;
 use symmalloc_core::config::SegmentPolicy;
 use symmalloc_cuda::CudaError;
 
-/// Allocates for work on a stream, where the scopes say. Zero bytes are a null pointer.
+/// Allocates for work on a stream, from the pool of the innermost scope. Writes a null pointer for zero bytes.
 ///
-/// `inherited` is the number of a scope for whose thread this one works, as a backward pass does, or 0. What the filters of open
-/// scopes throw passes through.
+/// `inherited` is the number of a scope of the thread on whose behalf this thread works, as in a backward pass, or 0. Exceptions of the
+/// filters of open scopes propagate.
 ///
 /// # Safety
 /// The stream is one of the device's primary context and lives as long as the process; `out` is valid for writing.
@@ -35,7 +35,7 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_allocate(
     if let Some(allocator) = process::existing(device)
         && allocator.scopes().any()
     {
-        // Outside of the guard: a filter of PyTorch's may throw.
+        // Outside of the guard, because a filter of PyTorch may throw.
         let place = allocator.scopes().place_for(stream, (inherited > 0).then_some(inherited));
         let name = allocator.scopes().name();
         return report(|| {
@@ -56,8 +56,8 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_allocate(
     })
 }
 
-/// As `symmalloc_torch_allocate`, with a name for traces, snapshots and reports. A name that the thread pushed wins. What is no UTF-8 is
-/// replaced; NULL is no name.
+/// Allocates as `symmalloc_torch_allocate`, with a name for traces, snapshots and reports. A name that the thread pushed takes precedence.
+/// Invalid UTF-8 is replaced; NULL: no name.
 ///
 /// # Safety
 /// As `symmalloc_torch_allocate`, and `name` is NULL or a C string.
@@ -76,7 +76,7 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_allocate_named(
     }
     let status = report(|| process::allocator(device).map(drop));
     let Some(allocator) = process::existing(device) else { return status };
-    // Outside of the guard: a filter of PyTorch's may throw.
+    // Outside of the guard, because a filter of PyTorch may throw.
     let place = match allocator.scopes().any() {
         true => allocator.scopes().place_for(stream, (inherited > 0).then_some(inherited)),
         false => PoolPlace::Own(PoolId::DEFAULT),
@@ -126,8 +126,8 @@ unsafe fn helped_out(
     unsafe { allocator.allocate_from_helpers(size_bytes, stream) }.ok_or(error)
 }
 
-/// Frees. `device` is where the pointer probably is, and `block_bytes`, which may be NULL, becomes the size of its block. What fails
-/// is counted, and the first failure is written to the error output, as PyTorch frees in destructors.
+/// Frees an allocation. `device` is a hint of its device. Writes the size of the block to `block_bytes`, which may be NULL. Failures are
+/// counted and standard error shows the first one, because PyTorch frees in destructors.
 ///
 /// # Safety
 /// `block_bytes` is NULL or valid for writing.
@@ -169,28 +169,28 @@ fn free_elsewhere(device: i32, pointer: *mut c_void) -> Result<u64, Error> {
     owner.map_or(Err(unknown), |allocator| allocator.free_block(pointer))
 }
 
-/// What is known of a live allocation.
+/// The properties of a live allocation.
 #[allow(non_camel_case_types, reason = "C's names")]
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct symmalloc_found {
-    /// Its device.
+    /// The device.
     pub device: i32,
-    /// Memory of its pool comes in segments that grow.
+    /// `true` if the pool's segments grow.
     pub is_expandable: bool,
-    /// The stream it was allocated for.
+    /// The stream of the allocation.
     pub stream: *mut c_void,
-    /// Bytes of its block.
+    /// The size of the block in bytes.
     pub bytes: u64,
-    /// Bytes that were asked for.
+    /// Requested bytes.
     pub requested_bytes: u64,
-    /// PyTorch's name of its pool: (0, 0) for the default pool and those that PyTorch does not know.
+    /// The first word of the pool's id in PyTorch: (0, 0) for the default pool and for pools that PyTorch did not create.
     pub id_first: u64,
-    /// Its second word.
+    /// The second word of the id.
     pub id_second: u64,
 }
 
-/// What is known of a live allocation, on whichever device.
+/// Writes the properties of a live allocation on any device.
 ///
 /// # Safety
 /// `out` is valid for writing.
@@ -228,14 +228,14 @@ fn found(allocator: &DeviceAllocator, pointer: *const c_void) -> Result<symmallo
     })
 }
 
-/// The device of a live allocation, or -1.
+/// Returns the device of a live allocation; -1 if there is none.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_torch_device_of(pointer: *const c_void) -> i32 {
     let owner = guarded(|| Ok(process::all().find(|allocator| allocator.knows(pointer))));
     owner.ok().flatten().map_or(-1, |allocator| allocator.ordinal() as i32)
 }
 
-/// Work on another stream uses the allocation, too. A pointer that no allocator of this process gave is passed over.
+/// Records that work on another stream uses the allocation. Ignores pointers of other allocators.
 ///
 /// # Safety
 /// The stream is one of the primary context of the pointer's device and lives as long as the process.
@@ -248,8 +248,8 @@ pub unsafe extern "C" fn symmalloc_torch_record_use(pointer: *mut c_void, stream
     })
 }
 
-/// Gives free memory back: of all devices where the id is (0, 0), memory of private pools in use excepted; otherwise that of the
-/// private pool of this id, if it was released.
+/// Releases free memory. For the id (0, 0): of all devices, except that of private pools in use. Otherwise: of the private pool of this id,
+/// if the pool was released.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_torch_trim(id_first: u64, id_second: u64) -> symmalloc_status {
     report(|| {
@@ -265,8 +265,8 @@ pub extern "C" fn symmalloc_torch_trim(id_first: u64, id_second: u64) -> symmall
     })
 }
 
-/// Raises `largest` to the largest block that there could be now. It follows from what the program did and from the device's size,
-/// never from what other processes left free (rule D4).
+/// Raises `largest` to the size of the largest block that could be allocated now. The value depends on the program's ops and the device's
+/// size, and never on the memory that other processes leave free (rule D4).
 ///
 /// # Safety
 /// `largest` is valid for reading and writing.
@@ -288,13 +288,13 @@ pub(crate) fn largest_block(device: i32) -> Result<u64, Error> {
     Ok(limit_bytes.saturating_sub(stats.reserved_bytes.current) + stats.largest_free_bytes)
 }
 
-/// Limits the device's memory to a share of what it has.
+/// Limits the device's memory to a fraction of its total.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_torch_set_fraction(device: i32, fraction: f64) -> symmalloc_status {
     report(|| process::allocator(device)?.set_memory_fraction(fraction))
 }
 
-/// Lets a device read and write the memory of another one.
+/// Grants a device read and write access to the memory of `owner`.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_torch_enable_peer(device: i32, owner: i32) -> symmalloc_status {
     report(|| {
@@ -304,13 +304,13 @@ pub extern "C" fn symmalloc_torch_enable_peer(device: i32, owner: i32) -> symmal
     })
 }
 
-/// Reads the settings that hold, to find their errors early.
+/// Checks the current settings, to report their errors early.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_torch_check() -> symmalloc_status {
     report(|| process::settings().map(drop))
 }
 
-/// The settings of all devices' allocators, also of those that were not made yet. Release the text with `symmalloc_release_bytes`.
+/// Writes the settings of all devices' allocators, including future ones. Release the text with `symmalloc_release_bytes`.
 ///
 /// # Safety
 /// `text` is valid for writing.

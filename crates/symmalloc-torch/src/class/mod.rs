@@ -1,5 +1,5 @@
-//! The calls of our own class for PyTorch: `python/symmalloc/pytorch/allocator.cpp`, a `CUDAAllocator` that is compiled against the
-//! PyTorch that is installed.
+//! The calls of the compiled PyTorch class: `python/symmalloc/pytorch/allocator.cpp`, a `CUDAAllocator` that is compiled against the
+//! installed PyTorch.
 //!
 //! ```text
 //!  PyTorch ──► CUDAAllocator (C++: exceptions, DataPtr, contexts of a history) ──► these calls ──► DeviceAllocator
@@ -10,10 +10,10 @@
 //! | `memory.rs` | allocate, free, streams, caches |
 //! | `pools.rs` | private pools, their scopes, memory of the program's |
 //! | `counts.rs`, `blocks.rs` | statistics; segments and blocks |
-//! | `checkpoints.rs` | what a private pool held, and back to it |
+//! | `checkpoints.rs` | checkpoint and restore of private pools |
 //! | `sharing.rs`, `channel.rs` | memory of other processes |
 //!
-//! They are stable only within one version: the class comes with the library.
+//! They are stable only within one version, because the class ships with the library.
 
 mod blocks;
 mod channel;

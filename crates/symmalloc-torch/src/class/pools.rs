@@ -11,18 +11,18 @@ use std::fmt;
 use std::sync::Arc;
 use symmalloc_cuda::MemorySource;
 
-/// Functions of the program that a pool takes its memory from.
+/// Callbacks that provide a pool's memory.
 #[allow(non_camel_case_types, reason = "C's names")]
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub struct symmalloc_source {
-    /// Device memory, or NULL where there is none.
+    /// Returns device memory; NULL if there is none.
     pub allocate: Option<unsafe extern "C" fn(context: *mut c_void, bytes: usize) -> *mut c_void>,
-    /// Takes it back.
+    /// Frees memory of `allocate`.
     pub free: Option<unsafe extern "C" fn(context: *mut c_void, pointer: *mut c_void)>,
-    /// What they are called with.
+    /// The first argument of both callbacks.
     pub context: *mut c_void,
-    /// Gives the context up, when the pool and its memory are gone.
+    /// Destroys the context after the pool and its memory were released.
     pub destroy: symmalloc_destroy_fn,
 }
 
@@ -44,7 +44,7 @@ impl MemorySource for Source {
 
     fn free(&self, address: u64) {
         if let Some(free) = self.0.free {
-            // SAFETY: the contract of `symmalloc_torch_retain_pool`, and `allocate` gave it.
+            // SAFETY: the contract of `symmalloc_torch_retain_pool`, and the pointer came from `allocate`.
             unsafe { free(self.0.context, address as *mut c_void) };
         }
     }
@@ -59,17 +59,17 @@ impl fmt::Debug for Source {
 impl Drop for Source {
     fn drop(&mut self) {
         if let Some(destroy) = self.0.destroy {
-            // SAFETY: the contract of `symmalloc_torch_retain_pool`; nobody calls the functions any more.
+            // SAFETY: the contract of `symmalloc_torch_retain_pool`; the functions are not called after this.
             unsafe { destroy(self.0.context) };
         }
     }
 }
 
-/// From now on allocations on the streams that the filter takes come from the private pool of this id, which is made if there is
-/// none. Writes the number of the scope, above 0. The filter is given up when the scope ends, or when the call fails.
+/// Directs later allocations on the streams that the filter accepts to the private pool of this id, and creates the pool if necessary.
+/// Writes the number of the scope, which is above 0. `destroy` runs when the scope ends, or if the call fails.
 ///
 /// # Safety
-/// The filter may be called with its context on any thread until it is given up; `number` is valid for writing.
+/// The filter may be called with its context on any thread until `destroy` runs; `number` is valid for writing.
 #[unsafe(no_mangle)]
 pub unsafe extern "C-unwind" fn symmalloc_torch_begin_scope(
     device: i32,
@@ -85,23 +85,22 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_begin_scope(
     if number.is_null() {
         return report(|| not_null(number, "number"));
     }
-    // Not guarded: the filter, which is asked, may throw. A panic passes as an exception that ends the process.
+    // Not guarded, because the filter may throw. A panic unwinds as an exception that ends the process.
     let begun = process::allocator(device).and_then(|allocator| allocator.begin_private((id_first, id_second), filter));
     // SAFETY: the caller's contract.
     report(|| unsafe { write(number, "number", begun?) })
 }
 
-/// Ends what was begun last for the private pool of this id.
+/// Ends the last scope of the private pool of this id.
 #[unsafe(no_mangle)]
 pub extern "C-unwind" fn symmalloc_torch_end_scope(device: i32, id_first: u64, id_second: u64) -> symmalloc_status {
     report(|| process::allocator(device)?.end_private((id_first, id_second)))
 }
 
-/// Takes the private pool of this id into use, as a `MemPool` of PyTorch's. With a source, its memory comes from there, where the
-/// pool is new.
+/// Adds a use to the private pool of this id, as a `MemPool` of PyTorch does. A new pool takes its memory from the source, if there is one.
 ///
 /// # Safety
-/// `source` is NULL or valid for reading, and its functions may be called with its context on any thread until that is given up.
+/// `source` is NULL or valid for reading, and its functions may be called with its context on any thread until `destroy` runs.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_torch_retain_pool(
     device: i32,
@@ -117,20 +116,20 @@ pub unsafe extern "C" fn symmalloc_torch_retain_pool(
     })
 }
 
-/// Gives up one use of the private pool of this id. After the last its memory goes back with the next trim, or before an allocation
-/// fails.
+/// Releases one use of the private pool of this id. After the last one, the next trim releases its memory, or an allocation that would fail
+/// otherwise.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_torch_release_use(device: i32, id_first: u64, id_second: u64) -> symmalloc_status {
     report(|| process::allocator(device)?.release_private((id_first, id_second)))
 }
 
-/// How many uses the private pool of this id has.
+/// Returns the number of uses of the private pool of this id.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_torch_pool_uses(device: i32, id_first: u64, id_second: u64) -> u32 {
     process::existing(device).map_or(0, |allocator| allocator.private_pools().uses((id_first, id_second)))
 }
 
-/// Says whether the free memory of the private pool of this id serves allocations outside of it, before they fail.
+/// Sets whether allocations outside of the private pool of this id may use its free memory before they fail.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_torch_pool_helps_out(
     device: i32,
@@ -141,7 +140,7 @@ pub extern "C" fn symmalloc_torch_pool_helps_out(
     wish(device, (id_first, id_second), |wishes| wishes.helps_out = helps_out)
 }
 
-/// Gives every allocation in the private pool of this id a segment of its own. Before the first of them.
+/// Gives every allocation in the private pool of this id a separate segment. Call it before the first allocation.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_torch_pool_unsplit(device: i32, id_first: u64, id_second: u64) -> symmalloc_status {
     wish(device, (id_first, id_second), |wishes| wishes.is_unsplit = true)

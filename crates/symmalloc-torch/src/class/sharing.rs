@@ -1,4 +1,4 @@
-//! Tensors in other processes: memory by file descriptor, over a socket.
+//! Tensors in other processes: memory is shared by file descriptor, over a socket.
 //!
 //! ```text
 //!  owner                                                     another process
@@ -7,9 +7,9 @@
 //!        └─ exports the chunks ─────────────────── descriptors ─────────────────────────────►  maps them
 //! ```
 //!
-//! A chunk has a number as long as its memory is there; when it goes, the number means nothing any more. Descriptors exist only while
-//! they are sent, so that they keep no memory. The socket is an abstract one, and answers processes of the same user only. PyTorch
-//! counts who uses what, and keeps the tensor alive meanwhile.
+//! A chunk has a number as long as its memory exists. The number becomes invalid with it. Descriptors exist only while they are sent, so
+//! they do not keep memory alive. The socket is abstract, and serves processes of the same user only. PyTorch counts the users, and keeps
+//! the tensor alive for them.
 
 use super::channel;
 use crate::c_interface::arguments::{hand_out_text, not_null, required_text, write};
@@ -25,8 +25,8 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use symmalloc_cuda::{Access, CudaDevice, CudaError, ImportedMemory};
 
-/// Makes a text by which another process opens the memory of a live allocation, and says where in it the allocation is. Release the
-/// text with `symmalloc_release_bytes`.
+/// Exports the memory of a live allocation: writes a text by which another process opens it, and the allocation's offset in it. Release
+/// the text with `symmalloc_release_bytes`.
 ///
 /// # Safety
 /// `text` and `offset` are valid for writing.
@@ -61,15 +61,15 @@ fn share(allocator: &DeviceAllocator, pointer: *mut c_void) -> Result<(String, u
     Ok((format!("symmalloc 1 {socket} {}", listed.join(" ")), address - first))
 }
 
-/// Memory of another process, as long as somebody here uses it.
+/// Opened memory of another process.
 pub struct OpenedMemory {
     memory: ImportedMemory,
 }
 
-/// What is open, by its text and device.
+/// Opened memory, by its text and device.
 static OPEN: Mutex<BTreeMap<(i32, String), Weak<OpenedMemory>>> = Mutex::new(BTreeMap::new());
 
-/// Opens memory by the text that `symmalloc_torch_share` made in another process. Close it with `symmalloc_torch_close`.
+/// Opens memory by the text that `symmalloc_torch_share` wrote in another process. Close it with `symmalloc_torch_close`.
 ///
 /// # Safety
 /// `text` is a C string; `base` and `out` are valid for writing.
@@ -100,12 +100,12 @@ fn open(device: i32, text: &str) -> Result<Arc<OpenedMemory>, Error> {
     if let Some(opened) = lock().get(&key).and_then(Weak::upgrade) {
         return Ok(opened);
     }
-    // Without the lock: the owner may be slow, and others need not wait for it.
+    // Without the lock, because the owner may be slow and other threads should not wait for it.
     let opened = Arc::new(OpenedMemory { memory: import(device, text)? });
     let mut open = lock();
     open.retain(|_, opened| opened.strong_count() > 0);
     if let Some(first) = open.get(&key).and_then(Weak::upgrade) {
-        // Another thread was faster. Giving this one back waits for the device.
+        // Another thread was faster. Closing this one waits for the device.
         drop(open);
         return Ok(first);
     }
@@ -117,7 +117,7 @@ fn lock() -> MutexGuard<'static, BTreeMap<(i32, String), Weak<OpenedMemory>>> {
     OPEN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Maps the memory of a text, which its owner is asked for.
+/// Requests the memory of a text from its owner, and maps it.
 fn import(device: i32, text: &str) -> Result<ImportedMemory, Error> {
     let not_ours = || Error::NotSharedMemory { text: text.chars().take(40).collect() };
     let mut words = text.split(' ');
@@ -140,10 +140,10 @@ fn import(device: i32, text: &str) -> Result<ImportedMemory, Error> {
     Ok(memory)
 }
 
-/// Gives one use of opened memory up; after the last it is unmapped, when all work of the device is done.
+/// Releases one use of opened memory. After the last one, the memory is unmapped when all work of the device has completed.
 ///
 /// # Safety
-/// It came from `symmalloc_torch_open` and is not used after this.
+/// The opened memory came from `symmalloc_torch_open` and is not used after this.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn symmalloc_torch_close(opened: *const OpenedMemory) {
     if !opened.is_null() && !process::is_forked() {
@@ -152,13 +152,13 @@ pub unsafe extern "C" fn symmalloc_torch_close(opened: *const OpenedMemory) {
     }
 }
 
-/// Exports a chunk that still has its number.
+/// Exports a chunk if its number is still valid.
 fn export(ticket: Ticket) -> Result<OwnedFd, Error> {
     let gone = || Error::SharedMemoryGone { bytes: ticket.bytes };
     let (device, address) = shared_chunks::find(ticket).ok_or_else(gone)?;
     let allocator = process::allocator(device as i32)?;
     let file = allocator.core().backend().export_chunk(address, ticket.bytes)?;
-    // The number goes before the memory does: what was exported is the ticket's if it still has it.
+    // A number is removed before its memory is unmapped. If the number is still valid, the exported memory is the right one.
     shared_chunks::find(ticket).ok_or_else(gone)?;
     Ok(file)
 }

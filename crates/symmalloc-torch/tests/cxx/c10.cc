@@ -18,7 +18,7 @@ void torchCheckFail(const char *function, const char *file, uint32_t line, const
 
 } // namespace detail
 
-// Emits what PyTorch's libraries have of it.
+// Emits the symbols that PyTorch's libraries export.
 void throw_out_of_memory() { throw OutOfMemoryError({"", "", 0}, ""); }
 
 std::atomic<cuda::CUDACachingAllocator::CUDAAllocator *> cuda::CUDACachingAllocator::allocator;
@@ -37,7 +37,7 @@ void CUDAPluggableAllocator::cacheInfo(c10::DeviceIndex, size_t *) {
   throw c10::Error({"cacheInfo", "", 0}, "does not yet support cacheInfo");
 }
 
-// What change_current_allocator does.
+// The effect of change_current_allocator.
 CUDAPluggableAllocator *make_current() {
   static CUDAPluggableAllocator current;
   c10::cuda::CUDACachingAllocator::allocator = &current;

@@ -1,5 +1,5 @@
-// What of PyTorch 2.11 an allocator touches, as PyTorch declares it: the same names, members and virtual functions, so the same
-// symbols and tables. tests/cxx.rs builds libc10.so of c10.cc where there is no PyTorch.
+// The subset of PyTorch 2.11 that an allocator uses, with the same names, members and virtual functions, and therefore the same
+// symbols and tables. tests/cxx.rs builds libc10.so from c10.cc if there is no PyTorch.
 
 #pragma once
 
@@ -41,7 +41,7 @@ using DeviceIndex = int8_t;
 
 namespace cuda::CUDACachingAllocator {
 
-// The order of its functions is nobody's business.
+// The order of its functions does not matter.
 struct CUDAAllocator {
   virtual ~CUDAAllocator() = default;
   virtual std::string name() = 0;

@@ -1,5 +1,5 @@
-// Our class under the libc10 of a PyTorch, as C++ extensions use it. Kernels and Python are not needed: `../class.rs` puts the stub of
-// libcuda and `cudart.c` under it.
+// The compiled class under a real libc10, used as by C++ extensions. It needs neither kernels nor Python: `../class.rs` provides the stub
+// of libcuda and `cudart.c`.
 //
 //   class CASE class.so libsymmalloc_torch.so        a case; `speed` and `native_speed` print nanoseconds
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -17,7 +17,7 @@
 #include <cstring>
 #include <thread>
 
-// libtorch_cuda tells by it which devices have a context. No header declares it.
+// libtorch_cuda uses it to find the devices with a context. No header declares it.
 namespace c10::cuda::_internal {
 void setHasPrimaryContext(bool (*)(c10::DeviceIndex));
 }
@@ -55,7 +55,7 @@ static void memory() {
     ASSERT(caching::getBaseAllocation(tensor.get(), &bytes) == tensor.get() && bytes == 6 * kMib);
     reused = tensor.get();
   }
-  // Free at once: the next user waits on the device.
+  // Free immediately: the next user waits on the device.
   void* again = caching::raw_alloc(5 * kMib);
   ASSERT(again == reused);
   caching::raw_delete(again);
@@ -87,7 +87,7 @@ static void trackers() {
       {Action::FREE_COMPLETED, 3 * kMib + 100},
       {Action::SEGMENT_UNMAP, 4 * kMib}};
   ASSERT(seen == expected);
-  // A pool's memory comes in segments, and says whose it is.
+  // A pool's segments have the pool's id.
   caching::createOrIncrefPool(0, kPool);
   caching::beginAllocateToPool(0, kPool, everything);
   pointer = caching::raw_alloc(kMib);
@@ -105,7 +105,7 @@ static void histories() {
   struct Gathered : c10::GatheredContext {};
   const auto gather = []() -> std::shared_ptr<c10::GatheredContext> { return std::make_shared<Gathered>(); };
   void* before = caching::raw_alloc(512);
-  // What is refused changes nothing.
+  // A rejected call changes nothing.
   for (const char* skipped : {"snapshot", "no such action"}) {
     try {
       const bool is_action = std::strcmp(skipped, "snapshot") == 0;
@@ -135,7 +135,7 @@ static void histories() {
     ASSERT(entries[at - 1].time_.t_ <= entries[at].time_.t_);
   }
   ASSERT(caching::isHistoryEnabled());
-  // What gives memory back is the context of its end.
+  // The context of an unmapping is that of the call that releases the memory.
   caching::raw_delete(caching::raw_alloc(30 * kMib));
   caching::recordHistory(true, gather, 6, caching::RecordContext::ALL, true, {"snapshot"});
   caching::emptyCache();
@@ -151,7 +151,7 @@ static void refusals() {
   caching::attachOutOfMemoryObserver([&](int64_t, size_t bytes, size_t limit, size_t) {
     asked.push_back(bytes);
     ASSERT(limit == (size_t{1} << 30) / 4);
-    // What an observer allocates is no trouble.
+    // An observer may allocate.
     caching::raw_delete(caching::raw_alloc(512));
   });
   caching::setMemoryFraction(0.25, 0);
@@ -169,9 +169,9 @@ static void refusals() {
     caching::setMemoryFraction(2, 0);
     ASSERT(false);
   } catch (const c10::Error& error) {
-    ASSERT(std::strstr(error.what(), "a memory fraction of 2") != nullptr);
+    ASSERT(std::strstr(error.what(), "invalid memory fraction 2") != nullptr);
   }
-  // A filter that throws is heard, and leaves nothing locked.
+  // Exceptions of a filter propagate, and leave no lock held.
   caching::beginAllocateToPool(0, kPool, [](cudaStream_t) -> bool {
     static int calls = 0;
     if (++calls > 1) TORCH_CHECK(false, "a filter");
@@ -185,11 +185,11 @@ static void refusals() {
   }
   caching::endAllocateToPool(0, kPool);
   caching::raw_delete(caching::raw_alloc(512));
-  // What is nobody's is complained of, and thrown by nobody: tensors are freed in destructors.
+  // A free of an unknown pointer is reported without an exception, because destructors free tensors.
   caching::raw_delete(reinterpret_cast<void*>(64));
 }
 
-// Without the cache nothing is counted, whoever frees it and when.
+// Without the cache, allocations and frees are not counted.
 static void uncached() {
   const auto requested = [] { return caching::getDeviceStats(0).requested_bytes[0].allocated; };
   void* cached = caching::raw_alloc(512);
@@ -207,7 +207,7 @@ static void uncached() {
 
 static void additions() {
 #if SYMMALLOC_TORCH(2, 12)
-  // PyTorch rejects beyond the limit only if it is told to.
+  // PyTorch rejects allocations beyond the limit only with this option.
   std::vector<size_t> rejected;
   caching::attachOomRejectionObserver([&](int64_t, size_t bytes, size_t, size_t) { rejected.push_back(bytes); });
   caching::setMemoryFraction(0.25, 0);
@@ -267,13 +267,13 @@ static void checkpoints() {
     ASSERT(delta.dataptrs_allocd.size() == 1 && delta.dataptrs_allocd[0].get() == stem);
     ASSERT(caching::checkPoolLiveAllocations(0, kPool, {stem}));
   }
-  // Its owner let it go.
+  // Its owner freed it.
   ASSERT(caching::checkPoolLiveAllocations(0, kPool, {}));
   ASSERT(caching::getDeviceStats(0).reserved_bytes[0].current == reserved);
 }
 
 static void threads() {
-  // The thread that begins, and whoever works for it with its debug information.
+  // The thread that begins the scope, and threads that work for it with its debug information.
   caching::createOrIncrefPool(0, kPool);
   const auto self = std::this_thread::get_id();
   caching::beginAllocateToPool(0, kPool, [self](cudaStream_t) { return std::this_thread::get_id() == self; });
@@ -297,7 +297,7 @@ static void threads() {
   }
 }
 
-// What a profiler is told: bytes by device.
+// Bytes by device, as reported to a profiler.
 struct Profiler : c10::MemoryReportingInfoBase {
   void reportMemoryUsage(void*, int64_t bytes, size_t, size_t, c10::Device device) override {
     reports.emplace_back(device.index(), bytes);
@@ -315,7 +315,7 @@ static void devices() {
     c10::cuda::CUDAGuard guard(1);
     second = caching::raw_alloc(kMib);
   }
-  // A rank that uses the second device asks for what there is, as NCCL's process group does: the first one is left alone.
+  // A rank on the second device takes a snapshot, as NCCL's process group does. This must not create a context on the first one.
   const auto snapshot = caching::snapshot();
   ASSERT(snapshot.segments.size() == 1 && snapshot.segments[0].device == 1);
   ASSERT(snapshot.config_metadata.expandable_segments);

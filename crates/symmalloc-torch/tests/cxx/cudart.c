@@ -1,5 +1,5 @@
-// A libcudart over the stub of libcuda, so that a real PyTorch runs without a device: streams, events, memory and captures are the
-// stub's, kernels do nothing. `python/tests/without_gpu` builds it; calls that no test needs are refused.
+// A libcudart over the stub of libcuda, so that a real PyTorch runs without a device. The stub provides streams, events, memory and
+// captures; kernels have no effect. The Python tests build it. Calls that no test needs return an error.
 #include <cuda_runtime_api.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -138,7 +138,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t s) { return told(cuG
 cudaError_t cudaGraphDestroy(cudaGraph_t g) { return told(cuGraphDestroy(g)); }
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t e) { return told(cuGraphExecDestroy(e)); }
 cudaError_t cudaGraphGetNodes(cudaGraph_t g, cudaGraphNode_t* n, size_t* c) { (void)g; (void)n; *c = 1; return cudaSuccess; }
-// The handle is the event itself, which another process cannot use; it gets one that has happened.
+// The handle is the event itself, which another process cannot use. That process gets a completed event.
 cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t* h, cudaEvent_t e) { memset(h, 0, sizeof *h); memcpy(h, &e, sizeof e); return cudaSuccess; }
 cudaError_t cudaIpcOpenEventHandle(cudaEvent_t* e, cudaIpcEventHandle_t h) { (void)h; return cudaEventCreate(e); }
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* h, void* p) { (void)h; (void)p; return told(801); }

@@ -1,4 +1,4 @@
-// Calls that PyTorch's libraries are linked against and that no test without a device makes: see cudart.c.
+// Calls that PyTorch's libraries link against, and that no test without a device makes: see cudart.c.
 #define REFUSED(name) int name(void); int name(void) { return 801; /* cudaErrorNotSupported */ }
 
 REFUSED(cudaDeviceGetDefaultMemPool)

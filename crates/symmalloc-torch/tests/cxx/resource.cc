@@ -1,4 +1,4 @@
-// symmalloc.hpp on the stub of libcuda: what a library does with a memory resource.
+// symmalloc.hpp on the stub of libcuda: a library's uses of a memory resource.
 
 #define LIBCUDACXX_ENABLE_EXPERIMENTAL_MEMORY_RESOURCE 1
 #include "symmalloc.hpp"
@@ -33,13 +33,13 @@ static_assert(cuda::mr::async_resource_2<memory_resource>);
 #endif
 #endif
 
-// As rmm::cuda_stream_view.
+// The interface of rmm::cuda_stream_view.
 struct StreamView {
     cudaStream_t stream;
     cudaStream_t value() const noexcept { return stream; }
 };
 
-// A vector's memory, as libraries write it.
+// A vector's memory, as in libraries.
 template <class Resource>
 class Buffer {
 public:
@@ -86,7 +86,7 @@ int main() {
     CHECK(calls("cuCtxSynchronize") == waits);
 
 #ifndef MOCK_OF_CCCL
-    // What libraries take.
+    // The parameter type of libraries.
 #ifdef HAS_NAMES_OF_CCCL_3_1
     cuda::mr::resource_ref<cuda::mr::device_accessible> reference{memory};
     CHECK(reference.allocate(cuda::stream_ref(a), 1 << 20, 256) == first);

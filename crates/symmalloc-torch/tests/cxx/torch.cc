@@ -1,5 +1,5 @@
-// What PyTorch does with an allocator, without PyTorch: calls the entry points as CUDAPluggableAllocator does, with C++ types,
-// and catches what they throw. Started by tests/cxx.rs on the stub of libcuda, with the case as its argument.
+// PyTorch's uses of an allocator, without PyTorch: calls the entry points as CUDAPluggableAllocator does, with C++ types,
+// and catches their exceptions. tests/cxx.rs starts it on the stub of libcuda, with the case as its argument.
 
 #include <csignal>
 #include <cstdint>
@@ -25,7 +25,7 @@ using Stream = void *;
 using MempoolId = std::pair<unsigned long long, unsigned long long>;
 using Filter = std::function<bool(Stream)>;
 
-// As PyTorch sees them: C++ types where the header has what they are in memory.
+// PyTorch's declarations: C++ types instead of their memory layout in the header.
 using Alloc = void *(ssize_t, int, Stream);
 using Free = void(void *, ssize_t, int, Stream);
 using Begin = void(int, MempoolId, Filter);
@@ -67,7 +67,7 @@ static uint32_t pool_of(void *pointer) {
 
 static const ssize_t MIB = 1 << 20;
 
-// An allocation that cannot be served throws; what, and that everything works afterwards.
+// A failed allocation throws the documented exception, and later calls work.
 static void out_of_memory(const std::string &type, bool has_runtime_error) {
   void *held = alloc(8 * MIB, 0, nullptr);
   CHECK(held != nullptr);
@@ -82,7 +82,7 @@ static void out_of_memory(const std::string &type, bool has_runtime_error) {
     CHECK(has_runtime_error == (dynamic_cast<const std::runtime_error *>(&error) != nullptr));
   }
   CHECK(thrown);
-  // Kept beyond its catch block, as PyTorch keeps what a backward thread threw.
+  // Kept beyond its catch block, as PyTorch keeps exceptions of a backward thread.
   std::exception_ptr kept;
   try {
     alloc(ssize_t(1) << 40, 0, nullptr);
@@ -97,7 +97,7 @@ static void out_of_memory(const std::string &type, bool has_runtime_error) {
   free_(again, 8 * MIB, 0, nullptr);
 }
 
-// What is wrong, but not for want of memory, is no out-of-memory error.
+// Other failures are not out-of-memory errors.
 static void other_errors(const std::string &type) {
   const auto expect = [&](const std::function<void()> &act, const char *text) {
     try {
@@ -113,7 +113,7 @@ static void other_errors(const std::string &type) {
   expect([] { alloc(512, 99, nullptr); }, "there is no device 99");
   expect([] { alloc(512, -1, nullptr); }, "`device` is -1");
   expect([] { alloc(-1, 0, nullptr); }, "-1 bytes cannot be allocated");
-  expect([] { fraction(1.5, 0); }, "a memory fraction of 1.5 means nothing");
+  expect([] { fraction(1.5, 0); }, "invalid memory fraction 1.5");
 }
 
 struct Counted {
@@ -136,7 +136,7 @@ static void scopes() {
   end(0, first);
   CHECK(Counted::alive == 0);
   void *outside = alloc(MIB, 0, here);
-  // A small filter that lies in the std::function, over a value that it holds.
+  // A small filter that is stored in the std::function, with a value.
   bool takes = false;
   begin(0, second, [&takes](Stream) { return takes; });
   void *not_taken = alloc(MIB, 0, here);
@@ -158,7 +158,7 @@ static void scopes() {
   reset();
 }
 
-// What a filter throws passes through the library to the caller, and nothing stays locked.
+// Exceptions of a filter propagate through the library to the caller, and no lock stays held.
 static void throwing_filter() {
   const MempoolId id{3, 0};
   bool throws = false;
@@ -183,7 +183,7 @@ static void throwing_filter() {
   release(0, id);
 }
 
-// Functions that PyTorch's class refuses are the library's after it has completed the current allocator.
+// After symmalloc_torch_complete, the library provides the functions that PyTorch's class does not support.
 static void virtuals(const char *library) {
   using Allocator = torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllocator;
   uint32_t replaced = 7;
@@ -219,7 +219,7 @@ static void virtuals(const char *library) {
   free_(held, 8 * MIB, 0, nullptr);
 }
 
-// A child has no CUDA: freeing does nothing, allocating throws.
+// A child has no CUDA: a free has no effect, and an allocation throws.
 static void forked() {
   void *pointer = alloc(MIB, 0, nullptr);
   const pid_t child = fork();
@@ -239,7 +239,7 @@ static void forked() {
   free_(pointer, MIB, 0, nullptr);
 }
 
-// The program that read the error output is gone: what free has to complain about is lost, and nothing else.
+// The reader of standard error has exited. Messages of free are lost, without further effects.
 static void unread() {
   int ends[2];
   CHECK(pipe(ends) == 0);
@@ -251,7 +251,7 @@ static void unread() {
   free_(pointer, MIB, 0, nullptr);
 }
 
-// Tensors that are freed after static objects are gone.
+// Tensors that are freed after static objects were destroyed.
 static struct Late {
   void *pointer = nullptr;
   ~Late() {
@@ -268,7 +268,7 @@ int main(int argc, char **argv) {
     out_of_memory("St13runtime_error", true);
     other_errors("St13runtime_error");
   } else if (what == "torch_error") {
-    // As Python does: libraries that are not visible to everybody.
+    // Loads libraries privately, as Python does.
     for (int at = 2; at < argc; ++at)
       if (!dlopen(argv[at], RTLD_LAZY | RTLD_LOCAL)) {
         std::fprintf(stderr, "%s\n", dlerror());

@@ -1,4 +1,4 @@
-//! Ranks that compare themselves: two allocators of one process, with a gather between two threads.
+//! Comparison of ranks: two allocators of one process, with a gather between two threads.
 
 use crate::library::*;
 use std::ffi::{c_int, c_void};
@@ -6,7 +6,7 @@ use std::sync::{Arc, Barrier, Mutex};
 use std::thread;
 use symmalloc_torch::*;
 
-/// What two threads gather through.
+/// The channel of a gather between two threads.
 struct Exchange {
     places: Mutex<[Vec<u8>; 2]>,
     barrier: Barrier,
@@ -18,7 +18,7 @@ struct Rank {
 }
 
 unsafe extern "C" fn gather(context: *mut c_void, mine: *const u8, len: usize, all: *mut u8) -> c_int {
-    // SAFETY: the context is a rank, and the places have the sizes that the contract says.
+    // SAFETY: the context is a rank, and the buffers have the sizes in the contract.
     let (rank, mine, all) = unsafe {
         (&*context.cast::<Rank>(), std::slice::from_raw_parts(mine, len), std::slice::from_raw_parts_mut(all, 2 * len))
     };
@@ -35,7 +35,7 @@ unsafe extern "C" fn broken(_: *mut c_void, _: *const u8, _: usize, _: *mut u8) 
 
 type Agree = unsafe extern "C" fn(*mut DeviceAllocator, u32, u32, symmalloc_gather_fn, *mut c_void) -> symmalloc_status;
 
-/// Both ranks' statuses and messages.
+/// Returns the statuses and messages of both ranks.
 fn compared(allocators: [Allocator; 2], agree: Agree) -> [(symmalloc_status, String); 2] {
     let exchange = Arc::new(Exchange { places: Mutex::default(), barrier: Barrier::new(2) });
     let run = |rank: usize| {
@@ -43,7 +43,7 @@ fn compared(allocators: [Allocator; 2], agree: Agree) -> [(symmalloc_status, Str
         move || {
             let allocator = allocator;
             let mut context = Rank { rank, exchange };
-            // SAFETY: a live allocator, and a gather that does what it is to do with this context.
+            // SAFETY: a live allocator, and a gather that meets its contract with this context.
             let status = unsafe { agree(allocator.0, rank as u32, 2, Some(gather), (&raw mut context).cast()) };
             (status, message())
         }

@@ -17,14 +17,14 @@ struct AllToAll(*mut RankAllToAll);
 impl AllToAll {
     fn new(windows: &Windows, options: u32) -> Self {
         let mut out = null_mut();
-        // SAFETY: a live registrar, and a place for the answer.
+        // SAFETY: a live registrar, and an output pointer.
         done(unsafe { symmalloc_all_to_all_create(windows.0, options, &raw mut out) });
         AllToAll(out)
     }
 
     fn exchange(&self, sent: &[u64; RANKS]) -> [u64; RANKS] {
         let mut received = [0; RANKS];
-        // SAFETY: it is live, and both places have a number for each rank.
+        // SAFETY: it is live, and both arrays have a number for each rank.
         done(unsafe { symmalloc_all_to_all_exchange(self.0, sent.as_ptr(), received.as_mut_ptr()) });
         received
     }
@@ -43,28 +43,28 @@ impl AllToAll {
     }
 
     fn destroy(self) {
-        // SAFETY: used by nobody after this.
+        // SAFETY: not used after this.
         done(unsafe { symmalloc_all_to_all_destroy(self.0) });
     }
 }
 
 /// The stub's device memory is the host's.
 fn memory<'a>(pointer: Pointer, bytes: usize) -> &'a mut [u8] {
-    // SAFETY: the tests allocate so many bytes, and wait for what uses them.
+    // SAFETY: the tests allocate that many bytes, and wait for their users.
     unsafe { slice::from_raw_parts_mut(pointer as *mut u8, bytes) }
 }
 
-/// What a rank sends to another in a step: rows of numbers that say whose they are.
+/// Returns the rows that a rank sends to another one in a step. Their numbers identify both.
 fn rows_of(step: u64, from: usize, to: usize) -> Vec<u8> {
     let count = (step + 1) * (from as u64 + 1) % 5 + to as u64;
     (0..count as usize * ROW_BYTES).map(|at| (step as usize * 31 + from * 7 + to * 3 + at) as u8).collect()
 }
 
-/// Runs the body on every rank with a registered buffer for what is sent and one for what is received.
+/// Runs the body on every rank, with a registered send buffer and a registered receive buffer.
 fn with_buffers(body: impl Fn(usize, &Communicator, &Windows, (Pointer, Pointer), *mut c_void) + Sync) {
     let own = |device: i32| {
         let mut out = null_mut();
-        // SAFETY: no text, and a place for the answer.
+        // SAFETY: no text, and an output pointer.
         done(unsafe { symmalloc_create(device, null(), &raw mut out) });
         Allocator(out)
     };
@@ -97,7 +97,7 @@ nccl_test!(rows_arrive_as_changing_splits_say_and_nothing_is_exchanged_unasked, 
             let bytes = parts.concat();
             memory(input, bytes.len()).copy_from_slice(&bytes);
             done(all_to_all.run(stream, (input, output), MIB, Some((&sent, &received))));
-            // SAFETY: a live stream of the device's.
+            // SAFETY: a live stream of the device.
             let stream = unsafe { comm.device().context().wrap_borrowed_stream(stream.cast()) };
             comm.synchronize(&stream).expect("in time");
             let expected = expected.concat();
@@ -114,7 +114,7 @@ nccl_test!(a_rank_without_splits_to_tell_does_not_keep_the_others_waiting, {
         let all_to_all = AllToAll::new(windows, 0);
         let sent = if rank == 1 { null() } else { [1; RANKS].as_ptr() };
         let mut received = [7; RANKS];
-        // SAFETY: it is live; nothing or a number for each rank, and room for one.
+        // SAFETY: it is live; null or a number for each rank, and an output array.
         let status = unsafe { symmalloc_all_to_all_exchange(all_to_all.0, sent, received.as_mut_ptr()) };
         let expected = if rank == 1 { SYMMALLOC_INVALID_ARGUMENT } else { SYMMALLOC_MISALIGNED };
         assert_eq!((status, received), (expected, [7; RANKS]), "{}", message());
@@ -130,7 +130,7 @@ nccl_test!(without_splits_both_buffers_are_split_equally, {
         let bytes = RANKS * 2 * ROW_BYTES;
         memory(input, bytes).fill(rank as u8 + 1);
         done(all_to_all.run(stream, (input, output), bytes, None));
-        // SAFETY: a live stream of the device's.
+        // SAFETY: a live stream of the device.
         let stream = unsafe { comm.device().context().wrap_borrowed_stream(stream.cast()) };
         comm.synchronize(&stream).expect("in time");
         let expected: Vec<u8> = (0..RANKS).flat_map(|from| [from as u8 + 1; 2 * ROW_BYTES]).collect();
@@ -155,7 +155,7 @@ nccl_test!(what_cannot_be_carried_out_is_refused_and_submits_nothing, {
         let too_long = all_to_all.run(stream, (input, output), MIB, Some((&long, &long)));
         assert_eq!(refused(too_long, "longer buffer"), SYMMALLOC_INVALID_ARGUMENT);
         let mut out = null_mut();
-        // SAFETY: a live registrar; the options are refused.
+        // SAFETY: a live registrar; the options are rejected.
         let unknown = unsafe { symmalloc_all_to_all_create(windows.0, 8, &raw mut out) };
         assert_eq!(refused(unknown, "SYMMALLOC_ALL_TO_ALL"), SYMMALLOC_INVALID_ARGUMENT);
         all_to_all.destroy();

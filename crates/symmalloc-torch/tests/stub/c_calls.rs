@@ -1,4 +1,4 @@
-//! The C interface: what each call does, and what it says when it cannot.
+//! The C interface: the effects of each call, and its errors.
 
 use crate::library::*;
 use std::ptr::{null, null_mut};
@@ -33,12 +33,12 @@ stub_test!(a_stream_gets_its_number_at_its_first_use, {
         let pointer = allocator.allocate(0, 512, streams.get(index));
         assert_eq!(allocator.placement(pointer).stream, expected);
     }
-    // 1 is another name of the default stream, and 2 is a different stream in each thread.
+    // 1 is an alias of the default stream, and 2 is a different stream in each thread.
     let [zero, legacy] = [0, 1].map(|handle| allocator.allocate(0, 512, handle as *mut _));
     assert_eq!(allocator.placement(zero).stream, allocator.placement(legacy).stream);
     assert_eq!(allocator.try_allocate(0, 512, 2 as *mut _), Err(SYMMALLOC_CUDA));
     assert!(message().contains("per-thread default stream"), "{}", message());
-    // More streams than the cache has places.
+    // More streams than the cache has slots.
     let many: Vec<_> = (0..40).map(|index| allocator.allocate(0, 512, streams.get(index))).collect();
     let mut numbers: Vec<_> = many.iter().map(|pointer| allocator.placement(*pointer).stream).collect();
     numbers.sort_unstable();
@@ -93,7 +93,7 @@ stub_test!(memory_that_the_driver_refuses_is_made_room_for, ["STUB_MEMORY_BYTES"
     allocator.free(kept);
     let cached = allocator.allocate(0, 200 * MIB, streams.get(0));
     allocator.free(cached);
-    // The other stream's memory goes back, and the symmetric pool's does not.
+    // The other stream's memory is released, and the symmetric pool's is not.
     let pointer = allocator.allocate(0, 150 * MIB, streams.get(1));
     assert_eq!((allocator.total("num_alloc_retries"), allocator.total("num_ooms")), (1, 0));
     assert_eq!(allocator.stats()["pools"][1]["stats"]["reserved_bytes"]["all"]["current"], 20 << 20);
@@ -184,10 +184,10 @@ stub_test!(memory_made_ahead_is_counted_and_goes_back_with_a_trim, {
 stub_test!(reports_are_handed_out_and_taken_back, {
     let (allocator, streams) = (Allocator::new("out_of_memory:fail,total_limit_mb:64"), Streams::new(1));
     let (name, mut pointer) = (c_text("weights"), null_mut());
-    // SAFETY: a live allocator and stream, a C string, and a place for the answer.
+    // SAFETY: a live allocator and stream, a C string, and an output pointer.
     done(unsafe { symmalloc_allocate_named(allocator.0, 0, MIB, streams.get(0), name.as_ptr(), &raw mut pointer) });
     let (mut leaks, mut config) = (null_mut(), null_mut());
-    // SAFETY: a live allocator, and a place for the answer.
+    // SAFETY: a live allocator, and an output pointer.
     done(unsafe { symmalloc_leak_report(allocator.0, &raw mut leaks) });
     assert!(taken(leaks).contains("1048576 bytes  weights  p0 s0 0@0"));
     // SAFETY: as above.
@@ -197,11 +197,11 @@ stub_test!(reports_are_handed_out_and_taken_back, {
     let (mut bytes, mut len) = (null_mut(), 0);
     // SAFETY: as above.
     done(unsafe { symmalloc_snapshot(allocator.0, &raw mut bytes, &raw mut len) });
-    // SAFETY: so many bytes were handed out.
+    // SAFETY: the library wrote that many bytes.
     let pickle = unsafe { std::slice::from_raw_parts(bytes, len) };
     let has = |key: &str| pickle.windows(key.len()).any(|window| window == key.as_bytes());
     assert!(pickle.starts_with(b"\x80") && has("segments") && has("active_allocated") && has("weights"));
-    // SAFETY: handed out, and not used after this.
+    // SAFETY: from the library, and not used after this.
     unsafe { symmalloc_release_bytes(bytes.cast()) };
 });
 
@@ -214,7 +214,7 @@ stub_test!(what_is_wrong_with_settings_is_said_with_the_byte, {
         ("prefetch_mb:4", "use a multiple of 2097152 that is at least the chunk size, 33554432"),
     ] {
         let (conf, mut out) = (c_text(conf), null_mut());
-        // SAFETY: a C string, and a place for the answer.
+        // SAFETY: a C string, and an output pointer.
         let status = unsafe { symmalloc_create(0, conf.as_ptr(), &raw mut out) };
         assert_eq!(status, SYMMALLOC_INVALID_SETTINGS);
         assert!(out.is_null() && message().contains(expected), "{}", message());
@@ -224,7 +224,7 @@ stub_test!(what_is_wrong_with_settings_is_said_with_the_byte, {
 stub_test!(arguments_that_mean_nothing_are_refused, {
     let allocator = Allocator::new("");
     let mut out = null_mut();
-    // SAFETY: null where a pointer is checked, and places for answers.
+    // SAFETY: null where a pointer is checked, and output pointers.
     let statuses = unsafe {
         [
             symmalloc_create(-1, null(), &raw mut out),
@@ -239,7 +239,7 @@ stub_test!(arguments_that_mean_nothing_are_refused, {
         ]
     };
     assert_eq!(statuses, [SYMMALLOC_INVALID_ARGUMENT; 9]);
-    // SAFETY: a place for the answer.
+    // SAFETY: an output pointer.
     assert_eq!(unsafe { symmalloc_create(9, null(), &raw mut out) }, SYMMALLOC_CUDA);
     assert!(message().contains("no device 9"), "{}", message());
     assert_eq!(allocator.try_allocate(5, 512, null_mut()), Err(SYMMALLOC_UNKNOWN_POOL));
@@ -254,7 +254,7 @@ stub_test!(arguments_that_mean_nothing_are_refused, {
 
 #[test]
 fn the_version_is_the_packages() {
-    // SAFETY: a C string for ever.
+    // SAFETY: a static C string.
     let version = unsafe { std::ffi::CStr::from_ptr(symmalloc_version()) };
     assert_eq!(version.to_str(), Ok(env!("CARGO_PKG_VERSION")));
 }

@@ -1,4 +1,4 @@
-//! CUDA graphs as PyTorch captures them: it begins to allocate to a pool, captures, ends, and replays.
+//! CUDA graphs, captured as by PyTorch: begin to allocate to a pool, capture, end, and replay.
 
 use crate::library::*;
 use cudarc::driver::CudaGraph;
@@ -15,13 +15,13 @@ struct Filter {
 
 unsafe extern "C" fn manage(to: *mut [usize; 2], from: *const [usize; 2], operation: c_int) -> bool {
     if operation == 2 {
-        // SAFETY: the library clones into a place of its own.
+        // SAFETY: the library clones into its own storage.
         unsafe { *to = *from };
     }
     false
 }
 
-/// Takes streams whose capture has begun, as PyTorch's filter does: here, those of the list that the functor points to.
+/// Accepts streams whose capture has begun, as PyTorch's filter does. Here, these are the streams in the functor's list.
 unsafe extern "C" fn is_captured(functor: *const [usize; 2], stream: *mut *mut c_void) -> bool {
     // SAFETY: the functor holds a list that outlives the scope.
     let captured = unsafe { &*((*functor)[0] as *const std::cell::RefCell<Vec<usize>>) };
@@ -33,11 +33,11 @@ unsafe extern "C" fn is_captured(functor: *const [usize; 2], stream: *mut *mut c
 fn begin(id: (u64, u64), list: &std::cell::RefCell<Vec<usize>>) {
     let functor = [std::ptr::from_ref(list) as usize, 0];
     let mut filter = Filter { functor, manager: Some(manage), invoker: Some(is_captured) };
-    // SAFETY: a std::function by its layout, which lives until the call returns; what it holds lives until the scope ends.
+    // SAFETY: the layout of a std::function, alive until the call returns; its contents are alive until the scope ends.
     unsafe { symmalloc_torch::symmalloc_torch_begin_allocate_to_pool(0, id.0, id.1, (&raw mut filter).cast()) };
 }
 
-/// What PyTorch's `capture_begin`, ..., `capture_end` do around `body`, on the first of the streams; others join in the body.
+/// Runs `body` inside a capture on the first stream, as PyTorch's `capture_begin` and `capture_end` do. Others join in the body.
 fn captured(id: (u64, u64), streams: &Streams, body: impl FnOnce(&dyn Fn(usize))) -> CudaGraph {
     let list = std::cell::RefCell::new(Vec::new());
     begin(id, &list);
@@ -62,7 +62,7 @@ stub_test!(a_capture_on_two_streams_takes_its_memory_from_its_pool, {
     let (allocator, streams) = (Allocator::of_torch(), Streams::new(3));
     let pool = |pointer| allocator.placement(pointer).pool;
     let (a, b, c) = (streams.get(0), streams.get(1), streams.get(2));
-    // Streams are known before, as in a program that has warmed up; so is a block with a use on another stream.
+    // Streams are used before, as in a program that has warmed up, and so is a block with a use on another stream.
     let warm = [a, b, c].map(|stream| torch::allocate(4 * MIB, stream));
     torch::record_stream(warm[0], b);
     torch::free(warm[0], 4 * MIB, a);
@@ -77,7 +77,7 @@ stub_test!(a_capture_on_two_streams_takes_its_memory_from_its_pool, {
         torch::free(temporary, 5 * MIB, a);
         // Reused within the capture: the fence is an edge of the graph.
         assert_eq!(torch::allocate(5 * MIB, a), temporary);
-        // A stream that is not captured, and memory of before the capture, freed within it.
+        // A stream that is not captured, and earlier memory that is freed during the capture.
         let outside = torch::allocate(MIB, c);
         assert_eq!([output, temporary, side, outside].map(pool), [1, 1, 1, 0]);
         torch::record_stream(warm[1], a);
@@ -89,7 +89,7 @@ stub_test!(a_capture_on_two_streams_takes_its_memory_from_its_pool, {
     assert_eq!(calls("cuEventQuery"), before);
     torch::empty_cache();
     graph.launch().expect("launched");
-    // The block that a captured stream used before is taken again outside of the capture.
+    // The block that a captured stream used before is reused outside of the capture.
     assert_eq!(pool(torch::allocate(4 * MIB, b)), 0);
     torch::free(output, 3 * MIB, a);
     let reserved = |kind: &str| {
@@ -136,7 +136,7 @@ stub_test!(what_a_failed_capture_left_open_ends_with_the_next_begin, {
     let pool = |pointer| allocator.placement(pointer).pool;
     let (first, stream) = (streams.stream(0), streams.get(0));
     torch::free(torch::allocate(MIB, stream), MIB, stream);
-    // PyTorch's filter says no once the capture is over; this one's list does not, and shows whether it is asked.
+    // PyTorch's filter rejects all streams after the capture. The list of this one does not, which shows whether the filter is called.
     let list = std::cell::RefCell::new(Vec::new());
     begin((1, 0), &list);
     first.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).expect("begun");
@@ -145,20 +145,20 @@ stub_test!(what_a_failed_capture_left_open_ends_with_the_next_begin, {
     assert_eq!(pool(lost), 1);
     // SAFETY: the stream is alive.
     assert!(unsafe { cudarc::driver::result::stream::synchronize(stream.cast()) }.is_err(), "it spoils the capture");
-    // A begin of another scope while the spoiled capture has not ended: it may be ended yet.
+    // Another scope begins before the failed capture has ended, which may still end.
     let other = std::cell::RefCell::new(Vec::new());
     begin((2, 0), &other);
     torch::end((2, 0));
     assert_eq!(pool(torch::allocate(MIB, stream)), 1);
     assert!(first.end_capture(CUgraphInstantiate_flags(0)).is_err());
-    assert_eq!(pool(torch::allocate(MIB, stream)), 1, "PyTorch has not said that it is over");
+    assert_eq!(pool(torch::allocate(MIB, stream)), 1, "PyTorch has not ended the scope");
     let mut kept = 0;
     let graph = captured((3, 0), &streams, |_| kept = torch::allocate(MIB, stream));
     assert_eq!(pool(kept), 3);
     assert_eq!(pool(torch::allocate(MIB, stream)), 0);
     torch::free(lost, 8 * MIB, stream);
     drop(graph);
-    // Later versions of PyTorch end the scope all the same: that is no error, but a second time it is.
+    // Later versions of PyTorch still end the scope. That is not an error, but a second end is.
     torch::end((1, 0));
     assert_eq!(allocator.stats()["errors"]["failed_calls"], 0);
     torch::end((1, 0));
@@ -175,7 +175,7 @@ stub_test!(a_capture_within_a_pushed_pool_has_its_own_memory, {
     let _graph = captured((1, 0), &streams, |_| {
         let taken = [a, b].map(|stream| pool(torch::allocate(MIB, stream)));
         assert_eq!(taken, [3, outer], "the stream that is not captured is not the capture's");
-        // A pool that is pushed within the capture comes before it.
+        // A pool that is pushed within the capture takes precedence over the capture's pool.
         done(symmalloc_torch::symmalloc_torch_push_pool(0, inner));
         assert_eq!([a, b].map(|stream| pool(torch::allocate(MIB, stream))), [inner; 2]);
         done(symmalloc_torch::symmalloc_torch_pop_pool(0));

@@ -1,4 +1,4 @@
-//! The calls of our class for PyTorch, as its C++ makes them.
+//! The calls of the compiled PyTorch class.
 
 use crate::library::*;
 use std::ffi::c_void;
@@ -13,16 +13,16 @@ const A: (u64, u64) = (0, 7);
 #[track_caller]
 pub(crate) fn allocate(bytes: usize, stream: *mut c_void, inherited: u64) -> Pointer {
     let mut out = null_mut();
-    // SAFETY: a stream that lives, and a place for the answer.
+    // SAFETY: a live stream, and an output pointer.
     done(unsafe { symmalloc_torch_allocate(0, bytes, stream, inherited, &raw mut out) });
     out as Pointer
 }
 
-/// Frees, and returns the size of the block.
+/// Frees an allocation, and returns the size of its block.
 #[track_caller]
 pub(crate) fn free(pointer: Pointer) -> u64 {
     let mut bytes = 0;
-    // SAFETY: a place for the answer.
+    // SAFETY: an output pointer.
     done(unsafe { symmalloc_torch_deallocate(0, pointer as *mut c_void, &raw mut bytes) });
     bytes
 }
@@ -32,7 +32,7 @@ unsafe extern "C-unwind" fn is_stream(context: *mut c_void, stream: *mut c_void)
     context == stream
 }
 
-/// Nobody's allocations: as a filter of a thread on all others.
+/// Accepts no allocation, as a thread's filter on all other threads.
 unsafe extern "C-unwind" fn is_nobody(_context: *mut c_void, _stream: *mut c_void) -> bool {
     false
 }
@@ -46,7 +46,7 @@ unsafe extern "C-unwind" fn give_up(context: *mut c_void) {
 #[track_caller]
 fn begin(id: (u64, u64), filter: symmalloc_filter_fn, context: *mut c_void) -> u64 {
     let mut number = 0;
-    // SAFETY: the filter takes any context; a place for the answer.
+    // SAFETY: the filter takes any context; an output pointer.
     done(unsafe { symmalloc_torch_begin_scope(0, id.0, id.1, filter, context, Some(give_up), &raw mut number) });
     assert!(number > 0);
     number
@@ -55,7 +55,7 @@ fn begin(id: (u64, u64), filter: symmalloc_filter_fn, context: *mut c_void) -> u
 fn found(pointer: Pointer) -> symmalloc_found {
     // SAFETY: numbers and a pointer: zero is a value of each.
     let mut out = unsafe { std::mem::zeroed::<symmalloc_found>() };
-    // SAFETY: a place for the answer.
+    // SAFETY: an output pointer.
     done(unsafe { symmalloc_torch_find(pointer as *const c_void, &raw mut out) });
     out
 }
@@ -67,12 +67,12 @@ fn id_of(pointer: Pointer) -> (u64, u64) {
 
 fn counts() -> symmalloc_counts {
     let mut counts = symmalloc_counts::default();
-    // SAFETY: a place for the answer.
+    // SAFETY: an output pointer.
     done(unsafe { symmalloc_torch_counts(0, &raw mut counts) });
     counts
 }
 
-/// Segments with their blocks: (bytes, is it allocated).
+/// Segments with their blocks: (bytes, is allocated).
 fn visited(id: (u64, u64)) -> Vec<(u64, Vec<(u64, bool)>)> {
     unsafe extern "C" fn visit(context: *mut c_void, segment: *const symmalloc_segment, block: *const symmalloc_block) {
         // SAFETY: the list below.
@@ -148,7 +148,7 @@ stub_test!(an_unsplit_pool_gives_every_allocation_a_segment, {
     }
     let segments = visited(A);
     assert!(segments.iter().all(|(bytes, blocks)| *blocks == [(*bytes, true)]), "{segments:?}");
-    // Of what each one needs.
+    // Pools with different options.
     assert_eq!(segments.iter().map(|(bytes, _)| bytes >> 20).collect::<Vec<_>>(), [2, 6, 30]);
     assert_eq!(counts().requested_bytes[0].current, 512 + (35 << 20));
 });
@@ -176,7 +176,7 @@ stub_test!(a_pool_that_helps_out_serves_what_would_fail, ["SYMMALLOC_CONF" = "to
     done(symmalloc_torch_end_scope(0, A.0, A.1));
     free(spare);
     let mut out = null_mut();
-    // SAFETY: a place for the answer.
+    // SAFETY: an output pointer.
     let mut refused = || unsafe { symmalloc_torch_allocate(0, 24 * MIB, null_mut(), 0, &raw mut out) };
     assert_eq!(refused(), SYMMALLOC_OUT_OF_MEMORY);
     done(symmalloc_torch_pool_helps_out(0, A.0, A.1, true));
@@ -186,7 +186,7 @@ stub_test!(a_pool_that_helps_out_serves_what_would_fail, ["SYMMALLOC_CONF" = "to
     assert_eq!((helped, id_of(helped)), (spare, A));
 });
 
-/// Memory of the program's: its calls, and what is out.
+/// Memory of the program: the number of calls, and the live allocations.
 static SOURCE: Mutex<(u32, Vec<usize>)> = Mutex::new((0, Vec::new()));
 
 unsafe extern "C" fn source_allocate(_context: *mut c_void, bytes: usize) -> *mut c_void {
@@ -195,7 +195,7 @@ unsafe extern "C" fn source_allocate(_context: *mut c_void, bytes: usize) -> *mu
         return null_mut();
     }
     source.0 += 1;
-    // Any address that nobody else has will do: nothing is written there.
+    // Any unused address is sufficient, because nothing is written there.
     let address = (1 << 46) + source.0 as usize * (64 << 20);
     assert!(bytes <= 64 << 20);
     source.1.push(address);
@@ -221,18 +221,18 @@ stub_test!(a_pool_with_a_source_takes_its_memory_there_and_caches_it, {
     assert_eq!(SOURCE.lock().expect("no panic").0, 2, "two segments");
     assert!(tensors.iter().all(|tensor| id_of(*tensor) == A && symmalloc_torch_device_of(*tensor as *const _) == 0));
     assert_eq!(torch::base(tensors[1]).0, tensors[0]);
-    // SAFETY: a stream that lives.
+    // SAFETY: a live stream.
     done(unsafe { symmalloc_torch_record_use(tensors[0] as *mut c_void, streams.get(1)) });
     assert_eq!(counts().allocated_bytes[0].current, 37 << 20);
     assert_eq!(free(tensors[0]), 3 << 20);
     assert_eq!(allocate(3 * MIB, streams.get(0), 0), tensors[0], "its own free memory comes first");
     allocate(40 * MIB, streams.get(0), 0);
     let mut out = null_mut();
-    // SAFETY: a place for the answer.
+    // SAFETY: an output pointer.
     let refused = unsafe { symmalloc_torch_allocate(0, 50 * MIB, streams.get(0), 0, &raw mut out) };
     assert_eq!(refused, SYMMALLOC_OUT_OF_MEMORY);
     done(symmalloc_torch_end_scope(0, A.0, A.1));
-    // What nothing is in goes back, and what is used stays.
+    // Empty segments are released, and used ones stay.
     for _ in 0..2 {
         done(symmalloc_torch_release_use(0, A.0, A.1));
     }
@@ -259,7 +259,7 @@ stub_test!(a_private_pool_goes_back_to_its_checkpoint_and_keeps_its_memory, {
     begin(A, None, null_mut());
     let [stem, dies] = [3, 5].map(|mib| allocate(mib * MIB, null_mut(), 0));
     let mut checkpoint = null_mut();
-    // SAFETY: a place for the answer.
+    // SAFETY: an output pointer.
     done(unsafe { symmalloc_torch_checkpoint(0, A.0, A.1, &raw mut checkpoint) });
     free(dies);
     let branch = allocate(60 * MIB, null_mut(), 0);
@@ -280,7 +280,7 @@ stub_test!(a_private_pool_goes_back_to_its_checkpoint_and_keeps_its_memory, {
     assert_eq!((free(dies), free(stem)), (5 << 20, 3 << 20));
     // SAFETY: live, and not used after this.
     unsafe { symmalloc_torch_checkpoint_destroy(checkpoint) };
-    // SAFETY: a place for the answer.
+    // SAFETY: an output pointer.
     assert_eq!(unsafe { symmalloc_torch_checkpoint(0, 9, 9, &raw mut checkpoint) }, SYMMALLOC_INVALID_STATE);
 });
 
@@ -291,16 +291,16 @@ stub_test!(a_trace_goes_on_after_a_pool_went_back_and_names_what_is_named, {
         begin(A, None, null_mut());
         let stem = allocate(3 * MIB, null_mut(), 0);
         let mut checkpoint = null_mut();
-        // SAFETY: a place for the answer.
+        // SAFETY: an output pointer.
         done(unsafe { symmalloc_torch_checkpoint(0, A.0, A.1, &raw mut checkpoint) });
         free(stem);
         allocate(MIB, null_mut(), 0);
         done(symmalloc_torch_end_scope(0, A.0, A.1));
-        // SAFETY: a live checkpoint, and nobody to tell.
+        // SAFETY: a live checkpoint, and no callback.
         done(unsafe { symmalloc_torch_restore(0, checkpoint, None, null_mut()) });
         for name in [c"model.py:7 forward".as_ptr(), c"\xff".as_ptr(), null()] {
             let mut out = null_mut();
-            // SAFETY: C strings or NULL, and a place for the answer.
+            // SAFETY: C strings or NULL, and an output pointer.
             done(unsafe { symmalloc_torch_allocate_named(0, MIB, null_mut(), 0, name, &raw mut out) });
         }
     });
@@ -350,7 +350,7 @@ stub_test!(a_device_that_was_never_used_has_counts_of_zero, {
     assert_eq!((counts().reserved_bytes.current, counts().total_bytes), (0, 0));
     assert_eq!(visited((0, 0)).len(), 0);
     assert_eq!(symmalloc_torch_device_of(64 as *const c_void), -1);
-    // SAFETY: any pointer may be given.
+    // SAFETY: any pointer is valid.
     assert_eq!(unsafe { symmalloc_torch_deallocate(0, 64 as *mut c_void, null_mut()) }, SYMMALLOC_UNKNOWN_POINTER);
     // SAFETY: as above.
     done(unsafe { symmalloc_torch_deallocate(0, null_mut(), null_mut()) });

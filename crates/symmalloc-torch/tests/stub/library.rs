@@ -1,4 +1,4 @@
-//! The library's calls as Rust would have them, and streams that other code owns.
+//! The library's calls as Rust methods, and streams that other code owns.
 
 use cudarc::driver::CudaStream;
 use serde_json::Value;
@@ -17,7 +17,7 @@ pub(crate) const MIB: usize = 1 << 20;
 /// A pointer as a number, so that it can be compared, sent and kept.
 pub(crate) type Pointer = usize;
 
-/// The thread's last message.
+/// Returns the thread's last message.
 pub(crate) fn message() -> String {
     // SAFETY: a C string that stays until the next failure of this thread.
     unsafe { CStr::from_ptr(symmalloc_error_message()) }.to_string_lossy().into_owned()
@@ -32,16 +32,16 @@ pub(crate) fn c_text(text: &str) -> CString {
     CString::new(text).expect("no zero byte")
 }
 
-/// Takes a text that the library handed out.
+/// Copies and releases a text of the library.
 pub(crate) fn taken(text: *mut c_char) -> String {
-    // SAFETY: a C string of the library's.
+    // SAFETY: a C string of the library.
     let copy = unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned();
-    // SAFETY: handed out, and not used after this.
+    // SAFETY: from the library, and not used after this.
     unsafe { symmalloc_release_bytes(text.cast()) };
     copy
 }
 
-/// An allocator by its C functions.
+/// An allocator through its C functions.
 #[derive(Clone, Copy)]
 pub(crate) struct Allocator(pub(crate) *mut DeviceAllocator);
 
@@ -53,15 +53,15 @@ unsafe impl Sync for Allocator {}
 impl Allocator {
     pub(crate) fn new(conf: &str) -> Self {
         let (conf, mut out) = (c_text(conf), null_mut());
-        // SAFETY: a C string, and a place for the answer.
+        // SAFETY: a C string, and an output pointer.
         done(unsafe { symmalloc_create(0, conf.as_ptr(), &raw mut out) });
         Allocator(out)
     }
 
-    /// The one behind PyTorch's entry points.
+    /// Returns the allocator behind PyTorch's entry points.
     pub(crate) fn of_torch() -> Self {
         let mut out = null_mut();
-        // SAFETY: a place for the answer.
+        // SAFETY: an output pointer.
         done(unsafe { symmalloc_torch_allocator(0, &raw mut out) });
         Allocator(out)
     }
@@ -73,7 +73,7 @@ impl Allocator {
         stream: *mut c_void,
     ) -> Result<Pointer, symmalloc_status> {
         let mut out = null_mut();
-        // SAFETY: a live allocator and stream, and a place for the answer.
+        // SAFETY: a live allocator and stream, and an output pointer.
         match unsafe { symmalloc_allocate(self.0, pool, bytes, stream, &raw mut out) } {
             SYMMALLOC_OK => Ok(out as Pointer),
             status => Err(status),
@@ -104,7 +104,7 @@ impl Allocator {
     pub(crate) fn create_pool(self, conf: Option<&str>) -> u32 {
         let (conf, mut out) = (conf.map(c_text), 0);
         let conf = conf.as_ref().map_or(null(), |conf| conf.as_ptr());
-        // SAFETY: a live allocator, a C string or null, and a place for the answer.
+        // SAFETY: a live allocator, a C string or null, and an output pointer.
         done(unsafe { symmalloc_pool_create(self.0, conf, &raw mut out) });
         out
     }
@@ -117,14 +117,14 @@ impl Allocator {
     #[track_caller]
     pub(crate) fn trim(self) -> u64 {
         let mut out = 0;
-        // SAFETY: a live allocator, and a place for the answer.
+        // SAFETY: a live allocator, and an output pointer.
         done(unsafe { symmalloc_trim(self.0, &raw mut out) });
         out
     }
 
     pub(crate) fn try_placement(self, pointer: Pointer) -> Result<symmalloc_placement, symmalloc_status> {
         let mut out = symmalloc_placement::default();
-        // SAFETY: a live allocator, and a place for the answer.
+        // SAFETY: a live allocator, and an output pointer.
         match unsafe { symmalloc_placement_of(self.0, pointer as *const c_void, &raw mut out) } {
             SYMMALLOC_OK => Ok(out),
             status => Err(status),
@@ -138,12 +138,12 @@ impl Allocator {
 
     pub(crate) fn stats(self) -> Value {
         let mut out = null_mut();
-        // SAFETY: a live allocator, and a place for the answer.
+        // SAFETY: a live allocator, and an output pointer.
         done(unsafe { symmalloc_stats_json(self.0, &raw mut out) });
         serde_json::from_str(&taken(out)).expect("JSON")
     }
 
-    /// A number of the totals: `allocated_bytes/all/current`.
+    /// Returns a number of the totals by its path, such as `allocated_bytes/all/current`.
     pub(crate) fn total(self, path: &str) -> u64 {
         let stats = self.stats();
         stats.pointer(&format!("/total/{path}")).and_then(Value::as_u64).unwrap_or_else(|| panic!("{path} in {stats}"))
@@ -151,19 +151,19 @@ impl Allocator {
 
     pub(crate) fn digest(self, pool: u32) -> u64 {
         let mut out = 0;
-        // SAFETY: a live allocator, and a place for the answer.
+        // SAFETY: a live allocator, and an output pointer.
         done(unsafe { symmalloc_digest(self.0, pool, &raw mut out) });
         out
     }
 
     #[track_caller]
     pub(crate) fn destroy(self) {
-        // SAFETY: used by nobody after this.
+        // SAFETY: not used after this.
         done(unsafe { symmalloc_destroy(self.0) });
     }
 }
 
-/// Streams that another library made: they live as long as this.
+/// Streams of another library, which live as long as this object.
 pub(crate) struct Streams(Vec<Arc<CudaStream>>);
 
 impl Streams {
@@ -176,55 +176,55 @@ impl Streams {
         self.0[index].cu_stream().cast()
     }
 
-    /// As cudarc knows it, to do with it what PyTorch does.
+    /// Returns a stream as a cudarc object, for PyTorch's operations on it.
     pub(crate) fn stream(&self, index: usize) -> &Arc<CudaStream> {
         &self.0[index]
     }
 }
 
-/// PyTorch's entry points. What they throw ends a Rust test: `cxx.rs` has the tests of errors.
+/// PyTorch's entry points. Their exceptions would end a Rust test, so `cxx.rs` tests errors.
 pub(crate) mod torch {
     use super::*;
 
     pub(crate) fn allocate(bytes: usize, stream: *mut c_void) -> Pointer {
-        // SAFETY: a stream that lives.
+        // SAFETY: a live stream.
         unsafe { symmalloc_torch_alloc(bytes as isize, 0, stream) as Pointer }
     }
 
     pub(crate) fn free(pointer: Pointer, bytes: usize, stream: *mut c_void) {
-        // SAFETY: any pointer may be given.
+        // SAFETY: any pointer is valid.
         unsafe { symmalloc_torch_free(pointer as *mut c_void, bytes as isize, 0, stream) };
     }
 
     pub(crate) fn record_stream(pointer: Pointer, stream: *mut c_void) {
-        // SAFETY: a stream that lives.
+        // SAFETY: a live stream.
         unsafe { symmalloc_torch_record_stream(pointer as *mut c_void, stream) };
     }
 
-    /// An empty filter takes all streams.
+    /// An empty filter accepts all streams.
     pub(crate) fn begin(id: (u64, u64)) {
         // SAFETY: no filter.
         unsafe { symmalloc_torch_begin_allocate_to_pool(0, id.0, id.1, null_mut()) };
     }
 
     pub(crate) fn end(id: (u64, u64)) {
-        // SAFETY: nothing is asked of the caller.
+        // SAFETY: no preconditions.
         unsafe { symmalloc_torch_end_allocate_to_pool(0, id.0, id.1) };
     }
 
     pub(crate) fn release(id: (u64, u64)) {
-        // SAFETY: nothing is asked of the caller.
+        // SAFETY: no preconditions.
         unsafe { symmalloc_torch_release_pool(0, id.0, id.1) };
     }
 
     pub(crate) fn empty_cache() {
-        // SAFETY: nothing is asked of the caller.
+        // SAFETY: no preconditions.
         unsafe { symmalloc_torch_reset() };
     }
 
     pub(crate) fn base(pointer: Pointer) -> (Pointer, usize) {
         let mut size = 0;
-        // SAFETY: a place for the answer.
+        // SAFETY: an output pointer.
         let base = unsafe { symmalloc_torch_base_alloc(pointer as *mut c_void, &raw mut size) };
         (base as Pointer, size)
     }

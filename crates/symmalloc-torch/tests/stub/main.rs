@@ -1,4 +1,4 @@
-//! The library on a stub of libcuda, through its C functions: everything but C++. Each test is a process of its own.
+//! The library on a stub of libcuda, through its C functions: all tests except those of C++. Each test runs in a separate process.
 
 mod alignment;
 mod all_to_all;

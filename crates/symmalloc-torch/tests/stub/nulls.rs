@@ -1,6 +1,6 @@
-//! Null pointers at the C boundary: no call crashes, and one that needs the pointer says which is missing.
+//! Null pointers at the C boundary: no call crashes, and a call that requires the pointer names it in its error.
 //!
-//! The functions and their arguments come from the header, so a new function is tested as soon as it is there.
+//! The functions and their arguments are parsed from the header, so new functions are tested automatically.
 
 use crate::library::*;
 use std::ffi::{CStr, c_char, c_void};
@@ -11,30 +11,30 @@ use std::thread;
 use std::time::Duration;
 use symmalloc_torch::*;
 
-/// A call by integer arguments, which all arguments but floating-point ones are. What is not taken is ignored.
+/// A call by integer arguments, for all arguments except floating-point ones. The function ignores extra arguments.
 type Call = unsafe extern "C-unwind" fn(usize, usize, usize, usize, usize, usize, usize, usize, usize) -> usize;
 const ARGUMENTS_MAX: usize = 9;
 
-/// What an argument is.
+/// The kind of an argument.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Number,
-    /// A floating-point number takes no integer's place.
+    /// A floating-point number, which uses no integer register.
     Real,
     Allocator,
     Text,
     Callback,
-    /// An object that only the library makes.
+    /// An object that only the library creates.
     Object,
-    /// A stream, a device pointer or a callback's context: NULL is a value.
+    /// A stream, a device pointer or a callback's context: NULL is valid.
     Handle,
-    /// A place for an answer, or a struct.
+    /// An output pointer, or a struct.
     Place,
 }
 
 struct Function {
     name: String,
-    /// Its documentation.
+    /// The documentation.
     text: String,
     has_status: bool,
     arguments: Vec<(String, Kind)>,
@@ -58,7 +58,7 @@ impl Kind {
     }
 }
 
-/// The functions of the header.
+/// Parses the functions of the header.
 fn functions() -> Vec<Function> {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("include/symmalloc.h");
     let header = std::fs::read_to_string(path).expect("the header");
@@ -88,7 +88,7 @@ fn functions() -> Vec<Function> {
     functions
 }
 
-/// A function by its name.
+/// Returns the address of a function by its name.
 fn address(name: &str) -> Option<usize> {
     macro_rules! table {
         ($($function:ident),* $(,)?) => {
@@ -214,7 +214,7 @@ extern "C" fn answer_zero() -> usize {
     0
 }
 
-/// Calls a function with these arguments, and says what it returned.
+/// Calls a function with these arguments, and returns its result.
 fn call(function: &Function, values: &[usize]) -> usize {
     let address = address(&function.name).unwrap_or_else(|| panic!("add {} to the table", function.name));
     let mut integers = [0; ARGUMENTS_MAX];
@@ -222,12 +222,12 @@ fn call(function: &Function, values: &[usize]) -> usize {
     taken.zip(&mut integers).for_each(|((value, _), place)| *place = *value);
     println!("{}({values:x?})", function.name);
     let [a, b, c, d, e, f, g, h, i] = integers;
-    // SAFETY: integers and pointers are passed alike, and what is too much is ignored; the values are such that the functions
-    // take, or NULL, which is what is tested.
+    // SAFETY: integers and pointers are passed in the same registers, and extra ones are ignored; the values are valid for the
+    // functions, or NULL, which the test is about.
     unsafe { std::mem::transmute::<usize, Call>(address)(a, b, c, d, e, f, g, h, i) }
 }
 
-/// A value that the function takes; `None` where only the library makes one.
+/// Returns a valid value for an argument; `None` if only the library creates one.
 fn valid((name, kind): &(String, Kind), allocator: Allocator) -> Option<usize> {
     static PATH: &CStr = c"/nowhere/x";
     static SETTINGS: &CStr = c"";
@@ -238,7 +238,7 @@ fn valid((name, kind): &(String, Kind), allocator: Allocator) -> Option<usize> {
         Kind::Text => Some(PATH.as_ptr() as usize),
         Kind::Callback => Some(answer_zero as *const () as usize),
         Kind::Object => None,
-        // It may keep what it is given.
+        // The function may keep the pointer.
         Kind::Place => Some(Box::leak(Box::new([0_u64; 512])).as_ptr() as usize),
     }
 }
@@ -247,7 +247,7 @@ fn is_pointer(kind: Kind) -> bool {
     !matches!(kind, Kind::Number | Kind::Real | Kind::Handle)
 }
 
-/// Nothing of these calls may block.
+/// Aborts the process if a call blocks.
 fn within_a_deadline(body: impl FnOnce()) {
     thread::spawn(|| {
         thread::sleep(Duration::from_secs(120));
@@ -276,12 +276,12 @@ stub_test!(a_null_pointer_is_a_typed_error_at_every_function, {
         let mut wrong = Vec::new();
         for function in functions() {
             let kinds: Vec<Kind> = function.arguments.iter().map(|(_, kind)| *kind).collect();
-            // Without a number that makes sense, the call may throw.
+            // The call may throw without a valid number.
             if kinds.contains(&Kind::Real) {
                 continue;
             }
             call(&function, &vec![0; kinds.len()]);
-            // A live allocator would be ended.
+            // These would destroy a live allocator.
             let ends = ["_destroy", "_close", "release_bytes"].iter().any(|end| function.name.ends_with(end));
             for missing in (0..kinds.len()).filter(|at| is_pointer(kinds[*at]) && !ends) {
                 let others = function.arguments.iter().enumerate();
@@ -306,7 +306,7 @@ const OPTIONAL: [(&str, &str); 4] = [
     ("symmalloc_torch_begin_scope", "destroy"),
 ];
 
-/// Returns what is wrong with the status of a call without one of its pointers: another argument may be wrong first.
+/// Returns a complaint about the status of a call without one of its pointers. Another argument may fail first.
 fn complaint(function: &Function, missing: &str, status: u32) -> Option<String> {
     let name = &function.name;
     if !function.has_status {
@@ -322,7 +322,7 @@ fn complaint(function: &Function, missing: &str, status: u32) -> Option<String> 
     (!is_typed).then(|| format!("{name} without `{missing}`: status {status}, {told}"))
 }
 
-// Zero bytes are a null pointer everywhere, which can be freed any number of times and names no allocation.
+// Zero bytes return a null pointer in all calls. It can be freed any number of times, and is not an allocation.
 stub_test!(zero_bytes_are_null_and_own_nothing, {
     let allocator = Allocator::new("");
     for _ in 0..2 {
@@ -331,22 +331,22 @@ stub_test!(zero_bytes_are_null_and_own_nothing, {
         (0..2).for_each(|_| done(allocator.try_free(nothing)));
     }
     let mut placement = symmalloc_placement::default();
-    // SAFETY: a live allocator, and a place for the answer.
+    // SAFETY: a live allocator, and an output pointer.
     let found = unsafe { symmalloc_placement_of(allocator.0, null_mut::<c_void>(), &raw mut placement) };
     assert_eq!(found, SYMMALLOC_UNKNOWN_POINTER);
     let mut shared: (*mut c_char, u64) = (null_mut(), 0);
-    // SAFETY: places for the answers.
+    // SAFETY: output pointers.
     let status = unsafe { symmalloc_torch_share(null_mut(), &raw mut shared.0, &raw mut shared.1) };
     assert_eq!(status, SYMMALLOC_UNKNOWN_POINTER);
 });
 
-/// What a listener's calls returned.
+/// The results of a listener's calls.
 static RETURNED: Mutex<Vec<(symmalloc_status, String)>> = Mutex::new(Vec::new());
 
-/// Uses the library, under whose lock it is called.
+/// Calls the library while it holds a lock.
 unsafe extern "C" fn use_the_library(_device: i32, _is_mapped: u32, _address: u64, _bytes: u64) {
     let (mut out, mut block_bytes) = (null_mut(), 0);
-    // SAFETY: places for the answers, and a pointer that may be anything.
+    // SAFETY: output pointers, and a pointer that may be anything.
     let returned = unsafe {
         [
             symmalloc_torch_allocate(0, 512, null_mut(), 0, &raw mut out),
@@ -372,7 +372,7 @@ stub_test!(a_listener_that_calls_the_library_gets_errors_and_never_hangs, {
         let pointer = allocator.allocate(0, 50 * MIB, null_mut());
         done(allocator.try_free(pointer));
         done(symmalloc_torch_trim(0, 0));
-        // SAFETY: ends it.
+        // SAFETY: removes the listener.
         unsafe { symmalloc_torch_on_memory(None) };
         let returned = RETURNED.lock().expect("no panic").clone();
         assert!(returned.len() >= 8, "memory came and went: {returned:?}");

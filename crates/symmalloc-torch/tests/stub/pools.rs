@@ -1,4 +1,4 @@
-//! Pools of the program's: made, pushed, popped, given up.
+//! Pools of the program: created, pushed, popped, destroyed.
 
 use crate::library::*;
 use std::ptr::null_mut;
@@ -23,7 +23,7 @@ stub_test!(a_pool_has_a_policy_and_a_history_of_its_own, {
     assert_eq!(stats["pools"][like_default as usize]["kind"], "user");
     assert_eq!(stats["reserved_limit_bytes"], 64 << 20);
     let mut out = 0;
-    // SAFETY: a live allocator, a C string, and a place for the answer.
+    // SAFETY: a live allocator, a C string, and an output pointer.
     let status = unsafe { symmalloc_pool_create(allocator.0, c"total_limit_mb:1".as_ptr(), &raw mut out) };
     assert_eq!(status, SYMMALLOC_INVALID_SETTINGS, "{}", message());
 });
@@ -52,7 +52,7 @@ stub_test!(a_pushed_pool_takes_what_this_thread_allocates, {
     done(symmalloc_torch_push_pool(0, outer));
     done(symmalloc_torch_push_pool(0, inner));
     assert_eq!(id(take()), inner);
-    // Another thread is in no scope, and its own ends with it.
+    // Another thread is in no scope, and its scopes end with it.
     thread::scope(|scope| {
         scope.spawn(|| {
             assert_eq!(id(take()), 0);
@@ -60,7 +60,7 @@ stub_test!(a_pushed_pool_takes_what_this_thread_allocates, {
             assert_eq!(id(take()), outer);
         });
     });
-    // What was opened last comes first.
+    // The innermost scope applies.
     torch::begin((1, 0));
     assert_eq!(allocator.stats()["pools"][id(take()) as usize]["kind"], "graph");
     done(symmalloc_torch_push_pool(0, outer));
@@ -101,7 +101,7 @@ stub_test!(a_pushed_name_is_that_of_what_this_thread_allocates, {
     take(1);
     push("model");
     push("layer 3");
-    // A name and a pool do not end each other.
+    // Pops of names and pools are independent.
     done(symmalloc_torch_push_pool(0, pool));
     let named = take(2);
     done(symmalloc_torch_pop_name(0));
@@ -113,7 +113,7 @@ stub_test!(a_pushed_name_is_that_of_what_this_thread_allocates, {
     take(6);
     assert_eq!([named, outer].map(|pointer| allocator.placement(pointer).pool), [pool; 2]);
     let mut text = null_mut();
-    // SAFETY: a live allocator, and a place for the answer.
+    // SAFETY: a live allocator, and an output pointer.
     done(unsafe { symmalloc_leak_report(allocator.0, &raw mut text) });
     let report = taken(text);
     let names = |size: usize| {

@@ -12,66 +12,66 @@ use symmalloc_cuda::{CudaAllocator, CudaDevice};
 use symmalloc_nccl::{Communicator, ReduceOp, UniqueId};
 use symmalloc_torch::*;
 
-/// A rank's registrar by its C functions.
+/// A rank's registrar through its C functions.
 pub(crate) struct Windows(pub(crate) *mut PoolRegistration);
 
 impl Windows {
     pub(crate) fn new(allocator: Allocator, pool: u32, comm: *mut c_void) -> Self {
         let mut out = null_mut();
-        // SAFETY: a live allocator and communicator, and a place for the answer.
+        // SAFETY: a live allocator and communicator, and an output pointer.
         done(unsafe { symmalloc_registrar_create(allocator.0, pool, comm, 5000, null(), &raw mut out) });
         Windows(out)
     }
 
     pub(crate) fn sync(&self) -> (u64, u64) {
         let (mut registered, mut deregistered) = (0, 0);
-        // SAFETY: a live registrar, and places for the answers.
+        // SAFETY: a live registrar, and output pointers.
         done(unsafe { symmalloc_registrar_sync(self.0, &raw mut registered, &raw mut deregistered) });
         (registered, deregistered)
     }
 
     pub(crate) fn try_sync(&self) -> symmalloc_status {
-        // SAFETY: a live registrar; no answers are wanted.
+        // SAFETY: a live registrar; null outputs.
         unsafe { symmalloc_registrar_sync(self.0, null_mut(), null_mut()) }
     }
 
     fn announce(&self, kind: &CStr, elements: u64, stream: *mut c_void, submit: impl FnOnce()) {
         let mut announcement = null_mut();
-        // SAFETY: a live registrar, a C string, a stream that outlives it, and a place for the answer.
+        // SAFETY: a live registrar, a C string, a stream that outlives it, and an output pointer.
         done(unsafe { symmalloc_announce_begin(self.0, kind.as_ptr(), elements, stream, &raw mut announcement) });
         submit();
-        // SAFETY: it came from the call before, and is used by nobody after this.
+        // SAFETY: it came from the previous call, and is not used after this.
         done(unsafe { symmalloc_announce_end(announcement) });
     }
 
     pub(crate) fn destroy(self) -> symmalloc_status {
-        // SAFETY: used by nobody after this.
+        // SAFETY: not used after this.
         unsafe { symmalloc_registrar_destroy(self.0) }
     }
 }
 
-/// Runs two ranks, each with an allocator of its own device and a communicator that it owns.
+/// Runs two ranks, each with an allocator on a separate device and a communicator that it owns.
 pub(crate) fn ranks(body: impl Fn(u32, Allocator, &Communicator, &Barrier) + Sync) {
     ranks_of(2, allocator_of_its_own, body);
 }
 
-/// An allocator that the program made.
+/// An allocator that the program created.
 fn allocator_of_its_own(device: i32) -> Allocator {
     let mut out = null_mut();
-    // SAFETY: no text, and a place for the answer.
+    // SAFETY: no text, and an output pointer.
     done(unsafe { symmalloc_create(device, null(), &raw mut out) });
     Allocator(out)
 }
 
-/// The one behind PyTorch's entry points.
+/// Returns the allocator behind PyTorch's entry points.
 pub(crate) fn allocator_of_torch(device: i32) -> Allocator {
     let mut out = null_mut();
-    // SAFETY: a place for the answer.
+    // SAFETY: an output pointer.
     done(unsafe { symmalloc_torch_allocator(device, &raw mut out) });
     Allocator(out)
 }
 
-/// As [`ranks`], with any number of ranks and other allocators.
+/// Runs any number of ranks as [`ranks`], with other allocators.
 pub(crate) fn ranks_of(
     count: u32,
     allocator: impl Fn(i32) -> Allocator + Sync,
@@ -133,7 +133,7 @@ nccl_test!(a_pool_that_is_not_symmetric_is_refused, {
     ranks(|_, allocator, comm, _| {
         let pool = allocator.create_pool(None);
         let mut out = null_mut();
-        // SAFETY: a live allocator and communicator, and a place for the answer.
+        // SAFETY: a live allocator and communicator, and an output pointer.
         let status = unsafe { symmalloc_registrar_create(allocator.0, pool, comm.raw(), 0, null(), &raw mut out) };
         assert_eq!(status, SYMMALLOC_NCCL);
         assert!(message().contains("symmetric") && out.is_null(), "{}", message());
@@ -142,9 +142,9 @@ nccl_test!(a_pool_that_is_not_symmetric_is_refused, {
 
 pub(crate) fn flight_record() -> String {
     let mut json = null_mut();
-    // SAFETY: a C string, and a place for the answer.
+    // SAFETY: a C string, and an output pointer.
     done(unsafe { symmalloc_flight_record(c"asked for".as_ptr(), &raw mut json) });
-    // SAFETY: a C string of the library's.
+    // SAFETY: a C string of the library.
     let record = unsafe { CStr::from_ptr(json) }.to_str().expect("text").to_owned();
     // SAFETY: it came from the library.
     unsafe { symmalloc_release_bytes(json.cast()) };
@@ -160,7 +160,7 @@ nccl_test!(who_does_not_come_to_what_was_announced_is_named, {
     let address = free_address();
     ranks(|rank, allocator, comm, barrier| {
         let (pool, mut registrar) = (allocator.create_pool(Some(POOL)), null_mut());
-        // SAFETY: a live allocator and communicator, a C string, and a place for the answer.
+        // SAFETY: a live allocator and communicator, a C string, and an output pointer.
         done(unsafe {
             symmalloc_registrar_create(allocator.0, pool, comm.raw(), 800, address.as_ptr(), &raw mut registrar)
         });
@@ -185,7 +185,7 @@ nccl_test!(who_does_not_come_to_what_was_announced_is_named, {
             assert_eq!(windows.try_sync(), SYMMALLOC_NCCL);
             assert!(message().contains("rank 1"), "{}", message());
             let mut announcement = null_mut();
-            // SAFETY: a live registrar, a C string, a live stream, and a place for the answer.
+            // SAFETY: a live registrar, a C string, a live stream, and an output pointer.
             let refused =
                 unsafe { symmalloc_announce_begin(windows.0, c"late".as_ptr(), 0, raw, &raw mut announcement) };
             assert!(refused == SYMMALLOC_NCCL && announcement.is_null(), "{}", message());
@@ -202,7 +202,7 @@ nccl_test!(ranks_that_met_name_the_one_that_does_not_come_to_a_sync, {
     let address = free_address();
     ranks(|rank, allocator, comm, barrier| {
         let (pool, mut registrar) = (allocator.create_pool(Some(POOL)), null_mut());
-        // SAFETY: a live allocator and communicator, a C string, and a place for the answer.
+        // SAFETY: a live allocator and communicator, a C string, and an output pointer.
         done(unsafe {
             symmalloc_registrar_create(allocator.0, pool, comm.raw(), 800, address.as_ptr(), &raw mut registrar)
         });
@@ -216,7 +216,7 @@ nccl_test!(ranks_that_met_name_the_one_that_does_not_come_to_a_sync, {
         }
         barrier.wait();
         windows.destroy();
-        // Its owner's to end, with what waits in it.
+        // Its owner destroys it, including its pending work.
         comm.abort().expect("in time");
     });
 });

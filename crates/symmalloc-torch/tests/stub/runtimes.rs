@@ -1,4 +1,4 @@
-//! Memory for runtimes that name no stream.
+//! Memory for runtimes that do not name a stream.
 
 use crate::library::*;
 use std::ffi::c_void;
@@ -10,7 +10,7 @@ use symmalloc_torch::*;
 impl Allocator {
     fn try_allocate_unordered(self, bytes: usize) -> Result<Pointer, symmalloc_status> {
         let mut out = null_mut();
-        // SAFETY: a live allocator, and a place for the answer.
+        // SAFETY: a live allocator, and an output pointer.
         match unsafe { symmalloc_allocate_unordered(self.0, bytes, &raw mut out) } {
             SYMMALLOC_OK => Ok(out as Pointer),
             status => Err(status),
@@ -38,7 +38,7 @@ fn device_waits() -> u64 {
 
 stub_test!(memory_without_a_stream_is_free_when_the_device_is_idle, {
     let (allocator, streams) = (Allocator::new(""), Streams::new(1));
-    // What is only ordered by a stream is not given to who may use it on any other.
+    // Stream-ordered memory is not reused for work on other streams.
     let ordered = allocator.allocate(0, 4 * MIB, null_mut());
     allocator.free(ordered);
     let pointer = allocator.try_allocate_unordered(4 * MIB).expect("allocated");
@@ -109,7 +109,7 @@ stub_test!(onnx_runtimes_memory_waits_unless_its_stream_is_known, ["STUB_DEVICES
     done(unsafe { symmalloc_ort_use_stream(0, streams.get(0)) });
     let ordered = ort_alloc(3 * MIB);
     let place = allocator.placement(ordered);
-    assert_eq!(place.pool, 0, "beside PyTorch's tensors of that stream");
+    assert_eq!(place.pool, 0, "the pool of PyTorch's tensors on that stream");
     ort_free(ordered);
     assert_eq!(device_waits(), before + 1);
     ort_free(unordered);
@@ -128,7 +128,7 @@ stub_test!(onnx_runtimes_memory_is_of_the_device_whose_context_is_current, ["STU
     let _current = second.enter().expect("entered");
     let pointer = ort_alloc(MIB);
     let mut allocator = null_mut();
-    // SAFETY: a place for the answer.
+    // SAFETY: an output pointer.
     done(unsafe { symmalloc_torch_allocator(1, &raw mut allocator) });
     assert_eq!(Allocator(allocator).placement(pointer).requested_bytes, MIB as u64);
     ort_free(pointer);

@@ -1,5 +1,5 @@
-//! What engines do with communicators of their own: every kind of registration and agreement, and scopes at whose end memory is
-//! registered.
+//! Calls of engines that own their communicators: all kinds of registration and agreement, and scopes that register memory at their
+//! end.
 
 use crate::library::*;
 use crate::registrar::{POOL, Windows, allocator_of_torch, flight_record, free_address, ranks, ranks_of};
@@ -35,7 +35,7 @@ fn registered(
     options: symmalloc_registrar_options,
 ) -> Result<Windows, symmalloc_status> {
     let mut out = null_mut();
-    // SAFETY: a live allocator and communicator, options with C strings or null, and a place for the answer.
+    // SAFETY: a live allocator and communicator, options with C strings or null, and an output pointer.
     match unsafe { symmalloc_registrar_create_with(allocator.0, pool, comm.raw(), &raw const options, &raw mut out) } {
         SYMMALLOC_OK => Ok(Windows(out)),
         status => Err(status),
@@ -44,13 +44,13 @@ fn registered(
 
 impl Windows {
     fn agree(&self) -> symmalloc_status {
-        // SAFETY: a live registrar; no answers are wanted.
+        // SAFETY: a live registrar; null outputs.
         unsafe { symmalloc_registrar_agree(self.0, null_mut(), null_mut()) }
     }
 
     fn window(&self, pointer: Pointer, bytes: usize) -> Result<(usize, u64), symmalloc_status> {
         let (mut window, mut offset_bytes) = (null_mut(), 0);
-        // SAFETY: a live registrar, and places for the answers.
+        // SAFETY: a live registrar, and output pointers.
         match unsafe {
             symmalloc_registrar_window(self.0, pointer as *const c_void, bytes, &raw mut window, &raw mut offset_bytes)
         } {
@@ -60,26 +60,26 @@ impl Windows {
     }
 }
 
-/// Runs `inside` in a scope of the pool. Returns what its end registered and deregistered.
+/// Runs `inside` in a scope of the pool. Returns the numbers of windows registered and deregistered at its end.
 fn scoped(device: u32, pool: u32, inside: impl FnOnce()) -> Result<(u64, u64), symmalloc_status> {
     done(symmalloc_scope_begin(device as i32, pool));
     inside();
     let (mut made, mut gone) = (0, 0);
-    // SAFETY: places for the answers.
+    // SAFETY: output pointers.
     match unsafe { symmalloc_scope_end(device as i32, pool, &raw mut made, &raw mut gone) } {
         SYMMALLOC_OK => Ok((made, gone)),
         status => Err(status),
     }
 }
 
-/// Through PyTorch's entry points, on the default stream.
+/// Allocates through PyTorch's entry points, on the default stream.
 fn allocate(device: u32, bytes: usize) -> Pointer {
     // SAFETY: the default stream.
     unsafe { symmalloc_torch_alloc(bytes as isize, device as i32, null_mut()) as Pointer }
 }
 
 fn free(device: u32, pointer: Pointer) {
-    // SAFETY: any pointer may be given.
+    // SAFETY: any pointer is valid.
     unsafe { symmalloc_torch_free(pointer as *mut c_void, 0, device as i32, null_mut()) };
 }
 
@@ -129,7 +129,7 @@ nccl_test!(a_scope_brings_every_communicator_of_its_pool_up_to_date, {
         free(rank, held);
         allocator.trim();
         let (mut made, mut gone) = (9, 9);
-        // SAFETY: a live allocator, and places for the answers.
+        // SAFETY: a live allocator, and output pointers.
         done(unsafe { symmalloc_pool_sync(allocator.0, pool, &raw mut made, &raw mut gone) });
         assert_eq!((made, gone), (0, 3));
         barrier.wait();
@@ -145,12 +145,12 @@ nccl_test!(ranks_compare_when_they_are_asked_to_or_at_every_nth_sync, {
     ranks(|rank, allocator, comm, barrier| {
         let pool = allocator.create_pool(Some(POOL));
         let windows = registered(allocator, pool, comm, by_hand()).expect("registered");
-        // One segment on both ranks, and other places in it.
+        // One segment on both ranks, with different offsets in it.
         allocator.allocate(pool, MIB / 4 + rank as usize * 4096, null_mut());
         assert_eq!(windows.sync(), (1, 0), "nothing is compared");
         assert_eq!(windows.agree(), SYMMALLOC_MISALIGNED);
         assert!(message().contains("262,144") && message().contains("266,240"), "{}", message());
-        // SAFETY: a live allocator; no answers are wanted.
+        // SAFETY: a live allocator; null outputs.
         let agreed = unsafe { symmalloc_pool_agree(allocator.0, pool, null_mut(), null_mut()) };
         assert_eq!(agreed, SYMMALLOC_MISALIGNED);
         done(windows.destroy());
@@ -190,7 +190,7 @@ nccl_test!(in_a_capture_a_scope_with_nothing_new_is_quiet_and_another_is_an_erro
             assert_eq!(refused, Err(SYMMALLOC_INVALID_STATE));
             assert!(message().contains("before the capture begins"), "{}", message());
             drop(stream.end_capture(CUgraphInstantiate_flags(0)));
-            // Ranks are threads here: a global capture of one forbids the other to ask for events.
+            // Ranks are threads here, so a global capture of one forbids the other to query events.
             barrier.wait();
             assert_eq!(scoped(rank, pool, || ()), Ok((1, 0)), "it gets its window afterwards: {}", message());
             barrier.wait();
@@ -201,7 +201,7 @@ nccl_test!(in_a_capture_a_scope_with_nothing_new_is_quiet_and_another_is_an_erro
     nccl::assert_clean();
 });
 
-/// Rank 1 does not come to the end of the scope: it ended.
+/// Rank 1 exits before the end of the scope.
 fn one_rank_stays_away(agree_every: u32) {
     let address = free_address();
     let barrier = Barrier::new(2);
@@ -223,7 +223,7 @@ fn one_rank_stays_away(agree_every: u32) {
             });
             assert_eq!(alone, Err(SYMMALLOC_NCCL));
             assert!(message().contains("rank 1"), "{}", message());
-            // The error comes at most three seconds after the deadline.
+            // The error is returned at most three seconds after the deadline.
             assert!(begun.elapsed() < Duration::from_millis(3800), "{:?}", begun.elapsed());
             assert_eq!(scoped(rank, pool, || ()), Err(SYMMALLOC_NCCL), "and stays");
             let outside = allocate(rank, MIB);
@@ -262,7 +262,7 @@ nccl_test!(ten_thousand_shapes_have_few_windows, {
             assert_eq!(deregistered, 0);
             made += registered;
         }
-        // Four tensors live at a time. A rank's windows are its segments, which are those of the largest of them.
+        // Four tensors are live at a time. A rank has one window per segment, as many as the largest of them need.
         assert!((4..=16).contains(&made), "{made} windows");
         barrier.wait();
         assert_eq!(nccl::live().windows, 2 * made);
@@ -307,13 +307,13 @@ nccl_test!(what_does_not_fit_the_communicator_is_refused, {
             assert!(message().contains(says), "{}", message());
         }
         let mut out = null_mut();
-        // SAFETY: a live allocator and communicator; no options are refused.
+        // SAFETY: a live allocator and communicator; null options are rejected.
         let refused = unsafe { symmalloc_registrar_create_with(allocator.0, pool, comm.raw(), null(), &raw mut out) };
         assert_eq!(refused, SYMMALLOC_INVALID_ARGUMENT);
         let right = symmalloc_registrar_options { rank, world: 2, name: c"tp".as_ptr(), ..options() };
         let windows = registered(allocator, pool, comm, right).expect("it fits");
         let mut place = (9, 9);
-        // SAFETY: a live registrar, and places for the answers.
+        // SAFETY: a live registrar, and output pointers.
         done(unsafe { symmalloc_registrar_rank(windows.0, &raw mut place.0, &raw mut place.1) });
         assert_eq!(place, (rank, 2));
         assert!(flight_record().contains("\"tp\""), "it is watched");

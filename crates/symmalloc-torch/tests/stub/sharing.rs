@@ -1,4 +1,4 @@
-//! Tensors in other processes: opened by a text, from owners that answer, are slow, or are gone.
+//! Tensors in other processes: opened by a text, from owners that respond, are slow, or have exited.
 
 use crate::class_calls::{allocate, free};
 use crate::library::*;
@@ -15,12 +15,12 @@ use std::thread;
 use std::time::{Duration, Instant};
 use symmalloc_torch::*;
 
-/// Long enough for everything that is to come.
+/// Long enough for all later steps.
 const PATIENT: Duration = Duration::from_secs(60);
 
 fn shared(pointer: Pointer) -> Result<(String, u64), symmalloc_status> {
     let (mut text, mut offset) = (null_mut::<c_char>(), 0);
-    // SAFETY: places for the answers.
+    // SAFETY: output pointers.
     match unsafe { symmalloc_torch_share(pointer as *mut c_void, &raw mut text, &raw mut offset) } {
         SYMMALLOC_OK => Ok((taken(text), offset)),
         status => Err(status),
@@ -29,7 +29,7 @@ fn shared(pointer: Pointer) -> Result<(String, u64), symmalloc_status> {
 
 fn opened(text: &str) -> Result<(Pointer, *const OpenedMemory), symmalloc_status> {
     let (text, mut base, mut opened) = (c_text(text), null_mut(), null());
-    // SAFETY: a C string, and places for the answers.
+    // SAFETY: a C string, and output pointers.
     match unsafe { symmalloc_torch_open(0, text.as_ptr(), &raw mut base, &raw mut opened) } {
         SYMMALLOC_OK => Ok((base as Pointer, opened)),
         status => Err(status),
@@ -45,9 +45,9 @@ stub_test!(memory_is_opened_by_its_text_and_ends_with_its_owner, {
     let (base, handle) = opened(&text).expect("opened");
     let (same, second) = opened(&text).expect("opened");
     assert_eq!((base, handle), (same, second));
-    // Three chunks one behind the other: the memory is the same at other addresses.
+    // Three adjacent chunks: the memory is the same at other addresses.
     let last = 50 * MIB - 8;
-    // SAFETY: memory of the stub's, which the host can write, within what was allocated and opened.
+    // SAFETY: memory of the stub, which the host can write, within the allocated and opened range.
     unsafe { ((large + last) as *mut u64).write(0x5eed) };
     // SAFETY: as above.
     assert_eq!(unsafe { ((base + offset as usize + last) as *const u64).read() }, 0x5eed);
@@ -78,7 +78,7 @@ stub_test!(memory_of_many_chunks_needs_few_descriptors_and_none_is_left_however_
     let (text, _) = shared(large).expect("shared");
     assert!(text.split(' ').count() > 3 + 25, "{text}");
     let begun = Instant::now();
-    // A thread that has answered may be about to close its connection.
+    // A server thread may be about to close its connection.
     let settle = |most: usize| {
         while descriptors() > most && begun.elapsed() < PATIENT {
             thread::yield_now();
@@ -107,12 +107,12 @@ stub_test!(memory_without_descriptors_is_not_shared, ["STUB_NO_VMM" = "1", "SYMM
     assert!(message().contains("file descriptors"), "{}", message());
 });
 
-/// What an abstract socket is bound to, or connected with.
+/// The address of an abstract socket.
 fn socket(name: &str) -> SocketAddr {
     SocketAddr::from_abstract_name(name).expect("a name that fits")
 }
 
-/// An address, which a thread may give to another one.
+/// An address that can be sent between threads.
 fn base_of(text: &str) -> Result<(Pointer, usize), symmalloc_status> {
     opened(text).map(|(base, handle)| (base, handle as usize))
 }
@@ -139,11 +139,11 @@ stub_test!(an_owner_that_does_not_answer_keeps_nobody_from_opening_what_others_o
     });
 });
 
-/// Threads of this process that answer.
+/// Returns the number of server threads of this process.
 fn answering() -> usize {
     let threads = std::fs::read_dir("/proc/self/task").expect("a list");
     let name = |thread: std::io::Result<std::fs::DirEntry>| {
-        // One that ended meanwhile has none.
+        // A thread that ended meanwhile has no name.
         std::fs::read_to_string(thread.expect("an entry").path().join("comm")).unwrap_or_default()
     };
     threads.map(name).filter(|name| name.trim_end() == "symmalloc-share").count()
@@ -157,7 +157,7 @@ stub_test!(however_many_ask_a_few_threads_answer_and_the_others_wait_in_the_queu
         let waiting = scope.spawn(|| base_of(&text));
         thread::sleep(Duration::from_millis(300));
         assert!(!waiting.is_finished(), "all threads have one that does not ask");
-        // A thread has its name a moment after it was started.
+        // A thread gets its name shortly after its start.
         let begun = Instant::now();
         while answering() < 8 && begun.elapsed() < PATIENT {
             thread::yield_now();
@@ -193,7 +193,7 @@ stub_test!(threads_that_open_the_same_at_once_have_the_same, ["STUB_MAPPING_MICR
     assert!(calls("cuMemAddressReserve") - reserved > rounds, "they never met");
 });
 
-/// Set in a process that listens at the socket of this name, as another user's process would.
+/// Set in a process that listens at the socket with this name, as another user's process would.
 const LISTENS: &str = "SYMMALLOC_TEST_LISTENS";
 const NOBODY: u32 = 65534;
 
@@ -205,7 +205,7 @@ fn listen_as_another_user(name: &str) {
     let (mut stream, _) = listener.accept().expect("a connection");
     let mut request = [0; 16];
     if stream.read_exact(&mut request).is_ok() {
-        // It was asked before its user was checked.
+        // It received a request before its user was checked.
         let _answered = stream.write_all(&[0]);
     }
 }

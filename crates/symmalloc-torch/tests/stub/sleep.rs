@@ -15,7 +15,7 @@ const ZERO: u32 = SYMMALLOC_CONTENTS_ZERO;
 impl Allocator {
     fn try_sleep(self, pool: u32, contents: u32) -> Result<symmalloc_slept, symmalloc_status> {
         let mut out = symmalloc_slept::default();
-        // SAFETY: a live allocator, and a place for the answer.
+        // SAFETY: a live allocator, and an output pointer.
         match unsafe { symmalloc_sleep(self.0, pool, contents, &raw mut out) } {
             SYMMALLOC_OK => Ok(out),
             status => Err(status),
@@ -29,7 +29,7 @@ impl Allocator {
 
     fn try_wake(self, pool: u32) -> Result<symmalloc_woken, symmalloc_status> {
         let mut out = symmalloc_woken::default();
-        // SAFETY: a live allocator, and a place for the answer.
+        // SAFETY: a live allocator, and an output pointer.
         match unsafe { symmalloc_wake(self.0, pool, &raw mut out) } {
             SYMMALLOC_OK => Ok(out),
             status => Err(status),
@@ -44,26 +44,26 @@ impl Allocator {
     #[track_caller]
     fn phase(self, pool: u32) -> u32 {
         let mut out = u32::MAX;
-        // SAFETY: a live allocator, and a place for the answer.
+        // SAFETY: a live allocator, and an output pointer.
         done(unsafe { symmalloc_phase(self.0, pool, &raw mut out) });
         out
     }
 
     fn sleep_tagged(self, tag: &str, contents: u32) -> symmalloc_status {
         let tag = c_text(tag);
-        // SAFETY: a live allocator and a C string; no answer is wanted.
+        // SAFETY: a live allocator and a C string; null outputs.
         unsafe { symmalloc_sleep_tagged(self.0, tag.as_ptr(), contents, null_mut()) }
     }
 
     fn wake_tagged(self, tag: &str) -> symmalloc_status {
         let tag = c_text(tag);
-        // SAFETY: a live allocator and a C string; no answer is wanted.
+        // SAFETY: a live allocator and a C string; null outputs.
         unsafe { symmalloc_wake_tagged(self.0, tag.as_ptr(), null_mut()) }
     }
 
     fn try_resize(self, pool: u32, bytes: usize, stream: *mut c_void) -> Result<u64, symmalloc_status> {
         let mut out = 0;
-        // SAFETY: a live allocator and stream, and a place for the answer.
+        // SAFETY: a live allocator and stream, and an output pointer.
         match unsafe { symmalloc_resize(self.0, pool, stream, bytes, &raw mut out) } {
             SYMMALLOC_OK => Ok(out),
             status => Err(status),
@@ -73,7 +73,7 @@ impl Allocator {
 
 /// The stub's device memory is the host's.
 fn bytes(pointer: Pointer, size: usize) -> &'static mut [u8] {
-    // SAFETY: a live allocation of so many bytes whose pool is awake, used by one thread.
+    // SAFETY: a live allocation of that many bytes whose pool is awake, used by one thread.
     unsafe { std::slice::from_raw_parts_mut(with_exposed_provenance_mut(pointer), size) }
 }
 
@@ -104,7 +104,7 @@ stub_test!(a_pool_sleeps_and_wakes_with_what_was_kept, {
     assert!(message().contains("SYMMALLOC_CONTENTS_KEEP"), "{}", message());
     assert_eq!(allocator.try_sleep(99, KEEP), Err(SYMMALLOC_UNKNOWN_POOL));
     assert_eq!(allocator.try_wake(99), Err(SYMMALLOC_UNKNOWN_POOL));
-    // SAFETY: a live allocator, or none; no answer is wanted.
+    // SAFETY: a live allocator, or none; null outputs.
     unsafe {
         assert_eq!(symmalloc_phase(allocator.0, pool, null_mut()), SYMMALLOC_INVALID_ARGUMENT);
         assert_eq!(symmalloc_sleep(null_mut(), 0, KEEP, null_mut()), SYMMALLOC_INVALID_ARGUMENT);
@@ -170,7 +170,7 @@ stub_test!(host_memory_is_had_beforehand_and_given_back, {
     let (allocator, streams) = (Allocator::new(""), Streams::new(1));
     let pool = allocator.create_pool(None);
     allocator.allocate(pool, 8 * MIB, streams.get(0));
-    // SAFETY: a live allocator, and a place for the answer.
+    // SAFETY: a live allocator, and an output pointer.
     unsafe {
         done(symmalloc_reserve_host_memory(allocator.0, 8 * MIB));
         let before = calls("cuMemHostAlloc");
@@ -285,7 +285,7 @@ fn named(allocator: Allocator, pool: u32, comm: &Communicator, name: &str, agree
         name: name.as_ptr(),
     };
     let mut out = null_mut();
-    // SAFETY: a live allocator and communicator, options with a C string, and a place for the answer.
+    // SAFETY: a live allocator and communicator, options with a C string, and an output pointer.
     done(unsafe { symmalloc_registrar_create_with(allocator.0, pool, comm.raw(), &raw const options, &raw mut out) });
     Windows(out)
 }
@@ -314,7 +314,7 @@ nccl_test!(a_pool_with_two_modes_of_agreement_is_refused, {
         let by_hand = named(allocator, pool, &other, "other", SYMMALLOC_AGREE_BY_HAND);
         allocator.allocate(pool, 4 * MIB, null_mut());
         assert_eq!(allocator.try_sleep(pool, KEEP), Err(SYMMALLOC_INVALID_STATE));
-        assert!(message().contains("register it alike"), "{}", message());
+        assert!(message().contains("register it with one mode"), "{}", message());
         assert_eq!(allocator.phase(pool), SYMMALLOC_PHASE_AWAKE);
         done(by_hand.destroy());
         allocator.sleep(pool, KEEP);

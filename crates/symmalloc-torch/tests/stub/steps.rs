@@ -10,7 +10,7 @@ stub_test!(a_step_that_comes_twice_is_planned_and_followed, {
     let mut report = symmalloc_step_report::default();
     let mut places = Vec::new();
     for _ in 0..3 {
-        // SAFETY: a live allocator, and a place for the answer.
+        // SAFETY: a live allocator, and an output pointer.
         done(unsafe { symmalloc_step_begin(allocator.0, 0, 3) });
         let (one, two) = (allocator.allocate(0, 5 * MIB, stream), allocator.allocate(0, 3 * MIB, stream));
         places = vec![allocator.placement(one).offset_bytes, allocator.placement(two).offset_bytes];
@@ -25,14 +25,14 @@ stub_test!(a_step_that_comes_twice_is_planned_and_followed, {
     assert!(places[1] - places[0] >= 3 << 20, "they do not overlap: {places:?}");
     assert_eq!(allocator.stats()["total"]["steps"]["followed"], 1);
     assert_eq!(live().device_bytes, 8 << 20, "what is reserved is what is live at the peak");
-    // As a file says it, of 8 MiB that are both live.
+    // A plan file for two live allocations of 8 MiB.
     let text = "symmalloc-plan 1\nconfig segments:expandable\nplan p0 s0 key 3 allocations 2\n\
                 a 5242880 s0 2 @3145728\na 3145728 s0 2 @0\nend 4\n";
     let path = std::env::temp_dir().join(format!("symmalloc-steps-{}.plan", std::process::id()));
     std::fs::write(&path, text).expect("a folder for temporary files");
     let c_path = std::ffi::CString::new(path.to_str().expect("text")).expect("no NUL");
     let (mut count, missing) = (0, c"/nonexistent/job.plan");
-    // SAFETY: a live allocator, C strings, and places for the answers.
+    // SAFETY: a live allocator, C strings, and output pointers.
     unsafe {
         done(symmalloc_plans_adopt(allocator.0, 0, c_path.as_ptr(), &raw mut count));
         let status = symmalloc_plans_adopt(allocator.0, 0, missing.as_ptr(), null_mut());

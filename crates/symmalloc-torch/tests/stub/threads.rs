@@ -34,7 +34,7 @@ stub_test!(threads_allocate_on_streams_of_their_own_and_free_each_others, {
                     receiver.try_iter().for_each(|theirs| allocator.free(theirs));
                 }
                 drop(next);
-                // Ends when the neighbour has ended.
+                // Ends after its neighbor.
                 receiver.iter().for_each(|theirs| allocator.free(theirs));
             });
         }

@@ -9,7 +9,7 @@ stub_test!(tensors_come_and_go, {
     let (a, b) = (streams.get(0), streams.get(1));
     let tensor = torch::allocate(5 * MIB, a);
     torch::record_stream(tensor, b);
-    // Pointers of others, and none, are passed over.
+    // Null pointers and those of other allocators are ignored.
     torch::record_stream(0, b);
     torch::record_stream(tensor + 512, b);
     assert_eq!(torch::base(tensor + 4096), (tensor, 6 * MIB));
@@ -47,14 +47,14 @@ stub_test!(settings_of_the_environment_hold_and_the_programs_come_first, ["SYMMA
 
 stub_test!(wrong_settings_of_the_environment_are_an_error, ["SYMMALLOC_CONF" = "total_limit:64"], {
     let mut out = null_mut();
-    // SAFETY: a place for the answer.
+    // SAFETY: an output pointer.
     assert_eq!(unsafe { symmalloc_torch_allocator(0, &raw mut out) }, SYMMALLOC_INVALID_SETTINGS);
     assert!(message().contains("byte 0: unknown key") && out.is_null(), "{}", message());
 });
 
 stub_test!(a_memory_fraction_is_a_limit_in_bytes, {
     let allocator = Allocator::of_torch();
-    // SAFETY: nothing is asked of the caller.
+    // SAFETY: no preconditions.
     unsafe { symmalloc_torch_memory_fraction(0.25, 0) };
     assert_eq!(allocator.stats()["reserved_limit_bytes"], 256 << 20);
     let half = torch::allocate(200 * MIB, null_mut());
@@ -87,7 +87,7 @@ stub_test!(two_graph_pools_keep_their_memory_until_they_are_released, {
     torch::free(outside, 8 * MIB, stream);
     torch::empty_cache();
     assert_eq!(live().device_bytes, 16 << 20, "both graphs keep theirs");
-    // A second graph of the first pool, at the same place.
+    // A second graph of the first pool, at the same address.
     assert_eq!(take_and_free((1, 0)), first);
     torch::release((1, 0));
     torch::empty_cache();
@@ -96,13 +96,13 @@ stub_test!(two_graph_pools_keep_their_memory_until_they_are_released, {
     assert_eq!(live().device_bytes, 16 << 20, "the device may still run it");
     torch::empty_cache();
     assert_eq!(live().device_bytes, 8 << 20);
-    // Used again before it went: still the same pool.
+    // Used again before its memory was released: still the same pool.
     torch::release((2, 0));
     assert_eq!(take_and_free((2, 0)), second);
     torch::release((2, 0));
     torch::empty_cache();
     assert_eq!(live().device_bytes, 0);
-    // A release too many is counted.
+    // An excess release is counted.
     torch::release((2, 0));
     assert_eq!(allocator.stats()["errors"]["failed_calls"], 1);
 });
@@ -146,7 +146,7 @@ stub_test!(
             torch::end(id);
             torch::release(id);
         }
-        // The memory of one of the pools cannot go back; that of the other is enough.
+        // The memory of one of the pools cannot be released; that of the other is sufficient.
         (0..8).for_each(|_| fail("cuMemUnmap", 2, 999));
         allocator.allocate(0, 100 * MIB, streams.get(0));
         assert_eq!(live().device_bytes, 200 << 20);

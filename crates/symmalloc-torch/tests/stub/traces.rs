@@ -1,4 +1,4 @@
-//! Recordings, of a program's own allocator and of PyTorch's.
+//! Recordings of the program's own allocator and of PyTorch's.
 
 use crate::library::*;
 use std::path::Path;
@@ -7,7 +7,7 @@ use symmalloc_core::op::Op;
 use symmalloc_import::{ReadOptions, read_path};
 use symmalloc_torch::*;
 
-/// Allocations and frees in a file, and whether it has its end.
+/// Returns the numbers of allocations and frees in a file, and `true` if it is complete.
 fn recorded(path: &Path) -> (usize, usize, Option<u64>) {
     let recording = read_path(path, &ReadOptions::default()).expect("a whole trace");
     let count = |is: fn(&Op) -> bool| recording.records.iter().filter(|record| is(&record.op)).count();
@@ -59,8 +59,8 @@ stub_test!(the_environment_asks_for_a_trace, ["RANK" = "1", "WORLD_SIZE" = "2"],
         1,
         &[("SYMMALLOC_TRACE", folder.path().join("job.trace.gz").to_str().expect("text"))],
         |_| {
-            // A limit that comes before the first use is the configuration's, and one that comes later ends the trace.
-            // SAFETY: nothing is asked of the caller.
+            // A limit before the first use is part of the configuration, and a later one ends the trace.
+            // SAFETY: no preconditions.
             unsafe { symmalloc_torch_memory_fraction(0.5, 0) };
             let tensor = torch::allocate(5 * MIB, null_mut());
             torch::free(tensor, 5 * MIB, null_mut());
@@ -68,7 +68,7 @@ stub_test!(the_environment_asks_for_a_trace, ["RANK" = "1", "WORLD_SIZE" = "2"],
         },
     );
     assert!(outputs[0].is_success, "{}", outputs[0].text);
-    // Its end was written when the process ended.
+    // Its end was written at process exit.
     assert_eq!(recorded(&folder.path().join("job.rank1.trace.gz")), (2, 1, Some(512 << 20)));
 });
 

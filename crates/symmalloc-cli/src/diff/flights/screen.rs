@@ -85,15 +85,15 @@ fn waits_for(row: &RankFlight<'_>) -> String {
 fn why(rank: u32, row: &RankFlight<'_>, name: &str) -> String {
     let cause = row.record.as_ref().and_then(|record| record.communicator.cause.as_deref());
     let own = cause.or(row.record.as_ref().map(|record| &*record.process.reason));
-    let mut said: Vec<String> = own.map(|own| shortened(own, name, rank)).into_iter().collect();
+    let mut printed: Vec<String> = own.map(|own| shortened(own, name, rank)).into_iter().collect();
     if cause.is_none() {
         let is_news = |condition: &str| condition != ALIVE || row.record.is_none() && row.seen.len() == 1;
         for (condition, by) in row.seen.iter().filter(|(condition, _)| is_news(condition)).take(SEEN_MAX) {
             let by = if let [one] = by[..] { format!("rank {one}") } else { counted(by.len(), "rank") };
-            said.push(format!("{} (seen by {by})", shortened(condition, name, rank)));
+            printed.push(format!("{} (seen by {by})", shortened(condition, name, rank)));
         }
     }
-    said.join("; ")
+    printed.join("; ")
 }
 
 /// Returns the first sentence, without the names of the communicator and the rank, which the context shows.

@@ -66,10 +66,10 @@ stub_test!(an_exporter_whose_offer_cannot_be_taken_is_told, {
     let error = Import::attach(&device, &near, Access::Read, LONG).map(drop).expect_err("no descriptors");
     assert_eq!(error, ShareError::Message(MessageError::Descriptors { got: 0, wanted: 2 }));
     drop(near);
-    let mut said = Vec::new();
-    far.read_to_end(&mut said).expect("what it said");
-    assert_eq!(said[..36], hello(&device));
-    assert_eq!(said[36..], [3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], "the importer gave up");
+    let mut output = Vec::new();
+    far.read_to_end(&mut output).expect("what it said");
+    assert_eq!(output[..36], hello(&device));
+    assert_eq!(output[36..], [3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], "the importer gave up");
 });
 
 /// Returns the header and body of a real offer. Its descriptors stay here.

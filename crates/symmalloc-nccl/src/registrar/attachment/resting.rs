@@ -1,4 +1,4 @@
-//! One communicator's part in a pool's sleep: its windows go and come back, in one order on all ranks.
+//! One communicator's part in a pool's sleep: deregisters its windows and restores them, in the same order on all ranks.
 
 use super::{Attachment, SyncState};
 use crate::communicator::CommState;
@@ -15,11 +15,11 @@ use symmalloc_core::PoolId;
 use symmalloc_core::segment_log::SegmentEventKind;
 use symmalloc_cuda::CudaAllocator;
 
-/// What came back of a pool's windows.
+/// Windows that were restored for a pool.
 #[derive(Debug, Default)]
 pub(crate) struct BroughtBack {
     pub(crate) registrations: u64,
-    /// Windows with another handle than before.
+    /// Windows whose handle differs from the one before.
     pub(crate) changed: Vec<SegmentName>,
 }
 
@@ -28,12 +28,12 @@ impl Attachment {
         !state.is_dropped && self.comm.state() == CommState::Ready
     }
 
-    /// Whether NCCL is still inside the communicator, which has ended with windows of the pool.
+    /// Returns `true` if NCCL is still inside the communicator, which ended with windows of the pool.
     pub(crate) fn holds(&self, state: &SyncState, pool: PoolId) -> bool {
         self.comm.state() == CommState::Lost && (state.kept.contains(&pool) || state.has_registered(pool))
     }
 
-    /// What the ranks talk over.
+    /// Returns the transport of the ranks' messages, creating it if needed.
     pub(crate) fn transport<'s>(&self, state: &'s mut SyncState) -> Result<&'s NcclTransport, SyncError> {
         let transport = match state.transport.take() {
             Some(transport) => transport,
@@ -42,13 +42,13 @@ impl Attachment {
         Ok(state.transport.insert(transport))
     }
 
-    /// Numbers a sleep or wake in which the ranks agree over this communicator: equal on all of them.
+    /// Returns the number of this sleep or wake: equal on all ranks of the communicator.
     pub(crate) fn next_sleep(&self, state: &mut SyncState) -> u64 {
         state.sleeps += 1;
         state.sleeps
     }
 
-    /// The windows that the pool has when it is awake next, as ranks compare them.
+    /// Returns the digest of the windows that the pool has when it is next awake, for comparison across ranks.
     pub(crate) fn windows_digest(&self, state: &SyncState, allocator: &CudaAllocator, pool: PoolId) -> u64 {
         match state.dormant.get(&pool) {
             Some(dormant) => digest(&dormant.windows),
@@ -56,7 +56,7 @@ impl Attachment {
         }
     }
 
-    /// Takes everything away that is registered of the pool, and remembers it. Returns how much that was.
+    /// Deregisters and records all registrations of the pool. Returns the number of deregistrations.
     pub(crate) fn take_away(
         &self,
         state: &mut SyncState,
@@ -68,7 +68,7 @@ impl Attachment {
         }
         let mut dormant = Dormant { windows: state.resting(allocator, pool), buffers: Vec::new() };
         let mut synced = Synced::default();
-        // Dead segments with windows as well: these do not come back.
+        // This includes dead segments with windows, which are not restored.
         for segment in state.order.iter().filter(|segment| segment.pool == pool).copied().collect::<Vec<_>>() {
             let Some(registered) = state.windows.get(&segment) else { continue };
             let step = step_of(state.pools.ordinal(pool), segment, registered);
@@ -95,7 +95,7 @@ impl Attachment {
         Ok(synced.deregistrations)
     }
 
-    /// The symmetric space as it is when the pool's windows are back; the bytes of the first one that finds no place.
+    /// Checks that the pool's windows fit into the symmetric space. Returns the size in bytes of the first one that does not fit.
     pub(crate) fn room_for(&self, state: &SyncState, pool: PoolId) -> Result<(), u64> {
         let (Some(space), Some(dormant)) = (&state.space, state.dormant.get(&pool)) else { return Ok(()) };
         let mut space: SymmetricSpace = space.clone();
@@ -107,13 +107,13 @@ impl Attachment {
         )
     }
 
-    /// Registers again what was taken away, together with the other ranks, in the order in which it was made.
+    /// Restores the recorded registrations together with the other ranks, in their original order.
     pub(crate) fn bring_back(&self, state: &mut SyncState, pool: PoolId) -> Result<BroughtBack, SyncError> {
         let Dormant { windows, buffers } = state.dormant.remove(&pool).unwrap_or_default();
         let (mut back, mut synced) = (BroughtBack::default(), Synced::default());
         for DormantWindow { step, handle } in windows {
             let has_room = state.space.as_mut().is_none_or(|space| space.take(step.segment, step.told.size_bytes));
-            debug_assert!(has_room, "it was seen before the decision");
+            debug_assert!(has_room, "checked before the decision");
             self.register(state, &step, &mut synced).map_err(|error| self.failed(error))?;
             if state.windows.get(&step.segment).and_then(handle_of) != handle {
                 back.changed.push(step.told.segment);
@@ -134,7 +134,7 @@ impl Attachment {
         Ok(back)
     }
 
-    /// What is cached by these segments is void.
+    /// Invalidates cache entries of these segments.
     pub(crate) fn invalidate(&self, state: &SyncState, segments: &BTreeSet<SegmentName>) {
         let named = |segment: &Generation| SegmentName {
             pool: state.pools.ordinal(segment.pool),
@@ -156,12 +156,12 @@ impl Attachment {
 }
 
 impl SyncState {
-    /// Whether anything of the pool is registered.
+    /// Returns `true` if anything of the pool is registered.
     fn has_registered(&self, pool: PoolId) -> bool {
         self.windows.keys().chain(self.buffers.keys()).any(|segment| segment.pool == pool)
     }
 
-    /// The windows of the pool's live segments, in the order in which they were made.
+    /// Returns the windows of the pool's live segments, in registration order.
     fn resting(&self, allocator: &CudaAllocator, pool: PoolId) -> Vec<DormantWindow> {
         let readings = self.pools.read(allocator);
         let dead: BTreeSet<Generation> = self

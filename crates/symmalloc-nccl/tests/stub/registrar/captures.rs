@@ -86,7 +86,7 @@ nccl_test!(an_abort_takes_no_window_away_before_the_device_can_be_waited_for, {
             assert_eq!((nccl::calls("ncclCommWindowDeregister"), nccl::calls("ncclCommAbort")), (0, 0));
             aborting
         });
-        assert_eq!(captured, Captured::Spoilt, "synchronizing with a device is forbidden in every mode");
+        assert_eq!(captured, Captured::Spoiled, "synchronizing with a device is forbidden in every mode");
         aborting.join().expect("no panic").expect("it ended in time");
         assert_eq!(part.state(), CommState::Aborted);
         assert_eq!((nccl::calls("ncclCommWindowDeregister"), nccl::calls("ncclCommAbort")), (1, 1));

@@ -66,9 +66,9 @@ fn body(rank: usize) {
 
 /// Makes rank 1 wait until the others have completed the sync as well, so that its death cannot interrupt their sync.
 fn await_syncs(rank: usize, folder: &Path) {
-    let said = |rank: usize| folder.join(format!("synced-{rank}"));
-    std::fs::write(said(rank), "").expect("written");
-    until(|| rank != VICTIM || (0..RANKS).all(|rank| said(rank).exists()));
+    let printed = |rank: usize| folder.join(format!("synced-{rank}"));
+    std::fs::write(printed(rank), "").expect("written");
+    until(|| rank != VICTIM || (0..RANKS).all(|rank| printed(rank).exists()));
 }
 
 fn sleep_and_wake(registrar: &Registrar, world: &Communicator, pool: symmalloc_core::PoolId) -> String {
@@ -117,7 +117,8 @@ fn meet(at: u64, is_stuck: bool) -> Vec<String> {
         .map(|output| {
             assert!(output.is_success, "at {at}, rank {}:\n{}", output.rank, output.text);
             let prefix = format!("rank {}: ", output.rank);
-            let line = output.text.lines().find_map(|line| line.split_once(&*prefix)).map(|(_, said)| said.to_owned());
+            let line =
+                output.text.lines().find_map(|line| line.split_once(&*prefix)).map(|(_, printed)| printed.to_owned());
             line.unwrap_or_else(|| panic!("at {at}, rank {} reports nothing:\n{}", output.rank, output.text))
         })
         .collect()
@@ -127,14 +128,14 @@ nccl_test!(a_rank_that_dies_in_any_step_leaves_the_others_as_the_tables_say, {
     let mut seen = Vec::new();
     // Each of Agree, Decide and Check of the sleep, and Agree, Decide and Check of the wake, is one gather.
     for at in 1..=6 {
-        let said = meet(at, false);
-        println!("gather {at}: {said:?}");
-        seen.push(said);
+        let printed = meet(at, false);
+        println!("gather {at}: {printed:?}");
+        seen.push(printed);
     }
     for at in 101..=102 {
-        let said = meet(at, false);
-        println!("registration {}: {said:?}", at - 100);
-        seen.push(said);
+        let printed = meet(at, false);
+        println!("registration {}: {printed:?}", at - 100);
+        seen.push(printed);
     }
     // Rank 1 dies before it sends anything in that step, so no survivor receives all messages of the step. The communicator may also end
     // under a rank that has not yet received all messages of the previous step: that rank breaks one step earlier.
@@ -148,11 +149,14 @@ nccl_test!(a_rank_that_dies_in_any_step_leaves_the_others_as_the_tables_say, {
         "wake broken in Check, asleep false",
     ];
     let at_step = [0, 1, 2, 3, 4, 6, 5, 5];
-    for (at, said) in seen.iter().enumerate() {
+    for (at, printed) in seen.iter().enumerate() {
         let step = at_step[at];
         let allowed = [steps[step], steps[step.saturating_sub(1)], if step == 3 { "gone before the wake" } else { "" }];
-        assert!(said.iter().all(|said| allowed.contains(&&**said)), "{at}: {said:?}, expected one of {allowed:?}");
-        assert!(said.iter().any(|said| said != "done"), "{at}: no survivor noticed");
+        assert!(
+            printed.iter().all(|printed| allowed.contains(&&**printed)),
+            "{at}: {printed:?}, expected one of {allowed:?}"
+        );
+        assert!(printed.iter().any(|printed| printed != "done"), "{at}: no survivor noticed");
     }
 });
 
@@ -164,8 +168,8 @@ nccl_test!(a_rank_that_does_not_go_on_in_a_step_is_given_up_within_the_deadline,
         (101, "wake broken in Register, asleep false"),
     ];
     for (at, expected) in steps {
-        let said = meet(at, true);
-        println!("{at}: {said:?}");
-        assert!(said.iter().all(|said| said == expected), "{at}: {said:?}");
+        let printed = meet(at, true);
+        println!("{at}: {printed:?}");
+        assert!(printed.iter().all(|printed| printed == expected), "{at}: {printed:?}");
     }
 });

@@ -272,11 +272,11 @@ fn judge(plan: &Plan, outputs: &[RankOutput], took: Duration) {
     assert!(took < 7 * DEADLINE + LATE + slow, "{plan:?} took {took:?}\n{}", whole());
     assert!(outputs.iter().all(|output| !output.text.contains("LEAK")), "{plan:?}\n{}", whole());
     for output in outputs.iter().filter(|output| output.rank != plan.victim) {
-        let said = output.text.lines().find_map(|line| line.split_once("OUTCOME ")).map(|(_, said)| said);
+        let printed = output.text.lines().find_map(|line| line.split_once("OUTCOME ")).map(|(_, printed)| printed);
         // The watchdog may have ended the process before its program could report anything.
-        match said {
+        match printed {
             Some("fine") => {}
-            Some(said) => plan.assert_true(said),
+            Some(printed) => plan.assert_true(printed),
             None if output.text.contains("symmalloc: communicator") => {}
             None => panic!("{plan:?}: rank {} reported nothing\n{}", output.rank, whole()),
         }

@@ -1,7 +1,7 @@
 // PyTorch's allocator for CUDA tensors, over the library's C interface.
 //
-// PyTorch's class has no stable binary form, so `pytorch_class.py` compiles this against the PyTorch that is installed. Only what needs
-// PyTorch's types is here: exceptions, `DataPtr`, `std::function`, contexts of a history. The library makes every decision.
+// PyTorch's class has no stable ABI, so `pytorch_class.py` compiles this file against the installed PyTorch. It contains only code that
+// needs PyTorch's types: exceptions, `DataPtr`, `std::function`, contexts of a history. The library makes every decision.
 //
 //   torch ──► c10::cuda::CUDACachingAllocator::allocator ──► Allocator ──► symmalloc_torch_...
 #include "base.h"
@@ -30,7 +30,7 @@ using caching::StreamSegmentSize;
 void note_free(void* pointer);
 void free_uncached(void* pointer);
 
-// What the program wants without any cache, as PyTorch's own allocator understands it.
+// Returns true if the program disables caching, by the same variable as for PyTorch's own allocator.
 bool is_never_cached() {
   static const bool never = std::getenv("PYTORCH_NO_CUDA_MEMORY_CACHING") != nullptr;
   return never;
@@ -44,7 +44,7 @@ struct Checkpoint : caching::AllocatorState {
   symmalloc_checkpoint* const of;
 };
 
-// Pointers from `raw_alloc` while caching was off. Whoever frees them does not say so.
+// Pointers that `raw_alloc` returned while caching was off. Their frees do not identify them.
 class UncachedSet {
  public:
   void add(void* pointer) {
@@ -74,8 +74,8 @@ class UncachedSet {
 
 using Filter = std::function<bool(cudaStream_t)>;
 
-// Whether the filter takes whatever this thread allocates, and not a stream's work. That of a capture takes no stream before the
-// capture has begun, and only one that takes this thread's current stream is asked about a stream that does not exist.
+// Returns true if the filter accepts all allocations of this thread, rather than those of one stream. A capture's filter accepts no
+// stream before the capture has begun. Only a filter that accepts this thread's current stream is called with a nonexistent stream.
 bool takes_this_thread(const Filter& filter, DeviceIndex device) {
   const auto nowhere = reinterpret_cast<cudaStream_t>(~uintptr_t{0});
   return !filter || (filter(c10::cuda::getCurrentCUDAStream(device).stream()) && filter(nowhere));
@@ -130,7 +130,7 @@ class Allocator final : public caching::AllocatorBase {
   }
 
 #if SYMMALLOC_TORCH(2, 13)
-  // An address never decides where memory is (rule D1).
+  // Addresses never decide placement (rule D1).
   DataPtr allocateWithAddress(size_t, void*) override {
     TORCH_CHECK_NOT_IMPLEMENTED(
         false,
@@ -143,7 +143,7 @@ class Allocator final : public caching::AllocatorBase {
   }
 
   void recordStream(const DataPtr& data, CUDAStream stream) override {
-    // What came from another process, or from a pool of another allocator, is not ours to keep.
+    // Ignores memory of other processes, and of pools with another allocator.
     if (data.get() != nullptr && data.get_deleter() == &note_free) {
       check(symmalloc_torch_record_use(data.get(), stream.stream()));
     }
@@ -174,7 +174,7 @@ class Allocator final : public caching::AllocatorBase {
       size_t bytes,
       cudaStream_t stream,
       bool has_peer_access) override {
-    // Without access only the copy between two devices goes by the host.
+    // Without access, only copies between the two devices go through the host.
     if (has_peer_access || to_device == from_device) {
       return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream);
     }
@@ -288,7 +288,7 @@ class Allocator final : public caching::AllocatorBase {
           to_microseconds(entry.time_);
         }
       }
-      // The next snapshot shows it.
+      // The next snapshot contains it.
       history.entry(Action::SNAPSHOT, 0, Noted{active_bytes, nullptr, kDefaultPool, nullptr, false});
       snapshot.segments.insert(snapshot.segments.end(), list.segments.begin(), list.segments.end());
     }
@@ -303,7 +303,7 @@ class Allocator final : public caching::AllocatorBase {
     config.expandable_segments = is_expandable();
     config.last_allocator_settings = settings();
 #if SYMMALLOC_TORCH(2, 13)
-    // Of PyTorch's host allocator, which is not replaced.
+    // This counter belongs to PyTorch's host allocator, which is not replaced.
     config.max_round_threshold = c10::CachingAllocator::AcceleratorAllocatorConfig::pinned_max_round_threshold();
     config.max_cached_size = c10::CachingAllocator::AcceleratorAllocatorConfig::pinned_max_cached_size();
 #endif
@@ -325,8 +325,8 @@ class Allocator final : public caching::AllocatorBase {
       RecordContext when,
       bool clears,
       const std::vector<std::string>& skipped) override {
-    // What can be refused comes before anything changes.
-    TORCH_CHECK(when == RecordContext::NEVER || gather, "symmalloc: a function that gathers contexts is needed");
+    // All checks precede the first change.
+    TORCH_CHECK(when == RecordContext::NEVER || gather, "symmalloc: recording contexts needs a function that gathers them");
     const auto skipped_actions = parsed_actions(skipped);
     std::lock_guard<std::mutex> lock(mutex_);
     is_recorded_ = enabled;
@@ -383,7 +383,7 @@ class Allocator final : public caching::AllocatorBase {
   }
 
 #if SYMMALLOC_TORCH(2, 12)
-  // Returns the context of a live allocation that was made while a history was recorded.
+  // Returns the context of a live allocation, if a history was recorded at its allocation.
   std::shared_ptr<c10::GatheredContext> getContextForPointer(const void* pointer) override {
     return memory_.context_of(pointer);
   }
@@ -470,7 +470,7 @@ class Allocator final : public caching::AllocatorBase {
       DeviceIndex device,
       std::shared_ptr<caching::AllocatorState> state) override {
     const auto checkpoint = std::dynamic_pointer_cast<Checkpoint>(state);
-    TORCH_CHECK(checkpoint, "symmalloc: the state of a pool is another allocator's");
+    TORCH_CHECK(checkpoint, "symmalloc: the pool's state came from another allocator");
     auto told = memory_.restore(device, checkpoint->of);
     caching::CheckpointDelta delta;
     delta.ptrs_freed = std::move(told.freed);
@@ -506,7 +506,7 @@ class Allocator final : public caching::AllocatorBase {
   }
 
   std::string settings() const {
-    // Of no device: to ask one's allocator would make it, and a context there.
+    // Names no device, because querying a device's allocator would create it, and a context.
     char* text = nullptr;
     if (symmalloc_torch_settings(&text) != SYMMALLOC_OK) {
       return "";
@@ -525,14 +525,14 @@ class Allocator final : public caching::AllocatorBase {
   std::atomic<int> device_count_{0};
   std::atomic<bool> is_enabled_{true};
   std::atomic<bool> is_recorded_{false};
-  // Of what follows.
+  // Protects the fields below.
   std::mutex mutex_;
   bool has_trackers_ = false;
   Ring<c10::CachingDeviceAllocator::AnnotationEntry> annotations_;
   c10::ApproximateClockToUnixTimeConverter clock_;
 };
 
-// It is freed to while the process ends, so it is never destroyed.
+// Never destroyed, because destructors free memory while the process exits.
 Allocator& allocator() {
   static auto* allocator = new Allocator;
   return *allocator;
@@ -546,7 +546,7 @@ void free_uncached(void* pointer) {
   C10_CUDA_CHECK_WARN(cudaFree(pointer));
 }
 
-// What a tracker throws cannot pass through the library, which calls this.
+// Exceptions of trackers must not unwind through the library, which calls this.
 void memory_changed(int32_t device, uint32_t is_mapped, uint64_t address, uint64_t bytes) {
   try {
     allocator().memory().changed(static_cast<DeviceIndex>(device), is_mapped != 0, address, bytes);
@@ -560,7 +560,7 @@ void memory_changed(int32_t device, uint32_t is_mapped, uint64_t address, uint64
 } // namespace
 } // namespace symmalloc
 
-// Makes the allocator PyTorch's. Returns 0; 1 when PyTorch has used CUDA already.
+// Installs the allocator in PyTorch. Returns 0 on success, and 1 if PyTorch has used CUDA already.
 extern "C" __attribute__((visibility("default"))) int symmalloc_install_class() {
   auto* current = symmalloc::caching::allocator.load();
   if (current != nullptr && current->initialized()) {
@@ -569,12 +569,12 @@ extern "C" __attribute__((visibility("default"))) int symmalloc_install_class() 
   auto& allocator = symmalloc::allocator();
   symmalloc_torch_on_memory(symmalloc::memory_changed);
   symmalloc::caching::allocator.store(&allocator);
-  // PyTorch 2.15 registers its own with a priority above the default.
+  // PyTorch 2.15 registers its own allocator with a priority above the default.
   c10::SetAllocator(c10::DeviceType::CUDA, &allocator, std::numeric_limits<uint8_t>::max());
   return 0;
 }
 
-// Names allocations, while a history is recorded, after who asks for them; a null pointer ends that.
+// Sets the function that names allocations after their callers while a history is recorded; a null pointer removes it.
 extern "C" __attribute__((visibility("default"))) void symmalloc_name_callers(symmalloc::CallerFn caller) {
   symmalloc::caller_fn().store(caller);
 }

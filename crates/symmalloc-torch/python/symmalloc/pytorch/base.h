@@ -1,6 +1,6 @@
-// The class that our allocator extends: PyTorch's interface, with every function that this package does not know.
+// The base class of the allocator: PyTorch's interface, with an override for every function that this package does not know.
 //
-// A PyTorch that is newer than the package may have pure virtual functions that `allocator.cpp` lacks. `unknown_functions.py` finds them
+// A PyTorch newer than the package may have pure virtual functions that `allocator.cpp` lacks. `unknown_functions.py` finds them
 // and defines `SYMMALLOC_UNKNOWN_FUNCTIONS` as an override of each, which throws:
 //
 //   CUDAAllocator (PyTorch) ──► AllocatorBase (overrides of unknown functions) ──► Allocator (allocator.cpp)
@@ -21,7 +21,7 @@
 #define SYMMALLOC_UNKNOWN_NAMES ""
 #endif
 
-// In PyTorch's namespace: the overrides copy its declarations, and their types mean the same here.
+// The overrides copy PyTorch's declarations, so this class is in the same namespace, where their types resolve equally.
 namespace c10::cuda::CUDACachingAllocator {
 
 class AllocatorBase : public CUDAAllocator {
@@ -29,7 +29,7 @@ class AllocatorBase : public CUDAAllocator {
   SYMMALLOC_UNKNOWN_FUNCTIONS
 
  protected:
-  // Throws because PyTorch calls a function that the package does not have.
+  // Throws for a call of a function that the package does not implement.
   [[noreturn]] static void unsupported(const char* function) {
     TORCH_CHECK_NOT_IMPLEMENTED(
         false,

@@ -1,4 +1,4 @@
-// What the library holds, in PyTorch's words.
+// Conversion of the library's segments and blocks to PyTorch's types.
 #pragma once
 
 #include "history.h"
@@ -12,7 +12,7 @@
 
 namespace symmalloc {
 
-// Calls `visit(segment)` and `visit(block)` for everything on a device, or in one of its private pools.
+// Calls `visit(segment)` and `visit(block)` for all segments and blocks of a device, or of one of its private pools.
 template <typename Visitor>
 void for_each_block(c10::DeviceIndex device, c10::MempoolId_t pool, Visitor& visitor) {
   const auto visit = [](void* context, const symmalloc_segment* segment, const symmalloc_block* block) {
@@ -27,7 +27,7 @@ struct SegmentList {
     segments.emplace_back();
     auto& segment = segments.back();
     segment.device = device;
-    // NCCL registers segments in this order, which is that of pools, streams and births: the same on every rank.
+    // NCCL registers segments in this order, which is by pool, stream and creation, and therefore the same on every rank.
     segment.registration_counter = static_cast<int32_t>(segments.size() - 1);
     segment.address = seen.address;
     segment.total_size = seen.bytes;

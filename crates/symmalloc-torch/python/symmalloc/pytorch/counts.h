@@ -1,4 +1,4 @@
-// The library's counts as PyTorch's statistics.
+// Conversion of the library's counters to PyTorch's statistics.
 #pragma once
 
 #include "history.h"
@@ -24,7 +24,7 @@ inline caching::DeviceStats counted(const symmalloc_counts& counts) {
   fill(stats.allocated_bytes, counts.allocated_bytes);
   fill(stats.active_bytes, counts.allocated_bytes);
   fill(stats.requested_bytes, counts.requested_bytes);
-  // A block that is free can be taken at once: active is allocated. Its peak is counted exactly in all alone.
+  // A free block can be reused immediately, so active equals allocated. Only the total has an exact peak.
   const symmalloc_stat reserved[3] = {counts.reserved_bytes, {}, {}};
   fill(stats.reserved_bytes, reserved);
   stats.segment[0].current = stats.segment[0].peak = static_cast<int64_t>(counts.segments);
@@ -39,7 +39,7 @@ inline caching::DeviceStats counted(const symmalloc_counts& counts) {
   return stats;
 }
 
-// Takes what had accumulated before from everything that accumulates.
+// Subtracts earlier values from all accumulated counters.
 inline caching::DeviceStats since(caching::DeviceStats now, const caching::DeviceStats& then) {
   const auto take = [](auto& now, const auto& then) {
     for (size_t at = 0; at < now.size(); ++at) {

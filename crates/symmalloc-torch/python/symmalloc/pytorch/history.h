@@ -1,10 +1,10 @@
-// The history of a device: what PyTorch's snapshots and trace trackers are told of every allocation, free and segment.
+// The history of a device: the entries for every allocation, free and segment in PyTorch's snapshots and trace trackers.
 //
-// Nothing here costs an allocation anything while nobody asked for a history and no tracker is attached, but for one load.
+// Without a recorded history or an attached tracker, it costs an allocation one load.
 //
-//   allocate ──► context of the caller ──► library ──► segments that came meanwhile ──► ALLOC
+//   allocate ──► context of the caller ──► library ──► segments mapped meanwhile ──► ALLOC
 //   free     ──► FREE_REQUESTED ──► library ──► FREE_COMPLETED
-//   memory   ──► SEGMENT_ALLOC, SEGMENT_MAP when the pool is known; SEGMENT_FREE, SEGMENT_UNMAP before it goes
+//   memory   ──► SEGMENT_ALLOC, SEGMENT_MAP when the pool is known; SEGMENT_FREE, SEGMENT_UNMAP before the unmapping
 #pragma once
 
 #include <c10/cuda/CUDACachingAllocator.h>
@@ -28,7 +28,7 @@ namespace caching = c10::cuda::CUDACachingAllocator;
 using Action = caching::TraceEntry::Action;
 using Context = std::shared_ptr<c10::GatheredContext>;
 
-// The last entries, oldest first.
+// A ring of the last entries, oldest first.
 template <typename Entry>
 class Ring {
  public:
@@ -63,11 +63,11 @@ class Ring {
   std::vector<Entry> entries_;
 };
 
-// What entries of a thread say besides.
+// Additional data in the entries of a thread.
 struct ThreadNotes {
   std::stack<std::string> compile_contexts;
   std::string user_metadata;
-  // The context of the call that gives memory back, while it runs.
+  // The context of the call that releases memory, while that runs.
   std::shared_ptr<c10::GatheredContext> release_context;
 };
 
@@ -76,7 +76,7 @@ inline ThreadNotes& thread_notes() {
   return notes;
 }
 
-// Writes the name of the Python frame that calls into a buffer of so many bytes; an empty text where there is none.
+// Writes the name of the calling Python frame to a buffer of `bytes` bytes; an empty text without a frame.
 using CallerFn = void (*)(char* buffer, size_t bytes);
 
 inline std::atomic<CallerFn>& caller_fn() {
@@ -84,7 +84,7 @@ inline std::atomic<CallerFn>& caller_fn() {
   return fn;
 }
 
-// What an allocation of this thread is called: what the program said last, else who asks. May need the interpreter's lock.
+// Returns the name for an allocation of this thread: the program's last name, or else the caller. May take the interpreter's lock.
 inline std::string caller_name() {
   if (const auto& metadata = thread_notes().user_metadata; !metadata.empty()) {
     return metadata;
@@ -96,7 +96,7 @@ inline std::string caller_name() {
   return name;
 }
 
-// What is known of an allocation or of a part of a segment.
+// The properties of an allocation or of a part of a segment.
 struct Noted {
   size_t bytes = 0;
   void* stream = nullptr;
@@ -105,7 +105,7 @@ struct Noted {
   bool is_expandable = false;
 };
 
-// Actions by their names. Throws for one that is none.
+// Parses the names of actions. Throws for an unknown name.
 inline std::unordered_set<int> parsed_actions(const std::vector<std::string>& names) {
   std::unordered_set<int> actions;
   for (const auto& name : names) {
@@ -126,7 +126,7 @@ class DeviceHistory {
     return is_recorded_.load(std::memory_order_relaxed);
   }
 
-  // Turns the record of the device on or off.
+  // Starts or stops recording on the device.
   void record(
       bool enabled,
       caching::CreateContextFn gather,
@@ -159,13 +159,13 @@ class DeviceHistory {
     is_watched_ = true;
   }
 
-  // The context of the caller, if it is wanted at this level. Without the lock: it may need the interpreter's.
+  // Returns the caller's context if this level requires it. Call it without the lock, because it may take the interpreter's.
   Context gather(caching::RecordContext level) const {
     const auto gather = gather_.load();
     return when_.load() < level || gather == nullptr ? nullptr : gather();
   }
 
-  // What is said of a live allocation, if it was made while somebody watched.
+  // Returns the properties of a live allocation, if it was recorded.
   std::optional<Noted> find(void* pointer) const {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     const auto found = live_.find(pointer);
@@ -183,7 +183,7 @@ class DeviceHistory {
     live_.erase(pointer);
   }
 
-  // Memory was mapped. Its pool is told with `segments_came`.
+  // Records a mapping of memory. `segments_came` adds its pool.
   void memory_came(size_t address, size_t bytes) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     ++maps;
@@ -193,7 +193,7 @@ class DeviceHistory {
     }
   }
 
-  // Memory that came since is of this pool.
+  // Assigns the memory mapped since the last call to a pool.
   void segments_came(const Noted& of, const Context& context) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     for (const auto address : std::exchange(fresh_, {})) {
@@ -206,7 +206,7 @@ class DeviceHistory {
     }
   }
 
-  // Memory is about to go: parts of what came.
+  // Records that parts of the mapped memory are about to be unmapped.
   void memory_goes(size_t address, size_t bytes) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     ++unmaps;
@@ -234,14 +234,14 @@ class DeviceHistory {
     }
   }
 
-  // The context in which the memory at an address was obtained.
+  // Returns the context in which the memory at an address was reserved.
   Context segment_context(size_t address) const {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     auto part = parts_.upper_bound(address);
     return part == parts_.begin() ? nullptr : std::prev(part)->second.context;
   }
 
-  // Records an entry, and tells the trackers. Its metadata is the thread's unless it has some of its own.
+  // Records an entry and notifies the trackers. Uses the thread's metadata unless `metadata` is given.
   void entry(Action action, size_t address, const Noted& noted, const std::string* metadata = nullptr) {
     if (!is_watched()) {
       return;
@@ -272,10 +272,10 @@ class DeviceHistory {
     return ring_.list();
   }
 
-  // Held around what is recorded, library calls included, so that entries are in the order of what happened. Never taken by who tells
-  // of memory: that is under a lock of the library's.
+  // Held around every recorded operation, including its library calls, so that entries are in order of execution. Listeners for memory
+  // must not take it, because they run under a lock of the library.
   std::recursive_mutex order;
-  // How often memory came and went.
+  // The number of mappings and unmappings.
   std::atomic<int64_t> maps{0};
   std::atomic<int64_t> unmaps{0};
 
@@ -287,7 +287,7 @@ class DeviceHistory {
   }
 
   const c10::DeviceIndex device_;
-  // Of all that follows. Nothing of the library is called under it.
+  // Protects the fields below. No library call is made under it.
   mutable std::recursive_mutex mutex_;
   std::atomic<bool> is_watched_{false};
   std::atomic<bool> is_recorded_{false};
@@ -298,7 +298,7 @@ class DeviceHistory {
   Ring<caching::TraceEntry> ring_;
   std::vector<caching::AllocatorTraceTracker> trackers_;
   std::unordered_map<void*, Noted> live_;
-  // Mapped memory by address, and what of it no pool is known for.
+  // Mapped memory by address, and the parts whose pool is not known yet.
   std::map<size_t, Noted> parts_;
   std::vector<size_t> fresh_;
 };

@@ -1,9 +1,9 @@
-// Scopes of a thread that the threads working for it are in, too: the backward pass of what `use_mem_pool` surrounds.
+// Inheritance of a thread's scopes by the threads that work for it, such as those of a backward pass inside `use_mem_pool`.
 //
-// PyTorch hands a thread's debug information to the threads that run its backward pass, and takes it away afterwards. A scope that takes
-// a thread's allocations is put there, under its number in the library.
+// PyTorch passes a thread's debug information to the threads that run its backward pass, and removes it afterwards. A scope that covers
+// a thread's allocations is stored there, by its number in the library.
 //
-//   use_mem_pool(A) { use_mem_pool(B) { loss.backward() } }        info of the thread: B ──► A ──► whatever was there
+//   use_mem_pool(A) { use_mem_pool(B) { loss.backward() } }        info of the thread: B ──► A ──► earlier information
 #pragma once
 
 #include "versions.h"
@@ -23,7 +23,7 @@ namespace symmalloc {
 
 class InheritedScopes {
  public:
-  // This thread begins a scope.
+  // Begins a scope of this thread.
   void push(c10::DeviceIndex device, c10::MempoolId_t pool, uint64_t number) {
     auto scope = std::make_shared<Scope>(device, pool, number, current());
     c10::ThreadLocalDebugInfo::_push(kKind, scope);
@@ -32,7 +32,7 @@ class InheritedScopes {
     count_.store(open_.size(), std::memory_order_relaxed);
   }
 
-  // The last scope of a pool ends, on whichever thread.
+  // Ends the last scope of a pool, on any thread.
   void pop(c10::DeviceIndex device, c10::MempoolId_t pool) {
     if (count_.load(std::memory_order_relaxed) == 0) {
       return;
@@ -51,7 +51,7 @@ class InheritedScopes {
     drop_closed();
   }
 
-  // The number of the innermost scope on a device that this thread is in; 0: none.
+  // Returns the number of this thread's innermost scope on a device; 0: none.
   uint64_t number(c10::DeviceIndex device) const {
     if (count_.load(std::memory_order_relaxed) == 0) {
       return 0;
@@ -66,11 +66,11 @@ class InheritedScopes {
 
  private:
 #if SYMMALLOC_TORCH(2, 13)
-  // A kind is the address of its name.
+  // The address of the name identifies a kind.
   static constexpr std::string_view kName = "SYMMALLOC_SCOPES";
   static constexpr c10::DebugInfoKind kKind{&kName};
 #else
-  // Kinds are an enumeration; only PyTorch's own tests use this one.
+  // Kinds are an enumeration. Only PyTorch's own tests use this one.
   static constexpr auto kKind = c10::DebugInfoKind::TEST_INFO_2;
 #endif
 
@@ -90,7 +90,7 @@ class InheritedScopes {
     return scope == nullptr ? nullptr : scope->shared_from_this();
   }
 
-  // What this thread began and is over is taken off its information, unless something else was put upon it.
+  // Removes this thread's ended scopes from its information, unless other information was added on top of them.
   static void drop_closed() {
     for (auto scope = current(); scope != nullptr && !scope->is_open.load(); scope = current()) {
       try {

@@ -1,6 +1,6 @@
-// Allocating and freeing, with everything that PyTorch wants to be told of: histories, trackers, observers, profilers.
+// Allocation and free, with notifications to PyTorch's histories, trackers, observers and profilers.
 //
-// While nobody watches, an allocation is one call of the library's.
+// Without any of these, an allocation is one library call.
 #pragma once
 
 #include "counts.h"
@@ -30,22 +30,22 @@ using c10::MempoolId_t;
 using caching::RecordContext;
 
 constexpr MempoolId_t kDefaultPool{0, 0};
-// As many as the library looks for.
+// The library's maximum.
 constexpr size_t kDevicesMax = 128;
 
-// What is known of a device besides the library's.
+// State of a device that the library does not have.
 struct DeviceState {
   explicit DeviceState(DeviceIndex device) : history(device) {}
   DeviceHistory history;
   std::atomic<double> fraction{1.0};
   caching::DeviceStats accumulated_before{};
-  // Under the allocator's lock, as what is above.
+  // Protected by the allocator's lock, like the fields above.
   int64_t segments_peak = 0;
-  // Allocations that were rejected before the driver was asked.
+  // Allocations that were rejected without a driver call.
   std::atomic<int64_t> rejections{0};
 };
 
-// The allocations that a private pool had, and those that it has.
+// The allocations of a private pool before and after a restore.
 struct Restored {
   std::vector<void*> freed;
   std::vector<std::pair<void*, uint64_t>> live;
@@ -95,15 +95,15 @@ class Memory {
     if (C10_UNLIKELY(trace != nullptr)) {
       (*trace)->trace_gpu_memory_deallocation(c10::kCUDA, reinterpret_cast<uintptr_t>(pointer));
     }
-    // A guess, which is cheaper than a question to the driver: the library looks elsewhere when it is wrong.
+    // A hint, which is cheaper than a driver call. If it is wrong, the library searches the other devices.
     const DeviceIndex device = last_device();
-    // A profiler is told which device it really is.
+    // A profiler needs the actual device.
     const auto owner = C10_UNLIKELY(c10::memoryProfilingEnabled()) ? symmalloc_torch_device_of(pointer) : -1;
     uint64_t bytes = 0;
     if (C10_UNLIKELY(is_watched_.load(std::memory_order_relaxed))) {
       free_watched(device, pointer, &bytes);
     } else {
-      // The library complains of what is not its own.
+      // The library reports pointers that it did not allocate.
       (void)symmalloc_torch_deallocate(device, pointer, &bytes);
     }
     if (C10_UNLIKELY(owner >= 0)) {
@@ -111,7 +111,7 @@ class Memory {
     }
   }
 
-  // A private pool holds again what it held at a checkpoint.
+  // Restores the allocations of a private pool at a checkpoint.
   Restored restore(DeviceIndex device, const symmalloc_checkpoint* checkpoint) {
     Restored told;
     const auto tell = [](void* context, void* pointer, uint64_t bytes, uint32_t is_live) {
@@ -137,7 +137,7 @@ class Memory {
     return told;
   }
 
-  // Memory of a device was mapped, or is about to go.
+  // Records memory of a device that was mapped or is about to be unmapped.
   void changed(DeviceIndex device, bool is_mapped, size_t address, size_t bytes) {
     if (is_mapped) {
       of(device).history.memory_came(address, bytes);
@@ -146,7 +146,7 @@ class Memory {
     }
   }
 
-  // Somebody wants to be told of everything, or nobody does any more.
+  // Turns recording of all operations on or off.
   void watch(bool is_watched) {
     is_watched_ = is_watched;
   }
@@ -162,7 +162,7 @@ class Memory {
     rejection_observers_.push_back(std::move(observer));
   }
 
-  // Returns the context of a live allocation, if it was made while somebody watched.
+  // Returns the context of a live allocation, if it was recorded.
   Context context_of(const void* pointer) {
     auto* const start = const_cast<void*>(pointer);
     const auto device = symmalloc_torch_device_of(start);
@@ -172,7 +172,7 @@ class Memory {
 #endif
 
 #if SYMMALLOC_TORCH(2, 14)
-  // Records what the program says of a live allocation.
+  // Attaches metadata of the program to a live allocation.
   void annotate(const void* pointer, const std::string& metadata) {
     symmalloc_found found{};
     if (symmalloc_torch_find(const_cast<void*>(pointer), &found) != SYMMALLOC_OK) {
@@ -207,7 +207,7 @@ class Memory {
   }
 
  private:
-  // The device that this thread allocated on last.
+  // The device of this thread's last allocation.
   static DeviceIndex& last_device() {
     static thread_local DeviceIndex device = 0;
     return device;
@@ -216,13 +216,13 @@ class Memory {
   void* allocate_watched(DeviceIndex device, size_t bytes, cudaStream_t stream) {
     auto& history = of(device).history;
     const auto context = history.gather(RecordContext::STATE);
-    // Traces and reports say it, where histories are of interest at all.
+    // Traces and reports show the name, which is only computed while a history is recorded.
     const auto name = context ? caller_name() : std::string();
     std::unique_lock<std::recursive_mutex> lock(history.order);
     void* pointer = nullptr;
     const auto status = ask(device, bytes, stream, name, &pointer);
     if (status != SYMMALLOC_OK) {
-      // The message is this thread's: unlocking leaves it.
+      // The message is thread-local, so unlocking preserves it.
       lock.unlock();
       pointer = refused(device, bytes, stream, status, context, name);
       lock.lock();
@@ -278,7 +278,7 @@ class Memory {
                         : symmalloc_torch_allocate_named(device, bytes, stream, scope, name.c_str(), pointer);
   }
 
-  // What other parts of PyTorch hold may be given up: then once more. Otherwise everybody is told.
+  // Asks other parts of PyTorch to free memory and retries the allocation if they did. Otherwise notifies the observers.
   void* refused(
       DeviceIndex device,
       size_t bytes,
@@ -289,7 +289,7 @@ class Memory {
     if (status != SYMMALLOC_OUT_OF_MEMORY) {
       fail(status);
     }
-    // The callbacks may fail calls of their own.
+    // Failed library calls in the callbacks would overwrite the message.
     std::string message = symmalloc_error_message();
     bool has_freed = false;
     for (const auto& name : c10::FreeCudaMemoryCallbacksRegistry()->Keys()) {
@@ -326,7 +326,7 @@ class Memory {
     for (const auto& observer : observers) {
       observer(device, bytes, limit, free_bytes);
     }
-    // Users and tools search for PyTorch's sentence.
+    // Users and tools search for PyTorch's wording.
     const auto allocated = static_cast<uint64_t>(counts.allocated_bytes[0].current);
     const auto reserved = static_cast<uint64_t>(counts.reserved_bytes.current);
     TORCH_CHECK_WITH(
@@ -350,7 +350,7 @@ class Memory {
         message);
   }
 
-  // Throws where PyTorch's `throw_on_cudamalloc_oom` wants no attempt beyond the limit, after telling who observes that.
+  // Throws if PyTorch's `throw_on_cudamalloc_oom` forbids an attempt beyond the limit, after notifying the observers.
   void reject(
       [[maybe_unused]] DeviceIndex device,
       [[maybe_unused]] size_t bytes,
@@ -369,7 +369,7 @@ class Memory {
       observers = rejection_observers_;
     }
     for (const auto& observer : observers) {
-      // What an observer throws does not hide the rejection.
+      // Exceptions of observers must not hide the rejection.
       try {
         observer(device, bytes, counts.allocated_bytes[0].current, counts.total_bytes);
       } catch (const std::exception& error) {
@@ -403,7 +403,7 @@ class Memory {
   std::array<std::once_flag, kDevicesMax> made_;
   std::array<std::unique_ptr<DeviceState>, kDevicesMax> states_;
   std::atomic<bool> is_watched_{false};
-  // Of the observers.
+  // Protects the observers.
   std::mutex mutex_;
   std::vector<caching::OutOfMemoryObserver> observers_;
 #if SYMMALLOC_TORCH(2, 12)

@@ -1,4 +1,4 @@
-// Memory of a pool that a program has an allocator for.
+// Memory of a pool that the program's own allocator provides.
 #pragma once
 
 #include "history.h"
@@ -14,7 +14,7 @@
 
 namespace symmalloc {
 
-// The functions of an allocator that a program gives to a pool of its own.
+// The functions of the allocator that a program passes for its pool.
 struct ProgramSource {
   static symmalloc_source make(std::shared_ptr<caching::CUDAAllocator> allocator) {
     return {allocate, free, new std::shared_ptr<caching::CUDAAllocator>(std::move(allocator)), destroy};
@@ -24,7 +24,7 @@ struct ProgramSource {
   static caching::CUDAAllocator& of(void* context) {
     return **static_cast<std::shared_ptr<caching::CUDAAllocator>*>(context);
   }
-  // What is thrown cannot pass through the library: it means that there is no memory.
+  // Exceptions must not unwind through the library. They count as a lack of memory.
   static void* allocate(void* context, size_t bytes) {
     try {
       return of(context).raw_alloc(bytes);

@@ -1,4 +1,5 @@
-// Tensors of other processes: the library's memory by file descriptors, and memory of a pool's own allocator by the driver's older calls.
+// Tensors of other processes: the library shares its memory by file descriptors, and that of a pool's own allocator by legacy driver
+// calls.
 #pragma once
 
 #include "history.h"
@@ -16,7 +17,7 @@
 
 namespace symmalloc {
 
-// Begins the handle of memory that the older calls share.
+// The prefix of handles for memory that is shared by the legacy calls.
 constexpr const char* kLegacyHandle = "cudaIpc ";
 
 inline caching::ShareableHandle share(void* pointer) {
@@ -28,7 +29,7 @@ inline caching::ShareableHandle share(void* pointer) {
     return handle;
   }
   const std::string why = symmalloc_error_message();
-  // Memory of a pool's own allocator may be `cudaMalloc`'s.
+  // Memory of a pool's own allocator may come from `cudaMalloc`.
   void* base = symmalloc_torch_base_alloc(pointer, nullptr);
   cudaIpcMemHandle_t legacy;
   if (cudaIpcGetMemHandle(&legacy, base) != cudaSuccess) {

@@ -1,4 +1,4 @@
-// What the library's calls return, as PyTorch's exceptions.
+// Conversion of the library's statuses to PyTorch's exceptions.
 #pragma once
 
 #include "symmalloc.h"
@@ -11,10 +11,10 @@
 
 namespace symmalloc {
 
-// Returns a size as PyTorch's messages have it: "2.00 GiB".
+// Returns a size in the format of PyTorch's messages: "2.00 GiB".
 //
-// A stream would ask its locale for a facet. Where the class has a C++ library of its own beside PyTorch's, as some compilers link it,
-// that is another library's facet, and the process dies. So numbers become strings before they reach a stream.
+// A stream formats numbers by a facet of its locale. Some compilers link a second C++ library into the class. The facet then belongs to
+// the other library, and the process crashes. Numbers are therefore converted to strings before they reach a stream.
 inline std::string size_text(uint64_t bytes) {
   if (bytes <= 1024) {
     return std::to_string(bytes) + " bytes";
@@ -38,7 +38,7 @@ inline std::string size_text(uint64_t bytes) {
   TORCH_CHECK(false, "symmalloc: ", message);
 }
 
-// Where nothing can be thrown: what PyTorch's handler of warnings throws is lost.
+// Warns in a context that cannot throw. Exceptions of PyTorch's warning handler are dropped.
 template <typename... Words>
 void warn(const Words&... words) noexcept {
   try {

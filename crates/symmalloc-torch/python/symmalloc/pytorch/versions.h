@@ -1,8 +1,8 @@
-// Guards for what differs between the versions of PyTorch. Each guard names the version that added something.
+// Guards for differences between versions of PyTorch. Each guard names the version that added a feature.
 #pragma once
 
 #include <torch/headeronly/version.h>
 
-// True from this version of PyTorch on.
+// True for this version of PyTorch and later ones.
 #define SYMMALLOC_TORCH(major, minor) \
   (TORCH_VERSION_MAJOR > (major) || (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))

@@ -1,4 +1,4 @@
-// The calls of CUDA's runtime without the language: used where `crt/` is missing, as in CUDA's wheels.
+// The calls of CUDA's runtime without language extensions, for installations that lack `crt/`, such as CUDA's wheels.
 #pragma once
 
 #include <cuda_runtime_api.h>

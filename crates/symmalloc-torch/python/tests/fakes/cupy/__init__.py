@@ -1,3 +1,3 @@
-"""What symmalloc.cupy uses of CuPy, for machines without it."""
+"""The subset of CuPy that symmalloc.cupy uses, for machines without it."""
 
 from . import cuda as cuda

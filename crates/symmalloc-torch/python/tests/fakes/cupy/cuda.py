@@ -1,4 +1,4 @@
-"""CuPy's allocators of Python functions, and its current stream."""
+"""CuPy's allocators from Python functions, and its current stream."""
 
 from __future__ import annotations
 

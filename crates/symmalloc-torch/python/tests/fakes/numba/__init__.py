@@ -1,1 +1,1 @@
-"""What symmalloc.numba uses of Numba, for machines without it: the contract of external memory managers."""
+"""The subset of Numba that symmalloc.numba uses, for machines without it: the contract of external memory managers."""

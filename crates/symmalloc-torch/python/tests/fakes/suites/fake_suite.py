@@ -1,4 +1,4 @@
-"""A suite whose tests do on one allocator what they do not on the other, without PyTorch."""
+"""A suite whose tests behave differently on the two allocators, without PyTorch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def names() -> list[str]:
 
 
 def run(name: str) -> Outcome:
-    """Notes that it was run, where."""
+    """Records that the test ran, and on which allocator."""
     noted = NOTES / f"{name}-{'ours' if IS_OURS else 'native'}"
     runs = len(noted.read_text()) if noted.exists() else 0
     noted.write_text("x" * (runs + 1))

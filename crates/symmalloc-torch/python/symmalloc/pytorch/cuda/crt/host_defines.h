@@ -1,4 +1,4 @@
-// What CUDA's headers need of `crt/host_defines.h`, which its wheels leave out, for a compiler that is not nvcc.
+// A subset of CUDA's `crt/host_defines.h`, which its wheels lack, for compilers other than nvcc.
 #pragma once
 
 #define __align__(n) __attribute__((aligned(n)))

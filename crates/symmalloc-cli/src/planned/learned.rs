@@ -31,11 +31,11 @@ pub(super) fn plans(recorded: &Recorded, config: &Config) -> Result<PlanFile, Cl
     let device = SimBackend::builder().memory_bytes(u64::MAX).build();
     let allocator = Allocator::<_, Exclusive>::new(device, learning).map_err(|error| recorded.invalid(error))?;
     let mut replay = Replay::new(&allocator, &program);
-    let mut learnt: BTreeMap<PoolId, Vec<Plan>> = BTreeMap::new();
+    let mut learned: BTreeMap<PoolId, Vec<Plan>> = BTreeMap::new();
     let mut take = |replay: &Replay<'_, _, _>, pool: PoolId| {
         let plans = replay.pool_of(pool).and_then(|pool| allocator.plans(pool).ok());
         if let Some(plans) = plans.filter(|plans| !plans.is_empty()) {
-            learnt.insert(pool, plans);
+            learned.insert(pool, plans);
         }
     };
     for _ in 0..PASSES {
@@ -53,7 +53,7 @@ pub(super) fn plans(recorded: &Recorded, config: &Config) -> Result<PlanFile, Cl
         replay.free_all().map_err(|error| failed(JobError::Free { rank: 0, error }))?;
         file.pools().map(|(pool, _)| pool).chain([PoolId::DEFAULT]).for_each(|pool| take(&replay, pool));
     }
-    for (pool, plans) in learnt {
+    for (pool, plans) in learned {
         for plan in plans {
             file.add_plan(pool, plan).map_err(|source| draft::contradicts(recorded, source))?;
         }

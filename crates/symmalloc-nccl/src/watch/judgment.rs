@@ -1,4 +1,4 @@
-//! Why a collective is not done at its deadline, by what is known of all ranks.
+//! Decides why a collective missed its deadline, from the known state of all ranks.
 
 use super::failure::FailureCause;
 use super::flight::Undone;
@@ -6,29 +6,29 @@ use super::watched::Identity;
 use std::time::Duration;
 use symmalloc_watchdog::{Member, SILENT_AFTER};
 
-/// What is to be done about something that is not done.
+/// The decision about unfinished work.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Judgement {
-    /// The communicator is to be ended.
+pub(super) enum Judgment {
+    /// End the communicator.
     End(FailureCause),
-    /// The ranks that are waited for get on, if slowly. To be looked at again after this time.
+    /// The awaited ranks make progress, if slowly. Check again after this time.
     Wait(Duration),
 }
 
-impl Judgement {
-    /// Of what has been standing for the deadline already.
+impl Judgment {
+    /// Judges work that has stalled past its deadline.
     pub(super) fn new(identity: &Identity, standing: &Undone, members: &[Member]) -> Self {
         let others = || members.iter().filter(|member| member.rank != identity.rank);
-        // What becomes of one that destroyed the communicator in order is no loss.
+        // A rank that destroyed the communicator in the ordinary way may exit.
         let gone = others().filter(|it| !it.has_left).find_map(|it| Some((it.rank, it.departure.clone()?)));
         if let Some((rank, departure)) = gone {
-            return Judgement::End(FailureCause::RankGone { rank, departure, after: None });
+            return Judgment::End(FailureCause::RankGone { rank, departure, after: None });
         }
         if let Some((rank, report)) = others().find_map(|it| Some((it.rank, it.failure.clone()?))) {
-            return Judgement::End(FailureCause::RankFailed { rank, report });
+            return Judgment::End(FailureCause::RankFailed { rank, report });
         }
         let behind: Vec<&Member> = match standing.peer {
-            // Of sends and receives nobody knows which the peer has called.
+            // The calls of the peer of a send or receive are unknown.
             Some(peer) => others().filter(|it| it.rank == peer).collect(),
             None => others().filter(|it| is_behind(it, standing)).collect(),
         };
@@ -37,19 +37,20 @@ impl Judgement {
         let waited_for = if has_come { others().filter(is_open).collect() } else { behind };
         let mut still: Vec<&Member> =
             waited_for.iter().copied().filter(|it| stillness(it) >= identity.deadline).collect();
-        // When all have come, each that gets on may be in kernels of its own before it. When some have not, one that stands still is
-        // enough.
+        // If all ranks submitted the collective, each rank that makes progress may be in its own kernels before it. If
+        // some did not, one stalled rank is enough.
         let moving = waited_for.iter().filter(|it| stillness(it) < identity.deadline);
         if let Some(longest) = moving.map(stillness).max()
             && (has_come || still.is_empty())
         {
-            return Judgement::Wait(identity.deadline.saturating_sub(longest));
+            return Judgment::Wait(identity.deadline.saturating_sub(longest));
         }
         if has_come {
-            // One that is done and was stopped then may not have sent all that others wait for.
+            // A rank that completed the collective and was then stopped may not have sent everything that others wait
+            // for.
             still.extend(others().filter(|it| !is_open(it) && is_silent(it)));
         }
-        Judgement::End(cause(identity, standing, members, &still, has_come))
+        Judgment::End(cause(identity, standing, members, &still, has_come))
     }
 }
 
@@ -57,14 +58,15 @@ fn is_silent(member: &Member) -> bool {
     Duration::from_millis(member.silent_ms) >= SILENT_AFTER
 }
 
-/// For how long it is known to stand still. One that lives may have got on since it was heard last.
+/// Returns the time for which it has certainly been stalled. A live rank may have made progress since it was last
+/// heard.
 fn stillness(member: &&Member) -> Duration {
     let unknown_ms = if is_silent(member) { 0 } else { member.silent_ms };
     Duration::from_millis(member.still_ms.saturating_sub(unknown_ms))
 }
 
-/// Whether it did not come to something that stands here. What is the first that stands is known as exactly as marks are: it may be
-/// done, and a later one stand. A rank with work of its own that is not done waits as well.
+/// Returns `true` if the rank missed a pending collective. The first pending one is known only as exactly as marks are:
+/// it may have completed, and a later one be pending. A rank that has unfinished work waits as well.
 fn is_behind(Member { progress, .. }: &Member, Undone { first, last, .. }: &Undone) -> bool {
     progress.submitted < first.number || progress.submitted < *last && progress.finished == progress.submitted
 }
@@ -79,7 +81,8 @@ fn cause(
     if let Some(left) = still.iter().find(|it| it.has_left).filter(|_| !has_come) {
         return FailureCause::RankLeft { rank: left.rank };
     }
-    // One that came and was stopped then holds the others up as well: NCCL's threads are stopped with it.
+    // A rank that submitted the collective and was then stopped blocks the others as well: NCCL's threads are stopped
+    // with it.
     if let Some(stopped) = still.iter().find(|it| !it.has_left && is_silent(it)) {
         let (silent, submitted) = (Duration::from_millis(stopped.silent_ms), stopped.progress.submitted);
         return FailureCause::RankStopped { rank: stopped.rank, silent, submitted };
@@ -105,7 +108,7 @@ mod tests {
 
     const DEADLINE: Duration = Duration::from_secs(5);
 
-    /// Is known to stand as long as the deadline, with nothing heard for so long.
+    /// Returns a member that has been stalled for the deadline and silent for `silent_ms`.
     fn member(rank: u32, submitted: u64, silent_ms: u64) -> Member {
         Member {
             rank,
@@ -119,7 +122,7 @@ mod tests {
         }
     }
 
-    fn judgement(ranks: u32, peer: Option<u32>, members: &[Member]) -> Judgement {
+    fn judgment(ranks: u32, peer: Option<u32>, members: &[Member]) -> Judgment {
         let name = Arc::from("world");
         let identity = Identity { id: CommunicatorId(1), name, rank: 0, ranks, deadline: DEADLINE, met: None };
         let signature = Signature { kind: "ncclAllReduce".to_owned(), elements: None, data_type: None, detail: None };
@@ -131,16 +134,16 @@ mod tests {
             state: CollectiveState::Running,
             age_ms: 0,
         };
-        Judgement::new(&identity, &Undone { first, last: 6, peer, since: Tick::default() }, members)
+        Judgment::new(&identity, &Undone { first, last: 6, peer, since: Tick::default() }, members)
     }
 
     #[test]
     fn the_worst_that_is_known_is_the_cause() {
-        let cause = |members: &[Member]| match judgement(members.len() as u32, None, members) {
-            Judgement::End(cause) => cause,
-            Judgement::Wait(time) => panic!("waits {time:?}"),
+        let cause = |members: &[Member]| match judgment(members.len() as u32, None, members) {
+            Judgment::End(cause) => cause,
+            Judgment::Wait(time) => panic!("waits {time:?}"),
         };
-        assert_eq!(judgement(3, None, &[member(0, 5, 0)]), Judgement::End(FailureCause::Unknown));
+        assert_eq!(judgment(3, None, &[member(0, 5, 0)]), Judgment::End(FailureCause::Unknown));
         assert_eq!(cause(&[member(0, 5, 0), member(1, 5, 90)]), FailureCause::Hanging);
         let behind = [member(0, 5, 0), member(1, 4, 90), member(2, 5, 0), member(3, 3, 0)];
         assert_eq!(cause(&behind), FailureCause::RanksBehind { ranks: vec![(1, 4), (3, 3)] });
@@ -165,7 +168,11 @@ mod tests {
         let (stuck, through) = (member(1, 4, 0), Member { has_left: true, ..gone.clone() });
         let through = Member { progress: Progress { submitted: 6, finished: 6 }, ..through };
         let behind = FailureCause::RanksBehind { ranks: vec![(1, 4)] };
-        assert_eq!(cause(&[member(0, 5, 0), stuck, through]), behind, "nor is one that was done blamed");
+        assert_eq!(
+            cause(&[member(0, 5, 0), stuck, through]),
+            behind,
+            "a rank that completed the collective is not blamed"
+        );
         assert_eq!(
             cause(&[member(0, 5, 0), member(1, 4, 0), gone]),
             FailureCause::RankGone { rank: 2, departure, after: None }
@@ -176,37 +183,37 @@ mod tests {
     fn a_rank_that_is_through_with_what_it_was_given_is_behind() {
         let done = Member { progress: Progress { submitted: 5, finished: 5 }, ..member(1, 5, 0) };
         let behind = FailureCause::RanksBehind { ranks: vec![(1, 5)] };
-        assert_eq!(judgement(2, None, &[member(0, 6, 0), done.clone()]), Judgement::End(behind));
+        assert_eq!(judgment(2, None, &[member(0, 6, 0), done.clone()]), Judgment::End(behind));
         let slow = Member { still_ms: 1_000, ..done };
-        assert_eq!(judgement(2, None, &[member(0, 6, 0), slow]), Judgement::Wait(Duration::from_secs(4)));
+        assert_eq!(judgment(2, None, &[member(0, 6, 0), slow]), Judgment::Wait(Duration::from_secs(4)));
     }
 
     #[test]
     fn a_rank_that_gets_on_is_waited_for() {
         let slow = |submitted| Member { still_ms: 1_500, ..member(1, submitted, 0) };
-        assert_eq!(judgement(2, None, &[member(0, 5, 0), slow(3)]), Judgement::Wait(Duration::from_millis(3_500)));
-        assert_eq!(judgement(2, None, &[member(0, 5, 0), slow(5)]), Judgement::Wait(Duration::from_millis(3_500)));
-        // One that stands still is not excused by another one that gets on.
+        assert_eq!(judgment(2, None, &[member(0, 5, 0), slow(3)]), Judgment::Wait(Duration::from_millis(3_500)));
+        assert_eq!(judgment(2, None, &[member(0, 5, 0), slow(5)]), Judgment::Wait(Duration::from_millis(3_500)));
+        // A stalled rank is not excused by another one that makes progress.
         let members = [member(0, 5, 0), slow(3), member(2, 4, 0)];
-        assert_eq!(judgement(3, None, &members), Judgement::End(FailureCause::RanksBehind { ranks: vec![(2, 4)] }));
+        assert_eq!(judgment(3, None, &members), Judgment::End(FailureCause::RanksBehind { ranks: vec![(2, 4)] }));
     }
 
     #[test]
     fn a_rank_that_may_have_got_on_since_it_was_heard_is_waited_for() {
         let heard = |silent_ms| Member { still_ms: 5_100, ..member(1, 4, silent_ms) };
-        assert_eq!(judgement(2, None, &[member(0, 5, 0), heard(240)]), Judgement::Wait(Duration::from_millis(140)));
-        assert_eq!(judgement(2, None, &[member(0, 5, 0), heard(999)]), Judgement::Wait(Duration::from_millis(899)));
+        assert_eq!(judgment(2, None, &[member(0, 5, 0), heard(240)]), Judgment::Wait(Duration::from_millis(140)));
+        assert_eq!(judgment(2, None, &[member(0, 5, 0), heard(999)]), Judgment::Wait(Duration::from_millis(899)));
         let silent = Duration::from_secs(1);
         let stopped = FailureCause::RankStopped { rank: 1, silent, submitted: 4 };
-        assert_eq!(judgement(2, None, &[member(0, 5, 0), heard(1_000)]), Judgement::End(stopped));
+        assert_eq!(judgment(2, None, &[member(0, 5, 0), heard(1_000)]), Judgment::End(stopped));
     }
 
     #[test]
     fn a_send_waits_for_its_peer_alone() {
         let members = [member(0, 5, 0), member(1, 9, 0), member(2, 2, 9000)];
-        assert_eq!(judgement(3, Some(1), &members), Judgement::End(FailureCause::PeerWaits { rank: 1 }));
+        assert_eq!(judgment(3, Some(1), &members), Judgment::End(FailureCause::PeerWaits { rank: 1 }));
         let silent = Duration::from_secs(9);
         let stopped = FailureCause::RankStopped { rank: 2, silent, submitted: 2 };
-        assert_eq!(judgement(3, Some(2), &members), Judgement::End(stopped));
+        assert_eq!(judgment(3, Some(2), &members), Judgment::End(stopped));
     }
 }
