@@ -1,5 +1,5 @@
-//! The names in the code equal those in `docs/events.md` and `docs/metrics.md`: events, spans and metrics with their levels, fields, kinds
-//! and units. Programs, dashboards and alerts rely on them.
+//! The names in the code equal those in `docs/events.md`: events, spans and metrics with their levels, fields, kinds and units. Programs,
+//! dashboards and alerts rely on them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -175,7 +175,7 @@ fn every_span_is_documented_with_its_level_and_fields() {
 
 #[test]
 fn every_metric_is_documented_with_its_kind_and_unit() {
-    assert_same(&published(), &documented("metrics.md", "metric", 2));
+    assert_same(&published(), &documented("events.md", "metric", 2));
 }
 
 #[test]

@@ -63,7 +63,7 @@
 //! The modules form a line; each uses only those before it. `types` and `sync`; `config`, with the size rules;
 //! `streams`, with clocks and fences; `blocks`, with the block table and the free index; `history`, with digests and
 //! layouts; `stats`; `pointers`. Then `heap` composes them and makes every decision (read `heap/mod.rs` first), and
-//! `allocator` finds the heap and handles the out-of-memory path. `docs/one-allocation.md` lists the functions between
+//! `allocator` finds the heap and handles the out-of-memory path. `docs/architecture.md` lists the functions between
 //! a call and the free index.
 #![forbid(unsafe_code)]
 

@@ -8,7 +8,7 @@
 //! ```
 //!
 //! An allocator maintains its statistics with or without this crate. A [`Publisher`] reads them when the program
-//! requests it and updates gauges and counters, so publishing adds no cost to an allocation. `docs/metrics.md`
+//! requests it and updates gauges and counters, so publishing adds no cost to an allocation. `docs/events.md`
 //! describes every metric.
 //!
 //! # Examples

@@ -10,7 +10,7 @@
 //! exits. When the context is reset (`ending.rs`), its memory is released, and the next context is a new one even if it has the same
 //! handle.
 //!
-//! The driver serves contexts that a program creates with `cuCtxCreate`: see `docs/run-calls.md`.
+//! The driver serves contexts that a program creates with `cuCtxCreate`: see `docs/run.md`.
 
 use crate::libcuda::Driver;
 use crate::numbers::{Number, Numbers, StreamName};

@@ -1,7 +1,7 @@
 //! A library for `LD_PRELOAD` that serves the device memory of unmodified CUDA programs with symmalloc.
 //!
 //! The library is interposed between a program and libcuda. `symmalloc-cuda` serves the program's allocations and frees, with one allocator
-//! per device; the driver serves everything else. `symmalloc run -- program` sets it up, and `docs/run-calls.md` lists the served calls.
+//! per device; the driver serves everything else. `symmalloc run -- program` sets it up, and `docs/run.md` lists the served calls.
 //!
 //! # Examples
 //! ```sh

@@ -16,7 +16,7 @@ Examples:
 Each rank (torchrun, mpirun, srun) writes a separate file: job.rank0.trace.zst, job.rank1.trace.zst. `symmalloc diff` compares two of
 them. If a program is killed, its recording is complete up to about the last second: read it with --accept-torn.
 
-docs/run-calls.md lists the calls that symmalloc serves and those that stay with the driver. A program with its own cache above
+docs/run.md lists the calls that symmalloc serves and those that stay with the driver. A program with its own cache above
 cudaMalloc, such as PyTorch's, gains nothing.
 
 Exit codes: the program's; 128 plus the signal number if a signal ended it; 3 if --check found that ranks differ; 127 if the program

@@ -1,6 +1,6 @@
 //! Layouts as text: saves a pool's layout to a file, and restores it from the file in another process.
 //!
-//! [`symmalloc_core::layout`] defines layouts and restoration; `docs/layout-format.md` specifies the format.
+//! [`symmalloc_core::layout`] defines layouts and restoration; `docs/layout.md` specifies the format.
 //!
 //! ```
 //! use symmalloc_core::{Allocator, Config, PoolId};
