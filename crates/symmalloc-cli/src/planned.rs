@@ -137,7 +137,8 @@ fn not_followed(recorded: &Recorded, error: JobError) -> CliError {
             });
             refused(recorded, pool, source)
         }
-        source => CliError::Job { path: recorded.path.clone(), source },
+        // With a plan, a pool may hold memory that another one needs to wake.
+        source => CliError::NotFollowed { path: recorded.path.clone(), source },
     }
 }
 

@@ -301,3 +301,64 @@ fn a_pool_with_a_quota_is_carried_out_without_a_plan() {
         assert_eq!(numbers(&folder.trace("quota.trace", &lines)), planned(12 * MIB, 12 * MIB), "{step:?}");
     }
 }
+
+#[test]
+fn a_job_that_stops_as_planned_has_no_plan_and_a_reason() {
+    let folder = Folder::new();
+    // The plan holds 16 MiB of the default pool that the job gives back before p1 wakes.
+    let lines = [
+        "config total_limit_mb:26,release_threshold_mb:0",
+        "stream s0",
+        "pool p1 segments:expandable",
+        "pool p2 segments:expandable,growth_mb:0,streams:shared",
+        "a 0 16777216 s0",
+        "f 0",
+        "a 1 8388608 s0 p1",
+        "sleep keep p1",
+        "reserve 10485760 s0 p2",
+        "wake p1",
+        "f 1",
+        "trim p2",
+    ];
+    let job = folder.trace("job.trace", &lines);
+    assert_eq!(numbers(&job), Numbers { planned_bytes: None, online_bytes: 24 * MIB, refused: 0 });
+    let said = symmalloc("plan {}", &[&job]);
+    assert_eq!((said.code, said.stdout.as_str()), (Some(2), ""), "{}", said.stderr);
+    for words in ["cannot be carried out as planned", "op 8", "limit is 26.00 MiB", "raise total_limit_mb"] {
+        assert!(said.stderr.contains(words), "{words} in {}", said.stderr);
+    }
+}
+
+#[test]
+fn a_reservation_that_is_refused_does_not_stop_a_plan() {
+    let folder = Folder::new();
+    let lines = ["config limit_mb:8", "stream s0", "reserve 16777216 s0", "a 0 4194304 s0", "f 0"];
+    assert_eq!(numbers(&folder.trace("job.trace", &lines)), planned(4 * MIB, 4 * MIB));
+}
+
+#[test]
+fn what_is_reserved_for_a_stitching_pool_holds() {
+    let folder = Folder::new();
+    let lines = [
+        "config segments:expandable,stitching:true,stitching_least_mb:4",
+        "stream s0",
+        "a 0 6291456 s0",
+        "a 1 6291456 s0",
+        "a 2 6291456 s0",
+        "a 3 6291456 s0",
+        "f 0",
+        "f 2",
+        "a 4 12582912 s0",
+        "f 1",
+        "f 3",
+        "f 4",
+    ];
+    let job = folder.trace("job.trace", &lines);
+    assert_eq!(numbers(&job), planned(24 * MIB, 24 * MIB));
+    let said = symmalloc("plan {} --json", &[&job]).json(0);
+    assert_eq!(
+        (&said[0]["holds"], &said[0]["with"]["first_pass"]["memory_calls"]),
+        (&true.into(), &0.into()),
+        "{said}"
+    );
+}
