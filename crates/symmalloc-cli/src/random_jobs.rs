@@ -281,9 +281,10 @@ fn check(seed: u64, tally: &mut Tally) -> Result<(), String> {
             let path = folder.path().join(format.file_name());
             std::fs::write(&path, file).unwrap();
             let job = Job::read(path.to_str().expect("UTF-8"), folder.path());
-            let Summary { lived_before, lived_before_bytes, .. } = job.recorded.recording.summary;
+            let Summary { lived_before, lived_before_bytes, is_overwritten, .. } = job.recorded.recording.summary;
             assert_eq!(lived_before, beginning.lived_before, "{format:?}: lived before");
             assert_eq!(lived_before_bytes, beginning.lived_before_bytes, "{format:?}: lived before");
+            assert_eq!(is_overwritten, beginning.is_overwritten, "{format:?}: overwritten");
             assert_eq!(job.expected.first.live_bytes, beginning.peak_live_bytes, "{format:?}: live");
             *tally.entry("jobs").or_default() += 1;
             *tally.entry("recorded late").or_default() += 1;

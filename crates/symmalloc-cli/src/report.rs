@@ -220,6 +220,7 @@ impl Findings<'_> {
             "refused": self.timeline.refused,
             "lived_before": self.recorded.recording.summary.lived_before,
             "lived_before_bytes": self.recorded.recording.summary.lived_before_bytes,
+            "is_overwritten": self.recorded.recording.summary.is_overwritten,
             "recorded_reserved": self.recorded_reserved.map(RecordedReserved::object),
             "live": peak(peaks[LIVE]),
             "allocated": peak(peaks[ALLOCATED]),

@@ -18,6 +18,8 @@ pub(super) struct Beginning {
     pub(super) lived_before: u64,
     pub(super) lived_before_bytes: u64,
     pub(super) peak_live_bytes: u64,
+    /// The recording has the mark of lost entries.
+    pub(super) is_overwritten: bool,
 }
 
 /// An allocation of at least one byte.
@@ -75,8 +77,12 @@ pub(super) fn recording(records: &[Record], format: Format, random: &mut SplitMi
     };
     live.retain(|_, made: &mut Made| is_shown(made));
     let bytes = |live: &BTreeMap<u64, Made>| live.values().map(|made| made.size_bytes).sum::<u64>();
-    let mut beginning =
-        Beginning { lived_before: live.len() as u64, lived_before_bytes: bytes(&live), peak_live_bytes: bytes(&live) };
+    let mut beginning = Beginning {
+        lived_before: live.len() as u64,
+        lived_before_bytes: bytes(&live),
+        peak_live_bytes: bytes(&live),
+        is_overwritten: cut > 0 && format != Format::RmmLog,
+    };
     for event in &events[cut..] {
         event.apply(&mut live);
         beginning.peak_live_bytes = beginning.peak_live_bytes.max(bytes(&live));
@@ -89,7 +95,7 @@ pub(super) fn recording(records: &[Record], format: Format, random: &mut SplitMi
         Format::RmmLog => log(&events[cut..]).into_bytes(),
         _ => {
             let at_end = (format == Format::Snapshot).then(|| at_end.into_values().collect());
-            snapshot(&events[cut..], at_end, cut > 0)
+            snapshot(&events[cut..], at_end, beginning.is_overwritten)
         }
     };
     Some((file, beginning))

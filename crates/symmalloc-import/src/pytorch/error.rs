@@ -37,7 +37,7 @@ impl Found {
             Some(Value::OutOfRange) => Found::NumberOutOfRange,
             Some(Value::Dict(_)) => Found::Dict,
             Some(Value::List(_) | Value::Pair(..)) => Found::List,
-            Some(Value::Nothing) => Found::Other,
+            Some(Value::Nothing | Value::True) => Found::Other,
         }
     }
 }
