@@ -129,6 +129,40 @@ fn a_reserved_pool_is_planned_to_the_segment_that_it_needs() {
 }
 
 #[test]
+fn a_reserved_pool_with_steps_is_planned_to_the_segment_that_it_needs() {
+    let folder = Folder::new();
+    let steps = |from: u64, pool: &'static str| {
+        (from..from + 2).flat_map(move |step| {
+            let (a, b) = (2 * step, 2 * step + 1);
+            let lines = ["begin_step 0@", "a A 5242880 s0@", "a B 1048576 s1@", "f A", "f B", "end_step@"];
+            let named = |line: &str| line.replace('A', &a.to_string()).replace('B', &b.to_string()).replace('@', pool);
+            lines.map(named)
+        })
+    };
+    for (segment_mb, online_bytes, refused) in [(64, 128 * MIB, 0), (4, 4 * MIB, 10)] {
+        let pool = format!("pool p1 segments:reserved,segment_mb:{segment_mb},symmetric:true");
+        let lines: Vec<String> = ["stream s0", "stream s1", &pool].map(str::to_owned).into_iter().collect();
+        let lines: Vec<String> = lines.into_iter().chain(steps(0, " p1")).collect();
+        let job = folder.trace("steps.trace", &lines.iter().map(String::as_str).collect::<Vec<_>>());
+        // Two heaps, each with the segment of the larger one.
+        let expected = Numbers { planned_bytes: Some(12 * MIB), online_bytes, refused };
+        assert_eq!(numbers(&job), expected, "{pool}");
+    }
+    // What is allocated between the steps has room, too.
+    let outside = ["a 8 3145728 s0".to_owned(), "f 8".to_owned()];
+    let lines: Vec<String> = ["config segments:reserved,segment_mb:4,streams:shared", "stream s0", "stream s1"]
+        .map(str::to_owned)
+        .into_iter()
+        .chain(steps(0, ""))
+        .chain(outside)
+        .chain(steps(2, ""))
+        .collect();
+    let job = folder.trace("outside.trace", &lines.iter().map(String::as_str).collect::<Vec<_>>());
+    let found = numbers(&job);
+    assert_eq!((found.planned_bytes, found.refused), (Some(10 * MIB), 20), "{found:?}");
+}
+
+#[test]
 fn a_job_that_cannot_be_planned_has_all_pages_without_a_plan() {
     let job = job("pools_take_turns.trace");
     assert_eq!(numbers(&job), Numbers { planned_bytes: None, online_bytes: 60 * MIB, refused: 4 });
