@@ -315,6 +315,37 @@ fn the_last_stream_of_a_trace_is_planned() {
     let job = folder.trace("job.trace", &lines);
     let said = symmalloc("plan {} --json", &[&job]).json(0);
     assert_eq!((bytes(&said[0], "planned_bytes"), &said[0]["holds"]), (8 * MIB, &true.into()), "{said}");
+    let [page, picture, snapshot, trace] =
+        ["job.html", "job.svg", "job.pickle", "again.trace"].map(|name| folder.path(name));
+    symmalloc("replay {} --ranks 2", &[&job]).exited(0);
+    symmalloc("report {} -o {}", &[&job, &page]).exited(0);
+    symmalloc("chart {} --share -o {}", &[&job, &picture]).exited(0);
+    symmalloc("chart {} -o {}", &[&job, &picture]).exited(0);
+    symmalloc("export {} {}", &[&job, &snapshot]).exited(0);
+    symmalloc("import {} {}", &[&job, &trace]).exited(0);
+    symmalloc("diff {} {}", &[&job, &trace]).exited(0);
+    // The next one is no id.
+    lines.insert(usize::from(u16::MAX), "stream s65535");
+    let job = folder.trace("job.trace", &lines);
+    for (command, paths) in [
+        ("replay {}", &[&*job][..]),
+        ("report {} -o {}", &[&job, &page]),
+        ("plan {}", &[&job]),
+        ("chart {} -o {}", &[&job, &picture]),
+        ("chart {} --share -o {}", &[&job, &picture]),
+        ("export {} {}", &[&job, &snapshot]),
+        ("import {} {}", &[&job, &trace]),
+        ("diff {} {}", &[&job, &trace]),
+        ("simulate {} --out {}", &[&job, &folder.path("failures")]),
+    ] {
+        let said = symmalloc(command, paths);
+        assert_eq!((said.code, said.stdout.as_str()), (Some(2), ""), "{command}");
+        assert!(
+            said.stderr.contains("line 65537, column 8: the number is too large; the largest here is 65534"),
+            "{}",
+            said.stderr
+        );
+    }
 }
 
 #[test]

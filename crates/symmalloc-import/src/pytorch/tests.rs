@@ -276,9 +276,9 @@ fn an_entry_without_a_field_is_named() {
 
 #[test]
 fn more_streams_than_ids_are_refused() {
-    let rows: Vec<Row> = (0..=65_536).map(|stream| ("alloc", 512 * (stream + 1), 512, stream)).collect();
+    let rows: Vec<Row> = (0..=65_535).map(|stream| ("alloc", 512 * (stream + 1), 512, stream)).collect();
     let error = read(&snapshot(&[&rows])[..], &ReadOptions::default()).err().unwrap();
-    assert!(matches!(error, SnapshotError::TooManyStreams { device: 0, entry: 65_536 }), "{error}");
+    assert!(matches!(error, SnapshotError::TooManyStreams { device: 0, entry: 65_535 }), "{error}");
 }
 
 #[test]
