@@ -155,7 +155,7 @@ impl<'a> Job<'a> {
         }
     }
 
-    /// Returns what the report says; `None` where there is no memory to report on.
+    /// Returns the JSON of the report, or `None` if there is no memory to report on.
     fn check_report(&self) -> Option<Value> {
         let Expected { first, all, .. } = &self.expected;
         let report = match run(&["report", self.path, "-o", &self.file("job.html")]) {

@@ -28,7 +28,7 @@ pub(super) struct Expected {
     pub(super) refused_most: u64,
     /// Placements in the first pass, by allocation; `None` for one that is refused or has no bytes.
     pub(super) placements: Vec<Option<Placement>>,
-    /// Where the job stops because a limit leaves no room for a pool to wake.
+    /// Point at which the job stops because a limit leaves no room for a pool to wake.
     pub(super) stop: Option<Stop>,
 }
 

@@ -91,7 +91,11 @@ fn a_snapshot_that_lost_entries_is_imported_and_says_so() {
     let (file, trace) = (folder.path("job.pickle"), folder.path("job.trace"));
     let (first, next) = (("free_completed", 0x2000, 4096), ("alloc", 0x3000, 4096));
     for (entries, lived, words) in [
-        (&[("free_requested", 0x2000, 4096), first, next][..], 1, "1 allocation of 4.00 KiB already live (allocated first)"),
+        (
+            &[("free_requested", 0x2000, 4096), first, next][..],
+            1,
+            "1 allocation of 4.00 KiB already live (allocated first)",
+        ),
         (&[first, next], 0, "no allocation is known to be live already"),
     ] {
         let plain = snapshot(2 << 20, &[(0x3000, 4096, "active_allocated")], entries);
