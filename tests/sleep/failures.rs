@@ -34,6 +34,32 @@ fn a_wake_that_the_device_refuses_leaves_the_pool_asleep_and_another_one_succeed
     }
 }
 
+#[test]
+fn a_wake_that_a_limit_refuses_maps_nothing() {
+    let device = device();
+    let config: Config = "total_limit_mb:40".parse().expect("valid");
+    let allocator: Allocator<_, Exclusive> = Allocator::new(&device, config).expect("valid");
+    let streams = [(); 2].map(|()| allocator.register_stream().expect("few"));
+    let pool = allocator.create_pool(policy("segments:expandable")).expect("valid");
+    let allocate = |pool, stream| allocator.allocate(pool, stream, 10 * MIB).expect("within the limit");
+    let live = streams.map(|stream| allocate(pool, stream));
+    allocator.sleep(pool, Contents::Keep).expect("nothing stands in the way");
+    // One of the two heaps has room.
+    let others = [(); 3].map(|()| allocate(PoolId::DEFAULT, streams[0]));
+    let (maps, reserved) = (device.calls().of(Call::Map), allocator.stats().reserved_bytes);
+    let error = allocator.wake(pool).expect_err("the limit leaves 10 MiB");
+    assert!(
+        matches!(error.cause, SleepCause::Memory { needed_bytes, cause: OutOfMemoryCause::Limit { .. } } if needed_bytes == 20 * MIB),
+        "{error}"
+    );
+    assert_eq!((device.calls().of(Call::Map), allocator.stats().reserved_bytes), (maps, reserved));
+    others.into_iter().for_each(|other| allocator.free(other.handle).expect("live"));
+    allocator.trim(None).expect("taken");
+    allocator.wake(pool).expect("there is room");
+    live.into_iter().for_each(|live| allocator.free(live.handle).expect("live"));
+    allocator.check().expect("sound");
+}
+
 /// Sleeps and wakes until both succeed, despite failures. Each failure leaves the pool awake or asleep.
 fn there_and_back(job: &Job<'_>, contents: Contents) -> usize {
     let mut failures = 0;

@@ -40,7 +40,7 @@ impl HeapKey {
 
     fn read(reader: &mut Reader<'_>) -> Result<Self, ProtocolError> {
         let (pool, stream) = (reader.u32()?, reader.u32()?);
-        if stream >= u16::MAX.into() && stream != u32::MAX {
+        if stream > StreamId::MAX.0.into() && stream != u32::MAX {
             return Err(reader.garbled());
         }
         Ok(HeapKey { pool, stream })

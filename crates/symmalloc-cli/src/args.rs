@@ -50,6 +50,7 @@ JSON: an array with one object per trace. Ops and allocations are counted from 0
   ns_per_op             median of the passes after the first, on a device that costs nothing; null with --order address
   digest                16 hex digits over all (op, decision) of rank 0's first pass; null with --order address
   lived_before, lived_before_bytes    allocations that were live when the recording began, and their bytes
+  is_overwritten        true if the recording lost its oldest entries (PyTorch snapshots with a mark for it)
   pytorch               the same job under the model of PyTorch's rule, on at most 8 ranks, with expandable segments and with
                         fixed ones, PyTorch's default: objects with the keys from ranks to segment_count; empty with --order address
   planned_ops_share     allocations placed by the plan, divided by all allocations of at least one byte, over all passes;
@@ -107,7 +108,8 @@ them at the end. They come first in the trace. An allocation has the name that t
 requested it, if the snapshot has stack frames.
 
 JSON: schema_version, input, trace, format, device, ops, streams, allocs, frees, uses (by other streams), placements (recorded ones),
-lived_before, lived_before_bytes (at the start of the recording), recorded_reserved_bytes_peak (null if the recording lacks it),
+lived_before, lived_before_bytes (at the start of the recording), is_overwritten (its oldest entries are lost),
+recorded_reserved_bytes_peak (null if the recording lacks it),
 and what was added or left out: frees_supplied, frees_of_unknown, uses_of_unknown, failed_allocations, empty_allocations,
 unknown_actions, torn_at_line (null, or the line at which the recording breaks off).
 
@@ -126,11 +128,12 @@ The extension of OUT selects the format, unless --format is given: .json is a ti
 belongs to another kind of file is an error. On a timeline, one op takes one microsecond.
 
 JSON of a timeline: schema_version, trace, timeline, heaps, slices (allocations), left_out (smaller allocations), points (of counters),
-ops_per_point (each point is their maximum), instants, lived_before, lived_before_bytes (at the start of the recording).
+ops_per_point (each point is their maximum), instants, lived_before, lived_before_bytes (at the start of the recording), is_overwritten
+(its oldest entries are lost).
 
 JSON of a snapshot: schema_version, trace, snapshot, entries, allocations, refused (by a limit), pending_frees (that complete later),
 segments and blocks (at the end), ops_without_entry (ops that PyTorch's allocator lacks), lived_before, lived_before_bytes (at the
-start of the recording).
+start of the recording), is_overwritten (its oldest entries are lost).
 
 Exit codes: 0 success, 2 invalid input.";
 
@@ -164,7 +167,7 @@ One page without scripts or network access: peaks, what holds memory at the peak
 the same ops under other settings, each with the command that reproduces it.
 
 JSON: schema_version, trace, report, ops, op (of holders and fragmentation), refused, lived_before, lived_before_bytes (at the start
-of the recording), recorded_reserved (by the recorded allocator: null, or {peak_bytes, is_exact}; a lower bound unless exact), live,
+of the recording), is_overwritten (its oldest entries are lost), recorded_reserved (by the recorded allocator: null, or {peak_bytes, is_exact}; a lower bound unless exact), live,
 allocated, reserved ({peak_bytes, op}), steady_reserved_bytes, efficiency (peak live / steady_reserved_bytes), holders ([{name,
 each_bytes?, allocations, requested_bytes}]: by name, or by size if name is null), free_bytes, largest_free_bytes, fragmentation
 (1 - largest / free), settings ([{settings, command, is_own, is_better (reserves less and refuses no more), peak_reserved_bytes,

@@ -33,6 +33,8 @@ pub(crate) enum CliError {
     Job { path: PathBuf, source: JobError },
     #[error("{}: cannot be planned, in pool {pool}", path.display())]
     NotPlanned { path: PathBuf, pool: PoolId, source: PlanError },
+    #[error("{}: cannot be carried out as planned", path.display())]
+    NotFollowed { path: PathBuf, source: JobError },
     #[error("{}: its plans contradict each other", path.display())]
     Contradictory { path: PathBuf, source: PlanContradiction },
     #[error("{}: there is nothing to plan", path.display())]
@@ -196,6 +198,7 @@ impl CliError {
                 "raise the pool's limit_mb or segment_mb, or total_limit_mb: the plan needs this much memory"
             }
             CliError::NotPlanned { .. } => "record a shorter part of the job",
+            CliError::NotFollowed { .. } => "raise total_limit_mb, or let the job run without a plan",
             CliError::PlanRefused { .. } => "plan the job again: the file was edited, or damaged",
             CliError::PlanText { .. } | CliError::OpenPlan { .. } => "write one with `symmalloc plan JOB -o FILE`",
             CliError::PlanContradicted { .. } => "remove the flag, or plan the job again with it",

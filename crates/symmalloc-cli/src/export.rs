@@ -79,6 +79,7 @@ fn object(args: &ExportArgs, recorded: &Recorded, summary: &ExportSummary) -> Va
         "ops_without_entry": summary.ops_without_entry,
         "lived_before": recorded.recording.summary.lived_before,
         "lived_before_bytes": recorded.recording.summary.lived_before_bytes,
+        "is_overwritten": recorded.recording.summary.is_overwritten,
     })
 }
 

@@ -44,6 +44,7 @@ fn object(args: &ImportArgs, recording: &Recording) -> Value {
         "placements": found.placements,
         "lived_before": found.lived_before,
         "lived_before_bytes": found.lived_before_bytes,
+        "is_overwritten": found.is_overwritten,
         "recorded_reserved_bytes_peak": found.recorded_reserved_bytes_peak,
         "frees_supplied": found.frees_supplied,
         "frees_of_unknown": found.frees_of_unknown,

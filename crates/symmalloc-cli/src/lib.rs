@@ -61,7 +61,7 @@ mod run;
 mod simulate;
 pub mod timing;
 
-use args::{Args, Command, PolicyArgs};
+use args::{Args, Command};
 use clap::Parser;
 use error::CliError;
 use std::ffi::OsString;
@@ -114,8 +114,16 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     if let Command::Run(args) = &args.command {
         return run::run(args).unwrap_or_else(|error| failed(&error, false));
     }
-    let agreed = args.command.policy().map_or(Ok(()), PolicyArgs::check);
-    let done = agreed.map_err(CliError::from).and_then(|()| match &args.command {
+    let done = carry_out(&args.command);
+    done.map_or_else(|error| failed(&error, wants_json && !args.command.writes_stdout()), ExitCode::from)
+}
+
+/// Carries a command out.
+fn carry_out(command: &Command) -> Result<Verdict, CliError> {
+    if let Some(policy) = command.policy() {
+        policy.check()?;
+    }
+    match command {
         Command::Replay(args) => replay::replay(args),
         Command::Simulate(args) => simulate::simulate(args),
         Command::Diff(args) => diff::run(args),
@@ -127,8 +135,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
         Command::Run(_) => unreachable!("`run` returns above with its own exit code"),
         Command::Completions(args) => manual::completions(args),
         Command::Man(args) => manual::man(args),
-    });
-    done.map_or_else(|error| failed(&error, wants_json && !args.command.writes_stdout()), ExitCode::from)
+    }
 }
 
 fn failed(error: &CliError, wants_json: bool) -> ExitCode {

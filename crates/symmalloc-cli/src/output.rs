@@ -30,6 +30,18 @@ pub(crate) fn print_json(result: Value) -> Result<(), CliError> {
     Channel::Stdout.print_json(result)
 }
 
+#[cfg(test)]
+thread_local! {
+    /// The text that commands of this thread print to stdout in unit tests.
+    static PRINTED: std::cell::RefCell<String> = const { std::cell::RefCell::new(String::new()) };
+}
+
+/// Returns what the thread has printed to stdout since the last call.
+#[cfg(test)]
+pub(crate) fn take_printed() -> String {
+    PRINTED.take()
+}
+
 /// Output stream for a command's messages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Channel {
@@ -56,6 +68,11 @@ impl Channel {
     }
 
     fn write(self, text: &str) -> Result<(), CliError> {
+        #[cfg(test)]
+        if self == Channel::Stdout {
+            PRINTED.with_borrow_mut(|printed| printed.push_str(text));
+            return Ok(());
+        }
         let written = match self {
             Channel::Stdout => {
                 let mut stdout = io::stdout().lock();
@@ -116,7 +133,10 @@ pub(crate) fn told(error: &CliError) -> (String, Vec<String>, Option<String>) {
 pub(crate) fn reason(error: &CliError) -> String {
     let (message, causes, _) = told(error);
     let message = match error {
-        CliError::Job { path, .. } | CliError::NotPlanned { path, .. } | CliError::Contradictory { path, .. } => {
+        CliError::Job { path, .. }
+        | CliError::NotPlanned { path, .. }
+        | CliError::NotFollowed { path, .. }
+        | CliError::Contradictory { path, .. } => {
             message.strip_prefix(&format!("{}: ", path.display())).map(str::to_owned).unwrap_or(message)
         }
         _ => message,

@@ -5,6 +5,7 @@
 //! Recorded ──┤                                                                             ├─► PlanFile
 //!            └─► learned   plans learned by the pools, if the program has its own steps ────┘
 //!
+//! PlanFile ──► segments    reserved pools get segments as large as the planned job needs
 //! PlanFile, and a recording ──► follow    fails unless job and configuration match and the plan fits
 //! ```
 
@@ -13,6 +14,7 @@ mod difference;
 mod draft;
 mod follow;
 mod learned;
+mod segments;
 mod steps;
 
 pub(crate) use contradiction::Contradiction;
@@ -57,6 +59,7 @@ impl PlannedJob {
         let begun = Instant::now();
         let file =
             if recorded.program().has_steps() { learned::plans(recorded, &config)? } else { solved(recorded, config)? };
+        let file = segments::exact(recorded, file)?;
         let seconds = begun.elapsed().as_secs_f64();
         follow::adopt(&file, recorded.job.stream_count()).map_err(|(pool, error)| refused(recorded, pool, error))?;
         let file = Arc::new(file);
@@ -122,7 +125,7 @@ fn solved(recorded: &Recorded, config: Config) -> Result<PlanFile, CliError> {
         let plan = plan.map_err(|error| refused(recorded, step.pool, error))?;
         file.add_plan(step.pool, plan).map_err(|source| draft::contradicts(recorded, source))?;
     }
-    draft::with_exact_segments(recorded, &file)
+    Ok(file)
 }
 
 /// Converts the error of a job that stops while it follows its plan. A pool adopts its plans when the program creates it.
@@ -137,7 +140,8 @@ fn not_followed(recorded: &Recorded, error: JobError) -> CliError {
             });
             refused(recorded, pool, source)
         }
-        source => CliError::Job { path: recorded.path.clone(), source },
+        // With a plan, a pool may hold memory that another one needs to wake.
+        source => CliError::NotFollowed { path: recorded.path.clone(), source },
     }
 }
 

@@ -1,437 +1,296 @@
-//! Random jobs, on which all commands must agree with each other, and with a naive count that does not use an allocator.
+//! Random jobs, on which all commands must agree with each other and with the oracle of the harness.
 //!
 //! ```text
-//! seed ──► trace ─┬─► replay ───────────────► decisions ──► naive count: live bytes, refusals
-//!                 ├─► report, chart, export ─► the same first pass       live ≤ reserved ≤ limit
-//!                 ├─► report's settings ────► the same five passes
-//!                 └─► plan ─► file ─► replay --plan, chart --share ─► the same planned bytes
+//! seed ──► draft ──► trace ────────────┬─► oracle, five passes ─► peaks, refusals, placements ◄──┐
+//!            └─► late ─► log, snapshot ┘                                                         │ equal
+//!                         ├─► replay ─► peaks, refusals, placements of each pass ────────────────┤
+//!                         ├─► report, chart, chart --share, export ─► the same ──────────────────┘
+//!                         └─► plan ─► plan -o ─► replay --plan, chart --plan, report, chart --share ─► the same planned bytes
 //! ```
 //!
-//! The test runs 200 jobs, or 10,000 with `SYMMALLOC_NIGHT=1`. `SYMMALLOC_JOB=n` runs one job and prints its trace.
+//! Every command runs as from a shell, with `--json`. A job that the oracle cannot carry out, because a limit refuses to wake a pool, must
+//! stop every command at the same op.
+//!
+//! 200 jobs by day and 10,000 with `SYMMALLOC_NIGHT=1`. `SYMMALLOC_JOB=n` runs one, and prints its trace.
 
-use crate::args::{Args, Command, PolicyArgs, ReportArgs};
-use crate::chart::timeline_of;
+mod draft;
+mod expected;
+mod late;
+
+use crate::args::{Args, PolicyArgs, ReportArgs};
 use crate::error::CliError;
-use crate::job::{JobError, Options};
-use crate::picture::Selection;
-use crate::picture::timeline::{ALLOCATED, LIVE, RESERVED};
-use crate::planned::{PlannedJob, follow};
+use crate::output::{reason, take_printed};
 use crate::recorded::Recorded;
-use crate::report;
+use crate::{Command, Verdict, carry_out};
 use clap::Parser;
+use draft::Draft;
+use expected::{Expected, Numbers, Stop};
+use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
-use std::num::NonZeroU32;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use symmalloc_core::config::{Config, PoolConfig, SegmentPolicy};
-use symmalloc_core::ids::{AllocationId, PoolId, StreamId};
-use symmalloc_core::op::{Contents, Op, Record};
-use symmalloc_import::export::export;
+use symmalloc_core::ids::Placement;
+use symmalloc_core::op::Op;
+use symmalloc_import::{ReadOptions, Summary, read_bytes};
 use symmalloc_sim::SplitMix64;
 use symmalloc_trace::TraceWriter;
-use symmalloc_trace::plan::to_text;
-use symmalloc_trace::replay::StepError;
 
-const MIB: u64 = 1 << 20;
+/// Passes that commands make by default.
+const PASSES: u32 = 5;
 
-/// A job under construction.
-struct Draft {
-    random: SplitMix64,
-    config: Config,
-    records: Vec<Record>,
-    /// Existing pools, each with whether it has an open step or sleeps.
-    pools: BTreeMap<PoolId, PoolState>,
-    live: Vec<(AllocationId, PoolId)>,
-    streams: u16,
-    pools_made: u32,
-    allocations: u64,
-    has_steps: bool,
+/// Numbers of jobs by what became of them, for people and for a bound on what is left out.
+type Tally = BTreeMap<&'static str, u64>;
+
+/// Runs a command as from a shell. Returns what it prints with `--json`.
+fn run(line: &[&str]) -> Result<(Value, Verdict), CliError> {
+    let arguments = ["symmalloc"].iter().chain(line).chain(["--json"].iter());
+    let args = Args::try_parse_from(arguments).expect("valid arguments");
+    take_printed();
+    let verdict = carry_out(&args.command)?;
+    let printed = take_printed();
+    Ok((serde_json::from_str(&printed).expect("JSON"), verdict))
 }
 
-#[derive(Clone, Copy, Debug, Default)]
-struct PoolState {
-    step: bool,
-    asleep: bool,
-}
-
-impl Draft {
-    fn new(seed: u64) -> Self {
-        let mut random = SplitMix64::new(seed);
-        let total =
-            if random.below(4) == 0 { format!("total_limit_mb:{},", 16 + random.below(240)) } else { String::new() };
-        let config = (total + &pool_text(&mut random)).parse().expect("a valid configuration");
-        let has_steps = random.below(4) == 0;
-        let pools = BTreeMap::from([(PoolId::DEFAULT, PoolState::default())]);
-        Draft {
-            random,
-            config,
-            records: Vec::new(),
-            pools,
-            live: Vec::new(),
-            streams: 0,
-            pools_made: 1,
-            allocations: 0,
-            has_steps,
-        }
-    }
-
-    fn chance(&mut self, of: u64) -> bool {
-        self.random.below(of) == 0
-    }
-
-    fn push(&mut self, op: Op) {
-        self.records.push(op.into());
-    }
-
-    fn stream(&mut self) -> StreamId {
-        StreamId(self.random.below(self.streams.into()) as u16)
-    }
-
-    fn pool(&mut self) -> PoolId {
-        let pools: Vec<PoolId> = self.pools.keys().copied().collect();
-        pools[self.random.below(pools.len() as u64) as usize]
-    }
-
-    /// Returns a random size. Some sizes recur, and others do not.
-    fn size_bytes(&mut self) -> u64 {
-        match self.random.below(8) {
-            0 => self.random.below(3),
-            1 | 2 => 1 + self.random.below(MIB),
-            3 => 1 + self.random.below(64 * MIB),
-            4 => (1 + self.random.below(4)) * 16 * MIB,
-            _ => (1 + self.random.below(8)) * MIB,
-        }
-    }
-
-    fn make(mut self) -> (Config, Vec<Record>) {
-        for _ in 0..=self.random.below(3) {
-            self.register_stream();
-        }
-        for _ in 0..self.random.below(3) {
-            self.create_pool();
-        }
-        for _ in 0..10 + self.random.below(60) {
-            self.step();
-        }
-        // Half of the jobs break off, with live allocations, open steps and sleeping pools.
-        if self.chance(2) {
-            self.wake_all();
-            self.free_of(None);
-            self.end_steps();
-        }
-        (self.config, self.records)
-    }
-
-    fn register_stream(&mut self) {
-        self.push(Op::RegisterStream { stream: StreamId(self.streams) });
-        self.streams += 1;
-    }
-
-    fn create_pool(&mut self) {
-        let config: PoolConfig = pool_text(&mut self.random).parse().expect("a valid pool");
-        let pool = PoolId(self.pools_made);
-        self.pools_made += 1;
-        self.push(Op::CreatePool { pool, config: Box::new(config) });
-        self.pools.insert(pool, PoolState::default());
-    }
-
-    fn wake_all(&mut self) {
-        let asleep: Vec<PoolId> = self.pools.iter().filter(|(_, state)| state.asleep).map(|(pool, _)| *pool).collect();
-        for pool in asleep {
-            self.push(Op::Wake { pool });
-            self.pools.insert(pool, PoolState { asleep: false, ..self.pools[&pool] });
-        }
-    }
-
-    fn end_steps(&mut self) {
-        let open: Vec<PoolId> = self.pools.iter().filter(|(_, state)| state.step).map(|(pool, _)| *pool).collect();
-        for pool in open {
-            self.push(Op::EndStep { pool });
-            self.pools.insert(pool, PoolState { step: false, ..self.pools[&pool] });
-        }
-    }
-
-    fn free_of(&mut self, pool: Option<PoolId>) {
-        let (gone, kept) = self.live.iter().partition(|(_, of)| pool.is_none_or(|pool| pool == *of));
-        self.live = kept;
-        let gone: Vec<(AllocationId, PoolId)> = gone;
-        gone.into_iter().for_each(|(id, _)| self.push(Op::Free { id }));
-    }
-
-    fn step(&mut self) {
-        let pool = self.pool();
-        let PoolState { step, asleep } = self.pools[&pool];
-        match self.random.below(24) {
-            0..=9 if !asleep => {
-                let (id, stream, size_bytes) = (AllocationId(self.allocations), self.stream(), self.size_bytes());
-                self.allocations += 1;
-                self.push(Op::Allocate { id, pool, stream, size_bytes });
-                self.live.push((id, pool));
-            }
-            10..=15 if !self.live.is_empty() => {
-                let index = self.random.below(self.live.len() as u64) as usize;
-                // The blocks of a sleeping pool must not change.
-                if !self.pools[&self.live[index].1].asleep {
-                    let (id, _) = self.live.swap_remove(index);
-                    self.push(Op::Free { id });
-                }
-            }
-            16 if !self.live.is_empty() => {
-                let index = self.random.below(self.live.len() as u64) as usize;
-                let (id, of) = self.live[index];
-                if !self.pools[&of].asleep {
-                    let stream = self.stream();
-                    self.push(Op::RecordUse { id, stream });
-                }
-            }
-            17 => {
-                let (stream, on) = (self.stream(), self.stream());
-                let waits = self.chance(2);
-                self.push(if waits { Op::Wait { stream, on } } else { Op::Synchronize { stream } });
-            }
-            18 if !asleep => {
-                let pool = if self.chance(2) { None } else { Some(pool) };
-                self.push(Op::Trim { pool });
-            }
-            19 if !asleep => {
-                let (stream, size_bytes) = (self.stream(), self.random.below(32) * MIB);
-                self.push(Op::Reserve { pool, stream, size_bytes });
-            }
-            20 if self.has_steps && !asleep => {
-                let key = self.random.below(2);
-                self.push(if step { Op::EndStep { pool } } else { Op::BeginStep { pool, key } });
-                self.pools.insert(pool, PoolState { step: !step, asleep });
-            }
-            21 if !step && self.chance(2) => {
-                let contents = if self.chance(2) { Contents::Keep } else { Contents::Drop };
-                self.push(if asleep { Op::Wake { pool } } else { Op::Sleep { pool, contents } });
-                self.pools.insert(pool, PoolState { step, asleep: !asleep });
-            }
-            22 if pool != PoolId::DEFAULT && !asleep && !step && self.chance(2) => {
-                self.free_of(Some(pool));
-                self.push(Op::DestroyPool { pool });
-                self.pools.remove(&pool);
-            }
-            23 if self.chance(3) => self.register_stream(),
-            _ => {}
-        }
-    }
-}
-
-/// Returns random settings of a pool, in the notation of `config` lines and pools.
-fn pool_text(random: &mut SplitMix64) -> String {
-    let mut text = match random.below(6) {
-        0 => "segments:fixed".to_owned(),
-        1 => format!("segments:fixed,max_split_size_mb:{}", 20 + random.below(100)),
-        2 => "segments:fixed,unsplit:true".to_owned(),
-        3 => format!("segments:reserved,segment_mb:{}", [4, 32, 128][random.below(3) as usize]),
-        4 => "segments:expandable,stitching:true,stitching_least_mb:4".to_owned(),
-        _ => "segments:expandable".to_owned(),
-    };
-    if random.below(3) == 0 {
-        text += ",streams:shared";
-    }
-    if random.below(4) == 0 && !text.contains("stitching") {
-        text += ",symmetric:true";
-    }
-    if random.below(4) == 0 {
-        text += &format!(",limit_mb:{}", 8 + random.below(160));
-    }
-    if random.below(8) == 0 {
-        text += ",roundup_power2_divisions:4";
-    }
-    if random.below(8) == 0 {
-        text += &format!(",release_threshold_mb:{}", random.below(32));
-    }
-    if random.below(6) == 0 {
-        text += [",reclaim:never", ",reclaim:pool"][random.below(2) as usize];
-    }
-    text
-}
-
-/// Result of a count that uses only sizes.
-#[derive(Debug, Default, PartialEq)]
-struct Count {
-    peak_live_bytes: u64,
-    refused: u64,
+/// A job in a file, and what must come of it.
+struct Job<'a> {
+    path: &'a str,
+    folder: &'a Path,
+    recorded: Recorded,
+    expected: Expected,
+    /// Allocations of at least one byte that are served in the first pass.
     served: u64,
 }
 
-impl Count {
-    /// Counts a job in which `is_refused` selects the refused allocations by ordinal.
-    fn of(records: &[Record], is_refused: impl Fn(usize) -> bool) -> Self {
-        let mut count = Count::default();
-        let mut live: BTreeMap<AllocationId, u64> = BTreeMap::new();
-        let (mut ordinal, mut live_bytes) = (0, 0);
-        for record in records {
-            match record.op {
-                Op::Allocate { id, size_bytes, .. } => {
-                    if is_refused(ordinal) {
-                        count.refused += 1;
-                    } else {
-                        live.insert(id, size_bytes);
-                        live_bytes += size_bytes;
-                        count.served += u64::from(size_bytes > 0);
-                    }
-                    ordinal += 1;
-                }
-                Op::Free { id } => live_bytes -= live.remove(&id).unwrap_or(0),
-                _ => {}
+impl<'a> Job<'a> {
+    fn read(path: &'a str, folder: &'a Path) -> Self {
+        let args = Args::try_parse_from(["symmalloc", "report", path, "-o", "job.html"]).expect("valid arguments");
+        let Command::Report(ReportArgs { reading, .. }) = args.command else { unreachable!("it is a report") };
+        let recorded = Recorded::read(Path::new(path), &reading, &PolicyArgs::default()).expect("read");
+        let expected = Expected::of(recorded.program(), &recorded.config, PASSES);
+        let served = expected.placements.iter().flatten().count() as u64;
+        Job { path, folder, recorded, expected, served }
+    }
+
+    fn file(&self, name: &str) -> String {
+        self.folder.join(name).to_str().expect("UTF-8").to_owned()
+    }
+
+    /// Checks all commands.
+    fn check(&self, tally: &mut Tally) {
+        if let Some(stop) = self.expected.stop {
+            return self.check_stop(stop, tally);
+        }
+        *tally.entry("carried out").or_default() += 1;
+        *tally.entry("with refusals").or_default() += u64::from(self.expected.all.refused > 0);
+        let replayed = self.check_replay();
+        self.check_first_pass();
+        let report = self.check_report();
+        self.check_share(&replayed, report.as_ref());
+        self.check_plan(report.as_ref(), tally);
+    }
+
+    /// Checks that the commands that carry a job out as often as the oracle stop at the same op.
+    fn check_stop(&self, stop: Stop, tally: &mut Tally) {
+        *tally.entry("stopped").or_default() += 1;
+        let page = self.file("job.html");
+        let picture = self.file("share.svg");
+        for line in [
+            &["replay", self.path, "--ranks", "2"][..],
+            &["report", self.path, "-o", &page],
+            &["chart", self.path, "--share", "-o", &picture],
+            &["plan", self.path],
+        ] {
+            let reason = run(line).map_or_else(|error| reason(&error), |(found, _)| panic!("{line:?}: {found}"));
+            let place = match stop {
+                Stop::Op { op, .. } => format!("op {op}"),
+                Stop::Pass => "beginning another pass".to_owned(),
+            };
+            // The report shows the first pass before anything else.
+            assert!(reason.contains(&place) && reason.contains("limit"), "{line:?}: {place} not in {reason}");
+        }
+    }
+
+    fn check_replay(&self) -> Value {
+        let record = self.file("placed.trace");
+        let (mut replayed, verdict) = run(&["replay", self.path, "--ranks", "2", "--record", &record]).expect("replay");
+        let replayed = replayed[0].take();
+        let Expected { first, all, refused_most, .. } = &self.expected;
+        assert_eq!(replayed["aligned"], true, "ranks differ: {}", replayed["first_divergence"]);
+        assert_eq!(replayed["first_pass"]["peak_reserved_bytes"], first.reserved_bytes, "replay: first pass");
+        assert_eq!(replayed["first_pass"]["refused"], first.refused, "replay: first pass");
+        assert_eq!(replayed["peak_live_bytes"], all.live_bytes, "replay: live");
+        assert_eq!(replayed["peak_reserved_bytes"], all.reserved_bytes, "replay: reserved");
+        assert_eq!(replayed["refused"], *refused_most, "replay: refused");
+        assert_eq!(verdict, if *refused_most > 0 { Verdict::Refused } else { Verdict::Agree }, "replay");
+        let placed = read_bytes(&std::fs::read(&record).unwrap(), &ReadOptions::default()).expect("placements");
+        let allocations = placed.records.iter().filter(|record| matches!(record.op, Op::Allocate { .. }));
+        let placements: Vec<Option<Placement>> = allocations.map(|record| record.placement).collect();
+        assert_eq!(placements, self.expected.placements, "replay: placements");
+        replayed
+    }
+
+    /// Checks the commands that show one pass.
+    fn check_first_pass(&self) {
+        let Numbers { live_bytes, reserved_bytes, refused } = self.expected.first;
+        match run(&["chart", self.path, "-o", &self.file("job.svg")]) {
+            Err(CliError::NothingToShow { .. }) => assert_eq!((self.served, refused), (0, 0), "nothing to show"),
+            charted => {
+                let (charted, _) = charted.expect("chart");
+                assert_eq!(charted["live"]["peak_bytes"], live_bytes, "chart: live");
+                assert_eq!(charted["reserved"]["peak_bytes"], reserved_bytes, "chart: reserved");
+                assert!(charted["allocated"]["peak_bytes"].as_u64() >= Some(live_bytes), "chart: allocated");
+                assert_eq!(charted["refused"], refused, "chart: refused");
             }
-            count.peak_live_bytes = count.peak_live_bytes.max(live_bytes);
         }
-        count
+        let snapshot = self.file("ours.pickle");
+        let (exported, _) = run(&["export", self.path, &snapshot]).expect("export");
+        assert_eq!(exported["allocations"], self.served, "export");
+        assert_eq!(exported["refused"], refused, "export");
+        if self.served > 0 {
+            let (imported, _) = run(&["import", &snapshot, &self.file("again.trace")]).expect("import");
+            assert_eq!(imported["allocs"], self.served, "export, and import again");
+            assert_eq!(imported["lived_before"], 0, "export, and import again");
+            assert_eq!(imported["recorded_reserved_bytes_peak"], reserved_bytes, "export, and import again");
+        }
     }
-}
 
-/// Returns the size in bytes above which each pool refuses any request, and whether anything may refuse one.
-fn bounds(config: &Config, records: &[Record]) -> (BTreeMap<PoolId, u64>, bool) {
-    let bound = |pool: &PoolConfig| {
-        let segment = match pool.segments() {
-            SegmentPolicy::Reserved { segment_bytes } => *segment_bytes,
-            SegmentPolicy::Expandable(expandable) => expandable.range_bytes,
-            _ => u64::MAX,
+    /// Returns the JSON of the report, or `None` if there is no memory to report on.
+    fn check_report(&self) -> Option<Value> {
+        let Expected { first, all, .. } = &self.expected;
+        let report = match run(&["report", self.path, "-o", &self.file("job.html")]) {
+            Err(CliError::NothingToShow { .. }) => {
+                assert_eq!((self.served, first.refused), (0, 0), "nothing to report");
+                return None;
+            }
+            report => report.expect("report").0,
         };
-        [pool.limit_bytes(), config.limit_bytes()].into_iter().flatten().fold(segment, u64::min)
-    };
-    let mut bounds = BTreeMap::from([(PoolId::DEFAULT, bound(config.default_pool()))]);
-    for record in records {
-        if let Op::CreatePool { pool, config } = &record.op {
-            bounds.insert(*pool, bound(config));
+        assert_eq!(report["live"]["peak_bytes"], first.live_bytes, "report: live");
+        assert_eq!(report["refused"], first.refused, "report: refused");
+        assert_eq!(report["reserved"]["peak_bytes"], first.reserved_bytes, "report: reserved");
+        assert_eq!(report["steady_reserved_bytes"], all.reserved_bytes, "report: steady");
+        let settings = report["settings"].as_array().expect("settings");
+        let own = settings.iter().find(|setting| setting["is_own"] == true).expect("the job's own");
+        assert_eq!(own["peak_reserved_bytes"], all.reserved_bytes, "report: own settings");
+        assert_eq!(own["refused"], all.refused, "report: own settings");
+        for setting in settings {
+            let refuses_more = setting["refused"].as_u64() > Some(all.refused);
+            let holds_less = setting["peak_reserved_bytes"].as_u64() < Some(all.reserved_bytes);
+            assert_eq!(setting["is_better"], holds_less && !refuses_more, "report: {setting}");
+        }
+        Some(report)
+    }
+
+    fn check_share(&self, replayed: &Value, report: Option<&Value>) {
+        let (shared, _) = run(&["chart", self.path, "--share", "-o", &self.file("share.svg")]).expect("chart --share");
+        let Numbers { live_bytes, reserved_bytes, refused } = self.expected.all;
+        assert_eq!(shared["symmalloc_bytes"], reserved_bytes, "chart --share");
+        assert_eq!(shared["peak_live_bytes"], live_bytes, "chart --share: live");
+        assert_eq!(shared["refused"], refused, "chart --share: refused");
+        for (key, at) in [("pytorch_expandable_bytes", 0), ("pytorch_bytes", 1)] {
+            assert_eq!(shared[key], replayed["pytorch"][at]["peak_reserved_bytes"], "chart --share and replay: {key}");
+        }
+        if let Some(report) = report {
+            assert_eq!(shared["planned_bytes"], report["plan"]["planned_bytes"], "chart --share and report: plan");
+            assert_eq!(shared["no_plan"], report["no_plan"], "chart --share and report: plan");
         }
     }
-    let may_refuse = config.limit_bytes().is_some() || bounds.values().any(|bound| *bound < 1 << 39);
-    (bounds, may_refuse)
-}
 
-fn parsed(arguments: &[&str]) -> Command {
-    Args::try_parse_from(arguments).expect("valid arguments").command
-}
-
-fn report_args(job: &Path, page: &Path) -> ReportArgs {
-    match parsed(&["symmalloc", "report", job.to_str().unwrap(), "-o", page.to_str().unwrap()]) {
-        Command::Report(args) => args,
-        _ => unreachable!("it is the report"),
-    }
-}
-
-/// Runs all commands on a job.
-fn check(config: &Config, records: &[Record], folder: &Path) {
-    let path = folder.join("job.trace");
-    let mut writer = TraceWriter::new(Vec::new(), Some(config)).unwrap();
-    records.iter().for_each(|record| writer.write(record).unwrap());
-    std::fs::write(&path, writer.finish().unwrap()).unwrap();
-    let Command::Replay(arguments) = parsed(&["symmalloc", "replay", path.to_str().unwrap()]) else { unreachable!() };
-    let recorded = Recorded::read(&path, &arguments.reading, &PolicyArgs::default()).expect("read");
-    let options = Options { ranks: NonZeroU32::new(2).unwrap(), ..Options::default() };
-    let outcome = match recorded.job.replay(&options, &|| ()) {
-        // A limit may leave no room for a pool to wake. Every command rejects such a job.
-        Err(JobError::Step { error: StepError::Sleep(_), .. }) => return,
-        outcome => outcome.expect("replay"),
-    };
-    assert!(outcome.is_aligned(), "ranks differ: {:?}", outcome.first_divergence);
-
-    // The naive count.
-    let count = Count::of(records, |ordinal| outcome.decisions[ordinal].is_none());
-    assert_eq!(outcome.first_pass.live_bytes, count.peak_live_bytes, "replay: live");
-    assert_eq!(outcome.first_pass_refused as u64, count.refused, "replay: refused");
-    // Allocations of a sleeping pool have no memory.
-    let sleeps = records.iter().any(|record| matches!(record.op, Op::Sleep { .. }));
-    assert!(sleeps || outcome.first_pass.reserved_bytes >= count.peak_live_bytes, "more is live than reserved");
-    let (bounds, may_refuse) = bounds(config, records);
-    assert!(may_refuse || outcome.refused == 0, "refused without a limit");
-    assert!(config.limit_bytes().is_none_or(|limit| outcome.peaks.reserved_bytes <= limit), "beyond the limit");
-    let asked = records.iter().filter_map(|record| match record.op {
-        Op::Allocate { pool, size_bytes, .. } => Some((pool, size_bytes)),
-        _ => None,
-    });
-    for ((pool, size_bytes), decision) in asked.zip(&outcome.decisions) {
-        assert!(size_bytes <= bounds[&pool] || decision.is_none(), "{size_bytes} bytes were served in {pool}");
-    }
-
-    // Commands that show the first pass.
-    match timeline_of(&recorded, Selection::default()) {
-        Err(CliError::NothingToShow { .. }) => assert_eq!(count.served, 0, "nothing to show"),
-        timeline => {
-            let timeline = timeline.expect("chart");
-            assert_eq!(timeline.total.peaks[LIVE].bytes, count.peak_live_bytes, "chart: live");
-            assert_eq!(timeline.total.peaks[RESERVED].bytes, outcome.first_pass.reserved_bytes, "chart: reserved");
-            assert!(timeline.total.peaks[ALLOCATED].bytes >= count.peak_live_bytes, "chart: allocated");
-            assert_eq!(timeline.refused, count.refused, "chart: refused");
+    fn check_plan(&self, report: Option<&Value>, tally: &mut Tally) {
+        let no_plan = report.map_or(&Value::Null, |report| &report["no_plan"]);
+        let planned = match run(&["plan", self.path]) {
+            Err(error @ (CliError::NotPlanned { .. } | CliError::NotFollowed { .. })) => {
+                *tally.entry("cannot be planned").or_default() += 1;
+                assert_eq!(*no_plan, reason(&error), "report and plan");
+                let written = run(&["plan", self.path, "-o", &self.file("job.plan")]);
+                assert_eq!(written.err().map(|error| reason(&error)), Some(reason(&error)), "plan and plan -o");
+                return;
+            }
+            planned => planned.expect("plan"),
+        };
+        assert_eq!(planned.1, Verdict::Agree, "plan: what is reserved does not hold: {}", planned.0);
+        let planned = &planned.0[0];
+        let Numbers { live_bytes, reserved_bytes, refused } = self.expected.all;
+        assert_eq!(planned["online_bytes"], reserved_bytes, "plan: online");
+        assert_eq!(planned["online_refused"], refused, "plan: online");
+        if planned["plans"] == 0 {
+            *tally.entry("nothing to plan").or_default() += 1;
+            assert_eq!(*no_plan, Value::Null, "report and plan: {planned}");
+            return;
         }
+        *tally.entry("planned").or_default() += 1;
+        let refuses_more = planned["refused"].as_u64() > Some(refused);
+        assert_eq!(no_plan.is_null(), !refuses_more, "report and plan: {no_plan}");
+        if let (Some(report), false) = (report, refuses_more) {
+            for key in ["planned_bytes", "refused"] {
+                assert_eq!(report["plan"][key], planned[key], "report and plan: {key}");
+            }
+        }
+        let live = planned["peak_live_bytes"].as_u64().expect("a number");
+        let sleeps = self.recorded.program().ops().iter().any(|op| matches!(op, Op::Sleep { .. }));
+        assert!(sleeps || planned["planned_bytes"].as_u64() >= Some(live), "plan: more is live than reserved");
+        if planned["refused"] == 0 && refused == 0 {
+            assert_eq!(live, live_bytes, "plan: live");
+        }
+        self.check_followed(planned);
     }
-    let mut snapshot = Vec::new();
-    let exported = export(recorded.program(), &recorded.config, &mut snapshot).expect("export");
-    assert_eq!((exported.refused, exported.allocations), (count.refused, count.served), "export");
 
-    // Commands that run the job five times.
-    let steady = recorded.job.steady(&recorded.config, None).expect("steady");
-    assert_eq!(steady.peaks, outcome.peaks, "steady");
-    check_report(&path, &folder.join("job.html"), &outcome, &count);
-    check_plan(&path, &recorded, &outcome);
-}
-
-fn check_report(path: &Path, page: &Path, outcome: &crate::job::Outcome, count: &Count) {
-    let args = report_args(path, page);
-    let found = report::object(&args);
-    if let Err(CliError::NothingToShow { .. }) = found {
-        assert_eq!(count.served, 0, "nothing to report");
-        return;
-    }
-    let found = found.expect("report");
-    assert_eq!(found["live"]["peak_bytes"], count.peak_live_bytes, "report: live");
-    assert_eq!(found["refused"], count.refused, "report: refused");
-    assert_eq!(found["reserved"]["peak_bytes"], outcome.first_pass.reserved_bytes, "report: reserved");
-    assert_eq!(found["steady_reserved_bytes"], outcome.peaks.reserved_bytes, "report: steady");
-    let settings = found["settings"].as_array().expect("settings");
-    let own = settings.iter().find(|setting| setting["is_own"] == true).expect("the job's own");
-    assert_eq!(own["peak_reserved_bytes"], outcome.peaks.reserved_bytes, "report: own settings");
-    for better in settings.iter().filter(|setting| setting["is_better"] == true) {
-        assert!(
-            better["refused"].as_u64() <= own["refused"].as_u64(),
-            "report recommends settings that refuse more: {better}"
+    /// Checks that the plan that `plan -o` writes is the same, and is followed.
+    fn check_followed(&self, planned: &Value) {
+        let file = self.file("job.plan");
+        let (written, _) = run(&["plan", self.path, "-o", &file]).expect("plan -o");
+        for key in ["planned_bytes", "online_bytes", "refused", "plans", "plan_bytes", "planned_ops_share", "waits"] {
+            assert_eq!(written[0][key], planned[key], "plan and plan -o: {key}");
+        }
+        let line = ["replay", self.path, "--plan", &file, "--ranks", "2"];
+        let followed = run(&line).expect("replay --plan").0[0].take();
+        assert_eq!(followed["aligned"], true, "ranks that follow the plan differ: {}", followed["first_divergence"]);
+        assert_eq!(followed["peak_reserved_bytes"], planned["planned_bytes"], "replay --plan");
+        assert_eq!(followed["peak_live_bytes"], planned["peak_live_bytes"], "replay --plan: live");
+        assert_eq!(followed["planned_ops_share"], planned["planned_ops_share"], "replay --plan: share");
+        assert_eq!(followed["refused"] == 0, planned["refused"] == 0, "replay --plan: refused");
+        let (charted, _) =
+            run(&["chart", self.path, "--plan", &file, "-o", &self.file("planned.svg")]).expect("chart --plan");
+        assert_eq!(
+            charted["plan"]["reserved"]["peak_bytes"], followed["first_pass"]["peak_reserved_bytes"],
+            "chart --plan and replay --plan"
         );
     }
 }
 
-fn check_plan(path: &Path, recorded: &Recorded, outcome: &crate::job::Outcome) {
-    let policy = PolicyArgs::default();
-    let planned = match PlannedJob::of(recorded, &policy) {
-        // There is no plan if a limit leaves no room for it.
-        Err(CliError::NotPlanned { .. }) => return,
-        planned => planned.expect("plan"),
-    };
-    if planned.plan_count() == 0 {
-        return;
-    }
-    let followed = planned.followed;
-    assert_eq!(followed.passes, outcome.passes);
-    let sleeps = recorded.program().ops().iter().any(|op| matches!(op, Op::Sleep { .. }));
-    assert!(sleeps || followed.peaks.reserved_bytes >= followed.peaks.live_bytes, "plan: more is live than reserved");
-    assert!(followed.refused > 0 || followed.peaks.live_bytes >= outcome.peaks.live_bytes, "plan: live");
-    let file = path.with_extension("plan");
-    std::fs::write(&file, to_text(&planned.file)).unwrap();
-    let mut recording = recorded.recording.clone();
-    let read = follow(&file, path, &mut recording, &policy).expect("replay --plan");
-    assert_eq!(read, *planned.file, "the plan's file");
-    let job = crate::job::Job::new(&recording).expect("the job as planned");
-    let ranks = NonZeroU32::new(2).unwrap();
-    let options = Options { ranks, plan: Some(Arc::new(read)), ..Options::default() };
-    let replayed = job.replay(&options, &|| ()).expect("replay --plan");
-    assert!(replayed.is_aligned(), "ranks that follow the plan differ");
-    assert_eq!(replayed.peaks, followed.peaks, "replay --plan");
-}
-
-/// Checks the job of a seed. An error is a single line.
-fn run(seed: u64) -> Result<(), String> {
+/// Checks the job of a seed. The error is one line.
+fn check(seed: u64, tally: &mut Tally) -> Result<(), String> {
     let folder = tempfile::tempdir().unwrap();
     let (config, records) = Draft::new(seed).make();
-    let checked = catch_unwind(AssertUnwindSafe(|| check(&config, &records, folder.path())));
+    let path = folder.path().join("job.trace");
+    let mut writer = TraceWriter::new(Vec::new(), Some(&config)).unwrap();
+    records.iter().for_each(|record| writer.write(record).unwrap());
+    std::fs::write(&path, writer.finish().unwrap()).unwrap();
     if std::env::var_os("SYMMALLOC_JOB").is_some() {
-        println!("{}", std::fs::read_to_string(folder.path().join("job.trace")).unwrap_or_default());
+        println!("{}", std::fs::read_to_string(&path).unwrap_or_default());
     }
+    let mut random = SplitMix64::new(!seed);
+    let format =
+        [late::Format::RmmLog, late::Format::Snapshot, late::Format::SnapshotWithoutSegments][random.below(3) as usize];
+    // A third of the jobs are recorded late, too.
+    let late = if random.below(3) == 0 { late::recording(&records, format, &mut random) } else { None };
+    let checked = catch_unwind(AssertUnwindSafe(|| {
+        *tally.entry("jobs").or_default() += 1;
+        Job::read(path.to_str().expect("UTF-8"), folder.path()).check(tally);
+        if let Some((file, beginning)) = late {
+            let path = folder.path().join(format.file_name());
+            std::fs::write(&path, file).unwrap();
+            let job = Job::read(path.to_str().expect("UTF-8"), folder.path());
+            let Summary { lived_before, lived_before_bytes, is_overwritten, .. } = job.recorded.recording.summary;
+            assert_eq!(lived_before, beginning.lived_before, "{format:?}: lived before");
+            assert_eq!(lived_before_bytes, beginning.lived_before_bytes, "{format:?}: lived before");
+            assert_eq!(is_overwritten, beginning.is_overwritten, "{format:?}: overwritten");
+            assert_eq!(job.expected.first.live_bytes, beginning.peak_live_bytes, "{format:?}: live");
+            *tally.entry("jobs").or_default() += 1;
+            *tally.entry("recorded late").or_default() += 1;
+            job.check(tally);
+        }
+    }));
     checked.map_err(|panic| {
         let text = panic.downcast_ref::<String>().map(String::as_str);
         let text = text.or(panic.downcast_ref::<&str>().copied()).unwrap_or("a panic");
@@ -448,18 +307,31 @@ fn all_commands_agree_on_random_jobs() {
     };
     let (next, end) = (AtomicU64::new(seeds.start), seeds.end);
     let work = || {
-        let mut failures = BTreeSet::new();
+        let (mut failures, mut tally) = (BTreeSet::new(), Tally::new());
         loop {
             let seed = next.fetch_add(1, Ordering::Relaxed);
             if seed >= end {
-                return failures;
+                return (failures, tally);
             }
-            failures.extend(run(seed).err());
+            failures.extend(check(seed, &mut tally).err());
         }
     };
-    let failures: Vec<String> = std::thread::scope(|scope| {
-        let workers = [scope.spawn(work), scope.spawn(work)];
-        workers.into_iter().flat_map(|worker| worker.join().unwrap()).collect()
+    let (mut failures, mut tally) = (BTreeSet::new(), Tally::new());
+    std::thread::scope(|scope| {
+        for worker in [scope.spawn(work), scope.spawn(work)] {
+            let (some_failures, some) = worker.join().unwrap();
+            failures.extend(some_failures);
+            some.into_iter().for_each(|(what, count)| *tally.entry(what).or_default() += count);
+        }
     });
+    println!("{tally:?}");
+    let failures: Vec<String> = failures.into_iter().collect();
     assert!(failures.is_empty(), "{} jobs failed:\n{}", failures.len(), failures.join("\n"));
+    let count = |what| tally.get(what).copied().unwrap_or(0);
+    if seeds.end - seeds.start > 1 {
+        assert!(count("carried out") * 10 >= count("jobs") * 9, "too many jobs stop: {tally:?}");
+        assert!(count("planned") * 2 >= count("jobs"), "too few jobs are planned: {tally:?}");
+        assert!(count("with refusals") > 0 && count("recorded late") > 0, "{tally:?}");
+        assert!(seeds.end < 10_000 || count("stopped") > 0, "no job stops: {tally:?}");
+    }
 }

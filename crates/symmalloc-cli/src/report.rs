@@ -106,17 +106,6 @@ pub(crate) fn report(args: &ReportArgs) -> Result<Verdict, CliError> {
     Ok(Verdict::Agree)
 }
 
-/// Returns the object that `report --json` prints.
-#[cfg(test)]
-pub(crate) fn object(args: &ReportArgs) -> Result<Value, CliError> {
-    let mut object = Value::Null;
-    make(args, |findings| {
-        object = findings.object(args);
-        Ok(())
-    })?;
-    Ok(object)
-}
-
 /// Evaluates the job and writes the page.
 fn make(args: &ReportArgs, tell: impl FnOnce(&Findings<'_>) -> Result<(), CliError>) -> Result<(), CliError> {
     check_name(&args.output)?;
@@ -231,6 +220,7 @@ impl Findings<'_> {
             "refused": self.timeline.refused,
             "lived_before": self.recorded.recording.summary.lived_before,
             "lived_before_bytes": self.recorded.recording.summary.lived_before_bytes,
+            "is_overwritten": self.recorded.recording.summary.is_overwritten,
             "recorded_reserved": self.recorded_reserved.map(RecordedReserved::object),
             "live": peak(peaks[LIVE]),
             "allocated": peak(peaks[ALLOCATED]),

@@ -14,6 +14,7 @@
 //! | `time_us` | the op's index in the program, from 0, so snapshots of equal jobs have equal bytes |
 //! | `addr`, `address` | addresses that ascend in the order in which segments were obtained |
 //! | `stream` | the logical stream; of a shared heap's segment, the stream for which it was obtained |
+//! | `segments` | memory that is held: a pool that sleeps has none |
 //! | `segment_pool_id` | `(0, pool)` |
 //! | `user_metadata` | the allocation's name |
 //! | `frames` | one frame, with the allocation's name as function and its pool as file; none without a name |
@@ -62,6 +63,8 @@ use symmalloc_core::backend::Backend;
 use symmalloc_core::config::Config;
 use symmalloc_core::ids::PoolId;
 use symmalloc_core::lock::Lock;
+use symmalloc_core::report::Snapshot;
+use symmalloc_core::sleep::Phase;
 use symmalloc_trace::replay::Program;
 
 use crate::rerun::Rerun;
@@ -88,7 +91,8 @@ pub fn export(program: &Program, config: &Config, sink: impl Write) -> Result<Ex
     snapshot.pickle.close_list()?;
     snapshot.pickle.close_list()?;
     let pool_config = |pool| rerun.pool_config(pool).cloned();
-    snapshot.state(&rerun.snapshot(), &origins, &pool_config)?;
+    let segments = with_memory(rerun.snapshot(), |pool| rerun.is_asleep(pool));
+    snapshot.state(&segments, &origins, &pool_config)?;
     Ok(snapshot.finish(config)?)
 }
 
@@ -108,8 +112,15 @@ pub fn export_allocator<B: Backend, L: Lock>(
     snapshot.pickle.close_list()?;
     let config = allocator.config();
     let pool_config = |pool| (pool == PoolId::DEFAULT).then(|| config.default_pool().clone());
-    snapshot.state(&allocator.snapshot(), &Origins::default(), &pool_config)?;
+    let is_asleep = |pool| allocator.phase(pool).is_ok_and(|phase| phase == Phase::Asleep);
+    snapshot.state(&with_memory(allocator.snapshot(), is_asleep), &Origins::default(), &pool_config)?;
     snapshot.finish(config)
+}
+
+/// Removes the segments of pools that sleep: PyTorch's have memory.
+fn with_memory(mut snapshot: Snapshot, is_asleep: impl Fn(PoolId) -> bool) -> Snapshot {
+    snapshot.segments.retain(|segment| !is_asleep(segment.pool));
+    snapshot
 }
 
 #[cfg(test)]

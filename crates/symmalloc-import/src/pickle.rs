@@ -183,7 +183,8 @@ impl<R: Read> Machine<R> {
                 self.push_skipped(length)
             }
             opcode::BINFLOAT => self.push_skipped(8),
-            opcode::NONE | opcode::NEWTRUE | opcode::NEWFALSE | opcode::EMPTY_SET => self.push(Value::Nothing),
+            opcode::NONE | opcode::NEWFALSE | opcode::EMPTY_SET => self.push(Value::Nothing),
+            opcode::NEWTRUE => self.push(Value::True),
 
             opcode::BININT1 => {
                 let [integer] = self.input.array()?;
@@ -428,7 +429,7 @@ impl<R: Read> Machine<R> {
         }
         for pair in pairs {
             // Most entries have no such text, and would otherwise keep one field each.
-            if matches!(pair[1], Value::Nothing | Value::OtherText) && self.is_text_key(pair.first()) {
+            if matches!(pair[1], Value::Nothing | Value::True | Value::OtherText) && self.is_text_key(pair.first()) {
                 continue;
             }
             if self.values.set(dict, pair[0], pair[1]).is_err() {

@@ -53,7 +53,7 @@ pub use error::{Found, SnapshotError};
 use crate::options::ReadOptions;
 use crate::pickle::{self, Document, Item, List, Value, Vocabulary};
 use crate::transcript::{Address, Allocated, Overflow, Transcript};
-use before::{Before, Lived, has_live};
+use before::{Before, Lived, has_live, has_overflowed};
 use segments::LiveSegments;
 use trace::DeviceTrace;
 use words::{
@@ -189,6 +189,7 @@ impl<'a> DeviceTrace<'a> {
     fn retell_before(&self, transcript: &mut Transcript) -> Result<Before, SnapshotError> {
         let before = Before::of(self)?;
         transcript.summary.recorded_reserved_bytes_peak = before.reserved_bytes_peak;
+        transcript.summary.is_overwritten = has_overflowed(self.document);
         for Lived { pool, stream, size_bytes, name, address } in &before.lived {
             let told = transcript.allocate_before(Allocated {
                 address: Address(*address),

@@ -49,6 +49,7 @@ use symmalloc_core::ids::{Placement, PoolId, StreamId};
 use symmalloc_core::lock::Exclusive;
 use symmalloc_core::op::Op;
 use symmalloc_core::report::Snapshot;
+use symmalloc_core::sleep::Phase;
 use symmalloc_trace::replay::{Program, Replay, StepError};
 
 use device::NotingDevice;
@@ -201,6 +202,11 @@ impl<'p> Rerun<'p> {
     /// Returns the current segments and blocks.
     pub fn snapshot(&self) -> Snapshot {
         self.allocator.snapshot()
+    }
+
+    /// Returns `true` if a pool sleeps now, so that its segments have addresses and no memory.
+    pub fn is_asleep(&self, pool: PoolId) -> bool {
+        self.allocator.phase(pool).is_ok_and(|phase| phase == Phase::Asleep)
     }
 
     /// Returns the configuration of a pool that the program has created.

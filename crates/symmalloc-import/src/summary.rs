@@ -30,6 +30,9 @@ pub struct Summary {
     pub lived_before: u64,
     /// Bytes of these allocations.
     pub lived_before_bytes: u64,
+    /// `true` if the recording lost its oldest entries, because it had more than it keeps (`max_entries`). Only newer PyTorch snapshots have
+    /// a mark for it.
+    pub is_overwritten: bool,
     /// Peak of the device memory that the recorded allocator held, in bytes, if the recording states it (PyTorch snapshots).
     pub recorded_reserved_bytes_peak: Option<u64>,
     /// Omitted allocations that the recorded allocator refused.

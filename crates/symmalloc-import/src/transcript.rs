@@ -51,7 +51,7 @@ pub(crate) struct Allocated<'a> {
 /// Error that ends a transcript.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Overflow {
-    /// The recording uses more than 65,536 streams.
+    /// The recording uses more streams than an allocator has ids for.
     Streams,
     /// An allocation is larger than any segment.
     Size {
@@ -224,7 +224,8 @@ impl Transcript {
         if let Some(stream) = self.streams.get(&raw) {
             return Ok(*stream);
         }
-        let stream = u16::try_from(self.streams.len()).map(StreamId).map_err(|_| Overflow::Streams)?;
+        let stream = u16::try_from(self.streams.len()).ok().map(StreamId).filter(|stream| *stream <= StreamId::MAX);
+        let stream = stream.ok_or(Overflow::Streams)?;
         self.streams.insert(raw, stream);
         self.register_up_to(stream)?;
         Ok(stream)
@@ -359,10 +360,10 @@ mod tests {
     #[test]
     fn more_streams_than_ids_are_refused() {
         let mut transcript = Transcript::new(u64::MAX);
-        for stream in 0..65_536 {
+        for stream in 0..65_535 {
             allocate(&mut transcript, stream, stream);
         }
-        assert_eq!(transcript.allocate(allocated(1 << 40, 65_536)), Err(Overflow::Streams));
+        assert_eq!(transcript.allocate(allocated(1 << 40, 65_535)), Err(Overflow::Streams));
     }
 
     #[test]

@@ -103,7 +103,7 @@ impl WatchedDevice {
         let number = match self.numbers.number_for(name) {
             Number::Known(number) => return StreamId(number),
             Number::Reused(number) => number,
-            Number::New if self.streams == u16::MAX => return StreamId(u16::MAX - 1),
+            Number::New if self.streams > StreamId::MAX.0 => return StreamId::MAX,
             Number::New => {
                 self.streams += 1;
                 self.record(Op::RegisterStream { stream: StreamId(self.streams - 1) });

@@ -53,6 +53,7 @@ fn object(args: &ExportArgs, recorded: &Recorded, summary: &TimelineSummary) -> 
         "instants": summary.instants,
         "lived_before": recorded.recording.summary.lived_before,
         "lived_before_bytes": recorded.recording.summary.lived_before_bytes,
+        "is_overwritten": recorded.recording.summary.is_overwritten,
     })
 }
 

@@ -41,9 +41,10 @@ pub(super) struct Figures {
 impl Figures {
     /// Plans a job, and runs it with its plan and without.
     pub(super) fn of(job: &Recorded, policy: &PolicyArgs) -> Result<(Arc<PlanFile>, Self), CliError> {
-        let plan = PlannedJob::of(job, policy)?;
+        // A job that stops without a plan is no job to plan.
         let online = job.job.steady(&job.config, None);
         let online = online.map_err(|source| CliError::Job { path: job.path.clone(), source })?;
+        let plan = PlannedJob::of(job, policy)?;
         let Steady { peaks, passes, planned, waits, refused, .. } = plan.followed;
         let takes_memory = |op: &&Op| matches!(op, Op::Allocate { size_bytes: 1.., .. });
         let requests = job.program().ops().iter().filter(takes_memory).count() as u64;

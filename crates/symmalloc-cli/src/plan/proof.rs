@@ -74,6 +74,7 @@ pub(super) fn prove(program: &Program, config: &Config, rank: u32) -> Result<Pro
                     refused.insert(*id);
                     proof.refused += 1;
                 }
+                (Err(StepError::Allocate(error)), Op::Reserve { .. }) if is_refusal(&error) => {}
                 (Err(StepError::NotLive { id }), _) if refused.contains(&id) => {}
                 (Err(error), _) => return Err(JobError::Step { rank, op: number, error }),
                 (Ok(_), _) => {}

@@ -141,9 +141,10 @@ fn note<B: Backend>(
     }
 }
 
-/// Returns a pool's configuration for the search: it grows as needed and releases no memory.
+/// Returns a pool's configuration for the search: it grows as needed, releases no memory, and
+/// does not stitch.
 pub(super) fn growing(config: &PoolConfig) -> Result<PoolConfig, ConfigError> {
-    let mut builder = config.to_builder().limit_bytes(None).release_threshold_bytes(None);
+    let mut builder = config.to_builder().limit_bytes(None).release_threshold_bytes(None).stitching(None);
     if config.has_quota() || !matches!(config.segments(), SegmentPolicy::Expandable(_)) {
         builder = builder.expandable();
     }

@@ -3,7 +3,7 @@
 use crate::error::CliError;
 use crate::recorded::Recorded;
 use std::collections::BTreeMap;
-use symmalloc_core::config::{Config, PoolConfig, SegmentPolicy};
+use symmalloc_core::config::Config;
 use symmalloc_core::op::Op;
 use symmalloc_core::units::MIB;
 use symmalloc_core::{PoolId, StreamId};
@@ -23,37 +23,6 @@ pub(super) fn empty(recorded: &Recorded, config: Config) -> Result<PlanFile, Cli
         }
     }
     Ok(file)
-}
-
-/// Returns a file with the same plans. Each reserved pool whose memory is fully planned gets segments of the size that its largest
-/// heap needs.
-pub(super) fn with_exact_segments(recorded: &Recorded, file: &PlanFile) -> Result<PlanFile, CliError> {
-    let heaps = heaps(file);
-    let sleeps = |pool: PoolId| {
-        recorded.program().ops().iter().any(|op| matches!(op, Op::Sleep { pool: of, .. } if *of == pool))
-    };
-    let exact = |pool: PoolId, config: &PoolConfig| {
-        let of_pool = heaps.iter().filter(|((of, _), _)| *of == pool && !sleeps(pool));
-        let needed_bytes = of_pool.map(|(_, bytes)| *bytes).max();
-        match (config.segments(), needed_bytes) {
-            (SegmentPolicy::Reserved { .. }, Some(bytes)) => {
-                config.to_builder().reserved(bytes.next_multiple_of(GRANULE_BYTES)).build()
-            }
-            _ => Ok(config.clone()),
-        }
-    };
-    let invalid = |error| recorded.invalid(error);
-    let default_pool = exact(PoolId::DEFAULT, file.config().default_pool()).map_err(invalid)?;
-    let config = file.config().to_builder().default_pool(default_pool).build().map_err(invalid)?;
-    let mut exact_file = PlanFile::new(config);
-    for (pool, config) in file.pools() {
-        let config = exact(pool, config).map_err(invalid)?;
-        exact_file.add_pool(pool, config).map_err(|source| contradicts(recorded, source))?;
-    }
-    for (pool, plan) in file.plans() {
-        exact_file.add_plan(pool, plan.clone()).map_err(|source| contradicts(recorded, source))?;
-    }
-    Ok(exact_file)
 }
 
 /// Returns the bytes of memory that the plans of each heap place allocations in. Plans of the same heap share memory.

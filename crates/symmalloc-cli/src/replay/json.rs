@@ -16,6 +16,7 @@ pub(super) fn object(recording: &Recording, finding: &ReplayFinding<'_>, others:
         "allocs": job.program().allocation_count(),
         "lived_before": recording.summary.lived_before,
         "lived_before_bytes": recording.summary.lived_before_bytes,
+        "is_overwritten": recording.summary.is_overwritten,
     });
     extend(&mut object, of(outcome));
     let ours = json!({

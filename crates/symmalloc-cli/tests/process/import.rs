@@ -1,6 +1,6 @@
 //! Tests of `symmalloc import`.
 
-use crate::{Folder, command, recorded, symmalloc};
+use crate::{Folder, command, recorded, snapshot, symmalloc};
 use serde_json::Value;
 use std::fs;
 use std::io::Write;
@@ -81,6 +81,46 @@ fn standard_input_and_output_are_read_and_written() {
     let (replayed, _) = piped(&["replay", "-", "--json", "--ranks", "2"], &snapshot);
     assert!(String::from_utf8(replayed).unwrap().contains("\"allocs\": 2"));
     assert!(!Path::new("-").exists());
+}
+
+#[test]
+fn a_snapshot_that_lost_entries_is_imported_and_says_so() {
+    let text = |text: &str| [b"X", &(text.len() as u32).to_le_bytes()[..], text.as_bytes()].concat();
+    let settings = [&text("allocator_settings")[..], b"}", &text("trace_alloc_overflowed"), b"\x88s"].concat();
+    let folder = Folder::new();
+    let (file, trace) = (folder.path("job.pickle"), folder.path("job.trace"));
+    let (first, next) = (("free_completed", 0x2000, 4096), ("alloc", 0x3000, 4096));
+    for (entries, lived, words) in [
+        (
+            &[("free_requested", 0x2000, 4096), first, next][..],
+            1,
+            "1 allocation of 4.00 KiB already live (allocated first)",
+        ),
+        (&[first, next], 0, "no allocation is known to be live already"),
+    ] {
+        let plain = snapshot(2 << 20, &[(0x3000, 4096, "active_allocated")], entries);
+        let (start, rest) = plain.split_at(4);
+        fs::write(&file, [start, &settings, rest].concat()).unwrap();
+        let said = symmalloc("import {} {} --json", &[&file, &trace]).json(0);
+        assert_eq!((&said["is_overwritten"], &said["lived_before"]), (&true.into(), &lived.into()), "{said}");
+        fs::write(&file, &plain).unwrap();
+        assert_eq!(symmalloc("import {} {} --json", &[&file, &trace]).json(0)["is_overwritten"], false);
+        fs::write(&file, [start, &settings, rest].concat()).unwrap();
+        let (page, picture) = (folder.path("job.html"), folder.path("job.svg"));
+        for (command, paths) in [
+            ("import {} {}", &[&*file, &*trace][..]),
+            ("replay {} --ranks 2", &[&file]),
+            ("report {} -o {}", &[&file, &page]),
+            ("chart {} -o {}", &[&file, &picture]),
+        ] {
+            let said = symmalloc(command, paths).exited(0).stdout.clone();
+            let said = said.split_whitespace().collect::<Vec<_>>().join(" ");
+            for words in [words, "its oldest entries were overwritten"] {
+                assert!(said.contains(words), "{command}: {words} in {said}");
+            }
+        }
+        assert!(fs::read_to_string(&page).unwrap().contains("its oldest entries were overwritten"));
+    }
 }
 
 #[test]

@@ -129,6 +129,40 @@ fn a_reserved_pool_is_planned_to_the_segment_that_it_needs() {
 }
 
 #[test]
+fn a_reserved_pool_with_steps_is_planned_to_the_segment_that_it_needs() {
+    let folder = Folder::new();
+    let steps = |from: u64, pool: &'static str| {
+        (from..from + 2).flat_map(move |step| {
+            let (a, b) = (2 * step, 2 * step + 1);
+            let lines = ["begin_step 0@", "a A 5242880 s0@", "a B 1048576 s1@", "f A", "f B", "end_step@"];
+            let named = |line: &str| line.replace('A', &a.to_string()).replace('B', &b.to_string()).replace('@', pool);
+            lines.map(named)
+        })
+    };
+    for (segment_mb, online_bytes, refused) in [(64, 128 * MIB, 0), (4, 4 * MIB, 10)] {
+        let pool = format!("pool p1 segments:reserved,segment_mb:{segment_mb},symmetric:true");
+        let lines: Vec<String> = ["stream s0", "stream s1", &pool].map(str::to_owned).into_iter().collect();
+        let lines: Vec<String> = lines.into_iter().chain(steps(0, " p1")).collect();
+        let job = folder.trace("steps.trace", &lines.iter().map(String::as_str).collect::<Vec<_>>());
+        // Two heaps, each with the segment of the larger one.
+        let expected = Numbers { planned_bytes: Some(12 * MIB), online_bytes, refused };
+        assert_eq!(numbers(&job), expected, "{pool}");
+    }
+    // What is allocated between the steps has room, too.
+    let outside = ["a 8 3145728 s0".to_owned(), "f 8".to_owned()];
+    let lines: Vec<String> = ["config segments:reserved,segment_mb:4,streams:shared", "stream s0", "stream s1"]
+        .map(str::to_owned)
+        .into_iter()
+        .chain(steps(0, ""))
+        .chain(outside)
+        .chain(steps(2, ""))
+        .collect();
+    let job = folder.trace("outside.trace", &lines.iter().map(String::as_str).collect::<Vec<_>>());
+    let found = numbers(&job);
+    assert_eq!((found.planned_bytes, found.refused), (Some(10 * MIB), 20), "{found:?}");
+}
+
+#[test]
 fn a_job_that_cannot_be_planned_has_all_pages_without_a_plan() {
     let job = job("pools_take_turns.trace");
     assert_eq!(numbers(&job), Numbers { planned_bytes: None, online_bytes: 60 * MIB, refused: 4 });
@@ -281,6 +315,37 @@ fn the_last_stream_of_a_trace_is_planned() {
     let job = folder.trace("job.trace", &lines);
     let said = symmalloc("plan {} --json", &[&job]).json(0);
     assert_eq!((bytes(&said[0], "planned_bytes"), &said[0]["holds"]), (8 * MIB, &true.into()), "{said}");
+    let [page, picture, snapshot, trace] =
+        ["job.html", "job.svg", "job.pickle", "again.trace"].map(|name| folder.path(name));
+    symmalloc("replay {} --ranks 2", &[&job]).exited(0);
+    symmalloc("report {} -o {}", &[&job, &page]).exited(0);
+    symmalloc("chart {} --share -o {}", &[&job, &picture]).exited(0);
+    symmalloc("chart {} -o {}", &[&job, &picture]).exited(0);
+    symmalloc("export {} {}", &[&job, &snapshot]).exited(0);
+    symmalloc("import {} {}", &[&job, &trace]).exited(0);
+    symmalloc("diff {} {}", &[&job, &trace]).exited(0);
+    // The next one is no id.
+    lines.insert(usize::from(u16::MAX), "stream s65535");
+    let job = folder.trace("job.trace", &lines);
+    for (command, paths) in [
+        ("replay {}", &[&*job][..]),
+        ("report {} -o {}", &[&job, &page]),
+        ("plan {}", &[&job]),
+        ("chart {} -o {}", &[&job, &picture]),
+        ("chart {} --share -o {}", &[&job, &picture]),
+        ("export {} {}", &[&job, &snapshot]),
+        ("import {} {}", &[&job, &trace]),
+        ("diff {} {}", &[&job, &trace]),
+        ("simulate {} --out {}", &[&job, &folder.path("failures")]),
+    ] {
+        let said = symmalloc(command, paths);
+        assert_eq!((said.code, said.stdout.as_str()), (Some(2), ""), "{command}");
+        assert!(
+            said.stderr.contains("line 65537, column 8: the number is too large; the largest here is 65534"),
+            "{}",
+            said.stderr
+        );
+    }
 }
 
 #[test]
@@ -300,4 +365,65 @@ fn a_pool_with_a_quota_is_carried_out_without_a_plan() {
         ];
         assert_eq!(numbers(&folder.trace("quota.trace", &lines)), planned(12 * MIB, 12 * MIB), "{step:?}");
     }
+}
+
+#[test]
+fn a_job_that_stops_as_planned_has_no_plan_and_a_reason() {
+    let folder = Folder::new();
+    // The plan holds 16 MiB of the default pool that the job gives back before p1 wakes.
+    let lines = [
+        "config total_limit_mb:26,release_threshold_mb:0",
+        "stream s0",
+        "pool p1 segments:expandable",
+        "pool p2 segments:expandable,growth_mb:0,streams:shared",
+        "a 0 16777216 s0",
+        "f 0",
+        "a 1 8388608 s0 p1",
+        "sleep keep p1",
+        "reserve 10485760 s0 p2",
+        "wake p1",
+        "f 1",
+        "trim p2",
+    ];
+    let job = folder.trace("job.trace", &lines);
+    assert_eq!(numbers(&job), Numbers { planned_bytes: None, online_bytes: 24 * MIB, refused: 0 });
+    let said = symmalloc("plan {}", &[&job]);
+    assert_eq!((said.code, said.stdout.as_str()), (Some(2), ""), "{}", said.stderr);
+    for words in ["cannot be carried out as planned", "op 8", "limit is 26.00 MiB", "raise total_limit_mb"] {
+        assert!(said.stderr.contains(words), "{words} in {}", said.stderr);
+    }
+}
+
+#[test]
+fn a_reservation_that_is_refused_does_not_stop_a_plan() {
+    let folder = Folder::new();
+    let lines = ["config limit_mb:8", "stream s0", "reserve 16777216 s0", "a 0 4194304 s0", "f 0"];
+    assert_eq!(numbers(&folder.trace("job.trace", &lines)), planned(4 * MIB, 4 * MIB));
+}
+
+#[test]
+fn what_is_reserved_for_a_stitching_pool_holds() {
+    let folder = Folder::new();
+    let lines = [
+        "config segments:expandable,stitching:true,stitching_least_mb:4",
+        "stream s0",
+        "a 0 6291456 s0",
+        "a 1 6291456 s0",
+        "a 2 6291456 s0",
+        "a 3 6291456 s0",
+        "f 0",
+        "f 2",
+        "a 4 12582912 s0",
+        "f 1",
+        "f 3",
+        "f 4",
+    ];
+    let job = folder.trace("job.trace", &lines);
+    assert_eq!(numbers(&job), planned(24 * MIB, 24 * MIB));
+    let said = symmalloc("plan {} --json", &[&job]).json(0);
+    assert_eq!(
+        (&said[0]["holds"], &said[0]["with"]["first_pass"]["memory_calls"]),
+        (&true.into(), &0.into()),
+        "{said}"
+    );
 }

@@ -1,23 +1,150 @@
 //! Numbers in the documentation that the program can verify.
 
-use super::symmalloc;
+use super::{Folder, recorded, symmalloc};
+use serde_json::Value;
 use std::fs;
 use std::path::Path;
+
+const MEASURED: &str = "docs/measured/memory.md";
+
+/// Recorded jobs: their names on the page, and for the program.
+const JOBS: [(&str, &str); 6] = [
+    ("gpt2_train_varlen", "gpt2"),
+    ("moe_train", "moe"),
+    ("resnet50_multiscale", "resnet50"),
+    ("llama_generate", "llama"),
+    ("fsdp_train_rank0", "fsdp"),
+    ("fsdp1_train_rank0", "fsdp1"),
+];
 
 fn page(name: &str) -> String {
     fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../..").join(name)).unwrap()
 }
 
-/// The README states the lowest ratio of live to reserved memory of the recorded jobs, repeated six times with shared streams, for our
-/// allocator and for PyTorch's expandable segments.
+/// Returns the cells after the first one of a job's row, in the first table of a section that has one.
+fn row(section: &str, job: &str) -> Vec<String> {
+    let text = page(MEASURED);
+    let from = text.find(&format!("\n## {section}\n")).unwrap_or_else(|| panic!("no section {section}"));
+    let line = text[from..].lines().find(|line| line.trim_start_matches("| ").trim_matches('`').starts_with(job));
+    let line = line.unwrap_or_else(|| panic!("no row of {job} in {section}"));
+    line.split('|').skip(2).map(|cell| cell.trim().to_owned()).collect()
+}
+
+/// Returns the JSON of each recorded job, and of `gnn` with these flags.
+fn counted(command: &str, flags_of_gnn: &str) -> Vec<(&'static str, Value)> {
+    let names = JOBS.map(|(_, name)| name).join(" ");
+    let [jobs, gnn] = [(&*names, ""), ("gnn", flags_of_gnn)].map(|(names, flags)| {
+        let line = [command, names, flags, "--json"].map(str::to_owned).into_iter().filter(|part| !part.is_empty());
+        symmalloc(&line.collect::<Vec<_>>().join(" "), &[]).json(0)
+    });
+    let found = jobs.as_array().unwrap().iter().chain(gnn.as_array().unwrap()).cloned();
+    JOBS.iter().map(|(page, _)| *page).chain(["gnn_sampled"]).zip(found).collect()
+}
+
+fn rounded(value: &Value) -> String {
+    format!("{:.3}", value.as_f64().unwrap())
+}
+
+/// The efficiencies of all recorded jobs, and the least on the front page: ours with shared streams, and PyTorch's expandable segments.
 #[test]
-fn the_front_page_has_the_least_efficiency_of_the_recorded_jobs() {
-    let jobs = "replay gpt2 moe resnet50 llama fsdp fsdp1 --ranks 1 --passes 6 --streams shared --json";
-    let output = symmalloc(jobs, &[]).json(0);
-    let output = output.as_array().unwrap();
-    let least = |of: &dyn Fn(&serde_json::Value) -> f64| output.iter().map(of).fold(1.0, f64::min);
-    let ours = least(&|job| job["efficiency"].as_f64().unwrap());
-    let theirs = least(&|job| job["pytorch"][0]["efficiency"].as_f64().unwrap());
-    let row = format!("| **{ours:.3}** | {theirs:.3}, PyTorch's expandable segments |");
-    assert!(page("README.md").contains(&row), "README.md has no cell {row}");
+fn pages_have_the_efficiencies_of_the_recorded_jobs() {
+    let separate = counted("replay --ranks 1 --passes 6", "--config segments:expandable");
+    let shared = counted("replay --ranks 1 --passes 6 --streams shared", "--config segments:expandable,streams:shared");
+    let (mut least, mut least_of_pytorch) = (1.0_f64, 1.0_f64);
+    for ((job, found), (_, shared)) in separate.iter().zip(&shared) {
+        let cells = row("Recorded jobs", job);
+        let models = &found["pytorch"];
+        let numbers =
+            [&found["first_pass"], found, shared, &models[0], &models[1]].map(|of| rounded(&of["efficiency"]));
+        assert_eq!([&cells[0], &cells[1], &cells[2], &cells[4], &cells[5]], numbers.each_ref(), "{job} in {MEASURED}");
+        if *job != "gnn_sampled" {
+            least = least.min(shared["efficiency"].as_f64().unwrap());
+            least_of_pytorch = least_of_pytorch.min(models[0]["efficiency"].as_f64().unwrap());
+        }
+    }
+    let cell = format!("| **{least:.3}** | {least_of_pytorch:.3}, PyTorch's expandable segments |");
+    assert!(page("README.md").contains(&cell), "README.md has no cell {cell}");
+    let stitched = symmalloc("replay gnn --ranks 1 --passes 6 --json", &[]).json(0);
+    let [first, six] = [&stitched[0]["first_pass"], &stitched[0]].map(|of| rounded(&of["efficiency"]));
+    let sentence = format!("stitches: {first} in the first pass and {six} in six");
+    assert!(page(MEASURED).contains(&sentence), "{MEASURED}: {sentence}");
+}
+
+/// The plans of all recorded jobs, the least on the front page, and that of `gnn` on the page about plans.
+#[test]
+fn pages_have_the_plans_of_the_recorded_jobs() {
+    let thousands = |bytes: &Value, digits: usize| {
+        let text = format!("{:.digits$}", bytes.as_f64().unwrap() / f64::from(1 << 20));
+        let whole = text.find('.').unwrap_or(text.len());
+        if whole > 3 { format!("{},{}", &text[..whole - 3], &text[whole - 3..]) } else { text }
+    };
+    let mut least = 1.0_f64;
+    for (job, found) in counted("plan", "") {
+        let [live, planned, online] = ["peak_live_bytes", "planned_bytes", "online_bytes"].map(|key| &found[key]);
+        let efficiency = found["efficiency"].as_f64().unwrap();
+        let gained = (online.as_f64().unwrap() - planned.as_f64().unwrap()) / f64::from(1 << 20);
+        let of_online = live.as_f64().unwrap() / online.as_f64().unwrap();
+        let waits = |key: &str| found[key].to_string();
+        let [waits, online_waits] = ["waits", "online_waits"].map(|key| match waits(key) {
+            text if text.len() > 3 => format!("{},{}", &text[..text.len() - 3], &text[text.len() - 3..]),
+            text => text,
+        });
+        let expected = [
+            thousands(live, 1),
+            thousands(planned, 0),
+            format!("{efficiency:.4}"),
+            thousands(online, 0),
+            format!("{of_online:.3}"),
+            format!("{gained}"),
+            format!("{waits} ({online_waits})"),
+        ];
+        assert_eq!(row("Plans", job)[..7], expected, "{job} in {MEASURED}");
+        if job == "gnn_sampled" {
+            let sentence = format!("comes to {efficiency:.3}");
+            assert!(page("docs/plan.md").contains(&sentence), "docs/plan.md: {sentence}");
+            let gib = |key: &str| found[key].as_f64().unwrap() / f64::from(1 << 30);
+            let (reserved, held) = (gib("reserve_bytes"), gib("online_bytes"));
+            let sentence = format!("{reserved:.2} GiB, where the job with stitching holds {held:.2} GiB");
+            assert!(page("docs/plan.md").contains(&sentence), "docs/plan.md: {sentence}");
+        } else {
+            least = least.min(efficiency);
+        }
+    }
+    for (name, text) in [
+        ("README.md", format!("| **{least:.4}** | |")),
+        ("docs/plan.md", format!("Six of the seven recorded jobs come to {least:.4} of live and more")),
+    ] {
+        assert!(page(name).contains(&text), "{name} has no {text}");
+    }
+}
+
+/// The sizes of recordings on the page about recording.
+#[test]
+fn a_page_has_the_bytes_of_recordings() {
+    let folder = Folder::new();
+    let text = page("docs/recording.md");
+    let grouped = |number: u64| {
+        let digits = number.to_string();
+        let groups: Vec<&str> =
+            digits.as_bytes().rchunks(3).rev().map(|group| str::from_utf8(group).unwrap()).collect();
+        groups.join(",")
+    };
+    for (job, name) in JOBS {
+        let record = folder.path("job.trace.zst");
+        let said = symmalloc(&format!("replay {name} --ranks 1 --passes 1 --json --record {{}}"), &[&record]).json(0);
+        let (ops, bytes) = (said[0]["ops"].as_u64().unwrap(), fs::metadata(&record).unwrap().len());
+        let row = format!("| {job} | {} | {} | {:.2} |", grouped(ops), grouped(bytes), bytes as f64 / ops as f64);
+        assert!(text.contains(&row), "docs/recording.md has no row {row}");
+    }
+}
+
+/// The differences between the two ranks of the recorded FSDP job.
+#[test]
+fn a_page_has_the_differences_of_two_ranks() {
+    let [one, other] = [0, 1].map(|rank| recorded(&format!("fsdp1_train_rank{rank}.pickle.gz")));
+    let folder = Folder::new();
+    let said = symmalloc("chart {} --beside {} -o {} --json", &[&one, &other, &folder.path("ranks.svg")]).json(0);
+    let caption =
+        format!("Segments and blocks of both ranks, {} live allocations marked", said["beside"]["differing_live"]);
+    assert!(page("docs/pictures.md").contains(&caption), "docs/pictures.md: {caption}");
 }

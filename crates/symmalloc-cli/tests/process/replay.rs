@@ -5,7 +5,8 @@ use serde_json::Value;
 use std::io::Read;
 use std::process::Stdio;
 
-const KEYS: [&str; 24] = [
+const KEYS: [&str; 25] = [
+    "is_overwritten",
     "lived_before",
     "lived_before_bytes",
     "pytorch",

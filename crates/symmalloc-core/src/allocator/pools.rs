@@ -131,7 +131,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let mut gate = self.gate();
         let mut clocks = self.context.clocks.lock();
         let streams = self.streams.load(Ordering::Relaxed);
-        let id = u16::try_from(streams).ok().filter(|id| *id < u16::MAX);
+        let id = u16::try_from(streams).ok().filter(|id| *id <= StreamId::MAX.0);
         let id = id.ok_or(StreamError::TooManyStreams { streams })?;
         clocks.register();
         self.streams.store(streams + 1, Ordering::Release);

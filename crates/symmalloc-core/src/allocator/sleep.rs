@@ -102,6 +102,12 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let (entry, backend) = (change.entry, &self.context.backend);
         let mut remapped = Remapped { change, woken: Woken::default() };
         let needed_bytes = entry.heaps().map(|heap| heap.lock().asleep_bytes().1).sum();
+        // A limit is met before anything is mapped.
+        let room = entry.heaps().next().map_or(Ok(()), |heap| {
+            let heap = heap.lock();
+            heap.budgets(&self.context).charge(needed_bytes).map(drop)
+        });
+        room.map_err(|cause| SleepCause::Memory { needed_bytes, cause })?;
         let live = live_parts(entry);
         let fill = |kept: &Kept| (kept.image(), kept.parts_to_fill(live));
         let (image, parts) = entry.sleep.lock().kept.as_ref().map(fill).unwrap_or_default();

@@ -32,6 +32,11 @@ id! {
     pub struct StreamId(u16), "s"
 }
 
+impl StreamId {
+    /// The largest id: an allocator has 65,535 streams.
+    pub const MAX: StreamId = StreamId(u16::MAX - 1);
+}
+
 id! {
     /// A pool, numbered in the order in which the program creates pools. Pool 0 is the default pool. Never reused.
     pub struct PoolId(u32), "p"

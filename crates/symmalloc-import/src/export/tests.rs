@@ -115,6 +115,14 @@ fn names_and_pools_come_back() {
 }
 
 #[test]
+fn a_pool_that_sleeps_has_no_segments() {
+    let lines = ["stream s0", "pool p1", "a 0 4194304 s0", "a 1 8388608 s0 p1", "sleep drop p1"];
+    let (bytes, summary) = exported(&lines, "segments:expandable");
+    assert_eq!((summary.segments, summary.blocks), (1, 1));
+    assert_eq!(read(&bytes).summary.recorded_reserved_bytes_peak, Some(12 << 20));
+}
+
+#[test]
 fn a_running_allocator_is_exported_as_it_is() {
     let allocator = Allocator::<_>::new(SimBackend::builder().build(), Config::default()).unwrap();
     let stream = allocator.register_stream().unwrap();

@@ -3,7 +3,7 @@
 //! A snapshot with stack frames consists of 99 % stack frames, and its reader needs few keys. The caller therefore supplies a vocabulary of
 //! words, and
 //!
-//! * text outside of the vocabulary is [`Value::OtherText`]; floats, bytes, sets, booleans and None are [`Value::Nothing`]. [`Value::Text`]
+//! * text outside of the vocabulary is [`Value::OtherText`]; floats, bytes, sets, `False` and `None` are [`Value::Nothing`]. [`Value::Text`]
 //!   holds other text only if it is spelled out as the value of selected words;
 //! * a dict keeps only the entries whose key is a word;
 //! * a list keeps lists, and those nonempty dicts that the caller selects. It counts all of its items ([`List::len`]), so a reader that
@@ -42,6 +42,8 @@ pub(crate) struct TextId(u32);
 pub(crate) enum Value {
     /// A value that no snapshot reader needs.
     Nothing,
+    /// `True`.
+    True,
     /// Text in the vocabulary.
     Word(Word),
     /// Other text that is kept.

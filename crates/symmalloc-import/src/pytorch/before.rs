@@ -10,6 +10,8 @@
 //! segments, at the end   ── minus memory the trace obtained, plus memory it released ─► reserved at the beginning
 //! ```
 //!
+//! `trace_alloc_overflowed` in `allocator_settings` marks a ring buffer that lost entries. PyTorch up to 2.15.0 does not write it.
+//!
 //! Neither source states the order of allocation. Allocations that the trace frees come first, in the order of their frees, which the
 //! program determines. The others follow by stream and size, never by address, because addresses differ between ranks.
 
@@ -19,8 +21,9 @@ use super::error::{Found, SnapshotError};
 use super::frames;
 use super::trace::{DeviceTrace, TraceEntry};
 use super::words::{
-    ACTION, ACTIVE_ALLOCATED, ADDRESS, ALLOC, BLOCKS, DEVICE, FRAMES, FREE_REQUESTED, REQUESTED_SIZE, SEGMENT_ALLOC,
-    SEGMENT_FREE, SEGMENT_MAP, SEGMENT_POOL_ID, SEGMENT_UNMAP, SEGMENTS, SIZE, STATE, STREAM, TOTAL_SIZE, text,
+    ACTION, ACTIVE_ALLOCATED, ADDRESS, ALLOC, ALLOCATOR_SETTINGS, BLOCKS, DEVICE, FRAMES, FREE_REQUESTED,
+    REQUESTED_SIZE, SEGMENT_ALLOC, SEGMENT_FREE, SEGMENT_MAP, SEGMENT_POOL_ID, SEGMENT_UNMAP, SEGMENTS, SIZE, STATE,
+    STREAM, TOTAL_SIZE, TRACE_ALLOC_OVERFLOWED, text,
 };
 use crate::pickle::{DictId, Document, Item, ListId, Value, Word};
 use crate::transcript::{Address, RawPool, RawStream};
@@ -119,6 +122,16 @@ impl Before {
         let peak = u64::try_from(at_beginning + most).unwrap_or(u64::MAX);
         Ok(Before { lived, reserved_bytes_peak: has_segments.then_some(peak), pools })
     }
+}
+
+/// Returns `true` if the snapshot has the mark of a trace that lost entries.
+pub(super) fn has_overflowed(document: &Document) -> bool {
+    let field = |value, word| match value {
+        Value::Dict(dict) => document.values.field(dict, word),
+        _ => None,
+    };
+    let settings = field(document.root, ALLOCATOR_SETTINGS);
+    settings.and_then(|settings| field(settings, TRACE_ALLOC_OVERFLOWED)) == Some(Value::True)
 }
 
 /// Returns the devices with live blocks in their segments.

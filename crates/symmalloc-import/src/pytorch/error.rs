@@ -37,7 +37,7 @@ impl Found {
             Some(Value::OutOfRange) => Found::NumberOutOfRange,
             Some(Value::Dict(_)) => Found::Dict,
             Some(Value::List(_) | Value::Pair(..)) => Found::List,
-            Some(Value::Nothing) => Found::Other,
+            Some(Value::Nothing | Value::True) => Found::Other,
         }
     }
 }
@@ -150,7 +150,7 @@ pub enum SnapshotError {
         size_bytes: u64,
     },
     /// More streams than ids.
-    #[error("entry {entry} of device {device} uses stream number 65,537; a trace can hold 65,536")]
+    #[error("entry {entry} of device {device} uses stream number 65,536; a trace can hold 65,535")]
     TooManyStreams {
         /// The device.
         device: usize,

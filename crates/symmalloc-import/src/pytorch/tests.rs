@@ -276,9 +276,9 @@ fn an_entry_without_a_field_is_named() {
 
 #[test]
 fn more_streams_than_ids_are_refused() {
-    let rows: Vec<Row> = (0..=65_536).map(|stream| ("alloc", 512 * (stream + 1), 512, stream)).collect();
+    let rows: Vec<Row> = (0..=65_535).map(|stream| ("alloc", 512 * (stream + 1), 512, stream)).collect();
     let error = read(&snapshot(&[&rows])[..], &ReadOptions::default()).err().unwrap();
-    assert!(matches!(error, SnapshotError::TooManyStreams { device: 0, entry: 65_536 }), "{error}");
+    assert!(matches!(error, SnapshotError::TooManyStreams { device: 0, entry: 65_535 }), "{error}");
 }
 
 #[test]
@@ -395,6 +395,31 @@ fn what_is_live_at_the_end_and_not_allocated_in_the_trace_lived_before() {
     );
     assert_eq!((summary.lived_before, summary.lived_before_bytes), (4, 700));
     assert_eq!(summary.recorded_reserved_bytes_peak, Some(20 << 20));
+}
+
+#[test]
+fn a_trace_that_lost_entries_is_marked() {
+    let marked = |mark: Option<u8>| {
+        let mut pickle = Pickle::of_protocol(2).dict().mark().text("allocator_settings").dict().mark();
+        pickle = pickle.text("trace_alloc_max_entries").integer(2);
+        if let Some(opcode) = mark {
+            pickle = pickle.text("trace_alloc_overflowed").op(opcode);
+        }
+        pickle = pickle.op(SETITEMS).text("segments").list().text("device_traces").list().list().mark();
+        for (action, address) in [("free_completed", 0x1000), ("free_requested", 0x2000), ("free_completed", 0x2000)] {
+            pickle = pickle.dict().mark().text("action").text(action).text("addr").integer(address);
+            pickle = pickle.text("size").integer(512).text("stream").integer(0).op(SETITEMS);
+        }
+        let (records, summary) = read(&pickle.op(APPENDS).op(b'a').op(SETITEMS).stop()[..], &ReadOptions::default())
+            .unwrap_or_else(|error| panic!("{error}"))
+            .finish();
+        // The first was freed before the oldest entry that is left.
+        assert_eq!((records.len(), summary.lived_before), (3, 1));
+        summary.is_overwritten
+    };
+    const TRUE: u8 = 0x88;
+    const FALSE: u8 = 0x89;
+    assert_eq!([Some(TRUE), Some(FALSE), None].map(marked), [true, false, false]);
 }
 
 #[test]

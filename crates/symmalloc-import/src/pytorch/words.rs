@@ -44,6 +44,8 @@ words! {
     STATE = "state",
     REQUESTED_SIZE = "requested_size",
     ACTIVE_ALLOCATED = "active_allocated",
+    ALLOCATOR_SETTINGS = "allocator_settings",
+    TRACE_ALLOC_OVERFLOWED = "trace_alloc_overflowed",
 }
 
 /// Returns the text of a word.

@@ -85,7 +85,7 @@ pub enum RmmError {
         size_bytes: u64,
     },
     /// More streams than ids.
-    #[error("line {line} uses stream number 65,537; a trace can hold 65,536")]
+    #[error("line {line} uses stream number 65,536; a trace can hold 65,535")]
     TooManyStreams {
         /// The line.
         line: u64,

@@ -109,7 +109,7 @@ impl<'a> Fields<'a> {
         const EXPECTED: &str = "a stream: s0, s1, ...";
         let field = self.expect(EXPECTED)?;
         let digits = field.text.strip_prefix('s').ok_or_else(|| self.expected(field.column, EXPECTED))?;
-        Ok(StreamId(self.decimal(digits, field.column, EXPECTED, u16::MAX.into())? as u16))
+        Ok(StreamId(self.decimal(digits, field.column, EXPECTED, StreamId::MAX.0.into())? as u16))
     }
 
     #[inline]

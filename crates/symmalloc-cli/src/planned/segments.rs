@@ -1,0 +1,126 @@
+//! Segments of reserved pools, as large as a job needs that follows its plans.
+//!
+//! ```text
+//! plans ──► run with these pools expandable ──► peak of each heap ──► segments ──► run ──┬─ nothing refused: done
+//!                                                                        ▲               │
+//!                                                                        └──── + 1/8 ◄───┘ refused
+//! ```
+//!
+//! A heap that has its segment from the beginning places differently than one that grows, and may need a little more. Limits do not
+//! count here: whether the segments fit into them shows when the plans are adopted.
+
+use super::draft::{GRANULE_BYTES, contradicts};
+use crate::error::CliError;
+use crate::job::{JobError, Options};
+use crate::recorded::Recorded;
+use std::collections::BTreeMap;
+use symmalloc_core::config::{Config, ConfigError, PoolConfig, PoolConfigBuilder, SegmentPolicy};
+use symmalloc_core::ids::StreamId;
+use symmalloc_core::lock::Exclusive;
+use symmalloc_core::op::Op;
+use symmalloc_core::{Allocator, PoolId};
+use symmalloc_sim::SimBackend;
+use symmalloc_trace::plan::PlanFile;
+use symmalloc_trace::replay::{Replay, StepError};
+
+/// Rounds in which segments grow.
+const ROUNDS: u32 = 16;
+
+/// Bytes of the segments of reserved pools that have plans.
+type Segments = BTreeMap<PoolId, u64>;
+
+/// Returns the same plans, in reserved pools whose segments are as large as the job needs.
+pub(super) fn exact(recorded: &Recorded, file: PlanFile) -> Result<PlanFile, CliError> {
+    let is_reserved = |pool| matches!(config_of(&file, pool).segments(), SegmentPolicy::Reserved { .. });
+    let mut segments: Segments =
+        file.plans().map(|(pool, _)| pool).filter(|pool| is_reserved(*pool)).map(|pool| (pool, 0)).collect();
+    if segments.is_empty() {
+        return Ok(file);
+    }
+    let growing = with_pools(recorded, &file, None, |pool, builder| {
+        if segments.contains_key(&pool) { builder.expandable().limit_bytes(None) } else { builder }
+    })?;
+    let (peaks, _) = run(recorded, &growing, segments)?;
+    segments = peaks.into_iter().map(|(pool, bytes)| (pool, bytes.max(GRANULE_BYTES))).collect();
+    let with_segments = |segments: &Segments, limit_bytes, has_limits| {
+        with_pools(recorded, &file, limit_bytes, |pool, builder| match segments.get(&pool) {
+            Some(bytes) if has_limits => builder.reserved(*bytes),
+            Some(bytes) => builder.reserved(*bytes).limit_bytes(None),
+            None => builder,
+        })
+    };
+    for _ in 0..ROUNDS {
+        let (_, refused) = run(recorded, &with_segments(&segments, None, false)?, segments.clone())?;
+        if refused == 0 {
+            break;
+        }
+        segments.values_mut().for_each(|bytes| *bytes = (*bytes + *bytes / 8).next_multiple_of(GRANULE_BYTES));
+    }
+    with_segments(&segments, file.config().limit_bytes(), true)
+}
+
+fn config_of(file: &PlanFile, pool: PoolId) -> &PoolConfig {
+    file.pool_config(pool).expect("plans are of pools of the file")
+}
+
+/// Returns the plans of a file for pools that are changed.
+fn with_pools(
+    recorded: &Recorded,
+    file: &PlanFile,
+    limit_bytes: Option<u64>,
+    change: impl Fn(PoolId, PoolConfigBuilder) -> PoolConfigBuilder,
+) -> Result<PlanFile, CliError> {
+    let changed = |pool: PoolId, config: &PoolConfig| change(pool, config.to_builder()).build();
+    let config = || -> Result<Config, ConfigError> {
+        let default_pool = changed(PoolId::DEFAULT, file.config().default_pool())?;
+        file.config().to_builder().limit_bytes(limit_bytes).default_pool(default_pool).build()
+    };
+    let mut with_pools = PlanFile::new(config().map_err(|error| recorded.invalid(error))?);
+    for (pool, config) in file.pools() {
+        let config = changed(pool, config).map_err(|error| recorded.invalid(error))?;
+        with_pools.add_pool(pool, config).map_err(|source| contradicts(recorded, source))?;
+    }
+    for (pool, plan) in file.plans() {
+        with_pools.add_plan(pool, plan.clone()).map_err(|source| contradicts(recorded, source))?;
+    }
+    Ok(with_pools)
+}
+
+/// Carries the job out as planned. Returns the most that a heap of each of these pools holds, and how many requests they refuse.
+fn run(recorded: &Recorded, file: &PlanFile, mut most: Segments) -> Result<(Segments, u64), CliError> {
+    let failed = |error| super::not_followed(recorded, error);
+    let program = recorded.program();
+    let device = SimBackend::builder().memory_bytes(u64::MAX).build();
+    let allocator = Allocator::<_, Exclusive>::new(device, file.config().clone());
+    let allocator = allocator.map_err(|error| recorded.invalid(error))?;
+    let replay = Replay::following(&allocator, program, file);
+    let mut replay = replay.map_err(|error| failed(JobError::Plan { rank: 0, error }))?;
+    let note = |replay: &Replay<'_, _, _>, pool: PoolId, most: &mut u64| {
+        let Some(pool) = replay.pool_of(pool) else { return };
+        let streams = (0..program.stream_count()).map_while(|stream| u16::try_from(stream).ok()).map(StreamId);
+        let heaps = streams.filter_map(|stream| allocator.heap_stats(pool, stream).ok());
+        *most = heaps.map(|stats| stats.reserved_bytes.peak).fold(*most, u64::max);
+    };
+    let mut refused = 0;
+    for _ in 0..Options::default().passes.get() {
+        replay.begin_pass().map_err(|error| failed(JobError::Pass { rank: 0, error }))?;
+        for (op, call) in program.ops().iter().enumerate() {
+            if let Op::DestroyPool { pool } = call
+                && let Some(most) = most.get_mut(pool)
+            {
+                note(&replay, *pool, most);
+            }
+            match (replay.step(call), call) {
+                (Ok(_) | Err(StepError::NotLive { .. }), _) => {}
+                (Err(StepError::Allocate(_)), Op::Allocate { pool, .. }) => {
+                    refused += u64::from(most.contains_key(pool));
+                }
+                (Err(StepError::Allocate(_)), _) => {}
+                (Err(error), _) => return Err(failed(JobError::Step { rank: 0, op, error })),
+            }
+        }
+        replay.free_all().map_err(|error| failed(JobError::Free { rank: 0, error }))?;
+        most.iter_mut().for_each(|(pool, most)| note(&replay, *pool, most));
+    }
+    Ok((most, refused))
+}
