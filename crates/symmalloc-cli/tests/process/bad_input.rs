@@ -1,6 +1,6 @@
 //! Invalid input: errors on stderr with advice, exit code 2, and no panics.
 
-use crate::{Folder, Said, command, recorded, symmalloc};
+use crate::{CommandOutput, Folder, command, recorded, symmalloc};
 use serde_json::Value;
 use std::fs::{self, OpenOptions};
 use std::io::Write;
@@ -11,8 +11,8 @@ use symmalloc_import::compression::Compressor;
 use symmalloc_watchdog::FlightRecord;
 
 #[track_caller]
-fn assert_refused(printed: &Said, wanted: &[&str]) {
-    let Said { code, stdout, stderr } = printed;
+fn assert_refused(printed: &CommandOutput, wanted: &[&str]) {
+    let CommandOutput { code, stdout, stderr } = printed;
     assert_eq!(*code, Some(2), "stderr:\n{stderr}");
     // With --json there is one document on stdout, with the same error.
     if !stdout.is_empty() {
@@ -417,7 +417,7 @@ fn a_full_disk_behind_stdout() {
     let folder = Folder::new();
     let trace = folder.trace("good.trace", &["stream s0"]);
     let full = OpenOptions::new().write(true).open("/dev/full").unwrap();
-    let printed: Said = command().arg("replay").arg(&trace).stdout(full).output().unwrap().into();
+    let printed: CommandOutput = command().arg("replay").arg(&trace).stdout(full).output().unwrap().into();
     assert_refused(&printed, &["stdout"]);
 }
 

@@ -1,6 +1,6 @@
 //! `symmalloc diff` of flight records: missing ranks, ranks that are behind, and differences.
 
-use crate::{Folder, Said, symmalloc};
+use crate::{CommandOutput, Folder, symmalloc};
 use serde_json::json;
 use std::path::{Path, PathBuf};
 use symmalloc_watchdog::{
@@ -68,7 +68,7 @@ fn written(folder: &Folder, records: &[FlightRecord]) -> Vec<PathBuf> {
 }
 
 /// Compares these records.
-fn compared(records: &[FlightRecord], flags: &str) -> Said {
+fn compared(records: &[FlightRecord], flags: &str) -> CommandOutput {
     let folder = Folder::new();
     let paths = written(&folder, records);
     let paths: Vec<&Path> = paths.iter().map(PathBuf::as_path).collect();
@@ -76,7 +76,7 @@ fn compared(records: &[FlightRecord], flags: &str) -> Said {
 }
 
 #[track_caller]
-fn assert_says(output: &Said, code: i32, wanted: &[&str]) {
+fn assert_says(output: &CommandOutput, code: i32, wanted: &[&str]) {
     let text = &output.exited(code).stdout;
     for wanted in wanted {
         assert!(text.contains(wanted), "no {wanted:?} in:\n{text}");

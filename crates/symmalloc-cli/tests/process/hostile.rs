@@ -1,6 +1,6 @@
 //! Foreign text: names, file names and flight records that try to deceive readers or to slow down the program.
 
-use super::{Folder, Said, command, snapshot};
+use super::{CommandOutput, Folder, command, snapshot};
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -10,7 +10,7 @@ const HOSTILE: &str =
 
 /// Runs the program. Asserts that its output has no hidden characters, and no line that comes from a name.
 #[track_caller]
-fn run(args: &[&str], paths: &[&Path]) -> Said {
+fn run(args: &[&str], paths: &[&Path]) -> CommandOutput {
     let mut paths = paths.iter();
     let mut command = command();
     for arg in args {
@@ -19,7 +19,7 @@ fn run(args: &[&str], paths: &[&Path]) -> Said {
             arg => command.arg(arg),
         };
     }
-    let printed = Said::from(command.output().unwrap());
+    let printed = CommandOutput::from(command.output().unwrap());
     for text in [&printed.stdout, &printed.stderr] {
         shows_everything(text);
         assert!(!text.lines().any(|line| line.starts_with("ops  the same")), "a foreign line:\n{text}");

@@ -48,13 +48,13 @@ impl Folder {
 }
 
 /// Result of a process.
-struct Said {
+struct CommandOutput {
     code: Option<i32>,
     stdout: String,
     stderr: String,
 }
 
-impl Said {
+impl CommandOutput {
     /// Returns the JSON on stdout. Asserts that the process exited with `code` and wrote nothing to stderr.
     #[track_caller]
     fn json(&self, code: i32) -> Value {
@@ -69,9 +69,9 @@ impl Said {
     }
 }
 
-impl From<Output> for Said {
+impl From<Output> for CommandOutput {
     fn from(output: Output) -> Self {
-        Said {
+        CommandOutput {
             code: output.status.code(),
             stdout: String::from_utf8(output.stdout).unwrap(),
             stderr: String::from_utf8(output.stderr).unwrap(),
@@ -84,7 +84,7 @@ fn command() -> Command {
 }
 
 /// Runs `symmalloc ARGS`. Arguments are separated by spaces; each `{}` is replaced by the next path.
-fn symmalloc(args: &str, paths: &[&Path]) -> Said {
+fn symmalloc(args: &str, paths: &[&Path]) -> CommandOutput {
     let mut paths = paths.iter();
     let mut command = command();
     for arg in args.split(' ') {

@@ -50,15 +50,15 @@ fn numbers(job: &Path) -> Numbers {
     } else {
         for flags in ["", " -o {}"] {
             let paths = [job, &file];
-            let said = symmalloc(&format!("plan {{}} --json{flags}"), &paths[..1 + flags.len() / 6]).json(0);
-            assert_eq!(bytes(&said[0], "online_bytes"), online_bytes, "plan and report");
-            let is_planned = said[0]["plans"] != 0;
-            assert_eq!(is_planned.then(|| bytes(&said[0], "planned_bytes")), planned_bytes, "plan and report");
-            assert_eq!(said[0]["online_refused"], own["refused"], "plan and report");
+            let output = symmalloc(&format!("plan {{}} --json{flags}"), &paths[..1 + flags.len() / 6]).json(0);
+            assert_eq!(bytes(&output[0], "online_bytes"), online_bytes, "plan and report");
+            let is_planned = output[0]["plans"] != 0;
+            assert_eq!(is_planned.then(|| bytes(&output[0], "planned_bytes")), planned_bytes, "plan and report");
+            assert_eq!(output[0]["online_refused"], own["refused"], "plan and report");
             if !flags.is_empty() {
                 let followed = symmalloc("replay {} --plan {} --ranks 2 --json", &[job, &file]);
                 let followed: Value = serde_json::from_str(&followed.stdout).expect("the plan is followed");
-                assert_eq!(followed[0]["peak_reserved_bytes"], said[0]["planned_bytes"], "replay --plan and plan");
+                assert_eq!(followed[0]["peak_reserved_bytes"], output[0]["planned_bytes"], "replay --plan and plan");
                 assert_eq!(followed[0]["aligned"], true);
             }
         }
@@ -167,10 +167,10 @@ fn a_job_that_cannot_be_planned_has_all_pages_without_a_plan() {
     let job = job("pools_take_turns.trace");
     assert_eq!(numbers(&job), Numbers { planned_bytes: None, online_bytes: 60 * MIB, refused: 4 });
     let folder = Folder::new();
-    let said = symmalloc("plan {} -o {}", &[&job, &folder.path("job.plan")]);
-    assert_eq!((said.code, said.stdout.as_str()), (Some(2), ""), "{}", said.stderr);
+    let output = symmalloc("plan {} -o {}", &[&job, &folder.path("job.plan")]);
+    assert_eq!((output.code, output.stdout.as_str()), (Some(2), ""), "{}", output.stderr);
     for words in ["cannot be planned, in pool p2", "the allocator's limit is 100.00 MiB", "raise the pool's limit_mb"] {
-        assert!(said.stderr.contains(words), "{words} in {}", said.stderr);
+        assert!(output.stderr.contains(words), "{words} in {}", output.stderr);
     }
 }
 
@@ -178,13 +178,13 @@ fn a_job_that_cannot_be_planned_has_all_pages_without_a_plan() {
 fn a_job_that_gives_back_under_its_limit_is_planned_within_it() {
     assert_eq!(numbers(&job("gives_back_under_limit.trace")), planned(250 * MIB, 250 * MIB));
     let job = job("gives_back_under_limit.trace");
-    let said = symmalloc("plan {}", &[&job]).exited(0).stdout.clone();
+    let output = symmalloc("plan {}", &[&job]).exited(0).stdout.clone();
     let wanted = "No reservation fits the whole job without a plan: all pools together need 350.00 MiB, but the limit is 260.00 MiB.";
-    assert!(said.contains(wanted), "{said}");
+    assert!(output.contains(wanted), "{output}");
     let folder = Folder::new();
     let out = folder.path("reserved.trace");
-    let said = symmalloc("plan {} --reservations {}", &[&job, &out]);
-    assert!(said.code == Some(2) && said.stderr.contains("need 350.00 MiB"), "{}", said.stderr);
+    let output = symmalloc("plan {} --reservations {}", &[&job, &out]);
+    assert!(output.code == Some(2) && output.stderr.contains("need 350.00 MiB"), "{}", output.stderr);
     assert!(!out.exists());
 }
 
@@ -301,8 +301,8 @@ fn a_job_with_refused_requests_has_a_plan_that_is_followed_or_none() {
             ["config limit_mb:8", "stream s0", step[0], "a 0 6291456 s0", "a 1 6291456 s0", "f 0", "f 1", step[1]];
         let found = numbers(&folder.trace("refused.trace", &lines));
         assert_eq!((found.planned_bytes, found.refused), (None, 5), "{step:?}");
-        let said = symmalloc("plan {} -o {}", &[&folder.path("refused.trace"), &folder.path("refused.plan")]);
-        assert!(said.code == Some(2) && said.stderr.contains("limit"), "{}", said.stderr);
+        let output = symmalloc("plan {} -o {}", &[&folder.path("refused.trace"), &folder.path("refused.plan")]);
+        assert!(output.code == Some(2) && output.stderr.contains("limit"), "{}", output.stderr);
     }
 }
 
@@ -313,8 +313,8 @@ fn the_last_stream_of_a_trace_is_planned() {
     let mut lines: Vec<&str> = streams.iter().map(String::as_str).collect();
     lines.extend(["a 0 8388608 s65534", "f 0"]);
     let job = folder.trace("job.trace", &lines);
-    let said = symmalloc("plan {} --json", &[&job]).json(0);
-    assert_eq!((bytes(&said[0], "planned_bytes"), &said[0]["holds"]), (8 * MIB, &true.into()), "{said}");
+    let output = symmalloc("plan {} --json", &[&job]).json(0);
+    assert_eq!((bytes(&output[0], "planned_bytes"), &output[0]["holds"]), (8 * MIB, &true.into()), "{output}");
     let [page, picture, snapshot, trace] =
         ["job.html", "job.svg", "job.pickle", "again.trace"].map(|name| folder.path(name));
     symmalloc("replay {} --ranks 2", &[&job]).exited(0);
@@ -338,12 +338,12 @@ fn the_last_stream_of_a_trace_is_planned() {
         ("diff {} {}", &[&job, &trace]),
         ("simulate {} --out {}", &[&job, &folder.path("failures")]),
     ] {
-        let said = symmalloc(command, paths);
-        assert_eq!((said.code, said.stdout.as_str()), (Some(2), ""), "{command}");
+        let output = symmalloc(command, paths);
+        assert_eq!((output.code, output.stdout.as_str()), (Some(2), ""), "{command}");
         assert!(
-            said.stderr.contains("line 65537, column 8: the number is too large; the largest here is 65534"),
+            output.stderr.contains("line 65537, column 8: the number is too large; the largest here is 65534"),
             "{}",
-            said.stderr
+            output.stderr
         );
     }
 }
@@ -387,10 +387,10 @@ fn a_job_that_stops_as_planned_has_no_plan_and_a_reason() {
     ];
     let job = folder.trace("job.trace", &lines);
     assert_eq!(numbers(&job), Numbers { planned_bytes: None, online_bytes: 24 * MIB, refused: 0 });
-    let said = symmalloc("plan {}", &[&job]);
-    assert_eq!((said.code, said.stdout.as_str()), (Some(2), ""), "{}", said.stderr);
+    let output = symmalloc("plan {}", &[&job]);
+    assert_eq!((output.code, output.stdout.as_str()), (Some(2), ""), "{}", output.stderr);
     for words in ["cannot be carried out as planned", "op 8", "limit is 26.00 MiB", "raise total_limit_mb"] {
-        assert!(said.stderr.contains(words), "{words} in {}", said.stderr);
+        assert!(output.stderr.contains(words), "{words} in {}", output.stderr);
     }
 }
 
@@ -420,10 +420,10 @@ fn what_is_reserved_for_a_stitching_pool_holds() {
     ];
     let job = folder.trace("job.trace", &lines);
     assert_eq!(numbers(&job), planned(24 * MIB, 24 * MIB));
-    let said = symmalloc("plan {} --json", &[&job]).json(0);
+    let output = symmalloc("plan {} --json", &[&job]).json(0);
     assert_eq!(
-        (&said[0]["holds"], &said[0]["with"]["first_pass"]["memory_calls"]),
+        (&output[0]["holds"], &output[0]["with"]["first_pass"]["memory_calls"]),
         (&true.into(), &0.into()),
-        "{said}"
+        "{output}"
     );
 }

@@ -131,8 +131,8 @@ fn a_page_has_the_bytes_of_recordings() {
     };
     for (job, name) in JOBS {
         let record = folder.path("job.trace.zst");
-        let said = symmalloc(&format!("replay {name} --ranks 1 --passes 1 --json --record {{}}"), &[&record]).json(0);
-        let (ops, bytes) = (said[0]["ops"].as_u64().unwrap(), fs::metadata(&record).unwrap().len());
+        let output = symmalloc(&format!("replay {name} --ranks 1 --passes 1 --json --record {{}}"), &[&record]).json(0);
+        let (ops, bytes) = (output[0]["ops"].as_u64().unwrap(), fs::metadata(&record).unwrap().len());
         let row = format!("| {job} | {} | {} | {:.2} |", grouped(ops), grouped(bytes), bytes as f64 / ops as f64);
         assert!(text.contains(&row), "docs/recording.md has no row {row}");
     }
@@ -143,8 +143,8 @@ fn a_page_has_the_bytes_of_recordings() {
 fn a_page_has_the_differences_of_two_ranks() {
     let [one, other] = [0, 1].map(|rank| recorded(&format!("fsdp1_train_rank{rank}.pickle.gz")));
     let folder = Folder::new();
-    let said = symmalloc("chart {} --beside {} -o {} --json", &[&one, &other, &folder.path("ranks.svg")]).json(0);
+    let output = symmalloc("chart {} --beside {} -o {} --json", &[&one, &other, &folder.path("ranks.svg")]).json(0);
     let caption =
-        format!("Segments and blocks of both ranks, {} live allocations marked", said["beside"]["differing_live"]);
+        format!("Segments and blocks of both ranks, {} live allocations marked", output["beside"]["differing_live"]);
     assert!(page("docs/pictures.md").contains(&caption), "docs/pictures.md: {caption}");
 }

@@ -1,6 +1,6 @@
 //! Tests of `symmalloc plan`.
 
-use crate::{Folder, Said, recorded, symmalloc};
+use crate::{CommandOutput, Folder, recorded, symmalloc};
 use serde_json::{Value, json};
 use std::fs;
 use std::path::Path;
@@ -17,7 +17,7 @@ const JOBS: [&str; 6] = [
 
 /// Returns the only planned job.
 #[track_caller]
-fn one(output: &Said) -> Value {
+fn one(output: &CommandOutput) -> Value {
     let list = output.json(0);
     let [plan] = list.as_array().unwrap().as_slice() else { panic!("not one job: {list}") };
     plan.clone()

@@ -1,6 +1,6 @@
 //! Tests of `symmalloc run` with a CUDA program in C, on a stub of libcuda. They are skipped if there is no C compiler.
 
-use crate::{Folder, Said, symmalloc};
+use crate::{CommandOutput, Folder, symmalloc};
 use std::fs;
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -46,17 +46,17 @@ impl Job {
         command
     }
 
-    fn run(&self, flags: &str, what: &str) -> Said {
+    fn run(&self, flags: &str, what: &str) -> CommandOutput {
         self.command(flags, what).output().expect("the program starts").into()
     }
 
     /// Runs two ranks, started by a shell script.
-    fn ranks(&self, flags: &str, what: &str) -> Said {
+    fn ranks(&self, flags: &str, what: &str) -> CommandOutput {
         self.launched("RANK=0 WORLD_SIZE=2 \"$@\" & RANK=1 WORLD_SIZE=2 \"$@\" & wait", flags, what)
     }
 
     /// Runs a script that starts the program as `"$@"`.
-    fn launched(&self, script: &str, flags: &str, what: &str) -> Said {
+    fn launched(&self, script: &str, flags: &str, what: &str) -> CommandOutput {
         let command = self.command(flags, what);
         let launcher = self.folder.file("launcher", format!("{script}\n"));
         let arguments: Vec<_> = command.get_args().map(std::ffi::OsStr::to_owned).collect();
@@ -170,7 +170,7 @@ fn a_check_needs_ranks() {
     let Some(job) = Job::new() else { return };
     let printed = job.run("--check", "");
     assert!(printed.code == Some(2) && printed.stderr.contains("torchrun"), "{}", printed.stderr);
-    let printed: Said = job.command("--check", "").env("RANK", "0").output().expect("starts").into();
+    let printed: CommandOutput = job.command("--check", "").env("RANK", "0").output().expect("starts").into();
     assert!(printed.code == Some(2) && printed.stderr.contains("cannot see the other ranks"), "{}", printed.stderr);
 }
 
@@ -209,7 +209,7 @@ fn a_program_that_dies_leaves_a_recording() {
 #[test]
 fn what_cannot_be_started_is_told() {
     let Some(job) = Job::new() else { return };
-    let started = |program: &str, flags: &str| -> Said {
+    let started = |program: &str, flags: &str| -> CommandOutput {
         let mut command = job.command(flags, "");
         let arguments: Vec<_> = command.get_args().map(std::ffi::OsStr::to_owned).collect();
         command = crate::command();
