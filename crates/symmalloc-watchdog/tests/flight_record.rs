@@ -205,7 +205,7 @@ fn a_rank_without_a_record_is_named() {
     assert_eq!(missing.to_string(), format!("{list} left no record, or their files were not given"));
     assert_eq!(findings(&[rank(0, 2, &[8], 1), rank(0, 2, &[8], 1)]), [Finding::RankTwice { rank: 0 }]);
     let differ = findings(&[rank(0, 2, &[8], 1), rank(1, 3, &[8], 1)]);
-    assert_eq!(differ[0], Finding::RanksDiffer { output: vec![(2, vec![0]), (3, vec![1])] });
+    assert_eq!(differ[0], Finding::RanksDiffer { said: vec![(2, vec![0]), (3, vec![1])] });
     assert_eq!(differ[0].to_string(), "the records disagree on the number of ranks: 2 on rank 0; 3 on rank 1");
 }
 
