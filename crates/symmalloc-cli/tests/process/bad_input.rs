@@ -67,7 +67,7 @@ fn a_missing_file() {
 #[test]
 fn a_folder() {
     let folder = Folder::new();
-    assert_unreadable(folder.0.path(), &["help: give a file"]);
+    assert_unreadable(folder.0.path(), &["help: give a readable file"]);
 }
 
 #[test]
@@ -107,7 +107,7 @@ fn a_trace_that_contradicts_itself() {
     let folder = Folder::new();
     assert_unreadable(
         &folder.trace("twice.trace", &["stream s0", "a 0 512 s0", "f 0", "f 0"]),
-        &["line 5", "freed already"],
+        &["line 5", "already freed"],
     );
     assert_unreadable(&folder.trace("unknown.trace", &["stream s0", "allocate 0 512 s0"]), &["line 3"]);
 }
@@ -326,7 +326,7 @@ fn flight_records_that_cannot_be_compared() {
         ("begun.json", "{", &["is not a flight record"]),
         ("empty.json", "", &["is not a flight record"]),
         ("foreign.json", "{\"a\": 1}", &["is not a flight record", "symmalloc_flight_record"]),
-        ("later.json", &later, &["version 2", "reads version 1", "help: read it with"]),
+        ("later.json", &later, &["version 2", "reads only version 1", "help: read it with"]),
     ] {
         let path = folder.file(name, content);
         let wanted = [&[name], wanted].concat();

@@ -111,9 +111,9 @@ fn a_rank_behind_and_a_rank_without_a_record_are_named_with_what_others_wait_for
         "rank 1 did not come to collective 3 (all_reduce of 4 float32), which others submitted",
         "  0             3         2    aborted  3: all_reduce of 4 float32, running, submitted 10.2 s ago  \
          rank 3 is gone: its process ended\n",
-        "  1             2         2      ready  nothing                                                     \
+        "  1             2         2      ready  nothing                                                    \
          asked for; silent for 4250 ms (seen by rank 0)\n",
-        "  3             2         2  no record  unknown                                                     \
+        "  3             2         2  no record  unknown                                                    \
          gone: its process ended (seen by 2 ranks)\n",
     ];
     assert_says(&output, 3, &wanted);
@@ -168,7 +168,7 @@ fn a_receive_that_a_rank_waits_for_is_shown() {
     (receive.is_point_to_point, receive.state) = (true, CollectiveState::Running);
     receive.signature = signature("recv", 8);
     ranks[1].communicators[0].collectives.push(receive);
-    assert_says(&compared(&ranks, ""), 3, &["recv of 8 float32 is not", "after 1: recv of 8 float32, running"]);
+    assert_says(&compared(&ranks, ""), 3, &["recv of 8 float32 has not", "after 1: recv of 8 float32, running"]);
 }
 
 #[test]
