@@ -20,7 +20,8 @@ pub struct RankOutput {
 }
 
 /// Runs `body` in one process per rank, inside a test on the stubs. `options` are added to the environment of the test. Returns the outcome
-/// of each process. A process that takes half of the test's time limit is killed. In a rank's process, runs `body` and exits.
+/// of each process. A process that takes half of the test's time limit is killed. Each process executes
+/// the test again, in which this function runs `body` and exits.
 ///
 /// # Panics
 /// Panics if a process cannot be started.

@@ -11,8 +11,8 @@ use std::error::Error;
 /// The error of a sink.
 pub type SinkError = Box<dyn Error + Send + Sync>;
 
-/// The receiver of records. Every call is made under a lock that all recorded ops need: it must be quick and must not
-/// use the allocator. If it does, its ops are executed without records, and the recording ends with
+/// The receiver of records. Every call is made under a lock that all recorded ops need: implementations must return
+/// quickly and must not use the allocator. If one does, its ops are executed without records, and the recording ends with
 /// [`RecordingEnd::Reentered`].
 pub trait Sink: Send {
     /// Begins the recording of an allocator with this configuration.
@@ -43,7 +43,7 @@ pub struct Recorded {
     pub records: u64,
 }
 
-/// The error of starting a recording. Nothing has changed.
+/// An error returned when a recording is started. Nothing has changed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StartRecordingError {
@@ -53,7 +53,7 @@ pub enum StartRecordingError {
     /// The allocator was used before.
     #[error(
         "{pool} has had {ops} ops: a recording replays only from the start, so begin it before the first allocation, \
-         right after the allocator was made"
+         right after creating the allocator"
     )]
     InUse {
         /// The first used pool.
@@ -118,7 +118,9 @@ pub enum RecordingEnd {
     LimitChanged,
     /// A segment was removed between an observer's `unread` and its `acknowledge`: no trace can represent which entries
     /// the observer had read.
-    #[error("a segment died between an observer's `unread` and its `acknowledge`: trim observed pools at another time")]
+    #[error(
+        "a segment was released between an observer's `unread` and its `acknowledge`: trim observed pools at another time"
+    )]
     LateDeath,
     /// A sink or a backend panicked in the middle of an op. The recording may be incomplete, and the sink's `finish`
     /// was not called.

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   first line ──► [config] ──► record ──► record ──► ... ──► end N ──► nothing
-//!                                  └── input ends here: torn, all whole records were yielded
+//!                                  └── input ends here: truncated, all whole records were yielded
 //! ```
 
 use std::io::BufRead;
