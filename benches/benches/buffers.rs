@@ -273,12 +273,8 @@ fn live_blocks_table() {
     let count = 10_000_000;
     let allocator = ours(Segments::Expandable, StreamPolicy::Separate);
     let stream = allocator.register_stream().expect("few streams");
-    let allocate = |size_bytes| {
-        allocator
-            .allocate(PoolId::DEFAULT, stream, size_bytes)
-            .expect("the simulated device has unlimited memory")
-            .handle
-    };
+    let allocate =
+        |size_bytes| allocator.allocate(PoolId::DEFAULT, stream, size_bytes).expect("memory is unlimited").handle;
     // Initialized to touch the pages, so that they do not count as new resident memory.
     let first = allocate(512);
     let mut handles: Vec<Handle> = vec![first; count];

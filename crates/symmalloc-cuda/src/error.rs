@@ -169,7 +169,9 @@ pub enum CudaError {
     #[error(transparent)]
     Driver(#[from] DriverError),
     /// The device does not exist.
-    #[error("there is no device {ordinal}, the driver reports {devices}: check nvidia-smi and CUDA_VISIBLE_DEVICES")]
+    #[error(
+        "device {ordinal} does not exist; the driver reports {devices} devices: check nvidia-smi and CUDA_VISIBLE_DEVICES"
+    )]
     NoSuchDevice {
         /// The requested ordinal.
         ordinal: usize,

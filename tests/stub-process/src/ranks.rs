@@ -39,7 +39,7 @@ pub fn ranks(count: usize, options: &[(&str, &str)], body: impl FnOnce(usize)) -
     let limit = child::limit() / 2;
     let wait = |(rank, child): (usize, Running)| {
         let child::Ended { status, stdout, stderr, is_late } = child.wait(limit);
-        let late = if is_late { format!("\nLATE it was killed after {limit:?}\n") } else { String::new() };
+        let late = if is_late { format!("\nLATE killed after {limit:?}\n") } else { String::new() };
         RankOutput { rank, is_success: status.success(), text: stdout + &stderr + &late, ended: SystemTime::now() }
     };
     std::thread::scope(|scope| {

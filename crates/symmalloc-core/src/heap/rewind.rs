@@ -230,7 +230,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Returns another set of the same fences. An event belongs to one fence, so the new set has ticks only: its next
-    /// user waits for all work on the streams up to these ticks, which is slightly more than necessary.
+    /// user waits for all work that the streams have when it is allocated, which is slightly more than necessary.
     pub(super) fn without_events(&mut self, set: FenceSetId) -> FenceSetId {
         let copies: Fences = self.fences.fences(set).iter().map(|fence| Fence { event: None, ..*fence }).collect();
         self.fences.insert(copies)

@@ -160,7 +160,9 @@ pub enum Obstacle {
     #[error("a lost communicator has windows on the pool: end the processes that it waits for, and try again")]
     Lost,
     /// The device is out of memory.
-    #[error("the device refused {needed_bytes} bytes, code {code}: free memory there, and wake again")]
+    #[error(
+        "the device is out of memory ({needed_bytes} bytes needed, code {code}): free memory there, and wake again"
+    )]
     Memory {
         /// Bytes that the pool needs.
         needed_bytes: u64,
@@ -293,8 +295,8 @@ pub enum SleepError {
     },
     /// All ranks sleep, but some could not release their memory: a lost communicator has windows on it, or a driver call failed.
     #[error(
-        "communicator \"{communicator}\": the pool sleeps, but the memory of ranks {ranks} is held, by a lost communicator or the driver: sleep \
-         again once that has ended"
+        "communicator \"{communicator}\": the pool sleeps, but the memory of ranks {ranks} could not be released, because a communicator \
+         is lost or a driver call failed: end the lost communicator, and sleep again"
     )]
     Held {
         /// The communicator.
