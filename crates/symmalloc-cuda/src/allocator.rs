@@ -48,7 +48,7 @@ impl CudaAllocator {
     /// Creates an allocator of a device's memory with default options. Takes no device memory yet.
     ///
     /// # Errors
-    /// Returns an error if the driver refuses, or the configuration does not fit the device.
+    /// Returns an error if a driver call fails, or the configuration does not fit the device.
     pub fn new(device: &Arc<CudaDevice>, config: Config) -> Result<Self, CudaError> {
         Self::with_backend(CudaBackend::builder(device).build()?, config)
     }
@@ -159,7 +159,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// [`relend_stream`](Self::relend_stream) assigns it to another stream. The driver is not called with the returned stream again.
     ///
     /// # Errors
-    /// Returns an error if the stream was not lent, or the driver refuses. Nothing changes in that case.
+    /// Returns an error if the stream was not lent, or a driver call fails. Nothing changes in that case.
     pub fn return_stream(&self, id: StreamId) -> Result<(), CudaError> {
         Ok(self.state().streams().return_lent(id)?)
     }
@@ -193,7 +193,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// wait for this work again. During a capture of `on`, `stream` joins the capture.
     ///
     /// # Errors
-    /// Returns an error if a stream cannot be registered or the driver refuses. No wait is added in that case.
+    /// Returns an error if a stream cannot be registered or a driver call fails. No wait is added in that case.
     pub fn wait(&self, stream: &Arc<CudaStream>, on: &Arc<CudaStream>) -> Result<(), CudaError> {
         let (stream, on) = (self.register_stream(stream)?, self.register_stream(on)?);
         Ok(self.state().wait(stream, on).map_err(DriverError::from)?)
@@ -202,7 +202,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// Blocks the host until all work submitted to the stream so far is done. Later reuse does not wait for this work again.
     ///
     /// # Errors
-    /// Returns an error if the stream cannot be registered, or the driver refuses or reports that work failed.
+    /// Returns an error if the stream cannot be registered, or a driver call fails or reports that work failed.
     pub fn synchronize(&self, stream: &Arc<CudaStream>) -> Result<(), CudaError> {
         let stream = self.register_stream(stream)?;
         Ok(self.state().synchronize(stream).map_err(DriverError::from)?)
@@ -212,7 +212,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// work is done.
     ///
     /// # Errors
-    /// Returns an error if the driver refuses or reports that work failed.
+    /// Returns an error if a driver call fails or reports that work failed.
     pub fn synchronize_all(&self, deadline: Instant) -> Result<bool, CudaError> {
         Ok(self.state().streams().synchronize_all(deadline).map_err(DriverError::from)?)
     }
@@ -221,7 +221,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// reuse does not wait for this work again. Call this before a capture begins, so that the capture has no earlier work to wait for.
     ///
     /// # Errors
-    /// Returns an error if the driver refuses or reports that work failed.
+    /// Returns an error if a driver call fails or reports that work failed.
     pub fn synchronize_uncaptured(&self) -> Result<(), CudaError> {
         let streams = self.state().streams();
         for (stream, raw) in streams.iter() {
@@ -236,7 +236,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// part of a capture that other code began. Queries the driver once per registered stream.
     ///
     /// # Errors
-    /// Returns an error if the driver refuses.
+    /// Returns an error if a driver call fails.
     pub fn is_capturing(&self) -> Result<bool, CudaError> {
         Ok(self.state().streams().is_capturing()?)
     }

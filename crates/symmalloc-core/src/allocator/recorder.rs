@@ -1,4 +1,4 @@
-//! The parts of a recording: the sink that receives records, and the reasons for which it ends.
+//! The parts of a recording: the sink that receives records, and the reasons why it ends.
 
 use crate::config::Config;
 use crate::config::op::Record;
@@ -8,7 +8,7 @@ use crate::types::ids::{AllocationId, ObserverId, PoolId};
 use crate::types::look_up::LookUp;
 use std::error::Error;
 
-/// The error of a sink.
+/// An error of a sink.
 pub type SinkError = Box<dyn Error + Send + Sync>;
 
 /// The receiver of records. Every call is made under a lock that all recorded ops need: implementations must return
@@ -18,20 +18,20 @@ pub trait Sink: Send {
     /// Begins the recording of an allocator with this configuration.
     ///
     /// # Errors
-    /// When the sink cannot begin.
+    /// Returns an error if the sink cannot begin.
     fn begin(&mut self, config: &Config) -> Result<(), SinkError>;
 
     /// Receives the next record. Records are consistent, like those of a trace.
     ///
     /// # Errors
-    /// When the record cannot be kept. The recording ends, this record is lost, and no further call is made.
+    /// Returns an error if the record cannot be kept. The recording ends, this record is lost, and no further call is made.
     fn record(&mut self, record: Record) -> Result<(), SinkError>;
 
     /// Completes the recording. Also called when the allocator is dropped while it is recorded. Not called after an
     /// error.
     ///
     /// # Errors
-    /// When the records could not be kept.
+    /// Returns an error if the records could not be kept.
     fn finish(&mut self) -> Result<(), SinkError>;
 }
 
@@ -69,7 +69,7 @@ pub enum StartRecordingError {
     Sink(#[source] SinkError),
 }
 
-/// The error of a recording that ended early or could not be stopped.
+/// An error of a recording that ended early or could not be stopped.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RecordingError {
@@ -89,7 +89,7 @@ pub enum RecordingError {
     },
 }
 
-/// The reason for which a recording ended. The earlier part is complete, except where noted.
+/// The reason why a recording ended. The earlier part is complete, except where noted.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RecordingEnd {

@@ -28,7 +28,7 @@ impl PlanFile {
     /// Adds the configuration of a pool that the program creates.
     ///
     /// # Errors
-    /// When the pool is already configured.
+    /// Returns an error if the pool is already configured.
     pub fn add_pool(&mut self, pool: PoolId, config: PoolConfig) -> Result<(), PlanContradiction> {
         if self.pool_config(pool).is_some() {
             return Err(PlanContradiction::PoolTwice { pool });
