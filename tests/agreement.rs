@@ -102,7 +102,7 @@ struct Outcome {
     caught_at: usize,
     regular: Origins,
     mutant: Origins,
-    /// The mutant's first op that the driver refused.
+    /// The mutant's first op with a failed driver call.
     refused: Option<usize>,
     /// Op of the program at which the ranks last agreed.
     agreed_at: Option<usize>,

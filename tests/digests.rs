@@ -288,7 +288,7 @@ fn every_story_has_a_digest_of_its_own() {
 /// Pairs of histories that can occur on two ranks of a job if only one rank meets a certain event.
 #[test]
 fn histories_that_differ_in_one_decision_have_different_digests() {
-    // The layout is the same; either the driver refused to unmap the memory, or an observer holds it.
+    // The layout is the same; either the driver failed to unmap the memory, or an observer holds it.
     assert_ne!(of("trim-shrink-refused-first"), of("trim-observed"));
     assert_ne!(of("trim-shrink-refused-first"), of("trim-shrink"));
     // A dead segment whose memory the driver kept: it counts towards the limits from then on.

@@ -1,4 +1,4 @@
-//! Exhaustive tests: all small programs. Random tests find such cases by luck; these tests find all of them.
+//! Exhaustive tests: all small programs. Random tests may miss a case; these tests cover every program up to a given length.
 //!
 //! The configuration is tiny so that every situation occurs within a few ops: granules of two units, two sizes of which one fits a granule
 //! and the other spans two, and a limit of four granules.
@@ -27,7 +27,7 @@ enum Letter {
 const S0: StreamId = StreamId(0);
 const S1: StreamId = StreamId(1);
 
-/// Returns the program of a word, or `None` if a letter is meaningless at its position.
+/// Converts a word to a program, or returns `None` if a letter is meaningless at its position.
 fn spell(word: &[Letter]) -> Option<Vec<Op>> {
     let mut ops = vec![Op::RegisterStream { stream: S0 }, Op::RegisterStream { stream: S1 }];
     let (mut live, mut made) = (Vec::new(), 0);

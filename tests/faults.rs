@@ -1,4 +1,4 @@
-//! Faults: the driver refuses one call, for every call in turn. The op returns a typed error, the allocator stays consistent and unchanged,
+//! Faults: one driver call fails, for every call in turn. The op returns a typed error, the allocator stays consistent and unchanged,
 //! a second attempt proceeds as if nothing had happened, and nothing leaks.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -54,7 +54,7 @@ fn run(scenario: &Scenario, device: &SimBackend) -> Outcomes {
     told
 }
 
-/// Returns the scenario without limits and thresholds. Those release memory during other ops; if the driver refuses to release it then,
+/// Returns the scenario without limits and thresholds. Those release memory during other ops; if the driver fails to release it then,
 /// these ops do not fail, and later decisions find more memory.
 fn that_trims_only_when_told(scenario: &Scenario) -> Scenario {
     let plain = |pool: &PoolConfig| {
@@ -186,7 +186,7 @@ fn a_lost_device_fails_every_call_and_breaks_nothing() {
     }
 }
 
-/// Rule D4: when the driver refuses memory on one rank, nothing is released behind the program's back.
+/// Rule D4: when the driver is out of memory on one rank, nothing is released behind the program's back.
 #[test]
 fn a_refusal_of_the_driver_gives_nothing_back() {
     let pool = PoolConfig::builder().fixed().reclaim(Reclaim::Pool).build().expect("valid");
@@ -388,7 +388,7 @@ fn the_allocator_is_dropped_while_calls_fail() {
     }
 }
 
-/// Runs a recorded job whose driver refuses the call with this number. Returns all placements, and the digest.
+/// Runs a recorded job in which the driver call with this number fails. Returns all placements, and the digest.
 fn job_with_fault(
     program: &symmalloc_trace::replay::Program,
     pool: &PoolConfig,

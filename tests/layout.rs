@@ -101,7 +101,7 @@ fn first_part<'a, 'd>(
     (replay, checkpoint)
 }
 
-/// Makes the driver refuse the call after the next `calls` calls.
+/// Makes the driver fail the call after the next `calls` calls.
 fn refuse_after(device: &SimBackend, calls: u64) {
     let ordinal = device.calls().fallible() + calls;
     device.inject(None, FaultRule::At { ordinal }, Fault::Refused);

@@ -299,7 +299,7 @@ fn a_sink_that_fails_disturbs_nothing() {
     }
 }
 
-/// Whichever call the driver refuses, the recording either continues and replays, or ends with an error, and the earlier records replay up
+/// Whichever driver call fails, the recording either continues and replays, or ends with an error, and the earlier records replay up
 /// to that point.
 #[test]
 fn a_driver_that_fails_in_the_middle_of_an_op_ends_the_recording() {

@@ -274,7 +274,7 @@ fn live_blocks_table() {
     let allocator = ours(Segments::Expandable, StreamPolicy::Separate);
     let stream = allocator.register_stream().expect("few streams");
     let allocate =
-        |size_bytes| allocator.allocate(PoolId::DEFAULT, stream, size_bytes).expect("memory is endless").handle;
+        |size_bytes| allocator.allocate(PoolId::DEFAULT, stream, size_bytes).expect("memory is unlimited").handle;
     // Initialized to touch the pages, so that they do not count as new resident memory.
     let first = allocate(512);
     let mut handles: Vec<Handle> = vec![first; count];

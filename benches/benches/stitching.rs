@@ -5,7 +5,7 @@
 //! relative to the peak of live requested bytes. Times are computed: mapping a granule a second time takes 45 us,
 //! whatever its size (`docs/measured/memory.md`).
 //!
-//! `cargo bench -p symmalloc-benches --bench stitching`; a word selects the jobs that contain it, and `--with=`
+//! `cargo bench -p symmalloc-benches --bench stitching`; an argument selects the jobs whose name contains it, and `--with=`
 //! replaces the configurations. `--test` runs short jobs, and fails if stitching increases the reserved memory.
 
 use std::env;

@@ -165,7 +165,7 @@ impl<B: Backend> Reference<B> {
 
     fn bear(&mut self, stream: StreamId, range_bytes: u64, mapped: u64) -> u64 {
         let range = self.backend.reserve(range_bytes).expect("addresses are endless");
-        self.backend.map(range, 0, mapped).expect("memory is endless");
+        self.backend.map(range, 0, mapped).expect("the simulated device has unlimited memory");
         self.reserved_bytes += mapped;
         let (pointer, index, heap) = (range.base.0, self.segments.len(), stream.index());
         let ordinal = self.heaps[heap].born;
@@ -191,7 +191,7 @@ impl<B: Backend> Reference<B> {
         let at_end = if self.blocks[&last].is_free { self.blocks[&last].size } else { 0 };
         let growth = (size - at_end).next_multiple_of(2 * MIB);
         assert!(end + growth <= range.size_bytes, "the range is full");
-        self.backend.map(range, end, growth).expect("memory is endless");
+        self.backend.map(range, end, growth).expect("the simulated device has unlimited memory");
         self.reserved_bytes += growth;
         let pointer = range.base.0 + end;
         self.add_block(pointer, growth, index, end, Some(last), stream);

@@ -26,7 +26,7 @@ pub enum Step {
     Free {
         /// The allocation.
         number: u32,
-        /// The stream for which it was allocated, which the buffer of a runtime knows.
+        /// The stream of the allocation. Real runtimes store it in the buffer.
         stream: StreamId,
     },
     /// Another stream uses the allocation with this number.
@@ -236,7 +236,7 @@ impl<S: Subject> Bench<S> {
         &self.subject
     }
 
-    /// Returns the allocator for modification.
+    /// Returns a mutable reference to the allocator.
     pub fn subject_mut(&mut self) -> &mut S {
         &mut self.subject
     }
@@ -251,12 +251,14 @@ impl<B: Backend> Subject for Allocator<B> {
     type Handle = Handle;
 
     fn register_stream(&mut self) {
-        Allocator::register_stream(self).expect("fewer than 65,535 streams");
+        Allocator::register_stream(self).expect("at most 65,535 streams");
     }
 
     #[inline]
     fn allocate(&mut self, stream: StreamId, size_bytes: u64) -> Handle {
-        Allocator::allocate(self, PoolId::DEFAULT, stream, size_bytes).expect("memory is endless").handle
+        Allocator::allocate(self, PoolId::DEFAULT, stream, size_bytes)
+            .expect("the simulated device has unlimited memory")
+            .handle
     }
 
     #[inline]
@@ -278,9 +280,9 @@ impl<B: Backend> Subject for Allocator<B> {
     }
 }
 
-/// A subject without an allocator, on which only the driver is measured. All other results contain the driver.
+/// A subject without an allocator, which measures the benchmark loop alone. All other results include the loop.
 ///
-/// It does the work that a driver needs to reach an allocator, and has handles of the same size as ours.
+/// It does the work that the loop needs to reach an allocator, and has handles of the same size as ours.
 #[derive(Clone, Debug, Default)]
 pub struct Nothing {
     /// Last handle by stream, in place of a heap.

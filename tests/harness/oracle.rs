@@ -60,7 +60,7 @@ pub enum Refusal {
     PoolInUse,
     /// The pool sleeps.
     Sleeps,
-    /// The driver refused. The oracle never returns this.
+    /// A driver call failed. The oracle never returns this.
     Driver,
 }
 

@@ -39,7 +39,8 @@ impl<'a, B: Backend, L: Lock> Run<'a, B, L> {
     /// Executes the op with this index. Returns the allocation that it made.
     ///
     /// # Errors
-    /// When the allocator rejects the op, or the op names an allocation that is not live. The run can continue.
+    /// Returns an error if the allocator rejects the op, or the op names an allocation that is not live. The run can
+    /// continue.
     ///
     /// # Panics
     /// If a live allocation is not found by its address, or a freed one is.
@@ -73,7 +74,7 @@ impl<'a, B: Backend, L: Lock> Run<'a, B, L> {
     /// Frees all live allocations in order of creation, every second one by address.
     ///
     /// # Errors
-    /// When the driver cannot fence a use. Another call can free the remaining allocations.
+    /// Returns an error if the driver cannot fence a use. Another call can free the remaining allocations.
     ///
     /// # Panics
     /// Same as [`step`](Self::step).

@@ -1,6 +1,6 @@
-"""The bars that the figures must meet: ratios to the peers of the same run.
+"""The thresholds that the results must meet: ratios to the peers of the same run.
 
-The limits apply to medians. Next to each ratio of medians is the same ratio of the best repeats. Other programs on the
+The limits apply to medians. Each result also contains the ratio of the best repeats. Other programs on the
 machine only ever add time, so the best repeats are informative on a busy machine.
 """
 

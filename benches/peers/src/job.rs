@@ -23,7 +23,7 @@ use std::path::Path;
 use symmalloc_core::op::Op;
 use symmalloc_harness::jobs;
 
-/// The jobs of the comparison. The other rank of the two distributed jobs does the same.
+/// The jobs of the comparison. Of the two distributed jobs, only one rank is used; the other makes the same calls.
 const JOBS: [&str; 6] = [
     "gpt2_train_varlen",
     "moe_train",
@@ -135,7 +135,7 @@ impl Job {
         streams.max().unwrap_or(1)
     }
 
-    /// Returns the peak of bytes that are requested at the same time.
+    /// Returns the peak of live requested bytes.
     fn live_peak_bytes(&self) -> u64 {
         let (mut live, mut peak) = (0, 0);
         for step in &self.steps {
@@ -149,7 +149,7 @@ impl Job {
         peak
     }
 
-    /// Returns the allocations, frees and uses of a recorded job, and frees what it leaves allocated at the end.
+    /// Returns the allocations, frees and uses of a recorded job, followed by frees of the remaining allocations.
     fn recorded(name: &str) -> Job {
         let mut job = Job { name: name.to_owned(), ..Job::default() };
         let mut is_live = Vec::new();

@@ -12,7 +12,7 @@ impl Simulated {
         let allocator =
             SharedAllocator::new(SimBackend::builder().build(), config.clone()).expect("it fits the device");
         for _ in 0..streams {
-            allocator.register_stream().expect("fewer than 65,535 streams");
+            allocator.register_stream().expect("at most 65,535 streams");
         }
         Simulated(allocator)
     }

@@ -97,7 +97,7 @@ impl<'a> RankHistory<'a> {
         }
     }
 
-    /// Discards the histories up to this snapshot. Call it when all ranks agreed on it.
+    /// Discards the histories up to this snapshot. Call this once all ranks have agreed on it.
     pub fn settle(&self) {
         self.settle_pools(|_| true);
     }
@@ -113,7 +113,7 @@ impl<'a> RankHistory<'a> {
         chosen.for_each(|heap| self.source.settle(heap.key.pool, heap.key.stream(), heap.digest));
     }
 
-    /// Returns the digests of the configurations by number, with 0 for pools that are not compared.
+    /// Returns the digests of the pools' policies by number, with 0 for pools that are not compared.
     fn policy_digests(&self) -> Vec<u64> {
         let mut digests = self.source.policy_digests();
         if let Some(pools) = &self.pools {

@@ -156,11 +156,11 @@ pub enum Action {
         /// Requested bytes.
         size_bytes: u64,
     },
-    /// The driver refused to allocate memory or, if the size is 0, to take memory back.
+    /// The driver failed to allocate memory or, if the size is 0, to take memory back.
     RefusedByDriver {
         /// The stream.
         stream: StreamId,
-        /// Requested bytes; 0 if the driver refused to take memory back.
+        /// Requested bytes; 0 if the driver failed to take memory back.
         size_bytes: u64,
     },
     /// The heap's only segment or address range was full.

@@ -121,7 +121,7 @@ impl AddressOrder {
     /// live.
     ///
     /// # Errors
-    /// If the device fails a call, because memory or addresses are exhausted or by fault injection. The rank has then left
+    /// Returns an error if the device fails a call, because memory or addresses are exhausted or by fault injection. The rank has then left
     /// the job, and the results of later calls are meaningless.
     pub fn step(&mut self, op: &Op) -> Result<Option<Placement>, BackendError> {
         self.device.tick(1);

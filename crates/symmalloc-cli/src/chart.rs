@@ -150,7 +150,7 @@ fn as_planned(
 /// Returns the curves of a job over its ops.
 ///
 /// # Errors
-/// If nothing is selected. A job whose requests are all refused has empty curves.
+/// Returns an error if nothing is selected. A job whose requests are all refused has empty curves.
 pub(crate) fn timeline_of(recorded: &Recorded, selection: Selection) -> Result<JobCurves, CliError> {
     let timeline = JobCurves::of(recorded, selection)?;
     if timeline.heaps.is_empty() && timeline.refused == 0 {

@@ -27,7 +27,7 @@ impl Destination {
     /// Returns a file destination for `content`, made from `inputs`.
     ///
     /// # Errors
-    /// If the path is `-` or one of the inputs, or if its extension belongs to other content.
+    /// Returns an error if the path is `-` or one of the inputs, or if its extension belongs to other content.
     pub(crate) fn file<'a>(
         path: &Path,
         content: Content,
@@ -42,7 +42,7 @@ impl Destination {
     /// Returns a file destination, or standard output if the path is `-`. Without `content`, any extension is allowed.
     ///
     /// # Errors
-    /// If the path is one of the inputs, or if its extension belongs to other content.
+    /// Returns an error if the path is one of the inputs, or if its extension belongs to other content.
     pub(crate) fn file_or_stream<'a>(
         path: &Path,
         content: Option<Content>,

@@ -92,7 +92,7 @@ fn remarks(found: &Summary) -> Vec<String> {
     let mut lines: Vec<String> = lived_before(found).into_iter().collect();
     lines.extend(counted.map(|(number, what)| format!("{what}: {}", count(number))));
     if let Some(line) = found.torn_at_line {
-        lines.push(format!("the recording breaks off at line {}", count(line)));
+        lines.push(format!("the recording is truncated at line {}", count(line)));
     }
     lines
 }

@@ -117,7 +117,7 @@ impl Job {
     /// Returns the job of a recording.
     ///
     /// # Errors
-    /// If an op names an allocation that does not exist. Readers of recordings reject such ops.
+    /// Returns an error if an op names an allocation that does not exist. Readers of recordings reject such ops.
     pub fn new(recording: &Recording) -> Result<Self, ReplayError> {
         let program = Program::new(&recording.records)?;
         let config = recording.config.clone().unwrap_or_default();
@@ -141,7 +141,7 @@ impl Job {
     /// replaced by those in the options. An option that equals the recording's policy keeps the detailed settings of that policy.
     ///
     /// # Errors
-    /// If the combination is invalid.
+    /// Returns an error if the combination is invalid.
     pub fn config(&self, options: &Options) -> Result<Config, ConfigError> {
         let mut builder = self.default_pool.to_builder();
         match (options.segments, self.default_pool.segments()) {
@@ -160,7 +160,7 @@ impl Job {
     /// Checks that all heaps that exist at the same time fit into a device's address space.
     ///
     /// # Errors
-    /// If they do not fit. On a real device, every request of the last heaps would then be refused.
+    /// Returns an error if they do not fit. On a real device, every request of the last heaps would then be refused.
     pub fn check_addresses(&self, config: &Config) -> Result<(), JobError> {
         let range_of = |config: &PoolConfig| match config.segments() {
             SegmentPolicy::Expandable(expandable) => (expandable.range_bytes, config.streams()),
@@ -215,7 +215,7 @@ impl Job {
     /// allocator per core. The outcome is a function of the job and the options.
     ///
     /// # Errors
-    /// If an op fails. A refusal of memory is not a failure but a decision.
+    /// Returns an error if an op fails. A refusal of memory is not a failure but a decision.
     pub fn replay(&self, options: &Options, rank_done: &(dyn Fn() + Sync)) -> Result<Outcome, JobError> {
         let config = self.config(options)?;
         match options.order {
@@ -230,7 +230,7 @@ impl Job {
     /// Replays the job under PyTorch's rule with its default settings, and ignores the recording's allocator configuration.
     ///
     /// # Errors
-    /// If an op fails.
+    /// Returns an error if an op fails.
     pub fn replay_as_pytorch(
         &self,
         segments: Segments,

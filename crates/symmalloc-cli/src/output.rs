@@ -17,7 +17,7 @@ pub(crate) const SCHEMA_VERSION: u32 = 1;
 /// Writes a result to stdout in one call. A closed pipe (`| head`) is not an error.
 ///
 /// # Errors
-/// If stdout cannot be written.
+/// Returns an error if stdout cannot be written.
 pub(crate) fn print(text: &str) -> Result<(), CliError> {
     Channel::Stdout.print(text)
 }
@@ -25,7 +25,7 @@ pub(crate) fn print(text: &str) -> Result<(), CliError> {
 /// Writes a result to stdout as JSON.
 ///
 /// # Errors
-/// If stdout cannot be written.
+/// Returns an error if stdout cannot be written.
 pub(crate) fn print_json(result: Value) -> Result<(), CliError> {
     Channel::Stdout.print_json(result)
 }

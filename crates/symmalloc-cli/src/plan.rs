@@ -36,7 +36,7 @@ struct JobPlan<'a> {
     /// The recordings of the job: one, or one per rank.
     traces: &'a [PathBuf],
     figures: Figures,
-    /// The reservations, or the error of a limit or a range that leaves no room for them.
+    /// The reservations, or the error if a limit or an address range is too small for them.
     reservations: Result<ReservationPlan, CliError>,
 }
 
@@ -109,7 +109,7 @@ impl<'a> JobPlan<'a> {
 }
 
 fn write(job: &Recorded, file: &PlanFile, out: &Destination) -> Result<(), CliError> {
-    // A job without steps whose allocations all live on while its pools sleep gets a file with configurations only.
+    // A file without plans, which has configurations only, is useful only for a job that allocates memory and has no steps.
     let takes_memory = |op: &Op| matches!(op, Op::Allocate { size_bytes: 1.., .. });
     let can_do_without = !job.program().has_steps() && job.program().ops().iter().any(takes_memory);
     if file.plans().next().is_none() && !can_do_without {
@@ -193,7 +193,7 @@ fn object(args: &PlanArgs, plan: &JobPlan<'_>) -> Value {
     object
 }
 
-/// Rounds to significant digits.
+/// Rounds to six decimal places.
 fn rounded(value: f64) -> f64 {
     (value * 1e6).round() / 1e6
 }

@@ -53,7 +53,7 @@ impl PlannedJob {
     /// Plans a job. The streams of its default pool share, unless the recording or the flags configure them.
     ///
     /// # Errors
-    /// If the job cannot be planned, or fails when it follows the plan. It may still run without a plan.
+    /// Returns an error if the job cannot be planned, or fails when it follows the plan. It may still run without a plan.
     pub(crate) fn of(recorded: &Recorded, policy: &PolicyArgs) -> Result<Self, CliError> {
         let config = config_of(recorded, policy)?;
         let begun = Instant::now();

@@ -16,7 +16,8 @@ use symmalloc_trace::replay::Replay;
 /// passes follow it.
 ///
 /// # Errors
-/// If the plan cannot be adopted, or leftover allocations cannot be freed. Ops that the allocator refuses are timed like others.
+/// Returns an error if the plan cannot be adopted, or leftover allocations cannot be freed. Ops that the allocator refuses are timed like
+/// others.
 pub fn nanoseconds_per_op(job: &Job, config: &Config, options: &Options) -> Result<f64, JobError> {
     let program = job.program();
     let allocator = Allocator::<_, Exclusive>::new(IdleBackend::default(), config.clone())?;

@@ -48,7 +48,7 @@ impl CudaAllocator {
     /// Creates an allocator of a device's memory with default options. Takes no device memory yet.
     ///
     /// # Errors
-    /// Returns an error if the driver refuses, or the configuration does not fit the device.
+    /// Returns an error if a driver call fails, or the configuration does not fit the device.
     pub fn new(device: &Arc<CudaDevice>, config: Config) -> Result<Self, CudaError> {
         Self::with_backend(CudaBackend::builder(device).build()?, config)
     }
@@ -57,7 +57,8 @@ impl CudaAllocator {
 impl<B: CudaMemory> CachingAllocator<B> {
     /// Creates an allocator over a backend.
     ///
-    /// If the backend cannot grow ranges, a default pool with expandable segments gets fixed segments instead, and a warning is logged.
+    /// If the backend cannot grow address ranges, a default pool with expandable segments gets fixed segments instead, and a warning is
+    /// logged.
     ///
     /// # Errors
     /// Returns an error if the configuration does not fit the device.
@@ -158,7 +159,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// [`relend_stream`](Self::relend_stream) assigns it to another stream. The driver is not called with the returned stream again.
     ///
     /// # Errors
-    /// Returns an error if the stream was not lent, or the driver refuses. Nothing changes in that case.
+    /// Returns an error if the stream was not lent, or a driver call fails. Nothing changes in that case.
     pub fn return_stream(&self, id: StreamId) -> Result<(), CudaError> {
         Ok(self.state().streams().return_lent(id)?)
     }
@@ -188,20 +189,20 @@ impl<B: CudaMemory> CachingAllocator<B> {
         self.state().streams().find(stream)
     }
 
-    /// Makes later work on `stream` wait on the device for all work submitted to `on` so far. Fences that this covers are not waited for
-    /// again. During a capture of `on`, `stream` joins the capture.
+    /// Makes later work on `stream` wait on the device for all work submitted to `on` so far. Later reuse does not
+    /// wait for this work again. During a capture of `on`, `stream` joins the capture.
     ///
     /// # Errors
-    /// Returns an error if a stream cannot be registered or the driver refuses. No wait is added in that case.
+    /// Returns an error if a stream cannot be registered or a driver call fails. No wait is added in that case.
     pub fn wait(&self, stream: &Arc<CudaStream>, on: &Arc<CudaStream>) -> Result<(), CudaError> {
         let (stream, on) = (self.register_stream(stream)?, self.register_stream(on)?);
         Ok(self.state().wait(stream, on).map_err(DriverError::from)?)
     }
 
-    /// Blocks the host until all work submitted to the stream so far is done. Fences on the stream are void from then on.
+    /// Blocks the host until all work submitted to the stream so far is done. Later reuse does not wait for this work again.
     ///
     /// # Errors
-    /// Returns an error if the stream cannot be registered, or the driver refuses or reports that work failed.
+    /// Returns an error if the stream cannot be registered, or a driver call fails or reports that work failed.
     pub fn synchronize(&self, stream: &Arc<CudaStream>) -> Result<(), CudaError> {
         let stream = self.register_stream(stream)?;
         Ok(self.state().synchronize(stream).map_err(DriverError::from)?)
@@ -211,16 +212,16 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// work is done.
     ///
     /// # Errors
-    /// Returns an error if the driver refuses or reports that work failed.
+    /// Returns an error if a driver call fails or reports that work failed.
     pub fn synchronize_all(&self, deadline: Instant) -> Result<bool, CudaError> {
         Ok(self.state().streams().synchronize_all(deadline).map_err(DriverError::from)?)
     }
 
-    /// Blocks the host until the work submitted so far to every registered stream that is not being captured is done. Fences on these
-    /// streams are void from then on. Call it before a capture begins, so that the capture has no earlier work to wait for.
+    /// Blocks the host until the work submitted so far to every registered stream that is not being captured is done. Later
+    /// reuse does not wait for this work again. Call this before a capture begins, so that the capture has no earlier work to wait for.
     ///
     /// # Errors
-    /// Returns an error if the driver refuses or reports that work failed.
+    /// Returns an error if a driver call fails or reports that work failed.
     pub fn synchronize_uncaptured(&self) -> Result<(), CudaError> {
         let streams = self.state().streams();
         for (stream, raw) in streams.iter() {
@@ -235,7 +236,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// part of a capture that other code began. Queries the driver once per registered stream.
     ///
     /// # Errors
-    /// Returns an error if the driver refuses.
+    /// Returns an error if a driver call fails.
     pub fn is_capturing(&self) -> Result<bool, CudaError> {
         Ok(self.state().streams().is_capturing()?)
     }
@@ -275,9 +276,9 @@ impl<B: CudaMemory> CachingAllocator<B> {
         self.state().free(handle, address)
     }
 
-    /// Creates a pool with a separate policy. The first [`trim`](Self::trim) after the returned owner and every allocator from
-    /// [`with_pool`](Self::with_pool) are dropped and the pool's buffers are freed destroys it. A pool that is observed is destroyed by the
-    /// first trim after the observation ends.
+    /// Creates a pool with a separate policy. Once the returned owner, every allocator from
+    /// [`with_pool`](Self::with_pool) and all buffers of the pool are dropped, the next [`trim`](Self::trim) destroys the pool. A pool that
+    /// is observed is destroyed by the first trim after the observation ends.
     ///
     /// # Errors
     /// Returns an error if the policy does not fit the device.
@@ -316,7 +317,8 @@ impl<B: CudaMemory> CachingAllocator<B> {
         self.core().leak_report()
     }
 
-    /// Returns the digest of a pool's history. It is equal on all ranks exactly when placements are equal.
+    /// Returns the digest of a pool's history. Equal histories have equal digests; different histories have
+    /// different digests with very high probability.
     ///
     /// # Errors
     /// Returns an error if the pool is unknown.

@@ -161,7 +161,7 @@ impl CudaBackendBuilder {
     /// Queries the device's capabilities and creates the backend.
     ///
     /// # Errors
-    /// Returns an error if a peer cannot access the memory, a size does not fit, or the driver refuses.
+    /// Returns an error if a peer cannot access the memory, a size does not fit, or a driver call fails.
     pub fn build(self) -> Result<CudaBackend, CudaError> {
         let CudaBackendBuilder { device, options, plain, images_in, source, listener } = self;
         let images = Images::new(Arc::clone(&device), images_in);
@@ -210,8 +210,8 @@ impl CudaBackend {
     /// only learn at run time which devices communicate. The device itself may be passed, and a peer may be passed twice.
     ///
     /// # Errors
-    /// Returns an error if the peer cannot access the memory, or the driver refuses. In that case the peer may have access to a part of the
-    /// currently mapped memory, and has no access to memory that is mapped later.
+    /// Returns an error if the peer cannot access the memory, or a driver call fails. In that case the peer may have access to a part of
+    /// the currently mapped memory, and has no access to memory that is mapped later.
     pub fn grant_access(&self, peer: usize) -> Result<(), CudaError> {
         self.memory.grant_access(peer)
     }
@@ -229,7 +229,7 @@ impl CudaBackend {
     /// closed.
     ///
     /// # Errors
-    /// Returns an error if the driver refuses, or the chunk no longer exists.
+    /// Returns an error if a driver call fails, or the chunk no longer exists.
     pub fn export_chunk(&self, address: u64, size_bytes: u64) -> Result<OwnedFd, CudaError> {
         match self.memory.export_chunk(&(address..address.saturating_add(size_bytes)), HandleKind::FileDescriptor)? {
             ExportedHandle::FileDescriptor(file) => Ok(file),
@@ -288,7 +288,7 @@ pub trait CudaMemory: Backend + sealed::BackendParts + Send + Sync + 'static {
     }
 
     /// Returns the number of bytes that the allocator has released but the device could not take back yet: parts of larger chunks, and
-    /// memory that the driver refused to release.
+    /// memory that the driver failed to release.
     fn idle_bytes(&self) -> u64 {
         self.memory().idle_bytes()
     }

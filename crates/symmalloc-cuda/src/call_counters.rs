@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Number of calls to the device since the allocator was created, by kind. Calls that the driver refused are included.
+/// Number of calls to the device since the allocator was created, by kind. Failed calls are included.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DeviceCalls {

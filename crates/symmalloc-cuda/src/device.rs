@@ -111,7 +111,7 @@ impl CudaDevice {
     /// Returns the ordinal of the device whose context is current on this thread, or `None` if no context is current.
     ///
     /// # Errors
-    /// Returns an error if libcuda is missing, or the driver refuses.
+    /// Returns an error if libcuda is missing, or a driver call fails.
     pub fn current() -> Result<Option<usize>, CudaError> {
         let driver = Driver::load()?;
         let mut context: CUcontext = std::ptr::null_mut();
@@ -167,7 +167,7 @@ impl CudaDevice {
     /// Returns free and total memory as reported by the driver. The allocator itself never reads them (rule D4).
     ///
     /// # Errors
-    /// Returns an error if the driver refuses.
+    /// Returns an error if a driver call fails.
     pub fn memory_info(&self) -> Result<MemoryInfo, DriverError> {
         let _current = self.enter()?;
         let (mut free, mut total) = (0, 0);
@@ -179,7 +179,7 @@ impl CudaDevice {
     /// Blocks the host until all work submitted to the context so far is done.
     ///
     /// # Errors
-    /// Returns an error if the driver refuses or reports that work failed. While a stream of the context is being captured, the driver
+    /// Returns an error if a driver call fails or reports that work failed. While a stream of the context is being captured, the driver
     /// refuses and invalidates the capture.
     pub fn synchronize(&self) -> Result<(), DriverError> {
         let _current = self.enter()?;
@@ -247,7 +247,7 @@ impl CudaDevice {
     /// Makes the context current on this thread until the guard is dropped, for calls of other libraries that use the current context.
     ///
     /// # Errors
-    /// Returns an error if the driver refuses.
+    /// Returns an error if a driver call fails.
     pub fn enter(&self) -> Result<CurrentContext<'_>, DriverError> {
         let mut before: CUcontext = std::ptr::null_mut();
         // SAFETY: `before` is valid for writing.

@@ -240,7 +240,7 @@ impl Driver {
         let mut mode = CAPTURE_RELAXED;
         // SAFETY: `mode` is valid for reading and writing.
         let exchanged = unsafe { self.exchange_capture_mode(&raw mut mode) };
-        // If the driver refuses this, it has failed entirely, and the next calls report the error.
+        // If this call fails, the driver has failed entirely, and the next calls report the error.
         RelaxedCapture { driver: self, before: exchanged.ok().map(|()| mode), thread: PhantomData }
     }
 }

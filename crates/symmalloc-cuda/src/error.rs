@@ -1,4 +1,4 @@
-//! Errors of the driver: the library, the call, the code, and a suggested action.
+//! The error types of this crate. Errors of the driver state the library, the call, the code, and a suggested action.
 
 use crate::resize::ResizeError;
 use std::fmt;
@@ -22,7 +22,7 @@ pub enum LoadError {
         /// Each name that was tried, in order, with the system's error message.
         tried: Vec<String>,
     },
-    /// The library lacks a required call: the driver is older than the program, or the file is not libcuda.
+    /// The library lacks a required call: the driver is older than CUDA 11.4, or the file is not libcuda.
     #[error(
         "{path} has no {symbol}: the driver is too old, install a newer one (CUDA 11.4 at least); or name another file in \
          SYMMALLOC_CUDA_LIBRARY"
@@ -30,7 +30,7 @@ pub enum LoadError {
     SymbolMissing {
         /// Path of the library.
         path: String,
-        /// Name of the missing call.
+        /// Name of the missing function.
         symbol: &'static str,
     },
 }
@@ -165,11 +165,13 @@ pub enum CudaError {
     /// libcuda cannot be used.
     #[error(transparent)]
     Load(#[from] LoadError),
-    /// The driver refused a call.
+    /// A driver call failed.
     #[error(transparent)]
     Driver(#[from] DriverError),
     /// The device does not exist.
-    #[error("there is no device {ordinal}, the driver reports {devices}: check nvidia-smi and CUDA_VISIBLE_DEVICES")]
+    #[error(
+        "device {ordinal} does not exist; the driver reports {devices} devices: check nvidia-smi and CUDA_VISIBLE_DEVICES"
+    )]
     NoSuchDevice {
         /// The requested ordinal.
         ordinal: usize,
@@ -259,7 +261,7 @@ pub enum CudaError {
         /// The pool.
         pool: PoolId,
     },
-    /// The device has no virtual memory, so addresses cannot outlive their memory.
+    /// The device does not support virtual memory management, so addresses cannot outlive their memory.
     #[error(
         "pools cannot sleep without virtual memory: memory from cuMemAlloc loses its addresses when it is released"
     )]

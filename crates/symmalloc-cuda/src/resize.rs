@@ -15,7 +15,7 @@ use symmalloc_core::sleep::Phase;
 use symmalloc_core::{Allocator, Backend, PoolId, StreamId};
 use thiserror::Error;
 
-/// The reason that a pool could not be resized.
+/// The reason why a pool could not be resized.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ResizeError {

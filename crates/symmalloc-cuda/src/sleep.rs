@@ -91,7 +91,7 @@ impl CudaAllocator {
     /// Releases pinned host memory that no sleeping pool needs. Returns the number of bytes released.
     ///
     /// # Errors
-    /// Returns an error if the driver refuses. The remaining memory can be released by another call.
+    /// Returns an error if a driver call fails. The remaining memory can be released by another call.
     pub fn release_host_memory(&self) -> Result<u64, CudaError> {
         Ok(self.core().backend().images().release_idle().map_err(crate::error::DriverError::from)?)
     }

@@ -10,7 +10,7 @@ use tempfile::{Builder, NamedTempFile};
 /// Replaces an existing file or symbolic link of that name once the new file is complete. The target of a link is unchanged.
 ///
 /// # Errors
-/// If the file cannot be written. The path is then unchanged, and no temporary file remains.
+/// Returns an error if the file cannot be written. The path is then unchanged, and no temporary file remains.
 pub fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
     let mut draft = Draft::private(path)?;
     draft.write_all(bytes)?;
@@ -28,7 +28,7 @@ impl Draft {
     /// Creates a draft that only this user can read and write (mode 0600).
     ///
     /// # Errors
-    /// If no file can be created in the path's folder.
+    /// Returns an error if no file can be created in the path's folder.
     pub fn private(path: &Path) -> io::Result<Self> {
         Draft::new(path, None)
     }
@@ -37,7 +37,7 @@ impl Draft {
     /// names the file.
     ///
     /// # Errors
-    /// If no file can be created in the path's folder.
+    /// Returns an error if no file can be created in the path's folder.
     pub fn public(path: &Path) -> io::Result<Self> {
         let replaced = fs::metadata(path).ok().map(|metadata| metadata.permissions());
         let draft = Draft::new(path, new_file())?;
@@ -63,7 +63,7 @@ impl Draft {
     /// Renames the file to its path.
     ///
     /// # Errors
-    /// If the rename fails. The path is then unchanged, and no temporary file remains.
+    /// Returns an error if the rename fails. The path is then unchanged, and no temporary file remains.
     pub fn finish(self) -> io::Result<()> {
         self.file.persist(self.path).map(drop).map_err(|refused| refused.error)
     }

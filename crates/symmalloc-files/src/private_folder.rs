@@ -70,7 +70,7 @@ pub enum PrivateFolderError {
 /// path.
 ///
 /// # Errors
-/// If none of them can be created. The error is that of the last one.
+/// Returns an error if none of them can be created. The error is that of the last one.
 pub fn private_folder() -> Result<PathBuf, PrivateFolderError> {
     static FRESH: Mutex<Option<PathBuf>> = Mutex::new(None);
     if let Some(folder) = places().iter().find_map(|place| private_folder_at(&place.join(NAME)).ok()) {
@@ -93,7 +93,7 @@ impl TemporaryFolder {
     /// Creates the folder.
     ///
     /// # Errors
-    /// If the system's temporary folder is not writable.
+    /// Returns an error if the system's temporary folder is not writable.
     pub fn new() -> io::Result<Self> {
         let mut builder = Builder::new();
         builder.prefix("symmalloc-").rand_bytes(12);
@@ -122,7 +122,7 @@ fn places() -> Vec<PathBuf> {
 /// Changes a folder of this user that others can read to mode 0700.
 ///
 /// # Errors
-/// If a part of the path belongs to a third user, is writable by one, or cannot be created.
+/// Returns an error if a part of the path belongs to a third user, is writable by one, or cannot be created.
 pub fn private_folder_at(path: &Path) -> Result<PathBuf, PrivateFolderError> {
     check::private(path)
 }

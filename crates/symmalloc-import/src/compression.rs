@@ -170,7 +170,7 @@ impl<R: Read> Decompressor<R> {
     /// Inspects the first bytes of `source` and prepares to read it.
     ///
     /// # Errors
-    /// When the source cannot be read.
+    /// Returns an error if the source cannot be read.
     pub fn new(mut source: R) -> io::Result<Self> {
         let mut start = Vec::with_capacity(ZSTD_MAGIC.len());
         source.by_ref().take(ZSTD_MAGIC.len() as u64).read_to_end(&mut start)?;
@@ -240,7 +240,7 @@ impl<R: Read> Read for Decompressor<R> {
 /// Opens a file for reading, with any supported compression.
 ///
 /// # Errors
-/// When the file cannot be opened or its first bytes cannot be read.
+/// Returns an error if the file cannot be opened or its first bytes cannot be read.
 pub fn open(path: &Path) -> io::Result<impl BufRead + use<>> {
     decompress(File::open(path)?)
 }
@@ -248,7 +248,7 @@ pub fn open(path: &Path) -> io::Result<impl BufRead + use<>> {
 /// Decompresses `source`, with any supported compression.
 ///
 /// # Errors
-/// When its first bytes cannot be read.
+/// Returns an error if its first bytes cannot be read.
 pub fn decompress<R: Read>(source: R) -> io::Result<BufReader<Decompressor<R>>> {
     Ok(BufReader::with_capacity(BUFFER_BYTES, Decompressor::new(source)?))
 }
@@ -260,7 +260,7 @@ enum Encoder<W: Write> {
     Zstd(BufWriter<zstd::stream::write::Encoder<'static, BufWriter<W>>>),
 }
 
-/// A writer of plain, gzip or zstd data. Only [`Compressor::finish`] completes the data; dropping the writer earlier leaves it torn.
+/// A writer of plain, gzip or zstd data. Only [`Compressor::finish`] completes the data; dropping the writer earlier leaves it truncated.
 pub struct Compressor<W: Write> {
     encoder: Encoder<W>,
 }
@@ -280,7 +280,7 @@ impl Compressor<File> {
     /// Creates or replaces a file, compressed according to its extension ([`Compression::of_extension`]).
     ///
     /// # Errors
-    /// When the file cannot be created.
+    /// Returns an error if the file cannot be created.
     pub fn create(path: &Path) -> io::Result<Self> {
         Compressor::of_file(File::create(path)?, path)
     }
@@ -288,7 +288,7 @@ impl Compressor<File> {
     /// Writes to an open file from its current position, compressed according to the extension of its path.
     ///
     /// # Errors
-    /// When the encoder cannot be created.
+    /// Returns an error if the encoder cannot be created.
     pub(crate) fn of_file(file: File, path: &Path) -> io::Result<Self> {
         let compression = Compression::of_extension(path);
         Compressor::with_levels(file, compression, ZSTD_LEVEL_BESIDE_A_PROGRAM, GZIP_LEVEL_BESIDE_A_PROGRAM)
@@ -299,7 +299,7 @@ impl<W: Write> Compressor<W> {
     /// Writes to `sink` with the given compression.
     ///
     /// # Errors
-    /// When the encoder cannot be created.
+    /// Returns an error if the encoder cannot be created.
     pub fn new(sink: W, compression: Compression) -> io::Result<Self> {
         Compressor::with_levels(sink, compression, ZSTD_LEVEL, GZIP_LEVEL)
     }
@@ -324,7 +324,7 @@ impl<W: Write> Compressor<W> {
     /// Ends the compressed stream and writes all buffered data.
     ///
     /// # Errors
-    /// When the sink fails to write the last bytes.
+    /// Returns an error if the sink fails to write the last bytes.
     pub fn finish(self) -> io::Result<W> {
         let sink = match self.encoder {
             Encoder::Plain(sink) => sink,

@@ -76,7 +76,7 @@ use writer::SnapshotWriter;
 /// Memory: the live allocations, and the program's names. The output depends only on the program and the configuration.
 ///
 /// # Errors
-/// When the program cannot be executed, or `sink` cannot be written.
+/// Returns an error if the program cannot be executed, or `sink` cannot be written.
 pub fn export(program: &Program, config: &Config, sink: impl Write) -> Result<ExportSummary, ExportError> {
     let mut rerun = Rerun::new(program, config)?.with_pending_frees();
     let mut snapshot = SnapshotWriter::new(sink)?;
@@ -99,7 +99,7 @@ pub fn export(program: &Program, config: &Config, sink: impl Write) -> Result<Ex
 /// Writes the current state of an allocator as a snapshot without history. Addresses are those of the device.
 ///
 /// # Errors
-/// When `sink` cannot be written.
+/// Returns an error if `sink` cannot be written.
 pub fn export_allocator<B: Backend, L: Lock>(
     allocator: &Allocator<B, L>,
     sink: impl Write,

@@ -1,4 +1,4 @@
-//! Options for reading a recording: the device, the tolerance for torn text, and the memory limit.
+//! Options for reading a recording: the device, the tolerance for truncated text, and the memory limit.
 
 /// Default memory limit in bytes. It suffices for snapshots of 500 MB without stack frames, or 2 GB with them.
 pub const MEMORY_LIMIT_BYTES: u64 = 1 << 30;
@@ -9,7 +9,7 @@ pub const MEMORY_LIMIT_BYTES: u64 = 1 << 30;
 pub struct ReadOptions {
     /// Device whose trace to read from a PyTorch snapshot. `None` selects the only recorded one.
     pub device: Option<usize>,
-    /// If `true`, truncated text is read up to the point of truncation. A torn pickle is never read.
+    /// If `true`, truncated text is read up to the point of truncation. A truncated pickle is never read.
     pub accept_torn: bool,
     /// Memory limit in bytes. It applies once to the records, and once to the parts kept of a snapshot's pickle while it is read. Only used
     /// bytes count; spare capacity of tables can take as much again.

@@ -82,7 +82,7 @@ pub struct TimelineSummary {
 /// Executes a program under a configuration and writes the events as Chrome's trace events. Writes to `sink` in many small pieces.
 ///
 /// # Errors
-/// When the program cannot be executed, or `sink` cannot be written.
+/// Returns an error if the program cannot be executed, or `sink` cannot be written.
 ///
 /// # Examples
 /// ```

@@ -54,7 +54,7 @@ pub struct Recording {
 /// Reads the recording in a file.
 ///
 /// # Errors
-/// When the file cannot be read, is not a recording, or is damaged. The error names the file.
+/// Returns an error if the file cannot be read, is not a recording, or is damaged. The error names the file.
 pub fn read_path(path: &Path, options: &ReadOptions) -> Result<Recording, ImportError> {
     let file = File::open(path).map_err(|error| ImportError::new(Some(path), ImportErrorKind::Open(error)))?;
     read_any(file, options).map_err(|kind| ImportError::new(Some(path), kind))
@@ -63,7 +63,7 @@ pub fn read_path(path: &Path, options: &ReadOptions) -> Result<Recording, Import
 /// Reads the recording in these bytes.
 ///
 /// # Errors
-/// When the bytes are not a recording, or are damaged.
+/// Returns an error if the bytes are not a recording, or are damaged.
 pub fn read_bytes(bytes: &[u8], options: &ReadOptions) -> Result<Recording, ImportError> {
     read_from(bytes, options)
 }
@@ -71,7 +71,7 @@ pub fn read_bytes(bytes: &[u8], options: &ReadOptions) -> Result<Recording, Impo
 /// Reads a recording from a source, such as a pipe, to its end.
 ///
 /// # Errors
-/// When the source fails, is not a recording, or is damaged.
+/// Returns an error if the source fails, is not a recording, or is damaged.
 pub fn read_from(source: impl Read, options: &ReadOptions) -> Result<Recording, ImportError> {
     read_any(source, options).map_err(|kind| ImportError::new(None, kind))
 }
@@ -153,7 +153,7 @@ fn read_trace(source: impl BufRead, compression: Compression, options: &ReadOpti
     Ok((records, reader.config().cloned(), summary))
 }
 
-/// Returns the line at which a trace is torn, if that is the error.
+/// Returns the line at which a trace is truncated, if that is the error.
 fn torn_line(error: &TraceError) -> Option<u64> {
     match error {
         TraceError::Torn { line, .. } => Some(*line),

@@ -133,7 +133,7 @@ impl<'p> Rerun<'p> {
     /// Creates a rerun of the program under a configuration, which replaces the program's settings for the default pool.
     ///
     /// # Errors
-    /// When the configuration is invalid for the device, whose granularity is 2 MiB.
+    /// Returns an error if the configuration is invalid for the device, whose granularity is 2 MiB.
     pub fn new(program: &'p Program, config: &Config) -> Result<Self, RerunError> {
         let allocator = Allocator::new(NotingDevice::new(), config.clone())?;
         let pools = vec![Cow::Owned(config.default_pool().clone())];

@@ -224,7 +224,7 @@ impl TraceFile {
     /// another recording is writing it.
     ///
     /// # Errors
-    /// When the file cannot be created.
+    /// Returns an error if the file cannot be created.
     pub fn create(path: impl AsRef<Path>, options: TraceFileOptions) -> Result<Self, TraceFileError> {
         let path = path.as_ref().to_path_buf();
         match OpenOptions::new().write(true).create(true).truncate(false).open(&path) {

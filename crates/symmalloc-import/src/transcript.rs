@@ -1,6 +1,6 @@
 //! Transcripts: convert a log of addresses and raw handles to logical ids.
 //!
-//! Foreign logs contain addresses and handles. Ops contain neither (rule D1), so both importers feed a transcript, which
+//! Foreign logs contain addresses and handles. Ops contain neither (rule D1), so every importer feeds a transcript, which
 //!
 //! * numbers streams by the first appearance of their raw handle, and registers each directly before its first use;
 //! * numbers allocations in order, and finds the allocation that is live at an address;
@@ -91,13 +91,13 @@ pub(crate) struct Transcript {
     /// Bytes of the records' names.
     name_bytes: u64,
     pub(crate) summary: Summary,
-    /// Looked up only; no decision follows its order.
+    /// Never iterated, so its order does not affect decisions.
     streams: HashMap<RawStream, StreamId>,
-    /// All pools except the default one. Looked up only.
+    /// All pools except the default one. Never iterated.
     pools: HashMap<RawPool, PoolId>,
-    /// Allocations that are not freed yet. Looked up only.
+    /// Allocations that are not freed yet. Never iterated.
     live: HashMap<Address, OpenAllocation>,
-    /// Frees that are not completed, by address. Looked up only.
+    /// Frees that are not completed, by address. Never iterated.
     pending: HashMap<Address, OpenFree>,
     /// Number of completions that came later than their free.
     completions: u64,
@@ -167,8 +167,8 @@ impl Transcript {
         self.push(Op::RecordUse { id, stream }.into())
     }
 
-    /// Adds a free of the allocation at `address`. If the log names the freeing stream and it is not the allocation's own, that stream used
-    /// the memory.
+    /// Adds a free of the allocation at `address`. If the log names the freeing stream and it is not the allocation's own, that stream is
+    /// recorded as a user of the memory.
     pub(crate) fn free(&mut self, address: Address, stream: Option<RawStream>) -> Result<(), Overflow> {
         let Some(live) = self.live.remove(&address) else {
             self.summary.frees_of_unknown += 1;

@@ -142,7 +142,7 @@ impl AllToAllBuilder {
     /// Creates the staging buffers of the exchange. Does not communicate.
     ///
     /// # Errors
-    /// When the communicator has ended or there is no memory for the staging buffers.
+    /// Returns an error if the communicator has ended or there is no memory for the staging buffers.
     pub fn build(self) -> Result<AllToAll, CommError> {
         let AllToAllBuilder { comm, registrar, is_checked } = self;
         let registered = registrar.as_ref().map(RegisteredSegments::new);
@@ -180,7 +180,7 @@ impl AllToAll {
     /// splits of any of them changed, and only then. The host blocks until the answer arrives.
     ///
     /// # Errors
-    /// When `rows` does not have one entry per rank, or their sum overflows: all other ranks get
+    /// Returns an error if `rows` does not have one entry per rank, or their sum overflows: all other ranks get
     /// [`AllToAllError::Refused`] then. When a capture is in progress, a rank misses the communicator's deadline, or
     /// NCCL fails.
     pub fn exchange_splits(&self, rows: &[u64]) -> Result<Splits, AllToAllError> {

@@ -53,7 +53,7 @@ impl<'a> Group<'a> {
     /// Adds a [`Communicator::send`].
     ///
     /// # Errors
-    /// If the peer does not exist or the stream belongs to another device. The group is then unchanged.
+    /// Returns an error if the peer does not exist or the stream belongs to another device. The group is then unchanged.
     pub fn send<T: NcclType, S: DevicePtr<T> + ?Sized>(
         &mut self,
         comm: &'a Communicator,
@@ -67,7 +67,7 @@ impl<'a> Group<'a> {
     /// Adds a [`Communicator::receive`].
     ///
     /// # Errors
-    /// If the peer does not exist or the stream belongs to another device. The group is then unchanged.
+    /// Returns an error if the peer does not exist or the stream belongs to another device. The group is then unchanged.
     pub fn receive<T: NcclType, R: DevicePtrMut<T> + ?Sized>(
         &mut self,
         comm: &'a Communicator,
@@ -81,7 +81,7 @@ impl<'a> Group<'a> {
     /// Adds a [`Communicator::all_reduce`].
     ///
     /// # Errors
-    /// If the lengths differ or the stream belongs to another device. The group is then unchanged.
+    /// Returns an error if the lengths differ or the stream belongs to another device. The group is then unchanged.
     pub fn all_reduce<T: NcclType, S: DevicePtr<T> + ?Sized, R: DevicePtrMut<T> + ?Sized>(
         &mut self,
         comm: &'a Communicator,
@@ -100,7 +100,7 @@ impl<'a> Group<'a> {
     /// that wrote them must precede the group on the stream, and nothing else may write them until the group completes.
     ///
     /// # Errors
-    /// If the peer does not exist or the stream belongs to another device. The group is then unchanged.
+    /// Returns an error if the peer does not exist or the stream belongs to another device. The group is then unchanged.
     pub unsafe fn send_raw(
         &mut self,
         comm: &'a Communicator,
@@ -119,7 +119,7 @@ impl<'a> Group<'a> {
     /// Same as [`send_raw`](Self::send_raw). In addition, nothing else may read or write the memory until the group completes.
     ///
     /// # Errors
-    /// If the peer does not exist or the stream belongs to another device. The group is then unchanged.
+    /// Returns an error if the peer does not exist or the stream belongs to another device. The group is then unchanged.
     pub unsafe fn receive_raw(
         &mut self,
         comm: &'a Communicator,

@@ -141,7 +141,7 @@ impl Launch {
     /// rank, as srun sets it, counts as Slurm.
     ///
     /// # Errors
-    /// If no launcher's variables are set, or they are inconsistent.
+    /// Returns an error if no launcher's variables are set, or they are inconsistent.
     pub fn from_env() -> Result<Self, LaunchError> {
         Self::from_variables(|name| std::env::var(name).ok())
     }

@@ -34,7 +34,7 @@ impl Nccl {
     /// the process has already opened, so that PyTorch's or cudarc's communicators share it; `libnccl.so.2`; `libnccl.so`.
     ///
     /// # Errors
-    /// If no library can be opened or the one found is too old. The result does not change within a process.
+    /// Returns an error if no library can be opened or the one found is too old. The result does not change within a process.
     pub fn load() -> Result<&'static Nccl, LoadError> {
         static NCCL: OnceLock<Result<&'static Nccl, LoadError>> = OnceLock::new();
         NCCL.get_or_init(Nccl::find).clone()
@@ -43,7 +43,7 @@ impl Nccl {
     /// Opens a specific library, in addition to that of [`load`](Self::load). Never closed.
     ///
     /// # Errors
-    /// If it cannot be opened or is too old.
+    /// Returns an error if it cannot be opened or is too old.
     pub fn open(path: impl AsRef<Path>) -> Result<&'static Nccl, LoadError> {
         let path = path.as_ref().as_os_str();
         // SAFETY: NCCL's initializers may run at any time.

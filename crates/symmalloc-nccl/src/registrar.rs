@@ -229,7 +229,7 @@ impl Registrar {
     /// ones are deregistered. Never waits for other ranks.
     ///
     /// # Errors
-    /// If nothing is attached to the communicator, or it has ended.
+    /// Returns an error if nothing is attached to the communicator, or it has ended.
     pub fn is_current(&self, comm: &Communicator) -> Result<bool, SyncError> {
         let attachment = self.attachment(comm)?;
         Ok(attachment.is_current(&self.allocator))

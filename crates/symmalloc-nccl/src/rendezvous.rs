@@ -49,7 +49,7 @@ impl Launch {
     /// `MASTER_PORT`. Ranks with a `SYMMALLOC_JOB_SECRET` prove to each other that they know it.
     ///
     /// # Errors
-    /// If libnccl cannot be used, or the ranks do not find each other within the deadline.
+    /// Returns an error if libnccl cannot be used, or the ranks do not find each other within the deadline.
     pub fn unique_id(&self, deadline: Duration) -> Result<UniqueId, CommError> {
         self.unique_id_from(Nccl::load()?, &Backoff::new(deadline))
     }

@@ -162,7 +162,7 @@ impl Sending<'_> {
     /// Adds the rows that this rank receives from every rank.
     ///
     /// # Errors
-    /// If the sides have different numbers of ranks, or a sum overflows.
+    /// Returns an error if the sides have different numbers of ranks, or a sum overflows.
     pub fn receiving(self, rows: &[u64]) -> Result<Splits, SplitsError> {
         if self.input.len() != rows.len() {
             return Err(SplitsError::Unequal { input: self.input.len(), output: rows.len() });

@@ -57,7 +57,7 @@ impl NcclTransport {
     /// Creates a transport over this communicator.
     ///
     /// # Errors
-    /// If a stream, an event or pinned memory cannot be allocated.
+    /// Returns an error if a stream, an event or pinned memory cannot be allocated.
     pub fn new(comm: &Communicator) -> Result<Self, CommError> {
         let device = comm.device();
         let _current = device.enter()?;

@@ -24,7 +24,7 @@ impl UniqueId {
     /// different one, and the process that created it must live until all ranks have connected.
     ///
     /// # Errors
-    /// If NCCL cannot be used, or finds no network interface.
+    /// Returns an error if NCCL cannot be used, or finds no network interface.
     pub fn new() -> Result<Self, CommError> {
         Self::from_nccl(Nccl::load()?)
     }
@@ -32,7 +32,7 @@ impl UniqueId {
     /// Like [`new`](Self::new), with this library.
     ///
     /// # Errors
-    /// If NCCL finds no network interface.
+    /// Returns an error if NCCL finds no network interface.
     pub fn from_nccl(nccl: &Nccl) -> Result<Self, CommError> {
         Ok(UniqueId { bytes: nccl.calls().unique_id()? })
     }

@@ -7,7 +7,7 @@
 //! ```text
 //!  offset ▲            ┌───────────┐
 //!         │   ┌────────┤     c     │          a, b, c, d    rectangles: known sizes and lifetimes
-//!         │   │   b    └─┬─────────┤          offsets       result: the top of all is as low as possible
+//!         │   │   b    └─┬─────────┤          offsets       result: the total height is as small as possible
 //!         │ ┌─┴──────────┤    d    │
 //!         │ │     a      │         │          the peak of live memory is a lower bound
 //!         └─┴────────────┴─────────┴─► time
@@ -16,9 +16,9 @@
 //! [`solve`] tries several orders, then alternates exact search and improvement until its budget of steps is spent. Steps are
 //! counted and no clock is read: the same problem and the same steps give the same offsets on every machine.
 //!
-//! **Exact search** is used for up to 2048 rectangles. It decides if a height can be reached at all, so [`Solution::is_optimal`] can
-//! also hold if the peak cannot be reached. The challenging problems of `google/minimalloc` (154 to 454 rectangles) are solved at
-//! the height that they were designed for, or lower, with the default steps. Larger problems rely on orders and their improvement.
+//! **Exact search** is used for up to 2048 rectangles. It can prove that no smaller height is feasible, so [`Solution::is_optimal`] can
+//! also be `true` for a height above the peak. The challenging problems of `google/minimalloc` (154 to 454 rectangles) are solved within
+//! the capacity given in the benchmark with the default steps. Larger problems rely on orders and their improvement.
 //!
 //! **Repeated steps.** An allocation made in one step of a training job and freed in the next lives across the end of the
 //! step. [`Problem::periodic`] accepts such lifetimes and assigns them one offset.

@@ -39,12 +39,12 @@ pub(crate) fn name_of(raw: usize) -> StreamName {
     }
 }
 
-/// The reason that a stream is not served.
+/// The reason why a stream is not served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NotServed {
     /// The driver must serve it: the handle is invalid, or its context is not served.
     Driver,
-    /// The driver refused a necessary call.
+    /// A necessary driver call failed.
     Refused(c_int),
 }
 

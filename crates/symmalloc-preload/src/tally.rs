@@ -1,7 +1,6 @@
 //! Counters of the program's allocations and frees, enabled if `symmalloc run` requests them.
 //!
-//! Counters are spread over as many cache lines as threads are likely to run at once. Live bytes and their peak are a single number for all
-//! threads.
+//! Counters are spread over as many cache lines as threads are likely to run at once. Live bytes and their peak are shared by all threads.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -83,8 +82,8 @@ fn shard() -> &'static Shard {
     &COUNTS[OWN.get()]
 }
 
-/// Applies the driver's rounding: below 1 MiB to multiples of 512 bytes, because allocations share 2 MiB pages, and above that to whole 2
-/// MiB pages.
+/// Applies the driver's rounding: sizes below 1 MiB to multiples of 512 bytes, because allocations share 2 MiB pages, and sizes of 1 MiB
+/// and more to whole 2 MiB pages.
 fn driver_bytes(size_bytes: u64) -> u64 {
     if size_bytes < 1 << 20 { size_bytes.next_multiple_of(512) } else { size_bytes.next_multiple_of(2 << 20) }
 }

@@ -99,7 +99,7 @@ enum symmalloc_status
    */
   SYMMALLOC_INVALID_SETTINGS = 2,
   /**
-   * The limits leave no memory, or the driver refused to provide it.
+   * The limits leave no memory, or the driver failed to provide it.
    */
   SYMMALLOC_OUT_OF_MEMORY = 3,
   /**

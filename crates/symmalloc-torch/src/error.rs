@@ -16,7 +16,7 @@ use symmalloc_nccl::{
 use symmalloc_trace::plan::PlanTextError;
 use thiserror::Error;
 
-/// The error of a call. A failed call changes nothing.
+/// An error returned by a call. A failed call changes nothing.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub(crate) enum Error {

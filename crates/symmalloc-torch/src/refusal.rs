@@ -1,6 +1,6 @@
 //! The last resort before an allocation fails: `out_of_memory:trim`.
 //!
-//! PyTorch's own allocator releases its whole cache if the driver refuses memory, and programs rely on it to run close to the limit.
+//! PyTorch's own allocator releases its whole cache if the driver is out of memory, and programs rely on it to run close to the limit.
 //! Symmetric pools must not do so on one rank only (rule D4). Therefore only the *other* pools release their free memory, in order of
 //! their ids, and the allocation is retried. Symmetric pools keep their placements; ranks do not compare private pools.
 

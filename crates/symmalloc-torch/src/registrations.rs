@@ -28,9 +28,9 @@ use symmalloc_nccl::{
 /// The registrations of one allocator.
 pub(crate) struct Registrations {
     allocator: CudaAllocator,
-    /// Created for the first communicator that needs it.
+    /// The registrar of communicators whose ranks compare histories at every sync. Created on first use.
     at_sync: OnceLock<Arc<Registrar>>,
-    /// Created for the first communicator that needs it.
+    /// The registrar of the other communicators. Created on first use.
     off: OnceLock<Arc<Registrar>>,
     open: Arc<OpenRegistrations>,
 }
@@ -122,7 +122,7 @@ impl Registrations {
         self.for_each(pool, OpenRegistration::sync)
     }
 
-    /// Syncs as [`sync`](Self::sync), and compares the ranks' histories.
+    /// Syncs like [`sync`](Self::sync), and also compares the ranks' histories.
     pub(crate) fn agree(&self, pool: PoolId) -> Result<SyncCounts, Error> {
         self.for_each(pool, OpenRegistration::agree)
     }
@@ -139,7 +139,7 @@ impl Registrations {
         Ok(Some(over.registrar.wake(&over.communicator, pool)?.into()))
     }
 
-    /// Returns the communicator for a pool's collective operations: the one with the most ranks. Of several, it is the one that was
+    /// Returns the communicator for a pool's collective operations: the one with the most ranks. If there are several, it is the one
     /// registered last, since an earlier one may have failed. It is the same on every rank.
     fn over(&self, pool: PoolId) -> Result<Option<Arc<OpenRegistration>>, Error> {
         let of_pool: SmallVec<[Arc<OpenRegistration>; 4]> = self.open.of(pool);
@@ -159,7 +159,7 @@ impl Registrations {
         }
     }
 
-    /// Syncs as [`sync`](Self::sync), but succeeds during a capture without new segments, because it does not communicate then.
+    /// Syncs like [`sync`](Self::sync), but succeeds during a capture without new segments, because it does not communicate then.
     pub(crate) fn sync_at_scope_end(&self, pool: PoolId) -> Result<SyncCounts, Error> {
         self.for_each(pool, OpenRegistration::sync_at_scope_end)
     }
@@ -265,7 +265,7 @@ impl PoolRegistration {
     ///
     /// # Safety
     /// `communicator` is a live `ncclComm_t` of the NCCL library of this process, ready, and on the allocator's device. It
-    /// lives as long as the result, and no other code calls NCCL with it while this does.
+    /// outlives the returned registration, and no other code calls NCCL with it while a method of the registration runs.
     pub(crate) unsafe fn new(
         registrations: &Registrations,
         pool: PoolId,
@@ -278,12 +278,17 @@ impl PoolRegistration {
         // SAFETY: the caller's contract.
         let communicator = unsafe { builder.borrow(communicator) }?;
         if let Some((rank, world)) = options.place {
-            check("rank", rank, communicator.rank(), "what NCCL reports for the communicator: is it another group's?")?;
+            check(
+                "rank",
+                rank,
+                communicator.rank(),
+                "the value that NCCL reports; the communicator may belong to another group",
+            )?;
             check(
                 "world",
                 world,
                 communicator.ranks(),
-                "what NCCL reports for the communicator: is it another group's?",
+                "the value that NCCL reports; the communicator may belong to another group",
             )?;
         }
         let registrar = Arc::clone(registrations.registrar(options.agreement)?);
@@ -294,12 +299,12 @@ impl PoolRegistration {
         Ok(PoolRegistration { of, all: Arc::clone(&registrations.open) })
     }
 
-    /// Registers new segments and deregisters dead ones, on every rank of the communicator.
+    /// Registers new segments and deregisters released ones, on every rank of the communicator.
     pub(crate) fn sync(&self) -> Result<SyncCounts, Error> {
         Ok(self.of.sync()?)
     }
 
-    /// Syncs as [`sync`](Self::sync), and compares the ranks' histories.
+    /// Syncs like [`sync`](Self::sync), and also compares the ranks' histories.
     pub(crate) fn agree(&self) -> Result<SyncCounts, Error> {
         Ok(self.of.agree()?)
     }
@@ -327,7 +332,8 @@ impl PoolRegistration {
         Ok(builder.build()?)
     }
 
-    /// Announces to the watchdog work that the program submits to the stream while it holds the result.
+    /// Notifies the watchdog of a collective that the program itself submits to `stream`. Keep the returned guard until it is
+    /// submitted.
     ///
     /// # Safety
     /// `stream` is one of the allocator's device, and lives as long as the communicator is watched.
@@ -344,7 +350,7 @@ impl PoolRegistration {
         Ok(RankAnnouncement { _open: communicator.announcement(kind.to_owned(), elements, &stream)? })
     }
 
-    /// Deregisters all segments on every rank of the communicator, and stops watching it. Its owner keeps it.
+    /// Deregisters all segments on every rank of the communicator, and stops watching it. The communicator itself is not destroyed.
     pub(crate) fn end(self) -> Result<(), Error> {
         self.all.remove(&self.of);
         let OpenRegistration { registrar, communicator, pool, .. } = &*self.of;

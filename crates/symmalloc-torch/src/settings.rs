@@ -18,7 +18,7 @@ use symmalloc_core::Config;
 use symmalloc_core::config_text::{ConfigTextError, nearest};
 use thiserror::Error;
 
-/// The last resort before an allocation fails at a limit, or because the driver refuses memory.
+/// The last resort before an allocation fails at a limit, or because the driver is out of memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum OutOfMemoryPolicy {
     /// Releases the free memory of pools that are neither symmetric nor a graph's, and retries the allocation. PyTorch programs rely on it.

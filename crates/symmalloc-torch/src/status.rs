@@ -11,7 +11,7 @@ pub enum symmalloc_status {
     SYMMALLOC_INVALID_ARGUMENT = 1,
     /// A configuration text is invalid. The message names the byte offset.
     SYMMALLOC_INVALID_SETTINGS = 2,
-    /// The limits leave no memory, or the driver refused to provide it.
+    /// The limits leave no memory, or the driver failed to provide it.
     SYMMALLOC_OUT_OF_MEMORY = 3,
     /// The pointer is not a live allocation of this allocator.
     SYMMALLOC_UNKNOWN_POINTER = 4,

@@ -46,7 +46,7 @@ impl Program {
     /// Renumbers the allocations of recorded ops.
     ///
     /// # Errors
-    /// When an op names an allocation that does not exist yet, or creates one a second time.
+    /// Returns an error if an op names an allocation that does not exist yet, or creates one a second time.
     pub fn new<'a>(records: impl IntoIterator<Item = &'a Record>) -> Result<Self, ReplayError> {
         let mut program = Program::default();
         let mut dense = BTreeMap::new();
@@ -175,7 +175,7 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
     /// plans of the default pool. The plans of other pools are adopted when the program creates those pools.
     ///
     /// # Errors
-    /// When a plan cannot be adopted, or there are too many streams.
+    /// Returns an error if a plan cannot be adopted, or there are too many streams.
     pub fn following(
         allocator: &'a Allocator<B, L>,
         program: &'a Program,
@@ -194,7 +194,7 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
     /// no room for that, releases the free memory of all pools first.
     ///
     /// # Errors
-    /// When a step of the default pool is open, or a pool does not wake.
+    /// Returns an error if a step of the default pool is open, or a pool does not wake.
     pub fn begin_pass(&mut self) -> Result<(), StepError> {
         for pool in std::mem::take(&mut self.sleeps).into_keys() {
             // A destroyed pool no longer sleeps.
@@ -264,7 +264,7 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
     /// Reuses streams, pools and observers that already exist from an earlier pass of the program.
     ///
     /// # Errors
-    /// When the allocator rejects the op, or the op names an allocation that is not live. The run can continue.
+    /// Returns an error if the allocator rejects the op, or the op names an allocation that is not live. The run can continue.
     #[inline(always)]
     pub fn step(&mut self, op: &Op) -> Result<Option<Allocation>, StepError> {
         match *op {
@@ -454,7 +454,7 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
     /// Frees the allocations that the program left live, in order of creation, and ends the open steps.
     ///
     /// # Errors
-    /// When the driver cannot fence a use. Another call can free the remaining allocations.
+    /// Returns an error if the driver cannot fence a use. Another call can free the remaining allocations.
     pub fn free_all(&mut self) -> Result<(), FreeError> {
         for live in &mut self.live {
             if let Some(handle) = *live {

@@ -223,7 +223,7 @@ impl fmt::Display for Finding {
             }
             Finding::Behind { number, signature, ranks } => {
                 let what = signature.as_ref().map_or_else(String::new, |signature| format!(" ({signature})"));
-                write!(f, "{} did not come to collective {number}{what}, which others submitted", named(ranks))
+                write!(f, "{} did not reach collective {number}{what}, which others submitted", named(ranks))
             }
             Finding::Unfinished { number, signature, states } => {
                 let states = states.iter().map(|(state, ranks)| format!("{state} on {}", named(ranks)));

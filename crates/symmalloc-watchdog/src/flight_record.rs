@@ -147,7 +147,7 @@ impl fmt::Display for CollectiveState {
     }
 }
 
-/// The error of reading or writing a flight record.
+/// An error returned when reading or writing a flight record.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum FlightRecordError {

@@ -45,7 +45,7 @@ impl fmt::Display for Departure {
     }
 }
 
-/// The reason for which a rank ended a communicator.
+/// The reason why a rank ended a communicator.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FailureReport {
     /// The reason as text.
@@ -82,7 +82,7 @@ pub struct Member {
     pub departure: Option<Departure>,
     /// `true` if it destroyed the communicator normally.
     pub has_left: bool,
-    /// The reason for which it ended the communicator, if it did.
+    /// The reason why it ended the communicator, if it did.
     pub failure: Option<FailureReport>,
 }
 

@@ -120,7 +120,7 @@ fn who_did_not_come_is_named_with_the_collective() {
     assert_eq!(found, [behind]);
     assert_eq!(
         found[0].to_string(),
-        "rank 1 did not come to collective 3 (all_reduce of 4 float32 sum), which others submitted"
+        "rank 1 did not reach collective 3 (all_reduce of 4 float32 sum), which others submitted"
     );
     assert!(Findings::new(&records).is_trouble());
 }
@@ -135,7 +135,7 @@ fn ranks_that_are_behind_by_less_may_only_wait_for_the_others() {
     records[0].communicators[0].collectives.remove(0);
     let found = findings(&records);
     assert_eq!(found, [Finding::Behind { number: 1, signature: None, ranks: vec![1] }]);
-    assert_eq!(found[0].to_string(), "rank 1 did not come to collective 1, which others submitted");
+    assert_eq!(found[0].to_string(), "rank 1 did not reach collective 1, which others submitted");
 }
 
 #[test]

@@ -31,7 +31,7 @@ pub struct Faults {
     pub stops: u8,
     /// A communicator ends on one rank, because the program aborts it or NCCL fails.
     pub breaks: u8,
-    /// The device refuses memory in a wake.
+    /// The device is out of memory in a wake.
     pub refusals: u8,
     /// Kernels do not finish within the deadline in a sleep.
     pub delays: u8,

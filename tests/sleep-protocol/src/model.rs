@@ -37,7 +37,7 @@ pub enum Action {
     Aborted(usize, Comm),
     /// Its kernels do not finish within the deadline.
     Delay(usize),
-    /// The device refuses memory.
+    /// The device is out of memory.
     Refuse(usize),
     /// Its program omits an op.
     Skip(usize),

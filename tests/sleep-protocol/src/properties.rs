@@ -39,7 +39,7 @@ pub const ENDS: &str = "every op ends";
 
 /// All ranks are awake with new memory and windows on all communicators.
 pub const IN_PLACE: &str = "all wake in place";
-/// A device refuses memory, but all ranks wake in the end.
+/// A device is out of memory, but all ranks wake in the end.
 pub const RETRIED: &str = "a refused wake succeeds at another attempt";
 /// A communicator dies, and all ranks wake with the other communicator.
 pub const FEWER: &str = "a pool wakes without a communicator that died";

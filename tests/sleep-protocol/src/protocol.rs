@@ -125,7 +125,7 @@ impl<'a> Actor<'a> {
         self.rank().step = Step::Decide;
     }
 
-    /// The device refuses memory, and this rank votes no.
+    /// The device is out of memory, and this rank votes no.
     pub fn refuse(&mut self) {
         self.rank().could = self.job.has(Flaw::WakeUntold);
         self.rank().step = Step::Decide;

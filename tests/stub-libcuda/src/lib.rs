@@ -1,6 +1,6 @@
 //! A libcuda without a device: the calls that `symmalloc-cuda` and cudarc's buffers make, over host memory.
 //!
-//! Tests put the shared library of this package on the library path under the name `libcuda.so`. It is as strict as the driver about
+//! Tests put the shared library of this package on the library path under the name `libcuda.so`. The stub is as strict as the driver about
 //! current contexts, whole mappings, and calls that a stream capture forbids. Its memory is real host memory, so tests can check copies and
 //! zeros. Work takes effect when it is submitted, but *completes* only once a host wait covers it. The stub of libnccl submits its own work
 //! to the streams; see `external.rs`.
@@ -69,8 +69,8 @@ fn call_in_context(name: &'static str, mut act: impl FnMut(&mut State) -> Result
     call(name, |state| if device().is_none() { Err(INVALID_CONTEXT) } else { act(state) })
 }
 
-/// Like [`call_in_context`], for calls that are unsafe during a capture. A call that this thread's mode forbids is refused, and invalidates
-/// the captures that forbid it.
+/// Like [`call_in_context`], for calls that are unsafe during a capture. If the thread's capture mode forbids the call, the
+/// call fails and invalidates the captures that forbid it.
 fn call_outside_capture(name: &'static str, mut act: impl FnMut(&mut State) -> Result<(), Code>) -> c_int {
     call_in_context(name, |state| if state.spoil_captures() { Err(CAPTURE_UNSUPPORTED) } else { act(state) })
 }

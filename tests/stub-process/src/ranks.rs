@@ -20,7 +20,8 @@ pub struct RankOutput {
 }
 
 /// Runs `body` in one process per rank, inside a test on the stubs. `options` are added to the environment of the test. Returns the outcome
-/// of each process. A process that takes half of the test's time limit is killed. In a rank's process, runs `body` and exits.
+/// of each process. A process that takes half of the test's time limit is killed. Each process executes
+/// the test again, in which this function runs `body` and exits.
 ///
 /// # Panics
 /// Panics if a process cannot be started.
@@ -38,7 +39,7 @@ pub fn ranks(count: usize, options: &[(&str, &str)], body: impl FnOnce(usize)) -
     let limit = child::limit() / 2;
     let wait = |(rank, child): (usize, Running)| {
         let child::Ended { status, stdout, stderr, is_late } = child.wait(limit);
-        let late = if is_late { format!("\nLATE it was killed after {limit:?}\n") } else { String::new() };
+        let late = if is_late { format!("\nLATE killed after {limit:?}\n") } else { String::new() };
         RankOutput { rank, is_success: status.success(), text: stdout + &stderr + &late, ended: SystemTime::now() }
     };
     std::thread::scope(|scope| {

@@ -64,7 +64,7 @@ impl PolicyArgs {
     /// Checks that the flags agree with each other.
     ///
     /// # Errors
-    /// If `--segments` or `--streams` contradicts `--config`.
+    /// Returns an error if `--segments` or `--streams` contradicts `--config`.
     pub(crate) fn check(&self) -> Result<(), FlagContradiction> {
         let Some(Settings { config, states_segments, states_streams }) = &self.settings else { return Ok(()) };
         let pool = config.default_pool();

@@ -18,7 +18,7 @@ use symmalloc_trace::replay::{Program, Replay, StepError};
 /// Runs a program with its plan. Returns the curve over all ops, and the memory after `op`, both for the selected heaps.
 ///
 /// # Errors
-/// If an op fails. Requests that a limit refuses are skipped.
+/// Returns an error if an op fails. Requests that a limit refuses are skipped.
 pub(crate) fn follow(
     job: &Path,
     program: &Program,

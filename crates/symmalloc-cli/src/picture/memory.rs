@@ -124,7 +124,7 @@ impl Memory {
     /// then.
     ///
     /// # Errors
-    /// If a placement exceeds the memory of any device.
+    /// Returns an error if a placement exceeds the memory of any device.
     pub(crate) fn recorded(recorded: &Recorded, op: usize, selection: Selection) -> Result<Self, CliError> {
         let impossible = |op| CliError::ImpossiblePlacement { path: recorded.path.clone(), op };
         let mut total_bytes = 0;

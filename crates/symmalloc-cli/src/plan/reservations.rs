@@ -1,4 +1,4 @@
-//! Reservations with which a job, once it runs, obtains no more memory and registers no more windows.
+//! Computation of reservations with which a running job obtains no more memory and registers no more windows.
 //!
 //! ```text
 //! ranks' recordings ──► sizes   bytes per heap, the maximum over all ranks
@@ -32,7 +32,7 @@ pub(super) struct ReservationPlan {
     pub(super) config: Config,
     pub(super) pools: Pools,
     pub(super) heaps: Heaps,
-    /// The job as recorded. With several ranks, the maximum.
+    /// The job as recorded. With several ranks, the maximum of each value.
     pub(super) without: Proof,
     /// The job with its reservations.
     pub(super) with: Proof,

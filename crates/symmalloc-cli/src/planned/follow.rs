@@ -20,7 +20,7 @@ use symmalloc_trace::replay::Program;
 /// Reads a plan for a recording, and gives the recording's allocator and pools the configuration of the plan.
 ///
 /// # Errors
-/// If the file is not a plan, belongs to another job, contradicts a flag, or cannot be adopted by its pools.
+/// Returns an error if the file is not a plan, belongs to another job, contradicts a flag, or cannot be adopted by its pools.
 pub(crate) fn follow(
     path: &Path,
     job: &Path,

@@ -27,9 +27,9 @@ pub(crate) struct Trial {
     pub(super) peak_reserved_bytes: u64,
     /// Requests that a limit or a full segment refuses in all passes.
     pub(super) refused: u64,
-    /// Waits of a stream for another that the reuse of memory requires in a pass. Each is a fence on the device.
+    /// Cross-stream waits per pass that the reuse of memory requires. Each is a fence on the device.
     pub(super) waits: u64,
-    /// Map and unmap calls in a pass. Each takes a driver microseconds.
+    /// Map and unmap calls in a pass. Each takes a real driver several microseconds.
     pub(super) maps: u64,
 }
 
@@ -40,7 +40,7 @@ impl Trial {
     }
 }
 
-/// A configuration under which the job stops.
+/// A configuration with which the job cannot complete.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(super) struct ImpossibleTrial {
     /// The configuration, in the notation of `--config`.
@@ -52,7 +52,7 @@ pub(super) struct ImpossibleTrial {
 /// job's own, and the settings under which the job stops.
 ///
 /// # Errors
-/// If the job stops under its own settings.
+/// Returns an error if the job cannot complete with its own settings.
 pub(super) fn trials(
     recorded: &Recorded,
     reading: &ReadingArgs,

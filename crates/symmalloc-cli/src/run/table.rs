@@ -16,7 +16,7 @@ pub(super) fn text(summaries: &Summaries, args: &RunArgs, ended: &Ended) -> Stri
     let palette = Palette::of_stderr();
     let mut lines = Vec::new();
     if let Ended::Signal(signal) = ended {
-        lines.push(format!("the program was ended by signal {signal}"));
+        lines.push(format!("the program was terminated by signal {signal}"));
     }
     for summary in &summaries.ended {
         if args.stats {
@@ -48,7 +48,7 @@ fn name(program: &str, process: u32, rank: Option<u64>) -> String {
 fn killed(begun: &Begun, args: &RunArgs) -> String {
     let name = name(&begun.program, begun.process, begun.rank);
     let recording = if args.record.is_some() {
-        ": its recording breaks off; read it with --accept-torn"
+        ": its recording is truncated; read it with --accept-torn"
     } else {
         ": no statistics"
     };

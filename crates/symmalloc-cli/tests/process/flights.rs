@@ -108,7 +108,7 @@ fn a_rank_behind_and_a_rank_without_a_record_are_named_with_what_others_wait_for
     let wanted = [
         "communicator \"world\"  4 ranks, 3 records",
         "rank 3 left no record, or its file was not given",
-        "rank 1 did not come to collective 3 (all_reduce of 4 float32), which others submitted",
+        "rank 1 did not reach collective 3 (all_reduce of 4 float32), which others submitted",
         "  0             3         2    aborted  3: all_reduce of 4 float32, running, submitted 10.2 s ago  \
          rank 3 is gone: its process ended\n",
         "  1             2         2      ready  nothing                                                    \

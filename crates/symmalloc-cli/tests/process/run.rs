@@ -196,7 +196,7 @@ fn a_program_that_dies_leaves_a_recording() {
     let printed = job.run("--record job.trace.zst --stats", "abort");
     assert_eq!(printed.code, Some(128 + 6));
     assert!(
-        printed.stderr.contains("ended by signal 6") && printed.stderr.contains("--accept-torn"),
+        printed.stderr.contains("terminated by signal 6") && printed.stderr.contains("--accept-torn"),
         "{}",
         printed.stderr
     );

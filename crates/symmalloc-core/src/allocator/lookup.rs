@@ -33,7 +33,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Returns the live allocation of a handle.
     ///
     /// # Errors
-    /// When the handle is not live here, or belongs to an allocation of zero bytes.
+    /// Returns an error if the handle is not live here, or belongs to an allocation of zero bytes.
     pub fn allocation(&self, handle: Handle) -> Result<Allocation, HandleError> {
         self.heap_of(handle)?.lock().allocation(handle)
     }
@@ -41,7 +41,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Returns the requested bytes of a live allocation.
     ///
     /// # Errors
-    /// When the handle is not live here, or belongs to an allocation of zero bytes.
+    /// Returns an error if the handle is not live here, or belongs to an allocation of zero bytes.
     pub fn requested_bytes(&self, handle: Handle) -> Result<u64, HandleError> {
         self.heap_of(handle)?.lock().requested_bytes(handle)
     }
@@ -49,7 +49,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Returns the live allocation whose first byte is at a device address.
     ///
     /// # Errors
-    /// When there is none, or look-up by pointer is not configured.
+    /// Returns an error if there is none, or look-up by pointer is not configured.
     pub fn handle_at(&self, address: DeviceAddress) -> Result<Handle, HandleError> {
         self.at(address, |heap| heap.handle_at(address)).map(|(_, handle)| handle)
     }

@@ -9,11 +9,11 @@
 //!  2. acquire memory: fill a hole, grow, or a new segment, within the limits            (heap/obtain.rs)
 //!  3. a configured limit refused, and the request would fit within it: release free memory as `reclaim`
 //!     allows, and retry, until the request is served or nothing is left to release         (heap/trim.rs)
-//!  4. still short, or the driver refused: call the failure callback, at most `retries_max` times, and retry if it asks to
+//!  4. still short, or a driver call failed: call the failure callback, at most `retries_max` times, and retry if it asks to
 //!  5. a typed error; the heap is unchanged, and its digest includes the refusal
 //! ```
 //!
-//! Step 3 is the same on every rank because limits are configured bytes. If the driver refuses, which may happen on one
+//! Step 3 is the same on every rank because limits are configured bytes. If a driver call fails, which may happen on one
 //! rank alone, nothing is released: step 3 is skipped.
 //!
 //! Statistics over all heaps and the recording are updated after a decision, at the end of `place` and of `free`. They
@@ -133,7 +133,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Creates an allocator over a backend, with the default pool and no streams. Takes no device memory yet.
     ///
     /// # Errors
-    /// When the backend's granularity is not a power of two from 512 bytes to 1 GiB.
+    /// Returns an error if the backend's granularity is not a power of two from 512 bytes to 1 GiB.
     pub fn new(backend: B, config: Config) -> Result<Self, ConfigError> {
         let granularity_bytes = backend.granularity_bytes();
         if !granularity_bytes.is_power_of_two() {
@@ -270,7 +270,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// The call may block on another thread that holds the same heap's lock, never on the device.
     ///
     /// # Errors
-    /// When the handle is not live here, or the driver cannot fence the uses; the allocation is still live then.
+    /// Returns an error if the handle is not live here, or the driver cannot fence the uses; the allocation is still live then.
     pub fn free(&self, handle: Handle) -> Result<(), FreeError> {
         if self.is_recording() {
             return self.free_recorded(handle).map(drop);
@@ -285,7 +285,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// [`PointerLookup`]. Returns the usable bytes: the request, rounded up.
     ///
     /// # Errors
-    /// When no live allocation starts there. See also [`free`](Self::free).
+    /// Returns an error if no live allocation starts there. See also [`free`](Self::free).
     pub fn free_at(&self, address: DeviceAddress) -> Result<u64, FreeError> {
         if self.is_recording() {
             return self.free_recorded(self.handle_at(address)?).map(|freed| bytes(freed.size));
@@ -313,7 +313,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// memory waits for that work on the device.
     ///
     /// # Errors
-    /// When the handle is not live here or the stream is unknown.
+    /// Returns an error if the handle is not live here or the stream is unknown.
     pub fn record_use(&self, handle: Handle, stream: StreamId) -> Result<(), RecordUseError> {
         self.known_stream(stream)?;
         let mut gate = self.gate();
@@ -331,7 +331,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Records a use of the allocation that starts at an address; see [`record_use`](Self::record_use).
     ///
     /// # Errors
-    /// When no live allocation starts there. See also [`record_use`](Self::record_use).
+    /// Returns an error if no live allocation starts there. See also [`record_use`](Self::record_use).
     pub fn record_use_at(&self, address: DeviceAddress, stream: StreamId) -> Result<(), RecordUseError> {
         let mut gate = self.gate();
         let (mut heap, handle) = self.at(address, |heap| heap.handle_at(address))?;
@@ -380,7 +380,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// does a quota unless its pool is named.
     ///
     /// # Errors
-    /// When the pool is unknown, or the driver fails; every heap is consistent then and the rest can be trimmed again.
+    /// Returns an error if the pool is unknown, or the driver fails; every heap is consistent then and the rest can be trimmed again.
     pub fn trim(&self, pool: Option<PoolId>) -> Result<u64, TrimError> {
         let mut gate = self.gate();
         let released = match pool {
@@ -426,7 +426,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// number of dropped events. Changes no placement and no digest (rule D3).
     ///
     /// # Errors
-    /// When the driver cannot answer.
+    /// Returns an error if the driver cannot answer.
     pub fn drop_completed_fences(&self) -> Result<u64, BackendError> {
         let mut dropped = 0;
         for heap in self.all_heaps() {
@@ -537,7 +537,7 @@ impl<B: Backend + fmt::Debug, L: Lock> fmt::Debug for Allocator<B, L> {
 }
 
 impl<B: Backend, L: Lock> Drop for Allocator<B, L> {
-    /// Ends a recording and releases all memory, including live allocations. Memory that the driver refuses to take
+    /// Ends a recording and releases all memory, including live allocations. Memory that the driver fails to take
     /// back is left to the end of its context.
     fn drop(&mut self) {
         self.end_recording();

@@ -40,7 +40,7 @@ impl Observers {
     }
 }
 
-/// Returns a number for an allocator that is unique in this process.
+/// Returns a number for a new allocator, unique in this process.
 pub(super) fn next_allocator() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     NEXT.fetch_add(1, Ordering::Relaxed)

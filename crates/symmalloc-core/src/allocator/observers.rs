@@ -31,7 +31,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// and expandable segments do not shrink.
     ///
     /// # Errors
-    /// When the pool is unknown.
+    /// Returns an error if the pool is unknown.
     pub fn observe(&self, pool: PoolId) -> Result<(ObserverId, Vec<SegmentEvent>), UnknownError> {
         let mut gate = self.gate();
         let mut observers = self.observers.lock();
@@ -77,8 +77,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// is released. Returns the released bytes.
     ///
     /// # Errors
-    /// When another observer read the events, or they belong to another allocator: nothing is acknowledged then. When
-    /// the driver fails to take memory back: the events are acknowledged, and the next trim tries again.
+    /// Returns an error if another observer read the events, or they belong to another allocator: nothing is
+    /// acknowledged then. When the driver fails to take memory back: the events are acknowledged, and the next trim
+    /// tries again.
     pub fn acknowledge(&self, observer: ObserverId, unread: &Unread) -> Result<u64, TrimError> {
         if unread.reader != (self.number, observer) {
             return Err(TrimError::NotRead { observer });
@@ -103,7 +104,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Removes an observer as if it had acknowledged everything. Returns the released bytes.
     ///
     /// # Errors
-    /// When the driver fails to take memory back; the observer is removed, and the next trim tries again.
+    /// Returns an error if the driver fails to take memory back; the observer is removed, and the next trim tries
+    /// again.
     pub fn forget(&self, observer: ObserverId) -> Result<u64, TrimError> {
         let mut gate = self.gate();
         let mut observers = self.observers.lock();

@@ -130,7 +130,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Replays the memory that a recorded request released in vain: [`Op::Reclaim`].
     ///
     /// # Errors
-    /// When the pool or the stream is unknown.
+    /// Returns an error if the pool or the stream is unknown.
     pub fn replay_reclaim(&self, pool: PoolId, stream: StreamId, size_bytes: u64) -> Result<(), UnknownError> {
         let mut gate = self.gate();
         let (entry, heap) = (self.pool(pool)?, self.heap_for(pool, stream)?);
@@ -142,7 +142,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Replays a recorded refusal, which is in the digest: [`Op::Refuse`].
     ///
     /// # Errors
-    /// When the pool or the stream is unknown.
+    /// Returns an error if the pool or the stream is unknown.
     pub fn replay_refusal(
         &self,
         pool: PoolId,

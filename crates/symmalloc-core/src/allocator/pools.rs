@@ -61,7 +61,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Returns a pool's policy.
     ///
     /// # Errors
-    /// When the pool is unknown.
+    /// Returns an error if the pool is unknown.
     pub fn pool_config(&self, pool: PoolId) -> Result<&PoolConfig, UnknownError> {
         Ok(&self.pool(pool)?.config)
     }
@@ -69,8 +69,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Destroys a pool. All of its memory is released, including reserved segments. Its id is not reused.
     ///
     /// # Errors
-    /// When it does not exist, is the default pool, is observed, or has live allocations; it is unchanged then. When
-    /// the driver fails, the pool is destroyed and the next [`trim`](Self::trim) of all pools tries again.
+    /// Returns an error if it does not exist, is the default pool, is observed, or has live allocations; it is
+    /// unchanged then. When the driver fails, the pool is destroyed and the next [`trim`](Self::trim) of all pools
+    /// tries again.
     pub fn destroy_pool(&self, pool: PoolId) -> Result<(), PoolError> {
         let mut gate = self.gate();
         let observers = self.observers.lock();
@@ -126,7 +127,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Registers the program's next stream. Register streams in the same order on every rank.
     ///
     /// # Errors
-    /// When all 65,535 ids are in use.
+    /// Returns an error if all 65,535 ids are in use.
     pub fn register_stream(&self) -> Result<StreamId, StreamError> {
         let mut gate = self.gate();
         let mut clocks = self.context.clocks.lock();
@@ -151,7 +152,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// that work count as covered too.
     ///
     /// # Errors
-    /// When a stream is unknown.
+    /// Returns an error if a stream is unknown.
     pub fn stream_waits(&self, stream: StreamId, on: StreamId) -> Result<(), UnknownError> {
         self.known_stream(stream)?;
         self.known_stream(on)?;
@@ -169,7 +170,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// more work to the stream.
     ///
     /// # Errors
-    /// When the stream is unknown.
+    /// Returns an error if the stream is unknown.
     pub fn stream_synchronized(&self, stream: StreamId) -> Result<(), UnknownError> {
         self.known_stream(stream)?;
         let mut gate = self.gate();

@@ -1,4 +1,4 @@
-//! The parts of a recording: the sink that receives records, and the reasons for which it ends.
+//! The parts of a recording: the sink that receives records, and the reasons why it ends.
 
 use crate::config::Config;
 use crate::config::op::Record;
@@ -8,30 +8,30 @@ use crate::types::ids::{AllocationId, ObserverId, PoolId};
 use crate::types::look_up::LookUp;
 use std::error::Error;
 
-/// The error of a sink.
+/// An error of a sink.
 pub type SinkError = Box<dyn Error + Send + Sync>;
 
-/// The receiver of records. Every call is made under a lock that all recorded ops need: it must be quick and must not
-/// use the allocator. If it does, its ops are executed without records, and the recording ends with
+/// The receiver of records. Every call is made under a lock that all recorded ops need: implementations must return
+/// quickly and must not use the allocator. If one does, its ops are executed without records, and the recording ends with
 /// [`RecordingEnd::Reentered`].
 pub trait Sink: Send {
     /// Begins the recording of an allocator with this configuration.
     ///
     /// # Errors
-    /// When the sink cannot begin.
+    /// Returns an error if the sink cannot begin.
     fn begin(&mut self, config: &Config) -> Result<(), SinkError>;
 
     /// Receives the next record. Records are consistent, like those of a trace.
     ///
     /// # Errors
-    /// When the record cannot be kept. The recording ends, this record is lost, and no further call is made.
+    /// Returns an error if the record cannot be kept. The recording ends, this record is lost, and no further call is made.
     fn record(&mut self, record: Record) -> Result<(), SinkError>;
 
     /// Completes the recording. Also called when the allocator is dropped while it is recorded. Not called after an
     /// error.
     ///
     /// # Errors
-    /// When the records could not be kept.
+    /// Returns an error if the records could not be kept.
     fn finish(&mut self) -> Result<(), SinkError>;
 }
 
@@ -43,7 +43,7 @@ pub struct Recorded {
     pub records: u64,
 }
 
-/// The error of starting a recording. Nothing has changed.
+/// An error returned when a recording is started. Nothing has changed.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StartRecordingError {
@@ -53,7 +53,7 @@ pub enum StartRecordingError {
     /// The allocator was used before.
     #[error(
         "{pool} has had {ops} ops: a recording replays only from the start, so begin it before the first allocation, \
-         right after the allocator was made"
+         right after creating the allocator"
     )]
     InUse {
         /// The first used pool.
@@ -69,7 +69,7 @@ pub enum StartRecordingError {
     Sink(#[source] SinkError),
 }
 
-/// The error of a recording that ended early or could not be stopped.
+/// An error of a recording that ended early or could not be stopped.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RecordingError {
@@ -89,7 +89,7 @@ pub enum RecordingError {
     },
 }
 
-/// The reason for which a recording ended. The earlier part is complete, except where noted.
+/// The reason why a recording ended. The earlier part is complete, except where noted.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RecordingEnd {
@@ -118,7 +118,9 @@ pub enum RecordingEnd {
     LimitChanged,
     /// A segment was removed between an observer's `unread` and its `acknowledge`: no trace can represent which entries
     /// the observer had read.
-    #[error("a segment died between an observer's `unread` and its `acknowledge`: trim observed pools at another time")]
+    #[error(
+        "a segment was released between an observer's `unread` and its `acknowledge`: trim observed pools at another time"
+    )]
     LateDeath,
     /// A sink or a backend panicked in the middle of an op. The recording may be incomplete, and the sink's `finish`
     /// was not called.

@@ -78,7 +78,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Stops the recording, at any time. The sink then has a complete recording. Dropping the allocator does the same.
     ///
     /// # Errors
-    /// See [`RecordingError`]: the reason for which it ended before, or the sink's failure to finish. Nothing is
+    /// See [`RecordingError`]: the reason why it ended before, or the sink's failure to finish. Nothing is
     /// recorded any more.
     pub fn stop_recording(&self) -> Result<Recorded, RecordingError> {
         let Recording { mut sink, records, .. } = *self.recorder.stop()?;

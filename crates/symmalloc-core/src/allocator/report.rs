@@ -73,7 +73,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Returns the digest of a pool's history: equal on two ranks exactly when their ops and placements in it are.
     ///
     /// # Errors
-    /// When the pool is unknown.
+    /// Returns an error if the pool is unknown.
     pub fn digest(&self, pool: PoolId) -> Result<Digest, UnknownError> {
         let mut digest = Digest::new(self.pool(pool)?.config_digest);
         self.heap_digests(pool)?.into_iter().for_each(|(_, heap)| digest.fold_digest(heap));
@@ -84,7 +84,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// share.
     ///
     /// # Errors
-    /// When the pool is unknown.
+    /// Returns an error if the pool is unknown.
     pub fn heap_digests(&self, pool: PoolId) -> Result<Vec<(Option<StreamId>, Digest)>, UnknownError> {
         let heaps = self.pool(pool)?.heaps().map(LockCell::lock).filter(|heap| heap.has_history());
         Ok(heaps.map(|heap| (heap.identity().stream, heap.digest())).collect())
@@ -104,7 +104,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Returns statistics of a pool.
     ///
     /// # Errors
-    /// When the pool is unknown.
+    /// Returns an error if the pool is unknown.
     pub fn pool_stats(&self, pool: PoolId) -> Result<MemoryStats, UnknownError> {
         let entry = self.pool(pool)?;
         Ok(stats_of::<L, _>(entry.budget.stat(), entry.heaps()))
@@ -113,7 +113,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Returns statistics of the heap that serves a stream in a pool; all zero before its first op.
     ///
     /// # Errors
-    /// When the pool is unknown.
+    /// Returns an error if the pool is unknown.
     pub fn heap_stats(&self, pool: PoolId, stream: StreamId) -> Result<MemoryStats, UnknownError> {
         let heap = self.pool(pool)?.heap(stream).filter(|heap| heap.lock().identity().pool == pool);
         Ok(stats_of::<L, _>(heap.map_or_else(Stat::default, |heap| heap.lock().budget().stat()), heap))

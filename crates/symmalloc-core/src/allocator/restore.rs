@@ -15,7 +15,7 @@
 //! ```
 //!
 //! All checks that can refuse a restore run before any change. The driver's calls come next, and then the tables, which
-//! cannot fail. A rejoin that the driver refuses leaves the pool fresh. A rewind cannot undo what it released, so a
+//! cannot fail. A rejoin in which a driver call fails leaves the pool fresh. A rewind cannot undo what it released, so a
 //! driver that fails in the middle leaves a consistent pool whose digests record the failure, and which can be restored
 //! again.
 //!

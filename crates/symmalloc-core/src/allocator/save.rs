@@ -19,8 +19,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// in each heap's history should be the same on every rank.
     ///
     /// # Errors
-    /// When the pool is unknown, has plans or learns some, is in a step, has stitched ranges, or holds memory of dead
-    /// segments.
+    /// Returns an error if the pool is unknown, has plans or learns some, is in a step, has stitched ranges, or holds
+    /// memory of dead segments.
     pub fn save_layout(&self, pool: PoolId) -> Result<Layout, LayoutError> {
         let entry = self.pool(pool)?;
         entry.check_layout_holds(pool)?;

@@ -147,7 +147,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Returns the phase of a pool. While it falls asleep it counts as awake, and while it wakes it counts as asleep.
     ///
     /// # Errors
-    /// When the pool is unknown.
+    /// Returns an error if the pool is unknown.
     pub fn phase(&self, pool: PoolId) -> Result<Phase, UnknownError> {
         let entry = self.pool(pool)?;
         let sleep = entry.sleep.lock();
@@ -175,7 +175,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Replays a recorded sleep or wake that failed, which is in the digest: [`Op::Stay`].
     ///
     /// # Errors
-    /// When the pool is unknown.
+    /// Returns an error if the pool is unknown.
     pub fn replay_stay(&self, pool: PoolId, asked: Option<Contents>) -> Result<(), UnknownError> {
         let mut gate = self.gate();
         self.pool(pool)?.heaps().for_each(|heap| heap.lock().note_asked(asked));

@@ -21,7 +21,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// if all steps are alike.
     ///
     /// # Errors
-    /// When the pool is unknown, or a step of it is open.
+    /// Returns an error if the pool is unknown, or a step of it is open.
     pub fn begin_step(&self, pool: PoolId, key: u64) -> Result<(), StepError> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
@@ -41,7 +41,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// seconds if it plans a step that has now occurred twice.
     ///
     /// # Errors
-    /// When the pool is unknown, or no step of it is open.
+    /// Returns an error if the pool is unknown, or no step of it is open.
     pub fn end_step(&self, pool: PoolId) -> Result<StepReport, StepError> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
@@ -101,7 +101,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// are, and the rest of their memory becomes free.
     ///
     /// # Errors
-    /// When the pool is unknown, or a step of it is open.
+    /// Returns an error if the pool is unknown, or a step of it is open.
     pub fn drop_plans(&self, pool: PoolId) -> Result<(), PlanError> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
@@ -117,7 +117,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Returns the plans of a pool in stream order, and those of one heap in the order of their adoption.
     ///
     /// # Errors
-    /// When the pool is unknown.
+    /// Returns an error if the pool is unknown.
     pub fn plans(&self, pool: PoolId) -> Result<Vec<Plan>, UnknownError> {
         let plans = self.pool(pool)?.heaps().flat_map(|heap| heap.lock().plans());
         Ok(plans.map(|plan| Plan::clone(&plan)).collect())
@@ -135,7 +135,7 @@ impl<B: Backend, L: Lock> StepGuard<'_, B, L> {
     /// Ends the step and reports how far it followed its plan.
     ///
     /// # Errors
-    /// When the step has already ended, or its pool was destroyed.
+    /// Returns an error if the step has already ended, or its pool was destroyed.
     pub fn end(self) -> Result<StepReport, StepError> {
         let (allocator, pool) = (self.allocator, self.pool);
         std::mem::forget(self);

@@ -46,7 +46,7 @@ pub struct PoolSleeps {
     pub pool: PoolId,
 }
 
-/// The error of `register_stream`.
+/// An error returned by `register_stream`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum StreamError {
@@ -58,7 +58,7 @@ pub enum StreamError {
     },
 }
 
-/// The error of `create_pool` and `destroy_pool`.
+/// An error returned by `create_pool` and `destroy_pool`.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum PoolError {
@@ -100,7 +100,7 @@ pub enum PoolError {
     Backend(#[from] BackendError),
 }
 
-/// The error of `allocate`. Nothing was allocated.
+/// An error returned by `allocate`. Nothing was allocated.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum AllocateError {
@@ -116,7 +116,7 @@ pub enum AllocateError {
         /// Requested bytes.
         requested_bytes: u64,
     },
-    /// There is not enough memory within the limits, or the driver refused.
+    /// There is not enough memory within the limits, or a driver call failed.
     #[error(transparent)]
     OutOfMemory(Box<OutOfMemory>),
     /// The stream could not be made to wait for the block's earlier users, or the block could not be stitched from
@@ -130,7 +130,7 @@ pub enum AllocateError {
     },
 }
 
-/// The error of `reserve`. The heap's memory is unchanged.
+/// An error returned by `reserve`. The heap's memory is unchanged.
 pub type ReserveError = AllocateError;
 
 /// A failed allocation, with the state of the memory.
@@ -198,7 +198,7 @@ pub enum OutOfMemoryCause {
         /// Its size in bytes; for a pool with a quota, the quota.
         segment_bytes: u64,
     },
-    /// The driver refused. Other ranks may have succeeded.
+    /// A driver call failed. Other ranks may have succeeded.
     #[error("the driver refused ({0}): trim, free unused memory, or set a limit")]
     Driver(BackendError),
 }
@@ -233,7 +233,7 @@ pub enum Remedy {
     },
 }
 
-/// The error of a call with a handle or a pointer. Nothing changed.
+/// An error returned by a call with a handle or a pointer. Nothing changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum HandleError {
@@ -266,7 +266,7 @@ pub enum HandleError {
     LookupOff,
 }
 
-/// The error of `free`. An allocation that was live still is.
+/// An error returned by `free`. An allocation that was live still is.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum FreeError {
@@ -278,7 +278,7 @@ pub enum FreeError {
     Fence(#[from] BackendError),
 }
 
-/// The error of `record_use`.
+/// An error returned by `record_use`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum RecordUseError {
@@ -290,7 +290,7 @@ pub enum RecordUseError {
     Unknown(#[from] UnknownError),
 }
 
-/// The error of `trim`, `acknowledge` and `forget`. Memory released before the failure stays released; the rest can be
+/// An error returned by `trim`, `acknowledge` and `forget`. Memory released before the failure stays released; the rest can be
 /// trimmed again.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]

@@ -159,7 +159,7 @@ impl RoundupPower2Divisions {
     /// Uses the same number of divisions for all sizes.
     ///
     /// # Errors
-    /// When `divisions` is neither zero nor a power of two.
+    /// Returns an error if `divisions` is neither zero nor a power of two.
     pub fn uniform(divisions: u32) -> Result<Self, ConfigError> {
         Self::per_size([divisions; 16])
     }
@@ -167,7 +167,7 @@ impl RoundupPower2Divisions {
     /// Uses one number of divisions per size, from 1, 2, 4, ... 32768 MiB up.
     ///
     /// # Errors
-    /// When one of them is neither zero nor a power of two.
+    /// Returns an error if one of them is neither zero nor a power of two.
     pub fn per_size(divisions: [u32; 16]) -> Result<Self, ConfigError> {
         match divisions.iter().find(|d| **d != 0 && !d.is_power_of_two()) {
             Some(&divisions) => {
@@ -284,8 +284,8 @@ impl PoolConfigBuilder {
     /// Checks the values. A pool with a quota releases nothing by itself: it has [`Reclaim::Never`].
     ///
     /// # Errors
-    /// When a value is out of its range, with the key, the value and the range; when a symmetric pool or one without
-    /// expandable segments would stitch; when a pool with a quota would also grow or shrink by itself.
+    /// Returns an error if a value is out of its range, with the key, the value and the range; when a symmetric pool or
+    /// one without expandable segments would stitch; when a pool with a quota would also grow or shrink by itself.
     pub fn build(mut self) -> Result<PoolConfig, ConfigError> {
         if self.config.has_quota() {
             self.config.reclaim = Reclaim::Never;
@@ -399,7 +399,7 @@ impl ConfigBuilder {
     /// Checks the values.
     ///
     /// # Errors
-    /// When a value is out of its range, with the key, the value and the range.
+    /// Returns an error if a value is out of its range, with the key, the value and the range.
     pub fn build(self) -> Result<Config, ConfigError> {
         in_range("retries_max", self.config.retries_max.into(), 0, 1000)?;
         in_range("history_ops", self.config.history_ops.into(), 0, 1 << 24)?;

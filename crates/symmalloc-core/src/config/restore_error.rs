@@ -6,7 +6,7 @@ use crate::types::backend::BackendError;
 use crate::types::ids::{Placement, PoolId, SegmentId, StreamId};
 use thiserror::Error;
 
-/// The error of `save_layout`: a layout cannot represent the pool's state.
+/// An error returned by `save_layout`: a layout cannot represent the pool's state.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum LayoutError {
@@ -43,7 +43,7 @@ pub enum LayoutError {
     },
 }
 
-/// The error of `restore_layout`. Nothing has changed, except after [`Backend`](Self::Backend) and
+/// An error returned by `restore_layout`. Nothing has changed, except after [`Backend`](Self::Backend) and
 /// [`Fence`](Self::Fence).
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]

@@ -1,6 +1,6 @@
-//! A heap: one (pool, stream), or one pool whose streams share. This file shows how a block is placed.
+//! A heap: one (pool, stream), or one pool whose streams share a heap. This file implements placement.
 //!
-//! A heap composes the modules before it. The [`BlockTable`] holds blocks and segments, the [`FreeIndex`] the free
+//! A heap combines these types. The [`BlockTable`] holds blocks and segments, the [`FreeIndex`] the free
 //! blocks in the order of rule D2, the [`FenceTable`] the waits of each block's next user, and [`SizeRules`] the sizes.
 //! This file keeps them consistent and folds each decision into the digest. Work that needs the driver has its own
 //! files: [`obtain`] and [`stitch`] if nothing fits, [`fencing`] if other streams used a block, [`trim`] to release
@@ -70,7 +70,7 @@ pub(crate) struct Context<B: ?Sized, L: Lock> {
 /// The context without the backend's type, for code that calls the driver and need not be monomorphized.
 pub(crate) type Outside<'a, L> = Context<dyn Backend + 'a, L>;
 
-/// The reason for which a heap could not serve a request.
+/// The reason why a heap could not serve a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Shortage {
     /// `missing` units of memory could not be acquired.
@@ -100,7 +100,7 @@ pub(crate) type Past = (Serials, Nothings);
 pub(crate) struct HeapIdentity {
     pub(crate) id: HeapId,
     pub(crate) pool: PoolId,
-    /// The heap's stream; `None` when the pool's streams share.
+    /// The heap's stream; `None` if the pool's streams share a heap.
     pub(crate) stream: Option<StreamId>,
 }
 
@@ -147,14 +147,14 @@ pub(crate) struct Heap<L: Lock> {
     /// Requests from 1 to this many bytes are placed by best fit directly. 0 while [`watch`](Self::watch) requires
     /// more.
     direct_bytes_max: u64,
-    /// `true` if frees need more work: an allocation has a name, is logged to learn a plan, or may be at a place of a
-    /// plan.
+    /// `true` if frees need more work: an allocation has a name, is logged to learn a plan, or may occupy a planned
+    /// block.
     watches_frees: bool,
     /// Cursor of the active plan; empty otherwise.
     course: Course,
     /// The plans and the state of the step; created at the first step or plan.
     follower: Option<Box<Follower>>,
-    /// While the pool sleeps: the number of its mappings that exist.
+    /// Number of mappings that exist while the pool sleeps; `None` while it is awake.
     mapped_asleep: Option<usize>,
 }
 
@@ -164,7 +164,7 @@ pub(crate) struct Nothings {
     live: LookUp<NonZeroU64, ()>,
     /// Those of earlier pools. Their frees are not ops of this heap.
     earlier: LookUp<NonZeroU64, ()>,
-    /// In a restored pool, each stands for any number of allocations.
+    /// Those of a restored pool. Each stands for any number of allocations.
     restored: SmallVec<[NonZeroU64; 1]>,
 }
 
@@ -326,7 +326,7 @@ impl<L: Lock> Heap<L> {
         self.announce((slot, location, size), serial, stream, requested, address)
     }
 
-    /// Completes a new allocation: counts it, folds the decision, and returns its position.
+    /// Completes a new allocation: counts it, folds the decision into the digest, and returns the allocation.
     #[inline(always)]
     fn announce(
         &mut self,
@@ -505,7 +505,7 @@ impl<L: Lock> Heap<L> {
         self.free.remove(self.table.tiling().blocks(), slot);
     }
 
-    /// Adds a free block that is in no index to the free index, merged with its free neighbors. Returns the result.
+    /// Adds a free block that is not yet in the free index to it, merged with its free neighbors. Returns the result.
     ///
     /// ```text
     ///  prev      freed     next                          the earlier free block absorbs the freed one and keeps its owner

@@ -8,7 +8,7 @@
 //! | expandable | a stitched range, if the pool stitches; memory for the lowest hole that makes the request fit; otherwise growth at the end of the range |
 //!
 //! On success the index contains a free block that is large enough, which the caller takes like any other. Budgets are
-//! charged first, and everything is undone if the driver refuses: the heap is then unchanged (rule D4). A range from
+//! charged first, and everything is undone if a driver call fails: the heap is then unchanged (rule D4). A range from
 //! the backend is checked before it becomes a segment.
 
 use super::{Heap, Outside, Shortage};

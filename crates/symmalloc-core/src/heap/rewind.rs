@@ -88,11 +88,11 @@ impl<L: Lock> Heap<L> {
         Ok(())
     }
 
-    /// Makes every saved allocation live that is not, and adopts the saved history. The heap has exactly the memory of
-    /// the layout. Returns the size and requested bytes of each new live allocation.
+    /// Recreates every saved allocation that is not live, and restores the saved history. The heap must have exactly the
+    /// memory of the layout. Returns the size and requested bytes of each new live allocation.
     pub(crate) fn carve_layout(&mut self, context: &Outside<'_, L>, layout: &HeapLayout) -> Vec<(Units, u64)> {
         let segments = self.table.segments_in_order();
-        assert_eq!(segments.len(), layout.segments.len(), "what the layout lacks was given back");
+        assert_eq!(segments.len(), layout.segments.len(), "surplus segments were released");
         let mut made = Vec::new();
         for (segment, saved) in segments.into_iter().zip(&layout.segments) {
             self.carve_segment(segment, saved, &mut made);
@@ -103,7 +103,7 @@ impl<L: Lock> Heap<L> {
         made
     }
 
-    /// Makes the saved allocations of a segment live that are not live yet, and adds their sizes to `made`.
+    /// Recreates the saved allocations of a segment that are not live, and adds their sizes to `made`.
     fn carve_segment(&mut self, segment: u32, saved: &SegmentLayout, made: &mut Vec<(Units, u64)>) {
         let mut slot = self.table.first(segment);
         for allocation in &saved.allocations {
@@ -192,7 +192,7 @@ impl<L: Lock> Heap<L> {
         for surplus in &plan.surplus {
             match *surplus {
                 Surplus::Segment(segment) => self.retire(context, segment),
-                // The rest behind a part keeps the slot, so later parts of the same block are found by it.
+                // The remainder after a part keeps the slot, so later parts of the same block are found by it.
                 Surplus::Part(slot, from, to) => {
                     for stream in self.streams_of(slot) {
                         synchronize(context, stream)?;
@@ -208,8 +208,8 @@ impl<L: Lock> Heap<L> {
         matches!(self.table.block(slot).state, BlockState::Allocated { .. })
     }
 
-    /// Cuts `offset..end` out of a free block and returns it, in no index. The remainders on both sides stay free, with
-    /// the same earlier users.
+    /// Cuts `offset..end` out of a free block and returns it without adding it to the free index. The remainders on both
+    /// sides stay free, with the same earlier users.
     pub(super) fn carve(&mut self, slot: Slot, offset: Units, end: Units) -> Slot {
         self.unlink(slot);
         let free = self.table.block(slot).state;
@@ -230,7 +230,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Returns another set of the same fences. An event belongs to one fence, so the new set has ticks only: its next
-    /// user waits for the streams' work at that time, which is slightly more than necessary.
+    /// user waits for all work that the streams have when it is allocated, which is slightly more than necessary.
     pub(super) fn without_events(&mut self, set: FenceSetId) -> FenceSetId {
         let copies: Fences = self.fences.fences(set).iter().map(|fence| Fence { event: None, ..*fence }).collect();
         self.fences.insert(copies)

@@ -60,7 +60,7 @@ marks! {
     Death,
     /// A limit refused memory.
     RefusedByLimit,
-    /// The driver refused to give memory or to take it back.
+    /// The driver failed to give memory or to take it back.
     RefusedByDriver,
     /// The heap's only segment, or its range, was full.
     RefusedBySegment,

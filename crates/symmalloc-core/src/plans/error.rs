@@ -5,7 +5,7 @@ use crate::types::ids::{PoolId, StreamId};
 use symmalloc_plan::ProblemError;
 use thiserror::Error;
 
-/// The error of making or adopting a plan. The heap is unchanged, except after [`Memory`](Self::Memory).
+/// An error returned when a plan is made or adopted. The heap is unchanged, except after [`Memory`](Self::Memory).
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum PlanError {
@@ -74,7 +74,7 @@ pub enum PlanError {
     Solver(ProblemError),
 }
 
-/// The error of beginning or ending a step. Nothing has changed.
+/// An error returned when a step begins or ends. Nothing has changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum StepError {

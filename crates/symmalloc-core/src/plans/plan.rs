@@ -59,8 +59,8 @@ impl Plan {
     /// Overlaps of its offsets are checked when a heap adopts it, since they depend on the pool's rounding of sizes.
     ///
     /// # Errors
-    /// When an allocation is impossible: zero bytes, an end before its start, more than a step later, or beyond the
-    /// largest segment.
+    /// Returns an error if an allocation is impossible: zero bytes, an end before its start, more than a step later, or
+    /// beyond the largest segment.
     pub fn new(key: u64, stream: Option<StreamId>, allocations: Vec<PlannedAllocation>) -> Result<Self, PlanError> {
         let count = allocations.len();
         if count == 0 || count > ALLOCATIONS_MAX {

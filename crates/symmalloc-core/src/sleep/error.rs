@@ -38,7 +38,7 @@ pub struct Woken {
     pub loaded_bytes: u64,
 }
 
-/// The error of a sleep or a wake. The pool is as it was, except after [`Held`](SleepCause::Held): nothing is lost, and
+/// An error returned by a sleep or a wake. The pool is as it was, except after [`Held`](SleepCause::Held): nothing is lost, and
 /// another attempt may succeed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{pool}: {cause}")]

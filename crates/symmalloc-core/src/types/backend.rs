@@ -117,20 +117,20 @@ pub trait Backend {
     /// granularity.
     ///
     /// # Errors
-    /// When the driver refuses; nothing is reserved then.
+    /// Returns an error if a driver call fails; nothing is reserved then.
     fn reserve(&self, size_bytes: u64) -> Result<Range, BackendError>;
 
     /// Backs `size_bytes` of the range, starting at `offset_bytes`, with device memory that the device may access.
     ///
     /// # Errors
-    /// When the driver refuses; nothing is mapped then.
+    /// Returns an error if a driver call fails; nothing is mapped then.
     fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError>;
 
     /// Maps memory like [`map`](Self::map) and prepares it for [`alias`](Self::alias) in pieces of `piece_bytes`.
     /// Offset and size are multiples of `piece_bytes`.
     ///
     /// # Errors
-    /// When the driver refuses; nothing is mapped then.
+    /// Returns an error if a driver call fails; nothing is mapped then.
     fn map_pieces(&self, at: Place, size_bytes: u64, _piece_bytes: u64) -> Result<(), BackendError> {
         self.map(at.0, at.1, size_bytes)
     }
@@ -146,7 +146,7 @@ pub trait Backend {
     /// releases no memory.
     ///
     /// # Errors
-    /// When the driver refuses or the backend cannot alias; nothing is mapped then.
+    /// Returns an error if a driver call fails or the backend cannot alias; nothing is mapped then.
     fn alias(&self, _at: Place, _source: Place, _piece_bytes: u64) -> Result<(), BackendError> {
         Err(BackendError::new("Backend::alias", 0, Reason::Refused))
     }
@@ -155,31 +155,31 @@ pub trait Backend {
     /// or end inside of one. A backend that cannot split a mapping maps granule by granule.
     ///
     /// # Errors
-    /// When the driver refuses; the part stays mapped then.
+    /// Returns an error if a driver call fails; the part stays mapped then.
     fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError>;
 
     /// Releases a range in which nothing is mapped.
     ///
     /// # Errors
-    /// When the driver refuses; the range stays reserved then.
+    /// Returns an error if a driver call fails; the range stays reserved then.
     fn release(&self, range: Range) -> Result<(), BackendError>;
 
     /// Records an event after all work submitted to `stream` so far.
     ///
     /// # Errors
-    /// When the driver refuses; no event exists then.
+    /// Returns an error if a driver call fails; no event exists then.
     fn record(&self, stream: StreamId) -> Result<Event, BackendError>;
 
     /// Makes later work on `stream` wait, on the device, for `event`.
     ///
     /// # Errors
-    /// When the driver refuses; the stream does not wait then.
+    /// Returns an error if a driver call fails; the stream does not wait then.
     fn wait(&self, stream: StreamId, event: Event) -> Result<(), BackendError>;
 
     /// Returns `true` if the work before `event` has completed. Used to drop fences early, never to decide a placement.
     ///
     /// # Errors
-    /// When the driver cannot answer.
+    /// Returns an error if the driver cannot answer.
     fn query(&self, event: Event) -> Result<bool, BackendError>;
 
     /// Takes an event back for reuse. Streams that wait for it still do. This cannot fail: a backend keeps events that
@@ -189,14 +189,14 @@ pub trait Backend {
     /// Blocks the host until all work submitted to `stream` so far is done.
     ///
     /// # Errors
-    /// When the driver refuses or reports a failure of that work.
+    /// Returns an error if a driver call fails or reports a failure of that work.
     fn synchronize(&self, stream: StreamId) -> Result<(), BackendError>;
 
     /// Copies parts to an image that outlives their memory, and blocks until the copy is complete. The offsets of the
     /// parts ascend from 0 without gaps, and no stream uses the bytes during the call.
     ///
     /// # Errors
-    /// When there is no room for the copy, the driver refuses, or the backend cannot save; nothing is kept then.
+    /// Returns an error if there is no room for the copy, a driver call fails, or the backend cannot save; nothing is kept then.
     fn save(&self, _parts: &[Part]) -> Result<Image, BackendError> {
         Err(BackendError::new("Backend::save", 0, Reason::Refused))
     }
@@ -210,7 +210,7 @@ pub trait Backend {
     /// some of those that were saved, in the same order. The image stays.
     ///
     /// # Errors
-    /// When the driver refuses; some bytes may have been copied.
+    /// Returns an error if a driver call fails; some bytes may have been copied.
     fn load(&self, _image: Image, _parts: &[Part]) -> Result<(), BackendError> {
         Err(BackendError::new("Backend::load", 0, Reason::Refused))
     }
@@ -221,7 +221,7 @@ pub trait Backend {
     /// Sets the bytes of the parts to zero, and blocks until this is complete.
     ///
     /// # Errors
-    /// When the driver refuses or the backend cannot; some bytes may be zero.
+    /// Returns an error if a driver call fails or the backend cannot; some bytes may be zero.
     fn zero(&self, _parts: &[Part]) -> Result<(), BackendError> {
         Err(BackendError::new("Backend::zero", 0, Reason::Refused))
     }

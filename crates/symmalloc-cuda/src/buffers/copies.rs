@@ -36,7 +36,7 @@ impl CudaAllocator {
     /// Counterpart of `CudaStream::clone_htod`.
     ///
     /// # Errors
-    /// Returns an error if the stream cannot be registered, or the allocator or the driver refuses.
+    /// Returns an error if the stream cannot be registered, or the allocation or a driver call fails.
     ///
     /// # Examples
     /// ```no_run
@@ -60,7 +60,7 @@ impl CudaAllocator {
     /// Copies a buffer, a part of one, or a `CudaSlice` into a new buffer, on the stream. Counterpart of `CudaStream::clone_dtod`.
     ///
     /// # Errors
-    /// Returns an error if the stream cannot be registered, or the allocator or the driver refuses.
+    /// Returns an error if the stream cannot be registered, or the allocation or a driver call fails.
     pub fn clone_dtod<T: DeviceRepr, Src: DevicePtr<T>>(
         &self,
         stream: &Arc<CudaStream>,
@@ -83,7 +83,7 @@ impl StreamAllocator {
     /// Like [`CudaAllocator::alloc_zeros`].
     ///
     /// # Errors
-    /// Returns an error if the allocator or the driver refuses.
+    /// Returns an error if the allocation or a driver call fails.
     pub fn alloc_zeros<T: DeviceRepr + ValidAsZeroBits>(
         &self,
         len: usize,
@@ -94,7 +94,7 @@ impl StreamAllocator {
     /// Like [`CudaAllocator::clone_htod`].
     ///
     /// # Errors
-    /// Returns an error if the allocator or the driver refuses.
+    /// Returns an error if the allocation or a driver call fails.
     pub fn clone_htod<T: DeviceRepr, Src: HostSlice<T> + ?Sized>(
         &self,
         src: &Src,
@@ -105,7 +105,7 @@ impl StreamAllocator {
     /// Like [`CudaAllocator::clone_dtod`].
     ///
     /// # Errors
-    /// Returns an error if the allocator or the driver refuses.
+    /// Returns an error if the allocation or a driver call fails.
     pub fn clone_dtod<T: DeviceRepr, Src: DevicePtr<T>>(&self, src: &Src) -> Result<DeviceBuffer<T, &Self>, CudaError> {
         DeviceBuffer::from_device(&self, src)
     }
@@ -144,7 +144,7 @@ impl<T: DeviceRepr, A: StreamAllocatorRef<Memory = CudaBackend>> DeviceBuffer<T,
     /// could not report an out-of-memory error.
     ///
     /// # Errors
-    /// Returns an error if the allocator or the driver refuses.
+    /// Returns an error if the allocation or a driver call fails.
     pub fn try_clone(&self) -> Result<Self, CudaError> {
         Self::from_device(self.allocator(), self)
     }

@@ -90,7 +90,7 @@ impl CudaAllocator {
     /// Allocates a buffer and fills it with zeros on the stream.
     ///
     /// # Errors
-    /// Returns an error if the stream cannot be registered, or the allocator or the driver refuses.
+    /// Returns an error if the stream cannot be registered, or the allocation or a driver call fails.
     pub fn alloc_zeroed<T: DeviceRepr + ValidAsZeroBits>(
         &self,
         stream: &Arc<CudaStream>,
@@ -144,7 +144,7 @@ impl StreamAllocator {
     /// Like [`CudaAllocator::alloc_zeroed`], on this stream. The buffer borrows the allocator.
     ///
     /// # Errors
-    /// Returns an error if the allocator or the driver refuses.
+    /// Returns an error if the allocation or a driver call fails.
     pub fn alloc_zeroed<T: DeviceRepr + ValidAsZeroBits>(
         &self,
         len: usize,
@@ -155,7 +155,7 @@ impl StreamAllocator {
     /// Like [`CudaAllocator::alloc_zeroed_named`], on this stream. The buffer borrows the allocator.
     ///
     /// # Errors
-    /// Returns an error if the allocator or the driver refuses.
+    /// Returns an error if the allocation or a driver call fails.
     pub fn alloc_zeroed_named<T: DeviceRepr + ValidAsZeroBits>(
         &self,
         len: usize,

@@ -41,7 +41,7 @@ impl PinnedAllocator {
     /// Allocates a buffer of zeros.
     ///
     /// # Errors
-    /// Returns an error if the allocator or the driver refuses.
+    /// Returns an error if the allocation or a driver call fails.
     pub fn alloc_host_zeroed<T: DeviceRepr + ValidAsZeroBits>(&self, len: usize) -> Result<PinnedBuffer<T>, CudaError> {
         let block = OwnedBlock::allocate::<T>(self.lease().registered_stream(HOST), len, None)?;
         let buffer = PinnedBuffer { block, len, pending: Mutex::default(), elements: PhantomData };

@@ -140,7 +140,7 @@ impl Uses {
         };
         begun.unwrap_or_else(|error| {
             allocator.state().note_drop_error(DropError::Order(error));
-            // Slow but safe fallback: the host waits before and after the use. If the driver refuses even that, the device is lost.
+            // Slow but safe fallback: the host waits before and after the use. If even that fails, the device is lost.
             self.note_unwatched(stream.context());
             let _waited = allocator.state().device().synchronize();
             SyncOnDrop::sync_stream(stream)

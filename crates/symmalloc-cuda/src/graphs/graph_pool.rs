@@ -86,8 +86,8 @@ impl GraphPool {
     /// calls.
     ///
     /// # Errors
-    /// Returns an error if the stream is already being captured or cannot be registered, or the driver refuses. No capture is begun in that
-    /// case.
+    /// Returns an error if the stream is already being captured or cannot be registered, or a driver call fails. No capture is begun in
+    /// that case.
     pub fn begin(&self, stream: &Arc<CudaStream>) -> Result<GraphCapture, CudaError> {
         let allocator = CudaAllocator::of_state(&self.inner.state);
         let id = allocator.register_stream(stream)?;

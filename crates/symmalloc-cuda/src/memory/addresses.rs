@@ -100,7 +100,7 @@ impl Drop for Descending {
     fn drop(&mut self) {
         let freed = self.device.enter().and_then(|_current| {
             let _relaxed = self.device.driver().relax_capture();
-            // SAFETY: reserved with this size. If a range was not returned, the driver refuses.
+            // SAFETY: reserved with this size. If a range was not returned, the call fails.
             unsafe { self.device.driver().address_free(self.base, self.size_bytes as usize) }
         });
         if let Err(error) = freed {

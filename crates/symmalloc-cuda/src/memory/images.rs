@@ -269,7 +269,7 @@ impl Drop for Images {
         let stores = std::mem::take(&mut kept.images).into_values().filter_map(Arc::into_inner);
         kept.idle.extend(stores.flat_map(|store| if let Store::Host(chunks) = store { chunks } else { Vec::new() }));
         for chunk in kept.idle {
-            // Memory that the driver refuses to free is released with its context.
+            // Memory that the driver fails to free is released with its context.
             let _freed = self.free(chunk);
         }
     }

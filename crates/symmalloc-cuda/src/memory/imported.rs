@@ -18,7 +18,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::Arc;
 
 /// Reserved addresses and the memory of other processes that is mapped there. Dropping waits until the device has finished the work that
-/// was submitted in this context, and unmaps the memory. Memory that the driver refuses to unmap stays mapped, and a warning is logged.
+/// was submitted in this context, and unmaps the memory. Memory that the driver fails to unmap stays mapped, and a warning is logged.
 pub struct ImportedMemory {
     device: Arc<CudaDevice>,
     /// Address of the first byte; 0 once the addresses were released.
@@ -32,7 +32,7 @@ impl ImportedMemory {
     /// Reserves `size_bytes` bytes of addresses, with no memory behind them.
     ///
     /// # Errors
-    /// Returns an error if the driver refuses. The size must be a multiple of the driver's granularity.
+    /// Returns an error if a driver call fails. The size must be a multiple of the driver's granularity.
     pub fn reserve(device: &Arc<CudaDevice>, size_bytes: u64) -> Result<Self, DriverError> {
         let _current = device.enter()?;
         let _relaxed = device.driver().relax_capture();
@@ -45,7 +45,7 @@ impl ImportedMemory {
     /// Maps a chunk from a file descriptor at the given offsets, which must be behind the parts that are already mapped.
     ///
     /// # Errors
-    /// Returns an error if the driver refuses because the descriptor refers to no memory, or to memory of another size or device.
+    /// Returns an error if a driver call fails because the descriptor refers to no memory, or to memory of another size or device.
     pub fn map_file(&mut self, chunk: &Range<u64>, file: &OwnedFd) -> Result<(), DriverError> {
         self.map(chunk, file.as_raw_fd() as usize as *mut c_void, HandleKind::FileDescriptor)
     }
@@ -92,7 +92,7 @@ impl ImportedMemory {
     /// Gives the device access to the mapped memory.
     ///
     /// # Errors
-    /// Returns an error if the driver refuses.
+    /// Returns an error if a driver call fails.
     pub fn set_access(&self, access: Access) -> Result<(), DriverError> {
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver().relax_capture();

@@ -43,7 +43,7 @@ pub trait BackendMemory: Send + Sync {
     fn spare_bytes(&self) -> u64 {
         0
     }
-    /// Releases prefetched memory and returns its size in bytes. Memory that the driver refuses to release becomes idle.
+    /// Releases prefetched memory and returns its size in bytes. Memory that the driver fails to release becomes idle.
     fn release_spare(&self) -> u64 {
         0
     }

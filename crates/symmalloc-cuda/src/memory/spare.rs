@@ -1,8 +1,8 @@
 //! Release of prefetched memory when the device is full.
 //!
 //! Spare memory belongs to no allocation yet, but it occupies the device. So that no request fails because of spare memory, the following
-//! happens when the driver refuses memory: all spare memory of the process on this device is released, prefetching pauses, and the request
-//! is retried. Requests by other processes or libraries cannot be handled here.
+//! happens when the driver is out of memory: all spare memory of the process on this device is released, prefetching pauses, and the
+//! request is retried. Requests by other processes or libraries cannot be handled here.
 
 use crate::device::CudaDevice;
 use crate::error::{DriverError, OUT_OF_MEMORY};

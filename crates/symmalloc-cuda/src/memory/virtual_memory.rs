@@ -295,7 +295,7 @@ impl VirtualMemory {
         unsafe { self.device.driver().unmap(range.base.0 + run.start, (run.end - run.start) as usize) }
     }
 
-    /// Releases unused chunks. Chunks that the driver refuses to release become idle, and later maps use them first.
+    /// Releases unused chunks. Chunks that the driver fails to release become idle, and later maps use them first.
     fn give_back(&self, chunks: &mut Chunks, range: Range, run: &Part) {
         if run.is_empty() {
             return;

@@ -20,7 +20,7 @@ impl fmt::Display for DeviceUuid {
     }
 }
 
-/// The reason that memory could not be exported or attached to. Nothing is mapped in that case, and no descriptor is left open.
+/// The reason why memory could not be exported or attached to. Nothing is mapped in that case, and no descriptor is left open.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ShareError {
@@ -118,7 +118,7 @@ impl From<rustix::io::Errno> for ShareError {
     }
 }
 
-/// The reason that imported memory cannot be used as requested.
+/// The reason why imported memory cannot be used as requested.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ImportError {

@@ -335,7 +335,7 @@ impl Import {
     /// of peers.
     ///
     /// # Errors
-    /// Returns an error if the driver refuses. Memory that it did not unmap stays mapped, and the call can be repeated.
+    /// Returns an error if a driver call fails. Memory that it did not unmap stays mapped, and the call can be repeated.
     pub fn detach(&mut self) -> Result<(), CudaError> {
         self.unmap()?;
         Ok(())

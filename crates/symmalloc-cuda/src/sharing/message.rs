@@ -7,7 +7,7 @@
 //!  next: first chunk, number of chunks ──►
 //!                                 ◄─────── batch: that many descriptors, or fabric handles               or a refusal
 //!  ...
-//!  attached ─────────────────────────────► counts as a peer
+//!  attached ─────────────────────────────► counts the importer as a peer
 //! ```
 //! A reader does not trust its input: sizes are limited before memory is allocated for them, and a layout must be one that a pool can have.
 
@@ -28,7 +28,7 @@ const NAME_BYTES_MAX: usize = 4096;
 /// Size of a device's address space in bytes.
 const ADDRESS_BYTES: u64 = 1 << 47;
 
-/// The reason that a message is invalid.
+/// The reason why a message is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum MessageError {
@@ -207,7 +207,7 @@ impl Step {
     }
 }
 
-/// The reason that an exporter refuses.
+/// The reason why an exporter refuses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Refusal {
     Version,
@@ -301,13 +301,15 @@ impl Layout {
             u32s(&mut body, u32::from(allocation.stream.0));
             u64s(&mut body, allocation.offset_bytes);
             u64s(&mut body, allocation.size_bytes);
-            // Distinguishes no name from an empty name.
+            // The length plus 1; 0 means no name.
             u32s(&mut body, allocation.name.as_ref().map_or(0, |name| name.len() as u32 + 1));
             body.extend(allocation.name.iter().flat_map(|name| name.bytes()));
         }
         body
     }
 
+    /// Parses and validates a layout.
+    ///
     /// # Errors
     /// Returns an error if the bytes are not a layout, or not one that memory with this granularity can have.
     pub(super) fn read(body: &[u8], granularity_bytes: u64) -> Result<Self, MessageError> {
@@ -398,7 +400,8 @@ impl<'a> Reader<'a> {
         if self.0.is_empty() { Ok(()) } else { Err(MessageError::Length) }
     }
 
-    /// Reads a count and that many entries of at least `least_bytes` each. Allocates no more memory than the received bytes justify.
+    /// Reads a count and that many entries of at least `least_bytes` each. Rejects a count that the remaining
+    /// bytes cannot hold before it allocates memory.
     fn list<T>(
         &mut self,
         least_bytes: usize,

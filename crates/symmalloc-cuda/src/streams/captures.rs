@@ -84,7 +84,7 @@ impl CaptureWatch {
     /// Returns `true` if a stream is part of a capture that has not ended, even if the capture was invalidated.
     ///
     /// # Errors
-    /// Returns an error if the driver refuses.
+    /// Returns an error if a driver call fails.
     ///
     /// # Safety
     /// The stream is alive, and of the device's primary context.

@@ -277,7 +277,7 @@ stub_test!(streams_are_told_apart_kept_and_checked, ["STUB_DEVICES" = "2"], {
     assert_eq!(allocator.register_stream(&a).expect("registered"), StreamId(0));
     assert_eq!(allocator.register_stream(&b).expect("registered"), StreamId(1));
     assert_eq!(allocator.register_stream(&a).expect("registered"), StreamId(0));
-    // SAFETY: the stream is alive as long as `b`, which outlives the allocator's use of it here.
+    // SAFETY: `b` keeps the stream alive and outlives the allocator's use of it here.
     assert_eq!(unsafe { allocator.register_raw_stream(b.cu_stream()) }.expect("found"), StreamId(1));
     assert_eq!(allocator.register_stream(&context.default_stream()).expect("registered"), StreamId(2));
     let error = allocator.register_stream(&context.per_thread_stream()).expect_err("differs by thread");

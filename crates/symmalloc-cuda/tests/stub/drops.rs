@@ -11,7 +11,7 @@ use symmalloc_sim::SplitMix64;
 
 const MIB: usize = 1 << 20;
 
-/// Creates an allocator with streams. It orders memory reuse, and leaves the contents to the program.
+/// Creates an allocator with streams. It orders the reuse of memory, but not accesses to buffers.
 fn allocator<const N: usize>(config: Config) -> (CudaAllocator, [Arc<CudaStream>; N]) {
     let allocator = CudaAllocator::new(&device(), config).expect("the stub supports it");
     let context = allocator.device().context();
@@ -35,7 +35,7 @@ fn counts() -> (u64, u64) {
     (calls("cuEventRecord"), calls("cuStreamWaitEvent"))
 }
 
-/// Returns `true` if work on the stream is held up. Writes to memory of the stream.
+/// Returns `true` if work on the stream is blocked. Writes to memory of the stream.
 fn is_held_up(allocator: &CudaAllocator, stream: &Arc<CudaStream>) -> bool {
     let mut mark = allocator.alloc_zeroed::<u8>(stream, 512).expect("allocated");
     stream.memcpy_htod(&[1; 512], &mut mark).expect("copied");
@@ -247,8 +247,8 @@ fn allocator_with<const N: usize>(streams_share: StreamPolicy) -> (CudaAllocator
 /// A buffer, and the value that its owner wrote.
 type Written = (DeviceBuffer<u8>, u8);
 
-/// Runs a random program. Streams write buffers as their owner, other streams write immediately before the drop, and streams are held up at
-/// random. Returns the remaining buffers, which must hold their owners' values once no stream is held up.
+/// Runs a random program. Each buffer is written by its own stream, and by other streams immediately before it is dropped. Streams are
+/// blocked at random. Returns the remaining buffers, which must hold their owners' values once no stream is blocked.
 fn random_program(seed: u64, allocator: &CudaAllocator, streams: &[Arc<CudaStream>]) -> Vec<Written> {
     let mut draw = SplitMix64::new(seed);
     let mut buffers: Vec<Written> = Vec::new();
@@ -279,7 +279,7 @@ fn random_program(seed: u64, allocator: &CudaAllocator, streams: &[Arc<CudaStrea
                         (users.iter().map(|user| buffer.device_ptr(user).0).max(), users)
                     })
                     .collect();
-                // Work between the drops that this crate does not see.
+                // Submit work between the drops that bypasses the allocator.
                 for ((buffer, _), (pointer, users)) in row.into_iter().zip(users) {
                     for user in users {
                         if draw.below(4) == 0 {

@@ -17,7 +17,7 @@ static FIVES: [u8; LEN] = [5; LEN];
 /// A function that submits a copy from an address on the test's stream.
 type Submit<'s> = &'s dyn Fn(u64);
 
-/// Drops a buffer after `take` submitted a copy from it on an unregistered stream that is held up, and reuses its memory. The copy must
+/// Drops a buffer after `take` submitted a copy from it on an unregistered stream that is blocked, and reuses its memory. The copy must
 /// still read the buffer's contents.
 fn check(what: &str, take: impl FnOnce(DeviceBuffer<u8>, &Arc<CudaStream>, &Arc<CudaStream>, Submit<'_>)) {
     let allocator = CudaAllocator::new(&device(), Config::default()).expect("the stub supports it");

@@ -30,9 +30,9 @@ pub enum PickleError {
         /// The second byte; the protocol in a pickle.
         second: u8,
     },
-    /// The pickle contains an opcode that imports, calls or loads something. This reader never does.
+    /// The pickle contains an opcode that imports, calls or loads something. The reader rejects these opcodes.
     #[error(
-        "the pickle asks to run code ({opcode} at byte {offset}), which is never done: a memory snapshot needs only \
+        "the pickle contains an opcode that runs code ({opcode} at byte {offset}), which is rejected: a memory snapshot needs only \
          dicts, lists, numbers and text, so save it with torch.cuda.memory._dump_snapshot"
     )]
     Executes {

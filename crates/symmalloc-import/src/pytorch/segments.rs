@@ -12,7 +12,7 @@
 //!
 //! PyTorch does not record which expandable segment a mapping belongs to. It maps from the start of a reserved range upward, so a mapping
 //! belongs to a segment of the same stream if it starts within, or right after, the pages that this segment has ever mapped. Any other
-//! mapping creates a segment. If the recording begins after that, the segment's offsets count from the first recorded mapping.
+//! mapping creates a segment. If the recording began after the segment was created, its offsets count from the first recorded mapping.
 //!
 //! A segment without a recorded creation has no ordinal. The snapshot's list of segments cannot supply one, because it is sorted by
 //! address, which differs between ranks.
@@ -116,7 +116,7 @@ impl LiveSegments {
         self.live.insert(range.start, LiveSegment { id, end: range.end, kind });
     }
 
-    /// Removes segments in the range: the recording lacks their end, because segments never overlap.
+    /// Removes segments that overlap the range. Live segments never overlap, so the recording lacks the release of these.
     fn forget_overlapped(&mut self, range: AddressRange) {
         while let Some((start, segment)) = self.live.range(..range.end).next_back()
             && segment.end > range.start

@@ -1,4 +1,4 @@
-//! Trace files of running allocators: complete and torn files, a full or slow disk, and a process that is killed or forks.
+//! Trace files of running allocators: complete and truncated files, a full or slow disk, and a process that is killed or forks.
 
 use std::fs;
 use std::io::{Read, Write};

@@ -92,7 +92,7 @@ impl fmt::Display for Table<'_> {
         for report in self.0 {
             let Report { rank, ranks, tokens, symmalloc, cudarc, grown, digest } = report;
             let digest = digest.map_or_else(String::new, |digest| format!(", digest {digest}"));
-            writeln!(f, "rank {rank} of {ranks}: {tokens} tokens a round{digest}")?;
+            writeln!(f, "rank {rank} of {ranks}: {tokens} tokens per round{digest}")?;
             writeln!(f, "  {:<42} {:>12} {:>12}", "", "symmalloc", "cudarc")?;
             let mut line = |name: &str, of: &dyn Fn(&[Run]) -> String| {
                 writeln!(f, "  {name:<42} {:>12} {:>12}", of(symmalloc), of(cudarc))
@@ -105,7 +105,7 @@ impl fmt::Display for Table<'_> {
             line("wrong tokens", &|runs| runs.iter().map(|run| run.wrong_tokens).sum::<usize>().to_string())?;
             line("graphs launched", &|runs| runs.iter().map(|run| run.launches).sum::<u64>().to_string())?;
             let most = |runs: &[Run]| runs.iter().map(|run| run.most_at_once).max().unwrap_or(0).to_string();
-            line("the most requests at once", &most)?;
+            line("peak concurrent requests", &most)?;
             writeln!(f, "  {:<42} {:>12}", "driver memory calls after the warm-up", grown.memory_calls)?;
             writeln!(f, "  {:<42} {:>12}", "registrations after the warm-up", grown.registrations)?;
         }

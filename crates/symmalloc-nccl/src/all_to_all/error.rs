@@ -7,7 +7,7 @@ use symmalloc_agreement::TransportError;
 use symmalloc_cuda::DriverError;
 use thiserror::Error;
 
-/// The error of an exchange of rows or splits. Unless noted otherwise, nothing was submitted on this rank.
+/// An error of an exchange of rows or splits. Unless noted otherwise, nothing was submitted on this rank.
 /// [`AllToAll`](crate::AllToAll) describes the effect on the others.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
@@ -144,7 +144,7 @@ pub enum AllToAllError {
     /// The exchange between the ranks failed.
     #[error(transparent)]
     Transport(#[from] TransportError),
-    /// The driver refused to copy this rank's own part. The other parts have been submitted.
+    /// The driver failed to copy this rank's own part. The other parts have been submitted.
     #[error(transparent)]
     Driver(#[from] DriverError),
 }

@@ -136,8 +136,8 @@ impl CommunicatorBuilder {
     /// Connects with the other ranks, which must call it with the same id and number of ranks. Waits for all of them.
     ///
     /// # Errors
-    /// If ranks do not arrive within the deadline, or NCCL or the driver fails. No resources remain, with one exception: after a deadline
-    /// in blocking mode, the connecting thread stays in NCCL until the other ranks have connected or are gone.
+    /// Returns an error if ranks do not arrive within the deadline, or NCCL or the driver fails. No resources remain, with one exception:
+    /// after a deadline in blocking mode, the connecting thread stays in NCCL until the other ranks have connected or are gone.
     pub fn connect(self, id: UniqueId, rank: u32, ranks: u32) -> Result<Communicator, CommError> {
         let backoff = Backoff::new(self.deadline);
         self.connect_until(id, rank, ranks, &backoff)
@@ -147,7 +147,7 @@ impl CommunicatorBuilder {
     /// describes.
     ///
     /// # Errors
-    /// If the environment is incomplete, and those of [`connect`](Self::connect).
+    /// Returns an error if the environment is incomplete, and those of [`connect`](Self::connect).
     pub fn connect_env(self) -> Result<Communicator, CommError> {
         let backoff = Backoff::new(self.deadline);
         let launch = Launch::from_env()?;
@@ -215,7 +215,7 @@ impl CommunicatorBuilder {
     /// dropped, it must stay live, and no other code may call NCCL with it at the same time.
     ///
     /// # Errors
-    /// If NCCL does not recognize it or it is on another device.
+    /// Returns an error if NCCL does not recognize it or it is on another device.
     pub unsafe fn borrow(self, comm: *mut c_void) -> Result<Communicator, CommError> {
         let nccl = self.nccl()?;
         let names = self.names()?;

@@ -56,8 +56,8 @@ impl Communicator {
     /// window. Waits for kernels that run on the device.
     ///
     /// # Errors
-    /// If the communicator has ended, and the window with it; if the window belongs to another communicator; if NCCL fails, in which case
-    /// the window is released with the communicator.
+    /// Returns an error if the communicator has ended, and the window with it; if the window belongs to another communicator; if NCCL
+    /// fails, in which case the window is released with the communicator.
     pub fn deregister_window(&self, window: Window) -> Result<(), CommError> {
         let Window { raw, memory } = window;
         self.check_owner(&memory)?;
@@ -67,7 +67,7 @@ impl Communicator {
     /// Registers memory of any kind and size on this rank only. Takes microseconds.
     ///
     /// # Errors
-    /// If the communicator has ended, the library is too old, or NCCL fails.
+    /// Returns an error if the communicator has ended, the library is too old, or NCCL fails.
     pub fn register_buffer(&self, base: u64, size_bytes: u64) -> Result<BufferRegistration, CommError> {
         self.require(Capability::BufferRegistration)?;
         if size_bytes == 0 {
@@ -100,8 +100,8 @@ impl Communicator {
     /// Deregisters a buffer. If peers have mapped the memory, waits for kernels that run on the device.
     ///
     /// # Errors
-    /// If the communicator has ended, and the registration with it; if it belongs to another communicator; if NCCL fails, in which case it
-    /// is released with the communicator.
+    /// Returns an error if the communicator has ended, and the registration with it; if it belongs to another communicator; if NCCL fails,
+    /// in which case it is released with the communicator.
     pub fn deregister_buffer(&self, registration: BufferRegistration) -> Result<(), CommError> {
         let BufferRegistration { raw, memory } = registration;
         self.check_owner(&memory)?;

@@ -25,7 +25,7 @@ const IDLE_MAX: usize = 16;
 /// Runs a job on a separate thread.
 ///
 /// # Errors
-/// If the system cannot create a thread. The job has not run then.
+/// Returns an error if the system cannot create a thread. The job has not run then.
 pub(crate) fn run(job: impl FnOnce() + Send + 'static) -> io::Result<()> {
     let mut job: Job = Box::new(job);
     while let Some(thread) = pop() {

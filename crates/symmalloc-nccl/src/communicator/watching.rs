@@ -82,7 +82,7 @@ impl Communicator {
     /// ```
     ///
     /// # Errors
-    /// If the communicator has ended or the stream belongs to another device; `submit` is not called then.
+    /// Returns an error if the communicator has ended or the stream belongs to another device; `submit` is not called then.
     pub fn announce<T>(
         &self,
         kind: impl Into<Cow<'static, str>>,

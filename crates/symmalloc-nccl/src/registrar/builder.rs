@@ -51,7 +51,7 @@ impl RegistrarBuilder {
     /// Builds the registrar.
     ///
     /// # Errors
-    /// If the driver does not report the size of the device's memory.
+    /// Returns an error if the driver does not report the size of the device's memory.
     pub fn build(self) -> Result<Registrar, CudaError> {
         let space_bytes = match self.symmetric_space_bytes {
             Some(bytes) => bytes,

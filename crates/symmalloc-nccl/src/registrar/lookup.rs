@@ -15,7 +15,7 @@ impl Registrar {
     /// Returns the window that contains a buffer, and the offset in it. Offsets are equal on all ranks.
     ///
     /// # Errors
-    /// If the buffer is not registered on the communicator as a window, see [`LookupError`].
+    /// Returns an error if the buffer is not registered on the communicator as a window, see [`LookupError`].
     pub fn window_of<T, A: StreamAllocatorRef<Memory = CudaBackend>>(
         &self,
         comm: &Communicator,
@@ -60,7 +60,7 @@ impl Registrar {
     /// Returns the key of the segment that contains a buffer. Use it to cache channels, contexts and graphs.
     ///
     /// # Errors
-    /// If the buffer belongs to another allocator or is empty.
+    /// Returns an error if the buffer belongs to another allocator or is empty.
     pub fn key_of<T, A: StreamAllocatorRef<Memory = CudaBackend>>(
         &self,
         buffer: &DeviceBuffer<T, A>,
@@ -72,7 +72,7 @@ impl Registrar {
     /// Like [`key_of`](Self::key_of), for any address in a segment.
     ///
     /// # Errors
-    /// If no live segment of the allocator contains the address.
+    /// Returns an error if no live segment of the allocator contains the address.
     pub fn key_at(&self, address: u64) -> Result<SegmentKey, LookupError> {
         let position = self.allocator.core().segment_at(DeviceAddress(address));
         let position = position.ok_or(LookupError::UnknownAddress { address })?;

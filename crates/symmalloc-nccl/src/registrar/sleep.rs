@@ -46,7 +46,7 @@ impl Registrar {
     /// Returns the phase of a pool on this rank: awake, asleep or failed.
     ///
     /// # Errors
-    /// If the pool is unknown.
+    /// Returns an error if the pool is unknown.
     pub fn phase(&self, pool: PoolId) -> Result<Phase, UnknownError> {
         self.allocator.core().phase(pool)
     }

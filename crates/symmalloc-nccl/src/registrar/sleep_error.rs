@@ -37,8 +37,8 @@ pub struct Woken {
     /// Ordered, and the same on every rank of that communicator. [`invalidations`](crate::Registrar::invalidations) also reports their
     /// keys.
     pub changed: Vec<(String, SegmentName)>,
-    /// Names of this rank's communicators that have ended in the meantime, here or on another rank: connect new ones, attach the pool and
-    /// sync.
+    /// Names of this rank's communicators that ended while the pool slept, here or on another rank: connect new ones, attach the pool
+    /// and sync.
     pub lost: Vec<String>,
 }
 
@@ -83,7 +83,7 @@ pub enum SleepField {
     Phase,
     /// The windows of the pool.
     Windows,
-    /// The size of a communicator of the pool, not all of whose ranks are in the given communicator.
+    /// A communicator of the pool includes ranks outside the given one. The value is its size.
     Communicators,
 }
 
@@ -153,14 +153,16 @@ pub enum Obstacle {
         /// The error code.
         code: i32,
     },
-    /// Dead stitched ranges still map the pool's memory.
+    /// Retired stitched ranges still map the pool's memory.
     #[error("dead stitched ranges of the pool are not released: sync, trim, and try again")]
     Retired,
-    /// A communicator with windows on the pool is lost: NCCL is still inside it.
+    /// A communicator with windows on the pool is lost: an NCCL call on it has not returned.
     #[error("a lost communicator has windows on the pool: end the processes that it waits for, and try again")]
     Lost,
-    /// The device refused memory.
-    #[error("the device refused {needed_bytes} bytes, code {code}: free memory there, and wake again")]
+    /// The device is out of memory.
+    #[error(
+        "the device is out of memory ({needed_bytes} bytes needed, code {code}): free memory there, and wake again"
+    )]
     Memory {
         /// Bytes that the pool needs.
         needed_bytes: u64,
@@ -212,7 +214,7 @@ fn listed(ranks: &[RankObstacle]) -> String {
     ranks.iter().map(text).collect::<Vec<_>>().join("; ")
 }
 
-/// The reason why a pool did not fall asleep, or wake, on all ranks. `docs/sleep-protocol.md` describes the state of the other ranks.
+/// An error returned by a collective sleep or wake. `docs/sleep-protocol.md` describes the state of the other ranks.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum SleepError {
@@ -291,10 +293,10 @@ pub enum SleepError {
         /// The underlying error.
         error: Box<SyncError>,
     },
-    /// All ranks sleep, but some could not release their memory: a lost communicator has windows on it, or the driver refused.
+    /// All ranks sleep, but some could not release their memory: a lost communicator has windows on it, or a driver call failed.
     #[error(
-        "communicator \"{communicator}\": the pool sleeps, but the memory of ranks {ranks} is held, by a lost communicator or the driver: sleep \
-         again once that has ended"
+        "communicator \"{communicator}\": the pool sleeps, but the memory of ranks {ranks} could not be released, because a communicator \
+         is lost or a driver call failed: end the lost communicator, and sleep again"
     )]
     Held {
         /// The communicator.

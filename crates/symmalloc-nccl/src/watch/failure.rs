@@ -1,4 +1,4 @@
-//! The reasons for which the watchdog ends a communicator.
+//! The reasons why the watchdog ends a communicator.
 
 use crate::nccl_error::NcclError;
 use std::fmt;
@@ -37,7 +37,7 @@ pub enum FailureCause {
         rank: u32,
         /// The way in which it ended.
         departure: Departure,
-        /// The reason for which it had ended another communicator, if it had. It may have exited because of that.
+        /// The reason why it had ended another communicator, if it had. It may have exited because of that.
         after: Option<FailureReport>,
     },
     /// Another rank ended the communicator.

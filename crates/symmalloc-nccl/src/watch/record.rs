@@ -34,7 +34,7 @@ pub fn flight_record(reason: &str) -> FlightRecord {
 /// `symmalloc diff` compares the records of all ranks. Returns the file's path.
 ///
 /// # Errors
-/// If the file cannot be written, or no folder is private.
+/// Returns an error if the file cannot be written, or no folder is private.
 pub fn write_flight_record(reason: &str) -> Result<PathBuf, FlightRecordError> {
     static PATH: Mutex<Option<PathBuf>> = Mutex::new(None);
     // One after the other, because all go to one file.

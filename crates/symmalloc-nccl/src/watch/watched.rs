@@ -97,7 +97,7 @@ impl Watched {
         &self.flight
     }
 
-    /// Returns the reason for which the watchdog ended it, if it did.
+    /// Returns the reason why the watchdog ended it, if it did.
     pub(crate) fn failure(&self) -> Option<&Arc<Failure>> {
         self.failure.get()
     }

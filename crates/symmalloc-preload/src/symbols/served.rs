@@ -1,11 +1,11 @@
-//! A served driver call: its names, our function, and the driver's function.
+//! An intercepted driver call: its names, our function, and the driver's function.
 
 use crate::libcuda::Library;
 use crate::symbols::real_dlsym;
 use std::ffi::{CStr, c_void};
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-/// A driver call that this library serves.
+/// A driver call that this library intercepts.
 pub(crate) struct ServedCall {
     /// The name under which libcuda exports it.
     symbol: &'static CStr,
@@ -17,7 +17,7 @@ pub(crate) struct ServedCall {
     is_per_thread: bool,
     /// Our function.
     served: *const (),
-    /// The driver's function, once it was looked up.
+    /// The driver's function; null until it is looked up.
     driver: AtomicPtr<c_void>,
 }
 
@@ -61,7 +61,7 @@ impl ServedCall {
     }
 }
 
-/// Returns the served call that libcuda exports under a name.
+/// Returns the intercepted call that libcuda exports under a name.
 pub(crate) fn by_symbol(all: &[&'static ServedCall], name: &[u8]) -> Option<&'static ServedCall> {
     if !name.starts_with(b"cu") {
         return None;

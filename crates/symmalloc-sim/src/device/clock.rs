@@ -1,11 +1,11 @@
 //! Vector clocks, which record how much of each stream's work is known to precede a point in time.
 //!
 //! ```text
-//! clock = { stream → epoch }        a use (stream, epoch) comes before it  ⇔  clock[stream] ≥ epoch
+//! clock = { stream → epoch }        a use (stream, epoch) precedes the clock  ⇔  clock[stream] ≥ epoch
 //! join(a, b)[s] = max(a[s], b[s])
 //! ```
 //!
-//! A stream's *epoch* counts how often its work was observed (recorded or synchronized). Work submitted between two
+//! A stream's *epoch* counts the observations of its work: recorded events and synchronizations. Work submitted between two
 //! observations shares one epoch, since nothing can be ordered in between. Adjacent uses therefore merge, and clocks
 //! advance slowly.
 

@@ -1,6 +1,6 @@
 //! Backend calls, their counts, and the injection of faults.
 //!
-//! Faults are injected through the production trait: the simulated driver refuses a call and does nothing else. Every
+//! Faults are injected through the production trait: a call of the simulated driver fails and does nothing else. Every
 //! fallible call has an ordinal, counted from 0, both over all calls and over the calls of its kind. To test a failure
 //! at every call, run once without faults, read [`CallCounts::fallible`], and run again for each ordinal below it.
 

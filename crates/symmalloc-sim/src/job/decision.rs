@@ -49,7 +49,7 @@ pub enum DecidedRefusal {
     NoStepOpen,
     /// The pool is asleep.
     Asleep,
-    /// The driver refused a call.
+    /// A driver call failed.
     Driver,
 }
 

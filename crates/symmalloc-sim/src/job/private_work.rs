@@ -46,7 +46,7 @@ impl PrivateWork {
         PrivateWork { random, pools: Vec::new(), streams, private_streams: 0, live: Vec::new(), ops: 0 }
     }
 
-    /// Performs one random op. Ops that the driver refuses have no effect.
+    /// Performs one random op. Ops whose driver call fails have no effect.
     pub(crate) fn work<L: Lock>(&mut self, allocator: &Allocator<SimBackend, L>) -> Result<(), Race> {
         self.ops += 1;
         if self.pools.is_empty() || self.pools.len() < PRIVATE_MAX && self.random.below(50) == 0 {

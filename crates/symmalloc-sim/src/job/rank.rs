@@ -253,7 +253,7 @@ impl<L: Lock> Rank<L> {
         }
     }
 
-    /// Starts to follow the rank's digests if its driver has refused a call.
+    /// Starts to follow the rank's digests if one of its driver calls has failed.
     fn notice_refusals(&mut self) {
         if !self.context.is_faulty() {
             return;

@@ -16,11 +16,11 @@ use symmalloc_core::errors::{AllocateError, FreeError};
 use symmalloc_core::lock::Lock;
 use symmalloc_core::sleep::{Phase, SleepCause, SleepError};
 
-/// Maximum number of attempts at a call that the driver refuses.
+/// Maximum number of attempts at a driver call that fails.
 const ATTEMPTS_MAX: usize = 100;
 
 impl<L: Lock> Rank<L> {
-    /// Runs one step. Calls that the driver refuses without an effect are retried.
+    /// Runs one step. Driver calls that fail without an effect are retried.
     pub(crate) fn step(&mut self, job: &RankJob, number: usize) -> Result<Decision, Race> {
         let JobStep { op, name, .. } = &job.program.steps[number];
         let slot = job.program.slots[number] as usize;

@@ -2,12 +2,12 @@
 //!
 //! ```text
 //!  owner                                                     another process
-//!  share(pointer) ─► "symmalloc 1 SOCKET number:bytes ..."  ═══ a queue of the program's ═══►  open(text)
+//!  share(pointer) ─► "symmalloc 1 SOCKET number:bytes ..."  ═══ a channel of the program ═══►  open(text)
 //!  threads at SOCKET   ◄─────────────────────────── numbers ──────────────────────────────────  connects
 //!        └─ exports the chunks ─────────────────── descriptors ─────────────────────────────►  maps them
 //! ```
 //!
-//! A chunk has a number as long as its memory exists. The number becomes invalid with it. Descriptors exist only while they are sent, so
+//! A chunk's number is valid until its memory is released. Descriptors exist only while they are sent, so
 //! they do not keep memory alive. The socket is abstract, and serves processes of the same user only. PyTorch counts the users, and keeps
 //! the tensor alive for them.
 
@@ -25,8 +25,8 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use symmalloc_cuda::{Access, CudaDevice, CudaError, ImportedMemory};
 
-/// Exports the memory of a live allocation: writes a text by which another process opens it, and the allocation's offset in it. Release
-/// the text with `symmalloc_release_bytes`.
+/// Exports the memory of a live allocation: writes a text with which another process can open the memory, and the allocation's offset in
+/// it. Release the text with `symmalloc_release_bytes`.
 ///
 /// # Safety
 /// `text` and `offset` are valid for writing.
@@ -100,12 +100,12 @@ fn open(device: i32, text: &str) -> Result<Arc<OpenedMemory>, Error> {
     if let Some(opened) = lock().get(&key).and_then(Weak::upgrade) {
         return Ok(opened);
     }
-    // Without the lock, because the owner may be slow and other threads should not wait for it.
+    // The lock is not held here, because the owner may be slow and other threads should not wait for it.
     let opened = Arc::new(OpenedMemory { memory: import(device, text)? });
     let mut open = lock();
     open.retain(|_, opened| opened.strong_count() > 0);
     if let Some(first) = open.get(&key).and_then(Weak::upgrade) {
-        // Another thread was faster. Closing this one waits for the device.
+        // Another thread opened it first. Release the lock before dropping this copy, which waits for the device.
         drop(open);
         return Ok(first);
     }
@@ -117,7 +117,7 @@ fn lock() -> MutexGuard<'static, BTreeMap<(i32, String), Weak<OpenedMemory>>> {
     OPEN.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Requests the memory of a text from its owner, and maps it.
+/// Requests the memory that the text describes from its owner, and maps it.
 fn import(device: i32, text: &str) -> Result<ImportedMemory, Error> {
     let not_ours = || Error::NotSharedMemory { text: text.chars().take(40).collect() };
     let mut words = text.split(' ');

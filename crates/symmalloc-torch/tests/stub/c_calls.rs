@@ -241,7 +241,7 @@ stub_test!(arguments_that_mean_nothing_are_refused, {
     assert_eq!(statuses, [SYMMALLOC_INVALID_ARGUMENT; 9]);
     // SAFETY: an output pointer.
     assert_eq!(unsafe { symmalloc_create(9, null(), &raw mut out) }, SYMMALLOC_CUDA);
-    assert!(message().contains("no device 9"), "{}", message());
+    assert!(message().contains("device 9 does not exist"), "{}", message());
     assert_eq!(allocator.try_allocate(5, 512, null_mut()), Err(SYMMALLOC_UNKNOWN_POOL));
     // SAFETY: null is no op.
     done(unsafe { symmalloc_destroy(null_mut()) });

@@ -10,7 +10,8 @@ use symmalloc_core::layout::Layout;
 /// Reads the text of a layout.
 ///
 /// # Errors
-/// When the text is not a layout, is torn, or contradicts itself: [`LayoutTextError`] names the line.
+/// Returns an error if the text is not a layout, is truncated, or contradicts itself: [`LayoutTextError`] names the
+/// line.
 pub fn read(reader: impl BufRead) -> Result<Layout, LayoutTextError> {
     let mut lines = Lines::new(reader);
     match lines.read_first(MAGIC)? {

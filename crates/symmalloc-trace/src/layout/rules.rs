@@ -79,7 +79,7 @@ impl LayoutBuilder {
     /// Adds the next item.
     ///
     /// # Errors
-    /// When the item is out of order, or contradicts earlier ones. The layout is unchanged then.
+    /// Returns an error if the item is out of order, or contradicts earlier ones. The layout is unchanged then.
     pub(super) fn add(&mut self, item: LayoutItem) -> Result<(), Misfit> {
         let (Some(config), Some(granularity_bytes)) = (&self.config, self.granularity_bytes) else {
             return self.add_head(item);
@@ -148,7 +148,7 @@ impl LayoutBuilder {
     /// Returns the layout if it is complete.
     ///
     /// # Errors
-    /// When something is missing.
+    /// Returns an error if something is missing.
     pub(super) fn finish(self) -> Result<Layout, Misfit> {
         close_segment(self.heaps.last())?;
         let config = self.config.ok_or(misplaced("`pool`"))?;

@@ -15,7 +15,7 @@ pub struct PlanFile {
     config: Config,
     /// Configurations of the other pools.
     pools: BTreeMap<PoolId, PoolConfig>,
-    /// Plans by pool, heap and key. Every pool is configured, and its streams share exactly when its plans are for all streams.
+    /// Plans by pool, heap and key. Every pool is configured. A plan has no stream if and only if the pool's streams share a heap.
     plans: BTreeMap<(PoolId, Option<StreamId>, u64), Plan>,
 }
 
@@ -28,7 +28,7 @@ impl PlanFile {
     /// Adds the configuration of a pool that the program creates.
     ///
     /// # Errors
-    /// When the pool is already configured.
+    /// Returns an error if the pool is already configured.
     pub fn add_pool(&mut self, pool: PoolId, config: PoolConfig) -> Result<(), PlanContradiction> {
         if self.pool_config(pool).is_some() {
             return Err(PlanContradiction::PoolTwice { pool });
@@ -40,8 +40,8 @@ impl PlanFile {
     /// Adds a plan for a heap of a configured pool.
     ///
     /// # Errors
-    /// When the pool is not configured, when only one of the pool and the plan shares its streams, or when the heap already has a plan for
-    /// this key.
+    /// Returns an error if the pool is not configured, if the plan's stream contradicts the pool's stream policy, or if the heap
+    /// already has a plan for this key.
     pub fn add_plan(&mut self, pool: PoolId, plan: Plan) -> Result<(), PlanContradiction> {
         let config = self.pool_config(pool).ok_or(PlanContradiction::UnknownPool { pool })?;
         let (stream, key) = (plan.stream(), plan.key());

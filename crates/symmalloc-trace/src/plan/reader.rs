@@ -10,8 +10,8 @@ use symmalloc_core::plans::{Plan, PlanError, PlannedAllocation};
 /// Reads the text of a plan.
 ///
 /// # Errors
-/// When the text is not a plan, is torn, or cannot be followed by any allocator: [`PlanTextError`] names the line. Overlapping allocations
-/// are detected when the plan is adopted.
+/// Returns an error if the text is not a plan, is truncated, or cannot be followed by any allocator: [`PlanTextError`] names the line.
+/// Overlapping allocations are detected when the plan is adopted.
 pub fn read(reader: impl BufRead) -> Result<PlanFile, PlanTextError> {
     let mut lines = Lines::new(reader);
     match lines.read_first(MAGIC)? {

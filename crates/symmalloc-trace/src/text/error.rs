@@ -16,7 +16,7 @@ pub enum LineError {
     Io {
         /// The line being read.
         line: u64,
-        /// The error of the underlying reader.
+        /// The error that the underlying reader returned.
         source: io::Error,
     },
     /// A line is not UTF-8.
@@ -28,7 +28,7 @@ pub enum LineError {
         column: usize,
     },
     /// A line exceeds the maximum length.
-    #[error("line {line}: longer than {LINE_BYTES_MAX} bytes; no valid line is, so the file is damaged")]
+    #[error("line {line}: longer than {LINE_BYTES_MAX} bytes, the maximum length of a line; the file is damaged")]
     TooLong {
         /// The line.
         line: u64,

@@ -190,7 +190,7 @@ pub enum Inconsistency {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum TraceWriteError {
-    /// The underlying writer failed; the trace is torn.
+    /// The underlying writer failed; the trace is truncated.
     #[error("the trace could not be written")]
     Io(#[from] io::Error),
     /// The record contradicts earlier ones. Nothing was written, and the trace can continue.

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   first line ──► [config] ──► record ──► record ──► ... ──► end N ──► nothing
-//!                                  └── input ends here: torn, all whole records were yielded
+//!                                  └── input ends here: truncated, all whole records were yielded
 //! ```
 
 use std::io::BufRead;
@@ -44,7 +44,7 @@ impl<R: BufRead> TraceReader<R> {
     /// Creates a reader: reads the first line and the allocator's configuration, if the trace has one.
     ///
     /// # Errors
-    /// When the input is not a trace, has an unsupported version, or states an invalid configuration.
+    /// Returns an error if the input is not a trace, has an unsupported version, or states an invalid configuration.
     pub fn new(reader: R) -> Result<Self, TraceError> {
         let mut trace = TraceReader {
             lines: Lines::new(reader),

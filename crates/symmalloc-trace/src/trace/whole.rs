@@ -22,7 +22,8 @@ impl Trace {
     /// Creates a trace from records.
     ///
     /// # Errors
-    /// When a record contradicts earlier ones ([`TraceWriteError::Inconsistent`], with the record's index).
+    /// Returns an error if a record contradicts earlier ones ([`TraceWriteError::Inconsistent`], with the record's
+    /// index).
     pub fn new(config: Option<Config>, records: Vec<Record>) -> Result<Self, TraceWriteError> {
         let mut ledger = Ledger::default();
         for (record, number) in records.iter().zip(0..) {
@@ -34,7 +35,7 @@ impl Trace {
     /// Reads a whole trace.
     ///
     /// # Errors
-    /// Same as [`TraceReader`]. To use the beginning of a torn trace, read it record by record.
+    /// Same as [`TraceReader`]. To use the beginning of a truncated trace, read it record by record.
     pub fn read(reader: impl BufRead) -> Result<Self, TraceError> {
         let mut reader = TraceReader::new(reader)?;
         let records = reader.by_ref().collect::<Result<_, _>>()?;

@@ -16,7 +16,7 @@ use symmalloc_core::op::{Contents, Op, Pending, Record};
 
 /// A trace writer, which checks each record as a reader would.
 ///
-/// The trace is complete only after [`finish`](TraceWriter::finish); otherwise a reader reports it as torn. The writer passes on every
+/// The trace is complete only after [`finish`](TraceWriter::finish); otherwise a reader reports it as truncated. The writer passes on every
 /// record at once, so `writer` should buffer.
 #[derive(Debug)]
 #[must_use = "a trace without its end is torn: call finish"]
@@ -31,7 +31,7 @@ impl<W: Write> TraceWriter<W> {
     /// Creates a trace: writes the first line and the allocator's configuration.
     ///
     /// # Errors
-    /// When the underlying writer fails.
+    /// Returns an error if the underlying writer fails.
     pub fn new(writer: W, config: Option<&Config>) -> io::Result<Self> {
         let mut trace = TraceWriter { writer, ledger: Ledger::default(), records: 0, line: String::new() };
         writeln!(trace.writer, "{MAGIC} {VERSION}")?;
@@ -44,8 +44,8 @@ impl<W: Write> TraceWriter<W> {
     /// Writes a record.
     ///
     /// # Errors
-    /// When the record contradicts earlier ones: nothing is written, and the trace can continue. When the underlying writer fails: the
-    /// trace is torn.
+    /// Returns an error if the record contradicts earlier ones: nothing is written, and the trace can continue. When the underlying writer
+    /// fails: the trace is truncated.
     pub fn write(&mut self, record: &Record) -> Result<(), TraceWriteError> {
         self.ledger.admit(record).map_err(|source| TraceWriteError::Inconsistent { record: self.records, source })?;
         self.line.clear();
@@ -59,7 +59,7 @@ impl<W: Write> TraceWriter<W> {
     /// Flushes the underlying writer. Written records then survive whatever happens next.
     ///
     /// # Errors
-    /// When the underlying writer fails. The trace is torn then.
+    /// Returns an error if the underlying writer fails. The trace is truncated then.
     pub fn flush(&mut self) -> io::Result<()> {
         self.writer.flush()
     }
@@ -72,7 +72,7 @@ impl<W: Write> TraceWriter<W> {
     /// Writes the end, flushes, and returns the underlying writer.
     ///
     /// # Errors
-    /// When the underlying writer fails. The trace is torn then.
+    /// Returns an error if the underlying writer fails. The trace is truncated then.
     pub fn finish(mut self) -> io::Result<W> {
         writeln!(self.writer, "end {}", self.records)?;
         self.writer.flush()?;

@@ -8,7 +8,7 @@ use super::reason::KeyRefusal;
 use crate::config::nearest::did_you_mean;
 use crate::config::policy::ConfigError;
 
-/// The error of a text that is not a configuration.
+/// An error returned for a text that is not a configuration.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConfigTextError {

@@ -51,7 +51,7 @@ impl Config {
     /// effect on placements are listed in [`PyTorchConfig::ignored`]. Keys of this library are accepted too.
     ///
     /// # Errors
-    /// When PyTorch would refuse the text as well, for a setting that cannot be equal on all ranks
+    /// Returns an error if PyTorch would refuse the text as well, for a setting that cannot be equal on all ranks
     /// (`garbage_collection_threshold`), and for another allocator (`backend:cudaMallocAsync`).
     pub fn from_pytorch_env(text: &str) -> Result<PyTorchConfig, ConfigTextError> {
         let mut settings = Settings::parse(text, Dialect::PyTorch)?;

@@ -1,6 +1,6 @@
-//! Reasons for which a known key is refused or has no effect.
+//! Reasons why a known key is refused or has no effect.
 
-/// The reason for which a known key is refused.
+/// The reason why a known key is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum KeyRefusal {
@@ -33,7 +33,7 @@ pub struct IgnoredKey {
     pub reason: IgnoredReason,
 }
 
-/// The reason for which a key of PyTorch's has no effect.
+/// The reason why a key of PyTorch's has no effect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum IgnoredReason {

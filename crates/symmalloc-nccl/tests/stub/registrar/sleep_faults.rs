@@ -156,7 +156,8 @@ fn heal(
         });
     }
     it.registrar.sweep();
-    // Programs agree by other means on which communicators are dead: here, all that are not alive on both ranks.
+    // A real program decides out of band which communicators to abort. This test aborts every communicator that is not ready on both
+    // ranks.
     it.meet();
     other.abort().expect("ended");
     it.meet();

@@ -44,7 +44,7 @@ struct Checkpoint : caching::AllocatorState {
   symmalloc_checkpoint* const of;
 };
 
-// Pointers that `raw_alloc` returned while caching was off. Their frees do not identify them.
+// Pointers that `raw_alloc` returned while caching was off. `raw_delete` gets no deleter, so this set identifies them.
 class UncachedSet {
  public:
   void add(void* pointer) {
@@ -303,7 +303,7 @@ class Allocator final : public caching::AllocatorBase {
     config.expandable_segments = is_expandable();
     config.last_allocator_settings = settings();
 #if SYMMALLOC_TORCH(2, 13)
-    // This counter belongs to PyTorch's host allocator, which is not replaced.
+    // These settings belong to PyTorch's host allocator, which is not replaced.
     config.max_round_threshold = c10::CachingAllocator::AcceleratorAllocatorConfig::pinned_max_round_threshold();
     config.max_cached_size = c10::CachingAllocator::AcceleratorAllocatorConfig::pinned_max_cached_size();
 #endif
@@ -326,7 +326,7 @@ class Allocator final : public caching::AllocatorBase {
       bool clears,
       const std::vector<std::string>& skipped) override {
     // All checks precede the first change.
-    TORCH_CHECK(when == RecordContext::NEVER || gather, "symmalloc: recording contexts needs a function that gathers them");
+    TORCH_CHECK(when == RecordContext::NEVER || gather, "symmalloc: recording contexts requires a function that gathers them");
     const auto skipped_actions = parsed_actions(skipped);
     std::lock_guard<std::mutex> lock(mutex_);
     is_recorded_ = enabled;
@@ -532,7 +532,7 @@ class Allocator final : public caching::AllocatorBase {
   c10::ApproximateClockToUnixTimeConverter clock_;
 };
 
-// Never destroyed, because destructors free memory while the process exits.
+// Never destroyed, because other destructors may still free memory while the process exits.
 Allocator& allocator() {
   static auto* allocator = new Allocator;
   return *allocator;
@@ -546,14 +546,14 @@ void free_uncached(void* pointer) {
   C10_CUDA_CHECK_WARN(cudaFree(pointer));
 }
 
-// Exceptions of trackers must not unwind through the library, which calls this.
+// Exceptions thrown by trackers must not unwind through the library, which calls this.
 void memory_changed(int32_t device, uint32_t is_mapped, uint64_t address, uint64_t bytes) {
   try {
     allocator().memory().changed(static_cast<DeviceIndex>(device), is_mapped != 0, address, bytes);
   } catch (const std::exception& error) {
-    warn("a tracker of memory failed: ", error.what());
+    warn("a memory tracker failed: ", error.what());
   } catch (...) {
-    warn("a tracker of memory failed");
+    warn("a memory tracker failed");
   }
 }
 
