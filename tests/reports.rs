@@ -39,7 +39,8 @@ fn usage_is_counted_by_class_by_stream_and_in_all() {
 #[test]
 fn one_thread_gets_exact_peaks_over_streams_and_several_an_upper_bound() {
     let (allocator, one, other) = allocator_with_two_streams();
-    let several = Allocator::<_, Shared>::with_lock(SimBackend::builder().build(), Config::default()).expect("a device");
+    let several =
+        Allocator::<_, Shared>::with_lock(SimBackend::builder().build(), Config::default()).expect("a device");
     several.register_stream().expect("few");
     several.register_stream().expect("few");
     for stream in [one, other] {
