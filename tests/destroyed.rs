@@ -38,7 +38,7 @@ static COUNTING: Counting = Counting;
 
 fn allocator<L: Lock>() -> Allocator<SimBackend, L> {
     let backend = SimBackend::builder().memory_bytes(1 << 50).build();
-    let allocator = Allocator::new(backend, Config::default()).expect("valid");
+    let allocator = Allocator::with_lock(backend, Config::default()).expect("valid");
     for _ in 0..STREAMS {
         allocator.register_stream().expect("few");
     }
@@ -119,7 +119,7 @@ fn a_destroyed_pool_keeps_few_bytes_and_is_visited_no_more() {
 fn visits() {
     for keeps_memory in [false, true] {
         let backend = SimBackend::builder().memory_bytes(1 << 50).build();
-        let allocator: Allocator<_, Shared> = Allocator::new(backend, Config::default()).expect("valid");
+        let allocator: Allocator<_, Shared> = Allocator::with_lock(backend, Config::default()).expect("valid");
         for _ in 0..STREAMS {
             allocator.register_stream().expect("few");
         }

@@ -51,7 +51,7 @@ fn go_on<L: Lock>(
 fn restarted<L: Lock>(scenario: &Scenario, checkpoint: &Checkpoint, seed: u64) -> (Future, Vec<Option<Digest>>) {
     let device = scenario.device_builder(seed).rank(9).delays(Delays::UntilSynchronized).build();
     let (future, digests) = {
-        let allocator = Allocator::<_, L>::new(&device, scenario.config.clone()).expect("valid");
+        let allocator = Allocator::<_, L>::with_lock(&device, scenario.config.clone()).expect("valid");
         let mut work = DeviceWork::new(&device);
         let adopt = |id, stream, allocation| work.adopt(id, stream, allocation);
         let mut replay = checkpoint.resume(&allocator, &scenario.program, adopt);

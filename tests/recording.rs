@@ -56,7 +56,7 @@ fn adverse_run<L: Lock>(scenario: &Scenario, seed: u64, refusals_per_million: u3
     let _report = PrintOnPanic(scenario);
     let rule = FaultRule::Chance { per_million: refusals_per_million };
     let device = scenario.device_builder(seed).fail(Some(Call::Map), rule, Fault::OutOfMemory).build();
-    let allocator = Allocator::<_, L>::new(&device, scenario.config.clone()).expect("valid");
+    let allocator = Allocator::<_, L>::with_lock(&device, scenario.config.clone()).expect("valid");
     let spare = Arc::new(Mutex::new(Vec::<Handle>::new()));
     let freed = Arc::clone(&spare);
     allocator.set_failure_callback(move |allocator, error| {
@@ -189,7 +189,7 @@ fn threads_run(config: &Config, seed: u64) {
     const THREADS: u16 = 4;
     const OPS: usize = 400;
     let device = SimBackend::builder().seed(seed).build();
-    let allocator: SharedAllocator<_> = Allocator::<_, Shared>::new(&device, config.clone()).expect("valid");
+    let allocator: SharedAllocator<_> = Allocator::<_, Shared>::with_lock(&device, config.clone()).expect("valid");
     let shared = PoolConfig::builder().streams(StreamPolicy::Shared).build().expect("valid");
     let shared = allocator.create_pool(shared).expect("valid");
     let sink = Memory::new();
@@ -616,7 +616,7 @@ fn a_sink_that_uses_the_allocator_ends_the_recording_and_never_hangs() {
         let (done, is_done) = std::sync::mpsc::channel();
         std::thread::spawn(move || {
             let allocator = SimBackend::builder().build();
-            let allocator = Arc::new(SharedAllocator::new(allocator, Config::default()).expect("valid"));
+            let allocator = Arc::new(SharedAllocator::with_lock(allocator, Config::default()).expect("valid"));
             let stream = allocator.register_stream().expect("few");
             let reached = Arc::new(Mutex::new(Arc::downgrade(&allocator)));
             let begun = allocator.start_recording(Reentrant { allocator: reached, when, held: Vec::new() });
@@ -643,7 +643,7 @@ fn a_sink_that_uses_the_allocator_ends_the_recording_and_never_hangs() {
 #[test]
 fn a_record_in_which_the_sink_uses_the_allocator_is_the_last() {
     let allocator = SimBackend::builder().build();
-    let allocator = Arc::new(SharedAllocator::new(allocator, Config::default()).expect("valid"));
+    let allocator = Arc::new(SharedAllocator::with_lock(allocator, Config::default()).expect("valid"));
     let stream = allocator.register_stream().expect("few");
     let reached = Arc::new(Mutex::new(Weak::new()));
     let sink = Reentrant { allocator: Arc::clone(&reached), when: "record", held: Vec::new() };

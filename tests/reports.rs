@@ -39,7 +39,8 @@ fn usage_is_counted_by_class_by_stream_and_in_all() {
 #[test]
 fn one_thread_gets_exact_peaks_over_streams_and_several_an_upper_bound() {
     let (allocator, one, other) = allocator_with_two_streams();
-    let several = Allocator::<_, Shared>::new(SimBackend::builder().build(), Config::default()).expect("a device");
+    let several =
+        Allocator::<_, Shared>::with_lock(SimBackend::builder().build(), Config::default()).expect("a device");
     several.register_stream().expect("few");
     several.register_stream().expect("few");
     for stream in [one, other] {
@@ -167,7 +168,7 @@ fn told(stats: &ClassStats) -> [[Stat; 3]; 3] {
 
 /// Opens and closes scopes at any depth and resets peaks within them. Compares every number, by class and in all.
 fn statistics_are_the_oracles<L: Lock>(seed: u64) {
-    let allocator = Allocator::<_, L>::new(SimBackend::builder().build(), Config::default()).expect("a device");
+    let allocator = Allocator::<_, L>::with_lock(SimBackend::builder().build(), Config::default()).expect("a device");
     let stream = allocator.register_stream().expect("few");
     let (mut random, mut usage) = (SplitMix64::new(seed), Usage::default());
     let (mut live, mut scopes) = (Vec::new(), Vec::new());
@@ -231,7 +232,7 @@ fn stats_of_all_levels<L: Lock>(allocator: &Allocator<SimBackend, L>) -> Vec<(St
 }
 
 fn a_reset_reaches_every_peak<L: Lock>() {
-    let allocator = Allocator::<_, L>::new(SimBackend::builder().build(), Config::default()).expect("a device");
+    let allocator = Allocator::<_, L>::with_lock(SimBackend::builder().build(), Config::default()).expect("a device");
     let streams = [(); 2].map(|()| allocator.register_stream().expect("few"));
     let pools = [POOL, allocator.create_pool(PoolConfig::default()).expect("a pool")];
     for (pool, stream) in pools.iter().flat_map(|pool| streams.map(|stream| (*pool, stream))) {

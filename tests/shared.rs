@@ -39,7 +39,7 @@ fn drive(allocator: &SharedAllocator<SimBackend>, pool: PoolId, stream: StreamId
 
 fn allocator(pool: PoolConfig, seed: u64) -> SharedAllocator<SimBackend> {
     let config = Config::builder().default_pool(pool).build().expect("valid");
-    let allocator = Allocator::<_, Shared>::new(SimBackend::builder().seed(seed).build(), config).expect("valid");
+    let allocator = Allocator::<_, Shared>::with_lock(SimBackend::builder().seed(seed).build(), config).expect("valid");
     for stream in 0..THREADS {
         assert_eq!(allocator.register_stream(), Ok(StreamId(stream)));
     }
@@ -133,7 +133,7 @@ fn threads_that_share_a_heap_leave_it_sound() {
 fn threads_that_charge_one_limit_lose_no_charge() {
     let limit_bytes = 14 * MIB;
     let config = Config::builder().limit_bytes(Some(limit_bytes)).build().expect("valid");
-    let allocator = Allocator::<_, Shared>::new(IdleBackend::default(), config).expect("valid");
+    let allocator = Allocator::<_, Shared>::with_lock(IdleBackend::default(), config).expect("valid");
     let pools: Vec<PoolId> = (0..THREADS)
         .map(|_| {
             allocator.register_stream().expect("few");

@@ -48,7 +48,7 @@ struct Job<'d, L: Lock = Exclusive> {
 
 impl<'d, L: Lock> Job<'d, L> {
     fn new(device: &'d SimBackend, text: &str) -> Self {
-        let allocator: Allocator<&SimBackend, L> = Allocator::new(device, Config::default()).expect("valid");
+        let allocator: Allocator<&SimBackend, L> = Allocator::with_lock(device, Config::default()).expect("valid");
         let streams = [(); 2].map(|()| allocator.register_stream().expect("few"));
         let pool = allocator.create_pool(policy(text)).expect("valid");
         Job { device, allocator, pool, streams, live: Vec::new(), next: 0 }

@@ -98,7 +98,7 @@ impl Sink for Panicking {
 
 #[test]
 fn a_recording_whose_sink_panicked_is_not_whole() {
-    let allocator = Allocator::<_, Shared>::new(SimBackend::builder().build(), Config::default()).expect("valid");
+    let allocator = Allocator::<_, Shared>::with_lock(SimBackend::builder().build(), Config::default()).expect("valid");
     allocator.start_recording(Panicking { room: 4 }).expect("nothing was allocated");
     allocator.register_stream().expect("few");
     let mut panics = 0;
@@ -118,7 +118,7 @@ fn a_panic_in_a_call_leaves_no_charge(panics_in: fn(DeviceCall) -> bool) {
     let hook = |call| assert!(!panics_in(call) || !is_armed.swap(false, Ordering::Relaxed), "this backend panics once");
     let pool = PoolConfig::builder().fixed().limit_bytes(Some(20 * MIB)).build().expect("valid");
     let config = Config::builder().default_pool(pool).limit_bytes(Some(20 * MIB)).build().expect("valid");
-    let allocator = Allocator::<_, Shared>::new(Hooked { inner: &device, hook }, config).expect("valid");
+    let allocator = Allocator::<_, Shared>::with_lock(Hooked { inner: &device, hook }, config).expect("valid");
     allocator.register_stream().expect("few");
     catch_unwind(AssertUnwindSafe(|| allocator.allocate(POOL, S0, 5 * MIB))).expect_err("the backend panicked");
     let stats = allocator.stats();
@@ -128,7 +128,7 @@ fn a_panic_in_a_call_leaves_no_charge(panics_in: fn(DeviceCall) -> bool) {
     let layout = allocator.save_layout(POOL).expect("nothing is retired");
     is_armed.store(true, Ordering::Relaxed);
     let again =
-        Allocator::<_, Shared>::new(Hooked { inner: &device, hook }, allocator.config().clone()).expect("valid");
+        Allocator::<_, Shared>::with_lock(Hooked { inner: &device, hook }, allocator.config().clone()).expect("valid");
     again.register_stream().expect("few");
     catch_unwind(AssertUnwindSafe(|| again.restore_layout(POOL, &layout))).expect_err("the backend panicked");
     assert_eq!(again.stats().reserved_bytes.current, 0, "a permanent charge");
@@ -156,7 +156,7 @@ fn a_backend_that_panics_in_record_leaves_the_allocation_to_be_found() {
         assert!(!panics, "this backend panics once");
     };
     let config = Config::builder().pointer_lookup(PointerLookup::Exact).build().expect("valid");
-    let allocator = Allocator::<_, Shared>::new(Hooked { inner: &device, hook }, config).expect("valid");
+    let allocator = Allocator::<_, Shared>::with_lock(Hooked { inner: &device, hook }, config).expect("valid");
     let streams = [(); 2].map(|()| allocator.register_stream().expect("few"));
     let made = allocator.allocate(POOL, streams[0], MIB).expect("fits");
     allocator.record_use(made.handle, streams[1]).expect("live");

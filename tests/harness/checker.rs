@@ -84,7 +84,7 @@ pub fn decisions_through<B: Backend, L: Lock>(
     let _report = PrintOnPanic(scenario);
     let mut decisions = Decisions::default();
     {
-        let allocator = Allocator::<_, L>::new(backend, scenario.config.clone()).expect("a valid granularity");
+        let allocator = Allocator::<_, L>::with_lock(backend, scenario.config.clone()).expect("a valid granularity");
         let mut run = Run::new(&allocator, scenario);
         let mut work = DeviceWork::new(device);
         for (index, op) in scenario.program.ops().iter().enumerate() {

@@ -223,7 +223,7 @@ pub struct StepOutcome {
 /// or anything leaks.
 pub fn run<L: Lock>(scenario: &StepScenario, device: &SimBackend) -> StepOutcome {
     let outcome = {
-        let allocator = Allocator::<_, L>::new(device, scenario.config.clone()).expect("a valid granularity");
+        let allocator = Allocator::<_, L>::with_lock(device, scenario.config.clone()).expect("a valid granularity");
         (0..scenario.streams).for_each(|_| {
             allocator.register_stream().expect("few");
         });

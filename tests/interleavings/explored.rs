@@ -64,7 +64,7 @@ pub(crate) fn allocator<L: Lock>(config: &Config, seed: u64) -> Allocator<Device
     let give_way = move |_| _ = turn.as_ref().map(|turn| turn.load(SeqCst));
     let device = Hooked { inner: SimBackend::builder().seed(seed).build(), hook: Box::new(give_way) as Box<_> };
     let config = config.to_builder().pointer_lookup(PointerLookup::Exact).build().expect("valid");
-    let allocator = Allocator::new(device, config).expect("a device");
+    let allocator = Allocator::with_lock(device, config).expect("a device");
     (0..STREAMS).for_each(|stream| assert_eq!(allocator.register_stream(), Ok(StreamId(stream))));
     allocator
 }

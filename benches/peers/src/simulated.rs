@@ -10,7 +10,7 @@ pub(crate) struct Simulated(SharedAllocator<SimBackend>);
 impl Simulated {
     pub(crate) fn new(config: &Config, streams: usize) -> Self {
         let allocator =
-            SharedAllocator::new(SimBackend::builder().build(), config.clone()).expect("it fits the device");
+            SharedAllocator::with_lock(SimBackend::builder().build(), config.clone()).expect("it fits the device");
         for _ in 0..streams {
             allocator.register_stream().expect("at most 65,535 streams");
         }

@@ -40,7 +40,7 @@
 //! let mut ranks = Vec::new();
 //! for rank in 0..4 {
 //!     let device = SimBackend::builder().rank(rank).build();
-//!     let allocator: Allocator<_> = Allocator::new(device, Config::default())?;
+//!     let allocator = Allocator::new(device, Config::default())?;
 //!     let stream = allocator.register_stream()?;
 //!     let pool = allocator.create_pool(pool.clone())?;
 //!     allocator.allocate_named(pool, stream, 1 << 20, "weights")?;

@@ -41,7 +41,7 @@ pub enum Mode {
 ///         scope.spawn(move || {
 ///             let pool = PoolConfig::builder().symmetric(true).build().unwrap();
 ///             let config = Config::builder().default_pool(pool).build().unwrap();
-///             let allocator: Allocator<_> = Allocator::new(SimBackend::builder().rank(rank).build(), config).unwrap();
+///             let allocator = Allocator::new(SimBackend::builder().rank(rank).build(), config).unwrap();
 ///             let mut agreement = Agreement::new(Mode::AtSync, transport);
 ///             let stream = allocator.register_stream().unwrap();
 ///             allocator.allocate(symmalloc_core::PoolId::DEFAULT, stream, 1 << 20).unwrap();

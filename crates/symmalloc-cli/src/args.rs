@@ -530,10 +530,16 @@ pub(crate) struct CompletionsArgs {
 
 /// Print a manual page
 #[derive(Debug, clap::Args)]
-#[command(after_help = "Example: symmalloc man replay | man -l -")]
+#[command(after_help = "\
+Examples:
+  symmalloc man replay | man -l -
+  symmalloc man --all ~/.local/share/man/man1                    for `man symmalloc-replay`")]
 pub(crate) struct ManArgs {
     /// The command to describe [default: the program]
     pub(crate) command: Option<String>,
+    /// Write the pages of the program and of all commands to this folder, under the names by which they cite each other
+    #[arg(long, value_name = "FOLDER", conflicts_with = "command")]
+    pub(crate) all: Option<PathBuf>,
 }
 
 /// Format of the file that `export` writes.

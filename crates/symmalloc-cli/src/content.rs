@@ -12,6 +12,8 @@ pub(crate) enum Content {
     Picture,
     Page,
     Log,
+    /// A container or a compression that this program does not write.
+    Archive,
 }
 
 impl Content {
@@ -27,6 +29,7 @@ impl Content {
             "svg" | "png" => Content::Picture,
             "html" | "htm" => Content::Page,
             "csv" => Content::Log,
+            "zip" | "tar" | "tgz" | "7z" | "rar" | "bz2" | "xz" | "lz4" => Content::Archive,
             _ => return None,
         })
     }
@@ -40,6 +43,7 @@ impl Content {
             Content::Picture => "a picture",
             Content::Page => "a page",
             Content::Log => "a log",
+            Content::Archive => "an archive",
         }
     }
 }

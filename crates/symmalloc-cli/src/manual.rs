@@ -15,9 +15,15 @@ pub(crate) fn completions(args: &CompletionsArgs) -> Result<Verdict, CliError> {
     print(&text)
 }
 
-/// Prints the manual page of a command or of the program.
+/// Prints the manual page of a command or of the program, or writes all pages to a folder.
 pub(crate) fn man(args: &ManArgs) -> Result<Verdict, CliError> {
-    let mut program = Args::command();
+    // The page of the program cites a page per subcommand, and `help` has none.
+    let mut program = Args::command().disable_help_subcommand(true);
+    if let Some(folder) = &args.all {
+        let written = clap_mangen::generate_to(program, folder);
+        written.map_err(|source| CliError::Create { path: folder.clone(), source })?;
+        return Ok(Verdict::Agree);
+    }
     program.build();
     let page = match &args.command {
         None => program,

@@ -18,7 +18,7 @@
 //! let mut placements = Vec::new();
 //! for rank in 0..2 {
 //!     let device = SimBackend::builder().seed(7).rank(rank).build();
-//!     let allocator: Allocator<_> = Allocator::new(device, Config::default())?;
+//!     let allocator = Allocator::new(device, Config::default())?;
 //!     let compute = allocator.register_stream()?;
 //!     let communication = allocator.register_stream()?;
 //!

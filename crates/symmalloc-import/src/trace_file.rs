@@ -107,7 +107,7 @@ pub enum TraceFileError {
 ///
 /// # let folder = tempfile::tempdir()?;
 /// # let path = folder.path().join("job.trace.zst");
-/// let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default())?;
+/// let allocator = Allocator::new(SimBackend::builder().build(), Config::default())?;
 /// allocator.start_recording(TraceFile::create(&path, TraceFileOptions::default())?)?;
 /// let stream = allocator.register_stream()?;
 /// let a = allocator.allocate_named(PoolId::DEFAULT, stream, 3 << 20, "weights")?;

@@ -17,7 +17,7 @@
 //! use symmalloc_metrics::Publisher;
 //! use symmalloc_sim::SimBackend;
 //!
-//! let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default())?;
+//! let allocator = Allocator::new(SimBackend::builder().build(), Config::default())?;
 //! let stream = allocator.register_stream()?;
 //! allocator.allocate(PoolId::DEFAULT, stream, 3 << 20)?;
 //!

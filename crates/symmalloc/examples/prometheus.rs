@@ -14,7 +14,7 @@ use symmalloc::sim::SimBackend;
 use symmalloc::{Allocator, Config, PoolId};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default())?;
+    let allocator = Allocator::new(SimBackend::builder().build(), Config::default())?;
     let stream = allocator.register_stream()?;
     let weights = allocator.allocate(PoolId::DEFAULT, stream, 48 << 20)?;
     allocator.allocate(PoolId::DEFAULT, stream, 5 << 20)?;

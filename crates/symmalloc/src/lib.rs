@@ -8,6 +8,7 @@
 //! | `trace` (default) | [`trace`] | ops as text, their replay, layouts as text |
 //! | `agreement` (default) | [`agreement`] | comparison of ranks that finds the first op that differs |
 //! | `sim` (default) | [`sim`] | a simulated, seeded device, and simulated jobs of thousands of adverse ranks |
+//! | `import` | `import` | trace files, and recordings of other tools: PyTorch snapshots, RMM logs |
 //! | `cuda` | `cuda` | NVIDIA devices, buffers compatible with cudarc, graphs; requires one feature of `cuda-11040` to `cuda-13040` |
 //! | `nccl` | `nccl` | NCCL: communicators, windows registered in the same order on all ranks, all-to-all-v |
 //! | `half` | | the element types of the `half` crate in NCCL collectives |
@@ -20,7 +21,7 @@
 //! use symmalloc::{Allocator, Config, PoolId, sim::SimBackend};
 //!
 //! // A simulated device; any `Backend` works. `SharedAllocator` is the thread-safe variant.
-//! let allocator: Allocator<_> = Allocator::new(SimBackend::builder().seed(1).build(), Config::default())?;
+//! let allocator = Allocator::new(SimBackend::builder().seed(1).build(), Config::default())?;
 //! let (compute, communication) = (allocator.register_stream()?, allocator.register_stream()?);
 //!
 //! let gradients = allocator.allocate_named(PoolId::DEFAULT, compute, 5 << 20, "gradients")?;
@@ -35,12 +36,15 @@
 //! ```
 #![forbid(unsafe_code)]
 
+#[doc(inline)]
 pub use symmalloc_core::*;
 
 #[cfg(feature = "agreement")]
 pub use symmalloc_agreement as agreement;
 #[cfg(feature = "cuda")]
 pub use symmalloc_cuda as cuda;
+#[cfg(feature = "import")]
+pub use symmalloc_import as import;
 #[cfg(feature = "metrics")]
 pub use symmalloc_metrics as metrics;
 #[cfg(feature = "nccl")]

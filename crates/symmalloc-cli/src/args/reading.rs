@@ -17,6 +17,13 @@ pub(crate) struct ReadingArgs {
     memory_limit_mb: u64,
 }
 
+impl Default for ReadingArgs {
+    /// Returns the options of a command line without these flags.
+    fn default() -> Self {
+        ReadingArgs { device: None, accept_torn: false, memory_limit_mb: MEMORY_LIMIT_BYTES >> 20 }
+    }
+}
+
 impl ReadingArgs {
     /// Returns the command-line flags that set the same options, each preceded by a space.
     pub(crate) fn flags(&self) -> String {

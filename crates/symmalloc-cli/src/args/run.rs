@@ -1,6 +1,5 @@
 //! The arguments of `symmalloc run`.
 
-use super::ReadingArgs;
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::str::FromStr;
@@ -58,8 +57,6 @@ pub(crate) struct RunArgs {
     /// Library to preload [default: SYMMALLOC_PRELOAD, else libsymmalloc_preload.so next to this program or in ../lib]
     #[arg(long, value_name = "FILE")]
     pub(crate) library: Option<PathBuf>,
-    #[command(flatten)]
-    pub(crate) reading: ReadingArgs,
     /// The program and its arguments
     #[arg(last = true, required = true, value_name = "PROGRAM")]
     pub(crate) command: Vec<OsString>,

@@ -16,7 +16,7 @@ mod process;
 mod summary;
 mod table;
 
-use crate::args::RunArgs;
+use crate::args::{ReadingArgs, RunArgs};
 use crate::error::CliError;
 use crate::{output, report};
 use environment::Environment;
@@ -46,7 +46,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<ExitCode, CliError> {
     let summaries = Summaries::read(folder.path())?;
     output::tell(&table::text(&summaries, args, &ended));
     if let Some(page) = &args.report {
-        write_reports(&summaries, page, args)?;
+        write_reports(&summaries, page)?;
     }
     let ranks_differ = args.check && check::tell(&summaries, environment.is_watched())?;
     Ok(match ended {
@@ -56,10 +56,10 @@ pub(crate) fn run(args: &RunArgs) -> Result<ExitCode, CliError> {
 }
 
 /// Writes one page per trace. Pages after the first are numbered.
-fn write_reports(summaries: &Summaries, page: &Path, args: &RunArgs) -> Result<(), CliError> {
+fn write_reports(summaries: &Summaries, page: &Path) -> Result<(), CliError> {
     for (index, trace) in summaries.traces().enumerate() {
         let numbered = page.with_extension(format!("{}.html", index + 1));
-        report::write(trace, if index == 0 { page } else { &numbered }, &args.reading)?;
+        report::write(trace, if index == 0 { page } else { &numbered }, &ReadingArgs::default())?;
     }
     Ok(())
 }

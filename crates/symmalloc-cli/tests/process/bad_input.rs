@@ -219,6 +219,8 @@ fn an_input_is_not_overwritten_and_a_name_says_what_is_in_a_file() {
     for (command, says, is) in [
         ("export {} out.html", "a page", "a snapshot"),
         ("export {} out.trace.zst", "a trace", "a snapshot"),
+        ("export {} out.zip", "an archive", "a snapshot"),
+        ("import {} out.trace.xz", "an archive", "a trace"),
         ("import {} out.pickle.gz", "a snapshot", "a trace"),
         ("import {} out.json", "a timeline", "a trace"),
         ("replay {} --record out.svg", "a picture", "a trace"),

@@ -1,6 +1,7 @@
 //! Tests of `symmalloc completions` and `symmalloc man`.
 
-use crate::symmalloc;
+use crate::{Folder, symmalloc};
+use std::fs;
 
 const COMMANDS: [&str; 8] = ["replay", "simulate", "diff", "import", "export", "chart", "report", "plan"];
 
@@ -25,4 +26,26 @@ fn the_program_and_each_command_have_a_manual_page() {
     }
     let output = symmalloc("man play", &[]);
     assert!(output.code == Some(2) && output.stderr.contains("no command play"), "{}", output.stderr);
+}
+
+#[test]
+fn every_page_that_a_manual_page_cites_exists() {
+    let folder = Folder::new();
+    let pages = folder.path("man1");
+    assert_eq!(symmalloc("man --all {}", &[&pages]).code, Some(2), "the folder does not exist");
+    fs::create_dir(&pages).unwrap();
+    symmalloc("man --all {}", &[&pages]).exited(0);
+    let program = fs::read_to_string(pages.join("symmalloc.1")).unwrap();
+    assert_eq!(program, symmalloc("man", &[]).exited(0).stdout);
+    let cited: Vec<String> =
+        program.lines().filter_map(|line| Some(line.strip_suffix("(1)")?.replace('\\', ""))).collect();
+    assert!(cited.len() > COMMANDS.len(), "{cited:?}");
+    for name in &cited {
+        assert!(pages.join(format!("{name}.1")).is_file(), "{name}");
+        let command = name.strip_prefix("symmalloc-").unwrap();
+        assert!(
+            symmalloc(&format!("man {command}"), &[]).exited(0).stdout.contains(&format!(".TH {name} 1")),
+            "{name}"
+        );
+    }
 }

@@ -231,6 +231,11 @@ fn what_cannot_be_started_is_told() {
     assert!(printed.code == Some(2) && printed.stderr.contains(".html"), "{}", printed.stderr);
     assert_eq!(symmalloc("run --limit much -- true", &[]).code, Some(2));
     assert_eq!(symmalloc("run --config segment:fixed -- true", &[]).code, Some(2));
+    let help = symmalloc("run --help", &[]).exited(0).stdout.clone();
+    for of_recordings in ["--device", "--accept-torn", "--memory-limit-mb"] {
+        assert!(!help.contains(&format!("  {of_recordings}")), "run reads no recordings of others: {help}");
+        assert_eq!(symmalloc(&format!("run {of_recordings}=1 -- true"), &[]).code, Some(2));
+    }
     assert_eq!(symmalloc("run", &[]).code, Some(2));
     let printed = started("true", "--stats");
     assert!(printed.code == Some(0) && printed.stderr.contains("no process allocated"), "{}", printed.stderr);

@@ -87,7 +87,7 @@ type FailureCallback<B, L> = Arc<dyn Fn(&Allocator<B, L>, &OutOfMemory) -> Retry
 /// use symmalloc_core::{Allocator, Config, PoolId};
 /// use symmalloc_sim::SimBackend;
 ///
-/// let allocator: Allocator<_> = Allocator::new(SimBackend::builder().seed(7).build(), Config::default())?;
+/// let allocator = Allocator::new(SimBackend::builder().seed(7).build(), Config::default())?;
 /// let stream = allocator.register_stream()?;
 /// let a = allocator.allocate(PoolId::DEFAULT, stream, 3 << 20)?;
 /// allocator.free(a.handle)?;
@@ -126,15 +126,51 @@ pub struct Allocator<B: Backend, L: Lock = Exclusive> {
     recorder: Recorder<L>,
 }
 
-/// An [`Allocator`] that many threads drive. Put it into an `Arc`.
+/// An [`Allocator`] that many threads drive. Create it with [`with_lock`](Allocator::with_lock) and put it into an `Arc`.
+///
+/// An [`Allocator`] from [`new`](Allocator::new) stays with one thread. The compiler rejects sharing it, and names this type:
+/// ```compile_fail,E0277
+/// # use symmalloc_core::{Allocator, Config};
+/// # use symmalloc_sim::SimBackend;
+/// let allocator = Allocator::new(SimBackend::builder().build(), Config::default()).unwrap();
+/// std::thread::scope(|scope| {
+///     scope.spawn(|| allocator.register_stream());
+/// });
+/// ```
 pub type SharedAllocator<B> = Allocator<B, Shared>;
 
+impl<B: Backend> Allocator<B> {
+    /// Creates an allocator for one thread, with the default pool and no streams. Takes no device memory yet. See
+    /// [`with_lock`](Self::with_lock) for an allocator that many threads drive.
+    ///
+    /// # Errors
+    /// See [`with_lock`](Self::with_lock).
+    pub fn new(backend: B, config: Config) -> Result<Self, ConfigError> {
+        Allocator::with_lock(backend, config)
+    }
+}
+
 impl<B: Backend, L: Lock> Allocator<B, L> {
-    /// Creates an allocator over a backend, with the default pool and no streams. Takes no device memory yet.
+    /// Creates an allocator with the lock that the type names, with the default pool and no streams. Takes no device
+    /// memory yet.
     ///
     /// # Errors
     /// Returns an error if the backend's granularity is not a power of two from 512 bytes to 1 GiB.
-    pub fn new(backend: B, config: Config) -> Result<Self, ConfigError> {
+    ///
+    /// # Examples
+    /// ```
+    /// use std::{sync::Arc, thread};
+    /// use symmalloc_core::{Config, PoolId, SharedAllocator};
+    /// use symmalloc_sim::SimBackend;
+    ///
+    /// let allocator = Arc::new(SharedAllocator::with_lock(SimBackend::builder().build(), Config::default())?);
+    /// let stream = allocator.register_stream()?;
+    /// let other = Arc::clone(&allocator);
+    /// let placed = thread::spawn(move || other.allocate(PoolId::DEFAULT, stream, 3 << 20)).join().expect("no panic")?;
+    /// allocator.free(placed.handle)?;
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn with_lock(backend: B, config: Config) -> Result<Self, ConfigError> {
         let granularity_bytes = backend.granularity_bytes();
         if !granularity_bytes.is_power_of_two() {
             return Err(ConfigError::NotAPowerOfTwo { key: "granularity", value: granularity_bytes });

@@ -16,7 +16,7 @@
 //!
 //! let pool = PoolConfig::builder().plan(PlanPolicy::Learn).build()?;
 //! let config = Config::builder().default_pool(pool).build()?;
-//! let allocator: Allocator<_> = Allocator::new(SimBackend::builder().seed(1).build(), config)?;
+//! let allocator = Allocator::new(SimBackend::builder().seed(1).build(), config)?;
 //! let stream = allocator.register_stream()?;
 //! let mut last = None;
 //! for _ in 0..3 {

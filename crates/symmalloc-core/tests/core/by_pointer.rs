@@ -12,7 +12,7 @@ const SIZES: [u64; 6] = [1, 4096, 3 << 20, 700, 64 << 20, 21 << 20];
 
 fn allocator(config: &Config, streams: u16) -> SharedAllocator<SimBackend> {
     let backend = SimBackend::builder().seed(1).build();
-    let allocator = SharedAllocator::new(backend, config.clone()).expect("valid");
+    let allocator = SharedAllocator::with_lock(backend, config.clone()).expect("valid");
     for _ in 0..streams {
         allocator.register_stream().expect("few streams");
     }

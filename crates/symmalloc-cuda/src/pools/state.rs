@@ -41,7 +41,7 @@ impl<B: CudaMemory> AllocatorState<B> {
         let config =
             if pool == *config.default_pool() { config } else { config.to_builder().default_pool(pool).build()? };
         Ok(AllocatorState {
-            core: SharedAllocator::new(backend, config)?,
+            core: SharedAllocator::with_lock(backend, config)?,
             registration: Mutex::default(),
             trimmable: Mutex::new(vec![PoolId::DEFAULT]),
             abandoned: Mutex::default(),

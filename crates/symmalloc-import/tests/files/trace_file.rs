@@ -17,7 +17,7 @@ use symmalloc_sim::SimBackend;
 use symmalloc_trace::{Trace, TraceWriter};
 
 fn allocator() -> SharedAllocator<SimBackend> {
-    Allocator::<_, Shared>::new(SimBackend::builder().build(), Config::default()).expect("valid")
+    Allocator::<_, Shared>::with_lock(SimBackend::builder().build(), Config::default()).expect("valid")
 }
 
 /// Allocates and frees this many times; some allocations have names that need escaping.

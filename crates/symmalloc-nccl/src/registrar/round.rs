@@ -131,7 +131,8 @@ mod tests {
                     scope.spawn(move || {
                         let pool = PoolConfig::builder().fixed().symmetric(true).build().expect("valid");
                         let config = Config::builder().default_pool(pool).build().expect("valid");
-                        let allocator = SharedAllocator::new(SimBackend::builder().build(), config).expect("valid");
+                        let allocator =
+                            SharedAllocator::with_lock(SimBackend::builder().build(), config).expect("valid");
                         allocator.register_stream().expect("the first");
                         let (observer, _) = allocator.observe(PoolId::DEFAULT).expect("exists");
                         for size in program.sizes {

@@ -111,7 +111,7 @@ impl<L: Lock> Rank<L> {
         let sequence_of = |purpose| sequence(job.seed, purpose, u64::from(context.rank)).split(incarnation.into());
         Rank {
             incarnation,
-            allocator: Allocator::new(device.build(), config).expect("a valid granularity"),
+            allocator: Allocator::with_lock(device.build(), config).expect("a valid granularity"),
             live: vec![None; job.program.slot_count],
             pools: vec![PoolId::DEFAULT],
             streams: 0,

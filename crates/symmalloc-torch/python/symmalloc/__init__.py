@@ -58,6 +58,11 @@ __all__ = [
 ]  # fmt: skip
 
 
+def __dir__() -> list[str]:
+    """Returns the names of the API. The package's modules and imports are not part of it."""
+    return sorted(__all__)
+
+
 def stats(device: Device = None) -> dict[str, Any]:
     """Returns the counters of a device's allocator, in total and per pool, under PyTorch's names. Raises `NotInstalled`."""
     return allocator(device).stats()
@@ -103,8 +108,10 @@ def digest(device: Device = None, pool: MemPool | None = None) -> int:
 def placement(tensor: torch.Tensor) -> Placement:
     """Returns the segment and offset of a CUDA tensor's storage.
 
-    Raises `NotInstalled`, and `UnknownPointer` for memory of another allocator.
+    Raises `InvalidArgument` if it is not a tensor, `NotInstalled`, and `UnknownPointer` for memory of another allocator.
     """
+    if not hasattr(tensor, "untyped_storage"):
+        raise InvalidArgument(f"placement() got {type(tensor).__name__}: give a CUDA tensor")
     return allocator(tensor.device).placement_of(tensor.untyped_storage().data_ptr())
 
 

@@ -8,7 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from .allocator import Allocator, Gather
-from .devices import Device, device_index
+from .devices import Device, device_index, import_torch
 from .errors import TorchError
 from .installation import allocator
 
@@ -27,8 +27,9 @@ def assert_aligned(group: ProcessGroup | None = None, *, symmetric_only: bool = 
     Collective: every rank of the group calls it at the same point. The error names the first op that differs and what each
     rank did. While ranks agree, the cost is one small all-gather. It uses host tensors if the group has gloo, and otherwise
     device memory that belongs to no pool. A comparison therefore does not change any compared history, and a subset of the
-    ranks may run one. Raises `TorchError` without torch.distributed, and `NotInstalled`.
+    ranks may run one. Raises `TorchError` without PyTorch or its process group, and `NotInstalled`.
     """
+    import_torch("assert_aligned()")
     import torch.distributed as dist
 
     if not dist.is_initialized():

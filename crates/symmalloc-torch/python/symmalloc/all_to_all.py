@@ -17,7 +17,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from .communicators import Communicator, Member
-from .devices import Device, device_index
+from .devices import Device, device_index, import_torch
 from .errors import InvalidArgument
 from .library import call, failure, library
 from .pool import Registered, registered_first
@@ -113,8 +113,7 @@ def all_to_all_single(
     `InvalidArgument` for tensors or splits that do not fit, `InvalidState` for unregistered memory, `MisalignedError` if checked
     splits differ, and `NcclError` if the communicator failed.
     """
-    import torch
-
+    torch = import_torch("all_to_all_single()")
     index = _device_of(output, input)
     registered = _found(group, comm, index)
     row_bytes = _row_bytes(output, input)

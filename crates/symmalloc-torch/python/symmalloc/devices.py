@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING, Any, Union
 
 from .errors import TorchError
 
@@ -12,12 +12,23 @@ if TYPE_CHECKING:
 Device = Union["torch.device", int, str, None]
 
 
+def import_torch(needed_by: str) -> Any:
+    """Returns PyTorch's module. Raises `TorchError`, which names the call that needs it, if it cannot be imported."""
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        raise TorchError(f"PyTorch cannot be imported ({error}): {needed_by} needs it") from error
+    return torch
+
+
 def device_index(device: Device = None) -> int:
-    """Returns the number of a device; None: the current one. Raises `TorchError` if it is not a CUDA device."""
+    """Returns the number of a device; None: the current one.
+
+    Raises `TorchError` if it is not a CUDA device, or if PyTorch, which knows the current device, is missing.
+    """
     if isinstance(device, int):
         return device
-    import torch
-
+    torch = import_torch("a device that is not given by its number")
     if device is None:
         return int(torch.cuda.current_device())
     named = torch.device(device)

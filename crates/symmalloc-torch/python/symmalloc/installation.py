@@ -10,7 +10,7 @@ from typing import Any
 from . import pytorch_class
 from . import statistics as pytorch_statistics
 from .allocator import Allocator
-from .devices import Device, device_index
+from .devices import Device, device_index, import_torch
 from .errors import InvalidState, NotInstalled, TorchError
 from .library import address, call, encoded, library, library_path
 
@@ -159,10 +159,7 @@ def version(torch: Any) -> tuple[int, ...]:
 
 
 def _usable_torch() -> Any:
-    try:
-        import torch
-    except (ImportError, OSError) as error:
-        raise TorchError(f"PyTorch cannot be imported ({error}): install() needs it") from error
+    torch = import_torch("install()")
     if version(torch) < TORCH_MINIMUM:
         raise TorchError(f"PyTorch {torch.__version__} is too old: install {'.'.join(map(str, TORCH_MINIMUM))} or later")
     if torch.version.cuda is None or not hasattr(torch._C, "_cuda_customAllocator"):

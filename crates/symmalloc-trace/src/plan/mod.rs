@@ -21,7 +21,7 @@
 //!
 //! // Another process follows it.
 //! let file = plan::parse(&text)?;
-//! let allocator: Allocator<_> = Allocator::new(SimBackend::builder().seed(1).build(), file.config().clone())?;
+//! let allocator = Allocator::new(SimBackend::builder().seed(1).build(), file.config().clone())?;
 //! allocator.register_stream()?;
 //! for (pool, plan) in file.plans() {
 //!     allocator.adopt_plan(pool, plan.clone())?;

@@ -28,7 +28,7 @@
 //! use symmalloc_core::{Allocator, Config, PoolId};
 //! use symmalloc_sim::SimBackend;
 //!
-//! let rank = |device| Allocator::<_>::new(SimBackend::builder().rank(device).build(), Config::default());
+//! let rank = |device| Allocator::new(SimBackend::builder().rank(device).build(), Config::default());
 //! let old = rank(0)?;
 //! let stream = old.register_stream()?;
 //! let weights = old.allocate_named(PoolId::DEFAULT, stream, 48 << 20, "weights")?;
