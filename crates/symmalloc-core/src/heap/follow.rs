@@ -79,12 +79,12 @@ impl<L: Lock> Heap<L> {
     ) -> Result<Allocation, Box<Shortage>> {
         let blocks = self.table.blocks();
         let is_ready = |slot: &Slot| blocks[*slot as usize].is_ready_for(stream);
-        if let Some([others @ .., own]) = self.course.next_if::<false>(op_word(Mark::Allocate, stream, requested))
+        if let Some([others @ .., own]) = self.cursor.next_if::<false>(op_word(Mark::Allocate, stream, requested))
             && others.iter().all(is_ready)
             && is_ready(own)
         {
             let (own, checks) = (*own, others.len() + 1);
-            self.course.advance(checks);
+            self.cursor.advance(checks);
             return Ok(self.take_place(own, stream, requested));
         }
         self.allocate_with_care(context, stream, requested)
@@ -97,7 +97,7 @@ impl<L: Lock> Heap<L> {
         let block = self.table.block_mut(slot);
         block.state = BlockState::Allocated { stream, requested, serial };
         let Block { location, size, .. } = *block;
-        let address = |heap: &Self| heap.course.base().plus(bytes(location.offset()));
+        let address = |heap: &Self| heap.cursor.base().plus(bytes(location.offset()));
         self.announce((slot, location, size), serial, stream, requested, address)
     }
 
@@ -121,9 +121,9 @@ impl<L: Lock> Heap<L> {
             self.watches_frees = true;
             return Ok(allocation);
         }
-        let Some(checks) = self.course.next_if::<true>(op_word(Mark::Allocate, stream, requested)) else {
+        let Some(checks) = self.cursor.next_if::<true>(op_word(Mark::Allocate, stream, requested)) else {
             let follower = self.follower.as_deref().expect("a plan is followed");
-            let cause = follower.other_request(self.course.number(), (stream, requested));
+            let cause = follower.other_request(self.cursor.number(), (stream, requested));
             self.differ(cause);
             return self.allocate_anywhere(context, stream, requested);
         };
@@ -157,7 +157,7 @@ impl<L: Lock> Heap<L> {
         } else {
             self.allocate_anywhere(context, stream, requested)?
         };
-        self.course.advance(count);
+        self.cursor.advance(count);
         Ok(allocation)
     }
 
@@ -166,7 +166,7 @@ impl<L: Lock> Heap<L> {
     fn differ(&mut self, cause: DifferenceCause) {
         self.set_watch(Watch::Nothing);
         let Some(follower) = self.follower.as_deref_mut() else { return };
-        let difference = follower.differ(self.course.number(), cause);
+        let difference = follower.differ(self.cursor.number(), cause);
         self.fold(op_word(Mark::Differ, StreamId(0), 0), difference.number.into());
         let (pool, stream) = (self.identity.pool.0, self.identity.stream.map(|stream| stream.0));
         tracing::warn!(name: "plan.differs", target: "symmalloc", pool, stream, %difference);
@@ -195,8 +195,8 @@ impl<L: Lock> Heap<L> {
         }
         let follower = self.follower.as_deref_mut().expect("there is a plan");
         let live = |slot: &Slot| !self.table.block(*slot).is_free();
-        self.course = follower.lend();
-        self.course.set_late(follower.note_live(live));
+        self.cursor = follower.take_cursor();
+        self.cursor.set_unexpected(follower.note_live(live));
         if !follower.is_continued()
             && let Err(error) = self.wait_for_all_places(context)
         {
@@ -245,7 +245,7 @@ impl<L: Lock> Heap<L> {
     pub(crate) fn end_step(&mut self, key: u64) -> StepReport {
         let allocations = self.usage.allocations_made();
         let Some(follower) = self.follower.as_deref_mut() else { return StepReport::default() };
-        let (report, learned) = follower.end(self.watch, std::mem::take(&mut self.course), allocations);
+        let (report, learned) = follower.end(self.watch, std::mem::take(&mut self.cursor), allocations);
         self.set_watch(Watch::Nothing);
         if self.has_history() {
             self.fold(op_word(Mark::EndStep, StreamId(0), 0), report.planned);

@@ -40,8 +40,8 @@ use crate::config::size_rules::SizeRules;
 use crate::history::digest::{Digest, Mark, op_word};
 use crate::history::journal::Journal;
 use crate::history::segment_log::SegmentLog;
-use crate::plans::course::Course;
 use crate::plans::follower::{Follower, Watch};
+use crate::plans::plan_cursor::PlanCursor;
 use crate::pointers::{PointerMap, SegmentDirectory};
 use crate::stats::budget::Budget;
 use crate::stats::usage::{RareCounts, Usage};
@@ -151,7 +151,7 @@ pub(crate) struct Heap<L: Lock> {
     /// plan.
     watches_frees: bool,
     /// Cursor of the active plan; empty otherwise.
-    course: Course,
+    cursor: PlanCursor,
     /// The plans and the state of the step; created at the first step or plan.
     follower: Option<Box<Follower>>,
     /// While the pool sleeps: the number of its mappings that exist.
@@ -229,7 +229,7 @@ impl<L: Lock> Heap<L> {
             watch: Watch::Nothing,
             direct_bytes_max: SEGMENT_BYTES_MAX,
             watches_frees: false,
-            course: Course::default(),
+            cursor: PlanCursor::default(),
             follower: None,
             mapped_asleep: None,
             config,

@@ -14,8 +14,8 @@
 //! place has a slot of the block table. A place is in no segment's ring and so has no neighbors, which distinguishes it
 //! from a block.
 
-use super::course::Course;
 use super::plan::Plan;
+use super::plan_cursor::PlanCursor;
 use super::report::{DifferenceCause, StepDifference, StepReport, StepStats};
 use crate::blocks::table::Slot;
 use crate::types::backend::DeviceAddress;
@@ -57,7 +57,7 @@ struct Known {
 #[derive(Debug)]
 struct Placed {
     /// The cursor; the heap takes it while a step follows the plan.
-    course: Course,
+    cursor: PlanCursor,
     /// Slots of the places of allocations that live on in the next step, ascending.
     carried: Vec<Slot>,
 }
@@ -151,8 +151,8 @@ impl Follower {
     }
 
     /// Takes the cursor of the step's plan. The plans are in their memory.
-    pub(crate) fn lend(&mut self) -> Course {
-        self.current.map_or_else(Course::default, |current| std::mem::take(&mut self.placed[current].course))
+    pub(crate) fn take_cursor(&mut self) -> PlanCursor {
+        self.current.map_or_else(PlanCursor::default, |current| std::mem::take(&mut self.placed[current].cursor))
     }
 
     /// Returns `true` if the previous step followed the same plan to its end.
@@ -180,19 +180,19 @@ impl Follower {
     pub(crate) fn end(
         &mut self,
         watch: Watch,
-        mut course: Course,
+        mut cursor: PlanCursor,
         allocations: u64,
     ) -> (StepReport, Option<Vec<Lived<Request>>>) {
         if watch == Watch::Plan {
             self.last_whole = self.current;
-            if !course.is_at_end() {
-                self.differ(course.number(), DifferenceCause::Ended);
+            if !cursor.is_at_end() {
+                self.differ(cursor.number(), DifferenceCause::Ended);
             }
         }
         let is_followed = watch == Watch::Plan && self.difference.is_none();
         let report = StepReport {
             allocations: allocations - self.allocations_before,
-            planned: course.planned(),
+            planned: cursor.planned(),
             difference: self.difference,
             plan_bytes: self.memory_bytes(),
         };
@@ -200,8 +200,8 @@ impl Follower {
             let differences = &mut self.plans[current].differences;
             *differences = if is_followed { 0 } else { differences.saturating_add(1) };
             if let Some(placed) = self.placed.get_mut(current) {
-                course.rewind();
-                placed.course = course;
+                cursor.rewind();
+                placed.cursor = cursor;
             }
         }
         self.stats.steps += 1;
@@ -246,8 +246,8 @@ impl Follower {
             let slot_of = |place: &u32| slots[&schedule.places()[*place as usize]];
             let mut carried: Vec<Slot> = schedule.carried().iter().map(slot_of).collect();
             carried.sort_unstable();
-            let course = Course::new(&known.plan, schedule, slot_of, memory.base);
-            self.placed.push(Placed { course, carried });
+            let cursor = PlanCursor::new(&known.plan, schedule, slot_of, memory.base);
+            self.placed.push(Placed { cursor, carried });
         }
         self.memory = Some(memory);
         self.stats.placed += 1;
