@@ -39,7 +39,7 @@ const PLAIN_DATA: [(&str, &str); 17] = [
     ("heap/revive.rs Revived", "a result"),
     ("heap/trim.rs Released", "a result"),
     ("history/segment_log.rs Retired", "the remainder of a dead segment"),
-    ("plans/follower.rs PlanMemory", "handed over whole"),
+    ("plans/heap_plans.rs PlanMemory", "handed over whole"),
     ("pointers/mod.rs DirectoryEntry", "a result of a look-up"),
     ("sleep/state.rs State", "the state of a pool, protected by its lock"),
     ("stats/budget.rs Budgets", "references that are passed together"),

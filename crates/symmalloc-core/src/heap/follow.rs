@@ -29,7 +29,7 @@ use crate::blocks::table::{Block, BlockState, Slot};
 use crate::config::{PlanPolicy, StreamPolicy, op::Refusal};
 use crate::history::digest::{Mark, op_word};
 use crate::plans::error::PlanError;
-use crate::plans::follower::{Follower, PlanMemory, Watch};
+use crate::plans::heap_plans::{HeapPlans, PlanMemory, Watch};
 use crate::plans::plan::{Plan, StepAllocation};
 use crate::plans::report::{DifferenceCause, StepReport, StepStats};
 use crate::streams::fences::{Fence, FenceSetId, Fences};
@@ -116,14 +116,14 @@ impl<L: Lock> Heap<L> {
         }
         if self.watch == Watch::Learn {
             let allocation = self.allocate_anywhere(context, stream, requested)?;
-            let follower = self.follower.as_deref_mut().expect("it learns");
-            follower.note_allocation((stream, requested), allocation.handle.slot());
+            let heap_plans = self.heap_plans.as_deref_mut().expect("it learns");
+            heap_plans.note_allocation((stream, requested), allocation.handle.slot());
             self.watches_frees = true;
             return Ok(allocation);
         }
         let Some(checks) = self.cursor.next_if::<true>(op_word(Mark::Allocate, stream, requested)) else {
-            let follower = self.follower.as_deref().expect("a plan is followed");
-            let cause = follower.other_request(self.cursor.number(), (stream, requested));
+            let heap_plans = self.heap_plans.as_deref().expect("a plan is followed");
+            let cause = heap_plans.other_request(self.cursor.number(), (stream, requested));
             self.differ(cause);
             return self.allocate_anywhere(context, stream, requested);
         };
@@ -132,7 +132,7 @@ impl<L: Lock> Heap<L> {
             // In addition, blocks from before the step that overlap it.
             let (offset, end) = (self.table.block(own).offset(), self.table.block(own).end());
             let overlaps = |late: &Block| late.offset() < end && offset < late.end();
-            let late = self.follower.as_deref().map_or(&[][..], Follower::late).iter();
+            let late = self.heap_plans.as_deref().map_or(&[][..], HeapPlans::late).iter();
             let mut waits: SmallVec<[Slot; 4]> = SmallVec::new();
             for slot in checks.iter().chain(late.filter(|slot| overlaps(self.table.block(**slot)))) {
                 if !self.table.block(*slot).is_ready_for(stream) {
@@ -165,8 +165,8 @@ impl<L: Lock> Heap<L> {
     #[cold]
     fn differ(&mut self, cause: DifferenceCause) {
         self.set_watch(Watch::Nothing);
-        let Some(follower) = self.follower.as_deref_mut() else { return };
-        let difference = follower.differ(self.cursor.number(), cause);
+        let Some(heap_plans) = self.heap_plans.as_deref_mut() else { return };
+        let difference = heap_plans.differ(self.cursor.number(), cause);
         self.fold(op_word(Mark::Differ, StreamId(0), 0), difference.number.into());
         let (pool, stream) = (self.identity.pool.0, self.identity.stream.map(|stream| stream.0));
         tracing::warn!(name: "plan.differs", target: "symmalloc", pool, stream, %difference);
@@ -184,7 +184,7 @@ impl<L: Lock> Heap<L> {
         }
         let allocations = self.usage.allocations_made();
         let learns = self.config.plan() == PlanPolicy::Learn;
-        let watch = self.follower.get_or_insert_default().begin(key, learns, allocations);
+        let watch = self.heap_plans.get_or_insert_default().begin(key, learns, allocations);
         self.set_watch(watch);
         if self.watch != Watch::Plan {
             // The step uses the memory of plans as ordinary memory.
@@ -193,11 +193,11 @@ impl<L: Lock> Heap<L> {
         if let Err(cause) = self.place_plans(context) {
             return self.differ(cause);
         }
-        let follower = self.follower.as_deref_mut().expect("there is a plan");
+        let heap_plans = self.heap_plans.as_deref_mut().expect("there is a plan");
         let live = |slot: &Slot| !self.table.block(*slot).is_free();
-        self.cursor = follower.take_cursor();
-        self.cursor.set_unexpected(follower.note_live(live));
-        if !follower.is_continued()
+        self.cursor = heap_plans.take_cursor();
+        self.cursor.set_unexpected(heap_plans.note_live(live));
+        if !heap_plans.is_continued()
             && let Err(error) = self.wait_for_all_places(context)
         {
             // Other ranks may follow the plan, so the digest records that this one does not.
@@ -224,14 +224,14 @@ impl<L: Lock> Heap<L> {
             let (pool, stream) = (self.identity.pool.0, self.identity.stream.map(|stream| stream.0));
             let size_bytes = plans.memory_bytes();
             tracing::warn!(name: "plan.refused", target: "symmalloc", pool, stream, size_bytes, cause = ?shortage);
-            self.follower.as_deref_mut().expect("there is a plan").give_up();
+            self.heap_plans.as_deref_mut().expect("there is a plan").give_up();
             DifferenceCause::Memory
         })
     }
 
     /// Orders each stream of the plans behind all users of their places.
     fn wait_for_all_places<B: Backend>(&mut self, context: &Context<B, L>) -> Result<(), BackendError> {
-        let memory = self.follower.as_deref().and_then(Follower::memory).expect("there is a plan");
+        let memory = self.heap_plans.as_deref().and_then(HeapPlans::memory).expect("there is a plan");
         let (places, streams) = (memory.places.clone(), memory.streams.clone());
         for slot in places.into_iter().filter(|slot| self.table.block(*slot).is_free()).collect::<Vec<_>>() {
             for stream in &streams {
@@ -244,8 +244,8 @@ impl<L: Lock> Heap<L> {
     /// Ends the step. A heap that learns may have a new plan afterwards.
     pub(crate) fn end_step(&mut self, key: u64) -> StepReport {
         let allocations = self.usage.allocations_made();
-        let Some(follower) = self.follower.as_deref_mut() else { return StepReport::default() };
-        let (report, learned) = follower.end(self.watch, std::mem::take(&mut self.cursor), allocations);
+        let Some(heap_plans) = self.heap_plans.as_deref_mut() else { return StepReport::default() };
+        let (report, learned) = heap_plans.end(self.watch, std::mem::take(&mut self.cursor), allocations);
         self.set_watch(Watch::Nothing);
         if self.has_history() {
             self.fold(op_word(Mark::EndStep, StreamId(0), 0), report.planned);
@@ -282,16 +282,16 @@ impl<L: Lock> Heap<L> {
         };
         let plans = steps.into_iter().map(solve).collect::<Result<_, _>>().and_then(|plans| self.prepare(plans));
         let (pool, stream) = (self.identity.pool.0, self.identity.stream.map(|stream| stream.0));
-        let follower = self.follower.as_deref_mut().expect("it has learned");
+        let heap_plans = self.heap_plans.as_deref_mut().expect("it has learned");
         match plans {
             Ok(plans) => {
                 let plan_bytes = plans.memory_bytes();
                 tracing::info!(name: "plan.learned", target: "symmalloc", pool, stream, key, plan_bytes);
-                follower.set_plans(plans.plans.into_iter());
+                heap_plans.set_plans(plans.plans.into_iter());
             }
             Err(error) => {
                 tracing::warn!(name: "plan.failed", target: "symmalloc", pool, stream, key, %error);
-                follower.give_up();
+                heap_plans.give_up();
             }
         }
     }
@@ -329,7 +329,7 @@ impl<L: Lock> Heap<L> {
     ) -> Result<(), Box<Shortage>> {
         self.dissolve_plans(context);
         let plans = prepared.plans.iter().cloned();
-        self.follower.get_or_insert_default().set_plans(plans);
+        self.heap_plans.get_or_insert_default().set_plans(plans);
         let installed = self.install(context, prepared);
         if installed.is_err() {
             self.drop_plans(context);
@@ -340,8 +340,8 @@ impl<L: Lock> Heap<L> {
     /// Drops the plans with their memory and everything that was learned.
     pub(crate) fn drop_plans<B: Backend>(&mut self, context: &Context<B, L>) {
         self.dissolve_plans(context);
-        if let Some(follower) = &mut self.follower {
-            follower.forget();
+        if let Some(heap_plans) = &mut self.heap_plans {
+            heap_plans.forget();
         }
     }
 
@@ -389,7 +389,7 @@ impl<L: Lock> Heap<L> {
         let places = slots.values().copied().collect();
         let base = self.table.segment(self.table.block(memory).segment).range.base;
         let memory = PlanMemory { block: memory, base, size_bytes: bytes(size), places, streams: streams.clone() };
-        self.follower.as_deref_mut().expect("it knows the plans").install(schedules, &slots, memory);
+        self.heap_plans.as_deref_mut().expect("it knows the plans").install(schedules, &slots, memory);
         self.watches_frees = true;
         self.recycle_spent(context);
         Ok(())
@@ -399,7 +399,7 @@ impl<L: Lock> Heap<L> {
     /// becomes free.
     pub(crate) fn dissolve_plans(&mut self, context: &Outside<'_, L>) {
         let Some(PlanMemory { block: memory, places, streams, .. }) =
-            self.follower.as_deref_mut().and_then(Follower::take_memory)
+            self.heap_plans.as_deref_mut().and_then(HeapPlans::take_memory)
         else {
             return;
         };
@@ -463,31 +463,31 @@ impl<L: Lock> Heap<L> {
 
     /// Returns the plans in the order of their adoption.
     pub(crate) fn plans(&self) -> Vec<Arc<Plan>> {
-        self.follower.as_deref().map_or_else(Vec::new, Follower::plans)
+        self.heap_plans.as_deref().map_or_else(Vec::new, HeapPlans::plans)
     }
 
     /// Returns `true` if later steps depend on earlier ones: the heap has plans or learns some.
     pub(crate) fn remembers_steps(&self) -> bool {
-        self.follower.as_deref().is_some_and(Follower::remembers)
+        self.heap_plans.as_deref().is_some_and(HeapPlans::remembers)
     }
 
     /// Returns the bytes of the plan memory.
     pub(crate) fn plan_bytes(&self) -> u64 {
-        self.follower.as_deref().map_or(0, Follower::memory_bytes)
+        self.heap_plans.as_deref().map_or(0, HeapPlans::memory_bytes)
     }
 
     pub(crate) fn step_stats(&self) -> StepStats {
-        self.follower.as_deref().map_or_else(StepStats::default, Follower::stats)
+        self.heap_plans.as_deref().map_or_else(StepStats::default, HeapPlans::stats)
     }
 
     /// Returns the slots of all places of plans.
     pub(super) fn places(&self) -> &[Slot] {
-        self.follower.as_deref().and_then(Follower::memory).map_or(&[], |memory| &memory.places)
+        self.heap_plans.as_deref().and_then(HeapPlans::memory).map_or(&[], |memory| &memory.places)
     }
 
     /// Returns the block in which plans place allocations.
     pub(super) fn plan_memory(&self) -> Option<Slot> {
-        self.follower.as_deref().and_then(Follower::memory).map(|memory| memory.block)
+        self.heap_plans.as_deref().and_then(HeapPlans::memory).map(|memory| memory.block)
     }
 
     /// Returns the slots of places with live allocations, in offset order.

@@ -40,7 +40,7 @@ use crate::config::size_rules::SizeRules;
 use crate::history::digest::{Digest, Mark, op_word};
 use crate::history::journal::Journal;
 use crate::history::segment_log::SegmentLog;
-use crate::plans::follower::{Follower, Watch};
+use crate::plans::heap_plans::{HeapPlans, Watch};
 use crate::plans::plan_cursor::PlanCursor;
 use crate::pointers::{PointerMap, SegmentDirectory};
 use crate::stats::budget::Budget;
@@ -153,7 +153,7 @@ pub(crate) struct Heap<L: Lock> {
     /// Cursor of the active plan; empty otherwise.
     cursor: PlanCursor,
     /// The plans and the state of the step; created at the first step or plan.
-    follower: Option<Box<Follower>>,
+    heap_plans: Option<Box<HeapPlans>>,
     /// While the pool sleeps: the number of its mappings that exist.
     mapped_asleep: Option<usize>,
 }
@@ -230,7 +230,7 @@ impl<L: Lock> Heap<L> {
             direct_bytes_max: SEGMENT_BYTES_MAX,
             watches_frees: false,
             cursor: PlanCursor::default(),
-            follower: None,
+            heap_plans: None,
             mapped_asleep: None,
             config,
         }
@@ -472,7 +472,7 @@ impl<L: Lock> Heap<L> {
         {
             journal.name_newest(&name);
         }
-        let is_followed = self.follower.as_deref_mut().is_some_and(|follower| follower.note_free(slot));
+        let is_followed = self.heap_plans.as_deref_mut().is_some_and(|heap_plans| heap_plans.note_free(slot));
         self.watches_frees = is_followed || !self.names.is_empty();
     }
 

@@ -18,7 +18,7 @@ use crate::config::errors::OutOfMemoryCause;
 use crate::config::op::Contents;
 use crate::history::digest::{Mark, op_word};
 use crate::history::segment_log::Extents;
-use crate::plans::follower::Watch;
+use crate::plans::heap_plans::Watch;
 use crate::sync::lock::Lock;
 use crate::types::backend::{Part, Place};
 use crate::types::ids::StreamId;

@@ -35,7 +35,7 @@
 //! ```
 
 pub(crate) mod error;
-pub(crate) mod follower;
+pub(crate) mod heap_plans;
 pub(crate) mod plan;
 pub(crate) mod plan_cursor;
 pub(crate) mod report;

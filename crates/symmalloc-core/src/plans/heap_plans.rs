@@ -78,7 +78,7 @@ pub(crate) struct PlanMemory {
 
 /// The plans of one heap.
 #[derive(Debug, Default)]
-pub(crate) struct Follower {
+pub(crate) struct HeapPlans {
     plans: Vec<Known>,
     memory: Option<PlanMemory>,
     /// The plans in the plan memory, in the same order; empty while there is no memory.
@@ -98,7 +98,7 @@ pub(crate) struct Follower {
     stats: StepStats,
 }
 
-impl Follower {
+impl HeapPlans {
     /// Returns the slots of places that were unexpectedly live when the step began.
     #[inline(always)]
     pub(crate) fn late(&self) -> &[Slot] {
