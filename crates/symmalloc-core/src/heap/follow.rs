@@ -29,7 +29,7 @@ use crate::blocks::table::{Block, BlockState, Slot};
 use crate::config::{PlanPolicy, StreamPolicy, op::Refusal};
 use crate::history::digest::{Mark, op_word};
 use crate::plans::error::PlanError;
-use crate::plans::heap_plans::{HeapPlans, PlanMemory, Watch};
+use crate::plans::heap_plans::{HeapPlans, PlanMemory, RequestMode};
 use crate::plans::plan::{Plan, StepAllocation};
 use crate::plans::report::{DifferenceCause, StepReport, StepStats};
 use crate::streams::fences::{Fence, FenceSetId, Fences};
@@ -111,14 +111,14 @@ impl<L: Lock> Heap<L> {
         stream: StreamId,
         requested: u64,
     ) -> Result<Allocation, Box<Shortage>> {
-        if self.watch == Watch::Refuse {
+        if self.request_mode == RequestMode::Refuse {
             return Err(self.refuse_asleep());
         }
-        if self.watch == Watch::Learn {
+        if self.request_mode == RequestMode::Learn {
             let allocation = self.allocate_anywhere(context, stream, requested)?;
             let heap_plans = self.heap_plans.as_deref_mut().expect("it learns");
             heap_plans.note_allocation((stream, requested), allocation.handle.slot());
-            self.watches_frees = true;
+            self.frees_need_work = true;
             return Ok(allocation);
         }
         let Some(checks) = self.cursor.next_if::<true>(op_word(Mark::Allocate, stream, requested)) else {
@@ -164,7 +164,7 @@ impl<L: Lock> Heap<L> {
     /// Records the first difference. The rest of the step is placed the ordinary way.
     #[cold]
     fn differ(&mut self, cause: DifferenceCause) {
-        self.set_watch(Watch::Nothing);
+        self.set_request_mode(RequestMode::Ordinary);
         let Some(heap_plans) = self.heap_plans.as_deref_mut() else { return };
         let difference = heap_plans.differ(self.cursor.number(), cause);
         self.fold(op_word(Mark::Differ, StreamId(0), 0), difference.number.into());
@@ -172,9 +172,9 @@ impl<L: Lock> Heap<L> {
         tracing::warn!(name: "plan.differs", target: "symmalloc", pool, stream, %difference);
     }
 
-    pub(super) fn set_watch(&mut self, watch: Watch) {
-        self.watch = watch;
-        self.direct_bytes_max = if watch == Watch::Nothing { SEGMENT_BYTES_MAX } else { 0 };
+    pub(super) fn set_request_mode(&mut self, request_mode: RequestMode) {
+        self.request_mode = request_mode;
+        self.direct_bytes_max = if request_mode == RequestMode::Ordinary { SEGMENT_BYTES_MAX } else { 0 };
     }
 
     /// Begins a step with this key.
@@ -184,9 +184,9 @@ impl<L: Lock> Heap<L> {
         }
         let allocations = self.usage.allocations_made();
         let learns = self.config.plan() == PlanPolicy::Learn;
-        let watch = self.heap_plans.get_or_insert_default().begin(key, learns, allocations);
-        self.set_watch(watch);
-        if self.watch != Watch::Plan {
+        let request_mode = self.heap_plans.get_or_insert_default().begin(key, learns, allocations);
+        self.set_request_mode(request_mode);
+        if self.request_mode != RequestMode::Plan {
             // The step uses the memory of plans as ordinary memory.
             return self.dissolve_plans(context);
         }
@@ -245,8 +245,8 @@ impl<L: Lock> Heap<L> {
     pub(crate) fn end_step(&mut self, key: u64) -> StepReport {
         let allocations = self.usage.allocations_made();
         let Some(heap_plans) = self.heap_plans.as_deref_mut() else { return StepReport::default() };
-        let (report, learned) = heap_plans.end(self.watch, std::mem::take(&mut self.cursor), allocations);
-        self.set_watch(Watch::Nothing);
+        let (report, learned) = heap_plans.end(self.request_mode, std::mem::take(&mut self.cursor), allocations);
+        self.set_request_mode(RequestMode::Ordinary);
         if self.has_history() {
             self.fold(op_word(Mark::EndStep, StreamId(0), 0), report.planned);
         }
@@ -390,7 +390,7 @@ impl<L: Lock> Heap<L> {
         let base = self.table.segment(self.table.block(memory).segment).range.base;
         let memory = PlanMemory { block: memory, base, size_bytes: bytes(size), places, streams: streams.clone() };
         self.heap_plans.as_deref_mut().expect("it knows the plans").install(schedules, &slots, memory);
-        self.watches_frees = true;
+        self.frees_need_work = true;
         self.recycle_spent(context);
         Ok(())
     }

@@ -40,7 +40,7 @@ use crate::config::size_rules::SizeRules;
 use crate::history::digest::{Digest, Mark, op_word};
 use crate::history::journal::Journal;
 use crate::history::segment_log::SegmentLog;
-use crate::plans::heap_plans::{HeapPlans, Watch};
+use crate::plans::heap_plans::{HeapPlans, RequestMode};
 use crate::plans::plan_cursor::PlanCursor;
 use crate::pointers::{PointerMap, SegmentDirectory};
 use crate::stats::budget::Budget;
@@ -142,14 +142,14 @@ pub(crate) struct Heap<L: Lock> {
     pointers: Option<PointerMap>,
     /// The recent ops that agreement compares. Only heaps of symmetric pools have one.
     journal: Option<Box<Journal>>,
-    /// Additional treatment of requests: [`Watch::Nothing`] unless a step is open or the pool sleeps.
-    watch: Watch,
-    /// Requests from 1 to this many bytes are placed by best fit directly. 0 while [`watch`](Self::watch) requires
+    /// The mode of serving requests: [`RequestMode::Ordinary`] unless a step is open or the pool sleeps.
+    request_mode: RequestMode,
+    /// Requests from 1 to this many bytes are placed by best fit directly. 0 while [`request_mode`](Self::request_mode) requires
     /// more.
     direct_bytes_max: u64,
     /// `true` if frees need more work: an allocation has a name, is logged to learn a plan, or may be at a place of a
     /// plan.
-    watches_frees: bool,
+    frees_need_work: bool,
     /// Cursor of the active plan; empty otherwise.
     cursor: PlanCursor,
     /// The plans and the state of the step; created at the first step or plan.
@@ -226,9 +226,9 @@ impl<L: Lock> Heap<L> {
             names: LookUp::default(),
             pointers: None,
             journal: None,
-            watch: Watch::Nothing,
+            request_mode: RequestMode::Ordinary,
             direct_bytes_max: SEGMENT_BYTES_MAX,
-            watches_frees: false,
+            frees_need_work: false,
             cursor: PlanCursor::default(),
             heap_plans: None,
             mapped_asleep: None,
@@ -454,7 +454,7 @@ impl<L: Lock> Heap<L> {
         }
         self.usage.free(size, requested);
         self.fold(op_word(Mark::Free, stream, 0), location.word());
-        if self.watches_frees && !(is_place && self.names.is_empty()) {
+        if self.frees_need_work && !(is_place && self.names.is_empty()) {
             self.note_free(slot);
         }
         if !is_place {
@@ -473,7 +473,7 @@ impl<L: Lock> Heap<L> {
             journal.name_newest(&name);
         }
         let is_followed = self.heap_plans.as_deref_mut().is_some_and(|heap_plans| heap_plans.note_free(slot));
-        self.watches_frees = is_followed || !self.names.is_empty();
+        self.frees_need_work = is_followed || !self.names.is_empty();
     }
 
     #[cold]

@@ -141,7 +141,7 @@ impl<L: Lock> Heap<L> {
             Some(name) => self.names.insert(slot, name.clone()),
             None => drop(self.names.take(slot)),
         }
-        self.watches_frees |= saved.name.is_some();
+        self.frees_need_work |= saved.name.is_some();
     }
 }
 

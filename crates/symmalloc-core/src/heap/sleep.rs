@@ -18,7 +18,7 @@ use crate::config::errors::OutOfMemoryCause;
 use crate::config::op::Contents;
 use crate::history::digest::{Mark, op_word};
 use crate::history::segment_log::Extents;
-use crate::plans::heap_plans::Watch;
+use crate::plans::heap_plans::RequestMode;
 use crate::sync::lock::Lock;
 use crate::types::backend::{Part, Place};
 use crate::types::ids::StreamId;
@@ -55,16 +55,16 @@ impl<L: Lock> Heap<L> {
     /// Starts to refuse requests. The memory still exists, and no step is open.
     pub(crate) fn fall_asleep(&mut self) {
         if !self.is_asleep() {
-            debug_assert!(self.watch == Watch::Nothing);
+            debug_assert!(self.request_mode == RequestMode::Ordinary);
             self.mapped_asleep = Some(self.mappings().len());
-            self.set_watch(Watch::Refuse);
+            self.set_request_mode(RequestMode::Refuse);
         }
     }
 
     /// Starts to serve requests. All memory exists. In an awake heap, an open step continues.
     pub(crate) fn wake_up(&mut self) {
         if self.mapped_asleep.take().is_some() {
-            self.set_watch(Watch::Nothing);
+            self.set_request_mode(RequestMode::Ordinary);
         }
     }
 

@@ -31,12 +31,12 @@ type Request = (StreamId, u64);
 /// Maximum number of consecutive steps of one key that may differ before a heap learns them again.
 const DIFFERENCES_MAX: u32 = 2;
 
-/// The treatment of a step's requests, in addition to serving them.
+/// A heap's mode of serving requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Watch {
-    /// None.
+pub(crate) enum RequestMode {
+    /// Places them by the heap's own rules.
     #[default]
-    Nothing,
+    Ordinary,
     /// Compares them with a plan.
     Plan,
     /// Logs them.
@@ -134,8 +134,8 @@ impl HeapPlans {
         DifferenceCause::Request { planned, requested }
     }
 
-    /// Begins a step. Returns the treatment of its requests.
-    pub(crate) fn begin(&mut self, key: u64, learns: bool, allocations: u64) -> Watch {
+    /// Begins a step. Returns the mode of serving its requests.
+    pub(crate) fn begin(&mut self, key: u64, learns: bool, allocations: u64) -> RequestMode {
         self.difference = None;
         self.allocations_before = allocations;
         self.late.clear();
@@ -144,10 +144,10 @@ impl HeapPlans {
         let is_good = self.current.is_some_and(|at| self.plans[at].differences < DIFFERENCES_MAX);
         if learns && !is_good && !self.has_given_up {
             self.learner.begin(key);
-            return Watch::Learn;
+            return RequestMode::Learn;
         }
         self.learner.pause();
-        if self.current.is_some() && !self.has_given_up { Watch::Plan } else { Watch::Nothing }
+        if self.current.is_some() && !self.has_given_up { RequestMode::Plan } else { RequestMode::Ordinary }
     }
 
     /// Takes the cursor of the step's plan. The plans are in their memory.
@@ -179,17 +179,17 @@ impl HeapPlans {
     /// Ends the step and takes its cursor back. Returns the report, and the allocations to plan for its key, if any.
     pub(crate) fn end(
         &mut self,
-        watch: Watch,
+        request_mode: RequestMode,
         mut cursor: PlanCursor,
         allocations: u64,
     ) -> (StepReport, Option<Vec<Lived<Request>>>) {
-        if watch == Watch::Plan {
+        if request_mode == RequestMode::Plan {
             self.last_whole = self.current;
             if !cursor.is_at_end() {
                 self.differ(cursor.number(), DifferenceCause::Ended);
             }
         }
-        let is_followed = watch == Watch::Plan && self.difference.is_none();
+        let is_followed = request_mode == RequestMode::Plan && self.difference.is_none();
         let report = StepReport {
             allocations: allocations - self.allocations_before,
             planned: cursor.planned(),
@@ -208,7 +208,7 @@ impl HeapPlans {
         self.stats.followed += u64::from(is_followed);
         self.stats.allocations += report.allocations;
         self.stats.planned += report.planned;
-        (report, if watch == Watch::Learn { self.learner.end() } else { None })
+        (report, if request_mode == RequestMode::Learn { self.learner.end() } else { None })
     }
 
     /// Stops following and learning plans.
