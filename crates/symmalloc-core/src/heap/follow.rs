@@ -85,14 +85,14 @@ impl<L: Lock> Heap<L> {
         {
             let (own, checks) = (*own, others.len() + 1);
             self.cursor.advance(checks);
-            return Ok(self.take_place(own, stream, requested));
+            return Ok(self.allocate_planned(own, stream, requested));
         }
         self.allocate_with_care(context, stream, requested)
     }
 
     /// Turns a free place, whose users the stream waits for, into an allocation.
     #[inline(always)]
-    fn take_place(&mut self, slot: Slot, stream: StreamId, requested: u64) -> Allocation {
+    fn allocate_planned(&mut self, slot: Slot, stream: StreamId, requested: u64) -> Allocation {
         let serial = self.serials.next();
         let block = self.table.block_mut(slot);
         block.state = BlockState::Allocated { stream, requested, serial };
@@ -131,10 +131,10 @@ impl<L: Lock> Heap<L> {
         let allocation = if let Some(own) = checks.last().copied() {
             // In addition, blocks from before the step that overlap it.
             let (offset, end) = (self.table.block(own).offset(), self.table.block(own).end());
-            let overlaps = |late: &Block| late.offset() < end && offset < late.end();
-            let late = self.heap_plans.as_deref().map_or(&[][..], HeapPlans::late).iter();
+            let overlaps = |block: &Block| block.offset() < end && offset < block.end();
+            let unexpected_live = self.heap_plans.as_deref().map_or(&[][..], HeapPlans::unexpected_live).iter();
             let mut waits: SmallVec<[Slot; 4]> = SmallVec::new();
-            for slot in checks.iter().chain(late.filter(|slot| overlaps(self.table.block(**slot)))) {
+            for slot in checks.iter().chain(unexpected_live.filter(|slot| overlaps(self.table.block(**slot)))) {
                 if !self.table.block(*slot).is_ready_for(stream) {
                     waits.push(*slot);
                 }
@@ -153,7 +153,7 @@ impl<L: Lock> Heap<L> {
                 self.fences.clear(fences);
                 self.recycle_spent(context);
             }
-            self.take_place(own, stream, requested)
+            self.allocate_planned(own, stream, requested)
         } else {
             self.allocate_anywhere(context, stream, requested)?
         };

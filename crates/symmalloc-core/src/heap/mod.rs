@@ -144,8 +144,8 @@ pub(crate) struct Heap<L: Lock> {
     journal: Option<Box<Journal>>,
     /// The mode of serving requests: [`RequestMode::Ordinary`] unless a step is open or the pool sleeps.
     request_mode: RequestMode,
-    /// Requests from 1 to this many bytes are placed by best fit directly. 0 while [`request_mode`](Self::request_mode) requires
-    /// more.
+    /// Requests from 1 to this many bytes are placed by best fit directly. 0 while
+    /// [`request_mode`](Self::request_mode) requires more.
     direct_bytes_max: u64,
     /// `true` if frees need more work: an allocation has a name, is logged to learn a plan, or may be at a place of a
     /// plan.

@@ -59,7 +59,7 @@ struct Placed {
     /// The cursor; the heap takes it while a step follows the plan.
     cursor: PlanCursor,
     /// Slots of the places of allocations that live on in the next step, ascending.
-    carried: Vec<Slot>,
+    carried_over: Vec<Slot>,
 }
 
 /// The memory in which plans place allocations.
@@ -88,7 +88,7 @@ pub(crate) struct HeapPlans {
     /// The plan that the last step followed to its end. Only then does a plan know the last user of each offset.
     last_whole: Option<usize>,
     /// Slots of places that were unexpectedly live when the step began.
-    late: Vec<Slot>,
+    unexpected_live: Vec<Slot>,
     difference: Option<StepDifference>,
     /// Number of the heap's allocations before the step.
     allocations_before: u64,
@@ -101,8 +101,8 @@ pub(crate) struct HeapPlans {
 impl HeapPlans {
     /// Returns the slots of places that were unexpectedly live when the step began.
     #[inline(always)]
-    pub(crate) fn late(&self) -> &[Slot] {
-        &self.late
+    pub(crate) fn unexpected_live(&self) -> &[Slot] {
+        &self.unexpected_live
     }
 
     /// Logs an allocation of the step.
@@ -138,7 +138,7 @@ impl HeapPlans {
     pub(crate) fn begin(&mut self, key: u64, learns: bool, allocations: u64) -> RequestMode {
         self.difference = None;
         self.allocations_before = allocations;
-        self.late.clear();
+        self.unexpected_live.clear();
         self.current = self.plans.iter().position(|known| known.plan.key() == key);
         self.last_whole = self.last_whole.filter(|last| self.current == Some(*last));
         let is_good = self.current.is_some_and(|at| self.plans[at].differences < DIFFERENCES_MAX);
@@ -163,10 +163,10 @@ impl HeapPlans {
     /// Records which places are live at the start of the step. Returns `true` if some of them are unexpected.
     pub(crate) fn note_live(&mut self, is_live: impl Fn(&Slot) -> bool) -> bool {
         let (Some(current), Some(memory)) = (self.current, &self.memory) else { return false };
-        let carried = &self.placed[current].carried;
-        let late = memory.places.iter().filter(|slot| is_live(slot) && carried.binary_search(slot).is_err());
-        self.late.extend(late);
-        !self.late.is_empty()
+        let carried_over = &self.placed[current].carried_over;
+        let unexpected = memory.places.iter().filter(|slot| is_live(slot) && carried_over.binary_search(slot).is_err());
+        self.unexpected_live.extend(unexpected);
+        !self.unexpected_live.is_empty()
     }
 
     /// Records that the step differs from its plan at the allocation with this number.
@@ -244,10 +244,10 @@ impl HeapPlans {
     pub(crate) fn install(&mut self, schedules: &[Schedule], slots: &BTreeMap<Place, Slot>, memory: PlanMemory) {
         for (known, schedule) in self.plans.iter().zip(schedules) {
             let slot_of = |place: &u32| slots[&schedule.places()[*place as usize]];
-            let mut carried: Vec<Slot> = schedule.carried().iter().map(slot_of).collect();
-            carried.sort_unstable();
+            let mut carried_over: Vec<Slot> = schedule.carried().iter().map(slot_of).collect();
+            carried_over.sort_unstable();
             let cursor = PlanCursor::new(&known.plan, schedule, slot_of, memory.base);
-            self.placed.push(Placed { cursor, carried });
+            self.placed.push(Placed { cursor, carried_over });
         }
         self.memory = Some(memory);
         self.stats.placed += 1;
