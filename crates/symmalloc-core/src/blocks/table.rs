@@ -462,7 +462,7 @@ impl Tiling<'_> {
 
     /// Extends a block that is in no index over its neighbor, which is removed.
     #[inline(always)]
-    pub(crate) fn cover(&mut self, from: Slot, to: Slot) {
+    pub(crate) fn absorb(&mut self, from: Slot, to: Slot) {
         let Block { size, location, .. } = self.blocks[from as usize];
         let taker = &mut self.blocks[to as usize];
         taker.size += size;

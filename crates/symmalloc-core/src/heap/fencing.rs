@@ -85,7 +85,7 @@ impl<L: Lock> Heap<L> {
 
     /// Merges the fences of one free block into those of another, so that users of the second wait for both.
     #[inline(never)]
-    pub(super) fn hand_over(table: &mut FenceTable, blocks: &mut [Block], from: Slot, to: Slot) {
+    pub(super) fn merge_fences(table: &mut FenceTable, blocks: &mut [Block], from: Slot, to: Slot) {
         let (giver, taker) = (&blocks[from as usize], &blocks[to as usize]);
         let (BlockState::Free { stream: other, since: other_since }, BlockState::Free { stream, since }) =
             (giver.state, taker.state)

@@ -429,7 +429,7 @@ impl<L: Lock> Heap<L> {
         }
         for piece in pieces {
             self.table.block_mut(piece).fences = self.fences.insert(fences.clone());
-            self.put_back(piece);
+            self.coalesce(piece);
         }
         self.recycle_spent(context);
     }

@@ -458,7 +458,7 @@ impl<L: Lock> Heap<L> {
             self.note_free(slot);
         }
         if !is_place {
-            self.put_back(slot);
+            self.coalesce(slot);
         }
         self.recycle_spent(context);
         Freed { size, requested_bytes: requested }
@@ -514,7 +514,7 @@ impl<L: Lock> Heap<L> {
     ///            block   + free    ──►  next
     /// ```
     #[inline(always)]
-    fn put_back(&mut self, slot: Slot) -> Slot {
+    fn coalesce(&mut self, slot: Slot) -> Slot {
         let mut tiling = self.table.tiling();
         let Block { prev, next, .. } = tiling.blocks()[slot as usize];
         let mut merged = slot;
@@ -527,9 +527,9 @@ impl<L: Lock> Heap<L> {
                 let (giver, taker) = (&blocks[from as usize], &blocks[to as usize]);
                 // In a heap of one stream, all blocks have that stream as their owner.
                 if !giver.fences.is_empty() || self.identity.stream.is_none() && giver.state != taker.state {
-                    Self::hand_over(&mut self.fences, blocks, from, to);
+                    Self::merge_fences(&mut self.fences, blocks, from, to);
                 }
-                tiling.cover(from, to);
+                tiling.absorb(from, to);
                 merged = to;
             }
         }

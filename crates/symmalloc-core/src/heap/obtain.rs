@@ -198,7 +198,7 @@ impl<L: Lock> Heap<L> {
                 self.map(context, segment, offset, growth)?;
                 let slot = self.table.extend(segment, growth, fresh(stream));
                 self.log_segment(SegmentEventKind::Growth, segment, offset, bytes(growth));
-                Ok(self.put_back(slot))
+                Ok(self.coalesce(slot))
             }
             None => {
                 let range = self.rules.whole_granules(units(knobs.range_bytes.next_multiple_of(UNIT_BYTES)));
@@ -288,7 +288,7 @@ impl<L: Lock> Heap<L> {
         };
         self.table.segment_mut(segment).mapped += missing;
         self.log_segment(SegmentEventKind::Growth, segment, offset, bytes(missing));
-        Ok(self.put_back(filled))
+        Ok(self.coalesce(filled))
     }
 
     /// Returns the lowest hole that fits.

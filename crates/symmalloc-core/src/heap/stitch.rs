@@ -160,7 +160,7 @@ impl<L: Lock> Heap<L> {
         let block = self.table.block_mut(slot);
         debug_assert!(block.is_elsewhere());
         (block.state, block.fences) = (free, fences);
-        self.put_back(slot)
+        self.coalesce(slot)
     }
 
     /// Returns the block that contains a granule, searching behind the block of a lower one.

@@ -315,10 +315,10 @@ impl<L: Lock> Heap<L> {
     fn join_holes(&mut self, mut slot: Slot) {
         let Block { prev, next, segment, .. } = *self.table.block(slot);
         if self.table.block(next).is_hole() {
-            self.table.tiling().cover(next, slot);
+            self.table.tiling().absorb(next, slot);
         }
         if self.table.block(prev).is_hole() {
-            self.table.tiling().cover(slot, prev);
+            self.table.tiling().absorb(slot, prev);
             slot = prev;
         }
         if self.table.is_last(slot) {
