@@ -6,7 +6,7 @@
 //!
 //! ```text
 //!  1. best fit among the heap's free blocks                                             (heap/mod.rs)
-//!  2. acquire memory: fill a hole, grow, or a new segment, within the limits            (heap/obtain.rs)
+//!  2. acquire memory: fill a hole, grow, or a new segment, within the limits            (heap/acquire.rs)
 //!  3. a configured limit refused, and the request would fit within it: release free memory as `reclaim`
 //!     allows, and retry, until the request is served or nothing is left to release         (heap/trim.rs)
 //!  4. still short, or the driver refused: call the failure callback, at most `retries_max` times, and retry if it asks to

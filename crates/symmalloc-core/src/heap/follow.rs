@@ -23,7 +23,7 @@
 //! ([`Schedule`]). After any other step, each stream of the plan waits for all places before the first request, and
 //! each request checks the allocations that are still live from before.
 
-use super::obtain::fresh;
+use super::acquire::fresh;
 use super::{Context, Heap, Outside, Shortage};
 use crate::blocks::table::{Block, BlockState, Slot};
 use crate::config::{PlanPolicy, StreamPolicy, op::Refusal};
@@ -356,7 +356,7 @@ impl<L: Lock> Heap<L> {
             let _kept_by_the_driver = self.trim(context, None);
         }
         let mapped_before = self.mapped_bytes;
-        let found = fit.map_or_else(|| self.obtain(context, streams[0], size), Ok);
+        let found = fit.map_or_else(|| self.acquire_memory(context, streams[0], size), Ok);
         let ready = found.and_then(|slot| {
             let waited = streams.iter().try_for_each(|stream| self.wait_for_earlier_users(context, slot, *stream));
             waited.map(|()| slot).map_err(|error| Box::new(Shortage::Fence(error)))

@@ -3,13 +3,13 @@
 //! A heap composes the modules before it. The [`BlockTable`] holds blocks and segments, the [`FreeIndex`] the free
 //! blocks in the order of rule D2, the [`FenceTable`] the waits of each block's next user, and [`SizeRules`] the sizes.
 //! This file keeps them consistent and folds each decision into the digest. Work that needs the driver has its own
-//! files: [`obtain`] and [`stitch`] if nothing fits, [`fencing`] if other streams used a block, [`trim`] to release
+//! files: [`acquire`] and [`stitch`] if nothing fits, [`fencing`] if other streams used a block, [`trim`] to release
 //! memory.
 //!
 //! ```text
 //!  allocate   best fit in the free index ──found──► wait for its fences ─► split ─► allocated
 //!                     │ nothing fits                        ▲
-//!                     └──────► obtain: grow, or new segment ┘
+//!                     └──────► acquire: grow, new segment ┘
 //!  free       fence other streams' uses ─► merge with free neighbors ─► into the free index
 //! ```
 //!
@@ -19,10 +19,10 @@
 //! Everything that a decision reads is in the heap or in its pool's configuration. That makes heaps independent (rule
 //! D8) and the heap's lock the only lock of a cache hit. The fields are private to this module.
 
+mod acquire;
 pub(crate) mod fencing;
 mod follow;
 pub(crate) mod invariants;
-mod obtain;
 mod rejoin;
 pub(crate) mod revive;
 mod rewind;
@@ -288,7 +288,7 @@ impl<L: Lock> Heap<L> {
         requested: u64,
     ) -> Result<Allocation, Box<Shortage>> {
         let mapped_before = self.mapped_bytes;
-        let found = fit.map_or_else(|| self.obtain(context, stream, size), Ok);
+        let found = fit.map_or_else(|| self.acquire_memory(context, stream, size), Ok);
         let placed = found.and_then(|slot| {
             let waited = self.wait_for_earlier_users(context, slot, stream);
             waited.map_err(|error| Box::new(Shortage::Fence(error)))?;

@@ -3,7 +3,7 @@
 //! ```text
 //!  plan       compare the blocks with the layout; refuse a mismatch                nothing changes
 //!  wait       streams wait for the earlier users of their restored memory          nothing that affects decisions
-//!  release    segments and memory obtained since, in (stream, sequence) order      the driver may fail: restore again
+//!  release    segments and memory acquired since, in (stream, sequence) order      the driver may fail: restore again
 //!  carve      saved allocations out of free blocks; continue the saved history     cannot fail
 //! ```
 //!

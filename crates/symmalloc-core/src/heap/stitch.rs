@@ -16,8 +16,8 @@
 //! A refused request has changed nothing. If the driver fails between growth and the last mapping, the memory has
 //! grown, and the digest records both.
 
+use super::acquire::Missing;
 use super::fencing::synchronize;
-use super::obtain::Missing;
 use super::rejoin::give_back;
 use super::{Heap, Outside, Shortage};
 use crate::blocks::FreeKey;

@@ -13,8 +13,8 @@
 //!
 //! Before memory is released, the host waits for the streams that used it: trim is the one call that may block.
 
+use super::acquire::trace_segment;
 use super::fencing::synchronize;
-use super::obtain::trace_segment;
 use super::{Heap, Outside};
 use crate::blocks::table::{Block, BlockState, Location, Slot};
 use crate::config::SegmentPolicy;

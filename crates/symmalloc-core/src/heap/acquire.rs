@@ -1,6 +1,6 @@
 //! Acquires memory if no free block fits. A part of [`Heap`].
 //!
-//! | policy | obtained memory |
+//! | policy | acquired memory |
 //! |---|---|
 //! | fixed | a segment of PyTorch's size for the request |
 //! | reserved | its only segment, at the heap's first op; nothing afterwards |
@@ -28,7 +28,7 @@ use smallvec::SmallVec;
 impl<L: Lock> Heap<L> {
     /// Creates a free block of at least `size` and returns it.
     #[cold]
-    pub(super) fn obtain(
+    pub(super) fn acquire_memory(
         &mut self,
         context: &Outside<'_, L>,
         stream: StreamId,
