@@ -322,7 +322,7 @@ impl BlockTable {
     }
 
     /// Returns the slots of all segments with their own memory, in sequence order.
-    pub(crate) fn homes_in_order(&self) -> Vec<u32> {
+    pub(crate) fn backed_segments(&self) -> Vec<u32> {
         let mut slots = self.segments_in_order();
         slots.retain(|slot| !self.segment(*slot).is_stitched);
         slots

@@ -24,7 +24,7 @@
 //! each request checks the allocations that are still live from before.
 
 use super::acquire::fresh;
-use super::{Context, Heap, Outside, Shortage};
+use super::{Context, DynContext, Heap, Shortage};
 use crate::blocks::table::{Block, BlockState, Slot};
 use crate::config::{PlanPolicy, StreamPolicy, op::Refusal};
 use crate::history::digest::{Mark, op_word};
@@ -397,7 +397,7 @@ impl<L: Lock> Heap<L> {
 
     /// Removes the memory of plans, if there is any. Live allocations in it become ordinary blocks, and the rest
     /// becomes free.
-    pub(crate) fn dissolve_plans(&mut self, context: &Outside<'_, L>) {
+    pub(crate) fn dissolve_plans(&mut self, context: &DynContext<'_, L>) {
         let Some(PlanMemory { block: memory, places, streams, .. }) =
             self.heap_plans.as_deref_mut().and_then(HeapPlans::take_memory)
         else {
@@ -437,7 +437,7 @@ impl<L: Lock> Heap<L> {
     /// Returns the state and fences of the memory of these free places: its next user waits for all their users so far.
     /// Earlier users, from before the plans, are covered by a wait for any stream of the plans, since each of them has
     /// waited.
-    fn free_after(&self, context: &Outside<'_, L>, places: &[Slot], of_plans: StreamId) -> (BlockState, Fences) {
+    fn free_after(&self, context: &DynContext<'_, L>, places: &[Slot], of_plans: StreamId) -> (BlockState, Fences) {
         let mut users: SmallVec<[StreamId; 4]> = SmallVec::new();
         for slot in places {
             let block = self.table.block(*slot);

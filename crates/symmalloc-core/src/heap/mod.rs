@@ -9,7 +9,7 @@
 //! ```text
 //!  allocate   best fit in the free index ──found──► wait for its fences ─► split ─► allocated
 //!                     │ nothing fits                        ▲
-//!                     └──────► acquire: grow, new segment ┘
+//!                     └──────► acquire: grow or new segment ┘
 //!  free       fence other streams' uses ─► merge with free neighbors ─► into the free index
 //! ```
 //!
@@ -68,7 +68,7 @@ pub(crate) struct Context<B: ?Sized, L: Lock> {
 }
 
 /// The context without the backend's type, for code that calls the driver and need not be monomorphized.
-pub(crate) type Outside<'a, L> = Context<dyn Backend + 'a, L>;
+pub(crate) type DynContext<'a, L> = Context<dyn Backend + 'a, L>;
 
 /// The reason for which a heap could not serve a request.
 #[derive(Clone, Debug, PartialEq, Eq)]

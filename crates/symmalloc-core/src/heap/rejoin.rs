@@ -8,7 +8,7 @@
 //! ```
 
 use super::acquire::{fresh, trace_segment};
-use super::{Heap, Outside};
+use super::{DynContext, Heap};
 use crate::blocks::table::{BlockState, Slot};
 use crate::config::SegmentPolicy;
 use crate::history::layout::{AllocationLayout, HeapLayout, SegmentLayout};
@@ -26,7 +26,7 @@ pub(crate) struct AcquiredRange {
 
 impl<L: Lock> Heap<L> {
     /// Confirms that `there_bytes` of a layout's memory exist, and refunds the rest of the charge.
-    pub(crate) fn confirm_layout(&self, context: &Outside<'_, L>, layout: &HeapLayout, there_bytes: u64) {
+    pub(crate) fn confirm_layout(&self, context: &DynContext<'_, L>, layout: &HeapLayout, there_bytes: u64) {
         self.budgets(context).refund(layout.reserved_bytes() - there_bytes);
         self.budgets(context).confirm(there_bytes);
     }
@@ -35,7 +35,7 @@ impl<L: Lock> Heap<L> {
     /// was acquired.
     pub(crate) fn acquire_layout(
         &self,
-        context: &Outside<'_, L>,
+        context: &DynContext<'_, L>,
         layout: &HeapLayout,
         acquired: &mut Vec<AcquiredRange>,
     ) -> Result<(), BackendError> {
@@ -59,7 +59,7 @@ impl<L: Lock> Heap<L> {
 
     /// Undoes [`acquire_layout`](Self::acquire_layout). Memory that the driver does not take back stays until a trim
     /// succeeds. Returns its bytes, which stay charged.
-    pub(crate) fn release_acquired(&mut self, context: &Outside<'_, L>, acquired: Vec<AcquiredRange>) -> u64 {
+    pub(crate) fn release_acquired(&mut self, context: &DynContext<'_, L>, acquired: Vec<AcquiredRange>) -> u64 {
         let mut kept_bytes = 0;
         for AcquiredRange { range, mut mapped } in acquired {
             if give_back(&context.backend, range, &mut mapped).is_err() {
@@ -74,7 +74,7 @@ impl<L: Lock> Heap<L> {
     /// of the live allocations.
     pub(crate) fn lay_layout(
         &mut self,
-        context: &Outside<'_, L>,
+        context: &DynContext<'_, L>,
         layout: &HeapLayout,
         acquired: Vec<AcquiredRange>,
     ) -> Vec<(Units, u64)> {
@@ -85,7 +85,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Turns the memory of a saved segment into free blocks with holes between them.
-    fn lay_segment(&mut self, context: &Outside<'_, L>, saved: &SegmentLayout, range: Range) {
+    fn lay_segment(&mut self, context: &DynContext<'_, L>, saved: &SegmentLayout, range: Range) {
         let free = fresh(self.identity.stream.unwrap_or_default());
         let mut end_bytes = 0;
         let parts = saved.extents.iter().flat_map(|extent| {

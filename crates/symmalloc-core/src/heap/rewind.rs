@@ -10,7 +10,7 @@
 //! A *revival* plans, waits and carves, but releases nothing and continues the heap's own history, see `revive.rs`.
 
 use super::fencing::synchronize;
-use super::{Heap, Outside};
+use super::{DynContext, Heap};
 use crate::blocks::table::{BlockState, Slot};
 use crate::config::restore_error::{LayoutError, RestoreError};
 use crate::history::layout::{AllocationLayout, Extent, HeapLayout, SegmentLayout};
@@ -80,7 +80,11 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Makes streams wait for the earlier users of the memory that they get back.
-    pub(crate) fn wait_for_rewind(&mut self, context: &Outside<'_, L>, plan: &RewindPlan) -> Result<(), RestoreError> {
+    pub(crate) fn wait_for_rewind(
+        &mut self,
+        context: &DynContext<'_, L>,
+        plan: &RewindPlan,
+    ) -> Result<(), RestoreError> {
         for &(slot, stream) in &plan.waits {
             let waited = self.wait_for_earlier_users(context, slot, stream);
             waited.map_err(|error| RestoreError::Fence { stream, error })?;
@@ -90,7 +94,7 @@ impl<L: Lock> Heap<L> {
 
     /// Makes every saved allocation live that is not, and adopts the saved history. The heap has exactly the memory of
     /// the layout. Returns the size and requested bytes of each new live allocation.
-    pub(crate) fn carve_layout(&mut self, context: &Outside<'_, L>, layout: &HeapLayout) -> Vec<(Units, u64)> {
+    pub(crate) fn carve_layout(&mut self, context: &DynContext<'_, L>, layout: &HeapLayout) -> Vec<(Units, u64)> {
         let segments = self.table.segments_in_order();
         assert_eq!(segments.len(), layout.segments.len(), "what the layout lacks was given back");
         let mut made = Vec::new();
@@ -186,7 +190,7 @@ impl<L: Lock> Heap<L> {
     /// Releases the memory that the layout lacks. Every step leaves the heap consistent and is in the digest.
     pub(crate) fn give_surplus_back(
         &mut self,
-        context: &Outside<'_, L>,
+        context: &DynContext<'_, L>,
         plan: &RewindPlan,
     ) -> Result<(), BackendError> {
         for surplus in &plan.surplus {
