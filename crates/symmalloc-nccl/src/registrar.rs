@@ -10,7 +10,7 @@
 //! |---|---|
 //! | `builder.rs`, `lookup.rs` | configuration, and queries |
 //! | `attachment.rs` | state of one communicator, and its syncs |
-//! | `watchlist.rs` | observed pools, and new entries of their logs |
+//! | `observed_pools.rs` | observed pools, and new entries of their logs |
 //! | `plan.rs`, `plan_summary.rs` | the steps of a sync, and their comparison across ranks |
 //! | `round.rs` | the collective that compares them |
 //! | `sleep.rs`, `wake.rs`, `sleep_run.rs` | sleep and wake of a pool on all ranks; one such op on one rank |
@@ -33,6 +33,7 @@ mod ended;
 pub(crate) mod error;
 pub(crate) mod invalidation;
 mod lookup;
+mod observed_pools;
 pub(crate) mod offset_difference;
 pub(crate) mod plan;
 pub(crate) mod plan_summary;
@@ -49,7 +50,6 @@ mod symmetric_space;
 #[cfg(feature = "metrics")]
 mod sync_time;
 mod wake;
-mod watchlist;
 pub(crate) mod window;
 
 pub use builder::RegistrarBuilder;
@@ -130,7 +130,7 @@ impl Registrar {
     /// See [`AttachError`]. After an error, none of the pools is attached.
     pub fn attach(&self, comm: &Communicator, pools: &[PoolId], registration: Registration) -> Result<(), AttachError> {
         self.check(comm, pools, registration)?;
-        self.add(comm).watch(&self.allocator, pools, registration)
+        self.add(comm).observe(&self.allocator, pools, registration)
     }
 
     fn check(&self, comm: &Communicator, pools: &[PoolId], registration: Registration) -> Result<(), AttachError> {

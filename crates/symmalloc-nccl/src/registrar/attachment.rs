@@ -21,6 +21,7 @@ use crate::error::CommError;
 use crate::registrar::dormant::Dormant;
 use crate::registrar::error::{AttachError, SyncError};
 use crate::registrar::invalidation::Invalidations;
+use crate::registrar::observed_pools::{ObservedPools, SegmentChanges};
 use crate::registrar::plan::{Book, SegmentName, Step, StepKind, SyncPlan, dead_keys, generation};
 use crate::registrar::plan_summary::{Circumstances, Summary};
 use crate::registrar::round::consent;
@@ -28,7 +29,6 @@ use crate::registrar::segment_key::{Generation, SegmentKey};
 use crate::registrar::settings::{Registration, Settings, Synced};
 use crate::registrar::stats::{CommunicatorStats, Counters};
 use crate::registrar::symmetric_space::SymmetricSpace;
-use crate::registrar::watchlist::{News, Watchlist};
 use crate::registrar::window::{Entry, RegisteredAs, WindowMap};
 use crate::transport::NcclTransport;
 use smallvec::SmallVec;
@@ -49,7 +49,7 @@ pub(crate) struct Attachment {
 /// State that a sync modifies.
 #[derive(Default)]
 pub(crate) struct SyncState {
-    pools: Watchlist,
+    pools: ObservedPools,
     book: Book,
     /// Registrations of pools that are attached for windows.
     windows: BTreeMap<Generation, Registered>,
@@ -173,9 +173,11 @@ impl Attachment {
         job: &SyncJob<'_>,
         history: Option<&RankHistory<'_>>,
     ) -> Result<Synced, SyncError> {
-        let readings = state.pools.read(job.allocator);
-        let (windows, buffers) =
-            (state.pools.news(&readings, Registration::Windows), state.pools.news(&readings, Registration::Buffers));
+        let snapshots = state.pools.read(job.allocator);
+        let (windows, buffers) = (
+            state.pools.changes(&snapshots, Registration::Windows),
+            state.pools.changes(&snapshots, Registration::Buffers),
+        );
         let plan = SyncPlan::new(&state.book, &windows.events, &windows.leaving, |pool| state.pools.ordinal(pool));
         let mut synced = Synced::default();
         if history.is_some() || !plan.steps.is_empty() {
@@ -183,7 +185,7 @@ impl Attachment {
         }
         let dead: Vec<SegmentKey> = [&windows, &buffers]
             .into_iter()
-            .flat_map(|news| dead_keys(&state.book, &news.events, &news.leaving))
+            .flat_map(|changes| dead_keys(&state.book, &changes.events, &changes.leaving))
             .collect();
         if !plan.steps.is_empty() || !buffers.is_empty() {
             if plan.takes_away() || buffers.takes_away() {
@@ -197,7 +199,7 @@ impl Attachment {
         plan.write_to(&mut state.book);
         SyncPlan::new(&state.book, &buffers.events, &buffers.leaving, |_| 0).write_to(&mut state.book);
         self.view_mut().invalidations.extend(dead);
-        state.pools.acknowledge(job.allocator, readings, &mut synced);
+        state.pools.acknowledge(job.allocator, snapshots, &mut synced);
         let SyncState { dormant, pools, .. } = &mut *state;
         dormant.retain(|pool, _| pools.registration_of(*pool).is_some());
         job.counters.registrations.add(synced.registrations);
@@ -326,13 +328,13 @@ impl Attachment {
     }
 
     /// Registers and deregisters the pieces of pools that are attached for buffers. Local to this rank.
-    fn follow(&self, state: &mut SyncState, news: &News, synced: &mut Synced) -> Result<(), SyncError> {
+    fn follow(&self, state: &mut SyncState, changes: &SegmentChanges, synced: &mut Synced) -> Result<(), SyncError> {
         let mut gone: Vec<Generation> = Vec::new();
-        for event in &news.events {
+        for event in &changes.events {
             let segment = generation(event);
             match event.kind {
-                SegmentEventKind::Birth | SegmentEventKind::Growth if !news.leaving.contains(&event.pool) => {
-                    if news.dies(segment) {
+                SegmentEventKind::Birth | SegmentEventKind::Growth if !changes.leaving.contains(&event.pool) => {
+                    if changes.dies(segment) {
                         continue;
                     }
                     let base = event.base.0 + event.offset_bytes;
@@ -350,7 +352,7 @@ impl Attachment {
                 _ => {}
             }
         }
-        gone.extend(state.buffers.keys().filter(|segment| news.leaving.contains(&segment.pool)));
+        gone.extend(state.buffers.keys().filter(|segment| changes.leaving.contains(&segment.pool)));
         for segment in gone {
             let Some(registrations) = state.buffers.remove(&segment) else { continue };
             for registration in registrations {
@@ -364,14 +366,14 @@ impl Attachment {
     }
 
     /// Starts to observe these pools, all of them or none.
-    pub(crate) fn watch(
+    pub(crate) fn observe(
         &self,
         allocator: &CudaAllocator,
         pools: &[PoolId],
         registration: Registration,
     ) -> Result<(), AttachError> {
         let mut state = self.lock();
-        state.pools.watch(allocator, self.comm.name(), pools, registration)?;
+        state.pools.observe(allocator, self.comm.name(), pools, registration)?;
         self.show(&state);
         Ok(())
     }

@@ -163,10 +163,10 @@ impl SyncState {
 
     /// Returns the windows of the pool's live segments, in registration order.
     fn resting(&self, allocator: &CudaAllocator, pool: PoolId) -> Vec<DormantWindow> {
-        let readings = self.pools.read(allocator);
+        let snapshots = self.pools.read(allocator);
         let dead: BTreeSet<Generation> = self
             .pools
-            .news(&readings, Registration::Windows)
+            .changes(&snapshots, Registration::Windows)
             .events
             .iter()
             .filter(|event| event.kind == SegmentEventKind::Death)
