@@ -11,7 +11,7 @@
 //! | `builder.rs`, `lookup.rs` | configuration, and queries |
 //! | `attachment.rs` | state of one communicator, and its syncs |
 //! | `observed_pools.rs` | observed pools, and new entries of their logs |
-//! | `plan.rs`, `plan_summary.rs` | the steps of a sync, and their comparison across ranks |
+//! | `sync_actions.rs`, `sync_summary.rs` | the actions of a sync, and their comparison across ranks |
 //! | `round.rs` | the collective that compares them |
 //! | `sleep.rs`, `wake.rs`, `sleep_run.rs` | sleep and wake of a pool on all ranks; one such op on one rank |
 //! | `sleep_message.rs`, `sleep_error.rs` | messages that ranks exchange meanwhile, and errors |
@@ -35,8 +35,6 @@ pub(crate) mod invalidation;
 mod lookup;
 mod observed_pools;
 pub(crate) mod offset_difference;
-pub(crate) mod plan;
-pub(crate) mod plan_summary;
 mod round;
 mod scope;
 pub(crate) mod segment_key;
@@ -47,6 +45,8 @@ mod sleep_message;
 mod sleep_run;
 pub(crate) mod stats;
 mod symmetric_space;
+pub(crate) mod sync_actions;
+pub(crate) mod sync_summary;
 #[cfg(feature = "metrics")]
 mod sync_time;
 mod wake;

@@ -4,7 +4,7 @@
 //!  Attachment ── Communicator
 //!    ├── State, behind the sync lock: one sync at a time per communicator
 //!    │     ├── pools         one observer each: its cursor in the segment log, which also retains dead memory
-//!    │     ├── book          the live segments as of the last sync
+//!    │     ├── segments      the live segments as of the last sync
 //!    │     ├── windows, buffers          NCCL registrations to be released
 //!    │     └── space         NCCL's symmetric address space
 //!    └── View, behind a separate lock: the state that lookups read during a sync
@@ -22,13 +22,15 @@ use crate::registrar::dormant::Dormant;
 use crate::registrar::error::{AttachError, SyncError};
 use crate::registrar::invalidation::Invalidations;
 use crate::registrar::observed_pools::{ObservedPools, SegmentChanges};
-use crate::registrar::plan::{Book, SegmentName, Step, StepKind, SyncPlan, dead_keys, generation};
-use crate::registrar::plan_summary::{Circumstances, Summary};
 use crate::registrar::round::consent;
 use crate::registrar::segment_key::{Generation, SegmentKey};
 use crate::registrar::settings::{Registration, Settings, Synced};
 use crate::registrar::stats::{CommunicatorStats, Counters};
 use crate::registrar::symmetric_space::SymmetricSpace;
+use crate::registrar::sync_actions::{
+    SegmentName, SegmentTable, StepKind, SyncAction, SyncActions, dead_keys, generation,
+};
+use crate::registrar::sync_summary::{Circumstances, Summary};
 use crate::registrar::window::{Entry, RegisteredAs, WindowMap};
 use crate::transport::NcclTransport;
 use smallvec::SmallVec;
@@ -50,7 +52,7 @@ pub(crate) struct Attachment {
 #[derive(Default)]
 pub(crate) struct SyncState {
     pools: ObservedPools,
-    book: Book,
+    segments: SegmentTable,
     /// Registrations of pools that are attached for windows.
     windows: BTreeMap<Generation, Registered>,
     window_bytes: u64,
@@ -178,26 +180,27 @@ impl Attachment {
             state.pools.changes(&snapshots, Registration::Windows),
             state.pools.changes(&snapshots, Registration::Buffers),
         );
-        let plan = SyncPlan::new(&state.book, &windows.events, &windows.leaving, |pool| state.pools.ordinal(pool));
+        let plan =
+            SyncActions::new(&state.segments, &windows.events, &windows.leaving, |pool| state.pools.ordinal(pool));
         let mut synced = Synced::default();
-        if history.is_some() || !plan.steps.is_empty() {
+        if history.is_some() || !plan.actions.is_empty() {
             synced.rounds = self.agree(state, job, history, &plan)?;
         }
         let dead: Vec<SegmentKey> = [&windows, &buffers]
             .into_iter()
-            .flat_map(|changes| dead_keys(&state.book, &changes.events, &changes.leaving))
+            .flat_map(|changes| dead_keys(&state.segments, &changes.events, &changes.leaving))
             .collect();
-        if !plan.steps.is_empty() || !buffers.is_empty() {
+        if !plan.actions.is_empty() || !buffers.is_empty() {
             if plan.takes_away() || buffers.takes_away() {
                 self.quiesce(job.allocator)?;
             }
-            for step in &plan.steps {
-                self.carry_out(state, step, &mut synced)?;
+            for action in &plan.actions {
+                self.carry_out(state, action, &mut synced)?;
             }
             self.follow(state, &buffers, &mut synced)?;
         }
-        plan.write_to(&mut state.book);
-        SyncPlan::new(&state.book, &buffers.events, &buffers.leaving, |_| 0).write_to(&mut state.book);
+        plan.write_to(&mut state.segments);
+        SyncActions::new(&state.segments, &buffers.events, &buffers.leaving, |_| 0).write_to(&mut state.segments);
         self.view_mut().invalidations.extend(dead);
         state.pools.acknowledge(job.allocator, snapshots, &mut synced);
         let SyncState { dormant, pools, .. } = &mut *state;
@@ -225,7 +228,7 @@ impl Attachment {
         state: &mut SyncState,
         job: &SyncJob<'_>,
         history: Option<&RankHistory<'_>>,
-        plan: &SyncPlan,
+        plan: &SyncActions,
     ) -> Result<u64, SyncError> {
         let library = self.comm.nccl().version();
         let circumstances = Circumstances {
@@ -245,7 +248,7 @@ impl Attachment {
         };
         let consent = consent(state.transport.insert(transport), self.comm.name(), history, plan, &summary)?;
         state.rounds += 1;
-        if !plan.steps.is_empty() {
+        if !plan.actions.is_empty() {
             let granularity_bytes = job.allocator.core().backend().granularity_bytes();
             let space = state.space.clone();
             let space =
@@ -256,15 +259,15 @@ impl Attachment {
     }
 
     /// Returns the address space after the plan, or an error if a window does not fit.
-    fn place(&self, mut space: SymmetricSpace, plan: &SyncPlan) -> Result<SymmetricSpace, SyncError> {
-        for step in &plan.steps {
-            if step.told.kind != StepKind::Register {
-                space.give_back(step.segment);
+    fn place(&self, mut space: SymmetricSpace, plan: &SyncActions) -> Result<SymmetricSpace, SyncError> {
+        for action in &plan.actions {
+            if action.step.kind != StepKind::Register {
+                space.give_back(action.segment);
             }
-            if step.told.kind != StepKind::Deregister && !space.take(step.segment, step.told.size_bytes) {
+            if action.step.kind != StepKind::Deregister && !space.take(action.segment, action.step.size_bytes) {
                 return Err(SyncError::SymmetricSpace {
                     communicator: self.name(),
-                    needed_bytes: step.told.size_bytes,
+                    needed_bytes: action.step.size_bytes,
                     used_bytes: space.used_bytes(),
                     budget_bytes: space.limit_bytes(),
                 });
@@ -283,40 +286,40 @@ impl Attachment {
         Err(self.failed(self.comm.give_up(Stage::Run, waited)))
     }
 
-    fn carry_out(&self, state: &mut SyncState, step: &Step, synced: &mut Synced) -> Result<(), SyncError> {
-        if step.told.kind != StepKind::Register {
-            self.deregister(state, step, synced).map_err(|error| self.failed(error))?;
+    fn carry_out(&self, state: &mut SyncState, action: &SyncAction, synced: &mut Synced) -> Result<(), SyncError> {
+        if action.step.kind != StepKind::Register {
+            self.deregister(state, action, synced).map_err(|error| self.failed(error))?;
         }
-        if step.told.kind != StepKind::Deregister {
-            self.register(state, step, synced).map_err(|error| self.failed(error))?;
+        if action.step.kind != StepKind::Deregister {
+            self.register(state, action, synced).map_err(|error| self.failed(error))?;
         }
         Ok(())
     }
 
-    fn register(&self, state: &mut SyncState, step: &Step, synced: &mut Synced) -> Result<(), CommError> {
-        let registered = self.comm.register_window(step.base, step.told.size_bytes)?;
+    fn register(&self, state: &mut SyncState, action: &SyncAction, synced: &mut Synced) -> Result<(), CommError> {
+        let registered = self.comm.register_window(action.base, action.step.size_bytes)?;
         let kind = match &registered {
             Registered::Window(window) => RegisteredAs::Window(window.handle()),
             Registered::Plain(_) => RegisteredAs::Plain,
         };
-        let key = SegmentKey { base: step.base, size_bytes: step.told.size_bytes, generation: step.segment };
-        self.view_mut().windows.insert(Entry { segment: key, name: Some(step.told.segment), kind });
-        state.windows.insert(step.segment, registered);
-        state.order.push(step.segment);
-        state.window_bytes += step.told.size_bytes;
+        let key = SegmentKey { base: action.base, size_bytes: action.step.size_bytes, generation: action.segment };
+        self.view_mut().windows.insert(Entry { segment: key, name: Some(action.step.segment), kind });
+        state.windows.insert(action.segment, registered);
+        state.order.push(action.segment);
+        state.window_bytes += action.step.size_bytes;
         synced.registrations += 1;
-        tell(self.comm.name(), step, true);
+        tell(self.comm.name(), action, true);
         Ok(())
     }
 
-    fn deregister(&self, state: &mut SyncState, step: &Step, synced: &mut Synced) -> Result<(), CommError> {
-        let Some(registered) = state.windows.remove(&step.segment) else { return Ok(()) };
-        state.order.retain(|segment| *segment != step.segment);
-        self.view_mut().windows.remove(step.base);
+    fn deregister(&self, state: &mut SyncState, action: &SyncAction, synced: &mut Synced) -> Result<(), CommError> {
+        let Some(registered) = state.windows.remove(&action.segment) else { return Ok(()) };
+        state.order.retain(|segment| *segment != action.segment);
+        self.view_mut().windows.remove(action.base);
         state.window_bytes -= registered.size_bytes();
         self.give_back(registered)?;
         synced.deregistrations += 1;
-        tell(self.comm.name(), step, false);
+        tell(self.comm.name(), action, false);
         Ok(())
     }
 
@@ -504,8 +507,8 @@ impl Attachment {
 }
 
 /// Emits a `tracing` event. Its names and fields are stable.
-fn tell(communicator: &str, step: &Step, is_registered: bool) {
-    let SegmentName { pool, stream, segment } = step.told.segment;
+fn tell(communicator: &str, action: &SyncAction, is_registered: bool) {
+    let SegmentName { pool, stream, segment } = action.step.segment;
     macro_rules! window {
         ($name:literal) => {
             tracing::debug!(
@@ -515,7 +518,7 @@ fn tell(communicator: &str, step: &Step, is_registered: bool) {
                 symmetric_pool = pool,
                 stream = stream.map(|stream| stream.0),
                 segment = segment.0,
-                size_bytes = step.told.size_bytes,
+                size_bytes = action.step.size_bytes,
             )
         };
     }

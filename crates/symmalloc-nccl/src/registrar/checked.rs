@@ -20,7 +20,7 @@ use crate::error::CommError;
 use crate::registrar::Registrar;
 use crate::registrar::error::SyncError;
 use crate::registrar::offset_difference::{BufferPlace, CollectiveCall, OffsetDifference};
-use crate::registrar::plan_summary::groups;
+use crate::registrar::sync_summary::groups;
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
 use std::sync::Arc;
 use symmalloc_agreement::Transport;

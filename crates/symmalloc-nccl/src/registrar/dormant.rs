@@ -1,8 +1,8 @@
 //! The registrations of a sleeping pool, kept so that wake restores them in the same order.
 
 use crate::handles::WindowHandle;
-use crate::registrar::plan::{Step, fold};
 use crate::registrar::segment_key::Generation;
+use crate::registrar::sync_actions::{SyncAction, fold};
 use crate::registrar::window::Entry;
 
 /// A sleeping pool on one communicator.
@@ -16,7 +16,7 @@ pub(crate) struct Dormant {
 /// A window that was deregistered for sleep.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct DormantWindow {
-    pub(super) step: Step,
+    pub(super) action: SyncAction,
     /// Previous handle; `None` if it was a plain registration.
     pub(super) handle: Option<WindowHandle>,
 }
@@ -32,6 +32,6 @@ pub(crate) struct DormantBuffers {
 
 /// Returns a digest of the windows and their order, for comparison across ranks.
 pub(super) fn digest(windows: &[DormantWindow]) -> u64 {
-    let words = windows.iter().flat_map(|window| window.step.told.words());
+    let words = windows.iter().flat_map(|window| window.action.step.words());
     words.fold(windows.len() as u64, fold)
 }

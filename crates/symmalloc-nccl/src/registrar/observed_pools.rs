@@ -1,9 +1,9 @@
 //! The pools observed for one communicator, each with an observer and the log entries since the last sync.
 
 use crate::registrar::error::AttachError;
-use crate::registrar::plan::{fold, generation};
 use crate::registrar::segment_key::Generation;
 use crate::registrar::settings::{Registration, Synced};
+use crate::registrar::sync_actions::{fold, generation};
 use smallvec::SmallVec;
 use symmalloc_core::errors::UnknownError;
 use symmalloc_core::segment_log::{SegmentEvent, SegmentEventKind};

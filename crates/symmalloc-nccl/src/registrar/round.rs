@@ -9,8 +9,8 @@
 //! All ranks see the same messages and therefore reach the same result.
 
 use crate::registrar::error::SyncError;
-use crate::registrar::plan::SyncPlan;
-use crate::registrar::plan_summary::{StepSearch, Summary, compare};
+use crate::registrar::sync_actions::SyncActions;
+use crate::registrar::sync_summary::{StepSearch, Summary, compare};
 use symmalloc_agreement::{Gathered, Inquiry, Progress, ProtocolError, RankHistory, Transport};
 
 /// The outcome of an exchange in which the ranks agree.
@@ -27,7 +27,7 @@ pub(crate) fn consent(
     transport: &impl Transport,
     communicator: &str,
     history: Option<&RankHistory<'_>>,
-    plan: &SyncPlan,
+    plan: &SyncActions,
     summary: &Summary,
 ) -> Result<Consent, SyncError> {
     let communicator = || communicator.to_owned();
@@ -104,8 +104,8 @@ pub(crate) fn consent(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::registrar::plan::Book;
-    use crate::registrar::plan_summary::{Circumstances, PlanField};
+    use crate::registrar::sync_actions::SegmentTable;
+    use crate::registrar::sync_summary::{Circumstances, PlanField};
     use std::thread;
     use std::time::Duration;
     use symmalloc_agreement::{Point, ThreadTransport};
@@ -137,7 +137,8 @@ mod tests {
                         for size in program.sizes {
                             allocator.allocate(PoolId::DEFAULT, StreamId(0), *size).expect("fits");
                         }
-                        let plan = SyncPlan::new(&Book::new(), &allocator.unread(observer).events, &[], |_| 0);
+                        let plan =
+                            SyncActions::new(&SegmentTable::new(), &allocator.unread(observer).events, &[], |_| 0);
                         let around = Circumstances {
                             mode: program.agrees.into(),
                             offset_checks: false,

@@ -8,9 +8,9 @@
 //!   page     total number of rows │ 8 rows of 4 words   repeated until all rows of all ranks are sent
 //! ```
 
-use crate::registrar::plan::SegmentName;
-use crate::registrar::plan_summary::{Summary, groups};
 use crate::registrar::sleep_error::{Obstacle, SleepDifference, SleepField};
+use crate::registrar::sync_actions::SegmentName;
+use crate::registrar::sync_summary::{Summary, groups};
 use std::collections::BTreeMap;
 use std::time::Duration;
 use symmalloc_agreement::Gathered;

@@ -4,11 +4,11 @@ use crate::communicator::Communicator;
 use crate::registrar::attachment::{Attachment, SyncState};
 use crate::registrar::ended::Ended;
 use crate::registrar::error::SyncError;
-use crate::registrar::plan::fold;
 use crate::registrar::sleep_error::{Obstacle, RankObstacle, SleepDifference, SleepError, SleepStep};
 use crate::registrar::sleep_message::{
     Head, Named, Row, WAKE, call_of, compare_communicators, exchange, known, read_verdict, word_of, write_verdict,
 };
+use crate::registrar::sync_actions::fold;
 use crate::registrar::{Registrar, not_attached};
 use std::collections::BTreeSet;
 use std::sync::{Arc, MutexGuard, PoisonError};

@@ -9,10 +9,10 @@
 use crate::communicator::Communicator;
 use crate::registrar::Registrar;
 use crate::registrar::ended::Ended;
-use crate::registrar::plan::SegmentName;
 use crate::registrar::sleep_error::{Obstacle, RankObstacle, SleepError, SleepStep, Woken};
 use crate::registrar::sleep_message::{Finding, Head, Row, exchange};
 use crate::registrar::sleep_run::{Member, Run};
+use crate::registrar::sync_actions::SegmentName;
 use std::collections::{BTreeMap, BTreeSet};
 use symmalloc_core::PoolId;
 use symmalloc_core::errors::OutOfMemoryCause;

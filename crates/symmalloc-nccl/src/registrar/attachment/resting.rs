@@ -5,10 +5,10 @@ use crate::communicator::CommState;
 use crate::communicator::registration::Registered;
 use crate::registrar::dormant::{Dormant, DormantBuffers, DormantWindow, digest};
 use crate::registrar::error::SyncError;
-use crate::registrar::plan::{PlanStep, SegmentName, Step, StepKind};
 use crate::registrar::segment_key::{Generation, SegmentKey};
 use crate::registrar::settings::{Registration, Synced};
 use crate::registrar::symmetric_space::SymmetricSpace;
+use crate::registrar::sync_actions::{PlanStep, SegmentName, StepKind, SyncAction};
 use crate::transport::NcclTransport;
 use std::collections::BTreeSet;
 use symmalloc_core::PoolId;
@@ -71,11 +71,11 @@ impl Attachment {
         // This includes dead segments with windows, which are not restored.
         for segment in state.order.iter().filter(|segment| segment.pool == pool).copied().collect::<Vec<_>>() {
             let Some(registered) = state.windows.get(&segment) else { continue };
-            let step = step_of(state.pools.ordinal(pool), segment, registered);
+            let action = action_of(state.pools.ordinal(pool), segment, registered);
             if let Some(space) = &mut state.space {
                 space.give_back(segment);
             }
-            self.deregister(state, &step, &mut synced).map_err(|error| self.failed(error))?;
+            self.deregister(state, &action, &mut synced).map_err(|error| self.failed(error))?;
         }
         let segments: Vec<Generation> = state.buffers.keys().filter(|segment| segment.pool == pool).copied().collect();
         for segment in segments {
@@ -99,24 +99,22 @@ impl Attachment {
     pub(crate) fn room_for(&self, state: &SyncState, pool: PoolId) -> Result<(), u64> {
         let (Some(space), Some(dormant)) = (&state.space, state.dormant.get(&pool)) else { return Ok(()) };
         let mut space: SymmetricSpace = space.clone();
-        let steps = dormant.windows.iter().map(|window| window.step);
-        steps.into_iter().try_for_each(
-            |Step { told, segment, .. }| {
-                if space.take(segment, told.size_bytes) { Ok(()) } else { Err(told.size_bytes) }
-            },
-        )
+        let actions = dormant.windows.iter().map(|window| window.action);
+        actions.into_iter().try_for_each(|SyncAction { step, segment, .. }| {
+            if space.take(segment, step.size_bytes) { Ok(()) } else { Err(step.size_bytes) }
+        })
     }
 
     /// Restores the recorded registrations together with the other ranks, in their original order.
     pub(crate) fn bring_back(&self, state: &mut SyncState, pool: PoolId) -> Result<BroughtBack, SyncError> {
         let Dormant { windows, buffers } = state.dormant.remove(&pool).unwrap_or_default();
         let (mut back, mut synced) = (BroughtBack::default(), Synced::default());
-        for DormantWindow { step, handle } in windows {
-            let has_room = state.space.as_mut().is_none_or(|space| space.take(step.segment, step.told.size_bytes));
+        for DormantWindow { action, handle } in windows {
+            let has_room = state.space.as_mut().is_none_or(|space| space.take(action.segment, action.step.size_bytes));
             debug_assert!(has_room, "checked before the decision");
-            self.register(state, &step, &mut synced).map_err(|error| self.failed(error))?;
-            if state.windows.get(&step.segment).and_then(handle_of) != handle {
-                back.changed.push(step.told.segment);
+            self.register(state, &action, &mut synced).map_err(|error| self.failed(error))?;
+            if state.windows.get(&action.segment).and_then(handle_of) != handle {
+                back.changed.push(action.step.segment);
             }
         }
         for DormantBuffers { segment, pieces, entry } in buffers {
@@ -176,16 +174,16 @@ impl SyncState {
         let live = self.order.iter().filter(|segment| segment.pool == pool && !dead.contains(segment));
         live.filter_map(|segment| {
             let registered = self.windows.get(segment)?;
-            Some(DormantWindow { step: step_of(ordinal, *segment, registered), handle: handle_of(registered) })
+            Some(DormantWindow { action: action_of(ordinal, *segment, registered), handle: handle_of(registered) })
         })
         .collect()
     }
 }
 
-fn step_of(ordinal: u32, segment: Generation, registered: &Registered) -> Step {
+fn action_of(ordinal: u32, segment: Generation, registered: &Registered) -> SyncAction {
     let name = SegmentName { pool: ordinal, stream: segment.stream, segment: segment.segment };
-    let told = PlanStep { kind: StepKind::Register, segment: name, size_bytes: registered.size_bytes() };
-    Step { told, segment, base: registered.base() }
+    let step = PlanStep { kind: StepKind::Register, segment: name, size_bytes: registered.size_bytes() };
+    SyncAction { step, segment, base: registered.base() }
 }
 
 fn handle_of(registered: &Registered) -> Option<crate::handles::WindowHandle> {

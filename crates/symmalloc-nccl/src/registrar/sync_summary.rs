@@ -10,7 +10,7 @@
 //! One collective thus settles both. If histories are equal, plans can differ only because the programs differ: in configuration, in
 //! attached pools, or in the number of syncs.
 
-use crate::registrar::plan::{PlanStep, STEP_BYTES, SyncPlan};
+use crate::registrar::sync_actions::{PlanStep, STEP_BYTES, SyncActions};
 use std::collections::BTreeMap;
 use std::fmt;
 use symmalloc_agreement::{Gathered, RankSet};
@@ -91,7 +91,7 @@ const PROTOCOL: u64 = 1;
 impl Summary {
     pub(crate) const BYTES: usize = 8 * (PlanField::ALL.len() + 1);
 
-    pub(crate) fn new(plan: &SyncPlan, circumstances: &Circumstances) -> Self {
+    pub(crate) fn new(plan: &SyncActions, circumstances: &Circumstances) -> Self {
         let (registrations, deregistrations) = plan.counts();
         let word = |field| match field {
             PlanField::Protocol => PROTOCOL,
@@ -221,10 +221,10 @@ impl StepSearch {
     pub(crate) const MESSAGE_BYTES: usize = STEPS_PER_PAGE * STEP_BYTES;
 
     /// Writes this rank's page.
-    pub(crate) fn write(&self, plan: &SyncPlan, message: &mut Vec<u8>) {
+    pub(crate) fn write(&self, plan: &SyncActions, message: &mut Vec<u8>) {
         let end = message.len() + Self::MESSAGE_BYTES;
-        let steps = plan.steps.iter().skip(self.page * STEPS_PER_PAGE).take(STEPS_PER_PAGE);
-        steps.for_each(|step| step.told.write(message));
+        let actions = plan.actions.iter().skip(self.page * STEPS_PER_PAGE).take(STEPS_PER_PAGE);
+        actions.for_each(|action| action.step.write(message));
         message.resize(end, 0);
     }
 
@@ -249,8 +249,8 @@ impl StepSearch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::registrar::plan::{Book, SegmentName, StepKind};
     use crate::registrar::segment_key::Generation;
+    use crate::registrar::sync_actions::{SegmentName, SegmentTable, StepKind};
     use symmalloc_core::backend::DeviceAddress;
     use symmalloc_core::{PoolId, SegmentId};
 
@@ -266,11 +266,11 @@ mod tests {
     };
 
     /// Returns a plan that registers this many segments, one of them with another size.
-    fn plan(segments: u32, other: u32) -> SyncPlan {
-        let mut plan = SyncPlan::new(&Book::new(), &[], &[], |_| 0);
-        plan.steps = (0..segments)
-            .map(|segment| crate::registrar::plan::Step {
-                told: PlanStep {
+    fn plan(segments: u32, other: u32) -> SyncActions {
+        let mut plan = SyncActions::new(&SegmentTable::new(), &[], &[], |_| 0);
+        plan.actions = (0..segments)
+            .map(|segment| crate::registrar::sync_actions::SyncAction {
+                step: PlanStep {
                     kind: StepKind::Register,
                     segment: SegmentName { pool: 0, stream: None, segment: SegmentId(segment) },
                     size_bytes: if segment == other { 1 } else { 2 },
@@ -282,7 +282,7 @@ mod tests {
         plan
     }
 
-    fn search(plans: &[SyncPlan]) -> Option<StepDifference> {
+    fn search(plans: &[SyncActions]) -> Option<StepDifference> {
         let mut search = StepSearch::default();
         loop {
             let mut messages = Vec::new();
