@@ -30,7 +30,7 @@ use crate::registrar::symmetric_space::SymmetricSpace;
 use crate::registrar::sync_actions::{
     SegmentName, SegmentTable, StepKind, SyncAction, SyncActions, dead_keys, generation,
 };
-use crate::registrar::sync_summary::{Circumstances, Summary};
+use crate::registrar::sync_summary::{SyncContext, SyncSummary};
 use crate::registrar::window::{Entry, RegisteredAs, WindowMap};
 use crate::transport::NcclTransport;
 use smallvec::SmallVec;
@@ -231,7 +231,7 @@ impl Attachment {
         plan: &SyncActions,
     ) -> Result<u64, SyncError> {
         let library = self.comm.nccl().version();
-        let circumstances = Circumstances {
+        let context = SyncContext {
             mode: job.settings.mode_word(),
             offset_checks: job.settings.check_offsets,
             library: u64::from(library.major) * 10_000 + u64::from(library.minor) * 100 + u64::from(library.patch),
@@ -241,7 +241,7 @@ impl Attachment {
             window_bytes: state.window_bytes,
             space_bytes: job.settings.space_bytes,
         };
-        let summary = Summary::new(plan, &circumstances);
+        let summary = SyncSummary::new(plan, &context);
         let transport = match state.transport.take() {
             Some(transport) => transport,
             None => NcclTransport::new(&self.comm).map_err(|error| self.failed(error))?,

@@ -10,7 +10,7 @@
 
 use crate::registrar::error::SyncError;
 use crate::registrar::sync_actions::SyncActions;
-use crate::registrar::sync_summary::{StepSearch, Summary, compare};
+use crate::registrar::sync_summary::{StepSearch, SyncSummary, compare};
 use symmalloc_agreement::{Gathered, Inquiry, Progress, ProtocolError, RankHistory, Transport};
 
 /// The outcome of an exchange in which the ranks agree.
@@ -28,7 +28,7 @@ pub(crate) fn consent(
     communicator: &str,
     history: Option<&RankHistory<'_>>,
     plan: &SyncActions,
-    summary: &Summary,
+    summary: &SyncSummary,
 ) -> Result<Consent, SyncError> {
     let communicator = || communicator.to_owned();
     let lost = |error| SyncError::Transport { communicator: communicator(), error };
@@ -37,7 +37,7 @@ pub(crate) fn consent(
 
     let mut inquiry = Inquiry::new(transport.ranks());
     let answer_bytes = inquiry.question().message_bytes();
-    let mut message = Vec::with_capacity(answer_bytes + Summary::BYTES);
+    let mut message = Vec::with_capacity(answer_bytes + SyncSummary::BYTES);
     match history {
         Some(history) => history.answer(inquiry.question(), &mut message),
         None => message.resize(answer_bytes, 0),
@@ -52,7 +52,8 @@ pub(crate) fn consent(
         // Equal messages imply equal histories and equal plans.
         return Ok(Consent { rounds: 1, space_bytes: summary.space_bytes });
     }
-    let summaries: Vec<Summary> = gathered.iter().map(|message| Summary::read(&message[answer_bytes..])).collect();
+    let summaries: Vec<SyncSummary> =
+        gathered.iter().map(|message| SyncSummary::read(&message[answer_bytes..])).collect();
     let difference = compare(&summaries).err();
     if let Some(difference) = difference.as_ref().filter(|difference| difference.precludes_agreement()) {
         return Err(differ(difference.clone()));
@@ -105,7 +106,7 @@ pub(crate) fn consent(
 mod tests {
     use super::*;
     use crate::registrar::sync_actions::SegmentTable;
-    use crate::registrar::sync_summary::{Circumstances, PlanField};
+    use crate::registrar::sync_summary::{PlanField, SyncContext};
     use std::thread;
     use std::time::Duration;
     use symmalloc_agreement::{Point, ThreadTransport};
@@ -139,7 +140,7 @@ mod tests {
                         }
                         let plan =
                             SyncActions::new(&SegmentTable::new(), &allocator.unread(observer).events, &[], |_| 0);
-                        let around = Circumstances {
+                        let around = SyncContext {
                             mode: program.agrees.into(),
                             offset_checks: false,
                             library: 22809,
@@ -150,7 +151,7 @@ mod tests {
                             space_bytes: program.space_bytes,
                         };
                         let history = program.agrees.then(|| RankHistory::new(&allocator, Point::Sync));
-                        consent(&transport, "tp", history.as_ref(), &plan, &Summary::new(&plan, &around))
+                        consent(&transport, "tp", history.as_ref(), &plan, &SyncSummary::new(&plan, &around))
                     })
                 })
                 .collect();
