@@ -82,7 +82,7 @@ pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option
     for access in &mut *accesses {
         // From here on no other thread calls NCCL with it.
         lock(&access.shared.life).end(CommState::Lost, cause.cloned());
-        tell(access.shared, cause);
+        notify_ranks(access.shared, cause);
     }
     let owned = || accesses.iter().all(|access| access.shared.ownership == Ownership::Owned);
     let has_revoke = || accesses.iter().all(|access| access.shared.nccl.supports(Capability::Revoke));
@@ -120,7 +120,7 @@ pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option
 }
 
 /// Notifies the other ranks, which would otherwise wait for this one.
-fn tell(shared: &Shared, cause: Option<&Arc<CommError>>) {
+fn notify_ranks(shared: &Shared, cause: Option<&Arc<CommError>>) {
     // A communicator that was never ready is unknown to them.
     let Some(watched) = shared.watched.get() else { return };
     let text = match cause {

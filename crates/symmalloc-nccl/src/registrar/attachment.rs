@@ -22,7 +22,7 @@ use crate::registrar::dormant::Dormant;
 use crate::registrar::error::{AttachError, SyncError};
 use crate::registrar::invalidation::Invalidations;
 use crate::registrar::observed_pools::{ObservedPools, SegmentChanges};
-use crate::registrar::round::consent;
+use crate::registrar::round::agree_on_sync;
 use crate::registrar::segment_key::{Generation, SegmentKey};
 use crate::registrar::settings::{Registration, Settings, Synced};
 use crate::registrar::stats::{CommunicatorStats, Counters};
@@ -158,7 +158,7 @@ impl Attachment {
             return Err(self.gone());
         }
         let outcome = self.sync_ready(&mut state, job, history);
-        self.show(&state);
+        self.publish_view(&state);
         if let Err(error) = &outcome
             && error.is_fatal()
         {
@@ -246,16 +246,16 @@ impl Attachment {
             Some(transport) => transport,
             None => NcclTransport::new(&self.comm).map_err(|error| self.failed(error))?,
         };
-        let consent = consent(state.transport.insert(transport), self.comm.name(), history, plan, &summary)?;
+        let agreed = agree_on_sync(state.transport.insert(transport), self.comm.name(), history, plan, &summary)?;
         state.rounds += 1;
         if !plan.actions.is_empty() {
             let granularity_bytes = job.allocator.core().backend().granularity_bytes();
             let space = state.space.clone();
             let space =
-                space.unwrap_or_else(|| SymmetricSpace::new(consent.space_bytes, granularity_bytes, self.comm.ranks()));
+                space.unwrap_or_else(|| SymmetricSpace::new(agreed.space_bytes, granularity_bytes, self.comm.ranks()));
             state.space = Some(self.place(space, plan)?);
         }
-        Ok(consent.rounds)
+        Ok(agreed.rounds)
     }
 
     /// Returns the address space after the plan, or an error if a window does not fit.
@@ -308,7 +308,7 @@ impl Attachment {
         state.order.push(action.segment);
         state.window_bytes += action.step.size_bytes;
         synced.registrations += 1;
-        tell(self.comm.name(), action, true);
+        trace_step(self.comm.name(), action, true);
         Ok(())
     }
 
@@ -319,7 +319,7 @@ impl Attachment {
         state.window_bytes -= registered.size_bytes();
         self.give_back(registered)?;
         synced.deregistrations += 1;
-        tell(self.comm.name(), action, false);
+        trace_step(self.comm.name(), action, false);
         Ok(())
     }
 
@@ -377,7 +377,7 @@ impl Attachment {
     ) -> Result<(), AttachError> {
         let mut state = self.lock();
         state.pools.observe(allocator, self.comm.name(), pools, registration)?;
-        self.show(&state);
+        self.publish_view(&state);
         Ok(())
     }
 
@@ -392,10 +392,10 @@ impl Attachment {
     }
 
     /// Runs a separate exchange over the communicator, between two syncs.
-    pub(crate) fn converse<T>(
+    pub(crate) fn with_transport<T>(
         &self,
         allocator: &CudaAllocator,
-        talk: impl FnOnce(&NcclTransport) -> Result<T, SyncError>,
+        exchange: impl FnOnce(&NcclTransport) -> Result<T, SyncError>,
     ) -> Result<T, SyncError> {
         let mut state = self.lock();
         if state.is_dropped || self.comm.state() != CommState::Ready {
@@ -405,7 +405,7 @@ impl Attachment {
             Some(transport) => transport,
             None => NcclTransport::new(&self.comm).map_err(|error| self.failed(error))?,
         };
-        let outcome = talk(state.transport.insert(transport));
+        let outcome = exchange(state.transport.insert(transport));
         if outcome.as_ref().is_err_and(SyncError::is_fatal) {
             self.end(&mut state, allocator);
         }
@@ -455,7 +455,7 @@ impl Attachment {
             view.windows.clear();
             view.invalidations.everything();
             drop(view);
-            self.show(state);
+            self.publish_view(state);
         }
         if self.comm.state() == CommState::Lost {
             return;
@@ -492,7 +492,7 @@ impl Attachment {
     }
 
     /// Publishes the state that lookups and statistics read.
-    fn show(&self, state: &SyncState) {
+    fn publish_view(&self, state: &SyncState) {
         let mut view = self.view_mut();
         view.window_pools = state.pools.of(Registration::Windows).collect();
         if !state.is_dropped {
@@ -507,7 +507,7 @@ impl Attachment {
 }
 
 /// Emits a `tracing` event. Its names and fields are stable.
-fn tell(communicator: &str, action: &SyncAction, is_registered: bool) {
+fn trace_step(communicator: &str, action: &SyncAction, is_registered: bool) {
     let SegmentName { pool, stream, segment } = action.step.segment;
     macro_rules! window {
         ($name:literal) => {

@@ -77,7 +77,7 @@ impl CheckedCollectives<'_> {
             send: place(buffers.send),
             receive: place(buffers.receive),
         };
-        let gathered = attachment.converse(self.registrar.allocator(), |transport| {
+        let gathered = attachment.with_transport(self.registrar.allocator(), |transport| {
             let lost = |error| SyncError::Transport { communicator: self.comm.name().to_owned(), error };
             transport.all_gather(&call.to_message()).map_err(lost)
         })?;

@@ -15,7 +15,7 @@ use symmalloc_agreement::{Gathered, Inquiry, Progress, ProtocolError, RankHistor
 
 /// The outcome of an exchange in which the ranks agree.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Consent {
+pub(crate) struct SyncAgreement {
     /// Number of collectives used.
     pub(crate) rounds: u64,
     /// Size of the symmetric space in bytes: the largest of all ranks.
@@ -23,13 +23,13 @@ pub(crate) struct Consent {
 }
 
 /// Checks that all ranks of a communicator have the same plan and, if histories are compared, the same history.
-pub(crate) fn consent(
+pub(crate) fn agree_on_sync(
     transport: &impl Transport,
     communicator: &str,
     history: Option<&RankHistory<'_>>,
     plan: &SyncActions,
     summary: &SyncSummary,
-) -> Result<Consent, SyncError> {
+) -> Result<SyncAgreement, SyncError> {
     let communicator = || communicator.to_owned();
     let lost = |error| SyncError::Transport { communicator: communicator(), error };
     let nonsense = |error| SyncError::Protocol { communicator: communicator(), error };
@@ -50,7 +50,7 @@ pub(crate) fn consent(
     }
     if gathered.iter().all(|other| other == message) {
         // Equal messages imply equal histories and equal plans.
-        return Ok(Consent { rounds: 1, space_bytes: summary.space_bytes });
+        return Ok(SyncAgreement { rounds: 1, space_bytes: summary.space_bytes });
     }
     let summaries: Vec<SyncSummary> =
         gathered.iter().map(|message| SyncSummary::read(&message[answer_bytes..])).collect();
@@ -99,7 +99,7 @@ pub(crate) fn consent(
         );
         return Err(differ(difference));
     }
-    Ok(Consent { rounds, space_bytes: summaries.iter().map(|summary| summary.space_bytes).max().unwrap_or(0) })
+    Ok(SyncAgreement { rounds, space_bytes: summaries.iter().map(|summary| summary.space_bytes).max().unwrap_or(0) })
 }
 
 #[cfg(test)]
@@ -122,7 +122,7 @@ mod tests {
         space_bytes: u64,
     }
 
-    fn run(programs: [Program; 2]) -> Vec<Result<Consent, SyncError>> {
+    fn run(programs: [Program; 2]) -> Vec<Result<SyncAgreement, SyncError>> {
         let ends = ThreadTransport::group(2, Duration::from_secs(60));
         thread::scope(|scope| {
             let threads: Vec<_> = programs
@@ -140,7 +140,7 @@ mod tests {
                         }
                         let plan =
                             SyncActions::new(&SegmentTable::new(), &allocator.unread(observer).events, &[], |_| 0);
-                        let around = SyncContext {
+                        let context = SyncContext {
                             mode: program.agrees.into(),
                             offset_checks: false,
                             library: 22809,
@@ -151,7 +151,7 @@ mod tests {
                             space_bytes: program.space_bytes,
                         };
                         let history = program.agrees.then(|| RankHistory::new(&allocator, Point::Sync));
-                        consent(&transport, "tp", history.as_ref(), &plan, &SyncSummary::new(&plan, &around))
+                        agree_on_sync(&transport, "tp", history.as_ref(), &plan, &SyncSummary::new(&plan, &context))
                     })
                 })
                 .collect();
@@ -169,8 +169,8 @@ mod tests {
             let outcomes =
                 run([Program { space_bytes: 9, ..program(&[1 << 20], agrees) }, program(&[1 << 20], agrees)]);
             for outcome in outcomes {
-                let consent = outcome.expect("they agree");
-                assert_eq!((consent.rounds, consent.space_bytes), (1, 9));
+                let agreed = outcome.expect("they agree");
+                assert_eq!((agreed.rounds, agreed.space_bytes), (1, 9));
             }
         }
     }

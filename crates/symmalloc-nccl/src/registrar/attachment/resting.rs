@@ -91,7 +91,7 @@ impl Attachment {
             dormant.buffers.push(DormantBuffers { segment, pieces, entry });
         }
         state.dormant.insert(pool, dormant);
-        self.show(state);
+        self.publish_view(state);
         Ok(synced.deregistrations)
     }
 
@@ -128,7 +128,7 @@ impl Attachment {
             }
         }
         back.registrations = synced.registrations;
-        self.show(state);
+        self.publish_view(state);
         Ok(back)
     }
 
