@@ -15,7 +15,7 @@
 //! | `round.rs` | the collective that compares them |
 //! | `sleep.rs`, `wake.rs`, `sleep_run.rs` | sleep and wake of a pool on all ranks; one such op on one rank |
 //! | `sleep_message.rs`, `sleep_error.rs` | messages that ranks exchange meanwhile, and errors |
-//! | `ended.rs`, `attachment/resting.rs`, `dormant.rs` | ended communicators; deregistering and restoring a pool's windows on one communicator |
+//! | `ended_comm.rs`, `attachment/resting.rs`, `saved_registrations.rs` | ended communicators; deregistering and restoring a pool's windows on one communicator |
 //! | `symmetric_space.rs` | accounting of NCCL's symmetric address space |
 //! | `window.rs`, `segment_key.rs`, `invalidation.rs` | lookup results, cache keys, and their invalidation |
 //! | `scope.rs`, `checked.rs`, `offset_difference.rs` | a sync at the end of a scope; offset checks before collectives, and their reports |
@@ -28,14 +28,14 @@
 mod attachment;
 mod builder;
 pub(crate) mod checked;
-mod dormant;
-mod ended;
+mod ended_comm;
 pub(crate) mod error;
 pub(crate) mod invalidation;
 mod lookup;
 mod observed_pools;
 pub(crate) mod offset_difference;
 mod round;
+mod saved_registrations;
 mod scope;
 pub(crate) mod segment_key;
 pub(crate) mod settings;
@@ -58,7 +58,7 @@ use crate::communicator::{CommState, Communicator};
 use crate::error::CommError;
 use crate::version::{Capability, NcclVersion};
 use attachment::{Attachment, SyncJob};
-use ended::Ended;
+use ended_comm::EndedComm;
 use error::{AttachError, SyncError};
 use settings::{Registration, Settings, Synced};
 use smallvec::SmallVec;
@@ -106,7 +106,7 @@ pub struct Registrar {
     attachments: RwLock<Vec<Arc<Attachment>>>,
     counters: Counters,
     /// Communicators that ended and were removed from the list, but that other ranks may still mention.
-    ended: Mutex<Vec<Ended>>,
+    ended: Mutex<Vec<EndedComm>>,
 }
 
 impl Registrar {

@@ -46,7 +46,7 @@ pub(super) enum Ending {
     /// No host call is in progress.
     Idle,
     /// No host call is in progress, and the communicator was never ready.
-    Unborn,
+    Pending,
     /// An NCCL thread works for it and may write to the kept memory.
     Underway { kept: Kept },
     /// A thread of this crate is inside a call.
@@ -60,7 +60,7 @@ impl Ending {
             Ending::Idle => true,
             // NCCL's revoke requires a connected communicator and rejects one that is being destroyed.
             Ending::Inside { stage, .. } => !matches!(stage, Stage::Connect | Stage::Destroy),
-            Ending::Unborn | Ending::Underway { .. } => false,
+            Ending::Pending | Ending::Underway { .. } => false,
         }
     }
 }
@@ -162,7 +162,7 @@ fn end(ending: Ending, remains: &[Remains], revokes: bool, device: &CudaDevice) 
             None
         }
         Ending::Underway { kept } => kept,
-        Ending::Idle | Ending::Unborn => None,
+        Ending::Idle | Ending::Pending => None,
     };
     if revoked && remains.iter().any(|one| !lock(&one.windows).is_empty()) {
         // The revoke has stopped all kernels except symmetric ones. While one of these waits for a dead peer, wait as well, because its

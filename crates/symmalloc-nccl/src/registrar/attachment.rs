@@ -18,11 +18,11 @@ mod resting;
 use crate::communicator::registration::{BufferRegistration, Registered};
 use crate::communicator::{CommState, Communicator, Stage};
 use crate::error::CommError;
-use crate::registrar::dormant::Dormant;
 use crate::registrar::error::{AttachError, SyncError};
 use crate::registrar::invalidation::Invalidations;
 use crate::registrar::observed_pools::{ObservedPools, SegmentChanges};
 use crate::registrar::round::agree_on_sync;
+use crate::registrar::saved_registrations::SavedRegistrations;
 use crate::registrar::segment_key::{Generation, SegmentKey};
 use crate::registrar::settings::{Registration, Settings, Synced};
 use crate::registrar::stats::{CommunicatorStats, Counters};
@@ -59,7 +59,7 @@ pub(crate) struct SyncState {
     /// Segments with windows, in registration order.
     order: Vec<Generation>,
     /// Sleeping pools, with the registrations to restore on wake.
-    dormant: BTreeMap<PoolId, Dormant>,
+    saved: BTreeMap<PoolId, SavedRegistrations>,
     /// Number of sleeps and wakes that the ranks agreed on over this communicator: equal on all ranks.
     sleeps: u64,
     /// Registrations of pools that are attached for buffers, one per piece of memory.
@@ -203,8 +203,8 @@ impl Attachment {
         SyncActions::new(&state.segments, &buffers.events, &buffers.leaving, |_| 0).write_to(&mut state.segments);
         self.view_mut().invalidations.extend(dead);
         state.pools.acknowledge(job.allocator, snapshots, &mut synced);
-        let SyncState { dormant, pools, .. } = &mut *state;
-        dormant.retain(|pool, _| pools.registration_of(*pool).is_some());
+        let SyncState { saved, pools, .. } = &mut *state;
+        saved.retain(|pool, _| pools.registration_of(*pool).is_some());
         job.counters.registrations.add(synced.registrations);
         job.counters.deregistrations.add(synced.deregistrations);
         job.counters.rounds.add(synced.rounds);
