@@ -83,7 +83,7 @@ pub(crate) struct SyncAction {
 
 /// The state of a live segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Standing {
+pub(crate) struct LiveSegment {
     pub(crate) base: u64,
     /// End of its last mapped memory, as an offset in bytes.
     pub(crate) end_bytes: u64,
@@ -92,7 +92,7 @@ pub(crate) struct Standing {
     pub(crate) window_bytes: u64,
 }
 
-impl Standing {
+impl LiveSegment {
     /// Returns `true` if memory backs all of it. A window cannot cover a hole.
     pub(crate) fn is_whole(&self) -> bool {
         self.mapped_bytes == self.end_bytes
@@ -100,7 +100,7 @@ impl Standing {
 }
 
 /// The live segments of the pools that an attachment observes.
-pub(crate) type SegmentTable = BTreeMap<Generation, Standing>;
+pub(crate) type SegmentTable = BTreeMap<Generation, LiveSegment>;
 
 /// Returns the segment that an event concerns.
 pub(crate) fn generation(event: &SegmentEvent) -> Generation {
@@ -113,7 +113,7 @@ pub(crate) struct SyncActions {
     /// Registrations in log order, then deregistrations in log order.
     pub(crate) actions: Vec<SyncAction>,
     /// Changed segments; `None` if dead.
-    changes: BTreeMap<Generation, Option<Standing>>,
+    changes: BTreeMap<Generation, Option<LiveSegment>>,
 }
 
 impl SyncActions {
@@ -124,7 +124,7 @@ impl SyncActions {
         leaving: &[PoolId],
         ordinal: impl Fn(PoolId) -> u32,
     ) -> Self {
-        let mut changes: BTreeMap<Generation, Option<Standing>> = BTreeMap::new();
+        let mut changes: BTreeMap<Generation, Option<LiveSegment>> = BTreeMap::new();
         let (mut touched, mut dead) = (Vec::new(), Vec::new());
         for event in events {
             let segment = generation(event);
@@ -134,7 +134,7 @@ impl SyncActions {
             });
             match event.kind {
                 SegmentEventKind::Birth => {
-                    *now = Some(Standing {
+                    *now = Some(LiveSegment {
                         base: event.base.0,
                         end_bytes: event.size_bytes,
                         mapped_bytes: event.size_bytes,
