@@ -87,7 +87,7 @@ impl<L: Lock> Heap<L> {
             self.cursor.advance(checks);
             return Ok(self.allocate_planned(own, stream, requested));
         }
-        self.allocate_with_care(context, stream, requested)
+        self.allocate_in_step_slow(context, stream, requested)
     }
 
     /// Turns a free place, whose users the stream waits for, into an allocation.
@@ -105,7 +105,7 @@ impl<L: Lock> Heap<L> {
     /// differs from the plan.
     #[cold]
     #[inline(never)]
-    fn allocate_with_care<B: Backend>(
+    fn allocate_in_step_slow<B: Backend>(
         &mut self,
         context: &Context<B, L>,
         stream: StreamId,

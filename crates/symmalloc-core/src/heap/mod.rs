@@ -93,7 +93,7 @@ impl Shortage {
 const NO_SLOT: Slot = u32::MAX;
 
 /// Serials and zero-byte allocations of a heap's earlier pools.
-pub(crate) type Past = (Serials, Nothings);
+pub(crate) type Past = (Serials, ZeroSized);
 
 /// The identity of a heap.
 #[derive(Clone, Copy, Debug)]
@@ -135,7 +135,7 @@ pub(crate) struct Heap<L: Lock> {
     digest: Digest,
     serials: Serials,
     /// Live allocations of zero bytes.
-    nothings: Nothings,
+    zero_sized: ZeroSized,
     /// Names of live allocations, given by the program.
     names: LookUp<Slot, Box<str>>,
     /// Live allocations by address, if configured.
@@ -158,9 +158,9 @@ pub(crate) struct Heap<L: Lock> {
     mapped_asleep: Option<usize>,
 }
 
-/// Live allocations of zero bytes, by serial.
+/// Allocations of zero bytes that are live, by serial.
 #[derive(Default)]
-pub(crate) struct Nothings {
+pub(crate) struct ZeroSized {
     live: LookUp<NonZeroU64, ()>,
     /// Those of earlier pools. Their frees are not ops of this heap.
     earlier: LookUp<NonZeroU64, ()>,
@@ -168,11 +168,11 @@ pub(crate) struct Nothings {
     restored: SmallVec<[NonZeroU64; 1]>,
 }
 
-impl Nothings {
+impl ZeroSized {
     /// Converts the live ones to earlier ones when the pool is destroyed, so that they can still be freed.
     pub(crate) fn into_earlier(mut self) -> Self {
         self.earlier.extend(self.live);
-        Nothings { earlier: self.earlier, ..Nothings::default() }
+        ZeroSized { earlier: self.earlier, ..ZeroSized::default() }
     }
 
     fn has(&self, serial: NonZeroU64) -> bool {
@@ -222,7 +222,7 @@ impl<L: Lock> Heap<L> {
             digest: Self::digest_before_ops(&config, bytes(rules.granule), identity.stream),
             rules,
             serials: Serials::default(),
-            nothings: Nothings::default(),
+            zero_sized: ZeroSized::default(),
             names: LookUp::default(),
             pointers: None,
             journal: None,
@@ -355,7 +355,7 @@ impl<L: Lock> Heap<L> {
         }
         self.fold(op_word(Mark::AllocateNothing, stream, 0), 0);
         let serial = self.serials.next();
-        self.nothings.live.insert(serial, ());
+        self.zero_sized.live.insert(serial, ());
         Ok(Allocation {
             handle: self.handle(NO_SLOT, serial),
             address: DeviceAddress(0),
@@ -367,14 +367,14 @@ impl<L: Lock> Heap<L> {
     /// Creates a handle that stands for every allocation of zero bytes that was live when the heap was saved.
     pub(crate) fn restored_nothing(&mut self) -> Handle {
         let serial = self.serials.next();
-        self.nothings.restored.push(serial);
+        self.zero_sized.restored.push(serial);
         self.handle(NO_SLOT, serial)
     }
 
     /// Checks that an allocation of zero bytes is live.
     #[cold]
     pub(crate) fn check_nothing(&self, handle: Handle) -> Result<(), HandleError> {
-        if self.nothings.has(handle.serial()) {
+        if self.zero_sized.has(handle.serial()) {
             Ok(())
         } else if self.serials.gave(handle.serial()) {
             Err(HandleError::Stale { handle })
@@ -385,11 +385,11 @@ impl<L: Lock> Heap<L> {
 
     /// Takes the records that identify earlier handles of this heap, for the heap of a later pool that replaces it.
     pub(crate) fn take_past(&mut self) -> Past {
-        (mem::take(&mut self.serials), mem::take(&mut self.nothings).into_earlier())
+        (mem::take(&mut self.serials), mem::take(&mut self.zero_sized).into_earlier())
     }
 
-    pub(crate) fn set_past(&mut self, (serials, nothings): Past) {
-        (self.serials, self.nothings) = (serials, nothings);
+    pub(crate) fn set_past(&mut self, (serials, zero_sized): Past) {
+        (self.serials, self.zero_sized) = (serials, zero_sized);
     }
 
     /// Frees a live allocation. After an error it is still live.
@@ -479,8 +479,8 @@ impl<L: Lock> Heap<L> {
     #[cold]
     fn free_nothing(&mut self, handle: Handle) -> Result<Freed, FreeError> {
         self.check_nothing(handle)?;
-        if self.nothings.earlier.take(handle.serial()).is_none() {
-            self.nothings.live.take(handle.serial());
+        if self.zero_sized.earlier.take(handle.serial()).is_none() {
+            self.zero_sized.live.take(handle.serial());
             self.fold(op_word(Mark::FreeNothing, StreamId(0), 0), 0);
         }
         Ok(Freed { size: 0, requested_bytes: 0 })
