@@ -1,17 +1,17 @@
 //! Communicators: groups of ranks that call the same collectives in the same order.
 //!
 //! ```text
-//!  communicator.rs     the public type
-//!    builder.rs        connect, connect_env, borrow
-//!    shared.rs         state shared by the clones, the call lock
-//!    call.rs           NCCL calls: their thread (threads.rs) and deadline
-//!    ending.rs         abnormal termination (state.rs)
-//!    registering.rs    windows and buffers (registration.rs)
-//!    submit.rs         collectives (operation.rs), over buffers (buffers.rs)
-//!    unborn.rs         ranks that are about to create one
-//!    host_entry.rs     a registration or split in the flight record
-//!    watching.rs       queries by the watchdog
-//!    order.rs          one global order of communicators, on every rank
+//!  communicator.rs          the public type
+//!    builder.rs             connect, connect_env, borrow
+//!    shared.rs              state shared by the clones, the call lock
+//!    call.rs                NCCL calls: their thread (threads.rs) and deadline
+//!    ending.rs              abnormal termination (state.rs)
+//!    registering.rs         windows and buffers (registration.rs)
+//!    submit.rs              collectives (operation.rs), over buffers (buffers.rs)
+//!    pending_comm_guard.rs  ranks that are about to create one
+//!    host_entry.rs          a registration or split in the flight record
+//!    watching.rs            queries by the watchdog
+//!    order.rs               one global order of communicators, on every rank
 //! ```
 
 pub(crate) mod buffers;
@@ -21,13 +21,13 @@ mod ending;
 mod host_entry;
 pub(crate) mod operation;
 mod order;
+mod pending_comm_guard;
 mod registering;
 pub(crate) mod registration;
 mod shared;
 pub(crate) mod state;
 mod submit;
 pub(crate) mod threads;
-mod unborn;
 pub(crate) mod watching;
 
 pub use builder::CommunicatorBuilder;
@@ -46,6 +46,7 @@ use call::{Route, perform, settle};
 use cudarc::driver::CudaStream;
 use ending::{ABORT_LIMIT, Ending, end_all};
 use host_entry::HostEntry;
+use pending_comm_guard::PendingCommGuard;
 use shared::{Inner, Life, Mode, Ownership, Shared, lock};
 use std::ffi::{CString, c_int, c_void};
 use std::fmt;
@@ -56,7 +57,6 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError};
 use std::time::Duration;
 use symmalloc_cuda::CudaDevice;
 use threads::{Kept, Waited, start, wait_for};
-use unborn::Unborn;
 
 /// A safe wrapper of `ncclComm_t`. Clones are cheap and refer to the same communicator.
 ///
@@ -190,7 +190,7 @@ impl Communicator {
         let (comm, mode) = (access.comm, shared.mode);
         let order = shared.order.split(ordinal, color.unwrap_or(0));
         // Reports this rank as connecting until the new communicator is watched.
-        let _unborn = color.map(|_| Unborn::new(shared.met, shared.rank, &order));
+        let _pending = color.map(|_| PendingCommGuard::new(shared.met, shared.rank, &order));
         let entry = HostEntry::begin(shared.watched(), Stage::Split, None);
         perform(from_mut(&mut access), Stage::Split, Route::when_blocking(mode, Route::Apart), &kept, move |calls| {
             calls.split(comm, raw_color, raw_key, &out, mode == Mode::Blocking)

@@ -50,7 +50,7 @@
 //! `calls.rs` has one function per NCCL call and states its safety contract; `driver.rs` has the few driver calls.
 //! `communicator/call.rs` selects the thread and the deadline of each NCCL call, and `communicator/ending.rs` handles calls that do not
 //! return. `collectives.rs` defines the collectives once, for plain and checked use. `registrar.rs` follows the segment log of the
-//! allocator, `registrar/plan.rs` computes the steps of one sync, and `registrar/round.rs` compares the plans of all ranks in one
+//! allocator, `registrar/sync_actions.rs` computes the actions of one sync, and `registrar/round.rs` compares the plans of all ranks in one
 //! collective. `unsafe` blocks occur only in `calls.rs`, `driver.rs` and `library.rs`.
 
 mod all_to_all;
@@ -93,14 +93,14 @@ pub use registrar::checked::CheckedCollectives;
 pub use registrar::error::{AttachError, LookupError, SyncError};
 pub use registrar::invalidation::{Invalidated, InvalidationCursor};
 pub use registrar::offset_difference::{BufferPlace, CollectiveCall, OffsetDifference};
-pub use registrar::plan::{PlanStep, SegmentName, StepKind};
-pub use registrar::plan_summary::{PlanDifference, PlanField, PlanGroup, StepDifference};
 pub use registrar::segment_key::{Generation, SegmentKey};
 pub use registrar::settings::{Registration, Synced};
 pub use registrar::sleep_error::{
     Obstacle, RankObstacle, SleepDifference, SleepError, SleepField, SleepStep, Slept, Woken,
 };
 pub use registrar::stats::{CommunicatorStats, RegistrarStats};
+pub use registrar::sync_actions::{PlanStep, SegmentName, StepKind};
+pub use registrar::sync_summary::{PlanDifference, PlanField, PlanGroup, StepDifference};
 pub use registrar::window::WindowSpan;
 pub use registrar::{Registrar, RegistrarBuilder};
 pub use rendezvous::error::RendezvousError;

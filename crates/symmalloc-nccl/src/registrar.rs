@@ -10,12 +10,12 @@
 //! |---|---|
 //! | `builder.rs`, `lookup.rs` | configuration, and queries |
 //! | `attachment.rs` | state of one communicator, and its syncs |
-//! | `watchlist.rs` | observed pools, and new entries of their logs |
-//! | `plan.rs`, `plan_summary.rs` | the steps of a sync, and their comparison across ranks |
+//! | `observed_pools.rs` | observed pools, and new entries of their logs |
+//! | `sync_actions.rs`, `sync_summary.rs` | the actions of a sync, and their comparison across ranks |
 //! | `round.rs` | the collective that compares them |
 //! | `sleep.rs`, `wake.rs`, `sleep_run.rs` | sleep and wake of a pool on all ranks; one such op on one rank |
 //! | `sleep_message.rs`, `sleep_error.rs` | messages that ranks exchange meanwhile, and errors |
-//! | `ended.rs`, `attachment/resting.rs`, `dormant.rs` | ended communicators; deregistering and restoring a pool's windows on one communicator |
+//! | `ended_comm.rs`, `attachment/resting.rs`, `saved_registrations.rs` | ended communicators; deregistering and restoring a pool's windows on one communicator |
 //! | `symmetric_space.rs` | accounting of NCCL's symmetric address space |
 //! | `window.rs`, `segment_key.rs`, `invalidation.rs` | lookup results, cache keys, and their invalidation |
 //! | `scope.rs`, `checked.rs`, `offset_difference.rs` | a sync at the end of a scope; offset checks before collectives, and their reports |
@@ -28,15 +28,14 @@
 mod attachment;
 mod builder;
 pub(crate) mod checked;
-mod dormant;
-mod ended;
+mod ended_comm;
 pub(crate) mod error;
 pub(crate) mod invalidation;
 mod lookup;
+mod observed_pools;
 pub(crate) mod offset_difference;
-pub(crate) mod plan;
-pub(crate) mod plan_summary;
 mod round;
+mod saved_registrations;
 mod scope;
 pub(crate) mod segment_key;
 pub(crate) mod settings;
@@ -46,10 +45,11 @@ mod sleep_message;
 mod sleep_run;
 pub(crate) mod stats;
 mod symmetric_space;
+pub(crate) mod sync_actions;
+pub(crate) mod sync_summary;
 #[cfg(feature = "metrics")]
 mod sync_time;
 mod wake;
-mod watchlist;
 pub(crate) mod window;
 
 pub use builder::RegistrarBuilder;
@@ -58,7 +58,7 @@ use crate::communicator::{CommState, Communicator};
 use crate::error::CommError;
 use crate::version::{Capability, NcclVersion};
 use attachment::{Attachment, SyncJob};
-use ended::Ended;
+use ended_comm::EndedComm;
 use error::{AttachError, SyncError};
 use settings::{Registration, Settings, Synced};
 use smallvec::SmallVec;
@@ -106,7 +106,7 @@ pub struct Registrar {
     attachments: RwLock<Vec<Arc<Attachment>>>,
     counters: Counters,
     /// Communicators that ended and were removed from the list, but that other ranks may still mention.
-    ended: Mutex<Vec<Ended>>,
+    ended: Mutex<Vec<EndedComm>>,
 }
 
 impl Registrar {
@@ -130,7 +130,7 @@ impl Registrar {
     /// See [`AttachError`]. After an error, none of the pools is attached.
     pub fn attach(&self, comm: &Communicator, pools: &[PoolId], registration: Registration) -> Result<(), AttachError> {
         self.check(comm, pools, registration)?;
-        self.add(comm).watch(&self.allocator, pools, registration)
+        self.add(comm).observe(&self.allocator, pools, registration)
     }
 
     fn check(&self, comm: &Communicator, pools: &[PoolId], registration: Registration) -> Result<(), AttachError> {

@@ -6,7 +6,7 @@
 //!
 //! ```text
 //!  1. best fit among the heap's free blocks                                             (heap/mod.rs)
-//!  2. acquire memory: fill a hole, grow, or a new segment, within the limits            (heap/obtain.rs)
+//!  2. acquire memory: fill a hole, grow, or a new segment, within the limits            (heap/acquire.rs)
 //!  3. a configured limit refused, and the request would fit within it: release free memory as `reclaim`
 //!     allows, and retry, until the request is served or nothing is left to release         (heap/trim.rs)
 //!  4. still short, or a driver call failed: call the failure callback, at most `retries_max` times, and retry if it asks to
@@ -128,7 +128,7 @@ pub struct Allocator<B: Backend, L: Lock = Exclusive> {
 
 /// An [`Allocator`] that many threads drive. Create it with [`with_lock`](Allocator::with_lock) and put it into an `Arc`.
 ///
-/// An [`Allocator`] from [`new`](Allocator::new) stays with one thread. The compiler rejects sharing it, and names this type:
+/// An [`Allocator`] from [`new`](Allocator::new) stays with one thread. The compiler rejects sharing it:
 /// ```compile_fail,E0277
 /// # use symmalloc_core::{Allocator, Config};
 /// # use symmalloc_sim::SimBackend;

@@ -275,21 +275,21 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             let charge = heap.budgets(&self.context).charge(needed_bytes);
             charges.push(charge.map_err(|cause| RestoreError::Limit { needed_bytes, cause })?);
         }
-        let mut obtained = Vec::new();
+        let mut acquired = Vec::new();
         let outcome = heaps.iter().try_for_each(|Saved { heap, layout }| {
-            obtained.push(Vec::new());
-            heap.obtain_layout(&self.context, layout, obtained.last_mut().expect("just pushed"))
+            acquired.push(Vec::new());
+            heap.acquire_layout(&self.context, layout, acquired.last_mut().expect("just pushed"))
         });
         charges.into_iter().for_each(Charge::keep);
-        let mut obtained = obtained.into_iter();
+        let mut acquired = acquired.into_iter();
         for Saved { heap, layout } in heaps {
-            let ranges = obtained.next().unwrap_or_default();
+            let ranges = acquired.next().unwrap_or_default();
             if outcome.is_ok() {
                 heap.confirm_layout(&self.context, layout, layout.reserved_bytes());
                 let made = heap.lay_layout(&self.context, layout, ranges);
                 made.iter().for_each(|(size, requested_bytes)| self.count_allocation(*size, *requested_bytes));
             } else {
-                let kept_bytes = heap.give_obtained_back(&self.context, ranges);
+                let kept_bytes = heap.release_acquired(&self.context, ranges);
                 heap.confirm_layout(&self.context, layout, kept_bytes);
             }
         }

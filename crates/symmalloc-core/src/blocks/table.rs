@@ -322,7 +322,7 @@ impl BlockTable {
     }
 
     /// Returns the slots of all segments with their own memory, in sequence order.
-    pub(crate) fn homes_in_order(&self) -> Vec<u32> {
+    pub(crate) fn backed_segments(&self) -> Vec<u32> {
         let mut slots = self.segments_in_order();
         slots.retain(|slot| !self.segment(*slot).is_stitched);
         slots
@@ -462,7 +462,7 @@ impl Tiling<'_> {
 
     /// Extends a block that is in no index over its neighbor, which is removed.
     #[inline(always)]
-    pub(crate) fn cover(&mut self, from: Slot, to: Slot) {
+    pub(crate) fn absorb(&mut self, from: Slot, to: Slot) {
         let Block { size, location, .. } = self.blocks[from as usize];
         let taker = &mut self.blocks[to as usize];
         taker.size += size;

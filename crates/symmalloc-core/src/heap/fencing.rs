@@ -3,7 +3,7 @@
 //! While a block is allocated, uses by other streams are noted. When it is freed, they become events. They stay with
 //! the free block until the stream that takes it waits for them. Only this file makes these driver calls.
 
-use super::{Heap, Live, Outside};
+use super::{DynContext, Heap, Live};
 use crate::blocks::table::{Block, BlockState, Slot};
 use crate::config::errors::HandleError;
 use crate::history::digest::{Mark, op_word};
@@ -33,7 +33,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Records an event on every other stream that used an allocated block: all events or none.
-    pub(super) fn fence_uses(&mut self, context: &Outside<'_, L>, slot: Slot) -> Result<(), BackendError> {
+    pub(super) fn fence_uses(&mut self, context: &DynContext<'_, L>, slot: Slot) -> Result<(), BackendError> {
         let set = self.table.block(slot).fences;
         let uses = self.fences.fences(set);
         let mut fences = Fences::new();
@@ -56,7 +56,7 @@ impl<L: Lock> Heap<L> {
     /// waits for what is missing.
     pub(super) fn wait_for_earlier_users(
         &mut self,
-        context: &Outside<'_, L>,
+        context: &DynContext<'_, L>,
         slot: Slot,
         stream: StreamId,
     ) -> Result<(), BackendError> {
@@ -85,7 +85,7 @@ impl<L: Lock> Heap<L> {
 
     /// Merges the fences of one free block into those of another, so that users of the second wait for both.
     #[inline(never)]
-    pub(super) fn hand_over(table: &mut FenceTable, blocks: &mut [Block], from: Slot, to: Slot) {
+    pub(super) fn merge_fences(table: &mut FenceTable, blocks: &mut [Block], from: Slot, to: Slot) {
         let (giver, taker) = (&blocks[from as usize], &blocks[to as usize]);
         let (BlockState::Free { stream: other, since: other_since }, BlockState::Free { stream, since }) =
             (giver.state, taker.state)
@@ -111,13 +111,13 @@ impl<L: Lock> Heap<L> {
 
     /// Returns events to the backend that no fence refers to any more.
     #[inline(always)]
-    pub(crate) fn recycle_spent(&mut self, context: &Outside<'_, L>) {
+    pub(crate) fn recycle_spent(&mut self, context: &DynContext<'_, L>) {
         self.fences.drain_spent(|event| context.backend.recycle(event));
     }
 
     /// Drops the fences that have completed, according to the backend. This does not affect placement. Returns their
     /// number.
-    pub(crate) fn drop_completed_fences(&mut self, context: &Outside<'_, L>) -> Result<u64, BackendError> {
+    pub(crate) fn drop_completed_fences(&mut self, context: &DynContext<'_, L>) -> Result<u64, BackendError> {
         let mut dropped = 0;
         let places = self.places().to_vec();
         for slot in self.all_blocks().into_iter().chain(places) {
@@ -140,7 +140,7 @@ impl<L: Lock> Heap<L> {
 }
 
 /// Orders `stream` behind a fence, unless it has already waited for it.
-fn order_behind<L: Lock>(context: &Outside<'_, L>, stream: StreamId, fence: Fence) -> Result<(), BackendError> {
+fn order_behind<L: Lock>(context: &DynContext<'_, L>, stream: StreamId, fence: Fence) -> Result<(), BackendError> {
     if context.clocks.lock().covers(stream, fence.stream, fence.tick) {
         return Ok(());
     }
@@ -162,7 +162,7 @@ fn order_behind<L: Lock>(context: &Outside<'_, L>, stream: StreamId, fence: Fenc
 }
 
 /// Blocks the host until the stream's work so far has completed.
-pub(crate) fn synchronize<L: Lock>(context: &Outside<'_, L>, stream: StreamId) -> Result<(), BackendError> {
+pub(crate) fn synchronize<L: Lock>(context: &DynContext<'_, L>, stream: StreamId) -> Result<(), BackendError> {
     let moment = context.clocks.lock().moment(stream);
     context.backend.synchronize(stream)?;
     context.clocks.lock().synchronized(&moment);

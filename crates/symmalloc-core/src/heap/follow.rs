@@ -23,13 +23,13 @@
 //! ([`Schedule`]). After any other step, each stream of the plan waits for all places before the first request, and
 //! each request checks the allocations that are still live from before.
 
-use super::obtain::fresh;
-use super::{Context, Heap, Outside, Shortage};
+use super::acquire::fresh;
+use super::{Context, DynContext, Heap, Shortage};
 use crate::blocks::table::{Block, BlockState, Slot};
 use crate::config::{PlanPolicy, StreamPolicy, op::Refusal};
 use crate::history::digest::{Mark, op_word};
 use crate::plans::error::PlanError;
-use crate::plans::follower::{Follower, PlanMemory, Watch};
+use crate::plans::heap_plans::{HeapPlans, PlanMemory, RequestMode};
 use crate::plans::plan::{Plan, StepAllocation};
 use crate::plans::report::{DifferenceCause, StepReport, StepStats};
 use crate::streams::fences::{Fence, FenceSetId, Fences};
@@ -79,25 +79,25 @@ impl<L: Lock> Heap<L> {
     ) -> Result<Allocation, Box<Shortage>> {
         let blocks = self.table.blocks();
         let is_ready = |slot: &Slot| blocks[*slot as usize].is_ready_for(stream);
-        if let Some([others @ .., own]) = self.course.next_if::<false>(op_word(Mark::Allocate, stream, requested))
+        if let Some([others @ .., own]) = self.cursor.next_if::<false>(op_word(Mark::Allocate, stream, requested))
             && others.iter().all(is_ready)
             && is_ready(own)
         {
             let (own, checks) = (*own, others.len() + 1);
-            self.course.advance(checks);
-            return Ok(self.take_place(own, stream, requested));
+            self.cursor.advance(checks);
+            return Ok(self.allocate_planned(own, stream, requested));
         }
-        self.allocate_with_care(context, stream, requested)
+        self.allocate_in_step_slow(context, stream, requested)
     }
 
     /// Turns a free place, whose users the stream waits for, into an allocation.
     #[inline(always)]
-    fn take_place(&mut self, slot: Slot, stream: StreamId, requested: u64) -> Allocation {
+    fn allocate_planned(&mut self, slot: Slot, stream: StreamId, requested: u64) -> Allocation {
         let serial = self.serials.next();
         let block = self.table.block_mut(slot);
         block.state = BlockState::Allocated { stream, requested, serial };
         let Block { location, size, .. } = *block;
-        let address = |heap: &Self| heap.course.base().plus(bytes(location.offset()));
+        let address = |heap: &Self| heap.cursor.base().plus(bytes(location.offset()));
         self.announce((slot, location, size), serial, stream, requested, address)
     }
 
@@ -105,25 +105,25 @@ impl<L: Lock> Heap<L> {
     /// differs from the plan.
     #[cold]
     #[inline(never)]
-    fn allocate_with_care<B: Backend>(
+    fn allocate_in_step_slow<B: Backend>(
         &mut self,
         context: &Context<B, L>,
         stream: StreamId,
         requested: u64,
     ) -> Result<Allocation, Box<Shortage>> {
-        if self.watch == Watch::Refuse {
+        if self.request_mode == RequestMode::Refuse {
             return Err(self.refuse_asleep());
         }
-        if self.watch == Watch::Learn {
+        if self.request_mode == RequestMode::Learn {
             let allocation = self.allocate_anywhere(context, stream, requested)?;
-            let follower = self.follower.as_deref_mut().expect("it learns");
-            follower.note_allocation((stream, requested), allocation.handle.slot());
-            self.watches_frees = true;
+            let heap_plans = self.heap_plans.as_deref_mut().expect("it learns");
+            heap_plans.note_allocation((stream, requested), allocation.handle.slot());
+            self.frees_need_work = true;
             return Ok(allocation);
         }
-        let Some(checks) = self.course.next_if::<true>(op_word(Mark::Allocate, stream, requested)) else {
-            let follower = self.follower.as_deref().expect("a plan is followed");
-            let cause = follower.other_request(self.course.number(), (stream, requested));
+        let Some(checks) = self.cursor.next_if::<true>(op_word(Mark::Allocate, stream, requested)) else {
+            let heap_plans = self.heap_plans.as_deref().expect("a plan is followed");
+            let cause = heap_plans.other_request(self.cursor.number(), (stream, requested));
             self.differ(cause);
             return self.allocate_anywhere(context, stream, requested);
         };
@@ -131,10 +131,10 @@ impl<L: Lock> Heap<L> {
         let allocation = if let Some(own) = checks.last().copied() {
             // In addition, blocks from before the step that overlap it.
             let (offset, end) = (self.table.block(own).offset(), self.table.block(own).end());
-            let overlaps = |late: &Block| late.offset() < end && offset < late.end();
-            let late = self.follower.as_deref().map_or(&[][..], Follower::late).iter();
+            let overlaps = |block: &Block| block.offset() < end && offset < block.end();
+            let unexpected_live = self.heap_plans.as_deref().map_or(&[][..], HeapPlans::unexpected_live).iter();
             let mut waits: SmallVec<[Slot; 4]> = SmallVec::new();
-            for slot in checks.iter().chain(late.filter(|slot| overlaps(self.table.block(**slot)))) {
+            for slot in checks.iter().chain(unexpected_live.filter(|slot| overlaps(self.table.block(**slot)))) {
                 if !self.table.block(*slot).is_ready_for(stream) {
                     waits.push(*slot);
                 }
@@ -153,28 +153,28 @@ impl<L: Lock> Heap<L> {
                 self.fences.clear(fences);
                 self.recycle_spent(context);
             }
-            self.take_place(own, stream, requested)
+            self.allocate_planned(own, stream, requested)
         } else {
             self.allocate_anywhere(context, stream, requested)?
         };
-        self.course.advance(count);
+        self.cursor.advance(count);
         Ok(allocation)
     }
 
     /// Records the first difference. The rest of the step is placed the ordinary way.
     #[cold]
     fn differ(&mut self, cause: DifferenceCause) {
-        self.set_watch(Watch::Nothing);
-        let Some(follower) = self.follower.as_deref_mut() else { return };
-        let difference = follower.differ(self.course.number(), cause);
+        self.set_request_mode(RequestMode::Ordinary);
+        let Some(heap_plans) = self.heap_plans.as_deref_mut() else { return };
+        let difference = heap_plans.differ(self.cursor.number(), cause);
         self.fold(op_word(Mark::Differ, StreamId(0), 0), difference.number.into());
         let (pool, stream) = (self.identity.pool.0, self.identity.stream.map(|stream| stream.0));
         tracing::warn!(name: "plan.differs", target: "symmalloc", pool, stream, %difference);
     }
 
-    pub(super) fn set_watch(&mut self, watch: Watch) {
-        self.watch = watch;
-        self.direct_bytes_max = if watch == Watch::Nothing { SEGMENT_BYTES_MAX } else { 0 };
+    pub(super) fn set_request_mode(&mut self, request_mode: RequestMode) {
+        self.request_mode = request_mode;
+        self.direct_bytes_max = if request_mode == RequestMode::Ordinary { SEGMENT_BYTES_MAX } else { 0 };
     }
 
     /// Begins a step with this key.
@@ -184,20 +184,20 @@ impl<L: Lock> Heap<L> {
         }
         let allocations = self.usage.allocations_made();
         let learns = self.config.plan() == PlanPolicy::Learn;
-        let watch = self.follower.get_or_insert_default().begin(key, learns, allocations);
-        self.set_watch(watch);
-        if self.watch != Watch::Plan {
+        let request_mode = self.heap_plans.get_or_insert_default().begin(key, learns, allocations);
+        self.set_request_mode(request_mode);
+        if self.request_mode != RequestMode::Plan {
             // The step uses the memory of plans as ordinary memory.
             return self.dissolve_plans(context);
         }
         if let Err(cause) = self.place_plans(context) {
             return self.differ(cause);
         }
-        let follower = self.follower.as_deref_mut().expect("there is a plan");
+        let heap_plans = self.heap_plans.as_deref_mut().expect("there is a plan");
         let live = |slot: &Slot| !self.table.block(*slot).is_free();
-        self.course = follower.lend();
-        self.course.set_late(follower.note_live(live));
-        if !follower.is_continued()
+        self.cursor = heap_plans.take_cursor();
+        self.cursor.set_unexpected(heap_plans.note_live(live));
+        if !heap_plans.is_continued()
             && let Err(error) = self.wait_for_all_places(context)
         {
             // Other ranks may follow the plan, so the digest records that this one does not.
@@ -224,14 +224,14 @@ impl<L: Lock> Heap<L> {
             let (pool, stream) = (self.identity.pool.0, self.identity.stream.map(|stream| stream.0));
             let size_bytes = plans.memory_bytes();
             tracing::warn!(name: "plan.refused", target: "symmalloc", pool, stream, size_bytes, cause = ?shortage);
-            self.follower.as_deref_mut().expect("there is a plan").give_up();
+            self.heap_plans.as_deref_mut().expect("there is a plan").give_up();
             DifferenceCause::Memory
         })
     }
 
     /// Orders each stream of the plans behind all users of their places.
     fn wait_for_all_places<B: Backend>(&mut self, context: &Context<B, L>) -> Result<(), BackendError> {
-        let memory = self.follower.as_deref().and_then(Follower::memory).expect("there is a plan");
+        let memory = self.heap_plans.as_deref().and_then(HeapPlans::memory).expect("there is a plan");
         let (places, streams) = (memory.places.clone(), memory.streams.clone());
         for slot in places.into_iter().filter(|slot| self.table.block(*slot).is_free()).collect::<Vec<_>>() {
             for stream in &streams {
@@ -244,9 +244,9 @@ impl<L: Lock> Heap<L> {
     /// Ends the step. A heap that learns may have a new plan afterwards.
     pub(crate) fn end_step(&mut self, key: u64) -> StepReport {
         let allocations = self.usage.allocations_made();
-        let Some(follower) = self.follower.as_deref_mut() else { return StepReport::default() };
-        let (report, learned) = follower.end(self.watch, std::mem::take(&mut self.course), allocations);
-        self.set_watch(Watch::Nothing);
+        let Some(heap_plans) = self.heap_plans.as_deref_mut() else { return StepReport::default() };
+        let (report, learned) = heap_plans.end(self.request_mode, std::mem::take(&mut self.cursor), allocations);
+        self.set_request_mode(RequestMode::Ordinary);
         if self.has_history() {
             self.fold(op_word(Mark::EndStep, StreamId(0), 0), report.planned);
         }
@@ -282,16 +282,16 @@ impl<L: Lock> Heap<L> {
         };
         let plans = steps.into_iter().map(solve).collect::<Result<_, _>>().and_then(|plans| self.prepare(plans));
         let (pool, stream) = (self.identity.pool.0, self.identity.stream.map(|stream| stream.0));
-        let follower = self.follower.as_deref_mut().expect("it has learned");
+        let heap_plans = self.heap_plans.as_deref_mut().expect("it has learned");
         match plans {
             Ok(plans) => {
                 let plan_bytes = plans.memory_bytes();
                 tracing::info!(name: "plan.learned", target: "symmalloc", pool, stream, key, plan_bytes);
-                follower.set_plans(plans.plans.into_iter());
+                heap_plans.set_plans(plans.plans.into_iter());
             }
             Err(error) => {
                 tracing::warn!(name: "plan.failed", target: "symmalloc", pool, stream, key, %error);
-                follower.give_up();
+                heap_plans.give_up();
             }
         }
     }
@@ -329,7 +329,7 @@ impl<L: Lock> Heap<L> {
     ) -> Result<(), Box<Shortage>> {
         self.dissolve_plans(context);
         let plans = prepared.plans.iter().cloned();
-        self.follower.get_or_insert_default().set_plans(plans);
+        self.heap_plans.get_or_insert_default().set_plans(plans);
         let installed = self.install(context, prepared);
         if installed.is_err() {
             self.drop_plans(context);
@@ -340,8 +340,8 @@ impl<L: Lock> Heap<L> {
     /// Drops the plans with their memory and everything that was learned.
     pub(crate) fn drop_plans<B: Backend>(&mut self, context: &Context<B, L>) {
         self.dissolve_plans(context);
-        if let Some(follower) = &mut self.follower {
-            follower.forget();
+        if let Some(heap_plans) = &mut self.heap_plans {
+            heap_plans.forget();
         }
     }
 
@@ -356,7 +356,7 @@ impl<L: Lock> Heap<L> {
             let _kept_by_the_driver = self.trim(context, None);
         }
         let mapped_before = self.mapped_bytes;
-        let found = fit.map_or_else(|| self.obtain(context, streams[0], size), Ok);
+        let found = fit.map_or_else(|| self.acquire_memory(context, streams[0], size), Ok);
         let ready = found.and_then(|slot| {
             let waited = streams.iter().try_for_each(|stream| self.wait_for_earlier_users(context, slot, *stream));
             waited.map(|()| slot).map_err(|error| Box::new(Shortage::Fence(error)))
@@ -389,17 +389,17 @@ impl<L: Lock> Heap<L> {
         let places = slots.values().copied().collect();
         let base = self.table.segment(self.table.block(memory).segment).range.base;
         let memory = PlanMemory { block: memory, base, size_bytes: bytes(size), places, streams: streams.clone() };
-        self.follower.as_deref_mut().expect("it knows the plans").install(schedules, &slots, memory);
-        self.watches_frees = true;
+        self.heap_plans.as_deref_mut().expect("it knows the plans").install(schedules, &slots, memory);
+        self.frees_need_work = true;
         self.recycle_spent(context);
         Ok(())
     }
 
     /// Removes the memory of plans, if there is any. Live allocations in it become ordinary blocks, and the rest
     /// becomes free.
-    pub(crate) fn dissolve_plans(&mut self, context: &Outside<'_, L>) {
+    pub(crate) fn dissolve_plans(&mut self, context: &DynContext<'_, L>) {
         let Some(PlanMemory { block: memory, places, streams, .. }) =
-            self.follower.as_deref_mut().and_then(Follower::take_memory)
+            self.heap_plans.as_deref_mut().and_then(HeapPlans::take_memory)
         else {
             return;
         };
@@ -429,7 +429,7 @@ impl<L: Lock> Heap<L> {
         }
         for piece in pieces {
             self.table.block_mut(piece).fences = self.fences.insert(fences.clone());
-            self.put_back(piece);
+            self.coalesce(piece);
         }
         self.recycle_spent(context);
     }
@@ -437,7 +437,7 @@ impl<L: Lock> Heap<L> {
     /// Returns the state and fences of the memory of these free places: its next user waits for all their users so far.
     /// Earlier users, from before the plans, are covered by a wait for any stream of the plans, since each of them has
     /// waited.
-    fn free_after(&self, context: &Outside<'_, L>, places: &[Slot], of_plans: StreamId) -> (BlockState, Fences) {
+    fn free_after(&self, context: &DynContext<'_, L>, places: &[Slot], of_plans: StreamId) -> (BlockState, Fences) {
         let mut users: SmallVec<[StreamId; 4]> = SmallVec::new();
         for slot in places {
             let block = self.table.block(*slot);
@@ -463,31 +463,31 @@ impl<L: Lock> Heap<L> {
 
     /// Returns the plans in the order of their adoption.
     pub(crate) fn plans(&self) -> Vec<Arc<Plan>> {
-        self.follower.as_deref().map_or_else(Vec::new, Follower::plans)
+        self.heap_plans.as_deref().map_or_else(Vec::new, HeapPlans::plans)
     }
 
     /// Returns `true` if later steps depend on earlier ones: the heap has plans or learns some.
     pub(crate) fn remembers_steps(&self) -> bool {
-        self.follower.as_deref().is_some_and(Follower::remembers)
+        self.heap_plans.as_deref().is_some_and(HeapPlans::remembers)
     }
 
     /// Returns the bytes of the plan memory.
     pub(crate) fn plan_bytes(&self) -> u64 {
-        self.follower.as_deref().map_or(0, Follower::memory_bytes)
+        self.heap_plans.as_deref().map_or(0, HeapPlans::memory_bytes)
     }
 
     pub(crate) fn step_stats(&self) -> StepStats {
-        self.follower.as_deref().map_or_else(StepStats::default, Follower::stats)
+        self.heap_plans.as_deref().map_or_else(StepStats::default, HeapPlans::stats)
     }
 
     /// Returns the slots of all places of plans.
     pub(super) fn places(&self) -> &[Slot] {
-        self.follower.as_deref().and_then(Follower::memory).map_or(&[], |memory| &memory.places)
+        self.heap_plans.as_deref().and_then(HeapPlans::memory).map_or(&[], |memory| &memory.places)
     }
 
     /// Returns the block in which plans place allocations.
     pub(super) fn plan_memory(&self) -> Option<Slot> {
-        self.follower.as_deref().and_then(Follower::memory).map(|memory| memory.block)
+        self.heap_plans.as_deref().and_then(HeapPlans::memory).map(|memory| memory.block)
     }
 
     /// Returns the slots of places with live allocations, in offset order.

@@ -197,8 +197,8 @@ fn live_ones_are_sane<L: Lock>(heap: &Heap<L>) -> bool {
     let is_named_and_live = |(slot, block): &(Slot, &Block)| {
         matches!(block.state, BlockState::Allocated { .. }) && heap.names.find(*slot).is_some()
     };
-    let frees_are_watched = heap.watches_frees || heap.names.is_empty() && heap.places().is_empty();
-    sane && frees_are_watched && blocks_and_places(heap).filter(is_named_and_live).count() == heap.names.len()
+    let frees_are_handled = heap.frees_need_work || heap.names.is_empty() && heap.places().is_empty();
+    sane && frees_are_handled && blocks_and_places(heap).filter(is_named_and_live).count() == heap.names.len()
 }
 
 fn extents_are_granular<L: Lock>(heap: &Heap<L>) -> bool {

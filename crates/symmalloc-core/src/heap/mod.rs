@@ -3,13 +3,13 @@
 //! A heap combines these types. The [`BlockTable`] holds blocks and segments, the [`FreeIndex`] the free
 //! blocks in the order of rule D2, the [`FenceTable`] the waits of each block's next user, and [`SizeRules`] the sizes.
 //! This file keeps them consistent and folds each decision into the digest. Work that needs the driver has its own
-//! files: [`obtain`] and [`stitch`] if nothing fits, [`fencing`] if other streams used a block, [`trim`] to release
+//! files: [`acquire`] and [`stitch`] if nothing fits, [`fencing`] if other streams used a block, [`trim`] to release
 //! memory.
 //!
 //! ```text
 //!  allocate   best fit in the free index ──found──► wait for its fences ─► split ─► allocated
 //!                     │ nothing fits                        ▲
-//!                     └──────► obtain: grow, or new segment ┘
+//!                     └──────► acquire: grow or new segment ┘
 //!  free       fence other streams' uses ─► merge with free neighbors ─► into the free index
 //! ```
 //!
@@ -19,10 +19,10 @@
 //! Everything that a decision reads is in the heap or in its pool's configuration. That makes heaps independent (rule
 //! D8) and the heap's lock the only lock of a cache hit. The fields are private to this module.
 
+mod acquire;
 pub(crate) mod fencing;
 mod follow;
 pub(crate) mod invariants;
-mod obtain;
 mod rejoin;
 pub(crate) mod revive;
 mod rewind;
@@ -40,8 +40,8 @@ use crate::config::size_rules::SizeRules;
 use crate::history::digest::{Digest, Mark, op_word};
 use crate::history::journal::Journal;
 use crate::history::segment_log::SegmentLog;
-use crate::plans::course::Course;
-use crate::plans::follower::{Follower, Watch};
+use crate::plans::heap_plans::{HeapPlans, RequestMode};
+use crate::plans::plan_cursor::PlanCursor;
 use crate::pointers::{PointerMap, SegmentDirectory};
 use crate::stats::budget::Budget;
 use crate::stats::usage::{RareCounts, Usage};
@@ -68,7 +68,7 @@ pub(crate) struct Context<B: ?Sized, L: Lock> {
 }
 
 /// The context without the backend's type, for code that calls the driver and need not be monomorphized.
-pub(crate) type Outside<'a, L> = Context<dyn Backend + 'a, L>;
+pub(crate) type DynContext<'a, L> = Context<dyn Backend + 'a, L>;
 
 /// The reason why a heap could not serve a request.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -93,7 +93,7 @@ impl Shortage {
 const NO_SLOT: Slot = u32::MAX;
 
 /// Serials and zero-byte allocations of a heap's earlier pools.
-pub(crate) type Past = (Serials, Nothings);
+pub(crate) type Past = (Serials, ZeroSized);
 
 /// The identity of a heap.
 #[derive(Clone, Copy, Debug)]
@@ -135,32 +135,32 @@ pub(crate) struct Heap<L: Lock> {
     digest: Digest,
     serials: Serials,
     /// Live allocations of zero bytes.
-    nothings: Nothings,
+    zero_sized: ZeroSized,
     /// Names of live allocations, given by the program.
     names: LookUp<Slot, Box<str>>,
     /// Live allocations by address, if configured.
     pointers: Option<PointerMap>,
     /// The recent ops that agreement compares. Only heaps of symmetric pools have one.
     journal: Option<Box<Journal>>,
-    /// Additional treatment of requests: [`Watch::Nothing`] unless a step is open or the pool sleeps.
-    watch: Watch,
-    /// Requests from 1 to this many bytes are placed by best fit directly. 0 while [`watch`](Self::watch) requires
-    /// more.
+    /// The mode of serving requests: [`RequestMode::Ordinary`] unless a step is open or the pool sleeps.
+    request_mode: RequestMode,
+    /// Requests from 1 to this many bytes are placed by best fit directly. 0 while
+    /// [`request_mode`](Self::request_mode) requires more.
     direct_bytes_max: u64,
     /// `true` if frees need more work: an allocation has a name, is logged to learn a plan, or may occupy a planned
     /// block.
-    watches_frees: bool,
+    frees_need_work: bool,
     /// Cursor of the active plan; empty otherwise.
-    course: Course,
+    cursor: PlanCursor,
     /// The plans and the state of the step; created at the first step or plan.
-    follower: Option<Box<Follower>>,
+    heap_plans: Option<Box<HeapPlans>>,
     /// Number of mappings that exist while the pool sleeps; `None` while it is awake.
     mapped_asleep: Option<usize>,
 }
 
-/// Live allocations of zero bytes, by serial.
+/// Allocations of zero bytes that are live, by serial.
 #[derive(Default)]
-pub(crate) struct Nothings {
+pub(crate) struct ZeroSized {
     live: LookUp<NonZeroU64, ()>,
     /// Those of earlier pools. Their frees are not ops of this heap.
     earlier: LookUp<NonZeroU64, ()>,
@@ -168,11 +168,11 @@ pub(crate) struct Nothings {
     restored: SmallVec<[NonZeroU64; 1]>,
 }
 
-impl Nothings {
+impl ZeroSized {
     /// Converts the live ones to earlier ones when the pool is destroyed, so that they can still be freed.
     pub(crate) fn into_earlier(mut self) -> Self {
         self.earlier.extend(self.live);
-        Nothings { earlier: self.earlier, ..Nothings::default() }
+        ZeroSized { earlier: self.earlier, ..ZeroSized::default() }
     }
 
     fn has(&self, serial: NonZeroU64) -> bool {
@@ -222,15 +222,15 @@ impl<L: Lock> Heap<L> {
             digest: Self::digest_before_ops(&config, bytes(rules.granule), identity.stream),
             rules,
             serials: Serials::default(),
-            nothings: Nothings::default(),
+            zero_sized: ZeroSized::default(),
             names: LookUp::default(),
             pointers: None,
             journal: None,
-            watch: Watch::Nothing,
+            request_mode: RequestMode::Ordinary,
             direct_bytes_max: SEGMENT_BYTES_MAX,
-            watches_frees: false,
-            course: Course::default(),
-            follower: None,
+            frees_need_work: false,
+            cursor: PlanCursor::default(),
+            heap_plans: None,
             mapped_asleep: None,
             config,
         }
@@ -288,7 +288,7 @@ impl<L: Lock> Heap<L> {
         requested: u64,
     ) -> Result<Allocation, Box<Shortage>> {
         let mapped_before = self.mapped_bytes;
-        let found = fit.map_or_else(|| self.obtain(context, stream, size), Ok);
+        let found = fit.map_or_else(|| self.acquire_memory(context, stream, size), Ok);
         let placed = found.and_then(|slot| {
             let waited = self.wait_for_earlier_users(context, slot, stream);
             waited.map_err(|error| Box::new(Shortage::Fence(error)))?;
@@ -355,7 +355,7 @@ impl<L: Lock> Heap<L> {
         }
         self.fold(op_word(Mark::AllocateNothing, stream, 0), 0);
         let serial = self.serials.next();
-        self.nothings.live.insert(serial, ());
+        self.zero_sized.live.insert(serial, ());
         Ok(Allocation {
             handle: self.handle(NO_SLOT, serial),
             address: DeviceAddress(0),
@@ -367,14 +367,14 @@ impl<L: Lock> Heap<L> {
     /// Creates a handle that stands for every allocation of zero bytes that was live when the heap was saved.
     pub(crate) fn restored_nothing(&mut self) -> Handle {
         let serial = self.serials.next();
-        self.nothings.restored.push(serial);
+        self.zero_sized.restored.push(serial);
         self.handle(NO_SLOT, serial)
     }
 
     /// Checks that an allocation of zero bytes is live.
     #[cold]
     pub(crate) fn check_nothing(&self, handle: Handle) -> Result<(), HandleError> {
-        if self.nothings.has(handle.serial()) {
+        if self.zero_sized.has(handle.serial()) {
             Ok(())
         } else if self.serials.gave(handle.serial()) {
             Err(HandleError::Stale { handle })
@@ -385,11 +385,11 @@ impl<L: Lock> Heap<L> {
 
     /// Takes the records that identify earlier handles of this heap, for the heap of a later pool that replaces it.
     pub(crate) fn take_past(&mut self) -> Past {
-        (mem::take(&mut self.serials), mem::take(&mut self.nothings).into_earlier())
+        (mem::take(&mut self.serials), mem::take(&mut self.zero_sized).into_earlier())
     }
 
-    pub(crate) fn set_past(&mut self, (serials, nothings): Past) {
-        (self.serials, self.nothings) = (serials, nothings);
+    pub(crate) fn set_past(&mut self, (serials, zero_sized): Past) {
+        (self.serials, self.zero_sized) = (serials, zero_sized);
     }
 
     /// Frees a live allocation. After an error it is still live.
@@ -454,11 +454,11 @@ impl<L: Lock> Heap<L> {
         }
         self.usage.free(size, requested);
         self.fold(op_word(Mark::Free, stream, 0), location.word());
-        if self.watches_frees && !(is_place && self.names.is_empty()) {
+        if self.frees_need_work && !(is_place && self.names.is_empty()) {
             self.note_free(slot);
         }
         if !is_place {
-            self.put_back(slot);
+            self.coalesce(slot);
         }
         self.recycle_spent(context);
         Freed { size, requested_bytes: requested }
@@ -472,15 +472,15 @@ impl<L: Lock> Heap<L> {
         {
             journal.name_newest(&name);
         }
-        let is_followed = self.follower.as_deref_mut().is_some_and(|follower| follower.note_free(slot));
-        self.watches_frees = is_followed || !self.names.is_empty();
+        let is_followed = self.heap_plans.as_deref_mut().is_some_and(|heap_plans| heap_plans.note_free(slot));
+        self.frees_need_work = is_followed || !self.names.is_empty();
     }
 
     #[cold]
     fn free_nothing(&mut self, handle: Handle) -> Result<Freed, FreeError> {
         self.check_nothing(handle)?;
-        if self.nothings.earlier.take(handle.serial()).is_none() {
-            self.nothings.live.take(handle.serial());
+        if self.zero_sized.earlier.take(handle.serial()).is_none() {
+            self.zero_sized.live.take(handle.serial());
             self.fold(op_word(Mark::FreeNothing, StreamId(0), 0), 0);
         }
         Ok(Freed { size: 0, requested_bytes: 0 })
@@ -514,7 +514,7 @@ impl<L: Lock> Heap<L> {
     ///            block   + free    ──►  next
     /// ```
     #[inline(always)]
-    fn put_back(&mut self, slot: Slot) -> Slot {
+    fn coalesce(&mut self, slot: Slot) -> Slot {
         let mut tiling = self.table.tiling();
         let Block { prev, next, .. } = tiling.blocks()[slot as usize];
         let mut merged = slot;
@@ -527,9 +527,9 @@ impl<L: Lock> Heap<L> {
                 let (giver, taker) = (&blocks[from as usize], &blocks[to as usize]);
                 // In a heap of one stream, all blocks have that stream as their owner.
                 if !giver.fences.is_empty() || self.identity.stream.is_none() && giver.state != taker.state {
-                    Self::hand_over(&mut self.fences, blocks, from, to);
+                    Self::merge_fences(&mut self.fences, blocks, from, to);
                 }
-                tiling.cover(from, to);
+                tiling.absorb(from, to);
                 merged = to;
             }
         }

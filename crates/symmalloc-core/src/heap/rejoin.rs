@@ -4,11 +4,11 @@
 //! ```text
 //!  charge every heap ─► reserve and map every segment, in (stream, sequence) order ─► create the blocks, log the births
 //!         │ limit                      │ driver                                            cannot fail
-//!         └► refund                    └► release obtained memory, refund
+//!         └► refund                    └► release acquired memory, refund
 //! ```
 
-use super::obtain::{fresh, trace_segment};
-use super::{Heap, Outside};
+use super::acquire::{fresh, trace_segment};
+use super::{DynContext, Heap};
 use crate::blocks::table::{BlockState, Slot};
 use crate::config::SegmentPolicy;
 use crate::history::layout::{AllocationLayout, HeapLayout, SegmentLayout};
@@ -19,25 +19,25 @@ use crate::types::backend::{Backend, BackendError, Range};
 use crate::types::units::{UNIT_BYTES, Units, bytes, units};
 
 /// A range for a segment, with its mapped parts so far.
-pub(crate) struct ObtainedRange {
+pub(crate) struct AcquiredRange {
     range: Range,
     mapped: Extents,
 }
 
 impl<L: Lock> Heap<L> {
     /// Confirms that `there_bytes` of a layout's memory exist, and refunds the rest of the charge.
-    pub(crate) fn confirm_layout(&self, context: &Outside<'_, L>, layout: &HeapLayout, there_bytes: u64) {
+    pub(crate) fn confirm_layout(&self, context: &DynContext<'_, L>, layout: &HeapLayout, there_bytes: u64) {
         self.budgets(context).refund(layout.reserved_bytes() - there_bytes);
         self.budgets(context).confirm(there_bytes);
     }
 
-    /// Reserves and maps the segments of a layout, whose memory is already charged. On an error, `obtained` lists what
+    /// Reserves and maps the segments of a layout, whose memory is already charged. On an error, `acquired` lists what
     /// was acquired.
-    pub(crate) fn obtain_layout(
+    pub(crate) fn acquire_layout(
         &self,
-        context: &Outside<'_, L>,
+        context: &DynContext<'_, L>,
         layout: &HeapLayout,
-        obtained: &mut Vec<ObtainedRange>,
+        acquired: &mut Vec<AcquiredRange>,
     ) -> Result<(), BackendError> {
         for segment in &layout.segments {
             let range_bytes = match self.config.segments() {
@@ -47,21 +47,21 @@ impl<L: Lock> Heap<L> {
                 SegmentPolicy::Fixed(_) | SegmentPolicy::Reserved { .. } => segment.end_bytes(),
             };
             let range = self.reserve_range(context, range_bytes)?;
-            obtained.push(ObtainedRange { range, mapped: Extents::new() });
+            acquired.push(AcquiredRange { range, mapped: Extents::new() });
             for extent in &segment.extents {
                 self.back(context, range, extent.offset_bytes, extent.size_bytes)?;
-                let newest = obtained.last_mut().expect("just pushed");
+                let newest = acquired.last_mut().expect("just pushed");
                 newest.mapped.push((extent.offset_bytes, extent.size_bytes));
             }
         }
         Ok(())
     }
 
-    /// Undoes [`obtain_layout`](Self::obtain_layout). Memory that the driver does not take back stays until a trim
+    /// Undoes [`acquire_layout`](Self::acquire_layout). Memory that the driver does not take back stays until a trim
     /// succeeds. Returns its bytes, which stay charged.
-    pub(crate) fn give_obtained_back(&mut self, context: &Outside<'_, L>, obtained: Vec<ObtainedRange>) -> u64 {
+    pub(crate) fn release_acquired(&mut self, context: &DynContext<'_, L>, acquired: Vec<AcquiredRange>) -> u64 {
         let mut kept_bytes = 0;
-        for ObtainedRange { range, mut mapped } in obtained {
+        for AcquiredRange { range, mut mapped } in acquired {
             if give_back(&context.backend, range, &mut mapped).is_err() {
                 kept_bytes += mapped.iter().map(|(_, size)| size).sum::<u64>();
                 self.log.keep_stray(range, mapped, false);
@@ -74,18 +74,18 @@ impl<L: Lock> Heap<L> {
     /// of the live allocations.
     pub(crate) fn lay_layout(
         &mut self,
-        context: &Outside<'_, L>,
+        context: &DynContext<'_, L>,
         layout: &HeapLayout,
-        obtained: Vec<ObtainedRange>,
+        acquired: Vec<AcquiredRange>,
     ) -> Vec<(Units, u64)> {
-        for (segment, ObtainedRange { range, .. }) in layout.segments.iter().zip(obtained) {
+        for (segment, AcquiredRange { range, .. }) in layout.segments.iter().zip(acquired) {
             self.lay_segment(context, segment, range);
         }
         self.carve_layout(context, layout)
     }
 
     /// Turns the memory of a saved segment into free blocks with holes between them.
-    fn lay_segment(&mut self, context: &Outside<'_, L>, saved: &SegmentLayout, range: Range) {
+    fn lay_segment(&mut self, context: &DynContext<'_, L>, saved: &SegmentLayout, range: Range) {
         let free = fresh(self.identity.stream.unwrap_or_default());
         let mut end_bytes = 0;
         let parts = saved.extents.iter().flat_map(|extent| {
@@ -141,7 +141,7 @@ impl<L: Lock> Heap<L> {
             Some(name) => self.names.insert(slot, name.clone()),
             None => drop(self.names.take(slot)),
         }
-        self.watches_frees |= saved.name.is_some();
+        self.frees_need_work |= saved.name.is_some();
     }
 }
 

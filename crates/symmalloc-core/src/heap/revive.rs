@@ -11,7 +11,7 @@
 //!   revived     │ a │  b  │ free │ c │  free  │ free        │     b and c: an `Allocate` each in the digest, and in a recording
 //! ```
 
-use super::{Heap, Outside};
+use super::{DynContext, Heap};
 use crate::blocks::table::{BlockState, Slot};
 use crate::config::restore_error::RestoreError;
 use crate::history::digest::{Mark, op_word};
@@ -39,7 +39,7 @@ pub(crate) struct Revived {
 impl<L: Lock> Heap<L> {
     /// Makes every saved allocation live that is not. The heap may have more memory than the layout. Returns all of
     /// them in (sequence, offset) order.
-    pub(crate) fn revive_layout(&mut self, context: &Outside<'_, L>, layout: &HeapLayout) -> Vec<Revived> {
+    pub(crate) fn revive_layout(&mut self, context: &DynContext<'_, L>, layout: &HeapLayout) -> Vec<Revived> {
         let mut revived = Vec::new();
         let mut saved = layout.segments.iter().peekable();
         for segment in self.table.segments_in_order() {
@@ -62,7 +62,7 @@ impl<L: Lock> Heap<L> {
     /// stream may have waited.
     pub(crate) fn revive(
         &mut self,
-        context: &Outside<'_, L>,
+        context: &DynContext<'_, L>,
         placement: Placement,
         saved: &AllocationLayout,
     ) -> Result<Revived, RestoreError> {

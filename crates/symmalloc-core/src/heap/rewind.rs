@@ -3,14 +3,14 @@
 //! ```text
 //!  plan       compare the blocks with the layout; refuse a mismatch                nothing changes
 //!  wait       streams wait for the earlier users of their restored memory          nothing that affects decisions
-//!  release    segments and memory obtained since, in (stream, sequence) order      the driver may fail: restore again
+//!  release    segments and memory acquired since, in (stream, sequence) order      the driver may fail: restore again
 //!  carve      saved allocations out of free blocks; continue the saved history     cannot fail
 //! ```
 //!
 //! A *revival* plans, waits and carves, but releases nothing and continues the heap's own history, see `revive.rs`.
 
 use super::fencing::synchronize;
-use super::{Heap, Outside};
+use super::{DynContext, Heap};
 use crate::blocks::table::{BlockState, Slot};
 use crate::config::restore_error::{LayoutError, RestoreError};
 use crate::history::layout::{AllocationLayout, Extent, HeapLayout, SegmentLayout};
@@ -80,7 +80,11 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Makes streams wait for the earlier users of the memory that they get back.
-    pub(crate) fn wait_for_rewind(&mut self, context: &Outside<'_, L>, plan: &RewindPlan) -> Result<(), RestoreError> {
+    pub(crate) fn wait_for_rewind(
+        &mut self,
+        context: &DynContext<'_, L>,
+        plan: &RewindPlan,
+    ) -> Result<(), RestoreError> {
         for &(slot, stream) in &plan.waits {
             let waited = self.wait_for_earlier_users(context, slot, stream);
             waited.map_err(|error| RestoreError::Fence { stream, error })?;
@@ -90,7 +94,7 @@ impl<L: Lock> Heap<L> {
 
     /// Recreates every saved allocation that is not live, and restores the saved history. The heap must have exactly the
     /// memory of the layout. Returns the size and requested bytes of each new live allocation.
-    pub(crate) fn carve_layout(&mut self, context: &Outside<'_, L>, layout: &HeapLayout) -> Vec<(Units, u64)> {
+    pub(crate) fn carve_layout(&mut self, context: &DynContext<'_, L>, layout: &HeapLayout) -> Vec<(Units, u64)> {
         let segments = self.table.segments_in_order();
         assert_eq!(segments.len(), layout.segments.len(), "surplus segments were released");
         let mut made = Vec::new();
@@ -186,7 +190,7 @@ impl<L: Lock> Heap<L> {
     /// Releases the memory that the layout lacks. Every step leaves the heap consistent and is in the digest.
     pub(crate) fn give_surplus_back(
         &mut self,
-        context: &Outside<'_, L>,
+        context: &DynContext<'_, L>,
         plan: &RewindPlan,
     ) -> Result<(), BackendError> {
         for surplus in &plan.surplus {

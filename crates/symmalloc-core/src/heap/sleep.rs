@@ -12,13 +12,13 @@
 //! driver call fails, and memory exists whenever an alias maps it a second time.
 
 use super::trim::Released;
-use super::{Heap, Outside, Shortage};
+use super::{DynContext, Heap, Shortage};
 use crate::blocks::table::BlockState;
 use crate::config::errors::OutOfMemoryCause;
 use crate::config::op::Contents;
 use crate::history::digest::{Mark, op_word};
 use crate::history::segment_log::Extents;
-use crate::plans::follower::Watch;
+use crate::plans::heap_plans::RequestMode;
 use crate::sync::lock::Lock;
 use crate::types::backend::{Part, Place};
 use crate::types::ids::StreamId;
@@ -55,27 +55,27 @@ impl<L: Lock> Heap<L> {
     /// Starts to refuse requests. The memory still exists, and no step is open.
     pub(crate) fn fall_asleep(&mut self) {
         if !self.is_asleep() {
-            debug_assert!(self.watch == Watch::Nothing);
+            debug_assert!(self.request_mode == RequestMode::Ordinary);
             self.mapped_asleep = Some(self.mappings().len());
-            self.set_watch(Watch::Refuse);
+            self.set_request_mode(RequestMode::Refuse);
         }
     }
 
     /// Starts to serve requests. All memory exists. In an awake heap, an open step continues.
     pub(crate) fn wake_up(&mut self) {
         if self.mapped_asleep.take().is_some() {
-            self.set_watch(Watch::Nothing);
+            self.set_request_mode(RequestMode::Ordinary);
         }
     }
 
     /// Returns all mappings: the memory first, then its aliases.
     fn mappings(&self) -> Vec<Mapping> {
-        let homes = self.table.homes_in_order().into_iter().flat_map(|segment| {
+        let in_segments = self.table.backed_segments().into_iter().flat_map(|segment| {
             let range = self.table.segment(segment).range;
             let mapping = move |(offset, size_bytes)| Mapping { at: (range, offset), size_bytes, source: None };
             self.extents_of(segment).into_iter().map(mapping)
         });
-        let mut mappings: Vec<Mapping> = homes.collect();
+        let mut mappings: Vec<Mapping> = in_segments.collect();
         let size_bytes = bytes(self.rules.granule);
         for stitched in &self.stitched {
             let range = self.table.segment(stitched.segment).range;
@@ -102,7 +102,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Returns `true` if a dead range still aliases memory of the heap, because an observer or the driver holds it.
-    pub(crate) fn has_retired_stitched(&mut self, context: &Outside<'_, L>) -> bool {
+    pub(crate) fn has_retired_stitched(&mut self, context: &DynContext<'_, L>) -> bool {
         self.log.has_stitched() && {
             let _tried = self.release_retired(context);
             self.log.has_stitched()
@@ -153,7 +153,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Releases the memory of a sleeping heap to the device. Nothing uses it.
-    pub(crate) fn unmap_asleep(&mut self, context: &Outside<'_, L>) -> Released {
+    pub(crate) fn unmap_asleep(&mut self, context: &DynContext<'_, L>) -> Released {
         let (mut released, mapped) = (Released::default(), self.mapped_asleep.unwrap_or(0));
         for (at, mapping) in self.mappings().iter().enumerate().take(mapped).rev() {
             let (range, offset_bytes) = mapping.at;
@@ -169,7 +169,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Maps the memory of a sleeping heap at its old addresses. Returns the mapped bytes.
-    pub(crate) fn map_asleep(&mut self, context: &Outside<'_, L>) -> Result<u64, OutOfMemoryCause> {
+    pub(crate) fn map_asleep(&mut self, context: &DynContext<'_, L>) -> Result<u64, OutOfMemoryCause> {
         let Some(mapped) = self.mapped_asleep else { return Ok(0) };
         let mut mapped_bytes = 0;
         for (mapping, count) in self.mappings()[mapped..].iter().zip(mapped + 1..) {

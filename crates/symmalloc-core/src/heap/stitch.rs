@@ -16,10 +16,10 @@
 //! A refused request has changed nothing. If the driver fails between growth and the last mapping, the memory has
 //! grown, and the digest records both.
 
+use super::acquire::Missing;
 use super::fencing::synchronize;
-use super::obtain::Missing;
 use super::rejoin::give_back;
-use super::{Heap, Outside, Shortage};
+use super::{DynContext, Heap, Shortage};
 use crate::blocks::FreeKey;
 use crate::blocks::stitched::{Granule, StitchedRange};
 use crate::blocks::table::{BlockState, Slot};
@@ -41,7 +41,7 @@ impl<L: Lock> Heap<L> {
     /// Creates a free block of at least `size` from free granules. `None`: the heap grows as if it could not stitch.
     pub(super) fn stitch(
         &mut self,
-        context: &Outside<'_, L>,
+        context: &DynContext<'_, L>,
         stream: StreamId,
         size: Units,
         knobs: &ExpandableSegments,
@@ -89,7 +89,7 @@ impl<L: Lock> Heap<L> {
             unused.flat_map(|(at, _, part)| self.stitched[at].home(part).unwrap_or_default()).collect();
         away.sort_unstable();
         let mut largest = 0;
-        for segment in self.table.homes_in_order() {
+        for segment in self.table.backed_segments() {
             let mut run = 0;
             for block in self.table.blocks_of(segment).map(|slot| self.table.block(slot)) {
                 let granule = Granule { segment, offset: block.offset() };
@@ -160,7 +160,7 @@ impl<L: Lock> Heap<L> {
         let block = self.table.block_mut(slot);
         debug_assert!(block.is_elsewhere());
         (block.state, block.fences) = (free, fences);
-        self.put_back(slot)
+        self.coalesce(slot)
     }
 
     /// Returns the block that contains a granule, searching behind the block of a lower one.
@@ -182,7 +182,7 @@ impl<L: Lock> Heap<L> {
 
     fn stitch_again(
         &mut self,
-        context: &Outside<'_, L>,
+        context: &DynContext<'_, L>,
         stream: StreamId,
         at: usize,
         count: usize,
@@ -198,7 +198,12 @@ impl<L: Lock> Heap<L> {
         Ok(slot)
     }
 
-    fn stitch_new(&mut self, context: &Outside<'_, L>, stream: StreamId, count: usize) -> Result<Slot, BackendError> {
+    fn stitch_new(
+        &mut self,
+        context: &DynContext<'_, L>,
+        stream: StreamId,
+        count: usize,
+    ) -> Result<Slot, BackendError> {
         let mut granules = self.free_granules();
         granules.truncate(count);
         let range =
@@ -219,7 +224,7 @@ impl<L: Lock> Heap<L> {
     /// Orders `stream` behind the earlier users of free granules at home, maps them, and marks them as elsewhere.
     fn take_from_home<T>(
         &mut self,
-        context: &Outside<'_, L>,
+        context: &DynContext<'_, L>,
         stream: StreamId,
         mut granules: Vec<Granule>,
         map: impl FnOnce(&mut Self) -> Result<T, BackendError>,
@@ -240,7 +245,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Maps a new range onto granules: all or none.
-    fn map_aliases(&mut self, context: &Outside<'_, L>, granules: &[Granule]) -> Result<Range, BackendError> {
+    fn map_aliases(&mut self, context: &DynContext<'_, L>, granules: &[Granule]) -> Result<Range, BackendError> {
         let size_bytes = bytes(self.rules.granule);
         let range = self.reserve_range(context, granules.len() as u64 * size_bytes)?;
         for (at, Granule { segment, offset }) in granules.iter().enumerate() {
@@ -257,7 +262,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Returns the state of a free block whose next user waits only for `stream`, which has waited for all others.
-    fn free_state(&self, context: &Outside<'_, L>, stream: StreamId) -> BlockState {
+    fn free_state(&self, context: &DynContext<'_, L>, stream: StreamId) -> BlockState {
         let since = if self.identity.stream.is_some() { 0 } else { context.clocks.lock().now(stream) };
         BlockState::Free { stream, since }
     }
@@ -276,7 +281,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Unmaps the oldest unused ranges if `count` more granules would exceed the limit.
-    fn make_room(&mut self, context: &Outside<'_, L>, most: usize, count: usize) -> Result<(), BackendError> {
+    fn make_room(&mut self, context: &DynContext<'_, L>, most: usize, count: usize) -> Result<(), BackendError> {
         if self.aliases() + count <= most {
             return Ok(());
         }
@@ -289,7 +294,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Unmaps the unused ranges and the unused parts of others, so that memory can be released.
-    pub(super) fn forget_stitched(&mut self, context: &Outside<'_, L>) -> Result<(), BackendError> {
+    pub(super) fn forget_stitched(&mut self, context: &DynContext<'_, L>) -> Result<(), BackendError> {
         if self.config.stitching().is_none() {
             return Ok(());
         }

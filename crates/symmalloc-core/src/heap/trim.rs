@@ -13,9 +13,9 @@
 //!
 //! Before memory is released, the host waits for the streams that used it: trim is the one call that may block.
 
+use super::acquire::trace_segment;
 use super::fencing::synchronize;
-use super::obtain::trace_segment;
-use super::{Heap, Outside};
+use super::{DynContext, Heap};
 use crate::blocks::table::{Block, BlockState, Location, Slot};
 use crate::config::SegmentPolicy;
 use crate::config::errors::TrimError;
@@ -54,7 +54,7 @@ impl<L: Lock> Heap<L> {
     /// Releases the free memory of a heap that holds more free bytes than its threshold (rule D5). Returns the driver's
     /// error.
     #[inline]
-    pub(crate) fn release_above_threshold(&mut self, context: &Outside<'_, L>) -> Option<BackendError> {
+    pub(crate) fn release_above_threshold(&mut self, context: &DynContext<'_, L>) -> Option<BackendError> {
         let threshold_bytes = self.config.release_threshold_bytes()?;
         // The memory of plans is not free. Live allocations in it count twice, so that a step releases too little
         // rather than too much.
@@ -66,7 +66,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Gives up free memory, all of it or `goal_bytes`, and releases it unless an observer holds it.
-    pub(crate) fn trim(&mut self, context: &Outside<'_, L>, goal_bytes: Option<u64>) -> Released {
+    pub(crate) fn trim(&mut self, context: &DynContext<'_, L>, goal_bytes: Option<u64>) -> Released {
         let (pool, stream) = (self.identity.pool.0, self.identity.stream.map(|stream| stream.0));
         let span = tracing::debug_span!(target: "symmalloc", "heap.trim", pool, stream, goal_bytes);
         let _entered = span.enter();
@@ -81,8 +81,8 @@ impl<L: Lock> Heap<L> {
             failure = Some(error);
         }
         // Memory cannot be released while a stitched range aliases it. A sleeping heap has none.
-        let homes = if failure.is_none() && !self.is_asleep() { self.table.homes_in_order() } else { Vec::new() };
-        for segment in homes {
+        let segments = if failure.is_none() && !self.is_asleep() { self.table.backed_segments() } else { Vec::new() };
+        for segment in segments {
             if goal_bytes.is_some_and(|goal_bytes| mapped_before - self.mapped_bytes >= goal_bytes) {
                 break;
             }
@@ -124,7 +124,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Retires every segment, including reserved ones. The heap must have no live allocations.
-    pub(crate) fn retire_all(&mut self, context: &Outside<'_, L>) {
+    pub(crate) fn retire_all(&mut self, context: &DynContext<'_, L>) {
         self.dissolve_plans(context);
         // Stitched ranges go first: memory is not unmapped before its aliases.
         let mut segments = self.table.segments_in_order();
@@ -136,7 +136,7 @@ impl<L: Lock> Heap<L> {
 
     /// Releases everything at the end of the allocator, including live allocations and observed segments. Memory that
     /// the driver refuses to take back is left to the end of its context.
-    pub(crate) fn abandon(&mut self, context: &Outside<'_, L>) {
+    pub(crate) fn abandon(&mut self, context: &DynContext<'_, L>) {
         self.dissolve_plans(context);
         for slot in self.all_blocks() {
             // A live block becomes free without an op: its uses remain fences without events.
@@ -163,7 +163,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Removes a segment without live allocations. Its memory is released once every observer has acknowledged.
-    pub(super) fn retire(&mut self, context: &Outside<'_, L>, segment: u32) {
+    pub(super) fn retire(&mut self, context: &DynContext<'_, L>, segment: u32) {
         let mut mapped = self.extents_of(segment);
         let held = self.take_held(segment);
         let mut streams: SmallVec<[StreamId; 2]> = SmallVec::new();
@@ -209,13 +209,17 @@ impl<L: Lock> Heap<L> {
 
     /// Releases the memory of removed segments, oldest first. After a failure, the rest stays retired and is tried
     /// again.
-    pub(crate) fn release_retired(&mut self, context: &Outside<'_, L>) -> Released {
+    pub(crate) fn release_retired(&mut self, context: &DynContext<'_, L>) -> Released {
         let mut bytes = 0;
         let error = self.try_release_retired(context, &mut bytes).err();
         Released { bytes, error }
     }
 
-    fn try_release_retired(&mut self, context: &Outside<'_, L>, released_bytes: &mut u64) -> Result<(), BackendError> {
+    fn try_release_retired(
+        &mut self,
+        context: &DynContext<'_, L>,
+        released_bytes: &mut u64,
+    ) -> Result<(), BackendError> {
         while let Some(retired) = self.log.first_released() {
             let released_before = *released_bytes;
             while let Some(stream) = retired.streams.last().copied() {
@@ -246,7 +250,7 @@ impl<L: Lock> Heap<L> {
 
     /// Releases the memory of every whole free granule of a segment, from its start on. The driver is called first: a
     /// block whose memory it keeps stays free.
-    fn shrink(&mut self, context: &Outside<'_, L>, segment: u32) -> Result<(), BackendError> {
+    fn shrink(&mut self, context: &DynContext<'_, L>, segment: u32) -> Result<(), BackendError> {
         let mut synchronized: SmallVec<[StreamId; 2]> = SmallVec::new();
         for slot in self.table.blocks_of(segment).filter(|slot| self.table.block(*slot).is_free()).collect::<Vec<_>>() {
             let block = self.table.block(slot);
@@ -269,7 +273,7 @@ impl<L: Lock> Heap<L> {
     /// Releases the memory of `from..to`, whole granules of a free block whose users are synchronized.
     pub(super) fn give_memory_back(
         &mut self,
-        context: &Outside<'_, L>,
+        context: &DynContext<'_, L>,
         slot: Slot,
         from: Units,
         to: Units,
@@ -315,10 +319,10 @@ impl<L: Lock> Heap<L> {
     fn join_holes(&mut self, mut slot: Slot) {
         let Block { prev, next, segment, .. } = *self.table.block(slot);
         if self.table.block(next).is_hole() {
-            self.table.tiling().cover(next, slot);
+            self.table.tiling().absorb(next, slot);
         }
         if self.table.block(prev).is_hole() {
-            self.table.tiling().cover(slot, prev);
+            self.table.tiling().absorb(slot, prev);
             slot = prev;
         }
         if self.table.is_last(slot) {

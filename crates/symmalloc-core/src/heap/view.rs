@@ -313,7 +313,7 @@ impl<L: Lock> Heap<L> {
             journal.name_allocation(placed, name);
         }
         self.names.insert(slot, name.into());
-        self.watches_frees = true;
+        self.frees_need_work = true;
     }
 
     /// Returns the requested bytes of a live allocation.

@@ -34,10 +34,10 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-pub(crate) mod course;
 pub(crate) mod error;
-pub(crate) mod follower;
+pub(crate) mod heap_plans;
 pub(crate) mod plan;
+pub(crate) mod plan_cursor;
 pub(crate) mod report;
 
 pub use error::{PlanError, StepError};

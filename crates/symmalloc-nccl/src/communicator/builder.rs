@@ -3,10 +3,10 @@
 use super::Communicator;
 use super::ending::{Ending, GRACE, end_all};
 use super::order::CommOrder;
+use super::pending_comm_guard::PendingCommGuard;
 use super::shared::{Inner, Life, Mode, Ownership, Shared};
 use super::state::{CommState, Stage};
 use super::threads::{self, Answer, Kept, Waited, start, wait_for};
-use super::unborn::Unborn;
 use crate::backoff::Backoff;
 use crate::driver;
 use crate::error::CommError;
@@ -179,7 +179,7 @@ impl CommunicatorBuilder {
         let (name, c_name) = self.names()?;
         let order = CommOrder::connected(&name, &id, ordinal_of(&id, rank));
         // Reports this rank as connecting until the communicator is watched.
-        let _unborn = Unborn::new(met, rank, &order);
+        let _pending = PendingCommGuard::new(met, rank, &order);
 
         let new = NewHandle::named(&c_name);
         let (kept, out, blocking): (Kept, _, _) =
@@ -201,7 +201,7 @@ impl CommunicatorBuilder {
         let shared = self.shared(nccl, (name, c_name), order, Ownership::Owned, comm, met);
         if let Err(error) = answer {
             let error = Arc::new(CommError::from(error));
-            end_all(from_mut(&mut shared.access()?), Ending::Unborn, Some(&error), GRACE);
+            end_all(from_mut(&mut shared.access()?), Ending::Pending, Some(&error), GRACE);
             return Err(Arc::unwrap_or_clone(error));
         }
         Communicator::settled(shared, backoff)

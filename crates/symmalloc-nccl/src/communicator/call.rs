@@ -107,7 +107,7 @@ pub(super) fn settle(
             }
             Err(error) => {
                 let error = Arc::new(told(accesses, error.into()));
-                let ending = if stage.is_birth() { Ending::Unborn } else { Ending::Idle };
+                let ending = if stage.is_birth() { Ending::Pending } else { Ending::Idle };
                 end_all(accesses, ending, Some(&error), limit(&error));
                 return Err(Arc::unwrap_or_clone(error));
             }
@@ -130,7 +130,7 @@ fn failed(accesses: &mut [Access<'_>], stage: Stage, error: CallError) -> CommEr
     let error = if is_fatal { told(accesses, error.into()) } else { error.into() };
     let error = Arc::new(error);
     if is_fatal {
-        let ending = if stage.is_birth() { Ending::Unborn } else { Ending::Idle };
+        let ending = if stage.is_birth() { Ending::Pending } else { Ending::Idle };
         end_all(accesses, ending, Some(&error), limit(&error));
     }
     Arc::unwrap_or_clone(error)

@@ -46,7 +46,7 @@ pub(super) enum Ending {
     /// No host call is in progress.
     Idle,
     /// No host call is in progress, and the communicator was never ready.
-    Unborn,
+    Pending,
     /// An NCCL thread works for it and may write to the kept memory.
     Underway { kept: Kept },
     /// A thread of this crate is inside a call.
@@ -60,7 +60,7 @@ impl Ending {
             Ending::Idle => true,
             // NCCL's revoke requires a connected communicator and rejects one that is being destroyed.
             Ending::Inside { stage, .. } => !matches!(stage, Stage::Connect | Stage::Destroy),
-            Ending::Unborn | Ending::Underway { .. } => false,
+            Ending::Pending | Ending::Underway { .. } => false,
         }
     }
 }
@@ -82,7 +82,7 @@ pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option
     for access in &mut *accesses {
         // From here on no other thread calls NCCL with it.
         lock(&access.shared.life).end(CommState::Lost, cause.cloned());
-        tell(access.shared, cause);
+        notify_ranks(access.shared, cause);
     }
     let owned = || accesses.iter().all(|access| access.shared.ownership == Ownership::Owned);
     let has_revoke = || accesses.iter().all(|access| access.shared.nccl.supports(Capability::Revoke));
@@ -120,7 +120,7 @@ pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option
 }
 
 /// Notifies the other ranks, which would otherwise wait for this one.
-fn tell(shared: &Shared, cause: Option<&Arc<CommError>>) {
+fn notify_ranks(shared: &Shared, cause: Option<&Arc<CommError>>) {
     // A communicator that was never ready is unknown to them.
     let Some(watched) = shared.watched.get() else { return };
     let text = match cause {
@@ -162,7 +162,7 @@ fn end(ending: Ending, remains: &[Remains], revokes: bool, device: &CudaDevice) 
             None
         }
         Ending::Underway { kept } => kept,
-        Ending::Idle | Ending::Unborn => None,
+        Ending::Idle | Ending::Pending => None,
     };
     if revoked && remains.iter().any(|one| !lock(&one.windows).is_empty()) {
         // The revoke has stopped all kernels except symmetric ones. While one of these waits for a dead peer, wait as well, because its

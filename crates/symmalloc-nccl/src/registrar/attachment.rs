@@ -4,7 +4,7 @@
 //!  Attachment ── Communicator
 //!    ├── State, behind the sync lock: one sync at a time per communicator
 //!    │     ├── pools         one observer each: its cursor in the segment log, which also retains dead memory
-//!    │     ├── book          the live segments as of the last sync
+//!    │     ├── segments      the live segments as of the last sync
 //!    │     ├── windows, buffers          NCCL registrations to be released
 //!    │     └── space         NCCL's symmetric address space
 //!    └── View, behind a separate lock: the state that lookups read during a sync
@@ -18,17 +18,19 @@ mod resting;
 use crate::communicator::registration::{BufferRegistration, Registered};
 use crate::communicator::{CommState, Communicator, Stage};
 use crate::error::CommError;
-use crate::registrar::dormant::Dormant;
 use crate::registrar::error::{AttachError, SyncError};
 use crate::registrar::invalidation::Invalidations;
-use crate::registrar::plan::{Book, SegmentName, Step, StepKind, SyncPlan, dead_keys, generation};
-use crate::registrar::plan_summary::{Circumstances, Summary};
-use crate::registrar::round::consent;
+use crate::registrar::observed_pools::{ObservedPools, SegmentChanges};
+use crate::registrar::round::agree_on_sync;
+use crate::registrar::saved_registrations::SavedRegistrations;
 use crate::registrar::segment_key::{Generation, SegmentKey};
 use crate::registrar::settings::{Registration, Settings, Synced};
 use crate::registrar::stats::{CommunicatorStats, Counters};
 use crate::registrar::symmetric_space::SymmetricSpace;
-use crate::registrar::watchlist::{News, Watchlist};
+use crate::registrar::sync_actions::{
+    SegmentName, SegmentTable, StepKind, SyncAction, SyncActions, dead_keys, generation,
+};
+use crate::registrar::sync_summary::{SyncContext, SyncSummary};
 use crate::registrar::window::{Entry, RegisteredAs, WindowMap};
 use crate::transport::NcclTransport;
 use smallvec::SmallVec;
@@ -49,15 +51,15 @@ pub(crate) struct Attachment {
 /// State that a sync modifies.
 #[derive(Default)]
 pub(crate) struct SyncState {
-    pools: Watchlist,
-    book: Book,
+    pools: ObservedPools,
+    segments: SegmentTable,
     /// Registrations of pools that are attached for windows.
     windows: BTreeMap<Generation, Registered>,
     window_bytes: u64,
     /// Segments with windows, in registration order.
     order: Vec<Generation>,
     /// Sleeping pools, with the registrations to restore on wake.
-    dormant: BTreeMap<PoolId, Dormant>,
+    saved: BTreeMap<PoolId, SavedRegistrations>,
     /// Number of sleeps and wakes that the ranks agreed on over this communicator: equal on all ranks.
     sleeps: u64,
     /// Registrations of pools that are attached for buffers, one per piece of memory.
@@ -156,7 +158,7 @@ impl Attachment {
             return Err(self.gone());
         }
         let outcome = self.sync_ready(&mut state, job, history);
-        self.show(&state);
+        self.publish_view(&state);
         if let Err(error) = &outcome
             && error.is_fatal()
         {
@@ -173,33 +175,36 @@ impl Attachment {
         job: &SyncJob<'_>,
         history: Option<&RankHistory<'_>>,
     ) -> Result<Synced, SyncError> {
-        let readings = state.pools.read(job.allocator);
-        let (windows, buffers) =
-            (state.pools.news(&readings, Registration::Windows), state.pools.news(&readings, Registration::Buffers));
-        let plan = SyncPlan::new(&state.book, &windows.events, &windows.leaving, |pool| state.pools.ordinal(pool));
+        let snapshots = state.pools.read(job.allocator);
+        let (windows, buffers) = (
+            state.pools.changes(&snapshots, Registration::Windows),
+            state.pools.changes(&snapshots, Registration::Buffers),
+        );
+        let plan =
+            SyncActions::new(&state.segments, &windows.events, &windows.leaving, |pool| state.pools.ordinal(pool));
         let mut synced = Synced::default();
-        if history.is_some() || !plan.steps.is_empty() {
+        if history.is_some() || !plan.actions.is_empty() {
             synced.rounds = self.agree(state, job, history, &plan)?;
         }
         let dead: Vec<SegmentKey> = [&windows, &buffers]
             .into_iter()
-            .flat_map(|news| dead_keys(&state.book, &news.events, &news.leaving))
+            .flat_map(|changes| dead_keys(&state.segments, &changes.events, &changes.leaving))
             .collect();
-        if !plan.steps.is_empty() || !buffers.is_empty() {
+        if !plan.actions.is_empty() || !buffers.is_empty() {
             if plan.takes_away() || buffers.takes_away() {
                 self.quiesce(job.allocator)?;
             }
-            for step in &plan.steps {
-                self.carry_out(state, step, &mut synced)?;
+            for action in &plan.actions {
+                self.carry_out(state, action, &mut synced)?;
             }
             self.follow(state, &buffers, &mut synced)?;
         }
-        plan.write_to(&mut state.book);
-        SyncPlan::new(&state.book, &buffers.events, &buffers.leaving, |_| 0).write_to(&mut state.book);
+        plan.write_to(&mut state.segments);
+        SyncActions::new(&state.segments, &buffers.events, &buffers.leaving, |_| 0).write_to(&mut state.segments);
         self.view_mut().invalidations.extend(dead);
-        state.pools.acknowledge(job.allocator, readings, &mut synced);
-        let SyncState { dormant, pools, .. } = &mut *state;
-        dormant.retain(|pool, _| pools.registration_of(*pool).is_some());
+        state.pools.acknowledge(job.allocator, snapshots, &mut synced);
+        let SyncState { saved, pools, .. } = &mut *state;
+        saved.retain(|pool, _| pools.registration_of(*pool).is_some());
         job.counters.registrations.add(synced.registrations);
         job.counters.deregistrations.add(synced.deregistrations);
         job.counters.rounds.add(synced.rounds);
@@ -223,10 +228,10 @@ impl Attachment {
         state: &mut SyncState,
         job: &SyncJob<'_>,
         history: Option<&RankHistory<'_>>,
-        plan: &SyncPlan,
+        plan: &SyncActions,
     ) -> Result<u64, SyncError> {
         let library = self.comm.nccl().version();
-        let circumstances = Circumstances {
+        let context = SyncContext {
             mode: job.settings.mode_word(),
             offset_checks: job.settings.check_offsets,
             library: u64::from(library.major) * 10_000 + u64::from(library.minor) * 100 + u64::from(library.patch),
@@ -236,33 +241,33 @@ impl Attachment {
             window_bytes: state.window_bytes,
             space_bytes: job.settings.space_bytes,
         };
-        let summary = Summary::new(plan, &circumstances);
+        let summary = SyncSummary::new(plan, &context);
         let transport = match state.transport.take() {
             Some(transport) => transport,
             None => NcclTransport::new(&self.comm).map_err(|error| self.failed(error))?,
         };
-        let consent = consent(state.transport.insert(transport), self.comm.name(), history, plan, &summary)?;
+        let agreed = agree_on_sync(state.transport.insert(transport), self.comm.name(), history, plan, &summary)?;
         state.rounds += 1;
-        if !plan.steps.is_empty() {
+        if !plan.actions.is_empty() {
             let granularity_bytes = job.allocator.core().backend().granularity_bytes();
             let space = state.space.clone();
             let space =
-                space.unwrap_or_else(|| SymmetricSpace::new(consent.space_bytes, granularity_bytes, self.comm.ranks()));
+                space.unwrap_or_else(|| SymmetricSpace::new(agreed.space_bytes, granularity_bytes, self.comm.ranks()));
             state.space = Some(self.place(space, plan)?);
         }
-        Ok(consent.rounds)
+        Ok(agreed.rounds)
     }
 
     /// Returns the address space after the plan, or an error if a window does not fit.
-    fn place(&self, mut space: SymmetricSpace, plan: &SyncPlan) -> Result<SymmetricSpace, SyncError> {
-        for step in &plan.steps {
-            if step.told.kind != StepKind::Register {
-                space.give_back(step.segment);
+    fn place(&self, mut space: SymmetricSpace, plan: &SyncActions) -> Result<SymmetricSpace, SyncError> {
+        for action in &plan.actions {
+            if action.step.kind != StepKind::Register {
+                space.give_back(action.segment);
             }
-            if step.told.kind != StepKind::Deregister && !space.take(step.segment, step.told.size_bytes) {
+            if action.step.kind != StepKind::Deregister && !space.take(action.segment, action.step.size_bytes) {
                 return Err(SyncError::SymmetricSpace {
                     communicator: self.name(),
-                    needed_bytes: step.told.size_bytes,
+                    needed_bytes: action.step.size_bytes,
                     used_bytes: space.used_bytes(),
                     budget_bytes: space.limit_bytes(),
                 });
@@ -281,40 +286,40 @@ impl Attachment {
         Err(self.failed(self.comm.give_up(Stage::Run, waited)))
     }
 
-    fn carry_out(&self, state: &mut SyncState, step: &Step, synced: &mut Synced) -> Result<(), SyncError> {
-        if step.told.kind != StepKind::Register {
-            self.deregister(state, step, synced).map_err(|error| self.failed(error))?;
+    fn carry_out(&self, state: &mut SyncState, action: &SyncAction, synced: &mut Synced) -> Result<(), SyncError> {
+        if action.step.kind != StepKind::Register {
+            self.deregister(state, action, synced).map_err(|error| self.failed(error))?;
         }
-        if step.told.kind != StepKind::Deregister {
-            self.register(state, step, synced).map_err(|error| self.failed(error))?;
+        if action.step.kind != StepKind::Deregister {
+            self.register(state, action, synced).map_err(|error| self.failed(error))?;
         }
         Ok(())
     }
 
-    fn register(&self, state: &mut SyncState, step: &Step, synced: &mut Synced) -> Result<(), CommError> {
-        let registered = self.comm.register_window(step.base, step.told.size_bytes)?;
+    fn register(&self, state: &mut SyncState, action: &SyncAction, synced: &mut Synced) -> Result<(), CommError> {
+        let registered = self.comm.register_window(action.base, action.step.size_bytes)?;
         let kind = match &registered {
             Registered::Window(window) => RegisteredAs::Window(window.handle()),
             Registered::Plain(_) => RegisteredAs::Plain,
         };
-        let key = SegmentKey { base: step.base, size_bytes: step.told.size_bytes, generation: step.segment };
-        self.view_mut().windows.insert(Entry { segment: key, name: Some(step.told.segment), kind });
-        state.windows.insert(step.segment, registered);
-        state.order.push(step.segment);
-        state.window_bytes += step.told.size_bytes;
+        let key = SegmentKey { base: action.base, size_bytes: action.step.size_bytes, generation: action.segment };
+        self.view_mut().windows.insert(Entry { segment: key, name: Some(action.step.segment), kind });
+        state.windows.insert(action.segment, registered);
+        state.order.push(action.segment);
+        state.window_bytes += action.step.size_bytes;
         synced.registrations += 1;
-        tell(self.comm.name(), step, true);
+        trace_step(self.comm.name(), action, true);
         Ok(())
     }
 
-    fn deregister(&self, state: &mut SyncState, step: &Step, synced: &mut Synced) -> Result<(), CommError> {
-        let Some(registered) = state.windows.remove(&step.segment) else { return Ok(()) };
-        state.order.retain(|segment| *segment != step.segment);
-        self.view_mut().windows.remove(step.base);
+    fn deregister(&self, state: &mut SyncState, action: &SyncAction, synced: &mut Synced) -> Result<(), CommError> {
+        let Some(registered) = state.windows.remove(&action.segment) else { return Ok(()) };
+        state.order.retain(|segment| *segment != action.segment);
+        self.view_mut().windows.remove(action.base);
         state.window_bytes -= registered.size_bytes();
         self.give_back(registered)?;
         synced.deregistrations += 1;
-        tell(self.comm.name(), step, false);
+        trace_step(self.comm.name(), action, false);
         Ok(())
     }
 
@@ -326,13 +331,13 @@ impl Attachment {
     }
 
     /// Registers and deregisters the pieces of pools that are attached for buffers. Local to this rank.
-    fn follow(&self, state: &mut SyncState, news: &News, synced: &mut Synced) -> Result<(), SyncError> {
+    fn follow(&self, state: &mut SyncState, changes: &SegmentChanges, synced: &mut Synced) -> Result<(), SyncError> {
         let mut gone: Vec<Generation> = Vec::new();
-        for event in &news.events {
+        for event in &changes.events {
             let segment = generation(event);
             match event.kind {
-                SegmentEventKind::Birth | SegmentEventKind::Growth if !news.leaving.contains(&event.pool) => {
-                    if news.dies(segment) {
+                SegmentEventKind::Birth | SegmentEventKind::Growth if !changes.leaving.contains(&event.pool) => {
+                    if changes.dies(segment) {
                         continue;
                     }
                     let base = event.base.0 + event.offset_bytes;
@@ -350,7 +355,7 @@ impl Attachment {
                 _ => {}
             }
         }
-        gone.extend(state.buffers.keys().filter(|segment| news.leaving.contains(&segment.pool)));
+        gone.extend(state.buffers.keys().filter(|segment| changes.leaving.contains(&segment.pool)));
         for segment in gone {
             let Some(registrations) = state.buffers.remove(&segment) else { continue };
             for registration in registrations {
@@ -364,15 +369,15 @@ impl Attachment {
     }
 
     /// Starts to observe these pools, all of them or none.
-    pub(crate) fn watch(
+    pub(crate) fn observe(
         &self,
         allocator: &CudaAllocator,
         pools: &[PoolId],
         registration: Registration,
     ) -> Result<(), AttachError> {
         let mut state = self.lock();
-        state.pools.watch(allocator, self.comm.name(), pools, registration)?;
-        self.show(&state);
+        state.pools.observe(allocator, self.comm.name(), pools, registration)?;
+        self.publish_view(&state);
         Ok(())
     }
 
@@ -387,10 +392,10 @@ impl Attachment {
     }
 
     /// Runs a separate exchange over the communicator, between two syncs.
-    pub(crate) fn converse<T>(
+    pub(crate) fn with_transport<T>(
         &self,
         allocator: &CudaAllocator,
-        talk: impl FnOnce(&NcclTransport) -> Result<T, SyncError>,
+        exchange: impl FnOnce(&NcclTransport) -> Result<T, SyncError>,
     ) -> Result<T, SyncError> {
         let mut state = self.lock();
         if state.is_dropped || self.comm.state() != CommState::Ready {
@@ -400,7 +405,7 @@ impl Attachment {
             Some(transport) => transport,
             None => NcclTransport::new(&self.comm).map_err(|error| self.failed(error))?,
         };
-        let outcome = talk(state.transport.insert(transport));
+        let outcome = exchange(state.transport.insert(transport));
         if outcome.as_ref().is_err_and(SyncError::is_fatal) {
             self.end(&mut state, allocator);
         }
@@ -450,7 +455,7 @@ impl Attachment {
             view.windows.clear();
             view.invalidations.everything();
             drop(view);
-            self.show(state);
+            self.publish_view(state);
         }
         if self.comm.state() == CommState::Lost {
             return;
@@ -487,7 +492,7 @@ impl Attachment {
     }
 
     /// Publishes the state that lookups and statistics read.
-    fn show(&self, state: &SyncState) {
+    fn publish_view(&self, state: &SyncState) {
         let mut view = self.view_mut();
         view.window_pools = state.pools.of(Registration::Windows).collect();
         if !state.is_dropped {
@@ -502,8 +507,8 @@ impl Attachment {
 }
 
 /// Emits a `tracing` event. Its names and fields are stable.
-fn tell(communicator: &str, step: &Step, is_registered: bool) {
-    let SegmentName { pool, stream, segment } = step.told.segment;
+fn trace_step(communicator: &str, action: &SyncAction, is_registered: bool) {
+    let SegmentName { pool, stream, segment } = action.step.segment;
     macro_rules! window {
         ($name:literal) => {
             tracing::debug!(
@@ -513,7 +518,7 @@ fn tell(communicator: &str, step: &Step, is_registered: bool) {
                 symmetric_pool = pool,
                 stream = stream.map(|stream| stream.0),
                 segment = segment.0,
-                size_bytes = step.told.size_bytes,
+                size_bytes = action.step.size_bytes,
             )
         };
     }

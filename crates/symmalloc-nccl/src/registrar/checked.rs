@@ -20,7 +20,7 @@ use crate::error::CommError;
 use crate::registrar::Registrar;
 use crate::registrar::error::SyncError;
 use crate::registrar::offset_difference::{BufferPlace, CollectiveCall, OffsetDifference};
-use crate::registrar::plan_summary::groups;
+use crate::registrar::sync_summary::groups;
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
 use std::sync::Arc;
 use symmalloc_agreement::Transport;
@@ -77,7 +77,7 @@ impl CheckedCollectives<'_> {
             send: place(buffers.send),
             receive: place(buffers.receive),
         };
-        let gathered = attachment.converse(self.registrar.allocator(), |transport| {
+        let gathered = attachment.with_transport(self.registrar.allocator(), |transport| {
             let lost = |error| SyncError::Transport { communicator: self.comm.name().to_owned(), error };
             transport.all_gather(&call.to_message()).map_err(lost)
         })?;

@@ -3,8 +3,8 @@
 use crate::communicator::CommState;
 use crate::error::CommError;
 use crate::registrar::offset_difference::OffsetDifference;
-use crate::registrar::plan_summary::PlanDifference;
 use crate::registrar::segment_key::SegmentKey;
+use crate::registrar::sync_summary::PlanDifference;
 use crate::version::NcclVersion;
 use std::sync::Arc;
 use symmalloc_agreement::{Disagreement, ProtocolError, TransportError};

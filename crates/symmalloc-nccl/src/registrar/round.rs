@@ -9,13 +9,13 @@
 //! All ranks see the same messages and therefore reach the same result.
 
 use crate::registrar::error::SyncError;
-use crate::registrar::plan::SyncPlan;
-use crate::registrar::plan_summary::{StepSearch, Summary, compare};
+use crate::registrar::sync_actions::SyncActions;
+use crate::registrar::sync_summary::{StepSearch, SyncSummary, compare};
 use symmalloc_agreement::{Gathered, Inquiry, Progress, ProtocolError, RankHistory, Transport};
 
 /// The outcome of an exchange in which the ranks agree.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Consent {
+pub(crate) struct SyncAgreement {
     /// Number of collectives used.
     pub(crate) rounds: u64,
     /// Size of the symmetric space in bytes: the largest of all ranks.
@@ -23,13 +23,13 @@ pub(crate) struct Consent {
 }
 
 /// Checks that all ranks of a communicator have the same plan and, if histories are compared, the same history.
-pub(crate) fn consent(
+pub(crate) fn agree_on_sync(
     transport: &impl Transport,
     communicator: &str,
     history: Option<&RankHistory<'_>>,
-    plan: &SyncPlan,
-    summary: &Summary,
-) -> Result<Consent, SyncError> {
+    plan: &SyncActions,
+    summary: &SyncSummary,
+) -> Result<SyncAgreement, SyncError> {
     let communicator = || communicator.to_owned();
     let lost = |error| SyncError::Transport { communicator: communicator(), error };
     let nonsense = |error| SyncError::Protocol { communicator: communicator(), error };
@@ -37,7 +37,7 @@ pub(crate) fn consent(
 
     let mut inquiry = Inquiry::new(transport.ranks());
     let answer_bytes = inquiry.question().message_bytes();
-    let mut message = Vec::with_capacity(answer_bytes + Summary::BYTES);
+    let mut message = Vec::with_capacity(answer_bytes + SyncSummary::BYTES);
     match history {
         Some(history) => history.answer(inquiry.question(), &mut message),
         None => message.resize(answer_bytes, 0),
@@ -50,9 +50,10 @@ pub(crate) fn consent(
     }
     if gathered.iter().all(|other| other == message) {
         // Equal messages imply equal histories and equal plans.
-        return Ok(Consent { rounds: 1, space_bytes: summary.space_bytes });
+        return Ok(SyncAgreement { rounds: 1, space_bytes: summary.space_bytes });
     }
-    let summaries: Vec<Summary> = gathered.iter().map(|message| Summary::read(&message[answer_bytes..])).collect();
+    let summaries: Vec<SyncSummary> =
+        gathered.iter().map(|message| SyncSummary::read(&message[answer_bytes..])).collect();
     let difference = compare(&summaries).err();
     if let Some(difference) = difference.as_ref().filter(|difference| difference.precludes_agreement()) {
         return Err(differ(difference.clone()));
@@ -98,14 +99,14 @@ pub(crate) fn consent(
         );
         return Err(differ(difference));
     }
-    Ok(Consent { rounds, space_bytes: summaries.iter().map(|summary| summary.space_bytes).max().unwrap_or(0) })
+    Ok(SyncAgreement { rounds, space_bytes: summaries.iter().map(|summary| summary.space_bytes).max().unwrap_or(0) })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::registrar::plan::Book;
-    use crate::registrar::plan_summary::{Circumstances, PlanField};
+    use crate::registrar::sync_actions::SegmentTable;
+    use crate::registrar::sync_summary::{PlanField, SyncContext};
     use std::thread;
     use std::time::Duration;
     use symmalloc_agreement::{Point, ThreadTransport};
@@ -121,7 +122,7 @@ mod tests {
         space_bytes: u64,
     }
 
-    fn run(programs: [Program; 2]) -> Vec<Result<Consent, SyncError>> {
+    fn run(programs: [Program; 2]) -> Vec<Result<SyncAgreement, SyncError>> {
         let ends = ThreadTransport::group(2, Duration::from_secs(60));
         thread::scope(|scope| {
             let threads: Vec<_> = programs
@@ -138,8 +139,9 @@ mod tests {
                         for size in program.sizes {
                             allocator.allocate(PoolId::DEFAULT, StreamId(0), *size).expect("fits");
                         }
-                        let plan = SyncPlan::new(&Book::new(), &allocator.unread(observer).events, &[], |_| 0);
-                        let around = Circumstances {
+                        let plan =
+                            SyncActions::new(&SegmentTable::new(), &allocator.unread(observer).events, &[], |_| 0);
+                        let context = SyncContext {
                             mode: program.agrees.into(),
                             offset_checks: false,
                             library: 22809,
@@ -150,7 +152,7 @@ mod tests {
                             space_bytes: program.space_bytes,
                         };
                         let history = program.agrees.then(|| RankHistory::new(&allocator, Point::Sync));
-                        consent(&transport, "tp", history.as_ref(), &plan, &Summary::new(&plan, &around))
+                        agree_on_sync(&transport, "tp", history.as_ref(), &plan, &SyncSummary::new(&plan, &context))
                     })
                 })
                 .collect();
@@ -168,8 +170,8 @@ mod tests {
             let outcomes =
                 run([Program { space_bytes: 9, ..program(&[1 << 20], agrees) }, program(&[1 << 20], agrees)]);
             for outcome in outcomes {
-                let consent = outcome.expect("they agree");
-                assert_eq!((consent.rounds, consent.space_bytes), (1, 9));
+                let agreed = outcome.expect("they agree");
+                assert_eq!((agreed.rounds, agreed.space_bytes), (1, 9));
             }
         }
     }

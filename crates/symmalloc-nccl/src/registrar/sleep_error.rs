@@ -3,7 +3,7 @@
 use crate::communicator::CommState;
 use crate::error::CommError;
 use crate::registrar::error::SyncError;
-use crate::registrar::plan::SegmentName;
+use crate::registrar::sync_actions::SegmentName;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;

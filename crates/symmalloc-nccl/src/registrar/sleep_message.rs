@@ -8,9 +8,9 @@
 //!   page     total number of rows │ 8 rows of 4 words   repeated until all rows of all ranks are sent
 //! ```
 
-use crate::registrar::plan::SegmentName;
-use crate::registrar::plan_summary::{Summary, groups};
 use crate::registrar::sleep_error::{Obstacle, SleepDifference, SleepField};
+use crate::registrar::sync_actions::SegmentName;
+use crate::registrar::sync_summary::{SyncSummary, groups};
 use std::collections::BTreeMap;
 use std::time::Duration;
 use symmalloc_agreement::Gathered;
@@ -21,7 +21,7 @@ use symmalloc_core::{SegmentId, StreamId};
 /// Distinct from every value that a sync sends in this position.
 const PROTOCOL: u64 = 1 << 32 | 1;
 /// Number of words of a head: equal to that of a sync's summary.
-const HEAD_WORDS: usize = Summary::BYTES / 8;
+const HEAD_WORDS: usize = SyncSummary::BYTES / 8;
 /// Rows per page.
 const PAGE_ROWS: usize = 8;
 
@@ -375,7 +375,7 @@ mod tests {
         let mut message = Vec::new();
         let head = Head { phase: 2, windows: 5, communicators: 1, ..Head::new(WAKE, 3, 1) };
         head.write(&mut message);
-        assert_eq!((message.len(), Head::read(&message)), (Summary::BYTES, head));
+        assert_eq!((message.len(), Head::read(&message)), (SyncSummary::BYTES, head));
     }
 
     #[test]

@@ -2,13 +2,13 @@
 
 use crate::communicator::Communicator;
 use crate::registrar::attachment::{Attachment, SyncState};
-use crate::registrar::ended::Ended;
+use crate::registrar::ended_comm::EndedComm;
 use crate::registrar::error::SyncError;
-use crate::registrar::plan::fold;
 use crate::registrar::sleep_error::{Obstacle, RankObstacle, SleepDifference, SleepError, SleepStep};
 use crate::registrar::sleep_message::{
     Head, Named, Row, WAKE, call_of, compare_communicators, exchange, known, read_verdict, word_of, write_verdict,
 };
+use crate::registrar::sync_actions::fold;
 use crate::registrar::{Registrar, not_attached};
 use std::collections::BTreeSet;
 use std::sync::{Arc, MutexGuard, PoisonError};
@@ -32,7 +32,7 @@ pub(super) struct Agreed {
     /// Communicators of this rank that are not usable on all of their ranks.
     pub(super) broken: BTreeSet<u64>,
     /// Ended communicators that were removed on this rank.
-    pub(super) ended: Vec<Ended>,
+    pub(super) ended: Vec<EndedComm>,
 }
 
 impl Agreed {
@@ -103,7 +103,7 @@ impl Registrar {
 
     /// Records the communicators that are removed from the list of attachments.
     pub(super) fn remember(&self, gone: &[Arc<Attachment>]) {
-        let ended = gone.iter().map(|attachment| Ended {
+        let ended = gone.iter().map(|attachment| EndedComm {
             name: attachment.comm.name().to_owned(),
             communicator: name_of(&attachment.comm),
             ranks: attachment.comm.ranks(),
@@ -115,7 +115,7 @@ impl Registrar {
         all.retain(|ended| ended.pools.iter().any(|pool| self.allocator.core().phase(*pool).is_ok()));
     }
 
-    fn ended_of(&self, pool: PoolId) -> Vec<Ended> {
+    fn ended_of(&self, pool: PoolId) -> Vec<EndedComm> {
         let ended = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
         ended.iter().filter(|ended| ended.pools.contains(&pool)).cloned().collect()
     }
@@ -306,7 +306,7 @@ impl<'a> Run<'a> {
     }
 
     /// Returns the pool's other communicators, including ended ones.
-    fn named(&self, ended: &[Ended]) -> Vec<Row> {
+    fn named(&self, ended: &[EndedComm]) -> Vec<Row> {
         let known = (1..self.members.len()).map(|at| {
             let (ranks, communicator) = (self.members[at].attachment.comm.ranks(), self.members[at].name);
             let is_ready = self.is_ready(at);

@@ -8,11 +8,11 @@
 
 use crate::communicator::Communicator;
 use crate::registrar::Registrar;
-use crate::registrar::ended::Ended;
-use crate::registrar::plan::SegmentName;
+use crate::registrar::ended_comm::EndedComm;
 use crate::registrar::sleep_error::{Obstacle, RankObstacle, SleepError, SleepStep, Woken};
 use crate::registrar::sleep_message::{Finding, Head, Row, exchange};
 use crate::registrar::sleep_run::{Member, Run};
+use crate::registrar::sync_actions::SegmentName;
 use std::collections::{BTreeMap, BTreeSet};
 use symmalloc_core::PoolId;
 use symmalloc_core::errors::OutOfMemoryCause;
@@ -140,7 +140,7 @@ impl<'a> Run<'a> {
     }
 
     /// Applies the result of `Check`: a window or communicator that changed or was lost on one rank counts as changed or lost on all.
-    fn woken(&mut self, told: &[Vec<Row>], ended: &[Ended], mut woken: Woken) -> Woken {
+    fn woken(&mut self, told: &[Vec<Row>], ended: &[EndedComm], mut woken: Woken) -> Woken {
         let mut lost: BTreeSet<u64> = BTreeSet::new();
         let mut changed: BTreeMap<u64, BTreeSet<SegmentName>> = BTreeMap::new();
         for finding in told.iter().flatten().filter_map(Finding::of) {

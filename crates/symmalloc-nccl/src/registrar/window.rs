@@ -1,8 +1,8 @@
 //! Lookup of a buffer's position in a window, by which NCCL's device code and peer mappings address it.
 
 use crate::handles::WindowHandle;
-use crate::registrar::plan::SegmentName;
 use crate::registrar::segment_key::SegmentKey;
+use crate::registrar::sync_actions::SegmentName;
 
 /// A position in a window.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]

@@ -9,7 +9,7 @@ use symmalloc_watchdog::{CollectiveRecord, Departure, FailureReport};
 
 /// Marks the number of a rank whose communicator does not exist yet: in a split, its number in the parent; during
 /// connection, its own. So the others learn when it fails, and of which communicator.
-pub(crate) const UNBORN: u32 = 1 << 31;
+pub(crate) const PENDING_COMM: u32 = 1 << 31;
 
 /// The failure for which the watchdog ended a communicator.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -186,8 +186,8 @@ impl FailureCause {
             | FailureCause::RankFailed { rank, .. }
             | FailureCause::RankStopped { rank, .. }
             | FailureCause::RankLeft { rank }
-            | FailureCause::PeerWaits { rank } => *rank &= !UNBORN,
-            FailureCause::RanksBehind { ranks } => ranks.iter_mut().for_each(|(rank, _)| *rank &= !UNBORN),
+            | FailureCause::PeerWaits { rank } => *rank &= !PENDING_COMM,
+            FailureCause::RanksBehind { ranks } => ranks.iter_mut().for_each(|(rank, _)| *rank &= !PENDING_COMM),
             FailureCause::Hanging | FailureCause::Unknown | FailureCause::Nccl(_) | FailureCause::Driver(_) => {}
         }
         self

@@ -28,7 +28,7 @@ mod thread;
 mod watched;
 
 pub(crate) use clock::Tick;
-pub(crate) use failure::UNBORN;
+pub(crate) use failure::PENDING_COMM;
 pub use failure::{Failure, FailureCause};
 pub(crate) use flight::{EntryNumber, Work};
 pub(crate) use marker::mark;

@@ -1,7 +1,7 @@
 //! A communicator from the watchdog's point of view.
 
 use super::clock::Tick;
-use super::failure::{Failure, FailureCause, UNBORN};
+use super::failure::{Failure, FailureCause, PENDING_COMM};
 use super::flight::Flight;
 use super::marks::Marks;
 use super::settings::WatchSettings;
@@ -172,5 +172,5 @@ fn peer(member: &Member) -> PeerRecord {
     } else {
         "alive".to_owned()
     };
-    PeerRecord { rank: member.rank & !UNBORN, progress: member.progress, condition }
+    PeerRecord { rank: member.rank & !PENDING_COMM, progress: member.progress, condition }
 }

@@ -3,12 +3,12 @@
 use super::{Attachment, SyncState};
 use crate::communicator::CommState;
 use crate::communicator::registration::Registered;
-use crate::registrar::dormant::{Dormant, DormantBuffers, DormantWindow, digest};
 use crate::registrar::error::SyncError;
-use crate::registrar::plan::{PlanStep, SegmentName, Step, StepKind};
+use crate::registrar::saved_registrations::{SavedBuffers, SavedRegistrations, SavedWindow, digest};
 use crate::registrar::segment_key::{Generation, SegmentKey};
 use crate::registrar::settings::{Registration, Synced};
 use crate::registrar::symmetric_space::SymmetricSpace;
+use crate::registrar::sync_actions::{PlanStep, SegmentName, StepKind, SyncAction};
 use crate::transport::NcclTransport;
 use std::collections::BTreeSet;
 use symmalloc_core::PoolId;
@@ -50,8 +50,8 @@ impl Attachment {
 
     /// Returns the digest of the windows that the pool has when it is next awake, for comparison across ranks.
     pub(crate) fn windows_digest(&self, state: &SyncState, allocator: &CudaAllocator, pool: PoolId) -> u64 {
-        match state.dormant.get(&pool) {
-            Some(dormant) => digest(&dormant.windows),
+        match state.saved.get(&pool) {
+            Some(saved) => digest(&saved.windows),
             None => digest(&state.resting(allocator, pool)),
         }
     }
@@ -63,19 +63,19 @@ impl Attachment {
         allocator: &CudaAllocator,
         pool: PoolId,
     ) -> Result<u64, SyncError> {
-        if state.dormant.contains_key(&pool) {
+        if state.saved.contains_key(&pool) {
             return Ok(0);
         }
-        let mut dormant = Dormant { windows: state.resting(allocator, pool), buffers: Vec::new() };
+        let mut saved = SavedRegistrations { windows: state.resting(allocator, pool), buffers: Vec::new() };
         let mut synced = Synced::default();
         // This includes dead segments with windows, which are not restored.
         for segment in state.order.iter().filter(|segment| segment.pool == pool).copied().collect::<Vec<_>>() {
             let Some(registered) = state.windows.get(&segment) else { continue };
-            let step = step_of(state.pools.ordinal(pool), segment, registered);
+            let action = action_of(state.pools.ordinal(pool), segment, registered);
             if let Some(space) = &mut state.space {
                 space.give_back(segment);
             }
-            self.deregister(state, &step, &mut synced).map_err(|error| self.failed(error))?;
+            self.deregister(state, &action, &mut synced).map_err(|error| self.failed(error))?;
         }
         let segments: Vec<Generation> = state.buffers.keys().filter(|segment| segment.pool == pool).copied().collect();
         for segment in segments {
@@ -88,38 +88,36 @@ impl Attachment {
                 self.comm.deregister_buffer(registration).map_err(|error| self.failed(error))?;
                 synced.deregistrations += 1;
             }
-            dormant.buffers.push(DormantBuffers { segment, pieces, entry });
+            saved.buffers.push(SavedBuffers { segment, pieces, entry });
         }
-        state.dormant.insert(pool, dormant);
-        self.show(state);
+        state.saved.insert(pool, saved);
+        self.publish_view(state);
         Ok(synced.deregistrations)
     }
 
     /// Checks that the pool's windows fit into the symmetric space. Returns the size in bytes of the first one that does not fit.
     pub(crate) fn room_for(&self, state: &SyncState, pool: PoolId) -> Result<(), u64> {
-        let (Some(space), Some(dormant)) = (&state.space, state.dormant.get(&pool)) else { return Ok(()) };
+        let (Some(space), Some(saved)) = (&state.space, state.saved.get(&pool)) else { return Ok(()) };
         let mut space: SymmetricSpace = space.clone();
-        let steps = dormant.windows.iter().map(|window| window.step);
-        steps.into_iter().try_for_each(
-            |Step { told, segment, .. }| {
-                if space.take(segment, told.size_bytes) { Ok(()) } else { Err(told.size_bytes) }
-            },
-        )
+        let actions = saved.windows.iter().map(|window| window.action);
+        actions.into_iter().try_for_each(|SyncAction { step, segment, .. }| {
+            if space.take(segment, step.size_bytes) { Ok(()) } else { Err(step.size_bytes) }
+        })
     }
 
     /// Restores the recorded registrations together with the other ranks, in their original order.
     pub(crate) fn bring_back(&self, state: &mut SyncState, pool: PoolId) -> Result<BroughtBack, SyncError> {
-        let Dormant { windows, buffers } = state.dormant.remove(&pool).unwrap_or_default();
+        let SavedRegistrations { windows, buffers } = state.saved.remove(&pool).unwrap_or_default();
         let (mut back, mut synced) = (BroughtBack::default(), Synced::default());
-        for DormantWindow { step, handle } in windows {
-            let has_room = state.space.as_mut().is_none_or(|space| space.take(step.segment, step.told.size_bytes));
+        for SavedWindow { action, handle } in windows {
+            let has_room = state.space.as_mut().is_none_or(|space| space.take(action.segment, action.step.size_bytes));
             debug_assert!(has_room, "checked before the decision");
-            self.register(state, &step, &mut synced).map_err(|error| self.failed(error))?;
-            if state.windows.get(&step.segment).and_then(handle_of) != handle {
-                back.changed.push(step.told.segment);
+            self.register(state, &action, &mut synced).map_err(|error| self.failed(error))?;
+            if state.windows.get(&action.segment).and_then(handle_of) != handle {
+                back.changed.push(action.step.segment);
             }
         }
-        for DormantBuffers { segment, pieces, entry } in buffers {
+        for SavedBuffers { segment, pieces, entry } in buffers {
             for (base, size_bytes) in pieces {
                 let registration = self.comm.register_buffer(base, size_bytes).map_err(|error| self.failed(error))?;
                 state.buffers.entry(segment).or_default().push(registration);
@@ -130,7 +128,7 @@ impl Attachment {
             }
         }
         back.registrations = synced.registrations;
-        self.show(state);
+        self.publish_view(state);
         Ok(back)
     }
 
@@ -162,11 +160,11 @@ impl SyncState {
     }
 
     /// Returns the windows of the pool's live segments, in registration order.
-    fn resting(&self, allocator: &CudaAllocator, pool: PoolId) -> Vec<DormantWindow> {
-        let readings = self.pools.read(allocator);
+    fn resting(&self, allocator: &CudaAllocator, pool: PoolId) -> Vec<SavedWindow> {
+        let snapshots = self.pools.read(allocator);
         let dead: BTreeSet<Generation> = self
             .pools
-            .news(&readings, Registration::Windows)
+            .changes(&snapshots, Registration::Windows)
             .events
             .iter()
             .filter(|event| event.kind == SegmentEventKind::Death)
@@ -176,16 +174,16 @@ impl SyncState {
         let live = self.order.iter().filter(|segment| segment.pool == pool && !dead.contains(segment));
         live.filter_map(|segment| {
             let registered = self.windows.get(segment)?;
-            Some(DormantWindow { step: step_of(ordinal, *segment, registered), handle: handle_of(registered) })
+            Some(SavedWindow { action: action_of(ordinal, *segment, registered), handle: handle_of(registered) })
         })
         .collect()
     }
 }
 
-fn step_of(ordinal: u32, segment: Generation, registered: &Registered) -> Step {
+fn action_of(ordinal: u32, segment: Generation, registered: &Registered) -> SyncAction {
     let name = SegmentName { pool: ordinal, stream: segment.stream, segment: segment.segment };
-    let told = PlanStep { kind: StepKind::Register, segment: name, size_bytes: registered.size_bytes() };
-    Step { told, segment, base: registered.base() }
+    let step = PlanStep { kind: StepKind::Register, segment: name, size_bytes: registered.size_bytes() };
+    SyncAction { step, segment, base: registered.base() }
 }
 
 fn handle_of(registered: &Registered) -> Option<crate::handles::WindowHandle> {

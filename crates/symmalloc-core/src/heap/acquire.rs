@@ -1,6 +1,6 @@
 //! Acquires memory if no free block fits. A part of [`Heap`].
 //!
-//! | policy | obtained memory |
+//! | policy | acquired memory |
 //! |---|---|
 //! | fixed | a segment of PyTorch's size for the request |
 //! | reserved | its only segment, at the heap's first op; nothing afterwards |
@@ -11,7 +11,7 @@
 //! charged first, and everything is undone if a driver call fails: the heap is then unchanged (rule D4). A range from
 //! the backend is checked before it becomes a segment.
 
-use super::{Heap, Outside, Shortage};
+use super::{DynContext, Heap, Shortage};
 use crate::blocks::table::{Block, BlockState, Slot};
 use crate::config::errors::OutOfMemoryCause;
 use crate::config::size_rules::SizeClass;
@@ -28,9 +28,9 @@ use smallvec::SmallVec;
 impl<L: Lock> Heap<L> {
     /// Creates a free block of at least `size` and returns it.
     #[cold]
-    pub(super) fn obtain(
+    pub(super) fn acquire_memory(
         &mut self,
-        context: &Outside<'_, L>,
+        context: &DynContext<'_, L>,
         stream: StreamId,
         size: Units,
     ) -> Result<Slot, Box<Shortage>> {
@@ -72,7 +72,7 @@ impl<L: Lock> Heap<L> {
     /// Raises the heap's mapped memory to at least `target_bytes`.
     pub(crate) fn reserve(
         &mut self,
-        context: &Outside<'_, L>,
+        context: &DynContext<'_, L>,
         stream: StreamId,
         target_bytes: u64,
     ) -> Result<(), Box<Shortage>> {
@@ -106,14 +106,14 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Returns the budgets that reservations are charged to.
-    pub(crate) fn budgets<'a>(&'a self, context: &'a Outside<'_, L>) -> Budgets<'a, L> {
+    pub(crate) fn budgets<'a>(&'a self, context: &'a DynContext<'_, L>) -> Budgets<'a, L> {
         Budgets { heap: &self.budget, pool: &self.pool_budget, allocator: &context.budget }
     }
 
     /// Acquires the one segment of a reserved heap. A heap that has it never gets more.
     fn create_reserved(
         &mut self,
-        context: &Outside<'_, L>,
+        context: &DynContext<'_, L>,
         stream: StreamId,
         segment_bytes: u64,
         size: Units,
@@ -128,7 +128,7 @@ impl<L: Lock> Heap<L> {
     /// Acquires a new segment: `mapped` units of memory at the start of `range` units of address space.
     fn create_segment(
         &mut self,
-        context: &Outside<'_, L>,
+        context: &DynContext<'_, L>,
         stream: StreamId,
         class: SizeClass,
         mapped: Units,
@@ -159,7 +159,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Reserves a range and checks what the backend returned.
-    pub(super) fn reserve_range(&self, context: &Outside<'_, L>, size_bytes: u64) -> Result<Range, BackendError> {
+    pub(super) fn reserve_range(&self, context: &DynContext<'_, L>, size_bytes: u64) -> Result<Range, BackendError> {
         let range = context.backend.reserve(size_bytes)?;
         let granule_bytes = context.backend.granularity_bytes();
         // The length must be exact: the end of a range decides where growth continues, and no backend may decide that
@@ -180,13 +180,13 @@ impl<L: Lock> Heap<L> {
     /// that contains the new memory.
     pub(super) fn grow(
         &mut self,
-        context: &Outside<'_, L>,
+        context: &DynContext<'_, L>,
         stream: StreamId,
         missing: Missing,
         knobs: &ExpandableSegments,
         step: Units,
     ) -> Result<Slot, Box<Shortage>> {
-        let newest = self.table.homes_in_order().last().copied();
+        let newest = self.table.backed_segments().last().copied();
         let room = newest.map_or(0, |newest| {
             let segment = self.table.segment(newest);
             units(segment.range.size_bytes) - segment.end
@@ -198,7 +198,7 @@ impl<L: Lock> Heap<L> {
                 self.map(context, segment, offset, growth)?;
                 let slot = self.table.extend(segment, growth, fresh(stream));
                 self.log_segment(SegmentEventKind::Growth, segment, offset, bytes(growth));
-                Ok(self.put_back(slot))
+                Ok(self.coalesce(slot))
             }
             None => {
                 let range = self.rules.whole_granules(units(knobs.range_bytes.next_multiple_of(UNIT_BYTES)));
@@ -215,7 +215,7 @@ impl<L: Lock> Heap<L> {
     /// Returns the amount to map if `needed` is missing: whole steps, or less if the range or a limit ends before.
     fn growth(
         &self,
-        context: &Outside<'_, L>,
+        context: &DynContext<'_, L>,
         needed: Units,
         step: Units,
         room: Units,
@@ -228,7 +228,13 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Maps and charges memory of a segment that is reserved but not backed.
-    fn map(&mut self, context: &Outside<'_, L>, segment: u32, offset: Units, size: Units) -> Result<(), Box<Shortage>> {
+    fn map(
+        &mut self,
+        context: &DynContext<'_, L>,
+        segment: u32,
+        offset: Units,
+        size: Units,
+    ) -> Result<(), Box<Shortage>> {
         let size_bytes = bytes(size);
         let charge = self.budgets(context).charge(size_bytes).map_err(|cause| Shortage::of(size, cause))?;
         let range = self.table.segment(segment).range;
@@ -242,7 +248,7 @@ impl<L: Lock> Heap<L> {
     /// Backs a part of a range with new memory, in separate pieces if the pool stitches.
     pub(super) fn back(
         &self,
-        context: &Outside<'_, L>,
+        context: &DynContext<'_, L>,
         range: Range,
         offset_bytes: u64,
         size_bytes: u64,
@@ -257,7 +263,7 @@ impl<L: Lock> Heap<L> {
     /// as necessary, from the hole's start.
     fn fill_hole(
         &mut self,
-        context: &Outside<'_, L>,
+        context: &DynContext<'_, L>,
         stream: StreamId,
         size: Units,
     ) -> Result<Option<Slot>, Box<Shortage>> {
@@ -272,7 +278,7 @@ impl<L: Lock> Heap<L> {
     /// Maps memory into the first units of a hole. Returns the free block that contains them.
     fn fill(
         &mut self,
-        context: &Outside<'_, L>,
+        context: &DynContext<'_, L>,
         stream: StreamId,
         (slot, segment): (Slot, u32),
         missing: Units,
@@ -288,14 +294,14 @@ impl<L: Lock> Heap<L> {
         };
         self.table.segment_mut(segment).mapped += missing;
         self.log_segment(SegmentEventKind::Growth, segment, offset, bytes(missing));
-        Ok(self.put_back(filled))
+        Ok(self.coalesce(filled))
     }
 
     /// Returns the lowest hole that fits.
     fn find_hole(&self, fits: impl Fn(&Block) -> bool) -> Option<(Slot, u32)> {
         // Holes exist only after a trim. Segments that are mapped to their end are skipped.
         let has_holes = |segment: &u32| self.table.segment(*segment).mapped < self.table.segment(*segment).end;
-        self.table.homes_in_order().into_iter().filter(has_holes).find_map(|segment| {
+        self.table.backed_segments().into_iter().filter(has_holes).find_map(|segment| {
             let mut slots = self.table.blocks_of(segment);
             let is_meant = |block: &Block| block.is_hole() && fits(block);
             slots.find(|slot| is_meant(self.table.block(*slot))).map(|slot| (slot, segment))
@@ -304,7 +310,7 @@ impl<L: Lock> Heap<L> {
 
     /// Returns the free units at the end of the newest segment.
     pub(super) fn free_at_end(&self) -> Units {
-        self.table.homes_in_order().last().map_or(0, |segment| self.table.free_size(self.table.last(*segment)))
+        self.table.backed_segments().last().map_or(0, |segment| self.table.free_size(self.table.last(*segment)))
     }
 
     pub(super) fn log_segment(&mut self, kind: SegmentEventKind, segment: u32, offset: Units, size_bytes: u64) {

@@ -11,13 +11,13 @@ use symmalloc_plan::Schedule;
 struct Expected {
     /// The expected request, encoded as in a digest.
     op: u64,
-    /// End of its places in [`Course::checks`]. They begin at the end of the previous allocation's.
+    /// End of its places in [`PlanCursor::checks`]. They begin at the end of the previous allocation's.
     checks_end: u32,
 }
 
 /// The cursor of a plan that can be followed.
 #[derive(Debug, Default)]
-pub(crate) struct Course {
+pub(crate) struct PlanCursor {
     expected: Vec<Expected>,
     /// Slots of the places that must be free, for one allocation after the other. The last one of each is its own
     /// place. An allocation without a place has none.
@@ -26,17 +26,17 @@ pub(crate) struct Course {
     base: DeviceAddress,
     /// Numbers of the allocations that are placed the ordinary way, ascending.
     unplaced: Vec<u32>,
-    /// Number of the next allocation, plus [`LATE`] in a step that begins with a live allocation that the plan does not
+    /// Number of the next allocation, plus [`UNEXPECTED`] in a step that begins with a live allocation that the plan does not
     /// expect.
     next: usize,
     /// Start of its places.
     checks_from: usize,
 }
 
-/// A flag in [`Course::next`], larger than any number of an allocation.
-const LATE: usize = 1 << 30;
+/// A flag in [`PlanCursor::next`], larger than any number of an allocation.
+const UNEXPECTED: usize = 1 << 30;
 
-impl Course {
+impl PlanCursor {
     /// Creates a cursor. `slot_of` maps the number of a place in the schedule to its slot.
     pub(crate) fn new(plan: &Plan, schedule: &Schedule, slot_of: impl Fn(&u32) -> Slot, base: DeviceAddress) -> Self {
         let expected = plan.allocations().iter().zip(schedule.check_ends()).map(|(planned, checks_end)| Expected {
@@ -44,22 +44,22 @@ impl Course {
             checks_end: *checks_end,
         });
         let unplaced = (0..).zip(schedule.place_of()).filter(|(_, place)| place.is_none()).map(|(number, _)| number);
-        Course {
+        PlanCursor {
             expected: expected.collect(),
             checks: schedule.checks().iter().map(slot_of).collect(),
             unplaced: unplaced.collect(),
             base,
-            ..Course::default()
+            ..PlanCursor::default()
         }
     }
 
     /// Returns the slots of the places that must be free for the next allocation if `op` is the expected request. The
     /// last one is its own place; there are none if it is placed the ordinary way. Returns `None` in a step that
-    /// follows no plan, and, unless `OR_LATE`, in a step with an unexpected live allocation, for which these places are
+    /// follows no plan, and, unless `OR_UNEXPECTED`, in a step with an unexpected live allocation, for which these places are
     /// not sufficient.
     #[inline(always)]
-    pub(crate) fn next_if<const OR_LATE: bool>(&self, op: u64) -> Option<&[Slot]> {
-        let next = if OR_LATE { self.next % LATE } else { self.next };
+    pub(crate) fn next_if<const OR_UNEXPECTED: bool>(&self, op: u64) -> Option<&[Slot]> {
+        let next = if OR_UNEXPECTED { self.next % UNEXPECTED } else { self.next };
         let expected = self.expected.get(next).filter(|expected| expected.op == op)?;
         self.checks.get(self.checks_from..expected.checks_end as usize)
     }
@@ -77,13 +77,13 @@ impl Course {
         self.checks_from += checks;
     }
 
-    pub(crate) fn set_late(&mut self, has_late: bool) {
-        self.next = if has_late { LATE } else { 0 };
+    pub(crate) fn set_unexpected(&mut self, has_unexpected: bool) {
+        self.next = if has_unexpected { UNEXPECTED } else { 0 };
     }
 
     /// Returns the number of the next allocation.
     pub(crate) fn number(&self) -> u32 {
-        (self.next % LATE) as u32
+        (self.next % UNEXPECTED) as u32
     }
 
     pub(crate) fn is_at_end(&self) -> bool {

@@ -9,8 +9,8 @@ use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The top-level modules ("rooms") of the core. Each may use itself and those before it. `lib.rs` comes last.
-const ROOMS: [&str; 12] = [
+/// The top-level modules of the core. Each may use itself and those before it. `lib.rs` comes last.
+const MODULES: [&str; 12] = [
     "types",
     "sync",
     "config",
@@ -39,7 +39,7 @@ const PLAIN_DATA: [(&str, &str); 17] = [
     ("heap/revive.rs Revived", "a result"),
     ("heap/trim.rs Released", "a result"),
     ("history/segment_log.rs Retired", "the remainder of a dead segment"),
-    ("plans/follower.rs PlanMemory", "handed over whole"),
+    ("plans/heap_plans.rs PlanMemory", "handed over whole"),
     ("pointers/mod.rs DirectoryEntry", "a result of a look-up"),
     ("sleep/state.rs State", "the state of a pool, protected by its lock"),
     ("stats/budget.rs Budgets", "references that are passed together"),
@@ -54,11 +54,11 @@ const HOUSE_CIRCLES_MAX: usize = 3;
 type Files = BTreeMap<String, String>;
 
 #[test]
-fn rooms_of_the_core_use_only_those_before_them() {
+fn modules_of_the_core_use_only_those_before_them() {
     let arrows = arrows(&core());
     assert!(arrows.len() > 100, "the imports were not read: {} arrows", arrows.len());
     let up: Vec<Arrow> = arrows.into_iter().filter(Arrow::runs_up).collect();
-    assert!(up.is_empty(), "a room uses a later one:\n{}", listed(&up));
+    assert!(up.is_empty(), "a module uses a later one:\n{}", listed(&up));
 }
 
 #[test]
@@ -77,7 +77,7 @@ fn files_of_the_workspace_use_each_other_in_few_circles() {
 }
 
 #[test]
-fn the_core_has_few_rooms() {
+fn the_core_has_few_top_level_files() {
     let core = core();
     let top = top(&core);
     assert!(top.len() <= CORE_TOP_MAX, "{} files and folders at the top of the core: {top:?}", top.len());
@@ -176,8 +176,8 @@ struct Arrow {
 impl Arrow {
     fn runs_up(&self) -> bool {
         let place = |path: &str| {
-            let room = path.split('/').next().expect("a first part");
-            ROOMS.iter().position(|name| *name == room.trim_end_matches(".rs")).unwrap_or(ROOMS.len())
+            let top = path.split('/').next().expect("a first part");
+            MODULES.iter().position(|name| *name == top.trim_end_matches(".rs")).unwrap_or(MODULES.len())
         };
         place(&self.to) > place(&self.from)
     }

@@ -4,7 +4,7 @@ use symmalloc_core::PoolId;
 
 /// A communicator that ended and was removed on this rank.
 #[derive(Clone, Debug)]
-pub(crate) struct Ended {
+pub(crate) struct EndedComm {
     pub(super) name: String,
     /// Identifier of the communicator in messages to other ranks.
     pub(super) communicator: u64,

@@ -10,7 +10,7 @@
 //! ```
 //!
 //! A plan is a function of the log and the existing windows, so equal histories produce equal plans on every rank. Planning changes
-//! nothing: a refused sync leaves the log and the book unchanged, and the next sync plans again.
+//! nothing: a refused sync leaves the log and the segment table unchanged, and the next sync plans again.
 
 use crate::registrar::segment_key::{Generation, SegmentKey};
 use std::collections::BTreeMap;
@@ -73,17 +73,17 @@ impl fmt::Display for PlanStep {
     }
 }
 
-/// A step with its local segment and address on this rank.
+/// A step of the plan with its local segment and address on this rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Step {
-    pub(crate) told: PlanStep,
+pub(crate) struct SyncAction {
+    pub(crate) step: PlanStep,
     pub(crate) segment: Generation,
     pub(crate) base: u64,
 }
 
 /// The state of a live segment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Standing {
+pub(crate) struct LiveSegment {
     pub(crate) base: u64,
     /// End of its last mapped memory, as an offset in bytes.
     pub(crate) end_bytes: u64,
@@ -92,7 +92,7 @@ pub(crate) struct Standing {
     pub(crate) window_bytes: u64,
 }
 
-impl Standing {
+impl LiveSegment {
     /// Returns `true` if memory backs all of it. A window cannot cover a hole.
     pub(crate) fn is_whole(&self) -> bool {
         self.mapped_bytes == self.end_bytes
@@ -100,41 +100,41 @@ impl Standing {
 }
 
 /// The live segments of the pools that an attachment observes.
-pub(crate) type Book = BTreeMap<Generation, Standing>;
+pub(crate) type SegmentTable = BTreeMap<Generation, LiveSegment>;
 
 /// Returns the segment that an event concerns.
 pub(crate) fn generation(event: &SegmentEvent) -> Generation {
     Generation { pool: event.pool, stream: event.stream, segment: event.segment }
 }
 
-/// The steps of a sync and the resulting changes to the book.
+/// The actions of a sync and the resulting changes to the segment table.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(crate) struct SyncPlan {
+pub(crate) struct SyncActions {
     /// Registrations in log order, then deregistrations in log order.
-    pub(crate) steps: Vec<Step>,
+    pub(crate) actions: Vec<SyncAction>,
     /// Changed segments; `None` if dead.
-    changes: BTreeMap<Generation, Option<Standing>>,
+    changes: BTreeMap<Generation, Option<LiveSegment>>,
 }
 
-impl SyncPlan {
-    /// Plans for the events since the book was last updated. All windows of the `leaving` pools are deregistered.
+impl SyncActions {
+    /// Plans for the events since the table was last updated. All windows of the `leaving` pools are deregistered.
     pub(crate) fn new(
-        book: &Book,
+        segments: &SegmentTable,
         events: &[SegmentEvent],
         leaving: &[PoolId],
         ordinal: impl Fn(PoolId) -> u32,
     ) -> Self {
-        let mut changes: BTreeMap<Generation, Option<Standing>> = BTreeMap::new();
+        let mut changes: BTreeMap<Generation, Option<LiveSegment>> = BTreeMap::new();
         let (mut touched, mut dead) = (Vec::new(), Vec::new());
         for event in events {
             let segment = generation(event);
             let now = changes.entry(segment).or_insert_with(|| {
                 touched.push(segment);
-                book.get(&segment).copied()
+                segments.get(&segment).copied()
             });
             match event.kind {
                 SegmentEventKind::Birth => {
-                    *now = Some(Standing {
+                    *now = Some(LiveSegment {
                         base: event.base.0,
                         end_bytes: event.size_bytes,
                         mapped_bytes: event.size_bytes,
@@ -156,13 +156,13 @@ impl SyncPlan {
             }
         }
         let leaves = |segment: &Generation| leaving.contains(&segment.pool);
-        let gone = book.keys().filter(|segment| leaves(segment) && !dead.contains(segment)).copied();
+        let gone = segments.keys().filter(|segment| leaves(segment) && !dead.contains(segment)).copied();
         dead.extend(gone.collect::<Vec<_>>());
         touched.retain(|segment| !leaves(segment));
         changes.retain(|segment, _| !leaves(segment));
 
-        let step = |kind, segment: Generation, size_bytes, base| Step {
-            told: PlanStep {
+        let action = |kind, segment: Generation, size_bytes, base| SyncAction {
+            step: PlanStep {
                 kind,
                 segment: SegmentName { pool: ordinal(segment.pool), stream: segment.stream, segment: segment.segment },
                 size_bytes,
@@ -170,59 +170,59 @@ impl SyncPlan {
             segment,
             base,
         };
-        let mut steps = Vec::new();
+        let mut actions = Vec::new();
         for segment in touched {
             let Some(Some(now)) = changes.get_mut(&segment) else { continue };
             if now.is_whole() && now.window_bytes < now.end_bytes {
                 let kind = if now.window_bytes == 0 { StepKind::Register } else { StepKind::Grow };
-                steps.push(step(kind, segment, now.end_bytes, now.base));
+                actions.push(action(kind, segment, now.end_bytes, now.base));
                 now.window_bytes = now.end_bytes;
             }
         }
         for segment in dead {
-            if let Some(old) = book.get(&segment) {
+            if let Some(old) = segments.get(&segment) {
                 if old.window_bytes > 0 {
-                    steps.push(step(StepKind::Deregister, segment, old.window_bytes, old.base));
+                    actions.push(action(StepKind::Deregister, segment, old.window_bytes, old.base));
                 }
                 changes.insert(segment, None);
             }
         }
-        SyncPlan { steps, changes }
+        SyncActions { actions, changes }
     }
 
-    /// Applies the changes of an executed plan to the book.
-    pub(crate) fn write_to(&self, book: &mut Book) {
+    /// Applies the changes of an executed plan to the segment table.
+    pub(crate) fn write_to(&self, segments: &mut SegmentTable) {
         for (segment, now) in &self.changes {
             match now {
-                Some(now) => book.insert(*segment, *now),
-                None => book.remove(segment),
+                Some(now) => segments.insert(*segment, *now),
+                None => segments.remove(segment),
             };
         }
     }
 
-    /// Returns the number of steps that add a window and the number that only remove one.
+    /// Returns the number of actions that add a window and the number that only remove one.
     pub(crate) fn counts(&self) -> (u64, u64) {
-        let deregistrations = self.steps.iter().filter(|step| step.told.kind == StepKind::Deregister).count();
-        ((self.steps.len() - deregistrations) as u64, deregistrations as u64)
+        let deregistrations = self.actions.iter().filter(|action| action.step.kind == StepKind::Deregister).count();
+        ((self.actions.len() - deregistrations) as u64, deregistrations as u64)
     }
 
-    /// Returns `true` if a step removes a window that work on the device may use.
+    /// Returns `true` if an action removes a window that work on the device may use.
     pub(crate) fn takes_away(&self) -> bool {
-        self.steps.iter().any(|step| step.told.kind != StepKind::Register)
+        self.actions.iter().any(|action| action.step.kind != StepKind::Register)
     }
 
-    /// Returns a digest of the steps, for comparison across ranks.
+    /// Returns a digest of the actions, for comparison across ranks.
     pub(crate) fn digest(&self) -> u64 {
-        let words = self.steps.iter().flat_map(|step| step.told.words());
-        words.fold(self.steps.len() as u64, fold)
+        let words = self.actions.iter().flat_map(|action| action.step.words());
+        words.fold(self.actions.len() as u64, fold)
     }
 }
 
 /// Returns the keys that these events invalidate, in order: those of segments that died, and the old keys of segments that grew. All keys
 /// of leaving pools come last.
-pub(crate) fn dead_keys(book: &Book, events: &[SegmentEvent], leaving: &[PoolId]) -> Vec<SegmentKey> {
+pub(crate) fn dead_keys(segments: &SegmentTable, events: &[SegmentEvent], leaving: &[PoolId]) -> Vec<SegmentKey> {
     let key = |generation, base, size_bytes| SegmentKey { base, size_bytes, generation };
-    let mut ends: BTreeMap<Generation, u64> = book.iter().map(|(segment, now)| (*segment, now.end_bytes)).collect();
+    let mut ends: BTreeMap<Generation, u64> = segments.iter().map(|(segment, now)| (*segment, now.end_bytes)).collect();
     let mut dead = Vec::new();
     for event in events {
         let (segment, base) = (generation(event), event.base.0);
@@ -242,7 +242,7 @@ pub(crate) fn dead_keys(book: &Book, events: &[SegmentEvent], leaving: &[PoolId]
             _ => {}
         }
     }
-    let left = book.iter().filter(|(segment, _)| leaving.contains(&segment.pool) && ends.contains_key(segment));
+    let left = segments.iter().filter(|(segment, _)| leaving.contains(&segment.pool) && ends.contains_key(segment));
     dead.extend(left.map(|(segment, now)| key(*segment, now.base, ends[segment])));
     dead
 }
@@ -303,11 +303,11 @@ mod tests {
     use symmalloc_core::{Allocator, ObserverId};
     use symmalloc_sim::SimBackend;
 
-    /// An allocator with an observed default pool, and its book.
+    /// An allocator with an observed default pool, and its segment table.
     struct Watched {
         allocator: Allocator<SimBackend>,
         observer: ObserverId,
-        book: Book,
+        segments: SegmentTable,
         dead: Vec<SegmentKey>,
     }
 
@@ -318,23 +318,23 @@ mod tests {
             allocator.register_stream().expect("the first");
             let (observer, births) = allocator.observe(PoolId::DEFAULT).expect("exists");
             assert!(births.is_empty());
-            Watched { allocator, observer, book: Book::new(), dead: Vec::new() }
+            Watched { allocator, observer, segments: SegmentTable::new(), dead: Vec::new() }
         }
 
-        fn plan(&self) -> SyncPlan {
-            SyncPlan::new(&self.book, &self.allocator.unread(self.observer).events, &[], |_| 0)
+        fn plan(&self) -> SyncActions {
+            SyncActions::new(&self.segments, &self.allocator.unread(self.observer).events, &[], |_| 0)
         }
 
         fn sync(&mut self) -> Vec<(StepKind, u32, u64)> {
             let plan = self.plan();
             assert_eq!(plan, self.plan(), "planning changes nothing");
-            let mut dead: Vec<_> = dead_keys(&self.book, &self.allocator.unread(self.observer).events, &[]);
+            let mut dead: Vec<_> = dead_keys(&self.segments, &self.allocator.unread(self.observer).events, &[]);
             self.dead.append(&mut dead);
-            plan.write_to(&mut self.book);
+            plan.write_to(&mut self.segments);
             self.allocator.acknowledge(self.observer, &self.allocator.unread(self.observer)).expect("no faults");
-            assert!(self.plan().steps.is_empty(), "never twice");
-            let seen = |step: &Step| (step.told.kind, step.told.segment.segment.0, step.told.size_bytes);
-            plan.steps.iter().map(seen).collect()
+            assert!(self.plan().actions.is_empty(), "never twice");
+            let seen = |action: &SyncAction| (action.step.kind, action.step.segment.segment.0, action.step.size_bytes);
+            plan.actions.iter().map(seen).collect()
         }
 
         fn take(&self, size_bytes: u64) -> symmalloc_core::Handle {
@@ -381,7 +381,7 @@ mod tests {
         watched.free(a);
         watched.trim();
         assert_eq!(watched.sync(), []);
-        assert!(watched.book.is_empty());
+        assert!(watched.segments.is_empty());
     }
 
     #[test]
@@ -406,9 +406,9 @@ mod tests {
         watched.trim();
         let (observer, births) = watched.allocator.observe(PoolId::DEFAULT).expect("exists");
         watched.observer = observer;
-        let plan = SyncPlan::new(&watched.book, &births, &[], |_| 0);
-        assert!(plan.steps.is_empty());
-        plan.write_to(&mut watched.book);
+        let plan = SyncActions::new(&watched.segments, &births, &[], |_| 0);
+        assert!(plan.actions.is_empty());
+        plan.write_to(&mut watched.segments);
         watched.take(4 * MIB);
         assert_eq!(watched.sync(), [(StepKind::Register, 0, 6 * MIB)]);
     }
@@ -420,10 +420,10 @@ mod tests {
         watched.sync();
         watched.take(40 * MIB);
         let events = watched.allocator.unread(watched.observer).events;
-        let plan = SyncPlan::new(&watched.book, &events, &[PoolId::DEFAULT], |_| 0);
+        let plan = SyncActions::new(&watched.segments, &events, &[PoolId::DEFAULT], |_| 0);
         assert_eq!(plan.counts(), (0, 1));
-        plan.write_to(&mut watched.book);
-        assert!(watched.book.is_empty());
+        plan.write_to(&mut watched.segments);
+        assert!(watched.segments.is_empty());
     }
 
     #[test]
@@ -432,15 +432,18 @@ mod tests {
         watched.take(30 * MIB);
         let one = watched.plan();
         let mut message = Vec::new();
-        one.steps[0].told.write(&mut message);
+        one.actions[0].step.write(&mut message);
         assert_eq!(message.len(), STEP_BYTES);
-        assert_eq!(PlanStep::read(&message), Some(one.steps[0].told));
+        assert_eq!(PlanStep::read(&message), Some(one.actions[0].step));
         assert_eq!(PlanStep::read(&[0; STEP_BYTES]), None);
         watched.take(30 * MIB);
         let two = watched.plan();
         assert_ne!(one.digest(), two.digest());
-        let swapped = SyncPlan { steps: vec![two.steps[1], two.steps[0]], changes: BTreeMap::new() };
+        let swapped = SyncActions { actions: vec![two.actions[1], two.actions[0]], changes: BTreeMap::new() };
         assert_ne!(two.digest(), swapped.digest(), "the order matters");
-        assert_eq!(one.steps[0].told.to_string(), "register segment 0 of symmetric pool 0, stream 0 (31457280 bytes)");
+        assert_eq!(
+            one.actions[0].step.to_string(),
+            "register segment 0 of symmetric pool 0, stream 0 (31457280 bytes)"
+        );
     }
 }

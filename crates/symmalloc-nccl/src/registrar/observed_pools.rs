@@ -1,9 +1,9 @@
 //! The pools observed for one communicator, each with an observer and the log entries since the last sync.
 
 use crate::registrar::error::AttachError;
-use crate::registrar::plan::{fold, generation};
 use crate::registrar::segment_key::Generation;
 use crate::registrar::settings::{Registration, Synced};
+use crate::registrar::sync_actions::{fold, generation};
 use smallvec::SmallVec;
 use symmalloc_core::errors::UnknownError;
 use symmalloc_core::segment_log::{SegmentEvent, SegmentEventKind};
@@ -11,14 +11,15 @@ use symmalloc_core::sleep::Phase;
 use symmalloc_core::{ObserverId, PoolId, Unread};
 use symmalloc_cuda::CudaAllocator;
 
+/// The pools observed for one communicator.
 #[derive(Default)]
-pub(super) struct Watchlist {
+pub(super) struct ObservedPools {
     /// In ascending order of pools.
-    pools: Vec<WatchedPool>,
+    pools: Vec<ObservedPool>,
 }
 
 /// A pool that is observed for one communicator.
-struct WatchedPool {
+struct ObservedPool {
     pool: PoolId,
     /// Ordinal among symmetric pools; 0 for a private pool, which is never mentioned to other ranks.
     ordinal: u32,
@@ -33,7 +34,7 @@ struct WatchedPool {
 }
 
 /// A pool's log, as read by a sync.
-pub(super) struct Reading {
+pub(super) struct LogSnapshot {
     /// Number of entries in the log.
     entries: u64,
     unread: Unread,
@@ -42,127 +43,129 @@ pub(super) struct Reading {
 }
 
 /// Changes since the last sync to the pools of one registration kind.
-pub(super) struct News {
+pub(super) struct SegmentChanges {
     pub(super) events: Vec<SegmentEvent>,
     pub(super) leaving: Vec<PoolId>,
 }
 
-impl Watchlist {
+impl ObservedPools {
     /// Starts to observe these pools, all of them or none.
-    pub(super) fn watch(
+    pub(super) fn observe(
         &mut self,
         allocator: &CudaAllocator,
         communicator: &str,
         pools: &[PoolId],
         registration: Registration,
     ) -> Result<(), AttachError> {
-        let mut added: SmallVec<[WatchedPool; 4]> = SmallVec::new();
+        let mut added: SmallVec<[ObservedPool; 4]> = SmallVec::new();
         for &pool in pools {
-            let is_known = |watched: &WatchedPool| watched.pool == pool;
-            let watched = if self.pools.iter().any(is_known) || added.iter().any(is_known) {
+            let is_known = |observed: &ObservedPool| observed.pool == pool;
+            let observed = if self.pools.iter().any(is_known) || added.iter().any(is_known) {
                 Err(AttachError::Already { pool, communicator: communicator.to_owned() })
             } else {
-                WatchedPool::new(allocator, pool, registration).map_err(AttachError::from)
+                ObservedPool::new(allocator, pool, registration).map_err(AttachError::from)
             };
-            match watched {
-                Ok(watched) => added.push(watched),
+            match observed {
+                Ok(observed) => added.push(observed),
                 Err(error) => {
-                    for watched in added {
+                    for observed in added {
                         // No segment died since the pool was first observed, so the release cannot fail.
-                        let _released = allocator.core().forget(watched.observer);
+                        let _released = allocator.core().forget(observed.observer);
                     }
                     return Err(error);
                 }
             }
         }
         self.pools.extend(added);
-        self.pools.sort_by_key(|watched| watched.pool);
+        self.pools.sort_by_key(|observed| observed.pool);
         Ok(())
     }
 
     /// Returns how a pool is observed, or `None`.
     pub(super) fn registration_of(&self, pool: PoolId) -> Option<Registration> {
-        self.pools.iter().find(|watched| watched.pool == pool).map(|watched| watched.registration)
+        self.pools.iter().find(|observed| observed.pool == pool).map(|observed| observed.registration)
     }
 
     /// Returns the pools that are observed for this kind of registration.
     pub(super) fn of(&self, registration: Registration) -> impl Iterator<Item = PoolId> {
-        self.pools.iter().filter(move |watched| watched.registration == registration).map(|watched| watched.pool)
+        self.pools.iter().filter(move |observed| observed.registration == registration).map(|observed| observed.pool)
     }
 
     /// Returns all observed pools.
     pub(super) fn all(&self) -> impl Iterator<Item = PoolId> {
-        self.pools.iter().map(|watched| watched.pool)
+        self.pools.iter().map(|observed| observed.pool)
     }
 
     /// Marks a pool for detachment at the next sync. Returns `true` if it was observed.
     pub(super) fn leave(&mut self, pool: PoolId) -> bool {
-        let found = self.pools.iter_mut().find(|watched| watched.pool == pool);
-        found.map(|watched| watched.is_leaving = true).is_some()
+        let found = self.pools.iter_mut().find(|observed| observed.pool == pool);
+        found.map(|observed| observed.is_leaving = true).is_some()
     }
 
     /// Returns `true` if there is certainly nothing to read: no log has grown, and no pool leaves.
     #[inline]
     pub(super) fn is_read(&self, allocator: &CudaAllocator) -> bool {
-        let is_read = |watched: &WatchedPool| {
-            let is_read = || allocator.core().segment_log_entries(watched.pool) == watched.seen;
-            !watched.is_leaving && (is_read() || !is_awake(allocator, watched.pool))
+        let is_read = |observed: &ObservedPool| {
+            let is_read = || allocator.core().segment_log_entries(observed.pool) == observed.seen;
+            !observed.is_leaving && (is_read() || !is_awake(allocator, observed.pool))
         };
         self.pools.iter().all(is_read)
     }
 
     /// Returns the observers, which retain dead memory.
     pub(super) fn into_observers(self) -> Vec<ObserverId> {
-        self.pools.into_iter().map(|watched| watched.observer).collect()
+        self.pools.into_iter().map(|observed| observed.observer).collect()
     }
 
     /// Reads the logs of all pools, in order. The entries remain unread until they are [acknowledged](Self::acknowledge), so a sync that
     /// fails before that has no effect on them.
-    pub(super) fn read(&self, allocator: &CudaAllocator) -> Vec<Reading> {
+    pub(super) fn read(&self, allocator: &CudaAllocator) -> Vec<LogSnapshot> {
         let core = allocator.core();
-        let read = |watched: &WatchedPool| {
+        let read = |observed: &ObservedPool| {
             // Read before the log, so that later entries are detected by the next sync.
-            let entries = core.segment_log_entries(watched.pool);
-            let is_asleep = !watched.is_leaving && !is_awake(allocator, watched.pool);
-            Reading { entries, unread: core.unread(watched.observer), is_asleep }
+            let entries = core.segment_log_entries(observed.pool);
+            let is_asleep = !observed.is_leaving && !is_awake(allocator, observed.pool);
+            LogSnapshot { entries, unread: core.unread(observed.observer), is_asleep }
         };
         self.pools.iter().map(read).collect()
     }
 
-    pub(super) fn news(&self, readings: &[Reading], registration: Registration) -> News {
-        let mut news = News { events: Vec::new(), leaving: Vec::new() };
-        for (watched, reading) in self.pools.iter().zip(readings) {
-            if watched.registration == registration && !reading.is_asleep {
-                news.events.extend(watched.births.iter().chain(&reading.unread.events));
-                news.leaving.extend(watched.is_leaving.then_some(watched.pool));
+    pub(super) fn changes(&self, snapshots: &[LogSnapshot], registration: Registration) -> SegmentChanges {
+        let mut changes = SegmentChanges { events: Vec::new(), leaving: Vec::new() };
+        for (observed, snapshot) in self.pools.iter().zip(snapshots) {
+            if observed.registration == registration && !snapshot.is_asleep {
+                changes.events.extend(observed.births.iter().chain(&snapshot.unread.events));
+                changes.leaving.extend(observed.is_leaving.then_some(observed.pool));
             }
         }
-        news
+        changes
     }
 
     pub(super) fn ordinal(&self, pool: PoolId) -> u32 {
-        self.pools.iter().find(|watched| watched.pool == pool).map_or(0, |watched| watched.ordinal)
+        self.pools.iter().find(|observed| observed.pool == pool).map_or(0, |observed| observed.ordinal)
     }
 
     /// Returns a digest of the symmetric pools that are attached for windows, and of those that leave.
     pub(super) fn digest(&self) -> u64 {
-        let pools = self.pools.iter().filter(|watched| watched.registration == Registration::Windows);
-        pools.fold(0, |digest, watched| fold(digest, (u64::from(watched.ordinal) << 1) | u64::from(watched.is_leaving)))
+        let pools = self.pools.iter().filter(|observed| observed.registration == Registration::Windows);
+        pools.fold(0, |digest, observed| {
+            fold(digest, (u64::from(observed.ordinal) << 1) | u64::from(observed.is_leaving))
+        })
     }
 
     /// Acknowledges all entries that were read. Memory without remaining observers is released.
-    pub(super) fn acknowledge(&mut self, allocator: &CudaAllocator, readings: Vec<Reading>, synced: &mut Synced) {
+    pub(super) fn acknowledge(&mut self, allocator: &CudaAllocator, snapshots: Vec<LogSnapshot>, synced: &mut Synced) {
         let core = allocator.core();
-        for (watched, Reading { entries, unread, is_asleep }) in self.pools.iter_mut().zip(readings) {
+        for (observed, LogSnapshot { entries, unread, is_asleep }) in self.pools.iter_mut().zip(snapshots) {
             if is_asleep {
                 continue;
             }
-            watched.births.clear();
-            watched.seen = entries;
-            let outcome = if watched.is_leaving {
-                core.forget(watched.observer)
+            observed.births.clear();
+            observed.seen = entries;
+            let outcome = if observed.is_leaving {
+                core.forget(observed.observer)
             } else {
-                core.acknowledge(watched.observer, &unread)
+                core.acknowledge(observed.observer, &unread)
             };
             match outcome {
                 Ok(released_bytes) => synced.released_bytes += released_bytes,
@@ -172,7 +175,7 @@ impl Watchlist {
                 }
             }
         }
-        self.pools.retain(|watched| !watched.is_leaving);
+        self.pools.retain(|observed| !observed.is_leaving);
     }
 }
 
@@ -180,12 +183,12 @@ fn is_awake(allocator: &CudaAllocator, pool: PoolId) -> bool {
     allocator.core().phase(pool).is_ok_and(|phase| phase == Phase::Awake)
 }
 
-impl WatchedPool {
+impl ObservedPool {
     fn new(allocator: &CudaAllocator, pool: PoolId, registration: Registration) -> Result<Self, UnknownError> {
         let core = allocator.core();
         let seen = core.segment_log_entries(pool);
         let (observer, births) = core.observe(pool)?;
-        Ok(WatchedPool {
+        Ok(ObservedPool {
             pool,
             ordinal: core.symmetric_ordinal(pool).unwrap_or(0),
             registration,
@@ -198,7 +201,7 @@ impl WatchedPool {
     }
 }
 
-impl News {
+impl SegmentChanges {
     pub(super) fn is_empty(&self) -> bool {
         self.events.is_empty() && self.leaving.is_empty()
     }

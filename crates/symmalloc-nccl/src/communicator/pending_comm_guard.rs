@@ -1,27 +1,27 @@
 //! Announcement of a communicator that ranks are about to create.
 
 use super::order::CommOrder;
-use crate::watch::{self, MeetingId, UNBORN};
+use crate::watch::{self, MeetingId, PENDING_COMM};
 use symmalloc_watchdog::{CommunicatorId, RankId};
 
 /// Announces to other ranks that this one will be in a communicator, until dropped. Other ranks thereby also detect a rank that dies after
 /// NCCL has created the communicator and before it is watched.
-pub(super) struct Unborn {
+pub(super) struct PendingCommGuard {
     met: Option<MeetingId>,
     rank: RankId,
 }
 
-impl Unborn {
+impl PendingCommGuard {
     /// Announces the communicator. `rank` is this rank's number, or its number in the communicator that is split.
     pub(super) fn new(met: Option<MeetingId>, rank: u32, order: &CommOrder) -> Self {
         let communicator = CommunicatorId::of(order.as_bytes());
-        let unborn = Unborn { met, rank: RankId { communicator, rank: rank | UNBORN } };
-        watch::expect(unborn.met, unborn.rank);
-        unborn
+        let guard = PendingCommGuard { met, rank: RankId { communicator, rank: rank | PENDING_COMM } };
+        watch::expect(guard.met, guard.rank);
+        guard
     }
 }
 
-impl Drop for Unborn {
+impl Drop for PendingCommGuard {
     fn drop(&mut self) {
         watch::withdraw(self.met, self.rank);
     }

@@ -10,7 +10,7 @@
 //! One collective thus settles both. If histories are equal, plans can differ only because the programs differ: in configuration, in
 //! attached pools, or in the number of syncs.
 
-use crate::registrar::plan::{PlanStep, STEP_BYTES, SyncPlan};
+use crate::registrar::sync_actions::{PlanStep, STEP_BYTES, SyncActions};
 use std::collections::BTreeMap;
 use std::fmt;
 use symmalloc_agreement::{Gathered, RankSet};
@@ -65,7 +65,7 @@ fields! {
 
 /// One word per field, and the size of the symmetric space, of which the largest counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Summary {
+pub(crate) struct SyncSummary {
     /// By [`PlanField`].
     words: [u64; PlanField::ALL.len()],
     /// Size of the symmetric space in bytes, as configured on this rank.
@@ -74,7 +74,7 @@ pub(crate) struct Summary {
 
 /// Inputs of a summary other than the plan.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Circumstances {
+pub(crate) struct SyncContext {
     pub(crate) mode: u64,
     pub(crate) offset_checks: bool,
     pub(crate) library: u64,
@@ -88,25 +88,25 @@ pub(crate) struct Circumstances {
 /// Protocol version. Incremented when the messages of a sync change.
 const PROTOCOL: u64 = 1;
 
-impl Summary {
+impl SyncSummary {
     pub(crate) const BYTES: usize = 8 * (PlanField::ALL.len() + 1);
 
-    pub(crate) fn new(plan: &SyncPlan, circumstances: &Circumstances) -> Self {
+    pub(crate) fn new(plan: &SyncActions, context: &SyncContext) -> Self {
         let (registrations, deregistrations) = plan.counts();
         let word = |field| match field {
             PlanField::Protocol => PROTOCOL,
-            PlanField::Mode => circumstances.mode,
-            PlanField::OffsetChecks => circumstances.offset_checks.into(),
-            PlanField::Library => circumstances.library,
-            PlanField::SyncNumber => circumstances.sync_number,
-            PlanField::Attached => circumstances.attached,
-            PlanField::Windows => circumstances.windows,
-            PlanField::WindowBytes => circumstances.window_bytes,
+            PlanField::Mode => context.mode,
+            PlanField::OffsetChecks => context.offset_checks.into(),
+            PlanField::Library => context.library,
+            PlanField::SyncNumber => context.sync_number,
+            PlanField::Attached => context.attached,
+            PlanField::Windows => context.windows,
+            PlanField::WindowBytes => context.window_bytes,
             PlanField::Registrations => registrations,
             PlanField::Deregistrations => deregistrations,
             PlanField::Steps => plan.digest(),
         };
-        Summary { words: PlanField::ALL.map(word), space_bytes: circumstances.space_bytes }
+        SyncSummary { words: PlanField::ALL.map(word), space_bytes: context.space_bytes }
     }
 
     pub(crate) fn write(&self, message: &mut Vec<u8>) {
@@ -116,12 +116,15 @@ impl Summary {
 
     pub(crate) fn read(bytes: &[u8]) -> Self {
         let mut words = bytes.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().unwrap_or_default()));
-        Summary { words: std::array::from_fn(|_| words.next().unwrap_or(0)), space_bytes: words.next().unwrap_or(0) }
+        SyncSummary {
+            words: std::array::from_fn(|_| words.next().unwrap_or(0)),
+            space_bytes: words.next().unwrap_or(0),
+        }
     }
 }
 
 /// Compares the plans of all ranks. Returns the first field that differs.
-pub(crate) fn compare(summaries: &[Summary]) -> Result<(), Box<PlanDifference>> {
+pub(crate) fn compare(summaries: &[SyncSummary]) -> Result<(), Box<PlanDifference>> {
     for (index, field) in PlanField::ALL.into_iter().enumerate() {
         let groups = groups(summaries.iter().map(|summary| summary.words[index]));
         if groups.len() > 1 {
@@ -221,10 +224,10 @@ impl StepSearch {
     pub(crate) const MESSAGE_BYTES: usize = STEPS_PER_PAGE * STEP_BYTES;
 
     /// Writes this rank's page.
-    pub(crate) fn write(&self, plan: &SyncPlan, message: &mut Vec<u8>) {
+    pub(crate) fn write(&self, plan: &SyncActions, message: &mut Vec<u8>) {
         let end = message.len() + Self::MESSAGE_BYTES;
-        let steps = plan.steps.iter().skip(self.page * STEPS_PER_PAGE).take(STEPS_PER_PAGE);
-        steps.for_each(|step| step.told.write(message));
+        let actions = plan.actions.iter().skip(self.page * STEPS_PER_PAGE).take(STEPS_PER_PAGE);
+        actions.for_each(|action| action.step.write(message));
         message.resize(end, 0);
     }
 
@@ -249,12 +252,12 @@ impl StepSearch {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::registrar::plan::{Book, SegmentName, StepKind};
     use crate::registrar::segment_key::Generation;
+    use crate::registrar::sync_actions::{SegmentName, SegmentTable, StepKind};
     use symmalloc_core::backend::DeviceAddress;
     use symmalloc_core::{PoolId, SegmentId};
 
-    const CIRCUMSTANCES: Circumstances = Circumstances {
+    const CONTEXT: SyncContext = SyncContext {
         mode: 1,
         offset_checks: false,
         library: 22809,
@@ -266,11 +269,11 @@ mod tests {
     };
 
     /// Returns a plan that registers this many segments, one of them with another size.
-    fn plan(segments: u32, other: u32) -> SyncPlan {
-        let mut plan = SyncPlan::new(&Book::new(), &[], &[], |_| 0);
-        plan.steps = (0..segments)
-            .map(|segment| crate::registrar::plan::Step {
-                told: PlanStep {
+    fn plan(segments: u32, other: u32) -> SyncActions {
+        let mut plan = SyncActions::new(&SegmentTable::new(), &[], &[], |_| 0);
+        plan.actions = (0..segments)
+            .map(|segment| crate::registrar::sync_actions::SyncAction {
+                step: PlanStep {
                     kind: StepKind::Register,
                     segment: SegmentName { pool: 0, stream: None, segment: SegmentId(segment) },
                     size_bytes: if segment == other { 1 } else { 2 },
@@ -282,7 +285,7 @@ mod tests {
         plan
     }
 
-    fn search(plans: &[SyncPlan]) -> Option<StepDifference> {
+    fn search(plans: &[SyncActions]) -> Option<StepDifference> {
         let mut search = StepSearch::default();
         loop {
             let mut messages = Vec::new();
@@ -297,24 +300,24 @@ mod tests {
 
     #[test]
     fn a_summary_survives_its_message() {
-        let summary = Summary::new(&plan(3, 9), &CIRCUMSTANCES);
+        let summary = SyncSummary::new(&plan(3, 9), &CONTEXT);
         let mut message = Vec::new();
         summary.write(&mut message);
-        assert_eq!(message.len(), Summary::BYTES);
-        assert_eq!(Summary::read(&message), summary);
+        assert_eq!(message.len(), SyncSummary::BYTES);
+        assert_eq!(SyncSummary::read(&message), summary);
     }
 
     #[test]
     fn the_space_that_a_rank_wants_is_no_difference() {
-        let one = Summary::new(&plan(3, 9), &CIRCUMSTANCES);
-        let other = Summary::new(&plan(3, 9), &Circumstances { space_bytes: 1, ..CIRCUMSTANCES });
+        let one = SyncSummary::new(&plan(3, 9), &CONTEXT);
+        let other = SyncSummary::new(&plan(3, 9), &SyncContext { space_bytes: 1, ..CONTEXT });
         assert_eq!(compare(&[one, other]), Ok(()));
     }
 
     #[test]
     fn the_most_telling_field_is_named_with_its_ranks() {
-        let one = Summary::new(&plan(3, 9), &CIRCUMSTANCES);
-        let other = Summary::new(&plan(4, 9), &Circumstances { library: 23007, ..CIRCUMSTANCES });
+        let one = SyncSummary::new(&plan(3, 9), &CONTEXT);
+        let other = SyncSummary::new(&plan(4, 9), &SyncContext { library: 23007, ..CONTEXT });
         let difference = compare(&[one, one, other]).expect_err("they differ");
         assert_eq!(
             difference.to_string(),
@@ -335,7 +338,7 @@ mod tests {
     #[test]
     fn a_difference_in_steps_reads_as_a_sentence() {
         let plans = [plan(1, 9), plan(2, 9)];
-        let summaries = plans.each_ref().map(|plan| Summary::new(plan, &CIRCUMSTANCES));
+        let summaries = plans.each_ref().map(|plan| SyncSummary::new(plan, &CONTEXT));
         let mut difference = compare(&summaries).expect_err("they differ");
         assert!(difference.is_about_steps());
         difference.first_step = search(&plans);

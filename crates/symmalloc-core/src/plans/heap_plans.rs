@@ -14,8 +14,8 @@
 //! place has a slot of the block table. A place is in no segment's ring and so has no neighbors, which distinguishes it
 //! from a block.
 
-use super::course::Course;
 use super::plan::Plan;
+use super::plan_cursor::PlanCursor;
 use super::report::{DifferenceCause, StepDifference, StepReport, StepStats};
 use crate::blocks::table::Slot;
 use crate::types::backend::DeviceAddress;
@@ -31,12 +31,12 @@ type Request = (StreamId, u64);
 /// Maximum number of consecutive steps of one key that may differ before a heap learns them again.
 const DIFFERENCES_MAX: u32 = 2;
 
-/// The treatment of a step's requests, in addition to serving them.
+/// A heap's mode of serving requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum Watch {
-    /// None.
+pub(crate) enum RequestMode {
+    /// Places them by the heap's own rules.
     #[default]
-    Nothing,
+    Ordinary,
     /// Compares them with a plan.
     Plan,
     /// Logs them.
@@ -57,9 +57,9 @@ struct Known {
 #[derive(Debug)]
 struct Placed {
     /// The cursor; the heap takes it while a step follows the plan.
-    course: Course,
+    cursor: PlanCursor,
     /// Slots of the places of allocations that live on in the next step, ascending.
-    carried: Vec<Slot>,
+    carried_over: Vec<Slot>,
 }
 
 /// The memory in which plans place allocations.
@@ -78,7 +78,7 @@ pub(crate) struct PlanMemory {
 
 /// The plans of one heap.
 #[derive(Debug, Default)]
-pub(crate) struct Follower {
+pub(crate) struct HeapPlans {
     plans: Vec<Known>,
     memory: Option<PlanMemory>,
     /// The plans in the plan memory, in the same order; empty while there is no memory.
@@ -88,7 +88,7 @@ pub(crate) struct Follower {
     /// The plan that the last step followed to its end. Only then does a plan know the last user of each offset.
     last_whole: Option<usize>,
     /// Slots of places that were unexpectedly live when the step began.
-    late: Vec<Slot>,
+    unexpected_live: Vec<Slot>,
     difference: Option<StepDifference>,
     /// Number of the heap's allocations before the step.
     allocations_before: u64,
@@ -98,11 +98,11 @@ pub(crate) struct Follower {
     stats: StepStats,
 }
 
-impl Follower {
+impl HeapPlans {
     /// Returns the slots of places that were unexpectedly live when the step began.
     #[inline(always)]
-    pub(crate) fn late(&self) -> &[Slot] {
-        &self.late
+    pub(crate) fn unexpected_live(&self) -> &[Slot] {
+        &self.unexpected_live
     }
 
     /// Logs an allocation of the step.
@@ -134,25 +134,25 @@ impl Follower {
         DifferenceCause::Request { planned, requested }
     }
 
-    /// Begins a step. Returns the treatment of its requests.
-    pub(crate) fn begin(&mut self, key: u64, learns: bool, allocations: u64) -> Watch {
+    /// Begins a step. Returns the mode of serving its requests.
+    pub(crate) fn begin(&mut self, key: u64, learns: bool, allocations: u64) -> RequestMode {
         self.difference = None;
         self.allocations_before = allocations;
-        self.late.clear();
+        self.unexpected_live.clear();
         self.current = self.plans.iter().position(|known| known.plan.key() == key);
         self.last_whole = self.last_whole.filter(|last| self.current == Some(*last));
         let is_good = self.current.is_some_and(|at| self.plans[at].differences < DIFFERENCES_MAX);
         if learns && !is_good && !self.has_given_up {
             self.learner.begin(key);
-            return Watch::Learn;
+            return RequestMode::Learn;
         }
         self.learner.pause();
-        if self.current.is_some() && !self.has_given_up { Watch::Plan } else { Watch::Nothing }
+        if self.current.is_some() && !self.has_given_up { RequestMode::Plan } else { RequestMode::Ordinary }
     }
 
     /// Takes the cursor of the step's plan. The plans are in their memory.
-    pub(crate) fn lend(&mut self) -> Course {
-        self.current.map_or_else(Course::default, |current| std::mem::take(&mut self.placed[current].course))
+    pub(crate) fn take_cursor(&mut self) -> PlanCursor {
+        self.current.map_or_else(PlanCursor::default, |current| std::mem::take(&mut self.placed[current].cursor))
     }
 
     /// Returns `true` if the previous step followed the same plan to its end.
@@ -163,10 +163,10 @@ impl Follower {
     /// Records which places are live at the start of the step. Returns `true` if some of them are unexpected.
     pub(crate) fn note_live(&mut self, is_live: impl Fn(&Slot) -> bool) -> bool {
         let (Some(current), Some(memory)) = (self.current, &self.memory) else { return false };
-        let carried = &self.placed[current].carried;
-        let late = memory.places.iter().filter(|slot| is_live(slot) && carried.binary_search(slot).is_err());
-        self.late.extend(late);
-        !self.late.is_empty()
+        let carried_over = &self.placed[current].carried_over;
+        let unexpected = memory.places.iter().filter(|slot| is_live(slot) && carried_over.binary_search(slot).is_err());
+        self.unexpected_live.extend(unexpected);
+        !self.unexpected_live.is_empty()
     }
 
     /// Records that the step differs from its plan at the allocation with this number.
@@ -179,20 +179,20 @@ impl Follower {
     /// Ends the step and takes its cursor back. Returns the report, and the allocations to plan for its key, if any.
     pub(crate) fn end(
         &mut self,
-        watch: Watch,
-        mut course: Course,
+        request_mode: RequestMode,
+        mut cursor: PlanCursor,
         allocations: u64,
     ) -> (StepReport, Option<Vec<Lived<Request>>>) {
-        if watch == Watch::Plan {
+        if request_mode == RequestMode::Plan {
             self.last_whole = self.current;
-            if !course.is_at_end() {
-                self.differ(course.number(), DifferenceCause::Ended);
+            if !cursor.is_at_end() {
+                self.differ(cursor.number(), DifferenceCause::Ended);
             }
         }
-        let is_followed = watch == Watch::Plan && self.difference.is_none();
+        let is_followed = request_mode == RequestMode::Plan && self.difference.is_none();
         let report = StepReport {
             allocations: allocations - self.allocations_before,
-            planned: course.planned(),
+            planned: cursor.planned(),
             difference: self.difference,
             plan_bytes: self.memory_bytes(),
         };
@@ -200,15 +200,15 @@ impl Follower {
             let differences = &mut self.plans[current].differences;
             *differences = if is_followed { 0 } else { differences.saturating_add(1) };
             if let Some(placed) = self.placed.get_mut(current) {
-                course.rewind();
-                placed.course = course;
+                cursor.rewind();
+                placed.cursor = cursor;
             }
         }
         self.stats.steps += 1;
         self.stats.followed += u64::from(is_followed);
         self.stats.allocations += report.allocations;
         self.stats.planned += report.planned;
-        (report, if watch == Watch::Learn { self.learner.end() } else { None })
+        (report, if request_mode == RequestMode::Learn { self.learner.end() } else { None })
     }
 
     /// Stops following and learning plans.
@@ -244,10 +244,10 @@ impl Follower {
     pub(crate) fn install(&mut self, schedules: &[Schedule], slots: &BTreeMap<Place, Slot>, memory: PlanMemory) {
         for (known, schedule) in self.plans.iter().zip(schedules) {
             let slot_of = |place: &u32| slots[&schedule.places()[*place as usize]];
-            let mut carried: Vec<Slot> = schedule.carried().iter().map(slot_of).collect();
-            carried.sort_unstable();
-            let course = Course::new(&known.plan, schedule, slot_of, memory.base);
-            self.placed.push(Placed { course, carried });
+            let mut carried_over: Vec<Slot> = schedule.carried().iter().map(slot_of).collect();
+            carried_over.sort_unstable();
+            let cursor = PlanCursor::new(&known.plan, schedule, slot_of, memory.base);
+            self.placed.push(Placed { cursor, carried_over });
         }
         self.memory = Some(memory);
         self.stats.placed += 1;
