@@ -33,7 +33,7 @@ pub enum Kind {
     Contents,
     /// A value of the configuration differs.
     Configuration,
-    /// The driver refuses memory once.
+    /// The driver is out of memory once.
     RefusedMemory,
 }
 

@@ -49,7 +49,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Returns the live allocation whose first byte is at a device address.
     ///
     /// # Errors
-    /// Returns an error if there is none, or look-up by pointer is not configured.
+    /// Returns an error if there is no such allocation, or look-up by pointer is not configured.
     pub fn handle_at(&self, address: DeviceAddress) -> Result<Handle, HandleError> {
         self.at(address, |heap| heap.handle_at(address)).map(|(_, handle)| handle)
     }
