@@ -17,7 +17,7 @@ use crate::types::ids::{PoolId, SegmentId, StreamId};
 pub struct SegmentPosition {
     /// The pool of the segment.
     pub pool: PoolId,
-    /// The stream of its heap; `None` when the pool's streams share.
+    /// The stream of its heap; `None` if the pool's streams share a heap.
     pub stream: Option<StreamId>,
     /// The segment, by its ordinal in the heap.
     pub segment: SegmentId,

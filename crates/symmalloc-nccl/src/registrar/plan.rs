@@ -218,8 +218,8 @@ impl SyncPlan {
     }
 }
 
-/// Returns the keys that these events invalidate, in order: those of segments that died, and the old keys of segments that grew. All keys
-/// of leaving pools come last.
+/// Returns the keys that these events invalidate, in order: those of segments that were released, and the old keys of segments that grew.
+/// All keys of leaving pools come last.
 pub(crate) fn dead_keys(book: &Book, events: &[SegmentEvent], leaving: &[PoolId]) -> Vec<SegmentKey> {
     let key = |generation, base, size_bytes| SegmentKey { base, size_bytes, generation };
     let mut ends: BTreeMap<Generation, u64> = book.iter().map(|(segment, now)| (*segment, now.end_bytes)).collect();

@@ -68,7 +68,7 @@ impl Watchlist {
                 Ok(watched) => added.push(watched),
                 Err(error) => {
                     for watched in added {
-                        // No segment died since the pool was first observed, so the release cannot fail.
+                        // No segment was released since the pool was first observed, so the release cannot fail.
                         let _released = allocator.core().forget(watched.observer);
                     }
                     return Err(error);
