@@ -5,7 +5,7 @@ use crate::types::ids::{PoolId, StreamId};
 use symmalloc_plan::ProblemError;
 use thiserror::Error;
 
-/// An error returned when a plan is made or adopted. The heap is unchanged, except after [`Memory`](Self::Memory).
+/// An error returned when a plan is created or adopted. The heap is unchanged, except after [`Memory`](Self::Memory).
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum PlanError {
