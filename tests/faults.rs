@@ -237,7 +237,7 @@ fn a_trim_that_fails_says_all_that_it_gave_back() {
     assert!(failed >= 4, "{failed} trims gave something back and failed");
 }
 
-/// Rule D4: a rank whose driver refused memory differs from the others from then on, regardless of later ops.
+/// Rule D4: a rank whose driver ran out of memory differs from the others from then on, regardless of later ops.
 #[test]
 fn a_refused_rank_has_another_digest() {
     let digest = |is_refused: bool| {

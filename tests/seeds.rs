@@ -7,7 +7,8 @@ use symmalloc_harness::generate::{OPS_MAX, Scenario, bytes_of_job};
 use symmalloc_harness::jobs;
 use symmalloc_harness::targets::TARGETS;
 
-/// Configurations with four streams and no limit over all pools. The pool's five bytes select its segments and whether its streams share.
+/// Configurations with four streams and no limit over all pools. The pool's five bytes select its segments and whether its streams share a
+/// heap.
 const CONFIGS: [[u8; 8]; 3] = [[0, 3, 0, 0, 0, 0, 0, 0], [0, 3, 0, 0, 2, 0, 1, 0], [2, 3, 0, 1, 0, 0, 0, 1]];
 
 /// Returns a part of a recorded job as a seed: it starts at the first, second or third quarter, each with a different configuration.

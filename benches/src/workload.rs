@@ -58,7 +58,7 @@ pub trait Subject {
     /// Allocates for work on a stream.
     fn allocate(&mut self, stream: StreamId, size_bytes: u64) -> Self::Handle;
 
-    /// Frees an allocation that was made for work on a stream.
+    /// Frees an allocation that was created for work on a stream.
     fn free(&mut self, stream: StreamId, handle: Self::Handle);
 
     /// Records a use on another stream.

@@ -33,7 +33,7 @@ pub enum Kind {
     Contents,
     /// A value of the configuration differs.
     Configuration,
-    /// The driver refuses memory once.
+    /// The driver is out of memory once.
     RefusedMemory,
 }
 
@@ -80,7 +80,7 @@ pub struct Mutant {
 }
 
 impl SymmetricProgram {
-    /// Makes every pool of a program symmetric, and names every second allocation. Omits ops on allocations that were made before
+    /// Makes every pool of a program symmetric, and names every second allocation. Omits ops on allocations that were created before
     /// `records`.
     ///
     /// # Panics

@@ -28,7 +28,7 @@ use symmalloc_core::{AllocationId, LimitScope, Op, Placement, PoolId, StreamId};
 /// Outcome of an op.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Outcome {
-    /// An allocation was made.
+    /// An allocation was created.
     Placed {
         /// Placement of the allocation.
         placement: Placement,

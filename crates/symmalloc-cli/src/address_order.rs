@@ -58,7 +58,7 @@ pub struct AddressOrder {
     rules: ModelRules,
     device: SimBackend,
     blocks: Blocks,
-    /// All segments ever created, by birth.
+    /// All segments ever created, in order of creation.
     born: Vec<ModelSegment>,
     allocations: BTreeMap<AllocationId, Allocation>,
     /// Pending events of each stream in the order of recording, each with the block that waits for it.
@@ -116,7 +116,7 @@ impl AddressOrder {
         self
     }
 
-    /// Executes an op as PyTorch does. Returns the placement of an allocation, with segments numbered by birth over the
+    /// Executes an op as PyTorch does. Returns the placement of an allocation, with segments numbered in order of creation over the
     /// whole device, and `None` for other ops and for allocations without bytes. Ignores a free or a use of an id that is not
     /// live.
     ///

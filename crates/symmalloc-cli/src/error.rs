@@ -1,4 +1,4 @@
-//! The errors of the program. Each one states how to fix it, and the program exits with code 2 unless noted.
+//! The error type of the program. Each error states how to fix it, and the program exits with code 2 unless noted.
 
 use crate::args::FlagContradiction;
 use crate::collection;

@@ -160,7 +160,7 @@ impl Job {
     /// Checks that all heaps that exist at the same time fit into a device's address space.
     ///
     /// # Errors
-    /// Returns an error if they do not fit. On a real device, every request of the last heaps would then be refused.
+    /// Returns an error if the heaps do not fit. On a real device, every request of the last heaps would then be refused.
     pub fn check_addresses(&self, config: &Config) -> Result<(), JobError> {
         let range_of = |config: &PoolConfig| match config.segments() {
             SegmentPolicy::Expandable(expandable) => (expandable.range_bytes, config.streams()),

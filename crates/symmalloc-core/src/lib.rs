@@ -42,7 +42,7 @@
 //! | block | a contiguous part of one segment, allocated or free |
 //! | stream | a logical [`StreamId`], numbered in the order in which the program registers streams |
 //! | pool | a policy domain made by the program, like PyTorch's `MemPool` |
-//! | heap | one (pool, stream), or one pool whose streams share: its own segments, free index, fences, digest and lock |
+//! | heap | one (pool, stream), or one pool that all its streams share: its own segments, free index, fences, digest and lock |
 //! | sequence | the age of backing memory: the ordinal of the segment, which every block split from it inherits |
 //! | fence | an event that a block's next user waits for on the device |
 //! | op | one call of the vocabulary, see [`Op`] |

@@ -346,7 +346,7 @@ impl RestoreCurrent {
 
 impl Drop for RestoreCurrent {
     fn drop(&mut self) {
-        // SAFETY: the context was current when this guard was created. If it was destroyed since, the driver refuses, and the thread is
+        // SAFETY: the context was current when this guard was created. If it was destroyed since, the call fails, and the thread is
         // left without a live context.
         let _restored = unsafe { self.driver.context_set(self.before) };
     }

@@ -70,7 +70,7 @@ pub enum PrivateFolderError {
 /// path.
 ///
 /// # Errors
-/// Returns an error if none of them can be created. The error is that of the last one.
+/// Returns an error if none of the folders can be created. The error is that of the last one.
 pub fn private_folder() -> Result<PathBuf, PrivateFolderError> {
     static FRESH: Mutex<Option<PathBuf>> = Mutex::new(None);
     if let Some(folder) = places().iter().find_map(|place| private_folder_at(&place.join(NAME)).ok()) {

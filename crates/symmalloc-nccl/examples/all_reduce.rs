@@ -388,7 +388,7 @@ fn given(tensor: usize, round: u32, element: usize) -> f32 {
 /// same before it gave its blocks an age.
 struct OldOrder {
     backend: CudaBackend,
-    /// In order of birth, which is also the order of registration.
+    /// In order of creation, which is also the order of registration.
     segments: Vec<(Range, Registered)>,
     /// (size, address)
     free: BTreeSet<(u64, u64)>,

@@ -181,7 +181,7 @@ impl AllToAll {
     ///
     /// # Errors
     /// Returns an error if `rows` does not have one entry per rank, or their sum overflows: all other ranks get
-    /// [`AllToAllError::Refused`] then. When a capture is in progress, a rank misses the communicator's deadline, or
+    /// [`AllToAllError::Refused`] then. Also returns an error if a capture is in progress, a rank misses the communicator's deadline, or
     /// NCCL fails.
     pub fn exchange_splits(&self, rows: &[u64]) -> Result<Splits, AllToAllError> {
         if self.comm.device().is_capturing() {

@@ -171,8 +171,8 @@ impl Communicator {
     /// The new communicator inherits the deadline and the mode. Its name is the parent's name with the number of the split and the color.
     ///
     /// # Errors
-    /// Returns an error if ranks do not arrive within the deadline, or NCCL or the driver fails; this communicator has ended then. Also if
-    /// it had already ended.
+    /// Returns an error if ranks do not arrive within the deadline, or NCCL or the driver fails; this communicator has ended then.
+    /// Also returns an error if it had already ended.
     pub fn split(&self, color: Option<u32>, key: u32) -> Result<Option<Communicator>, CommError> {
         let shared = &self.shared;
         let (raw_color, raw_key) =
@@ -241,7 +241,7 @@ impl Communicator {
     /// first.
     ///
     /// # Errors
-    /// Returns an error if it is [`Lost`](CommState::Lost) afterwards.
+    /// Returns an error if the communicator is [`Lost`](CommState::Lost) afterwards.
     pub fn abort(&self) -> Result<(), CommError> {
         self.abort_within(ABORT_LIMIT)
     }

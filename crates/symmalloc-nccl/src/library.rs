@@ -43,7 +43,7 @@ impl Nccl {
     /// Opens a specific library, in addition to that of [`load`](Self::load). Never closed.
     ///
     /// # Errors
-    /// Returns an error if it cannot be opened or is too old.
+    /// Returns an error if the library cannot be opened or is too old.
     pub fn open(path: impl AsRef<Path>) -> Result<&'static Nccl, LoadError> {
         let path = path.as_ref().as_os_str();
         // SAFETY: NCCL's initializers may run at any time.

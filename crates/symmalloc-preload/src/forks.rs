@@ -1,4 +1,4 @@
-//! Detection of forked children. CUDA does not work in them, so the driver refuses every call, and this library passes all calls through.
+//! Detection of forked children. CUDA does not work in them, so every driver call fails, and this library passes all calls through.
 //!
 //! This does not affect a child of a process that had not used CUDA before the fork.
 
@@ -18,7 +18,7 @@ pub(crate) fn watch() {
     static IS_WATCHING: Once = Once::new();
     IS_WATCHING.call_once(|| {
         // SAFETY: the handler only stores to an atomic, which is allowed in a child of a multithreaded process. If registration fails for
-        // lack of memory, a child is mistaken for its parent; the driver refuses its calls in any case.
+        // lack of memory, a child is mistaken for its parent; its driver calls fail in any case.
         let _refused = unsafe { libc::pthread_atfork(None, None, Some(forget)) };
     });
 }

@@ -104,7 +104,7 @@ pub(crate) fn free(address: u64) -> Outcome<()> {
 pub(crate) fn free_async(address: u64, stream: usize) -> Outcome<()> {
     let Some(found) = LIVE.take(address) else { return Outcome::Driver };
     if captures::has(stream) {
-        // A graph can only free memory that a graph allocated. The driver refuses with its own error.
+        // A graph can only free memory that a graph allocated. The driver returns its own error.
         LIVE.insert(found.address, found.size_bytes, found.known);
         return Outcome::Driver;
     }

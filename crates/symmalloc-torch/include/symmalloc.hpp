@@ -38,7 +38,7 @@
 
 namespace symmalloc {
 
-/* The limits leave no memory, or the driver refused to provide it. */
+/* The limits leave no memory, or the driver failed to provide it. */
 class out_of_memory : public std::bad_alloc {
 public:
     explicit out_of_memory(std::string message) : message_(std::move(message)) {}

@@ -5,7 +5,7 @@ use symmalloc_core::config::{PoolConfig, RoundupPower2Divisions, SegmentPolicy};
 use symmalloc_core::units::{MIB, UNIT_BYTES};
 use symmalloc_core::{AllocationId, LimitScope, Placement, SegmentId, StreamId};
 
-/// A heap: one (pool, stream), or a pool whose streams share.
+/// A heap: one (pool, stream), or a pool that all its streams share.
 #[derive(Clone, Debug, Default)]
 pub struct Heap {
     /// Live segments in order of creation.

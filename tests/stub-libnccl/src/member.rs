@@ -78,7 +78,7 @@ pub struct Inner {
     pub queue: VecDeque<Queued>,
     /// Windows and registered buffers.
     pub windows: Windows,
-    /// `true` once connections were made.
+    /// `true` once connections are established.
     pub is_connected: bool,
 }
 

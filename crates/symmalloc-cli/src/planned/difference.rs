@@ -31,7 +31,7 @@ pub(crate) enum JobDifference {
     Lifetime { heap: HeapName, number: usize, op: usize, asked: u32, planned: u32 },
 }
 
-/// Name of a heap in an error: its pool, and its stream unless streams share.
+/// Name of a heap in an error: its pool, and its stream unless streams share a heap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct HeapName {
     pool: PoolId,

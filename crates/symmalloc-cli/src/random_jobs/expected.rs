@@ -93,7 +93,7 @@ impl Expected {
 /// A job on its oracle.
 struct Run {
     oracle: Oracle,
-    /// The order in which the pools that live were made.
+    /// The order in which the live pools were created.
     pools: BTreeMap<PoolId, u32>,
     made: u32,
     /// Pools that a pass leaves asleep.
@@ -119,7 +119,7 @@ impl Run {
         outcome
     }
 
-    /// Wakes the pools that the pass before left asleep, in the order in which they were made. Where a limit leaves no room, free
+    /// Wakes the pools that the pass before left asleep, in the order in which they were created. Where a limit leaves no room, free
     /// memory goes back first. Returns `false` if there is none even so.
     fn wake_all(&mut self, numbers: &mut Numbers) -> bool {
         let mut asleep = std::mem::take(&mut self.asleep);

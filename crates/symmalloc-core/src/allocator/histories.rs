@@ -23,7 +23,7 @@ use crate::types::ids::{PoolId, StreamId};
 pub struct HeapHistory {
     /// The pool's ordinal among symmetric pools.
     pub pool: u32,
-    /// The heap's stream; `None` when the pool's streams share.
+    /// The heap's stream; `None` if the pool's streams share a heap.
     pub stream: Option<StreamId>,
     /// The digest of all ops.
     pub digest: Digest,

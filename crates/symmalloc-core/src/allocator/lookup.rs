@@ -17,7 +17,7 @@ use crate::types::ids::{PoolId, SegmentId, StreamId};
 pub struct SegmentPosition {
     /// The pool of the segment.
     pub pool: PoolId,
-    /// The stream of its heap; `None` when the pool's streams share.
+    /// The stream of its heap; `None` if the pool's streams share a heap.
     pub stream: Option<StreamId>,
     /// The segment, by its ordinal in the heap.
     pub segment: SegmentId,
@@ -49,7 +49,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Returns the live allocation whose first byte is at a device address.
     ///
     /// # Errors
-    /// Returns an error if there is none, or look-up by pointer is not configured.
+    /// Returns an error if there is no such allocation, or look-up by pointer is not configured.
     pub fn handle_at(&self, address: DeviceAddress) -> Result<Handle, HandleError> {
         self.at(address, |heap| heap.handle_at(address)).map(|(_, handle)| handle)
     }

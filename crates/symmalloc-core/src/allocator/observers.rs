@@ -78,8 +78,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     ///
     /// # Errors
     /// Returns an error if another observer read the events, or they belong to another allocator: nothing is
-    /// acknowledged then. When the driver fails to take memory back: the events are acknowledged, and the next trim
-    /// tries again.
+    /// acknowledged then. Also returns an error if the driver fails to take memory back: the events are acknowledged,
+    /// and the next trim tries again.
     pub fn acknowledge(&self, observer: ObserverId, unread: &Unread) -> Result<u64, TrimError> {
         if unread.reader != (self.number, observer) {
             return Err(TrimError::NotRead { observer });

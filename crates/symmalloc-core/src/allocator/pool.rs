@@ -31,7 +31,7 @@ pub(super) struct Pool<L: Lock> {
     pub(super) budget: Arc<Budget<L>>,
     /// Number of entries so far in the segment logs of its heaps.
     pub(super) log_entries: Arc<AtomicU64>,
-    /// The heap of each stream, by stream; if streams share, the heap of all streams at index 0.
+    /// The heap of each stream, by stream; if streams share a heap, the heap of all streams at index 0.
     heaps: Registry<Arc<HeapCell<L>>>,
     /// The current id, or the last one.
     id: AtomicU32,

@@ -69,7 +69,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Destroys a pool. All of its memory is released, including reserved segments. Its id is not reused.
     ///
     /// # Errors
-    /// Returns an error if it does not exist, is the default pool, is observed, or has live allocations; it is
+    /// Returns an error if the pool does not exist, is the default pool, is observed, or has live allocations; it is
     /// unchanged then. When the driver fails, the pool is destroyed and the next [`trim`](Self::trim) of all pools
     /// tries again.
     pub fn destroy_pool(&self, pool: PoolId) -> Result<(), PoolError> {

@@ -8,7 +8,7 @@ use crate::types::ids::{AllocationId, ObserverId, PoolId};
 use crate::types::look_up::LookUp;
 use std::error::Error;
 
-/// An error of a sink.
+/// An error returned by a sink.
 pub type SinkError = Box<dyn Error + Send + Sync>;
 
 /// The receiver of records. Every call is made under a lock that all recorded ops need: implementations must return

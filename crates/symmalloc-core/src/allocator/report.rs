@@ -120,7 +120,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     /// Returns statistics of every heap of a live pool that has executed an op, in (pool, stream) order; the stream is
-    /// `None` if a pool's streams share.
+    /// `None` if a pool's streams share a heap.
     pub fn stats_by_heap(&self) -> Vec<(PoolId, Option<StreamId>, MemoryStats)> {
         let heaps = self.all_heaps().filter_map(|cell| {
             let heap = cell.lock();

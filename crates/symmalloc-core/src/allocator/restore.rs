@@ -60,7 +60,7 @@ pub struct Restored {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RestoredHeap {
-    /// Its stream; `None` when the pool's streams share.
+    /// Its stream; `None` if the pool's streams share a heap.
     pub stream: Option<StreamId>,
     /// A handle that stands for every live allocation of zero bytes, which have no placement.
     pub nothing: Handle,

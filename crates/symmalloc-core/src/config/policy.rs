@@ -284,8 +284,8 @@ impl PoolConfigBuilder {
     /// Checks the values. A pool with a quota releases nothing by itself: it has [`Reclaim::Never`].
     ///
     /// # Errors
-    /// Returns an error if a value is out of its range, with the key, the value and the range; when a symmetric pool or
-    /// one without expandable segments would stitch; when a pool with a quota would also grow or shrink by itself.
+    /// Returns an error if a value is out of its range, with the key, the value and the range; if a symmetric pool or
+    /// one without expandable segments would stitch; or if a pool with a quota would also grow or shrink by itself.
     pub fn build(mut self) -> Result<PoolConfig, ConfigError> {
         if self.config.has_quota() {
             self.config.reclaim = Reclaim::Never;

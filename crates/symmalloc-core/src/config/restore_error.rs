@@ -105,7 +105,7 @@ pub enum RestoreError {
     Gone {
         /// The pool.
         pool: PoolId,
-        /// The stream of the heap; `None` when the pool's streams share.
+        /// The stream of the heap; `None` if the pool's streams share a heap.
         stream: Option<StreamId>,
         /// The segment.
         segment: SegmentId,
@@ -123,7 +123,7 @@ pub enum RestoreError {
     Observed {
         /// The pool.
         pool: PoolId,
-        /// The stream of the heap; `None` when the pool's streams share.
+        /// The stream of the heap; `None` if the pool's streams share a heap.
         stream: Option<StreamId>,
         /// The segment.
         segment: SegmentId,

@@ -26,7 +26,7 @@ pub struct Violation {
     pub meaning: &'static str,
     /// The pool of the heap.
     pub pool: PoolId,
-    /// The stream of the heap; `None` when the pool's streams share.
+    /// The stream of the heap; `None` if the pool's streams share a heap.
     pub stream: Option<StreamId>,
 }
 

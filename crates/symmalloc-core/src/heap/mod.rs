@@ -1,4 +1,4 @@
-//! A heap: one (pool, stream), or one pool whose streams share a heap. This file implements placement.
+//! A heap: one (pool, stream), or one pool that all its streams share. This file implements placement.
 //!
 //! A heap combines these types. The [`BlockTable`] holds blocks and segments, the [`FreeIndex`] the free
 //! blocks in the order of rule D2, the [`FenceTable`] the waits of each block's next user, and [`SizeRules`] the sizes.

@@ -135,7 +135,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Releases everything at the end of the allocator, including live allocations and observed segments. Memory that
-    /// the driver refuses to take back is left to the end of its context.
+    /// the driver fails to take back is left to the end of its context.
     pub(crate) fn abandon(&mut self, context: &DynContext<'_, L>) {
         self.dissolve_plans(context);
         for slot in self.all_blocks() {

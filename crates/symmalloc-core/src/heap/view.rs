@@ -60,7 +60,7 @@ pub struct MemoryStats {
 pub struct SegmentSnapshot {
     /// Its pool.
     pub pool: PoolId,
-    /// The stream of its heap; `None` when the pool's streams share.
+    /// The stream of its heap; `None` if the pool's streams share a heap.
     pub stream: Option<StreamId>,
     /// Ordinal in its heap.
     pub segment: SegmentId,

@@ -51,7 +51,7 @@ pub struct SegmentEvent {
     pub kind: SegmentEventKind,
     /// The pool of the segment.
     pub pool: PoolId,
-    /// The stream of its heap; `None` when the pool's streams share.
+    /// The stream of its heap; `None` if the pool's streams share a heap.
     pub stream: Option<StreamId>,
     /// The segment, by its ordinal in the heap.
     pub segment: SegmentId,
@@ -160,7 +160,7 @@ impl SegmentLog {
         self.drop_acknowledged();
     }
 
-    /// Returns `true` if a segment died at this entry or later.
+    /// Returns `true` if a segment was released at this entry or later.
     pub(crate) fn has_death_since(&self, index: u64) -> bool {
         let later = self.entries.iter().skip(index.saturating_sub(self.base) as usize);
         later.into_iter().any(|event| event.kind == SegmentEventKind::Death)

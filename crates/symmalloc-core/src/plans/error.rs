@@ -5,7 +5,7 @@ use crate::types::ids::{PoolId, StreamId};
 use symmalloc_plan::ProblemError;
 use thiserror::Error;
 
-/// An error returned when a plan is made or adopted. The heap is unchanged, except after [`Memory`](Self::Memory).
+/// An error returned when a plan is created or adopted. The heap is unchanged, except after [`Memory`](Self::Memory).
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum PlanError {
@@ -43,7 +43,7 @@ pub enum PlanError {
     /// The plan exceeds the largest segment.
     #[error("the plan needs more memory than the maximum size of a segment (1 TiB): plan fewer allocations")]
     TooLarge,
-    /// The plan is for a heap of one stream and the pool's streams share, or vice versa.
+    /// The plan is for a heap of one stream and the pool's streams share a heap, or vice versa.
     #[error(
         "the plan is for {}, but the streams of {pool} {}: plan the job with `streams:{}`",
         .stream.map_or("shared streams".to_owned(), |stream| format!("the heap of {stream}")),

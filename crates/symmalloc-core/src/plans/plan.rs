@@ -123,7 +123,7 @@ impl Plan {
         self.key
     }
 
-    /// Returns the stream of its heap; `None` for a heap whose streams share.
+    /// Returns the stream of its heap; `None` for a heap that all streams share.
     pub fn stream(&self) -> Option<StreamId> {
         self.stream
     }

@@ -69,7 +69,7 @@ pub enum SleepCause {
         observers: u32,
     },
     /// Dead stitched ranges alias the pool's memory.
-    #[error("dead stitched ranges are not released yet: let the observers acknowledge, and trim")]
+    #[error("retired stitched ranges are not released yet: let the observers acknowledge, and trim")]
     Retired,
     /// The work of a stream that uses the pool could not be awaited.
     #[error("cannot wait for the work of {stream}, which may be in a graph capture: {error}")]

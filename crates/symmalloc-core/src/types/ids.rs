@@ -43,7 +43,8 @@ id! {
 }
 
 id! {
-    /// A heap: one (pool, stream), or one pool whose streams share. Numbered in creation order within an allocator.
+    /// A heap: one (pool, stream), or one pool that all its streams share. Numbered in creation order within an
+    /// allocator.
     ///
     /// If several threads create heaps at once, the numbers may differ from rank to rank. Nothing is ordered by them,
     /// and ranks compare heaps by pool and stream.

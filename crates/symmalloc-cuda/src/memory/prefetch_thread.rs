@@ -10,7 +10,7 @@
 //! answers only determine which thread makes a chunk. The allocator sees no difference, because prefetched memory lies behind the end of
 //! the memory that it has mapped.
 //!
-//! A chunk is made under its range's lock, so a caller that needs the range waits for at most that chunk, and then uses it. Callers take
+//! A chunk is created under its range's lock, so a caller that needs the range waits for at most that chunk, and then uses it. Callers take
 //! precedence. The thread is started at the first request, and ends with the backend, after its current driver call.
 
 use super::backing::Backing;

@@ -10,7 +10,7 @@
 //!
 //! - After each growth, the target is as much memory ahead as the range's extent, up to the configured limit and the end of its
 //!   addresses.
-//! - Memory is made in chunks of one *unit*: the greatest common divisor of the largest chunk size and all growth sizes of the range.
+//! - Memory is created in chunks of one *unit*: the greatest common divisor of the largest chunk size and all growth sizes of the range.
 //!   Growth with the same step size therefore takes whole chunks, and leaves no partial chunk that another range would lack.
 //! - A growth that does not take whole chunks gets new memory, and the prefetched memory is released. The unit becomes smaller, so this
 //!   happens at most as often as a chunk can be divided.
@@ -56,7 +56,7 @@ impl PrefetchWindow {
         (self.unit_bytes > 0 && next.end <= self.wanted_end).then_some(next)
     }
 
-    /// Records that the next chunk is made.
+    /// Records that the next chunk is created.
     pub(crate) fn add(&mut self, chunk: &Part) {
         debug_assert_eq!(chunk.start, self.made.end);
         self.made.end = chunk.end;

@@ -24,7 +24,7 @@ impl fmt::Display for DeviceUuid {
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ShareError {
-    /// The driver refused, or the device is unsuitable.
+    /// A driver call failed, or the device is unsuitable.
     #[error(transparent)]
     Cuda(#[from] CudaError),
     /// The memory was created without support for export, which cannot be added later.

@@ -99,7 +99,7 @@ impl Import {
     ///
     /// # Errors
     /// Returns an error if the exporter refuses, uses another device, does not answer within `timeout` or sends an invalid message, or if
-    /// the driver refuses. Nothing is mapped in that case, and the socket can no longer be used: open a new connection.
+    /// a driver call fails. Nothing is mapped in that case, and the socket can no longer be used: open a new connection.
     pub fn attach(
         device: &Arc<CudaDevice>,
         socket: &UnixStream,

@@ -367,7 +367,7 @@ impl Drop for BackendStreams {
         if let Some(stream) = self.returned.get_mut().unwrap_or_else(PoisonError::into_inner).take()
             && let Ok(_current) = self.device.enter()
         {
-            // SAFETY: created by `returned`, and not used anymore. If the context is lost, the driver refuses, and the stream is destroyed
+            // SAFETY: created by `returned`, and not used anymore. If the context is lost, the call fails, and the stream is destroyed
             // with it.
             let _refused = unsafe { self.device.driver().stream_destroy(std::ptr::without_provenance_mut(stream)) };
         }

@@ -7,7 +7,7 @@ use symmalloc_agreement::TransportError;
 use symmalloc_cuda::DriverError;
 use thiserror::Error;
 
-/// An error of an exchange of rows or splits. Unless noted otherwise, nothing was submitted on this rank.
+/// An error returned by an exchange of rows or splits. Unless noted otherwise, nothing was submitted on this rank.
 /// [`AllToAll`](crate::AllToAll) describes the effect on the others.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]

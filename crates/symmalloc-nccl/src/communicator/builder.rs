@@ -147,7 +147,7 @@ impl CommunicatorBuilder {
     /// describes.
     ///
     /// # Errors
-    /// Returns an error if the environment is incomplete, and those of [`connect`](Self::connect).
+    /// Returns an error if the environment is incomplete, and the errors of [`connect`](Self::connect).
     pub fn connect_env(self) -> Result<Communicator, CommError> {
         let backoff = Backoff::new(self.deadline);
         let launch = Launch::from_env()?;

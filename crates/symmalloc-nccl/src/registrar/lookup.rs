@@ -86,7 +86,7 @@ impl Registrar {
     /// Returns the keys that were invalidated on a communicator since the cursor, in log order. Keys of windows are the same on every
     /// rank; keys of buffers are local to this rank. Call it after each sync, and drop the cache entries of these keys.
     ///
-    /// A key is invalidated when its segment dies or grows, or when its pool is detached. Returns [`Invalidated::Everything`] if the
+    /// A key is invalidated when its segment is released or grows, or when its pool is detached. Returns [`Invalidated::Everything`] if the
     /// communicator has ended.
     pub fn invalidations(&self, comm: &Communicator, cursor: &mut InvalidationCursor) -> Invalidated {
         match self.find(comm) {

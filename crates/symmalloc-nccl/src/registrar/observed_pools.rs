@@ -69,7 +69,7 @@ impl ObservedPools {
                 Ok(observed) => added.push(observed),
                 Err(error) => {
                     for observed in added {
-                        // No segment died since the pool was first observed, so the release cannot fail.
+                        // No segment was released since the pool was first observed, so the release cannot fail.
                         let _released = allocator.core().forget(observed.observer);
                     }
                     return Err(error);

@@ -15,8 +15,8 @@ use symmalloc_core::{PoolId, SegmentId, StreamId};
 /// valid only in the process that created it, because addresses differ between ranks.
 ///
 /// The key changes when the segment grows, because state that covered the segment no longer covers all of it. A key is never reused after
-/// the segment dies, even if another segment gets its address. [`Registrar::invalidations`](crate::Registrar::invalidations) reports the
-/// invalidated keys.
+/// the segment is released, even if another segment gets its address. [`Registrar::invalidations`](crate::Registrar::invalidations) reports
+/// the invalidated keys.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub struct SegmentKey {

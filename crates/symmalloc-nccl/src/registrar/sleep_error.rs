@@ -59,10 +59,10 @@ pub enum SleepStep {
 impl fmt::Display for SleepStep {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            SleepStep::Agree => "while the ranks agreed",
-            SleepStep::Decide => "while the ranks decided",
+            SleepStep::Agree => "while the ranks compared the pool's state",
+            SleepStep::Decide => "while the ranks exchanged their verdicts",
             SleepStep::Register => "while windows were registered",
-            SleepStep::Check => "while the ranks checked",
+            SleepStep::Check => "while the ranks exchanged their results",
         })
     }
 }
@@ -154,7 +154,7 @@ pub enum Obstacle {
         code: i32,
     },
     /// Retired stitched ranges still map the pool's memory.
-    #[error("dead stitched ranges of the pool are not released: sync, trim, and try again")]
+    #[error("retired stitched ranges of the pool are not released: sync, trim, and try again")]
     Retired,
     /// A communicator with windows on the pool is lost: an NCCL call on it has not returned.
     #[error("a lost communicator has windows on the pool: end the processes that it waits for, and try again")]

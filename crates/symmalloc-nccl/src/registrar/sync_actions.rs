@@ -218,7 +218,7 @@ impl SyncActions {
     }
 }
 
-/// Returns the keys that these events invalidate, in order: those of segments that died, and the old keys of segments that grew. All keys
+/// Returns the keys that these events invalidate, in order: those of released segments, and the old keys of segments that grew. All keys
 /// of leaving pools come last.
 pub(crate) fn dead_keys(segments: &SegmentTable, events: &[SegmentEvent], leaving: &[PoolId]) -> Vec<SegmentKey> {
     let key = |generation, base, size_bytes| SegmentKey { base, size_bytes, generation };

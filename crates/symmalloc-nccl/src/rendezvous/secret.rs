@@ -56,7 +56,7 @@ impl Secret {
     /// Returns the secret in the environment, if there is one.
     ///
     /// # Errors
-    /// Returns an error if it is too short.
+    /// Returns an error if the secret is too short.
     pub(super) fn from_env() -> Result<Option<Self>, RendezvousError> {
         std::env::var_os(SECRET_VARIABLE).filter(|value| !value.is_empty()).map(Secret::new).transpose()
     }

@@ -63,7 +63,7 @@ fn ask(watched: &Watched) {
     }
 }
 
-/// Returns `true` if the driver refuses temporarily, because memory is missing (2) or a capture is in the way. The
+/// Returns `true` if a driver call fails temporarily, because memory is missing (2) or a capture is in the way. The
 /// device is not lost.
 fn is_passing(error: &DriverError) -> bool {
     error.code == 2 || driver::is_capture_in_the_way(error)

@@ -107,7 +107,7 @@ fn train(rank: &Rank<'_>, program: &Program, comm: &Communicator) -> Run {
 /// Reduces the step's buffer on the network's stream. Every [`CHECK_EVERY`] steps, writes known values first and checks the sums.
 fn reduce(rank: &Rank<'_>, comm: &Communicator, network: &Arc<CudaStream>, allocation: &Allocation, step: u64) {
     let length = (SHARD_BYTES / 4) as usize;
-    // SAFETY: the allocation has this size and was made on this stream, and the slice is never dropped.
+    // SAFETY: the allocation has this size and was created on this stream, and the slice is never dropped.
     let shard = unsafe { network.upgrade_device_ptr::<f32>(allocation.address.0, length) };
     let mut shard: ManuallyDrop<CudaSlice<f32>> = ManuallyDrop::new(shard);
     let is_checked = step.is_multiple_of(CHECK_EVERY);

@@ -1,4 +1,5 @@
-//! The reported failure and its fix: `examples/all_reduce.rs` as a test, with threads, with processes, and with NCCL's own check.
+//! `examples/all_reduce.rs` as a test: NCCL reduces wrong data if ranks place tensors differently, and correct data otherwise. Runs with
+//! threads, with processes, and with NCCL's own check.
 
 use crate::job::{again, devices, processes};
 use symmalloc_nccl::{Nccl, NcclVersion};

@@ -1,11 +1,11 @@
-//! An intercepted driver call: its names, our function, and the driver's function.
+//! A served driver call: its names, our function, and the driver's function.
 
 use crate::libcuda::Library;
 use crate::symbols::real_dlsym;
 use std::ffi::{CStr, c_void};
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-/// A driver call that this library intercepts.
+/// A driver call that this library serves instead of the driver.
 pub(crate) struct ServedCall {
     /// The name under which libcuda exports it.
     symbol: &'static CStr,
@@ -61,7 +61,7 @@ impl ServedCall {
     }
 }
 
-/// Returns the intercepted call that libcuda exports under a name.
+/// Returns the served call that libcuda exports under a name.
 pub(crate) fn by_symbol(all: &[&'static ServedCall], name: &[u8]) -> Option<&'static ServedCall> {
     if !name.starts_with(b"cu") {
         return None;

@@ -24,7 +24,7 @@ pub struct JobOutcome {
     pub restarts: u64,
     /// Ranks that left the job: their device was lost, or they could not be restarted.
     pub left: u64,
-    /// Ranks that differed because their driver refused memory, and that the agreement reported.
+    /// Ranks that differed because their driver ran out of memory, and that the agreement reported.
     pub caught: u64,
     /// Full scans of a rank's invariants.
     pub checks: u64,

@@ -16,7 +16,7 @@ class InvalidSettings(Error, ValueError):
 
 
 class OutOfMemory(Error, MemoryError):
-    """The limits leave no memory, or the driver refused to provide it.
+    """The limits leave no memory, or the driver failed to provide it.
 
     PyTorch's own operations raise `torch.OutOfMemoryError`, as with its own allocator.
     """

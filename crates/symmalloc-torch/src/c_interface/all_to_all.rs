@@ -144,7 +144,7 @@ pub unsafe extern "C" fn symmalloc_all_to_all_destroy(all_to_all: *mut RankAllTo
 }
 
 /// # Safety
-/// The pointer is NULL, or live for as long as the result is used.
+/// The pointer is NULL, or live while the result is used.
 unsafe fn open<'a>(all_to_all: *mut RankAllToAll) -> Result<&'a RankAllToAll, Error> {
     not_forked()?;
     // SAFETY: the caller's contract.
@@ -152,7 +152,7 @@ unsafe fn open<'a>(all_to_all: *mut RankAllToAll) -> Result<&'a RankAllToAll, Er
 }
 
 /// # Safety
-/// The pointer is NULL, or valid for reading that many numbers for as long as the result is used.
+/// The pointer is NULL, or valid for reading that many numbers while the result is used.
 unsafe fn rows<'a>(rows: *const u64, ranks: usize) -> Option<&'a [u64]> {
     // SAFETY: the caller's contract.
     (!rows.is_null()).then(|| unsafe { slice::from_raw_parts(rows, ranks) })

@@ -11,7 +11,7 @@ pub(super) fn not_forked() -> Result<(), Error> {
 }
 
 /// # Safety
-/// The allocator is NULL, or live for as long as the result is used.
+/// The allocator is NULL, or live while the result is used.
 #[inline]
 pub(super) unsafe fn living<'a>(allocator: *mut DeviceAllocator) -> Result<&'a DeviceAllocator, Error> {
     not_forked()?;

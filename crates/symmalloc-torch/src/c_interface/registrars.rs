@@ -110,7 +110,7 @@ pub unsafe extern "C" fn symmalloc_registrar_create_with(
 }
 
 /// # Safety
-/// The texts of the options are NULL, or C strings that live as long as the result is used.
+/// The texts of the options are NULL, or C strings that live while the result is used.
 unsafe fn read(options: &symmalloc_registrar_options) -> Result<RegistrationOptions<'_>, Error> {
     let registration = match options.registration {
         SYMMALLOC_REGISTER_WINDOWS => Registration::Windows,
@@ -312,7 +312,7 @@ pub unsafe extern "C" fn symmalloc_scope_end(
 }
 
 /// # Safety
-/// The registrar is NULL, or live for as long as the result is used.
+/// The registrar is NULL, or live while the result is used.
 unsafe fn open<'a>(registrar: *mut PoolRegistration) -> Result<&'a PoolRegistration, Error> {
     not_forked()?;
     // SAFETY: the caller's contract.

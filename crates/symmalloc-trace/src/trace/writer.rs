@@ -44,8 +44,8 @@ impl<W: Write> TraceWriter<W> {
     /// Writes a record.
     ///
     /// # Errors
-    /// Returns an error if the record contradicts earlier ones: nothing is written, and the trace can continue. When the underlying writer
-    /// fails: the trace is truncated.
+    /// Returns an error if the record contradicts earlier ones: nothing is written, and the trace can continue. Also returns an
+    /// error if the underlying writer fails: the trace is truncated then.
     pub fn write(&mut self, record: &Record) -> Result<(), TraceWriteError> {
         self.ledger.admit(record).map_err(|source| TraceWriteError::Inconsistent { record: self.records, source })?;
         self.line.clear();

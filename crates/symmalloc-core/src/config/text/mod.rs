@@ -51,8 +51,8 @@ impl Config {
     /// effect on placements are listed in [`PyTorchConfig::ignored`]. Keys of this library are accepted too.
     ///
     /// # Errors
-    /// Returns an error if PyTorch would refuse the text as well, for a setting that cannot be equal on all ranks
-    /// (`garbage_collection_threshold`), and for another allocator (`backend:cudaMallocAsync`).
+    /// Returns an error if PyTorch would refuse the text as well, if a setting cannot be equal on all ranks
+    /// (`garbage_collection_threshold`), or if the text selects another allocator (`backend:cudaMallocAsync`).
     pub fn from_pytorch_env(text: &str) -> Result<PyTorchConfig, ConfigTextError> {
         let mut settings = Settings::parse(text, Dialect::PyTorch)?;
         let config = build_config(&mut settings)?;

@@ -19,7 +19,7 @@ pub struct Layout {
 #[doc(hidden)]
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HeapLayout {
-    /// Its stream; `None` when the pool's streams share.
+    /// Its stream; `None` if the pool's streams share a heap.
     pub stream: Option<StreamId>,
     /// The digest of its history.
     pub digest: Digest,
