@@ -14,6 +14,7 @@ mod difference;
 mod draft;
 mod follow;
 mod learned;
+mod refusal;
 mod segments;
 mod steps;
 
@@ -23,18 +24,18 @@ pub(crate) use follow::follow;
 
 use crate::args::PolicyArgs;
 use crate::error::CliError;
-use crate::job::{JobError, Steady};
+use crate::job::Steady;
 use crate::output::reason;
 use crate::quantity::counted;
 use crate::recorded::Recorded;
+use refusal::{not_followed, refused};
 use std::sync::Arc;
 use std::time::Instant;
 use symmalloc_core::PoolId;
 use symmalloc_core::config::{Config, StreamPolicy};
 use symmalloc_core::op::Op;
-use symmalloc_core::plans::{Plan, PlanError, Steps};
+use symmalloc_core::plans::{Plan, Steps};
 use symmalloc_trace::plan::PlanFile;
-use symmalloc_trace::replay::StepError;
 
 /// Number of heaps that are each planned with the full search budget. With more heaps, all of them share this total, so that
 /// planning a job of thousands of streams takes no longer.
@@ -126,25 +127,4 @@ fn solved(recorded: &Recorded, config: Config) -> Result<PlanFile, CliError> {
         file.add_plan(step.pool, plan).map_err(|source| draft::contradicts(recorded, source))?;
     }
     Ok(file)
-}
-
-/// Converts the error of a job that stops while it follows its plan. A pool adopts its plans when the program creates it.
-fn not_followed(recorded: &Recorded, error: JobError) -> CliError {
-    match error {
-        JobError::Plan { error: StepError::Plan(source), .. } => refused(recorded, PoolId::DEFAULT, source),
-        JobError::Step { op, error: StepError::Plan(source), .. } => {
-            let made = recorded.program().ops().get(op);
-            let pool = made.map_or(PoolId::DEFAULT, |op| match op {
-                Op::CreatePool { pool, .. } => *pool,
-                _ => PoolId::DEFAULT,
-            });
-            refused(recorded, pool, source)
-        }
-        // With a plan, a pool may hold memory that another one needs to wake.
-        source => CliError::NotFollowed { path: recorded.path.clone(), source },
-    }
-}
-
-fn refused(recorded: &Recorded, pool: PoolId, source: PlanError) -> CliError {
-    CliError::NotPlanned { path: recorded.path.clone(), pool, source }
 }

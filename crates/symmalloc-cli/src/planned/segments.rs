@@ -10,6 +10,7 @@
 //! count here: whether the segments fit into them shows when the plans are adopted.
 
 use super::draft::{GRANULE_BYTES, contradicts};
+use super::refusal::not_followed;
 use crate::error::CliError;
 use crate::job::{JobError, Options};
 use crate::recorded::Recorded;
@@ -88,7 +89,7 @@ fn with_pools(
 
 /// Carries the job out as planned. Returns the most that a heap of each of these pools holds, and how many requests they refuse.
 fn run(recorded: &Recorded, file: &PlanFile, mut most: Segments) -> Result<(Segments, u64), CliError> {
-    let failed = |error| super::not_followed(recorded, error);
+    let failed = |error| not_followed(recorded, error);
     let program = recorded.program();
     let device = SimBackend::builder().memory_bytes(u64::MAX).build();
     let allocator = Allocator::<_, Exclusive>::new(device, file.config().clone());
