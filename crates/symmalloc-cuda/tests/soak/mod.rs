@@ -22,6 +22,8 @@ const SAMPLES: u32 = 60;
 const WARM_UP: Duration = Duration::from_secs(60);
 /// Resident memory varies with the C library's arenas, and more so with more threads.
 const SLACK_BYTES: u64 = 8 << 20;
+/// Number of reads of the thread count per sample, of which the minimum counts.
+const THREAD_READS: u32 = 10;
 /// The event pool grows slightly when threads interleave in a new way.
 const SLACK_OBJECTS: u64 = 32;
 
@@ -47,15 +49,20 @@ pub(crate) struct Sample {
 
 impl Sample {
     fn take(driver_objects: u64) -> Self {
-        let status = std::fs::read_to_string("/proc/self/status").expect("Linux");
-        let field = |name: &str| {
+        let status = || std::fs::read_to_string("/proc/self/status").expect("Linux");
+        let field = |status: &str, name: &str| {
             let line = status.lines().find_map(|line| line.strip_prefix(name)).expect("a field of every process");
             line.split_whitespace().next().and_then(|number| number.parse::<u64>().ok()).expect("a number")
         };
+        // The system may still count a joined thread for a moment.
+        let threads = |_| {
+            std::thread::sleep(Duration::from_millis(1));
+            field(&status(), "Threads:")
+        };
         Sample {
-            resident_bytes: field("VmRSS:") << 10,
+            resident_bytes: field(&status(), "VmRSS:") << 10,
             descriptors: std::fs::read_dir("/proc/self/fd").expect("Linux").count() as u64,
-            threads: field("Threads:"),
+            threads: (0..THREAD_READS).map(threads).min().expect("at least one read"),
             driver_objects,
         }
     }
