@@ -84,7 +84,7 @@ pub struct JournalEntry {
     pub order: u64,
 }
 
-/// The recent ops of a heap. See the [module documentation](self).
+/// The recent ops of a heap.
 #[derive(Debug)]
 pub struct Journal {
     /// Maximum number of entries; at least 1.

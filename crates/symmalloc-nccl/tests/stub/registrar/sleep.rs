@@ -344,7 +344,7 @@ nccl_test!(communicators_that_ended_are_forgotten_with_their_pools, {
             next.destroy().expect("destroyed");
             it.registrar.sweep();
             assert_eq!(
-                format!("{:?}", it.registrar).matches("Ended {").count(),
+                format!("{:?}", it.registrar).matches("EndedComm {").count(),
                 1,
                 "it is remembered while other ranks may refer to it"
             );
@@ -353,7 +353,7 @@ nccl_test!(communicators_that_ended_are_forgotten_with_their_pools, {
             it.allocator.trim().expect("no faults");
         }
         it.registrar.sweep();
-        assert!(!format!("{:?}", it.registrar).contains("Ended {"), "{:?}", it.registrar);
+        assert!(!format!("{:?}", it.registrar).contains("EndedComm {"), "{:?}", it.registrar);
     });
     nothing_is_left();
 });
