@@ -110,7 +110,7 @@ static void other_errors(const std::string &type) {
     }
     CHECK(!"nothing was thrown");
   };
-  expect([] { alloc(512, 99, nullptr); }, "there is no device 99");
+  expect([] { alloc(512, 99, nullptr); }, "device 99 does not exist");
   expect([] { alloc(512, -1, nullptr); }, "`device` is -1");
   expect([] { alloc(-1, 0, nullptr); }, "-1 bytes cannot be allocated");
   expect([] { fraction(1.5, 0); }, "invalid memory fraction 1.5");

@@ -251,7 +251,7 @@ nccl_test!(a_pool_that_is_on_a_part_of_the_ranks_as_well_sleeps_over_all_of_them
         let unnamed = named(allocator, pool, &alone, "world", 0);
         allocator.allocate(pool, 4 * MIB, null_mut());
         assert_eq!(allocator.try_sleep(pool, DROP), Err(SYMMALLOC_INVALID_STATE), "rank {rank}");
-        assert!(message().contains("a name for each"), "{}", message());
+        assert!(message().contains("register it with different names"), "{}", message());
         done(unnamed.destroy());
         let alone = alone_of(comm);
         let part = named(allocator, pool, &alone, &format!("part {rank}"), 0);
