@@ -884,7 +884,9 @@ symmalloc_status symmalloc_reset_peaks(struct symmalloc_allocator *allocator);
  * # Safety
  * `allocator` is live; `out` is valid for writing.
  */
-symmalloc_status symmalloc_digest(struct symmalloc_allocator *allocator, uint32_t pool, uint64_t *out);
+symmalloc_status symmalloc_digest(struct symmalloc_allocator *allocator,
+                                  uint32_t pool,
+                                  uint64_t *out);
 
 /**
  * Writes a pickle of the allocator's memory in the format of PyTorch's memory snapshots. Free the bytes with
@@ -901,7 +903,8 @@ symmalloc_status symmalloc_snapshot(struct symmalloc_allocator *allocator, uint8
  * # Safety
  * `allocator` is live; `text` is valid for writing.
  */
-symmalloc_status symmalloc_leak_report(struct symmalloc_allocator *allocator, char **text);
+symmalloc_status symmalloc_leak_report(struct symmalloc_allocator *allocator,
+                                       char **text);
 
 /**
  * Writes the canonical text of the settings, including defaults. Free the text with `symmalloc_release_bytes`.
@@ -1312,7 +1315,8 @@ symmalloc_status symmalloc_torch_pop_pool(int32_t device);
  * # Safety
  * `name` is a C string.
  */
-symmalloc_status symmalloc_torch_push_name(int32_t device, const char *name);
+symmalloc_status symmalloc_torch_push_name(int32_t device,
+                                           const char *name);
 
 /**
  * Pops the name that this thread pushed last on the device.
@@ -1378,8 +1382,7 @@ int32_t symmalloc_torch_device_of(const void *pointer);
  * # Safety
  * The stream is one of the primary context of the pointer's device and lives as long as the process.
  */
-symmalloc_status symmalloc_torch_record_use(void *pointer,
-                                            void *stream);
+symmalloc_status symmalloc_torch_record_use(void *pointer, void *stream);
 
 /**
  * Releases free memory. For the id (0, 0): of all devices, except that of private pools in use. Otherwise: of the private pool of this id,
@@ -1476,7 +1479,9 @@ symmalloc_status symmalloc_torch_pool_helps_out(int32_t device,
 /**
  * Gives every allocation in the private pool of this id a separate segment. Call it before the first allocation.
  */
-symmalloc_status symmalloc_torch_pool_unsplit(int32_t device, uint64_t id_first, uint64_t id_second);
+symmalloc_status symmalloc_torch_pool_unsplit(int32_t device,
+                                              uint64_t id_first,
+                                              uint64_t id_second);
 
 /**
  * Writes the counters of a device. Creates no allocator: the counters of an unused device are 0.
@@ -1544,8 +1549,8 @@ symmalloc_status symmalloc_torch_restore(int32_t device,
 void symmalloc_torch_on_memory(symmalloc_memory_fn listener);
 
 /**
- * Exports the memory of a live allocation: writes a text by which another process opens it, and the allocation's offset in it. Release
- * the text with `symmalloc_release_bytes`.
+ * Exports the memory of a live allocation: writes a text with which another process can open the memory, and the allocation's offset in
+ * it. Release the text with `symmalloc_release_bytes`.
  *
  * # Safety
  * `text` and `offset` are valid for writing.
