@@ -17,6 +17,7 @@ mod observers;
 mod plans;
 mod ranks;
 mod recording;
+mod reentrant_sink;
 mod reports;
 mod revival;
 mod seeds;

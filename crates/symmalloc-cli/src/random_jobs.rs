@@ -39,10 +39,10 @@ use symmalloc_trace::TraceWriter;
 /// Passes that commands make by default.
 const PASSES: u32 = 5;
 
-/// Numbers of jobs by what became of them, for people and for a bound on what is left out.
+/// Number of jobs by outcome. Printed, and compared with lower bounds, so that too many skipped jobs fail the test.
 type Tally = BTreeMap<&'static str, u64>;
 
-/// Runs a command as from a shell. Returns what it prints with `--json`.
+/// Runs a command as a shell would. Returns its JSON output.
 fn run(line: &[&str]) -> Result<(Value, Verdict), CliError> {
     let arguments = ["symmalloc"].iter().chain(line).chain(["--json"].iter());
     let args = Args::try_parse_from(arguments).expect("valid arguments");
@@ -52,13 +52,13 @@ fn run(line: &[&str]) -> Result<(Value, Verdict), CliError> {
     Ok((serde_json::from_str(&printed).expect("JSON"), verdict))
 }
 
-/// A job in a file, and what must come of it.
+/// A job in a file, and its expected numbers.
 struct Job<'a> {
     path: &'a str,
     folder: &'a Path,
     recorded: Recorded,
     expected: Expected,
-    /// Allocations of at least one byte that are served in the first pass.
+    /// Allocations of at least one byte that succeed in the first pass.
     served: u64,
 }
 
@@ -90,7 +90,7 @@ impl<'a> Job<'a> {
         self.check_plan(report.as_ref(), tally);
     }
 
-    /// Checks that the commands that carry a job out as often as the oracle stop at the same op.
+    /// Checks that the commands that run the same passes as the oracle stop at the same op.
     fn check_stop(&self, stop: Stop, tally: &mut Tally) {
         *tally.entry("stopped").or_default() += 1;
         let page = self.file("job.html");
@@ -235,7 +235,7 @@ impl<'a> Job<'a> {
         self.check_followed(planned);
     }
 
-    /// Checks that the plan that `plan -o` writes is the same, and is followed.
+    /// Checks that `plan -o` writes the same plan, and that `replay --plan` follows it.
     fn check_followed(&self, planned: &Value) {
         let file = self.file("job.plan");
         let (written, _) = run(&["plan", self.path, "-o", &file]).expect("plan -o");

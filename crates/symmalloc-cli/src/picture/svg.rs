@@ -1,4 +1,4 @@
-//! A small SVG writer: shapes, text, and fills that can be told apart without color.
+//! A small SVG writer: shapes, text, and fills that are distinguishable without color.
 
 use crate::escape::{for_markup, visible_line};
 use std::fmt::Write;

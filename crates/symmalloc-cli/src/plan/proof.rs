@@ -89,7 +89,7 @@ pub(super) fn prove(program: &Program, config: &Config, rank: u32) -> Result<Pro
                 };
                 if let Some(part) = part {
                     part.memory_calls += now.memory_calls - before.memory_calls;
-                    // A pool that replaces a destroyed one inherits its entries.
+                    // The entries of a destroyed pool leave the sum when a new pool replaces it.
                     part.registrations += now.registrations.saturating_sub(before.registrations);
                 }
                 before = now;

@@ -1,4 +1,4 @@
-//! Segments of reserved pools, as large as a job needs that follows its plans.
+//! Computes the segments of reserved pools for a job that follows its plans.
 //!
 //! ```text
 //! plans ──► run with these pools expandable ──► peak of each heap ──► segments ──► run ──┬─ nothing refused: done
@@ -6,8 +6,8 @@
 //!                                                                        └──── + 1/8 ◄───┘ refused
 //! ```
 //!
-//! A heap that has its segment from the beginning places differently than one that grows, and may need a little more. Limits do not
-//! count here: whether the segments fit into them shows when the plans are adopted.
+//! A heap that has its whole segment from the start places differently from one that grows, and may need slightly more
+//! memory. The search ignores limits; adopting the plans then checks whether the segments fit.
 
 use super::draft::{GRANULE_BYTES, contradicts};
 use super::refusal::not_followed;
@@ -24,13 +24,13 @@ use symmalloc_sim::SimBackend;
 use symmalloc_trace::plan::PlanFile;
 use symmalloc_trace::replay::{Replay, StepError};
 
-/// Rounds in which segments grow.
+/// Most rounds in which segments grow. If requests are still refused afterwards, the job's numbers show that.
 const ROUNDS: u32 = 16;
 
-/// Bytes of the segments of reserved pools that have plans.
+/// Segment sizes in bytes of the reserved pools that have plans.
 type Segments = BTreeMap<PoolId, u64>;
 
-/// Returns the same plans, in reserved pools whose segments are as large as the job needs.
+/// Returns the same plans for reserved pools with segments as large as the job needs.
 pub(super) fn exact(recorded: &Recorded, file: PlanFile) -> Result<PlanFile, CliError> {
     let is_reserved = |pool| matches!(config_of(&file, pool).segments(), SegmentPolicy::Reserved { .. });
     let mut segments: Segments =
@@ -64,7 +64,7 @@ fn config_of(file: &PlanFile, pool: PoolId) -> &PoolConfig {
     file.pool_config(pool).expect("plans are of pools of the file")
 }
 
-/// Returns the plans of a file for pools that are changed.
+/// Returns the plans of a file with its pools' configurations changed.
 fn with_pools(
     recorded: &Recorded,
     file: &PlanFile,
@@ -87,7 +87,8 @@ fn with_pools(
     Ok(with_pools)
 }
 
-/// Carries the job out as planned. Returns the most that a heap of each of these pools holds, and how many requests they refuse.
+/// Runs the job with its plans. Returns the largest heap of each of these pools, in bytes, and the number of requests
+/// that they refuse.
 fn run(recorded: &Recorded, file: &PlanFile, mut most: Segments) -> Result<(Segments, u64), CliError> {
     let failed = |error| not_followed(recorded, error);
     let program = recorded.program();

@@ -1,4 +1,4 @@
-//! The generator: a seed becomes a configuration and ops that are valid when they are carried out in order.
+//! The generator: turns a seed into a configuration and ops that are valid in order.
 
 use std::collections::BTreeMap;
 use symmalloc_core::config::{Config, PoolConfig};
@@ -12,7 +12,7 @@ pub(super) struct Draft {
     random: SplitMix64,
     config: Config,
     records: Vec<Record>,
-    /// Existing pools, each with whether it has an open step or sleeps.
+    /// The existing pools, with their open steps and sleeps.
     pools: BTreeMap<PoolId, PoolState>,
     live: Vec<(AllocationId, PoolId)>,
     streams: u16,
@@ -87,7 +87,7 @@ impl Draft {
         for _ in 0..10 + self.random.below(60) {
             self.step();
         }
-        // Half of the jobs break off, with live allocations, open steps and sleeping pools.
+        // Half of the jobs end abruptly, with live allocations, open steps and sleeping pools.
         if self.chance(2) {
             self.wake_all();
             self.free_of(None);
@@ -111,7 +111,7 @@ impl Draft {
         self.fill_quota(pool, has_quota);
     }
 
-    /// Most pools with a quota have one from the beginning.
+    /// Usually fills a pool with a quota at its creation.
     fn fill_quota(&mut self, pool: PoolId, has_quota: bool) {
         if has_quota && !self.chance(4) {
             let (stream, size_bytes) = (self.stream(), (1 + self.random.below(96)) * MIB);

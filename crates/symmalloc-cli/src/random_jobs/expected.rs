@@ -1,4 +1,5 @@
-//! The expected numbers of a job, from the oracle of the harness. It is written from the rules and shares no code with the allocator.
+//! The expected numbers of a job, computed by the oracle of the harness, which follows the rules and shares no code
+//! with the allocator.
 
 use std::collections::BTreeMap;
 use symmalloc_core::config::Config;
@@ -7,32 +8,32 @@ use symmalloc_core::op::Op;
 use symmalloc_harness::oracle::{Oracle, Outcome};
 use symmalloc_trace::replay::Program;
 
-/// Bytes in which the simulated device gives memory.
+/// Mapping granularity of the simulated device, in bytes.
 const GRANULE_BYTES: u64 = 2 << 20;
 
-/// The most of some passes.
+/// Maxima over some passes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Numbers {
     pub(super) live_bytes: u64,
     pub(super) reserved_bytes: u64,
-    /// Requests that are refused, in all of these passes.
+    /// Number of refused requests, summed over these passes.
     pub(super) refused: u64,
 }
 
-/// A job's numbers, worked out without the allocator.
+/// The numbers of a job, computed without the allocator.
 #[derive(Debug, Default)]
 pub(super) struct Expected {
     pub(super) first: Numbers,
     pub(super) all: Numbers,
-    /// Requests refused in the pass that refuses most.
+    /// Number of refused requests in the pass that refuses most.
     pub(super) refused_most: u64,
-    /// Placements in the first pass, by allocation; `None` for one that is refused or has no bytes.
+    /// Placements in the first pass, by allocation; `None` for a refused or zero-byte one.
     pub(super) placements: Vec<Option<Placement>>,
-    /// Point at which the job stops because a limit leaves no room for a pool to wake.
+    /// The point at which the job stops because a limit leaves no room for a pool to wake.
     pub(super) stop: Option<Stop>,
 }
 
-/// The end of a job that cannot be carried out.
+/// The point at which a job stops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Stop {
     /// At an op of a pass.
@@ -42,7 +43,7 @@ pub(super) enum Stop {
 }
 
 impl Expected {
-    /// Carries a program out so many times on one oracle.
+    /// Runs a program for this number of passes on one oracle.
     pub(super) fn of(program: &Program, config: &Config, passes: u32) -> Self {
         let mut run =
             Run { oracle: Oracle::new(config, GRANULE_BYTES), pools: BTreeMap::new(), made: 1, asleep: Vec::new() };
@@ -90,13 +91,13 @@ impl Expected {
     }
 }
 
-/// A job on its oracle.
+/// A program in progress on an oracle.
 struct Run {
     oracle: Oracle,
-    /// The order in which the live pools were created.
+    /// The live pools, numbered in the order of their creation.
     pools: BTreeMap<PoolId, u32>,
     made: u32,
-    /// Pools that a pass leaves asleep.
+    /// Pools that a pass left asleep.
     asleep: Vec<PoolId>,
 }
 
@@ -119,8 +120,8 @@ impl Run {
         outcome
     }
 
-    /// Wakes the pools that the pass before left asleep, in the order in which they were created. Where a limit leaves no room, free
-    /// memory goes back first. Returns `false` if there is none even so.
+    /// Wakes the pools that the previous pass left asleep, in the order of their creation. If a limit leaves no room,
+    /// it trims first. Returns `false` if a pool still cannot wake.
     fn wake_all(&mut self, numbers: &mut Numbers) -> bool {
         let mut asleep = std::mem::take(&mut self.asleep);
         asleep.sort_by_key(|pool| self.pools[pool]);

@@ -1,4 +1,5 @@
-//! Recordings that begin in the middle of a job, as RMM and PyTorch write them, with a count of what lived by then.
+//! Recordings that begin in the middle of a job, as RMM and PyTorch write them, with the number of allocations that
+//! were live by then.
 //!
 //! ```text
 //! ops of a job ──► events of a log │ cut: those before are lost ──► file
@@ -12,13 +13,13 @@ use symmalloc_core::ids::{AllocationId, PoolId, StreamId};
 use symmalloc_core::op::{Op, Record};
 use symmalloc_sim::SplitMix64;
 
-/// The count of a recording that begins late.
+/// The state in which a late recording begins, as far as it shows, and its peak.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Beginning {
     pub(super) lived_before: u64,
     pub(super) lived_before_bytes: u64,
     pub(super) peak_live_bytes: u64,
-    /// The recording has the mark of lost entries.
+    /// `true` if the recording is marked as having lost entries.
     pub(super) is_overwritten: bool,
 }
 
@@ -44,7 +45,7 @@ enum Event {
 pub(super) enum Format {
     RmmLog,
     Snapshot,
-    /// A snapshot without the segments at its end.
+    /// A snapshot without its list of segments.
     SnapshotWithoutSegments,
 }
 
@@ -57,7 +58,7 @@ impl Format {
     }
 }
 
-/// Writes what is left of a job after a cut. `None` where nothing is.
+/// Writes the part of a job behind a random cut. Returns `None` if nothing is left.
 pub(super) fn recording(records: &[Record], format: Format, random: &mut SplitMix64) -> Option<(Vec<u8>, Beginning)> {
     let events = events(records, format);
     if events.is_empty() {
@@ -68,9 +69,9 @@ pub(super) fn recording(records: &[Record], format: Format, random: &mut SplitMi
     events[..cut].iter().for_each(|event| event.apply(&mut live));
     let mut at_end = live.clone();
     events[cut..].iter().for_each(|event| event.apply(&mut at_end));
-    // A log shows how an allocation ends. A snapshot also shows what is live at its end.
+    // A log shows which allocations are freed later. A snapshot also shows which are live at its end.
     let is_shown = |made: &Made| {
-        // The next to be freed at its address.
+        // The first free behind the cut at the address is that of the allocation.
         let is_free = |event: &Event| matches!(event, Event::Free(freed) if freed.address == made.address);
         let is_freed = events[cut..].iter().any(is_free);
         is_freed || format == Format::Snapshot
@@ -101,7 +102,7 @@ pub(super) fn recording(records: &[Record], format: Format, random: &mut SplitMi
     Some((file, beginning))
 }
 
-/// The events of a job. An address is given out again as soon as it is free.
+/// Returns the events of a job. An address is reused as soon as it is free.
 fn events(records: &[Record], format: Format) -> Vec<Event> {
     let mut live: BTreeMap<AllocationId, Made> = BTreeMap::new();
     let mut events = Vec::new();
@@ -185,7 +186,7 @@ fn snapshot(events: &[Event], at_end: Option<Vec<Made>>, has_overflowed: bool) -
     pickle
 }
 
-/// Pickles a value. Two numbers are a tuple, as PyTorch names a pool.
+/// Pickles a value. An array of two numbers becomes a tuple, which is PyTorch's form of a pool's id.
 fn write_pickle(value: &Value, out: &mut Vec<u8>) {
     match value {
         Value::Null => out.push(b'N'),

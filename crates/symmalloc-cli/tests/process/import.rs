@@ -101,8 +101,8 @@ fn a_snapshot_that_lost_entries_is_imported_and_says_so() {
         let plain = snapshot(2 << 20, &[(0x3000, 4096, "active_allocated")], entries);
         let (start, rest) = plain.split_at(4);
         fs::write(&file, [start, &settings, rest].concat()).unwrap();
-        let said = symmalloc("import {} {} --json", &[&file, &trace]).json(0);
-        assert_eq!((&said["is_overwritten"], &said["lived_before"]), (&true.into(), &lived.into()), "{said}");
+        let printed = symmalloc("import {} {} --json", &[&file, &trace]).json(0);
+        assert_eq!((&printed["is_overwritten"], &printed["lived_before"]), (&true.into(), &lived.into()), "{printed}");
         fs::write(&file, &plain).unwrap();
         assert_eq!(symmalloc("import {} {} --json", &[&file, &trace]).json(0)["is_overwritten"], false);
         fs::write(&file, [start, &settings, rest].concat()).unwrap();
@@ -113,10 +113,10 @@ fn a_snapshot_that_lost_entries_is_imported_and_says_so() {
             ("report {} -o {}", &[&file, &page]),
             ("chart {} -o {}", &[&file, &picture]),
         ] {
-            let said = symmalloc(command, paths).exited(0).stdout.clone();
-            let said = said.split_whitespace().collect::<Vec<_>>().join(" ");
+            let printed = symmalloc(command, paths).exited(0).stdout.clone();
+            let printed = printed.split_whitespace().collect::<Vec<_>>().join(" ");
             for words in [words, "its oldest entries were overwritten"] {
-                assert!(said.contains(words), "{command}: {words} in {said}");
+                assert!(printed.contains(words), "{command}: {words} in {printed}");
             }
         }
         assert!(fs::read_to_string(&page).unwrap().contains("its oldest entries were overwritten"));

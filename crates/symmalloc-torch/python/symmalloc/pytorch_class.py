@@ -129,9 +129,9 @@ def _install_from(torch: Any, folder: PrivateFolder) -> None:
     except (OSError, AttributeError) as error:
         with suppress(OSError):
             folder.unlink(name)
-        said = str(error).replace(f"{opened}: ", "")
+        message = str(error).replace(f"{opened}: ", "")
         path = folder.path / name
-        raise Unavailable(f"{path} cannot be loaded ({said}): it was removed, and the next install() recompiles it") from error
+        raise Unavailable(f"{path} cannot be loaded ({message}): it was removed, and the next install() recompiles it") from error
     finally:
         # The loader identifies a library by its path. The descriptor number of a loaded one must not be reused.
         if not is_loaded:
@@ -174,19 +174,19 @@ def _is_ours(status: os.stat_result) -> bool:
 
 def _compile(torch: Any, compiler: str, folder: PrivateFolder, name: str) -> int:
     """Compiles and renames into place, so that other ranks see the whole file or none. Returns its open descriptor."""
-    said = ""
+    message = ""
     for standard in _standards(torch):
         temporary = f".{secrets.token_hex(8)}.so"
         try:
-            said = _compiled(torch, compiler, standard, folder, temporary)
-            if not said:
+            message = _compiled(torch, compiler, standard, folder, temporary)
+            if not message:
                 return _kept(folder, temporary, name)
         except OSError as error:
-            said = str(error)
+            message = str(error)
         finally:
             with suppress(OSError):
                 folder.unlink(temporary)
-    lines = [line for line in said.splitlines() if "error" in line] or said.splitlines()
+    lines = [line for line in message.splitlines() if "error" in line] or message.splitlines()
     told = "\n  ".join(lines[:LINES_TOLD])
     raise Unavailable(f"{compiler} cannot compile the class for PyTorch {torch.__version__}:\n  {told}")
 
@@ -208,15 +208,15 @@ def _kept(folder: PrivateFolder, temporary: str, name: str) -> int:
 def _compiled(torch: Any, compiler: str, standard: str, folder: PrivateFolder, output: str) -> str:
     """Compiles to a file in the folder. Functions that the class lacks throw. Returns the compiler's errors; "" on success."""
     command = [compiler, *FLAGS, standard, str(SOURCES / "allocator.cpp"), *_includes(torch), "-o", output]
-    said = _run([*command, *_libraries(torch)], folder)
-    if not said:
+    message = _run([*command, *_libraries(torch)], folder)
+    if not message:
         return ""
     try:
-        functions = unknown_functions.find(said)
+        functions = unknown_functions.find(message)
     except unknown_functions.Unreadable as error:
         return f"error: {error}"
     if not functions:
-        return said
+        return message
     return _run([*command, *unknown_functions.macros(functions), *_libraries(torch)], folder)
 
 

@@ -37,9 +37,9 @@ class Function:
         return f'{self.declaration} override {{ unsupported("{self.name}"); }}'
 
 
-def find(said: str) -> list[Function]:
+def find(message: str) -> list[Function]:
     """Returns the functions that the compiler reports as pure, in its order. Raises `Unreadable`."""
-    found = dict.fromkeys((note["file"], int(note["line"]), int(note["column"])) for note in NOTE.finditer(said))
+    found = dict.fromkeys((note["file"], int(note["line"]), int(note["column"])) for note in NOTE.finditer(message))
     return [_declared(Path(file), line, column) for file, line, column in found]
 
 
