@@ -40,7 +40,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let allocator = CudaAllocator::new(&device, Config::default())?;
     let pool = GraphPool::new(&allocator, PoolConfig::builder().reserved(64 << 20).build()?)?;
 
-    // Inputs live outside of the graph's pool. The graph stores their addresses, so they must outlive it.
+    // The inputs are allocated outside the graph's pool. The graph stores their addresses, so they must outlive it.
     let mut input = allocator.alloc_zeroed::<f32>(&main, COUNT as usize)?;
 
     let first = capture(&allocator, &pool, &main, &side, &add, &input)?;

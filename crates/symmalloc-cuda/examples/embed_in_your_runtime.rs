@@ -1,4 +1,4 @@
-//! A minimal complete embedding: a runtime with its own context and streams takes all of its memory from the allocator.
+//! A minimal embedding: a runtime with its own context and streams allocates all of its memory through this crate.
 //!
 //! `cargo run -p symmalloc-cuda --example embed_in_your_runtime`
 

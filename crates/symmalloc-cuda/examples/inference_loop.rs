@@ -132,7 +132,7 @@ fn answer(
             beta: 0.0,
             ldc: layer.outputs as i32,
         };
-        // SAFETY: the sizes match the buffers. Another stream wrote the weights; cuBLAS's stream waits for it when the pointer is taken.
+        // SAFETY: the sizes match the buffers. Another stream wrote the weights; taking their pointer makes cuBLAS's stream wait for it.
         unsafe { lane.blas.gemm(config, &layer.device_weights, &x, &mut y) }?;
         let (row_count, columns) = (rows as u32, layer.outputs as u32);
         let bias = layer.device_bias.read_on(stream);

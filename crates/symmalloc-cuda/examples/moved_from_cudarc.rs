@@ -23,7 +23,7 @@ extern "C" __global__ void saxpy(float a, const float* x, float* y, unsigned int
 }
 "#;
 
-/// Stands for a library function that accepts only a `CudaSlice`.
+/// Stands in for a library function that accepts only a `CudaSlice`.
 fn sum(numbers: &CudaSlice<f32>) -> Result<f32, cudarc::driver::DriverError> {
     Ok(numbers.stream().clone_dtoh(numbers)?.iter().sum())
 }
@@ -57,7 +57,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("the sum is {before}, and {after} after one half is set to zero");
     assert_eq!((before, after), (2.0 * len as f32, len as f32));
 
-    // Parts can outlive the buffer's variable: here, one for each of two threads.
+    // Parts can outlive the buffer's variable. Here, each of two threads gets one.
     let mut low = y.into_part();
     let mut high = low.split_off(len / 2);
     let filled = std::thread::scope(|scope| {

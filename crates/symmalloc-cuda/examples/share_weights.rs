@@ -134,7 +134,7 @@ fn engine(path: &Path, mib: usize, attachments: usize, writes: bool) -> Outcome 
     println!("engine: {} MiB attached in {took:.2?}, checksum {sum:016x}", import.report().mapped_bytes >> 20);
     println!("engine: attaching took {taken} bytes of device memory for {} layers", import.len());
     let expected = (0..LAYERS).fold(0, |sum, layer| checksum(&content(layer, host.len()), sum));
-    assert_eq!(sum, expected, "the weights must be the trainer's");
+    assert_eq!(sum, expected, "the weights must equal the trainer's");
     assert!(taken < 32 << 20, "attaching must not copy");
     drop(import);
 
@@ -145,7 +145,7 @@ fn engine(path: &Path, mib: usize, attachments: usize, writes: bool) -> Outcome 
     }
     let each = started.elapsed() / attachments.max(1) as u32;
     let grown = resident_bytes()? as i64 - resident as i64;
-    println!("engine: {attachments} times attached and detached, {each:.2?} each");
+    println!("engine: attached and detached {attachments} times, {each:.2?} each");
     println!(
         "engine: {} bytes of the device, {} descriptors and {grown} bytes of the host were not released",
         before - free()?,

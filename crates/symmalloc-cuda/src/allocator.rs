@@ -1,4 +1,4 @@
-//! The allocators of this crate. Each is a shared core allocator together with the pool that it takes memory from.
+//! The allocators of this crate. Each combines the core's shared allocator with the pool that it allocates from.
 
 use crate::backend::{CudaBackend, CudaMemory};
 use crate::call_counters::DeviceCalls;
@@ -105,7 +105,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
         self.state().device()
     }
 
-    /// Returns the pool that this allocator takes memory from.
+    /// Returns the pool that this allocator allocates from.
     pub fn pool(&self) -> PoolId {
         self.lease.pool()
     }
@@ -114,16 +114,16 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// order on every rank. A registered stream stays alive as long as the allocator.
     ///
     /// # Errors
-    /// Returns an error if the stream belongs to another context or is a per-thread stream, or if all ids are taken.
+    /// Returns an error if the stream belongs to another context or is a per-thread stream, or if all stream ids are in use.
     pub fn register_stream(&self, stream: &Arc<CudaStream>) -> Result<StreamId, CudaError> {
         Ok(self.for_stream(stream)?.stream_id())
     }
 
-    /// Returns the allocator for work on a stream, and registers the stream if necessary. Code that makes many buffers can look it up once:
-    /// buffers can borrow it.
+    /// Returns the allocator for work on a stream, and registers the stream if necessary. Code that creates many buffers can look up this
+    /// allocator once, and its buffers can borrow it.
     ///
     /// # Errors
-    /// Returns an error if the stream belongs to another context or is a per-thread stream, or if all ids are taken.
+    /// Returns an error if the stream belongs to another context or is a per-thread stream, or if all stream ids are in use.
     #[inline]
     pub fn for_stream(&self, stream: &Arc<CudaStream>) -> Result<&Arc<StreamAllocator<B>>, CudaError> {
         self.lease.stream(stream)
@@ -150,7 +150,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// The stream belongs to the device's context and lives until it is returned.
     ///
     /// # Errors
-    /// Returns an error if all ids are taken.
+    /// Returns an error if all stream ids are in use.
     pub unsafe fn lend_stream(&self, stream: LentStream) -> Result<StreamId, CudaError> {
         self.state().register_lent(stream)
     }
@@ -179,7 +179,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// streams on that memory is done.
     ///
     /// # Errors
-    /// Returns an error if all ids are taken.
+    /// Returns an error if all stream ids are in use.
     pub fn register_host_stream(&self) -> Result<StreamId, CudaError> {
         self.state().register_host()
     }
@@ -189,8 +189,8 @@ impl<B: CudaMemory> CachingAllocator<B> {
         self.state().streams().find(stream)
     }
 
-    /// Makes later work on `stream` wait on the device for all work submitted to `on` so far. Later reuse does not
-    /// wait for this work again. During a capture of `on`, `stream` joins the capture.
+    /// Makes later work on `stream` wait on the device for all work submitted to `on` so far. Later reuse of memory does not wait for this
+    /// work again. During a capture of `on`, `stream` joins the capture.
     ///
     /// # Errors
     /// Returns an error if a stream cannot be registered or a driver call fails. No wait is added in that case.
@@ -199,7 +199,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
         Ok(self.state().wait(stream, on).map_err(DriverError::from)?)
     }
 
-    /// Blocks the host until all work submitted to the stream so far is done. Later reuse does not wait for this work again.
+    /// Blocks the host until all work submitted to the stream so far is done. Later reuse of memory does not wait for this work again.
     ///
     /// # Errors
     /// Returns an error if the stream cannot be registered, or a driver call fails or reports that work failed.
@@ -217,8 +217,8 @@ impl<B: CudaMemory> CachingAllocator<B> {
         Ok(self.state().streams().synchronize_all(deadline).map_err(DriverError::from)?)
     }
 
-    /// Blocks the host until the work submitted so far to every registered stream that is not being captured is done. Later
-    /// reuse does not wait for this work again. Call this before a capture begins, so that the capture has no earlier work to wait for.
+    /// Blocks the host until the work submitted so far to every registered stream that is not being captured is done. Later reuse of memory
+    /// does not wait for this work again. Call this before a capture begins, so that the capture has no earlier work to wait for.
     ///
     /// # Errors
     /// Returns an error if a driver call fails or reports that work failed.
@@ -244,7 +244,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// Allocates bytes for work on a stream. Free them with [`free`](Self::free). Buffers are the safe alternative.
     ///
     /// # Errors
-    /// Returns an error if the stream cannot be registered or the allocator refuses. Nothing is allocated in that case.
+    /// Returns an error if the stream cannot be registered or the allocation fails. Nothing is allocated in that case.
     #[inline]
     pub fn allocate(&self, stream: &Arc<CudaStream>, size_bytes: u64) -> Result<Allocation, CudaError> {
         Ok(self.for_stream(stream)?.allocate(size_bytes)?)
@@ -266,7 +266,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// Frees an allocation. May wait for another thread that holds the lock of the same heap, but never for the device.
     ///
     /// # Errors
-    /// Returns an error if the allocation is not live, or the driver cannot fence its uses. In the latter case it stays live.
+    /// Returns an error if the allocation is not live, or the driver cannot fence its uses. In the latter case, the allocation stays live.
     #[inline]
     pub fn free(&self, handle: Handle) -> Result<(), FreeError> {
         let address = match self.state().exported().is_empty() {
@@ -276,9 +276,9 @@ impl<B: CudaMemory> CachingAllocator<B> {
         self.state().free(handle, address)
     }
 
-    /// Creates a pool with a separate policy. Once the returned owner, every allocator from
-    /// [`with_pool`](Self::with_pool) and all buffers of the pool are dropped, the next [`trim`](Self::trim) destroys the pool. A pool that
-    /// is observed is destroyed by the first trim after the observation ends.
+    /// Creates a pool with a separate policy. The pool can be destroyed once the returned owner, every allocator from
+    /// [`with_pool`](Self::with_pool) and all buffers of the pool are dropped: the next [`trim`](Self::trim) destroys it, or, if the pool
+    /// is observed, the first trim after the observation ends.
     ///
     /// # Errors
     /// Returns an error if the policy does not fit the device.
@@ -292,9 +292,9 @@ impl<B: CudaMemory> CachingAllocator<B> {
         CachingAllocator { lease: Arc::clone(pool.lease()) }
     }
 
-    /// Returns free memory of all pools except graph pools to the device, together with memory that was prefetched for growth, and destroys
-    /// empty abandoned pools. Returns the number of bytes released from the pools; prefetched memory is not counted. Waits on the host for
-    /// streams that used the memory.
+    /// Releases the free memory of all pools except graph pools to the device, together with memory that was prefetched for growth. Also
+    /// destroys empty abandoned pools. Returns the number of bytes released from the pools, which does not include prefetched memory.
+    /// Blocks the host until the streams that used the memory are done with it.
     ///
     /// # Errors
     /// Returns an error if the driver fails. The remaining memory can be trimmed by another call.
@@ -335,7 +335,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
         self.core().set_failure_callback(callback);
     }
 
-    /// Returns the errors that no call could return, such as those from dropped buffers and from taking pointers.
+    /// Returns the errors that occurred where no call could return them, such as in drops of buffers and while pointers were taken.
     pub fn drop_errors(&self) -> DropErrors {
         self.state().drop_errors()
     }

@@ -120,7 +120,7 @@ impl CudaBackendBuilder {
     }
 
     /// Sets the folder in which the system lists IMEX channels, by default `/dev/nvidia-caps-imex-channels`. Memory gets fabric handles
-    /// only if there is a channel, because the driver refuses them otherwise.
+    /// only if there is a channel, because the driver rejects them without one.
     pub fn imex_channels(mut self, folder: impl Into<PathBuf>) -> Self {
         self.options.imex_channels = folder.into();
         self
@@ -133,14 +133,14 @@ impl CudaBackendBuilder {
         self
     }
 
-    /// Takes memory from `cuMemAlloc` even if the device supports virtual memory. NCCL windows and expandable segments do not work in this
-    /// mode.
+    /// Allocates memory with `cuMemAlloc` even if the device supports virtual memory. NCCL windows and expandable segments do not work in
+    /// this mode.
     pub fn plain(mut self) -> Self {
         self.plain = true;
         self
     }
 
-    /// Takes memory from functions of the program, with one call per segment. Pools must then use fixed or reserved segments.
+    /// Allocates memory through functions of the program, with one call per segment. Pools must then use fixed or reserved segments.
     pub fn source(mut self, source: Arc<dyn MemorySource>) -> Self {
         self.source = Some(source);
         self
@@ -161,7 +161,7 @@ impl CudaBackendBuilder {
     /// Queries the device's capabilities and creates the backend.
     ///
     /// # Errors
-    /// Returns an error if a peer cannot access the memory, a size does not fit, or a driver call fails.
+    /// Returns an error if a peer cannot access the memory, a size is invalid, or a driver call fails.
     pub fn build(self) -> Result<CudaBackend, CudaError> {
         let CudaBackendBuilder { device, options, plain, images_in, source, listener } = self;
         let images = Images::new(Arc::clone(&device), images_in);
@@ -180,7 +180,7 @@ impl CudaBackendBuilder {
                 name: "memory.plain",
                 target: "symmalloc",
                 device = device.ordinal(),
-                "device memory comes from cuMemAlloc: no expandable segments, no NCCL windows",
+                "device memory comes from cuMemAlloc: expandable segments and NCCL windows are unavailable",
             );
             let memory = Box::new(DriverAllocations::new(device, AllocationKind::Device, WHOLE_GRANULARITY_BYTES));
             return Ok(CudaBackend { memory, streams, traits: none, images, listener });
@@ -281,14 +281,14 @@ pub trait CudaMemory: Backend + sealed::BackendParts + Send + Sync + 'static {
         self.streams().device()
     }
 
-    /// Registers a stream with the backend alone, for a core allocator that is driven directly. Add streams in the order in which they are
-    /// registered with that allocator.
+    /// Registers a stream with the backend only, for programs that call the core's allocator directly. Add streams in the order in which
+    /// they are registered with that allocator.
     fn add_stream(&self, stream: Arc<cudarc::driver::CudaStream>) -> StreamId {
         StreamId(self.streams().add_stream(stream) as u16)
     }
 
-    /// Returns the number of bytes that the allocator has released but the device could not take back yet: parts of larger chunks, and
-    /// memory that the driver failed to release.
+    /// Returns the number of bytes that the allocator has released but that still occupy device memory: parts of larger chunks, and memory
+    /// that the driver failed to release.
     fn idle_bytes(&self) -> u64 {
         self.memory().idle_bytes()
     }
@@ -403,7 +403,7 @@ macro_rules! backend {
         }
 
         impl $name {
-            /// Performs a call that is counted, and timed if metrics are enabled.
+            /// Performs and counts a call. Also measures its duration if metrics are enabled.
             fn watch<T>(&self, call: DeviceCall, work: impl FnOnce() -> T) -> T {
                 self.streams.watch(call, work)
             }

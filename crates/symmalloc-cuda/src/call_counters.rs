@@ -63,7 +63,7 @@ impl CallCounters {
         self.0[call as usize].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Counts a call that may take long. With the feature `metrics`, it also reports the call's duration.
+    /// Counts a call that can take a long time. With the feature `metrics`, it also reports the call's duration.
     pub(crate) fn watch<T>(&self, call: DeviceCall, ordinal: usize, work: impl FnOnce() -> T) -> T {
         self.count(call);
         #[cfg(not(feature = "metrics"))]

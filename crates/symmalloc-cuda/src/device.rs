@@ -69,7 +69,7 @@ impl CudaDevice {
     /// Creates a device from an existing context.
     ///
     /// # Errors
-    /// Returns an error if the driver lacks a required call, or refuses one.
+    /// Returns an error if the driver lacks a required call, or a driver call fails.
     pub fn with_context(context: Arc<CudaContext>) -> Result<Arc<Self>, CudaError> {
         let driver = Driver::load()?;
         let has = |attribute| has_attribute(driver, context.cu_device(), attribute);
@@ -82,8 +82,8 @@ impl CudaDevice {
         Ok(Arc::new(CudaDevice { driver, captures: AtomicUsize::new(0), context, features }))
     }
 
-    /// Returns the path of the libcuda of this process. The first call that needs libcuda opens it and resolves every driver call of this
-    /// crate; this function does so too. It calls nothing in the library.
+    /// Returns the path of the libcuda of this process. Like the first call that needs libcuda, this function opens the library and
+    /// resolves every driver call of this crate. It does not call into the library.
     ///
     /// The search order is: the file that `SYMMALLOC_CUDA_LIBRARY` names, and no other file if that variable is set; a libcuda that the
     /// process has already opened; `libcuda.so`; `libcuda.so.1`.
@@ -179,11 +179,11 @@ impl CudaDevice {
     /// Blocks the host until all work submitted to the context so far is done.
     ///
     /// # Errors
-    /// Returns an error if a driver call fails or reports that work failed. While a stream of the context is being captured, the driver
-    /// refuses and invalidates the capture.
+    /// Returns an error if a driver call fails or reports that work failed. While a stream of the context is being captured, the call fails
+    /// and invalidates the capture.
     pub fn synchronize(&self) -> Result<(), DriverError> {
         let _current = self.enter()?;
-        // For captures on other devices.
+        // Other devices may have captures in progress.
         let _relaxed = self.relax_capture();
         // SAFETY: takes no pointers, and the context is current.
         unsafe { self.driver.context_synchronize() }
@@ -237,9 +237,9 @@ impl CudaDevice {
         self.captures.fetch_sub(1, Ordering::AcqRel);
     }
 
-    /// Puts this thread into the relaxed capture mode until the guard is dropped. In the global mode, which is the default of every thread,
-    /// the driver refuses calls that are not stream work (allocating memory, querying or waiting for an event) while any thread captures in
-    /// that mode, and invalidates the capture. Use the relaxed mode only for calls that are unrelated to the captured work.
+    /// Puts this thread into the relaxed capture mode until the guard is dropped. The default mode of every thread is the global mode:
+    /// while any thread captures in that mode, calls that are not stream work (such as allocating memory, or querying or waiting for an
+    /// event) fail and invalidate the capture. Use the relaxed mode only for calls that are unrelated to the captured work.
     pub fn relax_capture(&self) -> RelaxedCapture {
         self.driver.relax_capture()
     }

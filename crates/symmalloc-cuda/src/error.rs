@@ -9,7 +9,7 @@ use symmalloc_core::ids::PoolId;
 use symmalloc_core::sleep::SleepError;
 use thiserror::Error;
 
-/// libcuda could not be used. No call was made.
+/// An error that prevents the use of libcuda. No driver call was made.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum LoadError {
@@ -234,16 +234,16 @@ pub enum CudaError {
     /// The configuration is invalid.
     #[error(transparent)]
     Config(#[from] ConfigError),
-    /// The allocator refused an allocation.
+    /// An allocation failed.
     #[error(transparent)]
     Allocate(#[from] AllocateError),
-    /// The allocator refused a stream.
+    /// A stream could not be registered.
     #[error(transparent)]
     Stream(#[from] StreamError),
-    /// The allocator refused to create or change a pool.
+    /// A pool could not be created or changed.
     #[error(transparent)]
     Pool(#[from] PoolError),
-    /// The allocator failed to trim.
+    /// A trim failed.
     #[error(transparent)]
     Trim(#[from] TrimError),
     /// The pool or stream does not exist.
@@ -282,7 +282,7 @@ impl From<ResizeError> for CudaError {
     }
 }
 
-/// An error in a place that cannot return one: in a `Drop` implementation, or while a pointer is taken.
+/// An error that occurred where none can be returned: in a `Drop` implementation, or while a pointer was taken.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum DropError {

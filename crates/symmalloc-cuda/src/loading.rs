@@ -7,7 +7,7 @@ use std::path::PathBuf;
 /// Opens the library of this name.
 ///
 /// # Errors
-/// Returns the loader's messages if it does not find the library or refuses it.
+/// Returns the loader's messages if the library is not found or cannot be loaded.
 ///
 /// # Safety
 /// The library's initializers may run at any time.

@@ -15,7 +15,7 @@ use symmalloc_core::sleep::Phase;
 use symmalloc_core::{Allocator, Backend, PoolId, StreamId};
 use thiserror::Error;
 
-/// The reason why a pool could not be resized.
+/// The reason a pool could not be resized.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ResizeError {
@@ -34,7 +34,9 @@ pub enum ResizeError {
         pool: PoolId,
     },
     /// The pool's address range is too small. The pool is unchanged.
-    #[error("{pool} cannot hold {quota_bytes} bytes: its range has {range_bytes}, create it with a larger range")]
+    #[error(
+        "{pool} cannot hold {quota_bytes} bytes: its address range has {range_bytes} bytes; create it with a larger one"
+    )]
     OutOfRange {
         /// The pool.
         pool: PoolId,
@@ -44,9 +46,7 @@ pub enum ResizeError {
         range_bytes: u64,
     },
     /// Live allocations need more memory. The pool is unchanged.
-    #[error(
-        "{pool} cannot hold as little as {quota_bytes} bytes: live allocations need {needed_bytes}, free some first"
-    )]
+    #[error("{pool} cannot shrink to {quota_bytes} bytes: live allocations need {needed_bytes} bytes; free some first")]
     InUse {
         /// The pool.
         pool: PoolId,
@@ -66,8 +66,8 @@ pub enum ResizeError {
     /// Memory could not be released. The pool holds at least its live allocations. The call can be repeated.
     #[error(transparent)]
     Trim(#[from] TrimError),
-    /// Memory was refused. The pool holds less than its quota, but at least its live allocations. The call can be repeated.
-    #[error("{pool} holds {held_bytes} of {quota_bytes} bytes, resize it again when memory is available: {error}")]
+    /// Memory could not be allocated. The pool holds less than its quota, but at least its live allocations. The call can be repeated.
+    #[error("{pool} holds {held_bytes} of {quota_bytes} bytes; resize it again when memory is available: {error}")]
     Reserve {
         /// The pool.
         pool: PoolId,
@@ -117,8 +117,8 @@ impl Held {
 /// next call, regardless of later allocations and frees. [`CudaAllocator::resize`](crate::CudaAllocator::resize) is the same function for a
 /// CUDA stream.
 ///
-/// To hold less, the pool releases all of its free memory, which waits on the host for the streams that used it, and then takes the memory
-/// that the quota allows. Live allocations stay at their addresses. The lowest addresses are backed first.
+/// To hold less, the pool releases all of its free memory, for which the host waits for the streams that used it. The pool then allocates
+/// memory up to the quota. Live allocations stay at their addresses. The lowest addresses are backed first.
 ///
 /// Returns the number of bytes that the pool holds.
 ///

@@ -1,5 +1,5 @@
-//! Sleep and wake: a pool releases its device memory temporarily, keeps its contents on the host, and keeps its addresses. Also pools with
-//! a quota, which release a part of their memory.
+//! Sleep and wake: a pool releases its device memory temporarily, keeps its contents on the host, and keeps its addresses. The file also
+//! resizes pools with a quota, which release a part of their memory.
 
 use crate::allocator::CudaAllocator;
 use crate::error::CudaError;

@@ -19,10 +19,11 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use symmalloc_core::{Handle, Placement, StreamId};
 
-/// `len` elements of device memory. Dropping the buffer frees it: immediately for the allocator, and after all uses for the device.
-/// Dropping never waits for the device and never panics, but it may wait for another thread that holds the lock of the same heap.
-/// [`CachingAllocator::drop_errors`](crate::CachingAllocator::drop_errors) counts errors. Memory is returned to the device, which may
-/// block, only in `trim`, above the release threshold of a pool that has one, and when the last owner of the allocator is dropped.
+/// `len` elements of device memory. Dropping the buffer frees it: the allocator can reuse the memory immediately, and the next user waits
+/// on the device for all earlier uses. Dropping never waits for the device and never panics, but it may wait for another thread that holds
+/// the lock of the same heap. [`CachingAllocator::drop_errors`](crate::CachingAllocator::drop_errors) counts errors. Memory is returned to
+/// the device, which may block, only in `trim`, above the release threshold of a pool that has one, and when the last owner of the
+/// allocator is dropped.
 ///
 /// A buffer may be dropped on any thread. If other streams used it, the drop records one event on each of them. The next user of the memory
 /// waits for these events on the device.
@@ -33,7 +34,7 @@ use symmalloc_core::{Handle, Placement, StreamId};
 /// itself can also be the argument: `&mut` if the kernel writes it, `&` if the kernel only reads it.
 ///
 /// `A` is the reference to the allocator. Buffers of [`CudaAllocator`] hold a reference count, which keeps the allocator's memory alive.
-/// Buffers of [`StreamAllocator`] borrow it, which costs nothing. Both are placed and freed in the same way.
+/// Buffers of [`StreamAllocator`] borrow it, which costs nothing. Both kinds of buffers are placed and freed in the same way.
 pub struct DeviceBuffer<T, A: StreamAllocatorRef<Memory = CudaBackend> = Arc<StreamAllocator>> {
     block: TrackedBlock<A>,
     len: usize,
@@ -61,7 +62,7 @@ impl CudaAllocator {
     /// Nothing may read elements before they are written, unless every bit pattern is a valid `T`.
     ///
     /// # Errors
-    /// Returns an error if the stream cannot be registered or the allocator refuses.
+    /// Returns an error if the stream cannot be registered or the allocation fails.
     #[inline]
     pub unsafe fn alloc<T: DeviceRepr>(
         &self,
@@ -120,7 +121,7 @@ impl StreamAllocator {
     /// See [`CudaAllocator::alloc`].
     ///
     /// # Errors
-    /// Returns an error if the allocator refuses.
+    /// Returns an error if the allocation fails.
     #[inline]
     pub unsafe fn alloc<T: DeviceRepr>(&self, len: usize) -> Result<DeviceBuffer<T, &Self>, CudaError> {
         DeviceBuffer::allocate(&self, len, None)
@@ -132,7 +133,7 @@ impl StreamAllocator {
     /// See [`CudaAllocator::alloc`].
     ///
     /// # Errors
-    /// Returns an error if the allocator refuses.
+    /// Returns an error if the allocation fails.
     pub unsafe fn alloc_named<T: DeviceRepr>(
         &self,
         len: usize,

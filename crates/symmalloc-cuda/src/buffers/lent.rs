@@ -1,11 +1,11 @@
 //! Buffers lent as a `CudaSlice`, for interfaces that accept only that type.
 //!
-//! A `CudaSlice` frees its memory through the driver when it is dropped, but the driver did not allocate this memory. So the slice is lent:
-//! a guard holds it and takes it apart instead of dropping it.
+//! A `CudaSlice` frees its memory through the driver when it is dropped, but the driver did not allocate this memory. Therefore a guard
+//! holds the lent slice, and decomposes it instead of dropping it.
 //!
 //! ```text
 //!  lend_on ── the stream waits for earlier uses, its use is recorded ── CudaSlice of that stream ── its users
-//!  drop    ── the stream waits for uses that cudarc saw on others ── CudaSlice taken apart, nothing freed
+//!  drop    ── the stream waits for uses that cudarc saw on others ── CudaSlice decomposed, nothing freed
 //! ```
 //!
 //! The block counts its lent slices. If a guard was forgotten, the host waits for the context before the block is freed.
@@ -30,12 +30,12 @@ use std::sync::Arc;
 /// reader, so lend the buffer once for each stream.
 #[must_use = "the buffer is lent only while the guard is alive"]
 pub struct LentSlice<'a, T> {
-    /// Taken apart by `drop`.
+    /// Decomposed by `drop`.
     slice: ManuallyDrop<CudaSlice<T>>,
     device: &'a CudaDevice,
     /// Counts this slice; `None` when there are no bytes.
     uses: Option<&'a Uses>,
-    /// Dropped after the slice was taken apart, so the recorded use covers all uses of the slice.
+    /// Dropped after the slice is decomposed, so that the recorded use covers all uses of the slice.
     _use_on_stream: SyncOnDrop<'a>,
 }
 

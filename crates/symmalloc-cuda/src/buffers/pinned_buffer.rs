@@ -1,7 +1,7 @@
 //! Buffers of pinned host memory, from a pool of page-locked memory with the same deterministic placement rules as device memory.
 //!
-//! The buffers are allocated on the host as a stream. The host therefore waits for copies that still use memory when that memory is reused,
-//! and not earlier. This is the only place where an allocation of this crate may block, and it blocks only if the memory would otherwise be
+//! The host is a stream of the allocator, and the buffers are allocated on it. When memory is reused, the host waits for copies that still
+//! use it. This is the only place where an allocation of this crate may block, and it blocks only if the memory would otherwise be
 //! overwritten during a copy.
 
 use super::block::OwnedBlock;

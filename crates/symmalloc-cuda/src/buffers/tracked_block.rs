@@ -70,7 +70,7 @@ impl<'b> TrackedBlockRef<'b> {
         uses.begin(self.allocator, self.handle, stream, access)
     }
 
-    /// Records a use by work that is submitted next to the stream that the block was allocated on.
+    /// Records a use by work that the caller submits next, to the stream that the block was allocated on.
     #[inline]
     pub(super) fn use_on_own_stream(self, access: AccessMode) {
         if let Some(uses) = self.uses.get() {

@@ -45,7 +45,7 @@ pub(super) struct Uses {
     foreign: OnceLock<Box<boxcar::Vec<ForeignUse>>>,
     /// Number of lent slices that were not dropped.
     lends: AtomicU32,
-    /// Contexts of uses whose guards could be forgotten without being detected.
+    /// Contexts of uses whose guards cannot be detected if they are forgotten.
     unwatched: Mutex<SmallVec<[Arc<CudaContext>; 1]>>,
 }
 

@@ -19,10 +19,10 @@
 //! with a reserved segment (`PoolConfig::builder().reserved(bytes)`), once the buffers of the first are dropped. A growing pool is larger
 //! for the second capture than it was for the first, so the best fit may be another block.
 //!
-//! **Before and after.** Beginning a capture waits on the host for all registered streams. A graph cannot wait for work that was not
-//! captured, and no earlier fence remains for which the host would have to wait during the capture. The program must order work that fills
-//! the graph's inputs before each launch. Querying an event during a capture, or waiting for it from outside, would invalidate the capture.
-//! The backend does neither (see the table in `streams/captures.rs`).
+//! **Before and after.** Beginning a capture waits on the host for all registered streams, because a graph cannot wait for work that was
+//! not captured. No earlier fence then remains that the host would have to wait for during the capture. The program must order work that
+//! fills the graph's inputs before each launch. Querying an event during a capture, or waiting for it from outside, would invalidate the
+//! capture. The backend does neither (see the table in `streams/captures.rs`).
 
 use crate::allocator::CudaAllocator;
 use crate::backend::CudaBackend;
@@ -215,7 +215,7 @@ impl DeviceGraph {
     ///
     /// # Errors
     /// Returns an error if the graph's pool or a pool that it [uses](Self::using) is asleep, the stream cannot be registered, or the driver
-    /// refuses. Nothing is submitted in that case.
+    /// call fails. Nothing is submitted in that case.
     pub fn launch(&self, stream: &Arc<CudaStream>) -> Result<(), CudaError> {
         let state = &self.pool.inner.state;
         for pool in std::iter::once(self.pool.id()).chain(self.other_pools.iter().copied()) {

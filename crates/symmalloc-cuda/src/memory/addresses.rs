@@ -1,12 +1,12 @@
-//! Sources of addresses for ranges: the driver, one reservation per range, or a single reservation that is handed out from its end.
+//! Sources of addresses for ranges: one driver reservation per range, or parts of a single reservation in descending order.
 //!
 //! ```text
 //!  base                                          end
 //!   ├──────────── free ────────────┬─ 3rd ─┬─2nd┬─1st─┤
 //! ```
 //!
-//! The second source reverses the order of addresses. A program can run on one rank with the driver's addresses and on another with these.
-//! Any difference in behavior depends on addresses.
+//! The second source reverses the order of addresses. If one rank runs a program with the driver's addresses and another rank runs it with
+//! reversed ones, any difference in behavior comes from code that depends on addresses.
 
 use crate::device::CudaDevice;
 use crate::error::{DriverError, INVALID_VALUE, OUT_OF_MEMORY};
@@ -71,7 +71,7 @@ impl Descending {
         self.taken.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes the highest free part of this size.
+    /// Allocates the highest free part of this size.
     fn take(&self, size_bytes: u64) -> Result<u64, DriverError> {
         let mut taken = self.taken();
         let mut end = self.base + self.size_bytes;

@@ -59,12 +59,12 @@ impl Backing {
         backed
     }
 
-    /// Locks for the prefetch thread; returns `None` if a caller waits.
+    /// Locks the state for the prefetch thread. Returns `None` if a caller waits.
     pub(super) fn lock_behind_callers(&self) -> Option<MutexGuard<'_, Backed>> {
         (self.callers.load(Ordering::Relaxed) == 0).then(|| self.look())
     }
 
-    /// Locks for readers, which do not count as callers.
+    /// Locks the state for a reader, which does not count as a caller.
     pub(super) fn look(&self) -> MutexGuard<'_, Backed> {
         self.backed.lock().unwrap_or_else(PoisonError::into_inner)
     }

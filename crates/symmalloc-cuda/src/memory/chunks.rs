@@ -22,9 +22,9 @@ pub(crate) type Part = Range<u64>;
 
 #[derive(Debug, Default)]
 pub(crate) struct Chunks {
-    /// Start to end; disjoint.
+    /// Physical chunks, as start to end; disjoint.
     chunks: BTreeMap<u64, u64>,
-    /// Start to end; disjoint, and no two are adjacent.
+    /// Mapped parts, as start to end; disjoint, and no two are adjacent.
     mapped: BTreeMap<u64, u64>,
     /// Chunks that could neither be made accessible nor released, start to end. No part of them is mapped.
     closed: BTreeMap<u64, u64>,

@@ -1,6 +1,6 @@
-//! Memory from plain allocations: of a device without virtual memory, of pinned host memory, or from functions of the program.
+//! Memory from plain allocations: on a device without virtual memory, in pinned host memory, or through functions of the program.
 //!
-//! `reserve` allocates the memory of a whole range, which stays until the range is released. Parts that are unmapped in between are idle.
+//! `reserve` allocates the memory of a whole range, which stays until the range is released. Unmapped parts are idle until then.
 
 use super::chunks::Chunks;
 use super::interface::BackendMemory;

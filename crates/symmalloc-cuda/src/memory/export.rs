@@ -11,8 +11,8 @@ use std::os::fd::{FromRawFd, OwnedFd};
 use std::sync::Arc;
 
 impl VirtualMemory {
-    /// Returns the address ranges of the chunks behind some parts of one range, each chunk once, or `None` unless all parts are mapped.
-    /// Notifies `memory` before one of the parts is unmapped.
+    /// Returns the address ranges of the chunks behind some parts of one range, each chunk once, or `None` if a part is not mapped.
+    /// Registers `memory` to be notified before one of the parts is unmapped.
     pub(super) fn find_chunks(&self, parts: &[Part], memory: Option<&Arc<ExportedMemory>>) -> Option<Vec<Part>> {
         let backing = self.backing_around(parts.first()?.start)?;
         let base = backing.range.base.0;

@@ -28,8 +28,8 @@ pub enum Access {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Peer {
-    /// Process id of the creator of the socket's peer end, as reported by the kernel; if the kernel does not know it, as reported by the
-    /// process.
+    /// Id of the process that created the peer's end of the socket, as reported by the kernel, or by the peer itself if the kernel does not
+    /// know it.
     pub pid: u32,
     /// The access that the peer has.
     pub access: Access,

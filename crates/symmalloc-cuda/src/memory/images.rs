@@ -58,7 +58,7 @@ impl Images {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// See [`Backend::save`](symmalloc_core::backend::Backend::save).
+    /// Implements [`Backend::save`](symmalloc_core::backend::Backend::save).
     pub(crate) fn save(&self, parts: &[Part]) -> Result<Image, BackendError> {
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver().relax_capture();
@@ -82,8 +82,8 @@ impl Images {
         Ok(Image(id))
     }
 
-    /// See [`Backend::expect_load`](symmalloc_core::backend::Backend::expect_load). Images in files are left to `load`, as are all images
-    /// if the driver cannot create a stream.
+    /// Implements [`Backend::expect_load`](symmalloc_core::backend::Backend::expect_load). Images in files are left to `load`, as are all
+    /// images if the driver cannot create a stream.
     pub(crate) fn expect_load(&self, image: Image, parts: &[Part]) {
         let store = self.kept().images.get(&image.0).cloned();
         let Some(Store::Host(chunks)) = store.as_deref() else { return };
@@ -94,7 +94,7 @@ impl Images {
         }
     }
 
-    /// See [`Backend::load`](symmalloc_core::backend::Backend::load).
+    /// Implements [`Backend::load`](symmalloc_core::backend::Backend::load).
     pub(crate) fn load(&self, image: Image, parts: &[Part]) -> Result<(), BackendError> {
         let found = self.kept().images.get(&image.0).cloned();
         let store = found.ok_or(DriverError { call: "load", code: INVALID_VALUE })?;
@@ -120,7 +120,7 @@ impl Images {
         }
     }
 
-    /// See [`Backend::zero`](symmalloc_core::backend::Backend::zero).
+    /// Implements [`Backend::zero`](symmalloc_core::backend::Backend::zero).
     pub(crate) fn zero(&self, parts: &[Part]) -> Result<(), BackendError> {
         let _current = self.device.enter()?;
         let _relaxed = self.device.driver().relax_capture();

@@ -85,7 +85,7 @@ impl ImportedMemory {
         if properties.location != location {
             return Err(DriverError { call: "cuMemGetAllocationPropertiesFromHandle", code: INVALID_DEVICE });
         }
-        // SAFETY: the addresses are reserved and no other chunk uses them; the driver refuses a handle of another size.
+        // SAFETY: the addresses are reserved and no other chunk uses them; the call fails for a handle of another size.
         unsafe { driver.map(self.base + chunk.start, (chunk.end - chunk.start) as usize, 0, handle, 0) }
     }
 

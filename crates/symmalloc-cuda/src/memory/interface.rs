@@ -28,8 +28,8 @@ pub trait BackendMemory: Send + Sync {
     fn release(&self, range: Range) -> Result<(), BackendError>;
     /// Lets another device read and write the memory, both currently mapped and mapped later.
     fn grant_access(&self, peer: usize) -> Result<(), CudaError>;
-    /// Returns the address ranges of the chunks behind some addresses of one range, in order, each once, or `None` unless all of the
-    /// addresses have chunks. Notifies `memory` before any of these addresses is unmapped.
+    /// Returns the address ranges of the chunks behind some addresses of one range, in order, each once, or `None` if an address has no
+    /// chunk. Registers `memory` to be notified before any of these addresses is unmapped.
     fn chunks_behind(&self, _parts: &[Part], _memory: Option<&Arc<ExportedMemory>>) -> Option<Vec<Part>> {
         None
     }

@@ -6,9 +6,9 @@
 //!                                          a chunk: create, map, access ── a chunk ── ... until enough is made
 //! ```
 //!
-//! The amount to prefetch depends only on the past growth of the ranges (`prefetch_window.rs`). The thread's timing and the driver's
-//! answers only determine which thread makes a chunk. The allocator sees no difference, because prefetched memory lies behind the end of
-//! the memory that it has mapped.
+//! The amount to prefetch depends only on the past growth of the ranges (`prefetch_window.rs`). The thread's timing and the results of
+//! driver calls only determine which thread creates a chunk. The allocator sees no difference, because prefetched memory lies behind the
+//! end of the memory that it has mapped.
 //!
 //! A chunk is created under its range's lock, so a caller that needs the range waits for at most that chunk, and then uses it. Callers take
 //! precedence. The thread is started at the first request, and ends with the backend, after its current driver call.
@@ -60,7 +60,7 @@ impl Prefetching {
         Prefetching { memory, work: Arc::default(), thread: Mutex::default() }
     }
 
-    /// Requests that the thread prefetches for the range.
+    /// Asks the thread to prefetch for the range, and starts the thread if necessary.
     fn ask(&self, backing: Arc<Backing>) {
         let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
         if thread.is_none() {
@@ -68,7 +68,7 @@ impl Prefetching {
             let name = "symmalloc-prefetch".to_owned();
             match std::thread::Builder::new().name(name).spawn(move || work.run(&memory)) {
                 Ok(handle) => *thread = Some(Thread { handle, process: std::process::id() }),
-                // Growth creates its memory directly, and requests the thread again.
+                // Growth creates its memory directly, and the next growth tries to start the thread again.
                 Err(error) => {
                     tracing::warn!(name: "memory.prefetch_unstarted", target: "symmalloc", %error);
                     return;

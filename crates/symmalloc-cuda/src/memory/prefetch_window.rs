@@ -30,7 +30,7 @@ pub(crate) struct PrefetchRule {
     pub(crate) chunk_bytes: u64,
 }
 
-/// See the module documentation.
+/// The prefetched memory of one range. See the module documentation.
 #[derive(Debug, Default)]
 pub(crate) struct PrefetchWindow {
     /// The prefetched part. If it is empty, its position is the start of the next chunk.

@@ -14,9 +14,9 @@ pub(super) fn granularity_of(device: &CudaDevice, properties: &MemProperties) ->
     Ok(bytes as u64)
 }
 
-/// Returns the most capable properties that the device actually supports. A device may claim to support a handle type that the system then
-/// refuses, so each type is tried with one granule. Fabric handles are tried only if the process can see an IMEX channel: without a channel
-/// the driver refuses them, and compute-sanitizer reports every refused call.
+/// Returns the most capable properties that the device actually supports. A device may report support for a handle type that the system
+/// then rejects, so each type is tried with one granule. Fabric handles are tried only if the process can see an IMEX channel: without a
+/// channel the driver rejects them, and compute-sanitizer reports every failed call.
 pub(super) fn supported_properties(
     device: &CudaDevice,
     location: MemLocation,

@@ -49,7 +49,7 @@ impl ExportState {
         }
     }
 
-    /// Unknown words mean that the memory must not be used.
+    /// Decodes a word. An unknown word means that the memory must not be used.
     pub(crate) fn of_word(word: u64) -> Self {
         match word & 0xff {
             1 => ExportState::Live,
@@ -73,7 +73,7 @@ impl fmt::Display for ExportState {
     }
 }
 
-/// See the module documentation.
+/// A mapped page of an export. See the module documentation.
 pub(crate) struct SharePage {
     file: OwnedFd,
     /// The start of a mapped page, which is unmapped when this value is dropped.

@@ -1,8 +1,8 @@
 //! Release of prefetched memory when the device is full.
 //!
-//! Spare memory belongs to no allocation yet, but it occupies the device. So that no request fails because of spare memory, the following
-//! happens when the driver is out of memory: all spare memory of the process on this device is released, prefetching pauses, and the
-//! request is retried. Requests by other processes or libraries cannot be handled here.
+//! Spare memory belongs to no allocation yet, but it occupies the device. When the driver is out of memory, all spare memory of the process
+//! on this device is released, prefetching pauses, and the request is retried. No request of this process therefore fails because of spare
+//! memory. Requests by other processes or libraries cannot be handled here.
 
 use crate::device::CudaDevice;
 use crate::error::{DriverError, OUT_OF_MEMORY};
@@ -33,8 +33,8 @@ pub(super) fn announce(memory: &Arc<impl Prefetched + 'static>) {
     all.push(Arc::downgrade(&memory));
 }
 
-/// Attempts to take device memory, and retries after releasing spare memory if the device is full. The caller must not hold the lock of a
-/// range.
+/// Attempts to allocate device memory, and retries after releasing spare memory if the device is full. The caller must not hold the lock of
+/// a range.
 pub(super) fn with_spare<T>(
     device: &CudaDevice,
     mut attempt: impl FnMut() -> Result<T, DriverError>,

@@ -39,8 +39,8 @@ use symmalloc_core::backend::{BackendError, DeviceAddress, Place, Range};
 /// Default size in bytes of the chunks of a growth.
 const CHUNK_BYTES: u64 = 32 << 20;
 
-/// Maximum number of chunks for one mapping of a range once chunks exceed [`CHUNK_BYTES`], unless the program configures the chunk size:
-/// 8 GiB that wake are mapped as 64 chunks of 128 MiB.
+/// Maximum number of chunks for one mapping of a range once chunks exceed [`CHUNK_BYTES`], unless the program configures the chunk size.
+/// For example, waking a pool of 8 GiB maps 64 chunks of 128 MiB.
 const CHUNKS_MAX: u64 = 64;
 
 pub(crate) struct VirtualMemory {
@@ -59,7 +59,7 @@ pub(crate) struct VirtualMemory {
     rule: Option<PrefetchRule>,
     /// Number of callers that found the device full. Prefetching pauses while it is not 0.
     paused: AtomicUsize,
-    /// The driver had no memory left and none was released since, so prefetched memory would be missing elsewhere.
+    /// `true` if the driver ran out of memory and none was released since. Prefetched memory would then be missing elsewhere.
     is_full: AtomicBool,
     /// Ranges by base address. Each has a separate lock, because mapping takes tens of microseconds.
     ranges: Mutex<BTreeMap<u64, Arc<Backing>>>,
@@ -189,7 +189,7 @@ impl VirtualMemory {
             self.set_access(range, &closed)?;
             chunks.open(&closed);
         }
-        // Chunks end where they would without prefetching, and possibly at additional places.
+        // Chunks end where they would without prefetching, and possibly at additional offsets.
         let cut_from = |gap: &Part| if gap.start == window.made().end { window.made().start } else { gap.start };
         let gaps = chunks.gaps(part);
         for (index, gap) in gaps.iter().enumerate() {
@@ -262,7 +262,7 @@ impl VirtualMemory {
         // SAFETY: `handle` is valid for writing; `source` is only looked up.
         unsafe { driver.retain(&raw mut handle, source as *mut c_void) }?;
         let size = (part.end - part.start) as usize;
-        // SAFETY: the addresses are reserved and no chunk covers them; the driver refuses a handle of another size.
+        // SAFETY: the addresses are reserved and no chunk covers them; the call fails for a handle of another size.
         let mapped = unsafe { driver.map(range.base.0 + part.start, size, 0, handle, 0) };
         self.release_handle(handle);
         mapped
@@ -314,7 +314,7 @@ impl VirtualMemory {
 
 /// Prefetching.
 impl VirtualMemory {
-    /// Returns the range if memory should be prefetched for it and may be.
+    /// Returns the range if prefetching for it is requested and not paused.
     pub(crate) fn wants_prefetch(&self, range: Range) -> Option<Arc<Backing>> {
         let backing = self.ranges().get(&range.base.0).cloned()?;
         let wants = backing.look().window.next().is_some();
@@ -325,8 +325,8 @@ impl VirtualMemory {
         self.paused.load(Ordering::Relaxed) == 0 && !self.is_full.load(Ordering::Relaxed)
     }
 
-    /// Makes the next prefetched chunk of the range. Returns `true` if more may be made: not after an error, and not while a caller waits
-    /// for the range, because that caller requests more itself.
+    /// Creates the next prefetched chunk of the range. Returns `true` if the thread may create another one: not after an error, and not
+    /// while a caller waits for the range, because that caller requests more itself.
     pub(crate) fn prefetch_chunk(&self, backing: &Backing) -> bool {
         let Some(mut backed) = backing.lock_behind_callers() else { return false };
         // Checked under the lock: a caller that pauses prefetching takes the lock afterwards to release prefetched memory.
@@ -370,7 +370,7 @@ impl VirtualMemory {
         self.ranges().values().cloned().collect()
     }
 
-    /// Returns the sum over all ranges.
+    /// Returns the sum of `of` over all ranges.
     fn sum(&self, of: impl Fn(&Chunks, &PrefetchWindow) -> u64) -> u64 {
         let of = |backing: &Arc<Backing>| {
             let backed = backing.look();

@@ -221,7 +221,7 @@ impl<B: CudaMemory> AllocatorState<B> {
                     lock(&self.abandoned).push(entry);
                 }
                 Err(error) => {
-                    // If the driver did not take back all memory of a pool, the core considers it destroyed, and retries the release.
+                    // If the driver fails to release some memory of a pool, the core considers the pool destroyed, and retries the release.
                     if !matches!(error, CudaError::Pool(PoolError::Backend(_))) {
                         lock(&self.abandoned).push(entry);
                     }

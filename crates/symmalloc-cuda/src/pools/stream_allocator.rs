@@ -67,7 +67,7 @@ impl<B: CudaMemory> StreamAllocator<B> {
         self.id
     }
 
-    /// Returns the pool that this allocator takes memory from, except during a capture, which uses its own pool.
+    /// Returns the pool that this allocator allocates from, except during a capture, which uses its own pool.
     pub fn pool(&self) -> PoolId {
         self.pool
     }

@@ -80,11 +80,11 @@ impl<'a> Channel<'a> {
         Ok(())
     }
 
-    /// Fills `bytes`, and returns the file descriptors that came with them. Exactly `descriptors` of them must come.
+    /// Fills `bytes`, and returns the file descriptors that came with them. The message must carry exactly `descriptors` of them.
     ///
     /// # Errors
-    /// Returns an error if another number of descriptors came, the other process has closed the socket, or does not send in time. Received
-    /// descriptors are closed.
+    /// Returns an error if another number of descriptors arrives, or the other process has closed the socket or does not send in time.
+    /// Received descriptors are closed.
     pub fn receive(&self, bytes: &mut [u8], descriptors: usize) -> Result<Vec<OwnedFd>, ShareError> {
         let received = self.receive_at_most(bytes, descriptors)?;
         if received.len() == descriptors {

@@ -20,7 +20,7 @@ impl fmt::Display for DeviceUuid {
     }
 }
 
-/// The reason why memory could not be exported or attached to. Nothing is mapped in that case, and no descriptor is left open.
+/// The reason memory could not be exported or attached to. Nothing is mapped in that case, and no descriptor is left open.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ShareError {
@@ -54,7 +54,7 @@ pub enum ShareError {
     Stale(ExportState),
     /// The two processes use different devices.
     #[error(
-        "the memory is on {exporter}, the importer uses {importer}: choose the same device in both, see CUDA_VISIBLE_DEVICES"
+        "the memory is on {exporter}, but the importer uses {importer}: select the same device in both, see CUDA_VISIBLE_DEVICES"
     )]
     OtherDevice {
         /// The exporter's device.
@@ -63,7 +63,7 @@ pub enum ShareError {
         importer: DeviceUuid,
     },
     /// The exporter grants less access than the importer requested.
-    #[error("the importer requested {wanted:?}, the exporter grants only {given:?}")]
+    #[error("the importer requested {wanted:?} access, but the exporter grants only {given:?}")]
     AccessRefused {
         /// The requested access.
         wanted: Access,
@@ -118,7 +118,7 @@ impl From<rustix::io::Errno> for ShareError {
     }
 }
 
-/// The reason why imported memory cannot be used as requested.
+/// The reason imported memory cannot be used as requested.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum ImportError {

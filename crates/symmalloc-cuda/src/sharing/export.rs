@@ -21,8 +21,8 @@ use symmalloc_core::report::{BlockSnapshot, BlockStateSnapshot, SegmentSnapshot}
 /// The allocations of a pool at the time of the export, for other processes on the same device.
 ///
 /// Importers are notified before the memory changes: when one of the allocations is freed, when memory is returned to the device (because
-/// the pool is put to sleep), or when the export is withdrawn. Frees are noticed if they go through this crate (dropped buffers,
-/// [`CachingAllocator::free`](crate::CachingAllocator::free)), but not if the core's allocator is driven directly.
+/// the pool is put to sleep), or when the export is withdrawn. Frees are detected if they go through this crate (dropped buffers,
+/// [`CachingAllocator::free`](crate::CachingAllocator::free)), but not if the program calls the core's allocator directly.
 ///
 /// Dropping an export stops serving. Attached peers stay attached and are still notified. [`withdraw`](Self::withdraw) asks them to detach.
 ///
@@ -140,7 +140,7 @@ impl Export {
         let memory = ExportedMemory::new(allocator.pool(), SharePage::create()?, addresses);
         let uuid = DeviceUuid(allocator.device().uuid()?);
         let (pool, digest) = (allocator.pool(), allocator.digest(allocator.pool())?);
-        // From here on frees are noticed. An earlier free shows in the comparison with the live allocations below.
+        // Frees are detected from here on. The comparison with the live allocations below detects earlier ones.
         allocator.state().exported().add(&memory);
         let layout = Layout { pid: std::process::id(), pool, digest, kind, segments: Vec::new(), allocations };
         let mut export = Export { allocator: allocator.clone(), memory, layout, bases, body: Vec::new(), uuid };
@@ -261,7 +261,7 @@ impl Export {
                 Ok(ExportedHandle::FileDescriptor(file)) => files.push(file),
                 Ok(ExportedHandle::Fabric(bytes)) => body.extend(bytes.iter()),
                 Err(error) => {
-                    // The chunk is gone: the page has the reason.
+                    // The chunk no longer exists. The page states the reason.
                     self.check()?;
                     return Err(error.into());
                 }

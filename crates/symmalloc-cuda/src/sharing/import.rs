@@ -29,7 +29,7 @@ use symmalloc_core::{Digest, PoolId, StreamId};
 /// export, creating a view returns [`ImportError::Stale`]. Addresses that were taken before stay mapped.
 ///
 /// Dropping waits until the device has finished the work that was submitted in this context, and unmaps the memory. Memory that the driver
-/// refuses to unmap stays mapped, and a warning is logged; [`detach`](Self::detach) returns the error.
+/// fails to unmap stays mapped, and a warning is logged; [`detach`](Self::detach) returns the error.
 ///
 /// # Examples
 /// ```no_run
@@ -54,7 +54,7 @@ pub struct Import {
     layout: Layout,
     access: Access,
     page: SharePage,
-    /// The exporter detects when it is closed. `None` once detached.
+    /// This process's end of the lease, whose closing the exporter detects. `None` once detached.
     lease: Mutex<Option<OwnedFd>>,
 }
 
@@ -62,7 +62,7 @@ pub struct Import {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ImportedAllocation {
-    /// The name that the exporter gave it.
+    /// The allocation's name in the exporter.
     pub name: Option<Box<str>>,
     /// Address in this process.
     pub address: u64,
@@ -98,8 +98,8 @@ impl Import {
     /// Maps the memory that the process at the other end of the socket exports with [`Export::serve`](crate::Export::serve).
     ///
     /// # Errors
-    /// Returns an error if the exporter refuses, uses another device, does not answer within `timeout` or sends an invalid message, or if
-    /// a driver call fails. Nothing is mapped in that case, and the socket can no longer be used: open a new connection.
+    /// Returns an error if the exporter rejects the request, uses another device, does not answer within `timeout` or sends an invalid
+    /// message, or if a driver call fails. Nothing is mapped in that case, and the socket can no longer be used: open a new connection.
     pub fn attach(
         device: &Arc<CudaDevice>,
         socket: &UnixStream,
@@ -373,7 +373,7 @@ impl fmt::Debug for Import {
     }
 }
 
-/// Receives one message of the exporter: a message of this kind with these descriptors, or a refusal, which is converted into an error.
+/// Receives a message of this kind with these descriptors from the exporter. Converts a refusal into an error.
 fn receive(
     channel: &Channel<'_>,
     kind: u32,

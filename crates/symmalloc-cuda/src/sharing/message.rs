@@ -28,7 +28,7 @@ const NAME_BYTES_MAX: usize = 4096;
 /// Size of a device's address space in bytes.
 const ADDRESS_BYTES: u64 = 1 << 47;
 
-/// The reason why a message is invalid.
+/// The reason a message is invalid.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum MessageError {
@@ -207,7 +207,7 @@ impl Step {
     }
 }
 
-/// The reason why an exporter refuses.
+/// The reason an exporter rejects a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Refusal {
     Version,

@@ -301,7 +301,7 @@ impl BackendStreams {
     fn synchronize_raw(&self, raw: CUstream) -> Result<(), BackendError> {
         let call = "cuStreamSynchronize";
         if self.capture_of(raw)?.is_some() {
-            // The driver would also refuse, and invalidate the capture.
+            // The driver call would fail too, and invalidate the capture.
             return Err(DriverError { call, code: CAPTURE_UNSUPPORTED }.into());
         }
         let _current = self.device.enter()?;

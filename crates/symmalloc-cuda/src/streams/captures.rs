@@ -87,7 +87,7 @@ impl CaptureWatch {
     /// Returns an error if a driver call fails.
     ///
     /// # Safety
-    /// The stream is alive, and of the device's primary context.
+    /// The stream is alive and belongs to the device's primary context.
     pub unsafe fn is_captured(&self, stream: CUstream) -> Result<bool, DriverError> {
         let _current = self.device.enter()?;
         // SAFETY: the caller's contract.
