@@ -40,7 +40,7 @@ impl<A: StreamAllocatorRef> OwnedBlock<A> {
     /// Returns the reference to the block's allocator.
     #[inline]
     pub(super) fn allocator_ref(&self) -> &A {
-        self.allocator.as_ref().expect("a block is moved out only of a value that is dropped next")
+        self.allocator.as_ref().expect("a block is moved only out of values that are dropped next")
     }
 
     /// Returns the block's allocator.

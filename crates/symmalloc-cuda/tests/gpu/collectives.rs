@@ -23,8 +23,8 @@ fn given(rank: usize, round: u32) -> u32 {
     round + 10 * rank as u32
 }
 
-/// Runs collectives on one stream with buffers of another stream, and drops each buffer as soon as it was submitted. The values are written
-/// late, so a collective that did not wait would reduce the previous contents.
+/// Runs collectives on one stream with buffers of another stream, and drops each buffer immediately after it is submitted. The values are
+/// written late, so a collective that did not wait would reduce the previous contents.
 fn rank(device: &Arc<CudaDevice>, rank: usize, id: Id, is_registered: bool) -> Digest {
     let allocator = CudaAllocator::new(device, Config::default()).expect("made");
     let compute = Worker::on_new_stream(device.context());
@@ -34,7 +34,7 @@ fn rank(device: &Arc<CudaDevice>, rank: usize, id: Id, is_registered: bool) -> D
         allocator.register_stream(&network).expect("registered");
     }
     device.context().bind_to_thread().expect("current");
-    let comm = Comm::from_rank(network, rank, 2, id).expect("both ranks are there");
+    let comm = Comm::from_rank(network, rank, 2, id).expect("both ranks join");
     // SAFETY: written before it is read, as are all buffers below.
     let alloc = |count| unsafe { allocator.alloc::<u32>(&compute.stream, count) }.expect("allocated");
     for round in 0..100_u32 {
@@ -71,7 +71,7 @@ fn buffers_go_through_the_collectives_of_two_threads() {
         return;
     }
     for is_registered in [true, false] {
-        let id = Id::new().expect("NCCL makes one");
+        let id = Id::new().expect("NCCL creates an id");
         let digests = std::thread::scope(|scope| {
             let ranks = [0, 1].map(|index| {
                 let device = &devices[index];

@@ -81,7 +81,7 @@ fn two_devices_in_one_thread_keep_apart() {
     assert_eq!(free(), before);
 }
 
-/// cudarc reads the source of such a copy without revealing the stream, so the program must order the source's stream.
+/// For such a copy, cudarc takes the source's pointer without naming the stream, so the program must order the source's stream.
 #[test]
 fn buffers_are_copied_from_device_to_device() {
     let Some(devices) = two_devices() else { return };

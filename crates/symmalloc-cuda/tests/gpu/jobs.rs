@@ -53,7 +53,7 @@ fn run(device: &Arc<CudaDevice>, job: &str, config: &Config) {
         assert_eq!(placement(&real), placement(&expected), "{job}, op {index}: {op:?}");
         let digests = (on_device.digest(PoolId::DEFAULT), simulated.digest(PoolId::DEFAULT));
         assert_eq!(digests.0, digests.1, "{job}, op {index}: {op:?}");
-        // The query costs more than the op, so it runs only after memory was obtained.
+        // The query costs more than the op, so it runs only after memory is reserved.
         let reserved = on_device.stats().reserved_bytes.current;
         if reserved > reserved_before {
             free_least = free_least.min(free_bytes());

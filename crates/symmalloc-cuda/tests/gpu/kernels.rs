@@ -29,9 +29,9 @@ pub(crate) struct Kernels {
 
 impl Kernels {
     pub(crate) fn compile(context: &Arc<CudaContext>) -> Self {
-        let ptx = cudarc::nvrtc::compile_ptx(SOURCE).expect("nvrtc compiles it");
-        let module = context.load_module(ptx).expect("the driver takes it");
-        let function = |name| module.load_function(name).expect("it is there");
+        let ptx = cudarc::nvrtc::compile_ptx(SOURCE).expect("the kernels compile");
+        let module = context.load_module(ptx).expect("the driver loads the module");
+        let function = |name| module.load_function(name).expect("the kernel exists");
         Kernels { fill: function("fill"), delay: function("delay"), count_others: function("count_others") }
     }
 }

@@ -21,7 +21,7 @@ mod soak;
 use std::sync::Arc;
 use symmalloc_cuda::CudaDevice;
 
-/// Returns the first device, or prints the reason why there is none.
+/// Returns the first device. If there is none, prints the reason.
 fn device() -> Option<Arc<CudaDevice>> {
     match CudaDevice::new(0) {
         Ok(device) => Some(device),
@@ -32,7 +32,7 @@ fn device() -> Option<Arc<CudaDevice>> {
     }
 }
 
-/// Returns the first two devices, or prints the reason why there are fewer.
+/// Returns the first two devices. If there are fewer, prints the reason.
 fn two_devices() -> Option<[Arc<CudaDevice>; 2]> {
     let first = device()?;
     match CudaDevice::new(1) {

@@ -157,14 +157,14 @@ fn a_device_that_others_filled_is_an_error_that_changes_nothing() {
     let others = unsafe { result::malloc_sync(free() as usize - 1024 * MIB) }.expect("allocated");
     let (before, reserved) = (free(), allocator.stats().reserved_bytes.current);
     // SAFETY: never read.
-    let error = unsafe { allocator.alloc::<u8>(&stream, 4096 * MIB) }.expect_err("there is 1 GiB");
+    let error = unsafe { allocator.alloc::<u8>(&stream, 4096 * MIB) }.expect_err("only 1 GiB is free");
     println!("{error}");
-    let CudaError::Allocate(AllocateError::OutOfMemory(error)) = error else { panic!("another error: {error:?}") };
+    let CudaError::Allocate(AllocateError::OutOfMemory(error)) = error else { panic!("unexpected error: {error:?}") };
     assert!(matches!(error.cause, OutOfMemoryCause::Driver(_)), "{error:?}");
     assert_eq!((free(), allocator.stats().reserved_bytes.current), (before, reserved));
     // SAFETY: allocated above.
     unsafe { result::free_sync(others) }.expect("freed");
-    drop(allocator.alloc_zeroed::<u8>(&stream, 4096 * MIB).expect("there is memory again"));
+    drop(allocator.alloc_zeroed::<u8>(&stream, 4096 * MIB).expect("the memory is free again"));
     assert_eq!(stream.clone_dtoh(&kept).expect("copied"), vec![0; 8 * MIB]);
 }
 

@@ -13,7 +13,7 @@ const MIB: usize = 1 << 20;
 fn out_of_memory(error: CudaError) -> Box<OutOfMemory> {
     match error {
         CudaError::Allocate(AllocateError::OutOfMemory(error)) => error,
-        error => panic!("another error: {error:?}"),
+        error => panic!("unexpected error: {error:?}"),
     }
 }
 
@@ -73,7 +73,7 @@ fn the_failure_callback_makes_room_on_a_full_device() {
         core.trim(Some(id)).expect("trimmed");
         Retry::Again
     });
-    let large = allocator.alloc_zeroed::<u8>(&stream, 2048 * MIB).expect("the callback makes room");
+    let large = allocator.alloc_zeroed::<u8>(&stream, 2048 * MIB).expect("the callback frees memory");
     let asked = || asked.lock().expect("sound").clone();
     println!(
         "the callback ran {} times, {} of 4 buffers left, {} bytes free",
@@ -115,7 +115,7 @@ fn two_pools_with_quotas_hand_memory_to_each_other() {
     let mut pages: Vec<_> = (0..1536_u32)
         .map(|page| {
             let mut buffer =
-                allocator.with_pool(&one).alloc_zeroed::<u32>(&stream, MIB / 2).expect("the quota has room");
+                allocator.with_pool(&one).alloc_zeroed::<u32>(&stream, MIB / 2).expect("the quota is not exhausted");
             stream.memcpy_htod(&[page; 1024], &mut buffer.slice_mut(..1024)).expect("copied");
             (page, buffer)
         })

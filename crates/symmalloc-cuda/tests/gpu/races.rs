@@ -97,7 +97,7 @@ fn wrong_elements(device: &Arc<CudaDevice>, waits: bool, lasting: Duration, conf
             assert!(round <= 4 || report.planned == 2, "{report:?}");
         }
         if round.is_multiple_of(64) {
-            side.synchronize().expect("the queues stay short");
+            side.synchronize().expect("the work is done");
         }
     }
     side.synchronize().expect("done");
@@ -170,7 +170,7 @@ impl Reader {
         Reader { kernels: Kernels::compile(device.context()), allocator, main, side, is_registered }
     }
 
-    /// Fills buffers, submits delayed reads, and drops the buffers before they were read.
+    /// Fills buffers, submits delayed reads, and drops the buffers before they are read.
     fn rounds<A>(&self, name: &str, alloc: impl Fn() -> DeviceBuffer<u32, A>)
     where
         A: StreamAllocatorRef<Memory = CudaBackend>,
@@ -197,7 +197,7 @@ impl Reader {
             }
             drop(buffer);
             if round.is_multiple_of(64) {
-                side.synchronize().expect("the queues stay short");
+                side.synchronize().expect("the work is done");
             }
         }
         let wrong = side.clone_dtoh(&wrong).expect("copied")[0];

@@ -14,7 +14,7 @@ fn a_stream_that_other_code_owns_is_registered_ordered_and_left_alive() {
     let Some(device) = device() else { return };
     let context = device.context();
     context.bind_to_thread().expect("current");
-    let raw = stream::create(StreamKind::NonBlocking).expect("the driver makes one");
+    let raw = stream::create(StreamKind::NonBlocking).expect("the driver creates a stream");
     let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
     let main = Worker::on_new_stream(context);
     // SAFETY: destroyed below, after the allocator and its buffers.

@@ -1,5 +1,5 @@
-//! Sleep and wake on a device: kept contents are restored at the same addresses, and the memory is available to others in between. For
-//! measurements see the example `sleep`.
+//! Sleep and wake on a device: kept contents are restored at the same addresses, and while the pool sleeps, its memory is available to
+//! other allocations. For measurements see the example `sleep`.
 
 use crate::device;
 use cudarc::driver::DevicePtr;
@@ -25,9 +25,9 @@ fn sleeps_on(backend: CudaBackend) {
     let address_of = |at: usize| buffers[at].device_ptr(&stream).0;
     let addresses = [0, 1, 2].map(address_of);
     for _ in 0..3 {
-        let before = device.memory_info().expect("it answers").free_bytes;
+        let before = device.memory_info().expect("the query succeeds").free_bytes;
         let slept = allocator.sleep(pool.id(), Contents::Keep).expect("slept");
-        let asleep = device.memory_info().expect("it answers").free_bytes;
+        let asleep = device.memory_info().expect("the query succeeds").free_bytes;
         // The driver allocates a granule or two internally for the first copies.
         assert!((asleep - before).abs_diff(slept.released_bytes) <= 8 << 20);
         // Other allocations take all free memory, and fill it with other bytes.
@@ -38,7 +38,7 @@ fn sleeps_on(backend: CudaBackend) {
             }
         }
         stream.synchronize().expect("done");
-        let refused = allocator.wake(pool.id()).expect_err("there is no room");
+        let refused = allocator.wake(pool.id()).expect_err("the device is full");
         assert!(matches!(refused, CudaError::Sleep(SleepError { cause: SleepCause::Memory { .. }, .. })), "{refused}");
         drop(taken);
         allocator.trim().expect("taken");

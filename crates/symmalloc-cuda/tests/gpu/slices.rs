@@ -21,7 +21,7 @@ fn buffers_are_made_copied_and_cut_as_cuda_slices_are() {
     stream.memset_zeros(&mut buffer.split_at_mut(MIB).1).expect("set");
     assert_eq!(stream.clone_dtoh(&buffer.slice(MIB - 1..MIB + 1)).expect("copied"), [MIB as u32 - 1, 0]);
     // SAFETY: every bit pattern is a valid `u64`.
-    let pairs = unsafe { copy.transmute::<u64>(MIB) }.expect("it has more");
+    let pairs = unsafe { copy.transmute::<u64>(MIB) }.expect("the buffer is large enough");
     assert_eq!(stream.clone_dtoh(&pairs.slice(1..2)).expect("copied"), [(3 << 32) | 2]);
     let theirs: CudaSlice<u32> = stream.clone_htod(&numbers).expect("cudarc's");
     let ours = allocator.clone_dtod(&stream, &theirs).expect("made");

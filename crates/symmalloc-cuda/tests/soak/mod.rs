@@ -3,7 +3,7 @@
 //! Each round creates pools with different settings, uses them from several streams and threads, and destroys them: buffers with checked
 //! contents, steps that learn plans, stitching, sleep and wake, captured graphs, an export, and a stream that its owner destroys. The
 //! process is sampled at regular intervals. The level is the maximum over the second sixth of the run (of a long run, the second minute).
-//! Later samples may exceed it only by the slack, which a leak in each round exceeds soon.
+//! Later samples may exceed it only by the slack. A leak in each round soon exceeds the slack.
 
 use cudarc::driver::{CudaContext, CudaStream};
 use std::fmt;

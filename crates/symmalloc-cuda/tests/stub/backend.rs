@@ -91,7 +91,7 @@ stub_test!(chunks_grow_with_what_the_range_reaches, ["STUB_MEMORY_BYTES" = "4294
     let device = device();
     let backend = with_streams(&device, CudaBackend::builder(&device));
     let range = backend.reserve(4096 * MIB).expect("reserve");
-    // From 2 GiB on, 1/64 is more than 32 MiB: pools that grow large have few chunks, and fall asleep quickly.
+    // From 2 GiB on, 1/64 is more than 32 MiB: large pools have few chunks, and can be put to sleep quickly.
     for (at, mib, chunks) in [(0, 1120, 35), (1120, 160, 5), (1280, 768, 24), (2048, 640, 10), (2688, 640, 10)] {
         let before = live().mappings;
         backend.map(range, at * MIB, mib * MIB).expect("map");
@@ -118,11 +118,11 @@ stub_test!(a_map_that_fails_at_any_call_leaves_nothing, {
     }
     backend.map(range, 0, 8 * MIB).expect("the range is as it was");
     fail("cuMemUnmap", 1, 999);
-    backend.unmap(range, 0, 8 * MIB).expect_err("the driver refuses");
+    backend.unmap(range, 0, 8 * MIB).expect_err("the driver call fails");
     assert_eq!(backend.idle_bytes(), 0, "the part stays mapped");
     backend.unmap(range, 0, 8 * MIB).expect("unmap");
     fail("cuMemAddressFree", 1, 999);
-    backend.release(range).expect_err("the driver refuses");
+    backend.release(range).expect_err("the driver call fails");
     backend.release(range).expect("the range stayed reserved");
     assert_eq!((live().device_bytes, live().ranges), (0, 0));
 });
@@ -134,7 +134,7 @@ stub_test!(descending_addresses_come_from_the_end_and_are_used_again, {
 
     let backend = with_streams(&device, CudaBackend::builder(&device).descending_addresses(16 * MIB));
     let reserve = |mib: u64| backend.reserve(mib * MIB);
-    let ranges = [reserve(2), reserve(4), reserve(6)].map(|range| range.expect("there is room"));
+    let ranges = [reserve(2), reserve(4), reserve(6)].map(|range| range.expect("the range fits"));
     let end = ranges[0].base.0 + 2 * MIB;
     let below = |range: &Range| (end - range.base.0) / MIB;
     assert_eq!(ranges.each_ref().map(below), [2, 6, 12]);
@@ -147,7 +147,7 @@ stub_test!(descending_addresses_come_from_the_end_and_are_used_again, {
     backend.unmap(ranges[1], 0, 4 * MIB).expect("unmap");
     backend.release(ranges[1]).expect("release");
     backend.release(ranges[1]).expect_err("the range is not reserved anymore");
-    let again = [reserve(2), reserve(2), reserve(4)].map(|range| range.expect("there is room"));
+    let again = [reserve(2), reserve(2), reserve(4)].map(|range| range.expect("the range fits"));
     assert_eq!(again.each_ref().map(below), [4, 6, 16], "the highest gap that fits is used");
     for range in [ranges[0], ranges[2]] {
         backend.unmap(range, 0, range.size_bytes).expect("unmap");
@@ -264,7 +264,7 @@ stub_test!(the_current_context_is_left_as_it_was, ["STUB_DEVICES" = "2"], {
         backend.recycle(event);
         backend.synchronize(StreamId(1)).expect("synchronize");
         fail("cuMemUnmap", 1, 999);
-        backend.unmap(range, 0, 2 * MIB).expect_err("the driver refuses");
+        backend.unmap(range, 0, 2 * MIB).expect_err("the driver call fails");
         backend.unmap(range, 0, 2 * MIB).expect("unmap");
         backend.release(range).expect("release");
         device.memory_info().expect("asked");

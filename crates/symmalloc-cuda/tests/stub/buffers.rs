@@ -216,7 +216,7 @@ stub_test!(a_buffer_given_to_a_kernel_is_ordered_behind_other_streams, {
     allocator.register_stream(&a).expect("registered");
     allocator.register_stream(&b).expect("registered");
     let module = context.load_module(Ptx::from_src("")).expect("loaded");
-    let kernel = module.load_function("kernel").expect("any name is there");
+    let kernel = module.load_function("kernel").expect("the stub accepts any kernel name");
     let mut buffer = allocator.alloc_zeroed::<u8>(&a, MIB).expect("allocated");
     let waits = || calls("cuStreamWaitEvent");
     a.launch_builder(&kernel).arg(&buffer);
@@ -280,7 +280,8 @@ stub_test!(streams_are_told_apart_kept_and_checked, ["STUB_DEVICES" = "2"], {
     // SAFETY: `b` keeps the stream alive and outlives the allocator's use of it here.
     assert_eq!(unsafe { allocator.register_raw_stream(b.cu_stream()) }.expect("found"), StreamId(1));
     assert_eq!(allocator.register_stream(&context.default_stream()).expect("registered"), StreamId(2));
-    let error = allocator.register_stream(&context.per_thread_stream()).expect_err("differs by thread");
+    let error =
+        allocator.register_stream(&context.per_thread_stream()).expect_err("the stream differs between threads");
     assert_eq!(error, CudaError::PerThreadStream);
     let other = CudaDevice::new(1).expect("the second device").context().new_stream().expect("a stream");
     assert_eq!(allocator.register_stream(&other).expect_err("elsewhere"), CudaError::ForeignStream);

@@ -1,5 +1,5 @@
-//! Another thread captures in the global mode, in which the driver forbids calls that are not stream work on every thread. Memory
-//! operations still succeed, and the capture stays valid.
+//! Memory operations while another thread captures in the global mode, in which the driver forbids calls that are not stream work on every
+//! thread. The operations still succeed, and the capture stays valid.
 
 use crate::process::{device, fail, heal, live, stub_test};
 use cudarc::driver::sys::{CUstreamCaptureMode, cuThreadExchangeStreamCaptureMode};
@@ -29,10 +29,10 @@ fn life(allocator: &CudaAllocator) {
     allocator.free(again.handle).expect("live");
     allocator.core().trim(None).expect("nothing fails");
     for contents in [Contents::Keep, Contents::Drop] {
-        allocator.sleep(PoolId::DEFAULT, contents).expect("nothing is in the way");
+        allocator.sleep(PoolId::DEFAULT, contents).expect("the pool can sleep");
         allocator.wake(PoolId::DEFAULT).expect("memory");
     }
-    allocator.synchronize(&stream).expect("it is not captured");
+    allocator.synchronize(&stream).expect("the stream is not captured");
     drop(small);
 }
 

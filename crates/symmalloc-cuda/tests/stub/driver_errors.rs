@@ -55,7 +55,7 @@ stub_test!(every_call_fails_once_at_every_occurrence_and_the_program_goes_on, {
         let mut nth = 1;
         loop {
             let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
-            // Without a current context, which cudarc leaves behind, each call must push and pop it.
+            // cudarc leaves its context current. Without a current context, each call must push and pop the context.
             // SAFETY: null resets the current context.
             unsafe { cudarc::driver::result::ctx::set_current(std::ptr::null_mut()) }.expect("set");
             let before = calls(call);
@@ -113,7 +113,7 @@ stub_test!(memory_that_could_be_neither_opened_nor_given_back_is_opened_before_i
         (4 << 20, 6 << 20),
         "the chunk stays mapped"
     );
-    // While the chunk cannot be made accessible, the allocation is refused.
+    // While the chunk cannot be made accessible, the allocation fails.
     fail("cuMemSetAccess", 1, 719);
     assert!(allocator.alloc_zeroed::<u8>(&stream, 3 << 20).is_err());
     let mut buffer = allocator.alloc_zeroed::<u8>(&stream, 3 << 20).expect("opened");

@@ -11,7 +11,7 @@ use symmalloc_sim::SplitMix64;
 
 const MIB: usize = 1 << 20;
 
-/// Creates an allocator with streams. It orders the reuse of memory, but not accesses to buffers.
+/// Creates an allocator with streams. The allocator orders the reuse of memory, but not accesses to buffers.
 fn allocator<const N: usize>(config: Config) -> (CudaAllocator, [Arc<CudaStream>; N]) {
     let allocator = CudaAllocator::new(&device(), config).expect("the stub supports it");
     let context = allocator.device().context();
@@ -238,7 +238,7 @@ static BYTES: [[u8; 4096]; 256] = {
     bytes
 };
 
-/// Creates an allocator with streams, whose streams share a heap or use separate heaps.
+/// Creates an allocator with `N` streams, which share a heap or use separate heaps.
 fn allocator_with<const N: usize>(streams_share: StreamPolicy) -> (CudaAllocator, [Arc<CudaStream>; N]) {
     let pool = PoolConfig::builder().streams(streams_share).build().expect("valid");
     allocator(Config::builder().default_pool(pool).build().expect("valid"))
@@ -330,7 +330,7 @@ stub_test!(threads_keep_out_of_memory_that_others_use, {
             let allocator = &allocator;
             let run = |(own, thread): (_, u64)| {
                 scope.spawn(move || {
-                    let _current = allocator.device().enter().expect("the stub lets it");
+                    let _current = allocator.device().enter().expect("the context can be entered");
                     random_program(seed << 2 | thread, allocator, own)
                 })
             };

@@ -197,6 +197,6 @@ stub_test!(a_forgotten_guard_of_a_pinned_buffer_keeps_the_memory, {
     // SAFETY: both are large enough.
     unsafe { memcpy_dtoh_async(elements, address, stream.cu_stream()) }.expect("submitted");
     forget(guard);
-    assert_eq!(reused.as_slice().expect("waited"), FIVES, "the host reads behind the copy");
+    assert_eq!(reused.as_slice().expect("waited"), FIVES, "the host reads after the copy");
     released.join().expect("no panic");
 });

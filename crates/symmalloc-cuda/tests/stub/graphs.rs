@@ -39,7 +39,7 @@ fn capture(
     allocator.wait(b, a).expect("the second stream joins");
     let side = take(b, 4 << 20);
     let mut early = take(a, 1 << 20);
-    b.memcpy_dtod(&temporary.slice(..1 << 20), &mut early).expect("copied on the side");
+    b.memcpy_dtod(&temporary.slice(..1 << 20), &mut early).expect("copied on the second stream");
     drop((temporary, early));
     let later = take(a, 4 << 20);
     allocator.wait(a, b).expect("joined back");
@@ -96,7 +96,7 @@ stub_test!(two_captures_at_once_keep_to_their_pools, {
     let pools = [(); 2].map(|()| GraphPool::new(&allocator, reserved()).expect("made"));
     let first = pools[0].begin(&streams.0).expect("begun");
     let one = allocator.alloc_zeroed::<u8>(&streams.0, 1 << 20).expect("allocated");
-    let second = pools[1].begin(&streams.1).expect("begun beside the other");
+    let second = pools[1].begin(&streams.1).expect("a second capture begins");
     let two = allocator.alloc_zeroed::<u8>(&streams.1, 1 << 20).expect("allocated");
     let eager = allocator.device().context().new_stream().expect("a stream");
     let three = allocator.alloc_zeroed::<u8>(&eager, 1 << 20).expect("allocated");
@@ -117,7 +117,7 @@ stub_test!(what_came_before_a_capture_is_waited_for_before_it_begins, {
     let before = calls("cuStreamSynchronize");
     let under_way = pool.begin(&a).expect("begun");
     assert_eq!(calls("cuStreamSynchronize"), before + 2);
-    // Reading an eager buffer in the capture adds no edge to work outside, and causes no error.
+    // Reading an eager buffer in the capture adds no edge to work outside the capture, and causes no error.
     let mut copy = allocator.alloc_zeroed::<u8>(&a, 1 << 20).expect("allocated");
     a.memcpy_dtod(&shared, &mut copy).expect("captured");
     // Queries and trims during a capture do not invalidate it.
@@ -150,7 +150,7 @@ stub_test!(a_capture_that_is_dropped_captures_nothing, {
     let again = pool.begin(&a).expect("begun again");
     assert_eq!(pool.begin(&a).expect_err("under way"), CudaError::AlreadyCapturing);
     again.end().expect("an empty graph");
-    allocator.synchronize(&a).expect("no capture is under way");
+    allocator.synchronize(&a).expect("no capture is in progress");
 });
 
 stub_test!(a_stream_that_is_not_joined_back_spoils_the_capture, {
@@ -162,7 +162,7 @@ stub_test!(a_stream_that_is_not_joined_back_spoils_the_capture, {
     drop(allocator.alloc_zeroed::<u8>(&b, 100).expect("allocated"));
     let error = under_way.end().expect_err("not joined back");
     assert!(matches!(error, CudaError::Driver(error) if error.code == 904), "{error}");
-    allocator.synchronize(&a).expect("no capture is under way");
+    allocator.synchronize(&a).expect("no capture is in progress");
 });
 
 stub_test!(a_fence_from_before_a_capture_of_others_is_waited_for_by_the_host, {

@@ -73,7 +73,7 @@ stub_test!(a_return_that_fails_changes_nothing, {
     fail("cuEventRecord", 1, 719);
     let refused = allocator.return_stream(id);
     assert!(matches!(refused, Err(CudaError::Driver(error)) if error.code == 719), "{refused:?}");
-    allocator.core().allocate(PoolId::DEFAULT, id, 512).expect("the stream serves on");
+    allocator.core().allocate(PoolId::DEFAULT, id, 512).expect("the stream still works");
     allocator.return_stream(id).expect("returned");
     let host = allocator.register_host_stream().expect("registered");
     assert!(allocator.return_stream(host).is_err(), "the host was not lent");

@@ -28,7 +28,7 @@ stub_test!(calls_of_the_device_are_counted_and_measured_under_its_label, {
         let calls = allocator.device_calls();
         assert_eq!((calls.reserves, calls.maps, calls.unmaps, calls.records, calls.waits), (1, 1, 0, 1, 1));
         fail("cuMemCreate", 1, 2);
-        allocator.allocate(&a, 30 << 20).expect_err("the driver refuses");
+        allocator.allocate(&a, 30 << 20).expect_err("the driver call fails");
         allocator.free(again.handle).expect("live");
         allocator.trim().expect("trimmed");
         let publisher = Publisher::new().with_label("rank", "2");

@@ -22,7 +22,7 @@ stub_test!(a_file_that_is_named_is_the_only_one_tried, ["SYMMALLOC_CUDA_LIBRARY"
 });
 
 stub_test!(a_file_that_is_named_must_not_leave_cudarc_without_one, Library::Named("libsomething.so"), [], {
-    let folder = std::env::var_os("LD_LIBRARY_PATH").expect("the test's own");
+    let folder = std::env::var_os("LD_LIBRARY_PATH").expect("set by the test");
     let file = std::path::Path::new(&folder).join("libsomething.so");
     // SAFETY: only one thread of this process reads the environment.
     unsafe { std::env::set_var("SYMMALLOC_CUDA_LIBRARY", &file) };
@@ -34,14 +34,14 @@ stub_test!(a_file_that_is_named_must_not_leave_cudarc_without_one, Library::Name
 });
 
 stub_test!(the_library_is_known_by_its_file, {
-    let folder = std::env::var_os("LD_LIBRARY_PATH").expect("the test's own");
+    let folder = std::env::var_os("LD_LIBRARY_PATH").expect("set by the test");
     let before = all_calls();
     assert_eq!(CudaDevice::library().expect("found"), std::path::Path::new(&folder).join("libcuda.so"));
     assert_eq!(all_calls(), before, "no call is made");
 });
 
 stub_test!(a_libcuda_that_is_open_is_taken_before_others, Library::Named("libcuda.so.1"), [], {
-    let folder = std::env::var_os("LD_LIBRARY_PATH").expect("the test's own");
+    let folder = std::env::var_os("LD_LIBRARY_PATH").expect("set by the test");
     let before = all_calls(); // opens libcuda.so.1
     let folder = std::path::Path::new(&folder);
     std::fs::copy(folder.join("libcuda.so.1"), folder.join("libcuda.so")).expect("copied");

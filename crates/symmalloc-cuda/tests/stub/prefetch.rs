@@ -1,4 +1,4 @@
-//! Prefetched memory: the thread that makes it, its visible effects, and its release when others need memory.
+//! Prefetched memory: the thread that creates it, its visible effects, and its release when others need memory.
 
 use crate::process::{calls, device, fail, fail_elsewhere, heal, live, own_calls, stub_test};
 use cudarc::driver::sys::{CUgraphInstantiate_flags, CUstreamCaptureMode};
@@ -101,7 +101,7 @@ stub_test!(growth_finds_its_memory_made_and_the_caller_makes_none, {
         wait_for_spare(&backend, 40);
         assert_eq!((live().device_bytes, backend.idle_bytes()), ((20 * step + 60) * MIB, 0));
     }
-    // Twice the prefetched size: the rest takes one more chunk.
+    // The growth is twice the prefetched size, so the rest takes one more chunk.
     assert_eq!(map(&backend, range, 120, 60), 3);
     wait_for_spare(&backend, 40);
     give_back(&backend, range, 180);
@@ -114,7 +114,7 @@ stub_test!(chunks_ahead_are_as_large_as_all_growth_allows, {
     map(&backend, range, 0, 60);
     wait_for_spare(&backend, 40);
     assert_eq!(live().mappings, 3 + 2, "20 MiB each");
-    // It takes no whole chunk, so the prefetched memory is released, and units are 2 MiB from then on.
+    // The growth takes no whole chunk, so the prefetched memory is released, and units are 2 MiB from then on.
     assert_eq!(map(&backend, range, 60, 6), 3);
     wait_for_spare(&backend, 40);
     assert_eq!((live().mappings, live().device_bytes), (3 + 1 + 20, 106 * MIB));
@@ -123,7 +123,7 @@ stub_test!(chunks_ahead_are_as_large_as_all_growth_allows, {
         wait_for_spare(&backend, 40);
     }
     assert_eq!(live().device_bytes, 140 * MIB, "no chunk is partially used");
-    // Without prefetching, a growth of 70 MiB ends chunks at 20, 40 and 60, and so it does with prefetching.
+    // A growth of 70 MiB ends chunks at 20, 40 and 60, with and without prefetching.
     assert_eq!(map(&backend, range, 100, 70), 2 * 3, "two chunks");
     wait_for_spare(&backend, 40);
     give_back(&backend, range, 170);
@@ -168,7 +168,7 @@ stub_test!(a_caller_waits_for_the_chunk_that_is_being_made, ["STUB_MAPPING_MICRO
     let range = backend.reserve(1 << 30).expect("reserve");
     let created = calls("cuMemCreate");
     map(&backend, range, 0, 20);
-    wait_until(|| calls("cuMemCreate") == created + 2, &|| "the thread makes no chunk".to_owned());
+    wait_until(|| calls("cuMemCreate") == created + 2, &|| "the thread creates no chunk".to_owned());
     assert_eq!(map(&backend, range, 20, 20), 0, "the caller uses the chunk after waiting for it");
     wait_for_spare(&backend, 20);
 });
@@ -178,7 +178,7 @@ stub_test!(with_slow_calls_the_caller_makes_fewer_of_them, ["STUB_MAPPING_MICROS
     let grow = |backend: &CudaBackend| {
         let range = backend.reserve(1 << 30).expect("reserve");
         let calls = (0..20).map(|step| {
-            // Other work of the program.
+            // Simulates other work of the program.
             std::thread::sleep(Duration::from_millis(10));
             map(backend, range, 20 * step, 20)
         });
@@ -235,7 +235,7 @@ stub_test!(on_a_full_device_nothing_is_made_ahead_until_memory_goes_back, ["STUB
     give_back(&backend, range, 24);
 });
 
-/// Allocates until the device is full and beyond; returns the result of each allocation. Nothing is trimmed.
+/// Allocates until the device is full, and continues beyond that. Returns the result of each allocation. Nothing is trimmed.
 fn fill(device: &Arc<CudaDevice>, backend: CudaBackend, seed: u64) -> Vec<Result<symmalloc_core::Placement, String>> {
     let allocator = CudaAllocator::with_backend(backend, Config::default()).expect("made");
     let streams: Vec<_> = (0..3).map(|_| device.context().new_stream().expect("a stream")).collect();
@@ -323,7 +323,7 @@ stub_test!(spare_memory_that_the_driver_keeps_is_used_by_growth, {
     wait_for_spare(&backend, 40);
     fail("cuMemUnmap", 1, 999);
     assert_eq!(map(&backend, range, 40, 6), 0, "the growth splits a chunk that could not be released");
-    // The target is 40 MiB behind 46, and 34 of them are already backed: kept, and idle.
+    // The target is 40 MiB after offset 46 MiB. Of these, 34 MiB are already backed by idle memory.
     wait_for_spare(&backend, 6);
     assert_eq!((backend.idle_bytes(), live().device_bytes), (34 * MIB, 86 * MIB));
     assert_eq!(map(&backend, range, 46, 34), 0);
@@ -377,7 +377,7 @@ stub_test!(a_capture_that_forbids_all_threads_is_not_spoiled_either, {
     map(&backend, range, 0, 20);
     wait_for_spare(&backend, 20);
     let flags = CUgraphInstantiate_flags::CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY;
-    stream.end_capture(flags).expect("nothing was forbidden");
+    stream.end_capture(flags).expect("the capture is valid");
 });
 
 stub_test!(peers_reach_what_was_made_ahead, ["STUB_DEVICES" = "2"], {
@@ -398,7 +398,7 @@ stub_test!(less_than_a_chunk_or_no_granules_cannot_be_made_ahead, {
         let expected = CudaError::PrefetchSize { prefetch_bytes, chunk_bytes, granularity_bytes: 2 * MIB };
         assert_eq!(builder.build().expect_err("too little"), expected);
     }
-    let none = CudaBackend::builder(&device).prefetch_bytes(0).build().expect("0 is none");
+    let none = CudaBackend::builder(&device).prefetch_bytes(0).build().expect("0 disables prefetching");
     let range = none.reserve(1 << 30).expect("reserve");
     map(&none, range, 0, 20);
     assert_eq!((none.spare_bytes(), live().device_bytes), (0, 20 * MIB));
@@ -420,7 +420,7 @@ fn seen(backend: CudaBackend, config: &Config, program: &Program, mut before: im
         backend.add_stream(device.context().new_stream().expect("a stream"));
     }
     let allocator: Allocator<_> = Allocator::new(backend, config.clone()).expect("valid");
-    let (observer, _) = allocator.observe(PoolId::DEFAULT).expect("it is there");
+    let (observer, _) = allocator.observe(PoolId::DEFAULT).expect("the pool exists");
     let mut replay = Replay::new(&allocator, program);
     let mut seen = Seen { outcomes: Vec::new(), events: Vec::new(), reserved: Vec::new(), digests: Vec::new() };
     for op in program.ops() {
@@ -451,7 +451,7 @@ stub_test!(random_programs_are_the_same_with_and_without_memory_made_ahead, ["ST
         let without = run(builder().build().expect("supported"), &mut || ());
         let mut draw = SplitMix64::new(seed);
         let mut faults = || {
-            // Faults of the thread only: refused once, out of memory once, or refused until healed.
+            // The faults affect only the prefetch thread: a call fails once, is out of memory once, or fails until the fault is cleared.
             let call = MAKING.into_iter().chain(["cuMemUnmap", "cuMemRelease", "cuCtxGetCurrent"]);
             let call = call.collect::<Vec<_>>()[draw.next_u64() as usize % 6];
             match draw.next_u64() % 12 {

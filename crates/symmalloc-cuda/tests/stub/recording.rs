@@ -41,7 +41,7 @@ stub_test!(what_buffers_pools_and_graphs_did_replays_on_the_simulator, {
     let again: Allocator<_> = Allocator::new(device, recording.config.expect("stated")).expect("valid");
     let placements: Vec<_> = recording.records.iter().filter_map(|record| record.placement).collect();
     let mut replayed = Vec::new();
-    Replay::new(&again, &program).run(|_, made| replayed.push(made.placement)).expect("what a device did");
+    Replay::new(&again, &program).run(|_, made| replayed.push(made.placement)).expect("the replay succeeds");
     assert_eq!(replayed, placements);
     assert_eq!(again.pool_count(), core.pool_count());
     for pool in (0..core.pool_count()).map(PoolId) {

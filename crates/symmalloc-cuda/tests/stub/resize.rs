@@ -95,7 +95,7 @@ impl<'a> Rank<'a> {
         }
     }
 
-    /// Checks that the pool holds its quota whatever was allocated, freed and trimmed, and that addresses are stable.
+    /// Checks that the pool holds its quota regardless of what was allocated, freed and trimmed, and that addresses are stable.
     fn check(&self) {
         self.allocator.check().expect("sound");
         let stats = self.allocator.pool_stats(self.pool).expect("known");
@@ -119,7 +119,7 @@ fn a_pool_holds_its_quota_and_ranks_place_alike() {
         let devices: Vec<_> = (0..3).map(|rank| SimBackend::builder().seed(seed).rank(rank).build()).collect();
         let mut ranks: Vec<_> = devices.iter().map(|device| Rank::new(device, seed % 2 == 0)).collect();
         let memory = Memory::new();
-        ranks[0].allocator.start_recording(memory.clone()).expect("nothing happened yet");
+        ranks[0].allocator.start_recording(memory.clone()).expect("the allocator is unused");
         for step in 0..80 {
             let random = || SplitMix64::new(seed << 16 | step);
             let came: Vec<_> = ranks.iter_mut().map(|rank| rank.step(&mut random())).collect();
@@ -131,7 +131,7 @@ fn a_pool_holds_its_quota_and_ranks_place_alike() {
             refused += u64::from(matches!(came[0], Came::Resized(Err(_))));
             full += u64::from(came[0] == Came::Full);
         }
-        ranks[0].allocator.stop_recording().expect("it went well");
+        ranks[0].allocator.stop_recording().expect("the recording is complete");
         let records = memory.records();
         let again = SimBackend::builder().seed(!seed).build();
         let again: Allocator<_> = Allocator::new(&again, Config::default()).expect("valid");
@@ -142,7 +142,7 @@ fn a_pool_holds_its_quota_and_ranks_place_alike() {
     assert!(resized > 600 && refused > 60 && full > 900, "{resized} {refused} {full}");
 }
 
-/// When another process takes the memory, a request is refused, and live allocations are unaffected.
+/// When another process takes the memory, a request fails, and live allocations are unaffected.
 #[test]
 fn memory_that_is_refused_leaves_what_is_live_and_a_second_resize_goes_on() {
     for seed in 0..60 {
@@ -207,7 +207,7 @@ fn who_observes_a_pool_keeps_its_memory() {
     rank.held = resize(&rank.allocator, rank.pool, rank.streams[0], 10 * MIB).expect("it may grow");
     rank.check();
     rank.allocator.forget(observer).expect("no faults");
-    rank.held = resize(&rank.allocator, rank.pool, rank.streams[0], 4 * MIB).expect("nobody holds it");
+    rank.held = resize(&rank.allocator, rank.pool, rank.streams[0], 4 * MIB).expect("no observer holds the memory");
     rank.check();
 }
 

@@ -193,7 +193,7 @@ stub_test!(a_stale_import_is_an_error_and_its_memory_stays_mapped, {
     assert_eq!(attached.expect_err("stale"), ShareError::Stale(ExportState::Freed(1)));
     drop((embedding, unnamed));
     weights.trim().expect("trimmed");
-    // SAFETY: mapped by the import, whatever the exporter did; the stub's device memory is host memory.
+    // SAFETY: mapped by the import, regardless of the exporter's actions; the stub's device memory is host memory.
     assert_eq!(unsafe { (address as *const u8).read() }, 2, "the import keeps the last contents");
     assert_eq!(weights.exports().len(), 1, "a peer is still attached");
     drop((import, export));
@@ -229,7 +229,7 @@ stub_test!(a_pool_that_sleeps_makes_imports_stale_and_is_exported_again_when_it_
     assert_eq!(import.check(), Err(ImportError::Stale { state: ExportState::Unmapped, allocation: None }));
     assert_eq!(export.check(), Err(ShareError::Stale(ExportState::Unmapped)));
     assert!(trainer.weights.export().is_err(), "the pool has no memory");
-    // SAFETY: mapped by the import, whatever the exporter did; the stub's device memory is host memory.
+    // SAFETY: mapped by the import, regardless of the exporter's actions; the stub's device memory is host memory.
     assert_eq!(unsafe { (address as *const u8).read() }, 2, "the import keeps the last contents");
     allocator.wake(pool).expect("awake");
     assert!(import.check().is_err(), "the export stays stale");

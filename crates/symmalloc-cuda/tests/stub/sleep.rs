@@ -1,4 +1,4 @@
-//! Sleep and wake on the stub, whose device memory is real: kept contents are restored, whichever call fails on the way.
+//! Sleep and wake on the stub, whose device memory is real: kept contents are restored even if any of the calls fails.
 
 use crate::process::{calls, device, fail, heal, live, stub_test};
 use cudarc::driver::CudaStream;
@@ -135,7 +135,7 @@ stub_test!(a_file_keeps_it_too_and_is_gone_afterwards, {
     let nowhere = CudaBackend::builder(&device()).images_in(&folder).build().expect("the folder is not checked yet");
     let job = Job::new(nowhere, "segments:fixed");
     let error = job.allocator.sleep(job.id(), Contents::Keep).expect_err("there is no folder");
-    let SleepCause::Save { error, .. } = cause_of(error) else { panic!("the host must refuse") };
+    let SleepCause::Save { error, .. } = cause_of(error) else { panic!("saving to the host must fail") };
     assert_eq!((error.call, error.code), ("open", 2));
     job.holds_what_it_held();
     job.end();
@@ -215,7 +215,7 @@ stub_test!(whatever_driver_call_fails_at_whatever_occurrence_nothing_is_lost, {
         loop {
             let job = Job::of(backend(), "segments:expandable", &[100, 2 << 20, 5000, 33 << 20]);
             let (before, bytes) = (calls(call), live().device_bytes);
-            // Without a current context, which cudarc leaves behind, each call must push and pop it.
+            // cudarc leaves its context current. Without a current context, each call must push and pop the context.
             // SAFETY: null resets the current context.
             unsafe { cudarc::driver::result::ctx::set_current(std::ptr::null_mut()) }.expect("set");
             fail(call, nth, 2);
@@ -244,9 +244,9 @@ stub_test!(a_device_without_room_is_a_typed_error_and_the_next_wake_succeeds, {
     job.allocator.sleep(job.id(), Contents::Keep).expect("slept");
     fail("cuMemCreate", 0, 2);
     for _ in 0..3 {
-        let error = job.allocator.wake(job.id()).expect_err("there is no room");
+        let error = job.allocator.wake(job.id()).expect_err("the device is full");
         let SleepCause::Memory { cause: OutOfMemoryCause::Driver(error), .. } = cause_of(error) else {
-            panic!("the driver must refuse")
+            panic!("the driver call must fail")
         };
         assert_eq!((error.call, error.reason), ("cuMemCreate", Reason::OutOfMemory));
         assert_eq!((job.phase(), live().device_bytes), (Phase::Asleep, 0));
@@ -261,7 +261,7 @@ stub_test!(a_device_without_room_is_a_typed_error_and_the_next_wake_succeeds, {
 });
 
 stub_test!(what_was_kept_is_copied_while_more_is_mapped_and_is_over_before_memory_goes, {
-    // Four chunks, of which the last is refused.
+    // There are four chunks, and creating the last one fails.
     let backend = || CudaBackend::builder(&device()).chunk_bytes(20 << 20).build().expect("the stub supports it");
     let mut job = Job::new(backend(), "segments:expandable");
     let streams = live().streams;
@@ -270,7 +270,7 @@ stub_test!(what_was_kept_is_copied_while_more_is_mapped_and_is_over_before_memor
     let before = made();
     for _ in 0..2 {
         fail("cuMemCreate", 4, 2);
-        job.allocator.wake(job.id()).expect_err("there is no room");
+        job.allocator.wake(job.id()).expect_err("the device is full");
         assert_eq!((job.phase(), live().device_bytes), (Phase::Asleep, 0));
     }
     heal();
@@ -285,7 +285,7 @@ stub_test!(what_was_kept_is_copied_while_more_is_mapped_and_is_over_before_memor
     // A pool that is destroyed while asleep also leaves nothing behind.
     job.allocator.sleep(job.id(), Contents::Keep).expect("slept");
     fail("cuMemCreate", 4, 2);
-    job.allocator.wake(job.id()).expect_err("there is no room");
+    job.allocator.wake(job.id()).expect_err("the device is full");
     heal();
     job.buffers.clear();
     drop(job.pool);
@@ -296,7 +296,7 @@ stub_test!(what_was_kept_is_copied_while_more_is_mapped_and_is_over_before_memor
     let mut job = Job::new(backend(), "segments:expandable");
     job.allocator.sleep(job.id(), Contents::Keep).expect("slept");
     fail("cuMemCreate", 1, 2);
-    job.allocator.wake(job.id()).expect_err("there is no room");
+    job.allocator.wake(job.id()).expect_err("the device is full");
     heal();
     let streams = live().streams;
     job.buffers.clear();
@@ -335,7 +335,7 @@ stub_test!(pools_of_one_allocator_wake_side_by_side, {
         })
     });
     for other in others {
-        other.join().expect("all of its bytes");
+        other.join().expect("the thread found all bytes");
     }
     allocator.trim().expect("taken");
     assert_eq!(live().device_bytes, 0);

@@ -142,7 +142,7 @@ stub_test!(parts_that_are_owned_free_the_memory_together, {
     let shared: SharedPart<u32> = last.into_shared();
     let (tail, twin) = (shared.slice(8..), shared.clone());
     assert!(shared.try_slice(..11).is_none() && shared.try_split_at(11).is_none());
-    let shared = shared.try_into_part().expect_err("others have it too");
+    let shared = shared.try_into_part().expect_err("other references exist");
     drop((first, rest, shared, twin));
     assert_eq!(live_allocations(&allocator), 1, "the last part keeps the memory");
     assert!(allocator.core().allocation(handle).is_ok());
@@ -181,7 +181,7 @@ stub_test!(streams_that_write_different_parts_do_not_wait_for_each_other, {
     assert_eq!(waits(), before + 4);
     let records = calls("cuEventRecord");
     drop((low, high, others));
-    assert_eq!(calls("cuEventRecord"), records + 2, "freed behind both streams that used it");
+    assert_eq!(calls("cuEventRecord"), records + 2, "the free is ordered after both streams that used it");
 });
 
 stub_test!(a_part_that_an_unknown_stream_used_is_waited_for_or_kept, {
@@ -210,7 +210,7 @@ stub_test!(parts_are_arguments_of_kernels, {
     let allocator = allocator();
     let (a, b) = (stream(&allocator), stream(&allocator));
     let module = a.context().load_module(Ptx::from_src("")).expect("loaded");
-    let kernel = module.load_function("kernel").expect("any name is there");
+    let kernel = module.load_function("kernel").expect("the stub accepts any kernel name");
     let mut part = allocator.alloc_zeros::<u8>(&a, MIB).expect("made").into_part();
     let pointer = part.on(&b).pointer();
     assert_eq!(part.read_on(&b).pointer(), pointer);
@@ -263,10 +263,10 @@ stub_test!(what_a_lent_buffer_is_used_for_orders_streams_and_fences_the_memory, 
     a.memset_zeros(&mut buffer).expect("submitted");
     assert_eq!(waits(), before + 1, "the next writer waits for the stream that it was lent on");
     drop(slow);
-    assert_eq!(c.clone_dtoh(&to).expect("copied"), from, "behind the writer, and before the next one");
+    assert_eq!(c.clone_dtoh(&to).expect("copied"), from, "the copy runs after the writer, and before the next one");
     let records = calls("cuEventRecord");
     drop(buffer);
-    assert_eq!(calls("cuEventRecord"), records + 1, "freed behind the stream that it was lent on");
+    assert_eq!(calls("cuEventRecord"), records + 1, "the free is ordered after the stream that it was lent on");
 });
 
 stub_test!(a_driver_that_makes_no_events_refuses_to_lend, {

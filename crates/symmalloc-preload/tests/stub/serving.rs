@@ -82,7 +82,7 @@ stub_test!(memory_freed_on_another_stream_is_used_behind_that_streams_work, ["LD
     assert_eq!([memset_async(pointer, 2, MIB, b), mem_free_async(pointer, b)], [0; 2]);
     assert_eq!(alloc_async(MIB, a), Ok(pointer));
     assert_eq!(memset_async(pointer, 3, MIB, a), 0);
-    assert_eq!(byte(pointer), 1, "nothing has run behind the held work");
+    assert_eq!(byte(pointer), 1, "no later work has run");
     drop(work);
     assert_eq!([stream_synchronize(b), stream_synchronize(a)], [0; 2]);
     assert_eq!(byte(pointer), 3, "the next user's work came last");

@@ -67,7 +67,7 @@ stub_test!(an_exporter_whose_offer_cannot_be_taken_is_told, {
     assert_eq!(error, ShareError::Message(MessageError::Descriptors { got: 0, wanted: 2 }));
     drop(near);
     let mut output = Vec::new();
-    far.read_to_end(&mut output).expect("what it said");
+    far.read_to_end(&mut output).expect("the output can be read");
     assert_eq!(output[..36], hello(&device));
     assert_eq!(output[36..], [3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0], "the importer gave up");
 });

@@ -22,7 +22,7 @@ fn export_at(path: &Path, end: impl FnOnce(Trainer, Export)) {
     let export = trainer.weights.export().expect("exported");
     let waiting = path.with_extension("new");
     let listener = UnixListener::bind(&waiting).expect("a socket");
-    std::fs::rename(&waiting, path).expect("in its place");
+    std::fs::rename(&waiting, path).expect("renamed");
     let (socket, _) = listener.accept().expect("an importer");
     let peer = export.serve(&socket, Access::Read, LONG).expect("attached");
     assert_ne!(peer.pid, std::process::id());
@@ -58,7 +58,7 @@ fn processes(options: &[(&str, &str)], exporter: fn(&Path), importer: fn(&Path))
     let place = folder.path().to_str().expect("plain").to_owned();
     let options: Vec<_> = options.iter().copied().chain([("SHARE_TEST_FOLDER", &*place)]).collect();
     let outputs = stub_process::ranks(2, &options, |rank| {
-        let folder = std::env::var("SHARE_TEST_FOLDER").expect("of the test");
+        let folder = std::env::var("SHARE_TEST_FOLDER").expect("set by the test");
         let path = Path::new(&folder).join("socket");
         if rank == 0 { exporter(&path) } else { importer(&path) }
     });
