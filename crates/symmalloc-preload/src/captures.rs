@@ -1,7 +1,7 @@
 //! Stream captures of the program that are in progress.
 //!
-//! While there is no capture, a single load shows it. Otherwise the driver is queried whether a stream is part of a capture, and the
-//! allocator of each context with captures observes them ([`CaptureWatch`]).
+//! If no capture is in progress, a single load detects that. Otherwise the driver reports whether a stream is part of a capture, and the
+//! allocator of each context with captures watches them ([`CaptureWatch`]).
 
 use crate::context::Context;
 use crate::libcuda;
@@ -14,7 +14,7 @@ static UNDER_WAY: Mutex<Vec<(usize, Option<CaptureWatch>)>> = Mutex::new(Vec::ne
 /// Number of captures in progress.
 static COUNT: AtomicUsize = AtomicUsize::new(0);
 
-/// Registers a capture that the program is about to begin on a stream. The context may be unserved.
+/// Registers a capture that the program is about to begin on a stream. `context` is `None` if the stream's context is not served.
 pub(crate) fn begin(stream: usize, context: Option<&Context>) {
     let watch = context.map(|context| context.allocator().device().watch_captures());
     let mut under_way = UNDER_WAY.lock().unwrap_or_else(PoisonError::into_inner);

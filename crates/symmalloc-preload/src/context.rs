@@ -53,7 +53,7 @@ impl KnownStream {
     }
 }
 
-/// See the module documentation.
+/// A served context. See the module documentation.
 pub(crate) struct Context {
     raw: usize,
     device: c_int,
@@ -97,7 +97,7 @@ impl Context {
         CONTEXTS.iter().map_while(|place| unsafe { place.load(Ordering::Acquire).as_ref() })
     }
 
-    /// Makes a context visible to all threads. Returns `true` if there was room. Only one thread at a time may call it.
+    /// Makes a context visible to all threads. Returns `false` if the table is full. Only one thread at a time may call it.
     pub(crate) fn publish(&'static self) -> bool {
         let place = CONTEXTS.iter().find(|place| place.load(Ordering::Acquire).is_null());
         if let Some(place) = place {
@@ -230,8 +230,8 @@ impl Context {
         self.is_gone.store(true, Ordering::Relaxed);
     }
 
-    /// Returns the number of bytes that the allocator holds without an allocation in them: cached memory, memory that the driver has not
-    /// taken back yet, and prefetched memory.
+    /// Returns the number of bytes that the allocator holds and no allocation uses: cached memory, memory that the driver has not released
+    /// yet, and prefetched memory.
     pub(crate) fn cached_bytes(&self) -> u64 {
         let (stats, backend) = (self.allocator.stats(), self.allocator.core().backend());
         let cached = stats.reserved_bytes.current.saturating_sub(stats.usage.all.allocated_bytes.current);

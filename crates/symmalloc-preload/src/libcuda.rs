@@ -1,7 +1,7 @@
 //! Access to the process's libcuda, and to the driver calls that this library itself makes.
 //!
-//! `symmalloc-cuda` makes the allocator's own calls. The few calls here determine the meaning of a call: the current context, the context
-//! of a stream, and whether a stream is captured.
+//! `symmalloc-cuda` makes the allocator's own calls. The few calls here query the state that a call depends on: the current context, the
+//! context of a stream, and whether a stream is captured.
 
 use crate::symbols::real_dlsym;
 use std::ffi::{CStr, c_int, c_void};

@@ -28,7 +28,7 @@ pub(crate) fn grant_to(context: &'static Context) {
     for (_, device) in granted.into_iter().filter(|(raw, _)| *raw == context.raw()) {
         if let Err(code) = grant_now(context, device) {
             crate::settings::say(format_args!(
-                "device {device} has no access to memory of device {}: the driver refused with code {code}",
+                "device {device} has no access to memory of device {}: the driver call failed with code {code}",
                 context.device()
             ));
         }

@@ -8,7 +8,7 @@
 //! ```
 //!
 //! Requests for other memory are passed to the driver: [`Outcome::Driver`]. A free removes the allocation from [`LIVE`] first. If two
-//! threads free it, one of them gets the driver's answer for an unknown address. A free that fails puts the allocation back.
+//! threads free it, one of them gets the driver's error for an unknown address. If the free fails, the allocation is restored.
 
 use crate::captures;
 use crate::context::Context;
@@ -43,14 +43,14 @@ impl<T> From<NotServed> for Outcome<T> {
     }
 }
 
-/// `cuMemAlloc`.
+/// Serves `cuMemAlloc`.
 #[inline]
 pub(crate) fn allocate(size_bytes: u64) -> Outcome<u64> {
     let Some(context) = contexts::current() else { return Outcome::Driver };
     take(context, Context::SYNCHRONOUS, context.host, None, size_bytes)
 }
 
-/// `cuMemAllocAsync`, or an allocation from a pool.
+/// Serves `cuMemAllocAsync`, or an allocation from a pool.
 #[inline]
 pub(crate) fn allocate_async(size_bytes: u64, stream: usize, pool: Option<usize>) -> Outcome<u64> {
     if captures::has(stream) {
@@ -90,7 +90,7 @@ fn take(
     }
 }
 
-/// `cuMemFree`: like the driver's call, it returns after all work submitted to the context is done.
+/// Serves `cuMemFree`. Like the driver's call, it returns after all work submitted to the context is done.
 pub(crate) fn free(address: u64) -> Outcome<()> {
     let Some(found) = LIVE.take(address) else { return Outcome::Driver };
     if let Err(error) = found.known.context.allocator().device().synchronize() {
@@ -99,7 +99,7 @@ pub(crate) fn free(address: u64) -> Outcome<()> {
     give_back(found)
 }
 
-/// `cuMemFreeAsync`.
+/// Serves `cuMemFreeAsync`.
 #[inline]
 pub(crate) fn free_async(address: u64, stream: usize) -> Outcome<()> {
     let Some(found) = LIVE.take(address) else { return Outcome::Driver };
@@ -127,7 +127,7 @@ pub(crate) fn free_async(address: u64, stream: usize) -> Outcome<()> {
     give_back(found)
 }
 
-/// Frees after the work of a stream of another context, for which the host waits.
+/// Frees an allocation after the work of a stream of another context. The host waits for that work.
 #[cold]
 fn free_behind(found: Found<Live>, stream: usize) -> Outcome<()> {
     let Some(driver) = libcuda::driver() else { return put_back(found, outcome::UNKNOWN) };

@@ -32,7 +32,7 @@ pub(crate) struct Settings {
     pub(crate) folder: Option<PathBuf>,
 }
 
-/// The reason why the settings are invalid.
+/// The reason the settings are invalid.
 #[derive(Debug, Error)]
 pub(crate) enum SettingsError {
     #[error("SYMMALLOC_RUN_CONFIG: {0}")]

@@ -39,7 +39,7 @@ pub(crate) fn name_of(raw: usize) -> StreamName {
     }
 }
 
-/// The reason why a stream is not served.
+/// The reason a stream is not served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum NotServed {
     /// The driver must serve it: the handle is invalid, or its context is not served.

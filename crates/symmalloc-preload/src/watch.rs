@@ -34,7 +34,7 @@ struct Watched {
 /// The state of all devices.
 struct Watching {
     devices: BTreeMap<c_int, WatchedDevice>,
-    /// Live allocations by address. The program frees only by first addresses.
+    /// Live allocations by address. The program frees an allocation only by its first address.
     live: FxHashMap<u64, Watched>,
 }
 

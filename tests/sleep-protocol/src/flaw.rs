@@ -32,7 +32,7 @@ pub enum Flaw {
     KeepMemory,
     /// The decision counts as a yes if the communicator broke.
     GoOn,
-    /// A wake that breaks after its decision gives its memory back.
+    /// A wake that breaks after its decision releases its memory.
     UnmapLate,
     /// A wake that breaks after its decision keeps the communicators that it has not reached.
     LeaveUnregistered,

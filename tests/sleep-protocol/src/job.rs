@@ -61,9 +61,9 @@ pub struct Job {
 }
 
 impl Job {
-    /// Creates a job of ranks with one communicator, whose pool is awake and registered, and that run `program`.
+    /// Creates a job whose ranks run `program`. They have one communicator, and a pool that is awake and registered.
     pub fn new(ranks: usize, segments: usize, program: &[Op]) -> Self {
-        assert!(ranks <= RANKS_MAX && segments <= SEGMENTS_MAX, "the model has no room for more");
+        assert!(ranks <= RANKS_MAX && segments <= SEGMENTS_MAX, "the job exceeds the limits of the model");
         Job {
             ranks,
             segments,
@@ -78,7 +78,7 @@ impl Job {
 
     /// Adds a communicator of the first `ranks` ranks, connected just before op `from_op`.
     pub fn with_communicator(mut self, ranks: usize, from_op: u8) -> Self {
-        assert!(self.comms.len() < COMMS_MAX, "the model has no room for more");
+        assert!(self.comms.len() < COMMS_MAX, "the job exceeds the limits of the model");
         self.comms.push(Members { ranks, from_op });
         self
     }
@@ -164,7 +164,7 @@ impl Job {
         first.into_iter().chain(others).chain(last).filter(attached)
     }
 
-    /// Returns the places for windows in an op, in order.
+    /// Returns the possible windows of an op, in order.
     pub fn places(&self, op: u8, rank: usize) -> impl Iterator<Item = (Comm, Segment)> + '_ {
         self.comms_of(op, rank).flat_map(|comm| (0..self.segments).map(move |segment| (comm, segment)))
     }

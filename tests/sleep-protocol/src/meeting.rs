@@ -2,7 +2,8 @@
 //! joined.
 //!
 //! Ranks receive the messages one by one: a communicator may end on one rank after others have already received them.
-//! No protocol can therefore make all ranks know the same at the same time. The rules for failures deal with this.
+//! No protocol can therefore give all ranks the same knowledge at the same time. The rules for failures account for
+//! this.
 
 use crate::job::RANKS_MAX;
 use crate::step::{Phase, Segment};
@@ -13,11 +14,11 @@ use std::ops::Range;
 pub enum Call {
     /// In [`Step::Agree`](crate::Step::Agree).
     Agree {
-        /// The number of its op.
+        /// Number of the rank's op.
         op: u8,
-        /// The phase of its pool.
+        /// Phase of the rank's pool.
         phase: Phase,
-        /// In a sync, its windows on the communicator as a bit set.
+        /// In a sync, the rank's windows on the communicator as a bit set.
         windows: u8,
     },
     /// In [`Step::Decide`](crate::Step::Decide).
@@ -32,9 +33,9 @@ pub enum Call {
     },
     /// In [`Step::Check`](crate::Step::Check).
     Check {
-        /// The communicators that it lost during registration, as a bit set.
+        /// Communicators that the rank lost during registration, as a bit set.
         lost: u8,
-        /// Set if its pool has failed.
+        /// Set if the rank's pool has failed.
         failed: bool,
     },
 }

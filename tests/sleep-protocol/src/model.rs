@@ -23,29 +23,29 @@ pub struct State {
 /// A possible action. The first field is the rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// It takes its next step.
+    /// The rank takes its next step.
     Step(usize),
-    /// The collective that it waits in completes.
+    /// The collective that the rank waits in completes.
     Hear(usize),
-    /// It finds that the communicator that it waits on has ended.
+    /// The rank finds that the communicator that it waits on has ended.
     Fail(usize),
-    /// The deadline of its wait expires, and it ends the communicator.
+    /// The deadline of the rank's wait expires, and the rank ends the communicator.
     Deadline(usize),
-    /// The watchdog reports that another rank is gone or has ended the communicator, and ends it here.
+    /// The rank's watchdog reports that another rank is gone or has ended the communicator, and ends it here.
     Told(usize, Comm),
-    /// NCCL returns from a lost communicator.
+    /// NCCL returns from a lost communicator of the rank.
     Aborted(usize, Comm),
-    /// Its kernels do not finish within the deadline.
+    /// The rank's kernels do not finish within the deadline.
     Delay(usize),
-    /// The device is out of memory.
+    /// The rank's device is out of memory.
     Refuse(usize),
-    /// Its program omits an op.
+    /// The rank's program omits an op.
     Skip(usize),
-    /// A communicator ends on it, because the program aborts it or NCCL fails.
+    /// A communicator ends on the rank, because the program aborts it or NCCL fails.
     Break(usize, Comm),
-    /// Its process ends.
+    /// The rank's process ends.
     Die(usize),
-    /// Its process stops.
+    /// The rank's process stops.
     Stop(usize),
 }
 
@@ -90,7 +90,7 @@ impl State {
     }
 }
 
-/// Returns how far a rank has progressed within its op.
+/// Returns the progress of a rank within its op.
 fn place(job: &Job, number: usize, rank: &Rank) -> usize {
     let of_window = |at| job.places(rank.op, number).position(|place| place == at).unwrap_or(0);
     let is_sync = job.program.get(usize::from(rank.op)) == Some(&Op::Sync);

@@ -32,7 +32,8 @@ pub const BACK: &str = "memory is back on the device when a sleep has succeeded"
 pub const WHOLE: &str = "a pool is awake, asleep or failed, and in no state in between";
 /// When a wake has succeeded, a communicator that it lost on one rank has ended on all ranks.
 pub const LOST: &str = "a communicator that a wake lost on one rank is lost on all";
-/// Whatever broke before, all ranks are awake after a sleep and a wake over a new communicator that does not break.
+/// All ranks are awake after a sleep and a wake over a new communicator that does not break, regardless of earlier
+/// failures.
 pub const HEALS: &str = "a new communicator repairs what broke";
 /// Every running rank reaches the end of its program.
 pub const ENDS: &str = "every op ends";
@@ -45,7 +46,7 @@ pub const RETRIED: &str = "a refused wake succeeds at another attempt";
 pub const FEWER: &str = "a pool wakes without a communicator that died";
 /// A wake breaks, and one rank is awake and another asleep.
 pub const SPLIT: &str = "a broken wake succeeds on one rank and not on another";
-/// A rank cannot give its memory back, because a lost communicator holds it.
+/// A rank cannot release its memory, because a lost communicator holds it.
 pub const FAILED: &str = "a pool fails";
 
 /// All properties that must never be broken.

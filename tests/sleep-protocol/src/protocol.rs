@@ -1,10 +1,10 @@
 //! The actions of a rank in each step. The rules for failures are:
 //!
 //! 1. Before a rank receives the decision of [`Step::Decide`], it does nothing that other ranks can observe. A rank
-//!    that does not receive it stops there: a sleep leaves the pool awake, and a wake gives the memory back and leaves
-//!    it asleep.
-//! 2. After the decision, a sleep completes with or without the other ranks, and a wake keeps its memory whatever
-//!    happens, because another rank may already be awake.
+//!    that does not receive the decision stops there: a sleep leaves the pool awake, and a wake releases the memory and
+//!    leaves the pool asleep.
+//! 2. After the decision, a sleep completes with or without the other ranks, and a wake keeps its memory in any case,
+//!    because another rank may already be awake.
 //! 3. A rank that leaves an op while others may continue ends the communicators on which they would wait for it. These
 //!    are all communicators of the op if it voted yes and does not receive the decision of a sleep, and those that it
 //!    has not reached if a wake breaks after its decision. No other rank then uses windows without a counterpart or
@@ -92,7 +92,7 @@ impl<'a> Actor<'a> {
                 }
             }
             Step::Register(comm, segment) => {
-                debug_assert!(memory != 0 || self.job.flaw.is_some(), "only what is mapped is registered");
+                debug_assert!(memory != 0 || self.job.flaw.is_some(), "only mapped memory is registered");
                 self.come(comm, Call::Register { segment });
             }
             Step::Check => {
@@ -119,13 +119,13 @@ impl<'a> Actor<'a> {
         self.finish(last);
     }
 
-    /// Kernels do not finish within the deadline, and this rank votes no.
+    /// Records that kernels do not finish within the deadline. This rank votes no.
     pub fn delay(&mut self) {
         self.rank().could = false;
         self.rank().step = Step::Decide;
     }
 
-    /// The device is out of memory, and this rank votes no.
+    /// Records that the device is out of memory. This rank votes no.
     pub fn refuse(&mut self) {
         self.rank().could = self.job.has(Flaw::WakeUntold);
         self.rank().step = Step::Decide;
@@ -292,7 +292,7 @@ impl<'a> Actor<'a> {
         }
     }
 
-    /// Continues a sync with its next communicator, whatever happened to this one.
+    /// Continues a sync with its next communicator, regardless of the outcome of this one.
     fn sync_next(&mut self, comm: Comm, outcome: Outcome) {
         let op = self.rank().op;
         let next = self.job.comms_of(op, self.number).skip_while(|other| *other != comm).nth(1);

@@ -10,22 +10,22 @@ pub type Generation = u8;
 /// The state of a rank's process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Life {
-    /// It runs.
+    /// The process runs.
     Running,
-    /// It no longer makes progress, and no rank is notified: a stopped process, or an unreachable machine.
+    /// The process no longer makes progress, and no rank is notified: it is stopped, or its machine is unreachable.
     Stopped,
-    /// It has exited, and its connections are closed.
+    /// The process has exited, and its connections are closed.
     Dead,
 }
 
 /// The state of a communicator on one rank: `CommState` of `symmalloc-nccl` without `Destroyed`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Health {
-    /// It can be used.
+    /// The communicator can be used.
     Ready,
-    /// It has ended, but NCCL has not returned: its windows and kernels may still exist.
+    /// The communicator has ended, but NCCL has not returned: its windows and kernels may still exist.
     Lost,
-    /// It has ended, and its windows and kernels are gone.
+    /// The communicator has ended, and its windows and kernels are gone.
     Aborted,
 }
 
@@ -64,25 +64,25 @@ impl Side {
 /// One rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Rank {
-    /// State of its process.
+    /// State of the process.
     pub life: Life,
-    /// Index in the program of the op that it is in, or that comes next.
+    /// Index in the program of the current or next op.
     pub op: u8,
     /// Current step of that op.
     pub step: Step,
-    /// Set while it waits in the collective of that step.
+    /// Set while the rank waits in the collective of that step.
     pub is_waiting: bool,
-    /// Its vote in [`Step::Decide`].
+    /// The rank's vote in [`Step::Decide`].
     pub could: bool,
     /// Phase of the pool, as the program sees it.
     pub phase: Phase,
     /// Memory that backs the pool's addresses.
     pub memory: Generation,
-    /// Outcome of its last op.
+    /// Outcome of the last op.
     pub last: Outcome,
     /// Communicators lost in the last wake, as a bit set.
     pub lost: u8,
-    /// Its side of each communicator.
+    /// The rank's side of each communicator.
     pub sides: [Side; COMMS_MAX],
 }
 
@@ -101,7 +101,7 @@ impl Rank {
         sides: [Side::ABORTED; COMMS_MAX],
     };
 
-    /// Returns its communicators that can be used.
+    /// Returns the rank's communicators that can be used.
     pub fn ready(&self) -> impl Iterator<Item = (Comm, &Side)> {
         self.sides.iter().enumerate().filter(|(_, side)| side.is_ready())
     }

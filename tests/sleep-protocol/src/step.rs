@@ -42,8 +42,8 @@ pub enum Step {
     Unmap,
     /// Registers a window, in log order.
     Register(Comm, Segment),
-    /// Exchanges the results. After a sleep, no window is left, which is when the memory is back on the device. After a
-    /// wake, the ranks know which windows and communicators have changed.
+    /// Exchanges the results. After a sleep, no rank has a window, so the memory has been returned to the device. After
+    /// a wake, the ranks know which windows and communicators have changed.
     Check,
     /// The program has ended.
     Done,
@@ -52,11 +52,11 @@ pub enum Step {
 /// The phase of a pool on one rank, between ops.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Phase {
-    /// It has its memory and can be used.
+    /// The pool has its memory and can be used.
     Awake,
-    /// It has no memory and no window.
+    /// The pool has no memory and no window.
     Asleep,
-    /// It can neither be used nor give its memory back, because a lost communicator holds it. A later sleep may
+    /// The pool can neither be used nor release its memory, because a lost communicator holds it. A later sleep may
     /// succeed.
     Failed,
 }

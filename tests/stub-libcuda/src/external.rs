@@ -24,12 +24,12 @@ pub enum Notice {
     Submitted {
         /// The library's handle of the work.
         template: u64,
-        /// This submission of it.
+        /// Handle of this submission of the work.
         instance: u64,
     },
     /// See [`Hooks::arrived`].
     Arrived {
-        /// The submission.
+        /// Handle of the submission.
         instance: u64,
     },
     /// See [`Hooks::unmapped`].

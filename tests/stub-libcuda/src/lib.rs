@@ -253,7 +253,7 @@ stub! {
         let stream = stream_key(stream);
         let known = state.stream(stream).ok_or(INVALID_HANDLE)?;
         if let Some(capture) = known.capture {
-            state.captures.get_mut(&capture).expect("under way").is_valid = false;
+            state.captures.get_mut(&capture).expect("the capture is in progress").is_valid = false;
             return Err(CAPTURE_UNSUPPORTED);
         }
         let last = known.submitted;
@@ -296,7 +296,7 @@ stub! {
     call_in_context cuStreamEndCapture(stream: u64, graph: *mut u64) |state| {
         let id = state.stream(stream_key(stream)).ok_or(INVALID_HANDLE)?.capture.ok_or(CAPTURE_UNSUPPORTED)?;
         let is_joined = state.is_joined(id);
-        let capture = state.captures.remove(&id).expect("under way");
+        let capture = state.captures.remove(&id).expect("the capture is in progress");
         state.streams.values_mut().filter(|stream| stream.capture == Some(id)).for_each(|stream| stream.capture = None);
         answer(graph, 0);
         if !capture.is_valid { return Err(CAPTURE_INVALIDATED); }

@@ -8,8 +8,8 @@
 //!  ┌── physical ─────── physical ─ physical ──── memory file ────────────┴ process, another library
 //! ```
 //!
-//! Physical memory therefore has a fixed offset, whatever the addresses it is mapped at. A device that still knows the offset sees the
-//! **old** memory after an address received new memory, as NCCL's windows do. Another process can map the file too.
+//! Physical memory therefore has a fixed offset, regardless of the addresses that it is mapped at. A device that uses an earlier offset
+//! sees the **old** memory after new memory is mapped at an address, as NCCL's windows do. Another process can map the file too.
 
 use crate::model::{GRANULARITY, Options, State};
 use crate::space::{End, Space};
@@ -53,13 +53,13 @@ pub struct Physical {
     pub size: u64,
     /// Offset in the memory file.
     pub offset: u64,
-    /// Its device.
+    /// Device of the memory.
     pub device: c_int,
-    /// Handle types that it can be exported as, combined by bitwise or: 1 is a file descriptor, 8 is fabric.
+    /// Handle types that the memory can be exported as, combined by bitwise OR: 1 is a file descriptor, 8 is fabric.
     pub handle_types: u32,
     /// The file that contains it: the memory file, or that of another process.
     pub(crate) file: c_int,
-    /// `true` once it was exported. Another process may then map its part of the memory file, which is therefore never reused.
+    /// `true` once the memory was exported. Another process may then map its part of the memory file, which is therefore never reused.
     pub(crate) is_exported: bool,
     /// Number of owners: the handle itself, each mapping, and each retainer.
     pub(crate) owners: u32,
@@ -130,7 +130,7 @@ impl Memory {
     }
 
     fn give_file(&mut self, offset: u64, size: u64, device: c_int) {
-        *self.used.get_mut(&device).expect("taken") -= size;
+        *self.used.get_mut(&device).expect("the device has memory in use") -= size;
         let size = size.next_multiple_of(GRANULARITY);
         let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
         // SAFETY: nothing uses this part of the process's memory file, except the mapping at `base`.
@@ -144,7 +144,7 @@ impl Memory {
             // SAFETY: only this import uses the descriptor.
             unsafe { libc::close(file) };
         } else if is_exported {
-            *self.used.get_mut(&device).expect("taken") -= size;
+            *self.used.get_mut(&device).expect("the device has memory in use") -= size;
         } else {
             self.give_file(offset, size, device);
         }
@@ -327,7 +327,7 @@ impl State {
         Some(())
     }
 
-    /// Makes a whole allocation. It is aligned to 512 bytes and, deliberately, not always to the granularity.
+    /// Creates a whole allocation. It is aligned to 512 bytes and, deliberately, not always to the granularity.
     pub fn allocate(&mut self, size: u64, device: c_int) -> Option<u64> {
         if !self.has_room(size, device) && device != HOST {
             return None;
@@ -335,7 +335,7 @@ impl State {
         let shift = 512 * (self.memory.allocations.len() as u64 % 2);
         let base = self.memory.take_addresses(size + shift, device, &self.options)?;
         let offset = self.memory.take_file(size + shift, device)?;
-        *self.memory.used.get_mut(&device).expect("taken") -= shift;
+        *self.memory.used.get_mut(&device).expect("the device has memory in use") -= shift;
         map_file(base, (size + shift).next_multiple_of(4096), self.memory.file, offset, libc::MAP_FIXED)?;
         self.memory.allocations.insert(base + shift, Allocation { size, offset, device });
         Some(base + shift)
@@ -363,7 +363,7 @@ impl State {
         self.note_unmapped(address, size);
         let shift = address % GRANULARITY;
         map_nothing(address - shift, (size + shift).next_multiple_of(4096))?;
-        *self.memory.used.get_mut(&device).expect("taken") += shift;
+        *self.memory.used.get_mut(&device).expect("the device has memory in use") += shift;
         self.memory.give_file(offset, size + shift, device);
         Some(())
     }

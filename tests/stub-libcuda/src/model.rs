@@ -19,7 +19,7 @@ pub const GRANULARITY: u64 = 2 << 20;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Code(pub c_int);
 
-/// Returned by a call that must wait for work; see [`with_waiting`].
+/// Code of a call that must wait for work; see [`with_waiting`].
 pub const WAIT: Code = Code(c_int::MIN);
 
 const FIRST_CONTEXT: usize = 0x1_0000;
@@ -48,14 +48,14 @@ pub enum Live {
 /// State of a thread.
 #[derive(Debug)]
 pub struct Thread {
-    /// Its number, in the order of the threads' first calls.
+    /// Number of the thread, in the order of the threads' first calls.
     pub number: u64,
     /// Stack of current contexts.
     pub contexts: Vec<usize>,
     /// Capture interaction mode, which selects the captures that forbid this thread unsafe calls: 0, its own and global ones of others; 1,
     /// its own; 2, none.
     pub capture_mode: c_int,
-    /// Number of times that it made each call.
+    /// Number of times that the thread made each call.
     pub calls: BTreeMap<&'static str, u64>,
 }
 
@@ -117,7 +117,7 @@ pub struct Options {
     pub reuses_streams: bool,
     /// `STUB_TRAMPOLINES`: `cuGetProcAddress` returns different addresses from those of the exported calls.
     pub has_trampolines: bool,
-    /// `STUB_FABRIC_REFUSED`: the device reports support for fabric handles, and refuses to create them.
+    /// `STUB_FABRIC_REFUSED`: the device reports support for fabric handles, but fails to create them.
     pub fabric_refused: bool,
     /// `STUB_UUID`: first byte of each device's UUID.
     pub uuid: u8,
@@ -167,7 +167,7 @@ impl Options {
 #[derive(Debug)]
 struct Fault {
     call: String,
-    /// Calls until it strikes; 0: every call.
+    /// Number of calls until the fault occurs; 0: every call fails.
     left: u64,
     code: Code,
     /// The thread whose calls are exempt.
@@ -177,7 +177,7 @@ struct Fault {
 /// A memory pool.
 #[derive(Clone, Copy, Debug)]
 pub struct Pool {
-    /// Its device.
+    /// Device of the pool.
     pub device: c_int,
     /// Bytes in use.
     pub used: u64,
@@ -209,7 +209,7 @@ pub struct State {
     pub pools: BTreeMap<u64, Pool>,
     /// The pool that the program selected for a device.
     pub current_pools: BTreeMap<c_int, u64>,
-    /// The pool of each allocation that came from one.
+    /// Pool of each allocation from a pool, by address.
     pub pooled: BTreeMap<u64, u64>,
     /// Number of contexts that the program has created itself.
     pub own_contexts: usize,
@@ -229,7 +229,7 @@ pub struct State {
     pub graphs: BTreeMap<u64, Vec<Op>>,
     /// Another library's work that has not taken effect, with its stream.
     pub external_streams: BTreeMap<u64, u64>,
-    /// The part of that work that is done as soon as its turn comes.
+    /// The part of that work that is done as soon as it reaches the front of its stream.
     pub external_done: BTreeSet<u64>,
     /// The other library's hooks.
     pub hooks: Option<Hooks>,
@@ -365,7 +365,7 @@ impl State {
         let of_device = |stream: &&Stream| stream.device == device;
         let captures: Vec<u64> = self.streams.values().filter(of_device).filter_map(|stream| stream.capture).collect();
         for id in &captures {
-            self.captures.get_mut(id).expect("under way").is_valid = false;
+            self.captures.get_mut(id).expect("the capture is in progress").is_valid = false;
         }
         !captures.is_empty()
     }

@@ -104,7 +104,7 @@ fn other(base: &str, since: c_int, is_per_thread: bool) -> Option<*const ()> {
     }
 }
 
-/// Returns the call, or the reason why there is none as an index into [`STATUS`].
+/// Returns the call, or the reason there is none, as an index into [`STATUS`].
 fn find(name: &str, version: c_int, flags: u64) -> Result<*const (), usize> {
     let rows = rows();
     let named = rows.iter().filter(|row| row.0 == name);

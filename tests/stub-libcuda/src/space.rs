@@ -16,7 +16,7 @@ pub struct Space {
     limit: u64,
 }
 
-/// The end from which parts are taken.
+/// The end of the space from which parts are allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum End {
     /// The lowest hole that is large enough, from its start.
@@ -31,7 +31,7 @@ impl Space {
         Space { holes: BTreeMap::from([(0, limit)]), limit }
     }
 
-    /// Takes a part. Alignment follows from the sizes: a caller that uses multiples of one unit gets multiples of it.
+    /// Allocates a part. Alignment follows from the sizes: a caller that uses multiples of one unit gets multiples of it.
     pub fn take(&mut self, size: u64, end: End) -> Option<u64> {
         let fits = |(_, length): &(&u64, &u64)| **length >= size;
         let found = match end {

@@ -58,9 +58,9 @@ enum Work {
 /// A stream.
 #[derive(Clone, Debug, Default)]
 pub struct Stream {
-    /// Its device.
+    /// Device of the stream.
     pub device: c_int,
-    /// Number of its last work.
+    /// Number of the last submitted work.
     pub submitted: u64,
     /// Number of the last work that has taken effect.
     ran: u64,
@@ -69,9 +69,9 @@ pub struct Stream {
     queue: VecDeque<Work>,
     /// Waits as (number of the wait, stream waited for, number of its work).
     waits: Vec<(u64, u64, u64)>,
-    /// The capture that it is part of.
+    /// Capture that the stream is part of.
     pub capture: Option<u64>,
-    /// `true` if it was destroyed while it had work left.
+    /// `true` if the stream was destroyed before its work was done.
     is_gone: bool,
 }
 
@@ -90,28 +90,28 @@ impl Stream {
 /// An event.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Event {
-    /// `true` if it was created with timing, which `cuEventElapsedTime` requires.
+    /// `true` if the event was created with timing, which `cuEventElapsedTime` requires.
     pub has_times: bool,
-    /// `true` once it was recorded.
+    /// `true` once the event was recorded.
     pub is_recorded: bool,
-    /// The stream it was recorded on.
+    /// Stream that the event was recorded on.
     pub stream: u64,
-    /// Number of the last work before it on that stream.
+    /// Number of the last work before the event on that stream.
     pub seq: u64,
-    /// The capture in which it was recorded.
+    /// Capture in which the event was recorded.
     pub capture: Option<u64>,
-    /// Number of polls that found it done but not covered by a wait.
+    /// Number of polls that found the event done but not covered by a wait.
     pub polls: u64,
 }
 
 /// An active capture.
 #[derive(Debug)]
 pub struct Capture {
-    /// The stream on which it began.
+    /// Stream on which the capture began.
     origin: u64,
-    /// The thread that began it.
+    /// Thread that began the capture.
     thread: ThreadId,
-    /// Mode, which selects the threads that it forbids calls that are not stream work: 0, all threads; 1, its own; 2, none.
+    /// Capture mode, which selects the threads that must not make calls that are not stream work: 0, all threads; 1, `thread`; 2, none.
     mode: c_int,
     /// `true` while no forbidden call has been made.
     pub is_valid: bool,
@@ -126,7 +126,7 @@ impl Capture {
         Capture { origin, thread, mode, is_valid: true, ops: Vec::new() }
     }
 
-    /// Returns `true` if it forbids the current thread, which is in `thread_mode`, calls that are not stream work: see
+    /// Returns `true` if the capture forbids calls that are not stream work to the current thread, which is in `thread_mode`: see
     /// `cuThreadExchangeStreamCaptureMode`.
     pub fn forbids(&self, thread_mode: c_int) -> bool {
         let is_own = self.thread == std::thread::current().id();

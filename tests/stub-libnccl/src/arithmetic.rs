@@ -88,7 +88,7 @@ pub fn reduce(data_type: c_int, op: c_int, inputs: &[Vec<u8>]) -> Vec<u8> {
         7 => reduce_floats!(f32, op, inputs),
         8 => reduce_floats!(f64, op, inputs),
         9 => reduce_halves(op, inputs, |bits| f32::from_bits(u32::from(bits) << 16), f32_to_bf16),
-        _ => unreachable!("refused when it was called"),
+        _ => unreachable!("the call checked the operation"),
     }
 }
 

@@ -241,7 +241,7 @@ impl Job {
         let bases: Vec<Base> = self.seats.iter().map(|seat| seat.base).collect();
         data::run(&bases, &self.registered, &parts);
         for seat in &mut self.seats {
-            let (instance, _) = seat.head.take().expect("all heads are there");
+            let (instance, _) = seat.head.take().expect("every rank has a head");
             outbox.push((seat.link.clone(), ToRank::Done { instance }));
         }
     }
@@ -309,7 +309,7 @@ fn is_one(places: &[WindowPlace]) -> bool {
     places.iter().all(|place| (place.space_offset, place.offset) == (places[0].space_offset, places[0].offset))
 }
 
-/// Returns whether the places of the send and receive buffers must be equal, as in `ncclArgsGlobalCheck`.
+/// Returns, for the send and for the receive buffers, whether their places must be equal, as in `ncclArgsGlobalCheck`.
 fn counts(kind: Kind) -> (bool, bool) {
     (matches!(kind, Kind::AllReduce | Kind::ReduceScatter), matches!(kind, Kind::AllReduce | Kind::AllGather))
 }

@@ -39,7 +39,7 @@ struct Fault {
     call: String,
     /// `None` selects all ranks.
     rank: Option<usize>,
-    /// Calls until it strikes; 0: every call.
+    /// Number of calls until the fault occurs; 0: every call.
     left: u64,
     strike: Strike,
 }
@@ -65,7 +65,7 @@ fn with<T>(act: impl FnOnce(&mut Ledger) -> T) -> T {
     act(lock().get_or_insert_default())
 }
 
-/// Counts a call and returns its treatment. Applies faults to the process and delays here.
+/// Counts a call and returns its treatment. Faults that kill, stop or delay the process take effect here.
 pub fn enter(call: &'static str, rank: Option<usize>) -> Verdict {
     match strike(call, rank) {
         None => {}

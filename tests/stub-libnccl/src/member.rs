@@ -31,7 +31,7 @@ pub enum Life {
     Destroyed,
     /// `ncclCommAbort` was called.
     Aborted,
-    /// It could not be created; contains the code.
+    /// The communicator could not be created; contains the result code.
     Refused(c_int),
 }
 
@@ -87,9 +87,9 @@ pub struct Inner {
 pub struct Member {
     /// `ncclComm_t`.
     pub handle: u64,
-    /// Its rank in the first communicator.
+    /// Rank in the first communicator.
     pub world: usize,
-    /// Its device.
+    /// Device of the rank.
     pub device: c_int,
     /// `true` if calls block.
     pub is_blocking: bool,
@@ -392,7 +392,7 @@ impl Member {
     }
 }
 
-/// Returns the communicator of a handle, or the code of a call that it does not permit.
+/// Returns the communicator of a handle, or an error code if the call is not permitted.
 pub fn check(call: &str, handle: u64) -> Result<Arc<Member>, c_int> {
     let Some(member) = find(handle) else {
         if handle != 0 {

@@ -25,7 +25,7 @@ pub enum Kind {
 pub struct Signature {
     /// The call.
     pub kind: Kind,
-    /// Its count.
+    /// Number of elements.
     pub count: usize,
     /// `ncclDataType_t`.
     pub data_type: c_int,
@@ -107,7 +107,7 @@ pub enum Round {
     Check {
         /// The call.
         signature: Signature,
-        /// The positions of its buffers in windows.
+        /// Positions of the call's buffers in windows.
         places: (Option<WindowPlace>, Option<WindowPlace>),
     },
     /// Waits for all ranks.
@@ -170,7 +170,7 @@ pub enum ToRank {
     Finished {
         /// See [`ToJob::Round`].
         ticket: u64,
-        /// Its number within the job.
+        /// Number of the step within the job.
         round: u64,
         /// `ncclResult_t`.
         code: c_int,
@@ -196,13 +196,13 @@ pub struct Join {
     pub rank: usize,
     /// Number of ranks.
     pub ranks: usize,
-    /// Its rank in the first communicator, from which this one may be split.
+    /// Rank in the first communicator, from which this one may be split.
     pub world: usize,
-    /// Its device.
+    /// Device of the rank.
     pub device: c_int,
-    /// Its process.
+    /// Process of the rank.
     pub process: u32,
-    /// Descriptor of that process's memory file.
+    /// Descriptor of the process's memory file.
     pub file: c_int,
     /// The rank's communicator.
     pub member: u64,

@@ -17,14 +17,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub enum Link {
     /// The rank is a communicator of this process.
     Local {
-        /// Its handle.
+        /// Handle of the communicator.
         member: u64,
     },
     /// The rank is a communicator of another process.
     Remote {
-        /// The socket to it.
+        /// Socket to the process.
         connection: Arc<Connection>,
-        /// Its handle.
+        /// Handle of the communicator.
         member: u64,
     },
 }

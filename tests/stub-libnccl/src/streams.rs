@@ -87,7 +87,7 @@ pub fn launch(member: &Arc<Member>, launch: Launch) -> c_int {
     }
 }
 
-/// Hook: a kernel was submitted to a stream.
+/// Called by the stub of libcuda when a kernel is submitted to a stream.
 pub extern "C" fn submitted(template: u64, instance: u64) {
     let found = lock(&TEMPLATES).get(&template).cloned();
     let Some((member, kernel, is_hung)) = found else { return cuda::complete(instance) };
@@ -102,7 +102,7 @@ pub extern "C" fn submitted(template: u64, instance: u64) {
     inner.queue.push_back(Queued { instance, kernel, is_hung, has_arrived: false, is_told: false });
 }
 
-/// Hook: all work before the kernel on its stream has taken effect.
+/// Called by the stub of libcuda when all work before the kernel on its stream has taken effect.
 pub extern "C" fn arrived(instance: u64) {
     let Some(member) = lock(&INSTANCES).get(&instance).cloned() else { return };
     if let Some(queued) = member.lock().queue.iter_mut().find(|queued| queued.instance == instance) {

@@ -90,7 +90,7 @@ fn unguard(guard: u64) {
     GUARDS.lock().unwrap_or_else(PoisonError::into_inner).remove(&guard);
 }
 
-/// Hook: memory under a guard was unmapped or freed.
+/// Called by the stub of libcuda when memory under a guard is unmapped or freed.
 pub extern "C" fn unmapped(guard: u64) {
     let what = GUARDS.lock().unwrap_or_else(PoisonError::into_inner).get(&guard).cloned();
     if let Some(what) = what {

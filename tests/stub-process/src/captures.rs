@@ -1,4 +1,4 @@
-//! A stream capture on one thread while other threads do something else.
+//! Stream captures on one thread while other threads run.
 
 use crate::cuda::control;
 use crate::threads::WAIT_MAX;

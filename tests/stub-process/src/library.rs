@@ -50,7 +50,7 @@ pub(crate) unsafe fn installed(names: &[&'static str]) -> Option<&'static str> {
     names.iter().find(is_installed).copied()
 }
 
-/// Changes a name in the table of symbols: what the loader compares with.
+/// Hides a symbol from the loader by changing its name in the symbol table.
 fn hide(bytes: &mut [u8], symbol: &str) {
     let name = [b"\0", symbol.as_bytes(), b"\0"].concat();
     let places: Vec<usize> = (0..bytes.len() - name.len()).filter(|at| bytes[*at..].starts_with(&name)).collect();

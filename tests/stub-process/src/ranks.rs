@@ -9,13 +9,13 @@ const RANK: &str = "SYMMALLOC_STUB_RANK";
 /// The outcome of a rank's process.
 #[derive(Clone, Debug)]
 pub struct RankOutput {
-    /// Its rank.
+    /// Rank of the process.
     pub rank: usize,
-    /// `true` if its body returned.
+    /// `true` if the body returned.
     pub is_success: bool,
-    /// Its standard output and standard error.
+    /// Standard output and standard error of the process.
     pub text: String,
-    /// The time at which it ended.
+    /// Time at which the process ended.
     pub ended: SystemTime,
 }
 

@@ -18,7 +18,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 pub(crate) enum AddressSource {
     /// Reserves each range separately.
     Driver(Arc<CudaDevice>),
-    /// Hands out parts of one reservation, the highest first.
+    /// Allocates parts of one reservation, the highest first.
     Descending(Descending),
 }
 
@@ -48,7 +48,7 @@ fn reserve(device: &CudaDevice, size_bytes: u64, alignment_bytes: u64) -> Result
     Ok(base)
 }
 
-/// One reservation that is handed out from its end.
+/// One reservation whose parts are allocated from its end.
 pub(crate) struct Descending {
     device: Arc<CudaDevice>,
     base: u64,

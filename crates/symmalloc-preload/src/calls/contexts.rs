@@ -31,7 +31,7 @@ pub(super) unsafe fn retain(
     code
 }
 
-/// Releases the program's reference. The last reference also ends the allocator's memory, as it ends the driver's.
+/// Releases the program's reference. Releasing the last reference also frees the allocator's memory, as it frees the driver's.
 ///
 /// # Safety
 /// See the driver's call.

@@ -28,7 +28,7 @@ fn served(raw: usize) -> Option<&'static MemPool> {
     if !are_served() {
         return None;
     }
-    // It may be the default pool of a device on which nothing has been allocated yet.
+    // The handle may be the default pool of a device on which nothing has been allocated yet.
     let known = MemPool::find(raw).or_else(|| contexts::current().and_then(|_| MemPool::find(raw)));
     known.filter(|pool| pool.is_served())
 }
@@ -58,7 +58,7 @@ pub(super) unsafe fn destroy(driver: unsafe extern "C" fn(usize) -> c_int, pool:
     match known {
         Some(known) if code == SUCCESS => {
             known.end();
-            // It may have been the device's current pool.
+            // The destroyed pool may have been the device's current pool.
             find_current(known.device());
         }
         Some(known) => known.put_back(),

@@ -95,7 +95,7 @@ stub_test!(memory_freed_on_another_stream_is_used_behind_that_streams_work, ["LD
     assert_eq!(alloc(MIB), Ok(pointer));
     assert!(
         is_over.load(Ordering::SeqCst) && byte(pointer) == 4,
-        "the memory was handed out before its last user was done"
+        "the memory was reused before its last user was done"
     );
     releaser.join().expect("no panic");
 });

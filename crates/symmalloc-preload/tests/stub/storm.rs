@@ -1,4 +1,4 @@
-//! A stress test: many threads make a random mixture of calls while driver calls fail occasionally. No memory is handed out twice or lost,
+//! A stress test: many threads make a random mixture of calls while driver calls fail occasionally. No memory is allocated twice or lost,
 //! no thread waits indefinitely, and every error code came from the driver.
 //!
 //! `SYMMALLOC_STORM` sets the number of calls; the default is 50,000.
@@ -70,7 +70,7 @@ impl Block {
     fn check(self) {
         // SAFETY: as above.
         let found = self.ends().map(|end| unsafe { end.read_unaligned() });
-        assert_eq!(found, [self.mark; 2], "{:#x} of {} bytes was handed out twice", self.address, self.size);
+        assert_eq!(found, [self.mark; 2], "{:#x} of {} bytes was allocated twice", self.address, self.size);
     }
 }
 
