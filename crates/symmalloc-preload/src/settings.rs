@@ -126,7 +126,7 @@ mod tests {
 
     #[test]
     fn errors_name_the_variable() {
-        let error = |variables| read(variables).expect_err("wrong").to_string();
+        let error = |variables| read(variables).expect_err("invalid settings").to_string();
         assert!(error(&[("SYMMALLOC_RUN_CONFIG", "segment:fixed")]).starts_with("SYMMALLOC_RUN_CONFIG: byte 0"));
         assert_eq!(error(&[("SYMMALLOC_RUN_LIMIT", "1G")]), "SYMMALLOC_RUN_LIMIT must be a number of bytes");
     }

@@ -5,8 +5,8 @@
 //!  memory file ── opened again, and its position ──────► descriptor ── kept open by the handle
 //!                 encodes the location: offset | device | granules
 //! ```
-//! An import takes no memory of this process's devices. A fabric handle names the process and its memory file, so it becomes invalid when
-//! the process ends.
+//! An import allocates no memory of this process's devices. A fabric handle names the process and its memory file, so it becomes invalid
+//! when the process ends.
 
 use crate::memory::Physical;
 use crate::model::{GRANULARITY, State, with};

@@ -172,7 +172,7 @@ impl State {
     pub fn submit(&mut self, stream: u64, op: Op) -> Result<(), Code> {
         let capture = self.stream(stream).ok_or(Code(400))?.capture;
         if let Some(capture) = capture {
-            self.captures.get_mut(&capture).expect("under way").ops.push(op);
+            self.captures.get_mut(&capture).expect("the capture is in progress").ops.push(op);
             self.enqueue(stream, Work::Mark);
             return Ok(());
         }

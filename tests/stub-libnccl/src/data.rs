@@ -104,7 +104,7 @@ impl View<'_> {
 pub fn run(bases: &[Base], rounds: &Rounds, parts: &[Collective]) {
     let view = View { bases, rounds, parts };
     let signature = parts[0].signature;
-    let bytes = signature.count * element_bytes(signature.data_type).expect("checked when it was called");
+    let bytes = signature.count * element_bytes(signature.data_type).expect("the call checked the type");
     let root = signature.root as usize;
     let ranks = parts.len();
     if parts.iter().all(|part| part.symmetric.is_some()) {
@@ -154,7 +154,7 @@ pub fn run(bases: &[Base], rounds: &Rounds, parts: &[Collective]) {
 fn run_symmetric(view: &View<'_>, signature: Signature, bytes: usize) {
     let ranks = view.parts.len();
     let places = |rank: usize| view.parts[rank].symmetric.expect("all are symmetric");
-    let element = element_bytes(signature.data_type).expect("checked when it was called");
+    let element = element_bytes(signature.data_type).expect("the call checked the type");
     let part = |rank: usize| (rank * signature.count / ranks * element, (rank + 1) * signature.count / ranks * element);
     let reduce_at = |rank: usize, from: usize, length: usize| {
         let (send, _) = places(rank);

@@ -164,7 +164,7 @@ impl Windows {
     fn give_up(&mut self, memory: &Memory) {
         if !self.memories.contains_key(&memory.space_offset) {
             memory.handles.iter().for_each(|handle| cuda::release_retained(*handle));
-            self.space.as_mut().expect("taken from it").give(memory.space_offset, memory.size);
+            self.space.as_mut().expect("the memory came from this space").give(memory.space_offset, memory.size);
         }
     }
 
@@ -303,13 +303,13 @@ pub fn deregister(member: &Member, handle: u64) -> c_int {
     unguard(window.guard);
     windows.freed.insert(handle);
     let Some(key) = window.memory else { return SUCCESS };
-    let memory = windows.memories.get_mut(&key).expect("a window is over it");
+    let memory = windows.memories.get_mut(&key).expect("a window uses the memory");
     memory.windows -= 1;
     if memory.windows > 0 {
         return SUCCESS;
     }
     let memory = windows.memories.remove(&key).expect("just seen");
-    windows.space.as_mut().expect("taken from it").give(key, memory.size.next_multiple_of(2 << 20));
+    windows.space.as_mut().expect("the memory came from this space").give(key, memory.size.next_multiple_of(2 << 20));
     drop(inner);
     member.tell(ToJob::Drop { round: memory.round });
     SUCCESS

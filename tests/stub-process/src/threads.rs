@@ -76,7 +76,7 @@ impl Barrier {
         let turn = state.1;
         let waited = self.all_came.wait_timeout_while(state, WAIT_MAX, |state| state.1 == turn);
         let (state, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
-        assert!(!timeout.timed_out(), "{} of {} threads came to the barrier within {WAIT_MAX:?}", state.0, self.count);
+        assert!(!timeout.timed_out(), "{} of {} threads reached the barrier within {WAIT_MAX:?}", state.0, self.count);
     }
 }
 

@@ -10,9 +10,9 @@
 //!                    └─ idle ─┘                            released by the allocator, kept until the whole chunk is unused
 //! ```
 //!
-//! C1: every mapped part lies in chunks. A chunk with no mapped part returns to the driver. Mapping an idle part again takes no new memory.
-//! With chunks of one granule, nothing is ever idle. Prefetched chunks (`prefetch_window.rs`) are the exception: no part of them is mapped
-//! yet.
+//! C1: every mapped part lies in chunks. A chunk with no mapped part is released to the driver. Mapping an idle part again allocates no
+//! memory. With chunks of one granule, nothing is ever idle. Prefetched chunks (`prefetch_window.rs`) are the exception: no part of them is
+//! mapped yet.
 
 use std::collections::BTreeMap;
 use std::ops::Range;

@@ -166,7 +166,7 @@ mod tests {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = || rustix::fs::memfd_create("test", flags).expect("a file");
         let long = file();
-        rustix::fs::ftruncate(&long, PAGE_BYTES as u64).expect("long enough");
+        rustix::fs::ftruncate(&long, PAGE_BYTES as u64).expect("resized");
         assert!(SharePage::open(long).is_none(), "the file has no seal");
         let short = file();
         rustix::fs::fcntl_add_seals(&short, SealFlags::SHRINK).expect("sealed");

@@ -170,7 +170,7 @@ mod tests {
             matches!(Channel::connect(&name, Duration::from_secs(5)), Err(ShareError::Socket { .. })),
             "no process listens"
         );
-        let address = SocketAddrUnix::new_abstract_name(name.as_bytes()).expect("short");
+        let address = SocketAddrUnix::new_abstract_name(name.as_bytes()).expect("a short name");
         let listener = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).expect("made");
         rustix::net::bind(&listener, &address).expect("bound");
         rustix::net::listen(&listener, 0).expect("listens");

@@ -54,7 +54,7 @@ fn rank(device: &Arc<CudaDevice>, rank: usize, id: Id, is_registered: bool) -> D
         comm.all_gather(&output.slice(..count / 2), &mut gathered.slice_mut(..)).expect("submitted");
         drop(output);
         if round % 20 == 0 {
-            let host = compute.stream.clone_dtoh(&gathered).expect("copied behind the collective");
+            let host = compute.stream.clone_dtoh(&gathered).expect("copied after the collective");
             let (first, second) = host.split_at(count / 2);
             assert!(first.iter().all(|value| *value == given(0, round)));
             assert!(second.iter().all(|value| *value == given(1, round)));

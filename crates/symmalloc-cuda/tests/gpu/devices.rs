@@ -53,13 +53,13 @@ fn two_devices_in_one_thread_keep_apart() {
     let Some(devices) = two_devices() else { return };
     let allocators = devices.each_ref().map(|device| CudaAllocator::new(device, Config::default()).expect("made"));
     let streams = devices.each_ref().map(|device| device.context().new_stream().expect("a stream"));
-    let free = || devices.each_ref().map(|device| device.memory_info().expect("asked").free_bytes);
+    let free = || devices.each_ref().map(|device| device.memory_info().expect("queried").free_bytes);
     // The first work of a context allocates additional memory.
     for (allocator, stream) in allocators.iter().zip(&streams) {
         drop(allocator.alloc_zeroed::<u8>(stream, MIB).expect("allocated"));
         allocator.trim().expect("trimmed");
     }
-    let (current, before) = (|| ctx::get_current().expect("asked"), free());
+    let (current, before) = (|| ctx::get_current().expect("queried"), free());
     for (here, there) in [(0, 1), (1, 0)] {
         devices[there].context().bind_to_thread().expect("current");
         let context = current();
@@ -97,7 +97,7 @@ fn buffers_are_copied_from_device_to_device() {
         target.delay();
         // SAFETY: as above.
         let mut to = unsafe { allocators[1].alloc::<u32>(&target.stream, MIB) }.expect("allocated");
-        target.stream.memcpy_dtod(&from, &mut to).expect("copied behind the writer");
+        target.stream.memcpy_dtod(&from, &mut to).expect("copied after the writer");
         source.stream.join(&target.stream).expect("ordered");
         drop(from);
         target.expect(&to, round);

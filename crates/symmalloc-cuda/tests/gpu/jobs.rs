@@ -34,7 +34,7 @@ fn run(device: &Arc<CudaDevice>, job: &str, config: &Config) {
         config.clone(),
     )
     .expect("valid");
-    let free_bytes = || device.memory_info().expect("asked").free_bytes;
+    let free_bytes = || device.memory_info().expect("queried").free_bytes;
     // cudarc's streams and the first event allocate some memory, so the baseline is taken after the first op.
     let (mut free_before, mut free_least) = (None, u64::MAX);
     let (mut one, mut other) = (Replay::new(&on_device, &program), Replay::new(&simulated, &program));

@@ -34,7 +34,7 @@ fn a_cache_hit_without_fences_makes_no_driver_call() {
 #[test]
 fn memory_really_comes_back_after_a_trim() {
     let Some(device) = device() else { return };
-    let free = || device.memory_info().expect("asked").free_bytes;
+    let free = || device.memory_info().expect("queried").free_bytes;
     let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
     let stream = device.context().new_stream().expect("a stream");
     let small = allocator.alloc_zeroed::<u8>(&stream, MIB).expect("allocated");
@@ -66,14 +66,14 @@ fn a_stitched_buffer_is_the_memory_of_its_pieces_and_no_other() {
             .collect();
         let (kept, freed): (Vec<_>, Vec<_>) = buffers.into_iter().enumerate().partition(|(at, _)| at % 2 == 0);
         drop(freed);
-        let free = device.memory_info().expect("asked").free_bytes;
+        let free = device.memory_info().expect("queried").free_bytes;
         let before = Instant::now();
         // SAFETY: written before it is read.
         let mut whole = unsafe { allocator.alloc::<u8>(&stream, 15 * piece) }.expect("allocated");
         println!("15 granules of {granule_mib} MiB: stitched in {:?}", before.elapsed());
         assert_eq!(whole.placement().segment.0, 1);
         // The driver may need memory for its page tables.
-        assert!(free.saturating_sub(device.memory_info().expect("asked").free_bytes) <= 8 << 20);
+        assert!(free.saturating_sub(device.memory_info().expect("queried").free_bytes) <= 8 << 20);
         let pattern: Vec<u8> = (0..15 * piece).map(|at| (at / 4096) as u8 ^ (at % 251) as u8).collect();
         stream.memcpy_htod(&pattern, &mut whole).expect("copied");
         assert!(stream.clone_dtoh(&whole).expect("copied") == pattern, "the buffer holds the written data");
@@ -96,7 +96,7 @@ fn a_stitched_buffer_is_the_memory_of_its_pieces_and_no_other() {
 #[test]
 fn what_was_made_ahead_is_memory_as_any_other_and_comes_back() {
     let Some(device) = device() else { return };
-    let free = || device.memory_info().expect("asked").free_bytes;
+    let free = || device.memory_info().expect("queried").free_bytes;
     let backend = CudaBackend::builder(&device).prefetch_bytes(256 << 20).build().expect("supported");
     let allocator = CudaAllocator::with_backend(backend, Config::default()).expect("made");
     let spare_bytes = || allocator.core().backend().spare_bytes();
@@ -129,8 +129,8 @@ fn what_was_made_ahead_is_memory_as_any_other_and_comes_back() {
 #[test]
 fn without_virtual_memory_segments_are_fixed_and_come_back_as_well() {
     let Some(device) = device() else { return };
-    let free = || device.memory_info().expect("asked").free_bytes;
-    let backend = CudaBackend::builder(&device).plain().build().expect("any device can");
+    let free = || device.memory_info().expect("queried").free_bytes;
+    let backend = CudaBackend::builder(&device).plain().build().expect("every device supports cuMemAlloc");
     let allocator = CudaAllocator::with_backend(backend, Config::default()).expect("made");
     let stream = device.context().new_stream().expect("a stream");
     let small = allocator.alloc_zeroed::<u8>(&stream, MIB / 2).expect("allocated");
@@ -148,7 +148,7 @@ fn without_virtual_memory_segments_are_fixed_and_come_back_as_well() {
 #[test]
 fn a_device_that_others_filled_is_an_error_that_changes_nothing() {
     let Some(device) = device() else { return };
-    let free = || device.memory_info().expect("asked").free_bytes;
+    let free = || device.memory_info().expect("queried").free_bytes;
     let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
     let stream = device.context().new_stream().expect("a stream");
     let kept = allocator.alloc_zeroed::<u8>(&stream, 8 * MIB).expect("allocated");
@@ -211,7 +211,7 @@ fn a_thread_without_a_context_stays_without_one() {
     let (a, b) = (device.context().new_stream().expect("a stream"), device.context().new_stream().expect("a stream"));
     let (main, side) = (allocator.register_stream(&a).expect("an id"), allocator.register_stream(&b).expect("an id"));
     std::thread::spawn(move || {
-        let is_without = || ctx::get_current().expect("asked").is_none();
+        let is_without = || ctx::get_current().expect("queried").is_none();
         assert!(is_without());
         for _ in 0..2 {
             let block = allocator.core().allocate(PoolId::DEFAULT, main, 4 << 20).expect("allocated");
@@ -228,10 +228,10 @@ fn a_thread_without_a_context_stays_without_one() {
         allocator.trim().expect("trimmed");
         assert!(is_without());
         drop((allocator, a, b));
-        device.memory_info().expect("asked");
+        device.memory_info().expect("queried");
     })
     .join()
-    .expect("no context is left current");
+    .expect("no panic");
 }
 
 #[test]
@@ -291,7 +291,7 @@ fn a_kernel_that_takes_the_buffer_itself_is_ordered_behind_other_streams() {
             let mut launch = a.launch_builder(&kernels.count_others);
             launch.arg(&buffer).arg(&theirs).arg(&count).arg(&wrong[0]).launch(grid)
         }
-        .expect("launched behind the writer");
+        .expect("launched after the writer");
         // SAFETY: writes the buffer on its own stream.
         unsafe { a.launch_builder(&kernels.fill).arg(&mut buffer).arg(&ours).arg(&count).launch(grid) }
             .expect("launched");
@@ -305,11 +305,11 @@ fn a_kernel_that_takes_the_buffer_itself_is_ordered_behind_other_streams() {
                 let mut launch = b.launch_builder(&kernels.count_others);
                 launch.arg(&argument).arg(&ours).arg(&count).arg(&wrong[1]).launch(grid)
             }
-            .expect("launched behind the writer");
+            .expect("launched after the writer");
         }
         // SAFETY: writes the buffer on its own stream.
         unsafe { a.launch_builder(&kernels.fill).arg(&mut buffer).arg(&0_u32).arg(&count).launch(grid) }
-            .expect("launched behind the readers");
+            .expect("launched after the readers");
     }
     let found = [&a, &b].map(|stream| stream.synchronize());
     assert!(found.iter().all(Result::is_ok), "{found:?}");
@@ -350,7 +350,7 @@ fn a_graph_keeps_its_memory_and_a_second_capture_its_places() {
         // SAFETY: as above.
         unsafe { a.launch_builder(&kernels.fill).arg(&mut output).arg(&value).arg(&count).launch(grid) }
             .expect("captured");
-        (under_way.end().expect("legal"), output, places)
+        (under_way.end().expect("the capture is valid"), output, places)
     };
     let (first, output, places) = capture(7);
     drop(output);

@@ -20,7 +20,7 @@ fn out_of_memory(error: CudaError) -> Box<OutOfMemory> {
 #[test]
 fn a_pool_is_a_scope_with_a_limit_and_gives_its_memory_back() {
     let Some(device) = device() else { return };
-    let free = || device.memory_info().expect("asked").free_bytes;
+    let free = || device.memory_info().expect("queried").free_bytes;
     let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
     let stream = device.context().new_stream().expect("a stream");
     let outside = allocator.alloc_zeroed::<u8>(&stream, 8 * MIB).expect("allocated");
@@ -34,7 +34,7 @@ fn a_pool_is_a_scope_with_a_limit_and_gives_its_memory_back() {
     let error = out_of_memory(inside.alloc_zeroed::<u8>(&stream, 100 * MIB).expect_err("above the limit"));
     println!("{error}");
     assert_eq!(error.cause, OutOfMemoryCause::Limit { scope: LimitScope::Pool, limit_bytes: 256 << 20 });
-    assert_eq!((error.pool, before - free()), (id, 200 << 20), "a refused request allocates nothing");
+    assert_eq!((error.pool, before - free()), (id, 200 << 20), "a failed request allocates nothing");
     drop(allocator.alloc_zeroed::<u8>(&stream, 400 * MIB).expect("the limit applies only to the pool"));
     drop((pool, inside));
     allocator.trim().expect("trimmed");
@@ -51,14 +51,14 @@ fn a_pool_is_a_scope_with_a_limit_and_gives_its_memory_back() {
 #[test]
 fn the_failure_callback_makes_room_on_a_full_device() {
     let Some(device) = device() else { return };
-    let free = || device.memory_info().expect("asked").free_bytes;
+    let free = || device.memory_info().expect("queried").free_bytes;
     let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
     let stream = device.context().new_stream().expect("a stream");
     let pool = allocator.create_pool(PoolConfig::default()).expect("made");
     let cache = Arc::new(Mutex::new(Vec::new()));
     for _ in 0..4 {
         let buffer = allocator.with_pool(&pool).alloc_zeroed::<u8>(&stream, 512 * MIB).expect("allocated");
-        cache.lock().expect("sound").push(buffer);
+        cache.lock().expect("not poisoned").push(buffer);
     }
     device.context().bind_to_thread().expect("current");
     // SAFETY: freed below, and not used.
@@ -66,26 +66,26 @@ fn the_failure_callback_makes_room_on_a_full_device() {
     let asked = Arc::new(Mutex::new(Vec::new()));
     let (theirs, notes, id) = (Arc::clone(&cache), Arc::clone(&asked), pool.id());
     allocator.set_failure_callback(move |core, error| {
-        notes.lock().expect("sound").push(error.clone());
-        if theirs.lock().expect("sound").pop().is_none() {
+        notes.lock().expect("not poisoned").push(error.clone());
+        if theirs.lock().expect("not poisoned").pop().is_none() {
             return Retry::GiveUp;
         }
         core.trim(Some(id)).expect("trimmed");
         Retry::Again
     });
     let large = allocator.alloc_zeroed::<u8>(&stream, 2048 * MIB).expect("the callback frees memory");
-    let asked = || asked.lock().expect("sound").clone();
+    let asked = || asked.lock().expect("not poisoned").clone();
     println!(
         "the callback ran {} times, {} of 4 buffers left, {} bytes free",
         asked().len(),
-        cache.lock().expect("sound").len(),
+        cache.lock().expect("not poisoned").len(),
         free()
     );
     assert!(asked().iter().all(|error| error.pool == PoolId::DEFAULT && error.requested_bytes == 2048 << 20));
     assert!(asked().iter().all(|error| matches!(error.cause, OutOfMemoryCause::Driver(_))), "{:?}", asked());
-    assert!((1..4).contains(&cache.lock().expect("sound").len()), "the callback runs as often as necessary");
+    assert!((1..4).contains(&cache.lock().expect("not poisoned").len()), "the callback runs as often as necessary");
     assert_eq!(stream.clone_dtoh(&large.slice(2047 * MIB..)).expect("copied"), vec![0; MIB]);
-    cache.lock().expect("sound").clear();
+    cache.lock().expect("not poisoned").clear();
     allocator.trim().expect("trimmed");
     let (before, times) = (free(), asked().len());
     let error = out_of_memory(
@@ -101,7 +101,7 @@ fn the_failure_callback_makes_room_on_a_full_device() {
 #[test]
 fn two_pools_with_quotas_hand_memory_to_each_other() {
     let Some(device) = device() else { return };
-    let free = || device.memory_info().expect("asked").free_bytes;
+    let free = || device.memory_info().expect("queried").free_bytes;
     let backend = CudaBackend::builder(&device).chunk_bytes(2 << 20).build().expect("made");
     let allocator = CudaAllocator::with_backend(backend, Config::default()).expect("made");
     let stream = device.context().new_stream().expect("a stream");
@@ -131,7 +131,7 @@ fn two_pools_with_quotas_hand_memory_to_each_other() {
         let took = begun.elapsed();
         assert_eq!(before - free(), 3072 << 20, "round {round}");
         let filled = allocator.with_pool(&other).alloc_zeroed::<u8>(&stream, (3072 - large as usize) * MIB);
-        drop(filled.expect("memory that the other pool released"));
+        drop(filled.expect("the other pool released memory"));
         for (page, buffer) in &pages {
             assert_eq!(stream.clone_dtoh(&buffer.slice(..1024)).expect("copied"), [*page; 1024], "round {round}");
         }

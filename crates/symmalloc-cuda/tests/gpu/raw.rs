@@ -69,7 +69,7 @@ fn a_buffer_taken_apart_keeps_its_place_content_and_uses() {
             // SAFETY: from `into_raw`, and restored only once.
             unsafe { DeviceBuffer::<u32>::from_raw(&allocator, raw) }
         });
-        let buffer = buffer.join().expect("put together");
+        let buffer = buffer.join().expect("restored");
         assert_eq!((buffer.placement(), buffer.device_ptr(&main.stream).0), (placement, raw.pointer));
         main.expect(&buffer, round);
     }
@@ -81,7 +81,7 @@ fn a_buffer_taken_apart_keeps_its_place_content_and_uses() {
 #[test]
 fn leaked_memory_stays_until_the_allocator_is_gone() {
     let Some(device) = device() else { return };
-    let free = || device.memory_info().expect("asked").free_bytes;
+    let free = || device.memory_info().expect("queried").free_bytes;
     let worker = Worker::on_new_stream(device.context());
     let allocator = || CudaAllocator::new(&device, Config::default()).expect("made");
     // The first launch of a kernel allocates additional memory.

@@ -41,13 +41,13 @@ fn sleeps_on(backend: CudaBackend) {
         let refused = allocator.wake(pool.id()).expect_err("the device is full");
         assert!(matches!(refused, CudaError::Sleep(SleepError { cause: SleepCause::Memory { .. }, .. })), "{refused}");
         drop(taken);
-        allocator.trim().expect("taken");
+        allocator.trim().expect("trimmed");
         allocator.wake(pool.id()).expect("woken");
         assert_eq!([0, 1, 2].map(address_of), addresses);
         for buffer in &buffers {
             assert!(stream.clone_dtoh(buffer).expect("copied") == pattern[..buffer.len()]);
         }
-        allocator.core().check().expect("sound");
+        allocator.core().check().expect("consistent");
     }
 }
 

@@ -23,7 +23,7 @@ fn buffers_are_made_copied_and_cut_as_cuda_slices_are() {
     // SAFETY: every bit pattern is a valid `u64`.
     let pairs = unsafe { copy.transmute::<u64>(MIB) }.expect("the buffer is large enough");
     assert_eq!(stream.clone_dtoh(&pairs.slice(1..2)).expect("copied"), [(3 << 32) | 2]);
-    let theirs: CudaSlice<u32> = stream.clone_htod(&numbers).expect("cudarc's");
+    let theirs: CudaSlice<u32> = stream.clone_htod(&numbers).expect("allocated by cudarc");
     let ours = allocator.clone_dtod(&stream, &theirs).expect("made");
     assert!(Vec::try_from(ours).expect("copied") == numbers && Vec::try_from(copy).expect("copied") == numbers);
 }
@@ -108,7 +108,7 @@ fn a_forgotten_guard_keeps_the_memory_until_its_work_is_done() {
     let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
     let [own, other] = [(); 2].map(|()| Worker::on_new_stream(device.context()));
     allocator.register_stream(&own.stream).expect("registered");
-    let target: CudaSlice<u32> = other.stream.alloc_zeros(MIB).expect("cudarc's");
+    let target: CudaSlice<u32> = other.stream.alloc_zeros(MIB).expect("allocated by cudarc");
     for round in 1..300_u32 {
         // SAFETY: written before it is read.
         let mut buffer = unsafe { allocator.alloc::<u32>(&own.stream, MIB) }.expect("allocated");

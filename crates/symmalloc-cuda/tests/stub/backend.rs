@@ -116,7 +116,7 @@ stub_test!(a_map_that_fails_at_any_call_leaves_nothing, {
             assert_eq!((live().device_bytes, live().mappings, backend.idle_bytes()), (0, 0, 0), "{call} {nth}");
         }
     }
-    backend.map(range, 0, 8 * MIB).expect("the range is as it was");
+    backend.map(range, 0, 8 * MIB).expect("the range is unchanged");
     fail("cuMemUnmap", 1, 999);
     backend.unmap(range, 0, 8 * MIB).expect_err("the driver call fails");
     assert_eq!(backend.idle_bytes(), 0, "the part stays mapped");
@@ -184,7 +184,8 @@ fn imex_channels() -> tempfile::TempDir {
 stub_test!(fabric_handles_are_left_out_where_the_system_refuses_them, ["STUB_FABRIC_REFUSED" = "1"], {
     let (device, channels) = (device(), imex_channels());
     assert!(device.features().fabric);
-    let traits = CudaBackend::builder(&device).imex_channels(channels.path()).build().expect("without fabric").traits();
+    let traits =
+        CudaBackend::builder(&device).imex_channels(channels.path()).build().expect("fabric is optional").traits();
     assert!(traits.virtual_memory && traits.posix_fd && !traits.fabric && traits.gpu_direct_rdma, "{traits:?}");
 });
 
@@ -221,8 +222,8 @@ stub_test!(a_peer_that_comes_later_gets_access_to_what_there_is, ["STUB_DEVICES"
     let before = calls("cuMemSetAccess");
     backend.grant_access(1).expect("granted");
     assert_eq!(calls("cuMemSetAccess") - before, 2, "a call for each run of chunks");
-    backend.grant_access(1).expect("granted before");
-    backend.grant_access(0).expect("its own");
+    backend.grant_access(1).expect("a repeated grant succeeds");
+    backend.grant_access(0).expect("the device itself is accepted");
     assert_eq!(calls("cuMemSetAccess") - before, 2);
     backend.map(other, 0, 2 * MIB).expect("map for both");
     assert_eq!(backend.grant_access(7), Err(CudaError::NoPeerAccess { ordinal: 0, peer: 7 }));
@@ -242,14 +243,17 @@ stub_test!(access_that_the_driver_refuses_is_granted_to_nobody, ["STUB_DEVICES" 
 
 stub_test!(chunks_must_be_granules, {
     for chunk_bytes in [0, MIB, 3 * MIB] {
-        let error = CudaBackend::builder(&device()).chunk_bytes(chunk_bytes).build().expect_err("no granules");
+        let error = CudaBackend::builder(&device())
+            .chunk_bytes(chunk_bytes)
+            .build()
+            .expect_err("not a multiple of the granularity");
         assert_eq!(error, CudaError::ChunkSize { chunk_bytes, granularity_bytes: 2 * MIB });
     }
 });
 
 stub_test!(the_current_context_is_left_as_it_was, ["STUB_DEVICES" = "2"], {
     let (device, other) = (device(), CudaDevice::new(1).expect("the second device"));
-    let current = || ctx::get_current().expect("asked").map_or(0, |context| context as usize);
+    let current = || ctx::get_current().expect("queried").map_or(0, |context| context as usize);
     assert_eq!(current(), 0, "making devices leaves the thread without a context");
     let backend = with_streams(&device, CudaBackend::builder(&device));
     for context in [std::ptr::null_mut(), other.context().cu_ctx(), device.context().cu_ctx()] {
@@ -267,7 +271,7 @@ stub_test!(the_current_context_is_left_as_it_was, ["STUB_DEVICES" = "2"], {
         backend.unmap(range, 0, 2 * MIB).expect_err("the driver call fails");
         backend.unmap(range, 0, 2 * MIB).expect("unmap");
         backend.release(range).expect("release");
-        device.memory_info().expect("asked");
+        device.memory_info().expect("queried");
         assert_eq!(current(), context as usize);
     }
 });

@@ -51,7 +51,7 @@ stub_test!(a_buffer_of_nothing_makes_no_driver_call, {
     let stream = allocator.device().context().new_stream().expect("a stream");
     allocator.register_stream(&stream).expect("registered");
     let before = all_calls();
-    let empty = allocator.alloc_zeroed::<f64>(&stream, 0).expect("nothing");
+    let empty = allocator.alloc_zeroed::<f64>(&stream, 0).expect("no elements");
     assert!(empty.is_empty() && empty.as_view().is_empty());
     assert_eq!(empty.device_ptr(&stream).0, 0);
     drop(empty);
@@ -284,7 +284,7 @@ stub_test!(streams_are_told_apart_kept_and_checked, ["STUB_DEVICES" = "2"], {
         allocator.register_stream(&context.per_thread_stream()).expect_err("the stream differs between threads");
     assert_eq!(error, CudaError::PerThreadStream);
     let other = CudaDevice::new(1).expect("the second device").context().new_stream().expect("a stream");
-    assert_eq!(allocator.register_stream(&other).expect_err("elsewhere"), CudaError::ForeignStream);
+    assert_eq!(allocator.register_stream(&other).expect_err("another device's stream"), CudaError::ForeignStream);
     drop(a);
     assert_eq!(calls("cuStreamDestroy_v2"), 0, "registered streams are kept");
 });
@@ -350,7 +350,7 @@ fn ends_within(limit: Duration) -> bool {
     let streams = [context.new_stream().expect("a stream"), context.new_stream().expect("a stream")];
     let buffers = streams.each_ref().map(|stream| allocator.alloc_zeroed::<u8>(stream, MIB).expect("allocated"));
     let events = live().events;
-    let done = allocator.synchronize_all(Instant::now() + limit).expect("asked");
+    let done = allocator.synchronize_all(Instant::now() + limit).expect("queried");
     assert!(live().events <= events + 2, "events are reused");
     drop(buffers);
     done
@@ -369,7 +369,7 @@ stub_test!(waiting_for_all_streams_ends_with_the_deadline, {
 stub_test!(memory_comes_back_after_a_trim, {
     let allocator = allocator();
     let stream = allocator.device().context().new_stream().expect("a stream");
-    let free = || allocator.device().memory_info().expect("asked").free_bytes;
+    let free = || allocator.device().memory_info().expect("queried").free_bytes;
     let before = free();
     let kept = allocator.alloc_zeroed::<u8>(&stream, MIB).expect("allocated");
     drop(allocator.alloc_zeroed::<u8>(&stream, 100 * MIB).expect("allocated"));
@@ -386,14 +386,14 @@ stub_test!(memory_that_another_process_took_is_a_typed_error, ["STUB_MEMORY_BYTE
     let allocator = allocator();
     let stream = allocator.device().context().new_stream().expect("a stream");
     let kept = allocator.alloc_zeroed::<u8>(&stream, 40 * MIB).expect("allocated");
-    let error = allocator.alloc_zeroed::<u8>(&stream, 40 * MIB).expect_err("full");
+    let error = allocator.alloc_zeroed::<u8>(&stream, 40 * MIB).expect_err("the device is full");
     let CudaError::Allocate(AllocateError::OutOfMemory(out)) = &error else { panic!("{error:?}") };
     let OutOfMemoryCause::Driver(driver) = &out.cause else { panic!("{error:?}") };
     assert_eq!((driver.call, driver.code), ("cuMemCreate", 2));
     assert!(error.to_string().contains("cuMemCreate failed with 2"), "{error}");
     drop(kept);
     allocator.alloc_zeroed::<u8>(&stream, 40 * MIB).expect("a failed allocation changes nothing");
-    allocator.core().check().expect("sound");
+    allocator.core().check().expect("consistent");
 });
 
 stub_test!(an_error_while_dropping_is_counted_and_the_memory_kept, {
@@ -454,7 +454,7 @@ stub_test!(threads_share_an_allocator, {
             });
         }
     });
-    allocator.core().check().expect("sound");
+    allocator.core().check().expect("consistent");
     assert_eq!(allocator.stats().usage.all.allocations.current, 0);
 });
 

@@ -106,9 +106,9 @@ stub_test!(a_thread_has_its_mode_again_also_after_calls_that_fail, {
     fail("cuMemHostAlloc", 0, 999);
     allocator.sleep(PoolId::DEFAULT, Contents::Keep).expect_err("no host memory");
     fail("cuStreamSynchronize", 0, 999);
-    allocator.synchronize(&stream).expect_err("it fails");
+    allocator.synchronize(&stream).expect_err("the driver call fails");
     fail("cuCtxSynchronize", 0, 999);
-    device.synchronize().expect_err("it fails");
+    device.synchronize().expect_err("the driver call fails");
     heal();
     {
         let _relaxed = device.relax_capture();

@@ -73,7 +73,7 @@ stub_test!(a_drop_records_an_event_for_each_other_stream, {
     drop(used(&allocator, 5, &a, &a));
     assert_eq!(counts().0, before.0 + 2, "the buffer's stream needs no event");
     assert_eq!(allocator.device_calls().records, before.0 + 2);
-    allocator.core().check().expect("sound");
+    allocator.core().check().expect("consistent");
 });
 
 stub_test!(work_after_the_drop_is_not_waited_for, {
@@ -114,7 +114,7 @@ stub_test!(uses_before_a_capture_are_over_when_it_begins, {
     let temporary = allocator.alloc_zeroed::<u8>(&b, MIB).expect("allocated");
     drop(temporary);
     let taken: Vec<_> = (0..3).map(|_| allocator.alloc_zeroed::<u8>(&a, MIB).expect("allocated")).collect();
-    drop(capture.end().expect("legal"));
+    drop(capture.end().expect("the capture is valid"));
     assert_eq!(allocator.drop_errors().count, 0);
     drop(taken);
 });
@@ -286,8 +286,10 @@ fn random_program(seed: u64, allocator: &CudaAllocator, streams: &[Arc<CudaStrea
                             long.push(hold(user.cu_stream() as u64));
                         }
                         // SAFETY: the buffer is alive and large enough, and the host bytes are static.
-                        unsafe { memcpy_htod_async(pointer.expect("used"), &BYTES[255], user.cu_stream()) }
-                            .expect("copied");
+                        unsafe {
+                            memcpy_htod_async(pointer.expect("the pointer was taken"), &BYTES[255], user.cu_stream())
+                        }
+                        .expect("copied");
                     }
                     drop(buffer);
                 }
@@ -301,7 +303,7 @@ fn assert_sound(seed: u64, allocator: &CudaAllocator, buffers: Vec<Written>) {
     for (buffer, value) in buffers {
         assert_eq!(first_byte(&buffer), value, "seed {seed}");
     }
-    allocator.core().check().expect("sound");
+    allocator.core().check().expect("consistent");
     assert_eq!(allocator.drop_errors().count, 0);
 }
 

@@ -43,7 +43,7 @@ fn check(what: &str, take: impl FnOnce(DeviceBuffer<u8>, &Arc<CudaStream>, &Arc<
     other.synchronize().expect("done");
     assert_eq!(own.clone_dtoh(&target).expect("copied"), FIVES, "{what}");
     assert_eq!(allocator.drop_errors().count, 0, "{what}");
-    allocator.core().check().expect("sound");
+    allocator.core().check().expect("consistent");
 }
 
 stub_test!(a_forgotten_read_guard_keeps_the_memory, {

@@ -44,7 +44,7 @@ fn capture(
     let later = take(a, 4 << 20);
     allocator.wait(a, b).expect("joined back");
     drop((side, later));
-    let graph = capture.end().expect("legal");
+    let graph = capture.end().expect("the capture is valid");
     (graph, output, places)
 }
 
@@ -102,8 +102,8 @@ stub_test!(two_captures_at_once_keep_to_their_pools, {
     let three = allocator.alloc_zeroed::<u8>(&eager, 1 << 20).expect("allocated");
     let live_in = |pool| allocator.core().pool_stats(pool).expect("known").usage.all.allocations.current;
     assert_eq!((live_in(pools[0].id()), live_in(pools[1].id()), live_in(allocator.pool())), (1, 1, 1));
-    first.end().expect("legal");
-    second.end().expect("legal");
+    first.end().expect("the capture is valid");
+    second.end().expect("the capture is valid");
     drop((one, two, three));
     assert_eq!(allocator.drop_errors().count, 0);
 });
@@ -121,9 +121,9 @@ stub_test!(what_came_before_a_capture_is_waited_for_before_it_begins, {
     let mut copy = allocator.alloc_zeroed::<u8>(&a, 1 << 20).expect("allocated");
     a.memcpy_dtod(&shared, &mut copy).expect("captured");
     // Queries and trims during a capture do not invalidate it.
-    allocator.core().drop_completed_fences().expect("asked");
-    drop(allocator.alloc_zeroed::<u8>(&b, 9 << 20).expect("allocated on a stream outside"));
-    let graph = under_way.end().expect("legal");
+    allocator.core().drop_completed_fences().expect("queried");
+    drop(allocator.alloc_zeroed::<u8>(&b, 9 << 20).expect("allocated outside the capture"));
+    let graph = under_way.end().expect("the capture is valid");
     assert_eq!(allocator.drop_errors().count, 0);
     graph.launch(&a).expect("launched");
 });
@@ -139,7 +139,7 @@ stub_test!(fences_of_a_capture_do_not_reach_out_of_it, {
         graph.launch(&streams.0).expect("launched");
     }
     assert_eq!(allocator.drop_errors().count, 0);
-    allocator.core().check().expect("sound");
+    allocator.core().check().expect("consistent");
 });
 
 stub_test!(a_capture_that_is_dropped_captures_nothing, {
@@ -148,7 +148,7 @@ stub_test!(a_capture_that_is_dropped_captures_nothing, {
     let pool = GraphPool::new(&allocator, reserved()).expect("made");
     drop(pool.begin(&a).expect("begun"));
     let again = pool.begin(&a).expect("begun again");
-    assert_eq!(pool.begin(&a).expect_err("under way"), CudaError::AlreadyCapturing);
+    assert_eq!(pool.begin(&a).expect_err("a capture is in progress"), CudaError::AlreadyCapturing);
     again.end().expect("an empty graph");
     allocator.synchronize(&a).expect("no capture is in progress");
 });
@@ -187,14 +187,14 @@ stub_test!(captures_are_seen_whoever_began_them, {
     let allocator = allocator();
     let (stream, other) = streams(&allocator);
     allocator.register_stream(&stream).expect("registered");
-    assert!(!allocator.is_capturing().expect("asked"));
+    assert!(!allocator.is_capturing().expect("queried"));
     let pool = GraphPool::new(&allocator, reserved()).expect("made");
     let ours = pool.begin(&other).expect("begun");
-    assert!(allocator.is_capturing().expect("asked"));
+    assert!(allocator.is_capturing().expect("queried"));
     drop(ours);
     let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
     stream.begin_capture(mode).expect("begun");
-    assert!(allocator.is_capturing().expect("asked"), "cudarc captures a registered stream");
+    assert!(allocator.is_capturing().expect("queried"), "cudarc captures a registered stream");
     stream.end_capture(CUgraphInstantiate_flags(0)).expect("ended");
-    assert!(!allocator.is_capturing().expect("asked"));
+    assert!(!allocator.is_capturing().expect("queried"));
 });

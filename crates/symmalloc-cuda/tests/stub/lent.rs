@@ -21,7 +21,7 @@ fn lend(allocator: &CudaAllocator, stream: CUstream) -> StreamId {
 stub_test!(the_next_stream_of_an_id_waits_for_the_one_before, {
     let device = device();
     let (first, second) =
-        (device.context().new_stream().expect("a stream"), device.context().new_stream().expect("one"));
+        (device.context().new_stream().expect("a stream"), device.context().new_stream().expect("a stream"));
     let allocator = allocator(&device, StreamPolicy::Separate);
     let id = lend(&allocator, first.cu_stream());
     let block = allocator.core().allocate(PoolId::DEFAULT, id, 1 << 20).expect("memory");
@@ -45,7 +45,8 @@ stub_test!(the_next_stream_of_an_id_waits_for_the_one_before, {
 
 stub_test!(what_a_stream_left_in_a_shared_heap_is_waited_for_after_it_is_gone, {
     let device = device();
-    let (gone, other) = (device.context().new_stream().expect("a stream"), device.context().new_stream().expect("one"));
+    let (gone, other) =
+        (device.context().new_stream().expect("a stream"), device.context().new_stream().expect("a stream"));
     let allocator = allocator(&device, StreamPolicy::Shared);
     let (gone_id, other_id) = (lend(&allocator, gone.cu_stream()), lend(&allocator, other.cu_stream()));
     let block = allocator.core().allocate(PoolId::DEFAULT, gone_id, 1 << 20).expect("memory");

@@ -21,7 +21,7 @@ stub_test!(calls_of_the_device_are_counted_and_measured_under_its_label, {
         let context = device.context();
         let (a, b) = (context.new_stream().expect("a stream"), context.new_stream().expect("a stream"));
         let taken = allocator.allocate(&a, 3 << 20).expect("allocated");
-        allocator.register_stream(&b).expect("the second");
+        allocator.register_stream(&b).expect("registered");
         allocator.core().record_use(taken.handle, allocator.stream_id(&b).expect("registered")).expect("live");
         allocator.free(taken.handle).expect("fenced");
         let again = allocator.allocate(&a, 3 << 20).expect("cached");

@@ -84,13 +84,17 @@ stub_test!(an_ordinal_beyond_the_devices_is_refused, ["STUB_DEVICES" = "2"], {
 });
 
 stub_test!(the_current_device_is_that_of_the_current_context, ["STUB_DEVICES" = "2"], {
-    assert_eq!(CudaDevice::current().expect("asked"), None);
+    assert_eq!(CudaDevice::current().expect("queried"), None);
     let [first, second] = [0, 1].map(|ordinal| CudaDevice::new(ordinal).expect("the stub has two"));
-    assert_eq!(CudaDevice::current().expect("asked"), None, "creating a device leaves the thread's context unchanged");
+    assert_eq!(
+        CudaDevice::current().expect("queried"),
+        None,
+        "creating a device leaves the thread's context unchanged"
+    );
     let _outer = first.enter().expect("entered");
     {
         let _inner = second.enter().expect("entered");
-        assert_eq!(CudaDevice::current().expect("asked"), Some(1));
+        assert_eq!(CudaDevice::current().expect("queried"), Some(1));
     }
-    assert_eq!(CudaDevice::current().expect("asked"), Some(0));
+    assert_eq!(CudaDevice::current().expect("queried"), Some(0));
 });

@@ -362,7 +362,7 @@ stub_test!(memory_is_made_ahead_during_a_capture_and_does_not_spoil_it, {
     let before = own_making_calls();
     let second = allocator.alloc_zeroed::<u8>(&stream, 20 << 20).expect("allocated");
     assert_eq!(own_making_calls(), before);
-    let graph = capture.end().expect("legal");
+    let graph = capture.end().expect("the capture is valid");
     drop((first, second));
     graph.launch(&stream).expect("launched");
     stream.synchronize().expect("done");
@@ -431,11 +431,11 @@ fn seen(backend: CudaBackend, config: &Config, program: &Program, mut before: im
         let event =
             |event: &SegmentEvent| (event.kind, event.stream, event.segment, event.offset_bytes, event.size_bytes);
         seen.events.extend(unread.events.iter().map(event));
-        allocator.acknowledge(observer, &unread).expect("the driver works on this thread");
+        allocator.acknowledge(observer, &unread).expect("faults spare this thread");
         let stats = allocator.stats();
         seen.reserved.push((stats.reserved_bytes.current, stats.retired_bytes));
     }
-    allocator.check().expect("sound");
+    allocator.check().expect("consistent");
     seen.digests = (0..allocator.pool_count()).map(|pool| allocator.digest(PoolId(pool)).ok()).collect();
     seen
 }

@@ -13,7 +13,8 @@ stub_test!(what_buffers_pools_and_graphs_did_replays_on_the_simulator, {
     let path = folder.path().join("job.trace.zst");
     let allocator = CudaAllocator::new(&device(), Config::default()).expect("the stub supports it");
     let core = allocator.core();
-    core.start_recording(TraceFile::create(&path, TraceFileOptions::default()).expect("created")).expect("nothing yet");
+    core.start_recording(TraceFile::create(&path, TraceFileOptions::default()).expect("created"))
+        .expect("the allocator is unused");
     let context = allocator.device().context();
     let (a, b) = (context.new_stream().expect("a stream"), context.new_stream().expect("a stream"));
     let pool = allocator.create_pool(PoolConfig::builder().fixed().build().expect("valid")).expect("made");
@@ -26,19 +27,20 @@ stub_test!(what_buffers_pools_and_graphs_did_replays_on_the_simulator, {
     drop(weights);
     let capture = graphs.begin(&a).expect("begun");
     let captured = allocator.alloc_zeroed::<u8>(&a, 4 << 20).expect("allocated");
-    let graph = capture.end().expect("legal");
+    let graph = capture.end().expect("the capture is valid");
     let named = allocator.allocate_named(&a, 7 << 20, "activations").expect("allocated");
     allocator.synchronize(&a).expect("done");
     allocator.free(named.handle).expect("live");
     drop((captured, graph, graphs, target, pool));
     allocator.trim().expect("trimmed");
-    let recorded = core.stop_recording().expect("whole").records;
+    let recorded = core.stop_recording().expect("the recording is complete").records;
 
     let recording = read_path(&path, &ReadOptions::default()).expect("a trace");
     assert_eq!(recording.records.len() as u64, recorded);
     let program = Program::new(&recording.records).expect("a program");
     let device = SimBackend::builder().granularity_bytes(core.backend().granularity_bytes()).build();
-    let again: Allocator<_> = Allocator::new(device, recording.config.expect("stated")).expect("valid");
+    let again: Allocator<_> =
+        Allocator::new(device, recording.config.expect("the trace has a configuration")).expect("valid");
     let placements: Vec<_> = recording.records.iter().filter_map(|record| record.placement).collect();
     let mut replayed = Vec::new();
     Replay::new(&again, &program).run(|_, made| replayed.push(made.placement)).expect("the replay succeeds");

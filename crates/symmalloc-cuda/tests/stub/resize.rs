@@ -40,7 +40,7 @@ enum Came {
 impl<'a> Rank<'a> {
     fn new(device: &'a SimBackend, symmetric: bool) -> Self {
         let allocator: Allocator<_> = Allocator::new(device, Config::default()).expect("valid");
-        let streams = [(); 2].map(|()| allocator.register_stream().expect("few"));
+        let streams = [(); 2].map(|()| allocator.register_stream().expect("stream ids are left"));
         let config = quota().to_builder().symmetric(symmetric).build().expect("valid");
         let pool = allocator.create_pool(config).expect("valid");
         Rank { device, allocator, pool, streams, live: Vec::new(), held: 0 }
@@ -84,7 +84,7 @@ impl<'a> Rank<'a> {
                         assert_eq!(
                             self.allocator.digest(self.pool).expect("known"),
                             digest,
-                            "a refused resize changes nothing"
+                            "a failed resize changes nothing"
                         );
                     }
                     Err(ResizeError::OutOfRange { .. }) => assert!(asked > RANGE),
@@ -97,7 +97,7 @@ impl<'a> Rank<'a> {
 
     /// Checks that the pool holds its quota regardless of what was allocated, freed and trimmed, and that addresses are stable.
     fn check(&self) {
-        self.allocator.check().expect("sound");
+        self.allocator.check().expect("consistent");
         let stats = self.allocator.pool_stats(self.pool).expect("known");
         assert_eq!((stats.reserved_bytes.current, self.device.leaks().mapped_bytes), (self.held, self.held));
         for made in &self.live {
@@ -136,7 +136,7 @@ fn a_pool_holds_its_quota_and_ranks_place_alike() {
         let again = SimBackend::builder().seed(!seed).build();
         let again: Allocator<_> = Allocator::new(&again, Config::default()).expect("valid");
         let program = Program::new(&records).expect("consistent");
-        Replay::new(&again, &program).run(|_, _| {}).expect("it replays");
+        Replay::new(&again, &program).run(|_, _| {}).expect("the replay succeeds");
         assert_eq!(again.digest(ranks[0].pool), ranks[0].allocator.digest(ranks[0].pool), "seed {seed}");
     }
     assert!(resized > 600 && refused > 60 && full > 900, "{resized} {refused} {full}");
@@ -204,7 +204,7 @@ fn who_observes_a_pool_keeps_its_memory() {
     let refused = resize(&rank.allocator, rank.pool, rank.streams[0], 4 * MIB);
     assert_eq!(refused, Err(ResizeError::Observed { pool: rank.pool, observers: 1 }));
     rank.check();
-    rank.held = resize(&rank.allocator, rank.pool, rank.streams[0], 10 * MIB).expect("it may grow");
+    rank.held = resize(&rank.allocator, rank.pool, rank.streams[0], 10 * MIB).expect("an observed pool can grow");
     rank.check();
     rank.allocator.forget(observer).expect("no faults");
     rank.held = resize(&rank.allocator, rank.pool, rank.streams[0], 4 * MIB).expect("no observer holds the memory");
@@ -217,19 +217,20 @@ fn caches_of_two_models_pass_memory_to_each_other_under_one_limit() {
     let device = SimBackend::builder().memory_bytes(64 * MIB).build();
     let config: Config = "total_limit_mb:64".parse().expect("valid");
     let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
-    let stream = allocator.register_stream().expect("few");
+    let stream = allocator.register_stream().expect("stream ids are left");
     let [one, other] = [(); 2].map(|()| allocator.create_pool(quota()).expect("valid"));
     for turn in 0..10 {
         let (grows, shrinks) = if turn % 2 == 0 { (one, other) } else { (other, one) };
         resize(&allocator, shrinks, stream, 16 * MIB).expect("nothing is live");
         resize(&allocator, grows, stream, 48 * MIB).expect("under the limit");
-        let blocks: Vec<_> = (0..24).map(|_| allocator.allocate(grows, stream, 2 * MIB).expect("its quota")).collect();
+        let blocks: Vec<_> =
+            (0..24).map(|_| allocator.allocate(grows, stream, 2 * MIB).expect("within the quota")).collect();
         let refused = resize(&allocator, shrinks, stream, 18 * MIB);
         assert!(
             matches!(&refused, Err(ResizeError::Reserve { held_bytes, .. }) if *held_bytes == 16 * MIB),
             "{refused:?}"
         );
-        allocator.sleep(shrinks, Contents::Drop).expect("quiet");
+        allocator.sleep(shrinks, Contents::Drop).expect("the pool can sleep");
         assert!(matches!(resize(&allocator, shrinks, stream, MIB), Err(ResizeError::Sleeps(_))));
         assert_eq!(device.leaks().mapped_bytes, 48 * MIB);
         allocator.wake(shrinks).expect("memory");
@@ -256,7 +257,8 @@ impl Cache {
         let stream = allocator.device().context().new_stream().expect("a stream");
         assert_eq!(allocator.resize(pool.id(), &stream, 40 << 20).expect("memory"), 40 << 20);
         let inside = allocator.with_pool(&pool);
-        let mut kept: Vec<_> = (0..3).map(|_| inside.alloc_zeroed::<u8>(&stream, KEPT).expect("its quota")).collect();
+        let mut kept: Vec<_> =
+            (0..3).map(|_| inside.alloc_zeroed::<u8>(&stream, KEPT).expect("within the quota")).collect();
         for (buffer, byte) in kept.iter_mut().zip(1..) {
             stream.memcpy_htod(&vec![byte; KEPT], buffer).expect("copied");
         }
@@ -275,13 +277,13 @@ impl Cache {
         }
         let held = self.allocator.core().pool_stats(self.pool.id()).expect("known").reserved_bytes.current;
         assert_eq!(live().device_bytes - self.allocator.core().backend().idle_bytes(), held);
-        self.allocator.core().check().expect("sound");
+        self.allocator.core().check().expect("consistent");
     }
 
     fn end(self) {
         let Cache { allocator, pool, stream, kept } = self;
         drop((kept, pool));
-        allocator.trim().expect("taken");
+        allocator.trim().expect("trimmed");
         drop((allocator, stream));
         let left = live();
         assert_eq!((left.device_bytes, left.ranges, left.mappings), (0, 0, 0));
@@ -299,7 +301,7 @@ stub_test!(what_is_given_up_is_back_on_the_device, {
         matches!(cache.resize(10 << 20), Err(CudaError::Resize(error)) if matches!(*error, ResizeError::InUse { .. }))
     );
     assert_eq!(live().device_bytes, 14 << 20, "unchanged");
-    cache.allocator.trim().expect("taken");
+    cache.allocator.trim().expect("trimmed");
     assert_eq!(live().device_bytes, 14 << 20, "only a resize releases a quota");
     cache.end();
 });

@@ -93,7 +93,7 @@ fn content(import: &Import, name: &str, stream: &Arc<CudaStream>) -> Vec<u8> {
 
 /// Returns the number of open descriptors of this process.
 fn descriptors() -> usize {
-    std::fs::read_dir("/proc/self/fd").expect("a list").count() - 1
+    std::fs::read_dir("/proc/self/fd").expect("listed").count() - 1
 }
 
 stub_test!(an_importer_sees_the_exporters_bytes_without_a_copy, {
@@ -112,7 +112,7 @@ stub_test!(an_importer_sees_the_exporters_bytes_without_a_copy, {
 
     assert_eq!(content(&import, "embedding", &engine), vec![1; 3 * MIB]);
     assert_eq!(content(&import, "layer", &engine), vec![2; 1000]);
-    let unnamed = import.allocation(2).expect("the third");
+    let unnamed = import.allocation(2).expect("the third allocation");
     assert_eq!((unnamed.name, unnamed.size_bytes), (None, 5 << 20));
     assert_ne!(
         unnamed.address,
@@ -175,8 +175,8 @@ stub_test!(a_stale_import_is_an_error_and_its_memory_stays_mapped, {
     let Trainer { weights, stream, embedding, layer, unnamed } = Trainer::new(&device);
     let export = weights.export().expect("exported");
     let import = attach(&export, &device, Access::Read).expect("attached");
-    let address = import.allocation(1).expect("the second").address;
-    let other = weights.alloc_zeroed::<u8>(&stream, 100).expect("not exported");
+    let address = import.allocation(1).expect("the second allocation").address;
+    let other = weights.alloc_zeroed::<u8>(&stream, 100).expect("allocated");
     drop(other);
     import.check().expect("memory that was not exported may be freed");
 
@@ -224,7 +224,7 @@ stub_test!(a_pool_that_sleeps_makes_imports_stale_and_is_exported_again_when_it_
     let pool = trainer.weights.pool();
     let export = trainer.weights.export().expect("exported");
     let import = attach(&export, &device, Access::Read).expect("attached");
-    let address = import.allocation(1).expect("the second").address;
+    let address = import.allocation(1).expect("the second allocation").address;
     allocator.sleep(pool, Contents::Keep).expect("asleep");
     assert_eq!(import.check(), Err(ImportError::Stale { state: ExportState::Unmapped, allocation: None }));
     assert_eq!(export.check(), Err(ShareError::Stale(ExportState::Unmapped)));
@@ -249,7 +249,7 @@ stub_test!(importers_are_told_by_exports_that_are_dropped_withdrawn_and_left, {
     let other = attach(&second, &device, Access::Read).expect("attached");
     second.withdraw();
     assert_eq!(other.check(), Err(ImportError::Stale { state: ExportState::Withdrawn, allocation: None }));
-    import.check().expect("another export");
+    import.check().expect("the earlier export is unaffected");
     assert_eq!(trainer.weights.exports().len(), 2);
 
     // An exporter that exits with live allocations leaves them to the importer.
@@ -258,7 +258,7 @@ stub_test!(importers_are_told_by_exports_that_are_dropped_withdrawn_and_left, {
         buffer.leak();
     });
     drop((weights, own));
-    import.check().expect("nobody else writes there");
+    import.check().expect("the memory is unchanged");
     let report = import.report();
     assert_eq!((report.state, report.exporter_is_alive), (ExportState::Ended, false));
     assert_eq!(content(&import, "embedding", &stream), vec![1; 3 * MIB]);
@@ -267,7 +267,7 @@ stub_test!(importers_are_told_by_exports_that_are_dropped_withdrawn_and_left, {
 stub_test!(pools_that_have_nothing_or_cannot_be_exported_say_so, {
     let device = device();
     let allocator = allocator(&device);
-    assert_eq!(allocator.export().expect_err("empty"), ShareError::Empty);
+    assert_eq!(allocator.export().expect_err("the pool is empty"), ShareError::Empty);
     let plain = CudaAllocator::with_backend(
         CudaBackend::builder(&device).plain().build().expect("a backend"),
         Default::default(),
@@ -275,7 +275,7 @@ stub_test!(pools_that_have_nothing_or_cannot_be_exported_say_so, {
     let plain = plain.expect("an allocator");
     let stream = device.context().new_stream().expect("a stream");
     let _buffer = plain.alloc_zeroed::<u8>(&stream, 100).expect("memory");
-    assert_eq!(plain.export().expect_err("plain"), ShareError::NotExportable);
+    assert_eq!(plain.export().expect_err("plain memory cannot be exported"), ShareError::NotExportable);
     assert_eq!((plain.exports(), live().mappings), (vec![], 0));
 });
 
@@ -283,7 +283,7 @@ stub_test!(other_devices_and_more_access_than_is_given_are_refused_on_both_sides
     let device = device();
     let trainer = Trainer::new(&device);
     let export = trainer.weights.export().expect("exported");
-    let other = CudaDevice::new(1).expect("the second");
+    let other = CudaDevice::new(1).expect("the second device");
     let before = descriptors();
     let (served, attached) = both(&export, &other, Access::Read);
     let error = served.expect_err("another device");
@@ -378,18 +378,18 @@ stub_test!(every_driver_call_fails_at_every_occurrence_and_nothing_is_left, {
             (Err(ShareError::HungUp), Err(error)) | (Err(error), _) | (Ok(_), Err(error)) => return Err(error),
             (Ok(_), Ok(import)) => import,
         };
-        let layer = import.allocation(1).expect("the second").address as *const u8;
+        let layer = import.allocation(1).expect("the second allocation").address as *const u8;
         // SAFETY: mapped; the stub's device memory is host memory.
         assert_eq!(unsafe { std::slice::from_raw_parts(layer, 1000) }, [2; 1000]);
         let detached = import.detach();
         if detached.is_err() {
             assert_eq!(export.report().peers.len(), 1, "the exporter still lists it as a peer");
             heal();
-            import.detach().expect("the second time");
+            import.detach().expect("the second attempt succeeds");
         }
         Ok(detached?)
     };
-    program().expect("it works");
+    program().expect("no call fails");
     assert_eq!(trainer.weights.exports(), []);
     let before = (live(), descriptors());
     for call in CALLS.into_iter().chain(["cuMemAddressFree"]) {

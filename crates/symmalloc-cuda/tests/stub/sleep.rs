@@ -65,13 +65,13 @@ impl Job {
             let held = self.stream.clone_dtoh(buffer).expect("copied");
             assert!(held == *pattern, "{} bytes at {}", pattern.len(), buffer.placement());
         }
-        self.allocator.core().check().expect("sound");
+        self.allocator.core().check().expect("consistent");
     }
 
     fn end(self) {
         let Job { allocator, pool, stream, buffers } = self;
         drop((buffers, pool));
-        allocator.trim().expect("taken");
+        allocator.trim().expect("trimmed");
         drop((allocator, stream));
         let left = live();
         assert_eq!((left.device_bytes, left.ranges, left.mappings, left.host_bytes), (0, 0, 0, 0));
@@ -104,7 +104,7 @@ stub_test!(what_is_kept_comes_back_from_the_host_and_its_memory_is_free_meanwhil
             job.holds_what_it_held();
         }
         assert_eq!(calls("cuMemHostAlloc") - locked, 3, "pages are locked only once");
-        assert_eq!(job.allocator.release_host_memory().expect("taken"), 96 << 20);
+        assert_eq!(job.allocator.release_host_memory().expect("released"), 96 << 20);
         assert_eq!(live().host_bytes, 0);
         job.allocator.reserve_host_memory(33 << 20).expect("memory");
         assert_eq!(live().host_bytes, 64 << 20);
@@ -251,7 +251,7 @@ stub_test!(a_device_without_room_is_a_typed_error_and_the_next_wake_succeeds, {
         assert_eq!((error.call, error.reason), ("cuMemCreate", Reason::OutOfMemory));
         assert_eq!((job.phase(), live().device_bytes), (Phase::Asleep, 0));
         let inside = job.allocator.with_pool(&job.pool);
-        let refused = inside.alloc_zeroed::<u8>(&job.stream, 1).expect_err("it sleeps");
+        let refused = inside.alloc_zeroed::<u8>(&job.stream, 1).expect_err("the pool is asleep");
         assert!(matches!(refused, CudaError::Allocate(AllocateError::Sleeps(_))), "{refused}");
     }
     heal();
@@ -289,7 +289,7 @@ stub_test!(what_was_kept_is_copied_while_more_is_mapped_and_is_over_before_memor
     heal();
     job.buffers.clear();
     drop(job.pool);
-    job.allocator.trim().expect("taken");
+    job.allocator.trim().expect("trimmed");
     assert_eq!((live().device_bytes, live().ranges, live().streams), (0, 0, streams));
     drop((job.allocator, job.stream));
     // Neither does an allocator that is dropped while its pool is asleep.
@@ -337,7 +337,7 @@ stub_test!(pools_of_one_allocator_wake_side_by_side, {
     for other in others {
         other.join().expect("the thread found all bytes");
     }
-    allocator.trim().expect("taken");
+    allocator.trim().expect("trimmed");
     assert_eq!(live().device_bytes, 0);
 });
 
@@ -387,7 +387,7 @@ stub_test!(a_graph_is_refused_while_its_memory_sleeps_and_replays_as_it_is_after
     let mut target = allocator.alloc_zeroed::<u8>(&stream, 3 << 20).expect("memory");
     stream.memcpy_dtod(&temporary, &mut target).expect("captured");
     drop(temporary);
-    let graph = capture.end().expect("legal").using([weights.id()]);
+    let graph = capture.end().expect("the capture is valid").using([weights.id()]);
     graph.launch(&stream).expect("launched");
     stream.synchronize().expect("done");
 
@@ -403,7 +403,7 @@ stub_test!(a_graph_is_refused_while_its_memory_sleeps_and_replays_as_it_is_after
         assert_eq!(live().device_bytes, 0);
         allocator.wake_tagged("activations").expect("woken");
         let pool = weights.id();
-        assert_eq!(graph.launch(&stream).expect_err("what it uses is asleep"), CudaError::GraphSleeps { pool });
+        assert_eq!(graph.launch(&stream).expect_err("a used pool is asleep"), CudaError::GraphSleeps { pool });
         allocator.wake_tagged("weights").expect("woken");
         stream.memset_zeros(&mut target).expect("set");
         graph.launch(&stream).expect("launched");
@@ -411,7 +411,7 @@ stub_test!(a_graph_is_refused_while_its_memory_sleeps_and_replays_as_it_is_after
     }
     // Another observer may have windows.
     let (observer, _) = allocator.core().observe(graphs.id()).expect("known");
-    let refused = graphs.sleep(Contents::Drop).expect_err("observed");
+    let refused = graphs.sleep(Contents::Drop).expect_err("the pool is observed");
     assert!(matches!(cause_of(refused), SleepCause::Observed { observers: 1 }));
     allocator.core().forget(observer).expect("known");
     // Sleeping is not possible during a capture.

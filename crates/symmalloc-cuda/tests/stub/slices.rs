@@ -50,7 +50,7 @@ stub_test!(buffers_are_made_from_content_as_cuda_slices_are, {
     let borrows = on.clone_htod(&numbers).expect("made");
     let copies = [borrows.try_clone().expect("made"), on.clone_dtod(&borrows).expect("made")];
     assert_eq!(copies.map(|copy| Vec::try_from(copy).expect("copied")), [numbers.clone(), numbers.clone()]);
-    assert_eq!(Vec::try_from(allocator.null::<u32>(&stream).expect("made")).expect("nothing"), [0; 0]);
+    assert_eq!(Vec::try_from(allocator.null::<u32>(&stream).expect("made")).expect("no elements"), [0; 0]);
     drop((zeros, copy, borrows));
     assert_eq!(live_allocations(&allocator), 0);
 });
@@ -85,15 +85,15 @@ stub_test!(parts_are_cut_as_those_of_cuda_slices_are, {
     }
     assert!(buffer.try_slice(50..101).is_none() && buffer.try_split_at(101).is_none());
     assert!(buffer.try_slice_mut(..=100).is_none() && buffer.try_split_at_mut(101).is_none());
-    assert_eq!(read(&buffer.try_slice(50..).expect("within").slice(1..3)), [51, 52]);
-    let (low, high) = buffer.try_split_at(40).expect("within");
+    assert_eq!(read(&buffer.try_slice(50..).expect("within the bounds").slice(1..3)), [51, 52]);
+    let (low, high) = buffer.try_split_at(40).expect("within the bounds");
     assert_eq!((low.len(), read(&high.slice(..2))), (40, vec![40, 41]));
     let chunks: Vec<_> = buffer.as_view().chunks_exact(25).map(|chunk| read(&chunk.slice(..1))).collect();
     assert_eq!(chunks, [[0], [25], [50], [75]]);
     {
-        let (low, mut high) = buffer.try_split_at_mut(50).expect("within");
+        let (low, mut high) = buffer.try_split_at_mut(50).expect("within the bounds");
         let (mut quarter, mut next) = high.split_at_mut(25);
-        stream.memcpy_htod(&[7; 5], &mut quarter.try_slice_mut(20..).expect("within")).expect("copied");
+        stream.memcpy_htod(&[7; 5], &mut quarter.try_slice_mut(20..).expect("within the bounds")).expect("copied");
         stream.memcpy_htod(&[8; 5], &mut next.slice_mut(..5)).expect("copied");
         assert!(high.try_split_at_mut(51).is_none() && low.try_slice(..51).is_none());
         assert_eq!(read(&low.slice(49..)), [49]);
@@ -146,7 +146,8 @@ stub_test!(parts_that_are_owned_free_the_memory_together, {
     drop((first, rest, shared, twin));
     assert_eq!(live_allocations(&allocator), 1, "the last part keeps the memory");
     assert!(allocator.core().allocation(handle).is_ok());
-    let mut tail = std::thread::spawn(move || tail.try_into_part().expect("the only one")).join().expect("no panic");
+    let mut tail =
+        std::thread::spawn(move || tail.try_into_part().expect("the only reference")).join().expect("no panic");
     stream.memcpy_htod(&[7], &mut tail).expect("copied");
     assert_eq!(stream.clone_dtoh(&tail).expect("copied"), [7, 500]);
     assert_eq!(DeviceSlice::stream(&tail).cu_stream(), stream.cu_stream());

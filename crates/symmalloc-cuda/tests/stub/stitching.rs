@@ -77,7 +77,7 @@ stub_test!(bytes_written_by_one_name_are_read_by_the_other, {
     backend.map_pieces((home, 0), 16 * MIB, 8 * MIB).expect("memory");
     backend.map_pieces((home, 16 * MIB), 8 * MIB, 8 * MIB).expect("memory");
     assert_eq!(live().mappings, 3);
-    backend.alias((range, 0), (home, 16 * MIB), 2 * MIB).expect_err("a part of a piece");
+    backend.alias((range, 0), (home, 16 * MIB), 2 * MIB).expect_err("not a whole piece");
     backend.alias((range, 0), (home, 16 * MIB), 8 * MIB).expect("mapped");
     backend.alias((range, 8 * MIB), (home, 0), 8 * MIB).expect("mapped");
     assert_eq!((live().mappings, live().device_bytes), (5, 24 * MIB));
@@ -97,7 +97,7 @@ stub_test!(memory_made_ahead_is_not_stitched, {
     assert!(!backend.can_alias());
     let allocator = CudaAllocator::with_backend(backend, config()).expect("made");
     let default_pool = symmalloc_core::PoolId::DEFAULT;
-    assert_eq!(allocator.core().pool_config(default_pool).expect("there").stitching(), None);
+    assert_eq!(allocator.core().pool_config(default_pool).expect("the pool exists").stitching(), None);
 });
 
 /// Stitches a range, stitches the same range again, and releases everything.

@@ -104,7 +104,7 @@ fn attach_to(bytes: &[u8], files: &[std::os::fd::BorrowedFd<'_>], device: &Arc<C
     assert!(files.is_empty() || control.push(SendAncillaryMessage::ScmRights(files)));
     let sent = sendmsg(&far, &[std::io::IoSlice::new(bytes)], &mut control, SendFlags::empty()).expect("sent");
     assert_eq!(sent, bytes.len());
-    far.shutdown(std::net::Shutdown::Write).expect("shut");
+    far.shutdown(std::net::Shutdown::Write).expect("shut down");
     Import::attach(device, &near, Access::Read, LONG).map(drop).expect_err("no exporter")
 }
 
@@ -148,7 +148,7 @@ stub_test!(hostile_importers_are_typed_errors, {
     let serve = |bytes: &[u8]| {
         let (ours, mut theirs) = UnixStream::pair().expect("sockets");
         theirs.write_all(bytes).expect("sent");
-        theirs.shutdown(std::net::Shutdown::Write).expect("shut");
+        theirs.shutdown(std::net::Shutdown::Write).expect("shut down");
         export.serve(&ours, Access::Read, LONG).expect_err("no importer")
     };
     assert_eq!(serve(&[]), ShareError::HungUp);

@@ -55,7 +55,7 @@ fn until(what: impl Fn() -> bool) {
 fn processes(options: &[(&str, &str)], exporter: fn(&Path), importer: fn(&Path)) {
     let folder = tempfile::tempdir().expect("a folder");
     std::fs::write(folder.path().join("channel0"), []).expect("a file");
-    let place = folder.path().to_str().expect("plain").to_owned();
+    let place = folder.path().to_str().expect("UTF-8").to_owned();
     let options: Vec<_> = options.iter().copied().chain([("SHARE_TEST_FOLDER", &*place)]).collect();
     let outputs = stub_process::ranks(2, &options, |rank| {
         let folder = std::env::var("SHARE_TEST_FOLDER").expect("set by the test");
