@@ -3,7 +3,7 @@
 //!
 //! `cargo run --release -p symmalloc-cuda --example share_weights [MIB] [ATTACHMENTS]`
 //!
-//! With `write` as a third argument, the engine finally writes to read-only memory and prints the driver's answer.
+//! With `write` as a third argument, the engine finally writes to read-only memory and prints the driver's result.
 
 use cudarc::driver::{CudaStream, DevicePtr};
 use std::error::Error;

@@ -45,7 +45,7 @@ impl<B: CudaMemory> Clone for CachingAllocator<B> {
 }
 
 impl CudaAllocator {
-    /// Creates an allocator of a device's memory with default options. Takes no device memory yet.
+    /// Creates an allocator of a device's memory with default options. Allocates no device memory yet.
     ///
     /// # Errors
     /// Returns an error if a driver call fails, or the configuration does not fit the device.
@@ -287,7 +287,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
         Ok(Pool::new(PoolLease::new(self.state(), pool)))
     }
 
-    /// Returns an allocator that shares this one's state and takes memory from `pool`.
+    /// Returns an allocator that shares this one's state and allocates from `pool`.
     pub fn with_pool(&self, pool: &Pool<B>) -> Self {
         CachingAllocator { lease: Arc::clone(pool.lease()) }
     }
@@ -297,7 +297,7 @@ impl<B: CudaMemory> CachingAllocator<B> {
     /// Blocks the host until the streams that used the memory are done with it.
     ///
     /// # Errors
-    /// Returns an error if the driver fails. The remaining memory can be trimmed by another call.
+    /// Returns an error if a driver call fails. The remaining memory can be trimmed by another call.
     pub fn trim(&self) -> Result<u64, CudaError> {
         self.state().trim()
     }

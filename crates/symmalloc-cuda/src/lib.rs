@@ -1,8 +1,8 @@
 //! Deterministic device memory for CUDA: the placements of `symmalloc-core` on real GPUs, with buffers that integrate with cudarc.
 //!
 //! A runtime allocates memory through this crate instead of `cuMemAlloc`, with the core's guarantees. The n-th allocation has the same
-//! segment and offset on every rank and in every run. Uses by other streams are waited for on the device and never polled. In a steady
-//! state, no allocation makes a driver call.
+//! segment and offset on every rank and in every run. The device waits for uses by other streams, and the host never polls for
+//! them. In a steady state, no allocation makes a driver call.
 //!
 //! # Examples
 //! ```no_run
@@ -49,7 +49,7 @@
 //! | cudarc's build script reports "Must specify one of the following features" | enable one here: `symmalloc-cuda = { features = ["cuda-12080"] }`, the oldest version that the program must support |
 //! | candle, or another crate, already enables one | enable none |
 //! | two are enabled: cudarc fails to build with about 190 errors about duplicate definitions | remove one of them; `cargo tree -e features -i cudarc` shows which crate enables which. If both are enabled here, this crate's build script also reports it |
-//! | the build machine determines the version | `CUDARC_CUDA_VERSION=13000` in the environment and no feature, or `cuda-version-from-build-system`, which queries `nvcc` |
+//! | the build machine determines the version | set `CUDARC_CUDA_VERSION=13000` in the environment and enable no feature, or enable `cuda-version-from-build-system`, which queries `nvcc` |
 //!
 //! This crate behaves identically with all versions, because it resolves its own driver calls. Within the repository, `.cargo/config.toml`
 //! selects the version.

@@ -74,7 +74,7 @@ pub fn all() -> Vec<Property<Job>> {
             pairs(job, state).all(|(one, other)| what_is_lost_is_lost(job, one, other))
         }),
         Property::always(HEALS, |job, state| !should_be_healed(job, state) || are_all_awake(job, state, &[1])),
-        // Once it holds, it keeps holding, and no run revisits a state (`State::progress`), so the checker's answer is
+        // Once true, the property stays true, and no run revisits a state (`State::progress`), so the checker's answer is
         // exact.
         Property::eventually(ENDS, |_, state| running(state).all(|rank| rank.step == Step::Done)),
         Property::sometimes(IN_PLACE, |job, state| are_all_awake(job, state, &[0, 1])),

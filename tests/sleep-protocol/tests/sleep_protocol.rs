@@ -1,5 +1,5 @@
 //! Checks that the protocol satisfies its properties in every run of these jobs. The numbers of states are pinned,
-//! because a fault or step that is missing from the model would reduce them and make every check easier. `--
+//! because a fault or step that is missing from the model would reduce them and weaken every check. `--
 //! --nocapture` prints the duration of each check; `docs/sleep-protocol.md` has the table.
 
 use Op::{Sleep, Sync, Wake};

@@ -3,7 +3,7 @@
 use crate::model::{Code, State, THREAD, with};
 use std::ffi::{CStr, c_char, c_int};
 
-/// Makes the `nth` call of `name` from now on fail with `code`; with 0, every call.
+/// Makes the `nth` call of `name` from now on fail with `code`. If `nth` is 0, every call fails.
 ///
 /// # Safety
 /// `name` must be a C string.

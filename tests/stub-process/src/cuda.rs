@@ -8,7 +8,7 @@ pub(crate) fn control<F: Copy>(name: &str) -> F {
     unsafe { symbol(&["libcuda.so", "libcuda.so.1"], name) }
 }
 
-/// Makes the n-th call from now on fail once; with 0, every call fails.
+/// Makes the n-th call from now on fail once. If `nth` is 0, every call fails.
 pub fn fail(call: &str, nth: u64, code: i32) {
     let call = CString::new(call).expect("no zero byte");
     // SAFETY: the symbol has this type, and the pointer is a C string.

@@ -1,7 +1,7 @@
 //! Runs tests in processes that have the stubs on their library path.
 //!
-//! The library path is read when a process starts, and a stub has one state per process. Each test therefore starts its executable again
-//! for itself alone, with the stubs in a fresh directory:
+//! The library path is read when a process starts, and a stub has one state per process. Each test therefore starts its executable again,
+//! restricted to that test, with the stubs in a fresh directory:
 //!
 //! ```text
 //!  cargo test ── test `a` ── process: test `a` alone, libcuda.so and libnccl.so.2 are the stubs ── body

@@ -16,14 +16,14 @@ fn number(rank: Option<usize>) -> c_int {
     rank.map_or(-1, |rank| rank as c_int)
 }
 
-/// Makes the rank's n-th call from now on return `code` without any effect, once; with 0, every call. `None` selects any rank.
+/// Makes the rank's n-th call from now on return `code` without any effect, once. If `nth` is 0, this applies to every call. `None` selects any rank.
 pub fn fail(call: &str, rank: Option<usize>, nth: u64, code: i32) {
     type Fail = unsafe extern "C" fn(*const c_char, c_int, u64, c_int);
     // SAFETY: the symbol has this type, and the pointer is a C string.
     unsafe { control::<Fail>("stub_nccl_fail")(c_string(call).as_ptr(), number(rank), nth, code) };
 }
 
-/// Makes the rank's n-th call from now on never reach the other ranks, once; with 0, every call.
+/// Makes the rank's n-th call from now on never reach the other ranks, once. If `nth` is 0, this applies to every call.
 pub fn hang(call: &str, rank: Option<usize>, nth: u64) {
     type Hang = unsafe extern "C" fn(*const c_char, c_int, u64);
     // SAFETY: the symbol has this type, and the pointer is a C string.
@@ -44,7 +44,7 @@ pub fn stop(call: &str, rank: Option<usize>, nth: u64) {
     unsafe { control::<Stop>("stub_nccl_stop")(c_string(call).as_ptr(), number(rank), nth) };
 }
 
-/// Delays the rank's n-th call from now on by `ms` milliseconds; with 0, every call.
+/// Delays the rank's n-th call from now on by `ms` milliseconds. If `nth` is 0, every call is delayed.
 pub fn slow(call: &str, rank: Option<usize>, nth: u64, ms: u64) {
     type Slow = unsafe extern "C" fn(*const c_char, c_int, u64, u64);
     // SAFETY: the symbol has this type, and the pointer is a C string.

@@ -10,7 +10,7 @@ use crate::pools::{StreamAllocator, StreamAllocatorRef};
 use cudarc::driver::{CudaContext, CudaStream, DevicePtr, DeviceRepr, DeviceSlice, HostSlice, ValidAsZeroBits, result};
 use std::sync::Arc;
 
-/// Counterparts of the `CudaStream` functions that make a `CudaSlice`. They take the stream as their first argument.
+/// Counterparts of the `CudaStream` functions that create a `CudaSlice`. They take the stream as their first argument.
 impl CudaAllocator {
     /// Returns a buffer with no elements. Counterpart of `CudaStream::null`.
     ///
@@ -70,7 +70,7 @@ impl CudaAllocator {
     }
 }
 
-/// Counterparts of the `CudaStream` functions that make a `CudaSlice`, on this stream. The buffers borrow the allocator.
+/// Counterparts of the `CudaStream` functions that create a `CudaSlice`, on this stream. The buffers borrow the allocator.
 impl StreamAllocator {
     /// Like [`CudaAllocator::null`].
     ///

@@ -21,7 +21,7 @@ use std::marker::PhantomData;
 use std::ops::{Range, RangeBounds};
 use std::sync::Arc;
 
-/// An exclusively owned part of a buffer. [`DeviceBuffer::into_part`](crate::DeviceBuffer::into_part) makes the first part.
+/// An exclusively owned part of a buffer. [`DeviceBuffer::into_part`](crate::DeviceBuffer::into_part) creates the first part.
 ///
 /// # Examples
 /// ```no_run

@@ -161,7 +161,7 @@ impl Images {
         ((in_use.sum::<usize>() + kept.idle.len()) * CHUNK_BYTES) as u64
     }
 
-    /// Takes `count` chunks, or none on error.
+    /// Returns `count` chunks, idle ones first, or none on error.
     fn take_chunks(&self, count: usize) -> Result<Vec<Chunk>, DriverError> {
         let mut chunks = {
             let mut kept = self.kept();
@@ -187,7 +187,7 @@ impl Images {
     }
 
     fn free(&self, chunk: Chunk) -> Result<(), DriverError> {
-        // SAFETY: it came from `host_allocate`, is freed only once, and no copy is in progress: each was waited for.
+        // SAFETY: the chunk came from `host_allocate`, is freed only once, and all of its copies were waited for.
         unsafe { self.device.driver().host_free(chunk.at(0)) }
     }
 
@@ -278,7 +278,7 @@ impl Drop for Images {
 /// Returns the bytes of a piece in a staging chunk.
 ///
 /// # Safety
-/// No copy reads or writes them while the slice is alive, and there is no other slice of them.
+/// No copy reads or writes the bytes while the slice is alive, and no other slice refers to them.
 unsafe fn slice_of<'a>(chunk: Chunk, piece: &Piece) -> &'a mut [u8] {
     // SAFETY: the chunk has room for the piece and is initialized host memory; the caller ensures exclusive access.
     unsafe { std::slice::from_raw_parts_mut(chunk.at(piece.at).cast::<u8>(), piece.len) }

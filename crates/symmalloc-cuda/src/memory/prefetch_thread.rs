@@ -107,7 +107,7 @@ impl Work {
         }
     }
 
-    /// Makes one chunk at a time, alternating between ranges.
+    /// Creates one chunk at a time, alternating between ranges.
     fn run(&self, memory: &VirtualMemory) {
         while let Some(backing) = self.pop() {
             if memory.prefetch_chunk(&backing) {

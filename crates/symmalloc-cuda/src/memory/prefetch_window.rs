@@ -50,7 +50,7 @@ impl PrefetchWindow {
         self.made.end - self.made.start
     }
 
-    /// Returns the next chunk to make.
+    /// Returns the next chunk to create.
     pub(crate) fn next(&self) -> Option<Part> {
         let next = self.made.end..self.made.end + self.unit_bytes;
         (self.unit_bytes > 0 && next.end <= self.wanted_end).then_some(next)
@@ -103,7 +103,7 @@ mod tests {
 
     const RULE: PrefetchRule = PrefetchRule { most_bytes: 40, chunk_bytes: 20 };
 
-    /// Makes all requested chunks and returns them.
+    /// Creates all requested chunks and returns them.
     fn make(ahead: &mut PrefetchWindow) -> Vec<Part> {
         let mut chunks = Vec::new();
         while let Some(chunk) = ahead.next() {

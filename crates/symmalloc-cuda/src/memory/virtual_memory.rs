@@ -4,15 +4,16 @@
 //! handle (such as NCCL) gets it with `cuMemRetainAllocationHandle`.
 //!
 //! Chunk sizes: mapping a whole range (fixed and reserved segments) creates one chunk, because NCCL before 2.30.3 requires one physical
-//! allocation per window. Growth of an expandable range is split into chunks, since trimming releases whole chunks only. Their size is the
-//! configured one, or else 32 MiB, or a power of two between 1/64 and 1/32 of the range's extent. On an H200 a chunk of 2 to 64 MiB
-//! costs 34 to 38 us to create and 29 to 45 us to release, so the number of chunks matters more than their size (`docs/device-memory.md`).
-//! Setting access for many chunks in one call saves no time, nor does unmapping from several threads.
+//! allocation per window. Growth of an expandable range is split into chunks, because trimming releases whole chunks only. Unless the
+//! program configures the chunk size, it is 32 MiB until the range extends to 2 GiB, and then a power of two between 1/64 and 1/32 of the
+//! extent. On an H200 a chunk of 2 to 64 MiB costs 34 to 38 us to create and 29 to 45 us to release, so the number of chunks matters more
+//! than their size (`docs/device-memory.md`). Setting access for many chunks in one call saves no time. Neither does unmapping from several
+//! threads.
 //!
 //! Memory that may be stitched is mapped in chunks of one piece each. A piece is mapped into another range by its handle, because a mapping
-//! covers a handle from its start. Memory returns to the device with its last mapping.
+//! covers a handle from its start. Memory returns to the device when its last mapping is removed.
 //!
-//! Chunks may be prefetched ahead of growth (`prefetch_window.rs` decides which, `prefetch_thread.rs` makes them). They are mapped at their
+//! Chunks may be prefetched ahead of growth (`prefetch_window.rs` decides which, `prefetch_thread.rs` creates them). They are mapped at their
 //! final addresses and accessible, behind the end of the memory that the allocator uses.
 
 use super::addresses::{AddressSource, Descending};
