@@ -265,9 +265,9 @@ impl CudaDevice {
 const NOT_HERE: [i32; 2] = [INVALID_CONTEXT, INVALID_HANDLE];
 
 impl CudaDevice {
-    /// Makes a driver call on a stream of the device or on its events. These handles identify their context, so the call is tried first without
-    /// making the context current, which would cost an extra driver call. If the driver needs the context, it is made current and the call
-    /// is repeated.
+    /// Makes a driver call on a stream of the device or on its events. These handles identify their context, so the call is tried first
+    /// without making the context current, which would cost an extra driver call. If the driver needs the context, it is made current and
+    /// the call is repeated.
     #[inline]
     pub(crate) fn call_about(
         &self,

@@ -16,7 +16,8 @@ fn number(rank: Option<usize>) -> c_int {
     rank.map_or(-1, |rank| rank as c_int)
 }
 
-/// Makes the rank's n-th call from now on return `code` without any effect, once. If `nth` is 0, this applies to every call. `None` selects any rank.
+/// Makes the rank's n-th call from now on return `code` without any effect, once. If `nth` is 0, this applies to every call. `None`
+/// selects any rank.
 pub fn fail(call: &str, rank: Option<usize>, nth: u64, code: i32) {
     type Fail = unsafe extern "C" fn(*const c_char, c_int, u64, c_int);
     // SAFETY: the symbol has this type, and the pointer is a C string.

@@ -13,8 +13,8 @@
 //! Memory that may be stitched is mapped in chunks of one piece each. A piece is mapped into another range by its handle, because a mapping
 //! covers a handle from its start. Memory returns to the device when its last mapping is removed.
 //!
-//! Chunks may be prefetched ahead of growth (`prefetch_window.rs` decides which, `prefetch_thread.rs` creates them). They are mapped at their
-//! final addresses and accessible, behind the end of the memory that the allocator uses.
+//! Chunks may be prefetched ahead of growth (`prefetch_window.rs` decides which, `prefetch_thread.rs` creates them). They are mapped at
+//! their final addresses and accessible, behind the end of the memory that the allocator uses.
 
 use super::addresses::{AddressSource, Descending};
 use super::backing::{Backed, Backing};

@@ -24,7 +24,8 @@ use symmalloc_core::report::{BlockSnapshot, BlockStateSnapshot, SegmentSnapshot}
 /// the pool is put to sleep), or when the export is withdrawn. Frees are detected if they go through this crate (dropped buffers,
 /// [`CachingAllocator::free`](crate::CachingAllocator::free)), but not if the program calls the core's allocator directly.
 ///
-/// Dropping an export stops serving. Attached peers stay attached and are still notified. [`withdraw`](Self::withdraw) asks them to detach.
+/// Dropping an export stops serving it. Attached peers stay attached and are still notified. [`withdraw`](Self::withdraw) asks them to
+/// detach.
 ///
 /// # Examples
 /// ```no_run

@@ -26,7 +26,7 @@ use symmalloc_core::{Digest, PoolId, StreamId};
 /// read-only for the device: a kernel that writes to it makes this process's context unusable.
 ///
 /// The mapping keeps the memory alive even if the exporter frees it, puts it to sleep or exits. After the memory has changed since the
-/// export, creating a view returns [`ImportError::Stale`]. Addresses that were taken before stay mapped.
+/// export, creating a view returns [`ImportError::Stale`]. Addresses obtained earlier stay mapped.
 ///
 /// Dropping waits until the device has finished the work that was submitted in this context, and unmaps the memory. Memory that the driver
 /// fails to unmap stays mapped, and a warning is logged; [`detach`](Self::detach) returns the error.

@@ -28,12 +28,12 @@ pub struct LentStream(Source);
 enum Source {
     /// A handle, stored as a number because it is never dereferenced.
     Handle(usize),
-    /// The default stream of this thread.
+    /// The per-thread default stream of this thread.
     PerThread(ThreadId),
 }
 
 impl LentStream {
-    /// Wraps a stream handle that means the same stream in all threads.
+    /// Wraps a stream handle that refers to the same stream in all threads.
     pub fn of(stream: CUstream) -> Self {
         LentStream(Source::Handle(stream as usize))
     }

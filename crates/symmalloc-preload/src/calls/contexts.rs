@@ -14,6 +14,8 @@ fn retained(device: c_int) -> Option<&'static AtomicI64> {
     RETAINED.get(usize::try_from(device).ok()?)
 }
 
+/// Serves `cuDevicePrimaryCtxRetain`.
+///
 /// # Safety
 /// See the driver's call.
 pub(super) unsafe fn retain(
@@ -49,6 +51,8 @@ pub(super) unsafe fn release(driver: unsafe extern "C" fn(c_int) -> c_int, devic
     code
 }
 
+/// Serves `cuDevicePrimaryCtxReset` and `cuDevicePrimaryCtxReset_v2`.
+///
 /// # Safety
 /// See the driver's call.
 pub(super) unsafe fn reset(driver: unsafe extern "C" fn(c_int) -> c_int, device: c_int) -> c_int {
@@ -65,6 +69,8 @@ fn end(device: c_int) {
     }
 }
 
+/// Serves `cuCtxEnablePeerAccess`.
+///
 /// # Safety
 /// See the driver's call.
 pub(super) unsafe fn enable_peer(

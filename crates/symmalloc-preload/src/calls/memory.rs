@@ -64,6 +64,8 @@ fn is_watched() -> bool {
     settings().is_some_and(|settings| settings.is_watched)
 }
 
+/// Serves `cuMemAlloc_v2`.
+///
 /// # Safety
 /// See the driver's call.
 pub(super) unsafe fn allocate(driver: Allocate, address: *mut u64, size: usize) -> c_int {
@@ -80,6 +82,8 @@ pub(super) unsafe fn allocate(driver: Allocate, address: *mut u64, size: usize) 
     unsafe { served_or(address, size, serve, call) }
 }
 
+/// Serves `cuMemAllocPitch_v2`.
+///
 /// # Safety
 /// See the driver's call.
 pub(super) unsafe fn allocate_pitch(
@@ -102,6 +106,8 @@ pub(super) unsafe fn allocate_pitch(
     with_trim(call)
 }
 
+/// Passes `cuMemAllocManaged` to the driver. Releases cached memory if the device is full.
+///
 /// # Safety
 /// See the driver's call.
 pub(super) unsafe fn allocate_managed(driver: AllocateManaged, address: *mut u64, size: usize, flags: c_uint) -> c_int {
@@ -109,6 +115,8 @@ pub(super) unsafe fn allocate_managed(driver: AllocateManaged, address: *mut u64
     with_trim(|| unsafe { driver(address, size, flags) })
 }
 
+/// Passes `cuMemCreate` to the driver. Releases cached memory if the device is full.
+///
 /// # Safety
 /// See the driver's call.
 pub(super) unsafe fn create(
@@ -122,6 +130,8 @@ pub(super) unsafe fn create(
     with_trim(|| unsafe { driver(handle, size, properties, flags) })
 }
 
+/// Serves `cuMemAllocAsync`.
+///
 /// # Safety
 /// See the driver's call.
 pub(super) unsafe fn allocate_async(driver: AllocateAsync, address: *mut u64, size: usize, stream: usize) -> c_int {
@@ -129,6 +139,8 @@ pub(super) unsafe fn allocate_async(driver: AllocateAsync, address: *mut u64, si
     unsafe { allocate_on(address, size, stream, None, || driver(address, size, stream)) }
 }
 
+/// Serves `cuMemAllocAsync_ptsz`.
+///
 /// # Safety
 /// See the driver's call.
 pub(super) unsafe fn allocate_async_per_thread(
@@ -141,6 +153,8 @@ pub(super) unsafe fn allocate_async_per_thread(
     unsafe { allocate_on(address, size, own(stream), None, || driver(address, size, stream)) }
 }
 
+/// Serves `cuMemAllocFromPoolAsync`.
+///
 /// # Safety
 /// See the driver's call.
 pub(super) unsafe fn allocate_from_pool(
@@ -154,6 +168,8 @@ pub(super) unsafe fn allocate_from_pool(
     unsafe { allocate_on(address, size, stream, Some(pool), || driver(address, size, pool, stream)) }
 }
 
+/// Serves `cuMemAllocFromPoolAsync_ptsz`.
+///
 /// # Safety
 /// See the driver's call.
 pub(super) unsafe fn allocate_from_pool_per_thread(
@@ -167,6 +183,8 @@ pub(super) unsafe fn allocate_from_pool_per_thread(
     unsafe { allocate_on(address, size, own(stream), Some(pool), || driver(address, size, pool, stream)) }
 }
 
+/// Serves an allocation on a stream.
+///
 /// # Safety
 /// See the driver's call, which `call` makes.
 unsafe fn allocate_on(
@@ -185,6 +203,8 @@ unsafe fn allocate_on(
     unsafe { served_or(address, size, |size| served::allocate_async(size, stream, pool), call) }
 }
 
+/// Serves `cuMemFree_v2`.
+///
 /// # Safety
 /// See the driver's call.
 pub(super) unsafe fn free(driver: Free, address: u64) -> c_int {
@@ -200,6 +220,8 @@ pub(super) unsafe fn free(driver: Free, address: u64) -> c_int {
     }
 }
 
+/// Serves `cuMemFreeAsync`.
+///
 /// # Safety
 /// See the driver's call.
 pub(super) unsafe fn free_async(driver: FreeAsync, address: u64, stream: usize) -> c_int {
@@ -207,6 +229,8 @@ pub(super) unsafe fn free_async(driver: FreeAsync, address: u64, stream: usize) 
     free_on(address, stream, || unsafe { driver(address, stream) })
 }
 
+/// Serves `cuMemFreeAsync_ptsz`.
+///
 /// # Safety
 /// See the driver's call.
 pub(super) unsafe fn free_async_per_thread(driver: FreeAsync, address: u64, stream: usize) -> c_int {

@@ -22,6 +22,8 @@ mod attribute_number {
     pub(super) const MEMPOOL: c_int = 17;
 }
 
+/// Serves `cuMemGetAddressRange_v2`.
+///
 /// # Safety
 /// See the driver's call.
 pub(super) unsafe fn address_range(
@@ -70,6 +72,8 @@ unsafe fn answer(found: &Found<Live>, attribute: c_int, value: *mut c_void) -> b
     true
 }
 
+/// Serves `cuPointerGetAttribute`.
+///
 /// # Safety
 /// See the driver's call.
 pub(super) unsafe fn attribute(
@@ -91,6 +95,8 @@ pub(super) unsafe fn attribute(
     unsafe { driver(value, attribute, address) }
 }
 
+/// Serves `cuPointerGetAttributes`.
+///
 /// # Safety
 /// See the driver's call.
 pub(super) unsafe fn attributes(

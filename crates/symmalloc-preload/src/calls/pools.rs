@@ -33,6 +33,8 @@ fn served(raw: usize) -> Option<&'static MemPool> {
     known.filter(|pool| pool.is_served())
 }
 
+/// Serves `cuMemPoolCreate`.
+///
 /// # Safety
 /// See the driver's call.
 pub(super) unsafe fn create(
@@ -49,6 +51,8 @@ pub(super) unsafe fn create(
     code
 }
 
+/// Serves `cuMemPoolDestroy`.
+///
 /// # Safety
 /// See the driver's call.
 pub(super) unsafe fn destroy(driver: unsafe extern "C" fn(usize) -> c_int, pool: usize) -> c_int {
@@ -67,6 +71,8 @@ pub(super) unsafe fn destroy(driver: unsafe extern "C" fn(usize) -> c_int, pool:
     code
 }
 
+/// Serves `cuMemPoolGetAttribute`.
+///
 /// # Safety
 /// See the driver's call.
 pub(super) unsafe fn attribute(
@@ -92,6 +98,8 @@ pub(super) unsafe fn attribute(
     code
 }
 
+/// Serves `cuMemPoolSetAttribute`.
+///
 /// # Safety
 /// See the driver's call.
 pub(super) unsafe fn set_attribute(
@@ -114,6 +122,8 @@ pub(super) unsafe fn set_attribute(
     code
 }
 
+/// Serves `cuMemPoolTrimTo`.
+///
 /// # Safety
 /// See the driver's call.
 pub(super) unsafe fn trim_to(driver: unsafe extern "C" fn(usize, usize) -> c_int, pool: usize, keep: usize) -> c_int {
@@ -127,6 +137,8 @@ pub(super) unsafe fn trim_to(driver: unsafe extern "C" fn(usize, usize) -> c_int
     code
 }
 
+/// Serves `cuMemPoolSetAccess`.
+///
 /// # Safety
 /// See the driver's call.
 pub(super) unsafe fn set_access(
@@ -159,6 +171,8 @@ fn find_current(device: c_int) {
     }
 }
 
+/// Serves `cuDeviceSetMemPool`.
+///
 /// # Safety
 /// See the driver's call.
 pub(super) unsafe fn set_current(
@@ -172,6 +186,8 @@ pub(super) unsafe fn set_current(
     code
 }
 
+/// Serves `cuMemSetMemPool`.
+///
 /// # Safety
 /// See the driver's call.
 pub(super) unsafe fn set_current_of_location(

@@ -60,6 +60,8 @@ fn end(stream: usize, call: impl FnOnce() -> c_int) -> c_int {
     code
 }
 
+/// Serves `cuStreamBeginCapture`.
+///
 /// # Safety
 /// See the driver's call.
 pub(super) unsafe fn begin_capture_first(driver: unsafe extern "C" fn(usize) -> c_int, stream: usize) -> c_int {
@@ -67,6 +69,8 @@ pub(super) unsafe fn begin_capture_first(driver: unsafe extern "C" fn(usize) -> 
     begin(stream, || unsafe { driver(stream) })
 }
 
+/// Serves `cuStreamBeginCapture_ptsz`.
+///
 /// # Safety
 /// See the driver's call.
 pub(super) unsafe fn begin_capture_first_per_thread(
@@ -77,6 +81,8 @@ pub(super) unsafe fn begin_capture_first_per_thread(
     begin(own(stream), || unsafe { driver(stream) })
 }
 
+/// Serves `cuStreamBeginCapture_v2`.
+///
 /// # Safety
 /// See the driver's call.
 pub(super) unsafe fn begin_capture(
@@ -88,6 +94,8 @@ pub(super) unsafe fn begin_capture(
     begin(stream, || unsafe { driver(stream, mode) })
 }
 
+/// Serves `cuStreamBeginCapture_v2_ptsz`.
+///
 /// # Safety
 /// See the driver's call.
 pub(super) unsafe fn begin_capture_per_thread(
@@ -101,6 +109,8 @@ pub(super) unsafe fn begin_capture_per_thread(
 
 type BeginToGraph = unsafe extern "C" fn(usize, usize, *const c_void, *const c_void, usize, c_int) -> c_int;
 
+/// Serves `cuStreamBeginCaptureToGraph`.
+///
 /// # Safety
 /// See the driver's call.
 pub(super) unsafe fn begin_capture_to_graph(
@@ -116,6 +126,8 @@ pub(super) unsafe fn begin_capture_to_graph(
     begin(stream, || unsafe { driver(stream, graph, dependencies, data, count, mode) })
 }
 
+/// Serves `cuStreamBeginCaptureToGraph_ptsz`.
+///
 /// # Safety
 /// See the driver's call.
 pub(super) unsafe fn begin_capture_to_graph_per_thread(
@@ -131,6 +143,8 @@ pub(super) unsafe fn begin_capture_to_graph_per_thread(
     begin(own(stream), || unsafe { driver(stream, graph, dependencies, data, count, mode) })
 }
 
+/// Serves `cuStreamEndCapture`.
+///
 /// # Safety
 /// See the driver's call.
 pub(super) unsafe fn end_capture(
@@ -142,6 +156,8 @@ pub(super) unsafe fn end_capture(
     end(stream, || unsafe { driver(stream, graph) })
 }
 
+/// Serves `cuStreamEndCapture_ptsz`.
+///
 /// # Safety
 /// See the driver's call.
 pub(super) unsafe fn end_capture_per_thread(

@@ -10,6 +10,8 @@ pub(crate) type FirstCall = unsafe extern "C" fn(*const c_char, *mut *mut c_void
 /// `cuGetProcAddress_v2`.
 pub(crate) type SecondCall = unsafe extern "C" fn(*const c_char, *mut *mut c_void, c_int, u64, *mut c_int) -> c_int;
 
+/// Serves `cuGetProcAddress`.
+///
 /// # Safety
 /// See the driver's call.
 pub(crate) unsafe fn first(
@@ -28,6 +30,8 @@ pub(crate) unsafe fn first(
     }
 }
 
+/// Serves `cuGetProcAddress_v2`.
+///
 /// # Safety
 /// See the driver's call.
 #[allow(clippy::too_many_arguments, reason = "the driver's signature, and the served calls")]
@@ -48,6 +52,8 @@ pub(crate) unsafe fn second(
     }
 }
 
+/// Replaces the driver's answer with our function if the call is served.
+///
 /// # Safety
 /// The driver must have answered a call with these arguments.
 unsafe fn put_ours(
