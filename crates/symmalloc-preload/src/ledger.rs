@@ -6,9 +6,10 @@
 //!  large       ──────────────── one map ────────────────     a region or more: they may begin in any earlier region
 //! ```
 //!
-//! An allocation is found by its first address, or by any address within it: a small allocation can only be in two shards. A shard also has
-//! other regions, but none between the first address of the allocation and the queried address. Threads that use different heaps use
-//! different regions, and usually different locks. The assignment of regions to shards is scattered, because heaps lie at equal distances.
+//! An allocation is found by any address within it. A small allocation can only be in two shards: those of the address's region and of the
+//! region before it. A shard also contains other regions, but none between the first address of the allocation and the queried address.
+//! Threads that use different heaps use different regions, and usually different locks. The assignment of regions to shards is scattered,
+//! because heaps lie at equal distances.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};

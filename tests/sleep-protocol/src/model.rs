@@ -76,7 +76,7 @@ impl State {
     }
 
     /// Returns a number that increases with every action. It proves that every run ends, and that a state without a
-    /// next action is the end of every run that reaches it. Otherwise the checker's *eventually* would mean little.
+    /// next action is the end of every run that reaches it. Otherwise the checker's *eventually* would not be exact.
     fn progress(&self, job: &Job) -> usize {
         let Faults { deaths, stops, breaks, refusals, delays, skips } = self.left;
         let left = usize::from(deaths + stops + breaks + refusals + delays + skips);

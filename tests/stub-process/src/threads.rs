@@ -1,6 +1,6 @@
 //! Ranks as threads, and waits with a time limit.
 //!
-//! Every wait of a test ends. A rank's thread that panics ends the process, because the others may be inside a call that waits for it. A
+//! Every wait of a test is bounded. A rank's thread that panics ends the process, because the others may be inside a call that waits for it. A
 //! barrier and [`until`] panic after [`WAIT_MAX`]. A process is killed after its [limit](crate::limit).
 
 use std::io::Write;

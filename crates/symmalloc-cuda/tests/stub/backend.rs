@@ -76,7 +76,7 @@ stub_test!(a_given_chunk_size_holds_for_much_growth_at_once, ["STUB_MEMORY_BYTES
     let by_default = with_streams(&device, CudaBackend::builder(&device));
     let range = by_default.reserve(4096 * MIB).expect("reserve");
     by_default.map(range, 0, 1920 * MIB).expect("map");
-    assert_eq!(live().mappings, 60, "of 32 MiB");
+    assert_eq!(live().mappings, 60, "chunks of 32 MiB");
     by_default.unmap(range, 0, 1920 * MIB).expect("unmap");
     let by_granules = with_streams(&device, CudaBackend::builder(&device).chunk_bytes(2 * MIB));
     let range = by_granules.reserve(4096 * MIB).expect("reserve");
@@ -254,7 +254,7 @@ stub_test!(chunks_must_be_granules, {
 stub_test!(the_current_context_is_left_as_it_was, ["STUB_DEVICES" = "2"], {
     let (device, other) = (device(), CudaDevice::new(1).expect("the second device"));
     let current = || ctx::get_current().expect("queried").map_or(0, |context| context as usize);
-    assert_eq!(current(), 0, "making devices leaves the thread without a context");
+    assert_eq!(current(), 0, "creating devices leaves the thread without a context");
     let backend = with_streams(&device, CudaBackend::builder(&device));
     for context in [std::ptr::null_mut(), other.context().cu_ctx(), device.context().cu_ctx()] {
         let context: CUcontext = context;

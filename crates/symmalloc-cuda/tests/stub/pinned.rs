@@ -44,7 +44,7 @@ stub_test!(pinned_memory_under_a_copy_is_waited_for_when_it_is_handed_out_again,
     let before = waits();
     let second = pinned.alloc_host_zeroed::<u8>(4096).expect("allocated");
     assert_eq!(pinned.core().allocation(second.handle()).expect("live").placement, place);
-    assert_eq!(waits(), (before.0 + 1, before.1), "waits for this copy, not for the whole stream");
+    assert_eq!(waits(), (before.0 + 1, before.1), "the host waits for this copy, not for the whole stream");
     drop(second);
     drop(pinned.alloc_host_zeroed::<u8>(4096).expect("allocated"));
     assert_eq!(waits(), (before.0 + 1, before.1), "memory without pending copies is reused without waiting");

@@ -113,7 +113,7 @@ stub_test!(chunks_ahead_are_as_large_as_all_growth_allows, {
     let range = backend.reserve(1 << 30).expect("reserve");
     map(&backend, range, 0, 60);
     wait_for_spare(&backend, 40);
-    assert_eq!(live().mappings, 3 + 2, "20 MiB each");
+    assert_eq!(live().mappings, 3 + 2, "chunks of 20 MiB each");
     // The growth takes no whole chunk, so the prefetched memory is released, and units are 2 MiB from then on.
     assert_eq!(map(&backend, range, 60, 6), 3);
     wait_for_spare(&backend, 40);

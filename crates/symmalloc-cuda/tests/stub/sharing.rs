@@ -236,7 +236,7 @@ stub_test!(a_pool_that_sleeps_makes_imports_stale_and_is_exported_again_when_it_
     drop(import);
     let again = trainer.weights.export().expect("exported again");
     let import = attach(&again, &device, Access::Read).expect("attached");
-    assert_eq!(content(&import, "layer", &trainer.stream), vec![2; 1000], "the kept contents");
+    assert_eq!(content(&import, "layer", &trainer.stream), vec![2; 1000], "the kept contents are restored");
 });
 
 stub_test!(importers_are_told_by_exports_that_are_dropped_withdrawn_and_left, {

@@ -167,11 +167,19 @@ stub_test!(streams_that_write_different_parts_do_not_wait_for_each_other, {
     // Both pointers are taken before work is submitted with either of them.
     let (low_pointer, low_guard) = low.device_ptr_mut(&b);
     let (high_pointer, high_guard) = high.device_ptr_mut(&c);
-    assert_eq!((high_pointer - low_pointer, waits() - before), (MIB as u64, 2), "each waits only for the zeros");
+    assert_eq!(
+        (high_pointer - low_pointer, waits() - before),
+        (MIB as u64, 2),
+        "each part waits only for its initialization"
+    );
     let slow = hold(b.cu_stream() as u64);
     drop((low_guard, high_guard));
     c.memcpy_htod(&[3], &mut high).expect("copied");
-    assert_eq!(c.clone_dtoh(&high.as_view().slice(..1)).expect("copied"), [3], "independent of the other stream");
+    assert_eq!(
+        c.clone_dtoh(&high.as_view().slice(..1)).expect("copied"),
+        [3],
+        "the parts are independent of each other"
+    );
     drop(slow);
     let before = waits();
     drop(low.device_ptr(&c));

@@ -150,7 +150,7 @@ stub_test!(a_reset_gives_everything_back, ["LD_PRELOAD" = &preload()], {
     let pooled = alloc_async(MIB, stream).expect("memory");
     assert_eq!(mem_free_async(pooled, stream), 0);
     assert_eq!((reset(0), live().device_bytes), (0, 0));
-    assert_eq!(mem_free(kept), 1, "it was released with its context");
+    assert_eq!(mem_free(kept), 1, "the memory was released with its context");
     let context = begin(0);
     let pointer = alloc(MIB).expect("memory of the new context");
     assert_eq!((attribute::<usize>(1, pointer), calls("cuMemAlloc_v2")), (Ok(context), 0));

@@ -69,7 +69,7 @@ stub_test!(a_free_waits_for_the_context_and_an_async_one_does_not, ["LD_PRELOAD"
     let work = hold(stream);
     assert_eq!(memset_async(pointer, 9, MIB, stream), 0);
     assert_eq!(mem_free_async(pointer, stream), 0);
-    assert_eq!(alloc_async(MIB, stream), Ok(pointer), "stream order is enough");
+    assert_eq!(alloc_async(MIB, stream), Ok(pointer), "stream order suffices, so no wait is needed");
     drop(work);
 });
 
@@ -216,7 +216,7 @@ stub_test!(the_drivers_errors_come_back_as_they_are, ["LD_PRELOAD" = &preload()]
     let pointer = alloc(64 * MIB).expect("a failed allocation leaves no partial state");
     fail("cuCtxSynchronize", 1, 700);
     assert_eq!(mem_free(pointer), 700);
-    assert_eq!(mem_free(pointer), 0, "it was still live");
+    assert_eq!(mem_free(pointer), 0, "the allocation was still live");
     let (pointer, other) = (alloc_async(MIB, stream).expect("memory"), crate::driver::stream());
     fail("cuEventRecord", 1, 46);
     assert_eq!(mem_free_async(pointer, other), 46);
@@ -231,7 +231,11 @@ stub_test!(memory_that_is_cached_goes_back_before_anything_is_refused, ["LD_PREL
     let pointer = alloc_async(700 * MIB, b).expect("the other stream's cached memory is released");
     assert_eq!(mem_free_async(pointer, b), 0);
     let mut managed = 0;
-    assert_eq!(mem_alloc_managed(&raw mut managed, 700 * MIB, 1), 0, "also for calls that the driver serves");
+    assert_eq!(
+        mem_alloc_managed(&raw mut managed, 700 * MIB, 1),
+        0,
+        "cached memory is also released for calls that the driver serves"
+    );
 });
 
 stub_test!(a_limit_holds, ["LD_PRELOAD" = &preload(), "SYMMALLOC_RUN_LIMIT" = "104857600"], {

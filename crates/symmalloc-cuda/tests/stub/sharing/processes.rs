@@ -78,7 +78,7 @@ fn exporter_that_is_killed(path: &Path) {
 fn importer_that_goes_on(path: &Path) {
     let (device, import) = import_from(path);
     let stream = device.context().new_stream().expect("a stream");
-    assert_eq!((live().device_bytes, live().imports), (0, 5), "memory of the other process");
+    assert_eq!((live().device_bytes, live().imports), (0, 5), "only memory of the other process is mapped");
     until(|| !import.report().exporter_is_alive);
     import.check().expect("an exporter that has exited does not write anymore");
     assert_eq!(content(&import, "embedding", &stream), vec![1; 3 * MIB]);
