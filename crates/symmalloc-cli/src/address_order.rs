@@ -121,8 +121,8 @@ impl AddressOrder {
     /// live.
     ///
     /// # Errors
-    /// Returns an error if the device fails a call, because memory or addresses are exhausted or by fault injection. The rank has then left
-    /// the job, and the results of later calls are meaningless.
+    /// Returns an error if a device call fails, because memory or addresses run out or because of an injected fault.
+    /// The rank has then left the job, and the results of later calls are meaningless.
     pub fn step(&mut self, op: &Op) -> Result<Option<Placement>, BackendError> {
         self.device.tick(1);
         match *op {

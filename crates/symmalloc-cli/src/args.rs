@@ -47,7 +47,7 @@ JSON: an array with one object per trace. Ops and allocations are counted from 0
   efficiency            peak_live_bytes / peak_reserved_bytes
   first_pass            {peak_reserved_bytes, efficiency, refused}: the first pass alone, which is optimistic
   segment_count         segments at the end of the last pass, before leftover allocations are freed
-  ns_per_op             median of the passes after the first, on a device that costs nothing; null with --order address
+  ns_per_op             median of the passes after the first, on a device without cost; null with --order address
   digest                16 hex digits over all (op, decision) of rank 0's first pass; null with --order address
   lived_before, lived_before_bytes    allocations that were live when the recording began, and their bytes
   is_overwritten        true if the recording lost its oldest entries (PyTorch snapshots with a mark for it)
@@ -143,7 +143,7 @@ Examples:
   symmalloc chart job.trace.zst -o job.svg                       memory over ops alone
   symmalloc chart job.trace.zst -o map.svg --map --op 12000      segments and blocks after op 12000
   symmalloc chart rank0.pickle.gz --beside rank1.pickle.gz -o ranks.svg
-  symmalloc chart job.trace.zst --plan job.plan -o job.html      the same with what the plan reserves
+  symmalloc chart job.trace.zst --plan job.plan -o job.html      the same, with the plan's reserved memory
   symmalloc chart fsdp1 --share -o fsdp1.png                     before and after, in one picture to share
 
 Two ranks are drawn with their recorded placements. If a recording has none, our allocator places its allocations. Pictures
@@ -181,7 +181,7 @@ Exit codes: 0 success, 2 invalid input.";
 
 const PLAN_EXAMPLES: &str = "\
 Examples:
-  symmalloc plan job.trace.zst -o job.plan                       a place for every allocation, for `symmalloc replay --plan`
+  symmalloc plan job.trace.zst -o job.plan                       a placement for every allocation, for `symmalloc replay --plan`
   symmalloc plan job.trace.zst --streams separate                a separate plan for each stream's heap
   symmalloc plan rank0.pickle.gz rank1.pickle.gz --one-job --margin 5      the same reservation on all ranks, plus 5 %
   symmalloc plan job.trace.zst --reserved --streams shared       without a plan: one segment, one window
@@ -486,9 +486,9 @@ pub(crate) struct ReportArgs {
     pub(crate) json: bool,
 }
 
-/// Plan a place for every allocation of a job, so that the job needs no more memory than its peak of live bytes
+/// Plan the placement of every allocation of a job, so that the job needs no more memory than its peak of live bytes
 ///
-/// The whole job is known in advance, so a plan can reduce its peak to the bytes that are live at that time. The command also computes
+/// The whole job is known in advance, so a plan can reduce the peak of reserved memory to the peak of live bytes. The command also computes
 /// and proves reservations with which the job runs without a plan and obtains no further memory.
 #[derive(Debug, clap::Args)]
 #[command(after_help = PLAN_EXAMPLES)]
@@ -537,7 +537,8 @@ Examples:
 pub(crate) struct ManArgs {
     /// The command to describe [default: the program]
     pub(crate) command: Option<String>,
-    /// Write the pages of the program and of all commands to this folder, under the names by which they cite each other
+    /// Write the pages of the program and of all commands to this folder, under the names that their cross-references
+    /// use
     #[arg(long, value_name = "FOLDER", conflicts_with = "command")]
     pub(crate) all: Option<PathBuf>,
 }

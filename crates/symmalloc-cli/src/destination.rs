@@ -1,7 +1,8 @@
 //! Output destinations: a file, or standard output (`-`) for `import` and `export`.
 //!
-//! A destination is validated before any input is read: it must not be one of the inputs, and its extension must match its content.
-//! A file is written under a temporary name next to its place and renamed when it is complete. Until then, an existing file stays.
+//! A destination is validated before any input is read: it must not be one of the inputs, and its extension must match
+//! its content. A file is written under a temporary name in the same folder and renamed when it is complete. An
+//! existing file stays unchanged until then.
 
 use crate::content::Content;
 use crate::error::CliError;

@@ -89,8 +89,8 @@ pub struct Options {
 }
 
 impl Default for Options {
-    /// Returns eight ranks, our rule, the recording's configuration, seed 0, and five passes: one that starts without memory, and
-    /// four that reuse the memory reserved before.
+    /// Returns options for eight ranks, our rule, the recording's configuration, seed 0, and five passes: the first
+    /// starts without memory, and the other four reuse the memory reserved before.
     fn default() -> Self {
         Options {
             ranks: NonZeroU32::new(8).expect("8 is not zero"),
@@ -320,7 +320,7 @@ pub enum JobError {
         /// The cause.
         error: FreeError,
     },
-    /// The simulated device of the address-order model fails a call.
+    /// A call to the simulated device of the address-order model fails.
     #[error("op {op} on rank {rank}, in the model of address order: {error}")]
     Model {
         /// The rank.

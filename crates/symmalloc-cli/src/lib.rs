@@ -10,7 +10,7 @@
 //!             ├─ export ─► a PyTorch snapshot
 //!             ├─ chart ──► pictures
 //!             ├─ report ─► a page about a job, and settings to try
-//!             ├─ plan ───► a place for every allocation of a job, and reservations without a plan
+//!             ├─ plan ───► a placement for every allocation of a job, and reservations without a plan
 //!             ├─ run ────► any CUDA program under symmalloc, or recorded
 //!             └─ completions, man
 //! ```
@@ -118,7 +118,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>) -> ExitCode {
     done.map_or_else(|error| failed(&error, wants_json && !args.command.writes_stdout()), ExitCode::from)
 }
 
-/// Carries a command out.
+/// Executes a command.
 fn carry_out(command: &Command) -> Result<Verdict, CliError> {
     if let Some(policy) = command.policy() {
         policy.check()?;

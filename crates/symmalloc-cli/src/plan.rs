@@ -1,4 +1,4 @@
-//! `symmalloc plan`: a place for every allocation of a job, and reservations for running without a plan.
+//! `symmalloc plan`: a placement for every allocation of a job, and reservations for running without a plan.
 //!
 //! ```text
 //! recording ──► planned        an offset for every allocation, written to a file, and followed on a simulated device

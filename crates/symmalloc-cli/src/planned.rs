@@ -72,7 +72,7 @@ impl PlannedJob {
     /// is nothing to plan.
     ///
     /// # Errors
-    /// The reason, as a sentence, why there is no plan, or why every plan refuses more requests.
+    /// Returns a sentence that states why there is no plan, or why every plan refuses more requests.
     pub(crate) fn of_use(recorded: &Recorded, policy: &PolicyArgs, own_refused: u64) -> Result<Option<Self>, String> {
         let planned = PlannedJob::of(recorded, policy).map_err(|error| reason(&error))?;
         let refused = planned.followed.refused;

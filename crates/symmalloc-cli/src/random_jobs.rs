@@ -208,7 +208,7 @@ impl<'a> Job<'a> {
             }
             planned => planned.expect("plan"),
         };
-        assert_eq!(planned.1, Verdict::Agree, "plan: what is reserved does not hold: {}", planned.0);
+        assert_eq!(planned.1, Verdict::Agree, "plan: the reservations do not hold: {}", planned.0);
         let planned = &planned.0[0];
         let Numbers { live_bytes, reserved_bytes, refused } = self.expected.all;
         assert_eq!(planned["online_bytes"], reserved_bytes, "plan: online");
@@ -228,7 +228,7 @@ impl<'a> Job<'a> {
         }
         let live = planned["peak_live_bytes"].as_u64().expect("a number");
         let sleeps = self.recorded.program().ops().iter().any(|op| matches!(op, Op::Sleep { .. }));
-        assert!(sleeps || planned["planned_bytes"].as_u64() >= Some(live), "plan: more is live than reserved");
+        assert!(sleeps || planned["planned_bytes"].as_u64() >= Some(live), "plan: live bytes exceed planned bytes");
         if planned["refused"] == 0 && refused == 0 {
             assert_eq!(live, live_bytes, "plan: live");
         }

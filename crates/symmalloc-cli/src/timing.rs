@@ -1,7 +1,8 @@
 //! Time per op of our allocator in the steady state.
 //!
-//! The measurement uses one thread and exclusive access, and includes statistics and digests. The simulated device costs nothing.
-//! The first pass, which obtains the memory, does not count. Freeing leftover allocations is not measured.
+//! The measurement uses one thread and exclusive access, and includes statistics and digests. Calls of the simulated
+//! device take no time. The first pass, which obtains the memory, does not count. Freeing leftover allocations is not
+//! measured.
 
 use crate::job::{Job, JobError, Options};
 use std::hint::black_box;

@@ -204,7 +204,7 @@ impl<'p> Rerun<'p> {
         self.allocator.snapshot()
     }
 
-    /// Returns `true` if a pool sleeps now, so that its segments have addresses and no memory.
+    /// Returns `true` if a pool is asleep. Its segments then have addresses but no memory.
     pub fn is_asleep(&self, pool: PoolId) -> bool {
         self.allocator.phase(pool).is_ok_and(|phase| phase == Phase::Asleep)
     }

@@ -6,8 +6,8 @@
 //!                         │ allocated │ the request │ free ½ │ ·· unmapped ·· │
 //! ```
 //!
-//! The lowest unmapped addresses are mapped first, together with a free block directly before them. So the holes that
-//! `emptyCache` leaves are filled before the range grows at its end.
+//! The lowest unmapped addresses are mapped first, together with a free block directly before them. This order fills
+//! the holes that `emptyCache` leaves before the range grows at its end.
 
 use super::AddressOrder;
 use super::blocks::{List, ModelBlock, ModelState};
@@ -40,7 +40,7 @@ impl AddressOrder {
         }
     }
 
-    /// Returns the start of a run of free and unmapped blocks with room for `size` bytes.
+    /// Returns the start of a run of free and unmapped blocks of at least `size` bytes in total.
     fn room_for(&self, list: List, size: u64) -> Option<u64> {
         let usable = |block: &ModelBlock| matches!(block.state, ModelState::Free | ModelState::Unmapped);
         self.blocks.unmapped_of(list).find_map(|unmapped| {

@@ -6,9 +6,9 @@ use symmalloc_core::units::{MIB, UNIT_BYTES};
 
 /// Maximum size of a small request.
 pub(super) const SMALL_MAX_BYTES: u64 = MIB;
-/// Size from which a large request gets a segment of its size.
+/// Minimum size of a request whose segment is sized for it alone.
 const OWN_SEGMENT_MIN_BYTES: u64 = 10 * MIB;
-/// Rounding of the size of such a segment.
+/// Multiple to which the size of such a segment is rounded up.
 const OWN_SEGMENT_ROUND_BYTES: u64 = 2 * MIB;
 
 /// Settings of all pools of a rank.

@@ -8,7 +8,7 @@ pub(crate) struct ReadingArgs {
     /// Device to read from a PyTorch snapshot with several devices
     #[arg(long, value_name = "D")]
     device: Option<usize>,
-    /// Accept a trace or log that breaks off, and use the part before
+    /// Accept a truncated trace or log, and use the part before the truncation
     #[arg(long)]
     accept_torn: bool,
     /// Memory limit for reading one recording, in MiB

@@ -157,7 +157,7 @@ mod tests {
                 .filter(|(x, y)| pixels.pixel(*x, *y).unwrap().red() < 90)
                 .count()
         };
-        assert!(dark(40, 160) > 200, "the text is not there");
+        assert!(dark(40, 160) > 200, "the text is missing");
         assert_eq!((dark(0, 30), dark(170, 200)), (0, 0), "the text is not in the middle");
         assert_ne!(drawn("one"), drawn("two"));
         assert_eq!(drawn("one"), drawn("one"));

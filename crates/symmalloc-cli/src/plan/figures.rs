@@ -41,7 +41,7 @@ pub(super) struct Figures {
 impl Figures {
     /// Plans a job, and runs it with its plan and without.
     pub(super) fn of(job: &Recorded, policy: &PolicyArgs) -> Result<(Arc<PlanFile>, Self), CliError> {
-        // A job that stops without a plan is no job to plan.
+        // A job that fails even without a plan cannot be planned.
         let online = job.job.steady(&job.config, None);
         let online = online.map_err(|source| CliError::Job { path: job.path.clone(), source })?;
         let plan = PlannedJob::of(job, policy)?;

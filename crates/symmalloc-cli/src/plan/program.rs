@@ -18,7 +18,7 @@ use symmalloc_import::rerun::Owner;
 /// Configuration of each pool of a job, by id. The first is the default pool.
 pub(super) type Pools = BTreeMap<PoolId, PoolConfig>;
 
-/// Records, each with the index of the recorded op that it is, or that it precedes.
+/// Records, each with the index of its recorded op, or of the recorded op that it precedes.
 pub(super) struct PlannedProgram {
     pub(super) records: Vec<Record>,
     pub(super) origins: Vec<usize>,

@@ -24,7 +24,8 @@ use symmalloc_sim::SimBackend;
 use symmalloc_trace::plan::PlanFile;
 use symmalloc_trace::replay::{Replay, StepError};
 
-/// Most rounds in which segments grow. If requests are still refused afterwards, the job's numbers show that.
+/// Maximum number of rounds in which segments grow. If requests are still refused afterwards, the job's results report
+/// them.
 const ROUNDS: u32 = 16;
 
 /// Segment sizes in bytes of the reserved pools that have plans.

@@ -1,5 +1,5 @@
 //! Recordings that begin in the middle of a job, as RMM and PyTorch write them, with the number of allocations that
-//! were live by then.
+//! were live at that point.
 //!
 //! ```text
 //! ops of a job ──► events of a log │ cut: those before are lost ──► file
@@ -13,7 +13,7 @@ use symmalloc_core::ids::{AllocationId, PoolId, StreamId};
 use symmalloc_core::op::{Op, Record};
 use symmalloc_sim::SplitMix64;
 
-/// The state in which a late recording begins, as far as it shows, and its peak.
+/// The visible state at the start of a late recording, and its peak.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Beginning {
     pub(super) lived_before: u64,
@@ -58,7 +58,7 @@ impl Format {
     }
 }
 
-/// Writes the part of a job behind a random cut. Returns `None` if nothing is left.
+/// Writes the part of a job after a random cut. Returns `None` if nothing is left.
 pub(super) fn recording(records: &[Record], format: Format, random: &mut SplitMix64) -> Option<(Vec<u8>, Beginning)> {
     let events = events(records, format);
     if events.is_empty() {
@@ -71,7 +71,7 @@ pub(super) fn recording(records: &[Record], format: Format, random: &mut SplitMi
     events[cut..].iter().for_each(|event| event.apply(&mut at_end));
     // A log shows which allocations are freed later. A snapshot also shows which are live at its end.
     let is_shown = |made: &Made| {
-        // The first free behind the cut at the address is that of the allocation.
+        // The first free after the cut at the address is that of the allocation.
         let is_free = |event: &Event| matches!(event, Event::Free(freed) if freed.address == made.address);
         let is_freed = events[cut..].iter().any(is_free);
         is_freed || format == Format::Snapshot

@@ -148,7 +148,7 @@ fn with(
 pub(crate) fn text(config: &Config) -> String {
     let canonical = config.to_string();
     let mut kept: Vec<&str> = keys(&canonical);
-    // Start at the end: a key precedes those that refine it, and is clearer alone.
+    // Start at the end: a key precedes the keys that refine it, and is clearer without them.
     for index in (0..kept.len()).rev() {
         let mut fewer = kept.clone();
         fewer.remove(index);

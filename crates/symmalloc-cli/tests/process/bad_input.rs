@@ -531,7 +531,7 @@ fn plans_of_another_job_or_configuration() {
     symmalloc("plan {} -o {}", &[&early, &plan]).exited(0);
     let wanted = "allocation 0 of p0 (op 1) is freed later than the plan expects: before allocation 2, not 1";
     assert_not_followed(&folder, &late, &plan, &[wanted]);
-    // A plan of the other job leaves room for longer lifetimes than this job has.
+    // A plan of the other job allows longer lifetimes than this job has.
     symmalloc("plan {} -o {}", &[&late, &plan]).exited(0);
     symmalloc("replay {} --plan {} --json", &[&early, &plan]).exited(0);
     // Streams that do not share have separate heaps.

@@ -148,7 +148,7 @@ fn a_reserved_pool_with_steps_is_planned_to_the_segment_that_it_needs() {
         let expected = Numbers { planned_bytes: Some(12 * MIB), online_bytes, refused };
         assert_eq!(numbers(&job), expected, "{pool}");
     }
-    // What is allocated between the steps has room, too.
+    // Allocations between the steps fit as well.
     let outside = ["a 8 3145728 s0".to_owned(), "f 8".to_owned()];
     let lines: Vec<String> = ["config segments:reserved,segment_mb:4,streams:shared", "stream s0", "stream s1"]
         .map(str::to_owned)
@@ -238,7 +238,7 @@ fn pools_sleep_in_jobs_without_steps() {
         "f 3",
     ];
     assert_eq!(numbers(&folder.trace("parts.trace", &lines)), planned(12 * MIB, 12 * MIB));
-    // Pools sleep in turn, under a limit with room for one of them.
+    // Pools sleep in turn, under a limit that fits one of them.
     let lines = [
         "config total_limit_mb:100",
         "stream s0",
@@ -275,7 +275,7 @@ fn a_job_ends_with_a_step_that_is_open() {
 #[test]
 fn a_job_with_refused_requests_has_a_plan_that_is_followed_or_none() {
     let folder = Folder::new();
-    // Best fit refuses the last request of the step, but a plan has room for it.
+    // Best fit refuses the last request of the step, but a plan places it.
     let step = |from: u64| {
         [
             "begin_step 0".to_owned(),
@@ -295,7 +295,7 @@ fn a_job_with_refused_requests_has_a_plan_that_is_followed_or_none() {
         ["config limit_mb:86,reclaim:never", "stream s0"].into_iter().chain(steps.iter().map(String::as_str)).collect();
     let found = numbers(&folder.trace("steps.trace", &lines));
     assert_eq!((found.planned_bytes, found.refused > 0), (Some(86 * MIB), true), "{found:?}");
-    // There is no room for the second request.
+    // The second request does not fit.
     for step in [["begin_step 0", "end_step"], ["trim", "trim"]] {
         let lines =
             ["config limit_mb:8", "stream s0", step[0], "a 0 6291456 s0", "a 1 6291456 s0", "f 0", "f 1", step[1]];
@@ -324,7 +324,7 @@ fn the_last_stream_of_a_trace_is_planned() {
     symmalloc("export {} {}", &[&job, &snapshot]).exited(0);
     symmalloc("import {} {}", &[&job, &trace]).exited(0);
     symmalloc("diff {} {}", &[&job, &trace]).exited(0);
-    // The next one is no id.
+    // The next number is not a valid id.
     lines.insert(usize::from(u16::MAX), "stream s65535");
     let job = folder.trace("job.trace", &lines);
     for (command, paths) in [
@@ -370,7 +370,7 @@ fn a_pool_with_a_quota_is_carried_out_without_a_plan() {
 #[test]
 fn a_job_that_stops_as_planned_has_no_plan_and_a_reason() {
     let folder = Folder::new();
-    // The plan holds 16 MiB of the default pool that the job gives back before p1 wakes.
+    // The plan holds 16 MiB of the default pool that the job releases before p1 wakes.
     let lines = [
         "config total_limit_mb:26,release_threshold_mb:0",
         "stream s0",

@@ -45,7 +45,8 @@ fn rounded(value: &Value) -> String {
     format!("{:.3}", value.as_f64().unwrap())
 }
 
-/// The efficiencies of all recorded jobs, and the least on the front page: ours with shared streams, and PyTorch's expandable segments.
+/// The pages state the efficiency of every recorded job, and the front page states the lowest ones: ours with shared
+/// streams, and that of PyTorch's expandable segments.
 #[test]
 fn pages_have_the_efficiencies_of_the_recorded_jobs() {
     let separate = counted("replay --ranks 1 --passes 6", "--config segments:expandable");
@@ -70,7 +71,8 @@ fn pages_have_the_efficiencies_of_the_recorded_jobs() {
     assert!(page(MEASURED).contains(&sentence), "{MEASURED}: {sentence}");
 }
 
-/// The plans of all recorded jobs, the least on the front page, and that of `gnn` on the page about plans.
+/// The pages state the plans of all recorded jobs. The front page states the lowest efficiency, and the page about
+/// plans that of `gnn`.
 #[test]
 fn pages_have_the_plans_of_the_recorded_jobs() {
     let thousands = |bytes: &Value, digits: usize| {
@@ -118,7 +120,7 @@ fn pages_have_the_plans_of_the_recorded_jobs() {
     }
 }
 
-/// The sizes of recordings on the page about recording.
+/// The page about recording states the sizes of recordings.
 #[test]
 fn a_page_has_the_bytes_of_recordings() {
     let folder = Folder::new();
@@ -138,7 +140,7 @@ fn a_page_has_the_bytes_of_recordings() {
     }
 }
 
-/// The differences between the two ranks of the recorded FSDP job.
+/// A page states the differences between the two ranks of the recorded FSDP job.
 #[test]
 fn a_page_has_the_differences_of_two_ranks() {
     let [one, other] = [0, 1].map(|rank| recorded(&format!("fsdp1_train_rank{rank}.pickle.gz")));

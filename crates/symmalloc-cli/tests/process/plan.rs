@@ -231,7 +231,7 @@ fn a_job_with_steps_of_its_own_has_a_plan_for_each_key() {
     let followed = &symmalloc("replay {} --plan {} --json", &[&job, &file]).json(0)[0];
     assert_eq!((&followed["planned_ops_share"], &followed["aligned"]), (&share.into(), &true.into()));
     assert_eq!(bytes(followed, "peak_reserved_bytes"), bytes(&plan, "planned_bytes"));
-    // A different size in every step of one key.
+    // Every step of one key has a different size.
     let other = folder.trace(
         "other.trace",
         &lines
@@ -332,7 +332,7 @@ fn a_plan_that_holds_more_says_so() {
     let job = folder.trace("job.trace", &lines);
     let shared = symmalloc("plan {}", &[&job]).exited(0).stdout.clone();
     assert!(shared.contains("\ngained            0 B   0.0 %\n"), "{shared}");
-    // Each heap has its own memory, although only one is in use at a time.
+    // Each heap has separate memory, although only one is in use at a time.
     let separate = symmalloc("plan {} --streams separate", &[&job]).exited(0).stdout.clone();
     assert!(separate.contains("\nlost        30.00 MiB   100.0 %\n"), "{separate}");
 }

@@ -75,7 +75,7 @@ fn the_peak_is_that_of_all_passes_and_the_first_is_told_apart() {
     assert_eq!((&one["efficiency"], &one["first_pass"]["efficiency"]), (&1.0.into(), &1.0.into()));
     assert_eq!((&many["efficiency"], &many["first_pass"]["efficiency"]), (&0.923077.into(), &1.0.into()));
     assert_eq!((&one["digest"], &many["digest"]), (&many["digest"], &one["digest"]));
-    // The former name of the flag.
+    // `--repeat` is the former name of the flag.
     assert_eq!(replay("--repeat 6")["efficiency"], many["efficiency"]);
     let table = symmalloc("replay {}", &[&trace]).exited(0).stdout.clone();
     let row = |name: &str| table.lines().find(|line| line.contains(name)).expect(name).to_owned();
@@ -216,7 +216,8 @@ fn people_see_both_rules_side_by_side_and_the_verdict_is_ours() {
     assert!(!old_rule.exited(3).stdout.contains("symmalloc\n"));
 }
 
-/// With the limit on stitched granules at the time of its recording, this job reserved more than PyTorch's expandable segments do.
+/// Regression test: with the former limit on stitched granules, this job reserved more than PyTorch's expandable
+/// segments.
 #[test]
 fn the_stitched_job_shows_its_settings_and_holds_less_than_under_pytorchs_rule() {
     let printed = &symmalloc("replay gnn --ranks 1 --json", &[]).json(0)[0];

@@ -164,7 +164,7 @@ fn python_frames_name_who_holds_memory() {
     let out = folder.path("report.html");
     let printed = symmalloc("report {} -o {} --json", &[&snapshot, &out]).json(0);
     let holders = printed["holders"].as_array().unwrap();
-    let name = holders[0]["name"].as_str().unwrap_or_else(|| panic!("the first has no name: {printed}"));
+    let name = holders[0]["name"].as_str().unwrap_or_else(|| panic!("the first holder has no name: {printed}"));
     assert!(name.starts_with("job/module_") && name.contains(" forward_"), "{name}");
     assert!(fs::read_to_string(&out).unwrap().contains(name));
 }

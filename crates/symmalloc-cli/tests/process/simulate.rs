@@ -93,7 +93,7 @@ fn story_of_a_failure() -> String {
         let failure = simulate(&plan, NonZeroUsize::MIN, &mut |_| ()).err()?;
         story::write(&plan, &failure, "A test.").ok()
     };
-    (0..50).find_map(fails).expect("a forgotten free is noticed")
+    (0..50).find_map(fails).expect("a missing free is detected")
 }
 
 #[test]

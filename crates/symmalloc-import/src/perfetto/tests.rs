@@ -89,7 +89,7 @@ fn a_heap_is_a_process_with_counters_and_slices() {
     let begun = of_phase(&trace, "b", "requested_bytes");
     assert_eq!(begun, [event("weights", 3, 2, MIB), event("unnamed", 4, 3, 3_000_000)]);
     let ended: Vec<_> = of_phase(&trace, "e", "").into_iter().map(|(at, process, ..)| (at, process)).collect();
-    assert_eq!(ended, [(5, 2), (7, 3)], "what is live at the end ends there");
+    assert_eq!(ended, [(5, 2), (7, 3)], "live allocations end at the end of the job");
     let instants: Vec<_> = of_phase(&trace, "i", "bytes").into_iter().map(|(at, _, name, _)| (at, name)).collect();
     let expected = [(3, "map"), (4, "map"), (6, "unmap"), (6, "trim")].map(|(at, name)| (at, name.to_owned()));
     assert_eq!(instants, expected);
@@ -117,7 +117,7 @@ fn only_the_largest_are_slices_where_there_are_too_many() {
     assert_eq!(drawn(None), (vec![1000, 5000, 3000, 3000], 0));
     assert_eq!(drawn(Some(4)), (vec![1000, 5000, 3000, 3000], 0));
     assert_eq!(drawn(Some(3)), (vec![5000, 3000, 3000], 1));
-    assert_eq!(drawn(Some(2)), (vec![5000, 3000], 2), "of two that are as large, the first");
+    assert_eq!(drawn(Some(2)), (vec![5000, 3000], 2), "the first of two equally large allocations is drawn");
     assert_eq!(drawn(Some(0)), (vec![], 4));
 }
 

@@ -208,7 +208,11 @@ mod tests {
         }
         pickle.close_list().unwrap();
         let bytes = pickle.finish().unwrap();
-        assert_eq!(bytes.iter().filter(|byte| **byte == opcode::APPENDS).count(), 3 + 1, "and the e of `key`");
+        assert_eq!(
+            bytes.iter().filter(|byte| **byte == opcode::APPENDS).count(),
+            3 + 1,
+            "three batches, and the letter `e` of `key`"
+        );
         let document = read(&bytes[..], EVERYTHING, u64::MAX).unwrap();
         let Value::List(list) = document.root else { panic!("{:?}", document.root) };
         assert_eq!(document.values.list(list).len, 2001);

@@ -165,7 +165,7 @@ impl Values {
         Ok(())
     }
 
-    /// Appends an item to a list if it is worth keeping.
+    /// Appends an item to a list. Keeps the item if it is a list or a dict that `keeps` selects.
     pub(super) fn append(&mut self, list: ListId, value: Value, keeps: Keeps) {
         let item = match value {
             Value::Dict(dict) if self.dicts[dict.0 as usize] != NONE && self.is_kept(list, dict, keeps) => {

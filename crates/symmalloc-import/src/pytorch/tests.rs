@@ -348,7 +348,7 @@ fn with_segment(blocks: &[Block<'_>], times: usize) -> Vec<u8> {
         pickle = pickle.text("requested_size").integer(*size_bytes).text("state").text(state);
         pickle = frames(pickle, stack).op(SETITEMS);
     }
-    // However often it is referenced, it is one segment.
+    // The segment counts once, no matter how often it is referenced.
     pickle = pickle.op(APPENDS).op(SETITEMS).op(0x94).raw(&b"h\x00".repeat(times - 1));
     pickle = pickle.op(APPENDS).text("device_traces").list().mark().list().mark();
     for (action, address) in [("alloc", 0x1000), ("free_requested", 0x9000), ("free_completed", 0x9000)] {
@@ -413,7 +413,7 @@ fn a_trace_that_lost_entries_is_marked() {
         let (records, summary) = read(&pickle.op(APPENDS).op(b'a').op(SETITEMS).stop()[..], &ReadOptions::default())
             .unwrap_or_else(|error| panic!("{error}"))
             .finish();
-        // The first was freed before the oldest entry that is left.
+        // The first allocation was freed before the oldest remaining entry.
         assert_eq!((records.len(), summary.lived_before), (3, 1));
         summary.is_overwritten
     };

@@ -30,7 +30,7 @@ pub(super) struct TraceEntry<'a> {
 impl<'a> DeviceTrace<'a> {
     pub(super) fn entries(&self) -> impl Iterator<Item = Result<TraceEntry<'a>, SnapshotError>> {
         let DeviceTrace { document, device, entries } = *self;
-        // Only nonempty dicts and lists are kept, so other items show by their absence.
+        // Only nonempty dicts and lists are kept, so a missing item is one of another kind.
         let missing = (!entries.is_whole()).then_some(Err(SnapshotError::NotAnEntry { device }));
         let entry = move |(item, number): (&Item, u64)| match item {
             Item::Dict(dict) => Ok(TraceEntry { document, dict: *dict, device, number }),

@@ -37,7 +37,7 @@ fn recorded(path: &Path, options: TraceFileOptions, rounds: u64) -> u64 {
     let allocator = allocator();
     allocator.start_recording(TraceFile::create(path, options).expect("a new file")).expect("nothing allocated");
     work(&allocator, rounds);
-    allocator.stop_recording().expect("a disk with room").records
+    allocator.stop_recording().expect("the disk has free space").records
 }
 
 #[test]
@@ -176,7 +176,7 @@ fn what_is_recorded_reaches_the_file_while_the_program_is_idle() {
             assert!(begun.elapsed() < Duration::from_secs(60), "{name}: nothing was flushed");
             std::thread::sleep(Duration::from_millis(10));
         }
-        assert!(read_path(&path, &ReadOptions::default()).is_err(), "it has no end yet");
+        assert!(read_path(&path, &ReadOptions::default()).is_err(), "the trace has no end line yet");
         assert_eq!(allocator.stop_recording().unwrap().records, 7);
         assert_eq!(read_path(&path, &ReadOptions::default()).unwrap().records.len(), 7);
     }
@@ -223,7 +223,7 @@ fn a_full_disk_ends_the_recording_and_not_the_job() {
     work(&allocator, 10_000);
     assert!(!allocator.is_recording());
     let Err(RecordingError::Ended { source: RecordingEnd::Sink(source), .. }) = allocator.stop_recording() else {
-        panic!("the disk is full")
+        panic!("the full disk did not end the recording")
     };
     let error = source.downcast_ref::<TraceFileError>().expect("a trace file's");
     assert!(matches!(error, TraceFileError::Write { path, .. } if path == Path::new("/dev/full")), "{error}");

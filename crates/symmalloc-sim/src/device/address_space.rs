@@ -15,7 +15,7 @@ use super::interval::IntervalMap;
 use super::random::SplitMix64;
 use std::collections::BTreeMap;
 
-/// The lowest address handed out. The first 8 GiB are left to the host, as real drivers do.
+/// The lowest address handed out. The first 8 GiB are left to the host, as with real drivers.
 const LOW: u64 = 1 << 33;
 /// The end of 47-bit user addresses.
 const HIGH: u64 = 1 << 47;
@@ -31,13 +31,14 @@ pub enum Addresses {
     /// Each range directly follows the previous one, and no address is reused. The order is the same on all ranks. This
     /// matches a program that is the only caller of the driver.
     Ascending,
-    /// Ranges lie anywhere, sometimes next to another range and sometimes where a released one was. The rate of reuse
-    /// is drawn from the seed.
+    /// Ranges are placed at random, sometimes next to another range and sometimes at the address of a released one. The
+    /// rate of reuse is drawn from the seed.
     #[default]
     Scattered,
     /// Like [`Scattered`](Self::Scattered), but with the given rate of reuse.
     Reused {
-        /// Rate, per million, at which a range takes the place of a released one, if one is left that fits.
+        /// Rate, per million, at which a range reuses the addresses of a released range that is large enough, if there
+        /// is one.
         per_million: u32,
     },
 }

@@ -14,9 +14,9 @@
 //!        └── submit: a kernel uses these bytes ─► Ok, or Race
 //! ```
 //!
-//! Addresses, event completion, raw handles and faults differ between ranks, and are exactly what rule D1 bars from
-//! deciding a placement. The program is the same on all ranks. An allocator that places identically on many simulated
-//! ranks therefore depends on the program alone.
+//! Addresses, event completion, raw handles and faults differ between ranks. By rule D1, no placement may depend on
+//! them. The program is the same on all ranks, so an allocator that places identically on many simulated ranks depends
+//! on the program alone.
 //!
 //! Time is measured in ticks. Each call takes one tick, and [`SimBackend::tick`] adds more. No clock is read. A new
 //! instance takes at most [`SimBackend::FRESH_BYTES_MAX`] bytes and no heap memory, and grows only with live state, so
@@ -55,7 +55,7 @@ pub struct SimBackend {
     state: Mutex<SimState>,
 }
 
-/// The properties that a device has from its creation.
+/// The properties of a device that are fixed at its creation.
 #[derive(Clone, Copy)]
 pub(super) struct DeviceProperties {
     pub(super) granularity_bytes: u64,

@@ -58,7 +58,7 @@ pub enum Delays {
 pub struct Race {
     /// First byte that both use, rounded down to 512.
     pub address: DeviceAddress,
-    /// Number of bytes from `address` on whose last use is that earlier work.
+    /// Number of bytes, starting at `address`, that the earlier work used last.
     pub size_bytes: u64,
     /// The stream of the later work, which was not submitted.
     pub stream: StreamId,
@@ -81,7 +81,7 @@ struct Stream {
     open: bool,
     /// Work that precedes the next submitted work.
     clock: VectorClock,
-    /// Tick at which everything submitted so far is done; `NEVER` only with such delays.
+    /// Tick at which everything submitted so far is done; `NEVER` if it completes only when the host waits for it.
     busy_until: u64,
     /// Maximum number of ticks from submission until work is done; `NEVER` if it waits for the host.
     delay_max: u64,

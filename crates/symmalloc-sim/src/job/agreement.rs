@@ -75,7 +75,7 @@ fn first_differing_step<L: Lock>(job: &RankJob, rank: &Rank<L>) -> Option<usize>
     symmetric.map(|(_, departure)| departure.step).min()
 }
 
-/// Returns the seats of the ranks that did something else than the reference, after checking each against known facts.
+/// Returns the seats of the ranks that differ from the reference, after checking each against known facts.
 fn differing<L: Lock>(
     job: &RankJob,
     ranks: &[Seated<'_, L>],
@@ -114,11 +114,11 @@ fn check<L: Lock>(
 ) -> Result<(), (Option<usize>, FailureCause)> {
     let departure = rank.standing.departure(heap).ok_or((None, FailureCause::FalseAlarm))?;
     let named = difference.first_op..difference.last_op + 1;
-    // If heaps take memory from each other, a rank may compensate at another step for an op of the reference. The
+    // In a pool that reclaims as a whole, a rank can take the same memory at a different step than the reference. The
     // histories then diverge later than the steps.
     let named_may_be_later = job.program.policies.reclaims_as_a_whole(heap.pool);
-    // If the histories do not reach back far enough, the report names the first divergence of any rank and those that
-    // differ now.
+    // If the histories do not reach back far enough, the report names the first divergence of any rank and the ranks
+    // that differ now.
     let parted_may_be_later = group.action == Action::Forgotten;
     if (named_may_be_later || named.start < departure.ops.end)
         && (parted_may_be_later || departure.ops.start < named.end)

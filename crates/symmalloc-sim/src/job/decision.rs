@@ -83,7 +83,7 @@ impl fmt::Display for DecidedRefusal {
             DecidedRefusal::StepOpen => "a step of the pool is open",
             DecidedRefusal::NoStepOpen => "no step of the pool is open",
             DecidedRefusal::Asleep => "the pool is asleep",
-            DecidedRefusal::Driver => "the driver refused a call",
+            DecidedRefusal::Driver => "a driver call failed",
         })
     }
 }

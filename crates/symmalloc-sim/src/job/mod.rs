@@ -1,6 +1,6 @@
 //! Simulation of whole jobs: thousands of ranks run one program, each in its own context, and must place identically.
 //!
-//! The allocator guarantees that ranks cannot drift apart. A simulated job tries to make them: every rank has different
+//! The allocator guarantees that ranks cannot diverge. A simulated job tries to make them diverge: every rank has different
 //! addresses, different event timing, differently interleaved threads, a driver that refuses calls, and private work on
 //! the side. Ranks are lost and restart. The program is drawn from a seed, or taken from a recorded job.
 //!
@@ -10,9 +10,9 @@
 //!                                                         └─► rank N-1  ─┘ digest by digest at every sync
 //! ```
 //!
-//! A run has two phases. Faults happen in the *safety* phase. Ranks without faults must stay identical, ranks that come
-//! to differ must be caught, and no invariant may be violated. All faults are then removed, and in the *liveness* phase
-//! everything is freed and given back: no memory stays reserved on any rank, and no event leaks.
+//! A run has two phases. Faults happen in the *safety* phase. Ranks without faults must stay identical, ranks that
+//! diverge must be detected, and no invariant may be violated. All faults are then removed, and in the *liveness* phase
+//! everything is freed and released: no memory stays reserved on any rank, and no event leaks.
 //!
 //! A run is determined by its plan, and a generated plan by its seed. No clock, host thread or hash order affects it. A
 //! failure is [shrunk](shrink) and saved as a trace that starts with its [story]; `symmalloc simulate` runs it again.

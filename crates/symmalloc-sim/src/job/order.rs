@@ -10,7 +10,7 @@
 //! |---|---|---|
 //! | a thread | each of its steps | a thread runs its steps in sequence |
 //! | a heap: (pool, stream), or the pool if its streams share | allocate, reserve, free, record use; trim of its pool or of all; creation and destruction of its pool; beginning and end of a step of its pool | a decision depends on the ops of its heap (D1) |
-//! | the limit of a pool, if it has one | allocate and reserve in the pool; trim and destruction; beginning and end of a step; free, if a threshold gives memory back | the heaps of the pool share the bytes |
+//! | the limit of a pool, if it has one | allocate and reserve in the pool; trim and destruction; beginning and end of a step; free, if a threshold releases memory | the heaps of the pool share the bytes |
 //! | the limit over all pools, if there is one | the same, in every pool | all heaps share the bytes |
 //! | a pool that reclaims as a whole, if a limit can trigger it | every step in the pool | an allocation that reaches the limit takes free memory from any of its heaps |
 //! | the list of pools | creation | ids are dense |
@@ -79,7 +79,7 @@ impl<'a> Resources<'a> {
         self.limit_over_all() + 2
     }
 
-    /// Adds the resources, apart from its heap, of a step that may obtain or give back device memory.
+    /// Adds the resources, other than the heap, of a step that may obtain or release device memory.
     fn touch_memory(&self, pool: PoolId, touched: &mut Vec<usize>) {
         if self.policies.of(pool).limit_bytes().is_some() {
             touched.push(self.shared_by_heaps(pool));

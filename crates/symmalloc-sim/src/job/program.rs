@@ -94,7 +94,7 @@ fn stretches(steps: &[JobStep], stretch_max: usize) -> Vec<Range<usize>> {
     stretches
 }
 
-/// Returns the steps that end every run: the first part frees everything, and the second gives all memory back.
+/// Returns the steps that end every run: the first part frees everything, and the second releases all memory.
 fn liveness_phase(steps: &[JobStep], policies: &PoolPolicies) -> [Vec<JobStep>; 2] {
     let mut live: BTreeMap<AllocationId, u8> = BTreeMap::new();
     let (mut open, mut slept) = (BTreeSet::new(), false);
@@ -114,7 +114,7 @@ fn liveness_phase(steps: &[JobStep], policies: &PoolPolicies) -> [Vec<JobStep>; 
     let end = open.into_iter().map(|pool| JobStep::new(Op::EndStep { pool }, 0));
     let free = |(id, thread): (AllocationId, u8)| JobStep::new(Op::Free { id }, thread % threads);
     let mut trims = Vec::new();
-    // A step whose key has no plan gives back the memory of plans if its pool is awake. Other pools are destroyed.
+    // A step whose key has no plan releases the memory of plans if its pool is awake. Other pools are destroyed.
     let has_steps = steps.iter().any(|step| matches!(step.op, Op::BeginStep { pool: PoolId::DEFAULT, .. }));
     let step = [Op::BeginStep { pool: PoolId::DEFAULT, key: u64::MAX }, Op::EndStep { pool: PoolId::DEFAULT }];
     if has_steps && !slept {
@@ -123,7 +123,7 @@ fn liveness_phase(steps: &[JobStep], policies: &PoolPolicies) -> [Vec<JobStep>; 
     trims.push(Op::Trim { pool: None });
     trims.extend((1..policies.count() as u32).map(|pool| Op::DestroyPool { pool: PoolId(pool) }));
     if slept {
-        // The pool still holds addresses to give back, and may need memory of other pools to wake.
+        // The pool still holds addresses to release, and may need memory of other pools to wake.
         trims.push(Op::Wake { pool: PoolId::DEFAULT });
         trims.extend(step.into_iter().filter(|_| has_steps));
     }

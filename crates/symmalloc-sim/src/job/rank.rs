@@ -370,7 +370,7 @@ impl<L: Lock> Rank<L> {
         self.private_ops + self.private.as_ref().map_or(0, |private| private.ops)
     }
 
-    /// Checks, at the end of the liveness phase, that everything was freed and given back.
+    /// Checks, at the end of the liveness phase, that everything was freed and released.
     pub(crate) fn check_ended(&self, job: &RankJob) -> Result<(), FailureCause> {
         // Waits for the fences of the last users of remaining segments, and then drops the fences.
         for stream in (0..self.allocator.stream_count() as u16).map(StreamId) {

@@ -6,7 +6,7 @@
 //!           └─ the other ranks ◄──────┘                            │
 //!                                                                  ├─ departed ranks restart
 //!                                                                  └─ lost ranks restart or leave
-//!  ... and after the last stretch of the safety phase: heal, free everything, give everything back
+//!  ... and after the last stretch of the safety phase: heal, free everything, release everything
 //! ```
 
 use crate::job::agreement::{Seated, agree, compare};

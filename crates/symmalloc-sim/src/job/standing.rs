@@ -4,8 +4,8 @@
 //!  alike ───the driver refuses a call────────► followed ───different digest after a step────► departed, heap by heap
 //!    │ different decision: a failure              │ same digests: no failure
 //! ```
-//! A rank without faults must decide like the reference. A rank with faults may come to differ. The simulator follows
-//! its digests, so that it knows the step at which each heap departed, and checks the agreement's report against that.
+//! A rank without faults must decide like the reference. A rank with faults may diverge. The simulator follows its
+//! digests, so that it knows the step at which each heap diverged, and checks the agreement's report against that step.
 
 use crate::job::journal::{DecisionJournal, HeapDigest, HeapName, digest_of};
 use std::collections::BTreeMap;

@@ -1,7 +1,7 @@
 //! Execution of single steps on one rank, including the reaction to refused driver calls.
 //!
-//! A refusal without an effect (a fence that could not be recorded or waited for) is retried, as a program would do.
-//! Refused memory is a decision: the program continues without it, and its rank differs from then on.
+//! A failed call without an effect (a fence that could not be recorded or waited for) is retried, as a program would
+//! do. Refused memory is a decision: the program continues without it, and its rank differs from then on.
 
 use crate::device::Race;
 use crate::job::context::Deviation;
@@ -129,7 +129,7 @@ impl<L: Lock> Rank<L> {
                 Ok(()) => Decision::Done,
                 Err(error) => refused(DecidedRefusal::from(&error)),
             },
-            // Each attempt enters the digest: a rank that needs several attempts differs.
+            // Each attempt is added to the digest, so a rank that needs several attempts differs.
             Op::Sleep { pool, contents } => {
                 let pool = self.pools[pool.index()];
                 match retry(|| self.allocator.sleep(pool, *contents), |error| !is_misuse(error)) {

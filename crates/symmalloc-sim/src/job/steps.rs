@@ -63,7 +63,7 @@ impl PoolPolicies {
     /// Returns `true` if an allocation that reaches a limit may take free memory from every heap of the pool.
     pub(crate) fn reclaims_as_a_whole(&self, pool: PoolId) -> bool {
         let config = self.of(pool);
-        // A symmetric pool gives no memory back for the limit over all pools.
+        // A symmetric pool releases no memory for the limit over all pools.
         let can_meet_a_limit = config.limit_bytes().is_some() || self.limit_bytes().is_some() && !config.symmetric();
         config.reclaim() == Reclaim::Pool && can_meet_a_limit
     }

@@ -416,7 +416,7 @@ impl Writer {
             }
             StepKind::CreatePool if self.pools_made <= POOLS_MAX => self.create_pool(),
             StepKind::CreatePool if self.streams < self.streams_max => self.register_stream(),
-            // If the pool is still in use, destroying it is refused, and later steps do not refer to it.
+            // If the pool is still in use, destroying it fails, and later steps do not refer to it.
             StepKind::DestroyPool if !self.pools.is_empty() => self.destroy_pool(),
             StepKind::Sync => self.sync(),
             StepKind::Allocate | StepKind::CreatePool | StepKind::DestroyPool => self.allocate(),
