@@ -49,8 +49,9 @@ impl Origins {
         heap.get(heap.partition_point(|(ops, _, _)| *ops <= op)).map(|(_, index, _)| *index)
     }
 
-    /// Returns `true` if this op of the program caused several heap ops, because it released memory before a limit refused it. If the next
-    /// op of the program starts by doing the same, omitting either has the same beginning, so the report cannot tell them apart.
+    /// Returns `true` if this op of the program caused several heap ops, because it released memory before a limit
+    /// refused it. If the next op of the program first releases the same memory, omitting either op leads to the same
+    /// first difference, and the report cannot distinguish the two.
     fn gives_back_on_the_way(&self, index: usize) -> bool {
         let ops_of = |heap: &Vec<(u64, usize, u64)>| {
             let at = heap.iter().position(|(_, origin, _)| *origin == index)?;
@@ -60,8 +61,8 @@ impl Origins {
         self.heaps.values().filter_map(ops_of).sum::<u64>() > 1
     }
 
-    /// Returns `true` if the other rank has the same history after the effects of this op of the program. A later op of its program then
-    /// did the same, with nothing recorded in between, so omitting either is equivalent.
+    /// Returns `true` if the other rank has the same history after the effects of this op of the program. A later op of
+    /// its program then had the same effects, with nothing recorded in between, so omitting either is equivalent.
     fn is_made_up_for(&self, index: usize, other: &Origins) -> bool {
         self.heaps.iter().any(|(heap, ops)| {
             let after = ops.iter().find(|(_, origin, _)| *origin == index).map(|(ops, _, digest)| (*ops, *digest));

@@ -35,7 +35,8 @@ fn allocate(allocator: &Allocator<SimBackend>, ops: u64, other: Option<u64>) {
     }
 }
 
-/// Returns the op number of a 512-byte allocation in its heap, which also counts the times that earlier ones obtained memory.
+/// Returns the op number of a 512-byte allocation in its heap. The numbering includes an op for each time that an
+/// earlier allocation obtained memory.
 fn number_in_heap(allocation: u64) -> u64 {
     allocation + (allocation * 512).div_ceil(2 << 20)
 }
@@ -61,8 +62,8 @@ fn four_thousand_ranks_agree_in_lockstep_and_name_the_odd_one() {
     allocators.iter().for_each(|allocator| allocate(allocator, 10, None));
     allocate(&allocators[2077], 1, None);
     allocators.iter().for_each(|allocator| allocate(allocator, 10, None));
-    // The requests are equal, so the others lack the last one.
-    let disagreement = compare(&allocators).expect("one rank did more");
+    // The requests are equal, so the last one is missing on the other ranks.
+    let disagreement = compare(&allocators).expect("one rank made more requests");
     let first = disagreement.first_heap().expect("a heap");
     assert_eq!((first.first_op, first.last_op), (number_in_heap(120), number_in_heap(120)));
     assert_eq!(first.groups[0].ranks.to_string(), "0-2076,2078-4095");
@@ -79,7 +80,7 @@ fn rounds_grow_with_the_logarithm_of_the_history() {
         let disagreement = compare(&allocators).expect("they differ");
         assert_eq!(disagreement.first_heap().expect("a heap").first_op, number_in_heap(ops / 3));
         // Four rounds: compare, heaps, ops, details. Then a search that cuts into 97 parts.
-        let searches = (1..).find(|rounds| 97_u64.pow(*rounds) >= ops).expect("soon");
+        let searches = (1..).find(|rounds| 97_u64.pow(*rounds) >= ops).expect("a few rounds suffice");
         assert!(disagreement.rounds <= 4 + searches, "{} rounds for {ops} ops", disagreement.rounds);
     }
 }
@@ -132,7 +133,7 @@ fn whatever_one_rank_alone_does_with_an_allocation_is_told_with_its_name() {
             for (allocation, name) in [(1, Some("bias")), (0, Some("weights")), (2, None)] {
                 assert_eq!(compare(&ranks), None);
                 carry_out(&ranks[1], &made[1][allocation]);
-                let disagreement = compare(&ranks).expect("one rank did more");
+                let disagreement = compare(&ranks).expect("one rank made more requests");
                 let groups = &disagreement.first_heap().expect("a heap").groups;
                 let told = [0, 1].map(|group: usize| groups[group].name.as_deref());
                 assert_eq!(told, [None, name], "{act}, {streams}");
@@ -242,8 +243,8 @@ fn a_rank_may_do_in_private_pools_what_it_likes() {
     let (allocators, placed): (Vec<_>, Vec<_>) = (0..5).map(rank).unzip();
     assert_eq!(compare(&allocators), None);
     assert!(placed.iter().all(|placements| *placements == placed[0]));
-    // The same ordinal has a different id on each rank, but is compared nevertheless.
-    let other = allocators[3].symmetric_pool(1).expect("it was made");
+    // The pools with this ordinal have different ids on the ranks, but are still compared.
+    let other = allocators[3].symmetric_pool(1).expect("the pool was created");
     allocators[3].allocate(other, StreamId(0), 1).expect("fits");
     let disagreement = compare(&allocators).expect("they differ");
     let first = disagreement.first_heap().expect("a heap");
@@ -396,18 +397,18 @@ fn ranks_that_agree_a_different_number_of_times_are_told() {
                 // Rank 1 omits an op: its sync meets the other rank's agreement after that op.
                 if rank == 0 {
                     allocate(&allocator, 1, None);
-                    let error = agreement.after_op(&allocator).expect_err("the other is at its sync");
+                    let error = agreement.after_op(&allocator).expect_err("the other rank is at its sync");
                     let AgreementError::Disagreed(disagreement) = error else { panic!("{error}") };
                     let Difference::Point(points) = &disagreement.difference else { panic!("{disagreement}") };
                     assert_eq!(points.len(), 2);
                     let text = disagreement.to_string();
                     assert!(text.ends_with("\n  rank 1: a sync\n  rank 0: an op"), "{text}");
                     // It tries again, without the other rank.
-                    let error = agreement.at_sync(&allocator).expect_err("the other is gone");
+                    let error = agreement.at_sync(&allocator).expect_err("the other rank is gone");
                     assert_eq!(error, AgreementError::Transport(TransportError::RankLost { rank: 1 }));
                 } else {
                     allocate(&allocator, 1, None);
-                    agreement.at_sync(&allocator).expect_err("the other is at an op");
+                    agreement.at_sync(&allocator).expect_err("the other rank is at an op");
                 }
             });
         }

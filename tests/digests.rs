@@ -88,7 +88,7 @@ const STORIES: &[Story] = &[
         pool: "",
         ops: |rank, _| {
             rank.reserve(POOL, S0, 8 * MIB).expect("memory");
-            rank.reserve(POOL, S0, 5 * MIB).expect("the memory is there");
+            rank.reserve(POOL, S0, 5 * MIB).expect("memory is available");
         },
     },
     Story { name: "reserve-fixed", pool: "fixed", ops: |rank, _| rank.reserve(POOL, S0, 5 * MIB).expect("memory") },
@@ -266,13 +266,13 @@ fn digests_are_what_is_written_down() {
     for story in STORIES {
         let found = digest(story, 0);
         assert_eq!(digest(story, 1), found, "{}: on another rank", story.name);
-        writeln!(table, "{:<34} {:>3} ops {found}", story.name, found.ops).expect("memory does not fail");
+        writeln!(table, "{:<34} {:>3} ops {found}", story.name, found.ops).expect("writing to memory cannot fail");
     }
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("golden/digests.txt");
     if std::env::var_os("SYMMALLOC_BLESS").is_some() {
         std::fs::write(&path, &table).expect("the golden file can be written");
     }
-    let golden = std::fs::read_to_string(&path).expect("the golden file is there");
+    let golden = std::fs::read_to_string(&path).expect("the golden file exists");
     for (found, expected) in table.lines().zip(golden.lines()) {
         assert_eq!(found, expected, "set SYMMALLOC_BLESS=1 if this is intended");
     }
@@ -291,9 +291,9 @@ fn histories_that_differ_in_one_decision_have_different_digests() {
     // The layout is the same; either the driver failed to unmap the memory, or an observer holds it.
     assert_ne!(of("trim-shrink-refused-first"), of("trim-observed"));
     assert_ne!(of("trim-shrink-refused-first"), of("trim-shrink"));
-    // A dead segment whose memory the driver kept: it counts towards the limits from then on.
+    // A dead segment whose memory the driver kept, which counts toward the limits from then on.
     assert_ne!(of("trim-death-kept-by-driver"), of("trim-death"));
-    // A heap that grew before a failed wait, and one that grew without.
+    // A heap that grew before a failed wait, and one that did not grow.
     assert_ne!(of("growth-behind-a-failed-wait-again").value, of("growth-behind-a-failed-wait").value);
     let before = Story { name: "", pool: "", ops: |rank, _| leave_fenced(rank, 2 * MIB) };
     assert_ne!(of("growth-behind-a-failed-wait"), digest(&before, 0));
@@ -317,7 +317,7 @@ fn histories_that_differ_in_one_decision_have_different_digests() {
     assert_ne!(for_one, nothing_for(|rank, _| _ = rank.allocate(POOL, S1, 0).expect("always")));
 }
 
-/// A heap with a different granularity makes different decisions sooner or later.
+/// Heaps with different granularities eventually make different decisions.
 #[test]
 fn the_granularity_is_in_every_digest() {
     let digest = |granularity_bytes| {

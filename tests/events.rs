@@ -85,7 +85,7 @@ fn what_is_rare_is_told_with_stable_names_and_fields_and_a_cache_hit_is_silent()
     let heard = listener.heard();
     assert_eq!(heard.len(), 3, "nothing is released for a request that can never fit: {heard:?}");
 
-    allocate(7 * MIB).expect_err("more than is left");
+    allocate(7 * MIB).expect_err("more than the limit leaves");
     let missing = "missing_bytes=8388608";
     let refused = format!(
         "memory.refused pool=0 stream=0 requested_bytes=7340032 {missing} reserved_bytes=2097152 \
@@ -130,10 +130,10 @@ fn pools_and_failed_trims_are_told() {
     assert_eq!(listener.heard(), ["pool.created pool=1 symmetric=true limit_bytes=67108864"]);
     allocator.reserve(pool, stream, 4 * MIB).expect("within the limit");
     assert_eq!(listener.heard()[0], "> heap.reserve pool=1 stream=0 size_bytes=4194304");
-    allocator.trim(Some(pool)).expect_err("the driver refuses");
+    allocator.trim(Some(pool)).expect_err("the driver call fails");
     let failed = listener.heard().pop().expect("the last event");
     assert!(failed.starts_with("trim.failed pool=1 stream=0 released_bytes=0 error="), "{failed}");
-    allocator.destroy_pool(pool).expect("the driver releases it now");
+    allocator.destroy_pool(pool).expect("the driver works again");
     assert_eq!(listener.heard().pop().expect("the last event"), "pool.destroyed pool=1");
 }
 
@@ -176,7 +176,7 @@ impl Sink for Full {
         Ok(())
     }
     fn record(&mut self, _: symmalloc_core::Record) -> Result<(), SinkError> {
-        Err("no room".into())
+        Err("the sink is full".into())
     }
     fn finish(&mut self) -> Result<(), SinkError> {
         Ok(())
@@ -192,7 +192,7 @@ fn a_recording_that_ends_early_is_told_once() {
     for _ in 0..3 {
         allocator.register_stream().expect("few");
     }
-    let ended = "recording.ended records=0 error=the recording ended after 0 records, because its sink failed: no room";
+    let ended = "recording.ended records=0 error=the recording ended after 0 records, because its sink failed: the sink is full";
     let streams = ["stream.registered stream=0", "stream.registered stream=1", "stream.registered stream=2"];
     assert_eq!(listener.heard(), [&[ended], &streams[..]].concat());
     allocator.stop_recording().expect_err("it ended early");

@@ -19,7 +19,7 @@ const OPS: usize = 40;
 
 /// Result of a run with one fault.
 struct Outcomes {
-    /// Outcome of each op: that of its first attempt that the driver did not refuse.
+    /// Outcome of each op, from its first attempt without a failed driver call.
     outcomes: Vec<Outcome>,
     /// Errors of the refused ops.
     errors: Vec<StepError>,
@@ -54,8 +54,8 @@ fn run(scenario: &Scenario, device: &SimBackend) -> Outcomes {
     told
 }
 
-/// Returns the scenario without limits and thresholds. Those release memory during other ops; if the driver fails to release it then,
-/// these ops do not fail, and later decisions find more memory.
+/// Returns the scenario without limits and thresholds, which release memory during other ops. If the driver fails to
+/// release the memory, such an op still succeeds, and later decisions find more memory.
 fn that_trims_only_when_told(scenario: &Scenario) -> Scenario {
     let plain = |pool: &PoolConfig| {
         pool.to_builder().limit_bytes(None).release_threshold_bytes(None).build().expect("fewer knobs are valid")
@@ -108,7 +108,7 @@ fn after_any_refused_call_the_program_goes_on_as_if_nothing_had_happened() {
         &sleeps,
         &["trim", "wake: load", "wake: map"],
     ];
-    assert_eq!(kinds.into_iter().collect::<Vec<_>>(), all.concat(), "which ops were refused");
+    assert_eq!(kinds.into_iter().collect::<Vec<_>>(), all.concat(), "the kinds of refused ops");
 }
 
 /// Returns the kind of a refused op's error, and checks that its cause is the injected fault.
@@ -205,7 +205,7 @@ fn a_refusal_of_the_driver_gives_nothing_back() {
     assert_eq!(again.placement, cached.placement);
 }
 
-/// A trim reports exactly the bytes that the device got back, no matter how many of its calls were refused.
+/// A trim reports exactly the bytes that were released to the device, no matter how many of its calls failed.
 #[test]
 fn a_trim_that_fails_says_all_that_it_gave_back() {
     let mut failed = 0;
@@ -255,9 +255,10 @@ fn a_refused_rank_has_another_digest() {
     assert_ne!(digest(false), digest(true));
 }
 
-/// Runs a program that makes every kind of call: with observers that are added and removed, event queries, a failure callback that trims,
-/// and destroyed pools. Each op is retried until the driver accepts it, at most `attempts` times. Afterwards the driver works again:
-/// everything is freed and released, and nothing leaks. Returns the number of refused ops.
+/// Runs a program that makes every kind of call: with observers that are added and removed, event queries, a failure
+/// callback that trims, and destroyed pools. Each op is retried until no driver call fails, at most `attempts` times.
+/// Afterward the driver works again: everything is freed and released, and nothing leaks. Returns the number of refused
+/// ops.
 fn everything(scenario: &Scenario, device: &SimBackend, attempts: usize) -> usize {
     let _report = PrintOnPanic(scenario);
     let mut refused = 0;
@@ -361,7 +362,7 @@ fn a_kind_of_call_that_always_fails_or_a_lost_device_is_survived_until_it_works_
     assert!(Call::ALL.iter().all(|call| refused[call] > 0), "some kinds of calls were never refused: {refused:?}");
 }
 
-/// The driver keeps the memory that it refuses to release, but there is no panic, and no event leaks.
+/// The driver keeps the memory that it fails to release, but there is no panic, and no event leaks.
 #[test]
 fn the_allocator_is_dropped_while_calls_fail() {
     for seed in 0..40 {

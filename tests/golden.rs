@@ -92,7 +92,7 @@ fn recorded_jobs_come_to_what_is_written_down() {
                     "{job:<20} {segments:<10} {name:<8} {allocations:>11} {peak_live_bytes:>15} \
                      {peak_reserved_bytes:>19} {segments_born:>8} {placements:016x} {digest:>16}"
                 )
-                .expect("memory does not fail");
+                .expect("writing to memory cannot fail");
             }
         }
     }
@@ -105,14 +105,15 @@ fn compare_with_file(name: &str, table: &str) {
     if std::env::var_os("SYMMALLOC_BLESS").is_some() {
         std::fs::write(&path, table).expect("the golden file can be written");
     }
-    let golden = std::fs::read_to_string(&path).expect("the golden file is there");
+    let golden = std::fs::read_to_string(&path).expect("the golden file exists");
     for (found, expected) in table.lines().zip(golden.lines()) {
         assert_eq!(found, expected, "set SYMMALLOC_BLESS=1 if this is intended");
     }
     assert_eq!(table.lines().count(), golden.lines().count());
 }
 
-/// Number of calls of each kind per job, pinned in `golden/calls.txt`: placements do not show a missing or an extra wait.
+/// Each job makes the number of calls of each kind that `golden/calls.txt` lists. Placements would not show a missing
+/// or an extra wait.
 #[test]
 fn recorded_jobs_make_the_calls_that_are_written_down() {
     let mut table = String::new();
@@ -121,7 +122,7 @@ fn recorded_jobs_make_the_calls_that_are_written_down() {
             let calls = replay(&jobs::program(job), "expandable", streams).calls;
             let told: Vec<String> =
                 Call::ALL.iter().map(|call| format!("{} {}", call.name(), calls.of(*call))).collect();
-            writeln!(table, "{job:<20} {name:<8} {}", told.join(", ")).expect("memory does not fail");
+            writeln!(table, "{job:<20} {name:<8} {}", told.join(", ")).expect("writing to memory cannot fail");
         }
     }
     compare_with_file("golden/calls.txt", &table);
@@ -145,7 +146,7 @@ fn one_growing_range_with_exact_best_fit_wastes_little() {
     }
 }
 
-/// Measured with PyTorch 2.11. Each job is replayed without side-stream delays.
+/// The expected values were measured with PyTorch 2.11. Each job is replayed without side-stream delays.
 #[test]
 fn fixed_segments_hold_as_much_as_pytorch_holds() {
     let pytorch = [

@@ -220,7 +220,7 @@ fn threads_free_what_others_made_by_handle_and_by_address() {
                     if size_bytes > MIB {
                         lend(&allocator, stream, user, &made);
                     }
-                    gives.send(made).expect("it listens until all is freed");
+                    gives.send(made).expect("the receiver listens until everything is freed");
                     if let Ok(theirs) = takes.try_recv() {
                         free(&allocator, &theirs);
                     }
@@ -252,8 +252,8 @@ fn of_two_threads_that_free_one_address_one_does() {
     });
 }
 
-/// Two threads lend to one stream and free. Of the two events, the one with the later tick is the later one: a stream that waits for it has
-/// waited for both.
+/// Two threads lend blocks to one stream and free them. Of the two events, the one with the later tick comes later, so
+/// a stream that waits for it has waited for both.
 #[test]
 fn threads_that_fence_one_stream_get_their_events_in_the_order_of_their_ticks() {
     let (one, other, user) = (StreamId(0), StreamId(1), StreamId(2));
@@ -345,7 +345,8 @@ fn a_host_that_waits_for_a_stream_has_not_waited_for_what_comes_meanwhile() {
     });
 }
 
-/// One thread takes a block of a shared heap, and thereby makes its stream wait for another one, to which a third thread submits more work.
+/// One thread takes a block of a shared heap, which makes its stream wait for another one, to which a third thread
+/// submits more work.
 #[test]
 fn a_stream_that_waits_for_another_has_not_waited_for_what_comes_meanwhile() {
     let (one, other) = (StreamId(0), StreamId(1));
@@ -395,7 +396,7 @@ fn a_pool_is_destroyed_by_one_thread_and_used_by_another() {
         let destroyed = allocator.destroy_pool(pool);
         user.join().expect("no panic");
         if destroyed.is_err() {
-            allocator.destroy_pool(pool).expect("nothing is live anymore");
+            allocator.destroy_pool(pool).expect("nothing is live");
         }
         assert_eq!(allocator.backend().inner.mapped_bytes(), 0, "a destroyed pool holds memory");
         assert_nothing_is_left(&allocator);

@@ -101,7 +101,7 @@ fn first_part<'a, 'd>(
     (replay, checkpoint)
 }
 
-/// Makes the driver fail the call after the next `calls` calls.
+/// Makes the driver call after the next `calls` calls fail.
 fn refuse_after(device: &SimBackend, calls: u64) {
     let ordinal = device.calls().fallible() + calls;
     device.inject(None, FaultRule::At { ordinal }, Fault::Refused);
@@ -122,7 +122,7 @@ fn rank<'a>(device: &'a SimBackend, pool: &PoolConfig, limit_bytes: Option<u64>)
 /// Expects an error, and checks that nothing changed.
 fn refusal(allocator: &Allocator<&SimBackend>, pool: PoolId, layout: &Layout) -> RestoreError {
     let before = state(allocator);
-    let error = allocator.restore_layout(pool, layout).expect_err("it does not fit");
+    let error = allocator.restore_layout(pool, layout).expect_err("the layout does not fit");
     assert_eq!(state(allocator), before, "{error}");
     error
 }
@@ -208,7 +208,7 @@ fn what_a_restore_makes_live_counts_in_the_peak_over_all_heaps() {
     let handles = [S0, S1].map(|stream| old.allocate(POOL, stream, 10 * MIB).expect("fits").handle);
     let layout = old.save_layout(POOL).expect("nothing is retired");
     handles.into_iter().for_each(|handle| old.free(handle).expect("live"));
-    old.restore_layout(POOL, &layout).expect("all of it is there");
+    old.restore_layout(POOL, &layout).expect("the layout's memory still exists");
     let new = rank(&device, &policy, None);
     new.restore_layout(POOL, &layout).expect("a fresh pool");
     for allocator in [old, new] {

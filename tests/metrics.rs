@@ -26,7 +26,7 @@ fn a_heaps_numbers_are_published_under_its_pool_and_stream() {
     let pool = PoolConfig::builder().limit_bytes(Some(16 * MIB)).build().expect("valid");
     let config = Config::builder().default_pool(pool).limit_bytes(Some(1024 * MIB)).build().expect("valid");
     let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), config).expect("a device");
-    let streams = [(); 2].map(|()| allocator.register_stream().expect("an id is left"));
+    let streams = [(); 2].map(|()| allocator.register_stream().expect("a stream id is available"));
     let take = |stream, size_bytes| allocator.allocate(PoolId::DEFAULT, stream, size_bytes);
     let first = take(streams[0], 6 * MIB).expect("within the limit");
     let held = take(streams[0], 2 * MIB - 100).expect("within the limit");
@@ -60,7 +60,7 @@ fn a_heaps_numbers_are_published_under_its_pool_and_stream() {
     assert_eq!(value(&text, "symmalloc_limit_bytes{rank=\"3\"}"), mib(1024));
     allocator.set_limit_bytes(Some(512 * MIB));
     let later = rendered(&Publisher::new().with_label("rank", "3"), &[&allocator]);
-    assert_eq!(value(&later, "symmalloc_limit_bytes{rank=\"3\"}"), mib(512), "the limit that holds now");
+    assert_eq!(value(&later, "symmalloc_limit_bytes{rank=\"3\"}"), mib(512), "the current limit");
     assert_eq!(value(&text, "symmalloc_total_allocated_bytes_peak{rank=\"3\"}"), mib(10));
     assert!(text.contains("# TYPE symmalloc_reserved_bytes gauge"), "{text}");
     assert!(text.contains("# HELP symmalloc_trims_total trims of the heap"), "{text}");
@@ -108,7 +108,7 @@ fn dead_segments_that_an_observer_holds_are_no_fragments() {
 #[test]
 fn streams_that_share_are_one_series_and_counters_follow() {
     let allocator: Allocator<_> = Allocator::new(SimBackend::builder().build(), Config::default()).expect("a device");
-    let streams = [(); 2].map(|()| allocator.register_stream().expect("an id is left"));
+    let streams = [(); 2].map(|()| allocator.register_stream().expect("a stream id is available"));
     let config = PoolConfig::builder().streams(StreamPolicy::Shared).build().expect("valid");
     let pool = allocator.create_pool(config).expect("valid");
     let recorder = PrometheusBuilder::new().build_recorder();

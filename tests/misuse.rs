@@ -216,7 +216,7 @@ fn a_failure_callback_frees_and_the_allocation_succeeds() {
         }
         Retry::Again
     });
-    allocator.allocate(POOL, S0, 4 * MIB).expect("the callback made room");
+    allocator.allocate(POOL, S0, 4 * MIB).expect("the callback freed memory");
     assert_eq!(calls.load(std::sync::atomic::Ordering::Relaxed), 1);
     allocator.allocate(POOL, S0, 4 * MIB).expect("fits");
     allocator.allocate(POOL, S0, 4 * MIB).expect_err("nothing more to free");
@@ -240,7 +240,7 @@ fn what_a_failure_callback_frees_is_not_given_back() {
     allocator.allocate(POOL, S0, 30 * MIB).expect_err("20 MiB are free");
     assert_eq!(allocator.stats().reserved_bytes.current, 60 * MIB);
     assert_eq!(allocator.backend().calls().of(Call::Unmap), 0);
-    allocator.allocate(POOL, S0, 20 * MIB).expect("it is still there");
+    allocator.allocate(POOL, S0, 20 * MIB).expect("the freed memory was not released");
 }
 
 #[test]
@@ -310,7 +310,7 @@ fn a_backend_with_an_impossible_granularity_is_refused() {
     assert_eq!(made(512), Ok(()));
 }
 
-/// Its heaps still exist, but contain nothing that a request could use.
+/// The heaps of a destroyed pool still exist, but contain nothing that a request could use.
 #[test]
 fn a_destroyed_pool_serves_no_kind_of_request() {
     let allocator = allocator();
@@ -350,7 +350,7 @@ fn zero_bytes_are_freed_once_and_not_used_afterwards() {
     allocator.free(second).expect("live");
 }
 
-/// They take no memory, so the pool can be destroyed.
+/// Allocations of zero bytes take no memory, so their pool can be destroyed.
 #[test]
 fn zero_bytes_of_a_destroyed_pool_are_freed_once() {
     let allocator = allocator();
@@ -361,7 +361,7 @@ fn zero_bytes_of_a_destroyed_pool_are_freed_once() {
     let other = allocator.allocate(next, S0, 0).expect("always").handle;
     let digest = allocator.digest(next).expect("live");
     allocator.free(handle).expect("live");
-    assert_eq!(allocator.digest(next), Ok(digest), "it is not an op of the next pool");
+    assert_eq!(allocator.digest(next), Ok(digest), "the free is not an op of the next pool");
     assert_eq!(allocator.free(handle), Err(HandleError::Stale { handle }.into()));
     allocator.free(other).expect("live");
 }

@@ -52,8 +52,8 @@ fn whether_there_is_anything_new_can_be_asked_without_reading() {
     let born = allocator.segment_log_entries(POOL);
     assert_eq!(born, 1);
     allocator.free(made.handle).expect("live");
-    allocator.allocate(POOL, StreamId(0), 20 * MIB).expect("fits into what was freed");
-    assert_eq!(allocator.segment_log_entries(POOL), born, "no segment came or went");
+    allocator.allocate(POOL, StreamId(0), 20 * MIB).expect("it fits into freed memory");
+    assert_eq!(allocator.segment_log_entries(POOL), born, "no segment was created or released");
     let other = allocator.register_stream().expect("the second");
     allocator.allocate(POOL, other, MIB).expect("fits");
     assert_eq!(allocator.segment_log_entries(POOL), born + 1, "all heaps of the pool count");
@@ -68,7 +68,7 @@ fn memory_of_a_dead_segment_is_held_until_every_observer_has_acknowledged() {
     let (one, _) = allocator.observe(POOL).expect("exists");
     let (other, _) = allocator.observe(POOL).expect("exists");
     allocator.free(made.handle).expect("live");
-    assert_eq!(allocator.trim(None), Ok(0), "nothing is back yet");
+    assert_eq!(allocator.trim(None), Ok(0), "nothing was released yet");
     let stats = allocator.stats();
     assert_eq!(
         (device.mapped_bytes(), stats.retired_bytes, stats.reserved_bytes.current),
@@ -164,7 +164,7 @@ impl Registrar {
                 }
                 SegmentEventKind::Growth => {
                     let size = self.windows.get_mut(&key).unwrap_or_else(|| panic!("grown before birth: {event:?}"));
-                    assert_eq!(event.offset_bytes, *size, "grown elsewhere than at the end");
+                    assert_eq!(event.offset_bytes, *size, "the growth is not at the end");
                     *size += event.size_bytes;
                 }
                 SegmentEventKind::Death => {
@@ -310,8 +310,8 @@ fn read(mut known: Runs, events: &[SegmentEvent]) -> Runs {
     known
 }
 
-/// Rule D5: memory that an observer keeps was released by its heap, but is unavailable to requests. The heaps release memory in order until
-/// enough is released, once.
+/// Rule D5: a heap has released the memory that an observer keeps, but requests cannot use it. The heaps release memory
+/// in order, once, until enough is released.
 #[test]
 fn what_an_observer_keeps_helps_no_request_and_is_given_up_once() {
     let device = SimBackend::builder().build();
@@ -326,7 +326,7 @@ fn what_an_observer_keeps_helps_no_request_and_is_given_up_once() {
     let refused = allocator.allocate(POOL, streams[0], 24 * MIB);
     assert!(matches!(refused, Err(AllocateError::OutOfMemory(_))), "{refused:?}");
     let trims = streams.map(|stream| allocator.heap_stats(POOL, stream).expect("exists").trim_count);
-    assert_eq!(trims, [1, 1, 0], "two of them hold enough");
+    assert_eq!(trims, [1, 1, 0], "two heaps hold enough");
     let stats = allocator.stats();
     assert_eq!((stats.retired_bytes, stats.reserved_bytes.current, stats.retry_count), (40 * MIB, 60 * MIB, 1));
     assert_eq!(allocator.acknowledge(observer, &allocator.unread(observer)), Ok(40 * MIB));

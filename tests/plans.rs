@@ -15,7 +15,7 @@ use symmalloc_sim::{Call, SimBackend, SplitMix64};
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(if symmalloc_harness::is_night() { 20_000 } else { 1_500 }))]
 
-    /// Two ranks share nothing but the program.
+    /// Two ranks that share only the program place every step where the model expects it.
     #[test]
     fn steps_go_where_the_model_says_on_every_rank(bytes in prop::collection::vec(any::<u8>(), 4..180)) {
         targets::steps(&bytes);
@@ -51,7 +51,7 @@ fn a_pool_that_is_in_a_step_or_learns_has_no_layout_and_takes_none() {
     let allocator: Allocator<_> = Allocator::new(&device, config).expect("valid");
     let stream = allocator.register_stream().expect("few");
     let pool = PoolId::DEFAULT;
-    let before = allocator.save_layout(pool).expect("it has learned nothing");
+    let before = allocator.save_layout(pool).expect("the pool has learned nothing");
     let is_refused = || {
         let saved = allocator.save_layout(pool);
         let restored = allocator.restore_layout(pool, &before);
@@ -61,10 +61,10 @@ fn a_pool_that_is_in_a_step_or_learns_has_no_layout_and_takes_none() {
     for _ in 0..3 {
         allocator.begin_step(pool, 0).expect("none is open");
         assert!(is_refused(), "in a step");
-        let made = allocator.allocate(pool, stream, MIB).expect("there is memory");
+        let made = allocator.allocate(pool, stream, MIB).expect("memory is available");
         allocator.free(made.handle).expect("live");
         allocator.end_step(pool).expect("it is open");
-        assert!(is_refused(), "it has seen a step");
+        assert!(is_refused(), "the pool has run a step");
     }
     allocator.drop_plans(pool).expect("no step is open");
     allocator.save_layout(pool).expect("all is forgotten");
@@ -81,7 +81,7 @@ fn a_threshold_does_not_count_the_memory_of_plans() {
     let stream = allocator.register_stream().expect("few");
     let passes = |sizes: &[u64]| {
         for size_bytes in sizes {
-            let made = allocator.allocate(PoolId::DEFAULT, stream, *size_bytes).expect("there is memory");
+            let made = allocator.allocate(PoolId::DEFAULT, stream, *size_bytes).expect("memory is available");
             allocator.free(made.handle).expect("live");
         }
     };
@@ -93,8 +93,8 @@ fn a_threshold_does_not_count_the_memory_of_plans() {
         passes(&[3 * MIB]);
         unmapped.push(device.calls().of(Call::Unmap));
     }
-    assert!(unmapped[0] > 0, "a step that is learned gives memory back: {unmapped:?}");
-    assert_eq!(unmapped[3..], [unmapped[2]; 3], "steps that follow their plan do not: {unmapped:?}");
+    assert!(unmapped[0] > 0, "a learned step releases memory: {unmapped:?}");
+    assert_eq!(unmapped[3..], [unmapped[2]; 3], "steps that follow their plan release none: {unmapped:?}");
 }
 
 /// The callback allocates in the same pool, on a stream that has no heap yet, and even runs a step. No lock is held during the callback.
@@ -116,9 +116,9 @@ fn a_failure_callback_may_use_the_pool_whose_plan_has_no_memory() {
         Plan::new(0, Some(planned), vec![PlannedAllocation { wanted, offset_bytes: Some(0) }]).expect("it is one");
     let refused = allocator.adopt_plan(PoolId::DEFAULT, plan);
     assert!(matches!(refused, Err(PlanError::Memory(_))), "{refused:?}");
-    assert!(allocator.plans(PoolId::DEFAULT).expect("it is there").is_empty());
+    assert!(allocator.plans(PoolId::DEFAULT).expect("the pool exists").is_empty());
     assert_eq!(allocator.stats().usage.all.allocations.allocated, 1, "the callback ran once");
-    allocator.check().expect("nothing is left half done");
+    allocator.check().expect("the state is consistent");
 }
 
 /// A pool that rounds sizes to the device's granules plans with those sizes, both for learned and for adopted plans.
@@ -134,17 +134,18 @@ fn plans_of_an_unsplit_pool_round_to_granules() {
         if learns == PlanPolicy::Off {
             let wanted = StepAllocation { stream, requested_bytes: 4096, until: Some(2) };
             let plan = Plan::solve(&pool, device.granularity_bytes(), Some(stream), 0, &[wanted; 2], Steps::default());
-            allocator.adopt_plan(PoolId::DEFAULT, plan.expect("a plan")).expect("its places do not overlap");
+            allocator.adopt_plan(PoolId::DEFAULT, plan.expect("a plan")).expect("its placements do not overlap");
         }
         let mut last = None;
         for _ in 0..4 {
             allocator.begin_step(PoolId::DEFAULT, 0).expect("none is open");
-            let made = [(); 2].map(|()| allocator.allocate(PoolId::DEFAULT, stream, 4096).expect("there is memory"));
+            let made =
+                [(); 2].map(|()| allocator.allocate(PoolId::DEFAULT, stream, 4096).expect("memory is available"));
             made.into_iter().for_each(|made| allocator.free(made.handle).expect("live"));
             last = Some(allocator.end_step(PoolId::DEFAULT).expect("it is open"));
         }
         assert_eq!(last.expect("four steps").planned, 2, "{learns:?}");
-        let plans = allocator.plans(PoolId::DEFAULT).expect("it is there");
+        let plans = allocator.plans(PoolId::DEFAULT).expect("the pool exists");
         assert_eq!(plans[0].memory_bytes(&pool, device.granularity_bytes()), 4 * MIB, "{learns:?}");
     }
 }

@@ -164,13 +164,14 @@ fn what_a_rank_holds_in_private_pools_moves_no_block_of_a_symmetric_one() {
         let first = allocate(3 * MIB).expect("within the limit");
         let _kept = allocate(9 * MIB).expect("within the limit");
         allocator.free(first.handle).expect("live");
-        // Does not fit without growth. It grows if there is room left, or is refused without releasing anything.
+        // This request does not fit without growth. The heap grows if the limit allows it; otherwise the request is
+        // refused and nothing is released.
         allocate(12 * MIB);
         placed.truncate(2);
         let snapshot = allocator.snapshot();
         let held: Vec<_> = snapshot.segments.iter().filter(|segment| segment.pool == pool).collect();
         let hole = held[0].blocks.iter().any(|block| block.state == BlockStateSnapshot::Hole);
-        (placed, hole, allocator.allocate(pool, stream, 3 * MIB).expect("still there").placement)
+        (placed, hole, allocator.allocate(pool, stream, 3 * MIB).expect("the free block still exists").placement)
     });
     assert_eq!(placements[0], placements[1]);
 }
@@ -200,7 +201,7 @@ fn a_use_that_only_one_rank_records_shows_in_the_digest() {
     assert_eq!(distinct.len(), digests.len());
 }
 
-/// Private memory of a rank may cause the growth of a symmetric pool to be refused, but never makes the step smaller.
+/// Private memory of a rank can cause the growth of a symmetric pool to be refused, but never reduces the growth step.
 #[test]
 fn the_limit_over_all_pools_does_not_shape_how_far_a_symmetric_pool_grows() {
     let mut knobs = ExpandableSegments::default();

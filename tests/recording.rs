@@ -43,15 +43,15 @@ fn replays(records: &[Record], config: &Config, granularity_bytes: u64, expected
     }
     allocator.check().expect("sound");
     assert_eq!(digests(&allocator), expected);
-    assert_eq!(allocator.stop_recording().expect("a sink with room").records, records.len() as u64);
+    assert_eq!(allocator.stop_recording().expect("the sink has space").records, records.len() as u64);
     let again = again.records();
     let differs = again.iter().zip(records).position(|(one, other)| one != other);
     assert_eq!(differs.map(|index| (&again[index], &records[index])), None);
     assert_eq!(again.len(), records.len());
 }
 
-/// Runs a program that makes every kind of call, with a driver that sometimes has no memory: observers are added and removed, fences are
-/// dropped, and a failure callback frees whatever it can.
+/// Runs a program that makes every kind of call, with a driver that sometimes has no memory: observers are added and
+/// removed, fences are dropped, and a failure callback frees everything it can.
 fn adverse_run<L: Lock>(scenario: &Scenario, seed: u64, refusals_per_million: u32) -> Vec<Record> {
     let _report = PrintOnPanic(scenario);
     let rule = FaultRule::Chance { per_million: refusals_per_million };
@@ -61,7 +61,7 @@ fn adverse_run<L: Lock>(scenario: &Scenario, seed: u64, refusals_per_million: u3
     let freed = Arc::clone(&spare);
     allocator.set_failure_callback(move |allocator, error| {
         if let Some(handle) = freed.lock().unwrap().pop() {
-            allocator.free(handle).expect("nobody else has it");
+            allocator.free(handle).expect("only this caller holds the handle");
             return Retry::Again;
         }
         match error.requested_bytes % 3 {
@@ -101,7 +101,7 @@ fn adverse_run<L: Lock>(scenario: &Scenario, seed: u64, refusals_per_million: u3
         assert!(refusals_per_million > 0);
         return sink.records();
     }
-    let recorded = allocator.stop_recording().expect("a sink with room");
+    let recorded = allocator.stop_recording().expect("the sink has space");
     let records = sink.records();
     assert_eq!(recorded.records, records.len() as u64);
     assert!(sink.is_finished());
@@ -172,9 +172,9 @@ fn what_was_given_back_for_a_refused_request_is_recorded_each_time() {
     allocator.free(end.handle).expect("live");
     allocate(first, 4).expect_err("2 MiB are live on each stream's granules");
     allocator.free(other.handle).expect("live");
-    let served = allocate(first, 4).expect("as much is free");
+    let served = allocate(first, 4).expect("enough memory is free");
     assert_eq!(served.placement.offset_bytes, 2 * MIB);
-    allocator.stop_recording().expect("a sink with room");
+    allocator.stop_recording().expect("the sink has space");
     let records = sink.records();
     let lines: Vec<String> = records.iter().map(|record| RecordLine(record).to_string()).collect();
     let refused =
@@ -219,7 +219,7 @@ fn threads_run(config: &Config, seed: u64) {
                         8..13 => {
                             let handle = live.lock().unwrap().pop();
                             if let Some(handle) = handle {
-                                allocator.free(handle).expect("nobody else has it");
+                                allocator.free(handle).expect("only this caller holds the handle");
                             }
                         }
                         13 => {
@@ -235,7 +235,7 @@ fn threads_run(config: &Config, seed: u64) {
         }
     });
     allocator.check().expect("sound");
-    allocator.stop_recording().expect("a sink with room");
+    allocator.stop_recording().expect("the sink has space");
     replays(&sink.records(), config, 2 << 20, &digests(&allocator));
 }
 
@@ -273,18 +273,21 @@ fn a_sink_that_fails_disturbs_nothing() {
         let whole = Memory::new();
         let (_, _, _, _, stopped) = run(Some(whole.clone()));
         let length = whole.records().len();
-        assert_eq!(stopped.expect("a sink with room").records, length as u64);
+        assert_eq!(stopped.expect("the sink has space").records, length as u64);
         for room in 0..=length {
             let sink = Memory::with_room(room);
             let (others, digests, started, was_recording, stopped) = run(Some(sink.clone()));
-            assert!(others == outcomes && digests == expected, "seed {seed}: a sink with room for {room} was noticed");
-            match started.expect("there was a sink") {
+            assert!(
+                others == outcomes && digests == expected,
+                "seed {seed}: a sink with capacity {room} changed the outcome"
+            );
+            match started.expect("a sink was given") {
                 Err(StartRecordingError::Sink(error)) => {
-                    assert_eq!((room, error.to_string().as_str()), (0, "no room"));
+                    assert_eq!((room, error.to_string().as_str()), (0, "the sink is full"));
                     assert!(matches!(stopped, Err(RecordingError::NotRecording)));
                 }
                 Err(other) => panic!("{other}"),
-                Ok(()) if room == length => assert_eq!(stopped.expect("room enough").records, length as u64),
+                Ok(()) if room == length => assert_eq!(stopped.expect("the sink has space").records, length as u64),
                 Ok(()) => {
                     assert!(!was_recording);
                     let Err(RecordingError::Ended { records, source: RecordingEnd::Sink(_) }) = stopped else {
@@ -299,8 +302,8 @@ fn a_sink_that_fails_disturbs_nothing() {
     }
 }
 
-/// Whichever driver call fails, the recording either continues and replays, or ends with an error, and the earlier records replay up
-/// to that point.
+/// If a driver call fails, the recording either continues and replays, or ends with an error. In that case, the earlier
+/// records replay up to the failure.
 #[test]
 fn a_driver_that_fails_in_the_middle_of_an_op_ends_the_recording() {
     let (mut ended, mut went_on) = (0, 0);
@@ -353,7 +356,7 @@ fn a_recording_begins_before_the_first_allocation_and_once() {
     let a = allocator.allocate(pool, stream, 1 << 20).expect("memory");
     allocator.forget(observer).expect("no fault");
     allocator.forget(observer).expect("a repeated call is not recorded");
-    assert_eq!(allocator.stop_recording().expect("room").records, 7);
+    assert_eq!(allocator.stop_recording().expect("the sink has space").records, 7);
     let lines: Vec<String> = sink.records().iter().map(|record| RecordLine(record).to_string()).collect();
     let pool_line = |id: u32| format!("pool p{id} {}", PoolConfig::default());
     let expected = [
@@ -410,7 +413,7 @@ fn a_pool_that_was_restored_by_half_ends_the_recording() {
         // One of two segments is released.
         let ordinal = device.calls().of(call) + 1;
         device.inject(Some(call), FaultRule::At { ordinal }, Fault::Refused);
-        let refused = allocator.restore_layout(PoolId::DEFAULT, &layout).expect_err("the driver refuses it");
+        let refused = allocator.restore_layout(PoolId::DEFAULT, &layout).expect_err("the driver call fails");
         assert!(matches!(refused, RestoreError::Backend(_) | RestoreError::Fence { .. }), "{refused}");
         assert!(!allocator.is_recording(), "{call:?}");
         let stopped = allocator.stop_recording();
@@ -507,7 +510,7 @@ fn ranks_that_agree_record_a_sync() {
     allocator.allocate(PoolId::DEFAULT, stream, 1 << 20).expect("memory");
     agree_in_lockstep(&[RankHistory::new(&allocator, Point::Sync)]).expect("one rank");
     agree_in_lockstep(&[RankHistory::new(&allocator, Point::Op)]).expect("one rank");
-    allocator.stop_recording().expect("room");
+    allocator.stop_recording().expect("the sink has space");
     assert_eq!(sink.records().iter().filter(|record| record.op == Op::Sync).count(), 1);
 }
 
@@ -525,7 +528,7 @@ fn recorded_jobs_are_recorded_again_byte_for_byte() {
             allocator.start_recording(sink.clone()).expect("nothing was allocated");
             let mut replay = Replay::new(&allocator, &program);
             replay.run(|_, _| {}).expect("the job fits");
-            allocator.stop_recording().expect("room");
+            allocator.stop_recording().expect("the sink has space");
             Trace::new(Some(Config::default()), sink.records()).expect("consistent")
         };
         let once = record(&original);
@@ -550,7 +553,7 @@ fn an_allocation_of_zero_bytes_that_is_freed_twice_is_refused_and_recorded_once(
     assert_eq!(allocator.stop_recording().expect("whole").records, 3);
 }
 
-/// The recording does not contain them: it began after their pool was destroyed.
+/// The recording does not contain the allocations, because it began after their pool was destroyed.
 #[test]
 fn zero_bytes_of_a_pool_that_is_gone_are_freed_without_a_record() {
     let device = SimBackend::builder().build();

@@ -62,7 +62,7 @@ fn go_back(allocator: &Rank<'_>, layout: &Layout, saved: &Live, now: &Live) {
         }
     }
     let reserved = allocator.stats().reserved_bytes.current;
-    let restored = allocator.revive_layout(POOL, layout).expect("all of it is there");
+    let restored = allocator.revive_layout(POOL, layout).expect("the layout's memory still exists");
     let mut found: Vec<_> = restored.allocations().map(|one| (one.stream, one.allocation.placement)).collect();
     found.sort();
     let expected: Vec<_> = saved.keys().copied().collect();
@@ -114,11 +114,11 @@ fn recorded(allocator: &Rank<'_>, run: impl FnOnce(&Rank<'_>)) -> Vec<Record> {
     let sink = Memory::new();
     allocator.start_recording(sink.clone()).expect("nothing was allocated");
     run(allocator);
-    let count = allocator.stop_recording().expect("it did not end early").records;
+    let count = allocator.stop_recording().expect("the recording did not end early").records;
     let records = sink.records();
     assert_eq!(records.len() as u64, count);
     let text = Trace::new(None, records).expect("consistent").to_text();
-    Trace::parse(&text).expect("a trace reads what it wrote").records().to_vec()
+    Trace::parse(&text).expect("written traces can be read").records().to_vec()
 }
 
 #[test]
@@ -158,7 +158,7 @@ fn branch(allocator: &Rank<'_>) {
     allocator.free(stem.handle).expect("live");
     let branch = allocator.allocate(POOL, S0, MIB).expect("fits");
     allocator.free(branch.handle).expect("live");
-    allocator.revive_layout(POOL, &layout).expect("all of it is there");
+    allocator.revive_layout(POOL, &layout).expect("the layout's memory still exists");
     allocator.allocate(POOL, S0, MIB).expect("fits");
 }
 
@@ -225,13 +225,13 @@ fn memory_that_another_branch_obtained_stays_where_a_rewind_gives_it_back() {
     allocator.free(branch.handle).expect("live");
     allocator.free(stem.handle).expect("live");
     let reserved = device.mapped_bytes();
-    let restored = allocator.revive_layout(POOL, &layout).expect("all of it is there");
+    let restored = allocator.revive_layout(POOL, &layout).expect("the layout's memory still exists");
     assert_eq!(restored.allocations().next().expect("one").allocation.address, stem.address);
     assert_eq!(device.mapped_bytes(), reserved);
     let again = allocator.allocate(POOL, S0, 60 * MIB).expect("fits");
     assert_eq!((again.address, device.mapped_bytes()), (branch.address, reserved));
     allocator.free(again.handle).expect("live");
-    allocator.restore_layout(POOL, &layout).expect("all of it is there");
+    allocator.restore_layout(POOL, &layout).expect("the layout's memory still exists");
     assert!(device.mapped_bytes() < reserved);
 }
 
@@ -254,7 +254,7 @@ fn a_revived_allocation_waits_for_those_who_used_its_memory_since() {
     let layout = allocator.save_layout(POOL).expect("nothing is retired");
     allocator.record_use(saved.handle, S1).expect("live");
     allocator.free(saved.handle).expect("live");
-    allocator.revive_layout(POOL, &layout).expect("all of it is there");
+    allocator.revive_layout(POOL, &layout).expect("the layout's memory still exists");
     assert_eq!(waits.get(), 1);
 }
 

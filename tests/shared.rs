@@ -84,7 +84,7 @@ fn threads_on_fixed_segments_decide_like_one_thread() {
     threads_decide_like_one(&PoolConfig::builder().fixed().build().expect("valid"));
 }
 
-/// Ops of a rank in one pool move nothing in another (rule D8).
+/// Ops of a rank in one pool change no placement in another (rule D8).
 #[test]
 fn a_pool_does_not_notice_what_happens_in_another() {
     let run = |is_rank_zero: bool| {
@@ -157,6 +157,6 @@ fn threads_that_charge_one_limit_lose_no_charge() {
         }
     });
     assert_eq!(allocator.stats().reserved_bytes.current, 0);
-    allocator.reserve(pools[0], StreamId(0), limit_bytes).expect("all of the limit is there");
+    allocator.reserve(pools[0], StreamId(0), limit_bytes).expect("the whole limit is available");
     allocator.reserve(pools[1], StreamId(1), 1).expect_err("nothing is left");
 }

@@ -1,5 +1,5 @@
-//! The job simulator: ranks under adverse conditions place allocations alike, those that cannot are detected, and a failure comes with a
-//! story that can be replayed.
+//! The job simulator: ranks under adverse conditions make the same placements, ranks that cannot are detected, and a
+//! failure produces a story that can be replayed.
 
 use std::fs;
 use std::num::{NonZeroU32, NonZeroUsize};
@@ -48,7 +48,7 @@ fn seeds(count: u64, size: Size) -> JobOutcome {
     sum
 }
 
-/// A thousand jobs with `SYMMALLOC_NIGHT=1`, a hundred otherwise.
+/// Runs a thousand jobs with `SYMMALLOC_NIGHT=1`, and a hundred otherwise.
 #[test]
 fn jobs_of_64_ranks_place_alike_whatever_happens() {
     let hundreds = if is_night() { 10 } else { 1 };
@@ -71,7 +71,7 @@ fn jobs_of_64_ranks_place_alike_whatever_happens() {
     );
 }
 
-/// On 64 ranks with `SYMMALLOC_NIGHT=1`, on 12 otherwise.
+/// Runs 64 ranks with `SYMMALLOC_NIGHT=1`, and 12 otherwise.
 #[test]
 fn recorded_jobs_place_alike_on_many_ranks() {
     let ranks = if is_night() { 64 } else { 12 };
@@ -152,13 +152,13 @@ fn deviation(plan: &JobPlan, deviate: impl Fn(&Op) -> Option<Deviation>) -> Opti
 fn failing(deviate: impl Fn(&JobPlan, &Op) -> Option<Deviation>) -> (JobPlan, Failure) {
     let plans = (0..100).map(|seed| JobPlan::from_seed(seed, &size(16, 200)));
     let mut deviating = plans.filter_map(|plan| deviation(&plan, |op| deviate(&plan, op)));
-    deviating.find_map(|plan| run(&plan).err().map(|failure| (plan, failure))).expect("a deviation is noticed")
+    deviating.find_map(|plan| run(&plan).err().map(|failure| (plan, failure))).expect("a deviation is detected")
 }
 
 fn told(plan: &JobPlan, failure: &Failure) {
-    let deviating = plan.ranks().iter().find(|rank| rank.deviation.is_some()).expect("one was made to").rank;
+    let deviating = plan.ranks().iter().find(|rank| rank.deviation.is_some()).expect("one rank deviates").rank;
     assert_eq!(failure.rank, Some(deviating));
-    let report = failure.report.as_ref().expect("the ranks report it");
+    let report = failure.report.as_ref().expect("the ranks report the deviation");
     assert!(report.contains("likely cause"), "{report}");
     let shrunk = shrink(plan.clone(), failure.clone(), 2000);
     assert!(shrunk.plan.steps().len() <= 6, "{}", shrunk.failure);

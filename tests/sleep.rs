@@ -72,8 +72,8 @@ impl<'d, L: Lock> Job<'d, L> {
         for at in [18, 15, 12, 9, 6, 4, 3] {
             job.free(at);
         }
-        job.allocator.trim(Some(job.pool)).expect("the device releases it");
-        // Made of free pieces, if the pool stitches.
+        job.allocator.trim(Some(job.pool)).expect("the device releases the memory");
+        // The next block consists of free pieces if the pool stitches.
         job.allocate(0, 10 * MIB);
         job.allocator.check().expect("sound");
         job
@@ -122,7 +122,7 @@ impl<'d, L: Lock> Job<'d, L> {
         while !self.live.is_empty() {
             self.free(0);
         }
-        self.allocator.trim(None).expect("the device releases it");
+        self.allocator.trim(None).expect("the device releases the memory");
         self.allocator.destroy_pool(self.pool).expect("nothing is live");
         drop(self.allocator);
         assert!(self.device.leaks().is_empty(), "{}", self.device.leaks());
@@ -197,7 +197,8 @@ fn neighbors_are_copied_in_one_part_and_no_part_goes_over_a_range() {
     let blocks: Vec<Allocation> = [0, 0, 0, 0, 0, 0, 1].map(allocate).into();
     allocator.free(blocks[1].handle).expect("live");
     allocator.sleep(PoolId::DEFAULT, Contents::Keep).expect("quiet");
-    // Four blocks fill a segment: 0 and 2, 3 of the first, 4, 5 of the second, which directly follows it, and 6.
+    // Four blocks fill a segment. The parts are block 0, blocks 2 and 3, blocks 4 and 5 of the directly following
+    // segment, and block 6.
     assert!(calls.borrow().contains(&DeviceCall::Save { parts: 4 }), "{:?}", calls.borrow());
     allocator.free(blocks[2].handle).expect("live");
     allocator.wake(PoolId::DEFAULT).expect("memory");
@@ -252,7 +253,7 @@ fn a_pool_that_sleeps_serves_nothing_and_says_so() {
             .map(|there| job.allocator.free(there.handle))
             .expect("memory")
             .expect("live");
-        job.allocator.trim(None).expect("the device releases it");
+        job.allocator.trim(None).expect("the device releases the memory");
         job.end();
     }
 }
@@ -276,7 +277,7 @@ fn a_pool_of_which_all_is_freed_asleep_can_be_destroyed_asleep() {
                 assert_eq!(job.allocator.wake(job.pool), Err(refused.clone()));
                 assert_eq!(job.allocator.sleep(job.pool, Contents::Keep), Err(refused));
                 assert_eq!(job.allocator.allocate(job.pool, job.streams[0], 1), Err(unknown.into()));
-                assert_eq!(device.leaks().images, 0, "the saved contents are not needed");
+                assert_eq!(device.leaks().images, 0, "the unneeded saved contents were not discarded");
             }
             drop(job.allocator);
             assert!(device.leaks().is_empty(), "{text}: {}", device.leaks());

@@ -82,7 +82,8 @@ fn a_block_of_free_pieces_takes_no_memory_and_what_recurs_takes_no_map() {
     for round in 0..20 {
         job.free(whole);
         if round % 2 == 1 {
-            // Made of the same pieces and one more: the first range's pieces return to their homes, and the second range is created once.
+            // This block consists of the same pieces and one more. The first range's pieces return home, and the second
+            // range is created once.
             let larger = job.allocate(0, 14);
             assert_eq!(larger.placement.segment.0, 2, "round {round}");
             job.free(larger);
@@ -91,7 +92,7 @@ fn a_block_of_free_pieces_takes_no_memory_and_what_recurs_takes_no_map() {
         assert_eq!(
             whole.placement.segment.0,
             if round == 0 { 1 } else { 2 },
-            "round {round}: a free block that already fits"
+            "round {round}: a free block already fits"
         );
         device.submit(job.streams[0], whole.address, 11 * MIB).expect("ordered");
     }
@@ -108,7 +109,7 @@ fn of_ranges_whose_pieces_are_free_the_oldest_is_taken() {
     let ranges = [job.allocate(0, 8), job.allocate(0, 8)];
     (8..20).step_by(2).for_each(|at| job.free(blocks[at]));
     ranges.into_iter().for_each(|range| job.free(range));
-    // The smallest pieces are taken first, and all others return to their homes.
+    // The smallest pieces are used first, and all others return home.
     let other = job.allocate(0, 12);
     let maps = device.calls().of(Call::Map);
     let again = job.allocate(0, 7);
@@ -131,7 +132,7 @@ fn memory_grows_by_what_is_missing_and_no_more() {
         .iter()
         .map(|block| (block.size_bytes / MIB, matches!(block.state, BlockStateSnapshot::Allocated { .. })))
         .collect();
-    assert_eq!(sizes, [(17, true), (1, false)], "what is left of the last granule is free");
+    assert_eq!(sizes, [(17, true), (1, false)], "the rest of the last granule is free");
     // It can be allocated like any other free memory.
     let small = job.allocate(0, 1);
     assert_eq!((small.placement.segment.0, job.reserved_mib()), (1, 30));
@@ -174,7 +175,7 @@ fn a_stitched_block_waits_for_the_users_of_all_its_pieces() {
         let taker = usize::from(streams == "shared") * 2;
         let whole = job.allocate(taker, 12);
         assert_eq!(whole.placement.segment.0, 1, "{streams}");
-        device.submit(job.streams[taker], whole.address, 12 * MIB).expect("it waits for all");
+        device.submit(job.streams[taker], whole.address, 12 * MIB).expect("the stream waits for all users");
         // The reverse: the next user of a piece at home waits for the user of the whole block.
         job.free(whole);
         let larger = job.allocate(0, 40);
@@ -393,7 +394,7 @@ fn a_recorded_job_with_tensors_of_gigabytes_reserves_what_is_live() {
         let mut replay = Replay::new(&allocator, &program);
         // Ignore the recorded settings of the default pool.
         for op in program.ops().iter().filter(|op| !matches!(op, Op::CreatePool { pool: PoolId::DEFAULT, .. })) {
-            replay.step(op).expect("there is memory");
+            replay.step(op).expect("memory is available");
         }
         let stats = allocator.stats();
         let efficiency = stats.usage.all.requested_bytes.peak as f64 / stats.reserved_bytes.peak as f64;

@@ -122,17 +122,21 @@ fn a_panic_in_a_call_leaves_no_charge(panics_in: fn(DeviceCall) -> bool) {
     allocator.register_stream().expect("few");
     catch_unwind(AssertUnwindSafe(|| allocator.allocate(POOL, S0, 5 * MIB))).expect_err("the backend panicked");
     let stats = allocator.stats();
-    assert_eq!((stats.reserved_bytes.current, stats.usage.all.allocations.current), (0, 0), "a permanent charge");
+    assert_eq!(
+        (stats.reserved_bytes.current, stats.usage.all.allocations.current),
+        (0, 0),
+        "the failed call stays charged"
+    );
     allocator.check().expect("sound");
-    allocator.allocate(POOL, S0, 5 * MIB).expect("all of the limit is there");
+    allocator.allocate(POOL, S0, 5 * MIB).expect("the whole limit is available");
     let layout = allocator.save_layout(POOL).expect("nothing is retired");
     is_armed.store(true, Ordering::Relaxed);
     let again =
         Allocator::<_, Shared>::with_lock(Hooked { inner: &device, hook }, allocator.config().clone()).expect("valid");
     again.register_stream().expect("few");
     catch_unwind(AssertUnwindSafe(|| again.restore_layout(POOL, &layout))).expect_err("the backend panicked");
-    assert_eq!(again.stats().reserved_bytes.current, 0, "a permanent charge");
-    again.restore_layout(POOL, &layout).expect("all of the limit is there");
+    assert_eq!(again.stats().reserved_bytes.current, 0, "the failed call stays charged");
+    again.restore_layout(POOL, &layout).expect("the whole limit is available");
     again.check().expect("sound");
 }
 
@@ -192,7 +196,7 @@ impl Backend for Lying<'_> {
         Ok(range)
     }
     fn map(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
-        assert!(!self.has_just_lied(), "an impossible range was mapped");
+        assert!(!self.has_just_lied(), "the forged range was mapped");
         self.device.map(range, offset_bytes, size_bytes)
     }
     fn unmap(&self, range: Range, offset_bytes: u64, size_bytes: u64) -> Result<(), BackendError> {
@@ -238,7 +242,8 @@ fn a_range_that_cannot_be_is_refused(lie: fn(&Range, u64) -> Range) {
         assert!(refused.is_err(), "{refused:?}");
         allocator.check().expect("sound");
         assert_eq!((allocator.snapshot(), allocator.stats().reserved_bytes.current, device.mapped_bytes()), before);
-        let Allocation { handle, .. } = allocator.allocate(POOL, S0, 30 * MIB).expect("the backend is sane again");
+        let Allocation { handle, .. } =
+            allocator.allocate(POOL, S0, 30 * MIB).expect("the backend returns valid ranges again");
         allocator.free(handle).expect("live");
         allocator.free(kept.handle).expect("live");
         allocator.trim(None).expect("no faults");

@@ -34,7 +34,7 @@ impl Rank {
     /// Frees an allocation that `user` used as well.
     fn free_used_by(&self, made: &Allocation, owner: StreamId, user: StreamId) {
         self.waits_on_device(user, owner);
-        self.allocator.backend().submit(user, made.address, made.size_bytes).expect("it waited for the owner");
+        self.allocator.backend().submit(user, made.address, made.size_bytes).expect("the stream waited for the owner");
         self.allocator.record_use(made.handle, user).expect("live");
         self.allocator.free(made.handle).expect("live");
     }
@@ -66,7 +66,7 @@ fn a_block_that_another_stream_used_takes_one_wait_and_no_second_one() {
     let rank = Rank::new(StreamPolicy::Separate);
     let blocks = [(); 2].map(|()| rank.allocate(S0));
     blocks.iter().for_each(|made| rank.free_used_by(made, S0, S1));
-    // Both are now one block.
+    // The two blocks are now one.
     assert_eq!(rank.waits_to_allocate(S0), 1);
     assert_eq!(rank.waits_to_allocate(S0), 0);
 }

@@ -3,7 +3,7 @@
 //! Prints counts on a simulated device, which are the same on every machine and in every run. A job runs six times on
 //! one allocator. The generated jobs run with different steps in each pass, and again with the same steps. Peaks are
 //! relative to the peak of live requested bytes. Times are computed: mapping a granule a second time takes 45 us,
-//! whatever its size (`docs/measured/memory.md`).
+//! regardless of its size (`docs/measured/memory.md`).
 //!
 //! `cargo bench -p symmalloc-benches --bench stitching`; an argument selects the jobs whose name contains it, and `--with=`
 //! replaces the configurations. `--test` runs short jobs, and fails if stitching increases the reserved memory.

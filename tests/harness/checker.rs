@@ -302,7 +302,8 @@ fn compare_state<B: Backend, L: Lock>(allocator: &Allocator<B, L>, oracle: &Orac
     assert_eq!(segments.next(), None, "op {index}: an extra segment");
 }
 
-/// Joins adjacent blocks that are elsewhere: no decision depends on the boundary between them.
+/// Joins adjacent blocks whose memory is in use under other addresses: no decision depends on the boundary between
+/// them.
 fn joined(blocks: &[BlockSnapshot]) -> Vec<BlockSnapshot> {
     let mut joined: Vec<BlockSnapshot> = Vec::new();
     for block in blocks {

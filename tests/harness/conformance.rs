@@ -235,7 +235,8 @@ fn an_alias_is_unmapped_and_its_addresses_are_used_again(backend: &impl Backend)
         backend.alias((range, granularity), (home, from * granularity), granularity).expect("alias");
         unmap(backend, range, 1..2);
     }
-    // Addresses of a former alias can get separate memory, which is unmapped before the alias's home is.
+    // The addresses of a former alias can be mapped to separate memory, which is unmapped before the memory of the
+    // alias.
     backend.map_pieces((range, 0), 2 * granularity, granularity).expect("map");
     unmap(backend, range, 0..2);
     unmap(backend, home, 0..4);

@@ -195,11 +195,11 @@ impl Scenario {
     /// # Panics
     /// Never: a valid program is a valid trace.
     pub fn trace(&self) -> String {
-        let mut trace = TraceWriter::new(Vec::new(), Some(&self.config)).expect("memory does not fail");
+        let mut trace = TraceWriter::new(Vec::new(), Some(&self.config)).expect("writing to memory cannot fail");
         for op in self.program.ops() {
             trace.write(&op.clone().into()).expect("valid");
         }
-        String::from_utf8(trace.finish().expect("memory does not fail")).expect("text")
+        String::from_utf8(trace.finish().expect("writing to memory cannot fail")).expect("text")
     }
 
     /// Returns a scenario of `ops` ops, which `seed` determines permanently.
@@ -392,7 +392,7 @@ impl Writer {
         let op = op.unwrap_or_else(|| self.allocate(pool, stream, what, how));
         let record = Record::from(op);
         let is_named = matches!(record.op, Op::Allocate { .. }) && NAMED.contains(&how);
-        // The byte that has no other meaning for the op.
+        // The access comes from the byte that has no other meaning for the op.
         let access = if matches!(record.op, Op::RecordUse { .. }) { place } else { how };
         self.push(if is_named { record.with_name("named") } else { record }, access);
     }

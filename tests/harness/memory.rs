@@ -46,14 +46,14 @@ impl Memory {
 
 impl Sink for Memory {
     fn begin(&mut self, _: &Config) -> Result<(), SinkError> {
-        if self.room == 0 { Err("no room".into()) } else { Ok(()) }
+        if self.room == 0 { Err("the sink is full".into()) } else { Ok(()) }
     }
 
     fn record(&mut self, record: Record) -> Result<(), SinkError> {
         assert!(!*self.is_finished.lock().unwrap(), "a record after the end");
         let mut records = self.records.lock().unwrap();
         if records.len() == self.room {
-            return Err("no room".into());
+            return Err("the sink is full".into());
         }
         records.push(record);
         Ok(())

@@ -9,8 +9,8 @@
 //!  best fit = min over all free blocks that are large enough of (size, segment, offset)
 //! ```
 //!
-//! The oracle does not model fences: it only knows which streams *may have used* a block, and the simulator's race detector checks that
-//! waits suffice. It also omits digests, observers, and drivers that refuse.
+//! The oracle does not model fences: it only knows which streams *may have used* a block, and the simulator's race
+//! detector checks that waits suffice. It also omits digests, observers, and failing driver calls.
 
 mod heap;
 mod segment;

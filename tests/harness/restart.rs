@@ -51,7 +51,7 @@ impl Checkpoint {
     /// If the pool was not live.
     pub fn layout(&self, pool: PoolId) -> Layout {
         let (_, text) = self.layouts.iter().find(|(saved, _)| *saved == pool).expect("the pool was live");
-        layout::parse(text).expect("a layout reads what it wrote")
+        layout::parse(text).expect("written layouts can be read")
     }
 
     /// Continues in a new process: creates the program's streams and pools, restores the saved state, and returns a run whose next op is
@@ -111,6 +111,6 @@ impl Checkpoint {
             look(*id, *stream, found.allocation);
             count += 1;
         }
-        assert_eq!(restored.allocations().count(), count, "the program knows all that is live");
+        assert_eq!(restored.allocations().count(), count, "the program knows every live allocation");
     }
 }

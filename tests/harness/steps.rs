@@ -275,7 +275,8 @@ impl<'a, 'd, L: Lock> Walk<'a, 'd, L> {
         }
         let mut progress = self.begin(step.key);
         for (heap, _) in progress.iter().filter(|(_, progress)| !progress.follows) {
-            // The step has the memory of plans to itself: allocations live in it now count as ordinary blocks.
+            // The step uses the memory of plans exclusively: allocations that are live in it now count as ordinary
+            // blocks.
             self.live.values_mut().filter(|live| live.heap == *heap).for_each(|live| live.place = None);
             self.heaps.entry(*heap).or_default().base = None;
         }
@@ -385,7 +386,7 @@ impl<'a, 'd, L: Lock> Walk<'a, 'd, L> {
         };
         let taken = self.live.values().filter(|live| live.heap == heap).filter_map(|live| live.place);
         if taken.into_iter().any(|(from, to)| from < place.1 && place.0 < to) {
-            // The allocator may name any of several.
+            // The allocator may name any of several allocations.
             progress.differ(DifferenceCause::Occupied { offset_bytes: 0 });
             return None;
         }
@@ -400,7 +401,7 @@ impl<'a, 'd, L: Lock> Walk<'a, 'd, L> {
         let model = self.heaps.entry(heap).or_default();
         if let Some((from, _)) = place {
             let base = (segment, offset_bytes.checked_sub(from).expect("the memory begins in the segment"));
-            assert_eq!(*model.base.get_or_insert(base), base, "step {number}: another place than the plan's");
+            assert_eq!(*model.base.get_or_insert(base), base, "step {number}: placed differently from the plan");
         } else if let Some((memory, base)) = model.base.filter(|(memory, _)| *memory == segment) {
             let config = self.scenario.config.default_pool();
             let granularity_bytes = self.allocator.backend().granularity_bytes();
@@ -424,7 +425,7 @@ impl<'a, 'd, L: Lock> Walk<'a, 'd, L> {
             let config = self.scenario.config.default_pool();
             let granularity_bytes = self.allocator.backend().granularity_bytes();
             let plan = Plan::solve(config, granularity_bytes, heap, step.key, &wanted, BUDGET).expect("a plan");
-            self.allocator.adopt_plan(POOL, plan).expect("there is memory");
+            self.allocator.adopt_plan(POOL, plan).expect("memory is available");
             self.allocator.check().expect("sound with a plan");
         }
         self.look_at_plans();
@@ -433,7 +434,7 @@ impl<'a, 'd, L: Lock> Walk<'a, 'd, L> {
     /// Reads the current plans, and validates new ones.
     fn look_at_plans(&mut self) {
         let mut plans: BTreeMap<HeapKey, Vec<Plan>> = BTreeMap::new();
-        for plan in self.allocator.plans(POOL).expect("it is there") {
+        for plan in self.allocator.plans(POOL).expect("the pool exists") {
             plans.entry(plan.stream()).or_default().push(plan);
         }
         let heaps: BTreeSet<HeapKey> = self.heaps.keys().chain(plans.keys()).copied().collect();
@@ -441,7 +442,7 @@ impl<'a, 'd, L: Lock> Walk<'a, 'd, L> {
             let plans = plans.remove(&heap).unwrap_or_default();
             let model = self.heaps.entry(heap).or_default();
             // The plan memory changes whenever plans are adopted, even if a learned plan equals the previous one.
-            let stats = self.allocator.heap_stats(POOL, heap.unwrap_or_default()).expect("it is there").steps;
+            let stats = self.allocator.heap_stats(POOL, heap.unwrap_or_default()).expect("the pool exists").steps;
             assert_eq!(stats.plans, plans.len() as u64);
             plans.iter().for_each(check_plan);
             if model.learned != stats.learned {
@@ -458,7 +459,7 @@ impl<'a, 'd, L: Lock> Walk<'a, 'd, L> {
     fn finish(mut self) -> StepOutcome {
         let ids: Vec<AllocationId> = self.live.keys().copied().collect();
         ids.into_iter().for_each(|id| self.free(id));
-        let digest = self.allocator.digest(POOL).expect("it is there");
+        let digest = self.allocator.digest(POOL).expect("the pool exists");
         self.allocator.check().unwrap_or_else(|violation| panic!("at the end: {violation}"));
         let stats = self.allocator.stats().steps;
         self.allocator.drop_plans(POOL).expect("no step is open");

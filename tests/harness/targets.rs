@@ -114,9 +114,9 @@ pub fn trace_reader(bytes: &[u8]) -> u64 {
     let Ok(mut reader) = TraceReader::new(bytes) else { return 0 };
     let Ok(records) = reader.by_ref().collect::<Result<Vec<Record>, _>>() else { return 0 };
     let text = written(reader.config(), &records);
-    let mut again = TraceReader::new(text.as_slice()).expect("what was written can be read");
+    let mut again = TraceReader::new(text.as_slice()).expect("written text can be read");
     let read: Result<Vec<Record>, _> = again.by_ref().collect();
-    assert_eq!(read.expect("what was written can be read"), records);
+    assert_eq!(read.expect("written text can be read"), records);
     assert_eq!(again.config(), reader.config());
     assert_eq!(written(again.config(), &records), text, "writing is canonical");
     Program::new(&records).expect("a consistent trace is a program");
@@ -139,7 +139,7 @@ pub fn layout_reader(bytes: &[u8]) -> u64 {
 /// Restores a readable layout into a fresh allocator, uses it, and rewinds. Returns the number of allocations read.
 fn restore(bytes: &[u8]) -> u64 {
     let Ok(layout) = layout::read(bytes) else { return 0 };
-    assert_eq!(layout::parse(&layout::to_text(&layout)).expect("what was written can be read"), layout);
+    assert_eq!(layout::parse(&layout::to_text(&layout)).expect("written text can be read"), layout);
     let device = SimBackend::builder().granularity_bytes(layout.granularity_bytes()).memory_bytes(1 << 50).build();
     {
         let config = Config::builder().default_pool(layout.config().clone()).limit_bytes(layout.total_limit_bytes());
@@ -184,7 +184,7 @@ pub fn plan_reader(bytes: &[u8]) -> u64 {
 /// Adopts readable plans, and executes two steps of each. Returns the number of allocations made.
 fn adopt(bytes: &[u8]) -> u64 {
     let Ok(file) = plan::read(bytes) else { return 0 };
-    assert_eq!(plan::parse(&plan::to_text(&file)).expect("what was written can be read"), file);
+    assert_eq!(plan::parse(&plan::to_text(&file)).expect("written text can be read"), file);
     let device = SimBackend::builder().memory_bytes(1 << 50).build();
     let mut made = 0;
     {
@@ -195,7 +195,7 @@ fn adopt(bytes: &[u8]) -> u64 {
             let made_pool = if pool == PoolId::DEFAULT { Ok(pool) } else { allocator.create_pool(config) };
             let Ok(made_pool) = made_pool else { continue };
             for plan in file.plans_of(pool) {
-                let before = allocator.digest(made_pool).expect("it is there");
+                let before = allocator.digest(made_pool).expect("the pool exists");
                 match allocator.adopt_plan(made_pool, plan.clone()) {
                     Ok(()) => made += follow(&allocator, made_pool, plan),
                     Err(PlanError::Memory(_)) => {}
@@ -213,7 +213,7 @@ fn adopt(bytes: &[u8]) -> u64 {
 
 /// Executes two steps as planned, then frees everything.
 fn follow(allocator: &Allocator<&SimBackend>, pool: PoolId, plan: &Plan) -> u64 {
-    let plans = allocator.plans(pool).expect("it is there");
+    let plans = allocator.plans(pool).expect("the pool exists");
     let is_alone = plans.iter().filter(|other| other.key() == plan.key()).count() == 1;
     let count = plan.allocations().len() as u64;
     let placed = plan.allocations().iter().filter(|planned| planned.offset_bytes.is_some()).count() as u64;
@@ -249,11 +249,11 @@ fn follow(allocator: &Allocator<&SimBackend>, pool: PoolId, plan: &Plan) -> u64 
 }
 
 fn written(config: Option<&Config>, records: &[Record]) -> Vec<u8> {
-    let mut trace = TraceWriter::new(Vec::new(), config).expect("memory does not fail");
+    let mut trace = TraceWriter::new(Vec::new(), config).expect("writing to memory cannot fail");
     for record in records {
-        trace.write(record).expect("what was read can be written");
+        trace.write(record).expect("a record that was read can be written");
     }
-    trace.finish().expect("memory does not fail")
+    trace.finish().expect("writing to memory cannot fail")
 }
 
 /// Reads text as a configuration. The written form of accepted text reads back as the same configuration.
@@ -311,10 +311,10 @@ fn import(bytes: &[u8], beginning: &[u8]) -> u64 {
 /// Exports a recording as a snapshot and reads it back: it has the same ops and names, and frees complete at the same points.
 fn there_and_back(program: &Program, records: &[Record]) {
     let mut snapshot = Vec::new();
-    let summary = export(program, &Config::default(), &mut snapshot).expect("a recording can be carried out");
+    let summary = export(program, &Config::default(), &mut snapshot).expect("a recording can be executed");
     // Allocations of zero bytes and refused ones have no entry; without entries there is nothing to read.
     if summary.entries > 0 && summary.allocations == program.allocation_count() as u64 {
-        let again = read_bytes(&snapshot, &ReadOptions::default()).expect("an export is read");
+        let again = read_bytes(&snapshot, &ReadOptions::default()).expect("an exported snapshot can be read");
         let told = |record: &Record| (record.op.clone(), record.name.clone(), record.pending);
         assert!(again.records.iter().map(told).eq(records.iter().map(told)), "the ops differ after a round trip");
     }
@@ -329,7 +329,7 @@ pub fn flight_record_reader(bytes: &[u8]) -> u64 {
     let read = |text: &[u8]| FlightRecord::from_reader(text, Path::new("fuzzed"));
     let Ok(record) = read(bytes) else { return 0 };
     let text = record.to_json();
-    let again = read(text.as_bytes()).expect("what was written can be read");
+    let again = read(text.as_bytes()).expect("written text can be read");
     assert_eq!(again, record);
     assert_eq!(again.to_json(), text, "writing is canonical");
     compare_with_twin(&record);

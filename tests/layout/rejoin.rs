@@ -79,7 +79,7 @@ fn a_rejoin_that_the_driver_refuses_leaves_the_pool_fresh() {
                 let stats = allocator.stats();
                 assert_eq!((stats.segment_count, stats.usage.all.allocations.current), (0, 0));
                 assert_eq!(stats.reserved_bytes.current, device.mapped_bytes());
-                assert_eq!(stats.retired_bytes, device.mapped_bytes(), "what the driver kept is known");
+                assert_eq!(stats.retired_bytes, device.mapped_bytes(), "the memory that the driver kept is counted");
                 assert!(calls % 2 == 1 || device.mapped_bytes() == 0, "seed {seed}: everything is released");
                 kept += u64::from(device.mapped_bytes() > 0);
                 device.heal();
@@ -118,7 +118,7 @@ fn pools_are_restored_within_the_limit_over_all_of_them() {
     );
     new.free(made.handle).expect("live");
     new.trim(Some(private)).expect("no faults");
-    new.restore_layout(POOL, &layout).expect("there is room now");
+    new.restore_layout(POOL, &layout).expect("the limit now fits the layout");
 }
 
 #[test]
@@ -142,7 +142,8 @@ fn observers_of_a_pool_that_rejoins_are_told_of_its_segments() {
 
 #[test]
 fn a_recorded_job_that_restarts_in_its_middle_comes_to_the_same_digest() {
-    let golden = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/golden/jobs.txt")).expect("is there");
+    let golden = std::fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/golden/jobs.txt"))
+        .expect("the golden file exists");
     let golden = |job: &str, segments: &str| {
         let row = golden.lines().find(|row| row.starts_with(&format!("{job:<20} {segments:<10} separate")));
         row.expect("the job is there").split_whitespace().last().expect("a digest").to_owned()
@@ -221,7 +222,7 @@ fn memory_that_a_rejoin_obtains_counts_as_growth() {
         new.restore_layout(POOL, &layout).expect("fresh");
         let rejoined = growths();
         assert_eq!(rejoined, if segments.ends_with("expandable") { [3, 1] } else { [2, 1] });
-        new.restore_layout(POOL, &layout).expect("it is there");
+        new.restore_layout(POOL, &layout).expect("the layout can be restored");
         assert_eq!(growths(), rejoined, "{segments}: nothing was obtained");
         new.allocate(POOL, S1, 50 * MIB).expect("fits");
         assert_eq!(growths(), [rejoined[0], rejoined[1] + 1], "{segments}");

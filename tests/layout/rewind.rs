@@ -106,7 +106,7 @@ fn a_pool_goes_back_to_what_it_was_and_has_the_same_future_again() {
                     }
                 });
                 for (id, handle) in &live {
-                    assert_eq!(replay.handle(*id), Some(*handle), "a handle that stayed live is valid");
+                    assert_eq!(replay.handle(*id), Some(*handle), "handles of live allocations stay valid");
                 }
                 let future = go_on(&allocator, program, &mut replay, &mut work, at);
                 assert_eq!((future, digests(&allocator)), (expected.clone(), ends.clone()), "seed {seed}, op {at}");
@@ -274,8 +274,12 @@ fn an_observer_keeps_a_pool_from_going_back_over_births_and_growth() {
         let layout = allocator.save_layout(POOL).expect("nothing is retired");
         let (observer, _) = allocator.observe(POOL).expect("exists");
         allocator.free(first.handle).expect("live");
-        let again =
-            allocator.restore_layout(POOL, &layout).expect("no memory comes or goes").allocations().next().cloned();
+        let again = allocator
+            .restore_layout(POOL, &layout)
+            .expect("no memory is obtained or released")
+            .allocations()
+            .next()
+            .cloned();
         assert!(allocator.unread(observer).events.is_empty());
 
         let more = allocator.allocate(POOL, S0, 30 * MIB).expect("fits");
@@ -284,7 +288,7 @@ fn an_observer_keeps_a_pool_from_going_back_over_births_and_growth() {
         let observed = RestoreError::Observed { pool: POOL, stream: Some(S0), segment, observers: 1 };
         assert_eq!(refusal(&allocator, POOL, &layout), observed);
 
-        // Dead segments that an observer holds count towards the limits.
+        // Dead segments that an observer holds count toward the limits.
         allocator.free(again.expect("it is live").allocation.handle).expect("live");
         allocator.trim(None).expect("no faults");
         let retired_bytes = 50 * MIB;
@@ -299,7 +303,7 @@ fn an_observer_keeps_a_pool_from_going_back_over_births_and_growth() {
     }
 }
 
-/// A named allocation is now where an unnamed one was. It takes the saved one's place, and loses its name.
+/// A named allocation is at the placement of a saved unnamed one. It stands for the saved one, and loses its name.
 #[test]
 fn a_rewind_takes_back_names_that_were_given_later() {
     let device = SimBackend::builder().build();
@@ -312,7 +316,7 @@ fn a_rewind_takes_back_names_that_were_given_later() {
     let later = allocator.allocate_named(POOL, S0, MIB, "later").expect("fits");
     let unnamed = allocator.allocate(POOL, S0, MIB).expect("fits");
     assert_eq!([later.placement, unnamed.placement], [saved.placement, named.placement]);
-    let restored = allocator.restore_layout(POOL, &layout).expect("all of it is there");
+    let restored = allocator.restore_layout(POOL, &layout).expect("the layout's memory still exists");
     let names: Vec<_> = restored.allocations().map(|restored| restored.name.as_deref()).collect();
     assert_eq!(names, [None, Some("weights")]);
     assert_eq!(allocator.save_layout(POOL), Ok(layout));
@@ -340,7 +344,7 @@ fn a_rewind_gives_surplus_segments_back_in_the_order_of_their_birth() {
     for index in [3, 0, 4, 2, 1] {
         allocator.free(made[index].handle).expect("live");
     }
-    allocator.restore_layout(POOL, &layout).expect("all of it is there");
+    allocator.restore_layout(POOL, &layout).expect("the layout's memory still exists");
     assert_eq!(*unmapped.borrow(), [28, 40, 26, 30, 24]);
 }
 
@@ -359,7 +363,7 @@ fn what_is_restored_is_found_by_its_address() {
     let small = allocator.allocate(POOL, S0, 512).expect("fits");
     assert_eq!(small.address, saved[0].address);
     allocator.free_at(small.address).expect("live");
-    let restored = allocator.restore_layout(POOL, &layout).expect("all of it is there");
+    let restored = allocator.restore_layout(POOL, &layout).expect("the layout's memory still exists");
     for again in restored.allocations() {
         assert_eq!(allocator.handle_at(again.allocation.address), Ok(again.allocation.handle));
         allocator.free_at(again.allocation.address).expect("live again");

@@ -1,4 +1,4 @@
-//! Failures of sleep and wake: failing drivers, devices without room, and memory that is held.
+//! Failures of sleep and wake: failing driver calls, devices without free memory, and memory that is held.
 
 use super::*;
 
@@ -43,8 +43,8 @@ fn a_wake_that_a_limit_refuses_maps_nothing() {
     let pool = allocator.create_pool(policy("segments:expandable")).expect("valid");
     let allocate = |pool, stream| allocator.allocate(pool, stream, 10 * MIB).expect("within the limit");
     let live = streams.map(|stream| allocate(pool, stream));
-    allocator.sleep(pool, Contents::Keep).expect("nothing stands in the way");
-    // One of the two heaps has room.
+    allocator.sleep(pool, Contents::Keep).expect("the pool can sleep");
+    // One of the two heaps fits.
     let others = [(); 3].map(|()| allocate(PoolId::DEFAULT, streams[0]));
     let (maps, reserved) = (device.calls().of(Call::Map), allocator.stats().reserved_bytes);
     let error = allocator.wake(pool).expect_err("the limit leaves 10 MiB");
@@ -182,7 +182,8 @@ fn a_pool_whose_memory_the_driver_holds_is_destroyed_and_a_trim_gives_that_back(
         refuse(0);
         assert!(job.reserved_bytes() > 0, "{text}");
         assert!(matches!(job.allocator.destroy_pool(job.pool), Err(PoolError::Backend(_))), "{text}");
-        // Like a pool that is awake: it is destroyed on every rank, regardless of any single rank's driver.
+        // Like a pool that is awake, a sleeping pool is destroyed on every rank, regardless of any single rank's
+        // driver.
         let gone = job.allocator.phase(job.pool);
         assert!(matches!(gone, Err(UnknownError::DestroyedPool { .. })), "{text}: {gone:?}");
         job.allocator.check().expect("sound");

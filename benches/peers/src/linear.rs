@@ -1,7 +1,8 @@
 //! The scaling of a machine itself, measured with threads that share nothing, on the processors that they get.
 //!
 //! If processors share cores, sixteen threads that keep a core's units busy do less than sixteen times the work of one
-//! thread with a core to itself, whatever they compute. Threads that wait for their own previous result lose less.
+//! thread with a core to itself, no matter what they compute. Threads that wait for their own previous result lose
+//! less.
 
 use crate::cases::{Amounts, rates};
 use crate::processor::independent;

@@ -12,7 +12,7 @@ pub struct Heap {
     pub segments: Vec<Segment>,
     pub(super) born: u32,
 }
-/// Bytes that may still be reserved under the limits.
+/// Bytes that can still be reserved under the limits.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Headroom {
     pub(super) pool: u64,
@@ -21,7 +21,8 @@ pub(super) struct Headroom {
 }
 
 impl Headroom {
-    /// Returns the part that may affect a decision: for a symmetric pool, nothing that other pools use up.
+    /// Returns the part that may affect a decision. A symmetric pool ignores the limit over all pools, which other
+    /// pools use up.
     pub(super) fn least(self) -> u64 {
         if self.is_symmetric { self.pool } else { self.pool.min(self.all) }
     }
@@ -169,8 +170,8 @@ impl Heap {
         Ok(())
     }
 
-    /// Adds `missing` bytes at the end of the newest range, or of a new one if it has no room. Rounds up to a multiple of `step`, as far as
-    /// the range and the limits allow.
+    /// Adds `missing` bytes at the end of the newest range, or of a new one if it is full. Rounds up to a multiple of
+    /// `step`, as far as the range and the limits allow.
     pub(super) fn grow(
         &mut self,
         headroom: Headroom,

@@ -109,7 +109,7 @@ impl Heap {
                 let segment = self.by_ordinal(ordinal);
                 if segment.is_free(from, to) {
                     let users = segment.set(from, to, Content::Elsewhere, BTreeSet::new());
-                    let (home, at) = home.expect("what is free is mapped");
+                    let (home, at) = home.expect("free granules are mapped");
                     self.by_ordinal(home).set(at, at + granule, Content::Free, users);
                 }
             }

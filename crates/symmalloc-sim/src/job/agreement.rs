@@ -3,7 +3,7 @@
 //! Ranks know only what they exchange: digests, and on demand ops of their histories. The simulator knows more, because
 //! it follows the digests of every rank that had a fault. At each sync it checks that
 //!
-//! - every rank that is reported differs (no false alarm, whatever the context of a rank),
+//! - every rank that is reported differs (no false alarm in any context of a rank),
 //! - every rank that differs is reported, with the op at which it began to differ,
 //! - and the remaining ranks agree.
 
