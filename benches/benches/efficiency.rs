@@ -6,7 +6,7 @@
 //! 2. rules for large blocks: those that the configuration offers, and others from a separate model (`fit_rules`), which
 //!    is first checked to place like the core;
 //! 3. the location of memory that is reserved but not live when the last memory is obtained;
-//! 4. moving whole free granules: under a limit the allocator gives free granules back and maps others, so the smallest
+//! 4. moving whole free granules: under a limit the allocator releases free granules and maps others, so the smallest
 //!    limit under which a job completes shows the savings from moving, and the calls until then its cost; and a rule that
 //!    moves only the missing memory, again from a model (`moving`).
 //!
@@ -138,7 +138,7 @@ impl Case {
         self.carry_out(&self.allocator(settings, GRANULES), passes).expect("no limit")
     }
 
-    /// Returns the smallest number of granules that is enough; `most` is known to be.
+    /// Returns the smallest number of granules that is enough; `most` must be enough.
     fn least(&self, most: u64, is_enough: impl Fn(u64) -> bool) -> u64 {
         // Fewer granules than the live bytes need are never enough.
         let (mut refused, mut enough) = (self.live_bytes_peak.div_ceil(GRANULE_BYTES) - 1, most);

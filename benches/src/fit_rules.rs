@@ -12,7 +12,7 @@
 //! ```
 //!
 //! In addition to reserved memory, the model counts *touched* granules, which contain live bytes. These would be mapped
-//! if every whole free granule were given back immediately and mapped again when the rule places a block in it.
+//! if every whole free granule were released immediately and mapped again when the rule places a block in it.
 
 use crate::workload::{Step, Workload};
 use std::collections::{BTreeMap, BTreeSet};

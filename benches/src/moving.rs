@@ -1,6 +1,6 @@
 //! A model of moving memory on demand, a rule that the core does not have.
 //!
-//! The core searches for a place within mapped memory. Under a limit it gives *all* whole free granules of a heap back
+//! The core searches for a place within mapped memory. Under a limit it releases *all* whole free granules of a heap
 //! at once before it searches again. In this model addresses come first: a block is placed by best fit among all free
 //! addresses, mapped or not, and then receives the memory that its granules lack. If that would exceed the limit, as
 //! many free granules as are missing are unmapped elsewhere.

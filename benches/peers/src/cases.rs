@@ -239,7 +239,7 @@ pub(crate) fn rates<W: FnMut()>(amounts: &Amounts, count: usize, make: impl Fn(u
             start.wait();
             std::thread::sleep(Duration::from_millis(amounts.thread_ms));
             stop.store(true, Ordering::Relaxed);
-            running.into_iter().map(|thread| thread.join().expect("the thread's own panic came first")).sum()
+            running.into_iter().map(|thread| thread.join().expect("a measured thread does not panic")).sum()
         })
     };
     (0..amounts.repeats).map(repeat).collect()

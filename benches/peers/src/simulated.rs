@@ -9,8 +9,8 @@ pub(crate) struct Simulated(SharedAllocator<SimBackend>);
 
 impl Simulated {
     pub(crate) fn new(config: &Config, streams: usize) -> Self {
-        let allocator =
-            SharedAllocator::with_lock(SimBackend::builder().build(), config.clone()).expect("it fits the device");
+        let allocator = SharedAllocator::with_lock(SimBackend::builder().build(), config.clone())
+            .expect("the configuration fits the device");
         for _ in 0..streams {
             allocator.register_stream().expect("at most 65,535 streams");
         }
@@ -28,7 +28,7 @@ impl Subject for Simulated {
 
     #[inline]
     fn allocate(&self, stream: &StreamId, size_bytes: u64) -> Handle {
-        self.0.allocate(PoolId::DEFAULT, *stream, size_bytes).expect("the device has room").handle
+        self.0.allocate(PoolId::DEFAULT, *stream, size_bytes).expect("the device has free memory").handle
     }
 
     #[inline]

@@ -163,7 +163,7 @@ impl CliError {
             CliError::ImpossiblePlacement { .. } => {
                 "record the job again, or delete the placement: without placements, our allocator places the allocations"
             }
-            CliError::UnknownPage { .. } => "name it .html",
+            CliError::UnknownPage { .. } => "use a file name that ends in .html",
             CliError::NoSuchOp { .. } => "ops are counted from 0; omit --op to show the peak",
             CliError::Import(error) => return import_help(error),
             CliError::NoStream { .. } => "give a file name; only import and export write to standard output",
@@ -234,7 +234,7 @@ impl CliError {
             CliError::NothingToCheck { .. } => {
                 "start the job with its launcher after `--`: torchrun, mpirun or srun, which assign each process a rank"
             }
-            CliError::Print(_) => "redirect it to another place, or free some disk space",
+            CliError::Print(_) => "redirect stdout to another file, or free some disk space",
         };
         Some(help.into())
     }

@@ -215,8 +215,8 @@ fn example(first: &Divergence) -> String {
 
 fn place(decision: &Decision) -> String {
     match decision {
-        None => "no place (refused)".to_owned(),
-        Some(Placement::NOWHERE) => "no place (no bytes)".to_owned(),
+        None => "no placement (refused)".to_owned(),
+        Some(Placement::NOWHERE) => "no placement (no bytes)".to_owned(),
         Some(Placement { segment, offset_bytes }) => format!("segment {} offset {}", segment.0, count(*offset_bytes)),
     }
 }

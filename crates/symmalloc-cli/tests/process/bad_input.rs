@@ -381,7 +381,7 @@ fn a_picture_of_what_is_not_there() {
     assert_refused(&printed, &["far.trace", "op 1", "exceeds the memory of any device"]);
     let page = folder.path("out.html");
     assert_refused(&symmalloc("report {} -o {} --op 2", &[&job, &page]), &["no op 2", "the recording has 2"]);
-    assert_refused(&symmalloc("report {} -o {}", &[&job, &out]), &["out.svg", "name it .html"]);
+    assert_refused(&symmalloc("report {} -o {}", &[&job, &out]), &["out.svg", "use a file name that ends in .html"]);
     assert!(!page.exists());
     let nothing = folder.trace("nothing.trace", &["stream s0"]);
     assert_refused(&symmalloc("report {} -o {}", &[&nothing, &page]), &["no memory to show"]);
