@@ -201,8 +201,8 @@ fn a_shared_heap_with_a_limit_stays_sound_and_loses_no_free() {
     }
 }
 
-/// Threads free allocations of others while those map memory. They do not synchronize, so the order of ops depends on the threads. No free
-/// may be lost, and no memory may be reused before its uses complete.
+/// Threads free allocations of other threads, which map memory at the same time. The threads do not synchronize, so the
+/// order of ops depends on the schedule. No free may be lost, and no memory may be reused before its uses complete.
 #[test]
 fn threads_free_what_others_made_by_handle_and_by_address() {
     let (one, other) = (StreamId(0), StreamId(1));

@@ -119,7 +119,7 @@ proptest! {
     }
 }
 
-/// The test above is meaningful only if all of these occur.
+/// The test above is meaningful only if the generated programs produce every kind of record.
 #[test]
 fn generated_programs_come_to_every_kind_of_record() {
     let mut words = std::collections::BTreeMap::new();

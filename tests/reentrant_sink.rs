@@ -9,7 +9,7 @@ use symmalloc_sim::SimBackend;
 /// A sink that uses the allocator that it records.
 struct Reentrant {
     allocator: Arc<Mutex<Weak<SharedAllocator<SimBackend>>>>,
-    /// The call in which it uses the allocator.
+    /// The call in which the sink uses the allocator.
     when: &'static str,
     held: Vec<Handle>,
 }

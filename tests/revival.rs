@@ -150,7 +150,7 @@ fn a_recording_goes_on_after_a_revival_and_replays_to_the_same_digests() {
     assert!(revived > 1000, "{revived} were revived");
 }
 
-/// Runs a branch of a tree of graphs, which takes memory between a checkpoint and the return to it.
+/// Runs a branch of a tree of graphs, which allocates memory between a checkpoint and the return to it.
 fn branch(allocator: &Rank<'_>) {
     let stem = allocator.allocate_named(POOL, S0, 3 * MIB, "stem").expect("fits");
     allocator.record_use(stem.handle, S1).expect("live");

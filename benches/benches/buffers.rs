@@ -30,7 +30,7 @@ const REPEATS: usize = 15;
 /// Number of replacements that each thread makes in the table of threads.
 const THREAD_PAIRS: u32 = 400_000;
 
-/// Bytes of addresses that all heaps of a case share, limited by what valgrind leaves to a process.
+/// Address space in bytes that all heaps of a case share. valgrind leaves little to a process.
 const ADDRESS_BYTES: u64 = 30 << 30;
 
 /// Prefix of a case's name that selects the walk alone.

@@ -155,7 +155,7 @@ impl Case {
 struct Run {
     /// The first pass.
     first: Asked,
-    /// All passes after it.
+    /// All later passes.
     further: Asked,
     /// Peak of reserved bytes in the first pass.
     first_reserved_bytes_peak: u64,

@@ -82,7 +82,7 @@ struct Chunks {
 #[derive(Clone, Debug)]
 struct Chunk {
     granules: std::ops::Range<usize>,
-    /// Number of its granules that are mapped.
+    /// Number of mapped granules of the chunk.
     mapped: usize,
 }
 

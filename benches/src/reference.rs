@@ -44,16 +44,16 @@ struct Block {
     next: Option<u64>,
     is_free: bool,
     stream: StreamId,
-    /// Other streams that use it while it is allocated.
+    /// Other streams that use the block while it is allocated.
     used_by: Vec<StreamId>,
-    /// Fences that its next user must wait for while it is free.
+    /// Fences of a free block, for which the next user must wait.
     fences: Vec<Fence>,
 }
 
 #[derive(Debug)]
 struct Segment {
     range: Range,
-    /// Birth ordinal in its heap.
+    /// Birth ordinal of the segment in its heap.
     ordinal: u32,
     heap: usize,
     end: u64,

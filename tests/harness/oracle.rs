@@ -387,7 +387,7 @@ impl Pool {
         if self.is_asleep { 0 } else { self.mapped_bytes() }
     }
 
-    /// Returns the device memory that its blocks need, in bytes.
+    /// Returns the device memory that the pool's blocks need, in bytes.
     fn mapped_bytes(&self) -> u64 {
         self.heaps.values().flat_map(|heap| &heap.segments).map(Segment::mapped).sum()
     }

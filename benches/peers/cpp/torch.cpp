@@ -2,7 +2,7 @@
 // in the environment selects the kind of segments.
 //
 // There is one allocator per process, and it cannot be recreated: a cold pass follows `emptyCache`, which releases all
-// memory. The address ranges of expandable segments stay reserved, which favors it.
+// memory. The address ranges of expandable segments stay reserved, which favors PyTorch.
 #include "cuda.hpp"
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>

@@ -37,7 +37,7 @@ pub(crate) trait Subject: Sync + Sized {
     /// Waits for the device, outside of the measurement.
     fn synchronize(&self) {}
 
-    /// Returns the memory that it holds, or `None` if the interface does not report it.
+    /// Returns the device memory of the allocator, or `None` if the interface does not report it.
     fn memory(&self) -> Option<Memory>;
 
     /// Returns the number of driver calls of the process so far, or `None` if they are not counted.

@@ -47,7 +47,7 @@ pub struct Diff {
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OpDifference {
-    /// A's op, which identifies its allocation by ordinal, and the op's number, counted from 0. `None` if A ends before.
+    /// A's op, which identifies its allocation by ordinal, and the op's number, counted from 0. `None` if A has ended.
     pub a: Option<(usize, Op)>,
     /// B's op, in the same form.
     pub b: Option<(usize, Op)>,
@@ -61,7 +61,7 @@ pub struct PlacementDifference {
     pub allocation: usize,
     /// Its op in A, counted from 0.
     pub op: usize,
-    /// Name that the program gave it.
+    /// Name of the allocation, if the program named it.
     pub name: Option<Box<str>>,
     /// Placement in A.
     pub a: Placement,

@@ -293,7 +293,7 @@ pub enum JobError {
     Addresses {
         /// Number of heaps that exist at the same time, including the first that does not fit.
         heaps: usize,
-        /// Address space that they reserve, in bytes.
+        /// Address space that these heaps reserve, in bytes.
         addresses: u64,
     },
     /// A pool cannot adopt its plan.

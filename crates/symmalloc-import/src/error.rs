@@ -68,7 +68,7 @@ pub enum ImportErrorKind {
         compression: Compression,
         /// Number of whole records that can be read.
         records: u64,
-        /// The line at which it ends.
+        /// The line at which the data ends.
         line: u64,
     },
     /// The caller chose a device, but the recording is not a PyTorch snapshot.

@@ -97,7 +97,7 @@ fn device_traces(document: &Document) -> Result<Vec<&List>, SnapshotError> {
 /// Maximum number of devices of a snapshot without traces. No machine has more.
 const DEVICES_MAX: usize = 1 << 10;
 
-/// Returns the requested device, or the only one with a trace, or, if none has one, the only one with live memory in its segments.
+/// Returns the requested device, or else the only device with a trace, or else the only device with live memory in its segments.
 /// PyTorch marks the taking of a snapshot on every device, used or not. Traces that contain only such marks are therefore ignored if
 /// another trace contains other entries.
 fn select_device(

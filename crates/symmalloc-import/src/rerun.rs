@@ -74,7 +74,7 @@ pub enum Happened {
     Allocated(Live),
     /// The allocation is free.
     Freed(Live),
-    /// The program freed the allocation, but it stays in use. Only with [`Rerun::with_pending_frees`].
+    /// The program freed the allocation, but its memory stays in use. Only with [`Rerun::with_pending_frees`].
     FreeRequested(Live),
     /// An allocation that the program freed earlier is now free. Only with [`Rerun::with_pending_frees`].
     FreeCompleted(Live),

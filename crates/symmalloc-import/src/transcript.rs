@@ -70,16 +70,16 @@ pub(crate) enum Overflow {
 struct OpenAllocation {
     id: AllocationId,
     stream: StreamId,
-    /// `true` if the log named another stream that uses it.
+    /// `true` if the log named another stream that uses the allocation.
     is_used: bool,
 }
 
 /// A free that is not completed yet.
 #[derive(Clone, Copy)]
 struct OpenFree {
-    /// Index of its record.
+    /// Index of the free's record.
     record: usize,
-    /// Number of records and completions up to it.
+    /// Number of records and completions up to the free.
     entries: u64,
 }
 

@@ -25,7 +25,7 @@ pub struct Block {
     pub size: u64,
     /// Content of the block.
     pub content: Content,
-    /// Every stream that may have used any of its bytes since the memory was obtained.
+    /// Every stream that may have used any byte of the block since its memory was obtained.
     pub users: BTreeSet<StreamId>,
 }
 
@@ -42,20 +42,20 @@ impl Block {
 /// A segment; its blocks tile it.
 #[derive(Clone, Debug)]
 pub struct Segment {
-    /// Creation ordinal in its heap.
+    /// Creation ordinal of the segment in its heap.
     pub ordinal: u32,
     /// Blocks in offset order.
     pub blocks: Vec<Block>,
     /// Size of the address range.
     pub(super) range: u64,
-    /// `true` if it serves only small blocks (fixed segments).
+    /// `true` if the segment serves only small blocks (fixed segments).
     pub(super) is_small: bool,
     /// Location of each granule of a stitched range: the segment's ordinal and the offset; `None` once unmapped.
     pub(super) stitched: Option<Vec<Option<(u32, u64)>>>,
 }
 
 impl Segment {
-    /// Returns the bytes that its blocks tile.
+    /// Returns the number of bytes that the blocks tile.
     pub fn end(&self) -> u64 {
         self.blocks.last().map_or(0, Block::end)
     }
@@ -72,7 +72,7 @@ impl Segment {
         self.blocks.iter().any(|block| matches!(block.content, Content::Allocated(_)))
     }
 
-    /// Returns `true` if a trim may remove it.
+    /// Returns `true` if a trim may remove the segment.
     pub(super) fn is_unused(&self) -> bool {
         !self.has_live() && !self.blocks.iter().any(|block| block.content == Content::Elsewhere)
     }

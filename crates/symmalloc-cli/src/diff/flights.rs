@@ -39,7 +39,7 @@ struct RankFlight<'a> {
     record: Option<RankRecord<'a>>,
     /// The furthest progress that another rank observed.
     seen_progress: Progress,
-    /// Conditions that other ranks observed, each with these ranks.
+    /// Observed conditions of this rank, each with the ranks that observed it.
     seen: BTreeMap<&'a str, Vec<u32>>,
 }
 

@@ -24,7 +24,7 @@ pub struct Outcome {
     pub streams: StreamPolicy,
     /// Number of the program's allocations whose placement differs between ranks in any compared pass.
     pub differing_placements: usize,
-    /// The first of these differences.
+    /// The first placement that differs.
     pub first_divergence: Option<Divergence>,
     /// Number of ranks whose digest differs from rank 0's after the last pass. If no placement differs, a rank refused memory
     /// for a different reason.
@@ -111,14 +111,14 @@ pub struct Divergence {
     pub op: usize,
     /// The allocation, counted from 0.
     pub allocation: usize,
-    /// Name that the program gave it.
+    /// Name of the allocation, if the program named it.
     pub name: Option<Box<str>>,
     /// Decision of each rank, by rank.
     pub decisions: Vec<Decision>,
 }
 
 impl Segments {
-    /// Returns the kind of a policy, or `None` if it is neither of these two.
+    /// Returns the kind of a policy, or `None` if the policy is neither expandable nor fixed.
     pub(crate) fn of(policy: &SegmentPolicy) -> Option<Self> {
         match policy {
             SegmentPolicy::Expandable(_) => Some(Segments::Expandable),

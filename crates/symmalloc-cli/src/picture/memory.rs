@@ -46,7 +46,7 @@ pub(crate) struct LiveAllocation {
 }
 
 impl LiveAllocation {
-    /// Returns its name, or else its number.
+    /// Returns the allocation's name, or else its number.
     pub(crate) fn label(&self) -> String {
         self.name.as_deref().map_or_else(|| format!("allocation {}", self.id.0), str::to_owned)
     }

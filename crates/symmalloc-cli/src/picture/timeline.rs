@@ -20,7 +20,7 @@ pub(crate) const LIVE: usize = 0;
 pub(crate) const ALLOCATED: usize = 1;
 pub(crate) const RESERVED: usize = 2;
 
-/// Maximum of a quantity, and the first op after which it was reached.
+/// Maximum of a quantity, and the first op that reached it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Peak {
     pub(crate) bytes: u64,

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 /// Live allocations with the same name, or without a name and with the same size.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub(super) struct Holder {
-    /// Name that the program gave them.
+    /// Name of the allocations, if the program named them.
     pub(super) name: Option<Box<str>>,
     /// Size of each allocation, if they have no name.
     #[serde(skip_serializing_if = "Option::is_none")]

@@ -12,7 +12,7 @@ pub(super) struct Summary {
     pub(super) process: u32,
     pub(super) program: String,
     pub(super) rank: Option<u64>,
-    /// `true` if it kept its own allocator.
+    /// `true` if the process kept its own allocator.
     pub(super) watched: bool,
     pub(super) allocations: u64,
     pub(super) frees: u64,

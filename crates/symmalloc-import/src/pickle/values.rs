@@ -104,11 +104,11 @@ pub(crate) type Keeps = fn(&Values, DictId) -> Kept;
 /// Decision whether lists keep a dict.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kept {
-    /// Every list keeps it.
+    /// Every list keeps the dict.
     Always,
-    /// A list keeps it only if it has no other dict of this kind yet. The kind is below 8.
+    /// A list keeps the dict only if it has no other dict of this kind yet. The kind is below 8.
     First(u8),
-    /// No list keeps it.
+    /// No list keeps the dict.
     Never,
 }
 

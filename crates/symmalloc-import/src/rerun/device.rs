@@ -19,17 +19,17 @@ const GAP_BYTES: u64 = GRANULARITY_BYTES;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct MemoryChange {
-    /// `true` if it was mapped, `false` if it was unmapped.
+    /// `true` if the memory was mapped, `false` if it was unmapped.
     pub is_mapped: bool,
     /// Heap that the memory belongs to.
     pub owner: Owner,
     /// The stream for which the segment was obtained.
     pub stream: StreamId,
-    /// `true` if it is part of an expandable segment, `false` if it is a whole segment.
+    /// `true` for a part of an expandable segment, `false` for a whole segment.
     pub is_expandable: bool,
-    /// Address of its first byte.
+    /// Address of the first byte.
     pub address: DeviceAddress,
-    /// Its size in bytes.
+    /// Size in bytes.
     pub size_bytes: u64,
 }
 

@@ -18,16 +18,16 @@ pub struct Owner {
 pub struct Live {
     /// The allocation's id in the program.
     pub id: AllocationId,
-    /// Heap that contains it.
+    /// Heap that contains the allocation.
     pub owner: Owner,
-    /// Stream for which it was allocated.
+    /// Stream for which the memory was allocated.
     pub stream: StreamId,
     /// Segment and offset.
     pub placement: Placement,
-    /// Address of its first byte.
+    /// Address of the first byte.
     pub address: DeviceAddress,
     /// Requested bytes.
     pub requested_bytes: u64,
-    /// Size of its block in bytes.
+    /// Size of the block in bytes.
     pub block_bytes: u64,
 }

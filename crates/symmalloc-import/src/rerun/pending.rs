@@ -12,7 +12,7 @@ use super::live::Live;
 /// A pending free.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PendingFree {
-    /// Index of the op that requested it.
+    /// Index of the op that requested the free.
     pub(super) op: usize,
     pub(super) live: Live,
 }

@@ -56,7 +56,7 @@ pub enum Delays {
 )]
 #[non_exhaustive]
 pub struct Race {
-    /// First byte that both use, rounded down to 512.
+    /// First byte that both streams use, rounded down to a multiple of 512.
     pub address: DeviceAddress,
     /// Number of bytes, starting at `address`, that the earlier work used last.
     pub size_bytes: u64,

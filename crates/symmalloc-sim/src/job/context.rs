@@ -14,23 +14,23 @@ pub struct RankContext {
     pub rank: u32,
     /// Interleaving of the rank's threads.
     pub schedule: Schedule,
-    /// Duration of work on its device.
+    /// Duration of work on the rank's device.
     pub delays: Delays,
     /// Maximum number of ticks that pass between two steps.
     pub pace_ticks: u32,
-    /// Rate, per million steps, at which it drops completed fences.
+    /// Rate, per million steps, at which the rank drops completed fences.
     pub asks_per_million: u32,
     /// Device memory in bytes; `None` for ample memory.
     pub memory_bytes: Option<u64>,
-    /// Calls of its driver that fail.
+    /// Driver calls that fail.
     pub faults: Vec<RankFault>,
     /// Rate of private work in separate pools, per million steps.
     pub private_per_million: u32,
-    /// Number of syncs after which it restarts without having failed; `None` if it does not.
+    /// Number of syncs after which the rank restarts without having failed; `None` if it does not restart.
     pub restart_at: Option<u32>,
-    /// Reaction of the job to the loss of its device.
+    /// Reaction of the job to the loss of the rank's device.
     pub after_loss: AfterLoss,
-    /// Deviation of its program from that of the other ranks, which the simulator must detect.
+    /// Deviation of the rank's program from that of the other ranks, which the simulator must detect.
     pub deviation: Option<Deviation>,
 }
 
@@ -39,7 +39,7 @@ pub struct RankContext {
 pub struct RankFault {
     /// The kind of call; `None` for any kind.
     pub call: Option<Call>,
-    /// Its ordinal among those of its kind, from 0.
+    /// Ordinal of the call among those of its kind, from 0.
     pub ordinal: u64,
     /// The error that the call returns.
     pub fault: Fault,

@@ -29,7 +29,7 @@ pub enum Decision {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum DecidedRefusal {
-    /// The allocation is not live, because it was refused itself.
+    /// The allocation is not live, because its request was refused.
     NotLive,
     /// The size exceeds what a segment can hold.
     TooLarge,

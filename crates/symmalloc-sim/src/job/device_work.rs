@@ -14,7 +14,7 @@ pub(crate) struct LiveBlock {
     pub(crate) handle: Option<Handle>,
     address: DeviceAddress,
     size_bytes: u64,
-    /// Streams that use it, one bit each. Streams with ids of 64 and above are not tracked.
+    /// Streams that use the allocation, one bit each. Streams with ids of 64 and above are not tracked.
     users: u64,
     last_user: StreamId,
 }

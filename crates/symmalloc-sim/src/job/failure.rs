@@ -82,7 +82,7 @@ pub enum FailureCause {
     OtherOpNamed {
         /// Ops that the agreement named.
         named: Box<str>,
-        /// Ops that it should have named.
+        /// Ops that the agreement should have named.
         expected: Box<str>,
     },
     /// The plan has no rank without faults to compare with.

@@ -36,7 +36,7 @@ pub struct JobPlan {
 /// Maximum number of steps between two comparisons of a recorded job.
 pub(crate) const STRETCH_MAX: usize = 2048;
 
-/// Number of host threads that a program is spread over if it does not name them.
+/// Number of host threads over which a program is spread if it names no threads.
 const THREADS_BY_STREAM: u16 = 8;
 
 /// Number of ops in the history of each heap of a recorded job.

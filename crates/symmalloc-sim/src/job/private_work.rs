@@ -23,7 +23,7 @@ const SIZES: [u64; 6] = [512, 100 * KIB, MIB + 1, 3 * MIB, 12 * MIB, 40 * MIB];
 pub(crate) struct PrivateWork {
     random: SplitMix64,
     pools: Vec<PoolId>,
-    /// Streams that it works on: all of the program's, followed by private ones.
+    /// Streams of the private work: all of the program's, followed by private ones.
     streams: Vec<StreamId>,
     private_streams: usize,
     live: Vec<PrivateAllocation>,
