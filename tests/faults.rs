@@ -24,7 +24,7 @@ struct Outcomes {
     /// Errors of the refused ops.
     errors: Vec<StepError>,
     fallible_calls: u64,
-    /// `true` if an op failed because of the refused call.
+    /// `true` if an op failed because of the failed driver call.
     is_noticed: bool,
 }
 
@@ -116,7 +116,7 @@ fn kind(error: &StepError, fault: Fault) -> &'static str {
     let (kind, cause) = match error {
         StepError::Allocate(AllocateError::OutOfMemory(error)) => match &error.cause {
             OutOfMemoryCause::Driver(cause) => ("allocate: memory", cause),
-            cause => panic!("the driver refused, not {cause:?}"),
+            cause => panic!("the driver call failed, but the error states {cause:?}"),
         },
         StepError::Allocate(AllocateError::Fence { error, .. }) => ("allocate: wait", error),
         StepError::Free(FreeError::Fence(error)) => ("free", error),
@@ -128,10 +128,10 @@ fn kind(error: &StepError, fault: Fault) -> &'static str {
             SleepCause::Held { error, .. } => ("sleep: unmap", error),
             SleepCause::Memory { cause: OutOfMemoryCause::Driver(error), .. } => ("wake: map", error),
             SleepCause::Load(error) => ("wake: load", error),
-            cause => panic!("the driver refused, not {cause}"),
+            cause => panic!("the driver call failed, but the error states {cause}"),
         },
         StepError::Backend(error) => ("program", error),
-        other => panic!("{other:?} is not a possible result of a refused call"),
+        other => panic!("{other:?} is not a possible result of a failed driver call"),
     };
     let reason = if fault == Fault::OutOfMemory { Reason::OutOfMemory } else { Reason::Refused };
     assert_eq!(cause.reason, reason, "{error}");

@@ -15,7 +15,7 @@
 //! | `time` | all cases by time | |
 //!
 //! Benchmarks measure the steady state: a workload frees everything that it allocates, and has already run once. The
-//! device costs nothing, so the results measure the allocator's own work, on one thread with exclusive access.
+//! device takes no time, so the results measure the allocator's own work, on one thread with exclusive access.
 
 use crate::reference::Reference;
 use std::sync::atomic::{AtomicU32, Ordering};

@@ -308,7 +308,7 @@ impl<'a, 'd, L: Lock> Walk<'a, 'd, L> {
         let is_same = match (report.difference, difference) {
             (None, None) => true,
             (Some(there), Some((at, cause))) => {
-                // The allocator may name any of several allocations that are in the way.
+                // The allocator may name any of several allocations that occupy the range.
                 let is_occupied = |cause: DifferenceCause| matches!(cause, DifferenceCause::Occupied { .. });
                 there.number == at && (there.cause == cause || is_occupied(there.cause) && is_occupied(cause))
             }

@@ -303,7 +303,7 @@ fn an_observer_keeps_a_pool_from_going_back_over_births_and_growth() {
     }
 }
 
-/// A named allocation is at the placement of a saved unnamed one. It stands for the saved one, and loses its name.
+/// A named allocation is at the placement of a saved unnamed one. It takes the role of the saved one, and loses its name.
 #[test]
 fn a_rewind_takes_back_names_that_were_given_later() {
     let device = SimBackend::builder().build();

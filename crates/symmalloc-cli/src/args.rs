@@ -537,8 +537,7 @@ Examples:
 pub(crate) struct ManArgs {
     /// The command to describe [default: the program]
     pub(crate) command: Option<String>,
-    /// Write the pages of the program and of all commands to this folder, under the names that their cross-references
-    /// use
+    /// Write the pages of the program and of all commands to this folder, named as their cross-references expect
     #[arg(long, value_name = "FOLDER", conflicts_with = "command")]
     pub(crate) all: Option<PathBuf>,
 }

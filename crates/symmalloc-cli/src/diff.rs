@@ -133,7 +133,7 @@ fn has_placements(recording: &Recording) -> bool {
     recording.summary.allocations == 0 || recording.summary.placements > 0
 }
 
-/// Returns the first call that differs, ignoring sizes and settings of pools. Returns `None` if the recordings may be ranks of one
+/// Returns the first call that differs, ignoring sizes and settings of pools. Returns `None` if the recordings can be ranks of one
 /// job.
 pub(crate) fn other_job(a: &Recording, b: &Recording) -> Option<OpDifference> {
     let without_size = |mut call: ProgramCall<'_>| {

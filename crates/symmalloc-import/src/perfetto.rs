@@ -11,7 +11,7 @@
 //!  pool 0, stream 1   ...
 //! ```
 //!
-//! Each heap is a process; one more process stands for the job. Each op takes one microsecond: events of op 17 of the program, counted from
+//! Each heap is a process; one more process represents the job. Each op takes one microsecond: events of op 17 of the program, counted from
 //! 0, are at 17 µs. Equal jobs under equal configurations therefore produce equal bytes.
 //!
 //! | `ph` | `name` | `args` |

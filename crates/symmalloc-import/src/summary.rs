@@ -41,7 +41,7 @@ pub struct Summary {
     pub empty_allocations: u64,
     /// Omitted marks of a snapshot being taken.
     pub snapshot_marks: u64,
-    /// Omitted entries of a kind that this version does not know.
+    /// Omitted entries of a kind that this version does not support.
     pub unknown_actions: u64,
     /// Line at which the text is truncated, if [`accept_torn`](crate::ReadOptions::accept_torn) was set.
     pub torn_at_line: Option<u64>,

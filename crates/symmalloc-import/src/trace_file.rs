@@ -1,7 +1,7 @@
 //! Trace files of running allocators: the [`Sink`] for production.
 //!
 //! ```text
-//!   threads of the program                     one thread of the file's own
+//!   threads of the program                     a separate thread per file
 //!   record ──► push ──► │ pending records │ ──take all──► text ──► zstd, gzip or plain ──► file
 //!                       at most a bound                    flushed once a second, and at the end
 //! ```

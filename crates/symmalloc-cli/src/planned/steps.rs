@@ -79,7 +79,7 @@ pub(super) fn of(program: &Program, file: &PlanFile) -> Vec<HeapStep> {
     }
     steps.extend(open.into_values());
     if !has_steps {
-        // A step is not planned if all of its allocations live on while the pool sleeps.
+        // A step is not planned if all of its allocations stay live while the pool sleeps.
         steps.retain(|step| step.wanted.iter().any(|wanted| wanted.until.is_some()));
     }
     steps

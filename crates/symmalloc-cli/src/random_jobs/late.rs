@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! ops of a job ──► events of a log │ cut: those before are lost ──► file
-//!                                  └─► live by then, as far as the file shows ──► Beginning
+//!                                  └─► live at the cut, as far as the file shows ──► Beginning
 //! ```
 
 use serde_json::{Value, json};

@@ -525,7 +525,7 @@ fn plans_of_another_job_or_configuration() {
         "the job creates pool p1, which the plan does not configure",
     );
     assert_other("f 0", "begin_step 4\nend_step", "the plan has steps 0 of p0, in which the job requests no memory");
-    // The first allocation is freed immediately in one job and lives on in the other.
+    // The first allocation is freed immediately in one job and stays live in the other.
     let early = folder.trace("early.trace", &["stream s0", "a 0 1000 s0", "f 0", "a 1 1000 s0", "f 1"]);
     let late = folder.trace("late.trace", &["stream s0", "a 0 1000 s0", "a 1 1000 s0", "f 0", "f 1"]);
     symmalloc("plan {} -o {}", &[&early, &plan]).exited(0);

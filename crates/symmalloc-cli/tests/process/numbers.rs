@@ -209,7 +209,7 @@ fn a_plan_rounds_sizes_as_the_pool_does() {
 
 #[test]
 fn pools_sleep_in_jobs_without_steps() {
-    // Allocations that live on while the pool sleeps are not planned.
+    // Allocations that stay live while the pool sleeps are not planned.
     let sleeps = job("sleeps_without_steps.trace");
     assert_eq!(numbers(&sleeps), Numbers { planned_bytes: None, online_bytes: 8 * MIB, refused: 0 });
     let folder = Folder::new();

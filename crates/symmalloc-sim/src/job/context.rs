@@ -106,7 +106,7 @@ impl RankContext {
         }
     }
 
-    /// Returns `true` if the rank may encounter a refused call, a lost device or a deviation.
+    /// Returns `true` if the rank may encounter a failed call, a lost device or a deviation.
     pub fn is_faulty(&self) -> bool {
         !self.faults.is_empty() || self.memory_bytes.is_some() || self.deviation.is_some()
     }

@@ -1,7 +1,7 @@
 //! Simulation of whole jobs: thousands of ranks run one program, each in its own context, and must place identically.
 //!
 //! The allocator guarantees that ranks cannot diverge. A simulated job tries to make them diverge: every rank has different
-//! addresses, different event timing, differently interleaved threads, a driver that refuses calls, and private work on
+//! addresses, different event timing, differently interleaved threads, driver calls that fail, and private work on
 //! the side. Ranks are lost and restart. The program is drawn from a seed, or taken from a recorded job.
 //!
 //! ```text

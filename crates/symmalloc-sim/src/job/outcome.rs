@@ -44,7 +44,7 @@ pub struct JobFaults {
     pub ranks: u64,
     /// Injected faults that reported out of memory.
     pub out_of_memory: u64,
-    /// Injected faults that refused a call.
+    /// Injected faults that failed a call for another reason.
     pub refused: u64,
     /// Injected losses of a device.
     pub losses: u64,

@@ -1,7 +1,7 @@
 //! The standing of a rank relative to the reference.
 //!
 //! ```text
-//!  alike ───the driver refuses a call────────► followed ───different digest after a step────► departed, heap by heap
+//!  alike ───a driver call fails──────────────► followed ───different digest after a step────► departed, heap by heap
 //!    │ different decision: a failure              │ same digests: no failure
 //! ```
 //! A rank without faults must decide like the reference. A rank with faults may diverge. The simulator follows its

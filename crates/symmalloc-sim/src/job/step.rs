@@ -1,4 +1,4 @@
-//! Execution of single steps on one rank, including the reaction to refused driver calls.
+//! Execution of single steps on one rank, including the reaction to failed driver calls.
 //!
 //! A failed call without an effect (a fence that could not be recorded or waited for) is retried, as a program would
 //! do. Refused memory is a decision: the program continues without it, and its rank differs from then on.
