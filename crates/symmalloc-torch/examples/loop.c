@@ -1,4 +1,4 @@
-/* A program that uses the allocator from C: a training step's worth of memory, again and again, at the same places.
+/* A C program that allocates the memory of a training step repeatedly, with equal placements in every step.
  *
  *   cargo build --profile shipped -p symmalloc-torch
  *   cc -Icrates/symmalloc-torch/include crates/symmalloc-torch/examples/loop.c -Ltarget/shipped -lsymmalloc_torch -o loop
@@ -25,7 +25,7 @@ int main(void) {
   symmalloc_allocator *allocator = NULL;
   check(symmalloc_create(0, "total_limit_mb:512", &allocator), "symmalloc_create");
 
-  /* A segment for ever, obtained now: what a collective library would register once. */
+  /* A segment that is reserved now and never released. A collective library would register it once. */
   uint32_t symmetric = 0;
   void *stream = NULL; /* the default stream; any cudaStream_t or CUstream will do */
   check(symmalloc_pool_create(allocator, "symmetric:true,segments:reserved,segment_mb:64", &symmetric), "pool_create");
@@ -42,7 +42,7 @@ int main(void) {
       if (step == 0)
         first[i] = now;
       if (memcmp(&now, &first[i], sizeof now) != 0) {
-        fprintf(stderr, "step %d, buffer %d: not where it was in the first step\n", step, i);
+        fprintf(stderr, "step %d, buffer %d: the placement differs from that of the first step\n", step, i);
         return 1;
       }
     }
@@ -53,13 +53,13 @@ int main(void) {
   uint64_t digest = 0, released = 0;
   check(symmalloc_digest(allocator, symmetric, &digest), "symmalloc_digest");
   check(symmalloc_trim(allocator, &released), "symmalloc_trim");
-  printf("%d steps at the same places; digest %016llx; %llu bytes went back\n", STEPS, (unsigned long long)digest,
+  printf("%d steps with equal placements; digest %016llx; %llu bytes released\n", STEPS, (unsigned long long)digest,
          (unsigned long long)released);
 
   void *none = NULL;
   if (symmalloc_allocate(allocator, 0, (size_t)1 << 30, stream, &none) != SYMMALLOC_OUT_OF_MEMORY)
     return 1;
-  printf("as it should be: %s\n", symmalloc_error_message());
+  printf("expected error: %s\n", symmalloc_error_message());
 
   check(symmalloc_destroy(allocator), "symmalloc_destroy");
   return 0;

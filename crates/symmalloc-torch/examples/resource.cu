@@ -1,4 +1,4 @@
-// symmalloc.hpp on a device: one stream fills memory, another one reads it late and frees it, and the first allocates it again.
+// symmalloc.hpp on a device: one stream fills memory, another stream reads it late and frees it, and the first allocates it again.
 //
 //     nvcc -std=c++17 -O2 examples/resource.cu -I include -L ../../target/release -lsymmalloc_torch -o resource && ./resource
 
@@ -76,7 +76,7 @@ int main() {
     unsigned found = 0;
     CHECK(cudaMemcpy(&found, wrong, sizeof(found), cudaMemcpyDeviceToHost));
     memory.deallocate_sync(wrong, sizeof(unsigned));
-    std::printf("%u wrong elements; %u of 1000 buffers at the same place\n", found, again);
+    std::printf("%u wrong elements; %u of 1000 buffers at the same address\n", found, again);
 
     double ours = time_of([&] { return memory.allocate(a, bytes); }, [&](void* p) { memory.deallocate(a, p, bytes); });
     double unordered =
@@ -88,6 +88,6 @@ int main() {
             return pointer;
         },
         [&](void* p) { CHECK(cudaFreeAsync(p, a)); });
-    std::printf("ns per pair of 4 MiB: of a stream %.0f, without one %.0f, cudaMallocAsync %.0f\n", ours, unordered, async);
+    std::printf("ns per allocation and free: on a stream %.0f, without a stream %.0f, cudaMallocAsync %.0f\n", ours, unordered, async);
     return found == 0 && again == 1000 ? 0 : 1;
 }

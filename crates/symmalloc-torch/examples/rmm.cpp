@@ -1,4 +1,4 @@
-// RMM's containers on symmalloc.hpp: a vector is filled on one stream, copied on another one, and freed while the copy is read.
+// RMM's containers on symmalloc.hpp: a vector is filled on one stream, copied on another stream, and freed while the copy is read.
 // It has no kernel, so a C++ compiler suffices. The wheels librmm-cu13 and rapids-logger contain RMM 26; any toolkit has CUDA's headers.
 //
 //     c++ -std=c++20 -O2 examples/rmm.cpp -I include -I $RMM/include -I $RMM/include/rapids -I $LOGGER/include -I $CUDA/include
@@ -55,10 +55,10 @@ int main() {
         first.synchronize();
         rmm::device_uvector<unsigned> copied(filled, second_ref);
         if (round % 7 == 0) {
-            if (place != nullptr && place != filled.data()) wrong++;     // the same program has the same places
+            if (place != nullptr && place != filled.data()) wrong++;     // equal programs have equal placements
             place = filled.data();
         }
-        filled.set_stream(second_ref);                                // given back behind the copy
+        filled.set_stream(second_ref);                                // freed after the copy
         { rmm::device_buffer given_back = filled.release(); }
         wrong += wrong_words(copied, round & 0x7f, second_ref);
         words += long(size);
@@ -73,14 +73,14 @@ int main() {
 
     try {
         rmm::device_uvector<unsigned> vector(std::size_t(1) << 44, first_ref);
-        std::printf("64 TiB were given\n");
+        std::printf("an allocation of 64 TiB succeeded\n");
         return 1;
     } catch (std::bad_alloc const& error) {
         std::printf("64 TiB: %s\n", error.what());
     }
     rmm::mr::cuda_async_memory_resource driver{};
     for (std::size_t size : {std::size_t(1) << 10, std::size_t(1) << 20}) {
-        std::printf("a vector of %zu KiB that comes and goes: symmalloc %.0f ns, cuda_async_memory_resource %.0f ns\n", size * 4 >> 10,
+        std::printf("vector of %zu KiB, created and destroyed: symmalloc %.0f ns, cuda_async_memory_resource %.0f ns\n", size * 4 >> 10,
                     pair_of(memory, size, first_ref), pair_of(driver, size, first_ref));
     }
     return wrong != 0;

@@ -1,6 +1,6 @@
 /*
  * symmalloc as a C++ memory resource. It satisfies the concepts of CCCL (cuda::mr::resource and cuda::mr::synchronous_resource; before
- * CCCL 3.1 async_resource and resource), and therefore works with RMM 26 and other libraries that accept these. Header only; link
+ * CCCL 3.1 async_resource and resource), and therefore works with RMM 26 and other libraries that accept such resources. Header only; link
  * libsymmalloc_torch.
  *
  *     symmalloc::memory_resource memory = symmalloc::memory_resource::of_device(0);

@@ -1,4 +1,4 @@
-//! Comparison of histories between ranks, over a gather function of the caller.
+//! Comparison of the ranks' histories over a gather function that the caller provides.
 //!
 //! Symmetric pools use the core's agreement, which finds the first op that differs. Other pools keep no history, so their heaps are
 //! compared by digest: in one round if all are equal, and in two otherwise.
@@ -8,7 +8,7 @@
 //!  round 2   [ pool 4 │ stream 4 │ ops 8 │ digest 8 ] × the most heaps of a rank
 //! ```
 //!
-//! The ids of pool and stream name a heap, so ranks that create different private pools differ here.
+//! Pool and stream ids identify a heap, so ranks that create different private pools differ here.
 
 use crate::device::DeviceAllocator;
 use crate::error::Error;
@@ -24,7 +24,7 @@ use symmalloc_core::PoolConfig;
 pub type symmalloc_gather_fn =
     Option<unsafe extern "C" fn(context: *mut c_void, mine: *const u8, len: usize, all: *mut u8) -> c_int>;
 
-/// A transport between ranks over a function of the caller.
+/// A transport over the caller's gather function.
 pub(crate) struct Gathering {
     rank: u32,
     ranks: u32,
@@ -69,7 +69,7 @@ impl Transport for Gathering {
     }
 }
 
-/// Compares this rank's history in symmetric pools with all others'. Every rank calls it at the same point of the program.
+/// Compares the ranks' histories in symmetric pools. Every rank calls it at the same point of the program.
 pub(crate) fn compare_symmetric(allocator: &DeviceAllocator, transport: &Gathering) -> Result<(), Error> {
     agree(allocator.core(), transport, Point::Sync)?;
     Ok(())
@@ -78,7 +78,7 @@ pub(crate) fn compare_symmetric(allocator: &DeviceAllocator, transport: &Gatheri
 /// A heap's name: its pool, and its stream or [`NO_STREAM`].
 type PrivateHeap = (u32, u32);
 
-/// Stands for the stream of a heap that streams share.
+/// Placeholder for the stream of a heap that several streams share.
 const NO_STREAM: u32 = u32::MAX;
 
 const ENTRY_BYTES: usize = 24;
@@ -177,7 +177,7 @@ fn difference(first: &Gathered, second: &Gathered) -> String {
         }
     }
     text.push_str(
-        "\nTo learn the first op that differs, make the pool symmetric (symmetric:true), or record a trace on each rank \
+        "\nTo find the first op that differs, make the pool symmetric (symmetric:true), or record a trace on each rank \
          (SYMMALLOC_TRACE) and compare them with `symmalloc diff`.",
     );
     text

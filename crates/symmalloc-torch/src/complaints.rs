@@ -8,12 +8,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 /// `true` after the first message about an error that a call could not return.
 static HAS_COMPLAINED: AtomicBool = AtomicBool::new(false);
 
-/// Writes a line to standard error. `eprintln!` would panic if standard error is closed, and end the process during a free.
+/// Writes a line to standard error. `eprintln!` would panic if standard error is closed, which would end the process during a free.
 pub(crate) fn say(line: fmt::Arguments<'_>) {
     let _unread = writeln!(io::stderr(), "symmalloc: {line}");
 }
 
-/// Reports the first error that a call cannot return on standard error. All such errors are counted and logged.
+/// Reports an error that a call cannot return. All of them are logged and counted; standard error shows only the first.
 pub(crate) fn complain(error: &Error) {
     tracing::warn!(name: "call.failed", target: "symmalloc", %error);
     if !HAS_COMPLAINED.swap(true, Ordering::Relaxed) {

@@ -1,7 +1,7 @@
 //! C++ exceptions and `std::function` without a C++ compiler, for PyTorch's calls.
 //!
-//! PyTorch does not check the result of an allocator, so a failed allocation must throw. It throws the most specific type that the loaded
-//! libraries of the process have:
+//! PyTorch does not check the result of an allocator, so a failed allocation must throw. It throws the most specific type that the
+//! libraries of the process provide:
 //!
 //! | type | found in | Python's exception |
 //! |---|---|---|
@@ -10,25 +10,26 @@
 //! | `std::runtime_error`, by `std::__throw_runtime_error` | libstdc++ | `RuntimeError` |
 //!
 //! # Assumptions
-//! Of the Itanium C++ ABI (all of Linux): an exception is allocated by `__cxa_allocate_exception`, built in place, and thrown
-//! by `__cxa_throw` with its type's `type_info` and its complete destructor; a vtable symbol is followed by the offset to the
-//! top, the `type_info`, and the virtual functions, of which a virtual destructor's complete variant comes first where it is
-//! declared first, as in `std::exception`; an object's first word points behind these two words. A class that is not trivially
-//! copyable is passed by value as a pointer to a copy that the caller owns.
+//! The Itanium C++ ABI (all of Linux):
+//! - An exception is allocated by `__cxa_allocate_exception`, built in place, and thrown by `__cxa_throw` with its type's `type_info` and
+//!   its complete destructor.
+//! - A vtable symbol is followed by the offset to the top, the `type_info`, and the virtual functions. An object's first word points
+//!   behind the first two words. If the virtual destructor is declared first, as in `std::exception`, its complete variant comes first.
+//! - A class that is not trivially copyable is passed by value as a pointer to a copy that the caller owns.
 //!
-//! Of PyTorch since 1.13: `OutOfMemoryError` adds nothing to `c10::Error`, and that is at most [`ERROR_BYTES_MAX`] bytes long;
-//! `c10::Error(SourceLocation, std::string)`, with a `SourceLocation` of two C strings and a `uint32_t`.
+//! PyTorch since 1.13: `OutOfMemoryError` adds nothing to `c10::Error`, which is at most [`ERROR_BYTES_MAX`] bytes long. The constructor
+//! is `c10::Error(SourceLocation, std::string)`. A `SourceLocation` consists of two C strings and a `uint32_t`.
 //!
-//! Of libstdc++ with the C++11 strings: `std::string` has 32 bytes, with exported constructor and destructor;
-//! `std::function` is 16 bytes of functor, a manager and an invoker, see [`StdFunction`].
+//! libstdc++ with the C++11 strings: `std::string` has 32 bytes, and an exported constructor and destructor. `std::function` consists of
+//! 16 bytes of functor, a manager and an invoker, see [`StdFunction`].
 //!
-//! `tests/cxx.rs` compiles a C++ program that checks all of it.
+//! `tests/cxx.rs` compiles a C++ program that checks these assumptions.
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::mem::MaybeUninit;
 use std::sync::OnceLock;
 
-/// More than `sizeof(c10::Error)`, which is about 200. Extra memory is harmless.
+/// Bytes allocated for an error. `sizeof(c10::Error)` is about 200; extra memory is harmless.
 const ERROR_BYTES_MAX: usize = 512;
 
 /// Words between a vtable's symbol and its first virtual function.
@@ -67,7 +68,7 @@ struct OutOfMemoryError {
     vtable: *const *const c_void,
 }
 
-/// The functions of the process for throwing.
+/// The process's functions for throwing exceptions.
 struct Thrower {
     out_of_memory: Option<OutOfMemoryError>,
     check_fail: Option<TorchCheckFail>,
@@ -79,7 +80,7 @@ unsafe impl Send for Thrower {}
 // SAFETY: as above.
 unsafe impl Sync for Thrower {}
 
-/// The kind of error for Python.
+/// The kind of exception, which determines its type in Python.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ExceptionKind {
     OutOfMemory,
@@ -133,7 +134,7 @@ impl OutOfMemoryError {
         let text = kept_until_thrown(text);
         let mut string = StdString([const { MaybeUninit::uninit() }; 32]);
         let location = SourceLocation { function: FUNCTION.as_ptr(), file: FILE.as_ptr(), line: 0 };
-        // SAFETY: memory for a string; the text is a C string; libstdc++ reads no byte of an allocator.
+        // SAFETY: memory for a string; the text is a C string; libstdc++ does not read the allocator.
         unsafe { (self.new_string)(&raw mut string, text, &raw const EMPTY_ALLOCATOR) };
         // SAFETY: any size is valid; the memory is aligned for any object, and the call does not return null.
         let error = unsafe { (self.allocate)(ERROR_BYTES_MAX) };
@@ -143,8 +144,8 @@ impl OutOfMemoryError {
         unsafe { (self.drop_string)(&raw mut string) };
         // SAFETY: the vtable has at least its header and a destructor.
         let functions = unsafe { self.vtable.add(VTABLE_HEADER_WORDS) };
-        // SAFETY: the error's first word points to its virtual functions: it becomes an `OutOfMemoryError`, which has the
-        // same layout.
+        // SAFETY: the error's first word points to its virtual functions. Replacing it turns the error into an
+        // `OutOfMemoryError`, which has the same layout.
         unsafe { error.cast::<*const *const c_void>().write(functions) };
         // SAFETY: the first virtual function is the complete destructor, which takes the object.
         let destructor = unsafe { std::mem::transmute::<*const c_void, Destructor>(*functions) };
@@ -184,7 +185,7 @@ fn out_of_memory_error() -> Option<OutOfMemoryError> {
     }
 }
 
-/// Returns a function of the process.
+/// Returns a function that the process exports.
 ///
 /// # Safety
 /// `F` is the function's type.
@@ -195,7 +196,7 @@ unsafe fn function<F: Copy>(name: &CStr) -> Option<F> {
     Some(unsafe { std::mem::transmute_copy(&address) })
 }
 
-/// Looks up a symbol globally, and then in the loaded libraries, because Python loads libraries privately.
+/// Looks up a symbol globally, and then in the loaded libraries, because Python loads extension modules with local visibility.
 pub(crate) fn symbol(name: &CStr) -> Option<*const c_void> {
     const LIBRARIES: [&CStr; 5] =
         [c"libc10.so", c"libc10_cuda.so", c"libtorch_cuda.so", c"libtorch_python.so", c"libstdc++.so.6"];
@@ -223,7 +224,7 @@ pub(crate) struct StdFunction {
     functor: [usize; 2],
     /// Copies and destroys the functor. Null when the function is empty.
     manager: Option<Manager>,
-    /// Calls it. Arguments are passed by reference.
+    /// Calls the functor. Arguments are passed by reference.
     invoker: Option<Invoker>,
 }
 
@@ -235,7 +236,7 @@ type Invoker = unsafe extern "C-unwind" fn(*const Functor, *mut *mut c_void) -> 
 const CLONE_FUNCTOR: c_int = 2;
 const DESTROY_FUNCTOR: c_int = 3;
 
-/// A copy of a filter of PyTorch.
+/// A copy of a PyTorch filter.
 pub(crate) struct FunctionFilter(StdFunction);
 
 // SAFETY: PyTorch's own allocator keeps and calls its filters on any thread.
@@ -247,14 +248,14 @@ impl FunctionFilter {
     /// Copies a filter. Propagates exceptions of its copy constructor.
     ///
     /// # Safety
-    /// `function` is null or points to a living `std::function<bool(cudaStream_t)>` of libstdc++.
+    /// `function` is null or points to a live `std::function<bool(cudaStream_t)>` of libstdc++.
     pub(crate) unsafe fn copy(function: *const StdFunction) -> Self {
         let mut copy = StdFunction { functor: [0; 2], manager: None, invoker: None };
         // SAFETY: the caller's contract.
         if let Some(function) = unsafe { function.as_ref() }
             && let Some(manager) = function.manager
         {
-            // SAFETY: memory for a functor, and a live one.
+            // SAFETY: the first argument is memory for a functor, the second a live functor.
             unsafe { manager(&raw mut copy.functor, &raw const function.functor, CLONE_FUNCTOR) };
             copy.manager = function.manager;
             copy.invoker = function.invoker;

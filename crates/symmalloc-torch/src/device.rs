@@ -62,16 +62,16 @@ const _: () = {
     is_shared::<PoolRegistration>();
 };
 
-/// The start of an allocator's recording.
+/// The event that starts an allocator's recording.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Tracing {
-    /// At the first use, if `SYMMALLOC_TRACE` requests it.
+    /// The first use, if `SYMMALLOC_TRACE` requests a recording.
     FromFirstUse,
-    /// On request only.
+    /// A request only.
     OnRequest,
 }
 
-/// Errors of calls that cannot return them.
+/// The errors of calls that cannot return them.
 #[derive(Default)]
 pub(crate) struct Failures {
     pub(crate) unknown_frees: AtomicU64,
@@ -190,7 +190,7 @@ impl DeviceAllocator {
         &self.scopes
     }
 
-    /// Allocates. Zero bytes return a null pointer, and are no op.
+    /// Allocates memory for work on a stream. For zero bytes, returns a null pointer and records no op.
     ///
     /// # Safety
     /// The stream belongs to the device's primary context and lives as long as the allocator.
@@ -248,7 +248,7 @@ impl DeviceAllocator {
         error.into()
     }
 
-    /// Frees an allocation. A null pointer is no op.
+    /// Frees an allocation. Ignores a null pointer.
     #[inline]
     pub(crate) fn free(&self, pointer: *mut c_void) -> Result<(), Error> {
         if pointer.is_null() {
@@ -313,7 +313,7 @@ impl DeviceAllocator {
         }
     }
 
-    /// Returns the used streams, by id.
+    /// Returns the streams used so far, ordered by id.
     pub(crate) fn known_streams(&self) -> Vec<(StreamId, RawStream)> {
         self.streams.all()
     }
@@ -351,7 +351,7 @@ impl DeviceAllocator {
         Ok(FoundAllocation { pool: position.pool, allocation, position, requested_bytes })
     }
 
-    /// Creates a pool. Without a text it has the settings of the default pool, but is private.
+    /// Creates a pool. Without `text`, the pool has the settings of the default pool, but is private.
     pub(crate) fn create_pool(&self, text: Option<&str>) -> Result<PoolId, Error> {
         let config = match text {
             None => {
@@ -369,11 +369,11 @@ impl DeviceAllocator {
     /// Destroys a pool. Further allocations in it fail, and the first trim after its last block was freed releases its memory.
     pub(crate) fn destroy_pool(&self, pool: PoolId) -> Result<(), Error> {
         let owner = self.user_pools().remove(&pool);
-        // Dropped after the list is unlocked.
+        // The pool is dropped after the list is unlocked.
         owner.map(drop).ok_or(Error::UnknownPool { pool: pool.0 })
     }
 
-    /// Returns the id of a pool that a program may name.
+    /// Returns the id of a pool that is available to the program: the default pool, or one that the program created.
     #[inline]
     pub(crate) fn known_pool(&self, pool: u32) -> Result<PoolId, Error> {
         let id = PoolId(pool);
@@ -430,7 +430,7 @@ impl DeviceAllocator {
         Ok(self.core().backend().grant_access(peer)?)
     }
 
-    /// Limits all pools together to a fraction of the device's total memory, and not of its free memory (rule D4). Equal devices get
+    /// Limits all pools together to a fraction of the device's total memory, not of its free memory (rule D4). Equal devices get
     /// equal limits.
     pub(crate) fn set_memory_fraction(&self, fraction: f64) -> Result<(), Error> {
         if !(0.0..=1.0).contains(&fraction) {

@@ -21,13 +21,13 @@ use thiserror::Error;
 #[non_exhaustive]
 pub(crate) enum Error {
     /// An argument must not be null.
-    #[error("`{argument}` is NULL: give a valid pointer")]
+    #[error("`{argument}` is NULL: pass a valid pointer")]
     Null {
         /// The argument.
         argument: &'static str,
     },
     /// A text is not UTF-8.
-    #[error("`{argument}` is not UTF-8")]
+    #[error("`{argument}` is not UTF-8: pass a UTF-8 text")]
     NotText {
         /// The argument.
         argument: &'static str,
@@ -43,12 +43,12 @@ pub(crate) enum Error {
         expected: &'static str,
     },
     /// The settings are invalid.
-    #[error("SYMMALLOC_CONF, or the text given instead: {0}")]
+    #[error("invalid settings in SYMMALLOC_CONF, or in the text that replaces it: {0}")]
     TorchSettings(Box<SettingsError>),
     /// The settings were changed too late.
     #[error("device {device} has an allocator already: configure before the first use of CUDA memory")]
     TooLate {
-        /// A device that has one.
+        /// A device that has an allocator.
         device: usize,
     },
     /// A callback called the library.
@@ -66,7 +66,9 @@ pub(crate) enum Error {
         ours: u32,
     },
     /// The pointer is not a live allocation of this allocator.
-    #[error("{address:#x} is no live allocation of device {device}: it was freed already, or is another allocator's")]
+    #[error(
+        "{address:#x} is not a live allocation of device {device}: it was freed already, or belongs to another allocator"
+    )]
     UnknownPointer {
         /// The pointer.
         address: u64,
@@ -225,7 +227,7 @@ pub(crate) enum Error {
         name: String,
     },
     /// No pool has the tag.
-    #[error("no pool of device {device} has the tag {tag:?}: make it with `tag:{tag}` in its configuration")]
+    #[error("no pool of device {device} has the tag {tag:?}: create one with `tag:{tag}` in its configuration")]
     UnknownTag {
         /// The tag.
         tag: String,
@@ -412,5 +414,5 @@ impl From<SplitsError> for Error {
     }
 }
 
-/// Every allocation and free returns a `Result` with this error.
+/// Every allocation and free returns a `Result` with this error, so it must stay small.
 const _: () = assert!(size_of::<Error>() <= 88);

@@ -1,4 +1,4 @@
-//! Filters, by which PyTorch selects the streams whose allocations a scope covers.
+//! Filters that select the streams whose allocations a scope covers.
 //!
 //! PyTorch's class for pluggable allocators passes a `std::function`. The compiled class passes a C function and its context.
 

@@ -64,7 +64,7 @@ pub(crate) fn guarded<T>(act: impl FnOnce() -> Result<T, Error>) -> Result<T, Er
     }
 }
 
-/// Runs as [`guarded`], and maps an error to a result inside of the guard. An error is large, and a successful call should not need
+/// Runs as [`guarded`], and maps an error to a result inside the guard. An error is large, and a successful call should not need
 /// stack space for one.
 #[inline]
 pub(crate) fn guarded_or<T>(act: impl FnOnce() -> Result<T, Error>, otherwise: impl Fn(Error) -> T) -> T {

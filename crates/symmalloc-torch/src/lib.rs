@@ -2,8 +2,8 @@
 //!
 //! The core's placements apply to the memory of every tensor, so the n-th allocation has the same segment and offset on every rank.
 //! PyTorch's allocator interface is C++ without a stable ABI. `python/symmalloc/pytorch` implements it as a thin layer over the calls in
-//! `class/`, and is compiled against the installed PyTorch. If that fails, PyTorch's class for functions of a shared library
-//! (`CUDAPluggableAllocator`) is used over `torch_entry.rs`. The Python package (`python/symmalloc`) installs either:
+//! `class/`, and is compiled against the installed PyTorch. If compilation fails, the fallback is `CUDAPluggableAllocator`, PyTorch's class
+//! for the functions of a shared library, over `torch_entry.rs`. The Python package (`python/symmalloc`) installs either:
 //!
 //! ```python
 //! import torch, symmalloc
@@ -29,9 +29,9 @@
 //! | `symmalloc_all_to_all_run` ... | all-to-all-v on registered memory |
 //!
 //! # Differences from PyTorch's allocator
-//! - A block that other streams used is free at `free`, and its next user waits on the device. `record_stream` costs nothing
+//! - A block that other streams used becomes free at `free`, and its next user waits on the device. `record_stream` costs nothing
 //!   until then, and no event is polled.
-//! - Streams are numbered by their first use. Programs that use them in the same order on every rank get the same placements.
+//! - Streams are numbered in order of first use. Programs that use them in the same order on every rank get the same placements.
 //! - Segments are expandable unless `SYMMALLOC_CONF` selects others.
 //! - Before an allocation fails, private pools release their free memory, as in PyTorch. Symmetric pools keep theirs, so that a
 //!   shortage on one rank does not change its later placements. With `out_of_memory:fail` no pool releases memory.
@@ -45,7 +45,7 @@
 //! `private_pools.rs` resolves PyTorch's pool ids. The core finds allocations by pointer. `process.rs` holds the allocators behind
 //! PyTorch's calls (`class/`, `torch_entry.rs`), and `pool_memory.rs` adds private pools to them. `cxx_abi.rs` throws C++ exceptions and
 //! calls C++ functions without a C++ compiler, and lists its assumptions. `c_interface/` contains the functions of the header. cbindgen
-//! generates `include/symmalloc.h` from it, and a test fails if that is stale.
+//! generates `include/symmalloc.h` from it, and a test fails if the header is stale.
 
 mod alignment;
 mod c_interface;

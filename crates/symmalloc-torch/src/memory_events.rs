@@ -6,7 +6,7 @@ use std::ffi::c_void;
 use std::sync::atomic::{AtomicPtr, Ordering};
 use symmalloc_cuda::MemoryChange;
 
-/// Receives memory after it was mapped (`is_mapped` 1), and before it is unmapped (0). Runs under a heap's lock, so calls of this
+/// Called after memory is mapped (`is_mapped` 1), and before it is unmapped (0). Runs under a heap's lock, so calls of this
 /// library inside it return an error.
 #[allow(non_camel_case_types, reason = "C's names")]
 pub type symmalloc_memory_fn = Option<unsafe extern "C" fn(device: i32, is_mapped: u32, address: u64, bytes: u64)>;

@@ -90,14 +90,14 @@ impl DeviceAllocator {
     /// number of the scope.
     pub(crate) fn begin_private(&self, id: MempoolId, filter: StreamFilter) -> Result<u64, Error> {
         let watch = self.allocator().device().watch_captures();
-        // SAFETY: streams that were allocated on live as long as the allocator.
+        // SAFETY: the streams of allocations live as long as the allocator.
         self.scopes().end_failed(|stream| unsafe { watch.is_captured(stream.handle().cast()) }.unwrap_or(true));
         // A filter for this thread accepts any stream. A capture's filter accepts none before the capture has begun.
         let mut known: Vec<_> = self.known_streams().into_iter().map(|(_, raw)| raw.handle()).collect();
         known.retain(|stream| !stream.is_null());
         let may_capture = !known.iter().any(|stream| filter.accepts(*stream));
         if may_capture {
-            // Earlier work is in no graph, and no graph has to wait for it.
+            // Earlier work is not part of the graph, so the graph must not wait for it.
             self.allocator().synchronize_uncaptured()?;
         }
         let purpose = if may_capture && !known.is_empty() { ScopePurpose::Capture } else { ScopePurpose::Unknown };

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  begin ──► uses 1 ── end ──► uses 1 ── begin again ──► uses 2 ── release, release ──► uses 0 ──► empty_cache
-//!            the same id is the same pool, as long as it has uses or memory                       memory goes back
+//!            the same id is the same pool, as long as it has uses or memory                       memory is released
 //! ```
 //!
 //! | pool | its memory |
@@ -27,7 +27,7 @@ pub(crate) type MempoolId = (u64, u64);
 
 /// An allocator over the program's memory, as far as this file and `scopes.rs` need it.
 pub(crate) trait ForeignPool: Sized {
-    /// Creates one on a device with this configuration.
+    /// Creates an allocator over the source's memory on a device, with this configuration.
     fn over(ordinal: usize, source: Arc<dyn MemorySource>, conf: &str) -> Result<Self, Error>;
     /// Releases all of its free memory.
     fn trim_all(&self) -> Result<u64, TrimError>;
@@ -53,7 +53,7 @@ impl<F> Clone for PoolPlace<F> {
 }
 
 impl<F> PoolPlace<F> {
-    /// Returns the pool of the device's allocator, if it is one.
+    /// Returns the pool's id if it belongs to the device's allocator.
     pub(crate) fn own(&self) -> Option<PoolId> {
         match self {
             PoolPlace::Own(pool) => Some(*pool),
@@ -103,13 +103,13 @@ impl<F> Clone for PrivatePool<F> {
 }
 
 impl<F> PrivatePool<F> {
-    /// Its pool of the device's allocator, if it has one.
+    /// Returns the id of its pool in the device's allocator, if it has one.
     pub(crate) fn own(&self) -> Option<PoolId> {
         self.place.as_ref().and_then(PoolPlace::own)
     }
 }
 
-/// The result of a release of memory. A failure does not stop the release of other pools.
+/// The result of releasing memory. A failure does not stop the release of other pools.
 #[derive(Debug, Default)]
 pub(crate) struct GivenBack {
     pub(crate) released_bytes: u64,
@@ -121,7 +121,7 @@ impl GivenBack {
     fn add(&mut self, trimmed: Result<u64, TrimError>) {
         match trimmed {
             Ok(bytes) => self.released_bytes += bytes,
-            // Destroyed meanwhile, without memory left.
+            // The pool was destroyed meanwhile and has no memory left.
             Err(TrimError::Unknown(_)) => {}
             Err(error) => {
                 if let TrimError::Backend { released_bytes, .. } = error {
@@ -257,7 +257,8 @@ fn make<F: ForeignPool>(core: &SharedAllocator<CudaBackend>, wishes: &PoolWishes
     Ok(PoolPlace::Own(pool))
 }
 
-/// The default pool's policy, but its memory stays at the addresses that graphs have captured, and ranks may capture different graphs.
+/// Returns the default pool's policy without reclaim and stitching, because graphs have captured the addresses, and without symmetry,
+/// because ranks can capture different graphs.
 fn policy(default: &PoolConfig, wishes: &PoolWishes) -> Result<PoolConfig, CudaError> {
     let policy =
         default.to_builder().stitching(None).reclaim(Reclaim::Never).release_threshold_bytes(None).symmetric(false);

@@ -1,9 +1,9 @@
 //! The allocators behind PyTorch's entry points: one per device of this process, created at its first use and never destroyed.
 //!
 //! PyTorch frees tensors during process exit, after static destructors have run and after CUDA was shut down. Allocators that are never
-//! destroyed accept these calls. The driver then fails, and `free` does not report it.
+//! destroyed accept these calls. Driver calls then fail, and `free` does not report the failure.
 //!
-//! A forked child has no CUDA. It has no allocators: an allocation is an error, and a free has no effect.
+//! A forked child cannot use CUDA and has no allocators. Allocating in it is an error; freeing has no effect.
 
 use crate::device::{DeviceAllocator, Tracing};
 use crate::error::Error;
@@ -12,10 +12,10 @@ use std::ffi::c_int;
 use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-/// The environment's settings.
+/// The environment variable with the settings.
 pub(crate) const CONF_VARIABLE: &str = "SYMMALLOC_CONF";
 
-/// Devices that can be found without a lock; PyTorch has no more.
+/// The maximum number of devices, as in PyTorch. A table of this size is looked up without a lock.
 const DEVICES_MAX: usize = 128;
 
 static DEVICES: [AtomicPtr<DeviceAllocator>; DEVICES_MAX] =
@@ -35,7 +35,7 @@ pub(crate) fn existing(device: c_int) -> Option<&'static DeviceAllocator> {
     unsafe { place.load(Ordering::Acquire).as_ref() }
 }
 
-/// Returns the existing allocators, by device.
+/// Returns the existing allocators in order of their devices.
 pub(crate) fn all() -> impl Iterator<Item = &'static DeviceAllocator> {
     (0..DEVICES_MAX as c_int).filter_map(existing)
 }
@@ -72,7 +72,7 @@ fn make(device: c_int) -> Result<&'static DeviceAllocator, Error> {
     Ok(allocator)
 }
 
-/// Configures allocators that are created later, instead of the environment.
+/// Configures allocators that are created later. Overrides the environment.
 pub(crate) fn configure(text: &str) -> Result<(), Error> {
     let settings: TorchSettings = text.parse()?;
     let mut current = SETTINGS.lock().unwrap_or_else(PoisonError::into_inner);
@@ -105,14 +105,14 @@ pub(crate) fn is_forked() -> bool {
     IS_FORKED.load(Ordering::Relaxed)
 }
 
-/// Marks children that are forked later.
+/// Detects processes that are forked later.
 pub(crate) fn watch_forks() {
     static IS_WATCHING: std::sync::Once = std::sync::Once::new();
     IS_WATCHING.call_once(|| {
         // SAFETY: the function only stores to atomics, which a child of a process with threads may do.
         let refused = unsafe { libc::pthread_atfork(None, None, Some(forget_all)) };
         if refused != 0 {
-            tracing::warn!(name: "fork.unwatched", target: "symmalloc", "the system has no memory to watch forks");
+            tracing::warn!(name: "fork.unwatched", target: "symmalloc", "out of memory: forked processes are not detected");
         }
     });
 }

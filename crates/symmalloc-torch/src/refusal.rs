@@ -58,7 +58,7 @@ fn trim_private<F: ForeignPool>(core: &SharedAllocator<CudaBackend>, private: &P
     let is_capturing = core.backend().device().is_capturing();
     // The core logged the failure.
     let mut released_bytes = private.give_back(core, None, || Ok(is_capturing)).released_bytes;
-    // Counted first, so that a graph's pool that another thread begins meanwhile is excluded or in the list.
+    // Listed before the pools in use: a pool that another thread creates meanwhile for a graph is missing here, or is in that list.
     let pools = core.pools();
     let in_use = private.list();
     for pool in pools {

@@ -5,7 +5,7 @@
 //!       └── open: pool 3 on "tp" │ pool 3 on "dp" │ pool 4 on "tp"      in the order of registration, equal on all ranks
 //! ```
 //!
-//! A pool may be registered on many communicators. The end of a scope syncs all of its registrations in that order.
+//! A pool can be registered on many communicators. The end of a scope syncs all of its registrations in that order.
 
 use crate::error::Error;
 use crate::slept::{Slept, Woken};

@@ -1,6 +1,6 @@
 //! Scopes, which select the pool of allocations that do not name one.
 //!
-//! There are two kinds. PyTorch begins to allocate to a pool, with a filter for the affected streams (a graph capture, or this thread's
+//! There are two kinds. PyTorch begins a scope of a pool, with a filter for the affected streams (a graph capture, or this thread's
 //! `use_mem_pool`). A program pushes a pool or a name for this thread's allocations. As with PyTorch's own allocator, the innermost scope
 //! that covers an allocation applies. Without an open scope on the device, the lookup is one load.
 //!
@@ -66,12 +66,12 @@ impl<F> Begun<F> {
 pub(crate) struct Scopes<F> {
     /// Distinguishes the pushed pools of this allocator from those of others.
     serial: u64,
-    /// Open scopes of both kinds. A thread sees the scopes that it opened, and those of other threads after synchronizing with these.
+    /// The number of open scopes of both kinds. A thread sees its own scopes, and those of the threads that it has synchronized with.
     open: Arc<AtomicUsize>,
     /// The number of the next scope, from 1. It orders scopes of both kinds.
     opened: AtomicU64,
     begun: Mutex<Vec<Arc<Begun<F>>>>,
-    /// Scopes of failed captures that were ended here, until PyTorch ends them, if it does.
+    /// The scopes of failed captures that this allocator ended and PyTorch has not ended yet. It may never end them.
     ended_early: Mutex<Vec<MempoolId>>,
 }
 

@@ -1,10 +1,10 @@
-//! Numbers of chunks that other processes may open. A chunk has a number as long as its memory exists.
+//! Numbers of chunks that other processes can open. A chunk has a number as long as its memory exists.
 
 use std::fmt;
 use std::str::FromStr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// A chunk's number, and its bytes.
+/// A chunk's number and its size in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Ticket {
     pub(crate) number: u64,

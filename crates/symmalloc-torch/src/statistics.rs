@@ -12,9 +12,9 @@
 //!
 //! `steps` counts steps and how far they followed plans. PyTorch has no such key.
 //!
-//! The peaks of `allocated_bytes`, `active_bytes` (`.all`, of the total) and `reserved_bytes` are exact. If threads free at a new peak, the
-//! first two may include blocks that are being freed. If `peaks_are_sums`, the other peaks are sums over the heaps, whose peaks may be at
-//! different times: upper bounds.
+//! The peaks of `allocated_bytes`, `active_bytes` (`.all`, of the total) and `reserved_bytes` are exact, except that the
+//! first two may include blocks that other threads are freeing. If `peaks_are_sums` is true, the other peaks are sums of the heaps' peaks.
+//! These may be at different times, so the sums are upper bounds.
 //!
 //! Keys without a counter are omitted.
 

@@ -71,11 +71,11 @@ impl StreamRegistry {
         unsafe { cached.as_ref() }.filter(|stream| stream.raw == raw)
     }
 
-    /// Returns a stream, and registers it at its first use. Calls `begin` before the first stream of all.
+    /// Returns a stream, and registers it at its first use. Calls `begin` before it registers the first stream.
     ///
     /// # Safety
-    /// The stream belongs to the device's primary context and lives as long as this. PyTorch's streams do: they are never
-    /// destroyed.
+    /// The stream belongs to the device's primary context and lives as long as the registry. PyTorch never destroys its
+    /// streams.
     #[cold]
     pub(crate) unsafe fn find_or_register(
         &self,
@@ -104,7 +104,7 @@ impl StreamRegistry {
         Ok(KnownStream { raw, id })
     }
 
-    /// Returns the streams so far, by id.
+    /// Returns the registered streams, ordered by id.
     pub(crate) fn all(&self) -> Vec<(StreamId, RawStream)> {
         let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
         let mut all: Vec<_> = known.values().map(|stream| (stream.id, stream.raw)).collect();

@@ -8,7 +8,7 @@
 //! | `set_memory_fraction_fn` | [`symmalloc_torch_memory_fraction`] |
 //! | `set_base_alloc_fn` | [`symmalloc_torch_base_alloc`] |
 //! | `set_record_stream_fn` | [`symmalloc_torch_record_stream`] |
-//! | `set_begin_allocate_to_pool`, `set_end_allocate_to_pool_fn`, `set_release_pool` | the three of the same names |
+//! | `set_begin_allocate_to_pool`, `set_end_allocate_to_pool_fn`, `set_release_pool` | the three functions of the same names |
 //!
 //! Failures throw a C++ exception, see `cxx_abi.rs`. `free` never throws, because PyTorch frees in destructors.
 

@@ -1,7 +1,7 @@
 //! Traces: `SYMMALLOC_TRACE`, and recordings that a program starts.
 //!
-//! A recording must contain the first op, so the environment's begins when the first stream of an allocator is used. Every
-//! device of every rank writes a separate file:
+//! A recording must contain the first op, so `SYMMALLOC_TRACE` starts it at the first use of a stream. Every device of every rank
+//! writes a separate file:
 //!
 //! | in the pattern | replaced by |
 //! |---|---|
@@ -24,7 +24,7 @@ use symmalloc_core::recording::{RecordingError, SinkError, StartRecordingError};
 use symmalloc_cuda::CudaAllocator;
 use symmalloc_import::{TraceFile, TraceFileOptions, TraceNaming};
 
-/// The environment's pattern.
+/// The environment variable with the pattern of the file names.
 pub(crate) const TRACE_VARIABLE: &str = "SYMMALLOC_TRACE";
 
 /// Records every later op of the allocator.
@@ -41,11 +41,11 @@ pub(crate) fn stop(allocator: &CudaAllocator) -> Result<(), Error> {
     Ok(())
 }
 
-/// The allocators whose trace the environment started. Locked while one begins, so that two devices do not both take the name of the
-/// first one.
+/// The allocators whose trace the environment started. Locked while a trace starts, so that two devices do not both use the file name
+/// of the first device.
 static STARTED: Mutex<Vec<CudaAllocator>> = Mutex::new(Vec::new());
 
-/// The process of these allocators. A forked child has none.
+/// The id of the process that owns these allocators. A forked child has none.
 static PROCESS: AtomicU32 = AtomicU32::new(0);
 
 /// Begins the recording of `SYMMALLOC_TRACE`, if it is set.
@@ -82,7 +82,7 @@ fn stop_at_exit() {
         // SAFETY: the function takes no arguments, and lives as long as the library, which is not closed while in use.
         let refused = unsafe { libc::atexit(stop_all) };
         if refused != 0 {
-            tracing::warn!(name: "trace.unended", target: "symmalloc", "the system has no memory to end traces at exit");
+            tracing::warn!(name: "trace.unended", target: "symmalloc", "out of memory: traces are not completed at exit");
         }
     });
 }

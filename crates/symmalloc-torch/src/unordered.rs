@@ -1,8 +1,8 @@
 //! Memory for work on streams that the caller does not name.
 //!
 //! Some runtime interfaces allocate and free without a stream: ONNX Runtime's external allocator, Numba's memory managers, synchronous
-//! memory resources in C++. The work that still uses freed memory is unknown then, so the free waits for the device, as `cuMemFree` does.
-//! A separate pool keeps this memory apart from stream-ordered memory, so that no work uses its free blocks.
+//! memory resources in C++. The allocator then cannot know which work still uses freed memory, so the free waits for the device, as
+//! `cuMemFree` does. A separate pool keeps this memory apart from stream-ordered memory, so that no work uses its free blocks.
 
 use crate::device::DeviceAllocator;
 use crate::error::Error;
@@ -11,15 +11,15 @@ use std::ffi::c_void;
 use symmalloc_cuda::CudaError;
 
 impl DeviceAllocator {
-    /// Allocates for work on any stream. Zero bytes return a null pointer, and are no op.
+    /// Allocates for work on any stream. For zero bytes, returns a null pointer and records no op.
     pub(crate) fn allocate_unordered(&self, size_bytes: u64) -> Result<*mut c_void, Error> {
         let pool = self.unordered.get_or_make(|| self.create_pool(None))?;
-        // All of it is in one heap, that of the default stream, which always exists.
+        // All of this memory is in the heap of the default stream.
         // SAFETY: every context has the default stream.
         unsafe { self.allocate(pool, size_bytes, RawStream::new(std::ptr::null_mut())) }
     }
 
-    /// Blocks until all submitted work of the device has completed, and frees an allocation of any kind. A null pointer is no op. If it
+    /// Blocks until all submitted work of the device has completed, and frees an allocation of any kind. Ignores a null pointer. If it
     /// cannot wait for the device, as during a capture, the allocation stays live.
     pub(crate) fn free_unordered(&self, pointer: *mut c_void) -> Result<(), Error> {
         if pointer.is_null() {
@@ -32,7 +32,7 @@ impl DeviceAllocator {
     }
 
     /// Frees an allocation after the work submitted to a stream so far, regardless of the stream of its allocation. Memory that was
-    /// allocated without a stream is freed as such.
+    /// allocated without a stream is freed by [`free_unordered`](Self::free_unordered).
     ///
     /// # Safety
     /// As [`allocate`](Self::allocate).
@@ -48,7 +48,7 @@ impl DeviceAllocator {
         self.free(pointer)
     }
 
-    /// Frees an allocation by the method of its allocation.
+    /// Frees an allocation as its pool requires: memory without a stream after a wait for the device, other memory without blocking.
     pub(crate) fn free_any(&self, pointer: *mut c_void) -> Result<(), Error> {
         if pointer.is_null() {
             return Ok(());

@@ -13,10 +13,12 @@
 //! ```
 //!
 //! # Assumptions
-//! Of the Itanium C++ ABI: an object with virtual functions begins with a pointer to the first of them, in a table of function
-//! addresses that two words precede; a member function takes the object as its first argument. Of PyTorch: the names and types
-//! of the symbols below. A function's index in the table is found by its exported address, so its order does not matter. If a
-//! symbol or its table entry is missing, the class keeps its own function.
+//! - The Itanium C++ ABI: an object with virtual functions begins with a pointer to the first entry of a table of function addresses, which
+//!   two words precede. A member function takes the object as its first argument.
+//! - PyTorch: the names and types of the symbols below.
+//!
+//! A function is found in the table by its exported address, so the order of the functions does not matter. If a symbol or its table entry
+//! is missing, the class keeps its own function.
 
 use crate::c_interface::arguments::{not_null, write};
 use crate::class::largest_block;
@@ -79,7 +81,7 @@ unsafe fn complete() -> Option<u32> {
     let functions = unsafe { *object };
     // SAFETY: the table's words up to its end, and the one behind it, lie in one library's constant data.
     let count = (0..FUNCTIONS_MAX).take_while(|at| is_in_a_library(unsafe { *functions.add(*at) })).count();
-    // SAFETY: the header stands before the functions.
+    // SAFETY: the header precedes the functions.
     let mut table = unsafe { std::slice::from_raw_parts(functions.sub(HEADER_WORDS), HEADER_WORDS + count) }.to_vec();
     let mut replaced = 0;
     for (name, ours) in

@@ -25,6 +25,6 @@ stub_test!(the_example_in_c_runs, {
     let output = Command::new(&program).output().expect("the program starts");
     let text = [String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr)].concat();
     assert!(output.status.success(), "{}\n{text}", output.status);
-    assert!(text.contains("100 steps at the same places"), "{text}");
-    assert!(text.contains("as it should be: out of memory: 1.00 GiB on s0 in p0"), "{text}");
+    assert!(text.contains("100 steps with equal placements"), "{text}");
+    assert!(text.contains("expected error: out of memory: 1.00 GiB on s0 in p0"), "{text}");
 });

@@ -1,15 +1,15 @@
 //! The compiled PyTorch class under a real libc10, without a device: `cxx/class.cc` makes the calls of C++ extensions, on the stub of
 //! libcuda and a runtime over it (`cxx/cudart.c`).
 //!
-//! `SYMMALLOC_TORCH_LIB` names the folder of PyTorch's libraries (`.../site-packages/torch/lib`), `SYMMALLOC_CUDA_INCLUDE` one with
-//! `cuda_runtime_api.h`. Without them or a C++ compiler, these tests print a note and pass.
+//! `SYMMALLOC_TORCH_LIB` names the folder of PyTorch's libraries (`.../site-packages/torch/lib`), `SYMMALLOC_CUDA_INCLUDE` a folder
+//! with `cuda_runtime_api.h`. Without them or a C++ compiler, these tests print a note and pass.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use stub_process::stub_of_libcuda;
 use tempfile::TempDir;
 
-/// The files that are compiled once: the class, the program, and the stand-ins for CUDA's libraries.
+/// The compiled files: the class, the program, and the stand-ins for CUDA's libraries.
 struct Built {
     folder: TempDir,
     stub: TempDir,
@@ -19,11 +19,11 @@ fn package() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// Returns the folders, or the reason for their absence.
+/// Returns the folders of PyTorch's libraries and CUDA's headers, or the reason why one is missing.
 fn surroundings() -> Result<(PathBuf, PathBuf), &'static str> {
     let folder = |name: &str| std::env::var_os(name).map(PathBuf::from);
-    let torch = folder("SYMMALLOC_TORCH_LIB").ok_or("SYMMALLOC_TORCH_LIB names no folder of PyTorch's libraries")?;
-    let cuda = folder("SYMMALLOC_CUDA_INCLUDE").ok_or("SYMMALLOC_CUDA_INCLUDE names no folder of CUDA's headers")?;
+    let torch = folder("SYMMALLOC_TORCH_LIB").ok_or("SYMMALLOC_TORCH_LIB is not a folder with PyTorch's libraries")?;
+    let cuda = folder("SYMMALLOC_CUDA_INCLUDE").ok_or("SYMMALLOC_CUDA_INCLUDE is not a folder with CUDA's headers")?;
     Ok((torch, cuda))
 }
 

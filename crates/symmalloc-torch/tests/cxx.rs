@@ -85,7 +85,7 @@ stub_test!(functions_that_pytorchs_class_refuses_are_those_of_the_library, ["STU
 
 stub_test!(with_a_real_libc10_too, {
     let Some(torch) = std::env::var_os("SYMMALLOC_TORCH_LIB") else {
-        println!("skipped: SYMMALLOC_TORCH_LIB names no folder of PyTorch's libraries");
+        println!("skipped: SYMMALLOC_TORCH_LIB is not a folder with PyTorch's libraries");
         return;
     };
     let libraries = ["libc10.so", "libc10_cuda.so"].map(|name| Path::new(&torch).join(name));
@@ -123,7 +123,7 @@ fn memory_resource(standard: &str, headers: &[&Path]) {
     let output = Command::new(program).output().expect("the program starts");
     let [text, printed] = [output.stdout, output.stderr].map(|bytes| String::from_utf8_lossy(&bytes).into_owned());
     assert!(output.status.success() && text.contains("a memory resource"), "{}\n{text}{printed}", output.status);
-    assert_eq!(printed.matches("is no live allocation of device 0").count(), 1, "{printed}");
+    assert_eq!(printed.matches("is not a live allocation of device 0").count(), 1, "{printed}");
 }
 
 stub_test!(the_header_for_cxx_is_a_memory_resource, {
@@ -135,7 +135,7 @@ stub_test!(the_header_for_cxx_is_a_memory_resource, {
 // `SYMMALLOC_CCCL_INCLUDE` names folders with the headers of CCCL and CUDA's runtime, from wheels or toolkits.
 stub_test!(the_header_for_cxx_is_a_memory_resource_of_a_real_cccl_too, {
     let Some(folders) = std::env::var_os("SYMMALLOC_CCCL_INCLUDE") else {
-        println!("skipped: SYMMALLOC_CCCL_INCLUDE names no folders of CCCL's headers");
+        println!("skipped: SYMMALLOC_CCCL_INCLUDE does not name folders with CCCL's headers");
         return;
     };
     let folders: Vec<PathBuf> = std::env::split_paths(&folders).collect();

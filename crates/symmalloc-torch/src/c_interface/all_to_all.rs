@@ -30,7 +30,7 @@ impl RankAllToAll {
 }
 
 /// Creates an all-to-all-v on the registrar's communicator, without communication. `options` is a sum of `SYMMALLOC_ALL_TO_ALL_...`, equal
-/// on every rank; 0: any memory, no checks. Destroy it before the registrar.
+/// on every rank; 0 accepts any memory and checks nothing. Destroy it before the registrar.
 ///
 /// # Safety
 /// The registrar is live; `out` is valid for writing.
@@ -60,8 +60,8 @@ pub unsafe extern "C" fn symmalloc_all_to_all_create(
 }
 
 /// Exchanges splits: sends the number of rows for each rank (`sent`), and writes the number of rows from each rank (`received`). All ranks
-/// call it after the splits of any rank changed, and at no other time. Blocks the host until the exchange is done. `sent` NULL: this rank
-/// has no valid splits, and all ranks return an error instead of waiting.
+/// call it after the splits of any rank changed, and at no other time. Blocks the host until the exchange is done. If this rank
+/// has no valid splits, it passes NULL as `sent`, and all ranks return an error instead of waiting.
 ///
 /// # Safety
 /// `all_to_all` is live; `sent` is NULL or valid for reading as many numbers as the communicator has ranks, and `received` is valid for
@@ -78,7 +78,7 @@ pub unsafe extern "C" fn symmalloc_all_to_all_exchange(
         not_null(received, "received")?;
         // SAFETY: the caller's contract.
         let sent = unsafe { rows(sent, it.ranks()) };
-        // An empty list has too few numbers, which is reported to the other ranks.
+        // An empty list is invalid, which the exchange reports to the other ranks.
         let splits = it.all_to_all.exchange_splits(sent.unwrap_or_default())?;
         let rows = splits.output().rows();
         // SAFETY: the caller's contract; the new buffer does not overlap the caller's.
@@ -88,8 +88,9 @@ pub unsafe extern "C" fn symmalloc_all_to_all_exchange(
 }
 
 /// Sends rows of the input to all ranks, and receives their rows in the output, in rank order. A row has `row_bytes` bytes. `sent` and
-/// `received` are the numbers of rows to and from each rank; both NULL: splits both buffers equally. Exchanges no splits: every rank must
-/// know both. A buffer may be longer than its rows. Returns after submitting the work to the stream; a graph can capture it.
+/// `received` are the numbers of rows to and from each rank. If both are NULL, both buffers are split equally. Splits are not exchanged:
+/// every rank must know both. A buffer may be longer than its rows. Returns after submitting the work to the stream; a graph can capture
+/// it.
 ///
 /// # Safety
 /// `all_to_all` is live; `stream` is one of its device and lives as long as the communicator; the buffers are memory of the device until

@@ -23,7 +23,7 @@ pub(super) unsafe fn living<'a>(allocator: *mut DeviceAllocator) -> Result<&'a D
 }
 
 /// # Safety
-/// `text` is NULL or a C string that lives as long as the answer is used.
+/// `text` is NULL or a C string that lives as long as the result is used.
 pub(super) unsafe fn text<'a>(text: *const c_char, argument: &'static str) -> Result<Option<&'a str>, Error> {
     if text.is_null() {
         return Ok(None);
@@ -68,12 +68,12 @@ pub(crate) unsafe fn hand_out_text(out: *mut *mut c_char, argument: &'static str
 
 /// Returns a copy that C can free.
 pub(super) fn copied(bytes: &[u8]) -> Result<*mut u8, Error> {
-    // SAFETY: any size is valid; it is at least one byte, so that null means no memory.
+    // SAFETY: any size is valid; it is at least one byte, so null always means out of memory.
     let place = unsafe { libc::malloc(bytes.len().max(1)) }.cast::<u8>();
     if place.is_null() {
         return Err(Error::Size { size: bytes.len() as i64 });
     }
-    // SAFETY: both buffers have that many bytes, and the new one overlaps nothing.
+    // SAFETY: both buffers have that many bytes, and the new one does not overlap the other.
     unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), place, bytes.len()) };
     Ok(place)
 }

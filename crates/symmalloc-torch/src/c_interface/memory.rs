@@ -10,13 +10,13 @@ use crate::status::symmalloc_status;
 use crate::streams::RawStream;
 use std::ffi::{c_char, c_void};
 
-/// Returns the library's version, which is that of its package.
+/// Returns the version of the library and its package.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_version() -> *const c_char {
     concat!(env!("CARGO_PKG_VERSION"), "\0").as_ptr().cast()
 }
 
-/// Creates an allocator for a device. `conf` has the syntax of SYMMALLOC_CONF; NULL: the defaults.
+/// Creates an allocator for a device. `conf` has the syntax of SYMMALLOC_CONF. NULL selects the defaults.
 ///
 /// # Safety
 /// `conf` is NULL or a C string; `out` is valid for writing.

@@ -9,8 +9,8 @@ use crate::streams::RawStream;
 use std::ffi::{c_char, c_void};
 use symmalloc_core::PoolId;
 
-/// Creates a pool. `conf` has the pool keys of SYMMALLOC_CONF; NULL: the settings of the default pool, but private. Create pools in the
-/// same order on every rank.
+/// Creates a pool. `conf` has the pool keys of SYMMALLOC_CONF; NULL selects the default pool's settings, but private. Create pools in
+/// the same order on every rank.
 ///
 /// # Safety
 /// `allocator` is live; `conf` is NULL or a C string; `out` is valid for writing.
@@ -40,7 +40,7 @@ pub unsafe extern "C" fn symmalloc_pool_destroy(allocator: *mut DeviceAllocator,
     report(|| unsafe { living(allocator) }?.destroy_pool(PoolId(pool)))
 }
 
-/// Grows the device memory of a stream in a pool to at least `bytes`, for later allocations.
+/// Grows a stream's device memory in a pool to at least `bytes`, for later allocations.
 ///
 /// # Safety
 /// As `symmalloc_allocate`.

@@ -52,7 +52,7 @@ pub unsafe extern "C" fn symmalloc_agree_all(
 }
 
 /// Announces to the watchdog a collective that the program submits itself on all ranks of the registrar's communicator. The program
-/// submits it to the stream after this call and before `symmalloc_announce_end`, in the same order on every rank. It is numbered among the
+/// submits it to the stream after this call and before `symmalloc_announce_end`, in the same order on every rank. It counts as one of the
 /// communicator's collectives in flight records, and has the communicator's deadline. If a rank misses the deadline, standard error, a
 /// flight record and the next sync name it.
 ///

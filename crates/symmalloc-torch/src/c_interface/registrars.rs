@@ -13,11 +13,11 @@ use std::time::Duration;
 use symmalloc_core::PoolId;
 use symmalloc_nccl::{Communicator, Registration};
 
-/// `symmalloc_registrar_options.registration`: a symmetric window over each segment of a symmetric pool, which all ranks create together.
+/// `symmalloc_registrar_options.registration`: all ranks together create a symmetric window over each segment of a symmetric pool.
 pub const SYMMALLOC_REGISTER_WINDOWS: u32 = 0;
 
-/// `symmalloc_registrar_options.registration`: `ncclCommRegister` for each piece of memory, local to this rank. For any pool, including
-/// one whose segments grow.
+/// `symmalloc_registrar_options.registration`: this rank alone calls `ncclCommRegister` for each piece of memory. Works for any pool,
+/// including pools whose segments grow.
 pub const SYMMALLOC_REGISTER_BUFFERS: u32 = 1;
 
 /// `symmalloc_registrar_options.agree_every`: the ranks compare their histories only in `symmalloc_registrar_agree` and
@@ -35,15 +35,15 @@ pub struct symmalloc_registrar_options {
     /// `SYMMALLOC_REGISTER_WINDOWS` or `SYMMALLOC_REGISTER_BUFFERS`.
     pub registration: u32,
     /// The number of syncs per comparison of the ranks' histories: 0 and 1 compare at every sync, `SYMMALLOC_AGREE_BY_HAND` at none. A
-    /// sync that neither compares nor finds new segments returns immediately. If only some ranks have new segments then, these ranks time
-    /// out.
+    /// sync that neither compares nor finds new segments returns immediately. If only some ranks find new segments in such a sync, these
+    /// ranks time out.
     pub agree_every: u32,
     /// The expected rank in the communicator. A mismatch with NCCL's value is an error.
     pub rank: u32,
-    /// The expected number of ranks of the communicator; 0: checks neither this nor `rank`.
+    /// The expected number of ranks of the communicator. 0 disables the check of this and of `rank`.
     pub world: u32,
     /// "host:port", a free port on the machine of the communicator's rank 0. The ranks connect there and keep the connections, to detect
-    /// which rank died, is stopped or is missing. NULL: errors do not identify that rank.
+    /// which rank died, is stopped or is missing. With NULL, errors do not identify that rank.
     pub rendezvous: *const c_char,
     /// The communicator's name in errors and flight records; NULL: "borrowed". To sleep, a pool on several communicators needs a name for
     /// each, which is equal on all of its ranks and unique in the job.

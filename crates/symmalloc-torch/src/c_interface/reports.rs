@@ -86,7 +86,7 @@ pub unsafe extern "C" fn symmalloc_reset_peaks(allocator: *mut DeviceAllocator) 
     })
 }
 
-/// Writes the digest of a pool's history, which is equal on two ranks exactly when their ops and placements in the pool are.
+/// Writes the digest of a pool's history, which is equal on two ranks exactly when their ops and placements in the pool are equal.
 ///
 /// # Safety
 /// `allocator` is live; `out` is valid for writing.

@@ -50,7 +50,7 @@ pub unsafe extern "C" fn symmalloc_free_unordered(
 }
 
 /// Frees an allocation after the work submitted to this stream so far, regardless of the stream of its allocation, for callers that
-/// free on a stream. Memory of `symmalloc_allocate_unordered` is freed as by `symmalloc_free_unordered`. NULL has no effect.
+/// free on a stream. Memory of `symmalloc_allocate_unordered` is freed by `symmalloc_free_unordered`. NULL has no effect.
 ///
 /// # Safety
 /// As `symmalloc_allocate`.
@@ -135,7 +135,7 @@ pub extern "C" fn symmalloc_ort_empty_cache() {
     }
 }
 
-/// Returns the allocator of the current context's device; of the first device without a context, as in CUDA's runtime.
+/// Returns the allocator of the current context's device. Without a context, it is the first device, as in CUDA's runtime.
 fn current_allocator() -> Result<&'static DeviceAllocator, Error> {
     if process::is_forked() {
         return Err(Error::Forked);

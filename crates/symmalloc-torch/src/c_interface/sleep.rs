@@ -12,13 +12,13 @@ use symmalloc_core::PoolId;
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
 
-/// Contents of live allocations during sleep: copied to pinned host memory, and restored on wake.
+/// `contents` of a sleep: live allocations are copied to pinned host memory, and restored on wake.
 pub const SYMMALLOC_CONTENTS_KEEP: u32 = 0;
 
-/// Contents of live allocations during sleep: discarded, and undefined after wake.
+/// `contents` of a sleep: live allocations are discarded, and undefined after wake.
 pub const SYMMALLOC_CONTENTS_DROP: u32 = 1;
 
-/// Contents of live allocations during sleep: zero after wake.
+/// `contents` of a sleep: live allocations are discarded, and zero after wake.
 pub const SYMMALLOC_CONTENTS_ZERO: u32 = 2;
 
 /// The pool has its memory.
@@ -64,7 +64,7 @@ pub struct symmalloc_woken {
 ///
 /// A pool with registrars sleeps on all ranks together: call this at the same point on every rank, when no collective in its windows is
 /// running. It first deregisters the windows. The ranks communicate over the communicator with the most ranks, which must include the
-/// ranks of all others; of several, the one that was registered last. `out` may be NULL.
+/// ranks of all others. If several have the most ranks, it is the one that was registered last. `out` may be NULL.
 ///
 /// # Safety
 /// `allocator` is live; `out` is NULL or valid for writing.
@@ -85,8 +85,8 @@ pub unsafe extern "C" fn symmalloc_sleep(
 }
 
 /// Wakes a pool at its previous addresses, and restores the kept contents. Returns `SYMMALLOC_OUT_OF_MEMORY` if the device lacks memory.
-/// The pool then stays asleep without losing contents, and can retry. A pool with registrars wakes on all ranks or on none, and restores
-/// its windows. `out` may be NULL.
+/// The pool then stays asleep and keeps its contents, and the wake can be retried. A pool with registrars wakes on all ranks or on none,
+/// and restores its windows. `out` may be NULL.
 ///
 /// # Safety
 /// As `symmalloc_sleep`.
@@ -105,7 +105,7 @@ pub unsafe extern "C" fn symmalloc_wake(
     })
 }
 
-/// Puts the pools to sleep whose configuration has the tag (`tag:weights`), as `symmalloc_sleep`, in order of creation. If a pool fails,
+/// Puts the pools whose configuration has the tag (`tag:weights`) to sleep, as `symmalloc_sleep`, in order of creation. If a pool fails,
 /// those before it sleep, and another call continues. Returns `SYMMALLOC_UNKNOWN_POOL` if no pool has the tag.
 ///
 /// # Safety
@@ -170,7 +170,7 @@ pub unsafe extern "C" fn symmalloc_phase(
     })
 }
 
-/// Sets the memory of a pool with a quota to `bytes`, rounded up to granules. It is fixed until the next call. A pool created with
+/// Sets the memory of a pool with a quota to `bytes`, rounded up to granules. The size is fixed until the next call. A pool created with
 /// `growth_mb:0,streams:shared` has a quota; `range_mb` is its maximum. Such a pool starts empty. Live allocations stay in place. Returns
 /// `SYMMALLOC_INVALID_STATE` if they need more memory, and leaves the pool unchanged. A shrinking pool waits for the streams that used its
 /// free memory. `held_bytes` may be NULL.

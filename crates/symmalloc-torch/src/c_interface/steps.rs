@@ -21,9 +21,9 @@ pub struct symmalloc_step_report {
     pub differs_at: u64,
 }
 
-/// Begins a step of a pool, which is a repeated part of the program such as a training step. A pool with `plan:learn` plans a step after
-/// two equal runs, when the second ends. Later runs follow the plan. `key` is equal for steps that make the same allocations; 0 if all do.
-/// Call it at the same point on every rank, while no other thread uses the pool and no stream is captured.
+/// Begins a step of a pool: a repeated part of the program, such as a training step. A pool with `plan:learn` plans a step after
+/// two equal runs, when the second ends. Later runs follow the plan. `key` is equal for steps that make the same allocations, and 0 if all
+/// steps do. Call it at the same point on every rank, while no other thread uses the pool and no stream is captured.
 ///
 /// # Safety
 /// `allocator` is live.

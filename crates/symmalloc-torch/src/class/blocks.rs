@@ -1,4 +1,4 @@
-//! Visits of segments and blocks, for PyTorch's snapshots.
+//! Enumeration of segments and blocks, for PyTorch's snapshots.
 //!
 //! PyTorch shows an expandable segment as its contiguous mapped parts, so a hole ends a segment here.
 
@@ -62,7 +62,7 @@ pub type symmalloc_visit_fn = Option<
     unsafe extern "C" fn(context: *mut c_void, segment: *const symmalloc_segment, block: *const symmalloc_block),
 >;
 
-/// Visits every segment and block of a device by pool; with an id other than (0, 0), those of one private pool.
+/// Visits every segment and block of a device, pool by pool. With an id other than (0, 0), visits only those of one private pool.
 ///
 /// # Safety
 /// `visit` may be called with `context` until the call returns. It must not use the allocator.

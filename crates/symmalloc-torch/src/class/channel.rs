@@ -17,13 +17,13 @@ use symmalloc_cuda::{Channel, ShareError};
 
 /// The timeout of both ends.
 const PATIENCE: Duration = Duration::from_secs(30);
-/// The pause after the system had no descriptor for a connection.
+/// The pause after a connection failed for lack of file descriptors.
 const PAUSE: Duration = Duration::from_millis(100);
 /// The number of server threads. While each serves a slow client, further clients wait in the socket's queue.
 const ANSWERING: usize = 8;
 const TICKET_BYTES: usize = 16;
 
-/// The name of this process's socket, and the process id. A forked child has none.
+/// The process id and the name of its socket. A forked child has no socket.
 static SERVED: Mutex<Option<(u32, String)>> = Mutex::new(None);
 
 /// Exports a chunk if its number is still valid.
@@ -48,7 +48,7 @@ pub(super) fn serve(export: Export) -> Result<String, Error> {
         thread::Builder::new().name("symmalloc-share".to_owned()).spawn(accept)
     };
     start().map_err(Error::Sharing)?;
-    // If the system refuses a thread, the earlier threads serve all clients.
+    // If a thread cannot be started, the earlier threads serve all clients.
     let _started = (1..ANSWERING).try_for_each(|_| start().map(drop));
     Ok(served.insert((process, name)).1.clone())
 }

@@ -27,7 +27,7 @@ pub struct PoolCheckpoint {
 pub type symmalloc_restored_fn =
     Option<unsafe extern "C" fn(context: *mut c_void, pointer: *mut c_void, requested_bytes: u64, is_live: u32)>;
 
-/// Returns the allocator and the pool of a private pool in use.
+/// Returns the pool's id of a private pool in use, and the allocator that it belongs to.
 fn found(allocator: &'static DeviceAllocator, id: MempoolId) -> Result<(Owner, PoolId), Error> {
     let missing = Error::NoScope { device: allocator.ordinal(), scope: "private pool of this id in use" };
     let known = allocator.private_pools().list().into_iter().find(|known| known.id == id && known.uses > 0);

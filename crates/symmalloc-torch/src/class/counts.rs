@@ -22,7 +22,7 @@ pub struct symmalloc_stat {
     pub freed: u64,
 }
 
-/// The counters of a device's allocators, including those over memory of the program. In arrays of three, the entries are the total,
+/// The counters of a device's allocators, including those over the program's memory. In arrays of three, the entries are the total,
 /// small blocks and large blocks.
 #[allow(non_camel_case_types, reason = "C's names")]
 #[repr(C)]

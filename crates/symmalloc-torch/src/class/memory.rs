@@ -35,7 +35,7 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_allocate(
     if let Some(allocator) = process::existing(device)
         && allocator.scopes().any()
     {
-        // Outside of the guard, because a filter of PyTorch may throw.
+        // This is outside the guard, because a PyTorch filter may throw.
         let place = allocator.scopes().place_for(stream, (inherited > 0).then_some(inherited));
         let name = allocator.scopes().name();
         return report(|| {
@@ -57,7 +57,7 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_allocate(
 }
 
 /// Allocates as `symmalloc_torch_allocate`, with a name for traces, snapshots and reports. A name that the thread pushed takes precedence.
-/// Invalid UTF-8 is replaced; NULL: no name.
+/// Invalid UTF-8 in the name is replaced. NULL means no name.
 ///
 /// # Safety
 /// As `symmalloc_torch_allocate`, and `name` is NULL or a C string.
@@ -76,7 +76,7 @@ pub unsafe extern "C-unwind" fn symmalloc_torch_allocate_named(
     }
     let status = report(|| process::allocator(device).map(drop));
     let Some(allocator) = process::existing(device) else { return status };
-    // Outside of the guard, because a filter of PyTorch may throw.
+    // This is outside the guard, because a PyTorch filter may throw.
     let place = match allocator.scopes().any() {
         true => allocator.scopes().place_for(stream, (inherited > 0).then_some(inherited)),
         false => PoolPlace::Own(PoolId::DEFAULT),
@@ -126,8 +126,8 @@ unsafe fn helped_out(
     unsafe { allocator.allocate_from_helpers(size_bytes, stream) }.ok_or(error)
 }
 
-/// Frees an allocation. `device` is a hint of its device. Writes the size of the block to `block_bytes`, which may be NULL. Failures are
-/// counted and standard error shows the first one, because PyTorch frees in destructors.
+/// Frees an allocation. `device` is a hint. Writes the size of the block to `block_bytes`, which may be NULL. Failures are counted,
+/// and standard error shows the first one, because PyTorch frees in destructors.
 ///
 /// # Safety
 /// `block_bytes` is NULL or valid for writing.
@@ -248,8 +248,8 @@ pub unsafe extern "C" fn symmalloc_torch_record_use(pointer: *mut c_void, stream
     })
 }
 
-/// Releases free memory. For the id (0, 0): of all devices, except that of private pools in use. Otherwise: of the private pool of this id,
-/// if the pool was released.
+/// Releases free memory. The id (0, 0) selects all memory of all devices, except private pools in use. Any other id selects that private
+/// pool, if the program has released it.
 #[unsafe(no_mangle)]
 pub extern "C" fn symmalloc_torch_trim(id_first: u64, id_second: u64) -> symmalloc_status {
     report(|| {

@@ -8,12 +8,12 @@
 //! | file | calls |
 //! |---|---|
 //! | `memory.rs` | allocate, free, streams, caches |
-//! | `pools.rs` | private pools, their scopes, memory of the program's |
+//! | `pools.rs` | private pools and their scopes, the program's memory |
 //! | `counts.rs`, `blocks.rs` | statistics; segments and blocks |
 //! | `checkpoints.rs` | checkpoint and restore of private pools |
 //! | `sharing.rs`, `channel.rs` | memory of other processes |
 //!
-//! They are stable only within one version, because the class ships with the library.
+//! These calls are stable only within one version, because the class ships with the library.
 
 mod blocks;
 mod channel;

@@ -26,7 +26,7 @@ pub struct symmalloc_source {
     pub destroy: symmalloc_destroy_fn,
 }
 
-/// See [`symmalloc_source`].
+/// A memory source over the callbacks of a [`symmalloc_source`].
 struct Source(symmalloc_source);
 
 // SAFETY: the contract of `symmalloc_torch_retain_pool`.
@@ -97,7 +97,7 @@ pub extern "C-unwind" fn symmalloc_torch_end_scope(device: i32, id_first: u64, i
     report(|| process::allocator(device)?.end_private((id_first, id_second)))
 }
 
-/// Adds a use to the private pool of this id, as a `MemPool` of PyTorch does. A new pool takes its memory from the source, if there is one.
+/// Adds a use to the private pool of this id, as PyTorch's `MemPool` does. A new pool takes its memory from the source, if there is one.
 ///
 /// # Safety
 /// `source` is NULL or valid for reading, and its functions may be called with its context on any thread until `destroy` runs.

@@ -1,4 +1,4 @@
-//! Tensors in other processes: memory is shared by file descriptor, over a socket.
+//! Sharing of tensors with other processes: a socket transfers file descriptors of the memory.
 //!
 //! ```text
 //!  owner                                                     another process
@@ -8,8 +8,8 @@
 //! ```
 //!
 //! A chunk's number is valid until its memory is released. Descriptors exist only while they are sent, so
-//! they do not keep memory alive. The socket is abstract, and serves processes of the same user only. PyTorch counts the users, and keeps
-//! the tensor alive for them.
+//! they do not keep memory alive. The socket is abstract, and serves processes of the same user only. PyTorch counts the users of a tensor,
+//! and keeps it alive for them.
 
 use super::channel;
 use crate::c_interface::arguments::{hand_out_text, not_null, required_text, write};
@@ -61,12 +61,12 @@ fn share(allocator: &DeviceAllocator, pointer: *mut c_void) -> Result<(String, u
     Ok((format!("symmalloc 1 {socket} {}", listed.join(" ")), address - first))
 }
 
-/// Opened memory of another process.
+/// Memory of another process that this process opened.
 pub struct OpenedMemory {
     memory: ImportedMemory,
 }
 
-/// Opened memory, by its text and device.
+/// The opened memory, by device and text.
 static OPEN: Mutex<BTreeMap<(i32, String), Weak<OpenedMemory>>> = Mutex::new(BTreeMap::new());
 
 /// Opens memory by the text that `symmalloc_torch_share` wrote in another process. Close it with `symmalloc_torch_close`.

@@ -17,7 +17,7 @@
 #include <cstring>
 #include <thread>
 
-// libtorch_cuda uses it to find the devices with a context. No header declares it.
+// libtorch_cuda uses this function to find the devices with a context. No header declares it.
 namespace c10::cuda::_internal {
 void setHasPrimaryContext(bool (*)(c10::DeviceIndex));
 }
@@ -127,7 +127,7 @@ static void histories() {
     caching::raw_delete(pointer);
     pointer = caching::raw_alloc(512);
   }
-  // The last six, oldest first.
+  // The last six entries, oldest first.
   snapshot = caching::snapshot();
   const auto& entries = snapshot.device_traces[0];
   ASSERT(entries.size() == 6 && entries.back().action_ == Action::ALLOC && entries[2].action_ == Action::ALLOC);
@@ -185,7 +185,7 @@ static void refusals() {
   }
   caching::endAllocateToPool(0, kPool);
   caching::raw_delete(caching::raw_alloc(512));
-  // A free of an unknown pointer is reported without an exception, because destructors free tensors.
+  // Freeing an unknown pointer is reported without an exception, because destructors free tensors.
   caching::raw_delete(reinterpret_cast<void*>(64));
 }
 
@@ -267,13 +267,13 @@ static void checkpoints() {
     ASSERT(delta.dataptrs_allocd.size() == 1 && delta.dataptrs_allocd[0].get() == stem);
     ASSERT(caching::checkPoolLiveAllocations(0, kPool, {stem}));
   }
-  // Its owner freed it.
+  // The owner of the memory freed it.
   ASSERT(caching::checkPoolLiveAllocations(0, kPool, {}));
   ASSERT(caching::getDeviceStats(0).reserved_bytes[0].current == reserved);
 }
 
 static void threads() {
-  // The thread that begins the scope, and threads that work for it with its debug information.
+  // The scope covers the thread that begins it, and threads that work for it with its debug information.
   caching::createOrIncrefPool(0, kPool);
   const auto self = std::this_thread::get_id();
   caching::beginAllocateToPool(0, kPool, [self](cudaStream_t) { return std::this_thread::get_id() == self; });

@@ -91,7 +91,7 @@ cudaError_t cudaRuntimeGetVersion(int* version) { *version = 13000; return cudaS
 cudaError_t cudaGetLastError(void) { int error = last_error; last_error = 0; return (cudaError_t)error; }
 cudaError_t cudaPeekAtLastError(void) { return (cudaError_t)last_error; }
 const char* cudaGetErrorName(cudaError_t e) { (void)e; return "cudaError"; }
-const char* cudaGetErrorString(cudaError_t e) { (void)e; return "an error of the stub"; }
+const char* cudaGetErrorString(cudaError_t e) { (void)e; return "an error of the stub runtime"; }
 cudaError_t cudaMemGetInfo(size_t* f, size_t* t) { here(); return told(cuMemGetInfo_v2(f, t)); }
 cudaError_t cudaMalloc(void** p, size_t n) { here(); return told(cuMemAlloc_v2((uint64_t*)p, n)); }
 cudaError_t cudaFree(void* p) { here(); return p == NULL ? cudaSuccess : told(cuMemFree_v2((uint64_t)p)); }
@@ -138,7 +138,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t e, cudaStream_t s) { return told(cuG
 cudaError_t cudaGraphDestroy(cudaGraph_t g) { return told(cuGraphDestroy(g)); }
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t e) { return told(cuGraphExecDestroy(e)); }
 cudaError_t cudaGraphGetNodes(cudaGraph_t g, cudaGraphNode_t* n, size_t* c) { (void)g; (void)n; *c = 1; return cudaSuccess; }
-// The handle is the event itself, which another process cannot use. That process gets a completed event.
+// The handle contains the event itself, which another process cannot use. Opening it creates a new, completed event.
 cudaError_t cudaIpcGetEventHandle(cudaIpcEventHandle_t* h, cudaEvent_t e) { memset(h, 0, sizeof *h); memcpy(h, &e, sizeof e); return cudaSuccess; }
 cudaError_t cudaIpcOpenEventHandle(cudaEvent_t* e, cudaIpcEventHandle_t h) { (void)h; return cudaEventCreate(e); }
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* h, void* p) { (void)h; (void)p; return told(801); }

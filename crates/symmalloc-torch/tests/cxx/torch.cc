@@ -82,7 +82,7 @@ static void out_of_memory(const std::string &type, bool has_runtime_error) {
     CHECK(has_runtime_error == (dynamic_cast<const std::runtime_error *>(&error) != nullptr));
   }
   CHECK(thrown);
-  // Kept beyond its catch block, as PyTorch keeps exceptions of a backward thread.
+  // The exception outlives its catch block, as PyTorch keeps the exceptions of a backward thread.
   std::exception_ptr kept;
   try {
     alloc(ssize_t(1) << 40, 0, nullptr);
@@ -108,7 +108,7 @@ static void other_errors(const std::string &type) {
       CHECK(std::strstr(error.what(), text));
       return;
     }
-    CHECK(!"nothing was thrown");
+    CHECK(!"no exception was thrown");
   };
   expect([] { alloc(512, 99, nullptr); }, "device 99 does not exist");
   expect([] { alloc(512, -1, nullptr); }, "`device` is -1");
@@ -183,7 +183,7 @@ static void throwing_filter() {
   release(0, id);
 }
 
-// After symmalloc_torch_complete, the library provides the functions that PyTorch's class does not support.
+// symmalloc_torch_complete adds the functions that PyTorch's class does not support.
 static void virtuals(const char *library) {
   using Allocator = torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllocator;
   uint32_t replaced = 7;
@@ -219,7 +219,7 @@ static void virtuals(const char *library) {
   free_(held, 8 * MIB, 0, nullptr);
 }
 
-// A child has no CUDA: a free has no effect, and an allocation throws.
+// A forked child cannot use CUDA: a free has no effect, and an allocation throws.
 static void forked() {
   void *pointer = alloc(MIB, 0, nullptr);
   const pid_t child = fork();
@@ -239,7 +239,7 @@ static void forked() {
   free_(pointer, MIB, 0, nullptr);
 }
 
-// The reader of standard error has exited. Messages of free are lost, without further effects.
+// The reader of standard error has exited. Messages of a free are lost, without further effects.
 static void unread() {
   int ends[2];
   CHECK(pipe(ends) == 0);
@@ -268,7 +268,7 @@ int main(int argc, char **argv) {
     out_of_memory("St13runtime_error", true);
     other_errors("St13runtime_error");
   } else if (what == "torch_error") {
-    // Loads libraries privately, as Python does.
+    // Loads the libraries with local visibility, as Python does.
     for (int at = 2; at < argc; ++at)
       if (!dlopen(argv[at], RTLD_LAZY | RTLD_LOCAL)) {
         std::fprintf(stderr, "%s\n", dlerror());

@@ -74,7 +74,11 @@ stub_test!(heaps_of_private_pools_that_differ_are_named, {
     }
     assert_eq!(compared(ranks, symmalloc_agree_all).map(|(status, _)| status), [SYMMALLOC_OK; 2]);
     ranks[1].allocate(0, 512, streams.get(1));
-    assert_eq!(compared(ranks, symmalloc_agree).map(|(status, _)| status), [SYMMALLOC_OK; 2], "no symmetric pool");
+    assert_eq!(
+        compared(ranks, symmalloc_agree).map(|(status, _)| status),
+        [SYMMALLOC_OK; 2],
+        "there is no symmetric pool to compare"
+    );
     let [(status, text), (_, same)] = compared(ranks, symmalloc_agree_all);
     assert_eq!(status, SYMMALLOC_MISALIGNED);
     assert!(text.contains("differ in 1 heaps") && text.contains("pool 0, stream 1"), "{text}");

@@ -105,7 +105,7 @@ nccl_test!(rows_arrive_as_changing_splits_say_and_nothing_is_exchanged_unasked, 
         }
         all_to_all.destroy();
     });
-    // One comparison of the sync at the beginning and one at the end, and four exchanges, on each rank.
+    // Each rank makes one comparison in the first sync, one in the last, and four exchanges.
     assert_eq!(nccl::calls("ncclAllGather"), 6 * RANKS as u64);
 });
 
@@ -119,7 +119,7 @@ nccl_test!(a_rank_without_splits_to_tell_does_not_keep_the_others_waiting, {
         let expected = if rank == 1 { SYMMALLOC_INVALID_ARGUMENT } else { SYMMALLOC_MISALIGNED };
         assert_eq!((status, received), (expected, [7; RANKS]), "{}", message());
         assert_eq!(message().contains("rank 1"), rank != 1, "{}", message());
-        assert_eq!(all_to_all.exchange(&[2; RANKS]), [2; RANKS], "the next one is in step");
+        assert_eq!(all_to_all.exchange(&[2; RANKS]), [2; RANKS], "the next exchange succeeds");
         all_to_all.destroy();
     });
 });

@@ -23,8 +23,8 @@ stub_test!(a_loop_gets_the_same_places_and_no_driver_call, {
     assert!((0..100).all(|_| step() == first));
     assert_eq!(allocator.stats()["driver_calls"], before);
     allocator.destroy();
-    assert_eq!((live().device_bytes, live().ranges), (0, 0), "everything went back");
-    assert_eq!(live().streams, 2, "streams of other code are left alone");
+    assert_eq!((live().device_bytes, live().ranges), (0, 0), "all memory was released");
+    assert_eq!(live().streams, 2, "streams of other code are not destroyed");
 });
 
 stub_test!(a_stream_gets_its_number_at_its_first_use, {
@@ -50,7 +50,7 @@ stub_test!(a_pointer_is_freed_once_and_only_where_it_is_from, {
     let (allocator, other) = (Allocator::new(""), Allocator::new(""));
     let pointer = allocator.allocate(0, 4096, null_mut());
     assert_eq!(other.try_free(pointer), SYMMALLOC_UNKNOWN_POINTER);
-    assert!(message().contains(&format!("{pointer:#x} is no live allocation of device 0")), "{}", message());
+    assert!(message().contains(&format!("{pointer:#x} is not a live allocation of device 0")), "{}", message());
     assert_eq!(allocator.try_free(pointer + 512), SYMMALLOC_UNKNOWN_POINTER);
     allocator.free(pointer);
     assert_eq!(allocator.try_free(pointer), SYMMALLOC_UNKNOWN_POINTER);
@@ -70,7 +70,7 @@ stub_test!(a_use_on_another_stream_is_waited_for_on_the_device, {
     let before = (calls("cuEventRecord"), calls("cuStreamWaitEvent"));
     allocator.free(pointer);
     assert_eq!(calls("cuEventRecord") - before.0, 1);
-    assert_eq!(allocator.allocate(0, MIB, a), pointer, "free at once");
+    assert_eq!(allocator.allocate(0, MIB, a), pointer, "the block is free immediately");
     assert_eq!(calls("cuStreamWaitEvent") - before.1, 1);
     assert_eq!(calls("cuEventQuery"), 0);
 });
@@ -93,7 +93,7 @@ stub_test!(memory_that_the_driver_refuses_is_made_room_for, ["STUB_MEMORY_BYTES"
     allocator.free(kept);
     let cached = allocator.allocate(0, 200 * MIB, streams.get(0));
     allocator.free(cached);
-    // The other stream's memory is released, and the symmetric pool's is not.
+    // The other stream's memory is released. The symmetric pool's memory is not.
     let pointer = allocator.allocate(0, 150 * MIB, streams.get(1));
     assert_eq!((allocator.total("num_alloc_retries"), allocator.total("num_ooms")), (1, 0));
     assert_eq!(allocator.stats()["pools"][1]["stats"]["reserved_bytes"]["all"]["current"], 20 << 20);
@@ -149,7 +149,7 @@ stub_test!(the_peak_over_all_heaps_is_a_true_one, {
         let pointer = allocator.allocate(0, 8 * MIB, stream);
         allocator.free(pointer);
     }
-    assert_eq!(allocator.total("allocated_bytes/all/peak"), 8 << 20, "they were not live at the same time");
+    assert_eq!(allocator.total("allocated_bytes/all/peak"), 8 << 20, "the two blocks were not live at the same time");
     assert_eq!(allocator.total("requested_bytes/all/peak"), 16 << 20);
     assert_eq!(allocator.stats()["total"]["peaks_are_sums"], true);
     assert_eq!(allocator.total("reserved_bytes/all/peak"), 16 << 20);
@@ -162,7 +162,7 @@ stub_test!(memory_that_the_driver_cannot_take_back_yet_is_counted, {
     let part = allocator.allocate(0, 2 * MIB, null_mut());
     assert_eq!(allocator.trim(), 8 << 20);
     assert_eq!((allocator.total("reserved_bytes/all/current"), live().device_bytes), (2 << 20, 10 << 20));
-    assert_eq!(allocator.stats()["idle_bytes"], 8 << 20, "one chunk is mapped in part");
+    assert_eq!(allocator.stats()["idle_bytes"], 8 << 20, "one chunk is partially mapped");
     allocator.free(part);
     allocator.trim();
     assert_eq!((&allocator.stats()["idle_bytes"], live().device_bytes), (&0.into(), 0));
@@ -176,7 +176,7 @@ stub_test!(memory_made_ahead_is_counted_and_goes_back_with_a_trim, {
         std::thread::sleep(std::time::Duration::from_millis(1));
     }
     assert_eq!((allocator.total("reserved_bytes/all/current"), live().device_bytes), (20 << 20, 40 << 20));
-    assert_eq!(allocator.trim(), 0, "nothing that the allocator had");
+    assert_eq!(allocator.trim(), 0, "the spare memory is not the allocator's");
     assert_eq!((spare_bytes(), live().device_bytes), (Some(0), 20 << 20));
     allocator.free(pointer);
 });
@@ -243,13 +243,13 @@ stub_test!(arguments_that_mean_nothing_are_refused, {
     assert_eq!(unsafe { symmalloc_create(9, null(), &raw mut out) }, SYMMALLOC_CUDA);
     assert!(message().contains("device 9 does not exist"), "{}", message());
     assert_eq!(allocator.try_allocate(5, 512, null_mut()), Err(SYMMALLOC_UNKNOWN_POOL));
-    // SAFETY: null is no op.
+    // SAFETY: null has no effect.
     done(unsafe { symmalloc_destroy(null_mut()) });
-    // SAFETY: null is no op.
+    // SAFETY: null has no effect.
     done(unsafe { symmalloc_registrar_destroy(null_mut()) });
-    // SAFETY: null is no op.
+    // SAFETY: null has no effect.
     unsafe { symmalloc_release_bytes(null_mut()) };
-    assert_eq!(allocator.total("allocation/all/allocated"), 0, "nothing was half done");
+    assert_eq!(allocator.total("allocation/all/allocated"), 0, "failed calls change nothing");
 });
 
 #[test]

@@ -1,4 +1,4 @@
-//! CUDA graphs, captured as by PyTorch: begin to allocate to a pool, capture, end, and replay.
+//! CUDA graphs, captured as PyTorch does: begin a pool's scope, capture, end the scope, and replay.
 
 use crate::library::*;
 use cudarc::driver::CudaGraph;
@@ -29,7 +29,7 @@ unsafe extern "C" fn is_captured(functor: *const [usize; 2], stream: *mut *mut c
     captured.borrow().contains(&(unsafe { *stream } as usize))
 }
 
-/// Begins to allocate to a pool on the streams of a list, which outlives the scope.
+/// Begins a scope of a pool for the streams of a list, which outlives the scope.
 fn begin(id: (u64, u64), list: &std::cell::RefCell<Vec<usize>>) {
     let functor = [std::ptr::from_ref(list) as usize, 0];
     let mut filter = Filter { functor, manager: Some(manage), invoker: Some(is_captured) };
@@ -37,7 +37,7 @@ fn begin(id: (u64, u64), list: &std::cell::RefCell<Vec<usize>>) {
     unsafe { symmalloc_torch::symmalloc_torch_begin_allocate_to_pool(0, id.0, id.1, (&raw mut filter).cast()) };
 }
 
-/// Runs `body` inside a capture on the first stream, as PyTorch's `capture_begin` and `capture_end` do. Others join in the body.
+/// Runs `body` inside a capture on the first stream, as PyTorch's `capture_begin` and `capture_end` do. Other streams join in the body.
 fn captured(id: (u64, u64), streams: &Streams, body: impl FnOnce(&dyn Fn(usize))) -> CudaGraph {
     let list = std::cell::RefCell::new(Vec::new());
     begin(id, &list);
@@ -62,7 +62,7 @@ stub_test!(a_capture_on_two_streams_takes_its_memory_from_its_pool, {
     let (allocator, streams) = (Allocator::of_torch(), Streams::new(3));
     let pool = |pointer| allocator.placement(pointer).pool;
     let (a, b, c) = (streams.get(0), streams.get(1), streams.get(2));
-    // Streams are used before, as in a program that has warmed up, and so is a block with a use on another stream.
+    // The program has warmed up: it has used the streams, and a block with a use on another stream.
     let warm = [a, b, c].map(|stream| torch::allocate(4 * MIB, stream));
     torch::record_stream(warm[0], b);
     torch::free(warm[0], 4 * MIB, a);
@@ -75,9 +75,9 @@ stub_test!(a_capture_on_two_streams_takes_its_memory_from_its_pool, {
         let side = torch::allocate(2 * MIB, b);
         torch::record_stream(temporary, b);
         torch::free(temporary, 5 * MIB, a);
-        // Reused within the capture: the fence is an edge of the graph.
+        // The block is reused within the capture, so its fence is an edge of the graph.
         assert_eq!(torch::allocate(5 * MIB, a), temporary);
-        // A stream that is not captured, and earlier memory that is freed during the capture.
+        // Use a stream that is not captured, and free earlier memory during the capture.
         let outside = torch::allocate(MIB, c);
         assert_eq!([output, temporary, side, outside].map(pool), [1, 1, 1, 0]);
         torch::record_stream(warm[1], a);
@@ -89,7 +89,7 @@ stub_test!(a_capture_on_two_streams_takes_its_memory_from_its_pool, {
     assert_eq!(calls("cuEventQuery"), before);
     torch::empty_cache();
     graph.launch().expect("launched");
-    // The block that a captured stream used before is reused outside of the capture.
+    // The block that a captured stream used earlier is reused outside the capture.
     assert_eq!(pool(torch::allocate(4 * MIB, b)), 0);
     torch::free(output, 3 * MIB, a);
     let reserved = |kind: &str| {
@@ -100,7 +100,7 @@ stub_test!(a_capture_on_two_streams_takes_its_memory_from_its_pool, {
     };
     assert_eq!(reserved("graph"), Some(10 << 20));
     torch::empty_cache();
-    assert_eq!(reserved("graph"), Some(10 << 20), "the graph may be replayed");
+    assert_eq!(reserved("graph"), Some(10 << 20), "the graph can be replayed");
     drop(graph);
     torch::release((1, 0));
     torch::empty_cache();
@@ -136,7 +136,7 @@ stub_test!(what_a_failed_capture_left_open_ends_with_the_next_begin, {
     let pool = |pointer| allocator.placement(pointer).pool;
     let (first, stream) = (streams.stream(0), streams.get(0));
     torch::free(torch::allocate(MIB, stream), MIB, stream);
-    // PyTorch's filter rejects all streams after the capture. The list of this one does not, which shows whether the filter is called.
+    // PyTorch's filter rejects all streams after the capture. This filter does not, which shows whether it is called.
     let list = std::cell::RefCell::new(Vec::new());
     begin((1, 0), &list);
     first.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).expect("begun");
@@ -144,14 +144,17 @@ stub_test!(what_a_failed_capture_left_open_ends_with_the_next_begin, {
     let lost = torch::allocate(8 * MIB, stream);
     assert_eq!(pool(lost), 1);
     // SAFETY: the stream is alive.
-    assert!(unsafe { cudarc::driver::result::stream::synchronize(stream.cast()) }.is_err(), "it spoils the capture");
-    // Another scope begins before the failed capture has ended, which may still end.
+    assert!(
+        unsafe { cudarc::driver::result::stream::synchronize(stream.cast()) }.is_err(),
+        "synchronizing invalidates the capture"
+    );
+    // Another scope begins before the failed capture has ended.
     let other = std::cell::RefCell::new(Vec::new());
     begin((2, 0), &other);
     torch::end((2, 0));
     assert_eq!(pool(torch::allocate(MIB, stream)), 1);
     assert!(first.end_capture(CUgraphInstantiate_flags(0)).is_err());
-    assert_eq!(pool(torch::allocate(MIB, stream)), 1, "PyTorch has not ended the scope");
+    assert_eq!(pool(torch::allocate(MIB, stream)), 1, "the scope is open until PyTorch ends it");
     let mut kept = 0;
     let graph = captured((3, 0), &streams, |_| kept = torch::allocate(MIB, stream));
     assert_eq!(pool(kept), 3);
@@ -174,7 +177,7 @@ stub_test!(a_capture_within_a_pushed_pool_has_its_own_memory, {
     done(symmalloc_torch::symmalloc_torch_push_pool(0, outer));
     let _graph = captured((1, 0), &streams, |_| {
         let taken = [a, b].map(|stream| pool(torch::allocate(MIB, stream)));
-        assert_eq!(taken, [3, outer], "the stream that is not captured is not the capture's");
+        assert_eq!(taken, [3, outer], "the capture's pool serves only captured streams");
         // A pool that is pushed within the capture takes precedence over the capture's pool.
         done(symmalloc_torch::symmalloc_torch_push_pool(0, inner));
         assert_eq!([a, b].map(|stream| pool(torch::allocate(MIB, stream))), [inner; 2]);

@@ -27,12 +27,12 @@ pub(crate) fn free(pointer: Pointer) -> u64 {
     bytes
 }
 
-/// Allocations on one stream, whose handle is the context.
+/// Accepts allocations on one stream, whose handle is the context.
 unsafe extern "C-unwind" fn is_stream(context: *mut c_void, stream: *mut c_void) -> bool {
     context == stream
 }
 
-/// Accepts no allocation, as a thread's filter on all other threads.
+/// Accepts no allocation, as a thread's filter does on all other threads.
 unsafe extern "C-unwind" fn is_nobody(_context: *mut c_void, _stream: *mut c_void) -> bool {
     false
 }
@@ -101,7 +101,7 @@ stub_test!(a_scope_takes_its_streams_and_gives_its_filter_up, {
     done(symmalloc_torch_end_scope(0, A.0, A.1));
     assert_eq!(*GIVEN_UP.lock().expect("no panic"), [streams.get(0) as usize]);
     let later = allocate(MIB, streams.get(0), number);
-    assert_eq!(id_of(later), (0, 0), "a scope that is over takes nothing");
+    assert_eq!(id_of(later), (0, 0), "an ended scope covers no allocation");
     assert_eq!(symmalloc_torch_end_scope(0, A.0, A.1), SYMMALLOC_INVALID_STATE);
     assert_eq!((free(inside), free(outside), free(later)), (1 << 20, 1 << 20, 1 << 20));
 });
@@ -130,7 +130,7 @@ stub_test!(a_mem_pool_has_uses_and_fixed_segments_and_goes_when_it_is_released, 
     done(symmalloc_torch_release_use(0, A.0, A.1));
     free(tensor);
     done(symmalloc_torch_trim(A.0, A.1));
-    assert_eq!((visited(A).len(), live().device_bytes), (1, 20 << 20), "it is in use still");
+    assert_eq!((visited(A).len(), live().device_bytes), (1, 20 << 20), "the pool is still in use");
     done(symmalloc_torch_release_use(0, A.0, A.1));
     done(symmalloc_torch_trim(A.0, A.1));
     assert_eq!((visited(A).len(), live().device_bytes), (0, 0));
@@ -148,7 +148,7 @@ stub_test!(an_unsplit_pool_gives_every_allocation_a_segment, {
     }
     let segments = visited(A);
     assert!(segments.iter().all(|(bytes, blocks)| *blocks == [(*bytes, true)]), "{segments:?}");
-    // Pools with different options.
+    // Each pool has different options.
     assert_eq!(segments.iter().map(|(bytes, _)| bytes >> 20).collect::<Vec<_>>(), [2, 6, 30]);
     assert_eq!(counts().requested_bytes[0].current, 512 + (35 << 20));
 });
@@ -165,7 +165,7 @@ stub_test!(an_unsplit_pool_with_a_source_asks_it_for_every_allocation, {
     done(symmalloc_torch_pool_unsplit(0, A.0, A.1));
     begin(A, None, null_mut());
     let tensors = [3, 4].map(|mib| allocate(mib * MIB, null_mut(), 0));
-    assert_eq!(SOURCE.lock().expect("no panic").1, tensors, "each at the beginning of what it gave");
+    assert_eq!(SOURCE.lock().expect("no panic").1, tensors, "each tensor is at the start of memory from the source");
 });
 
 stub_test!(a_pool_that_helps_out_serves_what_would_fail, ["SYMMALLOC_CONF" = "total_limit_mb:40"], {
@@ -180,13 +180,13 @@ stub_test!(a_pool_that_helps_out_serves_what_would_fail, ["SYMMALLOC_CONF" = "to
     let mut refused = || unsafe { symmalloc_torch_allocate(0, 24 * MIB, null_mut(), 0, &raw mut out) };
     assert_eq!(refused(), SYMMALLOC_OUT_OF_MEMORY);
     done(symmalloc_torch_pool_helps_out(0, A.0, A.1, true));
-    assert_eq!(refused(), SYMMALLOC_OUT_OF_MEMORY, "it is not that large");
+    assert_eq!(refused(), SYMMALLOC_OUT_OF_MEMORY, "the free memory of the pool is smaller");
     allocate(16 * MIB, null_mut(), 0);
     let helped = allocate(18 * MIB, null_mut(), 0);
     assert_eq!((helped, id_of(helped)), (spare, A));
 });
 
-/// Memory of the program: the number of calls, and the live allocations.
+/// The state of the program's memory source: the number of calls, and the live allocations.
 static SOURCE: Mutex<(u32, Vec<usize>)> = Mutex::new((0, Vec::new()));
 
 unsafe extern "C" fn source_allocate(_context: *mut c_void, bytes: usize) -> *mut c_void {
@@ -225,14 +225,14 @@ stub_test!(a_pool_with_a_source_takes_its_memory_there_and_caches_it, {
     done(unsafe { symmalloc_torch_record_use(tensors[0] as *mut c_void, streams.get(1)) });
     assert_eq!(counts().allocated_bytes[0].current, 37 << 20);
     assert_eq!(free(tensors[0]), 3 << 20);
-    assert_eq!(allocate(3 * MIB, streams.get(0), 0), tensors[0], "its own free memory comes first");
+    assert_eq!(allocate(3 * MIB, streams.get(0), 0), tensors[0], "the pool's free memory is used first");
     allocate(40 * MIB, streams.get(0), 0);
     let mut out = null_mut();
     // SAFETY: an output pointer.
     let refused = unsafe { symmalloc_torch_allocate(0, 50 * MIB, streams.get(0), 0, &raw mut out) };
     assert_eq!(refused, SYMMALLOC_OUT_OF_MEMORY);
     done(symmalloc_torch_end_scope(0, A.0, A.1));
-    // Empty segments are released, and used ones stay.
+    // Empty segments are released. Segments in use stay.
     for _ in 0..2 {
         done(symmalloc_torch_release_use(0, A.0, A.1));
     }
@@ -248,7 +248,7 @@ stub_test!(a_pool_with_a_source_takes_its_memory_there_and_caches_it, {
     }
     done(symmalloc_torch_trim(0, 0));
     assert_eq!(SOURCE.lock().expect("no panic").1, [] as [usize; 0]);
-    assert!(GIVEN_UP.lock().expect("no panic").contains(&5), "the source was given up with the pool");
+    assert!(GIVEN_UP.lock().expect("no panic").contains(&5), "the source was destroyed with the pool");
 });
 
 stub_test!(a_private_pool_goes_back_to_its_checkpoint_and_keeps_its_memory, {
@@ -271,12 +271,12 @@ stub_test!(a_private_pool_goes_back_to_its_checkpoint_and_keeps_its_memory, {
         done(unsafe { symmalloc_torch_restore(0, checkpoint, Some(told), (&raw mut list).cast()) });
         let alive: Vec<_> = list.iter().filter(|(.., is_live)| *is_live).map(|(at, ..)| *at).collect();
         assert_eq!(alive, [stem, dies]);
-        assert!(list.iter().any(|(at, _, is_live)| *at == stem && !is_live), "it was live before, too: {list:?}");
+        assert!(list.iter().any(|(at, _, is_live)| *at == stem && !is_live), "the stem was also live before: {list:?}");
         let counts = counts();
         assert_eq!((counts.allocated_bytes[0].current, counts.reserved_bytes.current), (8 << 20, reserved));
         assert_eq!(counts.allocations[0].current, 2);
     }
-    assert_eq!(branch, dies, "it lay where memory was free");
+    assert_eq!(branch, dies, "the branch was allocated at the freed address");
     assert_eq!((free(dies), free(stem)), (5 << 20, 3 << 20));
     // SAFETY: live, and not used after this.
     unsafe { symmalloc_torch_checkpoint_destroy(checkpoint) };
@@ -305,7 +305,7 @@ stub_test!(a_trace_goes_on_after_a_pool_went_back_and_names_what_is_named, {
         }
     });
     assert!(outputs[0].is_success, "{}", outputs[0].text);
-    let recording = read_path(&path, &ReadOptions::default()).expect("a whole trace");
+    let recording = read_path(&path, &ReadOptions::default()).expect("the trace is complete");
     let lines: Vec<String> = recording.records.iter().map(|record| RecordLine(record).to_string()).collect();
     let ops: Vec<&str> = lines.iter().map(String::as_str).filter(|line| line.starts_with(['a', 'f'])).collect();
     assert_eq!(

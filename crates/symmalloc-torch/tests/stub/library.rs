@@ -14,7 +14,7 @@ pub(crate) use symmalloc_torch::symmalloc_status::*;
 
 pub(crate) const MIB: usize = 1 << 20;
 
-/// A pointer as a number, so that it can be compared, sent and kept.
+/// A pointer as a number, which can be compared, sent and stored.
 pub(crate) type Pointer = usize;
 
 /// Returns the thread's last message.
@@ -143,7 +143,7 @@ impl Allocator {
         serde_json::from_str(&taken(out)).expect("JSON")
     }
 
-    /// Returns a number of the totals by its path, such as `allocated_bytes/all/current`.
+    /// Returns a number from the totals by its path, such as `allocated_bytes/all/current`.
     pub(crate) fn total(self, path: &str) -> u64 {
         let stats = self.stats();
         stats.pointer(&format!("/total/{path}")).and_then(Value::as_u64).unwrap_or_else(|| panic!("{path} in {stats}"))

@@ -222,8 +222,8 @@ fn call(function: &Function, values: &[usize]) -> usize {
     taken.zip(&mut integers).for_each(|((value, _), place)| *place = *value);
     println!("{}({values:x?})", function.name);
     let [a, b, c, d, e, f, g, h, i] = integers;
-    // SAFETY: integers and pointers are passed in the same registers, and extra ones are ignored; the values are valid for the
-    // functions, or NULL, which the test is about.
+    // SAFETY: integers and pointers are passed in the same registers, and extra ones are ignored. The values are valid for the
+    // function, or NULL, which is what the test examines.
     unsafe { std::mem::transmute::<usize, Call>(address)(a, b, c, d, e, f, g, h, i) }
 }
 
@@ -281,7 +281,7 @@ stub_test!(a_null_pointer_is_a_typed_error_at_every_function, {
                 continue;
             }
             call(&function, &vec![0; kinds.len()]);
-            // These would destroy a live allocator.
+            // These functions would destroy a live object.
             let ends = ["_destroy", "_close", "release_bytes"].iter().any(|end| function.name.ends_with(end));
             for missing in (0..kinds.len()).filter(|at| is_pointer(kinds[*at]) && !ends) {
                 let others = function.arguments.iter().enumerate();
@@ -306,7 +306,7 @@ const OPTIONAL: [(&str, &str); 4] = [
     ("symmalloc_torch_begin_scope", "destroy"),
 ];
 
-/// Returns a complaint about the status of a call without one of its pointers. Another argument may fail first.
+/// Returns a complaint if the status of a call without one of its pointers is wrong. Another argument may fail first.
 fn complaint(function: &Function, missing: &str, status: u32) -> Option<String> {
     let name = &function.name;
     if !function.has_status {
@@ -315,14 +315,14 @@ fn complaint(function: &Function, missing: &str, status: u32) -> Option<String> 
     if status == SYMMALLOC_OK as u32 {
         let may_be_null = function.text.contains("NULL") || OPTIONAL.contains(&(name, missing));
         return (!may_be_null)
-            .then(|| format!("{name} takes NULL for `{missing}`, which its documentation does not say"));
+            .then(|| format!("{name} accepts NULL for `{missing}`, but its documentation does not say so"));
     }
     let told = message();
     let is_typed = status != SYMMALLOC_INTERNAL as u32 && !told.is_empty();
     (!is_typed).then(|| format!("{name} without `{missing}`: status {status}, {told}"))
 }
 
-// Zero bytes return a null pointer in all calls. It can be freed any number of times, and is not an allocation.
+// All calls return a null pointer for zero bytes. It is not an allocation, and can be freed any number of times.
 stub_test!(zero_bytes_are_null_and_own_nothing, {
     let allocator = Allocator::new("");
     for _ in 0..2 {
@@ -375,7 +375,7 @@ stub_test!(a_listener_that_calls_the_library_gets_errors_and_never_hangs, {
         // SAFETY: removes the listener.
         unsafe { symmalloc_torch_on_memory(None) };
         let returned = RETURNED.lock().expect("no panic").clone();
-        assert!(returned.len() >= 8, "memory came and went: {returned:?}");
+        assert!(returned.len() >= 8, "mappings and unmappings were reported: {returned:?}");
         for (status, told) in returned {
             assert!(
                 status == SYMMALLOC_INVALID_STATE && told.contains("after the listener has returned"),

@@ -15,7 +15,7 @@ stub_test!(a_pool_has_a_policy_and_a_history_of_its_own, {
     let (one, two) = (allocator.allocate(reserved, MIB, stream), allocator.allocate(reserved, MIB, stream));
     assert_eq!((allocator.placement(one).offset_bytes, allocator.placement(two).offset_bytes), (0, 1 << 20));
     assert_eq!(allocator.placement(two).pool, reserved);
-    assert_eq!(allocator.digest(0), digest, "the default pool did not notice");
+    assert_eq!(allocator.digest(0), digest, "the default pool is unaffected");
     let like_default = allocator.create_pool(None);
     let stats = allocator.stats();
     assert_eq!(stats["pools"][reserved as usize]["symmetric"], true);
@@ -36,12 +36,12 @@ stub_test!(a_pool_that_is_given_up_goes_when_its_last_block_does, {
     assert_eq!(allocator.destroy_pool(pool), SYMMALLOC_UNKNOWN_POOL);
     assert_eq!(allocator.try_allocate(pool, MIB, streams.get(0)), Err(SYMMALLOC_UNKNOWN_POOL));
     allocator.trim();
-    assert_eq!(live().device_bytes, 8 << 20, "a block is live");
+    assert_eq!(live().device_bytes, 8 << 20, "a live block keeps the memory");
     assert_eq!(allocator.placement(pointer).pool, pool);
     allocator.free(pointer);
     allocator.trim();
     assert_eq!((live().device_bytes, live().ranges), (0, 0));
-    assert_eq!(allocator.destroy_pool(0), SYMMALLOC_UNKNOWN_POOL, "the default pool stays");
+    assert_eq!(allocator.destroy_pool(0), SYMMALLOC_UNKNOWN_POOL, "the default pool cannot be destroyed");
 });
 
 stub_test!(a_pushed_pool_takes_what_this_thread_allocates, {
@@ -52,7 +52,7 @@ stub_test!(a_pushed_pool_takes_what_this_thread_allocates, {
     done(symmalloc_torch_push_pool(0, outer));
     done(symmalloc_torch_push_pool(0, inner));
     assert_eq!(id(take()), inner);
-    // Another thread is in no scope, and its scopes end with it.
+    // Another thread is not in the scope, and its own scopes end with it.
     thread::scope(|scope| {
         scope.spawn(|| {
             assert_eq!(id(take()), 0);

@@ -55,7 +55,7 @@ pub(crate) fn ranks(body: impl Fn(u32, Allocator, &Communicator, &Barrier) + Syn
     ranks_of(2, allocator_of_its_own, body);
 }
 
-/// An allocator that the program created.
+/// Returns an allocator that the program created.
 fn allocator_of_its_own(device: i32) -> Allocator {
     let mut out = null_mut();
     // SAFETY: no text, and an output pointer.
@@ -99,7 +99,7 @@ nccl_test!(segments_get_windows_and_lose_them_on_every_rank, {
         let windows = Windows::new(allocator, pool, comm.raw());
         let held = allocator.allocate(pool, 4 * MIB, null_mut());
         assert_eq!(windows.sync(), (1, 0));
-        assert_eq!(windows.sync(), (0, 0), "nothing is new");
+        assert_eq!(windows.sync(), (0, 0), "there are no new segments");
         barrier.wait();
         assert_eq!(nccl::live().windows, 2);
         allocator.free(held);
@@ -109,7 +109,7 @@ nccl_test!(segments_get_windows_and_lose_them_on_every_rank, {
         assert_eq!(windows.sync(), (1, 0));
         done(windows.destroy());
         barrier.wait();
-        assert_eq!((nccl::live().windows, nccl::live().communicators), (0, 2), "the communicators are their owners'");
+        assert_eq!((nccl::live().windows, nccl::live().communicators), (0, 2), "the communicators still exist");
         barrier.wait();
     });
     nccl::assert_clean();
@@ -216,7 +216,7 @@ nccl_test!(ranks_that_met_name_the_one_that_does_not_come_to_a_sync, {
         }
         barrier.wait();
         windows.destroy();
-        // Its owner destroys it, including its pending work.
+        // The owner aborts the communicator, including its pending work.
         comm.abort().expect("in time");
     });
 });

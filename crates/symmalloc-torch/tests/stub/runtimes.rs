@@ -47,11 +47,11 @@ stub_test!(memory_without_a_stream_is_free_when_the_device_is_idle, {
     let work = hold(streams.get(0) as u64);
     let freed = std::thread::spawn(move || allocator.try_free_unordered(pointer));
     std::thread::sleep(Duration::from_millis(20));
-    assert!(!freed.is_finished(), "it waits for work that nobody told it of");
-    assert!(allocator.try_placement(pointer).is_ok(), "and is live meanwhile");
+    assert!(!freed.is_finished(), "the free waits for work that was not recorded");
+    assert!(allocator.try_placement(pointer).is_ok(), "the allocation is live meanwhile");
     drop(work);
     assert_eq!(freed.join().expect("no panic"), SYMMALLOC_OK);
-    assert_eq!(allocator.try_allocate_unordered(4 * MIB), Ok(pointer), "it is cached");
+    assert_eq!(allocator.try_allocate_unordered(4 * MIB), Ok(pointer), "the memory is cached");
     assert_eq!(allocator.try_allocate_unordered(0), Ok(0));
     assert_eq!(allocator.try_free_unordered(0), SYMMALLOC_OK);
 });
@@ -64,7 +64,7 @@ stub_test!(a_free_that_names_its_stream_is_behind_that_stream, {
     let pointer = allocator.allocate(0, MIB, a);
     let records = calls("cuEventRecord");
     done(free_on(pointer, a));
-    assert_eq!(calls("cuEventRecord"), records, "its own stream needs nothing");
+    assert_eq!(calls("cuEventRecord"), records, "a free on the allocation's stream records no event");
     assert_eq!(allocator.allocate(0, MIB, a), pointer);
     done(free_on(pointer, b));
     assert_eq!(calls("cuEventRecord"), records + 1);
@@ -83,7 +83,7 @@ stub_test!(memory_without_a_stream_stays_where_the_device_cannot_be_waited_for, 
     let pointer = allocator.try_allocate_unordered(4 * MIB).expect("allocated");
     let before = device_waits();
     assert_eq!(allocator.try_free_unordered(pointer + 512), SYMMALLOC_UNKNOWN_POINTER);
-    assert_eq!(device_waits(), before, "what is not ours is no reason to wait");
+    assert_eq!(device_waits(), before, "an unknown pointer causes no wait");
     fail("cuCtxSynchronize", 1, 900);
     assert_eq!(allocator.try_free_unordered(pointer), SYMMALLOC_CUDA);
     assert!(message().contains("cuCtxSynchronize failed with 900"), "{}", message());
@@ -109,11 +109,11 @@ stub_test!(onnx_runtimes_memory_waits_unless_its_stream_is_known, ["STUB_DEVICES
     done(unsafe { symmalloc_ort_use_stream(0, streams.get(0)) });
     let ordered = ort_alloc(3 * MIB);
     let place = allocator.placement(ordered);
-    assert_eq!(place.pool, 0, "the pool of PyTorch's tensors on that stream");
+    assert_eq!(place.pool, 0, "the memory comes from the pool of PyTorch's tensors");
     ort_free(ordered);
     assert_eq!(device_waits(), before + 1);
     ort_free(unordered);
-    assert_eq!(device_waits(), before + 2, "what was allocated without a stream is freed as such");
+    assert_eq!(device_waits(), before + 2, "frees of memory without a stream wait for the device");
     assert_eq!(ort_alloc(0), 0);
     ort_free(0);
     assert_eq!(allocator.total("allocated_bytes/all/current"), 0);
@@ -124,7 +124,7 @@ stub_test!(onnx_runtimes_memory_waits_unless_its_stream_is_known, ["STUB_DEVICES
 });
 
 stub_test!(onnx_runtimes_memory_is_of_the_device_whose_context_is_current, ["STUB_DEVICES" = "2"], {
-    let second = symmalloc_cuda::CudaDevice::new(1).expect("there are two");
+    let second = symmalloc_cuda::CudaDevice::new(1).expect("the stub has two devices");
     let _current = second.enter().expect("entered");
     let pointer = ort_alloc(MIB);
     let mut allocator = null_mut();

@@ -100,7 +100,7 @@ nccl_test!(what_is_allocated_in_a_scope_has_its_window_at_the_end, {
             assert_eq!(scoped(rank, pool, || free(rank, allocate(rank, 2 * MIB))), Ok((0, 0)));
         }
         barrier.wait();
-        assert_eq!(nccl::all_calls(), before, "a quiet scope calls nothing of NCCL's");
+        assert_eq!(nccl::all_calls(), before, "a scope without new segments does not call NCCL");
         barrier.wait();
         assert_eq!(allocator.placement(allocate(rank, MIB)).pool, 0, "the scope is over");
         done(windows.destroy());
@@ -147,7 +147,7 @@ nccl_test!(ranks_compare_when_they_are_asked_to_or_at_every_nth_sync, {
         let windows = registered(allocator, pool, comm, by_hand()).expect("registered");
         // One segment on both ranks, with different offsets in it.
         allocator.allocate(pool, MIB / 4 + rank as usize * 4096, null_mut());
-        assert_eq!(windows.sync(), (1, 0), "nothing is compared");
+        assert_eq!(windows.sync(), (1, 0), "the sync does not compare histories");
         assert_eq!(windows.agree(), SYMMALLOC_MISALIGNED);
         assert!(message().contains("262,144") && message().contains("266,240"), "{}", message());
         // SAFETY: a live allocator; null outputs.
@@ -190,9 +190,9 @@ nccl_test!(in_a_capture_a_scope_with_nothing_new_is_quiet_and_another_is_an_erro
             assert_eq!(refused, Err(SYMMALLOC_INVALID_STATE));
             assert!(message().contains("before the capture begins"), "{}", message());
             drop(stream.end_capture(CUgraphInstantiate_flags(0)));
-            // Ranks are threads here, so a global capture of one forbids the other to query events.
+            // Ranks are threads here, so a global capture of one rank prohibits event queries on the other.
             barrier.wait();
-            assert_eq!(scoped(rank, pool, || ()), Ok((1, 0)), "it gets its window afterwards: {}", message());
+            assert_eq!(scoped(rank, pool, || ()), Ok((1, 0)), "the window is created after the capture: {}", message());
             barrier.wait();
         }
         all.into_iter().for_each(|windows| done(windows.destroy()));
@@ -225,7 +225,7 @@ fn one_rank_stays_away(agree_every: u32) {
             assert!(message().contains("rank 1"), "{}", message());
             // The error is returned at most three seconds after the deadline.
             assert!(begun.elapsed() < Duration::from_millis(3800), "{:?}", begun.elapsed());
-            assert_eq!(scoped(rank, pool, || ()), Err(SYMMALLOC_NCCL), "and stays");
+            assert_eq!(scoped(rank, pool, || ()), Err(SYMMALLOC_NCCL), "the communicator stays failed");
             let outside = allocate(rank, MIB);
             assert_eq!(allocator.placement(outside).pool, 0, "no scope is left open");
         }
@@ -262,7 +262,7 @@ nccl_test!(ten_thousand_shapes_have_few_windows, {
             assert_eq!(deregistered, 0);
             made += registered;
         }
-        // Four tensors are live at a time. A rank has one window per segment, as many as the largest of them need.
+        // Four tensors are live at a time. A rank has one window per segment, and needs enough segments for its largest tensors.
         assert!((4..=16).contains(&made), "{made} windows");
         barrier.wait();
         assert_eq!(nccl::live().windows, 2 * made);
@@ -316,10 +316,10 @@ nccl_test!(what_does_not_fit_the_communicator_is_refused, {
         // SAFETY: a live registrar, and output pointers.
         done(unsafe { symmalloc_registrar_rank(windows.0, &raw mut place.0, &raw mut place.1) });
         assert_eq!(place, (rank, 2));
-        assert!(flight_record().contains("\"tp\""), "it is watched");
+        assert!(flight_record().contains("\"tp\""), "the communicator is watched");
         done(windows.destroy());
         barrier.wait();
-        assert!(!flight_record().contains("\"tp\""), "it is its owner's again");
+        assert!(!flight_record().contains("\"tp\""), "the communicator is no longer watched");
         barrier.wait();
     });
     nccl::assert_clean();

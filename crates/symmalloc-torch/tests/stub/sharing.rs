@@ -1,4 +1,4 @@
-//! Tensors in other processes: opened by a text, from owners that respond, are slow, or have exited.
+//! Sharing of tensors: a process opens them by a text, from owners that respond, are slow, or have exited.
 
 use crate::class_calls::{allocate, free};
 use crate::library::*;
@@ -15,7 +15,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 use symmalloc_torch::*;
 
-/// Long enough for all later steps.
+/// A timeout that is longer than all later steps.
 const PATIENT: Duration = Duration::from_secs(60);
 
 fn shared(pointer: Pointer) -> Result<(String, u64), symmalloc_status> {
@@ -41,11 +41,11 @@ stub_test!(memory_is_opened_by_its_text_and_ends_with_its_owner, {
     let large = allocate(50 * MIB, null_mut(), 0);
     let (text, offset) = shared(large).expect("shared");
     let (again, _) = shared(large).expect("shared");
-    assert_eq!(text, again, "the same memory has the same name");
+    assert_eq!(text, again, "the text for the same memory is equal");
     let (base, handle) = opened(&text).expect("opened");
     let (same, second) = opened(&text).expect("opened");
     assert_eq!((base, handle), (same, second));
-    // Three adjacent chunks: the memory is the same at other addresses.
+    // The allocation spans three adjacent chunks. The same memory is mapped at other addresses.
     let last = 50 * MIB - 8;
     // SAFETY: memory of the stub, which the host can write, within the allocated and opened range.
     unsafe { ((large + last) as *mut u64).write(0x5eed) };
@@ -58,13 +58,13 @@ stub_test!(memory_is_opened_by_its_text_and_ends_with_its_owner, {
     }
     free(large);
     done(symmalloc_torch_trim(0, 0));
-    assert_eq!(opened(&text).expect_err("it is gone"), SYMMALLOC_INVALID_STATE);
+    assert_eq!(opened(&text).expect_err("the owner has freed the memory"), SYMMALLOC_INVALID_STATE);
     assert!(message().contains("keep the tensor in the process that sent it"), "{}", message());
     let too_large = format!("symmalloc 1 x 1:{} 2:{}", u64::MAX, 2 * MIB + 1);
     for wrong in ["", "symmalloc 2 x", "symmalloc 1 x", "symmalloc 1 x 1:y", &too_large, "cuda"] {
-        assert_eq!(opened(wrong).expect_err("no text of ours"), SYMMALLOC_INVALID_ARGUMENT, "{wrong}");
+        assert_eq!(opened(wrong).expect_err("the text is invalid"), SYMMALLOC_INVALID_ARGUMENT, "{wrong}");
     }
-    assert_eq!(opened("symmalloc 1 nobody 1:2097152").expect_err("nobody is there"), SYMMALLOC_IO);
+    assert_eq!(opened("symmalloc 1 nobody 1:2097152").expect_err("no process listens"), SYMMALLOC_IO);
     assert_eq!(shared(large).expect_err("it was freed"), SYMMALLOC_UNKNOWN_POINTER);
     free(small);
 });
@@ -132,10 +132,14 @@ stub_test!(an_owner_that_does_not_answer_keeps_nobody_from_opening_what_others_o
         let begun = Instant::now();
         let (_, handle) = base_of(&text).expect("its owner answers");
         close(handle);
-        assert!(begun.elapsed() < Duration::from_secs(15), "half of what the other one waits: {:?}", begun.elapsed());
+        assert!(
+            begun.elapsed() < Duration::from_secs(15),
+            "took longer than half of the timeout: {:?}",
+            begun.elapsed()
+        );
         assert!(!waiting.is_finished());
         drop(connection);
-        assert_eq!(waiting.join().expect("no panic").expect_err("its owner hung up"), SYMMALLOC_IO);
+        assert_eq!(waiting.join().expect("no panic").expect_err("the owner closed the connection"), SYMMALLOC_IO);
     });
 });
 
@@ -156,7 +160,7 @@ stub_test!(however_many_ask_a_few_threads_answer_and_the_others_wait_in_the_queu
     thread::scope(|scope| {
         let waiting = scope.spawn(|| base_of(&text));
         thread::sleep(Duration::from_millis(300));
-        assert!(!waiting.is_finished(), "all threads have one that does not ask");
+        assert!(!waiting.is_finished(), "all threads are busy with idle clients");
         // A thread gets its name shortly after its start.
         let begun = Instant::now();
         while answering() < 8 && begun.elapsed() < PATIENT {
@@ -166,7 +170,11 @@ stub_test!(however_many_ask_a_few_threads_answer_and_the_others_wait_in_the_queu
         drop(idle);
         let begun = Instant::now();
         let (_, handle) = waiting.join().expect("no panic").expect("its turn came");
-        assert!(begun.elapsed() < Duration::from_secs(15), "nobody is waited for any more: {:?}", begun.elapsed());
+        assert!(
+            begun.elapsed() < Duration::from_secs(15),
+            "the request waited for closed connections: {:?}",
+            begun.elapsed()
+        );
         close(handle);
     });
 });
@@ -188,9 +196,9 @@ stub_test!(threads_that_open_the_same_at_once_have_the_same, ["STUB_MAPPING_MICR
         });
         assert!(all.iter().all(|one| *one == all[0]), "{all:?}");
         all.iter().for_each(|(_, handle)| close(*handle));
-        assert_eq!(live(), before, "nothing is left of those that came second");
+        assert_eq!(live(), before, "redundant copies were unmapped");
     }
-    assert!(calls("cuMemAddressReserve") - reserved > rounds, "they never met");
+    assert!(calls("cuMemAddressReserve") - reserved > rounds, "no two threads opened the memory at the same time");
 });
 
 /// Set in a process that listens at the socket with this name, as another user's process would.
@@ -205,7 +213,7 @@ fn listen_as_another_user(name: &str) {
     let (mut stream, _) = listener.accept().expect("a connection");
     let mut request = [0; 16];
     if stream.read_exact(&mut request).is_ok() {
-        // It received a request before its user was checked.
+        // The library sent a request before it checked the user.
         let _answered = stream.write_all(&[0]);
     }
 }

@@ -91,7 +91,7 @@ stub_test!(a_pool_sleeps_and_wakes_with_what_was_kept, {
         assert_eq!(allocator.stats()["pools"][pool as usize]["phase"], "asleep");
         assert_eq!(allocator.try_allocate(pool, MIB, streams.get(0)), Err(SYMMALLOC_INVALID_STATE));
         assert!(message().contains("sleeps"), "{}", message());
-        assert_eq!(allocator.placement(pointer).offset_bytes, 0, "an address is looked up as always");
+        assert_eq!(allocator.placement(pointer).offset_bytes, 0, "an address is found during sleep");
         let woken = allocator.wake(pool);
         assert_eq!(woken, symmalloc_woken { remapped_bytes: 10 << 20, ..symmalloc_woken::default() });
         assert_eq!(allocator.phase(pool), SYMMALLOC_PHASE_AWAKE);
@@ -175,7 +175,7 @@ stub_test!(host_memory_is_had_beforehand_and_given_back, {
         done(symmalloc_reserve_host_memory(allocator.0, 8 * MIB));
         let before = calls("cuMemHostAlloc");
         allocator.sleep(pool, KEEP);
-        assert_eq!(calls("cuMemHostAlloc"), before, "the first sleep has it");
+        assert_eq!(calls("cuMemHostAlloc"), before, "the first sleep uses the reserved memory");
         allocator.wake(pool);
         let mut bytes = 0;
         done(symmalloc_release_host_memory(allocator.0, &raw mut bytes));
@@ -198,13 +198,13 @@ stub_test!(a_pool_with_a_quota_holds_it, {
     allocator.free(blocks[0]);
     allocator.free(blocks[2]);
     allocator.trim();
-    assert_eq!(live().device_bytes, 12 << 20, "its free memory is its quota");
+    assert_eq!(live().device_bytes, 12 << 20, "trim keeps the memory of a quota");
     assert_eq!(allocator.try_resize(pool, 6 * MIB, stream), Err(SYMMALLOC_INVALID_STATE));
     assert!(message().contains("free some first"), "{}", message());
-    assert_eq!(live().device_bytes, 12 << 20, "as it was");
+    assert_eq!(live().device_bytes, 12 << 20, "the size is unchanged");
     assert_eq!(allocator.try_resize(pool, 10 * MIB, stream), Ok(10 << 20));
     assert_eq!(live().device_bytes, 10 << 20);
-    assert_eq!(allocator.allocate(pool, 2 * MIB, stream), blocks[0], "the lowest addresses have memory");
+    assert_eq!(allocator.allocate(pool, 2 * MIB, stream), blocks[0], "the lowest addresses are mapped");
     assert_eq!(allocator.try_resize(pool, 64 * MIB, stream), Ok(64 << 20));
     assert_eq!(allocator.allocate(pool, 2 * MIB, stream), blocks[2]);
     assert!(bytes(blocks[4], 2 * MIB).iter().all(|byte| *byte == 5));
@@ -229,12 +229,12 @@ nccl_test!(a_pool_with_windows_sleeps_on_all_ranks_and_has_them_again, ["STUB_NC
         let slept = allocator.sleep(pool, KEEP);
         assert_eq!((slept.kept_bytes, slept.deregistered), (4 << 20, 1));
         barrier.wait();
-        assert_eq!((nccl::live().windows, live().device_bytes), (0, 0), "on all ranks");
+        assert_eq!((nccl::live().windows, live().device_bytes), (0, 0), "all ranks released their windows and memory");
         barrier.wait();
         let woken = allocator.wake(pool);
         assert_eq!((woken.registered, woken.changed, woken.lost), (1, 0, 0));
         assert!(bytes(pointer, 4 * MIB).iter().all(|byte| *byte == rank as u8 + 1));
-        assert_eq!(windows.sync(), (0, 0), "nothing is new");
+        assert_eq!(windows.sync(), (0, 0), "there are no new segments");
         barrier.wait();
         assert_eq!(nccl::live().windows, 2);
         barrier.wait();
@@ -301,7 +301,7 @@ nccl_test!(ranks_that_differ_stay_awake_and_are_told, {
         assert_eq!(status, Err(SYMMALLOC_MISALIGNED), "{}", message());
         assert!(message().contains("the ranks differ in the call"), "{}", message());
         assert_eq!(allocator.phase(pool), SYMMALLOC_PHASE_AWAKE);
-        assert_eq!(windows.destroy(), SYMMALLOC_MISALIGNED, "their histories differ from then on");
+        assert_eq!(windows.destroy(), SYMMALLOC_MISALIGNED, "the histories of the ranks differ");
         barrier.wait();
     });
 });

@@ -22,9 +22,9 @@ stub_test!(a_step_that_comes_twice_is_planned_and_followed, {
     let expected = symmalloc_step_report { allocations: 2, planned: 2, plan_bytes: 8 << 20, differs_at: u64::MAX };
     assert_eq!(report, expected);
     places.sort_unstable();
-    assert!(places[1] - places[0] >= 3 << 20, "they do not overlap: {places:?}");
+    assert!(places[1] - places[0] >= 3 << 20, "the allocations overlap: {places:?}");
     assert_eq!(allocator.stats()["total"]["steps"]["followed"], 1);
-    assert_eq!(live().device_bytes, 8 << 20, "what is reserved is what is live at the peak");
+    assert_eq!(live().device_bytes, 8 << 20, "reserved memory equals the peak of live memory");
     // A plan file for two live allocations of 8 MiB.
     let text = "symmalloc-plan 1\nconfig segments:expandable\nplan p0 s0 key 3 allocations 2\n\
                 a 5242880 s0 2 @3145728\na 3145728 s0 2 @0\nend 4\n";

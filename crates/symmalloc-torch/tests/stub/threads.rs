@@ -10,7 +10,7 @@ const ROUNDS: usize = 2000;
 stub_test!(threads_allocate_on_streams_of_their_own_and_free_each_others, {
     let (allocator, streams) = (Allocator::new(""), Streams::new(THREADS));
     let streams: Vec<usize> = (0..THREADS).map(|index| streams.get(index) as usize).collect();
-    // In the order of their numbers.
+    // Streams get their ids in the order of first use.
     for stream in &streams {
         let pointer = allocator.allocate(0, 512, *stream as *mut _);
         allocator.free(pointer);
@@ -34,7 +34,7 @@ stub_test!(threads_allocate_on_streams_of_their_own_and_free_each_others, {
                     receiver.try_iter().for_each(|theirs| allocator.free(theirs));
                 }
                 drop(next);
-                // Ends after its neighbor.
+                // The loop ends when the neighbor drops its sender.
                 receiver.iter().for_each(|theirs| allocator.free(theirs));
             });
         }

@@ -9,7 +9,7 @@ stub_test!(tensors_come_and_go, {
     let (a, b) = (streams.get(0), streams.get(1));
     let tensor = torch::allocate(5 * MIB, a);
     torch::record_stream(tensor, b);
-    // Null pointers and those of other allocators are ignored.
+    // Null pointers and pointers of other allocators are ignored.
     torch::record_stream(0, b);
     torch::record_stream(tensor + 512, b);
     assert_eq!(torch::base(tensor + 4096), (tensor, 6 * MIB));
@@ -32,7 +32,7 @@ stub_test!(free_never_fails_and_says_what_was_wrong, {
     torch::free(tensor, 512, null_mut());
     let errors = &allocator.stats()["errors"];
     assert_eq!((&errors["unknown_frees"], &errors["failed_calls"]), (&1.into(), &1.into()));
-    assert!(errors["last"].as_str().expect("text").contains("no live allocation of device 0"));
+    assert!(errors["last"].as_str().expect("text").contains("not a live allocation of device 0"));
 });
 
 stub_test!(settings_of_the_environment_hold_and_the_programs_come_first, ["SYMMALLOC_CONF" = "total_limit_mb:64"], {
@@ -61,7 +61,7 @@ stub_test!(a_memory_fraction_is_a_limit_in_bytes, {
     assert_eq!(allocator.try_allocate(0, 100 * MIB, null_mut()), Err(SYMMALLOC_OUT_OF_MEMORY));
     assert!(message().contains("the allocator's limit is 256.00 MiB"), "{}", message());
     assert_eq!(allocator.try_allocate(0, usize::MAX / 2, null_mut()), Err(SYMMALLOC_OUT_OF_MEMORY));
-    assert_eq!(allocator.total("num_ooms"), 2, "of either kind");
+    assert_eq!(allocator.total("num_ooms"), 2, "both kinds of failure are counted");
     // SAFETY: as above.
     unsafe { symmalloc_torch_memory_fraction(1.0, 0) };
     allocator.allocate(0, 100 * MIB, null_mut());
@@ -86,17 +86,17 @@ stub_test!(two_graph_pools_keep_their_memory_until_they_are_released, {
     assert_eq!(pool(outside), 0);
     torch::free(outside, 8 * MIB, stream);
     torch::empty_cache();
-    assert_eq!(live().device_bytes, 16 << 20, "both graphs keep theirs");
-    // A second graph of the first pool, at the same address.
+    assert_eq!(live().device_bytes, 16 << 20, "the memory of both graphs is kept");
+    // A second graph of the first pool gets the same address.
     assert_eq!(take_and_free((1, 0)), first);
     torch::release((1, 0));
     torch::empty_cache();
-    assert_eq!(live().device_bytes, 16 << 20, "one graph of the first pool is left");
+    assert_eq!(live().device_bytes, 16 << 20, "the first pool has one graph left");
     torch::release((1, 0));
-    assert_eq!(live().device_bytes, 16 << 20, "the device may still run it");
+    assert_eq!(live().device_bytes, 16 << 20, "the device may still run the graph");
     torch::empty_cache();
     assert_eq!(live().device_bytes, 8 << 20);
-    // Used again before its memory was released: still the same pool.
+    // If the id is used again before the memory is released, it is still the same pool.
     torch::release((2, 0));
     assert_eq!(take_and_free((2, 0)), second);
     torch::release((2, 0));
@@ -115,7 +115,7 @@ stub_test!(a_tensor_outlives_its_graph_pool, {
     torch::release((1, 0));
     torch::free(freed, 8 * MIB, streams.get(0));
     torch::empty_cache();
-    assert_eq!(live().device_bytes, 8 << 20, "what is free went");
+    assert_eq!(live().device_bytes, 8 << 20, "free memory was released");
     assert_eq!(allocator.stats()["pools"][1]["kind"], "graph");
     torch::free(kept, 8 * MIB, streams.get(0));
     torch::empty_cache();
@@ -132,7 +132,7 @@ stub_test!(a_graph_pool_gives_nothing_back_when_memory_is_short, ["STUB_MEMORY_B
     assert_eq!(live().device_bytes, 200 << 20);
     torch::release((1, 0));
     allocator.allocate(0, 100 * MIB, streams.get(0));
-    assert_eq!(live().device_bytes, 100 << 20, "no graph uses it any more");
+    assert_eq!(live().device_bytes, 100 << 20, "no graph uses the pool any more");
 });
 
 stub_test!(
@@ -146,7 +146,7 @@ stub_test!(
             torch::end(id);
             torch::release(id);
         }
-        // The memory of one of the pools cannot be released; that of the other is sufficient.
+        // The memory of one pool cannot be released. The other pool's memory is sufficient.
         (0..8).for_each(|_| fail("cuMemUnmap", 2, 999));
         allocator.allocate(0, 100 * MIB, streams.get(0));
         assert_eq!(live().device_bytes, 200 << 20);

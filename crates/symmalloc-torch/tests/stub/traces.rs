@@ -1,4 +1,4 @@
-//! Recordings of the program's own allocator and of PyTorch's.
+//! Recordings of a program's allocator and of PyTorch's allocator.
 
 use crate::library::*;
 use std::path::Path;
@@ -9,7 +9,7 @@ use symmalloc_torch::*;
 
 /// Returns the numbers of allocations and frees in a file, and `true` if it is complete.
 fn recorded(path: &Path) -> (usize, usize, Option<u64>) {
-    let recording = read_path(path, &ReadOptions::default()).expect("a whole trace");
+    let recording = read_path(path, &ReadOptions::default()).expect("the trace is complete");
     let count = |is: fn(&Op) -> bool| recording.records.iter().filter(|record| is(&record.op)).count();
     let allocations = count(|op| matches!(op, Op::Allocate { .. }));
     (allocations, count(|op| matches!(op, Op::Free { .. })), recording.config.and_then(|config| config.limit_bytes()))
@@ -35,7 +35,7 @@ stub_test!(a_program_records_what_it_does, {
     // SAFETY: as above.
     assert_eq!(unsafe { symmalloc_trace_start(allocator.0, c_path.as_ptr()) }, SYMMALLOC_INVALID_STATE);
     assert!(message().contains("begin it before the first allocation"), "{}", message());
-    assert_eq!(recorded(&path), (3, 1, Some(64 << 20)), "what was refused left the trace alone");
+    assert_eq!(recorded(&path), (3, 1, Some(64 << 20)), "rejected calls do not change the trace");
     let other = Allocator::new("");
     // SAFETY: as above.
     let status = unsafe { symmalloc_trace_start(other.0, c"/nowhere/at/all".as_ptr()) };
@@ -59,7 +59,7 @@ stub_test!(the_environment_asks_for_a_trace, ["RANK" = "1", "WORLD_SIZE" = "2"],
         1,
         &[("SYMMALLOC_TRACE", folder.path().join("job.trace.gz").to_str().expect("text"))],
         |_| {
-            // A limit before the first use is part of the configuration, and a later one ends the trace.
+            // A limit that is set before the first use is part of the configuration. A later one ends the trace.
             // SAFETY: no preconditions.
             unsafe { symmalloc_torch_memory_fraction(0.5, 0) };
             let tensor = torch::allocate(5 * MIB, null_mut());
@@ -68,7 +68,7 @@ stub_test!(the_environment_asks_for_a_trace, ["RANK" = "1", "WORLD_SIZE" = "2"],
         },
     );
     assert!(outputs[0].is_success, "{}", outputs[0].text);
-    // Its end was written at process exit.
+    // The end of the trace was written at process exit.
     assert_eq!(recorded(&folder.path().join("job.rank1.trace.gz")), (2, 1, Some(512 << 20)));
 });
 

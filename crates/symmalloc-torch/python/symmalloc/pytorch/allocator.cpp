@@ -174,7 +174,7 @@ class Allocator final : public caching::AllocatorBase {
       size_t bytes,
       cudaStream_t stream,
       bool has_peer_access) override {
-    // Without access, only copies between the two devices go through the host.
+    // Without peer access, copies between the two devices go through the host.
     if (has_peer_access || to_device == from_device) {
       return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream);
     }
@@ -288,7 +288,7 @@ class Allocator final : public caching::AllocatorBase {
           to_microseconds(entry.time_);
         }
       }
-      // The next snapshot contains it.
+      // The next snapshot contains this entry.
       history.entry(Action::SNAPSHOT, 0, Noted{active_bytes, nullptr, kDefaultPool, nullptr, false});
       snapshot.segments.insert(snapshot.segments.end(), list.segments.begin(), list.segments.end());
     }
@@ -506,7 +506,7 @@ class Allocator final : public caching::AllocatorBase {
   }
 
   std::string settings() const {
-    // Names no device, because querying a device's allocator would create it, and a context.
+    // This names no device, because querying a device's allocator would create it and a context.
     char* text = nullptr;
     if (symmalloc_torch_settings(&text) != SYMMALLOC_OK) {
       return "";

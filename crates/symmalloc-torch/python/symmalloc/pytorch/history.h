@@ -1,6 +1,6 @@
 // The history of a device: the entries for every allocation, free and segment in PyTorch's snapshots and trace trackers.
 //
-// Without a recorded history or an attached tracker, it costs an allocation one load.
+// Without a recorded history or an attached tracker, the cost for an allocation is one load.
 //
 //   allocate ──► context of the caller ──► library ──► segments mapped meanwhile ──► ALLOC
 //   free     ──► FREE_REQUESTED ──► library ──► FREE_COMPLETED
@@ -67,7 +67,7 @@ class Ring {
 struct ThreadNotes {
   std::stack<std::string> compile_contexts;
   std::string user_metadata;
-  // The context of the call that releases memory, while that runs.
+  // The context of the running call that releases memory.
   std::shared_ptr<c10::GatheredContext> release_context;
 };
 
@@ -183,7 +183,7 @@ class DeviceHistory {
     live_.erase(pointer);
   }
 
-  // Records a mapping of memory. `segments_came` adds its pool.
+  // Records that memory was mapped. `segments_came` adds the pool.
   void memory_came(size_t address, size_t bytes) {
     std::lock_guard<std::recursive_mutex> lock(mutex_);
     ++maps;
@@ -298,7 +298,7 @@ class DeviceHistory {
   Ring<caching::TraceEntry> ring_;
   std::vector<caching::AllocatorTraceTracker> trackers_;
   std::unordered_map<void*, Noted> live_;
-  // Mapped memory by address, and the parts whose pool is not known yet.
+  // The mapped memory by address, and the parts whose pool is not known yet.
   std::map<size_t, Noted> parts_;
   std::vector<size_t> fresh_;
 };

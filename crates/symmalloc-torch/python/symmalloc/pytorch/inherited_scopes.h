@@ -90,7 +90,7 @@ class InheritedScopes {
     return scope == nullptr ? nullptr : scope->shared_from_this();
   }
 
-  // Removes this thread's ended scopes from its information, unless other information was added on top of them.
+  // Removes this thread's ended scopes from its debug information, unless other information was added on top of them.
   static void drop_closed() {
     for (auto scope = current(); scope != nullptr && !scope->is_open.load(); scope = current()) {
       try {

@@ -95,7 +95,7 @@ class Memory {
     if (C10_UNLIKELY(trace != nullptr)) {
       (*trace)->trace_gpu_memory_deallocation(c10::kCUDA, reinterpret_cast<uintptr_t>(pointer));
     }
-    // A hint, which is cheaper than a driver call. If it is wrong, the library searches the other devices.
+    // This is a hint, which is cheaper than a driver call. If it is wrong, the library searches the other devices.
     const DeviceIndex device = last_device();
     // A profiler needs the actual device.
     const auto owner = C10_UNLIKELY(c10::memoryProfilingEnabled()) ? symmalloc_torch_device_of(pointer) : -1;

@@ -1,5 +1,5 @@
-// Tensors of other processes: the library shares its memory by file descriptors, and that of a pool's own allocator by legacy driver
-// calls.
+// Sharing of tensors between processes: by file descriptors for the library's memory, and by legacy driver calls for the memory of a
+// pool's own allocator.
 #pragma once
 
 #include "history.h"
@@ -46,7 +46,7 @@ inline std::shared_ptr<void> open_legacy(c10::DeviceIndex device, const std::str
   static auto* opened = new std::unordered_map<std::string, std::weak_ptr<void>>;
   cudaIpcMemHandle_t legacy;
   TORCH_CHECK(
-      handle.size() == std::strlen(kLegacyHandle) + sizeof(legacy), "symmalloc: a handle of shared memory is cut");
+      handle.size() == std::strlen(kLegacyHandle) + sizeof(legacy), "symmalloc: a handle of shared memory is truncated");
   std::memcpy(&legacy, handle.data() + std::strlen(kLegacyHandle), sizeof(legacy));
   std::lock_guard<std::mutex> lock(*mutex);
   if (auto known = (*opened)[handle].lock()) {
