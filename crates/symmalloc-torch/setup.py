@@ -1,6 +1,6 @@
 """Builds the wheel: cargo builds the library, and setuptools packages it with the Python files.
 
-The package uses a C interface through ctypes, so one wheel fits every Python 3. Its tag names the minimum C library
+The package calls a C interface through ctypes, so one wheel fits every Python 3. Its tag names the minimum C library
 (`py3-none-manylinux_2_34_x86_64`), which depends on the machine that builds it. `CARGO_TARGET_DIR` is respected.
 `SYMMALLOC_CARGO_PROFILE` (default `shipped`) selects the profile. To package a library that was built already, run
 `SYMMALLOC_LIBRARY=/path/to/libsymmalloc_torch.so pip install ./crates/symmalloc-torch`.
@@ -60,7 +60,7 @@ class BuildWithLibrary(build_py):
         package.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(built_library(), package / LIBRARY)
         if not self.editable_mode:
-            # The class for PyTorch is compiled against it. A checkout uses the crate's header.
+            # The class for PyTorch is compiled against this header. A checkout uses the crate's header.
             shutil.copyfile(CRATE / "include" / HEADER, package / "pytorch" / HEADER)
 
 
@@ -72,7 +72,7 @@ class PlatformWheel(bdist_wheel):
         return "py3", "none", platform
 
 
-# Libraries that every Linux with glibc has (PEP 600), and the oldest glibc that the tag supports.
+# The libraries that every Linux with glibc has (PEP 600), and the oldest glibc that the tag supports.
 EVERYWHERE = re.compile(r"(lib(c|m|dl|pthread|rt|util|gcc_s)|ld-linux-[a-z0-9-]+)\.so\.[0-9]+")
 GLIBC_MINOR_LEAST = 17
 
@@ -112,14 +112,14 @@ class WithRust(sdist):
             (target / "Cargo.toml").write_text(without_tests((folder / "Cargo.toml").read_text()))
         root = without_members((WORKSPACE / "Cargo.toml").read_text(), [str(folder.relative_to(WORKSPACE)) for folder in folders])
         (rust / "Cargo.toml").write_text(root)
-        # Names the CUDA headers of the bindings.
+        # Selects the version of the CUDA headers for the bindings.
         shutil.copytree(WORKSPACE / ".cargo", rust / ".cargo", dirs_exist_ok=True)
         shutil.copyfile(WORKSPACE / "Cargo.lock", rust / "Cargo.lock")
-        # Removes unused packages, because the build of the wheel fails if the lock file would change.
+        # Cargo removes unused packages, because building the wheel fails if the lock file would change.
         subprocess.run(["cargo", "metadata", "--format-version", "1"], cwd=rust, check=True, stdout=subprocess.DEVNULL)
         added = locked(rust) - locked(WORKSPACE)
         if added:
-            raise SystemExit(f"cargo took others than those of Cargo.lock, {sorted(added)}: run it where there is a network")
+            raise SystemExit(f"cargo selected packages that are not in Cargo.lock, {sorted(added)}: build with network access")
 
 
 def crates() -> list[Path]:

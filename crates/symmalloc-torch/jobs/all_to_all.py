@@ -1,4 +1,4 @@
-"""`symmalloc.all_to_all_single` compared with PyTorch's, and many calls with changing splits and shapes (`torchrun
+"""`symmalloc.all_to_all_single` compared with PyTorch's all-to-all, and many calls with changing splits and shapes (`torchrun
 --nproc-per-node N all_to_all.py`).
 
     sizes    from 64 KiB to 256 MiB of each rank's input, equal splits, alternating: microseconds until the device is done
@@ -39,7 +39,7 @@ def microseconds(call: Callable[[], Any], calls: int) -> float:
 
 
 def sizes(world: int, device: Any, turns: int) -> dict[str, list[float]]:
-    """Measures the minimum microseconds per size, of ours and of PyTorch's. Both move the same input to separate outputs."""
+    """Measures the minimum microseconds per size, for symmalloc and PyTorch. Both send the same input to separate outputs."""
     import symmalloc
     import torch
     import torch.distributed as dist
@@ -60,7 +60,7 @@ def sizes(world: int, device: Any, turns: int) -> dict[str, list[float]]:
         )
         best = [float("inf")] * 2
         for turn in range(turns):
-            # The two alternate in going first.
+            # The first call alternates.
             for which in (turn % 2, 1 - turn % 2):
                 best[which] = min(best[which], microseconds(both[which], calls))
         assert torch.equal(target, theirs), size
@@ -71,7 +71,7 @@ def sizes(world: int, device: Any, turns: int) -> dict[str, list[float]]:
 
 
 def taken(pool: Any) -> dict[str, int]:
-    """Returns the quantities that could grow."""
+    """Returns the quantities that must not grow."""
     import torch
 
     torch.cuda.synchronize()
@@ -92,7 +92,7 @@ def calls(rank: int, world: int, device: Any, count: int) -> dict[str, Any]:
 
     draw = random.Random(5)
     matrices = [[[draw.randrange(ROWS_MAX) for _ in range(world)] for _ in range(world)] for _ in range(MATRICES)]
-    # Every rank has room for the largest share, because allocations in a symmetric pool are equal on all ranks.
+    # Every rank allocates the largest share, because allocations in a symmetric pool are equal on all ranks.
     rooms = [max(sum(row[receiver] for row in matrix) for receiver in range(world)) for matrix in matrices]
     pool = symmalloc.MemPool()
     pool.register(mode=symmalloc.Mode.OFF)
@@ -116,7 +116,7 @@ def calls(rank: int, world: int, device: Any, count: int) -> dict[str, Any]:
                 for sender in range(world)
                 for row in range(matrix[sender][rank])
             ]
-            # A variable for a part of the output would keep it alive, and exceed the available room.
+            # A variable for a part of the output would keep it alive, and exceed the available memory.
             wanted = torch.tensor(expected, device=device, dtype=output.dtype).view(-1, 1)
             right += bool((output[: sum(received)] == wanted).all())
             checked += 1
@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=100_000)
     options = parser.parse_args()
     if options.allocator == "native":
-        report({"job": "all_to_all", "allocator": "native", "skipped": "symmalloc's own pools"})
+        report({"job": "all_to_all", "allocator": "native", "skipped": "requires symmalloc's pools"})
         return
     import symmalloc
     import torch

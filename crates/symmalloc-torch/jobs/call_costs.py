@@ -1,8 +1,8 @@
-"""Costs of an allocation from Python: `torch.empty` and its free, in nanoseconds.
+"""Cost of an allocation from Python: `torch.empty` and its free, in nanoseconds.
 
     call_costs.py --allocator native
     call_costs.py --allocator symmalloc
-    call_costs.py --allocator symmalloc --trace run.trace.zst     records every op; with a history, by Python frame
+    call_costs.py --allocator symmalloc --trace run.trace.zst     records every op; with a history, names each by Python frame
 
     `history`: `torch.cuda.memory._record_memory_history` keeps the Python frames of live allocations.
 """

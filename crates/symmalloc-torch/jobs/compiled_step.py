@@ -1,4 +1,4 @@
-"""torch.compile: a training step through Inductor and Triton gives the same losses as on PyTorch's own allocator."""
+"""torch.compile: a training step through Inductor and Triton has the same losses as on PyTorch's own allocator."""
 
 from __future__ import annotations
 

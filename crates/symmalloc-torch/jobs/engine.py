@@ -1,4 +1,4 @@
-"""Shared code of the engine jobs: a communicator that the program owns, as PyNcclCommunicator of vLLM and SGLang."""
+"""Shared code of the engine jobs: a communicator that the program owns, like PyNcclCommunicator in vLLM and SGLang."""
 
 from __future__ import annotations
 

@@ -142,8 +142,8 @@ class Engine:
         return right, STEPS + 1, figures
 
     def graphs(self) -> tuple[int, int, dict[str, bool]]:
-        """Captures two graphs in one pool, of which the second reuses memory that the first has freed. Between replays, tensors of
-        the other pool are allocated and freed."""
+        """Captures two graphs in one pool. The second reuses memory that the first has freed. Between replays, tensors of the
+        other pool are allocated and freed."""
         import symmalloc
         import torch
         import torch.distributed as dist
@@ -163,7 +163,7 @@ class Engine:
                 second = first + 1
                 places.append([first.data_ptr(), second.data_ptr()])
                 del first
-                again = second * 2  # at the address of the first
+                again = second * 2  # has the address of the first
                 places[-1].append(again.data_ptr())
                 dist.all_reduce(again)
                 outputs[number].copy_(again)
@@ -224,7 +224,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--allocator", choices=("native", "symmalloc"), default="symmalloc")
     if parser.parse_args().allocator == "native":
-        report({"job": "engine_windows", "allocator": "native", "skipped": "symmalloc's own pools"})
+        report({"job": "engine_windows", "allocator": "native", "skipped": "requires symmalloc's pools"})
         return
     import symmalloc
     import torch

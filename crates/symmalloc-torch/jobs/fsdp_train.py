@@ -73,10 +73,10 @@ def main() -> None:
         auto_wrap_policy=ModuleWrapPolicy({Layer}),
         mixed_precision=MixedPrecision(param_dtype=half, reduce_dtype=half, buffer_dtype=half),
         device_id=local_rank if is_cuda else None,
-        # With the original parameters, each rank has only those of its shard, so ranks would run different programs.
+        # With the original parameters, each rank has only the parameters of its shard, so ranks would run different programs.
         use_orig_params=False,
     )
-    # FSDP1 requires an accelerator. On a CPU, the script is only tried out.
+    # FSDP1 requires an accelerator. A run on a CPU only tests the script.
     model = sharded(Model()) if is_cuda else nn.parallel.DistributedDataParallel(Model())
     clip = model.clip_grad_norm_ if is_cuda else functools.partial(nn.utils.clip_grad_norm_, list(model.parameters()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
@@ -107,7 +107,7 @@ def main() -> None:
 
     def step(number: int) -> torch.Tensor:
         text = torch.randint(vocabulary, (batch, lengths[number % period] + 1), generator=texts)
-        # Each rank has a different text with equally many distinct words, so that no size depends on the rank.
+        # Each rank has a different text with the same number of distinct words, so that no size depends on the rank.
         tokens = copied((text + rank) % vocabulary)
         logits, activations = model(tokens[:, :-1])
         watched = watch(activations)
@@ -123,7 +123,7 @@ def main() -> None:
             import symmalloc
 
             digests.append(symmalloc.digest())
-            if number == period - 1:  # waits for the device, so outside of the timed windows
+            if number == period - 1:  # waits for the device, so it is outside the timed windows
                 symmalloc.assert_aligned()
         return loss.detach() + watched
 

@@ -34,7 +34,7 @@ def main() -> None:
         x = torch.randn(nodes, inputs, device=job.device)
         labels = torch.randint(classes, (nodes,), device=job.device)
         for place, layer in enumerate(layers):
-            # A node's neighbors precede it, so sums have a fixed order, and bits are equal from run to run.
+            # A node's neighbors precede it, so sums have a fixed order, and results are bitwise equal from run to run.
             shift = torch.arange(1, degree + 1, device=job.device)
             neighbors = (torch.arange(nodes, device=job.device)[:, None] - shift).clamp_(min=0)
             x = layer(x, neighbors)

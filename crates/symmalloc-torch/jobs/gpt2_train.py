@@ -12,7 +12,7 @@ from job import Job, report
 def training(
     job: Job, batch: int, lengths_max: int, length: Callable[[int], int], compiled: Callable[[Any], Any] | None = None
 ) -> Callable[[int], Any]:
-    """Returns a training step on sequences, whose length depends on the step."""
+    """Returns a training step on sequences whose length depends on the step."""
     import torch
     from torch import nn
     from torch.nn import functional as F

@@ -1,4 +1,4 @@
-"""torch.compile(mode="reduce-overhead"): GPT-2 trains 50 steps in CUDA graph trees, with the losses of PyTorch's own."""
+"""torch.compile(mode="reduce-overhead"): GPT-2 trains 50 steps in CUDA graph trees, with the losses of PyTorch's allocator."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 ALLOCATORS = ("native", "expandable", "async", "symmalloc", "planned", "stitched")
-# The allocators that are symmalloc, with their additional configuration.
+# The names for symmalloc, with their additional configuration.
 OURS = {"symmalloc": None, "planned": "plan:learn", "stitched": "stitching:true,streams:shared"}
 
 
@@ -58,7 +58,7 @@ class Job:
             symmalloc.install(",".join(settings) if settings else None, trace=options.trace)
         elif options.trace and options.device == "cuda":
             torch.cuda.memory._record_memory_history(context=None)
-        # Bitwise equal results from run to run, as far as PyTorch supports them.
+        # Results are bitwise equal from run to run, as far as PyTorch supports it.
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False
         torch.manual_seed(1)
@@ -66,7 +66,7 @@ class Job:
         return Job(name, options.allocator, options.device, options.trace, is_tiny, options.windows)
 
     def measure(self, period: int, step: Callable[[int], object], periods: int = 1) -> dict[str, object]:
-        """Runs a period to warm up, then the windows, each of so many periods that it takes seconds. Returns the figures."""
+        """Runs a period to warm up, then the windows of `periods` periods each. Returns the measurements."""
         import torch
 
         def carried_out(number: int) -> object:
@@ -102,7 +102,7 @@ class Job:
         return figures
 
     def steady(self, steps: int, period: int, step: Callable[[int], object]) -> dict[str, object]:
-        """Measures the peaks of one more period after all windows, and the memory in use by the driver then."""
+        """Measures the peaks of one more period after all windows, and the memory that the driver then has in use."""
         import torch
 
         torch.cuda.reset_peak_memory_stats()
@@ -140,6 +140,6 @@ class Job:
 
 
 def report(figures: dict[str, object]) -> None:
-    """Prints one line for `run`, in a single write on a separate line, because several ranks write to one file."""
+    """Prints one line for `run`. It is a single write that begins a new line, because several ranks write to one file."""
     sys.stdout.write(f"\nfigures {json.dumps(figures)}\n")
     sys.stdout.flush()

@@ -28,7 +28,7 @@ def main() -> None:
         ):
             total += float(batch.to(job.device, non_blocking=True).sum()) / 1000
     report({"job": job.name, "allocator": job.allocator, "right": int(total == 2 * sum(range(256))), "of": 1})
-    # It lives until the interpreter is destroyed, and freeing it must not fail then.
+    # The tensor lives until the interpreter is destroyed, and freeing it then must not fail.
     KEPT.append(held)
 
 

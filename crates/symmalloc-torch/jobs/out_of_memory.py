@@ -43,7 +43,7 @@ def main() -> None:
     right = sum(is_so == should for is_so, should in zip(outcomes, expected, strict=True)) + is_finite
     try:
         torch.empty(1 << 40, dtype=torch.uint8, device=job.device)
-        text = "nothing was raised"
+        text = "no error was raised"
     except torch.OutOfMemoryError as error:
         text = str(error).splitlines()[0]
     report({"job": job.name, "allocator": job.allocator, "right": right, "of": 6, "message": text})

@@ -1,7 +1,7 @@
-"""PyTorch's calls to an allocator, one by one: each works on PyTorch's own and on symmalloc, with bitwise equal results.
+"""PyTorch's calls to an allocator: each works on PyTorch's own allocator and on symmalloc, with bitwise equal results.
 
-    crates/symmalloc-torch/jobs/pytorch_calls.py                      both, and a table
-    crates/symmalloc-torch/jobs/pytorch_calls.py --allocator native   one, for `run`
+    crates/symmalloc-torch/jobs/pytorch_calls.py                      both allocators, and a table
+    crates/symmalloc-torch/jobs/pytorch_calls.py --allocator native   one allocator, for `run`
 
 A call whose requirements are missing (a second GPU, NCCL, a compiler) is skipped, and the reason is printed.
 """
@@ -35,7 +35,7 @@ class Skipped(Exception):
 
 
 def check(name: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    """A check returns one or more tensors whose bits must be equal on all allocators; None if it has none."""
+    """Adds a check, which returns one or more tensors whose bits must be equal on all allocators, or None."""
 
     def add(function: Callable[[], Any]) -> Callable[[], Any]:
         CHECKS[name] = function
@@ -107,7 +107,7 @@ def history_of_cxx() -> Any:
     assert actions & {"segment_alloc", "segment_map"} and actions & {"segment_free", "segment_unmap"}, actions
     frames = {frame["name"] for entry in entries if entry["action"] == "alloc" for frame in entry["frames"]}
     assert any("::" in name for name in frames), "no C++ frame"
-    assert not torch.cuda.memory._snapshot()["device_traces"][0], "the history was not ended"
+    assert not torch.cuda.memory._snapshot()["device_traces"][0], "the history is still recorded"
     return result
 
 
@@ -146,7 +146,7 @@ def mem_pool() -> Any:
     del pool
     gc.collect()
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() < reserved, "the pool's memory did not go back"
+    assert torch.cuda.memory_reserved() < reserved, "the pool's memory was not released"
     return result
 
 
@@ -168,9 +168,9 @@ def mem_pool_backward() -> Any:
     x = torch.ones(1024, device="cuda", requires_grad=True)
     with torch.cuda.use_mem_pool(pool):
         Kept.apply(x).sum().backward()
-    assert Kept.thread != threading.get_ident(), "the backward pass has a thread of its own"
+    assert Kept.thread != threading.get_ident(), "the backward pass did not run on another thread"
     if ALLOCATOR == "symmalloc":
-        assert is_in(pool, Kept.tensor), "what the backward pass allocated is not in the pool"
+        assert is_in(pool, Kept.tensor), "a tensor of the backward pass is not in the pool"
     Kept.apply(x).sum().backward()
     assert not is_in(pool, Kept.tensor)
     result = Kept.tensor.sum()
@@ -210,12 +210,12 @@ def mem_pool_of_functions() -> Any:
     with torch.cuda.use_mem_pool(pool):
         again = torch.ones(256, 1024, device="cuda")
     # PyTorch's own allocator does not query its events while a pool is in use.
-    assert ALLOCATOR == "native" or counted(0) == calls, "the pool did not take its own free memory"
+    assert ALLOCATOR == "native" or counted(0) == calls, "the pool did not reuse its free memory"
     del again, pool
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    assert counted(1) == counted(0), f"{counted(0)} segments came and {counted(1)} went"
+    assert counted(1) == counted(0), f"{counted(0)} segments were allocated and {counted(1)} freed"
     return result
 
 
@@ -226,7 +226,7 @@ def mem_pool_wishes() -> Any:
     try:
         pool = torch.cuda.MemPool(no_split=True)
     except TypeError as error:
-        raise Skipped(f"this PyTorch has none: {error}") from error
+        raise Skipped(f"this PyTorch does not support it: {error}") from error
     with torch.cuda.use_mem_pool(pool):
         tensors = [torch.full((3 * MIB,), number, dtype=torch.uint8, device="cuda") for number in range(3)]
     assert len(pool.snapshot()) == 3 and all(len(segment["blocks"]) == 1 for segment in pool.snapshot())
@@ -260,7 +260,7 @@ def out_of_memory() -> Any:
     wanted = total // 2
     try:
         torch.empty(wanted, dtype=torch.uint8, device="cuda")
-        raise AssertionError("it was allocated")
+        raise AssertionError("the allocation beyond the limit succeeded")
     except torch.OutOfMemoryError as error:
         assert "CUDA out of memory." in str(error), error
     finally:
@@ -320,7 +320,7 @@ def graph_tree() -> Any:
         # The other branch is captured after a replay of the stem, so the pool must be restored to its state at the stem's capture.
         results.append((left if number < 4 or number % 2 else right)(stem).clone())
     manager = cudagraph_trees.get_manager(0, create_if_none_exists=False)
-    assert manager is not None and manager.debug_checkpointing_counter > 0, "no checkpoint was set"
+    assert manager is not None and manager.debug_checkpointing_counter > 0, "no checkpoint was restored"
     return results
 
 
@@ -548,7 +548,7 @@ def both(only: str | None) -> int:
             outcomes[allocator] |= json.loads(line)
     holds = True
     print("\n| call | native | symmalloc | bits |\n|---|---|---|---|")
-    ended = {"outcome": "the process ended", "bits": ""}
+    ended = {"outcome": "no result: the process ended", "bits": ""}
     for name in (name for name in CHECKS if not only or only in name):
         native, ours = (outcomes[allocator].get(name, ended) for allocator in ("native", "symmalloc"))
         same = "equal" if native["bits"] == ours["bits"] else "DIFFER"
@@ -561,7 +561,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--allocator", choices=("native", "symmalloc"))
     parser.add_argument("--only", help="run only calls whose name contains this text")
-    parser.add_argument("--windows", type=int, help="for `run`; there are none")
+    parser.add_argument("--windows", type=int, help="ignored; `run` passes it")
     options = parser.parse_args()
     if options.allocator is None:
         return both(options.only)

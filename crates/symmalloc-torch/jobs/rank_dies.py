@@ -1,6 +1,6 @@
-"""A process dies in a scope of a registered pool: the other one gets an error that names it, within the deadline.
+"""A process dies in a scope of a registered pool: the other process gets an error that names it, within the deadline.
 
-    crates/symmalloc-torch/jobs/rank_dies.py          starts both ranks itself, on two GPUs or on one
+    crates/symmalloc-torch/jobs/rank_dies.py          starts both ranks, on two GPUs or on one
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def rank_of_two(mode: str) -> None:
     begun = time.monotonic()
     try:
         with symmalloc.use_mem_pool(pool, register=True):
-            # A separate segment, so that the scope's end has something to register.
+            # The allocation needs a new segment, so that the scope's end registers one.
             second = torch.ones(64 << 20, device=device)
             if rank == 1:
                 os._exit(DIED)
@@ -45,9 +45,9 @@ def rank_of_two(mode: str) -> None:
         elapsed = time.monotonic() - begun
         assert elapsed < DEADLINE_SECONDS + MARGIN_SECONDS and "rank 1" in str(error), (elapsed, error)
         assert float(second.sum()) == second.numel()
-        # Outside of the scope, in the default pool: the process continues.
+        # The process continues outside the scope, in the default pool.
         assert float(torch.ones(1024, device=device).sum()) == 1024
-        print(f"told after {elapsed:.2f} s: {str(error).splitlines()[0]}", flush=True)
+        print(f"error after {elapsed:.2f} s: {str(error).splitlines()[0]}", flush=True)
         os._exit(0)
     raise AssertionError("no error")
 
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.allocator == "native":
-        report({"job": "rank_dies", "allocator": "native", "skipped": "symmalloc's own pools"})
+        report({"job": "rank_dies", "allocator": "native", "skipped": "requires symmalloc's pools"})
         return
     if options.rank is not None:
         rank_of_two(options.rank)

@@ -1,7 +1,7 @@
 """Startup costs of symmalloc: milliseconds from `import torch` to the first tensor.
 
 PyTorch is imported only once, because the time of an import varies by seconds. Each process is a fork of this one, alternating
-between native and symmalloc. Run the script once before, so that the class is compiled.
+between native and symmalloc. Run the script once before measuring, so that the class is compiled.
 """
 
 from __future__ import annotations

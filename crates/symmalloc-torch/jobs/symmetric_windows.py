@@ -1,7 +1,7 @@
-"""The reported failure: an all-reduce through NCCL's symmetric windows after tensors were freed and allocated again.
+"""The failure that symmalloc prevents: an all-reduce through NCCL's symmetric windows after tensors were freed and reallocated.
 
-    torchrun --nproc-per-node 2 symmetric_windows.py --allocator native       right 8 of 8, then 0 of 8
-    torchrun --nproc-per-node 2 symmetric_windows.py --allocator symmalloc    right 8 of 8, then 8 of 8
+    torchrun --nproc-per-node 2 symmetric_windows.py --allocator native       8 of 8 correct, then 0 of 8
+    torchrun --nproc-per-node 2 symmetric_windows.py --allocator symmalloc    8 of 8 correct, then 8 of 8
 
 Eight tensors of 1 MiB are in four segments of 2 MiB, each a window. NCCL finds a peer's buffer at (window, own offset) without
 a check. Even ranks get their segments at ascending addresses and odd ranks at descending ones, which can happen in any program.
@@ -49,7 +49,7 @@ class Holes:
 
 
 class NativePool:
-    """PyTorch's own: ncclMemAlloc'ed memory in a torch.cuda.MemPool, registered with the process group."""
+    """PyTorch's pool: memory of ncclMemAlloc in a torch.cuda.MemPool, registered with the process group."""
 
     def __init__(self, backend: Any) -> None:
         import torch
@@ -145,7 +145,7 @@ def main() -> None:
         report({"job": "symmetric_windows", "allocator": allocator, "right": right, "of": TENSORS, "orders": orders})
     pool.close()
     if allocator == "symmalloc":
-        # The recipe of docs/pytorch.md: one segment from the start, so the rounds register nothing.
+        # As docs/pytorch.md recommends, the pool has one segment from the start, so the rounds register nothing.
         reserved = OurPool(backend, reserve=TENSORS * MIB)
         assert [round_of_tensors(reserved)[0] for _ in range(2)] == [TENSORS] * 2
         reserved.close()

@@ -1,19 +1,19 @@
 """GPT-2 (124M) training and generation that alternate on a GPU, each without device memory while the other one works.
 
-    crates/symmalloc-torch/jobs/take_turns.py --compare                          all of --memory in one run, and a table
-    crates/symmalloc-torch/jobs/take_turns.py --compare --turns 200 --other 0.9  and another process takes 90 % of the device meanwhile
+    crates/symmalloc-torch/jobs/take_turns.py --compare                          every --memory in turn, and a table
+    crates/symmalloc-torch/jobs/take_turns.py --compare --turns 200 --other 0.9  another process uses 90 % of the device meanwhile
     crates/symmalloc-torch/jobs/take_turns.py --memory symmalloc --turns 50      one run
-    crates/symmalloc-torch/jobs/take_turns.py --compare --device cpu             the script itself, without a GPU and without sleeping
+    crates/symmalloc-torch/jobs/take_turns.py --compare --device cpu             tests the script without a GPU and without sleep
 
     training    | wake, steps ───────── | asleep: weights and optimizer on the host |
     generation  | asleep                | wake: weights copied, KV cache empty, a captured graph per token |
 
-A run passes if losses and tokens are bitwise equal to those of the run without sleep, and if the device has equally much free memory
-after each turn while both sleep. `--memory`:
+A run passes if losses and tokens are bitwise equal to those of the run without sleep, and if the device has the same amount
+of free memory after each turn while both sleep. `--memory`:
 
 plain               no sleep
     symmalloc           symmalloc.region, pause, resume
-    torch_memory_saver  its own functions; skipped if it is not installed
+    torch_memory_saver  torch_memory_saver's functions; skipped if it is not installed
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Other:
     def heard(self, word: str) -> None:
         assert self.process.stdout is not None
         said = self.process.stdout.readline().strip()
-        assert said == word, f"the other process said {said!r} in place of {word!r}"
+        assert said == word, f"the other process sent {said!r} instead of {word!r}"
 
     def tell(self, word: str, answer: str) -> None:
         assert self.process.stdin is not None
@@ -105,7 +105,7 @@ def hold(share: float) -> None:
             torch.cuda.synchronize()
             print("taken", flush=True)
         else:
-            assert bool((held[:: 4 * MIB] == pattern - 1).all()), "somebody else wrote there"
+            assert bool((held[:: 4 * MIB] == pattern - 1).all()), "another program wrote to the memory"
             del held
             torch.cuda.empty_cache()
             print("given back", flush=True)
@@ -181,7 +181,7 @@ def train_and_generate(options: argparse.Namespace) -> dict[str, Any]:
     with saver.region(tag="training", enable_cpu_backup=True):
         model, vocabulary, outer, inner = gpt2(is_tiny, device, length_max)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-        # Its states are created in its first step.
+        # The optimizer creates its state in its first step.
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
@@ -292,7 +292,7 @@ def train_and_generate(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def compare(options: argparse.Namespace) -> int:
-    """Runs each in a separate process, one after the other. Exits with 0 if all results are equal."""
+    """Runs each configuration in a separate process, one after the other. Returns 0 if all results are equal."""
     rows: list[dict[str, Any]] = []
     # Without a GPU, no run can sleep, so the run without sleep is repeated.
     for memory in MEMORIES if options.device == "cuda" else ("plain", "plain"):
@@ -309,7 +309,7 @@ def compare(options: argparse.Namespace) -> int:
         else:
             # torch_memory_saver 0.0.10 kills a process that frees its tensors during Python's exit, after all of its work.
             if done.returncode != 0:
-                print(f"{memory}: ended with {done.returncode} after its figures")
+                print(f"{memory}: ended with {done.returncode} after its results")
             rows.append(json.loads(figures[0].removeprefix("figures ")))
             print(json.dumps(rows[-1], indent=1))
     plain = rows[0]

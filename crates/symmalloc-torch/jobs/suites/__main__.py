@@ -13,7 +13,7 @@ A test that is worse on symmalloc is repeated on both before it counts. Outcomes
 continues after a crash, a kill, or `--budget` seconds. A test that crashes or hangs ends its worker, but not the run. The table
 is printed and written to `OUT/suites.md`, and all outcomes to `OUT/suites.json`.
 
-Exits with 0 without a regression, 1 with one, 2 if no test could be run, and 3 if tests remain to be run.
+Exits with 0 without a regression, 1 with a regression, 2 if no test could be run, and 3 if tests remain to be run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from worker import TESTS
 SUITES = ("distributed", "op_db")
 # Files of PyTorch's tests that need all GPUs for each test.
 TAKES_ALL_GPUS = ("distributed", "test_c10d_nccl", "test_symmetric_memory", "test_cuda_multigpu")
-# Results are compared bitwise only if native runs agree with each other.
+# Results are compared bitwise only if the native runs agree with each other.
 NATIVE_RUNS = {"op_db": 2}
 
 
@@ -54,7 +54,7 @@ class Options:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", action="append", help=f"{', '.join(SUITES)}, a file of --tests, or a suite by its path; the first two")
+    parser.add_argument("--suite", action="append", help=f"{', '.join(SUITES)}, a file of --tests, or a path; the first two")
     parser.add_argument("--tests", type=Path, help="the folder `test` of PyTorch's source")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=1, metavar="N", help="concurrent tests; at least one per GPU for single-GPU tests")
@@ -79,7 +79,7 @@ def main() -> int:
     if any(one.bad() for one in compared):
         return 1
     if not any(one.verdicts for one in compared):
-        print("no test has such a name", file=sys.stderr)
+        print("no test matches --only", file=sys.stderr)
         return 2
     return 3 if any(one.unfinished() for one in compared) else 0
 

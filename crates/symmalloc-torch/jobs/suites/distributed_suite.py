@@ -10,7 +10,7 @@ import unittest
 
 os.environ.setdefault("BACKEND", os.environ.get("SYMMALLOC_SUITES_BACKEND", "nccl"))
 os.environ.setdefault("WORLD_SIZE", "2")
-# Spawned ranks also run this file, and find the test's class by its name.
+# Spawned ranks also run this file, and find the test's class by name.
 import torch
 from results import Outcome
 from worker import outcome, under_allocator

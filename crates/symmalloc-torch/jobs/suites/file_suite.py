@@ -47,7 +47,7 @@ def _cases(suite: unittest.TestSuite) -> Iterator[unittest.TestCase]:
             yield test
 
 
-# By name: names are equal on both allocators, and PyTorch's own loader may leave some out.
+# Tests are identified by name: names are equal on both allocators, and PyTorch's own loader may omit some tests.
 CASES = {test.id().removeprefix(f"{module.__name__}."): test for test in _cases(unittest.TestLoader().loadTestsFromModule(module))}
 
 
@@ -60,7 +60,7 @@ def run(name: str) -> Outcome:
 
 
 def IS_BROKEN(error: Exception | None) -> bool:
-    """Returns `True` after an error of the device: every later call in this process returns it, too."""
+    """Returns `True` after an error of the device, which every later call in this process returns, too."""
     import torch
 
     try:

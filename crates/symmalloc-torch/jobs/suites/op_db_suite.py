@@ -16,13 +16,13 @@ import torch
 from results import PASSED, Outcome
 from worker import under_allocator
 
-# Must precede any use of CUDA.
+# The allocator must be installed before any use of CUDA.
 under_allocator()
 
 from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
 from torch.utils._pytree import tree_flatten  # noqa: E402
 
-# Sums in a fixed order, as far as PyTorch supports it.
+# Sums have a fixed order, as far as PyTorch supports it.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 torch.use_deterministic_algorithms(True, warn_only=True)
 torch.utils.deterministic.fill_uninitialized_memory = False
@@ -70,7 +70,7 @@ def run(name: str) -> Outcome:
 
 
 def IS_BROKEN(error: Exception | None) -> bool:
-    """Ends the process after an error of the device, because all later results in it are invalid."""
+    """Returns `True` after an error of the device, because all later results in this process are invalid."""
     if DEVICE != "cuda" or isinstance(error, torch.OutOfMemoryError):
         return False
     try:
@@ -97,7 +97,7 @@ def _add(bits: Any, tensor: torch.Tensor) -> None:
 
 
 def _strided(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Returns the parts of a tensor, each with memory."""
+    """Returns the parts of a tensor that have memory."""
     if tensor.is_nested:
         yield from tensor.unbind()
     elif tensor.layout == torch.sparse_coo:

@@ -54,7 +54,7 @@ class RunFile:
             keys = known.keys() | run.keys()
             differ = [key for key in sorted(keys) if known.get(key) != run.get(key)]
             told = ", ".join(f"{key} {known.get(key)!r}, now {run.get(key)!r}" for key in differ)
-            raise OtherRun(f"{self.path} belongs to another run ({told}): name another folder with --out, or remove the file")
+            raise OtherRun(f"{self.path} belongs to another run ({told}): select another folder with --out, or remove the file")
 
     def began(self, name: str) -> None:
         self._write({"name": name, "began": True})
@@ -102,7 +102,7 @@ class RunFile:
             file.write(("\n" if is_cut else "") + json.dumps(line) + "\n")
 
 
-# The verdicts over two allocators. The first four are no worse than native.
+# The verdicts on a test. The first four are no worse than native.
 EQUAL, BOTH_FAIL, BOTH_SKIP, BETTER = "equal", "fails on both", "skipped on both", "fails on native alone"
 VARIES = "passes, other bits in each native run"
 NO_CONTENTS = "passes, contents undefined"
@@ -113,7 +113,7 @@ BAD = (REGRESSION, OTHER_BITS)
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict over the runs of a test."""
+    """The verdict on the runs of a test."""
 
     verdict: str
     native: str
@@ -124,7 +124,7 @@ class Verdict:
 def judge(native: list[Outcome | None], ours: list[Outcome | None], has_no_contents: bool = False) -> Verdict:
     """Compares a test's runs. `native` and `ours` have one outcome for each run, `None` if it was not run.
 
-    `has_no_contents`: what the test computes is undefined, as with `torch.empty`.
+    `has_no_contents`: the test's results are undefined, as with `torch.empty`.
     """
     told = _told(native), _told(ours)
     if None in native or None in ours:

@@ -22,7 +22,7 @@ WORKER = Path(__file__).resolve().with_name("worker.py")
 # A worker imports PyTorch and creates a context before its first test.
 START_SECONDS = 300
 POLL_SECONDS = 0.1
-# The number of consecutive workers that exit before they begin a test. After these, the failure is not a test's.
+# The number of consecutive workers that may exit before they begin a test. With more, no test is the cause.
 VAIN_STARTS_MAX = 2
 
 
@@ -44,7 +44,7 @@ class Machine:
 
     gpus: int
     at_once: int
-    """The maximum of concurrent tests. Each test has its own GPU, or all of them."""
+    """The maximum number of concurrent tests. Each test has its own GPU, or all of them."""
     seconds: float
     """The time limit per test, in seconds."""
     deadline: float
@@ -88,7 +88,7 @@ class Run:
         concurrently. Raises `OtherRun` and `WorkerFailed`."""
         parts = max(machine.at_once, machine.gpus if shares_gpus else 1)
         files = [RunFile(self.path.with_suffix(f".{part}.jsonl")) for part in range(parts)]
-        # The number of GPUs may differ from that of the earlier run.
+        # The number of GPUs may differ from the earlier run.
         known = self._known()
         for file in files:
             file.begin(self.facts)

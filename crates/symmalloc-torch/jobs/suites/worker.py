@@ -37,7 +37,7 @@ if os.environ.get("SYMMALLOC_SUITES_ALLOCATOR") == "symmalloc":
     import symmalloc
     symmalloc.install()
 """
-# The exit status of a worker that cannot continue. Another worker does.
+# The exit status of a worker that cannot continue. Another worker replaces it.
 BROKEN = 75
 DETAIL_CHARACTERS = 400
 
@@ -111,7 +111,7 @@ def work(options: argparse.Namespace) -> None:
             outcome = Outcome(FAILED, detail=told[:DETAIL_CHARACTERS])
             is_broken = getattr(suite, "IS_BROKEN", lambda _: False)(error)
         seconds = round(time.monotonic() - start, 3)
-        # A suite that catches a test's errors can also report one.
+        # A suite that catches a test's errors can report a broken process, too.
         if outcome.outcome == FAILED and not is_broken:
             is_broken = getattr(suite, "IS_BROKEN", lambda _: False)(None)
         file.ended(name, Outcome(outcome.outcome, seconds, outcome.detail[-DETAIL_CHARACTERS:], outcome.bits))

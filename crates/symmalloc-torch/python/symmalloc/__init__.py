@@ -83,8 +83,8 @@ def dump_snapshot(path: str | os.PathLike[str], device: Device = None) -> None:
 def flight_record(path: str | os.PathLike[str] | None = None, *, reason: str = "asked for") -> dict[str, Any]:
     """Returns a flight record: the last collectives of this process's registered groups, and the state of their other ranks.
 
-    path    also writes the record to this file, for `symmalloc diff`; None: writes no file
-    reason  a text that the record contains
+    path    also write the record to this file, for `symmalloc diff`; None: no file
+    reason  text for the record
 
     The watchdog also writes records by itself: when a group's sync fails, and on the signal that `SYMMALLOC_FLIGHT_SIGNAL`
     names (`USR1` or `USR2`). These go to the folder in `SYMMALLOC_FLIGHT_RECORDS`, by default `~/.local/state/symmalloc`.
@@ -98,7 +98,7 @@ def flight_record(path: str | os.PathLike[str] | None = None, *, reason: str = "
 
 
 def digest(device: Device = None, pool: MemPool | None = None) -> int:
-    """Returns the 64-bit digest of a pool's history; None: the default pool.
+    """Returns the 64-bit digest of a pool's history. `None` is the default pool.
 
     Digests are equal on all ranks exactly when the ranks made the same placements. Raises `NotInstalled`.
     """
@@ -108,7 +108,7 @@ def digest(device: Device = None, pool: MemPool | None = None) -> int:
 def placement(tensor: torch.Tensor) -> Placement:
     """Returns the segment and offset of a CUDA tensor's storage.
 
-    Raises `InvalidArgument` if it is not a tensor, `NotInstalled`, and `UnknownPointer` for memory of another allocator.
+    Raises `InvalidArgument` if it is not a CUDA tensor, `NotInstalled`, and `UnknownPointer` for another allocator's memory.
     """
     if not hasattr(tensor, "untyped_storage"):
         raise InvalidArgument(f"placement() got {type(tensor).__name__}: give a CUDA tensor")

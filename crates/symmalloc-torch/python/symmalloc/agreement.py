@@ -21,13 +21,13 @@ def assert_aligned(group: ProcessGroup | None = None, *, symmetric_only: bool = 
     """Compares the allocation histories of all ranks, and raises `MisalignedError` on every rank if they differ.
 
     group           the ranks to compare; None: the default group
-    symmetric_only  compares symmetric pools only, instead of all pools
+    symmetric_only  compare only symmetric pools instead of all pools
     device          None: the current one
 
     Collective: every rank of the group calls it at the same point. The error names the first op that differs and what each
     rank did. While ranks agree, the cost is one small all-gather. It uses host tensors if the group has gloo, and otherwise
     device memory that belongs to no pool. A comparison therefore does not change any compared history, and a subset of the
-    ranks may run one. Raises `TorchError` without PyTorch or its process group, and `NotInstalled`.
+    ranks can run one. Raises `TorchError` without PyTorch or its process group, and `NotInstalled`.
     """
     import_torch("assert_aligned()")
     import torch.distributed as dist

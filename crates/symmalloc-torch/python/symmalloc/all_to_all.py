@@ -101,15 +101,15 @@ def all_to_all_single(
 
     output, input       contiguous tensors of one dtype with rows of one size. The first dimension counts rows. Each tensor may
                         have more rows than its splits, so that one buffer serves steps of different sizes
-    output_splits       rows received from each rank; None, with `input_splits` None: both tensors are split equally
+    output_splits       rows received from each rank; if this and `input_splits` are None, both are split equally
     input_splits        rows sent to each rank. A rank's entry for itself must be equal in both lists
     group               a group on which a pool is registered; None: the default group
     comm                a raw communicator instead of the group's
-    async_op            runs on a separate stream, after the work of the current one; `Work.wait()` joins it
-    require_registered  rejects tensors outside registered memory. NCCL can move these too, through its internal buffers
-    check_splits        compares the splits of all ranks first, for debugging: every rank gets the same error. Blocks the host
+    async_op            run on a separate stream, after the work of the current one; `Work.wait()` joins it
+    require_registered  reject tensors outside registered memory. NCCL can move these too, through its internal buffers
+    check_splits        compare the splits of all ranks first, for debugging: every rank gets the same error. Blocks the host
 
-    Collective. Exchanges no splits: if a rank knows only its input splits, call `exchange_splits` first. Raises
+    Collective. Does not exchange splits: if a rank knows only its input splits, call `exchange_splits` first. Raises
     `InvalidArgument` for tensors or splits that do not fit, `InvalidState` for unregistered memory, `MisalignedError` if checked
     splits differ, and `NcclError` if the communicator failed.
     """

@@ -30,7 +30,7 @@ SHARED_STREAMS = 0xFFFF_FFFF
 NOWHERE = 0xFFFF_FFFF_FFFF_FFFF
 
 Gather = Callable[[bytes], bytes]
-"""Takes this rank's bytes; returns the bytes of all ranks, equally many for each, in rank order."""
+"""A function that takes this rank's bytes and returns the bytes of all ranks, in rank order. All ranks pass equally many."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Placement:
 
     pool: int
     stream: int | None
-    """The number of its stream, in order of first use; None if the pool's streams share memory."""
+    """The number of the stream, in order of first use; None if the pool's streams share memory."""
     segment: int
-    """The birth ordinal of its segment in its heap."""
+    """The birth ordinal of the segment in its heap."""
     offset_bytes: int
     size_bytes: int
     """Usable bytes: the requested size, rounded up."""
@@ -62,14 +62,14 @@ class StepReport:
 
 
 class Contents(enum.Enum):
-    """The treatment of the bytes in live allocations when a pool sleeps."""
+    """The treatment of the contents of live allocations when a pool sleeps."""
 
     KEEP = 0
     """Copied to pinned host memory, and restored on wake."""
     DROP = 1
     """Discarded, and undefined after wake."""
     ZERO = 2
-    """Zero after wake."""
+    """Discarded, and zero after wake."""
 
 
 class Phase(enum.Enum):
@@ -142,7 +142,7 @@ class Allocator:
     def shared(cls, device: int) -> Allocator:
         """Returns the process's allocator for a device, and creates it on first use, configured by `SYMMALLOC_CONF`.
 
-        It lives until the process ends. PyTorch uses it after `install()`, and so do the other runtimes that this package supports.
+        The allocator lives until the process ends. PyTorch uses it after `install()`. The other supported runtimes use it, too.
         """
         self = cls.__new__(cls)
         self._handle, self._is_owned = c_void_p(), False
@@ -227,7 +227,7 @@ class Allocator:
     def wake(self, pool: int = DEFAULT_POOL) -> Woken:
         """Wakes a pool at its previous addresses, and restores the kept contents.
 
-        Raises `OutOfMemory` if the device lacks memory. The pool then stays asleep without losing contents, and can retry.
+        Raises `OutOfMemory` if the device lacks memory. The pool then stays asleep and keeps its contents. Call again to retry.
         """
         out = WokenStruct()
         call("wake", self._handle, pool, byref(out))
@@ -263,7 +263,7 @@ class Allocator:
         return out.value
 
     def begin_step(self, key: int = 0, pool: int = DEFAULT_POOL) -> None:
-        """Begins a step, which is a repeated part of the program. Raises `InvalidState` if a step is open.
+        """Begins a step: a repeated part of the program. Raises `InvalidState` if a step is open.
 
         A pool with `plan:learn` plans a step after two equal runs, when the second ends. Later runs follow the plan.
         """
@@ -291,7 +291,7 @@ class Allocator:
         call("plans_drop", self._handle, pool)
 
     def trim(self) -> int:
-        """Releases free memory to the device, except that of graphs in use. Returns the number of bytes."""
+        """Releases free memory to the device, except that of graphs in use. Returns the number of released bytes."""
         out = c_uint64()
         call("trim", self._handle, byref(out))
         return out.value
@@ -308,9 +308,9 @@ class Allocator:
         return Placement(**found | {"stream": None if out.stream == SHARED_STREAMS else out.stream})
 
     def stats(self) -> dict[str, Any]:
-        """Returns counters: `total`, and `stats` for each of `pools`.
+        """Returns the counters of the device (`total`) and of each pool (`pools`, under `stats`).
 
-        They contain the keys of `torch.cuda.memory_stats_as_nested_dict`, and additional ones.
+        The counters have the keys of `torch.cuda.memory_stats_as_nested_dict`, and additional ones.
         """
         stats: dict[str, Any] = json.loads(text("stats_json", self._handle))
         return stats
@@ -320,7 +320,10 @@ class Allocator:
         call("reset_peaks", self._handle)
 
     def digest(self, pool: int = DEFAULT_POOL) -> int:
-        """Returns the 64-bit digest of a pool's history. Digests are equal on ranks exactly when ops and placements are."""
+        """Returns the 64-bit digest of a pool's history.
+
+        Ranks have equal digests exactly when their ops and placements are equal.
+        """
         out = c_uint64()
         call("digest", self._handle, pool, byref(out))
         return out.value
@@ -339,7 +342,7 @@ class Allocator:
         return text("config", self._handle)
 
     def start_trace(self, path: str | os.PathLike[str]) -> None:
-        """Records every op to a file, for `symmalloc replay` and `symmalloc diff`. The file extension selects zstd.
+        """Records every op to a file, for `symmalloc replay` and `symmalloc diff`. A name in `.zst` or `.gz` selects compression.
 
         Raises `InvalidState` after the first allocation: a recording must begin before it.
         """
@@ -368,7 +371,7 @@ class Allocator:
                     raise ValueError(f"gather returned {len(gathered)} bytes for {world} ranks of {length}")
                 ctypes.memmove(everyone, gathered, len(gathered))
                 return 0
-            except BaseException as error:  # must not unwind through the library; raised below
+            except BaseException as error:  # an exception must not unwind through the library, so it is raised below
                 failures.append(error)
                 return 1
 

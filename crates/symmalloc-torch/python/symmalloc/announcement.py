@@ -27,7 +27,7 @@ def announce(
     comm: Communicator | None = None,
     device: Device = None,
 ) -> Iterator[None]:
-    """Announces to the watchdog a collective that the program submits inside the `with` block:
+    """Announces a collective that the program submits inside the `with` block to the watchdog:
 
         with symmalloc.announce("all_reduce", elements=gradients.numel()):
             torch.distributed.all_reduce(gradients)
@@ -39,12 +39,12 @@ def announce(
     comm      a raw communicator instead of the group's
     device    None: the current one
 
-    Every rank announces the same collectives in the same order. An announced collective is numbered among the group's
+    Every rank announces the same collectives in the same order. An announced collective counts as one of the group's
     collectives in flight records, and has the deadline of `register()`. If a rank misses the deadline, standard error, a flight
     record and the next `sync()` name it. The watchdog does not abort the group.
 
-    Raises `InvalidState` if no pool is registered on the group, and `NcclError` if its communicator failed earlier. The block
-    does not run then.
+    Raises `InvalidState` if no pool is registered on the group, and `NcclError` if its communicator failed earlier. In both
+    cases, the block does not run.
     """
     index = device_index(device)
     registrar = registered_first(Member(group, comm, index)).registrar

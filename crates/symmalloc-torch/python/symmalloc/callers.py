@@ -1,7 +1,8 @@
 """Names of allocations from Python frames, used while `torch.cuda.memory._record_memory_history` is on.
 
-The innermost frame of the program names an allocation, as in `model/attention.py:88 forward`. Without one, the innermost frame
-of PyTorch does. `symmalloc import` names PyTorch's recordings by the same rule, so traces, reports and snapshots match.
+The innermost frame of the program names an allocation, as in `model/attention.py:88 forward`. Without such a frame, the
+innermost frame of PyTorch names it. `symmalloc import` names PyTorch's recordings by the same rule, so traces, reports and
+snapshots match.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ from functools import lru_cache
 from types import FrameType
 
 CALLER_FN = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t)
-"""Writes the caller's name to a buffer as a C string. The second argument is the buffer's size in bytes."""
+"""A function that writes the caller's name to a buffer as a C string. The second argument is the buffer's size in bytes."""
 
 
 def caller(frame: FrameType | None = None) -> str:
-    """Returns the name of the frame that requested memory; an empty text without one.
+    """Returns the name of the frame that requested memory, or an empty text if there is none.
 
-    `frame` is the frame to begin with; None: the caller's.
+    The search begins at `frame`; None: at the caller's frame.
     """
     frame = frame or sys._getframe(1)
     library = None
@@ -35,7 +36,7 @@ def caller(frame: FrameType | None = None) -> str:
 
 @lru_cache(maxsize=4096)
 def is_programs(path: str) -> bool:
-    """Returns `True` if a file belongs to the program, and not to PyTorch or to Python's standard library."""
+    """Returns `True` if a file belongs to the program, rather than to PyTorch or Python's standard library."""
     if not path.endswith(".py") and not path.startswith(("<ipython", "/tmp/ipykernel")):
         return False
     is_installed = "site-packages/" in path or "dist-packages/" in path

@@ -1,7 +1,7 @@
 """Communicators that other code owns: PyTorch's process groups, and raw `ncclComm_t` handles of inference engines.
 
-PyTorch creates a group's communicator at its first collective, and may destroy it at any time. The program owns a raw one, and
-must keep it alive until everything that is registered on it was deregistered.
+PyTorch creates a group's communicator at its first collective, and may destroy it at any time. The program owns a raw
+communicator, and must keep it alive until everything that is registered on it was deregistered.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Member:
 
     @property
     def name(self) -> str | None:
-        """The group's name, equal on all of its ranks and unique; None for a raw communicator, which the program names."""
+        """The group's unique name, equal on all of its ranks; None for a raw communicator, which the program names."""
         return self._name
 
     def is_of(self, backend: Any, pointer: int | None) -> bool:
@@ -48,20 +48,20 @@ class Member:
         return self._pointer
 
     def is_as_it_was(self) -> bool:
-        """Returns `True` if the group's communicator is certainly alive.
+        """Returns `True` if the group's communicator is known to be alive.
 
-        PyTorch's older backend answers for the current device only, which is usually the pool's.
+        PyTorch's older backend reports only the communicator of the current device, which is usually the pool's device.
         """
         return self.backend is None or _current_pointer(self.backend) == self._pointer
 
     def check_alive(self) -> None:
-        """Raises `InvalidState` if the group's communicator was destroyed. It and its windows must not be used then."""
+        """Raises `InvalidState` if the group's communicator was destroyed. The communicator and its windows are then unusable."""
         if self.backend is not None:
             check_alive(self.backend, self.device, self._pointer)
 
 
 def check_raw(group: ProcessGroup | None, comm: Communicator | None, rank: int | None, world: int | None) -> None:
-    """Raises `InvalidArgument` for arguments that exclude each other."""
+    """Raises `InvalidArgument` for arguments that contradict each other."""
     if (rank is None) != (world is None):
         raise InvalidArgument("rank and world go together: give both, or neither")
     if comm is None and rank is not None:
@@ -137,11 +137,11 @@ def _communicator(backend: Any, device: int) -> int:
             backend.eager_connect_single_device(torch.device("cuda", device))
         if pointer := _current_pointer(backend):
             return pointer
-    # A lazily connected group has a communicator per pair of ranks, but none for all ranks.
+    # A lazily connected group has a communicator for each pair of ranks, but none for all ranks.
     raise TorchError(f"the group's backend {backend.name()} has no communicator of all ranks: use the backend nccl")
 
 
-# The number of meetings of this process on each group, which is equal on all of the group's ranks.
+# The number of calls of `rendezvous` on each group, which is equal on all of the group's ranks.
 _meetings: dict[str, int] = {}
 
 

@@ -44,12 +44,12 @@ def install(conf: str | None = None) -> None:
         if status:
             raise failure("free", status)
 
-    # A C function could not raise when memory is short: CuPy does not check the pointer.
+    # CuPy does not check the pointer, so a C function could not report that memory is exhausted.
     cupy.cuda.set_allocator(cupy.cuda.PythonFunctionAllocator(malloc, release).malloc)
 
 
 def record_use(array: Any, stream: Any) -> None:
-    """Records that another stream uses an array, so that its memory's next user waits for it. Raises `UnknownPointer`."""
+    """Records that another stream uses an array, so that the memory's next user waits for it. Raises `UnknownPointer`."""
     Allocator.shared(array.device.id).record_use(array.data.mem.ptr, stream.ptr)
 
 

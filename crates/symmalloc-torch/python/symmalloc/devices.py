@@ -13,7 +13,7 @@ Device = Union["torch.device", int, str, None]
 
 
 def import_torch(needed_by: str) -> Any:
-    """Returns PyTorch's module. Raises `TorchError`, which names the call that needs it, if it cannot be imported."""
+    """Returns PyTorch's module. If it cannot be imported, raises `TorchError`, which names the call that needs it."""
     try:
         import torch
     except (ImportError, OSError) as error:
@@ -24,7 +24,7 @@ def import_torch(needed_by: str) -> Any:
 def device_index(device: Device = None) -> int:
     """Returns the number of a device; None: the current one.
 
-    Raises `TorchError` if it is not a CUDA device, or if PyTorch, which knows the current device, is missing.
+    Raises `TorchError` if it is not a CUDA device, or if PyTorch is needed to find the current device but is missing.
     """
     if isinstance(device, int):
         return device

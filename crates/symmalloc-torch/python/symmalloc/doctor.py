@@ -1,4 +1,4 @@
-"""Checks of the installation: lists what works, and why the rest does not. Exits with 0 if `install()` will work."""
+"""Checks of the installation: a list of what works, and why the rest does not. Exits with 0 if `install()` will work."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from .errors import InvalidState, NotInstalled, TorchError
 from .library import address, call, encoded, library, library_path
 
 TORCH_MINIMUM = (2, 5)
-# The oldest version whose interface the class supports.
+# The oldest version of PyTorch whose interface the class supports.
 CLASS_MINIMUM = (2, 11)
 # The number of functions of PyTorch's object that the library replaces, see src/virtuals.rs.
 REPLACED = 2
@@ -46,11 +46,11 @@ _has_class = False
 def install(conf: str | None = None, *, trace: str | os.PathLike[str] | None = None, statistics: bool = True) -> None:
     """Makes symmalloc the allocator of all CUDA tensors of this process.
 
-    Call it after `import torch` and before anything uses CUDA: before the first tensor there, `torch.cuda.set_device`,
+    Call it after `import torch` and before anything uses CUDA: before the first CUDA tensor, `torch.cuda.set_device`,
     or `init_process_group` with a device. A second call with the same arguments does nothing.
 
     conf        configuration text, with PyTorch's syntax and symmalloc's keys; None: `SYMMALLOC_CONF`, or the defaults
-    trace       records every op to this file, as `SYMMALLOC_TRACE` does; `%r` is the rank, `%d` the device, `%p` the process
+    trace       record every op to this file, as `SYMMALLOC_TRACE` does; `%r` is the rank, `%d` the device, `%p` the process
     statistics  only for the fallback to PyTorch's class for pluggable allocators, which raises for statistics: replaces
                 `torch.cuda.memory_stats`, `memory_allocated`, `memory._snapshot` and related functions
 
@@ -91,7 +91,7 @@ def installed() -> bool:
 
 
 def has_class() -> bool:
-    """Returns `True` if PyTorch uses the compiled allocator class, and not the fallback to its class for pluggable allocators."""
+    """Returns `True` if PyTorch uses the compiled allocator class, rather than its class for pluggable allocators."""
     return _has_class
 
 

@@ -1,4 +1,4 @@
-"""The C library: its path, its functions with their types (`include/symmalloc.h`), and its failures as exceptions."""
+"""The C library: its path, the types of its functions (`include/symmalloc.h`), and its failures as exceptions."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def failure(name: str, status: int) -> errors.Error:
 
 
 def text(name: str, *arguments: Any) -> str:
-    """Makes a call whose last argument returns a text, and returns that text."""
+    """Calls a function whose last argument receives a text, and returns the text."""
     out = c_void_p()
     call(name, *arguments, byref(out))
     try:
@@ -202,7 +202,7 @@ def text(name: str, *arguments: Any) -> str:
 
 
 def data(name: str, *arguments: Any) -> bytes:
-    """Makes a call whose last two arguments return bytes and their number, and returns the bytes."""
+    """Calls a function whose last two arguments receive bytes and their number, and returns the bytes."""
     out, length = c_void_p(), c_size_t()
     call(name, *arguments, byref(out), byref(length))
     try:

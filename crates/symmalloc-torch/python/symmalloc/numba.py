@@ -1,7 +1,7 @@
 """Support for Numba on the process's allocator: `NUMBA_CUDA_MEMORY_MANAGER=symmalloc.numba`, or `symmalloc.numba.install()`.
 
 Numba allocates memory without a stream. By default, freed memory stays in Numba's list of pending deallocations until the
-device is idle, as with Numba's own manager. `use_stream()` names the stream of its arrays and avoids this wait.
+device is idle, as with Numba's own manager. `use_stream()` declares the stream of the program's arrays, which avoids this wait.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .allocator import Allocator
 from .errors import OutOfMemory
 from .library import call, encoded
 
-# The stream of all new arrays; None: any stream.
+# The stream on which the program uses new arrays; None: any stream.
 _stream: int | None = None
 
 
@@ -35,7 +35,7 @@ def install(conf: str | None = None) -> None:
 def use_stream(stream: int | None) -> None:
     """Declares that the program uses new arrays on this stream only: a handle, or 0 for the default stream.
 
-    Later work on that stream can then reuse a freed array immediately, without a wait. None: any stream, with the wait.
+    Later work on that stream can then reuse a freed array immediately. None: any stream; freed arrays wait for the device.
     """
     global _stream
     _stream = stream

@@ -11,8 +11,8 @@ def provider_options(device: int = 0, stream: int | None = None) -> dict[str, st
     device  the device's number
     stream  the handle of the stream to compute on; it must stay alive until the process exits
 
-    With a stream, memory is ordered by it. Without one, every free waits for the device, because ONNX Runtime does not report
-    which of its streams used the memory. Therefore give a stream, and leave `do_copy_in_default_stream` at 1.
+    With a stream, memory is stream-ordered. Without a stream, every free waits for the device, because ONNX Runtime does not
+    report which of its streams used the memory. Therefore pass a stream, and leave `do_copy_in_default_stream` at 1.
 
         options = symmalloc.onnxruntime.provider_options(stream=torch.cuda.current_stream().cuda_stream)
         session = onnxruntime.InferenceSession("model.onnx", providers=[("CUDAExecutionProvider", options)])

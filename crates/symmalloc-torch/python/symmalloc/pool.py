@@ -43,24 +43,24 @@ class Registration(enum.Enum):
     """The kind of registration of a pool's memory on a communicator."""
 
     WINDOWS = 0
-    """A symmetric window over each segment, which all ranks create together. For symmetric pools."""
+    """All ranks together create a symmetric window over each segment. For symmetric pools."""
     BUFFERS = 1
-    """`ncclCommRegister` for each piece of memory, local to this rank. For any pool, including one whose segments grow."""
+    """This rank alone calls `ncclCommRegister` for each piece of memory. For any pool, including pools whose segments grow."""
 
 
 class Mode(enum.Enum):
     """The syncs at which the ranks of a communicator compare their allocations in the pool."""
 
     AT_SYNC = "at_sync"
-    """Every sync, in one small collective that blocks the host."""
+    """Every sync compares, in one small collective that blocks the host."""
     OFF = "off"
-    """Only `agree()`, and every n-th sync with `agree_every=n`. Any other sync communicates only if the pool has new segments,
-    and returns immediately otherwise. If only some ranks have new segments, these ranks fail at the deadline."""
+    """Only `agree()` compares, and every n-th sync with `agree_every=n`. Any other sync communicates only if the pool has new
+    segments, and returns immediately otherwise. If only some ranks have new segments, these ranks fail at the deadline."""
 
 
 @dataclass(frozen=True)
 class Window:
-    """A position in an NCCL window, by which device code addresses a peer's memory."""
+    """A position in an NCCL window. Device code addresses a peer's memory by it."""
 
     handle: int
     """The `ncclWindow_t`."""
@@ -75,7 +75,7 @@ class Registered:
     member: Member
     registrar: c_void_p
     ranks: int
-    # The all-to-alls created on it, by options. They are destroyed before the registrar.
+    # The all-to-alls created on this registration, by options. They are destroyed before the registrar.
     exchanges: dict[int, c_void_p] = field(default_factory=dict)
     is_ended: bool = False
 
@@ -87,8 +87,8 @@ class Registered:
         call("registrar_destroy", self.registrar)
 
 
-# Pools with windows, in order of registration, which is equal on every rank. This keeps them alive when the program drops its
-# references, because NCCL still uses their memory.
+# The pools with windows, in order of registration, which is equal on every rank. The list keeps pools alive when the program
+# drops its references, because NCCL still uses their memory.
 _registered: dict[MemPool, None] = {}
 
 # The program's pools by device and number, and the devices that have a tagged pool.
@@ -99,10 +99,10 @@ _tagged_devices: set[int] = set()
 class MemPool:
     """A pool of memory on one device.
 
-    symmetric  all ranks must make the same allocations in the pool, and get the same placements; `assert_aligned` compares it
+    symmetric  all ranks must make the same allocations in the pool, and get the same placements; `assert_aligned` compares them
     reserve    bytes to reserve now, as one segment for `stream`; None: segments are created on demand
-    graphs     the memory belongs to CUDA graphs. Only captures may allocate it, so nothing else reuses captured memory; a
-               later capture reuses freed tensors. Requires `reserve`, because a capture cannot register memory
+    graphs     the memory belongs to CUDA graphs. Only captures can allocate it, so nothing else reuses captured memory. A
+               later capture reuses the memory of freed tensors. Requires `reserve`, because a capture cannot register memory
     stream     the stream of `reserve`, since a pool has separate segments for each stream. None: the current stream, or for
                graphs the default capture stream of `torch.cuda.graph`
     quota      maximum size in bytes, for which the pool reserves address space. The pool starts empty, and only `resize`
@@ -157,7 +157,7 @@ class MemPool:
         self._allocator.reserve(size_bytes, self._raw_stream(stream), self.id)
 
     def resize(self, size_bytes: int, stream: torch.cuda.Stream | None = None) -> int:
-        """Sets the size of a pool with a `quota`, in bytes rounded up to granules (2 MiB). It is fixed until the next call.
+        """Sets the size in bytes of a pool with a `quota`, rounded up to granules (2 MiB). The size is fixed until the next call.
 
         Tensors stay in place. A shrinking pool waits for the streams that used its free memory. With `SYMMALLOC_CONF=chunk_mb:2`
         it releases memory by granule. Otherwise it releases chunks of up to 32 MiB, and larger ones in pools beyond 2 GiB. Call
@@ -197,7 +197,10 @@ class MemPool:
         return self._allocator.phase(self.id)
 
     def digest(self) -> int:
-        """Returns the 64-bit digest of the pool's history. Digests are equal on all ranks exactly when ops and placements are."""
+        """Returns the 64-bit digest of the pool's history.
+
+        Ranks have equal digests exactly when their ops and placements are equal.
+        """
         return self._allocator.digest(self.id)
 
     def snapshot(self) -> list[dict[str, Any]]:
@@ -231,13 +234,13 @@ class MemPool:
         mode              the syncs at which ranks compare their allocations
         agree_every       with `Mode.OFF`: also compare at every n-th sync
         meet              with `comm`: "host:port", a free port of rank 0's machine. The ranks connect there to detect dead peers.
-                          None: the ranks use the store of `group` if that is given as well as `comm`. Otherwise only the deadline
-                          detects a dead rank, and does not identify it
+                          None: the ranks use the store of `group` if both `group` and `comm` are given. Otherwise only the
+                          deadline detects a dead rank, and does not identify it
         name              the communicator's name in errors and flight records; None: the group's. To sleep, a pool on several raw
                           communicators needs a name for each: equal on all of its ranks, and unique in the job
         deadline_seconds  the time limit for a rank to join a collective
 
-        Collective: every rank calls it at the same point with the same arguments. A pool may be registered on many groups. The
+        Collective: every rank calls it at the same point with the same arguments. A pool can be registered on many groups. The
         next `sync()`, or the end of a scope of `use_mem_pool(pool, register=True)`, registers later segments. Returns the number of
         windows created. Raises the same `MisalignedError` on every rank if placements differ, `NcclError` if a rank does not join
         within the deadline, and `TorchError` for a group without NCCL.
@@ -277,7 +280,7 @@ class MemPool:
         """Registers new segments and deregisters dead ones, on every group in order of registration.
 
         Collective. Returns the numbers of windows created and deregistered. If a group fails, the remaining groups are still
-        synced, and the first error is raised: those of `register`, and `InvalidState` if a group was destroyed.
+        synced, and the first error is raised: one of `register`'s errors, or `InvalidState` if a group was destroyed.
         """
         self._check_groups()
         return _counts("pool_sync", self._allocator._handle, self.id)
@@ -345,7 +348,7 @@ class MemPool:
 def use_mem_pool(pool: MemPool, *, register: bool = False) -> Scope:
     """Directs this thread's allocations on the pool's device to the pool, inside a `with` block.
 
-    register  the end of the scope registers new segments on every group of the pool, as `pool.sync()` does. It is then
+    register  register new segments on every group of the pool at the end of the scope, as `pool.sync()` does. The end is then
               collective: every rank ends the scope at the same point. With `Mode.OFF` an end without new segments takes about
               a microsecond
 
@@ -372,7 +375,7 @@ def tagged_devices() -> list[int]:
 
 
 def registered_first(member: Member) -> Registered:
-    """Returns the first registration on the group, which is that of the same pool on every rank."""
+    """Returns the first registration on the group. It belongs to the same pool on every rank."""
     for pool in _registered:
         for registered in pool._on:
             if pool.device == member.device and member.same(registered.member):

@@ -1,6 +1,6 @@
 """A folder that only this user and root can write, opened once and used through its descriptor.
 
-A path may name another folder between check and use. The walk therefore opens every component relative to the one before it,
+A path can name a different folder between check and use. The walk therefore opens every component relative to the one before it,
 checks the opened entry, and keeps the last descriptor. Files are opened, renamed and removed relative to that descriptor.
 
     /          home       me             .cache         symmalloc
@@ -24,7 +24,7 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def is_private(status: os.stat_result) -> bool:
-    """Returns `True` if only this user or root can write a file or a folder."""
+    """Returns `True` if only this user or root can write to a file or a folder."""
     return _is_trusted(status.st_uid) and not status.st_mode & OTHERS_WRITE
 
 
@@ -52,7 +52,7 @@ class PrivateFolder:
 
     @property
     def path(self) -> Path:
-        """The path for messages. It may name another folder by the time it is used."""
+        """The path, for messages only: it may already name a different folder."""
         return Path(_path_of(self.descriptor))
 
     def file(self, name: str, flags: int) -> int:
@@ -109,7 +109,7 @@ def _walk(path: Path) -> int:
 
 
 def _entry(folder: int, name: str) -> int:
-    """Opens an entry of a folder; creates a folder if there is none."""
+    """Opens an entry of a folder. Creates a folder if there is no such entry."""
     try:
         return os.open(name, ENTRY, dir_fd=folder)
     except FileNotFoundError:

@@ -173,7 +173,7 @@ def _is_ours(status: os.stat_result) -> bool:
 
 
 def _compile(torch: Any, compiler: str, folder: PrivateFolder, name: str) -> int:
-    """Compiles and renames into place, so that other ranks see the whole file or none. Returns its open descriptor."""
+    """Compiles the class and renames it into place, so other ranks see the whole file or none. Returns its open descriptor."""
     message = ""
     for standard in _standards(torch):
         temporary = f".{secrets.token_hex(8)}.so"
@@ -259,7 +259,7 @@ def _key(torch: Any, compiler: str) -> str:
     real = os.stat(compiler)
     parts.update(repr((VERSION, torch.__version__, torch.version.git_version, FLAGS)).encode())
     parts.update(repr((os.path.realpath(compiler), real.st_size, real.st_mtime_ns)).encode())
-    # Distinguishes builds of the same version.
+    # The library's size distinguishes builds of the same version.
     parts.update(repr(os.stat(_torch_folder(torch) / "lib" / "libc10_cuda.so").st_size).encode())
     for source in [*sorted(SOURCES.rglob("*.[ch]*")), _header() / "symmalloc.h"]:
         parts.update(source.read_bytes())
@@ -280,7 +280,7 @@ def _header() -> Path:
 
 def _includes(torch: Any) -> list[str]:
     cuda = _cuda_headers(torch)
-    # The wheels of CUDA's headers lack some that `cuda_runtime.h` includes. Stubs replace these.
+    # The wheels of CUDA's headers lack some headers that `cuda_runtime.h` includes. Stubs replace these.
     ours = [] if (cuda / "crt" / "host_defines.h").is_file() else ["-isystem", str(SOURCES / "cuda")]
     return [f"-I{_header()}", *ours, "-isystem", str(_torch_folder(torch) / "include"), "-isystem", str(cuda)]
 
@@ -291,7 +291,7 @@ def _cuda_headers(torch: Any) -> Path:
     folders = [Path(os.environ[name]).absolute() / "include" for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     folders += [site / "nvidia" / f"cu{major}" / "include", site / "nvidia" / "cuda_runtime" / "include"]
     folders += [Path("/usr/local/cuda/include"), Path(f"/usr/local/cuda-{torch.version.cuda}/include")]
-    # Linux distributions, and CUDA's conda packages.
+    # These are the folders of Linux distributions and CUDA's conda packages.
     folders += [Path(os.environ.get("CONDA_PREFIX", "/usr")).absolute() / "targets/x86_64-linux/include", Path("/usr/include")]
     for folder in folders:
         if (folder / "cuda_runtime_api.h").is_file():

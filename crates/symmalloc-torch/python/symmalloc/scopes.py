@@ -1,4 +1,4 @@
-"""The scope of a pool. A model may enter one for every layer, so entry and exit each make a single library call."""
+"""The scope of a pool. A model may enter a scope for every layer, so entry and exit each make a single library call."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ class Scope:
 
 
 class ScopeCalls:
-    """The library functions of a scope, without argument types: with types, ctypes converts longer than the calls run.
+    """The library functions of a scope, without argument types: ctypes would take longer to convert them than the calls take.
 
     A begin, and an end without registration, never block. They keep the interpreter's lock, because releasing and reacquiring
-    it costs more than the calls, and far more under contention. An end with registration waits for other ranks.
+    it costs more than the calls, and far more under contention. An end with registration waits for other ranks and releases it.
     """
 
     __slots__ = ("begin", "end", "leave")

@@ -1,4 +1,4 @@
-"""Sleep and wake of pools by tag: pools release their memory and keep their addresses. Also has torch_memory_saver's names.
+"""Sleep and wake of pools by tag: pools release their memory and keep their addresses.
 
     weights = symmalloc.MemPool(symmetric=False, tag="weights")
     cache = symmalloc.MemPool(symmetric=False, tag="kv_cache")
@@ -27,7 +27,7 @@ from .installation import allocator
 from .pool import MemPool, tagged_devices, use_mem_pool
 from .pool import known as known_pool
 
-# The pools of regions, by tag, by `True` if they keep their contents, and by device.
+# The pools of regions, by tag, by whether they keep their contents, and by device.
 _regions: dict[tuple[str, bool, int], MemPool] = {}
 
 # The treatment of the contents of each region's pool, by device and pool.
@@ -43,12 +43,12 @@ def sleep(
     """Puts the pools with the given tags to sleep, in order of creation: releases their memory to the device.
 
     tags    one or several; None: all pools that have a tag
-    keep    True: keeps the contents on the host. False: contents are undefined after wake. Tags: keeps the contents of these
-            pools only. None: uses `enable_cpu_backup` for a region's pool, and keeps the contents of others
+    keep    True: keep the contents on the host. False: contents are undefined after wake. Tags: keep the contents of these
+            pools only. None: use `enable_cpu_backup` for a region's pool, and keep the contents of others
     device  None: every device that has pools with tags, or else the current one
 
-    Blocks until the device is idle. Until the pools wake, no kernel may use their tensors and no graph that uses these may be
-    replayed, which is not checked. Allocating in a sleeping pool raises; freeing is allowed. Pools that already sleep are
+    Blocks until the device is idle. Until the pools wake, no kernel may use their tensors, and no graph that uses them may be
+    replayed. This is not checked. Allocating in a sleeping pool raises; freeing is allowed. Pools that already sleep are
     skipped.
 
     A pool with windows sleeps on all ranks together: call this at the same point on every rank, when no collective in the
@@ -76,7 +76,7 @@ def wake(tags: str | Iterable[str] | None = None, *, device: Device = None) -> W
     If `changed` of the result is not 0, windows have new handles: recapture graphs with collectives in them. If `lost` is not
     0, groups failed during the sleep: register on new ones.
 
-    Raises as `sleep` does, and `OutOfMemory` if the device lacks memory. The failing pool then stays asleep without losing
+    Raises as `sleep` does, and `OutOfMemory` if the device lacks memory. The failing pool then stays asleep and keeps its
     contents, and the pools before it are awake. Call again to retry.
     """
     total = Woken()
@@ -95,7 +95,7 @@ def region(
     """Directs this thread's allocations on the current device to a pool that `pause(tag)` puts to sleep, inside a `with` block.
 
     tag                 1 to 24 lower-case letters, digits, `_` and `-`
-    enable_cpu_backup   `resume(tag)` restores the contents; otherwise they are undefined
+    enable_cpu_backup   restore the contents on `resume(tag)`; otherwise they are undefined
     enable_disk_backup  must be False
     cpu_backup_backend  "pinned" or None
 

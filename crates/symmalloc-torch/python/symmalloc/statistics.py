@@ -1,8 +1,8 @@
 """Statistics and snapshots for PyTorch's pluggable allocator.
 
-PyTorch's class for pluggable allocators raises for statistics and snapshots. All their readers, from
+PyTorch's class for pluggable allocators raises for statistics and snapshots. All functions that read them, from
 `torch.cuda.memory_allocated` to `torch.accelerator.memory_stats`, call one of a few functions of `torch._C`. This module replaces
-these functions.
+these.
 
     torch.cuda.memory_summary ─ memory_stats ─ memory_stats_as_nested_dict ─ torch._C._cuda_memoryStats   ← ours
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from .allocator import Allocator
 
-# PyTorch's counters: those split by request size, those that are not, and plain numbers.
+# PyTorch's counters: those that are split by request size, those that are not, and plain numbers.
 SPLIT = (
     "allocation", "segment", "active", "inactive_split",
     "allocated_bytes", "reserved_bytes", "active_bytes", "inactive_split_bytes", "requested_bytes",

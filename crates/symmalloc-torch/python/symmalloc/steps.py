@@ -27,7 +27,7 @@ _open: dict[int, Step] = {}
 # The report of the last step on each device.
 _last: dict[int, StepReport] = {}
 
-# The number of each optimizer in order of first steps, which is the key of the steps that follow it.
+# The number of each optimizer, in order of their first steps. It is the key of the steps that begin after the optimizer's.
 _optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 # `True` after the program called `step()` itself.
@@ -40,11 +40,11 @@ class Step:
     def __init__(self, device: int, of: Allocator) -> None:
         self.device = device
         self.report: StepReport | None = None
-        """The report, after the step has ended; None before."""
+        """The report; None until the step has ended."""
         self._allocator = of
 
     def end(self) -> StepReport:
-        """Ends the step if it is open. Returns its report, which states how far it followed the plan."""
+        """Ends the step if it is open. Returns its report, which states how many allocations followed the plan."""
         if self.report is None:
             if _open.get(self.device) is self:
                 del _open[self.device]

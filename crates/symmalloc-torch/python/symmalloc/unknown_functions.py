@@ -22,7 +22,7 @@ COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 
 
 class Unreadable(Exception):
-    """A declaration cannot be turned into an override. The text names it."""
+    """A declaration cannot be converted to an override. The text names it."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def _declared(file: Path, line: int, column: int) -> Function:
         text = file.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise Unreadable(f"{file} cannot be read: {error}") from error
-    # Blanks of the same length preserve all positions.
+    # Replacing comments by blanks of the same length preserves all positions.
     text = COMMENT.sub(lambda comment: re.sub(r"[^\n]", " ", comment[0]), text)
     place = sum(map(len, text.splitlines(keepends=True)[: line - 1])) + column - 1
     start = max((word.end() for word in re.finditer(r"\bvirtual\b", text[: place + len("virtual")])), default=-1)

@@ -2,7 +2,7 @@
 
 The library path applies at process start. With `--stub`, this process therefore restarts with that library under the name of
 libcuda, and with the stub of libnccl if that is in the same folder. Without the option, tests that need a device are skipped with a
-note, and so are tests that need PyTorch if it is missing.
+note. Tests that need PyTorch are skipped if it is missing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STUB = "SYMMALLOC_TEST_STUB"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stub", type=Path, help="the library of tests/stub-libcuda")
-    parser.add_argument("--stand-ins", type=Path, metavar="HEADERS", help="CUDA's: also run a PyTorch without a GPU")
+    parser.add_argument("--stand-ins", type=Path, metavar="HEADERS", help="CUDA's headers: also run a PyTorch without a GPU")
     options, names = parser.parse_known_args()
     here = Path(__file__).resolve().parent
     sys.path.insert(0, str(here))
@@ -38,7 +38,7 @@ def main() -> None:
         environment = os.environ | {STUB: str(options.stub), "LD_LIBRARY_PATH": str(folder), "STUB_DEVICES": "2"}
         if options.stand_ins is not None:
             environment |= {"SYMMALLOC_TEST_STAND_INS": "1", "CUDA_HOME": str(options.stand_ins.resolve().parent)}
-        environment["STUB_POLLS"] = "1"  # work that is only polled completes eventually
+        environment["STUB_POLLS"] = "1"  # polled work completes eventually
         os.execve(sys.executable, [sys.executable, *sys.argv], environment)
     arguments = [sys.argv[0], *names] if names else [sys.argv[0], "discover", "--start-directory", str(here)]
     unittest.main(module=None, argv=[*arguments, "--verbose"])

@@ -1,5 +1,5 @@
-"""Common start of the tests' programs: an engine's communicators on the stub of libnccl, with a rank in each of two threads
-and on each of two devices, without PyTorch."""
+"""Shared beginning of the tests' programs: an engine's communicators on the stub of libnccl, without PyTorch. Each of two
+ranks has a thread and a device."""
 
 from __future__ import annotations
 

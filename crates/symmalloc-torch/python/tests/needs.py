@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 device = unittest.skipUnless(
-    "SYMMALLOC_TEST_STUB" in os.environ, "needs a device: name the stub of libcuda with --stub"
+    "SYMMALLOC_TEST_STUB" in os.environ, "needs a device: pass the stub of libcuda with --stub"
 )
 nccl = unittest.skipUnless(
     any((Path(folder) / "libnccl.so.2").exists() for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":"))
     and "SYMMALLOC_TEST_STUB" in os.environ
     and "SYMMALLOC_TEST_STAND_INS" not in os.environ,
-    "needs NCCL: build the stub of libnccl beside that of libcuda",
+    "needs NCCL: build the stub of libnccl next to the stub of libcuda",
 )
 stand_ins = unittest.skipUnless(
-    "SYMMALLOC_TEST_STAND_INS" in os.environ, "needs a PyTorch without a GPU: --stand-ins names CUDA's headers"
+    "SYMMALLOC_TEST_STAND_INS" in os.environ, "needs a PyTorch without a GPU: pass CUDA's headers with --stand-ins"
 )
 torch = unittest.skipUnless(importlib.util.find_spec("torch"), "needs PyTorch")
 
@@ -39,7 +39,7 @@ def process(program: str, **environment: str) -> subprocess.CompletedProcess[str
 
 
 def packages() -> str:
-    """Returns the folder that this symmalloc was imported from."""
+    """Returns the folder from which this symmalloc was imported."""
     import symmalloc
 
     return str(Path(symmalloc.__file__).resolve().parents[1])
@@ -48,5 +48,5 @@ def packages() -> str:
 def gpu(package: str) -> Callable[[Any], Any]:
     """Skips a test without a real device and a working package, and prints the reason."""
     if "SYMMALLOC_TEST_STUB" in os.environ or not Path("/dev/nvidiactl").exists():
-        return unittest.skip("needs a device of NVIDIA's")
+        return unittest.skip("needs an NVIDIA device")
     return unittest.skipUnless(importlib.util.find_spec(package), f"needs {package}")

@@ -1,8 +1,9 @@
 """Stand-ins for CUDA's libraries, with which a real PyTorch runs without a GPU: `tests --stub ... --stand-ins HEADERS`.
 
-PyTorch's wheel links against a dozen of CUDA's libraries. Tests of an allocator need one of them, the runtime, which is
-`tests/cxx/cudart.c` over the stub of libcuda. This module builds the others, with every function that PyTorch imports from them and
-no effects. Tensors can be allocated and freed, and streams, events, captures and processes work, but kernels compute nothing.
+PyTorch's wheel links against a dozen of CUDA's libraries. Tests of an allocator need only the runtime, which is
+`tests/cxx/cudart.c` over the stub of libcuda. This module builds the other libraries, with every function that PyTorch imports
+from them. These functions have no effect. Tensors can be allocated and freed, and streams, events, captures and processes work,
+but kernels compute nothing.
 
 A PyTorch without its dependencies is sufficient (`pip install --no-deps torch`, then the packages that `import torch` misses),
 with the headers of `nvidia-cuda-runtime`.

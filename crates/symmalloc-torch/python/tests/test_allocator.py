@@ -138,7 +138,7 @@ class OnADevice(unittest.TestCase):
 @needs.device
 class Agreement(unittest.TestCase):
     def ranks(self, extra_on_rank_1: int, conf: str | None = None) -> list[BaseException | None]:
-        """Runs two ranks, each a thread with its own allocator, that exchange bytes in a list. Returns the errors of the ranks."""
+        """Runs two ranks, each a thread with its own allocator, which exchange bytes in a list. Returns their errors."""
         parts: list[bytes] = [b"", b""]
         barrier = threading.Barrier(2, timeout=60)
         raised: list[BaseException | None] = [None, None]

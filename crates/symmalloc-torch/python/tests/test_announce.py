@@ -7,7 +7,7 @@ import unittest
 
 import needs
 
-# A pool that is registered on a communicator of one rank.
+# Registers a pool on a communicator of one rank.
 BEGIN = """
 import json
 import time
@@ -76,7 +76,7 @@ print(json.dumps(["elements" in collectives()[0], collectives()[0]["state"]]))
             """
 try:
     with symmalloc.announce("all_reduce", stream=stream, device=0, comm=communicator.value + 8):
-        print("it is run")
+        print("the block ran")
 except symmalloc.InvalidState as error:
     print(error)
 """

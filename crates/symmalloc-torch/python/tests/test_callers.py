@@ -20,7 +20,7 @@ def frame(path: str, line: int, function: str, back: object = None) -> types.Sim
 
 class Callers(unittest.TestCase):
     def test_files_are_the_programs_unless_pytorch_or_python_brought_them(self) -> None:
-        # The same table as in crates/symmalloc-import/src/pytorch/frames.rs, because both must use equal names.
+        # This is the table of crates/symmalloc-import/src/pytorch/frames.rs, because both must use equal names.
         for path, expected in [
             ("/home/me/job/model.py", True),
             ("train.py", True),

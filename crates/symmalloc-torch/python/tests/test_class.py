@@ -17,7 +17,7 @@ INSTALL = "import torch, symmalloc; symmalloc.install(); print('class', symmallo
 
 
 class Compiled(unittest.TestCase):
-    """One cache for all tests: compiling takes seconds."""
+    """Tests with a shared cache, because compiling takes seconds."""
 
     cache: tempfile.TemporaryDirectory[str]
 
@@ -49,7 +49,7 @@ class Cache(Compiled):
                 self.assertEqual((rank.returncode, said), (0, "class True\n"))
             (file,) = self.files(cache)
             written = file.stat().st_mtime_ns
-            self.assertEqual(self.run_in(cache, CXX="true").stdout, "class False\n", "another compiler, another file")
+            self.assertEqual(self.run_in(cache, CXX="true").stdout, "class False\n", "another compiler needs another file")
             self.assertEqual(self.run_in(cache).stdout, "class True\n")
             self.assertEqual((self.files(cache), file.stat().st_mtime_ns), ([file], written))
             # A file that cannot be loaded is removed.
@@ -99,7 +99,7 @@ class Cache(Compiled):
 @needs.device
 @needs.stand_ins
 class Calls(Compiled):
-    """A real PyTorch on the stub, which does not run kernels."""
+    """Calls of a real PyTorch on the stub, which does not run kernels."""
 
     def check(self, name: str) -> None:
         command = [sys.executable, str(CALLS), "--allocator", "symmalloc", "--only", name]
@@ -149,7 +149,7 @@ class Calls(Compiled):
             self.assertEqual(lines, [
                 "a 0 400 s0", f"a 1 16384 s0 {where}", 'a 2 800 s0 "step 1"', 'a 3 1200 s0 "mine"', "a 4 1600 s0",
             ])  # fmt: skip
-            # A snapshot shows the same for live allocations.
+            # A snapshot shows the same names for live allocations.
             snapshot = pickle.loads((Path(folder) / "symmalloc-job.pickle").read_bytes())
             frames = [block["frames"] for segment in snapshot["segments"] for block in segment["blocks"]]
             self.assertIn([{"name": "weights", "filename": f"{Path(folder).name}/job.py", "line": 4}], frames)

@@ -1,6 +1,6 @@
-"""Another user cannot choose the code that `install()` loads: the folder of compiled classes, and the libraries in it.
+"""The folder of compiled classes and the libraries in it: another user cannot choose the code that `install()` loads.
 
-PyTorch and the compiler are stand-ins. A library appends the name of its author to the file `LOADED` at its load.
+PyTorch and the compiler are stand-ins. A library appends the name of its author to the file `LOADED` when it is loaded.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Folder(unittest.TestCase):
         self.compiler = self.work / "compiler"
         self.compiler.write_text(COMPILER.format(source=source))
         self.compiler.chmod(0o755)
-        # The package's library, of which no function is called here.
+        # The package's library must be present, but none of its functions is called.
         self.library = self.build("package", self.work / "libsymmalloc_torch.so")
         self.home = self.work / "home"
         self.home.mkdir(mode=0o755)
@@ -115,7 +115,7 @@ class Folder(unittest.TestCase):
         return said
 
     def keep(self) -> Path:
-        """Compiles into the cache. Returns the kept library."""
+        """Compiles the class into the cache. Returns its path."""
         said = self.install()
         self.assertEqual((said["error"], said["warnings"], said["loaded"]), (None, [], ["victim"]))
         (library,) = self.cache.iterdir()
@@ -140,7 +140,7 @@ class Folder(unittest.TestCase):
         self.assertEqual(list(self.temporary.iterdir()), [])
         again = self.install()
         self.assertEqual((again["compiled"], again["loaded"], again["warnings"]), (0, ["victim"], []))
-        self.assertEqual(again["descriptors"], 1, "the loaded library's own")
+        self.assertEqual(again["descriptors"], 1, "the descriptor of the loaded library stays open")
 
     def test_a_child_process_finds_the_library_under_its_loaded_name(self) -> None:
         patch = f"""
@@ -163,7 +163,7 @@ ctypes.CDLL = checked
                     folder.chmod(mode)
                     self.is_refused(f"others can write {folder}: run `chmod go-w` on it")
                     folder.chmod(0o755)
-        self.assertEqual(self.install()["loaded"], ["attacker"], "nothing else refuses it")
+        self.assertEqual(self.install()["loaded"], ["attacker"], "only the permissions prevent the load")
 
     def test_a_sticky_folder_is_safe_to_pass_and_not_to_keep_libraries_in(self) -> None:
         self.keep()
@@ -238,7 +238,7 @@ def built(*arguments):
 pytorch_class.built = built
 """
         self.assertEqual(self.install(patch)["loaded"], ["victim"])
-        self.assertEqual(self.install()["loaded"], ["attacker"], "the exchange took place")
+        self.assertEqual(self.install()["loaded"], ["attacker"], "the library was replaced")
 
     def test_a_folder_that_is_exchanged_while_the_compiler_runs_gets_no_file(self) -> None:
         theirs = self.work / "theirs"

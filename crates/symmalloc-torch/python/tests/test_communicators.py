@@ -14,7 +14,7 @@ from symmalloc.errors import InvalidState, TorchError
 
 
 class Backend:
-    """The surface of PyTorch's backends: a pointer, and a way to connect before the first collective."""
+    """A backend with the interface of PyTorch's: a pointer, and a call that connects before the first collective."""
 
     def __init__(self, *, raises: bool, connects: bool = True) -> None:
         self.pointer = 0

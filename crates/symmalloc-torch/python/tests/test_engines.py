@@ -25,7 +25,7 @@ def raises(kind, says, act):
     except kind as error:
         assert says in str(error), error
         return error
-    raise AssertionError(f"no {{kind.__name__}}")
+    raise AssertionError(f"{{kind.__name__}} was not raised")
 """
 
 
@@ -51,7 +51,7 @@ def program(rank):
     assert (segment["address"], segment["blocks"][0]["address"]) == (pointer, pointer), segment
     assert segment["total_size"] >= 4 * MIB and segment["segment_pool_id"] == (0, pool.id)
     rank.wait()
-    assert nccl.stub_nccl_live(1) == 4, "a window on each communicator of each rank"
+    assert nccl.stub_nccl_live(1) == 4, "each communicator of each rank has a window"
     rank.wait()
     before = calls("ncclCommWindowRegister"), calls("ncclAllGather")
     rank.wait()
@@ -60,8 +60,8 @@ def program(rank):
             rank.free(rank.allocate(3 * MIB))
     rank.wait()
     assert calls("ncclCommWindowRegister") == before[0]
-    assert calls("ncclAllGather") - before[1] == 2 * rank_count, "every third sync compares, on one of two communicators"
-    assert rank.allocate(MIB) and len(pool.snapshot()) == 1, "the scope is over"
+    assert calls("ncclAllGather") - before[1] == 2 * rank_count, "on one of two communicators, every third sync compares"
+    assert rank.allocate(MIB) and len(pool.snapshot()) == 1, "the scope has ended"
     rank.wait()
     raises(symmalloc.InvalidState, "already", lambda: pool.register(comm=world))
     pool.deregister(comm=world)
@@ -104,7 +104,7 @@ def program(rank):
         raises(ValueError, "of the work", work)
     else:
         work()
-    assert pool.sync() == (0, 0), "both came to the scope's end"
+    assert pool.sync() == (0, 0), "both ranks synced at the end of the scope"
     def differing():
         with use_mem_pool(pool, register=True):
             rank.allocate(MIB * (1 + rank.number))
@@ -240,8 +240,8 @@ def program(rank):
 on_ranks(program)
 """).splitlines()
         nothing, scope = (float(figure) for figure in figures.split())
-        print(f"a scope that does nothing {nothing:.0f} ns, a quiet one {scope:.0f} ns")
-        # It takes one microsecond on an idle machine. This one may be busy, and its libraries unoptimized.
+        print(f"empty scope {nothing:.0f} ns, scope without new segments {scope:.0f} ns")
+        # A scope takes one microsecond on an idle machine. This machine may be busy, and its libraries unoptimized.
         self.assertLess(scope, 10_000)
 
 
@@ -267,7 +267,7 @@ pool.register(comm=comm, rank=number, world=2, mode=Mode[os.environ["MODE"]], me
 with use_mem_pool(pool, register=True):
     rank.allocate(MIB)
 print("in step", flush=True)
-# The process must not die while the other one is still in the first scope.
+# The process must not die while the other process is still in the first scope.
 file.with_suffix(f".{number}").touch()
 while not file.with_suffix(f".{1 - number}").exists():
     time.sleep(0.01)
@@ -280,7 +280,7 @@ def second():
             os._exit(9)
 
 error = raises(symmalloc.NcclError, "rank 1", second)
-assert time.monotonic() - begun < 5, error  # the deadline, and three seconds at most
+assert time.monotonic() - begun < 5, error  # at most three seconds after the deadline
 outside = rank.allocate(MIB)
 assert symmalloc.allocator(number).placement_of(outside).pool == 0, "no scope is left open"
 print("told", flush=True)
@@ -390,13 +390,13 @@ def program(rank):
             expected += [1000 * step + 100 * of + row for row in range(first, first + 3 * from_ranks[of])]
         assert list(target.values[: len(expected)]) == expected, (step, expected)
         rank.wait()
-    assert calls("ncclAllGather") == gathers, "known splits exchange nothing"
-    assert source.used == target.used == 5, "on the stream of their own"
+    assert calls("ncclAllGather") == gathers, "known splits are not exchanged"
+    assert source.used == target.used == 5, "calls with async_op use the separate stream"
     for of in range(2):
         source.values[24 * of] = 7 + me
     symmalloc.all_to_all_single(target, source, comm=comm)
     rank.wait()
-    assert [target.values[0], target.values[24]] == [7, 8], "equal parts"
+    assert [target.values[0], target.values[24]] == [7, 8], "the tensors are split equally"
     rank.wait()
     pool.close()
 

@@ -58,7 +58,7 @@ class Library(unittest.TestCase):
         self.assertIn("LibraryNotFound: /nowhere/lib.so is not a file (SYMMALLOC_LIBRARY names it)", done.stderr)
 
     def test_a_library_that_is_another_ones_is_refused(self) -> None:
-        # A library that every process has: libc.
+        # libc is a library that every process has.
         maps = Path("/proc/self/maps").read_text()
         theirs = re.search(r"/\S*/(?:libc[.-]|ld-musl)\S*$", maps, re.MULTILINE).group()
         done = needs.process("import symmalloc; symmalloc.Allocator()", SYMMALLOC_LIBRARY=theirs)

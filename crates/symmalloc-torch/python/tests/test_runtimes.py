@@ -1,4 +1,4 @@
-"""Other runtimes on the process's allocator: with stand-in packages on the stub, and with the real ones on a device."""
+"""Other runtimes on the process's allocator: stand-in packages on the stub, and the real packages on a device."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class OnTheStub(unittest.TestCase):
             array = SimpleNamespace(device=SimpleNamespace(id=0), data=SimpleNamespace(mem=first))
             symmalloc.cupy.record_use(array, SimpleNamespace(ptr=other))
             del first, array
-            assert libcuda.stub_calls(b"cuEventRecord") == records + 1, "the free is fenced on the stream that used it, too"
+            assert libcuda.stub_calls(b"cuEventRecord") == records + 1, "the free records an event on the other stream"
             cupy.cuda.current[0] = one
             assert cupy.cuda.alloc(5 * MIB).ptr == address
-            assert waits() == before, "nothing waited on the host"
+            assert waits() == before, "no call blocked the host"
             try:
                 cupy.cuda.alloc(1000 * MIB)
-                sys.exit("more than the limit")
+                sys.exit("an allocation beyond the limit succeeded")
             except MemoryError as error:
                 assert "limit" in str(error), error
         """)
@@ -83,13 +83,13 @@ class OnTheStub(unittest.TestCase):
                 address = memory.device_pointer.value
                 assert shared.placement_of(address).requested_bytes == MIB
                 del memory
-            assert (live(), waits(), len(manager.deallocations)) == (10 * MIB, before, 10), "they wait together"
+            assert (live(), waits(), len(manager.deallocations)) == (10 * MIB, before, 10), "pending frees wait together"
             del address
             manager.memalloc(MIB).free()
             assert (live(), waits(), len(manager.deallocations)) == (0, before + 11, 0)
             try:
                 manager.get_ipc_handle(None)
-                sys.exit("no IPC handles")
+                sys.exit("get_ipc_handle() did not raise")
             except NotImplementedError:
                 pass
         """)
@@ -107,7 +107,7 @@ class OnTheStub(unittest.TestCase):
                 manager.memalloc(12 * MIB).free()
             try:
                 manager.memalloc(21 * MIB)
-                sys.exit("more than the limit")
+                sys.exit("an allocation beyond the limit succeeded")
             except MemoryError:
                 pass
         """,
@@ -132,7 +132,7 @@ class OnTheStub(unittest.TestCase):
             assert manager.memalloc(MIB).device_pointer.value == address and waits() == before
             symmalloc.numba.use_stream(None)
             pending.free()
-            assert len(manager.deallocations) == 1, "what was made without a stream is freed as such"
+            assert len(manager.deallocations) == 1, "memory without a stream is freed after a wait"
         """)
 
     def test_onnx_runtime_gets_functions_by_address_and_a_stream(self) -> None:
@@ -237,7 +237,7 @@ class NumbaOnADevice(unittest.TestCase):
         import time
         import numpy
         if not hasattr(numpy, "row_stack"):
-            numpy.row_stack = numpy.vstack  # NumPy 2.5 removed what numba-cuda still asks for
+            numpy.row_stack = numpy.vstack  # numba-cuda uses this name, which NumPy 2.5 removed
         import symmalloc, numba
         from numba import cuda
         @cuda.jit
@@ -292,7 +292,7 @@ class NumbaOnADevice(unittest.TestCase):
         assert 0 < free < total
         version = __import__("importlib.metadata", fromlist=["version"]).version
         print(f"numba {numba.__version__}: {live} allocations; device_array of 1 MiB",
-              f"{unordered:.0f} ns, of one stream {ordered:.0f} ns")
+              f"{unordered:.0f} ns, on one stream {ordered:.0f} ns")
         """,
             NUMBA_CUDA_MEMORY_MANAGER="symmalloc.numba",
         )
@@ -354,7 +354,7 @@ class BesidePytorchOnADevice(unittest.TestCase):
                 pointer = alloc(4 << 20)
                 torch.cuda.synchronize()
                 with torch.cuda.stream(stream):
-                    torch.cuda._sleep(100_000_000)  # some 50 ms
+                    torch.cuda._sleep(100_000_000)  # about 50 ms
                 start = time.perf_counter()
                 free(pointer)
                 return (time.perf_counter() - start) * 1e3
@@ -362,7 +362,7 @@ class BesidePytorchOnADevice(unittest.TestCase):
             onnxruntime.provider_options(stream=stream.cuda_stream)
             time_of_free(); ordered = time_of_free()
             torch.cuda.synchronize()
-            print(f"a free beside 100M cycles of work: {unordered:.2f} ms without a stream, {ordered:.2f} ms with one")
+            print(f"a free during 100M cycles of work: {unordered:.2f} ms without a stream, {ordered:.2f} ms with one")
             assert unordered > 20 and ordered < 5, (unordered, ordered)
         """)
         print(done.stdout, done.stderr)

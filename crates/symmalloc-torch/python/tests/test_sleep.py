@@ -60,7 +60,7 @@ assert symmalloc.sleep(keep=False).kept_bytes == 0
 assert [pool.phase for pool in held] == [Phase.ASLEEP, Phase.ASLEEP, Phase.AWAKE]
 symmalloc.wake()
 fill(held[weights], 5)
-assert symmalloc.sleep(("weights",)).kept_bytes == MIB, "contents are kept where nothing else is said"
+assert symmalloc.sleep(("weights",)).kept_bytes == MIB, "contents are kept by default"
 symmalloc.wake()
 assert holds(held[weights], 5)
 weights.sleep(Contents.ZERO); weights.wake()
@@ -76,7 +76,7 @@ raises(symmalloc.UnknownPool, "no pool has the tag 'unknown', there are ['weight
 raises(symmalloc.UnknownPool, "'kv'", lambda: symmalloc.wake(["weights", "kv"]))
 raises(symmalloc.InvalidArgument, "name them in tags as well", lambda: symmalloc.sleep("weights", keep="kv_cache"))
 raises(symmalloc.UnknownPool, "'kv_cache'", lambda: symmalloc.sleep(keep="kv_cache"))
-assert pool.phase is Phase.AWAKE, "nothing was done"
+assert pool.phase is Phase.AWAKE, "the failed calls did not change the pool"
 ours.begin_step(pool=pool.id)
 raises(symmalloc.InvalidState, "between end_step and begin_step", lambda: symmalloc.sleep("weights"))
 ours.end_step(pool=pool.id)
@@ -124,7 +124,7 @@ blocks = [ours.allocate(2 * MIB, pool=pool.id) for _ in range(4)]
 fill(blocks[3], 9)
 raises(symmalloc.OutOfMemory, "resize", lambda: ours.allocate(MIB, pool=pool.id))
 ours.free(blocks[0]); ours.trim()
-assert reserved() == 8 * MIB, "a quota stays"
+assert reserved() == 8 * MIB, "trim keeps the memory of a quota"
 raises(symmalloc.InvalidState, "free some first", lambda: pool.resize(4 * MIB, stream))
 assert reserved() == 8 * MIB
 assert pool.resize(6 * MIB, stream) == 6 * MIB == reserved()
@@ -154,7 +154,7 @@ def program(rank):
     slept = symmalloc.sleep("weights", device=rank.number)
     assert (slept.deregistered, slept.kept_bytes) == (1, 4 * MIB), slept
     rank.wait()
-    assert nccl.stub_nccl_live(1) == 0, "on all ranks"
+    assert nccl.stub_nccl_live(1) == 0, "windows are deregistered on all ranks"
     rank.wait()
     woken = symmalloc.wake("weights", device=rank.number)
     assert (woken.registered, woken.changed, woken.lost) == (1, 0, 0), woken

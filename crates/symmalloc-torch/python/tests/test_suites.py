@@ -141,7 +141,7 @@ class Runs(unittest.TestCase):
         self.assertEqual(done.returncode, 0, done.stdout + done.stderr)
         parts = [RunFile(self.out / f"fake_suite-native-1.{part}.jsonl").outcomes() for part in range(2)]
         self.assertEqual([sorted(part) for part in parts], [["fine", "last"], ["skips"]])
-        # With one GPU fewer, it continues with the tests that both runs have.
+        # With one GPU fewer, the command continues with the tests that both runs have.
         self.assertEqual(self.suites("--only", "^fine$|^last$|^skips$").returncode, 0)
         self.assertEqual(self.times("skips", "ours"), 1)
 

@@ -1,4 +1,4 @@
-"""The package under a real PyTorch without a GPU. install() applies for the rest of a process, so each test has its own."""
+"""The package on a real PyTorch without a GPU. install() applies to the rest of a process, so each test starts its own."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Install(unittest.TestCase):
 @needs.torch
 @needs.device
 class Statistics(unittest.TestCase):
-    # PyTorch itself cannot use the stub. Allocations use the C interface, and the test marks CUDA as initialized in PyTorch.
+    # This PyTorch cannot use the stub. Allocations use the C interface, and the test marks CUDA as initialized in PyTorch.
     START = """
         import os, torch, symmalloc
         os.environ["SYMMALLOC_TORCH_CLASS"] = "off"

@@ -1,4 +1,4 @@
-"""A PyTorch with functions that this package does not know: they are found and reported, and throw if they are called."""
+"""A PyTorch with functions that this package does not know: the functions are reported, and throw if they are called."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class OnPyTorch(unittest.TestCase):
             text = (Path(torch.__file__).parent / "include" / header).read_text()
             last = "  virtual std::string name() = 0;\n"
             self.assertEqual(text.count(last), 1)
-            # The last one, so that the others keep their positions in the table.
+            # The function is added at the end, so that the others keep their positions in the table.
             (Path(folder) / header).parent.mkdir(parents=True)
             (Path(folder) / header).write_text(text.replace(last, f"{last}  virtual SnapshotInfo invented(MempoolId_t pool = {{0, 0}}) = 0;\n"))
             done = needs.process(

@@ -1,4 +1,4 @@
-// An allocator for the interface of this folder, as `pytorch/allocator.cpp` is one for PyTorch's.
+// An allocator for the interface in this folder, like `pytorch/allocator.cpp` for PyTorch's interface.
 #include "base.h"
 
 #include <cstring>
@@ -30,7 +30,7 @@ extern "C" __attribute__((visibility("default"))) const char* symmalloc_unknown_
 
 extern "C" __attribute__((visibility("default"))) void symmalloc_name_callers(void*) {}
 
-// Calls an unknown function, and writes what it throws.
+// Calls an unknown function, and writes the message of its exception.
 extern "C" __attribute__((visibility("default"))) void call_unknown(int number, char* text, size_t bytes) {
   auto& allocator = installed();
   try {

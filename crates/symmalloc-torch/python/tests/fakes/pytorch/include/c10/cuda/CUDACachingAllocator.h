@@ -1,5 +1,5 @@
-// The interface of an allocator in the shape of PyTorch's, with functions that no PyTorch has. Their declarations are as different as
-// those of real ones: over several lines, with default arguments, types of every namespace around, attributes and comments.
+// An allocator interface like PyTorch's, with functions that no PyTorch has. Their declarations vary like those of real functions:
+// several lines, default arguments, types of all surrounding namespaces, attributes and comments.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ using MempoolId_t = std::pair<unsigned long long, unsigned long long>;
 struct DeviceAllocator {
   virtual ~DeviceAllocator() = default;
   virtual bool initialized() = 0;
-  // Of a base, and a reference to a type of this namespace.
+  // A function of a base, and a reference to a type of this namespace.
   virtual void
   moveTo(DeviceIndex /*device; not virtual = 0;*/, const MempoolId_t& pool) noexcept(false) = 0;
 };

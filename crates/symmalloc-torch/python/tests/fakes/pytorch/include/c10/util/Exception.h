@@ -1,4 +1,4 @@
-// The exceptions of PyTorch that `base.h` needs.
+// The PyTorch exceptions that `base.h` needs.
 #pragma once
 
 #include <sstream>

@@ -1,4 +1,4 @@
-// A PyTorch that nobody has.
+// A version that PyTorch never had.
 #pragma once
 
 #define TORCH_VERSION_MAJOR 2
