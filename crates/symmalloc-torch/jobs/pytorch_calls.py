@@ -57,7 +57,7 @@ def is_in(pool: Any, tensor: Any) -> bool:
     return any(s["address"] <= address < s["address"] + s["total_size"] for s in pool.snapshot())
 
 
-@check("statistics, as C++ asks for them")
+@check("statistics, as C++ queries them")
 def statistics() -> Any:
     import torch
 
@@ -106,7 +106,7 @@ def history_of_cxx() -> Any:
     assert {"alloc", "free_requested", "free_completed"} <= actions, actions
     assert actions & {"segment_alloc", "segment_map"} and actions & {"segment_free", "segment_unmap"}, actions
     frames = {frame["name"] for entry in entries if entry["action"] == "alloc" for frame in entry["frames"]}
-    assert any("::" in name for name in frames), "no C++ frame"
+    assert any("::" in name for name in frames), "the history has no C++ frame"
     assert not torch.cuda.memory._snapshot()["device_traces"][0], "the history is still recorded"
     return result
 
@@ -178,7 +178,7 @@ def mem_pool_backward() -> Any:
     return result
 
 
-@check("MemPool with an allocator of its own")
+@check("MemPool with a custom allocator")
 def mem_pool_of_functions() -> Any:
     import torch
 
@@ -463,7 +463,7 @@ def registered_pool() -> Any:
     return result
 
 
-@check("trace trackers (NCCL registers what comes)")
+@check("trace trackers (NCCL registers new segments)")
 def trackers() -> Any:
     import torch
     import torch.distributed as dist

@@ -13,7 +13,7 @@ pub(crate) fn say(line: fmt::Arguments<'_>) {
     let _unread = writeln!(io::stderr(), "symmalloc: {line}");
 }
 
-/// Reports an error that a call cannot return. All of them are logged and counted; standard error shows only the first.
+/// Reports an error that a call cannot return. Logs every such error, and writes the first to standard error.
 pub(crate) fn complain(error: &Error) {
     tracing::warn!(name: "call.failed", target: "symmalloc", %error);
     if !HAS_COMPLAINED.swap(true, Ordering::Relaxed) {

@@ -151,7 +151,7 @@ def all_to_all_single(
 
 def _device_of(output: torch.Tensor, input: torch.Tensor) -> int:
     if not (output.is_cuda and output.device == input.device):
-        raise InvalidArgument(f"the tensors are on {output.device} and {input.device}: give two of one CUDA device")
+        raise InvalidArgument(f"the tensors are on {output.device} and {input.device}: pass tensors on one CUDA device")
     return int(output.device.index)
 
 
@@ -159,8 +159,8 @@ def _row_bytes(output: torch.Tensor, input: torch.Tensor) -> int:
     """Returns the size in bytes of a row, that is, of one index of the first dimension."""
     if output.dtype != input.dtype or output.shape[1:] != input.shape[1:] or not output.dim() or not input.dim():
         raise InvalidArgument(
-            f"rows of {tuple(input.shape)} {input.dtype} and {tuple(output.shape)} {output.dtype} differ: give tensors of one "
-            "type whose dimensions are equal but for the first"
+            f"rows of {tuple(input.shape)} {input.dtype} and {tuple(output.shape)} {output.dtype} differ: pass tensors of one "
+                        "type that differ only in the first dimension"
         )
     if not (output.is_contiguous() and input.is_contiguous()):
         raise InvalidArgument("the rows of a tensor are not contiguous: give contiguous tensors")
