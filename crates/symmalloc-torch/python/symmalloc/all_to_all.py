@@ -160,7 +160,7 @@ def _row_bytes(output: torch.Tensor, input: torch.Tensor) -> int:
     if output.dtype != input.dtype or output.shape[1:] != input.shape[1:] or not output.dim() or not input.dim():
         raise InvalidArgument(
             f"rows of {tuple(input.shape)} {input.dtype} and {tuple(output.shape)} {output.dtype} differ: pass tensors of one "
-                        "type that differ only in the first dimension"
+            "type that differ only in the first dimension"
         )
     if not (output.is_contiguous() and input.is_contiguous()):
         raise InvalidArgument("the rows of a tensor are not contiguous: give contiguous tensors")
