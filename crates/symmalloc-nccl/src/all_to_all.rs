@@ -34,29 +34,30 @@
 mod error;
 mod message;
 mod registered;
+pub(crate) mod splits;
 mod transfers;
 
-pub use error::AllToAllError;
+pub use crate::all_to_all::error::AllToAllError;
 
+use crate::all_to_all::message::Messages;
+use crate::all_to_all::registered::RegisteredSegments;
+use crate::all_to_all::splits::{Side, Split, Splits};
+use crate::all_to_all::transfers::{CallShape, Region, Transfers};
+use crate::collectives::data_type::DataType;
+use crate::collectives::group::Group;
 use crate::communicator::Communicator;
 use crate::communicator::buffers::{Elements, Uses};
+use crate::communicator::error::CommError;
 use crate::communicator::operation::NcclCall;
-use crate::data_type::DataType;
-use crate::driver;
-use crate::error::CommError;
-use crate::group::Group;
+use crate::ffi::driver;
 use crate::registrar::Registrar;
-use crate::registrar::segment_key::SegmentKey;
-use crate::splits::{Side, Split, Splits};
 use crate::transport::NcclTransport;
+use crate::windows::segment_key::SegmentKey;
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceRepr};
-use message::Messages;
-use registered::RegisteredSegments;
 use std::fmt;
 use std::sync::Arc;
 use symmalloc_agreement::Transport;
 use symmalloc_cuda::DriverError;
-use transfers::{CallShape, Region, Transfers};
 
 /// Exchanges rows among the ranks of a communicator: PyTorch's `all_to_all_single`, with splits that are exchanged when
 /// the program asks for it. Threads may share it if they call it in one order that all ranks keep.

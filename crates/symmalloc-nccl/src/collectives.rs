@@ -6,11 +6,14 @@
 //!
 //! Collectives that only move elements (gather, broadcast, send) support any type as its bytes.
 
+pub(crate) mod data_type;
+pub(crate) mod group;
+
+use crate::collectives::data_type::{NcclType, ReduceOp};
 use crate::communicator::buffers::Buffers;
+use crate::communicator::error::CommError;
 use crate::communicator::operation::NcclCall;
 use crate::communicator::{Communicator, submit};
-use crate::data_type::{NcclType, ReduceOp};
-use crate::error::CommError;
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
 use std::sync::Arc;
 

@@ -18,6 +18,7 @@ pub(crate) mod buffers;
 mod builder;
 mod call;
 mod ending;
+pub(crate) mod error;
 mod host_entry;
 pub(crate) mod operation;
 mod order;
@@ -30,24 +31,25 @@ mod submit;
 pub(crate) mod threads;
 pub(crate) mod watching;
 
-pub use builder::CommunicatorBuilder;
-pub use order::CommOrder;
-pub use state::{CommState, Stage};
-pub(crate) use submit::{Submission, submit};
+pub use crate::communicator::builder::CommunicatorBuilder;
+pub use crate::communicator::order::CommOrder;
+pub use crate::communicator::state::{CommState, Stage};
+pub(crate) use crate::communicator::submit::{Submission, submit};
 
 use crate::backoff::Backoff;
-use crate::calls::NO_COLOR;
-use crate::error::CommError;
-use crate::handles::{CommHandle, NewHandle};
-use crate::library::Nccl;
-use crate::version::Capability;
-use crate::watch::{self, ERROR_LIMIT, Watched};
-use call::{Route, perform, settle};
+use crate::communicator::call::{Route, perform, settle};
+use crate::communicator::ending::{ABORT_LIMIT, Ending, end_all};
+use crate::communicator::error::CommError;
+use crate::communicator::host_entry::HostEntry;
+use crate::communicator::pending_comm_guard::PendingCommGuard;
+use crate::communicator::shared::{Inner, Life, Mode, Ownership, Shared, lock};
+use crate::communicator::threads::{Kept, Waited, start, wait_for};
+use crate::ffi::calls::NO_COLOR;
+use crate::ffi::handles::{CommHandle, NewHandle};
+use crate::ffi::library::Nccl;
+use crate::ffi::version::Capability;
+use crate::watchdog::{self, ERROR_LIMIT, Watched};
 use cudarc::driver::CudaStream;
-use ending::{ABORT_LIMIT, Ending, end_all};
-use host_entry::HostEntry;
-use pending_comm_guard::PendingCommGuard;
-use shared::{Inner, Life, Mode, Ownership, Shared, lock};
 use std::ffi::{CString, c_int, c_void};
 use std::fmt;
 use std::ops::Deref;
@@ -56,7 +58,6 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, TryLockError};
 use std::time::Duration;
 use symmalloc_cuda::CudaDevice;
-use threads::{Kept, Waited, start, wait_for};
 
 /// A safe wrapper of `ncclComm_t`. Clones are cheap and refer to the same communicator.
 ///
@@ -350,7 +351,7 @@ impl Shared {
         let deregistered = registering::deregister_all(&mut access);
         if self.ownership == Ownership::Borrowed {
             lock(&self.life).end(CommState::Destroyed, None);
-            watch::leave(self.watched());
+            watchdog::leave(self.watched());
         }
         if self.state() != CommState::Ready {
             return deregistered;
@@ -367,7 +368,7 @@ impl Shared {
         let (calls, backoff) = (self.nccl.calls(), Backoff::new(self.deadline));
         // Even after a failure, the communicator must not be used again.
         lock(&self.life).end(CommState::Destroyed, None);
-        watch::leave(self.watched());
+        watchdog::leave(self.watched());
         let caller = start(&self.device, kept, move || calls.destroy(comm));
         match wait_for(&caller, &backoff, || false) {
             Waited::Came(answer) => {

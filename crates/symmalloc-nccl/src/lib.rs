@@ -55,60 +55,49 @@
 
 mod all_to_all;
 mod backoff;
-mod calls;
 mod collectives;
 mod communicator;
-mod data_type;
-mod driver;
-mod error;
-mod group;
-mod handles;
-mod launch;
-mod library;
+mod ffi;
 #[cfg(feature = "metrics")]
 pub mod metrics;
-mod nccl_error;
 mod registrar;
 mod rendezvous;
-mod sequence_counter;
-mod splits;
+mod sleep;
+mod sync;
 mod transport;
-mod unique_id;
-mod version;
-mod watch;
+mod watchdog;
+mod windows;
 
+pub use all_to_all::splits::{Sending, Side, Split, Splits, SplitsError};
 pub use all_to_all::{AllToAll, AllToAllBuilder, AllToAllError};
+pub use collectives::data_type::{DataType, NcclType, ReduceOp};
+pub use collectives::group::Group;
+pub use communicator::error::CommError;
 pub use communicator::operation::Collective;
 pub use communicator::registration::{BufferRegistration, Registered, WINDOW_ALIGNMENT, Window};
 pub use communicator::watching::Announcement;
 pub use communicator::{CommOrder, CommState, Communicator, CommunicatorBuilder, Stage};
-pub use data_type::{DataType, NcclType, ReduceOp};
-pub use error::CommError;
-pub use group::Group;
-pub use handles::WindowHandle;
-pub use launch::{Launch, LaunchError, Launcher};
-pub use library::Nccl;
-pub use nccl_error::{LoadError, NcclError};
+pub use ffi::error::{LoadError, NcclError};
+pub use ffi::handles::WindowHandle;
+pub use ffi::library::Nccl;
+pub use ffi::version::{Capability, NcclVersion};
 pub use registrar::checked::CheckedCollectives;
-pub use registrar::error::{AttachError, LookupError, SyncError};
-pub use registrar::invalidation::{Invalidated, InvalidationCursor};
 pub use registrar::offset_difference::{BufferPlace, CollectiveCall, OffsetDifference};
-pub use registrar::segment_key::{Generation, SegmentKey};
 pub use registrar::settings::{Registration, Synced};
-pub use registrar::sleep_error::{
-    Obstacle, RankObstacle, SleepDifference, SleepError, SleepField, SleepStep, Slept, Woken,
-};
 pub use registrar::stats::{CommunicatorStats, RegistrarStats};
-pub use registrar::sync_actions::{PlanStep, SegmentName, StepKind};
-pub use registrar::sync_summary::{PlanDifference, PlanField, PlanGroup, StepDifference};
-pub use registrar::window::WindowSpan;
 pub use registrar::{Registrar, RegistrarBuilder};
 pub use rendezvous::error::RendezvousError;
-pub use splits::{Sending, Side, Split, Splits, SplitsError};
+pub use rendezvous::launch::{Launch, LaunchError, Launcher};
+pub use rendezvous::unique_id::UniqueId;
+pub use sleep::error::{Obstacle, RankObstacle, SleepDifference, SleepError, SleepField, SleepStep, Slept, Woken};
+pub use sync::actions::{PlanStep, SegmentName, StepKind};
+pub use sync::error::{AttachError, LookupError, SyncError};
+pub use sync::message::{PlanDifference, PlanField, PlanGroup, StepDifference};
 pub use transport::NcclTransport;
-pub use unique_id::UniqueId;
-pub use version::{Capability, NcclVersion};
-pub use watch::{FAILURE_EXIT_CODE, Failure, FailureCause, WatchdogMode, flight_record, write_flight_record};
+pub use watchdog::{FAILURE_EXIT_CODE, Failure, FailureCause, WatchdogMode, flight_record, write_flight_record};
+pub use windows::invalidation::{Invalidated, InvalidationCursor};
+pub use windows::segment_key::{Generation, SegmentKey};
+pub use windows::window::WindowSpan;
 
 /// Types that threads may share.
 const _: () = {

@@ -25,46 +25,30 @@
 //! sync without changes costs one small collective, in which the ranks agree. With agreement off it costs a tenth of a microsecond and
 //! makes no NCCL call. Either is cheap enough to run before every step.
 
-mod attachment;
+pub(crate) mod attachment;
 mod builder;
 pub(crate) mod checked;
-mod ended_comm;
-pub(crate) mod error;
-pub(crate) mod invalidation;
-mod lookup;
-mod observed_pools;
+pub(crate) mod ended_comms;
 pub(crate) mod offset_difference;
-mod round;
-mod saved_registrations;
 mod scope;
-pub(crate) mod segment_key;
 pub(crate) mod settings;
-mod sleep;
-pub(crate) mod sleep_error;
-mod sleep_message;
-mod sleep_run;
 pub(crate) mod stats;
-mod symmetric_space;
-pub(crate) mod sync_actions;
-pub(crate) mod sync_summary;
 #[cfg(feature = "metrics")]
 mod sync_time;
-mod wake;
-pub(crate) mod window;
 
-pub use builder::RegistrarBuilder;
+pub use crate::registrar::builder::RegistrarBuilder;
 
+use crate::communicator::error::CommError;
 use crate::communicator::{CommState, Communicator};
-use crate::error::CommError;
-use crate::version::{Capability, NcclVersion};
-use attachment::{Attachment, SyncJob};
-use ended_comm::EndedComm;
-use error::{AttachError, SyncError};
-use settings::{Registration, Settings, Synced};
+use crate::ffi::version::{Capability, NcclVersion};
+use crate::registrar::attachment::{Attachment, SyncJob};
+use crate::registrar::ended_comms::{EndedComm, EndedComms, id_of};
+use crate::registrar::settings::{Registration, Settings, Synced};
+use crate::registrar::stats::{CommunicatorStats, Counters, RegistrarStats};
+use crate::sync::error::{AttachError, SyncError};
 use smallvec::SmallVec;
-use stats::{CommunicatorStats, Counters, RegistrarStats};
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard};
 use symmalloc_agreement::{Mode, Point, RankHistory};
 use symmalloc_core::PoolId;
 use symmalloc_core::config::SegmentPolicy;
@@ -106,7 +90,7 @@ pub struct Registrar {
     attachments: RwLock<Vec<Arc<Attachment>>>,
     counters: Counters,
     /// Communicators that ended and were removed from the list, but that other ranks may still mention.
-    ended: Mutex<Vec<EndedComm>>,
+    ended: EndedComms,
 }
 
 impl Registrar {
@@ -117,6 +101,14 @@ impl Registrar {
 
     pub(crate) fn settings(&self) -> &Settings {
         &self.settings
+    }
+
+    pub(crate) fn counters(&self) -> &Counters {
+        &self.counters
+    }
+
+    pub(crate) fn ended(&self) -> &EndedComms {
+        &self.ended
     }
 
     /// Registers the memory of these pools on a communicator, starting with the next [`sync`](Self::sync). This call is local and does not
@@ -292,7 +284,13 @@ impl Registrar {
         let gone: SmallVec<[Arc<Attachment>; 4]> =
             all.into_iter().filter(|attachment| attachment.sweep(&self.allocator)).collect();
         self.write().retain(|attachment| !gone.iter().any(|other| Arc::ptr_eq(attachment, other)));
-        self.remember(&gone);
+        let ended = gone.iter().map(|attachment| EndedComm {
+            name: attachment.comm.name().to_owned(),
+            id: id_of(&attachment.comm),
+            ranks: attachment.comm.ranks(),
+            pools: attachment.view().pools.to_vec(),
+        });
+        self.ended.add(ended, |pool| self.allocator.core().phase(pool).is_ok());
         gone.len()
     }
 
@@ -334,7 +332,12 @@ impl Registrar {
         self.find(comm).ok_or_else(|| not_attached(comm))
     }
 
-    fn find(&self, comm: &Communicator) -> Option<Arc<Attachment>> {
+    /// Returns the attachments of a pool.
+    pub(crate) fn attachments_of(&self, pool: PoolId) -> Vec<Arc<Attachment>> {
+        self.read().iter().filter(|attachment| attachment.view().pools.contains(&pool)).map(Arc::clone).collect()
+    }
+
+    pub(crate) fn find(&self, comm: &Communicator) -> Option<Arc<Attachment>> {
         self.read().iter().find(|attachment| attachment.comm.serial() == comm.serial()).map(Arc::clone)
     }
 
@@ -360,7 +363,8 @@ impl Registrar {
 /// First version that supports windows over memory that grew piece by piece.
 const GROWING_WINDOWS: NcclVersion = NcclVersion::new(2, 30, 3);
 
-fn not_attached(comm: &Communicator) -> SyncError {
+/// Returns the error for a communicator without attached pools.
+pub(crate) fn not_attached(comm: &Communicator) -> SyncError {
     let communicator = comm.name().to_owned();
     match comm.state() {
         CommState::Ready => SyncError::NotAttached { communicator, pool: None },

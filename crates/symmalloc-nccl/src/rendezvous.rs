@@ -17,28 +17,31 @@
 //!
 //! If rank 0 cannot use an address, it tries the next one; the others knock at all of them until the right rank 0
 //! answers. Strangers, other jobs and ranks without the secret are rejected and do not delay the meeting. The
-//! connections stay open: they are the [lifeline](crate::watch) by which each rank learns the state of the others.
+//! connections stay open: they are the [lifeline](crate::watchdog) by which each rank learns the state of the others.
 
 mod door;
 pub(crate) mod error;
 mod handshake;
 mod knock;
+pub(crate) mod launch;
 mod local;
 mod meeting;
 mod meeting_point;
 mod secret;
+pub(crate) mod sequence_counter;
+pub(crate) mod unique_id;
 mod visitors;
 
 use crate::backoff::Backoff;
-use crate::error::CommError;
-use crate::launch::Launch;
-use crate::library::Nccl;
-use crate::sequence_counter::SequenceCounter;
-use crate::unique_id::{COMM_ID_VARIABLE, UniqueId};
-use crate::watch::{self, MeetingId};
-use meeting::{Meeting, hash, job_of};
-use meeting_point::MeetingPoint;
-use secret::{Secret, random};
+use crate::communicator::error::CommError;
+use crate::ffi::library::Nccl;
+use crate::rendezvous::launch::Launch;
+use crate::rendezvous::meeting::{Meeting, hash, job_of};
+use crate::rendezvous::meeting_point::MeetingPoint;
+use crate::rendezvous::secret::{Secret, random};
+use crate::rendezvous::sequence_counter::SequenceCounter;
+use crate::rendezvous::unique_id::{COMM_ID_VARIABLE, UniqueId};
+use crate::watchdog::{self, MeetingId};
 use std::time::Duration;
 
 impl Launch {
@@ -69,11 +72,11 @@ impl Launch {
             let listener = point.listen()?;
             let id = UniqueId::from_nccl(nccl)?;
             let connections = meeting.give(&listener, &id, backoff)?;
-            watch::met(&id, self.rank, self.ranks, connections);
+            watchdog::met(&id, self.rank, self.ranks, connections);
             return Ok(id);
         }
         let (id, connection) = meeting.ask(&point.doors, self.rank, backoff)?;
-        watch::met(&id, self.rank, self.ranks, vec![(0, connection)]);
+        watchdog::met(&id, self.rank, self.ranks, vec![(0, connection)]);
         Ok(id)
     }
 }
@@ -101,10 +104,10 @@ pub(crate) fn meet(
         bytes[..32].copy_from_slice(&random::<32>()?);
         let id = UniqueId::from_bytes(bytes);
         let connections = meeting.give(&listener, &id, backoff)?;
-        return Ok(Some(watch::met(&id, rank, ranks, connections)));
+        return Ok(Some(watchdog::met(&id, rank, ranks, connections)));
     }
     let (id, connection) = meeting.ask(&point.doors, rank, backoff)?;
-    Ok(Some(watch::met(&id, rank, ranks, vec![(0, connection)])))
+    Ok(Some(watchdog::met(&id, rank, ranks, vec![(0, connection)])))
 }
 
 #[cfg(test)]

@@ -13,13 +13,13 @@
 //! means that another rank gave up.
 
 use crate::backoff::Backoff;
+use crate::collectives::data_type::DataType;
 use crate::communicator::buffers::{Buffers, Elements};
+use crate::communicator::error::CommError;
 use crate::communicator::operation::NcclCall;
 use crate::communicator::{Communicator, Stage};
-use crate::data_type::DataType;
-use crate::driver::refused;
-use crate::error::CommError;
-use crate::watch::Tick;
+use crate::ffi::driver::refused;
+use crate::watchdog::Tick;
 use cudarc::driver::{CudaEvent, CudaStream};
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};

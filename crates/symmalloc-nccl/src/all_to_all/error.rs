@@ -1,8 +1,8 @@
 //! Errors of an all-to-all-v.
 
-use crate::error::CommError;
-use crate::registrar::error::LookupError;
-use crate::splits::{Side, SplitsError};
+use crate::all_to_all::splits::{Side, SplitsError};
+use crate::communicator::error::CommError;
+use crate::sync::error::LookupError;
 use symmalloc_agreement::TransportError;
 use symmalloc_cuda::DriverError;
 use thiserror::Error;

@@ -7,9 +7,9 @@
 //! ```
 //! A rank that cannot take part sends a refusal, so that the others do not wait.
 
-use super::error::AllToAllError;
-use super::transfers::Transfers;
-use crate::splits::{Side, Splits};
+use crate::all_to_all::error::AllToAllError;
+use crate::all_to_all::splits::{Side, Splits};
+use crate::all_to_all::transfers::Transfers;
 use symmalloc_agreement::Gathered;
 
 /// The purpose of a message.
@@ -106,8 +106,8 @@ impl Messages {
 
 #[cfg(test)]
 mod tests {
-    use super::super::transfers::CallShape;
     use super::*;
+    use crate::all_to_all::transfers::CallShape;
 
     fn messages(rank: usize) -> Messages {
         Messages { rank, ranks: 2, is_checked: true }

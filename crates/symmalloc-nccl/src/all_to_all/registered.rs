@@ -8,14 +8,14 @@
 //! The registrar invalidates a key only after the device's work so far has completed, so no call in flight uses a
 //! segment that is dropped here.
 
-use super::error::AllToAllError;
-use super::transfers::Region;
+use crate::all_to_all::error::AllToAllError;
+use crate::all_to_all::splits::Side;
+use crate::all_to_all::transfers::Region;
 use crate::communicator::Communicator;
 use crate::registrar::Registrar;
-use crate::registrar::error::LookupError;
-use crate::registrar::invalidation::{Invalidated, InvalidationCursor};
-use crate::registrar::segment_key::SegmentKey;
-use crate::splits::Side;
+use crate::sync::error::LookupError;
+use crate::windows::invalidation::{Invalidated, InvalidationCursor};
+use crate::windows::segment_key::SegmentKey;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The registered segments of one communicator that calls have used.
@@ -102,7 +102,7 @@ impl SegmentList {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::registrar::segment_key::Generation;
+    use crate::windows::segment_key::Generation;
     use symmalloc_core::{PoolId, SegmentId};
 
     fn key(segment: u32, base: u64) -> SegmentKey {

@@ -1,7 +1,7 @@
 //! The transfers of one call in bytes, computed and checked before anything is submitted.
 
-use super::error::AllToAllError;
-use crate::splits::{Side, Splits};
+use crate::all_to_all::error::AllToAllError;
+use crate::all_to_all::splits::{Side, Splits};
 
 /// A buffer or a part of one. An empty one may have address 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

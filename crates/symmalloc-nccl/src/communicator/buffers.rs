@@ -1,10 +1,10 @@
 //! The buffers of one collective while they are in use on its stream.
 
-use super::Communicator;
-use super::operation::{NcclCall, Operation};
-use crate::data_type::{DataType, NcclType};
-use crate::error::CommError;
-use crate::handles::StreamHandle;
+use crate::collectives::data_type::{DataType, NcclType};
+use crate::communicator::Communicator;
+use crate::communicator::error::CommError;
+use crate::communicator::operation::{NcclCall, Operation};
+use crate::ffi::handles::StreamHandle;
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, SyncOnDrop};
 use smallvec::SmallVec;
 use std::sync::Arc;

@@ -1,22 +1,22 @@
 //! Creation of communicators.
 
-use super::Communicator;
-use super::ending::{Ending, GRACE, end_all};
-use super::order::CommOrder;
-use super::pending_comm_guard::PendingCommGuard;
-use super::shared::{Inner, Life, Mode, Ownership, Shared};
-use super::state::{CommState, Stage};
-use super::threads::{self, Answer, Kept, Waited, start, wait_for};
 use crate::backoff::Backoff;
-use crate::driver;
-use crate::error::CommError;
-use crate::handles::{CommHandle, NewHandle};
-use crate::launch::Launch;
-use crate::library::Nccl;
+use crate::communicator::Communicator;
+use crate::communicator::ending::{Ending, GRACE, end_all};
+use crate::communicator::error::CommError;
+use crate::communicator::order::CommOrder;
+use crate::communicator::pending_comm_guard::PendingCommGuard;
+use crate::communicator::shared::{Inner, Life, Mode, Ownership, Shared};
+use crate::communicator::state::{CommState, Stage};
+use crate::communicator::threads::{self, Answer, Kept, Waited, start, wait_for};
+use crate::ffi::driver;
+use crate::ffi::handles::{CommHandle, NewHandle};
+use crate::ffi::library::Nccl;
 use crate::rendezvous;
-use crate::sequence_counter::SequenceCounter;
-use crate::unique_id::{COMM_ID_VARIABLE, UniqueId};
-use crate::watch::{self, Failure, MeetingId, WatchSettings, WatchdogMode};
+use crate::rendezvous::launch::Launch;
+use crate::rendezvous::sequence_counter::SequenceCounter;
+use crate::rendezvous::unique_id::{COMM_ID_VARIABLE, UniqueId};
+use crate::watchdog::{self, Failure, MeetingId, WatchSettings, WatchdogMode};
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::slice::from_mut;
 use std::sync::atomic::AtomicBool;
@@ -172,7 +172,7 @@ impl CommunicatorBuilder {
             _ => return Err(CommError::NoSuchRank { rank, ranks }),
         };
         check_context(&self.device)?;
-        let met = match watch::meeting_of(&id, rank) {
+        let met = match watchdog::meeting_of(&id, rank) {
             Some(meeting) => Some(meeting),
             None => self.meet(rank, ranks, backoff)?,
         };

@@ -10,14 +10,14 @@
 //! In both modes NCCL is then polled (`ncclCommGetAsyncError`) until nothing is in progress. In blocking mode one poll suffices, but it is
 //! required: window registration always returns success, and errors of NCCL's own threads are visible only there.
 
-use super::ending::{ABORT_LIMIT, Ending, GRACE, end_all};
-use super::shared::{Access, Mode, lock};
-use super::state::{CommState, Stage};
-use super::threads::{CallError, Kept, Waited, start, wait_for};
 use crate::backoff::Backoff;
-use crate::calls::{CallProgress, Calls, Outcome};
-use crate::error::CommError;
-use crate::watch::{ERROR_LIMIT, NEWS_LIMIT};
+use crate::communicator::ending::{ABORT_LIMIT, Ending, GRACE, end_all};
+use crate::communicator::error::CommError;
+use crate::communicator::shared::{Access, Mode, lock};
+use crate::communicator::state::{CommState, Stage};
+use crate::communicator::threads::{CallError, Kept, Waited, start, wait_for};
+use crate::ffi::calls::{CallProgress, Calls, Outcome};
+use crate::watchdog::{ERROR_LIMIT, NEWS_LIMIT};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;

@@ -2,7 +2,7 @@
 //!
 //! Every call made here may hang as well, because a symmetric kernel has no abort flag and NCCL waits for its kernels. The calls are
 //! therefore made on a separate thread, with a bounded wait: [`ABORT_LIMIT`] if the program requested an abort,
-//! [`ERROR_LIMIT`](watch::ERROR_LIMIT) for an error of the watchdog or a registrar, and [`GRACE`] for other errors. If the thread has not
+//! [`ERROR_LIMIT`](watchdog::ERROR_LIMIT) for an error of the watchdog or a registrar, and [`GRACE`] for other errors. If the thread has not
 //! finished by then, the communicator is [`Lost`](CommState::Lost). If it finishes later, the state changes to
 //! [`Aborted`](CommState::Aborted). (An abort joins NCCL's proxy thread, which runs as long as peers are connected to it: if a peer is
 //! stuck but alive, an abort completes only when that peer's does.)
@@ -16,16 +16,16 @@
 //! Deregistration comes first because, up to 2.28, an abort permanently retains the physical memory of windows. It requires a communicator
 //! whose kernels have stopped, which a revoke ensures. Without a revoke, windows are left to the abort.
 
-use super::shared::{Access, Handles, Life, Mode, Ownership, Shared, lock};
-use super::state::{CommState, Stage};
-use super::threads::{self, Answer, Kept};
 use crate::backoff::Backoff;
-use crate::calls::{CallProgress, Calls};
-use crate::driver;
-use crate::error::CommError;
-use crate::handles::{CommHandle, RegistrationHandle, WindowHandle};
-use crate::version::Capability;
-use crate::watch;
+use crate::communicator::error::CommError;
+use crate::communicator::shared::{Access, Handles, Life, Mode, Ownership, Shared, lock};
+use crate::communicator::state::{CommState, Stage};
+use crate::communicator::threads::{self, Answer, Kept};
+use crate::ffi::calls::{CallProgress, Calls};
+use crate::ffi::driver;
+use crate::ffi::handles::{CommHandle, RegistrationHandle, WindowHandle};
+use crate::ffi::version::Capability;
+use crate::watchdog;
 use std::ffi::CStr;
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
@@ -133,7 +133,7 @@ fn notify_ranks(shared: &Shared, cause: Option<&Arc<CommError>>) {
         Some(CommError::Failed(failure)) => failure.cause.rank(),
         _ => None,
     };
-    watch::fail(watched, FailureReport { text, first_rank });
+    watchdog::fail(watched, FailureReport { text, first_rank });
 }
 
 fn remains(access: &Access<'_>) -> Remains {

@@ -1,7 +1,7 @@
 //! Flight-record entries of host operations that all ranks perform together.
 
-use super::state::Stage;
-use crate::watch::{EntryNumber, Tick, Watched, Work};
+use crate::communicator::state::Stage;
+use crate::watchdog::{EntryNumber, Tick, Watched, Work};
 
 /// A host operation that all ranks perform together, recorded from `begin` until dropped.
 pub(super) struct HostEntry<'a> {

@@ -1,7 +1,7 @@
 //! A collective in the form that NCCL takes: addresses and numbers.
 
-use crate::data_type::{DataType, ReduceOp};
-use crate::handles::StreamHandle;
+use crate::collectives::data_type::{DataType, ReduceOp};
+use crate::ffi::handles::StreamHandle;
 use std::fmt;
 
 /// A collective operation.

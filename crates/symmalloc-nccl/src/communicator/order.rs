@@ -1,6 +1,6 @@
 //! A global order of communicators, equal on every rank by construction.
 
-use crate::unique_id::UniqueId;
+use crate::rendezvous::unique_id::UniqueId;
 use std::sync::Arc;
 
 /// A communicator's position among all communicators of a job. Equal on all of its ranks and unique to it.

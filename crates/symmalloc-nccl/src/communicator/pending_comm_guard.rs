@@ -1,7 +1,7 @@
 //! Announcement of a communicator that ranks are about to create.
 
-use super::order::CommOrder;
-use crate::watch::{self, MeetingId, PENDING_COMM};
+use crate::communicator::order::CommOrder;
+use crate::watchdog::{self, MeetingId, PENDING_COMM};
 use symmalloc_watchdog::{CommunicatorId, RankId};
 
 /// Announces to other ranks that this one will be in a communicator, until dropped. Other ranks thereby also detect a rank that dies after
@@ -16,13 +16,13 @@ impl PendingCommGuard {
     pub(super) fn new(met: Option<MeetingId>, rank: u32, order: &CommOrder) -> Self {
         let communicator = CommunicatorId::of(order.as_bytes());
         let guard = PendingCommGuard { met, rank: RankId { communicator, rank: rank | PENDING_COMM } };
-        watch::expect(guard.met, guard.rank);
+        watchdog::expect(guard.met, guard.rank);
         guard
     }
 }
 
 impl Drop for PendingCommGuard {
     fn drop(&mut self) {
-        watch::withdraw(self.met, self.rank);
+        watchdog::withdraw(self.met, self.rank);
     }
 }

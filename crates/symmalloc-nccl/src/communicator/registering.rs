@@ -1,16 +1,16 @@
 //! Registration and deregistration of windows and buffers with NCCL.
 
-use super::Communicator;
-use super::call::{Route, perform};
-use super::host_entry::HostEntry;
-use super::registration::{BufferRegistration, Memory, Registered, WINDOW_ALIGNMENT, Window};
-use super::shared::{Access, Handles, lock};
-use super::state::{CommState, Stage};
-use super::threads::Kept;
-use crate::calls::{Calls, Outcome};
-use crate::error::CommError;
-use crate::handles::{CommHandle, NewHandle, RegistrationHandle, WindowHandle};
-use crate::version::Capability;
+use crate::communicator::Communicator;
+use crate::communicator::call::{Route, perform};
+use crate::communicator::error::CommError;
+use crate::communicator::host_entry::HostEntry;
+use crate::communicator::registration::{BufferRegistration, Memory, Registered, WINDOW_ALIGNMENT, Window};
+use crate::communicator::shared::{Access, Handles, lock};
+use crate::communicator::state::{CommState, Stage};
+use crate::communicator::threads::Kept;
+use crate::ffi::calls::{Calls, Outcome};
+use crate::ffi::handles::{CommHandle, NewHandle, RegistrationHandle, WindowHandle};
+use crate::ffi::version::Capability;
 use std::slice::from_mut;
 use std::sync::Arc;
 

@@ -1,6 +1,6 @@
 //! Handles of registered memory. Their types distinguish the kinds, so that each is deregistered by the matching call.
 
-use crate::handles::{RegistrationHandle, WindowHandle};
+use crate::ffi::handles::{RegistrationHandle, WindowHandle};
 use std::fmt;
 use std::sync::Arc;
 

@@ -6,14 +6,14 @@
 //!  Window        ┘ (serial)        └─ Life, behind a separate lock: never held during a call, so that state() never waits
 //! ```
 
-use super::operation::KnownShapes;
-use super::order::CommOrder;
-use super::state::CommState;
 use crate::backoff::Backoff;
-use crate::error::CommError;
-use crate::handles::{CommHandle, RegistrationHandle, WindowHandle};
-use crate::library::Nccl;
-use crate::watch::{self, ERROR_LIMIT, MeetingId, WatchSettings, WatchdogMode, Watched};
+use crate::communicator::error::CommError;
+use crate::communicator::operation::KnownShapes;
+use crate::communicator::order::CommOrder;
+use crate::communicator::state::CommState;
+use crate::ffi::handles::{CommHandle, RegistrationHandle, WindowHandle};
+use crate::ffi::library::Nccl;
+use crate::watchdog::{self, ERROR_LIMIT, MeetingId, WatchSettings, WatchdogMode, Watched};
 use std::ffi::CStr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -53,7 +53,7 @@ pub(super) struct Shared {
     pub(super) order: CommOrder,
     /// Unique in the process.
     pub(super) serial: u64,
-    /// Set by [`abort`](super::Communicator::abort), for a thread that waits while it holds the call lock.
+    /// Set by [`abort`](crate::communicator::Communicator::abort), for a thread that waits while it holds the call lock.
     pub(super) abort_asked: AtomicBool,
     /// The meeting of its processes, if any.
     pub(super) met: Option<MeetingId>,
@@ -183,7 +183,7 @@ impl Shared {
     /// stuck ones, ends the waits.
     pub(super) fn patience(&self) -> Duration {
         let is_watched = self.watched.get().is_some() && self.watch_settings.mode() != WatchdogMode::Off;
-        if is_watched && watch::is_on() { FOR_EVER } else { self.deadline }
+        if is_watched && watchdog::is_on() { FOR_EVER } else { self.deadline }
     }
 
     pub(super) fn state(&self) -> CommState {

@@ -1,13 +1,13 @@
 //! Submission of collectives to streams.
 
-use super::Communicator;
-use super::call::{Route, perform};
-use super::operation::Operation;
-use super::shared::{Access, Mode};
-use super::state::Stage;
-use crate::error::CommError;
-use crate::handles::CommHandle;
-use crate::watch::{EntryNumber, Tick, Work};
+use crate::communicator::Communicator;
+use crate::communicator::call::{Route, perform};
+use crate::communicator::error::CommError;
+use crate::communicator::operation::Operation;
+use crate::communicator::shared::{Access, Mode};
+use crate::communicator::state::Stage;
+use crate::ffi::handles::CommHandle;
+use crate::watchdog::{EntryNumber, Tick, Work};
 use cudarc::driver::CudaStream;
 use smallvec::SmallVec;
 use std::sync::Arc;

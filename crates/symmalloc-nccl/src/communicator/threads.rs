@@ -4,9 +4,9 @@
 //! A thread that hangs in a call is never reused; another one takes its place.
 
 use crate::backoff::Backoff;
-use crate::calls::{CallProgress, Outcome};
-use crate::error::CommError;
-use crate::nccl_error::NcclError;
+use crate::communicator::error::CommError;
+use crate::ffi::calls::{CallProgress, Outcome};
+use crate::ffi::error::NcclError;
 use std::any::Any;
 use std::io::{self, ErrorKind};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SendError, Sender, channel};

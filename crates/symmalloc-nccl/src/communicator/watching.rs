@@ -1,15 +1,15 @@
 //! A communicator's interface to the watchdog, and the waits of a program.
 
-use super::ending::{Ending, GRACE, end_all};
-use super::order::CommOrder;
-use super::shared::{FOR_EVER, Ownership, Shared};
 use crate::backoff::Backoff;
-use crate::calls::CallProgress;
 use crate::communicator::Communicator;
-use crate::driver::{self, refused};
-use crate::error::CommError;
-use crate::sequence_counter::SequenceCounter;
-use crate::watch::{self, EntryNumber, Failure, FailureCause, Identity, Tick, Watchable, Watched, Work};
+use crate::communicator::ending::{Ending, GRACE, end_all};
+use crate::communicator::error::CommError;
+use crate::communicator::order::CommOrder;
+use crate::communicator::shared::{FOR_EVER, Ownership, Shared};
+use crate::ffi::calls::CallProgress;
+use crate::ffi::driver::{self, refused};
+use crate::rendezvous::sequence_counter::SequenceCounter;
+use crate::watchdog::{self, EntryNumber, Failure, FailureCause, Identity, Tick, Watchable, Watched, Work};
 use cudarc::driver::CudaStream;
 use std::borrow::Cow;
 use std::slice::from_mut;
@@ -129,7 +129,7 @@ impl Communicator {
         if let Some(due) = due
             && let Ok(_current) = self.device().enter()
         {
-            watch::mark(self.watched(), &due);
+            watchdog::mark(self.watched(), &due);
         }
     }
 }
@@ -153,7 +153,7 @@ impl Shared {
         };
         let communicator: Weak<dyn Watchable> = Arc::downgrade(&(Arc::clone(self) as Arc<dyn Watchable>));
         let fresh = || Arc::new(Watched::new(identity, self.watch_settings.clone(), communicator));
-        watch::watch(self.watched.get_or_init(fresh));
+        watchdog::watch(self.watched.get_or_init(fresh));
     }
 
     pub(super) fn watched(&self) -> &Watched {

@@ -13,26 +13,24 @@
 //! The memory of a dead segment is released after its last observer acknowledges the death. An observer here does so only after its
 //! windows are deregistered, so a segment outlives its windows on every communicator, in any order of events.
 
-mod resting;
+mod sleep;
 
+use crate::communicator::error::CommError;
 use crate::communicator::registration::{BufferRegistration, Registered};
 use crate::communicator::{CommState, Communicator, Stage};
-use crate::error::CommError;
-use crate::registrar::error::{AttachError, SyncError};
-use crate::registrar::invalidation::Invalidations;
-use crate::registrar::observed_pools::{ObservedPools, SegmentChanges};
-use crate::registrar::round::agree_on_sync;
-use crate::registrar::saved_registrations::SavedRegistrations;
-use crate::registrar::segment_key::{Generation, SegmentKey};
 use crate::registrar::settings::{Registration, Settings, Synced};
 use crate::registrar::stats::{CommunicatorStats, Counters};
-use crate::registrar::symmetric_space::SymmetricSpace;
-use crate::registrar::sync_actions::{
-    SegmentName, SegmentTable, StepKind, SyncAction, SyncActions, dead_keys, generation,
-};
-use crate::registrar::sync_summary::{SyncContext, SyncSummary};
-use crate::registrar::window::{Entry, RegisteredAs, WindowMap};
+use crate::sleep::saved_registrations::SavedRegistrations;
+use crate::sync::actions::{SegmentName, SegmentTable, StepKind, SyncAction, SyncActions, dead_keys, generation};
+use crate::sync::agreement::agree_on_sync;
+use crate::sync::changes::{ObservedPools, SegmentChanges};
+use crate::sync::error::{AttachError, SyncError};
+use crate::sync::message::{SyncContext, SyncSummary};
 use crate::transport::NcclTransport;
+use crate::windows::invalidation::Invalidations;
+use crate::windows::segment_key::{Generation, SegmentKey};
+use crate::windows::symmetric_space::SymmetricSpace;
+use crate::windows::window::{Entry, RegisteredAs, WindowMap};
 use smallvec::SmallVec;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::{Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};

@@ -1,9 +1,10 @@
 //! Configuration of a registrar.
 
 use crate::registrar::Registrar;
+use crate::registrar::ended_comms::EndedComms;
 use crate::registrar::settings::Settings;
 use crate::registrar::stats::Counters;
-use crate::registrar::symmetric_space::wanted_bytes;
+use crate::windows::symmetric_space::wanted_bytes;
 use std::sync::RwLock;
 use symmalloc_agreement::Mode;
 use symmalloc_cuda::{CudaAllocator, CudaError};
@@ -65,7 +66,7 @@ impl RegistrarBuilder {
             allocator: self.allocator,
             attachments: RwLock::default(),
             counters: Counters::default(),
-            ended: std::sync::Mutex::default(),
+            ended: EndedComms::default(),
         })
     }
 }

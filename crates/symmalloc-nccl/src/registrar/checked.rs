@@ -12,15 +12,15 @@
 //! [`CheckedCollectives`]. The host waits once per call, so use it only to find bugs.
 
 use crate::collectives::collectives;
+use crate::collectives::data_type::{NcclType, ReduceOp};
 use crate::communicator::Communicator;
 use crate::communicator::buffers::{Buffers, Elements};
+use crate::communicator::error::CommError;
 use crate::communicator::operation::NcclCall;
-use crate::data_type::{NcclType, ReduceOp};
-use crate::error::CommError;
 use crate::registrar::Registrar;
-use crate::registrar::error::SyncError;
 use crate::registrar::offset_difference::{BufferPlace, CollectiveCall, OffsetDifference};
-use crate::registrar::sync_summary::groups;
+use crate::sync::error::SyncError;
+use crate::sync::message::groups;
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
 use std::sync::Arc;
 use symmalloc_agreement::Transport;

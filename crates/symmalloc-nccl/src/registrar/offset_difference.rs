@@ -1,8 +1,8 @@
 //! One rank's call of a collective, its message to other ranks, and the differences between calls.
 
 use crate::communicator::operation::Collective;
-use crate::registrar::sync_actions::SegmentName;
-use crate::registrar::window::{Entry, RegisteredAs};
+use crate::sync::actions::SegmentName;
+use crate::windows::window::{Entry, RegisteredAs};
 use std::fmt;
 use symmalloc_agreement::RankSet;
 use symmalloc_core::{SegmentId, StreamId};
@@ -139,7 +139,7 @@ impl CollectiveCall {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::registrar::sync_summary::groups;
+    use crate::sync::message::groups;
 
     fn call(offset_bytes: u64) -> CollectiveCall {
         let segment = SegmentName { pool: 1, stream: Some(StreamId(2)), segment: SegmentId(3) };

@@ -2,8 +2,8 @@
 
 use crate::communicator::Communicator;
 use crate::registrar::Registrar;
-use crate::registrar::error::SyncError;
 use crate::registrar::settings::Registration;
+use crate::sync::error::SyncError;
 use symmalloc_cuda::{CudaAllocator, CudaBackend, Pool};
 
 impl Registrar {

@@ -1,7 +1,7 @@
 //! The two ends of a connection under construction: rank 0 listens, and the others knock.
 
-use super::error::RendezvousError;
-use super::local::{self, LocalName};
+use crate::rendezvous::error::RendezvousError;
+use crate::rendezvous::local::{self, LocalName};
 use std::io::{self, Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::os::unix::net::UnixListener;

@@ -13,8 +13,8 @@
 //! that listens on another port of rank 0's host and relays messages is detected. A relay at another address with the
 //! same host and port is not.
 
-use super::secret::{NONCE_BYTES, PROOF_BYTES, Purpose, Secret};
-use crate::unique_id::UniqueId;
+use crate::rendezvous::secret::{NONCE_BYTES, PROOF_BYTES, Purpose, Secret};
+use crate::rendezvous::unique_id::UniqueId;
 
 /// The first bytes of every message.
 pub(super) const MAGIC: [u8; 8] = *b"symmncc2";

@@ -1,12 +1,12 @@
 //! The other ranks' side of the rendezvous: they knock until rank 0 answers.
 
-use super::door::{Closed, Door, read_until, write_until};
-use super::error::RendezvousError;
-use super::handshake::{Exchange, HEAD_BYTES, Hello, TAIL_BYTES, Verdict};
-use super::meeting::{Meeting, VISITOR_LIMIT};
-use super::secret::random;
 use crate::backoff::Backoff;
-use crate::unique_id::UniqueId;
+use crate::rendezvous::door::{Closed, Door, read_until, write_until};
+use crate::rendezvous::error::RendezvousError;
+use crate::rendezvous::handshake::{Exchange, HEAD_BYTES, Hello, TAIL_BYTES, Verdict};
+use crate::rendezvous::meeting::{Meeting, VISITOR_LIMIT};
+use crate::rendezvous::secret::random;
+use crate::rendezvous::unique_id::UniqueId;
 use std::io;
 use std::time::{Duration, Instant};
 use symmalloc_watchdog::Connection;

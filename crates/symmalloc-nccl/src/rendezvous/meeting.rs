@@ -1,8 +1,8 @@
 //! One meeting of one job's ranks.
 
-use super::handshake::Hello;
-use super::secret::Secret;
-use crate::launch::Launch;
+use crate::rendezvous::handshake::Hello;
+use crate::rendezvous::launch::Launch;
+use crate::rendezvous::secret::Secret;
 use std::time::Duration;
 
 /// Time limit for a visitor to identify itself, and for rank 0 to answer.

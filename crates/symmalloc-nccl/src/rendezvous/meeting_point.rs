@@ -1,10 +1,10 @@
 //! The addresses at which rank 0 waits for the others.
 
-use super::door::{Door, Listener};
-use super::error::RendezvousError;
-use super::local;
-use super::meeting::Meeting;
-use crate::launch::Launch;
+use crate::rendezvous::door::{Door, Listener};
+use crate::rendezvous::error::RendezvousError;
+use crate::rendezvous::launch::Launch;
+use crate::rendezvous::local;
+use crate::rendezvous::meeting::Meeting;
 use std::net::{SocketAddr, ToSocketAddrs, UdpSocket};
 
 /// Names the address of the rendezvous.
@@ -100,8 +100,8 @@ fn resolve(
 
 #[cfg(test)]
 mod tests {
-    use super::super::secret::Secret;
     use super::*;
+    use crate::rendezvous::secret::Secret;
 
     fn launch(ranks: u32, local_ranks: u32, job: &str) -> Launch {
         let variables = [

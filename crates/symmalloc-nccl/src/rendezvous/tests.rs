@@ -1,15 +1,15 @@
 //! Tests of meetings on a network and on one machine, and of rejected visitors.
 
-use super::door::{Door, Listener, read_until};
-use super::error::RendezvousError;
-use super::handshake::{Exchange, HEAD_BYTES, HELLO_BYTES, Hello, MAGIC, TAIL_BYTES, Verdict};
-use super::local;
-use super::meeting::{Meeting, VISITOR_LIMIT};
-use super::meeting_point::MeetingPoint;
-use super::secret::{PROOF_BYTES, Secret};
 use crate::backoff::Backoff;
-use crate::launch::Launch;
-use crate::unique_id::UniqueId;
+use crate::rendezvous::door::{Door, Listener, read_until};
+use crate::rendezvous::error::RendezvousError;
+use crate::rendezvous::handshake::{Exchange, HEAD_BYTES, HELLO_BYTES, Hello, MAGIC, TAIL_BYTES, Verdict};
+use crate::rendezvous::launch::Launch;
+use crate::rendezvous::local;
+use crate::rendezvous::meeting::{Meeting, VISITOR_LIMIT};
+use crate::rendezvous::meeting_point::MeetingPoint;
+use crate::rendezvous::secret::{PROOF_BYTES, Secret};
+use crate::rendezvous::unique_id::UniqueId;
 use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::thread;

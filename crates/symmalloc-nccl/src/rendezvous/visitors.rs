@@ -1,13 +1,13 @@
 //! Rank 0's side of the rendezvous: the visitors that have not yet proven that they belong to the job. Rank 0 waits for
 //! none of them.
 
-use super::door::{Guest, Listener};
-use super::error::RendezvousError;
-use super::handshake::{Exchange, HELLO_BYTES, Hello, TAIL_BYTES, Verdict};
-use super::meeting::{Meeting, VISITOR_LIMIT};
-use super::secret::{PROOF_BYTES, random};
 use crate::backoff::Backoff;
-use crate::unique_id::UniqueId;
+use crate::rendezvous::door::{Guest, Listener};
+use crate::rendezvous::error::RendezvousError;
+use crate::rendezvous::handshake::{Exchange, HELLO_BYTES, Hello, TAIL_BYTES, Verdict};
+use crate::rendezvous::meeting::{Meeting, VISITOR_LIMIT};
+use crate::rendezvous::secret::{PROOF_BYTES, random};
+use crate::rendezvous::unique_id::UniqueId;
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
 use std::net::IpAddr;

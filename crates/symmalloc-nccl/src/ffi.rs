@@ -1,0 +1,12 @@
+//! The boundary to libnccl and the CUDA driver. All `unsafe` code of this crate is here.
+//!
+//! `calls.rs` has one function per NCCL call and states its safety contract; `layout.rs` repeats the structs of nccl.h. `library.rs` opens
+//! libnccl and reports its version and capabilities. `driver.rs` has the few driver calls.
+
+pub(crate) mod calls;
+pub(crate) mod driver;
+pub(crate) mod error;
+pub(crate) mod handles;
+mod layout;
+pub(crate) mod library;
+pub(crate) mod version;

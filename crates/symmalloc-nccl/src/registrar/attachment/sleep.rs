@@ -1,0 +1,194 @@
+//! One communicator's part in a pool's sleep: deregisters its windows and restores them, in the same order on all ranks.
+
+use crate::communicator::CommState;
+use crate::communicator::registration::Registered;
+use crate::registrar::attachment::{Attachment, SyncState};
+use crate::registrar::settings::{Registration, Synced};
+use crate::sleep::saved_registrations::{SavedBuffers, SavedRegistrations, SavedWindow, digest};
+use crate::sync::actions::{PlanStep, SegmentName, StepKind, SyncAction};
+use crate::sync::error::SyncError;
+use crate::transport::NcclTransport;
+use crate::windows::segment_key::{Generation, SegmentKey};
+use crate::windows::symmetric_space::SymmetricSpace;
+use std::collections::BTreeSet;
+use symmalloc_core::PoolId;
+use symmalloc_core::segment_log::SegmentEventKind;
+use symmalloc_cuda::CudaAllocator;
+
+/// Windows that were restored for a pool.
+#[derive(Debug, Default)]
+pub(crate) struct BroughtBack {
+    pub(crate) registrations: u64,
+    /// Windows whose handle differs from the one before.
+    pub(crate) changed: Vec<SegmentName>,
+}
+
+impl Attachment {
+    pub(crate) fn is_ready(&self, state: &SyncState) -> bool {
+        !state.is_dropped && self.comm.state() == CommState::Ready
+    }
+
+    /// Returns `true` if NCCL is still inside the communicator, which ended with windows of the pool.
+    pub(crate) fn holds(&self, state: &SyncState, pool: PoolId) -> bool {
+        self.comm.state() == CommState::Lost && (state.kept.contains(&pool) || state.has_registered(pool))
+    }
+
+    /// Returns the transport of the ranks' messages, creating it if needed.
+    pub(crate) fn transport<'s>(&self, state: &'s mut SyncState) -> Result<&'s NcclTransport, SyncError> {
+        let transport = match state.transport.take() {
+            Some(transport) => transport,
+            None => NcclTransport::new(&self.comm).map_err(|error| self.failed(error))?,
+        };
+        Ok(state.transport.insert(transport))
+    }
+
+    /// Returns the number of this sleep or wake: equal on all ranks of the communicator.
+    pub(crate) fn next_sleep(&self, state: &mut SyncState) -> u64 {
+        state.sleeps += 1;
+        state.sleeps
+    }
+
+    /// Returns the digest of the windows that the pool has when it is next awake, for comparison across ranks.
+    pub(crate) fn windows_digest(&self, state: &SyncState, allocator: &CudaAllocator, pool: PoolId) -> u64 {
+        match state.saved.get(&pool) {
+            Some(saved) => digest(&saved.windows),
+            None => digest(&state.resting(allocator, pool)),
+        }
+    }
+
+    /// Deregisters and records all registrations of the pool. Returns the number of deregistrations.
+    pub(crate) fn take_away(
+        &self,
+        state: &mut SyncState,
+        allocator: &CudaAllocator,
+        pool: PoolId,
+    ) -> Result<u64, SyncError> {
+        if state.saved.contains_key(&pool) {
+            return Ok(0);
+        }
+        let mut saved = SavedRegistrations { windows: state.resting(allocator, pool), buffers: Vec::new() };
+        let mut synced = Synced::default();
+        // This includes dead segments with windows, which are not restored.
+        for segment in state.order.iter().filter(|segment| segment.pool == pool).copied().collect::<Vec<_>>() {
+            let Some(registered) = state.windows.get(&segment) else { continue };
+            let action = action_of(state.pools.ordinal(pool), segment, registered);
+            if let Some(space) = &mut state.space {
+                space.give_back(segment);
+            }
+            self.deregister(state, &action, &mut synced).map_err(|error| self.failed(error))?;
+        }
+        let segments: Vec<Generation> = state.buffers.keys().filter(|segment| segment.pool == pool).copied().collect();
+        for segment in segments {
+            let registrations = state.buffers.remove(&segment).unwrap_or_default();
+            let pieces: Vec<(u64, u64)> =
+                registrations.iter().map(|piece| (piece.base(), piece.size_bytes())).collect();
+            let entry = pieces.first().and_then(|(base, _)| self.view().windows.find(*base, 0).copied());
+            for registration in registrations {
+                self.view_mut().windows.remove(registration.base());
+                self.comm.deregister_buffer(registration).map_err(|error| self.failed(error))?;
+                synced.deregistrations += 1;
+            }
+            saved.buffers.push(SavedBuffers { segment, pieces, entry });
+        }
+        state.saved.insert(pool, saved);
+        self.publish_view(state);
+        Ok(synced.deregistrations)
+    }
+
+    /// Checks that the pool's windows fit into the symmetric space. Returns the size in bytes of the first one that does not fit.
+    pub(crate) fn room_for(&self, state: &SyncState, pool: PoolId) -> Result<(), u64> {
+        let (Some(space), Some(saved)) = (&state.space, state.saved.get(&pool)) else { return Ok(()) };
+        let mut space: SymmetricSpace = space.clone();
+        let actions = saved.windows.iter().map(|window| window.action);
+        actions.into_iter().try_for_each(|SyncAction { step, segment, .. }| {
+            if space.take(segment, step.size_bytes) { Ok(()) } else { Err(step.size_bytes) }
+        })
+    }
+
+    /// Restores the recorded registrations together with the other ranks, in their original order.
+    pub(crate) fn bring_back(&self, state: &mut SyncState, pool: PoolId) -> Result<BroughtBack, SyncError> {
+        let SavedRegistrations { windows, buffers } = state.saved.remove(&pool).unwrap_or_default();
+        let (mut back, mut synced) = (BroughtBack::default(), Synced::default());
+        for SavedWindow { action, handle } in windows {
+            let has_room = state.space.as_mut().is_none_or(|space| space.take(action.segment, action.step.size_bytes));
+            debug_assert!(has_room, "checked before the decision");
+            self.register(state, &action, &mut synced).map_err(|error| self.failed(error))?;
+            if state.windows.get(&action.segment).and_then(handle_of) != handle {
+                back.changed.push(action.step.segment);
+            }
+        }
+        for SavedBuffers { segment, pieces, entry } in buffers {
+            for (base, size_bytes) in pieces {
+                let registration = self.comm.register_buffer(base, size_bytes).map_err(|error| self.failed(error))?;
+                state.buffers.entry(segment).or_default().push(registration);
+                synced.registrations += 1;
+            }
+            if let Some(entry) = entry {
+                self.view_mut().windows.insert(entry);
+            }
+        }
+        back.registrations = synced.registrations;
+        self.publish_view(state);
+        Ok(back)
+    }
+
+    /// Invalidates cache entries of these segments.
+    pub(crate) fn invalidate(&self, state: &SyncState, segments: &BTreeSet<SegmentName>) {
+        let named = |segment: &Generation| SegmentName {
+            pool: state.pools.ordinal(segment.pool),
+            stream: segment.stream,
+            segment: segment.segment,
+        };
+        let keys: Vec<SegmentKey> = state
+            .order
+            .iter()
+            .filter(|segment| segments.contains(&named(segment)))
+            .filter_map(|segment| {
+                let registered = state.windows.get(segment)?;
+                let (base, size_bytes) = (registered.base(), registered.size_bytes());
+                Some(SegmentKey { base, size_bytes, generation: *segment })
+            })
+            .collect();
+        self.view_mut().invalidations.extend(keys);
+    }
+}
+
+impl SyncState {
+    /// Returns `true` if anything of the pool is registered.
+    fn has_registered(&self, pool: PoolId) -> bool {
+        self.windows.keys().chain(self.buffers.keys()).any(|segment| segment.pool == pool)
+    }
+
+    /// Returns the windows of the pool's live segments, in registration order.
+    fn resting(&self, allocator: &CudaAllocator, pool: PoolId) -> Vec<SavedWindow> {
+        let snapshots = self.pools.read(allocator);
+        let dead: BTreeSet<Generation> = self
+            .pools
+            .changes(&snapshots, Registration::Windows)
+            .events
+            .iter()
+            .filter(|event| event.kind == SegmentEventKind::Death)
+            .map(crate::registrar::attachment::generation)
+            .collect();
+        let ordinal = self.pools.ordinal(pool);
+        let live = self.order.iter().filter(|segment| segment.pool == pool && !dead.contains(segment));
+        live.filter_map(|segment| {
+            let registered = self.windows.get(segment)?;
+            Some(SavedWindow { action: action_of(ordinal, *segment, registered), handle: handle_of(registered) })
+        })
+        .collect()
+    }
+}
+
+fn action_of(ordinal: u32, segment: Generation, registered: &Registered) -> SyncAction {
+    let name = SegmentName { pool: ordinal, stream: segment.stream, segment: segment.segment };
+    let step = PlanStep { kind: StepKind::Register, segment: name, size_bytes: registered.size_bytes() };
+    SyncAction { step, segment, base: registered.base() }
+}
+
+fn handle_of(registered: &Registered) -> Option<crate::ffi::handles::WindowHandle> {
+    match registered {
+        Registered::Window(window) => Some(window.handle()),
+        Registered::Plain(_) => None,
+    }
+}

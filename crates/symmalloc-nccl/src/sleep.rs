@@ -1,0 +1,178 @@
+//! Collective sleep of a pool on all ranks. Implements `docs/sleep-protocol.md` and uses its step names.
+//!
+//! ```text
+//!  Agree ─ Quiesce ─ Decide ─ Deregister ... ─ Unmap ─ Check
+//! ```
+//! Before `Decide` completes, nothing has changed that other ranks can observe. Afterwards the pool falls asleep even if other ranks fail.
+//! A rank that leaves while others may continue ends the communicators on which they would wait for it.
+
+pub(crate) mod error;
+mod message;
+mod run;
+pub(crate) mod saved_registrations;
+mod wake;
+
+use crate::communicator::Communicator;
+use crate::registrar::Registrar;
+use crate::sleep::error::{Obstacle, SleepError, SleepStep, Slept};
+use crate::sleep::run::{Member, Run};
+use std::time::Instant;
+use symmalloc_agreement::RankSet;
+use symmalloc_core::PoolId;
+use symmalloc_core::errors::UnknownError;
+use symmalloc_core::lock::Shared;
+use symmalloc_core::op::Contents;
+use symmalloc_core::sleep as core;
+use symmalloc_core::sleep::{Phase, SleepCause};
+use symmalloc_cuda::{CudaBackend, CudaError};
+
+/// The core's guard over the CUDA backend.
+type Quiesced<'a> = symmalloc_core::Quiesced<'a, CudaBackend, Shared>;
+
+impl Registrar {
+    /// Puts a pool to sleep on all ranks: deregisters its windows on every communicator that it is attached to, and releases its memory to
+    /// the devices. Addresses, blocks and digests are preserved. All ranks of `over` must call it at the same point. `over` must contain
+    /// all ranks of all communicators that the pool is attached to, and the pool must be attached to `over`. No work may use the pool from
+    /// here on.
+    ///
+    /// A pool that already sleeps on some ranks sleeps on all of them afterwards. A [`sync`](Self::sync) skips a sleeping pool.
+    ///
+    /// # Determinism
+    /// An op, like [`Allocator::sleep`](symmalloc_core::Allocator::sleep): the digests include the request, independent of its outcome.
+    ///
+    /// # Errors
+    /// See [`SleepError`]. `docs/sleep-protocol.md` describes the resulting state of the pool and the communicators.
+    pub fn sleep(&self, over: &Communicator, pool: PoolId, contents: Contents) -> Result<Slept, SleepError> {
+        let attachments = self.begin_together(over, pool, Some(contents))?;
+        let outcome = Run::new(self, pool, Some(contents), &attachments).sleep(contents);
+        self.sweep();
+        outcome
+    }
+
+    /// Returns the phase of a pool on this rank: awake, asleep or failed.
+    ///
+    /// # Errors
+    /// Returns an error if the pool is unknown.
+    pub fn phase(&self, pool: PoolId) -> Result<Phase, UnknownError> {
+        self.allocator().core().phase(pool)
+    }
+}
+
+impl<'a> Run<'a> {
+    fn sleep(mut self, contents: Contents) -> Result<Slept, SleepError> {
+        let communicator = self.over().name().to_owned();
+        if self.agree()?.all_are(Phase::Asleep) {
+            self.note();
+            return Ok(Slept::default());
+        }
+        let quiesced = self.quiesce(contents);
+        let obstacle = quiesced.as_ref().err().copied();
+        match self.decide(obstacle) {
+            Err(error) => {
+                // Other ranks may have received a unanimous decision and sleep. No rank may use windows without a counterpart.
+                if obstacle.is_none() {
+                    self.end_all();
+                }
+                drop(quiesced);
+                return Err(self.broken(SleepStep::Decide, error));
+            }
+            Ok(ranks) if !ranks.is_empty() => {
+                drop(quiesced);
+                return Err(SleepError::Refused { communicator, ranks });
+            }
+            Ok(_) => {}
+        }
+        let Ok(quiesced) = quiesced else {
+            unreachable!("a rank with an obstacle reports it, and receives its own report")
+        };
+        let deregistrations = self.deregister();
+        let (slept, has_failed) = self.unmap(quiesced, deregistrations);
+        self.registrar.counters().deregistrations.add(deregistrations);
+        let mut message = [0; 8];
+        message[0] = u8::from(has_failed);
+        match self.all_gather(&message) {
+            Err(error) => Err(self.broken(SleepStep::Check, error)),
+            Ok(gathered) => {
+                let failed: RankSet =
+                    gathered.iter().zip(0..).filter(|(said, _)| said[0] != 0).map(|(_, rank)| rank).collect();
+                if failed.is_empty() { Ok(slept) } else { Err(SleepError::Held { communicator, ranks: failed }) }
+            }
+        }
+    }
+
+    /// Executes `Quiesce`: waits until no kernel uses the pool, and saves the contents to keep.
+    fn quiesce(&self, contents: Contents) -> Result<Quiesced<'a>, Obstacle> {
+        let (registrar, pool) = (self.registrar, self.pool);
+        let allocator = registrar.allocator();
+        if self.is_held() {
+            return Err(self.unseen(Obstacle::Lost));
+        }
+        match allocator.is_capturing() {
+            Ok(false) => {}
+            Ok(true) => return Err(self.unseen(Obstacle::Capturing)),
+            Err(error) => return Err(self.unseen(Obstacle::Stream { code: code_of(&error) })),
+        }
+        // The other ranks wait in `Decide` meanwhile, for at most the deadline.
+        let waited = self.over().deadline() / 2;
+        match allocator.synchronize_all(Instant::now() + waited) {
+            Ok(true) => {}
+            Ok(false) => return Err(self.unseen(Obstacle::Work { waited })),
+            Err(error) => return Err(self.unseen(Obstacle::Stream { code: code_of(&error) })),
+        }
+        allocator.core().quiesce(pool, contents).map_err(|error| match error.cause {
+            SleepCause::StepOpen => self.unseen(Obstacle::StepOpen),
+            SleepCause::Busy => self.unseen(Obstacle::Busy),
+            SleepCause::Retired => Obstacle::Retired,
+            SleepCause::Synchronize { error, .. } => Obstacle::Stream { code: error.code },
+            SleepCause::Save { live_bytes, error } => Obstacle::Save { live_bytes, code: error.code },
+            _ => self.unseen(Obstacle::Other { number: 0 }),
+        })
+    }
+
+    /// Executes `Deregister`: deregisters the windows on the first communicator, then on the others. A failure ends the affected
+    /// communicator.
+    fn deregister(&mut self) -> u64 {
+        let mut deregistrations = 0;
+        for at in 0..self.members.len() {
+            if !self.is_ready(at) {
+                let Member { attachment, state, .. } = &mut self.members[at];
+                attachment.drop_everything(state, self.registrar.allocator());
+                continue;
+            }
+            let Member { attachment, state, .. } = &mut self.members[at];
+            match attachment.take_away(state, self.registrar.allocator(), self.pool) {
+                Ok(count) => deregistrations += count,
+                Err(error) => {
+                    tracing::error!(name: "sleep.deregister_failed", target: "symmalloc", communicator = attachment.comm.name(), %error);
+                    self.end(at);
+                }
+            }
+        }
+        deregistrations
+    }
+
+    /// Executes `Unmap`: releases the memory unless a lost communicator has windows on it. The flag is `true` if memory is still held.
+    fn unmap(&mut self, quiesced: Quiesced<'a>, deregistrations: u64) -> (Slept, bool) {
+        let slept = Slept { deregistrations, ..Slept::default() };
+        if self.is_held() {
+            quiesced.hold();
+            return (slept, true);
+        }
+        match quiesced.unmap() {
+            Ok(core::Slept { released_bytes, kept_bytes, .. }) => {
+                (Slept { released_bytes, kept_bytes, ..slept }, false)
+            }
+            Err(error) => {
+                tracing::warn!(name: "sleep.memory_kept", target: "symmalloc", pool = self.pool.0, %error);
+                (slept, true)
+            }
+        }
+    }
+}
+
+fn code_of(error: &CudaError) -> i32 {
+    match error {
+        CudaError::Driver(error) => error.code,
+        _ => 0,
+    }
+}

@@ -1,0 +1,307 @@
+//! Results and errors of a collective sleep or wake.
+
+use crate::communicator::CommState;
+use crate::communicator::error::CommError;
+use crate::sync::actions::SegmentName;
+use crate::sync::error::SyncError;
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+use symmalloc_agreement::{Disagreement, RankSet};
+use symmalloc_core::PoolId;
+use symmalloc_core::errors::UnknownError;
+use symmalloc_cuda::CudaError;
+use thiserror::Error;
+
+/// The result of putting a pool to sleep on all ranks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Slept {
+    /// Bytes released to this rank's device.
+    pub released_bytes: u64,
+    /// Bytes of contents that this rank saved.
+    pub kept_bytes: u64,
+    /// Windows and buffers of this rank that were deregistered.
+    pub deregistrations: u64,
+}
+
+/// The result of waking a pool on all ranks.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Woken {
+    /// Bytes mapped on this rank.
+    pub remapped_bytes: u64,
+    /// Windows and buffers of this rank that were registered.
+    pub registrations: u64,
+    /// Windows whose handle changed on any rank of their communicator, with the communicator's name: recapture the graphs that use them.
+    /// Ordered, and the same on every rank of that communicator. [`invalidations`](crate::Registrar::invalidations) also reports their
+    /// keys.
+    pub changed: Vec<(String, SegmentName)>,
+    /// Names of this rank's communicators that ended while the pool slept, here or on another rank: connect new ones, attach the pool
+    /// and sync.
+    pub lost: Vec<String>,
+}
+
+/// A step of a sleep or wake: see `docs/sleep-protocol.md`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum SleepStep {
+    /// The ranks exchange the current op and the state of the pool.
+    Agree,
+    /// The ranks exchange their verdicts.
+    Decide,
+    /// The ranks register windows.
+    Register,
+    /// The ranks exchange their results.
+    Check,
+}
+
+impl fmt::Display for SleepStep {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            SleepStep::Agree => "while the ranks compared the pool's state",
+            SleepStep::Decide => "while the ranks exchanged their verdicts",
+            SleepStep::Register => "while windows were registered",
+            SleepStep::Check => "while the ranks exchanged their results",
+        })
+    }
+}
+
+/// The properties in which ranks may differ when they sleep or wake a pool together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum SleepField {
+    /// The version of the protocol. It differs between builds, or if a rank makes another call on this communicator.
+    Protocol,
+    /// The call: 1 to 3 for a sleep that keeps, drops or zeroes the contents, 4 for a wake.
+    Call,
+    /// The number of sleeps and wakes over this communicator.
+    Number,
+    /// The symmetric pool.
+    Pool,
+    /// The phase of the pool: 0 awake, 1 asleep, 2 failed.
+    Phase,
+    /// The windows of the pool.
+    Windows,
+    /// A communicator of the pool includes ranks outside the given one. The value is its size.
+    Communicators,
+}
+
+impl fmt::Display for SleepField {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            SleepField::Protocol => "the protocol (another build, or another call)",
+            SleepField::Call => "the call (1 to 3: a sleep that keeps, drops, zeroes; 4: a wake)",
+            SleepField::Number => "the number of sleeps and wakes so far",
+            SleepField::Pool => "the pool",
+            SleepField::Phase => "the phase of the pool (0: awake, 1: asleep, 2: failed)",
+            SleepField::Windows => "the pool's windows",
+            SleepField::Communicators => "a communicator of the pool, which has ranks outside the given one",
+        })
+    }
+}
+
+/// The differences between ranks: the same report on every rank. Nothing was changed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct SleepDifference {
+    /// The first field that differs.
+    pub field: SleepField,
+    /// Ranks grouped by their value.
+    pub groups: Vec<(RankSet, u64)>,
+}
+
+impl fmt::Display for SleepDifference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "the ranks differ in {}", self.field)?;
+        self.groups.iter().try_for_each(|(ranks, value)| write!(f, "; ranks {ranks}: {value}"))
+    }
+}
+
+/// The reason why a rank cannot put its pool to sleep, or wake it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum Obstacle {
+    /// A graph is being captured.
+    #[error("a graph is being captured: end the capture first")]
+    Capturing,
+    /// Work on the device did not complete in time.
+    #[error(
+        "work on the device did not complete within {waited:?}: wait for it first, or give the communicator a longer deadline"
+    )]
+    Work {
+        /// Duration of the wait.
+        waited: Duration,
+    },
+    /// A step of the pool is open.
+    #[error("a step of the pool is open: sleep between end_step and begin_step")]
+    StepOpen,
+    /// Another thread is executing a sleep or wake of the pool.
+    #[error("another sleep or wake of the pool is under way in another thread")]
+    Busy,
+    /// The driver failed to query or synchronize a stream.
+    #[error("a stream could not be queried or synchronized, the driver returned {code}")]
+    Stream {
+        /// The driver's code.
+        code: i32,
+    },
+    /// The contents could not be saved.
+    #[error("{live_bytes} bytes could not be saved on the host, code {code}: free host memory, or drop the contents")]
+    Save {
+        /// Bytes in live blocks.
+        live_bytes: u64,
+        /// The error code.
+        code: i32,
+    },
+    /// Retired stitched ranges still map the pool's memory.
+    #[error("retired stitched ranges of the pool are not released: sync, trim, and try again")]
+    Retired,
+    /// A communicator with windows on the pool is lost: an NCCL call on it has not returned.
+    #[error("a lost communicator has windows on the pool: end the processes that it waits for, and try again")]
+    Lost,
+    /// The device is out of memory.
+    #[error(
+        "the device is out of memory ({needed_bytes} bytes needed, code {code}): free memory there, and wake again"
+    )]
+    Memory {
+        /// Bytes that the pool needs.
+        needed_bytes: u64,
+        /// The driver's code.
+        code: i32,
+    },
+    /// A configured limit is too low.
+    #[error("{needed_bytes} bytes are needed and the limit is {limit_bytes}: free memory or raise it, and wake again")]
+    Limit {
+        /// Bytes that the pool needs.
+        needed_bytes: u64,
+        /// The limit in bytes.
+        limit_bytes: u64,
+    },
+    /// The contents could not be restored.
+    #[error("the contents could not be copied back, code {code}: wake again")]
+    Load {
+        /// The error code.
+        code: i32,
+    },
+    /// A window does not fit into a communicator's symmetric address space.
+    #[error(
+        "a window of {needed_bytes} bytes does not fit into the symmetric address space: detach other pools, or put them to sleep"
+    )]
+    SymmetricSpace {
+        /// Size of the window in bytes.
+        needed_bytes: u64,
+    },
+    /// An unknown obstacle, possibly reported by another version.
+    #[error("unknown obstacle ({number})")]
+    Other {
+        /// The number that the rank reported.
+        number: u64,
+    },
+}
+
+/// A rank and its obstacle.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct RankObstacle {
+    /// The rank.
+    pub rank: u32,
+    /// The obstacle.
+    pub obstacle: Obstacle,
+}
+
+fn listed(ranks: &[RankObstacle]) -> String {
+    let text = |of: &RankObstacle| format!("rank {}: {}", of.rank, of.obstacle);
+    ranks.iter().map(text).collect::<Vec<_>>().join("; ")
+}
+
+/// An error returned by a collective sleep or wake. `docs/sleep-protocol.md` describes the state of the other ranks.
+#[derive(Clone, Debug, PartialEq, Eq, Error)]
+#[non_exhaustive]
+pub enum SleepError {
+    /// The pool does not exist.
+    #[error(transparent)]
+    Unknown(#[from] UnknownError),
+    /// The pool is not attached to the communicator. No message was sent to other ranks.
+    #[error(
+        "{pool} is not attached to communicator \"{communicator}\": attach it on every rank, or use another communicator"
+    )]
+    NotAttached {
+        /// The communicator.
+        communicator: String,
+        /// The pool.
+        pool: PoolId,
+    },
+    /// A graph is being captured, and the ranks' messages would become part of it. No message was sent; the other ranks wait for this one.
+    #[error("a graph is being captured: end the capture before the pool sleeps or wakes")]
+    Capturing,
+    /// The driver cannot report whether a graph is being captured. No message was sent; the other ranks wait for this one.
+    #[error("communicator \"{communicator}\": {error}")]
+    Cuda {
+        /// The communicator.
+        communicator: String,
+        /// The driver's error.
+        error: CudaError,
+    },
+    /// The communicator had already ended. The pool is unchanged.
+    #[error("communicator \"{communicator}\" is {state}: connect a new one, attach the pool, and use that one")]
+    Gone {
+        /// The communicator.
+        communicator: String,
+        /// The communicator's state.
+        state: CommState,
+        /// The error that ended it, if any.
+        cause: Option<Arc<CommError>>,
+    },
+    /// The ranks' histories differ. Nothing was changed on any rank.
+    #[error("communicator \"{communicator}\": {disagreement}")]
+    Disagreed {
+        /// The communicator.
+        communicator: String,
+        /// The core's report.
+        disagreement: Box<Disagreement>,
+    },
+    /// The ranks make different calls, or the pool differs between them. Nothing was changed on any rank.
+    #[error(
+        "communicator \"{communicator}\": {difference}: make the same calls at the same points of the program on every rank; a pool \
+         that sleeps on some ranks can wake once it sleeps on all"
+    )]
+    Differ {
+        /// The communicator.
+        communicator: String,
+        /// The differences.
+        difference: Box<SleepDifference>,
+    },
+    /// Some ranks were unable to proceed, so none did. Another attempt may succeed.
+    #[error("communicator \"{communicator}\": the pool is unchanged: {}", listed(.ranks))]
+    Refused {
+        /// The communicator.
+        communicator: String,
+        /// The ranks and their obstacles.
+        ranks: Vec<RankObstacle>,
+    },
+    /// The communicator ended during the op. In `Decide` of a sleep to which this rank had agreed, and in `Register`, all communicators of
+    /// the pool have ended here, and it is awake without windows. In `Check` it is asleep, or is awake with its windows on other
+    /// communicators. Otherwise it is unchanged.
+    #[error("communicator \"{communicator}\" ended {step}, and the pool is {}: {error}", if *.is_asleep { "asleep" } else { "awake" })]
+    Broken {
+        /// The communicator.
+        communicator: String,
+        /// The step during which it ended.
+        step: SleepStep,
+        /// `true` if the pool sleeps on this rank.
+        is_asleep: bool,
+        /// The underlying error.
+        error: Box<SyncError>,
+    },
+    /// All ranks sleep, but some could not release their memory: a lost communicator has windows on it, or a driver call failed.
+    #[error(
+        "communicator \"{communicator}\": the pool sleeps, but the memory of ranks {ranks} could not be released, because a communicator \
+         is lost or a driver call failed: end the lost communicator, and sleep again"
+    )]
+    Held {
+        /// The communicator.
+        communicator: String,
+        /// The ranks whose memory is held.
+        ranks: RankSet,
+    },
+}

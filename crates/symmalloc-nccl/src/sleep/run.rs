@@ -1,0 +1,304 @@
+//! State and message exchange of a sleep or wake in progress on one rank.
+
+use crate::communicator::Communicator;
+use crate::registrar::attachment::{Attachment, SyncState};
+use crate::registrar::ended_comms::{EndedComm, id_of};
+use crate::registrar::{Registrar, not_attached};
+use crate::sleep::error::{Obstacle, RankObstacle, SleepDifference, SleepError, SleepStep};
+use crate::sleep::message::{
+    Head, Named, Row, WAKE, call_of, compare_communicators, exchange, known, read_verdict, word_of, write_verdict,
+};
+use crate::sync::error::SyncError;
+use std::collections::BTreeSet;
+use std::sync::{Arc, MutexGuard};
+use symmalloc_agreement::{
+    Disagreement, Gathered, Inquiry, Mode, Point, Progress, ProtocolError, RankHistory, Transport,
+};
+use symmalloc_core::PoolId;
+use symmalloc_core::op::Contents;
+use symmalloc_core::sleep::Phase;
+
+/// The reason why an op does not proceed beyond `Agree`.
+enum Stop {
+    Differ(SleepDifference),
+    Disagreed(Box<Disagreement>),
+    Broken(SyncError),
+}
+
+/// The result of `Agree`.
+pub(super) struct Agreed {
+    pub(super) heads: Vec<Head>,
+    /// Communicators of this rank that are not usable on all of their ranks.
+    pub(super) broken: BTreeSet<u64>,
+    /// Ended communicators that were removed on this rank.
+    pub(super) ended: Vec<EndedComm>,
+}
+
+impl Agreed {
+    /// Returns `true` if the pool is in this phase on every rank.
+    pub(super) fn all_are(&self, phase: Phase) -> bool {
+        self.heads.iter().all(|head| head.phase == word_of(phase))
+    }
+}
+
+/// One communicator of the op.
+pub(super) struct Member<'a> {
+    pub(super) attachment: &'a Attachment,
+    /// Identifier in messages to other ranks.
+    pub(super) name: u64,
+    pub(super) state: MutexGuard<'a, SyncState>,
+}
+
+/// A sleep or wake in progress on this rank. It excludes syncs of its communicators.
+pub(super) struct Run<'a> {
+    pub(super) registrar: &'a Registrar,
+    pub(super) pool: PoolId,
+    /// The requested treatment of the contents in a sleep; `None` for a wake.
+    asked: Option<Contents>,
+    /// The communicator of the exchange, then the others in their order.
+    pub(super) members: Vec<Member<'a>>,
+}
+
+impl Registrar {
+    /// Checks that the call can begin and returns the pool's communicators, the given one first, then the others in their order.
+    pub(super) fn begin_together(
+        &self,
+        over: &Communicator,
+        pool: PoolId,
+        asked: Option<Contents>,
+    ) -> Result<Vec<Arc<Attachment>>, SleepError> {
+        self.allocator().core().phase(pool)?;
+        let members = self.members_of(over, pool).map_err(|error| match error {
+            SyncError::Gone { communicator, state, cause } => {
+                // The call is still part of the history.
+                self.note(pool, asked);
+                SleepError::Gone { communicator, state, cause }
+            }
+            _ => SleepError::NotAttached { communicator: over.name().to_owned(), pool },
+        })?;
+        let refusal = match self.allocator().is_capturing() {
+            Ok(false) => return Ok(members),
+            Ok(true) => SleepError::Capturing,
+            Err(error) => SleepError::Cuda { communicator: over.name().to_owned(), error },
+        };
+        self.note(pool, asked);
+        Err(refusal)
+    }
+
+    fn members_of(&self, over: &Communicator, pool: PoolId) -> Result<Vec<Arc<Attachment>>, SyncError> {
+        let first = self.attachment(over)?;
+        if !first.view().pools.contains(&pool) {
+            return Err(SyncError::NotAttached { communicator: over.name().to_owned(), pool: Some(pool) });
+        }
+        let mut all = self.attachments_of(pool);
+        all.sort_by(|one, other| one.comm.order().cmp(other.comm.order()));
+        all.sort_by_key(|other| !Arc::ptr_eq(other, &first));
+        match over.check() {
+            Ok(()) => Ok(all),
+            Err(_) => Err(not_attached(over)),
+        }
+    }
+
+    /// Folds an op that the core has not recorded into the digest.
+    pub(super) fn note(&self, pool: PoolId, asked: Option<Contents>) {
+        // The pool existed when the call began. If it has been removed since, so has its digest.
+        let _known = self.allocator().core().replay_stay(pool, asked);
+    }
+}
+
+impl<'a> Run<'a> {
+    /// Locks all of the pool's communicators, in one global order so that concurrent runs do not deadlock.
+    pub(super) fn new(
+        registrar: &'a Registrar,
+        pool: PoolId,
+        asked: Option<Contents>,
+        attachments: &'a [Arc<Attachment>],
+    ) -> Self {
+        let mut order: Vec<usize> = (0..attachments.len()).collect();
+        order.sort_by(|one, other| attachments[*one].comm.order().cmp(attachments[*other].comm.order()));
+        let mut locked: Vec<(usize, Member<'a>)> = order
+            .into_iter()
+            .map(|at| {
+                let attachment = &*attachments[at];
+                (at, Member { attachment, name: id_of(&attachment.comm), state: attachment.lock() })
+            })
+            .collect();
+        locked.sort_by_key(|(at, _)| *at);
+        Run { registrar, pool, asked, members: locked.into_iter().map(|(_, member)| member).collect() }
+    }
+
+    pub(super) fn over(&self) -> &'a Communicator {
+        &self.members[0].attachment.comm
+    }
+
+    pub(super) fn is_ready(&self, member: usize) -> bool {
+        let Member { attachment, state, .. } = &self.members[member];
+        attachment.is_ready(state)
+    }
+
+    /// Runs one collective over the first communicator.
+    pub(super) fn all_gather(&mut self, message: &[u8]) -> Result<Gathered, SyncError> {
+        let Member { attachment, state, .. } = &mut self.members[0];
+        if !attachment.is_ready(state) {
+            return Err(attachment.gone());
+        }
+        let communicator = || attachment.comm.name().to_owned();
+        let transport = attachment.transport(state)?;
+        let gathered = transport.all_gather(message);
+        let gathered = gathered.map_err(|error| SyncError::Transport { communicator: communicator(), error })?;
+        let (messages, message_bytes, ranks) = (gathered.len(), gathered.message_bytes(), transport.ranks());
+        if messages != ranks as usize || message_bytes != message.len() {
+            let error = ProtocolError::WrongShape { messages, message_bytes, ranks };
+            return Err(SyncError::Protocol { communicator: communicator(), error });
+        }
+        self.registrar.counters().rounds.add(1);
+        Ok(gathered)
+    }
+
+    /// Ends a communicator on this rank.
+    pub(super) fn end(&mut self, member: usize) {
+        let Member { attachment, state, .. } = &mut self.members[member];
+        attachment.end(state, self.registrar.allocator());
+    }
+
+    pub(super) fn end_all(&mut self) {
+        (0..self.members.len()).for_each(|member| self.end(member));
+    }
+
+    /// Folds the op, which the core has not recorded, into the digest.
+    pub(super) fn note(&self) {
+        self.registrar.note(self.pool, self.asked);
+    }
+
+    /// Like [`note`](Self::note), for an op that an obstacle prevents.
+    pub(super) fn unseen(&self, obstacle: Obstacle) -> Obstacle {
+        self.note();
+        obstacle
+    }
+
+    /// Ends the op because the ranks can no longer communicate.
+    pub(super) fn broken(&mut self, step: SleepStep, error: SyncError) -> SleepError {
+        self.registrar.counters().failures.add(1);
+        let communicator = self.over().name();
+        tracing::error!(name: "sleep.failed", target: "symmalloc", communicator, pool = self.pool.0, %step, %error);
+        self.end(0);
+        let is_asleep = self.registrar.phase(self.pool).is_ok_and(|phase| phase != Phase::Awake);
+        SleepError::Broken { communicator: communicator.to_owned(), step, is_asleep, error: Box::new(error) }
+    }
+
+    /// Executes `Agree`. On an error, folds the op into the digest.
+    pub(super) fn agree(&mut self) -> Result<Agreed, SleepError> {
+        self.ask().map_err(|stop| {
+            self.note();
+            let communicator = self.over().name().to_owned();
+            match stop {
+                Stop::Differ(difference) => SleepError::Differ { communicator, difference: Box::new(difference) },
+                Stop::Disagreed(disagreement) => SleepError::Disagreed { communicator, disagreement },
+                Stop::Broken(error) => self.broken(SleepStep::Agree, error),
+            }
+        })
+    }
+
+    /// Exchanges the op, the phase of the pool, and its communicators.
+    fn ask(&mut self) -> Result<Agreed, Stop> {
+        let call = self.asked.map_or(WAKE, call_of);
+        let (registrar, pool) = (self.registrar, self.pool);
+        let core = registrar.allocator().core();
+        let ended = registrar.ended().of(pool);
+        let number = {
+            let Member { attachment, state, .. } = &mut self.members[0];
+            attachment.next_sleep(state)
+        };
+        let mut head = Head::new(call, number, core.symmetric_ordinal(pool).map_or(u64::MAX, u64::from));
+        head.phase = core.phase(pool).map_or(u64::MAX, word_of);
+        head.windows = self.windows_digest(0);
+        head.communicators = (self.members.len() - 1 + ended.len()) as u64;
+        let heads = self.compare(&head)?;
+        let mut broken = BTreeSet::new();
+        if heads.iter().any(|head| head.communicators > 0) {
+            let rows = self.named(&ended);
+            let told = exchange(&rows, |message| self.all_gather(message)).map_err(Stop::Broken)?;
+            if call != WAKE
+                && let Some(difference) = compare_communicators(&told)
+            {
+                return Err(Stop::Differ(difference));
+            }
+            let known = known(&told);
+            let is_broken = |name: &u64| known.get(name).is_none_or(|known| !known.is_ready());
+            broken = self.members[1..].iter().map(|member| member.name).filter(is_broken).collect();
+            // No rank mentions a communicator again after all ranks have removed it.
+            registrar.ended().forget(|id| known.get(&id).is_some_and(|known| known.is_over()));
+        }
+        Ok(Agreed { heads, broken, ended })
+    }
+
+    /// Compares the properties that must be equal on all ranks: the call and, if configured, the histories.
+    fn compare(&mut self, head: &Head) -> Result<Vec<Head>, Stop> {
+        let (registrar, pool) = (self.registrar, self.pool);
+        let core = registrar.allocator().core();
+        let is_compared = registrar.settings().mode != Mode::Off && core.symmetric_ordinal(pool).is_some();
+        let history = is_compared.then(|| RankHistory::of_pools(core, Point::Sync, &[pool]));
+        let mut inquiry = Inquiry::new(self.over().ranks());
+        let answer_bytes = inquiry.question().message_bytes();
+        let mut message = Vec::new();
+        match &history {
+            Some(history) => history.answer(inquiry.question(), &mut message),
+            None => message.resize(answer_bytes, 0),
+        }
+        head.write(&mut message);
+        let gathered = self.all_gather(&message).map_err(Stop::Broken)?;
+        let heads: Vec<Head> = gathered.iter().map(|message| Head::read(&message[answer_bytes..])).collect();
+        if let Some(difference) = Head::compare(&heads) {
+            return Err(Stop::Differ(difference));
+        }
+        let answers: Vec<u8> = gathered.iter().flat_map(|message| &message[..answer_bytes]).copied().collect();
+        let mut gathered = Gathered::new(answers, answer_bytes);
+        let Some(history) = history.filter(|_| gathered.iter().any(|answer| answer != &message[..answer_bytes])) else {
+            return Ok(heads);
+        };
+        loop {
+            let nonsense = |error| SyncError::Protocol { communicator: self.over().name().to_owned(), error };
+            match inquiry.advance(&gathered).map_err(nonsense).map_err(Stop::Broken)? {
+                Progress::Asked => {}
+                Progress::Disagreed(disagreement) => {
+                    disagreement.tell(self.over().rank());
+                    return Err(Stop::Disagreed(disagreement));
+                }
+                _ => return Ok(heads),
+            }
+            message.clear();
+            history.answer(inquiry.question(), &mut message);
+            gathered = self.all_gather(&message).map_err(Stop::Broken)?;
+        }
+    }
+
+    fn windows_digest(&self, member: usize) -> u64 {
+        let Member { attachment, state, .. } = &self.members[member];
+        attachment.windows_digest(state, self.registrar.allocator(), self.pool)
+    }
+
+    /// Returns the pool's other communicators, including ended ones.
+    fn named(&self, ended: &[EndedComm]) -> Vec<Row> {
+        let known = (1..self.members.len()).map(|at| {
+            let (ranks, communicator) = (self.members[at].attachment.comm.ranks(), self.members[at].name);
+            let is_ready = self.is_ready(at);
+            let windows = if is_ready { self.windows_digest(at) } else { 0 };
+            Named { communicator, ranks, is_ready, windows }
+        });
+        let over =
+            ended.iter().map(|ended| Named { communicator: ended.id, ranks: ended.ranks, is_ready: false, windows: 0 });
+        known.chain(over).map(|named| named.row()).collect()
+    }
+
+    /// Executes `Decide`: sends this rank's verdict and returns the obstacles of all ranks.
+    pub(super) fn decide(&mut self, obstacle: Option<Obstacle>) -> Result<Vec<RankObstacle>, SyncError> {
+        let gathered = self.all_gather(&write_verdict(obstacle))?;
+        let verdicts = gathered.iter().map(read_verdict).zip(0..);
+        Ok(verdicts.filter_map(|(obstacle, rank)| Some(RankObstacle { rank, obstacle: obstacle? })).collect())
+    }
+
+    /// Returns `true` if NCCL is still inside a communicator that has registrations of the pool.
+    pub(super) fn is_held(&self) -> bool {
+        self.members.iter().any(|member| member.attachment.holds(&member.state, self.pool))
+    }
+}

@@ -1,0 +1,171 @@
+//! Collective wake of a pool on all ranks. Implements `docs/sleep-protocol.md` and uses its step names.
+//!
+//! ```text
+//!  Agree ─ Remap ─ Decide ─ Register ... ─ Check
+//! ```
+//! Before `Decide` completes, nothing has changed that other ranks can observe. Afterwards the pool keeps its memory even if other ranks
+//! fail. A rank that leaves while others may continue ends the communicators on which they would wait for it.
+
+use crate::communicator::Communicator;
+use crate::registrar::Registrar;
+use crate::registrar::ended_comms::EndedComm;
+use crate::sleep::error::{Obstacle, RankObstacle, SleepError, SleepStep, Woken};
+use crate::sleep::message::{Finding, Head, Row, exchange};
+use crate::sleep::run::{Member, Run};
+use crate::sync::actions::SegmentName;
+use std::collections::{BTreeMap, BTreeSet};
+use symmalloc_core::PoolId;
+use symmalloc_core::errors::OutOfMemoryCause;
+use symmalloc_core::lock::Shared;
+use symmalloc_core::sleep as core;
+use symmalloc_core::sleep::{Phase, SleepCause};
+use symmalloc_cuda::CudaBackend;
+
+/// The core's guard over the CUDA backend.
+type Remapped<'a> = symmalloc_core::Remapped<'a, CudaBackend, Shared>;
+
+impl Registrar {
+    /// Wakes a pool on all ranks: maps memory at the old addresses, restores the saved contents, and registers the windows in their
+    /// original order. Either all ranks wake the pool or none does. All ranks of `over` must call it at the same point.
+    ///
+    /// Segments that had no window when the pool fell asleep, and communicators that the pool was attached to since, are registered at the
+    /// next [`sync`](Self::sync).
+    ///
+    /// # Determinism
+    /// An op, like [`sleep`](Self::sleep).
+    ///
+    /// # Errors
+    /// See [`SleepError`]. `docs/sleep-protocol.md` describes the resulting state of the pool and the communicators.
+    pub fn wake(&self, over: &Communicator, pool: PoolId) -> Result<Woken, SleepError> {
+        let attachments = self.begin_together(over, pool, None)?;
+        let outcome = Run::new(self, pool, None, &attachments).wake();
+        self.sweep();
+        outcome
+    }
+}
+
+impl<'a> Run<'a> {
+    fn wake(mut self) -> Result<Woken, SleepError> {
+        let communicator = self.over().name().to_owned();
+        let agreed = self.agree()?;
+        if !agreed.all_are(Phase::Asleep) {
+            self.note();
+            return match Head::compare_phases(&agreed.heads) {
+                Some(difference) => Err(SleepError::Differ { communicator, difference: Box::new(difference) }),
+                // The pool is already awake everywhere.
+                None if agreed.all_are(Phase::Awake) => Ok(Woken::default()),
+                None => Err(SleepError::Refused { communicator, ranks: self.all_held() }),
+            };
+        }
+        let remapped = self.remap(&agreed.broken);
+        match self.decide(remapped.as_ref().err().copied()) {
+            Err(error) => {
+                drop(remapped);
+                return Err(self.broken(SleepStep::Decide, error));
+            }
+            Ok(ranks) if !ranks.is_empty() => {
+                drop(remapped);
+                return Err(SleepError::Refused { communicator, ranks });
+            }
+            Ok(_) => {}
+        }
+        let Ok(remapped) = remapped else {
+            unreachable!("a rank with an obstacle reports it, and receives its own report")
+        };
+        // From here on the memory stays mapped in any case: another rank may already be awake.
+        let core::Woken { remapped_bytes, .. } = remapped.keep();
+        let (registrations, findings) = self.register(&agreed.broken)?;
+        self.registrar.counters().registrations.add(registrations);
+        let rows: Vec<Row> = findings.into_iter().map(Finding::row).collect();
+        match exchange(&rows, |message| self.all_gather(message)) {
+            Err(error) => Err(self.broken(SleepStep::Check, error)),
+            Ok(told) => {
+                Ok(self.woken(&told, &agreed.ended, Woken { remapped_bytes, registrations, ..Woken::default() }))
+            }
+        }
+    }
+
+    /// Returns the obstacle of a pool that failed on every rank: a lost communicator holds their memory.
+    fn all_held(&self) -> Vec<RankObstacle> {
+        (0..self.over().ranks()).map(|rank| RankObstacle { rank, obstacle: Obstacle::Lost }).collect()
+    }
+
+    /// Executes `Remap`: maps memory at the old addresses and restores the saved contents. First checks that the windows fit.
+    fn remap(&mut self, broken: &BTreeSet<u64>) -> Result<Remapped<'a>, Obstacle> {
+        let (registrar, pool) = (self.registrar, self.pool);
+        for member in self.members.iter().filter(|member| !broken.contains(&member.name)) {
+            let room = member.attachment.room_for(&member.state, pool);
+            room.map_err(|needed_bytes| self.unseen(Obstacle::SymmetricSpace { needed_bytes }))?;
+        }
+        registrar.allocator().core().remap(pool).map_err(|error| match error.cause {
+            SleepCause::Memory { needed_bytes, cause: OutOfMemoryCause::Limit { limit_bytes, .. } } => {
+                Obstacle::Limit { needed_bytes, limit_bytes }
+            }
+            SleepCause::Memory { needed_bytes, cause: OutOfMemoryCause::Driver(error) } => {
+                Obstacle::Memory { needed_bytes, code: error.code }
+            }
+            SleepCause::Load(error) => Obstacle::Load { code: error.code },
+            SleepCause::Busy => self.unseen(Obstacle::Busy),
+            _ => self.unseen(Obstacle::Other { number: 0 }),
+        })
+    }
+
+    /// Executes `Register`: registers the windows again on the first communicator, then on the others. If the first one fails, all are
+    /// ended. If another one fails, only that one is lost.
+    fn register(&mut self, broken: &BTreeSet<u64>) -> Result<(u64, Vec<Finding>), SleepError> {
+        let (mut registrations, mut findings) = (0, Vec::new());
+        for at in 0..self.members.len() {
+            let (communicator, is_usable) =
+                (self.members[at].name, self.is_ready(at) && !broken.contains(&self.members[at].name));
+            let Member { attachment, state, .. } = &mut self.members[at];
+            let back = if is_usable { attachment.bring_back(state, self.pool) } else { Err(attachment.gone()) };
+            match back {
+                Ok(back) => {
+                    registrations += back.registrations;
+                    let changed = back.changed.into_iter();
+                    findings.extend(changed.map(|segment| Finding::Changed { communicator, segment }));
+                }
+                Err(error) if at == 0 => {
+                    self.end_all();
+                    return Err(self.broken(SleepStep::Register, error));
+                }
+                Err(error) => {
+                    tracing::warn!(name: "wake.communicator_lost", target: "symmalloc", communicator = attachment.comm.name(), %error);
+                    self.end(at);
+                    findings.push(Finding::Lost { communicator });
+                }
+            }
+        }
+        Ok((registrations, findings))
+    }
+
+    /// Applies the result of `Check`: a window or communicator that changed or was lost on one rank counts as changed or lost on all.
+    fn woken(&mut self, told: &[Vec<Row>], ended: &[EndedComm], mut woken: Woken) -> Woken {
+        let mut lost: BTreeSet<u64> = BTreeSet::new();
+        let mut changed: BTreeMap<u64, BTreeSet<SegmentName>> = BTreeMap::new();
+        for finding in told.iter().flatten().filter_map(Finding::of) {
+            match finding {
+                Finding::Lost { communicator } => {
+                    lost.insert(communicator);
+                }
+                Finding::Changed { communicator, segment } => {
+                    changed.entry(communicator).or_default().insert(segment);
+                }
+            }
+        }
+        for at in 0..self.members.len() {
+            let (name, communicator) = (self.members[at].name, self.members[at].attachment.comm.name().to_owned());
+            if lost.contains(&name) {
+                self.end(at);
+                woken.lost.push(communicator);
+            } else if let Some(segments) = changed.get(&name) {
+                let Member { attachment, state, .. } = &self.members[at];
+                attachment.invalidate(state, segments);
+                woken.changed.extend(segments.iter().map(|segment| (communicator.clone(), *segment)));
+            }
+        }
+        let gone = ended.iter().filter(|ended| lost.contains(&ended.id));
+        woken.lost.extend(gone.map(|ended| ended.name.clone()));
+        woken
+    }
+}

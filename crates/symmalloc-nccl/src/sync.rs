@@ -1,0 +1,8 @@
+//! One sync: the changes to the segments, the actions that follow from them, and their comparison across ranks.
+
+pub(crate) mod actions;
+pub(crate) mod agreement;
+pub(crate) mod changes;
+pub(crate) mod digest;
+pub(crate) mod error;
+pub(crate) mod message;

@@ -1,0 +1,443 @@
+//! The plan of one sync on one communicator, computed before anything changes.
+//!
+//! ```text
+//!   segment log since the last sync      plan                      why
+//!   birth  g0                            register   g0             new and live
+//!   birth  g1, growth g1                 register   g1, whole      once, at its current size
+//!   growth g2                            grow       g2             a larger window replaces the old one
+//!   birth  g3, death g3                  nothing                   no rank ever observes it
+//!   death  g4                            deregister g4             last, in order of death
+//! ```
+//!
+//! A plan is a function of the log and the existing windows, so equal histories produce equal plans on every rank. Planning changes
+//! nothing: a refused sync leaves the log and the segment table unchanged, and the next sync plans again.
+
+use crate::sync::digest::fold;
+use crate::windows::segment_key::{Generation, SegmentKey};
+use std::collections::BTreeMap;
+use std::fmt;
+use symmalloc_core::segment_log::{SegmentEvent, SegmentEventKind};
+use symmalloc_core::{PoolId, SegmentId, StreamId};
+
+/// A segment's name, identical on all ranks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub struct SegmentName {
+    /// Ordinal of its pool among the symmetric ones.
+    pub pool: u32,
+    /// The stream of its heap; `None` if the pool's streams share one heap.
+    pub stream: Option<StreamId>,
+    /// Its birth ordinal in the heap.
+    pub segment: SegmentId,
+}
+
+impl fmt::Display for SegmentName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "segment {} of symmetric pool {}", self.segment.0, self.pool)?;
+        self.stream.map_or(Ok(()), |stream| write!(f, ", stream {}", stream.0))
+    }
+}
+
+/// The kind of a plan step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum StepKind {
+    /// Registers a window on a new segment.
+    Register,
+    /// Replaces the window of a segment that grew with one over the whole segment.
+    Grow,
+    /// Deregisters the window of a dead segment.
+    Deregister,
+}
+
+/// One step of a plan, in terms that all ranks share.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub struct PlanStep {
+    /// The kind of step.
+    pub kind: StepKind,
+    /// The affected segment.
+    pub segment: SegmentName,
+    /// Size of the window in bytes.
+    pub size_bytes: u64,
+}
+
+impl fmt::Display for PlanStep {
+    /// Writes `register segment 3 of symmetric pool 0, stream 1 (2097152 bytes)`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let verb = match self.kind {
+            StepKind::Register => "register",
+            StepKind::Grow => "grow",
+            StepKind::Deregister => "deregister",
+        };
+        write!(f, "{verb} {} ({} bytes)", self.segment, self.size_bytes)
+    }
+}
+
+/// A step of the plan with its local segment and address on this rank.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct SyncAction {
+    pub(crate) step: PlanStep,
+    pub(crate) segment: Generation,
+    pub(crate) base: u64,
+}
+
+/// The state of a live segment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct LiveSegment {
+    pub(crate) base: u64,
+    /// End of its last mapped memory, as an offset in bytes.
+    pub(crate) end_bytes: u64,
+    mapped_bytes: u64,
+    /// Bytes that its window covers; 0 without a window.
+    pub(crate) window_bytes: u64,
+}
+
+impl LiveSegment {
+    /// Returns `true` if memory backs all of it. A window cannot cover a hole.
+    pub(crate) fn is_whole(&self) -> bool {
+        self.mapped_bytes == self.end_bytes
+    }
+}
+
+/// The live segments of the pools that an attachment observes.
+pub(crate) type SegmentTable = BTreeMap<Generation, LiveSegment>;
+
+/// Returns the segment that an event concerns.
+pub(crate) fn generation(event: &SegmentEvent) -> Generation {
+    Generation { pool: event.pool, stream: event.stream, segment: event.segment }
+}
+
+/// The actions of a sync and the resulting changes to the segment table.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct SyncActions {
+    /// Registrations in log order, then deregistrations in log order.
+    pub(crate) actions: Vec<SyncAction>,
+    /// Changed segments; `None` if dead.
+    changes: BTreeMap<Generation, Option<LiveSegment>>,
+}
+
+impl SyncActions {
+    /// Plans for the events since the table was last updated. All windows of the `leaving` pools are deregistered.
+    pub(crate) fn new(
+        segments: &SegmentTable,
+        events: &[SegmentEvent],
+        leaving: &[PoolId],
+        ordinal: impl Fn(PoolId) -> u32,
+    ) -> Self {
+        let mut changes: BTreeMap<Generation, Option<LiveSegment>> = BTreeMap::new();
+        let (mut touched, mut dead) = (Vec::new(), Vec::new());
+        for event in events {
+            let segment = generation(event);
+            let now = changes.entry(segment).or_insert_with(|| {
+                touched.push(segment);
+                segments.get(&segment).copied()
+            });
+            match event.kind {
+                SegmentEventKind::Birth => {
+                    *now = Some(LiveSegment {
+                        base: event.base.0,
+                        end_bytes: event.size_bytes,
+                        mapped_bytes: event.size_bytes,
+                        window_bytes: 0,
+                    });
+                }
+                SegmentEventKind::Growth => {
+                    if let Some(now) = now {
+                        now.end_bytes = now.end_bytes.max(event.offset_bytes + event.size_bytes);
+                        now.mapped_bytes += event.size_bytes;
+                    }
+                }
+                SegmentEventKind::Death => {
+                    *now = None;
+                    dead.push(segment);
+                }
+                // Never happens in an observed pool.
+                _ => {}
+            }
+        }
+        let leaves = |segment: &Generation| leaving.contains(&segment.pool);
+        let gone = segments.keys().filter(|segment| leaves(segment) && !dead.contains(segment)).copied();
+        dead.extend(gone.collect::<Vec<_>>());
+        touched.retain(|segment| !leaves(segment));
+        changes.retain(|segment, _| !leaves(segment));
+
+        let action = |kind, segment: Generation, size_bytes, base| SyncAction {
+            step: PlanStep {
+                kind,
+                segment: SegmentName { pool: ordinal(segment.pool), stream: segment.stream, segment: segment.segment },
+                size_bytes,
+            },
+            segment,
+            base,
+        };
+        let mut actions = Vec::new();
+        for segment in touched {
+            let Some(Some(now)) = changes.get_mut(&segment) else { continue };
+            if now.is_whole() && now.window_bytes < now.end_bytes {
+                let kind = if now.window_bytes == 0 { StepKind::Register } else { StepKind::Grow };
+                actions.push(action(kind, segment, now.end_bytes, now.base));
+                now.window_bytes = now.end_bytes;
+            }
+        }
+        for segment in dead {
+            if let Some(old) = segments.get(&segment) {
+                if old.window_bytes > 0 {
+                    actions.push(action(StepKind::Deregister, segment, old.window_bytes, old.base));
+                }
+                changes.insert(segment, None);
+            }
+        }
+        SyncActions { actions, changes }
+    }
+
+    /// Applies the changes of an executed plan to the segment table.
+    pub(crate) fn write_to(&self, segments: &mut SegmentTable) {
+        for (segment, now) in &self.changes {
+            match now {
+                Some(now) => segments.insert(*segment, *now),
+                None => segments.remove(segment),
+            };
+        }
+    }
+
+    /// Returns the number of actions that add a window and the number that only remove one.
+    pub(crate) fn counts(&self) -> (u64, u64) {
+        let deregistrations = self.actions.iter().filter(|action| action.step.kind == StepKind::Deregister).count();
+        ((self.actions.len() - deregistrations) as u64, deregistrations as u64)
+    }
+
+    /// Returns `true` if an action removes a window that work on the device may use.
+    pub(crate) fn takes_away(&self) -> bool {
+        self.actions.iter().any(|action| action.step.kind != StepKind::Register)
+    }
+
+    /// Returns a digest of the actions, for comparison across ranks.
+    pub(crate) fn digest(&self) -> u64 {
+        let words = self.actions.iter().flat_map(|action| action.step.words());
+        words.fold(self.actions.len() as u64, fold)
+    }
+}
+
+/// Returns the keys that these events invalidate, in order: those of released segments, and the old keys of segments that grew. All keys
+/// of leaving pools come last.
+pub(crate) fn dead_keys(segments: &SegmentTable, events: &[SegmentEvent], leaving: &[PoolId]) -> Vec<SegmentKey> {
+    let key = |generation, base, size_bytes| SegmentKey { base, size_bytes, generation };
+    let mut ends: BTreeMap<Generation, u64> = segments.iter().map(|(segment, now)| (*segment, now.end_bytes)).collect();
+    let mut dead = Vec::new();
+    for event in events {
+        let (segment, base) = (generation(event), event.base.0);
+        match event.kind {
+            SegmentEventKind::Birth => {
+                ends.insert(segment, event.size_bytes);
+            }
+            SegmentEventKind::Growth => {
+                let end = ends.entry(segment).or_default();
+                let grown = (*end).max(event.offset_bytes + event.size_bytes);
+                if *end < grown {
+                    dead.push(key(segment, base, *end));
+                    *end = grown;
+                }
+            }
+            SegmentEventKind::Death => dead.extend(ends.remove(&segment).map(|end| key(segment, base, end))),
+            _ => {}
+        }
+    }
+    let left = segments.iter().filter(|(segment, _)| leaving.contains(&segment.pool) && ends.contains_key(segment));
+    dead.extend(left.map(|(segment, now)| key(*segment, now.base, ends[segment])));
+    dead
+}
+
+/// Size of one encoded step in bytes.
+pub(crate) const STEP_BYTES: usize = 24;
+
+impl PlanStep {
+    pub(crate) fn words(&self) -> [u64; 3] {
+        let stream = self.segment.stream.map_or(u32::MAX, |stream| stream.0.into());
+        let kind = match self.kind {
+            StepKind::Register => 1,
+            StepKind::Grow => 2,
+            StepKind::Deregister => 3,
+        };
+        [
+            (u64::from(self.segment.pool) << 32) | u64::from(stream),
+            (u64::from(self.segment.segment.0) << 32) | kind,
+            self.size_bytes,
+        ]
+    }
+
+    pub(crate) fn write(&self, message: &mut Vec<u8>) {
+        message.extend(self.words().into_iter().flat_map(u64::to_le_bytes));
+    }
+
+    /// Returns `None` if the message contains no step.
+    pub(crate) fn read(bytes: &[u8]) -> Option<Self> {
+        let mut words = bytes.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().unwrap_or_default()));
+        let (heap, segment, size_bytes) = (words.next()?, words.next()?, words.next()?);
+        let kind = match segment as u32 {
+            1 => StepKind::Register,
+            2 => StepKind::Grow,
+            3 => StepKind::Deregister,
+            _ => return None,
+        };
+        let segment = SegmentName {
+            pool: (heap >> 32) as u32,
+            stream: u16::try_from(heap as u32).ok().map(StreamId),
+            segment: SegmentId((segment >> 32) as u32),
+        };
+        Some(PlanStep { kind, segment, size_bytes })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use symmalloc_core::config::{Config, PoolConfig};
+    use symmalloc_core::units::MIB;
+    use symmalloc_core::{Allocator, ObserverId};
+    use symmalloc_sim::SimBackend;
+
+    /// An allocator with an observed default pool, and its segment table.
+    struct Watched {
+        allocator: Allocator<SimBackend>,
+        observer: ObserverId,
+        segments: SegmentTable,
+        dead: Vec<SegmentKey>,
+    }
+
+    impl Watched {
+        fn new(pool: PoolConfig) -> Self {
+            let config = Config::builder().default_pool(pool).build().expect("valid");
+            let allocator = Allocator::new(SimBackend::builder().build(), config).expect("valid");
+            allocator.register_stream().expect("the first");
+            let (observer, births) = allocator.observe(PoolId::DEFAULT).expect("exists");
+            assert!(births.is_empty());
+            Watched { allocator, observer, segments: SegmentTable::new(), dead: Vec::new() }
+        }
+
+        fn plan(&self) -> SyncActions {
+            SyncActions::new(&self.segments, &self.allocator.unread(self.observer).events, &[], |_| 0)
+        }
+
+        fn sync(&mut self) -> Vec<(StepKind, u32, u64)> {
+            let plan = self.plan();
+            assert_eq!(plan, self.plan(), "planning changes nothing");
+            let mut dead: Vec<_> = dead_keys(&self.segments, &self.allocator.unread(self.observer).events, &[]);
+            self.dead.append(&mut dead);
+            plan.write_to(&mut self.segments);
+            self.allocator.acknowledge(self.observer, &self.allocator.unread(self.observer)).expect("no faults");
+            assert!(self.plan().actions.is_empty(), "never twice");
+            let seen = |action: &SyncAction| (action.step.kind, action.step.segment.segment.0, action.step.size_bytes);
+            plan.actions.iter().map(seen).collect()
+        }
+
+        fn take(&self, size_bytes: u64) -> symmalloc_core::Handle {
+            self.allocator.allocate(PoolId::DEFAULT, StreamId(0), size_bytes).expect("fits").handle
+        }
+
+        fn free(&self, handle: symmalloc_core::Handle) {
+            self.allocator.free(handle).expect("live");
+        }
+
+        fn trim(&self) {
+            self.allocator.trim(None).expect("no faults");
+        }
+    }
+
+    fn fixed() -> PoolConfig {
+        PoolConfig::builder().fixed().symmetric(true).build().expect("valid")
+    }
+
+    #[test]
+    fn new_segments_are_registered_once_and_dead_ones_deregistered_in_order_of_death() {
+        let mut watched = Watched::new(fixed());
+        let (a, b) = (watched.take(30 * MIB), watched.take(40 * MIB));
+        assert_eq!(watched.sync(), [(StepKind::Register, 0, 30 * MIB), (StepKind::Register, 1, 40 * MIB)]);
+        watched.free(b);
+        watched.trim();
+        watched.free(a);
+        watched.trim();
+        watched.take(50 * MIB);
+        let expected = [
+            (StepKind::Register, 2, 50 * MIB),
+            (StepKind::Deregister, 1, 40 * MIB),
+            (StepKind::Deregister, 0, 30 * MIB),
+        ];
+        assert_eq!(watched.sync(), expected);
+        let dead: Vec<_> = watched.dead.iter().map(|key| (key.generation.segment.0, key.size_bytes)).collect();
+        assert_eq!(dead, [(1, 40 * MIB), (0, 30 * MIB)]);
+    }
+
+    #[test]
+    fn a_segment_that_came_and_went_between_two_syncs_is_never_registered() {
+        let mut watched = Watched::new(fixed());
+        let a = watched.take(30 * MIB);
+        watched.free(a);
+        watched.trim();
+        assert_eq!(watched.sync(), []);
+        assert!(watched.segments.is_empty());
+    }
+
+    #[test]
+    fn a_growing_segment_gets_one_window_at_a_time_over_all_of_it() {
+        let mut watched = Watched::new(PoolConfig::builder().symmetric(true).build().expect("valid"));
+        watched.take(2 * MIB);
+        watched.take(4 * MIB);
+        assert_eq!(watched.sync(), [(StepKind::Register, 0, 6 * MIB)], "birth and growth are one registration");
+        watched.take(2 * MIB);
+        watched.take(2 * MIB);
+        assert_eq!(watched.sync(), [(StepKind::Grow, 0, 10 * MIB)]);
+        let dead: Vec<_> = watched.dead.iter().map(|key| key.size_bytes).collect();
+        assert_eq!(dead, [2 * MIB, 6 * MIB, 8 * MIB], "a lookup in between returned one of these");
+    }
+
+    #[test]
+    fn a_segment_with_holes_gets_its_window_when_the_holes_are_filled() {
+        let mut watched = Watched::new(PoolConfig::builder().symmetric(true).build().expect("valid"));
+        watched.allocator.forget(watched.observer).expect("no faults");
+        let (hole, _kept) = (watched.take(4 * MIB), watched.take(2 * MIB));
+        watched.free(hole);
+        watched.trim();
+        let (observer, births) = watched.allocator.observe(PoolId::DEFAULT).expect("exists");
+        watched.observer = observer;
+        let plan = SyncActions::new(&watched.segments, &births, &[], |_| 0);
+        assert!(plan.actions.is_empty());
+        plan.write_to(&mut watched.segments);
+        watched.take(4 * MIB);
+        assert_eq!(watched.sync(), [(StepKind::Register, 0, 6 * MIB)]);
+    }
+
+    #[test]
+    fn a_pool_that_leaves_loses_all_windows_and_gets_no_new_ones() {
+        let mut watched = Watched::new(fixed());
+        watched.take(30 * MIB);
+        watched.sync();
+        watched.take(40 * MIB);
+        let events = watched.allocator.unread(watched.observer).events;
+        let plan = SyncActions::new(&watched.segments, &events, &[PoolId::DEFAULT], |_| 0);
+        assert_eq!(plan.counts(), (0, 1));
+        plan.write_to(&mut watched.segments);
+        assert!(watched.segments.is_empty());
+    }
+
+    #[test]
+    fn steps_survive_a_message_and_show_in_the_digest() {
+        let watched = Watched::new(fixed());
+        watched.take(30 * MIB);
+        let one = watched.plan();
+        let mut message = Vec::new();
+        one.actions[0].step.write(&mut message);
+        assert_eq!(message.len(), STEP_BYTES);
+        assert_eq!(PlanStep::read(&message), Some(one.actions[0].step));
+        assert_eq!(PlanStep::read(&[0; STEP_BYTES]), None);
+        watched.take(30 * MIB);
+        let two = watched.plan();
+        assert_ne!(one.digest(), two.digest());
+        let swapped = SyncActions { actions: vec![two.actions[1], two.actions[0]], changes: BTreeMap::new() };
+        assert_ne!(two.digest(), swapped.digest(), "the order matters");
+        assert_eq!(
+            one.actions[0].step.to_string(),
+            "register segment 0 of symmetric pool 0, stream 0 (31457280 bytes)"
+        );
+    }
+}

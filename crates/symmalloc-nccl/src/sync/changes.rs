@@ -1,0 +1,218 @@
+//! The pools observed for one communicator, each with an observer and the log entries since the last sync.
+
+use crate::registrar::settings::{Registration, Synced};
+use crate::sync::actions::generation;
+use crate::sync::digest::fold;
+use crate::sync::error::AttachError;
+use crate::windows::segment_key::Generation;
+use smallvec::SmallVec;
+use symmalloc_core::errors::UnknownError;
+use symmalloc_core::segment_log::{SegmentEvent, SegmentEventKind};
+use symmalloc_core::sleep::Phase;
+use symmalloc_core::{ObserverId, PoolId, Unread};
+use symmalloc_cuda::CudaAllocator;
+
+/// The pools observed for one communicator.
+#[derive(Default)]
+pub(crate) struct ObservedPools {
+    /// In ascending order of pools.
+    pools: Vec<ObservedPool>,
+}
+
+/// A pool that is observed for one communicator.
+struct ObservedPool {
+    pool: PoolId,
+    /// Ordinal among symmetric pools; 0 for a private pool, which is never mentioned to other ranks.
+    ordinal: u32,
+    registration: Registration,
+    observer: ObserverId,
+    /// Segments that were live when the pool was attached. Empty after the first sync.
+    births: Vec<SegmentEvent>,
+    /// Entries of the pool's log that syncs have processed.
+    seen: u64,
+    /// Set if the next sync detaches the pool.
+    is_leaving: bool,
+}
+
+/// A pool's log, as read by a sync.
+pub(crate) struct LogSnapshot {
+    /// Number of entries in the log.
+    entries: u64,
+    unread: Unread,
+    /// Set if the pool sleeps: nothing is registered until it wakes.
+    is_asleep: bool,
+}
+
+/// Changes since the last sync to the pools of one registration kind.
+pub(crate) struct SegmentChanges {
+    pub(crate) events: Vec<SegmentEvent>,
+    pub(crate) leaving: Vec<PoolId>,
+}
+
+impl ObservedPools {
+    /// Starts to observe these pools, all of them or none.
+    pub(crate) fn observe(
+        &mut self,
+        allocator: &CudaAllocator,
+        communicator: &str,
+        pools: &[PoolId],
+        registration: Registration,
+    ) -> Result<(), AttachError> {
+        let mut added: SmallVec<[ObservedPool; 4]> = SmallVec::new();
+        for &pool in pools {
+            let is_known = |observed: &ObservedPool| observed.pool == pool;
+            let observed = if self.pools.iter().any(is_known) || added.iter().any(is_known) {
+                Err(AttachError::Already { pool, communicator: communicator.to_owned() })
+            } else {
+                ObservedPool::new(allocator, pool, registration).map_err(AttachError::from)
+            };
+            match observed {
+                Ok(observed) => added.push(observed),
+                Err(error) => {
+                    for observed in added {
+                        // No segment was released since the pool was first observed, so the release cannot fail.
+                        let _released = allocator.core().forget(observed.observer);
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        self.pools.extend(added);
+        self.pools.sort_by_key(|observed| observed.pool);
+        Ok(())
+    }
+
+    /// Returns how a pool is observed, or `None`.
+    pub(crate) fn registration_of(&self, pool: PoolId) -> Option<Registration> {
+        self.pools.iter().find(|observed| observed.pool == pool).map(|observed| observed.registration)
+    }
+
+    /// Returns the pools that are observed for this kind of registration.
+    pub(crate) fn of(&self, registration: Registration) -> impl Iterator<Item = PoolId> {
+        self.pools.iter().filter(move |observed| observed.registration == registration).map(|observed| observed.pool)
+    }
+
+    /// Returns all observed pools.
+    pub(crate) fn all(&self) -> impl Iterator<Item = PoolId> {
+        self.pools.iter().map(|observed| observed.pool)
+    }
+
+    /// Marks a pool for detachment at the next sync. Returns `true` if it was observed.
+    pub(crate) fn leave(&mut self, pool: PoolId) -> bool {
+        let found = self.pools.iter_mut().find(|observed| observed.pool == pool);
+        found.map(|observed| observed.is_leaving = true).is_some()
+    }
+
+    /// Returns `true` if there is certainly nothing to read: no log has grown, and no pool leaves.
+    #[inline]
+    pub(crate) fn is_read(&self, allocator: &CudaAllocator) -> bool {
+        let is_read = |observed: &ObservedPool| {
+            let is_read = || allocator.core().segment_log_entries(observed.pool) == observed.seen;
+            !observed.is_leaving && (is_read() || !is_awake(allocator, observed.pool))
+        };
+        self.pools.iter().all(is_read)
+    }
+
+    /// Returns the observers, which retain dead memory.
+    pub(crate) fn into_observers(self) -> Vec<ObserverId> {
+        self.pools.into_iter().map(|observed| observed.observer).collect()
+    }
+
+    /// Reads the logs of all pools, in order. The entries remain unread until they are [acknowledged](Self::acknowledge), so a sync that
+    /// fails before that has no effect on them.
+    pub(crate) fn read(&self, allocator: &CudaAllocator) -> Vec<LogSnapshot> {
+        let core = allocator.core();
+        let read = |observed: &ObservedPool| {
+            // Read before the log, so that later entries are detected by the next sync.
+            let entries = core.segment_log_entries(observed.pool);
+            let is_asleep = !observed.is_leaving && !is_awake(allocator, observed.pool);
+            LogSnapshot { entries, unread: core.unread(observed.observer), is_asleep }
+        };
+        self.pools.iter().map(read).collect()
+    }
+
+    pub(crate) fn changes(&self, snapshots: &[LogSnapshot], registration: Registration) -> SegmentChanges {
+        let mut changes = SegmentChanges { events: Vec::new(), leaving: Vec::new() };
+        for (observed, snapshot) in self.pools.iter().zip(snapshots) {
+            if observed.registration == registration && !snapshot.is_asleep {
+                changes.events.extend(observed.births.iter().chain(&snapshot.unread.events));
+                changes.leaving.extend(observed.is_leaving.then_some(observed.pool));
+            }
+        }
+        changes
+    }
+
+    pub(crate) fn ordinal(&self, pool: PoolId) -> u32 {
+        self.pools.iter().find(|observed| observed.pool == pool).map_or(0, |observed| observed.ordinal)
+    }
+
+    /// Returns a digest of the symmetric pools that are attached for windows, and of those that leave.
+    pub(crate) fn digest(&self) -> u64 {
+        let pools = self.pools.iter().filter(|observed| observed.registration == Registration::Windows);
+        pools.fold(0, |digest, observed| {
+            fold(digest, (u64::from(observed.ordinal) << 1) | u64::from(observed.is_leaving))
+        })
+    }
+
+    /// Acknowledges all entries that were read. Memory without remaining observers is released.
+    pub(crate) fn acknowledge(&mut self, allocator: &CudaAllocator, snapshots: Vec<LogSnapshot>, synced: &mut Synced) {
+        let core = allocator.core();
+        for (observed, LogSnapshot { entries, unread, is_asleep }) in self.pools.iter_mut().zip(snapshots) {
+            if is_asleep {
+                continue;
+            }
+            observed.births.clear();
+            observed.seen = entries;
+            let outcome = if observed.is_leaving {
+                core.forget(observed.observer)
+            } else {
+                core.acknowledge(observed.observer, &unread)
+            };
+            match outcome {
+                Ok(released_bytes) => synced.released_bytes += released_bytes,
+                Err(error) => {
+                    tracing::warn!(name: "sync.memory_kept", target: "symmalloc", %error);
+                    synced.not_released.get_or_insert(error);
+                }
+            }
+        }
+        self.pools.retain(|observed| !observed.is_leaving);
+    }
+}
+
+fn is_awake(allocator: &CudaAllocator, pool: PoolId) -> bool {
+    allocator.core().phase(pool).is_ok_and(|phase| phase == Phase::Awake)
+}
+
+impl ObservedPool {
+    fn new(allocator: &CudaAllocator, pool: PoolId, registration: Registration) -> Result<Self, UnknownError> {
+        let core = allocator.core();
+        let seen = core.segment_log_entries(pool);
+        let (observer, births) = core.observe(pool)?;
+        Ok(ObservedPool {
+            pool,
+            ordinal: core.symmetric_ordinal(pool).unwrap_or(0),
+            registration,
+            observer,
+            // If there are births, forces the first sync to read the log.
+            seen: if births.is_empty() { seen } else { u64::MAX },
+            births,
+            is_leaving: false,
+        })
+    }
+}
+
+impl SegmentChanges {
+    pub(crate) fn is_empty(&self) -> bool {
+        self.events.is_empty() && self.leaving.is_empty()
+    }
+
+    /// Returns `true` if the changes include a deregistration of memory that work on the device may use.
+    pub(crate) fn takes_away(&self) -> bool {
+        !self.leaving.is_empty() || self.events.iter().any(|event| event.kind == SegmentEventKind::Death)
+    }
+
+    pub(crate) fn dies(&self, segment: Generation) -> bool {
+        self.events.iter().any(|event| event.kind == SegmentEventKind::Death && generation(event) == segment)
+    }
+}

@@ -1,0 +1,219 @@
+//! The reasons why the watchdog ends a communicator.
+
+use crate::ffi::error::NcclError;
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+use symmalloc_cuda::DriverError;
+use symmalloc_watchdog::{CollectiveRecord, Departure, FailureReport};
+
+/// Marks the number of a rank whose communicator does not exist yet: in a split, its number in the parent; during
+/// connection, its own. So the others learn when it fails, and of which communicator.
+pub(crate) const PENDING_COMM: u32 = 1 << 31;
+
+/// The failure for which the watchdog ended a communicator.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Failure {
+    /// The communicator's name.
+    pub communicator: Arc<str>,
+    /// This rank.
+    pub rank: u32,
+    /// The cause.
+    pub cause: FailureCause,
+    /// The first collective that the other rank missed, or otherwise the first unfinished one of this rank.
+    pub collective: Option<CollectiveRecord>,
+    /// Time without progress.
+    pub waited: Duration,
+}
+
+/// The cause of a failure.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum FailureCause {
+    /// A rank's process is gone.
+    RankGone {
+        /// The rank.
+        rank: u32,
+        /// The way in which it ended.
+        departure: Departure,
+        /// The reason why it had ended another communicator, if it had. It may have exited because of that.
+        after: Option<FailureReport>,
+    },
+    /// Another rank ended the communicator.
+    RankFailed {
+        /// The rank.
+        rank: u32,
+        /// Its report.
+        report: FailureReport,
+    },
+    /// Nothing has been heard of a rank, and it missed a collective: it is stopped, or its machine cannot be reached.
+    RankStopped {
+        /// The rank.
+        rank: u32,
+        /// Time since it was last heard.
+        silent: Duration,
+        /// The last collective that it submitted.
+        submitted: u64,
+    },
+    /// Ranks are alive and missed a collective: they are stuck in host code or in another program.
+    RanksBehind {
+        /// The ranks, each with the last collective that it submitted.
+        ranks: Vec<(u32, u64)>,
+    },
+    /// A rank destroyed the communicator while this one still uses it.
+    RankLeft {
+        /// The rank.
+        rank: u32,
+    },
+    /// A send or receive has no counterpart, and the other rank is alive.
+    PeerWaits {
+        /// The other rank.
+        rank: u32,
+    },
+    /// All ranks submitted the collective, and the device makes no progress.
+    Hanging,
+    /// There is no progress, and the cause is unknown because some ranks are not connected.
+    Unknown,
+    /// NCCL reported an error.
+    Nccl(NcclError),
+    /// The driver reported an error.
+    Driver(DriverError),
+}
+
+impl Failure {
+    /// Returns the report for other ranks.
+    pub(super) fn report(&self) -> FailureReport {
+        FailureReport { text: self.summary(), first_rank: self.cause.rank() }
+    }
+
+    /// Returns the message without its advice, which applies to this rank.
+    fn summary(&self) -> String {
+        let mut text = self.cause.to_string();
+        if let Some(CollectiveRecord { number, signature, state, .. }) = &self.collective {
+            text += &format!(". On rank {} collective {number} ({signature}) was {state}", self.rank);
+            if !self.waited.is_zero() {
+                text += &format!(", and no progress had been made for {:.1} s", self.waited.as_secs_f64());
+            }
+        }
+        text
+    }
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "communicator \"{}\", rank {}: {}. {}",
+            self.communicator,
+            self.rank,
+            self.summary(),
+            self.cause.advice()
+        )
+    }
+}
+
+impl fmt::Display for FailureCause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            FailureCause::RankGone { rank, departure, after: None } => write!(f, "rank {rank} is gone: {departure}"),
+            FailureCause::RankGone { rank, departure, after: Some(report) } => {
+                write!(
+                    f,
+                    "rank {rank} is gone: {departure}, after it had given up another communicator: {}",
+                    report.text
+                )
+            }
+            FailureCause::RankFailed { rank, report } => write!(f, "rank {rank} gave up: {}", report.text),
+            FailureCause::RankStopped { rank, silent, submitted } => write!(
+                f,
+                "rank {rank} is stopped, or its machine is unreachable: it has been silent for {:.1} s, and its last \
+                 collective was {submitted}",
+                silent.as_secs_f64()
+            ),
+            FailureCause::RanksBehind { ranks } => {
+                f.write_str("ranks that are alive did not come:")?;
+                let mut separator = "";
+                ranks.iter().try_for_each(|(rank, submitted)| {
+                    write!(f, "{separator} rank {rank}, whose last collective was {submitted}")?;
+                    separator = ",";
+                    Ok(())
+                })
+            }
+            FailureCause::RankLeft { rank } => write!(f, "rank {rank} destroyed the communicator"),
+            FailureCause::PeerWaits { rank } => {
+                write!(f, "a send or receive has no counterpart at rank {rank}, which is alive")
+            }
+            FailureCause::Hanging => f.write_str("all ranks submitted it, but the device makes no progress"),
+            FailureCause::Unknown => {
+                f.write_str("no progress is made, and the cause is unknown because some ranks are not connected")
+            }
+            FailureCause::Nccl(error) => error.fmt(f),
+            FailureCause::Driver(error) => error.fmt(f),
+        }
+    }
+}
+
+impl FailureCause {
+    fn advice(&self) -> &'static str {
+        match self {
+            FailureCause::RankGone { .. } => "Look at the last output of that rank, and for a kill in the system's log",
+            FailureCause::RankFailed { .. } => "Look at that rank's report",
+            FailureCause::RankStopped { .. } => {
+                "Check that the process is not stopped (state T) and that its machine is reachable"
+            }
+            FailureCause::RanksBehind { .. } | FailureCause::PeerWaits { .. } => {
+                "Look at their stacks, and compare the flight records of all ranks with `symmalloc diff`"
+            }
+            FailureCause::RankLeft { .. } => "Destroy a communicator when all its ranks are done with it",
+            FailureCause::Hanging => {
+                "Compare the flight records of all ranks with `symmalloc diff`: sizes or order may differ"
+            }
+            FailureCause::Unknown => {
+                "Connect with connect_env, or give all ranks SYMMALLOC_RENDEZVOUS, and compare the flight records of all ranks \
+                 with `symmalloc diff`"
+            }
+            FailureCause::Nccl(_) | FailureCause::Driver(_) => "Look for the first error among the ranks",
+        }
+    }
+}
+
+impl FailureCause {
+    /// Replaces the number of a rank that is still in a split by its number in the parent.
+    pub(super) fn with_numbers_of_parents(mut self) -> Self {
+        match &mut self {
+            FailureCause::RankGone { rank, .. }
+            | FailureCause::RankFailed { rank, .. }
+            | FailureCause::RankStopped { rank, .. }
+            | FailureCause::RankLeft { rank }
+            | FailureCause::PeerWaits { rank } => *rank &= !PENDING_COMM,
+            FailureCause::RanksBehind { ranks } => ranks.iter_mut().for_each(|(rank, _)| *rank &= !PENDING_COMM),
+            FailureCause::Hanging | FailureCause::Unknown | FailureCause::Nccl(_) | FailureCause::Driver(_) => {}
+        }
+        self
+    }
+
+    /// Returns the last collective of the rank that missed one.
+    pub(super) fn last_submitted(&self) -> Option<u64> {
+        match self {
+            FailureCause::RankStopped { submitted, .. } => Some(*submitted),
+            FailureCause::RanksBehind { ranks } => ranks.iter().map(|(_, submitted)| *submitted).min(),
+            _ => None,
+        }
+    }
+
+    /// Returns the rank to look at first.
+    pub fn rank(&self) -> Option<u32> {
+        match self {
+            FailureCause::RankFailed { rank, report } | FailureCause::RankGone { rank, after: Some(report), .. } => {
+                report.first_rank.or(Some(*rank))
+            }
+            FailureCause::RankGone { rank, .. }
+            | FailureCause::RankStopped { rank, .. }
+            | FailureCause::RankLeft { rank }
+            | FailureCause::PeerWaits { rank } => Some(*rank),
+            FailureCause::RanksBehind { ranks } => ranks.first().map(|(rank, _)| *rank),
+            FailureCause::Hanging | FailureCause::Unknown | FailureCause::Nccl(_) | FailureCause::Driver(_) => None,
+        }
+    }
+}

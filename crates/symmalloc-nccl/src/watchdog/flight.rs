@@ -1,0 +1,430 @@
+//! The last collectives of a communicator, and the progress of the device in them.
+//!
+//! ```text
+//!  submitting thread    one entry per collective: number, call, size, stream; occasionally an event after it
+//!  marker thread        periodically an event after the last entry of each stream, which it polls
+//!  watchdog thread      unfinished work, and the time without progress
+//! ```
+//!
+//! An event per collective would cost more than everything else (130 ns of host time). One event per stream and tick
+//! gives the same information to within a tick.
+
+use crate::collectives::data_type::DataType;
+use crate::communicator::operation::{NcclCall, Operation};
+use crate::watchdog::clock::Tick;
+use cudarc::driver::CudaStream;
+use std::borrow::Cow;
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use symmalloc_watchdog::{CollectiveRecord, CollectiveState, Progress, Signature};
+
+/// Number of collectives kept.
+const REMEMBERED: usize = 256;
+
+/// After this many entries of a stream since the last mark, the submitting thread records a mark itself, so that
+/// progress is visible even in a program that runs far ahead of the device.
+const MARK_EVERY: u64 = 64;
+
+/// Work submitted to a communicator.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Work {
+    /// A collective of NCCL's.
+    Call { call: NcclCall, count: usize, data_type: DataType },
+    /// Another operation of all ranks: a registration, a split, or one that the program announced.
+    Named { kind: Cow<'static, str>, elements: Option<u64> },
+}
+
+/// The number of an entry's stream, in the order in which streams were first used with the communicator.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct StreamNumber(u32);
+
+/// The number of an entry, counted from 1 over everything submitted to the communicator.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct EntryNumber(u64);
+
+#[derive(Default)]
+pub(crate) struct Flight {
+    ring: Mutex<Ring>,
+}
+
+#[derive(Default)]
+struct Ring {
+    /// The last entries, oldest first.
+    entries: VecDeque<Entry>,
+    /// Total number of entries.
+    given: u64,
+    /// Number of entries that all ranks submit equally.
+    collectives: u64,
+    streams: Vec<Followed>,
+    /// Time at which work last completed, or at which none was left.
+    moved: Tick,
+    /// `true` if a graph contains entries, possibly including dropped ones.
+    has_captured: bool,
+}
+
+struct Entry {
+    /// The number of the collective. A send or receive has the number of the last collective before it.
+    number: u64,
+    work: Work,
+    stream: Option<StreamNumber>,
+    given: Tick,
+    stage: EntryStage,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum EntryStage {
+    /// The call has not returned yet.
+    Submitting,
+    /// Submitted to its stream.
+    InStream,
+    /// Captured in a graph.
+    Captured,
+    /// Completed on the host, or refused.
+    Over,
+}
+
+/// A stream with collectives of the communicator.
+struct Followed {
+    stream: Arc<CudaStream>,
+    /// Its last entry.
+    last: EntryNumber,
+    /// The last entry that has a mark behind it.
+    marked: EntryNumber,
+    /// All entries up to this one have completed.
+    done: EntryNumber,
+    /// The number of the last completed collective.
+    done_number: u64,
+}
+
+/// A stream with entries that have no mark behind them.
+pub(crate) struct Unmarked {
+    pub(crate) stream: Arc<CudaStream>,
+    pub(crate) upto: Marked,
+}
+
+/// An entry of a stream that has a mark behind it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Marked {
+    stream: StreamNumber,
+    entry: EntryNumber,
+    /// The number of its collective.
+    number: u64,
+}
+
+/// Unfinished work.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Undone {
+    /// The first unfinished collective.
+    pub(crate) first: CollectiveRecord,
+    /// The number of the last submitted collective.
+    pub(crate) last: u64,
+    /// The other rank of a send or receive.
+    pub(crate) peer: Option<u32>,
+    /// Time of the last progress.
+    pub(crate) since: Tick,
+}
+
+impl Flight {
+    /// Notes work that is about to be submitted to NCCL.
+    pub(crate) fn begin(&self, work: Work, stream: Option<&Arc<CudaStream>>, now: Tick) -> EntryNumber {
+        let mut ring = self.lock();
+        let stream = stream.map(|stream| ring.number_of(stream));
+        if ring.is_idle() {
+            ring.moved = now;
+        }
+        ring.given += 1;
+        ring.collectives += u64::from(work.is_collective());
+        let entry = Entry { number: ring.collectives, work, stream, given: now, stage: EntryStage::Submitting };
+        if ring.entries.len() == REMEMBERED {
+            ring.entries.pop_front();
+        }
+        ring.entries.push_back(entry);
+        EntryNumber(ring.given)
+    }
+
+    /// Notes that work was submitted to its stream, or captured. Returns the position of a mark that is due.
+    pub(crate) fn submitted(&self, entry: EntryNumber, is_captured: bool) -> Option<Unmarked> {
+        let mut ring = self.lock();
+        let at = ring.place(entry)?;
+        ring.entries[at].stage = if is_captured { EntryStage::Captured } else { EntryStage::InStream };
+        ring.has_captured |= is_captured;
+        let StreamNumber(stream) = ring.entries[at].stream.filter(|_| !is_captured)?;
+        let followed = &mut ring.streams[stream as usize];
+        followed.last = followed.last.max(entry);
+        let is_due = followed.last.0 >= followed.marked.0 + MARK_EVERY;
+        if is_due { ring.unmarked(stream as usize) } else { None }
+    }
+
+    /// Notes that work completed on the host or was refused: none of it is on the device.
+    pub(crate) fn over(&self, entry: EntryNumber, now: Tick) {
+        let mut ring = self.lock();
+        if let Some(at) = ring.place(entry) {
+            ring.entries[at].stage = EntryStage::Over;
+            ring.moved = now;
+        }
+    }
+
+    /// Returns the streams with entries that have no mark behind them. They count as marked until [`lost`](Self::lost).
+    pub(crate) fn unmarked(&self) -> Vec<Unmarked> {
+        let mut ring = self.lock();
+        (0..ring.streams.len()).filter_map(|stream| ring.unmarked(stream)).collect()
+    }
+
+    /// Returns the end of a stream, for a thread that waits for it.
+    pub(crate) fn end_of(&self, stream: &Arc<CudaStream>) -> Marked {
+        let mut ring = self.lock();
+        let stream = ring.number_of(stream);
+        ring.end_of(stream)
+    }
+
+    /// Notes that a mark was not recorded.
+    pub(crate) fn lost(&self, Marked { stream: StreamNumber(stream), .. }: Marked) {
+        let mut ring = self.lock();
+        let followed = &mut ring.streams[stream as usize];
+        followed.marked = followed.done;
+    }
+
+    /// Notes that the device has passed a mark.
+    pub(crate) fn done(&self, Marked { stream: StreamNumber(stream), entry, number }: Marked, now: Tick) {
+        let mut ring = self.lock();
+        let followed = &mut ring.streams[stream as usize];
+        if followed.done < entry {
+            (followed.done, followed.done_number) = (entry, number);
+            ring.moved = now;
+        }
+    }
+
+    /// Returns `true` if no work is known to run on the device. A graph may be running.
+    pub(crate) fn is_off_device(&self) -> bool {
+        let ring = self.lock();
+        let is_done = |followed: &Followed| followed.done == followed.last;
+        !ring.has_captured && ring.streams.iter().all(is_done)
+    }
+
+    pub(crate) fn progress(&self) -> Progress {
+        let ring = self.lock();
+        let first_open = ring.records().find(|(_, state)| is_open(*state)).map(|(entry, _)| entry);
+        let finished =
+            first_open.map_or(ring.collectives, |entry| entry.number - u64::from(entry.work.is_collective()));
+        // Unfinished entries that were dropped come before all remaining ones.
+        let forgotten = EntryNumber(ring.given - ring.entries.len() as u64);
+        let open = ring.streams.iter().filter(|it| it.done < it.last && it.done < forgotten);
+        let finished = open.map(|followed| followed.done_number).fold(finished, u64::min);
+        Progress { submitted: ring.collectives, finished }
+    }
+
+    /// Returns the unfinished work; `None` if everything has completed.
+    pub(crate) fn standing(&self, now: Tick) -> Option<Undone> {
+        let ring = self.lock();
+        let (entry, state) = ring.records().find(|(_, state)| is_open(*state))?;
+        let (first, peer) = (entry.record(state, now), entry.work.peer());
+        Some(Undone { first, last: ring.collectives, peer, since: ring.moved })
+    }
+
+    /// Returns the collective with this number, if it is still kept.
+    pub(crate) fn numbered(&self, number: u64, now: Tick) -> Option<CollectiveRecord> {
+        let ring = self.lock();
+        let (entry, state) = ring.records().find(|(entry, _)| entry.number == number && entry.work.is_collective())?;
+        Some(entry.record(state, now))
+    }
+
+    /// Returns the last collectives, oldest first.
+    pub(crate) fn collectives(&self, now: Tick) -> Vec<CollectiveRecord> {
+        self.lock().records().map(|(entry, state)| entry.record(state, now)).collect()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Ring> {
+        self.ring.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn is_open(state: CollectiveState) -> bool {
+    !matches!(state, CollectiveState::Finished | CollectiveState::Captured)
+}
+
+impl Ring {
+    fn place(&self, EntryNumber(entry): EntryNumber) -> Option<usize> {
+        let age = self.given.checked_sub(entry)? as usize;
+        self.entries.len().checked_sub(age + 1)
+    }
+
+    fn number_of(&mut self, stream: &Arc<CudaStream>) -> StreamNumber {
+        let known = self.streams.iter().position(|followed| followed.stream.cu_stream() == stream.cu_stream());
+        let number = known.unwrap_or_else(|| {
+            let none = EntryNumber(0);
+            let stream = Arc::clone(stream);
+            self.streams.push(Followed { stream, last: none, marked: none, done: none, done_number: 0 });
+            self.streams.len() - 1
+        });
+        StreamNumber(number as u32)
+    }
+
+    fn is_idle(&self) -> bool {
+        self.entries.back().is_none_or(|entry| entry.stage != EntryStage::Submitting)
+            && self.streams.iter().all(|followed| followed.done == followed.last)
+    }
+
+    /// Returns the entries of a stream that have no mark behind them. They count as marked from here on.
+    fn unmarked(&mut self, at: usize) -> Option<Unmarked> {
+        let followed = &mut self.streams[at];
+        if followed.marked >= followed.last {
+            return None;
+        }
+        followed.marked = followed.last;
+        let stream = Arc::clone(&followed.stream);
+        Some(Unmarked { stream, upto: self.end_of(StreamNumber(at as u32)) })
+    }
+
+    fn end_of(&self, stream: StreamNumber) -> Marked {
+        let entry = self.streams[stream.0 as usize].last;
+        let number = self.place(entry).map_or(self.collectives, |place| self.entries[place].number);
+        Marked { stream, entry, number }
+    }
+
+    /// Returns the entries with their states.
+    fn records(&self) -> impl Iterator<Item = (&Entry, CollectiveState)> {
+        let first = self.given - self.entries.len() as u64 + 1;
+        let mut is_next = vec![true; self.streams.len()];
+        self.entries.iter().enumerate().map(move |(at, entry)| {
+            let state = match (entry.stage, entry.stream) {
+                (EntryStage::Submitting, _) => CollectiveState::Submitting,
+                (EntryStage::Captured, _) => CollectiveState::Captured,
+                (EntryStage::Over, _) | (EntryStage::InStream, None) => CollectiveState::Finished,
+                (EntryStage::InStream, Some(StreamNumber(stream))) => {
+                    let stream = stream as usize;
+                    if EntryNumber(first + at as u64) <= self.streams[stream].done {
+                        CollectiveState::Finished
+                    } else if std::mem::take(&mut is_next[stream]) {
+                        CollectiveState::Running
+                    } else {
+                        CollectiveState::Submitted
+                    }
+                }
+            };
+            (entry, state)
+        })
+    }
+}
+
+impl Entry {
+    fn record(&self, state: CollectiveState, now: Tick) -> CollectiveRecord {
+        CollectiveRecord {
+            number: self.number,
+            is_point_to_point: !self.work.is_collective(),
+            signature: self.work.signature(),
+            stream: self.stream.map(|StreamNumber(stream)| stream),
+            state,
+            age_ms: now.since(self.given).as_millis() as u64,
+        }
+    }
+}
+
+impl Work {
+    pub(crate) fn of(operation: &Operation) -> Self {
+        let Operation { call, count, data_type, .. } = *operation;
+        Work::Call { call, count, data_type }
+    }
+
+    /// Returns `true` if all ranks submit it equally.
+    fn is_collective(&self) -> bool {
+        match self {
+            Work::Call { call, .. } => call.collective().is_some(),
+            Work::Named { .. } => true,
+        }
+    }
+
+    /// Returns the other rank of a send or receive.
+    fn peer(&self) -> Option<u32> {
+        match self {
+            Work::Call { call, .. } if call.collective().is_none() => call.named_rank(),
+            _ => None,
+        }
+    }
+
+    fn signature(&self) -> Signature {
+        match self {
+            Work::Call { call, count, data_type } => Signature {
+                kind: call.symbol().to_owned(),
+                elements: Some(*count as u64),
+                data_type: Some(data_type.word()),
+                detail: call.detail(),
+            },
+            Work::Named { kind, elements } => {
+                Signature { kind: kind.clone().into_owned(), elements: *elements, data_type: None, detail: None }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::collectives::data_type::ReduceOp;
+
+    fn all_reduce(count: usize) -> Work {
+        Work::Call { call: NcclCall::AllReduce { op: ReduceOp::Sum }, count, data_type: DataType::Float32 }
+    }
+
+    fn send() -> Work {
+        Work::Call { call: NcclCall::Send { peer: 1 }, count: 1, data_type: DataType::Uint8 }
+    }
+
+    fn states(flight: &Flight) -> Vec<(u64, CollectiveState)> {
+        flight.collectives(Tick::default()).iter().map(|record| (record.number, record.state)).collect()
+    }
+
+    #[test]
+    fn what_has_no_stream_is_done_when_the_call_is() {
+        let (flight, now) = (Flight::default(), Tick::default());
+        let window = flight.begin(Work::Named { kind: "window_register".into(), elements: None }, None, now);
+        assert_eq!(states(&flight), [(1, CollectiveState::Submitting)]);
+        assert_eq!(flight.progress(), Progress { submitted: 1, finished: 0 });
+        assert!(flight.standing(now).is_some());
+        flight.over(window, now);
+        assert_eq!(states(&flight), [(1, CollectiveState::Finished)]);
+        assert_eq!(flight.progress(), Progress { submitted: 1, finished: 1 });
+        assert_eq!(flight.standing(now), None);
+    }
+
+    #[test]
+    fn a_send_has_no_number_of_its_own() {
+        let (flight, now) = (Flight::default(), Tick::default());
+        let first = flight.begin(all_reduce(4), None, now);
+        flight.submitted(first, false);
+        flight.begin(send(), None, now);
+        flight.begin(all_reduce(4), None, now);
+        let records = flight.collectives(now);
+        assert_eq!(
+            records.iter().map(|it| (it.number, it.is_point_to_point)).collect::<Vec<_>>(),
+            [(1, false), (1, true), (2, false)]
+        );
+        assert_eq!(flight.progress(), Progress { submitted: 2, finished: 1 });
+    }
+
+    #[test]
+    fn what_is_captured_holds_nobody_up() {
+        let (flight, now) = (Flight::default(), Tick::default());
+        let entry = flight.begin(all_reduce(4), None, now);
+        flight.submitted(entry, true);
+        assert_eq!((states(&flight), flight.standing(now)), (vec![(1, CollectiveState::Captured)], None));
+        for _ in 0..REMEMBERED {
+            let entry = flight.begin(all_reduce(4), None, now);
+            flight.submitted(entry, false);
+        }
+        assert!(!flight.is_off_device(), "the graph may run even if its entry was dropped");
+    }
+
+    #[test]
+    fn only_the_last_are_remembered_and_all_are_counted() {
+        let (flight, now) = (Flight::default(), Tick::default());
+        for _ in 0..REMEMBERED + 10 {
+            let entry = flight.begin(all_reduce(4), None, now);
+            assert!(flight.submitted(entry, false).is_none(), "without a stream there is nothing to mark");
+        }
+        let records = flight.collectives(now);
+        assert_eq!((records.len(), records[0].number), (REMEMBERED, 11));
+        // A dropped entry may still be reported as completed.
+        flight.over(EntryNumber(3), now);
+        assert_eq!(flight.progress(), Progress { submitted: 266, finished: 266 });
+    }
+}

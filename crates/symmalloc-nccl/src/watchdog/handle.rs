@@ -1,0 +1,102 @@
+//! Access of other threads to the watchdog's thread.
+
+use crate::rendezvous::unique_id::UniqueId;
+use crate::watchdog::watched::{Identity, MeetingId};
+use std::collections::BTreeSet;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+use symmalloc_watchdog::{FailureReport, Lifeline, Member, RankId};
+
+/// Longest time for which other threads wait for the watchdog's answer.
+const OBEY_LIMIT: Duration = Duration::from_secs(1);
+
+/// A request to the watchdog's thread.
+pub(super) enum Command {
+    /// Processes met with this id.
+    Met(MeetingId, Box<Lifeline>),
+    /// A communicator was created.
+    Watch(Identity),
+    /// This process enters a split that will create this communicator.
+    Expect(Option<MeetingId>, RankId),
+    /// The communicator was created, or will not be.
+    Withdraw(Option<MeetingId>, RankId),
+    /// A communicator was destroyed in the ordinary way.
+    Leave(Identity),
+    /// A communicator was ended because of an error.
+    Fail(Identity, FailureReport),
+    /// Asks for the members of the communicator.
+    Tell(Identity, Sender<Vec<Member>>),
+    /// Waits until earlier commands have been processed.
+    Flush(Sender<()>),
+}
+
+pub(super) struct Handle {
+    commands: Mutex<Sender<Command>>,
+    /// Wakes the thread.
+    bell: OwnedFd,
+    /// The meetings whose connections are kept.
+    met: Mutex<BTreeSet<MeetingId>>,
+}
+
+static OF_PROCESS: OnceLock<Option<Handle>> = OnceLock::new();
+
+impl Handle {
+    pub(super) fn new(commands: Sender<Command>, bell: OwnedFd) -> Self {
+        Handle { commands: Mutex::new(commands), bell, met: Mutex::default() }
+    }
+
+    /// Returns the handle of the process, starting the thread on first use.
+    pub(super) fn of_process_or(start: impl FnOnce() -> io::Result<Self>) -> Option<&'static Self> {
+        let started = || match start() {
+            Ok(handle) => Some(handle),
+            Err(error) => {
+                tracing::warn!(name: "watchdog.failed", target: "symmalloc", %error);
+                None
+            }
+        };
+        OF_PROCESS.get_or_init(started).as_ref()
+    }
+
+    pub(super) fn command(&self, command: Command) {
+        if lock(&self.commands).send(command).is_ok() {
+            let _rung = rustix::io::write(&self.bell, &1_u64.to_ne_bytes());
+        }
+    }
+
+    /// Waits until earlier commands have been processed.
+    pub(super) fn flush(&self) {
+        let (sender, done) = channel();
+        self.command(Command::Flush(sender));
+        let _in_time = done.recv_timeout(OBEY_LIMIT);
+    }
+
+    pub(super) fn note_meeting(&self, meeting: MeetingId) {
+        lock(&self.met).insert(meeting);
+    }
+
+    pub(super) fn forget_meeting(&self, meeting: &MeetingId) {
+        lock(&self.met).remove(meeting);
+    }
+
+    /// Returns the meeting with this id: as this rank, if ranks are threads that each met separately.
+    pub(super) fn meeting_of(&self, id: &UniqueId, rank: u32) -> Option<MeetingId> {
+        let met = lock(&self.met);
+        let of_id = || met.iter().filter(|meeting| meeting.id == *id);
+        of_id().find(|meeting| meeting.own == rank).or_else(|| of_id().next()).copied()
+    }
+}
+
+/// Returns the known state of a communicator's ranks; empty if nothing was ever watched.
+pub(super) fn members(identity: &Identity) -> Vec<Member> {
+    let Some(Some(watchdog)) = OF_PROCESS.get() else { return Vec::new() };
+    let (sender, answer) = channel();
+    watchdog.command(Command::Tell(identity.clone(), sender));
+    answer.recv_timeout(OBEY_LIMIT).unwrap_or_default()
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

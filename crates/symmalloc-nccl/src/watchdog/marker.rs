@@ -1,0 +1,107 @@
+//! The thread that asks the driver and NCCL about the progress of the device. It may hang in either; the watchdog does
+//! not wait for it.
+//!
+//! In a stream with unfinished collectives, an event is recorded behind them. When it completes, they have completed.
+//! The thread uses the relaxed capture mode: in the global one, any query would invalidate another thread's capture. An
+//! event that became part of a capture is never queried, which would invalidate the capture as well.
+
+use crate::ffi::driver::{self, refused};
+use crate::watchdog::clock::{LOOK, Tick};
+use crate::watchdog::failure::FailureCause;
+use crate::watchdog::flight::Unmarked;
+use crate::watchdog::marks::Mark;
+use crate::watchdog::registry;
+use crate::watchdog::watched::Watched;
+use cudarc::driver::CudaEvent;
+use symmalloc_cuda::{DriverError, RelaxedCapture};
+
+/// Starts the thread once.
+pub(super) fn start() {
+    static STARTED: std::sync::Once = std::sync::Once::new();
+    STARTED.call_once(|| {
+        let thread = std::thread::Builder::new().name("symmalloc-marker".to_owned()).spawn(run);
+        if let Err(error) = thread {
+            tracing::warn!(name: "watchdog.failed", target: "symmalloc", %error);
+        }
+    });
+}
+
+fn run() {
+    let mut relaxed: Option<RelaxedCapture> = None;
+    loop {
+        std::thread::sleep(LOOK);
+        for watched in registry::all() {
+            relaxed = relaxed.or_else(|| Some(watched.communicator()?.relax_capture()));
+            if relaxed.is_none() || watched.is_over() {
+                drop(std::mem::take(&mut *watched.marks()));
+                continue;
+            }
+            ask(&watched);
+            for unmarked in watched.flight().unmarked() {
+                mark(&watched, &unmarked);
+            }
+            if let Some(trouble) = watched.communicator().and_then(|communicator| communicator.examine()) {
+                watched.note_trouble(trouble);
+            }
+        }
+    }
+}
+
+/// Queries which marks the device has passed. Nothing waits for the driver's answers.
+fn ask(watched: &Watched) {
+    let waiting = watched.marks().take_waiting();
+    for mark in waiting {
+        match is_past(&mark.event) {
+            Ok(true) => {
+                watched.flight().done(mark.upto, Tick::now());
+                watched.marks().keep(mark.event);
+            }
+            Ok(false) => watched.marks().add(mark),
+            Err(error) if is_passing(&error) => watched.marks().add(mark),
+            Err(error) => watched.note_trouble(FailureCause::Driver(error)),
+        }
+    }
+}
+
+/// Returns `true` if a driver call fails temporarily, because memory is missing (2) or a capture is in the way. The
+/// device is not lost.
+fn is_passing(error: &DriverError) -> bool {
+    error.code == 2 || driver::is_capture_in_the_way(error)
+}
+
+fn is_past(event: &CudaEvent) -> Result<bool, DriverError> {
+    event.context().bind_to_thread().map_err(refused("cuCtxSetCurrent"))?;
+    event.try_is_complete().map_err(refused("cuEventQuery"))
+}
+
+/// Marks the end of a stream. Changes the thread's current context.
+pub(crate) fn mark(watched: &Watched, unmarked: &Unmarked) {
+    let Unmarked { upto, .. } = *unmarked;
+    let free = watched.marks().free_event();
+    match event_behind(unmarked, free) {
+        Ok(Some(event)) => watched.marks().add(Mark { upto, event }),
+        Ok(None) => watched.flight().lost(upto),
+        Err(error) => {
+            watched.flight().lost(upto);
+            if !is_passing(&error) {
+                watched.note_trouble(FailureCause::Driver(error));
+            }
+        }
+    }
+}
+
+/// Records an event behind the entries. Returns `None` while the stream is being captured.
+fn event_behind(Unmarked { stream, .. }: &Unmarked, free: Option<CudaEvent>) -> Result<Option<CudaEvent>, DriverError> {
+    let context = stream.context();
+    context.bind_to_thread().map_err(refused("cuCtxSetCurrent"))?;
+    if driver::is_captured(stream)? {
+        return Ok(None);
+    }
+    let event = match free {
+        Some(event) => event,
+        None => context.new_event(None).map_err(refused("cuEventCreate"))?,
+    };
+    event.record(stream).map_err(refused("cuEventRecord"))?;
+    // A capture that began in between contains the event, so it must not be queried.
+    Ok((!driver::is_captured(stream)?).then_some(event))
+}

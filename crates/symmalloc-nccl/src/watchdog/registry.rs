@@ -1,0 +1,18 @@
+//! The watched communicators of the process.
+
+use crate::watchdog::watched::Watched;
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+
+static WATCHED: Mutex<Vec<Weak<Watched>>> = Mutex::new(Vec::new());
+
+/// Registers a communicator until it is dropped.
+pub(super) fn add(watched: &Arc<Watched>) {
+    WATCHED.lock().unwrap_or_else(PoisonError::into_inner).push(Arc::downgrade(watched));
+}
+
+/// Returns all of them in the order of their connection.
+pub(super) fn all() -> Vec<Arc<Watched>> {
+    let mut watched = WATCHED.lock().unwrap_or_else(PoisonError::into_inner);
+    watched.retain(|it| it.strong_count() > 0);
+    watched.iter().filter_map(Weak::upgrade).collect()
+}

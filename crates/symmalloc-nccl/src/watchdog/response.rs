@@ -1,0 +1,123 @@
+//! The response to a failure: the report, the flight record, the program's callback, the end of the communicator, and,
+//! if a kernel cannot be stopped, the end of the process.
+
+use crate::communicator::threads;
+use crate::watchdog::clock::LOOK;
+use crate::watchdog::failure::Failure;
+use crate::watchdog::record::write_flight_record;
+use crate::watchdog::settings::{MODE_VARIABLE, WatchdogMode};
+use crate::watchdog::watched::Watched;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex, Once, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Exit code with which the watchdog ends a process that cannot continue: a kernel of NCCL waits for a rank that will
+/// not come, and cannot be stopped.
+pub const FAILURE_EXIT_CODE: i32 = 86;
+
+/// Longest time for ending a communicator before the process is ended.
+const END_LIMIT: Duration = Duration::from_secs(2);
+
+/// Longest time for which an error waits for the communicator's end. NCCL's abort takes up to a second, and never
+/// returns under a kernel that it cannot stop.
+pub(crate) const ERROR_LIMIT: Duration = Duration::from_millis(1500);
+
+/// Responds on separate threads, because each part may block indefinitely.
+pub(super) fn begin(watched: &Arc<Watched>, failure: &Arc<Failure>) {
+    let (of_end, cause) = (Arc::clone(watched), Arc::clone(failure));
+    apart(move || {
+        if let Some(communicator) = of_end.communicator() {
+            communicator.end(&cause);
+        }
+    });
+    let (cause, reporting) = (Arc::clone(failure), Reporting::begin());
+    apart(move || {
+        report(&cause);
+        drop(reporting);
+    });
+    if let Some(callback) = watched.settings().callback() {
+        let cause = Arc::clone(failure);
+        apart(move || {
+            let _panicked = catch_unwind(AssertUnwindSafe(|| callback(&cause)));
+        });
+    }
+    let (watched, failure) = (Arc::clone(watched), Arc::clone(failure));
+    apart(move || see_to_the_end(&watched, &failure));
+}
+
+fn apart(job: impl FnOnce() + Send + 'static) {
+    if let Err(error) = threads::run(job) {
+        tracing::warn!(name: "watchdog.failed", target: "symmalloc", %error);
+    }
+}
+
+/// Number of reports that are being written, and the threads that wait for them.
+static REPORTS: (Mutex<usize>, Condvar) = (Mutex::new(0), Condvar::new());
+
+/// Longest time for which the end of the process waits for them. A disk may be slow or gone.
+const REPORT_LIMIT: Duration = Duration::from_secs(1);
+
+/// A report that is being written. A program that receives the error usually exits immediately, which would truncate the
+/// record, so `exit` waits.
+struct Reporting;
+
+impl Reporting {
+    fn begin() -> Self {
+        static AT_EXIT: Once = Once::new();
+        AT_EXIT.call_once(|| {
+            // SAFETY: a function that neither unwinds nor calls `exit`, in code that stays loaded because one of its
+            // threads never ends.
+            let _full = unsafe { libc::atexit(wait_for_reports) };
+        });
+        *REPORTS.0.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        Reporting
+    }
+}
+
+impl Drop for Reporting {
+    fn drop(&mut self) {
+        *REPORTS.0.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        REPORTS.1.notify_all();
+    }
+}
+
+extern "C" fn wait_for_reports() {
+    let reports = REPORTS.0.lock().unwrap_or_else(PoisonError::into_inner);
+    let _waited = REPORTS.1.wait_timeout_while(reports, REPORT_LIMIT, |reports| *reports > 0);
+}
+
+fn report(failure: &Failure) {
+    let communicator = &*failure.communicator;
+    tracing::error!(name: "communicator.failed", target: "symmalloc", communicator, %failure);
+    let written = match write_flight_record(&failure.to_string()) {
+        Ok(path) => format!("the flight record is {}", path.display()),
+        Err(error) => format!("there is no flight record: {error}"),
+    };
+    eprintln!("symmalloc: {failure}; {written}");
+}
+
+/// Ends the process if the communicator does not end.
+fn see_to_the_end(watched: &Watched, failure: &Failure) {
+    let begun = Instant::now();
+    loop {
+        let Some(communicator) = watched.communicator() else { return };
+        if communicator.is_ended() {
+            return;
+        }
+        if begun.elapsed() > END_LIMIT {
+            break;
+        }
+        std::thread::sleep(LOOK / 4);
+    }
+    // A thread of this crate that hangs in NCCL does no harm. A kernel that spins holds the device, and blocks `exit`
+    // as well.
+    if watched.settings().mode() != WatchdogMode::Exit || watched.flight().is_off_device() {
+        return;
+    }
+    eprintln!(
+        "symmalloc: communicator \"{}\" cannot be ended: an NCCL kernel waits indefinitely. The process exits with \
+         {FAILURE_EXIT_CODE}; {MODE_VARIABLE}=abort prevents that",
+        failure.communicator
+    );
+    crate::ffi::driver::exit_now(FAILURE_EXIT_CODE);
+}

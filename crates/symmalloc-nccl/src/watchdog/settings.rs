@@ -1,0 +1,95 @@
+//! The watchdog's actions for a communicator, chosen by the program and the environment.
+
+use crate::watchdog::failure::Failure;
+use std::env;
+use std::fmt;
+use std::sync::{Arc, LazyLock};
+
+/// Selects the watchdog's mode, with precedence over the program.
+pub(super) const MODE_VARIABLE: &str = "SYMMALLOC_WATCHDOG";
+
+/// The watchdog's action when a rank is gone, stopped or stuck. The environment's `SYMMALLOC_WATCHDOG` (`exit`, `abort`
+/// or `off`) has precedence over the program's choice, for debuggers, which stop processes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum WatchdogMode {
+    /// Aborts the communicator. If a kernel of NCCL cannot be aborted, it ends the process with
+    /// [`FAILURE_EXIT_CODE`](crate::FAILURE_EXIT_CODE).
+    #[default]
+    Exit,
+    /// Aborts the communicator, and never ends the process.
+    Abort,
+    /// Keeps the flight record and takes no action. Host calls keep their deadline.
+    Off,
+}
+
+impl WatchdogMode {
+    fn from_word(word: &str) -> Option<Self> {
+        match word.trim() {
+            "exit" => Some(WatchdogMode::Exit),
+            "abort" => Some(WatchdogMode::Abort),
+            "off" => Some(WatchdogMode::Off),
+            _ => None,
+        }
+    }
+}
+
+type Callback = Arc<dyn Fn(&Failure) + Send + Sync>;
+
+/// See [`WatchdogMode`].
+#[derive(Clone, Default)]
+pub(crate) struct WatchSettings {
+    mode: WatchdogMode,
+    callback: Option<Callback>,
+}
+
+impl WatchSettings {
+    /// Sets the program's choice, unless the environment has precedence.
+    pub(crate) fn set_mode(&mut self, mode: WatchdogMode) {
+        self.mode = mode;
+    }
+
+    pub(crate) fn set_callback(&mut self, callback: Callback) {
+        self.callback = Some(callback);
+    }
+
+    pub(super) fn callback(&self) -> Option<Callback> {
+        self.callback.clone()
+    }
+
+    /// Returns the mode. It is needed for every collective, so the environment is read once.
+    #[inline]
+    pub(crate) fn mode(&self) -> WatchdogMode {
+        static SAID: LazyLock<Option<WatchdogMode>> = LazyLock::new(|| {
+            let word = env::var(MODE_VARIABLE).ok()?;
+            let mode = WatchdogMode::from_word(&word);
+            if mode.is_none() {
+                let error =
+                    format!("{MODE_VARIABLE} is {word:?}, which is not exit, abort or off: the value is ignored");
+                tracing::warn!(name: "watchdog.failed", target: "symmalloc", %error);
+            }
+            mode
+        });
+        SAID.unwrap_or(self.mode)
+    }
+}
+
+impl fmt::Debug for WatchSettings {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let has_callback = self.callback.is_some();
+        f.debug_struct("WatchSettings").field("mode", &self.mode).field("has_callback", &has_callback).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_known_words_choose_a_mode() {
+        assert_eq!(WatchdogMode::from_word(" off"), Some(WatchdogMode::Off));
+        assert_eq!(WatchdogMode::from_word("exit"), Some(WatchdogMode::Exit));
+        assert_eq!(WatchdogMode::from_word("abort"), Some(WatchdogMode::Abort));
+        assert_eq!(WatchdogMode::from_word("no"), None);
+    }
+}

@@ -1,0 +1,342 @@
+//! The watchdog's thread, one per process: it polls lifelines, advances the clock and judges. It calls neither the
+//! driver nor NCCL.
+
+use crate::communicator::threads;
+use crate::rendezvous::unique_id::UniqueId;
+use crate::watchdog::clock::{LOOK, Tick};
+use crate::watchdog::failure::FailureCause;
+use crate::watchdog::handle::{Command, Handle};
+use crate::watchdog::judgment::Judgment;
+use crate::watchdog::marker;
+use crate::watchdog::record;
+use crate::watchdog::registry;
+use crate::watchdog::response;
+use crate::watchdog::settings::WatchdogMode;
+use crate::watchdog::watched::{Identity, MeetingId, Watched};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use std::collections::BTreeMap;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
+use symmalloc_watchdog::{Connection, FailureReport, Lifeline, Member, PeerEvent, ProcessId, RankId};
+
+/// Errors of NCCL and the driver often mean that another rank is gone. The report of which one may take this long to
+/// arrive.
+pub(crate) const NEWS_LIMIT: Duration = Duration::from_millis(500);
+
+/// Registers the connections of this process from a meeting of the job's processes.
+pub(crate) fn met(id: &UniqueId, own: u32, processes: u32, connections: Vec<(u32, Connection)>) -> MeetingId {
+    let meeting = MeetingId { id: *id, own };
+    let connections = connections.into_iter().map(|(process, stream)| (ProcessId(process), stream)).collect();
+    match Lifeline::new(ProcessId(own), processes, connections, Tick::now().time()) {
+        Ok(lifeline) => {
+            if let Some(watchdog) = watchdog() {
+                watchdog.note_meeting(meeting);
+                watchdog.command(Command::Met(meeting, Box::new(lifeline)));
+            }
+        }
+        Err(error) => tracing::warn!(name: "watchdog.failed", target: "symmalloc", %error),
+    }
+    meeting
+}
+
+/// Returns `true` if the watchdog runs.
+pub(crate) fn is_on() -> bool {
+    watchdog().is_some()
+}
+
+/// Returns the meeting with this id: as this rank, if ranks are threads that each met separately.
+pub(crate) fn meeting_of(id: &UniqueId, rank: u32) -> Option<MeetingId> {
+    watchdog()?.meeting_of(id, rank)
+}
+
+/// Watches a communicator until it is dropped.
+pub(crate) fn watch(watched: &Arc<Watched>) {
+    if let Some(watchdog) = watchdog() {
+        registry::add(watched);
+        watchdog.command(Command::Watch(watched.identity().clone()));
+        marker::start();
+    }
+}
+
+/// Notes that this process enters a split that will create this communicator. On return, the others know, and are
+/// notified if it fails.
+pub(crate) fn expect(met: Option<MeetingId>, rank: RankId) {
+    if let Some(watchdog) = watchdog() {
+        watchdog.command(Command::Expect(met, rank));
+        watchdog.flush();
+    }
+}
+
+/// Notes that the communicator was created and is watched, or will not be created.
+pub(crate) fn withdraw(met: Option<MeetingId>, rank: RankId) {
+    if let Some(watchdog) = watchdog() {
+        watchdog.command(Command::Withdraw(met, rank));
+    }
+}
+
+/// Notes that the communicator was destroyed regularly, so other ranks need not watch this process any more.
+/// On return, they know.
+pub(crate) fn leave(watched: &Watched) {
+    watched.close();
+    if let Some(watchdog) = watchdog() {
+        watchdog.command(Command::Leave(watched.identity().clone()));
+        watchdog.flush();
+    }
+}
+
+/// Notes that the communicator was ended because of an error, and notifies the other ranks. On return, they know.
+pub(crate) fn fail(watched: &Watched, report: FailureReport) {
+    watched.close();
+    if let Some(watchdog) = watchdog() {
+        watchdog.command(Command::Fail(watched.identity().clone(), report));
+        watchdog.flush();
+    }
+}
+
+/// Forgets a meeting whose connections are closed.
+fn forget(meeting: Option<&MeetingId>) {
+    if let (Some(meeting), Some(watchdog)) = (meeting, watchdog()) {
+        watchdog.forget_meeting(meeting);
+    }
+}
+
+/// Returns the watchdog; `None` if the system refuses a thread or a descriptor. Then nothing is watched, and the log
+/// reports it.
+fn watchdog() -> Option<&'static Handle> {
+    Handle::of_process_or(|| {
+        let (sender, commands) = channel();
+        let bell = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?;
+        let heard = bell.try_clone()?;
+        let thread = std::thread::Builder::new().name("symmalloc-watchdog".to_owned());
+        thread.spawn(move || Watch::new().run(&commands, &heard))?;
+        Ok(Handle::new(sender, bell))
+    })
+}
+
+/// The state of the thread.
+struct Watch {
+    /// Lifelines by meeting. Ranks of this process that met nobody share one without connections.
+    lifelines: BTreeMap<Option<MeetingId>, Lifeline>,
+    /// Joined communicators, to leave when they are dropped.
+    joined: BTreeMap<RankId, Option<MeetingId>>,
+    delays: BTreeMap<RankId, Delay>,
+}
+
+/// The state of the handling of unfinished work.
+#[derive(Clone, Copy)]
+enum Delay {
+    /// The hub was asked at this time.
+    Asked(Tick),
+    /// The start and the length of the pause until the next check.
+    Left(Tick, Duration),
+}
+
+impl Watch {
+    fn new() -> Self {
+        Watch { lifelines: BTreeMap::new(), joined: BTreeMap::new(), delays: BTreeMap::new() }
+    }
+
+    fn run(mut self, commands: &Receiver<Command>, bell: &OwnedFd) {
+        loop {
+            self.wait(bell);
+            let now = Tick::advance();
+            // Before the reports of their ends.
+            self.note_progress(&registry::all(), now);
+            while let Ok(command) = commands.try_recv() {
+                self.obey(command);
+            }
+            let watched = registry::all();
+            self.let_go(&watched);
+            self.listen(&watched);
+            for one in watched.iter().filter(|one| !one.is_over()) {
+                self.judge(one, now);
+            }
+            if record::is_asked_by_signal() {
+                let _started = threads::run(|| {
+                    if let Err(error) = record::write_flight_record("a signal came") {
+                        tracing::warn!(name: "watchdog.failed", target: "symmalloc", %error);
+                    }
+                });
+            }
+        }
+    }
+
+    /// Waits until something arrives or the next check is due.
+    fn wait(&self, bell: &OwnedFd) {
+        let mut descriptors = vec![PollFd::new(bell, PollFlags::IN)];
+        descriptors.extend(self.lifelines.values().flat_map(Lifeline::descriptors));
+        let time = if self.lifelines.values().any(Lifeline::is_due) { Duration::ZERO } else { LOOK };
+        let limit = Timespec { tv_sec: 0, tv_nsec: time.as_nanos() as i64 };
+        if poll(&mut descriptors, Some(&limit)).is_err() {
+            // Interrupted, or out of memory: avoids a busy loop.
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        let _drained = rustix::io::read(bell, &mut [0_u8; 8]);
+    }
+
+    fn obey(&mut self, command: Command) {
+        let now = Tick::now().time();
+        match command {
+            Command::Met(id, lifeline) => drop(self.lifelines.insert(Some(id), *lifeline)),
+            Command::Watch(identity) => {
+                self.joined.insert(identity.rank_id(), identity.met);
+                if identity.met.is_none() && !self.lifelines.contains_key(&None) {
+                    // Without connections nothing can fail.
+                    let alone = Lifeline::new(ProcessId(0), 1, Vec::new(), now);
+                    self.lifelines.extend(alone.ok().map(|alone| (None, alone)));
+                }
+                self.with_lifeline(&identity, |lifeline| lifeline.endpoint().join(identity.rank_id(), now));
+            }
+            Command::Expect(met, rank) => {
+                if let Some(lifeline) = self.lifelines.get_mut(&met) {
+                    lifeline.endpoint().join(rank, now);
+                    lifeline.turn(now);
+                }
+            }
+            Command::Withdraw(met, rank) => {
+                if let Some(lifeline) = self.lifelines.get_mut(&met) {
+                    lifeline.endpoint().withdraw(rank, now);
+                    lifeline.turn(now);
+                }
+            }
+            Command::Leave(identity) => {
+                self.joined.remove(&identity.rank_id());
+                self.with_lifeline(&identity, |lifeline| lifeline.endpoint().leave(identity.rank_id(), now));
+            }
+            Command::Fail(identity, report) => {
+                self.with_lifeline(&identity, |lifeline| lifeline.endpoint().fail(identity.rank_id(), &report, now));
+            }
+            Command::Tell(identity, answer) => {
+                let members = self.members(&identity);
+                let _heard = answer.send(members);
+            }
+            Command::Flush(done) => {
+                let _heard = done.send(());
+            }
+        }
+    }
+
+    /// Calls `act` with a communicator's lifeline and sends its messages immediately.
+    fn with_lifeline<T>(&mut self, identity: &Identity, act: impl FnOnce(&mut Lifeline) -> T) -> Option<T> {
+        let lifeline = self.lifelines.get_mut(&identity.met)?;
+        let answer = act(lifeline);
+        lifeline.turn(Tick::now().time());
+        Some(answer)
+    }
+
+    /// Leaves communicators that were dropped without being destroyed, and closes unused connections.
+    fn let_go(&mut self, watched: &[Arc<Watched>]) {
+        let is_watched = |rank: &RankId| watched.iter().any(|one| one.identity().rank_id() == *rank);
+        let lifelines = &mut self.lifelines;
+        self.joined.retain(|rank, met| {
+            let is_kept = is_watched(rank);
+            if !is_kept && let Some(lifeline) = lifelines.get_mut(met) {
+                lifeline.endpoint().leave(*rank, Tick::now().time());
+            }
+            is_kept
+        });
+        self.delays.retain(|rank, _| is_watched(rank));
+        lifelines.retain(|id, lifeline| {
+            let is_over = lifeline.endpoint().is_over();
+            if is_over {
+                lifeline.turn(Tick::now().time());
+                forget(id.as_ref());
+            }
+            !is_over
+        });
+    }
+
+    /// Publishes the progress of this process.
+    fn note_progress(&mut self, watched: &[Arc<Watched>], now: Tick) {
+        for one in watched {
+            let identity = one.identity();
+            if let Some(lifeline) = self.lifelines.get_mut(&identity.met) {
+                lifeline.endpoint().set_progress(identity.rank_id(), one.flight().progress(), now.time());
+            }
+        }
+    }
+
+    /// Receives the state of other processes.
+    fn listen(&mut self, watched: &[Arc<Watched>]) {
+        let mut events = Vec::new();
+        for lifeline in self.lifelines.values_mut() {
+            lifeline.turn(Tick::now().time());
+            events.extend(lifeline.endpoint().take_events());
+        }
+        for event in events {
+            let (of, cause) = match event {
+                PeerEvent::Gone { rank, departure, after } => {
+                    (rank, FailureCause::RankGone { rank: rank.rank, departure, after })
+                }
+                PeerEvent::Failed { rank, report } => (rank, FailureCause::RankFailed { rank: rank.rank, report }),
+                _ => continue,
+            };
+            let others = watched.iter().filter(|one| {
+                let own = one.identity().rank_id();
+                own.communicator == of.communicator && own != of && !one.is_over()
+            });
+            for one in others {
+                self.end(one, cause.clone(), Duration::ZERO);
+            }
+        }
+    }
+
+    /// Judges whether a communicator has stalled, and why.
+    fn judge(&mut self, watched: &Arc<Watched>, now: Tick) {
+        let (identity, rank) = (watched.identity(), watched.identity().rank_id());
+        if let Some((trouble, since)) = watched.trouble()
+            && now.since(since) >= NEWS_LIMIT
+        {
+            self.end(watched, trouble, Duration::ZERO);
+            return;
+        }
+        // One check later than the deadline, because times have that resolution.
+        let is_late = |since: Tick| now.since(since) >= identity.deadline.saturating_add(LOOK);
+        let Some(standing) = watched.flight().standing(now).filter(|it| is_late(it.since)) else {
+            self.delays.remove(&rank);
+            return;
+        };
+        let asked = match self.delays.get(&rank) {
+            Some(Delay::Left(from, time)) if now.since(*from) < *time => return,
+            Some(Delay::Asked(asked)) => *asked,
+            _ => {
+                self.with_lifeline(identity, |lifeline| lifeline.endpoint().ask(identity.id, now.time()));
+                self.delays.insert(rank, Delay::Asked(now));
+                now
+            }
+        };
+        let has_answer =
+            |lifeline: &mut Lifeline| lifeline.endpoint().has_answer(identity.id, asked.time(), now.time());
+        // Without connections no one can answer.
+        if self.with_lifeline(identity, has_answer) == Some(false) {
+            return;
+        }
+        match Judgment::new(identity, &standing, &self.members(identity)) {
+            Judgment::End(cause) => self.end(watched, cause, now.since(standing.since)),
+            Judgment::Wait(time) => drop(self.delays.insert(rank, Delay::Left(now, time))),
+        }
+    }
+
+    fn members(&mut self, identity: &Identity) -> Vec<Member> {
+        let Some(lifeline) = self.lifelines.get_mut(&identity.met) else { return Vec::new() };
+        lifeline.endpoint().members(identity.id, Tick::now().time())
+    }
+
+    fn end(&mut self, watched: &Arc<Watched>, cause: FailureCause, waited: Duration) {
+        if watched.settings().mode() == WatchdogMode::Off {
+            return;
+        }
+        watched.close();
+        let (flight, now) = (watched.flight(), Tick::now());
+        // The first collective that the other rank missed, or otherwise the first unfinished one.
+        let missed = cause.last_submitted().and_then(|last| flight.numbered(last + 1, now));
+        let collective = missed.or_else(|| Some(flight.standing(now)?.first));
+        if let Some(failure) = watched.fail(cause.with_numbers_of_parents(), collective, waited) {
+            let (identity, report) = (watched.identity(), failure.report());
+            self.with_lifeline(identity, |lifeline| lifeline.endpoint().fail(identity.rank_id(), &report, now.time()));
+            response::begin(watched, &failure);
+        }
+    }
+}

@@ -1,0 +1,176 @@
+//! A communicator from the watchdog's point of view.
+
+use crate::rendezvous::unique_id::UniqueId;
+use crate::watchdog::clock::Tick;
+use crate::watchdog::failure::{Failure, FailureCause, PENDING_COMM};
+use crate::watchdog::flight::Flight;
+use crate::watchdog::marks::Marks;
+use crate::watchdog::settings::WatchSettings;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::Duration;
+use symmalloc_cuda::RelaxedCapture;
+use symmalloc_watchdog::{CollectiveRecord, CommunicatorId, CommunicatorRecord, Member, PeerRecord, RankId};
+
+/// The watchdog's interface to a communicator. It is called on threads that may block indefinitely.
+pub(crate) trait Watchable: Send + Sync {
+    /// Ends it because of the failure. All threads that wait in it or for it must return.
+    fn end(&self, failure: &Arc<Failure>);
+
+    /// Returns an error that NCCL reports, without waiting for a thread that is in NCCL.
+    fn examine(&self) -> Option<FailureCause>;
+
+    /// Returns `true` if none of it runs any more, or another owner has to end it.
+    fn is_ended(&self) -> bool;
+
+    /// Returns its state: "ready", "aborted".
+    fn condition(&self) -> String;
+
+    /// Lets this thread query streams and events while another thread captures.
+    fn relax_capture(&self) -> RelaxedCapture;
+}
+
+/// A meeting of processes, and this rank's number in it: ranks may be threads of one process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct MeetingId {
+    pub(super) id: UniqueId,
+    pub(super) own: u32,
+}
+
+/// The constant properties of a communicator.
+#[derive(Clone, Debug)]
+pub(crate) struct Identity {
+    pub(crate) id: CommunicatorId,
+    pub(crate) name: Arc<str>,
+    pub(crate) rank: u32,
+    pub(crate) ranks: u32,
+    pub(crate) deadline: Duration,
+    /// The meeting of its processes; `None` if there was none, so that only ranks of this process know of each other.
+    pub(crate) met: Option<MeetingId>,
+}
+
+impl Identity {
+    pub(crate) fn rank_id(&self) -> RankId {
+        RankId { communicator: self.id, rank: self.rank }
+    }
+}
+
+pub(crate) struct Watched {
+    identity: Identity,
+    settings: WatchSettings,
+    flight: Flight,
+    failure: OnceLock<Arc<Failure>>,
+    /// `true` once it was destroyed or ended because of an error: it is not judged any more.
+    is_over: AtomicBool,
+    /// Pending events in its streams.
+    marks: Mutex<Marks>,
+    /// The finding of the marker thread, with its time.
+    trouble: Mutex<Option<(FailureCause, Tick)>>,
+    communicator: Weak<dyn Watchable>,
+}
+
+impl Watched {
+    pub(crate) fn new(identity: Identity, settings: WatchSettings, communicator: Weak<dyn Watchable>) -> Self {
+        Watched {
+            identity,
+            settings,
+            flight: Flight::default(),
+            failure: OnceLock::new(),
+            is_over: AtomicBool::new(false),
+            marks: Mutex::default(),
+            trouble: Mutex::default(),
+            communicator,
+        }
+    }
+
+    pub(crate) fn identity(&self) -> &Identity {
+        &self.identity
+    }
+
+    pub(crate) fn settings(&self) -> &WatchSettings {
+        &self.settings
+    }
+
+    /// Returns its last collectives.
+    #[inline]
+    pub(crate) fn flight(&self) -> &Flight {
+        &self.flight
+    }
+
+    /// Returns the reason why the watchdog ended it, if it did.
+    pub(crate) fn failure(&self) -> Option<&Arc<Failure>> {
+        self.failure.get()
+    }
+
+    pub(super) fn is_over(&self) -> bool {
+        self.is_over.load(Ordering::Acquire)
+    }
+
+    /// Stops judging it.
+    pub(super) fn close(&self) {
+        self.is_over.store(true, Ordering::Release);
+    }
+
+    pub(super) fn marks(&self) -> MutexGuard<'_, Marks> {
+        self.marks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the communicator; `None` if the program has dropped it.
+    pub(super) fn communicator(&self) -> Option<Arc<dyn Watchable>> {
+        self.communicator.upgrade()
+    }
+
+    /// Notes an error of the driver or NCCL for the watchdog.
+    pub(super) fn note_trouble(&self, cause: FailureCause) {
+        self.trouble.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert((cause, Tick::now()));
+    }
+
+    /// Returns that error, and the time at which it was noted.
+    pub(super) fn trouble(&self) -> Option<(FailureCause, Tick)> {
+        self.trouble.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Records the failure and returns it, if it is the first.
+    pub(super) fn fail(
+        &self,
+        cause: FailureCause,
+        collective: Option<CollectiveRecord>,
+        waited: Duration,
+    ) -> Option<Arc<Failure>> {
+        let Identity { name, rank, .. } = &self.identity;
+        let failure = Arc::new(Failure { communicator: Arc::clone(name), rank: *rank, cause, collective, waited });
+        self.failure.set(Arc::clone(&failure)).is_ok().then_some(failure)
+    }
+
+    /// Returns its known state.
+    pub(super) fn record(&self, members: &[Member]) -> CommunicatorRecord {
+        let Identity { id, name, rank, ranks, .. } = &self.identity;
+        let now = Tick::now();
+        CommunicatorRecord {
+            id: *id,
+            name: name.to_string(),
+            rank: *rank,
+            ranks: *ranks,
+            state: self.communicator().map_or_else(|| "dropped".to_owned(), |it| it.condition()),
+            cause: self.failure().map(ToString::to_string),
+            progress: self.flight.progress(),
+            peers: members.iter().filter(|member| member.rank != *rank).map(peer).collect(),
+            collectives: self.flight.collectives(now),
+        }
+    }
+}
+
+fn peer(member: &Member) -> PeerRecord {
+    let condition = if let Some(departure) = &member.departure {
+        format!("gone: {departure}")
+    } else if let Some(report) = &member.failure {
+        format!("gave up: {}", report.text)
+    } else if member.has_left {
+        "destroyed the communicator".to_owned()
+    } else if member.silent_ms > 1000 {
+        format!("silent for {} ms", member.silent_ms)
+    } else {
+        "alive".to_owned()
+    };
+    PeerRecord { rank: member.rank & !PENDING_COMM, progress: member.progress, condition }
+}

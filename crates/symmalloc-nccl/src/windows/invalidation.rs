@@ -1,0 +1,105 @@
+//! A log of invalidated keys, in the order of their invalidation, for caches to follow.
+
+use crate::windows::segment_key::SegmentKey;
+use std::collections::VecDeque;
+
+/// Maximum number of retained keys. A cache that lags further behind must drop everything.
+const KEPT_MAX: usize = 4096;
+
+/// A cache's position in the invalidation log. The default is before its first entry.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct InvalidationCursor {
+    next: u64,
+    /// Number of times that everything was invalidated.
+    epoch: u64,
+}
+
+/// The entries that a cache must drop.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[must_use = "a cache that keeps invalidated keys uses released memory"]
+pub enum Invalidated {
+    /// Entries with these keys, in invalidation order: the same on every rank except for the addresses.
+    Keys(Vec<SegmentKey>),
+    /// All entries: the communicator has ended, or the cursor is too old.
+    Everything,
+}
+
+/// The invalidated keys of one communicator.
+#[derive(Debug, Default)]
+pub(crate) struct Invalidations {
+    kept: VecDeque<SegmentKey>,
+    /// Number of keys before the retained ones.
+    forgotten: u64,
+    epoch: u64,
+}
+
+impl Invalidations {
+    pub(crate) fn extend(&mut self, keys: impl IntoIterator<Item = SegmentKey>) {
+        self.kept.extend(keys);
+        while self.kept.len() > KEPT_MAX {
+            self.kept.pop_front();
+            self.forgotten += 1;
+        }
+    }
+
+    /// Invalidates everything.
+    pub(crate) fn everything(&mut self) {
+        self.forgotten += self.kept.len() as u64;
+        self.kept.clear();
+        self.epoch += 1;
+    }
+
+    /// Returns the invalidations since the cursor and advances the cursor.
+    pub(crate) fn since(&self, cursor: &mut InvalidationCursor) -> Invalidated {
+        let now = InvalidationCursor { next: self.forgotten + self.kept.len() as u64, epoch: self.epoch };
+        let before = std::mem::replace(cursor, now);
+        if before.epoch != self.epoch || before.next < self.forgotten {
+            return Invalidated::Everything;
+        }
+        Invalidated::Keys(self.kept.iter().skip((before.next - self.forgotten) as usize).copied().collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::windows::segment_key::Generation;
+    use symmalloc_core::{PoolId, SegmentId};
+
+    fn key(segment: u32) -> SegmentKey {
+        let generation = Generation { pool: PoolId::DEFAULT, stream: None, segment: SegmentId(segment) };
+        SegmentKey { base: 0, size_bytes: 1, generation }
+    }
+
+    #[test]
+    fn everybody_hears_every_key_once_and_in_order() {
+        let mut log = Invalidations::default();
+        let (mut early, mut late) = (InvalidationCursor::default(), InvalidationCursor::default());
+        log.extend([key(3), key(1)]);
+        assert_eq!(log.since(&mut early), Invalidated::Keys(vec![key(3), key(1)]));
+        log.extend([key(2)]);
+        assert_eq!(log.since(&mut early), Invalidated::Keys(vec![key(2)]));
+        assert_eq!(log.since(&mut early), Invalidated::Keys(vec![]));
+        assert_eq!(log.since(&mut late), Invalidated::Keys(vec![key(3), key(1), key(2)]));
+    }
+
+    #[test]
+    fn who_comes_too_late_drops_everything() {
+        let mut log = Invalidations::default();
+        let mut cursor = InvalidationCursor::default();
+        log.extend((0..=KEPT_MAX as u32).map(key));
+        assert_eq!(log.since(&mut cursor), Invalidated::Everything);
+        log.extend([key(9)]);
+        assert_eq!(log.since(&mut cursor), Invalidated::Keys(vec![key(9)]));
+    }
+
+    #[test]
+    fn a_communicator_that_goes_takes_everything_with_it() {
+        let mut log = Invalidations::default();
+        let mut cursor = InvalidationCursor::default();
+        log.extend([key(0)]);
+        log.everything();
+        assert_eq!(log.since(&mut cursor), Invalidated::Everything);
+        assert_eq!(log.since(&mut cursor), Invalidated::Keys(vec![]));
+    }
+}

@@ -1,0 +1,147 @@
+//! A model of a communicator's symmetric address space that follows NCCL's own accounting.
+//!
+//! Every rank maps every window of all ranks of its NVLink domain, at the same offset in one large range per rank. The range is reserved
+//! once and never grows. If a window does not fit, NCCL fails with an internal error, possibly in the middle of a registration. This model
+//! detects the failure in advance.
+//!
+//! ```text
+//!  0                                                                 limit: the largest device of all ranks,
+//!  ├──────────┬───────┬╌╌╌╌╌╌╌╌╌┬───────────────┬╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌┤  rounded up to 4 GiB, or NCCL_WIN_STRIDE
+//!  │ NCCL own │ win 0 │  free   │     win 2     │                 │
+//!  └──────────┴───────┴╌╌╌╌╌╌╌╌╌┴───────────────┴╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌╌┘  first fit from the start (`ncclSpaceAlloc`)
+//! ```
+//!
+//! All ranks register and deregister windows in the same order, so the model is the same on every rank.
+
+use crate::windows::segment_key::Generation;
+use std::collections::BTreeMap;
+
+/// NCCL rounds the range up to a multiple of this (`ncclDevrInitOnce`).
+const LIMIT_STEP_BYTES: u64 = 4 << 30;
+
+/// Returns an upper bound of the bytes that NCCL reserves for itself with the first window: buffers for its low-latency kernels, 1 MiB per
+/// rank of the domain, and barriers (`ncclSymkInitOnce`).
+const fn own_bytes(ranks: u32) -> u64 {
+    (ranks as u64 + 8) << 20
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct SymmetricSpace {
+    limit_bytes: u64,
+    granularity_bytes: u64,
+    /// Bytes that NCCL reserves at the start of the range.
+    own_bytes: u64,
+    /// Windows by offset, with their sizes; disjoint.
+    taken: BTreeMap<u64, u64>,
+    /// Offset of each segment's window.
+    places: BTreeMap<Generation, u64>,
+}
+
+impl SymmetricSpace {
+    /// Creates the space of a communicator with `ranks` ranks. `largest_device_bytes` is the maximum of [`wanted_bytes`] over all ranks.
+    pub(crate) fn new(largest_device_bytes: u64, granularity_bytes: u64, ranks: u32) -> Self {
+        let granularity_bytes = granularity_bytes.max(1);
+        SymmetricSpace {
+            limit_bytes: largest_device_bytes.max(1).checked_next_multiple_of(LIMIT_STEP_BYTES).unwrap_or(u64::MAX),
+            granularity_bytes,
+            own_bytes: own_bytes(ranks).next_multiple_of(granularity_bytes),
+            taken: BTreeMap::new(),
+            places: BTreeMap::new(),
+        }
+    }
+
+    /// Reserves space for a segment's window. Returns `false`, without an effect, if the window does not fit.
+    #[must_use]
+    pub(crate) fn take(&mut self, segment: Generation, size_bytes: u64) -> bool {
+        let Some(offset) = self.find(size_bytes) else { return false };
+        self.taken.insert(offset, size_bytes.next_multiple_of(self.granularity_bytes));
+        self.places.insert(segment, offset);
+        true
+    }
+
+    fn find(&self, size_bytes: u64) -> Option<u64> {
+        let size_bytes = size_bytes.checked_next_multiple_of(self.granularity_bytes)?;
+        let mut offset = self.own_bytes;
+        for (taken, taken_bytes) in &self.taken {
+            if taken - offset >= size_bytes {
+                break;
+            }
+            offset = taken + taken_bytes;
+        }
+        (self.limit_bytes.checked_sub(offset)? >= size_bytes).then_some(offset)
+    }
+
+    /// Releases the space of a segment's window.
+    pub(crate) fn give_back(&mut self, segment: Generation) {
+        if let Some(offset) = self.places.remove(&segment) {
+            self.taken.remove(&offset);
+        }
+    }
+
+    /// Returns the bytes in use by windows and NCCL itself.
+    pub(crate) fn used_bytes(&self) -> u64 {
+        self.own_bytes + self.taken.values().sum::<u64>()
+    }
+
+    /// Returns the size of the space in bytes.
+    pub(crate) fn limit_bytes(&self) -> u64 {
+        self.limit_bytes
+    }
+}
+
+/// Returns the size of the space that this rank requests: `NCCL_WIN_STRIDE` if set, otherwise the device's memory. Ranks use the largest.
+pub(crate) fn wanted_bytes(device_bytes: u64, win_stride: Option<&str>) -> u64 {
+    let stride = win_stride.and_then(|text| text.trim().parse::<i64>().ok()).filter(|stride| *stride > 0);
+    stride.map_or(device_bytes, i64::unsigned_abs)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use symmalloc_core::{PoolId, SegmentId};
+
+    const GIB: u64 = 1 << 30;
+    const GRANULARITY: u64 = 2 << 20;
+
+    #[test]
+    fn the_limit_is_the_largest_device_rounded_up_or_the_stride() {
+        assert_eq!(SymmetricSpace::new(141 * GIB, GRANULARITY, 8).limit_bytes(), 144 * GIB);
+        assert_eq!(SymmetricSpace::new(144 * GIB, GRANULARITY, 8).limit_bytes(), 144 * GIB);
+        assert_eq!(wanted_bytes(141 * GIB, None), 141 * GIB);
+        assert_eq!(wanted_bytes(141 * GIB, Some("-1")), 141 * GIB);
+        assert_eq!(wanted_bytes(141 * GIB, Some("none")), 141 * GIB);
+        assert_eq!(wanted_bytes(141 * GIB, Some(" 4294967296")), 4 * GIB);
+    }
+
+    fn segment(ordinal: u32) -> Generation {
+        Generation { pool: PoolId::DEFAULT, stream: None, segment: SegmentId(ordinal) }
+    }
+
+    #[test]
+    fn windows_take_the_first_place_that_fits_and_give_it_back() {
+        let mut space = SymmetricSpace::new(1, GRANULARITY, 2);
+        let own = space.used_bytes();
+        assert_eq!(own, 10 << 20);
+        assert!(space.take(segment(0), GRANULARITY) && space.take(segment(1), GIB));
+        assert_eq!(space.places[&segment(0)], own);
+        space.give_back(segment(0));
+        assert!(space.take(segment(2), 2 * GRANULARITY));
+        assert_eq!(space.places[&segment(2)], own + GRANULARITY + GIB, "the gap is too small");
+        assert!(space.take(segment(3), 1));
+        assert_eq!(space.places[&segment(3)], own, "rounded up to the granularity, it fits the gap");
+        assert_eq!(space.used_bytes(), own + GIB + 3 * GRANULARITY);
+    }
+
+    #[test]
+    fn a_window_that_finds_no_place_takes_nothing() {
+        let mut space = SymmetricSpace::new(1, GRANULARITY, 2);
+        let before = space.used_bytes();
+        assert!(!space.take(segment(0), 4 * GIB));
+        assert!(!space.take(segment(0), u64::MAX));
+        assert_eq!(space.used_bytes(), before);
+        assert!(space.take(segment(0), 4 * GIB - before));
+        assert!(!space.take(segment(1), 1));
+        space.give_back(segment(0));
+        assert_eq!(space.used_bytes(), before);
+    }
+}
