@@ -6,6 +6,7 @@
 //! Before `Decide` completes, nothing has changed that other ranks can observe. Afterwards the pool falls asleep even if other ranks fail.
 //! A rank that leaves while others may continue ends the communicators on which they would wait for it.
 
+mod communicators;
 pub(crate) mod error;
 mod message;
 mod run;

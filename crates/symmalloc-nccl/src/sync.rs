@@ -3,6 +3,7 @@
 pub(crate) mod actions;
 pub(crate) mod agreement;
 pub(crate) mod changes;
+pub(crate) mod difference;
 pub(crate) mod digest;
 pub(crate) mod error;
 pub(crate) mod message;

@@ -276,7 +276,7 @@ impl Error {
                 _ => SYMMALLOC_TRANSPORT,
             },
             Error::Sync(error) => match **error {
-                SyncError::Disagreed { .. } | SyncError::PlansDiffer { .. } | SyncError::OffsetsDiffer { .. } => {
+                SyncError::Disagreed { .. } | SyncError::Differ { .. } | SyncError::OffsetsDiffer { .. } => {
                     SYMMALLOC_MISALIGNED
                 }
                 SyncError::Capturing => SYMMALLOC_INVALID_STATE,

@@ -21,11 +21,11 @@ use crate::communicator::{CommState, Communicator, Stage};
 use crate::registrar::settings::{Registration, Settings, Synced};
 use crate::registrar::stats::{CommunicatorStats, Counters};
 use crate::sleep::saved_registrations::SavedRegistrations;
-use crate::sync::actions::{SegmentName, SegmentTable, StepKind, SyncAction, SyncActions, dead_keys, generation};
+use crate::sync::actions::{ChangeKind, SegmentName, SegmentTable, SyncAction, SyncActions, dead_keys, generation};
 use crate::sync::agreement::agree_on_sync;
 use crate::sync::changes::{ObservedPools, SegmentChanges};
 use crate::sync::error::{AttachError, SyncError};
-use crate::sync::message::{SyncContext, SyncSummary};
+use crate::sync::message::{SyncContext, SyncMessage};
 use crate::transport::NcclTransport;
 use crate::windows::invalidation::Invalidations;
 use crate::windows::segment_key::{Generation, SegmentKey};
@@ -62,7 +62,7 @@ pub(crate) struct SyncState {
     sleeps: u64,
     /// Registrations of pools that are attached for buffers, one per piece of memory.
     buffers: BTreeMap<Generation, SmallVec<[BufferRegistration; 1]>>,
-    /// `None` until the first plan.
+    /// `None` until the first window is registered.
     space: Option<SymmetricSpace>,
     transport: Option<NcclTransport>,
     /// Number of sync collectives so far: equal on all ranks.
@@ -178,26 +178,26 @@ impl Attachment {
             state.pools.changes(&snapshots, Registration::Windows),
             state.pools.changes(&snapshots, Registration::Buffers),
         );
-        let plan =
+        let actions =
             SyncActions::new(&state.segments, &windows.events, &windows.leaving, |pool| state.pools.ordinal(pool));
         let mut synced = Synced::default();
-        if history.is_some() || !plan.actions.is_empty() {
-            synced.rounds = self.agree(state, job, history, &plan)?;
+        if history.is_some() || !actions.actions.is_empty() {
+            synced.rounds = self.agree(state, job, history, &actions)?;
         }
         let dead: Vec<SegmentKey> = [&windows, &buffers]
             .into_iter()
             .flat_map(|changes| dead_keys(&state.segments, &changes.events, &changes.leaving))
             .collect();
-        if !plan.actions.is_empty() || !buffers.is_empty() {
-            if plan.takes_away() || buffers.takes_away() {
+        if !actions.actions.is_empty() || !buffers.is_empty() {
+            if actions.takes_away() || buffers.takes_away() {
                 self.quiesce(job.allocator)?;
             }
-            for action in &plan.actions {
+            for action in &actions.actions {
                 self.carry_out(state, action, &mut synced)?;
             }
             self.follow(state, &buffers, &mut synced)?;
         }
-        plan.write_to(&mut state.segments);
+        actions.write_to(&mut state.segments);
         SyncActions::new(&state.segments, &buffers.events, &buffers.leaving, |_| 0).write_to(&mut state.segments);
         self.view_mut().invalidations.extend(dead);
         state.pools.acknowledge(job.allocator, snapshots, &mut synced);
@@ -220,13 +220,13 @@ impl Attachment {
         Ok(synced)
     }
 
-    /// Agrees on the plan with the other ranks and checks that NCCL has space for it. Returns the number of collectives used.
+    /// Agrees on the actions with the other ranks and checks that NCCL has space for it. Returns the number of collectives used.
     fn agree(
         &self,
         state: &mut SyncState,
         job: &SyncJob<'_>,
         history: Option<&RankHistory<'_>>,
-        plan: &SyncActions,
+        actions: &SyncActions,
     ) -> Result<u64, SyncError> {
         let library = self.comm.nccl().version();
         let context = SyncContext {
@@ -239,33 +239,33 @@ impl Attachment {
             window_bytes: state.window_bytes,
             space_bytes: job.settings.space_bytes,
         };
-        let summary = SyncSummary::new(plan, &context);
+        let message = SyncMessage::new(actions, &context);
         let transport = match state.transport.take() {
             Some(transport) => transport,
             None => NcclTransport::new(&self.comm).map_err(|error| self.failed(error))?,
         };
-        let agreed = agree_on_sync(state.transport.insert(transport), self.comm.name(), history, plan, &summary)?;
+        let agreed = agree_on_sync(state.transport.insert(transport), self.comm.name(), history, actions, &message)?;
         state.rounds += 1;
-        if !plan.actions.is_empty() {
+        if !actions.actions.is_empty() {
             let granularity_bytes = job.allocator.core().backend().granularity_bytes();
             let space = state.space.clone();
             let space =
                 space.unwrap_or_else(|| SymmetricSpace::new(agreed.space_bytes, granularity_bytes, self.comm.ranks()));
-            state.space = Some(self.place(space, plan)?);
+            state.space = Some(self.place(space, actions)?);
         }
         Ok(agreed.rounds)
     }
 
-    /// Returns the address space after the plan, or an error if a window does not fit.
-    fn place(&self, mut space: SymmetricSpace, plan: &SyncActions) -> Result<SymmetricSpace, SyncError> {
-        for action in &plan.actions {
-            if action.step.kind != StepKind::Register {
+    /// Returns the address space after the actions, or an error if a window does not fit.
+    fn place(&self, mut space: SymmetricSpace, actions: &SyncActions) -> Result<SymmetricSpace, SyncError> {
+        for action in &actions.actions {
+            if action.change.kind != ChangeKind::Register {
                 space.give_back(action.segment);
             }
-            if action.step.kind != StepKind::Deregister && !space.take(action.segment, action.step.size_bytes) {
+            if action.change.kind != ChangeKind::Deregister && !space.take(action.segment, action.change.size_bytes) {
                 return Err(SyncError::SymmetricSpace {
                     communicator: self.name(),
-                    needed_bytes: action.step.size_bytes,
+                    needed_bytes: action.change.size_bytes,
                     used_bytes: space.used_bytes(),
                     budget_bytes: space.limit_bytes(),
                 });
@@ -285,26 +285,26 @@ impl Attachment {
     }
 
     fn carry_out(&self, state: &mut SyncState, action: &SyncAction, synced: &mut Synced) -> Result<(), SyncError> {
-        if action.step.kind != StepKind::Register {
+        if action.change.kind != ChangeKind::Register {
             self.deregister(state, action, synced).map_err(|error| self.failed(error))?;
         }
-        if action.step.kind != StepKind::Deregister {
+        if action.change.kind != ChangeKind::Deregister {
             self.register(state, action, synced).map_err(|error| self.failed(error))?;
         }
         Ok(())
     }
 
     fn register(&self, state: &mut SyncState, action: &SyncAction, synced: &mut Synced) -> Result<(), CommError> {
-        let registered = self.comm.register_window(action.base, action.step.size_bytes)?;
+        let registered = self.comm.register_window(action.base, action.change.size_bytes)?;
         let kind = match &registered {
             Registered::Window(window) => RegisteredAs::Window(window.handle()),
             Registered::Plain(_) => RegisteredAs::Plain,
         };
-        let key = SegmentKey { base: action.base, size_bytes: action.step.size_bytes, generation: action.segment };
-        self.view_mut().windows.insert(Entry { segment: key, name: Some(action.step.segment), kind });
+        let key = SegmentKey { base: action.base, size_bytes: action.change.size_bytes, generation: action.segment };
+        self.view_mut().windows.insert(Entry { segment: key, name: Some(action.change.segment), kind });
         state.windows.insert(action.segment, registered);
         state.order.push(action.segment);
-        state.window_bytes += action.step.size_bytes;
+        state.window_bytes += action.change.size_bytes;
         synced.registrations += 1;
         trace_step(self.comm.name(), action, true);
         Ok(())
@@ -506,7 +506,7 @@ impl Attachment {
 
 /// Emits a `tracing` event. Its names and fields are stable.
 fn trace_step(communicator: &str, action: &SyncAction, is_registered: bool) {
-    let SegmentName { pool, stream, segment } = action.step.segment;
+    let SegmentName { pool, stream, segment } = action.change.segment;
     macro_rules! window {
         ($name:literal) => {
             tracing::debug!(
@@ -516,7 +516,7 @@ fn trace_step(communicator: &str, action: &SyncAction, is_registered: bool) {
                 symmetric_pool = pool,
                 stream = stream.map(|stream| stream.0),
                 segment = segment.0,
-                size_bytes = action.step.size_bytes,
+                size_bytes = action.change.size_bytes,
             )
         };
     }

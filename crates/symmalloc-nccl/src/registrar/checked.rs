@@ -19,8 +19,8 @@ use crate::communicator::error::CommError;
 use crate::communicator::operation::NcclCall;
 use crate::registrar::Registrar;
 use crate::registrar::offset_difference::{BufferPlace, CollectiveCall, OffsetDifference};
+use crate::sync::agreement::groups;
 use crate::sync::error::SyncError;
-use crate::sync::message::groups;
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
 use std::sync::Arc;
 use symmalloc_agreement::Transport;
@@ -94,7 +94,7 @@ impl CheckedCollectives<'_> {
         if groups.len() < 2 {
             return Ok(());
         }
-        let difference = OffsetDifference { groups: groups.into_iter().map(|(call, ranks)| (ranks, call)).collect() };
+        let difference = OffsetDifference { groups };
         tracing::error!(name: "offsets.diverged", target: "symmalloc", communicator = self.comm.name(), %difference);
         Err(SyncError::OffsetsDiffer { communicator: self.comm.name().to_owned(), difference: Box::new(difference) })
     }

@@ -139,7 +139,7 @@ impl CollectiveCall {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sync::message::groups;
+    use crate::sync::agreement::groups;
 
     fn call(offset_bytes: u64) -> CollectiveCall {
         let segment = SegmentName { pool: 1, stream: Some(StreamId(2)), segment: SegmentId(3) };
@@ -160,7 +160,7 @@ mod tests {
     #[test]
     fn a_difference_names_ranks_and_offsets() {
         let groups = groups([call(0), call(512), call(0)].into_iter());
-        let difference = OffsetDifference { groups: groups.into_iter().map(|(call, ranks)| (ranks, call)).collect() };
+        let difference = OffsetDifference { groups };
         assert_eq!(
             difference.to_string(),
             "the ranks pass different buffers to one collective, which was not submitted; \

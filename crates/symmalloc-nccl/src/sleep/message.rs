@@ -1,45 +1,48 @@
-//! The messages that ranks exchange in a sleep or wake.
+//! The messages that ranks exchange in a sleep or wake. All integers are little-endian.
 //!
 //! ```text
-//!   Agree    agreement, 64 bytes │ head, 12 words       same length as a sync's, so that a mismatched sync is detected
-//!            pages: communicators                       if any rank has another one than that of the exchange
-//!   Decide   verdict: success or obstacle, 4 words
-//!   Check    of a sleep: failure flag, 1 word;  of a wake: pages: changed windows, lost communicators
-//!   page     total number of rows │ 8 rows of 4 words   repeated until all rows of all ranks are sent
+//!   Agree    agreement's answer, 64 bytes │ Head, 96 bytes     as long as a sync's, so that a rank in a sync is detected
+//!            pages of CommunicatorRow                          if a rank has a communicator besides that of the exchange
+//!   Decide   VerdictMessage, 32 bytes
+//!   Check    of a sleep: failure flag, 8 bytes;  of a wake: pages of FindingRow
+//!   page     total number of rows, 8 bytes │ 8 rows of 32 bytes     repeated until all rows of all ranks are sent
 //! ```
+//!
+//! A message from another rank is untrusted. Every bit pattern is a valid struct; unknown numbers are decoded as stated at each one.
 
 use crate::sleep::error::{Obstacle, SleepDifference, SleepField};
 use crate::sync::actions::SegmentName;
-use crate::sync::message::{SyncSummary, groups};
-use std::collections::BTreeMap;
+use crate::sync::agreement::groups;
+use crate::sync::message::{SegmentNameMessage, SyncMessage, VERSION};
 use std::time::Duration;
-use symmalloc_agreement::Gathered;
+use symmalloc_agreement::{Gathered, ProtocolError};
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
-use symmalloc_core::{SegmentId, StreamId};
+use zerocopy::little_endian::{U32, U64};
+use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-/// Distinct from every value that a sync sends in this position.
-const PROTOCOL: u64 = 1 << 32 | 1;
-/// Number of words of a head: equal to that of a sync's summary.
-const HEAD_WORDS: usize = SyncSummary::BYTES / 8;
+/// [`VERSION`], and a number that no sync sends in this position.
+const PROTOCOL: u64 = 1 << 32 | VERSION as u64;
 /// Rows per page.
 const PAGE_ROWS: usize = 8;
 
-/// The first message of a rank.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// The first message of a rank. As long as a [`SyncMessage`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
 pub(super) struct Head {
-    protocol: u64,
-    /// See [`SleepField::Call`].
-    pub(super) call: u64,
-    pub(super) number: u64,
-    pub(super) pool: u64,
-    pub(super) phase: u64,
-    /// Digest of the windows on the communicator of the exchange.
-    pub(super) windows: u64,
-    /// Number of rows in the pages of communicators.
-    pub(super) communicators: u64,
+    protocol: U64,
+    call: U64,
+    number: U64,
+    pool: U64,
+    phase: U64,
+    windows: U64,
+    communicators: U64,
+    reserved: [U64; 5],
 }
 
+const _: () = assert!(size_of::<Head>() == SyncMessage::BYTES);
+
+/// The call of a rank: a wake, or a sleep with a treatment of the contents.
 pub(super) const WAKE: u64 = 4;
 
 pub(super) fn call_of(contents: Contents) -> u64 {
@@ -52,7 +55,7 @@ pub(super) fn call_of(contents: Contents) -> u64 {
     }
 }
 
-pub(super) fn word_of(phase: Phase) -> u64 {
+fn number_of(phase: Phase) -> u64 {
     match phase {
         Phase::Awake => 0,
         Phase::Asleep => 1,
@@ -60,35 +63,49 @@ pub(super) fn word_of(phase: Phase) -> u64 {
     }
 }
 
+/// This rank's side of a sleep or wake.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct HeadFields {
+    /// See [`SleepField::Call`].
+    pub(super) call: u64,
+    /// Number of this sleep or wake on the communicator of the exchange.
+    pub(super) number: u64,
+    /// Ordinal of the pool among symmetric pools; `None` for a private pool.
+    pub(super) pool: Option<u32>,
+    /// `None` if the pool was destroyed meanwhile.
+    pub(super) phase: Option<Phase>,
+    /// Digest of the windows on the communicator of the exchange.
+    pub(super) windows: u64,
+    /// Number of rows in the pages of communicators.
+    pub(super) communicators: usize,
+}
+
 impl Head {
-    pub(super) fn new(call: u64, number: u64, pool: u64) -> Self {
-        Head { protocol: PROTOCOL, call, number, pool, phase: 0, windows: 0, communicators: 0 }
-    }
-
-    pub(super) fn write(&self, message: &mut Vec<u8>) {
-        let Head { protocol, call, number, pool, phase, windows, communicators } = *self;
-        let mut words = [0; HEAD_WORDS];
-        words[..7].copy_from_slice(&[protocol, call, number, pool, phase, windows, communicators]);
-        write(&words, message);
-    }
-
-    pub(super) fn read(bytes: &[u8]) -> Self {
-        let mut words = read(bytes);
-        let mut next = || words.next().unwrap_or(0);
+    pub(super) fn new(fields: &HeadFields) -> Self {
         Head {
-            protocol: next(),
-            call: next(),
-            number: next(),
-            pool: next(),
-            phase: next(),
-            windows: next(),
-            communicators: next(),
+            protocol: PROTOCOL.into(),
+            call: fields.call.into(),
+            number: fields.number.into(),
+            pool: fields.pool.map_or(u64::MAX, u64::from).into(),
+            phase: fields.phase.map_or(u64::MAX, number_of).into(),
+            windows: fields.windows.into(),
+            communicators: (fields.communicators as u64).into(),
+            reserved: [U64::ZERO; 5],
         }
+    }
+
+    pub(super) fn is_in(&self, phase: Phase) -> bool {
+        self.phase.get() == number_of(phase)
+    }
+
+    /// Returns `true` if pages of communicators follow.
+    pub(super) fn has_communicators(&self) -> bool {
+        self.communicators.get() > 0
     }
 
     /// Returns the first difference in the fields that must be equal in every call. The phase may differ.
     pub(super) fn compare(heads: &[Head]) -> Option<SleepDifference> {
-        type Of = fn(&Head) -> u64;
+        type Of = fn(&Head) -> U64;
         let fields: [(SleepField, Of); 5] = [
             (SleepField::Protocol, |head| head.protocol),
             (SleepField::Call, |head| head.call),
@@ -96,193 +113,165 @@ impl Head {
             (SleepField::Number, |head| head.number),
             (SleepField::Windows, |head| head.windows),
         ];
-        fields.into_iter().find_map(|(field, of)| differ(field, heads.iter().map(of)))
+        fields.into_iter().find_map(|(field, of)| differ(field, heads.iter().map(|head| of(head).get())))
     }
 
     pub(super) fn compare_phases(heads: &[Head]) -> Option<SleepDifference> {
-        differ(SleepField::Phase, heads.iter().map(|head| head.phase))
+        differ(SleepField::Phase, heads.iter().map(|head| head.phase.get()))
     }
 }
 
 /// Groups ranks by their value. Returns `None` if all values are equal.
-pub(super) fn differ(field: SleepField, said: impl Iterator<Item = u64>) -> Option<SleepDifference> {
-    let groups: Vec<_> = groups(said).into_iter().map(|(value, ranks)| (ranks, value)).collect();
+fn differ(field: SleepField, values: impl Iterator<Item = u64>) -> Option<SleepDifference> {
+    let groups = groups(values);
     (groups.len() > 1).then_some(SleepDifference { field, groups })
 }
 
-fn write(words: &[u64], message: &mut Vec<u8>) {
-    message.extend(words.iter().flat_map(|word| word.to_le_bytes()));
-}
-
-fn read(bytes: &[u8]) -> impl Iterator<Item = u64> {
-    bytes.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().unwrap_or_default()))
-}
-
 /// A row of a page.
-pub(super) type Row = [u64; 4];
+pub(super) trait Row: FromBytes + IntoBytes + Immutable + KnownLayout + Unaligned + Copy {}
+
+/// A page of one rank's rows.
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct Page<R> {
+    /// Number of rows on all pages of this rank.
+    total: U64,
+    rows: [R; PAGE_ROWS],
+}
+
+/// An error of [`exchange`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum ExchangeError<E> {
+    Transport(E),
+    Protocol(ProtocolError),
+}
 
 /// Sends all rows of this rank to all ranks and returns the rows of every rank, indexed by rank. All ranks must call it at the same point.
 /// The number of rows may differ between ranks.
-pub(super) fn exchange<E>(
-    rows: &[Row],
+pub(super) fn exchange<R: Row, E>(
+    rows: &[R],
     mut all_gather: impl FnMut(&[u8]) -> Result<Gathered, E>,
-) -> Result<Vec<Vec<Row>>, E> {
-    let mut told: Vec<Vec<Row>> = Vec::new();
-    let mut page = 0;
+) -> Result<Vec<Vec<R>>, ExchangeError<E>> {
+    let mut received: Vec<Vec<R>> = Vec::new();
+    let mut pages = 0;
     loop {
-        let mut message = Vec::new();
-        let first = rows.len().min(page * PAGE_ROWS);
-        let mut words = [0; 1 + 4 * PAGE_ROWS];
-        words[0] = rows.len() as u64;
-        for (row, words) in rows[first..].iter().zip(words[1..].chunks_exact_mut(4)) {
-            words.copy_from_slice(row);
+        let mut own = rows.iter().skip(pages * PAGE_ROWS);
+        let page: Page<R> = Page {
+            total: (rows.len() as u64).into(),
+            rows: std::array::from_fn(|_| own.next().copied().unwrap_or_else(R::new_zeroed)),
+        };
+        let gathered = all_gather(page.as_bytes()).map_err(ExchangeError::Transport)?;
+        received.resize(gathered.len(), Vec::new());
+        let mut longest = 0;
+        for ((rank, message), received) in (0..).zip(gathered.iter()).zip(&mut received) {
+            let page = Page::<R>::read_from_bytes(message)
+                .map_err(|_| ExchangeError::Protocol(ProtocolError::Garbled { rank }))?;
+            let total = page.total.get() as usize;
+            longest = longest.max(total);
+            received.extend(page.rows.iter().take(total.saturating_sub(received.len())));
         }
-        write(&words, &mut message);
-        let gathered = all_gather(&message)?;
-        told.resize(gathered.len(), Vec::new());
-        let mut most = 0;
-        for (message, told) in gathered.iter().zip(&mut told) {
-            let words: Vec<u64> = read(message).collect();
-            let count = words.first().copied().unwrap_or(0) as usize;
-            most = most.max(count);
-            let rows = words.get(1..).unwrap_or_default().chunks_exact(4);
-            let wanted = count.saturating_sub(told.len()).min(PAGE_ROWS);
-            told.extend(rows.take(wanted).map(|row| [row[0], row[1], row[2], row[3]]));
-        }
-        page += 1;
-        if most <= page * PAGE_ROWS {
-            return Ok(told);
+        pages += 1;
+        if longest <= pages * PAGE_ROWS {
+            return Ok(received);
         }
     }
 }
 
-/// A communicator of the pool, as one rank reports it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Named {
-    pub(super) communicator: u64,
-    pub(super) ranks: u32,
-    /// Set if it is usable.
-    pub(super) is_ready: bool,
-    pub(super) windows: u64,
+/// One rank's report on a communicator of the pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+pub(super) struct CommunicatorRow {
+    communicator: U64,
+    ranks: U64,
+    /// 1 if the communicator is usable.
+    ready: U64,
+    windows: U64,
 }
 
-impl Named {
-    pub(super) fn row(&self) -> Row {
-        [self.communicator, u64::from(self.ranks), u64::from(self.is_ready), self.windows]
-    }
+impl Row for CommunicatorRow {}
 
-    fn of(row: &Row) -> Self {
-        Named { communicator: row[0], ranks: row[1] as u32, is_ready: row[2] == 1, windows: row[3] }
-    }
-}
-
-/// The combined reports of all ranks on one communicator.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Known {
-    ranks: u32,
-    named: u32,
-    ready: u32,
-}
-
-impl Known {
-    /// Returns `true` if all of its ranks have reported, whether it is usable on them or not.
-    pub(super) fn is_whole(self) -> bool {
-        self.named == self.ranks
-    }
-
-    /// Returns `true` if all of its ranks have reported it as usable.
-    pub(super) fn is_ready(self) -> bool {
-        self.ready == self.ranks
-    }
-
-    /// Returns `true` if all of its ranks have reported that it ended.
-    pub(super) fn is_over(self) -> bool {
-        self.is_whole() && self.ready == 0
-    }
-}
-
-/// Combines the reports of all ranks on all communicators.
-pub(super) fn known(told: &[Vec<Row>]) -> BTreeMap<u64, Known> {
-    let mut all: BTreeMap<u64, Known> = BTreeMap::new();
-    for named in told.iter().flatten().map(Named::of) {
-        let known = all.entry(named.communicator).or_default();
-        known.ranks = known.ranks.max(named.ranks);
-        known.named += 1;
-        known.ready += u32::from(named.is_ready);
-    }
-    all
-}
-
-/// Returns the first communicator with missing ranks, or with windows that differ between ranks.
-pub(super) fn compare_communicators(told: &[Vec<Row>]) -> Option<SleepDifference> {
-    for (communicator, known) in known(told) {
-        let find = |rows: &Vec<Row>| rows.iter().map(Named::of).find(|named| named.communicator == communicator);
-        let named: Vec<(u32, Named)> = (0..).zip(told).filter_map(|(rank, rows)| Some((rank, find(rows)?))).collect();
-        if !known.is_whole() {
-            let ranks = named.iter().map(|(rank, _)| *rank).collect();
-            return Some(SleepDifference {
-                field: SleepField::Communicators,
-                groups: vec![(ranks, u64::from(known.ranks))],
-            });
-        }
-        let mut windows: BTreeMap<u64, Vec<u32>> = BTreeMap::new();
-        for (rank, named) in named.iter().filter(|(_, named)| named.is_ready) {
-            windows.entry(named.windows).or_default().push(*rank);
-        }
-        if windows.len() > 1 {
-            let groups = windows.into_iter().map(|(digest, ranks)| (ranks.into_iter().collect(), digest)).collect();
-            return Some(SleepDifference { field: SleepField::Windows, groups });
+impl CommunicatorRow {
+    /// Returns the report on a usable communicator with this digest of its windows, or on one that has ended if `windows` is `None`.
+    pub(super) fn new(communicator: u64, ranks: u32, windows: Option<u64>) -> Self {
+        CommunicatorRow {
+            communicator: communicator.into(),
+            ranks: u64::from(ranks).into(),
+            ready: u64::from(windows.is_some()).into(),
+            windows: windows.unwrap_or(0).into(),
         }
     }
-    None
+
+    pub(super) fn communicator(&self) -> u64 {
+        self.communicator.get()
+    }
+
+    pub(super) fn ranks(&self) -> u32 {
+        self.ranks.get() as u32
+    }
+
+    pub(super) fn is_ready(&self) -> bool {
+        self.ready.get() == 1
+    }
+
+    pub(super) fn windows(&self) -> u64 {
+        self.windows.get()
+    }
 }
 
-/// Encodes this rank's verdict.
-pub(super) fn write_verdict(obstacle: Option<Obstacle>) -> Vec<u8> {
-    let code = |code: i32| u64::from(code as u32);
-    let words = match obstacle {
-        None => [0; 4],
-        Some(Obstacle::Capturing) => [1, 0, 0, 0],
-        Some(Obstacle::Work { waited }) => [2, waited.as_millis() as u64, 0, 0],
-        Some(Obstacle::StepOpen) => [3, 0, 0, 0],
-        Some(Obstacle::Busy) => [4, 0, 0, 0],
-        Some(Obstacle::Stream { code: of }) => [5, 0, code(of), 0],
-        Some(Obstacle::Save { live_bytes, code: of }) => [6, live_bytes, code(of), 0],
-        Some(Obstacle::Lost) => [7, 0, 0, 0],
-        Some(Obstacle::Memory { needed_bytes, code: of }) => [8, needed_bytes, code(of), 0],
-        Some(Obstacle::Limit { needed_bytes, limit_bytes }) => [9, needed_bytes, limit_bytes, 0],
-        Some(Obstacle::Load { code: of }) => [10, 0, code(of), 0],
-        Some(Obstacle::SymmetricSpace { needed_bytes }) => [11, needed_bytes, 0, 0],
-        Some(Obstacle::Retired) => [13, 0, 0, 0],
-        Some(Obstacle::Other { number }) => [12, number, 0, 0],
-    };
-    let mut message = Vec::new();
-    write(&words, &mut message);
-    message
+/// A rank's verdict: success, or an obstacle.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+pub(super) struct VerdictMessage {
+    /// 0 for success. An unknown number is decoded as [`Obstacle::Other`].
+    number: U64,
+    first: U64,
+    second: U64,
+    reserved: U64,
 }
 
-/// Decodes a rank's verdict.
-pub(super) fn read_verdict(message: &[u8]) -> Option<Obstacle> {
-    let words: Vec<u64> = read(message).collect();
-    let [number, first, second, _] = *words.as_slice() else { return Some(Obstacle::Other { number: u64::MAX }) };
-    let code = second as u32 as i32;
-    Some(match number {
-        0 => return None,
-        1 => Obstacle::Capturing,
-        2 => Obstacle::Work { waited: Duration::from_millis(first) },
-        3 => Obstacle::StepOpen,
-        4 => Obstacle::Busy,
-        5 => Obstacle::Stream { code },
-        6 => Obstacle::Save { live_bytes: first, code },
-        7 => Obstacle::Lost,
-        8 => Obstacle::Memory { needed_bytes: first, code },
-        9 => Obstacle::Limit { needed_bytes: first, limit_bytes: second },
-        10 => Obstacle::Load { code },
-        11 => Obstacle::SymmetricSpace { needed_bytes: first },
-        12 => Obstacle::Other { number: first },
-        13 => Obstacle::Retired,
-        number => Obstacle::Other { number },
-    })
+impl VerdictMessage {
+    pub(super) fn new(obstacle: Option<Obstacle>) -> Self {
+        let code = |code: i32| u64::from(code as u32);
+        let (number, first, second): (u64, u64, u64) = match obstacle {
+            None => (0, 0, 0),
+            Some(Obstacle::Capturing) => (1, 0, 0),
+            Some(Obstacle::Work { waited }) => (2, waited.as_millis() as u64, 0),
+            Some(Obstacle::StepOpen) => (3, 0, 0),
+            Some(Obstacle::Busy) => (4, 0, 0),
+            Some(Obstacle::Stream { code: of }) => (5, 0, code(of)),
+            Some(Obstacle::Save { live_bytes, code: of }) => (6, live_bytes, code(of)),
+            Some(Obstacle::Lost) => (7, 0, 0),
+            Some(Obstacle::Memory { needed_bytes, code: of }) => (8, needed_bytes, code(of)),
+            Some(Obstacle::Limit { needed_bytes, limit_bytes }) => (9, needed_bytes, limit_bytes),
+            Some(Obstacle::Load { code: of }) => (10, 0, code(of)),
+            Some(Obstacle::SymmetricSpace { needed_bytes }) => (11, needed_bytes, 0),
+            Some(Obstacle::Other { number }) => (12, number, 0),
+            Some(Obstacle::Retired) => (13, 0, 0),
+        };
+        VerdictMessage { number: number.into(), first: first.into(), second: second.into(), reserved: U64::ZERO }
+    }
+
+    pub(super) fn obstacle(&self) -> Option<Obstacle> {
+        let (first, second) = (self.first.get(), self.second.get());
+        let code = second as u32 as i32;
+        Some(match self.number.get() {
+            0 => return None,
+            1 => Obstacle::Capturing,
+            2 => Obstacle::Work { waited: Duration::from_millis(first) },
+            3 => Obstacle::StepOpen,
+            4 => Obstacle::Busy,
+            5 => Obstacle::Stream { code },
+            6 => Obstacle::Save { live_bytes: first, code },
+            7 => Obstacle::Lost,
+            8 => Obstacle::Memory { needed_bytes: first, code },
+            9 => Obstacle::Limit { needed_bytes: first, limit_bytes: second },
+            10 => Obstacle::Load { code },
+            11 => Obstacle::SymmetricSpace { needed_bytes: first },
+            12 => Obstacle::Other { number: first },
+            13 => Obstacle::Retired,
+            number => Obstacle::Other { number },
+        })
+    }
 }
 
 /// A finding that a rank reports once it is awake.
@@ -294,26 +283,38 @@ pub(super) enum Finding {
     Changed { communicator: u64, segment: SegmentName },
 }
 
-impl Finding {
-    pub(super) fn row(self) -> Row {
-        match self {
-            Finding::Lost { communicator } => [1, communicator, 0, 0],
-            Finding::Changed { communicator, segment: SegmentName { pool, stream, segment } } => {
-                let stream = stream.map_or(u32::MAX, |stream| stream.0.into());
-                [2, communicator, u64::from(pool) << 32 | u64::from(stream), u64::from(segment.0)]
+/// The message of a [`Finding`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+pub(super) struct FindingRow {
+    communicator: U64,
+    segment: SegmentNameMessage,
+    /// 1: lost, 2: changed.
+    kind: U32,
+    reserved: U64,
+}
+
+impl Row for FindingRow {}
+
+impl From<Finding> for FindingRow {
+    fn from(finding: Finding) -> Self {
+        let none = FindingRow::new_zeroed();
+        match finding {
+            Finding::Lost { communicator } => FindingRow { communicator: communicator.into(), kind: 1.into(), ..none },
+            Finding::Changed { communicator, segment } => {
+                FindingRow { communicator: communicator.into(), segment: segment.into(), kind: 2.into(), ..none }
             }
         }
     }
+}
 
-    pub(super) fn of(row: &Row) -> Option<Self> {
-        let [kind, communicator, heap, segment] = *row;
-        match kind {
+impl FindingRow {
+    /// Returns `None` for an unknown kind.
+    pub(super) fn decode(&self) -> Option<Finding> {
+        let communicator = self.communicator.get();
+        match self.kind.get() {
             1 => Some(Finding::Lost { communicator }),
-            2 => {
-                let stream = u16::try_from(heap as u32).ok().map(StreamId);
-                let segment = SegmentName { pool: (heap >> 32) as u32, stream, segment: SegmentId(segment as u32) };
-                Some(Finding::Changed { communicator, segment })
-            }
+            2 => Some(Finding::Changed { communicator, segment: self.segment.into() }),
             _ => None,
         }
     }
@@ -324,13 +325,34 @@ mod tests {
     use super::*;
     use std::thread;
     use symmalloc_agreement::{ThreadTransport, Transport};
+    use symmalloc_core::{SegmentId, StreamId};
+    use zerocopy::transmute;
 
     #[test]
-    fn every_rank_hears_every_row_whatever_their_number() {
+    fn messages_have_the_documented_layout() {
+        assert_eq!(size_of::<VerdictMessage>(), 32);
+        assert_eq!((size_of::<CommunicatorRow>(), size_of::<FindingRow>()), (32, 32));
+        assert_eq!(size_of::<Page<FindingRow>>(), 8 + 8 * 32);
+        let fields = HeadFields {
+            call: WAKE,
+            number: 3,
+            pool: Some(1),
+            phase: Some(Phase::Failed),
+            windows: 5,
+            communicators: 6,
+        };
+        let words: [[u8; 8]; 12] = transmute!(Head::new(&fields));
+        assert_eq!(words.map(u64::from_le_bytes), [PROTOCOL, 4, 3, 1, 2, 5, 6, 0, 0, 0, 0, 0]);
+    }
+
+    #[test]
+    fn every_rank_receives_every_row_for_any_number_of_rows() {
         for counts in [[0, 0, 0], [1, 0, 8], [9, 3, 17], [16, 16, 16]] {
             let ends = ThreadTransport::group(3, Duration::from_secs(60));
-            let rows = |rank: usize| -> Vec<Row> { (0..counts[rank]).map(|row| [rank as u64, row, 0, 7]).collect() };
-            let told = thread::scope(|scope| {
+            let rows = |rank: usize| -> Vec<CommunicatorRow> {
+                (0..counts[rank]).map(|row| CommunicatorRow::new(row, rank as u32, Some(7))).collect()
+            };
+            let received = thread::scope(|scope| {
                 let threads: Vec<_> = ends
                     .into_iter()
                     .enumerate()
@@ -338,17 +360,23 @@ mod tests {
                     .collect();
                 threads
                     .into_iter()
-                    .map(|thread| thread.join().expect("no panic").expect("all come"))
+                    .map(|thread| thread.join().expect("no panic").expect("all ranks arrive"))
                     .collect::<Vec<_>>()
             });
-            for told in told {
-                assert_eq!(told, [rows(0), rows(1), rows(2)], "{counts:?}");
+            for received in received {
+                assert_eq!(received, [rows(0), rows(1), rows(2)], "{counts:?}");
             }
         }
     }
 
     #[test]
-    fn what_is_said_is_heard() {
+    fn a_page_of_another_length_is_an_error() {
+        let outcome = exchange::<FindingRow, ()>(&[], |_| Ok(Gathered::new(vec![0; 16], 16)));
+        assert_eq!(outcome, Err(ExchangeError::Protocol(ProtocolError::Garbled { rank: 0 })));
+    }
+
+    #[test]
+    fn decoding_a_verdict_inverts_encoding_it() {
         let obstacles = [
             Obstacle::Capturing,
             Obstacle::Work { waited: Duration::from_millis(7) },
@@ -362,37 +390,27 @@ mod tests {
             Obstacle::Limit { needed_bytes: 9, limit_bytes: 8 },
             Obstacle::Load { code: 700 },
             Obstacle::SymmetricSpace { needed_bytes: 5 },
+            Obstacle::Other { number: 4 },
         ];
         for obstacle in obstacles {
-            assert_eq!(read_verdict(&write_verdict(Some(obstacle))), Some(obstacle));
+            assert_eq!(VerdictMessage::new(Some(obstacle)).obstacle(), Some(obstacle));
         }
-        assert_eq!(read_verdict(&write_verdict(None)), None);
-        let segment = SegmentName { pool: 3, stream: Some(StreamId(2)), segment: SegmentId(7) };
-        for segment in [segment, SegmentName { stream: None, ..segment }] {
-            let finding = Finding::Changed { communicator: 9, segment };
-            assert_eq!(Finding::of(&finding.row()), Some(finding));
-        }
-        let mut message = Vec::new();
-        let head = Head { phase: 2, windows: 5, communicators: 1, ..Head::new(WAKE, 3, 1) };
-        head.write(&mut message);
-        assert_eq!((message.len(), Head::read(&message)), (SyncSummary::BYTES, head));
+        assert_eq!(VerdictMessage::new(None).obstacle(), None);
+        let unknown: VerdictMessage = transmute!([U64::new(99), U64::ZERO, U64::ZERO, U64::ZERO]);
+        assert_eq!(unknown.obstacle(), Some(Obstacle::Other { number: 99 }));
     }
 
     #[test]
-    fn a_communicator_whose_ranks_are_not_all_here_is_found() {
-        let named = |is_ready, windows| Named { communicator: 5, ranks: 2, is_ready, windows }.row();
-        assert_eq!(compare_communicators(&[vec![named(true, 1)], vec![named(true, 1)], vec![]]), None);
-        assert_eq!(
-            compare_communicators(&[vec![named(true, 1)], vec![named(false, 0)], vec![]]),
-            None,
-            "it ended on one"
-        );
-        let missing = compare_communicators(&[vec![named(true, 1)], vec![], vec![]]).expect("one of two");
-        assert_eq!((missing.field, missing.groups), (SleepField::Communicators, vec![([0].into_iter().collect(), 2)]));
-        let other =
-            compare_communicators(&[vec![named(true, 1)], vec![], vec![named(true, 2)]]).expect("other windows");
-        assert_eq!(other.field, SleepField::Windows);
-        let known = known(&[vec![named(false, 0)], vec![named(false, 0)]])[&5];
-        assert!(known.is_over() && known.is_whole() && !known.is_ready());
+    fn decoding_a_finding_inverts_encoding_it() {
+        let segment = SegmentName { pool: 3, stream: Some(StreamId(2)), segment: SegmentId(7) };
+        let findings = [
+            Finding::Lost { communicator: 9 },
+            Finding::Changed { communicator: 9, segment },
+            Finding::Changed { communicator: 9, segment: SegmentName { stream: None, ..segment } },
+        ];
+        for finding in findings {
+            assert_eq!(FindingRow::from(finding).decode(), Some(finding));
+        }
+        assert_eq!(FindingRow::new_zeroed().decode(), None);
     }
 }

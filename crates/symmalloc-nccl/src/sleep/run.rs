@@ -4,10 +4,12 @@ use crate::communicator::Communicator;
 use crate::registrar::attachment::{Attachment, SyncState};
 use crate::registrar::ended_comms::{EndedComm, id_of};
 use crate::registrar::{Registrar, not_attached};
+use crate::sleep::communicators::{self, combine};
 use crate::sleep::error::{Obstacle, RankObstacle, SleepDifference, SleepError, SleepStep};
 use crate::sleep::message::{
-    Head, Named, Row, WAKE, call_of, compare_communicators, exchange, known, read_verdict, word_of, write_verdict,
+    CommunicatorRow, ExchangeError, Head, HeadFields, Row, VerdictMessage, WAKE, call_of, exchange,
 };
+use crate::sync::agreement::check_shape;
 use crate::sync::error::SyncError;
 use std::collections::BTreeSet;
 use std::sync::{Arc, MutexGuard};
@@ -17,6 +19,7 @@ use symmalloc_agreement::{
 use symmalloc_core::PoolId;
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
+use zerocopy::{FromBytes, IntoBytes};
 
 /// The reason why an op does not proceed beyond `Agree`.
 enum Stop {
@@ -37,7 +40,7 @@ pub(super) struct Agreed {
 impl Agreed {
     /// Returns `true` if the pool is in this phase on every rank.
     pub(super) fn all_are(&self, phase: Phase) -> bool {
-        self.heads.iter().all(|head| head.phase == word_of(phase))
+        self.heads.iter().all(|head| head.is_in(phase))
     }
 }
 
@@ -45,7 +48,7 @@ impl Agreed {
 pub(super) struct Member<'a> {
     pub(super) attachment: &'a Attachment,
     /// Identifier in messages to other ranks.
-    pub(super) name: u64,
+    pub(super) id: u64,
     pub(super) state: MutexGuard<'a, SyncState>,
 }
 
@@ -120,7 +123,7 @@ impl<'a> Run<'a> {
             .into_iter()
             .map(|at| {
                 let attachment = &*attachments[at];
-                (at, Member { attachment, name: id_of(&attachment.comm), state: attachment.lock() })
+                (at, Member { attachment, id: id_of(&attachment.comm), state: attachment.lock() })
             })
             .collect();
         locked.sort_by_key(|(at, _)| *at);
@@ -146,11 +149,8 @@ impl<'a> Run<'a> {
         let transport = attachment.transport(state)?;
         let gathered = transport.all_gather(message);
         let gathered = gathered.map_err(|error| SyncError::Transport { communicator: communicator(), error })?;
-        let (messages, message_bytes, ranks) = (gathered.len(), gathered.message_bytes(), transport.ranks());
-        if messages != ranks as usize || message_bytes != message.len() {
-            let error = ProtocolError::WrongShape { messages, message_bytes, ranks };
-            return Err(SyncError::Protocol { communicator: communicator(), error });
-        }
+        check_shape(&gathered, transport.ranks(), message.len())
+            .map_err(|error| SyncError::Protocol { communicator: communicator(), error })?;
         self.registrar.counters().rounds.add(1);
         Ok(gathered)
     }
@@ -209,25 +209,28 @@ impl<'a> Run<'a> {
             let Member { attachment, state, .. } = &mut self.members[0];
             attachment.next_sleep(state)
         };
-        let mut head = Head::new(call, number, core.symmetric_ordinal(pool).map_or(u64::MAX, u64::from));
-        head.phase = core.phase(pool).map_or(u64::MAX, word_of);
-        head.windows = self.windows_digest(0);
-        head.communicators = (self.members.len() - 1 + ended.len()) as u64;
+        let head = Head::new(&HeadFields {
+            call,
+            number,
+            pool: core.symmetric_ordinal(pool),
+            phase: core.phase(pool).ok(),
+            windows: self.windows_digest(0),
+            communicators: self.members.len() - 1 + ended.len(),
+        });
         let heads = self.compare(&head)?;
         let mut broken = BTreeSet::new();
-        if heads.iter().any(|head| head.communicators > 0) {
-            let rows = self.named(&ended);
-            let told = exchange(&rows, |message| self.all_gather(message)).map_err(Stop::Broken)?;
+        if heads.iter().any(Head::has_communicators) {
+            let rows = self.exchange(&self.communicator_rows(&ended)).map_err(Stop::Broken)?;
             if call != WAKE
-                && let Some(difference) = compare_communicators(&told)
+                && let Some(difference) = communicators::compare(&rows)
             {
                 return Err(Stop::Differ(difference));
             }
-            let known = known(&told);
-            let is_broken = |name: &u64| known.get(name).is_none_or(|known| !known.is_ready());
-            broken = self.members[1..].iter().map(|member| member.name).filter(is_broken).collect();
+            let reports = combine(&rows);
+            let is_broken = |id: &u64| reports.get(id).is_none_or(|reports| !reports.is_ready());
+            broken = self.members[1..].iter().map(|member| member.id).filter(is_broken).collect();
             // No rank mentions a communicator again after all ranks have removed it.
-            registrar.ended().forget(|id| known.get(&id).is_some_and(|known| known.is_over()));
+            registrar.ended().forget(|id| reports.get(&id).is_some_and(|reports| reports.is_over()));
         }
         Ok(Agreed { heads, broken, ended })
     }
@@ -245,9 +248,13 @@ impl<'a> Run<'a> {
             Some(history) => history.answer(inquiry.question(), &mut message),
             None => message.resize(answer_bytes, 0),
         }
-        head.write(&mut message);
+        message.extend_from_slice(head.as_bytes());
         let gathered = self.all_gather(&message).map_err(Stop::Broken)?;
-        let heads: Vec<Head> = gathered.iter().map(|message| Head::read(&message[answer_bytes..])).collect();
+        let decode = |(rank, message): (u32, &[u8])| {
+            Head::read_from_bytes(&message[answer_bytes..]).map_err(|_| self.invalid(ProtocolError::Garbled { rank }))
+        };
+        let heads: Vec<Head> =
+            (0..).zip(gathered.iter()).map(decode).collect::<Result<_, _>>().map_err(Stop::Broken)?;
         if let Some(difference) = Head::compare(&heads) {
             return Err(Stop::Differ(difference));
         }
@@ -257,8 +264,7 @@ impl<'a> Run<'a> {
             return Ok(heads);
         };
         loop {
-            let nonsense = |error| SyncError::Protocol { communicator: self.over().name().to_owned(), error };
-            match inquiry.advance(&gathered).map_err(nonsense).map_err(Stop::Broken)? {
+            match inquiry.advance(&gathered).map_err(|error| Stop::Broken(self.invalid(error)))? {
                 Progress::Asked => {}
                 Progress::Disagreed(disagreement) => {
                     disagreement.tell(self.over().rank());
@@ -277,24 +283,39 @@ impl<'a> Run<'a> {
         attachment.windows_digest(state, self.registrar.allocator(), self.pool)
     }
 
-    /// Returns the pool's other communicators, including ended ones.
-    fn named(&self, ended: &[EndedComm]) -> Vec<Row> {
-        let known = (1..self.members.len()).map(|at| {
-            let (ranks, communicator) = (self.members[at].attachment.comm.ranks(), self.members[at].name);
-            let is_ready = self.is_ready(at);
-            let windows = if is_ready { self.windows_digest(at) } else { 0 };
-            Named { communicator, ranks, is_ready, windows }
+    /// Returns this rank's reports on the pool's other communicators, including ended ones.
+    fn communicator_rows(&self, ended: &[EndedComm]) -> Vec<CommunicatorRow> {
+        let present = (1..self.members.len()).map(|at| {
+            let Member { attachment, id, .. } = &self.members[at];
+            let windows = self.is_ready(at).then(|| self.windows_digest(at));
+            CommunicatorRow::new(*id, attachment.comm.ranks(), windows)
         });
-        let over =
-            ended.iter().map(|ended| Named { communicator: ended.id, ranks: ended.ranks, is_ready: false, windows: 0 });
-        known.chain(over).map(|named| named.row()).collect()
+        let ended = ended.iter().map(|ended| CommunicatorRow::new(ended.id, ended.ranks, None));
+        present.chain(ended).collect()
+    }
+
+    /// Sends these rows to all ranks and returns the rows of every rank.
+    pub(super) fn exchange<R: Row>(&mut self, rows: &[R]) -> Result<Vec<Vec<R>>, SyncError> {
+        exchange(rows, |message| self.all_gather(message)).map_err(|error| match error {
+            ExchangeError::Transport(error) => error,
+            ExchangeError::Protocol(error) => self.invalid(error),
+        })
+    }
+
+    fn invalid(&self, error: ProtocolError) -> SyncError {
+        SyncError::Protocol { communicator: self.over().name().to_owned(), error }
     }
 
     /// Executes `Decide`: sends this rank's verdict and returns the obstacles of all ranks.
     pub(super) fn decide(&mut self, obstacle: Option<Obstacle>) -> Result<Vec<RankObstacle>, SyncError> {
-        let gathered = self.all_gather(&write_verdict(obstacle))?;
-        let verdicts = gathered.iter().map(read_verdict).zip(0..);
-        Ok(verdicts.filter_map(|(obstacle, rank)| Some(RankObstacle { rank, obstacle: obstacle? })).collect())
+        let gathered = self.all_gather(VerdictMessage::new(obstacle).as_bytes())?;
+        let mut obstacles = Vec::new();
+        for (rank, message) in (0..).zip(gathered.iter()) {
+            let verdict = VerdictMessage::read_from_bytes(message);
+            let verdict = verdict.map_err(|_| self.invalid(ProtocolError::Garbled { rank }))?;
+            obstacles.extend(verdict.obstacle().map(|obstacle| RankObstacle { rank, obstacle }));
+        }
+        Ok(obstacles)
     }
 
     /// Returns `true` if NCCL is still inside a communicator that has registrations of the pool.

@@ -33,6 +33,6 @@ pub(crate) struct SavedBuffers {
 
 /// Returns a digest of the windows and their order, for comparison across ranks.
 pub(crate) fn digest(windows: &[SavedWindow]) -> u64 {
-    let words = windows.iter().flat_map(|window| window.action.step.words());
+    let words = windows.iter().flat_map(|window| window.action.change.words());
     words.fold(windows.len() as u64, fold)
 }

@@ -10,7 +10,7 @@ use crate::communicator::Communicator;
 use crate::registrar::Registrar;
 use crate::registrar::ended_comms::EndedComm;
 use crate::sleep::error::{Obstacle, RankObstacle, SleepError, SleepStep, Woken};
-use crate::sleep::message::{Finding, Head, Row, exchange};
+use crate::sleep::message::{Finding, FindingRow, Head};
 use crate::sleep::run::{Member, Run};
 use crate::sync::actions::SegmentName;
 use std::collections::{BTreeMap, BTreeSet};
@@ -76,11 +76,11 @@ impl<'a> Run<'a> {
         let core::Woken { remapped_bytes, .. } = remapped.keep();
         let (registrations, findings) = self.register(&agreed.broken)?;
         self.registrar.counters().registrations.add(registrations);
-        let rows: Vec<Row> = findings.into_iter().map(Finding::row).collect();
-        match exchange(&rows, |message| self.all_gather(message)) {
+        let rows: Vec<FindingRow> = findings.into_iter().map(FindingRow::from).collect();
+        match self.exchange(&rows) {
             Err(error) => Err(self.broken(SleepStep::Check, error)),
-            Ok(told) => {
-                Ok(self.woken(&told, &agreed.ended, Woken { remapped_bytes, registrations, ..Woken::default() }))
+            Ok(rows) => {
+                Ok(self.woken(&rows, &agreed.ended, Woken { remapped_bytes, registrations, ..Woken::default() }))
             }
         }
     }
@@ -93,7 +93,7 @@ impl<'a> Run<'a> {
     /// Executes `Remap`: maps memory at the old addresses and restores the saved contents. First checks that the windows fit.
     fn remap(&mut self, broken: &BTreeSet<u64>) -> Result<Remapped<'a>, Obstacle> {
         let (registrar, pool) = (self.registrar, self.pool);
-        for member in self.members.iter().filter(|member| !broken.contains(&member.name)) {
+        for member in self.members.iter().filter(|member| !broken.contains(&member.id)) {
             let room = member.attachment.room_for(&member.state, pool);
             room.map_err(|needed_bytes| self.unseen(Obstacle::SymmetricSpace { needed_bytes }))?;
         }
@@ -116,7 +116,7 @@ impl<'a> Run<'a> {
         let (mut registrations, mut findings) = (0, Vec::new());
         for at in 0..self.members.len() {
             let (communicator, is_usable) =
-                (self.members[at].name, self.is_ready(at) && !broken.contains(&self.members[at].name));
+                (self.members[at].id, self.is_ready(at) && !broken.contains(&self.members[at].id));
             let Member { attachment, state, .. } = &mut self.members[at];
             let back = if is_usable { attachment.bring_back(state, self.pool) } else { Err(attachment.gone()) };
             match back {
@@ -140,10 +140,10 @@ impl<'a> Run<'a> {
     }
 
     /// Applies the result of `Check`: a window or communicator that changed or was lost on one rank counts as changed or lost on all.
-    fn woken(&mut self, told: &[Vec<Row>], ended: &[EndedComm], mut woken: Woken) -> Woken {
+    fn woken(&mut self, rows: &[Vec<FindingRow>], ended: &[EndedComm], mut woken: Woken) -> Woken {
         let mut lost: BTreeSet<u64> = BTreeSet::new();
         let mut changed: BTreeMap<u64, BTreeSet<SegmentName>> = BTreeMap::new();
-        for finding in told.iter().flatten().filter_map(Finding::of) {
+        for finding in rows.iter().flatten().filter_map(FindingRow::decode) {
             match finding {
                 Finding::Lost { communicator } => {
                     lost.insert(communicator);
@@ -154,11 +154,11 @@ impl<'a> Run<'a> {
             }
         }
         for at in 0..self.members.len() {
-            let (name, communicator) = (self.members[at].name, self.members[at].attachment.comm.name().to_owned());
-            if lost.contains(&name) {
+            let (id, communicator) = (self.members[at].id, self.members[at].attachment.comm.name().to_owned());
+            if lost.contains(&id) {
                 self.end(at);
                 woken.lost.push(communicator);
-            } else if let Some(segments) = changed.get(&name) {
+            } else if let Some(segments) = changed.get(&id) {
                 let Member { attachment, state, .. } = &self.members[at];
                 attachment.invalidate(state, segments);
                 woken.changed.extend(segments.iter().map(|segment| (communicator.clone(), *segment)));

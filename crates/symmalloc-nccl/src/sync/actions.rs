@@ -1,7 +1,7 @@
-//! The plan of one sync on one communicator, computed before anything changes.
+//! The actions of one sync on one communicator, computed before anything changes.
 //!
 //! ```text
-//!   segment log since the last sync      plan                      why
+//!   segment log since the last sync      action                    why
 //!   birth  g0                            register   g0             new and live
 //!   birth  g1, growth g1                 register   g1, whole      once, at its current size
 //!   growth g2                            grow       g2             a larger window replaces the old one
@@ -9,8 +9,8 @@
 //!   death  g4                            deregister g4             last, in order of death
 //! ```
 //!
-//! A plan is a function of the log and the existing windows, so equal histories produce equal plans on every rank. Planning changes
-//! nothing: a refused sync leaves the log and the segment table unchanged, and the next sync plans again.
+//! The actions are a function of the log and the existing windows, so equal histories lead to equal actions on every rank. Computing them
+//! changes nothing: a sync that fails leaves the log and the segment table unchanged, and the next sync computes its actions again.
 
 use crate::sync::digest::fold;
 use crate::windows::segment_key::{Generation, SegmentKey};
@@ -38,10 +38,10 @@ impl fmt::Display for SegmentName {
     }
 }
 
-/// The kind of a plan step.
+/// The kind of a change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
-pub enum StepKind {
+pub enum ChangeKind {
     /// Registers a window on a new segment.
     Register,
     /// Replaces the window of a segment that grew with one over the whole segment.
@@ -50,34 +50,34 @@ pub enum StepKind {
     Deregister,
 }
 
-/// One step of a plan, in terms that all ranks share.
+/// A change to the windows of a communicator, in terms that all ranks share.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
-pub struct PlanStep {
-    /// The kind of step.
-    pub kind: StepKind,
+pub struct WindowChange {
+    /// The kind of change.
+    pub kind: ChangeKind,
     /// The affected segment.
     pub segment: SegmentName,
     /// Size of the window in bytes.
     pub size_bytes: u64,
 }
 
-impl fmt::Display for PlanStep {
+impl fmt::Display for WindowChange {
     /// Writes `register segment 3 of symmetric pool 0, stream 1 (2097152 bytes)`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let verb = match self.kind {
-            StepKind::Register => "register",
-            StepKind::Grow => "grow",
-            StepKind::Deregister => "deregister",
+            ChangeKind::Register => "register",
+            ChangeKind::Grow => "grow",
+            ChangeKind::Deregister => "deregister",
         };
         write!(f, "{verb} {} ({} bytes)", self.segment, self.size_bytes)
     }
 }
 
-/// A step of the plan with its local segment and address on this rank.
+/// A change, with the segment and its address on this rank.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SyncAction {
-    pub(crate) step: PlanStep,
+    pub(crate) change: WindowChange,
     pub(crate) segment: Generation,
     pub(crate) base: u64,
 }
@@ -118,7 +118,7 @@ pub(crate) struct SyncActions {
 }
 
 impl SyncActions {
-    /// Plans for the events since the table was last updated. All windows of the `leaving` pools are deregistered.
+    /// Computes the actions for the events since the table was last updated. All windows of the `leaving` pools are deregistered.
     pub(crate) fn new(
         segments: &SegmentTable,
         events: &[SegmentEvent],
@@ -163,7 +163,7 @@ impl SyncActions {
         changes.retain(|segment, _| !leaves(segment));
 
         let action = |kind, segment: Generation, size_bytes, base| SyncAction {
-            step: PlanStep {
+            change: WindowChange {
                 kind,
                 segment: SegmentName { pool: ordinal(segment.pool), stream: segment.stream, segment: segment.segment },
                 size_bytes,
@@ -175,7 +175,7 @@ impl SyncActions {
         for segment in touched {
             let Some(Some(now)) = changes.get_mut(&segment) else { continue };
             if now.is_whole() && now.window_bytes < now.end_bytes {
-                let kind = if now.window_bytes == 0 { StepKind::Register } else { StepKind::Grow };
+                let kind = if now.window_bytes == 0 { ChangeKind::Register } else { ChangeKind::Grow };
                 actions.push(action(kind, segment, now.end_bytes, now.base));
                 now.window_bytes = now.end_bytes;
             }
@@ -183,7 +183,7 @@ impl SyncActions {
         for segment in dead {
             if let Some(old) = segments.get(&segment) {
                 if old.window_bytes > 0 {
-                    actions.push(action(StepKind::Deregister, segment, old.window_bytes, old.base));
+                    actions.push(action(ChangeKind::Deregister, segment, old.window_bytes, old.base));
                 }
                 changes.insert(segment, None);
             }
@@ -191,7 +191,7 @@ impl SyncActions {
         SyncActions { actions, changes }
     }
 
-    /// Applies the changes of an executed plan to the segment table.
+    /// Applies the changes to the segment table, once the actions are executed.
     pub(crate) fn write_to(&self, segments: &mut SegmentTable) {
         for (segment, now) in &self.changes {
             match now {
@@ -203,18 +203,18 @@ impl SyncActions {
 
     /// Returns the number of actions that add a window and the number that only remove one.
     pub(crate) fn counts(&self) -> (u64, u64) {
-        let deregistrations = self.actions.iter().filter(|action| action.step.kind == StepKind::Deregister).count();
+        let deregistrations = self.actions.iter().filter(|action| action.change.kind == ChangeKind::Deregister).count();
         ((self.actions.len() - deregistrations) as u64, deregistrations as u64)
     }
 
     /// Returns `true` if an action removes a window that work on the device may use.
     pub(crate) fn takes_away(&self) -> bool {
-        self.actions.iter().any(|action| action.step.kind != StepKind::Register)
+        self.actions.iter().any(|action| action.change.kind != ChangeKind::Register)
     }
 
     /// Returns a digest of the actions, for comparison across ranks.
     pub(crate) fn digest(&self) -> u64 {
-        let words = self.actions.iter().flat_map(|action| action.step.words());
+        let words = self.actions.iter().flat_map(|action| action.change.words());
         words.fold(self.actions.len() as u64, fold)
     }
 }
@@ -248,44 +248,20 @@ pub(crate) fn dead_keys(segments: &SegmentTable, events: &[SegmentEvent], leavin
     dead
 }
 
-/// Size of one encoded step in bytes.
-pub(crate) const STEP_BYTES: usize = 24;
-
-impl PlanStep {
+impl WindowChange {
+    /// Returns the change as words, for digests.
     pub(crate) fn words(&self) -> [u64; 3] {
         let stream = self.segment.stream.map_or(u32::MAX, |stream| stream.0.into());
         let kind = match self.kind {
-            StepKind::Register => 1,
-            StepKind::Grow => 2,
-            StepKind::Deregister => 3,
+            ChangeKind::Register => 1,
+            ChangeKind::Grow => 2,
+            ChangeKind::Deregister => 3,
         };
         [
             (u64::from(self.segment.pool) << 32) | u64::from(stream),
             (u64::from(self.segment.segment.0) << 32) | kind,
             self.size_bytes,
         ]
-    }
-
-    pub(crate) fn write(&self, message: &mut Vec<u8>) {
-        message.extend(self.words().into_iter().flat_map(u64::to_le_bytes));
-    }
-
-    /// Returns `None` if the message contains no step.
-    pub(crate) fn read(bytes: &[u8]) -> Option<Self> {
-        let mut words = bytes.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().unwrap_or_default()));
-        let (heap, segment, size_bytes) = (words.next()?, words.next()?, words.next()?);
-        let kind = match segment as u32 {
-            1 => StepKind::Register,
-            2 => StepKind::Grow,
-            3 => StepKind::Deregister,
-            _ => return None,
-        };
-        let segment = SegmentName {
-            pool: (heap >> 32) as u32,
-            stream: u16::try_from(heap as u32).ok().map(StreamId),
-            segment: SegmentId((segment >> 32) as u32),
-        };
-        Some(PlanStep { kind, segment, size_bytes })
     }
 }
 
@@ -319,7 +295,7 @@ mod tests {
             SyncActions::new(&self.segments, &self.allocator.unread(self.observer).events, &[], |_| 0)
         }
 
-        fn sync(&mut self) -> Vec<(StepKind, u32, u64)> {
+        fn sync(&mut self) -> Vec<(ChangeKind, u32, u64)> {
             let plan = self.plan();
             assert_eq!(plan, self.plan(), "planning changes nothing");
             let mut dead: Vec<_> = dead_keys(&self.segments, &self.allocator.unread(self.observer).events, &[]);
@@ -327,7 +303,8 @@ mod tests {
             plan.write_to(&mut self.segments);
             self.allocator.acknowledge(self.observer, &self.allocator.unread(self.observer)).expect("no faults");
             assert!(self.plan().actions.is_empty(), "never twice");
-            let seen = |action: &SyncAction| (action.step.kind, action.step.segment.segment.0, action.step.size_bytes);
+            let seen =
+                |action: &SyncAction| (action.change.kind, action.change.segment.segment.0, action.change.size_bytes);
             plan.actions.iter().map(seen).collect()
         }
 
@@ -352,16 +329,16 @@ mod tests {
     fn new_segments_are_registered_once_and_dead_ones_deregistered_in_order_of_death() {
         let mut watched = Watched::new(fixed());
         let (a, b) = (watched.take(30 * MIB), watched.take(40 * MIB));
-        assert_eq!(watched.sync(), [(StepKind::Register, 0, 30 * MIB), (StepKind::Register, 1, 40 * MIB)]);
+        assert_eq!(watched.sync(), [(ChangeKind::Register, 0, 30 * MIB), (ChangeKind::Register, 1, 40 * MIB)]);
         watched.free(b);
         watched.trim();
         watched.free(a);
         watched.trim();
         watched.take(50 * MIB);
         let expected = [
-            (StepKind::Register, 2, 50 * MIB),
-            (StepKind::Deregister, 1, 40 * MIB),
-            (StepKind::Deregister, 0, 30 * MIB),
+            (ChangeKind::Register, 2, 50 * MIB),
+            (ChangeKind::Deregister, 1, 40 * MIB),
+            (ChangeKind::Deregister, 0, 30 * MIB),
         ];
         assert_eq!(watched.sync(), expected);
         let dead: Vec<_> = watched.dead.iter().map(|key| (key.generation.segment.0, key.size_bytes)).collect();
@@ -383,10 +360,10 @@ mod tests {
         let mut watched = Watched::new(PoolConfig::builder().symmetric(true).build().expect("valid"));
         watched.take(2 * MIB);
         watched.take(4 * MIB);
-        assert_eq!(watched.sync(), [(StepKind::Register, 0, 6 * MIB)], "birth and growth are one registration");
+        assert_eq!(watched.sync(), [(ChangeKind::Register, 0, 6 * MIB)], "birth and growth are one registration");
         watched.take(2 * MIB);
         watched.take(2 * MIB);
-        assert_eq!(watched.sync(), [(StepKind::Grow, 0, 10 * MIB)]);
+        assert_eq!(watched.sync(), [(ChangeKind::Grow, 0, 10 * MIB)]);
         let dead: Vec<_> = watched.dead.iter().map(|key| key.size_bytes).collect();
         assert_eq!(dead, [2 * MIB, 6 * MIB, 8 * MIB], "a lookup in between returned one of these");
     }
@@ -404,7 +381,7 @@ mod tests {
         assert!(plan.actions.is_empty());
         plan.write_to(&mut watched.segments);
         watched.take(4 * MIB);
-        assert_eq!(watched.sync(), [(StepKind::Register, 0, 6 * MIB)]);
+        assert_eq!(watched.sync(), [(ChangeKind::Register, 0, 6 * MIB)]);
     }
 
     #[test]
@@ -425,18 +402,13 @@ mod tests {
         let watched = Watched::new(fixed());
         watched.take(30 * MIB);
         let one = watched.plan();
-        let mut message = Vec::new();
-        one.actions[0].step.write(&mut message);
-        assert_eq!(message.len(), STEP_BYTES);
-        assert_eq!(PlanStep::read(&message), Some(one.actions[0].step));
-        assert_eq!(PlanStep::read(&[0; STEP_BYTES]), None);
         watched.take(30 * MIB);
         let two = watched.plan();
         assert_ne!(one.digest(), two.digest());
         let swapped = SyncActions { actions: vec![two.actions[1], two.actions[0]], changes: BTreeMap::new() };
         assert_ne!(two.digest(), swapped.digest(), "the order matters");
         assert_eq!(
-            one.actions[0].step.to_string(),
+            one.actions[0].change.to_string(),
             "register segment 0 of symmetric pool 0, stream 0 (31457280 bytes)"
         );
     }

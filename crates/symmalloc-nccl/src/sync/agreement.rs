@@ -1,17 +1,20 @@
 //! The message exchange of one sync: usually one collective, more only if ranks differ.
 //!
 //! ```text
-//!   agreement's answer + plan's summary ──► all-gather ─┬─ all equal ─────────────────────────► carry the plan out
-//!                                                       ├─ histories differ ─► the core's inquiry ─► Disagreed
-//!                                                       └─ plans differ ─► steps, page by page ─► PlansDiffer
+//!   agreement's answer + SyncMessage ──► all-gather ─┬─ all equal ────────────────────────────► execute the actions
+//!                                                    ├─ histories differ ─► the core's inquiry ─► Disagreed
+//!                                                    └─ syncs differ ─► changes, page by page ──► Differ
 //! ```
 //!
-//! All ranks see the same messages and therefore reach the same result.
+//! All ranks receive the same messages and therefore reach the same result.
 
 use crate::sync::actions::SyncActions;
+use crate::sync::difference::{ChangeDifference, SyncDifference, SyncField};
 use crate::sync::error::SyncError;
-use crate::sync::message::{StepSearch, SyncSummary, compare};
-use symmalloc_agreement::{Gathered, Inquiry, Progress, ProtocolError, RankHistory, Transport};
+use crate::sync::message::{CHANGES_PER_PAGE, ChangePage, SyncMessage};
+use std::collections::BTreeMap;
+use symmalloc_agreement::{Gathered, Inquiry, Progress, ProtocolError, RankHistory, RankSet, Transport};
+use zerocopy::{FromBytes, IntoBytes};
 
 /// The outcome of an exchange in which the ranks agree.
 #[derive(Clone, Copy, Debug)]
@@ -22,47 +25,47 @@ pub(crate) struct SyncAgreement {
     pub(crate) space_bytes: u64,
 }
 
-/// Checks that all ranks of a communicator have the same plan and, if histories are compared, the same history.
+/// Checks that all ranks of a communicator have the same actions and, if histories are compared, the same history.
 pub(crate) fn agree_on_sync(
     transport: &impl Transport,
     communicator: &str,
     history: Option<&RankHistory<'_>>,
-    plan: &SyncActions,
-    summary: &SyncSummary,
+    actions: &SyncActions,
+    own: &SyncMessage,
 ) -> Result<SyncAgreement, SyncError> {
     let communicator = || communicator.to_owned();
     let lost = |error| SyncError::Transport { communicator: communicator(), error };
-    let nonsense = |error| SyncError::Protocol { communicator: communicator(), error };
-    let differ = |difference| SyncError::PlansDiffer { communicator: communicator(), difference };
+    let invalid = |error| SyncError::Protocol { communicator: communicator(), error };
+    let differ = |difference| SyncError::Differ { communicator: communicator(), difference };
 
     let mut inquiry = Inquiry::new(transport.ranks());
     let answer_bytes = inquiry.question().message_bytes();
-    let mut message = Vec::with_capacity(answer_bytes + SyncSummary::BYTES);
+    let mut message = Vec::with_capacity(answer_bytes + SyncMessage::BYTES);
     match history {
         Some(history) => history.answer(inquiry.question(), &mut message),
         None => message.resize(answer_bytes, 0),
     }
-    summary.write(&mut message);
+    message.extend_from_slice(own.as_bytes());
     let gathered = transport.all_gather(&message).map_err(lost)?;
-    let (messages, message_bytes, ranks) = (gathered.len(), gathered.message_bytes(), transport.ranks());
-    if messages != ranks as usize || message_bytes != message.len() {
-        return Err(nonsense(ProtocolError::WrongShape { messages, message_bytes, ranks }));
-    }
+    check_shape(&gathered, transport.ranks(), message.len()).map_err(invalid)?;
     if gathered.iter().all(|other| other == message) {
-        // Equal messages imply equal histories and equal plans.
-        return Ok(SyncAgreement { rounds: 1, space_bytes: summary.space_bytes });
+        // Equal messages imply equal histories and equal actions.
+        return Ok(SyncAgreement { rounds: 1, space_bytes: own.space_bytes() });
     }
-    let summaries: Vec<SyncSummary> =
-        gathered.iter().map(|message| SyncSummary::read(&message[answer_bytes..])).collect();
-    let difference = compare(&summaries).err();
-    if let Some(difference) = difference.as_ref().filter(|difference| difference.precludes_agreement()) {
+    let decode = |(rank, message): (u32, &[u8])| {
+        SyncMessage::read_from_bytes(&message[answer_bytes..]).map_err(|_| ProtocolError::Garbled { rank })
+    };
+    let messages: Vec<SyncMessage> =
+        (0..).zip(gathered.iter()).map(decode).collect::<Result<_, _>>().map_err(invalid)?;
+    let difference = compare(&messages).err();
+    if let Some(difference) = difference.as_ref().filter(|difference| difference.field.precludes_agreement()) {
         return Err(differ(difference.clone()));
     }
     let mut rounds = 1;
     if let Some(history) = history {
         let answers: Vec<u8> = gathered.iter().flat_map(|message| &message[..answer_bytes]).copied().collect();
         let mut gathered = Gathered::new(answers, answer_bytes);
-        while let Progress::Asked = match inquiry.advance(&gathered).map_err(nonsense)? {
+        while let Progress::Asked = match inquiry.advance(&gathered).map_err(invalid)? {
             Progress::Disagreed(disagreement) => {
                 disagreement.tell(transport.rank());
                 return Err(SyncError::Disagreed { communicator: communicator(), disagreement });
@@ -76,21 +79,20 @@ pub(crate) fn agree_on_sync(
         }
     }
     if let Some(mut difference) = difference {
-        if difference.is_about_steps() {
-            let mut search = StepSearch::default();
-            loop {
-                message.clear();
-                search.write(plan, &mut message);
-                let gathered = transport.all_gather(&message).map_err(lost)?;
-                match search.advance(&gathered) {
-                    Ok(None) => {}
-                    Ok(found) => break difference.first_step = found,
-                    Err(()) => break,
+        let mut search = ChangeSearch::default();
+        while difference.field.is_about_changes() {
+            let gathered = transport.all_gather(search.page(actions).as_bytes()).map_err(lost)?;
+            match search.advance(&gathered).map_err(invalid)? {
+                Found::Nothing => {}
+                Found::Difference(found) => {
+                    difference.first_change = Some(found);
+                    break;
                 }
+                Found::End => break,
             }
         }
         tracing::error!(
-            name: "plans.diverged",
+            name: "sync.diverged",
             target: "symmalloc",
             communicator = communicator(),
             rank = transport.rank(),
@@ -99,19 +101,91 @@ pub(crate) fn agree_on_sync(
         );
         return Err(differ(difference));
     }
-    Ok(SyncAgreement { rounds, space_bytes: summaries.iter().map(|summary| summary.space_bytes).max().unwrap_or(0) })
+    Ok(SyncAgreement { rounds, space_bytes: messages.iter().map(SyncMessage::space_bytes).max().unwrap_or(0) })
+}
+
+/// Checks that there is one message of this length per rank.
+pub(crate) fn check_shape(gathered: &Gathered, ranks: u32, expected_bytes: usize) -> Result<(), ProtocolError> {
+    let (messages, message_bytes) = (gathered.len(), gathered.message_bytes());
+    if messages == ranks as usize && message_bytes == expected_bytes {
+        return Ok(());
+    }
+    Err(ProtocolError::WrongShape { messages, message_bytes, ranks })
+}
+
+/// Compares the syncs of all ranks. Returns the first field that differs.
+fn compare(messages: &[SyncMessage]) -> Result<(), Box<SyncDifference>> {
+    for field in SyncField::ALL {
+        let groups = groups(messages.iter().map(|message| message.field(field)));
+        if groups.len() > 1 {
+            return Err(Box::new(SyncDifference { field, groups, first_change: None }));
+        }
+    }
+    Ok(())
+}
+
+/// Groups ranks by their value, in ascending order of values.
+pub(crate) fn groups<T: Ord>(values: impl Iterator<Item = T>) -> Vec<(RankSet, T)> {
+    let mut groups: BTreeMap<T, Vec<u32>> = BTreeMap::new();
+    for (value, rank) in values.zip(0..) {
+        groups.entry(value).or_default().push(rank);
+    }
+    groups.into_iter().map(|(value, ranks)| (ranks.into_iter().collect(), value)).collect()
+}
+
+/// A search for the first change that differs, one page of every rank's changes at a time.
+#[derive(Debug, Default)]
+struct ChangeSearch {
+    page: usize,
+}
+
+/// The result of comparing one page.
+#[derive(Debug, PartialEq, Eq)]
+enum Found {
+    /// The page is equal on all ranks. More follow.
+    Nothing,
+    Difference(ChangeDifference),
+    /// The changes of all ranks end here, without a difference.
+    End,
+}
+
+impl ChangeSearch {
+    /// Returns this rank's page.
+    fn page(&self, actions: &SyncActions) -> ChangePage {
+        ChangePage::new(actions, self.page)
+    }
+
+    /// Compares the pages of all ranks and proceeds to the next page.
+    fn advance(&mut self, gathered: &Gathered) -> Result<Found, ProtocolError> {
+        let decode = |(rank, message): (u32, &[u8])| {
+            ChangePage::read_from_bytes(message).map_err(|_| ProtocolError::Garbled { rank })
+        };
+        let pages: Vec<ChangePage> = (0..).zip(gathered.iter()).map(decode).collect::<Result<_, _>>()?;
+        for at in 0..CHANGES_PER_PAGE {
+            let groups = groups(pages.iter().map(|page| page.change(at)));
+            if groups.len() > 1 {
+                return Ok(Found::Difference(ChangeDifference { index: self.page * CHANGES_PER_PAGE + at, groups }));
+            }
+            if groups.iter().all(|(_, change)| change.is_none()) {
+                return Ok(Found::End);
+            }
+        }
+        self.page += 1;
+        Ok(Found::Nothing)
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sync::actions::SegmentTable;
-    use crate::sync::message::{PlanField, SyncContext};
+    use crate::sync::actions::{ChangeKind, SegmentName, SegmentTable, SyncAction, WindowChange};
+    use crate::sync::message::SyncContext;
+    use crate::windows::segment_key::Generation;
     use std::thread;
     use std::time::Duration;
     use symmalloc_agreement::{Point, ThreadTransport};
     use symmalloc_core::config::{Config, PoolConfig};
-    use symmalloc_core::{PoolId, SharedAllocator, StreamId};
+    use symmalloc_core::{PoolId, SegmentId, SharedAllocator, StreamId};
     use symmalloc_sim::SimBackend;
 
     /// The operations of one of two ranks before the exchange.
@@ -139,7 +213,7 @@ mod tests {
                         for size in program.sizes {
                             allocator.allocate(PoolId::DEFAULT, StreamId(0), *size).expect("fits");
                         }
-                        let plan =
+                        let actions =
                             SyncActions::new(&SegmentTable::new(), &allocator.unread(observer).events, &[], |_| 0);
                         let context = SyncContext {
                             mode: program.agrees.into(),
@@ -152,7 +226,13 @@ mod tests {
                             space_bytes: program.space_bytes,
                         };
                         let history = program.agrees.then(|| RankHistory::new(&allocator, Point::Sync));
-                        agree_on_sync(&transport, "tp", history.as_ref(), &plan, &SyncSummary::new(&plan, &context))
+                        agree_on_sync(
+                            &transport,
+                            "tp",
+                            history.as_ref(),
+                            &actions,
+                            &SyncMessage::new(&actions, &context),
+                        )
                     })
                 })
                 .collect();
@@ -185,19 +265,111 @@ mod tests {
     }
 
     #[test]
-    fn without_agreement_the_plans_are_compared_all_the_same() {
+    fn without_agreement_the_actions_are_still_compared() {
         for outcome in run([program(&[30 << 20, 30 << 20], false), program(&[30 << 20, 40 << 20], false)]) {
-            let Err(SyncError::PlansDiffer { difference, .. }) = outcome else { panic!("{outcome:?}") };
-            assert_eq!(difference.field, PlanField::Steps);
-            assert_eq!(difference.first_step.expect("was searched").step, 1);
+            let Err(SyncError::Differ { difference, .. }) = outcome else { panic!("{outcome:?}") };
+            assert_eq!(difference.field, SyncField::Changes);
+            assert_eq!(difference.first_change.expect("was searched").index, 1);
         }
     }
 
     #[test]
     fn ranks_with_other_modes_are_told_so() {
         for outcome in run([program(&[1 << 20], true), program(&[1 << 20], false)]) {
-            let Err(SyncError::PlansDiffer { difference, .. }) = outcome else { panic!("{outcome:?}") };
-            assert_eq!(difference.field, PlanField::Mode);
+            let Err(SyncError::Differ { difference, .. }) = outcome else { panic!("{outcome:?}") };
+            assert_eq!(difference.field, SyncField::Mode);
         }
+    }
+
+    const CONTEXT: SyncContext = SyncContext {
+        mode: 1,
+        offset_checks: false,
+        library: 22809,
+        sync_number: 3,
+        attached: 7,
+        windows: 2,
+        window_bytes: 4 << 20,
+        space_bytes: 144 << 30,
+    };
+
+    /// Returns actions that register this many segments, one of them with another size.
+    fn actions(segments: u32, other: u32) -> SyncActions {
+        let mut actions = SyncActions::default();
+        actions.actions = (0..segments)
+            .map(|segment| SyncAction {
+                change: WindowChange {
+                    kind: ChangeKind::Register,
+                    segment: SegmentName { pool: 0, stream: None, segment: SegmentId(segment) },
+                    size_bytes: if segment == other { 1 } else { 2 },
+                },
+                segment: Generation { pool: PoolId::DEFAULT, stream: None, segment: SegmentId(segment) },
+                base: 0,
+            })
+            .collect();
+        actions
+    }
+
+    fn search(ranks: &[SyncActions]) -> Option<ChangeDifference> {
+        let mut search = ChangeSearch::default();
+        loop {
+            let pages: Vec<u8> = ranks.iter().flat_map(|actions| search.page(actions).as_bytes().to_vec()).collect();
+            match search.advance(&Gathered::new(pages, size_of::<ChangePage>())).expect("whole pages") {
+                Found::Nothing => {}
+                Found::Difference(found) => return Some(found),
+                Found::End => return None,
+            }
+        }
+    }
+
+    #[test]
+    fn the_space_that_a_rank_configures_may_differ() {
+        let one = SyncMessage::new(&actions(3, 9), &CONTEXT);
+        let other = SyncMessage::new(&actions(3, 9), &SyncContext { space_bytes: 1, ..CONTEXT });
+        assert_eq!(compare(&[one, other]), Ok(()));
+    }
+
+    #[test]
+    fn the_most_informative_field_is_named_with_its_ranks() {
+        let one = SyncMessage::new(&actions(3, 9), &CONTEXT);
+        let other = SyncMessage::new(&actions(4, 9), &SyncContext { library: 23007, ..CONTEXT });
+        let difference = compare(&[one, one, other]).expect_err("they differ");
+        assert_eq!(
+            difference.to_string(),
+            "the ranks differ in the version of libnccl; ranks 0-1: 22809; ranks 2: 23007"
+        );
+    }
+
+    #[test]
+    fn another_version_of_the_protocol_is_reported_first() {
+        let own = SyncMessage::new(&actions(1, 9), &CONTEXT);
+        let mut other = SyncMessage::new(&actions(4, 9), &SyncContext { mode: 2, ..CONTEXT });
+        other.as_mut_bytes()[0] += 1;
+        let difference = compare(&[own, other]).expect_err("they differ");
+        assert_eq!(difference.field, SyncField::Protocol);
+        assert!(difference.field.precludes_agreement());
+    }
+
+    #[test]
+    fn the_first_change_that_differs_is_found_on_any_page() {
+        let found = search(&[actions(100, 999), actions(100, 57), actions(100, 999)]).expect("they differ");
+        assert_eq!(found.index, 57);
+        assert_eq!(found.groups.len(), 2);
+        let found = search(&[actions(80, 999), actions(81, 999)]).expect("one has more");
+        assert_eq!((found.index, found.groups[0].1), (80, None));
+        assert_eq!(search(&[actions(80, 999), actions(80, 999)]), None);
+    }
+
+    #[test]
+    fn a_difference_in_changes_reads_as_a_sentence() {
+        let ranks = [actions(1, 9), actions(2, 9)];
+        let messages = ranks.each_ref().map(|actions| SyncMessage::new(actions, &CONTEXT));
+        let mut difference = compare(&messages).expect_err("they differ");
+        assert!(difference.field.is_about_changes());
+        difference.first_change = search(&ranks);
+        assert_eq!(
+            difference.to_string(),
+            "the ranks differ in the number of windows to register; ranks 0: 1; ranks 1: 2; the first difference is change 1; \
+             ranks 0: nothing; ranks 1: register segment 1 of symmetric pool 0 (2 bytes)"
+        );
     }
 }

@@ -4,7 +4,7 @@ use crate::communicator::CommState;
 use crate::communicator::error::CommError;
 use crate::ffi::version::NcclVersion;
 use crate::registrar::offset_difference::OffsetDifference;
-use crate::sync::message::PlanDifference;
+use crate::sync::difference::SyncDifference;
 use crate::windows::segment_key::SegmentKey;
 use std::sync::Arc;
 use symmalloc_agreement::{Disagreement, ProtocolError, TransportError};
@@ -75,7 +75,7 @@ pub enum AttachError {
 
 /// The reason why a sync failed on one communicator.
 ///
-/// After [`Disagreed`](SyncError::Disagreed), [`PlansDiffer`](SyncError::PlansDiffer), [`SymmetricSpace`](SyncError::SymmetricSpace) and
+/// After [`Disagreed`](SyncError::Disagreed), [`Differ`](SyncError::Differ), [`SymmetricSpace`](SyncError::SymmetricSpace) and
 /// [`Capturing`](SyncError::Capturing), nothing was registered or deregistered, and the communicator is unchanged. After any other error
 /// of a collective, the communicator is aborted, its windows are gone, and its segments are released. The allocator and all other
 /// communicators continue to work.
@@ -90,16 +90,16 @@ pub enum SyncError {
         /// The core's report.
         disagreement: Box<Disagreement>,
     },
-    /// The ranks' histories are equal, or were not compared, but their plans differ. The same on every rank.
+    /// The ranks' histories are equal, or were not compared, but their syncs differ. The same on every rank.
     #[error(
         "communicator \"{communicator}\": {difference}: configure the registrars alike, attach the same pools, and sync at \
          the same points of the program on every rank"
     )]
-    PlansDiffer {
+    Differ {
         /// The communicator.
         communicator: String,
         /// The differences and their ranks.
-        difference: Box<PlanDifference>,
+        difference: Box<SyncDifference>,
     },
     /// Offsets or sizes of one collective call differ between ranks. The call was not submitted. The same on every rank.
     #[error("communicator \"{communicator}\": {difference}")]

@@ -1,78 +1,46 @@
-//! Plan summaries, which ranks exchange in the first round of a sync together with their answers to the core's agreement, and reports of
-//! plans that differ.
+//! The messages that ranks exchange in a sync. All integers are little-endian.
 //!
 //! ```text
-//!   message of one rank   ┌──────────────────────┬────────────────────────────────────────────┐
-//!                         │ agreement, 64 bytes  │ summary: one word per field of `PlanField` │
-//!                         └──────────────────────┴────────────────────────────────────────────┘
+//!   first round   agreement's answer, 64 bytes │ SyncMessage, 96 bytes
+//!   page          ChangeMessage, 24 bytes, 40 times          only if the changes differ; repeated until the first difference
 //! ```
 //!
-//! One collective thus settles both. If histories are equal, plans can differ only because the programs differ: in configuration, in
-//! attached pools, or in the number of syncs.
+//! One collective thus compares the histories and the syncs. If the histories are equal, the syncs can differ only because the programs
+//! differ: in configuration, in attached pools, or in the number of syncs.
+//!
+//! A message from another rank is untrusted. Every bit pattern is a valid [`SyncMessage`]; a [`ChangeMessage`] with an unknown kind is none.
 
-use crate::sync::actions::{PlanStep, STEP_BYTES, SyncActions};
-use std::collections::BTreeMap;
-use std::fmt;
-use symmalloc_agreement::{Gathered, RankSet};
+use crate::sync::actions::{ChangeKind, SegmentName, SyncActions, WindowChange};
+use crate::sync::difference::SyncField;
+use symmalloc_core::{SegmentId, StreamId};
+use zerocopy::little_endian::{U32, U64};
+use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-macro_rules! fields {
-    ($($(#[$doc:meta])* $field:ident = $name:literal,)*) => {
-        /// The properties in which the plans of ranks may differ, the most informative first.
-        #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-        #[non_exhaustive]
-        pub enum PlanField {
-            $($(#[$doc])* $field,)*
-        }
+/// Version of the messages of a sync and of a sleep. Increment it when one of them changes.
+pub(crate) const VERSION: u32 = 1;
 
-        impl PlanField {
-            const ALL: [PlanField; [$($name),*].len()] = [$(PlanField::$field),*];
-        }
-
-        impl fmt::Display for PlanField {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str(match self {
-                    $(PlanField::$field => $name,)*
-                })
-            }
-        }
-    };
+/// One rank's sync, without the individual changes. 96 bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+pub(crate) struct SyncMessage {
+    /// [`VERSION`]. A sleep sends a different number in this position, so that ranks in different calls are detected.
+    version: U64,
+    mode: U64,
+    offset_checks: U64,
+    library: U64,
+    attached: U64,
+    sync_number: U64,
+    windows: U64,
+    window_bytes: U64,
+    registrations: U64,
+    deregistrations: U64,
+    /// Digest of the changes.
+    changes: U64,
+    /// Size of the symmetric space in bytes, as configured on this rank. May differ; the largest counts.
+    space_bytes: U64,
 }
 
-fields! {
-    /// The version of this protocol.
-    Protocol = "the version of symmalloc",
-    /// The configured agreement mode.
-    Mode = "the agreement mode",
-    /// The offset check setting.
-    OffsetChecks = "the offset checks",
-    /// The version of libnccl.
-    Library = "the version of libnccl",
-    /// The symmetric pools that are attached for windows.
-    Attached = "the pools that are attached for windows",
-    /// The number of earlier syncs of this communicator.
-    SyncNumber = "the number of syncs of this communicator so far",
-    /// The number of live windows before this sync.
-    Windows = "the number of live windows",
-    /// The size of all live windows before this sync, in bytes.
-    WindowBytes = "the bytes of live windows",
-    /// The number of windows to register.
-    Registrations = "the number of windows to register",
-    /// The number of windows to deregister.
-    Deregistrations = "the number of windows to deregister",
-    /// The steps themselves.
-    Steps = "the segments to register and deregister",
-}
-
-/// One word per field, and the size of the symmetric space, of which the largest counts.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct SyncSummary {
-    /// By [`PlanField`].
-    words: [u64; PlanField::ALL.len()],
-    /// Size of the symmetric space in bytes, as configured on this rank.
-    pub(crate) space_bytes: u64,
-}
-
-/// Inputs of a summary other than the plan.
+/// The fields of a [`SyncMessage`] that do not follow from the actions.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct SyncContext {
     pub(crate) mode: u64,
@@ -85,267 +53,176 @@ pub(crate) struct SyncContext {
     pub(crate) space_bytes: u64,
 }
 
-/// Protocol version. Incremented when the messages of a sync change.
-const PROTOCOL: u64 = 1;
+impl SyncMessage {
+    pub(crate) const BYTES: usize = size_of::<SyncMessage>();
 
-impl SyncSummary {
-    pub(crate) const BYTES: usize = 8 * (PlanField::ALL.len() + 1);
+    pub(crate) fn new(actions: &SyncActions, context: &SyncContext) -> Self {
+        let (registrations, deregistrations) = actions.counts();
+        SyncMessage {
+            version: u64::from(VERSION).into(),
+            mode: context.mode.into(),
+            offset_checks: u64::from(context.offset_checks).into(),
+            library: context.library.into(),
+            attached: context.attached.into(),
+            sync_number: context.sync_number.into(),
+            windows: context.windows.into(),
+            window_bytes: context.window_bytes.into(),
+            registrations: registrations.into(),
+            deregistrations: deregistrations.into(),
+            changes: actions.digest().into(),
+            space_bytes: context.space_bytes.into(),
+        }
+    }
 
-    pub(crate) fn new(plan: &SyncActions, context: &SyncContext) -> Self {
-        let (registrations, deregistrations) = plan.counts();
-        let word = |field| match field {
-            PlanField::Protocol => PROTOCOL,
-            PlanField::Mode => context.mode,
-            PlanField::OffsetChecks => context.offset_checks.into(),
-            PlanField::Library => context.library,
-            PlanField::SyncNumber => context.sync_number,
-            PlanField::Attached => context.attached,
-            PlanField::Windows => context.windows,
-            PlanField::WindowBytes => context.window_bytes,
-            PlanField::Registrations => registrations,
-            PlanField::Deregistrations => deregistrations,
-            PlanField::Steps => plan.digest(),
+    pub(crate) fn space_bytes(&self) -> u64 {
+        self.space_bytes.get()
+    }
+
+    pub(crate) fn field(&self, field: SyncField) -> u64 {
+        let value = match field {
+            SyncField::Protocol => self.version,
+            SyncField::Mode => self.mode,
+            SyncField::OffsetChecks => self.offset_checks,
+            SyncField::Library => self.library,
+            SyncField::Attached => self.attached,
+            SyncField::SyncNumber => self.sync_number,
+            SyncField::Windows => self.windows,
+            SyncField::WindowBytes => self.window_bytes,
+            SyncField::Registrations => self.registrations,
+            SyncField::Deregistrations => self.deregistrations,
+            SyncField::Changes => self.changes,
         };
-        SyncSummary { words: PlanField::ALL.map(word), space_bytes: context.space_bytes }
+        value.get()
     }
+}
 
-    pub(crate) fn write(&self, message: &mut Vec<u8>) {
-        let words = self.words.into_iter().chain([self.space_bytes]);
-        message.extend(words.flat_map(u64::to_le_bytes));
-    }
+/// A segment's name. 12 bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+pub(crate) struct SegmentNameMessage {
+    /// `u32::MAX` if the pool's streams share one heap.
+    stream: U32,
+    pool: U32,
+    segment: U32,
+}
 
-    pub(crate) fn read(bytes: &[u8]) -> Self {
-        let mut words = bytes.chunks_exact(8).map(|word| u64::from_le_bytes(word.try_into().unwrap_or_default()));
-        SyncSummary {
-            words: std::array::from_fn(|_| words.next().unwrap_or(0)),
-            space_bytes: words.next().unwrap_or(0),
+impl From<SegmentName> for SegmentNameMessage {
+    fn from(name: SegmentName) -> Self {
+        SegmentNameMessage {
+            stream: name.stream.map_or(u32::MAX, |stream| stream.0.into()).into(),
+            pool: name.pool.into(),
+            segment: name.segment.0.into(),
         }
     }
 }
 
-/// Compares the plans of all ranks. Returns the first field that differs.
-pub(crate) fn compare(summaries: &[SyncSummary]) -> Result<(), Box<PlanDifference>> {
-    for (index, field) in PlanField::ALL.into_iter().enumerate() {
-        let groups = groups(summaries.iter().map(|summary| summary.words[index]));
-        if groups.len() > 1 {
-            let groups = groups.into_iter().map(|(value, ranks)| PlanGroup { ranks, value }).collect();
-            return Err(Box::new(PlanDifference { field, groups, first_step: None }));
+impl From<SegmentNameMessage> for SegmentName {
+    fn from(name: SegmentNameMessage) -> Self {
+        SegmentName {
+            pool: name.pool.get(),
+            stream: u16::try_from(name.stream.get()).ok().map(StreamId),
+            segment: SegmentId(name.segment.get()),
         }
     }
-    Ok(())
 }
 
-/// Groups ranks by their value, in ascending order of values.
-pub(crate) fn groups<T: Ord>(said: impl Iterator<Item = T>) -> Vec<(T, RankSet)> {
-    let mut groups: BTreeMap<T, Vec<u32>> = BTreeMap::new();
-    for (value, rank) in said.zip(0..) {
-        groups.entry(value).or_default().push(rank);
-    }
-    groups.into_iter().map(|(value, ranks)| (value, ranks.into_iter().collect())).collect()
+/// One change. 24 bytes; all zeros stand for the end of the changes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+pub(crate) struct ChangeMessage {
+    segment: SegmentNameMessage,
+    /// 1: register, 2: grow, 3: deregister.
+    kind: U32,
+    size_bytes: U64,
 }
 
-/// The differences between the plans of the ranks: the same report on every rank. Nothing was registered or deregistered.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct PlanDifference {
-    /// The first field that differs.
-    pub field: PlanField,
-    /// Ranks grouped by their value.
-    pub groups: Vec<PlanGroup>,
-    /// The first step that differs, if the steps were compared.
-    pub first_step: Option<StepDifference>,
-}
-
-/// Ranks with the same value of a [`PlanField`].
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct PlanGroup {
-    /// The ranks.
-    pub ranks: RankSet,
-    /// Their value: a number, or a digest.
-    pub value: u64,
-}
-
-/// The first step at which plans differ.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct StepDifference {
-    /// Index of the step, from 0.
-    pub step: usize,
-    /// Ranks grouped by their step at this index; `None` if the plan has ended.
-    pub groups: Vec<(RankSet, Option<PlanStep>)>,
-}
-
-impl PlanDifference {
-    /// Returns `true` if comparing the individual steps would give more detail.
-    pub(crate) fn is_about_steps(&self) -> bool {
-        matches!(self.field, PlanField::Registrations | PlanField::Deregistrations | PlanField::Steps)
-    }
-
-    /// Returns `true` if the ranks cannot take part in the same agreement.
-    pub(crate) fn precludes_agreement(&self) -> bool {
-        matches!(self.field, PlanField::Protocol | PlanField::Mode | PlanField::Attached)
-    }
-
-    fn is_digest(&self) -> bool {
-        matches!(self.field, PlanField::Attached | PlanField::Steps)
+impl From<WindowChange> for ChangeMessage {
+    fn from(change: WindowChange) -> Self {
+        let kind: u32 = match change.kind {
+            ChangeKind::Register => 1,
+            ChangeKind::Grow => 2,
+            ChangeKind::Deregister => 3,
+        };
+        ChangeMessage { segment: change.segment.into(), kind: kind.into(), size_bytes: change.size_bytes.into() }
     }
 }
 
-impl fmt::Display for PlanDifference {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "the ranks differ in {}", self.field)?;
-        for PlanGroup { ranks, value } in &self.groups {
-            write!(f, "; ranks {ranks}: ")?;
-            if self.is_digest() { write!(f, "digest {value:016x}") } else { write!(f, "{value}") }?;
-        }
-        let Some(first) = &self.first_step else { return Ok(()) };
-        write!(f, "; the first difference is step {}", first.step)?;
-        for (ranks, step) in &first.groups {
-            match step {
-                Some(step) => write!(f, "; ranks {ranks}: {step}")?,
-                None => write!(f, "; ranks {ranks}: nothing")?,
-            }
-        }
-        Ok(())
+impl ChangeMessage {
+    /// Returns `None` for the end of the changes, or an unknown kind.
+    pub(crate) fn decode(&self) -> Option<WindowChange> {
+        let kind = match self.kind.get() {
+            1 => ChangeKind::Register,
+            2 => ChangeKind::Grow,
+            3 => ChangeKind::Deregister,
+            _ => return None,
+        };
+        Some(WindowChange { kind, segment: self.segment.into(), size_bytes: self.size_bytes.get() })
     }
 }
 
-/// Number of steps per message.
-const STEPS_PER_PAGE: usize = 40;
+/// Number of changes per page.
+pub(crate) const CHANGES_PER_PAGE: usize = 40;
 
-/// A search for the first step that differs, one page of every rank's steps at a time.
-#[derive(Debug, Default)]
-pub(crate) struct StepSearch {
-    page: usize,
-}
+/// A page of one rank's changes. 960 bytes.
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+pub(crate) struct ChangePage([ChangeMessage; CHANGES_PER_PAGE]);
 
-impl StepSearch {
-    pub(crate) const MESSAGE_BYTES: usize = STEPS_PER_PAGE * STEP_BYTES;
-
-    /// Writes this rank's page.
-    pub(crate) fn write(&self, plan: &SyncActions, message: &mut Vec<u8>) {
-        let end = message.len() + Self::MESSAGE_BYTES;
-        let actions = plan.actions.iter().skip(self.page * STEPS_PER_PAGE).take(STEPS_PER_PAGE);
-        actions.for_each(|action| action.step.write(message));
-        message.resize(end, 0);
+impl ChangePage {
+    /// Returns the page with this number, from 0.
+    pub(crate) fn new(actions: &SyncActions, page: usize) -> Self {
+        let mut changes = actions.actions.iter().skip(page * CHANGES_PER_PAGE).map(|action| action.change);
+        let none = ChangeMessage::new_zeroed();
+        ChangePage(std::array::from_fn(|_| changes.next().map_or(none, ChangeMessage::from)))
     }
 
-    /// Compares the pages of all ranks. Returns the first difference once it is found, or `Err` if all plans have ended without one.
-    pub(crate) fn advance(&mut self, gathered: &Gathered) -> Result<Option<StepDifference>, ()> {
-        for place in 0..STEPS_PER_PAGE {
-            let at = |message: &[u8]| PlanStep::read(&message[place * STEP_BYTES..(place + 1) * STEP_BYTES]);
-            let groups = groups(gathered.iter().map(at));
-            if groups.len() > 1 {
-                let groups = groups.into_iter().map(|(step, ranks)| (ranks, step)).collect();
-                return Ok(Some(StepDifference { step: self.page * STEPS_PER_PAGE + place, groups }));
-            }
-            if groups.iter().all(|(step, _)| step.is_none()) {
-                return Err(());
-            }
-        }
-        self.page += 1;
-        Ok(None)
+    pub(crate) fn change(&self, index: usize) -> Option<WindowChange> {
+        self.0[index].decode()
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::sync::actions::{SegmentName, SegmentTable, StepKind};
-    use crate::windows::segment_key::Generation;
-    use symmalloc_core::backend::DeviceAddress;
-    use symmalloc_core::{PoolId, SegmentId};
+    use zerocopy::transmute;
 
-    const CONTEXT: SyncContext = SyncContext {
-        mode: 1,
-        offset_checks: false,
-        library: 22809,
-        sync_number: 3,
-        attached: 7,
-        windows: 2,
-        window_bytes: 4 << 20,
-        space_bytes: 144 << 30,
-    };
-
-    /// Returns a plan that registers this many segments, one of them with another size.
-    fn plan(segments: u32, other: u32) -> SyncActions {
-        let mut plan = SyncActions::new(&SegmentTable::new(), &[], &[], |_| 0);
-        plan.actions = (0..segments)
-            .map(|segment| crate::sync::actions::SyncAction {
-                step: PlanStep {
-                    kind: StepKind::Register,
-                    segment: SegmentName { pool: 0, stream: None, segment: SegmentId(segment) },
-                    size_bytes: if segment == other { 1 } else { 2 },
-                },
-                segment: Generation { pool: PoolId::DEFAULT, stream: None, segment: SegmentId(segment) },
-                base: DeviceAddress(0).0,
-            })
-            .collect();
-        plan
+    #[test]
+    fn messages_have_the_documented_layout() {
+        assert_eq!((SyncMessage::BYTES, size_of::<ChangeMessage>(), size_of::<ChangePage>()), (96, 24, 960));
+        let segment = SegmentName { pool: 3, stream: Some(StreamId(2)), segment: SegmentId(7) };
+        let change = WindowChange { kind: ChangeKind::Deregister, segment, size_bytes: 0x0102 };
+        let bytes: [u8; 24] = transmute!(ChangeMessage::from(change));
+        assert_eq!(bytes, [2, 0, 0, 0, 3, 0, 0, 0, 7, 0, 0, 0, 3, 0, 0, 0, 2, 1, 0, 0, 0, 0, 0, 0]);
+        let actions = SyncActions::default();
+        let context = SyncContext {
+            mode: 2,
+            offset_checks: true,
+            library: 22809,
+            sync_number: 4,
+            attached: 5,
+            windows: 6,
+            window_bytes: 7,
+            space_bytes: 12,
+        };
+        let words: [[u8; 8]; 12] = transmute!(SyncMessage::new(&actions, &context));
+        assert_eq!(words.map(u64::from_le_bytes), [1, 2, 1, 22809, 5, 4, 6, 7, 0, 0, actions.digest(), 12]);
     }
 
-    fn search(plans: &[SyncActions]) -> Option<StepDifference> {
-        let mut search = StepSearch::default();
-        loop {
-            let mut messages = Vec::new();
-            plans.iter().for_each(|plan| search.write(plan, &mut messages));
-            match search.advance(&Gathered::new(messages, StepSearch::MESSAGE_BYTES)) {
-                Ok(None) => {}
-                Ok(found) => return found,
-                Err(()) => return None,
+    #[test]
+    fn decoding_a_change_inverts_encoding_it() {
+        for kind in [ChangeKind::Register, ChangeKind::Grow, ChangeKind::Deregister] {
+            for stream in [None, Some(StreamId(0)), Some(StreamId::MAX)] {
+                let segment = SegmentName { pool: 3, stream, segment: SegmentId(7) };
+                let change = WindowChange { kind, segment, size_bytes: 1 << 40 };
+                assert_eq!(ChangeMessage::from(change).decode(), Some(change));
             }
         }
     }
 
     #[test]
-    fn a_summary_survives_its_message() {
-        let summary = SyncSummary::new(&plan(3, 9), &CONTEXT);
-        let mut message = Vec::new();
-        summary.write(&mut message);
-        assert_eq!(message.len(), SyncSummary::BYTES);
-        assert_eq!(SyncSummary::read(&message), summary);
-    }
-
-    #[test]
-    fn the_space_that_a_rank_wants_is_no_difference() {
-        let one = SyncSummary::new(&plan(3, 9), &CONTEXT);
-        let other = SyncSummary::new(&plan(3, 9), &SyncContext { space_bytes: 1, ..CONTEXT });
-        assert_eq!(compare(&[one, other]), Ok(()));
-    }
-
-    #[test]
-    fn the_most_telling_field_is_named_with_its_ranks() {
-        let one = SyncSummary::new(&plan(3, 9), &CONTEXT);
-        let other = SyncSummary::new(&plan(4, 9), &SyncContext { library: 23007, ..CONTEXT });
-        let difference = compare(&[one, one, other]).expect_err("they differ");
-        assert_eq!(
-            difference.to_string(),
-            "the ranks differ in the version of libnccl; ranks 0-1: 22809; ranks 2: 23007"
-        );
-    }
-
-    #[test]
-    fn the_first_step_that_differs_is_found_on_any_page() {
-        let found = search(&[plan(100, 999), plan(100, 57), plan(100, 999)]).expect("they differ");
-        assert_eq!(found.step, 57);
-        assert_eq!(found.groups.len(), 2);
-        let found = search(&[plan(80, 999), plan(81, 999)]).expect("one has more");
-        assert_eq!((found.step, found.groups[0].1), (80, None));
-        assert_eq!(search(&[plan(80, 999), plan(80, 999)]), None);
-    }
-
-    #[test]
-    fn a_difference_in_steps_reads_as_a_sentence() {
-        let plans = [plan(1, 9), plan(2, 9)];
-        let summaries = plans.each_ref().map(|plan| SyncSummary::new(plan, &CONTEXT));
-        let mut difference = compare(&summaries).expect_err("they differ");
-        assert!(difference.is_about_steps());
-        difference.first_step = search(&plans);
-        assert_eq!(
-            difference.to_string(),
-            "the ranks differ in the number of windows to register; ranks 0: 1; ranks 1: 2; the first difference is step 1; \
-             ranks 0: nothing; ranks 1: register segment 1 of symmetric pool 0 (2 bytes)"
-        );
+    fn unknown_kinds_are_no_changes() {
+        assert_eq!(ChangeMessage::new_zeroed().decode(), None);
+        let garbled: ChangeMessage = transmute!([0xff_u8; 24]);
+        assert_eq!(garbled.decode(), None);
     }
 }

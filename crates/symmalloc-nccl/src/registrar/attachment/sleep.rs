@@ -5,7 +5,7 @@ use crate::communicator::registration::Registered;
 use crate::registrar::attachment::{Attachment, SyncState};
 use crate::registrar::settings::{Registration, Synced};
 use crate::sleep::saved_registrations::{SavedBuffers, SavedRegistrations, SavedWindow, digest};
-use crate::sync::actions::{PlanStep, SegmentName, StepKind, SyncAction};
+use crate::sync::actions::{ChangeKind, SegmentName, SyncAction, WindowChange};
 use crate::sync::error::SyncError;
 use crate::transport::NcclTransport;
 use crate::windows::segment_key::{Generation, SegmentKey};
@@ -100,8 +100,8 @@ impl Attachment {
         let (Some(space), Some(saved)) = (&state.space, state.saved.get(&pool)) else { return Ok(()) };
         let mut space: SymmetricSpace = space.clone();
         let actions = saved.windows.iter().map(|window| window.action);
-        actions.into_iter().try_for_each(|SyncAction { step, segment, .. }| {
-            if space.take(segment, step.size_bytes) { Ok(()) } else { Err(step.size_bytes) }
+        actions.into_iter().try_for_each(|SyncAction { change, segment, .. }| {
+            if space.take(segment, change.size_bytes) { Ok(()) } else { Err(change.size_bytes) }
         })
     }
 
@@ -110,11 +110,12 @@ impl Attachment {
         let SavedRegistrations { windows, buffers } = state.saved.remove(&pool).unwrap_or_default();
         let (mut back, mut synced) = (BroughtBack::default(), Synced::default());
         for SavedWindow { action, handle } in windows {
-            let has_room = state.space.as_mut().is_none_or(|space| space.take(action.segment, action.step.size_bytes));
+            let has_room =
+                state.space.as_mut().is_none_or(|space| space.take(action.segment, action.change.size_bytes));
             debug_assert!(has_room, "checked before the decision");
             self.register(state, &action, &mut synced).map_err(|error| self.failed(error))?;
             if state.windows.get(&action.segment).and_then(handle_of) != handle {
-                back.changed.push(action.step.segment);
+                back.changed.push(action.change.segment);
             }
         }
         for SavedBuffers { segment, pieces, entry } in buffers {
@@ -182,8 +183,8 @@ impl SyncState {
 
 fn action_of(ordinal: u32, segment: Generation, registered: &Registered) -> SyncAction {
     let name = SegmentName { pool: ordinal, stream: segment.stream, segment: segment.segment };
-    let step = PlanStep { kind: StepKind::Register, segment: name, size_bytes: registered.size_bytes() };
-    SyncAction { step, segment, base: registered.base() }
+    let change = WindowChange { kind: ChangeKind::Register, segment: name, size_bytes: registered.size_bytes() };
+    SyncAction { change, segment, base: registered.base() }
 }
 
 fn handle_of(registered: &Registered) -> Option<crate::ffi::handles::WindowHandle> {

@@ -5,7 +5,7 @@ use std::time::Instant;
 use stub_process::{cuda, nccl, nccl_test};
 use symmalloc_agreement::Cause;
 use symmalloc_cuda::{CudaBackend, DeviceBuffer, Pool};
-use symmalloc_nccl::{PlanField, ReduceOp, Registration, SyncError};
+use symmalloc_nccl::{ReduceOp, Registration, SyncError, SyncField};
 
 /// Runs a program in which rank 1 diverges. Returns the error of the sync on each rank, after which nothing new may be registered.
 fn injected(
@@ -85,10 +85,10 @@ nccl_test!(without_agreement_plans_that_differ_are_reported_on_all, {
         let pool = it.attached_pool();
         let _tensors = [30, if it.rank == 1 { 50 } else { 40 }].map(|size| it.take(&pool, size * MIB));
         let error = it.registrar.sync(&[&it.world]).expect_err("they differ");
-        let SyncError::PlansDiffer { difference, .. } = &error else { panic!("{error}") };
-        assert_eq!(difference.field, PlanField::Steps);
-        let first = difference.first_step.as_ref().expect("the steps were compared");
-        assert_eq!((first.step, first.groups.len()), (1, 2));
+        let SyncError::Differ { difference, .. } = &error else { panic!("{error}") };
+        assert_eq!(difference.field, SyncField::Changes);
+        let first = difference.first_change.as_ref().expect("the changes were compared");
+        assert_eq!((first.index, first.groups.len()), (1, 2));
         assert!(error.to_string().contains("ranks 0,2: register segment 1"), "{error}");
         it.world.check().expect("the communicator still works");
         error
@@ -104,7 +104,7 @@ nccl_test!(ranks_whose_plans_differed_and_that_made_up_for_it_sync, {
         let _first = it.take(&pool, 30 * MIB);
         let _second = (it.rank == 0).then(|| it.take(&pool, 40 * MIB));
         let error = it.registrar.sync(&[&it.world]).expect_err("they differ");
-        assert!(matches!(error, SyncError::PlansDiffer { .. }), "{error}");
+        assert!(matches!(error, SyncError::Differ { .. }), "{error}");
         let _made_up = (it.rank == 1).then(|| it.take(&pool, 40 * MIB));
         let synced = it.registrar.sync(&[&it.world]).expect("all ranks have the same segments by now");
         assert_eq!((synced.registrations, it.registrar.stats().windows), (2, 2));
@@ -122,8 +122,8 @@ nccl_test!(pools_that_are_attached_on_some_ranks_only_are_reported_on_all, {
         it.registrar.sync(&[&it.world]).expect_err("they differ")
     });
     for error in outcomes {
-        let SyncError::PlansDiffer { difference, .. } = &error else { panic!("{error}") };
-        assert_eq!(difference.field, PlanField::Attached);
+        let SyncError::Differ { difference, .. } = &error else { panic!("{error}") };
+        assert_eq!(difference.field, SyncField::Attached);
     }
     nothing_is_left();
 });

@@ -28,7 +28,7 @@ impl Visit for Fields<'_> {
 
 impl Subscriber for Listener {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        let told = ["window.registered", "window.deregistered", "communicator.dropped", "plans.diverged", "sync.done"];
+        let told = ["window.registered", "window.deregistered", "communicator.dropped", "sync.diverged", "sync.done"];
         metadata.target() == "symmalloc" && told.contains(&metadata.name())
     }
     fn event(&self, event: &Event<'_>) {
@@ -70,7 +70,7 @@ nccl_test!(windows_and_communicators_are_told_with_stable_names_and_fields, {
         let _tensors: Vec<_> = (0..sizes).map(|_| it.take(&pool, 30 * MIB)).collect();
         it.registrar.sync(&[&other]).expect_err("they differ");
         let heard = listener.heard();
-        assert!(heard[0].starts_with("plans.diverged communicator=\"world/1.0\" rank="), "{heard:?}");
+        assert!(heard[0].starts_with("sync.diverged communicator=\"world/1.0\" rank="), "{heard:?}");
         other.abort().expect("in time");
         it.registrar.sweep();
         let dropped = "communicator.dropped communicator=\"world/1.0\" state=aborted windows=0";

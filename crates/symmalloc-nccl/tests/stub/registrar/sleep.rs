@@ -253,7 +253,7 @@ nccl_test!(ranks_that_make_other_calls_are_told_alike_and_nothing_is_done, {
         // One rank sleeps while the other syncs.
         if is_second {
             let error = it.registrar.sync(&[&it.world]).expect_err("a sleep");
-            assert!(matches!(error, SyncError::PlansDiffer { .. }), "{error}");
+            assert!(matches!(error, SyncError::Differ { .. }), "{error}");
         } else {
             assert_eq!(field(sleep(pool.id(), Contents::Drop).expect_err("a sync")), SleepField::Protocol);
         }
