@@ -1,4 +1,4 @@
-//! Metrics of a registrar. Feature `metrics`.
+//! Metrics of a registrar. Requires the feature `metrics`.
 
 use crate::registrar::Registrar;
 use crate::registrar::stats::{CommunicatorStats, RegistrarStats};

@@ -1,4 +1,4 @@
-//! Ended communicators that other ranks may still mention.
+//! Ended communicators that other ranks may still name in their messages.
 
 use symmalloc_core::PoolId;
 

@@ -1,4 +1,4 @@
-//! The message exchange of one sync: usually one collective, more only if ranks differ.
+//! The message exchange of one sync. It takes one collective, or more if ranks differ.
 //!
 //! ```text
 //!   agreement's answer + plan's summary ──► all-gather ─┬─ all equal ─────────────────────────► carry the plan out
@@ -114,10 +114,10 @@ mod tests {
     use symmalloc_core::{PoolId, SharedAllocator, StreamId};
     use symmalloc_sim::SimBackend;
 
-    /// The operations of one of two ranks before the exchange.
+    /// The operations that one of two ranks performs before the exchange.
     struct Program {
         sizes: &'static [u64],
-        /// Set if histories are compared.
+        /// `true` if histories are compared.
         agrees: bool,
         space_bytes: u64,
     }

@@ -5,7 +5,7 @@ use crate::registrar::segment_key::Generation;
 use crate::registrar::sync_actions::{SyncAction, fold};
 use crate::registrar::window::Entry;
 
-/// A sleeping pool on one communicator.
+/// The saved registrations of a sleeping pool on one communicator.
 #[derive(Debug, Default)]
 pub(crate) struct SavedRegistrations {
     /// Windows in registration order.

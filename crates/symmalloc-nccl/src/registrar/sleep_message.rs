@@ -20,7 +20,7 @@ use symmalloc_core::{SegmentId, StreamId};
 
 /// Distinct from every value that a sync sends in this position.
 const PROTOCOL: u64 = 1 << 32 | 1;
-/// Number of words of a head: equal to that of a sync's summary.
+/// Number of words of a head, equal to that of a sync's summary.
 const HEAD_WORDS: usize = SyncSummary::BYTES / 8;
 /// Rows per page.
 const PAGE_ROWS: usize = 8;
@@ -47,7 +47,7 @@ pub(super) fn call_of(contents: Contents) -> u64 {
         Contents::Keep => 1,
         Contents::Drop => 2,
         Contents::Zero => 3,
-        // A kind that this version does not know.
+        // A kind of contents that this version does not know.
         _ => u64::MAX,
     }
 }
@@ -161,7 +161,7 @@ pub(super) fn exchange<E>(
 pub(super) struct Named {
     pub(super) communicator: u64,
     pub(super) ranks: u32,
-    /// Set if it is usable.
+    /// `true` if the communicator is usable.
     pub(super) is_ready: bool,
     pub(super) windows: u64,
 }
@@ -185,17 +185,17 @@ pub(super) struct Known {
 }
 
 impl Known {
-    /// Returns `true` if all of its ranks have reported, whether it is usable on them or not.
+    /// Returns `true` if all of the communicator's ranks have reported it, as usable or not.
     pub(super) fn is_whole(self) -> bool {
         self.named == self.ranks
     }
 
-    /// Returns `true` if all of its ranks have reported it as usable.
+    /// Returns `true` if all of the communicator's ranks have reported it as usable.
     pub(super) fn is_ready(self) -> bool {
         self.ready == self.ranks
     }
 
-    /// Returns `true` if all of its ranks have reported that it ended.
+    /// Returns `true` if all of the communicator's ranks have reported that it ended.
     pub(super) fn is_over(self) -> bool {
         self.is_whole() && self.ready == 0
     }
@@ -285,7 +285,7 @@ pub(super) fn read_verdict(message: &[u8]) -> Option<Obstacle> {
     })
 }
 
-/// A finding that a rank reports once it is awake.
+/// A finding that a rank reports after it has woken the pool.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Finding {
     /// A communicator that has ended.

@@ -19,7 +19,7 @@ use symmalloc_core::PoolId;
 use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
 
-/// The reason why an op does not proceed beyond `Agree`.
+/// A reason to end the op after `Agree`.
 enum Stop {
     Differ(SleepDifference),
     Disagreed(Box<Disagreement>),
@@ -29,7 +29,7 @@ enum Stop {
 /// The result of `Agree`.
 pub(super) struct Agreed {
     pub(super) heads: Vec<Head>,
-    /// Communicators of this rank that are not usable on all of their ranks.
+    /// Communicators of this rank that are unusable on at least one of their ranks.
     pub(super) broken: BTreeSet<u64>,
     /// Ended communicators that were removed on this rank.
     pub(super) ended: Vec<EndedComm>,
@@ -50,7 +50,7 @@ pub(super) struct Member<'a> {
     pub(super) state: MutexGuard<'a, SyncState>,
 }
 
-/// A sleep or wake in progress on this rank. It excludes syncs of its communicators.
+/// A sleep or wake in progress on this rank. Its communicators cannot be synced meanwhile.
 pub(super) struct Run<'a> {
     pub(super) registrar: &'a Registrar,
     pub(super) pool: PoolId,
@@ -61,7 +61,8 @@ pub(super) struct Run<'a> {
 }
 
 impl Registrar {
-    /// Checks that the call can begin and returns the pool's communicators, the given one first, then the others in their order.
+    /// Checks that the call can begin. Returns the pool's communicators, starting with the given one, followed by the others in their
+    /// order.
     pub(super) fn begin_together(
         &self,
         over: &Communicator,
@@ -71,7 +72,7 @@ impl Registrar {
         self.allocator.core().phase(pool)?;
         let members = self.members_of(over, pool).map_err(|error| match error {
             SyncError::Gone { communicator, state, cause } => {
-                // The call is still part of the history.
+                // The call is part of the history even though it fails.
                 self.note(pool, asked);
                 SleepError::Gone { communicator, state, cause }
             }
@@ -111,7 +112,7 @@ impl Registrar {
         });
         let mut all = self.ended.lock().unwrap_or_else(PoisonError::into_inner);
         all.extend(ended);
-        // A removed pool neither sleeps nor wakes.
+        // A removed pool neither sleeps nor wakes again.
         all.retain(|ended| ended.pools.iter().any(|pool| self.allocator.core().phase(*pool).is_ok()));
     }
 
@@ -197,7 +198,7 @@ impl<'a> Run<'a> {
         self.registrar.note(self.pool, self.asked);
     }
 
-    /// Like [`note`](Self::note), for an op that an obstacle prevents.
+    /// Calls [`note`](Self::note) for an op that an obstacle prevents, and returns the obstacle.
     pub(super) fn unseen(&self, obstacle: Obstacle) -> Obstacle {
         self.note();
         obstacle
@@ -254,7 +255,7 @@ impl<'a> Run<'a> {
             let is_broken = |name: &u64| known.get(name).is_none_or(|known| !known.is_ready());
             broken = self.members[1..].iter().map(|member| member.name).filter(is_broken).collect();
             let mut remembered = registrar.ended.lock().unwrap_or_else(PoisonError::into_inner);
-            // No rank mentions a communicator again after all ranks have removed it.
+            // After all ranks have removed a communicator, no rank names it again.
             remembered.retain(|ended| known.get(&ended.communicator).is_none_or(|known| !known.is_over()));
         }
         Ok(Agreed { heads, broken, ended })
@@ -329,7 +330,7 @@ impl<'a> Run<'a> {
         Ok(verdicts.filter_map(|(obstacle, rank)| Some(RankObstacle { rank, obstacle: obstacle? })).collect())
     }
 
-    /// Returns `true` if NCCL is still inside a communicator that has registrations of the pool.
+    /// Returns `true` if an NCCL call still runs on a communicator that has registrations of the pool.
     pub(super) fn is_held(&self) -> bool {
         self.members.iter().any(|member| member.attachment.holds(&member.state, self.pool))
     }

@@ -1,5 +1,5 @@
-//! Plan summaries, which ranks exchange in the first round of a sync together with their answers to the core's agreement, and reports of
-//! plans that differ.
+//! Plan summaries, and reports of plans that differ. Ranks exchange summaries in the first round of a sync, together with their messages of
+//! the core's agreement.
 //!
 //! ```text
 //!   message of one rank   ┌──────────────────────┬────────────────────────────────────────────┐
@@ -7,8 +7,8 @@
 //!                         └──────────────────────┴────────────────────────────────────────────┘
 //! ```
 //!
-//! One collective thus settles both. If histories are equal, plans can differ only because the programs differ: in configuration, in
-//! attached pools, or in the number of syncs.
+//! One collective therefore compares both histories and plans. If histories are equal, plans can differ only because the programs differ:
+//! in configuration, in attached pools, or in the number of syncs.
 
 use crate::registrar::sync_actions::{PlanStep, STEP_BYTES, SyncActions};
 use std::collections::BTreeMap;
@@ -17,7 +17,7 @@ use symmalloc_agreement::{Gathered, RankSet};
 
 macro_rules! fields {
     ($($(#[$doc:meta])* $field:ident = $name:literal,)*) => {
-        /// The properties in which the plans of ranks may differ, the most informative first.
+        /// The properties in which the plans of ranks can differ, the most informative first.
         #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
         #[non_exhaustive]
         pub enum PlanField {
@@ -63,10 +63,10 @@ fields! {
     Steps = "the segments to register and deregister",
 }
 
-/// One word per field, and the size of the symmetric space, of which the largest counts.
+/// One word per field, and the size of the symmetric space. Ranks use the largest size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct SyncSummary {
-    /// By [`PlanField`].
+    /// Indexed by [`PlanField`].
     words: [u64; PlanField::ALL.len()],
     /// Size of the symmetric space in bytes, as configured on this rank.
     pub(crate) space_bytes: u64,
@@ -144,7 +144,7 @@ pub(crate) fn groups<T: Ord>(said: impl Iterator<Item = T>) -> Vec<(T, RankSet)>
     groups.into_iter().map(|(value, ranks)| (value, ranks.into_iter().collect())).collect()
 }
 
-/// The differences between the plans of the ranks: the same report on every rank. Nothing was registered or deregistered.
+/// The differences between the plans of the ranks. Every rank has the same report. Nothing was registered or deregistered.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PlanDifference {
@@ -177,7 +177,7 @@ pub struct StepDifference {
 }
 
 impl PlanDifference {
-    /// Returns `true` if comparing the individual steps would give more detail.
+    /// Returns `true` if a comparison of the individual steps would give more detail.
     pub(crate) fn is_about_steps(&self) -> bool {
         matches!(self.field, PlanField::Registrations | PlanField::Deregistrations | PlanField::Steps)
     }
