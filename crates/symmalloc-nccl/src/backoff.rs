@@ -4,12 +4,12 @@ use std::time::{Duration, Instant};
 
 /// Time during which a wait polls continuously: most collectives complete within it.
 const SPIN: Duration = Duration::from_micros(60);
-/// Time during which it yields the core between polls.
+/// Time after that during which a wait yields the core between polls.
 const YIELD: Duration = Duration::from_micros(250);
 /// Longest sleep between two polls.
 const LONGEST_SLEEP: Duration = Duration::from_millis(2);
 
-/// A wait with a time limit. The polling interval grows: a wait overshoots by at most an eighth of its duration, and a wait of minutes
+/// A wait with a time limit and a growing polling interval. A wait overshoots by at most an eighth of its duration, and a wait of minutes
 /// costs almost nothing.
 #[derive(Debug)]
 pub(crate) struct Backoff {

@@ -1,10 +1,10 @@
 //! Collectives over any type from which cudarc obtains a device pointer: this library's buffers, their views, `CudaSlice`.
 //!
-//! All ranks of a communicator must call the same collectives in the same order. Each call returns when the work is in the stream. Uses of
-//! a [`DeviceBuffer`](symmalloc_cuda::DeviceBuffer) by other streams are waited for on the device, as for all buffers. Lengths are checked
-//! on this rank. Use the agreement to check that they are equal on all ranks.
+//! All ranks of a communicator must call the same collectives in the same order. Each call returns when the work is in the stream. As with
+//! all buffers, the device waits for uses of a [`DeviceBuffer`](symmalloc_cuda::DeviceBuffer) by other streams. Lengths are checked on this
+//! rank. Use the agreement to check that they are equal on all ranks.
 //!
-//! Collectives that only move elements (gather, broadcast, send) support any type as its bytes.
+//! Collectives that only move elements (gather, broadcast, send) support every type, by moving its bytes.
 
 pub(crate) mod data_type;
 pub(crate) mod group;
@@ -17,7 +17,7 @@ use crate::communicator::{Communicator, submit};
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
 use std::sync::Arc;
 
-/// Defines the collectives of a type that has a method `collective`, which performs any of them.
+/// Defines the collectives of a type in terms of its method `collective`.
 macro_rules! collectives {
     ($(#[$errors:meta])* impl $owner:ty, $error:ty) => {
         impl $owner {

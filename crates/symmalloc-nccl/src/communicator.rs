@@ -61,15 +61,16 @@ use symmalloc_cuda::CudaDevice;
 
 /// A safe wrapper of `ncclComm_t`. Clones are cheap and refer to the same communicator.
 ///
-/// Any thread may use it. Host calls are serialized. Every rank must call the same collectives, including registrations and splits, in the
-/// same order, so threads that share a communicator must agree on an order.
+/// Any thread can use a communicator. Host calls are serialized. Every rank must call the same collectives, including registrations and
+/// splits, in the same order, so threads that share a communicator must agree on an order.
 ///
 /// # Deadlines
 /// No wait for other ranks lasts longer than the [`deadline`](CommunicatorBuilder::deadline) without progress, on the host or on the
 /// device. A [watchdog](crate::WatchdogMode) determines which rank is gone, stopped or stuck. Calls and waits then return
-/// [`CommError::Failed`], and the communicator and its windows are gone; the allocator and other communicators continue to work. NCCL
+/// [`CommError::Failed`], and the communicator and its windows are gone. The allocator and other communicators continue to work. NCCL
 /// cannot cancel a single call. While connecting, and for operations that the watchdog does not observe, the error is
-/// [`CommError::Deadline`], which names no rank. Wait for streams with [`synchronize`](Self::synchronize). See `docs/watchdog.md`.
+/// [`CommError::Deadline`], which does not identify a rank. Wait for streams with [`synchronize`](Self::synchronize). See
+/// `docs/watchdog.md`.
 ///
 /// A kernel on symmetric windows has no abort flag, and the driver waits for it in `exit`. If such a kernel waits for a missing peer, the
 /// communicator is [`Lost`](CommState::Lost) and the watchdog ends the process, unless it is configured not to.
@@ -109,22 +110,22 @@ impl Communicator {
         self.shared.ranks
     }
 
-    /// Returns its name. The name of a split is its parent's name with the number of the split and the color: "world/1.0".
+    /// Returns the communicator's name. The name of a split is its parent's name with the number of the split and the color: "world/1.0".
     pub fn name(&self) -> &str {
         &self.shared.name
     }
 
-    /// Returns its device.
+    /// Returns the communicator's device.
     pub fn device(&self) -> &Arc<CudaDevice> {
         &self.shared.device
     }
 
-    /// Returns the library that it uses.
+    /// Returns the library that the communicator uses.
     pub fn nccl(&self) -> &'static Nccl {
         self.shared.nccl
     }
 
-    /// Returns the longest time that it waits for other ranks without progress.
+    /// Returns the longest time that the communicator waits for other ranks without progress.
     pub fn deadline(&self) -> Duration {
         self.shared.deadline
     }
@@ -134,22 +135,22 @@ impl Communicator {
         self.shared.mode == Mode::Blocking
     }
 
-    /// Returns its position among all communicators of the job, equal on all its ranks.
+    /// Returns the communicator's position among all communicators of the job, which is equal on all of its ranks.
     pub fn order(&self) -> &CommOrder {
         &self.shared.order
     }
 
-    /// Returns its state. Never waits.
+    /// Returns the communicator's state. Never waits.
     pub fn state(&self) -> CommState {
         self.shared.state()
     }
 
-    /// Returns the error that ended it, if any. Never waits.
+    /// Returns the error that ended the communicator, if any. Never waits.
     pub fn cause(&self) -> Option<CommError> {
         lock(&self.shared.life).cause.as_deref().cloned()
     }
 
-    /// Checks that it is ready and that NCCL reports no error. Waits while another thread calls NCCL with it.
+    /// Checks that the communicator is ready and that NCCL reports no error. Waits while another thread calls NCCL with it.
     ///
     /// # Errors
     /// [`CommError::Gone`], or the error that NCCL reports, which ends the communicator.
@@ -159,21 +160,21 @@ impl Communicator {
         settle(from_mut(&mut access), Stage::Submit, &None, &backoff)
     }
 
-    /// Returns NCCL's communicator, for calls that this type does not offer; null if it has ended. Never waits.
+    /// Returns NCCL's communicator, for calls that this type does not offer, or null if the communicator has ended. Never waits.
     ///
     /// The caller must ensure that no other thread calls NCCL with this communicator at the same time.
     pub fn raw(&self) -> *mut c_void {
         lock(&self.shared.life).comm.as_ptr()
     }
 
-    /// Splits it into new communicators of ranks with the same color, ordered by key and then by rank. All ranks must call it. Returns
-    /// `None` on a rank without a color, which joins no communicator.
+    /// Splits the communicator into new ones, each with the ranks of one color, ordered by key and then by rank. All ranks must call it.
+    /// Returns `None` on a rank without a color, which joins no communicator.
     ///
     /// The new communicator inherits the deadline and the mode. Its name is the parent's name with the number of the split and the color.
     ///
     /// # Errors
-    /// Returns an error if ranks do not arrive within the deadline, or NCCL or the driver fails; this communicator has ended then.
-    /// Also returns an error if it had already ended.
+    /// Returns an error if ranks do not arrive within the deadline, or NCCL or the driver fails; this communicator is then ended. Also
+    /// returns an error if it had already ended.
     pub fn split(&self, color: Option<u32>, key: u32) -> Result<Option<Communicator>, CommError> {
         let shared = &self.shared;
         let (raw_color, raw_key) =
@@ -224,19 +225,19 @@ impl Communicator {
         Communicator::settled(child, &Backoff::new(shared.deadline)).map(Some)
     }
 
-    /// Destroys it, including its remaining windows, after all its work has completed. Does nothing if it has already ended. Dropping the
-    /// last clone also destroys it.
+    /// Destroys the communicator and its remaining windows after all its work has completed. Does nothing if it has already ended. Dropping
+    /// the last clone also destroys it.
     ///
     /// Destroy graphs that contain its collectives first, because NCCL waits for them.
     ///
     /// # Errors
-    /// Returns an error if its work does not complete within the deadline. It is then ended as by [`abort`](Self::abort).
+    /// Returns an error if its work does not complete within the deadline. The communicator is then aborted, as by [`abort`](Self::abort).
     pub fn destroy(&self) -> Result<(), CommError> {
         self.shared.destroy()
     }
 
-    /// Ends it and all of its work, including work on the device, and unblocks other threads in calls with it. The watchdogs of other
-    /// ranks end it there. Does nothing if it has already ended.
+    /// Ends the communicator and all of its work, including work on the device, and unblocks other threads that are inside calls with it.
+    /// The watchdogs of other ranks end it on those ranks. Does nothing if it has already ended.
     ///
     /// Takes at most five seconds. Without `ncclCommRevoke` (before 2.28.9), NCCL retains the memory of remaining windows: deregister them
     /// first.
@@ -247,7 +248,7 @@ impl Communicator {
         self.abort_within(ABORT_LIMIT)
     }
 
-    /// Like [`abort`](Self::abort), for an error, with the shorter time limit of the watchdog's errors.
+    /// Like [`abort`](Self::abort), but with the shorter time limit that applies after an error.
     pub(crate) fn abort_for_error(&self) -> Result<(), CommError> {
         self.abort_within(ERROR_LIMIT)
     }
@@ -256,7 +257,7 @@ impl Communicator {
         self.shared.abort_asked.store(true, Ordering::Release);
         let inner = self.shared.lock_against_waiting(limit)?;
         if let Ok(mut access) = self.shared.access_with(inner) {
-            // The watchdog may be about to end it: record its cause for later errors.
+            // The watchdog may be about to end the communicator: record its cause for later errors.
             let failed = self.shared.failure().map(Arc::new);
             end_all(from_mut(&mut access), Ending::Idle, failed.as_ref(), limit);
         }
@@ -266,7 +267,7 @@ impl Communicator {
         }
     }
 
-    /// Waits until it is connected, and queries NCCL for the rank and the number of ranks.
+    /// Waits until the communicator is connected, and queries NCCL for the rank and the number of ranks.
     fn settled(mut shared: Shared, backoff: &Backoff) -> Result<Communicator, CommError> {
         let mut access = shared.access()?;
         settle(from_mut(&mut access), Stage::Connect, &None, backoff)?;
@@ -283,7 +284,7 @@ impl Communicator {
         Ok(Communicator { shared: Arc::new(Owner(shared)) })
     }
 
-    /// Ends it because a wait on the device exceeded the deadline.
+    /// Ends the communicator because a wait for the device exceeded the deadline.
     pub(crate) fn give_up(&self, stage: Stage, waited: Duration) -> CommError {
         match self.shared.access() {
             Ok(mut access) => call::overdue(from_mut(&mut access), stage, waited, Ending::Idle),
@@ -291,7 +292,7 @@ impl Communicator {
         }
     }
 
-    /// Ends it because a rank's message did not arrive, although NCCL reports the collective as complete.
+    /// Ends the communicator because a rank's message did not arrive, although NCCL reports the collective as complete.
     pub(crate) fn miss(&self, rank: u32) -> CommError {
         let name = Arc::clone(&self.shared.name);
         match self.shared.access() {
@@ -310,7 +311,7 @@ impl Communicator {
         Ok(access.inner.gathers)
     }
 
-    /// Rejects a stream of another device.
+    /// Returns an error if the stream belongs to another device.
     pub(crate) fn check_stream(&self, stream: &CudaStream) -> Result<(), CommError> {
         if stream.context().cu_ctx() == self.device().context().cu_ctx() {
             return Ok(());
@@ -318,7 +319,7 @@ impl Communicator {
         Err(CommError::ForeignStream { name: Arc::clone(&self.shared.name) })
     }
 
-    /// Returns the error that ended it, if any.
+    /// Returns the error that ended the communicator, if any.
     pub(crate) fn end_cause(&self) -> Option<Arc<CommError>> {
         lock(&self.shared.life).cause.clone()
     }
@@ -327,7 +328,7 @@ impl Communicator {
         self.shared.watched()
     }
 
-    /// Returns the limit of the crate's own waits: unlimited if the watchdog ends them.
+    /// Returns the time limit of waits in this crate, which is unlimited if the watchdog ends them.
     pub(crate) fn patience(&self) -> Duration {
         self.shared.patience()
     }
@@ -388,7 +389,7 @@ impl Shared {
         CommError::Deadline { name, stage, waited, state }
     }
 
-    /// Acquires the call lock even if its holder hangs in a call that was not expected to wait. After `patience`, revokes the holder's
+    /// Acquires the call lock even if its holder hangs in a call that normally does not wait. After `patience`, revokes the holder's
     /// operation; after twice `patience`, returns an error.
     fn lock_against_waiting(&self, patience: Duration) -> Result<MutexGuard<'_, Inner>, CommError> {
         let backoff = Backoff::new(patience * 2);

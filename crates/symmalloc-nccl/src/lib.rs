@@ -1,5 +1,5 @@
-//! NCCL window registration that is correct by construction: memory lies in the same places on every rank, all ranks register windows in
-//! the same order, and every wait has a deadline.
+//! NCCL window registration that is correct by construction: memory is placed identically on every rank, all ranks register windows in the
+//! same order, and every wait has a deadline.
 //!
 //! NCCL's symmetric kernels address a peer's buffer by window and offset and do not check that the ranks agree. If they disagree, every
 //! element is wrong and the return code is still `ncclSuccess`. `symmalloc-core` places the n-th allocation identically on every rank.
@@ -31,7 +31,7 @@
 //! | [`Communicator`] | a group of ranks that call the same collectives: connect, split, register, destroy, abort |
 //! | [`Group`] | several collectives that are submitted together |
 //! | [`Registrar`] | windows over the segments of pools, synchronized across ranks |
-//! | [`Window`], [`WindowSpan`], [`SegmentKey`] | a window, a buffer's place in it, and a cache key |
+//! | [`Window`], [`WindowSpan`], [`SegmentKey`] | a window, a buffer's offset in it, and a cache key |
 //! | [`NcclTransport`] | transport of the core's agreement protocol over NCCL |
 //! | [`CheckedCollectives`] | a debug mode that compares the offsets of each call across ranks |
 //! | [`AllToAll`] | all-to-all-v on registered memory |
@@ -47,7 +47,7 @@
 //! `SYMMALLOC_NCCL_LIBRARY` selects another one. CUDA versions are selected as in `symmalloc-cuda`.
 //!
 //! # Implementation
-//! `calls.rs` has one function per NCCL call and states its safety contract; `driver.rs` has the few driver calls.
+//! `calls.rs` has one function per NCCL call and states their safety contract; `driver.rs` has the driver calls that cudarc lacks.
 //! `communicator/call.rs` selects the thread and the deadline of each NCCL call, and `communicator/ending.rs` handles calls that do not
 //! return. `collectives.rs` defines the collectives once, for plain and checked use. `registrar.rs` follows the segment log of the
 //! allocator, `registrar/sync_actions.rs` computes the actions of one sync, and `registrar/round.rs` compares the plans of all ranks in one
@@ -99,7 +99,7 @@ pub use windows::invalidation::{Invalidated, InvalidationCursor};
 pub use windows::segment_key::{Generation, SegmentKey};
 pub use windows::window::WindowSpan;
 
-/// Types that threads may share.
+/// Types that must be usable from several threads.
 const _: () = {
     const fn shared<T: Send + Sync>() {}
     shared::<Communicator>();

@@ -1,4 +1,4 @@
-//! Metrics of a registrar. Feature `metrics`.
+//! Metrics of a registrar. Requires the feature `metrics`.
 
 use crate::registrar::Registrar;
 use crate::registrar::stats::{CommunicatorStats, RegistrarStats};
@@ -29,7 +29,7 @@ const SPACE_LIMIT: Metric =
     Metric::gauge("symmalloc_symmetric_space_limit_bytes", BYTES, "size of the symmetric address space");
 
 impl Source for Registrar {
-    /// Publishes the metrics of syncs with the label `device`, and those of registrations with the label `communicator` in addition. The
+    /// Publishes the metrics of syncs with the label `device`, and those of registrations with the labels `device` and `communicator`. The
     /// allocator publishes the metrics of memory.
     fn publish(&self, to: &Publisher) {
         let to = to.with_label("device", self.allocator().device().ordinal().to_string());

@@ -1,4 +1,4 @@
-//! The registrar: synchronizes NCCL registrations with an allocator's segments, and the ranks with each other.
+//! The registrar, which keeps the NCCL registrations of an allocator's segments up to date and in the same order on all ranks.
 //!
 //! ```text
 //!  allocator ── segment log ──► Registrar ── one attachment per communicator ──► windows
@@ -14,7 +14,7 @@
 //! | `sync_actions.rs`, `sync_summary.rs` | the actions of a sync, and their comparison across ranks |
 //! | `round.rs` | the collective that compares them |
 //! | `sleep.rs`, `wake.rs`, `sleep_run.rs` | sleep and wake of a pool on all ranks; one such op on one rank |
-//! | `sleep_message.rs`, `sleep_error.rs` | messages that ranks exchange meanwhile, and errors |
+//! | `sleep_message.rs`, `sleep_error.rs` | messages that ranks exchange during a sleep or wake, and its errors |
 //! | `ended_comm.rs`, `attachment/resting.rs`, `saved_registrations.rs` | ended communicators; deregistering and restoring a pool's windows on one communicator |
 //! | `symmetric_space.rs` | accounting of NCCL's symmetric address space |
 //! | `window.rs`, `segment_key.rs`, `invalidation.rs` | lookup results, cache keys, and their invalidation |
@@ -22,8 +22,8 @@
 //!
 //! The allocator never calls the registrar. A program attaches pools to communicators, allocates and frees freely, and calls
 //! [`sync`](Registrar::sync) on every rank wherever windows must be current: after a warm-up, at the end of a scope, before a capture. A
-//! sync without changes costs one small collective, in which the ranks agree. With agreement off it costs a tenth of a microsecond and
-//! makes no NCCL call. Either is cheap enough to run before every step.
+//! sync without changes costs one small collective that compares histories. With agreement off, it costs a tenth of a microsecond and makes
+//! no NCCL call. Both are cheap enough to run before every step.
 
 pub(crate) mod attachment;
 mod builder;
@@ -54,7 +54,7 @@ use symmalloc_core::PoolId;
 use symmalloc_core::config::SegmentPolicy;
 use symmalloc_cuda::CudaAllocator;
 
-/// Registers the memory of an allocator's pools on communicators. Threads may share it. Use one per allocator.
+/// Registers the memory of an allocator's pools on communicators. A registrar can be shared between threads. Use one per allocator.
 ///
 /// # Examples
 /// ```no_run
@@ -89,12 +89,12 @@ pub struct Registrar {
     settings: Settings,
     attachments: RwLock<Vec<Arc<Attachment>>>,
     counters: Counters,
-    /// Communicators that ended and were removed from the list, but that other ranks may still mention.
+    /// Communicators that ended and were removed from the list, but that other ranks may still name in their messages.
     ended: EndedComms,
 }
 
 impl Registrar {
-    /// Returns the allocator whose memory it registers.
+    /// Returns the allocator whose memory this registrar registers.
     pub fn allocator(&self) -> &CudaAllocator {
         &self.allocator
     }
@@ -161,7 +161,7 @@ impl Registrar {
     /// its memory is not returned to the device.
     ///
     /// # Errors
-    /// [`SyncError::NotAttached`] if one of them is not attached; the others are still detached.
+    /// [`SyncError::NotAttached`] if one of the pools is not attached. The others are still detached.
     pub fn detach(&self, comm: &Communicator, pools: &[PoolId]) -> Result<(), SyncError> {
         let attachment = self.attachment(comm)?;
         let missing = pools.iter().filter(|pool| !attachment.leave(**pool)).count();
@@ -206,8 +206,7 @@ impl Registrar {
         self.sync_all(attachments, self.settings.mode != Mode::Off)
     }
 
-    /// Like [`sync`](Self::sync), but always compares histories, independent of the registrar's mode: a manual agreement for
-    /// [`Mode::Off`].
+    /// Like [`sync`](Self::sync), but compares histories in every mode. Use it to compare them on demand with [`Mode::Off`].
     ///
     /// # Errors
     /// Same as [`sync`](Self::sync).
@@ -221,7 +220,7 @@ impl Registrar {
     /// ones are deregistered. Never waits for other ranks.
     ///
     /// # Errors
-    /// Returns an error if nothing is attached to the communicator, or it has ended.
+    /// Returns an error if no pool is attached to the communicator, or the communicator has ended.
     pub fn is_current(&self, comm: &Communicator) -> Result<bool, SyncError> {
         let attachment = self.attachment(comm)?;
         Ok(attachment.is_current(&self.allocator))
@@ -240,7 +239,7 @@ impl Registrar {
         if is_capturing.map_err(|error| SyncError::Cuda { communicator: first.comm.name().to_owned(), error })? {
             return Err(SyncError::Capturing);
         }
-        // All communicators compare histories up to the same point.
+        // All communicators must compare histories up to the same point.
         let history = |attachment: &Arc<Attachment>| {
             let pools = attachment.view().window_pools.clone();
             compares.then(|| RankHistory::of_pools(self.allocator.core(), Point::Sync, &pools))
@@ -262,8 +261,8 @@ impl Registrar {
         total
     }
 
-    /// Discards histories on which all ranks have agreed. Keeps those of pools that are also attached to other communicators, whose ranks
-    /// may not have reached this point.
+    /// Discards the history that all ranks agree on. Keeps that of pools that are also attached to other communicators, whose ranks may not
+    /// have reached this point.
     fn settle(&self, synced: &[Arc<Attachment>], histories: &[Option<RankHistory<'_>>]) {
         let is_synced = |attachment: &Arc<Attachment>| synced.iter().any(|other| Arc::ptr_eq(attachment, other));
         let elsewhere: Vec<u32> = {
@@ -278,7 +277,7 @@ impl Registrar {
     }
 
     /// Detaches communicators that were destroyed, aborted or lost, without touching their windows, and releases the memory that was kept
-    /// for them. A sync does this as well. Returns the number of communicators that it detached.
+    /// for them. A sync does this as well. Returns the number of detached communicators.
     pub fn sweep(&self) -> usize {
         let all: SmallVec<[Arc<Attachment>; 4]> = self.read().iter().map(Arc::clone).collect();
         let gone: SmallVec<[Arc<Attachment>; 4]> =
@@ -316,12 +315,12 @@ impl Registrar {
         stats
     }
 
-    /// Returns the registrations on one communicator, or `None` if nothing was ever attached to it or it has ended.
+    /// Returns the registrations on one communicator, or `None` if no pool was ever attached to the communicator or it has ended.
     pub fn communicator_stats(&self, comm: &Communicator) -> Option<CommunicatorStats> {
         Some(self.find(comm)?.view().stats())
     }
 
-    /// Returns the registrations on each live communicator, by name, in the order in which pools were first attached to them.
+    /// Returns the registrations on each live communicator, with the communicator's name, in the order in which pools were first attached.
     pub fn stats_by_communicator(&self) -> Vec<(String, CommunicatorStats)> {
         let all = self.read();
         let live = all.iter().filter(|attachment| attachment.comm.state() == CommState::Ready);

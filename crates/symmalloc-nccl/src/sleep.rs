@@ -4,7 +4,7 @@
 //!  Agree ─ Quiesce ─ Decide ─ Deregister ... ─ Unmap ─ Check
 //! ```
 //! Before `Decide` completes, nothing has changed that other ranks can observe. Afterwards the pool falls asleep even if other ranks fail.
-//! A rank that leaves while others may continue ends the communicators on which they would wait for it.
+//! If a rank stops while others may continue, it ends the communicators on which they would wait for it.
 
 mod communicators;
 pub(crate) mod error;
@@ -33,13 +33,14 @@ type Quiesced<'a> = symmalloc_core::Quiesced<'a, CudaBackend, Shared>;
 impl Registrar {
     /// Puts a pool to sleep on all ranks: deregisters its windows on every communicator that it is attached to, and releases its memory to
     /// the devices. Addresses, blocks and digests are preserved. All ranks of `over` must call it at the same point. `over` must contain
-    /// all ranks of all communicators that the pool is attached to, and the pool must be attached to `over`. No work may use the pool from
-    /// here on.
+    /// all ranks of all communicators that the pool is attached to, and the pool must be attached to `over`. No work may use the pool until
+    /// it wakes.
     ///
     /// A pool that already sleeps on some ranks sleeps on all of them afterwards. A [`sync`](Self::sync) skips a sleeping pool.
     ///
     /// # Determinism
-    /// An op, like [`Allocator::sleep`](symmalloc_core::Allocator::sleep): the digests include the request, independent of its outcome.
+    /// Like [`Allocator::sleep`](symmalloc_core::Allocator::sleep), this is an op: the digests include the request, regardless of its
+    /// outcome.
     ///
     /// # Errors
     /// See [`SleepError`]. `docs/sleep-protocol.md` describes the resulting state of the pool and the communicators.
@@ -70,7 +71,8 @@ impl<'a> Run<'a> {
         let obstacle = quiesced.as_ref().err().copied();
         match self.decide(obstacle) {
             Err(error) => {
-                // Other ranks may have received a unanimous decision and sleep. No rank may use windows without a counterpart.
+                // Other ranks may have received a unanimous decision and put the pool to sleep. No rank may use windows that a peer has
+                // deregistered.
                 if obstacle.is_none() {
                     self.end_all();
                 }
@@ -113,7 +115,7 @@ impl<'a> Run<'a> {
             Ok(true) => return Err(self.unseen(Obstacle::Capturing)),
             Err(error) => return Err(self.unseen(Obstacle::Stream { code: code_of(&error) })),
         }
-        // The other ranks wait in `Decide` meanwhile, for at most the deadline.
+        // Meanwhile, the other ranks wait in `Decide` for at most the deadline.
         let waited = self.over().deadline() / 2;
         match allocator.synchronize_all(Instant::now() + waited) {
             Ok(true) => {}

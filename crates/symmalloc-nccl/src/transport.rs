@@ -6,11 +6,11 @@
 //! ```
 //!
 //! Messages are small (160 bytes if ranks agree), so the kernel reads and writes pinned host memory, which avoids copies to and from the
-//! device. The memory is not a window, so NCCL can abort the kernel.
+//! device. NCCL can abort the kernel, because the memory is not a window.
 //!
 //! If a rank aborts, kernels of other ranks that wait for it may complete without an error and leave zeros or old bytes in some slots
 //! (observed on 4 H200). Each message therefore carries a seal over its bytes and the number of the gather. A slot with a mismatched seal
-//! means that another rank gave up.
+//! means that another rank has ended the communicator.
 
 use crate::backoff::Backoff;
 use crate::collectives::data_type::DataType;
@@ -34,9 +34,9 @@ const ASK_NCCL_AFTER: Duration = Duration::from_millis(5);
 /// Size of the seal after each message in bytes, see [`seal`].
 const SEAL_BYTES: usize = size_of::<u64>();
 
-/// A [`Transport`] over a communicator's all-gather, with separate memory and a separate stream.
+/// A [`Transport`] over a communicator's all-gather, with its own memory and stream.
 ///
-/// Its all-gathers count among the communicator's collectives: every rank must call them at the same points. If a rank does not arrive
+/// The all-gathers count among the communicator's collectives: every rank must call them at the same points. If a rank does not arrive
 /// within the communicator's deadline, the communicator is ended on the others, with [`TransportError::RankLost`], or with
 /// [`TransportError::Overdue`] if the missing rank is unknown.
 pub struct NcclTransport {
@@ -82,7 +82,7 @@ impl NcclTransport {
         }
         let messages = staging.messages.as_mut_slice()?;
         let number = self.comm.next_gather()?;
-        // Prevents bytes of an earlier gather from being taken for a message of this one.
+        // Without this, bytes of an earlier gather could be mistaken for a message of this one.
         messages[..all_bytes].fill(0);
         let mine = rank * slot_bytes;
         let (bytes, sealed) = messages[mine..mine + slot_bytes].split_at_mut(message.len());
@@ -92,8 +92,8 @@ impl NcclTransport {
         let send = Elements { address: receive + mine as u64, count: slot_bytes };
         let receive = Elements { address: receive, count: all_bytes };
         let _current = self.comm.device().enter()?;
-        // The device accesses pinned memory at the host's addresses. It is not touched before the event completes; if that never happens,
-        // it is never freed.
+        // The device accesses pinned memory at the host's addresses. The host does not touch the memory before the event completes, and
+        // never frees it if the event does not complete.
         let stream = &staging.stream;
         self.comm.collective(NcclCall::AllGather, |comm| Buffers::raw(comm, send, receive, DataType::Uint8, stream))?;
         staging.event.record(&staging.stream).map_err(refused("cuEventRecord"))?;
@@ -149,7 +149,7 @@ impl Transport for NcclTransport {
     }
 
     /// # Errors
-    /// Same as the trait. NCCL does not detect messages of different lengths: the core's are equal by construction.
+    /// Same as the trait. NCCL does not detect messages of different lengths. Those of the core have equal lengths by construction.
     fn all_gather(&self, message: &[u8]) -> Result<Gathered, TransportError> {
         if message.is_empty() {
             return Ok(Gathered::new([].as_slice(), 0));
@@ -157,7 +157,7 @@ impl Transport for NcclTransport {
         let mut slot = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
         let Some(staging) = slot.as_mut() else { return Err(TransportError::Closed) };
         self.gather(staging, message).map_err(|error| {
-            // A kernel may still run, so its memory is leaked.
+            // A kernel may still access the memory, so it is leaked.
             std::mem::forget(slot.take());
             tracing::warn!(name: "transport.failed", target: "symmalloc", communicator = self.comm.name(), %error);
             transport_error(&error)

@@ -1,4 +1,4 @@
-//! The watchdog: no rank waits indefinitely.
+//! The watchdog, which ensures that no rank waits indefinitely.
 //!
 //! ```text
 //!  communicator ── Flight: submitted work, and the device's progress

@@ -36,7 +36,7 @@ impl fmt::Display for Side {
     }
 }
 
-/// The reason why numbers of rows do not form splits. Nothing was sent.
+/// An error in the numbers of rows of splits. Nothing was sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum SplitsError {
@@ -102,7 +102,7 @@ pub struct Sending<'a> {
 
 impl Splits {
     /// Specifies the rows that this rank sends to every rank; [`Sending::receiving`] adds the rows that it receives. A caller that knows
-    /// both needs no exchange of splits.
+    /// both does not need to exchange splits.
     pub fn sending(rows: &[u64]) -> Sending<'_> {
         Sending { input: rows }
     }
@@ -130,7 +130,7 @@ impl Splits {
         self.input.rows.len()
     }
 
-    /// Returns the splits of the opposite direction, in which received rows are sent back to their senders.
+    /// Returns the splits of the opposite direction, which sends received rows back to their senders.
     pub fn reversed(&self) -> Self {
         Splits {
             input: Arc::clone(&self.output),
@@ -151,8 +151,8 @@ impl Splits {
 
     /// Returns the maximum of the rows that any rank receives, equal on all ranks, or `None` if the splits were not exchanged.
     ///
-    /// In a symmetric pool all ranks must request the same sizes: allocate an output of this many rows, and every rank's buffer lies at
-    /// the same place, independent of the size of its own part.
+    /// In a symmetric pool, all ranks must request the same sizes. If every rank allocates an output of this many rows, the buffers have
+    /// the same offset on all ranks, even if the ranks receive different numbers of rows.
     pub fn output_rows_max(&self) -> Option<u64> {
         self.matrix.as_ref().map(Matrix::received_max)
     }
@@ -226,7 +226,7 @@ impl fmt::Debug for Split {
     }
 }
 
-/// Rows from every rank (down) to every rank (across), with sums that do not overflow.
+/// Numbers of rows from every rank (down) to every rank (across), whose sums do not overflow.
 #[derive(Clone)]
 struct Matrix {
     counts: Arc<[u64]>,

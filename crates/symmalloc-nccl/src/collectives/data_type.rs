@@ -9,7 +9,7 @@ use std::ffi::c_int;
 pub enum DataType {
     /// `ncclInt8`
     Int8,
-    /// `ncclUint8`: also for any type that is only moved, as its bytes
+    /// `ncclUint8`; also used for other types, as bytes, by collectives that only move elements
     Uint8,
     /// `ncclInt32`
     Int32,
@@ -34,7 +34,7 @@ pub enum DataType {
 }
 
 impl DataType {
-    /// Returns its name in flight records: "float32".
+    /// Returns the name used in flight records: "float32".
     pub(crate) fn word(self) -> String {
         format!("{self:?}").to_lowercase()
     }
@@ -84,7 +84,7 @@ pub enum ReduceOp {
 }
 
 impl ReduceOp {
-    /// Returns its name in flight records: "sum".
+    /// Returns the name used in flight records: "sum".
     pub(crate) fn word(self) -> String {
         format!("{self:?}").to_lowercase()
     }

@@ -1,7 +1,7 @@
 //! Groups of collectives that are submitted together.
 //!
-//! NCCL's own groups are a state of the calling thread and take pointers long before the work is in the stream. A [`Group`] is a value: it
-//! borrows the buffers until it is submitted. If it is dropped without a submit, NCCL is never called.
+//! NCCL's own groups are state of the calling thread, and they take pointers long before the work is in the stream. A [`Group`] is a value
+//! that borrows the buffers until it is submitted. If it is dropped without being submitted, NCCL is never called.
 
 use crate::collectives::data_type::{DataType, NcclType, ReduceOp};
 use crate::communicator::buffers::{Buffers, Elements, Uses};
@@ -16,7 +16,7 @@ use std::sync::Arc;
 /// Collectives that are collected and then submitted to NCCL at once: sends and receives that depend on each other, or the same collective
 /// on communicators of several devices that one thread drives.
 ///
-/// NCCL is not called before [`submit`](Self::submit). Dropping a group without it has no effect.
+/// NCCL is not called before [`submit`](Self::submit). Dropping a group that was not submitted has no effect.
 ///
 /// # Examples
 /// ```no_run
@@ -37,10 +37,10 @@ use std::sync::Arc;
 /// # }
 /// ```
 #[derive(Default)]
-#[must_use = "nothing is called before submit"]
+#[must_use = "a group does nothing until it is submitted"]
 pub struct Group<'a> {
     operations: SmallVec<[Submission<'a>; 4]>,
-    /// Guards that order later uses of the buffers after the group.
+    /// Guards that make later uses of the buffers wait for the group.
     uses: Uses<'a>,
 }
 
@@ -141,12 +141,12 @@ impl<'a> Group<'a> {
         submit(&self.operations, true)
     }
 
-    /// Like [`submit`](Self::submit), for work that was announced as a whole.
+    /// Like [`submit`](Self::submit), for a group that was announced to the watchdog as a whole.
     pub(crate) fn submit_announced(self) -> Result<(), CommError> {
         submit(&self.operations, false)
     }
 
-    /// Adds a send or receive of memory by its address. The caller must uphold the contract of [`send_raw`](Self::send_raw).
+    /// Adds a send or receive of memory that is given by its address. The caller must uphold the contract of [`send_raw`](Self::send_raw).
     pub(crate) fn add_raw(
         &mut self,
         comm: &'a Communicator,

@@ -16,7 +16,7 @@ pub(crate) struct Elements {
     pub(crate) count: usize,
 }
 
-/// The memory that a collective reads and writes. Dropping it orders later uses of the memory after the stream.
+/// The memory that a collective reads and writes. After a drop, later uses of the memory wait for the stream.
 pub(crate) struct Buffers<'a> {
     pub(crate) send: Elements,
     pub(crate) receive: Elements,
@@ -25,11 +25,11 @@ pub(crate) struct Buffers<'a> {
     uses: Uses<'a>,
 }
 
-/// Guards that order later uses of buffers.
+/// Guards that make later uses of buffers wait for the stream.
 pub(crate) type Uses<'a> = SmallVec<[SyncOnDrop<'a>; 2]>;
 
 impl<'a> Buffers<'a> {
-    /// Returns one buffer that is read and another that is written.
+    /// Creates the buffers of a call that reads `send` and writes another buffer.
     pub(crate) fn pair<T: NcclType, S: DevicePtr<T> + ?Sized, R: DevicePtrMut<T> + ?Sized>(
         comm: &Communicator,
         send: &'a S,
@@ -43,7 +43,7 @@ impl<'a> Buffers<'a> {
         Ok(buffers)
     }
 
-    /// Returns one buffer that is read.
+    /// Creates the buffers of a call that only reads.
     pub(crate) fn read<T: NcclType, S: DevicePtr<T> + ?Sized>(
         comm: &Communicator,
         buffer: &'a S,
@@ -55,7 +55,7 @@ impl<'a> Buffers<'a> {
         Ok(Self::new(elements, elements, T::DATA_TYPE, stream, smallvec::smallvec![guard]))
     }
 
-    /// Returns one buffer that is written, or read and written in place.
+    /// Creates the buffers of a call that writes one buffer, or updates it in place.
     pub(crate) fn written<T: NcclType, R: DevicePtrMut<T> + ?Sized>(
         comm: &Communicator,
         buffer: &'a mut R,
@@ -68,8 +68,8 @@ impl<'a> Buffers<'a> {
         Ok(Self::new(elements, elements, T::DATA_TYPE, stream, smallvec::smallvec![guard]))
     }
 
-    /// Returns memory by its address. The caller must ensure that it belongs to the communicator's device and remains valid and in use on
-    /// the stream until the collective has completed.
+    /// Creates buffers from addresses. The caller must ensure that the memory belongs to the communicator's device and remains valid and in
+    /// use on the stream until the collective has completed.
     pub(crate) fn raw(
         comm: &Communicator,
         send: Elements,
@@ -91,7 +91,7 @@ impl<'a> Buffers<'a> {
         Buffers { send, receive, data_type, stream, uses }
     }
 
-    /// Returns the call with these buffers, its stream, and the guards that must outlive its submission. Checks the lengths.
+    /// Checks the lengths, and returns the operation on these buffers, its stream, and the guards that must outlive the submission.
     pub(crate) fn operation(
         self,
         call: NcclCall,

@@ -25,7 +25,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 use symmalloc_cuda::CudaDevice;
 
-/// NCCL's own setting, which takes precedence over the program's.
+/// NCCL's environment variable for the blocking mode, which takes precedence over the program's choice.
 const BLOCKING_VARIABLE: &str = "NCCL_COMM_BLOCKING";
 
 /// Builds a [`Communicator`].
@@ -55,10 +55,10 @@ pub struct CommunicatorBuilder {
 }
 
 impl Communicator {
-    /// The default time that a communicator waits for other ranks without progress: five minutes.
+    /// The default deadline: a communicator waits for other ranks without progress for at most five minutes.
     pub const DEFAULT_DEADLINE: Duration = Duration::from_secs(300);
 
-    /// Returns a builder of communicators on this device.
+    /// Returns a builder of a communicator on this device.
     pub fn builder(device: &Arc<CudaDevice>) -> CommunicatorBuilder {
         CommunicatorBuilder {
             device: Arc::clone(device),
@@ -73,16 +73,16 @@ impl Communicator {
 }
 
 impl CommunicatorBuilder {
-    /// Sets the longest time that an operation may wait for other ranks without progress: [`Communicator::DEFAULT_DEADLINE`] by default.
-    /// The error is returned at most three seconds later.
+    /// Sets the longest time that an operation may wait for other ranks without progress: [`Communicator::DEFAULT_DEADLINE`] by default. An
+    /// overdue operation returns its error at most three seconds later.
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
         self
     }
 
-    /// Makes NCCL work on its own threads. After a deadline, including while connecting, everything can be undone, but each collective
-    /// costs the host nine times as much. [`Communicator`] compares the modes.
+    /// Makes NCCL work on its own threads. A communicator that misses a deadline, even while connecting, can then be aborted completely,
+    /// but each collective costs the host nine times as much. [`Communicator`] compares the modes.
     #[must_use]
     pub fn nonblocking(mut self) -> Self {
         self.mode = Mode::Nonblocking;
@@ -100,11 +100,11 @@ impl CommunicatorBuilder {
     /// Sets the address where the ranks meet to connect their watchdogs: a free port of rank 0's machine, "host:port", the same on all
     /// ranks. Use it for communicators that are [connected](Self::connect) with an id that the program distributes itself, and for
     /// [borrowed](Self::borrow) ones; [`connect_env`](Self::connect_env) and [`Launch::unique_id`] meet automatically. Without a
-    /// rendezvous, ranks know only of ranks in the same process.
+    /// rendezvous, the watchdog observes only ranks in the same process.
     ///
     /// With a loopback address, ranks meet on a Unix socket of the machine, which accepts processes of the same user. Otherwise they meet
-    /// over TCP: with a `SYMMALLOC_JOB_SECRET` they prove to each other that they know it; without one, any process that can connect can
-    /// take a rank's place.
+    /// over TCP: with a `SYMMALLOC_JOB_SECRET`, they prove to each other that they know it; without one, any process that can connect can
+    /// impersonate a rank.
     #[must_use]
     pub fn rendezvous(mut self, address: &str) -> Self {
         self.rendezvous = Some(address.to_owned());
@@ -118,22 +118,22 @@ impl CommunicatorBuilder {
         self
     }
 
-    /// Sets a callback that is called once, on a separate thread, when the watchdog ends the communicator or a split of it. If the process
-    /// must be ended, that happens two seconds after the failure, even if the callback has not returned.
+    /// Sets a callback that is called once, on a separate thread, when the watchdog ends the communicator or a split of it. If the watchdog
+    /// must end the process, it does so two seconds after the failure, even if the callback has not returned.
     #[must_use]
     pub fn on_failure(mut self, callback: impl Fn(&Failure) + Send + Sync + 'static) -> Self {
         self.watch_settings.set_callback(Arc::new(callback));
         self
     }
 
-    /// Sets the library to use in place of [`Nccl::load`]'s.
+    /// Sets the library to use instead of the one that [`Nccl::load`] returns.
     #[must_use]
     pub fn library(mut self, nccl: &'static Nccl) -> Self {
         self.nccl = Some(nccl);
         self
     }
 
-    /// Connects with the other ranks, which must call it with the same id and number of ranks. Waits for all of them.
+    /// Connects to the other ranks, which must make this call with the same id and number of ranks. Waits for all of them.
     ///
     /// # Errors
     /// Returns an error if ranks do not arrive within the deadline, or NCCL or the driver fails. No resources remain, with one exception:
@@ -207,15 +207,16 @@ impl CommunicatorBuilder {
         Communicator::settled(shared, backoff)
     }
 
-    /// Wraps a communicator that other code created and will destroy, under this builder's name, which must be the same on all ranks. It
-    /// is never aborted: after a deadline it is [`Lost`](CommState::Lost) to this crate, and its owner is responsible for the abort.
+    /// Wraps a communicator that other code created and will destroy, under this builder's name, which must be the same on all ranks. This
+    /// crate never aborts a borrowed communicator: after a deadline, its state is [`Lost`](CommState::Lost), and the owner is responsible
+    /// for the abort.
     ///
     /// # Safety
     /// `comm` must be a live, ready `ncclComm_t` of this library and this device. Until the last clone of the returned communicator is
     /// dropped, it must stay live, and no other code may call NCCL with it at the same time.
     ///
     /// # Errors
-    /// Returns an error if NCCL does not recognize it or it is on another device.
+    /// Returns an error if NCCL does not recognize the communicator, or it is on another device.
     pub unsafe fn borrow(self, comm: *mut c_void) -> Result<Communicator, CommError> {
         let nccl = self.nccl()?;
         let names = self.names()?;
@@ -282,7 +283,7 @@ impl CommunicatorBuilder {
     }
 }
 
-/// Aborts the communicator of a connecting thread that is no longer waited for, if that thread returns.
+/// Aborts the communicator of an abandoned connecting thread if that thread returns.
 fn abort_when_back(caller: Receiver<Answer>, device: &Arc<CudaDevice>, nccl: &'static Nccl, new: Arc<NewHandle>) {
     let device = Arc::clone(device);
     let _started = threads::run(move || {
@@ -294,8 +295,8 @@ fn abort_when_back(caller: Receiver<Answer>, device: &Arc<CudaDevice>, nccl: &'s
     });
 }
 
-/// Returns the mode that NCCL uses. Its own variable takes precedence if set. NCCL copies its configuration files into the environment on
-/// its first connection.
+/// Returns the mode that NCCL uses. NCCL's environment variable takes precedence if set. NCCL copies its configuration files into the
+/// environment on its first connection.
 fn effective_mode(asked: Mode, variable: Option<&str>) -> Mode {
     match variable.map(str::trim) {
         Some("0") => Mode::Nonblocking,

@@ -57,7 +57,7 @@ pub(super) fn perform(
     settle(accesses, stage, kept, &backoff)
 }
 
-/// Makes a call, on this thread or a separate one, and waits until it returns.
+/// Makes a call on this thread or a separate one, and waits until it returns.
 pub(super) fn make(
     accesses: &mut [Access<'_>],
     stage: Stage,
@@ -120,7 +120,7 @@ fn is_abort_asked(accesses: &[Access<'_>]) -> bool {
     accesses.iter().any(|access| access.shared.abort_asked.load(Ordering::Acquire))
 }
 
-/// Handles an error that a call returned. Ends the communicators if they do not survive it.
+/// Handles an error that a call returned. Ends the communicators if the error makes them unusable.
 fn failed(accesses: &mut [Access<'_>], stage: Stage, error: CallError) -> CommError {
     let is_fatal = match &error {
         CallError::Driver(_) | CallError::Thread(_) => false,
@@ -136,12 +136,12 @@ fn failed(accesses: &mut [Access<'_>], stage: Stage, error: CallError) -> CommEr
     Arc::unwrap_or_clone(error)
 }
 
-/// Returns the longest time that an error waits for the resulting abort.
+/// Returns the longest time for which the return of an error waits for the abort that it causes.
 fn limit(error: &CommError) -> Duration {
     if matches!(error, CommError::Failed(_)) { ERROR_LIMIT } else { GRACE }
 }
 
-/// Replaces an error that NCCL reports with the watchdog's more precise one, which names the missing rank. NCCL may detect it first.
+/// Replaces an error that NCCL reports with the watchdog's error, which names the missing rank. NCCL may detect the failure first.
 fn told(accesses: &[Access<'_>], error: CommError) -> CommError {
     let is_watched = accesses.iter().any(|access| access.shared.watched.get().is_some());
     let is_news = is_watched && matches!(&error, CommError::Nccl(error) if error.is_of_another_rank());

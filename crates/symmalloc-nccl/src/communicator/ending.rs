@@ -1,15 +1,15 @@
 //! Abnormal termination of communicators.
 //!
-//! Every call made here may hang as well, because a symmetric kernel has no abort flag and NCCL waits for its kernels. The calls are
-//! therefore made on a separate thread, with a bounded wait: [`ABORT_LIMIT`] if the program requested an abort,
+//! Every NCCL call in this module can hang as well, because a symmetric kernel has no abort flag and NCCL waits for its kernels. The calls
+//! are therefore made on a separate thread, with a bounded wait: [`ABORT_LIMIT`] if the program requested an abort,
 //! [`ERROR_LIMIT`](watchdog::ERROR_LIMIT) for an error of the watchdog or a registrar, and [`GRACE`] for other errors. If the thread has not
 //! finished by then, the communicator is [`Lost`](CommState::Lost). If it finishes later, the state changes to
 //! [`Aborted`](CommState::Aborted). (An abort joins NCCL's proxy thread, which runs as long as peers are connected to it: if a peer is
-//! stuck but alive, an abort completes only when that peer's does.)
+//! stuck but alive, an abort completes only when the peer aborts too.)
 //!
 //! | NCCL's activity | calls made |
 //! |---|---|
-//! | none that is known | `ncclCommRevoke` and deregistration if revoke is supported, then `ncclCommAbort` |
+//! | none known | `ncclCommRevoke` and deregistration if revoke is supported, then `ncclCommAbort` |
 //! | an NCCL thread is working | `ncclCommAbort`, which stops it |
 //! | a thread of this crate is inside a call | `ncclCommRevoke` if supported; after the thread returns, deregistration and `ncclCommAbort` |
 //!
@@ -36,7 +36,7 @@ use symmalloc_watchdog::FailureReport;
 
 /// Time limit of an abort that the program requested.
 pub(super) const ABORT_LIMIT: Duration = Duration::from_secs(5);
-/// Time limit of an abort that follows from an error.
+/// Time limit of an abort that an error causes.
 pub(super) const GRACE: Duration = Duration::from_millis(250);
 /// Interval between checks for the end of a capture.
 const LOOK: Duration = Duration::from_millis(20);
@@ -47,7 +47,7 @@ pub(super) enum Ending {
     Idle,
     /// No host call is in progress, and the communicator was never ready.
     Pending,
-    /// An NCCL thread works for it and may write to the kept memory.
+    /// An NCCL thread is working on a call and may write to the kept memory.
     Underway { kept: Kept },
     /// A thread of this crate is inside a call.
     Inside { stage: Stage, caller: Receiver<Answer> },
@@ -73,14 +73,14 @@ struct Remains {
     windows: Handles<WindowHandle>,
     buffers: Handles<RegistrationHandle>,
     life: Arc<Mutex<Life>>,
-    /// NCCL refers to it until the abort.
+    /// Kept because NCCL refers to it until the abort.
     name: Arc<CStr>,
 }
 
-/// Ends these communicators and waits for at most `limit`. They are aborted or lost afterwards.
+/// Ends these communicators and waits for at most `limit`. Afterwards, they are aborted or lost.
 pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option<&Arc<CommError>>, limit: Duration) {
     for access in &mut *accesses {
-        // From here on no other thread calls NCCL with it.
+        // From here on, no other thread calls NCCL with this communicator.
         lock(&access.shared.life).end(CommState::Lost, cause.cloned());
         notify_ranks(access.shared, cause);
     }
@@ -88,7 +88,7 @@ pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option
     let has_revoke = || accesses.iter().all(|access| access.shared.nccl.supports(Capability::Revoke));
     let revokes = ending.can_revoke() && owned() && has_revoke();
     if !owned() {
-        // Its owner must abort it, so keep all memory that NCCL may still write to or refer to.
+        // The owner must abort a borrowed communicator, so keep all memory that NCCL may still write to or refer to.
         std::mem::forget(ending);
         for access in &*accesses {
             std::mem::forget(Arc::clone(&access.shared.c_name));
@@ -102,7 +102,7 @@ pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option
     let remains: Vec<Remains> = accesses.iter().map(remains).collect();
     let (sender, through) = channel();
     let started = threads::run(move || {
-        // Without a context the device is unusable, so nothing remains to be ended.
+        // Without a context, the device is unusable, so there is nothing to end.
         if let Ok(_current) = device.enter() {
             let _relaxed = device.relax_capture();
             end(ending, &remains, revokes, &device);
@@ -121,7 +121,7 @@ pub(super) fn end_all(accesses: &mut [Access<'_>], ending: Ending, cause: Option
 
 /// Notifies the other ranks, which would otherwise wait for this one.
 fn notify_ranks(shared: &Shared, cause: Option<&Arc<CommError>>) {
-    // A communicator that was never ready is unknown to them.
+    // The other ranks do not know a communicator that was never ready.
     let Some(watched) = shared.watched.get() else { return };
     let text = match cause {
         Some(cause) => cause.to_string(),
@@ -157,7 +157,7 @@ fn end(ending: Ending, remains: &[Remains], revokes: bool, device: &CudaDevice) 
     let revoked = revokes && remains.iter().all(Remains::revoke);
     let kept = match ending {
         Ending::Inside { caller, .. } => {
-            // The result is irrelevant; the thread must only have left NCCL.
+            // The result is irrelevant: only the return from NCCL matters.
             let _answer = caller.recv();
             None
         }
@@ -166,7 +166,7 @@ fn end(ending: Ending, remains: &[Remains], revokes: bool, device: &CudaDevice) 
     };
     if revoked && remains.iter().any(|one| !lock(&one.windows).is_empty()) {
         // The revoke has stopped all kernels except symmetric ones. While one of these waits for a dead peer, wait as well, because its
-        // memory must stay registered. Also wait while a stream is being captured, because the driver refuses to synchronize then.
+        // memory must stay registered. Also wait while a stream is being captured, because synchronization fails during a capture.
         while device.synchronize().is_err_and(|error| driver::is_capture_in_the_way(&error)) {
             thread::sleep(LOOK);
         }

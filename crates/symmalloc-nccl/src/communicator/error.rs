@@ -12,7 +12,7 @@ use std::time::Duration;
 use symmalloc_cuda::{CudaError, DriverError};
 use thiserror::Error;
 
-/// The reason why an operation of a communicator failed.
+/// An error of an operation on a communicator.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum CommError {
@@ -46,10 +46,10 @@ pub enum CommError {
         /// The communicator's state.
         state: CommState,
     },
-    /// A collective completed without a rank's message, and NCCL reported no error. This happens if another rank aborts the communicator
-    /// because it misses that rank.
+    /// A collective completed without a rank's message, and NCCL reported no error. This happens if a third rank aborts the communicator
+    /// because it no longer waits for that rank.
     #[error(
-        "communicator \"{name}\": the message of rank {rank} did not arrive: it died or is stuck, or gave up itself. The \
+        "communicator \"{name}\": the message of rank {rank} did not arrive: it died, is stuck, or ended the communicator. The \
          communicator is {state} now. Look for the first error among the ranks"
     )]
     PeerLost {
@@ -77,7 +77,7 @@ pub enum CommError {
         cause: Option<Arc<CommError>>,
     },
     /// This version of libnccl lacks the capability.
-    #[error("{capability} needs NCCL {}, the library is {version}: install a newer one, or name it in SYMMALLOC_NCCL_LIBRARY", .capability.since())]
+    #[error("{capability} needs NCCL {}, the library is {version}: install a newer one, or set SYMMALLOC_NCCL_LIBRARY to one", .capability.since())]
     Unsupported {
         /// The required capability.
         capability: Capability,
@@ -101,20 +101,20 @@ pub enum CommError {
         key: u32,
     },
     /// A communicator handle is null.
-    #[error("{call}: the communicator is null")]
+    #[error("{call}: the communicator is null: pass a live ncclComm_t")]
     NoCommunicator {
         /// The call.
         call: &'static str,
     },
     /// The device's context is not its primary context, which NCCL requires.
-    #[error("NCCL works in the primary context of device {ordinal}: make the CudaDevice with CudaDevice::new")]
+    #[error("NCCL requires the primary context of device {ordinal}: create the CudaDevice with CudaDevice::new")]
     ForeignContext {
         /// The device.
         ordinal: usize,
     },
     /// The borrowed communicator belongs to another device.
     #[error(
-        "the communicator is on device {actual}, the CudaDevice is device {ordinal}: use the device that it belongs to"
+        "the communicator is on device {actual}, the CudaDevice is device {ordinal}: use the communicator's device"
     )]
     OtherDevice {
         /// The given device.
@@ -123,13 +123,15 @@ pub enum CommError {
         actual: i32,
     },
     /// The stream belongs to a different context than the communicator.
-    #[error("the stream belongs to another context than the communicator \"{name}\": use a stream of its device")]
+    #[error(
+        "the stream and the communicator \"{name}\" belong to different contexts: use a stream of the communicator's device"
+    )]
     ForeignStream {
         /// The communicator's name.
         name: Arc<str>,
     },
     /// The registration belongs to another communicator.
-    #[error("the registration belongs to communicator \"{owner}\", not to \"{name}\"")]
+    #[error("the registration belongs to communicator \"{owner}\", not to \"{name}\": deregister it on \"{owner}\"")]
     ForeignRegistration {
         /// The communicator's name.
         name: Arc<str>,
@@ -143,7 +145,7 @@ pub enum CommError {
         base: u64,
     },
     /// The size of a registration is zero.
-    #[error("there is nothing to register: the size is 0")]
+    #[error("the size of a registration must not be 0")]
     Empty,
     /// A stream of the device is being captured.
     #[error("memory cannot be registered while a graph is captured: register (sync) before the capture begins")]
@@ -219,7 +221,7 @@ mod tests {
         let old = LoadError::TooOld { path: "/x/libnccl.so".into(), version: NcclVersion::new(2, 17, 1) };
         assert_eq!(
             old.to_string(),
-            "/x/libnccl.so is NCCL 2.17.1: install 2.18.1 or newer, or name one in SYMMALLOC_NCCL_LIBRARY"
+            "/x/libnccl.so is NCCL 2.17.1: install 2.18.1 or newer, or set SYMMALLOC_NCCL_LIBRARY to one"
         );
     }
 }

@@ -1,4 +1,4 @@
-//! A collective in the form that NCCL takes: addresses and numbers.
+//! Collectives in the form that NCCL takes: addresses and numbers.
 
 use crate::collectives::data_type::{DataType, ReduceOp};
 use crate::ffi::handles::StreamHandle;
@@ -9,7 +9,7 @@ use std::fmt;
 #[non_exhaustive]
 #[repr(u64)]
 pub enum Collective {
-    /// [`Communicator::all_reduce`](crate::Communicator::all_reduce) and its variant in place
+    /// [`Communicator::all_reduce`](crate::Communicator::all_reduce) and its in-place variant
     AllReduce = 1,
     /// [`Communicator::all_gather`](crate::Communicator::all_gather)
     AllGather = 2,
@@ -141,8 +141,8 @@ impl Operation {
     }
 }
 
-/// The properties by which NCCL selects an algorithm and connects ranks: for a collective, its kind, reduction, type and order of
-/// magnitude; for a send or receive, the peer.
+/// The properties by which NCCL selects an algorithm and connects ranks. For a collective, these are its kind, reduction, type and order of
+/// magnitude. For a send or receive, it is the peer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ConnectionShape {
     Collective { algorithm: Algorithm, magnitude: u32 },

@@ -3,11 +3,11 @@
 use crate::rendezvous::unique_id::UniqueId;
 use std::sync::Arc;
 
-/// A communicator's position among all communicators of a job. Equal on all of its ranks and unique to it.
+/// A communicator's position among all communicators of a job. It is unique, and equal on all ranks of the communicator.
 ///
-/// Operations on several communicators (registering memory, comparing histories) must run in the same order on all ranks, or two ranks
-/// deadlock in two communicators. Sorting by this order prevents that. It compares names first, then the origin: the unique id, or the
-/// parent of a split, which precedes its splits.
+/// Operations on several communicators (registering memory, comparing histories) must run in the same order on all ranks. Otherwise, two
+/// ranks can deadlock in two communicators. Sorting by this order prevents that. The order compares names first, then the origin: the
+/// unique id, or the parent of a split, which precedes its splits.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct CommOrder(Arc<[u8]>);
 
@@ -41,7 +41,7 @@ impl CommOrder {
         key
     }
 
-    /// Returns the order as bytes, which compare in the same way: for digests.
+    /// Returns the order as bytes that compare in the same way, for example for digests.
     pub fn as_bytes(&self) -> &[u8] {
         &self.0
     }

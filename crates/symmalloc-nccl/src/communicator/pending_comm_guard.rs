@@ -4,8 +4,8 @@ use crate::communicator::order::CommOrder;
 use crate::watchdog::{self, MeetingId, PENDING_COMM};
 use symmalloc_watchdog::{CommunicatorId, RankId};
 
-/// Announces to other ranks that this one will be in a communicator, until dropped. Other ranks thereby also detect a rank that dies after
-/// NCCL has created the communicator and before it is watched.
+/// Announces to other ranks that this rank is about to join a communicator, until dropped. Other ranks therefore also detect a rank that
+/// dies after NCCL has created the communicator and before the watchdog watches it.
 pub(super) struct PendingCommGuard {
     met: Option<MeetingId>,
     rank: RankId,

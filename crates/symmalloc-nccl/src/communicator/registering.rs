@@ -19,13 +19,13 @@ impl Communicator {
     /// order.
     ///
     /// The memory must belong to the communicator's device and be a single `cuMemCreate` allocation with a shareable handle. If the ranks
-    /// cannot access each other's memory, NCCL refuses the window from 2.29 on, and a plain registration is made instead. Earlier versions
-    /// return a plain registration that looks like a window.
+    /// cannot access each other's memory, NCCL rejects the window (2.29 and later), and this function makes a plain registration instead.
+    /// Earlier versions return a plain registration that looks like a window.
     ///
     /// # Errors
-    /// Without effect if the communicator has ended, the library has no windows, the base is not a multiple of [`WINDOW_ALIGNMENT`] or a
-    /// capture is in progress (before 2.30.7). If ranks do not arrive within the deadline or NCCL fails, the communicator is ended,
-    /// because a failed registration leaves tasks behind in it.
+    /// Returns an error without any effect if the communicator has ended, the library does not support windows, the base is not a multiple
+    /// of [`WINDOW_ALIGNMENT`], or a capture is in progress (before 2.30.7). If ranks do not arrive within the deadline or NCCL fails, the
+    /// communicator is ended, because a failed registration leaves unfinished tasks in it.
     pub fn register_window(&self, base: u64, size_bytes: u64) -> Result<Registered, CommError> {
         self.require(Capability::Windows)?;
         if size_bytes == 0 {
@@ -52,12 +52,12 @@ impl Communicator {
         Ok(Registered::Window(Window { raw, memory: self.memory(base, size_bytes) }))
     }
 
-    /// Deregisters a window. The call is local, but all ranks must make it at the same point, because the others must no longer use the
-    /// window. Waits for kernels that run on the device.
+    /// Deregisters a window. The call is local, but all ranks must make it at the same point, because no rank may use the window
+    /// afterwards. Waits for kernels that run on the device.
     ///
     /// # Errors
-    /// Returns an error if the communicator has ended, and the window with it; if the window belongs to another communicator; if NCCL
-    /// fails, in which case the window is released with the communicator.
+    /// Returns an error if the communicator has ended, and the window with it; if the window belongs to another communicator; or if NCCL
+    /// fails. The window is then released with the communicator.
     pub fn deregister_window(&self, window: Window) -> Result<(), CommError> {
         let Window { raw, memory } = window;
         self.check_owner(&memory)?;
@@ -91,7 +91,7 @@ impl Communicator {
         })?;
         let raw = new.registration();
         if !raw.is_null() {
-            // Null if NCCL_LOCAL_REGISTER=0: nothing was registered, so there is nothing to deregister.
+            // With NCCL_LOCAL_REGISTER=0 the handle is null: nothing was registered, so there is nothing to deregister.
             lock(&access.inner.buffers).push(raw);
         }
         Ok(BufferRegistration { raw, memory: self.memory(base, size_bytes) })
@@ -100,8 +100,8 @@ impl Communicator {
     /// Deregisters a buffer. If peers have mapped the memory, waits for kernels that run on the device.
     ///
     /// # Errors
-    /// Returns an error if the communicator has ended, and the registration with it; if it belongs to another communicator; if NCCL fails,
-    /// in which case it is released with the communicator.
+    /// Returns an error if the communicator has ended, and the registration with it; if the registration belongs to another communicator;
+    /// or if NCCL fails. The registration is then released with the communicator.
     pub fn deregister_buffer(&self, registration: BufferRegistration) -> Result<(), CommError> {
         let BufferRegistration { raw, memory } = registration;
         self.check_owner(&memory)?;
@@ -157,7 +157,7 @@ fn deregister<Handle: Copy + PartialEq + Send + 'static>(
     }
     let comm = access.comm;
     perform(from_mut(access), Stage::Deregister, Route::Apart, &None, move |calls| {
-        // The communicator may end meanwhile, so remove the handle only after NCCL has accepted it.
+        // The communicator may end in the meantime, so remove the handle only after NCCL has accepted the call.
         call(calls, comm, handle).inspect(|_| lock(&known).retain(|known| *known != handle))
     })
 }

@@ -19,8 +19,8 @@ pub enum Registered {
 
 /// A window of one communicator over a whole segment, on all of its ranks.
 ///
-/// Deregister it with [`Communicator::deregister_window`](crate::Communicator::deregister_window) before the memory is unmapped. It ends
-/// with its communicator, without a call.
+/// Deregister it with [`Communicator::deregister_window`](crate::Communicator::deregister_window) before the memory is unmapped. If the
+/// communicator ends first, no call is needed.
 #[must_use = "deregister it before the memory is released"]
 pub struct Window {
     pub(crate) raw: WindowHandle,
@@ -29,8 +29,8 @@ pub struct Window {
 
 /// A registration of memory that is local to this rank.
 ///
-/// Deregister it with [`Communicator::deregister_buffer`](crate::Communicator::deregister_buffer) before the memory is unmapped. It ends
-/// with its communicator, without a call.
+/// Deregister it with [`Communicator::deregister_buffer`](crate::Communicator::deregister_buffer) before the memory is unmapped. If the
+/// communicator ends first, no call is needed.
 #[must_use = "deregister it before the memory is released"]
 pub struct BufferRegistration {
     pub(crate) raw: RegistrationHandle,
@@ -64,12 +64,12 @@ impl Registered {
 }
 
 impl Window {
-    /// Returns NCCL's handle. Valid until the window is deregistered or its communicator ends.
+    /// Returns NCCL's handle, which is valid until the window is deregistered or its communicator ends.
     pub fn handle(&self) -> WindowHandle {
         self.raw
     }
 
-    /// Returns the address of its first byte on this rank.
+    /// Returns the address of the window's first byte on this rank.
     pub fn base(&self) -> u64 {
         self.memory.base
     }
@@ -81,7 +81,7 @@ impl Window {
 }
 
 impl BufferRegistration {
-    /// Returns the address of its first byte.
+    /// Returns the address of the memory's first byte.
     pub fn base(&self) -> u64 {
         self.memory.base
     }

@@ -20,7 +20,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 use symmalloc_cuda::CudaDevice;
 
-/// Longer than any program runs.
+/// A practically unlimited time.
 pub(super) const FOR_EVER: Duration = Duration::from_secs(u32::MAX as u64);
 
 /// The blocking mode of NCCL's calls.
@@ -43,7 +43,7 @@ pub(super) struct Shared {
     pub(super) nccl: &'static Nccl,
     pub(super) device: Arc<CudaDevice>,
     pub(super) name: Arc<str>,
-    /// NCCL keeps a pointer to it, so it must live as long as the communicator.
+    /// The name as NCCL reads it. NCCL keeps a pointer to it, so it must live as long as the communicator.
     pub(super) c_name: Arc<CStr>,
     pub(super) rank: u32,
     pub(super) ranks: u32,
@@ -51,22 +51,22 @@ pub(super) struct Shared {
     pub(super) mode: Mode,
     pub(super) ownership: Ownership,
     pub(super) order: CommOrder,
-    /// Unique in the process.
+    /// A number that is unique in the process.
     pub(super) serial: u64,
-    /// Set by [`abort`](crate::communicator::Communicator::abort), for a thread that waits while it holds the call lock.
+    /// Set by [`abort`](crate::communicator::Communicator::abort), to stop a thread that waits while it holds the call lock.
     pub(super) abort_asked: AtomicBool,
     /// The meeting of its processes, if any.
     pub(super) met: Option<MeetingId>,
     pub(super) watch_settings: WatchSettings,
-    /// Set once it is ready.
+    /// The watchdog's view of the communicator; set once it is ready.
     pub(super) watched: OnceLock<Arc<Watched>>,
-    /// Time at which an error of the watchdog first waited for the end.
+    /// Time at which an error of the watchdog first waited for the communicator's end.
     pub(super) failed_at: OnceLock<Instant>,
     pub(super) inner: Mutex<Inner>,
     pub(super) life: Arc<Mutex<Life>>,
 }
 
-/// Handles that NCCL must release. A thread inside a call updates them when NCCL returns, even if no one waits for it any more.
+/// Handles that NCCL must release. A thread inside a call updates them when NCCL returns, even if its caller no longer waits.
 pub(super) type Handles<Handle> = Arc<Mutex<Vec<Handle>>>;
 
 /// State that changes from call to call.
@@ -89,7 +89,7 @@ pub(super) struct Life {
     /// Null if and only if it is not ready.
     pub(super) comm: CommHandle,
     pub(super) state: CommState,
-    /// The error that ended it, if any.
+    /// The error that ended the communicator, if any.
     pub(super) cause: Option<Arc<CommError>>,
 }
 
@@ -120,9 +120,10 @@ impl Shared {
         NEXT.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Waits until no other thread calls NCCL with it. Fails if the watchdog has ended it, or is about to.
+    /// Waits until no other thread calls NCCL with the communicator. Fails if the watchdog has ended the communicator or is about to end
+    /// it.
     pub(super) fn access(&self) -> Result<Access<'_>, CommError> {
-        // Also checked before the lock, which the end that follows may hold.
+        // Also check before locking: the thread that ends the communicator may hold the lock.
         self.check_failure()?;
         let access = self.access_with(lock(&self.inner))?;
         let Some(_failed) = self.failure() else { return Ok(access) };
@@ -136,7 +137,7 @@ impl Shared {
         Err(failed)
     }
 
-    /// Waits until the communicator has ended after a failure that the watchdog reported; later errors wait for the rest of the same
+    /// Waits until the communicator has ended after a failure that the watchdog reported. Later errors wait for the rest of the same
     /// interval. A program that exits immediately would unload libraries under the aborting thread. After the interval, the watchdog ends
     /// the process if necessary.
     fn wait_for_end(&self) {
@@ -145,7 +146,7 @@ impl Shared {
         while !self.is_ended() && backoff.pause() {}
     }
 
-    /// Returns `true` if none of its work runs any more, or if its owner must end it.
+    /// Returns `true` if none of the communicator's work runs any more, or if its owner must end it.
     pub(super) fn is_ended(&self) -> bool {
         self.ownership == Ownership::Borrowed
             || matches!(lock(&self.life).state, CommState::Destroyed | CommState::Aborted)
@@ -165,7 +166,7 @@ impl Shared {
         CommError::Gone { name: Arc::clone(&self.name), state: life.state, cause: life.cause.clone() }
     }
 
-    /// Checks that it is ready. Never waits.
+    /// Checks that the communicator is ready. Never waits.
     pub(super) fn check_ready(&self) -> Result<(), CommError> {
         match self.failure() {
             Some(failed) => Err(failed),
@@ -174,13 +175,13 @@ impl Shared {
         }
     }
 
-    /// Returns the error with which the watchdog ended it, if any.
+    /// Returns the error with which the watchdog ended the communicator, if any.
     pub(super) fn failure(&self) -> Option<CommError> {
         Some(CommError::Failed(Arc::clone(self.watched.get()?.failure()?)))
     }
 
-    /// Returns the limit of this crate's own waits for other ranks. It is unlimited if the watchdog, which distinguishes slow ranks from
-    /// stuck ones, ends the waits.
+    /// Returns the time limit of this crate's waits for other ranks. It is unlimited if the watchdog ends the waits, because the watchdog
+    /// distinguishes slow ranks from stuck ones.
     pub(super) fn patience(&self) -> Duration {
         let is_watched = self.watched.get().is_some() && self.watch_settings.mode() != WatchdogMode::Off;
         if is_watched && watchdog::is_on() { FOR_EVER } else { self.deadline }

@@ -8,7 +8,7 @@ use std::fmt;
 pub enum CommState {
     /// Usable.
     Ready,
-    /// Destroyed regularly. Its windows are gone.
+    /// Destroyed normally. Its windows are gone.
     Destroyed,
     /// Aborted by the program or because of an error. Its windows are gone.
     Aborted,
@@ -63,7 +63,7 @@ impl Stage {
         matches!(self, Stage::Split | Stage::Register | Stage::Submit | Stage::Destroy)
     }
 
-    /// Returns the call whose outcome NCCL reports later.
+    /// Returns the name of the NCCL call of this stage, for errors that NCCL reports later.
     pub(super) fn call(self) -> &'static str {
         match self {
             Stage::Connect => "ncclCommInitRankConfig",

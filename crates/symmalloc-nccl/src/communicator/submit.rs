@@ -16,7 +16,8 @@ use std::sync::Arc;
 pub(crate) type Submission<'a> = (&'a Communicator, Operation, &'a Arc<CudaStream>);
 
 /// Submits collectives to NCCL: a single one directly, several as a group. Returns when they are in their streams. The guards of their
-/// buffers must live until then. If `is_noted`, each is recorded for the watchdog; otherwise the caller announces them as a whole.
+/// buffers must live until then. If `is_noted` is set, each collective is recorded for the watchdog; otherwise the caller announces them as
+/// a whole.
 pub(crate) fn submit(operations: &[Submission<'_>], is_noted: bool) -> Result<(), CommError> {
     let mut accesses = access_all(operations)?;
     let mut issues: SmallVec<[(CommHandle, Operation); 2]> = SmallVec::with_capacity(operations.len());
@@ -61,7 +62,7 @@ fn note(operations: &[Submission<'_>], entries: &Entries, is_issued: bool) {
     }
 }
 
-/// Acquires access to all communicators, each once, in an order that is the same for all threads.
+/// Acquires access to every communicator once, in an order that is the same for all threads.
 fn access_all<'a>(operations: &[Submission<'a>]) -> Result<SmallVec<[Access<'a>; 1]>, CommError> {
     let mut comms: SmallVec<[&Communicator; 1]> = operations.iter().map(|(comm, ..)| *comm).collect();
     comms.sort_unstable_by_key(|comm| comm.serial());

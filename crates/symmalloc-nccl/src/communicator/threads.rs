@@ -1,7 +1,7 @@
 //! Threads for calls that may never return.
 //!
 //! A thread that has finished its call waits for the next one: creating a thread costs about 50 us, and so does the first CUDA call on it.
-//! A thread that hangs in a call is never reused; another one takes its place.
+//! A thread that hangs in a call is never reused. A new thread replaces it.
 
 use crate::backoff::Backoff;
 use crate::communicator::error::CommError;
@@ -25,13 +25,13 @@ const IDLE_MAX: usize = 16;
 /// Runs a job on a separate thread.
 ///
 /// # Errors
-/// Returns an error if the system cannot create a thread. The job has not run then.
+/// Returns an error if the system cannot create a thread. The job then has not run.
 pub(crate) fn run(job: impl FnOnce() + Send + 'static) -> io::Result<()> {
     let mut job: Job = Box::new(job);
     while let Some(thread) = pop() {
         match thread.send(job) {
             Ok(()) => return Ok(()),
-            // The thread has exited in the meantime.
+            // The thread has exited in the meantime: try the next one.
             Err(SendError(refused)) => job = refused,
         }
     }
@@ -75,12 +75,12 @@ pub(super) type Kept = Option<Arc<dyn Any + Send + Sync>>;
 /// The result of a call.
 pub(super) type Answer = Result<CallProgress, CallError>;
 
-/// The reason why a call failed.
+/// An error of a call.
 #[derive(Debug)]
 pub(super) enum CallError {
     Nccl(NcclError),
     Driver(DriverError),
-    /// No thread could be created for it.
+    /// No thread could be created for the call.
     Thread(ErrorKind),
 }
 

@@ -1,4 +1,4 @@
-//! A communicator's interface to the watchdog, and the waits of a program.
+//! A communicator's interface to the watchdog, and the functions with which a program waits.
 
 use crate::backoff::Backoff;
 use crate::communicator::Communicator;
@@ -18,10 +18,10 @@ use std::sync::{Arc, Weak};
 use symmalloc_cuda::RelaxedCapture;
 use symmalloc_watchdog::CommunicatorId;
 
-/// Announced work that the program submits to a stream itself. It must be in its stream when this is dropped. See
+/// Announced work that the program submits to a stream itself. The work must be in its stream when this value is dropped. See
 /// [`announcement`](Communicator::announcement).
 #[derive(Debug)]
-#[must_use = "the work counts as being submitted as long as this is held"]
+#[must_use = "the work counts as being submitted until this value is dropped"]
 pub struct Announcement {
     communicator: Communicator,
     entry: EntryNumber,
@@ -56,8 +56,8 @@ impl Communicator {
         self.shared.check_failure()
     }
 
-    /// Runs a wait of the program and then checks whether the communicator failed meanwhile, in which case the results of its collectives
-    /// are invalid. The wait itself ends because the watchdog stops the kernels that it waits for, or ends the process.
+    /// Runs a wait of the program and then checks whether the communicator failed in the meantime. If it did, the results of its
+    /// collectives are invalid. The wait itself returns because the watchdog stops the kernels that it waits for, or ends the process.
     ///
     /// # Errors
     /// [`CommError::Failed`] if the watchdog ended the communicator.
@@ -67,9 +67,9 @@ impl Communicator {
         Ok(answer)
     }
 
-    /// Announces to the watchdog work that the program submits to the stream itself and that all ranks submit equally: an NCCL call with
-    /// [`raw`](Self::raw), or the launch of a graph that contains collectives. `submit` submits it to the stream. It is numbered among the
-    /// communicator's collectives and has the same deadline.
+    /// Announces work to the watchdog that the program submits to the stream itself and that every rank submits: an NCCL call with
+    /// [`raw`](Self::raw), or the launch of a graph that contains collectives. `submit` submits the work to the stream. The work is
+    /// numbered among the communicator's collectives and has the same deadline.
     ///
     /// # Examples
     /// ```no_run
@@ -82,7 +82,7 @@ impl Communicator {
     /// ```
     ///
     /// # Errors
-    /// Returns an error if the communicator has ended or the stream belongs to another device; `submit` is not called then.
+    /// Returns an error if the communicator has ended or the stream belongs to another device; `submit` is then not called.
     pub fn announce<T>(
         &self,
         kind: impl Into<Cow<'static, str>>,
@@ -137,7 +137,7 @@ impl Communicator {
 impl Shared {
     /// Starts to watch a ready communicator, whose rank and number of ranks are known.
     pub(super) fn begin_to_be_watched(self: &Arc<Self>) {
-        // Borrowed communicators are identified only by their name, which several may share.
+        // Borrowed communicators are identified only by their name, which several can share.
         static BORROWED: SequenceCounter<CommOrder> = SequenceCounter::new();
         let mut key = self.order.as_bytes().to_vec();
         if self.ownership == Ownership::Borrowed {
@@ -167,12 +167,12 @@ impl Watchable for Shared {
         let Ok(inner) = self.lock_against_waiting(GRACE) else { return };
         let Ok(mut access) = self.access_with(inner) else { return };
         let cause = Arc::new(CommError::Failed(Arc::clone(failure)));
-        // Errors wait for the rest without the lock.
+        // The errors of other threads wait for the rest of the interval without the lock.
         end_all(from_mut(&mut access), Ending::Idle, Some(&cause), GRACE);
     }
 
     fn examine(&self) -> Option<FailureCause> {
-        // Its owner polls NCCL itself.
+        // The owner of a borrowed communicator polls NCCL itself.
         if self.ownership == Ownership::Borrowed {
             return None;
         }

@@ -6,14 +6,14 @@
 //!
 //! # Contract
 //! The functions are safe to call within this crate because the rest of it upholds these rules:
-//! - **C1** A [`CommHandle`] comes from NCCL, or from the owner of a borrowed communicator, and is available only while the communicator
-//!   lives: `communicator/shared.rs` clears it before [`destroy`](Calls::destroy) and [`abort`](Calls::abort).
+//! - **C1** A [`CommHandle`] comes from NCCL, or from the owner of a borrowed communicator, and is available only while the communicator is
+//!   live: `communicator/shared.rs` clears it before [`destroy`](Calls::destroy) and [`abort`](Calls::abort).
 //! - **C2** One thread at a time calls NCCL with a communicator: the one that holds its call lock, or the one that ends it. Only
 //!   [`revoke`](Calls::revoke) may run concurrently, as NCCL allows.
 //! - **C3** A [`NewHandle`] is kept alive until no operation can write to it.
 //! - **C4** The memory of an [`Operation`] belongs to the communicator's device, is long enough, and is not accessed by others until its
 //!   stream has completed it: `communicator/buffers.rs` creates operations from borrowed buffers, and a caller that passes raw addresses
-//!   guarantees the same. Its stream is live and belongs to the device.
+//!   guarantees the same. The operation's stream is live and belongs to the device.
 //! - **C5** A window or registration is released once, on the communicator that made it.
 
 use crate::communicator::operation::{NcclCall, Operation};
@@ -37,7 +37,7 @@ pub(crate) const NO_COLOR: c_int = -1;
 pub(crate) enum CallProgress {
     /// The host has nothing left to do.
     Done,
-    /// An NCCL thread works on it: poll `ncclCommGetAsyncError` until it is done.
+    /// An NCCL thread is working on the call: poll `ncclCommGetAsyncError` until it is done.
     Underway,
 }
 
@@ -196,8 +196,8 @@ impl Calls {
         self.optional("ncclCommRevoke", self.revoke.map(|call| unsafe { call(comm.as_ptr(), 0) }))
     }
 
-    /// Returns the result of the communicator's threads, `Ok(Underway)` while one is working (`ncclCommGetAsyncError`). Attributes an error
-    /// to `call`.
+    /// Returns the result of the communicator's NCCL threads, or `Ok(Underway)` while one is working (`ncclCommGetAsyncError`). Attributes
+    /// an error to `call`.
     pub(crate) fn poll(&self, call: &'static str, comm: CommHandle) -> Outcome {
         let code = self.number(comm, "ncclCommGetAsyncError", self.async_error)?;
         self.outcome(call, code)
@@ -209,7 +209,7 @@ impl Calls {
         Ok((rank as u32, self.number(comm, "ncclCommCount", self.count)? as u32))
     }
 
-    /// Returns the ordinal of its device (`ncclCommCuDevice`).
+    /// Returns the ordinal of the communicator's device (`ncclCommCuDevice`).
     pub(crate) fn device_of(&self, comm: CommHandle) -> Result<c_int, NcclError> {
         self.number(comm, "ncclCommCuDevice", self.cu_device)
     }
@@ -251,12 +251,12 @@ impl Calls {
         if let [(comm, operation)] = operations {
             return self.issue_one(*comm, operation);
         }
-        // SAFETY: takes nothing.
+        // SAFETY: the call has no arguments.
         self.outcome("ncclGroupStart", unsafe { (self.group_start)() })?;
         let issued =
             operations.iter().try_fold(CallProgress::Done, |_, (comm, operation)| self.issue_one(*comm, operation));
-        // The group must be ended on this thread in any case. After an error NCCL discards its contents.
-        // SAFETY: takes nothing.
+        // The group must be ended on this thread even after an error; NCCL then discards its contents.
+        // SAFETY: the call has no arguments.
         let ended = self.outcome("ncclGroupEnd", unsafe { (self.group_end)() });
         issued.and(ended)
     }
@@ -286,7 +286,7 @@ impl Calls {
         self.outcome(operation.call.symbol(), code)
     }
 
-    /// Calls a function that returns a number of a communicator.
+    /// Calls a function that returns an integer property of a communicator.
     fn number(
         &self,
         comm: CommHandle,

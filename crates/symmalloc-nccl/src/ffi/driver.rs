@@ -5,17 +5,17 @@ use cudarc::driver::result;
 use cudarc::driver::sys::{CUcontext, CUstreamCaptureStatus_enum::CU_STREAM_CAPTURE_STATUS_NONE};
 use symmalloc_cuda::{CudaDevice, DriverError};
 
-/// Converts an error of this driver call.
+/// Returns a function that converts errors of this driver call.
 pub(crate) fn refused(call: &'static str) -> impl Fn(result::DriverError) -> DriverError {
     move |error| DriverError { call, code: error.0 as i32 }
 }
 
-/// Returns the device's primary context. It is retained and released again, so it stays alive only if other code holds it.
+/// Returns the device's primary context without retaining it: the context stays alive only if other code holds it.
 pub(crate) fn primary_context(device: &CudaDevice) -> Result<CUcontext, DriverError> {
     let device = device.context().cu_device();
     // SAFETY: the device exists; the context is released below.
     let primary = unsafe { result::primary_ctx::retain(device) }.map_err(refused("cuDevicePrimaryCtxRetain"))?;
-    // SAFETY: the context was retained above, and is only compared after this.
+    // SAFETY: the context was retained above, and is only compared afterwards.
     unsafe { result::primary_ctx::release(device) }.map_err(refused("cuDevicePrimaryCtxRelease"))?;
     Ok(primary)
 }
@@ -27,8 +27,8 @@ pub(crate) fn is_captured(stream: &CudaStream) -> Result<bool, DriverError> {
     Ok(status.map_err(refused("cuStreamIsCapturing"))? != CU_STREAM_CAPTURE_STATUS_NONE)
 }
 
-/// Like [`is_captured`], for any current context. Streams identify their context, so it is made current only if the driver did not find
-/// the stream. The default streams have the handles 0 to 2 in all contexts and refer to the current one.
+/// Like [`is_captured`], but works with any current context. A stream identifies its context, so the context is made current only if the
+/// query fails. The default streams have the handles 0 to 2 in all contexts and refer to the current one.
 pub(crate) fn is_captured_on(device: &CudaDevice, stream: &CudaStream) -> Result<bool, DriverError> {
     if stream.cu_stream() as usize > 2
         && let Ok(is_captured) = is_captured(stream)
@@ -39,19 +39,19 @@ pub(crate) fn is_captured_on(device: &CudaDevice, stream: &CudaStream) -> Result
     is_captured(stream)
 }
 
-/// Returns `true` if the driver fails only because of a capture (900 to 908), possibly by another library.
+/// Returns `true` if a driver call failed only because of a capture (codes 900 to 908), possibly one of another library.
 pub(crate) fn is_capture_in_the_way(error: &DriverError) -> bool {
     matches!(error.code, 900..=908)
 }
 
-/// Ends the process immediately, without the handlers of `exit`, because the driver's handler waits for kernels that never end.
+/// Ends the process immediately, without the handlers of `exit`, because the driver's exit handler waits for kernels that never end.
 pub(crate) fn exit_now(code: i32) -> ! {
     // SAFETY: no code of this process runs afterwards.
     unsafe { libc::_exit(code) }
 }
 
-/// Copies between two addresses of the device, whose context must be current. The caller must hold the guards of both buffers, and the
-/// ranges must not overlap.
+/// Copies `size_bytes` bytes between two addresses of the device, whose context must be current. The caller must hold the guards of both
+/// buffers, and the ranges must not overlap.
 pub(crate) fn copy(stream: &CudaStream, from: u64, to: u64, size_bytes: u64) -> Result<(), DriverError> {
     // SAFETY: both buffers are in use on the stream, and the ranges lie within them.
     let copied = unsafe { result::memcpy_dtod_async(to, from, size_bytes as usize, stream.cu_stream()) };

@@ -4,7 +4,7 @@ use crate::ffi::version::NcclVersion;
 use std::fmt;
 use thiserror::Error;
 
-/// The reason why libnccl cannot be used.
+/// An error that prevents the use of libnccl.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum LoadError {
@@ -14,11 +14,11 @@ pub enum LoadError {
          in SYMMALLOC_NCCL_LIBRARY", .tried.join("; ")
     )]
     LibraryMissing {
-        /// Each name tried, in order, with the system's reason.
+        /// Each name that was tried, in order, with the system's error.
         tried: Vec<String>,
     },
     /// The library lacks a call that every supported version has.
-    #[error("{path} has no {symbol}: it is not NCCL, or it is incomplete; name another in SYMMALLOC_NCCL_LIBRARY")]
+    #[error("{path} has no {symbol}: it is not NCCL, or it is incomplete; set SYMMALLOC_NCCL_LIBRARY to another file")]
     SymbolMissing {
         /// The library.
         path: String,
@@ -26,7 +26,7 @@ pub enum LoadError {
         symbol: &'static str,
     },
     /// The library does not report its version.
-    #[error("ncclGetVersion of {path} failed with {code}: it is not NCCL; name another in SYMMALLOC_NCCL_LIBRARY")]
+    #[error("ncclGetVersion of {path} failed with {code}: it is not NCCL; set SYMMALLOC_NCCL_LIBRARY to another file")]
     NoVersion {
         /// The library.
         path: String,
@@ -34,10 +34,7 @@ pub enum LoadError {
         code: i32,
     },
     /// The library is older than the minimum version.
-    #[error(
-        "{path} is NCCL {version}: install {} or newer, or name one in SYMMALLOC_NCCL_LIBRARY",
-        NcclVersion::OLDEST
-    )]
+    #[error("{path} is NCCL {version}: install {} or newer, or set SYMMALLOC_NCCL_LIBRARY to one", NcclVersion::OLDEST)]
     TooOld {
         /// The library.
         path: String,
@@ -89,18 +86,18 @@ impl NcclError {
     fn advice(&self) -> &'static str {
         match self.code {
             UNHANDLED_CUDA_ERROR => {
-                "a CUDA call inside NCCL failed, or the memory is not what NCCL needs: run with NCCL_DEBUG=WARN"
+                "a CUDA call inside NCCL failed, or NCCL does not support the memory: run with NCCL_DEBUG=WARN"
             }
             SYSTEM_ERROR => {
                 "the network or the system failed: check NCCL_SOCKET_IFNAME and the other ranks, run with NCCL_DEBUG=WARN"
             }
-            INVALID_ARGUMENT | INVALID_USAGE => "run with NCCL_DEBUG=WARN to see which argument",
+            INVALID_ARGUMENT | INVALID_USAGE => "run with NCCL_DEBUG=WARN to see which argument is invalid",
             REMOTE_ERROR => "another rank is gone or the network failed: look for the first error among the ranks",
             _ => "run with NCCL_DEBUG=INFO",
         }
     }
 
-    /// Returns `true` if a communicator is unusable after this error.
+    /// Returns `true` if the communicator is unusable after this error.
     pub(crate) fn is_fatal(&self) -> bool {
         !matches!(self.code, INVALID_ARGUMENT | INVALID_USAGE)
     }

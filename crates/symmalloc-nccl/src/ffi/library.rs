@@ -14,10 +14,10 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use symmalloc_cuda::loading;
 
-/// The variable that specifies the library and disables the search.
+/// The environment variable that specifies the library and disables the search.
 const LIBRARY_VARIABLE: &str = "SYMMALLOC_NCCL_LIBRARY";
 
-/// NCCL's library names.
+/// The file names of NCCL's library.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 
 /// An opened libnccl with its calls.
@@ -40,7 +40,7 @@ impl Nccl {
         NCCL.get_or_init(Nccl::find).clone()
     }
 
-    /// Opens a specific library, in addition to that of [`load`](Self::load). Never closed.
+    /// Opens a specific library, in addition to that of [`load`](Self::load). The library is never closed.
     ///
     /// # Errors
     /// Returns an error if the library cannot be opened or is too old.
@@ -62,7 +62,7 @@ impl Nccl {
     }
 
     fn resolve(library: libloading::Library, name: &OsStr) -> Result<&'static Nccl, LoadError> {
-        // Never closed: its threads and the table below outlive every owner.
+        // The library is never closed: its threads and the table below outlive every owner.
         let library: &'static libloading::Library = Box::leak(Box::new(library));
         let path = loading::path_of(library, "ncclGetVersion").unwrap_or_else(|| PathBuf::from(name));
         let shown = path.display().to_string();
@@ -75,17 +75,17 @@ impl Nccl {
         Ok(Box::leak(Box::new(Nccl { calls, version, path })))
     }
 
-    /// Returns its version.
+    /// Returns the library's version.
     pub fn version(&self) -> NcclVersion {
         self.version
     }
 
-    /// Returns its file, or its name if the system does not report the file.
+    /// Returns the path of the library's file, or its name if the system does not report the file.
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Returns `true` if it has the capability.
+    /// Returns `true` if the library has the capability.
     pub fn supports(&self, capability: Capability) -> bool {
         self.calls.has(capability) && self.version >= capability.since()
     }

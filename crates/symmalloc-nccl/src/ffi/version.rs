@@ -22,9 +22,9 @@ pub enum Capability {
     BufferRegistration,
     /// `ncclCommWindowRegister`: symmetric windows (2.27).
     Windows,
-    /// A window that cannot be symmetric is refused. Earlier versions return a plain registration that looks like a window (2.29).
+    /// An error for a window that cannot be symmetric (2.29). Earlier versions return a plain registration that looks like a window.
     WindowRefusal,
-    /// `ncclCommRevoke`: operations in a communicator can be stopped without freeing it under the thread that hangs (2.28.9).
+    /// `ncclCommRevoke`: operations in a communicator can be stopped without freeing it while another thread hangs in it (2.28.9).
     Revoke,
     /// Windows can be registered while a stream is being captured into a graph (2.30.7).
     RegistrationInCapture,
@@ -54,7 +54,7 @@ impl fmt::Display for NcclVersion {
 }
 
 impl Capability {
-    /// Returns the first version that has it.
+    /// Returns the first version that has the capability.
     pub fn since(self) -> NcclVersion {
         match self {
             Capability::BufferRegistration => NcclVersion::new(2, 19, 1),

@@ -1,4 +1,4 @@
-//! The registrar's state for one communicator: the pools that it observes, and the registrations it has made.
+//! The registrar's state for one communicator: the observed pools, and their registrations.
 //!
 //! ```text
 //!  Attachment ── Communicator
@@ -10,8 +10,8 @@
 //!    └── View, behind a separate lock: the state that lookups read during a sync
 //! ```
 //!
-//! The memory of a dead segment is released after its last observer acknowledges the death. An observer here does so only after its
-//! windows are deregistered, so a segment outlives its windows on every communicator, in any order of events.
+//! The memory of a dead segment is released after its last observer acknowledges the death. An attachment does so only after it has
+//! deregistered its windows, so a segment outlives its windows on every communicator, in any order of events.
 
 mod sleep;
 
@@ -46,7 +46,7 @@ pub(crate) struct Attachment {
     view: RwLock<View>,
 }
 
-/// State that a sync modifies.
+/// The state that a sync modifies.
 #[derive(Default)]
 pub(crate) struct SyncState {
     pools: ObservedPools,
@@ -67,20 +67,20 @@ pub(crate) struct SyncState {
     transport: Option<NcclTransport>,
     /// Number of sync collectives so far: equal on all ranks.
     rounds: u64,
-    /// Set when the communicator has ended and its registrations are gone.
+    /// `true` if the communicator has ended and its registrations are gone.
     is_dropped: bool,
     /// Pools that had registrations when the communicator ended.
     kept: Vec<PoolId>,
-    /// Observers that are kept because NCCL may still be inside the communicator.
+    /// Observers that are kept because an NCCL call on the communicator may still run.
     held: Vec<ObserverId>,
 }
 
-/// State that can be read at any time.
+/// The state that can be read at any time, even during a sync.
 #[derive(Default)]
 pub(crate) struct View {
     /// Pools that are attached for windows, whose histories must be equal.
     pub(crate) window_pools: SmallVec<[PoolId; 4]>,
-    /// Pools that are attached in any way, or were when the communicator ended.
+    /// Pools that are attached for windows or buffers, or were when the communicator ended.
     pub(crate) pools: SmallVec<[PoolId; 4]>,
     pub(crate) windows: WindowMap,
     pub(crate) invalidations: Invalidations,
@@ -103,7 +103,7 @@ impl View {
     }
 }
 
-/// Inputs of a sync from its registrar.
+/// The inputs that a registrar passes to a sync.
 pub(crate) struct SyncJob<'a> {
     pub(crate) allocator: &'a CudaAllocator,
     pub(crate) settings: &'a Settings,
@@ -139,7 +139,7 @@ impl Attachment {
         SyncError::Gone { communicator: self.name(), state: self.comm.state(), cause: self.comm.end_cause() }
     }
 
-    /// Returns `true` if there is certainly nothing to do: no log has grown, no pool leaves, and the communicator is ready.
+    /// Returns `true` if there is nothing to do: no log has grown, no pool is being detached, and the communicator is ready.
     #[inline]
     pub(crate) fn is_current(&self, allocator: &CudaAllocator) -> bool {
         let state = self.lock();
@@ -256,7 +256,7 @@ impl Attachment {
         Ok(agreed.rounds)
     }
 
-    /// Returns the address space after the actions, or an error if a window does not fit.
+    /// Returns the address space as it will be after the actions, or an error if a window does not fit.
     fn place(&self, mut space: SymmetricSpace, actions: &SyncActions) -> Result<SymmetricSpace, SyncError> {
         for action in &actions.actions {
             if action.change.kind != ChangeKind::Register {
@@ -274,7 +274,7 @@ impl Attachment {
         Ok(space)
     }
 
-    /// Waits for all work that may use the memory to be deregistered.
+    /// Waits until all work that may use the memory to be deregistered has completed.
     fn quiesce(&self, allocator: &CudaAllocator) -> Result<(), SyncError> {
         let waited = self.comm.deadline();
         let done = allocator.synchronize_all(Instant::now() + waited);
@@ -366,7 +366,7 @@ impl Attachment {
         Ok(())
     }
 
-    /// Starts to observe these pools, all of them or none.
+    /// Starts to observe these pools. After an error, none of them is observed.
     pub(crate) fn observe(
         &self,
         allocator: &CudaAllocator,
@@ -379,7 +379,7 @@ impl Attachment {
         Ok(())
     }
 
-    /// Returns how a pool is observed, or `None`.
+    /// Returns the kind of registration for which a pool is observed, or `None` if it is not observed.
     pub(crate) fn registration_of(&self, pool: PoolId) -> Option<Registration> {
         self.lock().pools.registration_of(pool)
     }
@@ -389,7 +389,7 @@ impl Attachment {
         self.lock().pools.leave(pool)
     }
 
-    /// Runs a separate exchange over the communicator, between two syncs.
+    /// Runs an exchange of messages over the communicator, between two syncs.
     pub(crate) fn with_transport<T>(
         &self,
         allocator: &CudaAllocator,
@@ -410,7 +410,8 @@ impl Attachment {
         outcome
     }
 
-    /// Drops all state if the communicator has ended. Returns `true` if nothing remains. A sync in progress does this itself.
+    /// Drops all state if the communicator has ended. Returns `true` if nothing remains. Does nothing while a sync is in progress, because
+    /// the sync then drops the state itself.
     pub(crate) fn sweep(&self, allocator: &CudaAllocator) -> bool {
         if self.comm.state() == CommState::Ready {
             return false;
@@ -435,7 +436,7 @@ impl Attachment {
     }
 
     /// Drops all state of an ended communicator. Its windows ended with it and are not touched; its segments are released. If the
-    /// communicator is lost, NCCL may still be inside it, so their memory is kept.
+    /// communicator is lost, an NCCL call on it may still run, so their memory is kept.
     pub(crate) fn drop_everything(&self, state: &mut SyncState, allocator: &CudaAllocator) {
         if !state.is_dropped {
             tracing::warn!(

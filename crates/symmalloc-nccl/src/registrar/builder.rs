@@ -20,7 +20,7 @@ pub struct RegistrarBuilder {
 }
 
 impl Registrar {
-    /// Starts from the defaults: agreement at every sync, no offset checks.
+    /// Returns a builder with the default configuration: agreement at every sync, no offset checks.
     pub fn builder(allocator: &CudaAllocator) -> RegistrarBuilder {
         let allocator = allocator.clone();
         RegistrarBuilder { allocator, mode: Mode::default(), check_offsets: false, symmetric_space_bytes: None }
@@ -29,21 +29,22 @@ impl Registrar {
 
 impl RegistrarBuilder {
     /// Sets when ranks compare the histories of the pools that are attached to a communicator for windows. The default, [`Mode::AtSync`],
-    /// compares them at every sync and costs one small collective. With [`Mode::Off`], a sync without changes returns immediately, and
-    /// ranks that disagree on *whether* there is a change are detected only by the deadline. The other modes sync like `AtSync`.
+    /// compares them at every sync and costs one small collective. With [`Mode::Off`], a sync without changes returns immediately, and a
+    /// disagreement on *whether* there is a change is detected only by the deadline. The other modes sync like `AtSync`.
     pub fn agreement(mut self, mode: Mode) -> Self {
         self.mode = mode;
         self
     }
 
-    /// Sets whether [`Registrar::checked`] compares offsets over all ranks before each collective, as a debugging aid. Off by default.
+    /// Sets whether [`Registrar::checked`] compares offsets across all ranks before each collective. This is a debugging aid and off by
+    /// default.
     pub fn check_offsets(mut self, check_offsets: bool) -> Self {
         self.check_offsets = check_offsets;
         self
     }
 
-    /// Overrides the size in bytes of each communicator's symmetric address space. Use it if NCCL does not follow its own rule
-    /// (`NCCL_WIN_STRIDE`, otherwise the memory of the largest device). Rounded up to 4 GiB. Ranks use the largest value.
+    /// Overrides the size in bytes of each communicator's symmetric address space. Use it if NCCL does not follow its documented rule
+    /// (`NCCL_WIN_STRIDE`, otherwise the memory of the largest device). The size is rounded up to 4 GiB, and ranks use the largest value.
     pub fn symmetric_space_bytes(mut self, bytes: u64) -> Self {
         self.symmetric_space_bytes = Some(bytes);
         self

@@ -1,7 +1,7 @@
 //! A debugging aid that compares buffer offsets across all ranks before a collective runs.
 //!
-//! NCCL's symmetric kernels address a peer's buffer by this rank's own offset. The core's agreement compares what the ranks *allocated*.
-//! It cannot see which of two equal buffers a rank then *passes to a collective*:
+//! NCCL's symmetric kernels address a peer's buffer by this rank's own offset. The core's agreement compares what the ranks *allocated*. It
+//! does not cover which of two equal buffers a rank then *passes to a collective*:
 //!
 //! ```text
 //!   rank 0: all_reduce(gradients)       both allocated both buffers identically, and the histories agree
@@ -25,8 +25,8 @@ use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
 use std::sync::Arc;
 use symmalloc_agreement::Transport;
 
-/// Collectives of one communicator that first compare their buffers across all ranks, if the registrar is configured to. All ranks must
-/// call through it, or none.
+/// Collectives of one communicator that first compare their buffers across all ranks, if the registrar is configured to. Either all ranks
+/// must use this type for a call, or none.
 #[derive(Clone, Copy, Debug)]
 pub struct CheckedCollectives<'a> {
     registrar: &'a Registrar,

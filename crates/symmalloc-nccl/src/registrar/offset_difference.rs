@@ -38,7 +38,7 @@ pub struct CollectiveCall {
     pub receive: BufferPlace,
 }
 
-/// The differences between the calls of the ranks: the same report on every rank. The collective was not submitted.
+/// The differences between the calls of the ranks. Every rank has the same report. The collective was not submitted.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OffsetDifference {
@@ -119,7 +119,7 @@ impl CollectiveCall {
         head.into_iter().chain(send).chain(receive).flat_map(u64::to_le_bytes).collect()
     }
 
-    /// Returns `None` if the message is not a call: its rank is elsewhere in the program.
+    /// Decodes a message. Returns `None` if it does not contain a call because its rank is elsewhere in the program.
     pub(super) fn from_message(message: &[u8]) -> Option<Self> {
         let mut words = [0; WORDS];
         for (word, bytes) in words.iter_mut().zip(message.chunks_exact(8)) {

@@ -1,4 +1,4 @@
-//! Scopes that register, at their end, the memory allocated inside them, as in sglang's `use_symmetric_memory`.
+//! Scopes that register the memory allocated inside them when they end, as in sglang's `use_symmetric_memory`.
 
 use crate::communicator::Communicator;
 use crate::registrar::Registrar;
@@ -8,14 +8,14 @@ use symmalloc_cuda::{CudaAllocator, CudaBackend, Pool};
 
 impl Registrar {
     /// Runs `work` with an allocator that allocates from `pool`, and syncs the communicators when it returns, so that the returned buffers
-    /// are in windows. Every rank must call it.
+    /// are in windows. Every rank must call this function.
     ///
     /// The sync also runs if the result of `work` is an error, because the other ranks wait for it. It does not run if `work` panics:
     /// nothing is registered, and the other ranks fail at the deadline.
     ///
     /// # Errors
     /// [`SyncError::NotAttached`], before `work` runs, if the pool is not attached to all of the communicators for windows; otherwise the
-    /// errors of [`sync`](Self::sync), in which case the result of `work` is dropped.
+    /// errors of [`sync`](Self::sync). The result of `work` is then dropped.
     pub fn with_symmetric<R>(
         &self,
         comms: &[&Communicator],

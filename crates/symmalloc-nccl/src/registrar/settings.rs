@@ -3,14 +3,14 @@
 use symmalloc_agreement::Mode;
 use symmalloc_core::errors::TrimError;
 
-/// The way in which a pool's memory is registered on a communicator.
+/// The kind of registration of a pool's memory on a communicator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Registration {
-    /// A symmetric window over each segment, registered by all ranks together. NCCL's symmetric kernels read and write peers' memory at
-    /// their own offset. For symmetric pools.
+    /// A symmetric window over each segment, registered by all ranks together. NCCL's symmetric kernels access peers' memory at the offset
+    /// of the local buffer. Only for symmetric pools.
     Windows,
-    /// `ncclCommRegister` for each piece of memory, local to this rank. NCCL then does not copy through its own buffers. For any pool,
-    /// including growing ranges.
+    /// `ncclCommRegister` for each piece of memory, local to this rank. NCCL then does not copy through its own buffers. Works for any
+    /// pool, including those with expandable segments.
     Buffers,
 }
 
@@ -26,7 +26,7 @@ pub struct Synced {
     pub released_bytes: u64,
     /// Collectives in which the ranks exchanged messages.
     pub rounds: u64,
-    /// The reason why memory was not released, if any. The next trim retries.
+    /// The error that kept memory from being released, if any. The next trim retries.
     pub not_released: Option<TrimError>,
 }
 

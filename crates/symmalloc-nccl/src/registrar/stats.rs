@@ -57,7 +57,7 @@ pub(crate) struct Counters {
     pub(crate) failures: AtomicCounter,
 }
 
-/// A counter that threads add to.
+/// A counter that several threads can increment.
 #[derive(Debug, Default)]
 pub(crate) struct AtomicCounter(AtomicU64);
 

@@ -1,4 +1,4 @@
-//! Duration of syncs, as a metric. Feature `metrics`.
+//! A metric for the duration of syncs. Requires the feature `metrics`.
 
 use metrics::Unit;
 use std::time::Instant;

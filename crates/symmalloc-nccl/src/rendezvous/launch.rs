@@ -1,6 +1,6 @@
 //! This process's rank, as set by its launcher.
 //!
-//! | launcher | rank, ranks | local rank, local ranks | this start of the job |
+//! | launcher | rank, ranks | local rank, local ranks | identity of the job's start |
 //! |---|---|---|---|
 //! | torchrun | `RANK`, `WORLD_SIZE` | `LOCAL_RANK`, `LOCAL_WORLD_SIZE` | `TORCHELASTIC_RUN_ID`, `TORCHELASTIC_RESTART_COUNT` |
 //! | Open MPI | `OMPI_COMM_WORLD_RANK`, `.._SIZE` | `OMPI_COMM_WORLD_LOCAL_RANK`, `.._LOCAL_SIZE` | `PMIX_NAMESPACE` or `OMPI_MCA_ess_base_jobid` |
@@ -24,7 +24,7 @@ pub struct Launch {
     pub local_ranks: u32,
     /// The launcher that set the variables.
     pub launcher: Launcher,
-    /// Identifies this start of this job, as far as the launcher provides it; may be empty.
+    /// An identifier of this start of the job, as far as the launcher provides one; can be empty.
     pub job: String,
 }
 
@@ -124,7 +124,7 @@ const MPICH: Variables = Variables {
 const SLURM: Variables = Variables {
     launcher: Launcher::Slurm,
     rank: "SLURM_PROCID",
-    // Not SLURM_NTASKS, which is also set for a batch script, which is not a rank.
+    // SLURM_NTASKS does not work: it is also set for a batch script, which is not a rank.
     ranks: "SLURM_STEP_NUM_TASKS",
     local_rank: "SLURM_LOCALID",
     local_ranks: "SLURM_STEP_TASKS_PER_NODE",
@@ -146,7 +146,7 @@ impl Launch {
         Self::from_variables(|name| std::env::var(name).ok())
     }
 
-    /// Like [`from_env`](Self::from_env), with other variables.
+    /// Like [`from_env`](Self::from_env), but looks variables up with `variable`.
     ///
     /// # Errors
     /// Same as [`from_env`](Self::from_env).

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 
-/// Counts the occurrences of a key on each rank, so that the n-th occurrence on one rank corresponds to the n-th on every other. Ranks may
+/// Counts the occurrences of a key on each rank, so that the n-th occurrence on one rank corresponds to the n-th on every other. Ranks can
 /// be threads of one process.
 pub(crate) struct SequenceCounter<K> {
     counts: Mutex<BTreeMap<(K, u32), u32>>,

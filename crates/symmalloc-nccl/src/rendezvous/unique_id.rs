@@ -21,10 +21,10 @@ impl UniqueId {
     pub const BYTES: usize = 128;
 
     /// Returns a new id from NCCL. If `NCCL_COMM_ID` is set, every call on every rank returns the same id. Otherwise each call returns a
-    /// different one, and the process that created it must live until all ranks have connected.
+    /// different one, and the process that created it must stay alive until all ranks have connected.
     ///
     /// # Errors
-    /// Returns an error if NCCL cannot be used, or finds no network interface.
+    /// Returns an error if NCCL cannot be used or finds no network interface.
     pub fn new() -> Result<Self, CommError> {
         Self::from_nccl(Nccl::load()?)
     }

@@ -67,11 +67,11 @@ impl fmt::Display for SleepStep {
     }
 }
 
-/// The properties in which ranks may differ when they sleep or wake a pool together.
+/// The properties in which ranks can differ when they put a pool to sleep or wake it together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum SleepField {
-    /// The version of the protocol. It differs between builds, or if a rank makes another call on this communicator.
+    /// The version of the protocol. It differs if the ranks run different builds or a rank makes another call on this communicator.
     Protocol,
     /// The call: 1 to 3 for a sleep that keeps, drops or zeroes the contents, 4 for a wake.
     Call,
@@ -101,7 +101,7 @@ impl fmt::Display for SleepField {
     }
 }
 
-/// The differences between ranks: the same report on every rank. Nothing was changed.
+/// The differences between ranks. Every rank has the same report. Nothing was changed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SleepDifference {
@@ -118,7 +118,7 @@ impl fmt::Display for SleepDifference {
     }
 }
 
-/// The reason why a rank cannot put its pool to sleep, or wake it.
+/// A condition that prevents a rank from putting its pool to sleep or waking it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum Obstacle {
@@ -137,10 +137,12 @@ pub enum Obstacle {
     #[error("a step of the pool is open: sleep between end_step and begin_step")]
     StepOpen,
     /// Another thread is executing a sleep or wake of the pool.
-    #[error("another sleep or wake of the pool is under way in another thread")]
+    #[error("another thread is putting the pool to sleep or waking it: try again when it is done")]
     Busy,
     /// The driver failed to query or synchronize a stream.
-    #[error("a stream could not be queried or synchronized, the driver returned {code}")]
+    #[error(
+        "a stream could not be queried or synchronized (driver code {code}): look for the first CUDA error of this rank"
+    )]
     Stream {
         /// The driver's code.
         code: i32,
@@ -156,7 +158,7 @@ pub enum Obstacle {
     /// Retired stitched ranges still map the pool's memory.
     #[error("retired stitched ranges of the pool are not released: sync, trim, and try again")]
     Retired,
-    /// A communicator with windows on the pool is lost: an NCCL call on it has not returned.
+    /// A communicator with windows on the pool is lost, because an NCCL call on it has not returned.
     #[error("a lost communicator has windows on the pool: end the processes that it waits for, and try again")]
     Lost,
     /// The device is out of memory.
@@ -231,10 +233,11 @@ pub enum SleepError {
         /// The pool.
         pool: PoolId,
     },
-    /// A graph is being captured, and the ranks' messages would become part of it. No message was sent; the other ranks wait for this one.
+    /// A graph is being captured, and the ranks' messages would become part of it. No message was sent, so the other ranks wait for this
+    /// one.
     #[error("a graph is being captured: end the capture before the pool sleeps or wakes")]
     Capturing,
-    /// The driver cannot report whether a graph is being captured. No message was sent; the other ranks wait for this one.
+    /// The driver cannot report whether a graph is being captured. No message was sent, so the other ranks wait for this one.
     #[error("communicator \"{communicator}\": {error}")]
     Cuda {
         /// The communicator.
@@ -243,7 +246,7 @@ pub enum SleepError {
         error: CudaError,
     },
     /// The communicator had already ended. The pool is unchanged.
-    #[error("communicator \"{communicator}\" is {state}: connect a new one, attach the pool, and use that one")]
+    #[error("communicator \"{communicator}\" is {state}: connect a new one, attach the pool to it, and use it")]
     Gone {
         /// The communicator.
         communicator: String,
@@ -279,9 +282,9 @@ pub enum SleepError {
         /// The ranks and their obstacles.
         ranks: Vec<RankObstacle>,
     },
-    /// The communicator ended during the op. In `Decide` of a sleep to which this rank had agreed, and in `Register`, all communicators of
-    /// the pool have ended here, and it is awake without windows. In `Check` it is asleep, or is awake with its windows on other
-    /// communicators. Otherwise it is unchanged.
+    /// The communicator ended during the op. If that happened in `Decide` of a sleep to which this rank had agreed, or in `Register`, all
+    /// communicators of the pool have ended on this rank, and the pool is awake without windows. In `Check`, the pool is asleep, or it is
+    /// awake with its windows on other communicators. Otherwise the pool is unchanged.
     #[error("communicator \"{communicator}\" ended {step}, and the pool is {}: {error}", if *.is_asleep { "asleep" } else { "awake" })]
     Broken {
         /// The communicator.

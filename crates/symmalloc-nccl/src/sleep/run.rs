@@ -21,7 +21,7 @@ use symmalloc_core::op::Contents;
 use symmalloc_core::sleep::Phase;
 use zerocopy::{FromBytes, IntoBytes};
 
-/// The reason why an op does not proceed beyond `Agree`.
+/// A reason to end the op after `Agree`.
 enum Stop {
     Differ(SleepDifference),
     Disagreed(Box<Disagreement>),
@@ -31,7 +31,7 @@ enum Stop {
 /// The result of `Agree`.
 pub(super) struct Agreed {
     pub(super) heads: Vec<Head>,
-    /// Communicators of this rank that are not usable on all of their ranks.
+    /// Communicators of this rank that are unusable on at least one of their ranks.
     pub(super) broken: BTreeSet<u64>,
     /// Ended communicators that were removed on this rank.
     pub(super) ended: Vec<EndedComm>,
@@ -52,7 +52,7 @@ pub(super) struct Member<'a> {
     pub(super) state: MutexGuard<'a, SyncState>,
 }
 
-/// A sleep or wake in progress on this rank. It excludes syncs of its communicators.
+/// A sleep or wake in progress on this rank. Its communicators cannot be synced meanwhile.
 pub(super) struct Run<'a> {
     pub(super) registrar: &'a Registrar,
     pub(super) pool: PoolId,
@@ -63,7 +63,8 @@ pub(super) struct Run<'a> {
 }
 
 impl Registrar {
-    /// Checks that the call can begin and returns the pool's communicators, the given one first, then the others in their order.
+    /// Checks that the call can begin. Returns the pool's communicators, starting with the given one, followed by the others in their
+    /// order.
     pub(super) fn begin_together(
         &self,
         over: &Communicator,
@@ -73,7 +74,7 @@ impl Registrar {
         self.allocator().core().phase(pool)?;
         let members = self.members_of(over, pool).map_err(|error| match error {
             SyncError::Gone { communicator, state, cause } => {
-                // The call is still part of the history.
+                // The call is part of the history even though it fails.
                 self.note(pool, asked);
                 SleepError::Gone { communicator, state, cause }
             }
@@ -170,7 +171,7 @@ impl<'a> Run<'a> {
         self.registrar.note(self.pool, self.asked);
     }
 
-    /// Like [`note`](Self::note), for an op that an obstacle prevents.
+    /// Calls [`note`](Self::note) for an op that an obstacle prevents, and returns the obstacle.
     pub(super) fn unseen(&self, obstacle: Obstacle) -> Obstacle {
         self.note();
         obstacle
@@ -226,10 +227,10 @@ impl<'a> Run<'a> {
             {
                 return Err(Stop::Differ(difference));
             }
+            // After all ranks have removed a communicator, no rank names it again.
             let reports = combine(&rows);
             let is_broken = |id: &u64| reports.get(id).is_none_or(|reports| !reports.is_ready());
             broken = self.members[1..].iter().map(|member| member.id).filter(is_broken).collect();
-            // No rank mentions a communicator again after all ranks have removed it.
             registrar.ended().forget(|id| reports.get(&id).is_some_and(|reports| reports.is_over()));
         }
         Ok(Agreed { heads, broken, ended })
@@ -318,7 +319,7 @@ impl<'a> Run<'a> {
         Ok(obstacles)
     }
 
-    /// Returns `true` if NCCL is still inside a communicator that has registrations of the pool.
+    /// Returns `true` if an NCCL call still runs on a communicator that has registrations of the pool.
     pub(super) fn is_held(&self) -> bool {
         self.members.iter().any(|member| member.attachment.holds(&member.state, self.pool))
     }

@@ -6,7 +6,7 @@ use crate::sync::digest::fold;
 use crate::windows::segment_key::Generation;
 use crate::windows::window::Entry;
 
-/// A sleeping pool on one communicator.
+/// The saved registrations of a sleeping pool on one communicator.
 #[derive(Debug, Default)]
 pub(crate) struct SavedRegistrations {
     /// Windows in registration order.

@@ -4,7 +4,7 @@
 //!  Agree ─ Remap ─ Decide ─ Register ... ─ Check
 //! ```
 //! Before `Decide` completes, nothing has changed that other ranks can observe. Afterwards the pool keeps its memory even if other ranks
-//! fail. A rank that leaves while others may continue ends the communicators on which they would wait for it.
+//! fail. If a rank stops while others may continue, it ends the communicators on which they would wait for it.
 
 use crate::communicator::Communicator;
 use crate::registrar::Registrar;
@@ -28,11 +28,11 @@ impl Registrar {
     /// Wakes a pool on all ranks: maps memory at the old addresses, restores the saved contents, and registers the windows in their
     /// original order. Either all ranks wake the pool or none does. All ranks of `over` must call it at the same point.
     ///
-    /// Segments that had no window when the pool fell asleep, and communicators that the pool was attached to since, are registered at the
-    /// next [`sync`](Self::sync).
+    /// Segments that had no window when the pool fell asleep are registered at the next [`sync`](Self::sync), as are all segments on
+    /// communicators that the pool was attached to since then.
     ///
     /// # Determinism
-    /// An op, like [`sleep`](Self::sleep).
+    /// Like [`sleep`](Self::sleep), this is an op.
     ///
     /// # Errors
     /// See [`SleepError`]. `docs/sleep-protocol.md` describes the resulting state of the pool and the communicators.
@@ -72,7 +72,7 @@ impl<'a> Run<'a> {
         let Ok(remapped) = remapped else {
             unreachable!("a rank with an obstacle reports it, and receives its own report")
         };
-        // From here on the memory stays mapped in any case: another rank may already be awake.
+        // From here on, the memory stays mapped even after an error: another rank may already be awake.
         let core::Woken { remapped_bytes, .. } = remapped.keep();
         let (registrations, findings) = self.register(&agreed.broken)?;
         self.registrar.counters().registrations.add(registrations);
@@ -85,7 +85,7 @@ impl<'a> Run<'a> {
         }
     }
 
-    /// Returns the obstacle of a pool that failed on every rank: a lost communicator holds their memory.
+    /// Returns the obstacles of a pool that failed on every rank because a lost communicator holds its memory.
     fn all_held(&self) -> Vec<RankObstacle> {
         (0..self.over().ranks()).map(|rank| RankObstacle { rank, obstacle: Obstacle::Lost }).collect()
     }

@@ -23,7 +23,7 @@ use symmalloc_core::{PoolId, SegmentId, StreamId};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub struct SegmentName {
-    /// Ordinal of its pool among the symmetric ones.
+    /// Ordinal of the segment's pool among the symmetric pools.
     pub pool: u32,
     /// The stream of its heap; `None` if the pool's streams share one heap.
     pub stream: Option<StreamId>,
@@ -94,7 +94,7 @@ pub(crate) struct LiveSegment {
 }
 
 impl LiveSegment {
-    /// Returns `true` if memory backs all of it. A window cannot cover a hole.
+    /// Returns `true` if memory backs the whole segment. A window cannot cover a hole.
     pub(crate) fn is_whole(&self) -> bool {
         self.mapped_bytes == self.end_bytes
     }
@@ -152,7 +152,7 @@ impl SyncActions {
                     *now = None;
                     dead.push(segment);
                 }
-                // Never happens in an observed pool.
+                // Other events do not occur in an observed pool.
                 _ => {}
             }
         }
@@ -201,7 +201,7 @@ impl SyncActions {
         }
     }
 
-    /// Returns the number of actions that add a window and the number that only remove one.
+    /// Returns the number of actions that add a window, and the number of those that only remove one.
     pub(crate) fn counts(&self) -> (u64, u64) {
         let deregistrations = self.actions.iter().filter(|action| action.change.kind == ChangeKind::Deregister).count();
         ((self.actions.len() - deregistrations) as u64, deregistrations as u64)

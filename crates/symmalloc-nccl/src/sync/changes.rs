@@ -22,7 +22,7 @@ pub(crate) struct ObservedPools {
 /// A pool that is observed for one communicator.
 struct ObservedPool {
     pool: PoolId,
-    /// Ordinal among symmetric pools; 0 for a private pool, which is never mentioned to other ranks.
+    /// Ordinal among symmetric pools; 0 for a private pool, which never appears in messages to other ranks.
     ordinal: u32,
     registration: Registration,
     observer: ObserverId,
@@ -30,7 +30,7 @@ struct ObservedPool {
     births: Vec<SegmentEvent>,
     /// Entries of the pool's log that syncs have processed.
     seen: u64,
-    /// Set if the next sync detaches the pool.
+    /// `true` if the next sync detaches the pool.
     is_leaving: bool,
 }
 
@@ -39,7 +39,7 @@ pub(crate) struct LogSnapshot {
     /// Number of entries in the log.
     entries: u64,
     unread: Unread,
-    /// Set if the pool sleeps: nothing is registered until it wakes.
+    /// `true` if the pool sleeps: nothing is registered until it wakes.
     is_asleep: bool,
 }
 
@@ -50,7 +50,7 @@ pub(crate) struct SegmentChanges {
 }
 
 impl ObservedPools {
-    /// Starts to observe these pools, all of them or none.
+    /// Starts to observe these pools. After an error, none of them is observed.
     pub(crate) fn observe(
         &mut self,
         allocator: &CudaAllocator,
@@ -82,7 +82,7 @@ impl ObservedPools {
         Ok(())
     }
 
-    /// Returns how a pool is observed, or `None`.
+    /// Returns the kind of registration for which a pool is observed, or `None` if it is not observed.
     pub(crate) fn registration_of(&self, pool: PoolId) -> Option<Registration> {
         self.pools.iter().find(|observed| observed.pool == pool).map(|observed| observed.registration)
     }
@@ -103,7 +103,7 @@ impl ObservedPools {
         found.map(|observed| observed.is_leaving = true).is_some()
     }
 
-    /// Returns `true` if there is certainly nothing to read: no log has grown, and no pool leaves.
+    /// Returns `true` if there is nothing to read: no log has grown, and no pool is being detached.
     #[inline]
     pub(crate) fn is_read(&self, allocator: &CudaAllocator) -> bool {
         let is_read = |observed: &ObservedPool| {
@@ -119,11 +119,11 @@ impl ObservedPools {
     }
 
     /// Reads the logs of all pools, in order. The entries remain unread until they are [acknowledged](Self::acknowledge), so a sync that
-    /// fails before that has no effect on them.
+    /// fails before then has no effect on them.
     pub(crate) fn read(&self, allocator: &CudaAllocator) -> Vec<LogSnapshot> {
         let core = allocator.core();
         let read = |observed: &ObservedPool| {
-            // Read before the log, so that later entries are detected by the next sync.
+            // The count is read before the log, so that the next sync detects entries that are added in between.
             let entries = core.segment_log_entries(observed.pool);
             let is_asleep = !observed.is_leaving && !is_awake(allocator, observed.pool);
             LogSnapshot { entries, unread: core.unread(observed.observer), is_asleep }
@@ -146,7 +146,7 @@ impl ObservedPools {
         self.pools.iter().find(|observed| observed.pool == pool).map_or(0, |observed| observed.ordinal)
     }
 
-    /// Returns a digest of the symmetric pools that are attached for windows, and of those that leave.
+    /// Returns a digest of the symmetric pools that are attached for windows, and of those that are being detached.
     pub(crate) fn digest(&self) -> u64 {
         let pools = self.pools.iter().filter(|observed| observed.registration == Registration::Windows);
         pools.fold(0, |digest, observed| {
@@ -194,7 +194,7 @@ impl ObservedPool {
             ordinal: core.symmetric_ordinal(pool).unwrap_or(0),
             registration,
             observer,
-            // If there are births, forces the first sync to read the log.
+            // The maximum forces the first sync to read the log if there are births.
             seen: if births.is_empty() { seen } else { u64::MAX },
             births,
             is_leaving: false,

@@ -13,14 +13,14 @@ use symmalloc_core::errors::{HandleError, UnknownError};
 use symmalloc_cuda::CudaError;
 use thiserror::Error;
 
-/// The reason why a pool could not be attached to a communicator. Nothing changed.
+/// An error of attaching pools to a communicator. Nothing was changed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum AttachError {
     /// The pool does not exist.
     #[error(transparent)]
     Unknown(#[from] UnknownError),
-    /// The communicator is gone, or its library cannot register.
+    /// The communicator has ended, or its library does not support the registration.
     #[error(transparent)]
     Communicator(#[from] CommError),
     /// Windows rely on equal offsets, which only symmetric pools guarantee.
@@ -38,7 +38,7 @@ pub enum AttachError {
          configure CudaBackend::builder().plain(), or attach with Registration::Buffers"
     )]
     NotShareable,
-    /// The pool's segments grow, and this NCCL mistakes the first part of a window for the whole.
+    /// The pool has expandable segments, and this version of NCCL treats the first part of a grown segment as the whole.
     #[error(
         "{pool} has expandable segments and NCCL {version} cannot put a window on memory that grew (2.30.3 can): configure \
          reserved or fixed segments, or attach it with Registration::Buffers"
@@ -61,19 +61,19 @@ pub enum AttachError {
     },
     /// The communicator and the allocator's memory are on different devices.
     #[error(
-        "communicator \"{communicator}\" is on device {actual}, the allocator on device {expected}: use a registrar per device"
+        "communicator \"{communicator}\" is on device {actual}, the allocator on device {expected}: use one registrar per device"
     )]
     OtherDevice {
         /// The communicator.
         communicator: String,
         /// The allocator's device.
         expected: usize,
-        /// The communicator's.
+        /// The communicator's device.
         actual: usize,
     },
 }
 
-/// The reason why a sync failed on one communicator.
+/// An error of a sync on one communicator.
 ///
 /// After [`Disagreed`](SyncError::Disagreed), [`Differ`](SyncError::Differ), [`SymmetricSpace`](SyncError::SymmetricSpace) and
 /// [`Capturing`](SyncError::Capturing), nothing was registered or deregistered, and the communicator is unchanged. After any other error
@@ -101,7 +101,7 @@ pub enum SyncError {
         /// The differences and their ranks.
         difference: Box<SyncDifference>,
     },
-    /// Offsets or sizes of one collective call differ between ranks. The call was not submitted. The same on every rank.
+    /// Offsets or sizes of one collective call differ between ranks. The call was not submitted. Every rank returns the same error.
     #[error("communicator \"{communicator}\": {difference}")]
     OffsetsDiffer {
         /// The communicator.
@@ -109,7 +109,7 @@ pub enum SyncError {
         /// The differences and their ranks.
         difference: Box<OffsetDifference>,
     },
-    /// The windows would not fit into the communicator's symmetric address space. The same on every rank.
+    /// The windows would not fit into the communicator's symmetric address space. Every rank returns the same error.
     #[error(
         "communicator \"{communicator}\": a window of {needed_bytes} bytes does not fit into its symmetric address space ({used_bytes} \
          of {budget_bytes} bytes are in use): attach fewer or smaller pools, trim before the sync, or set NCCL_WIN_STRIDE to \
@@ -162,7 +162,7 @@ pub enum SyncError {
         "a graph is being captured: sync before the capture begins, after reserving (core().reserve) what will be allocated in it"
     )]
     Capturing,
-    /// No pool, or not this pool, is attached to this communicator.
+    /// The pool is not attached to the communicator, or no pool is.
     #[error("{} not attached to communicator \"{communicator}\": call attach on every rank", .pool.map_or_else(|| "nothing is".to_owned(), |pool| format!("{pool} is")))]
     NotAttached {
         /// The communicator.
@@ -185,7 +185,7 @@ pub enum SyncError {
     },
 }
 
-/// The reason why a buffer has no window or key.
+/// An error of looking up a buffer's window or key.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum LookupError {
@@ -193,13 +193,15 @@ pub enum LookupError {
     #[error(transparent)]
     Handle(#[from] HandleError),
     /// No live segment of the allocator is at this address.
-    #[error("no segment of the allocator is at {address:#x}: it was freed, or is other memory")]
+    #[error(
+        "no segment of the allocator is at {address:#x}: the memory was released, or does not belong to the allocator"
+    )]
     UnknownAddress {
         /// The address.
         address: u64,
     },
     /// The buffer is empty and therefore lies in no segment.
-    #[error("the buffer has no bytes, so it lies in no segment")]
+    #[error("the buffer is empty, so it lies in no segment")]
     Empty,
     /// No pool is attached to this communicator.
     #[error("nothing is attached to communicator \"{communicator}\": call attach on every rank, then sync")]
@@ -240,7 +242,8 @@ pub enum LookupError {
     /// The segment is registered, but not as a window: the ranks cannot access each other's memory, or the pool was attached with
     /// [`Registration::Buffers`](crate::Registration::Buffers).
     #[error(
-        "{segment} is registered on communicator \"{communicator}\" for this rank alone: there is no window to address peers by"
+        "{segment} is registered on communicator \"{communicator}\" for this rank alone: attach its pool with \
+         Registration::Windows, on GPUs that can access each other's memory"
     )]
     Plain {
         /// The segment.

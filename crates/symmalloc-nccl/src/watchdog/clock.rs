@@ -1,7 +1,7 @@
 //! The watchdog's clock: cheap to read, and precise enough for deadlines of seconds.
 //!
-//! The clock stops while the process is stopped. If a whole job is stopped and resumed later, no rank has waited too
-//! long for another one.
+//! The clock stops while the process is stopped. If a whole job is stopped and resumed later, no rank exceeds a deadline because of the
+//! pause.
 
 use std::sync::Mutex;
 use std::sync::PoisonError;
@@ -14,14 +14,14 @@ pub(super) const LOOK: Duration = Duration::from_millis(100);
 /// Maximum time that one tick adds.
 const STEP_MAX: Duration = Duration::from_secs(1);
 
-/// Time since the process started to watch, as of the watchdog's last tick.
+/// Time from the start of the watchdog to its last tick.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Tick(u64);
 
 static NOW: AtomicU64 = AtomicU64::new(0);
 
 impl Tick {
-    /// Takes one load. A system call takes 20 ns, and this runs for every collective.
+    /// Returns the current tick with a single load. It runs for every collective, and a system call would take 20 ns.
     #[inline]
     pub(crate) fn now() -> Self {
         Tick(NOW.load(Ordering::Relaxed))

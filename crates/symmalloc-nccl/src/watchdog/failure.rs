@@ -1,4 +1,4 @@
-//! The reasons why the watchdog ends a communicator.
+//! The failures for which the watchdog ends a communicator.
 
 use crate::ffi::error::NcclError;
 use std::fmt;
@@ -7,11 +7,11 @@ use std::time::Duration;
 use symmalloc_cuda::DriverError;
 use symmalloc_watchdog::{CollectiveRecord, Departure, FailureReport};
 
-/// Marks the number of a rank whose communicator does not exist yet: in a split, its number in the parent; during
-/// connection, its own. So the others learn when it fails, and of which communicator.
+/// Flag in the number of a rank whose communicator does not exist yet, so that other ranks are notified if the rank fails. In a split, the
+/// number is that in the parent; while connecting, it is the rank's own.
 pub(crate) const PENDING_COMM: u32 = 1 << 31;
 
-/// The failure for which the watchdog ended a communicator.
+/// A failure for which the watchdog ended a communicator.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Failure {
@@ -35,30 +35,30 @@ pub enum FailureCause {
     RankGone {
         /// The rank.
         rank: u32,
-        /// The way in which it ended.
+        /// The end of its connection.
         departure: Departure,
-        /// The reason why it had ended another communicator, if it had. It may have exited because of that.
+        /// Its report about another communicator that it had ended before, if any, which may be why it exited.
         after: Option<FailureReport>,
     },
     /// Another rank ended the communicator.
     RankFailed {
         /// The rank.
         rank: u32,
-        /// Its report.
+        /// The rank's report.
         report: FailureReport,
     },
-    /// Nothing has been heard of a rank, and it missed a collective: it is stopped, or its machine cannot be reached.
+    /// A rank missed a collective and sends nothing: it is stopped, or its machine is unreachable.
     RankStopped {
         /// The rank.
         rank: u32,
-        /// Time since it was last heard.
+        /// Time since the last message of the rank.
         silent: Duration,
-        /// The last collective that it submitted.
+        /// Number of the last collective that the rank submitted.
         submitted: u64,
     },
     /// Ranks are alive and missed a collective: they are stuck in host code or in another program.
     RanksBehind {
-        /// The ranks, each with the last collective that it submitted.
+        /// The ranks, each with the number of the last collective that it submitted.
         ranks: Vec<(u32, u64)>,
     },
     /// A rank destroyed the communicator while this one still uses it.
@@ -66,12 +66,12 @@ pub enum FailureCause {
         /// The rank.
         rank: u32,
     },
-    /// A send or receive has no counterpart, and the other rank is alive.
+    /// The other rank of a send or receive is alive but has not made the matching call.
     PeerWaits {
         /// The other rank.
         rank: u32,
     },
-    /// All ranks submitted the collective, and the device makes no progress.
+    /// All ranks submitted the collective, but the device makes no progress.
     Hanging,
     /// There is no progress, and the cause is unknown because some ranks are not connected.
     Unknown,
@@ -93,7 +93,7 @@ impl Failure {
         if let Some(CollectiveRecord { number, signature, state, .. }) = &self.collective {
             text += &format!(". On rank {} collective {number} ({signature}) was {state}", self.rank);
             if !self.waited.is_zero() {
-                text += &format!(", and no progress had been made for {:.1} s", self.waited.as_secs_f64());
+                text += &format!(", and there had been no progress for {:.1} s", self.waited.as_secs_f64());
             }
         }
         text
@@ -132,7 +132,7 @@ impl fmt::Display for FailureCause {
                 silent.as_secs_f64()
             ),
             FailureCause::RanksBehind { ranks } => {
-                f.write_str("ranks that are alive did not come:")?;
+                f.write_str("ranks are alive but missed the collective:")?;
                 let mut separator = "";
                 ranks.iter().try_for_each(|(rank, submitted)| {
                     write!(f, "{separator} rank {rank}, whose last collective was {submitted}")?;
@@ -142,11 +142,11 @@ impl fmt::Display for FailureCause {
             }
             FailureCause::RankLeft { rank } => write!(f, "rank {rank} destroyed the communicator"),
             FailureCause::PeerWaits { rank } => {
-                write!(f, "a send or receive has no counterpart at rank {rank}, which is alive")
+                write!(f, "rank {rank} is alive but has not made the matching send or receive")
             }
-            FailureCause::Hanging => f.write_str("all ranks submitted it, but the device makes no progress"),
+            FailureCause::Hanging => f.write_str("all ranks arrived, but the device makes no progress"),
             FailureCause::Unknown => {
-                f.write_str("no progress is made, and the cause is unknown because some ranks are not connected")
+                f.write_str("there is no progress, and the cause is unknown because some ranks are not connected")
             }
             FailureCause::Nccl(error) => error.fmt(f),
             FailureCause::Driver(error) => error.fmt(f),
@@ -157,7 +157,9 @@ impl fmt::Display for FailureCause {
 impl FailureCause {
     fn advice(&self) -> &'static str {
         match self {
-            FailureCause::RankGone { .. } => "Look at the last output of that rank, and for a kill in the system's log",
+            FailureCause::RankGone { .. } => {
+                "Look at the last output of that rank, and check the system log for a kill"
+            }
             FailureCause::RankFailed { .. } => "Look at that rank's report",
             FailureCause::RankStopped { .. } => {
                 "Check that the process is not stopped (state T) and that its machine is reachable"
@@ -165,12 +167,12 @@ impl FailureCause {
             FailureCause::RanksBehind { .. } | FailureCause::PeerWaits { .. } => {
                 "Look at their stacks, and compare the flight records of all ranks with `symmalloc diff`"
             }
-            FailureCause::RankLeft { .. } => "Destroy a communicator when all its ranks are done with it",
+            FailureCause::RankLeft { .. } => "Destroy a communicator only when all its ranks are done with it",
             FailureCause::Hanging => {
                 "Compare the flight records of all ranks with `symmalloc diff`: sizes or order may differ"
             }
             FailureCause::Unknown => {
-                "Connect with connect_env, or give all ranks SYMMALLOC_RENDEZVOUS, and compare the flight records of all ranks \
+                "Connect with connect_env, or set SYMMALLOC_RENDEZVOUS on all ranks, and compare the flight records of all ranks \
                  with `symmalloc diff`"
             }
             FailureCause::Nccl(_) | FailureCause::Driver(_) => "Look for the first error among the ranks",
@@ -179,7 +181,7 @@ impl FailureCause {
 }
 
 impl FailureCause {
-    /// Replaces the number of a rank that is still in a split by its number in the parent.
+    /// Replaces the flagged number of a rank that is still in a split by its number in the parent.
     pub(super) fn with_numbers_of_parents(mut self) -> Self {
         match &mut self {
             FailureCause::RankGone { rank, .. }
@@ -193,7 +195,7 @@ impl FailureCause {
         self
     }
 
-    /// Returns the last collective of the rank that missed one.
+    /// Returns the last submitted collective of the first rank that missed one.
     pub(super) fn last_submitted(&self) -> Option<u64> {
         match self {
             FailureCause::RankStopped { submitted, .. } => Some(*submitted),

@@ -6,8 +6,8 @@
 //!  watchdog thread      unfinished work, and the time without progress
 //! ```
 //!
-//! An event per collective would cost more than everything else (130 ns of host time). One event per stream and tick
-//! gives the same information to within a tick.
+//! An event per collective would cost more than everything else (130 ns of host time). One event per stream and tick gives the same
+//! information with the resolution of a tick.
 
 use crate::collectives::data_type::DataType;
 use crate::communicator::operation::{NcclCall, Operation};
@@ -28,9 +28,9 @@ const MARK_EVERY: u64 = 64;
 /// Work submitted to a communicator.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Work {
-    /// A collective of NCCL's.
+    /// An NCCL collective.
     Call { call: NcclCall, count: usize, data_type: DataType },
-    /// Another operation of all ranks: a registration, a split, or one that the program announced.
+    /// Another operation that every rank performs: a registration, a split, or work that the program announced.
     Named { kind: Cow<'static, str>, elements: Option<u64> },
 }
 
@@ -53,10 +53,10 @@ struct Ring {
     entries: VecDeque<Entry>,
     /// Total number of entries.
     given: u64,
-    /// Number of entries that all ranks submit equally.
+    /// Number of entries that every rank submits.
     collectives: u64,
     streams: Vec<Followed>,
-    /// Time at which work last completed, or at which none was left.
+    /// Time at which work last completed, or at which no work was pending.
     moved: Tick,
     /// `true` if a graph contains entries, possibly including dropped ones.
     has_captured: bool,
@@ -79,7 +79,7 @@ enum EntryStage {
     InStream,
     /// Captured in a graph.
     Captured,
-    /// Completed on the host, or refused.
+    /// Completed on the host, or failed to be submitted.
     Over,
 }
 
@@ -88,7 +88,7 @@ struct Followed {
     stream: Arc<CudaStream>,
     /// Its last entry.
     last: EntryNumber,
-    /// The last entry that has a mark behind it.
+    /// The last entry that a mark follows.
     marked: EntryNumber,
     /// All entries up to this one have completed.
     done: EntryNumber,
@@ -96,18 +96,18 @@ struct Followed {
     done_number: u64,
 }
 
-/// A stream with entries that have no mark behind them.
+/// A stream with entries that no mark follows.
 pub(crate) struct Unmarked {
     pub(crate) stream: Arc<CudaStream>,
     pub(crate) upto: Marked,
 }
 
-/// An entry of a stream that has a mark behind it.
+/// An entry of a stream that a mark follows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Marked {
     stream: StreamNumber,
     entry: EntryNumber,
-    /// The number of its collective.
+    /// The number of the entry's collective.
     number: u64,
 }
 
@@ -125,7 +125,7 @@ pub(crate) struct Undone {
 }
 
 impl Flight {
-    /// Notes work that is about to be submitted to NCCL.
+    /// Records work that is about to be submitted to NCCL.
     pub(crate) fn begin(&self, work: Work, stream: Option<&Arc<CudaStream>>, now: Tick) -> EntryNumber {
         let mut ring = self.lock();
         let stream = stream.map(|stream| ring.number_of(stream));
@@ -142,7 +142,7 @@ impl Flight {
         EntryNumber(ring.given)
     }
 
-    /// Notes that work was submitted to its stream, or captured. Returns the position of a mark that is due.
+    /// Records that work was submitted to its stream, or captured. Returns the position of a mark if one is due.
     pub(crate) fn submitted(&self, entry: EntryNumber, is_captured: bool) -> Option<Unmarked> {
         let mut ring = self.lock();
         let at = ring.place(entry)?;
@@ -155,7 +155,7 @@ impl Flight {
         if is_due { ring.unmarked(stream as usize) } else { None }
     }
 
-    /// Notes that work completed on the host or was refused: none of it is on the device.
+    /// Records that work completed on the host or was not submitted: none of it is on the device.
     pub(crate) fn over(&self, entry: EntryNumber, now: Tick) {
         let mut ring = self.lock();
         if let Some(at) = ring.place(entry) {
@@ -164,27 +164,27 @@ impl Flight {
         }
     }
 
-    /// Returns the streams with entries that have no mark behind them. They count as marked until [`lost`](Self::lost).
+    /// Returns the streams with entries that no mark follows. They count as marked until [`lost`](Self::lost).
     pub(crate) fn unmarked(&self) -> Vec<Unmarked> {
         let mut ring = self.lock();
         (0..ring.streams.len()).filter_map(|stream| ring.unmarked(stream)).collect()
     }
 
-    /// Returns the end of a stream, for a thread that waits for it.
+    /// Returns the last entry of a stream, for a thread that waits for it.
     pub(crate) fn end_of(&self, stream: &Arc<CudaStream>) -> Marked {
         let mut ring = self.lock();
         let stream = ring.number_of(stream);
         ring.end_of(stream)
     }
 
-    /// Notes that a mark was not recorded.
+    /// Handles a mark that could not be recorded.
     pub(crate) fn lost(&self, Marked { stream: StreamNumber(stream), .. }: Marked) {
         let mut ring = self.lock();
         let followed = &mut ring.streams[stream as usize];
         followed.marked = followed.done;
     }
 
-    /// Notes that the device has passed a mark.
+    /// Records that the device has passed a mark.
     pub(crate) fn done(&self, Marked { stream: StreamNumber(stream), entry, number }: Marked, now: Tick) {
         let mut ring = self.lock();
         let followed = &mut ring.streams[stream as usize];
@@ -213,7 +213,7 @@ impl Flight {
         Progress { submitted: ring.collectives, finished }
     }
 
-    /// Returns the unfinished work; `None` if everything has completed.
+    /// Returns the unfinished work, or `None` if everything has completed.
     pub(crate) fn standing(&self, now: Tick) -> Option<Undone> {
         let ring = self.lock();
         let (entry, state) = ring.records().find(|(_, state)| is_open(*state))?;
@@ -264,7 +264,7 @@ impl Ring {
             && self.streams.iter().all(|followed| followed.done == followed.last)
     }
 
-    /// Returns the entries of a stream that have no mark behind them. They count as marked from here on.
+    /// Returns the entries of a stream that no mark follows. They count as marked from here on.
     fn unmarked(&mut self, at: usize) -> Option<Unmarked> {
         let followed = &mut self.streams[at];
         if followed.marked >= followed.last {
@@ -325,7 +325,7 @@ impl Work {
         Work::Call { call, count, data_type }
     }
 
-    /// Returns `true` if all ranks submit it equally.
+    /// Returns `true` if every rank submits the entry.
     fn is_collective(&self) -> bool {
         match self {
             Work::Call { call, .. } => call.collective().is_some(),

@@ -1,4 +1,4 @@
-//! Access of other threads to the watchdog's thread.
+//! The interface through which other threads send requests to the watchdog's thread.
 
 use crate::rendezvous::unique_id::UniqueId;
 use crate::watchdog::watched::{Identity, MeetingId};
@@ -15,15 +15,15 @@ const OBEY_LIMIT: Duration = Duration::from_secs(1);
 
 /// A request to the watchdog's thread.
 pub(super) enum Command {
-    /// Processes met with this id.
+    /// Processes have met with this id.
     Met(MeetingId, Box<Lifeline>),
     /// A communicator was created.
     Watch(Identity),
-    /// This process enters a split that will create this communicator.
+    /// This process is about to create this communicator.
     Expect(Option<MeetingId>, RankId),
     /// The communicator was created, or will not be.
     Withdraw(Option<MeetingId>, RankId),
-    /// A communicator was destroyed in the ordinary way.
+    /// A communicator was destroyed normally.
     Leave(Identity),
     /// A communicator was ended because of an error.
     Fail(Identity, FailureReport),
@@ -48,7 +48,7 @@ impl Handle {
         Handle { commands: Mutex::new(commands), bell, met: Mutex::default() }
     }
 
-    /// Returns the handle of the process, starting the thread on first use.
+    /// Returns the handle of the process. The first call starts the thread.
     pub(super) fn of_process_or(start: impl FnOnce() -> io::Result<Self>) -> Option<&'static Self> {
         let started = || match start() {
             Ok(handle) => Some(handle),
@@ -81,7 +81,7 @@ impl Handle {
         lock(&self.met).remove(meeting);
     }
 
-    /// Returns the meeting with this id: as this rank, if ranks are threads that each met separately.
+    /// Returns the meeting with this id. If ranks are threads that met separately, returns the meeting of this rank.
     pub(super) fn meeting_of(&self, id: &UniqueId, rank: u32) -> Option<MeetingId> {
         let met = lock(&self.met);
         let of_id = || met.iter().filter(|meeting| meeting.id == *id);
@@ -89,7 +89,7 @@ impl Handle {
     }
 }
 
-/// Returns the known state of a communicator's ranks; empty if nothing was ever watched.
+/// Returns the known state of a communicator's ranks, or an empty list if nothing was ever watched.
 pub(super) fn members(identity: &Identity) -> Vec<Member> {
     let Some(Some(watchdog)) = OF_PROCESS.get() else { return Vec::new() };
     let (sender, answer) = channel();

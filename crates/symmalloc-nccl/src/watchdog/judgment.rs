@@ -1,4 +1,4 @@
-//! Decides why a collective missed its deadline, from the known state of all ranks.
+//! Determines why a collective missed its deadline, from the known state of all ranks.
 
 use crate::watchdog::failure::FailureCause;
 use crate::watchdog::flight::Undone;
@@ -16,10 +16,10 @@ pub(super) enum Judgment {
 }
 
 impl Judgment {
-    /// Judges work that has stalled past its deadline.
+    /// Determines why work has stalled past its deadline.
     pub(super) fn new(identity: &Identity, standing: &Undone, members: &[Member]) -> Self {
         let others = || members.iter().filter(|member| member.rank != identity.rank);
-        // A rank that destroyed the communicator in the ordinary way may exit.
+        // A rank that destroyed the communicator normally may exit.
         let gone = others().filter(|it| !it.has_left).find_map(|it| Some((it.rank, it.departure.clone()?)));
         if let Some((rank, departure)) = gone {
             return Judgment::End(FailureCause::RankGone { rank, departure, after: None });
@@ -46,8 +46,7 @@ impl Judgment {
             return Judgment::Wait(identity.deadline.saturating_sub(longest));
         }
         if has_come {
-            // A rank that completed the collective and was then stopped may not have sent everything that others wait
-            // for.
+            // A rank that was stopped after it completed the collective may not have sent everything that others wait for.
             still.extend(others().filter(|it| !is_open(it) && is_silent(it)));
         }
         Judgment::End(cause(identity, standing, members, &still, has_come))
@@ -58,15 +57,14 @@ fn is_silent(member: &Member) -> bool {
     Duration::from_millis(member.silent_ms) >= SILENT_AFTER
 }
 
-/// Returns the time for which it has certainly been stalled. A live rank may have made progress since it was last
-/// heard.
+/// Returns the minimum time for which the rank has been stalled. A live rank may have made progress since its last message.
 fn stillness(member: &&Member) -> Duration {
     let unknown_ms = if is_silent(member) { 0 } else { member.silent_ms };
     Duration::from_millis(member.still_ms.saturating_sub(unknown_ms))
 }
 
-/// Returns `true` if the rank missed a pending collective. The first pending one is known only as exactly as marks are:
-/// it may have completed, and a later one be pending. A rank that has unfinished work waits as well.
+/// Returns `true` if the rank missed a pending collective. The first pending collective is known only with the resolution of marks: it may
+/// have completed while a later one is pending. A rank that has unfinished work is waiting as well.
 fn is_behind(Member { progress, .. }: &Member, Undone { first, last, .. }: &Undone) -> bool {
     progress.submitted < first.number || progress.submitted < *last && progress.finished == progress.submitted
 }
@@ -81,8 +79,7 @@ fn cause(
     if let Some(left) = still.iter().find(|it| it.has_left).filter(|_| !has_come) {
         return FailureCause::RankLeft { rank: left.rank };
     }
-    // A rank that submitted the collective and was then stopped blocks the others as well: NCCL's threads are stopped
-    // with it.
+    // A rank that was stopped after it submitted the collective blocks the others as well, because NCCL's threads are stopped with it.
     if let Some(stopped) = still.iter().find(|it| !it.has_left && is_silent(it)) {
         let (silent, submitted) = (Duration::from_millis(stopped.silent_ms), stopped.progress.submitted);
         return FailureCause::RankStopped { rank: stopped.rank, silent, submitted };
@@ -193,7 +190,7 @@ mod tests {
         let slow = |submitted| Member { still_ms: 1_500, ..member(1, submitted, 0) };
         assert_eq!(judgment(2, None, &[member(0, 5, 0), slow(3)]), Judgment::Wait(Duration::from_millis(3_500)));
         assert_eq!(judgment(2, None, &[member(0, 5, 0), slow(5)]), Judgment::Wait(Duration::from_millis(3_500)));
-        // A stalled rank is not excused by another one that makes progress.
+        // The progress of one rank does not excuse another that is stalled.
         let members = [member(0, 5, 0), slow(3), member(2, 4, 0)];
         assert_eq!(judgment(3, None, &members), Judgment::End(FailureCause::RanksBehind { ranks: vec![(2, 4)] }));
     }

@@ -1,9 +1,9 @@
-//! The thread that asks the driver and NCCL about the progress of the device. It may hang in either; the watchdog does
-//! not wait for it.
+//! The thread that queries the driver and NCCL for the progress of the device. It can hang in such a query, and the watchdog does not wait
+//! for it.
 //!
-//! In a stream with unfinished collectives, an event is recorded behind them. When it completes, they have completed.
-//! The thread uses the relaxed capture mode: in the global one, any query would invalidate another thread's capture. An
-//! event that became part of a capture is never queried, which would invalidate the capture as well.
+//! In a stream with unfinished collectives, an event is recorded behind them. When the event completes, so have the collectives. The thread
+//! uses the relaxed capture mode: in the global one, any query would invalidate another thread's capture. An event that became part of a
+//! capture is never queried, because the query would invalidate the capture as well.
 
 use crate::ffi::driver::{self, refused};
 use crate::watchdog::clock::{LOOK, Tick};
@@ -47,7 +47,7 @@ fn run() {
     }
 }
 
-/// Queries which marks the device has passed. Nothing waits for the driver's answers.
+/// Queries which marks the device has passed. No other thread waits for the driver's answers.
 fn ask(watched: &Watched) {
     let waiting = watched.marks().take_waiting();
     for mark in waiting {
@@ -63,8 +63,7 @@ fn ask(watched: &Watched) {
     }
 }
 
-/// Returns `true` if a driver call fails temporarily, because memory is missing (2) or a capture is in the way. The
-/// device is not lost.
+/// Returns `true` if a driver call failed temporarily, because of a lack of memory (2) or a capture. The device is not lost.
 fn is_passing(error: &DriverError) -> bool {
     error.code == 2 || driver::is_capture_in_the_way(error)
 }
@@ -102,6 +101,6 @@ fn event_behind(Unmarked { stream, .. }: &Unmarked, free: Option<CudaEvent>) -> 
         None => context.new_event(None).map_err(refused("cuEventCreate"))?,
     };
     event.record(stream).map_err(refused("cuEventRecord"))?;
-    // A capture that began in between contains the event, so it must not be queried.
+    // If a capture began in between, it contains the event, which must not be queried.
     Ok((!driver::is_captured(stream)?).then_some(event))
 }

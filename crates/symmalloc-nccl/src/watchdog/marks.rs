@@ -33,7 +33,7 @@ impl Marks {
         self.free.pop()
     }
 
-    /// Keeps an event for reuse, unless there are enough.
+    /// Keeps an event for reuse, unless there are [`FREE_MAX`] already.
     pub(super) fn keep(&mut self, event: CudaEvent) {
         if self.free.len() < FREE_MAX {
             self.free.push(event);

@@ -10,9 +10,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 use symmalloc_watchdog::{FlightRecord, FlightRecordError};
 
-/// Names the folder of flight records. The default is the user's private folder.
+/// The environment variable with the folder of flight records. The default is the user's private folder.
 const FOLDER_VARIABLE: &str = "SYMMALLOC_FLIGHT_RECORDS";
-/// Names a signal on which a record is written: "USR1" or "USR2".
+/// The environment variable with the signal on which a record is written: "USR1" or "USR2".
 const SIGNAL_VARIABLE: &str = "SYMMALLOC_FLIGHT_SIGNAL";
 
 /// Returns the current state of this process's communicators: the last 256 collectives of each with their progress, and
@@ -30,14 +30,14 @@ pub fn flight_record(reason: &str) -> FlightRecord {
 }
 
 /// Writes [`flight_record`] to the folder in `SYMMALLOC_FLIGHT_RECORDS`, by default to the user's [private
-/// folder](symmalloc_files::private_folder). All records of the process go to one file, and the last one remains.
-/// `symmalloc diff` compares the records of all ranks. Returns the file's path.
+/// folder](symmalloc_files::private_folder). All records of the process go to one file, which keeps the latest one. `symmalloc diff`
+/// compares the records of all ranks. Returns the file's path.
 ///
 /// # Errors
-/// Returns an error if the file cannot be written, or no folder is private.
+/// Returns an error if the file cannot be written, or no private folder is available.
 pub fn write_flight_record(reason: &str) -> Result<PathBuf, FlightRecordError> {
     static PATH: Mutex<Option<PathBuf>> = Mutex::new(None);
-    // One after the other, because all go to one file.
+    // Records are written one after the other, because they share a file.
     let mut path = PATH.lock().unwrap_or_else(PoisonError::into_inner);
     let first = || registry::all().first().map(|watched| name(watched.identity()));
     let process = || format!("symmalloc-flight-{}-process{}.json", plain(&host()), std::process::id());
@@ -56,7 +56,7 @@ fn folder() -> Result<PathBuf, FlightRecordError> {
     }
 }
 
-/// Returns the name after the process's first communicator, so that records of all ranks sort together.
+/// Returns a file name that starts with the process's first communicator, so that the records of all ranks sort together.
 fn name(Identity { name, id, rank, .. }: &Identity) -> String {
     format!("symmalloc-flight-{}-{id}-rank{rank}.json", plain(name))
 }
@@ -70,7 +70,7 @@ fn host() -> String {
     rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
-/// Set by the signal that the environment names.
+/// Set by the signal that the environment specifies.
 static IS_ASKED: LazyLock<Arc<AtomicBool>> = LazyLock::new(|| {
     let flag = Arc::new(AtomicBool::new(false));
     let signal = match env::var(SIGNAL_VARIABLE).as_deref() {

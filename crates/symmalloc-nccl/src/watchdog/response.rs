@@ -1,5 +1,5 @@
-//! The response to a failure: the report, the flight record, the program's callback, the end of the communicator, and,
-//! if a kernel cannot be stopped, the end of the process.
+//! The response to a failure: a report, a flight record, the program's callback, the end of the communicator, and, if a kernel cannot be
+//! stopped, the end of the process.
 
 use crate::communicator::threads;
 use crate::watchdog::clock::LOOK;
@@ -11,8 +11,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, Once, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Exit code with which the watchdog ends a process that cannot continue: a kernel of NCCL waits for a rank that will
-/// not come, and cannot be stopped.
+/// Exit code with which the watchdog ends a process that cannot continue: an NCCL kernel waits for a missing rank and cannot be stopped.
 pub const FAILURE_EXIT_CODE: i32 = 86;
 
 /// Longest time for ending a communicator before the process is ended.
@@ -54,19 +53,18 @@ fn apart(job: impl FnOnce() + Send + 'static) {
 /// Number of reports that are being written, and the threads that wait for them.
 static REPORTS: (Mutex<usize>, Condvar) = (Mutex::new(0), Condvar::new());
 
-/// Longest time for which the end of the process waits for them. A disk may be slow or gone.
+/// Longest time for which the end of the process waits for reports, because a disk may be slow or gone.
 const REPORT_LIMIT: Duration = Duration::from_secs(1);
 
-/// A report that is being written. A program that receives the error usually exits immediately, which would truncate the
-/// record, so `exit` waits.
+/// A report that is being written. A program that receives the error usually exits immediately, which would truncate the report, so `exit`
+/// waits for it.
 struct Reporting;
 
 impl Reporting {
     fn begin() -> Self {
         static AT_EXIT: Once = Once::new();
         AT_EXIT.call_once(|| {
-            // SAFETY: a function that neither unwinds nor calls `exit`, in code that stays loaded because one of its
-            // threads never ends.
+            // SAFETY: the function neither unwinds nor calls `exit`, and its code stays loaded because one of its threads never ends.
             let _full = unsafe { libc::atexit(wait_for_reports) };
         });
         *REPORTS.0.lock().unwrap_or_else(PoisonError::into_inner) += 1;
@@ -96,7 +94,7 @@ fn report(failure: &Failure) {
     eprintln!("symmalloc: {failure}; {written}");
 }
 
-/// Ends the process if the communicator does not end.
+/// Ends the process if the communicator does not end in time.
 fn see_to_the_end(watched: &Watched, failure: &Failure) {
     let begun = Instant::now();
     loop {
@@ -109,8 +107,7 @@ fn see_to_the_end(watched: &Watched, failure: &Failure) {
         }
         std::thread::sleep(LOOK / 4);
     }
-    // A thread of this crate that hangs in NCCL does no harm. A kernel that spins holds the device, and blocks `exit`
-    // as well.
+    // A thread of this crate that hangs in NCCL is harmless, but a spinning kernel occupies the device and blocks `exit`.
     if watched.settings().mode() != WatchdogMode::Exit || watched.flight().is_off_device() {
         return;
     }

@@ -1,15 +1,15 @@
-//! The watchdog's actions for a communicator, chosen by the program and the environment.
+//! The settings of the watchdog for a communicator, which the program and the environment choose.
 
 use crate::watchdog::failure::Failure;
 use std::env;
 use std::fmt;
 use std::sync::{Arc, LazyLock};
 
-/// Selects the watchdog's mode, with precedence over the program.
+/// The environment variable that selects the watchdog's mode. It takes precedence over the program's choice.
 pub(super) const MODE_VARIABLE: &str = "SYMMALLOC_WATCHDOG";
 
-/// The watchdog's action when a rank is gone, stopped or stuck. The environment's `SYMMALLOC_WATCHDOG` (`exit`, `abort`
-/// or `off`) has precedence over the program's choice, for debuggers, which stop processes.
+/// The watchdog's action when a rank is gone, stopped or stuck. The environment variable `SYMMALLOC_WATCHDOG` (`exit`, `abort` or `off`)
+/// takes precedence over the program's choice. Use it with debuggers, which stop processes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum WatchdogMode {
@@ -19,7 +19,7 @@ pub enum WatchdogMode {
     Exit,
     /// Aborts the communicator, and never ends the process.
     Abort,
-    /// Keeps the flight record and takes no action. Host calls keep their deadline.
+    /// Keeps the flight record and takes no action. Host calls still have their deadline.
     Off,
 }
 
@@ -36,7 +36,7 @@ impl WatchdogMode {
 
 type Callback = Arc<dyn Fn(&Failure) + Send + Sync>;
 
-/// See [`WatchdogMode`].
+/// The watchdog's mode and the program's callback, see [`WatchdogMode`].
 #[derive(Clone, Default)]
 pub(crate) struct WatchSettings {
     mode: WatchdogMode,
@@ -44,7 +44,7 @@ pub(crate) struct WatchSettings {
 }
 
 impl WatchSettings {
-    /// Sets the program's choice, unless the environment has precedence.
+    /// Sets the program's choice, which the environment can override.
     pub(crate) fn set_mode(&mut self, mode: WatchdogMode) {
         self.mode = mode;
     }

@@ -1,5 +1,5 @@
-//! The watchdog's thread, one per process: it polls lifelines, advances the clock and judges. It calls neither the
-//! driver nor NCCL.
+//! The watchdog's thread. There is one per process. It polls lifelines, advances the clock and detects stalled communicators. It calls
+//! neither the driver nor NCCL.
 
 use crate::communicator::threads;
 use crate::rendezvous::unique_id::UniqueId;
@@ -21,8 +21,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 use symmalloc_watchdog::{Connection, FailureReport, Lifeline, Member, PeerEvent, ProcessId, RankId};
 
-/// Errors of NCCL and the driver often mean that another rank is gone. The report of which one may take this long to
-/// arrive.
+/// Longest time to wait for news of other ranks after an error of NCCL or the driver, which often means that another rank is gone.
 pub(crate) const NEWS_LIMIT: Duration = Duration::from_millis(500);
 
 /// Registers the connections of this process from a meeting of the job's processes.
@@ -60,8 +59,8 @@ pub(crate) fn watch(watched: &Arc<Watched>) {
     }
 }
 
-/// Notes that this process enters a split that will create this communicator. On return, the others know, and are
-/// notified if it fails.
+/// Announces that this process is about to create this communicator. On return, the other ranks know about it, and are notified if it
+/// fails.
 pub(crate) fn expect(met: Option<MeetingId>, rank: RankId) {
     if let Some(watchdog) = watchdog() {
         watchdog.command(Command::Expect(met, rank));
@@ -69,15 +68,15 @@ pub(crate) fn expect(met: Option<MeetingId>, rank: RankId) {
     }
 }
 
-/// Notes that the communicator was created and is watched, or will not be created.
+/// Withdraws the announcement, because the communicator is watched or will not be created.
 pub(crate) fn withdraw(met: Option<MeetingId>, rank: RankId) {
     if let Some(watchdog) = watchdog() {
         watchdog.command(Command::Withdraw(met, rank));
     }
 }
 
-/// Notes that the communicator was destroyed regularly, so other ranks need not watch this process any more.
-/// On return, they know.
+/// Notifies the other ranks that the communicator was destroyed normally, so that they no longer watch this process for it. On return, the
+/// notification has been sent.
 pub(crate) fn leave(watched: &Watched) {
     watched.close();
     if let Some(watchdog) = watchdog() {
@@ -86,7 +85,7 @@ pub(crate) fn leave(watched: &Watched) {
     }
 }
 
-/// Notes that the communicator was ended because of an error, and notifies the other ranks. On return, they know.
+/// Notifies the other ranks that the communicator was ended because of an error. On return, the notification has been sent.
 pub(crate) fn fail(watched: &Watched, report: FailureReport) {
     watched.close();
     if let Some(watchdog) = watchdog() {
@@ -102,8 +101,8 @@ fn forget(meeting: Option<&MeetingId>) {
     }
 }
 
-/// Returns the watchdog; `None` if the system refuses a thread or a descriptor. Then nothing is watched, and the log
-/// reports it.
+/// Returns the watchdog, or `None` if the system cannot create a thread or a descriptor. In that case, nothing is watched, and the log
+/// reports the error.
 fn watchdog() -> Option<&'static Handle> {
     Handle::of_process_or(|| {
         let (sender, commands) = channel();
@@ -117,19 +116,19 @@ fn watchdog() -> Option<&'static Handle> {
 
 /// The state of the thread.
 struct Watch {
-    /// Lifelines by meeting. Ranks of this process that met nobody share one without connections.
+    /// Lifelines by meeting. Ranks of this process that met no other process share a lifeline without connections.
     lifelines: BTreeMap<Option<MeetingId>, Lifeline>,
-    /// Joined communicators, to leave when they are dropped.
+    /// Joined communicators, which the process leaves when they are dropped.
     joined: BTreeMap<RankId, Option<MeetingId>>,
     delays: BTreeMap<RankId, Delay>,
 }
 
-/// The state of the handling of unfinished work.
+/// The progress of the investigation of unfinished work.
 #[derive(Clone, Copy)]
 enum Delay {
     /// The hub was asked at this time.
     Asked(Tick),
-    /// The start and the length of the pause until the next check.
+    /// No check is due until this pause has passed: its start and its length.
     Left(Tick, Duration),
 }
 
@@ -142,7 +141,7 @@ impl Watch {
         loop {
             self.wait(bell);
             let now = Tick::advance();
-            // Before the reports of their ends.
+            // Progress is published before the reports of the communicators' ends.
             self.note_progress(&registry::all(), now);
             while let Ok(command) = commands.try_recv() {
                 self.obey(command);
@@ -155,7 +154,7 @@ impl Watch {
             }
             if record::is_asked_by_signal() {
                 let _started = threads::run(|| {
-                    if let Err(error) = record::write_flight_record("a signal came") {
+                    if let Err(error) = record::write_flight_record("a signal arrived") {
                         tracing::warn!(name: "watchdog.failed", target: "symmalloc", %error);
                     }
                 });
@@ -163,14 +162,14 @@ impl Watch {
         }
     }
 
-    /// Waits until something arrives or the next check is due.
+    /// Waits until a message or a request arrives, or the next check is due.
     fn wait(&self, bell: &OwnedFd) {
         let mut descriptors = vec![PollFd::new(bell, PollFlags::IN)];
         descriptors.extend(self.lifelines.values().flat_map(Lifeline::descriptors));
         let time = if self.lifelines.values().any(Lifeline::is_due) { Duration::ZERO } else { LOOK };
         let limit = Timespec { tv_sec: 0, tv_nsec: time.as_nanos() as i64 };
         if poll(&mut descriptors, Some(&limit)).is_err() {
-            // Interrupted, or out of memory: avoids a busy loop.
+            // The poll was interrupted or ran out of memory. Sleep to avoid a busy loop.
             std::thread::sleep(Duration::from_millis(10));
         }
         let _drained = rustix::io::read(bell, &mut [0_u8; 8]);
@@ -183,7 +182,7 @@ impl Watch {
             Command::Watch(identity) => {
                 self.joined.insert(identity.rank_id(), identity.met);
                 if identity.met.is_none() && !self.lifelines.contains_key(&None) {
-                    // Without connections nothing can fail.
+                    // Creating a lifeline without connections cannot fail.
                     let alone = Lifeline::new(ProcessId(0), 1, Vec::new(), now);
                     self.lifelines.extend(alone.ok().map(|alone| (None, alone)));
                 }
@@ -283,7 +282,7 @@ impl Watch {
         }
     }
 
-    /// Judges whether a communicator has stalled, and why.
+    /// Determines whether a communicator has stalled, and why.
     fn judge(&mut self, watched: &Arc<Watched>, now: Tick) {
         let (identity, rank) = (watched.identity(), watched.identity().rank_id());
         if let Some((trouble, since)) = watched.trouble()
@@ -292,7 +291,7 @@ impl Watch {
             self.end(watched, trouble, Duration::ZERO);
             return;
         }
-        // One check later than the deadline, because times have that resolution.
+        // Allow one check interval beyond the deadline, because times have that resolution.
         let is_late = |since: Tick| now.since(since) >= identity.deadline.saturating_add(LOOK);
         let Some(standing) = watched.flight().standing(now).filter(|it| is_late(it.since)) else {
             self.delays.remove(&rank);
@@ -309,7 +308,7 @@ impl Watch {
         };
         let has_answer =
             |lifeline: &mut Lifeline| lifeline.endpoint().has_answer(identity.id, asked.time(), now.time());
-        // Without connections no one can answer.
+        // Without connections, there is no hub that could answer.
         if self.with_lifeline(identity, has_answer) == Some(false) {
             return;
         }

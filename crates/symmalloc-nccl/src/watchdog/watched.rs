@@ -1,4 +1,4 @@
-//! A communicator from the watchdog's point of view.
+//! The watchdog's view of a communicator.
 
 use crate::rendezvous::unique_id::UniqueId;
 use crate::watchdog::clock::Tick;
@@ -14,23 +14,23 @@ use symmalloc_watchdog::{CollectiveRecord, CommunicatorId, CommunicatorRecord, M
 
 /// The watchdog's interface to a communicator. It is called on threads that may block indefinitely.
 pub(crate) trait Watchable: Send + Sync {
-    /// Ends it because of the failure. All threads that wait in it or for it must return.
+    /// Ends the communicator because of the failure. All threads that wait inside its calls or for its work must return.
     fn end(&self, failure: &Arc<Failure>);
 
     /// Returns an error that NCCL reports, without waiting for a thread that is in NCCL.
     fn examine(&self) -> Option<FailureCause>;
 
-    /// Returns `true` if none of it runs any more, or another owner has to end it.
+    /// Returns `true` if none of its work runs any more, or if another owner has to end it.
     fn is_ended(&self) -> bool;
 
-    /// Returns its state: "ready", "aborted".
+    /// Returns the communicator's state, such as "ready" or "aborted".
     fn condition(&self) -> String;
 
     /// Lets this thread query streams and events while another thread captures.
     fn relax_capture(&self) -> RelaxedCapture;
 }
 
-/// A meeting of processes, and this rank's number in it: ranks may be threads of one process.
+/// A meeting of processes, and this rank's number in it, because ranks can be threads of one process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct MeetingId {
     pub(super) id: UniqueId,
@@ -45,7 +45,7 @@ pub(crate) struct Identity {
     pub(crate) rank: u32,
     pub(crate) ranks: u32,
     pub(crate) deadline: Duration,
-    /// The meeting of its processes; `None` if there was none, so that only ranks of this process know of each other.
+    /// The meeting of its processes; `None` if there was none and only ranks of this process know of each other.
     pub(crate) met: Option<MeetingId>,
 }
 
@@ -60,11 +60,11 @@ pub(crate) struct Watched {
     settings: WatchSettings,
     flight: Flight,
     failure: OnceLock<Arc<Failure>>,
-    /// `true` once it was destroyed or ended because of an error: it is not judged any more.
+    /// `true` once the communicator was destroyed or ended because of an error. It is then no longer checked.
     is_over: AtomicBool,
     /// Pending events in its streams.
     marks: Mutex<Marks>,
-    /// The finding of the marker thread, with its time.
+    /// An error that the marker thread detected, with its time.
     trouble: Mutex<Option<(FailureCause, Tick)>>,
     communicator: Weak<dyn Watchable>,
 }
@@ -91,13 +91,13 @@ impl Watched {
         &self.settings
     }
 
-    /// Returns its last collectives.
+    /// Returns the communicator's last collectives.
     #[inline]
     pub(crate) fn flight(&self) -> &Flight {
         &self.flight
     }
 
-    /// Returns the reason why the watchdog ended it, if it did.
+    /// Returns the failure for which the watchdog ended the communicator, if any.
     pub(crate) fn failure(&self) -> Option<&Arc<Failure>> {
         self.failure.get()
     }
@@ -106,7 +106,7 @@ impl Watched {
         self.is_over.load(Ordering::Acquire)
     }
 
-    /// Stops judging it.
+    /// Stops checking the communicator for stalls.
     pub(super) fn close(&self) {
         self.is_over.store(true, Ordering::Release);
     }
@@ -115,22 +115,22 @@ impl Watched {
         self.marks.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the communicator; `None` if the program has dropped it.
+    /// Returns the communicator, or `None` if the program has dropped it.
     pub(super) fn communicator(&self) -> Option<Arc<dyn Watchable>> {
         self.communicator.upgrade()
     }
 
-    /// Notes an error of the driver or NCCL for the watchdog.
+    /// Records an error of the driver or NCCL for the watchdog.
     pub(super) fn note_trouble(&self, cause: FailureCause) {
         self.trouble.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert((cause, Tick::now()));
     }
 
-    /// Returns that error, and the time at which it was noted.
+    /// Returns the recorded error of the driver or NCCL, and its time.
     pub(super) fn trouble(&self) -> Option<(FailureCause, Tick)> {
         self.trouble.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Records the failure and returns it, if it is the first.
+    /// Records the failure and returns it if it is the communicator's first.
     pub(super) fn fail(
         &self,
         cause: FailureCause,
@@ -142,7 +142,7 @@ impl Watched {
         self.failure.set(Arc::clone(&failure)).is_ok().then_some(failure)
     }
 
-    /// Returns its known state.
+    /// Returns the communicator's known state as an entry of a flight record.
     pub(super) fn record(&self, members: &[Member]) -> CommunicatorRecord {
         let Identity { id, name, rank, ranks, .. } = &self.identity;
         let now = Tick::now();

@@ -1,4 +1,4 @@
-//! A log of invalidated keys, in the order of their invalidation, for caches to follow.
+//! A log of invalidated keys, in the order of their invalidation, which caches read.
 
 use crate::windows::segment_key::SegmentKey;
 use std::collections::VecDeque;

@@ -1,4 +1,4 @@
-//! Queries that can be made at any time: a buffer's window, its cache key, and invalidated keys.
+//! Queries of a registrar: a buffer's window, its cache key, and invalidated keys. They can be made at any time.
 
 use crate::communicator::Communicator;
 use crate::registrar::Registrar;
@@ -12,10 +12,10 @@ use symmalloc_core::sleep::Phase;
 use symmalloc_cuda::{CudaBackend, DeviceBuffer, StreamAllocatorRef};
 
 impl Registrar {
-    /// Returns the window that contains a buffer, and the offset in it. Offsets are equal on all ranks.
+    /// Returns the window that contains a buffer, and the buffer's offset in the window, which is equal on all ranks.
     ///
     /// # Errors
-    /// Returns an error if the buffer is not registered on the communicator as a window, see [`LookupError`].
+    /// Returns an error if no window on the communicator contains the buffer, see [`LookupError`].
     pub fn window_of<T, A: StreamAllocatorRef<Memory = CudaBackend>>(
         &self,
         comm: &Communicator,
@@ -83,8 +83,8 @@ impl Registrar {
         })
     }
 
-    /// Returns the keys that were invalidated on a communicator since the cursor, in log order. Keys of windows are the same on every
-    /// rank; keys of buffers are local to this rank. Call it after each sync, and drop the cache entries of these keys.
+    /// Returns the keys that were invalidated on a communicator since the cursor, in log order. Keys of windows are the same on every rank;
+    /// keys of buffers are local to this rank. Call this function after each sync, and drop the cache entries of these keys.
     ///
     /// A key is invalidated when its segment is released or grows, or when its pool is detached. Returns [`Invalidated::Everything`] if the
     /// communicator has ended.

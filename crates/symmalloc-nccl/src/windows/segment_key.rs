@@ -24,7 +24,7 @@ pub struct SegmentKey {
     pub base: u64,
     /// Bytes of the segment that are backed by memory.
     pub size_bytes: u64,
-    /// Distinguishes the segments that had this address.
+    /// Identity of the segment, which distinguishes it from earlier segments at this address.
     pub generation: Generation,
 }
 
@@ -32,7 +32,7 @@ pub struct SegmentKey {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub struct Generation {
-    /// Its pool.
+    /// The segment's pool.
     pub pool: PoolId,
     /// The stream of its heap; `None` if the pool's streams share one heap.
     pub stream: Option<StreamId>,

@@ -16,7 +16,7 @@
 use crate::windows::segment_key::Generation;
 use std::collections::BTreeMap;
 
-/// NCCL rounds the range up to a multiple of this (`ncclDevrInitOnce`).
+/// Size in bytes to a multiple of which NCCL rounds the range up (`ncclDevrInitOnce`).
 const LIMIT_STEP_BYTES: u64 = 4 << 30;
 
 /// Returns an upper bound of the bytes that NCCL reserves for itself with the first window: buffers for its low-latency kernels, 1 MiB per
@@ -31,7 +31,7 @@ pub(crate) struct SymmetricSpace {
     granularity_bytes: u64,
     /// Bytes that NCCL reserves at the start of the range.
     own_bytes: u64,
-    /// Windows by offset, with their sizes; disjoint.
+    /// Sizes of the windows, by offset. Windows are disjoint.
     taken: BTreeMap<u64, u64>,
     /// Offset of each segment's window.
     places: BTreeMap<Generation, u64>,
@@ -50,7 +50,7 @@ impl SymmetricSpace {
         }
     }
 
-    /// Reserves space for a segment's window. Returns `false`, without an effect, if the window does not fit.
+    /// Reserves space for a segment's window. If the window does not fit, returns `false` and changes nothing.
     #[must_use]
     pub(crate) fn take(&mut self, segment: Generation, size_bytes: u64) -> bool {
         let Some(offset) = self.find(size_bytes) else { return false };

@@ -271,7 +271,7 @@ nccl_test!(a_record_is_written_on_request_and_at_a_signal, ["SYMMALLOC_FLIGHT_SI
     // SAFETY: this process handles the signal.
     unsafe { libc::kill(libc::getpid(), libc::SIGUSR2) };
     until(|| path.exists());
-    assert_eq!(FlightRecord::read(&path).expect("a record appears only when complete").reason, "a signal came");
+    assert_eq!(FlightRecord::read(&path).expect("a record appears only when complete").reason, "a signal arrived");
 });
 
 /// Runs two ranks, of which rank 1 aborts. Returns rank 0's outcome and the failures that the callbacks received. The environment overrides

@@ -175,7 +175,7 @@ nccl_test!(who_does_not_come_to_what_was_announced_is_named, {
         if rank == 0 {
             windows.announce(c"missed", 0, raw, &mut reduce);
             let begun = Instant::now();
-            while !flight_record().contains("ranks that are alive did not come: rank 1") {
+            while !flight_record().contains("ranks are alive but missed the collective: rank 1") {
                 assert!(begun.elapsed() < Duration::from_secs(20), "{}", flight_record());
                 thread::sleep(Duration::from_millis(20));
             }

@@ -19,7 +19,7 @@ use symmalloc_cuda::CudaAllocator;
 #[derive(Debug, Default)]
 pub(crate) struct BroughtBack {
     pub(crate) registrations: u64,
-    /// Windows whose handle differs from the one before.
+    /// Windows whose handle differs from the one before the sleep.
     pub(crate) changed: Vec<SegmentName>,
 }
 
@@ -28,7 +28,7 @@ impl Attachment {
         !state.is_dropped && self.comm.state() == CommState::Ready
     }
 
-    /// Returns `true` if NCCL is still inside the communicator, which ended with windows of the pool.
+    /// Returns `true` if the communicator ended with windows of the pool and an NCCL call on it still runs.
     pub(crate) fn holds(&self, state: &SyncState, pool: PoolId) -> bool {
         self.comm.state() == CommState::Lost && (state.kept.contains(&pool) || state.has_registered(pool))
     }
@@ -48,7 +48,7 @@ impl Attachment {
         state.sleeps
     }
 
-    /// Returns the digest of the windows that the pool has when it is next awake, for comparison across ranks.
+    /// Returns a digest of the windows that the pool has once it is awake, for comparison across ranks.
     pub(crate) fn windows_digest(&self, state: &SyncState, allocator: &CudaAllocator, pool: PoolId) -> u64 {
         match state.saved.get(&pool) {
             Some(saved) => digest(&saved.windows),
@@ -133,7 +133,7 @@ impl Attachment {
         Ok(back)
     }
 
-    /// Invalidates cache entries of these segments.
+    /// Invalidates the keys of these segments.
     pub(crate) fn invalidate(&self, state: &SyncState, segments: &BTreeSet<SegmentName>) {
         let named = |segment: &Generation| SegmentName {
             pool: state.pools.ordinal(segment.pool),
@@ -155,7 +155,7 @@ impl Attachment {
 }
 
 impl SyncState {
-    /// Returns `true` if anything of the pool is registered.
+    /// Returns `true` if any memory of the pool is registered.
     fn has_registered(&self, pool: PoolId) -> bool {
         self.windows.keys().chain(self.buffers.keys()).any(|segment| segment.pool == pool)
     }

@@ -167,7 +167,7 @@ impl Plan {
             // A killed process may be silent for the deadline before the system has ended it, if the machine is busy.
             assert!(matches!(self.fate, Fate::Stops | Fate::Dies) && stopped == self.victim, "{self:?}: {text}");
         }
-        if text.contains("ranks that are alive did not come") {
+        if text.contains("ranks are alive but missed the collective") {
             assert!(matches!(self.fate, Fate::Sticks | Fate::Hangs | Fate::Fails), "{self:?}: {text}");
         }
         if matches!(self.fate, Fate::None | Fate::Slow) {
