@@ -47,11 +47,22 @@
 //! `SYMMALLOC_NCCL_LIBRARY` selects another one. CUDA versions are selected as in `symmalloc-cuda`.
 //!
 //! # Implementation
-//! `calls.rs` has one function per NCCL call and states their safety contract; `driver.rs` has the driver calls that cudarc lacks.
-//! `communicator/call.rs` selects the thread and the deadline of each NCCL call, and `communicator/ending.rs` handles calls that do not
-//! return. `collectives.rs` defines the collectives once, for plain and checked use. `registrar.rs` follows the segment log of the
-//! allocator, `registrar/sync_actions.rs` computes the actions of one sync, and `registrar/round.rs` compares the plans of all ranks in one
-//! collective. `unsafe` blocks occur only in `calls.rs`, `driver.rs` and `library.rs`.
+//! | folder | contents |
+//! |---|---|
+//! | `ffi` | the calls of libnccl and the driver, each with its safety contract |
+//! | `communicator` | communicators; `call.rs` selects the thread and the deadline of an NCCL call, `ending.rs` handles calls that do not return |
+//! | `collectives` | the collectives, defined once for plain and checked use, and groups of them |
+//! | `registrar` | the [`Registrar`]: one attachment per communicator |
+//! | `sync` | changes to segments, the actions that follow from them, and their comparison across ranks |
+//! | `windows` | lookup of windows, cache keys, and NCCL's symmetric address space |
+//! | `sleep` | sleep and wake of a pool on all ranks |
+//! | `watchdog` | detection of ranks that are gone, stopped or stuck |
+//! | `rendezvous` | how the ranks of a job find each other |
+//! | `all_to_all` | all-to-all-v |
+//!
+//! To follow one sync from a segment's birth to its window, read `registrar.rs` (`sync_all`: the communicators in their global order),
+//! `registrar/attachment/sync.rs` (`sync_ready`: the steps of one communicator), `sync/changes.rs` (segment events), `sync/actions.rs`
+//! (actions) and `sync/agreement.rs` (comparison across ranks).
 
 mod all_to_all;
 mod backoff;

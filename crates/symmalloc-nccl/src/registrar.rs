@@ -6,19 +6,15 @@
 //!      └── memory released ◄───────┘ after its last window is deregistered
 //! ```
 //!
-//! | file | |
+//! | file | contents |
 //! |---|---|
-//! | `builder.rs`, `lookup.rs` | configuration, and queries |
-//! | `attachment.rs` | state of one communicator, and its syncs |
-//! | `observed_pools.rs` | observed pools, and new entries of their logs |
-//! | `sync_actions.rs`, `sync_summary.rs` | the actions of a sync, and their comparison across ranks |
-//! | `round.rs` | the collective that compares them |
-//! | `sleep.rs`, `wake.rs`, `sleep_run.rs` | sleep and wake of a pool on all ranks; one such op on one rank |
-//! | `sleep_message.rs`, `sleep_error.rs` | messages that ranks exchange during a sleep or wake, and its errors |
-//! | `ended_comm.rs`, `attachment/resting.rs`, `saved_registrations.rs` | ended communicators; deregistering and restoring a pool's windows on one communicator |
-//! | `symmetric_space.rs` | accounting of NCCL's symmetric address space |
-//! | `window.rs`, `segment_key.rs`, `invalidation.rs` | lookup results, cache keys, and their invalidation |
-//! | `scope.rs`, `checked.rs`, `offset_difference.rs` | a sync at the end of a scope; offset checks before collectives, and their reports |
+//! | `builder.rs`, `settings.rs` | configuration |
+//! | `attachment.rs` | state of one communicator |
+//! | `attachment/sync.rs` | one sync of a communicator; see `sync/` |
+//! | `attachment/sleep.rs` | deregistering and restoring a pool's windows on one communicator; see `sleep/` |
+//! | `ended_comms.rs` | ended communicators that other ranks may still name |
+//! | `scope.rs` | a sync at the end of a scope |
+//! | `checked.rs`, `offset_difference.rs` | offset checks before collectives, and their reports |
 //!
 //! The allocator never calls the registrar. A program attaches pools to communicators, allocates and frees freely, and calls
 //! [`sync`](Registrar::sync) on every rank wherever windows must be current: after a warm-up, at the end of a scope, before a capture. A

@@ -1,4 +1,5 @@
-//! One sync: the changes to the segments, the actions that follow from them, and their comparison across ranks.
+//! The parts of a sync: the changes to the segments, the actions that follow from them, and their comparison across ranks.
+//! `registrar/attachment/sync.rs` puts them together.
 
 pub(crate) mod actions;
 pub(crate) mod agreement;
