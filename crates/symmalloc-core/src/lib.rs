@@ -1,11 +1,10 @@
 //! A deterministic caching device allocator: the same program gets the same placements on every rank.
 //!
 //! GPU runtimes cache device memory because the driver is slow. A typical caching allocator picks free blocks by
-//! *address* and polls events to find out what is free. The n-th allocation of a program thus gets another placement on
-//! other ranks, and everything that relies on equal offsets breaks: NCCL's symmetric windows, captured graphs,
-//! reproducible bugs. This allocator decides from the program alone: by size, by the age of the backing memory, and by
-//! offset. No answer that could differ between machines plays a part.
-//!
+//! *address* and polls events to find out what is free. The n-th allocation of a program can therefore get a different
+//! placement on each rank, which breaks everything that relies on equal offsets: NCCL's symmetric windows, captured
+//! graphs, reproducible bugs. This allocator decides from the program alone: by size, by the age of the backing memory,
+//! and by offset. Nothing that can differ between machines influences a decision.
 //! The crate does not depend on CUDA and contains no `unsafe`. It takes memory from a [`Backend`]; `symmalloc-sim`
 //! simulates one.
 //!
@@ -67,7 +66,7 @@
 //! a call and the free index.
 #![forbid(unsafe_code)]
 
-// The modules, in the order in which each may use those above it. A test checks the imports.
+// The modules. Each uses only those above it, which a test checks.
 mod types;
 
 mod sync;
@@ -102,7 +101,7 @@ pub use types::{
     ids::{AllocationId, ObserverId, Placement, PoolId, SegmentId, StreamId},
 };
 
-// Further types: errors, reports, recordings and layouts.
+// Errors and results of restoring a [`Layout`], which returns the pool to its state when the layout was saved.
 pub use allocator::{Quiesced, Remapped, Retry, SegmentPosition, StepGuard, Unread, recording, report};
 pub use config::errors::{self, LimitScope};
 pub use config::op::{self, Op, Record};

@@ -126,7 +126,7 @@ impl SegmentLog {
         self.append(event);
     }
 
-    /// Keeps a range that never became a segment and that the driver did not take back. No observer knows of it.
+    /// Keeps a range that never became a segment and that the driver failed to release. No observer knows of it.
     pub(crate) fn keep_stray(&mut self, range: Range, mapped: Extents, is_stitched: bool) {
         self.retired.push_front(Retired { held_until: 0, range, mapped, is_stitched, streams: SmallVec::new() });
     }
