@@ -11,16 +11,16 @@
 //!              └───────────┴──────┴──────────────┴──────────┴───────────────┘
 //!              0           no two free neighbors: they are merged at once   end
 //! ```
-//! The ring begins and ends with the segment's *edge*, a slot that holds no block. A block thus always has a neighbor
-//! on both sides, and no code checks if it is the first or the last.
+//! The ring begins and ends with the segment's *edge*, a slot that holds no block. A block therefore always has a
+//! neighbor on both sides, and no code checks if it is the first or the last.
 //!
 //! The slot of a block is part of a [`Handle`](crate::types::handle::Handle). Another part is the serial of the
 //! allocation, which detects a handle to a reused slot. The table only links and unlinks blocks: the heap keeps the
 //! free index consistent, and nothing here calls the backend.
 //!
-//! Segments are stored in a [`Slab`]. Blocks are stored in a vector whose vacant slots are linked, as in a slab. Most
-//! pairs of `allocate` and `free` create and remove a block, and a slab moves whole blocks in and out and checks every
-//! look-up twice.
+//! Segments are stored in a [`Slab`]. Blocks are stored in a vector whose vacant slots are linked, as in a slab. A slab
+//! would cost more: it moves whole blocks in and out and checks every look-up twice, and most pairs of `allocate` and
+//! `free` create and remove a block.
 
 use crate::config::size_rules::SizeClass;
 use crate::streams::clocks::Tick;
@@ -52,7 +52,7 @@ impl Location {
         Location((u64::from(sequence.0) << 32) | u64::from(offset))
     }
 
-    /// Returns the location `size` further on in the same segment.
+    /// Returns the location `size` units after this one, in the same segment.
     #[inline(always)]
     pub(crate) fn plus(self, size: Units) -> Self {
         Location(self.0 + u64::from(size))
@@ -82,7 +82,7 @@ impl Location {
     }
 }
 
-/// A block fits into one cache line, so placing and freeing it touches one line.
+/// A block. It fits into one cache line, so placing and freeing it touches one line.
 #[derive(Debug)]
 #[repr(align(64))]
 pub(crate) struct Block {
@@ -191,7 +191,8 @@ impl Block {
     }
 }
 
-/// Aligned to pairs of cache lines, as processors fetch them: the table of another thread's heap may be adjacent.
+/// A segment. Aligned to pairs of cache lines, as processors fetch them, because the table of another thread's heap may
+/// be adjacent.
 #[derive(Debug)]
 #[repr(align(128))]
 pub(crate) struct Segment {
