@@ -30,7 +30,7 @@ pub enum PlacementError {
         height: u64,
     },
     /// The number of offsets differs from that of the rectangles.
-    #[error("{offsets} offsets are not one for each of {rectangles} rectangles")]
+    #[error("{offsets} offsets for {rectangles} rectangles: each rectangle needs one")]
     Count {
         /// Number of offsets.
         offsets: usize,

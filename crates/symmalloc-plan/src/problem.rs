@@ -44,7 +44,7 @@ pub enum ProblemError {
         period: u64,
     },
     /// A rectangle has no size.
-    #[error("rectangle {index} has size 0: leave it out, it needs no place")]
+    #[error("rectangle {index} has size 0: leave it out")]
     Size {
         /// Index of the rectangle.
         index: usize,
@@ -56,7 +56,7 @@ pub enum ProblemError {
         index: usize,
     },
     /// There are more than 2^31 rectangles.
-    #[error("{count} rectangles are more than this solver counts (2^31)")]
+    #[error("{count} rectangles exceed the maximum of 2^31: split the problem")]
     TooMany {
         /// Number of rectangles.
         count: usize,

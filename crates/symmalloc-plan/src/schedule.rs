@@ -89,7 +89,8 @@ impl Schedule {
         for (number, placed) in (0..).zip(step) {
             if let (Some(placed), Some(own)) = (placed, schedule.place_of[number as usize]) {
                 sweep.visit(count + number, placed, |before| {
-                    let there = schedule.place_of[(before % count) as usize].expect("only placed ones are visited");
+                    let there = schedule.place_of[(before % count) as usize]
+                        .expect("only allocations with a place are visited");
                     schedule.checks.extend((there != own).then_some(there));
                 })?;
                 schedule.checks.push(own);

@@ -238,7 +238,7 @@ mod tests {
         let orders = orders(&decoder);
         let best = heuristics.try_orders(&orders);
         heuristics.improve(&mut Improvement::new(&orders[best]), u64::MAX);
-        assert!(heuristics.best.height > 1_010, "{} is lower than it was", heuristics.best.height);
+        assert!(heuristics.best.height > 1_010, "{} is unexpectedly low", heuristics.best.height);
         let solution = solve(&problem, Steps(100_000));
         assert_eq!((solution.height(), solution.is_optimal(), solution.check(&problem)), (1_000, true, Ok(())));
     }

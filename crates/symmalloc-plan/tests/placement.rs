@@ -212,7 +212,7 @@ fn what_was_cut_from_one_piece_fits_into_it_again() {
         assert_eq!((problem.lower_bound(), solution.check(&problem)), (10_000, Ok(())));
         (lost, count) = (lost + solution.height() - 10_000, count + 1);
     }
-    assert!(lost / count < 300, "on average {} of 10,000 are lost", lost / count);
+    assert!(lost / count < 300, "on average, {} of 10,000 are wasted", lost / count);
 }
 
 #[test]

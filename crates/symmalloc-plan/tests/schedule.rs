@@ -69,7 +69,7 @@ proptest! {
                 for (before, it) in made.iter().enumerate().filter_map(|(before, made)| Some((before, made.as_ref()?))) {
                     let (one, other) = (it.placed.place, placed.place);
                     let overlaps = one.offset < other.offset + other.size && other.offset < one.offset + one.size;
-                    prop_assert!(!overlaps || stream.contains(&before), "{at} comes before {before} is over");
+                    prop_assert!(!overlaps || stream.contains(&before), "{at} does not wait for {before}");
                 }
             }
             made.push(Some(Made { placed, behind: stream.clone() }));

@@ -166,7 +166,7 @@ impl<L: Lock> Gate<'_, L> {
         };
         match begun {
             Ok(()) => {
-                let state = self.state.as_deref_mut().expect("a gate that was prepared");
+                let state = self.state.as_deref_mut().expect("the gate was prepared");
                 *state = RecorderState::On(Box::new(recording));
             }
             Err(_) => {

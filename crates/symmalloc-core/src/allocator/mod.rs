@@ -542,7 +542,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         };
         let cell = entry.make_heap(stream, || {
             let index = self.heaps.push(|index| Arc::new(LockCell::new(make(HeapId(index as u32)))));
-            Arc::clone(self.heaps.get(index).expect("it was just made"))
+            Arc::clone(self.heaps.get(index).expect("the heap was just created"))
         });
         let mut heap = cell.lock();
         if heap.identity().pool != pool {

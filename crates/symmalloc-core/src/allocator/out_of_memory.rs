@@ -30,7 +30,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Runs steps 3 to 5 of the [module documentation](self).
     #[cold]
     #[inline(never)]
-    #[allow(clippy::boxed_local, reason = "the callers have a box, and moving what is in it costs them a copy")]
+    #[allow(clippy::boxed_local, reason = "the callers have a box, and unboxing would cost them a copy")]
     pub(super) fn retry<'a, T>(
         &'a self,
         request: Request,

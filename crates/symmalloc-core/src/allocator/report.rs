@@ -18,7 +18,7 @@ use std::ops::Add;
 ///
 /// Deliberately not `Copy`: closing consumes the scope.
 #[derive(Debug)]
-#[must_use = "close the scope to learn what happened in it"]
+#[must_use = "close the scope to get its statistics"]
 pub struct StatScope(());
 
 /// The memory of an allocator, block by block.

@@ -269,7 +269,7 @@ impl<B: Backend, L: Lock> Drop for Change<'_, B, L> {
 
 /// A quiesced pool: it refuses allocations, its work has completed, and the contents to keep are saved. Dropping it
 /// makes the pool serve allocations again.
-#[must_use = "the pool is what it was when this is dropped"]
+#[must_use = "dropping this cancels the sleep"]
 pub struct Quiesced<'a, B: Backend, L: Lock> {
     change: Change<'a, B, L>,
     kept_bytes: u64,
@@ -294,7 +294,7 @@ impl<B: Backend, L: Lock> Quiesced<'_, B, L> {
 }
 
 /// A pool whose memory is mapped again, but which does not serve allocations yet. Dropping it leaves the pool asleep.
-#[must_use = "the pool sleeps again when this is dropped"]
+#[must_use = "dropping this puts the pool back to sleep"]
 pub struct Remapped<'a, B: Backend, L: Lock> {
     change: Change<'a, B, L>,
     woken: Woken,

@@ -367,7 +367,7 @@ impl BlockTable {
         for slot in self.blocks_of(segment).collect::<Vec<_>>() {
             let state = self.block(slot).state;
             let is_in_use = matches!(state, BlockState::Allocated { .. } | BlockState::Planned);
-            assert!(!is_in_use, "a segment with a live allocation or a plan cannot die");
+            assert!(!is_in_use, "a segment with a live allocation or a plan cannot be removed");
             self.tiling().vacate(slot);
         }
         let dead = self.segments.remove(segment as usize);
@@ -399,7 +399,10 @@ impl BlockTable {
     pub(crate) fn shorten(&mut self, segment: u32) {
         let last = self.last(segment);
         let block = self.block(last);
-        assert!(block.is_hole() && last != self.first(segment), "a segment is shortened by a hole, and keeps a block");
+        assert!(
+            block.is_hole() && last != self.first(segment),
+            "only a hole can be cut off a segment, which keeps at least one block"
+        );
         self.segment_mut(segment).end = block.offset();
         self.tiling().take_out(last);
     }

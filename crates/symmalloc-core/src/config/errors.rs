@@ -51,7 +51,7 @@ pub struct PoolSleeps {
 #[non_exhaustive]
 pub enum StreamError {
     /// All 65,535 ids are in use.
-    #[error("all {streams} stream ids are taken: register a stream once and reuse it")]
+    #[error("all {streams} stream ids are in use: register a stream once and reuse it")]
     TooManyStreams {
         /// Number of registered streams.
         streams: u32,
@@ -307,7 +307,7 @@ pub enum TrimError {
         error: BackendError,
     },
     /// Another observer read the events, or they belong to another allocator. Nothing is acknowledged.
-    #[error("these events were not read by {observer} of this allocator: acknowledge what its own `unread` returned")]
+    #[error("{observer} of this allocator did not read these events: pass the result of its own `unread`")]
     NotRead {
         /// The observer that had to acknowledge them.
         observer: ObserverId,

@@ -215,7 +215,7 @@ impl<L: Lock> Heap<L> {
         if self.plan_memory().is_some() {
             return Ok(());
         }
-        let plans = self.prepare(self.plans()).expect("plans are checked before they are taken up");
+        let plans = self.prepare(self.plans()).expect("plans are checked before they are adopted");
         self.install(context, &plans).map_err(|shortage| {
             let refusal = match &*shortage {
                 Shortage::Memory { cause, .. } => Refusal::from(cause),
@@ -391,7 +391,7 @@ impl<L: Lock> Heap<L> {
         let places = slots.values().copied().collect();
         let base = self.table.segment(self.table.block(memory).segment).range.base;
         let memory = PlanMemory { block: memory, base, size_bytes: bytes(size), places, streams: streams.clone() };
-        self.heap_plans.as_deref_mut().expect("it knows the plans").install(schedules, &slots, memory);
+        self.heap_plans.as_deref_mut().expect("the heap has plans").install(schedules, &slots, memory);
         self.frees_need_work = true;
         self.recycle_spent(context);
         Ok(())

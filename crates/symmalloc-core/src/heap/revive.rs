@@ -53,7 +53,7 @@ impl<L: Lock> Heap<L> {
                 slot = self.revive_in(slot, allocation, &mut revived);
             }
         }
-        assert!(saved.next().is_none(), "no memory of the layout is gone");
+        assert!(saved.next().is_none(), "all memory of the layout exists");
         self.recycle_spent(context);
         revived
     }

@@ -155,7 +155,7 @@ impl<L: Lock> Heap<L> {
                     );
                 }
                 BlockState::Planned | BlockState::Elsewhere | BlockState::Vacant => {
-                    unreachable!("nothing is planned or stitched, and no slot vacant")
+                    unreachable!("a rewind has no plans and no stitched ranges")
                 }
             }
         }

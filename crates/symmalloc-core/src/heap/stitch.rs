@@ -188,7 +188,7 @@ impl<L: Lock> Heap<L> {
         count: usize,
     ) -> Result<Slot, BackendError> {
         let StitchedRange { segment, .. } = self.stitched[at];
-        let home = self.stitched[at].home(0..count).expect("all of them are free at home");
+        let home = self.stitched[at].home(0..count).expect("all granules are free at home");
         self.take_from_home(context, stream, home, |_| Ok(()))?;
         let free = self.free_state(context, stream);
         let mut slot = self.bring_back(self.table.first(segment), free, FenceSetId::EMPTY);

@@ -389,7 +389,7 @@ impl<L: Lock> Heap<L> {
             BlockState::Free { .. } => BlockStateSnapshot::Free { fenced_by: others },
             BlockState::Hole => BlockStateSnapshot::Hole,
             BlockState::Elsewhere => BlockStateSnapshot::Elsewhere,
-            BlockState::Planned | BlockState::Vacant => unreachable!("no block that a segment shows"),
+            BlockState::Planned | BlockState::Vacant => unreachable!("a segment's snapshot contains no such block"),
         };
         BlockSnapshot { offset_bytes: bytes(location.offset()), size_bytes: bytes(size), state }
     }

@@ -235,7 +235,7 @@ impl HeapPlans {
 
     /// Replaces the plans. There must be no plan memory.
     pub(crate) fn set_plans(&mut self, plans: impl Iterator<Item = Arc<Plan>>) {
-        assert!(self.memory.is_none(), "plans change while they have no memory");
+        assert!(self.memory.is_none(), "plans must not change while the plan memory exists");
         self.plans = plans.map(|plan| Known { plan, differences: 0 }).collect();
         self.stats.learned += u64::from(!self.plans.is_empty());
         (self.current, self.last_whole, self.has_given_up) = (None, None, false);

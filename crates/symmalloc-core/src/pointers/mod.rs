@@ -37,7 +37,7 @@ impl SegmentDirectory {
     pub(crate) fn insert(&mut self, range: Range, heap: HeapId, segment: u32) {
         let entry = DirectoryEntry { size_bytes: range.size_bytes, heap, segment };
         let before = self.by_base.insert(range.base.0, entry);
-        assert!(before.is_none(), "ranges are checked before they become segments");
+        assert!(before.is_none(), "two segments have the same base");
     }
 
     pub(crate) fn remove(&mut self, range: Range) {

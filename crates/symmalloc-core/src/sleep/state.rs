@@ -46,7 +46,7 @@ impl Kept {
         let find = |Part { address, size_bytes, .. }: Part| {
             let holds = |part: &Part| part.address <= address && address.0 - part.address.0 < part.size_bytes;
             while saved.next_if(|part| !holds(part)).is_some() {}
-            let part = saved.peek().expect("what is live was saved");
+            let part = saved.peek().expect("live memory was saved");
             Part { address, size_bytes, image_offset_bytes: part.image_offset_bytes + (address.0 - part.address.0) }
         };
         match self.contents {

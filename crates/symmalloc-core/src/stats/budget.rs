@@ -91,7 +91,7 @@ impl<L: Lock> Budget<L> {
     fn refund(&self, size_bytes: u64) {
         let mut counts = self.0.lock();
         let left = counts.reserved_bytes.checked_sub(size_bytes);
-        counts.reserved_bytes = left.expect("no more is refunded than was charged");
+        counts.reserved_bytes = left.expect("a refund must not exceed the charged bytes");
     }
 }
 

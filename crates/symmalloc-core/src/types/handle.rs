@@ -105,7 +105,7 @@ impl Serials {
             self.take_range();
         }
         self.last += 1;
-        NonZeroU64::new(self.last).expect("the first of a range is not given")
+        NonZeroU64::new(self.last).expect("the first serial of a range is never assigned")
     }
 
     #[cold]

@@ -32,7 +32,7 @@ pub enum ConfigTextError {
         reason: KeyRefusal,
     },
     /// The key is given twice, possibly in different units.
-    #[error("byte {offset}: {key} is stated already at byte {first}; keep one of them")]
+    #[error("byte {offset}: {key} is already set at byte {first}; keep one of the two")]
     Duplicate {
         /// Offset of the second key.
         offset: usize,

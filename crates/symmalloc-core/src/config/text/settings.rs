@@ -113,7 +113,7 @@ impl<'a> Settings<'a> {
 
     /// Returns the setting of this name.
     pub(super) fn find(&self, name: &str) -> Option<Setting<'a>> {
-        debug_assert!(keys::is_name(name), "{name} is no key");
+        debug_assert!(keys::is_name(name), "{name} is not a key");
         self.stated.iter().copied().find(|stated| stated.key.name == name)
     }
 
