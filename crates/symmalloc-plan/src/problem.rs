@@ -5,7 +5,7 @@ use thiserror::Error;
 /// An allocation: its lifetime and its size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Rectangle {
-    /// Beginning of its lifetime: the number of an op, or any other time.
+    /// Beginning of its lifetime: the number of an op, or any other measure of time.
     pub lower: u64,
     /// End of its lifetime, exclusive; greater than `lower`. In a [periodic](Problem::periodic) problem it may lie in
     /// the next step.
@@ -72,7 +72,7 @@ pub struct Problem {
     lower_bound: u64,
 }
 
-/// An interval in which a rectangle lives. A rectangle has one, or two of which the second begins at 0.
+/// An interval in which a rectangle lives. A rectangle has one interval, or two, of which the second begins at 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Interval {
     pub(crate) lower: u64,
