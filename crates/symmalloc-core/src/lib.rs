@@ -44,13 +44,13 @@
 //! | heap | one (pool, stream), or one pool that all its streams share: its own segments, free index, fences, digest and lock |
 //! | sequence | the age of backing memory: the ordinal of the segment, which every block split from it inherits |
 //! | fence | an event that a block's next user waits for on the device |
-//! | op | one call of the vocabulary, see [`Op`] |
+//! | op | one recordable call to the allocator, see [`Op`] |
 //! | digest | a rolling hash of (op, decision): equal on all ranks exactly when placements are |
 //!
 //! # Rules
 //! `docs/determinism.md` contains the rules D1 to D8. In short: a decision depends on the configuration and the ops of
-//! its heap (D1); free blocks are ordered by (size, sequence, offset) within the stream (D2); uses by other streams are
-//! waited for on the device and never polled (D3); limits are configured bytes (D4); memory is released only on
+//! its heap (D1); free blocks are ordered by (size, sequence, offset) within the stream (D2); the next user waits
+//! for other streams on the device, and nothing is polled (D3); limits are configured bytes (D4); memory is released only on
 //! request, in order (D5); the allocator calls no collective (D6); ranks compare digests (D7, with the crate
 //! `symmalloc-agreement`); heaps are independent (D8).
 //!

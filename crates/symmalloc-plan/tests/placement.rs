@@ -98,7 +98,7 @@ proptest! {
         prop_assert!(heights.is_sorted_by(|less, more| less >= more), "{:?}", heights);
     }
 
-    /// Solutions are known to be optimal even if no placement reaches the bound.
+    /// The solver proves the optimum even if no placement reaches the lower bound.
     #[test]
     fn small_problems_are_solved_and_known_to_be(problem in problem(1..9)) {
         let solution = solve(&problem, Steps(100_000));

@@ -178,7 +178,7 @@ impl<L: Lock> Gate<'_, L> {
         begun
     }
 
-    /// Returns `true` if notes are recorded.
+    /// Returns `true` if this pass records ops.
     pub(super) fn is_recording(&mut self) -> bool {
         self.recording().is_some()
     }
@@ -308,7 +308,7 @@ impl<L: Lock> Gate<'_, L> {
         self.recorder.is_on.store(false, Ordering::Release);
     }
 
-    /// Opens the gate to others and calls `during`.
+    /// Opens the gate to other threads while `during` runs.
     pub(super) fn pause<T>(&mut self, during: impl FnOnce() -> T) -> T {
         let was_closed = self.state.take().is_some();
         let result = during();

@@ -73,7 +73,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok((heap, answer))
     }
 
-    /// Returns the heap around an address according to the directory, locked.
+    /// Returns the locked heap that contains an address according to the directory.
     #[cold]
     #[inline(never)]
     fn heap_around(&self, address: DeviceAddress, hints: &HeapHints) -> Result<HeapGuard<'_, L>, HandleError> {

@@ -302,7 +302,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(allocation)
     }
 
-    /// Frees an allocation. Other work may use the memory at once, ordered behind the uses of this one on the device.
+    /// Frees an allocation. The memory can be reused at once: on the device, its next user waits for the uses so far.
     /// The call may block on another thread that holds the same heap's lock, never on the device.
     ///
     /// # Errors

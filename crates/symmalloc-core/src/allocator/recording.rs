@@ -4,7 +4,7 @@
 //! digests. To guarantee this for a program with many threads, ops pass one at a time while a recording is active:
 //!
 //! ```text
-//!   thread 1 ── allocate ──┐ gate                       heaps as always          sink
+//!   thread 1 ── allocate ──┐ gate                       heaps, as usual          sink
 //!   thread 2 ── free ──────┤  ║══ one op, from its first lock to its decision ══► Record, Record, Record ...
 //!   thread 3 ── wait ──────┘  ║
 //! ```

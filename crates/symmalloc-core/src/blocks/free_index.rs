@@ -171,7 +171,7 @@ impl FreeIndex {
     }
 
     /// Returns the word of the bitmap that contains a bin's bit. The bit's number is the bin's, modulo 64. For a slot
-    /// that is no bin, it returns an arbitrary word.
+    /// that is not a bin, it returns an arbitrary word.
     #[inline(always)]
     fn word_mut(&mut self, bin: Bin) -> &mut u64 {
         &mut self.occupied[bin as usize / 64 % (2 * WORD_COUNT)]
@@ -184,7 +184,7 @@ impl FreeIndex {
         let (bin, rank) = (bin_of(block.class, block.size), block.rank());
         let first = blocks[bin as usize].links[NEXT];
         match blocks.get_mut(first as usize) {
-            // Nothing compares as great as the sentinel, so this also covers an empty bin.
+            // The sentinel is greater than every block, so this also covers an empty bin.
             Some(after) if after.rank() > rank => {
                 after.links[PREV] = slot;
                 blocks[slot as usize].links = [bin, first];
@@ -239,7 +239,7 @@ impl FreeIndex {
         used.flat_map(|bin| self.keys_of(blocks, bin))
     }
 
-    /// Adds a block to a list whose first block is less.
+    /// Adds a block to a list whose first block compares less than it.
     #[inline(never)]
     fn insert_behind(&mut self, blocks: &mut [Block], slot: Slot, bin: Bin) {
         let rank = blocks[slot as usize].rank();

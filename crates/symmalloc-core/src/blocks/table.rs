@@ -41,8 +41,8 @@ pub(crate) const NONE: Slot = Slot::MAX;
 /// and ends with one, which compares greater than any block.
 pub(crate) const SENTINELS: usize = 512;
 
-/// The start of a block: the segment's ordinal, which every block split from it inherits, and the offset in it. One
-/// word, by which rule D2 orders blocks of one size, and which digests fold.
+/// The start of a block: the segment's ordinal, which every block split from it inherits, and the offset in it.
+/// Packed into one word, which orders blocks of one size (rule D2) and is part of digests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Location(u64);
 
@@ -90,7 +90,7 @@ pub(crate) struct Block {
     pub(crate) segment: u32,
     /// The start of the block.
     pub(crate) location: Location,
-    /// Never zero.
+    /// Size of the block; not zero.
     pub(crate) size: Units,
     /// The neighbor at the lower offset, or the edge.
     pub(crate) prev: Slot,
@@ -248,7 +248,7 @@ impl BlockTable {
         &self.blocks
     }
 
-    /// Returns the blocks for code that changes several of them, with room for one more.
+    /// Returns the blocks for code that changes several of them. One more block can be created.
     #[inline(always)]
     pub(crate) fn tiling(&mut self) -> Tiling<'_> {
         if self.vacant == NONE {

@@ -141,7 +141,7 @@ pub enum Op {
         observer: ObserverId,
     },
     /// A request for (pool, stream) reached a limit. `size_bytes` of free memory were released as the pool's `reclaim`
-    /// setting demands, and the request still failed. Only recordings of running allocators contain this op.
+    /// setting specifies, and the request still failed. Only recordings of running allocators contain this op.
     Reclaim {
         /// The pool.
         pool: PoolId,
@@ -180,7 +180,7 @@ impl Contents {
     /// All variants.
     pub const ALL: [Contents; 3] = [Contents::Keep, Contents::Drop, Contents::Zero];
 
-    /// Returns its word in a trace.
+    /// Returns the word for this treatment in a trace.
     pub fn word(self) -> &'static str {
         match self {
             Contents::Keep => "keep",
@@ -225,8 +225,8 @@ pub struct Record {
     /// The time between the free and its completion in the recorded allocator (free only).
     pub pending: Option<Pending>,
     /// Size of the block in bytes, if the allocation was revived at its placement because a pool returned to a
-    /// checkpoint (allocate only). A replay revives it if its placement is free. Otherwise it allocates it like any
-    /// other.
+    /// checkpoint (allocate only). A replay revives the allocation if its placement is free, and
+    /// otherwise allocates it like any other.
     pub revived_bytes: Option<NonZeroU64>,
 }
 

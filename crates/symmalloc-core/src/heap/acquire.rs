@@ -89,7 +89,7 @@ impl<L: Lock> Heap<L> {
                     self.create_reserved(context, stream, segment_bytes, target)
                 }
                 SegmentPolicy::Expandable(knobs) => {
-                    // With a quota, the range has room at its end only as long as no hole is left below.
+                    // A pool with a quota fills a hole first, because the end of the range has room only if no hole is left.
                     let has_room = |block: &Block| self.config.has_quota() && block.size >= missing;
                     match self.find_hole(has_room) {
                         Some(hole) => self.fill(context, stream, hole, missing),

@@ -237,7 +237,7 @@ impl Journal {
         }
     }
 
-    /// Frees the memory: the heap gets no more ops.
+    /// Frees unused memory, because the heap gets no more ops.
     pub(crate) fn close(&mut self) {
         self.entries.shrink_to_fit();
         self.names.shrink_to_fit();

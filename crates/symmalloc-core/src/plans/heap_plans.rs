@@ -58,7 +58,7 @@ struct Known {
 struct Placed {
     /// The cursor; the heap takes it while a step follows the plan.
     cursor: PlanCursor,
-    /// Slots of the places of allocations that live on in the next step, ascending.
+    /// Slots of the places of allocations that live into the next step, ascending.
     carried_over: Vec<Slot>,
 }
 

@@ -3,7 +3,7 @@
 //! Every heap counts its own usage under its own lock. Sums over heaps are computed on request.
 //!
 //! ```text
-//!  freed = allocated − current        all = small + large, but for the peak, which is counted by itself
+//!  freed = allocated − current        all = small + large, except for the peak, which is counted separately
 //! ```
 //!
 //! A [`StatScope`](crate::allocator::report::StatScope) measures the same numbers over a part of the program. Opening a

@@ -82,7 +82,7 @@ impl fmt::Display for Handle {
 /// A heap takes 2^RANGE_BITS serials from the process at a time.
 const RANGE_BITS: u32 = 32;
 
-/// The serials of one heap's allocations. They are part of handles and of no decision.
+/// The serials of one heap's allocations. They are part of handles but influence no decision.
 #[derive(Debug)]
 pub(crate) struct Serials {
     /// The last assigned serial. The first serial of a range is never assigned.

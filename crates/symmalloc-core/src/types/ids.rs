@@ -82,7 +82,7 @@ pub struct Placement {
 }
 
 impl Placement {
-    /// The placement of allocations of zero bytes: in no segment.
+    /// The placement of allocations of zero bytes, which are in no segment.
     pub const NOWHERE: Placement = Placement { segment: SegmentId(u32::MAX), offset_bytes: 0 };
 }
 

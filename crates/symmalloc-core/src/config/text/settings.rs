@@ -90,7 +90,7 @@ impl<'a> Settings<'a> {
         Ok(())
     }
 
-    /// Lists a key as without effect, or refuses it in the strict dialect.
+    /// Lists a key without effect as ignored. In the strict dialect, returns an error instead.
     pub(super) fn ignore(
         &mut self,
         key: &'static str,
