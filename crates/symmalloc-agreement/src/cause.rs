@@ -66,7 +66,7 @@ fn between(one: &Answered, other: &Answered) -> Cause {
     }
 }
 
-/// Returns `true` if the op records memory obtained for the preceding op.
+/// Returns `true` if the op records memory acquired for the preceding op.
 fn is_obtained(op: u64) -> bool {
     matches!(unpack_op(op), Some((Mark::Obtain, _, _)))
 }

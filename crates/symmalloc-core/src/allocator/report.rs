@@ -53,7 +53,7 @@ pub struct Leak {
     pub offset_bytes: u64,
     /// Requested bytes.
     pub requested_bytes: u64,
-    /// The program's name of it.
+    /// The program's name for the allocation.
     pub name: Option<Box<str>>,
 }
 

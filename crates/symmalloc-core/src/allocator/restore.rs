@@ -78,7 +78,7 @@ pub struct RestoredAllocation {
     pub stream: StreamId,
     /// Requested bytes.
     pub requested_bytes: u64,
-    /// The program's name of it.
+    /// The program's name for the allocation.
     pub name: Option<Box<str>>,
 }
 

@@ -307,7 +307,7 @@ pub enum TrimError {
         error: BackendError,
     },
     /// Another observer read the events, or they belong to another allocator. Nothing is acknowledged.
-    #[error("{observer} of this allocator did not read these events: pass the result of its own `unread`")]
+    #[error("{observer} of this allocator did not read these events: pass the events that its `unread` returned")]
     NotRead {
         /// The observer that had to acknowledge them.
         observer: ObserverId,

@@ -93,7 +93,7 @@ pub enum RestoreError {
         placement: Placement,
         /// Requested bytes.
         requested_bytes: u64,
-        /// The program's name of it.
+        /// The program's name for the allocation.
         name: Option<Box<str>>,
     },
     /// Memory of the layout was released to the device, so its old addresses are no longer valid.

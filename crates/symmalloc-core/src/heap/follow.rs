@@ -1,4 +1,4 @@
-//! Follows plans: in a step whose allocations are known in advance, each one goes where the plan places it. A part of
+//! Follows plans: in a step whose allocations are known in advance, each request gets its planned place. A part of
 //! [`Heap`].
 //!
 //! While a step is open, each request is compared with the plan's next one. If they are equal, and the earlier blocks
@@ -54,7 +54,7 @@ fn learning_budget(allocations: usize) -> Steps {
 /// Plans that a heap can adopt.
 #[derive(Debug)]
 pub(crate) struct PreparedPlans {
-    /// At least one.
+    /// The plans; at least one.
     plans: Vec<Arc<Plan>>,
     /// The schedule of each plan.
     schedules: Vec<Schedule>,

@@ -99,7 +99,7 @@ pub enum BlockStateSnapshot {
         stream: StreamId,
         /// Requested bytes.
         requested_bytes: u64,
-        /// The program's name of it.
+        /// The program's name for the allocation.
         name: Option<Box<str>>,
         /// Other streams that use it.
         used_by: Vec<StreamId>,
@@ -140,7 +140,7 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// Returns the digest of an empty history. It includes everything besides ops that decisions depend on, so that
+    /// Returns the digest of an empty history. It includes all inputs of decisions other than ops, so that
     /// different configurations never agree.
     pub(super) fn digest_before_ops(config: &PoolConfig, granularity_bytes: u64, stream: Option<StreamId>) -> Digest {
         let mut digest = Digest::new(config.digest());

@@ -68,7 +68,7 @@ pub struct AllocationLayout {
     pub stream: StreamId,
     /// The other streams that use it, ascending.
     pub used_by: SmallVec<[StreamId; 2]>,
-    /// The program's name of it.
+    /// The program's name for the allocation.
     pub name: Option<Box<str>>,
 }
 
