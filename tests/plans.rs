@@ -4,10 +4,10 @@ use proptest::prelude::*;
 use symmalloc_core::backend::Backend;
 use symmalloc_core::config::{Config, PlanPolicy, PoolConfig};
 use symmalloc_core::lock::Exclusive;
-use symmalloc_core::plans::{Plan, PlanError, PlannedAllocation, StepAllocation, Steps};
+use symmalloc_core::plans::{DifferenceCause, Plan, PlanError, PlannedAllocation, StepAllocation, Steps};
 use symmalloc_core::restore::{LayoutError, RestoreError};
 use symmalloc_core::units::MIB;
-use symmalloc_core::{Allocator, PoolId, Retry};
+use symmalloc_core::{Allocator, PoolId, Retry, StreamId};
 use symmalloc_harness::steps::{StepScenario, run};
 use symmalloc_harness::targets;
 use symmalloc_sim::{Call, SimBackend, SplitMix64};
@@ -148,4 +148,105 @@ fn plans_of_an_unsplit_pool_round_to_granules() {
         let plans = allocator.plans(PoolId::DEFAULT).expect("the pool exists");
         assert_eq!(plans[0].memory_bytes(&pool, device.granularity_bytes()), 4 * MIB, "{learns:?}");
     }
+}
+
+/// Returns an allocator whose default pool has this policy, with one stream.
+fn planned_pool(device: &SimBackend, policy: PlanPolicy, limit_bytes: u64) -> (Allocator<&SimBackend>, StreamId) {
+    let pool = PoolConfig::builder().plan(policy).limit_bytes(Some(limit_bytes)).build().expect("valid");
+    let config = Config::builder().default_pool(pool).build().expect("valid");
+    let allocator = Allocator::new(device, config).expect("valid");
+    let stream = allocator.register_stream().expect("few");
+    (allocator, stream)
+}
+
+/// Returns a plan of one allocation.
+fn plan_of_one(key: u64, stream: StreamId, requested_bytes: u64) -> Plan {
+    let wanted = StepAllocation { stream, requested_bytes, until: Some(1) };
+    Plan::new(key, Some(stream), vec![PlannedAllocation { wanted, offset_bytes: Some(0) }]).expect("it is valid")
+}
+
+/// Each step leaves an allocation to the next one, whose key may differ. While several keys have plans, their places exclude such
+/// allocations, so no step finds its places occupied.
+#[test]
+fn plans_of_several_keys_do_not_reuse_the_places_of_allocations_that_live_on() {
+    let device = SimBackend::builder().build();
+    let (allocator, stream) = planned_pool(&device, PlanPolicy::Learn, 512 * MIB);
+    let mut left = None;
+    let mut step = |key: u64| {
+        allocator.begin_step(PoolId::DEFAULT, key).expect("none is open");
+        let sizes = [3 + 2 * key, 7 - key].map(|mib| mib * MIB);
+        let allocate = |size| allocator.allocate(PoolId::DEFAULT, stream, size).expect("there is memory").handle;
+        let first = allocate(sizes[0]);
+        left.take().into_iter().for_each(|handle| allocator.free(handle).expect("live"));
+        left = Some(allocate(sizes[1]));
+        allocator.free(first).expect("live");
+        let report = allocator.end_step(PoolId::DEFAULT).expect("it is open");
+        allocator.check().expect("sound");
+        report
+    };
+    for key in [0, 0, 0, 1, 1, 1] {
+        step(key);
+    }
+    for key in [0, 1, 1, 0, 0, 1] {
+        let report = step(key);
+        assert_eq!((report.allocations, report.planned, report.difference), (2, 1, None), "key {key}");
+    }
+}
+
+/// An allocation that lives for more than one step has no place in the plan. The others have one.
+#[test]
+fn a_step_is_learned_although_one_allocation_lives_to_the_end_of_the_next() {
+    let device = SimBackend::builder().build();
+    let (allocator, stream) = planned_pool(&device, PlanPolicy::Learn, 512 * MIB);
+    let (mut left, mut planned) = (None, Vec::new());
+    for _ in 0..4 {
+        allocator.begin_step(PoolId::DEFAULT, 0).expect("none is open");
+        let made =
+            [3 * MIB, 5 * MIB].map(|size| allocator.allocate(PoolId::DEFAULT, stream, size).expect("there is memory"));
+        left.replace(made[0].handle).into_iter().for_each(|handle| allocator.free(handle).expect("live"));
+        allocator.free(made[1].handle).expect("live");
+        planned.push(allocator.end_step(PoolId::DEFAULT).expect("it is open").planned);
+    }
+    assert_eq!(planned, [0, 0, 1, 1]);
+}
+
+/// Two ranks differ only in the order of their last plans, so only the order can tell their digests apart.
+#[test]
+fn the_order_of_adoption_is_in_the_digest() {
+    let [same, swapped] = [0, 1].map(|last| {
+        let device = SimBackend::builder().build();
+        let (allocator, stream) = planned_pool(&device, PlanPolicy::Off, 512 * MIB);
+        for key in [0, 1, last] {
+            allocator.adopt_plan(PoolId::DEFAULT, plan_of_one(key, stream, MIB)).expect("there is memory");
+        }
+        let order: Vec<u64> = allocator.plans(PoolId::DEFAULT).expect("known").iter().map(Plan::key).collect();
+        assert_eq!(order, [1 - last, last]);
+        allocator.digest(PoolId::DEFAULT).expect("known")
+    });
+    assert_ne!(same, swapped);
+}
+
+/// A heap gives up its plans when their memory is refused. A plan that is adopted later is followed.
+#[test]
+fn a_heap_that_gave_up_follows_the_next_plan() {
+    let device = SimBackend::builder().build();
+    let (allocator, stream) = planned_pool(&device, PlanPolicy::Off, 64 * MIB);
+    let step = |key: u64| {
+        allocator.begin_step(PoolId::DEFAULT, key).expect("none is open");
+        let made = allocator.allocate(PoolId::DEFAULT, stream, 20 * MIB).expect("there is memory");
+        allocator.free(made.handle).expect("live");
+        allocator.end_step(PoolId::DEFAULT).expect("it is open").planned
+    };
+    let adopt = || allocator.adopt_plan(PoolId::DEFAULT, plan_of_one(0, stream, 20 * MIB)).expect("there is memory");
+    adopt();
+    assert_eq!(step(0), 1);
+    assert_eq!(step(1), 0, "this step uses the memory of the plan");
+    let in_the_way = [(); 6].map(|()| allocator.allocate(PoolId::DEFAULT, stream, 10 * MIB).expect("there is memory"));
+    allocator.begin_step(PoolId::DEFAULT, 0).expect("none is open");
+    let report = allocator.end_step(PoolId::DEFAULT).expect("it is open");
+    assert_eq!(report.difference.map(|difference| difference.cause), Some(DifferenceCause::Memory));
+    in_the_way.into_iter().for_each(|made| allocator.free(made.handle).expect("live"));
+    assert_eq!(step(0), 0, "it has given up");
+    adopt();
+    assert_eq!(step(0), 1, "it follows the new plan");
 }

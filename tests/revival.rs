@@ -273,3 +273,36 @@ fn what_is_live_and_unknown_or_gone_is_refused_and_nothing_changes() {
     allocator.trim(None).expect("released");
     assert!(matches!(allocator.revive_layout(POOL, &layout), Err(RestoreError::Gone { .. })));
 }
+
+/// An allocation is freed and made again at the same place, without the use that the layout has. It is live when the layout is revived,
+/// which adds the use.
+#[test]
+fn a_revival_adds_the_saved_uses_of_allocations_that_are_live() {
+    let device = SimBackend::builder().build();
+    let waits = Cell::new(0);
+    let count = |call| waits.set(waits.get() + u32::from(matches!(call, DeviceCall::Wait { .. })));
+    let allocator: Allocator<_> =
+        Allocator::new(Hooked { inner: &device, hook: count }, Config::default()).expect("valid");
+    for _ in 0..2 {
+        allocator.register_stream().expect("few");
+    }
+    let sink = Memory::new();
+    allocator.start_recording(sink.clone()).expect("nothing was allocated");
+    let saved = allocator.allocate(POOL, S0, MIB).expect("fits");
+    allocator.record_use(saved.handle, S1).expect("live");
+    let layout = allocator.save_layout(POOL).expect("nothing is retired");
+    allocator.free(saved.handle).expect("live");
+    let again = allocator.allocate(POOL, S0, MIB).expect("fits");
+    assert_eq!((again.placement, waits.replace(0)), (saved.placement, 1));
+
+    let digest = allocator.digest(POOL);
+    let revived = allocator.revive_layout(POOL, &layout).expect("all of it is there");
+    assert_eq!(revived.allocations().next().expect("one").allocation.handle, again.handle);
+    assert_ne!(allocator.digest(POOL), digest, "the use is in the digest");
+    allocator.free(again.handle).expect("live");
+    allocator.allocate(POOL, S0, MIB).expect("fits");
+    assert_eq!(waits.get(), 1, "the next owner waits for the other stream");
+    allocator.stop_recording().expect("it did not end early");
+    let uses = sink.records().iter().filter(|record| matches!(record.op, Op::RecordUse { .. })).count();
+    assert_eq!(uses, 2, "the use is in the recording");
+}

@@ -448,6 +448,38 @@ fn a_step_that_is_open_stands_in_the_way_and_learned_plans_go_on() {
     job.end();
 }
 
+/// An allocation in the memory of a plan was used by another stream, whose work may still run when the pool falls asleep. The simulated
+/// device refuses to unmap memory that pending work uses.
+#[test]
+fn a_sleep_waits_for_the_streams_that_used_planned_places() {
+    for is_live in [false, true] {
+        let device = device();
+        let mut job: Job = Job::new(&device, "segments:expandable,plan:learn");
+        for number in 0..4 {
+            job.allocator.begin_step(job.pool, 0).expect("none is open");
+            let made = job.allocate(0, 5 * MIB);
+            if number == 3 {
+                let [owner, user] = job.streams;
+                let event = device.record(owner).expect("it works");
+                device.wait(user, event).expect("it works");
+                device.recycle(event);
+                job.allocator.record_use(made.handle, user).expect("live");
+                device.submit(user, made.address, made.size_bytes).expect("ordered");
+            }
+            if number < 3 || !is_live {
+                job.free(0);
+            }
+            let report = job.allocator.end_step(job.pool).expect("open");
+            assert_eq!(report.planned, u64::from(number > 1));
+        }
+        job.allocator.sleep(job.pool, Contents::Keep).expect("no step is open");
+        assert_eq!(device.mapped_bytes(), 0);
+        job.allocator.wake(job.pool).expect("memory");
+        job.holds_what_it_held();
+        job.end();
+    }
+}
+
 #[test]
 fn pools_of_a_tag_are_found_in_order() {
     let device = device();

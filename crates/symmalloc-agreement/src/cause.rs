@@ -66,7 +66,7 @@ fn between(one: &Answered, other: &Answered) -> Cause {
     }
 }
 
-/// Returns `true` if the op records memory obtained for the preceding op.
+/// Returns `true` if the op records memory acquired for the preceding op.
 fn is_obtained(op: u64) -> bool {
     matches!(unpack_op(op), Some((Mark::Obtain, _, _)))
 }
@@ -101,7 +101,7 @@ fn between_windows(window: &[Step], other_window: &[Step]) -> Cause {
         return first.map_or(Cause::OpOnSomeRanks, |first| missing(first.op));
     };
     if window == other_window {
-        // The requests are equal, so the difference is memory that was given back.
+        // The requests are equal, so the difference is released memory.
         return Cause::OpOnSomeRanks;
     }
     let (rest, other_rest) = (&window[1..], &other_window[1..]);
@@ -118,7 +118,7 @@ fn between_windows(window: &[Step], other_window: &[Step]) -> Cause {
     found.map_or(Cause::Unknown, |(_, cause)| cause)
 }
 
-/// Returns `true` if one rank was refused what the other obtained, or if only one was refused by the driver.
+/// Returns `true` if a request failed on one rank and succeeded on the other, or if the driver failed it on only one.
 fn is_refusal_of_the_same(op: u64, other: u64) -> bool {
     let (Some((mark, stream, amount)), Some((other_mark, other_stream, other_amount))) =
         (unpack_op(op), unpack_op(other))
@@ -133,8 +133,8 @@ fn is_refusal_of_the_same(op: u64, other: u64) -> bool {
 
 /// The likelihood that a difference is a consequence of another difference at the same program order.
 ///
-/// A consequence is a difference in outcome although the ranks, as far as is known, made the same requests: memory was
-/// obtained or given back along the way, at that point or later, or a limit refused a request on some ranks only.
+/// A consequence is a difference in outcome although the ranks are not known to have made different requests: memory
+/// was acquired or released at that point or later, or a limit refused a request on some ranks only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Consequence {
     Unlikely,

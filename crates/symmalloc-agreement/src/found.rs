@@ -30,7 +30,7 @@ impl Found {
 pub(crate) struct Earliest {
     /// Number in program order.
     order: u64,
-    /// Set if a rank obtained memory or gave it back at that point, as a consequence of another op.
+    /// `true` if a rank acquired or released memory at that point, as a consequence of another op.
     pub(crate) is_memory_moved: bool,
 }
 
@@ -61,7 +61,7 @@ pub(crate) struct Answered {
     pub(crate) window: Vec<Step>,
 }
 
-/// Returns `true` if the op is a consequence of another op: memory was obtained or given back.
+/// Returns `true` if the op is a consequence of another op: memory was acquired or released.
 pub(crate) fn is_memory_moved(op: u64) -> bool {
     matches!(unpack_op(op), Some((Mark::Trim | Mark::Shrink | Mark::Death | Mark::Obtain, _, _)))
 }

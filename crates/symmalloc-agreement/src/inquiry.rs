@@ -10,8 +10,8 @@
 //! ```
 //!
 //! The next state depends only on the gathered messages, so all ranks ask the same next question and reach the same
-//! result, including errors. The state holds what is common to all ranks rather than each rank's answers: a few words
-//! per heap that differs, and one set of ranks per distinct answer.
+//! result, including errors. The state combines the answers of all ranks: it takes a few words per heap that differs,
+//! and one set of ranks per distinct answer.
 
 use super::directory::Directory;
 use super::message::readers;

@@ -24,7 +24,7 @@ pub enum Mode {
     EachOp,
 }
 
-/// Runs one rank's agreements with the other ranks as often as its [`Mode`] requires.
+/// One rank's agreements with the other ranks, at the rate that its [`Mode`] sets.
 ///
 /// The program must call [`at_sync`](Self::at_sync) and [`after_op`](Self::after_op) at the same points on every rank.
 /// These are the only methods that perform a collective operation.

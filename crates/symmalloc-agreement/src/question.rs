@@ -17,8 +17,8 @@ use symmalloc_core::Digest;
 use symmalloc_core::histories::{CHECKPOINTS_MAX, HeapHistory, Mark, NAME_BYTES_MAX, op_word, unpack_op};
 use symmalloc_core::ids::StreamId;
 
-/// A heap's name, common to all ranks: the symmetric pool's ordinal among symmetric pools, and the stream. Shared
-/// streams sort last.
+/// The identity of a heap, equal on all ranks: the symmetric pool's ordinal among symmetric pools, and the stream.
+/// Shared streams sort last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct HeapKey {
     pub(crate) pool: u32,
@@ -77,7 +77,7 @@ pub struct Question(pub(crate) Ask);
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Ask {
     Compare,
-    /// Digests of the policies from this number on. Number 0 is the allocator's, the others belong to symmetric pools.
+    /// Digests of the policies from this number on. Number 0 belongs to the allocator, the others to symmetric pools.
     Policies {
         first: u32,
     },
@@ -212,7 +212,7 @@ impl Answer {
         }
     }
 
-    /// Returns the part of the answer that is equal on ranks that did the same.
+    /// Returns the part of the answer that is equal on ranks that performed the same op.
     pub(crate) fn without_order(self) -> Self {
         match self {
             Answer::Ended => Answer::Ended,
@@ -231,7 +231,7 @@ impl Answer {
     }
 }
 
-/// A request of the program: an op and the place of the allocation that it refers to.
+/// A request of the program: an op and the placement of the allocation that it refers to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Step {
     pub(crate) op: u64,
@@ -239,8 +239,8 @@ pub(crate) struct Step {
 }
 
 impl Step {
-    /// Returns the request, independent of its outcome. Returns `None` for memory that was obtained or given back,
-    /// which the program usually did not request explicitly.
+    /// Returns the request, independent of its outcome. Returns `None` for acquired or released memory, which the
+    /// program usually did not request explicitly.
     pub(crate) fn new(op: u64, decision: u64) -> Option<Self> {
         let (mark, stream, amount) = unpack_op(op)?;
         let names_allocation = matches!(mark, Mark::Free | Mark::RecordUse);

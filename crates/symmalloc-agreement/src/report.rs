@@ -57,7 +57,7 @@ pub struct HeapDifference {
     /// The pool's ordinal among symmetric pools; see
     /// [`Allocator::symmetric_pool`](symmalloc_core::Allocator::symmetric_pool).
     pub pool: u32,
-    /// The heap's stream; `None` if the pool shares one heap among its streams.
+    /// The heap's stream; `None` if the pool's streams share a heap.
     pub stream: Option<StreamId>,
     /// The first op of the heap that differs, counted from 0. If the histories do not reach back far enough, the first
     /// op that may differ.
@@ -67,13 +67,13 @@ pub struct HeapDifference {
     /// The op's number in program order over all symmetric pools, counted from the last agreement; `None` if no rank
     /// remembers it.
     pub order: Option<u64>,
-    /// Groups of ranks that did the same, ordered by the first rank of each group.
+    /// Groups of ranks that performed the same op, ordered by the first rank of each group.
     pub groups: Vec<Group>,
     /// The likely cause.
     pub cause: Cause,
 }
 
-/// A group of ranks that did the same.
+/// A group of ranks that performed the same op.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Group {
@@ -85,7 +85,7 @@ pub struct Group {
     pub name: Option<Box<str>>,
 }
 
-/// An op of a heap and the decision about it. Sizes are in requested bytes.
+/// An op of a heap with its decision. Sizes are in requested bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Action {
@@ -95,14 +95,14 @@ pub enum Action {
         stream: StreamId,
         /// Requested bytes.
         size_bytes: u64,
-        /// The location of the allocation.
+        /// The placement of the allocation.
         placement: Placement,
     },
     /// A free.
     Freed {
         /// The stream.
         stream: StreamId,
-        /// The location of the allocation.
+        /// The placement of the allocation.
         placement: Placement,
     },
     /// A free of a zero-byte allocation.
@@ -111,38 +111,38 @@ pub enum Action {
     RecordedUse {
         /// The stream that uses the allocation.
         stream: StreamId,
-        /// The location of the allocation.
+        /// The placement of the allocation.
         placement: Placement,
     },
-    /// Memory obtained for the preceding op.
+    /// Memory acquired for the preceding op.
     Obtained {
         /// The stream.
         stream: StreamId,
-        /// Bytes obtained.
+        /// Acquired bytes.
         size_bytes: u64,
     },
-    /// A reservation of `target_bytes`, for which `obtained_bytes` were obtained.
+    /// A reservation of `target_bytes`, for which `obtained_bytes` were acquired.
     Reserved {
         /// The stream.
         stream: StreamId,
-        /// The number of bytes that the heap was requested to hold.
+        /// Bytes of reserved memory to reach.
         target_bytes: u64,
-        /// The number of bytes that the heap lacked.
+        /// Acquired bytes.
         obtained_bytes: u64,
     },
-    /// A trim, recorded after everything that it gave back.
+    /// A trim, recorded after everything that it released.
     Trimmed {
-        /// Total bytes given back.
+        /// Total number of released bytes.
         given_up_bytes: u64,
     },
-    /// Part of a trim: a live segment gave back some of its memory.
+    /// Part of a trim: some memory of a live segment was released.
     Shrunk {
-        /// The location of the memory.
+        /// The placement of the memory.
         placement: Placement,
-        /// Bytes given back.
+        /// Released bytes.
         size_bytes: u64,
     },
-    /// Part of a trim: a segment without allocations was released.
+    /// Part of a trim: a segment without allocations was removed.
     Died {
         /// The segment.
         segment: SegmentId,
@@ -156,11 +156,11 @@ pub enum Action {
         /// Requested bytes.
         size_bytes: u64,
     },
-    /// The driver failed to allocate memory or, if the size is 0, to take memory back.
+    /// The driver failed to allocate memory or, if the size is 0, to release memory.
     RefusedByDriver {
         /// The stream.
         stream: StreamId,
-        /// Requested bytes; 0 if the driver failed to take memory back.
+        /// Requested bytes; 0 if the driver failed to release memory.
         size_bytes: u64,
     },
     /// The heap's only segment or address range was full.
@@ -184,7 +184,7 @@ pub enum Action {
     },
     /// A step ended.
     EndedStep {
-        /// Number of allocations that were placed where the plan put them.
+        /// Number of allocations that were placed by the plan.
         planned: u64,
     },
     /// The pool was put to sleep.
@@ -218,7 +218,7 @@ pub enum Action {
 pub enum Cause {
     /// The ranks made different requests, such as different sizes.
     OtherRequest,
-    /// The ranks did the same ops in a different order.
+    /// The ranks performed the same ops in a different order.
     OtherOrder,
     /// Memory was refused on some ranks.
     RefusedMemory,
@@ -226,13 +226,13 @@ pub enum Cause {
     MissingFree,
     /// Some ranks did not record that another stream uses an allocation.
     MissingRecordUse,
-    /// Some ranks did an op that the others did not do.
+    /// Some ranks performed an op that the others did not.
     OpOnSomeRanks,
-    /// Some ranks did the op on a different stream, or registered an additional stream.
+    /// Some ranks performed the op on a different stream, or registered an additional stream.
     OtherStream,
     /// The same request in the same heap was placed differently. This indicates a bug in the allocator.
     OtherDecision,
-    /// The same request obtained a different amount of memory, because heaps used up a shared limit in a different
+    /// The same request acquired a different amount of memory, because heaps used up a shared limit in a different
     /// order.
     OtherGrowth,
     /// The ranks adopted different plans, or used different keys for a step.
@@ -303,16 +303,16 @@ impl Cause {
 impl fmt::Display for Cause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
-            Cause::OtherRequest => "the ranks asked for different things",
-            Cause::OtherOrder => "the ranks did the same ops in a different order",
+            Cause::OtherRequest => "the ranks made different requests",
+            Cause::OtherOrder => "the ranks performed the same ops in a different order",
             Cause::RefusedMemory => {
                 "memory was refused on some ranks: make all ranks handle the refusal in the same way, or fail together"
             }
             Cause::MissingFree => "some ranks did not free an allocation at this point",
             Cause::MissingRecordUse => "some ranks did not record the use of an allocation by another stream",
-            Cause::OpOnSomeRanks => "some ranks did an op that the others did not do",
+            Cause::OpOnSomeRanks => "some ranks performed an op that the others did not",
             Cause::OtherStream => {
-                "some ranks did it on a different stream: register all streams in the same order on every rank"
+                "some ranks performed the op on a different stream: register all streams in the same order on every rank"
             }
             Cause::OtherDecision => {
                 "the same request was placed differently: please report this bug, with the traces of two of the ranks"
@@ -323,7 +323,7 @@ impl fmt::Display for Cause {
             Cause::OtherPlan => {
                 "the ranks follow different plans or step keys: use the same plan file and keys on every rank"
             }
-            Cause::OlderThanHistory => "older than the recorded history: agree more often, or raise history_ops",
+            Cause::OlderThanHistory => "the difference is older than the recorded history: agree more often, or raise history_ops",
             Cause::Consequence => "not determined",
             Cause::Unknown => "unknown",
         })
@@ -458,7 +458,7 @@ impl fmt::Display for Group {
             Action::RefusedByLimit { stream, size_bytes } => {
                 write!(f, "were refused {} bytes for {stream} by a configured limit", Grouped(size_bytes))
             }
-            Action::RefusedByDriver { size_bytes: 0, .. } => write!(f, "were refused a trim by the driver"),
+            Action::RefusedByDriver { size_bytes: 0, .. } => write!(f, "could not trim because the driver failed"),
             Action::RefusedByDriver { stream, size_bytes } => {
                 write!(f, "were refused {} bytes for {stream} by the driver", Grouped(size_bytes))
             }

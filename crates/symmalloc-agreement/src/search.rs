@@ -1,7 +1,7 @@
 //! The search for the first op that differs, in up to [`SEARCHES_MAX`] heaps at once.
 //!
 //! Histories that differ after n ops also differ after every larger number of ops, so bisection finds the first
-//! difference. Each round cuts the interval into as many parts as a message has room for: 97 with one heap, 7 with 16
+//! difference. Each round cuts the interval into as many parts as fit into a message: 97 with one heap, 7 with 16
 //! heaps. If the journals do not reach back far enough, their checkpoints bound the difference.
 //!
 //! ```text
@@ -254,8 +254,7 @@ impl Search {
         Ok(self.next())
     }
 
-    /// Returns the question for the next details once all heaps are searched: those of the first heaps in program
-    /// order.
+    /// Returns the question for the next details once all heaps are searched. Heaps are detailed in program order.
     fn next_details(&mut self) -> Next {
         if self.detailed == 0 {
             let order = |found: &Found| (found.order().unwrap_or(u64::MAX), cause::consequence(found), found.heap);

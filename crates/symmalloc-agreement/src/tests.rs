@@ -122,7 +122,7 @@ fn all_differing_heaps_are_found_beyond_one_page_and_one_batch() {
     let found: Vec<_> = std::iter::once(first).chain(others).collect();
     assert_eq!(found.len(), 40);
     for (difference, stream) in found.into_iter().zip(0..) {
-        // Program order is stream by stream. The first allocation of each stream obtains memory, which counts as an op.
+        // Program order is stream by stream. The first allocation of each stream acquires memory, which is an op.
         assert_eq!((difference.stream, difference.first_op, difference.last_op), (Some(StreamId(stream)), 11, 11));
         assert_eq!(difference.order, Some(u64::from(stream) * 21 + 11));
     }
@@ -142,7 +142,7 @@ fn garbage_yields_a_typed_error_or_a_report_and_never_a_panic() {
             }
             let bytes = question.message_bytes();
             let liar = random.below(3) as usize * bytes;
-            // Overwrites a few bytes, or as many as the message has.
+            // Overwrites a few bytes, or as many as the message contains.
             let count = if random.below(8) == 0 { bytes } else { 1 + random.below(4) as usize };
             for _ in 0..count {
                 messages[liar + random.below(bytes.min(200) as u64) as usize] = random.next_u64() as u8;
@@ -151,7 +151,9 @@ fn garbage_yields_a_typed_error_or_a_report_and_never_a_panic() {
         match outcome {
             Err(_) => errors += 1,
             Ok(progress) => {
-                let Progress::Disagreed(disagreement) = progress else { panic!("they differ, and round 0 lies") };
+                let Progress::Disagreed(disagreement) = progress else {
+                    panic!("the inquiry must report a difference")
+                };
                 assert!(!disagreement.to_string().is_empty());
                 reports += 1;
             }
@@ -225,7 +227,7 @@ proptest! {
         agree_in_lockstep(&histories()).expect("nothing differs yet");
         allocate(0, agreed..lens[0]);
         allocate(1, agreed..lens[1]);
-        // The first allocation also obtains memory, which counts as an op.
+        // The first allocation also acquires memory, which counts as an op.
         let number = |op: u64| op + u64::from(op > 0);
         let (ends, agreed) = (lens.map(number), number(agreed));
         let first = number(if at < lens[1] { at.min(lens[0]) } else { lens[0].min(lens[1]) });
@@ -237,7 +239,7 @@ proptest! {
                 prop_assert!(heap.first_op >= agreed, "{agreed}: {disagreement}");
                 let oldest = ends[0].saturating_sub(memories[0].into()).max(ends[1].saturating_sub(memories[1].into()));
                 if oldest.max(agreed) <= first {
-                    prop_assert_eq!(heap.first_op, heap.last_op, "all ranks remember it");
+                    prop_assert_eq!(heap.first_op, heap.last_op, "the difference is exact if all ranks remember it");
                     prop_assert!(heap.cause != Cause::OlderThanHistory);
                 }
             }

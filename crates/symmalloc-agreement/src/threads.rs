@@ -13,7 +13,7 @@ use super::transport::{Gathered, Transport, TransportError};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-/// One rank's endpoint. Dropping it notifies the other ranks that this rank is gone.
+/// One rank's endpoint. Dropping it notifies the other ranks that this rank has left.
 #[derive(Debug)]
 pub struct ThreadTransport {
     rank: u32,
@@ -31,7 +31,7 @@ struct ThreadMeeting {
 struct RoundState {
     /// Number of completed rounds.
     rounds: u64,
-    /// Messages of the open round, indexed by rank.
+    /// Messages received in the open round, indexed by rank.
     given: Vec<Option<Box<[u8]>>>,
     /// Result of the last completed round.
     last: Result<Gathered, TransportError>,
@@ -82,7 +82,7 @@ impl Transport for ThreadTransport {
             return state.last.clone();
         }
         let missing = state.missing();
-        // This rank leaves the round, so its message must not complete it.
+        // This rank leaves the round, so the round must not complete with its message.
         state.given[self.rank as usize] = None;
         match state.gone {
             Some(rank) => Err(TransportError::RankLost { rank }),
@@ -103,7 +103,7 @@ impl RoundState {
         self.given.iter().zip(0..).filter(|(given, _)| given.is_none()).map(|(_, rank)| rank).collect()
     }
 
-    /// Completes the round once all ranks have given a message.
+    /// Completes the round once all ranks have sent a message.
     fn close_round(&mut self) {
         let messages: Vec<_> = self.given.iter_mut().filter_map(Option::take).collect();
         let expected_bytes = messages.first().map_or(0, |first| first.len());

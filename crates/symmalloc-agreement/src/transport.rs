@@ -107,9 +107,9 @@ pub enum TransportError {
     /// The medium was already closed or lost.
     #[error("the transport is closed: an earlier error or the program ended it; create a new one")]
     Closed,
-    /// Ranks gave messages of different lengths, so they are not in the same collective.
+    /// Ranks sent messages of different lengths, so they are not in the same collective.
     #[error(
-        "rank {rank} gave {given_bytes} bytes where others gave {expected_bytes}: the ranks are in different collectives; \
+        "rank {rank} sent {given_bytes} bytes where others sent {expected_bytes}: the ranks are in different collectives; \
          call the same agreements in the same order on every rank"
     )]
     UnequalLengths {

@@ -1,11 +1,10 @@
 //! A deterministic caching device allocator: the same program gets the same placements on every rank.
 //!
 //! GPU runtimes cache device memory because the driver is slow. A typical caching allocator picks free blocks by
-//! *address* and polls events to find out what is free. The n-th allocation of a program thus gets another placement on
-//! other ranks, and everything that relies on equal offsets breaks: NCCL's symmetric windows, captured graphs,
-//! reproducible bugs. This allocator decides from the program alone: by size, by the age of the backing memory, and by
-//! offset. No answer that could differ between machines plays a part.
-//!
+//! *address* and polls events to find out what is free. The n-th allocation of a program can therefore get a different
+//! placement on each rank, which breaks everything that relies on equal offsets: NCCL's symmetric windows, captured
+//! graphs, reproducible bugs. This allocator decides from the program alone: by size, by the age of the backing memory,
+//! and by offset. Nothing that can differ between machines influences a decision.
 //! The crate does not depend on CUDA and contains no `unsafe`. It takes memory from a [`Backend`]; `symmalloc-sim`
 //! simulates one.
 //!
@@ -45,13 +44,13 @@
 //! | heap | one (pool, stream), or one pool that all its streams share: its own segments, free index, fences, digest and lock |
 //! | sequence | the age of backing memory: the ordinal of the segment, which every block split from it inherits |
 //! | fence | an event that a block's next user waits for on the device |
-//! | op | one call of the vocabulary, see [`Op`] |
+//! | op | one recordable call to the allocator, see [`Op`] |
 //! | digest | a rolling hash of (op, decision): equal on all ranks exactly when placements are |
 //!
 //! # Rules
 //! `docs/determinism.md` contains the rules D1 to D8. In short: a decision depends on the configuration and the ops of
-//! its heap (D1); free blocks are ordered by (size, sequence, offset) within the stream (D2); uses by other streams are
-//! waited for on the device and never polled (D3); limits are configured bytes (D4); memory is released only on
+//! its heap (D1); free blocks are ordered by (size, sequence, offset) within the stream (D2); the next user waits
+//! for other streams on the device, and nothing is polled (D3); limits are configured bytes (D4); memory is released only on
 //! request, in order (D5); the allocator calls no collective (D6); ranks compare digests (D7, with the crate
 //! `symmalloc-agreement`); heaps are independent (D8).
 //!
@@ -67,7 +66,7 @@
 //! a call and the free index.
 #![forbid(unsafe_code)]
 
-// The modules, in the order in which each may use those above it. A test checks the imports.
+// The modules. Each uses only those above it, which a test checks.
 mod types;
 
 mod sync;
@@ -102,7 +101,7 @@ pub use types::{
     ids::{AllocationId, ObserverId, Placement, PoolId, SegmentId, StreamId},
 };
 
-// Further types: errors, reports, recordings and layouts.
+// Errors and results of restoring a [`Layout`], which returns the pool to its state when the layout was saved.
 pub use allocator::{Quiesced, Remapped, Retry, SegmentPosition, StepGuard, Unread, recording, report};
 pub use config::errors::{self, LimitScope};
 pub use config::op::{self, Op, Record};

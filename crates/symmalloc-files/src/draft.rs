@@ -1,4 +1,4 @@
-//! Drafts: a file under a random name next to its target, renamed once complete.
+//! Drafts: files that are written under a random name next to their target and renamed once complete.
 
 use std::fs::{self, Permissions};
 use std::io::{self, Write};
@@ -7,7 +7,8 @@ use tempfile::{Builder, NamedTempFile};
 
 /// Atomically writes a file that only this user can read and write (mode 0600).
 ///
-/// Replaces an existing file or symbolic link of that name once the new file is complete. The target of a link is unchanged.
+/// Replaces an existing file or symbolic link of that name once the new file is complete. The target of a link is
+/// unchanged.
 ///
 /// # Errors
 /// Returns an error if the file cannot be written. The path is then unchanged, and no temporary file remains.
@@ -33,8 +34,8 @@ impl Draft {
         Draft::new(path, None)
     }
 
-    /// Creates a draft with the permissions of the file that it replaces, or those that the umask grants to a new file. Use it where a user
-    /// names the file.
+    /// Creates a draft with the permissions of the file that it replaces. Without such a file, the umask determines
+    /// them, as for any new file. Use it if a user names the file.
     ///
     /// # Errors
     /// Returns an error if no file can be created in the path's folder.

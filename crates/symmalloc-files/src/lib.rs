@@ -10,7 +10,8 @@
 //!   names in it may be predictable. [`private_folder_at`] applies the same rules to a given path.
 //! - [`TemporaryFolder`] is a folder that exists for the duration of a run.
 //!
-//! The crate trusts root and other processes of the same user: both can change this process anyway.
+//!
+//! The crate trusts root and other processes of the same user, because both can change this process in other ways.
 //!
 //! # Examples
 //! ```

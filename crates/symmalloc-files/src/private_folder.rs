@@ -5,9 +5,10 @@
 //!    each belongs to this user or to root, and others cannot write it         mode 0700
 //! ```
 //!
-//! The check walks from the root down. A third user cannot replace an entry of a folder that passed, so the path stays valid after the
-//! check. A world-writable folder passes if it is sticky, such as `/tmp`: nobody can replace an entry there that belongs to this user or to
-//! root. A symbolic link owned by this user or root is followed, and its target is checked in the same way.
+//! The check walks from the root down. A third user cannot replace an entry of a folder that passed, so the path stays
+//! valid after the check. A world-writable folder passes if it is sticky, such as `/tmp`: a third user cannot
+//! replace an entry there that belongs to this user or to root. A symbolic link owned by this user or root is followed, and its target is checked in
+//! the same way.
 
 use std::env;
 use std::ffi::OsString;
@@ -60,7 +61,7 @@ pub enum PrivateFolderError {
     },
 }
 
-/// Returns the user's private folder, the first safe one of these:
+/// Returns the user's private folder, which is the first safe one of these:
 ///
 /// 1. `$XDG_STATE_HOME/symmalloc`, or `~/.local/state/symmalloc` if the variable is not set
 /// 2. `$XDG_RUNTIME_DIR/symmalloc`, which lasts until the user logs out
@@ -70,7 +71,7 @@ pub enum PrivateFolderError {
 /// path.
 ///
 /// # Errors
-/// Returns an error if none of the folders can be created. The error is that of the last one.
+/// Returns an error if none of the folders can be created. It is the error for the last one.
 pub fn private_folder() -> Result<PathBuf, PrivateFolderError> {
     static FRESH: Mutex<Option<PathBuf>> = Mutex::new(None);
     if let Some(folder) = places().iter().find_map(|place| private_folder_at(&place.join(NAME)).ok()) {
@@ -108,7 +109,8 @@ impl TemporaryFolder {
     }
 }
 
-/// Returns the absolute paths among the user's folders. The XDG specification requires relative ones to be ignored.
+/// Returns those of the user's folders that have absolute paths. The XDG specification requires relative paths to be
+/// ignored.
 fn places() -> Vec<PathBuf> {
     let variable = |name: &str| env::var_os(name).filter(|value: &OsString| Path::new(value).is_absolute());
     let state = variable("XDG_STATE_HOME").map(PathBuf::from);
@@ -155,7 +157,7 @@ mod check {
         Ok(folder)
     }
 
-    /// Checks every folder from the root down, and creates missing ones.
+    /// Checks every folder from the root down, and creates missing folders.
     fn walk(path: &Path) -> Result<(PathBuf, Metadata), PrivateFolderError> {
         let unresolved = || PrivateFolderError::Unresolved { path: path.to_owned() };
         if !path.is_absolute() {
@@ -195,7 +197,7 @@ mod check {
         Ok((folder, metadata))
     }
 
-    /// Returns the names in a path, last one first.
+    /// Returns the names in a path, in reverse order.
     fn names(path: &Path) -> Vec<OsString> {
         let names = path.components().filter(|part| matches!(part, Component::Normal(_) | Component::ParentDir));
         names.map(|part| part.as_os_str().to_owned()).rev().collect()

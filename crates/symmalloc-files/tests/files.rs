@@ -1,4 +1,4 @@
-//! Another user can neither redirect a written file nor influence the choice of the private folder.
+//! Tests that another user can neither redirect a written file nor influence the choice of the private folder.
 #![cfg(unix)]
 
 use rustix::process::{geteuid, umask};
@@ -113,7 +113,7 @@ fn an_error_leaves_nothing() {
 
 #[test]
 fn a_full_disk_leaves_what_was_there() {
-    // The process's file size limit stands in for a full disk: ignoring the signal turns it into an error.
+    // The process's file size limit simulates a full disk: ignoring the signal turns it into an error.
     let folder = folder();
     let path = folder.path().join("record");
     write_whole(&path, b"old").expect("written");

@@ -43,10 +43,10 @@ pub trait Source {
     fn publish(&self, to: &Publisher);
 }
 
-/// Publishes the metrics of sources under labels chosen by the program.
+/// A publisher of metrics under labels chosen by the program.
 ///
-/// It holds its labels and those of the heaps that it published. The values go to the recorder that is installed at the time of
-/// publication.
+/// It stores its labels and those of the heaps that it published. The values go to the recorder that is installed at
+/// the time of publication.
 #[derive(Clone, Debug, Default)]
 pub struct Publisher {
     labels: Vec<Label>,
@@ -119,12 +119,12 @@ impl Publisher {
         source.publish(self);
     }
 
-    /// Notes that a heap of this pool is published under the labels of `heap`.
+    /// Records that a heap of this pool is published under the labels of `heap`.
     fn note_heap(&self, heap: &Publisher, pool: u32) {
         lock(&self.heaps).entry(heap.labels.clone()).or_insert(pool);
     }
 
-    /// Takes the heaps that were published under these labels and whose pools are gone.
+    /// Removes and returns the heaps that were published under these labels and whose pools no longer exist.
     fn take_gone(&self, is_gone: impl Fn(u32) -> bool) -> Vec<Publisher> {
         let mut heaps = lock(&self.heaps);
         let gone = heaps.iter().filter(|(labels, pool)| labels.starts_with(&self.labels) && is_gone(**pool));

@@ -57,13 +57,13 @@ const TOTAL_REQUESTED_PEAK: Metric = Metric::gauge(
 const LIMIT: Metric = Metric::gauge("symmalloc_limit_bytes", BYTES, "current limit over all pools");
 const POOL_LIMIT: Metric = Metric::gauge("symmalloc_pool_limit_bytes", BYTES, "configured limit of the pool");
 
-/// Gauges that drop to zero when a heap's pool is destroyed. Peaks keep their values.
+/// Gauges that are set to zero when a heap's pool is destroyed. Peaks keep their values.
 const HEAP_GAUGES: [&Metric; 9] =
     [&RESERVED, &ALLOCATED, &REQUESTED, &RETIRED, &LARGEST_FREE, &FRAGMENTATION, &SEGMENTS, &FREE_BLOCKS, &LIVE];
 
 impl<B: Backend, L: Lock> Source for Allocator<B, L> {
     /// Publishes the memory metrics of every heap, labeled `pool` and `stream` (`all` if the pool's streams share a
-    /// heap), and those of the whole allocator. Locks each heap in turn while it counts the free blocks of the heap.
+    /// heap), and those of the whole allocator. Locks one heap at a time while it counts that heap's free blocks.
     fn publish(&self, to: &Publisher) {
         for (pool, stream, stats) in self.stats_by_heap() {
             let heap = of_heap(to, pool, stream);

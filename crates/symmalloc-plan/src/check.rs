@@ -1,7 +1,8 @@
 //! Checks a solution by a sweep over time, independently of the search. O(n log n).
 //!
-//! The sweep keeps the live rectangles by offset. Two of them overlap exactly if two neighbors do, which is detected when the
-//! later one begins. A rectangle that lives into the next step of a repeated one is live at its beginning too.
+//! The sweep keeps the live rectangles by offset. Two of them overlap exactly if two neighbors do, which is detected
+//! when the later one begins. A rectangle that lives into the next step of a repeated one is also live at the beginning
+//! of the step.
 
 use crate::problem::Problem;
 use std::collections::BTreeMap;
@@ -11,7 +12,7 @@ use thiserror::Error;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum PlacementError {
-    /// Two rectangles overlap in time and place.
+    /// Two rectangles overlap in lifetime and offset.
     #[error("rectangles {first} and {second} overlap in time and place")]
     Overlap {
         /// Index of the earlier rectangle.
@@ -19,18 +20,18 @@ pub enum PlacementError {
         /// Index of the later rectangle.
         second: usize,
     },
-    /// A rectangle reaches above the height of the solution.
+    /// A rectangle ends above the height of the solution.
     #[error("rectangle {index} reaches up to {end}, above the height of {height}")]
     TooHigh {
         /// Index of the rectangle.
         index: usize,
-        /// Its end.
+        /// End of the rectangle.
         end: u64,
         /// Height of the solution.
         height: u64,
     },
-    /// The number of offsets differs from that of the rectangles.
-    #[error("{offsets} offsets are not one for each of {rectangles} rectangles")]
+    /// The number of offsets differs from the number of rectangles.
+    #[error("{offsets} offsets for {rectangles} rectangles: each rectangle needs one")]
     Count {
         /// Number of offsets.
         offsets: usize,
@@ -39,7 +40,7 @@ pub enum PlacementError {
     },
 }
 
-/// Checks the offsets, given by rectangle.
+/// Checks the offsets, which are indexed by rectangle.
 pub(crate) fn check(problem: &Problem, offsets: &[u64], height: u64) -> Result<(), PlacementError> {
     let rectangles = problem.rectangles();
     if offsets.len() != rectangles.len() {

@@ -1,4 +1,4 @@
-//! Decoding of an order into offsets: each rectangle in turn is placed in free space among those before it.
+//! Decoding of an order into offsets: rectangles are placed one by one, each in a gap among those before it.
 //!
 //! Two structures find the rectangles that overlap a new one in time, so that no pairs are stored:
 //!
@@ -9,17 +9,17 @@
 //!  b           │    ────────  │           is born in (lower, upper): a bit set by birth
 //! ```
 //!
-//! A rectangle that lives into the next step has two intervals and thus two births. Both are looked up.
+//! A rectangle that lives into the next step has two intervals and therefore two births. Both are looked up.
 //!
-//! The gaps between these rectangles are scanned from below. [`Fit::Best`] takes the smallest one that is large enough,
-//! [`Fit::Lowest`] the lowest. Examining one rectangle costs one step, and so do 32 words of bits.
+//! The gaps between these rectangles are scanned from below. [`Fit::Best`] takes the smallest gap that is large enough,
+//! [`Fit::Lowest`] the lowest. Examining one rectangle costs one step, and so does examining 32 words of bits.
 
 use crate::problem::Problem;
 
 /// The choice of a gap for a rectangle.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Fit {
-    /// The smallest gap that is large enough; the lowest of several.
+    /// The smallest gap that is large enough. Of several, the lowest.
     Best,
     /// The lowest gap that is large enough.
     Lowest,
@@ -32,7 +32,7 @@ pub(crate) struct Decoder {
     place: Vec<u32>,
     /// By item: size.
     size: Vec<u64>,
-    /// By item: births of its intervals; the same one twice if there is only one.
+    /// By item: births of its intervals. Both are equal if it has one interval.
     births: Vec<[u32; 2]>,
     /// By birth: its item.
     item: Vec<u32>,
@@ -42,7 +42,7 @@ pub(crate) struct Decoder {
     leaves: usize,
 }
 
-/// Offsets by item, and the height that they reach.
+/// Offsets by item, and the height that the items reach.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Decoded {
     pub(crate) offsets: Vec<u64>,

@@ -1,9 +1,9 @@
 //! Exact search: finds a placement within a given height, or proves that there is none.
 //!
-//! In every placement, rectangles can be lowered until each lies on the bottom or on another one. The result can be built from
-//! below: rectangle by rectangle, none lower than the one before it, and each as low as the earlier ones allow. The search explores
-//! these sequences depth first. Rectangles of equal offset are tried in one order, the preference, so that no placement is visited
-//! twice.
+//! In every placement, rectangles can be lowered until each lies on the bottom or on another one. The result can be
+//! built from below: rectangle by rectangle, none lower than the one before it, and each as low as the earlier ones
+//! allow. The search explores these sequences depth first. Rectangles of equal offset are tried in one order, the
+//! preference, so that no placement is visited twice.
 //!
 //! ```text
 //!  capacity ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─ ─
@@ -16,19 +16,20 @@
 //! ```
 //!
 //! It backtracks as early as possible:
-//! - **Room.** In each section the unplaced rectangles must fit between the floor and the capacity. The floor is the lowest
-//!   offset that any unplaced rectangle of the section can have, and not below the last one placed.
-//! - **Waste.** No rectangle is placed so high that another, unplaced one would fit below it: that one could have come first.
+//! - **Room.** In each section the unplaced rectangles must fit between the floor and the capacity. The floor is the
+//!   lowest possible offset of any unplaced rectangle of the section, and is not below the last placed one.
+//! - **Waste.** No rectangle is placed so high that another unplaced one would fit below it. The search tries that one
+//!   first.
 //! - **Twins.** Of rectangles with equal size and sections, only the first is tried.
 //! - **Nothing above.** A rectangle that overlaps no unplaced one blocks nothing. If the search fails with it, it also
 //!   fails without it.
-//! - **Parts.** If no unplaced rectangle spans two adjacent sections, the times before and after are solved separately, the part
-//!   with the fewest rectangles first. If one part has no solution, the placement before the cut was wrong, and no other solution
-//!   of the finished parts is tried.
+//! - **Parts.** If no unplaced rectangle spans two adjacent sections, the times before and after are solved separately.
+//!   The part with the fewest rectangles comes first. If one part has no solution, the placement before the cut was
+//!   wrong, and no other solution of the finished parts is tried.
 //!
-//! The ideas come from MiniMalloc (Moffitt, ASPLOS 2023). The duration of a search depends on the preference by orders of
-//! magnitude and unpredictably, so the caller gives each preference some steps in turn. Memory: O(n²) in the worst case,
-//! about 50 MiB, for overlapping pairs and lists of unplaced rectangles.
+//! The ideas come from MiniMalloc (Moffitt, ASPLOS 2023). The preference changes the duration of a search by orders of
+//! magnitude and unpredictably, so the caller gives each preference some steps in turn. Overlapping pairs and lists of
+//! unplaced rectangles take O(n²) memory in the worst case, about 50 MiB.
 
 use crate::problem::Problem;
 use crate::sections::{Run, Sections};
@@ -59,7 +60,7 @@ impl Preference {
 /// The result of a search.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
-    /// Offsets by index in the problem, within the capacity.
+    /// The offsets by index in the problem, within the capacity.
     Placed(Vec<u64>),
     /// No such placement exists.
     Impossible,
@@ -76,7 +77,8 @@ pub(crate) struct ExactSearch {
     preference: Preference,
     /// Remaining budget, in looks.
     left: u64,
-    /// By rectangle: the lowest offset above all placed rectangles that overlap it; for a placed one, its offset.
+    /// By rectangle: its offset if it is placed, otherwise the lowest offset above all placed rectangles that overlap
+    /// it.
     low: Vec<u64>,
     is_placed: Vec<bool>,
     /// By section: sum of the unplaced sizes.
@@ -123,7 +125,7 @@ struct Part {
     sections: Run,
     /// Range in `lists`, sorted by rank.
     list: Run,
-    /// No rectangle comes before this offset and rank.
+    /// Lower bound on the offset and rank of the next rectangle.
     least: (u64, u32),
 }
 
@@ -319,7 +321,7 @@ impl ExactSearch {
     }
 
     /// Places a rectangle at its lowest offset and raises the rectangles that overlap it. Returns `false` if one of
-    /// them is then too high.
+    /// them then exceeds the capacity.
     fn place(&mut self, rectangle: u32) -> bool {
         let overlaps = self.sections.overlaps(rectangle);
         let looks = overlaps.len() / 4;
@@ -364,7 +366,7 @@ impl ExactSearch {
     }
 
     /// Returns `true` if the unplaced rectangles of each section fit between the floor and the capacity. `offset` is
-    /// that of the last placed rectangle.
+    /// the offset of the last placed rectangle.
     fn has_room(&mut self, list: Run, sections: Run, offset: u64) -> bool {
         self.floor[sections.clone()].fill(self.capacity);
         let mut looks = sections.len() + list.len();
@@ -380,8 +382,8 @@ impl ExactSearch {
         floors.all(|(floor, unplaced)| *unplaced == 0 || offset.max(*floor) + unplaced <= self.capacity)
     }
 
-    /// Adds a part for each time range that no unplaced rectangle connects with another. `ends` are the sections that may end a
-    /// part.
+    /// Adds a part for each time range that no unplaced rectangle connects to another. `ends` are the sections at which
+    /// a part may end.
     fn cut(&mut self, rectangles: &[u32], sections: Run, ends: Run, offset: u64) {
         let begin = self.parts.len();
         let cuts = ends.filter(|section| self.bridges[*section] == 0).map(|section| section + 1);

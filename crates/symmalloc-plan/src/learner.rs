@@ -6,9 +6,9 @@
 //!                     └──► equal requests: the longer lifetime counts
 //! ```
 //!
-//! An allocation that a step leaves live and that is freed by the next step, if that has the same key and follows directly, is
-//! *carried*: its lifetime extends into the next step. An allocation that lives longer is not part of the step and is placed the
-//! ordinary way. All of this follows from the ops.
+//! An allocation that one step leaves live and the next step frees is *carried* if both steps have the same key and
+//! follow each other directly. Its lifetime extends into the next step. An allocation that lives longer is not part of
+//! the step and is placed the ordinary way. All of this follows from the ops.
 
 use std::collections::BTreeMap;
 
@@ -18,20 +18,21 @@ const KEYS_MAX: usize = 64;
 /// Maximum number of allocations of a step; a longer step is not learned.
 const ALLOCATIONS_MAX: usize = 1 << 24;
 
-/// An allocation of a step: its request, and the number of the allocation before which it is freed, at most one step later;
-/// `None` if it lives longer.
+/// An allocation of a step: its request, and the number of the allocation before which it is freed, at most one step
+/// later. The number is `None` if the allocation lives longer.
 pub type Lived<R> = (R, Option<u32>);
 
 /// A logged, live allocation.
 #[derive(Clone, Copy, Debug)]
 struct Logged {
-    /// `true` if it belongs to the open step, or to the last one if none is open; `false` for the step before.
+    /// `true` if it belongs to the open step, or to the last step if none is open; `false` if it belongs to the step
+    /// before.
     is_newest: bool,
     number: u32,
 }
 
-/// The remembered steps of one heap. `R` is the type of a request. Live allocations are identified by any number that is unique
-/// among them.
+/// The remembered steps of one heap. `R` is the type of a request. Live allocations are identified by numbers that are
+/// unique among them.
 #[derive(Debug)]
 pub struct StepLearner<R> {
     /// The last step of each key, excluding the newest one.
@@ -65,7 +66,7 @@ impl<R: Copy + Eq> StepLearner<R> {
         self.steps.is_empty() && self.newest.is_empty()
     }
 
-    /// Begins to log a step. Steps of one key may be equal.
+    /// Begins to log a step. Steps with the same key may be equal.
     pub fn begin(&mut self, key: u64) {
         self.file();
         // An allocation freed by a step of another key lives too long to be planned.
@@ -107,7 +108,8 @@ impl<R: Copy + Eq> StepLearner<R> {
         if is_newest {
             self.newest[number as usize].1 = Some(now);
         } else if let Some(step) = self.before.and_then(|before| self.steps.get_mut(&before)) {
-            step[number as usize].1 = Some(step.len() as u32 + now);
+            // An allocation that lives for more than one step is not part of it.
+            step[number as usize].1 = (now <= number).then_some(step.len() as u32 + now);
         }
     }
 
@@ -116,7 +118,7 @@ impl<R: Copy + Eq> StepLearner<R> {
         !self.live.is_empty()
     }
 
-    /// Ends the step. Returns it, with the lifetimes to plan, if the last step of its key made the same requests.
+    /// Ends the step. If the last step of its key made the same requests, returns the step with the lifetimes to plan.
     pub fn end(&mut self) -> Option<Vec<Lived<R>>> {
         let before = self.steps.get(&self.newest_key)?;
         let asks = |lived: &Lived<R>| lived.0;
@@ -128,7 +130,7 @@ impl<R: Copy + Eq> StepLearner<R> {
         let longer = |(before, newest): (&Lived<R>, &Lived<R>)| {
             let until = match (before.1, newest.1) {
                 (Some(before), Some(newest)) => Some(before.max(newest)),
-                // Live at the end: assume the lifetime that it had last time.
+                // An allocation that is live at the end is assumed to have the lifetime of the last step.
                 (Some(before), None) if before > count || before == count && follows_at_once => Some(before),
                 _ => None,
             };

@@ -1,8 +1,10 @@
-//! Offline placement: computes an offset for every allocation of a job that is known in advance, with as low a peak as possible.
+//! Offline placement: computes an offset for every allocation of a job that is known in advance, with the lowest peak
+//! that it can find.
 //!
-//! An allocation is a rectangle: a lifetime on one axis and a size on the other. Rectangles may move along the second axis only
-//! and must not overlap. The problem is known as dynamic storage allocation. It is NP-hard, but the recorded jobs of GPU programs
-//! are mostly easy: placing the largest rectangles first reaches the peak of live memory, which is a lower bound.
+//! An allocation is a rectangle: a lifetime on one axis and a size on the other. Rectangles can move along the second
+//! axis only and must not overlap. The problem is known as dynamic storage allocation. It is NP-hard, but the recorded
+//! jobs of GPU programs are mostly easy: placing the largest rectangles first reaches the peak of live memory, which is
+//! a lower bound.
 //!
 //! ```text
 //!  offset ▲            ┌───────────┐
@@ -16,16 +18,17 @@
 //! [`solve`] tries several orders, then alternates exact search and improvement until its budget of steps is spent. Steps are
 //! counted and no clock is read: the same problem and the same steps give the same offsets on every machine.
 //!
-//! **Exact search** is used for up to 2048 rectangles. It can prove that no smaller height is feasible, so [`Solution::is_optimal`] can
-//! also be `true` for a height above the peak. The challenging problems of `google/minimalloc` (154 to 454 rectangles) are solved within
-//! the capacity given in the benchmark with the default steps. Larger problems rely on orders and their improvement.
+//! **Exact search** is used for up to 2048 rectangles. It can prove that no smaller height is feasible, so
+//! [`Solution::is_optimal`] can also be `true` for a height above the peak. With the default steps, it solves the
+//! challenging problems of `google/minimalloc` (154 to 454 rectangles) within the capacity given in the benchmark.
+//! Larger problems rely on orders and their improvement.
 //!
 //! **Repeated steps.** An allocation made in one step of a training job and freed in the next lives across the end of the
 //! step. [`Problem::periodic`] accepts such lifetimes and assigns them one offset.
 //!
-//! **Alignment** needs no setting: give sizes in units of the alignment, rounded up, and offsets are multiples of it. For 512
-//! bytes, use `size: bytes.div_ceil(512)` and `offset * 512`. A larger unit also makes the search faster, because more sizes
-//! are equal.
+//! **Alignment** needs no setting: give sizes in units of the alignment, rounded up, and offsets are multiples of the
+//! alignment. For 512 bytes, use `size: bytes.div_ceil(512)` and `offset * 512`. A larger unit also makes the search
+//! faster, because more sizes are equal.
 //!
 //! # Examples
 //! ```

@@ -5,7 +5,7 @@ use thiserror::Error;
 /// An allocation: its lifetime and its size.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Rectangle {
-    /// Beginning of its lifetime: the number of an op, or any other time.
+    /// Beginning of its lifetime: the number of an op, or any other measure of time.
     pub lower: u64,
     /// End of its lifetime, exclusive; greater than `lower`. In a [periodic](Problem::periodic) problem it may lie in
     /// the next step.
@@ -44,7 +44,7 @@ pub enum ProblemError {
         period: u64,
     },
     /// A rectangle has no size.
-    #[error("rectangle {index} has size 0: leave it out, it needs no place")]
+    #[error("rectangle {index} has size 0: leave it out")]
     Size {
         /// Index of the rectangle.
         index: usize,
@@ -56,7 +56,7 @@ pub enum ProblemError {
         index: usize,
     },
     /// There are more than 2^31 rectangles.
-    #[error("{count} rectangles are more than this solver counts (2^31)")]
+    #[error("{count} rectangles exceed the maximum of 2^31: split the problem")]
     TooMany {
         /// Number of rectangles.
         count: usize,
@@ -72,7 +72,7 @@ pub struct Problem {
     lower_bound: u64,
 }
 
-/// An interval in which a rectangle lives. A rectangle has one, or two of which the second begins at 0.
+/// An interval in which a rectangle lives. A rectangle has one interval, or two, of which the second begins at 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Interval {
     pub(crate) lower: u64,

@@ -1,5 +1,5 @@
-//! A schedule: a placement prepared for execution, with the places that must be free, and waited for, before each
-//! allocation.
+//! A schedule: a placement prepared for execution. It lists the places that must be free before each allocation, and
+//! whose users the allocation waits for.
 //!
 //! A *place* is an offset with a size. Allocations with equal offset and size share one. The earlier users of an allocation's
 //! place belong to the same step or, at offsets that the step has not used yet, to the previous one:
@@ -14,8 +14,9 @@
 //!         └──────────────────► number
 //! ```
 //!
-//! c also skips a place that an allocation of its stream has checked since the last use: the place is still free, and the stream
-//! need not wait twice. A step of one stream thus checks each use of a place once, however many allocations overlap it.
+//! c also skips a place that an allocation of its stream has checked since the last use: the place is still free, and
+//! the stream need not wait twice. A step of one stream therefore checks each use of a place once, however many
+//! allocations overlap it.
 //!
 //! A sweep over two rounds of the step finds the checks by tracking the last place at each offset. O(n log n).
 
@@ -42,7 +43,7 @@ pub struct PlacedAllocation {
     pub until: u32,
 }
 
-/// Two allocations that overlap in time and place.
+/// Two allocations that overlap in lifetime and place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[error("allocations {first} and {second} overlap in time and place")]
 pub struct Overlap {
@@ -89,7 +90,8 @@ impl Schedule {
         for (number, placed) in (0..).zip(step) {
             if let (Some(placed), Some(own)) = (placed, schedule.place_of[number as usize]) {
                 sweep.visit(count + number, placed, |before| {
-                    let there = schedule.place_of[(before % count) as usize].expect("only placed ones are visited");
+                    let there = schedule.place_of[(before % count) as usize]
+                        .expect("only allocations with a place are visited");
                     schedule.checks.extend((there != own).then_some(there));
                 })?;
                 schedule.checks.push(own);
@@ -134,7 +136,7 @@ struct Sweep<'a> {
     step: &'a [Option<PlacedAllocation>],
     /// By start: the end and the number of the allocation, counted over both rounds. Disjoint.
     last: BTreeMap<u32, (u32, u32)>,
-    /// Allocations that were checked since, each with a stream that checked it.
+    /// Allocations that were checked since their last use, each with a stream that checked it.
     seen: BTreeSet<(u32, u16)>,
 }
 

@@ -1,7 +1,8 @@
 //! Sections of time: the fewest that determine which rectangles overlap.
 //!
-//! A section is a maximal set of rectangles that live at one moment: no adjacent moment adds one. Any two overlapping rectangles
-//! share a section, and a rectangle lives in one contiguous run of sections, or in two if it lives into the next step.
+//! A section is a maximal set of rectangles that are live at one moment: no adjacent moment adds a rectangle. Any two
+//! overlapping rectangles share a section. A rectangle lives in one contiguous run of sections, or in two if it lives
+//! into the next step.
 //!
 //! ```text
 //!   a ───────────────       ─────── c
@@ -26,7 +27,7 @@ pub(crate) struct Sections {
 }
 
 impl Sections {
-    /// Computes the sections. Stores all overlapping pairs, so it suits a few thousand rectangles.
+    /// Computes the sections. The memory for all overlapping pairs limits it to a few thousand rectangles.
     pub(crate) fn new(problem: &Problem) -> Self {
         let begins = problem.intervals().map(|it| (it.lower, true, it.owner));
         let ends = problem.intervals().map(|it| (it.upper, false, it.owner));

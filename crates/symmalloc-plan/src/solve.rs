@@ -6,9 +6,9 @@
 //!                          one reaches the bound: done        └─── twice the steps
 //! ```
 //!
-//! The improvement is known as squeaky wheel optimization: a rectangle that ended at the top had too little room, so it is
-//! placed earlier next time. Random choices come from a generator with a fixed seed. No part of the search depends on the
-//! number of steps: they only end it. More steps are therefore never worse.
+//! The improvement is known as squeaky wheel optimization: a rectangle that ended at the top had too little room, so it
+//! is placed earlier next time. Random choices come from a generator with a fixed seed. The number of steps ends the
+//! search but does not influence its course. More steps are therefore never worse.
 
 use crate::decode::{Decoded, Decoder, Fit};
 use crate::exact::{ExactSearch, Preference, Verdict};
@@ -31,12 +31,12 @@ impl Default for Steps {
 /// Budget of one exact search in the first round.
 const FIRST_ROUND_STEPS: u64 = 50_000;
 
-/// Places the rectangles of a problem as low as the search finds within `steps`. The first placement, in order of time, takes one
-/// step per rectangle and is always made, so there is always a solution.
+/// Places the rectangles of a problem as low as the search finds within `steps`. The first placement, in order of time,
+/// takes one step per rectangle and is always made, so there is always a solution.
 ///
 /// # Determinism
-/// The solution is a function of the problem and the steps, and more steps are never worse. It takes O(n log n) memory for n
-/// rectangles, and up to 50 MiB where there are few enough for exact search.
+/// The solution is a function of the problem and the steps, and more steps are never worse. The search takes O(n log n)
+/// memory for n rectangles, and up to 50 MiB more if exact search is used.
 pub fn solve(problem: &Problem, steps: Steps) -> Solution {
     let decoder = Decoder::new(problem);
     let mut search = Search::new(problem, &decoder, steps);
@@ -109,11 +109,11 @@ impl<'a> Search<'a> {
         true
     }
 
-    /// Tries the least height that is not ruled out, then others between it and the best. Most solvable problems reach the first
-    /// one, so it gets most of the steps.
+    /// Tries the least height that is not ruled out, then others between it and the best. The least height gets most of
+    /// the steps, because most solvable problems reach it.
     fn search_exactly(&mut self, exact: &mut ExactSearch, limit: u64) {
         let mut capacity = self.least;
-        // Heights below it are ruled out or undecided within the limit.
+        // Heights below `from` are ruled out or undecided within the limit.
         let mut from = self.least;
         while !self.is_over() && (from == self.least || self.best.height - from > self.best.height / 1024) {
             let limit = if capacity == self.least { limit } else { limit / 16 };
@@ -133,7 +133,7 @@ impl<'a> Search<'a> {
         }
     }
 
-    /// Tries each preference, because one often decides a case that another cannot.
+    /// Tries each preference, because a case that one cannot decide is often easy for another.
     fn decide(&mut self, exact: &mut ExactSearch, capacity: u64, limit: u64) -> Verdict {
         for preference in Preference::ALL {
             let mut steps = limit.min(self.left);
@@ -158,7 +158,7 @@ impl<'a> Search<'a> {
                 (improvement.order, improvement.failures) = (tried, 0);
             } else {
                 improvement.failures += 1;
-                // An attempt that gives up at once must cost steps too.
+                // An attempt that gives up immediately must cost steps too.
                 self.left = self.left.min(left.saturating_sub(self.decoder.len() as u64));
             }
         }
@@ -238,7 +238,7 @@ mod tests {
         let orders = orders(&decoder);
         let best = heuristics.try_orders(&orders);
         heuristics.improve(&mut Improvement::new(&orders[best]), u64::MAX);
-        assert!(heuristics.best.height > 1_010, "{} is lower than it was", heuristics.best.height);
+        assert!(heuristics.best.height > 1_010, "{} is unexpectedly low", heuristics.best.height);
         let solution = solve(&problem, Steps(100_000));
         assert_eq!((solution.height(), solution.is_optimal(), solution.check(&problem)), (1_000, true, Ok(())));
     }

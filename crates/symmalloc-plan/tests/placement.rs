@@ -78,7 +78,7 @@ proptest! {
         prop_assert_eq!(solve(&problem, Steps(20_000)), solution);
     }
 
-    /// `check` uses its own notion of overlap, so this test compares every pair.
+    /// `check` has its own definition of overlap, so this test compares every pair.
     #[test]
     fn no_two_that_live_together_overlap(problem in problem(0..40), steps in 0..10_000_u64) {
         let solution = solve(&problem, Steps(steps));
@@ -98,7 +98,7 @@ proptest! {
         prop_assert!(heights.is_sorted_by(|less, more| less >= more), "{:?}", heights);
     }
 
-    /// Holds even if no placement reaches the bound.
+    /// The solver proves the optimum even if no placement reaches the lower bound.
     #[test]
     fn small_problems_are_solved_and_known_to_be(problem in problem(1..9)) {
         let solution = solve(&problem, Steps(100_000));
@@ -106,7 +106,7 @@ proptest! {
     }
 }
 
-/// Fills a box completely by repeatedly placing a rectangle at the lowest place, and shuffles the result.
+/// Fills a box completely by repeatedly placing a rectangle at the lowest offset, and shuffles the result.
 fn filled(seed: u64) -> Problem {
     const TIMES: usize = 40;
     const HEIGHT: u64 = 10_000;
@@ -163,8 +163,8 @@ fn steps_are_a_bound_for_what_all_lives_together() {
 #[test]
 fn what_lives_into_the_next_step_keeps_its_place_there() {
     let at = |lower, upper, size| Rectangle { lower, upper, size };
-    // Each rectangle overlaps its predecessor and its successor, across the end of the step as well. A ring of four needs the
-    // height of two, and a ring of five that of three.
+    // Each rectangle overlaps its predecessor and its successor, also across the end of the step. A ring of four needs
+    // the height of two rectangles, and a ring of five the height of three.
     let ring = |count: u64| {
         let rectangles = (0..count).map(|it| at(2 * it, 2 * it + 3, 4)).collect();
         Problem::periodic(2 * count, rectangles).expect("sane")
@@ -212,7 +212,7 @@ fn what_was_cut_from_one_piece_fits_into_it_again() {
         assert_eq!((problem.lower_bound(), solution.check(&problem)), (10_000, Ok(())));
         (lost, count) = (lost + solution.height() - 10_000, count + 1);
     }
-    assert!(lost / count < 300, "on average {} of 10,000 are lost", lost / count);
+    assert!(lost / count < 300, "on average, {} of 10,000 are wasted", lost / count);
 }
 
 #[test]

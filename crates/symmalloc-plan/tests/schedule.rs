@@ -32,7 +32,8 @@ fn step(streams: u16) -> impl Strategy<Value = Vec<Option<PlacedAllocation>>> {
 /// An allocation of one of several rounds.
 struct Made {
     placed: PlacedAllocation,
-    /// The allocations of all rounds that are known to be complete before it, given only its stream's checks.
+    /// The allocations of all rounds that are known to be complete before this one, given only the checks of its
+    /// stream.
     behind: BTreeSet<usize>,
 }
 
@@ -43,7 +44,7 @@ proptest! {
     fn whoever_used_a_place_is_looked_at_by_everybody_or_by_somebody_before(step in step(3)) {
         let schedule = Schedule::new(&step).expect("nothing overlaps");
         let ends = schedule.check_ends();
-        // By stream: the allocations that its next one follows.
+        // By stream: the allocations that are complete before its next allocation.
         let mut behind = vec![BTreeSet::new(); 3];
         let mut made: Vec<Option<Made>> = Vec::new();
         for at in 0..4 * step.len() {
@@ -69,7 +70,7 @@ proptest! {
                 for (before, it) in made.iter().enumerate().filter_map(|(before, made)| Some((before, made.as_ref()?))) {
                     let (one, other) = (it.placed.place, placed.place);
                     let overlaps = one.offset < other.offset + other.size && other.offset < one.offset + one.size;
-                    prop_assert!(!overlaps || stream.contains(&before), "{at} comes before {before} is over");
+                    prop_assert!(!overlaps || stream.contains(&before), "{at} does not wait for {before}");
                 }
             }
             made.push(Some(Made { placed, behind: stream.clone() }));

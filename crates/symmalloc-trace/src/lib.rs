@@ -1,8 +1,8 @@
 //! Text formats for the ops, layouts and plans of `symmalloc-core`, and the replay of recorded ops.
 //!
-//! * A [`Trace`] is a list of ops, one record per line. The same format serves as test steps, fuzzer input, [`replay`] input and bug
-//!   report. People and `diff` can read, cut and compare it, and it compresses well. This crate does not compress: readers and writers work
-//!   on any [`BufRead`](std::io::BufRead) and [`Write`](std::io::Write).
+//! * A [`Trace`] is a list of ops, one record per line. The same format serves as test steps, fuzzer input, [`replay`]
+//!   input and bug report. People can read and cut it, `diff` can compare it, and it compresses well. This crate does
+//!   not compress: readers and writers work on any [`BufRead`](std::io::BufRead) and [`Write`](std::io::Write).
 //! * A [`Replay`](replay::Replay) executes recorded ops on an allocator.
 //! * A [`layout`] is a snapshot of a pool's segments and blocks, saved and restored as text.
 //! * A [`plan`] assigns offsets to the allocations of a job.
@@ -30,8 +30,9 @@
 //! [`PlanTextError`](plan::PlanTextError)). Writers reject whatever a reader would reject.
 //!
 //! # Implementation
-//! `text/` splits lines into fields, for all formats. `trace/`, `layout/` and `plan/` each have a file for a single line, for the state
-//! that earlier lines establish, for the reader and for the writer. `replay.rs` builds on `trace/` and `plan/`.
+//! `text/` splits lines into fields, for all formats. `trace/`, `layout/` and `plan/` each have a file for a single
+//! line, one for the state from earlier lines, one for the reader and one for the writer. `replay.rs` builds on
+//! `trace/` and `plan/`.
 #![forbid(unsafe_code)]
 
 pub mod layout;

@@ -118,8 +118,8 @@ impl Program {
         self
     }
 
-    /// Returns how long the recorded allocator kept counting the memory that this op freed, if the recording states it. A replay always
-    /// frees at once.
+    /// Returns the time between the free by this op and its completion in the recorded allocator, if the recording
+    /// states it. A replay always frees at once.
     pub fn pending(&self, op: usize) -> Option<Pending> {
         let at = self.pending.binary_search_by_key(&op, |(op, _)| *op).ok()?;
         Some(self.pending[at].1)
@@ -190,8 +190,8 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         Ok(replay)
     }
 
-    /// Starts another pass of the program. Call it before every pass. Wakes the pools that the previous pass left asleep; if a limit leaves
-    /// no room for that, releases the free memory of all pools first.
+    /// Starts another pass of the program. Call it before every pass. Wakes the pools that the previous pass left
+    /// asleep. If a limit prevents that, it first releases the free memory of all pools.
     ///
     /// # Errors
     /// Returns an error if a step of the default pool is open, or a pool does not wake.
@@ -422,7 +422,7 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
     /// Executes the whole program, up to the first error. Passes each allocation, with its dense id, to `placed`.
     ///
     /// # Errors
-    /// The first error, with the index of its op.
+    /// Returns the first error, with the index of its op.
     pub fn run(&mut self, mut placed: impl FnMut(AllocationId, &Allocation)) -> Result<(), ReplayError> {
         let program = self.program;
         let mut next = 0;
@@ -437,11 +437,11 @@ impl<'a, B: Backend, L: Lock> Replay<'a, B, L> {
         Ok(())
     }
 
-    /// Adopts an allocation that the program made before this run, on a restored rank. The caller must first execute the ops that create
-    /// streams and pools, because the allocation is restored into them.
+    /// Adopts an allocation that the program made before this run, on a restored rank. The caller must first execute
+    /// the ops that create streams and pools, because the allocation is restored into them.
     ///
     /// # Panics
-    /// When the program makes no such allocation.
+    /// Panics if the program makes no such allocation.
     pub fn adopt(&mut self, id: AllocationId, handle: Handle) {
         self.live[id.0 as usize] = Some(handle);
     }

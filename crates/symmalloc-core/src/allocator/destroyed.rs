@@ -1,4 +1,4 @@
-//! Destroyed pools: the state that remains of them, and the list of pools that are still visited.
+//! Destroyed pools: their remaining state, and the list of pools that reports and trims visit.
 //!
 //! ```text
 //!  live ── destroy_pool ──► destroyed, the driver holds memory ── trim ──┐
@@ -24,7 +24,7 @@ use std::sync::Arc;
 /// Maximum number of histories of destroyed pools that keep their journals.
 const JOURNALS_MAX: usize = 64;
 
-/// The list of visited pools, and the state that remains of the others.
+/// The list of visited pools, and the remaining state of destroyed pools.
 pub(super) struct Destroyed<L: Lock> {
     /// Pools that are live or whose memory the driver still holds, in the order of their ids.
     kept: Vec<PoolId>,
@@ -56,7 +56,7 @@ impl<L: Lock> Destroyed<L> {
         }
     }
 
-    /// Takes a removed pool of this configuration for reuse.
+    /// Removes and returns a pool of this configuration for reuse, if there is one.
     pub(super) fn take_spare(&mut self, config: &PoolConfig) -> Option<Arc<Pool<L>>> {
         let alike = self.spare.get_mut(&config.digest())?;
         alike.pop_if(|pool| pool.config == *config)
@@ -78,7 +78,7 @@ impl<L: Lock> Destroyed<L> {
         self.histories.iter().map(|(key, digest)| (*key, *digest))
     }
 
-    /// Returns the journal of a history; `None` if there was none, or others are more recent.
+    /// Returns the journal of a history. `None` if it had none, or if too many histories are more recent.
     pub(super) fn journal(&self, key: HistoryKey) -> Option<&Journal> {
         self.journals.iter().find(|(known, _)| *known == key).map(|(_, journal)| &**journal)
     }

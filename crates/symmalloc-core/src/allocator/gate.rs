@@ -27,24 +27,24 @@ pub(super) struct Recorder<L: Lock> {
     state: L::Cell<RecorderState>,
     /// `true` while ops are recorded. Changes only while the gate is held.
     is_on: AtomicBool,
-    /// The allocator's number, by which a thread identifies the sink that it is in.
+    /// The allocator's number. With it, a thread recognizes the recording whose sink it is running.
     number: u64,
     /// `true` if the sink used the allocator.
     was_reentered: AtomicBool,
 }
 
 thread_local! {
-    /// The allocators whose sinks this thread is in. The thread holds their gates, so another call to one of these
+    /// The allocators whose sinks this thread is running. The thread holds their gates, so another call to one of these
     /// allocators would deadlock at the gate.
     static IN_SINKS: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Marks the thread as being in a sink until it is dropped.
+/// Marks the thread as running a sink until this is dropped.
 struct InSink;
 
 impl InSink {
     fn enter(number: u64) -> Self {
-        // The list is gone while a thread ends. A sink that then uses the allocator deadlocks.
+        // The list no longer exists while a thread exits. A sink that uses the allocator then deadlocks.
         let _ending = IN_SINKS.try_with(|sinks| sinks.borrow_mut().push(number));
         InSink
     }
@@ -61,7 +61,7 @@ pub(super) struct Gate<'a, L: Lock> {
     recorder: &'a Recorder<L>,
     /// `None` while nothing is recorded, and while the failure callback runs.
     state: Option<Guard<'a, L, RecorderState>>,
-    /// `true` if the thread was already unwinding, so that the op is one of a `Drop`.
+    /// `true` if the thread was already unwinding, so that the op comes from a `Drop`.
     was_panicking: bool,
 }
 
@@ -75,12 +75,12 @@ impl<L: Lock> Recorder<L> {
         }
     }
 
-    /// Returns `true` if the calling thread is in the sink of this recording, and holds the gate.
+    /// Returns `true` if the calling thread is running the sink of this recording, and holds the gate.
     fn is_in_sink(&self) -> bool {
         IN_SINKS.try_with(|sinks| sinks.borrow().contains(&self.number)).unwrap_or(false)
     }
 
-    /// Calls the sink. Calls of the sink to the allocator pass the gate unrecorded.
+    /// Calls the sink. Calls from the sink to the allocator pass the gate unrecorded.
     fn with_sink<T>(&self, call: impl FnOnce() -> T) -> T {
         let _in_sink = InSink::enter(self.number);
         call()
@@ -108,7 +108,7 @@ impl<L: Lock> Recorder<L> {
         Gate { recorder: self, state: Some(self.state.lock()), was_panicking: std::thread::panicking() }
     }
 
-    /// Returns a pass while nothing is recorded.
+    /// Returns a pass without a recording.
     pub(super) fn open_gate(&self) -> Gate<'_, L> {
         Gate { recorder: self, state: None, was_panicking: false }
     }
@@ -166,7 +166,7 @@ impl<L: Lock> Gate<'_, L> {
         };
         match begun {
             Ok(()) => {
-                let state = self.state.as_deref_mut().expect("a gate that was prepared");
+                let state = self.state.as_deref_mut().expect("the gate was prepared");
                 *state = RecorderState::On(Box::new(recording));
             }
             Err(_) => {
@@ -178,7 +178,7 @@ impl<L: Lock> Gate<'_, L> {
         begun
     }
 
-    /// Returns `true` if notes are recorded.
+    /// Returns `true` if this pass records ops.
     pub(super) fn is_recording(&mut self) -> bool {
         self.recording().is_some()
     }
@@ -281,7 +281,7 @@ impl<L: Lock> Gate<'_, L> {
         }
     }
 
-    /// Ends the recording if the driver kept memory that had to be released.
+    /// Ends the recording if the driver failed to release memory.
     pub(super) fn note_released(&mut self, released: &Released) {
         released.error.clone().into_iter().for_each(|error| self.end(RecordingEnd::Driver(error)));
     }
@@ -293,7 +293,7 @@ impl<L: Lock> Gate<'_, L> {
         let RecorderState::On(recording) = state else { return };
         let Recording { sink, records, .. } = &mut **recording;
         let (records, mut source) = (*records, end);
-        // The earlier part is complete, unless the sink failed.
+        // The records so far are complete, unless the sink failed.
         if !matches!(source, RecordingEnd::Sink(_) | RecordingEnd::Panicked)
             && let Err(error) = self.recorder.with_sink(|| sink.finish())
         {
@@ -303,12 +303,12 @@ impl<L: Lock> Gate<'_, L> {
         tracing::warn!(name: "recording.ended", target: "symmalloc", records, %error);
         let ended = std::mem::replace(state, RecorderState::Ended(error));
         self.recorder.with_sink(|| drop(ended));
-        // The recording has ended, so the last calls of the sink need no record.
+        // The recording has ended, so reentrant calls of the sink no longer matter.
         self.recorder.take_reentered();
         self.recorder.is_on.store(false, Ordering::Release);
     }
 
-    /// Opens the gate to others and calls `during`.
+    /// Opens the gate to other threads while `during` runs.
     pub(super) fn pause<T>(&mut self, during: impl FnOnce() -> T) -> T {
         let was_closed = self.state.take().is_some();
         let result = during();

@@ -1,8 +1,8 @@
 //! The histories of an allocator's symmetric pools, for ranks to compare.
 //!
-//! The core compares nothing (rule D6). The crate `symmalloc-agreement` reads the histories here and reports back what
-//! all ranks agreed on. Pools are named by their ordinal among the symmetric ones, because a rank may have private
-//! pools in between.
+//! The core compares nothing (rule D6). The crate `symmalloc-agreement` reads the histories here and reports back the
+//! state on which all ranks agreed. Pools are identified by their ordinal among the symmetric ones, because a rank may
+//! have private pools in between.
 
 pub use crate::history::digest::{Mark, folded_multiply, op_word, unpack_op, unpack_placement};
 pub use crate::history::journal::{CHECKPOINTS_MAX, Journal, JournalEntry, NAME_BYTES_MAX, ProgramOrder};
@@ -27,7 +27,7 @@ pub struct HeapHistory {
     pub stream: Option<StreamId>,
     /// The digest of all ops.
     pub digest: Digest,
-    /// The least number of ops whose digest the journal has, apart from checkpoints.
+    /// The least number of ops for which the journal has a digest, apart from checkpoints.
     pub oldest: u64,
 }
 
@@ -52,7 +52,8 @@ pub trait HistorySource {
 
 impl<B: Backend, L: Lock> HistorySource for Allocator<B, L> {
     fn heap_histories(&self) -> Vec<HeapHistory> {
-        // Live pools first: a pool that is destroyed in the meantime is then in both lists rather than in neither.
+        // Lists the live pools first: a pool that is destroyed in the meantime is then in both lists rather than in
+        // neither.
         let pools = self.symmetric_pools().zip(0..).filter(|((id, pool), _)| pool.id() == *id);
         let heaps = pools.flat_map(|((_, pool), ordinal)| pool.heaps().map(move |heap| (ordinal, heap.lock())));
         let lived = heaps.filter(|(_, heap)| heap.has_history() && !heap.is_settled());
@@ -116,8 +117,8 @@ impl<B: Backend, L: Lock> HistorySource for Allocator<B, L> {
 }
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
-    /// Returns the pool with this ordinal among the symmetric ones, by which agreement names pools. A rank may have
-    /// private pools in between, so ids differ between ranks.
+    /// Returns the pool with this ordinal among the symmetric ones. Agreement identifies pools by it, because a rank
+    /// may have private pools in between, so ids differ between ranks.
     pub fn symmetric_pool(&self, ordinal: u32) -> Option<PoolId> {
         self.symmetric_pools().nth(ordinal as usize).map(|(pool, _)| pool)
     }

@@ -23,7 +23,7 @@ pub struct SegmentPosition {
     pub segment: SegmentId,
     /// Address of its first byte.
     pub base: DeviceAddress,
-    /// Bytes of it that are allocated or free: the length of a window on it.
+    /// Bytes of it that are allocated or free, which is the length of a window on it.
     pub size_bytes: u64,
     /// The address's offset in it, in bytes.
     pub offset_bytes: u64,
@@ -54,7 +54,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.at(address, |heap| heap.handle_at(address)).map(|(_, handle)| handle)
     }
 
-    /// Calls `ask` with the heap that contains an address. Returns the locked heap and the answer.
+    /// Passes the heap that contains an address to `ask`. Returns the locked heap and the result.
     #[inline(always)]
     pub(super) fn at<T>(
         &self,
@@ -73,7 +73,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok((heap, answer))
     }
 
-    /// Returns the heap around an address according to the directory, locked.
+    /// Returns the locked heap that contains an address according to the directory.
     #[cold]
     #[inline(never)]
     fn heap_around(&self, address: DeviceAddress, hints: &HeapHints) -> Result<HeapGuard<'_, L>, HandleError> {
@@ -86,7 +86,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     pub fn segment_at(&self, address: DeviceAddress) -> Option<SegmentPosition> {
         let entry = self.context.directory.lock().around(address)?;
         let heap = self.heaps.get(entry.heap.index())?.lock();
-        // The segment may have been removed before its heap was locked. From here on it cannot be.
+        // The segment may have been removed before its heap was locked. From now on it cannot be removed.
         if self.context.directory.lock().around(address) != Some(entry) {
             return None;
         }
@@ -102,8 +102,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         })
     }
 
-    /// Checks every invariant of every heap, and that the budgets equal the sums over heaps (`I10`). Slow; for tests. Call it
-    /// between ops only: while another thread executes one, the sums may differ.
+    /// Checks every invariant of every heap, and that the budgets equal the sums over heaps (`I10`). Slow; for tests.
+    /// Call it only between ops: while another thread executes one, the sums may differ.
     ///
     /// # Errors
     /// Returns the first violation found, in (pool, stream) order.

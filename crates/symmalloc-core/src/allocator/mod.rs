@@ -13,11 +13,11 @@
 //!  5. a typed error; the heap is unchanged, and its digest includes the refusal
 //! ```
 //!
-//! Step 3 is the same on every rank because limits are configured bytes. If a driver call fails, which may happen on one
-//! rank alone, nothing is released: step 3 is skipped.
+//! Step 3 is the same on every rank because limits are configured bytes. A driver call can fail on one rank alone. Step
+//! 3 is therefore skipped after a failed driver call, and nothing is released.
 //!
 //! Statistics over all heaps and the recording are updated after a decision, at the end of `place` and of `free`. They
-//! decide nothing. While a recording is active, ops pass its gate one at a time.
+//! influence no decision. While a recording is active, ops pass its gate one at a time.
 
 mod destroyed;
 mod gate;
@@ -72,7 +72,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU32;
 
-/// The callback before an allocation fails. It is called without any lock, and may free, trim and log.
+/// The callback that runs before an allocation fails. It is called without any lock, and can free, trim and log.
 type FailureCallback<B, L> = Arc<dyn Fn(&Allocator<B, L>, &OutOfMemory) -> Retry + Send + Sync>;
 
 /// A caching device allocator over a backend, driven by one thread ([`Exclusive`]) or by many ([`Shared`]).
@@ -99,7 +99,7 @@ pub struct Allocator<B: Backend, L: Lock = Exclusive> {
     /// The environment of the heaps.
     context: Context<B, L>,
     config: Config,
-    /// The allocator's number in the process, by which it recognizes the entries that its observers read.
+    /// The allocator's number in the process, which identifies the entries that its observers read.
     number: u64,
     granularity_bytes: u64,
     /// Number of registered streams. Written under the lock of the clocks.
@@ -120,7 +120,7 @@ pub struct Allocator<B: Backend, L: Lock = Exclusive> {
     /// Taken before `open_scopes`, and both before any heap's lock.
     observers: L::Cell<Observers>,
     failure_callback: L::Cell<Option<FailureCallback<B, L>>>,
-    /// Numbers the ops of symmetric pools, for agreement. Not in any digest.
+    /// The numbering of ops in symmetric pools, for agreement. Not part of any digest.
     program_order: Arc<ProgramOrder>,
     /// The gate through which recorded ops pass one at a time. Taken before every other lock.
     recorder: Recorder<L>,
@@ -221,12 +221,12 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     /// Changes the limit on the device memory of all pools together. Memory that already exceeds it stays; the next
-    /// request for more is refused.
+    /// request for more fails.
     ///
     /// # Determinism
     /// The limit is an input of every later decision, like the configuration (rule D4): set the same number of bytes at
     /// the same point of the program on every rank. Agreement compares it. No op of a trace represents the change, so
-    /// it ends a running [recording], and a later recording begins with the new limit.
+    /// it ends an active [recording], and a later recording begins with the new limit.
     pub fn set_limit_bytes(&self, limit_bytes: Option<u64>) {
         let mut gate = self.gate();
         if limit_bytes != self.limit_bytes() {
@@ -266,7 +266,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.place(pool, stream, size_bytes, Some(name), None)
     }
 
-    /// Allocates in all steps, with the gate that is held while a recording is active.
+    /// Performs all steps of an allocation. The gate is held while a recording is active.
     #[inline(always)]
     fn place<'a>(
         &'a self,
@@ -302,7 +302,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(allocation)
     }
 
-    /// Frees an allocation. Other work may use the memory at once, ordered behind the uses of this one on the device.
+    /// Frees an allocation. The memory can be reused at once: on the device, its next user waits for the uses so far.
     /// The call may block on another thread that holds the same heap's lock, never on the device.
     ///
     /// # Errors
@@ -386,8 +386,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
     }
 
-    /// Raises the device memory of the heap of (pool, stream) to at least `size_bytes`, so that later allocations find
-    /// it.
+    /// Acquires device memory until the heap of (pool, stream) has at least `size_bytes`, so that later allocations can
+    /// use it.
     ///
     /// # Errors
     /// See [`allocate`](Self::allocate); the heap's memory is then unchanged.
@@ -439,7 +439,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         released.into_result()
     }
 
-    /// Releases a pool's free memory, all of it or `goal_bytes`.
+    /// Releases all of a pool's free memory, or `goal_bytes` of it.
     fn trim_pool(&self, entry: &Pool<L>, goal_bytes: Option<u64>) -> Released {
         let (mut released, mut left_bytes) = (Released::default(), goal_bytes);
         for heap in entry.heaps() {
@@ -448,7 +448,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             }
             let mut heap = heap.lock();
             let mapped_bytes = heap.mapped_bytes();
-            // In a heap without ops nothing is free, but the driver may have kept memory of a refused rejoin.
+            // In a heap without ops nothing is free, but it may hold memory of a failed rejoin that the driver has not
+            // released.
             let has_history = heap.has_history();
             let outcome =
                 if has_history { heap.trim(&self.context, left_bytes) } else { heap.release_retired(&self.context) };
@@ -504,7 +505,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
     }
 
-    /// Returns the heap that serves a stream in a pool, if it exists. That of a destroyed pool has no memory and
+    /// Returns the heap that serves a stream in a pool, if it exists. The heap of a destroyed pool has no memory and
     /// acquires none.
     #[inline(always)]
     fn find_heap(&self, pool: PoolId, stream: StreamId) -> Option<&HeapCell<L>> {
@@ -541,7 +542,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         };
         let cell = entry.make_heap(stream, || {
             let index = self.heaps.push(|index| Arc::new(LockCell::new(make(HeapId(index as u32)))));
-            Arc::clone(self.heaps.get(index).expect("it was just made"))
+            Arc::clone(self.heaps.get(index).expect("the heap was just created"))
         });
         let mut heap = cell.lock();
         if heap.identity().pool != pool {
@@ -573,8 +574,8 @@ impl<B: Backend + fmt::Debug, L: Lock> fmt::Debug for Allocator<B, L> {
 }
 
 impl<B: Backend, L: Lock> Drop for Allocator<B, L> {
-    /// Ends a recording and releases all memory, including live allocations. Memory that the driver fails to take
-    /// back is left to the end of its context.
+    /// Ends a recording and releases all memory, including live allocations. Memory that the driver fails to release
+    /// exists until its context ends.
     fn drop(&mut self) {
         self.end_recording();
         self.all_heaps().for_each(|heap| heap.lock().abandon(&self.context));

@@ -1,5 +1,5 @@
-//! Observers of a pool's segments. [`crate::history::segment_log`] describes the events that they read and their
-//! timing.
+//! Observers of a pool's segments. [`crate::history::segment_log`] describes the events that they read and when they
+//! can read them.
 
 use super::Allocator;
 use super::pool::{HeapCell, HeapGuard, Pool};
@@ -73,24 +73,23 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         unread
     }
 
-    /// Acknowledges events: the observer has processed them. Memory of removed segments that no observer holds any more
-    /// is released. Returns the released bytes.
+    /// Acknowledges events: the observer has processed them. Memory of removed segments is released once no observer
+    /// holds it any more. Returns the released bytes.
     ///
     /// # Errors
     /// Returns an error if another observer read the events, or they belong to another allocator: nothing is
-    /// acknowledged then. Also returns an error if the driver fails to take memory back: the events are acknowledged,
-    /// and the next trim tries again.
+    /// acknowledged then. Also returns an error if the driver fails to release memory: the events are acknowledged, and
+    /// the next trim tries again.
     pub fn acknowledge(&self, observer: ObserverId, unread: &Unread) -> Result<u64, TrimError> {
         if unread.reader != (self.number, observer) {
             return Err(TrimError::NotRead { observer });
         }
         let mut gate = self.gate();
         let pool = self.observers.lock().pool_of(observer);
-        // A heap that was created later has no end.
+        // A heap that was created after the read has no end.
         let end_of = |id| unread.ends.iter().find(|(read, _)| *read == id).map_or(0, |(_, end)| *end);
         let has_death = |heap: HeapGuard<'_, L>| heap.log().has_death_since(end_of(heap.identity().id));
-        // A replay acknowledges every event so far, which is more than this observer has read if one was added in
-        // between.
+        // A replay acknowledges every event so far. If an event was added in between, this observer has not read it.
         let is_late = gate.is_recording() && self.observed_heaps(pool).map(LockCell::lock).any(has_death);
         let released = self.let_go(pool, |id, log| log.acknowledge(observer, end_of(id)));
         if is_late {
@@ -104,8 +103,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Removes an observer as if it had acknowledged everything. Returns the released bytes.
     ///
     /// # Errors
-    /// Returns an error if the driver fails to take memory back; the observer is removed, and the next trim tries
-    /// again.
+    /// Returns an error if the driver fails to release memory; the observer is removed, and the next trim tries again.
     pub fn forget(&self, observer: ObserverId) -> Result<u64, TrimError> {
         let mut gate = self.gate();
         let mut observers = self.observers.lock();

@@ -20,8 +20,9 @@ use smallvec::SmallVec;
 use std::sync::Arc;
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
-    /// Sets the callback before an allocation fails. It is called without any lock and may use the allocator. An
-    /// allocation inside it that fails calls it again. To keep ranks equal, it must decide from the program alone.
+    /// Sets the callback that runs before an allocation fails. It is called without any lock and can use the allocator.
+    /// An allocation inside the callback that fails calls it again. To keep ranks equal, its actions must depend on the
+    /// program alone.
     pub fn set_failure_callback(&self, callback: impl Fn(&Self, &OutOfMemory) -> Retry + Send + Sync + 'static) {
         *self.failure_callback.lock() = Some(Arc::new(callback));
     }
@@ -29,7 +30,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Runs steps 3 to 5 of the [module documentation](self).
     #[cold]
     #[inline(never)]
-    #[allow(clippy::boxed_local, reason = "the callers have a box, and moving what is in it costs them a copy")]
+    #[allow(clippy::boxed_local, reason = "the callers have a box, and unboxing would cost them a copy")]
     pub(super) fn retry<'a, T>(
         &'a self,
         request: Request,
@@ -52,8 +53,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let _entered = span.enter();
         let mut retries = 0;
         let mut may_reclaim = true;
-        // Bytes released for this request. They are recorded only if the request fails; otherwise replay releases them
-        // by itself.
+        // Bytes released for this request. They are recorded only if the request fails. Otherwise a replay releases
+        // them without a record.
         let mut unsaid: SmallVec<[u64; 2]> = SmallVec::new();
         loop {
             let (missing, cause) = match *shortage {
@@ -76,7 +77,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             };
             let after = if can_help && may_reclaim {
                 // Free memory next to the request's place may have been released. More is then missing than before, and
-                // the next round releases that too. If less than the missing amount was released, there is no more.
+                // the next round releases that too. If less than the missing amount was released, nothing is left to
+                // release.
                 may_reclaim = self.reclaim(entry, heap, bytes(missing), gate) >= bytes(missing);
                 unsaid.push(bytes(missing));
                 "reclaim"
@@ -114,8 +116,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         }
     }
 
-    /// Step 3: releases what `reclaim` allows, up to the missing amount. Returns the released bytes. Memory that the
-    /// driver does not take back counts as reserved; the driver is not asked again, and the result is 0.
+    /// Step 3: releases the memory that `reclaim` allows, up to the missing amount. Returns the released bytes. Memory
+    /// that the driver fails to release counts as reserved. The call is not repeated, and the result is 0.
     fn reclaim(&self, entry: &Pool<L>, heap: &HeapCell<L>, missing_bytes: u64, gate: &mut Gate<'_, L>) -> u64 {
         let goal_bytes = Some(missing_bytes);
         let released = match entry.config.reclaim() {
@@ -127,7 +129,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if released.error.is_none() { released.bytes } else { 0 }
     }
 
-    /// Replays the memory that a recorded request released in vain: [`Op::Reclaim`].
+    /// Replays the release of memory for a recorded request that failed: [`Op::Reclaim`].
     ///
     /// # Errors
     /// Returns an error if the pool or the stream is unknown.

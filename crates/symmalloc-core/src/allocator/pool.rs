@@ -64,7 +64,8 @@ impl<L: Lock> Pool<L> {
         self.heaps.iter().map(|(_, heap)| &**heap).filter(move |heap| heap.lock().identity().pool == id)
     }
 
-    /// Returns the heap that serves a stream, if it exists. It may belong to an earlier pool: compare its identity.
+    /// Returns the heap that serves a stream, if it exists. The heap may belong to an earlier pool: the caller compares
+    /// its identity.
     #[inline(always)]
     pub(super) fn heap(&self, stream: StreamId) -> Option<&HeapCell<L>> {
         self.heaps.get(self.index(stream)).map(|heap| &**heap)
@@ -99,7 +100,7 @@ impl<L: Lock> Pool<L> {
         PoolId(self.id.load(Ordering::Acquire))
     }
 
-    /// Turns this into another pool of the same configuration, without any heap or state of the earlier one.
+    /// Turns this into another pool of the same configuration, without any heap or state of the earlier pool.
     pub(super) fn begin_as(&self, id: PoolId) {
         self.budget.restart(self.config.limit_bytes());
         self.log_entries.store(0, Ordering::Release);

@@ -18,10 +18,10 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Creates the program's next pool. Create pools in the same order on every rank.
     ///
     /// # Errors
-    /// None at present; reserved for policies that a backend cannot serve.
+    /// Currently returns no error. The type is reserved for policies that a backend cannot serve.
     pub fn create_pool(&self, config: PoolConfig) -> Result<PoolId, PoolError> {
         let mut gate = self.gate();
-        // No heap is created while this is held.
+        // No heap is created while this lock is held.
         let observers = self.observers.lock();
         let (symmetric, limit_bytes) = (config.symmetric(), config.limit_bytes());
         let config = config.that_works(self.context.backend.can_alias());
@@ -190,8 +190,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
 }
 
 impl<B: Backend, L: Lock> Allocator<B, L> {
-    /// Returns the pools that reports and trims visit, in the order of their ids: live ones, and those whose memory the
-    /// driver holds.
+    /// Returns the pools that reports and trims visit, in the order of their ids: live pools, and destroyed pools whose
+    /// memory the driver holds.
     pub(super) fn kept_pools(&self) -> impl Iterator<Item = (PoolId, &Arc<Pool<L>>)> {
         let kept = self.destroyed.lock().kept().to_vec();
         kept.into_iter().filter_map(|id| Some((id, self.pools.get(id.index())?))).filter(|(id, pool)| pool.id() == *id)

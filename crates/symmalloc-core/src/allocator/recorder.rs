@@ -24,14 +24,15 @@ pub trait Sink: Send {
     /// Receives the next record. Records are consistent, like those of a trace.
     ///
     /// # Errors
-    /// Returns an error if the record cannot be kept. The recording ends, this record is lost, and no further call is made.
+    /// Returns an error if the record cannot be stored. The recording ends, this record is lost, and no further call is
+    /// made.
     fn record(&mut self, record: Record) -> Result<(), SinkError>;
 
     /// Completes the recording. Also called when the allocator is dropped while it is recorded. Not called after an
     /// error.
     ///
     /// # Errors
-    /// Returns an error if the records could not be kept.
+    /// Returns an error if the records could not be stored.
     fn finish(&mut self) -> Result<(), SinkError>;
 }
 
@@ -64,7 +65,7 @@ pub enum StartRecordingError {
     /// The sink used the allocator.
     #[error("the sink used the allocator while the recording began: keep records in host memory or in a file")]
     Reentered,
-    /// The sink refused to begin.
+    /// The sink failed to begin.
     #[error("the recording's sink cannot begin: {0}")]
     Sink(#[source] SinkError),
 }
@@ -89,7 +90,7 @@ pub enum RecordingError {
     },
 }
 
-/// The reason why a recording ended. The earlier part is complete, except where noted.
+/// The reason why a recording ended. The records before it are complete, except where noted.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RecordingEnd {

@@ -4,14 +4,14 @@
 //! digests. To guarantee this for a program with many threads, ops pass one at a time while a recording is active:
 //!
 //! ```text
-//!   thread 1 ── allocate ──┐ gate                       heaps as always          sink
+//!   thread 1 ── allocate ──┐ gate                       heaps, as usual          sink
 //!   thread 2 ── free ──────┤  ║══ one op, from its first lock to its decision ══► Record, Record, Record ...
 //!   thread 3 ── wait ──────┘  ║
 //! ```
 //!
-//! The order of the records is therefore one in which the ops took effect, within each heap and across heaps, including
-//! limits that heaps share. Ops that were refused without changing any digest (an unknown stream, a stale handle) are
-//! not recorded.
+//! The records are therefore in an order in which the ops took effect, within each heap and across heaps, including
+//! limits that heaps share. Ops that failed without changing any digest (an unknown stream, a stale handle) are not
+//! recorded.
 //!
 //! The gate comes before all other locks. While nothing is recorded it is open, and an op reads one flag.
 //!
@@ -22,8 +22,8 @@
 //! | a call of the failure callback | a `Reclaim` for each earlier attempt, the callback's own ops, then as above |
 //! | memory released by a free above the threshold, or for an allocation that then fits | none: replay does the same |
 //!
-//! A sink that fails ends the recording, never an op: the error waits for [`Allocator::stop_recording`], and `tracing` gets
-//! one event (`recording.ended`). The same happens at an event that no record can represent, see [`RecordingEnd`].
+//! A failed sink ends the recording but fails no op: [`Allocator::stop_recording`] returns the error, and `tracing`
+//! gets one event (`recording.ended`). The same happens at an event that no record can represent, see [`RecordingEnd`].
 
 pub use super::recorder::{Recorded, RecordingEnd, RecordingError, Sink, SinkError, StartRecordingError};
 
@@ -52,7 +52,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// See [`StartRecordingError`]; nothing has changed then.
     pub fn start_recording(&self, sink: impl Sink + 'static) -> Result<(), StartRecordingError> {
         let mut gate = self.recorder.prepare()?;
-        // From here on no pool, heap or stream is created without a record.
+        // From now on no pool, heap or stream is created without a record.
         let observers = self.observers.lock();
         let open_scopes = self.open_scopes.lock();
         let heaps: Vec<_> = self.all_heaps().map(LockCell::lock).collect();
@@ -60,7 +60,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         if let Some(heap) = heaps.iter().find(|heap| !heap.is_fresh()) {
             return Err(StartRecordingError::InUse { pool: heap.identity().pool, ops: heap.digest().ops });
         }
-        // With the current limit.
+        // The recording begins with the current limit.
         let config = self.config().to_builder().limit_bytes(self.limit_bytes()).build();
         let config = config.expect("no limit is out of range");
         let standing = self.standing(&observers);
@@ -78,8 +78,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Stops the recording, at any time. The sink then has a complete recording. Dropping the allocator does the same.
     ///
     /// # Errors
-    /// See [`RecordingError`]: the reason why it ended before, or the sink's failure to finish. Nothing is
-    /// recorded any more.
+    /// See [`RecordingError`]: the reason why it ended before, or the sink's failure to finish. The recording is off in
+    /// either case.
     pub fn stop_recording(&self) -> Result<Recorded, RecordingError> {
         let Recording { mut sink, records, .. } = *self.recorder.stop()?;
         let ended = |error| RecordingError::Ended { records, source: RecordingEnd::Sink(error) };
@@ -87,7 +87,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(Recorded { records })
     }
 
-    /// Stops a recording, if one is on, where no error can be returned.
+    /// Stops a recording, if one is active, in a context that cannot return an error.
     pub(crate) fn end_recording(&self) {
         if self.is_recording()
             && let Err(error) = self.stop_recording()
@@ -117,7 +117,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         ops.into_iter().map(Record::from).collect()
     }
 
-    /// Passes the gate if a recording is on. Must be called before any other lock is taken.
+    /// Passes the gate if a recording is active. Must be called before any other lock is taken.
     pub(super) fn gate(&self) -> Gate<'_, L> {
         self.recorder.gate()
     }

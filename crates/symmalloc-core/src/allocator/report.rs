@@ -14,11 +14,11 @@ use crate::types::ids::{PoolId, SegmentId, StreamId};
 use std::fmt;
 use std::ops::Add;
 
-/// A part of a program whose statistics are collected. Scopes nest; close them in reverse order.
+/// A part of a program whose statistics are collected. Scopes can be nested; close them in reverse order.
 ///
 /// Deliberately not `Copy`: closing consumes the scope.
 #[derive(Debug)]
-#[must_use = "close the scope to learn what happened in it"]
+#[must_use = "close the scope to get its statistics"]
 pub struct StatScope(());
 
 /// The memory of an allocator, block by block.
@@ -53,7 +53,7 @@ pub struct Leak {
     pub offset_bytes: u64,
     /// Requested bytes.
     pub requested_bytes: u64,
-    /// The program's name of it.
+    /// The program's name for the allocation.
     pub name: Option<Box<str>>,
 }
 
@@ -155,8 +155,9 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         StatScope(())
     }
 
-    /// Closes the innermost scope. Its `allocated`, `freed` and peaks count from its opening; the outer scope's peaks
-    /// are as if it had not existed. Over several heaps driven by several threads, peaks are upper bounds.
+    /// Closes the innermost scope. Its `allocated`, `freed` and peaks count from its opening. The peaks of the outer
+    /// scope include it, as if it had not existed. Over several heaps driven by several threads, peaks are upper
+    /// bounds.
     #[allow(clippy::needless_pass_by_value, reason = "a scope is closed once")]
     pub fn close_stat_scope(&self, scope: StatScope) -> ClassStats {
         let StatScope(()) = scope;

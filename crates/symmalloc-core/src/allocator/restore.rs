@@ -14,10 +14,10 @@
 //!           then    │ a │  b  │ free │ c │ free │
 //! ```
 //!
-//! All checks that can refuse a restore run before any change. The driver's calls come next, and then the tables, which
-//! cannot fail. A rejoin in which a driver call fails leaves the pool fresh. A rewind cannot undo what it released, so a
-//! driver that fails in the middle leaves a consistent pool whose digests record the failure, and which can be restored
-//! again.
+//! All checks that can refuse a restore run before any change. The driver calls come next. The changes of the tables
+//! come last and cannot fail. A rejoin in which a driver call fails leaves the pool fresh. A rewind cannot undo its
+//! releases. If the driver fails in the middle, the pool is consistent, its digests record the failure, and it can be
+//! restored again.
 //!
 //! The memory of a restored allocation contains whatever was written there in the meantime. Its stream waits for the
 //! earlier users on the device, as in `allocate`. Nothing is unmapped before its users are synchronized.
@@ -62,7 +62,7 @@ pub struct Restored {
 pub struct RestoredHeap {
     /// Its stream; `None` if the pool's streams share a heap.
     pub stream: Option<StreamId>,
-    /// A handle that stands for every live allocation of zero bytes, which have no placement.
+    /// A handle that represents every live allocation of zero bytes; these have no placement.
     pub nothing: Handle,
     /// The live allocations, by placement.
     pub allocations: Vec<RestoredAllocation>,
@@ -78,7 +78,7 @@ pub struct RestoredAllocation {
     pub stream: StreamId,
     /// Requested bytes.
     pub requested_bytes: u64,
-    /// The program's name of it.
+    /// The program's name for the allocation.
     pub name: Option<Box<str>>,
 }
 
@@ -90,7 +90,7 @@ impl Restored {
         Some(&heap.allocations[at])
     }
 
-    /// Returns the handle that stands for a stream's allocations of zero bytes.
+    /// Returns the handle that represents a stream's allocations of zero bytes.
     pub fn nothing(&self, stream: StreamId) -> Option<Handle> {
         Some(self.heap_of(stream)?.nothing)
     }
@@ -127,7 +127,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             self.heap_for(pool, saved.stream.unwrap_or_default())?;
         }
         let observers = self.observers.lock().count(pool);
-        // Locks all heaps together, so that the checks of one heap still hold when the last one changes.
+        // Locks all heaps together, so that the checks of one heap are still valid when the last heap changes.
         let mut guards: Vec<_> = entry.heaps().map(LockCell::lock).collect();
         let mut heaps: Vec<_> = guards.iter_mut().map(|heap| Saved::find(heap, layout)).collect();
         let outcome = if is_fresh { self.rejoin(&mut heaps) } else { self.rewind(observers, &mut heaps) };
@@ -143,15 +143,15 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     /// Makes exactly the allocations of a layout live again, in memory that the pool still holds. Unlike a rewind, it
-    /// keeps the memory acquired in the meantime and continues the pool's history. Captured graphs on other branches of
-    /// a tree of graphs may use that memory. Each new live allocation, and each of its uses, counts as an op of the
-    /// program and is recorded.
+    /// keeps the memory acquired in the meantime, which captured graphs on other branches of a graph tree may use, and
+    /// continues the pool's history. Each new live allocation, and each of its uses, counts as an op of the program and
+    /// is recorded.
     ///
-    /// No other thread may use the pool during the call. A pool that no longer holds the layout's memory is refused.
+    /// No other thread may use the pool during the call.
     ///
     /// # Errors
-    /// See [`RestoreError`]. Nothing has changed then, unless it is [`RestoreError::Fence`]: then the pool can be
-    /// revived again.
+    /// See [`RestoreError`]; among others, if the pool no longer holds the layout's memory. Nothing has changed then,
+    /// unless it is [`RestoreError::Fence`]: then the pool can be revived again.
     pub fn revive_layout(&self, pool: PoolId, layout: &Layout) -> Result<Restored, RestoreError> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
@@ -178,7 +178,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// as an op of the program.
     ///
     /// # Errors
-    /// [`RestoreError::Gone`] if there is no memory at the placement, or not enough for such a block,
+    /// Returns [`RestoreError::Gone`] if there is no memory at the placement, or not enough for such a block,
     /// [`RestoreError::UnknownLive`] if another allocation is live there, and others. Nothing has changed then, unless
     /// it is [`RestoreError::Fence`].
     pub fn replay_revival(
@@ -268,7 +268,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
             // Memory that an earlier attempt could not release is still charged.
             heap.release_retired(&self.context).error.map_or(Ok(()), Err)?;
         }
-        // A charge that is dropped before it is kept, because of a limit or a panicking backend, is refunded.
+        // A charge that is dropped before it is kept is refunded. This happens at a limit or if the backend panics.
         let mut charges = Vec::new();
         for Saved { heap, layout } in heaps.iter() {
             let needed_bytes = layout.reserved_bytes();

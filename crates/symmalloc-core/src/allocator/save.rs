@@ -15,8 +15,8 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     /// Returns the current layout of a pool. It does not include allocations of zero bytes, which have no placement,
     /// and it truncates names to 4,096 bytes.
     ///
-    /// With several threads, call it while none of them uses the pool: a layout represents one moment, whose position
-    /// in each heap's history should be the same on every rank.
+    /// With several threads, call it while none of them uses the pool: a layout represents one moment, which should be
+    /// at the same op of each heap on every rank.
     ///
     /// # Errors
     /// Returns an error if the pool is unknown, has plans or learns some, is in a step, has stitched ranges, or holds

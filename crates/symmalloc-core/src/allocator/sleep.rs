@@ -40,7 +40,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         self.quiesce(pool, contents)?.unmap()
     }
 
-    /// Wakes a pool: it has memory at its old addresses again, with the saved contents. A pool that is awake stays
+    /// Wakes a pool: maps memory at its old addresses again and restores the saved contents. A pool that is awake stays
     /// awake.
     ///
     /// # Determinism
@@ -53,7 +53,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
     }
 
     /// Starts a sleep: refuses allocations, blocks until the work of the streams that use the pool has completed, and
-    /// saves the contents to keep. Its memory exists until [`Quiesced::unmap`].
+    /// saves the contents. The memory exists until [`Quiesced::unmap`].
     ///
     /// # Errors
     /// See [`sleep`](Self::sleep); the pool is unchanged.
@@ -102,7 +102,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let (entry, backend) = (change.entry, &self.context.backend);
         let mut remapped = Remapped { change, woken: Woken::default() };
         let needed_bytes = entry.heaps().map(|heap| heap.lock().asleep_bytes().1).sum();
-        // A limit is met before anything is mapped.
+        // Checks the limits before anything is mapped.
         let room = entry.heaps().next().map_or(Ok(()), |heap| {
             let heap = heap.lock();
             heap.budgets(&self.context).charge(needed_bytes).map(drop)
@@ -197,7 +197,7 @@ fn live_parts<L: Lock>(entry: &Pool<L>) -> Vec<Part> {
     parts
 }
 
-/// A sleep or a wake in progress. No other one begins until it ends. Dropping it leaves the pool as it was.
+/// A sleep or a wake in progress. No other sleep or wake begins until it ends. Dropping it leaves the pool unchanged.
 struct Change<'a, B: Backend, L: Lock> {
     allocator: &'a Allocator<B, L>,
     entry: &'a Pool<L>,
@@ -212,8 +212,9 @@ struct Change<'a, B: Backend, L: Lock> {
 }
 
 impl<B: Backend, L: Lock> Change<'_, B, L> {
-    /// Ends the change: it succeeded in `done`, or failed if that is `None`. The pool is awake, or it sleeps and its
-    /// memory is released ([`Phase::Asleep`]) or stays mapped ([`Phase::Failed`]). Returns the released bytes.
+    /// Ends the change, which succeeded in the phase `done`, or failed if that is `None`. The pool is then awake, or it
+    /// sleeps and its memory is released ([`Phase::Asleep`]) or stays mapped ([`Phase::Failed`]). Returns the released
+    /// bytes.
     fn end(&mut self, done: Option<Phase>) -> Result<u64, SleepCause> {
         let Change { allocator, entry, pool, asked, otherwise, .. } = *self;
         let (after, is_done) = (done.unwrap_or(otherwise), done.is_some());
@@ -257,8 +258,8 @@ impl<B: Backend, L: Lock> Change<'_, B, L> {
 }
 
 impl<B: Backend, L: Lock> Drop for Change<'_, B, L> {
-    /// Releases the memory that a wake has mapped. Memory that the driver does not take back is held: the next sleep
-    /// tries again, and the next wake reuses it.
+    /// Releases the memory that a wake has mapped. If the driver fails to release it, the next sleep tries again, and
+    /// the next wake reuses it.
     fn drop(&mut self) {
         if !self.has_ended {
             let _as_it_was = self.end(None);
@@ -267,8 +268,8 @@ impl<B: Backend, L: Lock> Drop for Change<'_, B, L> {
 }
 
 /// A quiesced pool: it refuses allocations, its work has completed, and the contents to keep are saved. Dropping it
-/// leaves the pool as it was.
-#[must_use = "the pool is what it was when this is dropped"]
+/// makes the pool serve allocations again.
+#[must_use = "dropping this cancels the sleep"]
 pub struct Quiesced<'a, B: Backend, L: Lock> {
     change: Change<'a, B, L>,
     kept_bytes: u64,
@@ -278,22 +279,22 @@ impl<B: Backend, L: Lock> Quiesced<'_, B, L> {
     /// Releases the memory. The pool sleeps.
     ///
     /// # Errors
-    /// [`SleepCause::Held`] when the driver does not take all of it back: the pool sleeps.
+    /// Returns [`SleepCause::Held`] if the driver fails to release some of it. The pool sleeps in this case too.
     pub fn unmap(mut self) -> Result<Slept, SleepError> {
         let ended = self.change.end(Some(Phase::Asleep));
         let released_bytes = ended.map_err(|cause| SleepError { pool: self.change.pool, cause })?;
         Ok(Slept { released_bytes, kept_bytes: self.kept_bytes })
     }
 
-    /// Puts the pool to sleep with all of its memory, because a window that cannot be removed holds it. The next sleep
-    /// can release it.
+    /// Puts the pool to sleep without releasing its memory, because a window that cannot be removed holds it. The next
+    /// sleep can release the memory.
     pub fn hold(mut self) {
         let _nothing_is_unmapped = self.change.end(Some(Phase::Failed));
     }
 }
 
-/// A pool that has its memory again and does not serve allocations yet. Dropping it leaves the pool as it was: asleep.
-#[must_use = "the pool sleeps again when this is dropped"]
+/// A pool whose memory is mapped again, but which does not serve allocations yet. Dropping it leaves the pool asleep.
+#[must_use = "dropping this puts the pool back to sleep"]
 pub struct Remapped<'a, B: Backend, L: Lock> {
     change: Change<'a, B, L>,
     woken: Woken,

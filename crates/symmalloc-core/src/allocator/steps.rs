@@ -63,17 +63,17 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         Ok(StepGuard { allocator: self, pool })
     }
 
-    /// Adopts a plan: the heap acquires its memory now, and follows it in steps of its key from the next one on. The
-    /// plan replaces the heap's plan of the same key. All plans of a heap use the same memory, whose size is that of
-    /// the largest. If no free block is large enough, free memory is released first, as in [`trim`](Self::trim). A step
-    /// without a plan uses that memory as ordinary memory.
+    /// Adopts a plan: the heap acquires the plan's memory now, and follows the plan in steps with its key, starting
+    /// with the next one. The plan replaces the heap's plan of the same key. All plans of a heap use the same memory,
+    /// whose size is that of the largest plan. If no free block is large enough, free memory is released first, as in
+    /// [`trim`](Self::trim). A step without a plan uses that memory as ordinary memory.
     ///
     /// # Determinism
     /// The plan is part of the heap's digest: agreement detects ranks that adopt different plans.
     ///
     /// # Errors
-    /// See [`PlanError`]. A plan that does not fit this pool changes nothing. If there is no memory for it, the heap no
-    /// longer has plans and continues without.
+    /// See [`PlanError`]. A plan that does not fit this pool changes nothing. If there is no memory for it, the heap
+    /// drops its plans and continues without them.
     pub fn adopt_plan(&self, pool: PoolId, plan: Plan) -> Result<(), PlanError> {
         let mut gate = self.gate();
         let entry = self.pool(pool)?;
@@ -90,7 +90,7 @@ impl<B: Backend, L: Lock> Allocator<B, L> {
         let adopted = heap.lock().adopt(&self.context, &plans);
         if let Err(shortage) = adopted {
             let request = Request { pool, stream, size_bytes: plans.memory_bytes() };
-            // The failure callback may allocate, for which a heap of this pool may have to be created.
+            // The failure callback may allocate, which may create a heap of this pool.
             drop(step);
             self.retry(request, heap, shortage, Some(&mut gate), |heap| heap.adopt(&self.context, &plans))?;
         }

@@ -2,8 +2,8 @@
 //!
 //! A free block's position in the order is its [`FreeKey`]: (size, sequence, offset), most significant first. The
 //! stream, D2's first criterion, is constant within a heap. The best fit is the least key whose size is at least the
-//! request. The answer thus depends on the set of free blocks and not on the order in which they became free: the index
-//! is canonical.
+//! request. The result therefore depends on the set of free blocks and not on the order in which they became free: the
+//! index is canonical.
 //!
 //! ```text
 //!  size in units   1 2 3 ... 15 │ 16-17 18-19 ... │ 32-35 ...           8 bins per power of two, 256 per size class
@@ -13,14 +13,14 @@
 //!                  sentinel ◄─► 32 ◄─► 32 ◄─► 35 ◄─► sentinel
 //! ```
 //!
-//! Finding the bin takes a shift and a mask; finding the next occupied one takes a bit scan or two. In most programs a
+//! Finding the bin takes a shift and a mask; finding the next occupied bin takes a bit scan or two. In most programs a
 //! bin holds one to three blocks, for which a linked list costs a dozen instructions and touches only blocks that are
-//! touched anyway. In a program with 100,000 free blocks of one size, walking that list would take far too long, so a
-//! long bin turns into a tree with logarithmic cost.
+//! accessed in any case. In a program with 100,000 free blocks of one size, walking that list would take far too long,
+//! so a long bin turns into a tree with logarithmic cost.
 //!
 //! A list is a ring that begins and ends with the bin's *sentinel*, a slot of the block table that holds no block and
-//! compares greater than all blocks ([`SENTINELS`]). So a block always has a neighbor on both sides, and no code tests
-//! for an empty bin or for the first or last block. Such branches are hard to predict.
+//! compares greater than all blocks ([`SENTINELS`]). A block therefore always has a neighbor on both sides, and no code
+//! tests for an empty bin or for the first or last block. Such branches are hard to predict.
 
 use crate::blocks::free_key::FreeKey;
 use crate::blocks::table::{Block, NONE, SENTINELS, Slot};
@@ -36,9 +36,11 @@ const BIN_COUNT: usize = 256;
 const WORD_COUNT: usize = BIN_COUNT / 64;
 const _: () = assert!(SENTINELS == 2 * BIN_COUNT);
 
-/// An insertion that passes more blocks than this in a list turns the list into a tree ...
+/// Maximum number of blocks that an insertion passes in a list. An insertion that passes more turns the list into a
+/// tree.
 const WALK_MAX: u32 = 16;
-/// ... and a tree with fewer keys than this turns back into a list. The difference prevents a bin from alternating.
+/// Minimum number of keys in a tree. A smaller tree turns back into a list. The distance to [`WALK_MAX`] prevents a bin
+/// from alternating.
 const TREE_MIN: usize = 4;
 
 /// Index of the link to the previous block.
@@ -99,7 +101,7 @@ impl FreeIndex {
     pub(crate) fn best_fit(&self, blocks: &[Block], class: SizeClass, size: Units) -> Option<Slot> {
         let bin = self.occupied_from(class, bin_in_class(size))?;
         let first = blocks[bin as usize].links[NEXT];
-        // Every block of a bin after the size's own is large enough.
+        // Every block of a later bin is large enough.
         match blocks.get(first as usize) {
             Some(block) if block.size >= size => Some(first),
             Some(_) => self.best_fit_from(blocks, class, bin, size),
@@ -169,7 +171,7 @@ impl FreeIndex {
     }
 
     /// Returns the word of the bitmap that contains a bin's bit. The bit's number is the bin's, modulo 64. For a slot
-    /// that is no bin, it returns an arbitrary word.
+    /// that is not a bin, it returns an arbitrary word.
     #[inline(always)]
     fn word_mut(&mut self, bin: Bin) -> &mut u64 {
         &mut self.occupied[bin as usize / 64 % (2 * WORD_COUNT)]
@@ -182,7 +184,7 @@ impl FreeIndex {
         let (bin, rank) = (bin_of(block.class, block.size), block.rank());
         let first = blocks[bin as usize].links[NEXT];
         match blocks.get_mut(first as usize) {
-            // Nothing compares as great as the sentinel, so this also covers an empty bin.
+            // The sentinel is greater than every block, so this also covers an empty bin.
             Some(after) if after.rank() > rank => {
                 after.links[PREV] = slot;
                 blocks[slot as usize].links = [bin, first];
@@ -237,7 +239,7 @@ impl FreeIndex {
         used.flat_map(|bin| self.keys_of(blocks, bin))
     }
 
-    /// Adds a block to a list whose first block is less.
+    /// Adds a block to a list whose first block compares less than it.
     #[inline(never)]
     fn insert_behind(&mut self, blocks: &mut [Block], slot: Slot, bin: Bin) {
         let rank = blocks[slot as usize].rank();

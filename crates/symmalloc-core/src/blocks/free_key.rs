@@ -4,10 +4,10 @@ use crate::blocks::table::{Block, Slot};
 use crate::types::units::Units;
 use std::cmp::Ordering;
 
-/// A free block's position in the order of rule D2, with its slot: size, sequence, offset and slot, 32 bits each. In
-/// two words, because the first one decides most comparisons.
+/// A free block's position in the order of rule D2, with its slot: size, sequence, offset and slot, 32 bits each. The
+/// first of the two words decides most comparisons.
 ///
-/// The slot never decides: no two free blocks of a heap have the same (sequence, offset).
+/// The slot decides none: no two free blocks of a heap have the same (sequence, offset).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct FreeKey(u64, u64);
 

@@ -8,9 +8,8 @@
 //!                └───┴───────────┴───┴───┴───┴─────── blocks that are elsewhere, a granule each
 //!  stitched  │ 3   4   5   1   2 │                    one block, free or in use
 //! ```
-//! A granule of memory may be mapped into any number of stitched ranges. It is in use, or free, at exactly one of its
-//! addresses; at the others it is covered by a block that is
-//! [`Elsewhere`](crate::blocks::table::BlockState::Elsewhere).
+//! A granule of memory may be mapped into any number of stitched ranges. It is allocated or free at exactly one of its
+//! addresses. At the others, it is covered by an [`Elsewhere`](crate::blocks::table::BlockState::Elsewhere) block.
 
 use crate::types::ids::StreamId;
 use crate::types::units::{Units, bytes};
@@ -30,25 +29,25 @@ pub(crate) struct Granule {
 pub(crate) struct StitchedRange {
     /// Slot of its segment in the table.
     pub(crate) segment: u32,
-    /// The memory onto which each granule of its addresses is mapped; `None` if it was unmapped.
+    /// The memory to which each granule of its addresses is mapped; `None` if the granule was unmapped.
     pub(crate) granules: Vec<Option<Granule>>,
     /// Streams that used its addresses, in addition to those of its blocks.
     pub(crate) users: SmallVec<[StreamId; 2]>,
 }
 
 impl StitchedRange {
-    /// Returns the memory onto which a part of its addresses is mapped, in order; `None` if some of it is unmapped or
-    /// out of range.
+    /// Returns the memory to which a part of the addresses is mapped, in order. Returns `None` if some of it is
+    /// unmapped or out of range.
     pub(crate) fn home(&self, part: Range<usize>) -> Option<Vec<Granule>> {
         self.granules.get(part)?.iter().copied().collect()
     }
 
-    /// Returns the number of its mapped granules.
+    /// Returns the number of mapped granules.
     pub(crate) fn aliases(&self) -> usize {
         self.granules.iter().flatten().count()
     }
 
-    /// Returns the mapped parts of its addresses, as offset and size in bytes.
+    /// Returns the mapped parts of the addresses, as offset and size in bytes.
     pub(crate) fn mapped(&self, granule: Units) -> SmallVec<[(u64, u64); 1]> {
         let mut mapped: SmallVec<[(u64, u64); 1]> = SmallVec::new();
         for at in (0..self.granules.len()).filter(|at| self.granules[*at].is_some()) {

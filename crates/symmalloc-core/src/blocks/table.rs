@@ -11,16 +11,16 @@
 //!              └───────────┴──────┴──────────────┴──────────┴───────────────┘
 //!              0           no two free neighbors: they are merged at once   end
 //! ```
-//! The ring begins and ends with the segment's *edge*, a slot that holds no block. A block thus always has a neighbor
-//! on both sides, and no code checks if it is the first or the last.
+//! The ring begins and ends with the segment's *edge*, a slot that holds no block. A block therefore always has a
+//! neighbor on both sides, and no code checks if it is the first or the last.
 //!
 //! The slot of a block is part of a [`Handle`](crate::types::handle::Handle). Another part is the serial of the
 //! allocation, which detects a handle to a reused slot. The table only links and unlinks blocks: the heap keeps the
 //! free index consistent, and nothing here calls the backend.
 //!
-//! Segments are stored in a [`Slab`]. Blocks are stored in a vector whose vacant slots are linked, as in a slab. Most
-//! pairs of `allocate` and `free` create and remove a block, and a slab moves whole blocks in and out and checks every
-//! look-up twice.
+//! Segments are stored in a [`Slab`]. Blocks are stored in a vector whose vacant slots are linked, as in a slab. A slab
+//! would cost more: it moves whole blocks in and out and checks every look-up twice, and most pairs of `allocate` and
+//! `free` create and remove a block.
 
 use crate::config::size_rules::SizeClass;
 use crate::streams::clocks::Tick;
@@ -41,8 +41,8 @@ pub(crate) const NONE: Slot = Slot::MAX;
 /// and ends with one, which compares greater than any block.
 pub(crate) const SENTINELS: usize = 512;
 
-/// The start of a block: the segment's ordinal, which every block split from it inherits, and the offset in it. One
-/// word, by which rule D2 orders blocks of one size, and which digests fold.
+/// The start of a block: the segment's ordinal, which every block split from it inherits, and the offset in it.
+/// Packed into one word, which orders blocks of one size (rule D2) and is part of digests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Location(u64);
 
@@ -52,7 +52,7 @@ impl Location {
         Location((u64::from(sequence.0) << 32) | u64::from(offset))
     }
 
-    /// Returns the location `size` further on in the same segment.
+    /// Returns the location `size` units after this one, in the same segment.
     #[inline(always)]
     pub(crate) fn plus(self, size: Units) -> Self {
         Location(self.0 + u64::from(size))
@@ -82,7 +82,7 @@ impl Location {
     }
 }
 
-/// A block fits into one cache line, so placing and freeing it touches one line.
+/// A block. It fits into one cache line, so placing and freeing it touches one line.
 #[derive(Debug)]
 #[repr(align(64))]
 pub(crate) struct Block {
@@ -90,7 +90,7 @@ pub(crate) struct Block {
     pub(crate) segment: u32,
     /// The start of the block.
     pub(crate) location: Location,
-    /// Never zero.
+    /// Size of the block; not zero.
     pub(crate) size: Units,
     /// The neighbor at the lower offset, or the edge.
     pub(crate) prev: Slot,
@@ -191,7 +191,8 @@ impl Block {
     }
 }
 
-/// Aligned to pairs of cache lines, as processors fetch them: the table of another thread's heap may be adjacent.
+/// A segment. Aligned to pairs of cache lines, as processors fetch them, because the table of another thread's heap may
+/// be adjacent.
 #[derive(Debug)]
 #[repr(align(128))]
 pub(crate) struct Segment {
@@ -247,7 +248,7 @@ impl BlockTable {
         &self.blocks
     }
 
-    /// Returns the blocks for code that changes several of them, with room for one more.
+    /// Returns the blocks for code that changes several of them. One more block can be created.
     #[inline(always)]
     pub(crate) fn tiling(&mut self) -> Tiling<'_> {
         if self.vacant == NONE {
@@ -366,7 +367,7 @@ impl BlockTable {
         for slot in self.blocks_of(segment).collect::<Vec<_>>() {
             let state = self.block(slot).state;
             let is_in_use = matches!(state, BlockState::Allocated { .. } | BlockState::Planned);
-            assert!(!is_in_use, "a segment with a live allocation or a plan cannot die");
+            assert!(!is_in_use, "a segment with a live allocation or a plan cannot be removed");
             self.tiling().vacate(slot);
         }
         let dead = self.segments.remove(segment as usize);
@@ -398,7 +399,10 @@ impl BlockTable {
     pub(crate) fn shorten(&mut self, segment: u32) {
         let last = self.last(segment);
         let block = self.block(last);
-        assert!(block.is_hole() && last != self.first(segment), "a segment is shortened by a hole, and keeps a block");
+        assert!(
+            block.is_hole() && last != self.first(segment),
+            "only a hole can be cut off a segment, which keeps at least one block"
+        );
         self.segment_mut(segment).end = block.offset();
         self.tiling().take_out(last);
     }

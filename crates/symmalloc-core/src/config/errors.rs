@@ -1,8 +1,8 @@
 //! Errors: one enum per operation, with fields for programs and a message that states the remedy.
 //!
-//! There are three kinds. *Misuse* (a stale handle, an unknown stream) and *circumstances* (a limit, a driver that
-//! refuses) are returned as values of these types, and the allocator is as it was before the call. *Corruption* is an
-//! assertion: an allocator with inconsistent blocks must stop.
+//! There are three kinds. *Misuse* (a stale handle, an unknown stream) and *circumstances* (a limit, a failed driver
+//! call) are returned as values of these types, and the allocator is in the same state as before the call. *Corruption*
+//! is an assertion: an allocator with inconsistent blocks must stop.
 
 use crate::types::backend::{BackendError, DeviceAddress};
 use crate::types::handle::Handle;
@@ -51,7 +51,7 @@ pub struct PoolSleeps {
 #[non_exhaustive]
 pub enum StreamError {
     /// All 65,535 ids are in use.
-    #[error("all {streams} stream ids are taken: register a stream once and reuse it")]
+    #[error("all {streams} stream ids are in use: register a stream once and reuse it")]
     TooManyStreams {
         /// Number of registered streams.
         streams: u32,
@@ -86,7 +86,7 @@ pub enum PoolError {
         /// Number of observers.
         observers: u32,
     },
-    /// The pool is falling asleep or waking.
+    /// Another thread is putting the pool to sleep or waking it.
     #[error("a sleep or wake of {pool} is in progress: wait until it ends")]
     Sleeping {
         /// The pool.
@@ -95,7 +95,7 @@ pub enum PoolError {
     /// The default pool cannot be destroyed.
     #[error("the default pool cannot be destroyed: trim it instead")]
     Default,
-    /// The driver failed. Memory that it did not take back is kept for the next `trim`.
+    /// The driver failed. The next `trim` retries to release the remaining memory.
     #[error(transparent)]
     Backend(#[from] BackendError),
 }
@@ -153,7 +153,7 @@ pub struct OutOfMemory {
     pub stream: StreamId,
     /// Requested bytes.
     pub requested_bytes: u64,
-    /// Bytes that had to be acquired for it.
+    /// Bytes that the pool had to acquire for it.
     pub missing_bytes: u64,
     /// Bytes of device memory that the pool holds.
     pub reserved_bytes: u64,
@@ -203,7 +203,7 @@ pub enum OutOfMemoryCause {
     Driver(BackendError),
 }
 
-/// A way to use memory of a pool that has enough free bytes for a request, but not where the request needs them.
+/// A way to use the free memory of a pool that has enough free bytes for a request, but not in one place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum Remedy {
@@ -290,8 +290,8 @@ pub enum RecordUseError {
     Unknown(#[from] UnknownError),
 }
 
-/// An error returned by `trim`, `acknowledge` and `forget`. Memory released before the failure stays released; the rest can be
-/// trimmed again.
+/// An error returned by `trim`, `acknowledge` and `forget`. Memory released before the failure stays released. A later
+/// trim can release the rest.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum TrimError {
@@ -307,7 +307,7 @@ pub enum TrimError {
         error: BackendError,
     },
     /// Another observer read the events, or they belong to another allocator. Nothing is acknowledged.
-    #[error("these events were not read by {observer} of this allocator: acknowledge what its own `unread` returned")]
+    #[error("{observer} of this allocator did not read these events: pass the events that its `unread` returned")]
     NotRead {
         /// The observer that had to acknowledge them.
         observer: ObserverId,

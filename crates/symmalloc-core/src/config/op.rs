@@ -1,7 +1,8 @@
 //! The vocabulary of ops. An [`Op`] is one call of a program to the allocator.
 //!
-//! An op is a step of a test, an input of a fuzzer, a line of a trace, a unit of replay and of a benchmark, and the
-//! content of a bug report. A failure in any of these can therefore be saved and repeated in all others.
+//! The same ops are the steps of a test, the input of a fuzzer, the lines of a trace, the units of replays and
+//! benchmarks, and the content of a bug report. A failure in any of these can therefore be saved and repeated in all
+//! others.
 //!
 //! Ops use logical ids only. No op carries an address, a raw handle or a time.
 
@@ -11,11 +12,10 @@ use crate::config::errors::OutOfMemoryCause;
 use crate::config::policy::PoolConfig;
 use crate::types::ids::{AllocationId, ObserverId, Placement, PoolId, StreamId};
 
-/// The longest name of an allocation in a record, in bytes of UTF-8. Escaped in a text, it takes at most six times as
-/// many.
+/// The longest name of an allocation in a record, in bytes of UTF-8. Its escaped text is at most six times as long.
 pub const NAME_BYTES_MAX: usize = 4 << 10;
 
-/// One call of the vocabulary.
+/// One recordable call to the allocator.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Op {
     /// The program registers its next stream. Ids are dense: the n-th registration names stream n.
@@ -141,7 +141,7 @@ pub enum Op {
         observer: ObserverId,
     },
     /// A request for (pool, stream) reached a limit. `size_bytes` of free memory were released as the pool's `reclaim`
-    /// setting demands, and the request still failed. Only recordings of running allocators contain this op.
+    /// setting specifies, and the request still failed. Only recordings of running allocators contain this op.
     Reclaim {
         /// The pool.
         pool: PoolId,
@@ -150,7 +150,7 @@ pub enum Op {
         /// Missing bytes of reserved memory.
         size_bytes: u64,
     },
-    /// A request for (pool, stream) was refused. It took nothing, but the refusal is in the digest. Only recordings of
+    /// A request for (pool, stream) failed. Nothing was allocated, but the refusal is in the digest. Only recordings of
     /// running allocators contain this op.
     Refuse {
         /// The pool.
@@ -180,7 +180,7 @@ impl Contents {
     /// All variants.
     pub const ALL: [Contents; 3] = [Contents::Keep, Contents::Drop, Contents::Zero];
 
-    /// Returns its word in a trace.
+    /// Returns the word for this treatment in a trace.
     pub fn word(self) -> &'static str {
         match self {
             Contents::Keep => "keep",
@@ -222,11 +222,11 @@ pub struct Record {
     pub name: Option<Box<str>>,
     /// The recorded placement (allocate only).
     pub placement: Option<Placement>,
-    /// The time for which the recorded allocator kept counting the memory after the free (free only).
+    /// The time between the free and its completion in the recorded allocator (free only).
     pub pending: Option<Pending>,
-    /// Size of the block in bytes if the allocation was not placed again but revived at its placement (allocate only),
-    /// because a pool returned to a checkpoint. A replay revives it if its placement is free, and allocates it like any
-    /// other otherwise.
+    /// Size of the block in bytes, if the allocation was revived at its placement because a pool returned to a
+    /// checkpoint (allocate only). A replay revives the allocation if its placement is free, and
+    /// otherwise allocates it like any other.
     pub revived_bytes: Option<NonZeroU64>,
 }
 
@@ -267,17 +267,17 @@ impl Record {
     }
 }
 
-/// The time for which memory stays taken after its free in an allocator that waits until the device has completed its
-/// uses, as PyTorch's does (`active_pending_free`).
+/// The time for which memory stays allocated after its free in an allocator that waits until the device has completed
+/// its uses, as PyTorch's does (`active_pending_free`).
 ///
-/// It is counted in entries of such a recording: records of the trace, and completions.
+/// The unit is one entry of such a recording: a record of the trace, or a completion.
 ///
 /// ```text
 /// f 0 pending 4     a 1 ...     f 2 pending 1     a 3 ...     (2 completes)     (0 completes)     f 1
 ///                   └────────────────────── four ─────────────────────────┘
 /// ```
 ///
-/// In this allocator a freed block is free at once (rule D3), so there is no such time. No decision follows from it.
+/// In this allocator a freed block is free at once (rule D3), so there is no such time. No decision depends on it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Pending(NonZeroU64);
 
@@ -285,8 +285,8 @@ impl Pending {
     /// The free had not completed when the recording ended.
     pub const TO_THE_END: Pending = Pending(NonZeroU64::MAX);
 
-    /// Creates the time from the number of records and completions before this completion. `None` for 0: the free
-    /// completed at once.
+    /// Creates the time from the number of records and completions before this completion. Returns `None` for 0: the
+    /// free completed at once.
     pub fn new(entries: u64) -> Option<Self> {
         NonZeroU64::new(entries).map(Pending)
     }

@@ -37,7 +37,7 @@ macro_rules! settings {
     };
 }
 
-/// The way in which a pool acquires backing memory.
+/// A pool's method of acquiring backing memory.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum SegmentPolicy {
@@ -70,8 +70,8 @@ pub struct FixedSegments {
     /// The segment for requests between 1 and 10 MiB (`large_segment_size_mb`); a multiple of 2 MiB, more than 10 MiB.
     pub large_segment_bytes: u64,
     /// Every allocation has its own segment of its size in whole granules (`unsplit`). The other settings and PyTorch's
-    /// sizes have no effect then. A free segment serves only requests of exactly its size. For memory that is
-    /// registered piece by piece.
+    /// sizes then have no effect. A free segment serves only requests of exactly its size. For memory whose allocations
+    /// are registered individually.
     pub unsplit: bool,
 }
 
@@ -104,7 +104,7 @@ impl Default for ExpandableSegments {
     }
 }
 
-/// Sharing of free blocks between the streams of a pool.
+/// The policy for sharing free blocks between the streams of a pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum StreamPolicy {
@@ -117,12 +117,12 @@ pub enum StreamPolicy {
     Shared,
 }
 
-/// The action of an allocation that would exceed a configured limit, before it fails (rule D5). It releases as much
-/// memory as is missing and retries, until it succeeds or there is nothing left to release. Memory that a failure
-/// callback frees without trimming is reused in place and not released.
+/// The policy for an allocation that would exceed a configured limit (rule D5). Before it fails, the allocator releases
+/// as much memory as is missing and retries, until it succeeds or there is nothing left to release. Memory that a
+/// failure callback frees without trimming is reused in place and not released.
 ///
-/// Reclaiming never reaches beyond the pool. A symmetric pool releases nothing for the limit over all pools, so that
-/// events in another pool cannot move its blocks.
+/// Reclaiming never affects other pools. A symmetric pool releases nothing for the limit over all pools, so that events
+/// in another pool cannot move its blocks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Reclaim {
@@ -177,7 +177,7 @@ impl RoundupPower2Divisions {
         }
     }
 
-    /// Returns the divisions by size, as given.
+    /// Returns the divisions by size.
     pub fn divisions(&self) -> [u32; 16] {
         self.0
     }
@@ -200,12 +200,12 @@ pub struct PoolConfig {
 }
 
 impl PoolConfig {
-    /// Returns the way in which the pool acquires backing memory.
+    /// Returns the pool's method of acquiring backing memory.
     pub fn segments(&self) -> &SegmentPolicy {
         &self.segments
     }
 
-    /// Returns the tag. Pools of one tag sleep and wake together.
+    /// Returns the tag. Pools with the same tag sleep and wake together.
     pub fn tag(&self) -> Option<&str> {
         self.tag.as_deref()
     }
@@ -215,13 +215,13 @@ impl PoolConfig {
         matches!(&self.segments, SegmentPolicy::Expandable(expandable) if expandable.growth_bytes == 0)
     }
 
-    /// Returns the part of the policy that a backend can serve. The rest is not in the digest either.
+    /// Returns the part of the policy that a backend can serve. The digest does not include the rest.
     pub(crate) fn that_works(mut self, can_alias: bool) -> Self {
         self.stitching = self.stitching.filter(|_| can_alias);
         self
     }
 
-    /// Returns the stitching settings. `None` if the pool does not stitch, or the backend cannot.
+    /// Returns the stitching settings. `None` if the pool does not stitch, or the backend cannot alias memory.
     pub fn stitching(&self) -> Option<&Stitching> {
         self.stitching.as_ref()
     }
@@ -229,7 +229,7 @@ impl PoolConfig {
 
 settings! {
     PoolConfig, PoolConfigBuilder:
-    /// Sharing of free blocks between the pool's streams.
+    /// The policy for sharing free blocks between the pool's streams.
     streams: StreamPolicy,
     /// `true` if all ranks must place alike in this pool. Only symmetric pools are compared between ranks.
     symmetric: bool,
@@ -237,7 +237,7 @@ settings! {
     limit_bytes: Option<u64>,
     /// A heap with more free bytes than this after a free releases its free memory (CUDA's release threshold).
     release_threshold_bytes: Option<u64>,
-    /// The action of an allocation at a limit, before it fails.
+    /// The policy for an allocation that would exceed a limit.
     reclaim: Reclaim,
     /// Rounding of requests beyond 512 bytes.
     roundup_power2_divisions: RoundupPower2Divisions,
@@ -246,7 +246,7 @@ settings! {
 }
 
 impl PoolConfigBuilder {
-    /// Sets the way in which the pool acquires backing memory. Only expandable segments are stitched.
+    /// Sets the pool's method of acquiring backing memory. Only expandable segments are stitched.
     pub fn segments(mut self, segments: SegmentPolicy) -> Self {
         self.config.stitching = self.config.stitching.filter(|_| matches!(segments, SegmentPolicy::Expandable(_)));
         self.config.segments = segments;
@@ -268,7 +268,7 @@ impl PoolConfigBuilder {
         self.segments(SegmentPolicy::Reserved { segment_bytes })
     }
 
-    /// Sets stitching: large blocks consist of free pieces where no free block fits.
+    /// Sets stitching, which makes large blocks from free pieces where no free block fits.
     pub fn stitching(mut self, stitching: Option<Stitching>) -> Self {
         self.config.stitching = stitching;
         self
@@ -281,11 +281,11 @@ impl PoolConfigBuilder {
         self
     }
 
-    /// Checks the values. A pool with a quota releases nothing by itself: it has [`Reclaim::Never`].
+    /// Checks the values. A pool with a quota releases nothing on its own: its policy is [`Reclaim::Never`].
     ///
     /// # Errors
     /// Returns an error if a value is out of its range, with the key, the value and the range; if a symmetric pool or
-    /// one without expandable segments would stitch; or if a pool with a quota would also grow or shrink by itself.
+    /// one without expandable segments would stitch; or if a pool with a quota would also grow or shrink on its own.
     pub fn build(mut self) -> Result<PoolConfig, ConfigError> {
         if self.config.has_quota() {
             self.config.reclaim = Reclaim::Never;
@@ -345,7 +345,7 @@ pub struct Config {
     history_ops: u32,
 }
 
-/// Look-up of allocations by device pointer, and its cost.
+/// The methods for looking up allocations, and their cost.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum PointerLookup {
@@ -441,13 +441,13 @@ pub enum ConfigError {
         /// The given value.
         value: u64,
     },
-    /// A tag is empty, too long, or has other characters.
+    /// The tag is empty, too long, or contains other characters.
     #[error("a tag must consist of 1 to 24 lower-case letters, digits, `_` and `-`")]
     NotATag,
-    /// A pool with a quota neither grows nor shrinks by itself.
+    /// A pool with a quota must not grow or shrink on its own.
     #[error("growth 0 sets a quota: use streams:shared, and omit stitching, plan and release_threshold")]
     HasQuota,
-    /// Memory that may be registered, or has fixed sizes, is not stitched.
+    /// Memory that may be registered, or that has fixed sizes, cannot be stitched.
     #[error(
         "{} cannot be stitched: remove stitching, or use another pool, with expandable segments",
         if *symmetric { "a symmetric pool" } else { "a pool of fixed or reserved segments" }

@@ -22,15 +22,15 @@ pub enum LayoutError {
         /// The pool.
         pool: PoolId,
     },
-    /// Dead segments still count toward the limits, and a layout cannot represent them. In a restore, only those that
-    /// observers hold.
+    /// Dead segments still count toward the limits, and a layout cannot represent them. A restore checks only those
+    /// that observers hold.
     #[error(
         "{retired_bytes} bytes of dead segments of {pool} are not released yet: let the observers acknowledge, or trim"
     )]
     Retired {
         /// The pool.
         pool: PoolId,
-        /// Bytes of dead segments that observers hold or that the driver did not take back.
+        /// Bytes of dead segments that observers hold or that the driver failed to release.
         retired_bytes: u64,
     },
     /// The pool is in a step, or has plans or is learning some, which a layout cannot represent.
@@ -93,7 +93,7 @@ pub enum RestoreError {
         placement: Placement,
         /// Requested bytes.
         requested_bytes: u64,
-        /// The program's name of it.
+        /// The program's name for the allocation.
         name: Option<Box<str>>,
     },
     /// Memory of the layout was released to the device, so its old addresses are no longer valid.
@@ -111,7 +111,7 @@ pub enum RestoreError {
         segment: SegmentId,
         /// Offset of the first missing memory in it, in bytes.
         offset_bytes: u64,
-        /// Missing bytes there.
+        /// Number of missing bytes at this offset.
         size_bytes: u64,
     },
     /// Memory was acquired in the meantime, and an observer was notified of it. Logged events cannot be undone.
@@ -130,7 +130,7 @@ pub enum RestoreError {
         /// Number of observers of the pool.
         observers: u32,
     },
-    /// A configured limit is lower than the memory of the layout and of the other pools.
+    /// A configured limit is lower than the memory of the layout and of the other pools together.
     #[error(
         "the layout needs {needed_bytes} bytes, and {cause}, or restore every pool before anything else is allocated"
     )]
@@ -140,7 +140,7 @@ pub enum RestoreError {
         /// The limit.
         cause: OutOfMemoryCause,
     },
-    /// A stream cannot be made to wait for the earlier users of memory that it gets back.
+    /// The stream cannot be made to wait for the earlier users of its restored memory.
     #[error("cannot order {stream} behind the earlier users of its memory, restore again later: {error}")]
     Fence {
         /// The stream that had to wait.
@@ -148,7 +148,7 @@ pub enum RestoreError {
         /// The driver's error.
         error: BackendError,
     },
-    /// The driver failed. A fresh pool is fresh again. A used one is consistent, and a repeated restore continues.
+    /// The driver failed. A fresh pool is fresh again. A used pool is consistent, and a repeated restore continues.
     #[error("the driver failed, restore again later: {0}")]
     Backend(#[from] BackendError),
 }

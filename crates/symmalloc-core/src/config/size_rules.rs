@@ -1,4 +1,5 @@
-//! Size rules: the size of a request's block, the segment acquired for it, and the cases in which a block is split.
+//! Size rules: the size of a request's block, the segment acquired for it, and the conditions under which a block is
+//! split.
 //!
 //! For fixed segments these are PyTorch's rules, number for number (`c10/cuda/CUDACachingAllocator.cpp`: `round_size`,
 //! `get_allocation_size`, `should_split` and the oversize tests of `get_free_block`), so that a PyTorch user sees the
@@ -15,7 +16,7 @@ const LARGE_BYTES_MIN: u64 = 10 * MIB;
 /// PyTorch's `kSmallBuffer` and `kRoundLarge`, in bytes.
 const SMALL_SEGMENT_BYTES: u64 = 2 * MIB;
 
-/// The two classes in which sizes are counted. Fixed segments also keep them apart.
+/// The two classes by which usage is counted. Fixed segments also separate them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum SizeClass {
     /// Blocks of at most 1 MiB.
@@ -43,7 +44,7 @@ pub(crate) struct SizeRules {
     pub(crate) granule: Units,
 }
 
-/// The rule by which a request is rounded up.
+/// The rule for rounding up a request.
 #[derive(Debug)]
 enum Rounding {
     Units,

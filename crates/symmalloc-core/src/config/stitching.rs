@@ -5,7 +5,7 @@ use crate::types::units::MIB;
 /// Settings of stitching in a pool of expandable segments. Where no free block fits a large request, the heap maps free
 /// granules into a second, contiguous range of addresses.
 ///
-/// All of it follows from the ops (rule D1). It does not apply to registered memory, because a window covers one range
+/// All stitching follows from the ops (rule D1). Registered memory is not stitched, because a window covers one range
 /// of addresses.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
@@ -18,8 +18,8 @@ pub struct Stitching {
     /// Maximum number of granules that one request maps. A larger request makes the range grow.
     pub maps_max: u32,
     /// Maximum number of granules that are mapped a second time at once, in ranges that are in use or cached. Beyond
-    /// this number a heap drops its oldest cached ranges until seven eighths of it remain. The host then waits for
-    /// their streams, as in a trim.
+    /// this number, a heap drops its oldest cached ranges until at most seven eighths of the number remain. The host
+    /// then waits for their streams, as in a trim.
     pub aliases_max: u32,
 }
 

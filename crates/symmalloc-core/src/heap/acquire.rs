@@ -89,7 +89,7 @@ impl<L: Lock> Heap<L> {
                     self.create_reserved(context, stream, segment_bytes, target)
                 }
                 SegmentPolicy::Expandable(knobs) => {
-                    // With a quota, the range has room at its end only as long as no hole is left below.
+                    // A pool with a quota fills a hole first, because the end of the range has room only if no hole is left.
                     let has_room = |block: &Block| self.config.has_quota() && block.size >= missing;
                     match self.find_hole(has_room) {
                         Some(hole) => self.fill(context, stream, hole, missing),
@@ -105,12 +105,12 @@ impl<L: Lock> Heap<L> {
         Ok(())
     }
 
-    /// Returns the budgets that reservations are charged to.
+    /// Returns the budgets to which reservations are charged.
     pub(crate) fn budgets<'a>(&'a self, context: &'a DynContext<'_, L>) -> Budgets<'a, L> {
         Budgets { heap: &self.budget, pool: &self.pool_budget, allocator: &context.budget }
     }
 
-    /// Acquires the one segment of a reserved heap. A heap that has it never gets more.
+    /// Acquires the one segment of a reserved heap. A heap that already has it gets no more memory.
     fn create_reserved(
         &mut self,
         context: &DynContext<'_, L>,
@@ -162,8 +162,8 @@ impl<L: Lock> Heap<L> {
     pub(super) fn reserve_range(&self, context: &DynContext<'_, L>, size_bytes: u64) -> Result<Range, BackendError> {
         let range = context.backend.reserve(size_bytes)?;
         let granule_bytes = context.backend.granularity_bytes();
-        // The length must be exact: the end of a range decides where growth continues, and no backend may decide that
-        // (rule D1).
+        // The length must be exact: growth continues at the end of a range, and no backend may choose that end (rule
+        // D1).
         let has_size = range.size_bytes == size_bytes && range.base.0.checked_add(size_bytes).is_some();
         if has_size && range.base.0.is_multiple_of(granule_bytes) {
             if !context.directory.lock().overlaps(range) {
@@ -212,7 +212,7 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// Returns the amount to map if `needed` is missing: whole steps, or less if the range or a limit ends before.
+    /// Returns the amount to map if `needed` is missing: whole steps, or less at the end of the range or at a limit.
     fn growth(
         &self,
         context: &DynContext<'_, L>,
@@ -223,7 +223,7 @@ impl<L: Lock> Heap<L> {
         let wanted = bytes(needed.div_ceil(step)).saturating_mul(u64::from(step)).min(bytes(room));
         let granule_bytes = bytes(self.rules.granule);
         let allowed = wanted.min(self.budgets(context).headroom_bytes(&self.config) / granule_bytes * granule_bytes);
-        // If even `needed` is not allowed, charging it reports the limit.
+        // If even `needed` exceeds a limit, charging it reports the limit.
         Ok(units(allowed).max(needed))
     }
 

@@ -1,7 +1,7 @@
-//! Fencing keeps a block's next user behind its earlier ones (rule D3). A part of [`Heap`].
+//! Fencing orders a block's next user behind its earlier users (rule D3). A part of [`Heap`].
 //!
-//! While a block is allocated, uses by other streams are noted. When it is freed, they become events. They stay with
-//! the free block until the stream that takes it waits for them. Only this file makes these driver calls.
+//! While a block is allocated, its uses by other streams are recorded. When it is freed, they become events, which stay
+//! with the free block until the stream that takes it waits for them. Only this file makes these driver calls.
 
 use super::{DynContext, Heap, Live};
 use crate::blocks::table::{Block, BlockState, Slot};
@@ -15,7 +15,7 @@ use crate::types::ids::StreamId;
 use smallvec::SmallVec;
 
 impl<L: Lock> Heap<L> {
-    /// Notes that work on `stream` uses the allocation.
+    /// Records that work on `stream` uses the allocation.
     pub(crate) fn record_use(&mut self, handle: Handle, stream: StreamId) -> Result<(), HandleError> {
         let Live { stream: owner, .. } = self.live(handle)?;
         let block = self.table.block_mut(handle.slot());
@@ -53,7 +53,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Orders `stream` behind all earlier users of the free block, on the device. After an error, the next attempt
-    /// waits for what is missing.
+    /// performs the remaining waits.
     pub(super) fn wait_for_earlier_users(
         &mut self,
         context: &DynContext<'_, L>,
@@ -73,7 +73,7 @@ impl<L: Lock> Heap<L> {
             order_behind(context, stream, *fence)?;
         }
         if self.identity.stream.is_some() {
-            // No other stream takes from this heap, so these are never waited for again.
+            // No other stream takes from this heap, so no stream waits for these fences again.
             self.fences.clear(set);
             self.table.block_mut(slot).fences = FenceSetId::EMPTY;
         } else {
@@ -109,14 +109,14 @@ impl<L: Lock> Heap<L> {
         (taker.fences, taker.state) = (fences, state);
     }
 
-    /// Returns events to the backend that no fence refers to any more.
+    /// Returns the events that no fence refers to any more to the backend.
     #[inline(always)]
     pub(crate) fn recycle_spent(&mut self, context: &DynContext<'_, L>) {
         self.fences.drain_spent(|event| context.backend.recycle(event));
     }
 
-    /// Drops the fences that have completed, according to the backend. This does not affect placement. Returns their
-    /// number.
+    /// Drops the fences that have completed, according to the backend. This does not affect placement. Returns the
+    /// number of dropped fences.
     pub(crate) fn drop_completed_fences(&mut self, context: &DynContext<'_, L>) -> Result<u64, BackendError> {
         let mut dropped = 0;
         let places = self.places().to_vec();

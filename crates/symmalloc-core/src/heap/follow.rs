@@ -1,9 +1,9 @@
-//! Follows plans: in a step whose allocations are known in advance, each one goes where the plan places it. A part of
+//! Follows plans: in a step whose allocations are known in advance, each request gets its planned place. A part of
 //! [`Heap`].
 //!
-//! While a step is open, each request is compared with the plan's next one. If they are equal, and the blocks that
-//! overlapped its place before are free, the allocation takes the place, without a search, a split or a later merge.
-//! The first request that differs ends this for the step: the rest of the step is placed the ordinary way, next to the
+//! While a step is open, each request is compared with the plan's next one. If they are equal, and the earlier blocks
+//! that overlap its place are free, the allocation takes the place, without a search, a split or a later merge. The
+//! first request that differs ends this mode for the step: the rest of the step is placed the ordinary way, next to the
 //! plan memory.
 //!
 //! ```text
@@ -16,10 +16,12 @@
 //!                        └─────────┴──────────┘
 //! ```
 //!
-//! Frees are not compared. A place that is free too early does no harm, and one that is not free in time counts as a
-//! difference. During a step without a plan, the plan memory is an ordinary free block, until a step follows a plan
-//! again. A stream that takes memory waits for the users of every overlapping place, once per stream. As long as steps
-//! of the plan follow each other, the plan knows the last user of each offset and the streams that have waited for it
+//! Frees are not compared. A place that is freed too early does no harm, and a place that is not freed in time counts
+//! as a difference. During a step without a plan, the plan memory is an ordinary free block, until a step follows a
+//! plan again.
+//!
+//! A stream that takes a place waits for the users of every overlapping place, once per stream. As long as steps of the
+//! plan follow each other, the plan knows the last user of each offset and the streams that have waited for it
 //! ([`Schedule`]). After any other step, each stream of the plan waits for all places before the first request, and
 //! each request checks the allocations that are still live from before.
 
@@ -43,8 +45,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use symmalloc_plan::{Place, Schedule, Steps};
 
-/// Returns the budget of the search for a learned plan: steps in proportion to the planned allocations, a few seconds
-/// for 50,000 of them.
+/// Returns the budget of the search for a learned plan. It is proportional to the number of planned allocations: a few
+/// seconds for 50,000 of them.
 fn learning_budget(allocations: usize) -> Steps {
     Steps(2_000 * allocations as u64)
 }
@@ -52,7 +54,7 @@ fn learning_budget(allocations: usize) -> Steps {
 /// Plans that a heap can adopt.
 #[derive(Debug)]
 pub(crate) struct PreparedPlans {
-    /// At least one.
+    /// The plans; at least one.
     plans: Vec<Arc<Plan>>,
     /// The schedule of each plan.
     schedules: Vec<Schedule>,
@@ -129,7 +131,7 @@ impl<L: Lock> Heap<L> {
         };
         let count = checks.len();
         let allocation = if let Some(own) = checks.last().copied() {
-            // In addition, blocks from before the step that overlap it.
+            // Also checks overlapping blocks that were unexpectedly live when the step began.
             let (offset, end) = (self.table.block(own).offset(), self.table.block(own).end());
             let overlaps = |block: &Block| block.offset() < end && offset < block.end();
             let unexpected_live = self.heap_plans.as_deref().map_or(&[][..], HeapPlans::unexpected_live).iter();
@@ -213,7 +215,7 @@ impl<L: Lock> Heap<L> {
         if self.plan_memory().is_some() {
             return Ok(());
         }
-        let plans = self.prepare(self.plans()).expect("plans are checked before they are taken up");
+        let plans = self.prepare(self.plans()).expect("plans are checked before they are adopted");
         self.install(context, &plans).map_err(|shortage| {
             let refusal = match &*shortage {
                 Shortage::Memory { cause, .. } => Refusal::from(cause),
@@ -265,7 +267,7 @@ impl<L: Lock> Heap<L> {
         let mut steps: Vec<(u64, Vec<StepAllocation>)> = others.map(|plan| (plan.key(), wanted_of(plan))).collect();
         steps.push((key, wanted));
         if steps.len() > 1 {
-            // Allocations that one step leaves to the next would block the places of a step with another key.
+            // Allocations that live into the next step would block the places of a step with another key.
             for (_, wanted) in &mut steps {
                 let count = wanted.len() as u32;
                 wanted.iter_mut().for_each(|it| it.until = it.until.filter(|until| *until <= count));
@@ -346,7 +348,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Acquires memory for the known plans, which are `prepared`. If no free block is large enough, free memory lies in
-    /// pieces between live allocations: it is released first, and the plans take its place.
+    /// pieces between live allocations. It is then released first, and the memory of the plans replaces it.
     fn install<B: Backend>(&mut self, context: &Context<B, L>, prepared: &PreparedPlans) -> Result<(), Box<Shortage>> {
         let PreparedPlans { plans, schedules, size, streams } = prepared;
         let (size, class) = (*size, self.rules.class_of(*size));
@@ -389,7 +391,7 @@ impl<L: Lock> Heap<L> {
         let places = slots.values().copied().collect();
         let base = self.table.segment(self.table.block(memory).segment).range.base;
         let memory = PlanMemory { block: memory, base, size_bytes: bytes(size), places, streams: streams.clone() };
-        self.heap_plans.as_deref_mut().expect("it knows the plans").install(schedules, &slots, memory);
+        self.heap_plans.as_deref_mut().expect("the heap has plans").install(schedules, &slots, memory);
         self.frees_need_work = true;
         self.recycle_spent(context);
         Ok(())
@@ -434,9 +436,9 @@ impl<L: Lock> Heap<L> {
         self.recycle_spent(context);
     }
 
-    /// Returns the state and fences of the memory of these free places: its next user waits for all their users so far.
-    /// Earlier users, from before the plans, are covered by a wait for any stream of the plans, since each of them has
-    /// waited.
+    /// Returns the state and fences of the memory of these free places. Its next user waits for all their users so far.
+    /// It need not wait for users from before the plans: each stream of the plans has waited for them, so a wait for
+    /// any of these streams covers them.
     fn free_after(&self, context: &DynContext<'_, L>, places: &[Slot], of_plans: StreamId) -> (BlockState, Fences) {
         let mut users: SmallVec<[StreamId; 4]> = SmallVec::new();
         for slot in places {

@@ -76,7 +76,7 @@ impl<L: Lock> Heap<L> {
 }
 
 impl Violation {
-    /// Creates the violation that budgets and directories of a pool contradict its heaps.
+    /// Creates the violation for a pool whose budgets or directory entries contradict its heaps.
     pub(crate) fn of_budgets(pool: PoolId) -> Self {
         let meaning = "budget charges and directory entries match the contents of the heaps";
         Violation { name: "I10", meaning, pool, stream: None }

@@ -142,7 +142,7 @@ pub(crate) struct Heap<L: Lock> {
     pointers: Option<PointerMap>,
     /// The recent ops that agreement compares. Only heaps of symmetric pools have one.
     journal: Option<Box<Journal>>,
-    /// The mode of serving requests: [`RequestMode::Ordinary`] unless a step is open or the pool sleeps.
+    /// The mode in which requests are served: [`RequestMode::Ordinary`] unless a step is open or the pool sleeps.
     request_mode: RequestMode,
     /// Requests from 1 to this many bytes are placed by best fit directly. 0 while
     /// [`request_mode`](Self::request_mode) requires more.
@@ -162,14 +162,14 @@ pub(crate) struct Heap<L: Lock> {
 #[derive(Default)]
 pub(crate) struct ZeroSized {
     live: LookUp<NonZeroU64, ()>,
-    /// Those of earlier pools. Their frees are not ops of this heap.
+    /// Live allocations of earlier pools. Their frees are not ops of this heap.
     earlier: LookUp<NonZeroU64, ()>,
-    /// Those of a restored pool. Each stands for any number of allocations.
+    /// Allocations of a restored pool. Each represents any number of allocations.
     restored: SmallVec<[NonZeroU64; 1]>,
 }
 
 impl ZeroSized {
-    /// Converts the live ones to earlier ones when the pool is destroyed, so that they can still be freed.
+    /// Converts the live allocations to earlier ones when the pool is destroyed, so that they can still be freed.
     pub(crate) fn into_earlier(mut self) -> Self {
         self.earlier.extend(self.live);
         ZeroSized { earlier: self.earlier, ..ZeroSized::default() }
@@ -188,7 +188,7 @@ struct Live {
     requested: u64,
 }
 
-/// A free for the statistics. Its size is 0 for an allocation of zero bytes.
+/// The result of a free, for the statistics. Its size is 0 for an allocation of zero bytes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Freed {
     pub(crate) size: Units,
@@ -295,7 +295,7 @@ impl<L: Lock> Heap<L> {
             Ok(self.place(slot, stream, size, requested))
         });
         if self.mapped_bytes > mapped_before {
-            // The acquired amount is a decision too: a limit that several heaps share may have determined it.
+            // The acquired amount is part of the decision: a limit that several heaps share may have determined it.
             self.fold(op_word(Mark::Obtain, stream, self.mapped_bytes - mapped_before), 0);
         }
         placed
@@ -364,7 +364,7 @@ impl<L: Lock> Heap<L> {
         })
     }
 
-    /// Creates a handle that stands for every allocation of zero bytes that was live when the heap was saved.
+    /// Creates a handle that represents every allocation of zero bytes that was live when the heap was saved.
     pub(crate) fn restored_nothing(&mut self) -> Handle {
         let serial = self.serials.next();
         self.zero_sized.restored.push(serial);
@@ -383,7 +383,7 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// Takes the records that identify earlier handles of this heap, for the heap of a later pool that replaces it.
+    /// Removes and returns the records that identify earlier handles of this heap, for the heap that replaces it.
     pub(crate) fn take_past(&mut self) -> Past {
         (mem::take(&mut self.serials), mem::take(&mut self.zero_sized).into_earlier())
     }
@@ -420,7 +420,8 @@ impl<L: Lock> Heap<L> {
         if self.table.block(slot).fences.is_empty() {
             return Some(Ok(self.make_free(context, live, false)));
         }
-        // It stays in the pointer map until its uses are fenced, because the backend may refuse that or panic.
+        // The pointer map contains the allocation until its uses are fenced, because the backend call may fail or
+        // panic.
         self.note_pointer(slot);
         Some(self.fence_and_free(context, live))
     }

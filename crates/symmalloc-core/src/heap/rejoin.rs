@@ -31,8 +31,8 @@ impl<L: Lock> Heap<L> {
         self.budgets(context).confirm(there_bytes);
     }
 
-    /// Reserves and maps the segments of a layout, whose memory is already charged. On an error, `acquired` lists what
-    /// was acquired.
+    /// Reserves and maps the segments of a layout, whose memory is already charged. After an error, `acquired` lists
+    /// the acquired ranges.
     pub(crate) fn acquire_layout(
         &self,
         context: &DynContext<'_, L>,
@@ -57,7 +57,7 @@ impl<L: Lock> Heap<L> {
         Ok(())
     }
 
-    /// Undoes [`acquire_layout`](Self::acquire_layout). Memory that the driver does not take back stays until a trim
+    /// Undoes [`acquire_layout`](Self::acquire_layout). Memory that the driver fails to release stays until a trim
     /// succeeds. Returns its bytes, which stay charged.
     pub(crate) fn release_acquired(&mut self, context: &DynContext<'_, L>, acquired: Vec<AcquiredRange>) -> u64 {
         let mut kept_bytes = 0;
@@ -145,7 +145,7 @@ impl<L: Lock> Heap<L> {
     }
 }
 
-/// Releases a range. If the driver fails, `mapped` holds what is left of it.
+/// Releases a range. If the driver fails, `mapped` contains the remaining parts.
 pub(super) fn give_back(backend: &dyn Backend, range: Range, mapped: &mut Extents) -> Result<(), BackendError> {
     while let Some((offset_bytes, size_bytes)) = mapped.last().copied() {
         backend.unmap(range, offset_bytes, size_bytes)?;

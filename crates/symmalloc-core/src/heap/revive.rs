@@ -1,8 +1,8 @@
 //! Revival: freed allocations become live again at their placements. A part of [`Heap`].
 //!
-//! A tree of CUDA graphs returns to a checkpoint. The graphs that it replays write to memory that the allocator counts
-//! as free, so those allocations become live again, and no others. The heap continues its own history, in which each
-//! one counts as an allocation.
+//! A graph tree returns to a checkpoint. The graphs that it replays write to memory that the allocator counts as free,
+//! so exactly those allocations become live again. The heap continues its own history, in which each of them counts as
+//! an allocation.
 //!
 //! ```text
 //!   checkpoint  │ a │  b  │ free │ c │        │ grown since │
@@ -37,8 +37,8 @@ pub(crate) struct Revived {
 }
 
 impl<L: Lock> Heap<L> {
-    /// Makes every saved allocation live that is not. The heap may have more memory than the layout. Returns all of
-    /// them in (sequence, offset) order.
+    /// Makes every saved allocation live that is not live yet. The heap may have more memory than the layout. Returns
+    /// all saved allocations in (sequence, offset) order.
     pub(crate) fn revive_layout(&mut self, context: &DynContext<'_, L>, layout: &HeapLayout) -> Vec<Revived> {
         let mut revived = Vec::new();
         let mut saved = layout.segments.iter().peekable();
@@ -53,7 +53,7 @@ impl<L: Lock> Heap<L> {
                 slot = self.revive_in(slot, allocation, &mut revived);
             }
         }
-        assert!(saved.next().is_none(), "no memory of the layout is gone");
+        assert!(saved.next().is_none(), "all memory of the layout exists");
         self.recycle_spent(context);
         revived
     }

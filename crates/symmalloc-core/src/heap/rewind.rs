@@ -20,12 +20,12 @@ use crate::types::backend::BackendError;
 use crate::types::ids::StreamId;
 use crate::types::units::{Units, bytes, units};
 
-/// The actions of a rewind. Slots are those before anything was released.
+/// The actions of a rewind. Slots are valid before the first release.
 #[derive(Debug, Default)]
 pub(crate) struct RewindPlan {
-    /// Free blocks from which a stream's allocations are carved: the stream waits for the earlier users.
+    /// Free blocks from which a stream's allocations are carved. The stream waits for their earlier users.
     waits: Vec<(Slot, StreamId)>,
-    /// Segments and parts of free blocks that the layout does not have, in sequence order.
+    /// Segments and parts of free blocks that are not in the layout, in sequence order.
     surplus: Vec<Surplus>,
 }
 
@@ -79,7 +79,7 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// Makes streams wait for the earlier users of the memory that they get back.
+    /// Makes streams wait for the earlier users of their restored memory.
     pub(crate) fn wait_for_rewind(
         &mut self,
         context: &DynContext<'_, L>,
@@ -155,7 +155,7 @@ impl<L: Lock> Heap<L> {
                     );
                 }
                 BlockState::Planned | BlockState::Elsewhere | BlockState::Vacant => {
-                    unreachable!("nothing is planned or stitched, and no slot vacant")
+                    unreachable!("a rewind has no plans and no stitched ranges")
                 }
             }
         }
@@ -187,7 +187,7 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// Releases the memory that the layout lacks. Every step leaves the heap consistent and is in the digest.
+    /// Releases the memory that is not in the layout. Every step leaves the heap consistent and is in the digest.
     pub(crate) fn give_surplus_back(
         &mut self,
         context: &DynContext<'_, L>,
@@ -233,8 +233,9 @@ impl<L: Lock> Heap<L> {
         carved
     }
 
-    /// Returns another set of the same fences. An event belongs to one fence, so the new set has ticks only: its next
-    /// user waits for all work that the streams have when it is allocated, which is slightly more than necessary.
+    /// Copies a set of fences without their events, since an event belongs to one fence. Returns the copy. The next
+    /// user of the new set waits for all work on the streams at the time of its allocation, which is slightly more than
+    /// necessary.
     pub(super) fn without_events(&mut self, set: FenceSetId) -> FenceSetId {
         let copies: Fences = self.fences.fences(set).iter().map(|fence| Fence { event: None, ..*fence }).collect();
         self.fences.insert(copies)

@@ -8,8 +8,8 @@
 //!             ├── mapped ──┤
 //! ```
 //! The list follows from segments and stitched ranges, which do not change while a heap sleeps. Waking maps from first
-//! to last, and sleeping unmaps from last to first. So the mapped entries are always a prefix of the list, whichever
-//! driver call fails, and memory exists whenever an alias maps it a second time.
+//! to last, and sleeping unmaps from last to first. Whichever driver call fails, the mapped entries are therefore a
+//! prefix of the list, and memory exists whenever an alias maps it a second time.
 
 use super::trim::Released;
 use super::{DynContext, Heap, Shortage};
@@ -35,7 +35,7 @@ struct Mapping {
 }
 
 impl Mapping {
-    /// Returns the device memory that it takes.
+    /// Returns the bytes of device memory that the mapping takes.
     fn memory_bytes(&self) -> u64 {
         if self.source.is_none() { self.size_bytes } else { 0 }
     }
@@ -46,7 +46,7 @@ impl<L: Lock> Heap<L> {
         self.mapped_asleep.is_some()
     }
 
-    /// Returns the refusal of a request to a sleeping pool.
+    /// Returns the error for a request to a sleeping pool.
     #[cold]
     pub(super) fn refuse_asleep(&self) -> Box<Shortage> {
         Box::new(if self.is_closed() { Shortage::Closed } else { Shortage::Asleep })
@@ -140,8 +140,7 @@ impl<L: Lock> Heap<L> {
         (sum(&mappings[..mapped]), sum(&mappings[mapped..]))
     }
 
-    /// Removes and returns the mapped parts of a segment that a sleeping heap gives up. They stop being mappings of the
-    /// heap.
+    /// Removes and returns the mapped parts of a segment of a sleeping heap. The heap no longer has these mappings.
     pub(super) fn take_held(&mut self, segment: u32) -> Option<Extents> {
         let mapped = self.mapped_asleep?;
         let range = self.table.segment(segment).range;
@@ -152,7 +151,7 @@ impl<L: Lock> Heap<L> {
         Some(held)
     }
 
-    /// Releases the memory of a sleeping heap to the device. Nothing uses it.
+    /// Releases the memory of a sleeping heap to the device. No work may use it.
     pub(crate) fn unmap_asleep(&mut self, context: &DynContext<'_, L>) -> Released {
         let (mut released, mapped) = (Released::default(), self.mapped_asleep.unwrap_or(0));
         for (at, mapping) in self.mappings().iter().enumerate().take(mapped).rev() {

@@ -14,7 +14,7 @@
 //! stitched block waits, on the device, for all earlier users of all its granules (rule D3).
 //!
 //! A refused request has changed nothing. If the driver fails between growth and the last mapping, the memory has
-//! grown, and the digest records both.
+//! grown, and the digest records both events.
 
 use super::acquire::Missing;
 use super::fencing::synchronize;
@@ -118,8 +118,8 @@ impl<L: Lock> Heap<L> {
         block.offset().div_ceil(granule) as usize..(block.end() / granule) as usize
     }
 
-    /// Returns the stitched ranges, their free blocks, and the granules that these cover entirely, oldest range first:
-    /// the input of `gather`.
+    /// Returns the stitched ranges, their free blocks, and the granules that these blocks cover entirely, oldest range
+    /// first: the input of `gather`.
     fn unused(&self) -> Vec<(usize, Slot, Part)> {
         let free = |(at, range): (usize, &StitchedRange)| {
             let slots = self.table.blocks_of(range.segment).filter(|slot| self.table.block(*slot).is_free());
@@ -163,7 +163,7 @@ impl<L: Lock> Heap<L> {
         self.coalesce(slot)
     }
 
-    /// Returns the block that contains a granule, searching behind the block of a lower one.
+    /// Returns the block that contains a granule. The search starts at `lower`, the block of a lower granule.
     fn block_around(&self, lower: Option<Slot>, granule: Granule) -> Slot {
         let lower = lower.filter(|slot| self.table.block(*slot).segment == granule.segment);
         let mut slot = lower.unwrap_or_else(|| self.table.first(granule.segment));
@@ -188,7 +188,7 @@ impl<L: Lock> Heap<L> {
         count: usize,
     ) -> Result<Slot, BackendError> {
         let StitchedRange { segment, .. } = self.stitched[at];
-        let home = self.stitched[at].home(0..count).expect("all of them are free at home");
+        let home = self.stitched[at].home(0..count).expect("all granules are free at home");
         self.take_from_home(context, stream, home, |_| Ok(()))?;
         let free = self.free_state(context, stream);
         let mut slot = self.bring_back(self.table.first(segment), free, FenceSetId::EMPTY);
@@ -216,7 +216,7 @@ impl<L: Lock> Heap<L> {
         let granules = granules.into_iter().map(Some).collect();
         self.stitched.push(StitchedRange { segment, granules, users: SmallVec::new() });
         context.directory.lock().insert(range, self.identity.id, segment);
-        // It adds no memory: that is counted at home.
+        // The range adds no memory, because its memory is counted at home.
         self.log_segment(SegmentEventKind::Birth, segment, 0, 0);
         Ok(slot)
     }

@@ -1,7 +1,7 @@
 //! Trimming: the only way in which memory returns from a heap to the device (rule D5). A part of [`Heap`].
 //!
 //! Memory is released only by a trim of the program, by a configured threshold that one of its frees crosses, or by the
-//! documented step before a configured limit refuses an allocation. Segments are released in sequence order.
+//! documented step before a configured limit fails an allocation. Segments are released in sequence order.
 //!
 //! | free memory | effect |
 //! |---|---|
@@ -30,7 +30,7 @@ use crate::types::ids::StreamId;
 use crate::types::units::{Units, bytes};
 use smallvec::SmallVec;
 
-/// The released memory, and the error of the driver that took no more.
+/// The released memory, and the error of the driver that ended the release.
 #[derive(Debug, Default)]
 #[must_use]
 pub(crate) struct Released {
@@ -65,7 +65,8 @@ impl<L: Lock> Heap<L> {
         self.trim(context, None).error
     }
 
-    /// Gives up free memory, all of it or `goal_bytes`, and releases it unless an observer holds it.
+    /// Releases all free memory, or `goal_bytes` of it. Segments that an observer holds stay retired until it
+    /// acknowledges them.
     pub(crate) fn trim(&mut self, context: &DynContext<'_, L>, goal_bytes: Option<u64>) -> Released {
         let (pool, stream) = (self.identity.pool.0, self.identity.stream.map(|stream| stream.0));
         let span = tracing::debug_span!(target: "symmalloc", "heap.trim", pool, stream, goal_bytes);
@@ -80,7 +81,7 @@ impl<L: Lock> Heap<L> {
             self.fold(op_word(Mark::RefusedByDriver, StreamId(0), 0), 0);
             failure = Some(error);
         }
-        // Memory cannot be released while a stitched range aliases it. A sleeping heap has none.
+        // Memory cannot be released while a stitched range aliases it. A sleeping heap has no memory.
         let segments = if failure.is_none() && !self.is_asleep() { self.table.backed_segments() } else { Vec::new() };
         for segment in segments {
             if goal_bytes.is_some_and(|goal_bytes| mapped_before - self.mapped_bytes >= goal_bytes) {
@@ -105,7 +106,8 @@ impl<L: Lock> Heap<L> {
         self.recycle_spent(context);
         let retired = self.release_retired(context);
         if retired.error.is_some() {
-            // Memory that the driver keeps counts toward the limits, so later decisions may differ from other ranks'.
+            // Memory that the driver fails to release counts toward the limits, so later decisions may differ from
+            // other ranks'.
             self.fold(op_word(Mark::RefusedByDriver, StreamId(0), 0), 0);
         }
         let released = Released { bytes: shrunk_bytes, error: failure }.plus(retired);
@@ -126,7 +128,7 @@ impl<L: Lock> Heap<L> {
     /// Retires every segment, including reserved ones. The heap must have no live allocations.
     pub(crate) fn retire_all(&mut self, context: &DynContext<'_, L>) {
         self.dissolve_plans(context);
-        // Stitched ranges go first: memory is not unmapped before its aliases.
+        // Stitched ranges are removed first: memory is not unmapped before its aliases.
         let mut segments = self.table.segments_in_order();
         segments.sort_by_key(|segment| !self.table.segment(*segment).is_stitched);
         segments.into_iter().for_each(|segment| self.retire(context, segment));
@@ -135,7 +137,7 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Releases everything at the end of the allocator, including live allocations and observed segments. Memory that
-    /// the driver fails to take back is left to the end of its context.
+    /// the driver fails to release exists until its context ends.
     pub(crate) fn abandon(&mut self, context: &DynContext<'_, L>) {
         self.dissolve_plans(context);
         for slot in self.all_blocks() {
@@ -157,7 +159,7 @@ impl<L: Lock> Heap<L> {
             let state = self.table.block(slot).state;
             matches!(state, BlockState::Allocated { .. } | BlockState::Planned | BlockState::Elsewhere)
         };
-        // Memory that a stitched range aliases although it is free: only if nothing may be unmapped.
+        // Free memory is still aliased by a stitched range only while nothing may be unmapped.
         let is_named = self.log.is_observed() && !self.stitched.is_empty();
         !is_named && !self.table.blocks_of(segment).any(is_in_use)
     }
@@ -248,8 +250,8 @@ impl<L: Lock> Heap<L> {
         Ok(())
     }
 
-    /// Releases the memory of every whole free granule of a segment, from its start on. The driver is called first: a
-    /// block whose memory it keeps stays free.
+    /// Releases the memory of every whole free granule of a segment, from its start on. The driver is called first: if
+    /// the call fails, the block stays free and keeps its memory.
     fn shrink(&mut self, context: &DynContext<'_, L>, segment: u32) -> Result<(), BackendError> {
         let mut synchronized: SmallVec<[StreamId; 2]> = SmallVec::new();
         for slot in self.table.blocks_of(segment).filter(|slot| self.table.block(*slot).is_free()).collect::<Vec<_>>() {

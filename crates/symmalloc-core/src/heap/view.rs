@@ -1,4 +1,4 @@
-//! The state of a heap that other modules may read, and the history that it keeps for ranks to compare.
+//! The state of a heap that other modules may read, and its history, which ranks compare.
 
 use super::{Heap, HeapIdentity};
 use crate::blocks::table::{Block, BlockState, Slot};
@@ -28,7 +28,7 @@ pub struct MemoryStats {
     pub usage: ClassStats,
     /// Bytes of device memory held, including dead segments that observers hold.
     pub reserved_bytes: Stat,
-    /// Bytes of dead segments that observers hold or that the driver has not taken back yet.
+    /// Bytes of dead segments that observers hold or that the driver failed to release.
     pub retired_bytes: u64,
     /// Number of live segments.
     pub segment_count: u64,
@@ -49,8 +49,8 @@ pub struct MemoryStats {
     /// Steps and their use of plans.
     pub steps: StepStats,
     /// `true` if the peaks of `usage.all` are exact: for one heap, or for all heaps if one thread drives the allocator.
-    /// Otherwise, and by class, they are sums of the heaps' peaks, which may have occurred at different times: upper
-    /// bounds.
+    /// All other peaks, including those by class, are sums of the heaps' peaks. These may have occurred at different
+    /// times, so their sum is an upper bound.
     pub peaks_are_exact: bool,
 }
 
@@ -66,7 +66,8 @@ pub struct SegmentSnapshot {
     pub segment: SegmentId,
     /// Address of its first byte. Differs between ranks.
     pub base: DeviceAddress,
-    /// The requests that it serves. Only fixed segments keep small ones apart; all others are `Large`.
+    /// The size class of the requests that it serves. Only fixed segments separate small requests; all other segments
+    /// are `Large`.
     pub class: SizeClass,
     /// Bytes that its blocks tile.
     pub size_bytes: u64,
@@ -98,7 +99,7 @@ pub enum BlockStateSnapshot {
         stream: StreamId,
         /// Requested bytes.
         requested_bytes: u64,
-        /// The program's name of it.
+        /// The program's name for the allocation.
         name: Option<Box<str>>,
         /// Other streams that use it.
         used_by: Vec<StreamId>,
@@ -110,8 +111,8 @@ pub enum BlockStateSnapshot {
     },
     /// Memory that was released to the device; the addresses are kept.
     Hole,
-    /// Memory that is allocated or free under other addresses of the heap: a stitched range aliases it, or this is such
-    /// a range.
+    /// Memory that is allocated or free under other addresses of the heap: a stitched range aliases it, or the block is
+    /// part of such a range.
     Elsewhere,
 }
 
@@ -139,7 +140,7 @@ impl<L: Lock> Heap<L> {
         }
     }
 
-    /// Returns the digest of an empty history. It includes everything besides ops on which decisions depend, so that
+    /// Returns the digest of an empty history. It includes all inputs of decisions other than ops, so that
     /// different configurations never agree.
     pub(super) fn digest_before_ops(config: &PoolConfig, granularity_bytes: u64, stream: Option<StreamId>) -> Digest {
         let mut digest = Digest::new(config.digest());
@@ -157,7 +158,7 @@ impl<L: Lock> Heap<L> {
         self.journal = Some(Box::new(Journal::new(history_ops, self.digest, order)));
     }
 
-    /// Adopts the history that a digest represents in place of the heap's own, whose ops no longer count. The journal
+    /// Replaces the heap's history with the one that a digest represents. Its own ops no longer count, and the journal
     /// drops them.
     pub(super) fn begin_history(&mut self, digest: Digest) {
         self.digest = digest;
@@ -201,8 +202,8 @@ impl<L: Lock> Heap<L> {
     }
 
     /// Returns `true` if the heap has executed an op. A heap without ops was created for a request that failed early,
-    /// for example because its pool was destroyed at the same time. It counts as absent, since other ranks, and this
-    /// one after a restart, have no such heap.
+    /// for example because its pool was destroyed at the same time. It counts as absent: other ranks have no such heap,
+    /// and neither has this rank after a restart.
     pub(crate) fn has_history(&self) -> bool {
         self.digest.ops > 0
     }
@@ -261,7 +262,7 @@ impl<L: Lock> Heap<L> {
         &mut self.log
     }
 
-    /// Returns `true` if an address range aliases memory, or a dead one does that the driver has not taken back.
+    /// Returns `true` if an address range, live or dead, aliases memory.
     pub(crate) fn has_stitched(&self) -> bool {
         !self.stitched.is_empty() || self.log.has_stitched()
     }
@@ -388,7 +389,7 @@ impl<L: Lock> Heap<L> {
             BlockState::Free { .. } => BlockStateSnapshot::Free { fenced_by: others },
             BlockState::Hole => BlockStateSnapshot::Hole,
             BlockState::Elsewhere => BlockStateSnapshot::Elsewhere,
-            BlockState::Planned | BlockState::Vacant => unreachable!("no block that a segment shows"),
+            BlockState::Planned | BlockState::Vacant => unreachable!("a segment's snapshot contains no such block"),
         };
         BlockSnapshot { offset_bytes: bytes(location.offset()), size_bytes: bytes(size), state }
     }

@@ -4,8 +4,8 @@
 //! 128 bits, halves xored) per op, about a nanosecond. No address, handle, time or name is included. A pool's digest
 //! combines its heaps in stream order, so that the interleaving of threads has no effect (rule D8).
 //!
-//! "Exactly when" holds up to a collision: two different histories agree with a probability of about 2^-64. A digest is
-//! no defense against a rank that lies.
+//! "Exactly when" holds up to a collision: two different histories have equal digests with a probability of about
+//! 2^-64. A digest does not protect against a malicious rank.
 
 use crate::config::op::Refusal;
 use crate::types::ids::{Placement, SegmentId, StreamId};

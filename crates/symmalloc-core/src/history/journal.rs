@@ -1,8 +1,8 @@
 //! The journal: the recent ops of a heap in a symmetric pool, which ranks compare when their digests differ.
 //!
 //! A digest shows *that* two histories differ. To find *where*, ranks compare the digests of earlier moments, and to
-//! find *what*, the ops themselves. A journal keeps the last `history_ops` ops, and a sparse series of digests from the
-//! time before them, which bounds the position of an older difference.
+//! find *what*, the ops themselves. A journal keeps the last `history_ops` ops, and a sparse series of older digests,
+//! which bounds the position of an older difference.
 //!
 //! ```text
 //!  op number   0 ............ 40960 ..... 45056 ..... 49152 ─────────────────── 53248
@@ -26,11 +26,11 @@ pub const NAME_BYTES_MAX: usize = 64;
 /// Maximum number of digests kept from before the oldest op in the journal.
 pub const CHECKPOINTS_MAX: usize = 32;
 
-/// Checkpoints lie at multiples of this many ops, later of twice as many, and so on: at the same ops on every rank.
+/// Initial distance between checkpoints, in ops. It doubles whenever there are too many, at the same op on every rank.
 const CHECKPOINT_OPS: u64 = 64;
 
-/// Numbers the ops of all symmetric pools of one allocator in the order in which they happen. With one host thread,
-/// that is program order. It determines which of several heaps differed first, and is in no digest.
+/// The numbering of the ops of all symmetric pools of one allocator, in execution order. With one host thread, that is
+/// program order. It determines which of several heaps differed first, and is not part of any digest.
 #[derive(Debug)]
 pub struct ProgramOrder {
     next: AtomicU64,
@@ -59,8 +59,8 @@ impl ProgramOrder {
         self.next.load(Relaxed)
     }
 
-    /// Records that all ranks agreed when `next` was the number of the next op. Numbers are counted from there, so that
-    /// a rank that joined later counts like the others.
+    /// Records that all ranks agreed when `next` was the number of the next op. Counting restarts there, so that a rank
+    /// that joined later counts like the others.
     pub fn agree(&self, next: u64) {
         self.agreed.store(next, Relaxed);
     }
@@ -78,9 +78,9 @@ pub struct JournalEntry {
     pub op: u64,
     /// The decision as one word.
     pub decision: u64,
-    /// The heap's digest after it.
+    /// The heap's digest after the op.
     pub digest: u64,
-    /// Its number in the rank's program order.
+    /// The op's number in the rank's program order.
     pub order: u64,
 }
 
@@ -118,7 +118,7 @@ impl Journal {
         }
     }
 
-    /// Forgets everything: the heap adopted a history with the digest `now`, which every rank has had.
+    /// Forgets everything, because the heap adopted a history with the digest `now`, which every rank has had.
     pub(crate) fn begin(&mut self, now: Digest) {
         *self = Journal::new(self.capacity as u32, now, Arc::clone(&self.order));
     }
@@ -135,7 +135,7 @@ impl Journal {
         self.entries.push_back(JournalEntry { op, decision, digest: after.value, order: self.order.take() });
     }
 
-    /// Reserves room for more entries, within the capacity.
+    /// Reserves memory for more entries, up to the capacity.
     #[cold]
     fn make_room(&mut self) {
         let len = self.entries.len();
@@ -237,7 +237,7 @@ impl Journal {
         }
     }
 
-    /// Frees the memory: the heap gets no more ops.
+    /// Frees unused memory, because the heap gets no more ops.
     pub(crate) fn close(&mut self) {
         self.entries.shrink_to_fit();
         self.names.shrink_to_fit();

@@ -15,7 +15,7 @@
 //!
 //! The log is append-only and its indices are never reused. Entries that every observer has acknowledged are dropped,
 //! so a heap without observers keeps none. The memory of a removed segment is released only after every observer has
-//! acknowledged the death: any window on it is gone by then.
+//! acknowledged the death: any window on it is deregistered by then.
 //!
 //! An observer finds out without a lock whether there are new entries: each pool counts the entries of its heaps' logs.
 //!
@@ -126,7 +126,7 @@ impl SegmentLog {
         self.append(event);
     }
 
-    /// Keeps a range that never became a segment and that the driver did not take back. No observer knows of it.
+    /// Keeps a range that never became a segment and that the driver failed to release. No observer knows of it.
     pub(crate) fn keep_stray(&mut self, range: Range, mapped: Extents, is_stitched: bool) {
         self.retired.push_front(Retired { held_until: 0, range, mapped, is_stitched, streams: SmallVec::new() });
     }

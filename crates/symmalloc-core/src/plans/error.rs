@@ -65,7 +65,7 @@ pub enum PlanError {
     /// The pool sleeps.
     #[error(transparent)]
     Sleeps(#[from] PoolSleeps),
-    /// There is no memory for the plan. The heap no longer has plans and continues without. The message includes the
+    /// There is no memory for the plan. The heap drops its plans and continues without them. The message includes the
     /// cause, which is therefore not reported as a source.
     #[error("no memory for the plan: {0}")]
     Memory(AllocateError),

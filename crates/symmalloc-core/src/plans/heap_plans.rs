@@ -9,10 +9,10 @@
 //!   learning, or nothing ◄──────── the ordinary way, to the end of the step
 //! ```
 //!
-//! All plans of a heap place allocations in the same memory, one block of it. The memory exists from the first step
-//! that follows a plan to the next step that follows none, which uses it as ordinary memory. While it exists, each
-//! place has a slot of the block table. A place is in no segment's ring and so has no neighbors, which distinguishes it
-//! from a block.
+//! All plans of a heap share the *plan memory*, which is one block of the heap. It exists from the first step that
+//! follows a plan until the next step that follows none, which uses it as ordinary memory. While the plan memory
+//! exists, each place has a slot in the block table. Unlike a block, a place is in no segment's ring and has no
+//! neighbors.
 
 use super::plan::Plan;
 use super::plan_cursor::PlanCursor;
@@ -31,17 +31,17 @@ type Request = (StreamId, u64);
 /// Maximum number of consecutive steps of one key that may differ before a heap learns them again.
 const DIFFERENCES_MAX: u32 = 2;
 
-/// A heap's mode of serving requests.
+/// The mode in which a heap serves requests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum RequestMode {
-    /// Places them by the heap's own rules.
+    /// Places requests by the heap's ordinary rules.
     #[default]
     Ordinary,
-    /// Compares them with a plan.
+    /// Compares requests with a plan.
     Plan,
-    /// Logs them.
+    /// Logs requests, to learn a plan.
     Learn,
-    /// Refuses them: the pool sleeps, and no step is open.
+    /// Refuses requests: the pool sleeps, and no step is open.
     Refuse,
 }
 
@@ -58,7 +58,7 @@ struct Known {
 struct Placed {
     /// The cursor; the heap takes it while a step follows the plan.
     cursor: PlanCursor,
-    /// Slots of the places of allocations that live on in the next step, ascending.
+    /// Slots of the places of allocations that live into the next step, ascending.
     carried_over: Vec<Slot>,
 }
 
@@ -85,7 +85,8 @@ pub(crate) struct HeapPlans {
     placed: Vec<Placed>,
     /// Index of the current step's plan; `None` if no plan has its key.
     current: Option<usize>,
-    /// The plan that the last step followed to its end. Only then does a plan know the last user of each offset.
+    /// The plan that the last step followed to its end. A plan knows the last user of each offset only after such a
+    /// step.
     last_whole: Option<usize>,
     /// Slots of places that were unexpectedly live when the step began.
     unexpected_live: Vec<Slot>,
@@ -110,8 +111,8 @@ impl HeapPlans {
         self.learner.note_allocation(request, slot);
     }
 
-    /// Handles a free, which need not be logged. Returns `true` if later frees must be handled too, because other
-    /// allocations are logged or at places.
+    /// Handles a free. The caller must report later frees too if this returns `true`, because logged allocations or
+    /// places may be freed.
     pub(crate) fn note_free(&mut self, slot: Slot) -> bool {
         self.learner.note_free(slot);
         self.memory.is_some() || self.learner.is_waiting()
@@ -150,7 +151,7 @@ impl HeapPlans {
         if self.current.is_some() && !self.has_given_up { RequestMode::Plan } else { RequestMode::Ordinary }
     }
 
-    /// Takes the cursor of the step's plan. The plans are in their memory.
+    /// Takes the cursor of the step's plan. The plan memory exists.
     pub(crate) fn take_cursor(&mut self) -> PlanCursor {
         self.current.map_or_else(PlanCursor::default, |current| std::mem::take(&mut self.placed[current].cursor))
     }
@@ -221,7 +222,7 @@ impl HeapPlans {
         self.has_given_up || !self.plans.is_empty() || !self.learner.is_empty()
     }
 
-    /// Forgets all earlier steps. There is no plan memory.
+    /// Forgets all earlier steps. There must be no plan memory.
     pub(crate) fn forget(&mut self) {
         self.set_plans(std::iter::empty());
         self.learner = StepLearner::default();
@@ -232,9 +233,9 @@ impl HeapPlans {
         self.plans.iter().map(|known| Arc::clone(&known.plan)).collect()
     }
 
-    /// Replaces the plans. There is no plan memory.
+    /// Replaces the plans. There must be no plan memory.
     pub(crate) fn set_plans(&mut self, plans: impl Iterator<Item = Arc<Plan>>) {
-        assert!(self.memory.is_none(), "plans change while they have no memory");
+        assert!(self.memory.is_none(), "plans must not change while the plan memory exists");
         self.plans = plans.map(|plan| Known { plan, differences: 0 }).collect();
         self.stats.learned += u64::from(!self.plans.is_empty());
         (self.current, self.last_whole, self.has_given_up) = (None, None, false);

@@ -55,8 +55,9 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Creates a plan for the steps of this key, of the heap of one stream, or of all streams if they share (`None`).
-    /// Overlaps of its offsets are checked when a heap adopts it, since they depend on the pool's rounding of sizes.
+    /// Creates a plan for steps with this key. `stream` is the stream of the plan's heap, or `None` for a heap that all
+    /// streams share. Overlaps of its offsets are checked when a heap adopts it, since they depend on the pool's
+    /// rounding of sizes.
     ///
     /// # Errors
     /// Returns an error if an allocation is impossible: zero bytes, an end before its start, more than a step later, or
@@ -81,15 +82,15 @@ impl Plan {
         Ok(Plan { key, stream, allocations })
     }
 
-    /// Computes an offset for every allocation of a step that can be planned, for a pool of this configuration on a
-    /// backend of this granularity. The result is the lowest peak that the search of `symmalloc-plan` finds within
+    /// Computes an offset for every allocation of a step that can be planned, for a pool with this configuration on a
+    /// backend with this granularity. The result is the lowest peak that the search of `symmalloc-plan` finds within
     /// `budget`. Blocks have the pool's sizes.
     ///
     /// # Determinism
-    /// The plan is a function of the arguments: ranks that plan alike place alike.
+    /// The plan is a function of the arguments: ranks that pass equal arguments get equal plans.
     ///
     /// # Errors
-    /// See [`new`](Self::new). Also when the sum of the sizes overflows.
+    /// Returns the errors of [`new`](Self::new), and an error if the sum of the sizes overflows.
     pub fn solve(
         config: &PoolConfig,
         granularity_bytes: u64,
@@ -118,7 +119,7 @@ impl Plan {
         Ok(plan)
     }
 
-    /// Returns the key of its steps, which the program passes to `begin_step`.
+    /// Returns the key of the plan's steps, which the program passes to `begin_step`.
     pub fn key(&self) -> u64 {
         self.key
     }
@@ -133,7 +134,8 @@ impl Plan {
         &self.allocations
     }
 
-    /// Returns the bytes of memory that the plan needs in a pool of this configuration on a backend of this granularity.
+    /// Returns the bytes of memory that the plan needs in a pool with this configuration on a backend with this
+    /// granularity.
     pub fn memory_bytes(&self, config: &PoolConfig, granularity_bytes: u64) -> u64 {
         let rules = SizeRules::new(config, granularity_bytes);
         self.ends(&rules).max().unwrap_or(0)

@@ -11,7 +11,7 @@ use symmalloc_plan::Schedule;
 struct Expected {
     /// The expected request, encoded as in a digest.
     op: u64,
-    /// End of its places in [`PlanCursor::checks`]. They begin at the end of the previous allocation's.
+    /// End of its places in [`PlanCursor::checks`]. They begin at the end of the previous allocation's places.
     checks_end: u32,
 }
 
@@ -19,8 +19,8 @@ struct Expected {
 #[derive(Debug, Default)]
 pub(crate) struct PlanCursor {
     expected: Vec<Expected>,
-    /// Slots of the places that must be free, for one allocation after the other. The last one of each is its own
-    /// place. An allocation without a place has none.
+    /// Slots of the places that must be free for each allocation, in allocation order. The last slot of an allocation
+    /// is its own place. An allocation without a place has no slots.
     checks: Vec<Slot>,
     /// Base of the segment that contains all places.
     base: DeviceAddress,
@@ -29,7 +29,7 @@ pub(crate) struct PlanCursor {
     /// Number of the next allocation, plus [`UNEXPECTED`] in a step that begins with a live allocation that the plan does not
     /// expect.
     next: usize,
-    /// Start of its places.
+    /// Start of the next allocation's places in `checks`.
     checks_from: usize,
 }
 
@@ -53,10 +53,11 @@ impl PlanCursor {
         }
     }
 
-    /// Returns the slots of the places that must be free for the next allocation if `op` is the expected request. The
-    /// last one is its own place; there are none if it is placed the ordinary way. Returns `None` in a step that
-    /// follows no plan, and, unless `OR_UNEXPECTED`, in a step with an unexpected live allocation, for which these places are
-    /// not sufficient.
+    /// Returns the slots of the places that must be free for the next allocation, or `None` if `op` is not the expected
+    /// request. The last slot is the allocation's own place; there are no slots if it is placed the ordinary way.
+    ///
+    /// In a step that follows no plan, every request is unexpected. Unless `OR_UNEXPECTED`, this also holds for a step
+    /// with an unexpected live allocation, for which these places are not sufficient.
     #[inline(always)]
     pub(crate) fn next_if<const OR_UNEXPECTED: bool>(&self, op: u64) -> Option<&[Slot]> {
         let next = if OR_UNEXPECTED { self.next % UNEXPECTED } else { self.next };

@@ -3,14 +3,14 @@
 use crate::stats::usage::add_fields;
 use crate::types::ids::StreamId;
 
-/// The report of a step. Over the heaps of a pool, numbers are sums, and the difference is that of the first heap in
-/// stream order.
+/// The report of a step. For a pool, its numbers are sums over the heaps. Its difference is that of the first heap, in
+/// stream order, that differed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StepReport {
     /// Allocations in the step, of at least one byte.
     pub allocations: u64,
-    /// Number of them that were placed by the plan.
+    /// Number of those allocations that the plan placed.
     pub planned: u64,
     /// The first difference from the plan; `None` also if there was no plan.
     pub difference: Option<StepDifference>,
@@ -27,17 +27,17 @@ impl StepReport {
     }
 }
 
-/// Counts of steps, of one heap or of several.
+/// Step statistics of one heap or of several heaps.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct StepStats {
-    /// Steps that ended. Of several heaps, the sum.
+    /// Number of steps that ended, summed over the heaps.
     pub steps: u64,
     /// Steps that followed a plan to its end.
     pub followed: u64,
     /// Allocations in steps.
     pub allocations: u64,
-    /// Number of them that were placed by a plan.
+    /// Number of those allocations that a plan placed.
     pub planned: u64,
     /// Number of adopted plans.
     pub plans: u64,

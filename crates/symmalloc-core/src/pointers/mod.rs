@@ -5,12 +5,12 @@
 //!                │ none, or the heap does not have the address
 //!                └────► directory ──► heap, locked ──► its pointer map
 //! ```
-//! The **directory** holds every live segment. It changes only when a segment is created or removed, so it always exists. A
-//! heap's **pointer map** holds its live allocations by their first address. It is updated after allocations and frees are
-//! decided, and only if it is configured ([`PointerLookup`](crate::config::PointerLookup)).
+//! The **directory** holds every live segment. It changes only when a segment is created or removed, so it is always
+//! maintained. A heap's **pointer map** holds its live allocations by their first address. The heap updates it after it
+//! has decided an allocation or a free, and only if it is configured ([`PointerLookup`](crate::config::PointerLookup)).
 //!
-//! A pointer is resolved to its block, like a handle, and from there the path is the same. Addresses are keys and decide
-//! nothing.
+//! A pointer resolves to a block, as a handle does, and the rest of the path is the same. Addresses are keys and
+//! influence no decision.
 
 use crate::blocks::table::Slot;
 use crate::types::backend::{DeviceAddress, Range};
@@ -37,7 +37,7 @@ impl SegmentDirectory {
     pub(crate) fn insert(&mut self, range: Range, heap: HeapId, segment: u32) {
         let entry = DirectoryEntry { size_bytes: range.size_bytes, heap, segment };
         let before = self.by_base.insert(range.base.0, entry);
-        assert!(before.is_none(), "ranges are checked before they become segments");
+        assert!(before.is_none(), "two segments have the same base");
     }
 
     pub(crate) fn remove(&mut self, range: Range) {
@@ -70,7 +70,7 @@ const GRANULE_BITS: u32 = 21;
 const HINTS: usize = 1 << 14;
 
 /// The heap in which an address was last found. With a hint, most look-ups do not need the directory, whose lock all
-/// threads share. A hint may be wrong and decides nothing: the heap itself reports whether it has the address.
+/// threads share. A wrong hint is harmless: the heap itself reports whether it has the address.
 pub(crate) struct HeapHints {
     /// The heap's id plus one; 0 if there is no hint.
     by_granule: Box<[AtomicU32]>,

@@ -13,8 +13,8 @@ pub enum Phase {
     Awake,
     /// The pool has all of its addresses and no memory.
     Asleep,
-    /// The pool sleeps, but the driver, or a window that cannot be removed, still holds some of its memory. Another
-    /// sleep tries to release it; a wake reuses it.
+    /// The pool sleeps, but the driver failed to release some of its memory, or a window that cannot be removed holds
+    /// it. Another sleep tries to release it; a wake reuses it.
     Failed,
 }
 
@@ -38,8 +38,8 @@ pub struct Woken {
     pub loaded_bytes: u64,
 }
 
-/// An error returned by a sleep or a wake. The pool is as it was, except after [`Held`](SleepCause::Held): nothing is lost, and
-/// another attempt may succeed.
+/// An error returned by a sleep or a wake. The pool is unchanged, except after [`Held`](SleepCause::Held): nothing is
+/// lost, and another attempt may succeed.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[error("{pool}: {cause}")]
 pub struct SleepError {
@@ -56,7 +56,7 @@ pub enum SleepCause {
     /// The pool does not exist.
     #[error(transparent)]
     Unknown(#[from] UnknownError),
-    /// Another sleep or wake of the pool is under way.
+    /// Another sleep or wake of the pool is in progress.
     #[error("another sleep or wake is in progress: wait until it ends")]
     Busy,
     /// A step is open.
@@ -71,7 +71,7 @@ pub enum SleepCause {
     /// Dead stitched ranges alias the pool's memory.
     #[error("retired stitched ranges are not released yet: let the observers acknowledge, and trim")]
     Retired,
-    /// The work of a stream that uses the pool could not be awaited.
+    /// Waiting for the work of a stream that uses the pool failed.
     #[error("cannot wait for the work of {stream}, which may be in a graph capture: {error}")]
     Synchronize {
         /// The stream.
@@ -87,7 +87,7 @@ pub enum SleepCause {
         /// The backend's error.
         error: BackendError,
     },
-    /// The pool sleeps, but the driver did not take all of its memory.
+    /// The pool sleeps, but the driver failed to release some of its memory.
     #[error("it sleeps, but the driver still holds {} of it: put it to sleep again to release them: {error}", Amount(*held_bytes))]
     Held {
         /// Released bytes.
@@ -97,7 +97,7 @@ pub enum SleepCause {
         /// The driver's error.
         error: BackendError,
     },
-    /// There is not enough memory to wake: free some, or put another holder to sleep, and wake the pool again.
+    /// There is not enough memory to wake. Free memory or put another pool to sleep, and wake the pool again.
     #[error("it stays asleep, because waking needs {}: free memory, or put other pools to sleep, and wake it again: {cause}", Amount(*needed_bytes))]
     Memory {
         /// Bytes that the pool needs.

@@ -6,14 +6,14 @@ use crate::types::backend::{Image, Part};
 /// The sleep state of a pool.
 #[derive(Debug, Default)]
 pub(crate) struct State {
-    /// `None` while it is awake.
+    /// The saved contents; `None` while the pool is awake.
     pub(crate) kept: Option<Kept>,
     /// `true` while a sleep or a wake is in progress.
     pub(crate) is_changing: bool,
 }
 
 impl State {
-    /// Returns `true` if its heaps serve requests.
+    /// Returns `true` if the pool's heaps serve requests.
     pub(crate) fn is_awake(&self) -> bool {
         self.kept.is_none() && !self.is_changing
     }
@@ -23,14 +23,14 @@ impl State {
 #[derive(Debug)]
 pub(crate) struct Kept {
     contents: Contents,
-    /// `None` if there was nothing to save.
+    /// The image that contains them; `None` if there was nothing to save.
     image: Option<Image>,
     /// The saved parts, in the order of pools, segments and offsets.
     saved: Vec<Part>,
 }
 
 impl Kept {
-    /// Creates the record of these parts, which are in the image if there is one.
+    /// Creates the record of these parts, which the image contains if there is one.
     pub(crate) fn new(contents: Contents, image: Option<Image>, saved: Vec<Part>) -> Self {
         Kept { contents, image, saved }
     }
@@ -39,14 +39,14 @@ impl Kept {
         self.image
     }
 
-    /// Returns the parts of `live` to restore, with their positions in the image, or all of them if they must be
-    /// zeroed. Each is one of the saved parts or lies within one: nothing is allocated while a pool sleeps.
+    /// Returns the parts of `live` to restore, with their positions in the image, or all of `live` to zero them. Each
+    /// is one of the saved parts or lies within one, because nothing is allocated while a pool sleeps.
     pub(crate) fn parts_to_fill(&self, live: Vec<Part>) -> Vec<Part> {
         let mut saved = self.saved.iter().peekable();
         let find = |Part { address, size_bytes, .. }: Part| {
             let holds = |part: &Part| part.address <= address && address.0 - part.address.0 < part.size_bytes;
             while saved.next_if(|part| !holds(part)).is_some() {}
-            let part = saved.peek().expect("what is live was saved");
+            let part = saved.peek().expect("live memory was saved");
             Part { address, size_bytes, image_offset_bytes: part.image_offset_bytes + (address.0 - part.address.0) }
         };
         match self.contents {

@@ -1,10 +1,10 @@
 //! Budgets limit the device memory that may be held, in configured bytes (rule D4).
 //!
-//! A budget is one limit and the memory reserved under it: a pool's, or the allocator's over all pools. A heap has one
-//! without a limit, for counting. Only acquiring and releasing memory touches a budget, so its lock is not on the path
-//! of a cache hit.
+//! A budget is one limit and the memory reserved under it. Each pool has one, and so has the allocator, over all pools.
+//! A heap has a budget without a limit, for counting. Only acquiring and releasing memory touches a budget, so its lock
+//! is not on the path of a cache hit.
 //!
-//! The driver's free memory plays no part: the same program reaches the same limit at the same op on every rank.
+//! The driver's free memory has no influence: the same program reaches the same limit at the same op on every rank.
 
 use crate::config::PoolConfig;
 use crate::config::errors::{LimitScope, OutOfMemoryCause};
@@ -17,7 +17,7 @@ pub(crate) struct Budget<L: Lock>(L::Cell<Counts>);
 #[derive(Clone, Copy, Debug, Default)]
 struct Counts {
     limit_bytes: Option<u64>,
-    /// Charged or held. It exceeds the limit only after the limit was lowered.
+    /// Bytes that are charged or held. They exceed the limit only after the limit was lowered.
     reserved_bytes: u64,
     reserved_bytes_peak: u64,
     /// Total of all memory acquired so far.
@@ -91,7 +91,7 @@ impl<L: Lock> Budget<L> {
     fn refund(&self, size_bytes: u64) {
         let mut counts = self.0.lock();
         let left = counts.reserved_bytes.checked_sub(size_bytes);
-        counts.reserved_bytes = left.expect("no more is refunded than was charged");
+        counts.reserved_bytes = left.expect("a refund must not exceed the charged bytes");
     }
 }
 
@@ -107,14 +107,14 @@ impl<'a, L: Lock> Budgets<'a, L> {
         [self.heap, self.pool, self.allocator]
     }
 
-    /// Charges bytes before the driver is asked for them. Dropping the charge refunds them.
+    /// Charges bytes before memory is requested from the driver. Dropping the charge refunds them.
     pub(crate) fn charge(self, size_bytes: u64) -> Result<Charge<'a, L>, OutOfMemoryCause> {
         self.pool.charge(size_bytes, LimitScope::Pool)?;
         if let Err(met) = self.allocator.charge(size_bytes, LimitScope::Allocator) {
             self.pool.refund(size_bytes);
             return Err(met);
         }
-        // It has no limit.
+        // The heap's budget has no limit.
         let _counted = self.heap.charge(size_bytes, LimitScope::Pool);
         Ok(Charge { budgets: self, size_bytes })
     }
@@ -124,7 +124,7 @@ impl<'a, L: Lock> Budgets<'a, L> {
         self.all().into_iter().for_each(|budget| budget.confirm(size_bytes));
     }
 
-    /// Refunds memory that was released, or that the driver did not give for a [kept](Charge::keep) charge.
+    /// Refunds memory that was released, or that the driver failed to provide for a [kept](Charge::keep) charge.
     pub(crate) fn refund(&self, size_bytes: u64) {
         self.all().into_iter().for_each(|budget| budget.refund(size_bytes));
     }
@@ -138,7 +138,7 @@ impl<'a, L: Lock> Budgets<'a, L> {
     }
 }
 
-/// Bytes that are charged until the driver has given them. A driver call that fails or panics refunds them.
+/// Bytes that are charged until the driver has provided them. A driver call that fails or panics refunds them.
 #[must_use]
 pub(crate) struct Charge<'a, L: Lock> {
     budgets: Budgets<'a, L>,

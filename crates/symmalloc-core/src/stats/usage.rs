@@ -3,12 +3,12 @@
 //! Every heap counts its own usage under its own lock. Sums over heaps are computed on request.
 //!
 //! ```text
-//!  freed = allocated − current        all = small + large, but for the peak, which is counted by itself
+//!  freed = allocated − current        all = small + large, except for the peak, which is counted separately
 //! ```
 //!
-//! A [`StatScope`](crate::allocator::report::StatScope) measures the same numbers over a part of the program. Opening
-//! one saves the counters and restarts the peaks. Closing one sets the outer scope's peaks to the larger of both.
-//! Scopes nest, and cost nothing between open and close.
+//! A [`StatScope`](crate::allocator::report::StatScope) measures the same numbers over a part of the program. Opening a
+//! scope saves the counters and restarts the peaks. Closing it raises the peaks to those of the outer scope. Scopes can
+//! be nested, and cost nothing between open and close.
 
 use crate::config::size_rules::SizeClass;
 use crate::types::units::{Units, bytes};
@@ -108,7 +108,7 @@ impl Level {
         }
     }
 
-    /// Raises the peak by the amount by which the distance fell below zero.
+    /// Raises the peak by the amount by which the distance is below zero.
     #[cold]
     #[inline(never)]
     fn raise_peak(&mut self) {

@@ -4,8 +4,8 @@
 //! void; see [`crate::streams::fences`].
 //!
 //! A stream remembers its waits for at most [`WAITS_MAX`] other streams and evicts the oldest entry. An evicted wait
-//! costs at most one more wait on the device. The clocks of N streams thus take O(N) memory and one wait takes constant
-//! time, whatever the program does.
+//! costs at most one more wait on the device. The clocks of N streams therefore take O(N) memory and one wait takes
+//! constant time, whatever the program does.
 
 use crate::types::ids::StreamId;
 use smallvec::SmallVec;
@@ -40,7 +40,7 @@ impl StreamClocks {
         self.streams.push(StreamClock { now: 1, synchronized: 0, waits: Waits::new() });
     }
 
-    /// Returns the tick of the work that was submitted to the stream last.
+    /// Returns the tick of the work that was last submitted to the stream.
     pub(crate) fn now(&self, stream: StreamId) -> Tick {
         self.streams[stream.index()].now
     }
@@ -81,8 +81,8 @@ impl StreamClocks {
         Moment { stream, tick: self.advance(stream), waits: self.streams[stream.index()].waits.clone() }
     }
 
-    /// Records that `stream` waits for another one up to a moment, and so for everything that the other one has waited
-    /// for.
+    /// Records that `stream` waits for another stream up to a moment, and therefore for everything that the other
+    /// stream has waited for.
     pub(crate) fn waits_for(&mut self, stream: StreamId, moment: &Moment) {
         for (on, tick) in moment.waits.iter().filter(|(on, _)| *on != stream) {
             self.waits_for_tick(stream, *on, *tick);
@@ -90,8 +90,8 @@ impl StreamClocks {
         self.waits_for_tick(stream, moment.stream, moment.tick);
     }
 
-    /// Records that the host has waited for a stream up to a moment, and so for everything that the stream has waited
-    /// for.
+    /// Records that the host has waited for a stream up to a moment, and therefore for everything that the stream has
+    /// waited for.
     pub(crate) fn synchronized(&mut self, moment: &Moment) {
         for (stream, tick) in moment.waits.iter().copied().chain([(moment.stream, moment.tick)]) {
             let clock = &mut self.streams[stream.index()];

@@ -44,7 +44,7 @@ impl Fence {
 /// The fences of one block: at most one per stream, in stream order.
 pub(crate) type Fences = SmallVec<[Fence; 2]>;
 
-/// The index of a block's fences in a [`FenceTable`]. Most blocks have none, which takes no entry.
+/// The index of a block's fences in a [`FenceTable`]. Most blocks have no fences and no entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct FenceSetId(u32);
 
@@ -93,7 +93,7 @@ impl FenceTable {
         self.sets[set.0 as usize] = fences;
     }
 
-    /// Adds a fence to a set. Of two fences on one stream, the later one covers the earlier one.
+    /// Adds a fence to a set. If the set has a fence on the same stream, the later one covers the earlier one.
     pub(crate) fn add(&mut self, set: FenceSetId, fence: Fence) -> FenceSetId {
         let Some(fences) = self.sets.get_mut(set.0 as usize) else {
             return self.insert(SmallVec::from_slice(&[fence]));
@@ -132,7 +132,7 @@ impl FenceTable {
         self.insert(left)
     }
 
-    /// Passes on the events that no fence refers to any more, in the order in which they were dropped.
+    /// Passes the events that no fence refers to any more to `recycle`, in the order in which they were dropped.
     #[inline]
     pub(crate) fn drain_spent(&mut self, recycle: impl FnMut(Event)) {
         if !self.spent.is_empty() {

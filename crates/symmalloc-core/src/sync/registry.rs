@@ -1,7 +1,7 @@
 //! An append-only table that is read without a lock while it grows.
 //!
-//! Every `allocate` and `free` looks up pools and heaps, which are rarely created. Access to the first few entries,
-//! which are all that most programs have, takes a comparison and a load. The rest is in a [`boxcar::Vec`]. Entries
+//! Every `allocate` and `free` looks up pools and heaps, which are rarely created. Access to the first few entries
+//! takes a comparison and a load, and most programs have no more. Further entries are in a [`boxcar::Vec`]. Entries
 //! should be small, such as a box or a counted pointer, because the first ones are stored in the registry itself.
 
 use std::sync::atomic::AtomicUsize;

@@ -11,17 +11,21 @@
 //! save ──► unmap ──► map, at the same addresses ──► load or zero ──► discard
 //! ```
 //!
-//! The allocator promises: offsets and sizes are multiples of [`Backend::granularity_bytes`], and sizes are not zero; a
-//! granule is mapped at most once; everything is unmapped before its range is released, and memory after all of its
-//! aliases; before `unmap` it has called `synchronize` for every stream that may still use the bytes; an event is recycled
-//! once and not used afterwards.
+//! The allocator guarantees:
+//! - Offsets and sizes are multiples of [`Backend::granularity_bytes`], and sizes are not zero.
+//! - It maps a granule at most once.
+//! - It unmaps everything in a range before it releases the range, and all aliases of memory before the memory itself.
+//! - Before `unmap`, it calls `synchronize` for every stream that may still use the bytes.
+//! - It recycles an event once and does not use it afterwards.
+//! - It never calls the backend for the same range from two threads at once.
 //!
-//! A backend promises: a call that returns an error changed nothing; no call blocks on device work, but
-//! [`Backend::synchronize`] and the copying calls; it may be called from any thread, but never for the same range from two at
-//! once.
+//! A backend guarantees:
+//! - A call that returns an error has changed nothing.
+//! - Only [`Backend::synchronize`] and the calls that copy block on device work.
+//! - Any thread can call it.
 //!
-//! No result of a backend call decides a placement (rule D1): addresses are only passed on to the program, and a
-//! refusal becomes a typed error.
+//! No result of a backend call decides a placement (rule D1): addresses are only passed on to the program, and a failed
+//! call becomes a typed error.
 
 use crate::types::ids::StreamId;
 
@@ -30,14 +34,14 @@ use crate::types::ids::StreamId;
 pub struct DeviceAddress(pub u64);
 
 impl DeviceAddress {
-    /// Returns the address `offset_bytes` further on.
+    /// Returns this address plus `offset_bytes`.
     #[inline]
     pub(crate) fn plus(self, offset_bytes: u64) -> Self {
         DeviceAddress(self.0 + offset_bytes)
     }
 }
 
-/// A reserved address range in the backend's own terms.
+/// A reserved range of device addresses.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Range {
     /// First address; a multiple of the granularity.
@@ -95,7 +99,7 @@ pub enum Reason {
     /// exceeds the address space. The backend violates its contract, and the allocator uses no part of the range.
     #[error("the backend returned a range that cannot be used")]
     BadRange,
-    /// Any other refusal by the driver.
+    /// Any other failure of a driver call.
     #[error("refused by the driver")]
     Refused,
 }
@@ -196,7 +200,8 @@ pub trait Backend {
     /// parts ascend from 0 without gaps, and no stream uses the bytes during the call.
     ///
     /// # Errors
-    /// Returns an error if there is no room for the copy, a driver call fails, or the backend cannot save; nothing is kept then.
+    /// Returns an error if there is no memory for the copy, a driver call fails, or the backend cannot save; nothing is
+    /// kept then.
     fn save(&self, _parts: &[Part]) -> Result<Image, BackendError> {
         Err(BackendError::new("Backend::save", 0, Reason::Refused))
     }

@@ -17,7 +17,7 @@ use std::fmt;
 use std::num::NonZeroU64;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// The name of one allocation. A copy of the handle is another name, not another allocation.
+/// A reference to one allocation. Copies of a handle refer to the same allocation.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Handle {
     /// Heap and slot in one word, so that a handle passes in two registers.
@@ -52,11 +52,11 @@ impl Handle {
         (self.place, self.serial.get())
     }
 
-    /// Restores a handle from [`into_raw`](Self::into_raw). Any two words are safe: every call refuses a handle that is
-    /// not live.
+    /// Restores a handle from [`into_raw`](Self::into_raw). Any two words are safe to pass: every call returns an error
+    /// for a handle that is not live.
     #[inline]
     pub const fn from_raw((place, serial): (u64, u64)) -> Self {
-        // Serial zero is never given, and no process runs long enough to give the last one.
+        // Serial zero is never assigned, and no process runs long enough to assign the last one.
         let serial = match NonZeroU64::new(serial) {
             Some(serial) => serial,
             None => NonZeroU64::MAX,
@@ -82,17 +82,17 @@ impl fmt::Display for Handle {
 /// A heap takes 2^RANGE_BITS serials from the process at a time.
 const RANGE_BITS: u32 = 32;
 
-/// The serials of one heap's allocations. They are part of handles and of no decision.
+/// The serials of one heap's allocations. They are part of handles but influence no decision.
 #[derive(Debug)]
 pub(crate) struct Serials {
-    /// The last serial given. The first serial of a range is never given.
+    /// The last assigned serial. The first serial of a range is never assigned.
     last: u64,
     /// The ranges taken so far, newest last.
     ranges: SmallVec<[u32; 2]>,
 }
 
 impl Default for Serials {
-    /// Starts at the end of an unowned range, so that the first allocation takes a range.
+    /// Starts at the end of a range that no heap owns, so that the first allocation takes a range.
     fn default() -> Self {
         Serials { last: u64::from(u32::MAX), ranges: SmallVec::new() }
     }
@@ -105,7 +105,7 @@ impl Serials {
             self.take_range();
         }
         self.last += 1;
-        NonZeroU64::new(self.last).expect("the first of a range is not given")
+        NonZeroU64::new(self.last).expect("the first serial of a range is never assigned")
     }
 
     #[cold]

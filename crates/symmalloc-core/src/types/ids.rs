@@ -1,7 +1,7 @@
 //! Identifiers of streams, pools, heaps and segments, and the placement of a block.
 //!
-//! Every id is a small number given in the order in which the *program* created the object. None is derived from an
-//! address, a raw handle or a clock, so the same program gives the same ids on every rank (rule D1).
+//! Every id is a small number, assigned in the order in which the *program* creates the objects. None is derived from
+//! an address, a raw handle or a clock, so the same program gets the same ids on every rank (rule D1).
 
 use std::fmt;
 
@@ -58,7 +58,7 @@ id! {
 }
 
 id! {
-    /// The name of an allocation within one trace, unique there. Given by the program or the recorder.
+    /// The identifier of an allocation, unique within one trace. The program or the recorder assigns it.
     pub struct AllocationId(u64), "a"
 }
 
@@ -82,7 +82,7 @@ pub struct Placement {
 }
 
 impl Placement {
-    /// The placement of allocations of zero bytes: in no segment.
+    /// The placement of allocations of zero bytes, which are in no segment.
     pub const NOWHERE: Placement = Placement { segment: SegmentId(u32::MAX), offset_bytes: 0 };
 }
 

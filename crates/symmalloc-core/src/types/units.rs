@@ -42,7 +42,7 @@ impl fmt::Display for Amount {
     }
 }
 
-/// The size of the largest segment, and thus of the largest request, in bytes: 1 TiB. Its number of units fits into 32
+/// The size of the largest segment, and therefore of the largest request, in bytes: 1 TiB. Its number of units fits into 32
 /// bits.
 pub const SEGMENT_BYTES_MAX: u64 = 1 << 40;
 

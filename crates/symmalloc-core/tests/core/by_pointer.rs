@@ -65,7 +65,7 @@ fn frees_and_uses_by_address_place_as_those_by_handle() {
             let [one, other] = [(&by_handle, handles[&turn]), (&by_address, handle)];
             let place_of = |(it, handle): (&SharedAllocator<_>, _)| it.allocation(handle).expect("live").placement;
             assert_eq!(place_of(one), place_of(other));
-            by_address.free(handle).expect("by handle as well");
+            by_address.free(handle).expect("a free by handle also succeeds");
             assert!(by_address.free_at(address).is_err(), "once");
         }
         by_address.check().expect("sane");

@@ -360,7 +360,7 @@ proptest! {
         prop_assert_eq!(back.digest(), config.digest());
         let pool_text = config.default_pool().to_string();
         prop_assert_eq!(&pool_text.parse::<PoolConfig>().expect("valid"), config.default_pool());
-        let env = Config::from_pytorch_env(&text).expect("PyTorch's dialect takes ours");
+        let env = Config::from_pytorch_env(&text).expect("the PyTorch dialect accepts the canonical text");
         prop_assert_eq!(&env.config, &config);
         prop_assert!(env.ignored.is_empty());
     }

@@ -76,5 +76,5 @@ fn a_stream_that_waits_for_one_that_waited_for_it_takes_no_place_for_itself() {
     for on in 3..=others {
         waits(&mut clocks, 0, on);
     }
-    assert!(clocks.covers(StreamId(0), StreamId(2), first), "{others} others are remembered");
+    assert!(clocks.covers(StreamId(0), StreamId(2), first), "the wait is remembered after {others} others");
 }

@@ -16,7 +16,7 @@ fn bins_ascend() {
         let bin = bin_in_class(size);
         assert!(bin >= last, "size {size} lies in bin {bin}, after bin {last}");
         assert!(!(9..=1 << 19).contains(&size) || bin <= last + 1);
-        assert!(size > 15 || bin > last, "the least sizes have a bin each");
+        assert!(size > 15 || bin > last, "each of the smallest sizes has its own bin");
         last = bin;
     }
     assert_eq!(last as usize, BIN_COUNT - 1);

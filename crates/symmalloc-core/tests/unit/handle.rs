@@ -15,6 +15,9 @@ fn no_serial_is_given_twice_and_a_heap_knows_its_own() {
     let known: Vec<bool> = given.iter().map(|serial| one.gave(*serial)).collect();
     assert_eq!(known, [true, false, true, true, true, true]);
     assert!(other.gave(given[1]) && !other.gave(given[0]));
-    assert!(!one.gave(given[5].checked_add(1).expect("small")), "it was not given yet");
-    assert!(!one.gave(NonZeroU64::new(given[0].get() - 1).expect("not zero")), "the first of a range is not given");
+    assert!(!one.gave(given[5].checked_add(1).expect("small")), "the serial is not assigned yet");
+    assert!(
+        !one.gave(NonZeroU64::new(given[0].get() - 1).expect("not zero")),
+        "the first serial of a range is never assigned"
+    );
 }

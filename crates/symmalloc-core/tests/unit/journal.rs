@@ -58,7 +58,7 @@ fn checkpoints_are_few_spread_and_at_the_same_ops_whatever_a_rank_remembers() {
     }
     let kept: Vec<Digest> = one.checkpoints().collect();
     assert!(kept.len() <= CHECKPOINTS_MAX + 2, "{}", kept.len());
-    assert_eq!(kept[0].ops, 0, "where ranks agreed is never thinned out");
+    assert_eq!(kept[0].ops, 0, "the checkpoint of the last agreement is always kept");
     let widest = kept.windows(2).map(|pair| pair[1].ops - pair[0].ops).max().expect("several");
     assert!(widest <= 2 * 100_000 / (CHECKPOINTS_MAX as u64 / 2), "{widest}");
     let shared = other.checkpoints().filter(|checkpoint| kept.contains(checkpoint)).count();

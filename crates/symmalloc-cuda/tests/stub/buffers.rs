@@ -1,6 +1,6 @@
 //! Buffers and allocators on the stub: contents, streams, and costs in driver calls.
 
-use crate::process::{all_calls, calls, device, fail, heal, live, stub_test};
+use crate::process::{all_calls, calls, device, fail, heal, hold, live, stub_test};
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut, DeviceSlice, PushKernelArg};
 use cudarc::nvrtc::Ptx;
 use std::sync::Arc;
@@ -148,6 +148,41 @@ stub_test!(taking_a_pointer_on_another_stream_orders_both_and_fences_the_memory,
     let next = unsafe { allocator.alloc::<u8>(&a, MIB) }.expect("allocated");
     assert_eq!(counts(), (3, 3), "the next user of the memory waits on the device");
     drop(next);
+});
+
+/// Returns a buffer of zeros on the first stream, and a copy target on the second.
+fn source_and_target(allocator: &CudaAllocator, [a, b]: [&Arc<CudaStream>; 2]) -> (DeviceBuffer<u8>, DeviceBuffer<u8>) {
+    let source = allocator.alloc_zeroed::<u8>(a, MIB).expect("allocated");
+    let target = allocator.alloc_zeroed::<u8>(b, MIB).expect("allocated");
+    (source, target)
+}
+
+stub_test!(a_stream_that_read_before_a_write_waits_for_the_writer, {
+    let allocator = allocator();
+    let [a, b, c] = [(); 3].map(|()| allocator.device().context().new_stream().expect("a stream"));
+    for stream in [&a, &b, &c] {
+        allocator.register_stream(stream).expect("registered");
+    }
+    let (mut source, mut target) = source_and_target(&allocator, [&a, &b]);
+    b.memcpy_dtod(&source, &mut target).expect("copied");
+    let long = hold(c.cu_stream() as u64);
+    c.memcpy_htod(&[9; MIB], &mut source).expect("copied");
+    b.memcpy_dtod(&source, &mut target).expect("copied");
+    drop(long);
+    assert_eq!(b.clone_dtoh(&target.slice(..4)).expect("copied"), [9; 4]);
+});
+
+stub_test!(a_writer_on_an_unregistered_stream_waits_for_readers, {
+    let allocator = allocator();
+    let [a, b, foreign] = [(); 3].map(|()| allocator.device().context().new_stream().expect("a stream"));
+    let (mut source, mut target) = source_and_target(&allocator, [&a, &b]);
+    b.memcpy_htod(&[7; MIB], &mut target).expect("copied");
+    let long = hold(b.cu_stream() as u64);
+    b.memcpy_dtod(&source, &mut target).expect("copied");
+    foreign.memcpy_htod(&[9; MIB], &mut source).expect("copied");
+    drop(long);
+    assert_eq!(b.clone_dtoh(&target.slice(..4)).expect("copied"), [0; 4], "the reader came first");
+    assert_eq!(a.clone_dtoh(&source.slice(..4)).expect("copied"), [9; 4]);
 });
 
 /// Returns the results of a program with two streams: buffer placements, the digest, and the calls that order its streams.

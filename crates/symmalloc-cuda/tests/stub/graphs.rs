@@ -62,7 +62,9 @@ stub_test!(memory_in_a_capture_comes_from_the_graph_pool_and_stays, {
     for value in [1_u8, 2] {
         streams.0.memcpy_htod(&vec![value; 3 << 20], &mut output).expect("copied");
         assert_eq!(streams.0.clone_dtoh(&output.slice(..4)).expect("copied"), [value; 4]);
+        allocator.wait(&streams.1, &streams.0).expect("ordered");
         graph.launch(&streams.1).expect("launched");
+        allocator.wait(&streams.0, &streams.1).expect("ordered");
         assert_eq!(streams.0.clone_dtoh(&output.slice(..4)).expect("copied"), [0; 4]);
     }
     // The graph keeps the memory after the pool and the buffers are dropped.
@@ -72,6 +74,28 @@ stub_test!(memory_in_a_capture_comes_from_the_graph_pool_and_stays, {
     drop((graph, outside));
     allocator.trim().expect("trimmed");
     assert_eq!((live().device_bytes, live().graphs), (0, 0));
+});
+
+// The core does not know of launches, so the pool must wait for each stream that ran one of its graphs.
+stub_test!(a_dropped_pool_waits_for_every_stream_that_launched_its_graphs, {
+    let waits_after = |launches: usize| {
+        let allocator = allocator();
+        let streams = streams(&allocator);
+        let pool = GraphPool::new(&allocator, reserved()).expect("made");
+        let (graph, output, _) = capture(&allocator, &pool, &streams);
+        let other = allocator.device().context().new_stream().expect("a stream");
+        for stream in [&streams.0, &other, &streams.0].into_iter().take(launches) {
+            graph.launch(stream).expect("launched");
+        }
+        drop((graph, output, pool));
+        let before = calls("cuStreamSynchronize");
+        allocator.trim().expect("trimmed");
+        assert_eq!(live().graphs, 0);
+        calls("cuStreamSynchronize") - before
+    };
+    let one = waits_after(1);
+    assert!(one > 0);
+    assert_eq!([waits_after(2), waits_after(3)], [one + 1; 2]);
 });
 
 stub_test!(a_second_capture_lands_on_the_same_places, {

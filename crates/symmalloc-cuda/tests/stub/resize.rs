@@ -334,3 +334,21 @@ stub_test!(any_call_that_fails_leaves_what_is_live_and_a_second_resize_goes_on, 
         }
     }
 });
+
+/// Fills the lowest holes first, even if a higher hole has room for all of the missing memory.
+#[test]
+fn a_growing_quota_fills_the_lowest_hole_first() {
+    let device = SimBackend::builder().build();
+    let allocator: Allocator<_> = Allocator::new(&device, Config::default()).expect("valid");
+    let stream = allocator.register_stream().expect("few");
+    let pool = allocator.create_pool(quota()).expect("valid");
+    resize(&allocator, pool, stream, 14 * MIB).expect("there is memory");
+    let blocks = [2, 2, 2, 6, 2].map(|mib| allocator.allocate(pool, stream, mib * MIB).expect("its quota"));
+    for at in [1, 3] {
+        allocator.free(blocks[at].handle).expect("live");
+    }
+    assert_eq!(resize(&allocator, pool, stream, 6 * MIB), Ok(6 * MIB));
+    assert_eq!(resize(&allocator, pool, stream, 10 * MIB), Ok(10 * MIB));
+    let again = [(); 2].map(|()| allocator.allocate(pool, stream, 2 * MIB).expect("its quota").placement);
+    assert_eq!(again.map(|place| place.offset_bytes), [2 * MIB, 6 * MIB]);
+}

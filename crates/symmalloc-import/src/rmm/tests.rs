@@ -112,6 +112,21 @@ fn a_torn_last_line_can_be_left_out() {
     assert_eq!(summary.torn_at_line, Some(3));
 }
 
+/// A file that was compressed in two frames, of which the second is torn, still has all complete lines of the first.
+#[test]
+fn the_last_complete_line_of_a_torn_compressed_log_counts() {
+    let log = format!("{HEADER}1,0,allocate,0x100,256,0x2\n1,0,allocate,0x900,512,0x2\n");
+    let mut compressed = zstd::encode_all(log.as_bytes(), 0).unwrap();
+    let next = zstd::encode_all("1,0,free,0x100,256,0x2\n".as_bytes(), 0).unwrap();
+    compressed.extend(&next[..next.len() - 4]);
+    let source = || io::BufReader::new(crate::compression::Decompressor::new(&compressed[..]).unwrap());
+    assert!(read(source(), &ReadOptions::default()).is_err());
+    let transcript = read(source(), &ReadOptions::default().accept_torn()).unwrap();
+    assert!(transcript.summary.torn_at_line.is_some());
+    let made = transcript.finish().0.into_iter().filter(|record| matches!(record.op, Op::Allocate { .. })).count();
+    assert_eq!(made, 2);
+}
+
 /// Returns the records as lines of a trace.
 fn lines(transcript: Transcript) -> Vec<String> {
     transcript.finish().0.iter().map(|record| symmalloc_trace::RecordLine(record).to_string()).collect()

@@ -259,3 +259,26 @@ unsafe fn tell<T>(out: *mut T, value: T) {
         unsafe { out.write(value) };
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_number_of_a_sleep_and_a_wake_has_its_own_field() {
+        let slept = slept_of(Slept { released_bytes: 1, kept_bytes: 2, deregistered: 3 });
+        assert_eq!((slept.released_bytes, slept.kept_bytes, slept.deregistered), (1, 2, 3));
+        let woken = woken_of(Woken { remapped_bytes: 4, registered: 5, changed: 6, lost: 7 });
+        assert_eq!((woken.remapped_bytes, woken.registered, woken.changed, woken.lost), (4, 5, 6, 7));
+    }
+
+    #[test]
+    fn numbers_of_several_registrars_add_up() {
+        let mut slept = Slept { released_bytes: 1, kept_bytes: 2, deregistered: 3 };
+        slept += Slept { released_bytes: 10, kept_bytes: 20, deregistered: 30 };
+        assert_eq!(slept, Slept { released_bytes: 11, kept_bytes: 22, deregistered: 33 });
+        let mut woken = Woken { remapped_bytes: 1, registered: 2, changed: 3, lost: 4 };
+        woken += Woken { remapped_bytes: 10, registered: 20, changed: 30, lost: 40 };
+        assert_eq!(woken, Woken { remapped_bytes: 11, registered: 22, changed: 33, lost: 44 });
+    }
+}

@@ -92,7 +92,7 @@ pub enum Contradiction {
         /// Size of the block in bytes.
         size_bytes: u64,
     },
-    /// An allocation belongs to another stream than its heap.
+    /// An allocation belongs to a different stream than its heap.
     #[error("the allocation belongs to {stream}, but its heap to another stream")]
     OtherStream {
         /// The allocation's stream.

@@ -8,8 +8,8 @@ use symmalloc_core::op::NAME_BYTES_MAX;
 use symmalloc_core::units::{SEGMENT_BYTES_MAX, UNIT_BYTES};
 use symmalloc_core::{Digest, SizeClass};
 
-/// Maximum number of ops of a heap: more than a heap executes in nine years at a million per second. The sum over all heaps fits a digest's
-/// count.
+/// Maximum number of ops of a heap, which a heap with a million ops per second reaches in nine years. The sum over all
+/// heaps fits a digest's count.
 const OPS_MAX: u64 = 1 << 48;
 
 /// Maximum number of segments of a heap: half of the ids, so the restored heap can create more.
@@ -48,7 +48,7 @@ pub(super) enum LayoutItem {
     Use(StreamId),
 }
 
-/// A layout under construction. Items arrive in the order of [`LayoutItem`], each after the one that it belongs to.
+/// A layout under construction. Items arrive in the order of [`LayoutItem`], each after the item that contains it.
 #[derive(Debug, Default)]
 pub(super) struct LayoutBuilder {
     config: Option<PoolConfig>,
@@ -157,7 +157,7 @@ impl LayoutBuilder {
     }
 }
 
-/// Returns the segment that memory and allocations belong to.
+/// Returns the segment to which memory and allocations are added.
 fn open_segment(heaps: &mut [HeapLayout]) -> Option<&mut SegmentLayout> {
     heaps.last_mut()?.segments.last_mut()
 }

@@ -1,4 +1,4 @@
-//! Each error with its line, and almost valid text.
+//! Tests of each error and its line, and of almost valid text.
 
 use super::line::KEYWORDS;
 use super::*;
@@ -18,7 +18,7 @@ const BLOCK: &str = "segment 0 large\nmemory 0 2097152\na 512 1024 1000 s1\n";
 fn error_of(parts: &[&str]) -> String {
     let text = parts.concat();
     let line = text.lines().count();
-    let error = parse(&text).expect_err("it is wrong").to_string();
+    let error = parse(&text).expect_err("the text is invalid").to_string();
     let error = error.strip_prefix(&format!("line {line}")).unwrap_or_else(|| panic!("not line {line}: {error}"));
     error.trim_start_matches([':', ' ', ',']).to_owned()
 }
@@ -45,8 +45,8 @@ fn a_layout_is_read_as_it_is_written() {
     assert_eq!((last.name.as_deref(), last.offset_bytes + last.size_bytes), (Some("last"), 2 << 20));
     assert_eq!((layout.reserved_bytes(), layout.allocation_count()), (2 << 20, 2));
     let canonical = to_text(&layout);
-    assert_eq!(parse(&canonical).expect("it reads what it wrote"), layout);
-    assert_eq!(parse(canonical.trim_end()).expect("the last break is not needed"), layout);
+    assert_eq!(parse(&canonical).expect("a written layout can be read"), layout);
+    assert_eq!(parse(canonical.trim_end()).expect("the last line break is optional"), layout);
 }
 
 #[test]
@@ -204,7 +204,7 @@ proptest! {
     fn nearly_right_text_never_panics(text in nearly_a_layout()) {
         if let Ok(layout) = parse(&text) {
             let text = to_text(&layout);
-            let again = parse(&text).expect("it reads what it wrote");
+            let again = parse(&text).expect("a written layout can be read");
             prop_assert_eq!(to_text(&again), text);
             prop_assert_eq!(again, layout);
         }

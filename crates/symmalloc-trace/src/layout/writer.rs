@@ -13,7 +13,7 @@ pub fn to_text(layout: &Layout) -> String {
     format!("{text}end {lines}\n")
 }
 
-/// Text with a count of its lines.
+/// Text, and the number of its lines.
 struct Counted {
     text: String,
     lines: u64,

@@ -82,7 +82,7 @@ pub enum PlanContradiction {
         pool: PoolId,
     },
     /// A heap has two plans for the same steps.
-    #[error("there already is a plan for step key {key} of {pool} {}; keep one of them", heap_word(*stream))]
+    #[error("step key {key} of {pool} {} already has a plan; keep one of the two", heap_word(*stream))]
     PlanTwice {
         /// The pool.
         pool: PoolId,

@@ -1,4 +1,4 @@
-//! Contents of a plan file: a job's allocator configuration, and the plans of its heaps.
+//! The contents of a plan file: a job's allocator configuration, and the plans of its heaps.
 
 use super::error::PlanContradiction;
 use std::collections::BTreeMap;

@@ -1,4 +1,4 @@
-//! Each error with its line, almost valid text, and round trips.
+//! Tests of each error and its line, of almost valid text, and of round trips.
 
 use super::line::KEYWORDS;
 use super::*;
@@ -14,7 +14,7 @@ const PLAN: &str = "plan p0 shared key 0 allocations 2\na 1000 s0 2 @0\na 512 s1
 fn error_of(parts: &[&str]) -> String {
     let text = parts.concat();
     let line = text.lines().count();
-    let error = parse(&text).expect_err("it is wrong").to_string();
+    let error = parse(&text).expect_err("the text is invalid").to_string();
     let error = error.strip_prefix(&format!("line {line}")).unwrap_or_else(|| panic!("not line {line}: {error}"));
     error.trim_start_matches([':', ' ', ',']).to_owned()
 }
@@ -171,7 +171,7 @@ proptest! {
     #[test]
     fn what_is_written_is_read_back(file in arbitrary_file()) {
         let text = to_text(&file);
-        let read = parse(&text).expect("it was written");
+        let read = parse(&text).expect("a written plan can be read");
         prop_assert_eq!(to_text(&read), text);
         prop_assert_eq!(read, file);
     }
@@ -195,7 +195,7 @@ proptest! {
         let text = [HEAD, PLAN, &words.into_iter().map(word).collect::<String>()].concat();
         for text in [&text[..], &text[..cut.index(text.len())]] {
             if let Ok(file) = parse(text) {
-                prop_assert_eq!(parse(&to_text(&file)).expect("it was written"), file);
+                prop_assert_eq!(parse(&to_text(&file)).expect("a written plan can be read"), file);
             }
         }
     }

@@ -33,7 +33,7 @@ impl<'a> Fields<'a> {
         Fields { line, text, at: 0 }
     }
 
-    /// Checks that only a comment is left.
+    /// Checks that the rest of the line is empty or a comment.
     #[inline]
     pub(crate) fn finish(&mut self) -> Result<(), LineError> {
         match self.next() {

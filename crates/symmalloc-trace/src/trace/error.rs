@@ -29,7 +29,7 @@ pub enum TraceError {
         found: u64,
     },
     /// The allocator's configuration is stated twice, or after a record.
-    #[error("line {line}: `config` may appear once, before all records")]
+    #[error("line {line}: `config` is misplaced; write it once, before all records")]
     MisplacedConfig {
         /// The line.
         line: u64,
@@ -42,8 +42,8 @@ pub enum TraceError {
         /// The contradiction.
         source: Inconsistency,
     },
-    /// The input ends without an `end` line: its writer was interrupted. All whole records were read, and form a valid trace of the
-    /// beginning.
+    /// The input ends without an `end` line: its writer was interrupted. All whole records were read. They are a valid
+    /// trace of the beginning.
     #[error(
         "line {line}: the trace is torn after {records} whole records; record it again, or keep these records \
          by putting `end {records}` in place of an unfinished last line"

@@ -17,12 +17,12 @@ use super::error::Inconsistency;
 use symmalloc_core::ids::{AllocationId, ObserverId, PoolId, StreamId};
 use symmalloc_core::op::{NAME_BYTES_MAX, Op, Record};
 
-/// The names that earlier records declared.
+/// The ids that earlier records declared.
 #[derive(Debug, Default)]
 pub(super) struct Ledger {
     /// Number of registered streams; their ids are below it.
     streams: u32,
-    /// `true` for each pool that still exists, without the default pool: element i is pool i + 1.
+    /// `true` for each pool that still exists. The default pool is not included: element i is pool i + 1.
     pools_alive: Vec<bool>,
     /// `true` once the default pool can no longer be configured.
     default_pool_settled: bool,
@@ -184,7 +184,7 @@ struct Allocations {
     count: u64,
 }
 
-/// Two bits each for 64 ids. Invariant: freed ids are also given.
+/// Two bits each for 64 ids. A freed id also has its bit in `given` set.
 #[derive(Clone, Copy, Debug, Default)]
 struct Page {
     given: u64,
@@ -285,7 +285,7 @@ mod tests {
     }
 
     proptest! {
-        /// Agrees with the naive model: a map from each id to whether it is live.
+        /// Tests the allocations against a naive model: a map from each id to whether it is live.
         #[test]
         fn allocations_agree_with_a_map(steps in prop::collection::vec((0..3_u8, arbitrary_id()), 0..400)) {
             let mut allocations = Allocations::default();

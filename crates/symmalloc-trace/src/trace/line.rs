@@ -91,7 +91,7 @@ pub(super) fn parse(line: u64, text: &str) -> Result<Statement, LineError> {
         }
         "end_step" => Op::EndStep { pool: fields.pool_or_default()? }.into(),
         "sleep" => {
-            let contents = fields.contents("the fate of the contents: keep, drop or zero")?;
+            let contents = fields.contents("the treatment of the contents: keep, drop or zero")?;
             Op::Sleep { pool: fields.pool_or_default()?, contents }.into()
         }
         "wake" => Op::Wake { pool: fields.pool_or_default()? }.into(),

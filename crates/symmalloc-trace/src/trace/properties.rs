@@ -1,4 +1,4 @@
-//! Properties: round trips of arbitrary traces, and arbitrary text.
+//! Property tests: round trips of arbitrary traces, and arbitrary text.
 
 use std::collections::BTreeSet;
 use std::num::NonZeroU64;
@@ -130,17 +130,17 @@ proptest! {
         let config = with_config.then(Config::default);
         let trace = Trace::new(config, consistent_records(steps)).expect("consistent");
         let text = trace.to_text();
-        prop_assert_eq!(&Trace::parse(&text).expect("a trace reads what it wrote"), &trace);
-        let mut writer = TraceWriter::new(Vec::new(), trace.config()).expect("a vector takes everything");
+        prop_assert_eq!(&Trace::parse(&text).expect("a written trace can be read"), &trace);
+        let mut writer = TraceWriter::new(Vec::new(), trace.config()).expect("writing to a vector cannot fail");
         for record in trace.records() {
             writer.write(record).expect("consistent");
         }
-        prop_assert_eq!(writer.finish().expect("a vector takes everything"), text.into_bytes());
+        prop_assert_eq!(writer.finish().expect("writing to a vector cannot fail"), text.into_bytes());
     }
 
     #[test]
     fn arbitrary_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
-        prop_assert!(Trace::read(&bytes[..]).is_err(), "no random bytes are a trace");
+        prop_assert!(Trace::read(&bytes[..]).is_err(), "random bytes must not form a trace");
     }
 
     /// Any accepted text is consistent, and survives a round trip.
@@ -158,8 +158,8 @@ proptest! {
             }
             prop_assert!(errors <= 1);
             prop_assert_eq!(reader.records(), records.len() as u64);
-            let trace = Trace::new(reader.config().cloned(), records).expect("what was read is consistent");
-            prop_assert_eq!(&Trace::parse(&trace.to_text()).expect("a trace reads what it wrote"), &trace);
+            let trace = Trace::new(reader.config().cloned(), records).expect("the records read are consistent");
+            prop_assert_eq!(&Trace::parse(&trace.to_text()).expect("a written trace can be read"), &trace);
         }
     }
 }

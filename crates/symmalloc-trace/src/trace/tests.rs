@@ -15,7 +15,7 @@ const BEGINNING: &str = "symmalloc-trace 1\nstream s0\nstream s1\npool p1 segmen
 
 /// Returns the error of a trace that consists of the beginning and these lines.
 fn error_after_beginning(lines: &str) -> TraceError {
-    Trace::parse(&format!("{BEGINNING}{lines}")).expect_err("the lines are wrong")
+    Trace::parse(&format!("{BEGINNING}{lines}")).expect_err("the lines are invalid")
 }
 
 fn contradiction(line: &str) -> Inconsistency {
@@ -100,12 +100,12 @@ fn windows_line_breaks_and_a_missing_last_one_are_fine() {
 #[test]
 fn reader_and_writer_stream_with_a_buffer_of_one_byte() {
     let trace = Trace::parse(&format!("{BEGINNING}f 0\nend 6\n")).expect("valid");
-    let mut writer = TraceWriter::new(Vec::new(), trace.config()).expect("a vector takes everything");
+    let mut writer = TraceWriter::new(Vec::new(), trace.config()).expect("writing to a vector cannot fail");
     for record in trace.records() {
-        writer.write(record).expect("a vector takes everything");
+        writer.write(record).expect("writing to a vector cannot fail");
     }
     assert_eq!(writer.records(), 6);
-    let bytes = writer.finish().expect("a vector takes everything");
+    let bytes = writer.finish().expect("writing to a vector cannot fail");
     assert_eq!(bytes, trace.to_text().as_bytes());
     assert_eq!(Trace::read(BufReader::with_capacity(1, &bytes[..])).expect("valid"), trace);
 }
@@ -248,7 +248,7 @@ fn a_trace_that_is_cut_anywhere_yields_its_beginning_and_is_torn() {
     let text = format!("{BEGINNING}f 0\nu 1 s0\nf 1\nsync\nend 9\n");
     let whole = Trace::parse(&text).expect("valid");
     let first_line = text.find('\n').expect("a line") + 1;
-    // One byte less only drops the last line break, which is optional.
+    // A text that is one byte shorter lacks only the last line break, which is optional.
     for cut in first_line..text.len() - 1 {
         let mut records = Vec::new();
         let mut reader = TraceReader::new(&text.as_bytes()[..cut]).expect("the first line is whole");
@@ -350,7 +350,7 @@ fn a_failing_reader_is_told_apart_from_a_torn_trace() {
 
 #[test]
 fn a_writer_refuses_what_a_reader_would_refuse_and_goes_on() {
-    let mut writer = TraceWriter::new(Vec::new(), None).expect("a vector takes everything");
+    let mut writer = TraceWriter::new(Vec::new(), None).expect("writing to a vector cannot fail");
     writer.write(&Op::RegisterStream { stream: StreamId(0) }.into()).expect("consistent");
     let refused = [
         (Op::Free { id: AllocationId(0) }.into(), Inconsistency::UnknownAllocation { id: AllocationId(0) }),
@@ -372,7 +372,7 @@ fn a_writer_refuses_what_a_reader_would_refuse_and_goes_on() {
         }
     }
     writer.write(&allocate(0).into()).expect("consistent");
-    let text = String::from_utf8(writer.finish().expect("a vector takes everything")).expect("UTF-8");
+    let text = String::from_utf8(writer.finish().expect("writing to a vector cannot fail")).expect("UTF-8");
     assert_eq!(text, "symmalloc-trace 1\nstream s0\na 0 512 s0\nend 2\n");
 }
 

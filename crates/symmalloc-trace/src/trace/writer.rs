@@ -56,7 +56,7 @@ impl<W: Write> TraceWriter<W> {
         Ok(())
     }
 
-    /// Flushes the underlying writer. Written records then survive whatever happens next.
+    /// Flushes the underlying writer, so that the written records survive a later failure of the program.
     ///
     /// # Errors
     /// Returns an error if the underlying writer fails. The trace is truncated then.

@@ -69,7 +69,7 @@ fn write_bytes(f: &mut fmt::Formatter<'_>, name: &str, bytes: Option<u64>) -> fm
 }
 
 /// Writes nothing if requests are not rounded, one number if it is the same for all sizes, and the shortest list
-/// otherwise: the first entry covers all smaller sizes, and `>` the longest run of equal ones at the end.
+/// otherwise: the first entry covers all smaller sizes, and `>` covers the longest run of equal divisions at the end.
 fn write_divisions(f: &mut fmt::Formatter<'_>, divisions: RoundupPower2Divisions) -> fmt::Result {
     let by_size = divisions.divisions();
     let (first, last) = (by_size[0], by_size[by_size.len() - 1]);

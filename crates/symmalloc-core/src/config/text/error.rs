@@ -1,7 +1,6 @@
 //! Errors in the text of a configuration.
 //!
-//! Every error carries the offset in the text at which it was found, in bytes from 0, so that a program can point
-//! there.
+//! Every error contains the byte offset of the problem in the text, so that a program can point there.
 
 use super::keys;
 use super::reason::KeyRefusal;
@@ -22,7 +21,7 @@ pub enum ConfigTextError {
         /// The key that was probably meant.
         nearest: Option<&'static str>,
     },
-    /// The key is known, and refused for a reason.
+    /// The key is known, but cannot be used here.
     #[error("byte {offset}: {key} is refused: {reason}")]
     Refused {
         /// Offset of the key.
@@ -33,7 +32,7 @@ pub enum ConfigTextError {
         reason: KeyRefusal,
     },
     /// The key is given twice, possibly in different units.
-    #[error("byte {offset}: {key} is stated already at byte {first}; keep one of them")]
+    #[error("byte {offset}: {key} is already set at byte {first}; keep one of the two")]
     Duplicate {
         /// Offset of the second key.
         offset: usize,
@@ -70,7 +69,7 @@ pub enum ConfigTextError {
         /// The largest number.
         max: u64,
     },
-    /// The key applies to other segments only.
+    /// The key applies only to other segments.
     #[error("byte {offset}: {key} applies only to segments:{segments}; add that, or remove the key")]
     OtherSegments {
         /// Offset of the key.

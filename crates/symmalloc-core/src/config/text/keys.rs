@@ -24,7 +24,7 @@ pub(super) enum Takes {
     Count,
     /// `true` or `false`, also as PyTorch spells them.
     Flag,
-    /// One of these words, and the list of them for people.
+    /// One of these words. The string lists them for error messages.
     Word(&'static [&'static str], &'static str),
     /// Any text, which the builder checks.
     Text,
@@ -41,11 +41,11 @@ pub(super) enum Of {
     Pool,
     /// A pool with these segments.
     Segments(usize),
-    /// The whole allocator: a pool cannot state it.
+    /// The whole allocator: a pool's configuration cannot contain it.
     Allocator,
-    /// None: the key is PyTorch's and has no meaning here.
+    /// None: the key belongs to PyTorch and has no meaning here.
     Nothing(IgnoredReason),
-    /// None: the key is PyTorch's and always refused.
+    /// None: the key belongs to PyTorch and is always refused.
     Never(KeyRefusal),
 }
 
@@ -60,7 +60,7 @@ pub(super) const STREAMS: &[&str] = &["separate", "shared"];
 pub(super) const RECLAIM: &[&str] = &["never", "heap", "pool"];
 pub(super) const PLAN: &[&str] = &["off", "learn"];
 pub(super) const POINTER_LOOKUP: &[&str] = &["off", "exact"];
-/// The second one is refused.
+/// The second word is refused.
 const BACKENDS: &[&str] = &["native", "cudaMallocAsync"];
 
 macro_rules! key {
@@ -77,7 +77,7 @@ macro_rules! key {
     };
 }
 
-/// All keys, PyTorch's as of its version 2.14.
+/// All keys, including those of PyTorch 2.14.
 static KEYS: [Key; 41] = {
     use {Of::*, Takes::*};
     const DRIVER: Of = Nothing(IgnoredReason::NotPlacement);

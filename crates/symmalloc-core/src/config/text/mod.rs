@@ -11,7 +11,7 @@
 //! text written for PyTorch, with PyTorch's defaults, and lists the keys without effect. `docs/configuration.md` has the
 //! table of all keys.
 //!
-//! `Display` writes the *canonical* text: every value that is set, defaults too, in a fixed order and unit. Equal
+//! `Display` writes the *canonical* text: every value, including defaults, in a fixed order and unit. Equal
 //! configurations have equal canonical texts, and [`Config::digest`] is a hash of it.
 
 mod display;
@@ -195,7 +195,7 @@ fn segment_kind(settings: &Settings<'_>) -> Result<usize, ConfigTextError> {
     }
 }
 
-/// Refuses keys for other segments. In a text for PyTorch, PyTorch's own keys are listed instead.
+/// Refuses keys for other segments. In a text for PyTorch, PyTorch's own keys are listed as ignored instead.
 fn check_segment_keys(settings: &mut Settings<'_>, kind: usize) -> Result<(), ConfigTextError> {
     for stated in settings.stated().to_vec() {
         let Of::Segments(segments) = stated.key.of else { continue };
@@ -212,8 +212,8 @@ fn check_segment_keys(settings: &mut Settings<'_>, kind: usize) -> Result<(), Co
     Ok(())
 }
 
-/// Finds the key whose value the builder found out of range. A key that is not given has a default that does not fit
-/// the others; the error then points at the whole text.
+/// Finds the key whose value the builder found out of range. If the key is not in the text, its default conflicts with
+/// the other values, and the error points at the whole text.
 fn out_of_range(settings: &Settings<'_>, source: ConfigError) -> ConfigTextError {
     let key = match source {
         ConfigError::NotStitched { .. } => "stitching",

@@ -20,7 +20,7 @@ pub enum KeyRefusal {
     WholeAllocator,
 }
 
-/// A key of PyTorch's that was accepted and has no effect here.
+/// A PyTorch key that was accepted and has no effect here.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("byte {offset}: {key} has no effect: {reason}")]
 #[non_exhaustive]
@@ -33,7 +33,7 @@ pub struct IgnoredKey {
     pub reason: IgnoredReason,
 }
 
-/// The reason why a key of PyTorch's has no effect.
+/// The reason why a PyTorch key has no effect.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum IgnoredReason {
@@ -50,7 +50,7 @@ pub enum IgnoredReason {
         "it refuses requests by the device's total memory, which may differ between ranks; set total_limit_mb instead"
     )]
     DeviceTotal,
-    /// It applies to other segments than the chosen ones.
+    /// It does not apply to the selected segments.
     #[error("it applies to fixed segments, but the segments are expandable")]
     OtherSegments,
 }

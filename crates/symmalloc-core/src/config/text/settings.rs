@@ -1,23 +1,23 @@
-//! The settings: a text taken apart into keys and values, each checked by itself.
+//! The settings: a text split into keys and values, each of which is checked individually.
 //!
 //! ```text
 //! text  = [ item { "," item } [ "," ] ]          item  = key ":" value
 //! value = word | "[" [ pair { "," pair } ] "]"   pair  = ( megabytes | ">" ) ":" divisions
 //! ```
 //!
-//! Blanks around words mean nothing, as in PyTorch.
+//! Blanks around words are ignored, as in PyTorch.
 
 use super::error::ConfigTextError;
 use super::keys::{self, Key, Of, Takes};
 use super::reason::{IgnoredKey, IgnoredReason, KeyRefusal};
 use crate::config::policy::RoundupPower2Divisions;
 
-/// The author of the text, which decides how mistakes are treated.
+/// The intended reader of the text, which decides how mistakes are treated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Dialect {
-    /// A user of this library: duplicates and keys without effect are errors.
+    /// This library: duplicates and keys without effect are errors.
     Strict,
-    /// A user of PyTorch: the last of two equal keys wins, and keys without effect are listed.
+    /// PyTorch: the last of two equal keys wins, and keys without effect are listed.
     PyTorch,
 }
 
@@ -90,7 +90,7 @@ impl<'a> Settings<'a> {
         Ok(())
     }
 
-    /// Lists a key as without effect, or refuses it in the strict dialect.
+    /// Lists a key without effect as ignored. In the strict dialect, returns an error instead.
     pub(super) fn ignore(
         &mut self,
         key: &'static str,
@@ -113,7 +113,7 @@ impl<'a> Settings<'a> {
 
     /// Returns the setting of this name.
     pub(super) fn find(&self, name: &str) -> Option<Setting<'a>> {
-        debug_assert!(keys::is_name(name), "{name} is no key");
+        debug_assert!(keys::is_name(name), "{name} is not a key");
         self.stated.iter().copied().find(|stated| stated.key.name == name)
     }
 

@@ -21,7 +21,7 @@
 //! budgets and thresholds from the sums. Fences are not included: they decide which stream waits, never a placement.
 //!
 //! A `Layout` is consistent by construction: it comes from [`save_layout`](crate::Allocator::save_layout) or from its
-//! text. The crate `symmalloc-trace` reads and writes the text, and refuses impossible layouts.
+//! text. The crate `symmalloc-trace` reads and writes the text, and rejects impossible layouts.
 //!
 //! # Examples
 //! ```

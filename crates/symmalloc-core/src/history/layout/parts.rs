@@ -35,9 +35,10 @@ pub struct HeapLayout {
 pub struct SegmentLayout {
     /// Ordinal in its heap.
     pub id: SegmentId,
-    /// The requests that it serves. Only fixed segments keep small ones apart; all others are `Large`.
+    /// The size class of the requests that it serves. Only fixed segments separate small requests; all other segments
+    /// are `Large`.
     pub class: SizeClass,
-    /// The parts that are backed by memory, in order, with a hole between each two. At least one.
+    /// The parts that are backed by memory, in offset order and separated by holes. At least one.
     pub extents: Vec<Extent>,
     /// The live allocations, by offset, each within one extent.
     pub allocations: Vec<AllocationLayout>,
@@ -67,7 +68,7 @@ pub struct AllocationLayout {
     pub stream: StreamId,
     /// The other streams that use it, ascending.
     pub used_by: SmallVec<[StreamId; 2]>,
-    /// The program's name of it.
+    /// The program's name for the allocation.
     pub name: Option<Box<str>>,
 }
 
