@@ -71,7 +71,7 @@ pub enum SplitsError {
 /// let splits = Splits::sending(&[3, 4, 1]).receiving(&[1, 4, 5])?;
 /// assert_eq!((splits.input().displacements(), splits.input().total()), (&[0, 3, 7][..], 8));
 /// assert_eq!(splits.output().part(2), 5..10);
-/// // The way back.
+/// // The opposite direction.
 /// assert_eq!(splits.reversed().input(), splits.output());
 /// # Ok::<(), symmalloc_nccl::SplitsError>(())
 /// ```

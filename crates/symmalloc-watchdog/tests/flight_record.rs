@@ -1,4 +1,4 @@
-//! Flight records as files, and the findings from the records of all ranks.
+//! Tests of flight records as files, and of the findings from the records of all ranks.
 
 use std::fs;
 use std::path::{Path, PathBuf};

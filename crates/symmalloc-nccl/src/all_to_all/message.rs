@@ -1,5 +1,5 @@
-//! Messages about splits: one message of equal length from every rank, gathered by all, so that all reach the same
-//! result.
+//! The messages with which ranks exchange or compare splits. All ranks gather one message of equal length from every rank, so they reach
+//! the same result.
 //!
 //! ```text
 //!  kind │ row bytes │ rows sent to rank 0 ... n-1 │ rows expected from rank 0 ... n-1
@@ -43,23 +43,23 @@ impl Messages {
         message
     }
 
-    /// Returns the message of a rank that cannot take part.
+    /// Encodes the message of a rank that cannot take part.
     pub(super) fn refusal(&self) -> Vec<u8> {
         self.words(MessageKind::Refusal, 0, std::iter::empty())
     }
 
-    /// Returns the message with the rows that this rank will send.
+    /// Encodes the rows that this rank will send.
     pub(super) fn exchange(&self, rows: &[u64]) -> Vec<u8> {
         self.words(MessageKind::Exchange, 0, rows.iter().copied())
     }
 
-    /// Returns the message with the call that this rank is about to make.
+    /// Encodes the call that this rank is about to make.
     pub(super) fn check(&self, transfers: &Transfers<'_>) -> Vec<u8> {
         let rows = |side| (0..self.ranks).map(move |peer| transfers.rows(side, peer));
         self.words(MessageKind::Check, transfers.row_bytes, rows(Side::Input).chain(rows(Side::Output)))
     }
 
-    /// Returns the splits that follow from the messages of all ranks.
+    /// Decodes the messages of all ranks and returns the resulting splits.
     pub(super) fn read_exchange(&self, gathered: &Gathered) -> Result<Splits, AllToAllError> {
         let messages = self.read(gathered, MessageKind::Exchange)?;
         let counts: Vec<u64> = messages.iter().flat_map(|words| &words[2..2 + self.ranks]).copied().collect();
@@ -88,7 +88,7 @@ impl Messages {
         Ok(())
     }
 
-    /// Returns the messages as words if all are of this kind.
+    /// Returns the messages as words, or an error if one is not of this kind.
     fn read(&self, gathered: &Gathered, kind: MessageKind) -> Result<Vec<Vec<u64>>, AllToAllError> {
         let word = |bytes: &[u8]| u64::from_le_bytes(bytes.try_into().expect("whole words"));
         let messages: Vec<Vec<u64>> =

@@ -3,7 +3,7 @@
 use super::error::AllToAllError;
 use crate::splits::{Side, Splits};
 
-/// A buffer or a part of one. An empty one may have address 0.
+/// A buffer or a part of a buffer. An empty region can have the address 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Region {
     pub(crate) address: u64,
@@ -24,9 +24,9 @@ pub(super) struct CallShape {
 pub(super) struct Transfers<'a> {
     rows: Rows<'a>,
     pub(super) row_bytes: u64,
-    /// Sent bytes of the input.
+    /// Number of bytes sent from the input.
     pub(super) input_bytes: u64,
-    /// Written bytes of the output.
+    /// Number of bytes written to the output.
     pub(super) output_bytes: u64,
 }
 
@@ -39,7 +39,7 @@ enum Rows<'a> {
 }
 
 impl<'a> Transfers<'a> {
-    /// Computes the transfers of these splits; without splits, of equal parts of the whole buffers.
+    /// Computes the transfers of these splits. Without splits, the whole buffers are split into equal parts.
     pub(super) fn new(
         rank: usize,
         ranks: usize,
@@ -67,7 +67,7 @@ impl<'a> Transfers<'a> {
         Ok(transfers)
     }
 
-    /// Returns the number of rows that go to a rank, or come from it.
+    /// Returns the number of rows that are sent to a rank or received from it.
     pub(super) fn rows(&self, side: Side, peer: usize) -> u64 {
         match (self.rows, side) {
             (Rows::Equal(rows), _) => rows,
@@ -76,14 +76,14 @@ impl<'a> Transfers<'a> {
         }
     }
 
-    /// Returns the region of those rows in a buffer at this address; `None` if it is empty.
+    /// Returns the region of a rank's rows in a buffer at this address, or `None` if there are none.
     pub(super) fn part(&self, side: Side, address: u64, peer: usize) -> Option<Region> {
         let first = match (self.rows, side) {
             (Rows::Equal(rows), _) => rows * peer as u64,
             (Rows::Split(splits), Side::Input) => splits.input().displacements()[peer],
             (Rows::Split(splits), Side::Output) => splits.output().displacements()[peer],
         };
-        // Neither overflows: the part lies within the buffer.
+        // Neither product overflows, because the part lies within the buffer.
         let size_bytes = self.rows(side, peer) * self.row_bytes;
         (size_bytes > 0).then(|| Region { address: address + first * self.row_bytes, size_bytes })
     }

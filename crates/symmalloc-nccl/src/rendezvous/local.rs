@@ -1,9 +1,8 @@
 //! Sockets by which the processes of one user meet on one machine.
 //!
-//! Their names are in Linux's abstract namespace, so they need no folder and vanish with their process. Any user can
-//! take such a name first. That exposes nothing: both sides ask the system for the user of the other end, and a rank
-//! that finds another user's socket tries the next name. Another user can delay a meeting only by taking all names, and
-//! with a job secret some names cannot be guessed.
+//! The names are in Linux's abstract namespace, so they need no folder and disappear with their process. Any user can take such a name
+//! first. That exposes no data: both sides ask the system for the user of the other end, and a rank that finds another user's socket tries
+//! the next name. Another user can delay a meeting only by taking all names, and with a job secret some names cannot be guessed.
 
 use super::meeting::hash;
 use super::secret::{Purpose, Secret};
@@ -16,7 +15,7 @@ use std::os::unix::net::{UnixListener, UnixStream};
 /// Number of names of a meeting: more than one, in case another user has taken the first.
 const NAMES: u32 = 32;
 
-/// Maximum number of ranks that wait to be accepted; the system may allow fewer.
+/// Maximum number of ranks that wait to be accepted. The system may allow fewer.
 const BACKLOG: i32 = 4096;
 
 /// The name of a meeting's socket.
@@ -27,11 +26,10 @@ pub(super) struct LocalName {
     pub(super) index: u32,
 }
 
-/// Returns the names of a meeting, equal on all ranks of one user. With a secret there are additional names that others
-/// cannot guess.
+/// Returns the names of a meeting, equal on all ranks of one user. With a secret, there are additional names that other users cannot guess.
 ///
-/// The first names are the same with and without a secret, so that a rank without it finds rank 0 and learns why it is
-/// refused.
+/// The first names are the same with and without a secret, so that a rank without the secret finds rank 0 and receives the reason for its
+/// rejection.
 pub(super) fn names(meeting: u64, port: u16, secret: Option<&Secret>) -> Vec<LocalName> {
     let user = own_user();
     let place = format!("{meeting:016x} {port}");
@@ -50,7 +48,7 @@ impl LocalName {
         Ok(SocketAddrUnix::new_abstract_name(self.name.as_bytes())?)
     }
 
-    /// Listens. Accepting does not block.
+    /// Starts to listen. Accepting a connection does not block.
     pub(super) fn listen(&self) -> io::Result<UnixListener> {
         let socket = new_socket()?;
         bind(&socket, &self.address()?)?;

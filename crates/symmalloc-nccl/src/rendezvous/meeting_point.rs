@@ -7,16 +7,16 @@ use super::meeting::Meeting;
 use crate::launch::Launch;
 use std::net::{SocketAddr, ToSocketAddrs, UdpSocket};
 
-/// Names the address of the rendezvous.
+/// The environment variable with the address of the rendezvous.
 const ADDRESS_VARIABLE: &str = "SYMMALLOC_RENDEZVOUS";
-/// torchrun's names of the address.
+/// torchrun's environment variables for the address.
 const MASTER_ADDRESS_VARIABLE: &str = "MASTER_ADDR";
 const MASTER_PORT_VARIABLE: &str = "MASTER_PORT";
 
-/// Number of ports to try if the program did not name one.
+/// Number of ports to try if the program does not specify one.
 const PORTS: u16 = 8;
 
-/// The doors behind which rank 0 may be. It listens at the first one that is free.
+/// The doors at which rank 0 may listen. It uses the first free one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct MeetingPoint {
     pub(super) doors: Vec<Door>,
@@ -51,9 +51,9 @@ impl MeetingPoint {
         if is_one_machine { Ok(Self::on_this_machine(0, meeting)) } else { Err(RendezvousError::NoAddress) }
     }
 
-    /// Returns the one address that the program names.
+    /// Returns the meeting point at the address that the program specifies.
     pub(super) fn at(address: &str, meeting: &Meeting) -> Result<Self, RendezvousError> {
-        // The ranks may be on several machines, but a loopback address leads to no other one.
+        // The ranks may be on several machines, but a loopback address refers only to this one.
         Ok(Self::named(resolve(address, "rendezvous", address)?, false, meeting))
     }
 
@@ -64,7 +64,7 @@ impl MeetingPoint {
         MeetingPoint { doors: addresses.into_iter().map(Door::Network).collect() }
     }
 
-    /// Returns sockets on this machine. The port distinguishes jobs of one name.
+    /// Returns a meeting point of sockets on this machine. The port distinguishes jobs with the same name.
     fn on_this_machine(port: u16, meeting: &Meeting) -> Self {
         let names = local::names(meeting.job, port, meeting.secret.as_ref());
         MeetingPoint { doors: names.into_iter().map(Door::Local).collect() }
@@ -82,7 +82,7 @@ impl MeetingPoint {
     }
 }
 
-/// Returns `true` if the addresses lead to this machine: loopback ones do, and its own if all ranks are on one machine.
+/// Returns `true` if the addresses refer to this machine: loopback addresses do, and so do its own if all ranks are on one machine.
 fn is_of_this_machine(addresses: &[SocketAddr], is_one_machine: bool) -> bool {
     let is_own = |address: &SocketAddr| UdpSocket::bind(SocketAddr::new(address.ip(), 0)).is_ok();
     addresses.iter().all(|address| address.ip().is_loopback()) || is_one_machine && addresses.iter().any(is_own)
@@ -159,7 +159,7 @@ mod tests {
         assert_ne!(place(&job, &master), place(&job, &next), "two jobs with one name");
         let by_name = [("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")];
         assert_eq!(place(&job, &master), place(&job, &by_name), "two names of one machine");
-        // Ranks without the secret find those that have it and are refused. The other names cannot be guessed.
+        // Ranks without the secret find those that have it and are rejected. The other names cannot be guessed.
         let (plain, secret) =
             (place(&job, &master).expect("local"), place_with(Some(SECRET), &job, &master).expect("local"));
         assert!(is_local(&secret) && secret.doors.starts_with(&plain.doors) && secret.doors.len() > plain.doors.len());

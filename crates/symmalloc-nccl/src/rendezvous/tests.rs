@@ -17,9 +17,9 @@ use std::time::{Duration, Instant};
 use symmalloc_watchdog::Connection;
 
 const ID: [u8; UniqueId::BYTES] = [7; UniqueId::BYTES];
-/// Long enough for all expected visitors.
+/// A time limit in milliseconds that suffices for all expected visitors.
 const PATIENT: u64 = 30_000;
-/// Long enough for a refusal on a busy machine.
+/// A time limit in milliseconds that suffices for a rejection on a busy machine.
 const BRIEF: u64 = 1000;
 
 fn id() -> UniqueId {
@@ -82,7 +82,7 @@ fn hello(rank: u32, visit: u64, has_secret: bool) -> Hello {
     Hello { job: 0xABCD, ranks: 2, rank, visit, has_secret, nonce: [9; 32] }
 }
 
-/// Asks for the id as a rank. Returns it.
+/// Asks for the id as this rank, and returns the id.
 fn ask(meeting: &Meeting, doors: &[Door], rank: u32, millis: u64) -> Result<UniqueId, RendezvousError> {
     meeting.ask(doors, rank, &backoff(millis)).map(|(id, _)| id)
 }
@@ -270,7 +270,7 @@ fn meetings_differ_by_job_restart_and_turn() {
     assert_ne!(job("a.0", 0), job("a.0", 1));
 }
 
-/// Lets a rank ask with the secret of `theirs`, and then the job meet. Returns the error of that rank.
+/// Asks as a rank with the secret of `theirs`, and then lets the job meet. Returns the error of that rank.
 fn asked_by(ours: &Meeting, theirs: &Meeting, listener: &Listener, doors: &[Door]) -> RendezvousError {
     thread::scope(|scope| {
         let since = Instant::now();
@@ -330,7 +330,7 @@ fn a_stranger_that_answers_without_the_secret_is_no_rank_0() {
     }
 }
 
-/// Takes part as rank 1 with the secret, or replays an earlier proof. Returns the answer and the proof.
+/// Takes part as rank 1 with the secret, or with a replayed earlier proof. Returns the answer and the proof.
 fn speak(to: SocketAddr, earlier: Option<[u8; PROOF_BYTES]>) -> (Option<Verdict>, [u8; PROOF_BYTES]) {
     let hello = hello(1, 3, true);
     let mut connection = Connection::from(TcpStream::connect(to).expect("listening"));
@@ -434,7 +434,7 @@ fn another_user_is_turned_away_and_the_job_meets() {
     let listener = point.listen().expect("free");
     thread::scope(|scope| {
         let given = scope.spawn(|| meeting(2).give(&listener, &id(), &backoff(PATIENT)).map(|_| ()));
-        // The names are known to it because they can be guessed.
+        // The other user knows the names because they can be guessed.
         let intruded = as_another_user(|| {
             let Door::Local(name) = &point.doors[0] else { panic!("a socket") };
             let mut connection = Connection::from(name.connect().expect("anybody may connect"));
