@@ -195,7 +195,7 @@ impl FlightRecord {
 
     /// Returns the record as JSON.
     pub fn to_json(&self) -> String {
-        serde_json::to_string_pretty(self).expect("strings and numbers alone")
+        serde_json::to_string_pretty(self).expect("a flight record contains only strings and numbers")
     }
 
     /// Writes the record to a file atomically: an older record with the same name remains until the new one is complete. Only the current

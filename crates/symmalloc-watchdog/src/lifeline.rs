@@ -224,7 +224,7 @@ impl Link {
             return 0;
         }
         let before = self.outbox.len();
-        serde_json::to_writer(&mut self.outbox, message).expect("strings and numbers alone");
+        serde_json::to_writer(&mut self.outbox, message).expect("a message contains only strings and numbers");
         self.outbox.push(b'\n');
         self.outbox.len() - before
     }

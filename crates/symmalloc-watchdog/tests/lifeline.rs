@@ -111,7 +111,7 @@ fn who_left_in_order_is_missed_by_nobody() {
 }
 
 fn late() -> FailureReport {
-    FailureReport { text: "rank 1 did not come within 60 s".to_owned(), first_rank: Some(1) }
+    FailureReport { text: "rank 1 did not arrive within 60 s".to_owned(), first_rank: Some(1) }
 }
 
 #[test]

@@ -30,7 +30,7 @@ fn windows_reduce_right_over_frees_and_new_segments() {
             let mut tensors: Vec<DeviceBuffer<f32>> = Vec::new();
             for round in 0..60_u64 {
                 let length = 1000 + 37_003 * (round as usize % 17);
-                // SAFETY: written before it is read.
+                // SAFETY: the memory is written before it is read.
                 tensors.push(unsafe { allocator.alloc(&rank.stream, length) }.expect("allocated"));
                 if tensors.len() > 6 {
                     drop(tensors.swap_remove(round as usize % 5));
@@ -94,14 +94,14 @@ fn microseconds(rank: &Rank<'_>, size_bytes: usize, mut collective: impl FnMut()
 fn row(rank: &Rank<'_>, comm: &Communicator, memory: &mut Memory, all_to_all: &AllToAll, size: usize) -> [f64; 3] {
     let (stream, length, world) = (&rank.stream, size / 4, rank.ranks as usize);
     let reduce = microseconds(rank, size, || {
-        // In place, because PyTorch's all-reduce is always in place.
+        // The call is in place, because PyTorch's all-reduce always is.
         comm.all_reduce_in_place(&mut memory.send.slice_mut(..length), ReduceOp::Sum, stream).expect("submitted");
     });
     let gather = microseconds(rank, size, || {
         let (send, mut receive) = (memory.send.slice(..length), memory.receive.slice_mut(..world * length));
         comm.all_gather(&send, &mut receive, stream).expect("submitted");
     });
-    // Uneven: rank i receives i + 1 shares from every rank.
+    // The splits are uneven: rank i receives i + 1 shares from every rank.
     let parts: u64 = (1..=world as u64).sum();
     let rows = |to: usize| (length as u64 / parts) * (to as u64 + 1);
     let sent: Vec<u64> = (0..world).map(rows).collect();
@@ -178,7 +178,7 @@ fn all_to_all_with_changing_splits_grows_nothing() {
                 let received: Vec<u64> = (0..world).map(|from| rows(call, from, rank.rank as usize)).collect();
                 Splits::sending(&sent).receiving(&received).expect("they fit")
             };
-            // A new output for each call, with the same size on all ranks.
+            // Each call has a new output, with the same size on all ranks.
             let mut receive = allocator.alloc_zeroed::<u32>(&rank.stream, world * ROWS).expect("allocated");
             all_to_all.run(&rank.stream, &send, &mut receive, 1, &splits).expect("submitted");
             if call % 1000 == 0 {
@@ -217,7 +217,7 @@ fn all_to_all_with_changing_splits_grows_nothing() {
     });
 }
 
-/// Returns registrations, file descriptors, device memory in MiB, and resident host memory in KiB.
+/// Returns the registrations, file descriptors, device memory in MiB, and resident host memory in KiB in use.
 fn seen(rank: &Rank<'_>, stats: &symmalloc_nccl::RegistrarStats) -> (u64, usize, u64, u64) {
     let info = rank.device.memory_info().expect("asked");
     let pages = std::fs::read_to_string("/proc/self/statm").expect("a page count");

@@ -1,4 +1,4 @@
-//! The costs of syncs and registrations, compared with those of NCCL's own calls.
+//! Measurements of syncs and registrations, compared with NCCL's own calls.
 
 use crate::job::{Calls, MIB, Rank, devices, fixed, ranks, reserved};
 use cudarc::driver::{CudaStream, DevicePtrMut};
@@ -12,7 +12,7 @@ use symmalloc_nccl::{Communicator, Nccl, NcclTransport, ReduceOp, Registered, Re
 
 const WINDOWS: usize = 16;
 
-/// Median and 99th percentile of `count` runs, in microseconds.
+/// Returns the median and the 99th percentile of `count` runs, in microseconds.
 fn timed(count: usize, mut run: impl FnMut()) -> (f64, f64) {
     let mut times: Vec<f64> = Vec::new();
     for _ in 0..count {
@@ -96,7 +96,7 @@ fn a_registration_costs_what_nccls_own_does() {
         let id = UniqueId::new().expect("NCCL makes one");
         ranks(count, |rank| {
             let comm = rank.connect(id, calls);
-            // NCCL's calls alone, on memory from the backend.
+            // First, make NCCL's calls directly, on memory from the backend.
             let backend = CudaBackend::builder(&rank.device).build().expect("supported");
             let segments: Vec<_> = (0..WINDOWS)
                 .map(|_| {
@@ -123,7 +123,7 @@ fn a_registration_costs_what_nccls_own_does() {
                 backend.unmap(segment, 0, 2 * MIB).expect("unmapped");
                 backend.release(segment).expect("released");
             }
-            // The same through a registrar: as many segments of a pool in one sync.
+            // Then register the same number of segments of a pool with one sync of a registrar.
             let allocator = rank.allocator(fixed());
             let registrar = registrar(&allocator, Mode::AtSync, &[&comm]);
             let blocks: Vec<_> =
@@ -169,7 +169,7 @@ fn a_collective_is_watched_for_less_than_150_ns() {
     let comm = Communicator::builder(&device).connect(id, 0, 1).expect("alone");
     let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
     let mut buffer = allocator.alloc_zeroed::<u8>(&stream, 1 << 20).expect("allocated");
-    // On the host: the watchdog's own work only, once with the device idle and then with work in the stream.
+    // Host time: measure only the watchdog's work, first with an idle device and then with work in the stream.
     let announced = |act: &mut dyn FnMut(&Arc<CudaStream>)| {
         let begun = Instant::now();
         for _ in 0..OPS {
@@ -180,7 +180,7 @@ fn a_collective_is_watched_for_less_than_150_ns() {
         time.as_secs_f64() * 1e9 / f64::from(OPS)
     };
     let mut host: Vec<f64> = (0..50).map(|_| announced(&mut |_| ())).collect();
-    // On the device: as many fills of 1 MiB, alternately with and without being announced.
+    // Device time: run the same number of fills of 1 MiB, alternately announced and not announced.
     let mut device_ns = [Vec::new(), Vec::new()];
     for _ in 0..20 {
         for (is_announced, times) in device_ns.iter_mut().enumerate() {
@@ -199,7 +199,7 @@ fn a_collective_is_watched_for_less_than_150_ns() {
     }
     host.sort_by(f64::total_cmp);
     device_ns.iter_mut().for_each(|times| times.sort_by(f64::total_cmp));
-    // The minimum, because other load on the machine only adds to the times.
+    // Use the minimum, because other load on the machine only adds to the times.
     let [plain, watched] = device_ns.map(|times| times[0]);
     println!("host: median {:.0} ns, least {:.0}, most {:.0}", host[25], host[0], host[49]);
     println!("a fill of 1 MiB: {plain:.0} ns, watched {watched:.0} ns");

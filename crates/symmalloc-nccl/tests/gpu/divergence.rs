@@ -1,4 +1,4 @@
-//! Ranks that diverge: each divergence yields the correct report on every rank within the deadline.
+//! Tests of ranks that diverge: each divergence yields the correct report on every rank within the deadline.
 
 use crate::job::{Calls, DEADLINE, MIB, Rank, devices, fixed, ranks, reserved};
 use std::time::{Duration, Instant};
@@ -16,7 +16,7 @@ fn begin(rank: &Rank<'_>, comm: &Communicator, allocator: &CudaAllocator) -> (Re
     (registrar, weights)
 }
 
-/// Runs `differs`, which acts differently on one rank, and returns the report, equal on all ranks.
+/// Runs `differs`, which acts differently on one rank, and returns the report, which must be equal on all ranks.
 fn disagreement(calls: Calls, differs: impl Fn(&Rank<'_>, &CudaAllocator) + Sync) -> Option<Disagreement> {
     let count = devices()?;
     let id = UniqueId::new().expect("NCCL makes one");
@@ -94,7 +94,7 @@ fn another_op_is_reported() {
     assert!(report.first_heap().is_some(), "{report}");
 }
 
-/// One rank's device has no memory for the next segment; here, its address range is exhausted.
+/// If one rank cannot allocate the next segment, all ranks report it. Here, its address range is exhausted.
 #[test]
 fn memory_that_one_rank_is_refused_is_reported() {
     let Some(count) = devices() else { return };
@@ -117,7 +117,7 @@ fn memory_that_one_rank_is_refused_is_reported() {
     assert!(reports.iter().all(|report| *report == reports[0]));
 }
 
-/// Ranks with different configurations.
+/// Ranks with different configurations report the difference.
 #[test]
 fn another_configuration_is_reported() {
     let Some(count) = devices() else { return };
@@ -137,7 +137,7 @@ fn another_configuration_is_reported() {
     });
 }
 
-/// One rank calls no further sync. The sync of the others fails at the deadline, and their allocators continue to work.
+/// If one rank stops calling sync, the sync of the others fails at the deadline, and their allocators continue to work.
 #[test]
 fn a_rank_that_stops_ends_the_others_sync_within_the_deadline() {
     let Some(count) = devices() else { return };
@@ -149,7 +149,7 @@ fn a_rank_that_stops_ends_the_others_sync_within_the_deadline() {
             let allocator = rank.allocator(fixed());
             let (registrar, weights) = begin(rank, &comm, &allocator);
             if last_rank(rank) {
-                // It does nothing until the other ranks have given up.
+                // This rank does nothing until the other ranks have given up.
                 rank.meet();
                 let _ended = comm.abort();
                 return;
@@ -167,8 +167,8 @@ fn a_rank_that_stops_ends_the_others_sync_within_the_deadline() {
             let error = registrar.sync(&[&comm]).expect_err("it is gone");
             assert!(matches!(error, SyncError::Gone { .. } | SyncError::NotAttached { .. }), "{error}");
             rank.meet();
-            // NCCL releases the memory once the last rank has aborted its communicator or its process has ended; only then can it be
-            // returned.
+            // NCCL releases the memory once the last rank has aborted its communicator or its process has ended. The memory can be returned
+            // only after that.
             let begun = Instant::now();
             while comm.state() == CommState::Lost && begun.elapsed() < DEADLINE {
                 std::thread::sleep(Duration::from_millis(20));

@@ -1,4 +1,4 @@
-//! Ranks as threads, each with its own device.
+//! Jobs whose ranks are threads, each with a device.
 
 use cudarc::driver::{CudaStream, DevicePtr, DevicePtrMut};
 use std::net::TcpListener;
@@ -12,7 +12,7 @@ use symmalloc_nccl::{Communicator, CommunicatorBuilder, Nccl, Registrar, UniqueI
 pub(crate) const MIB: u64 = 1 << 20;
 pub(crate) const DEADLINE: Duration = Duration::from_secs(20);
 
-/// Returns the number of devices that take part. Prints the reason and returns `None` if there are fewer than two.
+/// Returns the number of devices that take part. If there are fewer than two, prints the reason and returns `None`.
 pub(crate) fn devices() -> Option<u32> {
     let count = match CudaDevice::count() {
         Ok(count) => count as u32,
@@ -86,7 +86,7 @@ impl Rank<'_> {
         Registrar::builder(allocator).build().expect("made")
     }
 
-    /// Waits at a barrier for all ranks. Ranks do not diverge in these tests.
+    /// Waits at a barrier for all ranks.
     pub(crate) fn meet(&self) {
         self.barrier.wait();
     }
@@ -141,7 +141,7 @@ pub(crate) fn again(test: &str) -> Command {
     command
 }
 
-/// Starts this test again with one process per rank, with the environment variables of torchrun and one more.
+/// Starts this test again with one process per rank, with the environment variables of torchrun and `variable`.
 pub(crate) fn processes(test: &str, ranks: u32, variable: (&str, &str)) -> Vec<Child> {
     let free = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a free port");
     let world = ranks.to_string();

@@ -1,4 +1,4 @@
-//! The kernels that NCCL selects, according to its log.
+//! Tests of which kernels NCCL selects, according to its log.
 
 use crate::job::{Calls, MIB, again, devices, ranks, reserved};
 use symmalloc_core::{PoolConfig, PoolId};

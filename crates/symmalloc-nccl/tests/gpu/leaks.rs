@@ -25,7 +25,7 @@ fn in_use(rank: &Rank<'_>) -> InUse {
     }
 }
 
-/// The way in which a communicator ends.
+/// The call or event that ends a communicator.
 #[derive(Clone, Copy, Debug)]
 enum End {
     DetachAndDestroy,

@@ -1,4 +1,4 @@
-//! A recorded training job with real memory and real collectives: nothing is registered after the warm-up.
+//! A replay of a recorded training job with real memory and real collectives, in which nothing is registered after the warm-up.
 //!
 //! The job is FSDP1 on 2 GPUs, with sequence lengths that vary from step to step. Each of its 16 steps begins with the shard that the
 //! network gathers: 65,537,024 bytes on the network's stream. That buffer is reduced over all ranks. The recording is replayed repeatedly,
@@ -21,7 +21,7 @@ const JOB: &str = "fsdp1_train_rank0";
 const STEPS_PER_PASS: u64 = 16;
 const SHARD_BYTES: u64 = 65_537_024;
 const NETWORK: StreamId = StreamId(1);
-/// Holds the job's peak of 5,314,183,168 bytes.
+/// Size of the segment in bytes. It suffices for the job's peak of 5,314,183,168 bytes.
 const SEGMENT_BYTES: u64 = 6 << 30;
 const CHECK_EVERY: u64 = 100;
 

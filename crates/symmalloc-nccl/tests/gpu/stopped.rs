@@ -1,6 +1,6 @@
-//! A peer that dies. NCCL's symmetric kernels do not check whether they were aborted, so one that waits for a dead peer never ends. The
-//! requirement is therefore that every call of this crate returns soon after the deadline, with an error that states the cause. Each test
-//! runs in separate processes, because such a kernel ends only with its process.
+//! Tests with a peer that dies. NCCL's symmetric kernels do not check whether they were aborted, so a kernel that waits for a dead peer
+//! never ends. The tests therefore require that every call of this crate returns soon after the deadline, with an error that states the
+//! cause. Each test runs in separate processes, because such a kernel ends only with its process.
 
 use crate::job::{Calls, MIB, Rank, again, devices, processes, ranks, reserved};
 use std::process::Child;
@@ -74,7 +74,7 @@ fn a_process_that_dies_ends_in_an_error_on_all_others() {
         let barrier = Barrier::new(1);
         let rank = Rank { rank: launch.rank, ranks: launch.ranks, device, stream, barrier: &barrier };
         live(&rank, &comm, in_flight, || {
-            // SAFETY: ends the process immediately, like a crash.
+            // SAFETY: no code of this process runs afterwards; the call imitates a crash.
             unsafe { libc::_exit(DEAD) }
         });
         return;

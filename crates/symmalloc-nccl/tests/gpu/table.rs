@@ -1,4 +1,4 @@
-//! `examples/all_reduce.rs` as a test: NCCL reduces wrong data if ranks place tensors differently, and correct data otherwise. Runs with
+//! `examples/all_reduce.rs` as a test: NCCL reduces wrong data if ranks place tensors differently, and correct data otherwise. It runs with
 //! threads, with processes, and with NCCL's own check.
 
 use crate::job::{again, devices, processes};

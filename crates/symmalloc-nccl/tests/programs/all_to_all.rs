@@ -1,4 +1,4 @@
-//! Programs with all-to-all-v that every rank runs, both on stubs and on GPUs.
+//! Programs with all-to-all-v that every rank runs. They run both on stubs and on GPUs.
 
 use cudarc::driver::{CudaStream, DeviceRepr, ValidAsZeroBits};
 use std::fmt::Debug;
@@ -70,7 +70,7 @@ impl Rank {
         it
     }
 
-    /// Returns an all-to-all that requires registered memory.
+    /// Creates an all-to-all that requires registered memory.
     pub(crate) fn all_to_all(&self) -> AllToAll {
         AllToAll::builder(&self.comm).require_registered(&self.registrar).build().expect("built")
     }
@@ -140,7 +140,7 @@ pub(crate) fn known_splits(counts: &[Vec<u64>], rank: usize) -> Splits {
 
 /// An element type.
 pub(crate) trait Element: DeviceRepr + ValidAsZeroBits + Copy + PartialEq + Debug + Send {
-    /// Returns an element made from these bits.
+    /// Converts these bits to an element.
     fn of(bits: u64) -> Self;
 }
 
@@ -148,7 +148,7 @@ macro_rules! elements {
     ($($type:ty),*) => {
         $(impl Element for $type {
             fn of(bits: u64) -> Self {
-                // Floats, too, get whole numbers, which compare exactly.
+                // Floats are whole numbers as well, so they compare exactly.
                 (bits >> 40) as $type
             }
         })*
@@ -179,7 +179,7 @@ pub(crate) fn uneven_rows(it: &Rank) {
     assert_eq!(all_to_all.segments().len(), 1, "one segment, whatever the sizes");
 }
 
-/// Exchanges equally many rows with every rank, without splits.
+/// Exchanges equal numbers of rows with every rank, without splits.
 pub(crate) fn equal_parts(it: &Rank) {
     let all_to_all = it.all_to_all();
     let part = |from: usize, to: usize| (0..4).map(move |at| (from * 1000 + to * 10 + at) as u32);
@@ -204,7 +204,7 @@ pub(crate) fn one_way(it: &Rank) {
     assert_eq!(it.read(&received), expected);
 }
 
-/// Ranks whose calls differ, with checked calls: all of them get the error and can continue.
+/// Makes calls that differ between ranks, with checks: all ranks get the error and can continue.
 pub(crate) fn disagreements(it: &Rank) {
     let all_to_all = AllToAll::builder(&it.comm).check_calls().build().expect("built");
     let counts = counts(5, it.ranks);
@@ -223,7 +223,7 @@ pub(crate) fn disagreements(it: &Rank) {
     };
     assert_eq!((from, sent_rows, expected_rows), (last, counts[last][0] + 1, counts[last][0]));
 
-    // Rank 1 alone has longer rows.
+    // Only rank 1 has longer rows.
     let row = if it.rank == 1 { 3 } else { 2 };
     let refused = all_to_all.run(&it.stream, &input, &mut output, row, &right).expect_err("they disagree");
     assert!(matches!(refused, AllToAllError::Disagreement { sent_row_bytes: 8 | 12, .. }), "{refused}");

@@ -1,4 +1,4 @@
-//! All-to-all-v on the stubs: results, refused calls, cached segments, and leak checks.
+//! Tests of all-to-all-v on the stubs: results, calls that fail, cached segments, and leak checks.
 
 #[path = "../programs/all_to_all.rs"]
 mod programs;
@@ -240,7 +240,7 @@ nccl_test!(buffers_may_be_dropped_while_the_rows_wait_for_the_other_rank, {
             }
             all_to_all.run(&other, &input, &mut output, 1, &splits).expect("exchanged");
             drop(input);
-            // Rank 1 has not sent anything yet, so rank 0's rows are still in the memory that receives the zeros.
+            // Rank 1 has not sent anything yet, so rank 0's rows are still in the memory that `next` overwrites with zeros.
             let next = it.zeros::<u32>(8);
             assert_eq!(next.placement(), place, "the same memory");
             if it.rank == 0 {
@@ -254,7 +254,7 @@ nccl_test!(buffers_may_be_dropped_while_the_rows_wait_for_the_other_rank, {
     nccl::assert_clean();
 });
 
-/// Calls before the first count, and calls between two counts.
+/// Number of calls before resources are first counted.
 const WARM_UP_CALLS: u64 = 1_000;
 const HALF_OF_CALLS: u64 = 50_000;
 

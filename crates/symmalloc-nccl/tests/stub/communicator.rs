@@ -1,4 +1,4 @@
-//! Communicators on the stub: connecting, collectives, splits and registrations.
+//! Tests of communicators on the stub: connecting, collectives, splits and registrations.
 
 mod endings;
 mod library;
@@ -16,7 +16,7 @@ use symmalloc_nccl::{
     UniqueId, Window,
 };
 
-/// More than a large segment, so that an allocation of this size gets a dedicated segment.
+/// A size in bytes that exceeds a large segment, so that an allocation of this size gets a dedicated segment.
 const SEGMENT_BYTES: u64 = 32 << 20;
 /// A deadline that is long enough for a busy machine and short enough for a test.
 const SHORT: Duration = Duration::from_millis(400);
@@ -183,7 +183,8 @@ nccl_test!(a_group_takes_memory_that_is_known_by_its_address, {
         let (mine, theirs) = (rank.buffer(&[r as f32; 3]), rank.buffer(&[-1.0; 3]));
         let [from, to] = [&mine, &theirs].map(|buffer| buffer.device_ptr(stream).0);
         let mut group = Group::new();
-        // SAFETY: three floats each, on this device and written on this stream; they live until the stream is read.
+        // SAFETY: the addresses are those of three floats each, on this device and written on this stream. The floats stay allocated until
+        // the stream is read.
         unsafe {
             group.send_raw(comm, from, 3, DataType::Float32, 1 - r, stream).expect("a peer");
             group.receive_raw(comm, to, 3, DataType::Float32, 1 - r, stream).expect("a peer");
@@ -421,7 +422,7 @@ nccl_test!(a_borrowed_communicator_is_left_to_its_owner, {
         rank.comm.check().expect("untouched");
 
         let elsewhere = CudaDevice::new(7).expect("a stub device");
-        // SAFETY: see above.
+        // SAFETY: as above.
         let refused = unsafe { builder(&elsewhere).borrow(raw) }.map(|_| ());
         let expected = CommError::OtherDevice { ordinal: 7, actual: rank.number() as i32 };
         assert_eq!(refused, Err(expected));

@@ -1,4 +1,4 @@
-//! The registrar on the stubs: which memory it registers on which communicators, and when it releases memory.
+//! Tests of the registrar on the stubs: which memory it registers on which communicators, and when it releases memory.
 
 mod captures;
 mod costs;
@@ -32,7 +32,7 @@ nccl_test!(what_is_allocated_is_in_windows_after_a_sync_and_reduces_right, {
         let offsets: Vec<u64> = tensors.iter().map(|tensor| it.offset_of(&it.world, tensor)).collect();
         assert_eq!(offsets, [0, MIB, 0, MIB, 0, MIB, 0, MIB]);
         tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
-        // Freed and allocated again, the blocks have the same placements, and nothing needs to be registered.
+        // If the blocks are freed and allocated again, they have the same placements, and no registration is needed.
         tensors.clear();
         let mut tensors: Vec<_> = (0..8).map(|_| it.take(&pool, MIB)).collect();
         assert_eq!(it.registrar.sync(&[&it.world]).expect("nothing new").registrations, 0);
@@ -109,7 +109,7 @@ nccl_test!(one_pool_has_windows_of_its_own_on_each_communicator_and_goes_back_wi
 
 nccl_test!(communicators_named_in_opposite_orders_do_not_wait_for_each_other, {
     Job::new(8).run(|it| {
-        // Tensor-parallel pairs, and data-parallel groups of four across them.
+        // The communicators are tensor-parallel pairs, and data-parallel groups of four across them.
         let (rank, pool) = (it.world.rank(), it.pool());
         let tp = it.world.split(Some(rank / 2), 0).expect("all ranks split").expect("with a color");
         let dp = it.world.split(Some(rank % 2), 0).expect("all ranks split").expect("with a color");
@@ -140,7 +140,7 @@ nccl_test!(threads_with_a_communicator_and_a_pool_each_do_not_disturb_each_other
             it.registrar.attach(&comm, &[pool.id()], Registration::Windows).expect("symmetric and shareable");
             (name, comm, stream, pool)
         };
-        // Created in the same order on every rank.
+        // The communicators are created in the same order on every rank.
         let lanes = ["a", "b"].map(lane);
         std::thread::scope(|scope| {
             let _exit = ExitOnPanic;
@@ -158,7 +158,7 @@ nccl_test!(threads_with_a_communicator_and_a_pool_each_do_not_disturb_each_other
                             it.allocator.core().trim(Some(pool.id())).expect("no faults");
                         }
                     }
-                    // The registrar would otherwise keep the communicator alive.
+                    // Without this, the registrar would keep the communicator alive.
                     comm.destroy().expect("idle");
                 });
             }

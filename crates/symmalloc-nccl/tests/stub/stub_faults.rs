@@ -1,4 +1,4 @@
-//! The stub of libnccl under faults: ranks that are missing, stop or die, and calls that fail.
+//! Tests of the stub of libnccl under faults: ranks that are missing, stop or die, and calls that fail.
 
 use crate::raw::{IN_PROGRESS, MIB, Rank, SUCCESS, UniqueId, abort, async_error, destroy, init, memory_free, ranks};
 use crate::raw::{all_reduce, revoke, unique_id, window_deregister};
@@ -149,7 +149,7 @@ nccl_test!(a_nonblocking_communicator_is_under_way_until_it_was_asked, {
                 let raw = stream.cu_stream() as u64;
                 let mut base = 0;
                 assert_eq!(crate::raw::memory_allocate(&raw mut base, 2 * MIB), SUCCESS);
-                // NCCL's thread starts late: an event recorded before the first query completes immediately.
+                // NCCL's thread starts late, so an event that is recorded before the first query completes immediately.
                 assert_eq!(all_reduce(base, base, COUNT, 7, 0, comm, raw), IN_PROGRESS);
                 let early = stream.record_event(None).expect("recorded");
                 until(|| query(&early) == CUresult::CUDA_SUCCESS);

@@ -1,4 +1,4 @@
-//! The stub of libnccl: correct where NCCL is correct, and wrong where NCCL is wrong.
+//! Tests of the stub of libnccl: its results are correct where NCCL's are, and wrong where NCCL's are.
 
 use crate::raw::{F32, MIB, Rank, SUCCESS, all_reduce, ranks, split_into, user_rank_into, window_deregister};
 use crate::raw::{
@@ -51,7 +51,8 @@ nccl_test!(collectives_compute_what_they_should, {
 
 nccl_test!(every_type_and_operation_reduces, {
     type Bytes = fn(u8) -> Vec<u8>;
-    // Each type with the bytes of a small number. Sum, product, max, min and average of 1 and 3 are 4, 3, 3, 1 and 2.
+    // Each type has a function that returns the bytes of a small number. Sum, product, max, min and average of 1 and 3 are 4, 3, 3, 1 and
+    // 2.
     let types: [(i32, Bytes); 10] = [
         (0, |value| (value as i8).to_ne_bytes().to_vec()),
         (1, |value| value.to_ne_bytes().to_vec()),

@@ -1,4 +1,4 @@
-//! Violations that the stub detects and NCCL does not, and behavior that depends on NCCL's version.
+//! Tests of violations that the stub detects and NCCL does not, and of behavior that depends on NCCL's version.
 
 use crate::raw::{F32, MIB, Rank, SUCCESS, abort, all_gather, all_reduce, buffer_deregister, buffer_register};
 use crate::raw::{destroy, group_end, group_start, memory_free, ranks, split_into, version, window_deregister};

@@ -1,4 +1,4 @@
-//! Ranks as processes that die, stop, stay away or are slow, on the stubs.
+//! Tests with ranks as processes that die, stop, skip collectives or are slow, on the stubs.
 
 mod programs;
 mod stops;
@@ -110,7 +110,7 @@ nccl_test!(a_process_that_is_killed_is_named_by_all_others_at_once, {
             for _ in 0..5 {
                 rank.reduce().expect("all ranks take part");
             }
-            // SAFETY: ends this process.
+            // SAFETY: the call only ends this process.
             unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
         }
         let (error, took) = rank.reduce_until_failure();
@@ -126,7 +126,7 @@ nccl_test!(a_process_that_is_killed_is_named_by_all_others_at_once, {
     assert!(records.iter().all(|record| record.communicators[0].collectives.len() >= 5), "{records:?}");
 });
 
-// Imitates a symmetric kernel, which has no abort flag.
+// The slow abort imitates a symmetric kernel, which has no abort flag.
 nccl_test!(an_abort_that_does_not_end_holds_nobody_up, ["SYMMALLOC_WATCHDOG" = "abort"], {
     let folder = tempfile::tempdir().expect("a folder");
     let outputs = run(2, folder.path(), |mut rank| {
@@ -135,7 +135,7 @@ nccl_test!(an_abort_that_does_not_end_holds_nobody_up, ["SYMMALLOC_WATCHDOG" = "
             for _ in 0..5 {
                 rank.reduce().expect("both ranks take part");
             }
-            // SAFETY: ends this process.
+            // SAFETY: the call only ends this process.
             unsafe { libc::kill(libc::getpid(), libc::SIGKILL) };
         }
         for (call, limit_ms) in [("wait", 6000), ("call behind it", 3000)] {
@@ -157,7 +157,7 @@ nccl_test!(a_process_that_is_stopped_is_named_at_the_deadline, {
         if rank.comm.rank() == 1 {
             rank.reduce().expect("both ranks take part");
             fs::write(&file, std::process::id().to_string()).expect("written");
-            // SAFETY: stops this process.
+            // SAFETY: the call only stops this process.
             unsafe { libc::kill(libc::getpid(), libc::SIGSTOP) };
             // Another thread may receive the signal first, and this thread must not destroy the communicator before it is stopped as well.
             loop {
@@ -166,7 +166,7 @@ nccl_test!(a_process_that_is_stopped_is_named_at_the_deadline, {
         }
         let (error, took) = rank.reduce_until_failure();
         let stopped = fs::read_to_string(&file).expect("written").parse().expect("a number");
-        // SAFETY: ends the other rank, which is stopped.
+        // SAFETY: the call only ends the other rank, which is stopped.
         unsafe { libc::kill(stopped, libc::SIGKILL) };
         assert!(took > DEADLINE - Duration::from_millis(300) && took < DEADLINE + Duration::from_secs(1), "{took:?}");
         assert!(matches!(failure(&error), FailureCause::RankStopped { rank: 1, .. }), "{error:?}");
@@ -202,7 +202,7 @@ nccl_test!(a_rank_that_is_slow_is_waited_for, {
     let seconds: u64 =
         std::env::var("SYMMALLOC_SLOW_SECONDS").map_or(6, |text| text.parse().expect("a number of seconds"));
     let outputs = run(2, folder.path(), |mut rank| {
-        // First a host thread that sleeps for just under the deadline, then steps that take fifty times as long as the other rank's.
+        // First, a host thread sleeps for just under the deadline. Then, steps take fifty times as long as those of the other rank.
         for round in 0..seconds * 1000 / 3600 {
             if rank.comm.rank() == 1 {
                 std::thread::sleep(DEADLINE * 9 / 10);
@@ -274,8 +274,8 @@ nccl_test!(a_record_is_written_on_request_and_at_a_signal, ["SYMMALLOC_FLIGHT_SI
     assert_eq!(FlightRecord::read(&path).expect("a record appears only when complete").reason, "a signal arrived");
 });
 
-/// Runs two ranks, of which rank 1 aborts. Returns rank 0's outcome and the failures that the callbacks received. The environment overrides
-/// `mode`.
+/// Runs two ranks and aborts rank 1's communicator. Returns rank 0's outcome and the failures that the callbacks received. The environment
+/// overrides `mode`.
 fn failure_of_the_other(mode: WatchdogMode) -> (Result<(), CommError>, Vec<String>) {
     let (id, barrier, told) = (UniqueId::new().expect("an id"), Barrier::new(2), Mutex::new(Vec::new()));
     let told = Arc::new(told);
@@ -315,7 +315,7 @@ nccl_test!(a_watchdog_that_is_off_does_nothing, ["SYMMALLOC_WATCHDOG" = "off"], 
     assert_eq!((outcome, told), (Ok(()), Vec::new()));
 });
 
-/// Returns a single rank with a collective on its device, while the watchdog's calls of this name fail with `code`.
+/// Returns a single rank with a collective on its device, and makes the watchdog's calls of this name fail with `code`.
 fn rank_whose_watchdog_meets(call: &str, code: i32) -> Rank {
     let mut rank = Rank::of_thread(0, 1, UniqueId::new().expect("an id"));
     let calls_of_others = || cuda::calls(call) - cuda::own_calls(call);

@@ -270,7 +270,7 @@ fn a_hub_that_is_stopped_need_not_answer() {
     job.now += Duration::from_millis(600);
     let (now, endpoint) = (job.now, &mut job.processes[1].endpoint);
     endpoint.ask(id, now);
-    assert!(!endpoint.has_answer(id, now, now), "the answer may still come");
+    assert!(!endpoint.has_answer(id, now, now), "the answer may still arrive");
     let later = now + Duration::from_secs(1);
     assert!(endpoint.has_answer(id, now, later), "the hub was silent for a second");
     let members = endpoint.members(id, later);

@@ -1,4 +1,4 @@
-//! Missing ranks, calls that fail or hang, and aborts: the resulting errors and the remaining resources.
+//! Tests of missing ranks, calls that fail or hang, and aborts: the resulting errors and the remaining resources.
 
 use super::{SHORT, builder, in_both_modes, ranks, ranks_with};
 use std::time::{Duration, Instant};
@@ -172,7 +172,7 @@ nccl_test!(abort_gives_windows_back_where_there_is_a_revoke, {
 
 type GiveBack = fn(&Communicator, Window, BufferRegistration) -> Result<(), CommError>;
 
-/// An abort arrives while the call is on its way to NCCL. The abort releases the resource, and the call does not release it again.
+/// If an abort arrives while the call is on its way to NCCL, the abort releases the resource, and the call does not release it again.
 fn given_back_once(call: &str, give_back: GiveBack) {
     in_both_modes(2, |rank| {
         let (_allocation, base) = rank.segment();
@@ -200,9 +200,9 @@ fn given_back_once(call: &str, give_back: GiveBack) {
     nccl::assert_clean();
 }
 
-/// NCCL refuses to deregister a window on rank 0, which ends the communicator. That end releases everything that is still registered.
+/// NCCL fails to deregister a window on rank 0, which ends the communicator. The end releases all remaining registrations.
 ///
-/// The watchdog is off: it would report the end to rank 1 and end rank 1's communicator as well, before or after rank 1 deregisters its
+/// The watchdog is off. It would report the end to rank 1 and end rank 1's communicator as well, before or after rank 1 deregisters its
 /// window.
 fn window_that_is_refused(mode: impl Fn(CommunicatorBuilder) -> CommunicatorBuilder + Sync) {
     ranks_with(
@@ -261,7 +261,7 @@ nccl_test!(a_buffer_that_is_given_back_while_its_communicator_ends_goes_once, {
     given_back_once("ncclCommDeregister", |comm, _, buffer| comm.deregister_buffer(buffer));
 });
 
-/// Returns the error of a rank whose communicator ended. The ranks race: either learns of the failure from NCCL or from the other rank.
+/// Returns the error of a rank whose communicator ended. Because of a race, a rank is notified of the failure by NCCL or by the other rank.
 fn told(outcome: Result<(), CommError>) -> String {
     match outcome {
         Err(error @ (CommError::Nccl(_) | CommError::Failed(_) | CommError::Gone { cause: Some(_), .. })) => {
@@ -386,7 +386,7 @@ nccl_test!(a_gather_that_ends_without_a_message_names_the_rank, {
             rank.comm.all_gather(&nothing, &mut all, &rank.stream).expect("submitted");
         } else {
             let transport = NcclTransport::new(&rank.comm).expect("memory");
-            // The other rank may have learned of the failure first and notified this one.
+            // The other rank may have detected the failure first and notified this one.
             let gathered = transport.all_gather(&[1; 64]);
             assert!(matches!(gathered, Err(TransportError::RankLost { .. })), "{gathered:?}");
             let cause = rank.comm.cause().expect("it was ended").to_string();

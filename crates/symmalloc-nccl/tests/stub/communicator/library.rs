@@ -1,4 +1,4 @@
-//! The search for libnccl, and the behavior with an old or incomplete one.
+//! Tests of the search for libnccl, and of an old or incomplete library.
 
 use super::ranks;
 use stub_process::{Library, nccl, nccl_test};

@@ -1,5 +1,5 @@
-//! Another thread captures in global mode, in which the driver forbids all threads every call that is not stream work. The ranks continue,
-//! and the capture stays valid.
+//! Tests with another thread that captures in global mode, in which the driver rejects every call, on all threads, that is not stream work.
+//! The ranks continue, and the capture stays valid.
 
 use super::support::{Job, MIB, Rank, nothing_is_left};
 use std::time::Duration;

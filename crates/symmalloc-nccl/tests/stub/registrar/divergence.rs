@@ -1,4 +1,4 @@
-//! Ranks that diverge: every rank gets a report within the deadline, and there is neither a hang nor a wrong result.
+//! Tests of ranks that diverge: every rank gets a report within the deadline, and no rank hangs or gets a wrong result.
 
 use super::support::{IMPATIENT, Job, MIB, Rank, nothing_is_left};
 use std::time::Instant;
@@ -63,7 +63,7 @@ nccl_test!(another_order_on_one_rank_is_reported_on_all, {
 
 nccl_test!(memory_that_one_rank_is_refused_is_reported_on_all, {
     let errors = injected(2, |it, pool, tensors| {
-        // One rank after the other, so that only rank 1 runs out of memory.
+        // The ranks allocate one after the other, so that only rank 1 runs out of memory.
         let take = || it.allocator.with_pool(pool).alloc_zeroed::<f32>(&it.stream, 30 << 18);
         if it.rank == 0 {
             tensors.push(take().expect("fits"));

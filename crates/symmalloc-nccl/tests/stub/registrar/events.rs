@@ -1,4 +1,4 @@
-//! The `tracing` events, whose names and fields programs may rely on.
+//! Tests of the `tracing` events, whose names and fields are stable.
 
 use super::support::{Job, MIB};
 use std::fmt::{Debug, Write};

@@ -1,4 +1,5 @@
-//! Captures: memory must be registered before a capture; registering during one is an error that states what to do.
+//! Tests of registrations and graph captures: memory must be registered before a capture, and a registration during a capture fails with an
+//! error that states what to do.
 
 use super::support::{Job, MIB, nothing_is_left};
 use stub_process::nccl_test;

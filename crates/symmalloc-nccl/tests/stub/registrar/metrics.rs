@@ -1,4 +1,4 @@
-//! The metrics that the `metrics` facade receives about registrations.
+//! Tests of the registration metrics that the `metrics` facade receives.
 
 use super::support::{Job, MIB};
 use metrics_exporter_prometheus::PrometheusBuilder;

@@ -16,7 +16,7 @@ use symmalloc_sim::SplitMix64;
 const SEEDS: u64 = 250;
 const STEPS: u64 = 40;
 
-/// The state of one rank. All ranks draw the same random numbers.
+/// The state of one rank's program. All ranks draw the same random numbers.
 struct Program<'a> {
     it: &'a Rank,
     draw: SplitMix64,
@@ -79,7 +79,7 @@ impl Program<'_> {
         };
         // SAFETY: any bits make a float.
         let taken = unsafe { self.it.allocator.with_pool(&self.pools[pool]).alloc(&self.it.stream, size as usize / 4) };
-        // A reserved segment may be full, in which case it is full on all ranks.
+        // A reserved segment may be full. It is then full on all ranks.
         self.tensors.extend(taken.ok().map(|tensor| (pool, tensor)));
     }
 
@@ -126,7 +126,7 @@ impl Program<'_> {
         lane.comm.destroy().expect("idle");
     }
 
-    /// Aborts a communicator on every rank. Some ranks detect it only at the next sync.
+    /// Aborts a communicator on every rank. Some ranks detect the end only at the next sync.
     fn end_without_a_word(&mut self) {
         let index = 1 + self.below(self.comms.len() - 1);
         let lane = &mut self.comms[index];
@@ -208,7 +208,7 @@ impl Program<'_> {
         self.wake_again(index);
     }
 
-    /// Whatever the outcome of the previous attempt, puts the pool to sleep and wakes it over a live communicator.
+    /// Puts the pool to sleep and wakes it over a live communicator, after any outcome of the previous attempt.
     fn wake_again(&mut self, index: usize) {
         let pool = self.pools[index].id();
         if self.comms.iter().all(|lane| lane.is_aborted) {
@@ -227,7 +227,7 @@ impl Program<'_> {
 
     /// Makes a call of the next sync fail or hang on one rank.
     fn strike(&mut self) {
-        // Deregistration does not fail here, because NCCL keeps the memory of a window that it fails to deregister.
+        // Deregistration does not fail here, because NCCL would then keep the window's memory.
         let call = ["ncclCommWindowRegister", "ncclAllGather"][self.below(2)];
         let (rank, nth, hangs) = (self.below(self.it.ranks), 1 + self.below(4) as u64, self.below(3) == 0);
         self.it.meet();
@@ -237,7 +237,7 @@ impl Program<'_> {
         self.it.meet();
     }
 
-    /// The ranks exchange the names of ended communicators, abort these everywhere, and continue with the others.
+    /// Exchanges the names of ended communicators, and aborts them on all ranks, which continue with the others.
     fn clear_up(&mut self) {
         self.it.meet();
         if self.it.rank == 0 {
@@ -304,7 +304,7 @@ fn run(first_seed: u64, mode: Mode, faults: bool) {
     let seeds = if faults { seeds.div_ceil(20) } else { seeds };
     for seed in first_seed..first_seed + seeds {
         let (id, ended) = (Mutex::new(None), Mutex::default());
-        // A longer deadline than in tests that copy nothing: a sleeping pool is copied while others wait, and the machine may be busy.
+        // The deadline is longer than in other tests, because ranks wait while a sleeping pool is copied, and the machine may be busy.
         let deadline = if faults { 5 * IMPATIENT } else { PATIENT };
         let prefetch_bytes = if seed % 2 == 0 { 0 } else { 40 << 20 };
         let job = Job { mode, deadline, prefetch_bytes, ..Job::new(2 + (seed % 3) as usize) };

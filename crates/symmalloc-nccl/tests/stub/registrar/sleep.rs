@@ -1,4 +1,4 @@
-//! A pool sleeps and wakes on all ranks, in place and with the same windows. Anything that prevents this is reported equally on all ranks.
+//! Tests of pools that sleep and wake on all ranks, in place and with the same windows. All ranks report the same obstacles.
 
 use super::support::{IMPATIENT, Job, MIB, Rank, nothing_is_left};
 use std::sync::Mutex;
@@ -46,7 +46,7 @@ nccl_test!(a_pool_wakes_in_place_with_the_windows_that_it_had, ["STUB_NCCL_REUSE
             assert_eq!((slept.released_bytes, slept.kept_bytes, slept.deregistrations), (90 * MIB, 0, 6));
             assert_eq!(it.registrar.phase(pool.id()), Ok(Phase::Asleep));
             assert_eq!(it.registrar.stats().windows, 1, "only the window of the other pool is left");
-            // The pool cannot be used, and everything else can.
+            // The pool cannot be used while it sleeps; other memory can.
             let error = it.registrar.window_of(&it.world, &tensors[0]).expect_err("it sleeps");
             assert!(
                 matches!(error, LookupError::Asleep { .. }) && error.to_string().contains("wake its pool"),
@@ -137,7 +137,7 @@ nccl_test!(segments_that_died_or_came_before_a_sleep_are_right_after_it, {
         drop(tensors.remove(1));
         it.trim(&pool);
         let mut late = it.take(&pool, 60 * MIB);
-        // No sync has run since: a dead segment still has a window, and a new one has none.
+        // No sync has run since then, so a dead segment still has a window, and a new segment has none.
         let slept = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect("all ranks sleep");
         assert_eq!(slept.deregistrations, 3);
         it.meet();
@@ -189,7 +189,7 @@ nccl_test!(a_driver_that_does_not_say_whether_a_stream_is_captured_is_no_capture
         assert_eq!(it.registrar.wake(&it.world, pool.id()), Err(expected.clone()));
         cuda::fail(call, 1, 700);
         assert_eq!(it.registrar.sleep(&it.world, pool.id(), Contents::Drop), Err(expected));
-        // The second query comes after the ranks have started to exchange messages, so all of them get the error.
+        // The second query runs after the ranks have started to exchange messages, so all ranks get the error.
         cuda::fail(call, streams + 1, 700);
         let error = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect_err("the query fails");
         let SleepError::Refused { ranks, .. } = error else { panic!("{error}") };
@@ -208,7 +208,7 @@ nccl_test!(a_rank_that_works_too_long_is_told_to_all_and_all_stay_awake, {
             let SleepError::Refused { ranks, .. } = error else { panic!("{error}") };
             ranks.iter().map(|RankObstacle { rank, obstacle, .. }| (*rank, *obstacle)).collect()
         };
-        // Ranks cannot communicate during a capture, so the error comes first.
+        // Ranks cannot communicate during a capture, so the call fails before they exchange messages.
         let capture = graphs.begin(&it.stream).expect("no other capture is active");
         let error = it.registrar.sleep(&it.world, pool.id(), Contents::Drop).expect_err("a capture");
         assert_eq!(error, SleepError::Capturing);
@@ -349,7 +349,7 @@ nccl_test!(communicators_that_ended_are_forgotten_with_their_pools, {
                 "it is remembered while other ranks may refer to it"
             );
             drop((tensor, pool));
-            // A trim releases a dropped pool at the latest.
+            // A trim releases the memory of a dropped pool, if it was not released before.
             it.allocator.trim().expect("no faults");
         }
         it.registrar.sweep();

@@ -1,5 +1,5 @@
-//! Ranks are processes. One of them dies or gets stuck in each step of a sleep and a wake, at any NCCL call. The others end in time, each
-//! in the state that the tables of `docs/sleep-protocol.md` specify, and none continues alone.
+//! Tests with ranks as processes, one of which dies or gets stuck in each step of a sleep and a wake, at any NCCL call. The others end in
+//! time, each in the state that the tables of `docs/sleep-protocol.md` specify, and none continues alone.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -46,7 +46,7 @@ fn body(rank: usize) {
         let at = std::env::var(AT).expect("set").parse().expect("a number");
         let (call, nth) = if at > 100 { ("ncclCommWindowRegister", at - 100) } else { ("ncclAllGather", at) };
         match std::env::var(STUCK) {
-            // Behaves like a process that is stopped and resumes after the others have given it up.
+            // The delay imitates a process that is stopped, and resumes after the others have given up on it.
             Ok(_) => nccl::slow(call, Some(VICTIM), nth, 3 * DEADLINE.as_millis() as u64),
             Err(_) => nccl::die(call, Some(VICTIM), nth),
         }
@@ -126,7 +126,7 @@ fn meet(at: u64, is_stuck: bool) -> Vec<String> {
 
 nccl_test!(a_rank_that_dies_in_any_step_leaves_the_others_as_the_tables_say, {
     let mut seen = Vec::new();
-    // Each of Agree, Decide and Check of the sleep, and Agree, Decide and Check of the wake, is one gather.
+    // Agree, Decide and Check of the sleep, and Agree, Decide and Check of the wake, are one gather each.
     for at in 1..=6 {
         let printed = meet(at, false);
         println!("gather {at}: {printed:?}");
@@ -138,7 +138,7 @@ nccl_test!(a_rank_that_dies_in_any_step_leaves_the_others_as_the_tables_say, {
         seen.push(printed);
     }
     // Rank 1 dies before it sends anything in that step, so no survivor receives all messages of the step. The communicator may also end
-    // under a rank that has not yet received all messages of the previous step: that rank breaks one step earlier.
+    // while a rank has not yet received all messages of the previous step. That rank fails one step earlier.
     let steps = [
         "sleep broken in Agree, asleep false",
         "sleep broken in Decide, asleep false",

@@ -14,7 +14,7 @@ pub(crate) const MIB: u64 = 1 << 20;
 /// A deadline that no expected event exceeds.
 pub(crate) const PATIENT: Duration = Duration::from_secs(60);
 
-/// A deadline that no expected event exceeds, and that is short enough to wait for the absence of one.
+/// A deadline that no expected event exceeds, and that is short enough to wait for in full.
 pub(crate) const IMPATIENT: Duration = Duration::from_millis(1500);
 
 /// The configuration that all ranks of a job share.
@@ -81,7 +81,7 @@ impl Job {
         let stream = device.context().new_stream().expect("a stream");
         allocator.register_stream(&stream).expect("the first");
         let registrar = Registrar::builder(&allocator).agreement(self.mode).check_offsets(self.check_offsets).build();
-        // The tests examine deadlines and aborts alone: with the watchdog, ranks would learn of each other's failures immediately.
+        // The tests examine deadlines and aborts without the watchdog, which would notify ranks of each other's failures immediately.
         let builder = Communicator::builder(&device).deadline(self.deadline).watchdog(WatchdogMode::Off);
         let world = builder.connect(id, rank as u32, self.ranks as u32);
         Rank {

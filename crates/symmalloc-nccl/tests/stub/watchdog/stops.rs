@@ -1,4 +1,4 @@
-//! A rank that is stopped at an arbitrary moment: all others end within a second of the deadline and name it.
+//! Tests with a rank that is stopped at an arbitrary moment: all others end within a second of the deadline and name the stopped rank.
 
 use super::programs::{each_at_a_time, seeds};
 use super::{DEADLINE, Rank, folder};
@@ -15,9 +15,9 @@ type Failure = Box<dyn std::error::Error>;
 
 const STOPS: u64 = 24;
 const SEED: &str = "SYMMALLOC_STOPPED_SEED";
-/// Time from the deadline to the end of the process.
+/// Maximum time from the deadline to the end of a process.
 const LATE: Duration = Duration::from_secs(1);
-/// The same while several tests share two cores.
+/// The same maximum while several tests share two cores.
 const LATE_ON_A_BUSY_MACHINE: Duration = Duration::from_secs(4);
 
 /// The scenario of a seed.
@@ -77,7 +77,7 @@ impl Stop {
         std::thread::spawn(move || {
             std::thread::sleep(self.moment);
             fs::write(folder().join("victim.pid"), std::process::id().to_string()).expect("written");
-            // SAFETY: stops this process.
+            // SAFETY: the call only stops this process.
             unsafe { libc::kill(libc::getpid(), libc::SIGSTOP) };
         });
     }
@@ -89,7 +89,7 @@ impl Stop {
         let pid = until_some(read);
         let stopped = fs::metadata(&file).and_then(|metadata| metadata.modified()).expect("it is there");
         std::thread::sleep(DEADLINE + 2 * LATE_ON_A_BUSY_MACHINE);
-        // SAFETY: ends a rank of this test, which is stopped.
+        // SAFETY: the call only ends a rank of this test, which is stopped.
         unsafe { libc::kill(pid, libc::SIGKILL) };
         stopped
     }
@@ -119,7 +119,7 @@ nccl_test!(a_rank_that_is_stopped_at_any_moment_ends_the_others_within_a_second_
         for output in outputs.into_iter().filter(|output| output.rank != stop.victim) {
             let took = output.ended.duration_since(stopped).unwrap_or_default();
             let (rank, text) = (output.rank, output.text);
-            // In a sync, the first rank that gave up may have informed the others in the sync's own messages.
+            // In a sync, the first rank that gave up may have notified the others in the messages of the sync.
             let names =
                 ["is stopped", "is lost: it died, is stopped"].map(|what| format!("rank {} {what}", stop.victim));
             assert!(names.iter().any(|name| text.contains(name)), "{stop:?}, rank {rank}:\n{text}");
