@@ -51,7 +51,7 @@ fn until(lifelines: &mut [Lifeline], mut is_so: impl FnMut(&mut [Lifeline]) -> b
         assert!(since.elapsed() < Duration::from_secs(20), "the predicate does not hold after 20 seconds");
         let mut descriptors: Vec<_> = lifelines.iter().flat_map(Lifeline::descriptors).collect();
         let limit = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
-        poll(&mut descriptors, Some(&limit)).expect("polled");
+        poll(&mut descriptors, Some(&limit)).expect("the poll succeeds");
         drop(descriptors);
         lifelines.iter_mut().for_each(|lifeline| lifeline.turn(now()));
     }
@@ -250,7 +250,7 @@ impl Flooded {
             "{before:?}"
         );
         let Flooded { other, .. } = &mut self;
-        *other = Lifeline::new(ProcessId(0), 1, Vec::new(), now()).expect("alone");
+        *other = Lifeline::new(ProcessId(0), 1, Vec::new(), now()).expect("a lifeline needs no connections");
         for _ in 0..TURNS_MAX {
             at = at.and_then(|at| self.pour(text, at));
             self.turn();

@@ -22,7 +22,7 @@ pub(crate) fn answers(model: &Model, requests: &[Request]) -> Vec<Vec<u32>> {
     let mut all = std::thread::scope(|scope| {
         let threads = std::thread::available_parallelism().map_or(1, usize::from);
         let threads: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
-        threads.into_iter().flat_map(|thread| thread.join().expect("no panic")).collect::<Vec<_>>()
+        threads.into_iter().flat_map(|thread| thread.join().expect("the thread does not panic")).collect::<Vec<_>>()
     });
     all.sort_unstable_by_key(|(number, _)| *number);
     all.into_iter().map(|(_, answer)| answer).collect()
@@ -67,14 +67,17 @@ impl Known {
 
     fn attention(&mut self, number: usize, layer: &Layer, x: &[f32]) -> Vec<f32> {
         let qkv = product(&layer.qkv, x, 1);
-        let part = |which: usize| -> [f32; HIDDEN] { qkv[which * HIDDEN..][..HIDDEN].try_into().expect("as long") };
+        let part = |which: usize| -> [f32; HIDDEN] {
+            qkv[which * HIDDEN..][..HIDDEN].try_into().expect("the slice has the array's length")
+        };
         let (queries, keys, values) = (part(0), &mut self.keys[number], &mut self.values[number]);
         keys.push(part(1));
         values.push(part(2));
         (0..HEADS)
             .flat_map(|head| {
-                let of =
-                    |row: &[f32; HIDDEN]| -> [f32; HEAD] { row[head * HEAD..][..HEAD].try_into().expect("as long") };
+                let of = |row: &[f32; HIDDEN]| -> [f32; HEAD] {
+                    row[head * HEAD..][..HEAD].try_into().expect("the slice has the array's length")
+                };
                 let query = of(&queries);
                 let score = |key: &[f32; HIDDEN]| {
                     let products = query.iter().zip(of(key)).map(|(query, key)| query * key);

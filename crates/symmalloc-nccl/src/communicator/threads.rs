@@ -166,7 +166,7 @@ mod tests {
             run(move || done.send(number).expect("the receiver is waiting")).expect("a thread");
             assert_eq!(finished.recv_timeout(Duration::from_secs(10)), Ok(number));
         }
-        release.send(()).expect("it waits");
+        release.send(()).expect("the thread is waiting");
         assert_eq!(finished.recv_timeout(Duration::from_secs(10)), Ok(0));
     }
 }

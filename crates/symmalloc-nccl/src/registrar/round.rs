@@ -134,10 +134,10 @@ mod tests {
                         let config = Config::builder().default_pool(pool).build().expect("valid");
                         let allocator =
                             SharedAllocator::with_lock(SimBackend::builder().build(), config).expect("valid");
-                        allocator.register_stream().expect("the first");
-                        let (observer, _) = allocator.observe(PoolId::DEFAULT).expect("exists");
+                        allocator.register_stream().expect("stream ids are available");
+                        let (observer, _) = allocator.observe(PoolId::DEFAULT).expect("the pool exists");
                         for size in program.sizes {
-                            allocator.allocate(PoolId::DEFAULT, StreamId(0), *size).expect("fits");
+                            allocator.allocate(PoolId::DEFAULT, StreamId(0), *size).expect("the allocation fits");
                         }
                         let plan =
                             SyncActions::new(&SegmentTable::new(), &allocator.unread(observer).events, &[], |_| 0);
@@ -156,7 +156,7 @@ mod tests {
                     })
                 })
                 .collect();
-            threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
+            threads.into_iter().map(|thread| thread.join().expect("the thread does not panic")).collect()
         })
     }
 
@@ -170,7 +170,7 @@ mod tests {
             let outcomes =
                 run([Program { space_bytes: 9, ..program(&[1 << 20], agrees) }, program(&[1 << 20], agrees)]);
             for outcome in outcomes {
-                let agreed = outcome.expect("they agree");
+                let agreed = outcome.expect("the ranks agree");
                 assert_eq!((agreed.rounds, agreed.space_bytes), (1, 9));
             }
         }
@@ -189,7 +189,7 @@ mod tests {
         for outcome in run([program(&[30 << 20, 30 << 20], false), program(&[30 << 20, 40 << 20], false)]) {
             let Err(SyncError::PlansDiffer { difference, .. }) = outcome else { panic!("{outcome:?}") };
             assert_eq!(difference.field, PlanField::Steps);
-            assert_eq!(difference.first_step.expect("was searched").step, 1);
+            assert_eq!(difference.first_step.expect("the steps were compared").step, 1);
         }
     }
 

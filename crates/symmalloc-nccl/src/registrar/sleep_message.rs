@@ -338,7 +338,7 @@ mod tests {
                     .collect();
                 threads
                     .into_iter()
-                    .map(|thread| thread.join().expect("no panic").expect("all come"))
+                    .map(|thread| thread.join().expect("the thread does not panic").expect("all ranks arrive"))
                     .collect::<Vec<_>>()
             });
             for told in told {
@@ -387,7 +387,8 @@ mod tests {
             None,
             "it ended on one"
         );
-        let missing = compare_communicators(&[vec![named(true, 1)], vec![], vec![]]).expect("one of two");
+        let missing =
+            compare_communicators(&[vec![named(true, 1)], vec![], vec![]]).expect("one of two ranks is missing");
         assert_eq!((missing.field, missing.groups), (SleepField::Communicators, vec![([0].into_iter().collect(), 2)]));
         let other =
             compare_communicators(&[vec![named(true, 1)], vec![], vec![named(true, 2)]]).expect("other windows");

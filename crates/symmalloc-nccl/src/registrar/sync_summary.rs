@@ -330,7 +330,7 @@ mod tests {
         let found = search(&[plan(100, 999), plan(100, 57), plan(100, 999)]).expect("they differ");
         assert_eq!(found.step, 57);
         assert_eq!(found.groups.len(), 2);
-        let found = search(&[plan(80, 999), plan(81, 999)]).expect("one has more");
+        let found = search(&[plan(80, 999), plan(81, 999)]).expect("one plan is longer");
         assert_eq!((found.step, found.groups[0].1), (80, None));
         assert_eq!(search(&[plan(80, 999), plan(80, 999)]), None);
     }

@@ -85,7 +85,7 @@ mod tests {
 
     #[test]
     fn names_follow_from_meeting_port_and_secret() {
-        let secret = Secret::new("0123456789abcdef".into()).expect("long enough");
+        let secret = Secret::new("0123456789abcdef".into()).expect("the secret is long enough");
         let plain = names(7, 0, None);
         assert_eq!(plain, names(7, 0, None));
         assert_eq!(plain.len(), NAMES as usize);
@@ -99,7 +99,7 @@ mod tests {
     #[test]
     fn a_process_of_the_same_user_is_known_as_such() {
         let names = names(u64::from(std::process::id()), 0, None);
-        let _listener = names[1].listen().expect("free");
+        let _listener = names[1].listen().expect("the address is free");
         assert!(names[0].connect().is_err(), "nobody listens");
         let connection = names[1].connect().expect("listening");
         assert_eq!(foreign_user(&connection).expect("connected"), None);

@@ -126,7 +126,7 @@ mod tests {
         launch: &Launch,
         variables: &[(&str, &str)],
     ) -> Result<MeetingPoint, RendezvousError> {
-        let secret = secret.map(|text| Secret::new(text.into()).expect("long enough"));
+        let secret = secret.map(|text| Secret::new(text.into()).expect("the secret is long enough"));
         MeetingPoint::of(launch, &Meeting::new(launch, 0, secret), |name| {
             variables.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned())
         })
@@ -154,14 +154,16 @@ mod tests {
         let next = [("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29501")];
         let named = [("SYMMALLOC_RENDEZVOUS", "127.0.0.1:4000")];
         for variables in [&[][..], &master, &next, &named, &[("SYMMALLOC_RENDEZVOUS", "0.0.0.0:4000")]] {
-            assert!(is_local(&place(&job, variables).expect("local")), "{variables:?}");
+            assert!(is_local(&place(&job, variables).expect("the meeting point is local")), "{variables:?}");
         }
         assert_ne!(place(&job, &master), place(&job, &next), "two jobs with one name");
         let by_name = [("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")];
         assert_eq!(place(&job, &master), place(&job, &by_name), "two names of one machine");
         // Ranks without the secret find those that have it and are rejected. The other names cannot be guessed.
-        let (plain, secret) =
-            (place(&job, &master).expect("local"), place_with(Some(SECRET), &job, &master).expect("local"));
+        let (plain, secret) = (
+            place(&job, &master).expect("the meeting point is local"),
+            place_with(Some(SECRET), &job, &master).expect("the meeting point is local"),
+        );
         assert!(is_local(&secret) && secret.doors.starts_with(&plain.doors) && secret.doors.len() > plain.doors.len());
     }
 
@@ -171,7 +173,7 @@ mod tests {
         // An address reserved for documentation, which no machine has.
         let elsewhere = [("MASTER_ADDR", "192.0.2.1"), ("MASTER_PORT", "29500")];
         for job in [&one_machine, &two_machines] {
-            let master = place(job, &elsewhere).expect("addresses");
+            let master = place(job, &elsewhere).expect("the addresses are valid");
             assert_eq!(ports(&master), [29501, 29502, 29503, 29504, 29505, 29506, 29507, 29508]);
         }
         let named = [("SYMMALLOC_RENDEZVOUS", "192.0.2.1:4000"), ("MASTER_ADDR", "x"), ("MASTER_PORT", "1")];

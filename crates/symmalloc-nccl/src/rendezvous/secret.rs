@@ -105,7 +105,7 @@ mod tests {
     use super::*;
 
     fn secret(text: &str) -> Secret {
-        Secret::new(text.into()).expect("long enough")
+        Secret::new(text.into()).expect("the secret is long enough")
     }
 
     #[test]
@@ -131,6 +131,9 @@ mod tests {
 
     #[test]
     fn random_bytes_differ() {
-        assert_ne!(random::<32>().expect("the system has some"), random::<32>().expect("the system has some"));
+        assert_ne!(
+            random::<32>().expect("random numbers are available"),
+            random::<32>().expect("random numbers are available")
+        );
     }
 }

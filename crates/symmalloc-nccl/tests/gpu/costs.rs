@@ -25,7 +25,7 @@ fn timed(count: usize, mut run: impl FnMut()) -> (f64, f64) {
 }
 
 fn registrar(allocator: &CudaAllocator, mode: Mode, comms: &[&Communicator]) -> Registrar {
-    let registrar = Registrar::builder(allocator).agreement(mode).build().expect("made");
+    let registrar = Registrar::builder(allocator).agreement(mode).build().expect("the registrar is created");
     for comm in comms {
         registrar.attach(comm, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
     }
@@ -43,7 +43,7 @@ fn small_all_reduce<T: DevicePtrMut<f32>>(rank: &Rank<'_>, comm: &Communicator, 
 fn a_sync_with_nothing_new_is_cheap() {
     let Some(count) = devices() else { return };
     for calls in [Calls::Blocking, Calls::Nonblocking] {
-        let id = [(); 2].map(|()| UniqueId::new().expect("NCCL makes one"));
+        let id = [(); 2].map(|()| UniqueId::new().expect("NCCL creates an id"));
         let quiet = ranks(count, |rank| {
             let comms = id.map(|id| rank.connect(id, calls));
             let allocator = rank.allocator(reserved(8 * MIB));
@@ -69,7 +69,7 @@ fn a_sync_with_nothing_new_is_cheap() {
             rank.meet();
             let collective = timed(2000, || small_all_reduce(rank, &comms[0], &mut buffer));
             rank.meet();
-            let transport = NcclTransport::new(&comms[0]).expect("made");
+            let transport = NcclTransport::new(&comms[0]).expect("memory is available");
             (0..100).for_each(|_| drop(transport.all_gather(&[0; 64]).expect("gathered")));
             rank.meet();
             let gather = timed(2000, || drop(transport.all_gather(&[0; 64]).expect("gathered")));
@@ -93,7 +93,7 @@ fn a_sync_with_nothing_new_is_cheap() {
 fn a_registration_costs_what_nccls_own_does() {
     let Some(count) = devices() else { return };
     for calls in [Calls::Blocking, Calls::Nonblocking] {
-        let id = UniqueId::new().expect("NCCL makes one");
+        let id = UniqueId::new().expect("NCCL creates an id");
         ranks(count, |rank| {
             let comm = rank.connect(id, calls);
             // First, make NCCL's calls directly, on memory from the backend.
@@ -111,11 +111,11 @@ fn a_registration_costs_what_nccls_own_does() {
                 timed(1, || windows.push(comm.register_window(segments[0].base.0, 2 * MIB).expect("registered")));
             let mut rest = segments[1..].iter();
             let own = timed(WINDOWS - 1, || {
-                let segment = rest.next().expect("as many");
+                let segment = rest.next().expect("there are as many segments as windows");
                 windows.push(comm.register_window(segment.base.0, 2 * MIB).expect("registered"));
             });
             let mut gone = windows.into_iter();
-            let own_back = timed(WINDOWS, || match gone.next().expect("as many") {
+            let own_back = timed(WINDOWS, || match gone.next().expect("there are as many segments as windows") {
                 Registered::Window(window) => comm.deregister_window(window).expect("deregistered"),
                 Registered::Plain(registration) => comm.deregister_buffer(registration).expect("deregistered"),
             });
@@ -133,7 +133,7 @@ fn a_registration_costs_what_nccls_own_does() {
             assert_eq!(registrar.sync(&[&comm]).expect("registered").registrations, WINDOWS as u64);
             let ours = begun.elapsed().as_secs_f64() * 1e6 / WINDOWS as f64;
             blocks.into_iter().for_each(|block| allocator.free(block).expect("freed"));
-            allocator.trim().expect("given up");
+            allocator.trim().expect("the driver releases the memory");
             rank.meet();
             let begun = Instant::now();
             let synced = registrar.sync(&[&comm]).expect("deregistered");
@@ -165,15 +165,15 @@ fn a_collective_is_watched_for_less_than_150_ns() {
     const OPS: u32 = 10_000;
     let device = CudaDevice::new(0).expect("a device");
     let stream = device.context().new_stream().expect("a stream");
-    let id = UniqueId::new().expect("NCCL makes one");
-    let comm = Communicator::builder(&device).connect(id, 0, 1).expect("alone");
-    let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+    let id = UniqueId::new().expect("NCCL creates an id");
+    let comm = Communicator::builder(&device).connect(id, 0, 1).expect("a single rank connects");
+    let allocator = CudaAllocator::new(&device, Config::default()).expect("the allocator is created");
     let mut buffer = allocator.alloc_zeroed::<u8>(&stream, 1 << 20).expect("allocated");
     // Host time: measure only the watchdog's work, first with an idle device and then with work in the stream.
     let announced = |act: &mut dyn FnMut(&Arc<CudaStream>)| {
         let begun = Instant::now();
         for _ in 0..OPS {
-            comm.announce("nothing", None, &stream, || act(&stream)).expect("it is alive");
+            comm.announce("nothing", None, &stream, || act(&stream)).expect("the communicator is ready");
         }
         let time = begun.elapsed();
         comm.synchronize(&stream).expect("done");
@@ -188,7 +188,7 @@ fn a_collective_is_watched_for_less_than_150_ns() {
             for _ in 0..OPS {
                 if is_announced == 1 {
                     let fill = || stream.memset_zeros(&mut buffer);
-                    comm.announce("fill", None, &stream, fill).expect("it is alive").expect("submitted");
+                    comm.announce("fill", None, &stream, fill).expect("the communicator is ready").expect("submitted");
                 } else {
                     stream.memset_zeros(&mut buffer).expect("submitted");
                 }

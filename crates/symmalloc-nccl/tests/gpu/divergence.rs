@@ -19,7 +19,7 @@ fn begin(rank: &Rank<'_>, comm: &Communicator, allocator: &CudaAllocator) -> (Re
 /// Runs `differs`, which acts differently on one rank, and returns the report, which must be equal on all ranks.
 fn disagreement(calls: Calls, differs: impl Fn(&Rank<'_>, &CudaAllocator) + Sync) -> Option<Disagreement> {
     let count = devices()?;
-    let id = UniqueId::new().expect("NCCL makes one");
+    let id = UniqueId::new().expect("NCCL creates an id");
     let reports = ranks(count, |rank| {
         let comm = rank.connect(id, calls);
         let allocator = rank.allocator(fixed());
@@ -98,13 +98,13 @@ fn another_op_is_reported() {
 #[test]
 fn memory_that_one_rank_is_refused_is_reported() {
     let Some(count) = devices() else { return };
-    let id = UniqueId::new().expect("NCCL makes one");
+    let id = UniqueId::new().expect("NCCL creates an id");
     let reports = ranks(count, |rank| {
         let comm = rank.connect(id, Calls::Blocking);
         let room = if last_rank(rank) { 4 * MIB } else { 64 * MIB };
         let backend = CudaBackend::builder(&rank.device).descending_addresses(room).build().expect("supported");
         let config = Config::builder().default_pool(fixed()).build().expect("valid");
-        let allocator = CudaAllocator::with_backend(backend, config).expect("made");
+        let allocator = CudaAllocator::with_backend(backend, config).expect("the allocator is created");
         let (registrar, _weights) = begin(rank, &comm, &allocator);
         let allocated = allocator.allocate_named(&rank.stream, 12 * MIB, "cache");
         assert_eq!(allocated.is_err(), last_rank(rank));
@@ -121,7 +121,7 @@ fn memory_that_one_rank_is_refused_is_reported() {
 #[test]
 fn another_configuration_is_reported() {
     let Some(count) = devices() else { return };
-    let id = UniqueId::new().expect("NCCL makes one");
+    let id = UniqueId::new().expect("NCCL creates an id");
     ranks(count, |rank| {
         let comm = rank.connect(id, Calls::Blocking);
         let size = if last_rank(rank) { 16 * MIB } else { 8 * MIB };
@@ -143,7 +143,7 @@ fn a_rank_that_stops_ends_the_others_sync_within_the_deadline() {
     let Some(count) = devices() else { return };
     let deadline = Duration::from_secs(2);
     for calls in [Calls::Blocking, Calls::Nonblocking] {
-        let id = UniqueId::new().expect("NCCL makes one");
+        let id = UniqueId::new().expect("NCCL creates an id");
         ranks(count, |rank| {
             let comm = rank.builder(calls).deadline(deadline).connect(id, rank.rank, rank.ranks).expect("connected");
             let allocator = rank.allocator(fixed());
@@ -174,7 +174,7 @@ fn a_rank_that_stops_ends_the_others_sync_within_the_deadline() {
                 std::thread::sleep(Duration::from_millis(20));
             }
             registrar.sweep();
-            allocator.trim().expect("given back");
+            allocator.trim().expect("the driver releases the memory");
             println!("{calls:?}: {} after {} ms more", comm.state(), begun.elapsed().as_millis());
             assert_eq!((comm.state(), registrar.stats().dead_bytes), (CommState::Aborted, 0));
         });
@@ -185,7 +185,7 @@ fn a_rank_that_stops_ends_the_others_sync_within_the_deadline() {
 #[test]
 fn a_new_communicator_takes_over_from_an_aborted_one() {
     let Some(count) = devices() else { return };
-    let ids = [(); 2].map(|()| UniqueId::new().expect("NCCL makes one"));
+    let ids = [(); 2].map(|()| UniqueId::new().expect("NCCL creates an id"));
     ranks(count, |rank| {
         let allocator = rank.allocator(fixed());
         let old = rank.connect(ids[0], Calls::Blocking);
@@ -208,12 +208,12 @@ fn a_new_communicator_takes_over_from_an_aborted_one() {
 #[test]
 fn what_is_private_may_differ() {
     let Some(count) = devices() else { return };
-    let id = UniqueId::new().expect("NCCL makes one");
+    let id = UniqueId::new().expect("NCCL creates an id");
     ranks(count, |rank| {
         let comm = rank.connect(id, Calls::Blocking);
         let allocator = rank.allocator(fixed());
         let (registrar, _weights) = begin(rank, &comm, &allocator);
-        let pool = allocator.create_pool(PoolConfig::default()).expect("made");
+        let pool = allocator.create_pool(PoolConfig::default()).expect("the pool is created");
         let private = allocator.with_pool(&pool);
         let blocks: Vec<_> = (0..=rank.rank)
             .map(|count| private.alloc_zeroed::<u8>(&rank.stream, (1 + count as usize) << 20).expect("allocated"))

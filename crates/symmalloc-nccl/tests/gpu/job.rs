@@ -42,7 +42,7 @@ pub(crate) fn ranks<T: Send>(count: u32, body: impl Fn(&Rank<'_>) -> T + Sync) -
     };
     std::thread::scope(|scope| {
         let threads: Vec<_> = (0..count).map(|rank| scope.spawn(move || run(rank))).collect();
-        threads.into_iter().map(|thread| thread.join().expect("the rank passed")).collect()
+        threads.into_iter().map(|thread| thread.join().expect("the rank does not panic")).collect()
     })
 }
 
@@ -69,7 +69,7 @@ impl Rank<'_> {
     }
 
     pub(crate) fn connect(&self, id: UniqueId, calls: Calls) -> Communicator {
-        self.builder(calls).connect(id, self.rank, self.ranks).expect("all ranks are there")
+        self.builder(calls).connect(id, self.rank, self.ranks).expect("all ranks arrive")
     }
 
     /// Creates an allocator whose default pool has this policy. Odd ranks allocate addresses in descending order.
@@ -77,13 +77,14 @@ impl Rank<'_> {
         let builder = CudaBackend::builder(&self.device);
         let builder = if self.rank % 2 == 1 { builder.descending_addresses(1 << 40) } else { builder };
         let config = Config::builder().default_pool(pool).build().expect("valid");
-        let allocator = CudaAllocator::with_backend(builder.build().expect("supported"), config).expect("made");
+        let allocator =
+            CudaAllocator::with_backend(builder.build().expect("supported"), config).expect("the allocator is created");
         allocator.register_stream(&self.stream).expect("registered");
         allocator
     }
 
     pub(crate) fn registrar(&self, allocator: &CudaAllocator) -> Registrar {
-        Registrar::builder(allocator).build().expect("made")
+        Registrar::builder(allocator).build().expect("the registrar is created")
     }
 
     /// Waits at a barrier for all ranks.

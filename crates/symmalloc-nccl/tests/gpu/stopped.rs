@@ -27,7 +27,7 @@ enum InFlight {
 fn status_of(child: &mut Child) -> Option<i32> {
     let begun = Instant::now();
     loop {
-        if let Some(status) = child.try_wait().expect("asked") {
+        if let Some(status) = child.try_wait().expect("the child can be queried") {
             return status.code();
         }
         if begun.elapsed() > Duration::from_secs(30) {
@@ -43,8 +43,8 @@ fn a_thread_that_stops_under_a_collective_on_windows_ends_in_an_error() {
     const NAME: &str = "stopped::a_thread_that_stops_under_a_collective_on_windows_ends_in_an_error";
     if let Ok(calls) = std::env::var(CHILD) {
         let calls = if calls == "blocking" { Calls::Blocking } else { Calls::Nonblocking };
-        let id = UniqueId::new().expect("NCCL makes one");
-        ranks(devices().expect("as before"), |rank| {
+        let id = UniqueId::new().expect("NCCL creates an id");
+        ranks(devices().expect("the devices are still available"), |rank| {
             let connect = |builder: CommunicatorBuilder| builder.connect(id, rank.rank, rank.ranks);
             let stop = || loop {
                 std::thread::park();
@@ -83,7 +83,7 @@ fn a_process_that_dies_ends_in_an_error_on_all_others() {
     for in_flight in ["nothing", "collective"] {
         let children = processes(NAME, count, (CHILD, in_flight));
         let statuses: Vec<_> = children.into_iter().map(|mut child| status_of(&mut child)).collect();
-        let (dead, survivors) = statuses.split_last().expect("two at least");
+        let (dead, survivors) = statuses.split_last().expect("there are at least two ranks");
         assert_eq!(*dead, Some(DEAD), "{in_flight}");
         assert!(survivors.iter().all(|status| *status == Some(SURVIVED)), "{in_flight}: {statuses:?}");
     }

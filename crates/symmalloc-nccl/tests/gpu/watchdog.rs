@@ -50,7 +50,7 @@ impl Job {
     /// Starts the job and returns once both ranks are working.
     fn start(test: &str, number: u64, slow: bool) -> Self {
         let free = TcpListener::bind("127.0.0.1:0").and_then(|listener| listener.local_addr()).expect("a free port");
-        let own_device = CudaDevice::count().expect("counted") > 1;
+        let own_device = CudaDevice::count().expect("the driver counts the devices") > 1;
         let start = |rank: usize| {
             let mut command = again(test);
             command
@@ -69,7 +69,7 @@ impl Job {
             let is_ready = BufReader::new(stdout).lines().map_while(Result::ok).any(|line| line.contains("at work"));
             if !is_ready {
                 let mut text = String::new();
-                child.stderr.as_mut().expect("piped").read_to_string(&mut text).expect("text");
+                child.stderr.as_mut().expect("piped").read_to_string(&mut text).expect("stderr is valid UTF-8");
                 panic!("a rank did not begin:\n{text}");
             }
         }
@@ -86,20 +86,20 @@ impl Job {
         let begun = Instant::now();
         let child = &mut self.children[rank];
         let status = loop {
-            if let Some(status) = child.try_wait().expect("asked") {
+            if let Some(status) = child.try_wait().expect("the child can be queried") {
                 break status;
             }
             if begun.elapsed() > limit {
                 child.kill().expect("killed");
                 let mut text = String::new();
-                child.stderr.as_mut().expect("piped").read_to_string(&mut text).expect("text");
+                child.stderr.as_mut().expect("piped").read_to_string(&mut text).expect("stderr is valid UTF-8");
                 panic!("rank {rank} is still there after {limit:?}:\n{text}");
             }
             std::thread::sleep(Duration::from_millis(5));
         };
         let took = begun.elapsed();
         let mut text = String::new();
-        child.stderr.as_mut().expect("piped").read_to_string(&mut text).expect("text");
+        child.stderr.as_mut().expect("piped").read_to_string(&mut text).expect("stderr is valid UTF-8");
         (status.code(), text, took)
     }
 }
@@ -127,7 +127,7 @@ fn work() -> Box<dyn std::error::Error> {
     let registrar = rank.registrar(&allocator);
     registrar.attach(&comm, &[PoolId::DEFAULT], Registration::Windows).expect("attached");
     let growing = PoolConfig::builder().fixed().symmetric(true).build().expect("valid");
-    let pool = allocator.create_pool(growing).expect("made");
+    let pool = allocator.create_pool(growing).expect("the pool is created");
     registrar.attach(&comm, &[pool.id()], Registration::Windows).expect("attached");
     let graphs = GraphPool::new(&allocator, PoolConfig::default()).expect("a pool");
     let mut graph = None;
@@ -205,17 +205,17 @@ fn jobs<T: Send>(count: u64, job: impl Fn(u64) -> T + Sync) -> Vec<T> {
                         return;
                     }
                     let outcome = job(number);
-                    outcomes.lock().expect("no panic").push(outcome);
+                    outcomes.lock().expect("the lock is not poisoned").push(outcome);
                 }
             });
         }
     });
-    outcomes.into_inner().expect("no panic")
+    outcomes.into_inner().expect("the lock is not poisoned")
 }
 
 fn free_bytes() -> u64 {
     let device = CudaDevice::new(0).expect("a device");
-    device.context().mem_get_info().expect("asked").0 as u64
+    device.context().mem_get_info().expect("the driver reports free memory").0 as u64
 }
 
 fn print_times(what: &str, mut times: Vec<Duration>) {
@@ -281,7 +281,11 @@ fn a_rank_that_is_slow_is_waited_for() {
     let begun = Instant::now();
     while begun.elapsed() < time {
         for child in &mut job.children {
-            assert!(child.try_wait().expect("asked").is_none(), "a rank ended after {:?}", begun.elapsed());
+            assert!(
+                child.try_wait().expect("the child can be queried").is_none(),
+                "a rank ended after {:?}",
+                begun.elapsed()
+            );
         }
         std::thread::sleep(Duration::from_millis(200));
     }

@@ -36,7 +36,7 @@ pub(crate) fn on_ranks_with<R: Send>(
     options: impl Fn(CommunicatorBuilder) -> CommunicatorBuilder + Sync,
     program: impl Fn(&Rank) -> R + Sync,
 ) -> Vec<R> {
-    let id = UniqueId::new().expect("NCCL gives an id");
+    let id = UniqueId::new().expect("NCCL creates an id");
     let (options, program) = (&options, &program);
     std::thread::scope(|scope| {
         let run = |rank| {
@@ -57,7 +57,8 @@ impl Rank {
         let stream = comm.device().context().new_stream().expect("a stream");
         let allocator = CudaAllocator::new(comm.device(), Config::default()).expect("an allocator");
         allocator.register_stream(&stream).expect("registered");
-        let config = PoolConfig::builder().reserved(POOL_BYTES).symmetric(true).build().expect("it fits");
+        let config =
+            PoolConfig::builder().reserved(POOL_BYTES).symmetric(true).build().expect("the configuration is valid");
         let pool = allocator.create_pool(config).expect("a pool");
         let registrar = Arc::new(Registrar::builder(&allocator).build().expect("a registrar"));
         registrar.attach(&comm, &[pool.id()], Registration::Windows).expect("attached");
@@ -135,7 +136,7 @@ pub(crate) fn counts(seed: u64, ranks: usize) -> Vec<Vec<u64>> {
 /// Returns the splits of a rank that knows all counts.
 pub(crate) fn known_splits(counts: &[Vec<u64>], rank: usize) -> Splits {
     let received: Vec<u64> = counts.iter().map(|row| row[rank]).collect();
-    Splits::sending(&counts[rank]).receiving(&received).expect("they fit")
+    Splits::sending(&counts[rank]).receiving(&received).expect("the splits are valid")
 }
 
 /// An element type.
@@ -217,7 +218,7 @@ pub(crate) fn disagreements(it: &Rank) {
     let mut changed = counts.clone();
     changed[last][0] += 1;
     let splits = if it.rank == last { known_splits(&changed, it.rank) } else { right.clone() };
-    let refused = all_to_all.run(&it.stream, &input, &mut output, 2, &splits).expect_err("they disagree");
+    let refused = all_to_all.run(&it.stream, &input, &mut output, 2, &splits).expect_err("the ranks' calls differ");
     let AllToAllError::Disagreement { from, to: 0, sent_rows, expected_rows, .. } = refused else {
         panic!("{refused}")
     };
@@ -225,7 +226,7 @@ pub(crate) fn disagreements(it: &Rank) {
 
     // Only rank 1 has longer rows.
     let row = if it.rank == 1 { 3 } else { 2 };
-    let refused = all_to_all.run(&it.stream, &input, &mut output, row, &right).expect_err("they disagree");
+    let refused = all_to_all.run(&it.stream, &input, &mut output, row, &right).expect_err("the ranks' calls differ");
     assert!(matches!(refused, AllToAllError::Disagreement { sent_row_bytes: 8 | 12, .. }), "{refused}");
 
     // Rank 0 passes a buffer that is too short.
@@ -256,7 +257,7 @@ pub(crate) fn captured(it: &Rank) {
     all_to_all.run(&it.stream, &input, &mut output, 3, &splits).expect("exchanged");
 
     let graphs = GraphPool::new(it.registrar.allocator(), PoolConfig::default()).expect("a pool");
-    let capture = graphs.begin(&it.stream).expect("begun");
+    let capture = graphs.begin(&it.stream).expect("the capture begins");
     assert_eq!(all_to_all.exchange_splits(&counts[it.rank]), Err(AllToAllError::Capturing));
     all_to_all.run(&it.stream, &input, &mut output, 3, &splits).expect("captured");
     let graph = capture.end().expect("ended");

@@ -122,7 +122,11 @@ nccl_test!(
     ["RANK" = "0", "WORLD_SIZE" = "1", "LOCAL_RANK" = "0", "LOCAL_WORLD_SIZE" = "1"],
     {
         let device = CudaDevice::new(0).expect("a stub device");
-        let comm = Communicator::builder(&device).deadline(DEADLINE).name("job").connect_env().expect("alone");
+        let comm = Communicator::builder(&device)
+            .deadline(DEADLINE)
+            .name("job")
+            .connect_env()
+            .expect("a single rank connects");
         assert_eq!((comm.rank(), comm.ranks(), comm.name(), comm.state()), (0, 1, "job", CommState::Ready));
     }
 );

@@ -86,7 +86,7 @@ nccl_test!(every_type_and_operation_reduces, {
             SUCCESS,
             "eight-bit floats can be copied"
         );
-        rank.stream.synchronize().expect("idle");
+        rank.stream.synchronize().expect("the stream completes");
         assert_eq!(destroy(rank.comm), SUCCESS);
     });
     nccl::assert_clean();
@@ -143,7 +143,9 @@ nccl_test!(a_graph_makes_its_collectives_at_every_launch, {
     ranks(3, |rank| {
         let segment = rank.segment(2 * MIB);
         rank.write(segment, &[1.0f32]);
-        rank.stream.begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL).expect("begun");
+        rank.stream
+            .begin_capture(CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL)
+            .expect("the capture begins");
         assert_eq!(rank.sum(segment, segment, 1), SUCCESS);
         let graph = rank.stream.end_capture(FLAGS).expect("ended").expect("a graph");
         assert_eq!(rank.read::<f32>(segment, 1), [1.0], "captured, but not run");

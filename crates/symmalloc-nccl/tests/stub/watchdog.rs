@@ -54,7 +54,7 @@ impl Rank {
         let device = CudaDevice::new(rank).expect("a stub device");
         let comm = Communicator::builder(&device).deadline(DEADLINE).connect(id, rank as u32, ranks as u32);
         let comm = comm.expect("all ranks connect");
-        let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+        let allocator = CudaAllocator::new(&device, Config::default()).expect("the allocator is created");
         let stream = device.context().new_stream().expect("a stream");
         let buffer = allocator.alloc_zeroed(&stream, 1024).expect("allocated");
         Rank { comm, stream, buffer, allocator, folder: PathBuf::new() }
@@ -121,7 +121,7 @@ nccl_test!(a_process_that_is_killed_is_named_by_all_others_at_once, {
     assert_success(&outputs, |rank| rank != 1);
     assert!(outputs[0].text.contains("rank 1 is gone: its process ended"), "{}", outputs[0].text);
     let records = fs::read_dir(folder.path()).expect("a folder").map(|entry| entry.expect("readable").path());
-    let records: Vec<_> = records.map(|path| FlightRecord::read(&path).expect("a record")).collect();
+    let records: Vec<_> = records.map(|path| FlightRecord::read(&path).expect("the record is valid")).collect();
     assert_eq!(records.len(), 2);
     assert!(records.iter().all(|record| record.communicators[0].collectives.len() >= 5), "{records:?}");
 });
@@ -255,11 +255,11 @@ nccl_test!(a_record_is_written_on_request_and_at_a_signal, ["SYMMALLOC_FLIGHT_SI
     let id = UniqueId::new().expect("an id");
     let mut rank = Rank::of_thread(0, 1, id);
     for _ in 0..3 {
-        rank.reduce().expect("alone");
+        rank.reduce().expect("a single rank reduces");
     }
     let path = write_flight_record("asked for").expect("written");
     assert!(path.starts_with(&folder), "{}", path.display());
-    let record = FlightRecord::read(&path).expect("a record");
+    let record = FlightRecord::read(&path).expect("the record is valid");
     let [communicator] = &record.communicators[..] else { panic!("{record:?}") };
     assert_eq!(
         (&*record.reason, &*communicator.name, communicator.rank, communicator.ranks),
@@ -267,7 +267,7 @@ nccl_test!(a_record_is_written_on_request_and_at_a_signal, ["SYMMALLOC_FLIGHT_SI
     );
     assert_eq!((communicator.progress.submitted, communicator.progress.finished), (3, 3));
     assert_eq!(communicator.collectives[2].signature.to_string(), "ncclAllReduce of 1024 float32 sum");
-    fs::remove_file(&path).expect("it is there");
+    fs::remove_file(&path).expect("the file exists");
     // SAFETY: this process handles the signal.
     unsafe { libc::kill(libc::getpid(), libc::SIGUSR2) };
     until(|| path.exists());
@@ -281,10 +281,10 @@ fn failure_of_the_other(mode: WatchdogMode) -> (Result<(), CommError>, Vec<Strin
     let told = Arc::new(told);
     let mut outcomes = stub_process::threads(2, |number| {
         let (device, told) = (CudaDevice::new(number).expect("a stub device"), Arc::clone(&told));
-        let tell = move |failure: &Failure| told.lock().expect("no panic").push(failure.to_string());
+        let tell = move |failure: &Failure| told.lock().expect("the lock is not poisoned").push(failure.to_string());
         let builder = Communicator::builder(&device).deadline(DEADLINE / 4).watchdog(mode).on_failure(tell);
         let comm = builder.connect(id, number as u32, 2).expect("connected");
-        let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+        let allocator = CudaAllocator::new(&device, Config::default()).expect("the allocator is created");
         let stream = device.context().new_stream().expect("a stream");
         let mut buffer = allocator.alloc_zeroed::<f32>(&stream, 8).expect("allocated");
         comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &stream).expect("submitted");
@@ -298,7 +298,7 @@ fn failure_of_the_other(mode: WatchdogMode) -> (Result<(), CommError>, Vec<Strin
         barrier.wait();
         outcome
     });
-    let told = told.lock().expect("no panic").clone();
+    let told = told.lock().expect("the lock is not poisoned").clone();
     (outcomes.remove(0), told)
 }
 

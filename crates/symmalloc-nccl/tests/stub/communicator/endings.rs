@@ -45,11 +45,11 @@ fn lone_registration(is_blocking: bool) -> (CommState, u64) {
             let later = rank.comm.split(Some(0), 0).map(|_| ());
             let Err(CommError::Gone { cause: Some(cause), .. }) = later else { panic!("{later:?}") };
             assert!(matches!(*cause, CommError::Deadline { stage: Stage::Register, .. }));
-            *left.lock().expect("no panic") = Some((state, nccl::calls("ncclCommAbort")));
+            *left.lock().expect("the lock is not poisoned") = Some((state, nccl::calls("ncclCommAbort")));
         }
         rank.meet();
     });
-    left.into_inner().expect("no panic").expect("rank 0 stored its result")
+    left.into_inner().expect("the lock is not poisoned").expect("rank 0 stored its result")
 }
 
 nccl_test!(the_watchdog_names_the_rank_that_does_not_register, {
@@ -117,11 +117,11 @@ nccl_test!(threads_that_share_a_communicator_call_one_at_a_time, {
             for _ in 0..3 {
                 scope.spawn(|| {
                     let stream = rank.comm.device().context().new_stream().expect("a stream");
-                    let mut buffer = rank.allocator.alloc_zeroed::<f32>(&stream, 8).expect("memory");
+                    let mut buffer = rank.allocator.alloc_zeroed::<f32>(&stream, 8).expect("memory is available");
                     for _ in 0..50 {
                         rank.comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &stream).expect("submitted");
-                        let registration = rank.comm.register_buffer(base, 4096).expect("any memory");
-                        rank.comm.deregister_buffer(registration).expect("known");
+                        let registration = rank.comm.register_buffer(base, 4096).expect("buffers can be in any memory");
+                        rank.comm.deregister_buffer(registration).expect("the buffer is registered");
                     }
                 });
             }
@@ -146,7 +146,7 @@ nccl_test!(abort_gets_another_thread_out_of_a_call, {
                 let since = Instant::now();
                 rank.comm.abort().expect("ended");
                 assert!(since.elapsed() < Duration::from_secs(4), "{:?}", since.elapsed());
-                let outcome = registering.join().expect("no panic");
+                let outcome = registering.join().expect("the thread does not panic");
                 let expected = CommError::Gone { name: "world".into(), state: CommState::Aborted, cause: None };
                 assert_eq!(outcome, Err(expected));
             });
@@ -177,7 +177,7 @@ fn given_back_once(call: &str, give_back: GiveBack) {
     in_both_modes(2, |rank| {
         let (_allocation, base) = rank.segment();
         let window = rank.register(base).expect("a window");
-        let buffer = rank.comm.register_buffer(base, 4096).expect("any memory");
+        let buffer = rank.comm.register_buffer(base, 4096).expect("buffers can be in any memory");
         rank.meet();
         if rank.number() == 0 {
             let before = nccl::calls(call);
@@ -187,7 +187,7 @@ fn given_back_once(call: &str, give_back: GiveBack) {
                 let giving_back = scope.spawn(|| give_back(&rank.comm, window, buffer));
                 until(|| nccl::calls(call) != before);
                 rank.comm.abort().expect("ended");
-                let outcome = giving_back.join().expect("no panic");
+                let outcome = giving_back.join().expect("the thread does not panic");
                 assert!(matches!(outcome, Err(CommError::Gone { .. })), "{outcome:?}");
             });
         }
@@ -334,7 +334,7 @@ nccl_test!(a_failed_connection_leaves_nothing, {
     let refused = builder(&device).connect(id, 0, 1).map(|_| ());
     assert!(matches!(&refused, Err(CommError::Nccl(NcclError { code: 2, .. }))), "{refused:?}");
     assert_eq!(nccl::live().communicators, 0);
-    builder(&device).connect(UniqueId::new().expect("an id"), 0, 1).expect("again");
+    builder(&device).connect(UniqueId::new().expect("an id"), 0, 1).expect("the device connects again");
 });
 
 nccl_test!(a_first_collective_that_waits_for_ranks_ends_at_the_deadline, ["STUB_NCCL_CONNECT_BLOCKS" = "1"], {
@@ -360,7 +360,7 @@ nccl_test!(a_rank_that_does_not_speak_is_overdue, {
         2,
         |builder| builder.deadline(SHORT),
         |rank| {
-            let transport = NcclTransport::new(&rank.comm).expect("memory");
+            let transport = NcclTransport::new(&rank.comm).expect("memory is available");
             if rank.number() == 0 {
                 let since = Instant::now();
                 let gathered = transport.all_gather(&[1; 64]);
@@ -381,11 +381,11 @@ nccl_test!(a_gather_that_ends_without_a_message_names_the_rank, {
     ranks(3, |rank| {
         if rank.number() == 2 {
             // An aborted kernel leaves a slot that no rank wrote: 64 bytes and the transport's seal.
-            let nothing = rank.allocator.alloc_zeroed::<u8>(&rank.stream, 72).expect("memory");
-            let mut all = rank.allocator.alloc_zeroed::<u8>(&rank.stream, 3 * 72).expect("memory");
+            let nothing = rank.allocator.alloc_zeroed::<u8>(&rank.stream, 72).expect("memory is available");
+            let mut all = rank.allocator.alloc_zeroed::<u8>(&rank.stream, 3 * 72).expect("memory is available");
             rank.comm.all_gather(&nothing, &mut all, &rank.stream).expect("submitted");
         } else {
-            let transport = NcclTransport::new(&rank.comm).expect("memory");
+            let transport = NcclTransport::new(&rank.comm).expect("memory is available");
             // The other rank may have detected the failure first and notified this one.
             let gathered = transport.all_gather(&[1; 64]);
             assert!(matches!(gathered, Err(TransportError::RankLost { .. })), "{gathered:?}");

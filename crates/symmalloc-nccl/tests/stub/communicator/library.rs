@@ -26,7 +26,7 @@ nccl_test!(a_library_that_is_loaded_already_is_shared, {
     // SAFETY: the pointer is valid for writing.
     assert_eq!(unsafe { version(&raw mut code) }, 0);
     let before = nccl::calls("ncclGetVersion");
-    Nccl::load().expect("the same");
+    Nccl::load().expect("libnccl is loaded");
     assert_eq!(nccl::calls("ncclGetVersion"), before + 1, "both calls reach the same library");
 });
 
@@ -58,8 +58,8 @@ nccl_test!(
             );
             assert_eq!(rank.comm.register_window(4096, 4096).map(|_| ()), Err(expected));
             let (_allocation, base) = rank.segment();
-            let buffer = rank.comm.register_buffer(base, 4096).expect("any memory");
-            rank.comm.deregister_buffer(buffer).expect("known");
+            let buffer = rank.comm.register_buffer(base, 4096).expect("buffers can be in any memory");
+            rank.comm.deregister_buffer(buffer).expect("the buffer is registered");
             let mut sum = rank.buffer(&[1.0]);
             rank.comm.all_reduce_in_place(&mut sum, ReduceOp::Sum, &rank.stream).expect("submitted");
             assert_eq!(rank.read(&sum), [2.0]);

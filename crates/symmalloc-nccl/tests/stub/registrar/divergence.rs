@@ -66,7 +66,7 @@ nccl_test!(memory_that_one_rank_is_refused_is_reported_on_all, {
         // The ranks allocate one after the other, so that only rank 1 runs out of memory.
         let take = || it.allocator.with_pool(pool).alloc_zeroed::<f32>(&it.stream, 30 << 18);
         if it.rank == 0 {
-            tensors.push(take().expect("fits"));
+            tensors.push(take().expect("the allocation fits"));
             it.meet();
             it.meet();
         } else {
@@ -132,7 +132,7 @@ nccl_test!(a_rank_that_does_not_come_is_an_error_on_the_others_within_the_deadli
     Job::new(3).impatient().run(|it| {
         let pool = it.attached_pool();
         let tensor = it.take(&pool, 30 * MIB);
-        it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        it.registrar.sync(&[&it.world]).expect("the ranks agree");
         drop(tensor);
         it.trim(&pool);
         if it.rank == 1 {
@@ -173,7 +173,7 @@ nccl_test!(a_rank_that_dies_is_an_error_on_the_others_and_other_communicators_go
         it.reduce_right(&rest, &mut tensor);
         drop(tensor);
         it.trim(&pool);
-        assert_eq!(it.registrar.sync(&[&rest]).expect("two ranks did the same").released_bytes, 30 * MIB);
+        assert_eq!(it.registrar.sync(&[&rest]).expect("the ranks agree").released_bytes, 30 * MIB);
         it.meet();
     });
     nccl::assert_clean();
@@ -183,7 +183,7 @@ nccl_test!(buffers_that_are_not_the_same_are_reported_before_the_collective_runs
     let outcomes = Job::new(3).checking_offsets().run(|it| {
         let pool = it.attached_pool();
         let mut tensors = [it.take(&pool, MIB), it.take(&pool, MIB)];
-        it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        it.registrar.sync(&[&it.world]).expect("the ranks agree");
         let checked = it.registrar.checked(&it.world);
         let [one, other] = &mut tensors;
         checked.all_reduce_in_place(one, ReduceOp::Sum, &it.stream).expect("the same on all ranks");

@@ -107,7 +107,7 @@ nccl_test!(memory_that_the_driver_does_not_take_back_is_kept_and_said, {
     Job::new(2).run(|it| {
         let pool = it.attached_pool();
         let tensor = it.take(&pool, 30 * MIB);
-        it.registrar.sync(&[&it.world]).expect("all ranks did the same");
+        it.registrar.sync(&[&it.world]).expect("the ranks agree");
         drop(tensor);
         it.trim(&pool);
         it.meet();

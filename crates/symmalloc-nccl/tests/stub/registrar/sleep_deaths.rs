@@ -32,15 +32,15 @@ fn body(rank: usize) {
     let device = CudaDevice::new(rank).expect("a stub device");
     let builder = Communicator::builder(&device).deadline(DEADLINE).watchdog(WatchdogMode::Abort);
     let world = builder.connect(id, rank as u32, RANKS as u32).expect("all ranks connect");
-    let allocator = CudaAllocator::new(&device, Config::default()).expect("made");
+    let allocator = CudaAllocator::new(&device, Config::default()).expect("the allocator is created");
     let stream = device.context().new_stream().expect("a stream");
-    let registrar = Registrar::builder(&allocator).build().expect("made");
+    let registrar = Registrar::builder(&allocator).build().expect("the registrar is created");
     let config = PoolConfig::builder().fixed().symmetric(true).build().expect("valid");
-    let pool = allocator.create_pool(config).expect("fits");
+    let pool = allocator.create_pool(config).expect("the pool fits");
     registrar.attach(&world, &[pool.id()], Registration::Windows).expect("attached");
-    let _tensors =
-        [20_usize, 30].map(|size| allocator.with_pool(&pool).alloc_zeroed::<u8>(&stream, size << 20).expect("fits"));
-    registrar.sync(&[&world]).expect("all ranks did the same");
+    let _tensors = [20_usize, 30]
+        .map(|size| allocator.with_pool(&pool).alloc_zeroed::<u8>(&stream, size << 20).expect("the allocation fits"));
+    registrar.sync(&[&world]).expect("the ranks agree");
     await_syncs(rank, Path::new(&folder));
     if rank == VICTIM {
         let at = std::env::var(AT).expect("set").parse().expect("a number");
@@ -72,7 +72,7 @@ fn await_syncs(rank: usize, folder: &Path) {
 }
 
 fn sleep_and_wake(registrar: &Registrar, world: &Communicator, pool: symmalloc_core::PoolId) -> String {
-    let phase = || registrar.phase(pool).expect("it exists");
+    let phase = || registrar.phase(pool).expect("the pool exists");
     match registrar.sleep(world, pool, Contents::Drop) {
         Ok(_) => assert_eq!(phase(), Phase::Asleep),
         Err(SleepError::Broken { step, is_asleep, error, .. }) => {

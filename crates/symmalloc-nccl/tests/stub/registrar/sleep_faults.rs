@@ -34,9 +34,11 @@ enum End {
 fn with_windows(it: &Rank) -> (Communicator, Pool<CudaBackend>, Vec<DeviceBuffer<f32>>) {
     let other = it.world.split(Some(0), 0).expect("all ranks split").expect("with a color");
     let pool = it.attached_pool();
-    it.registrar.attach(&other, &[pool.id()], Registration::Windows).expect("another communicator");
+    it.registrar
+        .attach(&other, &[pool.id()], Registration::Windows)
+        .expect("the pool is not attached to this communicator yet");
     let tensors = [20, 30].map(|size| it.take(&pool, size * MIB)).into();
-    it.registrar.sync(&[&it.world, &other]).expect("all ranks did the same");
+    it.registrar.sync(&[&it.world, &other]).expect("the ranks agree");
     (other, pool, tensors)
 }
 
@@ -80,7 +82,7 @@ fn strike(fault: Fault) -> Option<Vec<End>> {
 
 /// Runs the sleep and the wake, and checks the state that the tables specify for this rank.
 fn sleep_and_wake(it: &Rank, other: &Communicator, pool: PoolId, fault: Fault) -> End {
-    let phase = || it.registrar.phase(pool).expect("it exists");
+    let phase = || it.registrar.phase(pool).expect("the pool exists");
     let is_ready = |comm: &Communicator| comm.state() == CommState::Ready;
     match it.registrar.sleep(&it.world, pool, Contents::Drop) {
         Ok(_) => assert_eq!(phase(), Phase::Asleep, "{fault:?}"),
@@ -165,7 +167,9 @@ fn heal(
     it.registrar.sweep();
     // No further fault is expected, so the deadline allows for a busy machine.
     let next = it.connect_within(PATIENT, "next", shared);
-    it.registrar.attach(&next, &[pool], Registration::Windows).expect("another communicator");
+    it.registrar
+        .attach(&next, &[pool], Registration::Windows)
+        .expect("the pool is not attached to this communicator yet");
     if it.world.state() == CommState::Ready {
         it.world.abort().expect("ended");
         it.registrar.sweep();
@@ -240,7 +244,7 @@ nccl_test!(a_window_that_nobody_can_take_away_holds_the_memory_until_its_communi
             nccl::slow("ncclCommAbort", Some(1), 1, 4000);
         }
         it.meet();
-        let phase = || it.registrar.phase(pool.id()).expect("it exists");
+        let phase = || it.registrar.phase(pool.id()).expect("the pool exists");
         let error = it.registrar.sleep(&it.world, pool.id(), Contents::Keep).expect_err("a window is left");
         let SleepError::Held { ranks, .. } = &error else { panic!("{error}") };
         assert_eq!(ranks.to_string(), "1");

@@ -255,7 +255,7 @@ fn await_nothing_held(files_kept: usize) {
         }
         if begun.elapsed() > 3 * DEADLINE {
             let open = std::fs::read_dir("/proc/self/fd")
-                .expect("Linux")
+                .expect("/proc is available")
                 .filter_map(|entry| std::fs::read_link(entry.ok()?.path()).ok().map(|path| path.display().to_string()));
             let open = open.collect::<Vec<_>>().join(" ");
             println!("LEAK {threads} threads, {files} files, {files_kept} may stay: {open}");
@@ -304,15 +304,15 @@ nccl_test!(processes_with_every_fate_end_in_time_with_true_reports, {
         let begun = Instant::now();
         let outputs = ranks(plan.ranks, &options, |_| unreachable!("a rank has a seed"));
         judge(&plan, &outputs, begun.elapsed());
-        let mut worst = worst.lock().expect("no panic");
+        let mut worst = worst.lock().expect("the lock is not poisoned");
         *worst = (*worst).max(begun.elapsed());
     });
-    println!("the longest took {:?}", worst.lock().expect("no panic"));
+    println!("the longest took {:?}", worst.lock().expect("the lock is not poisoned"));
 });
 
 /// Returns the number of threads and descriptors of this process, without the stub's sockets, which last as long as the process.
 fn held() -> (usize, usize) {
-    let entries = |folder| std::fs::read_dir(folder).expect("Linux").map(|entry| entry.expect("readable").file_name());
+    let entries = |folder| std::fs::read_dir(folder).expect("/proc").map(|entry| entry.expect("readable").file_name());
     let number = |name: std::ffi::OsString| name.to_str().expect("a number").parse::<i32>().expect("a number");
     let files = entries("/proc/self/fd").filter(|name| !is_socket_of_the_stub(number(name.clone())));
     (entries("/proc/self/task").count(), files.count())

@@ -87,7 +87,7 @@ impl Stop {
         let file = folder.join("victim.pid");
         let read = || fs::read_to_string(&file).ok().and_then(|text| text.parse::<i32>().ok());
         let pid = until_some(read);
-        let stopped = fs::metadata(&file).and_then(|metadata| metadata.modified()).expect("it is there");
+        let stopped = fs::metadata(&file).and_then(|metadata| metadata.modified()).expect("the file exists");
         std::thread::sleep(DEADLINE + 2 * LATE_ON_A_BUSY_MACHINE);
         // SAFETY: the call only ends a rank of this test, which is stopped.
         unsafe { libc::kill(pid, libc::SIGKILL) };
@@ -114,7 +114,7 @@ nccl_test!(a_rank_that_is_stopped_at_any_moment_ends_the_others_within_a_second_
             let _exit = ExitOnPanic;
             let follower = scope.spawn(|| stop.follow(folder.path()));
             let outputs = ranks(stop.ranks, &options, |_| unreachable!("a rank has a seed"));
-            (follower.join().expect("no panic"), outputs)
+            (follower.join().expect("the thread does not panic"), outputs)
         });
         for output in outputs.into_iter().filter(|output| output.rank != stop.victim) {
             let took = output.ended.duration_since(stopped).unwrap_or_default();
@@ -124,12 +124,13 @@ nccl_test!(a_rank_that_is_stopped_at_any_moment_ends_the_others_within_a_second_
                 ["is stopped", "is lost: it died, is stopped"].map(|what| format!("rank {} {what}", stop.victim));
             assert!(names.iter().any(|name| text.contains(name)), "{stop:?}, rank {rank}:\n{text}");
             assert!(took + LATE / 2 > DEADLINE, "{stop:?}, rank {rank} after {took:?}:\n{text}");
-            times.lock().expect("no panic").push((took, stop, rank, text));
+            times.lock().expect("the lock is not poisoned").push((took, stop, rank, text));
         }
     });
-    let mut times = times.into_inner().expect("no panic");
+    let mut times = times.into_inner().expect("the lock is not poisoned");
     times.sort_by_key(|(took, ..)| *took);
-    let (median, (most, stop, rank, text)) = (times[times.len() / 2].0, times.last().expect("some"));
+    let (median, (most, stop, rank, text)) =
+        (times[times.len() / 2].0, times.last().expect("there is at least one time"));
     println!("{} ranks ended {median:.2?} (median), {most:.2?} (most) after another one was stopped", times.len());
     assert!(median < DEADLINE + LATE_ON_A_BUSY_MACHINE / 2, "{median:?}");
     assert!(*most < DEADLINE + LATE_ON_A_BUSY_MACHINE, "{stop:?}: rank {rank} took {most:?}\n{text}");
