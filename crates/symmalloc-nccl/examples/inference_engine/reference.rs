@@ -5,7 +5,7 @@ use super::model::{END, EPSILON, HEAD, HEADS, HIDDEN, Layer, Matrix, Model, PART
 use super::requests::Request;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// Threads of a warp: each adds every 32nd product.
+/// Number of threads of a warp, each of which adds every 32nd product.
 const LANES: usize = 32;
 
 /// Returns the expected answer of each request, computed on all processors.
@@ -105,7 +105,7 @@ fn add(x: &mut [f32], more: &[f32]) {
     x.iter_mut().zip(more).for_each(|(x, more)| *x += more);
 }
 
-/// Adds in the order of a warp: each lane adds its products, then the lanes are added in pairs.
+/// Computes a dot product in the order of a warp: each lane adds its products, then the lanes are added in pairs.
 fn dot(a: &[f32], b: &[f32]) -> f32 {
     let mut lanes = [0.0_f32; LANES];
     for (a, b) in a.chunks_exact(LANES).zip(b.chunks_exact(LANES)) {
@@ -119,7 +119,7 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
     lanes[0]
 }
 
-/// Computes sums over equal parts of the inputs, and adds these in order.
+/// Multiplies a matrix by a vector: computes sums over equal parts of the inputs, and adds the sums in order.
 fn product(matrix: &Matrix, x: &[f32], parts: usize) -> Vec<f32> {
     let length = matrix.inputs / parts;
     let sum = |weights: &[f32]| {

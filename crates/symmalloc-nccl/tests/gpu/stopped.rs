@@ -32,7 +32,7 @@ fn status_of(child: &mut Child) -> Option<i32> {
         }
         if begun.elapsed() > Duration::from_secs(30) {
             child.kill().expect("killed");
-            panic!("the child hangs");
+            panic!("the child did not end within 30 seconds");
         }
         std::thread::sleep(Duration::from_millis(50));
     }

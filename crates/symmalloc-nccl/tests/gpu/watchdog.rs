@@ -70,7 +70,7 @@ impl Job {
             if !is_ready {
                 let mut text = String::new();
                 child.stderr.as_mut().expect("piped").read_to_string(&mut text).expect("stderr is valid UTF-8");
-                panic!("a rank did not begin:\n{text}");
+                panic!("a rank did not start:\n{text}");
             }
         }
         Job { children }
@@ -93,7 +93,7 @@ impl Job {
                 child.kill().expect("killed");
                 let mut text = String::new();
                 child.stderr.as_mut().expect("piped").read_to_string(&mut text).expect("stderr is valid UTF-8");
-                panic!("rank {rank} is still there after {limit:?}:\n{text}");
+                panic!("rank {rank} has not ended after {limit:?}:\n{text}");
             }
             std::thread::sleep(Duration::from_millis(5));
         };

@@ -177,7 +177,7 @@ pub(crate) fn uneven_rows(it: &Rank) {
         it.round::<f64>(&all_to_all, seed, &splits, 2);
         it.round::<i32>(&all_to_all, seed, &splits.reversed(), 5);
     }
-    assert_eq!(all_to_all.segments().len(), 1, "one segment, whatever the sizes");
+    assert_eq!(all_to_all.segments().len(), 1, "one segment is used, regardless of the sizes");
 }
 
 /// Exchanges equal numbers of rows with every rank, without splits.

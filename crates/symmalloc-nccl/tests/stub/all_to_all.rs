@@ -138,7 +138,7 @@ nccl_test!(what_is_refused_is_refused_before_anything_is_submitted, {
         assert_eq!(
             all_to_all.exchange_splits(&[1, 2, 3]),
             Err(AllToAllError::SplitCount { given: 3, ranks: 2 }),
-            "all ranks refuse"
+            "the call fails on all ranks"
         );
         // SAFETY: the memory is not accessed while two buffers refer to it.
         let mut twice = unsafe { it.stream.upgrade_device_ptr::<u32>(input.device_ptr(&it.stream).0 + 16, 6) };

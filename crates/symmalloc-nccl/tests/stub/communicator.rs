@@ -114,7 +114,7 @@ nccl_test!(ranks_connect_and_know_themselves, {
             rank.comm.check().expect("the call succeeds");
         });
     }
-    assert_eq!(nccl::live().communicators, 0, "dropped ones are destroyed");
+    assert_eq!(nccl::live().communicators, 0, "dropped communicators are destroyed");
     nccl::assert_clean();
 });
 
@@ -313,7 +313,11 @@ nccl_test!(destroying_gives_windows_back_first, {
             rank.comm.deregister_window(window),
             Err(CommError::Gone { state: CommState::Destroyed, .. })
         ));
-        assert_eq!(nccl::calls("ncclCommWindowDeregister"), calls, "a window of a gone communicator is not touched");
+        assert_eq!(
+            nccl::calls("ncclCommWindowDeregister"),
+            calls,
+            "NCCL is not called for a window of an ended communicator"
+        );
         rank.allocator.free(allocation.handle).expect("the allocation is live");
         rank.meet();
     });
@@ -326,7 +330,7 @@ nccl_test!(a_gone_communicator_says_so, {
         assert!(rank.comm.raw().is_null());
         let mut buffer = rank.buffer(&[1.0]);
         let refused = rank.comm.all_reduce_in_place(&mut buffer, ReduceOp::Sum, &rank.stream);
-        let Err(error) = refused else { panic!("a collective on a destroyed communicator") };
+        let Err(error) = refused else { panic!("a collective on a destroyed communicator succeeded") };
         assert_eq!(error.to_string(), "communicator \"world\" is destroyed: connect a new one");
         assert!(matches!(rank.comm.split(None, 0), Err(CommError::Gone { .. })));
         assert!(matches!(rank.comm.register_buffer(4096, 1), Err(CommError::Gone { .. })));
@@ -421,7 +425,7 @@ nccl_test!(a_borrowed_communicator_is_left_to_its_owner, {
         assert_eq!(
             (nccl::live().windows, nccl::live().communicators),
             (0, 2),
-            "its windows are deregistered, and the communicator remains"
+            "the borrowed communicator's windows are deregistered, but it is not destroyed"
         );
         rank.comm.check().expect("the borrowed communicator still works");
 
@@ -472,7 +476,7 @@ nccl_test!(
         ranks(2, |rank| {
             let (_allocation, base) = rank.segment();
             let Registered::Plain(plain) = rank.comm.register_window(base, SEGMENT_BYTES).expect("registered") else {
-                panic!("a window without NVLink");
+                panic!("a window was registered without NVLink");
             };
             assert_eq!((plain.base(), plain.size_bytes()), (base, SEGMENT_BYTES));
             rank.comm.deregister_buffer(plain).expect("the buffer is registered");

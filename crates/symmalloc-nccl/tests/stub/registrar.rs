@@ -227,7 +227,7 @@ nccl_test!(a_growing_pool_gets_one_larger_window_where_nccl_can, ["STUB_NCCL_VER
         let synced = it.registrar.sync(&[&it.world]).expect("the ranks agree");
         assert_eq!((synced.registrations, synced.deregistrations), (1, 1));
         let after = it.registrar.window_of(&it.world, &first).expect("a window");
-        assert_ne!(before.segment, after.segment, "the key changes");
+        assert_ne!(before.segment, after.segment, "the key changes when the segment grows");
         let mut cursor = InvalidationCursor::default();
         assert_eq!(it.registrar.invalidations(&it.world, &mut cursor), Invalidated::Keys(vec![before.segment]));
         [&mut first, &mut second].into_iter().for_each(|tensor| it.reduce_right(&it.world, tensor));
@@ -268,7 +268,7 @@ nccl_test!(what_cannot_have_windows_is_refused_with_what_to_do, {
         let pool = it.pool();
         let error = it.registrar.attach(&it.world, &[pool.id(), PoolId::DEFAULT], Registration::Windows);
         error.expect_err("one of them is private");
-        assert_eq!(it.registrar.registration(&it.world, pool.id()), None, "neither is attached");
+        assert_eq!(it.registrar.registration(&it.world, pool.id()), None, "neither pool is attached");
     });
     nothing_is_left();
 });

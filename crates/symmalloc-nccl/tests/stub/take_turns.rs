@@ -41,7 +41,7 @@ nccl_test!(two_models_take_turns_and_every_answer_is_right, ["STUB_NCCL_REUSE_WI
                 "{answers:?}"
             );
             models[0].wake().expect("the other model sleeps");
-            assert!(models[1].wake().is_err(), "there is no room for both");
+            assert!(models[1].wake().is_err(), "the device has no memory for both models");
             models[0].sleep().expect("all ranks sleep");
             models.into_iter().try_for_each(Model::end).expect("nothing is left");
         });

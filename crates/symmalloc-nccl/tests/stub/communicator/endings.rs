@@ -38,7 +38,7 @@ fn lone_registration(is_blocking: bool) -> (CommState, u64) {
         if rank.number() == 0 {
             let since = Instant::now();
             let Err(CommError::Deadline { stage, waited, state, .. }) = rank.register(base).map(|_| ()) else {
-                panic!("a window without the other rank");
+                panic!("a window was registered without the other rank");
             };
             assert_eq!((stage, state), (Stage::Register, rank.comm.state()));
             assert!(waited >= SHORT && since.elapsed() < SHORT + Duration::from_secs(3), "{:?}", since.elapsed());
@@ -61,7 +61,7 @@ nccl_test!(the_watchdog_names_the_rank_that_does_not_register, {
             if rank.number() == 0 {
                 let since = Instant::now();
                 let Err(CommError::Failed(failure)) = rank.register(base).map(|_| ()) else {
-                    panic!("a window without the other rank");
+                    panic!("a window was registered without the other rank");
                 };
                 assert_eq!(failure.cause, FailureCause::RanksBehind { ranks: vec![(1, 0)] });
                 let waited = failure.waited;

@@ -11,7 +11,7 @@ nccl_test!(a_library_under_its_other_name_is_found, Library::Named("libnccl.so")
 });
 
 nccl_test!(a_missing_library_is_an_error_that_says_what_was_tried, Library::Missing, [], {
-    let Err(LoadError::LibraryMissing { tried }) = Nccl::load().map(|_| ()) else { panic!("found a library") };
+    let Err(LoadError::LibraryMissing { tried }) = Nccl::load().map(|_| ()) else { panic!("a library was found") };
     assert!(tried[0].contains("libnccl.so.2") && tried[1].contains("libnccl.so"), "{tried:?}");
     let refused = UniqueId::new().map(|_| ());
     assert!(matches!(refused, Err(CommError::Load(LoadError::LibraryMissing { .. }))));
@@ -53,8 +53,8 @@ nccl_test!(
             let expected = CommError::Unsupported { capability: Capability::Windows, version };
             assert_eq!(
                 expected.to_string(),
-                "symmetric windows needs NCCL 2.27.3, the library is 2.21.6: install a newer one, or name it in \
-                 SYMMALLOC_NCCL_LIBRARY"
+                "NCCL 2.27.3 is required for symmetric windows, but the library is 2.21.6: install a newer one, or set \
+                 SYMMALLOC_NCCL_LIBRARY to one"
             );
             assert_eq!(rank.comm.register_window(4096, 4096).map(|_| ()), Err(expected));
             let (_allocation, base) = rank.segment();

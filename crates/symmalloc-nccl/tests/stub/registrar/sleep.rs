@@ -359,7 +359,7 @@ nccl_test!(communicators_that_ended_are_forgotten_with_their_pools, {
             assert_eq!(
                 format!("{:?}", it.registrar).matches("EndedComm {").count(),
                 1,
-                "it is remembered while other ranks may refer to it"
+                "the ended communicator is kept while other ranks may name it"
             );
             drop((tensor, pool));
             // A trim releases the memory of a dropped pool, if it was not released before.
@@ -383,9 +383,11 @@ nccl_test!(windows_that_come_back_as_others_are_told_to_all, ["STUB_NCCL_REUSE_W
         let _none = it.registrar.invalidations(&it.world, &mut cursor);
         let woken = it.registrar.wake(&it.world, pool.id()).expect("all ranks wake");
         let segments: Vec<u32> = woken.changed.iter().map(|(_, segment)| segment.segment.0).collect();
-        assert!(!segments.is_empty(), "their addresses are taken");
+        assert!(!segments.is_empty(), "the windows' addresses are in use");
         assert!(woken.changed.iter().all(|(communicator, _)| communicator == it.world.name()));
-        let Invalidated::Keys(keys) = it.registrar.invalidations(&it.world, &mut cursor) else { panic!("it is alive") };
+        let Invalidated::Keys(keys) = it.registrar.invalidations(&it.world, &mut cursor) else {
+            panic!("the communicator is ready")
+        };
         assert_eq!(keys.iter().map(|key| key.generation.segment.0).collect::<Vec<_>>(), segments);
         tensors.iter_mut().for_each(|tensor| it.reduce_right(&it.world, tensor));
     });
