@@ -12,7 +12,7 @@ use std::time::Duration;
 use symmalloc_cuda::{CudaError, DriverError};
 use thiserror::Error;
 
-/// An error of an operation on a communicator.
+/// An error returned by an operation on a communicator.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum CommError {

@@ -36,7 +36,7 @@ impl fmt::Display for Side {
     }
 }
 
-/// An error in the numbers of rows of splits. Nothing was sent.
+/// An error returned for numbers of rows that do not form splits. Nothing was sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum SplitsError {

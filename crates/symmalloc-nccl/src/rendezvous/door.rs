@@ -17,7 +17,7 @@ pub(super) enum Door {
     Local(LocalName),
 }
 
-/// An error of connecting to a door.
+/// An error returned by an attempt to open a door.
 #[derive(Debug)]
 pub(super) enum Closed {
     /// Nothing listens there, or the connection failed.

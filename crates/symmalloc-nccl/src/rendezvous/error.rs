@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 use thiserror::Error;
 
-/// An error of the rendezvous: the ranks did not find each other.
+/// An error returned if the ranks do not find each other.
 #[derive(Clone, Debug, PartialEq, Eq, Error)]
 #[non_exhaustive]
 pub enum RendezvousError {

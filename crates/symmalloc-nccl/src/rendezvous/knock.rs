@@ -100,7 +100,7 @@ impl Meeting {
     }
 }
 
-/// An error of a knock that did not reach rank 0.
+/// An error returned by a knock that did not reach rank 0.
 enum Unmet {
     Closed(Closed),
     Refused(RendezvousError),

@@ -423,7 +423,7 @@ nccl_test!(a_registrar_that_is_dropped_takes_its_windows_along, {
         drop(tensor);
         it.trim(&pool);
         drop(registrar);
-        assert_eq!(it.allocator.stats().reserved_bytes.current, 0, "its memory is released");
+        assert_eq!(it.allocator.stats().reserved_bytes.current, 0, "the memory is released");
         it.world.check().expect("the communicator still works");
     });
     nothing_is_left();

@@ -15,7 +15,7 @@ fn injected(
     let outcomes = Job::new(ranks).run(|it| {
         let pool = it.attached_pool();
         let mut tensors = vec![it.take(&pool, MIB)];
-        it.registrar.sync(&[&it.world]).expect("the same so far");
+        it.registrar.sync(&[&it.world]).expect("the ranks agree so far");
         program(it, &pool, &mut tensors);
         let error = it.registrar.sync(&[&it.world]).expect_err("they differ");
         assert_eq!(it.registrar.stats().windows, 1, "nothing was registered");
@@ -143,7 +143,7 @@ nccl_test!(a_rank_that_does_not_come_is_an_error_on_the_others_within_the_deadli
         let error = it.registrar.sync(&[&it.world]).expect_err("rank 1 is missing");
         assert!(matches!(error, SyncError::Transport { .. }), "{error}");
         assert!(begun.elapsed() < 20 * IMPATIENT, "{:?}", begun.elapsed());
-        assert_eq!(it.registrar.stats().dead_bytes, 0, "its segments are released");
+        assert_eq!(it.registrar.stats().dead_bytes, 0, "the world's segments are released");
         assert!(matches!(it.registrar.sync(&[&it.world]), Err(SyncError::Gone { .. })));
         // The allocator continues to work.
         drop(it.take(&pool, 40 * MIB));
@@ -186,7 +186,7 @@ nccl_test!(buffers_that_are_not_the_same_are_reported_before_the_collective_runs
         it.registrar.sync(&[&it.world]).expect("the ranks agree");
         let checked = it.registrar.checked(&it.world);
         let [one, other] = &mut tensors;
-        checked.all_reduce_in_place(one, ReduceOp::Sum, &it.stream).expect("the same on all ranks");
+        checked.all_reduce_in_place(one, ReduceOp::Sum, &it.stream).expect("all ranks pass the same buffer");
         let given = if it.rank == 1 { other } else { one };
         let error =
             checked.all_reduce_in_place(given, ReduceOp::Sum, &it.stream).expect_err("rank 1 passes another buffer");
